@@ -1,0 +1,77 @@
+# `make train` and `make test` are all a newcomer needs. Variables:
+#   PYTHON=python3.12     another interpreter (it gets an environment of its own)
+#   CONFIG=configs/x.py   another config for `make train`; ARGS="--config.epochs=3"
+PYTHON ?= python3
+CONFIG ?= configs/digits.py
+ARGS ?=
+WORKERS ?= 2
+
+MINOR := $(shell $(PYTHON) -c 'import sys; print("%d%d" % sys.version_info[:2])')
+ifeq ($(MINOR),)
+$(error no interpreter '$(PYTHON)' here: give one of Python 3.11 or newer, e.g. make PYTHON=python3.12)
+endif
+ifneq ($(shell [ $(MINOR) -ge 311 ] && echo ok),ok)
+$(error $(PYTHON) is Python $(MINOR), jaxscale needs 3.11 or newer: make PYTHON=python3.12)
+endif
+# Pinned for the versions we test; a newer Python takes what pip resolves.
+PINS := $(wildcard requirements/py$(MINOR).txt)
+VENV := .venv$(if $(filter 311,$(MINOR)),,$(MINOR))
+BIN := $(VENV)/bin
+
+.PHONY: train test test-slow lint format notebooks env tfds fashion_mnist lock clean
+
+train: env
+	$(BIN)/python -m jaxscale.train --config $(CONFIG) $(ARGS)
+
+test: env
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile
+
+test-slow: env
+	$(BIN)/python -m pytest -m slow
+
+lint: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/jupytext --test --to py:percent colabs/*.ipynb >/dev/null
+
+format: env
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+notebooks: env
+	$(BIN)/jupytext --to ipynb colabs/*.py
+
+env: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml $(PINS)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(if $(PINS),-r $(PINS))
+	$(BIN)/python -m pip install --quiet $(if $(PINS),--no-deps) -e '.[dev]'
+	touch $@
+
+# TensorFlow is large and only prepares datasets: it has an environment of its
+# own, which training never sees.
+tfds: $(VENV)-tfds/.installed
+
+$(VENV)-tfds/.installed: pyproject.toml $(wildcard requirements/py$(MINOR)-tfds.txt)
+	$(PYTHON) -m venv $(VENV)-tfds
+	$(VENV)-tfds/bin/python -m pip install --quiet $(if $(wildcard requirements/py$(MINOR)-tfds.txt),-r requirements/py$(MINOR)-tfds.txt)
+	$(VENV)-tfds/bin/python -m pip install --quiet $(if $(wildcard requirements/py$(MINOR)-tfds.txt),--no-deps) -e '.[tfds]'
+	touch $@
+
+fashion_mnist: tfds
+	$(VENV)-tfds/bin/python -m jaxscale.data.prepare fashion_mnist
+
+# Pins for every Python we test, without the address of any package index.
+lock: env
+	$(BIN)/python -m pip install --quiet uv
+	for v in 3.11 3.12 3.13; do n=$$(echo $$v | tr -d .); \
+	  $(BIN)/uv pip compile pyproject.toml --extra dev --python-version $$v \
+	    --universal --no-header --no-annotate --no-emit-index-url --upgrade -q -o requirements/py$$n.txt && \
+	  $(BIN)/uv pip compile pyproject.toml --extra tfds --python-version $$v \
+	    --universal --no-header --no-annotate --no-emit-index-url --upgrade -q -o requirements/py$$n-tfds.txt \
+	  || exit 1; done
+
+clean:
+	rm -rf $(VENV) $(VENV)-tfds .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,246 @@
+"""Config files and the command line: `FILE[:arg]` and `a.b=value` to a Config.
+
+`load_config` is what the command line, notebooks and sweeps all call. Values
+are parsed by the annotation of their field, all overrides are put in at once
+and every class checks itself again, so their order does not matter.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+import inspect
+import sys
+import textwrap
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from jaxscale.config import Config
+from jaxscale.settings import (
+  ConfigError,
+  alternatives,
+  coerce,
+  hints,
+  nearest,
+  type_name,
+)
+
+
+def load_config(path: str, overrides: Mapping[str, str] | None = None) -> Config:
+  """Run `get_config` of a Python file and put the overrides in.
+
+  Args:
+    path: `FILE` or `FILE:arg`; the argument is handed to `get_config`.
+    overrides: values as text by dotted field, e.g. {"optimizer.lr": "0.3"}.
+
+  Raises:
+    ConfigError: one line that says what is wrong, where, and what to write.
+
+  Example:
+    >>> config = load_config("configs/digits.py", {"epochs": "3"})
+    >>> config.epochs
+    3.0
+  """
+  file, _, arg = path.partition(":")
+  if not Path(file).is_file():
+    folder = Path(file).parent
+    names = [str(p) for p in folder.glob("*.py")] if folder.is_dir() else []
+    hint = nearest(file, names) if names else "check the path"
+    raise ConfigError(f"--config={path}: no such file, {hint}")
+  config = _run_file(Path(file), arg)
+  if not isinstance(config, Config):
+    raise ConfigError(
+      f"{file}: get_config() returned {type(config).__name__}, return a Config"
+    )
+  return override(config, overrides or {})
+
+
+def _run_file(file: Path, arg: str) -> Any:
+  """What `get_config` of the file returns; its faults name file and line."""
+  try:
+    spec = importlib.util.spec_from_file_location("jaxscale_config", file)
+    if spec is None or spec.loader is None:
+      raise ConfigError(f"{file}: not a Python file, give one that ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    get_config = getattr(module, "get_config", None)
+    if get_config is None:
+      raise ConfigError(f"{file}: define get_config() -> Config in it")
+    takes_arg = bool(inspect.signature(get_config).parameters)
+    if arg and not takes_arg:
+      raise ConfigError(f"{file}:{arg}: its get_config() takes no argument")
+    return get_config(arg) if arg else get_config()
+  except SyntaxError as e:
+    raise ConfigError(f"{e.filename}:{e.lineno}: {e.msg}") from None
+  except Exception as e:
+    frames = traceback.extract_tb(e.__traceback__)
+    lines = [f.lineno for f in frames if Path(f.filename) == file.absolute()]
+    lines = lines or [f.lineno for f in frames if f.filename == str(file)]
+    where = f"{file}:{lines[-1]}" if lines else str(file)
+    text = str(e) if isinstance(e, ConfigError) else f"{type(e).__name__}: {e}"
+    if text.startswith(str(file)):
+      raise
+    raise ConfigError(f"{where}: {text}") from None
+
+
+def override(node: Any, overrides: Mapping[str, str]) -> Any:
+  """A copy of a settings object with some fields, named by path, replaced."""
+  tree: dict[str, Any] = {}
+  for path, text in overrides.items():
+    *parents, leaf = path.split(".")
+    branch = tree
+    for name in parents:
+      if isinstance(branch.get(name), str):  # --config.optimizer=LARS came first
+        branch[name] = {"": branch[name]}
+      branch = branch.setdefault(name, {})
+    if isinstance(branch.get(leaf), dict):
+      branch[leaf][""] = text
+    else:
+      branch[leaf] = text
+  return _replace(node, tree, prefix="")
+
+
+def _replace(node: Any, tree: dict[str, Any], prefix: str) -> Any:
+  fields = hints(type(node))
+  changes = {}
+  for name, value in tree.items():
+    path = f"{prefix}{name}"
+    if name not in fields:
+      raise ConfigError(
+        f"--config.{path}: {type(node).__name__} has no field {name!r}, "
+        + nearest(name, fields)
+      )
+    current = getattr(node, name)
+    if isinstance(value, dict):
+      chosen = value.pop("", None)
+      if chosen is not None:
+        current = _parse(fields[name], chosen, current, path)
+      if not dataclasses.is_dataclass(current):
+        raise ConfigError(f"--config.{path}: a single value, it has no fields")
+      changes[name] = _replace(current, value, f"{path}.")
+    else:
+      changes[name] = _parse(fields[name], value, current, path)
+  return dataclasses.replace(node, **changes)
+
+
+def _parse(annotation: Any, text: str, current: Any, path: str) -> Any:
+  """The value that `text` stands for in a field of this type."""
+  choices = alternatives(annotation)
+  classes = {c.__name__: c for c in choices if dataclasses.is_dataclass(c)}
+  if classes:  # --config.optimizer=LARS: keep what both classes have
+    if text not in classes:
+      raise ConfigError(f"--config.{path}={text}: {nearest(text, classes)}")
+    shared = set(hints(classes[text])) & set(hints(type(current)))
+    return classes[text](**{k: getattr(current, k) for k in shared})
+  named = [a for c in choices if get_origin(c) is Literal for a in get_args(c)]
+  if text in named or (str in choices and text != "None"):
+    return text
+  try:
+    value = ast.literal_eval(text)
+    if isinstance(value, (int, float)) and any(
+      get_origin(c) is tuple for c in choices
+    ):
+      value = (value,)
+    return coerce(annotation, value)
+  except (TypeError, ValueError, SyntaxError):
+    raise ConfigError(
+      f"--config.{path}={text}: give {type_name(annotation)}"
+    ) from None
+
+
+def parse_args(argv: list[str]) -> tuple[dict[str, str], dict[str, str], bool]:
+  """Split a command line into options, overrides and whether help is asked.
+
+  Example:
+    >>> parse_args(["--config", "a.py", "--config.epochs=3"])
+    ({'config': 'a.py'}, {'epochs': '3'}, False)
+  """
+  options, overrides, args = {}, {}, list(argv)
+  wants_help = False
+  while args:
+    arg = args.pop(0)
+    if arg in ("--help", "-h"):
+      wants_help = True
+      continue
+    name, given, value = arg.partition("=")
+    if name not in ("--config", "--workdir") and not name.startswith("--config."):
+      hint = nearest(name, ["--config", "--workdir", "--help"])
+      raise ConfigError(
+        f"{arg}: not an option, {hint}; a setting is --config.FIELD=VALUE"
+      )
+    if not given:
+      if not args or args[0].startswith("--"):
+        raise ConfigError(f"{name}: a value is missing, write {name}=VALUE")
+      value = args.pop(0)
+    if name.startswith("--config."):
+      overrides[name.removeprefix("--config.")] = value
+    else:
+      options[name.removeprefix("--")] = value
+  return options, overrides, wants_help
+
+
+def help_text(config: Config | None) -> str:
+  """Every field with its type, meaning and value (or all alternatives)."""
+  lines = [
+    "usage: python -m jaxscale.train --config FILE[:arg] [--workdir DIR]",
+    "                                [--config.FIELD=VALUE ...]",
+    "",
+    "Trains one experiment and resumes by itself when DIR holds a part of it.",
+    "",
+    "  --config FILE[:arg]     Python file with get_config([arg]) -> Config",
+    "  --workdir DIR           checkpoints, metrics and plots go there",
+    "                          (default: runs/ and the name of the config)",
+    "  --config.FIELD=VALUE    replace a setting; --config.optimizer=LARS",
+    "                          chooses an alternative and keeps shared fields",
+    "",
+    "exit code: 0 done, 2 a mistake in what was asked for, 1 anything else,",
+    "130 interrupted and saved",
+    "",
+    "settings:" if config else "settings (--config FILE --help shows the file's):",
+  ]
+  lines += _help_fields(Config, config, "")
+  return "\n".join(lines)
+
+
+def _help_fields(cls: type, node: Any, prefix: str) -> list[str]:
+  lines, docs = [], _field_docs(cls)
+  for name, annotation in hints(cls).items():
+    classes = [c for c in alternatives(annotation) if dataclasses.is_dataclass(c)]
+    value = getattr(node, name) if node is not None else None
+    head = f"  --config.{prefix}{name}"
+    if not classes:
+      shown = f" = {value!r}" if node is not None else ""
+      lines += [f"{head}{shown}  ({type_name(annotation)})"]
+      lines += textwrap.wrap(docs[name], 72, initial_indent=" " * 6, subsequent_indent=" " * 6)
+      continue
+    chosen = [type(value)] if node is not None else classes
+    lines += ["", f"{head}: {' | '.join(c.__name__ for c in classes)}"]
+    for c in chosen:
+      summary = (c.__doc__ or "").splitlines()[0]
+      lines += [f"    {c.__name__}: {summary}"]
+      lines += _help_fields(c, value, f"{prefix}{name}.")
+  return lines
+
+
+def _field_docs(cls: type) -> dict[str, str]:
+  """The text of each entry under `Attributes:`, base classes' included."""
+  docs: dict[str, str] = {}
+  for c in reversed(cls.__mro__):
+    _, _, section = (c.__doc__ or "").partition("Attributes:")
+    name = ""
+    for line in inspect.cleandoc(section).splitlines() if section else []:
+      if not line.startswith(" ") and ":" in line:
+        name, _, text = line.partition(":")
+        docs[name] = text.strip()
+      elif name:
+        docs[name] += " " + line.strip()
+  return docs
+
+
+def command(argv: list[str] | None = None) -> str:
+  """The command line that was typed, to be shown to whoever goes on with it."""
+  argv = sys.argv[1:] if argv is None else argv
+  return " ".join(["python -m jaxscale.train", *argv])

@@ -1,0 +1,129 @@
+"""What makes a dataclass a settings class: frozen, by name, checked.
+
+`config.py` lists the knobs; here is how an unknown name, a wrong type or a
+value out of bounds becomes one line that says what to write instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import math
+import types
+import typing
+from typing import Any, Literal, dataclass_transform
+
+
+class ConfigError(ValueError):
+  """A setting that cannot be; its one line names field, value and remedy."""
+
+
+def nearest(name: str, choices: typing.Iterable[str]) -> str:
+  """The hint of an error message: the closest choice, or all of them."""
+  choices = sorted(choices)
+  close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+  return f"did you mean {close[0]!r}?" if close else f"one of {', '.join(choices)}"
+
+
+@functools.cache
+def hints(cls: type) -> dict[str, Any]:
+  """The annotation of every field of a settings class."""
+  return typing.get_type_hints(cls)
+
+
+def alternatives(annotation: Any) -> tuple[Any, ...]:
+  """The members of a union, or the annotation itself."""
+  if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+    return typing.get_args(annotation)
+  return (annotation,)
+
+
+def type_name(annotation: Any) -> str:
+  """How an error message or the help writes a type."""
+  if typing.get_origin(annotation) is Literal:
+    return " | ".join(repr(v) for v in typing.get_args(annotation))
+  if len(alternatives(annotation)) > 1:
+    return " | ".join(type_name(a) for a in alternatives(annotation))
+  if annotation is type(None):
+    return "None"
+  if typing.get_origin(annotation) is tuple:
+    return f"tuple of {type_name(typing.get_args(annotation)[0])}"
+  return annotation.__name__
+
+
+def coerce(annotation: Any, value: Any) -> Any:
+  """Return `value` as the annotated type, or raise `TypeError`."""
+  for choice in alternatives(annotation):
+    origin, args = typing.get_origin(choice), typing.get_args(choice)
+    if origin is Literal and any(value == a and type(value) is type(a) for a in args):
+      return value
+    if origin is tuple and isinstance(value, (tuple, list)):
+      return tuple(coerce(args[0], v) for v in value)
+    if origin is None:
+      if choice is float and type(value) is int:
+        return float(value)
+      if isinstance(value, choice) and not (
+        choice in (int, float) and isinstance(value, bool)
+      ):
+        return value
+  raise TypeError
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def settings(cls: type) -> type:
+  """A frozen, keyword-only dataclass that refuses unknown names and types."""
+  cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+  init = cls.__init__
+
+  def checked_init(self, *args, **values):
+    if args:
+      raise ConfigError(
+        f"{cls.__name__}({args[0]!r}): fields are given by name, as in "
+        f"{cls.__name__}({dataclasses.fields(cls)[0].name}={args[0]!r})"
+      )
+    for name, value in values.items():
+      if name not in hints(cls):
+        raise ConfigError(
+          f"{cls.__name__}.{name}={value!r}: {cls.__name__} has no such field, "
+          + nearest(name, hints(cls))
+        )
+      try:
+        values[name] = coerce(hints(cls)[name], value)
+      except TypeError:
+        raise ConfigError(
+          f"{cls.__name__}.{name}={value!r}: give {type_name(hints(cls)[name])}"
+        ) from None
+    for field in dataclasses.fields(cls):
+      if (
+        field.name not in values
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+      ):
+        raise ConfigError(
+          f"{cls.__name__}.{field.name} is not set: give "
+          + type_name(hints(cls)[field.name])
+        )
+    init(self, **values)
+
+  cls.__init__ = checked_init
+  return cls
+
+
+def check(self, **bounds: str) -> None:
+  """Hold each named number to its bound, e.g. `lr="> 0"`."""
+  tests = {
+    "> 0": lambda x: x > 0,
+    ">= 0": lambda x: x >= 0,
+    ">= 1": lambda x: x >= 1,
+    "in [0, 1)": lambda x: 0 <= x < 1,
+    "in (0, 1]": lambda x: 0 < x <= 1,
+    "in (0, 1)": lambda x: 0 < x < 1,
+  }
+  for name, bound in bounds.items():
+    value = getattr(self, name)
+    for v in value if isinstance(value, tuple) else (value,):
+      if v is not None and not (math.isfinite(v) and tests[bound](v)):
+        raise ConfigError(
+          f"{type(self).__name__}.{name}={value!r}: give a value {bound}"
+        )
