@@ -1,0 +1,202 @@
+"""Checkpoints: the train state by Orbax, with a manifest of checksums.
+
+Orbax writes asynchronously and commits by an atomic rename, so a run that is
+killed finds whole checkpoints or none. It does not notice flipped bytes in
+array data; the manifest (checksum.py), kept in the checkpoint's own metadata,
+does. A damaged checkpoint is set aside as `<step>.damaged`, never deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+from orbax.checkpoint import v1 as ocp
+
+from jaxscale import checksum, cluster
+from jaxscale.settings import ConfigError
+from jaxscale.state import TrainState
+
+
+class Checkpoints:
+  """The checkpoints of one run; every process makes and calls it alike.
+
+  Example:
+    >>> with Checkpoints("runs/x/checkpoints") as checkpoints:
+    ...   state = checkpoints.restore(abstract) or init()
+    ...   checkpoints.save(state, {"accuracy": 0.9})   # doctest: +SKIP
+  """
+
+  def __init__(
+    self, directory: str | Path, *, keep_last: int = 2, keep_best: int = 1
+  ):
+    """Open (or make) a directory of checkpoints.
+
+    Args:
+      directory: one subdirectory a step.
+      keep_last: how many of the newest stay.
+      keep_best: how many with the highest metric "accuracy" stay as well.
+    """
+    self.directory = Path(directory).absolute()
+    policies = ocp.training.preservation_policies
+    keep = [policies.LatestN(keep_last)]
+    if keep_best:
+      keep.append(
+        policies.BestN(
+          get_metric_fn=lambda metrics: metrics["accuracy"],
+          n=keep_best,
+          keep_checkpoints_without_metrics=False,
+        )
+      )
+    self._policy = policies.AnyPreservationPolicy(keep)
+    self._open()
+
+  def _open(self) -> None:
+    self._checkpointer = ocp.training.Checkpointer(
+      self.directory,
+      preservation_policy=self._policy,
+      cleanup_tmp_directories=True,  # what a killed run left half-written
+    )
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *_):
+    self.close()
+
+  def steps(self) -> list[int]:
+    """Steps that have a committed checkpoint, oldest first."""
+    return [c.step for c in self._checkpointer.checkpoints]
+
+  def save(self, state: TrainState, metrics: dict[str, float] | None = None) -> None:
+    """Start writing the state; returns once it is copied off the devices.
+
+    A step that is saved already is left alone. Waits for the save before.
+
+    Args:
+      state: what to save; it may be donated as soon as this returns.
+      metrics: of an evaluation at this step; "accuracy" ranks the best.
+
+    Raises:
+      FloatingPointError: the state holds NaN or Inf; nothing is written.
+      OSError: the save before this one failed, e.g. the disk is full.
+    """
+    self.wait()
+    step = int(state.step)
+    if step in self.steps():
+      return
+    leaves = checksum.manifest(state)
+    self._checkpointer.save_checkpointables_async(
+      step,
+      {"state": state},
+      force=True,
+      metrics=metrics,
+      custom_metadata={"leaves": leaves, "crc32": _crc32(leaves)},
+    )
+
+  def wait(self) -> None:
+    """Until what was saved is on disk."""
+    self._checkpointer.wait()
+
+  def close(self) -> None:
+    """Wait, then let go of the directory."""
+    self._checkpointer.close()
+
+  def restore(self, abstract: TrainState) -> TrainState | None:
+    """The newest intact state, laid out as asked for; None if there is none.
+
+    Args:
+      abstract: shapes, dtypes and shardings (`state.abstract_state`); any mesh.
+
+    Raises:
+      ConfigError: it belongs to another model or optimizer, or every
+        checkpoint there is damaged.
+    """
+    steps = self.steps()
+    for step in reversed(steps):
+      try:
+        return self._restore_step(step, abstract)
+      except _DamagedError as damage:
+        older = [s for s in steps if s < step]
+        print(
+          f"checkpoint {step} is damaged ({damage}); set aside as "
+          f"{step}.damaged, "
+          + (f"going on from {older[-1]}" if older else "and there is no older one")
+        )
+        self._set_aside(step)
+    if steps:
+      raise ConfigError(
+        f"{self.directory}: every checkpoint is damaged; use another --workdir "
+        "to start anew"
+      )
+    return None
+
+  def _restore_step(self, step: int, abstract: TrainState) -> TrainState:
+    try:
+      saved = self._checkpointer.metadata(step).custom_metadata
+      leaves = saved["leaves"]
+      if saved["crc32"] != _crc32(leaves):
+        raise _DamagedError("its manifest has changed")
+    except _DamagedError:
+      raise
+    except Exception as e:
+      raise _DamagedError(f"its manifest is unreadable: {_one_line(e)}") from e
+    _check_same_leaves(self.directory / str(step), leaves, abstract)
+    try:
+      state = self._checkpointer.load_checkpointables(step, {"state": abstract})["state"]
+      found = checksum.manifest(state)
+    except Exception as e:
+      raise _DamagedError(_one_line(e)) from e
+    for name, leaf in found.items():
+      if leaf["checksum"] != leaves[name]["checksum"]:
+        raise _DamagedError(f"the checksum of {name} does not match")
+    return state
+
+  def _set_aside(self, step: int) -> None:
+    self._checkpointer.close()
+    path = self.directory / str(step)
+    aside = next(
+      p
+      for i in range(1000)
+      if not (p := path.with_name(f"{step}.damaged" + (f"-{i}" if i else ""))).exists()
+    )
+    cluster.on_leader(lambda: path.rename(aside) and None, f"set aside {step}")
+    self._open()
+
+
+class _DamagedError(Exception):
+  """Why a checkpoint cannot be trusted."""
+
+
+def _crc32(leaves: dict[str, Any]) -> int:
+  return zlib.crc32(json.dumps(leaves, sort_keys=True).encode())
+
+
+def _one_line(error: Exception) -> str:
+  text = str(error).strip().splitlines()
+  return f"{type(error).__name__}: {text[0][:120] if text else ''}"
+
+
+def _check_same_leaves(
+  path: Path, saved: dict[str, Any], abstract: TrainState
+) -> None:
+  """Refuse a checkpoint whose leaves are not those of this model."""
+  wanted = checksum.describe(abstract)
+  for name in sorted(saved.keys() | wanted.keys()):
+    if name not in wanted:
+      difference = f"it has {name}, this model and optimizer do not"
+    elif name not in saved:
+      difference = f"it has no {name}, which this model and optimizer need"
+    elif any(saved[name][key] != wanted[name][key] for key in ("shape", "dtype")):
+      there, here = saved[name], wanted[name]
+      difference = (
+        f"{name} is {there['dtype']}{there['shape']} there and "
+        f"{here['dtype']}{here['shape']} here"
+      )
+    else:
+      continue
+    raise ConfigError(
+      f"{path}: a checkpoint of another experiment, {difference}; use another --workdir"
+    )

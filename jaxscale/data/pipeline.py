@@ -1,0 +1,106 @@
+"""Deterministic batches, a function of (seed, step) and nothing else.
+
+Training sees one endless stream: the examples shuffled anew every epoch. Step
+t uses the positions [t B, (t + 1) B) of it and host r of n the r-th of n equal
+blocks of those, so the global batch is the same, row for row, for any number of
+hosts, and the place to resume from is one integer, the step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+import grain
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxscale.data.augment import uniform
+from jaxscale.data.dataset import Batch, Dataset
+from jaxscale.mesh import batch_sharding
+
+
+def train_batches(
+  dataset: Dataset,
+  batch_size: int,
+  *,
+  seed: int = 0,
+  start: int = 0,
+  shard: tuple[int, int] = (0, 1),
+  num_threads: int = 2,
+) -> Iterator[Batch]:
+  """This host's rows of every training batch from step `start` on, for ever.
+
+  Args:
+    dataset: what to draw from.
+    batch_size: of the global batch.
+    seed: of order and augmentation.
+    start: step of the first batch.
+    shard: (index, count) of this host's block, as `mesh.host_shard` gives it.
+    num_threads: threads that load batches ahead.
+  """
+  index, count = shard
+  rows = batch_size // count
+  order = grain.MapDataset.range(dataset.num_examples).seed(seed).shuffle().repeat()
+  # Cut into blocks first and take every n-th: block t n + r is host r's of step t.
+  blocks = order.batch(rows)[index::count]
+
+  def load(step, indices):
+    positions = (step * count + index) * rows + np.arange(rows)
+    return dataset.load(np.asarray(indices), uniform(seed, positions))
+
+  steps = blocks.map_with_index(load)[start:]
+  options = grain.ReadOptions(
+    num_threads=num_threads, prefetch_buffer_size=2 * num_threads
+  )
+  return iter(steps.to_iter_dataset(options))
+
+
+def eval_batches(
+  dataset: Dataset, batch_size: int, *, shard: tuple[int, int] = (0, 1)
+) -> Iterator[Batch]:
+  """Every example once, in order, with a mask: this host's rows.
+
+  The last batch is filled up with copies of example 0 whose "mask" is False,
+  so every host has as many batches as the others, all of one shape.
+
+  Args:
+    dataset: what to evaluate on.
+    batch_size: of the global batch.
+    shard: (index, count) of this host's block.
+  """
+  index, count = shard
+  rows = batch_size // count
+  for first in range(index * rows, _round_up(dataset.num_examples, batch_size), batch_size):
+    positions = first + np.arange(rows)
+    mask = positions < dataset.num_examples
+    yield dataset.load(np.where(mask, positions, 0), None) | {"mask": mask}
+
+
+def _round_up(n: int, multiple: int) -> int:
+  return -(-n // multiple) * multiple
+
+
+def to_device(
+  batches: Iterable[Batch], mesh: Mesh, *, ahead: int = 2
+) -> Iterator[dict[str, jax.Array]]:
+  """Global arrays of the batches, rows spread over the mesh, put there early.
+
+  Args:
+    batches: this host's rows of each global batch.
+    mesh: every axis of it splits the rows.
+    ahead: how many batches are on their way while one is used.
+  """
+  sharding = batch_sharding(mesh)
+  waiting: deque = deque()
+  for batch in batches:
+    waiting.append(
+      {
+        name: jax.make_array_from_process_local_data(sharding, rows)
+        for name, rows in batch.items()
+      }
+    )
+    if len(waiting) > ahead:
+      yield waiting.popleft()
+  yield from waiting

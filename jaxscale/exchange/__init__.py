@@ -1,0 +1,55 @@
+"""The gradient exchange: the one place where gradients cross the network.
+
+An exchange is a pair of pure functions. `init(params)` makes the state that
+one device keeps (error feedback, say; nothing for the plain one) and
+`exchange(grads, state)`, called on every device inside `jax.shard_map`, turns
+the device's own gradients into their mean over all devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+
+Grads = Any  # a tree of arrays shaped like the parameters
+ExchangeState = Any  # a tree of arrays, one device's
+
+
+class Exchange(NamedTuple):
+  """How gradients are averaged over the devices.
+
+  Attributes:
+    init: params -> one device's exchange state.
+    exchange: (local grads, state) -> (mean grads, state), inside `shard_map`.
+      The mean must be typed invariant over the mesh axes, as `lax.psum` and
+      `lax.all_gather(..., to="invarying")` leave it.
+  """
+
+  init: Callable[[Any], ExchangeState]
+  exchange: Callable[[Grads, ExchangeState], tuple[Grads, ExchangeState]]
+
+
+def plain(axes: tuple[str, ...]) -> Exchange:
+  """The mean by `lax.psum`, in the gradients' own dtype.
+
+  Args:
+    axes: mesh axes to average over.
+
+  Example:
+    >>> exchange = plain(("replica", "data"))
+    >>> exchange.init({"w": 0.0})
+    ()
+  """
+
+  def init(params):
+    del params  # keeps nothing between steps
+    return ()
+
+  def exchange(grads, state):
+    num_devices = lax.axis_size(axes)
+    return jax.tree.map(lambda g: lax.psum(g, axes) / num_devices, grads), state
+
+  return Exchange(init, exchange)

@@ -1,0 +1,81 @@
+"""The quickstart's models: an MLP and a small convolutional network."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxscale.models.layers import BatchNorm, dropout, max_pool_2x2
+
+
+class MLP(nn.Module):
+  """Dense layers with ReLU on the flattened image.
+
+  Attributes:
+    num_classes: width of the output.
+    hidden: width of each hidden layer.
+    dtype: of activations; parameters are float32, logits too.
+  """
+
+  num_classes: int
+  hidden: tuple[int, ...] = (256, 256)
+  dtype: jnp.dtype = jnp.float32
+
+  @nn.compact
+  def __call__(
+    self, images: jax.Array, train: bool, keys: jax.Array | None = None
+  ) -> jax.Array:
+    del train, keys  # the same in training and evaluation
+    x = images.reshape(len(images), -1).astype(self.dtype)
+    for width in self.hidden:
+      x = nn.relu(nn.Dense(width, dtype=self.dtype)(x))
+    x = nn.Dense(self.num_classes, dtype=self.dtype)(x)
+    return x.astype(jnp.float32)
+
+
+class CNN(nn.Module):
+  """Stages of 3x3 convolutions with ReLU; the last one of each is max-pooled.
+
+  Attributes:
+    num_classes: width of the output.
+    features: channels of each stage.
+    convs_per_stage: convolutions in a stage.
+    dense: width of the hidden layer before the classifier; 0: none.
+    batch_norm: normalise after every convolution.
+    bn_axis_name: mesh axes whose devices share BatchNorm statistics.
+    dropout: probability of dropping a unit before the classifier.
+    dtype: of activations; parameters are float32, logits too.
+  """
+
+  num_classes: int
+  features: tuple[int, ...] = (32, 64)
+  convs_per_stage: int = 1
+  dense: int = 128
+  batch_norm: bool = False
+  bn_axis_name: tuple[str, ...] | None = None
+  dropout: float = 0.0
+  dtype: jnp.dtype = jnp.float32
+
+  @nn.compact
+  def __call__(
+    self, images: jax.Array, train: bool, keys: jax.Array | None = None
+  ) -> jax.Array:
+    x = images.astype(self.dtype)
+    for width in self.features:
+      for i in range(self.convs_per_stage):
+        x = nn.Conv(
+          width, (3, 3), use_bias=not self.batch_norm, dtype=self.dtype
+        )(x)
+        if i == self.convs_per_stage - 1:
+          # Before the normalisation and ReLU, which then see a quarter.
+          x = max_pool_2x2(x)
+        if self.batch_norm:
+          x = BatchNorm(self.bn_axis_name, dtype=self.dtype)(x, train)
+        x = nn.relu(x)
+    x = x.reshape(len(x), -1)
+    if self.dense:
+      x = nn.relu(nn.Dense(self.dense, dtype=self.dtype)(x))
+    x = dropout(x, self.dropout, keys if train else None, layer=0)
+    x = nn.Dense(self.num_classes, dtype=self.dtype)(x)
+    return x.astype(jnp.float32)

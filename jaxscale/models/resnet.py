@@ -1,0 +1,103 @@
+"""ResNet v1.5 (arXiv:1512.03385; the stride is in the 3x3 convolution).
+
+Initialisation follows Goyal et al. (arXiv:1706.02677, §5.1): He-normal
+convolutions, the last BatchNorm scale of a block at 0, the classifier from
+N(0, 0.01²).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxscale.models.layers import BatchNorm
+
+# fan_out: He et al. (arXiv:1502.01852) for the backward pass, as torchvision.
+_conv_init = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
+
+
+class ResNet(nn.Module):
+  """A residual network on NHWC images.
+
+  Attributes:
+    num_classes: width of the output.
+    stage_sizes: blocks in each stage.
+    bottleneck: 1x1-3x3-1x1 blocks (50 layers and more) instead of 3x3-3x3.
+    width: channels of the first stage.
+    stem: "imagenet" (7x7 stride 2 and max-pool) or "small" (3x3 stride 1).
+    bn_axis_name: mesh axes whose devices share BatchNorm statistics.
+    bn_momentum: decay of the running statistics.
+    bn_epsilon: added to the variance.
+    zero_init_residual: start the last BatchNorm scale of each block at 0.
+    dtype: of activations; parameters are float32, logits too.
+  """
+
+  num_classes: int
+  stage_sizes: tuple[int, ...]
+  bottleneck: bool
+  width: int = 64
+  stem: str = "imagenet"
+  bn_axis_name: tuple[str, ...] | None = None
+  bn_momentum: float = 0.9
+  bn_epsilon: float = 1e-5
+  zero_init_residual: bool = True
+  dtype: jnp.dtype = jnp.float32
+
+  @nn.compact
+  def __call__(
+    self, images: jax.Array, train: bool, keys: jax.Array | None = None
+  ) -> jax.Array:
+    del keys  # nothing is random
+    conv = functools.partial(
+      nn.Conv, use_bias=False, kernel_init=_conv_init, dtype=self.dtype
+    )
+    norm = functools.partial(
+      BatchNorm, self.bn_axis_name, self.bn_momentum, self.bn_epsilon,
+      dtype=self.dtype,
+    )  # fmt: skip
+    last_scale = (
+      nn.initializers.zeros if self.zero_init_residual else nn.initializers.ones
+    )
+
+    def block(x, width, stride):
+      """x: [n, h, w, c] -> [n, h/stride, w/stride, width (x 4)]."""
+      y = x
+      if self.bottleneck:
+        y = nn.relu(norm()(conv(width, (1, 1))(y), train))
+      y = conv(width, (3, 3), (stride, stride), padding=[(1, 1), (1, 1)])(y)
+      y = nn.relu(norm()(y, train))
+      if self.bottleneck:
+        y = conv(4 * width, (1, 1))(y)
+      else:
+        y = conv(width, (3, 3))(y)
+      y = norm(scale_init=last_scale)(y, train)
+      if x.shape != y.shape:
+        x = conv(y.shape[-1], (1, 1), (stride, stride), name=None)(x)
+        x = norm()(x, train)
+      return nn.relu(x + y)
+
+    x = images.astype(self.dtype)
+    if self.stem == "imagenet":
+      x = conv(self.width, (7, 7), (2, 2), padding=[(3, 3), (3, 3)])(x)
+      x = nn.relu(norm()(x, train))
+      x = nn.max_pool(x, (3, 3), strides=(2, 2), padding=[(1, 1), (1, 1)])
+    else:
+      x = nn.relu(norm()(conv(self.width, (3, 3))(x), train))
+    for stage, num_blocks in enumerate(self.stage_sizes):
+      for i in range(num_blocks):
+        x = block(x, self.width * 2**stage, 2 if stage and not i else 1)
+    x = x.mean(axis=(1, 2))
+    x = nn.Dense(
+      self.num_classes, kernel_init=nn.initializers.normal(0.01), dtype=self.dtype
+    )(x)
+    return x.astype(jnp.float32)
+
+
+ResNet18 = functools.partial(ResNet, stage_sizes=(2, 2, 2, 2), bottleneck=False)
+ResNet34 = functools.partial(ResNet, stage_sizes=(3, 4, 6, 3), bottleneck=False)
+ResNet50 = functools.partial(ResNet, stage_sizes=(3, 4, 6, 3), bottleneck=True)
+ResNet101 = functools.partial(ResNet, stage_sizes=(3, 4, 23, 3), bottleneck=True)
+ResNet152 = functools.partial(ResNet, stage_sizes=(3, 8, 36, 3), bottleneck=True)

@@ -1,0 +1,90 @@
+"""What a train step carries from one step to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxscale.exchange import Exchange
+from jaxscale.mesh import replicated
+
+
+class TrainState(NamedTuple):
+  """A tree of global arrays, all that a checkpoint has to keep of them.
+
+  Attributes:
+    step: int32 [], optimizer steps done; also the position in the data.
+    params: float32 parameters.
+    model_state: what the model updates itself, e.g. BatchNorm statistics.
+    opt_state: optax's state (momenta, average of parameters).
+    exchange_state: a leading dim of one entry a device, sharded over them.
+  """
+
+  step: Any
+  params: Any
+  model_state: Any
+  opt_state: Any
+  exchange_state: Any
+
+
+def state_shardings(mesh: Mesh) -> TrainState:
+  """The layout of a state: replicated, but for what is a device's own."""
+  everywhere = replicated(mesh)
+  own = NamedSharding(mesh, P(mesh.axis_names))
+  return TrainState(everywhere, everywhere, everywhere, everywhere, own)
+
+
+def init_state(
+  init_fn: Callable[[jax.Array], tuple[Any, Any]],
+  tx: optax.GradientTransformation,
+  mesh: Mesh,
+  exchange: Exchange,
+  *,
+  seed: int = 0,
+) -> TrainState:
+  """The state before the first step, made in place on every device.
+
+  Args:
+    init_fn: key -> (params, model_state).
+    tx: the optimizer.
+    mesh: where the state lives.
+    exchange: the gradient exchange, for its state.
+    seed: of the parameters; the same on every mesh.
+  """
+
+  def init(key):
+    params, model_state = init_fn(key)
+    own = exchange.init(params)
+    stacked = jax.tree.map(lambda x: jnp.stack([x] * mesh.size), own)
+    step = jnp.zeros((), jnp.int32)
+    return TrainState(step, params, model_state, tx.init(params), stacked)
+
+  return jax.jit(init, out_shardings=state_shardings(mesh))(jax.random.key(seed))
+
+
+def abstract_state(
+  init_fn: Callable[[jax.Array], tuple[Any, Any]],
+  tx: optax.GradientTransformation,
+  mesh: Mesh,
+  exchange: Exchange,
+) -> TrainState:
+  """Shapes, dtypes and shardings of `init_state`, without computing it."""
+  shapes = jax.eval_shape(
+    lambda: init_state(init_fn, tx, mesh, exchange),
+  )
+  layout = state_shardings(mesh)
+  return TrainState(
+    *(
+      jax.tree.map(
+        lambda x, s=sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        part,
+      )
+      for part, sharding in zip(shapes, layout, strict=True)
+    )
+  )

@@ -1,0 +1,198 @@
+"""The train step: local gradients, their exchange, the update.
+
+    local_grads   jax.shard_map: each device's own gradients, micro-batches in a
+                  scan, sums and counts of the metrics
+    exchange      jax.shard_map: the one place where gradients cross the network
+    update        optax on global arrays under plain jit
+
+All three are one `jax.jit`, so the compiler sees the whole step. Parameters are
+cast to varying *before* the loss, else `jax.grad` under `check_vma=True` sums
+gradients over devices by itself, in whatever dtype the forward pass cast to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxscale.exchange import Exchange
+from jaxscale.mesh import replicated
+from jaxscale.state import TrainState, state_shardings
+
+Batch = dict[str, jax.Array]
+Totals = dict[str, jax.Array]  # sums over examples, with their number: "examples"
+# (params, model_state, batch, keys: one a row) -> loss summed over the rows,
+# (new model_state, totals)
+LossFn = Callable[[Any, Any, Batch, jax.Array], tuple[jax.Array, tuple[Any, Totals]]]
+TrainStep = Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
+# (params, model_state, batch with "mask") -> totals
+EvalFn = Callable[[Any, Any, Batch], Totals]
+EvalStep = Callable[[Any, Any, Batch], Totals]
+
+
+def make_train_step(
+  loss_fn: LossFn,
+  tx: optax.GradientTransformation,
+  mesh: Mesh,
+  exchange: Exchange,
+  *,
+  accumulate_steps: int = 1,
+  schedule: Callable[[jax.Array], jax.Array] | None = None,
+  seed: int = 0,
+) -> TrainStep:
+  """Compile-ready `train_step(state, batch) -> (state, metrics)`.
+
+  The state is donated: use the one returned. Metrics are float32 scalars on
+  the devices, means over the global batch, beside `grad_norm` (before any
+  clipping) and `learning_rate` where `schedule` is given.
+
+  Args:
+    loss_fn: (params, model_state, batch, keys) -> (loss, (model_state,
+      totals)); loss and totals are sums over the rows given, and `keys` holds
+      one key a row that depends on seed, step and the row's place in the
+      global batch, not on the number of devices.
+    tx: the optimizer, on mean gradients.
+    mesh: every axis of it splits the batch.
+    exchange: how gradients are averaged.
+    accumulate_steps: micro-batches a device works through one after another;
+      gradients are exchanged once, after the last.
+    schedule: step -> learning rate, only to be reported.
+    seed: of `keys`.
+
+  Example:
+    >>> step = make_train_step(loss_fn, optax.sgd(0.1), mesh, plain(AXES))
+    >>> state, metrics = step(state, batch)   # doctest: +SKIP
+  """
+  axes = mesh.axis_names
+
+  def local_grads(params, model_state, batch, key):
+    # One device: params and model_state whole, batch [local rows, ...].
+    params, model_state = jax.tree.map(
+      lambda x: lax.pcast(x, axes, to="varying"), (params, model_state)
+    )
+    rows = len(jax.tree.leaves(batch)[0])
+    first = lax.axis_index(axes) * rows
+    keys = jax.vmap(lambda r: jax.random.fold_in(key, r))(first + jnp.arange(rows))
+
+    def micro_grads(model_state, micro):
+      (_, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(
+        params, model_state, *micro
+      )
+      return aux, grads
+
+    if accumulate_steps == 1:
+      (model_state, totals), grads = micro_grads(model_state, (batch, keys))
+    else:
+      micros = jax.tree.map(
+        lambda x: x.reshape(accumulate_steps, -1, *x.shape[1:]), (batch, keys)
+      )
+
+      def add_micro(carry, micro):
+        model_state, sums = carry
+        (model_state, totals), grads = micro_grads(model_state, micro)
+        return (model_state, jax.tree.map(jnp.add, sums, (totals, grads))), None
+
+      # The first micro-batch gives the sums their shapes; the scan adds the rest.
+      first_micro = jax.tree.map(lambda x: x[0], micros)
+      (model_state, totals), grads = micro_grads(model_state, first_micro)
+      rest = jax.tree.map(lambda x: x[1:], micros)
+      (model_state, (totals, grads)), _ = lax.scan(
+        add_micro, (model_state, (totals, grads)), rest
+      )
+
+    totals = lax.psum(totals, axes)
+    # The exchange averages over devices; after it the gradient is that of the
+    # mean loss over all examples, however they are spread.
+    scale = mesh.size / totals["examples"].astype(jnp.float32)
+    stacked = jax.tree.map(lambda g: (g * scale.astype(g.dtype))[None], grads)
+    return stacked, lax.pmean(model_state, axes), totals
+
+  def exchange_grads(stacked, exchange_state):
+    # One device: every leaf has a leading dim of 1, its place in the mesh.
+    grads, own = jax.tree.map(lambda x: x[0], (stacked, exchange_state))
+    grads, own = exchange.exchange(grads, own)
+    return grads, jax.tree.map(lambda x: x[None], own)
+
+  everywhere, own = P(), P(axes)
+  local_grads = jax.shard_map(
+    local_grads,
+    mesh=mesh,
+    in_specs=(everywhere, everywhere, own, everywhere),
+    out_specs=(own, everywhere, everywhere),
+    check_vma=True,
+  )
+  exchange_grads = jax.shard_map(
+    exchange_grads,
+    mesh=mesh,
+    in_specs=(own, own),
+    out_specs=(everywhere, own),
+    check_vma=True,
+  )
+
+  def train_step(state: TrainState, batch: Batch):
+    key = jax.random.fold_in(jax.random.key(seed), state.step)
+    grads, model_state, totals = local_grads(
+      state.params, state.model_state, batch, key
+    )
+    grads, exchange_state = exchange_grads(grads, state.exchange_state)
+    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+
+    metrics = means(totals)
+    metrics["grad_norm"] = optax.tree.norm(grads)
+    if schedule is not None:
+      rate = jnp.asarray(schedule(state.step), jnp.float32)
+      metrics["learning_rate"] = rate
+    return TrainState(
+      state.step + 1, params, model_state, opt_state, exchange_state
+    ), metrics
+
+  return jax.jit(
+    train_step,
+    donate_argnums=0,
+    out_shardings=(state_shardings(mesh), replicated(mesh)),
+  )
+
+
+def make_eval_step(eval_fn: EvalFn, mesh: Mesh) -> EvalStep:
+  """Compile-ready `eval_step(params, model_state, batch) -> totals`.
+
+  Totals are sums over the global batch; rows whose mask is False are padding
+  and count for nothing. They stay on the devices until somebody reads them.
+
+  Args:
+    eval_fn: (params, model_state, batch) -> totals over the rows of the batch.
+    mesh: every axis of it splits the batch.
+  """
+  axes = mesh.axis_names
+
+  def local_totals(params, model_state, batch):
+    return lax.psum(eval_fn(params, model_state, batch), axes)
+
+  return jax.jit(
+    jax.shard_map(
+      local_totals,
+      mesh=mesh,
+      in_specs=(P(), P(), P(axes)),
+      out_specs=P(),
+      check_vma=True,
+    ),
+    out_shardings=replicated(mesh),
+  )
+
+
+def means(totals: Totals) -> dict[str, jax.Array]:
+  """Each sum over examples divided by their number, as float32."""
+  count = totals["examples"].astype(jnp.float32)
+  return {
+    name: jnp.asarray(total, jnp.float32) / count
+    for name, total in totals.items()
+    if name != "examples"
+  }
