@@ -1,0 +1,136 @@
+"""The loop, on one screen: train, check, report, evaluate, save.
+
+The host never waits for the step it has just started. Metrics are read when
+their step is `IN_FLIGHT` steps old, which also bounds how far the host runs
+ahead; every step's loss and gradient norm are looked at, so a loss that is no
+number is found within that many steps, and always before a checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxscale.state import TrainState
+from jaxscale.step import Batch, EvalStep, TrainStep
+
+IN_FLIGHT = 4  # steps started and not yet looked at
+
+
+class NonFiniteError(FloatingPointError):
+  """A step whose loss or gradient is not a number; `step` is which."""
+
+  def __init__(self, step: int, what: str):
+    super().__init__(f"{what} at step {step}")
+    self.step = step
+
+
+class Events(NamedTuple):
+  """What the loop calls, and when. A step is counted once it is done.
+
+  Attributes:
+    is_logged: step -> whether its metrics are reported.
+    is_evaluated: step -> whether an evaluation follows it.
+    is_saved: step -> whether a checkpoint follows it.
+    log: (step, metrics as floats).
+    evaluate: (step, state) -> metrics of the evaluation.
+    save: (step, state, metrics of an evaluation at this step or None).
+    should_stop: step -> whether to save and stop after it.
+  """
+
+  is_logged: Callable[[int], bool]
+  is_evaluated: Callable[[int], bool]
+  is_saved: Callable[[int], bool]
+  log: Callable[[int, dict[str, float]], None]
+  evaluate: Callable[[int, TrainState], dict[str, float]]
+  save: Callable[[int, TrainState, dict[str, float] | None], None]
+  should_stop: Callable[[int], bool]
+
+
+def train(
+  state: TrainState,
+  train_step: TrainStep,
+  batches: Iterator[Batch],
+  events: Events,
+  *,
+  start: int,
+  total_steps: int,
+) -> tuple[TrainState, int]:
+  """Run steps `start` + 1 … `total_steps`, or until asked to stop.
+
+  Args:
+    state: after step `start`; donated.
+    train_step: (state, batch) -> (state, metrics on the devices).
+    batches: global batches from step `start` on.
+    events: what to do on the way.
+    start: steps done already.
+    total_steps: of the whole run.
+
+  Returns:
+    The state and the number of steps done, saved if it stopped early.
+
+  Raises:
+    NonFiniteError: a loss or gradient is NaN or Inf; nothing was saved since.
+  """
+  unread: deque[tuple[int, dict[str, jax.Array]]] = deque()
+
+  def read(keep: int) -> None:
+    """Look at every step but the newest `keep`."""
+    while len(unread) > keep:
+      step, metrics = unread.popleft()
+      for name in ("loss", "grad_norm"):
+        if not math.isfinite(value := float(metrics[name])):
+          raise NonFiniteError(step, f"{name} is {value}")
+      if events.is_logged(step):
+        events.log(step, {name: float(value) for name, value in metrics.items()})
+
+  for step in range(start + 1, total_steps + 1):
+    state, metrics = train_step(state, next(batches))
+    unread.append((step, metrics))
+    read(keep=IN_FLIGHT)
+
+    evaluation = None
+    if events.is_evaluated(step):
+      read(keep=0)
+      evaluation = events.evaluate(step, state)
+    stop = events.should_stop(step)
+    if events.is_saved(step) or stop:
+      read(keep=0)
+      events.save(step, state, evaluation)
+    if stop:
+      return state, step
+  read(keep=0)
+  return state, total_steps
+
+
+def evaluate(
+  eval_step: EvalStep, params: Any, model_state: Any, batches: Iterator[Batch]
+) -> dict[str, float]:
+  """Means over every example of the batches, each counted once.
+
+  Totals are added up on the host, in Python's integers and doubles.
+
+  Args:
+    eval_step: (params, model_state, batch with "mask") -> totals.
+    params: to evaluate.
+    model_state: to evaluate.
+    batches: global batches.
+  """
+  sums: dict[str, Any] = {}
+  pending: deque[dict[str, jax.Array]] = deque()
+
+  def add(keep: int) -> None:
+    while len(pending) > keep:
+      for name, total in pending.popleft().items():
+        sums[name] = sums.get(name, 0) + total.item()
+
+  for batch in batches:
+    pending.append(eval_step(params, model_state, batch))
+    add(keep=IN_FLIGHT)
+  add(keep=0)
+  examples = sums.pop("examples")
+  return {name: total / examples for name, total in sums.items()}

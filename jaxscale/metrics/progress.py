@@ -1,0 +1,96 @@
+"""The progress of a run: a live bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+
+def duration(seconds: float) -> str:
+  """Seconds as 0:07, 12:30 or 3:05:00."""
+  minutes, s = divmod(round(seconds), 60)
+  hours, m = divmod(minutes, 60)
+  return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
+
+
+class Progress:
+  """Prints where a run is, how fast it goes, and how long it will take."""
+
+  def __init__(
+    self, total_steps: int, batch_size: int, *, start: int = 0, quiet: bool = False
+  ):
+    """Start the clock.
+
+    Args:
+      total_steps: of the whole run.
+      batch_size: examples a step.
+      start: the step that the run goes on from.
+      quiet: print nothing (every process but the leader).
+    """
+    self._total = total_steps
+    self._batch_size = batch_size
+    self._quiet = quiet
+    self._width = len(str(total_steps))
+    self._since = (start, time.perf_counter())
+    self._paused = 0.0
+    self._bar: Any = None
+    if not quiet and sys.stdout.isatty():
+      self._bar, self._task = _live_bar(total_steps, start)
+
+  def train(self, step: int, metrics: dict[str, float]) -> float:
+    """Show a step; returns examples a second since the last one shown."""
+    now = time.perf_counter()
+    done, before = self._since
+    seconds = max(now - before - self._paused, 1e-9)
+    self._since, self._paused = (step, now), 0.0
+    rate = (step - done) * self._batch_size / seconds
+    left = (self._total - step) * self._batch_size / rate
+    text = (
+      f"loss {metrics['loss']:.4f}  rate {metrics['learning_rate']:.4g}  "
+      f"{rate:,.0f} examples/s  {duration(left)} left"
+    )
+    if self._bar is not None:
+      self._bar.update(self._task, completed=step, text=text)
+    else:
+      self.say(f"step {step:>{self._width}}/{self._total}  {text}")
+    return rate
+
+  def evaluated(self, step: int, metrics: dict[str, float]) -> None:
+    """Show the result of an evaluation."""
+    self.say(
+      f"step {step:>{self._width}}/{self._total}  "
+      f"held-out accuracy {metrics['accuracy']:.2%}  loss {metrics['loss']:.4f}"
+    )
+
+  def pause(self, seconds: float) -> None:
+    """Take time that was not training (evaluation, saving) off the rate."""
+    self._paused += seconds
+
+  def say(self, text: str) -> None:
+    """A line of its own."""
+    if self._quiet:
+      return
+    if self._bar is not None:
+      self._bar.console.print(text, highlight=False, markup=False)
+    else:
+      print(text, flush=True)
+
+  def close(self) -> None:
+    """Leave the terminal as it was."""
+    if self._bar is not None:
+      self._bar.stop()
+
+
+def _live_bar(total: int, start: int) -> tuple[Any, Any]:
+  from rich import progress
+
+  bar = progress.Progress(
+    progress.TextColumn("step {task.completed}/{task.total}"),
+    progress.BarColumn(bar_width=24),
+    progress.TextColumn("{task.fields[text]}"),
+    transient=True,
+  )
+  task = bar.add_task("train", total=total, completed=start, text="compiling")
+  bar.start()
+  return bar, task
