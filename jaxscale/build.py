@@ -67,7 +67,7 @@ class Experiment(NamedTuple):
   eval_step: EvalStep
 
 
-def build(config: cfg.Config) -> Experiment:
+def experiment(config: cfg.Config) -> Experiment:
   """Make every part; compiles nothing yet.
 
   Raises:
@@ -86,6 +86,7 @@ def build(config: cfg.Config) -> Experiment:
     mesh,
     exchange,
     accumulate_steps=config.accumulate_steps,
+    ema_decay=config.ema_decay,
     schedule=schedule,
     seed=config.seed,
   )
@@ -163,13 +164,18 @@ def make_data(config: cfg.Config) -> tuple[data.Dataset, data.Dataset]:
         make(num_eval, shape, d.num_classes, first=d.num_examples),
       )
     case cfg.TFDS() as d:
-      load, common = data.tfds_images, dict(
-        data_dir=d.data_dir, image_size=d.image_size, cache=d.cache
-      )  # fmt: skip
-      return (
-        load(d.name, d.train_split, augment=d.augment, **common),
-        load(d.name, d.eval_split, **common),
-      )
+
+      def load(split, augment):
+        return data.tfds_images(
+          d.name,
+          split,
+          data_dir=d.data_dir,
+          image_size=d.image_size,
+          augment=augment,
+          cache=d.cache,
+        )
+
+      return load(d.train_split, d.augment), load(d.eval_split, "none")
 
 
 def make_model(
@@ -210,7 +216,11 @@ def make_model(
 
 def make_schedule(config: cfg.Config, derived: Derived) -> optax.Schedule:
   """Step -> learning rate."""
-  peak, warmup, total = derived.peak_lr, derived.warmup_steps, derived.total_steps
+  peak, warmup, total = (
+    derived.peak_lr,
+    derived.warmup_steps,
+    derived.total_steps,
+  )
   match config.schedule:
     # Polynomial before Cosine, whose fields it extends.
     case cfg.Polynomial(end_lr=end, power=power):
@@ -226,13 +236,11 @@ def make_schedule(config: cfg.Config, derived: Derived) -> optax.Schedule:
 def make_optimizer(
   config: cfg.Config, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
-  """Clip, optimize, average: in this order."""
+  """Clip by the global norm, then optimize."""
   settings = dataclasses.asdict(config.optimizer)
   del settings["lr"]  # the schedule has it
   make: Any = getattr(optim, type(config.optimizer).__name__.lower())
   parts = [make(schedule, **settings)]
   if config.clip_norm is not None:
     parts.insert(0, optax.clip_by_global_norm(config.clip_norm))
-  if config.ema_decay is not None:
-    parts.append(optim.average_params(config.ema_decay))
   return optax.chain(*parts)

@@ -29,9 +29,7 @@ class Checkpoints:
     ...   checkpoints.save(state, {"accuracy": 0.9})   # doctest: +SKIP
   """
 
-  def __init__(
-    self, directory: str | Path, *, keep_last: int = 2, keep_best: int = 1
-  ):
+  def __init__(self, directory: str | Path, *, keep_last: int = 2, keep_best: int = 1):
     """Open (or make) a directory of checkpoints.
 
     Args:
@@ -41,7 +39,7 @@ class Checkpoints:
     """
     self.directory = Path(directory).absolute()
     policies = ocp.training.preservation_policies
-    keep = [policies.LatestN(keep_last)]
+    keep: list[Any] = [policies.LatestN(keep_last)]
     if keep_best:
       keep.append(
         policies.BestN(
@@ -50,12 +48,12 @@ class Checkpoints:
           keep_checkpoints_without_metrics=False,
         )
       )
-    self._policy = policies.AnyPreservationPolicy(keep)
+    self._policy: Any = policies.AnyPreservationPolicy(keep)
     self._open()
 
   def _open(self) -> None:
-    self._checkpointer = ocp.training.Checkpointer(
-      self.directory,
+    self._checkpointer: Any = ocp.training.Checkpointer(
+      str(self.directory),
       preservation_policy=self._policy,
       cleanup_tmp_directories=True,  # what a killed run left half-written
     )
@@ -135,7 +133,7 @@ class Checkpoints:
 
   def _restore_step(self, step: int, abstract: TrainState) -> TrainState:
     try:
-      saved = self._checkpointer.metadata(step).custom_metadata
+      saved: Any = self._checkpointer.metadata(step).custom_metadata
       leaves = saved["leaves"]
       if saved["crc32"] != _crc32(leaves):
         raise _DamagedError("its manifest has changed")
@@ -145,7 +143,9 @@ class Checkpoints:
       raise _DamagedError(f"its manifest is unreadable: {_one_line(e)}") from e
     _check_same_leaves(self.directory / str(step), leaves, abstract)
     try:
-      state = self._checkpointer.load_checkpointables(step, {"state": abstract})["state"]
+      state = self._checkpointer.load_checkpointables(step, {"state": abstract})[
+        "state"
+      ]
       found = checksum.manifest(state)
     except Exception as e:
       raise _DamagedError(_one_line(e)) from e
@@ -179,9 +179,7 @@ def _one_line(error: Exception) -> str:
   return f"{type(error).__name__}: {text[0][:120] if text else ''}"
 
 
-def _check_same_leaves(
-  path: Path, saved: dict[str, Any], abstract: TrainState
-) -> None:
+def _check_same_leaves(path: Path, saved: dict[str, Any], abstract: TrainState) -> None:
   """Refuse a checkpoint whose leaves are not those of this model."""
   wanted = checksum.describe(abstract)
   for name in sorted(saved.keys() | wanted.keys()):

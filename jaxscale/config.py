@@ -8,15 +8,15 @@ setting that the chosen optimizer does not have cannot be set.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from jaxscale.settings import ConfigError, check, settings
+from jaxscale.settings import ConfigError, settings
 
-__all__ = [
-  "CNN", "LAMB", "LARS", "MLP", "SGD", "TFDS", "AdamW", "Checkpoint", "Config",
-  "ConfigError", "Cosine", "Digits", "Evaluation", "Log", "Mesh", "Polynomial",
-  "ResNet", "Steps", "Synthetic",
-]  # fmt: skip
+# A number and the bound that `settings` holds it to.
+Positive = Annotated[float, "> 0"]
+NonNegative = Annotated[float, ">= 0"]
+Fraction = Annotated[float, "in [0, 1)"]
+Count = Annotated[int, ">= 1"]
 
 
 @settings
@@ -27,10 +27,7 @@ class MLP:
     hidden: width of each hidden layer.
   """
 
-  hidden: tuple[int, ...] = (256, 256)
-
-  def __post_init__(self):
-    check(self, hidden=">= 1")
+  hidden: Annotated[tuple[int, ...], ">= 1"] = (256, 256)
 
 
 @settings
@@ -47,17 +44,11 @@ class CNN:
       do not depend on the number of devices.
   """
 
-  features: tuple[int, ...] = (32, 64)
-  convs_per_stage: int = 1
-  dense: int = 128
+  features: Annotated[tuple[int, ...], ">= 1"] = (32, 64)
+  convs_per_stage: Count = 1
+  dense: Annotated[int, ">= 0"] = 128
   batch_norm: Literal["none", "device", "global"] = "none"
-  dropout: float = 0.0
-
-  def __post_init__(self):
-    check(
-      self, features=">= 1", convs_per_stage=">= 1", dense=">= 0",
-      dropout="in [0, 1)",
-    )  # fmt: skip
+  dropout: Fraction = 0.0
 
 
 @settings
@@ -75,15 +66,12 @@ class ResNet:
   """
 
   depth: Literal[18, 34, 50, 101, 152] = 50
-  width: int = 64
+  width: Count = 64
   stem: Literal["imagenet", "small"] = "imagenet"
   batch_norm: Literal["device", "global"] = "device"
-  bn_momentum: float = 0.9
-  bn_epsilon: float = 1e-5
+  bn_momentum: Annotated[float, "in (0, 1)"] = 0.9
+  bn_epsilon: Positive = 1e-5
   zero_init_residual: bool = True
-
-  def __post_init__(self):
-    check(self, width=">= 1", bn_momentum="in (0, 1)", bn_epsilon="> 0")
 
 
 @settings
@@ -117,16 +105,17 @@ class TFDS:
   train_split: str = "train"
   eval_split: str = "test"
   data_dir: str | None = None
-  image_size: int | None = None
+  image_size: Annotated[int | None, ">= 1"] = None
   augment: Literal["none", "flip", "shift_flip", "crop"] = "none"
   cache: bool = False
 
   def __post_init__(self):
-    check(self, image_size=">= 1")
     if self.augment == "crop" and self.image_size is None:
       raise ConfigError("TFDS.augment='crop': set image_size too, e.g. 224")
     if self.augment == "crop" and self.cache:
-      raise ConfigError("TFDS.cache=True: crops are cut from whole images, set it to False")
+      raise ConfigError(
+        "TFDS.cache=True: crops are cut from whole images, set it to False"
+      )
 
 
 @settings
@@ -140,13 +129,10 @@ class Synthetic:
     num_classes: number of classes.
   """
 
-  num_examples: int = 4096
-  image_size: int = 32
-  channels: int = 3
-  num_classes: int = 10
-
-  def __post_init__(self):
-    check(self, num_examples=">= 1", image_size=">= 1", channels=">= 1", num_classes=">= 1")
+  num_examples: Count = 4096
+  image_size: Count = 32
+  channels: Count = 3
+  num_classes: Count = 10
 
 
 @settings
@@ -160,13 +146,10 @@ class SGD:
     weight_decay: L2 coefficient, on kernels only.
   """
 
-  lr: float
-  momentum: float = 0.9
+  lr: Positive
+  momentum: Fraction = 0.9
   nesterov: bool = True
-  weight_decay: float = 0.0
-
-  def __post_init__(self):
-    check(self, lr="> 0", momentum="in [0, 1)", weight_decay=">= 0")
+  weight_decay: NonNegative = 0.0
 
 
 @settings
@@ -182,18 +165,12 @@ class LARS:
     nesterov: look ahead.
   """
 
-  lr: float
-  momentum: float = 0.9
-  weight_decay: float = 1e-4
-  trust_coefficient: float = 1e-3
-  eps: float = 0.0
+  lr: Positive
+  momentum: Fraction = 0.9
+  weight_decay: NonNegative = 1e-4
+  trust_coefficient: Positive = 1e-3
+  eps: NonNegative = 0.0
   nesterov: bool = False
-
-  def __post_init__(self):
-    check(
-      self, lr="> 0", momentum="in [0, 1)", weight_decay=">= 0",
-      trust_coefficient="> 0", eps=">= 0",
-    )  # fmt: skip
 
 
 @settings
@@ -208,17 +185,11 @@ class AdamW:
     weight_decay: decoupled decay, on kernels only.
   """
 
-  lr: float
-  b1: float = 0.9
-  b2: float = 0.999
-  eps: float = 1e-8
-  weight_decay: float = 1e-4
-
-  def __post_init__(self):
-    check(
-      self, lr="> 0", b1="in [0, 1)", b2="in [0, 1)", eps="> 0",
-      weight_decay=">= 0",
-    )  # fmt: skip
+  lr: Positive
+  b1: Fraction = 0.9
+  b2: Fraction = 0.999
+  eps: Positive = 1e-8
+  weight_decay: NonNegative = 1e-4
 
 
 @settings
@@ -238,11 +209,8 @@ class Cosine:
     end_lr: rate at the end.
   """
 
-  warmup_epochs: float = 0.0
-  end_lr: float = 0.0
-
-  def __post_init__(self):
-    check(self, warmup_epochs=">= 0", end_lr=">= 0")
+  warmup_epochs: NonNegative = 0.0
+  end_lr: NonNegative = 0.0
 
 
 @settings
@@ -254,11 +222,7 @@ class Polynomial(Cosine):
   """
 
   end_lr: float = 1e-4
-  power: float = 2.0
-
-  def __post_init__(self):
-    super().__post_init__()
-    check(self, power="> 0")
+  power: Positive = 2.0
 
 
 @settings
@@ -271,14 +235,15 @@ class Steps:
     factor: the cut; 0.1 at 30, 60 and 80 is the recipe of arXiv:1706.02677.
   """
 
-  warmup_epochs: float = 0.0
-  boundaries: tuple[float, ...] = (30.0, 60.0, 80.0)
-  factor: float = 0.1
+  warmup_epochs: NonNegative = 0.0
+  boundaries: Annotated[tuple[float, ...], "> 0"] = (30.0, 60.0, 80.0)
+  factor: Annotated[float, "in (0, 1]"] = 0.1
 
   def __post_init__(self):
-    check(self, warmup_epochs=">= 0", boundaries="> 0", factor="in (0, 1]")
     if list(self.boundaries) != sorted(set(self.boundaries)):
-      raise ConfigError(f"Steps.boundaries={self.boundaries}: give them in rising order")
+      raise ConfigError(
+        f"Steps.boundaries={self.boundaries}: give them in rising order"
+      )
 
 
 @settings
@@ -310,11 +275,8 @@ class Evaluation:
     batch_size: examples a step, rounded up to a multiple of the devices.
   """
 
-  every_epochs: float = 1.0
-  batch_size: int = 1000
-
-  def __post_init__(self):
-    check(self, every_epochs="> 0", batch_size=">= 1")
+  every_epochs: Positive = 1.0
+  batch_size: Count = 1000
 
 
 @settings
@@ -327,12 +289,9 @@ class Checkpoint:
     keep_best: how many with the highest accuracy to keep as well.
   """
 
-  every_epochs: float = 1.0
-  keep_last: int = 2
-  keep_best: int = 1
-
-  def __post_init__(self):
-    check(self, every_epochs="> 0", keep_last=">= 1", keep_best=">= 0")
+  every_epochs: Positive = 1.0
+  keep_last: Count = 2
+  keep_best: Annotated[int, ">= 0"] = 1
 
 
 @settings
@@ -344,11 +303,8 @@ class Log:
     tensorboard: also write TensorBoard event files.
   """
 
-  every_steps: int = 50
+  every_steps: Count = 50
   tensorboard: bool = True
-
-  def __post_init__(self):
-    check(self, every_steps=">= 1")
 
 
 @settings
@@ -368,8 +324,8 @@ class Config:
     lr_reference_batch_size: the batch size that optimizer.lr belongs to.
     label_smoothing: share of the target spread over all classes.
     clip_norm: largest global norm of the gradient; None: no clipping.
-    ema_decay: decay of an average of the parameters, which is then what is
-      evaluated; None: no average.
+    ema_decay: decay of an average of parameters and BatchNorm statistics,
+      which is then what is evaluated; None: no average.
     dtype: type of activations; parameters and the exchange stay float32.
     seed: of initial parameters, order, augmentation and dropout.
     target_accuracy: the run is called a success from this accuracy on.
@@ -382,30 +338,24 @@ class Config:
   model: MLP | CNN | ResNet
   data: Digits | TFDS | Synthetic
   optimizer: SGD | LARS | LAMB | AdamW
-  schedule: Cosine | Polynomial | Steps = Cosine()  # noqa: RUF009 (frozen)
-  batch_size: int
-  epochs: float
-  accumulate_steps: int = 1
+  schedule: Cosine | Polynomial | Steps = Cosine()
+  batch_size: Count
+  epochs: Positive
+  accumulate_steps: Count = 1
   lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-  lr_reference_batch_size: int = 256
-  label_smoothing: float = 0.0
-  clip_norm: float | None = None
-  ema_decay: float | None = None
+  lr_reference_batch_size: Count = 256
+  label_smoothing: Fraction = 0.0
+  clip_norm: Annotated[float | None, "> 0"] = None
+  ema_decay: Annotated[float | None, "in (0, 1)"] = None
   dtype: Literal["float32", "bfloat16"] = "float32"
-  seed: int = 0
-  target_accuracy: float | None = None
-  mesh: Mesh = Mesh()  # noqa: RUF009
-  evaluation: Evaluation = Evaluation()  # noqa: RUF009
-  checkpoint: Checkpoint = Checkpoint()  # noqa: RUF009
-  log: Log = Log()  # noqa: RUF009
+  seed: Annotated[int, ">= 0"] = 0
+  target_accuracy: Annotated[float | None, "in (0, 1]"] = None
+  mesh: Mesh = Mesh()
+  evaluation: Evaluation = Evaluation()
+  checkpoint: Checkpoint = Checkpoint()
+  log: Log = Log()
 
   def __post_init__(self):
-    check(
-      self, batch_size=">= 1", epochs="> 0", accumulate_steps=">= 1",
-      lr_reference_batch_size=">= 1", label_smoothing="in [0, 1)",
-      clip_norm="> 0", ema_decay="in (0, 1)", target_accuracy="in (0, 1]",
-      seed=">= 0",
-    )  # fmt: skip
     if self.batch_size % self.accumulate_steps:
       raise ConfigError(
         f"Config.batch_size={self.batch_size}: not divisible by "

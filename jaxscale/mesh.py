@@ -7,6 +7,7 @@ within one. An *axis* is of the mesh, a *dim* of an array.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,7 +20,10 @@ AXES = ("replica", "data")
 
 
 def make_mesh(
-  *, replica: int = 1, data: int = -1, devices: Sequence[jax.Device] | None = None
+  *,
+  replica: int = 1,
+  data: int = -1,
+  devices: Sequence[Any] | None = None,
 ) -> Mesh:
   """A mesh with the axes `replica` and `data`.
 

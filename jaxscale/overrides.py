@@ -22,9 +22,11 @@ from jaxscale.config import Config
 from jaxscale.settings import (
   ConfigError,
   alternatives,
+  bounds,
   coerce,
   hints,
   nearest,
+  settings_classes,
   type_name,
 )
 
@@ -129,26 +131,27 @@ def _replace(node: Any, tree: dict[str, Any], prefix: str) -> Any:
 def _parse(annotation: Any, text: str, current: Any, path: str) -> Any:
   """The value that `text` stands for in a field of this type."""
   choices = alternatives(annotation)
-  classes = {c.__name__: c for c in choices if dataclasses.is_dataclass(c)}
+  classes = settings_classes(annotation)
   if classes:  # --config.optimizer=LARS: keep what both classes have
     if text not in classes:
       raise ConfigError(f"--config.{path}={text}: {nearest(text, classes)}")
-    shared = set(hints(classes[text])) & set(hints(type(current)))
-    return classes[text](**{k: getattr(current, k) for k in shared})
+    shared = {}
+    for name, field in hints(classes[text]).items():
+      try:
+        shared[name] = coerce(field, getattr(current, name))
+      except (AttributeError, TypeError):
+        continue  # not there, or not a value this class allows
+    return classes[text](**shared)
   named = [a for c in choices if get_origin(c) is Literal for a in get_args(c)]
   if text in named or (str in choices and text != "None"):
     return text
   try:
     value = ast.literal_eval(text)
-    if isinstance(value, (int, float)) and any(
-      get_origin(c) is tuple for c in choices
-    ):
+    if isinstance(value, (int, float)) and any(get_origin(c) is tuple for c in choices):
       value = (value,)
     return coerce(annotation, value)
   except (TypeError, ValueError, SyntaxError):
-    raise ConfigError(
-      f"--config.{path}={text}: give {type_name(annotation)}"
-    ) from None
+    raise ConfigError(f"--config.{path}={text}: give {type_name(annotation)}") from None
 
 
 def parse_args(argv: list[str]) -> tuple[dict[str, str], dict[str, str], bool]:
@@ -208,16 +211,19 @@ def help_text(config: Config | None) -> str:
 def _help_fields(cls: type, node: Any, prefix: str) -> list[str]:
   lines, docs = [], _field_docs(cls)
   for name, annotation in hints(cls).items():
-    classes = [c for c in alternatives(annotation) if dataclasses.is_dataclass(c)]
+    classes = settings_classes(annotation)
     value = getattr(node, name) if node is not None else None
     head = f"  --config.{prefix}{name}"
     if not classes:
+      bound = f" {bounds(cls)[name]}" if name in bounds(cls) else ""
       shown = f" = {value!r}" if node is not None else ""
-      lines += [f"{head}{shown}  ({type_name(annotation)})"]
-      lines += textwrap.wrap(docs[name], 72, initial_indent=" " * 6, subsequent_indent=" " * 6)
+      lines += [f"{head}{shown}  ({type_name(annotation)}{bound})"]
+      lines += textwrap.wrap(
+        docs[name], 72, initial_indent=" " * 6, subsequent_indent=" " * 6
+      )
       continue
-    chosen = [type(value)] if node is not None else classes
-    lines += ["", f"{head}: {' | '.join(c.__name__ for c in classes)}"]
+    chosen = [type(value)] if node is not None else classes.values()
+    lines += ["", f"{head}: {' | '.join(classes)}"]
     for c in chosen:
       summary = (c.__doc__ or "").splitlines()[0]
       lines += [f"    {c.__name__}: {summary}"]

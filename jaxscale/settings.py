@@ -28,8 +28,33 @@ def nearest(name: str, choices: typing.Iterable[str]) -> str:
 
 @functools.cache
 def hints(cls: type) -> dict[str, Any]:
-  """The annotation of every field of a settings class."""
+  """The type of every field of a settings class."""
   return typing.get_type_hints(cls)
+
+
+@functools.cache
+def bounds(cls: type) -> dict[str, str]:
+  """The bound of every field annotated with one, `Annotated[float, "> 0"]`."""
+  annotated = typing.get_type_hints(cls, include_extras=True)
+  return {
+    n: a.__metadata__[0] for n, a in annotated.items() if hasattr(a, "__metadata__")
+  }
+
+
+_HOLDS = {
+  "> 0": lambda x: x > 0,
+  ">= 0": lambda x: x >= 0,
+  ">= 1": lambda x: x >= 1,
+  "in [0, 1)": lambda x: 0 <= x < 1,
+  "in (0, 1]": lambda x: 0 < x <= 1,
+  "in (0, 1)": lambda x: 0 < x < 1,
+}
+
+
+def within(value: Any, bound: str) -> bool:
+  """Whether a number, or each of a tuple, is finite and in its bound."""
+  numbers = value if isinstance(value, tuple) else (value,)
+  return all(x is None or (math.isfinite(x) and _HOLDS[bound](x)) for x in numbers)
 
 
 def alternatives(annotation: Any) -> tuple[Any, ...]:
@@ -37,6 +62,12 @@ def alternatives(annotation: Any) -> tuple[Any, ...]:
   if typing.get_origin(annotation) in (typing.Union, types.UnionType):
     return typing.get_args(annotation)
   return (annotation,)
+
+
+def settings_classes(annotation: Any) -> dict[str, Any]:
+  """The settings classes among the alternatives, by name."""
+  members = alternatives(annotation)
+  return {c.__name__: c for c in members if dataclasses.is_dataclass(c)}  # pyright: ignore
 
 
 def type_name(annotation: Any) -> str:
@@ -72,7 +103,7 @@ def coerce(annotation: Any, value: Any) -> Any:
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def settings(cls: type) -> type:
-  """A frozen, keyword-only dataclass that refuses unknown names and types."""
+  """A frozen, keyword-only dataclass that refuses unknown names and bad values."""
   cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
   init = cls.__init__
 
@@ -94,6 +125,10 @@ def settings(cls: type) -> type:
         raise ConfigError(
           f"{cls.__name__}.{name}={value!r}: give {type_name(hints(cls)[name])}"
         ) from None
+      if name in bounds(cls) and not within(values[name], bounds(cls)[name]):
+        raise ConfigError(
+          f"{cls.__name__}.{name}={values[name]!r}: give a value {bounds(cls)[name]}"
+        )
     for field in dataclasses.fields(cls):
       if (
         field.name not in values
@@ -108,22 +143,3 @@ def settings(cls: type) -> type:
 
   cls.__init__ = checked_init
   return cls
-
-
-def check(self, **bounds: str) -> None:
-  """Hold each named number to its bound, e.g. `lr="> 0"`."""
-  tests = {
-    "> 0": lambda x: x > 0,
-    ">= 0": lambda x: x >= 0,
-    ">= 1": lambda x: x >= 1,
-    "in [0, 1)": lambda x: 0 <= x < 1,
-    "in (0, 1]": lambda x: 0 < x <= 1,
-    "in (0, 1)": lambda x: 0 < x < 1,
-  }
-  for name, bound in bounds.items():
-    value = getattr(self, name)
-    for v in value if isinstance(value, tuple) else (value,):
-      if v is not None and not (math.isfinite(v) and tests[bound](v)):
-        raise ConfigError(
-          f"{type(self).__name__}.{name}={value!r}: give a value {bound}"
-        )

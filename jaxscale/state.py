@@ -24,6 +24,7 @@ class TrainState(NamedTuple):
     model_state: what the model updates itself, e.g. BatchNorm statistics.
     opt_state: optax's state (momenta, average of parameters).
     exchange_state: a leading dim of one entry a device, sharded over them.
+    average: exponential averages of (params, model_state), or () without.
   """
 
   step: Any
@@ -31,13 +32,18 @@ class TrainState(NamedTuple):
   model_state: Any
   opt_state: Any
   exchange_state: Any
+  average: Any
+
+  def evaluated(self) -> tuple[Any, Any]:
+    """(params, model_state) to evaluate: the averages where there are some."""
+    return self.average or (self.params, self.model_state)
 
 
 def state_shardings(mesh: Mesh) -> TrainState:
   """The layout of a state: replicated, but for what is a device's own."""
   everywhere = replicated(mesh)
   own = NamedSharding(mesh, P(mesh.axis_names))
-  return TrainState(everywhere, everywhere, everywhere, everywhere, own)
+  return TrainState(everywhere, everywhere, everywhere, everywhere, own, everywhere)
 
 
 def init_state(
@@ -47,6 +53,7 @@ def init_state(
   exchange: Exchange,
   *,
   seed: int = 0,
+  average: bool = False,
 ) -> TrainState:
   """The state before the first step, made in place on every device.
 
@@ -56,6 +63,7 @@ def init_state(
     mesh: where the state lives.
     exchange: the gradient exchange, for its state.
     seed: of the parameters; the same on every mesh.
+    average: keep averages of parameters and model state as well.
   """
 
   def init(key):
@@ -63,7 +71,8 @@ def init_state(
     own = exchange.init(params)
     stacked = jax.tree.map(lambda x: jnp.stack([x] * mesh.size), own)
     step = jnp.zeros((), jnp.int32)
-    return TrainState(step, params, model_state, tx.init(params), stacked)
+    averages = jax.tree.map(jnp.copy, (params, model_state)) if average else ()
+    return TrainState(step, params, model_state, tx.init(params), stacked, averages)
 
   return jax.jit(init, out_shardings=state_shardings(mesh))(jax.random.key(seed))
 
@@ -73,10 +82,12 @@ def abstract_state(
   tx: optax.GradientTransformation,
   mesh: Mesh,
   exchange: Exchange,
+  *,
+  average: bool = False,
 ) -> TrainState:
   """Shapes, dtypes and shardings of `init_state`, without computing it."""
   shapes = jax.eval_shape(
-    lambda: init_state(init_fn, tx, mesh, exchange),
+    lambda: init_state(init_fn, tx, mesh, exchange, average=average)
   )
   layout = state_shardings(mesh)
   return TrainState(

@@ -44,7 +44,8 @@ def make_train_step(
   exchange: Exchange,
   *,
   accumulate_steps: int = 1,
-  schedule: Callable[[jax.Array], jax.Array] | None = None,
+  ema_decay: float | None = None,
+  schedule: optax.Schedule | None = None,
   seed: int = 0,
 ) -> TrainStep:
   """Compile-ready `train_step(state, batch) -> (state, metrics)`.
@@ -63,6 +64,9 @@ def make_train_step(
     exchange: how gradients are averaged.
     accumulate_steps: micro-batches a device works through one after another;
       gradients are exchanged once, after the last.
+    ema_decay: of the averages that `init_state(..., average=True)` began:
+      average = decay average + (1 - decay) new, of the parameters and of the
+      model state, whose BatchNorm statistics must fit them.
     schedule: step -> learning rate, only to be reported.
     seed: of `keys`.
 
@@ -144,6 +148,11 @@ def make_train_step(
     grads, exchange_state = exchange_grads(grads, state.exchange_state)
     updates, opt_state = tx.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
+    average = state.average
+    if ema_decay is not None:
+      average = optax.incremental_update(
+        (params, model_state), average, step_size=1 - ema_decay
+      )
 
     metrics = means(totals)
     metrics["grad_norm"] = optax.tree.norm(grads)
@@ -151,7 +160,7 @@ def make_train_step(
       rate = jnp.asarray(schedule(state.step), jnp.float32)
       metrics["learning_rate"] = rate
     return TrainState(
-      state.step + 1, params, model_state, opt_state, exchange_state
+      state.step + 1, params, model_state, opt_state, exchange_state, average
     ), metrics
 
   return jax.jit(

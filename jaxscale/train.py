@@ -42,8 +42,8 @@ def run(config, workdir: Path, argv: list[str]) -> int:
   from jaxscale import cluster  # JAX, 1.3 s: not for --help or a typo
 
   cluster.initialize()
-  from jaxscale.fit import fit
   from jaxscale.loop import NonFiniteError
+  from jaxscale.run import fit
 
   leader = cluster.is_leader()
   try:
@@ -74,6 +74,8 @@ if __name__ == "__main__":
   code = EXIT_CRASH
   try:
     code = main(sys.argv[1:])
+  except BrokenPipeError:  # `--help | head`: whoever read us has enough
+    os._exit(EXIT_DONE)
   except Exception:
     traceback.print_exc()
   if os.environ.get("JAXSCALE_NUM_PROCESSES") or os.environ.get("SLURM_NTASKS"):

@@ -67,9 +67,7 @@ def shift_flip(pixels: int) -> Augment:
   return lambda images, draws: move(flip(images, draws), draws)
 
 
-def crop_box(
-  height: int, width: int, draws: np.ndarray
-) -> tuple[int, int, int, int]:
+def crop_box(height: int, width: int, draws: np.ndarray) -> tuple[int, int, int, int]:
   """The box of a random resized crop: (top, left, height, width).
 
   Inception's crop (arXiv:1409.4842, §6): 8 % to 100 % of the area, aspect

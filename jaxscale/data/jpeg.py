@@ -31,7 +31,10 @@ def decode(data: bytes, channels: int) -> np.ndarray:
   if data[:2] == b"\xff\xd8":
     try:
       return simplejpeg.decode_jpeg(
-        data, "RGB" if channels == 3 else "GRAY", fastdct=True, fastupsample=True
+        data,
+        "RGB" if channels == 3 else "GRAY",
+        fastdct=True,
+        fastupsample=True,
       )
     except ValueError:
       pass  # CMYK, or an unusual stream: let Pillow have a look
@@ -67,7 +70,9 @@ def decode_view(
   else:
     top, left, h, w = crop_box(height, width, draws)
   view = cv2.resize(
-    image[top : top + h, left : left + w], (size, size), interpolation=cv2.INTER_LINEAR
+    image[top : top + h, left : left + w],
+    (size, size),
+    interpolation=cv2.INTER_LINEAR,
   ).reshape(size, size, channels)
   if draws is not None and draws[0] < 0.5:
     view = view[:, ::-1]

@@ -30,7 +30,7 @@ def train_batches(
   shard: tuple[int, int] = (0, 1),
   num_threads: int = 2,
 ) -> Iterator[Batch]:
-  """This host's rows of every training batch from step `start` on, for ever.
+  """Endless training batches from step `start` on: this host's rows of them.
 
   Args:
     dataset: what to draw from.
@@ -72,7 +72,9 @@ def eval_batches(
   """
   index, count = shard
   rows = batch_size // count
-  for first in range(index * rows, _round_up(dataset.num_examples, batch_size), batch_size):
+  for first in range(
+    index * rows, _round_up(dataset.num_examples, batch_size), batch_size
+  ):
     positions = first + np.arange(rows)
     mask = positions < dataset.num_examples
     yield dataset.load(np.where(mask, positions, 0), None) | {"mask": mask}

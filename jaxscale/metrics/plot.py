@@ -11,7 +11,12 @@ from pathlib import Path
 from jaxscale.metrics.writers import read_metrics
 
 _PANELS = (  # title, unit of the y axis, series: (metric, label), log scale
-  ("Loss", "nats", (("train/loss", "training"), ("eval/loss", "held out")), True),
+  (
+    "Loss",
+    "nats",
+    (("train/loss", "training"), ("eval/loss", "held out")),
+    True,
+  ),
   (
     "Accuracy",
     "%",

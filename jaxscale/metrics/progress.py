@@ -18,7 +18,12 @@ class Progress:
   """Prints where a run is, how fast it goes, and how long it will take."""
 
   def __init__(
-    self, total_steps: int, batch_size: int, *, start: int = 0, quiet: bool = False
+    self,
+    total_steps: int,
+    batch_size: int,
+    *,
+    start: int = 0,
+    quiet: bool = False,
   ):
     """Start the clock.
 

@@ -64,9 +64,7 @@ class CNN(nn.Module):
     x = images.astype(self.dtype)
     for width in self.features:
       for i in range(self.convs_per_stage):
-        x = nn.Conv(
-          width, (3, 3), use_bias=not self.batch_norm, dtype=self.dtype
-        )(x)
+        x = nn.Conv(width, (3, 3), use_bias=not self.batch_norm, dtype=self.dtype)(x)
         if i == self.convs_per_stage - 1:
           # Before the normalisation and ReLU, which then see a quarter.
           x = max_pool_2x2(x)

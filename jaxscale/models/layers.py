@@ -34,7 +34,7 @@ class BatchNorm(nn.Module):
       dtype=self.dtype,
       # Only training has devices to average with: evaluation and
       # initialisation use the running statistics.
-      axis_name=self.axis_name if train else None,
+      axis_name=self.axis_name if train else None,  # pyright: ignore (a tuple works)
       name="bn",
     )(x)
 
@@ -52,9 +52,7 @@ def max_pool_2x2(x: jax.Array) -> jax.Array:
   return jnp.maximum(x[:, :, :, 0], x[:, :, :, 1])
 
 
-def dropout(
-  x: jax.Array, rate: float, keys: jax.Array | None, layer: int
-) -> jax.Array:
+def dropout(x: jax.Array, rate: float, keys: jax.Array | None, layer: int) -> jax.Array:
   """Dropout whose masks are the same on any number of devices.
 
   Args:

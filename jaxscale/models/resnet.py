@@ -83,7 +83,8 @@ class ResNet(nn.Module):
     if self.stem == "imagenet":
       x = conv(self.width, (7, 7), (2, 2), padding=[(3, 3), (3, 3)])(x)
       x = nn.relu(norm()(x, train))
-      x = nn.max_pool(x, (3, 3), strides=(2, 2), padding=[(1, 1), (1, 1)])
+      x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))  # of ReLUs: 0 is the least
+      x = nn.max_pool(x, (3, 3), strides=(2, 2), padding="VALID")
     else:
       x = nn.relu(norm()(conv(self.width, (3, 3))(x), train))
     for stage, num_blocks in enumerate(self.stage_sizes):
@@ -91,7 +92,9 @@ class ResNet(nn.Module):
         x = block(x, self.width * 2**stage, 2 if stage and not i else 1)
     x = x.mean(axis=(1, 2))
     x = nn.Dense(
-      self.num_classes, kernel_init=nn.initializers.normal(0.01), dtype=self.dtype
+      self.num_classes,
+      kernel_init=nn.initializers.normal(0.01),
+      dtype=self.dtype,
     )(x)
     return x.astype(jnp.float32)
 

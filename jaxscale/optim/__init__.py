@@ -6,7 +6,6 @@ number or a schedule and masks the leaves that no decay and no trust ratio
 belong to: biases and normalisation scales (`kernels`).
 """
 
-from jaxscale.optim.average import average_params, averaged_params
 from jaxscale.optim.layerwise import lamb, lars, scale_by_lars_trust_ratio
 from jaxscale.optim.masks import kernels, matching
 from jaxscale.optim.schedules import (
@@ -18,7 +17,7 @@ from jaxscale.optim.schedules import (
 from jaxscale.optim.standard import adamw, sgd
 
 __all__ = [
-  "adamw", "average_params", "averaged_params", "kernels", "lamb", "lars",
+  "adamw", "kernels", "lamb", "lars",
   "matching", "scale_by_lars_trust_ratio", "scale_learning_rate", "sgd",
   "warmup_cosine", "warmup_polynomial", "warmup_steps",
 ]  # fmt: skip

@@ -22,9 +22,7 @@ from jaxscale.optim.masks import Mask, kernels
 
 def _norm(x: jax.Array) -> jax.Array:
   """Euclidean norm in float32 at least, whatever the dtype of the leaf."""
-  return jnp.linalg.norm(
-    x.astype(jnp.promote_types(x.dtype, jnp.float32)).reshape(-1)
-  )
+  return jnp.linalg.norm(x.astype(jnp.promote_types(x.dtype, jnp.float32)).reshape(-1))
 
 
 def scale_by_lars_trust_ratio(
@@ -32,7 +30,7 @@ def scale_by_lars_trust_ratio(
   trust_coefficient: float = 1e-3,
   eps: float = 0.0,
 ) -> optax.GradientTransformation:
-  """g -> ratio (g + wd w), with LARS's ratio of the module's docstring.
+  """G -> ratio (g + wd w), with LARS's ratio of the module's docstring.
 
   Args:
     weight_decay: wd.

@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 import optax
 
@@ -39,14 +38,14 @@ def warmup_polynomial(
   end: float = 1e-4,
   power: float = 2.0,
 ) -> optax.Schedule:
-  """end + (peak - end) (1 - s / (S + 1))^power, s of S steps after warm-up.
+  """End + (peak - end) (1 - s / (S + 1))^power, s of S steps after warm-up.
 
   The MLPerf ResNet-50 schedule, power 2 to 1e-4, in the form of Google's JAX
   submission to v0.7.
   """
   decay_steps = total_steps - warmup_steps
 
-  def decay(step: jax.Array) -> jax.Array:
+  def decay(step):
     left = jnp.maximum(1 - step / (decay_steps + 1), 0.0)
     return end + (peak - end) * left**power
 
@@ -56,10 +55,10 @@ def warmup_polynomial(
 def warmup_cosine(
   peak: float, warmup_steps: int, total_steps: int, *, end: float = 0.0
 ) -> optax.Schedule:
-  """end + (peak - end) (1 + cos(pi s / S)) / 2 (arXiv:1608.03983, one cycle)."""
+  """End + (peak - end) (1 + cos(pi s / S)) / 2 (arXiv:1608.03983, one cycle)."""
   decay_steps = total_steps - warmup_steps
 
-  def decay(step: jax.Array) -> jax.Array:
+  def decay(step):
     done = jnp.minimum(step / decay_steps, 1.0)
     return end + (peak - end) * (1 + jnp.cos(jnp.pi * done)) / 2
 

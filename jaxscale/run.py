@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxscale import cluster, data, loop, metrics, optim
-from jaxscale.build import Experiment, build
+from jaxscale import build, cluster, data, loop, metrics
 from jaxscale.config import Config
 from jaxscale.mesh import host_shard
 from jaxscale.settings import ConfigError
@@ -59,31 +58,32 @@ def fit(config: Config, workdir: str | os.PathLike) -> Result:
   """
   began = time.perf_counter()
   workdir = Path(workdir)
-  experiment = build(config)
+  experiment = build.experiment(config)
   described = describe(experiment)
   _claim_workdir(workdir, described["config"])
   say = print if cluster.is_leader() else lambda *_: None
   say(describe_text(experiment, workdir))
   cluster.on_leader(
-    lambda: metrics.write_json(workdir / "config.json", described), "config.json"
+    lambda: metrics.write_json(workdir / "config.json", described),
+    "config.json",
   )
   with _Interrupt() as interrupt:
     return _run(experiment, workdir, interrupt, say, began)
 
 
-def _run(experiment: Experiment, workdir: Path, interrupt, say, began) -> Result:
+def _run(experiment: build.Experiment, workdir: Path, interrupt, say, began) -> Result:
   from jaxscale.checkpoint import Checkpoints
 
   config, derived, mesh = experiment.config, experiment.derived, experiment.mesh
   parts = experiment.model.init, experiment.tx, mesh, experiment.exchange
-  keep = config.checkpoint
+  keep, average = config.checkpoint, config.ema_decay is not None
   checkpoints = Checkpoints(
     workdir / "checkpoints", keep_last=keep.keep_last, keep_best=keep.keep_best
   )
-  state = checkpoints.restore(abstract_state(*parts))
+  state = checkpoints.restore(abstract_state(*parts, average=average))
   start = int(state.step) if state is not None else 0
   if state is None:
-    state = init_state(*parts, seed=config.seed)
+    state = init_state(*parts, seed=config.seed, average=average)
   else:
     say(f"going on from the checkpoint of step {start}")
 
@@ -113,10 +113,9 @@ def _run(experiment: Experiment, workdir: Path, interrupt, say, began) -> Result
     batches = data.eval_batches(
       experiment.eval_data, derived.eval_batch_size, shard=shard
     )
-    averaged = optim.averaged_params(state.opt_state)
-    params = state.params if averaged is None else averaged
+    params, model_state = state.evaluated()
     values = loop.evaluate(
-      experiment.eval_step, params, state.model_state, data.to_device(batches, mesh)
+      experiment.eval_step, params, model_state, data.to_device(batches, mesh)
     )
     write(step, "eval", values)
     progress.evaluated(step, values)
@@ -141,7 +140,11 @@ def _run(experiment: Experiment, workdir: Path, interrupt, say, began) -> Result
     return is_logged(step) and cluster.any_process(interrupt.requested)
 
   batches = data.train_batches(
-    experiment.train_data, config.batch_size, seed=config.seed, start=start, shard=shard
+    experiment.train_data,
+    config.batch_size,
+    seed=config.seed,
+    start=start,
+    shard=shard,
   )
   try:
     state, done = loop.train(
@@ -196,7 +199,7 @@ def _run(experiment: Experiment, workdir: Path, interrupt, say, began) -> Result
   return Result(state, summary)
 
 
-def describe(experiment: Experiment) -> dict[str, Any]:
+def describe(experiment: build.Experiment) -> dict[str, Any]:
   """The resolved config, what was derived from it, and the software, as JSON."""
   packages = ("jaxscale", "jax", "flax", "optax", "orbax-checkpoint", "grain")
   return {
@@ -210,9 +213,12 @@ def describe(experiment: Experiment) -> dict[str, Any]:
   }
 
 
-def describe_text(experiment: Experiment, workdir: Path) -> str:
+def describe_text(experiment: build.Experiment, workdir: Path) -> str:
   """The same for a person: a line a setting, a line a derived quantity."""
-  lines = [f"jaxscale {metadata.version('jaxscale')}  workdir {workdir}", "config"]
+  lines = [
+    f"jaxscale {metadata.version('jaxscale')}  workdir {workdir}",
+    "config",
+  ]
   for field in dataclasses.fields(experiment.config):
     lines.append(f"  {field.name:24} {getattr(experiment.config, field.name)}")
   lines.append("derived")

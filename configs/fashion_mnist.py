@@ -1,0 +1,44 @@
+"""Fashion-MNIST by SGD, and its twin by LARS at batch 4,096.
+
+HEADER
+"""
+
+import dataclasses
+
+from jaxscale.config import (
+  CNN,
+  LARS,
+  SGD,
+  TFDS,
+  Config,
+  ConfigError,
+  Cosine,
+  Polynomial,
+)
+
+
+def get_config(variant: str = "sgd") -> Config:
+  sgd = Config(
+    model=CNN(features=(24, 48, 96), dense=128, batch_norm="device", dropout=0.3),
+    data=TFDS(name="fashion_mnist", augment="shift_flip", cache=True),
+    optimizer=SGD(lr=0.1, momentum=0.9, weight_decay=5e-4),
+    schedule=Cosine(warmup_epochs=1),
+    batch_size=256,
+    epochs=14,
+    label_smoothing=0.1,
+    ema_decay=0.998,
+    target_accuracy=0.92,
+  )
+  if variant == "sgd":
+    return sgd
+  if variant == "lars":
+    return dataclasses.replace(
+      sgd,
+      optimizer=LARS(lr=10.0, momentum=0.9, weight_decay=5e-4),
+      schedule=Polynomial(warmup_epochs=3),
+      batch_size=4096,
+      accumulate_steps=16,
+      epochs=20,
+      ema_decay=0.97,
+    )
+  raise ConfigError(f"variant {variant!r}: give 'sgd' or 'lars'")

@@ -1,0 +1,62 @@
+"""Eight simulated devices, strict dtypes, and steps compiled once a session."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _in_root(monkeypatch):
+  """Commands and configs are named as a user names them, from the root."""
+  monkeypatch.chdir(ROOT)
+
+
+def child_env(num_devices: int = 1, **extra: str) -> dict[str, str]:
+  """The environment of a process as a user has it, on simulated devices."""
+  env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
+  return env | {
+    "JAX_NUM_CPU_DEVICES": str(num_devices),
+    "PYTHONUNBUFFERED": "1",
+    "PYTHONWARNINGS": "error",
+    **extra,
+  }
+
+
+def train_command(workdir, *args: str, config: str = "configs/digits.py"):
+  """The command line of a run."""
+  head = [sys.executable, "-m", "jaxscale.train", "--config", config]
+  return [*head, "--workdir", str(workdir), *args]
+
+
+def run_train(workdir, *args: str, config="configs/digits.py", num_devices=1, **env):
+  """Run the command line to its end, as a user would."""
+  return subprocess.run(
+    train_command(workdir, *args, config=config),
+    env=child_env(num_devices, **env),
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+
+
+def digits_batch(n: int, seed: int = 0) -> dict[str, np.ndarray]:
+  """`n` rows that look like digits."""
+  rng = np.random.default_rng(seed)
+  return {
+    "image": rng.integers(0, 17, (n, 8, 8, 1)).astype(np.uint8),
+    "label": rng.integers(0, 10, n).astype(np.int32),
+  }

@@ -1,0 +1,73 @@
+"""Imports go down only, and no file grows past what one can hold in mind."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "jaxscale"
+
+LEVELS = {
+  "train": 8,
+  "run": 7,
+  "build": 6,
+  "loop": 5, "checkpoint": 5,
+  "step": 4,
+  "state": 3,
+  "losses": 2, "checksum": 2, "data": 2,
+  "mesh": 1, "exchange": 1, "optim": 1, "models": 1, "metrics": 1, "cluster": 1,
+  "config": 0, "settings": 0, "overrides": 0,
+}  # fmt: skip
+# Within a level nothing imports another; level 0 is ordered by itself.
+WITHIN = {
+  ("config", "settings"),
+  ("overrides", "config"),
+  ("overrides", "settings"),
+}
+READS_CONFIG = {"build", "run", "overrides"}
+
+FILES = [p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py"]
+
+
+def module_of(path: Path) -> str:
+  return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> set[str]:
+  """The modules of jaxscale that a file imports, anywhere in it."""
+  found = set()
+  for node in ast.walk(ast.parse(path.read_text())):
+    if isinstance(node, ast.ImportFrom) and node.module == "jaxscale":
+      found |= {alias.name for alias in node.names}
+    elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+      "jaxscale."
+    ):
+      found.add(node.module.split(".")[1])
+    elif isinstance(node, ast.Import):
+      found |= {
+        a.name.split(".")[1] for a in node.names if a.name.startswith("jaxscale.")
+      }
+  return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_down(path):
+  here = module_of(path)
+  for other in imports(path) - {here}:
+    lower = LEVELS[other] < LEVELS[here] or (here, other) in WITHIN
+    assert lower, f"{here} must not import {other}"
+  if "config" in imports(path):
+    assert here in READS_CONFIG, f"{here} must take plain arguments, not a Config"
+
+
+def test_files_are_small():
+  tracked = [*PACKAGE.rglob("*.py")]
+  for folder in ("tests", "configs", "launch", "colabs", "benchmarks"):
+    tracked += (PACKAGE.parent / folder).rglob("*.py")
+  long = {str(p): n for p in tracked if (n := len(p.read_text().splitlines())) > 400}
+  assert not long
+
+
+def test_no_todo_is_left():
+  for path in FILES:
+    assert "TODO" not in path.read_text() and "FIXME" not in path.read_text()
