@@ -22,7 +22,8 @@ from jaxscale.optim.masks import Mask, kernels
 
 def _norm(x: jax.Array) -> jax.Array:
   """Euclidean norm in float32 at least, whatever the dtype of the leaf."""
-  return jnp.linalg.norm(x.astype(jnp.promote_types(x.dtype, jnp.float32)).reshape(-1))
+  dtype = x.dtype if jnp.finfo(x.dtype).bits >= 32 else jnp.float32
+  return jnp.linalg.norm(x.astype(dtype).reshape(-1))
 
 
 def scale_by_lars_trust_ratio(
