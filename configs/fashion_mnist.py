@@ -19,14 +19,14 @@ from jaxscale.config import (
 
 def get_config(variant: str = "sgd") -> Config:
   sgd = Config(
-    model=CNN(features=(24, 48, 96), dense=128, batch_norm="device", dropout=0.3),
-    data=TFDS(name="fashion_mnist", augment="shift_flip", cache=True),
+    model=CNN(features=(24, 48, 96), dense=128, batch_norm="device", dropout=0.2),
+    data=TFDS(name="fashion_mnist", augment="flip", cache=True),
     optimizer=SGD(lr=0.1, momentum=0.9, weight_decay=5e-4),
     schedule=Cosine(warmup_epochs=1),
     batch_size=256,
     epochs=14,
-    label_smoothing=0.1,
-    ema_decay=0.998,
+    label_smoothing=0.05,
+    ema_decay=0.995,
     target_accuracy=0.92,
   )
   if variant == "sgd":
@@ -39,6 +39,6 @@ def get_config(variant: str = "sgd") -> Config:
       batch_size=4096,
       accumulate_steps=16,
       epochs=20,
-      ema_decay=0.97,
+      ema_decay=0.95,
     )
   raise ConfigError(f"variant {variant!r}: give 'sgd' or 'lars'")

@@ -35,15 +35,16 @@ def manifest(tree: Any) -> dict[str, dict[str, Any]]:
     FloatingPointError: a leaf holds NaN or Inf; the message names it.
   """
   leaves = jax.tree_util.tree_leaves_with_path(tree)
-  sums = np.zeros(len(leaves), np.uint64)
-  bad = np.zeros(len(leaves), np.uint64)
+  # Row 0: checksums; row 1: how many values are not finite. Arrays, because
+  # NumPy warns of an overflow of scalars, which is meant here.
+  found = np.zeros((2, len(leaves), 1), np.uint64)
   for i, (_, leaf) in enumerate(leaves):
     for shard in leaf.addressable_shards:
       if shard.replica_id == 0:
         data = np.asarray(shard.data)
-        sums[i] += shard_checksum(data, shard.index, leaf.shape)
-        bad[i] += _count_nonfinite(data)
-  sums, bad = sum_over_processes(np.stack([sums, bad]))
+        found[0, i] += shard_checksum(data, shard.index, leaf.shape)
+        found[1, i] += _count_nonfinite(data)
+  sums, bad = sum_over_processes(found)[..., 0]
   if bad.any():
     name = path_name(leaves[int(bad.argmax())][0])
     raise FloatingPointError(f"{int(bad.max())} values of {name} are not finite")
@@ -63,8 +64,8 @@ def describe(tree: Any) -> dict[str, dict[str, Any]]:
 
 def shard_checksum(
   data: np.ndarray, index: tuple[slice, ...], shape: tuple[int, ...]
-) -> np.uint64:
-  """What one shard adds to the checksum of its array.
+) -> np.ndarray:
+  """What one shard adds to the checksum of its array, uint64 [1].
 
   Args:
     data: the shard.
@@ -79,7 +80,7 @@ def shard_checksum(
   bits = np.ascontiguousarray(data).reshape(-1)
   bits = bits.view(f"u{data.dtype.itemsize}")
   places = places.reshape(-1)
-  total = np.uint64(0)
+  total = np.zeros(1, np.uint64)
   for i in range(0, bits.size, _CHUNK):
     weight = _mix(places[i : i + _CHUNK]) | np.uint64(1)
     mixed = _mix(bits[i : i + _CHUNK].astype(np.uint64) + np.uint64(1))
@@ -94,8 +95,8 @@ def _mix(x: np.ndarray) -> np.ndarray:
   return x ^ (x >> np.uint64(33))
 
 
-def _count_nonfinite(data: np.ndarray) -> int:
+def _count_nonfinite(data: np.ndarray) -> np.uint64:
   # bfloat16 and its kin are "V" to numpy, yet isfinite knows them.
   if data.dtype.kind in "iub":
-    return 0
-  return int(data.size - np.isfinite(data).sum())
+    return np.uint64(0)
+  return np.uint64(data.size - np.isfinite(data).sum())
