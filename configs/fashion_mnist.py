@@ -34,11 +34,11 @@ def get_config(variant: str = "sgd") -> Config:
   if variant == "lars":
     return dataclasses.replace(
       sgd,
-      optimizer=LARS(lr=10.0, momentum=0.9, weight_decay=5e-4),
+      optimizer=LARS(lr=15.0, momentum=0.9, weight_decay=5e-4),
       schedule=Polynomial(warmup_epochs=3),
       batch_size=4096,
       accumulate_steps=16,
-      epochs=20,
+      epochs=30,
       ema_decay=0.95,
     )
   raise ConfigError(f"variant {variant!r}: give 'sgd' or 'lars'")

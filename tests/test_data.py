@@ -109,8 +109,8 @@ def test_draws_are_uniform_and_independent():
 def test_shift_and_flip_equal_the_plain_loop():
   rng = np.random.default_rng(0)
   images = rng.integers(0, 255, (50, 9, 7, 2)).astype(np.uint8)
-  draws = augment.uniform(0, np.arange(50))
-  got = augment.shift_flip(2)(images, draws)
+  draws = augment.uniform(0, np.arange(50), 3)
+  got = augment.compose(augment.flip(), augment.shift(2)).apply(images, draws)
   for image, d, out in zip(images, draws, got, strict=True):
     if d[0] < 0.5:
       image = image[:, ::-1]
@@ -241,9 +241,10 @@ def test_tfds_by_name(tmp_path, monkeypatch):
   assert_equal(plain.load(rows, None), cached.load(rows, None))
   assert plain.load(rows, None)["image"].shape == (3, 32, 32, 3)
   crops = data.tfds_images("patches", "train", image_size=16, augment="crop")
-  draws = augment.uniform(0, rows)
+  draws = augment.uniform(0, rows, crops.num_draws)
   assert crops.load(rows, draws)["image"].shape == (3, 16, 16, 3)
   flips = data.tfds_images("patches", "train", augment="shift_flip")
+  draws = augment.uniform(0, rows, flips.num_draws)
   assert not np.array_equal(
     flips.load(rows, draws)["image"], plain.load(rows, None)["image"]
   )

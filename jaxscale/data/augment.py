@@ -12,21 +12,28 @@ import numpy as np
 from jaxscale.data.dataset import NUM_DRAWS, Augment
 
 
-def uniform(seed: int, positions: np.ndarray) -> np.ndarray:
-  """Numbers in [0, 1) by position, float64 [n, NUM_DRAWS].
-
-  Counter-based: the SplitMix64 finaliser (Steele, Lea and Flood, OOPSLA 2014)
-  of the counter, keyed by the finalised seed.
+def uniform(seed: int, positions: np.ndarray, num_draws: int = NUM_DRAWS) -> np.ndarray:
+  """Numbers in [0, 1) by position, float64 [n, num_draws].
 
   Args:
     seed: any non-negative int.
     positions: int [n], places in the stream of examples.
+    num_draws: the first so many of a position's NUM_DRAWS.
   """
   counters = positions.astype(np.uint64)[:, None] * np.uint64(NUM_DRAWS)
-  counters = counters + np.arange(NUM_DRAWS, dtype=np.uint64)
-  key = _splitmix64(np.array([seed], np.uint64))
-  bits = _splitmix64(counters * np.uint64(0x9E3779B97F4A7C15) + key)
+  counters = counters + np.arange(num_draws, dtype=np.uint64)
+  bits = uniform_bits(seed, counters)
   return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def uniform_bits(seed: int, counters: np.ndarray) -> np.ndarray:
+  """Random uint64 by counter: SplitMix64's finaliser, keyed by its own of the seed.
+
+  Steele, Lea and Flood, "Fast splittable pseudorandom number generators"
+  (OOPSLA 2014).
+  """
+  key = _splitmix64(np.array([seed], np.uint64))
+  return _splitmix64(counters.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + key)
 
 
 def _splitmix64(x: np.ndarray) -> np.ndarray:
@@ -36,35 +43,48 @@ def _splitmix64(x: np.ndarray) -> np.ndarray:
   return x ^ (x >> np.uint64(31))
 
 
-def flip(images: np.ndarray, draws: np.ndarray) -> np.ndarray:
-  """Mirror half of the images, left to right; uses draw 0."""
-  mirrored = draws[:, 0] < 0.5
-  images = images.copy()
-  images[mirrored] = images[mirrored, :, ::-1]
-  return images
+def flip() -> Augment:
+  """Mirror half of the images, left to right."""
+
+  def apply(images, draws):
+    mirrored = draws[:, 0] < 0.5
+    images = images.copy()
+    images[mirrored] = images[mirrored, :, ::-1]
+    return images
+
+  return Augment(apply, num_draws=1)
 
 
 def shift(pixels: int) -> Augment:
   """Move each image by up to `pixels` in both dims, filling with 0.
 
-  The shift of each dim is uniform over -pixels … pixels; uses draws 1 and 2.
+  The shift of each dim is uniform over -pixels … pixels.
   """
 
-  def augment(images, draws):
-    n, height, width, _ = images.shape
-    padded = np.pad(images, ((0, 0), (pixels, pixels), (pixels, pixels), (0, 0)))
-    top, left = (draws[:, 1:3] * (2 * pixels + 1)).astype(np.int64).T
-    rows = top[:, None] + np.arange(height)  # [n, h]
-    cols = left[:, None] + np.arange(width)  # [n, w]
-    return padded[np.arange(n)[:, None, None], rows[:, :, None], cols[:, None, :]]
+  def apply(images, draws):
+    n, height, width, channels = images.shape
+    wide = width + 2 * pixels
+    padded = np.zeros((n, height + 2 * pixels, wide, channels), images.dtype)
+    padded[:, pixels : pixels + height, pixels : pixels + width] = images
+    top, left = (draws * (2 * pixels + 1)).astype(np.int64).T
+    # Where each output pixel lies among all padded ones, image after image.
+    image = np.arange(n) * padded[0, ..., 0].size
+    corner = image + top * wide + left
+    inside = np.arange(height)[:, None] * wide + np.arange(width)
+    places = corner[:, None, None] + inside
+    return padded.reshape(-1, channels).take(places, axis=0)
 
-  return augment
+  return Augment(apply, num_draws=2)
 
 
-def shift_flip(pixels: int) -> Augment:
-  """`flip`, then `shift`."""
-  move = shift(pixels)
-  return lambda images, draws: move(flip(images, draws), draws)
+def compose(first: Augment, second: Augment) -> Augment:
+  """One augmentation after the other, each with draws of its own."""
+  split = first.num_draws
+
+  def apply(images, draws):
+    return second.apply(first.apply(images, draws[:, :split]), draws[:, split:])
+
+  return Augment(apply, split + second.num_draws)
 
 
 def crop_box(height: int, width: int, draws: np.ndarray) -> tuple[int, int, int, int]:
@@ -72,7 +92,7 @@ def crop_box(height: int, width: int, draws: np.ndarray) -> tuple[int, int, int,
 
   Inception's crop (arXiv:1409.4842, §6): 8 % to 100 % of the area, aspect
   3/4 to 4/3 (log-uniform), ten attempts, then the largest centred box of an
-  allowed aspect. Uses draws 1 to 22.
+  allowed aspect. Uses draws 1 to 22; 0 is left for a flip.
 
   Args:
     height: of the image, in pixels.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 Batch = dict[str, np.ndarray]  # "image": uint8 [n, h, w, c], "label": int32 [n]
-NUM_DRAWS = 24  # uniform numbers an example's augmentation may use up
+NUM_DRAWS = 24  # uniform numbers an example's augmentation may use up at most
 
 
 class DatasetInfo(NamedTuple):
@@ -35,16 +35,27 @@ class Dataset(NamedTuple):
   Attributes:
     info: of the images.
     num_examples: how many there are.
-    load: (indices [n], draws [n, NUM_DRAWS] in [0, 1) or None) -> Batch. A pure
+    load: (indices [n], draws [n, num_draws] in [0, 1) or None) -> Batch. A pure
       function; it augments from the draws, or shows the plain view for None.
+    num_draws: how many of an example's NUM_DRAWS uniform numbers `load` uses.
   """
 
   info: DatasetInfo
   num_examples: int
   load: Callable[[np.ndarray, np.ndarray | None], Batch]
+  num_draws: int = 0
 
 
-Augment = Callable[[np.ndarray, np.ndarray], np.ndarray]  # (images, draws)
+class Augment(NamedTuple):
+  """A change of decoded images.
+
+  Attributes:
+    apply: (images uint8 [n, h, w, c], draws [n, num_draws]) -> images.
+    num_draws: how many uniform numbers an example takes.
+  """
+
+  apply: Callable[[np.ndarray, np.ndarray], np.ndarray]
+  num_draws: int
 
 
 def from_arrays(
@@ -59,14 +70,14 @@ def from_arrays(
     info: of the images.
     images: uint8 [n, h, w, c].
     labels: int [n].
-    augment: (images, draws) -> images, in training only.
+    augment: done to the images in training.
   """
   labels = labels.astype(np.int32)
 
   def load(indices, draws):
     batch = images[indices]
     if augment is not None and draws is not None:
-      batch = augment(batch, draws)
+      batch = augment.apply(batch, draws)
     return {"image": batch, "label": labels[indices]}
 
-  return Dataset(info, len(images), load)
+  return Dataset(info, len(images), load, augment.num_draws if augment else 0)

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxscale.data import augment as augmentation
 from jaxscale.data.dataset import (
+  NUM_DRAWS,
   Augment,
   Batch,
   Dataset,
@@ -73,8 +74,10 @@ def tfds_images(
   array_augment: Augment | None = {
     "none": None,
     "crop": None,  # done while decoding
-    "flip": augmentation.flip,
-    "shift_flip": augmentation.shift_flip(max(shape[0] // 14, 1)),
+    "flip": augmentation.flip(),
+    "shift_flip": augmentation.compose(
+      augmentation.flip(), augmentation.shift(max(shape[0] // 14, 1))
+    ),
   }[augment]
 
   def load(indices: np.ndarray, draws: np.ndarray | None) -> Batch:
@@ -92,12 +95,15 @@ def tfds_images(
         view = None if crops is None else crops[i]
         images[i] = decode_view(data, image_size, channels, view)
     if array_augment is not None and draws is not None:
-      images = array_augment(images, draws)
+      images = array_augment.apply(images, draws)
     labels = np.array([record[label_key] for record in records], np.int32)
     return {"image": images, "label": labels}
 
   if not cache:
-    return Dataset(info, len(source), load)
+    num_draws = array_augment.num_draws if array_augment else 0
+    if augment == "crop":
+      num_draws = NUM_DRAWS
+    return Dataset(info, len(source), load, num_draws)
   chunks = np.array_split(np.arange(len(source)), -(-len(source) // 2048))
   with ThreadPoolExecutor() as threads:
     parts = list(threads.map(lambda chunk: load(chunk, None), chunks))

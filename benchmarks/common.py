@@ -1,0 +1,47 @@
+"""What every benchmark says of where and when it ran; one JSON line each."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+
+
+def machine() -> dict[str, str | int]:
+  """Processor, cores and interpreter."""
+  import os
+
+  cpu = platform.processor() or platform.machine()
+  info = Path("/proc/cpuinfo")
+  if info.exists():
+    names = [
+      x.split(":")[1].strip()
+      for x in info.read_text().splitlines()
+      if "model name" in x
+    ]
+    cpu = names[0] if names else cpu
+  return {
+    "cpu": cpu,
+    "cores": len(os.sched_getaffinity(0)),
+    "python": platform.python_version(),
+    "jax": metadata.version("jax"),
+  }
+
+
+def report(name: str, **results) -> None:
+  """Print the result as one JSON line, and keep it in benchmarks/results/."""
+  line = {
+    "benchmark": name,
+    "date": datetime.date.today().isoformat(),
+    "command": " ".join(["python", *sys.argv]),
+    **results,
+    **machine(),
+  }
+  text = json.dumps(line)
+  folder = Path(__file__).parent / "results"
+  folder.mkdir(exist_ok=True)
+  (folder / f"{name}.json").write_text(text + "\n")
+  print(text)
