@@ -32,10 +32,11 @@ from jaxscale.overrides import load_config
 import numpy as np
 e = build.experiment(load_config("configs/digits.py"))
 abstract = state.abstract_state(e.model.init, e.tx, e.mesh, e.exchange, average=True)
+sharding = batch_sharding(e.mesh)
 rows, shape = e.config.batch_size, e.train_data.info.image_shape
 batch = {
-  "image": jax.ShapeDtypeStruct((rows, *shape), np.uint8, sharding=batch_sharding(e.mesh)),
-  "label": jax.ShapeDtypeStruct((rows,), np.int32, sharding=batch_sharding(e.mesh)),
+  "image": jax.ShapeDtypeStruct((rows, *shape), np.uint8, sharding=sharding),
+  "label": jax.ShapeDtypeStruct((rows,), np.int32, sharding=sharding),
 }
 ready = time.perf_counter()
 e.train_step.lower(abstract, batch).compile()

@@ -57,7 +57,7 @@ eval_step = jxs.make_eval_step(jxs.classification_totals(model.apply), mesh)
 
 # %%
 batches = data.to_device(data.train_batches(train, batch_size=128), mesh)
-for step, batch in zip(range(450), batches):
+for step, batch in zip(range(450), batches, strict=False):
   state, metrics = train_step(state, batch)
   if step % 50 == 49:
     print(f"step {step + 1}  loss {metrics['loss']:.3f}")

@@ -13,8 +13,6 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from orbax.checkpoint import v1 as ocp
-
 from jaxscale import checksum, cluster
 from jaxscale.settings import ConfigError
 from jaxscale.state import TrainState
@@ -38,25 +36,32 @@ class Checkpoints:
       keep_best: how many with the highest metric "accuracy" stay as well.
     """
     self.directory = Path(directory).absolute()
-    policies = ocp.training.preservation_policies
-    keep: list[Any] = [policies.LatestN(keep_last)]
-    if keep_best:
-      keep.append(
-        policies.BestN(
-          get_metric_fn=lambda metrics: metrics["accuracy"],
-          n=keep_best,
-          keep_checkpoints_without_metrics=False,
-        )
-      )
-    self._policy: Any = policies.AnyPreservationPolicy(keep)
-    self._open()
+    self._keep = keep_last, keep_best
+    self._opened: Any = None
 
-  def _open(self) -> None:
-    self._checkpointer: Any = ocp.training.Checkpointer(
-      str(self.directory),
-      preservation_policy=self._policy,
-      cleanup_tmp_directories=True,  # what a killed run left half-written
-    )
+  @property
+  def _checkpointer(self) -> Any:
+    """Orbax's checkpointer, opened when it is first needed.
+
+    Its import takes 0.3 s, and a run that starts anew saves only later.
+    """
+    if self._opened is None:
+      from orbax.checkpoint import v1 as ocp
+
+      policies = ocp.training.preservation_policies
+      keep_last, keep_best = self._keep
+      best = policies.BestN(
+        get_metric_fn=lambda metrics: metrics["accuracy"],
+        n=keep_best,
+        keep_checkpoints_without_metrics=False,
+      )
+      last = policies.LatestN(keep_last)
+      self._opened = ocp.training.Checkpointer(
+        str(self.directory),
+        preservation_policy=policies.AnyPreservationPolicy([last, best]),  # pyright: ignore
+        cleanup_tmp_directories=True,  # what a killed run left half-written
+      )
+    return self._opened
 
   def __enter__(self):
     return self
@@ -96,11 +101,14 @@ class Checkpoints:
 
   def wait(self) -> None:
     """Until what was saved is on disk."""
-    self._checkpointer.wait()
+    if self._opened is not None:
+      self._opened.wait()
 
   def close(self) -> None:
     """Wait, then let go of the directory."""
-    self._checkpointer.close()
+    if self._opened is not None:
+      self._opened.close()
+      self._opened = None
 
   def restore(self, abstract: TrainState) -> TrainState | None:
     """The newest intact state, laid out as asked for; None if there is none.
@@ -112,6 +120,8 @@ class Checkpoints:
       ConfigError: it belongs to another model or optimizer, or every
         checkpoint there is damaged.
     """
+    if not self.directory.exists():
+      return None
     steps = self.steps()
     for step in reversed(steps):
       try:
@@ -155,7 +165,7 @@ class Checkpoints:
     return state
 
   def _set_aside(self, step: int) -> None:
-    self._checkpointer.close()
+    self.close()
     path = self.directory / str(step)
     aside = next(
       p
@@ -163,7 +173,6 @@ class Checkpoints:
       if not (p := path.with_name(f"{step}.damaged" + (f"-{i}" if i else ""))).exists()
     )
     cluster.on_leader(lambda: path.rename(aside) and None, f"set aside {step}")
-    self._open()
 
 
 class _DamagedError(Exception):

@@ -9,6 +9,7 @@ import platform
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,10 +17,12 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxscale import build, cluster, data, loop, metrics
+from jaxscale.checkpoint import Checkpoints
 from jaxscale.config import Config
-from jaxscale.mesh import host_shard
+from jaxscale.mesh import batch_sharding, host_shard
 from jaxscale.settings import ConfigError
 from jaxscale.state import TrainState, abstract_state, init_state
+from jaxscale.step import TrainStep
 
 # What may change when a run goes on: where it runs and what it writes down.
 _NOT_IDENTITY = ("mesh", "evaluation", "checkpoint", "log", "target_accuracy")
@@ -72,15 +75,19 @@ def fit(config: Config, workdir: str | os.PathLike) -> Result:
 
 
 def _run(experiment: build.Experiment, workdir: Path, interrupt, say, began) -> Result:
-  from jaxscale.checkpoint import Checkpoints
-
   config, derived, mesh = experiment.config, experiment.derived, experiment.mesh
   parts = experiment.model.init, experiment.tx, mesh, experiment.exchange
   keep, average = config.checkpoint, config.ema_decay is not None
+  abstract = abstract_state(*parts, average=average)
+  # XLA compiles the step beside what the main thread does until it needs it.
+  compiler = ThreadPoolExecutor(1)
+  compiling = compiler.submit(_compile_step, experiment, abstract)
+  compiler.shutdown(wait=False)
+
   checkpoints = Checkpoints(
     workdir / "checkpoints", keep_last=keep.keep_last, keep_best=keep.keep_best
   )
-  state = checkpoints.restore(abstract_state(*parts, average=average))
+  state = checkpoints.restore(abstract)
   start = int(state.step) if state is not None else 0
   if state is None:
     state = init_state(*parts, seed=config.seed, average=average)
@@ -149,7 +156,7 @@ def _run(experiment: build.Experiment, workdir: Path, interrupt, say, began) -> 
   try:
     state, done = loop.train(
       state,
-      experiment.train_step,
+      compiling.result(),
       data.to_device(batches, mesh),
       loop.Events(
         is_logged=is_logged,
@@ -197,6 +204,20 @@ def _run(experiment: build.Experiment, workdir: Path, interrupt, say, began) -> 
 
   cluster.on_leader(finish, "summary")
   return Result(state, summary)
+
+
+def _compile_step(experiment: build.Experiment, abstract: TrainState) -> TrainStep:
+  """The train step, compiled for the shapes that the run will give it."""
+  sharding, info = batch_sharding(experiment.mesh), experiment.train_data.info
+  rows = experiment.config.batch_size
+  batch = {
+    "image": jax.ShapeDtypeStruct(
+      (rows, *info.image_shape), "uint8", sharding=sharding
+    ),
+    "label": jax.ShapeDtypeStruct((rows,), "int32", sharding=sharding),
+  }
+  train_step: Any = experiment.train_step
+  return train_step.lower(abstract, batch).compile()
 
 
 def describe(experiment: build.Experiment) -> dict[str, Any]:

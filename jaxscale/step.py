@@ -79,8 +79,8 @@ def make_train_step(
     >>> state, metrics = step(state, batch)   # doctest: +SKIP
   """
   axes = mesh.axis_names
-  if unroll is None:
-    unroll = mesh.devices.flat[0].platform == "cpu"
+  on_cpu = mesh.devices.flat[0].platform == "cpu"
+  unrolled = on_cpu if unroll is None else unroll
 
   def local_grads(params, model_state, batch, key):
     # One device: params and model_state whole, batch [local rows, ...].
@@ -114,7 +114,7 @@ def make_train_step(
       (model_state, totals), grads = micro_grads(model_state, first_micro)
       rest = jax.tree.map(lambda x: x[1:], micros)
       (model_state, (totals, grads)), _ = lax.scan(
-        add_micro, (model_state, (totals, grads)), rest, unroll=unroll
+        add_micro, (model_state, (totals, grads)), rest, unroll=unrolled
       )
 
     totals = lax.psum(totals, axes)

@@ -13,7 +13,6 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 
-import grain
 import jax
 import numpy as np
 from jax.sharding import Mesh
@@ -42,6 +41,8 @@ def train_batches(
     shard: (index, count) of this host's block, as `mesh.host_shard` gives it.
     num_threads: threads that load batches ahead.
   """
+  import grain  # 0.5 s, which a run spends while its step compiles
+
   index, count = shard
   rows = batch_size // count
 
