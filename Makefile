@@ -18,7 +18,7 @@ PINS := $(wildcard requirements/py$(MINOR).txt)
 VENV := .venv$(if $(filter 311,$(MINOR)),,$(MINOR))
 BIN := $(VENV)/bin
 
-.PHONY: train test test-slow lint format notebooks env tfds fashion_mnist lock clean
+.PHONY: benchmarks train test test-slow lint format notebooks env tfds fashion_mnist lock clean
 
 train: env
 	$(BIN)/python -m jaxscale.train --config $(CONFIG) $(ARGS)
@@ -57,11 +57,17 @@ tfds: $(VENV)-tfds/.installed
 $(VENV)-tfds/.installed: pyproject.toml $(wildcard requirements/py$(MINOR)-tfds.txt)
 	$(PYTHON) -m venv $(VENV)-tfds
 	$(VENV)-tfds/bin/python -m pip install --quiet $(if $(wildcard requirements/py$(MINOR)-tfds.txt),-r requirements/py$(MINOR)-tfds.txt)
-	$(VENV)-tfds/bin/python -m pip install --quiet $(if $(wildcard requirements/py$(MINOR)-tfds.txt),--no-deps) -e '.[tfds]'
+	$(VENV)-tfds/bin/python -m pip install --quiet $(if $(wildcard requirements/py$(MINOR)-tfds.txt),--no-deps) -e '.[tfds,dev]'
 	touch $@
 
 fashion_mnist: tfds
 	$(VENV)-tfds/bin/python -m jaxscale.data.prepare fashion_mnist
+
+# Each prints one JSON line and keeps it in benchmarks/results/.
+benchmarks: env tfds
+	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/loop_overhead.py
+	$(VENV)-tfds/bin/python benchmarks/jpeg_input.py
 
 # Pins for every Python we test, without the address of any package index.
 lock: env
@@ -69,7 +75,7 @@ lock: env
 	for v in 3.11 3.12 3.13; do n=$$(echo $$v | tr -d .); \
 	  $(BIN)/uv pip compile pyproject.toml --extra dev --python-version $$v \
 	    --universal --no-header --no-annotate --no-emit-index-url --upgrade -q -o requirements/py$$n.txt && \
-	  $(BIN)/uv pip compile pyproject.toml --extra tfds --python-version $$v \
+	  $(BIN)/uv pip compile pyproject.toml --extra tfds --extra dev --python-version $$v \
 	    --universal --no-header --no-annotate --no-emit-index-url --upgrade -q -o requirements/py$$n-tfds.txt \
 	  || exit 1; done
 

@@ -1,0 +1,156 @@
+"""Configs, notebook, launch script and README do what they say."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from conftest import ROOT, child_env
+
+from jaxscale import build, data
+from jaxscale.mesh import batch_sharding
+from jaxscale.overrides import load_config
+from jaxscale.state import abstract_state
+
+CONFIGS = [
+  "configs/digits.py",
+  "configs/fashion_mnist.py",
+  "configs/fashion_mnist.py:lars",
+  "configs/resnet50_imagenet.py",
+  "configs/resnet50_imagenet.py:256",
+]
+SHAPES = {
+  "fashion_mnist": ((28, 28, 1), 10, 60_000),
+  "imagenet2012": ((224, 224, 3), 1000, 1_281_167),
+}
+
+
+def stand_in(name, split, **options):
+  """A dataset of the right sizes, without the data."""
+  del split, options
+  shape, classes, size = SHAPES[name]
+  info = data.DatasetInfo(name, shape, classes, (127.5,), (127.5,))
+  return data.Dataset(info, size, lambda indices, draws: {})
+
+
+@pytest.mark.parametrize("path", CONFIGS)
+def test_every_config_traces_and_lowers_for_eight_devices(path, monkeypatch):
+  monkeypatch.setattr(build.data, "tfds_images", stand_in)
+  config = load_config(path)
+  with jax.numpy_dtype_promotion("standard"):  # Flax's BatchNorm in bfloat16
+    experiment = build.experiment(config)
+    average = config.ema_decay is not None
+    parts = experiment.model.init, experiment.tx, experiment.mesh, experiment.exchange
+    abstract = abstract_state(*parts, average=average)
+    rows, sharding = config.batch_size, batch_sharding(experiment.mesh)
+    shape = (rows, *experiment.train_data.info.image_shape)
+    batch = {
+      "image": jax.ShapeDtypeStruct(shape, "uint8", sharding=sharding),
+      "label": jax.ShapeDtypeStruct((rows,), "int32", sharding=sharding),
+    }
+    lowered = experiment.train_step.lower(abstract, batch)
+  assert "all_reduce" in lowered.as_text()
+
+
+def test_every_config_is_tested():
+  files = {f"configs/{p.name}" for p in (ROOT / "configs").glob("*.py")}
+  assert files == {c.split(":")[0] for c in CONFIGS}
+
+
+@pytest.mark.parametrize(
+  "path", sorted(p.name for p in (ROOT / "configs").glob("*.py"))
+)
+def test_a_config_says_command_hardware_and_result(path):
+  header = (ROOT / "configs" / path).read_text().split('"""')[1]
+  for word in ("Command", "Hardware", "Result"):
+    assert re.search(rf"^{word}\b", header, flags=re.M), f"{path}: no {word}"
+
+
+def test_the_recipe_of_goyal_et_al_is_theirs(monkeypatch):
+  monkeypatch.setattr(build.data, "tfds_images", stand_in)
+  experiment = build.experiment(load_config("configs/resnet50_imagenet.py"))
+  derived = experiment.derived
+  # Intel Caffe's files of the same recipe: 3.2, 780 warm-up steps, 14,075 in all.
+  assert derived.peak_lr == pytest.approx(3.2)
+  assert derived.warmup_steps == pytest.approx(780, abs=3)
+  assert derived.total_steps == pytest.approx(14_075, abs=3)
+
+
+def test_the_quickstart_runs_and_is_short():
+  path = ROOT / "colabs" / "quickstart.py"
+  lines = [x for x in path.read_text().splitlines() if x and not x.startswith("#")]
+  assert len(lines) <= 30
+  env = child_env(8, PYTHONWARNINGS="default")
+  done = subprocess.run(
+    [sys.executable, str(path)], env=env, capture_output=True, text=True, timeout=120
+  )
+  assert done.returncode == 0, done.stderr
+  accuracy = re.search(r"8 devices, held-out accuracy (\d+\.\d+)%", done.stdout)
+  assert accuracy and float(accuracy.group(1)) >= 97
+
+
+def test_the_notebook_is_its_script():
+  script = (ROOT / "colabs" / "quickstart.py").read_text()
+  notebook = json.loads((ROOT / "colabs" / "quickstart.ipynb").read_text())
+  for cell in notebook["cells"]:
+    assert not cell.get("outputs")
+    for line in "".join(cell["source"]).splitlines():
+      assert line in script
+
+
+def test_the_launch_script_starts_the_same_command(tmp_path):
+  """Slurm's and Python's names stand in and write down how they are called."""
+  script = ROOT / "launch" / "train.sbatch"
+  assert subprocess.run(["bash", "-n", script]).returncode == 0
+  (tmp_path / "bin").mkdir()
+  (tmp_path / "bin" / "activate").write_text(f'export PATH="{tmp_path}/bin:$PATH"\n')
+  srun = tmp_path / "bin" / "srun"
+  srun.write_text('#!/bin/sh\necho "$@"\n')
+  srun.chmod(0o755)
+  done = subprocess.run(
+    ["bash", script, "--config", "configs/x.py", "--config.a=b c"],
+    env=child_env(JAXSCALE_VENV=str(tmp_path)), capture_output=True, text=True,
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr
+  wanted = "python -m jaxscale.train --config configs/x.py --config.a=b c"
+  assert done.stdout.strip() == f"--kill-on-bad-exit=1 {wanted}"
+
+
+def readme_blocks(language):
+  return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+
+
+def test_the_readme_example_runs(capsys):
+  (code,) = readme_blocks("python")
+  assert len(code.strip().splitlines()) <= 25
+  exec(compile(code, "README.md", "exec"), {})
+  accuracy = float(capsys.readouterr().out.splitlines()[-1].split()[-1])
+  assert accuracy >= 0.95
+
+
+def test_the_readme_names_what_is_there():
+  text = (ROOT / "README.md").read_text()
+  tree = next(b for b in readme_blocks("") if "jaxscale/" in b)
+  listed = re.findall(r"^\s*([\w./]+)\s{2,}", tree, re.M)
+  assert len(listed) > 20
+  for name in listed:
+    assert (ROOT / name).exists() or (ROOT / "jaxscale" / name).exists(), name
+  for link in re.findall(r"\]\((?!http)([^)#]+)", text):
+    assert (ROOT / link).exists(), link
+  targets = set(re.findall(r"^(\w[\w-]*):", Path("Makefile").read_text(), re.M))
+  assert {"train", "test"} <= targets
+  for target in re.findall(r"`make ([a-z_-]+)", text):
+    assert target in targets, target
+
+
+@pytest.mark.slow
+def test_make_trains_job_reaches_its_target(tmp_path):
+  from conftest import run_train
+
+  done = run_train(tmp_path / "digits")
+  assert done.returncode == 0, done.stderr
+  summary = json.loads((tmp_path / "digits" / "summary.json").read_text())
+  assert summary["accuracy"] >= 0.97 and summary["seconds"] < 120
