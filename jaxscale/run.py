@@ -19,7 +19,7 @@ import jax
 from jaxscale import build, cluster, data, loop, metrics
 from jaxscale.checkpoint import Checkpoints
 from jaxscale.config import Config
-from jaxscale.mesh import batch_sharding, host_shard
+from jaxscale.mesh import batch_sharding, host_shard, one_at_a_time
 from jaxscale.settings import ConfigError
 from jaxscale.state import TrainState, abstract_state, init_state
 from jaxscale.step import TrainStep
@@ -217,7 +217,7 @@ def _compile_step(experiment: build.Experiment, abstract: TrainState) -> TrainSt
     "label": jax.ShapeDtypeStruct((rows,), "int32", sharding=sharding),
   }
   train_step: Any = experiment.train_step
-  return train_step.lower(abstract, batch).compile()
+  return one_at_a_time(train_step.lower(abstract, batch).compile(), experiment.mesh)
 
 
 def describe(experiment: build.Experiment) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.exchange import Exchange
-from jaxscale.mesh import replicated
+from jaxscale.mesh import one_at_a_time, replicated
 from jaxscale.state import TrainState, state_shardings
 
 Batch = dict[str, jax.Array]
@@ -169,11 +169,12 @@ def make_train_step(
       state.step + 1, params, model_state, opt_state, exchange_state, average
     ), metrics
 
-  return jax.jit(
+  jitted = jax.jit(
     train_step,
     donate_argnums=0,
     out_shardings=(state_shardings(mesh), replicated(mesh)),
   )
+  return one_at_a_time(jitted, mesh)
 
 
 def make_eval_step(eval_fn: EvalFn, mesh: Mesh) -> EvalStep:
@@ -191,16 +192,14 @@ def make_eval_step(eval_fn: EvalFn, mesh: Mesh) -> EvalStep:
   def local_totals(params, model_state, batch):
     return lax.psum(eval_fn(params, model_state, batch), axes)
 
-  return jax.jit(
-    jax.shard_map(
-      local_totals,
-      mesh=mesh,
-      in_specs=(P(), P(), P(axes)),
-      out_specs=P(),
-      check_vma=True,
-    ),
-    out_shardings=replicated(mesh),
+  totals = jax.shard_map(
+    local_totals,
+    mesh=mesh,
+    in_specs=(P(), P(), P(axes)),
+    out_specs=P(),
+    check_vma=True,
   )
+  return one_at_a_time(jax.jit(totals, out_shardings=replicated(mesh)), mesh)
 
 
 def means(totals: Totals) -> dict[str, jax.Array]:
