@@ -1,7 +1,7 @@
 """Fashion-MNIST by SGD, and its twin by LARS at batch 4,096.
 
-Command    python -m jaxscale.train --config configs/fashion_mnist.py        (SGD, 256)
-           python -m jaxscale.train --config configs/fashion_mnist.py:lars   (LARS, 4,096)
+Command    python -m jaxscale.train --config configs/fashion_mnist.py (SGD at 256)
+           the same with configs/fashion_mnist.py:lars (LARS at 4,096)
            after `make fashion_mnist`
 Hardware   2 CPU cores (Xeon), jax 0.10.2, Python 3.11
 Time       SGD 457 s, LARS 1,168 s, both beside other work; 2026-11-21
