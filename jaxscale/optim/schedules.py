@@ -77,15 +77,11 @@ def warmup_steps(
   Goyal et al. (arXiv:1706.02677, §5.1) cut by 0.1 at epochs 30, 60 and 80.
   """
 
-  def schedule(step):
-    step = jnp.asarray(step, jnp.float32)
-    passed = sum((step >= b).astype(jnp.float32) for b in boundaries)
-    rate = peak * factor ** jnp.asarray(passed, jnp.float32)
-    if not warmup_steps:
-      return rate
-    return jnp.where(step < warmup_steps, peak * step / warmup_steps, rate)
+  def decay(step):  # steps since the warm-up; boundaries count from the start
+    passed = sum((step + warmup_steps >= b).astype(jnp.float32) for b in boundaries)
+    return peak * factor ** jnp.asarray(passed, jnp.float32)
 
-  return schedule
+  return _after_warmup(peak, warmup_steps, decay)
 
 
 def scale_learning_rate(
