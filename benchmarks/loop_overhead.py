@@ -30,7 +30,7 @@ from jaxscale.mesh import batch_sharding
 from jaxscale.overrides import load_config
 from jaxscale.state import init_state
 
-STEPS, TURNS = 200, 15
+STEPS, TURNS = 100, 40
 SETTINGS = {"model.features": "(48, 96)"}
 
 

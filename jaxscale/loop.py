@@ -83,10 +83,11 @@ def train(
     while len(unread) > keep:
       step, metrics = unread.popleft()
       for name in ("loss", "grad_norm"):
-        if not math.isfinite(value := float(metrics[name])):
+        # item(), not float(): a fifth of the host's time on a fresh CPU scalar.
+        if not math.isfinite(value := metrics[name].item()):
           raise NonFiniteError(step, f"{name} is {value}")
       if events.is_logged(step):
-        events.log(step, {name: float(value) for name, value in metrics.items()})
+        events.log(step, {name: value.item() for name, value in metrics.items()})
 
   for step in range(start + 1, total_steps + 1):
     state, metrics = train_step(state, next(batches))
