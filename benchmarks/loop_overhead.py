@@ -28,7 +28,6 @@ from common import report
 from jaxscale import build, data, loop, metrics
 from jaxscale.mesh import batch_sharding
 from jaxscale.overrides import load_config
-from jaxscale.state import init_state
 
 STEPS, TURNS = 100, 40
 SETTINGS = {"model.features": "(48, 96)"}
@@ -37,8 +36,7 @@ SETTINGS = {"model.features": "(48, 96)"}
 def main() -> None:
   experiment = build.experiment(load_config("configs/digits.py", SETTINGS))
   config, mesh = experiment.config, experiment.mesh
-  parts = experiment.model.init, experiment.tx, mesh, experiment.exchange
-  state = init_state(*parts, average=True)
+  state = experiment.init_state()
   train_step = experiment.train_step
   batches = data.train_batches(experiment.train_data, config.batch_size)
   fixed = jax.device_put(next(batches), batch_sharding(mesh))

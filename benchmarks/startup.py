@@ -26,20 +26,12 @@ import time
 began = time.perf_counter()
 import jax
 imported = time.perf_counter()
-from jaxscale import build, state
-from jaxscale.mesh import batch_sharding
+from jaxscale import build
 from jaxscale.overrides import load_config
-import numpy as np
 e = build.experiment(load_config("configs/digits.py"))
-abstract = state.abstract_state(e.model.init, e.tx, e.mesh, e.exchange, average=True)
-sharding = batch_sharding(e.mesh)
-rows, shape = e.config.batch_size, e.train_data.info.image_shape
-batch = {
-  "image": jax.ShapeDtypeStruct((rows, *shape), np.uint8, sharding=sharding),
-  "label": jax.ShapeDtypeStruct((rows,), np.int32, sharding=sharding),
-}
+abstract = e.abstract_state(), e.abstract_batch()
 ready = time.perf_counter()
-e.train_step.lower(abstract, batch).compile()
+e.train_step.lower(*abstract).compile()
 print(imported - began + time.perf_counter() - ready)
 """
 

@@ -7,9 +7,11 @@ below it takes plain arguments, and a notebook can call it the same way.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
@@ -17,9 +19,10 @@ from jax.sharding import Mesh
 from jaxscale import config as cfg
 from jaxscale import data, losses, models, optim
 from jaxscale.exchange import Exchange, plain
-from jaxscale.mesh import make_mesh
+from jaxscale.mesh import batch_sharding, make_mesh, one_at_a_time
 from jaxscale.settings import ConfigError
-from jaxscale.step import EvalStep, TrainStep, make_eval_step, make_train_step
+from jaxscale.state import TrainState, abstract_state, init_state
+from jaxscale.step import Batch, EvalStep, TrainStep, make_eval_step, make_train_step
 
 
 class Derived(NamedTuple):
@@ -65,6 +68,39 @@ class Experiment(NamedTuple):
   exchange: Exchange
   train_step: TrainStep
   eval_step: EvalStep
+
+  def init_state(self) -> TrainState:
+    """The state before the first step, on the mesh."""
+    return init_state(*self._parts(), average=self._average(), seed=self.config.seed)
+
+  def abstract_state(self) -> TrainState:
+    """Shapes, dtypes and shardings of the state, without computing it."""
+    return abstract_state(*self._parts(), average=self._average())
+
+  def abstract_batch(self) -> Batch:
+    """Shapes, dtypes and shardings of a global training batch."""
+    info, rows = self.train_data.info, self.config.batch_size
+    sharding: Any = batch_sharding(self.mesh)
+    abstract: Any = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+    return {
+      "image": abstract((rows, *info.image_shape), "uint8"),
+      "label": abstract((rows,), "int32"),
+    }
+
+  def lower_train_step(self) -> Any:
+    """The train step as `jax.stages.Lowered`, for the shapes of the run."""
+    step: Any = self.train_step
+    return step.lower(self.abstract_state(), self.abstract_batch())
+
+  def compile_train_step(self) -> TrainStep:
+    """The train step, compiled ahead of its first call."""
+    return one_at_a_time(self.lower_train_step().compile(), self.mesh)
+
+  def _parts(self):
+    return self.model.init, self.tx, self.mesh, self.exchange
+
+  def _average(self) -> bool:
+    return self.config.ema_decay is not None
 
 
 def experiment(config: cfg.Config) -> Experiment:

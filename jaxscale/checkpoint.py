@@ -71,6 +71,8 @@ class Checkpoints:
 
   def steps(self) -> list[int]:
     """Steps that have a committed checkpoint, oldest first."""
+    if not self.directory.exists():
+      return []
     return [c.step for c in self._checkpointer.checkpoints]
 
   def save(self, state: TrainState, metrics: dict[str, float] | None = None) -> None:
@@ -120,19 +122,17 @@ class Checkpoints:
       ConfigError: it belongs to another model or optimizer, or every
         checkpoint there is damaged.
     """
-    if not self.directory.exists():
-      return None
     steps = self.steps()
     for step in reversed(steps):
       try:
         return self._restore_step(step, abstract)
       except _DamagedError as damage:
         older = [s for s in steps if s < step]
-        print(
-          f"checkpoint {step} is damaged ({damage}); set aside as "
-          f"{step}.damaged, "
-          + (f"going on from {older[-1]}" if older else "and there is no older one")
-        )
+        if cluster.is_leader():
+          print(
+            f"checkpoint {step} is damaged ({damage}); set aside as {step}.damaged, "
+            + (f"going on from {older[-1]}" if older else "and there is no older one")
+          )
         self._set_aside(step)
     if steps:
       raise ConfigError(
@@ -144,13 +144,11 @@ class Checkpoints:
   def _restore_step(self, step: int, abstract: TrainState) -> TrainState:
     try:
       saved: Any = self._checkpointer.metadata(step).custom_metadata
-      leaves = saved["leaves"]
-      if saved["crc32"] != _crc32(leaves):
-        raise _DamagedError("its manifest has changed")
-    except _DamagedError:
-      raise
+      leaves, crc32 = saved["leaves"], saved["crc32"]
     except Exception as e:
       raise _DamagedError(f"its manifest is unreadable: {_one_line(e)}") from e
+    if crc32 != _crc32(leaves):
+      raise _DamagedError("its manifest has changed")
     _check_same_leaves(self.directory / str(step), leaves, abstract)
     try:
       state = self._checkpointer.load_checkpointables(step, {"state": abstract})[
@@ -166,13 +164,13 @@ class Checkpoints:
 
   def _set_aside(self, step: int) -> None:
     self.close()
-    path = self.directory / str(step)
-    aside = next(
-      p
-      for i in range(1000)
-      if not (p := path.with_name(f"{step}.damaged" + (f"-{i}" if i else ""))).exists()
-    )
-    cluster.on_leader(lambda: path.rename(aside) and None, f"set aside {step}")
+
+    def rename():
+      earlier = len(list(self.directory.glob(f"{step}.damaged*")))
+      suffix = ".damaged" + (f"-{earlier}" if earlier else "")
+      (self.directory / str(step)).rename(self.directory / f"{step}{suffix}")
+
+    cluster.on_leader(rename, f"set aside {step}")
 
 
 class _DamagedError(Exception):

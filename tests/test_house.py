@@ -11,9 +11,7 @@ import pytest
 from conftest import ROOT, child_env
 
 from jaxscale import build, data
-from jaxscale.mesh import batch_sharding
 from jaxscale.overrides import load_config
-from jaxscale.state import abstract_state
 
 CONFIGS = [
   "configs/digits.py",
@@ -41,17 +39,7 @@ def test_every_config_traces_and_lowers_for_eight_devices(path, monkeypatch):
   monkeypatch.setattr(build.data, "tfds_images", stand_in)
   config = load_config(path)
   with jax.numpy_dtype_promotion("standard"):  # Flax's BatchNorm in bfloat16
-    experiment = build.experiment(config)
-    average = config.ema_decay is not None
-    parts = experiment.model.init, experiment.tx, experiment.mesh, experiment.exchange
-    abstract = abstract_state(*parts, average=average)
-    rows, sharding = config.batch_size, batch_sharding(experiment.mesh)
-    shape = (rows, *experiment.train_data.info.image_shape)
-    batch = {
-      "image": jax.ShapeDtypeStruct(shape, "uint8", sharding=sharding),
-      "label": jax.ShapeDtypeStruct((rows,), "int32", sharding=sharding),
-    }
-    lowered = experiment.train_step.lower(abstract, batch)
+    lowered = build.experiment(config).lower_train_step()
   assert "all_reduce" in lowered.as_text()
 
 

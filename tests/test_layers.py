@@ -8,8 +8,9 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "jaxscale"
 
 LEVELS = {
-  "train": 8,
-  "run": 7,
+  "train": 9,
+  "run": 8,
+  "workdir": 7,
   "build": 6,
   "loop": 5, "checkpoint": 5,
   "step": 4,

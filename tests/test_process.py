@@ -19,7 +19,6 @@ from jaxscale.checkpoint import Checkpoints
 from jaxscale.exchange import plain
 from jaxscale.mesh import make_mesh
 from jaxscale.overrides import load_config
-from jaxscale.state import abstract_state
 
 # Small and often saved: 225 steps, a checkpoint every second one.
 QUICK = {
@@ -38,9 +37,9 @@ def final_state(workdir, num_devices=1):
   config = load_config("configs/digits.py", QUICK | {"mesh.data": "8"})
   experiment = build.experiment(config)
   mesh = make_mesh(devices=jax.devices()[:num_devices])
-  parts = experiment.model.init, experiment.tx, mesh, plain(mesh.axis_names)
+  experiment = experiment._replace(mesh=mesh, exchange=plain(mesh.axis_names))
   with Checkpoints(workdir / "checkpoints") as checkpoints:
-    state = checkpoints.restore(abstract_state(*parts, average=True))
+    state = checkpoints.restore(experiment.abstract_state())
   assert state is not None
   return jax.device_get(state)
 
@@ -121,13 +120,19 @@ def test_five_kills_at_random_moments_change_no_bit(tmp_path, uninterrupted):
   assert_same_run(workdir, uninterrupted)
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, uninterrupted):
-  workdir = tmp_path / "run"
+def run_until_ctrl_c(workdir):
+  """Interrupt a run once it has a checkpoint; what it printed."""
   process = start(workdir)
   wait_until(lambda: checkpoint_names(workdir), process)
   process.send_signal(signal.SIGINT)
   out, err = process.communicate(timeout=60)
   assert process.returncode == 130, err
+  return out, err
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, uninterrupted):
+  workdir = tmp_path / "run"
+  out, err = run_until_ctrl_c(workdir)
   *_, said, last = out.splitlines()
   assert "Ctrl-C: saving after this step" in out and said
   assert last.startswith("saved step ") and "to go on: python -m jaxscale.train" in last
@@ -142,10 +147,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, uninterrupted):
 def test_goes_on_with_another_number_of_devices(tmp_path, uninterrupted):
   """Half on one device, half on four: the same run to float32's rounding."""
   workdir = tmp_path / "run"
-  process = start(workdir)
-  wait_until(lambda: checkpoint_names(workdir), process)
-  process.send_signal(signal.SIGINT)
-  process.communicate(timeout=60)
+  run_until_ctrl_c(workdir)
   done = run_train(workdir, *ARGS, num_devices=4)
   assert done.returncode == 0, done.stderr
   got, wanted = final_state(workdir), final_state(uninterrupted)

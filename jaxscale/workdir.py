@@ -1,0 +1,92 @@
+"""What a run says of itself in its directory, and whether that is its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxscale import build
+from jaxscale.settings import ConfigError
+
+# What may change when a run goes on: where it runs and what it writes down.
+_NOT_IDENTITY = ("mesh", "evaluation", "checkpoint", "log", "target_accuracy")
+
+
+def describe(experiment: build.Experiment) -> dict[str, Any]:
+  """The resolved config, what was derived from it, and the software, as JSON."""
+  packages = ("jaxscale", "jax", "flax", "optax", "orbax-checkpoint", "grain")
+  return {
+    "config": _plain(experiment.config),
+    "derived": experiment.derived._asdict(),
+    "data": experiment.train_data.info._asdict(),
+    "python": platform.python_version(),
+    "versions": {name: metadata.version(name) for name in packages},
+    "devices": [str(d) for d in jax.devices()],
+    "processes": jax.process_count(),
+  }
+
+
+def describe_text(experiment: build.Experiment, workdir: Path) -> str:
+  """The same for a person: a line a setting, a line a derived quantity."""
+  lines = [
+    f"jaxscale {metadata.version('jaxscale')}  workdir {workdir}",
+    "config",
+  ]
+  for field in dataclasses.fields(experiment.config):
+    lines.append(f"  {field.name:24} {getattr(experiment.config, field.name)}")
+  lines.append("derived")
+  for name, value in experiment.derived._asdict().items():
+    shown = f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
+    lines.append(f"  {name:24} {shown}")
+  return "\n".join(lines)
+
+
+def _plain(node: Any) -> Any:
+  """A settings tree as JSON; "class" tells which alternative was chosen."""
+  if dataclasses.is_dataclass(node):
+    values = {f.name: _plain(getattr(node, f.name)) for f in dataclasses.fields(node)}
+    return {"class": type(node).__name__, **values}
+  return list(node) if isinstance(node, tuple) else node
+
+
+def claim_workdir(workdir: Path, config: dict[str, Any]) -> None:
+  """Make the directory, or check that what it holds is this experiment.
+
+  Raises:
+    ConfigError: it cannot be made, or belongs to another experiment.
+  """
+  try:
+    workdir.mkdir(parents=True, exist_ok=True)
+  except OSError as e:
+    raise ConfigError(f"--workdir={workdir}: {e.strerror}, use another one") from None
+  path = workdir / "config.json"
+  if not path.exists():
+    return
+  try:
+    before = json.loads(path.read_text())["config"]
+  except (ValueError, KeyError):
+    raise ConfigError(
+      f"--workdir={workdir}: its config.json is unreadable; use another one"
+    ) from None
+  for name, (old, new) in _differences(before, config).items():
+    if name.split(".")[0] not in _NOT_IDENTITY:
+      raise ConfigError(
+        f"--workdir={workdir}: holds another experiment, {name} is {old!r} there "
+        f"and {new!r} now; use another --workdir"
+      )
+
+
+def _differences(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
+  if isinstance(old, dict) and isinstance(new, dict):
+    found = {}
+    for name in {**old, **new}:
+      path = f"{prefix}.{name}" if prefix else name
+      found |= _differences(old.get(name), new.get(name), path)
+    return found
+  return {} if old == new else {prefix: (old, new)}
