@@ -87,14 +87,18 @@ class Experiment(NamedTuple):
       "label": abstract((rows,), "int32"),
     }
 
-  def lower_train_step(self) -> Any:
-    """The train step as `jax.stages.Lowered`, for the shapes of the run."""
-    step: Any = self.train_step
-    return step.lower(self.abstract_state(), self.abstract_batch())
+  def lower_train_step(self, abstract: TrainState | None = None) -> Any:
+    """The train step as `jax.stages.Lowered`, for the shapes of the run.
 
-  def compile_train_step(self) -> TrainStep:
+    Args:
+      abstract: what `abstract_state` gave, if you have it already.
+    """
+    step: Any = self.train_step
+    return step.lower(abstract or self.abstract_state(), self.abstract_batch())
+
+  def compile_train_step(self, abstract: TrainState | None = None) -> TrainStep:
     """The train step, compiled ahead of its first call."""
-    return one_at_a_time(self.lower_train_step().compile(), self.mesh)
+    return one_at_a_time(self.lower_train_step(abstract).compile(), self.mesh)
 
   def _parts(self):
     return self.model.init, self.tx, self.mesh, self.exchange

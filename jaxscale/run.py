@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import threading
@@ -100,11 +101,12 @@ def _train(
 ) -> tuple[TrainState, int, dict[str, float]]:
   """The state, steps done, and the last evaluation of this process's run."""
   total = experiment.derived.total_steps
-  saved = checkpoints.steps()
-  finished = total in saved
+  abstract = experiment.abstract_state()
+  compile_step = functools.partial(experiment.compile_train_step, abstract)
   # XLA compiles the step beside what the main thread does until it needs it.
-  compiling = None if finished else _in_background(experiment.compile_train_step)
-  state = checkpoints.restore(experiment.abstract_state()) if saved else None
+  finished = total in checkpoints.steps()
+  compiling = None if finished else _in_background(compile_step)
+  state = checkpoints.restore(abstract)
   if state is None:
     state = experiment.init_state()
   start = done = int(state.step)
@@ -128,7 +130,7 @@ def _train(
       state, done = loop.train(
         state,
         # The newest checkpoint was the last step's, but is damaged: compile now.
-        compiling.result() if compiling else experiment.compile_train_step(),
+        compiling.result() if compiling else compile_step(),
         data.to_device(batches, experiment.mesh),
         events,
         start=start,
