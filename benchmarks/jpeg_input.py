@@ -10,8 +10,6 @@ second of processor time; `ratio` is the median over turns of ours / tf.data's
 
 from __future__ import annotations
 
-import io
-import itertools
 import os
 import statistics
 import time
@@ -21,7 +19,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import numpy as np
 from common import report
-from PIL import Image
+from imagenet_input import photographs
 
 from jaxscale.data.augment import crop_box, uniform
 from jaxscale.data.jpeg import decode_view
@@ -29,30 +27,12 @@ from jaxscale.data.jpeg import decode_view
 SIZE, IMAGES, TURNS = 224, 480, 9
 
 
-def photographs() -> list[bytes]:
-  """48 JPEGs, 375 x 500, quality 93, about 60 KB each."""
-  from skimage import data as photos
-
-  names = ("astronaut", "coffee", "chelsea", "rocket", "retina", "hubble_deep_field")
-  rng, encoded = np.random.default_rng(0), []
-  for name in itertools.islice(itertools.cycle(names), 48):
-    photo = Image.fromarray(getattr(photos, name)())
-    scale = max(500 / photo.width, 375 / photo.height) * rng.uniform(1, 1.3)
-    photo = photo.resize((int(photo.width * scale) + 1, int(photo.height * scale) + 1))
-    left = int(rng.integers(0, photo.width - 499))
-    top = int(rng.integers(0, photo.height - 374))
-    out = io.BytesIO()
-    photo.crop((left, top, left + 500, top + 375)).save(out, "JPEG", quality=93)
-    encoded.append(out.getvalue())
-  return encoded
-
-
 def main() -> None:
   import tensorflow as tf
 
   tf.config.threading.set_intra_op_parallelism_threads(1)
   tf.config.threading.set_inter_op_parallelism_threads(1)
-  jpegs = photographs()
+  jpegs = list(photographs(48, quality=93))
   draws = uniform(0, np.arange(IMAGES))
   boxes = np.array([crop_box(375, 500, d) for d in draws], np.int32)
   flips = draws[:, 0] < 0.5

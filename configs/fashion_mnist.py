@@ -24,7 +24,7 @@ from jaxscale.config import (
 
 def get_config(variant: str = "sgd") -> Config:
   sgd = Config(
-    model=CNN(features=(24, 48, 96), dense=128, batch_norm="device", dropout=0.2),
+    model=CNN(features=(24, 48, 96), dense=128, batch_norm=True, dropout=0.2),
     data=TFDS(name="fashion_mnist", augment="flip", cache=True),
     optimizer=SGD(lr=0.1, momentum=0.9, weight_decay=5e-4),
     schedule=Cosine(warmup_epochs=1),

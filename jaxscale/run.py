@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import signal
@@ -14,10 +13,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxscale import build, cluster, data, loop, metrics
+from jaxscale import adaptive, build, cluster, data, loop, metrics
 from jaxscale.checkpoint import Checkpoints
-from jaxscale.config import Config
+from jaxscale.config import AdaptiveBatch, Config
+from jaxscale.derive import steps_of
 from jaxscale.mesh import host_shard
+from jaxscale.report import Reporter
+from jaxscale.stages import Stage, examples_at, stage_index
 from jaxscale.state import TrainState
 from jaxscale.workdir import claim_workdir, describe, describe_text
 
@@ -53,7 +55,7 @@ def fit(config: Config, workdir: str | os.PathLike) -> Result:
     >>> result.summary["accuracy"] > 0.97                  # doctest: +SKIP
     True
   """
-  began = time.perf_counter()
+  began = time.time()
   workdir = Path(workdir)
   experiment = build.experiment(config)
   described = describe(experiment)
@@ -65,77 +67,83 @@ def fit(config: Config, workdir: str | os.PathLike) -> Result:
   )
   keep = config.checkpoint
   with (
-    _Interrupt() as interrupt,
+    _Stop() as stop,
     Checkpoints(
       workdir / "checkpoints", keep_last=keep.keep_last, keep_best=keep.keep_best
     ) as checkpoints,
   ):
-    state, done, evaluation = _train(experiment, checkpoints, workdir, interrupt)
+    state, reporter = _train(experiment, checkpoints, workdir, stop, began)
 
-  total = experiment.derived.total_steps
-  summary = {
-    "outcome": "done" if done == total else "interrupted",
-    "step": done,
-    "total_steps": total,
-    **evaluation,
-    "target_accuracy": config.target_accuracy,
-    "seconds": round(time.perf_counter() - began, 1),
-    "devices": f"{experiment.mesh.size} x {jax.devices()[0].device_kind}",
-    "workdir": str(workdir),
-  }
+  summary = _summary(reporter, int(state.step), workdir, began)
 
   def finish():
     metrics.write_json(workdir / "summary.json", summary)
-    if done == total:
+    if summary["outcome"] == "done":
       metrics.plot_metrics(workdir)
 
   cluster.on_leader(finish, "summary")
   return Result(state, summary)
 
 
+def _summary(
+  reporter: Reporter, done: int, workdir: Path, began: float
+) -> dict[str, Any]:
+  experiment = reporter.experiment
+  config, total = experiment.config, experiment.derived.total_steps
+  step, seconds = reporter.target() or (None, None)
+  stopped = config.stop_at_target and step is not None
+  return {
+    "outcome": "done" if done == total or stopped else "interrupted",
+    "step": done,
+    "total_steps": total,
+    **reporter.evaluation,
+    "target_accuracy": config.target_accuracy,
+    "target_step": step,
+    "target_seconds": None if seconds is None else round(seconds, 1),
+    "noise_scale": reporter.noise_scale,
+    "damaged_examples": reporter.damaged,
+    "seconds": round(time.time() - began, 1),
+    "devices": f"{experiment.mesh.size} x {jax.devices()[0].device_kind}",
+    "workdir": str(workdir),
+  }
+
+
 def _train(
   experiment: build.Experiment,
   checkpoints: Checkpoints,
   workdir: Path,
-  interrupt: _Interrupt,
-) -> tuple[TrainState, int, dict[str, float]]:
-  """The state, steps done, and the last evaluation of this process's run."""
-  total = experiment.derived.total_steps
+  stop: _Stop,
+  began: float,
+) -> tuple[TrainState, Reporter]:
+  """The last state, and what was reported on the way."""
+  if _is_adaptive(experiment):
+    experiment = build.with_sizes(experiment, adaptive.read_chosen(workdir))
+  newest = max(checkpoints.steps(), default=0)
+  experiment = build.at_stage(experiment, _stage(experiment, newest))
   abstract = experiment.abstract_state()
-  compile_step = functools.partial(experiment.compile_train_step, abstract)
   # XLA compiles the step beside what the main thread does until it needs it.
-  finished = total in checkpoints.steps()
-  compiling = None if finished else _in_background(compile_step)
+  compiled = {}
+  if newest < experiment.derived.total_steps:
+    compiled[experiment.stage] = _in_background(
+      functools.partial(experiment.compile_train_step, abstract)
+    )
   state = checkpoints.restore(abstract)
   if state is None:
     state = experiment.init_state()
-  start = done = int(state.step)
+  start = int(state.step)
 
-  with _Reporter(experiment, workdir, start) as reporter:
-    if 0 < start < total:
+  with Reporter(experiment, workdir, start) as reporter:
+    stopped = experiment.config.stop_at_target and reporter.target()
+    if start == experiment.derived.total_steps or stopped:
+      reporter.say(f"all {start} steps are done already; evaluating")
+      _events(reporter, checkpoints, stop).evaluate(start, state)
+      return state, reporter
+    if start:
       reporter.say(f"going on from the checkpoint of step {start}")
-    events = _events(experiment, checkpoints, reporter, interrupt)
-    if start == total:
-      reporter.say(f"all {total} steps are done already; evaluating")
-      events.evaluate(total, state)
-      return state, total, reporter.evaluation
-    batches = data.train_batches(
-      experiment.train_data,
-      experiment.config.batch_size,
-      seed=experiment.config.seed,
-      start=start,
-      shard=host_shard(experiment.mesh),
-    )
+    if experiment.config.log.mllog:
+      reporter.begin_mllog(workdir, began)
     try:
-      state, done = loop.train(
-        state,
-        # The newest checkpoint was the last step's, but is damaged: compile now.
-        compiling.result() if compiling else compile_step(),
-        data.to_device(batches, experiment.mesh),
-        events,
-        start=start,
-        total_steps=total,
-      )
+      state = _train_stages(state, reporter, checkpoints, stop, compiled, workdir)
       checkpoints.wait()
     except loop.NonFiniteError as e:
       checkpoints.wait()
@@ -143,7 +151,69 @@ def _train(
       last = f"step {steps[-1]}" if steps else "none yet"
       e.args = (f"{e.args[0]}; last good checkpoint: {last} in {workdir}",)
       raise
-  return state, done, reporter.evaluation
+  return state, reporter
+
+
+def _train_stages(
+  state: TrainState,
+  reporter: Reporter,
+  checkpoints: Checkpoints,
+  stop: _Stop,
+  compiled: dict[Stage, Any],
+  workdir: Path,
+) -> TrainState:
+  """Train through every stage that is left, or until asked to stop."""
+  experiment, step = reporter.experiment, int(state.step)
+  while step < experiment.derived.total_steps and not stop.agreed:
+    if 0 < step == _stage(experiment, step).start:
+      experiment, state = _enter_stage(experiment, state, reporter, workdir)
+      reporter.enter(experiment)
+    with reporter.pause():
+      ahead = compiled.pop(experiment.stage, None)
+      train_step = ahead.result() if ahead else experiment.compile_train_step()
+    following = _stage(experiment, experiment.stage.stop)
+    if following != experiment.stage and not _is_adaptive(experiment):
+      after = build.at_stage(experiment, following)
+      compiled[following] = _in_background(after.compile_train_step)
+    position = examples_at(experiment.derived.stages, step)
+    state, step = loop.train(
+      state,
+      train_step,
+      reporter.timed(adaptive.train_batches(experiment, position)),
+      _events(reporter, checkpoints, stop),
+      start=step,
+      total_steps=experiment.stage.stop,
+    )
+  return state
+
+
+def _is_adaptive(experiment: build.Experiment) -> bool:
+  return isinstance(experiment.config.stages, AdaptiveBatch)
+
+
+def _stage(experiment: build.Experiment, step: int) -> Stage:
+  stages = experiment.derived.stages
+  return stages[stage_index(stages, step)]
+
+
+def _enter_stage(
+  experiment: build.Experiment, state: TrainState, reporter: Reporter, workdir: Path
+) -> tuple[build.Experiment, TrainState]:
+  """The next stage's experiment, and the state as it finds it."""
+  step, stages = int(state.step), experiment.derived.stages
+  stage = stages[stage_index(stages, step)]
+  before = stages[stage_index(stages, step) - 1]
+  if _is_adaptive(experiment):
+    chosen = adaptive.read_chosen(workdir) or (experiment.config.batch_size,)
+    if stage.ordinal >= len(chosen):
+      with reporter.pause():
+        size = adaptive.choose(build.at_stage(experiment, before), state, reporter.say)
+      chosen += (chosen[-1],) * (stage.ordinal - len(chosen)) + (size,)
+      adaptive.write_chosen(workdir, chosen)
+    experiment = build.with_sizes(experiment, chosen)
+    stage = _stage(experiment, step)
+  state = build.enter_stage(experiment.config, before, stage, state)
+  return build.at_stage(experiment, stage), state
 
 
 def _in_background(function):
@@ -154,21 +224,25 @@ def _in_background(function):
   return future
 
 
-def _events(
-  experiment: build.Experiment,
-  checkpoints: Checkpoints,
-  reporter: _Reporter,
-  interrupt: _Interrupt,
-) -> loop.Events:
-  """What happens between the steps of this run, and when."""
-  derived, mesh = experiment.derived, experiment.mesh
+def _events(reporter: Reporter, checkpoints: Checkpoints, stop: _Stop) -> loop.Events:
+  """What happens between the steps of this stage, and when."""
+  experiment = reporter.experiment
+  config, derived, mesh = experiment.config, experiment.derived, experiment.mesh
+  stage = experiment.stage
 
   def every(steps):
-    return lambda step: step % steps == 0 or step == derived.total_steps
+    def due(step):
+      return (step - stage.start) % steps == 0 or step == derived.total_steps
 
-  is_logged = every(experiment.config.log.every_steps)
+    return due
+
+  def every_epochs(epochs):
+    return every(steps_of(epochs, derived.num_train, stage))
+
+  is_logged = every(config.log.every_steps)
 
   def evaluate(step, state):
+    reporter.evaluating(step)
     with reporter.pause():
       batches = data.eval_batches(
         experiment.eval_data, derived.eval_batch_size, shard=host_shard(mesh)
@@ -186,15 +260,21 @@ def _events(
       checkpoints.save(state, values)
 
   def should_stop(step):
-    if jax.process_count() == 1:
-      return interrupt.requested
-    # Processes must stop after the same step; they agree where they log.
-    return is_logged(step) and cluster.any_process(interrupt.requested)
+    # Every process has seen the same evaluations, but not the same Ctrl-C: on
+    # that they agree where they log, so that they stop after the same step.
+    asked = stop.requested
+    if jax.process_count() > 1:
+      asked = is_logged(step) and cluster.any_process(asked)
+    reached = config.stop_at_target and reporter.target() is not None
+    stop.agreed = asked or reached
+    return stop.agreed
 
   return loop.Events(
     is_logged=is_logged,
-    is_evaluated=every(derived.eval_every),
-    is_saved=every(derived.save_every),
+    is_evaluated=every(
+      steps_of(config.evaluation.every_epochs, derived.num_train, stage)
+    ),
+    is_saved=every(steps_of(config.checkpoint.every_epochs, derived.num_train, stage)),
     log=reporter.trained,
     evaluate=evaluate,
     save=save,
@@ -202,58 +282,11 @@ def _events(
   )
 
 
-class _Reporter:
-  """Shows a run on the terminal and in its files; silent but in the leader."""
-
-  def __init__(self, experiment: build.Experiment, workdir: Path, start: int):
-    config, derived = experiment.config, experiment.derived
-    leader = cluster.is_leader()
-    self.evaluation: dict[str, float] = {}  # the last one
-    self._epochs_per_step = config.batch_size / derived.num_train
-    self._progress = metrics.Progress(
-      derived.total_steps, config.batch_size, start=start, quiet=not leader
-    )
-    self.say = self._progress.say
-    self._writer = (
-      metrics.MetricWriter(workdir, start=start, tensorboard=config.log.tensorboard)
-      if leader
-      else None
-    )
-
-  def __enter__(self):
-    return self
-
-  def __exit__(self, *_):
-    self._progress.close()
-    if self._writer is not None:
-      self._writer.close()
-
-  def trained(self, step: int, values: dict[str, float]) -> None:
-    rate = self._progress.train(step, values)
-    self._write(step, "train", values | {"epoch": step * self._epochs_per_step})
-    self._write(step, "perf", {"examples_per_s": rate})
-
-  def evaluated(self, step: int, values: dict[str, float]) -> None:
-    self.evaluation = values
-    self._write(step, "eval", values)
-    self._progress.evaluated(step, values)
-
-  @contextlib.contextmanager
-  def pause(self):
-    """What happens inside is not training and counts for no rate."""
-    clock = time.perf_counter()
-    yield
-    self._progress.pause(time.perf_counter() - clock)
-
-  def _write(self, step, prefix, values):
-    if self._writer is not None:
-      self._writer.write(step, {f"{prefix}/{k}": v for k, v in values.items()})
-
-
-class _Interrupt:
+class _Stop:
   """Turns the first Ctrl-C into a wish to stop; the second one is Python's."""
 
-  requested = False
+  requested = False  # in this process
+  agreed = False  # by all of them
 
   def __enter__(self):
     self._before = None

@@ -11,6 +11,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxscale import noise_scale as noise_scales
 from jaxscale.exchange import Exchange
 from jaxscale.mesh import replicated
 
@@ -25,6 +26,7 @@ class TrainState(NamedTuple):
     opt_state: optax's state (momenta, average of parameters).
     exchange_state: a leading dim of one entry a device, sharded over them.
     average: exponential averages of (params, model_state), or () without.
+    noise: running averages of the gradient-noise scale, or () without.
   """
 
   step: Any
@@ -33,6 +35,7 @@ class TrainState(NamedTuple):
   opt_state: Any
   exchange_state: Any
   average: Any
+  noise: Any = ()
 
   def evaluated(self) -> tuple[Any, Any]:
     """(params, model_state) to evaluate: the averages where there are some."""
@@ -43,7 +46,7 @@ def state_shardings(mesh: Mesh) -> TrainState:
   """The layout of a state: replicated, but for what is a device's own."""
   everywhere = replicated(mesh)
   own = NamedSharding(mesh, P(mesh.axis_names))
-  return TrainState(everywhere, everywhere, everywhere, everywhere, own, everywhere)
+  return TrainState(*(everywhere,) * 4, own, everywhere, everywhere)
 
 
 def init_state(
@@ -54,6 +57,7 @@ def init_state(
   *,
   seed: int = 0,
   average: bool = False,
+  noise_scale: bool = False,
 ) -> TrainState:
   """The state before the first step, made in place on every device.
 
@@ -64,9 +68,10 @@ def init_state(
     exchange: the gradient exchange, for its state.
     seed: of the parameters; the same on every mesh.
     average: keep averages of parameters and model state as well.
+    noise_scale: keep those of the gradient-noise scale as well.
   """
 
-  init = _initialiser(init_fn, tx, mesh, exchange, average)
+  init = _initialiser(init_fn, tx, mesh, exchange, average, noise_scale)
   on_cpu = mesh.devices.flat[0].platform == "cpu"
   # It runs once: a third of the time to compile is worth more than its speed.
   options = {"xla_backend_optimization_level": 1} if on_cpu else None
@@ -74,7 +79,7 @@ def init_state(
   return jitted(jax.random.key(seed))
 
 
-def _initialiser(init_fn, tx, mesh, exchange, average):
+def _initialiser(init_fn, tx, mesh, exchange, average, noise):
   """The function of a key that makes a state."""
 
   def init(key):
@@ -83,7 +88,10 @@ def _initialiser(init_fn, tx, mesh, exchange, average):
     stacked = jax.tree.map(lambda x: jnp.stack([x] * mesh.size), own)
     step = jnp.zeros((), jnp.int32)
     averages = jax.tree.map(jnp.copy, (params, model_state)) if average else ()
-    return TrainState(step, params, model_state, tx.init(params), stacked, averages)
+    return TrainState(
+      step, params, model_state, tx.init(params), stacked, averages,
+      noise_scales.init() if noise else (),
+    )  # fmt: skip
 
   return init
 
@@ -95,9 +103,10 @@ def abstract_state(
   exchange: Exchange,
   *,
   average: bool = False,
+  noise_scale: bool = False,
 ) -> TrainState:
   """Shapes, dtypes and shardings of `init_state`, without computing it."""
-  init = _initialiser(init_fn, tx, mesh, exchange, average)
+  init = _initialiser(init_fn, tx, mesh, exchange, average, noise_scale)
   shapes = jax.eval_shape(init, jax.random.key(0))
   layout = state_shardings(mesh)
   return TrainState(

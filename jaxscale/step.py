@@ -22,6 +22,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxscale import noise_scale as noise_scales
 from jaxscale.exchange import Exchange
 from jaxscale.mesh import one_at_a_time, replicated
 from jaxscale.state import TrainState, state_shardings
@@ -35,6 +36,7 @@ TrainStep = Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]
 # (params, model_state, batch with "mask") -> totals
 EvalFn = Callable[[Any, Any, Batch], Totals]
 EvalStep = Callable[[Any, Any, Batch], Totals]
+_MICRO_SQ = "squared norms of the micro-batches' mean gradients"
 
 
 def make_train_step(
@@ -47,6 +49,8 @@ def make_train_step(
   unroll: bool | None = None,
   ema_decay: float | None = None,
   schedule: optax.Schedule | None = None,
+  noise_scale: bool = False,
+  observe: Callable[[Any], dict[str, jax.Array]] | None = None,
   seed: int = 0,
 ) -> TrainStep:
   """Compile-ready `train_step(state, batch) -> (state, metrics)`.
@@ -72,6 +76,10 @@ def make_train_step(
       average = decay average + (1 - decay) new, of the parameters and of the
       model state, whose BatchNorm statistics must fit them.
     schedule: step -> learning rate, only to be reported.
+    noise_scale: also measure the gradient-noise scale, from the gradients of
+      the micro-batches and of the whole step; the state was made with
+      `init_state(..., noise_scale=True)`.
+    observe: opt_state -> further metrics, scalars.
     seed: of `keys`.
 
   Example:
@@ -92,10 +100,13 @@ def make_train_step(
     keys = jax.vmap(lambda r: jax.random.fold_in(key, r))(first + jnp.arange(rows))
 
     def micro_grads(model_state, micro):
-      (_, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(
+      (_, (model_state, totals)), grads = jax.value_and_grad(loss_fn, has_aux=True)(
         params, model_state, *micro
       )
-      return aux, grads
+      if noise_scale:
+        mean = jax.tree.map(lambda g: g * (accumulate_steps / rows), grads)
+        totals = totals | {_MICRO_SQ: optax.tree.norm(mean, squared=True)}
+      return (model_state, totals), grads
 
     if accumulate_steps == 1:
       (model_state, totals), grads = micro_grads(model_state, (batch, keys))
@@ -104,18 +115,17 @@ def make_train_step(
         lambda x: x.reshape(accumulate_steps, -1, *x.shape[1:]), (batch, keys)
       )
 
-      def add_micro(carry, micro):
-        model_state, sums = carry
-        (model_state, totals), grads = micro_grads(model_state, micro)
-        return (model_state, jax.tree.map(jnp.add, sums, (totals, grads))), None
+      def add_micro(sums, micro):
+        return jax.tree.map(jnp.add, sums, micro_grads(model_state, micro)), None
 
       # The first micro-batch gives the sums their shapes; the scan adds the rest.
-      first_micro = jax.tree.map(lambda x: x[0], micros)
-      (model_state, totals), grads = micro_grads(model_state, first_micro)
+      # All start from the step's own model state: the mean of what they make of it
+      # decays running averages once a step, however many micro-batches there are.
+      first = micro_grads(model_state, jax.tree.map(lambda x: x[0], micros))
       rest = jax.tree.map(lambda x: x[1:], micros)
-      (model_state, (totals, grads)), _ = lax.scan(
-        add_micro, (model_state, (totals, grads)), rest, unroll=unrolled
-      )
+      sums, _ = lax.scan(add_micro, first, rest, unroll=unrolled)
+      (states, totals), grads = sums
+      model_state = jax.tree.map(lambda x: x / accumulate_steps, states)
 
     totals = lax.psum(totals, axes)
     # The exchange averages over devices; after it the gradient is that of the
@@ -160,13 +170,24 @@ def make_train_step(
         (params, model_state), average, step_size=1 - ema_decay
       )
 
+    micro_sq = totals.pop(_MICRO_SQ, 0.0)
     metrics = means(totals)
     metrics["grad_norm"] = optax.tree.norm(grads)
+    noise = state.noise
+    if noise_scale:
+      micros = mesh.size * accumulate_steps
+      rows = len(jax.tree.leaves(batch)[0])
+      noise = noise_scales.update(
+        noise, micro_sq / micros, metrics["grad_norm"] ** 2, rows / micros, rows
+      )
+      metrics |= noise_scales.metrics(noise)
+    if observe is not None:
+      metrics |= observe(opt_state)
     if schedule is not None:
       rate = jnp.asarray(schedule(state.step), jnp.float32)
       metrics["learning_rate"] = rate
     return TrainState(
-      state.step + 1, params, model_state, opt_state, exchange_state, average
+      state.step + 1, params, model_state, opt_state, exchange_state, average, noise
     ), metrics
 
   jitted = jax.jit(

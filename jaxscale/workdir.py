@@ -15,7 +15,10 @@ from jaxscale import build
 from jaxscale.settings import ConfigError
 
 # What may change when a run goes on: where it runs and what it writes down.
-_NOT_IDENTITY = ("mesh", "evaluation", "checkpoint", "log", "target_accuracy")
+_NOT_IDENTITY = (
+  "mesh", "evaluation", "checkpoint", "log", "target_accuracy", "stop_at_target",
+  "input_threads",
+)  # fmt: skip
 
 
 def describe(experiment: build.Experiment) -> dict[str, Any]:
@@ -23,7 +26,8 @@ def describe(experiment: build.Experiment) -> dict[str, Any]:
   packages = ("jaxscale", "jax", "flax", "optax", "orbax-checkpoint", "grain")
   return {
     "config": _plain(experiment.config),
-    "derived": experiment.derived._asdict(),
+    "derived": experiment.derived._asdict()
+    | {"stages": [stage._asdict() for stage in experiment.derived.stages]},
     "data": experiment.train_data.info._asdict(),
     "python": platform.python_version(),
     "versions": {name: metadata.version(name) for name in packages},
@@ -41,9 +45,16 @@ def describe_text(experiment: build.Experiment, workdir: Path) -> str:
   for field in dataclasses.fields(experiment.config):
     lines.append(f"  {field.name:24} {getattr(experiment.config, field.name)}")
   lines.append("derived")
-  for name, value in experiment.derived._asdict().items():
+  numbers = experiment.derived._asdict()
+  stages = numbers.pop("stages")
+  for name, value in numbers.items():
     shown = f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
     lines.append(f"  {name:24} {shown}")
+  for stage in stages if len(stages) > 1 else ():
+    size = f", images of {stage.image_size}" if stage.image_size else ""
+    lines.append(
+      f"  steps {stage.start + 1:,} to {stage.stop:,}: batch {stage.batch_size:,}{size}"
+    )
   return "\n".join(lines)
 
 

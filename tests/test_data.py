@@ -60,7 +60,7 @@ def test_hosts_split_the_same_global_batch(digits, num_hosts):
 def test_one_integer_resumes(digits):
   whole = take(data.train_batches(digits, 64), 30)
   for start in (1, 17, 29):
-    resumed = take(data.train_batches(digits, 64, start=start), 30 - start)
+    resumed = take(data.train_batches(digits, 64, position=64 * start), 30 - start)
     for a, b in zip(whole[start:], resumed, strict=True):
       assert_equal(a, b)
 
@@ -173,9 +173,11 @@ def test_decoders_agree_on_a_real_photo(photo):
 
 def test_views_are_cut_where_the_boxes_say(photo):
   data_png = encoded(Image.fromarray(photo), "PNG")
-  plain = jpeg.decode_view(data_png, 262, 3, None)
-  # 7/8 of 300 is 262: the evaluation view is then the bare centre.
-  np.testing.assert_array_equal(plain, photo[19:281, 69:331])
+  google = jpeg.decode_view(data_png, 262, 3, None, "google")
+  # 7/8 of 300 is 262: Google's evaluation view is then the bare centre.
+  np.testing.assert_array_equal(google, photo[19:281, 69:331])
+  mlperf = jpeg.decode_view(encoded(Image.fromarray(photo[:256]), "PNG"), 224, 3, None)
+  np.testing.assert_array_equal(mlperf, photo[16:240, 88:312])
   draws = augment.uniform(0, np.arange(8))
   views = [jpeg.decode_view(data_png, 64, 3, d) for d in draws]
   assert all(v.shape == (64, 64, 3) for v in views)

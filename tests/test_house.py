@@ -19,24 +19,42 @@ CONFIGS = [
   "configs/fashion_mnist.py:lars",
   "configs/resnet50_imagenet.py",
   "configs/resnet50_imagenet.py:256",
+  "configs/resnet50_lars.py",
+  "configs/resnet50_lars.py:2048",
+  "configs/resnet50_lars.py:8192",
+  "configs/resnet50_lars.py:32768",
+  "configs/resnet50_lars.py:65536",
+  "configs/resnet50_lars.py:google-32768",
+  "configs/resnet50_lamb_32k.py",
+  "configs/alexnet_bn_32k.py",
+  "configs/resnet101_imagenet22k.py",
 ]
 SHAPES = {
   "fashion_mnist": ((28, 28, 1), 10, 60_000),
-  "imagenet2012": ((224, 224, 3), 1000, 1_281_167),
+  "imagenet2012": (None, 1000, 1_281_167),
 }
 
 
 def stand_in(name, split, **options):
   """A dataset of the right sizes, without the data."""
-  del split, options
+  del split
   shape, classes, size = SHAPES[name]
+  shape = shape or (options["image_size"], options["image_size"], 3)
   info = data.DatasetInfo(name, shape, classes, (127.5,), (127.5,))
   return data.Dataset(info, size, lambda indices, draws: {})
 
 
+def stand_in_folder(directory, **options):
+  """ImageNet-22k of IBM's run, likewise."""
+  info = data.DatasetInfo(directory, (224, 224, 3), 21_841, (127.5,), (127.5,))
+  return data.Dataset(info, 7_500_000, lambda indices, draws: {})
+
+
 @pytest.mark.parametrize("path", CONFIGS)
 def test_every_config_traces_and_lowers_for_eight_devices(path, monkeypatch):
-  monkeypatch.setattr(build.data, "tfds_images", stand_in)
+  monkeypatch.setattr(data, "tfds_images", stand_in)
+  monkeypatch.setattr(data, "image_folder", stand_in_folder)
+  monkeypatch.setattr(data, "folder_classes", lambda directory: ())
   config = load_config(path)
   with jax.numpy_dtype_promotion("standard"):  # Flax's BatchNorm in bfloat16
     lowered = build.experiment(config).lower_train_step()
@@ -58,7 +76,7 @@ def test_a_config_says_command_hardware_and_result(path):
 
 
 def test_the_recipe_of_goyal_et_al_is_theirs(monkeypatch):
-  monkeypatch.setattr(build.data, "tfds_images", stand_in)
+  monkeypatch.setattr(data, "tfds_images", stand_in)
   experiment = build.experiment(load_config("configs/resnet50_imagenet.py"))
   derived = experiment.derived
   # Intel Caffe's files of the same recipe: 3.2, 780 warm-up steps, 14,075 in all.

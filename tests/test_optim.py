@@ -1,4 +1,4 @@
-"""Optimizers against golden vectors, float64 numpy and closed forms."""
+"""SGD, AdamW, LAMB, Muon, masks and ratios: float64 numpy and closed forms."""
 
 import jax
 import jax.numpy as jnp
@@ -8,137 +8,175 @@ import pytest
 
 from jaxscale import optim
 
-# One layer of three weights, three steps: gradients, rates, and the settings
-# that research on six LARS forms used for its float64 vectors.
-W0 = [1.0, -2.0, 3.0]
-GRADS = [[0.1, 0.2, -0.3], [-0.2, 0.1, 0.4], [0.3, -0.1, 0.2]]
-RATES = [1.0, 2.0, 4.0]
-LARS_GOLDEN = {
-  1: [0.99, -2.006666666667, 3.01],
-  3: [0.913293627721, -1.964773501163, 2.813361955594],
-}
-
 
 def run(tx, params, grads):
-  """Parameters after every step."""
+  """Parameters after every step, and the last state."""
   state, out = tx.init(params), []
   for g in grads:
     updates, state = tx.update(g, state, params)
     params = optax.apply_updates(params, updates)
     out.append(params)
-  return out
+  return out, state
 
 
-def test_lars_golden_vectors():
+def run64(tx, params, grads):
+  """The last parameters in float64, as numpy arrays."""
   with jax.enable_x64(True):
-    rates = jnp.array(RATES)
-    tx = optim.lars(
-      lambda step: rates[step], weight_decay=0.05, trust_coefficient=0.01, mask=None
-    )
-    steps = run(tx, jnp.array(W0), [jnp.array(g) for g in GRADS])
-  for step, golden in LARS_GOLDEN.items():
-    np.testing.assert_allclose(steps[step - 1], golden, rtol=0, atol=1e-12)
+    params, *grads = jax.tree.map(jnp.array, [params, *grads])
+    return jax.tree.map(np.asarray, run(tx, params, grads)[0][-1])
 
 
-def test_lars_is_not_optax_lars():
-  """The reason to have our own: the other's denominator is |g + wd w|."""
-  tx = optax.lars(1.0, weight_decay=0.05, trust_coefficient=0.01)
-  (after,) = run(tx, jnp.array(W0), [jnp.array(GRADS[0])])
-  assert abs(float(after[0]) - LARS_GOLDEN[1][0]) > 0.01
-
-
-def numpy_lars(w, grads, lr, m, wd, eta, nesterov):
+def numpy_sgd(w, grads, rates, m, wd, nesterov, inside=False, fix=0):
   v = np.zeros_like(w)
-  for g in grads:
-    ratio = 1.0
-    if w.ndim > 1:
-      if np.linalg.norm(w) > 0 and np.linalg.norm(g) > 0:
-        ratio = eta * np.linalg.norm(w) / (np.linalg.norm(g) + wd * np.linalg.norm(w))
-      g = g + wd * w
-    u = lr * ratio * g
-    v = m * v + u
-    w = w - (m * v + u if nesterov else v)
-  return w
-
-
-def numpy_sgd(w, grads, lr, m, wd, nesterov):
-  v = np.zeros_like(w)
-  for g in grads:
+  for t, (g, lr) in enumerate(zip(grads, rates, strict=True)):
     g = g + wd * w if w.ndim > 1 else g
-    v = m * v + g
-    w = w - lr * (g + m * v if nesterov else v)
+    if inside:  # the velocity holds the rate
+      v = (m * lr / rates[t - 1] if 0 < t < fix else m) * v + lr * g
+      w = w - (m * v + lr * g if nesterov else v)
+    else:
+      v = m * v + g
+      w = w - lr * (g + m * v if nesterov else v)
   return w
 
 
-def numpy_adam(w, grads, lr, b1, b2, eps, wd, layerwise):
+def numpy_adam(w, grads, rates, b1, b2, eps, wd, phi=None, correct=True):
+  """`phi` (low, high): LAMB."""
   mean, var = np.zeros_like(w), np.zeros_like(w)
-  for t, g in enumerate(grads, 1):
+  for t, (g, lr) in enumerate(zip(grads, rates, strict=True), 1):
     mean, var = b1 * mean + (1 - b1) * g, b2 * var + (1 - b2) * g * g
-    r = (mean / (1 - b1**t)) / (np.sqrt(var / (1 - b2**t)) + eps)
+    c1, c2 = (1 - b1**t, 1 - b2**t) if correct else (1, 1)
+    r = (mean / c1) / (np.sqrt(var / c2) + eps)
     ratio = 1.0
     if w.ndim > 1:
       r = r + wd * w
-      if layerwise:
-        ratio = np.linalg.norm(w) / np.linalg.norm(r)
+      if phi:
+        top, bottom = min(max(np.linalg.norm(w), phi[0]), phi[1]), np.linalg.norm(r)
+        ratio = top / bottom if top > 0 and bottom > 0 else 1.0
     w = w - lr * ratio * r
   return w
 
 
+RATES = [0.03, 0.09, 0.17, 0.08, 0.02]
+INF = np.inf
+
+
+def rate(step):
+  return jnp.array(RATES)[step]
+
+
+SGD = dict(weight_decay=0.01)
 REFERENCES = {
-  "lars": (
-    optim.lars(0.5, momentum=0.8, weight_decay=0.1, trust_coefficient=0.02),
-    lambda w, g: numpy_lars(w, g, 0.5, 0.8, 0.1, 0.02, False),
-  ),
-  "lars nesterov": (
-    optim.lars(0.5, weight_decay=0.1, trust_coefficient=0.02, nesterov=True),
-    lambda w, g: numpy_lars(w, g, 0.5, 0.9, 0.1, 0.02, True),
-  ),
   "sgd": (
-    optim.sgd(0.1, weight_decay=0.01),
-    lambda w, g: numpy_sgd(w, g, 0.1, 0.9, 0.01, True),
+    optim.sgd(rate, **SGD),
+    lambda w, g: numpy_sgd(w, g, RATES, 0.9, 0.01, True),
   ),
   "sgd heavy ball": (
-    optim.sgd(0.1, nesterov=False, weight_decay=0.01),
-    lambda w, g: numpy_sgd(w, g, 0.1, 0.9, 0.01, False),
+    optim.sgd(rate, nesterov=False, momentum=0.8, **SGD),
+    lambda w, g: numpy_sgd(w, g, RATES, 0.8, 0.01, False),
+  ),
+  "sgd of Caffe": (
+    optim.sgd(rate, nesterov=False, rate_in_velocity=True, **SGD),
+    lambda w, g: numpy_sgd(w, g, RATES, 0.9, 0.01, False, inside=True),
+  ),
+  "sgd corrected in 3 steps": (
+    optim.sgd(rate, momentum_correction=3, **SGD),
+    lambda w, g: numpy_sgd(w, g, RATES, 0.9, 0.01, True, inside=True, fix=3),
+  ),
+  "sgd corrected is sgd": (  # eq. 9 and 10 of arXiv:1706.02677
+    optim.sgd(rate, momentum_correction=True, **SGD),
+    lambda w, g: numpy_sgd(w, g, RATES, 0.9, 0.01, True),
   ),
   "adamw": (
-    optim.adamw(0.01, weight_decay=0.1),
-    lambda w, g: numpy_adam(w, g, 0.01, 0.9, 0.999, 1e-8, 0.1, False),
+    optim.adamw(rate, weight_decay=0.1),
+    lambda w, g: numpy_adam(w, g, RATES, 0.9, 0.999, 1e-8, 0.1),
   ),
   "lamb": (
-    optim.lamb(0.01, weight_decay=0.1),
-    lambda w, g: numpy_adam(w, g, 0.01, 0.9, 0.999, 1e-6, 0.1, True),
+    optim.lamb(rate, weight_decay=0.1),
+    lambda w, g: numpy_adam(w, g, RATES, 0.9, 0.999, 1e-6, 0.1, (0, INF)),
+  ),
+  "lamb clipped below": (
+    optim.lamb(rate, b1=0.8, b2=0.95, eps=1e-3, phi_min=7.0),
+    lambda w, g: numpy_adam(w, g, RATES, 0.8, 0.95, 1e-3, 0.01, (7, INF)),
+  ),
+  "lamb clipped above": (
+    optim.lamb(rate, phi_max=2.0),
+    lambda w, g: numpy_adam(w, g, RATES, 0.9, 0.999, 1e-6, 0.01, (0, 2)),
+  ),
+  "lamb as released": (
+    optim.lamb(rate, weight_decay=1.5, bias_correction=False),
+    lambda w, g: numpy_adam(
+      w, g, RATES, 0.9, 0.999, 1e-6, 1.5, (0, INF), correct=False
+    ),
   ),
 }
 
 
-@pytest.mark.parametrize("name", REFERENCES)
-@pytest.mark.parametrize("shape", [(5, 7), (7,), (3, 3, 4, 2)])
-def test_against_numpy(name, shape):
-  tx, reference = REFERENCES[name]
+def random_layers():
   rng = np.random.default_rng(0)
-  w, *grads = rng.standard_normal((6, *shape))
-  # optax's own bias correction mixes float32 into float64 under strict rules.
-  with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-    got = run(tx, jnp.array(w), [jnp.array(g) for g in grads])[-1]
-  np.testing.assert_allclose(got, reference(w, grads), rtol=1e-10)
+  shapes = {"matrix": (5, 7), "bias": (7,), "conv": (3, 3, 4, 2), "zero": (4, 3)}
+  params, *grads = (
+    {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+    for _ in range(6)
+  )
+  params["zero"] *= 0
+  return params, grads
 
 
-def test_zero_norms_have_ratio_one():
-  tx = optim.lars(0.5, momentum=0.0, weight_decay=0.0, trust_coefficient=0.001)
-  zero, one = jnp.zeros((2, 2)), jnp.ones((2, 2))
-  (moved,) = run(tx, zero, [one])  # a zero layer can leave zero
-  np.testing.assert_array_equal(moved, -0.5 * one)
-  (stayed,) = run(tx, one, [zero])
-  np.testing.assert_array_equal(stayed, one)
+@pytest.mark.parametrize("name", REFERENCES)
+def test_against_numpy(name):
+  tx, reference = REFERENCES[name]
+  params, grads = random_layers()
+  got = run64(tx, params, grads)
+  for layer, w in params.items():
+    wanted = reference(w, [g[layer] for g in grads])
+    np.testing.assert_allclose(got[layer], wanted, rtol=1e-10, err_msg=layer)
 
 
-def test_norms_are_float32_for_bfloat16():
-  """256 ones: their squares' running sum in bfloat16 would stop at 256."""
-  w = jnp.ones((64, 64), jnp.bfloat16)
-  tx = optim.lars(1.0, momentum=0.0, weight_decay=0.0, trust_coefficient=0.25)
-  (after,) = run(tx, w, [w])
-  np.testing.assert_array_equal(after, 0.75 * w)
+def test_adamw_is_that_of_optax():
+  params, grads = random_layers()
+  theirs = optax.adamw(rate, weight_decay=0.1, mask=optim.kernels)
+  with jax.numpy_dtype_promotion("standard"):
+    wanted = run64(theirs, params, grads)
+  got = run64(optim.adamw(rate, weight_decay=0.1), params, grads)
+  for name in params:  # optax's 1 - b^t is float32, also here
+    np.testing.assert_allclose(got[name], wanted[name], rtol=2e-5)
+
+
+def test_float32_moments_of_a_constant_gradient():
+  """m_hat = g and v_hat = g^2 at every step: each update is the rate itself."""
+  w, g = jnp.zeros(3), jnp.array([1e-3, 1.0, -1e3])
+  tx = optim.adamw(1.0, eps=0.0)
+  update, state = jax.jit(tx.update), tx.init(w)
+  for _ in range(30):
+    moved, state = update(g, state, w)
+    np.testing.assert_allclose(moved, -np.sign(g), rtol=2e-6)
+
+
+@pytest.mark.parametrize("make", [optim.lamb, optim.adamw, optim.sgd, optim.muon])
+def test_bfloat16_parameters_stay_so(make):
+  w = {"kernel": jnp.ones((4, 4), jnp.bfloat16), "bias": jnp.ones(4, jnp.bfloat16)}
+  tx = make(0.5)
+  updates, state = tx.update(jax.tree.map(lambda x: x / 4, w), tx.init(w), w)
+  assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype(jnp.bfloat16)}
+  moments = [x for x in jax.tree.leaves(state) if x.size > 3 and x.ndim]
+  assert moments
+  if make is not optim.muon:
+    assert {x.dtype for x in moments} == {jnp.dtype(jnp.float32)}
+  # A second moment in bfloat16 would not move: 0.999 rounds to 1.
+  if make is optim.lamb:
+    np.testing.assert_allclose(state.square["bias"], 0.001 / 16, rtol=1e-6)
+
+
+@pytest.mark.parametrize("make", [optim.lars, optim.lamb, optim.sgd, optim.adamw])
+def test_the_state_keeps_its_types(make):
+  """Else the second step would compile again, and a checkpoint would not fit."""
+  params = {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}
+  tx = make(optim.warmup_cosine(0.1, 2, 8))
+  state = tx.init(params)
+  _, after = jax.jit(tx.update)(params, state, params)
+  describe = lambda t: jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), t)  # noqa: E731
+  assert jax.tree.structure(state) == jax.tree.structure(after)
+  assert describe(state) == describe(after)
 
 
 def test_masks():
@@ -152,38 +190,119 @@ def test_masks():
   assert mask == {"a": {"kernel": True, "bias": True}, "scale": False}
   # An excluded leaf moves by the bare rate: no ratio, no decay.
   grads = jax.tree.map(jnp.ones_like, params)
-  (after,) = run(optim.lars(0.5, weight_decay=0.1), params, [grads])
+  (after,), _ = run(optim.lars(0.5, weight_decay=0.1), params, [grads])
   np.testing.assert_array_equal(after["a"]["bias"], [0.5, 0.5])
-  with jax.numpy_dtype_promotion("standard"):  # for optax's bias correction
-    (after,) = run(optim.lamb(0.5, weight_decay=0.1), params, [grads])
+  (after,), _ = run(optim.lamb(0.5, weight_decay=0.1), params, [grads])
   np.testing.assert_allclose(after["a"]["bias"], [0.5, 0.5], rtol=1e-5)
 
 
-def test_schedules_at_their_corners():
-  poly = optim.warmup_polynomial(10.0, 5, 20, end=1e-4, power=2)
-  assert float(poly(0)) == 0.0
-  assert float(poly(1)) == pytest.approx(2.0)
-  assert float(poly(5)) == pytest.approx(10.0)
-  # end + (peak - end) (1 - 15/16)^2, the last value of Google's schedule
-  assert float(poly(20)) == pytest.approx(1e-4 + (10 - 1e-4) / 256, rel=1e-5)
-  cosine = optim.warmup_cosine(2.0, 4, 12, end=0.5)
-  values = [float(cosine(s)) for s in (0, 2, 4, 8, 12, 99)]
-  assert values == pytest.approx([0, 1.0, 2.0, 1.25, 0.5, 0.5])
-  steps = optim.warmup_steps(1.0, 2, (4, 6), factor=0.1)
-  values = [float(steps(s)) for s in range(8)]
-  assert values == pytest.approx([0, 0.5, 1, 1, 0.1, 0.1, 0.01, 0.01])
-  for schedule in (poly, cosine, steps):
-    # Pure functions of a traced step as well.
+def test_trust_ratios_are_read_out_of_any_state():
+  params = {
+    "head": {"kernel": 2 * jnp.ones((4, 4)), "bias": jnp.ones(4)},
+    "scan": {"kernel": jnp.ones((3, 2, 2)) * jnp.array([1.0, 2, 4])[:, None, None]},
+  }
+  grads = jax.tree.map(jnp.ones_like, params)
+  stacked = optim.matching("^scan/")
+  # |w| / |g| is 2 in the head, and 1, 2, 4 in the scan; without decay eta times it.
+  lars = optim.lars(0.1, weight_decay=0.0, trust_coefficient=0.25, stacked=stacked)
+  # LAMB's first r is 1 everywhere: the same without eta.
+  lamb = optim.lamb(0.1, weight_decay=0.0, eps=0.0, stacked=stacked)
+  for tx, eta in ((lars, 0.25), (lamb, 1.0)):
+    chained = optax.chain(optax.clip_by_global_norm(1e9), tx, optax.identity())
+    before = optim.trust_ratios(chained.init(params))
+    np.testing.assert_array_equal(before["scan/kernel"], [1, 1, 1])
+    _, state = jax.jit(chained.update)(grads, chained.init(params), params)
+    ratios = optim.trust_ratios(state)
+    assert set(ratios) == {"head/kernel", "scan/kernel"}  # and not head/bias
+    np.testing.assert_allclose(ratios["head/kernel"], 2 * eta, rtol=1e-5)
     np.testing.assert_allclose(
-      jax.vmap(schedule)(jnp.arange(12)),
-      [float(schedule(s)) for s in range(12)],
-      rtol=1e-6,
+      ratios["scan/kernel"], eta * np.array([1, 2, 4]), rtol=1e-5
     )
-  assert float(optim.warmup_cosine(1.0, 0, 10)(0)) == 1.0
+    assert ratios["head/kernel"].dtype == jnp.float32
+    only_head = optax.masked(tx, {"head": True, "scan": False})
+    _, state = only_head.update(grads, only_head.init(params), params)
+    assert set(optim.trust_ratios(state)) == {"head/kernel"}
+  assert optim.trust_ratios(optim.sgd(0.1).init(params)) == {}
+
+
+def test_lamb_of_stacked_layers_is_lamb_of_each():
+  rng = np.random.default_rng(5)
+  sizes = np.array([1.0, 100.0, 1e-3])[:, None, None]
+  params, *grads = rng.standard_normal((4, 3, 4, 5)) * sizes
+  got = run64(optim.lamb(0.1, stacked=lambda params: True), params, grads)
+  for i in range(3):
+    alone = run64(optim.lamb(0.1), params[i], [g[i] for g in grads])
+    np.testing.assert_allclose(got[i], alone, rtol=1e-12)
+
+
+def test_mistakes_are_told():
+  with pytest.raises(ValueError, match="phi_min=2, phi_max=1"):
+    optim.lamb(0.1, phi_min=2, phi_max=1)
+  with pytest.raises(ValueError, match="needs none"):
+    optim.sgd(0.1, momentum_correction=5, rate_in_velocity=False)
+  for tx in (optim.sgd(0.1), optim.lamb(0.1)):
+    with pytest.raises(ValueError, match="parameters"):
+      tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
+  for decay in (0, 1.5):
+    with pytest.raises(ValueError, match="0 < decay <= 1"):
+      optim.layerwise_rate_decay(decay, ["x"])
+
+
+def newton_schulz(x):
+  """Jordan's iteration in float64: five steps of an odd polynomial."""
+  x = x / np.linalg.norm(x)
+  a, b, c = 3.4445, -4.7750, 2.0315
+  for _ in range(5):
+    s = x @ x.T
+    x = a * x + (b * s + c * s @ s) @ x
+  return x
+
+
+def test_muon_orthogonalises_kernels_of_any_dims():
+  """A convolution is the matrix [h w in, out]; the rest is Adam's."""
+  params, grads = random_layers()
+  params["zero"] += 1
+  tx = optim.muon(0.1, momentum=0.9, nesterov=False, weight_decay=0.2)
+  got = run64(tx, params, grads[:1])
+  for name in ("matrix", "conv"):
+    w, g = params[name], grads[0][name]
+    flat = g.reshape(-1, g.shape[-1])
+    wide = flat.shape[0] <= flat.shape[1]
+    turned = newton_schulz(flat) if wide else newton_schulz(flat.T).T
+    scaled = 0.2 * np.sqrt(max(flat.shape)) * turned.reshape(g.shape)
+    wanted = w - 0.1 * (scaled + 0.2 * w)
+    np.testing.assert_allclose(got[name], wanted, rtol=1e-4, atol=1e-6)
+  bias = params["bias"] - 0.1 * np.sign(grads[0]["bias"])
+  np.testing.assert_allclose(got["bias"], bias, rtol=1e-4)
+  # Layers of a scan are matrices of their own.
+  stack, (g, *_) = (
+    jnp.ones((2, 4, 5)),
+    jnp.array(np.random.default_rng(1).normal(size=(2, 2, 4, 5)), jnp.float32),
+  )
+  (together,), _ = run(optim.muon(0.1, stacked=lambda p: True), stack, [g])
+  for i in range(2):
+    (alone,), _ = run(optim.muon(0.1), stack[i], [g[i]])
+    np.testing.assert_allclose(together[i], alone, rtol=1e-5)
+
+
+def test_layerwise_rate_decay():
+  params = {name: {"w": jnp.ones(2)} for name in ("stem", "block_0", "block_1", "head")}
+  order = ["^stem", "^block_0", "^block_1", "^head"]
+  tx = optim.layerwise_rate_decay(0.5, order)
+  scaled, _ = tx.update(params, tx.init(params))
+  got = {name: float(scaled[name]["w"][0]) for name in params}
+  assert got == {"stem": 0.125, "block_0": 0.25, "block_1": 0.5, "head": 1.0}
+  with pytest.raises(ValueError, match=r"order: head/w fits none of"):
+    optim.layerwise_rate_decay(0.5, order[:3]).init(params)
+  with pytest.raises(ValueError, match=r"order: block_0/w fits \['\^block_0', 'block'"):
+    optim.layerwise_rate_decay(0.5, ["^stem", "^block_0", "block", "head"]).init(params)
 
 
 def test_scaling_rules():
   # Goyal et al.: 0.1 at 256 is 3.2 at 8192.
   assert optim.scale_learning_rate(0.1, 8192, 256, "linear") == pytest.approx(3.2)
-  assert optim.scale_learning_rate(0.1, 1024, 256, "sqrt") == pytest.approx(0.2)
+  # You et al. (arXiv:1904.00962): 4/(100 * 2^3) at 512 is 4/100 at 32K.
+  assert optim.scale_learning_rate(0.005, 32768, 512, "sqrt") == pytest.approx(0.04)
   assert optim.scale_learning_rate(0.1, 1024, 256, "none") == 0.1
+  with pytest.raises(ValueError, match="rule='cubic': give one of none, linear, sqrt"):
+    optim.scale_learning_rate(0.1, 1024, 256, "cubic")  # pyright: ignore

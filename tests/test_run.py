@@ -2,13 +2,15 @@
 
 import json
 import math
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale import build, data, loop, metrics
+from jaxscale import adaptive, build, data, loop, metrics
+from jaxscale.derive import derive
 from jaxscale.mesh import make_mesh
 from jaxscale.overrides import load_config
 from jaxscale.run import fit
@@ -233,9 +235,72 @@ def test_the_metrics_file_forgets_steps_after_the_checkpoint(tmp_path):
   ]
 
 
+def test_a_run_stops_at_its_target_and_stays_there(tmp_path, capsys):
+  options = dict(stop_at_target="True", target_accuracy="0.3", epochs="40",
+                 evaluation__every_epochs="1")  # fmt: skip
+  summary = fit(quick(**options), tmp_path).summary
+  assert summary["outcome"] == "done" and summary["accuracy"] >= 0.3
+  assert summary["step"] == summary["target_step"] < summary["total_steps"]
+  assert 0 < summary["target_seconds"] <= summary["seconds"]
+  capsys.readouterr()
+  again = fit(quick(**options), tmp_path).summary
+  assert "are done already" in capsys.readouterr().out
+  assert again["step"] == again["target_step"] == summary["step"]
+  assert again["target_seconds"] is None  # of this process it would be a lie
+
+
+def test_trust_ratios_and_noise_scale_are_logged(tmp_path):
+  options = dict(optimizer="LARS", optimizer__lr="5", log__trust_ratios="True",
+                 noise_scale="True", epochs="2")  # fmt: skip
+  summary = fit(quick(**options), tmp_path).summary
+  lines = metrics.read_metrics(tmp_path / "metrics.jsonl")
+  ratios = [line for line in lines if "trust_ratio/Dense_0/kernel" in line]
+  assert ratios and all(0 < r["trust_ratio/Dense_0/kernel"] < 1 for r in ratios)
+  assert not any("bias" in name for name in ratios[0])
+  scales = [line["train/noise_scale"] for line in lines if "train/noise_scale" in line]
+  assert scales and scales[-1] == summary["noise_scale"] > 0
+
+
+def test_one_gradient_has_no_noise_scale():
+  experiment = build.experiment(quick())
+  config = quick(noise_scale="True")
+  sizes = experiment.derived.num_train, experiment.derived.num_eval
+  with pytest.raises(ConfigError, match="set accumulate_steps to 2"):
+    derive(config, *sizes, num_devices=1)
+
+
+def test_a_run_that_waits_for_data_says_so(tmp_path, capsys, monkeypatch):
+  real = adaptive.train_batches
+
+  def slow(*args):
+    for batch in real(*args):
+      time.sleep(0.03)
+      yield batch
+
+  monkeypatch.setattr(adaptive, "train_batches", slow)
+  fit(quick(), tmp_path)
+  said = [x for x in capsys.readouterr().out.splitlines() if "input-bound" in x]
+  assert len(said) == 1 and "input_threads" in said[0]
+  waits = [x["perf/input_wait"] for x in metrics.read_metrics(
+    tmp_path / "metrics.jsonl") if "perf/input_wait" in x]  # fmt: skip
+  assert waits[-1] > 0.2
+
+
+def test_the_log_of_mlperf_tells_the_run(tmp_path):
+  options = dict(log__mllog="True", target_accuracy="0.1", stop_at_target="True")
+  fit(quick(**options), tmp_path)
+  events = metrics.read_mllog(tmp_path / "mllog.txt")
+  keys = [event["key"] for event in events]
+  assert keys.index("init_start") < keys.index("run_start") < keys.index("eval_start")
+  assert keys[-1] == "run_stop" and events[-1]["metadata"]["status"] == "success"
+  before = (tmp_path / "mllog.txt").read_text()
+  fit(quick(**options), tmp_path)  # it is done: nothing to add
+  assert (tmp_path / "mllog.txt").read_text() == before
+
+
 def test_progress_lines(capsys):
-  progress = metrics.Progress(100, 32)
-  progress.train(10, {"loss": 0.5, "learning_rate": 0.1})
+  progress = metrics.Progress(100, total_examples=3200)
+  progress.train(10, 320, {"loss": 0.5, "learning_rate": 0.1})
   progress.evaluated(10, {"accuracy": 0.875, "loss": 0.25})
   progress.close()
   first, second = capsys.readouterr().out.splitlines()

@@ -103,6 +103,13 @@ def test_accumulation_equals_none(optimizer):
   assert_same(got, reference(optimizer))
 
 
+def test_accumulation_leaves_running_averages_exact():
+  """Statistics over 16 examples: four micro-batches of them or one of groups."""
+  groups = run(cnn(batch_norm=True, bn_group_size=16), "sgd", num_devices=1)
+  micros = run(cnn(batch_norm=True), "sgd", num_devices=1, accumulate_steps=4)
+  assert_same(micros, groups)
+
+
 @pytest.mark.parametrize("unroll", [True, False])
 def test_accumulation_on_several_devices_equals_none(unroll):
   options = dict(num_devices=4, accumulate_steps=4, unroll=unroll)

@@ -115,9 +115,31 @@ def crop_box(height: int, width: int, draws: np.ndarray) -> tuple[int, int, int,
 
 
 def center_box(height: int, width: int) -> tuple[int, int, int, int]:
-  """The evaluation view: the centred square of 7/8 of the shorter side.
+  """Google's evaluation box: the centred square of 7/8 of the shorter side.
 
-  224 of 256: the view that published ImageNet accuracies are of.
+  224 / (224 + 32) of it, rounded down, the odd pixel above and to the left
+  (flax examples/imagenet/input_pipeline.py, `_decode_and_center_crop`).
   """
-  side = round(min(height, width) * 7 / 8)
-  return (height - side) // 2, (width - side) // 2, side, side
+  side = max(min(height, width) * 7 // 8, 1)
+  return (height - side + 1) // 2, (width - side + 1) // 2, side, side
+
+
+def shorter_side(height: int, width: int, size: int) -> tuple[int, int]:
+  """The size to resize to before MLPerf's centre crop: (height, width).
+
+  The shorter side becomes 256 / 224 of the crop, the other keeps the aspect,
+  both in float32 and rounded down, as the reference has it (mlcommons/training,
+  image_classification/tensorflow2/imagenet_preprocessing.py,
+  `_smallest_size_at_least`). So 256 can come out as 255.
+
+  Args:
+    height: of the image, in pixels.
+    width: of the image, in pixels.
+    size: of the crop, in pixels.
+  """
+  wanted = np.float32(round(size * 256 / 224))
+  scale = wanted / np.float32(min(height, width))
+  return (
+    max(int(np.float32(height) * scale), size),
+    max(int(np.float32(width) * scale), size),
+  )

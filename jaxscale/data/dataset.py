@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +31,97 @@ class DatasetInfo(NamedTuple):
   std: tuple[float, ...]
 
 
+class Damage:
+  """What a dataset met of unreadable and of odd examples; threads write to it.
+
+  An example counts once, however often it comes up. Every process has a record
+  of its own, of the examples that it read.
+
+  Example:
+    >>> damage = Damage()
+    >>> damage.add(7, "cat/7.jpg")
+    >>> damage.describe()
+    '1 damaged example: cat/7.jpg'
+  """
+
+  def __init__(self) -> None:
+    self._lock = threading.Lock()
+    self._damaged: dict[int, str] = {}
+    self._rescued: dict[int, str] = {}
+
+  def add(self, index: int, name: str) -> None:
+    """An example that cannot be read."""
+    with self._lock:
+      self._damaged[index] = name
+
+  def rescue(self, index: int, kind: str) -> None:
+    """An example that is not what it should be, and was read all the same."""
+    with self._lock:
+      self._rescued[index] = kind
+
+  @property
+  def count(self) -> int:
+    """How many examples were found damaged."""
+    return len(self._damaged)
+
+  @property
+  def indices(self) -> list[int]:
+    """The damaged examples, in the dataset's order."""
+    with self._lock:
+      return sorted(self._damaged)
+
+  @property
+  def names(self) -> list[str]:
+    """Their names, in the same order."""
+    with self._lock:
+      return [self._damaged[i] for i in sorted(self._damaged)]
+
+  @property
+  def rescued(self) -> dict[str, int]:
+    """How many examples of each odd kind were read, e.g. {"CMYK": 22}."""
+    with self._lock:
+      return dict(sorted(Counter(self._rescued.values()).items()))
+
+  def describe(self) -> str:
+    """One line for the log: how many, and the names of the first five."""
+    names = self.names
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    line = f"{len(names)} damaged example{'' if len(names) == 1 else 's'}"
+    line += f": {', '.join(names[:5])}{more}" if names else ""
+    rescued = ", ".join(f"{n} {kind}" for kind, n in self.rescued.items())
+    return f"{line}; read although odd: {rescued}" if rescued else line
+
+
+class Record(NamedTuple):
+  """An example as it is stored.
+
+  Attributes:
+    image: the encoded image.
+    label: its class.
+  """
+
+  image: bytes
+  label: int
+
+
+class Source(NamedTuple):
+  """Encoded examples by index, whatever they are stored in.
+
+  Attributes:
+    num_examples: how many.
+    read: indices -> a Record each, or None where it cannot be read; one by one
+      where that costs nothing, so that its bytes are decoded while in the
+      processor's cache. Any thread may call it.
+    name: index -> what to call the example in a message.
+    is_jpeg: index -> whether the example claims to be a JPEG.
+  """
+
+  num_examples: int
+  read: Callable[[Sequence[int]], Iterable[Record | None]]
+  name: Callable[[int], str]
+  is_jpeg: Callable[[int], bool]
+
+
 class Dataset(NamedTuple):
   """One split of a dataset.
 
@@ -38,12 +131,14 @@ class Dataset(NamedTuple):
     load: (indices [n], draws [n, num_draws] in [0, 1) or None) -> Batch. A pure
       function; it augments from the draws, or shows the plain view for None.
     num_draws: how many of an example's NUM_DRAWS uniform numbers `load` uses.
+    damage: what `load` met of damaged examples so far; None: it cannot meet any.
   """
 
   info: DatasetInfo
   num_examples: int
   load: Callable[[np.ndarray, np.ndarray | None], Batch]
   num_draws: int = 0
+  damage: Damage | None = None
 
 
 class Augment(NamedTuple):

@@ -1,30 +1,27 @@
 """Any image-classification dataset of TensorFlow Datasets, TensorFlow-free.
 
-TFDS reads `array_record` files by index without TensorFlow; preparing them
-needs it once (`python -m jaxscale.data.prepare NAME`).
+Prepared as array_record, which TFDS reads by index, or as TFRecord, which
+`tfrecord.py` does; preparing needs TensorFlow once
+(`python -m jaxscale.data.prepare NAME`).
 """
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+import functools
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from jaxscale.data import augment as augmentation
-from jaxscale.data.dataset import (
-  NUM_DRAWS,
-  Augment,
-  Batch,
-  Dataset,
-  DatasetInfo,
-  from_arrays,
+from jaxscale.data.dataset import Dataset, DatasetInfo, Record, Source
+from jaxscale.data.encoded import (
+  IMAGENET_MEAN,
+  IMAGENET_STD,
+  AugmentName,
+  EvalView,
+  from_source,
 )
 from jaxscale.settings import ConfigError, nearest
-
-# Per channel, over the training images of ImageNet, as every published recipe.
-IMAGENET_MEAN = (123.675, 116.28, 103.53)
-IMAGENET_STD = (58.395, 57.12, 57.375)
 
 
 def tfds_images(
@@ -33,10 +30,13 @@ def tfds_images(
   *,
   data_dir: str | None = None,
   image_size: int | None = None,
-  augment: Literal["none", "flip", "shift_flip", "crop"] = "none",
+  augment: AugmentName = "none",
   cache: bool = False,
+  eval_view: EvalView = "mlperf",
 ) -> Dataset:
   """A split of a prepared TFDS dataset with an image and a label.
+
+  Another `image_size` of the same split costs nothing: what was opened is kept.
 
   Args:
     name: as in `tfds.builder(name)`.
@@ -45,6 +45,8 @@ def tfds_images(
     image_size: resize to this height and width; None: as stored.
     augment: what training draws change; see `config.TFDS`.
     cache: decode everything once, now, and keep it in memory.
+    eval_view: what evaluation sees of an image that is resized: "mlperf" or
+      "google", see `jpeg.view`.
 
   Raises:
     ConfigError: unknown or unprepared dataset, split or image shape.
@@ -54,7 +56,7 @@ def tfds_images(
   features = builder.info.features
   if image_key not in features or not hasattr(features[label_key], "num_classes"):
     raise ConfigError(f"TFDS.name={name!r}: not an image-classification dataset")
-  source = _source(builder, name, split, image_key)
+  source = _opened(_Prepared(builder), name, split, image_key, label_key)
   stored = features[image_key].shape
   channels = stored[-1] or 3
   if image_size is None and None in stored:
@@ -70,45 +72,10 @@ def tfds_images(
     IMAGENET_MEAN if colour else (127.5,),
     IMAGENET_STD if colour else (127.5,),
   )
-
-  array_augment: Augment | None = {
-    "none": None,
-    "crop": None,  # done while decoding
-    "flip": augmentation.flip(),
-    "shift_flip": augmentation.compose(
-      augmentation.flip(), augmentation.shift(max(shape[0] // 14, 1))
-    ),
-  }[augment]
-
-  def load(indices: np.ndarray, draws: np.ndarray | None) -> Batch:
-    # OpenCV and simplejpeg load only where images are decoded.
-    from jaxscale.data.jpeg import decode, decode_view
-
-    records = source.__getitems__([int(i) for i in indices])
-    crops = draws if augment == "crop" else None
-    images = np.empty((len(records), *shape), np.uint8)
-    for i, record in enumerate(records):
-      data = record[image_key]
-      if image_size is None:
-        images[i] = decode(data, channels)
-      else:
-        view = None if crops is None else crops[i]
-        images[i] = decode_view(data, image_size, channels, view)
-    if array_augment is not None and draws is not None:
-      images = array_augment.apply(images, draws)
-    labels = np.array([record[label_key] for record in records], np.int32)
-    return {"image": images, "label": labels}
-
-  if not cache:
-    num_draws = array_augment.num_draws if array_augment else 0
-    if augment == "crop":
-      num_draws = NUM_DRAWS
-    return Dataset(info, len(source), load, num_draws)
-  chunks = np.array_split(np.arange(len(source)), -(-len(source) // 2048))
-  with ThreadPoolExecutor() as threads:
-    parts = list(threads.map(lambda chunk: load(chunk, None), chunks))
-  whole = {key: np.concatenate([p[key] for p in parts]) for key in parts[0]}
-  return from_arrays(info, whole["image"], whole["label"], array_augment)
+  return from_source(
+    info, source, resized=image_size is not None, augment=augment, cache=cache,
+    eval_view=eval_view,
+  )  # fmt: skip
 
 
 def _builder(name: str, data_dir: str | None) -> Any:
@@ -131,17 +98,94 @@ def _builder(name: str, data_dir: str | None) -> Any:
   return builder
 
 
-def _source(builder: Any, name: str, split: str, image_key: str) -> Any:
+class _Prepared:
+  """A builder that equals another of the same files, so that a cache finds it."""
+
+  def __init__(self, builder: Any):
+    self.builder = builder
+    info = Path(str(builder.data_path)) / "dataset_info.json"
+    written = os.stat(info).st_mtime_ns if info.exists() else 0  # 0: not on a disk
+    self.key = (str(builder.data_path), written)
+
+  def __eq__(self, other: object) -> bool:
+    return isinstance(other, _Prepared) and self.key == other.key
+
+  def __hash__(self) -> int:
+    return hash(self.key)
+
+
+@functools.lru_cache(maxsize=16)
+def _opened(
+  prepared: _Prepared, name: str, split: str, image_key: str, label_key: str
+) -> Source:
+  """The examples of a split, each with its image left encoded."""
   import tensorflow_datasets as tfds
 
+  builder: Any = prepared.builder
+  formats: Any = tfds.core.file_adapters.FileFormat  # pyright: ignore
   skip = {image_key: tfds.decode.SkipDecoding()}
+  features = builder.info.features
+  jpegs = getattr(features[image_key], "encoding_format", None) == "jpeg"
+  kind = builder.info.file_format
   try:
-    return builder.as_data_source(split, decoders=skip)
-  except NotImplementedError:
-    raise ConfigError(
-      f"TFDS.name={name!r}: {builder.data_path} is not in the array_record "
-      f"format; prepare it again: python -m jaxscale.data.prepare {name}"
-    ) from None
-  except ValueError as e:
-    first = str(e).splitlines()[0]
+    if formats.ARRAY_RECORD in builder.info.available_file_formats():
+      examples = builder.as_data_source(split, decoders=skip)
+      size, get, get_many = len(examples), examples.__getitem__, examples.__getitems__
+    elif kind == formats.TFRECORD:
+      size, get = _tfrecord(builder, split, skip)
+      get_many = None
+    else:
+      raise ConfigError(
+        f"TFDS.name={name!r}: {builder.data_path} is in the {kind} format, which is "
+        f"not read here; prepare it again: python -m jaxscale.data.prepare {name}"
+      )
+  except ConfigError:
+    raise
+  except Exception as e:  # a split that is not there, a file that is cut
+    first = (str(e).splitlines() or [type(e).__name__])[0]
     raise ConfigError(f"TFDS split {split!r} of {name}: {first}") from None
+
+  read = functools.partial(_read, get, get_many, image_key, label_key)
+  return Source(size, read, lambda i: f"{name} {split!r} example {i}", lambda i: jpegs)
+
+
+def _read(
+  get: Any, get_many: Any, image_key: str, label_key: str, indices: Sequence[int]
+) -> Iterable[Record | None]:
+  """The records, all at once if none is damaged."""
+
+  def one(index: int) -> Record | None:
+    try:
+      example = get(index)
+      return Record(example[image_key], int(example[label_key]))
+    except Exception:  # each format has errors of its own for bytes that are damaged
+      return None
+
+  if get_many is not None:
+    try:
+      examples = get_many(list(indices))
+      return [Record(e[image_key], int(e[label_key])) for e in examples]
+    except Exception:  # one of them is damaged: find out which
+      pass
+  return map(one, indices)
+
+
+def _tfrecord(builder: Any, split: str, skip: dict[str, Any]):
+  """The examples of TFRecord shards: (how many, index -> example)."""
+  from tensorflow_datasets.core.data_sources import base
+
+  from jaxscale.data.tfrecord import Shard, random_access
+
+  instructions: Any = base.file_instructions
+  shards = [
+    Shard(
+      str(part.filename),
+      part.examples_in_shard,
+      part.skip,
+      part.take if part.take >= 0 else part.examples_in_shard - part.skip,
+    )
+    for part in instructions(builder.info, split)
+  ]
+  read, parse = random_access(shards), builder.info.features.deserialize_example_np
+  size = sum(shard.take for shard in shards)
+  return size, lambda index: parse(read(index), decoders=skip)

@@ -1,7 +1,7 @@
 """Encoded bytes to pixels: decode, crop, resize, flip, one image at a time.
 
 simplejpeg (libjpeg-turbo) and OpenCV's resize release the GIL, so threads
-scale; Pillow takes what they do not: CMYK, and PNG named JPEG.
+scale; Pillow takes what they do not.
 """
 
 from __future__ import annotations
@@ -13,67 +13,230 @@ import numpy as np
 import simplejpeg
 from PIL import Image
 
-from jaxscale.data.augment import center_box, crop_box
+from jaxscale.data import partial_jpeg
+from jaxscale.data.augment import center_box, crop_box, shorter_side
+from jaxscale.data.encoded import EvalView
 
 cv2.setNumThreads(0)  # the pipeline's threads are the parallelism
 
 
-def decode(data: bytes, channels: int) -> np.ndarray:
+def decode(data: bytes, channels: int, *, exact: bool = False) -> np.ndarray:
   """Pixels of an encoded image, uint8 [h, w, channels].
 
   Args:
     data: JPEG, PNG or anything Pillow reads.
     channels: 1 or 3.
+    exact: interpolate chroma, which makes a JPEG's pixels those of TensorFlow's
+      `decode_jpeg`, bit for bit; otherwise repeat it, which is 5 % faster.
 
   Raises:
     ValueError: the bytes are no image, or a damaged one.
   """
+  return decode_any(data, channels, exact=exact)[0]
+
+
+def decode_any(
+  data: bytes, channels: int, *, exact: bool = False
+) -> tuple[np.ndarray, str]:
+  """`decode`, with what the bytes were: "JPEG", "CMYK", "odd JPEG", "PNG" and so on."""
   if data[:2] == b"\xff\xd8":
     try:
-      return simplejpeg.decode_jpeg(
+      pixels = simplejpeg.decode_jpeg(
         data,
         "RGB" if channels == 3 else "GRAY",
-        fastdct=True,
-        fastupsample=True,
+        fastdct=True,  # TensorFlow's default, too
+        fastupsample=not exact,
       )
+      colours = simplejpeg.decode_jpeg_header(data)[2]  # 1 us
+      return pixels, "CMYK" if colours in ("CMYK", "YCCK") else "JPEG"
     except ValueError:
-      pass  # CMYK, or an unusual stream: let Pillow have a look
-  elif data[:4] == b"\x89PNG":
+      pass  # an unusual stream: let Pillow have a look
+  elif data[:4] == b"\x89PNG" and data[-8:-4] == b"IEND":  # whole: OpenCV is loud
     flag = cv2.IMREAD_COLOR_RGB if channels == 3 else cv2.IMREAD_GRAYSCALE
     image = cv2.imdecode(np.frombuffer(data, np.uint8), flag)
     if image is not None:
-      return image.reshape(*image.shape[:2], channels)
+      return image.reshape(*image.shape[:2], channels), "PNG"
+  return _by_pillow(data, channels)
+
+
+def _by_pillow(data: bytes, channels: int) -> tuple[np.ndarray, str]:
   try:
     with Image.open(io.BytesIO(data)) as opened:
+      kind = opened.format or "unknown"
+      if kind == "JPEG":
+        kind = "CMYK" if opened.mode == "CMYK" else "odd JPEG"
       image = np.asarray(opened.convert("RGB" if channels == 3 else "L"))
-  except OSError as e:
-    raise ValueError(f"{len(data)} bytes that are not a readable image: {e}") from e
-  return image.reshape(*image.shape[:2], channels)
+  except MemoryError:
+    raise
+  except Exception as e:  # its plugins let slip anything on bytes that are damaged
+    first = str(e).splitlines()[0] if str(e) else type(e).__name__
+    raise ValueError(f"{len(data)} bytes that are not a readable image: {first}") from e
+  return image.reshape(*image.shape[:2], channels), kind
 
 
 def decode_view(
-  data: bytes, size: int, channels: int, draws: np.ndarray | None
+  data: bytes,
+  size: int,
+  channels: int,
+  draws: np.ndarray | None,
+  eval_view: EvalView = "mlperf",
 ) -> np.ndarray:
   """A view of an encoded image at one size, uint8 [size, size, channels].
 
   Args:
     data: the encoded image.
-    size: height and width of the view.
+    size: height and width of the view, in pixels.
     channels: 1 or 3.
     draws: [NUM_DRAWS] for a random resized crop and a flip (draw 0); None for
-      the centred square of 7/8 of the shorter side.
+      the evaluation view.
+    eval_view: which one, see `view`.
+
+  Raises:
+    ValueError: the bytes are no image, or a damaged one.
   """
-  image = decode(data, channels)
-  height, width, _ = image.shape
-  if draws is None:
-    top, left, h, w = center_box(height, width)
-  else:
+  return view_any(data, size, channels, draws, eval_view)[0]
+
+
+def view_any(
+  data: bytes,
+  size: int,
+  channels: int,
+  draws: np.ndarray | None,
+  eval_view: EvalView = "mlperf",
+  out: np.ndarray | None = None,
+) -> tuple[np.ndarray, str]:
+  """`decode_view`, with what the bytes were, as of `decode_any`.
+
+  For a random crop of a JPEG only the box is decoded where `partial_jpeg` has its
+  library; the view and what counts as damaged are the same without it.
+
+  Args:
+    out: uint8 [size, size, channels], contiguous: where to put the view.
+  """
+  if draws is not None:
+    cut = _cut(data, channels, draws)
+    if cut is not None:
+      return _resize(cut, size, draws, out), "JPEG"
+  pixels, kind = decode_any(data, channels, exact=draws is None)
+  return view(pixels, size, draws, eval_view, out), kind
+
+
+def _cut(data: bytes, channels: int, draws: np.ndarray) -> np.ndarray | None:
+  """The box of a random crop of a JPEG; None: decode the whole, and see."""
+  if data[:2] != b"\xff\xd8" or partial_jpeg.library().decode is None:
+    return None
+  try:
+    height, width = simplejpeg.decode_jpeg_header(data)[:2]  # 1 us
+  except ValueError:
+    return None
+  return partial_jpeg.decode_box(data, crop_box(height, width, draws), channels)
+
+
+def view(
+  image: np.ndarray,
+  size: int,
+  draws: np.ndarray | None,
+  eval_view: EvalView = "mlperf",
+  out: np.ndarray | None = None,
+) -> np.ndarray:
+  """A view of decoded pixels at one size, uint8 [size, size, channels].
+
+  Nothing here averages before it downsizes (no antialiasing), because neither
+  published pipeline does:
+
+  - training: Inception's box, bilinear;
+  - "mlperf": the shorter side to 256 / 224 of the size, bilinear on the grid
+    x = i * scale (TensorFlow 1's), then the centre: the MLPerf reference;
+  - "google": the centred 7/8, bicubic (Keys, a = -1/2) on the grid
+    x = (i + 1/2) * scale - 1/2: flax's ImageNet example.
+
+  Args:
+    image: uint8 [h, w, channels].
+    size: height and width of the view, in pixels.
+    draws: [NUM_DRAWS] for a random crop and a flip; None for the eval view.
+    eval_view: "mlperf" or "google".
+    out: uint8 [size, size, channels], contiguous: where to put the view.
+  """
+  height, width, channels = image.shape
+  if draws is not None:
     top, left, h, w = crop_box(height, width, draws)
-  view = cv2.resize(
-    image[top : top + h, left : left + w],
-    (size, size),
-    interpolation=cv2.INTER_LINEAR,
-  ).reshape(size, size, channels)
-  if draws is not None and draws[0] < 0.5:
-    view = view[:, ::-1]
-  return view
+    return _resize(image[top : top + h, left : left + w], size, draws, out)
+  seen = evaluation_view(image, size, eval_view)
+  if out is None:
+    return seen
+  out[:] = seen
+  return out
+
+
+def _resize(
+  box: np.ndarray, size: int, draws: np.ndarray, out: np.ndarray | None
+) -> np.ndarray:
+  """A box at its size, bilinear, and mirrored if draw 0 says so."""
+  if out is None:
+    out = np.empty((size, size, box.shape[2]), np.uint8)
+  mirrored = draws[0] < 0.5
+  dst = None if mirrored else out
+  resized = cv2.resize(box, (size, size), dst=dst, interpolation=cv2.INTER_LINEAR)
+  if mirrored:
+    cv2.flip(resized, 1, dst=out)
+  return out
+
+
+def evaluation_view(image: np.ndarray, size: int, eval_view: EvalView) -> np.ndarray:
+  """The published evaluation view, rounded to uint8 [size, size, channels]."""
+  height, width, _ = image.shape
+  grid = np.arange(size)
+  if eval_view == "google":
+    top, left, side, _ = center_box(height, width)
+    image = image[top : top + side, left : left + side]
+    rows = columns = _cubic((grid + 0.5) * (side / size) - 0.5, side)
+  else:
+    tall, wide = shorter_side(height, width, size)
+    # Only the pixels that the crop keeps are ever computed.
+    rows = _linear((grid + (tall - size) // 2) * (height / tall), height)
+    columns = _linear((grid + (wide - size) // 2) * (width / wide), width)
+  return _resample(image, rows, columns)
+
+
+Taps = list[tuple[np.ndarray, np.ndarray]]  # (indices [size], weights [size]) each
+
+
+def _linear(places: np.ndarray, length: int) -> Taps:
+  first = np.minimum(places.astype(int), length - 1)
+  share = (places - first).astype(np.float32)
+  return [(first, 1 - share), (np.minimum(first + 1, length - 1), share)]
+
+
+def _cubic(places: np.ndarray, length: int) -> Taps:
+  """Keys' cubic convolution, a = -1/2 (IEEE TASSP 29, 1981); none from outside."""
+  base = np.floor(places).astype(int)
+  indices = base[:, None] + np.arange(-1, 3)
+  x = np.abs(places[:, None] - indices)
+  near = (1.5 * x - 2.5) * x * x + 1
+  far = ((-0.5 * x + 2.5) * x - 4) * x + 2
+  weights = np.where(x <= 1, near, np.where(x < 2, far, 0.0))
+  weights = weights * ((indices >= 0) & (indices < length))
+  weights = (weights / weights.sum(axis=1, keepdims=True)).astype(np.float32)
+  indices = indices.clip(0, length - 1)
+  return [(indices[:, k], weights[:, k]) for k in range(4)]
+
+
+def _resample(image: np.ndarray, rows: Taps, columns: Taps) -> np.ndarray:
+  """Rows, then columns, in float32; rounded to uint8."""
+  used = [indices for indices, _ in columns]
+  first = min(int(i.min()) for i in used)
+  last = max(int(i.max()) for i in used) + 1
+  image = image[:, first:last]
+  tall = _weigh([image[i] for i, _ in rows], [w[:, None, None] for _, w in rows])
+  small = _weigh(
+    [tall.take(i - first, axis=1) for i, _ in columns],
+    [w[:, None] for _, w in columns],
+  )
+  return np.rint(small, out=small).clip(0, 255).astype(np.uint8)
+
+
+def _weigh(parts: list[np.ndarray], weights: list[np.ndarray]) -> np.ndarray:
+  total = parts[0] * weights[0]
+  for part, weight in zip(parts[1:], weights[1:], strict=True):
+    total += part * weight
+  return total

@@ -1,14 +1,16 @@
 """Deterministic batches, a function of (seed, step) and nothing else.
 
-Training sees one endless stream: the examples shuffled anew every epoch. Step
-t uses the positions [t B, (t + 1) B) of it and host r of n the r-th of n equal
-blocks of those, so the global batch is the same, row for row, for any number of
-hosts, and the place to resume from is one integer, the step.
+Training sees one endless stream: the examples shuffled anew every epoch. A step
+uses the next B positions of it and host r of n the r-th of n equal blocks of
+those, so the global batch is the same, row for row, for any number of hosts,
+and the place to resume from is one integer, the position; the batch size may
+change at any.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -27,31 +29,32 @@ def train_batches(
   batch_size: int,
   *,
   seed: int = 0,
-  start: int = 0,
+  position: int = 0,
   shard: tuple[int, int] = (0, 1),
-  num_threads: int = 2,
+  num_threads: int | None = None,
 ) -> Iterator[Batch]:
-  """Endless training batches from step `start` on: this host's rows of them.
+  """Endless training batches from a position on: this host's rows of them.
 
   Args:
     dataset: what to draw from.
     batch_size: of the global batch.
     seed: of order and augmentation.
-    start: step of the first batch.
+    position: examples of the stream that are used up already, over all hosts.
     shard: (index, count) of this host's block, as `mesh.host_shard` gives it.
-    num_threads: threads that load batches ahead.
+    num_threads: threads that load batches ahead; None: one a processor core.
   """
   import grain  # 0.5 s, which a run spends while its step compiles
 
   index, count = shard
   rows = batch_size // count
+  num_threads = num_threads or max(len(os.sched_getaffinity(0)), 2)
 
   @functools.lru_cache(maxsize=2)  # threads are in this epoch or the next
   def order(epoch):
     return shuffled(dataset.num_examples, seed, epoch)
 
   def load(step):
-    positions = (step * count + index) * rows + np.arange(rows)
+    positions = position + (step * count + index) * rows + np.arange(rows)
     epochs, places = np.divmod(positions, dataset.num_examples)
     indices = np.empty_like(places)
     for epoch in np.unique(epochs):
@@ -59,7 +62,7 @@ def train_batches(
       indices[here] = order(int(epoch))[places[here]]
     return dataset.load(indices, uniform(seed, positions, dataset.num_draws))
 
-  steps = grain.MapDataset.range(start, sys.maxsize).map(load)
+  steps = grain.MapDataset.range(sys.maxsize).map(load)
   options = grain.ReadOptions(
     num_threads=num_threads, prefetch_buffer_size=2 * num_threads
   )

@@ -20,37 +20,44 @@ class Progress:
   def __init__(
     self,
     total_steps: int,
-    batch_size: int,
     *,
+    total_examples: int,
     start: int = 0,
+    examples: int = 0,
     quiet: bool = False,
   ):
     """Start the clock.
 
     Args:
       total_steps: of the whole run.
-      batch_size: examples a step.
+      total_examples: that it sees.
       start: the step that the run goes on from.
+      examples: seen up to there.
       quiet: print nothing (every process but the leader).
     """
-    self._total = total_steps
-    self._batch_size = batch_size
+    self.windows = 0  # stretches shown so far
     self._quiet = quiet
-    self._width = len(str(total_steps))
-    self._since = (start, time.perf_counter())
+    self.expect(total_steps, total_examples)
+    self._since = (examples, time.perf_counter())
     self._paused = 0.0
     self._bar: Any = None
     if not quiet and sys.stdout.isatty():
       self._bar, self._task = _live_bar(total_steps, start)
 
-  def train(self, step: int, metrics: dict[str, float]) -> float:
+  def expect(self, total_steps: int, total_examples: int) -> None:
+    """The run is going to be this long."""
+    self._total, self._total_examples = total_steps, total_examples
+    self._width = len(str(total_steps))
+
+  def train(self, step: int, examples: int, metrics: dict[str, float]) -> float:
     """Show a step; returns examples a second since the last one shown."""
     now = time.perf_counter()
     done, before = self._since
     seconds = max(now - before - self._paused, 1e-9)
-    self._since, self._paused = (step, now), 0.0
-    rate = (step - done) * self._batch_size / seconds
-    left = (self._total - step) * self._batch_size / rate
+    self._since, self._paused = (examples, now), 0.0
+    self.windows += 1
+    rate = (examples - done) / seconds
+    left = (self._total_examples - examples) / max(rate, 1e-9)
     text = (
       f"loss {metrics['loss']:.4f}  rate {metrics['learning_rate']:.4g}  "
       f"{rate:,.0f} examples/s  {duration(left)} left"

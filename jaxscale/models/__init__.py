@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax.numpy as jnp
 
+from jaxscale.models.alexnet import AlexNet, AlexNetBN
 from jaxscale.models.cnn import CNN, MLP
 from jaxscale.models.resnet import (
   ResNet,
@@ -23,8 +24,8 @@ from jaxscale.models.resnet import (
 )
 
 __all__ = [
-  "CNN", "MLP", "ModelFns", "ResNet", "ResNet18", "ResNet34", "ResNet50",
-  "ResNet101", "ResNet152", "functions",
+  "CNN", "MLP", "AlexNet", "AlexNetBN", "ModelFns", "ResNet", "ResNet18",
+  "ResNet34", "ResNet50", "ResNet101", "ResNet152", "functions",
 ]  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -44,6 +46,7 @@ class CNN(nn.Module):
     dense: width of the hidden layer before the classifier; 0: none.
     batch_norm: normalise after every convolution.
     bn_axis_name: mesh axes whose devices share BatchNorm statistics.
+    bn_group_size: examples that share them, where a device holds more.
     dropout: probability of dropping a unit before the classifier.
     dtype: of activations; parameters are float32, logits too.
   """
@@ -54,6 +57,7 @@ class CNN(nn.Module):
   dense: int = 128
   batch_norm: bool = False
   bn_axis_name: tuple[str, ...] | None = None
+  bn_group_size: int | None = None
   dropout: float = 0.0
   dtype: jnp.dtype = jnp.float32
 
@@ -61,6 +65,9 @@ class CNN(nn.Module):
   def __call__(
     self, images: jax.Array, train: bool, keys: jax.Array | None = None
   ) -> jax.Array:
+    norm = functools.partial(
+      BatchNorm, self.bn_axis_name, group_size=self.bn_group_size, dtype=self.dtype
+    )
     x = images.astype(self.dtype)
     for width in self.features:
       for i in range(self.convs_per_stage):
@@ -69,7 +76,7 @@ class CNN(nn.Module):
           # Before the normalisation and ReLU, which then see a quarter.
           x = max_pool_2x2(x)
         if self.batch_norm:
-          x = BatchNorm(self.bn_axis_name, dtype=self.dtype)(x, train)
+          x = norm()(x, train)
         x = nn.relu(x)
     x = x.reshape(len(x), -1)
     if self.dense:

@@ -2,7 +2,7 @@
 
 Initialisation follows Goyal et al. (arXiv:1706.02677, §5.1): He-normal
 convolutions, the last BatchNorm scale of a block at 0, the classifier from
-N(0, 0.01²).
+N(0, 0.01²) unless `head_init` says otherwise.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ class ResNet(nn.Module):
     width: channels of the first stage.
     stem: "imagenet" (7x7 stride 2 and max-pool) or "small" (3x3 stride 1).
     bn_axis_name: mesh axes whose devices share BatchNorm statistics.
+    bn_group_size: examples that share them, where a device holds more.
     bn_momentum: decay of the running statistics.
     bn_epsilon: added to the variance.
     zero_init_residual: start the last BatchNorm scale of each block at 0.
+    head_init: initialiser of the classifier's kernel; its bias starts at 0.
     dtype: of activations; parameters are float32, logits too.
   """
 
@@ -41,9 +43,11 @@ class ResNet(nn.Module):
   width: int = 64
   stem: str = "imagenet"
   bn_axis_name: tuple[str, ...] | None = None
+  bn_group_size: int | None = None
   bn_momentum: float = 0.9
   bn_epsilon: float = 1e-5
   zero_init_residual: bool = True
+  head_init: nn.initializers.Initializer = nn.initializers.normal(0.01)
   dtype: jnp.dtype = jnp.float32
 
   @nn.compact
@@ -56,7 +60,7 @@ class ResNet(nn.Module):
     )
     norm = functools.partial(
       BatchNorm, self.bn_axis_name, self.bn_momentum, self.bn_epsilon,
-      dtype=self.dtype,
+      group_size=self.bn_group_size, dtype=self.dtype,
     )  # fmt: skip
     last_scale = (
       nn.initializers.zeros if self.zero_init_residual else nn.initializers.ones
@@ -91,11 +95,7 @@ class ResNet(nn.Module):
       for i in range(num_blocks):
         x = block(x, self.width * 2**stage, 2 if stage and not i else 1)
     x = x.mean(axis=(1, 2))
-    x = nn.Dense(
-      self.num_classes,
-      kernel_init=nn.initializers.normal(0.01),
-      dtype=self.dtype,
-    )(x)
+    x = nn.Dense(self.num_classes, kernel_init=self.head_init, dtype=self.dtype)(x)
     return x.astype(jnp.float32)
 
 

@@ -1,0 +1,108 @@
+"""SGD, LARS and LAMB on Fashion-MNIST at large batch: the table of the README.
+
+    python benchmarks/large_batch.py [SEEDS]            (after `make fashion_mnist`)
+
+Trains every name of configs/fashion_mnist_large_batch.py with seeds 0, 1, ...
+(3 unless said) for the same epochs, in runs/large_batch/; runs that are done are
+not repeated. Prints a table in Markdown and one JSON line. Accuracies are means
+over the seeds with their sample standard deviation; the gap is accuracy on the
+training examples less that on the held-out ones; the noise scale is that at the
+end of the run (mean over seeds, in examples). A run that diverged counts as
+10 %, what guessing gives.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from common import report
+
+from jaxscale.overrides import load_config
+from jaxscale.settings import ConfigError
+from jaxscale.trials import Outcome, Trial, run_trials
+
+CONFIG = "configs/fashion_mnist_large_batch.py"
+NAMES = (
+  "sgd-256", "sgd-8192", "sgd_tuned-8192", "lars-8192", "lamb-8192", "sgd-16384",
+  "sgd_tuned-16384", "lars-16384", "lamb-16384",
+)  # fmt: skip
+LABELS = {
+  "sgd": "SGD, linear scaling", "sgd_tuned": "SGD, tuned rate", "lars": "LARS",
+  "lamb": "LAMB",
+}  # fmt: skip
+CHANCE = 0.1
+
+
+def summarise(name: str, outcomes: list[Outcome]) -> dict:
+  """One row of the table."""
+  kind, batch = name.split("-")
+  accuracies = [CHANCE if o.accuracy is None else o.accuracy for o in outcomes]
+  done = [o for o in outcomes if o.status != "diverged"]
+  mean = statistics.fmean
+  return {
+    "name": name,
+    "optimizer": LABELS[kind],
+    "batch_size": int(batch),
+    "peak_lr": outcomes[0].peak_lr,
+    "steps": done[0].steps if done else None,
+    "accuracy": round(mean(accuracies), 5),
+    "spread": round(statistics.stdev(accuracies), 5) if len(accuracies) > 1 else None,
+    "accuracies": accuracies,
+    "diverged": len(outcomes) - len(done),
+    "gap": round(mean([o.gap or 0.0 for o in done]), 5) if done else None,
+    "noise_scale": round(mean([o.noise_scale or 0.0 for o in done])) if done else None,
+  }
+
+
+def markdown(rows: list[dict]) -> str:
+  """The rows as the README shows them."""
+  lines = [
+    "| batch | optimizer | peak rate | steps | held-out accuracy | gap | noise scale |",
+    "|---|---|---|---|---|---|---|",
+  ]
+  for row in rows:
+    spread = "" if row["spread"] is None else f" ± {100 * row['spread']:.2f}"
+    accuracy = f"{100 * row['accuracy']:.2f}{spread} %"
+    if row["diverged"]:
+      accuracy += f" ({row['diverged']} of {len(row['accuracies'])} diverged)"
+    gap = "" if row["gap"] is None else f"{100 * row['gap']:.2f}"
+    noise = "" if row["noise_scale"] is None else f"{row['noise_scale']:,}"
+    steps = "" if row["steps"] is None else f"{row['steps']:,}"
+    lines.append(
+      f"| {row['batch_size']:,} | {row['optimizer']} | {row['peak_lr']:.4g} | "
+      f"{steps} | {accuracy} | {gap} | {noise} |"
+    )
+  return "\n".join(lines)
+
+
+def main() -> int:
+  seeds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+  try:
+    trials = [
+      Trial(
+        load_config(f"{CONFIG}:{name}", {"seed": str(seed)}),
+        Path(f"runs/large_batch/{name}-{seed}"),
+      )
+      for name in NAMES
+      for seed in range(seeds)
+    ]
+    outcomes = run_trials(trials)
+  except ConfigError as e:
+    print(f"error: {e}", file=sys.stderr)
+    return 2
+  rows = [
+    summarise(name, outcomes[i * seeds : (i + 1) * seeds])
+    for i, name in enumerate(NAMES)
+  ]
+  print(markdown(rows))
+  report("large_batch", seeds=seeds, epochs=trials[0].config.epochs, rows=rows)
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

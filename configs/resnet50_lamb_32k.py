@@ -1,0 +1,36 @@
+"""ResNet-50 on ImageNet by LAMB at batch 32,768, as its authors released it.
+
+Command    srun python -m jaxscale.train --config configs/resnet50_lamb_32k.py
+Hardware   not run here: needs ImageNet and a cluster. Published: 128 TPU v3 chips
+Result     published: 76.34 % top-1 in 90 epochs (log of the released code,
+           fastalgo/imagenet_resnet50_lamb; paper arXiv:1904.00962)
+
+As released: weight decay 1.5, decoupled; BatchNorm and biases without decay and
+trust ratio; no bias correction; gradients clipped to a global norm of 1; linear
+decay to 0 after 782 of 3,519 steps.
+"""
+
+from jaxscale.config import LAMB, TFDS, Config, Evaluation, Polynomial, ResNet
+
+NUM_TRAIN, BATCH = 1_281_167, 32_768
+
+
+def get_config() -> Config:
+  epochs_per_step = BATCH / NUM_TRAIN
+  return Config(
+    model=ResNet(depth=50, bn_span=128),
+    data=TFDS(
+      name="imagenet2012", eval_split="validation", image_size=224, augment="crop"
+    ),
+    optimizer=LAMB(
+      lr=0.04, b1=0.9, b2=0.999, eps=1e-6, weight_decay=1.5, bias_correction=False
+    ),
+    schedule=Polynomial(warmup_epochs=782 * epochs_per_step, power=1.0, end_lr=0.0),
+    clip_norm=1.0,
+    batch_size=BATCH,
+    epochs=3518.5 * epochs_per_step,
+    label_smoothing=0.1,
+    dtype="bfloat16",
+    evaluation=Evaluation(every_epochs=5, batch_size=2000),
+    target_accuracy=0.763,
+  )

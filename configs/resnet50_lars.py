@@ -1,0 +1,101 @@
+"""ResNet-50 on ImageNet by LARS: MLPerf's table, batch 1,632 to 67,840.
+
+Command    srun python -m jaxscale.train --config configs/resnet50_lars.py:32768
+Hardware   not run here: needs ImageNet and a cluster. The published runs: TPU v3
+           and v4 (Google), V100 to H100 (NVIDIA)
+Result     published, epochs to 75.9 % top-1 (reference convergence points of
+           mlcommons/logging, rcps_resnet.json 1.0.0 to 4.0.0; mean of the runs):
+           35.0 at 1,632; 35.2 at 3,264; 40.0 at 4,096; 42.0 at 8,192; 45.4 at
+           13,056; 56.0 at 32,768; 68.0 at 49,152; 79.9 at 58,880; 84.5 at 65,536;
+           85.9 at 67,840. `:google-32768` is Google's JAX submission to v0.7 at
+           that batch, `:google-65536` the one of 28.7 s on 4,096 TPU v3 chips
+           (76.07 % after 92 epochs)
+
+The rows of the table are tuned one by one: no scaling rule leads from one to
+another, so another batch size has to be tuned as well. The logs count decay steps
+from the end of the warm-up in some rows and from step 0 in others and do not say
+so; read here so that each run ends 2 to 5 epochs after the published mean, which
+one of the two readings does for every row.
+"""
+
+from typing import NamedTuple
+
+from jaxscale.config import (
+  LARS,
+  TFDS,
+  Config,
+  ConfigError,
+  Evaluation,
+  Polynomial,
+  ResNet,
+)
+
+NUM_TRAIN = 1_281_167
+
+
+class Row(NamedTuple):
+  """What differs between the batch sizes."""
+
+  lr: float
+  warmup_epochs: float
+  momentum: float
+  weight_decay: float
+  decay_steps: float
+  from_step_0: bool  # or else from the end of the warm-up
+  bn_span: int
+
+
+# rcps_resnet.json; weight decay 2e-3 at 2,048 in the 1.0 file is a slip of the
+# pen for 2e-4, as the later files have it at 4,096.
+RCP = {
+  1632: Row(7.4, 2, 0.9, 5e-5, 27476, False, 204),
+  2048: Row(8.5, 5, 0.9, 2e-4, 22530, False, 64),
+  3264: Row(10.5, 2, 0.9, 5e-5, 14523, True, 204),
+  4096: Row(10.0, 5, 0.9, 2e-4, 13137, True, 64),
+  8192: Row(17.0, 5, 0.9, 2e-4, 6095, False, 64),
+  13056: Row(12.8, 9, 0.9, 2.5e-5, 4710, True, 204),
+  32768: Row(21.2, 16, 0.94, 2.5e-5, 2267, True, 128),
+  49152: Row(19.405, 24, 0.951807, 1e-4, 1846, True, 256),
+  58880: Row(23.246, 29, 0.951807, 1e-4, 1785, True, 230),
+  65536: Row(24.699, 31, 0.951807, 1e-4, 1133, False, 128),
+  67840: Row(24.699, 31, 0.951807, 1e-4, 1133, False, 424),
+}
+# training_results_v0.7, Google's resnet-research-JAX: steps are rounded up per
+# four epochs, 157 x 16 of 32,768 and 79 x 23 of 65,536 examples.
+GOOGLE = {
+  32768: Row(29.0, 18, 0.929, 1e-4, 157 * 16, True, 64),
+  65536: Row(23.080977304670448, 33, 0.9537213777059405, 1e-4, 1166.25, False, 64),
+}
+
+
+def get_config(batch_size: str = "4096") -> Config:
+  *google, size = batch_size.split("-")
+  table = GOOGLE if google == ["google"] else RCP
+  if not size.isdigit() or int(size) not in table or google not in ([], ["google"]):
+    known = [*map(str, RCP), *(f"google-{n}" for n in GOOGLE)]
+    raise ConfigError(f"resnet50_lars.py:{batch_size}: give one of {', '.join(known)}")
+  batch, row = int(size), table[int(size)]
+  steps_per_epoch = NUM_TRAIN / batch
+  decay_epochs = row.decay_steps / steps_per_epoch
+  if row.from_step_0:
+    decay_epochs -= row.warmup_epochs
+  return Config(
+    model=ResNet(depth=50, bn_span=row.bn_span),
+    data=TFDS(
+      name="imagenet2012", eval_split="validation", image_size=224, augment="crop"
+    ),
+    optimizer=LARS(lr=row.lr, momentum=row.momentum, weight_decay=row.weight_decay),
+    schedule=Polynomial(
+      warmup_epochs=row.warmup_epochs,
+      power=2.0,
+      end_lr=1e-4,
+      decay_epochs=decay_epochs,
+    ),
+    batch_size=batch,
+    epochs=row.warmup_epochs + decay_epochs,
+    label_smoothing=0.1,
+    dtype="bfloat16",
+    evaluation=Evaluation(every_epochs=4, batch_size=2000),
+    target_accuracy=0.759,
+    stop_at_target=True,
+  )

@@ -1,0 +1,135 @@
+"""Every knob of a run: a tree of frozen dataclasses that hold no bad value.
+
+Only primary quantities are settings. What follows from them (steps from
+epochs, the peak rate from the batch size) is computed in `build.derive`,
+printed, and written beside the run. An alternative is a class of its own, so a
+setting that the chosen optimizer does not have cannot be set.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from jaxscale.config.bounds import Count, Fraction, Positive
+from jaxscale.config.data import TFDS, Digits, ImageFolder, Synthetic
+from jaxscale.config.models import CNN, MLP, AlexNet, ResNet
+from jaxscale.config.optim import (
+  LAMB,
+  LARS,
+  SGD,
+  AdamW,
+  AdaptiveBatch,
+  Cosine,
+  Muon,
+  Polynomial,
+  Stages,
+  Steps,
+)
+from jaxscale.config.running import Checkpoint, Evaluation, Log, Mesh
+from jaxscale.settings import ConfigError, settings
+
+__all__ = [
+  "CNN", "LAMB", "LARS", "MLP", "SGD", "TFDS", "AdamW", "AdaptiveBatch", "AlexNet",
+  "Checkpoint", "Config", "ConfigError", "Cosine", "Digits", "Evaluation",
+  "ImageFolder", "Log", "Mesh", "Muon", "Polynomial", "ResNet", "Stages", "Steps",
+  "Synthetic",
+]  # fmt: skip
+
+
+@settings
+class Config:
+  """One experiment.
+
+  Attributes:
+    model: MLP, CNN, AlexNet or ResNet.
+    data: Digits, TFDS, ImageFolder or Synthetic.
+    optimizer: SGD, LARS, LAMB, AdamW or Muon.
+    schedule: Cosine, Polynomial or Steps.
+    batch_size: examples an optimizer step, over all devices.
+    epochs: passes over the training examples.
+    stages: batch and image sizes that change on the way: Stages or
+      AdaptiveBatch; by default a single stage.
+    accumulate_steps: micro-batches a step; gradients are exchanged once.
+    lr_scaling: how optimizer.lr grows with the batch: "none", "linear"
+      (arXiv:1706.02677) or "sqrt".
+    lr_reference_batch_size: the batch size that optimizer.lr belongs to.
+    layer_decay: each layer's rate is this times that of the layer above it;
+      None: one rate for all.
+    layer_order: regular expressions of parameter paths, from the lowest layer
+      to the highest, for `layer_decay`.
+    label_smoothing: share of the target spread over all classes.
+    clip_norm: largest global norm of the gradient; None: no clipping.
+    ema_decay: decay of an average of parameters and BatchNorm statistics,
+      which is then what is evaluated; None: no average.
+    noise_scale: measure the gradient-noise scale (arXiv:1812.06162) on the
+      way; needs two devices or micro-batches at least.
+    dtype: type of activations; parameters and the exchange stay float32.
+    seed: of initial parameters, order, augmentation and dropout.
+    target_accuracy: the run is called a success from this accuracy on.
+    stop_at_target: end (and save) at the first evaluation that reaches it.
+    input_threads: threads that load and augment; None: one a processor core.
+    mesh: the grid of devices.
+    evaluation: when and how to evaluate.
+    checkpoint: when to save and what to keep.
+    log: what to write down.
+  """
+
+  model: MLP | CNN | AlexNet | ResNet
+  data: Digits | TFDS | ImageFolder | Synthetic
+  optimizer: SGD | LARS | LAMB | AdamW | Muon
+  schedule: Cosine | Polynomial | Steps = Cosine()
+  batch_size: Count
+  epochs: Positive
+  stages: Stages | AdaptiveBatch = Stages()
+  accumulate_steps: Count = 1
+  lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+  lr_reference_batch_size: Count = 256
+  layer_decay: Annotated[float | None, "in (0, 1]"] = None
+  layer_order: tuple[str, ...] = ()
+  label_smoothing: Fraction = 0.0
+  clip_norm: Annotated[float | None, "> 0"] = None
+  ema_decay: Annotated[float | None, "in (0, 1)"] = None
+  noise_scale: bool = False
+  dtype: Literal["float32", "bfloat16"] = "float32"
+  seed: Annotated[int, ">= 0"] = 0
+  target_accuracy: Annotated[float | None, "in (0, 1]"] = None
+  stop_at_target: bool = False
+  input_threads: Annotated[int | None, ">= 1"] = None
+  mesh: Mesh = Mesh()
+  evaluation: Evaluation = Evaluation()
+  checkpoint: Checkpoint = Checkpoint()
+  log: Log = Log()
+
+  def __post_init__(self):
+    if self.batch_size % self.accumulate_steps:
+      raise ConfigError(
+        f"Config.batch_size={self.batch_size}: not divisible by "
+        f"accumulate_steps={self.accumulate_steps}, change one of them"
+      )
+    if self.schedule.warmup_epochs >= self.epochs:
+      raise ConfigError(
+        f"{type(self.schedule).__name__}.warmup_epochs="
+        f"{self.schedule.warmup_epochs}: the run has only {self.epochs} epochs, "
+        "make the warm-up shorter than it"
+      )
+    if self.stop_at_target and self.target_accuracy is None:
+      raise ConfigError("Config.stop_at_target=True: set target_accuracy too")
+    if (self.layer_decay is None) != (not self.layer_order):
+      raise ConfigError(
+        f"Config.layer_decay={self.layer_decay}, layer_order={self.layer_order}: "
+        "set both or neither"
+      )
+    neutral = isinstance(self.stages, AdaptiveBatch) or (
+      self.stages.follow == "neutral" and bool(self.stages.batch_sizes)
+    )
+    if neutral and not isinstance(self.optimizer, SGD):
+      raise ConfigError(
+        f"Config.optimizer={type(self.optimizer).__name__}: batch sizes that change "
+        "neutrally keep the time constant of SGD's momentum; use SGD, or Stages "
+        "with follow='linear' or 'sqrt'"
+      )
+    if neutral and self.optimizer.momentum_correction != "never":
+      raise ConfigError(
+        f"SGD.momentum_correction={self.optimizer.momentum_correction!r}: batch "
+        "sizes that change neutrally carry the velocity over themselves, use 'never'"
+      )

@@ -1,0 +1,73 @@
+"""Settings of where a run happens and what it writes down."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from jaxscale.config.bounds import Count, Positive
+from jaxscale.settings import ConfigError, settings
+
+
+@settings
+class Mesh:
+  """The devices as a grid of data parallelism, slowest links first.
+
+  Attributes:
+    replica: groups of devices joined by the slow links (nodes, slices).
+    data: devices in a group; -1: all there are.
+  """
+
+  replica: int = 1
+  data: int = -1
+
+  def __post_init__(self):
+    for name in ("replica", "data"):
+      if (size := getattr(self, name)) < 1 and size != -1:
+        raise ConfigError(f"Mesh.{name}={size}: give a number >= 1, or -1 for the rest")
+    if self.replica == self.data == -1:
+      raise ConfigError("Mesh.replica=-1 and Mesh.data=-1: only one can be the rest")
+
+
+@settings
+class Evaluation:
+  """When and how the held-out examples are evaluated, always every one.
+
+  Attributes:
+    every_epochs: epochs between evaluations; the last step always has one.
+    batch_size: examples a step, rounded up to a multiple of the devices.
+  """
+
+  every_epochs: Positive = 1.0
+  batch_size: Count = 1000
+
+
+@settings
+class Checkpoint:
+  """When checkpoints are written and which are kept.
+
+  Attributes:
+    every_epochs: epochs between checkpoints; the last step always has one.
+    keep_last: how many of the newest to keep.
+    keep_best: how many with the highest accuracy to keep as well.
+  """
+
+  every_epochs: Positive = 1.0
+  keep_last: Count = 2
+  keep_best: Annotated[int, ">= 0"] = 1
+
+
+@settings
+class Log:
+  """What is written down on the way.
+
+  Attributes:
+    every_steps: steps between lines of metrics.
+    tensorboard: also write TensorBoard event files.
+    trust_ratios: also write each layer's trust ratio (LARS, LAMB).
+    mllog: also write `mllog.txt`, the log of MLPerf.
+  """
+
+  every_steps: Count = 50
+  tensorboard: bool = True
+  trust_ratios: bool = False
+  mllog: bool = False

@@ -1,0 +1,159 @@
+"""A directory of class subdirectories of image files, as clusters hold ImageNet."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxscale.data.dataset import Dataset, DatasetInfo, Record, Source
+from jaxscale.data.encoded import (
+  IMAGENET_MEAN,
+  IMAGENET_STD,
+  AugmentName,
+  EvalView,
+  from_source,
+)
+from jaxscale.settings import ConfigError, nearest
+
+# What a file may be called; what it is, its bytes say.
+SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm")
+_JPEG = (".jpeg", ".jpg")
+
+
+class Folder(NamedTuple):
+  """What lies in a directory of class subdirectories.
+
+  Attributes:
+    root: the directory.
+    classes: names of the subdirectories, sorted.
+    files: file names within their class, bytes [n]: by class, then by name.
+    labels: int32 [n], index into `classes`.
+  """
+
+  root: str
+  classes: tuple[str, ...]
+  files: np.ndarray
+  labels: np.ndarray
+
+
+def image_folder(
+  directory: str | os.PathLike[str],
+  *,
+  image_size: int,
+  augment: AugmentName = "none",
+  cache: bool = False,
+  eval_view: EvalView = "mlperf",
+  classes: Sequence[str] | None = None,
+) -> Dataset:
+  """A dataset of class subdirectories of image files: DIRECTORY/CLASS/*.JPEG.
+
+  Sorted by class, then by file name (by code point, whatever the locale), so the
+  order is the same on every machine. Another `image_size` of the same directory
+  costs nothing: the listing is kept until a subdirectory changes.
+
+  Args:
+    directory: with a subdirectory a class, e.g. "ILSVRC2012/train".
+    image_size: height and width of the views.
+    augment: what training draws change; see `config.TFDS`.
+    cache: decode everything once, now, and keep it in memory.
+    eval_view: "mlperf" or "google", see `jpeg.view`.
+    classes: names in the order of their labels, e.g. those of another split;
+      None: all subdirectories, sorted.
+
+  Raises:
+    ConfigError: no such directory, no images in it, or an unknown class.
+
+  Example:
+    >>> train = image_folder("train", image_size=224, augment="crop")  # doctest: +SKIP
+    >>> train.num_examples  # doctest: +SKIP
+    1281167
+  """
+  folder = listing(directory)
+  names, labels = tuple(classes or folder.classes), folder.labels
+  for name in folder.classes:
+    if name not in names:
+      raise ConfigError(
+        f"image_folder.classes: {directory} has a class {name!r} that they lack, "
+        + nearest(name, names)
+      )
+  labels = np.array([names.index(c) for c in folder.classes], np.int32)[labels]
+  shape = (image_size, image_size, 3)
+  info = DatasetInfo(str(directory), shape, len(names), IMAGENET_MEAN, IMAGENET_STD)
+  return from_source(
+    info, _source(folder, labels), resized=True, augment=augment, cache=cache,
+    eval_view=eval_view,
+  )  # fmt: skip
+
+
+def folder_classes(directory: str | os.PathLike[str]) -> tuple[str, ...]:
+  """The class names of a directory, in the order of their labels."""
+  return listing(directory).classes
+
+
+def listing(directory: str | os.PathLike[str]) -> Folder:
+  """The images in a directory of class subdirectories.
+
+  Raises:
+    ConfigError: no such directory, or no images in subdirectories of it.
+  """
+  root = Path(directory)
+  if not root.is_dir():
+    raise ConfigError(
+      f"image_folder.directory={str(directory)!r}: no such directory; give the one "
+      "whose subdirectories are the classes, e.g. ILSVRC2012/train"
+    )
+  with os.scandir(root) as entries:
+    classes = sorted(e.name for e in entries if e.is_dir() and e.name[0] != ".")
+  changed = tuple(os.stat(root / name).st_mtime_ns for name in classes)
+  folder = _listing(str(root.absolute()), tuple(classes), changed)
+  if not len(folder.files):
+    raise ConfigError(
+      f"image_folder.directory={str(directory)!r}: no images in "
+      f"{len(classes)} subdirectories; it takes CLASS/*.JPEG (or {' '.join(SUFFIXES)})"
+    )
+  return folder
+
+
+@functools.lru_cache(maxsize=16)
+def _listing(root: str, classes: tuple[str, ...], changed: tuple[int, ...]) -> Folder:
+  del changed  # a file more or less changes it, and so what the cache finds
+
+  def images(name: str) -> list[str]:
+    with os.scandir(os.path.join(root, name)) as entries:
+      found = [e.name for e in entries if e.name.lower().endswith(SUFFIXES)]
+    return sorted(f for f in found if f[0] != ".")
+
+  with ThreadPoolExecutor(16) as threads:  # they wait for the file system
+    found = list(threads.map(images, classes))
+  kept = [i for i, names in enumerate(found) if names]  # no class without images
+  files = [os.fsencode(f) for i in kept for f in found[i]]
+  labels = np.repeat(np.arange(len(kept)), [len(found[i]) for i in kept])
+  return Folder(
+    root, tuple(classes[i] for i in kept), np.array(files), labels.astype(np.int32)
+  )
+
+
+def _source(folder: Folder, labels: np.ndarray) -> Source:
+  def name(index: int) -> str:
+    file = os.fsdecode(bytes(folder.files[index]))
+    return f"{folder.classes[folder.labels[index]]}/{file}"
+
+  def one(index: int) -> Record | None:
+    try:
+      with open(os.path.join(folder.root, name(index)), "rb") as file:
+        return Record(file.read(), int(labels[index]))
+    except OSError:  # gone, no file, not allowed, or the disk's fault
+      return None
+
+  return Source(
+    len(folder.files),
+    lambda indices: map(one, indices),
+    name,
+    lambda index: name(index).lower().endswith(_JPEG),
+  )

@@ -1,0 +1,145 @@
+"""What follows from the settings, the data and the number of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jaxscale import config as cfg
+from jaxscale import optim
+from jaxscale.settings import ConfigError
+from jaxscale.stages import Stage, plan
+
+
+class Derived(NamedTuple):
+  """What follows from a Config, the data and the devices.
+
+  Attributes:
+    num_train: training examples.
+    num_eval: held-out examples.
+    total_steps: optimizer steps of the run.
+    warmup_steps: steps of Config.batch_size until the peak rate.
+    peak_lr: learning rate at the end of the warm-up, at Config.batch_size.
+    eval_every: steps between evaluations (in the first stage).
+    save_every: steps between checkpoints (in the first stage).
+    num_devices: over all processes.
+    device_batch_size: examples a device and step (in the first stage).
+    micro_batch_size: examples a device and micro-batch (in the first stage).
+    eval_batch_size: over all devices, rounded up to a multiple of them.
+    stages: stretches of steps of one shape; one, unless something changes.
+  """
+
+  num_train: int
+  num_eval: int
+  total_steps: int
+  warmup_steps: int
+  peak_lr: float
+  eval_every: int
+  save_every: int
+  num_devices: int
+  device_batch_size: int
+  micro_batch_size: int
+  eval_batch_size: int
+  stages: tuple[Stage, ...]
+
+
+def derive(
+  config: cfg.Config,
+  num_train: int,
+  num_eval: int,
+  num_devices: int,
+  chosen: Sequence[int] = (),
+) -> Derived:
+  """Compute what follows from the settings.
+
+  Args:
+    config: the settings.
+    num_train: training examples.
+    num_eval: held-out examples.
+    num_devices: over all processes.
+    chosen: batch sizes that an adaptive run has settled on so far, a stage each.
+
+  Raises:
+    ConfigError: a batch does not divide over devices and micro-batches.
+  """
+  check_divisible(config.batch_size, num_devices, config.accumulate_steps)
+  stages = _stages(config, num_train, chosen)
+  for stage in stages:
+    check_divisible(
+      stage.batch_size, num_devices, stage.accumulate_steps, "Stages.batch_sizes"
+    )
+  if config.noise_scale and num_devices * stages[0].accumulate_steps == 1:
+    raise ConfigError(
+      "Config.noise_scale=True: one device and one micro-batch have no two "
+      "gradients to compare, set accumulate_steps to 2 or more"
+    )
+  warmup_steps = round(config.schedule.warmup_epochs * num_train / config.batch_size)
+  all_steps = config.epochs * num_train / config.batch_size
+  if warmup_steps >= all_steps > 1:
+    raise ConfigError(
+      f"schedule.warmup_epochs={config.schedule.warmup_epochs}: {warmup_steps} "
+      f"steps of a run of {stages[-1].stop}, make it shorter"
+    )
+  first = stages[0]
+  return Derived(
+    num_train=num_train,
+    num_eval=num_eval,
+    total_steps=stages[-1].stop,
+    warmup_steps=warmup_steps,
+    peak_lr=optim.scale_learning_rate(
+      config.optimizer.lr,
+      config.batch_size,
+      config.lr_reference_batch_size,
+      config.lr_scaling,
+    ),
+    eval_every=steps_of(config.evaluation.every_epochs, num_train, first),
+    save_every=steps_of(config.checkpoint.every_epochs, num_train, first),
+    num_devices=num_devices,
+    device_batch_size=first.batch_size // num_devices,
+    micro_batch_size=first.batch_size // (num_devices * first.accumulate_steps),
+    eval_batch_size=-(-config.evaluation.batch_size // num_devices) * num_devices,
+    stages=stages,
+  )
+
+
+def steps_of(epochs: float, num_train: int, stage: Stage) -> int:
+  """Steps of a stage that make so many epochs, one at least."""
+  return max(round(epochs * num_train / stage.batch_size), 1)
+
+
+def check_divisible(
+  batch_size: int, num_devices: int, micros: int, field: str = "Config.batch_size"
+) -> None:
+  """Refuse a batch that does not divide over devices and micro-batches."""
+  unit = num_devices * micros
+  if batch_size % unit:
+    below = batch_size // unit * unit
+    raise ConfigError(
+      f"{field}={batch_size}: not divisible by {num_devices} devices x "
+      f"{micros} accumulate_steps; give "
+      + (f"{below} or {below + unit}" if below else f"{unit}")
+    )
+
+
+def _stages(
+  config: cfg.Config, num_train: int, chosen: Sequence[int]
+) -> tuple[Stage, ...]:
+  settings = config.stages
+  if isinstance(settings, cfg.AdaptiveBatch):
+    count = max(-(-config.epochs // settings.every_epochs), 1)
+    epochs = [i * settings.every_epochs for i in range(int(count))]
+    known = list(chosen) or [config.batch_size]
+    sizes = known + [known[-1]] * (len(epochs) - len(known))
+    return plan(
+      epochs, sizes, [config.accumulate_steps] * len(epochs), [None] * len(epochs),
+      total_epochs=config.epochs, num_train=num_train,
+    )  # fmt: skip
+  n = len(settings.epochs)
+  return plan(
+    settings.epochs,
+    settings.batch_sizes or (config.batch_size,) * n,
+    settings.accumulate_steps or (config.accumulate_steps,) * n,
+    settings.image_sizes or (None,) * n,
+    total_epochs=config.epochs,
+    num_train=num_train,
+  )

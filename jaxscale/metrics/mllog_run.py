@@ -1,0 +1,297 @@
+"""What a run says in MLPerf's log: its settings, its epochs, how it ended.
+
+A run logs while it goes, by `RunLog`; of a run that did not, `log_from_record`
+makes the same lines from its files. The keys are those of mlperf-logging 4.1.68
+(mllog/constants.py; which of them ResNet must have, in which order and with
+what beside them: compliance_checker/training_4.0.0 and, for each optimizer,
+training_3.1.0).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxscale.metrics.mllog import MLLog
+from jaxscale.metrics.writers import read_metrics
+
+
+class Submission(NamedTuple):
+  """Who ran what, as a submission has to say.
+
+  Attributes:
+    benchmark: "resnet" is ResNet-50 on ImageNet; None: named after the data.
+    org: whose run it is.
+    platform: the machine; None: the devices.
+    division: "open", or "closed" for the reference model, data and optimizer.
+    status: "research", "onprem", "cloud" or "preview".
+  """
+
+  benchmark: str | None = None
+  org: str = "unnamed"
+  platform: str | None = None
+  division: str = "open"
+  status: str = "research"
+
+
+_UNNAMED = Submission()
+
+
+def run_keys(
+  described: Mapping[str, Any], submission: Submission = _UNNAMED
+) -> dict[str, Any]:
+  """What MLPerf wants to be told of a run, by its names for it.
+
+  Args:
+    described: what the run's config.json holds.
+    submission: who ran it.
+
+  Example:
+    >>> keys = run_keys(json.loads((workdir / "config.json").read_text()))
+    >>> keys["global_batch_size"]                        # doctest: +SKIP
+    4096
+  """
+  config, derived = described["config"], described["derived"]
+  data, devices = described["data"]["name"], described["devices"]
+  is_reference = config["model"].get("depth") == 50 and data == "imagenet2012"
+  keys = {
+    "submission_benchmark": submission.benchmark
+    or ("resnet" if is_reference else data),
+    "submission_org": submission.org,
+    "submission_platform": submission.platform or f"{len(devices)} x {devices[0]}",
+    "submission_division": submission.division,
+    "submission_status": submission.status,
+    "seed": config["seed"],
+    "global_batch_size": config["batch_size"],
+    "gradient_accumulation_steps": config["accumulate_steps"],
+    "train_samples": derived["num_train"],
+    "eval_samples": derived["num_eval"],
+    **_optimizer_keys(config, derived),
+  }
+  span = _bn_span(config["model"], derived)
+  return keys if span is None else keys | {"model_bn_span": span}
+
+
+def _optimizer_keys(config, derived) -> dict[str, Any]:
+  """opt_*: the names that the closed division has for each optimizer."""
+  optimizer, schedule = config["optimizer"], config["schedule"]
+  name = optimizer["class"].lower()
+  keys = {
+    "opt_name": name,
+    "opt_base_learning_rate": derived["peak_lr"],
+    "opt_learning_rate_warmup_epochs": schedule["warmup_epochs"],
+    "opt_weight_decay": optimizer.get("weight_decay", 0.0),
+  }
+  if config.get("clip_norm") is not None:
+    keys["opt_gradient_clip_norm"] = config["clip_norm"]
+  if name in ("sgd", "lars"):
+    prefix = f"{name}_opt"
+    keys |= {
+      f"{prefix}_base_learning_rate": derived["peak_lr"],
+      f"{prefix}_end_learning_rate": schedule.get("end_lr", 0.0),
+      f"{prefix}_learning_rate_warmup_epochs": schedule["warmup_epochs"],
+      f"{prefix}_momentum": optimizer["momentum"],
+      f"{prefix}_weight_decay": optimizer["weight_decay"],
+    }
+    if "power" in schedule:
+      steps = _decay_steps(config, derived)
+      keys[f"{prefix}_learning_rate_decay_poly_power"] = schedule["power"]
+      keys[f"{prefix}_learning_rate_decay_steps"] = steps
+  if name == "lars":
+    keys["lars_epsilon"] = optimizer.get("eps", 0.0)
+  if name in ("lamb", "adamw"):
+    keys |= {
+      f"opt_{name}_beta_1": optimizer["b1"],
+      f"opt_{name}_beta_2": optimizer["b2"],
+      f"opt_{name}_epsilon": optimizer["eps"],
+    }
+    decay = {"lamb": "opt_lamb_weight_decay_rate", "adamw": "opt_adamw_weight_decay"}
+    keys[decay[name]] = optimizer["weight_decay"]
+  return keys
+
+
+def _decay_steps(config, derived) -> int:
+  """Steps of a polynomial decay, as mlcommons/training's LARS schedule counts them.
+
+  Up to the end of the run it is total - warm-up + 1.
+  """
+  epochs = config["schedule"].get("decay_epochs")
+  if epochs is None:
+    return derived["total_steps"] - derived["warmup_steps"] + 1
+  return round(epochs * derived["num_train"] / config["batch_size"])
+
+
+def _bn_span(model, derived) -> int | None:
+  """Examples that share one BatchNorm's statistics; None without BatchNorm."""
+  span = model.get("bn_span")
+  if span is None or model.get("batch_norm") is False:
+    return None
+  micro = derived["micro_batch_size"]
+  return {"device": micro, "global": micro * derived["num_devices"]}.get(span, span)
+
+
+class RunLog:
+  """The log of one run, in the order that MLPerf wants it.
+
+  Blocks of training lie between evaluations. Epochs are counted from 0 and are
+  fractions where steps do not divide them.
+
+  Example:
+    >>> log = RunLog(workdir / "mllog.txt", described)          # doctest: +SKIP
+    >>> log.evaluating(step, epoch)                              # doctest: +SKIP
+    >>> log.evaluated(accuracy)                                  # doctest: +SKIP
+    >>> log.stop(success=True)                                   # doctest: +SKIP
+  """
+
+  def __init__(
+    self,
+    path: str | os.PathLike | None,
+    described: Mapping[str, Any],
+    *,
+    start: int = 0,
+    epoch: float = 0.0,
+    init_ms: float | None = None,
+    run_ms: float | None = None,
+    submission: Submission = _UNNAMED,
+  ):
+    """Say what is run and that it begins; where it goes on, only that.
+
+    Args:
+      path: the file; None in processes other than the leader.
+      described: what the run's config.json holds.
+      start: the step it goes on from.
+      epoch: likewise.
+      init_ms: when the process began, in milliseconds since the epoch.
+      run_ms: when the first batch was asked for; None: now.
+      submission: who runs it.
+    """
+    config = described["config"]
+    self._every = config["evaluation"]["every_epochs"]
+    self._epochs = config["epochs"]
+    self._step, self._epoch = start, epoch
+    self._in_block = False
+    self._log = log = MLLog(path, start=start)
+    if start:
+      log.event("resumed", start, **self._here())
+    else:
+      run_ms = time.time() * 1e3 if run_ms is None else run_ms
+      init_ms = run_ms if init_ms is None else init_ms
+      log.event("cache_clear", True, time_ms=init_ms)
+      log.start("init_start", time_ms=init_ms)
+      for key, value in run_keys(described, submission).items():
+        log.event(key, value, time_ms=run_ms)
+      log.end("init_stop", time_ms=run_ms)
+      log.start("run_start", time_ms=run_ms)
+    self._begin_block(run_ms)
+
+  def evaluating(
+    self, step: int, epoch: float, *, time_ms: float | None = None
+  ) -> None:
+    """Training pauses after `step`, at `epoch`, for an evaluation."""
+    if self._in_block:
+      block = self._block(epoch - self._epoch)
+      self._log.end("block_stop", **block | {"step_num": step}, time_ms=time_ms)
+      self._in_block = False
+    self._step, self._epoch = step, epoch
+    self._log.start("eval_start", **self._here(), time_ms=time_ms)
+
+  def evaluated(
+    self, accuracy: float, *, is_last: bool = False, time_ms: float | None = None
+  ) -> None:
+    """That evaluation is done; unless it is the last, training goes on."""
+    self._log.event("eval_accuracy", accuracy, **self._here(), time_ms=time_ms)
+    self._log.end("eval_stop", **self._here(), time_ms=time_ms)
+    if not is_last:
+      self._begin_block(time_ms)
+
+  def stop(self, *, success: bool, time_ms: float | None = None) -> None:
+    """The run is over: it reached its target accuracy, or it did not."""
+    status = "success" if success else "aborted"
+    self._log.end("run_stop", **self._here(), status=status, time_ms=time_ms)
+    self.close()
+
+  def note(self, key: str, value: Any = None, **metadata: Any) -> None:
+    """Anything else that happened."""
+    self._log.event(key, value, **self._here(), **metadata)
+
+  def close(self) -> None:
+    """Close the file; a run that is interrupted says no more than it did."""
+    self._log.close()
+
+  def _begin_block(self, time_ms: float | None) -> None:
+    # Steps do not divide epochs: what is left at the end may be next to nothing.
+    planned = min(self._every, self._epochs - self._epoch)
+    if planned > 0:
+      self._in_block = True
+      self._log.start("block_start", **self._block(planned), time_ms=time_ms)
+
+  def _here(self) -> dict[str, Any]:
+    return {"epoch_num": round(self._epoch, 4), "step_num": self._step}
+
+  def _block(self, epochs: float) -> dict[str, Any]:
+    first = round(self._epoch, 4)
+    count = round(epochs, 4)
+    return {"first_epoch_num": first, "epoch_count": count, "step_num": self._step}
+
+
+def log_from_record(
+  workdir: str | os.PathLike, submission: Submission = _UNNAMED
+) -> Path | None:
+  """Write `workdir/mllog.txt` from what a run left there.
+
+  It ends where the target was first reached. The record has the time at which an
+  evaluation was done, not when it began, and of the start only how long before
+  the end it was; compilation counts as part of the run. A run that was resumed is
+  dated from the first line of its record, and says so.
+
+  Args:
+    workdir: of a run, with config.json, metrics.jsonl and summary.json.
+    submission: who ran it.
+
+  Returns:
+    The path, or None if no evaluation is recorded.
+  """
+  workdir = Path(workdir)
+  lines = read_metrics(workdir / "metrics.jsonl")
+  evaluations = [line for line in lines if "eval/accuracy" in line]
+  if not evaluations:
+    return None
+  described = json.loads((workdir / "config.json").read_text())
+  target = described["config"].get("target_accuracy")
+  summary_path = workdir / "summary.json"
+  summary = json.loads(summary_path.read_text()) if summary_path.exists() else {}
+  began = lines[-1]["time"] - summary.get("seconds", 0.0)
+  was_resumed = began > lines[0]["time"]
+  began_ms = 1e3 * (lines[0]["time"] if was_resumed else began)
+  path = workdir / "mllog.txt"
+  log = RunLog(
+    path, described, init_ms=began_ms, run_ms=began_ms, submission=submission
+  )
+  if was_resumed:
+    log.note("resumed", True, time_ms=began_ms)
+  success, at = False, began_ms
+  for line in evaluations:
+    at = 1e3 * line["time"]
+    log.evaluating(line["step"], _epoch(described, line["step"]), time_ms=at)
+    success = target is not None and line["eval/accuracy"] >= target
+    last = success or line is evaluations[-1]
+    log.evaluated(line["eval/accuracy"], is_last=last, time_ms=at)
+    if success:
+      break
+  log.stop(success=success, time_ms=at)
+  return path
+
+
+def _epoch(described: Mapping[str, Any], step: int) -> float:
+  """Epochs after a step, stage by stage."""
+  derived = described["derived"]
+  examples = sum(
+    min(max(step - stage["start"], 0), stage["stop"] - stage["start"])
+    * stage["batch_size"]
+    for stage in derived["stages"]
+  )
+  return examples / derived["num_train"]

@@ -1,0 +1,137 @@
+"""AlexNet as Caffe trained it, and with BatchNorm in place of LRN.
+
+Layers, groups, initial values and dropout are those of
+- `AlexNet`: BVLC/caffe models/bvlc_alexnet/train_val.prototxt, a replication of
+  Krizhevsky et al. (NIPS 2012) with the groups of its two GPUs, and
+- `AlexNetBN`: intel/caffe (commit 44d53638)
+  models/intel_optimized_models/multinode/alexnet_bn_64nodes/train_val2.prototxt,
+  the network of the 32K recipe of arXiv:1709.05011.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxscale.models.layers import BatchNorm, dropout, local_response_norm
+from jaxscale.settings import ConfigError
+
+# conv1 (11, stride 4) and three pools of 3 with stride 2 leave one position.
+MIN_IMAGE_SIZE = 67
+
+
+class AlexNet(nn.Module):
+  """Five convolutions and three dense layers, for NHWC images of 227 x 227.
+
+  With 1,000 classes it has 60,965,224 parameters, and 2,240 more with BatchNorm,
+  whose scale and shift Intel Caffe's MKL-DNN layer learns (`use_weight_bias`,
+  true unless said otherwise); NVIDIA/caffe's file of the same network
+  (models/alexnet_bn/train_val2.prototxt) has `scale_bias: false`.
+
+  Caffe rounds the sizes of pooled images up, we down: no difference at 227. The
+  recipes give the network images less their mean, which `AlexNetBN` also wants
+  divided by 256 (`scale: 0.00390625`).
+
+  Attributes:
+    num_classes: width of the output.
+    batch_norm: normalise the inputs of conv2 to conv5 by their batch, instead of
+      those of conv2 and conv3 across channels.
+    bn_axis_name: mesh axes whose devices share BatchNorm statistics.
+    bn_group_size: examples that share them, where a device holds more.
+    bn_momentum: decay of the running statistics.
+    bn_epsilon: added to the variance.
+    hidden: width of the two hidden dense layers.
+    dropout: probability of dropping one of their units.
+    dtype: of activations; parameters are float32, logits too.
+
+  Raises:
+    ConfigError: images of less than 67 x 67, of which the last pool leaves none.
+
+  Example:
+    >>> fns = functions(AlexNetBN(num_classes=1000), (227, 227, 3), std=(256.0,))
+  """
+
+  num_classes: int
+  batch_norm: bool = False
+  bn_axis_name: tuple[str, ...] | None = None
+  bn_group_size: int | None = None
+  bn_momentum: float = 0.9
+  bn_epsilon: float = 1e-4
+  hidden: int = 4096
+  dropout: float = 0.5
+  dtype: jnp.dtype = jnp.float32
+
+  @nn.compact
+  def __call__(
+    self, images: jax.Array, train: bool, keys: jax.Array | None = None
+  ) -> jax.Array:
+    if min(images.shape[1:3]) < MIN_IMAGE_SIZE:
+      raise ConfigError(
+        f"image_size={min(images.shape[1:3])}: AlexNet's pools leave nothing of it, "
+        f"give {MIN_IMAGE_SIZE} or more; it is published at 227"
+      )
+    x = self._features(images.astype(self.dtype), train)
+    x = x.reshape(len(x), -1)
+    for layer, name in enumerate(("fc6", "fc7")):
+      x = nn.relu(self._dense(name, self.hidden, std=0.005, bias=0.1)(x))
+      x = dropout(x, self.dropout, keys if train else None, layer)
+    head_bias = 0.01 if self.batch_norm else 0.0
+    x = self._dense("fc8", self.num_classes, std=0.01, bias=head_bias)(x)
+    return x.astype(jnp.float32)
+
+  def _features(self, x: jax.Array, train: bool) -> jax.Array:
+    """[n, h, w, channels] -> [n, h', w', 256]; 6 x 6 of 227 x 227."""
+
+    def norm(x, name):
+      return BatchNorm(
+        self.bn_axis_name, self.bn_momentum, self.bn_epsilon,
+        group_size=self.bn_group_size, dtype=self.dtype, name=name,
+      )(x, train)  # fmt: skip
+
+    def norm_and_pool(x, name):
+      if self.batch_norm:
+        return norm(_max_pool(x), name)
+      return _max_pool(local_response_norm(x))
+
+    conv = self._conv
+    x = nn.relu(conv("conv1", 96, 11, bias=0.0, strides=4, padding="VALID")(x))
+    x = norm_and_pool(x, "bn2")
+    x = nn.relu(conv("conv2", 256, 5, bias=0.1, feature_group_count=2)(x))
+    x = norm_and_pool(x, "bn3")
+    x = nn.relu(conv("conv3", 384, 3, bias=0.0)(x))
+    x = norm(x, "bn4") if self.batch_norm else x
+    x = nn.relu(conv("conv4", 384, 3, bias=0.1, feature_group_count=2)(x))
+    x = norm(x, "bn5") if self.batch_norm else x
+    x = nn.relu(conv("conv5", 256, 3, bias=0.1, feature_group_count=2)(x))
+    return _max_pool(x)
+
+  def _conv(self, name, width, size, bias, **options) -> nn.Conv:
+    """A convolution from N(0, 0.01²); `bias` is the initial one without BatchNorm."""
+    return nn.Conv(
+      width,
+      (size, size),
+      kernel_init=nn.initializers.normal(0.01),
+      bias_init=nn.initializers.constant(0.01 if self.batch_norm else bias),
+      dtype=self.dtype,
+      name=name,
+      **options,
+    )
+
+  def _dense(self, name, width, std, bias) -> nn.Dense:
+    return nn.Dense(
+      width,
+      kernel_init=nn.initializers.normal(std),
+      bias_init=nn.initializers.constant(bias),
+      dtype=self.dtype,
+      name=name,
+    )
+
+
+def _max_pool(x: jax.Array) -> jax.Array:
+  return nn.max_pool(x, (3, 3), strides=(2, 2), padding="VALID")
+
+
+AlexNetBN = functools.partial(AlexNet, batch_norm=True)

@@ -1,0 +1,90 @@
+"""The gradient-noise scale: how large a batch is worth its examples.
+
+McCandlish et al., "An empirical model of large-batch training"
+(arXiv:1812.06162). With G the true gradient and S the trace of the covariance
+of one example's gradient, B_noise = S / |G|^2. Squared norms of gradients over
+b and B examples, which data parallelism has anyway, give unbiased estimates of
+both (appendix A.1):
+
+    |G|^2 = (B |G_B|^2 - b |G_b|^2) / (B - b)
+    S     = (|G_b|^2 - |G_B|^2) / (1/b - 1/B)
+
+The ratio of their running averages is what is reported. A run at batch size B
+needs about 1 + B_noise/B times the fewest steps and 1 + B/B_noise times the
+fewest examples (eq. 2.11): at B_noise twice the least of either.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class NoiseScale(NamedTuple):
+  """Running averages, float32 scalars.
+
+  Attributes:
+    signal: of |G|^2.
+    noise: of S.
+    weight: of 1, by which both are corrected.
+  """
+
+  signal: jax.Array
+  noise: jax.Array
+  weight: jax.Array
+
+
+def init() -> NoiseScale:
+  """Before the first step."""
+  return NoiseScale(*(jnp.zeros((), jnp.float32) for _ in range(3)))
+
+
+def estimate(small_sq, big_sq, small: float, big: float):
+  """Unbiased (|G|^2, S) of one step.
+
+  Args:
+    small_sq: mean squared norm of gradients over `small` examples each.
+    big_sq: squared norm of their mean, over `big` examples.
+    small: b, examples of a device's micro-batch.
+    big: B, examples of the step.
+  """
+  signal = (big * big_sq - small * small_sq) / (big - small)
+  noise = (small_sq - big_sq) / (1 / small - 1 / big)
+  return signal, noise
+
+
+def update(
+  state: NoiseScale, small_sq, big_sq, small: float, big: float, decay: float = 0.99
+) -> NoiseScale:
+  """Take in a step; arguments as of `estimate`.
+
+  Args:
+    state: before.
+    small_sq: see `estimate`.
+    big_sq: see `estimate`.
+    small: see `estimate`.
+    big: see `estimate`.
+    decay: of the running averages.
+  """
+  new = (*estimate(small_sq, big_sq, small, big), jnp.ones((), jnp.float32))
+  return NoiseScale(
+    *(decay * old + (1 - decay) * x for old, x in zip(state, new, strict=True))
+  )
+
+
+def metrics(state: NoiseScale) -> dict[str, jax.Array]:
+  """What is logged: S / |G|^2 in examples, and both parts of it.
+
+  Where the average of |G|^2 is not positive (all noise) the scale is infinite.
+  """
+  positive = state.signal > 0
+  scale = jnp.where(
+    positive, state.noise / jnp.where(positive, state.signal, 1.0), jnp.inf
+  )
+  return {
+    "noise_scale": scale,
+    "gradient_signal": state.signal / state.weight,
+    "gradient_noise": state.noise / state.weight,
+  }

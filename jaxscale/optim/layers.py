@@ -1,0 +1,145 @@
+"""What a layer is to a layer-wise optimizer: one norm, one trust ratio.
+
+A layer is a leaf of the parameters or, where layers are stacked for a scan, one
+slice of a leaf along its first dim. Norms and states are float32 at least,
+whatever the dtype of the parameters; float64 stays float64.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxscale.optim.masks import Mask
+
+
+class Layer(NamedTuple):
+  """How a leaf is treated.
+
+  Attributes:
+    chosen: by the mask: has decay, and a trust ratio if the optimizer has one.
+    stacked: its first dim counts layers.
+  """
+
+  chosen: bool
+  stacked: bool
+
+
+def layers_of(
+  params: Any, mask: Mask | Any | None, stacked: Mask | Any | None
+) -> list[Layer]:
+  """A `Layer` for each leaf, in the order of `jax.tree.leaves`.
+
+  Args:
+    params: arrays, or anything with shape and dtype.
+    mask: params -> bool per leaf, or such a tree (a prefix will do); None: all
+      are chosen. It sees a stacked leaf without its first dim, so that `kernels`
+      finds the stacked biases to be biases.
+    stacked: the same, which leaves are stacked; None: no leaf is.
+
+  Raises:
+    ValueError: a leaf is called stacked and has no dims.
+  """
+  is_stacked = _flags(stacked, params, default=False)
+
+  def one_layer(leaf: Any, many: bool) -> Any:
+    if not many:
+      return leaf
+    if not leaf.shape:
+      raise ValueError("stacked: a scalar has no first dim to count layers")
+    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+
+  leaves, treedef = jax.tree.flatten(params)
+  seen = [one_layer(x, many) for x, many in zip(leaves, is_stacked, strict=True)]
+  chosen = _flags(mask, jax.tree.unflatten(treedef, seen), default=True)
+  return [Layer(*flags) for flags in zip(chosen, is_stacked, strict=True)]
+
+
+def _flags(mask: Mask | Any | None, params: Any, *, default: bool) -> list[bool]:
+  """A bool for each leaf."""
+  if mask is None:
+    return [default] * len(jax.tree.leaves(params))
+  tree = mask(params) if callable(mask) else mask
+  return [bool(flag) for flag in jax.tree.leaves(jax.tree.broadcast(tree, params))]
+
+
+def wide(dtype: Any) -> Any:
+  """The dtype that norms and states have: float32 at least."""
+  return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
+
+
+def default_float() -> Any:
+  """The dtype of a rate: float32, or float64 where JAX has it enabled."""
+  return jnp.dtype(jax.dtypes.canonicalize_dtype(float))
+
+
+def layer_norm(x: jax.Array, layer: Layer) -> jax.Array:
+  """Euclidean norm of each layer, of the dims [] or [layers, 1, 1, ...].
+
+  A sum over dims, not over a flattened copy: a sharded array stays where it is
+  and only the sum crosses the network.
+  """
+  dims = tuple(range(1 if layer.stacked else 0, x.ndim))
+  return jnp.sqrt(jnp.sum(x * x, axis=dims, keepdims=layer.stacked))
+
+
+class TrustRatios(NamedTuple):
+  """The trust ratios of the last step, inside an optimizer's state.
+
+  Attributes:
+    tree: like the parameters: float32 [] or, for stacked layers, [layers], all 1
+      before the first step; `optax.MaskedNode` for leaves that have none.
+  """
+
+  tree: Any
+
+
+def initial_ratios(params: Any, layers: list[Layer] | None) -> TrustRatios:
+  """Ones for every chosen layer; None: no leaf has a ratio."""
+  leaves, treedef = jax.tree.flatten(params)
+
+  def ones(leaf: Any, layer: Layer) -> jax.Array | None:
+    if not layer.chosen:
+      return None
+    return jnp.ones(leaf.shape[:1] if layer.stacked else (), jnp.float32)
+
+  layers = layers or [Layer(chosen=False, stacked=False)] * len(leaves)
+  return ratio_tree(treedef, [ones(*pair) for pair in zip(leaves, layers, strict=True)])
+
+
+def ratio_tree(treedef: Any, ratios: list[jax.Array | None]) -> TrustRatios:
+  """Ratios of any float dtype and dims [] or [layers, 1, ...], in leaf order."""
+
+  def keep(ratio: jax.Array | None) -> Any:
+    if ratio is None:
+      return optax.MaskedNode()
+    return (ratio.reshape(-1) if ratio.ndim else ratio).astype(jnp.float32)
+
+  return TrustRatios(jax.tree.unflatten(treedef, [keep(r) for r in ratios]))
+
+
+def trust_ratios(opt_state: Any) -> dict[str, jax.Array]:
+  """The trust ratios of the last step, out of any optax state that holds them.
+
+  Args:
+    opt_state: of `lars` or `lamb`, chained, masked or alone; global arrays.
+
+  Returns:
+    float32 by the path of the layer, "/" between names: [], or [layers] for
+    stacked ones. A leaf that is excluded is not there.
+
+  Example:
+    >>> tx = lars(0.1)
+    >>> trust_ratios(tx.init({"head": {"kernel": w, "bias": b}}))
+    {'head/kernel': Array(1., dtype=float32)}
+  """
+  nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, TrustRatios))
+  found = {}
+  for node in nodes:
+    if isinstance(node, TrustRatios):
+      for path, ratio in jax.tree_util.tree_leaves_with_path(node.tree):
+        found[jax.tree_util.keystr(path, simple=True, separator="/")] = ratio
+  return found

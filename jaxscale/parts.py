@@ -1,0 +1,206 @@
+"""From a Config to each part of a run: data, model, schedule, optimizer.
+
+With `derive` and `build` the only modules, beside the command line, that read a
+Config: everything below takes plain arguments, and a notebook calls it so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from jaxscale import config as cfg
+from jaxscale import data, models, optim
+from jaxscale.derive import Derived
+from jaxscale.mesh import BN_AXIS, BatchNormSpan, batch_norm_span, mesh_shape
+from jaxscale.settings import ConfigError
+from jaxscale.stages import Stage, follow_batch_size, staged
+
+
+def make_data(
+  config: cfg.Config, image_size: int | None = None
+) -> tuple[data.Dataset, data.Dataset]:
+  """The training (at another image size, if given) and the held-out examples."""
+  match config.data:
+    case cfg.TFDS() as d:
+
+      def load(split, size, augment):
+        return data.tfds_images(
+          d.name, split, data_dir=d.data_dir, image_size=size, augment=augment,
+          cache=d.cache, eval_view=d.eval_view,
+        )  # fmt: skip
+
+    case cfg.ImageFolder() as d:
+
+      def load(split, size, augment):
+        return data.image_folder(
+          f"{d.path}/{split}", image_size=size, augment=augment, eval_view=d.eval_view,
+          # Labels are those of training, whichever classes evaluation has.
+          classes=data.folder_classes(f"{d.path}/{d.train_split}"),
+        )  # fmt: skip
+
+    case _ if image_size is not None:
+      raise ConfigError(
+        f"Stages.image_sizes={image_size}: {type(config.data).__name__} has images "
+        "of one size, use TFDS or ImageFolder"
+      )
+    case cfg.Digits(augment=augment):
+      return data.digits("train", augment=augment), data.digits("test")
+    case cfg.Synthetic() as d:
+      shape = (d.image_size, d.image_size, d.channels)
+      make = data.synthetic
+      num_eval = max(d.num_examples // 10, 1)
+      return (
+        make(d.num_examples, shape, d.num_classes),
+        make(num_eval, shape, d.num_classes, first=d.num_examples),
+      )
+  train = load(d.train_split, image_size or d.image_size, d.augment)
+  return train, load(d.eval_split, d.image_size, "none")
+
+
+def bn_span(config: cfg.Config, derived: Derived, stage: Stage) -> BatchNormSpan:
+  """How devices share BatchNorm statistics in a stage."""
+  span = getattr(config.model, "bn_span", "device")
+  if not getattr(config.model, "batch_norm", True):
+    span = "device"
+  replica, data_axis = mesh_shape(
+    derived.num_devices, replica=config.mesh.replica, data=config.mesh.data
+  )
+  rows = stage.batch_size // (derived.num_devices * stage.accumulate_steps)
+  return batch_norm_span(span, rows, replica=replica, data=data_axis)
+
+
+def _bn_options(span: BatchNormSpan, mesh: Mesh) -> dict[str, Any]:
+  """The fields of a model that say so; another stage may have split the mesh."""
+  names = span.axis_name
+  if names is not None and "data" in names and BN_AXIS in mesh.axis_names:
+    names = (*names, BN_AXIS)
+  if span.bn_devices not in (1, mesh.shape.get(BN_AXIS, 1)):
+    raise ConfigError(
+      f"bn_span: the stages' batch sizes ask for statistics over {span.bn_devices} "
+      f"and over {mesh.shape.get(BN_AXIS, 1)} devices; choose batch sizes for which "
+      "it is one number, or 1"
+    )
+  return {"bn_axis_name": names, "bn_group_size": span.group_size}
+
+
+def make_model(
+  config: cfg.Config, info: data.DatasetInfo, mesh: Mesh, span: BatchNormSpan
+) -> models.ModelFns:
+  """The model as pure functions of raw images; `span` as from `bn_span`."""
+  bn = _bn_options(span, mesh)
+  common = {"num_classes": info.num_classes, "dtype": jnp.dtype(config.dtype)}
+  match config.model:
+    case cfg.MLP(hidden=hidden):
+      module = models.MLP(hidden=hidden, **common)
+    case cfg.CNN() as m:
+      if min(info.image_shape[:2]) >> len(m.features) == 0:
+        raise ConfigError(
+          f"CNN.features={m.features}: {len(m.features)} stages halve images of "
+          f"{info.image_shape[0]} pixels to nothing, give fewer"
+        )
+      module = models.CNN(
+        features=m.features,
+        convs_per_stage=m.convs_per_stage,
+        dense=m.dense,
+        batch_norm=m.batch_norm,
+        dropout=m.dropout,
+        **bn,
+        **common,
+      )
+    case cfg.AlexNet() as m:
+      module = models.AlexNet(
+        batch_norm=m.batch_norm, dropout=m.dropout, **bn, **common
+      )
+      # Caffe's files subtract the mean, and with BatchNorm divide by 256.
+      info = info._replace(std=(256.0,) if m.batch_norm else (1.0,))
+    case cfg.ResNet() as m:
+      module = getattr(models, f"ResNet{m.depth}")(
+        width=m.width,
+        stem=m.stem,
+        bn_momentum=m.bn_momentum,
+        bn_epsilon=m.bn_epsilon,
+        zero_init_residual=m.zero_init_residual,
+        **bn,
+        **common,
+      )
+  return models.functions(module, info.image_shape, mean=info.mean, std=info.std)
+
+
+def make_schedule(config: cfg.Config, derived: Derived) -> optax.Schedule:
+  """Step, of Config.batch_size examples -> learning rate."""
+  s, peak, warmup = config.schedule, derived.peak_lr, derived.warmup_steps
+  per_epoch = derived.num_train / config.batch_size
+  total = max(math.ceil(config.epochs * per_epoch), 1)
+  rise = {"warmup": s.warmup, "start": s.warmup_lr}
+  if s.warmup_lr > peak:
+    raise ConfigError(
+      f"{type(s).__name__}.warmup_lr={s.warmup_lr}: above the peak of {peak:.6g} "
+      "that the warm-up leads to, give less"
+    )
+  match s:
+    # Polynomial before Cosine, whose fields it extends.
+    case cfg.Polynomial():
+      decay = None if s.decay_epochs is None else s.decay_epochs * per_epoch
+      return optim.warmup_polynomial(
+        peak, warmup, total, end=s.end_lr, power=s.power, restart=s.restart,
+        decay_steps=decay, **rise,
+      )  # fmt: skip
+    case cfg.Cosine():
+      return optim.warmup_cosine(peak, warmup, total, end=s.end_lr, **rise)
+    case cfg.Steps():
+      boundaries = [round(epoch * per_epoch) for epoch in s.boundaries]
+      return optim.warmup_steps(peak, warmup, boundaries, factor=s.factor, **rise)
+
+
+def stage_rate(config: cfg.Config, stage: Stage) -> tuple[float, float | None]:
+  """(factor of the learning rate, momentum or None) in a stage."""
+  adaptive = isinstance(config.stages, cfg.AdaptiveBatch)
+  rule = "neutral" if adaptive else config.stages.follow
+  momentum = getattr(config.optimizer, "momentum", None)
+  factor, new = follow_batch_size(
+    rule, stage.batch_size, config.batch_size, momentum or 0.0
+  )
+  return factor, None if momentum is None else new
+
+
+def stage_schedule(
+  config: cfg.Config, derived: Derived, stage: Stage
+) -> optax.Schedule:
+  """Step of the run -> learning rate, inside a stage."""
+  schedule = make_schedule(config, derived)
+  if len(derived.stages) == 1:
+    return schedule
+  return staged(schedule, stage, config.batch_size, stage_rate(config, stage)[0])
+
+
+def make_optimizer(
+  config: cfg.Config,
+  schedule: optax.Schedule,
+  warmup_steps: int,
+  momentum: float | None,
+) -> optax.GradientTransformation:
+  """Clip by the global norm, optimize, and let lower layers move less."""
+  settings = dataclasses.asdict(config.optimizer)
+  del settings["lr"]  # the schedule has it
+  if momentum is not None:
+    settings["momentum"] = momentum
+  if "momentum_correction" in settings:
+    correct = {"never": False, "warmup": warmup_steps, "always": True}
+    settings["momentum_correction"] = correct[settings["momentum_correction"]]
+  if "include" in settings:
+    masks = {"kernels": optim.kernels, "all": None}
+    include = settings.pop("include")
+    settings["mask"] = masks[include] if include in masks else optim.matching(include)
+  make: Any = getattr(optim, type(config.optimizer).__name__.lower())
+  chain = [make(schedule, **settings)]
+  if config.clip_norm is not None:
+    chain.insert(0, optax.clip_by_global_norm(config.clip_norm))
+  if config.layer_decay is not None:
+    chain.append(optim.layerwise_rate_decay(config.layer_decay, config.layer_order))
+  return optax.chain(*chain)

@@ -1,0 +1,166 @@
+"""A run in stages: batch and images may change size, the schedule goes on.
+
+A stage is a stretch of steps of one shape. Epochs say where it begins; steps
+and examples follow. Schedules count in steps of the reference batch size, so
+their shape over the epochs is the same however the batch changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+class Stage(NamedTuple):
+  """A stretch of steps of one shape.
+
+  Attributes:
+    start: steps before it.
+    stop: steps done at its end.
+    examples: examples seen before it.
+    batch_size: examples a step.
+    accumulate_steps: micro-batches a step.
+    image_size: of its training images; None: the data's own.
+    ordinal: its place among the stages asked for; some have room for no step.
+  """
+
+  start: int
+  stop: int
+  examples: int
+  batch_size: int
+  accumulate_steps: int
+  image_size: int | None
+  ordinal: int = 0
+
+
+def plan(
+  epochs: Sequence[float],
+  batch_sizes: Sequence[int],
+  accumulate_steps: Sequence[int],
+  image_sizes: Sequence[int | None],
+  *,
+  total_epochs: float,
+  num_train: int,
+) -> tuple[Stage, ...]:
+  """The stages of a run; one that has no room for a step is left out.
+
+  Args:
+    epochs: where each begins, rising from 0.
+    batch_sizes: of each.
+    accumulate_steps: of each.
+    image_sizes: of each.
+    total_epochs: of the run.
+    num_train: training examples.
+
+  Example:
+    >>> [(s.start, s.stop) for s in plan(
+    ...   (0, 1), (10, 20), (1, 1), (None, None), total_epochs=3, num_train=100)]
+    [(0, 10), (10, 20)]
+  """
+  stages: list[Stage] = []
+  start, examples = 0, 0
+  ends = [*epochs[1:], total_epochs]
+  parts = zip(batch_sizes, accumulate_steps, image_sizes, ends, strict=True)
+  for ordinal, (batch_size, micros, image_size, end) in enumerate(parts):
+    left = min(end, total_epochs) * num_train - examples
+    steps = max(math.ceil(left / batch_size), 0)
+    if steps:
+      stop = start + steps
+      stages.append(
+        Stage(start, stop, examples, batch_size, micros, image_size, ordinal)
+      )
+    start, examples = start + steps, examples + steps * batch_size
+  if not stages:  # a run has a step, however short it is
+    stages.append(Stage(0, 1, 0, batch_sizes[0], accumulate_steps[0], image_sizes[0]))
+  return tuple(stages)
+
+
+def stage_index(stages: Sequence[Stage], step: int) -> int:
+  """Which stage the step after `step` steps is in; the last one at the end."""
+  inside = (i for i, stage in enumerate(stages) if step < stage.stop)
+  return next(inside, len(stages) - 1)
+
+
+def examples_at(stages: Sequence[Stage], step: int) -> int:
+  """Examples seen after `step` steps."""
+  stage = stages[stage_index(stages, step)]
+  return stage.examples + (step - stage.start) * stage.batch_size
+
+
+def staged(
+  schedule: optax.Schedule, stage: Stage, batch_size: int, factor: float
+) -> optax.Schedule:
+  """The schedule inside a stage, as a function of the run's step.
+
+  Args:
+    schedule: of steps of `batch_size` examples.
+    stage: where we are.
+    batch_size: the reference.
+    factor: what the rate is multiplied by at the stage's batch size.
+  """
+  before = stage.examples / batch_size
+  ratio = stage.batch_size / batch_size
+
+  def of_step(step: Any) -> jax.Array:
+    inside = jnp.asarray(step - stage.start, jnp.float32)
+    return factor * jnp.asarray(schedule(before + ratio * inside), jnp.float32)
+
+  return of_step
+
+
+def follow_batch_size(
+  rule: Literal["none", "linear", "sqrt", "neutral"],
+  batch_size: int,
+  reference: int,
+  momentum: float,
+) -> tuple[float, float]:
+  """(factor of the rate, momentum) when the batch is no longer the reference.
+
+  "neutral" is what CNTK's learning rate per sample and momentum as time
+  constant amount to (SGD.h: momentum = exp(-B / tc), rate per sample
+  lr / (B (1 - momentum))): both stay, so that every example moves the
+  parameters as far, spread over as many examples, as before.
+
+  Args:
+    rule: how to follow.
+    batch_size: the new one.
+    reference: the batch size that rate and momentum belong to.
+    momentum: there.
+
+  Example:
+    >>> follow_batch_size("linear", 512, 256, 0.9)
+    (2.0, 0.9)
+  """
+  ratio = batch_size / reference
+  if rule == "neutral":
+    new = momentum**ratio
+    return ratio * (1 - new) / (1 - momentum), new
+  return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule], momentum
+
+
+def scale_velocity(opt_state: Any, factor: float) -> Any:
+  """Multiply every velocity in an optax state.
+
+  SGD's velocity settles at gradient / (1 - momentum): where the momentum
+  changes, (1 - old) / (1 - new) carries it over, and nothing jumps.
+  """
+
+  def has_velocity(node):
+    # NamedTuples of ours or of optax; arrays have a method `trace` as well.
+    fields = getattr(node, "_fields", ())
+    return "velocity" in fields or "trace" in fields
+
+  def scale(node):
+    if not has_velocity(node):
+      return node
+    name = "velocity" if "velocity" in node._fields else "trace"
+    old = getattr(node, name)
+    new = jax.tree.map(lambda v: v * jnp.asarray(factor, v.dtype), old)
+    return node._replace(**{name: new})
+
+  return jax.tree.map(scale, opt_state, is_leaf=has_velocity)

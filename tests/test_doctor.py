@@ -1,0 +1,159 @@
+"""The doctor says what is there, what is not, and what to do next."""
+
+import hashlib
+import re
+import shutil
+
+import pytest
+from test_imagenet import example, jpeg_bytes, write_tfds
+
+from jaxscale import doctor
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # protobuf and TFDS warn
+
+
+@pytest.fixture(autouse=True)
+def small(tmp_path, monkeypatch):
+  """ImageNet, were it tiny."""
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+  monkeypatch.setattr(doctor, "NUM_EXAMPLES", {"train": 12, "validation": 4})
+  monkeypatch.setattr(doctor, "NUM_CLASSES", 2)
+  archives = {
+    name: doctor.Archive(len(name), hashlib.md5(name.encode()).hexdigest())
+    for name in doctor.ARCHIVES
+  }
+  monkeypatch.setattr(doctor, "ARCHIVES", archives)
+
+
+@pytest.fixture(scope="module")
+def images():
+  from skimage import data as photos
+
+  coffee = photos.coffee()
+  return [jpeg_bytes(coffee[i : i + 48, i : i + 64]) for i in range(16)]
+
+
+def prepare(root, images, file_format="tfrecord", train=12):
+  records = [example(image, i % 2) for i, image in enumerate(images)]
+  splits = {"train": [records[:5], records[5:train]], "validation": [records[12:]]}
+  options = {"num_classes": 1000, "version": "5.1.0"}
+  return write_tfds(root, "imagenet2012", file_format, splits, **options)
+
+
+def ask(capsys, *args):
+  code = doctor.main(["imagenet", *map(str, args)])
+  out = capsys.readouterr()
+  assert "Traceback" not in out.err
+  return code, out.out
+
+
+@pytest.mark.parametrize("file_format", ["tfrecord", "array_record"])
+def test_what_is_prepared_is_ready(tmp_path, capsys, images, file_format):
+  prepare(tmp_path, images, file_format)
+  code, said = ask(capsys, "--data_dir", tmp_path)
+  assert code == 0, said
+  assert f"imagenet2012 5.1.0 in {tmp_path}" in said and file_format in said
+  assert "train: 12 examples" in said and "validation: 4 examples" in said
+  assert "train: 2 files" in said and "images/s a core" in said
+  assert "sample of 12: 0 damaged examples" in said
+  assert "next" not in said and said.endswith("imagenet: ready\n")
+
+
+def test_nothing_there_says_what_to_download_then_to_prepare(tmp_path, capsys):
+  code, said = ask(capsys, "--data_dir", tmp_path)
+  assert code == 2 and "is not prepared in" in said
+  steps = [line for line in said.splitlines() if line.startswith("next")]
+  assert "register at image-net.org" in steps[0] and "img_val" in steps[0]
+  assert f"imagenet2012 --manual_dir DIR --data_dir {tmp_path}" in steps[-1]
+
+
+@pytest.mark.parametrize("file_format", ["tfrecord", "array_record"])
+@pytest.mark.parametrize(
+  ("harm", "says"),
+  [
+    (lambda file: file.unlink(), "1 of 2 files missing or empty"),
+    (lambda file: file.write_bytes(b""), "1 of 2 files missing or empty"),
+    # TFDS opens an array_record file only to read from it: the sample finds out.
+    (lambda f: f.write_bytes(f.read_bytes()[:-900]), "truncated|7 damaged examples"),
+  ],
+)
+def test_a_lost_or_cut_shard_is_not_ready(
+  tmp_path, capsys, images, file_format, harm, says
+):
+  folder = prepare(tmp_path, images, file_format)
+  harm(folder / f"imagenet2012-train.{file_format}-00001-of-00002")
+  code, said = ask(capsys, "--data_dir", tmp_path)
+  assert code == 2 and re.search(says, said) and "copy" in said
+
+
+def test_a_subset_or_damage_is_not_ready(tmp_path, capsys, images):
+  prepare(tmp_path / "few", images, train=10)
+  code, said = ask(capsys, "--data_dir", tmp_path / "few")
+  assert code == 2 and "train: 10 examples, ImageNet has 12" in said
+  images = [*images[:3], b"no image", *images[4:]]
+  prepare(tmp_path / "torn", images)
+  code, said = ask(capsys, "--data_dir", tmp_path / "torn")
+  assert code == 2 and "1 damaged example: imagenet2012 'train' example 3" in said
+
+
+def test_archives_are_weighed_and_summed(tmp_path, capsys):
+  args = ["--data_dir", tmp_path / "tfds", "--manual_dir", tmp_path]
+  train, val = (tmp_path / name for name in doctor.ARCHIVES)
+  train.write_text(train.name)
+  val.write_text("short")
+  _, said = ask(capsys, *args)
+  assert f"ok    {train}" in said and "(--md5 sums it)" in said
+  assert f"{val} has 5 bytes, should have {len(val.name)}" in said
+  val.write_text(val.name[::-1])
+  _, said = ask(capsys, *args, "--md5")
+  assert f"ok    {train}" in said and f"not   {val}: md5" in said
+
+
+def test_a_disk_too_small_is_said(tmp_path, capsys, monkeypatch):
+  usage = shutil.disk_usage(tmp_path)._replace(free=10**9)
+  monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
+  _, said = ask(capsys, "--data_dir", tmp_path / "not" / "yet")
+  assert f"not   1.0 GB free in {tmp_path}, preparing writes 154.6 GB" in said
+  assert "make room" in said
+
+
+def unpack(root, images):
+  for i, image in enumerate(images):
+    file = root / ("train" if i < 12 else "val") / f"n{i % 2}" / f"{i}.JPEG"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(image)
+
+
+def test_a_folder_is_ready_or_says_what_it_lacks(tmp_path, capsys, images):
+  unpack(tmp_path, images)
+  code, said = ask(capsys, "--folder", tmp_path)
+  assert code == 0 and "train: 2 classes" in said and "validation: 4 examples" in said
+  (tmp_path / "train" / "n1" / "3.JPEG").write_bytes(images[3][:500])
+  code, said = ask(capsys, "--folder", tmp_path)
+  assert code == 2 and "sample of 12: 1 damaged example: n1/3.JPEG" in said
+  (tmp_path / "train" / "n1" / "3.JPEG").unlink()
+  shutil.move(tmp_path / "val" / "n1", tmp_path / "val" / "n7")
+  code, said = ask(capsys, "--folder", tmp_path)
+  assert code == 2 and "train: 11 examples, ImageNet has 12" in said
+  assert "classes of different names" in said
+  shutil.rmtree(tmp_path / "val")
+  code, said = ask(capsys, "--folder", tmp_path)
+  assert code == 2 and "no such directory" in said and "next  train/WNID" in said
+
+
+def test_the_published_figures():
+  from importlib.resources import files
+
+  listed = files("tensorflow_datasets.datasets.imagenet2012") / "checksums.tsv"
+  sizes = {
+    url.rsplit("/", 1)[1]: int(size)
+    for url, size, _ in (line.split() for line in listed.read_text().splitlines())
+  }
+  assert sum(sizes.values()) == doctor._SPACE and len(sizes) == 2
+
+
+def test_without_a_check_the_checks_are_listed(capsys):
+  assert doctor.main([]) == 0
+  assert "imagenet    ImageNet's" in capsys.readouterr().out
+  assert doctor.main(["imagnet"]) == 2
+  assert "'imagnet' is not one of them" in capsys.readouterr().err

@@ -1,0 +1,171 @@
+"""Learning rates against the numbers that were published and logged."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxscale import optim
+
+
+def test_corners():
+  poly = optim.warmup_polynomial(10.0, 5, 20, end=1e-4, power=2)
+  assert float(poly(0)) == 0.0
+  assert float(poly(1)) == pytest.approx(2.0)
+  assert float(poly(5)) == pytest.approx(10.0)
+  # end + (peak - end) (1 - 15/16)^2, the last value of Google's schedule
+  assert float(poly(20)) == pytest.approx(1e-4 + (10 - 1e-4) / 256, rel=1e-5)
+  assert float(poly(1000)) == pytest.approx(1e-4)
+  cosine = optim.warmup_cosine(2.0, 4, 12, end=0.5)
+  values = [float(cosine(s)) for s in (0, 2, 4, 8, 12, 99)]
+  assert values == pytest.approx([0, 1.0, 2.0, 1.25, 0.5, 0.5])
+  steps = optim.warmup_steps(1.0, 2, (4, 6), factor=0.1)
+  values = [float(steps(s)) for s in range(8)]
+  assert values == pytest.approx([0, 0.5, 1, 1, 0.1, 0.1, 0.01, 0.01])
+  assert float(optim.warmup_cosine(1.0, 0, 10)(0)) == 1.0
+  assert float(optim.warmup_steps(1.0, 0, ())(0)) == 1.0
+  # A run of one step, which is all warm-up.
+  for make in (optim.warmup_polynomial, optim.warmup_cosine):
+    assert np.isfinite(float(make(1.0, 1, 1)(1)))
+
+
+SCHEDULES = {
+  "restart": optim.warmup_polynomial(10.0, 5, 20),
+  "absolute": optim.warmup_polynomial(10.0, 5, 20, end=0.0, restart=False),
+  "quadratic": optim.warmup_polynomial(10.0, 5, 20, warmup="quadratic", start=1.0),
+  "cosine": optim.warmup_cosine(2.0, 4, 12, warmup="exponential", start=0.1),
+  "steps": optim.warmup_steps(1.0, 2, (4, 6), warmup="quadratic"),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_pure_functions_of_a_traced_step(name):
+  schedule, steps = SCHEDULES[name], jnp.arange(24)
+  alone = np.array([float(schedule(s)) for s in range(24)])
+  traced = jax.jit(jax.vmap(schedule))(steps)
+  assert traced.dtype == jnp.float32
+  np.testing.assert_allclose(traced, alone, rtol=1e-6)
+  # A fraction of a step is between its neighbours; a whole one as float is itself.
+  np.testing.assert_array_equal(jax.jit(jax.vmap(schedule))(jnp.arange(24.0)), traced)
+  half = np.array([float(schedule(jnp.float32(s + 0.5))) for s in range(23)])
+  low, high = np.minimum(alone[1:], alone[:-1]), np.maximum(alone[1:], alone[:-1])
+  ends = {"restart": 5, "absolute": 5, "quadratic": 5, "cosine": 4, "steps": 2}[name]
+  inside = np.arange(23) != ends - 1  # the ramp's last half step is still the ramp
+  assert ((low <= half * (1 + 1e-6)) & (half <= high * (1 + 1e-6)))[inside].all()
+  with jax.enable_x64(True):
+    assert schedule(3).dtype == schedule(jnp.int64(3)).dtype == jnp.float32
+
+
+def values(schedule, steps):
+  return [float(schedule(s)) for s in steps]
+
+
+def test_alexnet_bn_of_intel_caffe():
+  """Batch 32K: 1 to 32 over 400 steps, poly 2 on all 4,000: no restart."""
+  schedule = optim.warmup_polynomial(32, 400, 4000, end=0.0, restart=False, start=1.0)
+  got = values(schedule, (0, 200, 399, 400, 2000, 3999, 4000))
+  wanted = [1, 16.5, 1 + 31 * 399 / 400, 25.92, 8, 32 / 4000**2, 0]
+  assert got == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize(("base", "steps"), [(10, 600), (24, 400), (32, 400)])
+def test_the_quadratic_ramps_of_nvcaffe(base, steps):
+  """AlexNet-BN at 8K, 16K and 32K: 1 + (base - 1) (i / I)^2."""
+  schedule = optim.warmup_polynomial(
+    base, steps, 4000, end=0.0, restart=False, warmup="quadratic", start=1.0
+  )
+  got = values(schedule, (0, steps // 4, steps // 2, steps - 1))
+  wanted = [1 + (base - 1) * f**2 for f in (0, 1 / 4, 1 / 2, (steps - 1) / steps)]
+  assert got == pytest.approx(wanted, rel=1e-6)
+
+
+def test_the_exponential_ramp_multiplies():
+  schedule = optim.warmup_cosine(6.4, 6, 100, warmup="exponential", start=0.1)
+  got = values(schedule, range(7))
+  assert got == pytest.approx([0.1 * 2**i for i in range(7)], rel=1e-6)
+
+
+def test_resnet50_of_goyal_et_al():
+  """Intel Caffe's file of it: 0.1 to 3.2 over 780, tenths at 30, 60, 80 epochs."""
+  schedule = optim.warmup_steps(3.2, 780, (4680, 9360, 12480), start=0.1)
+  steps = (0, 390, 780, 4679, 4680, 9359, 9360, 12479, 12480, 14074)
+  wanted = [0.1, 1.65, 3.2, 3.2, 0.32, 0.32, 0.032, 0.032, 0.0032, 0.0032]
+  assert values(schedule, steps) == pytest.approx(wanted, rel=1e-6)
+
+
+# batch, peak, warm-up epochs, decay steps: mlcommons/logging, rcps_resnet.json
+RCP = [
+  (1632, 7.4, 2, 27476), (2048, 8.5, 5, 22530), (3264, 10.5, 2, 14523),
+  (4096, 10, 5, 13137), (8192, 17, 5, 6095), (13056, 12.8, 9, 4710),
+  (32768, 21.2, 16, 2267), (49152, 19.405, 24, 1846), (58880, 23.246, 29, 1785),
+  (65536, 24.699, 31, 1133), (67840, 24.699, 31, 1133),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("batch", "peak", "epochs", "decay"), RCP)
+def test_the_mlperf_table(batch, peak, epochs, decay):
+  """Poly 2 to 1e-4 in `decay` steps from the peak; rates by float64 numpy."""
+  warmup = round(epochs * 1_281_167 / batch)
+  last = warmup + decay - 1
+  schedule = optim.warmup_polynomial(peak, warmup, last, decay_steps=decay)
+  got = values(schedule, (0, 1, warmup, warmup + decay // 2, last, last + 1))
+  middle = 1e-4 + (peak - 1e-4) * (1 - decay // 2 / decay) ** 2
+  end = 1e-4 + (peak - 1e-4) / decay**2
+  assert got[0] == 0
+  assert got[1:4] == pytest.approx([peak / warmup, peak, middle], rel=1e-5)
+  assert got[4:] == pytest.approx([end, 1e-4], rel=1e-5)
+  # D = S + 1 is what the schedule takes by itself.
+  assert values(optim.warmup_polynomial(peak, warmup, last), (last,)) == got[4:5]
+
+
+# batch, peak, warm-up and all epochs, steps in a block of 4 epochs
+V07 = [
+  (8192, 10.0, 5, 56, 626), (16384, 25.0, 5, 56, 313), (32768, 29.0, 18, 64, 157),
+  (65536, 23.080977304670448, 33, 92, 79),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("batch", "peak", "warm", "epochs", "block"), V07)
+def test_googles_jax_submission(batch, peak, warm, epochs, block):
+  """MLPerf v0.7: whole blocks of 4 epochs, so steps may be fractions."""
+  assert block == -(-4 * 1_281_167 // batch)
+  warmup, total = warm * block / 4, epochs * block / 4
+  schedule = optim.warmup_polynomial(peak, warmup, total)
+  got = values(schedule, (0, warmup, total))
+  span = total - warmup + 1
+  assert got == pytest.approx([0, peak, 1e-4 + (peak - 1e-4) / span**2], rel=1e-5)
+  if batch == 65536:
+    assert span == 1166.25  # as its log has it
+    same = optim.warmup_polynomial(peak, warmup, total, decay_steps=1166.25)
+    assert values(same, (900, 1500)) == values(schedule, (900, 1500))
+  if batch == 32768:
+    assert total == 2512 and int(warmup) == 706  # Nado et al. have both numbers
+
+
+@pytest.mark.parametrize(
+  ("make", "message"),
+  [
+    (lambda: optim.warmup_cosine(0.0, 1, 2), "peak=0.0: need a rate > 0"),
+    (lambda: optim.warmup_cosine(1.0, 3, 2), "warmup_steps=3: need 0 <= warm"),
+    (lambda: optim.warmup_cosine(1.0, -1, 2), "warmup_steps=-1"),
+    (lambda: optim.warmup_cosine(1.0, 0, 0), "total_steps=0: need > 0"),
+    (lambda: optim.warmup_cosine(1.0, 0, 9, end=-1), "end=-1: need a rate >= 0"),
+    (lambda: optim.warmup_cosine(1.0, 1, 9, start=2), "start=2: need 0 <= start"),
+    (
+      lambda: optim.warmup_cosine(1.0, 1, 9, warmup="exponential"),
+      "start=0: an exponential warm-up needs start > 0",
+    ),
+    (lambda: optim.warmup_cosine(1.0, 1, 9, warmup="cubic"), "warmup='cubic'"),
+    (lambda: optim.warmup_polynomial(1.0, 1, 9, power=0), "power=0: need > 0"),
+    (lambda: optim.warmup_polynomial(1.0, 1, 9, decay_steps=0), "decay_steps=0"),
+    (
+      lambda: optim.warmup_polynomial(1.0, 1, 9, decay_steps=5, restart=False),
+      "decay_steps=5: need > 0, and restart=True",
+    ),
+    (lambda: optim.warmup_steps(1.0, 1, (5, 4)), r"boundaries=\[5, 4\]: need steps"),
+    (lambda: optim.warmup_steps(1.0, 1, (5,), factor=0), "factor=0: need > 0"),
+  ],
+)
+def test_mistakes_are_told(make, message):
+  with pytest.raises(ValueError, match=message):
+    make()
