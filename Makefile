@@ -18,7 +18,7 @@ PINS := $(wildcard requirements/py$(MINOR).txt)
 VENV := .venv$(if $(filter 311,$(MINOR)),,$(MINOR))
 BIN := $(VENV)/bin
 
-.PHONY: benchmarks train test test-slow lint format notebooks env tfds fashion_mnist lock clean
+.PHONY: benchmarks train test test-slow lint format notebooks env jpeg tfds fashion_mnist lock clean
 
 train: env
 	$(BIN)/python -m jaxscale.train --config $(CONFIG) $(ARGS)
@@ -50,6 +50,11 @@ $(VENV)/.installed: pyproject.toml $(PINS)
 	$(BIN)/python -m pip install --quiet $(if $(PINS),--no-deps) -e '.[dev]'
 	touch $@
 
+# Crops of JPEGs that decode no more than their box: needs a C compiler and
+# libjpeg-turbo's header, and is optional.
+jpeg: env
+	$(BIN)/python -m jaxscale.data.partial_jpeg
+
 # TensorFlow is large and only prepares datasets: it has an environment of its
 # own, which training never sees.
 tfds: $(VENV)-tfds/.installed
@@ -68,6 +73,7 @@ benchmarks: env tfds
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/loop_overhead.py
 	$(VENV)-tfds/bin/python benchmarks/jpeg_input.py
+	$(VENV)-tfds/bin/python benchmarks/imagenet_input.py
 
 # Pins for every Python we test, without the address of any package index.
 lock: env

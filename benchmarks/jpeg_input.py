@@ -1,6 +1,6 @@
 """JPEG decode + random resized crop: jaxscale's against tf.data's, per core.
 
-    .venv-tfds/bin/python benchmarks/jpeg_input.py      (after `make tfds`)
+    .venv-tfds/bin/python benchmarks/jpeg_input.py      (after `make tfds jpeg`)
 
 One thread each, in turns, the same 48 JPEGs of 500x375 (cut from photographs
 that scikit-image ships) and the same crop boxes, to 224x224. Speed is images a
@@ -21,6 +21,7 @@ import numpy as np
 from common import report
 from imagenet_input import photographs
 
+from jaxscale.data import partial_jpeg
 from jaxscale.data.augment import crop_box, uniform
 from jaxscale.data.jpeg import decode_view
 
@@ -69,6 +70,7 @@ def main() -> None:
   report(
     "jpeg_input",
     ratio=round(statistics.median(a / b for a, b in pairs), 3),
+    decoder=partial_jpeg.library().text,
     ours_images_per_cpu_s=round(mine),
     tf_data_images_per_cpu_s=round(others),
     mean_kilobytes=round(sum(map(len, jpegs)) / 48 / 1000, 1),

@@ -47,11 +47,12 @@ def main() -> None:
       state, _ = train_step(state, fixed)
     return jax.block_until_ready(state)
 
-  progress = metrics.Progress(STEPS, config.batch_size, quiet=True)
+  rows = config.batch_size
+  progress = metrics.Progress(STEPS, total_examples=STEPS * rows, quiet=True)
 
   def ours(state, feed, writer):
     def log(step, values):
-      rate = progress.train(step, values)
+      rate = progress.train(step, step * rows, values)
       writer.write(step, values | {"examples_per_s": rate})
 
     events = loop.Events(

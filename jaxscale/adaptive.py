@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale import build, cluster, data, metrics, parts
+from jaxscale.config import AdaptiveBatch
 from jaxscale.mesh import host_shard
 from jaxscale.stages import examples_at, stage_index
 from jaxscale.state import TrainState
@@ -89,6 +90,7 @@ def choose(experiment: build.Experiment, state: TrainState, say) -> int:
   """
   config, derived = experiment.config, experiment.derived
   settings = config.stages
+  assert isinstance(settings, AdaptiveBatch)
   step = int(state.step)
   stage = derived.stages[stage_index(derived.stages, step)]
   unit = math.lcm(settings.multiple, derived.num_devices * stage.accumulate_steps)
@@ -109,7 +111,7 @@ def choose(experiment: build.Experiment, state: TrainState, say) -> int:
     return loss
 
   done = examples_at(derived.stages, step) / config.batch_size
-  rate = float(parts.make_schedule(config, derived)(done))
+  rate = jnp.asarray(parts.make_schedule(config, derived)(done)).item()
   sizes = candidates(
     experiment.stage.batch_size,
     config.batch_size,

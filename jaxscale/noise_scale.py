@@ -88,3 +88,17 @@ def metrics(state: NoiseScale) -> dict[str, jax.Array]:
     "gradient_signal": state.signal / state.weight,
     "gradient_noise": state.noise / state.weight,
   }
+
+
+def describe(scale: float, batch_size: int) -> str:
+  """What a noise scale means for a batch size, in a sentence (eq. 2.11).
+
+  Args:
+    scale: B_noise, in examples; the critical batch size is about as large.
+    batch_size: of the run.
+  """
+  return (
+    f"gradient-noise scale {scale:,.0f}, about the critical batch size: at batch "
+    f"{batch_size:,} a run takes about {1 + scale / batch_size:.3g} times the fewest "
+    f"steps and {1 + batch_size / scale:.3g} times the fewest examples"
+  )

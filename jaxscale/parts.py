@@ -65,7 +65,7 @@ def make_data(
 
 def bn_span(config: cfg.Config, derived: Derived, stage: Stage) -> BatchNormSpan:
   """How devices share BatchNorm statistics in a stage."""
-  span = getattr(config.model, "bn_span", "device")
+  span: Any = getattr(config.model, "bn_span", "device")
   if not getattr(config.model, "batch_norm", True):
     span = "device"
   replica, data_axis = mesh_shape(
@@ -137,8 +137,8 @@ def make_schedule(config: cfg.Config, derived: Derived) -> optax.Schedule:
   s, peak, warmup = config.schedule, derived.peak_lr, derived.warmup_steps
   per_epoch = derived.num_train / config.batch_size
   total = max(math.ceil(config.epochs * per_epoch), 1)
-  rise = {"warmup": s.warmup, "start": s.warmup_lr}
-  if s.warmup_lr > peak:
+  rise = {"warmup": s.warmup, "start": s.warmup_lr} if warmup else {}
+  if warmup and s.warmup_lr > peak:
     raise ConfigError(
       f"{type(s).__name__}.warmup_lr={s.warmup_lr}: above the peak of {peak:.6g} "
       "that the warm-up leads to, give less"
@@ -160,8 +160,8 @@ def make_schedule(config: cfg.Config, derived: Derived) -> optax.Schedule:
 
 def stage_rate(config: cfg.Config, stage: Stage) -> tuple[float, float | None]:
   """(factor of the learning rate, momentum or None) in a stage."""
-  adaptive = isinstance(config.stages, cfg.AdaptiveBatch)
-  rule = "neutral" if adaptive else config.stages.follow
+  settings = config.stages
+  rule = "neutral" if isinstance(settings, cfg.AdaptiveBatch) else settings.follow
   momentum = getattr(config.optimizer, "momentum", None)
   factor, new = follow_batch_size(
     rule, stage.batch_size, config.batch_size, momentum or 0.0

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxscale import build, cluster, data, metrics
+from jaxscale import build, cluster, data, metrics, noise_scale
 from jaxscale.stages import examples_at
 
 INPUT_BOUND = 0.2  # of the time spent waiting for data is worth a warning
@@ -28,7 +28,7 @@ class Reporter:
     self.noise_scale: float | None = None
     self._config, self._start = config, start
     self._began = time.perf_counter()
-    self._evaluations = [
+    self._evaluations: list[tuple[int, float, float | None]] = [
       (line["step"], line["eval/accuracy"], None)
       for line in metrics.read_metrics(workdir / "metrics.jsonl")
       if "eval/accuracy" in line and line["step"] <= start
@@ -97,7 +97,9 @@ class Reporter:
     rate = self._progress.train(step, examples, values)
     finite = {name: v for name, v in values.items() if math.isfinite(v)}
     ratios = {n: finite.pop(n) for n in list(finite) if n.startswith("trust_ratio/")}
-    self.noise_scale = finite.get("noise_scale", self.noise_scale)
+    if scale := finite.get("noise_scale"):
+      self.noise_scale = scale
+      finite["critical_batch_size"] = scale
     self._write(step, "train", finite | {"epoch": self._epoch(step)})
     self._write(
       step, "perf", {"examples_per_s": rate, "input_wait": self._input_wait()}
@@ -138,10 +140,13 @@ class Reporter:
     self._evaluations.append((step, values["accuracy"], seconds))
     self._write(step, "eval", values)
     self._progress.evaluated(step, values)
+    last = step == self.experiment.derived.total_steps or (
+      self._config.stop_at_target and self.target() is not None
+    )
+    if last and self.noise_scale:
+      batch_size = self.experiment.stage.batch_size
+      self.say(noise_scale.describe(self.noise_scale, batch_size))
     if self._mllog is not None:
-      last = step == self.experiment.derived.total_steps or (
-        self._config.stop_at_target and self.target() is not None
-      )
       self._mllog.evaluated(values["accuracy"], is_last=last)
       if last:
         self._mllog.stop(success=self.target() is not None)

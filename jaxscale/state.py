@@ -46,7 +46,8 @@ def state_shardings(mesh: Mesh) -> TrainState:
   """The layout of a state: replicated, but for what is a device's own."""
   everywhere = replicated(mesh)
   own = NamedSharding(mesh, P(mesh.axis_names))
-  return TrainState(*(everywhere,) * 4, own, everywhere, everywhere)
+  parts = dict.fromkeys(TrainState._fields, everywhere)
+  return TrainState(**parts | {"exchange_state": own})
 
 
 def init_state(

@@ -17,6 +17,8 @@ CONFIGS = [
   "configs/digits.py",
   "configs/fashion_mnist.py",
   "configs/fashion_mnist.py:lars",
+  "configs/fashion_mnist_large_batch.py",
+  "configs/fashion_mnist_large_batch.py:lamb-16384",
   "configs/resnet50_imagenet.py",
   "configs/resnet50_imagenet.py:256",
   "configs/resnet50_lars.py",

@@ -81,3 +81,9 @@ def test_averages_are_corrected_for_their_start():
   got = noise_scale.metrics(state)
   np.testing.assert_allclose(got["gradient_signal"], signal, rtol=1e-6)
   np.testing.assert_allclose(got["gradient_noise"], noise, rtol=1e-6)
+
+
+def test_what_it_means_is_said():
+  said = noise_scale.describe(1024.0, 256)
+  assert "1,024" in said and "5 times the fewest steps" in said
+  assert "1.25 times the fewest examples" in said

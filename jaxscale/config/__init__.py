@@ -122,13 +122,15 @@ class Config:
     neutral = isinstance(self.stages, AdaptiveBatch) or (
       self.stages.follow == "neutral" and bool(self.stages.batch_sizes)
     )
-    if neutral and not isinstance(self.optimizer, SGD):
+    if not neutral:
+      return
+    if not isinstance(self.optimizer, SGD):
       raise ConfigError(
         f"Config.optimizer={type(self.optimizer).__name__}: batch sizes that change "
         "neutrally keep the time constant of SGD's momentum; use SGD, or Stages "
         "with follow='linear' or 'sqrt'"
       )
-    if neutral and self.optimizer.momentum_correction != "never":
+    if self.optimizer.momentum_correction != "never":
       raise ConfigError(
         f"SGD.momentum_correction={self.optimizer.momentum_correction!r}: batch "
         "sizes that change neutrally carry the velocity over themselves, use 'never'"

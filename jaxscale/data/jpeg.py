@@ -7,6 +7,7 @@ scale; Pillow takes what they do not.
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import cv2
 import numpy as np
@@ -126,10 +127,11 @@ def _cut(data: bytes, channels: int, draws: np.ndarray) -> np.ndarray | None:
   if data[:2] != b"\xff\xd8" or partial_jpeg.library().decode is None:
     return None
   try:
-    height, width = simplejpeg.decode_jpeg_header(data)[:2]  # 1 us
+    header: tuple[Any, ...] = simplejpeg.decode_jpeg_header(data)  # 1 us
   except ValueError:
     return None
-  return partial_jpeg.decode_box(data, crop_box(height, width, draws), channels)
+  box = crop_box(header[0], header[1], draws)
+  return partial_jpeg.decode_box(data, box, channels)
 
 
 def view(
@@ -157,7 +159,7 @@ def view(
     eval_view: "mlperf" or "google".
     out: uint8 [size, size, channels], contiguous: where to put the view.
   """
-  height, width, channels = image.shape
+  height, width, _ = image.shape
   if draws is not None:
     top, left, h, w = crop_box(height, width, draws)
     return _resize(image[top : top + h, left : left + w], size, draws, out)

@@ -50,20 +50,24 @@ static void read_rows(j_decompress_ptr info, JDIMENSION number, size_t pitch,
     JDIMENSION wanted = number < ROWS_AT_ONCE ? number : ROWS_AT_ONCE;
     for (JDIMENSION i = 0; i < wanted; i++) rows[i] = out + i * pitch;
     JDIMENSION got = jpeg_read_scanlines(info, rows, wanted);
+    if (got == 0) give_up((j_common_ptr)info); /* else we would ask for ever */
     out += got * pitch;
     number -= got;
   }
 }
 
-/* Read what is below the box, for damage alone. Skipping to the very end would
- * stop reading at once, so the last row is decoded. */
+/* Read what is below the box, for damage alone. Skipping from the middle of a row
+ * group would leave libjpeg-turbo one row behind where it upsamples and converts in
+ * one go (jdmerge.c keeps a spare row that jpeg_skip_scanlines forgets), and skipping
+ * to the very end would stop reading at once. */
 static void read_rest(j_decompress_ptr info, size_t pitch) {
+  uint8_t *row = info->mem->alloc_large((j_common_ptr)info, JPOOL_IMAGE, pitch);
+  while (info->output_scanline < info->output_height &&
+         info->output_scanline % info->max_v_samp_factor)
+    read_rows(info, 1, pitch, row);
   JDIMENSION rest = info->output_height - info->output_scanline;
   if (rest > 1) jpeg_skip_scanlines(info, rest - 1);
-  if (rest > 0) {
-    void *row = info->mem->alloc_large((j_common_ptr)info, JPOOL_IMAGE, pitch);
-    read_rows(info, 1, pitch, row);
-  }
+  if (rest > 0) read_rows(info, 1, pitch, row);
   jpeg_finish_decompress(info);
 }
 
