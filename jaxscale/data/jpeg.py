@@ -109,7 +109,7 @@ def view_any(
   """`decode_view`, with what the bytes were, as of `decode_any`.
 
   For a random crop of a JPEG only the box is decoded where `partial_jpeg` has its
-  library; the view and what counts as damaged are the same without it.
+  library. The view is the same without it; damage below the box is then not seen.
 
   Args:
     out: uint8 [size, size, channels], contiguous: where to put the view.

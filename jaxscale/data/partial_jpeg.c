@@ -1,10 +1,11 @@
 /* The pixels of a box of a JPEG, without computing those around it.
  *
  * A random crop keeps half of an image on average. libjpeg-turbo can leave out
- * the inverse DCT, the upsampling and the colours of everything else. The entropy
- * coded stream is still read to its end: where a symbol begins, only the one before
- * says, and damage below the box is then found as it is in a whole decode. So both
- * ways give the same pixels and the same verdict on every file.
+ * the inverse DCT, the upsampling and the colours of everything else, but has to
+ * read the entropy coded stream down to the last row of the box: where a symbol
+ * begins, only the one before says. Damage below the box is not seen, and does no
+ * harm; a stream that has lost its end is not for us, so that files cut short are
+ * found whatever the box.
  *
  * Source: libjpeg-turbo's libjpeg.txt, "Skipping rows when decompressing" and
  * "Decompressing partial scanlines". Built by `python -m jaxscale.data.partial_jpeg`.
@@ -56,21 +57,6 @@ static void read_rows(j_decompress_ptr info, JDIMENSION number, size_t pitch,
   }
 }
 
-/* Read what is below the box, for damage alone. Skipping from the middle of a row
- * group would leave libjpeg-turbo one row behind where it upsamples and converts in
- * one go (jdmerge.c keeps a spare row that jpeg_skip_scanlines forgets), and skipping
- * to the very end would stop reading at once. */
-static void read_rest(j_decompress_ptr info, size_t pitch) {
-  uint8_t *row = info->mem->alloc_large((j_common_ptr)info, JPOOL_IMAGE, pitch);
-  while (info->output_scanline < info->output_height &&
-         info->output_scanline % info->max_v_samp_factor)
-    read_rows(info, 1, pitch, row);
-  JDIMENSION rest = info->output_height - info->output_scanline;
-  if (rest > 1) jpeg_skip_scanlines(info, rest - 1);
-  if (rest > 0) read_rows(info, 1, pitch, row);
-  jpeg_finish_decompress(info);
-}
-
 /* Decode a box of a JPEG.
  *
  * data, size:  the stream.
@@ -81,7 +67,7 @@ static void read_rest(j_decompress_ptr info, size_t pitch) {
  * first:       set to the number of these pixels.
  *
  * Returns DONE, DAMAGED (an error or a warning; `out` is then worth nothing) or
- * NOT_MINE (CMYK, YCCK, or a box outside of the image).
+ * NOT_MINE (CMYK, YCCK, a box outside of the image, or no EOI marker at the end).
  */
 int jaxscale_jpeg_box(const uint8_t *data, size_t size, const int32_t *box,
                       int channels, uint8_t *out, int32_t *first) {
@@ -90,6 +76,7 @@ int jaxscale_jpeg_box(const uint8_t *data, size_t size, const int32_t *box,
   JDIMENSION top = box[0], left = box[1], height = box[2], width = box[3];
   size_t pitch = ((size_t)width + WIDEST_MCU - 1) * channels;
 
+  if (size < 2 || data[size - 2] != 0xFF || data[size - 1] != JPEG_EOI) return NOT_MINE;
   info.err = jpeg_std_error(&errors.manager);
   errors.manager.error_exit = give_up;
   errors.manager.emit_message = hear;
@@ -119,7 +106,6 @@ int jaxscale_jpeg_box(const uint8_t *data, size_t size, const int32_t *box,
   *first = (int32_t)(left - begin);
   if (top > 0) jpeg_skip_scanlines(&info, top);
   read_rows(&info, height, pitch, out);
-  read_rest(&info, pitch);
   jpeg_destroy_decompress(&info);
   return DONE;
 }

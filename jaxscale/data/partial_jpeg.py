@@ -4,7 +4,8 @@
 
 builds it, once, with the system's C compiler and libjpeg-turbo, into a directory
 of the user's. Training never compiles anything: it looks for the library there,
-and without it decodes whole images by simplejpeg. The pixels are the same.
+and without it decodes whole images by simplejpeg. The pixels are the same, and a
+file cut short is damaged to both; other damage counts where a crop reaches it.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def decode_box(data: bytes, box: Box, channels: int) -> np.ndarray | None:
     channels: 1 or 3.
 
   Returns:
-    None for what a whole decode has to look at: no library, a stream that
-    libjpeg-turbo has a warning for or cannot read, CMYK.
+    None for what a whole decode has to look at: no library, a stream without its
+    end or that libjpeg-turbo has a warning for on the way to the box, CMYK.
 
   Example:
     >>> decode_box(data, (10, 20, 100, 200), 3).shape  # doctest: +SKIP
