@@ -8,7 +8,6 @@ spend and the learning rate by the config's `lr_scaling`, and shows what it took
 
 from __future__ import annotations
 
-import shlex
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,9 +17,8 @@ import numpy as np
 
 from jaxscale import metrics, trials
 from jaxscale.config import Config
-from jaxscale.overrides import load_config
 from jaxscale.settings import ConfigError
-from jaxscale.train import EXIT_DONE, default_workdir
+from jaxscale.train import leave
 from jaxscale.trials import Outcome, Trial
 
 OPTIONS = ("--batch-sizes", "--seeds", "--device-batch")
@@ -309,26 +307,17 @@ def parse_sizes(text: str) -> list[int]:
 
 def main(argv: list[str]) -> int:
   """Run what the command line asks for; returns the exit code."""
-  line = "python -m jaxscale.batch_study " + shlex.join(argv)
-  return trials.guarded(lambda: _main(argv), line)
+  return trials.command(_study, argv, "batch_study", OPTIONS, USAGE)
 
 
-def _main(argv: list[str]) -> int:
-  options, overrides, wants_help = trials.parse(argv, OPTIONS)
-  if wants_help:
-    print(USAGE)
-    return EXIT_DONE
-  for name in ("config", "batch-sizes"):
-    if name not in options:
-      raise ConfigError(f"--{name}: missing; see --help")
-  path = options["config"]
-  config = load_config(path, overrides)
+def _study(path: str, config: Config, workdir: Path, options: dict[str, str]) -> None:
+  if "batch-sizes" not in options:
+    raise ConfigError("--batch-sizes: missing; see --help")
   sizes = parse_sizes(options["batch-sizes"])
   seeds = trials.count(options, "seeds", 1)
   device_batch = (
     trials.count(options, "device-batch", 1) if "device-batch" in options else None
   )
-  workdir = Path(options.get("workdir", default_workdir(path) + "-batch-study"))
 
   from jaxscale import cluster  # JAX, 1.3 s: not for --help or a typo
 
@@ -343,8 +332,7 @@ def _main(argv: list[str]) -> int:
     print(f"see {workdir}/study.png")
 
   cluster.on_leader(finish, "study")
-  return EXIT_DONE
 
 
 if __name__ == "__main__":
-  trials.leave(main)
+  leave(main)

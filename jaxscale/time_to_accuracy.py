@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import shlex
 import shutil
 import statistics
 from collections.abc import Sequence
@@ -24,9 +23,7 @@ from typing import Any, NamedTuple
 
 from jaxscale import metrics, trials
 from jaxscale.config import Config
-from jaxscale.overrides import load_config
-from jaxscale.settings import ConfigError
-from jaxscale.train import EXIT_DONE, default_workdir
+from jaxscale.train import leave
 from jaxscale.trials import Outcome, Trial
 
 OPTIONS = ("--seeds",)
@@ -239,21 +236,11 @@ def collect_logs(made: Sequence[Trial], workdir: Path) -> list[Path]:
 
 def main(argv: list[str]) -> int:
   """Run what the command line asks for; returns the exit code."""
-  line = "python -m jaxscale.time_to_accuracy " + shlex.join(argv)
-  return trials.guarded(lambda: _main(argv), line)
+  return trials.command(_study, argv, "time_to_accuracy", OPTIONS, USAGE)
 
 
-def _main(argv: list[str]) -> int:
-  options, overrides, wants_help = trials.parse(argv, OPTIONS)
-  if wants_help:
-    print(USAGE)
-    return EXIT_DONE
-  if "config" not in options:
-    raise ConfigError("--config: missing; see --help")
-  path = options["config"]
-  config = load_config(path, overrides)
+def _study(path: str, config: Config, workdir: Path, options: dict[str, str]) -> None:
   seeds = trials.count(options, "seeds", 5, least=3)
-  workdir = Path(options.get("workdir", default_workdir(path) + "-time-to-accuracy"))
 
   from jaxscale import cluster  # JAX, 1.3 s: not for --help or a typo
 
@@ -268,8 +255,7 @@ def _main(argv: list[str]) -> int:
     print(f"see {workdir}; {len(logs)} logs in MLPerf's format: result_<i>.txt")
 
   cluster.on_leader(finish, "time_to_accuracy")
-  return EXIT_DONE
 
 
 if __name__ == "__main__":
-  trials.leave(main)
+  leave(main)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from jaxscale.overrides import command, help_text, load_config, parse_args
 from jaxscale.settings import ConfigError
@@ -70,7 +72,8 @@ def run(config, workdir: Path, argv: list[str]) -> int:
   return EXIT_DONE
 
 
-if __name__ == "__main__":
+def leave(main: Callable[[list[str]], int]) -> NoReturn:
+  """End the process with the exit code of a command's `main`."""
   code = EXIT_CRASH
   try:
     code = main(sys.argv[1:])
@@ -78,11 +81,14 @@ if __name__ == "__main__":
     os._exit(EXIT_DONE)
   except Exception:
     traceback.print_exc()
-  if os.environ.get("JAXSCALE_NUM_PROCESSES") or os.environ.get("SLURM_NTASKS"):
+  sys.stdout.flush()
+  sys.stderr.flush()
+  if code and any(map(os.environ.get, ("JAXSCALE_NUM_PROCESSES", "SLURM_NTASKS"))):
     # JAX's exit barrier would hold a failed process for 300 s (and with it the
     # whole job), so leave at once; what had to be written is written.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if code:
-      os._exit(code)
+    os._exit(code)
   sys.exit(code)
+
+
+if __name__ == "__main__":
+  leave(main)

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
+import shlex
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxscale import metrics
 from jaxscale.config import Config
-from jaxscale.overrides import parse_args
+from jaxscale.overrides import load_config, parse_args
 from jaxscale.settings import ConfigError, nearest
-from jaxscale.train import EXIT_CRASH, EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER
+from jaxscale.train import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, default_workdir
 
 
 class Trial(NamedTuple):
@@ -310,35 +309,42 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
   ]
 
 
-def guarded(body: Callable[[], int], go_on: str) -> int:
-  """The exit code of a command; what the user did wrong is one line.
+def command(
+  study: Callable[[str, Config, Path, dict[str, str]], None],
+  argv: Sequence[str],
+  name: str,
+  names: Sequence[str],
+  usage: str,
+) -> int:
+  """Run a study as a command line asks for it; what a user did wrong is one line.
 
   Args:
-    body: the command.
-    go_on: the command line that goes on after an interruption.
+    study: runs it, given the config's path, the config, the directory and the
+      study's own options.
+    argv: the command line.
+    name: of the study's module.
+    names: the study's own options.
+    usage: what --help prints.
+
+  Returns:
+    The exit code.
   """
   try:
-    return body()
+    options, overrides, wants_help = parse(argv, names)
+    if wants_help:
+      print(usage)
+      return EXIT_DONE
+    if "config" not in options:
+      raise ConfigError("--config: missing; see --help")
+    path = options["config"]
+    own = f"{default_workdir(path)}-{name.replace('_', '-')}"
+    config = load_config(path, overrides)
+    study(path, config, Path(options.get("workdir", own)), options)
+    return EXIT_DONE
   except ConfigError as e:
     print(f"error: {e}", file=sys.stderr)
     return EXIT_USER
   except (Interrupted, KeyboardInterrupt):
-    print(f"interrupted; to go on: {go_on}")
+    line = shlex.join(["python", "-m", f"jaxscale.{name}", *argv])
+    print(f"interrupted; to go on: {line}")
     return EXIT_INTERRUPTED
-
-
-def leave(main: Callable[[list[str]], int]) -> None:
-  """End the process with the exit code of `main`, as the training command does."""
-  code = EXIT_CRASH
-  try:
-    code = main(sys.argv[1:])
-  except BrokenPipeError:  # `--help | head`: whoever read us has enough
-    os._exit(EXIT_DONE)
-  except Exception:
-    traceback.print_exc()
-  sys.stdout.flush()
-  sys.stderr.flush()
-  if code and any(map(os.environ.get, ("JAXSCALE_NUM_PROCESSES", "SLURM_NTASKS"))):
-    # JAX's exit barrier would hold a failed process for 300 s, and the job.
-    os._exit(code)
-  sys.exit(code)

@@ -13,6 +13,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 import numpy as np
+import optax
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -60,3 +61,20 @@ def digits_batch(n: int, seed: int = 0) -> dict[str, np.ndarray]:
     "image": rng.integers(0, 17, (n, 8, 8, 1)).astype(np.uint8),
     "label": rng.integers(0, 10, n).astype(np.int32),
   }
+
+
+def optimize(tx, params, grads):
+  """Parameters after every step of an optimizer, and its last state."""
+  state, out = tx.init(params), []
+  for g in grads:
+    updates, state = tx.update(g, state, params)
+    params = optax.apply_updates(params, updates)
+    out.append(params)
+  return out, state
+
+
+def optimize64(tx, params, grads):
+  """The last parameters in float64, as numpy arrays."""
+  with jax.enable_x64(True):
+    params, *grads = jax.tree.map(jax.numpy.array, [params, *grads])
+    return jax.tree.map(np.asarray, optimize(tx, params, grads)[0][-1])

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import optimize, optimize64
 
 from jaxscale import optim
 from jaxscale.settings import ConfigError
@@ -36,23 +37,6 @@ VARIANTS = [
 IN_VELOCITY = ["paper", "nvidia", "optax", "nvcaffe_clip", "nvcaffe_scale"]
 
 
-def run(tx, params, grads):
-  """Parameters after every step, and the last state."""
-  state, out = tx.init(params), []
-  for g in grads:
-    updates, state = tx.update(g, state, params)
-    params = optax.apply_updates(params, updates)
-    out.append(params)
-  return out, state
-
-
-def run64(tx, params, grads):
-  """The last parameters in float64, as numpy arrays."""
-  with jax.enable_x64(True):
-    params, *grads = jax.tree.map(jnp.array, [params, *grads])
-    return jax.tree.map(np.asarray, run(tx, params, grads)[0][-1])
-
-
 def changing(rates):
   return lambda step: jnp.array(rates)[step]
 
@@ -66,7 +50,7 @@ def test_golden_vectors(case):
     momentum_correction=bool(corrected),
     **SETTINGS,
   )
-  after = run64(tx, np.array(W0), np.array(GRADS)[:step])
+  after = optimize64(tx, np.array(W0), np.array(GRADS)[:step])
   np.testing.assert_allclose(after, GOLDEN[case], rtol=0, atol=1e-11)
 
 
@@ -148,7 +132,7 @@ def test_against_numpy(variant, case):
     momentum_correction=fix or False,
     mask=optim.kernels if masked else None,
   )
-  got = run64(tx, params, grads)
+  got = optimize64(tx, params, grads)
   for name, w in params.items():
     wanted = reference(
       variant,
@@ -172,7 +156,7 @@ def test_correction_is_the_rate_outside_the_velocity(nesterov):
   rates = np.random.default_rng(2).uniform(0.1, 9, 8)
 
   def after(variant, rates):
-    return run64(
+    return optimize64(
       optim.lars(changing(rates), variant=variant, **settings), params, grads
     )
 
@@ -191,7 +175,7 @@ def test_the_optax_form_is_optax(mask, nesterov):
   params, grads = random_layers(3)
   rates, everything = [0.3, 0.9, 1.7, 0.8, 0.0], True if mask is None else mask
   both = dict(weight_decay=0.1, trust_coefficient=0.05, eps=0.01, nesterov=nesterov)
-  got = run64(
+  got = optimize64(
     optim.lars(changing(rates), variant="optax", mask=mask, **both), params, grads
   )
   theirs = optax.lars(
@@ -200,14 +184,14 @@ def test_the_optax_form_is_optax(mask, nesterov):
     trust_ratio_mask=everything,
     **both,
   )
-  for name, w in run64(theirs, params, grads).items():
+  for name, w in optimize64(theirs, params, grads).items():
     np.testing.assert_allclose(got[name], w, rtol=1e-10, err_msg=name)
 
 
 def test_the_published_form_is_not_optax():
   """The reason to have our own: the other's denominator is |g + wd w|."""
   tx = optax.lars(1.0, weight_decay=0.05, trust_coefficient=0.01)
-  after = run64(tx, np.array(W0), np.array(GRADS)[:1])
+  after = optimize64(tx, np.array(W0), np.array(GRADS)[:1])
   assert abs(after[0] - GOLDEN["paper", 1][0]) > 0.01
 
 
@@ -216,19 +200,19 @@ def test_zero_norms_and_rate_zero(variant):
   """Ratio 1, decay as ever; at rate 0 nothing moves and nothing is NaN."""
   zero, one = jnp.zeros((2, 2)), jnp.ones((2, 2))
   tx = optim.lars(0.5, variant=variant, momentum=0.0, weight_decay=0.0)
-  (moved,), _ = run(tx, zero, [one])  # a zero layer can leave zero
+  (moved,), _ = optimize(tx, zero, [one])  # a zero layer can leave zero
   np.testing.assert_array_equal(moved, -0.5 * one)
-  (stayed,), _ = run(tx, one, [zero])
+  (stayed,), _ = optimize(tx, one, [zero])
   np.testing.assert_array_equal(stayed, one)
   tx = optim.lars(0.5, variant=variant, weight_decay=0.25, trust_coefficient=0.125)
-  (decayed,), state = run(tx, one, [zero])
+  (decayed,), state = optimize(tx, one, [zero])
   ratio = 0.5 if variant == "optax" else 1.0  # its |g + wd w| is not 0: eta / wd
   decay = 0.0 if variant == "tf_contrib_l2_in_loss" else 0.5 * 0.25 * ratio
   np.testing.assert_allclose(decayed, (1 - decay) * one)
   np.testing.assert_allclose(list(optim.trust_ratios(state).values()), [ratio])
   # From rate 0 on, as every MLPerf schedule starts.
   tx = optim.lars(changing([0.0, 0.1, 0.2]), variant=variant)
-  (first, _, last), _ = run(tx, one, [one, one, one])
+  (first, _, last), _ = optimize(tx, one, [one, one, one])
   np.testing.assert_array_equal(first, one)
   assert np.isfinite(last).all() and (last < one).all()
 
@@ -237,7 +221,7 @@ def test_norms_are_float32_for_bfloat16():
   """4096 ones: their squares' running sum in bfloat16 would stop at 256."""
   w = jnp.ones((64, 64), jnp.bfloat16)
   tx = optim.lars(1.0, momentum=0.0, weight_decay=0.0, trust_coefficient=0.25)
-  (after,), state = run(tx, w, [w])
+  (after,), state = optimize(tx, w, [w])
   assert after.dtype == jnp.bfloat16 and state.velocity.dtype == jnp.float32
   np.testing.assert_array_equal(after, 0.75 * w)
   tx = optim.lars(1.0, momentum=0.0, weight_decay=0.5, trust_coefficient=0.25)
@@ -264,10 +248,10 @@ def test_stacked_layers_have_a_ratio_each(variant):
   params, grads = {"scan": made[0]}, [{"scan": g} for g in made[1:]]
   options = dict(variant=variant, weight_decay=0.1, trust_coefficient=0.05)
   tx = optim.lars(0.3, stacked=optim.matching("^scan/"), **options)
-  got = run64(tx, params, grads)["scan"]
+  got = optimize64(tx, params, grads)["scan"]
   for i in range(3):
     one, *few = jax.tree.map(lambda x, i=i: x[i], [params, *grads])
-    alone = run64(optim.lars(0.3, **options), one, few)["scan"]
+    alone = optimize64(optim.lars(0.3, **options), one, few)["scan"]
     for name in ("kernel", "bias"):
       np.testing.assert_allclose(got[name][i], alone[name], rtol=1e-12)
   stacked = tx.init(jax.tree.map(lambda x: jnp.array(x, jnp.float32), params))

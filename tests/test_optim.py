@@ -5,25 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import optimize, optimize64
 
 from jaxscale import optim
-
-
-def run(tx, params, grads):
-  """Parameters after every step, and the last state."""
-  state, out = tx.init(params), []
-  for g in grads:
-    updates, state = tx.update(g, state, params)
-    params = optax.apply_updates(params, updates)
-    out.append(params)
-  return out, state
-
-
-def run64(tx, params, grads):
-  """The last parameters in float64, as numpy arrays."""
-  with jax.enable_x64(True):
-    params, *grads = jax.tree.map(jnp.array, [params, *grads])
-    return jax.tree.map(np.asarray, run(tx, params, grads)[0][-1])
 
 
 def numpy_sgd(w, grads, rates, m, wd, nesterov, inside=False, fix=0):
@@ -126,7 +110,7 @@ def random_layers():
 def test_against_numpy(name):
   tx, reference = REFERENCES[name]
   params, grads = random_layers()
-  got = run64(tx, params, grads)
+  got = optimize64(tx, params, grads)
   for layer, w in params.items():
     wanted = reference(w, [g[layer] for g in grads])
     np.testing.assert_allclose(got[layer], wanted, rtol=1e-10, err_msg=layer)
@@ -136,8 +120,8 @@ def test_adamw_is_that_of_optax():
   params, grads = random_layers()
   theirs = optax.adamw(rate, weight_decay=0.1, mask=optim.kernels)
   with jax.numpy_dtype_promotion("standard"):
-    wanted = run64(theirs, params, grads)
-  got = run64(optim.adamw(rate, weight_decay=0.1), params, grads)
+    wanted = optimize64(theirs, params, grads)
+  got = optimize64(optim.adamw(rate, weight_decay=0.1), params, grads)
   for name in params:  # optax's 1 - b^t is float32, also here
     np.testing.assert_allclose(got[name], wanted[name], rtol=2e-5)
 
@@ -190,9 +174,9 @@ def test_masks():
   assert mask == {"a": {"kernel": True, "bias": True}, "scale": False}
   # An excluded leaf moves by the bare rate: no ratio, no decay.
   grads = jax.tree.map(jnp.ones_like, params)
-  (after,), _ = run(optim.lars(0.5, weight_decay=0.1), params, [grads])
+  (after,), _ = optimize(optim.lars(0.5, weight_decay=0.1), params, [grads])
   np.testing.assert_array_equal(after["a"]["bias"], [0.5, 0.5])
-  (after,), _ = run(optim.lamb(0.5, weight_decay=0.1), params, [grads])
+  (after,), _ = optimize(optim.lamb(0.5, weight_decay=0.1), params, [grads])
   np.testing.assert_allclose(after["a"]["bias"], [0.5, 0.5], rtol=1e-5)
 
 
@@ -229,9 +213,9 @@ def test_lamb_of_stacked_layers_is_lamb_of_each():
   rng = np.random.default_rng(5)
   sizes = np.array([1.0, 100.0, 1e-3])[:, None, None]
   params, *grads = rng.standard_normal((4, 3, 4, 5)) * sizes
-  got = run64(optim.lamb(0.1, stacked=lambda params: True), params, grads)
+  got = optimize64(optim.lamb(0.1, stacked=lambda params: True), params, grads)
   for i in range(3):
-    alone = run64(optim.lamb(0.1), params[i], [g[i] for g in grads])
+    alone = optimize64(optim.lamb(0.1), params[i], [g[i] for g in grads])
     np.testing.assert_allclose(got[i], alone, rtol=1e-12)
 
 
@@ -263,7 +247,7 @@ def test_muon_orthogonalises_kernels_of_any_dims():
   params, grads = random_layers()
   params["zero"] += 1
   tx = optim.muon(0.1, momentum=0.9, nesterov=False, weight_decay=0.2)
-  got = run64(tx, params, grads[:1])
+  got = optimize64(tx, params, grads[:1])
   for name in ("matrix", "conv"):
     w, g = params[name], grads[0][name]
     flat = g.reshape(-1, g.shape[-1])
@@ -279,9 +263,9 @@ def test_muon_orthogonalises_kernels_of_any_dims():
     jnp.ones((2, 4, 5)),
     jnp.array(np.random.default_rng(1).normal(size=(2, 2, 4, 5)), jnp.float32),
   )
-  (together,), _ = run(optim.muon(0.1, stacked=lambda p: True), stack, [g])
+  (together,), _ = optimize(optim.muon(0.1, stacked=lambda p: True), stack, [g])
   for i in range(2):
-    (alone,), _ = run(optim.muon(0.1), stack[i], [g[i]])
+    (alone,), _ = optimize(optim.muon(0.1), stack[i], [g[i]])
     np.testing.assert_allclose(together[i], alone, rtol=1e-5)
 
 
