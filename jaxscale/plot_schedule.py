@@ -1,6 +1,6 @@
 """Learning rates of configs against the epoch, in one picture.
 
-python -m jaxscale.plot_schedule CONFIG[:arg] ... [--out FILE] [--num_train N]
+python -m jaxscale.plot_schedule CONFIG[:arg] ... [--out FILE] [--num-train N]
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from jaxscale.overrides import load_config
 from jaxscale.settings import ConfigError, nearest
 
 USAGE = """usage: python -m jaxscale.plot_schedule CONFIG[:arg] ... [--out FILE]
-                                       [--num_train N]
+                                       [--num-train N]
 
 Draws the learning rate of every config against the epoch.
 
   --out FILE      the picture (default: schedule.png)
-  --num_train N   training examples, where the data is not here to be counted"""
+  --num-train N   training examples, where the data is not here to be counted"""
 NUM_IMAGENET = 1_281_167  # training images of ILSVRC 2012
 
 
@@ -116,7 +116,7 @@ def plot(curves: dict[str, Curve], path: str | Path) -> Path:
 
 def main(argv: list[str]) -> int:
   """Draw what the command line asks for; returns the exit code."""
-  options, configs, args = {"out": "schedule.png", "num_train": ""}, [], list(argv)
+  options, configs, args = {"out": "schedule.png", "num-train": ""}, [], list(argv)
   if not args or "--help" in args or "-h" in args:
     print(USAGE)
     return 0 if args else 2
@@ -133,16 +133,15 @@ def main(argv: list[str]) -> int:
       if not equals and not args:
         raise ConfigError(f"{arg}: a value is missing")
       options[name] = value if equals else args.pop(0)
-    if options["num_train"] and not options["num_train"].isdecimal():
-      raise ConfigError(f"--num_train={options['num_train']}: give a whole number")
+    counted = options["num-train"]
+    if counted and not (counted.isdecimal() and int(counted)):
+      raise ConfigError(f"--num-train={counted}: give a whole number >= 1")
     if not configs:
       raise ConfigError("no config given; try configs/digits.py")
     curves = {}
     for path in configs:
       config = load_config(path)
-      curves[path] = curve(
-        config, int(options["num_train"] or 0) or num_examples(config)
-      )
+      curves[path] = curve(config, int(counted) if counted else num_examples(config))
     print(plot(curves, options["out"]))
   except ConfigError as e:
     print(f"error: {e}", file=sys.stderr)
