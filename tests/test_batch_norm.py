@@ -90,7 +90,7 @@ def test_ungrouped_equals_flax(dtype):
     np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
   for a, b in zip(*map(jax.tree.leaves, (got[1], wanted[1])), strict=True):
     assert a.dtype == jnp.float32
-    np.testing.assert_allclose(a, b, rtol=1e-6)  # statistics in float32 always
+    np.testing.assert_allclose(a, b, rtol=2e-6)  # statistics in float32 always
 
 
 def test_the_tree_is_that_of_flax():
@@ -132,10 +132,16 @@ def reference(x, g, params, stats, group):
 
 
 @pytest.mark.parametrize("num_devices, replica", [(1, 1), *SPREADS])
-@pytest.mark.parametrize("span", [4, 16, 32, 64])
-def test_equals_float64_over_the_same_groups(span, num_devices, replica):
-  """A group is the same rows on any number of devices: output and gradients."""
+@pytest.mark.parametrize(
+  "span, far", [(4, 0.0), (16, 0.0), (32, 0.0), (64, 0.0), (64, 200.0)]
+)
+def test_equals_float64_over_the_same_groups(span, far, num_devices, replica):
+  """A group is the same rows on any number of devices: output and gradients.
+
+  Also 100 standard deviations from 0, once the running mean has followed.
+  """
   x, g, params, stats = layer_case(n=BATCH)
+  x, stats = x + far, stats | {"mean": stats["mean"] + np.float32(far)}
   mesh, bn = spread(span, num_devices, replica)
   axes = mesh.axis_names
 

@@ -65,17 +65,17 @@ class BatchNorm(nn.Module):
     if not train or self.is_initializing():
       # The running statistics need no group and no other device.
       return _normalise(x, running.value, params, self.epsilon, self.dtype)
-    grouped = _grouped(x, self.group_size, self.axis_name)
-    dims = tuple(range(grouped.ndim - x.ndim, grouped.ndim - 1))
-    stats = _group_statistics(grouped, dims, self.axis_name)
-    running.value = jax.tree.map(
-      lambda old, new: (
-        self.momentum * old + (1 - self.momentum) * new.reshape(-1, width).mean(0)
-      ),
-      running.value,
-      stats,
-    )
-    y = _normalise(grouped, stats, params, self.epsilon, self.dtype)
+    # Distances from the running mean are as good as x, and exact where x is large.
+    near = lax.stop_gradient(running.value["mean"])
+    distance = _grouped(x, self.group_size, self.axis_name).astype(jnp.float32) - near
+    dims = tuple(range(distance.ndim - x.ndim, distance.ndim - 1))
+    stats = _group_statistics(distance, dims, self.axis_name)
+    new = {k: v.reshape(-1, width).mean(0) for k, v in stats.items()}
+    running.value = {
+      "mean": near + (1 - self.momentum) * new["mean"],
+      "var": self.momentum * running.value["var"] + (1 - self.momentum) * new["var"],
+    }
+    y = _normalise(distance, stats, params, self.epsilon, self.dtype)
     return y.reshape(x.shape)
 
 
@@ -100,15 +100,16 @@ def _grouped(
 
 
 def _group_statistics(
-  x: jax.Array, dims: tuple[int, ...], axis_name: tuple[str, ...] | None
+  distance: jax.Array, dims: tuple[int, ...], axis_name: tuple[str, ...] | None
 ) -> dict[str, jax.Array]:
   """Mean and variance over some dims, which keep the length 1, and over devices.
 
-  The variance is E[x^2] - E[x]^2, as in Flax: one pass over x.
+  One pass and one exchange: the variance is E[d^2] - E[d]^2. With x for the
+  distance d, as in Flax, a mean of 100 standard deviations costs the variance all
+  but three digits, and devices disagree on the rest.
   """
-  x = x.astype(jnp.float32)
   means = jnp.stack(
-    [x.mean(dims, keepdims=True), jnp.square(x).mean(dims, keepdims=True)]
+    [distance.mean(dims, keepdims=True), jnp.square(distance).mean(dims, keepdims=True)]
   )
   if axis_name is not None:
     means = lax.pmean(means, axis_name)  # both at once: latency, not bytes
