@@ -10,7 +10,9 @@ The solver is that of Intel Caffe (models/intel_optimized_models/multinode/
 alexnet_bn_64nodes/solver.prototxt, 64 nodes of 512 examples): rate 1 to 32 in
 400 steps, then 32 (1 - step / 4000)^2 of the absolute step, so it drops to 25.92
 there; momentum corrected during the warm-up only; LARS and decay for every
-parameter, biases and BatchNorm included.
+parameter, biases and BatchNorm included. The input differs: the prototxt crops 227
+pixels at random out of images stored at 256x256, mirrors them and subtracts a mean
+image; here it is the Inception-style crop, mirrored, with a mean for each channel.
 """
 
 from jaxscale.config import LARS, TFDS, AlexNet, Config, Evaluation, Polynomial

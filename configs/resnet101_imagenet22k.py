@@ -8,7 +8,8 @@ Hardware   not run here: needs the data and a cluster. Published: 256 P100 in 64
 Result     published: 33.8 % top-1 on 7.5 million images, before it 29.8 %
            (Microsoft, 10 days on 120 nodes). Neither batch size nor schedule of
            that run was found; 20 images a GPU, 5,120 in all, is from memory, and
-           rate, decay and epochs here are those of Goyal et al.
+           rate, decay and epochs here are those of Goyal et al. BatchNorm is over
+           20 images on any number of devices, as it was on each of those GPUs
 """
 
 from jaxscale.config import SGD, Config, Evaluation, ImageFolder, ResNet, Steps
@@ -16,7 +17,7 @@ from jaxscale.config import SGD, Config, Evaluation, ImageFolder, ResNet, Steps
 
 def get_config(batch_size: str = "5120") -> Config:
   return Config(
-    model=ResNet(depth=101, bn_span="device"),
+    model=ResNet(depth=101, bn_span=20),
     data=ImageFolder(path="imagenet22k", image_size=224, augment="crop"),
     optimizer=SGD(lr=0.1, momentum=0.9, weight_decay=1e-4),
     lr_scaling="linear",

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxscale import build, cluster, data, metrics, parts
 from jaxscale.config import AdaptiveBatch
 from jaxscale.mesh import host_shard
+from jaxscale.settings import ConfigError
 from jaxscale.stages import examples_at, stage_index
 from jaxscale.state import TrainState
 
@@ -95,9 +96,14 @@ def choose(experiment: build.Experiment, state: TrainState, say) -> int:
   stage = derived.stages[stage_index(derived.stages, step)]
   unit = math.lcm(settings.multiple, derived.num_devices * stage.accumulate_steps)
 
+  def at_size(size: int) -> build.Experiment | None:
+    try:
+      return build.at_stage(experiment, stage._replace(batch_size=size))
+    except ConfigError:  # bn_span, say, does not fit it
+      return None
+
   def trial(size: int) -> float:
-    here = stage._replace(batch_size=size)
-    tried = build.at_stage(experiment, here)
+    tried, here = tries[size], stage._replace(batch_size=size)
     train_step = tried.compile_train_step()
     copy = jax.tree.map(jnp.copy, state)
     copy = build.enter_stage(config, experiment.stage, here, copy)
@@ -115,12 +121,16 @@ def choose(experiment: build.Experiment, state: TrainState, say) -> int:
   sizes = candidates(
     experiment.stage.batch_size,
     config.batch_size,
-    maximum=settings.max_batch_size,
+    maximum=min(settings.max_batch_size, derived.num_train),
     multiple=unit,
     # As the rate decays, larger batches are worth a trial.
     rate_change=rate / derived.peak_lr if done >= derived.warmup_steps else 1.0,
   )
-  return search(sizes, trial, settings.margin, experiment.stage.batch_size)
+  tries = {size: tried for size in sizes if (tried := at_size(size)) is not None}
+  previous = experiment.stage.batch_size
+  if not set(tries) - {previous}:
+    return previous
+  return search(list(tries), trial, settings.margin, previous)
 
 
 def train_batches(experiment: build.Experiment, position: int):

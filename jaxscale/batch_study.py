@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxscale import metrics, trials
-from jaxscale.config import Config
+from jaxscale.config import AdaptiveBatch, Config
 from jaxscale.settings import ConfigError
 from jaxscale.train import leave
 from jaxscale.trials import Outcome, Trial
@@ -94,8 +94,9 @@ def fit_steps(batch_sizes: Sequence[float], steps: Sequence[float]) -> Fit | Non
     return None
   ranges = []
   for i in range(len(sizes)):
-    s, e = _line(np.delete(sizes, i), np.delete(measured, i))
-    ranges.append(max(e / s, 0.0) if s > 0 else np.inf)
+    rest = np.delete(measured, i)
+    s, e = _line(np.delete(sizes, i), rest)
+    ranges.append(max(e / s, 0.0) if _is_positive(s, rest) else np.inf)
   error = np.abs((s_min + e_min / sizes) / measured - 1).max()
   return Fit(
     float(s_min),
@@ -140,8 +141,8 @@ def make_trials(
   """
   import jax  # 0.5 s: not for --help or a typo
 
-  stages: Any = config.stages
-  if type(stages).__name__ == "AdaptiveBatch" or stages.batch_sizes:
+  stages = config.stages
+  if isinstance(stages, AdaptiveBatch) or stages.batch_sizes:
     raise ConfigError(
       f"Config.stages={type(stages).__name__}: a study gives each run one batch "
       "size, take the batch sizes out of the stages"
@@ -167,7 +168,7 @@ def micro_batches(rows: int, at_most: int) -> int:
     >>> micro_batches(96, 20)
     6
   """
-  return next(n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= at_most)
+  return next(rows // n for n in range(min(rows, at_most), 0, -1) if rows % n == 0)
 
 
 def summarise(
@@ -241,22 +242,35 @@ def _notes(config, sizes, points, fit: Fit | None) -> list[str]:
       else "steps do not bend as S_min (1 + B_crit / B) within these sizes"
     )
     return [*notes, f"no critical batch size: {reason}"]
-  low, high = fit.b_crit_range
-  until = "no limit" if np.isinf(high) else f"{high:,.0f}"
-  notes.append(
-    f"critical batch size {fit.b_crit:,.0f} (S_min {fit.s_min:,.0f} steps): "
-    f"{low:,.0f} to {until} when a size is left out; a curve of two parameters "
-    f"through {fit.num_sizes} points, off by up to {fit.error:.0%}, for this target, "
-    "schedule and rate rule alone"
-  )
+  notes.append(_critical(fit))
   scales = [s["noise_scale"] for s in sizes if s["noise_scale"] is not None]
   if scales:
     scale = statistics.fmean(scales)
+    share = f", {scale / fit.b_crit:.2g} of the critical batch size"
     notes.append(
-      f"gradient-noise scale {scale:,.0f} examples in the mean over sizes, "
-      f"{scale / fit.b_crit:.2g} of the critical batch size"
+      f"gradient-noise scale {scale:,.0f} examples in the mean over sizes"
+      + ("" if np.isinf(fit.b_crit_range[1]) else share)
     )
   return notes
+
+
+def _critical(fit: Fit) -> str:
+  """The critical batch size, and how far it is to be trusted."""
+  low, high = fit.b_crit_range
+  curve = (
+    f"a curve of two parameters through {fit.num_sizes} points, off by up to "
+    f"{fit.error:.0%}, for this target, schedule and rate rule alone"
+  )
+  if np.isinf(high):
+    return (
+      f"critical batch size at least {low:,.0f}, and no upper limit: there is none "
+      f"when a size is left out; {fit.b_crit:,.0f} (S_min {fit.s_min:,.0f} steps) "
+      f"with all of them, {curve}"
+    )
+  return (
+    f"critical batch size {fit.b_crit:,.0f} (S_min {fit.s_min:,.0f} steps): "
+    f"{low:,.0f} to {high:,.0f} when a size is left out; {curve}"
+  )
 
 
 def table(study: dict[str, Any]) -> str:

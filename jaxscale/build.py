@@ -7,6 +7,7 @@ become an `Experiment`, and one stage of it after another.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -20,7 +21,7 @@ from jaxscale.derive import Derived, derive
 from jaxscale.exchange import Exchange, plain
 from jaxscale.mesh import batch_sharding, make_mesh, one_at_a_time
 from jaxscale.settings import ConfigError
-from jaxscale.stages import Stage, scale_velocity
+from jaxscale.stages import Stage, scale_velocity, step_at
 from jaxscale.state import TrainState, abstract_state, init_state
 from jaxscale.step import Batch, EvalStep, TrainStep, make_eval_step, make_train_step
 
@@ -98,6 +99,7 @@ def experiment(config: cfg.Config) -> Experiment:
     bn_devices=max(span.bn_devices for span in spans),
   )
   model = parts.make_model(config, eval_data.info, mesh, spans[0])
+  _check_paths(config, model)
   eval_step = make_eval_step(losses.classification_totals(model.apply), mesh)
   whole = Experiment(
     config, derived, derived.stages[0], mesh, train_data, eval_data, model,
@@ -111,14 +113,16 @@ def at_stage(experiment: Experiment, stage: Stage) -> Experiment:
   config, derived, mesh = experiment.config, experiment.derived, experiment.mesh
   train_data = experiment.train_data
   if stage.image_size is not None:
-    train_data, _ = parts.make_data(config, stage.image_size)
+    train_data = parts.resized_train_data(config, stage.image_size)
   model = parts.make_model(
     config, train_data.info, mesh, parts.bn_span(config, derived, stage)
   )
   _check_same_params(experiment.model, model, stage)
   _, momentum = parts.stage_rate(config, stage)
   schedule = parts.stage_schedule(config, derived, stage)
-  tx = parts.make_optimizer(config, schedule, derived.warmup_steps, momentum)
+  # The schedule counts in steps of Config.batch_size, the optimizer in the run's.
+  warmup = step_at(derived.stages, derived.warmup_steps * config.batch_size)
+  tx = parts.make_optimizer(config, schedule, warmup, momentum)
   train_step = make_train_step(
     losses.classification_loss(model.apply, label_smoothing=config.label_smoothing),
     tx,
@@ -159,15 +163,54 @@ def enter_stage(config: cfg.Config, old: Stage, new: Stage, state: TrainState):
 def _check_same_params(model: models.ModelFns, staged: models.ModelFns, stage: Stage):
   if stage.image_size is None:
     return
-  shapes = [
-    jax.tree.map(lambda x: x.shape, jax.eval_shape(m.init, jax.random.key(0))[0])
-    for m in (model, staged)
-  ]
+  shapes = [jax.tree.map(lambda x: x.shape, _params(m)) for m in (model, staged)]
   if shapes[0] != shapes[1]:
     raise ConfigError(
       f"Stages.image_sizes={stage.image_size}: the parameters of this model depend "
       "on the image size; use one that pools over the image (ResNet)"
     )
+
+
+def _params(model: models.ModelFns) -> Any:
+  """Shapes and dtypes of the parameters."""
+  return jax.eval_shape(model.init, jax.random.key(0))[0]
+
+
+def _check_paths(config: cfg.Config, model: models.ModelFns) -> None:
+  """Refuse patterns that no parameter fits: they would change the method silently."""
+  include = getattr(config.optimizer, "include", "all")
+  if include in ("kernels", "all") and not config.layer_order:
+    return
+  leaves = jax.tree_util.tree_leaves_with_path(_params(model))
+  paths = [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in leaves]
+  if include not in ("kernels", "all") and not _fitting(include, paths):
+    raise ConfigError(
+      f"{type(config.optimizer).__name__}.include={include!r}: no parameter's path "
+      f"fits it, there are {_some(paths)}"
+    )
+  for pattern in config.layer_order:
+    if not _fitting(pattern, paths):
+      raise ConfigError(
+        f"Config.layer_order={pattern!r}: no parameter's path fits it, there are "
+        + _some(paths)
+      )
+  for path in paths:
+    fits = [p for p in config.layer_order if _fitting(p, [path])]
+    if config.layer_order and len(fits) != 1:
+      raise ConfigError(
+        f"Config.layer_order={config.layer_order}: {path} fits "
+        f"{' and '.join(map(repr, fits)) or 'none'} of them, it must be exactly one"
+      )
+
+
+def _fitting(pattern: str, paths: Sequence[str]) -> list[str]:
+  return [path for path in paths if re.search(pattern, path)]
+
+
+def _some(paths: Sequence[str]) -> str:
+  """A few of many: the first, the middle and the last ones."""
+  places = sorted({0, 1, len(paths) // 2, len(paths) - 1} & set(range(len(paths))))
+  return ", ".join(paths[i] for i in places)
 
 
 def trust_ratio_metrics(opt_state: Any) -> dict[str, jax.Array]:

@@ -122,7 +122,7 @@ class Checkpoints:
       ConfigError: it belongs to another model or optimizer, or every
         checkpoint there is damaged.
     """
-    steps = self.steps()
+    steps = cluster.from_leader(self.steps())
     for step in reversed(steps):
       try:
         return self._restore_step(step, abstract)

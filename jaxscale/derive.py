@@ -25,7 +25,8 @@ class Derived(NamedTuple):
     num_devices: over all processes.
     device_batch_size: examples a device and step (in the first stage).
     micro_batch_size: examples a device and micro-batch (in the first stage).
-    eval_batch_size: over all devices, rounded up to a multiple of them.
+    eval_batch_size: over all devices, rounded up to a multiple of them; no more
+      than there are examples.
     stages: stretches of steps of one shape; one, unless something changes.
   """
 
@@ -60,19 +61,13 @@ def derive(
     chosen: batch sizes that an adaptive run has settled on so far, a stage each.
 
   Raises:
-    ConfigError: a batch does not divide over devices and micro-batches.
+    ConfigError: a batch does not divide over devices and micro-batches, or has
+      more examples than there are; or the run is too long to be counted.
   """
-  check_divisible(config.batch_size, num_devices, config.accumulate_steps)
+  _check_length(config, num_train)
+  _check_batch(config.batch_size, num_train, num_devices, config.accumulate_steps)
   stages = _stages(config, num_train, chosen)
-  for stage in stages:
-    check_divisible(
-      stage.batch_size, num_devices, stage.accumulate_steps, "Stages.batch_sizes"
-    )
-  if config.noise_scale and num_devices * stages[0].accumulate_steps == 1:
-    raise ConfigError(
-      "Config.noise_scale=True: one device and one micro-batch have no two "
-      "gradients to compare, set accumulate_steps to 2 or more"
-    )
+  _check_stages(config, stages, num_train, num_devices)
   warmup_steps = round(config.schedule.warmup_epochs * num_train / config.batch_size)
   all_steps = config.epochs * num_train / config.batch_size
   if warmup_steps >= all_steps > 1:
@@ -97,7 +92,8 @@ def derive(
     num_devices=num_devices,
     device_batch_size=first.batch_size // num_devices,
     micro_batch_size=first.batch_size // (num_devices * first.accumulate_steps),
-    eval_batch_size=-(-config.evaluation.batch_size // num_devices) * num_devices,
+    eval_batch_size=-(-min(config.evaluation.batch_size, num_eval) // num_devices)
+    * num_devices,
     stages=stages,
   )
 
@@ -105,6 +101,55 @@ def derive(
 def steps_of(epochs: float, num_train: int, stage: Stage) -> int:
   """Steps of a stage that make so many epochs, one at least."""
   return max(round(epochs * num_train / stage.batch_size), 1)
+
+
+def _check_length(config: cfg.Config, num_train: int) -> None:
+  """Refuse more steps than the state's int32 counts."""
+  stages = config.stages
+  sizes = stages.batch_sizes if isinstance(stages, cfg.Stages) else ()
+  at_most = config.epochs * num_train / min((config.batch_size, *sizes))
+  if at_most >= 2**31 - 1:
+    raise ConfigError(
+      f"Config.epochs={config.epochs}: more steps than an int32 counts, give fewer"
+    )
+
+
+def _check_stages(
+  config: cfg.Config, stages: Sequence[Stage], num_train: int, num_devices: int
+) -> None:
+  """Refuse stages whose batches do not fit devices and data, as the first's must."""
+  for stage in stages:
+    field = "Stages.batch_sizes"
+    check_divisible(stage.batch_size, num_devices, stage.accumulate_steps, field)
+    if isinstance(config.stages, cfg.Stages):  # or else trials chose the size
+      _check_batch(
+        stage.batch_size, num_train, num_devices, stage.accumulate_steps, field
+      )
+    if config.noise_scale and num_devices * stage.accumulate_steps == 1:
+      raise ConfigError(
+        "Config.noise_scale=True: one device and one micro-batch have no two "
+        "gradients to compare, set accumulate_steps to 2 or more (in every stage)"
+      )
+
+
+def _check_batch(
+  batch_size: int,
+  num_train: int,
+  num_devices: int,
+  micros: int,
+  field: str = "Config.batch_size",
+) -> None:
+  """Refuse a batch that would have examples twice, or does not divide."""
+  if batch_size > num_train:
+    # So many micro-batches may belong to so large a batch alone.
+    unit = num_devices * (micros if num_devices * micros <= num_train else 1)
+    most = num_train // unit * unit
+    raise ConfigError(
+      f"{field}={batch_size}: a step would see some of the {num_train:,} training "
+      "examples twice; "
+      + (f"give {most} or less" if most else "use more data or fewer devices")
+    )
+  check_divisible(batch_size, num_devices, micros, field)
 
 
 def check_divisible(

@@ -51,6 +51,7 @@ ARCHIVES = {
 }
 # TFDS writes what the archives hold once more, and moves nothing.
 _SPACE = sum(archive.size for archive in ARCHIVES.values())
+_PREPARE = "python -m jaxscale.data.prepare imagenet2012"
 
 
 class Finding(NamedTuple):
@@ -72,6 +73,13 @@ def imagenet(arguments: list[str]) -> list[Finding]:
 
   Args:
     arguments: of the command line.
+
+  Returns:
+    In the order in which a user has to act on them: what something else is made
+    from comes before it.
+
+  Raises:
+    ConfigError: an argument is impossible.
   """
   parser = argparse.ArgumentParser(prog="python -m jaxscale.doctor imagenet")
   place = parser.add_mutually_exclusive_group()
@@ -81,21 +89,27 @@ def imagenet(arguments: list[str]) -> list[Finding]:
   parser.add_argument("--md5", action="store_true", help="sum the archives, too")
   parser.add_argument("--sample", type=int, default=256, help="images to decode")
   options = parser.parse_args(arguments)
+  if options.sample < 1:
+    raise ConfigError(f"--sample={options.sample}: give a whole number >= 1")
   if options.folder:
     return [*_folder(Path(options.folder), options.sample), _decoder()]
-  findings = [*_prepared(options.data_dir, options.sample), _decoder()]
-  if all(f.ok for f in findings) and not options.manual_dir:
-    return findings
-  return findings + _archives(options.data_dir, options.manual_dir, options.md5)
+  prepared = _prepared(options.data_dir, options.manual_dir, options.sample)
+  findings = [*prepared, _decoder()]
+  if options.manual_dir or any(_PREPARE in f.remedy for f in findings if not f.ok):
+    archives = _archives(options.data_dir, options.manual_dir, options.md5)
+    findings = [*archives, *findings]
+  return findings
 
 
-def _prepared(data_dir: str | None, sample: int) -> list[Finding]:
+def _prepared(
+  data_dir: str | None, manual_dir: str | None, sample: int
+) -> list[Finding]:
   """The dataset as TFDS prepared it: version, format, counts, files, images."""
   import tensorflow_datasets as tfds
   from absl import logging
 
   logging.set_verbosity(logging.ERROR)  # it is we who say what is missing
-  prepare = "python -m jaxscale.data.prepare imagenet2012 --manual_dir DIR" + (
+  prepare = f"{_PREPARE} --manual_dir {manual_dir or 'DIR'}" + (
     f" --data_dir {data_dir}" if data_dir else ""
   )
   try:
@@ -164,6 +178,18 @@ def _shards(split: str, info: Any) -> Finding:
 
 def _folder(root: Path, sample: int) -> list[Finding]:
   """Class subdirectories: their number, the images in them, and a sample."""
+  if not root.is_dir():
+    remedy = "give the directory that holds train/ and val/ as --folder"
+    return [Finding(False, f"{root}: no such directory", remedy)]
+  if not any((root / name).is_dir() for name in ("train", "val", "validation")):
+    inside = root.name in ("train", "val", "validation")
+    remedy = (
+      f"give {root.absolute().parent} as --folder"
+      if inside
+      else "give the directory that holds train/WNID/*.JPEG and val/WNID/*.JPEG as "
+      "--folder, or unpack the archives so"
+    )
+    return [Finding(False, f"{root}: has neither train/ nor val/", remedy)]
   findings = []
   classes: dict[str, tuple[str, ...]] = {}
   for split, names in {
@@ -214,8 +240,8 @@ def _sample(split: str, open_split: Callable[[], Any], sample: int) -> list[Find
     began = time.process_time()
     dataset.load(indices, draws)
     seconds = max(time.process_time() - began, 1e-9)
-  except ConfigError as e:
-    return [Finding(False, f"{split}: {e}", "see the line above")]
+  except (ConfigError, OSError) as e:
+    return [Finding(False, f"{split}: {e}", f"do what the line on {split} says")]
   damage = dataset.damage
   return [
     Finding(True, f"{split}: {number / seconds:,.0f} images/s a core, crops of 224"),
@@ -228,16 +254,45 @@ def _sample(split: str, open_split: Callable[[], Any], sample: int) -> list[Find
 
 
 def _archives(data_dir: str | None, manual_dir: str | None, md5: bool) -> list[Finding]:
-  """What preparing needs: the archives, whole, and space on the disk."""
+  """What preparing needs: space on the disk, and the archives, whole."""
   from tensorflow_datasets.core import constants
 
   target = Path(data_dir or constants.DATA_DIR).expanduser()
   manual = Path(manual_dir) if manual_dir else target / "downloads" / "manual"
-  there = next(p for p in (target, *target.absolute().parents) if p.exists())
-  free = shutil.disk_usage(there).free
-  text = f"{_bytes(free)} free in {there}, preparing writes {_bytes(_SPACE)}"
-  room = Finding(free >= _SPACE, text, "make room, or give another --data_dir")
-  return [room, *(_archive(manual / n, *known, md5) for n, known in ARCHIVES.items())]
+  to_load = sum(_lacking(manual / name, known) for name, known in ARCHIVES.items())
+  return [
+    *_room(target, manual, to_load),
+    *(_archive(manual / name, *known, md5) for name, known in ARCHIVES.items()),
+  ]
+
+
+def _lacking(path: Path, known: Archive) -> int:
+  """Bytes of an archive that are still to be downloaded."""
+  found = path.stat().st_size if path.is_file() else 0
+  return max(known.size - found, 0)
+
+
+def _room(target: Path, manual: Path, to_load: int) -> list[Finding]:
+  """Space for what preparing writes and for archives to come, disk by disk."""
+  wants: dict[int, list[tuple[Path, int, str, str]]] = {}
+  for path, size, what, option in (
+    (manual, to_load, "the archives still to come take", "--manual_dir"),
+    (target, _SPACE, "preparing writes", "--data_dir"),
+  ):
+    there = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if size:
+      on_disk = wants.setdefault(there.stat().st_dev, [])
+      on_disk.append((there, size, f"{what} {_bytes(size)}", option))
+  findings = []
+  for on_disk in wants.values():
+    needed, (there, *_, option) = sum(size for _, size, *_ in on_disk), on_disk[-1]
+    free = shutil.disk_usage(there).free
+    parts = ", ".join(part for _, _, part, _ in on_disk)
+    remedy = f"make room for {_bytes(needed)} in {there}, or give another {option}"
+    findings.append(
+      Finding(free >= needed, f"{_bytes(free)} free in {there}, {parts}", remedy)
+    )
+  return findings
 
 
 def _archive(path: Path, size: int, md5: str, check_md5: bool) -> Finding:
@@ -286,9 +341,7 @@ def main(argv: list[str]) -> int:
   for finding in findings:
     print(("ok    " if finding.ok else "not   ") + finding.text)
   wrong = [f for f in findings if not f.ok]
-  for remedy in dict.fromkeys(
-    f.remedy for f in reversed(wrong)
-  ):  # what comes first, first
+  for remedy in dict.fromkeys(f.remedy for f in wrong):  # each once, in their order
     print(f"next  {remedy}")
   if not wrong:
     print(f"{argv[0]}: ready")

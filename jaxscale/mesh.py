@@ -145,18 +145,18 @@ def batch_norm_span(
   if isinstance(span, str) or not 1 <= span <= all_rows:
     raise ConfigError(
       f"bn_span={span!r}: the micro-batches of all devices have {all_rows} examples, "
-      f'give a number from 1 to {all_rows}, "device" or "global"'
+      f'give a number from 2 to {all_rows}, "device" or "global"'
     )
   if span < device_rows:
     if device_rows % span:
       raise ConfigError(
         f"bn_span={span}: does not divide the {device_rows} examples of a device's "
-        f"micro-batch, give {_nearest_divisor(device_rows, span)}"
+        f"micro-batch, give {_divisor_span(device_rows, span)}"
       )
     return BatchNormSpan(group_size=span)
   sharing = span // device_rows
   if span % device_rows or data % sharing:
-    wanted = device_rows * _nearest_divisor(data, span / device_rows)
+    wanted = device_rows * _nearest_divisor(data, span / device_rows, 2 // device_rows)
     raise ConfigError(
       f"bn_span={span}: is not {device_rows}, the examples of a device's "
       f"micro-batch, times a divisor of the data axis of {data}; give {wanted}"
@@ -166,9 +166,18 @@ def batch_norm_span(
   return BatchNormSpan(bn_devices=sharing, axis_name=(BN_AXIS,))
 
 
-def _nearest_divisor(number: int, wanted: float) -> int:
-  """The divisor of `number` with the smallest ratio to `wanted`, either way."""
-  divisors = [n for n in range(1, number + 1) if number % n == 0]
+def _divisor_span(device_rows: int, span: int) -> str:
+  """The nearest span of 2 examples or more that divides a device's rows."""
+  nearest = _nearest_divisor(device_rows, span, least=2)
+  return '"device"' if nearest == device_rows else str(nearest)
+
+
+def _nearest_divisor(number: int, wanted: float, least: int = 1) -> int:
+  """The divisor of `number` with the smallest ratio to `wanted`, either way.
+
+  Not below `least`, but for 1 where that is the only one.
+  """
+  divisors = [n for n in range(max(least, 1), number + 1) if number % n == 0] or [1]
   return min(divisors, key=lambda n: max(n / wanted, wanted / n))
 
 

@@ -58,7 +58,7 @@ def estimate(small_sq, big_sq, small: float, big: float):
 def update(
   state: NoiseScale, small_sq, big_sq, small: float, big: float, decay: float = 0.99
 ) -> NoiseScale:
-  """Take in a step; arguments as of `estimate`.
+  """Take in a step, unless it is no number; arguments as of `estimate`.
 
   Args:
     state: before.
@@ -68,9 +68,14 @@ def update(
     big: see `estimate`.
     decay: of the running averages.
   """
-  new = (*estimate(small_sq, big_sq, small, big), jnp.ones((), jnp.float32))
+  signal, noise = estimate(small_sq, big_sq, small, big)
+  usable = jnp.isfinite(signal) & jnp.isfinite(noise)
+  new = (signal, noise, jnp.ones((), jnp.float32))
   return NoiseScale(
-    *(decay * old + (1 - decay) * x for old, x in zip(state, new, strict=True))
+    *(
+      jnp.where(usable, decay * old + (1 - decay) * x, old)
+      for old, x in zip(state, new, strict=True)
+    )
   )
 
 
@@ -88,6 +93,12 @@ def metrics(state: NoiseScale) -> dict[str, jax.Array]:
     "gradient_signal": state.signal / state.weight,
     "gradient_noise": state.noise / state.weight,
   }
+
+
+def read(state: NoiseScale) -> float | None:
+  """The scale in examples; None where nothing was measured, or it is infinite."""
+  signal, noise, weight = (value.item() for value in state)
+  return noise / signal if weight > 0 and signal > 0 else None
 
 
 def describe(scale: float, batch_size: int) -> str:

@@ -23,11 +23,13 @@ from jaxscale.settings import (
   ConfigError,
   alternatives,
   bounds,
+  closest,
   coerce,
   hints,
   nearest,
   settings_classes,
   type_name,
+  within,
 )
 
 
@@ -48,16 +50,20 @@ def load_config(path: str, overrides: Mapping[str, str] | None = None) -> Config
   """
   file, _, arg = path.partition(":")
   if not Path(file).is_file():
-    folder = Path(file).parent
-    names = [str(p) for p in folder.glob("*.py")] if folder.is_dir() else []
-    hint = nearest(file, names) if names else "check the path"
-    raise ConfigError(f"--config={path}: no such file, {hint}")
+    raise ConfigError(f"--config={path}: no such file, {_similar(Path(file))}")
   config = _run_file(Path(file), arg)
   if not isinstance(config, Config):
     raise ConfigError(
       f"{file}: get_config() returned {type(config).__name__}, return a Config"
     )
   return override(config, overrides or {})
+
+
+def _similar(file: Path) -> str:
+  """The hint for a file that is not there: one beside it of a similar name."""
+  beside = {p.stem: p for p in file.parent.glob("*.py")}
+  close = closest(file.stem, beside)
+  return f"did you mean {str(beside[close])!r}?" if close else "check the path"
 
 
 def _run_file(file: Path, arg: str) -> Any:
@@ -102,46 +108,67 @@ def override(node: Any, overrides: Mapping[str, str]) -> Any:
       branch[leaf][""] = text
     else:
       branch[leaf] = text
-  return _replace(node, tree, prefix="")
+  return dataclasses.replace(node, **_changes(type(node), node, tree, prefix=""))
 
 
-def _replace(node: Any, tree: dict[str, Any], prefix: str) -> Any:
-  fields = hints(type(node))
+def _changes(cls: Any, node: Any, tree: dict[str, Any], prefix: str) -> dict[str, Any]:
+  """The new values of a branch, for an object of `cls` in the place of `node`."""
+  fields = hints(cls)
   changes = {}
   for name, value in tree.items():
     path = f"{prefix}{name}"
     if name not in fields:
       raise ConfigError(
-        f"--config.{path}: {type(node).__name__} has no field {name!r}, "
+        f"--config.{path}: {cls.__name__} has no field {name!r}, "
         + nearest(name, fields)
       )
-    current = getattr(node, name)
-    if isinstance(value, dict):
-      chosen = value.pop("", None)
-      if chosen is not None:
-        current = _parse(fields[name], chosen, current, path)
-      if not dataclasses.is_dataclass(current):
-        raise ConfigError(f"--config.{path}: a single value, it has no fields")
-      changes[name] = _replace(current, value, f"{path}.")
+    current, classes = getattr(node, name, None), settings_classes(fields[name])
+    branch = value if isinstance(value, dict) else {"": value}
+    if classes:
+      changes[name] = _branch(classes, current, branch, path)
+    elif isinstance(value, dict):
+      raise ConfigError(f"--config.{path}: a single value, it has no fields")
     else:
-      changes[name] = _parse(fields[name], value, current, path)
-  return dataclasses.replace(node, **changes)
+      changes[name] = _parse(fields[name], value, path)
+  return changes
 
 
-def _parse(annotation: Any, text: str, current: Any, path: str) -> Any:
+def _branch(
+  classes: dict[str, Any], current: Any, branch: dict[str, Any], path: str
+) -> Any:
+  """A settings object with other fields, or one of another class.
+
+  All of it is put together before the class checks it: what it must have may be
+  given in any order.
+  """
+  fields = dict(branch)
+  chosen = fields.pop("", None)
+  if chosen is None:
+    return dataclasses.replace(
+      current, **_changes(type(current), current, fields, f"{path}.")
+    )
+  if chosen not in classes:
+    raise ConfigError(f"--config.{path}={chosen}: {nearest(chosen, classes)}")
+  cls = classes[chosen]
+  return cls(**_shared(cls, current) | _changes(cls, current, fields, f"{path}."))
+
+
+def _shared(cls: Any, current: Any) -> dict[str, Any]:
+  """What an object has that another class has as well, and allows."""
+  shared = {}
+  for name, annotation in hints(cls).items():
+    try:
+      value = coerce(annotation, getattr(current, name))
+    except (AttributeError, TypeError):
+      continue
+    if name not in bounds(cls) or within(value, bounds(cls)[name]):
+      shared[name] = value
+  return shared
+
+
+def _parse(annotation: Any, text: str, path: str) -> Any:
   """The value that `text` stands for in a field of this type."""
   choices = alternatives(annotation)
-  classes = settings_classes(annotation)
-  if classes:  # --config.optimizer=LARS: keep what both classes have
-    if text not in classes:
-      raise ConfigError(f"--config.{path}={text}: {nearest(text, classes)}")
-    shared = {}
-    for name, field in hints(classes[text]).items():
-      try:
-        shared[name] = coerce(field, getattr(current, name))
-      except (AttributeError, TypeError):
-        continue  # not there, or not a value this class allows
-    return classes[text](**shared)
   named = [a for c in choices if get_origin(c) is Literal for a in get_args(c)]
   if text in named or (str in choices and text != "None"):
     return text
@@ -150,7 +177,7 @@ def _parse(annotation: Any, text: str, current: Any, path: str) -> Any:
     if isinstance(value, (int, float)) and any(get_origin(c) is tuple for c in choices):
       value = (value,)
     return coerce(annotation, value)
-  except (TypeError, ValueError, SyntaxError):
+  except (TypeError, ValueError, SyntaxError, RecursionError, MemoryError):
     raise ConfigError(f"--config.{path}={text}: give {type_name(annotation)}") from None
 
 

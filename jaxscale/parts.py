@@ -22,33 +22,9 @@ from jaxscale.settings import ConfigError
 from jaxscale.stages import Stage, follow_batch_size, staged
 
 
-def make_data(
-  config: cfg.Config, image_size: int | None = None
-) -> tuple[data.Dataset, data.Dataset]:
-  """The training (at another image size, if given) and the held-out examples."""
+def make_data(config: cfg.Config) -> tuple[data.Dataset, data.Dataset]:
+  """The training and the held-out examples."""
   match config.data:
-    case cfg.TFDS() as d:
-
-      def load(split, size, augment):
-        return data.tfds_images(
-          d.name, split, data_dir=d.data_dir, image_size=size, augment=augment,
-          cache=d.cache, eval_view=d.eval_view,
-        )  # fmt: skip
-
-    case cfg.ImageFolder() as d:
-
-      def load(split, size, augment):
-        return data.image_folder(
-          f"{d.path}/{split}", image_size=size, augment=augment, eval_view=d.eval_view,
-          # Labels are those of training, whichever classes evaluation has.
-          classes=data.folder_classes(f"{d.path}/{d.train_split}"),
-        )  # fmt: skip
-
-    case _ if image_size is not None:
-      raise ConfigError(
-        f"Stages.image_sizes={image_size}: {type(config.data).__name__} has images "
-        "of one size, use TFDS or ImageFolder"
-      )
     case cfg.Digits(augment=augment):
       return data.digits("train", augment=augment), data.digits("test")
     case cfg.Synthetic() as d:
@@ -59,8 +35,35 @@ def make_data(
         make(d.num_examples, shape, d.num_classes),
         make(num_eval, shape, d.num_classes, first=d.num_examples),
       )
-  train = load(d.train_split, image_size or d.image_size, d.augment)
-  return train, load(d.eval_split, d.image_size, "none")
+    case d:
+      train = _encoded(d, d.train_split, d.image_size, d.augment)
+      return train, _encoded(d, d.eval_split, d.image_size, "none")
+
+
+def resized_train_data(config: cfg.Config, image_size: int) -> data.Dataset:
+  """The training examples at another image size.
+
+  Raises:
+    ConfigError: they are not images that can be resized.
+  """
+  if not isinstance(config.data, (cfg.TFDS, cfg.ImageFolder)):
+    raise ConfigError(
+      f"Stages.image_sizes={image_size}: {type(config.data).__name__} has images "
+      "of one size, use TFDS or ImageFolder"
+    )
+  return _encoded(config.data, config.data.train_split, image_size, config.data.augment)
+
+
+def _encoded(
+  d: cfg.TFDS | cfg.ImageFolder, split: str, image_size: int | None, augment: Any
+) -> data.Dataset:
+  """A split of encoded images."""
+  views = {"image_size": image_size, "augment": augment, "eval_view": d.eval_view}
+  if isinstance(d, cfg.TFDS):
+    return data.tfds_images(d.name, split, data_dir=d.data_dir, cache=d.cache, **views)
+  # Labels are those of training, whichever classes evaluation has.
+  classes = data.folder_classes(f"{d.path}/{d.train_split}")
+  return data.image_folder(f"{d.path}/{split}", classes=classes, **views)
 
 
 def bn_span(config: cfg.Config, derived: Derived, stage: Stage) -> BatchNormSpan:

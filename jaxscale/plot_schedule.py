@@ -1,11 +1,12 @@
 """Learning rates of configs against the epoch, in one picture.
 
-python -m jaxscale.plot_schedule CONFIG[:arg] ... [--out FILE] [--num-train N]
+python -m jaxscale.plot_schedule --config FILE[:arg] [--config ...] [--out FILE]
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,13 +16,23 @@ from jaxscale.config import TFDS, Config
 from jaxscale.overrides import load_config
 from jaxscale.settings import ConfigError, nearest
 
-USAGE = """usage: python -m jaxscale.plot_schedule CONFIG[:arg] ... [--out FILE]
-                                       [--num-train N]
+EXIT_DONE, EXIT_USER = 0, 2
+OPTIONS = ("--config", "--out", "--num-train", "--help")
+USAGE = """\
+usage: python -m jaxscale.plot_schedule --config FILE[:arg] [--config FILE[:arg] ...]
+                                        [--out FILE] [--num-train N]
+                                        [--config.FIELD=VALUE ...]
 
 Draws the learning rate of every config against the epoch.
 
-  --out FILE      the picture (default: schedule.png)
-  --num-train N   training examples, where the data is not here to be counted"""
+  --config FILE[:arg]     Python file with get_config([arg]) -> Config; may be
+                          given several times, and without --config before it
+  --out FILE              the picture (default: schedule.png)
+  --num-train N           training examples, where the data is not here to be
+                          counted
+  --config.FIELD=VALUE    replace a setting of every config, as in jaxscale.train
+
+exit code: 0 done, 2 a mistake in what was asked for, 1 anything else"""
 NUM_IMAGENET = 1_281_167  # training images of ILSVRC 2012
 
 
@@ -114,39 +125,79 @@ def plot(curves: dict[str, Curve], path: str | Path) -> Path:
   return path
 
 
+class Request(NamedTuple):
+  """What a command line asks for.
+
+  Attributes:
+    configs: `FILE` or `FILE:arg`, in the order given.
+    overrides: settings by dotted field, put into every config.
+    out: the picture.
+    num_train: training examples; None: count them.
+  """
+
+  configs: tuple[str, ...]
+  overrides: dict[str, str]
+  out: str = "schedule.png"
+  num_train: int | None = None
+
+
+def parse(argv: Sequence[str]) -> Request:
+  """Split the command line.
+
+  Raises:
+    ConfigError: no config, an option that does not exist, or lacks its value.
+
+  Example:
+    >>> parse(["a.py", "--config", "b.py:x", "--out=rates.png"]).configs
+    ('a.py', 'b.py:x')
+  """
+  configs, overrides, options, args = [], {}, {"out": "schedule.png"}, list(argv)
+  while args:
+    arg = args.pop(0)
+    if not arg.startswith("-"):
+      configs.append(arg)
+      continue
+    name, given, value = arg.partition("=")
+    if name not in OPTIONS and not name.startswith("--config."):
+      raise ConfigError(f"{arg}: not an option, {nearest(name, OPTIONS)}")
+    if not given:
+      if not args or args[0].startswith("--"):
+        raise ConfigError(f"{name}: a value is missing, write {name}=VALUE")
+      value = args.pop(0)
+    if name == "--config":
+      configs.append(value)
+    elif name.startswith("--config."):
+      overrides[name.removeprefix("--config.")] = value
+    else:
+      options[name.removeprefix("--")] = value
+  if not configs:
+    raise ConfigError("--config: missing; try --config configs/digits.py")
+  number = options.get("num-train")
+  if number is not None and not (number.isdecimal() and int(number)):
+    raise ConfigError(f"--num-train={number}: give a whole number >= 1")
+  count = None if number is None else int(number)
+  return Request(tuple(configs), overrides, options["out"], count)
+
+
 def main(argv: list[str]) -> int:
   """Draw what the command line asks for; returns the exit code."""
-  options, configs, args = {"out": "schedule.png", "num-train": ""}, [], list(argv)
-  if not args or "--help" in args or "-h" in args:
+  if not argv or "--help" in argv or "-h" in argv:
     print(USAGE)
-    return 0 if args else 2
+    return EXIT_DONE if argv else EXIT_USER
   try:
-    while args:
-      arg = args.pop(0)
-      if not arg.startswith("--"):
-        configs.append(arg)
-        continue
-      name, equals, value = arg.removeprefix("--").partition("=")
-      if name not in options:
-        known = [f"--{n}" for n in options]
-        raise ConfigError(f"{arg}: not an option, {nearest(arg, known)}")
-      if not equals and not args:
-        raise ConfigError(f"{arg}: a value is missing")
-      options[name] = value if equals else args.pop(0)
-    counted = options["num-train"]
-    if counted and not (counted.isdecimal() and int(counted)):
-      raise ConfigError(f"--num-train={counted}: give a whole number >= 1")
-    if not configs:
-      raise ConfigError("no config given; try configs/digits.py")
+    request = parse(argv)
     curves = {}
-    for path in configs:
-      config = load_config(path)
-      curves[path] = curve(config, int(counted) if counted else num_examples(config))
-    print(plot(curves, options["out"]))
+    for path in request.configs:
+      config = load_config(path, request.overrides)
+      curves[path] = curve(config, request.num_train or num_examples(config))
+    try:
+      print(plot(curves, request.out))
+    except (OSError, ValueError) as e:  # no such directory, no such format
+      raise ConfigError(f"--out={request.out}: {e}") from None
   except ConfigError as e:
     print(f"error: {e}", file=sys.stderr)
-    return 2
-  return 0
+    return EXIT_USER
+  return EXIT_DONE
 
 
 if __name__ == "__main__":

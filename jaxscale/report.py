@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxscale import build, cluster, data, metrics, noise_scale
+from jaxscale import build, cluster, metrics, noise_scale
+from jaxscale.damage import DamageRecord
 from jaxscale.stages import examples_at
 
-INPUT_BOUND = 0.2  # of the time spent waiting for data is worth a warning
+# This share of this many seconds spent waiting for data is worth a warning.
+INPUT_BOUND, INPUT_BOUND_SECONDS = 0.2, 1.0
 
 
 class Reporter:
@@ -29,16 +31,14 @@ class Reporter:
     self._config, self._start = config, start
     self._began = time.perf_counter()
     self._evaluations: list[tuple[int, float, float | None]] = [
-      (line["step"], line["eval/accuracy"], None)
-      for line in metrics.read_metrics(workdir / "metrics.jsonl")
-      if "eval/accuracy" in line and line["step"] <= start
+      (step, accuracy, None) for step, accuracy in _evaluated(workdir, start)
     ]
     self._waited = self._window_waited = 0.0
     self._window = time.perf_counter()
     self._warned = False
-    self._train_damage = _records(experiment.train_data)
-    self._eval_damage = _records(experiment.eval_data)
-    self._told_damage = 0
+    self._damage = DamageRecord(workdir, start)
+    self._damage.watch("training", experiment.train_data)
+    self._damage.watch("held-out", experiment.eval_data)
     self._progress = metrics.Progress(
       derived.total_steps,
       start=start,
@@ -87,8 +87,7 @@ class Reporter:
     self._progress.expect(total, self._examples(total))
     stage = experiment.stage
     size = f", images of {stage.image_size}" if stage.image_size else ""
-    new = _records(experiment.train_data)
-    self._train_damage += [record for record in new if record not in self._train_damage]
+    self._damage.watch("training", experiment.train_data)
     self.say(f"step {stage.start}  from here on batch {stage.batch_size:,}{size}")
 
   def trained(self, step: int, values: dict[str, float]) -> None:
@@ -112,30 +111,19 @@ class Reporter:
     if self._mllog is not None:
       self._mllog.evaluating(step, self._epoch(step))
 
-  @property
-  def damaged(self) -> int:
-    """Distinct examples that this process could not read, so far."""
-    # The stages read the same training examples, each with a record of its own.
-    train = {i for record in self._train_damage for i in record.indices}
-    return len(train) + sum(record.count for record in self._eval_damage)
+  def count_damaged(self) -> int:
+    """Distinct examples that no process could read; says which, if some are new.
 
-  def tell_damage(self) -> None:
-    """Say which examples were damaged, if there are new ones; every process does."""
-    if self.damaged == self._told_damage:
-      return
-    self._told_damage = self.damaged
-    for name, records in (
-      ("training", self._train_damage[-1:]),
-      ("held-out", self._eval_damage),
-    ):
-      for record in records:
-        if record.count:
-          print(f"{name} data: {record.describe()}", flush=True)
+    All processes must call it.
+    """
+    for line in self._damage.collect():
+      self.say(line)
+    return self._damage.count
 
   def evaluated(self, step: int, values: dict[str, float]) -> None:
     """Result of an evaluation."""
     self.evaluation = values
-    self.tell_damage()
+    self.count_damaged()
     seconds = time.perf_counter() - self._began if self._start == 0 else None
     self._evaluations.append((step, values["accuracy"], seconds))
     self._write(step, "eval", values)
@@ -187,9 +175,11 @@ class Reporter:
     data comes slower than steps take: waiting here is time lost.
     """
     now = time.perf_counter()
-    share = (self._waited - self._window_waited) / max(now - self._window, 1e-9)
+    seconds = max(now - self._window, 1e-9)
+    share = (self._waited - self._window_waited) / seconds
     self._window, self._window_waited = now, self._waited
-    if share > INPUT_BOUND and not self._warned and self._progress.windows > 1:
+    is_long = seconds > INPUT_BOUND_SECONDS and self._progress.windows > 1
+    if share > INPUT_BOUND and is_long and not self._warned:
       self._warned = True
       self.say(
         f"input-bound: {share:.0%} of the time goes into waiting for data; more "
@@ -208,5 +198,13 @@ class Reporter:
       self._writer.write(step, {f"{prefix}/{k}": v for k, v in values.items()})
 
 
-def _records(dataset: data.Dataset) -> list[data.Damage]:
-  return [] if dataset.damage is None else [dataset.damage]
+def _evaluated(workdir: Path, start: int) -> list[tuple[int, float]]:
+  """(step, accuracy) of the evaluations on record, as the leader finds them."""
+  lines = metrics.read_metrics(workdir / "metrics.jsonl") if start else []
+  return cluster.from_leader(
+    [
+      (line["step"], line["eval/accuracy"])
+      for line in lines
+      if "eval/accuracy" in line and line["step"] <= start
+    ]
+  )

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
-import signal
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
-from jaxscale import adaptive, build, cluster, data, loop, metrics
+from jaxscale import adaptive, build, cluster, loop, metrics, noise_scale
 from jaxscale.checkpoint import Checkpoints
 from jaxscale.config import AdaptiveBatch, Config
-from jaxscale.derive import steps_of
-from jaxscale.mesh import host_shard
+from jaxscale.events import Stop, make_events
 from jaxscale.report import Reporter
 from jaxscale.stages import Stage, examples_at, stage_index
 from jaxscale.state import TrainState
+from jaxscale.step import TrainStep
 from jaxscale.workdir import claim_workdir, describe, describe_text
+
+# Stages that are being made ready while another one trains.
+Ahead = dict[Stage, tuple[build.Experiment, Future[TrainStep]]]
 
 
 class Result(NamedTuple):
@@ -67,14 +70,14 @@ def fit(config: Config, workdir: str | os.PathLike) -> Result:
   )
   keep = config.checkpoint
   with (
-    _Stop() as stop,
+    Stop() as stop,
     Checkpoints(
       workdir / "checkpoints", keep_last=keep.keep_last, keep_best=keep.keep_best
     ) as checkpoints,
   ):
     state, reporter = _train(experiment, checkpoints, workdir, stop, began)
 
-  summary = _summary(reporter, int(state.step), workdir, began)
+  summary = _summary(reporter, state, workdir, began)
 
   def finish():
     metrics.write_json(workdir / "summary.json", summary)
@@ -86,12 +89,16 @@ def fit(config: Config, workdir: str | os.PathLike) -> Result:
 
 
 def _summary(
-  reporter: Reporter, done: int, workdir: Path, began: float
+  reporter: Reporter, state: TrainState, workdir: Path, began: float
 ) -> dict[str, Any]:
-  experiment = reporter.experiment
+  experiment, done = reporter.experiment, int(state.step)
   config, total = experiment.config, experiment.derived.total_steps
   step, seconds = reporter.target() or (None, None)
   stopped = config.stop_at_target and step is not None
+  if seconds is None and step is not None:  # only evaluated again, maybe
+    before = _summary_before(workdir)
+    if before.get("target_step") == step:
+      seconds = before.get("target_seconds")
   return {
     "outcome": "done" if done == total or stopped else "interrupted",
     "step": done,
@@ -100,50 +107,66 @@ def _summary(
     "target_accuracy": config.target_accuracy,
     "target_step": step,
     "target_seconds": None if seconds is None else round(seconds, 1),
-    "noise_scale": reporter.noise_scale,
-    "damaged_examples": reporter.damaged,
+    "noise_scale": noise_scale.read(state.noise) if config.noise_scale else None,
+    "damaged_examples": reporter.count_damaged(),
     "seconds": round(time.time() - began, 1),
     "devices": f"{experiment.mesh.size} x {jax.devices()[0].device_kind}",
     "workdir": str(workdir),
   }
 
 
+def _summary_before(workdir: Path) -> dict[str, Any]:
+  """What the directory's last run wrote of itself."""
+  try:
+    return json.loads((workdir / "summary.json").read_text())
+  except (OSError, ValueError):
+    return {}
+
+
 def _train(
   experiment: build.Experiment,
   checkpoints: Checkpoints,
   workdir: Path,
-  stop: _Stop,
+  stop: Stop,
   began: float,
 ) -> tuple[TrainState, Reporter]:
   """The last state, and what was reported on the way."""
   if _is_adaptive(experiment):
-    experiment = build.with_sizes(experiment, adaptive.read_chosen(workdir))
-  newest = max(checkpoints.steps(), default=0)
+    chosen = cluster.from_leader(adaptive.read_chosen(workdir))
+    experiment = build.with_sizes(experiment, chosen)
+  newest = cluster.from_leader(max(checkpoints.steps(), default=0))
   experiment = build.at_stage(experiment, _stage(experiment, newest))
   abstract = experiment.abstract_state()
   # XLA compiles the step beside what the main thread does until it needs it.
-  compiled = {}
+  ahead: Ahead = {}
   if newest < experiment.derived.total_steps:
-    compiled[experiment.stage] = _in_background(
-      functools.partial(experiment.compile_train_step, abstract)
-    )
+    compiling = functools.partial(experiment.compile_train_step, abstract)
+    ahead[experiment.stage] = experiment, _in_background(compiling)
   state = checkpoints.restore(abstract)
   if state is None:
     state = experiment.init_state()
   start = int(state.step)
+  if (stage := _stage(experiment, start)) != experiment.stage:
+    # The newest checkpoint was damaged, and the one before is of another stage.
+    experiment = build.at_stage(experiment, stage)
 
   with Reporter(experiment, workdir, start) as reporter:
     stopped = experiment.config.stop_at_target and reporter.target()
     if start == experiment.derived.total_steps or stopped:
-      reporter.say(f"all {start} steps are done already; evaluating")
-      _events(reporter, checkpoints, stop).evaluate(start, state)
+      done = (
+        f"reached its target by step {start}"
+        if stopped
+        else f"all {start} steps are done"
+      )
+      reporter.say(f"{done} already; evaluating")
+      make_events(reporter, checkpoints, stop).evaluate(start, state)
       return state, reporter
     if start:
       reporter.say(f"going on from the checkpoint of step {start}")
     if experiment.config.log.mllog:
       reporter.begin_mllog(workdir, began)
     try:
-      state = _train_stages(state, reporter, checkpoints, stop, compiled, workdir)
+      state = _train_stages(state, reporter, checkpoints, stop, ahead, workdir)
       checkpoints.wait()
     except loop.NonFiniteError as e:
       checkpoints.wait()
@@ -158,29 +181,29 @@ def _train_stages(
   state: TrainState,
   reporter: Reporter,
   checkpoints: Checkpoints,
-  stop: _Stop,
-  compiled: dict[Stage, Any],
+  stop: Stop,
+  ahead: Ahead,
   workdir: Path,
 ) -> TrainState:
   """Train through every stage that is left, or until asked to stop."""
   experiment, step = reporter.experiment, int(state.step)
   while step < experiment.derived.total_steps and not stop.agreed:
     if 0 < step == _stage(experiment, step).start:
-      experiment, state = _enter_stage(experiment, state, reporter, workdir)
+      experiment, state = _enter_stage(experiment, state, reporter, ahead, workdir)
       reporter.enter(experiment)
     with reporter.pause():
-      ahead = compiled.pop(experiment.stage, None)
-      train_step = ahead.result() if ahead else experiment.compile_train_step()
+      _, compiling = ahead.pop(experiment.stage, (None, None))
+      train_step = compiling.result() if compiling else experiment.compile_train_step()
     following = _stage(experiment, experiment.stage.stop)
     if following != experiment.stage and not _is_adaptive(experiment):
       after = build.at_stage(experiment, following)
-      compiled[following] = _in_background(after.compile_train_step)
+      ahead[following] = after, _in_background(after.compile_train_step)
     position = examples_at(experiment.derived.stages, step)
     state, step = loop.train(
       state,
       train_step,
       reporter.timed(adaptive.train_batches(experiment, position)),
-      _events(reporter, checkpoints, stop),
+      make_events(reporter, checkpoints, stop),
       start=step,
       total_steps=experiment.stage.stop,
     )
@@ -197,14 +220,19 @@ def _stage(experiment: build.Experiment, step: int) -> Stage:
 
 
 def _enter_stage(
-  experiment: build.Experiment, state: TrainState, reporter: Reporter, workdir: Path
+  experiment: build.Experiment,
+  state: TrainState,
+  reporter: Reporter,
+  ahead: Ahead,
+  workdir: Path,
 ) -> tuple[build.Experiment, TrainState]:
   """The next stage's experiment, and the state as it finds it."""
   step, stages = int(state.step), experiment.derived.stages
   stage = stages[stage_index(stages, step)]
   before = stages[stage_index(stages, step) - 1]
   if _is_adaptive(experiment):
-    chosen = adaptive.read_chosen(workdir) or (experiment.config.batch_size,)
+    chosen = tuple(cluster.from_leader(adaptive.read_chosen(workdir)))
+    chosen = chosen or (experiment.config.batch_size,)
     if stage.ordinal >= len(chosen):
       with reporter.pause():
         size = adaptive.choose(build.at_stage(experiment, before), state, reporter.say)
@@ -213,94 +241,14 @@ def _enter_stage(
     experiment = build.with_sizes(experiment, chosen)
     stage = _stage(experiment, step)
   state = build.enter_stage(experiment.config, before, stage, state)
+  if stage in ahead:
+    return ahead[stage][0]._replace(derived=experiment.derived), state
   return build.at_stage(experiment, stage), state
 
 
-def _in_background(function):
+def _in_background(function: Callable[[], TrainStep]) -> Future[TrainStep]:
   """Start it in a thread; the future of its result."""
   pool = ThreadPoolExecutor(1)
   future = pool.submit(function)
   pool.shutdown(wait=False)
   return future
-
-
-def _events(reporter: Reporter, checkpoints: Checkpoints, stop: _Stop) -> loop.Events:
-  """What happens between the steps of this stage, and when."""
-  experiment = reporter.experiment
-  config, derived, mesh = experiment.config, experiment.derived, experiment.mesh
-  stage = experiment.stage
-
-  def every(steps):
-    def due(step):
-      return (step - stage.start) % steps == 0 or step == derived.total_steps
-
-    return due
-
-  def every_epochs(epochs):
-    return every(steps_of(epochs, derived.num_train, stage))
-
-  is_logged = every(config.log.every_steps)
-
-  def evaluate(step, state):
-    reporter.evaluating(step)
-    with reporter.pause():
-      batches = data.eval_batches(
-        experiment.eval_data, derived.eval_batch_size, shard=host_shard(mesh)
-      )
-      params, model_state = state.evaluated()
-      values = loop.evaluate(
-        experiment.eval_step, params, model_state, data.to_device(batches, mesh)
-      )
-    reporter.evaluated(step, values)
-    return values
-
-  def save(step, state, values):
-    del step
-    with reporter.pause():
-      checkpoints.save(state, values)
-
-  def should_stop(step):
-    # Every process has seen the same evaluations, but not the same Ctrl-C: on
-    # that they agree where they log, so that they stop after the same step.
-    asked = stop.requested
-    if jax.process_count() > 1:
-      asked = is_logged(step) and cluster.any_process(asked)
-    reached = config.stop_at_target and reporter.target() is not None
-    stop.agreed = asked or reached
-    return stop.agreed
-
-  return loop.Events(
-    is_logged=is_logged,
-    is_evaluated=every(
-      steps_of(config.evaluation.every_epochs, derived.num_train, stage)
-    ),
-    is_saved=every(steps_of(config.checkpoint.every_epochs, derived.num_train, stage)),
-    log=reporter.trained,
-    evaluate=evaluate,
-    save=save,
-    should_stop=should_stop,
-  )
-
-
-class _Stop:
-  """Turns the first Ctrl-C into a wish to stop; the second one is Python's."""
-
-  requested = False  # in this process
-  agreed = False  # by all of them
-
-  def __enter__(self):
-    self._before = None
-    # Only the main thread may set handlers; elsewhere Ctrl-C stays Python's.
-    if threading.current_thread() is threading.main_thread():
-      self._before = signal.signal(signal.SIGINT, self._request)
-    return self
-
-  def _request(self, *_):
-    self.requested = True
-    signal.signal(signal.SIGINT, self._before or signal.default_int_handler)
-    if cluster.is_leader():
-      print("\nCtrl-C: saving after this step; again to stop at once", flush=True)
-
-  def __exit__(self, *_):
-    if self._before is not None:
-      signal.signal(signal.SIGINT, self._before)

@@ -1,7 +1,7 @@
 """What makes a dataclass a settings class: frozen, by name, checked.
 
-`config.py` lists the knobs; here is how an unknown name, a wrong type or a
-value out of bounds becomes one line that says what to write instead.
+`config/` lists the knobs; here is how an unknown name, a wrong type or a value
+out of bounds becomes one line that says what to write instead.
 """
 
 from __future__ import annotations
@@ -10,20 +10,39 @@ import dataclasses
 import difflib
 import functools
 import math
+import sys
 import types
 import typing
 from typing import Any, Literal, dataclass_transform
+
+_SHOWN = 40  # choices in one line; some have a thousand
 
 
 class ConfigError(ValueError):
   """A setting that cannot be; its one line names field, value and remedy."""
 
 
+def closest(name: str, choices: typing.Iterable[str]) -> str | None:
+  """The choice that somebody who wrote `name` may have meant, if any is close.
+
+  Example:
+    >>> closest("--batch-size", ["--batch-sizes", "--help"])
+    '--batch-sizes'
+    >>> closest("--drop", ["--batch-sizes", "--help"])
+  """
+  # Dashes that all options begin with make no two of them alike.
+  plain = {choice.lstrip("-").lower(): choice for choice in choices}
+  close = difflib.get_close_matches(name.lstrip("-").lower(), plain, n=1, cutoff=0.6)
+  return plain[close[0]] if close else None
+
+
 def nearest(name: str, choices: typing.Iterable[str]) -> str:
-  """The hint of an error message: the closest choice, or all of them."""
+  """The hint of an error message: the closest choice, or what there is."""
   choices = sorted(choices)
-  close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
-  return f"did you mean {close[0]!r}?" if close else f"one of {', '.join(choices)}"
+  if close := closest(name, choices):
+    return f"did you mean {close!r}?"
+  shown, more = choices[:_SHOWN], len(choices) - _SHOWN
+  return f"one of {', '.join(shown)}" + (f" and {more} more" if more > 0 else "")
 
 
 @functools.cache
@@ -34,11 +53,17 @@ def hints(cls: type) -> dict[str, Any]:
 
 @functools.cache
 def bounds(cls: type) -> dict[str, str]:
-  """The bound of every field annotated with one, `Annotated[float, "> 0"]`."""
-  annotated = typing.get_type_hints(cls, include_extras=True)
-  return {
-    n: a.__metadata__[0] for n, a in annotated.items() if hasattr(a, "__metadata__")
-  }
+  """The bound of every field annotated with one, `Annotated[float, "> 0"]`.
+
+  A class that gives a field another default, and repeats only its type, keeps the
+  bound of the class that it extends.
+  """
+  found = {}
+  for c in reversed(cls.__mro__):
+    for name, annotation in typing.get_type_hints(c, include_extras=True).items():
+      if hasattr(annotation, "__metadata__"):
+        found[name] = annotation.__metadata__[0]
+  return found
 
 
 _HOLDS = {
@@ -48,13 +73,18 @@ _HOLDS = {
   "in [0, 1)": lambda x: 0 <= x < 1,
   "in (0, 1]": lambda x: 0 < x <= 1,
   "in (0, 1)": lambda x: 0 < x < 1,
+  "in [0, 2**32)": lambda x: 0 <= x < 2**32,
 }
 
 
 def within(value: Any, bound: str) -> bool:
   """Whether a number, or each of a tuple, is finite and in its bound."""
   numbers = value if isinstance(value, tuple) else (value,)
-  return all(x is None or (math.isfinite(x) and _HOLDS[bound](x)) for x in numbers)
+  return all(x is None or (_is_finite(x) and _HOLDS[bound](x)) for x in numbers)
+
+
+def _is_finite(number: int | float) -> bool:
+  return isinstance(number, int) or math.isfinite(number)  # not every int is a float
 
 
 def alternatives(annotation: Any) -> tuple[Any, ...]:
@@ -92,7 +122,7 @@ def coerce(annotation: Any, value: Any) -> Any:
     if origin is tuple and isinstance(value, (tuple, list)):
       return tuple(coerce(args[0], v) for v in value)
     if origin is None:
-      if choice is float and type(value) is int:
+      if choice is float and type(value) is int and abs(value) <= sys.float_info.max:
         return float(value)
       if isinstance(value, choice) and not (
         choice in (int, float) and isinstance(value, bool)

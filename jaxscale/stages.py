@@ -8,7 +8,7 @@ their shape over the epochs is the same however the batch changes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -90,6 +90,47 @@ def examples_at(stages: Sequence[Stage], step: int) -> int:
   """Examples seen after `step` steps."""
   stage = stages[stage_index(stages, step)]
   return stage.examples + (step - stage.start) * stage.batch_size
+
+
+def step_at(stages: Sequence[Stage], examples: int) -> int:
+  """The first step after which so many examples have been seen.
+
+  Example:
+    >>> one, two = Stage(0, 10, 0, 10, 1, None), Stage(10, 20, 100, 20, 1, None)
+    >>> step_at((one, two), 130)
+    12
+  """
+  inside = (
+    s for s in stages if examples <= s.examples + (s.stop - s.start) * s.batch_size
+  )
+  stage = next(inside, stages[-1])
+  return stage.start + math.ceil((examples - stage.examples) / stage.batch_size)
+
+
+def every(
+  stages: Sequence[Stage], stage: Stage, steps: Callable[[Stage], int]
+) -> Callable[[int], bool]:
+  """Step -> whether something regular follows it, for the steps of one stage.
+
+  An interval that a stage has begun goes on in the next, as a share of it: stages
+  shorter than an interval do not put it off. The run's last step is always one.
+
+  Args:
+    stages: of the run.
+    stage: the one that is running.
+    steps: stage -> steps of an interval in it.
+  """
+  before = [s for s in stages if s.stop <= stage.start]
+  begun = sum((s.stop - s.start) / steps(s) for s in before) % 1
+  interval = steps(stage)
+
+  def intervals(step: int) -> int:
+    return math.floor(begun + (step - stage.start) / interval + 1e-9)
+
+  def due(step: int) -> bool:
+    return step == stages[-1].stop or intervals(step) > intervals(step - 1)
+
+  return due
 
 
 def staged(

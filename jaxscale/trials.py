@@ -153,11 +153,14 @@ def run_trials(trials: Sequence[Trial]) -> list[Outcome]:
 
 def finished(trial: Trial) -> Outcome | None:
   """What a trial left when it was done, if that was with the same settings."""
+  from jaxscale import cluster
+
   try:
     saved = json.loads((trial.workdir / "outcome.json").read_text())
   except (OSError, ValueError):
-    return None
-  if saved.pop("config", None) != repr(trial.config):
+    saved = {}
+  saved = cluster.from_leader(saved)
+  if saved.get("config") != repr(trial.config):
     return None
   return Outcome(**{name: saved[name] for name in Outcome._fields if name in saved})
 
@@ -211,10 +214,10 @@ def run_trial(trial: Trial) -> Outcome:
 
 def _examples(experiment: Any, trial: Trial, step: int) -> int:
   """Examples seen after a step, also where the batch grew on the way."""
-  from jaxscale import adaptive, build
+  from jaxscale import adaptive, build, cluster
   from jaxscale.stages import examples_at
 
-  if chosen := adaptive.read_chosen(trial.workdir):
+  if chosen := cluster.from_leader(adaptive.read_chosen(trial.workdir)):
     experiment = build.with_sizes(experiment, chosen)
   return examples_at(experiment.derived.stages, step)
 

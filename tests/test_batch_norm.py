@@ -220,9 +220,9 @@ def test_a_span_says_who_shares(span, rows, shape, wanted):
     (24, (1, 8), "give 32"),  # 1.5 devices
     (48, (1, 8), "give 64"),  # 3 devices of 8
     (128, (4, 4), "give 64"),  # twice the data axis
-    (0, (1, 8), "from 1 to 128"),
-    (-4, (1, 8), "from 1 to 128"),
-    (256, (1, 8), "from 1 to 128"),
+    (0, (1, 8), "from 2 to 128"),
+    (-4, (1, 8), "from 2 to 128"),
+    (256, (1, 8), "from 2 to 128"),
     ("all", (1, 8), '"device" or "global"'),
   ],
 )

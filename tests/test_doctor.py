@@ -47,6 +47,10 @@ def ask(capsys, *args):
   return code, out.out
 
 
+def next_lines(said):
+  return [line for line in said.splitlines() if line.startswith("next")]
+
+
 @pytest.mark.parametrize("file_format", ["tfrecord", "array_record"])
 def test_what_is_prepared_is_ready(tmp_path, capsys, images, file_format):
   prepare(tmp_path, images, file_format)
@@ -62,8 +66,9 @@ def test_what_is_prepared_is_ready(tmp_path, capsys, images, file_format):
 def test_nothing_there_says_what_to_download_then_to_prepare(tmp_path, capsys):
   code, said = ask(capsys, "--data_dir", tmp_path)
   assert code == 2 and "is not prepared in" in said
-  steps = [line for line in said.splitlines() if line.startswith("next")]
-  assert "register at image-net.org" in steps[0] and "img_val" in steps[0]
+  steps = next_lines(said)
+  assert "register at image-net.org" in steps[-3] and "img_train" in steps[-3]
+  assert "register at image-net.org" in steps[-2] and "img_val" in steps[-2]
   assert f"imagenet2012 --manual_dir DIR --data_dir {tmp_path}" in steps[-1]
 
 
@@ -83,7 +88,8 @@ def test_a_lost_or_cut_shard_is_not_ready(
   folder = prepare(tmp_path, images, file_format)
   harm(folder / f"imagenet2012-train.{file_format}-00001-of-00002")
   code, said = ask(capsys, "--data_dir", tmp_path)
-  assert code == 2 and re.search(says, said) and "copy" in said
+  assert code == 2 and re.search(says, said) and "copy" in next_lines(said)[0]
+  assert "image-net.org" not in said  # a copy needs no archives
 
 
 def test_a_subset_or_damage_is_not_ready(tmp_path, capsys, images):
@@ -113,8 +119,52 @@ def test_a_disk_too_small_is_said(tmp_path, capsys, monkeypatch):
   usage = shutil.disk_usage(tmp_path)._replace(free=10**9)
   monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
   _, said = ask(capsys, "--data_dir", tmp_path / "not" / "yet")
-  assert f"not   1.0 GB free in {tmp_path}, preparing writes 154.6 GB" in said
-  assert "make room" in said
+  assert f"not   1.0 GB free in {tmp_path}, " in said
+  steps = next_lines(said)
+  assert "make room for 154.6 GB" in steps[0] and "prepare imagenet2012" in steps[-1]
+
+
+def test_archives_to_come_take_space_as_well(tmp_path, capsys, monkeypatch):
+  """Published sizes; of the training archive a third is there."""
+  train, val = 147_897_477_120, 6_744_924_160
+  known = {"train.tar": doctor.Archive(train, ""), "val.tar": doctor.Archive(val, "")}
+  monkeypatch.setattr(doctor, "ARCHIVES", known)
+  with open(tmp_path / "train.tar", "wb") as file:
+    file.truncate(train // 3)  # holes take no space here
+  to_come = train - train // 3 + val
+  for free, ok in ((to_come + train + val, True), (to_come + train + val - 1, False)):
+    usage = shutil.disk_usage(tmp_path)._replace(free=free)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path, usage=usage: usage)
+    _, said = ask(capsys, "--data_dir", tmp_path / "new", "--manual_dir", tmp_path)
+    assert "the archives still to come take 105.3 GB, preparing writes 154.6" in said
+    assert said.startswith("ok" if ok else "not")
+    assert ok or "make room for 260.0 GB" in next_lines(said)[0]
+    assert f"--manual_dir {tmp_path} --data_dir" in next_lines(said)[-1]
+  # On a disk of their own they are asked for there.
+  other = tmp_path / "other"
+  other.mkdir()
+  stat = type(tmp_path).stat
+
+  class Elsewhere:
+    st_dev = -1
+
+  monkeypatch.setattr(
+    type(tmp_path), "stat",
+    lambda path, **k: Elsewhere() if path == other else stat(path, **k),
+  )  # fmt: skip
+  _, said = ask(capsys, "--data_dir", tmp_path / "new", "--manual_dir", other)
+  rooms = [line for line in said.splitlines() if " free in " in line]
+  assert rooms[0].endswith(f"free in {other}, the archives still to come take 154.6 GB")
+  assert rooms[1].endswith(f"free in {tmp_path}, preparing writes 154.6 GB")
+
+
+@pytest.mark.parametrize("sample", ["0", "-1"])
+def test_a_sample_of_none_is_refused(tmp_path, capsys, images, sample):
+  unpack(tmp_path, images)
+  code = doctor.main(["imagenet", "--folder", str(tmp_path), "--sample", sample])
+  out, err = capsys.readouterr()
+  assert (code, out) == (2, "")
+  assert err == f"error: --sample={sample}: give a whole number >= 1\n"
 
 
 def unpack(root, images):
@@ -139,6 +189,35 @@ def test_a_folder_is_ready_or_says_what_it_lacks(tmp_path, capsys, images):
   shutil.rmtree(tmp_path / "val")
   code, said = ask(capsys, "--folder", tmp_path)
   assert code == 2 and "no such directory" in said and "next  train/WNID" in said
+
+
+def test_a_folder_that_is_not_there_is_named_itself(tmp_path, capsys, images):
+  code, said = ask(capsys, "--folder", tmp_path / "no")
+  assert code == 2 and said.startswith(f"not   {tmp_path}/no: no such directory\n")
+  assert next_lines(said) == ["next  give the directory that holds train/ and val/ as "
+                              "--folder"]  # fmt: skip
+  unpack(tmp_path, images)
+  code, said = ask(capsys, "--folder", tmp_path / "train")
+  assert code == 2 and f"{tmp_path}/train: has neither train/ nor val/" in said
+  assert next_lines(said) == [f"next  give {tmp_path} as --folder"]
+  shutil.rmtree(tmp_path / "train")
+  (tmp_path / "val" / "n0" / "12.JPEG").unlink()
+  _, said = ask(capsys, "--folder", tmp_path)
+  steps = next_lines(said)  # training first, as it is read
+  assert "train/WNID/*.JPEG" in steps[0] and f"into {tmp_path}/val" in steps[1]
+
+
+def test_a_disk_that_fails_is_a_finding(tmp_path, capsys, images, monkeypatch):
+  from jaxscale.data import folder
+
+  def away(path, *args):
+    raise OSError(116, "Stale file handle")
+
+  unpack(tmp_path, images)
+  monkeypatch.setattr(folder, "open", away, raising=False)
+  code, said = ask(capsys, "--folder", tmp_path)
+  assert code == 2 and "train: [Errno 116] Stale file handle" in said
+  assert "do what the line on train says" in next_lines(said)[0]
 
 
 def test_the_published_figures():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxscale import metrics
+from jaxscale import data, metrics
 from jaxscale.config import (
   MLP,
   SGD,
@@ -19,6 +19,7 @@ from jaxscale.config import (
   ResNet,
   Stages,
 )
+from jaxscale.damage import DamageRecord
 from jaxscale.run import fit
 from jaxscale.settings import ConfigError
 
@@ -65,6 +66,30 @@ def test_five_damaged_files_are_reported_and_trained_around(tmp_path, capsys):
   ]
   assert len(said) == 1, said
   assert said[0].startswith("training data: 5 damaged examples: cat/003.jpg, ")
+  again = fit(folder_config(tmp_path / "images"), tmp_path / "run")  # it is done
+  assert again.summary["damaged_examples"] == 5
+
+
+def test_damage_of_before_a_restart_still_counts(tmp_path):
+  def dataset(*damaged):
+    record = data.Damage()
+    for i in damaged:
+      record.add(i, f"{i}.jpg")
+    return data.digits("train")._replace(damage=record)
+
+  first = DamageRecord(tmp_path, start=0)
+  first.watch("training", dataset(3, 8))
+  first.watch("training", dataset(8, 9))  # of another stage
+  assert first.collect() == ["training data: 3 damaged examples: 3.jpg, 8.jpg, 9.jpg"]
+  assert first.collect() == []  # nothing new
+  second = DamageRecord(tmp_path, start=5)
+  second.watch("training", dataset(3))
+  second.watch("held-out", dataset())
+  assert second.collect() == [] and second.count == 3
+  anew = DamageRecord(tmp_path, start=0)
+  anew.watch("held-out", dataset(1))
+  assert anew.collect() == ["held-out data: 1 damaged example: 1.jpg"]
+  assert anew.count == 1
 
 
 def test_images_that_grow_on_the_way_need_a_model_that_lets_them(tmp_path):

@@ -8,7 +8,10 @@ import pytest
 from conftest import optimize, optimize64
 
 from jaxscale import optim
+from jaxscale.optim.layers import Layer, layer_norm
 from jaxscale.settings import ConfigError
+
+LAYER = Layer(chosen=True, stacked=False)
 
 # One layer of three weights, three steps: gradients, rates, and the settings
 # that research on six LARS forms used for its float64 vectors.
@@ -67,6 +70,8 @@ def reference(variant, w, grads, rates, *, scaled, m, wd, eta, eps, nesterov, fi
     if variant == "optax":
       bottom = norm(u)
     local = lr
+    if scaled and variant == "nvcaffe_clip":
+      local = min(lr, 1.0)  # GetLocalRate is 1 where a norm is 0, and then clipped
     if scaled and top > 0 and bottom > 0:
       if variant == "optax":
         eta_w_g = eta * top / (bottom + eps)
@@ -169,6 +174,26 @@ def test_correction_is_the_rate_outside_the_velocity(nesterov):
   assert np.abs(gap).max() > 1e-3
 
 
+def test_a_rate_of_0_parts_the_two_forms():
+  """Corrected, lr inside forgets what came up to it; lr outside does not."""
+  params, grads = random_layers(1, steps=6)
+  first, mid = [0.0, 0.3, 0.9, 0.5, 0.4, 0.1], [0.3, 0.9, 0.0, 0.5, 0.4, 0.1]
+
+  def after(variant, rates, params, grads):
+    return optimize64(optim.lars(changing(rates), variant=variant), params, grads)
+
+  inside = after("nvidia", first, params, grads)
+  fresh = after("torch", first[1:], params, grads[1:])
+  both = after("torch", first, params, grads)
+  middle = after("nvidia", mid, params, grads)
+  two = after("torch", mid[:2], params, grads[:2])
+  anew = after("torch", mid[3:], two, grads[3:])
+  for name in params:
+    np.testing.assert_allclose(inside[name], fresh[name], rtol=1e-11, atol=1e-13)
+    np.testing.assert_allclose(middle[name], anew[name], rtol=1e-11, atol=1e-13)
+  assert np.abs(inside["matrix"] - both["matrix"]).max() > 1e-4
+
+
 @pytest.mark.parametrize("mask", [None, optim.kernels])
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_the_optax_form_is_optax(mask, nesterov):
@@ -231,6 +256,65 @@ def test_norms_are_float32_for_bfloat16():
   (ratio,) = optim.trust_ratios(state).values()
   assert float(ratio) == pytest.approx(0.25 / (third + 0.5), rel=1e-6)
   assert updates.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rates_above_1_where_a_norm_is_0(variant):
+  """The bare rate, which is what NVIDIA's Caffe clips as well, by 1."""
+  zero, one = jnp.zeros((2, 2)), jnp.ones((2, 2))
+  tx = optim.lars(4.0, variant=variant, momentum=0.0, weight_decay=0.125)
+  (moved,), _ = optimize(tx, zero, [one])
+  np.testing.assert_array_equal(moved, -1 if variant == "nvcaffe_clip" else -4)
+
+
+SIZES = [1e-36, 1e-24, 1e-12, 1.0, 1e20, 1e36]
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_norms_neither_overflow_nor_vanish(stacked):
+  """In float32, where the squares of most of these are 0 or infinite."""
+  x = np.random.default_rng(6).standard_normal((len(SIZES), 4, 5))
+  x = (x * np.array(SIZES)[:, None, None]).astype(np.float32)
+  wanted = np.linalg.norm(x.astype(np.float64), axis=(1, 2))
+  if stacked:
+    got = layer_norm(jnp.array(x), Layer(chosen=True, stacked=True))
+    assert got.shape == (len(SIZES), 1, 1)
+  else:
+    got = jnp.stack([layer_norm(jnp.array(w), LAYER) for w in x])
+  np.testing.assert_allclose(got.reshape(-1), wanted, rtol=1e-6)
+
+
+def test_norms_of_what_has_none():
+  for value in (0.0, np.inf, -np.inf, np.nan):
+    x = jnp.array([1.0 if value else 0.0, value, 0.0])
+    np.testing.assert_array_equal(layer_norm(x, LAYER), np.abs(value))
+  assert layer_norm(jnp.zeros((0, 3)), LAYER) == 0
+  # A layer beside one that is not finite is not touched by it.
+  rows = jnp.array([[3.0, 4.0], [np.inf, 1.0], [0.0, 0.0], [np.nan, 1.0]])
+  norms = layer_norm(rows, Layer(chosen=True, stacked=True))
+  np.testing.assert_array_equal(norms[:, 0], [5, np.inf, 0, np.nan])
+
+
+def test_the_scaling_of_a_norm_costs_no_digit():
+  """A power of 2: the bits are those of the plain sum, where that has a value."""
+  x = jnp.array(np.random.default_rng(7).standard_normal((64, 33)), jnp.float32)
+  np.testing.assert_array_equal(layer_norm(x, LAYER), jnp.sqrt(jnp.sum(x * x)))
+
+
+@pytest.mark.parametrize("size", [1e-24, 1e20])
+@pytest.mark.parametrize("make", [optim.lars, optim.lamb])
+def test_tiny_and_huge_layers_have_their_ratio(make, size):
+  """Scaled with its gradient, a layer's step is scaled, whatever the size."""
+  options = dict(weight_decay=0.0) | (dict(eps=0.0) if make is optim.lamb else {})
+  rng = np.random.default_rng(8)
+  w, g = (jnp.array(rng.standard_normal((6, 4)), jnp.float32) for _ in range(2))
+  (plain,), _ = optimize(make(0.1, **options), w, [g])
+  # LAMB's v would under- or overflow with g: its r does not depend on |g|.
+  scaled = (w * size, g if make is optim.lamb else g * size)
+  (moved,), state = optimize(make(0.1, **options), scaled[0], [scaled[1]])
+  np.testing.assert_allclose(moved / size, plain, rtol=1e-5)
+  (ratio,) = optim.trust_ratios(state).values()
+  assert ratio != 1
 
 
 @pytest.mark.parametrize("variant", ["paper", "optax", "larc_clip", "tf_contrib"])

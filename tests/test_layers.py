@@ -8,17 +8,18 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "jaxscale"
 
 LEVELS = {
-  "batch_study": 15, "time_to_accuracy": 15,
-  "trials": 14,
-  "train": 13, "doctor": 13, "plot_schedule": 13,
-  "run": 12,
+  "batch_study": 16, "time_to_accuracy": 16,
+  "trials": 15,
+  "train": 14, "doctor": 14, "plot_schedule": 14,
+  "run": 13,
+  "events": 12,
   "report": 11, "adaptive": 11, "workdir": 11,
   "build": 10,
   "parts": 9,
   "derive": 8,
   "loop": 5, "checkpoint": 5,
   "step": 4,
-  "state": 3,
+  "state": 3, "damage": 3,
   "losses": 2, "checksum": 2, "data": 2,
   "mesh": 1, "exchange": 1, "optim": 1, "models": 1, "metrics": 1, "cluster": 1,
   "stages": 1, "noise_scale": 1,

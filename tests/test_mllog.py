@@ -182,6 +182,35 @@ def test_a_run_that_goes_on_forgets_what_it_will_do_again(tmp_path):
   assert len(values(write_run(path, LARS, [0.5]), "eval_accuracy")) == 1
 
 
+def blocks_in_turn(events):
+  """Whether every block is ended before the next one begins."""
+  keys = [e["key"] for e in events if e["key"] in ("block_start", "block_stop")]
+  return keys == ["block_start", "block_stop"] * (len(keys) // 2)
+
+
+@pytest.mark.parametrize("start", [1251, 2000])  # at an evaluation, and between two
+def test_a_run_that_goes_on_ends_no_block_twice(tmp_path, start):
+  path, epoch = tmp_path / "log", 4096 / 1_281_167
+  log = metrics.RunLog(path, described(LARS))
+  log.evaluating(1251, 1251 * epoch)
+  log.evaluated(0.5)
+  log.close()  # killed inside the second block
+  for _ in range(2):  # and once more at the same step
+    log = metrics.RunLog(path, described(LARS), start=start, epoch=start * epoch)
+    log.note("damaged_examples", 3)
+    log.close()
+  log = metrics.RunLog(path, described(LARS), start=start, epoch=start * epoch)
+  log.evaluating(2502, 2502 * epoch)
+  log.evaluated(0.76, is_last=True)
+  log.stop(success=True)
+  events = metrics.read_mllog(path)
+  assert blocks_in_turn(events) and len(values(events, "block_start")) == 2
+  last = [e["metadata"] for e in events if e["key"] == "block_start"][-1]
+  assert last["first_epoch_num"] == pytest.approx(start * epoch, abs=1e-4)
+  assert values(events, "resumed") == [start] * 3
+  assert values(events, "eval_accuracy") == [0.5, 0.76]
+
+
 def record(workdir, lines, seconds):
   """The files of a run."""
   said = described(LARS)
@@ -215,6 +244,41 @@ def test_a_finished_run_is_told_from_its_record(tmp_path):
   assert values(events, "resumed") == [True] and events[0]["time_ms"] == 1_010_000
   record(tmp_path, lines[:1], seconds=1.0)
   assert metrics.log_from_record(tmp_path) is None
+
+
+def test_epochs_of_an_adaptive_run_are_those_of_the_sizes_it_chose(tmp_path):
+  """Against the plan that the run itself follows, at every step."""
+  from jaxscale import config as cfg
+  from jaxscale.derive import derive
+  from jaxscale.overrides import load_config
+  from jaxscale.stages import examples_at
+  from jaxscale.workdir import _plain
+
+  adaptive = {"stages": "AdaptiveBatch", "stages.every_epochs": "1.5", "epochs": "5"}
+  config = load_config("configs/digits.py", adaptive | {"batch_size": "64"})
+  assert isinstance(config.stages, cfg.AdaptiveBatch)
+  chosen = [64, 96, 256]
+  as_written = derive(config, 1437, 360, 8)  # before any size was chosen
+  stages = derive(config, 1437, 360, 8, chosen).stages
+  assert len({s.batch_size for s in stages}) == 3
+  steps = [1, 33, 34, 35, 50, 57, 58, 62, stages[-1].stop]
+  lines = [{"step": s, "eval/accuracy": 0.5, "time": 1000.0 + s} for s in steps]
+  record(tmp_path, lines, seconds=100.0)
+  said = json.loads((tmp_path / "config.json").read_text())
+  derived = as_written._asdict() | {"stages": [s._asdict() for s in as_written.stages]}
+  said |= {"config": _plain(config), "derived": derived}
+  (tmp_path / "config.json").write_text(json.dumps(said))
+
+  def epochs():
+    events = metrics.read_mllog(metrics.log_from_record(tmp_path) or "")
+    return [e["metadata"]["epoch_num"] for e in events if e["key"] == "eval_start"]
+
+  (tmp_path / "batch_sizes.json").write_text(json.dumps(chosen))
+  wanted = [examples_at(stages, s) / 1437 for s in steps]
+  assert epochs() == pytest.approx(wanted, abs=1e-4) and wanted[-1] >= 5
+  (tmp_path / "batch_sizes.json").unlink()
+  fixed = [examples_at(as_written.stages, s) / 1437 for s in steps]
+  assert epochs() == pytest.approx(fixed, abs=1e-4) != wanted
 
 
 def compliance(path):

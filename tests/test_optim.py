@@ -143,15 +143,16 @@ def test_bfloat16_parameters_stay_so(make):
   updates, state = tx.update(jax.tree.map(lambda x: x / 4, w), tx.init(w), w)
   assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype(jnp.bfloat16)}
   moments = [x for x in jax.tree.leaves(state) if x.size > 3 and x.ndim]
-  assert moments
-  if make is not optim.muon:
-    assert {x.dtype for x in moments} == {jnp.dtype(jnp.float32)}
+  assert moments and {x.dtype for x in moments} == {jnp.dtype(jnp.float32)}
   # A second moment in bfloat16 would not move: 0.999 rounds to 1.
   if make is optim.lamb:
     np.testing.assert_allclose(state.square["bias"], 0.001 / 16, rtol=1e-6)
 
 
-@pytest.mark.parametrize("make", [optim.lars, optim.lamb, optim.sgd, optim.adamw])
+MAKERS = [optim.lars, optim.lamb, optim.sgd, optim.adamw, optim.muon]
+
+
+@pytest.mark.parametrize("make", MAKERS)
 def test_the_state_keeps_its_types(make):
   """Else the second step would compile again, and a checkpoint would not fit."""
   params = {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}
@@ -224,7 +225,7 @@ def test_mistakes_are_told():
     optim.lamb(0.1, phi_min=2, phi_max=1)
   with pytest.raises(ValueError, match="needs none"):
     optim.sgd(0.1, momentum_correction=5, rate_in_velocity=False)
-  for tx in (optim.sgd(0.1), optim.lamb(0.1)):
+  for tx in (optim.sgd(0.1), optim.lamb(0.1), optim.muon(0.1)):
     with pytest.raises(ValueError, match="parameters"):
       tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
   for decay in (0, 1.5):
@@ -232,40 +233,102 @@ def test_mistakes_are_told():
       optim.layerwise_rate_decay(decay, ["x"])
 
 
-def newton_schulz(x):
-  """Jordan's iteration in float64: five steps of an odd polynomial."""
-  x = x / np.linalg.norm(x)
+@pytest.mark.parametrize("correct", [True, False])
+def test_lamb_without_a_gradient_stands_still(correct):
+  """|r| is 0: the ratio is 1 and nothing is NaN, then or later."""
+  w = {"kernel": jnp.ones((2, 3)), "zero": jnp.zeros((2, 3)), "bias": jnp.ones(3)}
+  still, one = jax.tree.map(jnp.zeros_like, w), jax.tree.map(jnp.ones_like, w)
+  tx = optim.lamb(0.5, weight_decay=0.0, bias_correction=correct)
+  (after, moved), _ = optimize(tx, w, [still, one])
+  jax.tree.map(np.testing.assert_array_equal, after, w)
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(moved))
+  _, state = tx.update(still, tx.init(w), w)
+  np.testing.assert_array_equal(list(optim.trust_ratios(state).values()), [1, 1])
+  # A kernel of 0 that has a gradient: |w| is 0, so r moves it by the bare rate.
+  _, state = tx.update(one, tx.init(w), w)
+  ratios = optim.trust_ratios(state)
+  assert ratios["zero"] == 1 and ratios["kernel"] != 1
+
+
+def newton_schulz(x, steps=5, eps=0.0):
+  """Jordan's iteration in float64: steps of an odd polynomial."""
+  x = x / (np.linalg.norm(x) + eps)
   a, b, c = 3.4445, -4.7750, 2.0315
-  for _ in range(5):
+  for _ in range(steps):
     s = x @ x.T
     x = a * x + (b * s + c * s @ s) @ x
   return x
 
 
-def test_muon_orthogonalises_kernels_of_any_dims():
-  """A convolution is the matrix [h w in, out]; the rest is Adam's."""
+def numpy_muon(w, grads, rates, m, wd, *, nesterov, rms, steps, eps):
+  """K. Jordan's Muon of a matrix, with optax's bias correction of the velocity."""
+  v = np.zeros_like(w)
+  for t, (g, lr) in enumerate(zip(grads, rates, strict=True), 1):
+    v = m * v + (1 - m) * g
+    u = v / (1 - m**t)
+    if nesterov:  # Nadam's: the velocity of the next step, were g to come again
+      u = m * v / (1 - m ** (t + 1)) + (1 - m) * g / (1 - m**t)
+    flat = u.reshape(-1, u.shape[-1])
+    inputs, outputs = flat.shape
+    tall = inputs > outputs
+    turned = newton_schulz(flat.T if tall else flat, steps, eps)
+    size = np.sqrt(max(1, outputs / inputs))
+    if rms is not None:
+      size = rms * np.sqrt(max(inputs, outputs))
+    w = w - lr * (size * (turned.T if tall else turned).reshape(w.shape) + wd * w)
+  return w
+
+
+def numpy_nadam(w, grads, rates, b1, b2, eps, nesterov):
+  mean, var = np.zeros_like(w), np.zeros_like(w)
+  for t, (g, lr) in enumerate(zip(grads, rates, strict=True), 1):
+    mean, var = b1 * mean + (1 - b1) * g, b2 * var + (1 - b2) * g * g
+    u = mean / (1 - b1**t)
+    if nesterov:
+      u = b1 * mean / (1 - b1 ** (t + 1)) + (1 - b1) * g / (1 - b1**t)
+    w = w - lr * u / (np.sqrt(var / (1 - b2**t)) + eps)
+  return w
+
+
+MUON = {
+  "heavy ball": dict(nesterov=False, momentum=0.8, weight_decay=0.2),
+  "jordan's size": dict(consistent_rms=None, ns_steps=3, eps=0.1),
+  "adam's own": dict(adam_learning_rate=lambda s: 2 * rate(s), b1=0.7, b2=0.9),
+  "a mask": dict(mask=optim.matching("^(matrix|bias)$"), weight_decay=0.3),
+  "defaults, no mask": dict(mask=None),
+}
+
+
+@pytest.mark.parametrize("name", MUON)
+def test_muon_against_numpy(name):
+  """Every option that is handed to optax, over five steps."""
+  options = MUON[name]
+  given = dict(momentum=0.95, weight_decay=0.0, nesterov=True, ns_steps=5, eps=1e-8)
+  given |= dict(consistent_rms=0.2, b1=0.9, b2=0.999) | options
   params, grads = random_layers()
-  params["zero"] += 1
-  tx = optim.muon(0.1, momentum=0.9, nesterov=False, weight_decay=0.2)
-  got = optimize64(tx, params, grads[:1])
-  for name in ("matrix", "conv"):
-    w, g = params[name], grads[0][name]
-    flat = g.reshape(-1, g.shape[-1])
-    wide = flat.shape[0] <= flat.shape[1]
-    turned = newton_schulz(flat) if wide else newton_schulz(flat.T).T
-    scaled = 0.2 * np.sqrt(max(flat.shape)) * turned.reshape(g.shape)
-    wanted = w - 0.1 * (scaled + 0.2 * w)
-    np.testing.assert_allclose(got[name], wanted, rtol=1e-4, atol=1e-6)
-  bias = params["bias"] - 0.1 * np.sign(grads[0]["bias"])
-  np.testing.assert_allclose(got["bias"], bias, rtol=1e-4)
-  # Layers of a scan are matrices of their own.
-  stack, (g, *_) = (
-    jnp.ones((2, 4, 5)),
-    jnp.array(np.random.default_rng(1).normal(size=(2, 2, 4, 5)), jnp.float32),
-  )
-  (together,), _ = optimize(optim.muon(0.1, stacked=lambda p: True), stack, [g])
+  tx = optim.muon(rate, **options)
+  got = optimize64(tx._replace(update=jax.jit(tx.update)), params, grads)
+  for layer, w in params.items():
+    g = [each[layer] for each in grads]
+    if w.ndim > 1 and (name != "a mask" or layer == "matrix"):
+      wanted = numpy_muon(
+        w, g, RATES, given["momentum"], given["weight_decay"],
+        nesterov=given["nesterov"], rms=given["consistent_rms"],
+        steps=given["ns_steps"], eps=given["eps"],
+      )  # fmt: skip
+    else:  # no decay
+      own = [2 * r for r in RATES] if name == "adam's own" else RATES
+      wanted = numpy_nadam(
+        w, g, own, given["b1"], given["b2"], given["eps"], given["nesterov"]
+      )
+    np.testing.assert_allclose(got[layer], wanted, rtol=1e-10, err_msg=layer)
+
+
+def test_muon_of_stacked_layers_is_muon_of_each():
+  params, g = np.random.default_rng(1).normal(size=(2, 2, 4, 5)).astype(np.float32)
+  (together,), _ = optimize(optim.muon(0.1, stacked=lambda p: True), params, [g])
   for i in range(2):
-    (alone,), _ = optimize(optim.muon(0.1), stack[i], [g[i]])
+    (alone,), _ = optimize(optim.muon(0.1), params[i], [g[i]])
     np.testing.assert_allclose(together[i], alone, rtol=1e-5)
 
 

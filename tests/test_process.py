@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import ROOT, child_env, run_train, train_command
+from PIL import Image
 
 from jaxscale import build, metrics
 from jaxscale.checkpoint import Checkpoints
@@ -71,9 +72,11 @@ def uninterrupted(tmp_path_factory):
   return workdir
 
 
-def start(workdir, *args, num_devices=1, **env):
+def start(workdir, *args, config=None, num_devices=1, **env):
+  """A run of the quick digits, or of another config, as a process."""
+  quick = train_command(workdir, *ARGS, *args)
   return subprocess.Popen(
-    train_command(workdir, *ARGS, *args),
+    train_command(workdir, *args, config=config) if config else quick,
     env=child_env(num_devices, **env),
     cwd=ROOT,
     stdout=subprocess.PIPE,
@@ -163,12 +166,13 @@ def free_port():
     return s.getsockname()[1]
 
 
-def run_processes(workdir, count, num_devices, *args):
+def run_processes(workdir, count, num_devices, *args, config=None):
   coordinator = f"127.0.0.1:{free_port()}"
   group = [
     start(
       workdir,
       *args,
+      config=config,
       num_devices=num_devices,
       JAXSCALE_COORDINATOR=coordinator,
       JAXSCALE_NUM_PROCESSES=str(count),
@@ -201,6 +205,47 @@ def test_two_processes_of_two_devices_equal_one_of_four(tmp_path):
   assert "all 57 steps are done" in run_train(two, *ARGS, short).stdout
 
 
+FOLDER = """
+from jaxscale.config import *
+
+def get_config():
+  return Config(
+    model=MLP(hidden=(8,)), data=ImageFolder(path={path!r}, image_size=8),
+    optimizer=SGD(lr=0.01), schedule=Cosine(), batch_size=16, epochs=3,
+    stages=Stages(epochs=(0, 1), batch_sizes=(16, 32)), noise_scale=True,
+    evaluation=Evaluation(every_epochs=1), log=Log(every_steps=1, tensorboard=False),
+  )
+"""
+
+
+def test_two_processes_agree_on_stages_noise_and_damage(tmp_path):
+  """Each reads half of the images; the leader knows what the other one met."""
+  rng = np.random.default_rng(0)
+  for i in range(96):
+    path = tmp_path / "images" / ("val" if i % 4 == 3 else "train") / f"c{i % 2}"
+    path.mkdir(parents=True, exist_ok=True)
+    pixels = rng.integers(0, 256, (12, 12, 3)).astype(np.uint8)
+    Image.fromarray(pixels).save(path / f"{i:02}.png")
+    if i in (0, 1, 2, 4, 5, 6, 7):
+      (path / f"{i:02}.png").write_bytes(b"no image")
+  config = tmp_path / "folder.py"
+  config.write_text(FOLDER.format(path=str(tmp_path / "images")))
+  alone, two = tmp_path / "alone", tmp_path / "two"
+  done = run_train(alone, config=str(config), num_devices=4)
+  assert done.returncode == 0, done.stderr
+  results = run_processes(two, 2, 2, config=str(config))
+  assert [code for *_, code in results] == [0, 0], results[0][1] + results[1][1]
+  summaries = [json.loads((w / "summary.json").read_text()) for w in (alone, two)]
+  assert [s["damaged_examples"] for s in summaries] == [7, 7]
+  assert summaries[1]["noise_scale"] == pytest.approx(
+    summaries[0]["noise_scale"], rel=1e-3
+  )
+  assert "training data: 6 damaged examples: c0/00.png" in results[0][0]
+  assert "damaged" not in results[1][0]  # one of them talks
+  for a, b in zip(record(two), record(alone), strict=True):
+    assert a == pytest.approx(b, rel=1e-3)
+
+
 def test_a_process_that_fails_does_not_hang_the_others(tmp_path):
   began = time.monotonic()
   results = run_processes(tmp_path, 2, 2, "--config.batch_size=130")
@@ -218,7 +263,7 @@ CLI_MISTAKES = {
   "impossible": (["--config.epochs=-1"], "> 0"),
   "not divisible": (["--config.batch_size=30", "--config.mesh.data=4"], "devices"),
   "unknown dataset": (
-    ["--config.data=TFDS", "--config.data.name=mnst"], "TFDS.name is not set",
+    ["--config.data=TFDS", "--config.data.name=mnst"], "did you mean 'mnist'?",
   ),
 }  # fmt: skip
 

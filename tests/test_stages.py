@@ -46,6 +46,32 @@ def test_plan_counts_examples_not_steps():
   ]  # fmt: skip
 
 
+def test_the_step_of_so_many_examples():
+  got = stages.plan((0, 1, 2), (10, 40, 20), (1,) * 3, (None,) * 3,
+                    total_epochs=3, num_train=100)  # fmt: skip
+  for examples in range(0, 301):
+    step = stages.step_at(got, examples)
+    assert stages.examples_at(got, step) >= examples
+    assert step == 0 or stages.examples_at(got, step - 1) < examples
+
+
+def test_momentum_is_corrected_until_the_ramp_of_the_rate_ends():
+  """Warm-up of 2 epochs, 46 steps of 64; run as 23 of 64 and 11 of 128 and so on."""
+  config = quick(**RAMP, optimizer__momentum_correction="warmup", batch_size="64",
+                 schedule__warmup_epochs="2")  # fmt: skip
+  experiment = build.experiment(config)
+  assert experiment.derived.warmup_steps == 45
+  said = []
+  with pytest.MonkeyPatch.context() as patch:
+    real = parts.make_optimizer
+    patch.setattr(
+      parts, "make_optimizer",
+      lambda c, s, warmup, m: said.append(warmup) or real(c, s, warmup, m),
+    )  # fmt: skip
+    build.at_stage(experiment, experiment.derived.stages[1])
+  assert said == [34]  # 23 x 64 + 11 x 128 = 2,880 = 45 x 64
+
+
 def test_a_stage_without_room_is_left_out():
   got = stages.plan((0, 1, 1.1), (90, 90, 10), (1,) * 3, (None,) * 3,
                     total_epochs=2, num_train=100)  # fmt: skip
@@ -158,6 +184,46 @@ def test_a_ramp_goes_on_bit_for_bit(ramped, tmp_path):
     np.testing.assert_array_equal(a, b)
 
 
+def test_a_damaged_checkpoint_of_a_later_stage_goes_back_to_the_stage_before(
+  ramped, tmp_path, capsys
+):
+  """Steps 35 on are of the third stage; of its checkpoints, none is whole."""
+  result, _ = ramped
+  fit(quick(**RAMP, checkpoint__every_epochs="0.2", checkpoint__keep_last="60"),
+      tmp_path)  # fmt: skip
+  checkpoints = tmp_path / "checkpoints"
+  kept = sorted(int(p.name) for p in checkpoints.iterdir() if p.name.isdigit())
+  late = [step for step in kept if step > 30]
+  assert late and min(kept) <= 30
+  for step in late:
+    for file in (checkpoints / str(step)).rglob("*"):
+      if file.is_file() and file.stat().st_size > 200:
+        file.write_bytes(file.read_bytes()[:100])
+  capsys.readouterr()
+  again = fit(quick(**RAMP), tmp_path)
+  said = capsys.readouterr().out
+  assert "is damaged" in said and "step 34  from here on batch 256" in said
+  for a, b in zip(*map(jax.tree.leaves, (again.state, result.state)), strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_short_stages_do_not_put_off_what_is_due():
+  """Every 8 steps of 10, in stages of 3 and of 4 steps: by share of an interval."""
+  planned = [stages.Stage(0, 3, 0, 10, 1, None), stages.Stage(3, 5, 30, 20, 1, None),
+             stages.Stage(5, 9, 70, 10, 1, None)]  # fmt: skip
+  steps = {10: 8, 20: 4}
+
+  def due(stage):
+    check = stages.every(planned, stage, lambda s: steps[s.batch_size])
+    return [t for t in range(stage.start + 1, stage.stop + 1) if check(t)]
+
+  # 3/8 and 2/4 of an interval, then 1/8 to make it whole; the last step is always.
+  assert [due(stage) for stage in planned] == [[], [], [6, 9]]
+  whole = [stages.Stage(0, 20, 0, 10, 1, None)]
+  check = stages.every(whole, whole[0], lambda s: 3)
+  assert [t for t in range(1, 21) if check(t)] == [3, 6, 9, 12, 15, 18, 20]
+
+
 def test_neutral_ramp_follows_momentum_too():
   config = quick(**RAMP, stages__follow="neutral", batch_size="64")
   experiment = build.experiment(config)
@@ -180,6 +246,21 @@ def test_neutral_ramp_follows_momentum_too():
   (momenta,) = [n for n in found if is_velocity(n)]
   for leaf in jax.tree.leaves(momenta.velocity):
     np.testing.assert_allclose(leaf, (1 - 0.9) / (1 - 0.81), rtol=1e-6)
+
+
+def test_a_batch_that_a_bn_span_does_not_fit_is_no_candidate(tmp_path, capsys):
+  """8 rows a device share statistics at batch 64: not 12 of 96, 16 of 128."""
+  changes = {
+    "model": "CNN", "model.features": "(4,)", "model.dense": "0",
+    "model.batch_norm": "True", "model.bn_span": "8", "stages": "AdaptiveBatch",
+    "stages.trial_steps": "1", "batch_size": "64", "stages.multiple": "32",
+    "stages.margin": "9.0", "stages.max_batch_size": "128", "epochs": "1.1",
+  }  # fmt: skip
+  quick_cnn = {k: v for k, v in QUICK.items() if k not in ("model", "model.hidden")}
+  fit(load_config("configs/digits.py", quick_cnn | changes), tmp_path)
+  said = capsys.readouterr().out
+  assert "trial at batch 128" in said and "trial at batch 96" not in said
+  assert json.loads((tmp_path / "batch_sizes.json").read_text()) == [64, 128]
 
 
 MISTAKES = {

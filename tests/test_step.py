@@ -38,22 +38,20 @@ def run(fns, optimizer, *, num_devices, steps=20, replica=1, exchange=None, **op
   tx = OPTIMIZERS[optimizer](schedule)
   exchange = exchange or plain(mesh.axis_names)
   average = "ema_decay" in options
-  # optax's Adam and Flax's BatchNorm in bf16 are not strict about dtypes.
-  with jax.numpy_dtype_promotion("standard"):
-    state = init_state(fns.init, tx, mesh, exchange, seed=1, average=average)
-    step = make_train_step(
-      losses.classification_loss(fns.apply, label_smoothing=0.1),
-      tx,
-      mesh,
-      exchange,
-      schedule=schedule,
-      **options,
-    )
-    history = []
-    for i in range(steps):
-      batch = jax.device_put(digits_batch(BATCH, seed=i), batch_sharding(mesh))
-      state, metrics = step(state, batch)
-      history.append(metrics)
+  state = init_state(fns.init, tx, mesh, exchange, seed=1, average=average)
+  step = make_train_step(
+    losses.classification_loss(fns.apply, label_smoothing=0.1),
+    tx,
+    mesh,
+    exchange,
+    schedule=schedule,
+    **options,
+  )
+  history = []
+  for i in range(steps):
+    batch = jax.device_put(digits_batch(BATCH, seed=i), batch_sharding(mesh))
+    state, metrics = step(state, batch)
+    history.append(metrics)
   return jax.device_get(state), jax.device_get(history)
 
 
@@ -180,8 +178,7 @@ def test_accumulation_exchanges_once():
 
 
 def test_gradients_cross_in_float32_under_bfloat16_compute():
-  with jax.numpy_dtype_promotion("standard"):
-    text = lowered_step(model={"dtype": jnp.bfloat16}).as_text()
+  text = lowered_step(model={"dtype": jnp.bfloat16}).as_text()
   reduced = re.findall(r'stablehlo.all_reduce"?.*?-> tensor<([^>]*)>', text, flags=re.S)
   assert reduced and not any("bf16" in r for r in reduced)
 

@@ -61,6 +61,9 @@ def test_device_batch_chooses_the_micro_batches(tmp_path):
     (["--batch-sizes=64", "--seeds=none"], "--seeds=none: give a whole number >= 1"),
     (["--batch-sizes=64", "--device-batch=0"], "--device-batch=0"),
     (["--batch-sizes=64,100"], "batch_size=100: not divisible by 8 devices"),
+    (["--batch-sizes=64,99999998"], "1,437 training examples twice; give 1432 or less"),
+    (["--batch-sizes=64,10000000000000000000", "--device-batch=9"], "1432 or less"),
+    (["--batch-sizes=64", "--config.stages=AdaptiveBatch"], "stages=AdaptiveBatch"),
     (["--batch-sizes=64,100", "--device-batch=3"], "batch_size=100: not divisible"),
     (["--batch-sizes=64", "--config.target_accuracy=None"], "target_accuracy=None"),
     (["--batch-sizes=64", "--config.epoch=1"], "did you mean 'epochs'"),
@@ -103,7 +106,7 @@ def study(tmp_path_factory):
   workdir = tmp_path_factory.mktemp("study")
   monkeypatch = pytest.MonkeyPatch()
   monkeypatch.chdir(ROOT)
-  args = [*QUICK, "--batch-sizes=256,64,1440", f"--workdir={workdir}"]
+  args = [*QUICK, "--batch-sizes=256,64,1432", f"--workdir={workdir}"]
   assert batch_study.main(args) == 0
   monkeypatch.undo()
   return args, workdir, json.loads((workdir / "study.json").read_text())
@@ -111,7 +114,7 @@ def study(tmp_path_factory):
 
 def test_a_study_measures_what_the_records_say(study):
   _, workdir, found = study
-  sizes = [64, 256, 1440]
+  sizes = [64, 256, 1432]
   assert [s["batch_size"] for s in found["sizes"]] == sizes
   assert [r["status"] for r in found["runs"]] == ["reached"] * 2 + ["missed"]
   for measured, size in zip(found["runs"], sizes, strict=True):
@@ -174,7 +177,7 @@ def test_the_table_says_what_was_missed(study):
   assert lines[0] == "configs/digits.py: to 80.00% in 8 epochs at most"
   assert lines[1].split()[:4] == ["batch", "rate", "reached", "steps"]
   assert lines[2].split()[:3] == ["64", "0.05", "1/1"]
-  assert "1,440" in lines[4] and "0/1 (1 missed)" in lines[4]
+  assert "1,432" in lines[4] and "0/1 (1 missed)" in lines[4]
   assert lines[4].split()[5:8] == ["-", "-", "-"]
   assert "known to one evaluation" in lines[5]
   assert lines[6].startswith("no critical batch size: 2 sizes")
@@ -186,7 +189,7 @@ def test_the_picture_shows_each_run(study, tmp_path, monkeypatch):
   figures = []
   monkeypatch.setattr(plt, "close", figures.append)
   diverged = dict(found["runs"][-1], status="diverged", gap=None, batch_size=2048)
-  fit = {"s_min": 50.0, "b_crit": 100.0}
+  fit = {"s_min": 50.0, "b_crit": 100.0, "b_crit_range": (90.0, 120.0)}
   drawn = found | {"runs": [*found["runs"], diverged], "fit": fit}
   metrics.plot_study(drawn, tmp_path / "a.png")
   steps, examples, seconds, gap = figures[0].axes
@@ -198,9 +201,9 @@ def test_the_picture_shows_each_run(study, tmp_path, monkeypatch):
   reached = [r for r in found["runs"] if r["status"] == "reached"]
   missed = found["runs"][-1]
   assert marks(steps, "o") == [(r["batch_size"], r["target_step"]) for r in reached]
-  assert marks(steps, "^") == [(1440, missed["steps"])]
+  assert marks(steps, "^") == [(1432, missed["steps"])]
   assert marks(steps, "x") == [(2048, diverged["steps"])]
-  assert marks(examples, "^") == [(1440, 1440 * missed["steps"])]
+  assert marks(examples, "^") == [(1432, 1432 * missed["steps"])]
   assert len(marks(seconds, "o")) == 2 and len(marks(gap, "o")) == 3
   curves = {line.get_label(): line for line in steps.lines}
   x, y = curves["fit, B_crit = 100"].get_data()
@@ -277,6 +280,19 @@ def test_the_noise_scale_is_held_against_the_fit():
   notes = batch_study.summarise(quick(), runs, "x")["notes"]
   assert any(n.startswith("critical batch size 640 (S_min 100 steps)") for n in notes)
   assert "noise scale 320 examples in the mean over sizes, 0.5 of" in notes[-1]
+
+
+def test_a_range_without_an_end_leads_the_note():
+  """Without its last size the rest of this falls as fast as the batch grows."""
+  steps = {64: 1600, 128: 800, 256: 400, 512: 240}
+  runs = [outcome(b, s, noise_scale=320.0) for b, s in steps.items()]
+  found = batch_study.summarise(quick(), runs, "x")
+  low, high = found["fit"]["b_crit_range"]
+  assert high is None and low > 0
+  (note,) = [n for n in found["notes"] if "critical batch size" in n]
+  assert note.startswith(f"critical batch size at least {low:,.0f}, and no upper limit")
+  assert f"; {found['fit']['b_crit']:,.0f} (S_min" in note
+  assert found["notes"][-1].endswith("320 examples in the mean over sizes")
 
 
 @pytest.mark.parametrize(

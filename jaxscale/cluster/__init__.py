@@ -6,8 +6,10 @@ those that the JAXSCALE_* variables describe (any other launcher, and tests).
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -90,6 +92,41 @@ def sum_over_processes(values: np.ndarray) -> np.ndarray:
   # As uint32 halves: without x64, JAX would cut uint64 down to them.
   halves = multihost_utils.process_allgather(values.view(np.uint32))
   return np.ascontiguousarray(halves).view(np.uint64).sum(axis=0, dtype=np.uint64)
+
+
+def from_leader(value: Any) -> Any:
+  """The leader's value, in every process; all must call it.
+
+  What a process has read from a file system may be older than what another has:
+  where it decides what is done next, the leader's reading is everybody's.
+
+  Args:
+    value: anything that JSON has; lists come back for tuples.
+  """
+  if jax.process_count() == 1:
+    return value
+  from jax.experimental.multihost_utils import broadcast_one_to_all
+
+  text = np.frombuffer(json.dumps(value if is_leader() else None).encode(), np.uint8)
+  length = int(broadcast_one_to_all(np.int32(len(text))))
+  sent = text if is_leader() else np.zeros(length, np.uint8)
+  return json.loads(broadcast_one_to_all(sent).tobytes())
+
+
+def gather(value: Any) -> list[Any]:
+  """The values of all processes, in their order, in each; all must call it.
+
+  Args:
+    value: anything that JSON has, and small.
+  """
+  if jax.process_count() == 1:
+    return [value]
+  from jax.experimental.multihost_utils import process_allgather
+
+  text = json.dumps(value).encode()
+  longest = int(process_allgather(np.int32(len(text))).max())
+  padded = np.frombuffer(text.ljust(longest), np.uint8)  # JSON minds no spaces
+  return [json.loads(row.tobytes()) for row in process_allgather(padded)]
 
 
 def on_leader(function: Callable[[], None], name: str) -> None:

@@ -1,7 +1,7 @@
 """Every knob of a run: a tree of frozen dataclasses that hold no bad value.
 
 Only primary quantities are settings. What follows from them (steps from
-epochs, the peak rate from the batch size) is computed in `build.derive`,
+epochs, the peak rate from the batch size) is computed in `derive.derive`,
 printed, and written beside the run. An alternative is a class of its own, so a
 setting that the chosen optimizer does not have cannot be set.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from jaxscale.config.bounds import Count, Fraction, Positive
+from jaxscale.config.bounds import Count, Fraction, Positive, check_pattern
 from jaxscale.config.data import TFDS, Digits, ImageFolder, Synthetic
 from jaxscale.config.models import CNN, MLP, AlexNet, ResNet
 from jaxscale.config.optim import (
@@ -91,7 +91,7 @@ class Config:
   ema_decay: Annotated[float | None, "in (0, 1)"] = None
   noise_scale: bool = False
   dtype: Literal["float32", "bfloat16"] = "float32"
-  seed: Annotated[int, ">= 0"] = 0
+  seed: Annotated[int, "in [0, 2**32)"] = 0  # jax.random.key drops higher bits
   target_accuracy: Annotated[float | None, "in (0, 1]"] = None
   stop_at_target: bool = False
   input_threads: Annotated[int | None, ">= 1"] = None
@@ -118,6 +118,13 @@ class Config:
       raise ConfigError(
         f"Config.layer_decay={self.layer_decay}, layer_order={self.layer_order}: "
         "set both or neither"
+      )
+    for pattern in self.layer_order:
+      check_pattern("Config.layer_order", pattern, "give e.g. '^Conv_0/'")
+    if isinstance(self.stages, Stages) and self.stages.epochs[-1] >= self.epochs:
+      raise ConfigError(
+        f"Stages.epochs={self.stages.epochs}: the run has only {self.epochs} epochs, "
+        "leave out the stages that begin later, or set Config.epochs higher"
       )
     neutral = isinstance(self.stages, AdaptiveBatch) or (
       self.stages.follow == "neutral" and bool(self.stages.batch_sizes)

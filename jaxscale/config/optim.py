@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from jaxscale.config.bounds import Count, Fraction, NonNegative, Positive
+from jaxscale.config.bounds import (
+  Count,
+  Fraction,
+  NonNegative,
+  Positive,
+  check_pattern,
+)
 from jaxscale.settings import ConfigError, settings
 
 
@@ -60,6 +66,9 @@ class LARS:
   momentum_correction: Literal["never", "warmup", "always"] = "never"
   include: str = "kernels"
 
+  def __post_init__(self):
+    _check_include(self)
+
 
 @settings
 class AdamW:
@@ -90,11 +99,19 @@ class LAMB(AdamW):
     include: parameters with decay and trust ratio; see LARS.
   """
 
-  eps: float = 1e-6
-  weight_decay: float = 1e-2
+  eps: Positive = 1e-6
+  weight_decay: NonNegative = 1e-2
   bias_correction: bool = True
   phi_max: Annotated[float | None, "> 0"] = None
   include: str = "kernels"
+
+  def __post_init__(self):
+    _check_include(self)
+
+
+def _check_include(optimizer: LARS | LAMB) -> None:
+  remedy = "give 'kernels', 'all' or e.g. 'kernel$'"
+  check_pattern(f"{type(optimizer).__name__}.include", optimizer.include, remedy)
 
 
 @settings
@@ -143,7 +160,7 @@ class Polynomial(Cosine):
     decay_epochs: epochs of the decay; None: up to the end of the run.
   """
 
-  end_lr: float = 1e-4
+  end_lr: NonNegative = 1e-4
   power: Positive = 2.0
   restart: bool = True
   decay_epochs: Annotated[float | None, "> 0"] = None

@@ -35,7 +35,7 @@ class Damage:
   """What a dataset met of unreadable and of odd examples; threads write to it.
 
   An example counts once, however often it comes up. Every process has a record
-  of its own, of the examples that it read.
+  of its own, of the examples that it read; `update` makes one of several.
 
   Example:
     >>> damage = Damage()
@@ -58,6 +58,20 @@ class Damage:
     """An example that is not what it should be, and was read all the same."""
     with self._lock:
       self._rescued[index] = kind
+
+  def as_dict(self) -> dict[str, dict[str, str]]:
+    """As JSON: names of damaged examples and kinds of odd ones, by index."""
+    with self._lock:
+      return {
+        "damaged": {str(i): name for i, name in self._damaged.items()},
+        "rescued": {str(i): kind for i, kind in self._rescued.items()},
+      }
+
+  def update(self, other: dict[str, dict[str, str]]) -> None:
+    """Take in what another record's `as_dict` gave."""
+    with self._lock:
+      self._damaged |= {int(i): name for i, name in other["damaged"].items()}
+      self._rescued |= {int(i): kind for i, kind in other["rescued"].items()}
 
   @property
   def count(self) -> int:

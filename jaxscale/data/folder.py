@@ -19,6 +19,7 @@ from jaxscale.data.encoded import (
   EvalView,
   from_source,
 )
+from jaxscale.data.faults import raise_if_systems
 from jaxscale.settings import ConfigError, nearest
 
 # What a file may be called; what it is, its bytes say.
@@ -145,10 +146,12 @@ def _source(folder: Folder, labels: np.ndarray) -> Source:
     return f"{folder.classes[folder.labels[index]]}/{file}"
 
   def one(index: int) -> Record | None:
+    path = os.path.join(folder.root, name(index))
     try:
-      with open(os.path.join(folder.root, name(index)), "rb") as file:
+      with open(path, "rb") as file:
         return Record(file.read(), int(labels[index]))
-    except OSError:  # gone, no file, not allowed, or the disk's fault
+    except OSError as e:  # gone, no file, or not allowed
+      raise_if_systems(e, path)
       return None
 
   return Source(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from jaxscale.data.encoded import (
   EvalView,
   from_source,
 )
-from jaxscale.settings import ConfigError, nearest
+from jaxscale.data.faults import raise_if_systems
+from jaxscale.settings import ConfigError, closest
 
 
 def tfds_images(
@@ -85,10 +86,9 @@ def _builder(name: str, data_dir: str | None) -> Any:
     builder = tfds.builder(name, data_dir=data_dir)
   except tfds.core.DatasetNotFoundError:
     known = tfds.list_builders(with_community_datasets=False)
-    raise ConfigError(
-      f"TFDS.name={name!r}: no such dataset, "
-      + (nearest(name, known) if known else "see the TFDS catalogue")
-    ) from None
+    close = closest(name, known)
+    hint = f"did you mean {close!r}?" if close else "see the TFDS catalogue"
+    raise ConfigError(f"TFDS.name={name!r}: no such dataset, {hint}") from None
   if not builder.is_prepared():
     where = f" --data_dir {data_dir}" if data_dir else ""
     raise ConfigError(
@@ -145,12 +145,20 @@ def _opened(
     first = (str(e).splitlines() or [type(e).__name__])[0]
     raise ConfigError(f"TFDS split {split!r} of {name}: {first}") from None
 
-  read = functools.partial(_read, get, get_many, image_key, label_key)
-  return Source(size, read, lambda i: f"{name} {split!r} example {i}", lambda i: jpegs)
+  def called(index: int) -> str:
+    return f"{name} {split!r} example {index}"
+
+  read = functools.partial(_read, get, get_many, image_key, label_key, called)
+  return Source(size, read, called, lambda i: jpegs)
 
 
 def _read(
-  get: Any, get_many: Any, image_key: str, label_key: str, indices: Sequence[int]
+  get: Any,
+  get_many: Any,
+  image_key: str,
+  label_key: str,
+  called: Callable[[int], str],
+  indices: Sequence[int],
 ) -> Iterable[Record | None]:
   """The records, all at once if none is damaged."""
 
@@ -158,7 +166,8 @@ def _read(
     try:
       example = get(index)
       return Record(example[image_key], int(example[label_key]))
-    except Exception:  # each format has errors of its own for bytes that are damaged
+    except Exception as e:  # each format has its own for bytes that are damaged
+      raise_if_systems(e, called(index))
       return None
 
   if get_many is not None:

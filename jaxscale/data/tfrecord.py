@@ -19,7 +19,9 @@ import os
 import resource
 import struct
 import tempfile
+import threading
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -62,7 +64,8 @@ def random_access(shards: Sequence[Shard]) -> Callable[[int], bytes]:
     >>> read(2)  # doctest: +SKIP
   """
   paths = tuple(shard.path for shard in shards)
-  parts = _cached_index(paths)
+  stamps = _stamps(paths)
+  parts = _cached_index(paths, stamps)
   places: list[np.ndarray] = []
   for number, (shard, part) in enumerate(zip(shards, parts, strict=True)):
     if len(part) != shard.records:
@@ -74,13 +77,10 @@ def random_access(shards: Sequence[Shard]) -> Callable[[int], bytes]:
     places.append(np.insert(part, 0, number, axis=1))
   table = np.concatenate(places) if places else np.zeros((0, 3), np.int64)
 
-  @functools.lru_cache(maxsize=_descriptors())
-  def opened(number: int) -> _Descriptor:
-    return _Descriptor(paths[number])
-
   def read(index: int) -> bytes:
     number, offset, length = table[index].tolist()
-    descriptor = opened(number)  # held here, so that no eviction closes it
+    # Held here, so that no eviction closes it.
+    descriptor = _opened(paths[number], stamps[number])
     data = os.pread(descriptor.number, length, offset)
     if len(data) != length:
       raise OSError(f"{paths[number]} ends in the middle of a record")
@@ -154,16 +154,24 @@ def _wrong_checksums(heads: list[bytes]) -> np.ndarray:
   return np.flatnonzero(masked_crc32c(rows[:, :8].astype(np.uint32)) != stored)
 
 
-def _cached_index(paths: tuple[str, ...]) -> list[np.ndarray]:
+def _stamps(paths: tuple[str, ...]) -> list[tuple[int, int]]:
+  """Size and time of change of every file: another file has others."""
+  try:
+    found = [os.stat(path) for path in paths]
+  except FileNotFoundError as e:
+    raise ConfigError(
+      f"TFDS: {e.filename} is missing, copy or prepare it again"
+    ) from None
+  return [(status.st_size, status.st_mtime_ns) for status in found]
+
+
+def _cached_index(
+  paths: tuple[str, ...], stamps: list[tuple[int, int]]
+) -> list[np.ndarray]:
   """The index of every file, from the user's cache if the files are the same."""
   identity = hashlib.sha256()
-  for path in paths:
-    try:
-      status = os.stat(path)
-    except FileNotFoundError:
-      raise ConfigError(f"TFDS: {path} is missing, copy or prepare it again") from None
-    of_file = (os.path.abspath(path), status.st_size, status.st_mtime_ns)
-    identity.update(repr(of_file).encode())
+  for path, stamp in zip(paths, stamps, strict=True):
+    identity.update(repr((os.path.abspath(path), *stamp)).encode())
   root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
   kept = Path(root) / "jaxscale" / "tfrecord" / f"{identity.hexdigest()[:32]}.npz"
   try:
@@ -189,7 +197,7 @@ def _save(kept: Path, parts: list[np.ndarray]) -> None:
 
 
 def _descriptors() -> int:
-  """How many files to hold open: half of what the process may."""
+  """How many files to hold open, over all splits: half of what the process may."""
   return max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, 8)
 
 
@@ -203,3 +211,24 @@ class _Descriptor:
   def __del__(self):
     if self.number >= 0:
       os.close(self.number)
+
+
+# Open files of all splits, the one that was used last at the end: training and
+# evaluation together keep to one limit.
+_OPEN: OrderedDict[tuple[str, tuple[int, int]], _Descriptor] = OrderedDict()
+_LOCK = threading.Lock()
+
+
+def _opened(path: str, stamp: tuple[int, int]) -> _Descriptor:
+  """The file, opened if it is not yet; any thread may ask."""
+  key = path, stamp
+  with _LOCK:
+    if key in _OPEN:
+      _OPEN.move_to_end(key)
+      return _OPEN[key]
+  opened = _Descriptor(path)  # not locked: opening takes milliseconds on a network
+  with _LOCK:
+    held = _OPEN.setdefault(key, opened)
+    while len(_OPEN) > _descriptors():
+      _OPEN.popitem(last=False)
+  return held

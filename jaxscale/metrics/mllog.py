@@ -40,8 +40,8 @@ class MLLog:
     Args:
       path: the file; None writes nothing, for processes other than the leader.
       start: the step that the run goes on from. At 0 the file begins anew; else
-        what it says from the first event of a later `step_num` on, and that it
-        stopped, is dropped: it will happen again.
+        what it says from the first event of a later `step_num` on, that it
+        stopped, and a block that it did not end, is dropped: it will happen again.
     """
     self._file = None
     if path is None:
@@ -118,13 +118,18 @@ def _encode(line: dict[str, Any]) -> str:
 
 
 def _until(events: list[dict[str, Any]], start: int) -> list[dict[str, Any]]:
-  """The events of the first `start` steps."""
+  """The events of the first `start` steps, without a block that is not ended there."""
   kept = []
   for event in events:
     if event["metadata"].get("step_num", 0) > start:
       break
     if event["key"] != "run_stop":
       kept.append(event)
+  keys = [event["key"] for event in kept]
+  if "block_start" in keys:
+    last = len(keys) - 1 - keys[::-1].index("block_start")
+    if "block_stop" not in keys[last:]:
+      del kept[last]
   return kept
 
 

@@ -10,9 +10,10 @@ training_3.1.0).
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -249,7 +250,8 @@ def log_from_record(
   dated from the first line of its record, and says so.
 
   Args:
-    workdir: of a run, with config.json, metrics.jsonl and summary.json.
+    workdir: of a run, with config.json, metrics.jsonl and summary.json, and
+      batch_sizes.json where trials have chosen them.
     submission: who ran it.
 
   Returns:
@@ -273,10 +275,11 @@ def log_from_record(
   )
   if was_resumed:
     log.note("resumed", True, time_ms=began_ms)
+  epoch = _epochs(described, workdir)
   success, at = False, began_ms
   for line in evaluations:
     at = 1e3 * line["time"]
-    log.evaluating(line["step"], _epoch(described, line["step"]), time_ms=at)
+    log.evaluating(line["step"], epoch(line["step"]), time_ms=at)
     success = target is not None and line["eval/accuracy"] >= target
     last = success or line is evaluations[-1]
     log.evaluated(line["eval/accuracy"], is_last=last, time_ms=at)
@@ -286,12 +289,36 @@ def log_from_record(
   return path
 
 
-def _epoch(described: Mapping[str, Any], step: int) -> float:
-  """Epochs after a step, stage by stage."""
-  derived = described["derived"]
-  examples = sum(
-    min(max(step - stage["start"], 0), stage["stop"] - stage["start"])
-    * stage["batch_size"]
-    for stage in derived["stages"]
-  )
-  return examples / derived["num_train"]
+def _epochs(described: Mapping[str, Any], workdir: Path) -> Callable[[int], float]:
+  """A function from a step to the epochs after it, stage by stage."""
+  derived, path = described["derived"], workdir / "batch_sizes.json"
+  stages = [(s["stop"] - s["start"], s["batch_size"]) for s in derived["stages"]]
+  if path.exists():  # config.json was written before they were chosen
+    stages = _adaptive_stages(described, json.loads(path.read_text()))
+
+  def epoch(step: int) -> float:
+    examples = 0
+    for steps, batch_size in stages:
+      examples += min(step, steps) * batch_size
+      step -= min(step, steps)
+    return examples / derived["num_train"]
+
+  return epoch
+
+
+def _adaptive_stages(
+  described: Mapping[str, Any], chosen: list[int]
+) -> list[tuple[int, int]]:
+  """(steps, batch size) of each stage, as the run that chose the sizes had them.
+
+  A stage ends with the first step that reaches its last example.
+  """
+  config, num_train = described["config"], described["derived"]["num_train"]
+  every, stages, examples = config["stages"]["every_epochs"], [], 0
+  for i in range(math.ceil(config["epochs"] / every)):
+    size = chosen[min(i, len(chosen) - 1)]
+    end = min((i + 1) * every, config["epochs"]) * num_train
+    steps = max(math.ceil((end - examples) / size), 0)
+    stages.append((steps, size))
+    examples += steps * size
+  return stages

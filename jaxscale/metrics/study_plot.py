@@ -21,8 +21,8 @@ def plot_study(study: Mapping[str, Any], path: str | Path) -> Path:
   Args:
     study: as in study.json: "runs", each with "status", "batch_size", "steps",
       "target_step", "target_examples", "target_seconds" and "gap"; "sizes", each
-      with "batch_size" and "target_step"; "fit" or None, with "s_min" (steps)
-      and "b_crit" (examples); "title".
+      with "batch_size" and "target_step"; "fit" or None, with "s_min" (steps),
+      "b_crit" and "b_crit_range" (examples; no upper end: None); "title".
     path: of the picture.
 
   Returns:
@@ -91,7 +91,12 @@ def _curves(steps_axis, examples_axis, study: Mapping[str, Any]) -> None:
   if (fit := study.get("fit")) is None:
     return
   curve = [fit["s_min"] * (1 + fit["b_crit"] / b) for b in grid]
-  label = f"fit, B_crit = {fit['b_crit']:,.0f}"
+  low_end, high_end = fit["b_crit_range"]
+  at_least = high_end is None  # without one of the sizes, the curve does not bend
+  label = (
+    f"fit, B_crit at least {low_end:,.0f}" if at_least
+    else f"fit, B_crit = {fit['b_crit']:,.0f}"
+  )  # fmt: skip
   steps_axis.plot(grid, curve, color=_FIT, label=label)
   examples_axis.plot(
     grid, [s * b for s, b in zip(curve, grid, strict=True)], color=_FIT

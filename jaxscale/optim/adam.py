@@ -83,7 +83,8 @@ def lamb(
     phi_min: |w| counts as this at least.
     phi_max: |w| counts as this at most; None: no bound.
     mask: params -> bool per leaf; a leaf that is False gets neither decay nor
-      trust ratio, as in that code. None: all do.
+      trust ratio, as in that code, which leaves out BatchNorm and nothing else.
+      None: all do.
     stacked: params -> bool per leaf: its first dim counts layers (of a scan), each
       with a ratio of its own. None: none is.
 
@@ -91,8 +92,10 @@ def lamb(
     ValueError: phi_min is negative or above phi_max.
 
   Example:
-    >>> tx = lamb(warmup_polynomial(0.04, 782, 3519, end=0.0, power=1.0),
-    ...           weight_decay=1.5, bias_correction=False)
+    >>> schedule = warmup_polynomial(
+    ...   0.04, 782, 3519, end=0.0, power=1.0, decay_steps=3519 - 782)
+    >>> tx = lamb(schedule, weight_decay=1.5, bias_correction=False,
+    ...           mask=matching("kernel$|^Dense_0/bias$"))
   """
   if phi_min < 0 or (phi_max is not None and phi_max < phi_min):
     raise ValueError(f"phi_min={phi_min}, phi_max={phi_max}: need 0 <= min <= max")

@@ -22,10 +22,15 @@ Sources: the code of each, intel/caffe 44d53638 and NVIDIA/caffe 87a25543
 (src/caffe/solvers/sgd_solver.cpp), tensorflow 5c8077a6 (contrib/opt), NVIDIA/apex
 LARC.py, optax 0.2.8 alias.py.
 
-The zero-norm rule, of every variant: where |w| or |g| (optax: |u|) is 0, the layer
-moves by the bare rate (ratio 1) and its decay stays; apex drops the decay too. So
-a kernel that starts at 0 makes a first step of the whole rate, which is 29 in some
+The zero-norm rule: where |w| or |g| (optax: |u|) is 0, the layer moves by the bare
+rate (ratio 1) and its decay stays; apex drops the decay too. nvcaffe_clip clips
+here as well, by a ratio of 1: the layer's rate is min(lr, 1). In all others a
+kernel that starts at 0 makes a first step of the whole rate, which is 29 in some
 recipes: such a layer is better left out by the mask.
+
+One mask governs decay and ratio together, so two things cannot be said: NVIDIA's
+bias of the classifier, which has decay and no ratio, and the two masks of
+`optax.lars`.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -54,11 +59,13 @@ class _Variant(NamedTuple):
     form: where rate and ratio enter.
     denominator: "sum": |g| + wd |w|; "decayed": |g + wd w|; "gradient": |g|.
     clip: the rate of a layer is min(lr, ratio), and not lr ratio.
+    clips_undefined: so it is where a norm is 0, with ratio 1: min(lr, 1).
   """
 
   form: Form = Form()
   denominator: Literal["sum", "decayed", "gradient"] = "sum"
   clip: bool = False
+  clips_undefined: bool = False
 
 
 _OUTSIDE = Form(rate_in_velocity=False)
@@ -72,7 +79,7 @@ _VARIANTS: dict[str, _Variant] = {
   "optax": _Variant(denominator="decayed"),
   "larc_clip": _Variant(_OUTSIDE, clip=True),
   "larc_scale": _Variant(_OUTSIDE),
-  "nvcaffe_clip": _Variant(denominator="gradient", clip=True),
+  "nvcaffe_clip": _Variant(denominator="gradient", clip=True, clips_undefined=True),
   "nvcaffe_scale": _Variant(denominator="gradient"),
 }
 
@@ -107,7 +114,8 @@ def lars(
     nesterov: look ahead.
     momentum_correction: multiply m by lr_t / lr_{t-1} (arXiv:1706.02677, §3):
       True: always; a number: in that many first steps (Intel Caffe: the
-      warm-up); "nvidia" always does. It makes "paper" equal "torch".
+      warm-up); "nvidia" always does. Always, it makes "paper" equal "torch" as
+      long as rates are > 0; what a rate of 0 does is told in momentum.py.
     mask: params -> bool per leaf; a leaf that is False gets plain momentum at
       the same rate, without ratio and decay. None: every leaf is scaled and
       decayed, as in Caffe.
@@ -168,9 +176,12 @@ def _ratio(
     defined = (w_norm > 0) & (g_norm > 0)
     # The inner `where` keeps 0 / 0 out, also for those who hunt NaNs.
     local = eta * w_norm / jnp.where(defined, bottom, 1.0)
-    if variant.clip:
-      clipped = defined & (local < rate)  # so the rate is not 0
-      return jnp.where(clipped, local / jnp.where(clipped, rate, 1.0), 1.0)
-    return jnp.where(defined, local, 1.0)
+    local = jnp.where(defined, local, 1.0)
+    if not variant.clip:
+      return local
+    clipped = local < rate  # so the rate is not 0
+    if not variant.clips_undefined:
+      clipped &= defined
+    return jnp.where(clipped, local / jnp.where(clipped, rate, 1.0), 1.0)
 
   return ratio

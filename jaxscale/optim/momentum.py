@@ -10,8 +10,11 @@ w, velocity v, rate lr, trust ratio r (1 for SGD), decay wd and momentum m:
 `Form` says in which of the two places lr and r stand. c = lr_t / lr_{t-1} is the
 momentum correction of Goyal et al. (arXiv:1706.02677, §3, eq. 9 and 10): with lr
 inside the velocity, it makes up for a rate that changes, and gives what lr
-outside gives. c is 1 at the first step and where the previous rate was 0: from
-rate 0 nothing entered the velocity.
+outside gives, as long as rates are > 0. At rate 0 they part: neither moves the
+weights in that step, but the velocity that has lr inside is emptied (c = 0, and
+lr u = 0) and starts afresh, while the one that has lr outside takes in u as ever.
+So with MLPerf's schedules, whose first rate is 0, lr inside is lr outside without
+the gradient of step 0. c is 1 after a rate of 0, and at the first step.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import jax
 import optax
 from optax.contrib import MuonDimensionNumbers
 
-from jaxscale.optim.layers import Layer, layers_of
+from jaxscale.optim.layers import Layer, layers_of, wide
 from jaxscale.optim.masks import Mask, kernels
 from jaxscale.optim.momentum import Form, Rule, momentum_rule
 
@@ -34,7 +34,8 @@ def sgd(
   LARS on ResNet-50 at batch 32,768, if it is tuned for that batch: peak rate,
   1 - m (on a log scale), decay, label smoothing and length of the warm-up, with a
   polynomial decay of power 2 and no decay on BatchNorm and biases, which is
-  `mask`'s default. There are no values here to copy: they hold for one setting.
+  `mask`'s default. configs/resnet50_nesterov_32k.py has their values, which are
+  for that model and batch alone.
 
   Args:
     learning_rate: a number or a function of the step.
@@ -88,6 +89,8 @@ def muon(
 ) -> optax.GradientTransformation:
   """Muon for kernels, AdamW for the rest: `optax.contrib.muon`.
 
+  The state is float32 at least, whatever the parameters are.
+
   Of a kernel's momentum only the directions are kept: Newton and Schulz's
   iteration brings its singular values near 1. The last dim of a kernel is the
   output and all before it are the input, so a convolution [h, w, in, out] is the
@@ -128,18 +131,29 @@ def muon(
     muon_weight_dimension_numbers=lambda params: _matrices(params, mask, stacked),
     consistent_rms=consistent_rms,
   )
-  return _lenient(tx)
+  return _wide_and_lenient(tx)
 
 
-def _lenient(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-  """`tx` under JAX's standard promotion of dtypes, whatever is set outside."""
+def _wide_and_lenient(
+  tx: optax.GradientTransformation,
+) -> optax.GradientTransformation:
+  """`tx` on float32 at least, under standard promotion whatever is set outside."""
+
+  def widen(tree):
+    return jax.tree.map(lambda x: x.astype(wide(x.dtype)), tree)
+
+  def init(params):
+    return tx.init(widen(params))
 
   def update(updates, state, params=None):
+    if params is None:
+      raise ValueError("decay needs parameters: tx.update(grads, state, params)")
     # optax's bias correction mixes int32 and float32.
     with jax.numpy_dtype_promotion("standard"):
-      return tx.update(updates, state, params)
+      steps, state = tx.update(widen(updates), state, widen(params))
+    return jax.tree.map(lambda s, w: s.astype(w.dtype), steps, params), state
 
-  return optax.GradientTransformation(tx.init, update)
+  return optax.GradientTransformation(init, update)
 
 
 def _matrices(params: Any, mask: Mask | None, stacked: Mask | None) -> Any:

@@ -1,0 +1,65 @@
+"""Which examples a run could not read: of all its processes, and of its past."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal
+
+from jaxscale import cluster, data, metrics
+
+Split = Literal["training", "held-out"]
+
+
+class DamageRecord:
+  """Damaged and odd examples by split, kept as `damaged.json` in the workdir.
+
+  Example:
+    >>> record = DamageRecord(workdir, start=0)                # doctest: +SKIP
+    >>> record.watch("training", train_data)                   # doctest: +SKIP
+  """
+
+  def __init__(self, workdir: Path, start: int):
+    """Go on with what is on record, unless the run starts anew."""
+    self._path = workdir / "damaged.json"
+    self._total = {"training": data.Damage(), "held-out": data.Damage()}
+    self._watched: list[tuple[Split, data.Damage]] = []
+    self._told = ""
+    if start and self._path.exists():
+      for split, found in json.loads(self._path.read_text()).items():
+        self._total[split].update(found)
+      self._told = self._as_json()
+
+  def watch(self, split: Split, dataset: data.Dataset) -> None:
+    """Also count what this dataset meets, in this process."""
+    if dataset.damage is not None:
+      self._watched.append((split, dataset.damage))
+
+  def collect(self) -> list[str]:
+    """Take in what all processes met; a line a split, if anything is new.
+
+    All processes must call it.
+    """
+    if not self._watched:
+      return []
+    for found in cluster.gather([(s, d.as_dict()) for s, d in self._watched]):
+      for split, one in found:
+        self._total[split].update(one)
+    if self._as_json() == self._told:
+      return []
+    self._told = self._as_json()
+    if cluster.is_leader():
+      metrics.write_json(self._path, json.loads(self._told))
+    return [
+      f"{split} data: {damage.describe()}"
+      for split, damage in self._total.items()
+      if damage.count or damage.rescued
+    ]
+
+  @property
+  def count(self) -> int:
+    """Distinct damaged examples, as of the last `collect`."""
+    return sum(damage.count for damage in self._total.values())
+
+  def _as_json(self) -> str:
+    return json.dumps({s: d.as_dict() for s, d in self._total.items()}, sort_keys=True)

@@ -1,0 +1,95 @@
+"""What happens between the steps of a run, and when: `loop.Events` of a stage."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import jax
+
+from jaxscale import cluster, data, loop, stages
+from jaxscale.checkpoint import Checkpoints
+from jaxscale.derive import steps_of
+from jaxscale.mesh import host_shard
+from jaxscale.report import Reporter
+
+
+def make_events(
+  reporter: Reporter, checkpoints: Checkpoints, stop: Stop
+) -> loop.Events:
+  """Log, evaluate, save and stop as the config says, in the reporter's stage."""
+  experiment = reporter.experiment
+  config, derived, mesh = experiment.config, experiment.derived, experiment.mesh
+
+  def every_epochs(epochs):
+    return stages.every(
+      derived.stages,
+      experiment.stage,
+      lambda stage: steps_of(epochs, derived.num_train, stage),
+    )
+
+  is_logged = stages.every(
+    derived.stages, experiment.stage, lambda stage: config.log.every_steps
+  )
+
+  def evaluate(step, state):
+    reporter.evaluating(step)
+    with reporter.pause():
+      batches = data.eval_batches(
+        experiment.eval_data, derived.eval_batch_size, shard=host_shard(mesh)
+      )
+      params, model_state = state.evaluated()
+      values = loop.evaluate(
+        experiment.eval_step, params, model_state, data.to_device(batches, mesh)
+      )
+    reporter.evaluated(step, values)
+    return values
+
+  def save(step, state, values):
+    del step
+    with reporter.pause():
+      checkpoints.save(state, values)
+
+  def should_stop(step):
+    # Every process has seen the same evaluations, but not the same Ctrl-C: on
+    # that they agree where they log, so that they stop after the same step.
+    asked = stop.requested
+    if jax.process_count() > 1:
+      asked = is_logged(step) and cluster.any_process(asked)
+    reached = config.stop_at_target and reporter.target() is not None
+    stop.agreed = asked or reached
+    return stop.agreed
+
+  return loop.Events(
+    is_logged=is_logged,
+    is_evaluated=every_epochs(config.evaluation.every_epochs),
+    is_saved=every_epochs(config.checkpoint.every_epochs),
+    log=reporter.trained,
+    evaluate=evaluate,
+    save=save,
+    should_stop=should_stop,
+  )
+
+
+class Stop:
+  """Turns the first Ctrl-C into a wish to stop; the second one is Python's."""
+
+  requested = False  # in this process
+  agreed = False  # by all of them
+
+  def __enter__(self):
+    self._before = None
+    # Only the main thread may set handlers; elsewhere Ctrl-C stays Python's.
+    if threading.current_thread() is threading.main_thread():
+      self._before = signal.signal(signal.SIGINT, self._request)
+    return self
+
+  def _request(self, *_):
+    self.requested = True
+    signal.signal(signal.SIGINT, self._before or signal.default_int_handler)
+    if cluster.is_leader():
+      print("\nCtrl-C: saving after this step; again to stop at once", flush=True)
+
+  def __exit__(self, *_):
+    if self._before is not None:
+      signal.signal(signal.SIGINT, self._before)
