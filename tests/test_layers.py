@@ -18,15 +18,19 @@ LEVELS = {
   "parts": 9,
   "derive": 8,
   "loop": 5, "checkpoint": 5,
+  "local_step": 5,
   "step": 4,
   "state": 3, "damage": 3,
   "losses": 2, "checksum": 2, "data": 2,
-  "mesh": 1, "exchange": 1, "optim": 1, "models": 1, "metrics": 1, "cluster": 1,
-  "stages": 1, "noise_scale": 1,
+  "exchange": 2,
+  "mesh": 1, "collectives": 1, "optim": 1, "models": 1, "metrics": 1, "cluster": 1,
+  "stages": 1, "noise_scale": 1, "scaling": 1,
   "config": 0, "settings": 0, "overrides": 0,
 }  # fmt: skip
 # Within a level nothing imports another; level 0 is ordered by itself.
 WITHIN = {
+  ("collectives", "mesh"),
+  ("collectives", "cluster"),
   ("config", "settings"),
   ("overrides", "config"),
   ("overrides", "settings"),

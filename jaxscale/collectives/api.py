@@ -1,0 +1,162 @@
+"""Sums over devices by a plan: of a tree inside `shard_map`, or of global arrays."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxscale.collectives import native, typed
+from jaxscale.collectives.plan import Link, Measured, Plan, plan
+from jaxscale.collectives.torus import over_dims
+from jaxscale.mesh import one_at_a_time
+from jaxscale.settings import ConfigError
+
+
+def sum_tree(
+  tree: Any, by: Plan, *, payload: Any = None, accumulate: Any = None
+) -> Any:
+  """Sum a tree over devices as planned, inside `shard_map`.
+
+  Leaves of a dtype travel as one vector, so that permutes are as many as for one.
+
+  Args:
+    tree: arrays, each device's own.
+    by: what `plan` made for the axes of this `shard_map`.
+    payload: floats are sent as this dtype; None: as they are.
+    accumulate: sums are made in this dtype, see `ring`; None: in `payload`.
+
+  Returns:
+    The tree of sums, typed invariant over the axes of the plan.
+
+  Raises:
+    ConfigError: the plan is of another mesh, or a dtype has no sum.
+  """
+  sizes = typed.axis_sizes(by.axes)
+  joined = math.prod(d.size for d in by.dims)
+  live = {d.axes[0]: d.live for d in by.dims if d.live is not None}
+  devices = math.prod(live.get(a, n) for a, n in sizes.items())
+  if by.algorithm != "psum" and joined != devices:
+    raise ConfigError(f"plan={by}: made for another mesh than {sizes}, plan again")
+
+  def total(x):
+    if by.algorithm == "psum":
+      return native.psum(x, by.axes, payload=payload, accumulate=accumulate)
+    if by.algorithm == "hierarchical":
+      return native.hierarchical(x, by.axes, payload=payload, accumulate=accumulate)
+    return over_dims(x, sizes, by.dims, payload, accumulate)
+
+  # XLA merges the psums of the leaves itself, without a copy.
+  return jax.tree.map(total, tree) if by.algorithm == "psum" else _joined(total, tree)
+
+
+def _joined(total: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
+  """`total` of every leaf, those of one dtype together."""
+  leaves, treedef = jax.tree.flatten(tree)
+  leaves = [jnp.asarray(x) for x in leaves]
+  kinds: dict[Any, list[int]] = {}
+  for place, leaf in enumerate(leaves):
+    kinds.setdefault(leaf.dtype, []).append(place)
+  for places in kinds.values():
+    if len(places) == 1:
+      leaves[places[0]] = total(leaves[places[0]])
+      continue
+    sums = total(jnp.concatenate([leaves[i].reshape(-1) for i in places]))
+    ends = np.cumsum([leaves[i].size for i in places])
+    for place, part in zip(places, jnp.split(sums, ends[:-1]), strict=True):
+      leaves[place] = part.reshape(leaves[place].shape)
+  return jax.tree.unflatten(treedef, leaves)
+
+
+def payload_bytes(tree: Any, payload: Any = None, *, rows: bool = False) -> int:
+  """Bytes of a device's part of a tree, as it is sent.
+
+  Args:
+    tree: arrays or their shapes.
+    payload: as for `sum_tree`.
+    rows: every leaf has a leading dim that is not sent, one row a device.
+  """
+  num_bytes = 0
+  for x in jax.tree.leaves(tree):
+    sent = x.dtype
+    if payload is not None and jnp.issubdtype(sent, jnp.floating):
+      sent = np.dtype(payload)
+    num_bytes += int(np.prod(x.shape[1:] if rows else x.shape)) * sent.itemsize
+  return num_bytes
+
+
+def all_reduce(
+  tree: Any,
+  mesh: Mesh,
+  algorithm: str = "auto",
+  *,
+  dims: Sequence[tuple[str, int]] | None = None,
+  links: Mapping[str, Link] | None = None,
+  measured: Sequence[Measured] = (),
+  payload: Any = None,
+  accumulate: Any = None,
+) -> Any:
+  """Sum global arrays over all devices of a mesh; outside of `shard_map`.
+
+  Row r of every leaf is what the device `mesh.devices.flat[r]` adds, and lies there
+  (`NamedSharding(mesh, P(mesh.axis_names))`; what lies elsewhere is moved first).
+  The sum over the rows comes back, without that dim, on every device.
+
+  Args:
+    tree: arrays [devices of the mesh, ...], floating or integer.
+    mesh: all its axes are summed over, slowest link first.
+    algorithm: "ring", "torus", "hierarchical", "halving_doubling", "psum", or
+      "auto": what `plan` makes of links and sizes.
+    dims, links, measured: as for `plan`.
+    payload, accumulate: as for `ring`.
+
+  Returns:
+    The tree of sums, [...], in the dtypes of the tree, replicated.
+
+  Raises:
+    ConfigError: as `plan`; a leaf without a row a device, or a dtype without sum.
+
+  Example:
+    >>> mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,),
+    ...                      devices=jax.devices()[:1])
+    >>> all_reduce({"w": jnp.ones((1, 3))}, mesh, "ring")["w"]
+    Array([1., 1., 1.], dtype=float32)
+  """
+  for path, x in jax.tree.leaves_with_path(tree):
+    shape = np.shape(x)
+    if not shape or shape[0] != mesh.size:
+      name = jax.tree_util.keystr(path)
+      raise ConfigError(
+        f"tree{name}.shape={shape}: give a leading dim of {mesh.size}, one row a device"
+      )
+  num_bytes = payload_bytes(tree, payload, rows=True)
+  by = plan(
+    dict(mesh.shape), num_bytes, algorithm, dims=dims, links=links, measured=measured
+  )
+  return reducer(mesh, by, payload, accumulate)(tree)
+
+
+def reducer(mesh: Mesh, by: Plan, payload: Any = None, accumulate: Any = None) -> Any:
+  """The jitted `all_reduce` of a plan: a tree of rows -> the tree of sums."""
+  named = tuple(None if d is None else np.dtype(d) for d in (payload, accumulate))
+  return _reducer(mesh, by._replace(seconds=None), *named)
+
+
+@functools.lru_cache(maxsize=256)
+def _reducer(mesh: Mesh, by: Plan, payload: Any, accumulate: Any) -> Any:
+  def local(tree):
+    own = jax.tree.map(lambda x: x[0], tree)
+    return sum_tree(own, by, payload=payload, accumulate=accumulate)
+
+  mapped = jax.shard_map(
+    local, mesh=mesh, in_specs=P(mesh.axis_names), out_specs=P(), check_vma=True
+  )
+  jitted = jax.jit(mapped, out_shardings=NamedSharding(mesh, P()))
+  return one_at_a_time(jitted, mesh)

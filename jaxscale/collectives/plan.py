@@ -1,0 +1,314 @@
+"""Which algorithm, and how many dimensions of what size, from what links cost.
+
+A link of axis a takes alpha_a + beta_a m seconds for a message of m bytes. For M
+bytes in N = n_1 ... n_d devices, P_k = n_1 ... n_k:
+
+    ring     2 (N - 1) max_a (alpha_a + beta_a M / N)
+    torus    2 sum_k (n_k - 1) (alpha_k + beta_k s_k M / P_k)
+
+s_k is 1 where the axis is a switch, and the stride of the dimension where its
+devices are wired in a ring, on whose links messages of that stride meet. The other
+algorithms are cases of the torus: hierarchical has a dimension a mesh axis,
+halving_doubling dimensions of two, and 2 (alpha + beta M) more for each axis that
+is no power of two. Hierarchical costs what the torus does, as if XLA's collectives
+were rings; of `psum` nothing is known but what was measured.
+(arXiv:1708.02188 as reconstructed; alpha and beta: Thakur et al., 2005.)
+
+Dimensions of one axis share beta, so that more of them save steps and no bytes;
+beyond a few the gain is smaller than what the equations leave out. The plan has the
+fewest dimensions that come within a hundredth of the best.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from jaxscale.collectives.dims import (
+  Dim,
+  axis_dims,
+  given_dims,
+  one_ring,
+  two_by_two,
+)
+from jaxscale.settings import ConfigError, nearest
+
+ALGORITHMS = ("ring", "torus", "hierarchical", "halving_doubling", "psum")
+
+
+class Link(NamedTuple):
+  """What it costs to send along an axis.
+
+  Attributes:
+    alpha: seconds of a message however short.
+    beta: seconds a byte.
+    switched: every device reaches every other alike; False: they are wired in a
+      ring, and what goes s places further takes s links.
+  """
+
+  alpha: float
+  beta: float
+  switched: bool = True
+
+
+# Assumed, not measured: NVLink inside a node and InfiniBand between nodes of 2017,
+# the illustration of IBM DDL's 256 P100. Measure yours with collectives.bench.
+FAST = Link(alpha=5e-6, beta=1 / 32e9)
+SLOW = Link(alpha=3e-6, beta=1 / 10e9)
+
+
+class Plan(NamedTuple):
+  """How a sum over devices is made.
+
+  Attributes:
+    algorithm: one of `ALGORITHMS`.
+    axes: the mesh axes to sum over, slowest first.
+    dims: of the torus, in the order they are reduced; () for `psum`.
+    seconds: predicted, or measured where that decided; None: nothing is known.
+  """
+
+  algorithm: str
+  axes: tuple[str, ...]
+  dims: tuple[Dim, ...]
+  seconds: float | None
+
+  def __str__(self) -> str:
+    shape = " x ".join(map(str, self.dims))
+    took = "" if self.seconds is None else f", {1e3 * self.seconds:.4g} ms"
+    return self.algorithm + (f" {shape}" if shape else "") + took
+
+
+class Measured(NamedTuple):
+  """What one plan took.
+
+  Attributes:
+    sizes: of the mesh axes, slowest first.
+    num_bytes: of the payload of one device.
+    plan: with the seconds that were measured.
+  """
+
+  sizes: dict[str, int]
+  num_bytes: int
+  plan: Plan
+
+
+def default_links(axes: Sequence[str]) -> dict[str, Link]:
+  """Links where none were given: the last axis fast, the others slow; assumed."""
+  return {a: FAST if a == axes[-1] else SLOW for a in axes}
+
+
+def torus_seconds(
+  dims: Sequence[Dim], num_bytes: float, links: Mapping[str, Link]
+) -> float:
+  """2 sum_k (n_k - 1) (alpha_k + beta_k s_k M / P_k), each step as its slowest link.
+
+  Args:
+    dims: in the order they are reduced.
+    num_bytes: M, of the whole payload of a device.
+    links: by axis.
+
+  Example:
+    >>> dims = (Dim(("data",), 4), Dim(("data",), 2, stride=4))
+    >>> torus_seconds(dims, 8e9, {"data": Link(0.0, 1e-9)})
+    14.0
+  """
+  seconds, product = 0.0, 1
+  for dim in dims:
+    product *= dim.size
+    seconds += 2 * (dim.size - 1) * _step(dim, num_bytes / product, links)
+  return seconds
+
+
+def _step(dim: Dim, message: float, links: Mapping[str, Link]) -> float:
+  return max(
+    link.alpha + link.beta * message * (1 if link.switched else dim.stride)
+    for link in (links[a] for a in dim.axes)
+  )
+
+
+def algorithm_seconds(
+  algorithm: str,
+  sizes: Mapping[str, int],
+  dims: Sequence[Dim],
+  num_bytes: float,
+  links: Mapping[str, Link],
+) -> float | None:
+  """Predicted seconds of an algorithm on its dimensions; None for `psum`."""
+  if algorithm == "psum":
+    return None
+  seconds = torus_seconds(dims, num_bytes, links)
+  if algorithm == "halving_doubling":
+    for axis, n in sizes.items():
+      if n & (n - 1):
+        seconds += 2 * (links[axis].alpha + links[axis].beta * num_bytes)
+  return seconds
+
+
+@functools.cache
+def factorizations(number: int) -> tuple[tuple[int, ...], ...]:
+  """Every way to write a number as an ordered product of factors above 1.
+
+  Example:
+    >>> factorizations(8)
+    ((8,), (2, 4), (2, 2, 2), (4, 2))
+  """
+  if number == 1:
+    return ((),)
+  found = [(number,)]
+  for first in range(2, number // 2 + 1):
+    if number % first == 0:
+      found += [(first, *rest) for rest in factorizations(number // first)]
+  return tuple(found)
+
+
+def best_dims(
+  sizes: Mapping[str, int],
+  num_bytes: float,
+  links: Mapping[str, Link],
+  tolerance: float = 0.01,
+) -> tuple[Dim, ...]:
+  """The fewest dimensions that come within `tolerance` of the fastest torus.
+
+  Axes go by their seconds a byte, which is the best order of any that keep the
+  dimensions of an axis together; then what an axis costs depends on the factors of
+  no other.
+  """
+  axes = sorted(
+    (a for a in reversed(list(sizes)) if sizes[a] > 1), key=lambda a: links[a].beta
+  )
+  # Number of dimensions so far -> (seconds, dimensions).
+  best: dict[int, tuple[float, tuple[Dim, ...]]] = {0: (0.0, ())}
+  message = num_bytes
+  for axis in axes:
+    extended: dict[int, tuple[float, tuple[Dim, ...]]] = {}
+    for factors in _shortest(axis, sizes[axis], message, links):
+      for count, (seconds, dims) in best.items():
+        total = seconds + torus_seconds(factors, message, links)
+        other = extended.get(count + len(factors))
+        if other is None or total < other[0]:
+          extended[count + len(factors)] = (total, dims + factors)
+    best, message = extended, message / sizes[axis]
+  fastest = min(seconds for seconds, _ in best.values())
+  enough = [n for n in best if best[n][0] <= fastest * (1 + tolerance)]
+  return best[min(enough)][1]
+
+
+def _shortest(axis, size, message, links) -> list[tuple[Dim, ...]]:
+  """For each number of factors of an axis, the dimensions that cost least."""
+  found: dict[int, tuple[float, tuple[Dim, ...]]] = {}
+  for factors in factorizations(size):
+    dims = given_dims([(axis, n) for n in factors], {axis: size})
+    seconds = torus_seconds(dims, message, links)
+    if len(dims) not in found or seconds < found[len(dims)][0]:
+      found[len(dims)] = (seconds, dims)
+  return [dims for _, dims in found.values()]
+
+
+def plan(
+  sizes: Mapping[str, int],
+  num_bytes: float,
+  algorithm: str = "auto",
+  *,
+  dims: Sequence[tuple[str, int]] | None = None,
+  links: Mapping[str, Link] | None = None,
+  measured: Sequence[Measured] = (),
+  tolerance: float = 0.01,
+) -> Plan:
+  """How to sum `num_bytes` over the devices of some mesh axes.
+
+  Args:
+    sizes: of the axes, slowest first, as `mesh.shape`.
+    num_bytes: of the payload of one device.
+    algorithm: one of `ALGORITHMS`, or "auto": whatever costs least.
+    dims: of "torus", (axis, size) pairs, fastest links first; None: the planner's.
+    links: by axis; None: `default_links`.
+    measured: what the benchmark found, `read_measurements`; "auto" then takes the
+      fastest at the nearest size, if any was measured on axes of these sizes.
+    tolerance: how much slower a plan of fewer dimensions may be.
+
+  Raises:
+    ConfigError: an unknown algorithm or axis, a link without sense, or dims that do
+      not fit.
+
+  Example: 256 GPUs, 102 MB, on links that are assumed.
+    >>> print(plan({"node": 64, "gpu": 4}, 102e6))
+    torus gpu:4 x node:8 x node:8, 9.916 ms
+    >>> print(plan({"node": 64, "gpu": 4}, 102e6, "ring"))
+    ring node+gpu:256, 21.85 ms
+  """
+  links = _checked_links(sizes, links)
+  if dims is not None and algorithm != "torus":
+    raise ConfigError(f'algorithm={algorithm!r}: takes no dims, "torus" does')
+  if algorithm not in (*ALGORITHMS, "auto"):
+    hint = nearest(algorithm, (*ALGORITHMS, "auto"))
+    raise ConfigError(f"algorithm={algorithm!r}: not an algorithm, {hint}")
+  if not (math.isfinite(num_bytes) and num_bytes >= 0):
+    raise ConfigError(f"num_bytes={num_bytes}: give 0 or more")
+  if algorithm == "auto":
+    return _fastest(sizes, num_bytes, measured) or _cheapest(
+      sizes, num_bytes, links, tolerance
+    )
+  planned = {
+    "ring": lambda: one_ring(sizes),
+    "hierarchical": lambda: axis_dims(sizes),
+    "halving_doubling": lambda: two_by_two(sizes),
+    "psum": lambda: (),
+    "torus": lambda: (
+      best_dims(sizes, num_bytes, links, tolerance)
+      if dims is None
+      else given_dims(dims, sizes)
+    ),
+  }[algorithm]()
+  seconds = algorithm_seconds(algorithm, sizes, planned, num_bytes, links)
+  return Plan(algorithm, tuple(sizes), planned, seconds)
+
+
+def _cheapest(sizes, num_bytes, links, tolerance) -> Plan:
+  """The plan of "auto", by the equations."""
+  if math.prod(sizes.values()) == 1:
+    return Plan("psum", tuple(sizes), (), 0.0)
+  torus, halving = (
+    plan(sizes, num_bytes, name, links=links, tolerance=tolerance)
+    for name in ("torus", "halving_doubling")
+  )
+  # Folding can beat a large prime where only steps count; else it is a torus.
+  if torus.dims == halving.dims or _much_less(halving, torus, tolerance):
+    return halving
+  # A torus of one dimension goes by its shorter name.
+  return torus._replace(algorithm="ring") if len(torus.dims) == 1 else torus
+
+
+def _much_less(a: Plan, b: Plan, tolerance: float) -> bool:
+  return (a.seconds or 0.0) * (1 + tolerance) < (b.seconds or 0.0)
+
+
+def _fastest(sizes, num_bytes, measured: Sequence[Measured]) -> Plan | None:
+  """The fastest of what was measured on such a mesh, at the nearest size."""
+  here = [m for m in measured if m.sizes == dict(sizes)]
+  if not here:
+    return None
+  size = min(
+    (m.num_bytes for m in here), key=lambda n: abs(math.log((n + 1) / (num_bytes + 1)))
+  )
+  return min(
+    (m.plan for m in here if m.num_bytes == size), key=lambda p: p.seconds or 0.0
+  )
+
+
+def _checked_links(sizes, links) -> dict[str, Link]:
+  """A link for every axis: those given, which must make sense, or assumed ones."""
+  if links is None:
+    return default_links(tuple(sizes))
+  for axis, link in links.items():
+    if axis not in sizes:
+      raise ConfigError(
+        f"links[{axis!r}]: the mesh has no such axis, {nearest(axis, sizes)}"
+      )
+    if not all(math.isfinite(x) and x >= 0 for x in link[:2]):
+      raise ConfigError(f"links[{axis!r}]={link}: give alpha and beta of 0 or more")
+  for axis, n in sizes.items():
+    if axis not in links and n > 1:
+      raise ConfigError(f"links: none for {axis!r}, give alpha and beta of every axis")
+  return {axis: links.get(axis, FAST) for axis in sizes}

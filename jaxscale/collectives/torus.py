@@ -1,0 +1,351 @@
+"""All-reduce over a d-dimensional torus by permutes; a ring is d = 1.
+
+With M bytes in N = n_1 ... n_d devices:
+
+    forward:  for k = 1..d   reduce-scatter along dimension k, a ring of n_k,
+                             of the block that k - 1 has left
+    backward: for k = d..1   all-gather along dimension k
+
+    steps  2 sum_k (n_k - 1)
+    bytes  2 M sum_k (n_k - 1) / prod_{j<=k} n_j  =  2 M (1 - 1/N)
+
+sent by each device: as many bytes as one ring of N, in fewer steps (IBM DDL,
+arXiv:1708.02188, as reconstructed; the 2D torus of Sony, arXiv:1811.05233, is
+d = 2). Recursive halving and doubling (Rabenseifner; Thakur et al., 2005) is
+d = log2 N with every n_k = 2.
+
+A value that does not divide is padded with zeros up to a multiple of N.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxscale.collectives import typed
+from jaxscale.collectives.dims import (
+  Dim,
+  axis_dims,
+  given_dims,
+  one_ring,
+  pairs,
+  two_by_two,
+)
+from jaxscale.settings import ConfigError
+
+Axes = str | Sequence[str]
+Dims = Sequence[tuple[str, int]]
+
+
+def ring(
+  x: jax.Array, axes: Axes, *, payload: Any = None, accumulate: Any = None
+) -> jax.Array:
+  """Sum over devices by one ring through all of them, inside `shard_map`.
+
+  2 (N - 1) permutes of M / N bytes, with N the devices of all axes together. Every
+  block starts next to its owner and is added to on its way around.
+
+  Args:
+    x: any shape; each device's own, of any floating or integer dtype.
+    axes: mesh axes to sum over, slowest first.
+    payload: floats are sent as this dtype; None: as they are. Without
+      `accumulate`, sums on the way are rounded to it at every step.
+    accumulate: sums are made in this dtype (float32, say) and what is added is
+      rounded to `payload` once: each device sends its part of a block to the
+      block's owner directly, in as many steps of as many bytes, but to devices
+      further away. None: in `payload`, by neighbours.
+
+  Returns:
+    The sum, in the dtype of `x`, the same bits on all devices and typed
+    invariant over `axes`. Its derivative is that of `lax.psum`, under
+    `check_vma=True`.
+
+  Raises:
+    ConfigError: an axis that the mesh has not, or a dtype that has no sum.
+
+  Example:
+    >>> mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,),
+    ...                      devices=jax.devices()[:1])
+    >>> spec = jax.sharding.PartitionSpec
+    >>> total = jax.shard_map(lambda x: ring(x[0], "data"), mesh=mesh,
+    ...                       in_specs=spec("data"), out_specs=spec())
+    >>> total(jnp.ones((1, 3)))
+    Array([1., 1., 1.], dtype=float32)
+  """
+  sizes = typed.axis_sizes(typed.names(axes))
+  return over_dims(x, sizes, one_ring(sizes), payload, accumulate)
+
+
+def torus(
+  x: jax.Array,
+  axes: Axes,
+  *,
+  dims: Dims | None = None,
+  payload: Any = None,
+  accumulate: Any = None,
+) -> jax.Array:
+  """Sum over devices by rings along each dimension of a torus, inside `shard_map`.
+
+  2 sum_k (n_k - 1) permutes, 2 M (1 - 1/N) bytes.
+
+  Args:
+    x, axes, payload, accumulate: as for `ring`.
+    dims: (axis, size), the fastest links first; several of an axis split it, as
+      `[("data", 4), ("replica", 8), ("replica", 8)]` does 64 replicas. None: one
+      a mesh axis, the last axis first.
+
+  Returns:
+    The sum, as `ring` returns it.
+
+  Raises:
+    ConfigError: as `ring`, or sizes that do not multiply to those of the axes.
+  """
+  sizes = typed.axis_sizes(typed.names(axes))
+  made = axis_dims(sizes) if dims is None else given_dims(dims, sizes)
+  return over_dims(x, sizes, made, payload, accumulate)
+
+
+def halving_doubling(
+  x: jax.Array, axes: Axes, *, payload: Any = None, accumulate: Any = None
+) -> jax.Array:
+  """Sum over devices by recursive halving and doubling, inside `shard_map`.
+
+  Where every axis is a power of two, 2 log2 N permutes and 2 M (1 - 1/N) bytes,
+  the large ones between neighbours. Of an axis of 2^k + r devices, the last r first
+  send all of theirs to the first r, stand by, and receive the sum: 2 permutes of M
+  bytes more for the axis, which a torus over its prime factors does not need.
+
+  Args:
+    x, axes, payload, accumulate: as for `ring`.
+
+  Returns:
+    The sum, as `ring` returns it.
+
+  Raises:
+    ConfigError: as `ring`.
+  """
+  sizes = typed.axis_sizes(typed.names(axes))
+  return over_dims(x, sizes, two_by_two(sizes), payload, accumulate)
+
+
+def over_dims(
+  x: jax.Array,
+  sizes: dict[str, int],
+  dims: tuple[Dim, ...],
+  payload: Any = None,
+  accumulate: Any = None,
+) -> jax.Array:
+  """Sum over the axes of `sizes` along dimensions that cover them, typed invariant.
+
+  Args:
+    x, payload, accumulate: as for `ring`.
+    sizes: of the mesh axes, slowest first.
+    dims: the first is reduced first and gathered last.
+  """
+  axes = tuple(sizes)
+  sent, summed = typed.dtypes(x, payload, accumulate)
+
+  def total(x):
+    if x.size == 0:
+      return typed.same_everywhere(x, axes)
+    flat = _folded(x.reshape(-1).astype(summed), sizes, dims, sent)
+    flat = typed.padded(flat, math.prod(d.size for d in dims))
+    for dim in dims:
+      flat = _scatter_along(flat, sizes, dim, sent)
+    bits = typed.to_wire(flat, sent)
+    for dim in reversed(dims):
+      bits = _gather_along(bits, sizes, dim)
+    bits = _unfolded(bits, sizes, dims)
+    whole = typed.unpadded(typed.from_wire(bits, sent, x.dtype), x.shape)
+    return typed.same_everywhere(whole, axes)
+
+  return _with_derivative(total, axes)(typed.vary(x, axes))
+
+
+def _with_derivative(total, axes):
+  """`total` with the derivative of a sum: every addend gets the cotangent."""
+  total = jax.custom_vjp(total)
+  total.defvjp(
+    lambda x: (total(x), None),
+    lambda _, ct: (lax.pcast(ct, axes, to="varying"),),
+  )
+  return total
+
+
+def reduce_scatter(
+  x: jax.Array,
+  axes: Axes,
+  *,
+  dims: Dims | None = None,
+  payload: Any = None,
+  accumulate: Any = None,
+) -> jax.Array:
+  """Each device its block of the sum over devices, inside `shard_map`.
+
+  sum_k (n_k - 1) permutes, M (1 - 1/N) bytes: the forward half of `torus`.
+
+  Args:
+    x, axes, dims, payload, accumulate: as for `torus`.
+
+  Returns:
+    [ceil(size / N)] in the dtype of `x`: block r of the flat sum padded with
+    zeros on the device whose `lax.axis_index(axes)` is r. Typed varying.
+
+  Raises:
+    ConfigError: as `torus`.
+  """
+  sizes = typed.axis_sizes(typed.names(axes))
+  made = axis_dims(sizes) if dims is None else given_dims(dims, sizes)
+  sent, summed = typed.dtypes(x, payload, accumulate)
+  flat = typed.padded(typed.vary(x, tuple(sizes)), math.prod(sizes.values()))
+  flat = _reordered(flat.astype(summed), sizes, made)
+  for dim in made if flat.size else ():
+    flat = _scatter_along(flat, sizes, dim, sent)
+  return flat[: -(-x.size // math.prod(sizes.values()))].astype(x.dtype)
+
+
+def all_gather(
+  block: jax.Array,
+  axes: Axes,
+  *,
+  dims: Dims | None = None,
+  shape: tuple[int, ...] | None = None,
+  payload: Any = None,
+) -> jax.Array:
+  """The blocks of all devices behind one another, inside `shard_map`.
+
+  sum_k (n_k - 1) permutes, M (1 - 1/N) bytes: the backward half of `torus`.
+
+  Args:
+    block: the device's own, the same shape on all, as `reduce_scatter` leaves it.
+    axes, dims: as for `torus`.
+    shape: of the result, whose values are the first of all blocks; None: all of
+      them as a vector.
+    payload: floats are sent as this dtype; None: as they are.
+
+  Returns:
+    [N * block size], or `shape`, the same bits on all devices and typed
+    invariant over `axes`.
+
+  Raises:
+    ConfigError: as `torus`, or a shape of more values than there are.
+  """
+  sizes = typed.axis_sizes(typed.names(axes))
+  made = axis_dims(sizes) if dims is None else given_dims(dims, sizes)
+  names = tuple(sizes)
+  sent, _ = typed.dtypes(block, payload, None)
+  num_values = block.size * math.prod(sizes.values())
+  wanted = (num_values,) if shape is None else shape
+  if math.prod(wanted) > num_values:
+    raise ConfigError(f"shape={shape}: the blocks have {num_values} values, give fewer")
+
+  def whole(block):
+    bits = typed.to_wire(block.reshape(-1), sent)
+    for dim in reversed(made) if bits.size else ():
+      bits = _gather_along(bits, sizes, dim)
+    bits = _reordered(bits, sizes, made, back=True)
+    values = typed.unpadded(typed.from_wire(bits, sent, block.dtype), wanted)
+    return typed.same_everywhere(values, names)
+
+  def own(_, ct):
+    flat = typed.padded(ct, num_values) if num_values else ct.reshape(-1)
+    start = lax.axis_index(names) * block.size
+    return (lax.dynamic_slice(flat, (start,), (block.size,)).reshape(block.shape),)
+
+  whole = jax.custom_vjp(whole)
+  whole.defvjp(lambda block: (whole(block), None), own)
+  return whole(typed.vary(block, names))
+
+
+def _position(dim: Dim) -> jax.Array:
+  return lax.axis_index(dim.axes) // dim.stride % dim.size
+
+
+def _total(sizes: dict[str, int], dim: Dim) -> int:
+  return math.prod(sizes[a] for a in dim.axes)
+
+
+def _scatter_along(flat, sizes, dim, sent):
+  """The block of the sum along one dimension that is this device's."""
+  total, place = _total(sizes, dim), _position(dim)
+  blocks = flat.reshape(dim.size, -1)
+
+  def block(index):
+    return lax.dynamic_index_in_dim(blocks, index % dim.size, keepdims=False)
+
+  def from_behind(part, steps):
+    bits = lax.ppermute(typed.to_wire(part, sent), dim.axes, pairs(dim, total, steps))
+    return typed.from_wire(bits, sent, part.dtype)
+
+  if sent != flat.dtype:  # the owner gets every device's part, rounded once
+    part = block(place)
+    for steps in range(1, dim.size):
+      part = part + from_behind(block(place + steps), steps)
+    return part
+  part = block(place - 1)
+  for step in range(1, dim.size):
+    part = from_behind(part, 1) + block(place - 1 - step)
+  return part
+
+
+def _gather_along(bits, sizes, dim):
+  """The blocks along one dimension behind one another."""
+  total, place = _total(sizes, dim), _position(dim)
+  blocks = lax.pcast(
+    jnp.zeros((dim.size, bits.size), bits.dtype), tuple(sizes), to="varying"
+  )
+  blocks = lax.dynamic_update_index_in_dim(blocks, bits, place, 0)
+  for step in range(1, dim.size):
+    bits = lax.ppermute(bits, dim.axes, pairs(dim, total, 1))
+    blocks = lax.dynamic_update_index_in_dim(blocks, bits, (place - step) % dim.size, 0)
+  return blocks.reshape(-1)
+
+
+def _standing_by(sizes, dims):
+  """(axis, devices that take part, devices) of axes that are folded."""
+  live = {d.axes[0]: d.live for d in dims if d.live is not None}
+  return [(axis, n, sizes[axis]) for axis, n in live.items()]
+
+
+def _folded(flat, sizes, dims, sent):
+  """What stands by is added to those that take part."""
+  for axis, live, total in _standing_by(sizes, dims):
+    bits = lax.ppermute(
+      typed.to_wire(flat, sent), axis, [(i, i - live) for i in range(live, total)]
+    )
+    flat = flat + typed.from_wire(bits, sent, flat.dtype)
+  return flat
+
+
+def _unfolded(bits, sizes, dims):
+  """And those get the sum."""
+  for axis, live, total in reversed(_standing_by(sizes, dims)):
+    received = lax.ppermute(bits, axis, [(i - live, i) for i in range(live, total)])
+    bits = jnp.where(lax.axis_index(axis) >= live, received, bits)
+  return bits
+
+
+def _reordered(flat, sizes, dims, back: bool = False):
+  """Blocks by device index, put in the order that the dimensions leave them in.
+
+  The first dimension cuts the vector into the largest pieces, so its place is the
+  most significant digit of a block's number; of a device's index it is the least.
+  """
+  after = functools.reduce(
+    lambda found, a: {a: 1} | {b: n * sizes[a] for b, n in found.items()},
+    tuple(sizes), {},
+  )  # fmt: skip
+  strides = [d.stride * after[d.axes[-1]] for d in dims]
+  by_index = sorted(range(len(dims)), key=lambda k: -strides[k])
+  grid = [dims[k].size for k in by_index]
+  order = [by_index.index(k) for k in range(len(dims))]  # of dims, in the grid
+  if back:
+    grid, order = [d.size for d in dims], by_index
+  blocks = flat.reshape(*grid, -1) if flat.size else flat.reshape(*grid, 0)
+  return blocks.transpose(*order, len(dims)).reshape(-1)

@@ -1,0 +1,103 @@
+"""Exchanges made of others: one step late, or plain at first.
+
+Both wrap any exchange, so `delayed(warm_start(one_bit(...), ...))` is one too.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxscale.exchange import Exchange, plain
+from jaxscale.settings import ConfigError
+
+
+def delayed(inner: Exchange) -> Exchange:
+  """The mean of the step before, so that its exchange can hide behind this step.
+
+      result_t = mean_i g_i[t - 1],   result_0 = 0
+
+  Two buffers: a device keeps its own gradients of one step and sends them in the
+  next. Nothing that is sent then depends on what that step computes, so a compiler
+  with asynchronous collectives may run the exchange beside forward and backward.
+  The last step's gradients stay in the state.
+
+  Args:
+    inner: how the gradients are averaged.
+
+  Returns:
+    State: "grads", a device's own of the step before; "inner", the state of `inner`.
+
+  Example:
+    >>> exchange = delayed(plain(("replica", "data")))
+    >>> exchange.init({"w": jnp.ones(2)})
+    {'grads': {'w': Array([0., 0.], dtype=float32)}, 'inner': ()}
+
+  Source: CNTK's `bufferedAsyncGradientAggregation`.
+  """
+
+  def init(params):
+    return {"grads": jax.tree.map(jnp.zeros_like, params), "inner": inner.init(params)}
+
+  def exchange(grads, state):
+    means, own = inner.exchange(state["grads"], state["inner"])
+    return means, {"grads": grads, "inner": own}
+
+  return Exchange(init, exchange)
+
+
+def warm_start(
+  inner: Exchange, axes: tuple[str, ...], *, steps: int, first: Exchange | None = None
+) -> Exchange:
+  """Another exchange for the first steps, while gradients still change fast.
+
+      result_t = mean_i g_i[t] for t < steps, then inner's
+
+  The state of `inner` waits meanwhile. Both are in the compiled program, and a
+  maximum over devices of the step counted in the state (4 bytes) tells all of them
+  the same way to go.
+
+  Args:
+    inner: the exchange that follows.
+    axes: mesh axes to average over.
+    steps: how many are exchanged otherwise; for a number of examples, that number
+      divided by the batch size. 0: `inner` itself is returned.
+    first: how they are exchanged, without state; None: `plain`.
+
+  Returns:
+    State: "step", int32 []; "inner", the state of `inner`.
+
+  Raises:
+    ConfigError: a negative number of steps, or `first` keeps a state.
+
+  Example:
+    >>> exchange = warm_start(plain(("replica", "data")), ("data",), steps=100)
+    >>> exchange.init({"w": jnp.ones(2)})
+    {'step': Array(0, dtype=int32), 'inner': ()}
+
+  Source: CNTK's `distributed_after`, the examples before it quantises.
+  """
+  if steps < 0:
+    raise ConfigError(f"warm_start.steps={steps}: give the first steps, >= 0")
+  if steps == 0:
+    return inner
+  before = first or plain(axes)
+
+  def init(params):
+    if jax.tree.leaves(before.init(params)):
+      raise ConfigError("warm_start.first: keeps a state, give one without, as plain")
+    return {"step": jnp.zeros((), jnp.int32), "inner": inner.init(params)}
+
+  def exchange(grads, state):
+    def early(own):
+      return before.exchange(grads, ())[0], own
+
+    def late(own):
+      return inner.exchange(grads, own)
+
+    step = lax.pmax(state["step"], axes)
+    means, own = lax.cond(step < steps, early, late, state["inner"])
+    return means, {"step": state["step"] + 1, "inner": own}
+
+  return Exchange(init, exchange)

@@ -1,0 +1,293 @@
+"""The train step of local updates: every worker trains alone, H steps at a time.
+
+The state is a `TrainState`, laid out as ever, of which
+
+    params, model_state   the anchor: what all workers started from, replicated;
+                          this is what is evaluated
+    opt_state             of the outer optimizer, replicated
+    exchange_state        `Own`, a leading dim of one entry a device, sharded over
+                          them: the device's own parameters, model state, inner
+                          optimizer state and exchange state
+
+so checkpoints and evaluation need nothing new. A device's own parameters are
+whole, and its optimizer runs inside `jax.shard_map` on them: norms, as of LARS, are
+right there. Every H steps, in a `lax.cond` on the step's number, the mean way from
+the anchor crosses the network by the exchange and the outer optimizer moves the
+anchor; `jaxscale.exchange.local` has the equations. Between, nothing crosses it
+but the metrics, and those need not.
+
+The condition is inside the one compiled step, so the loop, resuming and the order
+of the data stay as they are. While it is not taken it costs nothing on CPU and TPU;
+in programs for GPU the branch that does nothing copies what it hands on, six sets
+of parameters a step with block momentum (read from ahead-of-time compiled
+programs, jax 0.10.2). Who would rather decide on the host gives a `method.every`
+that never comes and calls `make_agree`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxscale.exchange import Exchange
+from jaxscale.exchange.local import LocalUpdate, reset_momentum
+from jaxscale.mesh import one_at_a_time, replicated
+from jaxscale.settings import ConfigError
+from jaxscale.state import TrainState, state_shardings
+from jaxscale.step import Batch, LossFn, TrainStep, means
+
+
+class Own(NamedTuple):
+  """What a device keeps for itself; in the state with a leading dim of devices.
+
+  Attributes:
+    params: w_k, float32; the same on all devices of a worker.
+    model_state: likewise.
+    opt_state: of the inner optimizer.
+    exchange_state: of the exchange of ways.
+  """
+
+  params: Any
+  model_state: Any
+  opt_state: Any
+  exchange_state: Any
+
+
+def init_local_state(
+  init_fn: Callable[[jax.Array], tuple[Any, Any]],
+  tx: optax.GradientTransformation,
+  mesh: Mesh,
+  exchange: Exchange,
+  method: LocalUpdate,
+  *,
+  seed: int = 0,
+) -> TrainState:
+  """The state before the first step: all workers at the anchor.
+
+  Args:
+    init_fn: key -> (params, model_state).
+    tx: the workers' own optimizer.
+    mesh: where the state lives.
+    exchange: of the ways, for its state.
+    method: for the state of its outer optimizer.
+    seed: of the parameters.
+
+  Raises:
+    ConfigError: `method` resets a momentum that `tx` does not have.
+  """
+  init = _initialiser(init_fn, tx, mesh, exchange, method)
+  key = jax.random.key(seed)
+  return jax.jit(init, out_shardings=state_shardings(mesh))(key)
+
+
+def abstract_local_state(
+  init_fn: Callable[[jax.Array], tuple[Any, Any]],
+  tx: optax.GradientTransformation,
+  mesh: Mesh,
+  exchange: Exchange,
+  method: LocalUpdate,
+) -> TrainState:
+  """Shapes, dtypes and shardings of `init_local_state`, without computing it."""
+  init = _initialiser(init_fn, tx, mesh, exchange, method)
+  shapes = jax.eval_shape(init, jax.random.key(0))
+  parts = zip(shapes, state_shardings(mesh), strict=True)
+  return TrainState(*(_placed(part, sharding) for part, sharding in parts))
+
+
+def _placed(part: Any, sharding: NamedSharding) -> Any:
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), part
+  )
+
+
+def _initialiser(init_fn, tx, mesh, exchange, method):
+  """The function of a key that makes a state."""
+
+  def init(key):
+    params, model_state = init_fn(key)
+    inner = tx.init(params)
+    if method.reset_momentum:
+      reset_momentum(inner)  # to refuse now what it would refuse in the step
+    own = Own(params, model_state, inner, exchange.init(params))
+    stacked = jax.tree.map(lambda x: jnp.stack([x] * mesh.size), own)
+    step = jnp.zeros((), jnp.int32)
+    outer = method.outer.init(params)
+    return TrainState(step, params, model_state, outer, stacked, ())
+
+  return init
+
+
+def make_local_train_step(
+  loss_fn: LossFn,
+  tx: optax.GradientTransformation,
+  mesh: Mesh,
+  exchange: Exchange,
+  method: LocalUpdate,
+  *,
+  workers: tuple[str, ...] | None = None,
+  schedule: optax.Schedule | None = None,
+  reduce_metrics: bool = True,
+  seed: int = 0,
+) -> TrainStep:
+  """Compile-ready `train_step(state, batch) -> (state, metrics)`.
+
+  The state is that of `init_local_state` and is donated. Metrics are means over
+  the global batch, each worker's at its own parameters; `grad_norm` is the mean of
+  the workers' norms.
+
+  Args:
+    loss_fn: as of `make_train_step`.
+    tx: the workers' own optimizer, on their own mean gradients.
+    mesh: every axis of it splits the batch.
+    exchange: of the ways W - w_k; `plain` is exact.
+    method: when workers agree and how.
+    workers: mesh axes that tell workers apart; the devices along the others are one
+      worker, and average their gradients in every step. None: all axes, so that
+      each device is a worker.
+    schedule: step -> learning rate, only to be reported.
+    reduce_metrics: False: metrics are [devices], each a device's own, and nothing
+      crosses the network between agreements; whoever reads them averages.
+    seed: of `loss_fn`'s keys.
+
+  Raises:
+    ConfigError: `workers` names an axis that the mesh does not have.
+
+  Example:
+    >>> method = diloco(every=50)
+    >>> step = make_local_train_step(loss_fn, tx, mesh, plain(AXES), method)
+    >>> state, metrics = step(state, batch)   # doctest: +SKIP
+  """
+  axes = mesh.axis_names
+  unknown = [axis for axis in workers or () if axis not in axes]
+  if unknown:
+    raise ConfigError(f"workers={workers}: the mesh has {axes}, not {unknown[0]!r}")
+  within = () if workers is None else tuple(a for a in axes if a not in workers)
+  agree = _agreement(exchange, method, axes)
+  update = _worker_update(loss_fn, tx, axes, within)
+
+  def device_step(anchor, own, batch, key, step):
+    # One device: the anchor whole, its own with a leading dim of 1.
+    own, totals, norm = update(jax.tree.map(lambda x: x[0], own), batch, key)
+    is_due = (step + 1) % method.every == 0
+    anchor, own = lax.cond(is_due, agree, lambda *same: same, anchor, own)
+    if reduce_metrics:
+      totals, norm = lax.psum(totals, axes), lax.pmean(norm, axes)
+    metrics = means(totals) | {"grad_norm": norm}
+    if not reduce_metrics:
+      metrics = jax.tree.map(lambda x: x[None], metrics)
+    return anchor, jax.tree.map(lambda x: x[None], own), metrics
+
+  mapped = jax.shard_map(
+    device_step,
+    mesh=mesh,
+    in_specs=(P(), P(axes), P(axes), P(), P()),
+    out_specs=(P(), P(axes), P() if reduce_metrics else P(axes)),
+    check_vma=True,
+  )
+
+  def train_step(state: TrainState, batch: Batch):
+    key = jax.random.fold_in(jax.random.key(seed), state.step)
+    anchor = (state.params, state.model_state, state.opt_state)
+    (params, model_state, outer), own, metrics = mapped(
+      anchor, state.exchange_state, batch, key, state.step
+    )
+    if schedule is not None:
+      metrics["learning_rate"] = jnp.asarray(schedule(state.step), jnp.float32)
+    state = TrainState(state.step + 1, params, model_state, outer, own, ())
+    return state, metrics
+
+  # Metrics lie as they come: replicated, or one a device.
+  shardings = (state_shardings(mesh), replicated(mesh) if reduce_metrics else None)
+  jitted = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
+  return one_at_a_time(jitted, mesh)
+
+
+def make_agree(
+  mesh: Mesh, exchange: Exchange, method: LocalUpdate
+) -> Callable[[TrainState], TrainState]:
+  """Compile-ready `agree(state) -> state`: an outer step now, whatever the step.
+
+  For the end of a run whose number of steps H does not divide: the anchor then
+  lacks what was learned since.
+
+  Args:
+    mesh: of the state, which is donated.
+    exchange: as of the train step.
+    method: as of the train step.
+  """
+  axes = mesh.axis_names
+  outer_step = _agreement(exchange, method, axes)
+
+  def on_device(anchor, own):
+    anchor, own = outer_step(anchor, jax.tree.map(lambda x: x[0], own))
+    return anchor, jax.tree.map(lambda x: x[None], own)
+
+  specs = (P(), P(axes))
+  mapped = jax.shard_map(
+    on_device, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=True
+  )
+
+  def agree(state: TrainState) -> TrainState:
+    anchor = (state.params, state.model_state, state.opt_state)
+    (params, model_state, outer), own = mapped(anchor, state.exchange_state)
+    return TrainState(state.step, params, model_state, outer, own, ())
+
+  jitted = jax.jit(agree, donate_argnums=0, out_shardings=state_shardings(mesh))
+  return one_at_a_time(jitted, mesh)
+
+
+def _worker_update(loss_fn, tx, axes, within):
+  """A worker's own step: (own, batch, key) -> (own, totals, norm of its gradient)."""
+
+  def update(own: Own, batch, key):
+    rows = len(jax.tree.leaves(batch)[0])
+    first = lax.axis_index(axes) * rows
+    keys = jax.vmap(lambda r: jax.random.fold_in(key, r))(first + jnp.arange(rows))
+    (_, (model_state, totals)), grads = jax.value_and_grad(loss_fn, has_aux=True)(
+      own.params, own.model_state, batch, keys
+    )
+    examples = totals["examples"]
+    if within:
+      # Alike within the worker; what a device keeps is typed as its own all the same.
+      sums = lax.psum((grads, examples), within), lax.pmean(model_state, within)
+      (grads, examples), model_state = _varying(sums, within)
+    scale = 1 / examples.astype(jnp.float32)
+    grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+    updates, opt_state = tx.update(grads, own.opt_state, own.params)
+    params = optax.apply_updates(own.params, updates)
+    own = own._replace(params=params, model_state=model_state, opt_state=opt_state)
+    return own, totals, optax.tree.norm(grads)
+
+  return update
+
+
+def _agreement(exchange: Exchange, method: LocalUpdate, axes: tuple[str, ...]):
+  """The outer step on one device: (anchor, own) -> (anchor, own)."""
+
+  def agree(anchor, own: Own):
+    params, _, outer_state = anchor
+    ways = jax.tree.map(jnp.subtract, _varying(params, axes), own.params)
+    mean, exchange_state = exchange.exchange(ways, own.exchange_state)
+    updates, outer_state = method.outer.update(mean, outer_state, params)
+    params = optax.apply_updates(params, updates)
+    model_state = lax.pmean(own.model_state, axes)
+    opt_state = own.opt_state
+    if method.reset_momentum:
+      opt_state = reset_momentum(opt_state)
+    start, own_model = _varying((params, model_state), axes)
+    own = Own(start, own_model, opt_state, exchange_state)
+    return (params, model_state, outer_state), own
+
+  return agree
+
+
+def _varying(tree: Any, axes: tuple[str, ...]) -> Any:
+  """The same values, typed as different along some axes."""
+  return jax.tree.map(lambda x: lax.pcast(x, axes, to="varying"), tree)

@@ -1,0 +1,1 @@
+"""What a compiled program will do, read from its text."""

@@ -1,0 +1,236 @@
+"""The text of a compiled program (HLO) as computations of instructions.
+
+A line of it is
+
+    ROOT %name = shape opcode(operands), attribute=value, attribute={...}
+
+and shapes, operands and attributes nest brackets and quote strings, so lines are
+cut by counting brackets. What cannot be read as an instruction is left out: a
+compiler may print what this file has never seen.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+Groups = tuple[tuple[int, ...], ...]
+
+_HEADER = re.compile(r"^\s*(ENTRY\s+)?%?([\w.\-]+)\s*\(.*->.*\{\s*$")
+_INSTRUCTION = re.compile(r"^\s*(ROOT\s+)?%?([\w.\-]+) = (.*)$")
+_COMMENT = re.compile(r"/\*.*?\*/")
+_ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=\s]*)\]")
+_IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"mesh\[([^\]]*)\]\s*\{([^}]*)\}")
+_CALLS = re.compile(
+  r"\b(?:calls|to_apply|called_computations|branch_computations|true_computation|"
+  r"false_computation|body|condition)=(\{[^}]*\}|%?[\w.\-]+)"
+)
+
+
+class Array(NamedTuple):
+  """The dtype, by its HLO name, and the dims of an array."""
+
+  dtype: str
+  dims: tuple[int, ...]
+
+
+class Instruction(NamedTuple):
+  """One line of a computation; `text` is all of its attributes."""
+
+  name: str
+  shape: tuple[Array, ...]  # the leaves, where it is a tuple
+  opcode: str
+  operands: tuple[str, ...]  # names; or what is written, as `constant(3)` has
+  text: str
+  is_root: bool
+
+
+class Module(NamedTuple):
+  """Computations by name, each in its order, which is the schedule's."""
+
+  computations: dict[str, dict[str, Instruction]]
+  entry: str
+  num_devices: int  # of its partitions times replicas
+  is_scheduled: bool
+
+
+def modules(text: str) -> list[Module]:
+  """The programs in a text; those without an entry computation are left out.
+
+  Args:
+    text: of `jax.stages.Compiled.as_text()`; several modules may follow each
+      other.
+
+  Example:
+    >>> (module,) = modules('''ENTRY %m (p: f32[2]) -> f32[2] {
+    ...   ROOT %p = f32[2]{0} parameter(0)
+    ... }''')
+    >>> module.computations["m"]["p"].opcode
+    'parameter'
+  """
+  parts = re.split(r"(?m)^(?=HloModule )", text)
+  found = (_module(part) for part in parts if part.strip())
+  return [module for module in found if module.entry]
+
+
+def _module(text: str) -> Module:
+  head = text.split("\n", 1)[0]
+  computations: dict[str, dict[str, Instruction]] = {}
+  entry, here = "", None
+  for line in text.split("\n"):
+    if line.startswith("}"):
+      here = None
+    elif here is None and (match := _HEADER.match(line)):
+      here = computations.setdefault(match.group(2), {})
+      entry = match.group(2) if match.group(1) else entry
+    elif here is not None and (found := _instruction(line)):
+      here[found.name] = found
+  sizes = [
+    int(m.group(1)) if (m := re.search(rf"\b{key}=(\d+)", head)) else 1
+    for key in ("num_partitions", "replica_count")
+  ]
+  return Module(computations, entry, math.prod(sizes), "is_scheduled=true" in head)
+
+
+def _instruction(line: str) -> Instruction | None:
+  match = _INSTRUCTION.match(_COMMENT.sub("", line))
+  if match is None:
+    return None
+  rest = match.group(3)
+  end = _balanced(rest) if rest.startswith("(") else rest.find(" ")
+  shape, rest = rest[:end], rest[end:].lstrip()
+  opening = rest.find("(")
+  if end <= 0 or opening <= 0:
+    return None
+  opcode, rest = rest[:opening], rest[opening:]
+  end = _balanced(rest)
+  operands = tuple(x.split(" ")[-1].lstrip("%") for x in _split(rest[1 : end - 1]))
+  return Instruction(
+    match.group(2), arrays(shape), opcode, operands, rest[end:], bool(match.group(1))
+  )
+
+
+def _balanced(text: str) -> int:
+  """Where the bracket that the text begins with has been closed."""
+  depth = 0
+  for i, char in enumerate(text):
+    depth += (char in "([{") - (char in ")]}")
+    if depth == 0:
+      return i + 1
+  return len(text)
+
+
+def _split(text: str) -> Iterator[str]:
+  """The parts between commas that are in no bracket."""
+  depth, start = 0, 0
+  for i, char in enumerate(text):
+    depth += (char in "([{") - (char in ")]}")
+    if char == "," and depth == 0:
+      yield text[start:i].strip()
+      start = i + 1
+  if text[start:].strip():
+    yield text[start:].strip()
+
+
+def arrays(shape: str) -> tuple[Array, ...]:
+  """The arrays of a shape's text; tokens are none.
+
+  Example:
+    >>> arrays("(f32[2,3]{1,0:T(8,128)}, token[])")
+    (Array(dtype='f32', dims=(2, 3)),)
+  """
+  return tuple(
+    Array(dtype, tuple(int(d) for d in re.findall(r"\d+", dims)))
+    for dtype, dims in _ARRAY.findall(shape)
+    if dtype not in ("token", "opaque")
+  )
+
+
+def num_bytes(shape: tuple[Array, ...]) -> int:
+  """Bytes of some arrays; 4-bit numbers are counted as packed, pred as a byte.
+
+  Example:
+    >>> num_bytes(arrays("(bf16[3,2]{1,0}, pred[5]{0})"))
+    17
+  """
+  return sum(-(-math.prod(a.dims) * _bits(a.dtype) // 8) for a in shape)
+
+
+def _bits(dtype: str) -> int:
+  digits = re.match(r"[a-z]+(\d+)", dtype)
+  return int(digits.group(1)) if digits else 8
+
+
+def attribute(instruction: Instruction, key: str) -> str | None:
+  """The value of an attribute as it is written, brackets included."""
+  match = re.search(rf"(?<![\w\"]){key}=", instruction.text)
+  if match is None:
+    return None
+  rest = instruction.text[match.end() :]
+  if rest.startswith("{"):
+    return rest[: _balanced(rest)]
+  if named := _MESH.match(rest):
+    return named[0]
+  return next(_split(rest), "")
+
+
+def called(instruction: Instruction) -> list[str]:
+  """Names of the computations an instruction calls, by whatever attribute."""
+  found = _CALLS.findall(instruction.text)
+  return [name for group in found for name in re.findall(r"[\w.\-]+", group)]
+
+
+def replica_groups(written: str | None, num_devices: int) -> Groups | None:
+  """Who takes part with whom, in any of the forms that XLA writes.
+
+  `{{0,1},{2,3}}` lists them; `[2,4]<=[8]` and `[4,2]<=[2,4]T(1,0)` count from 0,
+  give that the second shape, transpose it and cut it into the first;
+  `mesh['a'=2,'b'=4] {'b'}` (jax 0.12) names a mesh and axes of it; `{}` is all.
+
+  Args:
+    written: the value of `replica_groups` or `source_target_pairs`.
+    num_devices: of the module, for `{}`.
+
+  Returns:
+    The groups; None where they are written in no form known here.
+
+  Example:
+    >>> replica_groups("[4,2]<=[2,4]T(1,0)", 8)
+    ((0, 4), (1, 5), (2, 6), (3, 7))
+  """
+  if written is None:
+    return None
+  if match := _IOTA.match(written):
+    cut, shape, order = (
+      [int(n) for n in part.split(",")] if part else None for part in match.groups()
+    )
+    count = np.arange(math.prod(shape or ())).reshape(shape or ())
+    return tuple(map(tuple, count.transpose(order).reshape(cut or ()).tolist()))
+  if match := _MESH.fullmatch(written.strip()):
+    return _along_axes(*match.groups())
+  if not re.fullmatch(r"[{}\d,\s]*", written):
+    return None
+  groups = [re.findall(r"\d+", part) for part in re.findall(r"\{([\d,\s]+)\}", written)]
+  if not groups:
+    return (tuple(range(num_devices)),)
+  return tuple(tuple(int(n) for n in group) for group in groups)
+
+
+def _along_axes(mesh: str, axes: str) -> Groups | None:
+  """Devices that differ in the named axes alone; parts of axes are not known here."""
+  sizes = re.findall(r"'?([\w.\-]+)'?=(\d+)", mesh)
+  names = [name for name, _ in sizes]
+  wanted = [axis.strip().strip("'") for axis in axes.split(",") if axis.strip()]
+  if not set(wanted) <= set(names) or len(sizes) != mesh.count("="):
+    return None
+  shape = [int(size) for _, size in sizes]
+  last = [names.index(axis) for axis in wanted]
+  first = [i for i in range(len(names)) if i not in last]
+  count = np.arange(math.prod(shape)).reshape(shape).transpose(first + last)
+  groups = count.reshape(-1, math.prod(shape[i] for i in last))
+  return tuple(map(tuple, groups.tolist()))

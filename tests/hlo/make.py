@@ -1,0 +1,184 @@
+"""Compiles our steps for accelerators that are not here, and keeps their text.
+
+    pip install libtpu==0.0.51 jax-cuda12-plugin==0.10.2 jax-cuda12-pjrt==0.10.2
+    PYTHONPATH=. python tests/hlo/make.py
+
+None of it needs a TPU or GPU. What the reader never looks at is cut out: sources,
+metadata, shardings, and of backend_config all but a few keys.
+"""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxscale import exchange
+from jaxscale.state import abstract_state
+from jaxscale.step import make_train_step
+
+AXES = ("replica", "data")
+# NVIDIA's figures of an H100 SXM, in the form that XLA reads: openxla/xla,
+# xla/backends/gpu/target_config/specs/h100_sxm.txtpb.
+H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132
+  fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  block_dim_limit_z: 65535 memory_bandwidth: 3352320000000 l2_cache_size: 52428800
+  clock_rate_ghz: 1.98 device_memory_size: 84942979072
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  device_vendor: "NVIDIA Corporation" device_address_bits: 64 ecc_enabled: true
+  name: "NVIDIA H100 80GB HBM3" driver_version: "13.0.0" runtime_version: "12.8.0"
+  compile_time_toolkit_version: "12.8.0" dnn_version: "9.10.0"
+  device_interconnect_info { active_links: 18 }
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 patch: 0 }
+"""
+KEPT = re.compile(
+  r'"(?:is_sync":\w+|estimated_cycles":"\d+"|known_trip_count":\{"n":"\d+"\}'
+  r'|emitter":"\w+"|[lr]hs_contracting_dimensions":\[[^\]]*\])'
+)
+
+
+def step(mesh):
+  """Our data-parallel train step of a perceptron of 2 layers."""
+
+  def init(key):
+    keys = jax.random.split(key)
+    return [jax.random.normal(k, (512, 512)) / 23 for k in keys], {}
+
+  def loss(params, model_state, batch, keys):
+    x = batch["x"].astype(jnp.bfloat16)
+    for w in params:
+      x = jax.nn.relu(x @ w.astype(jnp.bfloat16))
+    value = jnp.sum(x.astype(jnp.float32) ** 2)
+    rows = jax.random.key_data(keys)[:, 0] >= 0
+    return value, (model_state, {"examples": rows.sum(dtype=jnp.int32), "loss": value})
+
+  tx, plain = optax.sgd(0.1, momentum=0.9), exchange.plain(AXES)
+  state = abstract_state(init, tx, mesh, plain)
+  return make_train_step(loss, tx, mesh, plain).lower(
+    state, {"x": shape(mesh, (2048, 512), AXES)}
+  )
+
+
+def layers(mesh):
+  """4 layers in a scan, their weights sharded over `data` and gathered in it."""
+
+  def loss(weights, x):
+    def layer(h, w):
+      up, down = (lax.all_gather(p.astype(jnp.bfloat16), "data", tiled=True) for p in w)
+      return h + jax.nn.relu(h @ up) @ down, None
+
+    h, _ = lax.scan(jax.checkpoint(layer), x.astype(jnp.bfloat16), weights)
+    return jnp.sum(h.astype(jnp.float32) ** 2)
+
+  def update(weights, x):
+    own = jax.tree.map(lambda w: lax.pcast(w, "replica", to="varying"), weights)
+    grads = lax.psum(jax.grad(loss)(own, x), "replica")
+    return jax.tree.map(lambda w, g: w - 1e-3 * g, weights, grads)
+
+  sharded = (None, "data")
+  weights = tuple(
+    shape(mesh, dims, *sharded) for dims in ((4, 2048, 8192), (4, 8192, 2048))
+  )
+  mapped = jax.shard_map(
+    update, mesh=mesh, in_specs=(P(*sharded), P(AXES)), out_specs=P(*sharded)
+  )
+  return jax.jit(mapped, donate_argnums=0).lower(
+    weights, shape(mesh, (8192, 2048), AXES)
+  )
+
+
+def kinds(mesh):
+  """A permute, reduce-scatter, all-reduce, all-gather and all-to-all."""
+
+  def f(x):
+    x = lax.ppermute(x @ x, "data", [(i, (i + 1) % 4) for i in range(4)])
+    x = lax.psum(lax.psum_scatter(x, "data", tiled=True), "replica")
+    x = lax.all_gather(x, "data", tiled=True)
+    return lax.all_to_all(x @ x, "data", 0, 1, tiled=True)
+
+  mapped = jax.shard_map(f, mesh=mesh, in_specs=P(AXES), out_specs=P(AXES))
+  return jax.jit(mapped).lower(shape(mesh, (8192, 1024), AXES))
+
+
+def shape(mesh, dims, *spec):
+  return jax.ShapeDtypeStruct(dims, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
+
+
+def gradient(mesh):
+  """One matrix's gradient, summed over both axes: between slices and within."""
+
+  def f(w, x):
+    grad = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(
+      lax.pcast(w, AXES, to="varying")
+    )
+    return w - 0.1 * lax.psum(grad, AXES)
+
+  mapped = jax.shard_map(f, mesh=mesh, in_specs=(P(), P(AXES)), out_specs=P())
+  return jax.jit(mapped).lower(
+    shape(mesh, (1024, 1024)), shape(mesh, (8192, 1024), AXES)
+  )
+
+
+def shortened(text):
+  """Without what the reader never looks at."""
+  lines = []
+  for line in text.split("\n"):
+    if line.startswith("HloModule"):
+      keep = re.findall(r"is_scheduled=\w+|num_partitions=\d+", line)
+      line = ", ".join([line.split(",")[0], *keep])
+    elif not line.startswith(("%", "ENTRY", "  ", "}")):
+      continue
+    config = line.find(", backend_config=")
+    if config >= 0:
+      kept = ",".join(KEPT.findall(line[config:]))
+      line = line[:config] + (f", backend_config={{{kept}}}" if kept else "")
+    line = re.sub(r', metadata=\{(?:"[^"]*"|[^}"])*\}', "", line)
+    line = re.sub(r", sharding=\{[^}]*\}+", "", line)
+    lines.append(line)
+  return "\n".join(lines) + "\n"
+
+
+def main():
+  here = Path(__file__).parent
+  tpu = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x2")
+  slices = topologies.get_topology_desc(
+    platform="tpu", topology_name="v5e:2x2", num_slices=2
+  )
+  gpu = topologies.get_topology_desc(
+    platform="cuda", target_config=H100, topology="1x2x4"
+  )
+  for name, topology, function in (
+    ("tpu_step", tpu, step), ("tpu_layers", tpu, layers), ("tpu_kinds", tpu, kinds),
+    ("tpu_slices", slices, gradient),
+    ("gpu_step", gpu, step), ("gpu_layers", gpu, layers), ("gpu_kinds", gpu, kinds),
+  ):  # fmt: skip
+    if sys.argv[1:] and name not in sys.argv[1:]:
+      continue
+    grid = np.array(topology.devices).reshape(2, 4)
+    mesh = Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 2)
+    text = function(mesh).compile().as_text()
+    (here / f"{name}.txt").write_text(shortened(text))
+    print(name, len(text), len(shortened(text)))
+
+
+if __name__ == "__main__":
+  main()
