@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import time
@@ -191,18 +192,20 @@ def _train_stages(
     if 0 < step == _stage(experiment, step).start:
       experiment, state = _enter_stage(experiment, state, reporter, ahead, workdir)
       reporter.enter(experiment)
+    position = examples_at(experiment.derived.stages, step)
+    batches = adaptive.train_batches(experiment, position)
     with reporter.pause():
+      first = next(batches)  # the input starts up while XLA compiles
       _, compiling = ahead.pop(experiment.stage, (None, None))
       train_step = compiling.result() if compiling else experiment.compile_train_step()
     following = _stage(experiment, experiment.stage.stop)
     if following != experiment.stage and not _is_adaptive(experiment):
       after = build.at_stage(experiment, following)
       ahead[following] = after, _in_background(after.compile_train_step)
-    position = examples_at(experiment.derived.stages, step)
     state, step = loop.train(
       state,
       train_step,
-      reporter.timed(adaptive.train_batches(experiment, position)),
+      reporter.timed(itertools.chain([first], batches)),
       make_events(reporter, checkpoints, stop),
       start=step,
       total_steps=experiment.stage.stop,
