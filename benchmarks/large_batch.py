@@ -22,8 +22,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from common import report
 
+from jaxscale.exits import EXIT_DONE, one_line_errors
 from jaxscale.overrides import load_config
-from jaxscale.settings import ConfigError
 from jaxscale.trials import Outcome, Trial, run_trials
 
 CONFIG = "configs/fashion_mnist_large_batch.py"
@@ -82,28 +82,25 @@ def markdown(rows: list[dict]) -> str:
   return "\n".join(lines)
 
 
+@one_line_errors
 def main() -> int:
   seeds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
-  try:
-    trials = [
-      Trial(
-        load_config(f"{CONFIG}:{name}", {"seed": str(seed)}),
-        Path(f"runs/large_batch/{name}-{seed}"),
-      )
-      for name in NAMES
-      for seed in range(seeds)
-    ]
-    outcomes = run_trials(trials)
-  except ConfigError as e:
-    print(f"error: {e}", file=sys.stderr)
-    return 2
+  trials = [
+    Trial(
+      load_config(f"{CONFIG}:{name}", {"seed": str(seed)}),
+      Path(f"runs/large_batch/{name}-{seed}"),
+    )
+    for name in NAMES
+    for seed in range(seeds)
+  ]
+  outcomes = run_trials(trials)
   rows = [
     summarise(name, outcomes[i * seeds : (i + 1) * seeds])
     for i, name in enumerate(NAMES)
   ]
   print(markdown(rows))
   report("large_batch", seeds=seeds, epochs=trials[0].config.epochs, rows=rows)
-  return 0
+  return EXIT_DONE
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ import numpy as np
 
 from jaxscale import metrics, trials
 from jaxscale.config import AdaptiveBatch, Config
+from jaxscale.exits import leave
 from jaxscale.settings import ConfigError
-from jaxscale.train import leave
 from jaxscale.trials import Outcome, Trial
 
 OPTIONS = ("--batch-sizes", "--seeds", "--device-batch")

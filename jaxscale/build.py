@@ -7,7 +7,6 @@ become an `Experiment`, and one stage of it after another.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -20,6 +19,7 @@ from jaxscale import data, losses, models, optim, parts
 from jaxscale.derive import Derived, derive
 from jaxscale.exchange import Exchange, plain
 from jaxscale.mesh import batch_sharding, make_mesh, one_at_a_time
+from jaxscale.paths import path_name
 from jaxscale.settings import ConfigError
 from jaxscale.stages import Stage, scale_velocity, step_at
 from jaxscale.state import TrainState, abstract_state, init_state
@@ -181,30 +181,32 @@ def _check_paths(config: cfg.Config, model: models.ModelFns) -> None:
   include = getattr(config.optimizer, "include", "all")
   if include in ("kernels", "all") and not config.layer_order:
     return
-  leaves = jax.tree_util.tree_leaves_with_path(_params(model))
-  paths = [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in leaves]
-  if include not in ("kernels", "all") and not _fitting(include, paths):
+  params = _params(model)
+  paths = [path_name(path) for path, _ in jax.tree.leaves_with_path(params)]
+
+  def fitting(pattern: str) -> set[str]:
+    chosen = jax.tree.leaves(optim.matching(pattern)(params))
+    return {path for path, is_in in zip(paths, chosen, strict=True) if is_in}
+
+  if include not in ("kernels", "all") and not fitting(include):
     raise ConfigError(
       f"{type(config.optimizer).__name__}.include={include!r}: no parameter's path "
       f"fits it, there are {_some(paths)}"
     )
-  for pattern in config.layer_order:
-    if not _fitting(pattern, paths):
+  layers = {pattern: fitting(pattern) for pattern in config.layer_order}
+  for pattern, found in layers.items():
+    if not found:
       raise ConfigError(
         f"Config.layer_order={pattern!r}: no parameter's path fits it, there are "
         + _some(paths)
       )
-  for path in paths:
-    fits = [p for p in config.layer_order if _fitting(p, [path])]
-    if config.layer_order and len(fits) != 1:
+  for path in paths if layers else ():
+    fits = [pattern for pattern in config.layer_order if path in layers[pattern]]
+    if len(fits) != 1:
       raise ConfigError(
         f"Config.layer_order={config.layer_order}: {path} fits "
         f"{' and '.join(map(repr, fits)) or 'none'} of them, it must be exactly one"
       )
-
-
-def _fitting(pattern: str, paths: Sequence[str]) -> list[str]:
-  return [path for path in paths if re.search(pattern, path)]
 
 
 def _some(paths: Sequence[str]) -> str:

@@ -14,13 +14,9 @@ import jax
 import numpy as np
 
 from jaxscale.cluster import sum_over_processes
+from jaxscale.paths import path_name
 
 _CHUNK = 1 << 18  # elements at a time: the temporaries stay in cache
-
-
-def path_name(path: tuple) -> str:
-  """The name of a leaf, e.g. params/Dense_0/kernel."""
-  return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def manifest(tree: Any) -> dict[str, dict[str, Any]]:

@@ -22,9 +22,10 @@ import numpy as np
 
 from jaxscale import data
 from jaxscale.data.folder import listing
+from jaxscale.exits import EXIT_DONE, EXIT_USER, leave, one_line_errors
 from jaxscale.settings import ConfigError
 
-EXIT_READY, EXIT_NOT_READY = 0, 2
+EXIT_READY, EXIT_NOT_READY = EXIT_DONE, EXIT_USER
 
 # Examples by split (arXiv:1409.0575, table 2; TFDS imagenet2012 5.1.0).
 NUM_EXAMPLES = {"train": 1_281_167, "validation": 50_000}
@@ -323,6 +324,7 @@ def _bytes(number: float) -> str:
 CHECKS: dict[str, Callable[[list[str]], list[Finding]]] = {"imagenet": imagenet}
 
 
+@one_line_errors
 def main(argv: list[str]) -> int:
   """The command line; returns the exit code."""
   if not argv or argv[0] not in CHECKS:
@@ -333,11 +335,7 @@ def main(argv: list[str]) -> int:
       print(f"error: {argv[0]!r} is not one of them", file=sys.stderr)
       return EXIT_NOT_READY
     return EXIT_READY
-  try:
-    findings = CHECKS[argv[0]](argv[1:])
-  except ConfigError as e:
-    print(f"error: {e}", file=sys.stderr)
-    return EXIT_NOT_READY
+  findings = CHECKS[argv[0]](argv[1:])
   for finding in findings:
     print(("ok    " if finding.ok else "not   ") + finding.text)
   wrong = [f for f in findings if not f.ok]
@@ -349,4 +347,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(main(sys.argv[1:]))
+  leave(main)

@@ -33,15 +33,15 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.exchange import Exchange
 from jaxscale.exchange.local import LocalUpdate, reset_momentum
 from jaxscale.mesh import one_at_a_time, replicated
 from jaxscale.settings import ConfigError
-from jaxscale.state import TrainState, state_shardings
-from jaxscale.step import Batch, LossFn, TrainStep, means
+from jaxscale.state import TrainState, abstract_on, state_shardings
+from jaxscale.step import Batch, LossFn, TrainStep, means, row_keys
 
 
 class Own(NamedTuple):
@@ -95,16 +95,7 @@ def abstract_local_state(
   method: LocalUpdate,
 ) -> TrainState:
   """Shapes, dtypes and shardings of `init_local_state`, without computing it."""
-  init = _initialiser(init_fn, tx, mesh, exchange, method)
-  shapes = jax.eval_shape(init, jax.random.key(0))
-  parts = zip(shapes, state_shardings(mesh), strict=True)
-  return TrainState(*(_placed(part, sharding) for part, sharding in parts))
-
-
-def _placed(part: Any, sharding: NamedSharding) -> Any:
-  return jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), part
-  )
+  return abstract_on(mesh, _initialiser(init_fn, tx, mesh, exchange, method))
 
 
 def _initialiser(init_fn, tx, mesh, exchange, method):
@@ -247,9 +238,7 @@ def _worker_update(loss_fn, tx, axes, within):
   """A worker's own step: (own, batch, key) -> (own, totals, norm of its gradient)."""
 
   def update(own: Own, batch, key):
-    rows = len(jax.tree.leaves(batch)[0])
-    first = lax.axis_index(axes) * rows
-    keys = jax.vmap(lambda r: jax.random.fold_in(key, r))(first + jnp.arange(rows))
+    keys = row_keys(key, batch, axes)
     (_, (model_state, totals)), grads = jax.value_and_grad(loss_fn, has_aux=True)(
       own.params, own.model_state, batch, keys
     )

@@ -5,7 +5,6 @@ python -m jaxscale.plot_schedule --config FILE[:arg] [--config ...] [--out FILE]
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -13,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxscale.config import TFDS, Config
+from jaxscale.exits import EXIT_DONE, EXIT_USER, leave, one_line_errors
 from jaxscale.overrides import load_config
 from jaxscale.settings import ConfigError, nearest
 
-EXIT_DONE, EXIT_USER = 0, 2
 OPTIONS = ("--config", "--out", "--num-train", "--help")
 USAGE = """\
 usage: python -m jaxscale.plot_schedule --config FILE[:arg] [--config FILE[:arg] ...]
@@ -179,26 +178,23 @@ def parse(argv: Sequence[str]) -> Request:
   return Request(tuple(configs), overrides, options["out"], count)
 
 
+@one_line_errors
 def main(argv: list[str]) -> int:
   """Draw what the command line asks for; returns the exit code."""
   if not argv or "--help" in argv or "-h" in argv:
     print(USAGE)
     return EXIT_DONE if argv else EXIT_USER
+  request = parse(argv)
+  curves = {}
+  for path in request.configs:
+    config = load_config(path, request.overrides)
+    curves[path] = curve(config, request.num_train or num_examples(config))
   try:
-    request = parse(argv)
-    curves = {}
-    for path in request.configs:
-      config = load_config(path, request.overrides)
-      curves[path] = curve(config, request.num_train or num_examples(config))
-    try:
-      print(plot(curves, request.out))
-    except (OSError, ValueError) as e:  # no such directory, no such format
-      raise ConfigError(f"--out={request.out}: {e}") from None
-  except ConfigError as e:
-    print(f"error: {e}", file=sys.stderr)
-    return EXIT_USER
+    print(plot(curves, request.out))
+  except (OSError, ValueError) as e:  # no such directory, no such format
+    raise ConfigError(f"--out={request.out}: {e}") from None
   return EXIT_DONE
 
 
 if __name__ == "__main__":
-  sys.exit(main(sys.argv[1:]))
+  leave(main)

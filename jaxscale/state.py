@@ -108,6 +108,11 @@ def abstract_state(
 ) -> TrainState:
   """Shapes, dtypes and shardings of `init_state`, without computing it."""
   init = _initialiser(init_fn, tx, mesh, exchange, average, noise_scale)
+  return abstract_on(mesh, init)
+
+
+def abstract_on(mesh: Mesh, init: Callable[[jax.Array], TrainState]) -> TrainState:
+  """Shapes, dtypes and shardings of the state that a function of a key makes."""
   shapes = jax.eval_shape(init, jax.random.key(0))
   layout = state_shardings(mesh)
   return TrainState(

@@ -96,8 +96,7 @@ def make_train_step(
       lambda x: lax.pcast(x, axes, to="varying"), (params, model_state)
     )
     rows = len(jax.tree.leaves(batch)[0])
-    first = lax.axis_index(axes) * rows
-    keys = jax.vmap(lambda r: jax.random.fold_in(key, r))(first + jnp.arange(rows))
+    keys = row_keys(key, batch, axes)
 
     def micro_grads(model_state, micro):
       (_, (model_state, totals)), grads = jax.value_and_grad(loss_fn, has_aux=True)(
@@ -196,6 +195,19 @@ def make_train_step(
     out_shardings=(state_shardings(mesh), replicated(mesh)),
   )
   return one_at_a_time(jitted, mesh)
+
+
+def row_keys(key: jax.Array, batch: Batch, axes: tuple[str, ...]) -> jax.Array:
+  """A key for each of this device's rows, by its place in the global batch.
+
+  Args:
+    key: of the step, the same on all devices.
+    batch: this device's rows.
+    axes: mesh axes that split the batch; called inside `shard_map` over them.
+  """
+  rows = len(jax.tree.leaves(batch)[0])
+  places = lax.axis_index(axes) * rows + jnp.arange(rows)
+  return jax.vmap(lambda place: jax.random.fold_in(key, place))(places)
 
 
 def make_eval_step(eval_fn: EvalFn, mesh: Mesh) -> EvalStep:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from jaxscale import metrics, trials
 from jaxscale.config import Config
-from jaxscale.train import leave
+from jaxscale.exits import leave
 from jaxscale.trials import Outcome, Trial
 
 OPTIONS = ("--seeds",)

@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
+from jaxscale.exits import (
+  EXIT_CRASH,
+  EXIT_DONE,
+  EXIT_INTERRUPTED,
+  leave,
+  one_line_errors,
+)
 from jaxscale.overrides import command, help_text, load_config, parse_args
 from jaxscale.settings import ConfigError
 
-EXIT_DONE, EXIT_CRASH, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
 
-
+@one_line_errors
 def main(argv: list[str]) -> int:
   """Run what the command line asks for; returns the exit code."""
-  try:
-    options, overrides, wants_help = parse_args(argv)
-    path = options.get("config")
-    config = load_config(path, overrides) if path else None
-    if wants_help:
-      print(help_text(config))
-      return EXIT_DONE
-    if config is None or path is None:
-      raise ConfigError("--config: missing; try --config configs/digits.py")
-    workdir = Path(options.get("workdir", default_workdir(path)))
-    return run(config, workdir, argv)
-  except ConfigError as e:
-    print(f"error: {e}", file=sys.stderr)
-    return EXIT_USER
+  options, overrides, wants_help = parse_args(argv)
+  path = options.get("config")
+  config = load_config(path, overrides) if path else None
+  if wants_help:
+    print(help_text(config))
+    return EXIT_DONE
+  if config is None or path is None:
+    raise ConfigError("--config: missing; try --config configs/digits.py")
+  workdir = Path(options.get("workdir", default_workdir(path)))
+  return run(config, workdir, argv)
 
 
 def default_workdir(path: str) -> str:
@@ -70,24 +68,6 @@ def run(config, workdir: Path, argv: list[str]) -> int:
       f"{summary['step']} steps, {summary['seconds']} s; see {workdir}/metrics.png"
     )
   return EXIT_DONE
-
-
-def leave(main: Callable[[list[str]], int]) -> NoReturn:
-  """End the process with the exit code of a command's `main`."""
-  code = EXIT_CRASH
-  try:
-    code = main(sys.argv[1:])
-  except BrokenPipeError:  # `--help | head`: whoever read us has enough
-    os._exit(EXIT_DONE)
-  except Exception:
-    traceback.print_exc()
-  sys.stdout.flush()
-  sys.stderr.flush()
-  if code and any(map(os.environ.get, ("JAXSCALE_NUM_PROCESSES", "SLURM_NTASKS"))):
-    # JAX's exit barrier would hold a failed process for 300 s (and with it the
-    # whole job), so leave at once; what had to be written is written.
-    os._exit(code)
-  sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -10,16 +10,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxscale import metrics
 from jaxscale.config import Config
+from jaxscale.exits import EXIT_DONE, EXIT_INTERRUPTED, one_line_errors
 from jaxscale.overrides import load_config, parse_args
 from jaxscale.settings import ConfigError, nearest
-from jaxscale.train import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, default_workdir
+from jaxscale.train import default_workdir
 
 
 class Trial(NamedTuple):
@@ -312,6 +312,7 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
   ]
 
 
+@one_line_errors
 def command(
   study: Callable[[str, Config, Path, dict[str, str]], None],
   argv: Sequence[str],
@@ -344,9 +345,6 @@ def command(
     config = load_config(path, overrides)
     study(path, config, Path(options.get("workdir", own)), options)
     return EXIT_DONE
-  except ConfigError as e:
-    print(f"error: {e}", file=sys.stderr)
-    return EXIT_USER
   except (Interrupted, KeyboardInterrupt):
     line = shlex.join(["python", "-m", f"jaxscale.{name}", *argv])
     print(f"interrupted; to go on: {line}")

@@ -25,13 +25,14 @@ LEVELS = {
   "exchange": 2,
   "mesh": 1, "collectives": 1, "optim": 1, "models": 1, "metrics": 1, "cluster": 1,
   "stages": 1, "noise_scale": 1, "scaling": 1,
-  "config": 0, "settings": 0, "overrides": 0,
+  "config": 0, "settings": 0, "overrides": 0, "exits": 0, "paths": 0,
 }  # fmt: skip
 # Within a level nothing imports another; level 0 is ordered by itself.
 WITHIN = {
   ("collectives", "mesh"),
   ("collectives", "cluster"),
   ("config", "settings"),
+  ("exits", "settings"),
   ("overrides", "config"),
   ("overrides", "settings"),
 }

@@ -35,7 +35,7 @@ from jaxscale.collectives.torus import (
   ring,
   torus,
 )
-from jaxscale.collectives.typed import same_everywhere
+from jaxscale.collectives.typed import add_rows, same_everywhere
 
 __all__ = [
   "ALGORITHMS",
@@ -43,6 +43,7 @@ __all__ = [
   "Link",
   "Measured",
   "Plan",
+  "add_rows",
   "all_gather",
   "all_reduce",
   "default_links",

@@ -12,16 +12,15 @@ subtracted before fitting, not from the table.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxscale.collectives.plan import ALGORITHMS, Link, Measured, plan
 from jaxscale.collectives.records import write_measurements
+from jaxscale.exits import EXIT_DONE, leave, one_line_errors
 from jaxscale.settings import ConfigError, nearest
 
-EXIT_DONE, EXIT_USER = 0, 2
 DTYPES = ("float32", "bfloat16", "float16", "int32")
 USAGE = """\
 usage: python -m jaxscale.collectives.bench [--mesh 2x4] [--sizes SIZES] [--rounds N]
@@ -209,27 +208,24 @@ def run(request: Request) -> list[str]:
   return [head, *table(measured, every, empty)]
 
 
+@one_line_errors
 def main(argv: list[str]) -> int:
   """Measure and print; returns the exit code."""
   if "--help" in argv or "-h" in argv:
     print(USAGE)
     return EXIT_DONE
-  try:
-    request = parse(argv)
-    from jaxscale import cluster
+  request = parse(argv)
+  from jaxscale import cluster
 
-    cluster.initialize()
-    try:
-      lines = run(request)
-    except OSError as e:
-      raise ConfigError(f"--json={request.json}: {e.strerror}") from None
-    if cluster.is_leader():
-      print("\n".join(lines))
-  except ConfigError as e:
-    print(f"error: {e}", file=sys.stderr)
-    return EXIT_USER
+  cluster.initialize()
+  try:
+    lines = run(request)
+  except OSError as e:
+    raise ConfigError(f"--json={request.json}: {e.strerror}") from None
+  if cluster.is_leader():
+    print("\n".join(lines))
   return EXIT_DONE
 
 
 if __name__ == "__main__":
-  sys.exit(main(sys.argv[1:]))
+  leave(main)

@@ -96,7 +96,7 @@ def _scatter(flat, axes, sent, summed):
     return lax.psum_scatter(flat, axes, tiled=True)
   blocks = typed.to_wire(flat, sent).reshape(lax.axis_size(axes), -1)
   parts = lax.all_to_all(blocks, axes, 0, 0, tiled=True)
-  return typed.from_wire(parts, sent, summed).sum(axis=0)
+  return typed.add_rows(typed.from_wire(parts, sent, summed))
 
 
 def _gathered(block, axes, sent, like):

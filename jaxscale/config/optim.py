@@ -130,23 +130,36 @@ class Muon:
 
 
 @settings
-class Cosine:
-  """Warm-up, then half a cosine.
+class Warmup:
+  """How a schedule comes to its peak.
 
   Attributes:
     warmup_epochs: epochs from `warmup_lr` to the peak.
     warmup: how it rises: "linear", "quadratic" or "exponential".
     warmup_lr: rate of step 0, as it is: it does not grow with the batch.
-    end_lr: rate at the end.
   """
 
   warmup_epochs: NonNegative = 0.0
   warmup: Literal["linear", "quadratic", "exponential"] = "linear"
   warmup_lr: NonNegative = 0.0
-  end_lr: NonNegative = 0.0
 
   def __post_init__(self):
-    _check_warmup(self)
+    if self.warmup == "exponential" and self.warmup_lr == 0:
+      raise ConfigError(
+        f"{type(self).__name__}.warmup_lr=0.0: an exponential warm-up cannot "
+        "start at 0, give a rate > 0"
+      )
+
+
+@settings
+class Cosine(Warmup):
+  """Warm-up, then half a cosine.
+
+  Attributes:
+    end_lr: rate at the end.
+  """
+
+  end_lr: NonNegative = 0.0
 
 
 @settings
@@ -166,7 +179,7 @@ class Polynomial(Cosine):
   decay_epochs: Annotated[float | None, "> 0"] = None
 
   def __post_init__(self):
-    _check_warmup(self)
+    super().__post_init__()
     if self.decay_epochs is not None and not self.restart:
       raise ConfigError(
         f"Polynomial.decay_epochs={self.decay_epochs}: is counted from the end of "
@@ -175,37 +188,23 @@ class Polynomial(Cosine):
 
 
 @settings
-class Steps:
+class Steps(Warmup):
   """Warm-up, then a constant rate cut at given epochs.
 
   Attributes:
-    warmup_epochs: epochs from `warmup_lr` to the peak.
-    warmup: how it rises: "linear", "quadratic" or "exponential".
-    warmup_lr: rate of step 0, as it is: it does not grow with the batch.
     boundaries: epochs at which the rate is multiplied by `factor`.
     factor: the cut; 0.1 at 30, 60 and 80 is the recipe of arXiv:1706.02677.
   """
 
-  warmup_epochs: NonNegative = 0.0
-  warmup: Literal["linear", "quadratic", "exponential"] = "linear"
-  warmup_lr: NonNegative = 0.0
   boundaries: Annotated[tuple[float, ...], "> 0"] = (30.0, 60.0, 80.0)
   factor: Annotated[float, "in (0, 1]"] = 0.1
 
   def __post_init__(self):
-    _check_warmup(self)
+    super().__post_init__()
     if list(self.boundaries) != sorted(set(self.boundaries)):
       raise ConfigError(
         f"Steps.boundaries={self.boundaries}: give them in rising order"
       )
-
-
-def _check_warmup(schedule: Cosine | Steps) -> None:
-  if schedule.warmup == "exponential" and schedule.warmup_lr == 0:
-    raise ConfigError(
-      f"{type(schedule).__name__}.warmup_lr=0.0: an exponential warm-up cannot "
-      "start at 0, give a rate > 0"
-    )
 
 
 # How rate and momentum follow the batch size when it changes in mid-run.

@@ -27,6 +27,7 @@ from typing import NamedTuple
 import numpy as np
 import simplejpeg
 
+from jaxscale.exits import EXIT_DONE, one_line_errors
 from jaxscale.settings import ConfigError
 
 SOURCE = Path(__file__).with_suffix(".c")
@@ -222,15 +223,11 @@ def _run_paths() -> list[str]:
   return [f"-Wl,-rpath,{directory}" for directory in named]
 
 
+@one_line_errors
 def main() -> int:
   """The command line; returns the exit code."""
-  try:
-    path = build()
-  except ConfigError as e:
-    print(f"error: {e}", file=sys.stderr)
-    return 2
-  print(f"{path}: built; training on crops of JPEGs uses it from now on")
-  return 0
+  print(f"{build()}: built; training on crops of JPEGs uses it from now on")
+  return EXIT_DONE
 
 
 if __name__ == "__main__":

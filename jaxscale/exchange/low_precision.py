@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxscale import collectives
 from jaxscale.exchange import Exchange
 from jaxscale.exchange.buckets import BUCKET_BYTES, bucketed, map_buckets
 from jaxscale.exchange.coded import coded_sum
@@ -62,17 +63,10 @@ def half_precision(
     raise ConfigError(f'sum_in={sum_in!r}: give "float32" or "payload"')
   payload = jnp.dtype(dtype)
 
-  def encode(x, stage):
-    del stage
-    return lax.bitcast_convert_type(x.astype(payload), jnp.uint16)
-
-  def decode(bits):
-    return lax.bitcast_convert_type(bits, payload).astype(jnp.float32)
+  accumulate = jnp.float32 if sum_in == "float32" else None
 
   def total(x):
-    if sum_in == "payload":
-      return lax.psum(x.astype(payload), axes).astype(jnp.float32)
-    return coded_sum(x, axes, encode, decode, _ceil(x.size, lax.axis_size(axes)))
+    return collectives.psum(x, axes, payload=payload, accumulate=accumulate)
 
   def reduce(bucket):
     x = bucket.astype(jnp.float32)

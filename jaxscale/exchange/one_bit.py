@@ -32,9 +32,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxscale.collectives import add_rows
 from jaxscale.exchange import Exchange
 from jaxscale.exchange.buckets import BUCKET_BYTES, leaf_groups, sum_together
-from jaxscale.exchange.coded import add_rows
 from jaxscale.exchange.feedback import check_devices, zero_residuals
 from jaxscale.settings import ConfigError
 

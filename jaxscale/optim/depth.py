@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import optax
 
+from jaxscale.paths import path_name
+
 
 def layerwise_rate_decay(
   decay: float, order: Sequence[str]
@@ -38,7 +40,7 @@ def layerwise_rate_decay(
   patterns = [re.compile(pattern) for pattern in order]
 
   def factor(path: Any) -> float:
-    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    name = path_name(path)
     hits = [i for i, pattern in enumerate(patterns) if pattern.search(name)]
     if len(hits) != 1:
       matched = [order[i] for i in hits]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxscale.optim.masks import Mask
+from jaxscale.paths import path_name
 
 
 class Layer(NamedTuple):
@@ -151,5 +152,5 @@ def trust_ratios(opt_state: Any) -> dict[str, jax.Array]:
   for node in nodes:
     if isinstance(node, TrustRatios):
       for path, ratio in jax.tree_util.tree_leaves_with_path(node.tree):
-        found[jax.tree_util.keystr(path, simple=True, separator="/")] = ratio
+        found[path_name(path)] = ratio
   return found

@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from jaxscale.paths import path_name
+
 Mask = Callable[[Any], Any]  # params -> a bool per leaf
 
 
@@ -37,10 +39,7 @@ def matching(pattern: str) -> Mask:
 
   def mask(params):
     return jax.tree.map_with_path(
-      lambda path, _: bool(
-        re.search(pattern, jax.tree_util.keystr(path, simple=True, separator="/"))
-      ),
-      params,
+      lambda path, _: bool(re.search(pattern, path_name(path))), params
     )
 
   return mask
