@@ -15,9 +15,16 @@ import optax
 from jax.sharding import Mesh
 
 from jaxscale import config as cfg
-from jaxscale import data, losses, models, optim, parts
+from jaxscale import data, exchange_parts, losses, models, optim, parts
 from jaxscale.derive import Derived, derive
 from jaxscale.exchange import Exchange, plain
+from jaxscale.exchange_parts import Agreement
+from jaxscale.local_step import (
+  Own,
+  abstract_local_state,
+  init_local_state,
+  make_local_train_step,
+)
 from jaxscale.mesh import batch_sharding, make_mesh, one_at_a_time
 from jaxscale.paths import path_name
 from jaxscale.settings import ConfigError
@@ -38,15 +45,22 @@ class Experiment(NamedTuple):
   model: models.ModelFns
   tx: optax.GradientTransformation
   exchange: Exchange
+  agreement: Agreement | None  # of workers that train alone
   train_step: TrainStep
   eval_step: EvalStep
+  notes: tuple[str, ...] = ()  # worth saying before the first step
 
   def init_state(self) -> TrainState:
     """The state before the first step, on the mesh."""
-    return init_state(*self._parts(), **self._kept(), seed=self.config.seed)
+    seed = self.config.seed
+    if self.agreement is not None:
+      return init_local_state(*self._parts(), self.agreement.method, seed=seed)
+    return init_state(*self._parts(), **self._kept(), seed=seed)
 
   def abstract_state(self) -> TrainState:
     """Shapes, dtypes and shardings of the state, without computing it."""
+    if self.agreement is not None:
+      return abstract_local_state(*self._parts(), self.agreement.method)
     return abstract_state(*self._parts(), **self._kept())
 
   def abstract_batch(self) -> Batch:
@@ -103,7 +117,7 @@ def experiment(config: cfg.Config) -> Experiment:
   eval_step = make_eval_step(losses.classification_totals(model.apply), mesh)
   whole = Experiment(
     config, derived, derived.stages[0], mesh, train_data, eval_data, model,
-    optax.identity(), plain(mesh.axis_names), cast(Any, None), eval_step,
+    optax.identity(), plain(mesh.axis_names), None, cast(Any, None), eval_step,
   )  # fmt: skip
   return at_stage(whole, derived.stages[0])
 
@@ -123,20 +137,38 @@ def at_stage(experiment: Experiment, stage: Stage) -> Experiment:
   # The schedule counts in steps of Config.batch_size, the optimizer in the run's.
   warmup = step_at(derived.stages, derived.warmup_steps * config.batch_size)
   tx = parts.make_optimizer(config, schedule, warmup, momentum)
-  train_step = make_train_step(
-    losses.classification_loss(model.apply, label_smoothing=config.label_smoothing),
-    tx,
-    mesh,
-    experiment.exchange,
-    accumulate_steps=stage.accumulate_steps,
-    ema_decay=config.ema_decay,
-    schedule=schedule,
-    noise_scale=config.noise_scale,
-    observe=trust_ratio_metrics if config.log.trust_ratios else None,
-    seed=config.seed,
-  )
-  return experiment._replace(
-    stage=stage, train_data=train_data, tx=tx, train_step=train_step
+  exchange, notes = exchange_parts.make_exchange(config, derived, mesh, _params(model))
+  agreement, more = exchange_parts.make_sync(config, derived, stage, mesh)
+  made = experiment._replace(
+    stage=stage, train_data=train_data, tx=tx, exchange=exchange, agreement=agreement,
+    notes=(*notes, *more),
+  )  # fmt: skip
+  return made._replace(train_step=_train_step(made, model, schedule))
+
+
+def _train_step(
+  experiment: Experiment, model: models.ModelFns, schedule: optax.Schedule
+) -> TrainStep:
+  """The train step of a stage whose other parts are there."""
+  config = experiment.config
+  loss = losses.classification_loss(model.apply, label_smoothing=config.label_smoothing)
+  made = loss, experiment.tx, experiment.mesh, experiment.exchange
+  options = {
+    "accumulate_steps": experiment.stage.accumulate_steps,
+    "schedule": schedule,
+    "observe": trust_ratio_metrics if config.log.trust_ratios else None,
+    "seed": config.seed,
+  }
+  if experiment.agreement is None:
+    return make_train_step(
+      *made, ema_decay=config.ema_decay, noise_scale=config.noise_scale, **options
+    )
+  return make_local_train_step(
+    *made,
+    experiment.agreement.method,
+    workers=experiment.agreement.workers,
+    last_step=experiment.derived.total_steps,
+    **options,
   )
 
 
@@ -157,7 +189,11 @@ def enter_stage(config: cfg.Config, old: Stage, new: Stage, state: TrainState):
   if before is None or after is None or before == after:
     return state
   scale = functools.partial(scale_velocity, factor=(1 - before) / (1 - after))
-  return state._replace(opt_state=jax.jit(scale, donate_argnums=0)(state.opt_state))
+  scale = jax.jit(scale, donate_argnums=0)
+  if isinstance(state.exchange_state, Own):  # each worker has a velocity of its own
+    own = state.exchange_state
+    return state._replace(exchange_state=own._replace(opt_state=scale(own.opt_state)))
+  return state._replace(opt_state=scale(state.opt_state))
 
 
 def _check_same_params(model: models.ModelFns, staged: models.ModelFns, stage: Stage):

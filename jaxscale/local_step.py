@@ -41,7 +41,15 @@ from jaxscale.exchange.local import LocalUpdate, reset_momentum
 from jaxscale.mesh import one_at_a_time, replicated
 from jaxscale.settings import ConfigError
 from jaxscale.state import TrainState, abstract_on, state_shardings
-from jaxscale.step import Batch, LossFn, TrainStep, means, row_keys
+from jaxscale.step import (
+  Batch,
+  LossFn,
+  TrainStep,
+  means,
+  row_keys,
+  sum_grads,
+  unrolls,
+)
 
 
 class Own(NamedTuple):
@@ -123,7 +131,11 @@ def make_local_train_step(
   method: LocalUpdate,
   *,
   workers: tuple[str, ...] | None = None,
+  last_step: int | None = None,
+  accumulate_steps: int = 1,
+  unroll: bool | None = None,
   schedule: optax.Schedule | None = None,
+  observe: Callable[[Any], dict[str, jax.Array]] | None = None,
   reduce_metrics: bool = True,
   seed: int = 0,
 ) -> TrainStep:
@@ -142,7 +154,11 @@ def make_local_train_step(
     workers: mesh axes that tell workers apart; the devices along the others are one
       worker, and average their gradients in every step. None: all axes, so that
       each device is a worker.
+    last_step: workers agree after it too, so that a run whose steps H does not
+      divide ends with all that was learned; None: nothing of the kind.
+    accumulate_steps, unroll: as of `make_train_step`.
     schedule: step -> learning rate, only to be reported.
+    observe: inner opt_state -> further metrics, averaged over the workers.
     reduce_metrics: False: metrics are [devices], each a device's own, and nothing
       crosses the network between agreements; whoever reads them averages.
     seed: of `loss_fn`'s keys.
@@ -161,16 +177,20 @@ def make_local_train_step(
     raise ConfigError(f"workers={workers}: the mesh has {axes}, not {unknown[0]!r}")
   within = () if workers is None else tuple(a for a in axes if a not in workers)
   agree = _agreement(exchange, method, axes)
-  update = _worker_update(loss_fn, tx, axes, within)
+  unrolled = unrolls(mesh) if unroll is None else unroll
+  update = _worker_update(loss_fn, tx, axes, within, accumulate_steps, unrolled)
 
   def device_step(anchor, own, batch, key, step):
     # One device: the anchor whole, its own with a leading dim of 1.
     own, totals, norm = update(jax.tree.map(lambda x: x[0], own), batch, key)
+    observed = {"grad_norm": norm} | (observe(own.opt_state) if observe else {})
     is_due = (step + 1) % method.every == 0
+    if last_step is not None:
+      is_due |= step + 1 == last_step
     anchor, own = lax.cond(is_due, agree, lambda *same: same, anchor, own)
     if reduce_metrics:
-      totals, norm = lax.psum(totals, axes), lax.pmean(norm, axes)
-    metrics = means(totals) | {"grad_norm": norm}
+      totals, observed = lax.psum(totals, axes), lax.pmean(observed, axes)
+    metrics = means(totals) | observed
     if not reduce_metrics:
       metrics = jax.tree.map(lambda x: x[None], metrics)
     return anchor, jax.tree.map(lambda x: x[None], own), metrics
@@ -234,13 +254,13 @@ def make_agree(
   return one_at_a_time(jitted, mesh)
 
 
-def _worker_update(loss_fn, tx, axes, within):
+def _worker_update(loss_fn, tx, axes, within, micros, unroll):
   """A worker's own step: (own, batch, key) -> (own, totals, norm of its gradient)."""
 
   def update(own: Own, batch, key):
     keys = row_keys(key, batch, axes)
-    (_, (model_state, totals)), grads = jax.value_and_grad(loss_fn, has_aux=True)(
-      own.params, own.model_state, batch, keys
+    grads, model_state, totals = sum_grads(
+      loss_fn, own.params, own.model_state, batch, keys, micros=micros, unroll=unroll
     )
     examples = totals["examples"]
     if within:

@@ -11,6 +11,7 @@ import ast
 import dataclasses
 import importlib.util
 import inspect
+import re
 import sys
 import textwrap
 import traceback
@@ -172,6 +173,8 @@ def _parse(annotation: Any, text: str, path: str) -> Any:
   named = [a for c in choices if get_origin(c) is Literal for a in get_args(c)]
   if text in named or (str in choices and text != "None"):
     return text
+  if tuple[str, ...] in choices and re.fullmatch(r"[\w:./-]+(,[\w:./-]+)*", text):
+    return tuple(text.split(","))  # plain words, as data:4,replica:2
   try:
     value = ast.literal_eval(text)
     if isinstance(value, (int, float)) and any(get_origin(c) is tuple for c in choices):

@@ -69,9 +69,8 @@ def make_train_step(
     exchange: how gradients are averaged.
     accumulate_steps: micro-batches a device works through one after another;
       gradients are exchanged once, after the last.
-    unroll: write the micro-batches out one after another instead of looping.
-      None: on CPU alone, where XLA canonicalises convolutions only outside of
-      loops: inside, the gradient of a 3x3 kernel was 37 times slower.
+    unroll: write the micro-batches out one after another instead of looping;
+      None: as `unrolls` says.
     ema_decay: of the averages that `init_state(..., average=True)` began:
       average = decay average + (1 - decay) new, of the parameters and of the
       model state, whose BatchNorm statistics must fit them.
@@ -87,8 +86,7 @@ def make_train_step(
     >>> state, metrics = step(state, batch)   # doctest: +SKIP
   """
   axes = mesh.axis_names
-  on_cpu = mesh.devices.flat[0].platform == "cpu"
-  unrolled = on_cpu if unroll is None else unroll
+  unrolled = unrolls(mesh) if unroll is None else unroll
 
   def local_grads(params, model_state, batch, key):
     # One device: params and model_state whole, batch [local rows, ...].
@@ -98,33 +96,14 @@ def make_train_step(
     rows = len(jax.tree.leaves(batch)[0])
     keys = row_keys(key, batch, axes)
 
-    def micro_grads(model_state, micro):
-      (_, (model_state, totals)), grads = jax.value_and_grad(loss_fn, has_aux=True)(
-        params, model_state, *micro
-      )
-      if noise_scale:
-        mean = jax.tree.map(lambda g: g * (accumulate_steps / rows), grads)
-        totals = totals | {_MICRO_SQ: optax.tree.norm(mean, squared=True)}
-      return (model_state, totals), grads
+    def norms(grads):
+      mean = jax.tree.map(lambda g: g * (accumulate_steps / rows), grads)
+      return {_MICRO_SQ: optax.tree.norm(mean, squared=True)}
 
-    if accumulate_steps == 1:
-      (model_state, totals), grads = micro_grads(model_state, (batch, keys))
-    else:
-      micros = jax.tree.map(
-        lambda x: x.reshape(accumulate_steps, -1, *x.shape[1:]), (batch, keys)
-      )
-
-      def add_micro(sums, micro):
-        return jax.tree.map(jnp.add, sums, micro_grads(model_state, micro)), None
-
-      # The first micro-batch gives the sums their shapes; the scan adds the rest.
-      # All start from the step's own model state: the mean of what they make of it
-      # decays running averages once a step, however many micro-batches there are.
-      first = micro_grads(model_state, jax.tree.map(lambda x: x[0], micros))
-      rest = jax.tree.map(lambda x: x[1:], micros)
-      sums, _ = lax.scan(add_micro, first, rest, unroll=unrolled)
-      (states, totals), grads = sums
-      model_state = jax.tree.map(lambda x: x / accumulate_steps, states)
+    grads, model_state, totals = sum_grads(
+      loss_fn, params, model_state, batch, keys,
+      micros=accumulate_steps, unroll=unrolled, observe=norms if noise_scale else None,
+    )  # fmt: skip
 
     totals = lax.psum(totals, axes)
     # The exchange averages over devices; after it the gradient is that of the
@@ -195,6 +174,64 @@ def make_train_step(
     out_shardings=(state_shardings(mesh), replicated(mesh)),
   )
   return one_at_a_time(jitted, mesh)
+
+
+def unrolls(mesh: Mesh) -> bool:
+  """Whether micro-batches are best written out one after another.
+
+  On CPU alone, where XLA canonicalises convolutions only outside of loops: inside,
+  the gradient of a 3x3 kernel was 37 times slower.
+  """
+  return mesh.devices.flat[0].platform == "cpu"
+
+
+def sum_grads(
+  loss_fn: LossFn,
+  params: Any,
+  model_state: Any,
+  batch: Batch,
+  keys: jax.Array,
+  *,
+  micros: int,
+  unroll: bool,
+  observe: Callable[[Any], Totals] | None = None,
+) -> tuple[Any, Any, Totals]:
+  """A device's gradients, summed over its micro-batches one after another.
+
+  Args:
+    loss_fn: as of `make_train_step`.
+    params: to differentiate by.
+    model_state: before the step.
+    batch: [rows, ...], this device's.
+    keys: [rows].
+    micros: micro-batches, which divide the rows.
+    unroll: write them out instead of looping.
+    observe: gradients of a micro-batch -> further totals.
+
+  Returns:
+    Sums of gradients, the mean of the model states, sums of totals.
+  """
+
+  def micro_grads(micro):
+    (_, (new_state, totals)), grads = jax.value_and_grad(loss_fn, has_aux=True)(
+      params, model_state, *micro
+    )
+    return grads, new_state, totals | (observe(grads) if observe else {})
+
+  if micros == 1:
+    return micro_grads((batch, keys))
+
+  def add_micro(sums, micro):
+    return jax.tree.map(jnp.add, sums, micro_grads(micro)), None
+
+  # The first micro-batch gives the sums their shapes; the scan adds the rest.
+  # All start from the step's own model state: the mean of what they make of it
+  # decays running averages once a step, however many micro-batches there are.
+  parts = jax.tree.map(lambda x: x.reshape(micros, -1, *x.shape[1:]), (batch, keys))
+  first = micro_grads(jax.tree.map(lambda x: x[0], parts))
+  rest = jax.tree.map(lambda x: x[1:], parts)
+  (grads, states, totals), _ = lax.scan(add_micro, first, rest, unroll=unroll)
+  return grads, jax.tree.map(lambda x: x / micros, states), totals
 
 
 def row_keys(key: jax.Array, batch: Batch, axes: tuple[str, ...]) -> jax.Array:

@@ -17,7 +17,7 @@ from jaxscale.settings import ConfigError
 # What may change when a run goes on: where it runs and what it writes down.
 _NOT_IDENTITY = (
   "mesh", "evaluation", "checkpoint", "log", "target_accuracy", "stop_at_target",
-  "input_threads",
+  "input_threads", "exchange.algorithm", "exchange.dims", "exchange.links",
 )  # fmt: skip
 
 
@@ -55,6 +55,7 @@ def describe_text(experiment: build.Experiment, workdir: Path) -> str:
     lines.append(
       f"  steps {stage.start + 1:,} to {stage.stop:,}: batch {stage.batch_size:,}{size}"
     )
+  lines += [f"  {note}" for note in experiment.notes]
   return "\n".join(lines)
 
 
@@ -86,7 +87,7 @@ def claim_workdir(workdir: Path, config: dict[str, Any]) -> None:
       f"--workdir={workdir}: its config.json is unreadable; use another one"
     ) from None
   for name, (old, new) in _differences(before, config).items():
-    if name.split(".")[0] not in _NOT_IDENTITY:
+    if not {name, name.split(".")[0]} & {*_NOT_IDENTITY}:
       raise ConfigError(
         f"--workdir={workdir}: holds another experiment, {name} is {old!r} there "
         f"and {new!r} now; use another --workdir"

@@ -15,7 +15,7 @@ LEVELS = {
   "events": 12,
   "report": 11, "adaptive": 11, "workdir": 11,
   "build": 10,
-  "parts": 9,
+  "parts": 9, "exchange_parts": 9,
   "derive": 8,
   "loop": 5, "checkpoint": 5,
   "local_step": 5,
@@ -32,12 +32,13 @@ WITHIN = {
   ("collectives", "mesh"),
   ("collectives", "cluster"),
   ("config", "settings"),
+  ("exchange_parts", "parts"),
   ("exits", "settings"),
   ("overrides", "config"),
   ("overrides", "settings"),
 }
 READS_CONFIG = {
-  "derive", "parts", "build", "run", "adaptive", "overrides",
+  "derive", "parts", "exchange_parts", "build", "run", "adaptive", "overrides",
   "trials", "plot_schedule", "batch_study", "time_to_accuracy",
 }  # fmt: skip
 

@@ -238,6 +238,31 @@ def test_a_last_block_that_is_not_full():
   assert state.step == 4
 
 
+def test_the_last_step_of_a_run_is_an_agreement():
+  tx = optax.sgd(0.05)
+  wanted = run(local.local_sgd(4), tx, 4)[-1][0]
+  got = run(local.local_sgd(99), tx, 4, last_step=4)
+  np.testing.assert_array_equal(got[-1][0].params["w"], wanted.params["w"])
+  np.testing.assert_array_equal(got[-2][0].params["w"], np.float32(W0))
+
+
+def test_micro_batches_change_nothing():
+  def observe(opt_state):
+    return {"velocity": optax.tree.norm(opt_state)}
+
+  def last(**options):
+    tx = optax.sgd(0.05, momentum=0.9)
+    return run(local.diloco(2), tx, 3, observe=observe, **options)[-1]
+
+  (whole, metrics), (parts, same) = last(), last(accumulate_steps=2)
+  np.testing.assert_allclose(
+    parts.exchange_state.params["w"], whole.exchange_state.params["w"], atol=1e-6
+  )
+  assert metrics["velocity"] > 0
+  assert same == {name: pytest.approx(value, rel=1e-5)
+                  for name, value in metrics.items()}  # fmt: skip
+
+
 def test_shapes_are_known_without_computing():
   mesh, tx, method = make_mesh(replica=2), optim.sgd(0.1), local.block_momentum(2, 8)
   state = init_local_state(init, tx, mesh, PLAIN, method)
@@ -251,9 +276,9 @@ def test_shapes_are_known_without_computing():
 
 
 def test_too_few_samples():
-  local.check_samples(640_000, every=10, worker_batch=100, num_workers=8)
-  with pytest.warns(UserWarning, match=r"wants 64,000 .*there are 63,999; give 9 or"):
-    local.check_samples(63_999, every=10, worker_batch=100, num_workers=8)
+  assert local.check_samples(64_000, 10, worker_batch=100, num_workers=8) is None
+  note = local.check_samples(63_999, 10, worker_batch=100, num_workers=8)
+  assert note and "wants 64,000" in note and "there are 63,999; give 9 or" in note
   with pytest.raises(ConfigError, match=r"8,000 samples, more than the 7,000"):
     local.check_samples(7_000, every=10, worker_batch=100, num_workers=8)
   assert local.block_steps(100) == 1200 and local.block_steps(10**9) == 1

@@ -12,6 +12,18 @@ from typing import Annotated, Literal
 
 from jaxscale.config.bounds import Count, Fraction, Positive, check_pattern
 from jaxscale.config.data import TFDS, Digits, ImageFolder, Synthetic
+from jaxscale.config.exchange import (
+  AllReduce,
+  BlockMomentum,
+  DiLoCo,
+  EveryStep,
+  HalfPrecision,
+  Int8,
+  LocalSGD,
+  OneBit,
+  PowerSGD,
+  TopK,
+)
 from jaxscale.config.models import CNN, MLP, AlexNet, ResNet
 from jaxscale.config.optim import (
   LAMB,
@@ -30,9 +42,10 @@ from jaxscale.settings import ConfigError, settings
 
 __all__ = [
   "CNN", "LAMB", "LARS", "MLP", "SGD", "TFDS", "AdamW", "AdaptiveBatch", "AlexNet",
-  "Checkpoint", "Config", "ConfigError", "Cosine", "Digits", "Evaluation",
-  "ImageFolder", "Log", "Mesh", "Muon", "Polynomial", "ResNet", "Stages", "Steps",
-  "Synthetic",
+  "AllReduce", "BlockMomentum", "Checkpoint", "Config", "ConfigError", "Cosine",
+  "DiLoCo", "Digits", "Evaluation", "EveryStep", "HalfPrecision", "ImageFolder",
+  "Int8", "LocalSGD", "Log", "Mesh", "Muon", "OneBit", "Polynomial", "PowerSGD",
+  "ResNet", "Stages", "Steps", "Synthetic", "TopK",
 ]  # fmt: skip
 
 
@@ -69,6 +82,9 @@ class Config:
     stop_at_target: end (and save) at the first evaluation that reaches it.
     input_threads: threads that load and augment; None: one a processor core.
     mesh: the grid of devices.
+    exchange: how gradients cross the network: AllReduce, HalfPrecision, Int8,
+      OneBit, TopK or PowerSGD.
+    sync: when: EveryStep, or now and then by LocalSGD, DiLoCo or BlockMomentum.
     evaluation: when and how to evaluate.
     checkpoint: when to save and what to keep.
     log: what to write down.
@@ -96,6 +112,8 @@ class Config:
   stop_at_target: bool = False
   input_threads: Annotated[int | None, ">= 1"] = None
   mesh: Mesh = Mesh()
+  exchange: AllReduce | HalfPrecision | Int8 | OneBit | TopK | PowerSGD = AllReduce()
+  sync: EveryStep | LocalSGD | DiLoCo | BlockMomentum = EveryStep()
   evaluation: Evaluation = Evaluation()
   checkpoint: Checkpoint = Checkpoint()
   log: Log = Log()
@@ -126,19 +144,73 @@ class Config:
         f"Stages.epochs={self.stages.epochs}: the run has only {self.epochs} epochs, "
         "leave out the stages that begin later, or set Config.epochs higher"
       )
-    neutral = isinstance(self.stages, AdaptiveBatch) or (
-      self.stages.follow == "neutral" and bool(self.stages.batch_sizes)
+    _check_neutral(self)
+    _check_exchange(self)
+    if not isinstance(self.sync, EveryStep):
+      _check_local(self, self.sync)
+
+
+def _check_neutral(config: Config) -> None:
+  """Batch sizes that change neutrally are for SGD's momentum."""
+  neutral = isinstance(config.stages, AdaptiveBatch) or (
+    config.stages.follow == "neutral" and bool(config.stages.batch_sizes)
+  )
+  if not neutral:
+    return
+  if not isinstance(config.optimizer, SGD):
+    raise ConfigError(
+      f"Config.optimizer={type(config.optimizer).__name__}: batch sizes that change "
+      "neutrally keep the time constant of SGD's momentum; use SGD, or Stages "
+      "with follow='linear' or 'sqrt'"
     )
-    if not neutral:
-      return
-    if not isinstance(self.optimizer, SGD):
-      raise ConfigError(
-        f"Config.optimizer={type(self.optimizer).__name__}: batch sizes that change "
-        "neutrally keep the time constant of SGD's momentum; use SGD, or Stages "
-        "with follow='linear' or 'sqrt'"
-      )
-    if self.optimizer.momentum_correction != "never":
-      raise ConfigError(
-        f"SGD.momentum_correction={self.optimizer.momentum_correction!r}: batch "
-        "sizes that change neutrally carry the velocity over themselves, use 'never'"
-      )
+  if config.optimizer.momentum_correction != "never":
+    raise ConfigError(
+      f"SGD.momentum_correction={config.optimizer.momentum_correction!r}: batch "
+      "sizes that change neutrally carry the velocity over themselves, use 'never'"
+    )
+
+
+def _check_exchange(config: Config) -> None:
+  """What is measured of gradients must be of the gradients themselves."""
+  exchange = config.exchange
+  if not config.noise_scale:
+    return
+  if not isinstance(exchange, AllReduce) or exchange.delayed:
+    raise ConfigError(
+      f"Config.noise_scale=True: {type(exchange).__name__}"
+      + (".delayed" if exchange.delayed else "")
+      + " does not give the mean of the step's own gradients, which it is measured "
+      "by; use AllReduce or HalfPrecision, not delayed"
+    )
+
+
+def _check_local(config: Config, sync: LocalSGD) -> None:
+  """What workers that train alone cannot have."""
+  name = f"Config.sync={type(sync).__name__}"
+  if config.exchange.delayed:
+    raise ConfigError(
+      f"{name}: workers wait for their meeting, {type(config.exchange).__name__}."
+      "delayed=True would move them by the meeting before; set it to False"
+    )
+  if config.ema_decay is not None:
+    raise ConfigError(
+      f"{name}: an average over steps (ema_decay) needs parameters that all have in "
+      "every step; set ema_decay to None"
+    )
+  if config.noise_scale:
+    raise ConfigError(
+      f"{name}: the noise scale compares gradients at the same parameters, and "
+      "workers have their own; set noise_scale to False"
+    )
+  if isinstance(config.stages, AdaptiveBatch):
+    raise ConfigError(
+      f"{name}: trials of AdaptiveBatch compare steps that all take together; use "
+      "Stages"
+    )
+  resets = isinstance(sync, BlockMomentum) and sync.reset_momentum
+  if resets and not isinstance(config.optimizer, (SGD, LARS)):
+    raise ConfigError(
+      f"BlockMomentum.reset_momentum=True: {type(config.optimizer).__name__}'s "
+      "moments cannot be emptied alone (their bias correction would take them for "
+      "full), set it to False"
+    )

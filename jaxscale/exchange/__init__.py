@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
+from jaxscale.collectives import Plan, sum_tree
+
 Grads = Any  # a tree of arrays shaped like the parameters
 ExchangeState = Any  # a tree of arrays, one device's
 
@@ -51,5 +53,29 @@ def plain(axes: tuple[str, ...]) -> Exchange:
   def exchange(grads, state):
     num_devices = lax.axis_size(axes)
     return jax.tree.map(lambda g: lax.psum(g, axes) / num_devices, grads), state
+
+  return Exchange(init, exchange)
+
+
+def planned(by: Plan) -> Exchange:
+  """The mean by a chosen all-reduce, all gradients of a dtype as one vector.
+
+  Args:
+    by: of `collectives.plan`, for the axes of the mesh.
+
+  Example:
+    >>> from jaxscale.collectives import plan
+    >>> by = plan({"replica": 2, "data": 4}, 4e6, "ring")
+    >>> planned(by).init({"w": 0.0})
+    ()
+  """
+
+  def init(params):
+    del params  # keeps nothing between steps
+    return ()
+
+  def exchange(grads, state):
+    num_devices = lax.axis_size(by.axes)
+    return jax.tree.map(lambda g: g / num_devices, sum_tree(grads, by)), state
 
   return Exchange(init, exchange)

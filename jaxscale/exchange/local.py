@@ -22,7 +22,6 @@ defined here. `jaxscale.local_step` has the train step.
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -152,7 +151,7 @@ def block_momentum(
 
 def _at_least_one(every: int) -> int:
   if every < 1:
-    raise ConfigError(f"LocalUpdate.every={every}: steps between agreements, give >= 1")
+    raise ConfigError(f"every={every}: steps between agreements, give >= 1")
   return every
 
 
@@ -172,8 +171,8 @@ def block_steps(worker_batch: int, block_samples: int = BLOCK_SAMPLES) -> int:
 
 def check_samples(
   num_samples: int, every: int, worker_batch: int, num_workers: int
-) -> None:
-  """Warn where a data set is too small for block momentum, refuse if hopelessly so.
+) -> str | None:
+  """What to say where a data set is too small for block momentum, if it is.
 
   With n = 1 - 1/N the filter remembers N blocks of N workers with tau samples
   each, so CNTK asks for tau N^2 different samples at least.
@@ -183,6 +182,9 @@ def check_samples(
     every: H; tau is H times `worker_batch`.
     worker_batch: examples of one worker in a step.
     num_workers: N.
+
+  Returns:
+    None, or one line: the samples wanted, and what to do.
 
   Raises:
     ConfigError: an epoch has less than a single block.
@@ -195,16 +197,16 @@ def check_samples(
   fits = max(num_samples // (worker_batch * num_workers**2), 1)
   if num_samples < block:
     raise ConfigError(
-      f"LocalUpdate.every={every}: one block of {num_workers} workers is {block:,} "
+      f"BlockMomentum.every={every}: one block of {num_workers} workers is {block:,} "
       f"samples, more than the {num_samples:,} there are; give {fits} or less"
     )
-  if num_samples < wanted:
-    warnings.warn(
-      f"LocalUpdate.every={every}: block momentum of {num_workers} workers wants "
-      f"{wanted:,} different samples (tau N^2), there are {num_samples:,}; "
-      f"give {fits} or less, or fewer workers",
-      stacklevel=2,
-    )
+  if num_samples >= wanted:
+    return None
+  return (
+    f"BlockMomentum.every={every}: block momentum of {num_workers} workers wants "
+    f"{wanted:,} different samples (tau N^2), there are {num_samples:,}; "
+    f"give {fits} or less, or fewer workers"
+  )
 
 
 def reset_momentum(opt_state: Any) -> Any:

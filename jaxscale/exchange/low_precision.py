@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxscale import collectives
+from jaxscale.collectives import Plan, sum_tree
 from jaxscale.exchange import Exchange
 from jaxscale.exchange.buckets import BUCKET_BYTES, bucketed, map_buckets
 from jaxscale.exchange.coded import coded_sum
@@ -27,6 +27,7 @@ def half_precision(
   *,
   sum_in: Literal["float32", "payload"] = "float32",
   bucket_bytes: int = BUCKET_BYTES,
+  by: Plan | None = None,
 ) -> Exchange:
   """The mean with 16 bits an element on the wire.
 
@@ -46,6 +47,7 @@ def half_precision(
       once more. "payload": `lax.psum` of the payload itself; who adds, and in
       what, is then the backend's choice, and XLA on CPU sends float32.
     bucket_bytes: of the gradients' own dtype, a bucket.
+    by: another all-reduce than `lax.psum`, for the same axes.
 
   Raises:
     ConfigError: another dtype, or another way to sum.
@@ -64,9 +66,10 @@ def half_precision(
   payload = jnp.dtype(dtype)
 
   accumulate = jnp.float32 if sum_in == "float32" else None
+  how = by or Plan("psum", axes, (), None)
 
   def total(x):
-    return collectives.psum(x, axes, payload=payload, accumulate=accumulate)
+    return sum_tree(x, how, payload=payload, accumulate=accumulate)
 
   def reduce(bucket):
     x = bucket.astype(jnp.float32)

@@ -1,0 +1,153 @@
+"""From a Config to the gradient exchange and how often workers agree.
+
+The part of `parts` that is about the network; what it makes are pure functions.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+from jax.sharding import Mesh
+
+from jaxscale import collectives
+from jaxscale import config as cfg
+from jaxscale.derive import Derived
+from jaxscale.exchange import Exchange, plain, planned
+from jaxscale.exchange.buckets import bucketed
+from jaxscale.exchange.delayed import delayed, warm_start
+from jaxscale.exchange.local import (
+  LocalUpdate,
+  block_momentum,
+  block_steps,
+  check_samples,
+  diloco,
+  local_sgd,
+)
+from jaxscale.exchange.low_precision import half_precision, int8
+from jaxscale.exchange.one_bit import one_bit
+from jaxscale.exchange.power_sgd import power_sgd
+from jaxscale.exchange.top_k import top_k
+from jaxscale.mesh import AXES, BN_AXIS
+from jaxscale.parts import bn_span
+from jaxscale.settings import ConfigError
+from jaxscale.stages import Stage, step_at
+
+
+def make_exchange(
+  config: cfg.Config, derived: Derived, mesh: Mesh, params: Any
+) -> tuple[Exchange, list[str]]:
+  """How gradients are averaged, and what there is to say about it.
+
+  Args:
+    config: whose `exchange` it is.
+    derived: for the steps of `plain_epochs`.
+    mesh: all its axes are averaged over.
+    params: of the model, or their shapes.
+
+  Raises:
+    ConfigError: it does not fit the devices; the file of links is no such file.
+  """
+  axes, chosen, notes = mesh.axis_names, config.exchange, []
+  try:
+    match chosen:
+      case cfg.AllReduce():
+        made, notes = _all_reduce(chosen, mesh, params)
+      case cfg.Int8():
+        made = int8(
+          axes, block=chosen.block, bucket_bytes=chosen.bucket_bytes, seed=config.seed
+        )
+      case cfg.TopK():
+        made = top_k(
+          axes, num_devices=mesh.size, share=chosen.share, per=chosen.per,
+          bucket_bytes=chosen.bucket_bytes,
+        )  # fmt: skip
+      case cfg.PowerSGD():
+        made = power_sgd(
+          axes, rank=chosen.rank, bucket_bytes=chosen.bucket_bytes, seed=config.seed
+        )
+      case cfg.OneBit():
+        made = one_bit(axes, num_devices=mesh.size, bucket_bytes=chosen.bucket_bytes)
+  except ConfigError as e:
+    raise ConfigError(f"{type(chosen).__name__}.{e}") from None
+  plain_epochs = getattr(chosen, "plain_epochs", 0.0)
+  if plain_epochs:
+    examples = math.ceil(plain_epochs * derived.num_train)
+    made = warm_start(made, axes, steps=step_at(derived.stages, examples))
+  return delayed(made) if chosen.delayed else made, notes
+
+
+def _all_reduce(
+  chosen: cfg.AllReduce, mesh: Mesh, params: Any
+) -> tuple[Exchange, list[str]]:
+  """By the algorithm asked for, in 32 or 16 bits, in buckets or not."""
+  axes, sizes = mesh.axis_names, dict(mesh.shape)
+  half = chosen.dtype if isinstance(chosen, cfg.HalfPrecision) else None
+  links, measured = None, []
+  if chosen.links is not None:
+    links, measured = collectives.read_measurements(chosen.links)
+  given = links or collectives.default_links(AXES)
+  given = {axis: given[axis] for axis in given if axis in sizes}
+  if BN_AXIS in axes:
+    given[BN_AXIS] = given["data"]  # neighbours of that axis
+  num_bytes = collectives.payload_bytes(params, half)
+  dims = [(axis, int(n)) for axis, _, n in (d.partition(":") for d in chosen.dims)]
+  by = collectives.plan(
+    sizes, min(num_bytes, chosen.bucket_bytes or num_bytes), chosen.algorithm,
+    dims=dims or None, links=given, measured=measured,
+  )  # fmt: skip
+  notes = []
+  if chosen.algorithm in ("auto", "torus"):
+    source = "assumed links" if links is None else chosen.links
+    notes = [f"exchange by {by}, on {source}, for {num_bytes / 1e6:.3g} MB a step"]
+  if isinstance(chosen, cfg.HalfPrecision):
+    options = {"sum_in": chosen.sum_in, "bucket_bytes": chosen.bucket_bytes}
+    return half_precision(axes, chosen.dtype, by=by, **options), notes
+  if chosen.bucket_bytes is not None:
+    reduce = functools.partial(collectives.sum_tree, by=by)
+    return bucketed(axes, bucket_bytes=chosen.bucket_bytes, reduce=reduce), notes
+  return (plain(axes) if by.algorithm == "psum" else planned(by)), notes
+
+
+class Agreement(NamedTuple):
+  """How workers that train alone agree; as `make_local_train_step` takes it."""
+
+  method: LocalUpdate
+  workers: tuple[str, ...] | None
+
+
+def make_sync(
+  config: cfg.Config, derived: Derived, stage: Stage, mesh: Mesh
+) -> tuple[Agreement | None, list[str]]:
+  """How workers agree in a stage, or None, and what there is to say about it.
+
+  Raises:
+    ConfigError: workers are to share BatchNorm statistics, or there are too few
+      examples for block momentum.
+  """
+  sync = config.sync
+  if isinstance(sync, cfg.EveryStep):
+    return None, []
+  alone = None if sync.workers == "device" else ("replica",)
+  span = bn_span(config, derived, stage).axis_name or ()
+  if span and (alone is None or set(span) & {*alone}):
+    raise ConfigError(
+      f"{type(config.model).__name__}.bn_span={getattr(config.model, 'bn_span', '')}: "
+      "BatchNorm statistics over workers that train alone, make it 'device' or less"
+    )
+  num_workers = mesh.size if alone is None else mesh.shape["replica"]
+  rows = stage.batch_size // num_workers
+  match sync:
+    case cfg.BlockMomentum():
+      every = sync.every or block_steps(rows)
+      note = check_samples(derived.num_train, every, rows, num_workers)
+      made = block_momentum(
+        every, num_workers, momentum=sync.outer_momentum, rate=sync.outer_lr,
+        nesterov=sync.nesterov, reset_momentum=sync.reset_momentum,
+      )  # fmt: skip
+      return Agreement(made, alone), [note] if note else []
+    case cfg.DiLoCo():
+      made = diloco(sync.every, rate=sync.outer_lr, momentum=sync.outer_momentum)
+      return Agreement(made, alone), []
+  return Agreement(local_sgd(sync.every), alone), []
