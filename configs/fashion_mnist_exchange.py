@@ -1,0 +1,69 @@
+"""What each gradient exchange does to the accuracy, on Fashion-MNIST.
+
+Command    python benchmarks/exchange_accuracy.py runs all of it, three seeds each; one
+           is JAX_NUM_CPU_DEVICES=8 python -m jaxscale.train
+             --config configs/fashion_mnist_exchange.py:one_bit
+           after `make fashion_mnist`
+"""
+
+from jaxscale.config import (
+  MLP,
+  SGD,
+  TFDS,
+  AllReduce,
+  BlockMomentum,
+  Checkpoint,
+  Config,
+  ConfigError,
+  Cosine,
+  DiLoCo,
+  Evaluation,
+  EveryStep,
+  HalfPrecision,
+  Int8,
+  LocalSGD,
+  Log,
+  OneBit,
+  PowerSGD,
+  TopK,
+)
+
+EPOCHS, BATCH = 20, 512
+# Compressed exchanges begin with whole gradients, as CNTK does.
+PLAIN_EPOCHS = 1.0
+EXCHANGES = {
+  "plain": AllReduce(),
+  "bf16": HalfPrecision(),
+  "fp16": HalfPrecision(dtype="float16"),
+  "int8": Int8(),
+  "one_bit": OneBit(plain_epochs=PLAIN_EPOCHS),
+  "top_k": TopK(plain_epochs=PLAIN_EPOCHS, share=0.01),
+  "power_sgd": PowerSGD(plain_epochs=PLAIN_EPOCHS, rank=4),
+  "delayed": AllReduce(delayed=True),
+}
+# 14 steps of 64 examples: tau N^2 is 57,344 of the 60,000 examples there are.
+SYNC = {
+  "local_sgd": LocalSGD(every=14),
+  "diloco": DiLoCo(every=14),
+  "block_momentum": BlockMomentum(every=14),
+}
+
+
+def get_config(name: str = "plain") -> Config:
+  if name not in EXCHANGES | SYNC:
+    raise ConfigError(
+      f"fashion_mnist_exchange.py:{name}: give one of {', '.join(EXCHANGES | SYNC)}"
+    )
+  return Config(
+    model=MLP(hidden=(256, 128)),
+    data=TFDS(name="fashion_mnist", cache=True),
+    optimizer=SGD(lr=0.1, weight_decay=5e-4),
+    schedule=Cosine(warmup_epochs=1),
+    batch_size=BATCH,
+    epochs=EPOCHS,
+    exchange=EXCHANGES.get(name, AllReduce()),
+    sync=SYNC.get(name, EveryStep()),
+    evaluation=Evaluation(every_epochs=5),
+    checkpoint=Checkpoint(every_epochs=EPOCHS, keep_last=1, keep_best=0),
+    log=Log(every_steps=100, tensorboard=False),
+  )

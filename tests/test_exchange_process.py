@@ -1,0 +1,76 @@
+"""Runs whose devices keep something for themselves: killed, resumed, moved."""
+
+import pytest
+from conftest import run_train
+from test_process import newest_step, start, wait_until
+
+from jaxscale.checkpoint import Checkpoints
+
+QUICK = [
+  "--config.model=MLP", "--config.model.hidden=(32,)", "--config.epochs=8",
+  "--config.ema_decay=None", "--config.evaluation.every_epochs=8",
+  "--config.checkpoint.every_epochs=0.4", "--config.log.every_steps=20",
+]  # fmt: skip
+COMPRESSED = [
+  "--config.exchange=OneBit", "--config.exchange.plain_epochs=2",
+  "--config.exchange.delayed=True",
+]  # fmt: skip
+LOCAL = ["--config.sync=BlockMomentum", "--config.sync.every=3"]
+
+
+def checksums(workdir):
+  """Of every array in the newest checkpoint, as it says itself."""
+  with Checkpoints(workdir / "checkpoints") as checkpoints:
+    step = checkpoints.steps()[-1]
+    metadata = checkpoints._checkpointer.metadata(step).custom_metadata
+  return step, {name: leaf["checksum"] for name, leaf in metadata["leaves"].items()}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+  workdir = tmp_path_factory.mktemp("whole") / "run"
+  done = run_train(workdir, *QUICK, *COMPRESSED, num_devices=4)
+  assert done.returncode == 0, done.stderr
+  return workdir
+
+
+def kill_after(workdir, *args, step):
+  process = start(workdir, *QUICK, *args, config="configs/digits.py", num_devices=4)
+  wait_until(lambda: newest_step(workdir) > step, process)
+  process.kill()
+  process.communicate()
+
+
+def test_what_was_not_sent_survives_kills_bit_for_bit(tmp_path, uninterrupted):
+  """Killed while whole gradients are exchanged, and while bits are."""
+  workdir = tmp_path / "run"
+  for step in (8, 40):
+    kill_after(workdir, *COMPRESSED, step=step)
+  done = run_train(workdir, *QUICK, *COMPRESSED, num_devices=4)
+  assert done.returncode == 0, done.stderr
+  assert "going on from the checkpoint of step" in done.stdout
+  assert checksums(workdir) == checksums(uninterrupted)
+  names = checksums(workdir)[1]
+  assert any(name.startswith("exchange_state/inner/inner/owner") for name in names)
+
+
+def test_what_was_not_sent_goes_on_with_other_devices(tmp_path):
+  workdir = tmp_path / "run"
+  kill_after(workdir, *COMPRESSED, step=40)
+  done = run_train(workdir, *QUICK, *COMPRESSED, num_devices=2)
+  assert done.returncode == 0, done.stderr
+  assert "from 4 to 2 devices" in done.stdout
+  assert "done: held-out accuracy" in done.stdout
+
+
+def test_workers_of_their_own_do_not(tmp_path):
+  workdir = tmp_path / "run"
+  kill_after(workdir, *LOCAL, step=8)
+  done = run_train(workdir, *QUICK, *LOCAL, num_devices=2)
+  assert done.returncode == 2
+  (line,) = done.stderr.splitlines()
+  assert line.startswith("error: ") and "4 devices" in line and "2" in line
+  whole = tmp_path / "whole"
+  assert run_train(workdir, *QUICK, *LOCAL, num_devices=4).returncode == 0
+  assert run_train(whole, *QUICK, *LOCAL, num_devices=4).returncode == 0
+  assert checksums(workdir) == checksums(whole)
