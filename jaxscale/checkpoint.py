@@ -13,7 +13,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from jaxscale import checksum, cluster
+from jaxscale import carry_over, checksum, cluster
 from jaxscale.settings import ConfigError
 from jaxscale.state import TrainState
 
@@ -112,20 +112,26 @@ class Checkpoints:
       self._opened.close()
       self._opened = None
 
-  def restore(self, abstract: TrainState) -> TrainState | None:
+  def restore(
+    self, abstract: TrainState, resize: carry_over.Resize | None = None
+  ) -> TrainState | None:
     """The newest intact state, laid out as asked for; None if there is none.
 
     Args:
       abstract: shapes, dtypes and shardings (`state.abstract_state`); any mesh.
+      resize: `Exchange.resize`, for a state that was saved on another number of
+        devices. Not called on as many, where the state is the one that was saved
+        bit for bit.
 
     Raises:
-      ConfigError: it belongs to another model or optimizer, or every
-        checkpoint there is damaged.
+      ConfigError: it belongs to another model, optimizer or exchange, or to another
+        number of devices and cannot be carried over, or every checkpoint there is
+        damaged.
     """
     steps = cluster.from_leader(self.steps())
     for step in reversed(steps):
       try:
-        return self._restore_step(step, abstract)
+        return self._restore_step(step, abstract, resize)
       except _DamagedError as damage:
         older = [s for s in steps if s < step]
         if cluster.is_leader():
@@ -141,7 +147,9 @@ class Checkpoints:
       )
     return None
 
-  def _restore_step(self, step: int, abstract: TrainState) -> TrainState:
+  def _restore_step(
+    self, step: int, abstract: TrainState, resize: carry_over.Resize | None
+  ) -> TrainState:
     try:
       saved: Any = self._checkpointer.metadata(step).custom_metadata
       leaves, crc32 = saved["leaves"], saved["crc32"]
@@ -149,18 +157,39 @@ class Checkpoints:
       raise _DamagedError(f"its manifest is unreadable: {_one_line(e)}") from e
     if crc32 != _crc32(leaves):
       raise _DamagedError("its manifest has changed")
-    _check_same_leaves(self.directory / str(step), leaves, abstract)
+    path = self.directory / str(step)
+    other = carry_over.other_count(leaves, abstract, resize)
+    saved = other.saved if other else abstract
+    _check_same_leaves(path, leaves, saved)
+    if other and other.resize is None:
+      raise carry_over.refusal(path, other)
     try:
-      state = self._checkpointer.load_checkpointables(step, {"state": abstract})[
-        "state"
-      ]
-      found = checksum.manifest(state)
+      state = self._load(step, abstract, other)
+      found = checksum.manifest(state, saved)
     except Exception as e:
       raise _DamagedError(_one_line(e)) from e
     for name, leaf in found.items():
       if leaf["checksum"] != leaves[name]["checksum"]:
         raise _DamagedError(f"the checksum of {name} does not match")
+    if other:
+      state = carry_over.resized_state(other, state, abstract)
+      if cluster.is_leader():
+        print(f"checkpoint {step}: {carry_over.story(other)}")
     return state
+
+  def _load(
+    self, step: int, abstract: TrainState, other: carry_over.OtherCount | None
+  ) -> Any:
+    from orbax.checkpoint import v1 as ocp
+
+    context = ocp.Context()
+    if other:
+      abstract = carry_over.to_load(other, abstract)
+      # Zeros fill what an array lacks of the shape asked for, so that N entries lie
+      # evenly on devices that do not divide N.
+      context.array.loading.enable_padding_and_truncation = True
+    with context:
+      return self._checkpointer.load_checkpointables(step, {"state": abstract})["state"]
 
   def _set_aside(self, step: int) -> None:
     self.close()
@@ -187,13 +216,19 @@ def _one_line(error: Exception) -> str:
 
 
 def _check_same_leaves(path: Path, saved: dict[str, Any], abstract: TrainState) -> None:
-  """Refuse a checkpoint whose leaves are not those of this model."""
+  """Refuse a checkpoint whose leaves are not those of this experiment."""
   wanted = checksum.describe(abstract)
-  for name in sorted(saved.keys() | wanted.keys()):
+
+  def of_exchange(name):
+    return name.startswith("exchange_state/")
+
+  # The exchange's last: its state has the shapes of the model, which is named first.
+  for name in sorted(saved.keys() | wanted.keys(), key=lambda n: (of_exchange(n), n)):
+    whose = "exchange" if of_exchange(name) else "model and optimizer"
     if name not in wanted:
-      difference = f"it has {name}, this model and optimizer do not"
+      difference = f"it has {name}, which this {whose} does not keep"
     elif name not in saved:
-      difference = f"it has no {name}, which this model and optimizer need"
+      difference = f"it has no {name}, which this {whose} needs"
     elif any(saved[name][key] != wanted[name][key] for key in ("shape", "dtype")):
       there, here = saved[name], wanted[name]
       difference = (
@@ -202,6 +237,8 @@ def _check_same_leaves(path: Path, saved: dict[str, Any], abstract: TrainState) 
       )
     else:
       continue
+    back = "go on with the exchange it was saved with, or " if of_exchange(name) else ""
     raise ConfigError(
-      f"{path}: a checkpoint of another experiment, {difference}; use another --workdir"
+      f"{path}: a checkpoint of another experiment, {difference}; {back}use another "
+      "--workdir"
     )

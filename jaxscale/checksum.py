@@ -19,13 +19,15 @@ from jaxscale.paths import path_name
 _CHUNK = 1 << 18  # elements at a time: the temporaries stay in cache
 
 
-def manifest(tree: Any) -> dict[str, dict[str, Any]]:
+def manifest(tree: Any, shapes: Any = None) -> dict[str, dict[str, Any]]:
   """Shape, dtype and checksum of every leaf, by path.
 
   Each process reads the shards it holds, replicas once; all must call this.
 
   Args:
     tree: of `jax.Array`s.
+    shapes: a tree of what has the shapes that count, where arrays of `tree` have
+      rows behind those (to lie on more devices); None: all counts.
 
   Raises:
     FloatingPointError: a leaf holds NaN or Inf; the message names it.
@@ -34,20 +36,33 @@ def manifest(tree: Any) -> dict[str, dict[str, Any]]:
   # Row 0: checksums; row 1: how many values are not finite. Arrays, because
   # NumPy warns of an overflow of scalars, which is meant here.
   found = np.zeros((2, len(leaves), 1), np.uint64)
-  for i, (_, leaf) in enumerate(leaves):
+  shapes = tree if shapes is None else shapes
+  for i, ((_, leaf), like) in enumerate(
+    zip(leaves, jax.tree.leaves(shapes), strict=True)
+  ):
     for shard in leaf.addressable_shards:
       if shard.replica_id == 0:
-        data = np.asarray(shard.data)
-        found[0, i] += shard_checksum(data, shard.index, leaf.shape)
+        data, index = _within(like.shape, np.asarray(shard.data), shard.index)
+        found[0, i] += shard_checksum(data, index, like.shape)
         found[1, i] += _count_nonfinite(data)
   sums, bad = sum_over_processes(found)[..., 0]
   if bad.any():
     name = path_name(leaves[int(bad.argmax())][0])
     raise FloatingPointError(f"{int(bad.max())} values of {name} are not finite")
-  described = describe(tree)
+  described = describe(shapes)
   for leaf, total in zip(described.values(), sums, strict=True):
     leaf["checksum"] = f"{total:016x}"
   return described
+
+
+def _within(shape, data: np.ndarray, index: tuple[slice, ...]):
+  """A shard and its place without the rows that lie behind those of `shape`."""
+  if not shape:
+    return data, index
+  first, *rest = index
+  start, stop, _ = first.indices(max(shape[0], first.stop or 0))
+  stop = max(min(stop, shape[0]), start)
+  return data[: stop - start], (slice(start, stop), *rest)
 
 
 def describe(tree: Any) -> dict[str, dict[str, Any]]:

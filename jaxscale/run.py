@@ -143,7 +143,7 @@ def _train(
   if newest < experiment.derived.total_steps:
     compiling = functools.partial(experiment.compile_train_step, abstract)
     ahead[experiment.stage] = experiment, _in_background(compiling)
-  state = checkpoints.restore(abstract)
+  state = checkpoints.restore(abstract, experiment.exchange.resize)
   if state is None:
     state = experiment.init_state()
   start = int(state.step)

@@ -19,7 +19,7 @@ LEVELS = {
   "derive": 8,
   "loop": 5, "checkpoint": 5,
   "local_step": 5,
-  "step": 4,
+  "step": 4, "carry_over": 4,
   "state": 3, "damage": 3,
   "losses": 2, "checksum": 2, "data": 2,
   "exchange": 2,

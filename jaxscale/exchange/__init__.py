@@ -1,9 +1,10 @@
 """The gradient exchange: the one place where gradients cross the network.
 
-An exchange is a pair of pure functions. `init(params)` makes the state that
+An exchange is a few pure functions. `init(params)` makes the state that
 one device keeps (error feedback, say; nothing for the plain one) and
 `exchange(grads, state)`, called on every device inside `jax.shard_map`, turns
-the device's own gradients into their mean over all devices.
+the device's own gradients into their mean over all devices. `resize` carries the
+state over to another number of devices.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import jax
 from jax import lax
 
 from jaxscale.collectives import Plan, sum_tree
+from jaxscale.exchange.resize import unchanged
 
 Grads = Any  # a tree of arrays shaped like the parameters
 ExchangeState = Any  # a tree of arrays, one device's
@@ -28,10 +30,15 @@ class Exchange(NamedTuple):
     exchange: (local grads, state) -> (mean grads, state), inside `shard_map`.
       The mean must be typed invariant over the mesh axes, as `lax.psum` and
       `lax.all_gather(..., to="invarying")` leave it.
+    resize: (state with a leading dim of N devices, N') -> the same for N' devices,
+      outside of `shard_map`, with what is pending of the mean gradient kept:
+      1/N' sum r'_i = 1/N sum r_i. None: the state cannot be carried over, and a
+      checkpoint is refused on another number of devices.
   """
 
   init: Callable[[Any], ExchangeState]
   exchange: Callable[[Grads, ExchangeState], tuple[Grads, ExchangeState]]
+  resize: Callable[[ExchangeState, int], ExchangeState] | None = None
 
 
 def plain(axes: tuple[str, ...]) -> Exchange:
@@ -54,7 +61,7 @@ def plain(axes: tuple[str, ...]) -> Exchange:
     num_devices = lax.axis_size(axes)
     return jax.tree.map(lambda g: lax.psum(g, axes) / num_devices, grads), state
 
-  return Exchange(init, exchange)
+  return Exchange(init, exchange, unchanged)
 
 
 def planned(by: Plan) -> Exchange:
@@ -78,4 +85,4 @@ def planned(by: Plan) -> Exchange:
     num_devices = lax.axis_size(by.axes)
     return jax.tree.map(lambda g: g / num_devices, sum_tree(grads, by)), state
 
-  return Exchange(init, exchange)
+  return Exchange(init, exchange, unchanged)

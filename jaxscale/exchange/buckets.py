@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 
 from jaxscale.exchange import Exchange
+from jaxscale.exchange.resize import unchanged
 from jaxscale.settings import ConfigError
 
 # The default of PyTorch's DistributedDataParallel (arXiv:2006.15704).
@@ -213,7 +214,7 @@ def bucketed(
     means = map_buckets(mean, grads, bucket_bytes=bucket_bytes, order=order)
     return means, state
 
-  return Exchange(init, exchange)
+  return Exchange(init, exchange, unchanged)
 
 
 def _checked_order(count: int, order: Sequence[int] | None) -> Sequence[int]:

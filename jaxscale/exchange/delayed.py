@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxscale.exchange import Exchange, plain
+from jaxscale.exchange.resize import mean_for_all, same_for_all
 from jaxscale.settings import ConfigError
 
 
@@ -44,7 +45,14 @@ def delayed(inner: Exchange) -> Exchange:
     means, own = inner.exchange(state["grads"], state["inner"])
     return means, {"grads": grads, "inner": own}
 
-  return Exchange(init, exchange)
+  def resize(state, num_devices):
+    # With an exact inner exchange, the next result is what it would have been.
+    return {
+      "grads": mean_for_all(state["grads"], num_devices),
+      "inner": _resized(inner, state["inner"], num_devices),
+    }
+
+  return Exchange(init, exchange, resize if inner.resize else None)
 
 
 def warm_start(
@@ -100,4 +108,15 @@ def warm_start(
     means, own = lax.cond(step < steps, early, late, state["inner"])
     return means, {"step": state["step"] + 1, "inner": own}
 
-  return Exchange(init, exchange)
+  def resize(state, num_devices):
+    return {
+      "step": same_for_all(state["step"], num_devices),
+      "inner": _resized(inner, state["inner"], num_devices),
+    }
+
+  return Exchange(init, exchange, resize if inner.resize else None)
+
+
+def _resized(inner: Exchange, state, num_devices: int):
+  assert inner.resize is not None
+  return inner.resize(state, num_devices)

@@ -13,6 +13,7 @@ from jaxscale.collectives import Plan, sum_tree
 from jaxscale.exchange import Exchange
 from jaxscale.exchange.buckets import BUCKET_BYTES, bucketed, map_buckets
 from jaxscale.exchange.coded import coded_sum
+from jaxscale.exchange.resize import same_for_all
 from jaxscale.settings import ConfigError
 
 # Sums of float16 are kept below half of its largest power of two, 2^15: the
@@ -153,7 +154,7 @@ def int8(
     )
     return means, {"step": state["step"] + 1}
 
-  return Exchange(init, exchange)
+  return Exchange(init, exchange, same_for_all)
 
 
 def _to_blocks(x: jax.Array, block: int) -> jax.Array:

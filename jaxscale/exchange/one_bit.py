@@ -36,6 +36,7 @@ from jaxscale.collectives import add_rows
 from jaxscale.exchange import Exchange
 from jaxscale.exchange.buckets import BUCKET_BYTES, leaf_groups, sum_together
 from jaxscale.exchange.feedback import check_devices, zero_residuals
+from jaxscale.exchange.resize import copies, mean_for_all
 from jaxscale.settings import ConfigError
 
 _VALUES = 8  # bytes of the two float32 of a column
@@ -85,6 +86,10 @@ def one_bit(
   Tensors that would not shrink (`shrinks`: biases of a few elements, say) are
   averaged in float32. A device also quantises the stripe that it owns itself.
 
+  On N' devices instead of N, `resize` gives every device the mean of r, and cuts
+  the columns of R into the new stripes, times N'/N since R enters a result as R/N.
+  Where a tensor shrinks no longer, R/N is added to r, and the next step sends both.
+
   Args:
     axes: mesh axes to average over.
     num_devices: devices of those axes, `mesh.size`; the stripes depend on it.
@@ -119,9 +124,11 @@ def one_bit(
     means: list[Any] = list(leaves)
     for group in leaf_groups(leaves, bucket_bytes):
       small = [i for i in group if not shrinks(leaves[i].shape, num_devices)]
-      summed = sum_together([leaves[i] for i in small], axes)
-      for i, total in zip(small, summed, strict=True):
-        means[i] = total / num_devices
+      # Their residuals are 0, but after `resize` from devices on which they shrank.
+      xs = [leaves[i].astype(jnp.float32) + residual[i] for i in small]
+      for i, total in zip(small, sum_together(xs, axes), strict=True):
+        means[i] = (total / num_devices).astype(leaves[i].dtype)
+        residual[i] = jnp.zeros_like(residual[i])
       large = [i for i in group if i not in small]
       picked = ([part[i] for i in large] for part in (leaves, residual, owner))
       done = _exchange_group(axes, *picked)
@@ -131,7 +138,36 @@ def one_bit(
     means, residual, owner = (structure.unflatten(x) for x in (means, residual, owner))
     return means, {"residual": residual, "owner": owner}
 
-  return Exchange(init, exchange)
+  return Exchange(init, exchange, resize)
+
+
+def resize(state: Any, num_devices: int) -> Any:
+  """The state of `one_bit` for another number of devices, as it says there.
+
+  Args:
+    state: with a leading dim of one entry a device.
+    num_devices: the new number, N'.
+  """
+
+  def tensor(residual, owner):
+    shape, old = residual.shape[1:], len(owner)
+    size = columns(shape, num_devices)
+    left = _from_stripes(owner, shape, columns(shape, old))
+    if shrinks(shape, num_devices):
+      owner = _to_stripes(left * (num_devices / old), size, num_devices)
+      return mean_for_all(residual, num_devices), owner
+    none = jnp.zeros((num_devices, size.own, size.rows), owner.dtype)
+    mean = mean_for_all(residual, num_devices) + copies(left / old, num_devices)
+    return mean, none
+
+  residuals, structure = jax.tree.flatten(state["residual"])
+  owners = structure.flatten_up_to(state["owner"])
+  pairs = [tensor(r, o) for r, o in zip(residuals, owners, strict=True)]
+  residual, owner = zip(*pairs, strict=True) if pairs else ((), ())
+  return {
+    "residual": structure.unflatten(residual),
+    "owner": structure.unflatten(owner),
+  }
 
 
 def _exchange_group(axes, grads, residuals, owners):

@@ -28,6 +28,7 @@ from jax import lax
 from jaxscale.exchange import Exchange
 from jaxscale.exchange.buckets import BUCKET_BYTES, leaf_groups, sum_together
 from jaxscale.exchange.feedback import zero_residuals
+from jaxscale.exchange.resize import mean_for_all, same_for_all
 from jaxscale.settings import ConfigError
 
 # Of a column's length; what is left below it of a float32 column is rounding.
@@ -110,7 +111,13 @@ def power_sgd(
     residual = structure.unflatten(residual)
     return structure.unflatten(means), {"residual": residual, "q": tuple(qs.values())}
 
-  return Exchange(init, exchange)
+  def resize(state, num_devices):
+    return {
+      "residual": mean_for_all(state["residual"], num_devices),
+      "q": same_for_all(state["q"], num_devices),
+    }
+
+  return Exchange(init, exchange, resize)
 
 
 def _exchange_group(xs, qs, whole, axes):

@@ -35,6 +35,7 @@ from jaxscale.exchange.buckets import (
   unpack,
 )
 from jaxscale.exchange.feedback import check_devices, zero_residuals
+from jaxscale.exchange.resize import mean_for_all
 from jaxscale.settings import ConfigError
 
 
@@ -101,7 +102,7 @@ def top_k(
     means = [m.astype(g.dtype) for m, g in zip(means, leaves, strict=True)]
     return structure.unflatten(means), {"residual": structure.unflatten(left)}
 
-  return Exchange(init, exchange)
+  return Exchange(init, exchange, mean_for_all)
 
 
 def _exchange_group(xs, share, axes):

@@ -1,0 +1,167 @@
+"""What an exchange has not sent yet arrives, however many devices go on."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_exchange_contract import (
+  EXCHANGES,
+  FEEDBACK,
+  SHAPES,
+  N,
+  compiled,
+  fifty,
+  first_state,
+  gradients,
+  program,
+  unsent,
+)
+
+from jaxscale.exchange import Exchange
+from jaxscale.exchange.delayed import delayed, warm_start
+from jaxscale.exchange.one_bit import one_bit, shrinks
+from jaxscale.mesh import make_mesh
+
+AXES = ("replica", "data")
+STATEFUL = [name for name, make in EXCHANGES.items()
+            if jax.tree.leaves(make().init({"w": jnp.zeros((9, 7))}))]  # fmt: skip
+LONG = ("delayed one bit", "warm one bit", "top k of buckets", "one bit", "int8")
+# From how many devices to how many: fewer, more, no divisor, from one.
+COUNTS = [(8, 4), (4, 8), (8, 6), (1, 8), (5, 3)]
+
+
+@functools.cache
+def compiled_on(name, count):
+  """An exchange on so many devices, and a state before its first step."""
+  if count == N:
+    return compiled(name)
+  exchange = EXCHANGES[name](count)
+  mesh = make_mesh(devices=jax.devices()[:count])
+  return program(exchange, mesh), first_state(exchange, count)
+
+
+def resized(name, state, count):
+  """The state for `count` devices, on the host."""
+  resize = EXCHANGES[name](count).resize
+  assert resize is not None
+  return jax.device_get(jax.jit(resize, static_argnums=1)(state, count))
+
+
+def made_up(name, count):
+  """A state of random numbers; what is the same on all devices stays so."""
+  rng = np.random.default_rng(3)
+  state = first_state(EXCHANGES[name](count), count)
+
+  def fill(path, x):
+    if {getattr(part, "key", None) for part in path} & {"step", "q"}:
+      return x
+    return rng.standard_normal(x.shape).astype(x.dtype) + np.float32(0.3)
+
+  return jax.tree_util.tree_map_with_path(fill, state)
+
+
+def close(got, wanted, tolerance, name):
+  error = np.linalg.norm(np.asarray(got, np.float64) - wanted)
+  assert error <= tolerance * np.linalg.norm(wanted), (name, error)
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_what_is_pending_of_the_mean_is_kept(name):
+  for old, new in COUNTS:
+    exchange = EXCHANGES[name](new)
+    state = made_up(name, old)
+    carried = resized(name, state, new)
+    expected = first_state(exchange, new)
+    assert jax.tree.structure(carried) == jax.tree.structure(expected)
+    for got, like in zip(*map(jax.tree.leaves, (carried, expected)), strict=True):
+      assert got.shape == like.shape and got.dtype == like.dtype
+      if got.dtype == np.int32:
+        np.testing.assert_array_equal(got, like)
+    if name in FEEDBACK:
+      for leaf in SHAPES:
+        # A stripe's filling belongs to no column: `unsent` leaves it out.
+        close(unsent(carried, leaf) / new, unsent(state, leaf) / old, 1e-6, leaf)
+
+
+@pytest.mark.parametrize(
+  ("name", "counts"),
+  [
+    # Each is also a wrapper's or a choice's that is tested: seconds to compile.
+    pytest.param(name, (8, 4, 8), marks=[pytest.mark.slow] * (name in LONG))
+    for name in STATEFUL
+  ]
+  + [("one bit", (8, 6, 8))],
+)
+def test_nothing_is_lost_over_changes_of_the_number_of_devices(name, counts):
+  """Mean sent + mean pending = mean of all gradients, over two changes."""
+  means, state = fifty(name)
+  grads = gradients(50)
+  wanted = {leaf: g.sum(0).mean(0, dtype=np.float64) for leaf, g in grads.items()}
+  sent = {leaf: np.sum(m, axis=0, dtype=np.float64) for leaf, m in means.items()}
+  for count in counts[1:]:
+    steps, _ = compiled_on(name, count)
+    grads = gradients(50, seed=count, devices=count)
+    state = resized(name, jax.device_get(state), count)
+    means, state = jax.device_get(steps(grads, state))
+    for leaf, g in grads.items():
+      wanted[leaf] += g.sum(0).mean(0, dtype=np.float64)
+      sent[leaf] += np.sum(means[leaf], axis=0, dtype=np.float64)
+  for leaf in SHAPES if name in FEEDBACK else ():
+    pending = unsent(state, leaf) / counts[-1]
+    close(sent[leaf] + pending, wanted[leaf], 1e-5, leaf)
+  if name not in FEEDBACK:  # int8: a step counter, which goes on counting
+    assert state["step"].tolist() == [50 * len(counts)] * N
+  if "warm" in name:
+    assert state["step"].tolist() == [50 * len(counts)] * N
+
+
+def test_a_delayed_run_on_fewer_devices_is_the_run():
+  grads = gradients(50)
+  _, state = fifty("delayed")
+  steps, _ = compiled_on("delayed", 4)
+  # The same mean gradients, once from 8 devices and once from 4.
+  paired = {k: g.reshape(50, 4, 2, *g.shape[2:]).mean(2) for k, g in grads.items()}
+  means, _ = steps(paired, resized("delayed", state, 4))
+  same, _ = compiled("delayed")[0](grads, state)
+  for leaf in SHAPES:
+    pending = np.mean(state["grads"][leaf], axis=0, dtype=np.float64)
+    close(means[leaf][0], pending, 1e-6, leaf)
+    close(means[leaf], np.asarray(same[leaf], np.float64), 1e-6, leaf)
+
+
+@pytest.mark.parametrize(("old", "new"), [(4, 8), (8, 4)])
+def test_one_bit_sends_what_is_left_of_a_tensor_that_shrinks_no_longer(old, new):
+  """15 elements: on 4 devices their stripes are smaller than they are, on 8 not."""
+  shape = (15,)
+  assert shrinks(shape, 4) and not shrinks(shape, 8)
+  rng = np.random.default_rng(0)
+  exchanges = {n: one_bit(AXES, num_devices=n) for n in (old, new)}
+  state = first_state(exchanges[old], old, {"w": shape})
+  sent = wanted = np.zeros(shape)
+  for n in (old, new):
+    if n == new:
+      state = jax.device_get(exchanges[n].resize(state, n))
+    grads = rng.standard_normal((3, n, *shape)).astype(np.float32)
+    run = program(exchanges[n], make_mesh(devices=jax.devices()[:n]))
+    means, state = jax.device_get(run({"w": grads}, state))
+    sent = sent + means["w"].sum(0, dtype=np.float64)
+    wanted = wanted + grads.mean(1, dtype=np.float64).sum(0)
+    pending = unsent_of(state, shape) / n
+    close(sent + pending, wanted, 1e-6, n)
+    assert bool(pending.any()) == (n == 4)  # on 8 all of it has been sent
+
+
+def unsent_of(state, shape):
+  stripes = state["owner"]["w"].reshape(-1, *shape)[:1]
+  return state["residual"]["w"].sum(0, dtype=np.float64) + stripes[0]
+
+
+def test_what_cannot_be_carried_over_says_so():
+  own = Exchange(lambda params: {"mine": params}, lambda grads, state: (grads, state))
+  assert own.resize is None
+  assert delayed(own).resize is None
+  assert warm_start(own, AXES, steps=3).resize is None
+  for make in EXCHANGES.values():
+    assert make().resize is not None
