@@ -3,8 +3,8 @@
 All of a `TrainState` is the same on every number of devices but `exchange_state`,
 which has an entry a device. Where the exchange can say what becomes of N entries
 on N' devices (`Exchange.resize`), they are loaded as they were saved, ceil(N / N')
-of them a device with zeros behind the last, checked, and resized on the devices.
-No device ever holds all of them, whatever N and N' are.
+of them a device with zeros behind the last, checked, and resized on the devices:
+none holds more than its share.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from test_exchange_contract import (
 
 from jaxscale.exchange import Exchange
 from jaxscale.exchange.delayed import delayed, warm_start
-from jaxscale.exchange.one_bit import one_bit, shrinks
+from jaxscale.exchange.one_bit import one_bit, resize, shrinks
 from jaxscale.mesh import make_mesh
 
 AXES = ("replica", "data")
@@ -44,9 +44,9 @@ def compiled_on(name, count):
 
 def resized(name, state, count):
   """The state for `count` devices, on the host."""
-  resize = EXCHANGES[name](count).resize
-  assert resize is not None
-  return jax.device_get(jax.jit(resize, static_argnums=1)(state, count))
+  carry = EXCHANGES[name](count).resize
+  assert carry is not None
+  return jax.device_get(jax.jit(carry, static_argnums=1)(state, count))
 
 
 def made_up(name, count):
@@ -142,7 +142,7 @@ def test_one_bit_sends_what_is_left_of_a_tensor_that_shrinks_no_longer(old, new)
   sent = wanted = np.zeros(shape)
   for n in (old, new):
     if n == new:
-      state = jax.device_get(exchanges[n].resize(state, n))
+      state = jax.device_get(resize(state, n))
     grads = rng.standard_normal((3, n, *shape)).astype(np.float32)
     run = program(exchanges[n], make_mesh(devices=jax.devices()[:n]))
     means, state = jax.device_get(run({"w": grads}, state))
