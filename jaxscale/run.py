@@ -63,7 +63,7 @@ def fit(config: Config, workdir: str | os.PathLike) -> Result:
   workdir = Path(workdir)
   experiment = build.experiment(config)
   described = describe(experiment)
-  claim_workdir(workdir, described["config"])
+  claim_workdir(workdir, config)
   if cluster.is_leader():
     print(describe_text(experiment, workdir))
   cluster.on_leader(

@@ -67,8 +67,10 @@ def _plain(node: Any) -> Any:
   return list(node) if isinstance(node, tuple) else node
 
 
-def claim_workdir(workdir: Path, config: dict[str, Any]) -> None:
+def claim_workdir(workdir: Path, config: Any) -> None:
   """Make the directory, or check that what it holds is this experiment.
+
+  A setting that did not exist when the directory was made counts as its default.
 
   Raises:
     ConfigError: it cannot be made, or belongs to another experiment.
@@ -86,7 +88,12 @@ def claim_workdir(workdir: Path, config: dict[str, Any]) -> None:
     raise ConfigError(
       f"--workdir={workdir}: its config.json is unreadable; use another one"
     ) from None
-  for name, (old, new) in _differences(before, config).items():
+  defaults = {
+    f.name: _plain(f.default)
+    for f in dataclasses.fields(config)
+    if f.default is not dataclasses.MISSING
+  }
+  for name, (old, new) in _differences(defaults | before, _plain(config)).items():
     if not {name, name.split(".")[0]} & {*_NOT_IDENTITY}:
       raise ConfigError(
         f"--workdir={workdir}: holds another experiment, {name} is {old!r} there "

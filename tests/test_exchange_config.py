@@ -28,6 +28,7 @@ from jaxscale.config import Mesh as Grid
 from jaxscale.exchange.local import BlockMomentumState
 from jaxscale.scaling import hlo
 from jaxscale.settings import ConfigError
+from jaxscale.workdir import _plain, claim_workdir
 
 N, HIDDEN = 8, 128
 PARAMS = 64 * HIDDEN + HIDDEN + HIDDEN * 10 + 10
@@ -213,3 +214,18 @@ def test_what_excludes_what():
       config(**fields)
   kept = dataclasses.replace(config(), exchange=HalfPrecision(), noise_scale=True)
   assert kept.noise_scale
+
+
+def test_whose_directory_it_is(tmp_path):
+  """Another algorithm may go on with a run, another compression may not."""
+  before = {"config": {"class": "Config", "batch_size": 64}}  # written before there were exchanges
+  now = config()
+  for name in ("model", "data", "optimizer", "epochs", "mesh", "log"):
+    before["config"][name] = _plain(getattr(now, name))
+  (tmp_path / "config.json").write_text(json.dumps(before))
+  claim_workdir(tmp_path, now)
+  claim_workdir(tmp_path, config(exchange=AllReduce(algorithm="ring")))
+  with pytest.raises(ConfigError, match=r"exchange.class is 'AllReduce' there"):
+    claim_workdir(tmp_path, config(exchange=OneBit()))
+  with pytest.raises(ConfigError, match=r"exchange.delayed is False there"):
+    claim_workdir(tmp_path, config(exchange=AllReduce(delayed=True)))

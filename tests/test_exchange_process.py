@@ -59,7 +59,7 @@ def test_what_was_not_sent_goes_on_with_other_devices(tmp_path):
   kill_after(workdir, *COMPRESSED, step=40)
   done = run_train(workdir, *QUICK, *COMPRESSED, num_devices=2)
   assert done.returncode == 0, done.stderr
-  assert "from 4 to 2 devices" in done.stdout
+  assert "carried over from 4 devices to 2" in done.stdout
   assert "done: held-out accuracy" in done.stdout
 
 
