@@ -30,7 +30,14 @@ from jaxscale.paths import path_name
 from jaxscale.settings import ConfigError
 from jaxscale.stages import Stage, scale_velocity, step_at
 from jaxscale.state import TrainState, abstract_state, init_state
-from jaxscale.step import Batch, EvalStep, TrainStep, make_eval_step, make_train_step
+from jaxscale.step import (
+  Batch,
+  EvalStep,
+  LossFn,
+  TrainStep,
+  make_eval_step,
+  make_train_step,
+)
 
 
 class Experiment(NamedTuple):
@@ -43,7 +50,9 @@ class Experiment(NamedTuple):
   train_data: data.Dataset
   eval_data: data.Dataset
   model: models.ModelFns
+  loss: LossFn
   tx: optax.GradientTransformation
+  schedule: optax.Schedule
   exchange: Exchange
   agreement: Agreement | None  # of workers that train alone
   train_step: TrainStep
@@ -117,7 +126,9 @@ def experiment(config: cfg.Config) -> Experiment:
   eval_step = make_eval_step(losses.classification_totals(model.apply), mesh)
   whole = Experiment(
     config, derived, derived.stages[0], mesh, train_data, eval_data, model,
-    optax.identity(), plain(mesh.axis_names), None, cast(Any, None), eval_step,
+    loss=cast(Any, None), tx=optax.identity(), schedule=cast(Any, None),
+    exchange=plain(mesh.axis_names), agreement=None, train_step=cast(Any, None),
+    eval_step=eval_step,
   )  # fmt: skip
   return at_stage(whole, derived.stages[0])
 
@@ -137,39 +148,42 @@ def at_stage(experiment: Experiment, stage: Stage) -> Experiment:
   # The schedule counts in steps of Config.batch_size, the optimizer in the run's.
   warmup = step_at(derived.stages, derived.warmup_steps * config.batch_size)
   tx = parts.make_optimizer(config, schedule, warmup, momentum)
-  exchange, notes = exchange_parts.make_exchange(config, derived, mesh, _params(model))
+  exchange, notes = exchange_parts.make_exchange(
+    config, derived, mesh, functools.partial(_params, model)
+  )
   agreement, more = exchange_parts.make_sync(config, derived, stage, mesh)
-  made = experiment._replace(
-    stage=stage, train_data=train_data, tx=tx, exchange=exchange, agreement=agreement,
-    notes=(*notes, *more),
-  )  # fmt: skip
-  return made._replace(train_step=_train_step(made, model, schedule))
-
-
-def _train_step(
-  experiment: Experiment, model: models.ModelFns, schedule: optax.Schedule
-) -> TrainStep:
-  """The train step of a stage whose other parts are there."""
-  config = experiment.config
   loss = losses.classification_loss(model.apply, label_smoothing=config.label_smoothing)
-  made = loss, experiment.tx, experiment.mesh, experiment.exchange
+  return with_step(
+    experiment._replace(
+      stage=stage, train_data=train_data, tx=tx, loss=loss, schedule=schedule,
+      exchange=exchange, agreement=agreement, notes=(*notes, *more),
+    )
+  )  # fmt: skip
+
+
+def with_step(experiment: Experiment) -> Experiment:
+  """The experiment with the train step that its other parts make."""
+  config = experiment.config
+  made = experiment.loss, experiment.tx, experiment.mesh, experiment.exchange
   options = {
     "accumulate_steps": experiment.stage.accumulate_steps,
-    "schedule": schedule,
+    "schedule": experiment.schedule,
     "observe": trust_ratio_metrics if config.log.trust_ratios else None,
     "seed": config.seed,
   }
   if experiment.agreement is None:
-    return make_train_step(
+    train_step = make_train_step(
       *made, ema_decay=config.ema_decay, noise_scale=config.noise_scale, **options
     )
-  return make_local_train_step(
-    *made,
-    experiment.agreement.method,
-    workers=experiment.agreement.workers,
-    last_step=experiment.derived.total_steps,
-    **options,
-  )
+  else:
+    train_step = make_local_train_step(
+      *made,
+      experiment.agreement.method,
+      workers=experiment.agreement.workers,
+      last_step=experiment.derived.total_steps,
+      **options,
+    )
+  return experiment._replace(train_step=train_step)
 
 
 def with_sizes(experiment: Experiment, chosen: Sequence[int]) -> Experiment:

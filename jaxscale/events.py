@@ -7,7 +7,7 @@ import threading
 
 import jax
 
-from jaxscale import cluster, data, loop, stages
+from jaxscale import cluster, data, loop, replicas, stages
 from jaxscale.checkpoint import Checkpoints
 from jaxscale.derive import steps_of
 from jaxscale.mesh import host_shard
@@ -45,6 +45,13 @@ def make_events(
     reporter.evaluated(step, values)
     return values
 
+  check_every = config.checks.replicas_every_steps if mesh.size > 1 else 0
+
+  def check(step, state):
+    with reporter.pause():
+      shared = state._replace(exchange_state=())  # that is each device's own
+      replicas.check(shared, mesh, step=step, before=step - check_every)
+
   def save(step, state, values):
     del step
     with reporter.pause():
@@ -68,6 +75,8 @@ def make_events(
     evaluate=evaluate,
     save=save,
     should_stop=should_stop,
+    is_checked=lambda step: check_every > 0 and step % check_every == 0,
+    check=check,
   )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
@@ -36,7 +37,7 @@ from jaxscale.stages import Stage, step_at
 
 
 def make_exchange(
-  config: cfg.Config, derived: Derived, mesh: Mesh, params: Any
+  config: cfg.Config, derived: Derived, mesh: Mesh, params: Callable[[], Any]
 ) -> tuple[Exchange, list[str]]:
   """How gradients are averaged, and what there is to say about it.
 
@@ -44,7 +45,7 @@ def make_exchange(
     config: whose `exchange` it is.
     derived: for the steps of `plain_epochs`.
     mesh: all its axes are averaged over.
-    params: of the model, or their shapes.
+    params: gives those of the model, or their shapes.
 
   Raises:
     ConfigError: it does not fit the devices; the file of links is no such file.
@@ -79,7 +80,7 @@ def make_exchange(
 
 
 def _all_reduce(
-  chosen: cfg.AllReduce, mesh: Mesh, params: Any
+  chosen: cfg.AllReduce, mesh: Mesh, params: Callable[[], Any]
 ) -> tuple[Exchange, list[str]]:
   """By the algorithm asked for, in 32 or 16 bits, in buckets or not."""
   axes, sizes = mesh.axis_names, dict(mesh.shape)
@@ -91,7 +92,8 @@ def _all_reduce(
   given = {axis: given[axis] for axis in given if axis in sizes}
   if BN_AXIS in axes:
     given[BN_AXIS] = given["data"]  # neighbours of that axis
-  num_bytes = collectives.payload_bytes(params, half)
+  planned_for = () if chosen.algorithm == "psum" else params()
+  num_bytes = collectives.payload_bytes(planned_for, half)
   dims = [(axis, int(n)) for axis, _, n in (d.partition(":") for d in chosen.dims)]
   by = collectives.plan(
     sizes, min(num_bytes, chosen.bucket_bytes or num_bytes), chosen.algorithm,

@@ -22,11 +22,19 @@ IN_FLIGHT = 4  # steps started and not yet looked at
 
 
 class NonFiniteError(FloatingPointError):
-  """A step whose loss or gradient is not a number; `step` is which."""
+  """A step whose loss or gradient is not a number.
+
+  Attributes:
+    step: which.
+    good_until: what was saved up to this step is good.
+    advice: what to do, for the end of the line.
+  """
+
+  advice = "lower optimizer.lr or set clip_norm, in a new --workdir"
 
   def __init__(self, step: int, what: str):
     super().__init__(f"{what} at step {step}")
-    self.step = step
+    self.step = self.good_until = step
 
 
 class Events(NamedTuple):
@@ -40,6 +48,8 @@ class Events(NamedTuple):
     evaluate: (step, state) -> metrics of the evaluation.
     save: (step, state, metrics of an evaluation at this step or None).
     should_stop: step -> whether to save and stop after it.
+    is_checked: step -> whether a check of the state follows it.
+    check: (step, state); raises if it finds a fault, before anything is saved.
   """
 
   is_logged: Callable[[int], bool]
@@ -49,6 +59,8 @@ class Events(NamedTuple):
   evaluate: Callable[[int, TrainState], dict[str, float]]
   save: Callable[[int, TrainState, dict[str, float] | None], None]
   should_stop: Callable[[int], bool]
+  is_checked: Callable[[int], bool] = lambda step: False
+  check: Callable[[int, TrainState], None] = lambda step, state: None
 
 
 def train(
@@ -94,6 +106,9 @@ def train(
     unread.append((step, metrics))
     read(keep=IN_FLIGHT)
 
+    if events.is_checked(step):
+      read(keep=0)
+      events.check(step, state)
     evaluation = None
     if events.is_evaluated(step):
       read(keep=0)

@@ -181,6 +181,25 @@ def _nearest_divisor(number: int, wanted: float, least: int = 1) -> int:
   return min(divisors, key=lambda n: max(n / wanted, wanted / n))
 
 
+def submesh(mesh: Mesh, devices: Sequence[Any]) -> Mesh:
+  """Some of the devices alone, under the names of the mesh's axes.
+
+  They are all along `data`, or as many as can be along `bn`, so that what is
+  written for the one mesh runs on the other.
+
+  Example:
+    >>> mesh = make_mesh(replica=2, bn_devices=4)              # doctest: +SKIP
+    >>> submesh(mesh, jax.local_devices()).shape               # doctest: +SKIP
+    OrderedDict({'replica': 1, 'data': 1, 'bn': 2})
+  """
+  sizes = dict.fromkeys(mesh.axis_names, 1)
+  if BN_AXIS in sizes:
+    sizes[BN_AXIS] = math.gcd(mesh.shape[BN_AXIS], len(devices))
+  sizes["data"] = len(devices) // sizes.get(BN_AXIS, 1)
+  grid = np.array(devices).reshape(*sizes.values())
+  return Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
+
+
 def one_at_a_time(function: Any, mesh: Mesh) -> Any:
   """The jitted function; on simulated devices it returns when it is done.
 

@@ -106,6 +106,12 @@ class Reporter:
     if ratios and self._writer is not None:
       self._writer.write(step, ratios)
 
+  def measured(self, step: int, text: str, values: dict[str, float]) -> None:
+    """What was measured of the step before training."""
+    for line in text.splitlines():
+      self.say(line)
+    self._write(step, "perf", values)
+
   def evaluating(self, step: int) -> None:
     """Training pauses for an evaluation."""
     if self._mllog is not None:

@@ -18,6 +18,7 @@ from jaxscale import adaptive, build, cluster, loop, metrics, noise_scale
 from jaxscale.checkpoint import Checkpoints
 from jaxscale.config import AdaptiveBatch, Config
 from jaxscale.events import Stop, make_events
+from jaxscale.replicas import ReplicaDivergenceError
 from jaxscale.report import Reporter
 from jaxscale.stages import Stage, examples_at, stage_index
 from jaxscale.state import TrainState
@@ -53,6 +54,8 @@ def fit(config: Config, workdir: str | os.PathLike) -> Result:
   Raises:
     ConfigError: config, data, devices and workdir do not fit each other.
     loop.NonFiniteError: training diverged; the checkpoints are good ones.
+    ReplicaDivergenceError: devices no longer hold the same parameters; the
+      message says up to which step checkpoints are good.
 
   Example:
     >>> result = fit(load_config("configs/digits.py"), "runs/digits")
@@ -169,13 +172,22 @@ def _train(
     try:
       state = _train_stages(state, reporter, checkpoints, stop, ahead, workdir)
       checkpoints.wait()
-    except loop.NonFiniteError as e:
+    except (loop.NonFiniteError, ReplicaDivergenceError) as e:
       checkpoints.wait()
-      steps = checkpoints.steps()
-      last = f"step {steps[-1]}" if steps else "none yet"
+      last = _last_good(checkpoints.steps(), e.good_until)
       e.args = (f"{e.args[0]}; last good checkpoint: {last} in {workdir}",)
       raise
   return state, reporter
+
+
+def _last_good(steps: list[int], good_until: int) -> str:
+  """The newest checkpoint that a fault cannot have reached, as words."""
+  good = [s for s in steps if s <= good_until]
+  later = [str(s) for s in steps if s > good_until]
+  last = f"step {good[-1]}" if good else "none" if steps else "none yet"
+  if later:
+    last += f" (move {' and '.join(later)} away, saved since the last good check)"
+  return last
 
 
 def _train_stages(
@@ -188,6 +200,7 @@ def _train_stages(
 ) -> TrainState:
   """Train through every stage that is left, or until asked to stop."""
   experiment, step = reporter.experiment, int(state.step)
+  report = experiment.config.log.step_report
   while step < experiment.derived.total_steps and not stop.agreed:
     if 0 < step == _stage(experiment, step).start:
       experiment, state = _enter_stage(experiment, state, reporter, ahead, workdir)
@@ -198,6 +211,9 @@ def _train_stages(
       first = next(batches)  # the input starts up while XLA compiles
       _, compiling = ahead.pop(experiment.stage, (None, None))
       train_step = compiling.result() if compiling else experiment.compile_train_step()
+      if report:
+        report = False
+        _report_step(reporter, train_step, state, step, first)
     following = _stage(experiment, experiment.stage.stop)
     if following != experiment.stage and not _is_adaptive(experiment):
       after = build.at_stage(experiment, following)
@@ -211,6 +227,20 @@ def _train_stages(
       total_steps=experiment.stage.stop,
     )
   return state
+
+
+def _report_step(
+  reporter: Reporter, train_step: TrainStep, state: TrainState, step: int, batch: Any
+) -> None:
+  """Measure compute and exchange before the first step; changes nothing."""
+  from jaxscale import step_report  # seldom needed, and the first step comes first
+
+  experiment = reporter.experiment
+  found = step_report.measure(experiment, train_step, state, batch)
+  said = step_report.text(
+    found, rows=experiment.stage.batch_size, num_devices=experiment.mesh.size
+  )
+  reporter.measured(step, said, found.metrics())
 
 
 def _is_adaptive(experiment: build.Experiment) -> bool:

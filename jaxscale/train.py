@@ -43,16 +43,14 @@ def run(config, workdir: Path, argv: list[str]) -> int:
 
   cluster.initialize()
   from jaxscale.loop import NonFiniteError
+  from jaxscale.replicas import ReplicaDivergenceError
   from jaxscale.run import fit
 
   leader = cluster.is_leader()
   try:
     summary = fit(config, workdir).summary
-  except NonFiniteError as e:
-    print(
-      f"error: {e}; lower optimizer.lr or set clip_norm, in a new --workdir",
-      file=sys.stderr,
-    )
+  except (NonFiniteError, ReplicaDivergenceError) as e:
+    print(f"error: {e}; {e.advice}", file=sys.stderr)
     return EXIT_CRASH
   if summary["outcome"] == "interrupted":
     if leader:

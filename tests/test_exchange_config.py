@@ -218,7 +218,9 @@ def test_what_excludes_what():
 
 def test_whose_directory_it_is(tmp_path):
   """Another algorithm may go on with a run, another compression may not."""
-  before = {"config": {"class": "Config", "batch_size": 64}}  # written before there were exchanges
+  before = {
+    "config": {"class": "Config", "batch_size": 64}
+  }  # written before there were exchanges
   now = config()
   for name in ("model", "data", "optimizer", "epochs", "mesh", "log"):
     before["config"][name] = _plain(getattr(now, name))

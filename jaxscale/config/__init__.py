@@ -37,15 +37,15 @@ from jaxscale.config.optim import (
   Stages,
   Steps,
 )
-from jaxscale.config.running import Checkpoint, Evaluation, Log, Mesh
+from jaxscale.config.running import Checkpoint, Checks, Evaluation, Log, Mesh
 from jaxscale.settings import ConfigError, settings
 
 __all__ = [
   "CNN", "LAMB", "LARS", "MLP", "SGD", "TFDS", "AdamW", "AdaptiveBatch", "AlexNet",
-  "AllReduce", "BlockMomentum", "Checkpoint", "Config", "ConfigError", "Cosine",
-  "DiLoCo", "Digits", "Evaluation", "EveryStep", "HalfPrecision", "ImageFolder",
-  "Int8", "LocalSGD", "Log", "Mesh", "Muon", "OneBit", "Polynomial", "PowerSGD",
-  "ResNet", "Stages", "Steps", "Synthetic", "TopK",
+  "AllReduce", "BlockMomentum", "Checkpoint", "Checks", "Config", "ConfigError",
+  "Cosine", "DiLoCo", "Digits", "Evaluation", "EveryStep", "HalfPrecision",
+  "ImageFolder", "Int8", "LocalSGD", "Log", "Mesh", "Muon", "OneBit", "Polynomial",
+  "PowerSGD", "ResNet", "Stages", "Steps", "Synthetic", "TopK",
 ]  # fmt: skip
 
 
@@ -87,6 +87,7 @@ class Config:
     sync: when: EveryStep, or now and then by LocalSGD, DiLoCo or BlockMomentum.
     evaluation: when and how to evaluate.
     checkpoint: when to save and what to keep.
+    checks: what to look after.
     log: what to write down.
   """
 
@@ -116,6 +117,7 @@ class Config:
   sync: EveryStep | LocalSGD | DiLoCo | BlockMomentum = EveryStep()
   evaluation: Evaluation = Evaluation()
   checkpoint: Checkpoint = Checkpoint()
+  checks: Checks = Checks()
   log: Log = Log()
 
   def __post_init__(self):

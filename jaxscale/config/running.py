@@ -57,6 +57,18 @@ class Checkpoint:
 
 
 @settings
+class Checks:
+  """What is looked after on the way, beside losses that are no number.
+
+  Attributes:
+    replicas_every_steps: steps between comparisons of all devices' copies of
+      parameters and optimizer state, bit for bit; 0: never.
+  """
+
+  replicas_every_steps: Annotated[int, ">= 0"] = 1000
+
+
+@settings
 class Log:
   """What is written down on the way.
 
@@ -65,9 +77,13 @@ class Log:
     tensorboard: also write TensorBoard event files.
     trust_ratios: also write each layer's trust ratio (LARS, LAMB).
     mllog: also write `mllog.txt`, the log of MLPerf.
+    step_report: before the first step, measure how long a step computes, how long
+      it waits for the exchange, and how processes differ; costs two compilations
+      and some dozens of steps.
   """
 
   every_steps: Count = 50
   tensorboard: bool = True
   trust_ratios: bool = False
   mllog: bool = False
+  step_report: bool = False

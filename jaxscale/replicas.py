@@ -1,0 +1,256 @@
+"""Whether all copies of what is replicated are equal, bit for bit.
+
+Parameters and optimizer state exist once a device. Every device computes the same
+update of them, so nothing but a fault makes them differ: a flipped bit in memory, a
+collective that gives devices different sums, an exchange with a mistake in it. Such
+a run goes on, looks healthy, and trains another network on each device. Here every
+device hashes its own copy, and the hashes are compared.
+
+With b_i the bits of element i as a uint32 and i its place in the array,
+
+    h = sum_i mix(b_i + c i)  mod 2^32,    c = 0x9E3779B9, odd,
+
+of a leaf, where `mix` is a bijection. The sum has no order, so that neither layout
+nor compiler matters. One changed element always changes h. Several changed, or two
+swapped, leave it alone once in about 2^32, in each leaf; since copies that differ
+stay so, the next check is another chance. Equal bits never raise an alarm. -0.0 and
+0.0 differ, and so do NaNs with other payloads.
+
+Reading it all takes a device about as long as one pass over memory; the compiled
+program has no collective. What processes then tell each other is 16 hexadecimal
+digits a device, and every hash only if those differ.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import platform
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxscale import cluster
+from jaxscale.paths import path_name
+
+_GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: neighbours land far from each other
+_SHOWN = 4  # processes in one line, and devices of each
+
+
+class ReplicaDivergenceError(RuntimeError):
+  """Copies that should be equal are not.
+
+  Attributes:
+    step: after which it was found.
+    good_until: the step of the check before, after which they may have parted.
+    advice: what to do, for the end of the line.
+  """
+
+  advice = "test that memory and network or leave the host out, then go on"
+
+  def __init__(self, step: int, what: str, good_until: int):
+    super().__init__(f"{what} after step {step}")
+    self.step, self.good_until = step, good_until
+
+
+class Replica(NamedTuple):
+  """One device's copies.
+
+  Attributes:
+    process: its index.
+    host: its name.
+    device: as "gpu:3".
+    hashes: one a leaf.
+  """
+
+  process: int
+  host: str
+  device: str
+  hashes: tuple[int, ...]
+
+
+def check(tree: Any, mesh: Mesh, *, step: int, before: int = 0) -> None:
+  """Compare the copies of all devices; every process must call it.
+
+  Args:
+    tree: of replicated global arrays on the mesh.
+    mesh: of one device or more.
+    step: after which this is, for the message.
+    before: the step of the check before, for `good_until`.
+
+  Raises:
+    ReplicaDivergenceError: copies differ; the line says whose and where. All
+      processes raise it alike.
+
+  Example:
+    >>> check(state._replace(exchange_state=()), mesh, step=1000)  # doctest: +SKIP
+  """
+  names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+  found = find_divergence(make_fingerprint(mesh)(tree), names)
+  if found is not None:
+    raise ReplicaDivergenceError(step, found, before)
+
+
+@functools.cache
+def make_fingerprint(mesh: Mesh) -> Callable[[Any], jax.Array]:
+  """Compile-ready `tree -> uint32 [devices, leaves]`: the hash of every copy.
+
+  The first dim is sharded, each row on the device that it tells of, in the order
+  of the mesh. The function is made once a mesh, and compiled when it is first
+  called (`lower` compiles it before).
+
+  Args:
+    mesh: where the arrays are; each device has all of each.
+
+  Example:
+    >>> make_fingerprint(mesh)({"w": w, "b": b}).shape       # doctest: +SKIP
+    (8, 2)
+  """
+  axes = mesh.axis_names
+
+  def own(tree):
+    # Varying: from here on each device reads the copy that it has itself.
+    tree = jax.tree.map(lambda x: lax.pcast(x, axes, to="varying"), tree)
+    hashes = [hash_bits(x) for x in jax.tree.leaves(tree)]
+    return jnp.stack(hashes)[None]
+
+  hashed = jax.shard_map(own, mesh=mesh, in_specs=P(), out_specs=P(axes))
+  return jax.jit(hashed)
+
+
+def hash_bits(x: jax.Array) -> jax.Array:
+  """The h above of one array of any dtype, uint32 [].
+
+  Example:
+    >>> int(hash_bits(jnp.float32([0.0]))) == int(hash_bits(jnp.float32([-0.0])))
+    False
+  """
+  bits = _words(x)
+  place = jnp.uint32(0)
+  for dim, size in enumerate(bits.shape):
+    place *= jnp.uint32(size % 2**32)
+    place += lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
+  return jnp.sum(_mix(bits + place * jnp.uint32(_GOLDEN)), dtype=jnp.uint32)
+
+
+def _words(x: jax.Array) -> jax.Array:
+  """The bits of an array as uint32; wider elements get a dim more."""
+  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    x = jax.random.key_data(x)
+  if jnp.issubdtype(x.dtype, jnp.complexfloating):
+    x = jnp.stack([x.real, x.imag], axis=-1)
+  if jnp.issubdtype(x.dtype, jnp.floating) and (bits := jnp.finfo(x.dtype).bits) < 32:
+    x = lax.bitcast_convert_type(x, jnp.dtype(f"uint{bits}"))
+  elif x.dtype.itemsize >= 4:
+    x = lax.bitcast_convert_type(x, jnp.uint32)
+  return x.astype(jnp.uint32)
+
+
+def _mix(x: jax.Array) -> jax.Array:
+  """MurmurHash3's 32-bit finaliser (A. Appleby, public domain)."""
+  x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
+  x = (x ^ (x >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
+  return x ^ (x >> jnp.uint32(16))
+
+
+def find_divergence(prints: jax.Array, names: Sequence[str]) -> str | None:
+  """Who differs from whom, in one line; None if nobody does.
+
+  All processes must call it, and all get the same answer.
+
+  Args:
+    prints: what `make_fingerprint`'s function gave, [devices, leaves].
+    names: of the leaves.
+  """
+  own = _own_replicas(prints)
+  digests = {_digest(replica.hashes) for replica in own}
+  if len(set().union(*cluster.gather(sorted(digests)))) <= 1:
+    return None
+  return describe([Replica(*r) for rs in cluster.gather(own) for r in rs], names)
+
+
+def describe(replicas: Sequence[Replica], names: Sequence[str]) -> str | None:
+  """Who differs from most of the devices, voted leaf by leaf; None if nobody.
+
+  Args:
+    replicas: of all devices.
+    names: of the leaves, in the order of the hashes.
+
+  Example:
+    >>> whole = [Replica(i, f"node{i}", "gpu:0", (7, 8)) for i in range(3)]
+    >>> whole[1] = whole[1]._replace(hashes=(7, 9))
+    >>> describe(whole, ["w", "b"])
+    'process 1 (node1, gpu:0) differs from 2 of 3 devices in b'
+  """
+  columns = list(zip(*(r.hashes for r in replicas), strict=True))
+  differing = [i for i, column in enumerate(columns) if len(set(column)) > 1]
+  if not differing:
+    return None
+  where = names[differing[0]]
+  if more := len(differing) - 1:
+    where += f" and {more} more leaves" if more > 1 else " and 1 more leaf"
+  apart: set[int] = set()
+  for i in differing:
+    value, votes = Counter(columns[i]).most_common(1)[0]
+    if 2 * votes > len(replicas):
+      apart |= {j for j, found in enumerate(columns[i]) if found != value}
+  if apart:
+    most = f"{len(replicas) - len(apart)} of {len(replicas)} devices"
+    some = _places([replicas[j] for j in sorted(apart)])
+    return f"{some} differs from {most} in {where}"
+  some = _places(replicas)
+  versions = max(len(set(columns[i])) for i in differing)
+  return (
+    f"{some} differ in {where}: {len(replicas)} devices, {versions} versions, and no "
+    "majority that says which one is right"
+  )
+
+
+def _places(replicas: Sequence[Replica]) -> str:
+  """Processes with host and devices, as words."""
+  devices: dict[tuple[int, str], list[str]] = {}
+  for r in replicas:
+    devices.setdefault((r.process, r.host), []).append(r.device)
+  words = [
+    f"process {process} ({host}, {' '.join(_few(found, 'more'))})"
+    for (process, host), found in devices.items()
+  ]
+  return " and ".join(_few(words, "more processes"))
+
+
+def _few(words: list[str], more: str) -> list[str]:
+  hidden = len(words) - _SHOWN
+  return [*words[:_SHOWN], f"{hidden} {more}"] if hidden > 0 else words
+
+
+def _own_replicas(prints: jax.Array) -> list[Replica]:
+  """The rows of this process, in the order of the mesh."""
+  shards = sorted(prints.addressable_shards, key=lambda s: s.index[0].start or 0)
+  return [
+    Replica(
+      jax.process_index(),
+      platform.node(),
+      _device_name(shard.device),
+      tuple(np.asarray(shard.data)[0].tolist()),
+    )
+    for shard in shards
+  ]
+
+
+def _device_name(device: Any) -> str:
+  """As its host counts its devices, where it does."""
+  ordinal = device.local_hardware_id
+  return f"{device.platform}:{device.id if ordinal is None else ordinal}"
+
+
+def _digest(hashes: tuple[int, ...]) -> str:
+  """All hashes of a device in 64 bits."""
+  joined = np.asarray(hashes, np.uint32).tobytes()
+  return hashlib.blake2b(joined, digest_size=8).hexdigest()
