@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from concurrent.futures import Future
 
 import jax
 
@@ -15,9 +16,19 @@ from jaxscale.report import Reporter
 
 
 def make_events(
-  reporter: Reporter, checkpoints: Checkpoints, stop: Stop
+  reporter: Reporter,
+  checkpoints: Checkpoints,
+  stop: Stop,
+  fingerprint: Future[replicas.Fingerprint] | None = None,
 ) -> loop.Events:
-  """Log, evaluate, save and stop as the config says, in the reporter's stage."""
+  """Log, evaluate, check, save and stop as the config says, in the reporter's stage.
+
+  Args:
+    reporter: shows what happens.
+    checkpoints: where to save.
+    stop: whether to.
+    fingerprint: for the comparison of replicas; None: there is none.
+  """
   experiment = reporter.experiment
   config, derived, mesh = experiment.config, experiment.derived, experiment.mesh
 
@@ -45,12 +56,17 @@ def make_events(
     reporter.evaluated(step, values)
     return values
 
-  check_every = config.checks.replicas_every_steps if mesh.size > 1 else 0
+  check_every = config.checks.replicas_every_steps
 
   def check(step, state):
+    assert fingerprint is not None
     with reporter.pause():
-      shared = state._replace(exchange_state=())  # that is each device's own
-      replicas.check(shared, mesh, step=step, before=step - check_every)
+      replicas.check(
+        replicas.shared(state),
+        fingerprint.result(),
+        step=step,
+        before=step - check_every,
+      )
 
   def save(step, state, values):
     del step
@@ -75,7 +91,7 @@ def make_events(
     evaluate=evaluate,
     save=save,
     should_stop=should_stop,
-    is_checked=lambda step: check_every > 0 and step % check_every == 0,
+    is_checked=lambda step: fingerprint is not None and step % check_every == 0,
     check=check,
   )
 

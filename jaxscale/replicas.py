@@ -39,7 +39,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale import cluster
 from jaxscale.paths import path_name
+from jaxscale.state import TrainState
 
+Fingerprint = Callable[[Any], jax.Array]  # tree -> uint32 [devices, leaves]
 _GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: neighbours land far from each other
 _SHOWN = 4  # processes in one line, and devices of each
 
@@ -76,12 +78,12 @@ class Replica(NamedTuple):
   hashes: tuple[int, ...]
 
 
-def check(tree: Any, mesh: Mesh, *, step: int, before: int = 0) -> None:
+def check(tree: Any, fingerprint: Fingerprint, *, step: int, before: int = 0) -> None:
   """Compare the copies of all devices; every process must call it.
 
   Args:
     tree: of replicated global arrays on the mesh.
-    mesh: of one device or more.
+    fingerprint: of `make_fingerprint`, compiled or not.
     step: after which this is, for the message.
     before: the step of the check before, for `good_until`.
 
@@ -90,21 +92,27 @@ def check(tree: Any, mesh: Mesh, *, step: int, before: int = 0) -> None:
       processes raise it alike.
 
   Example:
-    >>> check(state._replace(exchange_state=()), mesh, step=1000)  # doctest: +SKIP
+    >>> check(shared(state), make_fingerprint(mesh), step=1000)  # doctest: +SKIP
   """
   names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-  found = find_divergence(make_fingerprint(mesh)(tree), names)
+  found = find_divergence(fingerprint(tree), names)
   if found is not None:
     raise ReplicaDivergenceError(step, found, before)
 
 
+def shared(state: TrainState) -> TrainState:
+  """What is replicated of a state: all but what each device keeps for itself."""
+  return state._replace(exchange_state=())
+
+
 @functools.cache
-def make_fingerprint(mesh: Mesh) -> Callable[[Any], jax.Array]:
+def make_fingerprint(mesh: Mesh) -> Any:
   """Compile-ready `tree -> uint32 [devices, leaves]`: the hash of every copy.
 
   The first dim is sharded, each row on the device that it tells of, in the order
-  of the mesh. The function is made once a mesh, and compiled when it is first
-  called (`lower` compiles it before).
+  of the mesh. The function is jitted and the same for the same mesh. Compiling
+  takes seconds where there are many leaves: `lower(...).compile()` it beside
+  other work.
 
   Args:
     mesh: where the arrays are; each device has all of each.
@@ -118,7 +126,7 @@ def make_fingerprint(mesh: Mesh) -> Callable[[Any], jax.Array]:
   def own(tree):
     # Varying: from here on each device reads the copy that it has itself.
     tree = jax.tree.map(lambda x: lax.pcast(x, axes, to="varying"), tree)
-    hashes = [hash_bits(x) for x in jax.tree.leaves(tree)]
+    hashes = [_hash_bits(x) for x in jax.tree.leaves(tree)]
     return jnp.stack(hashes)[None]
 
   hashed = jax.shard_map(own, mesh=mesh, in_specs=P(), out_specs=P(axes))
@@ -138,6 +146,9 @@ def hash_bits(x: jax.Array) -> jax.Array:
     place *= jnp.uint32(size % 2**32)
     place += lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
   return jnp.sum(_mix(bits + place * jnp.uint32(_GOLDEN)), dtype=jnp.uint32)
+
+
+_hash_bits = jax.jit(hash_bits)  # many leaves have one shape: traced once
 
 
 def _words(x: jax.Array) -> jax.Array:

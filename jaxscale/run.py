@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from jaxscale import adaptive, build, cluster, loop, metrics, noise_scale
+from jaxscale import adaptive, build, cluster, loop, metrics, noise_scale, replicas
 from jaxscale.checkpoint import Checkpoints
 from jaxscale.config import AdaptiveBatch, Config
 from jaxscale.events import Stop, make_events
@@ -25,6 +25,7 @@ from jaxscale.state import TrainState
 from jaxscale.step import TrainStep
 from jaxscale.workdir import claim_workdir, describe, describe_text
 
+T = TypeVar("T")
 # Stages that are being made ready while another one trains.
 Ahead = dict[Stage, tuple[build.Experiment, Future[TrainStep]]]
 
@@ -200,7 +201,7 @@ def _train_stages(
 ) -> TrainState:
   """Train through every stage that is left, or until asked to stop."""
   experiment, step = reporter.experiment, int(state.step)
-  report = experiment.config.log.step_report
+  report, fingerprint = experiment.config.log.step_report, None
   while step < experiment.derived.total_steps and not stop.agreed:
     if 0 < step == _stage(experiment, step).start:
       experiment, state = _enter_stage(experiment, state, reporter, ahead, workdir)
@@ -214,6 +215,8 @@ def _train_stages(
       if report:
         report = False
         _report_step(reporter, train_step, state, step, first)
+    if fingerprint is None and _compares_replicas(experiment, step):
+      fingerprint = _in_background(functools.partial(_fingerprint, experiment))
     following = _stage(experiment, experiment.stage.stop)
     if following != experiment.stage and not _is_adaptive(experiment):
       after = build.at_stage(experiment, following)
@@ -222,11 +225,25 @@ def _train_stages(
       state,
       train_step,
       reporter.timed(itertools.chain([first], batches)),
-      make_events(reporter, checkpoints, stop),
+      make_events(reporter, checkpoints, stop, fingerprint),
       start=step,
       total_steps=experiment.stage.stop,
     )
   return state
+
+
+def _compares_replicas(experiment: build.Experiment, step: int) -> bool:
+  """Whether there are replicas, and a check of them is due in what is left."""
+  every = experiment.config.checks.replicas_every_steps
+  if not every or experiment.mesh.size == 1:
+    return False
+  return experiment.derived.total_steps // every > step // every
+
+
+def _fingerprint(experiment: build.Experiment) -> replicas.Fingerprint:
+  """The function that hashes a state, compiled."""
+  shared = replicas.shared(experiment.abstract_state())
+  return replicas.make_fingerprint(experiment.mesh).lower(shared).compile()
 
 
 def _report_step(
@@ -279,7 +296,7 @@ def _enter_stage(
   return build.at_stage(experiment, stage), state
 
 
-def _in_background(function: Callable[[], TrainStep]) -> Future[TrainStep]:
+def _in_background(function: Callable[[], T]) -> Future[T]:
   """Start it in a thread; the future of its result."""
   pool = ThreadPoolExecutor(1)
   future = pool.submit(function)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import digits_batch
 from test_process import record
-from test_replicas import as_processes
+from test_replicas_run import as_processes
 
 from jaxscale import build, data, metrics, run, step_report
 from jaxscale.checkpoint import Checkpoints
@@ -134,6 +134,16 @@ def test_measuring_leaves_state_and_batch_alone():
   report = step_report.measure(made, step, state, batch, rounds=3)
   assert report.compute > 0 and len(report.processes) == 1 and report.rounds == 3
   jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state))
+  # What a process has on its devices, without a copy: here all of it.
+  own = submesh(made.mesh, [*made.mesh.devices.flat])
+  local, rows = step_report._on(own, state, batch)
+  for a, b in zip(*map(jax.tree.leaves, ((local, rows), (state, batch))), strict=True):
+    assert a.sharding.mesh == own
+    np.testing.assert_array_equal(a, b)
+    pointers = [
+      [s.data.unsafe_buffer_pointer() for s in x.addressable_shards] for x in (a, b)
+    ]
+    assert pointers[0] == pointers[1]
   step(state, batch)  # neither was donated
 
 
@@ -223,6 +233,7 @@ for report in ("False", "True"):
 """
 
 
+@pytest.mark.slow
 def test_two_processes_time_themselves_alone(tmp_path):
   code = PROCESS.format(config=CONFIG | MLP, workdir=str(tmp_path))
   results = as_processes([sys.executable, "-c", code])
