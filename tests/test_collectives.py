@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale import collectives
 from jaxscale.collectives import Dim, Plan, plan
+from jaxscale.collectives.dims import axis_dims
+from jaxscale.scaling import hlo
 from jaxscale.settings import ConfigError
 
 SIZES = (0, 1, 2, 3, 5, 7, 8, 9, 13, 16, 17, 31, 63, 64, 65, 97, 127, 257, 1000, 1021)
@@ -191,7 +193,36 @@ def test_an_axis_is_split_by_permutes_within_it(dims):
   assert sent[0] == ("collective-permute", 208 // dims[0] * 4)
 
 
-@pytest.mark.parametrize("form", ["ring", "torus", "hierarchical", "psum", "halves"])
+@pytest.mark.parametrize("algorithm", collectives.ALGORITHMS)
+@pytest.mark.parametrize(
+  "shape, payload", [((2, 4), "float16"), ((2, 2, 2), None), ((8,), "bfloat16")]
+)
+def test_every_axis_carries_its_own_bytes(shape, payload, algorithm):
+  """2 M/P (1 - 1/n), P the devices of the faster axes: the slow ones get the least.
+
+  The totals above are the same whichever axis goes first, and hold of one `psum`.
+  """
+  mesh, size = mesh_of(shape), 24 * 8
+  by = plan(mesh.shape, 0, algorithm)
+  if algorithm == "torus":
+    by = by._replace(dims=axis_dims(mesh.shape))
+  reduce = collectives.reducer(mesh, by, payload, payload and "float32")
+  rows = jax.ShapeDtypeStruct((8, size), "float32")
+  table = hlo.collectives(reduce.lower(rows).compile(), mesh)
+  together = {"ring": [mesh.axis_names], "psum": [mesh.axis_names],
+              "hierarchical": [mesh.axis_names[1:], mesh.axis_names[:1]]}  # fmt: skip
+  left, wanted = size * (2 if payload else 4), {}
+  for axes in together.get(algorithm, [(a,) for a in reversed(mesh.axis_names)]):
+    if n := math.prod(mesh.shape[a] for a in axes) if axes else 0:
+      wanted[axes], left = 2 * left * (n - 1) / n, left // n
+  sent = dict.fromkeys(wanted, 0.0)
+  for row in table:  # a step of a ring over all axes may move along one of them
+    sent[row.axes if algorithm != "ring" else mesh.axis_names] += row.wire_bytes
+    assert row.dtypes == ("u16" if payload else "f32",), row
+  assert sent == wanted
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_low_precision_payload_summed_in_float32(form, dtype):
   """What is added is rounded once, and sums once a dimension: not once a device."""
@@ -202,7 +233,7 @@ def test_a_low_precision_payload_summed_in_float32(form, dtype):
   options = {"payload": jnp.dtype(dtype), "accumulate": jnp.float32}
   (found,) = reduce_rows(lambda x, axes: FORMS[form](x, axes, **options), mesh, [rows])
   exact, half = rows.astype(np.float64).sum(0), jnp.finfo(dtype).eps / 2
-  dims = 1 if form in ("ring", "halves", "psum") else 2
+  dims = {"torus": 2, "hierarchical": 2, "split": 3, "halving_doubling": 3}.get(form, 1)
   shards = [np.asarray(s.data) for s in found.addressable_shards]
   assert all(s.tobytes() == shards[0].tobytes() for s in shards)
   # Ends of `halves` are in float32, and rounded nowhere but on the way there.

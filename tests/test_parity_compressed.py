@@ -128,7 +128,7 @@ def unaccounted(found: Run, optimizer: str) -> float:
     came = N * sum(np.float64(mean[optimizer][leaf]) for mean in found.means)
     left = found.kept["residual"][optimizer][leaf].sum(0, dtype=np.float64)
     if "owner" in found.kept:
-      stripes = np.float64(found.kept["owner"][optimizer][leaf])
+      stripes = np.asarray(found.kept["owner"][optimizer][leaf], np.float64)
       count = columns(shape, N).count
       all_columns = stripes.reshape(-1, stripes.shape[-1])[:count]
       left = left + all_columns.T.reshape(shape)
