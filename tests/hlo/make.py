@@ -25,6 +25,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxscale import exchange
+from jaxscale.exchange.in_backward import all_but, in_backward
 from jaxscale.state import abstract_state
 from jaxscale.step import make_train_step
 
@@ -75,6 +76,30 @@ def step(mesh):
   state = abstract_state(init, tx, mesh, plain)
   return make_train_step(loss, tx, mesh, plain).lower(
     state, {"x": shape(mesh, (2048, 512), AXES)}
+  )
+
+
+def scanned(mesh):
+  """Our step of 4 layers in a scan, each exchanged in the backward pass of it."""
+  tag, by = in_backward(AXES), all_but(exchange.plain(AXES), lambda path: True, AXES)
+
+  def init(key):
+    return jax.random.normal(key, (4, 1024, 4096)), {}
+
+  def loss(params, model_state, batch, keys):
+    def layer(h, w):
+      w = tag(w).astype(jnp.bfloat16)
+      return h + jax.nn.relu(h @ w) @ w.T, None
+
+    h, _ = lax.scan(layer, batch["x"].astype(jnp.bfloat16), params)
+    value = jnp.sum(h.astype(jnp.float32) ** 2)
+    rows = jax.random.key_data(keys)[:, 0] >= 0
+    return value, (model_state, {"examples": rows.sum(dtype=jnp.int32), "loss": value})
+
+  tx = optax.sgd(0.1)
+  state = abstract_state(init, tx, mesh, by)
+  return make_train_step(loss, tx, mesh, by).lower(
+    state, {"x": shape(mesh, (65536, 1024), AXES)}
   )
 
 
@@ -168,7 +193,8 @@ def main():
   )
   for name, topology, function in (
     ("tpu_step", tpu, step), ("tpu_layers", tpu, layers), ("tpu_kinds", tpu, kinds),
-    ("tpu_slices", slices, gradient),
+    ("tpu_slices", slices, gradient), ("tpu_in_backward", slices, scanned),
+    ("gpu_in_backward", gpu, scanned),
     ("gpu_step", gpu, step), ("gpu_layers", gpu, layers), ("gpu_kinds", gpu, kinds),
   ):  # fmt: skip
     if sys.argv[1:] and name not in sys.argv[1:]:
