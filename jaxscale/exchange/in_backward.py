@@ -42,9 +42,10 @@ def in_backward(
 ) -> Callable[[Any], Any]:
   """An identity on parameters that averages their gradients over devices.
 
-  Call it in the body of the scan, on the parameters of its one layer and before
-  they are cast, else the gradients cross the network in what they were cast to.
-  With `jax.checkpoint`, inside of what is recomputed: nothing is sent twice.
+  Call it in the body of the scan, on the parameters of its one layer: before they
+  are cast, else the gradients cross the network in what they were cast to, and once,
+  else each call exchanges a gradient of its own. With `jax.checkpoint`, inside of
+  what is recomputed: nothing is sent twice.
 
   Every micro-batch is exchanged: with `accumulate_steps` of A the network carries A
   times the bytes of an exchange that follows the last one. And the step sees no
