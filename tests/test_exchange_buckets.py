@@ -172,6 +172,17 @@ def test_bytes_of_one_bit_are_the_bits_and_two_floats_a_column():
   assert got == [("all-gather", "u8", payload), ("all-to-all", "u8", payload)]
 
 
+def test_bytes_of_one_bit_where_nothing_divides():
+  """37 bits are 5 bytes; 130 columns are 8 stripes of 17; a tiny bias stays float32."""
+  got = collectives(one_bit(AXES, num_devices=N), {"b": (3,), "w": (37, 130)})
+  payload = 8 * 17 * (5 + 8)
+  assert got == [
+    ("all-gather", "u8", payload),
+    ("all-reduce", "f32", 12),
+    ("all-to-all", "u8", payload),
+  ]
+
+
 def test_bytes_of_top_k():
   got = collectives(top_k(AXES, num_devices=N, share=0.01), W)
   assert got == [("all-gather", "s32", N * 2 * 4 * 82)]  # of 8,192
