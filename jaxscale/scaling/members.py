@@ -52,6 +52,8 @@ def _slice_axes(
   if sizes is None or "megascale" not in found.text:
     return None
   left, axes = int(np.prod(list(sizes.values()), dtype=int)), []
+  if (megascale(found) or ("", 0))[1] == left:  # between all, those of a slice too
+    return tuple(axis for axis, size in sizes.items() if size > 1)
   for axis, size in sizes.items():
     if left == num_devices:
       break
@@ -65,12 +67,16 @@ def is_network(send: Instruction) -> bool:
 
 
 def megascale(found: Instruction) -> tuple[str, int] | None:
-  """(kind, slices) of a transfer between slices of TPUs; None for what is none."""
+  """(kind, members) of a transfer between slices of TPUs; None for what is none.
+
+  Members are slices, `"{1,2}x{0:3}"`, each device with its like in the others; or,
+  of an all-to-all over more than them, single devices, `{{100000,...,200003}}`.
+  """
   kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', found.text)
   if kind is None:
     return None
   name = kind.group(1).lower().replace("_", "-")
-  slices = re.search(r'_xla_megascale_target="\{([\d,]*)\}', found.text)
+  slices = re.search(r'_xla_megascale_target="?\{+([\d,]*)\}', found.text)
   count = len(slices.group(1).split(",")) if slices else 2
   return (name, count) if name in COLLECTIVES else ("send", 2)
 
