@@ -32,11 +32,11 @@ from jaxscale.trials import Outcome, Trial, run_trials
 
 CONFIG = "configs/fashion_mnist_exchange.py"
 LABELS = {
-  "plain": "plain (psum)", "bf16": "bfloat16", "fp16": "float16, scaled",
-  "int8": "int8, blocks of 256", "one_bit": "1-bit, error feedback",
-  "top_k": "top-k 1 %, error feedback", "power_sgd": "PowerSGD, rank 4",
-  "delayed": "one step late", "local_sgd": "local SGD, every 14 steps",
-  "diloco": "DiLoCo, every 14 steps", "block_momentum": "BMUF, every 14 steps",
+  "plain": "plain (psum)", "bf16": "bfloat16", "int8": "int8, blocks of 256",
+  "one_bit": "1-bit, error feedback", "top_k": "top-k 1 %, error feedback",
+  "power_sgd": "PowerSGD, rank 4", "delayed": "one step late",
+  "block_momentum": "BMUF, every 14 steps", "diloco": "DiLoCo, every 14 steps",
+  "fp16": "float16, scaled", "local_sgd": "local SGD, every 14 steps",
 }  # fmt: skip
 CHANCE = 0.1
 
