@@ -2,7 +2,7 @@
 
 import pytest
 from conftest import run_train
-from test_process import newest_step, start, wait_until
+from test_process import newest_step, run_processes, start, wait_until
 
 from jaxscale.checkpoint import Checkpoints
 
@@ -74,3 +74,15 @@ def test_workers_of_their_own_do_not(tmp_path):
   assert run_train(workdir, *QUICK, *LOCAL, num_devices=4).returncode == 0
   assert run_train(whole, *QUICK, *LOCAL, num_devices=4).returncode == 0
   assert checksums(workdir) == checksums(whole)
+
+
+def test_two_processes_hold_the_same(tmp_path):
+  """1-bit gradients over gloo; all copies are compared every 10 steps."""
+  checked = "--config.checks.replicas_every_steps=10"
+  args = [*QUICK, *COMPRESSED, checked]
+  results = run_processes(tmp_path / "two", 2, 2, *args, config="configs/digits.py")
+  assert [code for *_, code in results] == [0, 0], results[0][1] + results[1][1]
+  assert "done: held-out accuracy" in results[0][0]
+  # And one process goes on from what two have saved: here it evaluates.
+  done = run_train(tmp_path / "two", *args, num_devices=4)
+  assert "all 90 steps are done" in done.stdout
