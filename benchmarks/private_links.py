@@ -1,0 +1,101 @@
+"""Processes that reach each other only through links of a given rate.
+
+Every process has a network namespace of its own, as a machine has: one card `eth0`
+(a veth) on a switch (a bridge in one more namespace), and the token bucket of
+`tc` at both ends of the cable, so that a process neither sends nor receives faster
+than the rate. Only bandwidth is imitated: latency is the kernel's, some 50 us, and
+all processes still share the cores of one machine. Nothing outside of the
+namespaces changes, and they vanish with their processes.
+
+Needs Linux, root, and `ip`, `tc`, `unshare` and `nsenter`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from typing import Any
+
+NET = "10.77.0."  # exists in the namespaces alone
+# Above one segment of 64 KB as TCP hands it down, else tbf cuts it into packets and
+# the processor is what is measured; 50 ms is the queue of a switch's port.
+BUCKET = ("burst", "256k", "latency", "50ms")
+# gloo listens on what the host's name resolves to: the address itself.
+START = 'hostname "$0" && read go && exec "$@"'
+
+
+def why_not() -> str | None:
+  """What is missing here to make such links; None: nothing."""
+  missing = [x for x in ("ip", "tc", "unshare", "nsenter") if not shutil.which(x)]
+  if missing:
+    return f"no {', '.join(missing)} here"
+  if os.geteuid() != 0:
+    return "network namespaces need root"
+  probe = "ip link add eth0 type veth peer name eth1 && ip link add br0 type bridge"
+  probe += f" && tc qdisc add dev eth0 root tbf rate 1gbit {' '.join(BUCKET)}"
+  done = subprocess.run(
+    ["unshare", "--net", "--uts", "sh", "-c", probe], capture_output=True, text=True
+  )
+  return f"the kernel refuses: {done.stderr.strip()}" if done.returncode else None
+
+
+def switch() -> subprocess.Popen[str]:
+  """A process in whose namespace the bridge is; it ends with its stdin."""
+  holder = subprocess.Popen(
+    ["unshare", "--net", "cat"], stdin=subprocess.PIPE, text=True
+  )
+  _wait_for_namespace(holder)
+  _inside(holder, "ip link add br0 type bridge")
+  _inside(holder, "ip link set br0 up")
+  return holder
+
+
+def address(index: int) -> str:
+  """Of process `index`."""
+  return f"{NET}{index + 1}"
+
+
+def command(index: int, program: list[str]) -> list[str]:
+  """A program that waits in a namespace of its own until `connect` was called."""
+  start = ["unshare", "--net", "--uts", "sh", "-c", START]
+  return [*start, address(index), *program]
+
+
+def connect(holder: Any, index: int, process: Any, rate: str) -> None:
+  """Plug a process into the switch, and let it start.
+
+  Args:
+    holder: of `switch`.
+    index: of the process.
+    process: a `Popen` of `command`, with a pipe for its stdin.
+    rate: as `tc` writes it, "1gbit" say.
+  """
+  _wait_for_namespace(process)
+  port, bucket = f"v{index}", f"root tbf rate {rate} {' '.join(BUCKET)}"
+  _inside(holder, f"ip link add {port} type veth peer name eth0 netns {process.pid}")
+  _inside(holder, f"ip link set {port} master br0 up")
+  _inside(holder, f"tc qdisc add dev {port} {bucket}")
+  _inside(process, f"ip addr add {address(index)}/24 dev eth0")
+  _inside(process, f"tc qdisc add dev eth0 {bucket}")
+  _inside(process, "ip link set eth0 up")
+  _inside(process, "ip link set lo up")
+  process.stdin.write("go\n")
+  process.stdin.flush()
+
+
+def _inside(process: Any, words: str) -> None:
+  subprocess.run(
+    ["nsenter", f"--net=/proc/{process.pid}/ns/net", *words.split()], check=True
+  )
+
+
+def _wait_for_namespace(process: Any) -> None:
+  """Until the process has left the namespace that it was started in."""
+  ours = os.readlink("/proc/self/ns/net")
+  deadline = time.monotonic() + 10
+  while os.readlink(f"/proc/{process.pid}/ns/net") == ours:
+    if process.poll() is not None or time.monotonic() > deadline:
+      raise RuntimeError("unshare did not make a network namespace")
+    time.sleep(0.01)
