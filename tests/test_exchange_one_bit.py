@@ -141,3 +141,19 @@ def test_another_number_of_devices_is_refused_before_compiling():
 
   with pytest.raises(ConfigError, match=r"one_bit.num_devices=8: the axes.*have 4"):
     jax.eval_shape(jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P()), g)
+
+
+def test_tensors_of_equal_columns_stay_apart():
+  """They are one array inside."""
+  shapes = {"a": (3, 3, 5, 17), "b": (45, 17), "c": (1, 45, 17), "d": (40,), "e": (40,)}
+  grads = gradients(2, shapes=shapes)
+  means, state = run(one_bit(AXES, num_devices=N), grads)
+  for name, shape in shapes.items():
+    count = shape[-1] if len(shape) > 1 else 1
+    wanted, residual, owner = reference(grads[name].reshape(2, N, -1, count))
+    close = {"rtol": 1e-5, "atol": 1e-5 * np.abs(grads[name]).max()}
+    np.testing.assert_allclose(np.reshape(means[name], wanted.shape), wanted, **close)
+    left = np.reshape(state["residual"][name], residual.shape)
+    np.testing.assert_allclose(left, residual, **close)
+    own = np.asarray(state["owner"][name]).reshape(-1, owner.shape[0])
+    np.testing.assert_allclose(own[: owner.shape[1]].T, owner, **close)
