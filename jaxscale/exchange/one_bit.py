@@ -156,10 +156,13 @@ def resize(state: Any, num_devices: int) -> Any:
   def tensor(residual, owner):
     shape, old = residual.shape[1:], len(owner)
     size = columns(shape, num_devices)
-    left = _from_stripes(owner, shape, columns(shape, old))
+    whole = owner.reshape(-1, size.rows)[: size.count]  # a row a column
     if shrinks(shape, num_devices):
-      owner = _to_stripes(left * (num_devices / old), size, num_devices)
+      missing = num_devices * size.own - size.count
+      cut = jnp.pad(whole * (num_devices / old), ((0, missing), (0, 0)))
+      owner = cut.reshape(num_devices, size.own, size.rows)
       return mean_for_all(residual, num_devices), owner
+    left = whole.T.reshape(shape)
     none = jnp.zeros((num_devices, size.own, size.rows), owner.dtype)
     mean = mean_for_all(residual, num_devices) + copies(left / old, num_devices)
     return mean, none
