@@ -126,11 +126,18 @@ def go(workers: list[Any]) -> None:
 def measure(asked: argparse.Namespace, link: str) -> dict[str, Any]:
   with processes(asked, link) as workers:
     answers(workers)
+    say(f"{link}: compiling {len(asked.names)} exchanges")
     for some in (workers[:1], workers[1:]):  # the first has the cores to itself
       go(some)
       answers(some)
+    say(f"{link}: {asked.pairs} turns of the default, {asked.rounds} of all")
     go(workers)
     return answers(workers)[0]
+
+
+def say(text: str) -> None:
+  """For people, on stderr; stdout has the JSON line alone."""
+  print(text, file=sys.stderr, flush=True)
 
 
 def ratios(times: dict[str, list[float]], name: str) -> dict[str, Any]:
@@ -161,11 +168,7 @@ def table(measured: dict[str, Any]) -> dict[str, Any]:
 
 
 def show(link: str, found: dict[str, Any]) -> None:
-  """A table for people, on stderr; stdout has the JSON line."""
-
-  def say(text):
-    print(text, file=sys.stderr)
-
+  """A table for people."""
   default = found["default"]
   low, high = default["quartiles"]
   say(f"\n{link}: {found['neighbour_gbit_s']} Gbit/s to a neighbour; the default takes "
@@ -184,7 +187,7 @@ def main() -> None:
   for link in asked.links.split(","):
     if link != LOOPBACK and (reason := private_links.why_not()):
       left_out[link] = reason
-      print(f"{link} left out: {reason}", file=sys.stderr)
+      say(f"{link} left out: {reason}")
       continue
     links[link] = table(measure(asked, link))
     show(link, links[link])
