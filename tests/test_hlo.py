@@ -350,22 +350,6 @@ def test_two_slices_of_a_tpu():
   assert between.is_async
 
 
-def test_an_all_to_all_over_slices_goes_to_each_device():
-  """The host carries also what stays in the slice: 7 of 8 parts."""
-  whole = """HloModule m, is_scheduled=true, num_partitions=4
-  ENTRY %m (p: u16[8,100]) -> u16[8,100] {
-    %p = u16[8,100]{1,0} parameter(0)
-    %t = token[] after-all()
-    %s = (u16[8,100]{1,0}, u32[], token[]) send(%p, %t), is_host_transfer=true, """
-  whole += """frontend_attributes={_xla_host_transfer_rendezvous="a_0",\
-_xla_megascale_target={{100000,100001,100002,100003,200000,200001,200002,200003}},\
-_xla_megascale_transfer_type="ALL_TO_ALL"}
-    ROOT %r = u16[8,100]{1,0} copy(%p)
-  }"""
-  (sent,) = hlo.collectives(whole, GRID)
-  assert rows([sent]) == [("all-to-all", ("replica", "data"), 1, 1600, 1400)]
-
-
 def test_summary_is_for_people():
   lines = hlo.summary(fixture("gpu_layers")).splitlines()
   assert [x.split()[:4] for x in lines[1:3]] == [

@@ -217,28 +217,39 @@ def _line(rows: list[Collective]) -> tuple[str, ...]:
   )
 
 
-def _walk(program: _Program, name: str, place: _Place) -> Iterator[Collective]:
-  """The collectives of a computation and of those that it runs."""
+def _walk(
+  program: _Program, name: str, place: _Place, begun: frozenset[str] = frozenset()
+) -> Iterator[Collective]:
+  """The collectives of a computation and of those that it runs.
+
+  Args:
+    program: that the computation is in.
+    name: of the computation.
+    place: of it.
+    begun: collectives that are open where it runs: fusions in it carry them on.
+  """
   module = program.module
   computation = module.computations.get(name, {})
   schedule = list(computation.values())
   before = np.cumsum([0.0, *(program.cost(computation, i) for i in schedule)])
-  open_fusions: set[str] = set()
+  open_fusions = set(begun)
   for i, instruction in enumerate(schedule):
     if instruction.opcode in ("while", "call", "conditional"):
       for inner in called(instruction):
         inside = _inside(module, computation, instruction, inner, place)
-        yield from _walk(program, inner, inside)
+        yield from _walk(program, inner, inside, frozenset(open_fusions))
       continue
     found_in, marks = _collectives_of(module, computation, instruction)
     is_fusion = instruction.opcode == "fusion"
     for found, home in found_in:
       key = _key(found)
-      if "AsyncCollectiveDone" in marks or (is_fusion and key in open_fusions):
+      starts = "AsyncCollectiveStart" in marks
+      carried_on = is_fusion and key in open_fusions and not starts
+      if "AsyncCollectiveDone" in marks or carried_on:
         # The end of one that was begun, or a fusion that carries it on.
         open_fusions -= {key} if "AsyncCollectiveDone" in marks else set()
         continue
-      if "AsyncCollectiveStart" in marks:
+      if starts:
         open_fusions.add(key)
       begins = instruction.opcode.endswith("-start") or instruction.opcode == "send"
       begins |= key in open_fusions
