@@ -35,7 +35,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import private_links
 from common import report
-from exchange_worker import BASELINE, DEFAULT, MARK, exchanges
+from exchange_worker import BASELINE, DEFAULT, MARK, NAMES
 
 LOOPBACK = "loopback"
 NOTE = (
@@ -54,15 +54,10 @@ def parse() -> argparse.Namespace:
   )
   parser.add_argument("--only", default="", help="names of exchanges, with commas")
   asked = parser.parse_args()
-  # The names do not depend on the mesh.
-  names = list(exchanges(("replica", "data"), asked.procs))
-  asked.names = names[:2] + [
-    n for n in asked.only.split(",") if n and n not in names[:2]
-  ]
-  if not asked.only:
-    asked.names = names
-  if unknown := [n for n in asked.names if n not in names]:
-    parser.error(f"--only: no {', '.join(unknown)}; there are {', '.join(names)}")
+  some = [n for n in asked.only.split(",") if n and n not in NAMES[:2]]
+  asked.names = [*NAMES[:2], *some] if asked.only else list(NAMES)
+  if unknown := [n for n in asked.names if n not in NAMES]:
+    parser.error(f"--only: no {', '.join(unknown)}; there are {', '.join(NAMES)}")
   if min(asked.procs - 1, asked.rounds, asked.pairs) < 1:
     parser.error("give --procs >= 2, --rounds >= 1, --pairs >= 1")
   return asked

@@ -16,7 +16,7 @@ from jaxscale import collectives
 from jaxscale import config as cfg
 from jaxscale.derive import Derived
 from jaxscale.exchange import Exchange, plain, planned
-from jaxscale.exchange.buckets import bucketed
+from jaxscale.exchange.buckets import best_bucket_bytes, bucketed
 from jaxscale.exchange.delayed import delayed, warm_start
 from jaxscale.exchange.local import (
   LocalUpdate,
@@ -106,9 +106,12 @@ def _all_reduce(
   if isinstance(chosen, cfg.HalfPrecision):
     options = {"sum_in": chosen.sum_in, "bucket_bytes": chosen.bucket_bytes}
     return half_precision(axes, chosen.dtype, by=by, **options), notes
-  if chosen.bucket_bytes is not None:
+  bucket_bytes = chosen.bucket_bytes
+  if by.algorithm == "psum" and bucket_bytes is None:
+    bucket_bytes = best_bucket_bytes(mesh)
+  if bucket_bytes is not None:
     reduce = functools.partial(collectives.sum_tree, by=by)
-    return bucketed(axes, bucket_bytes=chosen.bucket_bytes, reduce=reduce), notes
+    return bucketed(axes, bucket_bytes=bucket_bytes, reduce=reduce), notes
   return (plain(axes) if by.algorithm == "psum" else planned(by)), notes
 
 

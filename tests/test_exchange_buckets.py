@@ -1,6 +1,7 @@
 """Buckets, one step late, and how many bytes each exchange really sends."""
 
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from test_exchange_contract import (
 )
 
 from jaxscale.exchange import Exchange, plain
-from jaxscale.exchange.buckets import bucketed, layout, pack, unpack
+from jaxscale.exchange.buckets import best_bucket_bytes, bucketed, layout, pack, unpack
 from jaxscale.exchange.delayed import delayed, warm_start
 from jaxscale.exchange.low_precision import half_precision, int8
 from jaxscale.exchange.one_bit import one_bit
@@ -200,3 +201,18 @@ def test_tensors_of_a_group_share_their_collectives():
     got = collectives(exchange, {"a": (64, 128), "b": (99, 64), "c": (7,)})
     kinds = [kind for kind, _, _ in got]
     assert len(set(kinds)) == len(kinds) <= 3  # one of each, one psum of what is tiny
+
+
+def test_buckets_are_for_processes_on_cpus():
+  """The mesh's devices decide: gloo takes tensors one after another."""
+
+  def mesh(platform, *processes):
+    made = [
+      types.SimpleNamespace(platform=platform, process_index=p) for p in processes
+    ]
+    return types.SimpleNamespace(devices=np.array(made, object))
+
+  assert best_bucket_bytes(make_mesh()) is None
+  assert best_bucket_bytes(mesh("cpu", 0, 0)) is None
+  assert best_bucket_bytes(mesh("gpu", 0, 1)) is None
+  assert best_bucket_bytes(mesh("cpu", 0, 1)) == 25 * 2**20

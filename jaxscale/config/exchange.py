@@ -20,7 +20,8 @@ class AllReduce:
     dims: of "torus", as "data:4", fastest links first; (): the planner's.
     links: file of `python -m jaxscale.collectives.bench --json FILE`; None: links
       are assumed.
-    bucket_bytes: gradients travel in flat buckets of this size; None: as tensors.
+    bucket_bytes: gradients travel in flat buckets of this size; None: as tensors,
+      or for "psum" between processes on CPUs in buckets of 25 MiB.
     delayed: apply the mean of the step before, so that the exchange can hide.
   """
 
