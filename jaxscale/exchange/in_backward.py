@@ -19,7 +19,8 @@ benchmarks/overlap.py)
     one TPU v5e slice    nothing: XLA's all-reduce is synchronous there
     CPU                  the programs do not tell
 
-by `lax.psum`. A hierarchy or ring in its place was worse on each of them.
+by `lax.psum`. By a hierarchy or a ring less was hidden, or the copies cost more
+compute than the hiding is worth.
 
 The mean is linear, so to scale gradients afterwards, as the train step does, or to
 add those of micro-batches, is the same mathematics. `all_but` makes the exchange
