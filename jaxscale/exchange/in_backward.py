@@ -15,7 +15,7 @@ benchmarks/overlap.py)
     two TPU v5e slices   7 of 8 layers' sums between the slices have a third of the
                          step's compute beside them; within a slice half of the
                          all-gathers a little, the reduce-scatters nothing
-    2 hosts of 4 H100    all layers' sums, 24 % of the step's compute; 4 % after it
+    2 hosts of 4 H100    all layers' sums, 20 % of the step's compute; 3 % after it
     one TPU v5e slice    nothing: XLA's all-reduce is synchronous there
     CPU                  the programs do not tell
 
