@@ -1,5 +1,7 @@
 """Runs whose devices keep something for themselves: killed, resumed, moved."""
 
+import shutil
+
 import pytest
 from conftest import run_train
 from test_process import newest_step, run_processes, start, wait_until
@@ -41,9 +43,15 @@ def kill_after(workdir, *args, step):
   process.communicate()
 
 
-def test_what_was_not_sent_survives_a_kill_bit_for_bit(tmp_path, uninterrupted):
-  workdir = tmp_path / "run"
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+  workdir = tmp_path_factory.mktemp("killed") / "run"
   kill_after(workdir, *COMPRESSED, step=40)
+  return workdir
+
+
+def test_what_was_not_sent_survives_a_kill_bit_for_bit(tmp_path, uninterrupted, killed):
+  workdir = shutil.copytree(killed, tmp_path / "run")
   done = run_train(workdir, *QUICK, *COMPRESSED, num_devices=4)
   assert done.returncode == 0, done.stderr
   assert "going on from the checkpoint of step" in done.stdout
@@ -52,9 +60,8 @@ def test_what_was_not_sent_survives_a_kill_bit_for_bit(tmp_path, uninterrupted):
   assert any(name.startswith("exchange_state/inner/inner/owner") for name in names)
 
 
-def test_what_was_not_sent_goes_on_with_other_devices(tmp_path):
-  workdir = tmp_path / "run"
-  kill_after(workdir, *COMPRESSED, step=40)
+def test_what_was_not_sent_goes_on_with_other_devices(tmp_path, killed):
+  workdir = shutil.copytree(killed, tmp_path / "run")
   done = run_train(workdir, *QUICK, *COMPRESSED, num_devices=2)
   assert done.returncode == 0, done.stderr
   assert "carried over from 4 devices to 2" in done.stdout

@@ -30,6 +30,8 @@ CONFIGS = [
   "configs/resnet50_nesterov_32k.py",
   "configs/alexnet_bn_32k.py",
   "configs/resnet101_imagenet22k.py",
+  "configs/fashion_mnist_exchange.py:one_bit",
+  "configs/fashion_mnist_exchange.py:block_momentum",
 ]
 SHAPES = {
   "fashion_mnist": ((28, 28, 1), 10, 60_000),

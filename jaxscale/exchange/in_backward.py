@@ -166,7 +166,7 @@ def all_but(
     means = [next(passed) if p else m for p, m in zip(passes, means, strict=True)]
     return structure.unflatten(means), state
 
-  return Exchange(init, exchange)
+  return Exchange(init, exchange, inner.resize)
 
 
 def _passed(
