@@ -121,6 +121,8 @@ def experiment(config: cfg.Config) -> Experiment:
     data=config.mesh.data,
     bn_devices=max(span.bn_devices for span in spans),
   )
+  for stage in derived.stages:  # those to come are refused now
+    exchange_parts.make_sync(config, derived, stage, mesh)
   model = parts.make_model(config, eval_data.info, mesh, spans[0])
   _check_paths(config, model)
   eval_step = make_eval_step(losses.classification_totals(model.apply), mesh)

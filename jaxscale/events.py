@@ -69,9 +69,11 @@ def make_events(
       )
 
   def save(step, state, values):
-    del step
     with reporter.pause():
-      checkpoints.save(state, values)
+      try:
+        checkpoints.save(state, values)
+      except FloatingPointError as e:  # what a delayed exchange has not sent yet
+        raise loop.NonFiniteError(step, str(e)) from None
 
   def should_stop(step):
     # Every process has seen the same evaluations, but not the same Ctrl-C: on

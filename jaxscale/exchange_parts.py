@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jaxscale import collectives
 from jaxscale import config as cfg
+from jaxscale.collectives import Link, Measured
 from jaxscale.derive import Derived
 from jaxscale.exchange import Exchange, plain, planned
 from jaxscale.exchange.buckets import best_bucket_bytes, bucketed
@@ -75,7 +76,9 @@ def make_exchange(
   plain_epochs = getattr(chosen, "plain_epochs", 0.0)
   if plain_epochs:
     examples = math.ceil(plain_epochs * derived.num_train)
-    made = warm_start(made, axes, steps=step_at(derived.stages, examples))
+    # The first that a delayed exchange sends are zeros.
+    steps = step_at(derived.stages, examples) + chosen.delayed
+    made = warm_start(made, axes, steps=steps)
   return delayed(made) if chosen.delayed else made, notes
 
 
@@ -85,24 +88,19 @@ def _all_reduce(
   """By the algorithm asked for, in 32 or 16 bits, in buckets or not."""
   axes, sizes = mesh.axis_names, dict(mesh.shape)
   half = chosen.dtype if isinstance(chosen, cfg.HalfPrecision) else None
-  links, measured = None, []
-  if chosen.links is not None:
-    links, measured = collectives.read_measurements(chosen.links)
-  given = links or collectives.default_links(AXES)
-  given = {axis: given[axis] for axis in given if axis in sizes}
-  if BN_AXIS in axes:
-    given[BN_AXIS] = given["data"]  # neighbours of that axis
+  links, measured, source = _links(chosen, sizes)
   planned_for = () if chosen.algorithm == "psum" else params()
   num_bytes = collectives.payload_bytes(planned_for, half)
+  if chosen.bucket_bytes is not None:  # of float32, whatever is sent
+    num_bytes = min(num_bytes, chosen.bucket_bytes // (2 if half else 1))
   dims = [(axis, int(n)) for axis, _, n in (d.partition(":") for d in chosen.dims)]
   by = collectives.plan(
-    sizes, min(num_bytes, chosen.bucket_bytes or num_bytes), chosen.algorithm,
-    dims=dims or None, links=given, measured=measured,
+    sizes, num_bytes, chosen.algorithm, dims=dims or None, links=links,
+    measured=measured,
   )  # fmt: skip
   notes = []
   if chosen.algorithm in ("auto", "torus"):
-    source = "assumed links" if links is None else chosen.links
-    notes = [f"exchange by {by}, on {source}, for {num_bytes / 1e6:.3g} MB a step"]
+    notes = [f"exchange by {by}, for {num_bytes / 1e6:.3g} MB at once, {source}"]
   if isinstance(chosen, cfg.HalfPrecision):
     options = {"sum_in": chosen.sum_in, "bucket_bytes": chosen.bucket_bytes}
     return half_precision(axes, chosen.dtype, by=by, **options), notes
@@ -113,6 +111,33 @@ def _all_reduce(
     reduce = functools.partial(collectives.sum_tree, by=by)
     return bucketed(axes, bucket_bytes=bucket_bytes, reduce=reduce), notes
   return (plain(axes) if by.algorithm == "psum" else planned(by)), notes
+
+
+def _links(
+  chosen: cfg.AllReduce, sizes: dict[str, int]
+) -> tuple[dict[str, Link], list[Measured], str]:
+  """Links of the mesh's axes, what was measured on such a mesh, and whose they are."""
+  if chosen.links is None:
+    found, measured = collectives.default_links(AXES), []
+    source = "planned by assumed links"
+  else:
+    try:
+      found, measured = collectives.read_measurements(chosen.links)
+    except ConfigError as e:
+      raise ConfigError(f"links={e}") from None
+    measured = collectives.measured_on(sizes, measured)
+    source = f"as measured in {chosen.links}" if measured else (
+      f"planned by the links of {chosen.links}: no mesh of this shape was measured"
+    )  # fmt: skip
+  if BN_AXIS in sizes and "data" in found:
+    found = found | {BN_AXIS: found["data"]}  # neighbours of that axis
+  missing = [axis for axis, n in sizes.items() if n > 1 and axis not in found]
+  if missing:
+    raise ConfigError(
+      f"links={chosen.links}: has no {missing[0]!r}, measure it on the mesh of the "
+      f"run: --mesh {'x'.join(str(sizes[a]) for a in AXES)}"
+    )
+  return {axis: found[axis] for axis in found if axis in sizes}, measured, source
 
 
 class Agreement(NamedTuple):

@@ -82,6 +82,7 @@ class Reporter:
 
   def enter(self, experiment: build.Experiment) -> None:
     """Another stage begins."""
+    notes = [n for n in experiment.notes if n not in self.experiment.notes]
     self.experiment = experiment
     total = experiment.derived.total_steps
     self._progress.expect(total, self._examples(total))
@@ -89,6 +90,8 @@ class Reporter:
     size = f", images of {stage.image_size}" if stage.image_size else ""
     self._damage.watch("training", experiment.train_data)
     self.say(f"step {stage.start}  from here on batch {stage.batch_size:,}{size}")
+    for note in notes:
+      self.say(note)
 
   def trained(self, step: int, values: dict[str, float]) -> None:
     """Metrics of a training step that is logged."""

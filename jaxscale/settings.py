@@ -70,6 +70,7 @@ _HOLDS = {
   "> 0": lambda x: x > 0,
   ">= 0": lambda x: x >= 0,
   ">= 1": lambda x: x >= 1,
+  ">= 4": lambda x: x >= 4,
   "in [0, 1)": lambda x: 0 <= x < 1,
   "in (0, 1]": lambda x: 0 < x <= 1,
   "in (0, 1)": lambda x: 0 < x < 1,

@@ -94,8 +94,12 @@ def claim_workdir(workdir: Path, config: Any) -> None:
     for f in dataclasses.fields(config)
     if f.default is not dataclasses.MISSING
   }
-  for name, (old, new) in _differences(defaults | before, _plain(config)).items():
-    if not {name, name.split(".")[0]} & {*_NOT_IDENTITY}:
+  before, now = defaults | before, _plain(config)
+  free = set(_NOT_IDENTITY)
+  if now["sync"].get("workers") == "replica":
+    free.remove("mesh")  # else other devices would be one worker
+  for name, (old, new) in _differences(before, now).items():
+    if not {name, name.split(".")[0]} & free:
       raise ConfigError(
         f"--workdir={workdir}: holds another experiment, {name} is {old!r} there "
         f"and {new!r} now; use another --workdir"

@@ -146,7 +146,7 @@ def test_workers_that_train_alone():
 
 def test_the_plan_is_said():
   (note,) = build.experiment(config(exchange=AllReduce(algorithm="auto"))).notes
-  assert note.startswith("exchange by ") and "on assumed links" in note
+  assert note.startswith("exchange by ") and "planned by assumed links" in note
 
 
 def test_links_of_the_benchmark_decide(tmp_path):
@@ -160,6 +160,12 @@ def test_links_of_the_benchmark_decide(tmp_path):
   chosen = AllReduce(algorithm="auto", links=str(path))
   (note,) = build.experiment(config(exchange=chosen)).notes
   assert note.startswith("exchange by psum, 1 ms") and str(path) in note
+  alone = {"mesh": {"data": 8}, "links": {"data": link}, "measured": [row]}
+  path.write_text(json.dumps(alone))
+  (note,) = build.experiment(config(exchange=chosen, mesh=Grid())).notes
+  assert note.startswith("exchange by psum, 1 ms")  # an axis of one does not count
+  with pytest.raises(ConfigError, match=r"AllReduce.links=.*--mesh 2x4"):
+    build.experiment(config(exchange=chosen, mesh=Grid(replica=2, data=4)))
 
 
 MISTAKES = {
@@ -169,10 +175,23 @@ MISTAKES = {
     ["exchange.algorithm=torus", "exchange.dims=rack:2,data:4"], "no axis 'rack'"),
   "dims": (["exchange.algorithm=torus", "exchange.dims=data:3"], "multiply to the 8"),
   "dims of a ring": (["exchange.algorithm=ring", "exchange.dims=data:8"], "'torus'"),
-  "links": (["exchange.algorithm=auto", "exchange.links=no.json"], "no.json: No such"),
+  "links": (
+    ["exchange.algorithm=auto", "exchange.links=no.json"],
+    "AllReduce.links=no.json: No such"),
   "share": (["exchange=TopK", "exchange.share=0.2"], "give a share below 0.125"),
   "block": (
     ["exchange=Int8", "exchange.bucket_bytes=64"], "Int8.bucket_bytes=64: holds no"),
+  "bucket": (["exchange.bucket_bytes=3"], "give a value >= 4"),
+  "plain epochs": (
+    ["sync=LocalSGD", "sync.every=2", "ema_decay=None", "exchange=OneBit",
+     "exchange.plain_epochs=1"], "plain_epochs=1.0: workers send only"),
+  "scaled rate": (
+    ["sync=LocalSGD", "sync.every=2", "ema_decay=None", "lr_scaling=linear"],
+    "lr_scaling='linear': sync=LocalSGD has rates of one worker"),
+  "stages": (
+    ["sync=BlockMomentum", "sync.every=5", "ema_decay=None", "optimizer=SGD",
+     "stages.epochs=0,1", "stages.batch_sizes=128,512"],
+    "BlockMomentum.every=5: one block of 8 workers is 2,560 samples"),
   "noise scale": (["exchange=Int8", "noise_scale=True"], "use AllReduce or Half"),
   "delayed ways": (
     ["sync=DiLoCo", "exchange.delayed=True", "ema_decay=None"], "set it to False"),
@@ -190,18 +209,21 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_ends_before_anything_is_compiled(mistake, monkeypatch, capsys):
+def test_a_mistake_ends_before_anything_is_compiled(
+  mistake, monkeypatch, capsys, tmp_path
+):
   def compiled(*_):
     raise AssertionError("compiled")
 
   monkeypatch.setattr(build.Experiment, "lower_train_step", compiled)
   monkeypatch.setattr(build.Experiment, "init_state", compiled)
   settings, remedy = MISTAKES[mistake]
-  argv = ["--config", "configs/digits.py", "--workdir", "never"]
+  argv = ["--config", "configs/digits.py", "--workdir", str(tmp_path / "w")]
   assert train.main(argv + [f"--config.{s}" for s in settings]) == 2
   out, err = capsys.readouterr()
   (line,) = err.splitlines()
   assert line.startswith("error: ") and remedy in line and not out
+  assert not (tmp_path / "w").exists()
 
 
 def test_what_excludes_what():

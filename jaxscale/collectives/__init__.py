@@ -24,6 +24,7 @@ from jaxscale.collectives.plan import (
   Measured,
   Plan,
   default_links,
+  measured_on,
   plan,
   torus_seconds,
 )
@@ -49,6 +50,7 @@ __all__ = [
   "default_links",
   "halving_doubling",
   "hierarchical",
+  "measured_on",
   "payload_bytes",
   "plan",
   "psum",

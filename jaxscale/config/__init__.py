@@ -209,6 +209,17 @@ def _check_local(config: Config, sync: LocalSGD) -> None:
       f"{name}: trials of AdaptiveBatch compare steps that all take together; use "
       "Stages"
     )
+  if config.lr_scaling != "none":
+    raise ConfigError(
+      f"Config.lr_scaling={config.lr_scaling!r}: {name.removeprefix('Config.')} has "
+      "rates of one worker and its part of the batch; set it to 'none' and "
+      "optimizer.lr for that part"
+    )
+  if plain := getattr(config.exchange, "plain_epochs", 0.0):
+    raise ConfigError(
+      f"{type(config.exchange).__name__}.plain_epochs={plain}: workers send only when "
+      f"they meet ({name.removeprefix('Config.')}), set it to 0"
+    )
   resets = isinstance(sync, BlockMomentum) and sync.reset_momentum
   if resets and not isinstance(config.optimizer, (SGD, LARS)):
     raise ConfigError(

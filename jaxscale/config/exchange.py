@@ -30,7 +30,7 @@ class AllReduce:
   ] = "psum"
   dims: tuple[str, ...] = ()
   links: str | None = None
-  bucket_bytes: Annotated[int | None, ">= 1"] = None
+  bucket_bytes: Annotated[int | None, ">= 4"] = None
   delayed: bool = False
 
   def __post_init__(self):
@@ -57,7 +57,7 @@ class HalfPrecision(AllReduce):
 
   dtype: Literal["bfloat16", "float16"] = "bfloat16"
   sum_in: Literal["float32", "payload"] = "float32"
-  bucket_bytes: Count = _BUCKET
+  bucket_bytes: Annotated[int, ">= 4"] = _BUCKET
 
 
 @settings
