@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import statistics
 import sys
-from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 
+import seeds
 from common import report
 
 from jaxscale import build
@@ -28,7 +27,6 @@ from jaxscale.config import Config
 from jaxscale.exits import EXIT_DONE, one_line_errors
 from jaxscale.overrides import load_config
 from jaxscale.scaling import hlo
-from jaxscale.trials import Outcome, Trial, run_trials
 
 CONFIG = "configs/fashion_mnist_exchange.py"
 LABELS = {
@@ -37,7 +35,6 @@ LABELS = {
   "power_sgd": "PowerSGD, rank 4", "delayed": "one step late",
   "block_momentum": "BMUF, every 14 steps",
 }  # fmt: skip
-CHANCE = 0.1
 
 
 def sent_bytes(config: Config) -> float:
@@ -53,19 +50,6 @@ def sent_bytes(config: Config) -> float:
   )
 
 
-def summarise(name: str, outcomes: list[Outcome], num_bytes: float) -> dict:
-  """One row of the table."""
-  accuracies = [CHANCE if o.accuracy is None else o.accuracy for o in outcomes]
-  return {
-    "name": name,
-    "bytes": round(num_bytes),
-    "accuracy": round(statistics.fmean(accuracies), 5),
-    "spread": round(statistics.stdev(accuracies), 5) if len(accuracies) > 1 else None,
-    "accuracies": accuracies,
-    "diverged": sum(o.status == "diverged" for o in outcomes),
-  }
-
-
 def markdown(rows: list[dict]) -> str:
   """The rows as docs/exchange.md shows them."""
   lines = [
@@ -75,11 +59,10 @@ def markdown(rows: list[dict]) -> str:
   ]
   plain = rows[0]
   for row in rows:
-    spread = "" if row["spread"] is None else f" ± {100 * row['spread']:.2f}"
     difference = 100 * (row["accuracy"] - plain["accuracy"])
     lines.append(
       f"| {LABELS[row['name']]} | {row['bytes']:,} | "
-      f"{row['bytes'] / plain['bytes']:.1%} | {100 * row['accuracy']:.2f}{spread} % | "
+      f"{row['bytes'] / plain['bytes']:.1%} | {seeds.percent(row)} | "
       + ("" if row is plain else f"{difference:+.2f}")
       + " |"
     )
@@ -88,22 +71,19 @@ def markdown(rows: list[dict]) -> str:
 
 @one_line_errors
 def main() -> int:
-  seeds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
-  trials = [
-    Trial(
-      load_config(f"{CONFIG}:{name}", {"seed": str(seed)}),
-      Path(f"runs/exchange/{name}-{seed}"),
-    )
-    for seed in range(seeds)
-    for name in LABELS
-  ]
-  outcomes = run_trials(trials)
+  outcomes = seeds.train(CONFIG, list(LABELS), "runs/exchange")
+  configs = {name: load_config(f"{CONFIG}:{name}") for name in LABELS}
   rows = [
-    summarise(name, outcomes[i :: len(LABELS)], sent_bytes(trials[i].config))
-    for i, name in enumerate(LABELS)
+    {"name": name, "bytes": round(sent_bytes(configs[name]))} | seeds.accuracy(each)
+    for name, each in outcomes.items()
   ]
   print(markdown(rows))
-  report("exchange_accuracy", seeds=seeds, epochs=trials[0].config.epochs, rows=rows)
+  report(
+    "exchange_accuracy",
+    seeds=len(rows[0]["accuracies"]),
+    epochs=configs["plain"].epochs,
+    rows=rows,
+  )
   return EXIT_DONE
 
 

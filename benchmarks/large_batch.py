@@ -16,15 +16,15 @@ from __future__ import annotations
 import os
 import statistics
 import sys
-from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import seeds
 from common import report
 
 from jaxscale.exits import EXIT_DONE, one_line_errors
 from jaxscale.overrides import load_config
-from jaxscale.trials import Outcome, Trial, run_trials
+from jaxscale.trials import Outcome
 
 CONFIG = "configs/fashion_mnist_large_batch.py"
 NAMES = (
@@ -35,13 +35,12 @@ LABELS = {
   "sgd": "SGD, linear scaling", "sgd_tuned": "SGD, tuned rate", "lars": "LARS",
   "lamb": "LAMB",
 }  # fmt: skip
-BASELINE, CHANCE = "256", 0.1
+BASELINE = "256"
 
 
 def summarise(name: str, outcomes: list[Outcome]) -> dict:
   """One row of the table."""
   kind, batch = name.split("-")
-  accuracies = [CHANCE if o.accuracy is None else o.accuracy for o in outcomes]
   done = [o for o in outcomes if o.status != "diverged"]
   mean = statistics.fmean
   return {
@@ -50,10 +49,7 @@ def summarise(name: str, outcomes: list[Outcome]) -> dict:
     "batch_size": int(batch),
     "peak_lr": outcomes[0].peak_lr,
     "steps": done[0].steps if done else None,
-    "accuracy": round(mean(accuracies), 5),
-    "spread": round(statistics.stdev(accuracies), 5) if len(accuracies) > 1 else None,
-    "accuracies": accuracies,
-    "diverged": len(outcomes) - len(done),
+    **seeds.accuracy(outcomes),
     "gap": round(mean([o.gap or 0.0 for o in done]), 5) if done else None,
     "noise_scale": round(mean([o.noise_scale or 0.0 for o in done])) if done else None,
   }
@@ -67,8 +63,7 @@ def markdown(rows: list[dict]) -> str:
     "|---|---|---|---|---|---|---|",
   ]
   for row in rows:
-    spread = "" if row["spread"] is None else f" ± {100 * row['spread']:.2f}"
-    accuracy = f"{100 * row['accuracy']:.2f}{spread} %"
+    accuracy = seeds.percent(row)
     if row["diverged"]:
       diverged = f"{row['diverged']} of {len(row['accuracies'])} diverged"
       accuracy = f"{accuracy} ({diverged})" if row["steps"] else diverged
@@ -84,22 +79,11 @@ def markdown(rows: list[dict]) -> str:
 
 @one_line_errors
 def main() -> int:
-  seeds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
-  trials = [
-    Trial(
-      load_config(f"{CONFIG}:{name}", {"seed": str(seed)}),
-      Path(f"runs/large_batch/{name}-{seed}"),
-    )
-    for name in NAMES
-    for seed in range(seeds)
-  ]
-  outcomes = run_trials(trials)
-  rows = [
-    summarise(name, outcomes[i * seeds : (i + 1) * seeds])
-    for i, name in enumerate(NAMES)
-  ]
+  outcomes = seeds.train(CONFIG, NAMES, "runs/large_batch")
+  rows = [summarise(name, each) for name, each in outcomes.items()]
+  epochs = load_config(f"{CONFIG}:{NAMES[0]}").epochs
   print(markdown(rows))
-  report("large_batch", seeds=seeds, epochs=trials[0].config.epochs, rows=rows)
+  report("large_batch", seeds=len(rows[0]["accuracies"]), epochs=epochs, rows=rows)
   return EXIT_DONE
 
 

@@ -36,6 +36,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxscale.collectives import vary
 from jaxscale.exchange import Exchange
 from jaxscale.exchange.local import LocalUpdate, reset_momentum
 from jaxscale.mesh import one_at_a_time, replicated
@@ -266,7 +267,7 @@ def _worker_update(loss_fn, tx, axes, within, micros, unroll):
     if within:
       # Alike within the worker; what a device keeps is typed as its own all the same.
       sums = lax.psum((grads, examples), within), lax.pmean(model_state, within)
-      (grads, examples), model_state = _varying(sums, within)
+      (grads, examples), model_state = vary(sums, within)
     scale = 1 / examples.astype(jnp.float32)
     grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
     updates, opt_state = tx.update(grads, own.opt_state, own.params)
@@ -282,7 +283,7 @@ def _agreement(exchange: Exchange, method: LocalUpdate, axes: tuple[str, ...]):
 
   def agree(anchor, own: Own):
     params, _, outer_state = anchor
-    ways = jax.tree.map(jnp.subtract, _varying(params, axes), own.params)
+    ways = jax.tree.map(jnp.subtract, vary(params, axes), own.params)
     mean, exchange_state = exchange.exchange(ways, own.exchange_state)
     updates, outer_state = method.outer.update(mean, outer_state, params)
     params = optax.apply_updates(params, updates)
@@ -290,13 +291,8 @@ def _agreement(exchange: Exchange, method: LocalUpdate, axes: tuple[str, ...]):
     opt_state = own.opt_state
     if method.reset_momentum:
       opt_state = reset_momentum(opt_state)
-    start, own_model = _varying((params, model_state), axes)
+    start, own_model = vary((params, model_state), axes)
     own = Own(start, own_model, opt_state, exchange_state)
     return (params, model_state, outer_state), own
 
   return agree
-
-
-def _varying(tree: Any, axes: tuple[str, ...]) -> Any:
-  """The same values, typed as different along some axes."""
-  return jax.tree.map(lambda x: lax.pcast(x, axes, to="varying"), tree)

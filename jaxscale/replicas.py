@@ -38,6 +38,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxscale import cluster
+from jaxscale.collectives import vary
 from jaxscale.paths import path_name
 from jaxscale.state import TrainState
 
@@ -125,8 +126,7 @@ def make_fingerprint(mesh: Mesh) -> Any:
 
   def own(tree):
     # Varying: from here on each device reads the copy that it has itself.
-    tree = jax.tree.map(lambda x: lax.pcast(x, axes, to="varying"), tree)
-    hashes = [_hash_bits(x) for x in jax.tree.leaves(tree)]
+    hashes = [_hash_bits(x) for x in jax.tree.leaves(vary(tree, axes))]
     return jnp.stack(hashes)[None]
 
   hashed = jax.shard_map(own, mesh=mesh, in_specs=P(), out_specs=P(axes))

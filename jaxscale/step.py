@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxscale import noise_scale as noise_scales
+from jaxscale.collectives import vary
 from jaxscale.exchange import Exchange
 from jaxscale.mesh import one_at_a_time, replicated
 from jaxscale.state import TrainState, state_shardings
@@ -90,9 +91,7 @@ def make_train_step(
 
   def local_grads(params, model_state, batch, key):
     # One device: params and model_state whole, batch [local rows, ...].
-    params, model_state = jax.tree.map(
-      lambda x: lax.pcast(x, axes, to="varying"), (params, model_state)
-    )
+    params, model_state = vary((params, model_state), axes)
     rows = len(jax.tree.leaves(batch)[0])
     keys = row_keys(key, batch, axes)
 

@@ -54,6 +54,14 @@ def run_train(workdir, *args: str, config="configs/digits.py", num_devices=1, **
   )
 
 
+def error_line(done: subprocess.CompletedProcess[str], code: int) -> str:
+  """The one line that a command which failed with this exit code wrote to stderr."""
+  assert done.returncode == code, done.stderr
+  line = done.stderr.removesuffix("\n")
+  assert line.startswith("error: ") and "\n" not in line, done.stderr
+  return line
+
+
 def digits_batch(n: int, seed: int = 0) -> dict[str, np.ndarray]:
   """`n` rows that look like digits."""
   rng = np.random.default_rng(seed)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT, child_env, train_command
+from conftest import ROOT, child_env, error_line, train_command
 from test_process import free_port
 from test_replicas import flipped
 
@@ -198,8 +198,7 @@ def test_the_command_ends_with_one_line_and_exit_code_1(tmp_path):
     [command[0], "-c", BROKEN_TRAIN, *command[2:]],
     env=child_env(2), cwd=ROOT, capture_output=True, text=True, timeout=120,
   )  # fmt: skip
-  assert done.returncode == 1, done.stderr
-  (line,) = done.stderr.splitlines()
+  line = error_line(done, 1)
   assert line.startswith("error: process 0 (") and ", cpu:0 cpu:1) differ in " in line
   assert "after step 8; last good checkpoint: none (move 6 away" in line
   assert line.endswith(ReplicaDivergenceError.advice)

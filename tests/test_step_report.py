@@ -13,7 +13,7 @@ from jaxscale import build, data, metrics, run, step_report
 from jaxscale.checkpoint import Checkpoints
 from jaxscale.collectives import timing
 from jaxscale.exchange import plain
-from jaxscale.exchange.delayed import delayed, warm_start
+from jaxscale.exchange.delayed import delayed, past_warm_start, warm_start
 from jaxscale.exchange.silent import silent
 from jaxscale.mesh import batch_sharding, make_mesh, submesh
 from jaxscale.overrides import load_config
@@ -150,7 +150,7 @@ def test_measuring_leaves_state_and_batch_alone():
 def test_the_exchange_that_most_steps_have_is_timed():
   axes = make_mesh().axis_names
   made = experiment(delayed(warm_start(plain(axes), axes, steps=1000)))
-  own = step_report._warmed(made.init_state()).exchange_state
+  own = past_warm_start(made.init_state().exchange_state)
   assert (own["inner"]["step"] > 2**29).all() and own["inner"]["step"].dtype == "int32"
   assert own["inner"]["step"].sharding == batch_sharding(made.mesh)
 

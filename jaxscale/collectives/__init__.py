@@ -15,7 +15,13 @@ dimensions fastest first, as they are reduced.
 
 from __future__ import annotations
 
-from jaxscale.collectives.api import all_reduce, payload_bytes, reducer, sum_tree
+from jaxscale.collectives.api import (
+  all_reduce,
+  joined,
+  payload_bytes,
+  reducer,
+  sum_tree,
+)
 from jaxscale.collectives.dims import Dim
 from jaxscale.collectives.native import hierarchical, psum
 from jaxscale.collectives.plan import (
@@ -36,7 +42,7 @@ from jaxscale.collectives.torus import (
   ring,
   torus,
 )
-from jaxscale.collectives.typed import add_rows, same_everywhere
+from jaxscale.collectives.typed import add_rows, same_everywhere, vary
 
 __all__ = [
   "ALGORITHMS",
@@ -50,6 +56,7 @@ __all__ = [
   "default_links",
   "halving_doubling",
   "hierarchical",
+  "joined",
   "measured_on",
   "payload_bytes",
   "plan",
@@ -62,4 +69,5 @@ __all__ = [
   "sum_tree",
   "torus",
   "torus_seconds",
+  "vary",
 ]

@@ -40,10 +40,10 @@ def sum_tree(
     ConfigError: the plan is of another mesh, or a dtype has no sum.
   """
   sizes = typed.axis_sizes(by.axes)
-  joined = math.prod(d.size for d in by.dims)
+  covered = math.prod(d.size for d in by.dims)
   live = {d.axes[0]: d.live for d in by.dims if d.live is not None}
   devices = math.prod(live.get(a, n) for a, n in sizes.items())
-  if by.algorithm != "psum" and joined != devices:
+  if by.algorithm != "psum" and covered != devices:
     raise ConfigError(f"plan={by}: made for another mesh than {sizes}, plan again")
 
   def total(x):
@@ -54,11 +54,11 @@ def sum_tree(
     return over_dims(x, sizes, by.dims, payload, accumulate)
 
   # XLA merges the psums of the leaves itself, without a copy.
-  return jax.tree.map(total, tree) if by.algorithm == "psum" else _joined(total, tree)
+  return jax.tree.map(total, tree) if by.algorithm == "psum" else joined(total, tree)
 
 
-def _joined(total: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
-  """`total` of every leaf, those of one dtype together."""
+def joined(total: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
+  """`total` of every leaf, those of one dtype together as one vector."""
   leaves, treedef = jax.tree.flatten(tree)
   leaves = [jnp.asarray(x) for x in leaves]
   kinds: dict[Any, list[int]] = {}

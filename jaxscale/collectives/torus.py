@@ -106,8 +106,7 @@ def torus(
   Raises:
     ConfigError: as `ring`, or sizes that do not multiply to those of the axes.
   """
-  sizes = typed.axis_sizes(typed.names(axes))
-  made = axis_dims(sizes) if dims is None else given_dims(dims, sizes)
+  sizes, made = _torus(axes, dims)
   return over_dims(x, sizes, made, payload, accumulate)
 
 
@@ -200,8 +199,7 @@ def reduce_scatter(
   Raises:
     ConfigError: as `torus`.
   """
-  sizes = typed.axis_sizes(typed.names(axes))
-  made = axis_dims(sizes) if dims is None else given_dims(dims, sizes)
+  sizes, made = _torus(axes, dims)
   sent, summed = typed.dtypes(x, payload, accumulate)
   flat = typed.padded(typed.vary(x, tuple(sizes)), math.prod(sizes.values()))
   flat = _reordered(flat.astype(summed), sizes, made)
@@ -236,8 +234,7 @@ def all_gather(
   Raises:
     ConfigError: as `torus`, or a shape of more values than there are.
   """
-  sizes = typed.axis_sizes(typed.names(axes))
-  made = axis_dims(sizes) if dims is None else given_dims(dims, sizes)
+  sizes, made = _torus(axes, dims)
   names = tuple(sizes)
   sent, _ = typed.dtypes(block, payload, None)
   num_values = block.size * math.prod(sizes.values())
@@ -261,6 +258,12 @@ def all_gather(
   whole = jax.custom_vjp(whole)
   whole.defvjp(lambda block: (whole(block), None), own)
   return whole(typed.vary(block, names))
+
+
+def _torus(axes: Axes, dims: Dims | None) -> tuple[dict[str, int], tuple[Dim, ...]]:
+  """Sizes of the axes, and the dimensions asked for or one an axis."""
+  sizes = typed.axis_sizes(typed.names(axes))
+  return sizes, axis_dims(sizes) if dims is None else given_dims(dims, sizes)
 
 
 def _position(dim: Dim) -> jax.Array:

@@ -50,10 +50,19 @@ def same_everywhere(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
   return _same_everywhere.bind(x, axes=axes)
 
 
-def vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-  """`x`, typed varying over `axes` as well as over what it already is."""
-  missing = tuple(a for a in axes if a not in jax.typeof(x).mat.varying)
-  return lax.pcast(x, missing, to="varying") if missing else x
+def varying(x: jax.Array) -> frozenset[str]:
+  """The axes over which an array is typed varying."""
+  return frozenset(jax.typeof(x).mat.varying)
+
+
+def vary(tree: Any, axes: tuple[str, ...]) -> Any:
+  """A tree, typed varying over `axes` as well as over what it already is."""
+
+  def cast(x):
+    missing = tuple(a for a in axes if a not in varying(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+  return jax.tree.map(cast, tree)
 
 
 def axis_sizes(axes: tuple[str, ...]) -> dict[str, int]:

@@ -61,33 +61,38 @@ class HalfPrecision(AllReduce):
 
 
 @settings
-class Int8:
-  """The mean of gradients in 8 bits, a scale a block, rounded stochastically.
+class Compressed:
+  """What compressed exchanges share.
 
   Attributes:
-    block: elements that share a scale.
     bucket_bytes: of gradients that travel together.
     delayed: apply the mean of the step before, so that the exchange can hide.
   """
 
-  block: Count = 256
   bucket_bytes: Count = _BUCKET
   delayed: bool = False
 
 
 @settings
-class OneBit:
+class Int8(Compressed):
+  """The mean of gradients in 8 bits, a scale a block, rounded stochastically.
+
+  Attributes:
+    block: elements that share a scale.
+  """
+
+  block: Count = 256
+
+
+@settings
+class OneBit(Compressed):
   """CNTK's 1-bit SGD: a bit an element, two means a column, error feedback.
 
   Attributes:
     plain_epochs: epochs of whole gradients before.
-    bucket_bytes: of gradients that travel together.
-    delayed: apply the mean of the step before, so that the exchange can hide.
   """
 
   plain_epochs: NonNegative = 0.0
-  bucket_bytes: Count = _BUCKET
-  delayed: bool = False
 
 
 @settings

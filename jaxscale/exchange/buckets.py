@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
+from jaxscale.collectives import joined
 from jaxscale.exchange import Exchange
 from jaxscale.exchange.resize import unchanged
 from jaxscale.settings import ConfigError
@@ -179,12 +180,7 @@ def map_buckets(
 
 def sum_together(arrays: Sequence[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
   """The sums over devices of several arrays, in one `lax.psum` a dtype."""
-
-  def total(_, bucket):
-    return lax.psum(bucket, axes)
-
-  everything = 4 + sum(x.size * x.dtype.itemsize for x in arrays)
-  return map_buckets(total, list(arrays), bucket_bytes=everything)
+  return joined(lambda x: lax.psum(x, axes), list(arrays))
 
 
 def bucketed(

@@ -40,7 +40,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxscale.collectives import same_everywhere
-from jaxscale.collectives.typed import axis_sizes, vary
+from jaxscale.collectives.typed import axis_sizes, vary, varying
 from jaxscale.exchange import Exchange
 from jaxscale.paths import path_name
 from jaxscale.settings import ConfigError
@@ -83,11 +83,11 @@ def in_backward(
 
   def tag(tree):
     axis_sizes(axes)
-    was_varying = [_varying(x) & set(axes) for x in jax.tree.leaves(tree)]
+    was_varying = [varying(x) & set(axes) for x in jax.tree.leaves(tree)]
 
     @jax.custom_vjp
     def identity(tree):
-      return jax.tree.map(lambda x: vary(x, axes), tree)
+      return vary(tree, axes)
 
     def forward(tree):
       return identity(tree), None
@@ -96,8 +96,8 @@ def in_backward(
       sums = lax.psum(grads, axes) if reduce is None else reduce(grads)
       leaves, structure = jax.tree.flatten(sums)
       means = [
-        vary(x / lax.axis_size(axes), tuple(a for a in axes if a in varying))
-        for x, varying in zip(leaves, was_varying, strict=True)
+        vary(x / lax.axis_size(axes), tuple(a for a in axes if a in names))
+        for x, names in zip(leaves, was_varying, strict=True)
       ]
       return (jax.tree.unflatten(structure, means),)
 
@@ -183,7 +183,3 @@ def _passed(
     jnp.where(ok, g, jnp.full_like(g, jnp.nan))
     for ok, g in zip(is_same, same, strict=True)
   ]
-
-
-def _varying(x: jax.Array) -> frozenset[str]:
-  return jax.typeof(x).mat.varying

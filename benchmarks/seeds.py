@@ -1,0 +1,49 @@
+"""Names of a config trained with several seeds: what the accuracy tables share."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxscale.overrides import load_config
+from jaxscale.trials import Outcome, Trial, run_trials
+
+CHANCE = 0.1  # a run that diverged counts as guessing among ten classes
+
+
+def train(config: str, names: Sequence[str], folder: str) -> dict[str, list[Outcome]]:
+  """What came of every name, with seeds 0, 1, ...: 3 unless the command says.
+
+  All names have a seed before the next one begins, so that a study which was cut
+  still compares; runs that are done in `folder` are not repeated.
+  """
+  seeds = range(int(sys.argv[1]) if len(sys.argv) > 1 else 3)
+  trials = [
+    Trial(
+      load_config(f"{config}:{name}", {"seed": str(seed)}),
+      Path(folder, f"{name}-{seed}"),
+    )
+    for seed in seeds
+    for name in names
+  ]
+  outcomes = run_trials(trials)
+  return {name: outcomes[i :: len(names)] for i, name in enumerate(names)}
+
+
+def accuracy(outcomes: Sequence[Outcome]) -> dict:
+  """The columns of a row that say how accurate the seeds were."""
+  each = [CHANCE if o.accuracy is None else o.accuracy for o in outcomes]
+  return {
+    "accuracy": round(statistics.fmean(each), 5),
+    "spread": round(statistics.stdev(each), 5) if len(each) > 1 else None,
+    "accuracies": each,
+    "diverged": sum(o.status == "diverged" for o in outcomes),
+  }
+
+
+def percent(row: dict) -> str:
+  """The accuracy of a row with its sample standard deviation, as a table shows it."""
+  spread = "" if row["spread"] is None else f" ± {100 * row['spread']:.2f}"
+  return f"{100 * row['accuracy']:.2f}{spread} %"
