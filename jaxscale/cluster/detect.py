@@ -1,4 +1,4 @@
-"""Who am I, how many are we, and on which host is process 0?
+"""Says who I am, how many we are, and on which host process 0 is.
 
 `detect` answers from the environment variables alone: JAXSCALE_*, or those of the
 launcher that started this process. It asks nobody on the network and never JAX,
@@ -36,6 +36,7 @@ def detect(
   fqdn: Callable[[], str] = socket.getfqdn,
   ask_mpi: Callable[[Launch], str | None] = mpi.ask_mpi4py,
   has_tpu: Callable[[Env], bool] = pods.on_cloud_tpu,
+  at_terminal: Callable[[], bool] = lambda: os.isatty(0),
 ) -> Launch:
   """Who this process is among those of its run.
 
@@ -49,6 +50,7 @@ def detect(
     fqdn: the full name of this host; only asked in a pod of Kubernetes.
     ask_mpi: rank 0's host name, by MPI; asked when mpirun spans several nodes.
     has_tpu: whether this host has TPU chips; asked when nothing else is found.
+    at_terminal: whether a terminal is our standard input; for a note only.
 
   Raises:
     ConfigError: the variables are incomplete or contradict each other, or
@@ -65,7 +67,7 @@ def detect(
     return _explicit(env, expand)
   if given == [None, "1", None]:
     return Launch("single", local_id=0, local_size=1, job=_named(env, "single"))
-  found = _started(env, expand, fqdn)
+  found = _started(env, expand, fqdn, at_terminal)
   if found is None and any(given):
     names = (COORDINATOR, COUNT, INDEX)
     missing = [n for n, v in zip(names, given, strict=True) if not v]
@@ -80,10 +82,15 @@ def detect(
   return found
 
 
-def _started(env: Env, expand: slurm.Expand, fqdn: Callable[[], str]) -> Launch | None:
+def _started(
+  env: Env,
+  expand: slurm.Expand,
+  fqdn: Callable[[], str],
+  at_terminal: Callable[[], bool],
+) -> Launch | None:
   return (
     mpi.launch(env)
-    or slurm.launch(env, expand)
+    or slurm.launch(env, expand, at_terminal())
     or pods.tpu(env)
     or pods.kubernetes(env, fqdn)
   )

@@ -124,6 +124,9 @@ def visible_gpus(env: Env = os.environ, *, device_root: str = "/dev") -> int:
 
 def _is_own(env: Env, num_visible: int, on_node: int | None) -> bool:
   """Whether what this process sees was cut out for it alone."""
+  per_task = re.search(r"(\d+)$", env.get("SLURM_GPUS_PER_TASK", ""))  # or "a100:2"
+  if per_task and num_visible <= int(per_task[1]):
+    return True
   node = on_node if on_node is not None else number(env, "SLURM_GPUS_ON_NODE")
   if node is not None:
     step = env.get("SLURM_STEP_GPUS")

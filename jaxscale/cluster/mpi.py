@@ -11,6 +11,7 @@ mpiexec.hydra sets them (recorded, tests/cluster); HPE Cray's PALS, mpiexec(1).
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import socket
 from collections.abc import Callable, Mapping
@@ -110,7 +111,7 @@ def host_of_rank_0(
 
 
 def ask_mpi4py(launch: Launch) -> str | None:
-  """The host name of rank 0 by a broadcast; None if mpi4py is not installed.
+  """The host name of rank 0 by a broadcast; None if mpi4py is not there.
 
   MPI is started for it and, unless somebody had started it before, ended at once:
   a process that leaves by `os._exit` would otherwise end its mpirun in error.
@@ -120,11 +121,12 @@ def ask_mpi4py(launch: Launch) -> str | None:
   """
   if importlib.util.find_spec("mpi4py") is None:
     return None
-  import mpi4py
-
-  mpi4py.rc.initialize = False
-  from mpi4py import MPI
-
+  # No dependency of ours: by name, so that nobody misses it who needs no MPI.
+  try:
+    importlib.import_module("mpi4py").rc.initialize = False
+    MPI = importlib.import_module("mpi4py.MPI")
+  except (ImportError, RuntimeError):  # it finds no MPI library
+    return None
   ours = not MPI.Is_initialized()
   if ours:
     MPI.Init()

@@ -19,6 +19,10 @@ from jaxscale.cluster.launched import LOOPBACK, Launch, number
 from jaxscale.settings import ConfigError
 
 _INTERACTIVE = "4294967290"  # SLURM_INTERACTIVE_STEP, 0xfffffffa, of slurm.h
+_PTY = (
+  "started by srun --pty: if this is its shell, no other rank will come, set "
+  "JAXSCALE_NUM_PROCESSES=1"
+)
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
 
 Env = Mapping[str, str]
@@ -44,12 +48,13 @@ def tasks_per_node(text: str) -> list[int]:
   return found
 
 
-def launch(env: Env, expand: Expand) -> Launch | None:
+def launch(env: Env, expand: Expand, at_terminal: bool = False) -> Launch | None:
   """Who this process is in a Slurm job, None outside of one.
 
   Args:
     env: the environment variables.
     expand: makes host names of a node list.
+    at_terminal: whether somebody sits there: a shell of `srun --pty`, perhaps.
 
   Raises:
     ConfigError: this is a batch script of several tasks, which only srun starts,
@@ -62,7 +67,10 @@ def launch(env: Env, expand: Expand) -> Launch | None:
   again = f"-r{restarts}" if restarts else ""
   if _is_task_of_step(env):
     step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID") or "0"
-    return _task(env, expand, f"slurm-{job}.{step}{again}", restarts)
+    found = _task(env, expand, f"slurm-{job}.{step}{again}", restarts)
+    if found.num_processes > 1 and "SLURM_PTY_PORT" in env and at_terminal:
+      return found._replace(note=_PTY)
+    return found
   tasks = _tasks_of_job(env)
   alone = Launch("slurm", 0, 1, None, 0, 1, f"slurm-{job}{again}", restarts)
   if tasks == 1:
@@ -155,14 +163,8 @@ def _task(env: Env, expand: Expand, job: str, restarts: int) -> Launch:
   found = Launch("slurm", rank, count, None, local, local_size, job, restarts)
   if count == 1:
     return found._replace(nodes=nodes)
-  note = ""
-  if "SLURM_PTY_PORT" in env:
-    note = (
-      "started by srun --pty: in its shell only rank 0 is left, set "
-      "JAXSCALE_NUM_PROCESSES=1 there"
-    )
   host = LOOPBACK if len(nodes) == 1 else _host_of_rank_0(env, nodes, expand)
-  return found._replace(host=host, note=note, nodes=nodes)
+  return found._replace(host=host, nodes=nodes)
 
 
 def _host_of_rank_0(env: Env, nodes: tuple[str, ...], expand: Expand) -> str:
