@@ -110,6 +110,13 @@ def test_the_user_overrules_the_launcher():
   assert moved[:4] == ("slurm", 2, 4, "fe80::1") and moved.port == 7000
 
 
+def test_a_step_has_its_own_number_of_tasks():
+  assert found(STEP | {"SLURM_NTASKS": "8", "SLURM_NPROCS": "8"})[1:3] == (2, 4)
+  old = {k: v for k, v in STEP.items() if "STEP_NUM" not in k and "TASKS_PER" not in k}
+  assert found(old)[1:6] == (2, 4, "n3", 0, None)
+  assert found(old | {"SLURM_NTASKS_PER_NODE": "2"}).local_size == 2
+
+
 def test_the_name_of_a_run_can_be_given():
   for env in (EXPLICIT, STEP, {}, {"KUBERNETES_SERVICE_HOST": "x"}):
     assert found(env | {"JAXSCALE_JOB": "tuesday"}).job == "tuesday"
@@ -167,6 +174,8 @@ def test_mpi_over_nodes_asks_mpi():
   assert launch[:6] == ("openmpi", 3, 4, "n9", 1, 2) and len(asked) == 1
   with pytest.raises(ConfigError, match="mpirun does not say on which host rank 0"):
     found(MPI)
+  again = found(MPI | {"SLURM_RESTART_COUNT": "2"}, ask_mpi=lambda launch: "n9")
+  assert again.restarts == 2 and again.job == f"{launch.job}-r2"
   told = found(MPI | {"JAXSCALE_COORDINATOR": "n2:99"}, ask_mpi=asked.append)
   assert (told.host, told.port, len(asked)) == ("n2", 99, 1)
 

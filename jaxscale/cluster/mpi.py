@@ -74,11 +74,10 @@ def launch(env: Env) -> Launch | None:
     if local_rank is None or local_size is None:  # Cray MPICH's PMI calls them so
       local_rank = number(env, "PMI_LOCAL_RANK")
       local_size = number(env, "PMI_LOCAL_SIZE")
-    return Launch(
-      family.kind, rank, size, LOOPBACK if local_size == size > 1 else None,
-      local_rank, local_size, _job(env, family, size),
-      number(env, "SLURM_RESTART_COUNT") or 0,
-    )  # fmt: skip
+    restarts = number(env, "SLURM_RESTART_COUNT") or 0
+    job = _job(env, family, size) + (f"-r{restarts}" if restarts else "")
+    host = LOOPBACK if local_size == size > 1 else None
+    return Launch(family.kind, rank, size, host, local_rank, local_size, job, restarts)
   return None
 
 

@@ -70,8 +70,7 @@ def hostnames(text: str, *, timeout_s: float = 2.0) -> list[str]:
     ['n7', 'n9']
   """
   scontrol = shutil.which("scontrol")
-  # Slurm 22.05 makes the host "n]" of "n[1-2": what is malformed is not asked about.
-  if scontrol and "[" in text and text.count("[") == text.count("]"):
+  if scontrol and "[" in text:
     try:
       done = subprocess.run(
         [scontrol, "show", "hostnames", text],
@@ -80,6 +79,7 @@ def hostnames(text: str, *, timeout_s: float = 2.0) -> list[str]:
     except (OSError, subprocess.TimeoutExpired):
       return expand(text)
     names = done.stdout.split()
+    # Slurm 22.05 makes the host "n]" of "n[1-2".
     if done.returncode == 0 and names and not any("[" in n or "]" in n for n in names):
       return names
   return expand(text)

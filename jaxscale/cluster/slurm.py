@@ -114,10 +114,9 @@ def _is_task_of_step(env: Env) -> bool:
   """Whether srun started this very process, or a shell around it."""
   if not (env.get("SLURM_STEP_NODELIST") and env.get("SLURM_PROCID")):
     return False
-  if env.get("SLURM_STEP_ID") == _INTERACTIVE:
-    return False
   # A script submitted from inside a step inherits that step's SLURM_STEP_*; its
-  # own SLURM_TASKS_PER_NODE then says something else. srun sets the two alike.
+  # own SLURM_TASKS_PER_NODE then says something else, as it does in the one task of
+  # salloc's interactive step. srun sets the two alike.
   mine, steps = env.get("SLURM_TASKS_PER_NODE"), env.get("SLURM_STEP_TASKS_PER_NODE")
   if mine and steps:
     return tasks_per_node(mine) == tasks_per_node(steps)
@@ -125,7 +124,7 @@ def _is_task_of_step(env: Env) -> bool:
 
 
 def _tasks_of_step(env: Env) -> int | None:
-  # SLURM_NTASKS may be the job's: srun keeps what it finds set in an allocation.
+  # SLURM_NTASKS may be the job's: so under the daemons of MPICH's mpirun.
   for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"):
     if (count := number(env, name)) is not None:
       return count
