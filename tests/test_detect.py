@@ -309,6 +309,16 @@ def test_gpus_that_cannot_be_shared_out(visible, count, error):
   assert local_device_ids(on_purpose, visible, launch(0, count)) == [0]
 
 
+def test_gpus_that_are_bound_to_a_task_are_its_own():
+  bound = {"SLURM_GPUS_PER_TASK": "a100:2"}
+  assert local_device_ids(bound, 2, launch(1, 2)) == [0, 1]
+  assert local_device_ids(bound, 4, launch(1, 2)) == [2, 3]  # --gpu-bind=none
+  shared = {"SLURM_NTASKS_PER_TRES": "2", "SLURM_GPUS_ON_NODE": "1"}
+  assert local_device_ids(shared, 1, launch(1, 2)) == [0]
+  assert local_device_ids({}, 2, launch(1, 2)) == [1]
+  assert local_device_ids({}, 2, launch(1, 2), on_node=8) == [0, 1]
+
+
 def test_chosen_gpus_must_be_there():
   for text in ("4", "x", "0,", "-1"):
     with pytest.raises(ConfigError, match=f"JAX_LOCAL_DEVICE_IDS={text}: give numbers"):

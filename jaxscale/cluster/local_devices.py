@@ -7,10 +7,9 @@ from 0: jax#16788, #23452, #28194), not with one process a node (7 of 8 GPUs idl
 not with more tasks than GPUs (jax#29669).
 
 What Slurm sets in each case was recorded on a real Slurm with four pretended GPUs a
-node (tests/cluster). It shows that SLURM_STEP_GPUS lists the GPUs of the task if
-Slurm bound them to it, else those of the whole step on this node, and that srun
-sets CUDA_VISIBLE_DEVICES anew in each task: whatever is narrower than Slurm's own
-count was narrowed for this task, by Slurm or by a wrapper script.
+node (tests/cluster): srun sets CUDA_VISIBLE_DEVICES anew in each task, so whatever is
+narrower than Slurm's count of the run's GPUs on the node, SLURM_GPUS_ON_NODE, was
+narrowed for this task alone, by Slurm or by a wrapper script.
 """
 
 from __future__ import annotations
@@ -27,6 +26,8 @@ from jaxscale.settings import ConfigError
 
 IDS = "JAX_LOCAL_DEVICE_IDS"  # JAX's own way to say it, jax/_src/distributed.py
 _HIDING = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+# Of --ntasks-per-gpu: srun(1), and what 22.05 sets for it.
+_SHARING = ("SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_TRES")
 
 Env = Mapping[str, str]
 
@@ -66,7 +67,7 @@ def local_device_ids(
   index, count = launch.local_id, launch.local_size
   if launch.num_processes == 1 or count is None or index is None:
     return None
-  if count == 1 or _is_own(env, num_visible, on_node):
+  if _is_own(env, num_visible, on_node):
     return everything
   if num_visible < count:
     raise ConfigError(
@@ -128,9 +129,10 @@ def _is_own(env: Env, num_visible: int, on_node: int | None) -> bool:
   if per_task and num_visible <= int(per_task[1]):
     return True
   node = on_node if on_node is not None else number(env, "SLURM_GPUS_ON_NODE")
+  if num_visible == 1 and any(map(env.get, _SHARING)):
+    return True
   if node is not None:
-    step = env.get("SLURM_STEP_GPUS")
-    return num_visible < node or (step is not None and _count(step) < node)
+    return num_visible < node
   # Without Slurm's count only a wrapper script can have left a single one.
   return num_visible == 1 and any(name in env for name in _HIDING)
 
