@@ -1,0 +1,250 @@
+"""All processes of a run meet, before JAX is asked anything.
+
+What goes wrong inside `jax.distributed.initialize` ends in a C++ abort that names
+neither rank nor host, minutes later. So the processes meet first over plain TCP:
+process 0 listens on a port that all derive from the name of the job step, the
+others find it there, and each says who it is and what it runs. Process 0 answers
+"go", with a port for JAX's coordinator, or says in one line what is wrong; that
+line is what every process ends with. The connections stay open: `watch` is built
+on them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxscale.cluster import network, roll_call, wire
+from jaxscale.cluster.detect import Launch
+from jaxscale.cluster.introduction import Introduction, introduce
+from jaxscale.settings import ConfigError
+
+CONNECT_S = 2.0  # seconds for a connection, and for the first word on it
+TAKEN_S = 10.0  # seconds for which a port may be somebody else's
+GRACE_S = 15.0  # process 0 is the one to speak first, when time is over
+
+
+class Meeting(NamedTuple):
+  """All have met: who is where, and the connections between them."""
+
+  process_id: int
+  num_processes: int
+  hosts: list[str]  # by rank
+  coordinator: str  # address:port for JAX, as seen from here
+  links: dict[int, socket.socket]  # to all others in process 0, to 0 in the others
+  reserved: socket.socket | None = None  # keeps the coordinator's port for process 0
+
+
+def meet(
+  launch: Launch,
+  *,
+  timeout_s: float = 60.0,
+  digests: Mapping[str, str] | None = None,
+  nodes: Sequence[str] | None = None,
+  on_cpu: bool | None = None,
+) -> Meeting:
+  """Meet the other processes of this run; each of them calls this.
+
+  Args:
+    launch: who this process is. With a port in `launch.host` the meeting is
+      there, else on one that follows from `launch.job`.
+    timeout_s: seconds to wait for the others. They start Python at the same
+      time; a cold file system, or an image to pull, takes longer.
+    digests: what has to be equal everywhere, by name: "config", "code".
+    nodes: the host of each rank, if the launcher knows: where to look for those
+      who do not come.
+    on_cpu: whether collectives will be gloo's, which listens at the host's own
+      name. By default: whether JAX_PLATFORMS says so.
+
+  Raises:
+    ConfigError: one line, the same in all processes that can be told: who has
+      not come, is there twice, or differs, and how.
+
+  Example:
+    >>> meet(Launch("single", 0, 1, None, 0, 1, "alone")).links
+    {}
+  """
+  if on_cpu is None:
+    on_cpu = os.environ.get("JAX_PLATFORMS", "").startswith("cpu")
+  if launch.num_processes == 1:
+    return Meeting(0, 1, [network.node_name()], "", {})
+  own = introduce(launch, digests or {}, on_cpu)
+  host, port = network.split_address(launch.host or "localhost")
+  ports = [port] if port else network.ports_of(launch.job)
+  if launch.process_id == 0:
+    meeting = _receive(launch, own, host, ports, timeout_s, nodes)
+  else:
+    meeting = _visit(launch, own, host, ports, timeout_s)
+  # A forked worker that outlives this process must not keep it alive for others.
+  os.register_at_fork(after_in_child=lambda: _close(meeting.links.values()))
+  return meeting
+
+
+def _receive(
+  launch: Launch, own: Introduction, host: str, ports: list[int], timeout_s: float,
+  nodes: Sequence[str] | None,
+) -> Meeting:  # fmt: skip
+  """Process 0's way in."""
+  network.resolve(host)  # a name that nobody finds is better told here than missed
+  listener = _listen(own, ports, 0 if len(ports) > 1 else TAKEN_S / 2)
+  kept: list[socket.socket] = []
+
+  def coordinator_port() -> int:
+    candidates = network.ports_of(f"{launch.job}/coordinator")
+    try:
+      port, reserved = network.free_port(candidates)
+    except OSError as e:
+      raise ConfigError(
+        f"process 0 ({own.node}): no free port for JAX's coordinator among "
+        f"{', '.join(map(str, candidates))} ({e.strerror})"
+      ) from e
+    kept.append(reserved)
+    return port
+
+  try:
+    hosts, links = roll_call.call(
+      launch, own, listener, timeout_s, nodes, coordinator_port
+    )
+  except BaseException:
+    _close(kept)
+    raise
+  address = network.join_address("127.0.0.1", kept[0].getsockname()[1])
+  return Meeting(0, launch.num_processes, hosts, address, links, kept[0])
+
+
+def _listen(own: Introduction, ports: list[int], patience_s: float) -> socket.socket:
+  """Where the others come. A port that was given may be free again in a moment."""
+  deadline = time.monotonic() + patience_s
+  while True:
+    try:
+      return network.listen(ports)[1]
+    except OSError as e:
+      if time.monotonic() < deadline:
+        time.sleep(0.2)
+        continue
+      raise ConfigError(
+        f"process 0 ({own.node}): port {', '.join(map(str, ports))}: {e.strerror}; "
+        "set JAXSCALE_COORDINATOR=HOST:PORT with a free one"
+      ) from e
+
+
+def _visit(
+  launch: Launch, own: Introduction, host: str, ports: list[int], timeout_s: float
+) -> Meeting:
+  """The others' way in."""
+  sock = _find(launch, own, host, ports, timeout_s)
+  here = f"process {own.rank} ({own.node})"
+  try:
+    answer = wire.Receiver(sock).receive(timeout_s + GRACE_S)
+    if "error" in answer:
+      raise ConfigError(answer["error"])
+    hosts, port = list(answer["hosts"]), int(answer["go"])
+  except (EOFError, TimeoutError) as e:
+    sock.close()
+    raise ConfigError(
+      f"{here}: process 0 on {host} left before all had met ({e}); see its last lines"
+    ) from e
+  except BaseException:
+    sock.close()
+    raise
+  # JAX by the address that has worked, whatever the name resolves to elsewhere.
+  seen = network.plain_address(str(sock.getpeername()[0]))
+  coordinator = network.join_address(seen, port)
+  return Meeting(own.rank, launch.num_processes, hosts, coordinator, {0: sock})
+
+
+def _find(
+  launch: Launch, own: Introduction, host: str, ports: list[int], timeout_s: float
+) -> socket.socket:
+  """A connection on which process 0 has said welcome."""
+  began = time.monotonic()
+  patience = timeout_s if launch.kind == "kubernetes" else min(5.0, timeout_s)
+  addresses = network.resolve(host, patience)
+  pause, taken_since = 0.02, None
+  while True:
+    results: dict[int, str] = {}
+    for port in ports:
+      for address in addresses:
+        found = _knock(launch, own, address, port)
+        if isinstance(found, socket.socket):
+          return found
+        results[port] = found
+    now = time.monotonic()
+    # Where others hold every port, process 0 cannot listen: it has said so, or will.
+    taken = not set(results.values()) & _NOBODY
+    taken_since = (taken_since or now) if taken else None
+    if now - began > timeout_s or (taken_since and now - taken_since > TAKEN_S):
+      raise ConfigError(_not_found(own, host, addresses, results, now - began))
+    time.sleep(random.uniform(0.5, 1) * pause)
+    pause = min(1.0, 1.5 * pause)
+
+
+_REFUSED, _DROPPED = "refused", "no answer"
+_NO_ROUTE, _SILENT = "no route", "somebody else's, silent"
+_NOBODY = {_REFUSED, _DROPPED, _NO_ROUTE}
+
+
+def _knock(
+  launch: Launch, own: Introduction, address: str, port: int
+) -> socket.socket | str:
+  """A connection on which process 0 has said welcome, or what there was instead."""
+  try:
+    sock = socket.create_connection((address, port), timeout=CONNECT_S)
+  except ConnectionRefusedError:
+    return _REFUSED
+  except TimeoutError:
+    return _DROPPED
+  except OSError:
+    return _NO_ROUTE
+  try:
+    # The kernel may give a caller the very port it calls (TCP's simultaneous open).
+    if sock.getsockname() == sock.getpeername():
+      raise ConnectionRefusedError
+    network.tune(sock)
+    wire.send(sock, {"meeting": launch.job, "who": own}, timeout=CONNECT_S)
+    answer: Any = wire.Receiver(sock, roll_call.HELLO_BYTES).receive(CONNECT_S)
+    if isinstance(answer, dict) and answer.get("welcome") == launch.job:
+      return sock
+    job = answer.get("other") if isinstance(answer, dict) else None
+    result = f"another run's, {str(job)[:60]}" if job else "somebody else's"
+  except TimeoutError:
+    result = _SILENT
+  except ConnectionRefusedError:
+    result = _REFUSED
+  except (OSError, EOFError, ValueError):
+    result = "somebody else's"
+  sock.close()
+  return result
+
+
+def _not_found(
+  own: Introduction, host: str, addresses: list[str], results: dict[int, str],
+  seconds: float,
+) -> str:  # fmt: skip
+  """Where was looked, what was there, and what that may mean."""
+  ways: dict[str, list[int]] = {}
+  for port, result in results.items():
+    ways.setdefault(result, []).append(port)
+  tried = "; ".join(f"{', '.join(map(str, p))} {way}" for way, p in ways.items())
+  if not set(results.values()) & _NOBODY:
+    advice = "set JAXSCALE_COORDINATOR=HOST:PORT with a free port"
+  elif _REFUSED in ways:
+    advice = "it has not come, has failed (see its last lines), or is on another host"
+  else:
+    advice = f"is there a firewall, or no way from {own.node} to {host}?"
+  with contextlib.suppress(OSError):
+    advice += f" (looked from {network.own_address_seen_by(addresses[0])})"
+  return (
+    f"process {own.rank} ({own.node}): no process 0 on {host} "
+    f"({', '.join(addresses[:4])}) for {seconds:.0f} s, ports {tried}; {advice}"
+  )
+
+
+def _close(sockets) -> None:
+  for sock in sockets:
+    sock.close()
