@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -13,21 +14,21 @@ from conftest import ROOT
 
 from jaxscale.cluster import network, roll_call, wire
 from jaxscale.cluster.detect import Launch
-from jaxscale.cluster.introduction import Introduction, disagreements
+from jaxscale.cluster.introduction import Introduction, disagreements, versions
 from jaxscale.cluster.rendezvous import meet
 
 # One process of a run: it meets, says what it got, sends its rank over the links.
 CHILD = """
 import json, os, sys, time
-from jaxscale.cluster import introduction, network, wire
+from jaxscale.cluster import introduction, network, rendezvous, roll_call, wire
 from jaxscale.cluster.detect import Launch
 from jaxscale.cluster.rendezvous import meet
 from jaxscale.settings import ConfigError
 a = json.loads(sys.argv[1])
 for name, value in a.get("set", {}).items():
   module, name = name.split(".")
-  setattr({"network": network, "introduction": introduction}[module], name,
-          lambda value=value: value)
+  is_call = module in ("network", "introduction")
+  setattr(globals()[module], name, (lambda value=value: value) if is_call else value)
 time.sleep(a.get("late", 0))
 launch = Launch("test", a["rank"], a["of"], a["host"], 0, 1, a["job"])
 try:
@@ -40,11 +41,13 @@ for sock in meeting.links.values():
   wire.send(sock, {"from": a["rank"], "job": a["job"]})
 heard = {r: wire.Receiver(s).receive(10) for r, s in meeting.links.items()}
 assert "jax" not in sys.modules
-print(json.dumps({"hosts": meeting.hosts, "coordinator": meeting.coordinator,
-                  "heard": heard}), flush=True)
-if a.get("fork") and os.fork() == 0:
-  os.close(1)  # who waits for our output waits for us only
+worker = os.fork() if a.get("fork") else None
+if worker == 0:
+  os.closerange(1, 3)  # who waits for our output waits for us only
   time.sleep(30)
+  os._exit(0)
+print(json.dumps({"hosts": meeting.hosts, "coordinator": meeting.coordinator,
+                  "heard": heard, "worker": worker}), flush=True)
 time.sleep(a.get("stay", 0))
 """
 
@@ -107,7 +110,11 @@ def test_four_processes_meet_in_any_order_and_can_talk(start):
   assert all(said["hosts"] == ["n1", "n2", "n3", "n4"] for _, said in got)
   ports = {said["coordinator"].split(":")[1] for _, said in got}
   assert len(ports) == 1 and int(ports.pop()) in network.PORTS
-  assert {int(r): m["from"] for r, m in got[0][1]["heard"].items()} == {1: 1, 2: 2, 3: 3}
+  assert {int(r): m["from"] for r, m in got[0][1]["heard"].items()} == {
+    1: 1,
+    2: 2,
+    3: 3,
+  }
   assert all(said["heard"]["0"]["from"] == 0 for _, said in got[1:])
 
 
@@ -197,31 +204,24 @@ def test_who_never_comes_is_named_with_the_hosts_to_look_at(start):
   assert line.startswith("processes 2–4 (n7, n9) of 5 have not come within 2 s")
 
 
-def test_a_process_that_dies_at_the_meeting_is_named_before_time_is_over(start):
-  name = job("dies")
-  here = [start(r, 3, name, timeout=60) for r in (0, 1)]
-  victim = start(2, 3, name, late=1, set={"network.gloo_address": None}, on_cpu=True)
-  # It never agrees (gloo), so that it is there when it is killed.
-  time.sleep(0)
-  line = the_line([*here, victim], 20)
-  assert "process 2 (n3)" in line
-
-
 def test_a_process_killed_while_it_waits_is_named(start):
   name = job("killed")
-  here = [start(r, 3, name, timeout=60) for r in (0, 1)]
-  port = network.ports_of(name)[0]
-  sock = connect(port)
-  wire.send(sock, {"meeting": name, "who": who(2, 3)})
+  quick = {"roll_call.BACK_S": 1}
+  here = [start(r, 4, name, timeout=60, set=quick) for r in (0, 1)]
+  sock = connect(network.ports_of(name)[0])
+  killed = who(2, 4, versions=versions(), digests={})
+  wire.send(sock, {"meeting": name, "who": killed})
   assert wire.Receiver(sock).receive(5) == {"welcome": name}
   sock.close()
-  line = the_line(here, 15)
+  line = the_line(here, 20)
   assert line.startswith("process 2 (n3, pid 7) came and has gone")
 
 
 def who(rank, of=4, **other):
-  known = {"node": f"n{rank + 1}", "pid": 7, "me": f"me{rank}", "place": "here",
-           "gloo": "", "versions": {"jax": "1"}, "digests": {"config": "a"}}  # fmt: skip
+  known = {
+    "node": f"n{rank + 1}", "pid": 7, "me": f"me{rank}", "place": "here",
+    "gloo": "", "versions": {"jax": "1"}, "digests": {"config": "a"},
+  }  # fmt: skip
   return Introduction(rank, of, **(known | other))
 
 
@@ -237,10 +237,19 @@ def test_without_process_0_the_others_say_where_they_looked(start):
     )
 
 
-def test_packets_that_are_dropped_look_like_a_firewall(start, monkeypatch):
-  # 192.0.2.0/24 is for documentation (RFC 5737): nobody answers, or no route is.
-  (got,) = ends([start(1, 2, job("far"), "192.0.2.1:23456", timeout=1)], 15)
-  assert "is there a firewall, or no way from n2 to 192.0.2.1?" in got[1]["error"]
+def test_packets_that_are_dropped_look_like_a_firewall(start):
+  with socket.socket() as full:  # Linux drops who calls a listener with a full queue
+    full.bind(("", 0))
+    full.listen(0)
+    address = ("127.0.0.1", full.getsockname()[1])
+    queue = [socket.socket() for _ in range(3)]
+    for sock in queue:
+      sock.setblocking(False)
+      sock.connect_ex(address)
+    (got,) = ends([start(1, 2, job("far"), f"127.0.0.1:{address[1]}", timeout=1)], 15)
+    for sock in queue:
+      sock.close()
+  assert f"ports {address[1]} no answer; is there a firewall" in got[1]["error"]
 
 
 def test_a_process_0_that_fails_is_not_waited_for(start):
@@ -251,8 +260,9 @@ def test_a_process_0_that_fails_is_not_waited_for(start):
   time.sleep(1)
   os.kill(first.pid, signal.SIGKILL)
   (got,) = ends(others, 10)
-  assert got[0] == 2 and "process 0 on 127.0.0.1 left before all had met" in (
-    got[1]["error"]
+  assert (
+    got[0] == 2
+    and "process 0 on 127.0.0.1 left before all had met" in (got[1]["error"])
   )
 
 
@@ -290,7 +300,9 @@ def test_other_versions_and_who_comes_late_hears_it_too(start):
 def test_other_numbers_of_processes(start):
   name = job("counts")
   line = the_line([start(0, 2, name), start(1, 3, name)])
-  assert line.startswith("process 1 (n2): started as one of 3 processes, process 0 (n1)")
+  assert line.startswith(
+    "process 1 (n2): started as one of 3 processes, process 0 (n1)"
+  )
 
 
 def test_a_host_whose_own_name_is_loopback_is_refused_where_gloo_is_used(start):
@@ -301,8 +313,6 @@ def test_a_host_whose_own_name_is_loopback_is_refused_where_gloo_is_used(start):
   line = the_line(ranks)
   assert line.startswith("process 1 (n2): its host's own name is 127.0.1.1 there")
   assert "/etc/hosts, '127.0.0.1 n2'" in line  # the address that process 0 sees
-  got = ends([start(r, 2, job("nccl"), set=own[r]) for r in ()], 1)
-  assert got == []
 
 
 def test_loopback_is_well_where_all_are_on_one_host_or_gloo_is_not_used():
@@ -311,11 +321,14 @@ def test_loopback_is_well_where_all_are_on_one_host_or_gloo_is_not_used():
   two = {r: who(r, 2, gloo="127.0.0.1", place=f"p{r}") for r in (0, 1)}
   assert len(disagreements(two, {})) == 2
   assert disagreements({r: w._replace(gloo="") for r, w in two.items()}, {}) == []
-  assert "does not resolve there" in disagreements({0: one[0]._replace(gloo=None)}, {})[0]
+  assert (
+    "does not resolve there" in disagreements({0: one[0]._replace(gloo=None)}, {})[0]
+  )
 
 
 def test_a_name_that_does_not_resolve(start):
-  ranks = [start(r, 2, job("name"), "no-such-host.invalid:2345") for r in (0, 1)]
+  ranks = [start(r, 2, job("name"), "no-such-host.invalid:2345", timeout=1)
+           for r in (0, 1)]  # fmt: skip
   for rank, (code, said) in enumerate(ends(ranks, 20)):
     assert code == 2
     assert said["error"].startswith(
@@ -330,7 +343,8 @@ def test_a_given_port_that_stays_taken_is_said_by_all(start):
     stranger.bind(("", 0))
     stranger.listen()
     port = stranger.getsockname()[1]
-    ranks = [start(r, 2, "j", f"127.0.0.1:{port}", timeout=60) for r in (0, 1)]
+    ranks = [start(r, 2, "j", f"127.0.0.1:{port}", timeout=60,
+                   set={"rendezvous.TAKEN_S": 2}) for r in (0, 1)]  # fmt: skip
     got = ends(ranks, 25)
   assert [code for code, _ in got] == [2, 2]
   assert f"port {port}: Address already in use" in got[0][1]["error"]
@@ -356,8 +370,7 @@ def test_a_forked_worker_does_not_keep_a_dead_process_s_link_open(start):
     wire.send(sock, {})
     receiver = wire.Receiver(sock)
     assert receiver.receive(10)["from"] == 1
-    child.stdout.readline()
-    time.sleep(0.3)  # it forks after it has said that
+    worker = json.loads(child.stdout.readline())["worker"]
     os.kill(child.pid, signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(EOFError):
@@ -366,6 +379,7 @@ def test_a_forked_worker_does_not_keep_a_dead_process_s_link_open(start):
     for option in (socket.TCP_NODELAY, socket.TCP_KEEPIDLE):
       assert sock.getsockopt(socket.IPPROTO_TCP, option)
     assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    os.kill(worker, signal.SIGKILL)
   finally:
     meeting.links[1].close()
     meeting.reserved.close()
@@ -385,8 +399,6 @@ def test_process_0_raises_the_limit_of_open_files():
 
 def test_a_thousand_processes_meet_in_seconds():
   """Their sockets, that is: one thread here plays all of them."""
-  import threading
-
   count, name = 1000, "thousand"
   own = who(0, count)
   port, listener = network.listen(network.ports_of(job(name)))
@@ -407,6 +419,7 @@ def test_a_thousand_processes_meet_in_seconds():
   receiver = wire.Receiver(guests[-1])
   assert receiver.receive(5) == {"welcome": name}
   assert receiver.receive(5) == {"go": 4321, "hosts": hosts}
-  assert time.monotonic() - began < 20
+  assert time.monotonic() - began < 10
+  print(f"{time.monotonic() - began:.2f} s")
   for sock in [*guests, *links.values()]:
     sock.close()

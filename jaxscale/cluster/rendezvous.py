@@ -90,7 +90,7 @@ def _receive(
   nodes: Sequence[str] | None,
 ) -> Meeting:  # fmt: skip
   """Process 0's way in."""
-  network.resolve(host)  # a name that nobody finds is better told here than missed
+  network.resolve(host, _patience(launch, timeout_s))  # else nobody will find it
   listener = _listen(own, ports, 0 if len(ports) > 1 else TAKEN_S / 2)
   kept: list[socket.socket] = []
 
@@ -158,13 +158,17 @@ def _visit(
   return Meeting(own.rank, launch.num_processes, hosts, coordinator, {0: sock})
 
 
+def _patience(launch: Launch, timeout_s: float) -> float:
+  """Seconds until a name has to be known: a pod's is once the pod is ready."""
+  return timeout_s if launch.kind == "kubernetes" else min(5.0, timeout_s)
+
+
 def _find(
   launch: Launch, own: Introduction, host: str, ports: list[int], timeout_s: float
 ) -> socket.socket:
   """A connection on which process 0 has said welcome."""
   began = time.monotonic()
-  patience = timeout_s if launch.kind == "kubernetes" else min(5.0, timeout_s)
-  addresses = network.resolve(host, patience)
+  addresses = network.resolve(host, _patience(launch, timeout_s))
   pause, taken_since = 0.02, None
   while True:
     results: dict[int, str] = {}

@@ -12,6 +12,7 @@ import selectors
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ LINGER_S = 10.0  # how long those who come late are told what is wrong
 NEWS_S = 10.0  # seconds between two lines about whom we wait for
 
 
+_LOOK_S = 0.1  # seconds between two looks at whether something is wrong
 _WELCOME = float("inf")  # until when somebody may stay who has said who he is
 
 
@@ -49,6 +51,7 @@ class _Room:
   gone: dict[int, float] = dataclasses.field(default_factory=dict)
   doubles: list[str] = dataclasses.field(default_factory=list)
   came: set[str] = dataclasses.field(default_factory=set)  # all who spoke our words
+  silent: deque[tuple[float, socket.socket]] = dataclasses.field(default_factory=deque)
   verdict: str = ""
 
 
@@ -91,8 +94,9 @@ def call(
       except ConfigError as e:
         _tell(room, str(e))
         raise
+      go = wire.encode({"go": port, "hosts": hosts})
       for sock in room.guests.values():
-        wire.send(sock, {"go": port, "hosts": hosts})
+        wire.send_line(sock, go, timeout=10)
       return hosts, room.guests
     except OSError as e:
       _close(room.guests.values())
@@ -109,12 +113,15 @@ def _wait(
   room: _Room, listener: socket.socket, timeout_s: float, nodes: Sequence[str] | None
 ) -> None:
   """Until all are here and agree."""
-  began = news = time.monotonic()
+  began = news = look = time.monotonic()
   wrong_since = None
   total = room.launch.num_processes
   while True:
-    _serve(room, listener, 0.1)
+    _serve(room, listener, _LOOK_S)
     now = time.monotonic()
+    if now < look and len(room.guests) < total - 1:
+      continue  # thousands may be coming: not all of this after each
+    look = now + _LOOK_S
     missing = [r for r in range(1, total) if r not in room.guests]
     wrong = _wrong(room, now)
     if not wrong and not missing:
@@ -160,11 +167,7 @@ def _serve(room: _Room, listener: socket.socket, timeout: float) -> None:
   """Take what has come within the timeout."""
   for key, _ in room.selector.select(timeout):
     if key.data is None:
-      with contextlib.suppress(OSError):  # gone again, or out of files
-        sock, _ = listener.accept()
-        network.tune(sock)
-        stranger = (wire.Receiver(sock, HELLO_BYTES), time.monotonic() + HELLO_S)
-        room.selector.register(sock, selectors.EVENT_READ, stranger)
+      _admit(room, listener)
       continue
     sock, (receiver, until) = key.fileobj, key.data
     assert isinstance(sock, socket.socket)
@@ -174,9 +177,23 @@ def _serve(room: _Room, listener: socket.socket, timeout: float) -> None:
         _hear(room, sock, messages[0])
     except (OSError, EOFError, ValueError):
       _drop(room, sock)
-  for key in list(room.selector.get_map().values()):
-    if key.data and time.monotonic() > key.data[1]:
-      _drop(room, key.fileobj)  # type: ignore[arg-type]
+
+
+def _admit(room: _Room, listener: socket.socket) -> None:
+  """Let in all who knock, and turn out who has said nothing for too long."""
+  now = time.monotonic()
+  with contextlib.suppress(OSError):  # nobody else, gone again, or out of files
+    while True:
+      sock, _ = listener.accept()
+      network.tune(sock)
+      stranger = (wire.Receiver(sock, HELLO_BYTES), now + HELLO_S)
+      room.selector.register(sock, selectors.EVENT_READ, stranger)
+      room.silent.append((now + HELLO_S, sock))
+  while room.silent and room.silent[0][0] < now:
+    _, sock = room.silent.popleft()
+    key = room.selector.get_map().get(sock) if sock.fileno() >= 0 else None
+    if key and key.data[1] != _WELCOME:
+      _drop(room, sock)
 
 
 def _hear(room: _Room, sock: socket.socket, message: Any) -> None:

@@ -40,7 +40,12 @@ def send(sock: socket.socket, message: Any, timeout: float | None = None) -> Non
     OSError: the other end is gone.
     TimeoutError: it has not taken all of it; the connection is of no more use.
   """
-  rest = memoryview(encode(message))
+  send_line(sock, encode(message), timeout)
+
+
+def send_line(sock: socket.socket, line: bytes, timeout: float | None = None) -> None:
+  """Send what `encode` has made, as `send` does: encoded once for many."""
+  rest = memoryview(line)
   until = None if timeout is None else time.monotonic() + timeout
   while rest:
     try:
