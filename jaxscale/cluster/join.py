@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from jaxscale.cluster import network
 from jaxscale.cluster.detect import Launch
 from jaxscale.cluster.introduction import where
-from jaxscale.cluster.rendezvous import Meeting
+from jaxscale.cluster.rendezvous import Meeting, leave_last
 from jaxscale.settings import ConfigError
 
 _HALF_S = 0.5  # seconds for one connection to the coordinator
@@ -121,7 +121,9 @@ def _await(address: str, port: int, meeting: Meeting, timeout_s: float) -> None:
 def check_devices(meeting: Meeting) -> None:
   """Refuse processes with different numbers of devices, in all of them alike.
 
-  JAX starts such runs, and fails later, in the first step that is sharded.
+  JAX starts such runs, and fails later, in the first step that is sharded. Every
+  process sees all devices: nothing has to be sent. Whoever gets the error is to
+  leave at once; process 0 gets it when the others have left, `leave_last`.
 
   Raises:
     ConfigError: it names the processes and hosts that differ.
@@ -132,6 +134,7 @@ def check_devices(meeting: Meeting) -> None:
   usual, _ = Counter(counts.values()).most_common(1)[0]
   odd = {rank: n for rank, n in counts.items() if n != usual}
   if odd:
+    leave_last(meeting)
     said = "; ".join(
       f"{where([r for r in odd if odd[r] == n], meeting.hosts)}: {n} devices"
       for n in sorted(set(odd.values()))
