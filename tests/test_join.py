@@ -12,15 +12,15 @@ import pytest
 from conftest import ROOT
 
 from jaxscale.cluster import network
-from jaxscale.cluster.detect import Launch
 from jaxscale.cluster.join import join
+from jaxscale.cluster.launched import Launch
 from jaxscale.cluster.rendezvous import Meeting
 from jaxscale.settings import ConfigError
 
 CHILD = """
 import json, os, signal, sys, time
 from jaxscale.cluster import wire
-from jaxscale.cluster.detect import Launch
+from jaxscale.cluster.launched import Launch
 from jaxscale.cluster.join import check_devices, join
 from jaxscale.cluster.rendezvous import meet
 from jaxscale.settings import ConfigError

@@ -16,7 +16,7 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 from jaxscale.cluster import network
-from jaxscale.cluster.detect import Launch
+from jaxscale.cluster.launched import Launch
 
 PACKAGES = ("jaxscale", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
 _SHOWN = 8  # ranges of ranks, or hosts, in one line
@@ -94,7 +94,7 @@ def numbers(ranks: Iterable[int]) -> str:
     else:
       ranges.append([rank, rank])
   said = [str(a) if a == b else f"{a}–{b}" for a, b in ranges]
-  return ("process " if len(ranks) == 1 else "processes ") + _few(said)
+  return ("process " if len(ranks) == 1 else "processes ") + few(said)
 
 
 def where(ranks: Iterable[int], nodes: Sequence[str] | None) -> str:
@@ -106,11 +106,12 @@ def where(ranks: Iterable[int], nodes: Sequence[str] | None) -> str:
   """
   ranks = sorted(ranks)
   known = [nodes[r] for r in ranks if r < len(nodes) and nodes[r]] if nodes else []
-  hosts = _few(list(dict.fromkeys(known)))
+  hosts = few(list(dict.fromkeys(known)))
   return numbers(ranks) + (f" ({hosts})" if hosts else "")
 
 
-def _few(said: list[str]) -> str:
+def few(said: list[str]) -> str:
+  """The first of them, and how many more."""
   more = len(said) - _SHOWN
   return ", ".join(said[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 

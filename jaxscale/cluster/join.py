@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from jaxscale.cluster import network
-from jaxscale.cluster.detect import Launch
 from jaxscale.cluster.introduction import where
+from jaxscale.cluster.launched import Launch
 from jaxscale.cluster.rendezvous import Meeting, leave_last
 from jaxscale.settings import ConfigError
 
@@ -78,8 +78,7 @@ def join(
     return
   address, port = network.split_address(meeting.coordinator)
   assert port is not None
-  name, _ = network.split_address(launch.host or address)
-  network.bypass_proxies([address, name])
+  network.bypass_proxies([address, launch.host or address])
   if meeting.reserved is not None:
     meeting.reserved.close()  # JAX's service takes the port over
   else:

@@ -127,6 +127,17 @@ def own_address_seen_by(peer: str) -> str:
     return str(probe.getsockname()[0])
 
 
+def is_own(address: str) -> bool:
+  """Whether it is an address of this host: others cannot be bound."""
+  family = socket.AF_INET6 if ":" in address else socket.AF_INET
+  try:
+    with socket.socket(family) as probe:
+      probe.bind((address, 0))
+      return True
+  except OSError:
+    return False
+
+
 def is_loopback(address: str) -> bool:
   """Whether only this host can reach the address, also when written as IPv6.
 

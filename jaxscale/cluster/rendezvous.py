@@ -7,6 +7,10 @@ others find it there, and each says who it is and what it runs. Process 0 answer
 "go", with a port for JAX's coordinator, or says in one line what is wrong; that
 line is what every process ends with. The connections stay open: `watch` is built
 on them.
+
+Whoever is on the network and knows the name of the step could come as one of its
+processes: as with JAX's own coordinator, the network is trusted. Who does not
+speak as we do is not heard.
 """
 
 from __future__ import annotations
@@ -17,12 +21,12 @@ import random
 import select
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxscale.cluster import network, roll_call, wire
-from jaxscale.cluster.detect import Launch
 from jaxscale.cluster.introduction import Introduction, introduce
+from jaxscale.cluster.launched import LOOPBACK, Launch
 from jaxscale.settings import ConfigError
 
 CONNECT_S = 2.0  # seconds for a connection, and for the first word on it
@@ -46,19 +50,16 @@ def meet(
   *,
   timeout_s: float = 60.0,
   digests: Mapping[str, str] | None = None,
-  nodes: Sequence[str] | None = None,
   on_cpu: bool | None = None,
 ) -> Meeting:
   """Meet the other processes of this run; each of them calls this.
 
   Args:
-    launch: who this process is. With a port in `launch.host` the meeting is
-      there, else on one that follows from `launch.job`.
+    launch: who this process is. The meeting is at `launch.port`, or else at a
+      port that follows from `launch.job`.
     timeout_s: seconds to wait for the others. They start Python at the same
       time; a cold file system, or an image to pull, takes longer.
     digests: what has to be equal everywhere, by name: "config", "code".
-    nodes: the host of each rank, if the launcher knows: where to look for those
-      who do not come.
     on_cpu: whether collectives will be gloo's, which listens at the host's own
       name. By default: whether JAX_PLATFORMS says so.
 
@@ -75,10 +76,10 @@ def meet(
   if launch.num_processes == 1:
     return Meeting(0, 1, [network.node_name()], "", {})
   own = introduce(launch, digests or {}, on_cpu)
-  host, port = network.split_address(launch.host or "localhost")
-  ports = [port] if port else network.ports_of(launch.job)
+  host = launch.host or LOOPBACK
+  ports = [launch.port] if launch.port else network.ports_of(launch.job)
   if launch.process_id == 0:
-    meeting = _receive(launch, own, host, ports, timeout_s, nodes)
+    meeting = _receive(launch, own, host, ports, timeout_s)
   else:
     meeting = _visit(launch, own, host, ports, timeout_s)
   # A forked worker that outlives this process must not keep it alive for others.
@@ -109,11 +110,13 @@ def leave_last(meeting: Meeting, timeout_s: float = 10.0) -> None:
 
 
 def _receive(
-  launch: Launch, own: Introduction, host: str, ports: list[int], timeout_s: float,
-  nodes: Sequence[str] | None,
-) -> Meeting:  # fmt: skip
+  launch: Launch, own: Introduction, host: str, ports: list[int], timeout_s: float
+) -> Meeting:
   """Process 0's way in."""
-  network.resolve(host, _patience(launch, timeout_s))  # else nobody will find it
+  addresses = network.resolve(host, _patience(launch, timeout_s))
+  note = ""
+  if not any(map(network.is_own, addresses)):  # a Service of Kubernetes is well
+    note = f"; they look for process 0 on {host}, but {addresses[0]} is not this host's"
   listener = _listen(own, ports, 0 if len(ports) > 1 else TAKEN_S / 2)
   kept: list[socket.socket] = []
 
@@ -131,12 +134,12 @@ def _receive(
 
   try:
     hosts, links = roll_call.call(
-      launch, own, listener, timeout_s, nodes, coordinator_port
+      launch, own, listener, timeout_s, coordinator_port, note
     )
   except BaseException:
     _close(kept)
     raise
-  address = network.join_address("127.0.0.1", kept[0].getsockname()[1])
+  address = network.join_address(LOOPBACK, kept[0].getsockname()[1])
   return Meeting(0, launch.num_processes, hosts, address, links, kept[0])
 
 

@@ -13,19 +13,20 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jaxscale.cluster import network, wire
-from jaxscale.cluster.detect import Launch
 from jaxscale.cluster.introduction import (
   Introduction,
   disagreements,
+  few,
   numbers,
   read,
   twice,
   where,
 )
+from jaxscale.cluster.launched import Launch
 from jaxscale.settings import ConfigError
 
 HELLO_BYTES = 1 << 16  # an introduction is about 600 bytes; no stranger needs more
@@ -49,7 +50,7 @@ class _Room:
   met: dict[int, Introduction]
   guests: dict[int, socket.socket] = dataclasses.field(default_factory=dict)
   gone: dict[int, float] = dataclasses.field(default_factory=dict)
-  doubles: list[str] = dataclasses.field(default_factory=list)
+  wrong: list[str] = dataclasses.field(default_factory=list)  # for good
   came: set[str] = dataclasses.field(default_factory=set)  # all who spoke our words
   silent: deque[tuple[float, socket.socket]] = dataclasses.field(default_factory=deque)
   verdict: str = ""
@@ -60,8 +61,8 @@ def call(
   own: Introduction,
   listener: socket.socket,
   timeout_s: float,
-  nodes: Sequence[str] | None = None,
   ready: Callable[[], int] = lambda: 0,
+  note: str = "",
 ) -> tuple[list[str], dict[int, socket.socket]]:
   """Wait for all other processes, and let them go, or tell them what is wrong.
 
@@ -69,9 +70,9 @@ def call(
     own: the introduction of this process, rank 0.
     listener: where the others come; closed before this returns.
     timeout_s: seconds after which those who are missing are given up.
-    nodes: the host that each rank should be on, where the launcher says so.
     ready: called when all is well; the port of JAX's coordinator. May raise a
       ConfigError, which all get to hear.
+    note: what to add to the line about those who have not come.
 
   Returns:
     The hosts by rank, and the connections by rank, without 0.
@@ -79,14 +80,17 @@ def call(
   Raises:
     ConfigError: the line that every process got.
   """
-  _allow_files(launch.num_processes)
   listener.setblocking(False)
   with selectors.DefaultSelector() as selector, listener:
     room = _Room(launch, selector, {0: own})
     room.came.add(own.me)
+    try:
+      _allow_files(launch.num_processes)
+    except ConfigError as e:
+      room.wrong.append(str(e))
     selector.register(listener, selectors.EVENT_READ, None)
     try:
-      _wait(room, listener, timeout_s, nodes)
+      _wait(room, listener, timeout_s, note)
       hosts = [room.met[rank].node for rank in range(launch.num_processes)]
       # Nobody has been told to go yet: whatever goes wrong is everybody's.
       try:
@@ -94,24 +98,30 @@ def call(
       except ConfigError as e:
         _tell(room, str(e))
         raise
-      go = wire.encode({"go": port, "hosts": hosts})
-      for sock in room.guests.values():
-        wire.send_line(sock, go, timeout=10)
+      _let_go(room, port, hosts)
       return hosts, room.guests
-    except OSError as e:
-      _close(room.guests.values())
-      raise ConfigError(f"process 0 ({own.node}): lost the others, {e}") from e
     except BaseException:
       _close(room.guests.values())
       raise
     finally:
-      strangers = [k.fileobj for k in selector.get_map().values() if k.data]
-      _close(s for s in strangers if s not in room.guests.values())  # type: ignore[misc]
+      others = [k.fileobj for k in selector.get_map().values() if k.data]
+      _close(s for s in others if s not in room.guests.values())  # type: ignore[misc]
 
 
-def _wait(
-  room: _Room, listener: socket.socket, timeout_s: float, nodes: Sequence[str] | None
-) -> None:
+def _let_go(room: _Room, port: int, hosts: list[str]) -> None:
+  """Tell all that all are here."""
+  go = wire.encode({"go": port, "hosts": hosts})
+  for rank, sock in room.guests.items():
+    try:
+      wire.send_line(sock, go, timeout=10)
+    except OSError as e:  # who has been told finds the links closed
+      raise ConfigError(
+        f"process {rank} ({hosts[rank]}) has gone just before the start ({e}); see its "
+        "last lines"
+      ) from e
+
+
+def _wait(room: _Room, listener: socket.socket, timeout_s: float, note: str) -> None:
   """Until all are here and agree."""
   began = news = look = time.monotonic()
   wrong_since = None
@@ -124,9 +134,9 @@ def _wait(
     look = now + _LOOK_S
     missing = [r for r in range(1, total) if r not in room.guests]
     wrong = _wrong(room, now)
-    if not wrong and not missing:
+    if not wrong and not missing and not room.verdict:
       return
-    if wrong:
+    if wrong or room.verdict:  # once told, it stays
       wrong_since = wrong_since or now
       all_came = len(room.came) >= total
       if not room.verdict and (all_came or now - wrong_since > SETTLE_S):
@@ -137,13 +147,24 @@ def _wait(
       verb = "has" if len(missing) == 1 else "have"
       _tell(
         room,
-        f"{where(missing, nodes)} of {total} {verb} not come within {timeout_s:g} s; "
-        "look for their last lines, and start all in one step",
+        f"{_absent(room, missing)} {verb} not come within {timeout_s:g} s; look for "
+        f"their last lines, and start all in one step{note}",
       )
       raise ConfigError(room.verdict)
     elif now - news > NEWS_S:
       news = now
-      print(f"waiting for {where(missing, nodes)} of {total}", file=sys.stderr)
+      print(f"waiting for {_absent(room, missing)}", file=sys.stderr)
+
+
+def _absent(room: _Room, missing: list[int]) -> str:
+  """Who is missing, and the hosts to look at, as far as the launcher lists them."""
+  nodes, total = room.launch.nodes, room.launch.num_processes
+  if len(nodes) == total:  # one on each, in this order
+    return f"{where(missing, nodes)} of {total}"
+  came = {who.node.partition(".")[0] for who in room.met.values()}
+  silent = [node for node in nodes if node.partition(".")[0] not in came]
+  hosts = f" (nobody from {few(silent)})" if silent else ""
+  return f"{numbers(missing)} of {total}{hosts}"
 
 
 def _wrong(room: _Room, now: float) -> list[str]:
@@ -160,7 +181,7 @@ def _wrong(room: _Room, now: float) -> list[str]:
     for rank, since in room.gone.items()
     if now - since > BACK_S
   ]
-  return room.doubles + disagreements(room.met, addresses) + left
+  return room.wrong + disagreements(room.met, addresses) + left
 
 
 def _serve(room: _Room, listener: socket.socket, timeout: float) -> None:
@@ -211,9 +232,9 @@ def _hear(room: _Room, sock: socket.socket, message: Any) -> None:
   if room.verdict:
     wire.send(sock, {"error": room.verdict}, timeout=1)
   elif there and there.me != who.me and who.rank not in room.gone:
-    room.doubles.append(twice(there, who))
+    room.wrong.append(twice(there, who))
   elif not 0 <= who.rank < room.launch.num_processes:
-    room.doubles.append(
+    room.wrong.append(
       f"process {who.rank} ({who.node}): there are only {room.launch.num_processes} "
       f"for process 0 ({room.met[0].node}); start all in one step"
     )
