@@ -29,7 +29,8 @@ from jaxscale.cluster.introduction import Introduction, introduce
 from jaxscale.cluster.launched import LOOPBACK, Launch
 from jaxscale.settings import ConfigError
 
-CONNECT_S = 2.0  # seconds for a connection, and for the first word on it
+CONNECT_S = 2.0  # seconds for a connection, and at first for a word on it
+WORD_S = 10.0  # and later: process 0 may be busy with thousands
 TAKEN_S = 10.0  # seconds for which a port may be somebody else's
 GRACE_S = 15.0  # process 0 is the one to speak first, when time is over
 
@@ -195,12 +196,12 @@ def _find(
   """A connection on which process 0 has said welcome."""
   began = time.monotonic()
   addresses = network.resolve(host, _patience(launch, timeout_s))
-  pause, taken_since = 0.02, None
+  pause, word_s, taken_since = 0.02, CONNECT_S, None
   while True:
     results: dict[int, str] = {}
     for port in ports:
       for address in addresses:
-        found = _knock(launch, own, address, port)
+        found = _knock(launch, own, address, port, word_s)
         if isinstance(found, socket.socket):
           return found
         results[port] = found
@@ -212,6 +213,8 @@ def _find(
       raise ConfigError(_not_found(own, host, addresses, results, now - began))
     time.sleep(random.uniform(0.5, 1) * pause)
     pause = min(1.0, 1.5 * pause)
+    if _SILENT in results.values():
+      word_s = min(WORD_S, 1.5 * word_s)
 
 
 _REFUSED, _DROPPED = "refused", "no answer"
@@ -220,7 +223,7 @@ _NOBODY = {_REFUSED, _DROPPED, _NO_ROUTE}
 
 
 def _knock(
-  launch: Launch, own: Introduction, address: str, port: int
+  launch: Launch, own: Introduction, address: str, port: int, word_s: float
 ) -> socket.socket | str:
   """A connection on which process 0 has said welcome, or what there was instead."""
   try:
@@ -237,7 +240,7 @@ def _knock(
       raise ConnectionRefusedError
     network.tune(sock)
     wire.send(sock, {"meeting": launch.job, "who": own}, timeout=CONNECT_S)
-    answer: Any = wire.Receiver(sock, roll_call.HELLO_BYTES).receive(CONNECT_S)
+    answer: Any = wire.Receiver(sock, roll_call.HELLO_BYTES).receive(word_s)
     if isinstance(answer, dict) and answer.get("welcome") == launch.job:
       return sock
     job = answer.get("other") if isinstance(answer, dict) else None
