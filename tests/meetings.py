@@ -14,7 +14,7 @@ from jaxscale.cluster.introduction import Introduction
 
 # One process of a run: it meets, says what it got, sends its rank over the links.
 CHILD = """
-import json, os, sys, time
+import json, os, socket, sys, time
 from jaxscale.cluster import introduction, network, rendezvous, roll_call, wire
 from jaxscale.cluster.launched import Launch
 from jaxscale.cluster.rendezvous import meet
@@ -35,6 +35,10 @@ except ConfigError as e:
   print(json.dumps({"error": str(e)}))
   sys.exit(2)
 for sock in meeting.links.values():
+  assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+  assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
+  assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+  assert sock.gettimeout() is None
   wire.send(sock, {"from": a["rank"], "job": a["job"]})
 heard = {r: wire.Receiver(s).receive(10) for r, s in meeting.links.items()}
 assert "jax" not in sys.modules

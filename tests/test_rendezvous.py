@@ -121,9 +121,6 @@ def test_a_forked_worker_does_not_keep_a_dead_process_s_link_open(start):
     with pytest.raises(EOFError):
       receiver.receive(10)
     assert time.monotonic() - began < 1
-    for option in (socket.TCP_NODELAY, socket.TCP_KEEPIDLE):
-      assert sock.getsockopt(socket.IPPROTO_TCP, option)
-    assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     os.kill(worker, signal.SIGKILL)
   finally:
     meeting.links[1].close()
