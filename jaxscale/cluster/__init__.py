@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from typing import Any
-
-import jax
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from jaxscale.settings import ConfigError
+
+# JAX takes seconds to import, and the processes meet before it is asked anything.
+if TYPE_CHECKING:
+  import numpy as np
 
 _VARIABLES = (
   "JAXSCALE_COORDINATOR",  # host:port of process 0
@@ -48,6 +49,8 @@ def initialize() -> None:
     if ":" not in coordinator:
       raise ConfigError(f"JAXSCALE_COORDINATOR={coordinator}: give host:port")
     if int(count) > 1:
+      import jax
+
       jax.distributed.initialize(coordinator, int(count), int(index))
   elif int(os.environ.get("SLURM_NTASKS", "1")) > 1:
     if "SLURM_STEP_NODELIST" not in os.environ:
@@ -57,17 +60,23 @@ def initialize() -> None:
           "job, start it with srun"
         )
       return
+    import jax
+
     # One process a device is the layout JAX's own detection is right for.
     jax.distributed.initialize()
 
 
 def is_leader() -> bool:
   """Whether this process writes what the run writes once."""
+  import jax
+
   return jax.process_index() == 0
 
 
 def barrier(name: str) -> None:
   """Wait until every process is here."""
+  import jax
+
   if jax.process_count() > 1:
     from jax.experimental import multihost_utils
 
@@ -76,6 +85,9 @@ def barrier(name: str) -> None:
 
 def any_process(flag: bool) -> bool:
   """Whether the flag is set in any process; all must call this together."""
+  import jax
+  import numpy as np
+
   if jax.process_count() == 1:
     return flag
   from jax.experimental import multihost_utils
@@ -85,6 +97,9 @@ def any_process(flag: bool) -> bool:
 
 def sum_over_processes(values: np.ndarray) -> np.ndarray:
   """Sum of every process's uint64 values, modulo 2^64; all must call it."""
+  import jax
+  import numpy as np
+
   if jax.process_count() == 1:
     return values
   from jax.experimental import multihost_utils
@@ -103,6 +118,9 @@ def from_leader(value: Any) -> Any:
   Args:
     value: anything that JSON has; lists come back for tuples.
   """
+  import jax
+  import numpy as np
+
   if jax.process_count() == 1:
     return value
   from jax.experimental.multihost_utils import broadcast_one_to_all
@@ -119,6 +137,9 @@ def gather(value: Any) -> list[Any]:
   Args:
     value: anything that JSON has, and small.
   """
+  import jax
+  import numpy as np
+
   if jax.process_count() == 1:
     return [value]
   from jax.experimental.multihost_utils import process_allgather

@@ -1,0 +1,120 @@
+"""Real processes that meet, for the tests of meetings: no tests in here."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+from conftest import ROOT
+
+from jaxscale.cluster.introduction import Introduction
+
+# One process of a run: it meets, says what it got, sends its rank over the links.
+CHILD = """
+import json, os, socket, sys, time
+from jaxscale.cluster import introduction, network, rendezvous, roll_call, wire
+from jaxscale.cluster.launched import Launch
+from jaxscale.cluster.rendezvous import meet
+from jaxscale.settings import ConfigError
+a = json.loads(sys.argv[1])
+for name, value in a.get("set", {}).items():
+  module, name = name.split(".")
+  is_call = module in ("network", "introduction")
+  setattr(globals()[module], name, (lambda value=value: value) if is_call else value)
+time.sleep(a.get("late", 0))
+host, port = network.split_address(a["host"])
+launch = Launch("test", a["rank"], a["of"], host, 0, 1, a["job"], port=port,
+                nodes=tuple(a.get("nodes", [])))
+try:
+  meeting = meet(launch, timeout_s=a.get("timeout", 20), digests=a.get("digests", {}),
+                 on_cpu=a.get("on_cpu", False))
+except ConfigError as e:
+  print(json.dumps({"error": str(e)}))
+  sys.exit(2)
+for sock in meeting.links.values():
+  assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+  assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
+  assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+  assert sock.gettimeout() is None
+  wire.send(sock, {"from": a["rank"], "job": a["job"]})
+heard = {r: wire.Receiver(s).receive(10) for r, s in meeting.links.items()}
+assert "jax" not in sys.modules
+worker = os.fork() if a.get("fork") else None
+if worker == 0:
+  os.closerange(1, 3)  # who waits for our output waits for us only
+  time.sleep(30)
+  os._exit(0)
+print(json.dumps({"hosts": meeting.hosts, "coordinator": meeting.coordinator,
+                  "heard": heard, "worker": worker}), flush=True)
+time.sleep(a.get("stay", 0))
+"""
+
+
+def starter():
+  """Starts processes, and ends those that are left."""
+  running = []
+
+  def start_one(rank, of, job, host="127.0.0.1", env=None, **options):
+    options |= {"rank": rank, "of": of, "job": job, "host": host}
+    node = {"SLURMD_NODENAME": f"n{rank + 1}"} | (env or {})
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
+    process = subprocess.Popen(
+      [sys.executable, "-W", "error", "-c", CHILD, json.dumps(options)],
+      cwd=ROOT, env=kept | {"PYTHONPATH": str(ROOT)} | node, text=True,
+      stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    running.append(process)
+    return process
+
+  yield start_one
+  for process in running:
+    if process.poll() is None:
+      os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def ends(processes, within):
+  """Exit codes and what was said; nothing else on stderr, all in time."""
+  deadline = time.monotonic() + within
+  results = []
+  for process in processes:
+    out, err = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+    assert not err or err.startswith("waiting for"), err
+    results.append((process.returncode, json.loads(out)))
+  return results
+
+
+def the_line(processes, within=15):
+  """The one line that all of them ended with, with code 2."""
+  results = ends(processes, within)
+  assert [code for code, _ in results] == [2] * len(results), results
+  lines = {said["error"] for _, said in results}
+  assert len(lines) == 1, lines
+  assert "\n" not in min(lines)
+  return lines.pop()
+
+
+def job(name):
+  """A job's name that no other test, and no other run of the tests, has."""
+  return f"{name}-{os.getpid()}-{time.monotonic_ns()}"
+
+
+def connect(port, within=10):
+  deadline = time.monotonic() + within
+  while True:
+    try:
+      return socket.create_connection(("127.0.0.1", port), timeout=5)
+    except ConnectionRefusedError:
+      assert time.monotonic() < deadline
+      time.sleep(0.02)
+
+
+def who(rank, of=4, **other):
+  known = {
+    "node": f"n{rank + 1}", "pid": 7, "me": f"me{rank}", "place": "here",
+    "gloo": "", "versions": {"jax": "1"}, "digests": {"config": "a"},
+  }  # fmt: skip
+  return Introduction(rank, of, **(known | other))
