@@ -1,4 +1,9 @@
-"""One JSON object a line over a socket: how processes talk before JAX does."""
+"""Messages between the processes of a run: one JSON value a line, over TCP.
+
+The meeting before JAX and the watch after it speak so, over the same sockets.
+Nothing here changes a socket's mode, so that one thread may send while another
+receives; and what is received is bounded, whoever it is that has connected.
+"""
 
 from __future__ import annotations
 
@@ -8,59 +13,124 @@ import socket
 import time
 from typing import Any
 
-MOST_BYTES = 1 << 24  # of one line; what is longer is no message of ours
+MAX_BYTES = 1 << 20  # a line: the names of 4,096 hosts are 0.1 MB
+_CHUNK = 1 << 16
 
 
-def send(sock: socket.socket, value: Any) -> None:
-  """Send what JSON has; lists come back for tuples.
+def encode(message: Any) -> bytes:
+  """A message as it is sent.
+
+  Example:
+    >>> encode({"beat": [17, "step"]}).rstrip()
+    b'{"beat":[17,"step"]}'
+  """
+  return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+def send(sock: socket.socket, message: Any, timeout: float | None = None) -> None:
+  """Send one message, whole; only one thread at a time may, on one socket.
+
+  Args:
+    sock: a connected stream socket without a timeout of its own (Python would
+      wait for that before it asks the kernel).
+    message: anything that JSON has.
+    timeout: seconds until the other end must have taken it; None: for ever.
 
   Raises:
     OSError: the other end is gone.
+    TimeoutError: it has not taken all of it; the connection is of no more use.
   """
-  sock.sendall(json.dumps(value, separators=(",", ":")).encode() + b"\n")
+  rest = memoryview(encode(message))
+  until = None if timeout is None else time.monotonic() + timeout
+  while rest:
+    try:
+      rest = rest[sock.send(rest, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) :]
+    except BlockingIOError:
+      if not _is_ready(sock, select.POLLOUT, until):
+        raise TimeoutError(f"not taken within {timeout} s") from None
 
 
 class Receiver:
-  """The other end's values, one after another.
+  """Reads messages from a socket, and nothing that follows the last one it gave.
+
+  So another receiver, of another module, can go on with the same socket.
 
   Example:
     >>> here, there = socket.socketpair()
-    >>> send(there, {"rank": 1})
-    >>> Receiver(here).receive(timeout=1.0)
-    {'rank': 1}
-    >>> here.close(), there.close()
-    (None, None)
+    >>> with here, there:
+    ...   send(there, ["beat", 17])
+    ...   Receiver(here).receive(timeout=1.0)
+    ['beat', 17]
   """
 
-  def __init__(self, sock: socket.socket):
-    self._sock = sock
-    self._bytes = bytearray()
-    self._poll = select.poll()  # select() itself ends at 1,024 descriptors
-    self._poll.register(sock, select.POLLIN)
+  def __init__(self, sock: socket.socket, max_bytes: int = MAX_BYTES):
+    self._sock, self._max_bytes = sock, max_bytes
+    self._begun = b""  # a line whose end has not come yet
 
-  def receive(self, timeout: float) -> Any:
-    """The next value.
-
-    Args:
-      timeout: seconds to wait for it.
+  def drain(self) -> list[Any]:
+    """The messages that are here; what one read of the socket brings.
 
     Raises:
-      TimeoutError: it did not come.
-      ConnectionError: the other end is gone.
-      ValueError: what came is no message.
+      EOFError: the other end is gone, and there is no message left.
+      ValueError: what came is no message, or too long.
     """
-    deadline = time.monotonic() + timeout
-    searched = 0
-    while (end := self._bytes.find(b"\n", searched)) < 0:
-      searched = len(self._bytes)
-      if searched > MOST_BYTES:
-        raise ValueError(f"a line of more than {MOST_BYTES} bytes")
-      left = max(deadline - time.monotonic(), 0.0)
-      if not self._poll.poll(left * 1000):
-        raise TimeoutError(f"nothing for {timeout:g} s")
-      if not (more := self._sock.recv(1 << 16)):
-        raise ConnectionError("the other end closed the connection")
-      self._bytes += more
-    line = bytes(self._bytes[:end])
-    del self._bytes[: end + 1]
-    return json.loads(line)
+    return self._read(lambda seen: seen.rfind(b"\n") + 1) or []
+
+  def receive(self, timeout: float | None) -> Any:
+    """The next message.
+
+    Args:
+      timeout: seconds to wait for it; None: for ever.
+
+    Raises:
+      TimeoutError: none came.
+      EOFError: the other end is gone.
+      ValueError: what came is no message, or too long.
+    """
+    until = None if timeout is None else time.monotonic() + timeout
+    while not (messages := self._read(lambda seen: seen.find(b"\n") + 1)):
+      if messages is None and not _is_ready(self._sock, select.POLLIN, until):
+        raise TimeoutError(f"nothing came within {timeout} s")
+    return messages[0]
+
+  def _read(self, end_of) -> list[Any] | None:
+    """The messages up to `end_of` what is here; None where nothing is."""
+    try:
+      # Looked at before it is taken: what follows is somebody else's, perhaps.
+      seen = self._sock.recv(_CHUNK, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+      end = end_of(seen)
+      if seen:
+        self._begun += self._sock.recv(end or len(seen), socket.MSG_DONTWAIT)
+    except (BlockingIOError, InterruptedError):
+      return None
+    except OSError as e:
+      raise EOFError(str(e)) from None
+    if not seen:
+      raise EOFError("closed by the other end")
+    if len(self._begun) > self._max_bytes + (_CHUNK if end else 0):
+      raise ValueError("a line without end")
+    if not end:
+      return []
+    lines, self._begun = self._begun.split(b"\n")[:-1], b""
+    try:
+      return [json.loads(line) for line in lines]
+    except RecursionError as e:  # of a stranger's brackets
+      raise ValueError("nested too deep") from e
+
+
+def is_readable(sock: socket.socket, timeout: float | None) -> bool:
+  """Wait until something can be read; whether it can.
+
+  Args:
+    sock: any; its own timeout does not count.
+    timeout: seconds; None: for ever.
+  """
+  until = None if timeout is None else time.monotonic() + timeout
+  return _is_ready(sock, select.POLLIN, until)
+
+
+def _is_ready(sock: socket.socket, event: int, until: float | None) -> bool:
+  poll = select.poll()  # not select(), which takes no descriptor above 1023
+  poll.register(sock, event)
+  left = None if until is None else max(0.0, until - time.monotonic()) * 1000
+  return bool(poll.poll(left))
