@@ -127,7 +127,10 @@ def test_a_disk_too_small_is_said(tmp_path, capsys, monkeypatch):
 def test_archives_to_come_take_space_as_well(tmp_path, capsys, monkeypatch):
   """Published sizes; of the training archive a third is there."""
   train, val = 147_897_477_120, 6_744_924_160
-  known = {"train.tar": imagenet.Archive(train, ""), "val.tar": imagenet.Archive(val, "")}
+  known = {
+    "train.tar": imagenet.Archive(train, ""),
+    "val.tar": imagenet.Archive(val, ""),
+  }
   monkeypatch.setattr(imagenet, "ARCHIVES", known)
   with open(tmp_path / "train.tar", "wb") as file:
     file.truncate(train // 3)  # holes take no space here
@@ -231,8 +234,10 @@ def test_the_published_figures():
   assert sum(sizes.values()) == imagenet._SPACE and len(sizes) == 2
 
 
-def test_without_a_check_the_checks_are_listed(capsys):
-  assert doctor.main([]) == 0
-  assert "imagenet    ImageNet's" in capsys.readouterr().out
+def test_help_lists_the_checks_and_a_typo_is_named(capsys):
+  assert doctor.main(["--help"]) == 0
+  said = capsys.readouterr().out
+  assert "doctor imagenet" in said and "latency and bandwidth between all pairs" in said
   assert doctor.main(["imagnet"]) == 2
-  assert "'imagnet' is not one of them" in capsys.readouterr().err
+  said = capsys.readouterr().err
+  assert said == "error: imagnet: no such check, did you mean 'imagenet'?\n"

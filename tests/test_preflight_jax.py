@@ -72,9 +72,9 @@ def test_a_config_says_how_large_its_checkpoints_are(tmp_path):
 
 def test_a_config_that_does_not_fit_is_refused():
   options = only("devices"), "--config=configs/digits.py", "--config.batch_size=9"
-  *good, last = preflight(HOSTS[:2], *options)
+  *good, last = preflight(HOSTS[:1], *options)
   assert not wrong(good)
-  assert last.text.startswith("config configs/digits.py on 4 devices: ")
+  assert last.text.startswith("config configs/digits.py on 2 devices: ")
   assert not last.ok and "batch_size=9" in last.text
 
 
@@ -83,7 +83,7 @@ def test_a_config_that_does_not_fit_is_refused():
   [
     ("F1 parse_flags_from_env.cc:234] Unknown flags in XLA_FLAGS: --xla_a=1 --xla_b",
      "XLA_FLAGS: this jax does not know --xla_a=1 --xla_b"),
-    ("E1 command_line_flags.cc:63] Couldn't interpret value abc for flag xla_x.\nusage:",
+    ("E1 line_flags.cc:63] Couldn't interpret value abc for flag xla_x.\nusage:",
      "XLA_FLAGS: --xla_x=abc is no value of this flag"),
     ('F1 x.cc:171] Could not open file "junk" to read flags for environment variable',
      "XLA_FLAGS=junk: neither flags, which begin with --, nor a file"),
