@@ -14,7 +14,6 @@ from jaxscale.findings import Finding, bytes_text
 from jaxscale.preflight.group import Group, barrier
 from jaxscale.preflight.storage import attempt
 
-
 _SYNCED = 1 << 26  # bytes between syncs, a multiple of a block
 
 
