@@ -49,8 +49,8 @@ THROTTLED = """
       time.sleep(len(block) / 4e6)
 
   real = pairs._measure_pair
-  def measure(rank, pair, sock, limits):
-    return real(rank, pair, Throttled(sock) if SLOW else sock, limits)
+  def measure(rank, pair, sock, *bounds):
+    return real(rank, pair, Throttled(sock) if SLOW else sock, *bounds)
   pairs._measure_pair = measure
 """
 

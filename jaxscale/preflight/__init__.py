@@ -10,6 +10,7 @@ asked in child processes, so nothing that ends it can end the preflight.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ from jaxscale.exits import EXIT_DONE
 from jaxscale.findings import EXIT_NOT_READY, Finding, bytes_text, report
 from jaxscale.overrides import parse_args
 from jaxscale.preflight import clocks, devices, disk, pairs, slow, software, storage
-from jaxscale.preflight.group import Group, broadcast, gather, make_group
+from jaxscale.preflight.group import Group, barrier, broadcast, gather, make_group
 from jaxscale.settings import ConfigError, nearest
 
 CHECKS = {
@@ -106,9 +107,12 @@ def main(argv: list[str]) -> int:
   group = make_group(meeting.process_id, meeting.hosts, meeting.links)
   findings = [launched(group, launch.kind, time.monotonic() - began)]
   findings += run(group, options)
-  if group.rank:  # process 0 says it
-    return EXIT_DONE if all(f.ok for f in findings) else EXIT_NOT_READY
-  return report("preflight", findings)
+  if group.rank == 0:
+    report("preflight", findings)
+    sys.stdout.flush()
+  # A launcher may end all as soon as one fails: not before process 0 has spoken.
+  barrier(group, "said")
+  return EXIT_DONE if all(f.ok for f in findings) else EXIT_NOT_READY
 
 
 def launched(group: Group, kind: str, seconds: float) -> Finding:

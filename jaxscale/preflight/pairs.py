@@ -13,12 +13,21 @@ import selectors
 import socket
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxscale.preflight import network
 from jaxscale.preflight.group import Group, broadcast, everybody, gather
 from jaxscale.preflight.network import Speed
 from jaxscale.preflight.slow import Limits, Measured, Pair, suspects
+from jaxscale.preflight.storage import attempt
+
+
+class _Meeting(NamedTuple):
+  """How hosts reach each other: [address, port] by rank, and what proves who it is."""
+
+  places: list[list[Any]]
+  key: str
+  listener: socket.socket
 
 
 def measure(group: Group, limits: Limits) -> Measured:
@@ -30,23 +39,31 @@ def measure(group: Group, limits: Limits) -> Measured:
   began, held = time.monotonic(), 0
   speeds: dict[Pair, Speed] = {}
   with _listener(group) as listener:
+    meeting = _meet(group, listener)
     while held < len(all_rounds):
       chunk = all_rounds[held : held + limits.at_once]
       held += len(chunk)
-      speeds |= _measure_rounds(group, listener, chunk, limits)
+      speeds |= _measure_rounds(group, meeting, chunk, limits)
       over = time.monotonic() - began > limits.total_s
       if broadcast(group, "network: time", over):
         break
     # A slow pair may have been a busy moment: the better of two counts.
-    again = [list(pair) for pair in _disjoint(suspects(list(speeds.values()), limits))]
+    again = _disjoint(suspects(list(speeds.values()), limits), limits.at_once)
     again = broadcast(group, "network: again", again)
-    second: dict[Pair, Speed] = {}
-    for pairs in again:
-      chunk = [[(first, other) for first, other in pairs]]
-      second |= _measure_rounds(group, listener, chunk, limits)
+    chunk = [[(first, second) for first, second in pairs] for pairs in again]
+    second = _measure_rounds(group, meeting, chunk, limits) if chunk else {}
   for pair, speed in second.items():
     speeds[pair] = _better(speeds[pair], speed)
   return Measured(list(speeds.values()), held, len(all_rounds))
+
+
+def _meet(group: Group, listener: socket.socket) -> _Meeting:
+  """Where everybody listens, as process 0's links show their addresses."""
+  key = broadcast(group, "network: key", secrets.token_hex(8))
+  places = everybody(group, "network: addresses", _own_place(group, listener))
+  if group.rank:
+    places[0][0] = group.links[0].sock.getpeername()[0]
+  return _Meeting(places, key, listener)
 
 
 def _better(one: Speed, other: Speed) -> Speed:
@@ -59,7 +76,7 @@ def _better(one: Speed, other: Speed) -> Speed:
   )
 
 
-def _disjoint(pairs: Iterable[Pair], most: int = 64) -> list[list[Pair]]:
+def _disjoint(pairs: Iterable[Pair], most: int) -> list[list[Pair]]:
   """Pairs in rounds where nobody is twice; a few rounds, the rest is left."""
   found: list[list[Pair]] = []
   for pair in pairs:
@@ -83,20 +100,19 @@ def _listener(group: Group) -> socket.socket:
 
 
 def _measure_rounds(
-  group: Group, listener: socket.socket, chunk: list[list[Pair]], limits: Limits
+  group: Group, meeting: _Meeting, chunk: list[list[Pair]], limits: Limits
 ) -> dict[Pair, Speed]:
   """Connect all pairs of some rounds, then measure one after another."""
-  key = broadcast(group, "network: key", secrets.token_hex(8))
   mine = [pair for pairs in chunk for pair in pairs if group.rank in pair]
-  places = everybody(group, "network: addresses", _own_place(group, listener))
-  if group.links and 0 in group.links:
-    places[0][0] = group.links[0].sock.getpeername()[0]
   below = [first for first, second in mine if second == group.rank]
   to_below, errors = _connect(
-    {rank: tuple(places[rank]) for rank in below}, listener.family, limits.connect_s
+    {rank: tuple(meeting.places[rank]) for rank in below},
+    meeting.listener.family,
+    limits.connect_s,
   )
-  for sock in to_below.values():
-    sock.sendall(f"{key}{group.rank:8}".encode())
+  for rank, sock in to_below.items():
+    if error := attempt(lambda s=sock: s.sendall(_hello(meeting.key, group.rank))):
+      errors[rank] = error
   said = everybody(group, "network: connected", errors)
   failed = {
     (int(rank), second): Speed(int(rank), second, error=why)
@@ -104,13 +120,14 @@ def _measure_rounds(
     for rank, why in errors.items()
   }
   above = [second for first, second in mine if first == group.rank]
-  above = [second for second in above if (group.rank, second) not in failed]
-  from_above = _accept(listener, key, len(above), limits.connect_s)
+  count = sum((group.rank, second) not in failed for second in above)
+  from_above = _accept(meeting.listener, meeting.key, count, limits.connect_s)
+  deadline = time.monotonic() + 2 * limits.total_s
   own = []
   for pair in mine:
     other = pair[0] if pair[1] == group.rank else pair[1]
     if sock := {**to_below, **from_above}.get(other):
-      own.append(_measure_pair(group.rank, pair, sock, limits))
+      own.append(_measure_pair(group.rank, pair, sock, limits, deadline))
   gathered = gather(group, "network: speeds", [s for s in own if s])
   found = dict(failed)
   for speed in (Speed(*s) for speeds in gathered for s in speeds):
@@ -118,6 +135,10 @@ def _measure_rounds(
     if pair not in found or not speed.error:
       found[pair] = speed
   return found
+
+
+def _hello(key: str, rank: int) -> bytes:
+  return f"{key}{rank:8}".encode()
 
 
 def _own_place(group: Group, listener: socket.socket) -> list[Any]:
@@ -169,10 +190,13 @@ def _accept(
     listener.settimeout(left)
     try:
       sock, _ = listener.accept()
-      sock.settimeout(left)
-      hello = network.exactly(sock, len(key) + 8).decode()
-    except (OSError, ValueError):
+    except OSError:
       continue
+    try:
+      sock.settimeout(left)
+      hello = network.exactly(sock, len(_hello(key, 0))).decode()
+    except (OSError, ValueError):
+      hello = ""
     if not hello.startswith(key):
       sock.close()
       continue
@@ -182,12 +206,15 @@ def _accept(
 
 
 def _measure_pair(
-  rank: int, pair: Pair, sock: socket.socket, limits: Limits
+  rank: int, pair: Pair, sock: socket.socket, limits: Limits, deadline: float
 ) -> Speed | None:
   """The higher rank leads and reports; the lower one reports what broke."""
   bounds: Any = {"seconds": limits.seconds, "most_bytes": limits.most_bytes}
   try:
-    sock.settimeout(limits.total_s)  # the other end may still be in another pair
+    left = deadline - time.monotonic()
+    if left <= 0:
+      raise TimeoutError("others before it took all the time")
+    sock.settimeout(min(limits.total_s, left))  # the other end may be in another pair
     if rank == pair[0]:
       network.exactly(sock, 1)
       sock.settimeout(limits.stalled_s)
