@@ -41,12 +41,12 @@ THROTTLED = """
   import time
   from jaxscale.preflight import pairs
 
-  class Throttled:  # 4 MB/s
+  class Throttled:  # 0.25 MB/s
     def __init__(self, sock): self._sock = sock
     def __getattr__(self, name): return getattr(self._sock, name)
     def sendall(self, block):
       self._sock.sendall(block)
-      time.sleep(len(block) / 4e6)
+      time.sleep(len(block) / 0.25e6)
 
   real = pairs._measure_pair
   def measure(rank, pair, sock, *bounds):
@@ -65,16 +65,14 @@ def test_a_slow_pair_is_named(direction):
   rates = dict(
     zip(("there", "back"), slow.text.split(": ")[2].split(", "), strict=False)
   )
-  assert 1.5 < float(rates[direction].split()[0]) < 4.5 and "MB/s" in rates[direction]
+  assert 0.05 < float(rates[direction].split()[0]) < 0.35 and "MB/s" in rates[direction]
   assert "leave one of n2 and n3 out" in slow.remedy
 
 
 def test_a_slow_node_is_named_and_its_pairs_are_not_listed():
   patch = THROTTLED.replace("SLOW", "rank == 3")
   (summary, slow) = preflight(HOSTS, only("network"), patch=patch)
-  assert summary.ok and slow.text.startswith(
-    "network: n4 is slow or cut off in 3 of 3 pairs"
-  )
+  assert summary.ok and slow.text.startswith("network: n4: 3 of 3 pairs are slow, ")
   assert "--exclude=n4" in slow.remedy
 
 
@@ -85,7 +83,7 @@ def test_a_node_that_nobody_reaches_is_named():
     pairs._own_place = lambda *a: [real(*a)[0], 1] if rank == 0 else real(*a)
   """
   (summary, cut) = preflight(HOSTS, only("network"), patch=patch)
-  assert "n1 is slow or cut off in 3 of 3 pairs: Connection refused" in cut.text
+  assert cut.text == "network: n1: 3 of 3 pairs do not connect (Connection refused)"
   assert summary.ok and not cut.ok
 
 

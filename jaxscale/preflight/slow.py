@@ -93,24 +93,32 @@ def judge(measured: Measured, hosts: tuple[str, ...], limits: Limits) -> list[Fi
   findings = [_summary(measured, rate, trip)] if rate else []
   nodes = _bad_nodes(speeds, bad)
   for node in nodes:
-    own = [s for s in speeds if node in (s.first, s.second)]
     remedy = f"leave {hosts[node]} out (--exclude={hosts[node]}) and report it"
-    good = [s for s in own if not s.error]
-    count = sum((s.first, s.second) in bad for s in own)
-    text = f"network: {hosts[node]} is slow or cut off in {count} of {len(own)} pairs"
-    if good:
-      slower = statistics.median(s.slower for s in good)
-      longer = statistics.median(s.round_trip_s for s in good)
-      text += f", {_rate(slower)} and {_trip(longer)} where others have {_rate(rate)}"
-      text += f" and {_trip(trip)}"
-    else:
-      text += f": {own[0].error}"
+    own = [s for s in speeds if node in (s.first, s.second)]
+    text = f"network: {hosts[node]}: {_faults(own, bad, rate, trip)}"
     findings.append(Finding(False, text, remedy))
   for speed in speeds:
     pair = speed.first, speed.second
     if pair in bad and not set(pair) & set(nodes):
       findings.append(_slow_pair(speed, hosts, rate, trip))
   return findings
+
+
+def _faults(own: list[Speed], bad: set[Pair], rate: float, trip: float) -> str:
+  """What is wrong with the pairs of one node."""
+  cut = [s for s in own if s.error]
+  slow = [s for s in own if not s.error and (s.first, s.second) in bad]
+  parts = []
+  if cut:
+    parts.append(f"{len(cut)} of {len(own)} pairs do not connect ({cut[0].error})")
+  if slow:
+    slower = statistics.median(s.slower for s in slow)
+    longer = statistics.median(s.round_trip_s for s in slow)
+    parts.append(
+      f"{len(slow)} of {len(own)} pairs are slow, {_rate(slower)} and {_trip(longer)} "
+      f"where the median has {_rate(rate)} and {_trip(trip)}"
+    )
+  return "; ".join(parts)
 
 
 def _summary(measured: Measured, rate: float, trip: float) -> Finding:
