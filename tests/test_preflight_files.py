@@ -71,6 +71,16 @@ def test_a_workdir_that_is_not_shared_is_refused(tmp_path):
   assert "mount it on n3" in said.remedy
 
 
+def test_a_host_whose_files_process_0_does_not_see_is_named(tmp_path):
+  patch = """
+    from jaxscale.preflight import storage
+    storage.SEEN_S = 0.5
+    if rank == 1: storage.attempt = lambda action: ""  # writes nothing
+  """
+  (said,) = preflight(HOSTS[:2], only("files"), f"--workdir={tmp_path}", patch=patch)
+  assert not said.ok and ": n2 and n1 do not see each other's files" in said.text
+
+
 def test_a_workdir_that_cannot_be_made_is_refused(tmp_path):
   (tmp_path / "file").write_text("")
   workdir = tmp_path / "file" / "runs"

@@ -68,6 +68,8 @@ def test_a_config_says_how_large_its_checkpoints_are(tmp_path):
   # 64 x 64 + 64 + 64 x 10 + 10 parameters in float32, their velocity and average.
   size = 3 * 4 * (64 * 64 + 64 + 64 * 10 + 10)
   assert f"have {size / 1e6:.1f} MB" in text["config"]
+  # Two last ones, the best one, and the one that is being written.
+  assert any(f.text.endswith(f"{4 * size / 1e6:.1f} MB needed") for f in findings)
 
 
 def test_a_config_that_does_not_fit_is_refused():
