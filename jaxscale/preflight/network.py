@@ -51,7 +51,7 @@ def rounds(members: list[int]) -> list[list[tuple[int, int]]]:
 
   Example:
     >>> rounds([0, 1, 2, 3])
-    [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
+    [[(0, 3), (1, 2)], [(0, 1), (2, 3)], [(0, 2), (1, 3)]]
   """
   still = [*members, *([-1] if len(members) % 2 else [])]
   found = []
