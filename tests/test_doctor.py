@@ -7,7 +7,7 @@ import shutil
 import pytest
 from test_imagenet import example, jpeg_bytes, write_tfds
 
-from jaxscale import doctor
+from jaxscale import doctor, imagenet
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # protobuf and TFDS warn
 
@@ -16,13 +16,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # protobuf and TFDS warn
 def small(tmp_path, monkeypatch):
   """ImageNet, were it tiny."""
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-  monkeypatch.setattr(doctor, "NUM_EXAMPLES", {"train": 12, "validation": 4})
-  monkeypatch.setattr(doctor, "NUM_CLASSES", 2)
+  monkeypatch.setattr(imagenet, "NUM_EXAMPLES", {"train": 12, "validation": 4})
+  monkeypatch.setattr(imagenet, "NUM_CLASSES", 2)
   archives = {
-    name: doctor.Archive(len(name), hashlib.md5(name.encode()).hexdigest())
-    for name in doctor.ARCHIVES
+    name: imagenet.Archive(len(name), hashlib.md5(name.encode()).hexdigest())
+    for name in imagenet.ARCHIVES
   }
-  monkeypatch.setattr(doctor, "ARCHIVES", archives)
+  monkeypatch.setattr(imagenet, "ARCHIVES", archives)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_a_subset_or_damage_is_not_ready(tmp_path, capsys, images):
 
 def test_archives_are_weighed_and_summed(tmp_path, capsys):
   args = ["--data_dir", tmp_path / "tfds", "--manual_dir", tmp_path]
-  train, val = (tmp_path / name for name in doctor.ARCHIVES)
+  train, val = (tmp_path / name for name in imagenet.ARCHIVES)
   train.write_text(train.name)
   val.write_text("short")
   _, said = ask(capsys, *args)
@@ -117,7 +117,7 @@ def test_archives_are_weighed_and_summed(tmp_path, capsys):
 
 def test_a_disk_too_small_is_said(tmp_path, capsys, monkeypatch):
   usage = shutil.disk_usage(tmp_path)._replace(free=10**9)
-  monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
+  monkeypatch.setattr(imagenet.shutil, "disk_usage", lambda path: usage)
   _, said = ask(capsys, "--data_dir", tmp_path / "not" / "yet")
   assert f"not   1.0 GB free in {tmp_path}, " in said
   steps = next_lines(said)
@@ -127,14 +127,17 @@ def test_a_disk_too_small_is_said(tmp_path, capsys, monkeypatch):
 def test_archives_to_come_take_space_as_well(tmp_path, capsys, monkeypatch):
   """Published sizes; of the training archive a third is there."""
   train, val = 147_897_477_120, 6_744_924_160
-  known = {"train.tar": doctor.Archive(train, ""), "val.tar": doctor.Archive(val, "")}
-  monkeypatch.setattr(doctor, "ARCHIVES", known)
+  known = {
+    "train.tar": imagenet.Archive(train, ""),
+    "val.tar": imagenet.Archive(val, ""),
+  }
+  monkeypatch.setattr(imagenet, "ARCHIVES", known)
   with open(tmp_path / "train.tar", "wb") as file:
     file.truncate(train // 3)  # holes take no space here
   to_come = train - train // 3 + val
   for free, ok in ((to_come + train + val, True), (to_come + train + val - 1, False)):
     usage = shutil.disk_usage(tmp_path)._replace(free=free)
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path, usage=usage: usage)
+    monkeypatch.setattr(imagenet.shutil, "disk_usage", lambda path, usage=usage: usage)
     _, said = ask(capsys, "--data_dir", tmp_path / "new", "--manual_dir", tmp_path)
     assert "the archives still to come take 105.3 GB, preparing writes 154.6" in said
     assert said.startswith("ok" if ok else "not")
@@ -228,11 +231,13 @@ def test_the_published_figures():
     url.rsplit("/", 1)[1]: int(size)
     for url, size, _ in (line.split() for line in listed.read_text().splitlines())
   }
-  assert sum(sizes.values()) == doctor._SPACE and len(sizes) == 2
+  assert sum(sizes.values()) == imagenet._SPACE and len(sizes) == 2
 
 
-def test_without_a_check_the_checks_are_listed(capsys):
-  assert doctor.main([]) == 0
-  assert "imagenet    ImageNet's" in capsys.readouterr().out
+def test_help_lists_the_checks_and_a_typo_is_named(capsys):
+  assert doctor.main(["--help"]) == 0
+  said = capsys.readouterr().out
+  assert "doctor imagenet" in said and "latency and bandwidth between all pairs" in said
   assert doctor.main(["imagnet"]) == 2
-  assert "'imagnet' is not one of them" in capsys.readouterr().err
+  said = capsys.readouterr().err
+  assert said == "error: imagnet: no such check, did you mean 'imagenet'?\n"

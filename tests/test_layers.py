@@ -11,7 +11,7 @@ LEVELS = {
   "batch_study": 16, "time_to_accuracy": 16,
   "trials": 15,
   "train": 14, "doctor": 14, "plot_schedule": 14,
-  "run": 13,
+  "run": 13, "imagenet": 13, "preflight": 13,
   "events": 12,
   "report": 11, "adaptive": 11, "workdir": 11, "step_report": 11,
   "build": 10,
@@ -25,7 +25,7 @@ LEVELS = {
   "exchange": 2,
   "mesh": 1, "collectives": 1, "optim": 1, "models": 1, "metrics": 1, "cluster": 1,
   "stages": 1, "noise_scale": 1, "scaling": 1,
-  "config": 0, "settings": 0, "overrides": 0, "exits": 0, "paths": 0,
+  "config": 0, "settings": 0, "overrides": 0, "exits": 0, "findings": 0, "paths": 0,
 }  # fmt: skip
 # Within a level nothing imports another; level 0 is ordered by itself.
 WITHIN = {
@@ -34,6 +34,7 @@ WITHIN = {
   ("config", "settings"),
   ("exchange_parts", "parts"),
   ("exits", "settings"),
+  ("findings", "exits"),
   ("overrides", "config"),
   ("overrides", "settings"),
 }

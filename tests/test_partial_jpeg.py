@@ -10,7 +10,7 @@ import pytest
 import simplejpeg
 from PIL import Image
 
-from jaxscale import data, doctor
+from jaxscale import data, imagenet
 from jaxscale.data import jpeg, partial_jpeg
 from jaxscale.data.augment import uniform
 
@@ -222,13 +222,13 @@ def test_the_command_builds_and_the_doctor_says_so(bare, capsys, monkeypatch):
   if reason := why_not():
     pytest.skip(reason)
   monkeypatch.delenv("CC", raising=False)
-  said = doctor._decoder()
+  said = imagenet._decoder()
   assert said.ok and partial_jpeg.BUILD in said.text and "not built" in said.text
   assert partial_jpeg.main() == 0
   (library,) = bare.iterdir()  # and nothing else is left there
   assert str(library) in capsys.readouterr().out
   partial_jpeg.library.cache_clear()
-  assert "only the box" in doctor._decoder().text
+  assert "only the box" in imagenet._decoder().text
 
 
 def test_what_is_missing_is_said_in_one_line(bare, tmp_path, capsys, monkeypatch):

@@ -1,0 +1,114 @@
+"""The processes of a preflight in a test; run as a script, one of them."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+from jaxscale import preflight as checks
+from jaxscale.findings import Finding
+from jaxscale.preflight.group import make_group
+from jaxscale.settings import ConfigError
+
+HOSTS = ["n1", "n2", "n3", "n4"]
+# A machine with more processes than cores is no network: only what is throttled on
+# purpose is slow here.
+LIMITS = {"least_trip_s": 0.1, "times_slower": 20.0, "least": 0.0, "seconds": 0.05}
+
+
+def start(hosts, options, patch="", rank_env=None):
+  """The processes of a preflight, process 0 first; `patch` is run in each."""
+  with socket.create_server(("127.0.0.1", 0)) as free:
+    port = free.getsockname()[1]
+  common = {"hosts": hosts, "port": port, "limits": LIMITS}
+  common |= {"options": list(map(str, options)), "patch": textwrap.dedent(patch)}
+  from conftest import ROOT, child_env  # JAX, not in the processes themselves
+
+  processes = []
+  for rank in range(len(hosts)):
+    env = child_env(2, PYTHONPATH=str(ROOT), **(rank_env or {}).get(rank, {}))
+    command = [sys.executable, __file__, json.dumps(common | {"rank": rank})]
+    process = subprocess.Popen(
+      command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+      text=True,
+    )  # fmt: skip
+    processes.append(process)
+    if rank == 0:
+      assert process.stdout is not None
+      assert process.stdout.readline() == "listening\n", process.communicate()[1]
+  return processes
+
+
+def answers(processes, timeout=60):
+  """(findings, seconds, whether JAX was imported) of each that says something."""
+  try:
+    ended = [process.communicate(timeout=timeout) for process in processes]
+  finally:
+    for process in processes:
+      process.kill()
+  said = []
+  for process, (out, err) in zip(processes, ended, strict=True):
+    if process.returncode == 0:
+      findings, *rest = json.loads(out.splitlines()[-1])
+      said.append(([Finding(*f) for f in findings], *rest))
+    else:
+      assert process.returncode == 9, err
+  return said
+
+
+def preflight(hosts, *options, patch="", rank_env=None):
+  """The findings, which are the same in all processes."""
+  said = answers(start(hosts, options, patch, rank_env))
+  assert len(said) == len(hosts)
+  assert all(findings == said[0][0] for findings, *_ in said)
+  return said[0][0]
+
+
+def wrong(findings):
+  return [f.text for f in findings if not f.ok]
+
+
+def only(*checks):
+  """The option that leaves out all other checks."""
+  every = ("software", "clocks", "network", "files", "devices", "disk")
+  return "--skip=" + ",".join(set(every) - set(checks))
+
+
+def connect(rank, size, port):
+  """Sockets as the meeting leaves them: to all in process 0, to it elsewhere."""
+  if rank:
+    return {0: socket.create_connection(("127.0.0.1", port), timeout=None)}
+  with socket.create_server(("127.0.0.1", port), backlog=size) as server:
+    print("listening", flush=True)
+    links = [server.accept()[0] for _ in range(size - 1)]
+  found = {}
+  for sock in links:
+    found[int(sock.recv(8))] = sock
+  return found
+
+
+def main(rank, hosts, port, options, patch, limits):
+  links = connect(rank, len(hosts), port)
+  if rank:
+    links[0].sendall(f"{rank:8}".encode())
+  for sock in links.values():
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+  exec(patch, {"rank": rank})
+  began = time.monotonic()
+  group = make_group(rank, hosts, links)
+  options = checks.parse(options)
+  options = options._replace(limits=options.limits._replace(**limits))
+  try:
+    findings = checks.run(group, options)
+  except ConfigError as e:
+    findings = [[False, str(e), ""]]
+  seconds = time.monotonic() - began
+  print(json.dumps([findings, seconds, "jax" in sys.modules]), flush=True)
+  os._exit(0)
+
+
+if __name__ == "__main__":
+  main(**json.loads(sys.argv[1]))

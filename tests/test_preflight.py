@@ -1,0 +1,143 @@
+"""The preflight between real processes, with what it is there to find."""
+
+import socket
+import time
+
+import pytest
+from preflight_process import HOSTS, answers, only, preflight, start, wrong
+
+from jaxscale.preflight import pairs
+
+
+def test_a_good_allocation_is_ready_without_jax_within_seconds(tmp_path):
+  processes = start(HOSTS, [f"--workdir={tmp_path / 'runs'}", "--skip=devices,disk"])
+  said = answers(processes)
+  findings, seconds, imports_jax = said[0]
+  assert len(said) == 4 and not wrong(findings) and not imports_jax
+  assert seconds < 10  # 1.7 s on two busy cores
+  text = "\n".join(f.text for f in findings)
+  assert "versions on all processes: python 3." in text and "jax 0." in text
+  assert "network: 6 pairs of hosts" in text
+  assert "all 4 hosts see each other's files" in text
+  assert "clocks: within" in text
+  assert list((tmp_path / "runs").iterdir()) == []  # nothing is left behind
+
+
+def test_another_version_on_one_rank_is_named():
+  patch = """
+    from jaxscale.preflight import software
+    real = software.versions()
+    if rank == 2: software.versions = lambda: real | {"jaxlib": "0.9.0"}
+    if rank == 1: software.versions = lambda: real | {"libtpu": "0.0.3"}
+  """
+  findings = preflight(HOSTS, only("software"), patch=patch)
+  said = wrong(findings)
+  assert any(x.startswith("jaxlib 0.9.0 on process 2 (n3), 0.") for x in said)
+  assert "libtpu 0.0.3 on process 1 (n2), none on the others" in said
+  assert len(said) == 2
+
+
+THROTTLED = """
+  import time
+  from jaxscale.preflight import pairs
+
+  class Throttled:  # 0.25 MB/s
+    def __init__(self, sock): self._sock = sock
+    def __getattr__(self, name): return getattr(self._sock, name)
+    def sendall(self, block):
+      self._sock.sendall(block)
+      time.sleep(len(block) / 0.25e6)
+
+  real = pairs._measure_pair
+  def measure(rank, pair, sock, *bounds):
+    return real(rank, pair, Throttled(sock) if SLOW else sock, *bounds)
+  pairs._measure_pair = measure
+"""
+
+
+@pytest.mark.parametrize("direction", ["there", "back"])
+def test_a_slow_pair_is_named(direction):
+  rank = {"there": 1, "back": 2}[direction]
+  patch = THROTTLED.replace("SLOW", f"pair == (1, 2) and rank == {rank}")
+  (summary, slow) = preflight(HOSTS, only("network"), patch=patch)
+  assert summary.ok and not slow.ok and "6 pairs" in summary.text
+  assert slow.text.startswith("network: n2 and n3: ")
+  rates = dict(
+    zip(("there", "back"), slow.text.split(": ")[2].split(", "), strict=False)
+  )
+  assert 0.05 < float(rates[direction].split()[0]) < 0.35 and "MB/s" in rates[direction]
+  assert "leave one of n2 and n3 out" in slow.remedy
+
+
+def test_a_slow_node_is_named_and_its_pairs_are_not_listed():
+  patch = THROTTLED.replace("SLOW", "rank == 3")
+  (summary, slow) = preflight(HOSTS, only("network"), patch=patch)
+  assert summary.ok and slow.text.startswith("network: n4: 3 of 3 pairs are slow, ")
+  assert "--exclude=n4" in slow.remedy
+
+
+def test_a_node_that_nobody_reaches_is_named():
+  patch = """
+    from jaxscale.preflight import pairs
+    real = pairs._own_place
+    pairs._own_place = lambda *a: [real(*a)[0], 1] if rank == 0 else real(*a)
+  """
+  (summary, cut) = preflight(HOSTS, only("network"), patch=patch)
+  assert cut.text == "network: n1: 3 of 3 pairs do not connect (Connection refused)"
+  assert summary.ok and not cut.ok
+
+
+def test_who_does_not_answer_costs_one_timeout():
+  with socket.socket() as full, socket.socket() as other:
+    full.bind(("127.0.0.1", 0))
+    full.listen(0)
+    other.connect(full.getsockname())  # Linux now lets further ones wait
+    began = time.monotonic()
+    place = full.getsockname()
+    made, errors = pairs._connect({1: place, 2: place}, socket.AF_INET, 0.5)
+    assert not made and errors == {1: "no answer in 0.5 s", 2: "no answer in 0.5 s"}
+    assert 0.4 < time.monotonic() - began < 2
+
+
+def test_a_stranger_who_connects_is_let_go():
+  key = "0123456789abcdef"
+  with socket.create_server(("127.0.0.1", 0)) as listener:
+    place = listener.getsockname()
+    with (
+      socket.create_connection(place) as stranger,
+      socket.create_connection(place) as friend,
+    ):
+      stranger.sendall(b"GET / HTTP/1.1\r\nHost: n1\r\n\r\n")
+      friend.sendall(f"{key}{7:8}".encode())
+      found = pairs._accept(listener, key, 1, 5.0)
+      assert list(found) == [7]
+      found[7].close()
+
+
+def test_a_clock_that_is_off_is_named():
+  patch = """
+    import time, types
+    from jaxscale.preflight import clocks
+    off = {1: 5.0, 2: -2.5, 3: 0.2}.get(rank, 0.0)
+    clocks.time = types.SimpleNamespace(
+      time=lambda: time.time() + off, perf_counter=time.perf_counter)
+  """
+  said = wrong(preflight(HOSTS, only("clocks"), patch=patch))
+  assert said == [
+    "clock of n2: 5.00 s ahead of n1",
+    "clock of n3: 2.50 s behind n1",
+  ]
+
+
+def test_a_process_that_dies_ends_the_others_with_its_name():
+  patch = """
+    import os
+    from jaxscale.preflight import pairs
+    if rank == 2: pairs.measure = lambda *a: os._exit(9)
+  """
+  began = time.monotonic()
+  said = answers(start(HOSTS, [only("clocks", "network")], patch))
+  texts = [findings[0].text for findings, *_ in said]
+  assert len(said) == 3 and time.monotonic() - began < 30
+  assert "process 2 (n3) was lost at 'network" in texts[0]
+  assert all("process 0 (n1) left at 'network" in text for text in texts[1:])

@@ -1,0 +1,122 @@
+"""The preflight refuses a workdir that would lose checkpoints."""
+
+import os
+import subprocess
+import textwrap
+
+import pytest
+from preflight_process import HOSTS, only, preflight, wrong
+
+RENAMES = {
+  "a file that is replaced was": """
+    def replace(source, target):
+      text = open(source).read()
+      with open(target, "w") as file:
+        file.write(text[:50]); file.flush(); time.sleep(0.01); file.write(text[50:])
+    fake.replace = replace
+  """,
+  "was missing for a moment": """
+    def replace(source, target):
+      real.unlink(target); time.sleep(0.01); real.rename(source, target)
+    fake.replace = replace
+  """,
+  "a directory that is renamed appeared without": """
+    def rename(source, target):
+      real.mkdir(target); time.sleep(0.05)
+      for name in real.listdir(source):
+        real.rename(f"{source}/{name}", f"{target}/{name}")
+    fake.rename = rename
+  """,
+  "a directory was renamed onto one that is not empty": """
+    def rename(source, target):
+      shutil.rmtree(target, ignore_errors=True); real.rename(source, target)
+    fake.rename = rename
+  """,
+  "exclusive creation gave": """
+    fake.open = lambda path, flags: real.open(path, flags & ~real.O_EXCL)
+  """,
+}
+
+
+@pytest.mark.parametrize("says", RENAMES)
+def test_a_file_system_that_breaks_promises_is_refused(tmp_path, says):
+  patch = f"""
+    import os as real, shutil, time, types
+    from jaxscale.preflight import storage
+    fake = types.SimpleNamespace(**vars(real))
+    {textwrap.indent(textwrap.dedent(RENAMES[says]), "    ").strip()}
+    storage.os = fake
+  """
+  hosts = HOSTS[:3]
+  findings = preflight(hosts, only("files"), f"--workdir={tmp_path}", patch=patch)
+  assert any(says in text for text in wrong(findings)), findings
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_workdir_that_is_not_shared_is_refused(tmp_path):
+  patch = f"""
+    from pathlib import Path
+    from jaxscale.preflight import storage
+    storage.SEEN_S = 0.5
+    real = storage._enter
+    def enter(group, workdir):
+      found = Path({str(tmp_path)!r}) / f"local-{{rank}}" / real(group, workdir).name
+      found.mkdir(parents=True)
+      return found
+    if rank == 2: storage._enter = enter
+  """
+  hosts = HOSTS[:3]
+  (said,) = preflight(hosts, only("files"), f"--workdir={tmp_path / 'w'}", patch=patch)
+  assert not said.ok and ": n3 and n1 do not see each other's files" in said.text
+  assert "mount it on n3" in said.remedy
+
+
+def test_a_host_whose_files_process_0_does_not_see_is_named(tmp_path):
+  patch = """
+    from jaxscale.preflight import storage
+    storage.SEEN_S = 0.5
+    if rank == 1: storage.attempt = lambda action: ""  # writes nothing
+  """
+  (said,) = preflight(HOSTS[:2], only("files"), f"--workdir={tmp_path}", patch=patch)
+  assert not said.ok and ": n2 and n1 do not see each other's files" in said.text
+
+
+def test_a_workdir_that_cannot_be_made_is_refused(tmp_path):
+  (tmp_path / "file").write_text("")
+  workdir = tmp_path / "file" / "runs"
+  (said,) = preflight(HOSTS[:2], only("files", "disk"), f"--workdir={workdir}")
+  assert said.text == f"workdir {workdir}: Not a directory" and not said.ok
+
+
+def test_a_full_disk_is_found_by_writing(tmp_path):
+  place = tmp_path / "small"
+  place.mkdir()
+  mount = ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(place)]
+  if os.getuid() or subprocess.run(mount, capture_output=True).returncode:
+    pytest.skip("a small file system needs root that may mount")
+  try:
+    said, *_ = preflight(HOSTS[:2], only("disk"), f"--workdir={place}")
+    assert "No space left on device" in said.text and " MB of its part of " in said.text
+    assert not said.ok and "0.3 GB are needed" in said.remedy
+    assert not list(place.iterdir())
+  finally:
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_disk_too_small_for_all_checkpoints_is_said(tmp_path):
+  patch = """
+    import os as real, types
+    from jaxscale.preflight import disk
+    class Room:
+      f_bavail, f_frsize, f_files, f_favail = 50_000, 4096, 10**6, 500
+    fake = types.SimpleNamespace(**vars(real))
+    fake.statvfs = lambda path: Room
+    if rank == 1: disk.os = fake
+  """
+  findings = preflight(HOSTS[:2], only("disk"), f"--workdir={tmp_path}", patch=patch)
+  assert wrong(findings) == [
+    f"workdir {tmp_path}: 0.2 GB free, 0.3 GB needed",
+    f"workdir {tmp_path}: only 500 more files are allowed",
+  ]
+  assert findings[-1].ok and "268 MB" not in findings[-1].text
+  assert "written and synced at" in findings[-1].text

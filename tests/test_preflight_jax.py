@@ -1,0 +1,109 @@
+"""What the preflight asks JAX, in child processes: devices, flags, data, configs."""
+
+import re
+
+import pytest
+from PIL import Image
+from preflight_process import HOSTS, only, preflight, wrong
+
+from jaxscale.preflight import devices
+
+FOLDER = """
+import os
+from jaxscale.config import *
+
+def get_config():
+  data = ImageFolder(path=os.environ["DATA"], image_size=16)
+  return Config(model=CNN(), data=data, optimizer=SGD(lr=0.1), batch_size=8, epochs=1)
+"""
+
+
+def folder(root, number):
+  """A data set of two classes, as ImageFolder takes it."""
+  for split in ("train", "val"):
+    for i in range(number):
+      file = root / split / f"class-{i % 2}" / f"{i}.png"
+      file.parent.mkdir(parents=True, exist_ok=True)
+      Image.new("RGB", (16, 16), (i, i, i)).save(file)
+  return str(root)
+
+
+def test_flags_devices_and_data_are_named_where_they_differ(tmp_path):
+  config = tmp_path / "config.py"
+  config.write_text(FOLDER)
+  good, small = folder(tmp_path / "good", 16), folder(tmp_path / "small", 12)
+  (tmp_path / "none").mkdir()
+  rank_env = {
+    0: {"DATA": good},
+    1: {"DATA": good, "XLA_FLAGS": "--xla_cpu_enable_fast_math=false --xla_nonsense=1"},
+    2: {"DATA": str(tmp_path / "none"), "JAX_NUM_CPU_DEVICES": "3"},
+    3: {"DATA": small},
+  }
+  options = only("devices"), f"--config={config}"
+  findings = preflight(HOSTS, *options, rank_env=rank_env)
+  said = wrong(findings)
+  assert said[0] == (
+    "process 1 (n2): XLA_FLAGS: this jax does not know --xla_nonsense=1"
+  )
+  assert findings[0].remedy.startswith("take it out of XLA_FLAGS")
+  assert said[1] == "devices: 3 x cpu in process 2 (n3), 2 x cpu in the others"
+  assert said[2].startswith("data: process 2 (n3): ") and "none/train" in said[2]
+  assert re.fullmatch(
+    r"data: .* has 1\d \+ 1\d examples in process [03] .*, .* in the others", said[3]
+  )
+  assert len(said) == 4  # and no word on whether the config fits
+
+
+def test_a_config_says_how_large_its_checkpoints_are(tmp_path):
+  options = [
+    only("devices", "disk"), f"--workdir={tmp_path}", "--config=configs/digits.py",
+    "--config.model=MLP", "--config.model.hidden=(64,)", "--config.ema_decay=0.9",
+  ]  # fmt: skip
+  findings = preflight(HOSTS[:2], *options)
+  assert not wrong(findings), findings
+  text = {f.text.split(" ")[0]: f.text for f in findings}
+  assert text["devices:"] == "devices: 2 x cpu in each of 2 processes, tried out"
+  assert text["data:"] == "data: digits, 1,437 + 360 examples"
+  assert "fits 4 devices" in text["config"]
+  # 64 x 64 + 64 + 64 x 10 + 10 parameters in float32, their velocity and average.
+  size = 3 * 4 * (64 * 64 + 64 + 64 * 10 + 10)
+  assert f"have {size / 1e6:.1f} MB" in text["config"]
+  # Two last ones, the best one, and the one that is being written.
+  assert any(f.text.endswith(f"{4 * size / 1e6:.1f} MB needed") for f in findings)
+
+
+def test_a_config_that_does_not_fit_is_refused():
+  options = only("devices"), "--config=configs/digits.py", "--config.batch_size=9"
+  *good, last = preflight(HOSTS[:1], *options)
+  assert not wrong(good)
+  assert last.text.startswith("config configs/digits.py on 2 devices: ")
+  assert not last.ok and "batch_size=9" in last.text
+
+
+@pytest.mark.parametrize(
+  ("text", "says"),
+  [
+    ("F1 parse_flags_from_env.cc:234] Unknown flags in XLA_FLAGS: --xla_a=1 --xla_b",
+     "XLA_FLAGS: this jax does not know --xla_a=1 --xla_b"),
+    ("E1 line_flags.cc:63] Couldn't interpret value abc for flag xla_x.\nusage:",
+     "XLA_FLAGS: --xla_x=abc is no value of this flag"),
+    ('F1 x.cc:171] Could not open file "junk" to read flags for environment variable',
+     "XLA_FLAGS=junk: neither flags, which begin with --, nor a file"),
+    ("Traceback\n  at\nRuntimeError: Unable to initialize backend 'cuda'\n\nnoise",
+     "RuntimeError: Unable to initialize backend 'cuda'"),
+    ("", "JAX ended with code -6"),
+  ],
+)  # fmt: skip
+def test_what_ended_jax_is_read_from_its_words(text, says):
+  assert devices.why(text, -6) == says
+
+
+def test_a_gpu_that_jax_does_not_see_is_said(monkeypatch):
+  monkeypatch.delenv("JAX_PLATFORMS")
+  found = {"platform": "cpu", "kind": "cpu", "count": 1, "wrong": []}
+  (said,) = devices.judge([found], [{"gpus": [{}]}], ["n1"])
+  assert said.text == "devices: n1 has GPUs, and JAX runs on its CPU" and not said.ok
+  (said,) = devices.judge([found], [{"gpus": []}], ["n1"])
+  assert said.ok
+  (said,) = devices.judge([found | {"wrong": ["cuda:3: 14335.0"]}], [], ["n1"])
+  assert said.text == "devices: n1 computes wrongly: cuda:3: 14335.0"
