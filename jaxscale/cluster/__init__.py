@@ -2,6 +2,8 @@
 
 `initialize` joins the processes of one run: those that `srun` started, or
 those that the JAXSCALE_* variables describe (any other launcher, and tests).
+
+JAX is imported by the functions that ask it: what watches a run begins before.
 """
 
 from __future__ import annotations
@@ -9,12 +11,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from typing import Any
-
-import jax
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from jaxscale.settings import ConfigError
+
+if TYPE_CHECKING:
+  import numpy as np
 
 _VARIABLES = (
   "JAXSCALE_COORDINATOR",  # host:port of process 0
@@ -34,6 +36,8 @@ def initialize() -> None:
     ConfigError: the variables are incomplete or contradict each other. (What
       goes wrong later, inside JAX's own `initialize`, ends the process.)
   """
+  import jax
+
   given = [os.environ.get(name) for name in _VARIABLES]
   if any(given):
     if not all(given):
@@ -63,11 +67,15 @@ def initialize() -> None:
 
 def is_leader() -> bool:
   """Whether this process writes what the run writes once."""
+  import jax
+
   return jax.process_index() == 0
 
 
 def barrier(name: str) -> None:
   """Wait until every process is here."""
+  import jax
+
   if jax.process_count() > 1:
     from jax.experimental import multihost_utils
 
@@ -76,6 +84,9 @@ def barrier(name: str) -> None:
 
 def any_process(flag: bool) -> bool:
   """Whether the flag is set in any process; all must call this together."""
+  import jax
+  import numpy as np
+
   if jax.process_count() == 1:
     return flag
   from jax.experimental import multihost_utils
@@ -85,6 +96,9 @@ def any_process(flag: bool) -> bool:
 
 def sum_over_processes(values: np.ndarray) -> np.ndarray:
   """Sum of every process's uint64 values, modulo 2^64; all must call it."""
+  import jax
+  import numpy as np
+
   if jax.process_count() == 1:
     return values
   from jax.experimental import multihost_utils
@@ -103,6 +117,9 @@ def from_leader(value: Any) -> Any:
   Args:
     value: anything that JSON has; lists come back for tuples.
   """
+  import jax
+  import numpy as np
+
   if jax.process_count() == 1:
     return value
   from jax.experimental.multihost_utils import broadcast_one_to_all
@@ -119,6 +136,9 @@ def gather(value: Any) -> list[Any]:
   Args:
     value: anything that JSON has, and small.
   """
+  import jax
+  import numpy as np
+
   if jax.process_count() == 1:
     return [value]
   from jax.experimental.multihost_utils import process_allgather
