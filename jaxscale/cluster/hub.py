@@ -82,8 +82,9 @@ class Hub:
       now = time.monotonic()
       if now - before > self._limits.silence_s / 2:
         # Nobody is to blame for a time in which this process itself was stopped,
-        # such as by `scontrol suspend`.
+        # such as by `scontrol suspend`; the others have to come back, too.
         self._forgive(now - before)
+        judged = now + self._limits.silence_s / 2
       before = now
       if self._suspects:
         if now >= self._settled:

@@ -46,9 +46,7 @@ def leave(code: int, folder: Path | None, rank: int, line: str) -> NoReturn:
   faulthandler.dump_traceback_later(_DUMP_S, exit=True, file=_STDERR)
   if folder is not None:
     _dump(path_of(folder, rank), line)
-  flushing = threading.Thread(target=_flush, daemon=True)
-  flushing.start()
-  flushing.join(_FLUSH_S)
+  flush()
   os._exit(code)
 
 
@@ -63,8 +61,14 @@ def _dump(path: Path, line: str) -> None:
     say(f"{path}: stacks cannot be written ({e.strerror})")
 
 
+def flush() -> None:
+  """Write out what was printed, unless a thread that is stuck holds a lock on it."""
+  flushing = threading.Thread(target=_flush, daemon=True)
+  flushing.start()
+  flushing.join(_FLUSH_S)
+
+
 def _flush() -> None:
-  """What was printed before; a lock on it may be held by a thread that is stuck."""
   for stream in (sys.stdout, sys.stderr):
     with contextlib.suppress(OSError, ValueError, AttributeError):
       stream.flush()

@@ -140,21 +140,22 @@ class Watch:
       if now - before > limits.silence_s / 2:
         heard += now - before  # stopped and continued: nobody's silence
       before = now
+      if now - heard > limits.silence_s:
+        silent = f" for {limits.silence_s:.0f} s (stopped, or its host cut off)"
+        self._alone("is silent", EXIT_HANG, silent)
       if now >= following:
         following = now + limits.beat_s
         self._send(self._beat())
         stacks.arm(last_resort)
-      if is_readable(self._link, following - now):
-        heard = time.monotonic()
-        try:
-          for message in receiver.drain():
-            if self._hear(message):
-              return
-        except (EOFError, ValueError):
-          self._alone("died", EXIT_CRASH, " (killed, out of memory, or aborted?)")
-      elif time.monotonic() - heard > limits.silence_s:
-        silent = f" for {limits.silence_s:.0f} s (stopped, or its host cut off)"
-        self._alone("is silent", EXIT_HANG, silent)
+      if not is_readable(self._link, following - now):
+        continue
+      heard = time.monotonic()
+      try:
+        messages = receiver.drain()
+      except (EOFError, ValueError):
+        self._alone("died", EXIT_CRASH, " (killed, out of memory, or aborted?)")
+      if any(self._hear(message) for message in messages):
+        return
 
   def _hear(self, message: dict[str, object]) -> bool:
     """Do what the hub says; whether it was the last word."""
