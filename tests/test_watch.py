@@ -13,6 +13,7 @@ from conftest import ROOT
 
 from jaxscale.cluster import verdict
 from jaxscale.cluster.verdict import Fault, Limits, Seen, find_hang, find_slow
+from jaxscale.cluster.watch import cause_of
 from jaxscale.cluster.wire import MAX_BYTES, Receiver, encode, send
 
 # What a process of these tests does: join by loopback, then "train".
@@ -132,8 +133,7 @@ def test_an_exception_is_the_cause_though_neighbours_raise_too(family):
   # As when a collective breaks: this process's error comes first.
   victim = (
     "train(19)\n"
-    "class JaxRuntimeError(RuntimeError): pass\n"
-    "raise JaxRuntimeError('Gloo AllGather failed: Connection reset by peer')"
+    "raise ValueError('UNKNOWN: Gloo AllGather failed: Connection reset by peer')"
   )
   processes = family(FOREVER, victim, raises)
   codes, errors = ends(processes, within=10)
@@ -299,6 +299,24 @@ def test_the_first_of_the_strongest_kind_is_the_cause():
   assert verdict.choose([follows, failed]) is failed
   assert verdict.choose([follows, died, failed, again]) is died
   assert verdict.choose([follows]) is follows
+
+
+def test_an_error_may_follow_from_another_process():
+  class JaxRuntimeError(RuntimeError):  # jaxlib's, by its name
+    pass
+
+  reset = "UNKNOWN: Gloo all-reduce failed: [pair.cc:547] Connection closed by peer"
+  assert cause_of(ValueError(reset)) == (f"ValueError: {reset}", 1, True)
+  assert cause_of(JaxRuntimeError("INTERNAL: unhandled cuda error\nmore"))[2]
+  assert not cause_of(JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"))[2]
+  assert cause_of(KeyError("x")) == ("KeyError: 'x'", 1, False)
+  assert cause_of(MemoryError()) == ("MemoryError", 1, False)
+
+
+def test_loading_libraries_is_no_silence():
+  ranks = {0: Seen(950.0), 1: Seen(950.0, 3, "step")}
+  assert [f.rank for f in verdict.find_silent(ranks, 1000.0, LIMITS)] == [1]
+  assert len(verdict.find_silent(ranks, 1600.0, LIMITS)) == 2
 
 
 def test_slow_is_what_others_wait_for():

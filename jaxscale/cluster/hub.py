@@ -74,11 +74,11 @@ class Hub:
 
   def run(self) -> None:
     """Hear and judge until all have left, or a fault ends it."""
-    tick = min(0.1, self._limits.beat_s / 2)
     look, speak = self._limits.beat_s, self._limits.silence_s / 4
     before = judged = spoken = time.monotonic()
     while len(self._closed) < len(self._links):
-      self._hear(tick)
+      # While a fault settles it is only a moment that is waited.
+      self._hear(_SETTLE_S / 6 if self._suspects else min(0.5, look / 2))
       now = time.monotonic()
       if now - before > self._limits.silence_s / 2:
         # Nobody is to blame for a time in which this process itself was stopped,

@@ -46,10 +46,12 @@ class Limits:
 
   Attributes:
     beat_s: between two heartbeats.
-    silence_s: without a heartbeat: the process is stopped, or its host gone.
+    silence_s: without a heartbeat: the process is stopped, or its host gone. (Not
+      before the first compilation: loading libraries holds the GIL, and from a
+      file system that a thousand processes ask at once it may take minutes.)
     hang_s: in one place between steps or in a step, or in ten mean steps of this
       run, whichever is longer.
-    starting_s: before the first compilation.
+    starting_s: before the first compilation, standing still or silent.
     compiling_s: in a compilation, and up to the end of the first step, where
       devices connect and kernels are chosen.
     saving_s: in a save.
@@ -146,6 +148,26 @@ def limit_s(seen: Seen, limits: Limits) -> float:
   return max(limits.hang_s, _MEAN_STEPS * seen.mean_s)
 
 
+def for_size(limits: Limits, num_processes: int) -> Limits:
+  """The limits for a run of this size, whose hub hears no more than it should.
+
+  A heartbeat costs process 0 13 µs (measured with 4,096), in
+  which its training thread may not run; so it gets at most a thousand a second.
+
+  Example:
+    >>> for_size(Limits(), 4096).beat_s
+    4.096
+  """
+  enough = max(limits.beat_s, num_processes / 1000)
+  return dataclasses.replace(limits, beat_s=min(enough, limits.silence_s / 5))
+
+
+def silence_limit_s(phase: str, limits: Limits) -> float:
+  """How long a process in this phase may be silent."""
+  longer = phase == "starting"
+  return max(limits.silence_s, limits.starting_s) if longer else limits.silence_s
+
+
 def find_silent(ranks: Mapping[int, Seen], now: float, limits: Limits) -> list[Fault]:
   """Those that have not been heard for too long."""
   return [
@@ -157,7 +179,7 @@ def find_silent(ranks: Mapping[int, Seen], now: float, limits: Limits) -> list[F
       EXIT_HANG,
     )
     for rank, seen in ranks.items()
-    if now - seen.heard > limits.silence_s
+    if now - seen.heard > silence_limit_s(seen.phase, limits)
   ]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import socket
 import sys
 import threading
@@ -21,9 +22,16 @@ from typing import NoReturn
 from jaxscale.cluster import stacks
 from jaxscale.cluster.agreement import Stop
 from jaxscale.cluster.hub import Hub
-from jaxscale.cluster.verdict import Limits, where
+from jaxscale.cluster.verdict import Limits, for_size, silence_limit_s, where
 from jaxscale.cluster.wire import Receiver, encode, is_readable
 from jaxscale.exits import EXIT_CRASH, EXIT_HANG
+
+# What is said of a peer that is gone, by Gloo, NCCL and gRPC.
+_OF_PEERS = re.compile(
+  r"Gloo|NCCL|UNAVAILABLE|DEADLINE_EXCEEDED|[Cc]onnection (reset|closed|refused)"
+  r"|Broken pipe|Socket closed"
+)
+_OWN = re.compile("RESOURCE_EXHAUSTED|OUT_OF_MEMORY")
 
 # The verdict after `fail`: settling and telling take below a second.
 _VERDICT_S = 3.0
@@ -133,20 +141,23 @@ class Watch:
     receiver, limits = Receiver(self._link), self._limits
     heard = before = time.monotonic()
     following = before
-    # A process whose GIL is held sends nothing. By then the hub has called it silent.
-    last_resort = 1.5 * limits.silence_s + 3 * limits.beat_s
     while True:
       now = time.monotonic()
       if now - before > limits.silence_s / 2:
         heard += now - before  # stopped and continued: nobody's silence
       before = now
-      if now - heard > limits.silence_s:
-        silent = f" for {limits.silence_s:.0f} s (stopped, or its host cut off)"
+      # Process 0 may be starting for as long as this one is not training yet.
+      is_early = self._place[1] in ("starting", "compiling")
+      silence = silence_limit_s("starting" if is_early else "step", limits)
+      if now - heard > silence:
+        silent = f" for {silence:.0f} s (stopped, or its host cut off)"
         self._alone("is silent", EXIT_HANG, silent)
       if now >= following:
         following = now + limits.beat_s
         self._send(self._beat())
-        stacks.arm(last_resort)
+        # A process whose GIL is held sends nothing. Before this ends it, the hub
+        # has called it silent.
+        stacks.arm(1.5 * silence + 3 * limits.beat_s)
       if not is_readable(self._link, following - now):
         continue
       heard = time.monotonic()
@@ -228,7 +239,7 @@ def start(
     >>> watch.stop.poll()
     >>> watch.close()
   """
-  limits = limits or Limits()
+  limits = for_size(limits or Limits(), len(hosts))
   link, hub = links.get(0), None
   if rank == 0 and (links or watch_alone):
     link, inner = socket.socketpair()
@@ -268,10 +279,10 @@ def cause_of(error: BaseException) -> tuple[str, int, bool]:
   """
   first = (str(error).splitlines() or [""])[0]
   name = type(error).__name__
-  # jaxlib's one type for all that XLA reports: a peer that is gone, but also a
-  # device whose memory is full, and that is nobody else's fault.
-  follows = name in ("JaxRuntimeError", "XlaRuntimeError")
-  follows = follows and "RESOURCE_EXHAUSTED" not in first
+  # XLA's errors are of jaxlib's one type or, on CPU, of ValueError (measured). A
+  # device whose memory is full is nobody else's fault.
+  from_xla = name in ("JaxRuntimeError", "XlaRuntimeError")
+  follows = (from_xla or bool(_OF_PEERS.search(first))) and not _OWN.search(first)
   return f"{name}: {first}".removesuffix(": "), EXIT_CRASH, follows
 
 
