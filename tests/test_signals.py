@@ -139,20 +139,26 @@ from jaxscale.cluster.signals import Latch
 latch = Latch(grace_s=None)
 asked = []
 latch.attach(asked.append)
-child = os.fork()
-if child == 0:
-  time.sleep(100)
-time.sleep(0.2)
-os.kill(child, signal.SIGTERM)
-_, status = os.waitpid(child, 0)
-time.sleep(0.2)
-print(os.WTERMSIG(status), asked)
+def ended_by(number):
+  child = os.fork()
+  if child == 0:
+    try:
+      time.sleep(100)
+    except KeyboardInterrupt:
+      os._exit(7)
+  time.sleep(0.2)
+  os.kill(child, number)
+  status = os.waitpid(child, 0)[1]
+  time.sleep(0.2)
+  return status
+print(os.WTERMSIG(ended_by(signal.SIGTERM)), asked)
+print(os.WEXITSTATUS(ended_by(signal.SIGINT)), asked)
 """
 
 
 def test_a_worker_dies_of_its_own_signal(child):
   out, error = child(FORKS).communicate(timeout=20)
-  assert out == f"{int(signal.SIGTERM)} []\n", error
+  assert out == f"{int(signal.SIGTERM)} []\n7 []\n", error
 
 
 # Steps until all agree to stop; 85 as the run's own main would.
@@ -241,7 +247,9 @@ multihost_utils.process_allgather(np.ones(1))  # waits for rank 1
 """
 
 
-@pytest.mark.parametrize("ours", ["ours", "xla's"])
+@pytest.mark.parametrize(
+  "ours", ["ours", pytest.param("xla's", marks=pytest.mark.slow)]
+)
 def test_sigterm_in_a_collective_of_jax(child, ours):
   with socket.create_server(("127.0.0.1", 0)) as server:
     port = server.getsockname()[1]

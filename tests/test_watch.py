@@ -197,6 +197,13 @@ def test_a_process_whose_gil_is_held_for_ever(family):
   assert "<module>" in errors[2]
 
 
+def test_a_run_of_one_process_can_be_watched_too(family):
+  alone = "w.close(); w = watch.start({}, 0, hosts, limits=LIMITS, watch_alone=True)\n"
+  [code], [error] = ends(family(alone + "train(10); time.sleep(1000)"), within=8)
+  assert code == 86
+  assert error.startswith("error: process 0 on n0 hangs in step 10 for 2 s\n")
+
+
 def test_a_slow_process_is_named_and_lives(family):
   quick, slow = "train(60, work=0.05); w.close()", "train(60, work=0.08); w.close()"
   # As in a collective, the quick ones wait.

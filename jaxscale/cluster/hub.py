@@ -82,8 +82,7 @@ class Hub:
       now = time.monotonic()
       if now - before > self._limits.silence_s / 2:
         # Nobody is to blame for a time in which this process itself was stopped,
-        # such as by `scontrol suspend`; the others have to come back, too.
-        self._forgive(now - before)
+        # such as by `scontrol suspend`; first the others are heard again.
         judged = now + self._limits.silence_s / 2
       before = now
       if self._suspects:
@@ -216,11 +215,6 @@ class Hub:
 
   def _name(self, rank: int) -> str:
     return f"process {rank} on {self._hosts[rank]}"
-
-  def _forgive(self, seconds: float) -> None:
-    for seen in self._ranks.values():
-      seen.heard += seconds
-      seen.since += seconds
 
   def _tell(self, ranks: Any, message: Any) -> None:
     """Send to these; who does not take it is judged by its own silence."""

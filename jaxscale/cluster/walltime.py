@@ -17,8 +17,9 @@ def end_time(env: Mapping[str, str] = os.environ) -> float | None:
   """When the job ends, in seconds since 1970; None: no limit, or none is known.
 
   SLURM_JOB_END_TIME says what was true at the job's start (sbatch(1), "output
-  environment variables"); `scontrol show job` knows of later changes, and is asked
-  where the variable is not set. On a large run only one process should ask.
+  environment variables"; Slurm 22.05 does not set it yet); `scontrol show job`
+  knows of later changes, and is asked where the variable is not set. On a large
+  run only one process should ask.
 
   Args:
     env: where the variables of the job are.
