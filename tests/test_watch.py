@@ -201,7 +201,7 @@ def test_a_run_of_one_process_can_be_watched_too(family):
   alone = "w.close(); w = watch.start({}, 0, hosts, limits=LIMITS, watch_alone=True)\n"
   [code], [error] = ends(family(alone + "train(10); time.sleep(1000)"), within=8)
   assert code == 86
-  assert error.startswith("error: process 0 on n0 hangs in step 10 for 2 s\n")
+  assert re.match(r"error: process 0 on n0 hangs in step 10 for \d s\n", error)
 
 
 def test_a_slow_process_is_named_and_lives(family):
