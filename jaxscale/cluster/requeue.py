@@ -1,0 +1,136 @@
+"""Going on later in the same job: `scontrol requeue`, and when not to.
+
+A job that is preempted goes on as often as it makes progress. One that crashes
+at the same place every time would be requeued for ever; as NVIDIA's resiliency
+extension does, we count starts in a row that found no newer checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxscale.exits import EXIT_GIVE_UP, EXIT_PREEMPTED
+
+_SCONTROL_S = 30.0
+MAX_RESTARTS = 100  # of one job, with progress
+MAX_IDLE_RESTARTS = 3  # in a row without
+
+
+class Requeued(NamedTuple):
+  """What became of the wish to go on later.
+
+  Attributes:
+    code: the exit code for the process.
+    line: for the user.
+  """
+
+  code: int
+  line: str
+
+
+def job_name(env: Mapping[str, str] = os.environ) -> str | None:
+  """The job as `scontrol requeue` takes it; None outside of one.
+
+  An array's task is JOB_TASK: the number of the array alone requeues all tasks.
+
+  Example:
+    >>> job_name({"SLURM_JOB_ID": "1207"})
+    '1207'
+    >>> array = {"SLURM_ARRAY_JOB_ID": "1200", "SLURM_ARRAY_TASK_ID": "7"}
+    >>> job_name({"SLURM_JOB_ID": "1207", **array})
+    '1200_7'
+  """
+  array, task = env.get("SLURM_ARRAY_JOB_ID"), env.get("SLURM_ARRAY_TASK_ID")
+  return f"{array}_{task}" if array and task else env.get("SLURM_JOB_ID") or None
+
+
+def restarts(env: Mapping[str, str] = os.environ) -> int:
+  """How often this job was requeued before (SLURM_RESTART_COUNT, sbatch(1))."""
+  count = env.get("SLURM_RESTART_COUNT", "")
+  return int(count) if count.isdigit() else 0
+
+
+def requeue(job: str | None, restarts: int, limit: int = MAX_RESTARTS) -> Requeued:
+  """Ask Slurm to run this job again; only one process should, as its last deed.
+
+  Slurm ends what is left of the job at once, with SIGTERM.
+
+  Args:
+    job: as `job_name` gives it; None: there is no Slurm job.
+    restarts: how often it was requeued before.
+    limit: more are not asked for.
+  """
+  if job is None:
+    return Requeued(EXIT_PREEMPTED, "saved; start it again to go on")
+  if restarts >= limit:
+    line = f"job {job} was requeued {restarts} times, and not again (limit {limit})"
+    return Requeued(EXIT_GIVE_UP, line)
+  try:
+    done = subprocess.run(
+      ["scontrol", "requeue", job], capture_output=True, text=True, timeout=_SCONTROL_S
+    )
+    wrong = done.stderr.strip() if done.returncode else None
+  except OSError as e:
+    wrong = f"scontrol: {e.strerror}"
+  except subprocess.TimeoutExpired:
+    wrong = f"scontrol: no answer within {_SCONTROL_S:.0f} s"
+  if wrong is not None:
+    wrong = " ".join(wrong.split())
+    return Requeued(EXIT_PREEMPTED, f"job {job} is saved, not requeued: {wrong}")
+  return Requeued(EXIT_PREEMPTED, f"job {job} is requeued, restart {restarts + 1}")
+
+
+def count_start(workdir: Path, job: str | None, restarts: int, step: int) -> int:
+  """Note that the job begins at this step; how many restarts in a row found no more.
+
+  Only one process may call it, before training. Another job begins anew: somebody
+  has looked at it.
+
+  Args:
+    workdir: of the run; `restarts.json` is kept there.
+    job: as `job_name` gives it.
+    restarts: how often it was requeued before.
+    step: of the newest checkpoint; 0: there is none.
+
+  Example:
+    >>> import tempfile
+    >>> workdir = Path(tempfile.mkdtemp())
+    >>> [count_start(workdir, "7", n, step) for n, step in enumerate([0, 40, 40, 40])]
+    [0, 0, 1, 2]
+  """
+  path = workdir / "restarts.json"
+  try:
+    before = json.loads(path.read_text())
+    known = before["job"] == job and before["restarts"] < restarts
+    last, idle = int(before["step"]), int(before["idle"])
+  except (OSError, ValueError, KeyError, TypeError):
+    known, last, idle = False, 0, 0  # the first start, or an unreadable note
+  idle = idle + 1 if known and step <= last else 0
+  # A checkpoint that turns out to be damaged makes a step smaller: no progress.
+  note = {"job": job, "restarts": restarts, "idle": idle}
+  note["step"] = max(step, last) if known else step
+  temporary = path.with_suffix(".tmp")
+  temporary.write_text(json.dumps(note))
+  temporary.replace(path)
+  return idle
+
+
+def refuse_loop(idle: int, step: int, limit: int = MAX_IDLE_RESTARTS) -> str | None:
+  """Why this job must not go on trying, for exit code 93; None: it may.
+
+  Args:
+    idle: what `count_start` says.
+    step: of the newest checkpoint.
+    limit: so many restarts in a row without progress are the last.
+  """
+  if idle < limit:
+    return None
+  return (
+    f"{idle} restarts without progress, still at step {step}: not requeued again; "
+    "see the first error of each try, then submit anew"
+  )

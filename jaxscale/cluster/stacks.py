@@ -1,0 +1,88 @@
+"""Leaving at once, wherever the main thread is, and saying where it was.
+
+`os._exit` runs no exit handlers: JAX's own would wait 300 s for processes that
+are gone (`jax_shutdown_timeout`, measured). faulthandler writes the stacks of
+all threads from C, and its timer needs no GIL: it is the last resort of a process
+whose main thread holds the GIL for ever, which no Python thread can end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import NoReturn
+
+_STDERR = 2  # the descriptor: a notebook's sys.stderr has none
+# Writing stacks to a dead file system must not keep a process that has to go.
+_DUMP_S = 0.8
+_FLUSH_S = 0.1
+
+
+def path_of(folder: Path, rank: int) -> Path:
+  """The file for the stacks of a process."""
+  return folder / f"process-{rank}.txt"
+
+
+def say(line: str) -> None:
+  """One line to stderr, past Python's buffers and their locks."""
+  with contextlib.suppress(OSError):  # nobody reads us any more
+    # In one write, so that the lines of many processes stay whole.
+    os.write(_STDERR, (line + "\n").encode(errors="replace"))
+
+
+def leave(code: int, folder: Path | None, rank: int, line: str) -> NoReturn:
+  """End this process within a second, from any thread.
+
+  Args:
+    code: the exit code. (1 where the folder's file system does not answer.)
+    folder: for the stacks of all threads; None: they are not written.
+    rank: of this process.
+    line: why, to head the stacks.
+  """
+  faulthandler.dump_traceback_later(_DUMP_S, exit=True, file=_STDERR)
+  if folder is not None:
+    _dump(path_of(folder, rank), line)
+  flush()
+  os._exit(code)
+
+
+def _dump(path: Path, line: str) -> None:
+  try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+      file.write(line + "\n\n")
+      file.flush()
+      faulthandler.dump_traceback(file, all_threads=True)
+  except OSError as e:
+    say(f"{path}: stacks cannot be written ({e.strerror})")
+
+
+def flush() -> None:
+  """Write out what was printed, unless a thread that is stuck holds a lock on it."""
+  flushing = threading.Thread(target=_flush, daemon=True)
+  flushing.start()
+  flushing.join(_FLUSH_S)
+
+
+def _flush() -> None:
+  for stream in (sys.stdout, sys.stderr):
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+      stream.flush()
+
+
+def arm(seconds: float) -> None:
+  """End this process, stacks on stderr, if this is not called again in time.
+
+  Args:
+    seconds: without another call, because no Python thread could run.
+  """
+  faulthandler.dump_traceback_later(seconds, exit=True, file=_STDERR)
+
+
+def disarm() -> None:
+  """Undo `arm`."""
+  faulthandler.cancel_dump_traceback_later()

@@ -1,0 +1,106 @@
+"""When the job's time is up, and a wish to stop some time before."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+# `scontrol` waits for a controller that is gone for minutes (MessageTimeout).
+_SCONTROL_S = 10.0
+
+
+def end_time(env: Mapping[str, str] = os.environ) -> float | None:
+  """When the job ends, in seconds since 1970; None: no limit, or none is known.
+
+  SLURM_JOB_END_TIME says what was true at the job's start (sbatch(1), "output
+  environment variables"; Slurm 22.05 does not set it yet); `scontrol show job`
+  knows of later changes, and is asked where the variable is not set. On a large
+  run only one process should ask.
+
+  Args:
+    env: where the variables of the job are.
+  """
+  given = env.get("SLURM_JOB_END_TIME", "")
+  if given.isdigit():
+    return float(given)
+  return asked_end_time(env)
+
+
+def asked_end_time(env: Mapping[str, str] = os.environ) -> float | None:
+  """What `scontrol show job` says; None if it does not."""
+  job = env.get("SLURM_JOB_ID")
+  if not job:
+    return None
+  shown = run_scontrol(["show", "job", job])
+  return None if shown is None else parse_end_time(shown)
+
+
+def parse_end_time(shown: str) -> float | None:
+  """The end of the job that `scontrol show job` shows, in the local time zone.
+
+  Example:
+    >>> parse_end_time("StartTime=Unknown EndTime=Unknown Deadline=N/A")
+    >>> end = parse_end_time("   StartTime=… EndTime=2026-03-01T12:00:00 Deadline=N/A")
+    >>> time.strftime("%H:%M", time.localtime(end))
+    '12:00'
+  """
+  found = re.search(r"\bEndTime=(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", shown)
+  if not found:
+    return None
+  return time.mktime(time.strptime(found.group(1), "%Y-%m-%dT%H:%M:%S"))
+
+
+def run_scontrol(args: list[str]) -> str | None:
+  """What `scontrol` prints; None where there is none or it fails."""
+  try:
+    done = subprocess.run(
+      ["scontrol", *args],
+      capture_output=True,
+      text=True,
+      timeout=_SCONTROL_S,
+      # Times in one format, whatever the user prefers (scontrol(1)).
+      env=os.environ | {"SLURM_TIME_FORMAT": "standard"},
+    )
+  except (OSError, subprocess.TimeoutExpired):
+    return None
+  return done.stdout if done.returncode == 0 else None
+
+
+def stop_before_end(
+  request: Callable[[str], None],
+  before_s: float,
+  *,
+  end: Callable[[], float | None] = end_time,
+  again: Callable[[], float | None] = asked_end_time,
+) -> threading.Event:
+  """Ask to stop some time before the job's end, from a thread.
+
+  The end is asked for once more when it is near, as it may have been moved
+  (`scontrol update TimeLimit=`); where nobody knows, the first answer counts.
+
+  Args:
+    request: asks all processes to stop, such as `Stop.request`.
+    before_s: seconds before the end: for the step, a save and the way out.
+    end: when the job ends, in seconds since 1970.
+    again: the same, asked later.
+
+  Returns:
+    An event that, once set, ends the thread.
+  """
+  ended = threading.Event()
+
+  def wait() -> None:
+    at = end()
+    while at is not None and not ended.wait(max(0.0, at - before_s - time.time())):
+      later = again()
+      if later is None or later <= at:
+        request(f"walltime: {at - time.time():.0f} s are left")
+        return
+      at = later
+
+  threading.Thread(target=wait, name="walltime", daemon=True).start()
+  return ended

@@ -1,0 +1,97 @@
+"""The watch around JAX itself: its collectives, its errors and its exit barrier."""
+
+import re
+import signal
+import socket
+import time
+
+import pytest
+from conftest import child_env
+from test_signals import child, line_of  # noqa: F401
+from test_watch import CHILD
+
+pytestmark = pytest.mark.slow
+
+TRAIN = """
+from jaxscale.cluster import signals
+signals.forbid_notifier()
+import jax, jax.numpy as jnp, numpy as np
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[5]}", n, rank)
+from jax.sharding import NamedSharding, PartitionSpec as P
+mesh = jax.make_mesh((n,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+rows = NamedSharding(mesh, P("data"))
+add = lambda w, x: w + jnp.mean(x @ x.T)
+step_fn = jax.jit(add, out_shardings=NamedSharding(mesh, P()))
+w_, fault = jnp.zeros(()), sys.argv[6]
+for step in range(1, 10**6):
+  w.at(step, "input")
+  x = jax.make_array_from_process_local_data(rows, np.ones((4, 8), np.float32))
+  if step == 100:
+    print("up", flush=True)
+  if step >= 150 and rank == n - 1:
+    if fault == "raise":
+      raise ValueError("no such class")
+    if fault == "sleep":
+      time.sleep(1000)
+    if fault == "exit":
+      sys.exit(0)
+  w.at(step, "step")
+  w_ = step_fn(w_, x)
+  w_.block_until_ready()
+"""
+
+
+@pytest.mark.parametrize(
+  ("fault", "line"),
+  [
+    ("kill", r"process 2 on n2 died, last seen in step \d+"),
+    ("kill 0", r"process 0 on n0 died, seen in step \d+"),
+    ("raise", r"process 2 on n2 failed in step 150 \(input\): ValueError: no such"),
+    ("sleep", r"process 2 on n2 hangs in step 150 \(input\) for \d s; 2 others wait"),
+    ("stop", r"process 2 on n2 is silent for \d s"),
+    ("exit", r"process 2 on n2 left after step 150 while others go on"),
+  ],
+)
+def test_all_leave_soon_and_name_the_culprit(child, tmp_path, fault, line):  # noqa: F811
+  with socket.create_server(("127.0.0.1", 0)) as free:
+    port = free.getsockname()[1]
+  with socket.create_server(("127.0.0.1", 0)) as server:
+    ours = server.getsockname()[1]
+  # Limits that a machine which is busy with other tests keeps in health.
+  quick = "silence_s=1.2, hang_s=1.6, compiling_s=1.5"
+  code = (
+    CHILD.replace(quick, "silence_s=4, hang_s=5, compiling_s=100")
+    .replace(
+      "socket.socket(fileno=port)  # inherited, and listening",
+      'socket.create_server(("127.0.0.1", port))',
+    )
+    .replace(
+      '  links[0] = socket.create_connection(("127.0.0.1", port))',
+      "  while True:\n    try:\n"
+      '      links[0] = socket.create_connection(("127.0.0.1", port))\n      break\n'
+      "    except OSError:\n      time.sleep(0.05)",
+    )
+  )
+  processes = [
+    child(code + TRAIN, r, 3, ours, tmp_path / "faults", port, fault, env=child_env())
+    for r in range(3)
+  ]
+  for process in processes:
+    assert line_of(process) == "up"
+  time.sleep(0.5)
+  victim = processes[0 if fault.endswith("0") else 2]
+  if fault.startswith("kill"):
+    victim.kill()
+  if fault == "stop":
+    victim.send_signal(signal.SIGSTOP)
+  began = time.monotonic()
+  others = [p for p in processes if p is not victim]
+  errors = [p.communicate(timeout=30)[1] for p in others]
+  seconds = time.monotonic() - began
+  print(fault, round(seconds, 2), [p.returncode for p in others])
+  assert seconds < 12.0
+  assert any(re.search(line, error) for error in errors), errors
+  want = {86} if fault in ("sleep", "stop") else {1}
+  assert {p.returncode for p in others} == want, errors
+  for rank in range(1 if victim is processes[0] else 0, 2):
+    assert (tmp_path / "faults" / f"process-{rank}.txt").exists()
