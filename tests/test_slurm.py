@@ -167,8 +167,11 @@ with SlurmCluster(nodes=2, cpus=4) as slurm:
 def test_nothing_is_left_when_the_runner_ends(number, tmp_path):
   env = child_env(PYTHONPATH=str(ROOT / "tests"), TMPDIR=str(tmp_path))
   command = [sys.executable, "-c", KILLED]
-  pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-  with subprocess.Popen(command, env=env, **pipes) as runner:
+  null, pipe = subprocess.DEVNULL, subprocess.PIPE
+  with subprocess.Popen(
+    command, env=env, stdout=pipe, stderr=null, text=True
+  ) as runner:
+    assert runner.stdout is not None
     folder = Path(runner.stdout.readline().strip())
     before = slurm_hosts.processes(folder)
     runner.send_signal(number)
