@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxscale import metrics, trials
+from jaxscale import cluster, metrics, trials
 from jaxscale.config import AdaptiveBatch, Config
 from jaxscale.exits import leave
 from jaxscale.settings import ConfigError
@@ -333,9 +333,7 @@ def _study(path: str, config: Config, workdir: Path, options: dict[str, str]) ->
     trials.count(options, "device-batch", 1) if "device-batch" in options else None
   )
 
-  from jaxscale import cluster  # JAX, 1.3 s: not for --help or a typo
-
-  cluster.initialize()
+  cluster.initialize(config)
   made = make_trials(config, sizes, workdir, seeds=seeds, device_batch=device_batch)
   study = summarise(config, trials.run_trials(made), path)
 
@@ -349,4 +347,4 @@ def _study(path: str, config: Config, workdir: Path, options: dict[str, str]) ->
 
 
 if __name__ == "__main__":
-  leave(main)
+  leave(main, cluster.leave_last)

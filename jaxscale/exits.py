@@ -41,8 +41,16 @@ def one_line_errors(main: Callable[P, int]) -> Callable[P, int]:
   return guarded
 
 
-def leave(main: Callable[[list[str]], int]) -> NoReturn:
-  """End the process with the exit code of a command's `main`."""
+def leave(
+  main: Callable[[list[str]], int], others: Callable[[], bool] = lambda: False
+) -> NoReturn:
+  """End the process with the exit code of a command's `main`.
+
+  Args:
+    main: of the command.
+    others: called after a failure; whether this is one of several processes.
+      `cluster.leave_last`.
+  """
   code = EXIT_CRASH
   try:
     code = main(sys.argv[1:])
@@ -52,7 +60,7 @@ def leave(main: Callable[[list[str]], int]) -> NoReturn:
     traceback.print_exc()
   sys.stdout.flush()
   sys.stderr.flush()
-  if code and any(map(os.environ.get, ("JAXSCALE_NUM_PROCESSES", "SLURM_NTASKS"))):
+  if code and others():
     # JAX's exit barrier would hold a failed process for 300 s (and with it the
     # whole job), so leave at once; what had to be written is written.
     os._exit(code)

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxscale import metrics, trials
+from jaxscale import cluster, metrics, trials
 from jaxscale.config import Config
 from jaxscale.exits import leave
 from jaxscale.trials import Outcome, Trial
@@ -242,9 +242,7 @@ def main(argv: list[str]) -> int:
 def _study(path: str, config: Config, workdir: Path, options: dict[str, str]) -> None:
   seeds = trials.count(options, "seeds", 5, least=3)
 
-  from jaxscale import cluster  # JAX, 1.3 s: not for --help or a typo
-
-  cluster.initialize()
+  cluster.initialize(config)
   made = make_trials(config, workdir, seeds)
   result = summarise(config, trials.run_trials(made), path)
 
@@ -258,4 +256,4 @@ def _study(path: str, config: Config, workdir: Path, options: dict[str, str]) ->
 
 
 if __name__ == "__main__":
-  leave(main)
+  leave(main, cluster.leave_last)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from jaxscale import cluster
 from jaxscale.exits import (
   EXIT_CRASH,
   EXIT_DONE,
@@ -39,9 +40,7 @@ def default_workdir(path: str) -> str:
 
 def run(config, workdir: Path, argv: list[str]) -> int:
   """Train, and say in one line how it ended."""
-  from jaxscale import cluster  # JAX, 1.3 s: not for --help or a typo
-
-  cluster.initialize()
+  cluster.initialize(config)
   from jaxscale.loop import NonFiniteError
   from jaxscale.replicas import ReplicaDivergenceError
   from jaxscale.run import fit
@@ -69,4 +68,4 @@ def run(config, workdir: Path, argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-  leave(main)
+  leave(main, cluster.leave_last)

@@ -116,5 +116,6 @@ def who(rank, of=4, **other):
   known = {
     "node": f"n{rank + 1}", "pid": 7, "me": f"me{rank}", "place": "here",
     "gloo": "", "versions": {"jax": "1"}, "digests": {"config": "a"},
+    "trouble": "",
   }  # fmt: skip
   return Introduction(rank, of, **(known | other))

@@ -1,7 +1,7 @@
 """Where this process runs among others, and how they agree.
 
-`initialize` joins the processes of one run: those that `srun` started, or
-those that the JAXSCALE_* variables describe (any other launcher, and tests).
+`initialize` joins the processes of one run, however they were started: by srun or
+mpirun, in pods, or by any launcher that sets the JAXSCALE_* variables.
 """
 
 from __future__ import annotations
@@ -17,53 +17,70 @@ from jaxscale.settings import ConfigError
 if TYPE_CHECKING:
   import numpy as np
 
-_VARIABLES = (
-  "JAXSCALE_COORDINATOR",  # host:port of process 0
-  "JAXSCALE_NUM_PROCESSES",
-  "JAXSCALE_PROCESS_ID",
-)
+  from jaxscale.cluster.rendezvous import Meeting
+
+_meeting: Meeting | None = None  # that this process came from, if it is one of several
+_has_joined = False  # whether JAX knows of others
 
 
-def initialize() -> None:
+def initialize(config: object = None, *, timeout_s: float = 120.0) -> None:
   """Join the other processes of this run, if there are any.
 
-  Reads JAXSCALE_COORDINATOR, JAXSCALE_NUM_PROCESSES and JAXSCALE_PROCESS_ID,
-  else Slurm's variables inside a step of several tasks; without either this
-  is a run of one process. Call it before anything asks JAX for devices.
+  `detect` finds out who they are, from JAXSCALE_* variables or from the launcher's;
+  all meet and compare what they run (`meet`); then JAX is told everything it would
+  have to guess (`join`). Call it before anything asks JAX for devices.
+
+  Args:
+    config: what all processes have to be given alike; its `repr` is compared.
+    timeout_s: seconds to wait until all processes have come.
 
   Raises:
-    ConfigError: the variables are incomplete or contradict each other. (What
-      goes wrong later, inside JAX's own `initialize`, ends the process.)
+    ConfigError: the variables contradict each other, a process has not come or runs
+      something else, a GPU is missing, …: one line, in all processes that can be told.
   """
-  given = [os.environ.get(name) for name in _VARIABLES]
-  if any(given):
-    if not all(given):
-      missing = [n for n, v in zip(_VARIABLES, given, strict=True) if not v]
-      raise ConfigError(f"{', '.join(missing)}: not set, but the others are")
-    coordinator, count, index = map(str, given)
-    if not (count.isdigit() and index.isdigit() and int(index) < int(count)):
-      raise ConfigError(
-        f"JAXSCALE_PROCESS_ID={index}, JAXSCALE_NUM_PROCESSES={count}: give "
-        "0 … n-1 of n"
-      )
-    if ":" not in coordinator:
-      raise ConfigError(f"JAXSCALE_COORDINATOR={coordinator}: give host:port")
-    if int(count) > 1:
-      import jax
+  global _meeting, _has_joined
+  from jaxscale.cluster.detect import detect
+  from jaxscale.cluster.introduction import digests_of
+  from jaxscale.cluster.join import check_devices, join
+  from jaxscale.cluster.local_devices import local_device_ids, visible_gpus
+  from jaxscale.cluster.rendezvous import meet
 
-      jax.distributed.initialize(coordinator, int(count), int(index))
-  elif int(os.environ.get("SLURM_NTASKS", "1")) > 1:
-    if "SLURM_STEP_NODELIST" not in os.environ:
-      if "SLURM_PROCID" in os.environ and "SLURM_JOB_ID" in os.environ:
-        raise ConfigError(
-          f"SLURM_NTASKS={os.environ['SLURM_NTASKS']}: this is no step of the "
-          "job, start it with srun"
-        )
-      return
-    import jax
+  launch = detect(os.environ)
+  if launch.note and launch.process_id == 0:
+    print(launch.note, flush=True)
+  if launch.num_processes == 1:
+    return
+  if launch.num_processes == 0:  # a TPU pod that only JAX knows
+    join(launch, None)
+    _has_joined = True
+    return
+  num_gpus, ids, trouble = visible_gpus(os.environ), None, ""
+  try:
+    ids = local_device_ids(os.environ, num_gpus, launch)
+  except ConfigError as e:
+    trouble = str(e)  # it may be this host's alone: all are to hear of it
+  _meeting = meet(
+    launch,
+    timeout_s=timeout_s,
+    digests=digests_of(config),
+    on_cpu=not num_gpus,
+    trouble=trouble,
+  )
+  join(launch, _meeting, local_device_ids=ids)
+  _has_joined = True
+  check_devices(_meeting)
 
-    # One process a device is the layout JAX's own detection is right for.
-    jax.distributed.initialize()
+
+def leave_last() -> bool:
+  """Let the others end first if this is process 0; whether there are others.
+
+  JAX's coordinator ends with process 0, and aborts whoever is still there.
+  """
+  if _meeting is not None:
+    from jaxscale.cluster.rendezvous import leave_last
+
+    leave_last(_meeting)
+  return _has_joined
 
 
 def is_leader() -> bool:

@@ -8,13 +8,16 @@ on one rank, exit code 0, other parameters), so they are refused.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import jaxscale
 from jaxscale.cluster import network
 from jaxscale.cluster.launched import Launch
 
@@ -39,20 +42,24 @@ class Introduction(NamedTuple):
   gloo: str | None  # where gloo would listen; "" where it is not used
   versions: dict[str, str]
   digests: dict[str, str]
+  trouble: str  # why it cannot take part, "" if it can
 
 
-def introduce(launch: Launch, digests: Mapping[str, str], on_cpu: bool) -> Introduction:
+def introduce(
+  launch: Launch, digests: Mapping[str, str], on_cpu: bool, trouble: str = ""
+) -> Introduction:
   """What this process says of itself.
 
   Args:
     digests: what must be equal in all processes, by name; "config" and "code"
       are known by their remedies.
     on_cpu: its collectives are gloo's.
+    trouble: why it cannot take part, such as a GPU that is missing on its host.
   """
   return Introduction(
     launch.process_id, launch.num_processes, network.node_name(), os.getpid(),
     uuid.uuid4().hex, network.place(), network.gloo_address() if on_cpu else "",
-    versions(), dict(digests),
+    versions(), dict(digests), trouble,
   )  # fmt: skip
 
 
@@ -67,6 +74,16 @@ def versions() -> dict[str, str]:
   return found
 
 
+def digests_of(config: object) -> dict[str, str]:
+  """Of a config, by its `repr`, and of every file of this package."""
+  package = Path(jaxscale.__path__[0])
+  code = hashlib.sha256()
+  for path in sorted(package.rglob("*.py")):
+    code.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
+  settings = hashlib.sha256(repr(config).encode())
+  return {"config": settings.hexdigest(), "code": code.hexdigest()}
+
+
 def read(message: Any) -> Introduction | None:
   """The introduction in a message, if it is one."""
   try:
@@ -75,7 +92,7 @@ def read(message: Any) -> Introduction | None:
     return None
   kinds = ((it.rank, int), (it.of, int), (it.node, str), (it.pid, int), (it.me, str),
            (it.place, str), (it.gloo, str | None), (it.versions, dict),
-           (it.digests, dict))  # fmt: skip
+           (it.digests, dict), (it.trouble, str))  # fmt: skip
   return it if all(isinstance(value, kind) for value, kind in kinds) else None
 
 
@@ -133,7 +150,19 @@ def disagreements(
   Args:
     addresses: the address of a process as seen from the others, where known.
   """
-  return [*_other_counts(met), *_differences(met), *_unreachable(met, addresses)]
+  return [
+    *_troubles(met), *_other_counts(met), *_differences(met),
+    *_unreachable(met, addresses),
+  ]  # fmt: skip
+
+
+def _troubles(met: Mapping[int, Introduction]) -> list[str]:
+  """What processes say they lack themselves, those of one kind together."""
+  said: dict[str, list[int]] = {}
+  for rank, who in met.items():
+    if who.trouble:
+      said.setdefault(who.trouble, []).append(rank)
+  return [f"{where(ranks, _nodes(met))}: {text}" for text, ranks in said.items()]
 
 
 def _nodes(met: Mapping[int, Introduction]) -> list[str]:

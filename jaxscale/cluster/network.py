@@ -11,11 +11,11 @@ import ipaddress
 import os
 import re
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterable, MutableMapping
 from pathlib import Path
 
+from jaxscale.cluster.slurm import node_address
 from jaxscale.settings import ConfigError
 
 # Below the ports that Linux gives to outgoing connections (ip_local_port_range is
@@ -106,17 +106,12 @@ def resolve(host: str, patience_s: float = 5.0) -> list[str]:
 
 
 def _address_in_slurm(node: str) -> str | None:
-  """NodeAddr of a node, if it is one and its address is an address."""
+  """The numeric NodeAddr of a node of this Slurm, if it has one."""
   try:
-    shown = subprocess.run(
-      ["scontrol", "show", "node", "-o", node],
-      capture_output=True, text=True, timeout=5,
-    ).stdout  # fmt: skip
-    found = re.search(r"\bNodeAddr=(\S+)", shown)
-    entries = socket.getaddrinfo(found[1], None, type=socket.SOCK_STREAM)  # type: ignore[index]
-    return str(entries[0][4][0])
-  except (OSError, TypeError, subprocess.SubprocessError):
+    entries = socket.getaddrinfo(node_address(node), None, type=socket.SOCK_STREAM)
+  except OSError:
     return None
+  return str(entries[0][4][0])
 
 
 def own_address_seen_by(peer: str) -> str:

@@ -52,6 +52,7 @@ def meet(
   timeout_s: float = 60.0,
   digests: Mapping[str, str] | None = None,
   on_cpu: bool | None = None,
+  trouble: str = "",
 ) -> Meeting:
   """Meet the other processes of this run; each of them calls this.
 
@@ -76,7 +77,7 @@ def meet(
     on_cpu = os.environ.get("JAX_PLATFORMS", "").startswith("cpu")
   if launch.num_processes == 1:
     return Meeting(0, 1, [network.node_name()], "", {})
-  own = introduce(launch, digests or {}, on_cpu)
+  own = introduce(launch, digests or {}, on_cpu, trouble)
   host = launch.host or LOOPBACK
   ports = [launch.port] if launch.port else network.ports_of(launch.job)
   if launch.process_id == 0:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxscale import cluster
 from jaxscale.collectives.plan import ALGORITHMS, Link, Measured, plan
 from jaxscale.collectives.records import write_measurements
 from jaxscale.exits import EXIT_DONE, leave, one_line_errors
@@ -185,7 +186,6 @@ def run(request: Request) -> list[str]:
   """Measure what is asked for; returns the lines to print."""
   import jax
 
-  from jaxscale import cluster
   from jaxscale.collectives.timing import measure_algorithms, measure_links
 
   mesh = make_mesh(request.mesh)
@@ -215,8 +215,6 @@ def main(argv: list[str]) -> int:
     print(USAGE)
     return EXIT_DONE
   request = parse(argv)
-  from jaxscale import cluster
-
   cluster.initialize()
   try:
     lines = run(request)
@@ -228,4 +226,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-  leave(main)
+  leave(main, cluster.leave_last)
