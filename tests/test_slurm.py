@@ -208,7 +208,7 @@ def test_digits_on_two_nodes_are_digits_on_one(slurm, tmp_path):
   alone = run_train(tmp_path / "one", *args, num_devices=2)
   assert alone.returncode == 0, alone.stderr
   command = train_command(tmp_path / "two", *args)
-  slurm.run("srun", "-N2", "-n2", *command, timeout=300, **child_env(1))
+  slurm.run("srun", "-N2", "-n2", *command, timeout=600, **child_env(1))
   one, two = (
     {
       (line["step"], name): value
