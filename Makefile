@@ -27,7 +27,7 @@ test: env
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile
 
 test-slow: env
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -n $(WORKERS) --dist loadfile
 
 lint: env
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -69,6 +70,13 @@ def run_train(workdir, *args: str, config="configs/digits.py", num_devices=1, **
     text=True,
     timeout=300,
   )
+
+
+def quick(values: Iterable, *names) -> list:
+  """Parameters of which `make test` takes only the named; the others are slow."""
+  values = list(values)
+  assert set(names) <= set(values), f"no such parameters: {set(names) - set(values)}"
+  return [v if v in names else pytest.param(v, marks=pytest.mark.slow) for v in values]
 
 
 def error_line(done: subprocess.CompletedProcess[str], code: int) -> str:

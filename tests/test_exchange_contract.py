@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import quick
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -49,6 +50,8 @@ EXCHANGES = {
   "delayed one bit": lambda n=N: delayed(one_bit(AXES, num_devices=n)),
   "warm one bit": lambda n=N: warm_start(one_bit(AXES, num_devices=n), AXES, steps=5),
 }
+# Those that `make test` takes: one of each kind.
+QUICK = ("bucketed", "bf16", "int8", "one bit", "top k", "delayed")
 FEEDBACK = [name for name in EXCHANGES if name.split()[0] not in (
   "plain", "bucketed", "bf16", "fp16", "int8")]  # fmt: skip
 
@@ -134,7 +137,7 @@ def unsent(state, name):
   return total
 
 
-@pytest.mark.parametrize("name", FEEDBACK)
+@pytest.mark.parametrize("name", quick(FEEDBACK, "one bit", "top k", "delayed"))
 def test_what_was_sent_and_what_is_left_are_all_the_gradients(name):
   means, state = fifty(name)
   for leaf, grads in gradients(50).items():
@@ -146,13 +149,13 @@ def test_what_was_sent_and_what_is_left_are_all_the_gradients(name):
 
 def test_the_residual_is_needed_for_that():
   """Else the test above would hold of an exchange that sends all."""
-  for name in FEEDBACK:
+  for name in ("one bit", "top k"):
     _, state = fifty(name)
     left = np.linalg.norm(unsent(state, "wide"))
     assert left > 1e-2 * np.linalg.norm(gradients(50)["wide"].sum((0, 1))), name
 
 
-@pytest.mark.parametrize("name", EXCHANGES)
+@pytest.mark.parametrize("name", quick(EXCHANGES, *QUICK))
 def test_again_gives_the_same_bits_on_every_device(name):
   steps, state = compiled(name)
   means, state = steps(gradients(50), state)
@@ -162,7 +165,7 @@ def test_again_gives_the_same_bits_on_every_device(name):
   jax.tree.map(np.testing.assert_array_equal, fifty(name), (means, state))
 
 
-@pytest.mark.parametrize("name", EXCHANGES)
+@pytest.mark.parametrize("name", quick(EXCHANGES, *QUICK))
 def test_the_mean_over_steps_is_that_of_the_gradients(name):
   """Rounding averages out, what is late arrives: within 1 % or what is left."""
   means, state = fifty(name)
@@ -174,14 +177,18 @@ def test_the_mean_over_steps_is_that_of_the_gradients(name):
     assert error <= 0.01 * np.linalg.norm(wanted) + 1.001 * left, leaf
 
 
-@pytest.mark.parametrize("name", ["bf16", "int8", "one bit", "top k", "power sgd"])
+@pytest.mark.parametrize(
+  "name", quick(["bf16", "int8", "one bit", "top k", "power sgd"], "bf16", "top k")
+)
 def test_the_shape_of_the_mesh_does_not_matter(name):
   got, _ = run(EXCHANGES[name](), gradients(50), mesh=make_mesh())
   for leaf in SHAPES:
     np.testing.assert_allclose(got[leaf], fifty(name)[0][leaf], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["bucketed", "fp16", "int8", "one bit", "power sgd"])
+@pytest.mark.parametrize(
+  "name", quick(["bucketed", "fp16", "int8", "one bit", "power sgd"], "bucketed")
+)
 def test_one_device_will_do(name):
   mesh = make_mesh(devices=jax.devices()[:1])
   grads = gradients(3, devices=1)
@@ -191,7 +198,7 @@ def test_one_device_will_do(name):
     jax.tree.map(lambda m, g: np.testing.assert_array_equal(m, g[:, 0]), means, grads)
 
 
-@pytest.mark.parametrize("name", EXCHANGES)
+@pytest.mark.parametrize("name", quick(EXCHANGES, *QUICK))
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_gradient_that_is_no_number_is_seen(name, bad):
   """Compressed or not, one device's NaN or overflow reaches the means of its tensor."""

@@ -60,6 +60,7 @@ def test_what_was_not_sent_survives_a_kill_bit_for_bit(tmp_path, uninterrupted, 
   assert any(name.startswith("exchange_state/inner/inner/owner") for name in names)
 
 
+@pytest.mark.slow
 def test_what_was_not_sent_goes_on_with_other_devices(tmp_path, killed):
   workdir = shutil.copytree(killed, tmp_path / "run")
   done = run_train(workdir, *QUICK, *COMPRESSED, num_devices=2)
@@ -68,6 +69,7 @@ def test_what_was_not_sent_goes_on_with_other_devices(tmp_path, killed):
   assert "done: held-out accuracy" in done.stdout
 
 
+@pytest.mark.slow
 def test_workers_of_their_own_do_not(tmp_path):
   workdir = tmp_path / "run"
   kill_after(workdir, *LOCAL, step=8)

@@ -92,6 +92,7 @@ def test_damage_of_before_a_restart_still_counts(tmp_path):
   assert anew.count == 1
 
 
+@pytest.mark.slow
 def test_images_that_grow_on_the_way_need_a_model_that_lets_them(tmp_path):
   write_folder(tmp_path / "images", "train", 24)
   write_folder(tmp_path / "images", "val", 4)

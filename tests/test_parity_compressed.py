@@ -7,6 +7,7 @@ gradients for the mean.
 
 import numpy as np
 import pytest
+from conftest import quick
 from test_parity import (
   BLOCK,
   FEEDBACK,
@@ -97,7 +98,7 @@ def bound(name: str, optimizer: str) -> float:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize("name", quick(BOUNDS, "bf16", "1-bit", "PowerSGD"))
 def test_compressed_exchanges_are_within_their_bounds(name, optimizer):
   assert way_off(run(name), optimizer) <= bound(name, optimizer)
 
@@ -114,7 +115,7 @@ WORSE = {
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize("name", quick(BOUNDS, "bf16", "1-bit", "PowerSGD"))
 def test_the_bounds_are_broken_by_what_is_broken(name, optimizer):
   for worse in (*WORSE[name], "one device's"):
     assert way_off(run(worse), optimizer) > bound(name, optimizer), worse
@@ -138,7 +139,7 @@ def unaccounted(found: Run, optimizer: str) -> float:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", FEEDBACK)
+@pytest.mark.parametrize("name", quick(FEEDBACK, "1-bit", "PowerSGD"))
 def test_no_gradient_is_lost_in_the_train_step(name, optimizer):
   assert unaccounted(run(name), optimizer) <= 1e-5
   for broken in WORSE[name]:

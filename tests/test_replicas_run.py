@@ -156,11 +156,12 @@ def as_processes(command, num_devices=2):
     for i in range(2)
   ]  # fmt: skip
   try:
-    return [(*p.communicate(timeout=120), p.returncode) for p in group]
+    return [(*p.communicate(timeout=300), p.returncode) for p in group]
   finally:
     for process in group:
       if process.poll() is None:
         process.kill()
+        process.communicate()
 
 
 def test_two_real_processes_name_the_one_that_differs():

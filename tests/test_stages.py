@@ -184,6 +184,7 @@ def test_a_ramp_goes_on_bit_for_bit(ramped, tmp_path):
     np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_of_a_later_stage_goes_back_to_the_stage_before(
   ramped, tmp_path, capsys
 ):
@@ -248,6 +249,7 @@ def test_neutral_ramp_follows_momentum_too():
     np.testing.assert_allclose(leaf, (1 - 0.9) / (1 - 0.81), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_batch_that_a_bn_span_does_not_fit_is_no_candidate(tmp_path, capsys):
   """8 rows a device share statistics at batch 64: not 12 of 96, 16 of 128."""
   changes = {
@@ -323,6 +325,7 @@ def test_search_stops_at_the_first_loss_and_refuses_nan():
   assert adaptive.search([64], lambda s: math.nan, 0.01, previous=96) == 96
 
 
+@pytest.mark.slow
 def test_an_adaptive_run_grows_its_batch_and_goes_on(tmp_path):
   changes = {
     "stages": "AdaptiveBatch", "stages.trial_steps": "4", "batch_size": "64",

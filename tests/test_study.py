@@ -354,6 +354,7 @@ def test_the_reference_of_mlperf():
   assert "fewer than 55.4 would not pass" in time_to_accuracy.table(result)
 
 
+@pytest.mark.slow
 def test_time_to_accuracy_of_real_runs(tmp_path, capsys):
   args = [*QUICK, "--seeds=3", f"--workdir={tmp_path}", "--config.batch_size=64"]
   assert time_to_accuracy.main(args) == 0
