@@ -72,11 +72,11 @@ def test_a_name_may_become_known_late(monkeypatch):
 
 
 def test_slurm_knows_addresses_of_nodes_that_do_not_resolve(monkeypatch, tmp_path):
-  # A line of `scontrol show node -o` of Slurm 22.05, shortened.
+  # A line of `scontrol --oneliner show node` of Slurm 22.05, shortened.
   script = tmp_path / "scontrol"
   script.write_text(
     "#!/bin/sh\n"
-    '[ "$*" = "show node -o n1.invalid" ] && echo '
+    '[ "$*" = "--oneliner show node n1.invalid" ] && echo '
     '"NodeName=n1.invalid Arch=x86_64 NodeAddr=10.9.9.1 NodeHostName=vm Port=1"\n'
     'echo "Node $4 not found" >&2\n'
   )
