@@ -16,6 +16,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 import numpy as np
 import optax
 import pytest
+import slurm_cluster
 
 ROOT = Path(__file__).parent.parent
 
@@ -24,6 +25,22 @@ ROOT = Path(__file__).parent.parent
 def _in_root(monkeypatch):
   """Commands and configs are named as a user names them, from the root."""
   monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture(scope="session")
+def _cluster():
+  if reason := slurm_cluster.unavailable():
+    in_ci = os.environ.get("CI", "").lower() in ("1", "true")
+    (pytest.fail if in_ci else pytest.skip)(f"no Slurm: {reason}")
+  with slurm_cluster.SlurmCluster() as cluster:
+    yield cluster
+
+
+@pytest.fixture
+def slurm(_cluster):
+  """A Slurm cluster of 4 nodes without jobs: one a session, tidied after a test."""
+  yield _cluster
+  _cluster.clear()
 
 
 def child_env(num_devices: int = 1, **extra: str) -> dict[str, str]:

@@ -1,0 +1,337 @@
+"""A real Slurm for tests: one controller and some nodes, all on this machine.
+
+Each node is Debian's slurmd on a host of its own (slurm_hosts.py), called n1,
+n2, …, with an address on the loopback net: what programs read from
+`gethostname()` and can resolve is as on a cluster. A host "login" has the
+controller and the commands that tests type. No munge, no systemd, no cgroups,
+no database. It ends with its block, and also when the test runner is killed.
+
+  with SlurmCluster(nodes=4) as slurm:
+    print(slurm.run("srun", "-N2", "hostname").stdout)
+
+By hand, a shell on it: `python tests/slurm_cluster.py`; or any command:
+`python tests/slurm_cluster.py srun -N4 hostname`.
+
+Tried with Slurm 22.05.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import slurm_hosts as hosts
+import slurm_settings
+
+_COMMANDS = ("slurmctld", "slurmd", "srun", "sbatch")
+# Job state codes of squeue(1) after which nothing follows, but for a requeue.
+_ENDS = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"}
+_ENDS |= {"OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"}
+
+
+def unavailable() -> str | None:
+  """Why no cluster can be had here, in a line, or None."""
+  missing = [name for name in _COMMANDS if shutil.which(name) is None]
+  if missing:
+    return (
+      f"{', '.join(missing)}: not found; apt-get install --no-install-recommends "
+      "slurmctld slurmd slurm-client"
+    )
+  try:  # Slurm looks names up like this, and loopback alone then finds nothing
+    socket.getaddrinfo("127.0.0.1", 1, flags=socket.AI_ADDRCONFIG)
+  except socket.gaierror:
+    return "only loopback here, no address for Slurm: ip addr add 10.9.9.9/32 dev lo"
+  return hosts.unavailable()
+
+
+def _free_ports(count: int) -> list[int]:
+  """Ports nobody listens on, below those the system gives to connections."""
+  ports: list[int] = []
+  while len(ports) < count:
+    port = random.SystemRandom().randrange(10000, 20000)
+    with socket.socket() as probe, contextlib.suppress(OSError):
+      probe.bind(("", port))
+      ports += [port] if port not in ports else []
+  return ports
+
+
+class SlurmCluster:
+  """A Slurm cluster on this machine, for as long as its block lasts.
+
+  Args:
+    nodes: how many; they are called n1, n2, …
+    cpus: CPUs Slurm gives out on each, whatever this machine has; tasks are
+      bound to none.
+    gpus: GPUs Slurm gives out on each: devices that read like /dev/null.
+    kill_wait: seconds from SIGTERM to SIGKILL, Slurm's KillWait.
+    slurmd_timeout: seconds until a silent node is down, Slurm's SlurmdTimeout;
+      it takes about 10 more, for the pings that come to nothing.
+    extra: more lines for slurm.conf; of two that disagree, the later counts.
+    parent: the directory that gets a folder with configuration and logs, which
+      stays; by default a temporary one, which does not.
+
+  Raises:
+    TimeoutError: it did not come up; with the ends of its logs.
+  """
+
+  def __init__(
+    self,
+    nodes: int = 4,
+    cpus: int = 2,
+    gpus: int = 0,
+    *,
+    kill_wait: int = 5,
+    slurmd_timeout: int = 5,
+    extra: str = "",
+    parent: Path | None = None,
+  ):
+    self.nodes = [f"n{i}" for i in range(1, nodes + 1)]
+    self.folder = Path(tempfile.mkdtemp(prefix="slurm-", dir=parent))
+    if parent is not None:
+      (self.folder / "keep").touch()
+    self._settings = slurm_settings.Settings(
+      cpus, gpus, kill_wait, slurmd_timeout, extra
+    )
+    self._port = 0
+    self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+    self._keeper: subprocess.Popen[str] | None = None
+
+  def __enter__(self) -> SlurmCluster:
+    try:
+      for _ in range(3):
+        self._configure()
+        self._keeper = hosts.start_keeper(self.folder, "login")
+        self.start_controller("-c")
+        for node in self.nodes:
+          self.start_node(node)
+        if self._wait_until_idle(20):
+          return self
+        if "Address already in use" not in self.logs():  # taken since we looked
+          break
+        for daemon in self._daemons.values():
+          daemon.kill()
+        hosts.kill(self.folder)
+      raise TimeoutError(f"no Slurm:\n{self.logs()}")
+    except BaseException:
+      self.__exit__()
+      raise
+
+  def __exit__(self, *_: object) -> None:
+    for daemon in self._daemons.values():
+      daemon.kill()
+    if self._keeper is not None:
+      hosts.stop_keeper(self._keeper)
+    for daemon in self._daemons.values():
+      daemon.wait()
+
+  def _configure(self) -> None:
+    """Write the configuration for ports that are free now."""
+    self._port, *ports = _free_ports(1 + len(self.nodes))
+    hosts.write_names(self.folder, ["login", *self.nodes])
+    slurm_settings.write(
+      self.folder, self._port, dict(zip(self.nodes, ports, strict=True)), self._settings
+    )
+
+  def _start_daemon(self, host: str, command: list[str]) -> None:
+    with open(self.folder / host / "out.log", "ab") as log:
+      self._daemons[host] = subprocess.Popen(
+        command,
+        env=self.environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+      )
+
+  def start_controller(self, *options: str) -> None:
+    """Start slurmctld, with options, and wait until it answers."""
+    command = ["slurmctld", "-D", *options]
+    self._start_daemon("login", hosts.on_host(self._pid("login"), *command))
+    deadline = time.monotonic() + 10  # a slurmd that finds nobody waits for long
+    while time.monotonic() < deadline and self._daemons["login"].poll() is None:
+      with contextlib.suppress(OSError):
+        socket.create_connection((hosts.address(0), self._port), timeout=1).close()
+        return
+      time.sleep(0.01)
+
+  def start_node(self, node: str) -> None:
+    """Start a node, the first time or after it was killed."""
+    slurmd = ["slurmd", "-D", "-N", node]
+    self._start_daemon(node, hosts.as_host(self.folder, node, *slurmd))
+
+  def kill_node(self, node: str) -> None:
+    """End a node at once: its slurmd, steps and tasks.
+
+    Their connections are closed, as after a crash; a node that lost its power
+    would say nothing.
+    """
+    hosts.kill(self.folder, node)
+    self._daemons[node].wait()
+
+  def processes(self, host: str) -> list[int]:
+    """Ids of all processes on a host: daemons, steps, tasks, commands."""
+    return hosts.processes(self.folder, host)
+
+  def _pid(self, host: str) -> int:
+    process = self._keeper if host == "login" else self._daemons[host]
+    assert process is not None and process.poll() is None, f"{host} is not up"
+    return process.pid
+
+  def _wait_until_idle(self, seconds: float) -> bool:
+    wanted, deadline = [str(len(self.nodes)), "idle"], time.monotonic() + seconds
+    while time.monotonic() < deadline:
+      if self.run("sinfo", "-h", "-o", "%D %t", check=False).stdout.split() == wanted:
+        return True
+      if any(daemon.poll() is not None for daemon in self._daemons.values()):
+        break
+      time.sleep(0.02)
+    return False
+
+  def logs(self, characters: int = 1500) -> str:
+    """The ends of the daemons' logs."""
+    logs = sorted(self.folder.glob("*/*.log"))
+    return "\n".join(f"== {p}\n{p.read_text()[-characters:]}" for p in logs)
+
+  def environment(self, **extra: str) -> dict[str, str]:
+    """Our variables, with this cluster's configuration and nothing else of Slurm."""
+    foreign = ("SLURM", "SBATCH_", "SALLOC_")
+    ours = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
+    return ours | {"SLURM_CONF": str(self.folder / "slurm.conf")} | extra
+
+  def start(
+    self, *command: str, host: str = "login", **env: str
+  ) -> subprocess.Popen[str]:
+    """Start a command on a host, in this directory, with its output in pipes."""
+    return subprocess.Popen(
+      hosts.on_host(self._pid(host), *command),
+      env=self.environment(**env),
+      stdin=subprocess.DEVNULL,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+    )
+
+  def run(
+    self,
+    *command: str,
+    host: str = "login",
+    timeout: float = 120,
+    check: bool = True,
+    **env: str,
+  ) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end.
+
+    Args:
+      command: its words.
+      host: "login", or a node, as with ssh.
+      timeout: seconds after which it is killed.
+      check: whether an exit status that is not 0 is an error.
+      env: variables to set.
+
+    Raises:
+      AssertionError: it failed; with all that it said.
+      TimeoutError: it took too long; with all that it said.
+    """
+    process, late = self.start(*command, host=host, **env), False
+    try:
+      out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+      process.kill()
+      (out, err), late = process.communicate(), True
+    said = f"{' '.join(command)}: exit status {process.returncode}\n{out}{err}"
+    if late:
+      raise TimeoutError(f"after {timeout} s, {said}")
+    assert not check or process.returncode == 0, said
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+  def submit(self, script: str, *options: str, **env: str) -> str:
+    """Submit a shell script's text with sbatch's options; the job's id."""
+    path = self.folder / f"{time.monotonic_ns()}.sh"
+    path.write_text(script if script.startswith("#!") else f"#!/bin/sh\n{script}\n")
+    command = ["sbatch", "--parsable", f"--output={self.folder}/job-%j.out", *options]
+    done = self.run(*command, str(path), timeout=30, check=True, host="login", **env)
+    return done.stdout.strip()
+
+  def job(self, job: str) -> dict[str, str]:
+    """What `scontrol show job` says of a job, or of an array's task "12_3".
+
+    Slurm knows a job for 300 s after its end (MinJobAge).
+    """
+    text = self.run("scontrol", "-o", "show", "job", job).stdout.splitlines()[0]
+    return dict(word.split("=", 1) for word in text.split() if "=" in word)
+
+  def output(self, job: str) -> str:
+    """What a job's script has written so far."""
+    return Path(self.job(job)["StdOut"]).read_text()
+
+  def queue(self) -> dict[str, str]:
+    """The state of each job that waits or runs, by id ("12_3" in an array)."""
+    lines = self.run("squeue", "-h", "-r", "-o", "%i %T").stdout.splitlines()
+    return {job: state for job, state in map(str.split, lines)}
+
+  def finished(self) -> list[dict[str, str]]:
+    """What `sacct --completion` knows: a line a job and end, oldest first.
+
+    A requeue is an end too, in state PENDING. Without Slurm's database sacct
+    knows no more than this, and says of the exit code always 0:0.
+    """
+    fields = "JobID", "JobName", "State", "Start", "End", "NodeList"
+    command = ("sacct", "--completion", "-n", "-P", "-o", ",".join(fields))
+    lines = self.run(*command).stdout.splitlines()
+    return [dict(zip(fields, line.split("|"), strict=True)) for line in lines]
+
+  def wait_for(self, job: str, *states: str, seconds: float = 60) -> dict[str, str]:
+    """Wait until a job is in one of the states, by default in one it ends in.
+
+    Raises:
+      AssertionError: it ended in another state, and was not requeued within 2 s.
+      TimeoutError: it is in none of the states after these seconds.
+    """
+    wanted = set(states) or _ENDS
+    start, ended = time.monotonic(), None
+    while (shown := self.job(job))["JobState"] not in wanted:
+      now, state = time.monotonic(), shown["JobState"]
+      ended = (ended or now) if state in _ENDS else None
+      said = f"job {job} is {state}, not {' or '.join(wanted)}: {shown}"
+      assert ended is None or now - ended < 2, said
+      if now - start > seconds:
+        raise TimeoutError(said)
+      time.sleep(0.05)
+    return shown
+
+  def end_at(self, job: str, seconds: float) -> None:
+    """Let a running job's time limit pass in so many seconds.
+
+    Limits are given in minutes, but an operator may set the second. Slurm
+    looks every 30 s or so whose time is over.
+    """
+    end = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + seconds))
+    self.run("scontrol", "update", f"JobId={job}", f"EndTime={end}")
+
+  def clear(self) -> None:
+    """Kill all jobs, and start what was killed: the cluster is as at its start.
+
+    Raises:
+      TimeoutError: something does not end.
+    """
+    self.run("scancel", "--full", "--signal=KILL", "--user=root", check=False)
+    self.run("scancel", "--full", "--user=root", check=False)
+    for node in self.nodes:
+      if self._daemons[node].poll() is not None:
+        self.start_node(node)
+    if not self._wait_until_idle(60):
+      raise TimeoutError(f"the cluster is not idle:\n{self.logs()}")
+
+
+if __name__ == "__main__":
+  with SlurmCluster() as _slurm:
+    _command = hosts.on_host(_slurm._pid("login"), *(sys.argv[1:] or ["bash"]))
+    sys.exit(subprocess.run(_command, env=_slurm.environment()).returncode)
