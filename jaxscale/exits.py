@@ -12,6 +12,7 @@ from typing import NoReturn, ParamSpec
 from jaxscale.settings import ConfigError
 
 EXIT_DONE, EXIT_CRASH, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXIT_NO_REQUEUE = 93  # failed, and would only fail again
 
 P = ParamSpec("P")
 

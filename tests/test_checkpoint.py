@@ -112,7 +112,7 @@ def test_a_damaged_manifest_is_distrusted(tmp_path, capsys):
   abstract, state = setup(1)
   with Checkpoints(tmp_path) as checkpoints:
     checkpoints.save(at_step(state, 1))
-  path = tmp_path / "1" / "_CHECKPOINT_METADATA"
+  path = tmp_path / "1" / "manifest.json"
   path.write_text(path.read_text().replace("[64]", "[65]"))
   with (
     Checkpoints(tmp_path) as checkpoints,
