@@ -27,8 +27,8 @@ from jaxscale.lease import Lease, LostError
 from jaxscale.settings import ConfigError
 from jaxscale.state import TrainState
 
-_UNDER_WAY = ".saving-"  # in the names of checkpoints that are not committed
-_REMOVED = ".removed-"  # and of those that are being deleted
+_UNDER_WAY = ".tmp-"  # in the names of checkpoints that are not committed
+_REMOVED = ".removed"  # and of those that are being deleted
 
 
 class UnsavedError(Exception):
