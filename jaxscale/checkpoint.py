@@ -23,7 +23,7 @@ import jax
 
 from jaxscale import carry_over, checkpoint_files, checksum, cluster
 from jaxscale.checkpoint_files import DamagedError, one_line
-from jaxscale.lease import Lease, LostError
+from jaxscale.lease import Lease, LostError, check_for_all, why_lost
 from jaxscale.settings import ConfigError
 from jaxscale.state import TrainState
 
@@ -82,7 +82,8 @@ class Checkpoints:
       directory: one subdirectory a step.
       keep_last: how many of the newest stay.
       keep_best: how many with the highest metric "accuracy" stay as well.
-      on_failure: of a save: "stop" raises it, "continue" says it and goes on.
+      on_failure: of a disk in a save: "stop" raises it, "continue" says it and
+        goes on.
       lease: of process 0, where several runs may meet in the directory.
       say: where process 0 tells what happens.
     """
@@ -132,7 +133,11 @@ class Checkpoints:
     self.wait()
     step = int(state.step)
     token = self._lease.token if self._lease is not None else 0
-    is_there, token = cluster.from_leader([step in self.steps(), token])
+    lost, is_there, token = cluster.from_leader(
+      [why_lost(self._lease), step in self.steps(), token]
+    )
+    if lost:
+      raise LostError(lost)
     if is_there:
       return
     leaves = checksum.manifest(state)
@@ -197,25 +202,23 @@ class Checkpoints:
 
   def _agree(self, save: _Save, error: BaseException | None) -> bool:
     """Whether no process has failed at this save; the failure is dealt with."""
-    kind = "lost" if isinstance(error, LostError) else "unsaved"
     told = None
     if error is not None:
-      why = str(error) if kind == "lost" else one_line(error)
-      told = [kind, jax.process_index(), checkpoint_files.is_full(error), why]
+      kind = checkpoint_files.is_of_disk(error), checkpoint_files.is_full(error)
+      told = [jax.process_index(), *kind, one_line(error)]
     found = [f for f in cluster.gather(told) if f]
     if not found:
       if save.is_last:
         self.unsaved = None
       return True
-    lost = [f for f in found if f[0] == "lost"]
-    if lost:
-      raise LostError(lost[0][-1])
+    # A successor moves away what this run was writing: then that is the cause.
+    check_for_all(self._lease)
     self._fail(save, found)
     return False
 
   def _fail(self, save: _Save, found: list[list[Any]]) -> None:
     """Undo a save, and say or raise why it failed."""
-    _, process, full, text = found[0]
+    process, of_disk, full, text = found[0]
     line = None
     if cluster.is_leader():
       shutil.rmtree(save.directory, ignore_errors=True)
@@ -227,7 +230,7 @@ class Checkpoints:
     kept = cluster.from_leader(self.steps())
     line += f"; the newest that is: {f'step {kept[-1]}' if kept else 'none'}"
     self.unsaved = line
-    if self._stops:
+    if self._stops or not of_disk:
       raise UnsavedError(line)
     if cluster.is_leader():
       self.say(f"{line}; going on")
@@ -238,6 +241,7 @@ class Checkpoints:
       self._lease.check()
     self.directory.mkdir(parents=True, exist_ok=True)
     self._sweep()
+    shutil.rmtree(save.directory, ignore_errors=True)  # of a save that failed
     save.directory.mkdir()
 
   def _commit(self, save: _Save) -> None:
@@ -345,8 +349,8 @@ class Checkpoints:
     try:
       wanted = carry_over.to_load(other, abstract) if other else abstract
       state = checkpoint_files.load(path, wanted, pad=other is not None)
-    except Exception as e:
-      problem = one_line(e)
+    except (DamagedError, OSError) as e:
+      problem = str(e)
     # What one process cannot read, none may go on with.
     if problems := [p for p in cluster.gather(problem) if p]:
       raise DamagedError(problems[0])

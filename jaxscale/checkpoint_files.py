@@ -14,10 +14,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import functools
+import gc
+import inspect
 import json
 import logging
 import os
 import shutil
+import sys
+import warnings
 import zlib
 from collections.abc import Callable
 from concurrent import futures
@@ -104,10 +108,20 @@ def load(directory: Path, abstract: Any, *, pad: bool = False) -> Any:
     abstract: a tree of `jax.ShapeDtypeStruct`s with shardings.
     pad: fill with zeros what an array lacks of the shape asked for, and cut off
       what it has more.
+
+  Raises:
+    DamagedError: something cannot be read.
   """
   args, path, handler = _orbax()
   wanted = args.StandardRestore(abstract, strict=not pad)
-  return handler.restore(path(directory / _STATE), args=wanted)
+  # Where one read fails, others end unfinished, and Python warns of each.
+  with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+    try:
+      return handler.restore(path(directory / _STATE), args=wanted)
+    except Exception as e:
+      problem = one_line(e)
+    gc.collect()
+  raise DamagedError(problem)
 
 
 def why_unsaved(step: int, full: bool, why: str, directory: Path, size: int) -> str:
@@ -133,6 +147,12 @@ def why_unsaved(step: int, full: bool, why: str, directory: Path, size: int) -> 
     f"{head}: the disk or a quota was full ({megabytes(size)} needed, now "
     f"{megabytes(free)} free in {directory})"
   )
+
+
+def is_of_disk(error: BaseException) -> bool:
+  """Whether a disk or its server failed, and not the program."""
+  # TensorStore's errors end with "[OS error 5: EIO Input/output error]".
+  return isinstance(error, OSError) or is_full(error) or "OS error" in str(error)
 
 
 def is_full(error: BaseException) -> bool:
@@ -209,9 +229,23 @@ def _orbax() -> tuple[Any, Any, Any]:
   from etils import epath
 
   logging.getLogger("absl").addFilter(_is_not_told_here)
+  told_by = sys.unraisablehook
+  sys.unraisablehook = lambda told: None if _is_left_over(told) else told_by(told)
   return ocp.args, epath.Path, ocp.StandardCheckpointHandler()
 
 
 def _is_not_told_here(record: logging.LogRecord) -> bool:
   """Drops the tracebacks that Orbax's threads log of errors they also raise."""
   return "orbax" not in record.pathname or record.exc_info is None
+
+
+def _is_left_over(told: Any) -> bool:
+  """Whether it is of the other reads and writes, after one of them has failed.
+
+  Orbax closes its event loop then: their coroutines end, and TensorStore's threads
+  find no loop to report to.
+  """
+  if inspect.iscoroutine(told.object):
+    return "orbax" in told.object.cr_code.co_filename
+  error = told.exc_value
+  return isinstance(error, RuntimeError) and str(error) == "Event loop is closed"

@@ -206,10 +206,7 @@ def check_for_all(lease: Lease | None) -> None:
   Raises:
     LostError: in all.
   """
-  why = None
-  if lease is not None and not held(lease):
-    why = lease.lost
-  if why := cluster.from_leader(why):
+  if why := cluster.from_leader(why_lost(lease)):
     raise LostError(why)
 
 
@@ -382,12 +379,16 @@ def _identity(pid: int) -> str | None:
 
 def held(lease: Lease | None) -> bool:
   """Whether a file may be written: there is no lease to mind, or it is ours."""
-  if lease is None:
-    return True
-  try:
-    lease.check()
-  except LostError:
-    return False
-  except OSError:
-    return True  # the write itself will say what is wrong
-  return True
+  return why_lost(lease) is None
+
+
+def why_lost(lease: Lease | None) -> str | None:
+  """What `Lease.check` raises, if the lease is lost."""
+  if lease is not None:
+    try:
+      lease.check()
+    except LostError as e:
+      return str(e)
+    except OSError:
+      return None  # the write itself will say what is wrong
+  return None

@@ -6,8 +6,11 @@ kept and tried again with the next line.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
+import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +49,36 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
   return lines
 
 
+class _Appender:
+  """Appends to a file; what a disk does not take waits, whole, for the next time."""
+
+  def __init__(self, path: Path, say: Callable[[str], None]):
+    self._path, self._say, self._complained = path, say, False
+    self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    self._waiting: list[bytes] = []
+
+  def append(self, record: bytes = b"") -> None:
+    if record and len(self._waiting) < _MOST_WAITING:
+      self._waiting.append(record)
+    try:
+      while self._waiting:
+        written = os.write(self._descriptor, self._waiting[0])
+        self._waiting[0] = self._waiting[0][written:]
+        if not self._waiting[0]:
+          del self._waiting[0]
+    except OSError as e:
+      if not self._complained:
+        self._complained = True
+        self._say(f"{self._path}: {e.strerror}; going on, its lines wait for the disk")
+    else:
+      self._complained = False
+
+  def close(self) -> None:
+    self.append()
+    with contextlib.suppress(OSError):  # of lines that NFS had only promised to write
+      os.close(self._descriptor)
+
+
 class MetricWriter:
   """Appends metrics to `workdir/metrics.jsonl` and to event files."""
 
@@ -68,7 +101,7 @@ class MetricWriter:
       start: the step that the run goes on from.
       tensorboard: also write event files, into `workdir/tensorboard`.
       may_write: asked before each line; nothing is written where it says no.
-      say: is told, once, that the disk takes no more.
+      say: is told once when the disk takes no more.
 
     Raises:
       ConfigError: the files cannot be written at all.
@@ -78,77 +111,73 @@ class MetricWriter:
     scratch = path.with_name(path.name + ".tmp")
     try:
       _replace(path, scratch, "".join(json.dumps(line) + "\n" for line in kept))
-      self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+      self._lines = _Appender(path, say)
     except OSError as e:
       raise ConfigError(
         f"--workdir={workdir}: cannot be written ({e.strerror}), make room or use "
         "another one"
       ) from None
-    self._path = path
-    self._waiting: list[bytes] = []
     self._tensorboard_dir = workdir / "tensorboard" if tensorboard else None
     self._start = start
-    self._events: Any = None
-    self._may_write, self._say, self._complained = may_write, say, False
+    self._events: _Appender | None = None
+    self._may_write, self._say = may_write, say
 
   def write(self, step: int, metrics: dict[str, float]) -> None:
     """One line: the step, the metrics, and seconds since the epoch."""
+    if not self._may_write():
+      return
     now = time.time()
     line = {"step": step, **metrics, "time": round(now, 3)}
-    if len(self._waiting) < _MOST_WAITING:
-      self._waiting.append(json.dumps(line).encode() + b"\n")
-    self._write_waiting()
-    if self._tensorboard_dir is not None and self._may_write():
-      try:
-        self._write_events(self._tensorboard_dir, step, metrics, now)
-      except OSError as e:
-        self._tensorboard_dir = self._events = None
-        self._say(f"tensorboard: {e.strerror}; going on without it")
+    self._lines.append(json.dumps(line).encode() + b"\n")
+    if self._tensorboard_dir is not None:
+      self._write_events(self._tensorboard_dir, step, metrics, now)
 
   def close(self) -> None:
     """Try once more to write what waits, and close the files."""
-    self._write_waiting()
-    os.close(self._descriptor)
-    if self._events is not None:
-      self._events.close()
-
-  def _write_waiting(self) -> None:
-    if self._waiting and not self._may_write():
-      return
-    try:
-      while self._waiting:
-        written = os.write(self._descriptor, self._waiting[0])
-        self._waiting[0] = self._waiting[0][written:]
-        if not self._waiting[0]:
-          del self._waiting[0]
-    except OSError as e:
-      if not self._complained:
-        self._complained = True
-        self._say(f"{self._path}: {e.strerror}; going on, its lines wait for the disk")
-    else:
-      self._complained = False
+    for file in filter(None, (self._lines, self._events)):
+      file.close()
 
   def _write_events(
     self, directory: Path, step: int, metrics: dict[str, float], now: float
   ) -> None:
     # Here and not at the top: it takes 0.25 s, and the first step comes first.
-    from tensorboardX.event_file_writer import EventsWriter
     from tensorboardX.proto import event_pb2
     from tensorboardX.summary import scalar
 
-    event: Any = event_pb2  # protobuf makes its classes when it is imported
     # Not its SummaryWriter: that writes from a thread, which a full disk ends, and
     # whoever adds to the queue of a thread that has ended waits for ever.
+    event: Any = event_pb2  # protobuf makes its classes when it is imported
     if self._events is None:
-      directory.mkdir(exist_ok=True)
-      self._events = EventsWriter(str(directory / "events"))
+      try:
+        directory.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{now:.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._events = _Appender(directory / name, self._say)
+      except OSError as e:
+        self._tensorboard_dir = None
+        self._say(f"{directory}: {e.strerror}; going on without TensorBoard")
+        return
+      self._events.append(
+        _framed(event.Event(wall_time=now, file_version="brain.Event:2"))
+      )
       if self._start:  # TensorBoard forgets what a killed run logged later
         begin = event.SessionLog(status=event.SessionLog.START)
-        self._events.write_event(
-          event.Event(wall_time=now, step=self._start + 1, session_log=begin)
+        self._events.append(
+          _framed(event.Event(wall_time=now, step=self._start + 1, session_log=begin))
         )
-    for name, value in metrics.items():
-      self._events.write_event(
-        event.Event(wall_time=now, step=step, summary=scalar(name, value))
+    self._events.append(
+      b"".join(
+        _framed(event.Event(wall_time=now, step=step, summary=scalar(name, value)))
+        for name, value in metrics.items()
       )
-    self._events.flush()
+    )
+
+
+def _framed(event: Any) -> bytes:
+  """An event as a record of TFRecord: length, its CRC, the event, its CRC."""
+  from tensorboardX.record_writer import masked_crc32c
+
+  content = event.SerializeToString()
+  length = struct.pack("<Q", len(content))
+  return b"".join(
+    part + struct.pack("<I", masked_crc32c(part)) for part in (length, content)
+  )
