@@ -151,8 +151,8 @@ def why_unsaved(step: int, full: bool, why: str, directory: Path, size: int) -> 
 
 def is_of_disk(error: BaseException) -> bool:
   """Whether a disk or its server failed, and not the program."""
-  # TensorStore's errors end with "[OS error 5: EIO Input/output error]".
-  return isinstance(error, OSError) or is_full(error) or "OS error" in str(error)
+  # TensorStore's errors end like "Input/output error [os_error_code='5']".
+  return isinstance(error, OSError) or is_full(error) or "os_error_code" in str(error)
 
 
 def is_full(error: BaseException) -> bool:
@@ -228,7 +228,8 @@ def _orbax() -> tuple[Any, Any, Any]:
   import orbax.checkpoint as ocp
   from etils import epath
 
-  logging.getLogger("absl").addFilter(_is_not_told_here)
+  for logger in ("absl", "asyncio"):
+    logging.getLogger(logger).addFilter(_is_not_told_here)
   told_by = sys.unraisablehook
   sys.unraisablehook = lambda told: None if _is_left_over(told) else told_by(told)
   return ocp.args, epath.Path, ocp.StandardCheckpointHandler()
@@ -236,7 +237,9 @@ def _orbax() -> tuple[Any, Any, Any]:
 
 def _is_not_told_here(record: logging.LogRecord) -> bool:
   """Drops the tracebacks that Orbax's threads log of errors they also raise."""
-  return "orbax" not in record.pathname or record.exc_info is None
+  text = f"{record.pathname} {record.getMessage()}"
+  words = ("orbax", "OCDBT", "tensorstore")  # asyncio's names only what was awaited
+  return record.exc_info is None or not any(word in text for word in words)
 
 
 def _is_left_over(told: Any) -> bool:

@@ -55,10 +55,10 @@ def sweep(whole, scratch, flips, devices=2):
       step = int(restored.step)
       assert_identical(restored, expected[step])  # never another value
       if step == 2:
-        outcome = "unaffected"
+        outcome = "unharmed"
         assert not said and sorted(os.listdir(scratch)) == ["1", "2"]
       else:
-        outcome = "the one before"
+        outcome = "set aside"
         (line,) = said
         assert "checkpoint 2 is damaged" in line and "\n" not in line
         assert sorted(os.listdir(scratch)) == ["1", "2.damaged"]
@@ -69,10 +69,10 @@ def sweep(whole, scratch, flips, devices=2):
 def show(found):
   """The outcomes as a table, a line a kind of file."""
   columns = list(dict.fromkeys(damage for _, damage in found))
-  lines = [f"{'file':38}" + "".join(f"{c:>18}" for c in columns)]
+  lines = [f"{'file':38}" + "".join(f"{c:>20}" for c in columns)]
   for kind in dict.fromkeys(k for k, _ in found):
-    cells = (" or ".join(sorted(found.get((kind, c), {"-"}))) for c in columns)
-    lines.append(f"{kind:38}" + "".join(f"{cell:>18}" for cell in cells))
+    cells = ("/".join(sorted(found.get((kind, c), {"-"}))) for c in columns)
+    lines.append(f"{kind:38}" + "".join(f"{cell:>20}" for cell in cells))
   print("\n" + "\n".join(lines))
 
 
@@ -89,7 +89,7 @@ def of_one(tmp_path_factory):
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory):
   directory = tmp_path_factory.mktemp("two")
-  run_pair(directory, "none")
+  run_pair(directory)
   return directory
 
 
@@ -98,9 +98,9 @@ def assert_carried(found):
   for kind, damage in found:
     vital = ("2/manifest.json", "2/state/manifest.ocdbt", "2/state/_METADATA")
     if kind in vital and not damage.startswith("flip"):
-      assert found[kind, damage] == {"the one before"}, (kind, damage)
+      assert found[kind, damage] == {"set aside"}, (kind, damage)
   data = [k for k, d in found if k.endswith("process_0/d/*") and d == "gone"]
-  assert data and all("the one before" in found[k, "gone"] for k in data)
+  assert data and all("set aside" in found[k, "gone"] for k in data)
 
 
 def test_damage_to_every_file(of_one, tmp_path):
