@@ -21,6 +21,7 @@ import logging
 import os
 import shutil
 import sys
+import traceback
 import warnings
 import zlib
 from collections.abc import Callable
@@ -237,9 +238,12 @@ def _orbax() -> tuple[Any, Any, Any]:
 
 def _is_not_told_here(record: logging.LogRecord) -> bool:
   """Drops the tracebacks that Orbax's threads log of errors they also raise."""
-  text = f"{record.pathname} {record.getMessage()}"
-  words = ("orbax", "OCDBT", "tensorstore")  # asyncio's names only what was awaited
-  return record.exc_info is None or not any(word in text for word in words)
+  if record.exc_info is None:
+    return True
+  # asyncio's record names what was awaited, or only its traceback does.
+  told = traceback.format_exception(*record.exc_info)
+  text = "".join([record.pathname, record.getMessage(), *told])
+  return not any(word in text for word in ("orbax", "OCDBT", "tensorstore"))
 
 
 def _is_left_over(told: Any) -> bool:
