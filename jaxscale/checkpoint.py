@@ -11,8 +11,6 @@ holds the lease of the directory (lease.py).
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shutil
 from collections.abc import Callable
 from concurrent import futures
@@ -21,14 +19,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxscale import carry_over, checkpoint_files, checksum, cluster
+from jaxscale import carry_over, checkpoint_dir, checkpoint_files, checksum, cluster
 from jaxscale.checkpoint_files import DamagedError, one_line
 from jaxscale.lease import Lease, LostError, check_for_all, why_lost
 from jaxscale.settings import ConfigError
 from jaxscale.state import TrainState
-
-_UNDER_WAY = ".tmp-"  # in the names of checkpoints that are not committed
-_REMOVED = ".removed"  # and of those that are being deleted
 
 
 class UnsavedError(Exception):
@@ -112,9 +107,7 @@ class Checkpoints:
 
   def steps(self) -> list[int]:
     """Steps that have a committed checkpoint, oldest first; asks the disk."""
-    if not self.directory.exists():
-      return []
-    return sorted(int(n) for n in os.listdir(self.directory) if n.isdigit())
+    return checkpoint_dir.steps(self.directory)
 
   def save(self, state: TrainState, metrics: dict[str, float] | None = None) -> None:
     """Start writing the state; returns once it is copied off the devices.
@@ -144,7 +137,7 @@ class Checkpoints:
     save = _Save(
       step,
       checkpoint_files.state_bytes(state),
-      self.directory / f"{step}{_UNDER_WAY}{token}",
+      checkpoint_dir.under_way(self.directory, step, token),
       {"step": step, "metrics": metrics or {}, "leaves": leaves},
       futures.Future(),
       is_last=False,
@@ -250,7 +243,7 @@ class Checkpoints:
     if self._lease is not None:
       self._lease.check()
     # From here on a successor may have taken over, but not have seen this step
-    # missing: it moves the source of this rename away first (`_sweep`).
+    # missing: it moves the source of this rename away first (`checkpoint_dir.sweep`).
     try:
       save.directory.rename(self.directory / str(save.step))
     except FileNotFoundError:
@@ -258,45 +251,13 @@ class Checkpoints:
         self._lease.check()
       raise
     self._accuracies[save.step] = save.manifest["metrics"].get("accuracy")
-    self._prune()
-
-  def _prune(self) -> None:
-    """Delete what is neither among the last nor among the best."""
-    steps = self.steps()
-    for step in steps:
-      if step not in self._accuracies:
-        self._accuracies[step] = self._accuracy(step)
-    keep_last, keep_best = self._keep
-    ranked = sorted((a, s) for s in steps if (a := self._accuracies[s]) is not None)
-    best = {step for _, step in ranked[max(len(ranked) - keep_best, 0) :]}
-    for step in set(steps) - set(steps[-keep_last:]) - best:
-      gone = self.directory / f"{step}{_REMOVED}"
-      # A name that is no step first: half a checkpoint must not look like one.
-      with contextlib.suppress(OSError):
-        (self.directory / str(step)).rename(gone)
-        shutil.rmtree(gone)
-
-  def _accuracy(self, step: int) -> float | None:
-    try:
-      manifest = checkpoint_files.read_manifest(self.directory / str(step))
-    except DamagedError:
-      return None
-    return manifest["metrics"].get("accuracy")
+    checkpoint_dir.prune(self.directory, *self._keep, self._accuracies)
 
   def _sweep(self) -> None:
-    """Delete what runs before this one left half-written or half-deleted.
-
-    Renamed first, in one go: whoever still writes there can then not commit it.
-    """
-    if self._is_swept or not cluster.is_leader() or not self.directory.exists():
-      return
-    self._is_swept = True
-    for name in os.listdir(self.directory):
-      if _UNDER_WAY in name or _REMOVED in name:
-        gone = self.directory / f".{name.lstrip('.')}{_REMOVED}"
-        with contextlib.suppress(OSError):
-          (self.directory / name).rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
+    """Once, before anything there is read to be gone on with."""
+    if cluster.is_leader() and not self._is_swept and self.directory.exists():
+      self._is_swept = True
+      checkpoint_dir.sweep(self.directory)
 
   def restore(
     self, abstract: TrainState, resize: carry_over.Resize | None = None
@@ -325,8 +286,11 @@ class Checkpoints:
             f"checkpoint {step} is damaged ({damage}); set aside as {step}.damaged, "
             + (f"going on from {older[-1]}" if older else "and there is no older one")
           )
-        self._set_aside(step)
-    if cluster.from_leader(self._has_damaged()):
+        cluster.on_leader(
+          lambda step=step: checkpoint_dir.set_aside(self.directory, step),
+          f"set aside {step}",
+        )
+    if cluster.from_leader(checkpoint_dir.has_damaged(self.directory)):
       raise ConfigError(
         f"{self.directory}: every checkpoint is damaged; use another --workdir "
         "to start anew"
@@ -367,17 +331,6 @@ class Checkpoints:
       if cluster.is_leader():
         self.say(f"checkpoint {step}: {carry_over.story(other)}")
     return state
-
-  def _set_aside(self, step: int) -> None:
-    def rename():
-      earlier = len(list(self.directory.glob(f"{step}.damaged*")))
-      suffix = ".damaged" + (f"-{earlier}" if earlier else "")
-      (self.directory / str(step)).rename(self.directory / f"{step}{suffix}")
-
-    cluster.on_leader(rename, f"set aside {step}")
-
-  def _has_damaged(self) -> bool:
-    return self.directory.exists() and any(self.directory.glob("*.damaged*"))
 
   def _on_leader(self, function: Callable[[], None]) -> Exception | None:
     """What went wrong when process 0 called it; None elsewhere."""

@@ -238,7 +238,7 @@ def _orbax() -> tuple[Any, Any, Any]:
 
 def _is_not_told_here(record: logging.LogRecord) -> bool:
   """Drops the tracebacks that Orbax's threads log of errors they also raise."""
-  if record.exc_info is None:
+  if not record.exc_info:
     return True
   # asyncio's record names what was awaited, or only its traceback does.
   told = traceback.format_exception(*record.exc_info)

@@ -23,11 +23,11 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from jaxscale import cluster
+from jaxscale.holder import Holder, is_restart, job_parts, lives, this_process
 from jaxscale.settings import ConfigError
 
 RENEW_S = 5.0  # between renewals: one request to the file server
@@ -39,30 +39,6 @@ LAPSE_SAME_JOB_S = 15.0
 
 class LostError(Exception):
   """Another run has taken over the directory; the message says which."""
-
-
-class Holder(NamedTuple):
-  """A run, as others see it.
-
-  Attributes:
-    host: its name.
-    pid: of process 0, as numbered on that host.
-    job: as `job_of` gives it; "" for none.
-    since: when it took the lease, seconds since the epoch, by its own clock.
-    process: what tells this process from all others, also after a reboot, in
-      containers and where numbers are used again; "" where that is unknown.
-  """
-
-  host: str
-  pid: int
-  job: str
-  since: float
-  process: str
-
-  def __str__(self) -> str:
-    job = f", job {self.job}" if self.job else ""
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
-    return f"host {self.host}, pid {self.pid}{job}, since {since}"
 
 
 class Lease:
@@ -124,8 +100,11 @@ class Lease:
 
   def _why(self) -> str:
     workdir = self.path.parent.parent
-    token, newer = _newest(self.path.parent)
-    if newer is None or token <= self.token:
+    newer = None
+    with contextlib.suppress(OSError):
+      name, token = _last(self.path.parent)
+      newer = _read(self.path.parent / name) if token > self.token else None
+    if newer is None:
       return (
         f"{workdir}: the lease of this run was removed, so another may be writing "
         "there; this one writes nothing more"
@@ -152,7 +131,7 @@ def take(
 
   Args:
     workdir: of the run; it is there.
-    job: as `job_of` gives it.
+    job: as `holder.job_of` gives it.
     say: is told why this waits.
     renew_s: seconds between renewals.
     lapse_s: seconds after which a lease that is not renewed is free.
@@ -160,7 +139,7 @@ def take(
   Raises:
     ConfigError: a run that lives holds it, or it cannot be written.
   """
-  directory, me = workdir / "lease", _this_process(job)
+  directory, me = workdir / "lease", this_process(job)
   try:
     directory.mkdir(exist_ok=True)
     while True:
@@ -210,40 +189,6 @@ def check_for_all(lease: Lease | None) -> None:
     raise LostError(why)
 
 
-def job_of(env: Mapping[str, str]) -> str:
-  """The Slurm job, step and restart of this process: "slurm-12.0-r1"; "" if none.
-
-  Of an array task it is "slurm-9_3.0-r1" (srun(1), sbatch(1): SLURM_JOB_ID,
-  SLURM_STEP_ID, SLURM_RESTART_COUNT, which is not set at first).
-  """
-  if "SLURM_JOB_ID" not in env:
-    return ""
-  job = env["SLURM_JOB_ID"]
-  if "SLURM_ARRAY_JOB_ID" in env:
-    job = f"{env['SLURM_ARRAY_JOB_ID']}_{env.get('SLURM_ARRAY_TASK_ID', '')}"
-  step = f".{env['SLURM_STEP_ID']}" if "SLURM_STEP_ID" in env else ""
-  return f"slurm-{job}{step}-r{env.get('SLURM_RESTART_COUNT', '0')}"
-
-
-def is_restart(job: str, before: str) -> bool:
-  """Whether `job` is a later restart of the job `before`, which so has ended.
-
-  Example:
-    >>> is_restart("slurm-12.0-r1", "slurm-12.3-r0")
-    True
-    >>> is_restart("slurm-12.1-r0", "slurm-12.0-r0")
-    False
-  """
-  new, old = _job_parts(job), _job_parts(before)
-  return bool(new and old and new[0] == old[0] and new[1] > old[1])
-
-
-def _job_parts(job: str) -> tuple[str, int] | None:
-  """The job without its step, and its restart."""
-  found = re.fullmatch(r"(.+?)(?:\.\w+)?-r(\d+)", job)
-  return (found[1], int(found[2])) if found else None
-
-
 def _outlive(
   path: Path, before: Holder, me: Holder, say: Callable[[str], None], lapse_s: float
 ) -> None:
@@ -254,10 +199,10 @@ def _outlive(
   """
   if is_restart(me.job, before.job):
     return
-  lives = _lives(before)
-  if lives is False:
+  is_there = lives(before)
+  if is_there is False:
     return
-  mine, others = _job_parts(me.job), _job_parts(before.job)
+  mine, others = job_parts(me.job), job_parts(before.job)
   if mine and mine == others and me.job != before.job:
     lapse_s = min(lapse_s, LAPSE_SAME_JOB_S)
   seen: float | None = None
@@ -269,7 +214,7 @@ def _outlive(
     age = now - renewed
     if age >= lapse_s:
       return
-    if lives or (seen is not None and renewed > seen):
+    if is_there or (seen is not None and renewed > seen):
       break
     if seen is None:
       seen = renewed
@@ -290,15 +235,25 @@ def _outlive(
 def _newest(directory: Path) -> tuple[int, Holder | None]:
   """The highest token ever taken there, and who holds it, if somebody does."""
   _server_time(directory)  # writing there makes an NFS client forget what it knew
-  name, token = max(_tokens(directory), key=lambda t: t[1], default=("", 0))
+  name, token = _last(directory)
   if not name.isdigit():
     return token, None
+  return token, _read(directory / name)
+
+
+def _read(path: Path) -> Holder | None:
+  """Who holds or held it; None if it is gone."""
   try:
-    return token, Holder(**json.loads((directory / name).read_text()))
+    return Holder(**json.loads(path.read_text()))
   except FileNotFoundError:
-    return token, None
+    return None
   except (ValueError, TypeError):  # created and not yet written
-    return token, Holder("unknown", 0, "", time.time(), "")
+    return Holder("unknown", 0, "", time.time(), "")
+
+
+def _last(directory: Path) -> tuple[str, int]:
+  """The file of the highest token, and the token; "" and 0 if there is none."""
+  return max(_tokens(directory), key=lambda t: t[1], default=("", 0))
 
 
 def _tokens(directory: Path) -> list[tuple[str, int]]:
@@ -319,8 +274,9 @@ def _create(path: Path, holder: Holder) -> bool:
   except OSError:
     path.unlink()
     raise
-  newest = max(_tokens(path.parent), key=lambda t: t[1])
-  if newest[0] != path.name:  # others have come and gone while this one was slow
+  if (
+    _last(path.parent)[0] != path.name
+  ):  # others have come and gone while this one was slow
     path.unlink()
     return False
   return True
@@ -334,47 +290,6 @@ def _server_time(directory: Path) -> float:
     return path.stat().st_mtime
   finally:
     path.unlink(missing_ok=True)
-
-
-def _this_process(job: str) -> Holder:
-  pid = os.getpid()
-  return Holder(socket.gethostname(), pid, job, time.time(), _identity(pid) or "")
-
-
-def _lives(holder: Holder) -> bool | None:
-  """Whether its process is there; None if that cannot be known from here."""
-  here = _identity(os.getpid())
-  if not here or not holder.process or holder.host != socket.gethostname():
-    return None
-  if holder.process.split()[:2] != here.split()[:2]:
-    return None  # another machine, another boot, or another container
-  found = _identity(holder.pid)
-  if found is None and _is_hidden(holder.pid):
-    return None
-  return found == holder.process
-
-
-def _is_hidden(pid: int) -> bool:
-  """Whether it is another user's process that /proc does not show (hidepid)."""
-  try:
-    os.kill(pid, 0)
-  except PermissionError:
-    return True
-  except OSError:
-    return False
-  return False
-
-
-def _identity(pid: int) -> str | None:
-  """Boot, namespace and start of a process, by proc(5); None if there is none."""
-  try:
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    namespace = os.readlink("/proc/self/ns/pid")
-    stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-  except OSError:
-    return None
-  # Field 3 is the state and field 22 the start; the split begins at field 3.
-  return None if stat[0] in "ZX" else f"{boot} {namespace} {stat[19]}"
 
 
 def held(lease: Lease | None) -> bool:

@@ -28,6 +28,7 @@ from jaxscale import (
 from jaxscale.checkpoint import Checkpoints, UnsavedError
 from jaxscale.config import AdaptiveBatch, Config
 from jaxscale.events import Stop, make_events
+from jaxscale.holder import job_of
 from jaxscale.replicas import ReplicaDivergenceError
 from jaxscale.report import Reporter
 from jaxscale.stages import Stage, examples_at, stage_index
@@ -80,7 +81,7 @@ def fit(config: Config, workdir: str | os.PathLike) -> Result:
   experiment = build.experiment(config)
   described = describe(experiment)
   claim_workdir(workdir, config)
-  held = lease.take_for_all(workdir, lease.job_of(os.environ))
+  held = lease.take_for_all(workdir, job_of(os.environ))
   with held or contextlib.nullcontext():
     return _fit(experiment, described, workdir, held, began)
 

@@ -19,7 +19,7 @@ from test_process import (
   wait_until,
 )
 
-from jaxscale import lease
+from jaxscale import holder, lease
 from jaxscale.checkpoint import Checkpoints
 from jaxscale.settings import ConfigError
 
@@ -96,9 +96,9 @@ def test_a_restart_replaces_what_is_left_of_its_job(tmp_path):
 def of_another_host(directory, job="", age=0.0):
   """A lease as a run on another machine would hold it."""
   (directory / "lease").mkdir(exist_ok=True)
-  holder = lease.Holder("far-away", 12, job, time.time() - 1000, "boot ns 1")
+  who = holder.Holder("far-away", 12, job, time.time() - 1000, "boot ns 1")
   path = directory / "lease" / "1"
-  path.write_text(json.dumps(holder._asdict()))
+  path.write_text(json.dumps(who._asdict()))
   os.utime(path, (time.time() - age,) * 2)
   return path
 
@@ -167,12 +167,12 @@ def test_a_file_server_that_does_not_answer_loses_nothing(tmp_path, monkeypatch)
 
 def test_jobs_and_restarts():
   env = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0"}
-  assert lease.job_of({}) == ""
-  assert lease.job_of(env) == "slurm-12.0-r0"
-  assert lease.job_of(env | {"SLURM_RESTART_COUNT": "2"}) == "slurm-12.0-r2"
+  assert holder.job_of({}) == ""
+  assert holder.job_of(env) == "slurm-12.0-r0"
+  assert holder.job_of(env | {"SLURM_RESTART_COUNT": "2"}) == "slurm-12.0-r2"
   array = {"SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "3"}
-  assert lease.job_of(env | array) == "slurm-9_3.0-r0"
-  r = lease.is_restart
+  assert holder.job_of(env | array) == "slurm-9_3.0-r0"
+  r = holder.is_restart
   assert r("slurm-12.0-r1", "slurm-12.4-r0") and r("slurm-12-r2", "slurm-12.0-r0")
   assert not r("slurm-12.1-r0", "slurm-12.0-r0")  # may run beside it
   assert not r("slurm-12.0-r0", "slurm-12.0-r1")  # the older comes back
@@ -288,9 +288,9 @@ def test_a_suspended_run_wakes_up_beside_its_requeue(tmp_path):
   whole, workdir = tmp_path / "whole", tmp_path / "run"
   zombie = start(workdir, SLURM_JOB_ID="7")
   try:
-    assert run_train(whole, *ARGS).returncode == 0
     wait_until(lambda: checkpoint_names(workdir), zombie)
     zombie.send_signal(signal.SIGSTOP)
+    assert run_train(whole, *ARGS).returncode == 0
     job = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
     done = run_train(workdir, *ARGS, **job)
     assert done.returncode == 0, done.stderr
