@@ -1,21 +1,55 @@
-"""Checkpoints: the train state by Orbax, with a manifest of checksums.
+"""Checkpoints: saved in the background, committed by one rename, trusted by checksum.
 
-Orbax writes asynchronously and commits by an atomic rename, so a run that is
-killed finds whole checkpoints or none. It does not notice flipped bytes in
-array data; the manifest (checksum.py), kept in the checkpoint's own metadata,
-does. A damaged checkpoint is set aside as `<step>.damaged`, never deleted.
+A killed run leaves whole checkpoints or none. Flipped bytes, cut and missing files
+are found by the manifest; a damaged checkpoint is set aside as `<step>.damaged`,
+never deleted, and the one before is used.
+
+Processes agree only where all of them are, in the main thread: one whose disk is
+full says so there, and none waits for it. Only process 0 commits, and only while it
+holds the lease of the directory (lease.py).
 """
 
 from __future__ import annotations
 
-import json
-import zlib
+import shutil
+from collections.abc import Callable
+from concurrent import futures
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from jaxscale import carry_over, checksum, cluster
+import jax
+
+from jaxscale import carry_over, checkpoint_dir, checkpoint_files, checksum, cluster
+from jaxscale.checkpoint_files import DamagedError, one_line
+from jaxscale.lease import Lease, LostError, check_for_all, why_lost
 from jaxscale.settings import ConfigError
 from jaxscale.state import TrainState
+
+
+class UnsavedError(Exception):
+  """A checkpoint could not be written; the message says why."""
+
+  advice = "make room or mend the disk, then run the same command again"
+
+
+class _Save(NamedTuple):
+  """A save that is under way.
+
+  Attributes:
+    step: of the state.
+    size: bytes of it.
+    directory: where it is written to.
+    manifest: what will be said of it.
+    work: what this process does for it.
+    is_last: whether it is done when every process has done its work.
+  """
+
+  step: int
+  size: int
+  directory: Path
+  manifest: dict[str, Any]
+  work: futures.Future[None]
+  is_last: bool
 
 
 class Checkpoints:
@@ -27,53 +61,53 @@ class Checkpoints:
     ...   checkpoints.save(state, {"accuracy": 0.9})   # doctest: +SKIP
   """
 
-  def __init__(self, directory: str | Path, *, keep_last: int = 2, keep_best: int = 1):
-    """Open (or make) a directory of checkpoints.
+  def __init__(
+    self,
+    directory: str | Path,
+    *,
+    keep_last: int = 2,
+    keep_best: int = 1,
+    on_failure: str = "stop",
+    lease: Lease | None = None,
+    say: Callable[[str], None] = print,
+  ):
+    """Open a directory of checkpoints; it is made by the first save.
 
     Args:
       directory: one subdirectory a step.
       keep_last: how many of the newest stay.
       keep_best: how many with the highest metric "accuracy" stay as well.
+      on_failure: of a disk in a save: "stop" raises it, "continue" says it and
+        goes on.
+      lease: of process 0, where several runs may meet in the directory.
+      say: where process 0 tells what happens.
     """
     self.directory = Path(directory).absolute()
+    self.say = say
+    self.unsaved: str | None = None  # why the newest save failed, if it did
     self._keep = keep_last, keep_best
-    self._opened: Any = None
-
-  @property
-  def _checkpointer(self) -> Any:
-    """Orbax's checkpointer, opened when it is first needed.
-
-    Its import takes 0.3 s, and a run that starts anew saves only later.
-    """
-    if self._opened is None:
-      from orbax.checkpoint import v1 as ocp
-
-      policies = ocp.training.preservation_policies
-      keep_last, keep_best = self._keep
-      best = policies.BestN(
-        get_metric_fn=lambda metrics: metrics["accuracy"],
-        n=keep_best,
-        keep_checkpoints_without_metrics=False,
-      )
-      last = policies.LatestN(keep_last)
-      self._opened = ocp.training.Checkpointer(
-        str(self.directory),
-        preservation_policy=policies.AnyPreservationPolicy([last, best]),  # pyright: ignore
-        cleanup_tmp_directories=True,  # what a killed run left half-written
-      )
-    return self._opened
+    self._stops = on_failure == "stop"
+    self._lease = lease
+    self._accuracies: dict[int, float | None] = {}
+    self._saving: _Save | None = None
+    self._pool = futures.ThreadPoolExecutor(1, "checkpoint")
+    self._is_swept = False
+    if lease is not None:
+      self._sweep()
 
   def __enter__(self):
     return self
 
-  def __exit__(self, *_):
-    self.close()
+  def __exit__(self, error: type | None, *_):
+    try:
+      if error is None:
+        self.wait()
+    finally:
+      self._pool.shutdown(wait=True)
 
   def steps(self) -> list[int]:
-    """Steps that have a committed checkpoint, oldest first."""
-    if not self.directory.exists():
-      return []
-    return [c.step for c in self._checkpointer.checkpoints]
+    """Steps that have a committed checkpoint, oldest first; asks the disk."""
+    return checkpoint_dir.steps(self.directory)
 
   def save(self, state: TrainState, metrics: dict[str, float] | None = None) -> None:
     """Start writing the state; returns once it is copied off the devices.
@@ -86,31 +120,144 @@ class Checkpoints:
 
     Raises:
       FloatingPointError: the state holds NaN or Inf; nothing is written.
-      OSError: the save before this one failed, e.g. the disk is full.
+      UnsavedError: it cannot be written, or the save before was not ("stop").
+      LostError: another run has taken over the directory.
     """
     self.wait()
     step = int(state.step)
-    if step in self.steps():
+    token = self._lease.token if self._lease is not None else 0
+    lost, is_there, token = cluster.from_leader(
+      [why_lost(self._lease), step in self.steps(), token]
+    )
+    if lost:
+      raise LostError(lost)
+    if is_there:
       return
     leaves = checksum.manifest(state)
-    self._checkpointer.save_checkpointables_async(
+    save = _Save(
       step,
-      {"state": state},
-      force=True,
-      metrics=metrics,
-      custom_metadata={"leaves": leaves, "crc32": _crc32(leaves)},
+      checkpoint_files.state_bytes(state),
+      checkpoint_dir.under_way(self.directory, step, token),
+      {"step": step, "metrics": metrics or {}, "leaves": leaves},
+      futures.Future(),
+      is_last=False,
     )
+    save.work.set_result(None)
+    if not self._agree(save, self._on_leader(lambda: self._begin(save))):
+      return
+    is_alone = jax.process_count() == 1
+    try:
+      written = checkpoint_files.start_writing(save.directory, state)
+    except Exception as e:
+      save = save._replace(work=futures.Future())
+      save.work.set_exception(e)
+    else:
+
+      def write(save=save):
+        written()
+        if is_alone:
+          self._commit(save)
+
+      save = save._replace(work=self._pool.submit(write), is_last=is_alone)
+    self._saving = save
+
+  def poll(self) -> None:
+    """Look after the save that is under way, without waiting for it.
+
+    All processes must call it, and often: each turn takes a save one phase further,
+    from written by all to committed.
+
+    Raises:
+      UnsavedError: it could not be written ("stop").
+      LostError: another run has taken over the directory.
+    """
+    lost = None if self._lease is None else self._lease.lost
+    if cluster.any_process(lost is not None):
+      raise LostError(cluster.from_leader(lost))
+    if self._saving is not None:
+      self._advance(self._saving)
 
   def wait(self) -> None:
-    """Until what was saved is on disk."""
-    if self._opened is not None:
-      self._opened.wait()
+    """Until what was saved is committed; raises as `poll` does."""
+    while self._saving is not None:
+      futures.wait([self._saving.work])
+      self._advance(self._saving)
 
-  def close(self) -> None:
-    """Wait, then let go of the directory."""
-    if self._opened is not None:
-      self._opened.close()
-      self._opened = None
+  def _advance(self, save: _Save) -> None:
+    """One phase further, if every process has done its part of this one."""
+    if cluster.any_process(not save.work.done()):
+      return
+    self._saving = None
+    if not self._agree(save, save.work.exception()) or save.is_last:
+      return
+    work = self._pool.submit(self._commit, save) if cluster.is_leader() else save.work
+    self._saving = save._replace(work=work, is_last=True)
+
+  def _agree(self, save: _Save, error: BaseException | None) -> bool:
+    """Whether no process has failed at this save; the failure is dealt with."""
+    told = None
+    if error is not None:
+      kind = checkpoint_files.is_of_disk(error), checkpoint_files.is_full(error)
+      told = [jax.process_index(), *kind, one_line(error)]
+    found = [f for f in cluster.gather(told) if f]
+    if not found:
+      if save.is_last:
+        self.unsaved = None
+      return True
+    # A successor moves away what this run was writing: then that is the cause.
+    check_for_all(self._lease)
+    self._fail(save, found)
+    return False
+
+  def _fail(self, save: _Save, found: list[list[Any]]) -> None:
+    """Undo a save, and say or raise why it failed."""
+    process, of_disk, full, text = found[0]
+    line = None
+    if cluster.is_leader():
+      shutil.rmtree(save.directory, ignore_errors=True)
+      parent = self.directory if self.directory.exists() else self.directory.parent
+      line = checkpoint_files.why_unsaved(save.step, full, text, parent, save.size)
+      if jax.process_count() > 1:
+        line += f", says process {process}"
+    line = str(cluster.from_leader(line))
+    kept = cluster.from_leader(self.steps())
+    line += f"; the newest that is: {f'step {kept[-1]}' if kept else 'none'}"
+    self.unsaved = line
+    if self._stops or not of_disk:
+      raise UnsavedError(line)
+    if cluster.is_leader():
+      self.say(f"{line}; going on")
+
+  def _begin(self, save: _Save) -> None:
+    """Make room for a save."""
+    if self._lease is not None:
+      self._lease.check()
+    self.directory.mkdir(parents=True, exist_ok=True)
+    self._sweep()
+    shutil.rmtree(save.directory, ignore_errors=True)  # of a save that failed
+    save.directory.mkdir()
+
+  def _commit(self, save: _Save) -> None:
+    """Make the checkpoint of what all have written, then delete those to go."""
+    checkpoint_files.finish(save.directory, save.manifest)
+    if self._lease is not None:
+      self._lease.check()
+    # From here on a successor may have taken over, but not have seen this step
+    # missing: it moves the source of this rename away first (`checkpoint_dir.sweep`).
+    try:
+      save.directory.rename(self.directory / str(save.step))
+    except FileNotFoundError:
+      if self._lease is not None:
+        self._lease.check()
+      raise
+    self._accuracies[save.step] = save.manifest["metrics"].get("accuracy")
+    checkpoint_dir.prune(self.directory, *self._keep, self._accuracies)
+
+  def _sweep(self) -> None:
+    """Once, before anything there is read to be gone on with."""
+    if cluster.is_leader() and not self._is_swept and self.directory.exists():
+      self._is_swept = True
+      checkpoint_dir.sweep(self.directory)
 
   def restore(
     self, abstract: TrainState, resize: carry_over.Resize | None = None
@@ -132,15 +279,18 @@ class Checkpoints:
     for step in reversed(steps):
       try:
         return self._restore_step(step, abstract, resize)
-      except _DamagedError as damage:
+      except DamagedError as damage:
         older = [s for s in steps if s < step]
         if cluster.is_leader():
-          print(
+          self.say(
             f"checkpoint {step} is damaged ({damage}); set aside as {step}.damaged, "
             + (f"going on from {older[-1]}" if older else "and there is no older one")
           )
-        self._set_aside(step)
-    if steps:
+        cluster.on_leader(
+          lambda step=step: checkpoint_dir.set_aside(self.directory, step),
+          f"set aside {step}",
+        )
+    if cluster.from_leader(checkpoint_dir.has_damaged(self.directory)):
       raise ConfigError(
         f"{self.directory}: every checkpoint is damaged; use another --workdir "
         "to start anew"
@@ -150,95 +300,51 @@ class Checkpoints:
   def _restore_step(
     self, step: int, abstract: TrainState, resize: carry_over.Resize | None
   ) -> TrainState:
-    try:
-      saved: Any = self._checkpointer.metadata(step).custom_metadata
-      leaves, crc32 = saved["leaves"], saved["crc32"]
-    except Exception as e:
-      raise _DamagedError(f"its manifest is unreadable: {_one_line(e)}") from e
-    if crc32 != _crc32(leaves):
-      raise _DamagedError("its manifest has changed")
     path = self.directory / str(step)
+    leaves, problem = cluster.from_leader(_leaves_of(path))
+    if problem:
+      raise DamagedError(problem)
     other = carry_over.other_count(leaves, abstract, resize)
     saved = other.saved if other else abstract
-    _check_same_leaves(path, leaves, saved)
+    checkpoint_files.check_same_leaves(path, leaves, checksum.describe(saved))
     if other and other.resize is None:
       raise carry_over.refusal(path, other)
+    state, problem = None, None
     try:
-      state = self._load(step, abstract, other)
+      wanted = carry_over.to_load(other, abstract) if other else abstract
+      state = checkpoint_files.load(path, wanted, pad=other is not None)
+    except (DamagedError, OSError) as e:
+      problem = str(e)
+    # What one process cannot read, none may go on with.
+    if problems := [p for p in cluster.gather(problem) if p]:
+      raise DamagedError(problems[0])
+    try:
       found = checksum.manifest(state, saved)
-    except Exception as e:
-      raise _DamagedError(_one_line(e)) from e
+    except FloatingPointError as e:
+      raise DamagedError(one_line(e)) from e
     for name, leaf in found.items():
       if leaf["checksum"] != leaves[name]["checksum"]:
-        raise _DamagedError(f"the checksum of {name} does not match")
+        raise DamagedError(f"the checksum of {name} does not match")
+    assert state is not None
     if other:
       state = carry_over.resized_state(other, state, abstract)
       if cluster.is_leader():
-        print(f"checkpoint {step}: {carry_over.story(other)}")
+        self.say(f"checkpoint {step}: {carry_over.story(other)}")
     return state
 
-  def _load(
-    self, step: int, abstract: TrainState, other: carry_over.OtherCount | None
-  ) -> Any:
-    from orbax.checkpoint import v1 as ocp
-
-    context = ocp.Context()
-    if other:
-      abstract = carry_over.to_load(other, abstract)
-      # Zeros fill what an array lacks of the shape asked for, so that N entries lie
-      # evenly on devices that do not divide N.
-      context.array.loading.enable_padding_and_truncation = True
-    with context:
-      return self._checkpointer.load_checkpointables(step, {"state": abstract})["state"]
-
-  def _set_aside(self, step: int) -> None:
-    self.close()
-
-    def rename():
-      earlier = len(list(self.directory.glob(f"{step}.damaged*")))
-      suffix = ".damaged" + (f"-{earlier}" if earlier else "")
-      (self.directory / str(step)).rename(self.directory / f"{step}{suffix}")
-
-    cluster.on_leader(rename, f"set aside {step}")
+  def _on_leader(self, function: Callable[[], None]) -> Exception | None:
+    """What went wrong when process 0 called it; None elsewhere."""
+    if cluster.is_leader():
+      try:
+        function()
+      except Exception as e:
+        return e
+    return None
 
 
-class _DamagedError(Exception):
-  """Why a checkpoint cannot be trusted."""
-
-
-def _crc32(leaves: dict[str, Any]) -> int:
-  return zlib.crc32(json.dumps(leaves, sort_keys=True).encode())
-
-
-def _one_line(error: Exception) -> str:
-  text = str(error).strip().splitlines()
-  return f"{type(error).__name__}: {text[0][:120] if text else ''}"
-
-
-def _check_same_leaves(path: Path, saved: dict[str, Any], abstract: TrainState) -> None:
-  """Refuse a checkpoint whose leaves are not those of this experiment."""
-  wanted = checksum.describe(abstract)
-
-  def of_exchange(name):
-    return name.startswith("exchange_state/")
-
-  # The exchange's last: its state has the shapes of the model, which is named first.
-  for name in sorted(saved.keys() | wanted.keys(), key=lambda n: (of_exchange(n), n)):
-    whose = "exchange" if of_exchange(name) else "model and optimizer"
-    if name not in wanted:
-      difference = f"it has {name}, which this {whose} does not keep"
-    elif name not in saved:
-      difference = f"it has no {name}, which this {whose} needs"
-    elif any(saved[name][key] != wanted[name][key] for key in ("shape", "dtype")):
-      there, here = saved[name], wanted[name]
-      difference = (
-        f"{name} is {there['dtype']}{there['shape']} there and "
-        f"{here['dtype']}{here['shape']} here"
-      )
-    else:
-      continue
-    back = "go on with the exchange it was saved with, or " if of_exchange(name) else ""
-    raise ConfigError(
-      f"{path}: a checkpoint of another experiment, {difference}; {back}use another "
-      "--workdir"
-    )
+def _leaves_of(path: Path) -> tuple[dict[str, Any] | None, str | None]:
+  """The leaves that a manifest names, or why it cannot be trusted."""
+  try:
+    return checkpoint_files.read_manifest(path)["leaves"], None
+  except DamagedError as damage:
+    return None, str(damage)

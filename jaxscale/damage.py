@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Literal
@@ -49,7 +50,9 @@ class DamageRecord:
       return []
     self._told = self._as_json()
     if cluster.is_leader():
-      metrics.write_json(self._path, json.loads(self._told))
+      # On a full disk the file is left as it was; the lines below tell as much.
+      with contextlib.suppress(OSError):
+        metrics.write_json(self._path, json.loads(self._told))
     return [
       f"{split} data: {damage.describe()}"
       for split, damage in self._total.items()

@@ -78,6 +78,8 @@ def make_events(
   def should_stop(step):
     # Every process has seen the same evaluations, but not the same Ctrl-C: on
     # that they agree where they log, so that they stop after the same step.
+    if is_logged(step):
+      checkpoints.poll()
     asked = stop.requested
     if jax.process_count() > 1:
       asked = is_logged(step) and cluster.any_process(asked)

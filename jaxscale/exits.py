@@ -14,7 +14,7 @@ from jaxscale.settings import ConfigError
 EXIT_DONE, EXIT_CRASH, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
 EXIT_PREEMPTED = 85  # told to stop, and saved: requeue
 EXIT_HANG = 86
-EXIT_GIVE_UP = 93  # do not requeue: no progress in several restarts
+EXIT_GIVE_UP = 93  # do not requeue: it would only fail again
 
 P = ParamSpec("P")
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,14 @@ INPUT_BOUND, INPUT_BOUND_SECONDS = 0.2, 1.0
 class Reporter:
   """Shows a run on the terminal and in its files; silent but in the leader."""
 
-  def __init__(self, experiment: build.Experiment, workdir: Path, start: int):
-    """Go on with the record after step `start`."""
+  def __init__(
+    self,
+    experiment: build.Experiment,
+    workdir: Path,
+    start: int,
+    may_write: Callable[[], bool] = lambda: True,
+  ):
+    """Go on with the record after step `start`, while `may_write` allows it."""
     config, derived = experiment.config, experiment.derived
     leader = cluster.is_leader()
     self.experiment = experiment  # the stage that is running
@@ -49,7 +55,13 @@ class Reporter:
     self.say = self._progress.say
     self._mllog: metrics.RunLog | None = None
     self._writer = (
-      metrics.MetricWriter(workdir, start=start, tensorboard=config.log.tensorboard)
+      metrics.MetricWriter(
+        workdir,
+        start=start,
+        tensorboard=config.log.tensorboard,
+        may_write=may_write,
+        say=self.say,
+      )
       if leader
       else None
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -14,10 +15,20 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from jaxscale import adaptive, build, cluster, loop, metrics, noise_scale, replicas
-from jaxscale.checkpoint import Checkpoints
+from jaxscale import (
+  adaptive,
+  build,
+  cluster,
+  lease,
+  loop,
+  metrics,
+  noise_scale,
+  replicas,
+)
+from jaxscale.checkpoint import Checkpoints, UnsavedError
 from jaxscale.config import AdaptiveBatch, Config
 from jaxscale.events import Stop, make_events
+from jaxscale.holder import job_of
 from jaxscale.replicas import ReplicaDivergenceError
 from jaxscale.report import Reporter
 from jaxscale.stages import Stage, examples_at, stage_index
@@ -55,6 +66,8 @@ def fit(config: Config, workdir: str | os.PathLike) -> Result:
   Raises:
     ConfigError: config, data, devices and workdir do not fit each other.
     loop.NonFiniteError: training diverged; the checkpoints are good ones.
+    UnsavedError: the last checkpoint could not be written; all else was done.
+    lease.LostError: another run has taken over the workdir.
     ReplicaDivergenceError: devices no longer hold the same parameters; the
       message says up to which step checkpoints are good.
 
@@ -68,19 +81,36 @@ def fit(config: Config, workdir: str | os.PathLike) -> Result:
   experiment = build.experiment(config)
   described = describe(experiment)
   claim_workdir(workdir, config)
+  held = lease.take_for_all(workdir, job_of(os.environ))
+  with held or contextlib.nullcontext():
+    return _fit(experiment, described, workdir, held, began)
+
+
+def _fit(
+  experiment: build.Experiment,
+  described: dict[str, Any],
+  workdir: Path,
+  held: lease.Lease | None,
+  began: float,
+) -> Result:
+  """`fit`, in a directory that no other run writes to."""
   if cluster.is_leader():
     print(describe_text(experiment, workdir))
   cluster.on_leader(
     lambda: metrics.write_json(workdir / "config.json", described), "config.json"
   )
-  keep = config.checkpoint
+  keep = experiment.config.checkpoint
   with (
     Stop() as stop,
     Checkpoints(
-      workdir / "checkpoints", keep_last=keep.keep_last, keep_best=keep.keep_best
+      workdir / "checkpoints",
+      keep_last=keep.keep_last,
+      keep_best=keep.keep_best,
+      on_failure=keep.on_failure,
+      lease=held,
     ) as checkpoints,
   ):
-    state, reporter = _train(experiment, checkpoints, workdir, stop, began)
+    state, reporter = _train(experiment, checkpoints, workdir, stop, began, held)
 
   summary = _summary(reporter, state, workdir, began)
 
@@ -89,7 +119,14 @@ def fit(config: Config, workdir: str | os.PathLike) -> Result:
     if summary["outcome"] == "done":
       metrics.plot_metrics(workdir)
 
-  cluster.on_leader(finish, "summary")
+  lease.check_for_all(held)
+  try:
+    cluster.on_leader(finish, "summary")
+  except OSError:
+    if not checkpoints.unsaved:  # which is worse, and for the same reason
+      raise
+  if checkpoints.unsaved:
+    raise UnsavedError(checkpoints.unsaved)
   return Result(state, summary)
 
 
@@ -134,6 +171,7 @@ def _train(
   workdir: Path,
   stop: Stop,
   began: float,
+  held: lease.Lease | None,
 ) -> tuple[TrainState, Reporter]:
   """The last state, and what was reported on the way."""
   if _is_adaptive(experiment):
@@ -155,7 +193,9 @@ def _train(
     # The newest checkpoint was damaged, and the one before is of another stage.
     experiment = build.at_stage(experiment, stage)
 
-  with Reporter(experiment, workdir, start) as reporter:
+  may_write = functools.partial(lease.held, held)
+  with Reporter(experiment, workdir, start, may_write) as reporter:
+    checkpoints.say = reporter.say
     stopped = experiment.config.stop_at_target and reporter.target()
     if start == experiment.derived.total_steps or stopped:
       done = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from pathlib import Path
 
@@ -9,12 +10,16 @@ from jaxscale import cluster
 from jaxscale.exits import (
   EXIT_CRASH,
   EXIT_DONE,
+  EXIT_GIVE_UP,
   EXIT_INTERRUPTED,
   leave,
   one_line_errors,
 )
 from jaxscale.overrides import command, help_text, load_config, parse_args
 from jaxscale.settings import ConfigError
+
+# What a disk or its server does, and not a fault of the program.
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE)
 
 
 @one_line_errors
@@ -41,6 +46,8 @@ def default_workdir(path: str) -> str:
 def run(config, workdir: Path, argv: list[str]) -> int:
   """Train, and say in one line how it ended."""
   cluster.initialize(config)
+  from jaxscale.checkpoint import UnsavedError
+  from jaxscale.lease import LostError
   from jaxscale.loop import NonFiniteError
   from jaxscale.replicas import ReplicaDivergenceError
   from jaxscale.run import fit
@@ -51,6 +58,15 @@ def run(config, workdir: Path, argv: list[str]) -> int:
   except (NonFiniteError, ReplicaDivergenceError) as e:
     print(f"error: {e}; {e.advice}", file=sys.stderr)
     return EXIT_CRASH
+  except LostError as e:
+    return _failed(f"{e}", leader, EXIT_GIVE_UP)
+  except UnsavedError as e:
+    return _failed(f"{e}; {e.advice}", leader, EXIT_CRASH)
+  except OSError as e:
+    if e.errno not in DISK_ERRORS:
+      raise
+    where = f"{e.filename}: " if e.filename else ""
+    return _failed(f"{where}{e.strerror}; {UnsavedError.advice}", leader, EXIT_CRASH)
   if summary["outcome"] == "interrupted":
     if leader:
       print(f"saved step {summary['step']}; to go on: {command(argv)}")
@@ -65,6 +81,13 @@ def run(config, workdir: Path, argv: list[str]) -> int:
       f"{summary['step']} steps, {summary['seconds']} s; see {workdir}/metrics.png"
     )
   return EXIT_DONE
+
+
+def _failed(line: str, leader: bool, code: int) -> int:
+  """Say a failure that all processes know of once."""
+  if leader:
+    print(f"error: {line}", file=sys.stderr)
+  return code
 
 
 if __name__ == "__main__":

@@ -168,7 +168,17 @@ def gather(value: Any) -> list[Any]:
 
 
 def on_leader(function: Callable[[], None], name: str) -> None:
-  """Run `function` in the leader only, and let the others wait for it."""
+  """Run `function` in the leader only, and let the others wait for it.
+
+  Raises:
+    OSError: in all of them, if the leader's file system failed.
+  """
+  failed = None
   if is_leader():
-    function()
+    try:
+      function()
+    except OSError as e:
+      failed = e.errno, e.strerror, str(e.filename)
   barrier(name)
+  if failed := from_leader(failed):
+    raise OSError(*failed)

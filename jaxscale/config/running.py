@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from jaxscale.config.bounds import Count, Positive
 from jaxscale.settings import ConfigError, settings
@@ -49,11 +49,16 @@ class Checkpoint:
     every_epochs: epochs between checkpoints; the last step always has one.
     keep_last: how many of the newest to keep.
     keep_best: how many with the highest accuracy to keep as well.
+    on_failure: when one cannot be written, e.g. because the disk is full: say so,
+      "continue" and try again at the next, or "stop". To stop loses what was
+      computed since the last one for certain; to go on loses it only if nobody
+      makes room. Either way the run fails if its last one is missing.
   """
 
   every_epochs: Positive = 1.0
   keep_last: Count = 2
   keep_best: Annotated[int, ">= 0"] = 1
+  on_failure: Literal["continue", "stop"] = "continue"
 
 
 @settings

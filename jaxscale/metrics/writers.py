@@ -1,18 +1,39 @@
-"""The record of a run: `metrics.jsonl`, and TensorBoard's event files."""
+"""The record of a run: `metrics.jsonl`, and TensorBoard's event files.
+
+A disk that is full or away costs lines, never the run: what could not be written is
+kept and tried again with the next line.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
+import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from jaxscale.settings import ConfigError
+
+# Lines that wait for a disk: two weeks of one every 10 s, some 40 MB.
+_MOST_WAITING = 120_000
 
 
 def write_json(path: Path, value: Any) -> None:
   """Replace a JSON file as a whole: a reader sees the old one or the new one."""
   scratch = path.with_name(path.name + ".tmp")
-  scratch.write_text(json.dumps(value, indent=2) + "\n")
+  _replace(path, scratch, json.dumps(value, indent=2) + "\n")
+
+
+def _replace(path: Path, scratch: Path, text: str) -> None:
+  try:
+    scratch.write_text(text)
+  except OSError as e:
+    scratch.unlink(missing_ok=True)
+    raise OSError(e.errno, e.strerror, str(path)) from None
   os.replace(scratch, path)
 
 
@@ -28,10 +49,48 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
   return lines
 
 
+class _Appender:
+  """Appends to a file; what a disk does not take waits, whole, for the next time."""
+
+  def __init__(self, path: Path, say: Callable[[str], None]):
+    self._path, self._say, self._complained = path, say, False
+    self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    self._waiting: list[bytes] = []
+
+  def append(self, record: bytes = b"") -> None:
+    if record and len(self._waiting) < _MOST_WAITING:
+      self._waiting.append(record)
+    try:
+      while self._waiting:
+        written = os.write(self._descriptor, self._waiting[0])
+        self._waiting[0] = self._waiting[0][written:]
+        if not self._waiting[0]:
+          del self._waiting[0]
+    except OSError as e:
+      if not self._complained:
+        self._complained = True
+        self._say(f"{self._path}: {e.strerror}; going on, its lines wait for the disk")
+    else:
+      self._complained = False
+
+  def close(self) -> None:
+    self.append()
+    with contextlib.suppress(OSError):  # of lines that NFS had only promised to write
+      os.close(self._descriptor)
+
+
 class MetricWriter:
   """Appends metrics to `workdir/metrics.jsonl` and to event files."""
 
-  def __init__(self, workdir: Path, *, start: int = 0, tensorboard: bool = True):
+  def __init__(
+    self,
+    workdir: Path,
+    *,
+    start: int = 0,
+    tensorboard: bool = True,
+    may_write: Callable[[], bool] = lambda: True,
+    say: Callable[[str], None] = print,
+  ):
     """Go on with the record after step `start`, dropping what came later.
 
     A run that was killed may have logged steps beyond its last checkpoint;
@@ -41,36 +100,84 @@ class MetricWriter:
       workdir: where the files are.
       start: the step that the run goes on from.
       tensorboard: also write event files, into `workdir/tensorboard`.
+      may_write: asked before each line; nothing is written where it says no.
+      say: is told once when the disk takes no more.
+
+    Raises:
+      ConfigError: the files cannot be written at all.
     """
     path = workdir / "metrics.jsonl"
     kept = [line for line in read_metrics(path) if line["step"] <= start]
     scratch = path.with_name(path.name + ".tmp")
-    scratch.write_text("".join(json.dumps(line) + "\n" for line in kept))
-    os.replace(scratch, path)
-    self._file = path.open("a")
+    try:
+      _replace(path, scratch, "".join(json.dumps(line) + "\n" for line in kept))
+      self._lines = _Appender(path, say)
+    except OSError as e:
+      raise ConfigError(
+        f"--workdir={workdir}: cannot be written ({e.strerror}), make room or use "
+        "another one"
+      ) from None
     self._tensorboard_dir = workdir / "tensorboard" if tensorboard else None
     self._start = start
-    self._events: Any = None
+    self._events: _Appender | None = None
+    self._may_write, self._say = may_write, say
 
   def write(self, step: int, metrics: dict[str, float]) -> None:
     """One line: the step, the metrics, and seconds since the epoch."""
-    line = {"step": step, **metrics, "time": round(time.time(), 3)}
-    self._file.write(json.dumps(line) + "\n")
-    self._file.flush()
-    if self._tensorboard_dir is None:
+    if not self._may_write():
       return
-    if self._events is None:
-      # Here and not at the top: it takes 0.25 s, and the first step comes first.
-      from tensorboardX import SummaryWriter
-
-      # purge_step tells TensorBoard to forget what a killed run logged later.
-      purge = self._start + 1 if self._start else None
-      self._events = SummaryWriter(str(self._tensorboard_dir), purge_step=purge)
-    for name, value in metrics.items():
-      self._events.add_scalar(name, value, step)
+    now = time.time()
+    line = {"step": step, **metrics, "time": round(now, 3)}
+    self._lines.append(json.dumps(line).encode() + b"\n")
+    if self._tensorboard_dir is not None:
+      self._write_events(self._tensorboard_dir, step, metrics, now)
 
   def close(self) -> None:
-    """Flush and close the files."""
-    self._file.close()
-    if self._events is not None:
-      self._events.close()
+    """Try once more to write what waits, and close the files."""
+    for file in filter(None, (self._lines, self._events)):
+      file.close()
+
+  def _write_events(
+    self, directory: Path, step: int, metrics: dict[str, float], now: float
+  ) -> None:
+    # Here and not at the top: it takes 0.25 s, and the first step comes first.
+    from tensorboardX.proto import event_pb2
+    from tensorboardX.summary import scalar
+
+    # Not its SummaryWriter: that writes from a thread, which a full disk ends, and
+    # whoever adds to the queue of a thread that has ended waits for ever.
+    event: Any = event_pb2  # protobuf makes its classes when it is imported
+    if self._events is None:
+      try:
+        directory.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{now:.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._events = _Appender(directory / name, self._say)
+      except OSError as e:
+        self._tensorboard_dir = None
+        self._say(f"{directory}: {e.strerror}; going on without TensorBoard")
+        return
+      self._events.append(
+        _framed(event.Event(wall_time=now, file_version="brain.Event:2"))
+      )
+      if self._start:  # TensorBoard forgets what a killed run logged later
+        begin = event.SessionLog(status=event.SessionLog.START)
+        self._events.append(
+          _framed(event.Event(wall_time=now, step=self._start + 1, session_log=begin))
+        )
+    self._events.append(
+      b"".join(
+        _framed(event.Event(wall_time=now, step=step, summary=scalar(name, value)))
+        for name, value in metrics.items()
+      )
+    )
+
+
+def _framed(event: Any) -> bytes:
+  """An event as a record of TFRecord: length, its CRC, the event, its CRC."""
+  from tensorboardX.record_writer import masked_crc32c
+
+  content = event.SerializeToString()
+  length = struct.pack("<Q", len(content))
+  return b"".join(
+    part + struct.pack("<I", masked_crc32c(part)) for part in (length, content)
+  )

@@ -1,0 +1,258 @@
+"""The files of one checkpoint: written, read, and what went wrong with them.
+
+Orbax's handler writes and reads the arrays; nothing here talks to another process.
+(Its `Checkpointer` does, from a background thread: a process that cannot write,
+because its disk is full, never comes to the barrier where the others wait.)
+
+A checkpoint is a directory with `state/`, which plain Orbax reads as well
+(`StandardCheckpointer().restore`), and `manifest.json`: step, metrics, and shape,
+dtype and checksum of every leaf, with a checksum of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import functools
+import gc
+import inspect
+import json
+import logging
+import os
+import shutil
+import sys
+import traceback
+import warnings
+import zlib
+from collections.abc import Callable
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxscale.settings import ConfigError
+
+MANIFEST = "manifest.json"
+_STATE = "state"
+# How a full disk or quota looks when it comes through TensorStore, as text.
+_FULL = ("No space left on device", "Disk quota exceeded", "RESOURCE_EXHAUSTED")
+
+
+class DamagedError(Exception):
+  """Why a checkpoint cannot be trusted."""
+
+
+def start_writing(directory: Path, state: Any) -> Callable[[], None]:
+  """Copy this process's part off the devices, and begin to write it.
+
+  Args:
+    directory: of the checkpoint; it is there.
+    state: of `jax.Array`s; may be donated as soon as this returns.
+
+  Returns:
+    What waits until the part is on disk, and raises what went wrong.
+  """
+  args, path, handler = _orbax()
+  saving = handler.async_save(path(directory / _STATE), args=args.StandardSave(state))
+
+  def copied():
+    loop = asyncio.new_event_loop()
+    try:
+      return loop.run_until_complete(saving) or []
+    finally:
+      loop.close()
+
+  # In a thread of its own: a notebook's has a loop that runs already.
+  with futures.ThreadPoolExecutor(1) as pool:
+    parts = pool.submit(copied).result()
+
+  def wait() -> None:
+    for part in parts:
+      part.result()
+
+  return wait
+
+
+def finish(directory: Path, manifest: dict[str, Any]) -> None:
+  """Make one checkpoint of the parts of all processes; one process calls it."""
+  _, path, handler = _orbax()
+  handler.finalize(path(directory / _STATE))
+  content = {**manifest, "crc32": _crc32(manifest)}
+  with (directory / MANIFEST).open("w") as file:
+    json.dump(content, file)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+  """What `finish` wrote.
+
+  Raises:
+    DamagedError: it is gone or is not what was written.
+  """
+  try:
+    manifest = json.loads((directory / MANIFEST).read_text())
+    crc32 = manifest.pop("crc32")
+  except (OSError, ValueError, KeyError, AttributeError, TypeError) as e:
+    raise DamagedError(f"its manifest is unreadable: {one_line(e)}") from e
+  if crc32 != _crc32(manifest):
+    raise DamagedError("its manifest has changed")
+  return manifest
+
+
+def load(directory: Path, abstract: Any, *, pad: bool = False) -> Any:
+  """The arrays, laid out as `abstract` says.
+
+  Args:
+    directory: of the checkpoint.
+    abstract: a tree of `jax.ShapeDtypeStruct`s with shardings.
+    pad: fill with zeros what an array lacks of the shape asked for, and cut off
+      what it has more.
+
+  Raises:
+    DamagedError: something cannot be read.
+  """
+  args, path, handler = _orbax()
+  wanted = args.StandardRestore(abstract, strict=not pad)
+  # Where one read fails, others end unfinished, and Python warns of each.
+  with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+    try:
+      return handler.restore(path(directory / _STATE), args=wanted)
+    except Exception as e:
+      problem = one_line(e)
+    gc.collect()
+  raise DamagedError(problem)
+
+
+def why_unsaved(step: int, full: bool, why: str, directory: Path, size: int) -> str:
+  """One line of why a checkpoint could not be written.
+
+  Args:
+    step: of the checkpoint.
+    full: whether there was no room (`is_full`).
+    why: what was raised, as one line.
+    directory: where it was to be; what was written of it is gone again.
+    size: bytes of the state.
+  """
+  head = f"checkpoint of step {step} could not be saved"
+  if not full:
+    return f"{head}: {why}"
+  free = shutil.disk_usage(directory).free
+  if free < size:
+    return (
+      f"{head}: the disk is full, {megabytes(size - free)} are missing "
+      f"({megabytes(size)} needed, {megabytes(free)} free in {directory})"
+    )
+  return (
+    f"{head}: the disk or a quota was full ({megabytes(size)} needed, now "
+    f"{megabytes(free)} free in {directory})"
+  )
+
+
+def is_of_disk(error: BaseException) -> bool:
+  """Whether a disk or its server failed, and not the program."""
+  # TensorStore's errors end like "Input/output error [os_error_code='5']".
+  return isinstance(error, OSError) or is_full(error) or "os_error_code" in str(error)
+
+
+def is_full(error: BaseException) -> bool:
+  """Whether it says that there is no room left on a disk, or in a quota."""
+  if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    return True
+  return any(text in str(error) for text in _FULL)
+
+
+def megabytes(count: int) -> str:
+  """A number of bytes, in MB of 10^6."""
+  return f"{count / 1e6:,.1f} MB"
+
+
+def one_line(error: BaseException) -> str:
+  """An error as one line of at most some 140 characters."""
+  text = str(error).strip().splitlines()
+  return f"{type(error).__name__}: {text[0][:120] if text else ''}"
+
+
+def state_bytes(state: Any) -> int:
+  """Bytes of all arrays, of all processes, replicas counted once."""
+  return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+
+
+def check_same_leaves(path: Path, saved: dict[str, Any], wanted: dict[str, Any]):
+  """Refuse a checkpoint whose leaves are not those of this experiment.
+
+  Args:
+    path: for the message.
+    saved: `checksum.describe` of what is there.
+    wanted: the same of what is asked for.
+
+  Raises:
+    ConfigError: names the first that differs, those of the exchange last: its
+      state has the shapes of the model, which is named first.
+  """
+
+  def of_exchange(name):
+    return name.startswith("exchange_state/")
+
+  for name in sorted(saved.keys() | wanted.keys(), key=lambda n: (of_exchange(n), n)):
+    whose = "exchange" if of_exchange(name) else "model and optimizer"
+    if name not in wanted:
+      difference = f"it has {name}, which this {whose} does not keep"
+    elif name not in saved:
+      difference = f"it has no {name}, which this {whose} needs"
+    elif any(saved[name][key] != wanted[name][key] for key in ("shape", "dtype")):
+      there, here = saved[name], wanted[name]
+      difference = (
+        f"{name} is {there['dtype']}{there['shape']} there and "
+        f"{here['dtype']}{here['shape']} here"
+      )
+    else:
+      continue
+    back = "go on with the exchange it was saved with, or " if of_exchange(name) else ""
+    raise ConfigError(
+      f"{path}: a checkpoint of another experiment, {difference}; {back}use another "
+      "--workdir"
+    )
+
+
+def _crc32(manifest: dict[str, Any]) -> int:
+  return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+
+
+@functools.cache
+def _orbax() -> tuple[Any, Any, Any]:
+  """Orbax's arguments, its path type and a handler, when they are first needed.
+
+  The import takes 0.3 s, and a run that starts anew saves only later.
+  """
+  import orbax.checkpoint as ocp
+  from etils import epath
+
+  for logger in ("absl", "asyncio"):
+    logging.getLogger(logger).addFilter(_is_not_told_here)
+  told_by = sys.unraisablehook
+  sys.unraisablehook = lambda told: None if _is_left_over(told) else told_by(told)
+  return ocp.args, epath.Path, ocp.StandardCheckpointHandler()
+
+
+def _is_not_told_here(record: logging.LogRecord) -> bool:
+  """Drops the tracebacks that Orbax's threads log of errors they also raise."""
+  if not record.exc_info:
+    return True
+  # asyncio's record names what was awaited, or only its traceback does.
+  told = traceback.format_exception(*record.exc_info)
+  text = "".join([record.pathname, record.getMessage(), *told])
+  return not any(word in text for word in ("orbax", "OCDBT", "tensorstore"))
+
+
+def _is_left_over(told: Any) -> bool:
+  """Whether it is of the other reads and writes, after one of them has failed.
+
+  Orbax closes its event loop then: their coroutines end, and TensorStore's threads
+  find no loop to report to.
+  """
+  if inspect.iscoroutine(told.object):
+    return "orbax" in told.object.cr_code.co_filename
+  error = told.exc_value
+  return isinstance(error, RuntimeError) and str(error) == "Event loop is closed"

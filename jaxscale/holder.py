@@ -1,0 +1,111 @@
+"""Who runs: a process as others on the cluster see it, and whether it still lives."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Holder(NamedTuple):
+  """A run, as others see it.
+
+  Attributes:
+    host: its name.
+    pid: of process 0, as numbered on that host.
+    job: as `job_of` gives it; "" for none.
+    since: when it took the lease, seconds since the epoch, by its own clock.
+    process: what tells this process from all others, also after a reboot, in
+      containers and where numbers are used again; "" where that is unknown.
+  """
+
+  host: str
+  pid: int
+  job: str
+  since: float
+  process: str
+
+  def __str__(self) -> str:
+    job = f", job {self.job}" if self.job else ""
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+    return f"host {self.host}, pid {self.pid}{job}, since {since}"
+
+
+def job_of(env: Mapping[str, str]) -> str:
+  """The Slurm job, step and restart of this process: "slurm-12.0-r1"; "" if none.
+
+  Of an array task it is "slurm-9_3.0-r1" (srun(1), sbatch(1): SLURM_JOB_ID,
+  SLURM_STEP_ID, SLURM_RESTART_COUNT, which is not set at first).
+  """
+  if "SLURM_JOB_ID" not in env:
+    return ""
+  job = env["SLURM_JOB_ID"]
+  if "SLURM_ARRAY_JOB_ID" in env:
+    job = f"{env['SLURM_ARRAY_JOB_ID']}_{env.get('SLURM_ARRAY_TASK_ID', '')}"
+  step = f".{env['SLURM_STEP_ID']}" if "SLURM_STEP_ID" in env else ""
+  return f"slurm-{job}{step}-r{env.get('SLURM_RESTART_COUNT', '0')}"
+
+
+def is_restart(job: str, before: str) -> bool:
+  """Whether `job` is a later restart of the job `before`, which so has ended.
+
+  Example:
+    >>> is_restart("slurm-12.0-r1", "slurm-12.3-r0")
+    True
+    >>> is_restart("slurm-12.1-r0", "slurm-12.0-r0")
+    False
+  """
+  new, old = job_parts(job), job_parts(before)
+  return bool(new and old and new[0] == old[0] and new[1] > old[1])
+
+
+def job_parts(job: str) -> tuple[str, int] | None:
+  """The job without its step, and its restart."""
+  found = re.fullmatch(r"(.+?)(?:\.\w+)?-r(\d+)", job)
+  return (found[1], int(found[2])) if found else None
+
+
+def this_process(job: str) -> Holder:
+  """What others see of this process, from now on."""
+  pid = os.getpid()
+  return Holder(socket.gethostname(), pid, job, time.time(), _identity(pid) or "")
+
+
+def lives(holder: Holder) -> bool | None:
+  """Whether its process is there; None if that cannot be known from here."""
+  here = _identity(os.getpid())
+  if not here or not holder.process or holder.host != socket.gethostname():
+    return None
+  if holder.process.split()[:2] != here.split()[:2]:
+    return None  # another machine, another boot, or another container
+  found = _identity(holder.pid)
+  if found is None and _is_hidden(holder.pid):
+    return None
+  return found == holder.process
+
+
+def _is_hidden(pid: int) -> bool:
+  """Whether it is another user's process that /proc does not show (hidepid)."""
+  try:
+    os.kill(pid, 0)
+  except PermissionError:
+    return True
+  except OSError:
+    return False
+  return False
+
+
+def _identity(pid: int) -> str | None:
+  """Boot, namespace and start of a process, by proc(5); None if there is none."""
+  try:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespace = os.readlink("/proc/self/ns/pid")
+    stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+  except OSError:
+    return None
+  # Field 3 is the state and field 22 the start; the split begins at field 3.
+  return None if stat[0] in "ZX" else f"{boot} {namespace} {stat[19]}"
