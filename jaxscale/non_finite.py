@@ -53,13 +53,14 @@ def first_bad(tree: Any) -> jax.Array:
   """
   leaves = jax.tree.leaves(tree)
   sums = [
-    jnp.sum(jnp.square(x.astype(jnp.promote_types(x.dtype, jnp.float32))))
+    jnp.sum(jnp.square(x if x.dtype.itemsize > 4 else x.astype(jnp.float32)))
     if jnp.issubdtype(x.dtype, jnp.floating)
     else jnp.zeros((), jnp.float32)
     for x in leaves
   ]
   if not sums:
     return jnp.full((), -1, jnp.int32)
+  # A cast from float64 leaves NaN and Inf what they are, and may make Inf.
   stacked = jnp.stack([s.astype(jnp.float32) for s in sums])
   is_inf = (~jnp.isnan(stacked)).astype(jnp.int32)
   codes = 2 * jnp.arange(len(sums), dtype=jnp.int32) + is_inf
@@ -193,9 +194,7 @@ def describe(seen: jax.Array, params: Any, model_state: Any, state: Any) -> Stor
   said: dict[str, list[tuple[int, str, int]]] = {}
   for process, (host, _, found) in enumerate(told):
     for device, bad_before, *own in found:
-      what = (
-        f"{bad_before}, before the step already" if bad_before else _say(own, names)
-      )
+      what = bad_before or _say(own, names)
       said.setdefault(what, []).append((process, host, device))
   number = sum(count for _, count, _ in told)
   # The mean is bad where a device's own is, and then says nothing more.

@@ -100,7 +100,8 @@ class Refusals:
     self._write()
     steps = {s["step"] for s in self.skipped}
     in_a_row = next(n for n in range(1, step + 2) if step - n not in steps)
-    self._check(step, what, len(steps), in_a_row, "skipped")
+    if too_many := self._too_many(len(steps), in_a_row):
+      raise NonFiniteError(step, f"{what} (skipped {too_many})")
 
   def roll_back(self, error: NonFiniteError, last_good: int) -> None:
     """Pass over what follows the last good checkpoint, the bad step included.
@@ -113,27 +114,23 @@ class Refusals:
       NonFiniteError: these are too many.
     """
     to = max(error.step, last_good + 1)
-    found = {"after": last_good, "to": to, "what": str(error)}
+    what = str(error).partition("; last good")[0]
+    found = {"after": last_good, "to": to, "what": what}
     self.skipped = [s for s in self.skipped if s["step"] <= last_good]
     self.passed_over.append(found)
     self._write()
     in_a_row = sum(p["after"] == last_good for p in self.passed_over)
     total = len(self.passed_over)
-    try:
-      self._check(error.step, "", total, in_a_row, "rolled back")
-    except NonFiniteError as too_many:
-      what = str(too_many).removesuffix(f" at step {error.step}")
-      error.args = (f"{error.args[0]}{what}",)
-      raise error from None
+    if too_many := self._too_many(total, in_a_row):
+      error.args = (f"{error.args[0]}; rolled back {too_many}",)
+      raise error
 
-  def _check(self, step: int, what: str, total: int, in_a_row: int, verb: str) -> None:
-    for count, most, name, where in (
-      (in_a_row, self._limits.in_a_row, "most_skipped_in_a_row", " in a row"),
-      (total, self._limits.total, "most_skipped", ""),
-    ):
-      if count > most:
-        times = f"{verb} {count} times{where}, checks.{name} is {most}"
-        raise NonFiniteError(step, f"{what} ({times})")
+  def _too_many(self, total: int, in_a_row: int) -> str | None:
+    """What is over its limit, as words."""
+    most_in_a_row, most = self._limits.in_a_row, self._limits.total
+    if in_a_row > most_in_a_row:
+      return f"{in_a_row} times in a row, most_skipped_in_a_row={most_in_a_row}"
+    return f"{total} times, most_skipped={most}" if total > most else None
 
   def done_until(self, step: int) -> int:
     """The step up to which all is passed over after `step`; `step` if nothing is."""
