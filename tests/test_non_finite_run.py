@@ -21,7 +21,8 @@ from jaxscale.run import fit
 # 45 steps, a checkpoint after 11, 22, 33, 44 and 45.
 CONFIG = {
   "epochs": "4", "schedule.warmup_epochs": "1", "model": "MLP", "model.hidden": "(32,)",
-  "evaluation.every_epochs": "4", "log.every_steps": "1", "log.tensorboard": "False",
+  "checkpoint.every_epochs": "1", "evaluation.every_epochs": "4",
+  "log.every_steps": "1", "log.tensorboard": "False",
 }  # fmt: skip
 LABEL = 99  # is no class: its loss is NaN
 
@@ -75,7 +76,7 @@ def test_skip_goes_on_and_counts(tmp_path, monkeypatch, capsys):
   spoil(monkeypatch, [17, 18, 30])
   result = fit(quick(checks__non_finite="skip"), tmp_path)
   assert result.summary["outcome"] == "done" and result.summary["skipped_steps"] == 3
-  said = [x for x in capsys.readouterr().out.splitlines() if "skipped" in x]
+  said = [x for x in capsys.readouterr().out.splitlines() if "skipped: " in x]
   assert [x.split()[1] for x in said] == ["17", "18", "30"]
   assert all("process 0 (" in x and "device 6: loss is NaN" in x for x in said)
   assert [s["step"] for s in record(tmp_path)["skipped"]] == [17, 18, 30]
@@ -162,11 +163,21 @@ def test_too_many_end_the_run(tmp_path, monkeypatch, bad, policy, words):
 
 
 def test_a_bad_state_is_not_skipped_for_ever(tmp_path, monkeypatch):
-  """A rate that makes Inf of finite gradients: no further batch can help."""
-  config = quick(checks__non_finite="skip", optimizer__lr="1e38",
-                 checks__most_skipped_in_a_row="40")  # fmt: skip
-  with pytest.raises(NonFiniteError, match="in the state itself at step"):
-    fit(config, tmp_path)
+  """No further batch can help, so the first refused step ends the run."""
+  real = loop.train
+
+  def corrupted(state, *args, **options):
+    bias = state.params["Dense_0"]["bias"]
+    bad = jax.device_put(bias.at[3].set(np.inf), bias.sharding)
+    dense = state.params["Dense_0"] | {"bias": bad}
+    state = state._replace(params=state.params | {"Dense_0": dense})
+    return real(state, *args, **options)
+
+  monkeypatch.setattr(loop, "train", corrupted)
+  with pytest.raises(NonFiniteError) as error:
+    fit(quick(checks__non_finite="skip"), tmp_path)
+  words = "all 8 devices: params/Dense_0/bias is Inf in the state itself at step 1;"
+  assert str(error.value).startswith(words)
 
 
 def test_what_is_passed_over_and_where_to_pause(tmp_path):
