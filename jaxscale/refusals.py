@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple
 
 from jaxscale import cluster, metrics
 from jaxscale.loop import NonFiniteError
+from jaxscale.settings import ConfigError
 
 Policy = Literal["stop", "skip", "roll_back"]
 FILE = "refused.json"
@@ -60,24 +61,20 @@ class Refusals:
       workdir: where the record is.
       policy: what follows a refused step.
       limits: of "skip" and "roll_back".
+
+    Raises:
+      ConfigError: the record is unreadable.
     """
     self.policy, self._limits = policy, limits
     self._path = workdir / FILE
     # The leader's reading is everybody's.
-    found = cluster.from_leader(self._read())
+    found = cluster.from_leader(_read(self._path))
+    if found is None:
+      raise ConfigError(
+        f"{self._path}: unreadable; put it right, or use another --workdir"
+      )
     self.skipped: list[dict[str, Any]] = found["skipped"]
     self.passed_over: list[dict[str, Any]] = found["passed_over"]
-
-  def _read(self) -> dict[str, Any]:
-    try:
-      found = json.loads(self._path.read_text())
-      return {name: list(found[name]) for name in ("skipped", "passed_over")}
-    except FileNotFoundError:
-      return {"skipped": [], "passed_over": []}
-    except (ValueError, KeyError, TypeError):
-      raise RuntimeError(
-        f"{self._path}: unreadable; put it right, or use another --workdir"
-      ) from None
 
   def start_from(self, step: int) -> None:
     """The run goes on after this step: later skips come again, or do not."""
@@ -156,3 +153,14 @@ class Refusals:
   def _write(self) -> None:
     record = {"skipped": self.skipped, "passed_over": self.passed_over}
     cluster.on_leader(lambda: metrics.write_json(self._path, record), FILE)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+  """The record; None if it cannot be read."""
+  try:
+    found = json.loads(path.read_text())
+    return {name: list(found[name]) for name in ("skipped", "passed_over")}
+  except FileNotFoundError:
+    return {"skipped": [], "passed_over": []}
+  except (OSError, ValueError, KeyError, TypeError):
+    return None

@@ -17,6 +17,7 @@ from jaxscale.loop import NonFiniteError
 from jaxscale.overrides import load_config
 from jaxscale.refusals import Limits, Refusals
 from jaxscale.run import fit
+from jaxscale.settings import ConfigError
 
 # 45 steps, a checkpoint after 11, 22, 33, 44 and 45.
 CONFIG = {
@@ -193,7 +194,7 @@ def test_what_is_passed_over_and_where_to_pause(tmp_path):
 
 def test_a_record_that_is_damaged_is_refused(tmp_path):
   (tmp_path / "refused.json").write_text("{}")
-  with pytest.raises(RuntimeError, match=r"refused\.json: unreadable"):
+  with pytest.raises(ConfigError, match=r"refused\.json: unreadable"):
     Refusals(tmp_path, "skip")
 
 
