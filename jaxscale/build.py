@@ -15,7 +15,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxscale import config as cfg
-from jaxscale import data, exchange_parts, losses, models, optim, parts
+from jaxscale import data, exchange_parts, losses, models, non_finite, optim, parts
 from jaxscale.derive import Derived, derive
 from jaxscale.exchange import Exchange, plain
 from jaxscale.exchange_parts import Agreement
@@ -171,6 +171,7 @@ def with_step(experiment: Experiment) -> Experiment:
     "accumulate_steps": experiment.stage.accumulate_steps,
     "schedule": experiment.schedule,
     "observe": trust_ratio_metrics if config.log.trust_ratios else None,
+    "refuse": True,
     "seed": config.seed,
   }
   if experiment.agreement is None:
@@ -210,6 +211,21 @@ def enter_stage(config: cfg.Config, old: Stage, new: Stage, state: TrainState):
     own = state.exchange_state
     return state._replace(exchange_state=own._replace(opt_state=scale(own.opt_state)))
   return state._replace(opt_state=scale(state.opt_state))
+
+
+def pass_over(state: TrainState, steps: int) -> TrainState:
+  """The state after so many steps that were not taken: only counts move on."""
+
+  def move(opt_state):
+    layout = jax.tree.map(lambda x: x.sharding, opt_state)
+    moved = functools.partial(non_finite.move_on, steps=steps)
+    return jax.jit(moved, donate_argnums=0, out_shardings=layout)(opt_state)
+
+  state = state._replace(step=move(state.step))
+  if isinstance(state.exchange_state, Own):  # the outer optimizer counts meetings
+    own = state.exchange_state
+    return state._replace(exchange_state=own._replace(opt_state=move(own.opt_state)))
+  return state._replace(opt_state=move(state.opt_state))
 
 
 def _check_same_params(model: models.ModelFns, staged: models.ModelFns, stage: Stage):

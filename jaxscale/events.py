@@ -8,10 +8,11 @@ from concurrent.futures import Future
 
 import jax
 
-from jaxscale import cluster, data, loop, replicas, stages
+from jaxscale import cluster, data, loop, non_finite, replicas, stages
 from jaxscale.checkpoint import Checkpoints
 from jaxscale.derive import steps_of
 from jaxscale.mesh import host_shard
+from jaxscale.refusals import Refusals
 from jaxscale.report import Reporter
 
 
@@ -20,6 +21,7 @@ def make_events(
   checkpoints: Checkpoints,
   stop: Stop,
   fingerprint: Future[replicas.Fingerprint] | None = None,
+  refusals: Refusals | None = None,
 ) -> loop.Events:
   """Log, evaluate, check, save and stop as the config says, in the reporter's stage.
 
@@ -28,6 +30,7 @@ def make_events(
     checkpoints: where to save.
     stop: whether to.
     fingerprint: for the comparison of replicas; None: there is none.
+    refusals: what follows a step that was refused; None: the end.
   """
   experiment = reporter.experiment
   config, derived, mesh = experiment.config, experiment.derived, experiment.mesh
@@ -42,6 +45,23 @@ def make_events(
   is_logged = stages.every(
     derived.stages, experiment.stage, lambda stage: config.log.every_steps
   )
+
+  def log(step, values):
+    if refusals is not None and refusals.policy == "skip":
+      values["skipped_steps"] = float(refusals.count(step))
+    reporter.trained(step, values)
+
+  def refused(bad):
+    text, in_state = bad.what, False
+    with reporter.pause():
+      if bad.seen is not None:
+        params, model_state = bad.state.params, bad.state.model_state
+        story = non_finite.describe(bad.seen, params, model_state, bad.state)
+        text, in_state = story.text or bad.what, story.in_state
+      if refusals is None:
+        raise loop.NonFiniteError(bad.step, text)
+      refusals.skip(bad.step, text, hopeless=in_state)
+    reporter.say(f"step {bad.step}  skipped: {text}")
 
   def evaluate(step, state):
     reporter.evaluating(step)
@@ -91,12 +111,13 @@ def make_events(
     is_logged=is_logged,
     is_evaluated=every_epochs(config.evaluation.every_epochs),
     is_saved=every_epochs(config.checkpoint.every_epochs),
-    log=reporter.trained,
+    log=log,
     evaluate=evaluate,
     save=save,
     should_stop=should_stop,
     is_checked=lambda step: fingerprint is not None and step % check_every == 0,
     check=check,
+    refused=refused,
   )
 
 

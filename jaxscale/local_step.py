@@ -36,6 +36,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxscale import non_finite
 from jaxscale.collectives import vary
 from jaxscale.exchange import Exchange
 from jaxscale.exchange.local import LocalUpdate, reset_momentum
@@ -138,6 +139,7 @@ def make_local_train_step(
   schedule: optax.Schedule | None = None,
   observe: Callable[[Any], dict[str, jax.Array]] | None = None,
   reduce_metrics: bool = True,
+  refuse: bool = False,
   seed: int = 0,
 ) -> TrainStep:
   """Compile-ready `train_step(state, batch) -> (state, metrics)`.
@@ -162,6 +164,10 @@ def make_local_train_step(
     observe: inner opt_state -> further metrics, averaged over the workers.
     reduce_metrics: False: metrics are [devices], each a device's own, and nothing
       crosses the network between agreements; whoever reads them averages.
+    refuse: a worker whose loss, gradient or model state is NaN or Inf sits the step
+      out: what it has stays as it was, but for counts of steps, and so is good when
+      workers agree. A mean way that is no number moves nobody: all go on from where
+      they are. Metrics as of `make_train_step`; the loss of such steps is NaN.
     seed: of `loss_fn`'s keys.
 
   Raises:
@@ -177,46 +183,57 @@ def make_local_train_step(
   if unknown:
     raise ConfigError(f"workers={workers}: the mesh has {axes}, not {unknown[0]!r}")
   within = () if workers is None else tuple(a for a in axes if a not in workers)
-  agree = _agreement(exchange, method, axes)
+  agree = _agreement(exchange, method, axes, refuse)
   unrolled = unrolls(mesh) if unroll is None else unroll
-  update = _worker_update(loss_fn, tx, axes, within, accumulate_steps, unrolled)
+  branch = non_finite.branches(mesh) if refuse else None
+  update = _worker_update(loss_fn, tx, axes, within, accumulate_steps, unrolled, branch)
 
   def device_step(anchor, own, batch, key, step):
     # One device: the anchor whole, its own with a leading dim of 1.
-    own, totals, norm = update(jax.tree.map(lambda x: x[0], own), batch, key)
+    own, totals, norm, seen = update(jax.tree.map(lambda x: x[0], own), batch, key)
     observed = {"grad_norm": norm} | (observe(own.opt_state) if observe else {})
     is_due = (step + 1) % method.every == 0
     if last_step is not None:
       is_due |= step + 1 == last_step
-    anchor, own = lax.cond(is_due, agree, lambda *same: same, anchor, own)
+
+    def apart(anchor, own):
+      return anchor, own, jnp.full((), -1, jnp.int32)
+
+    anchor, own, mean = lax.cond(is_due, agree, apart, anchor, own)
+    if refuse:
+      totals["loss"] = jnp.where(mean < 0, totals["loss"], jnp.nan)
+      seen = jnp.append(seen, vary(mean, axes))[None]
     if reduce_metrics:
       totals, observed = lax.psum(totals, axes), lax.pmean(observed, axes)
     metrics = means(totals) | observed
     if not reduce_metrics:
       metrics = jax.tree.map(lambda x: x[None], metrics)
-    return anchor, jax.tree.map(lambda x: x[None], own), metrics
+    return anchor, jax.tree.map(lambda x: x[None], own), metrics, seen
 
   mapped = jax.shard_map(
     device_step,
     mesh=mesh,
     in_specs=(P(), P(axes), P(axes), P(), P()),
-    out_specs=(P(), P(axes), P() if reduce_metrics else P(axes)),
+    out_specs=(P(), P(axes), P() if reduce_metrics else P(axes), P(axes)),
     check_vma=True,
   )
 
   def train_step(state: TrainState, batch: Batch):
     key = jax.random.fold_in(jax.random.key(seed), state.step)
     anchor = (state.params, state.model_state, state.opt_state)
-    (params, model_state, outer), own, metrics = mapped(
+    (params, model_state, outer), own, metrics, seen = mapped(
       anchor, state.exchange_state, batch, key, state.step
     )
     if schedule is not None:
       metrics["learning_rate"] = jnp.asarray(schedule(state.step), jnp.float32)
+    if refuse:
+      metrics[non_finite.SEEN] = seen
     state = TrainState(state.step + 1, params, model_state, outer, own, ())
     return state, metrics
 
   # Metrics lie as they come: replicated, or one a device.
-  shardings = (state_shardings(mesh), replicated(mesh) if reduce_metrics else None)
+  alike = reduce_metrics and not refuse
+  shardings = (state_shardings(mesh), replicated(mesh) if alike else None)
   jitted = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
   return one_at_a_time(jitted, mesh)
 
@@ -238,7 +255,7 @@ def make_agree(
   outer_step = _agreement(exchange, method, axes)
 
   def on_device(anchor, own):
-    anchor, own = outer_step(anchor, jax.tree.map(lambda x: x[0], own))
+    anchor, own, _ = outer_step(anchor, jax.tree.map(lambda x: x[0], own))
     return anchor, jax.tree.map(lambda x: x[None], own)
 
   specs = (P(), P(axes))
@@ -255,14 +272,24 @@ def make_agree(
   return one_at_a_time(jitted, mesh)
 
 
-def _worker_update(loss_fn, tx, axes, within, micros, unroll):
-  """A worker's own step: (own, batch, key) -> (own, totals, norm of its gradient)."""
+def _worker_update(loss_fn, tx, axes, within, micros, unroll, branch):
+  """A worker's own step.
+
+  Args:
+    branch: how a bad step is refused, as `non_finite.branches` says; None: not at all.
+
+  Returns:
+    (own, batch, key) -> (own, totals, norm of its gradient, what a device saw).
+  """
 
   def update(own: Own, batch, key):
     keys = row_keys(key, batch, axes)
     grads, model_state, totals = sum_grads(
       loss_fn, own.params, own.model_state, batch, keys, micros=micros, unroll=unroll
     )
+    seen: Any = ()
+    if branch is not None:
+      seen, totals = non_finite.look(grads, model_state, totals, axes)
     examples = totals["examples"]
     if within:
       # Alike within the worker; what a device keeps is typed as its own all the same.
@@ -270,16 +297,36 @@ def _worker_update(loss_fn, tx, axes, within, micros, unroll):
       (grads, examples), model_state = vary(sums, within)
     scale = 1 / examples.astype(jnp.float32)
     grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-    updates, opt_state = tx.update(grads, own.opt_state, own.params)
-    params = optax.apply_updates(own.params, updates)
-    own = own._replace(params=params, model_state=model_state, opt_state=opt_state)
-    return own, totals, optax.tree.norm(grads)
+    norm = optax.tree.norm(grads)
+
+    def move(own):
+      updates, opt_state = tx.update(grads, own.opt_state, own.params)
+      params = optax.apply_updates(own.params, updates)
+      return own._replace(params=params, model_state=model_state, opt_state=opt_state)
+
+    def stay(own):
+      return own._replace(opt_state=non_finite.move_on(own.opt_state))
+
+    if branch is None:
+      return move(own), totals, norm, seen
+    loss = totals["loss"]
+    if within:  # one that is bad is NaN, and the worker is refused as a whole
+      loss = vary(lax.psum(loss, within), within)
+    is_good = jnp.isfinite(loss) & jnp.isfinite(norm)
+    totals["loss"] = jnp.where(is_good, totals["loss"], jnp.nan)
+    own = non_finite.unless_refused(is_good, move, stay, own, branch=branch)
+    return own, totals, norm, seen
 
   return update
 
 
-def _agreement(exchange: Exchange, method: LocalUpdate, axes: tuple[str, ...]):
-  """The outer step on one device: (anchor, own) -> (anchor, own)."""
+def _agreement(
+  exchange: Exchange, method: LocalUpdate, axes: tuple[str, ...], refuse: bool = False
+):
+  """The outer step on one device: (anchor, own) -> (anchor, own, code of the mean).
+
+  The code is `non_finite.first_bad` of the mean way, -1 without `refuse`.
+  """
 
   def agree(anchor, own: Own):
     params, _, outer_state = anchor
@@ -292,7 +339,19 @@ def _agreement(exchange: Exchange, method: LocalUpdate, axes: tuple[str, ...]):
     if method.reset_momentum:
       opt_state = reset_momentum(opt_state)
     start, own_model = vary((params, model_state), axes)
-    own = Own(start, own_model, opt_state, exchange_state)
-    return (params, model_state, outer_state), own
+    code = jnp.full((), -1, jnp.int32)
+    met = (
+      (params, model_state, outer_state),
+      Own(start, own_model, opt_state, exchange_state),
+    )
+    if not refuse:
+      return *met, code
+    # Not every exchange hands on what is no number: a device says so of its own.
+    code = jnp.maximum(
+      non_finite.first_bad(mean), lax.pmax(non_finite.first_bad(ways), axes)
+    )
+    is_good = code < 0
+    anchor = non_finite.keep(is_good, met[0], anchor)
+    return anchor, non_finite.keep(is_good, met[1], own), code
 
   return agree

@@ -3,7 +3,9 @@
 The host never waits for the step it has just started. Metrics are read when
 their step is `IN_FLIGHT` steps old, which also bounds how far the host runs
 ahead; every step's loss and gradient norm are looked at, so a loss that is no
-number is found within that many steps, and always before a checkpoint.
+number is found within that many steps, and always before a checkpoint. The step
+itself has refused it by then (`non_finite`), and what followed began from a state
+that is good.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxscale.non_finite import SEEN
 from jaxscale.state import TrainState
 from jaxscale.step import Batch, EvalStep, TrainStep
 
@@ -30,11 +33,35 @@ class NonFiniteError(FloatingPointError):
     advice: what to do, for the end of the line.
   """
 
-  advice = "lower optimizer.lr or set clip_norm, in a new --workdir"
+  advice = (
+    "lower optimizer.lr or set clip_norm, in a new --workdir, or go on without such "
+    "steps by --config.checks.non_finite=skip"
+  )
 
   def __init__(self, step: int, what: str):
     super().__init__(f"{what} at step {step}")
     self.step = self.good_until = step
+
+
+class BadStep(NamedTuple):
+  """A step that was refused.
+
+  Attributes:
+    step: which.
+    what: was found, e.g. "loss is nan".
+    seen: the metric `non_finite.SEEN`, if the step has it.
+    state: the newest.
+  """
+
+  step: int
+  what: str
+  seen: jax.Array | None
+  state: TrainState
+
+
+def stop_at(bad: BadStep) -> None:
+  """What follows a bad step where nobody says otherwise."""
+  raise NonFiniteError(bad.step, bad.what)
 
 
 class Events(NamedTuple):
@@ -50,6 +77,8 @@ class Events(NamedTuple):
     should_stop: step -> whether to save and stop after it.
     is_checked: step -> whether a check of the state follows it.
     check: (step, state); raises if it finds a fault, before anything is saved.
+    refused: what follows a step whose loss or gradient is no number; raises
+      `NonFiniteError`, or returns to go on. In every process at the same step.
   """
 
   is_logged: Callable[[int], bool]
@@ -61,6 +90,7 @@ class Events(NamedTuple):
   should_stop: Callable[[int], bool]
   is_checked: Callable[[int], bool] = lambda step: False
   check: Callable[[int, TrainState], None] = lambda step, state: None
+  refused: Callable[[BadStep], None] = stop_at
 
 
 def train(
@@ -86,7 +116,7 @@ def train(
     The state and the number of steps done, saved if it stopped early.
 
   Raises:
-    NonFiniteError: a loss or gradient is NaN or Inf; nothing was saved since.
+    NonFiniteError: by `events.refused`; nothing was saved since.
   """
   unread: deque[tuple[int, dict[str, jax.Array]]] = deque()
 
@@ -94,10 +124,12 @@ def train(
     """Look at every step but the newest `keep`."""
     while len(unread) > keep:
       step, metrics = unread.popleft()
+      seen = metrics.pop(SEEN, None)
       for name in ("loss", "grad_norm"):
         # item(), not float(): a fifth of the host's time on a fresh CPU scalar.
         if not math.isfinite(value := metrics[name].item()):
-          raise NonFiniteError(step, f"{name} is {value}")
+          events.refused(BadStep(step, f"{name} is {value}", seen, state))
+          break
       if events.is_logged(step):
         events.log(step, {name: value.item() for name, value in metrics.items()})
 

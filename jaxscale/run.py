@@ -29,6 +29,7 @@ from jaxscale.checkpoint import Checkpoints, UnsavedError
 from jaxscale.config import AdaptiveBatch, Config
 from jaxscale.events import Stop, make_events
 from jaxscale.holder import job_of
+from jaxscale.refusals import Limits, Refusals
 from jaxscale.replicas import ReplicaDivergenceError
 from jaxscale.report import Reporter
 from jaxscale.stages import Stage, examples_at, stage_index
@@ -65,7 +66,8 @@ def fit(config: Config, workdir: str | os.PathLike) -> Result:
 
   Raises:
     ConfigError: config, data, devices and workdir do not fit each other.
-    loop.NonFiniteError: training diverged; the checkpoints are good ones.
+    loop.NonFiniteError: a step's loss or gradient was no number and was refused, and
+      `config.checks` says to stop, or it were too many; the checkpoints are good ones.
     UnsavedError: the last checkpoint could not be written; all else was done.
     lease.LostError: another run has taken over the workdir.
     ReplicaDivergenceError: devices no longer hold the same parameters; the
@@ -99,7 +101,9 @@ def _fit(
   cluster.on_leader(
     lambda: metrics.write_json(workdir / "config.json", described), "config.json"
   )
-  keep = experiment.config.checkpoint
+  keep, checks = experiment.config.checkpoint, experiment.config.checks
+  limits = Limits(checks.most_skipped, checks.most_skipped_in_a_row)
+  refusals = Refusals(workdir, checks.non_finite, limits)
   with (
     Stop() as stop,
     Checkpoints(
@@ -110,9 +114,13 @@ def _fit(
       lease=held,
     ) as checkpoints,
   ):
-    state, reporter = _train(experiment, checkpoints, workdir, stop, began, held)
+    parts = experiment, checkpoints, workdir, stop, refusals, began, held
+    ended = None
+    while ended is None:  # again after each roll back, as a run that goes on
+      ended = _train_or_roll_back(*parts)
+    state, reporter = ended
 
-  summary = _summary(reporter, state, workdir, began)
+  summary = _summary(reporter, state, refusals, workdir, began)
 
   def finish():
     metrics.write_json(workdir / "summary.json", summary)
@@ -131,7 +139,11 @@ def _fit(
 
 
 def _summary(
-  reporter: Reporter, state: TrainState, workdir: Path, began: float
+  reporter: Reporter,
+  state: TrainState,
+  refusals: Refusals,
+  workdir: Path,
+  began: float,
 ) -> dict[str, Any]:
   experiment, done = reporter.experiment, int(state.step)
   config, total = experiment.config, experiment.derived.total_steps
@@ -151,6 +163,7 @@ def _summary(
     "target_seconds": None if seconds is None else round(seconds, 1),
     "noise_scale": noise_scale.read(state.noise) if config.noise_scale else None,
     "damaged_examples": reporter.count_damaged(),
+    **refusals.summary(),
     "seconds": round(time.time() - began, 1),
     "devices": f"{experiment.mesh.size} x {jax.devices()[0].device_kind}",
     "workdir": str(workdir),
@@ -165,11 +178,35 @@ def _summary_before(workdir: Path) -> dict[str, Any]:
     return {}
 
 
+def _train_or_roll_back(
+  experiment: build.Experiment,
+  checkpoints: Checkpoints,
+  workdir: Path,
+  stop: Stop,
+  refusals: Refusals,
+  began: float,
+  held: lease.Lease | None,
+) -> tuple[TrainState, Reporter] | None:
+  """What `_train` gives, or None if it is to be called again, from a checkpoint."""
+  try:
+    return _train(experiment, checkpoints, workdir, stop, refusals, began, held)
+  except loop.NonFiniteError as e:
+    if refusals.policy != "roll_back":
+      raise
+    good = [s for s in checkpoints.steps() if s <= e.good_until]
+    last = cluster.from_leader(max(good, default=0))
+    refusals.roll_back(e, last)
+    if cluster.is_leader():
+      print(f"{e.args[0]}; rolling back to it", flush=True)
+    return None
+
+
 def _train(
   experiment: build.Experiment,
   checkpoints: Checkpoints,
   workdir: Path,
   stop: Stop,
+  refusals: Refusals,
   began: float,
   held: lease.Lease | None,
 ) -> tuple[TrainState, Reporter]:
@@ -189,6 +226,7 @@ def _train(
   if state is None:
     state = experiment.init_state()
   start = int(state.step)
+  refusals.start_from(start)
   if (stage := _stage(experiment, start)) != experiment.stage:
     # The newest checkpoint was damaged, and the one before is of another stage.
     experiment = build.at_stage(experiment, stage)
@@ -211,7 +249,8 @@ def _train(
     if experiment.config.log.mllog:
       reporter.begin_mllog(workdir, began)
     try:
-      state = _train_stages(state, reporter, checkpoints, stop, ahead, workdir)
+      parts = reporter, checkpoints, stop, refusals
+      state = _train_stages(state, *parts, ahead, workdir)
       checkpoints.wait()
     except (loop.NonFiniteError, ReplicaDivergenceError) as e:
       checkpoints.wait()
@@ -236,39 +275,71 @@ def _train_stages(
   reporter: Reporter,
   checkpoints: Checkpoints,
   stop: Stop,
+  refusals: Refusals,
   ahead: Ahead,
   workdir: Path,
 ) -> TrainState:
   """Train through every stage that is left, or until asked to stop."""
   experiment, step = reporter.experiment, int(state.step)
   report, fingerprint = experiment.config.log.step_report, None
+  compiled: dict[Stage, TrainStep] = {}
   while step < experiment.derived.total_steps and not stop.agreed:
     if 0 < step == _stage(experiment, step).start:
       experiment, state = _enter_stage(experiment, state, reporter, ahead, workdir)
       reporter.enter(experiment)
+    stage = experiment.stage
+    if (to := min(refusals.done_until(step), stage.stop)) > step:
+      events = make_events(reporter, checkpoints, stop)
+      state = _pass_over(experiment, state, to, reporter, events)
+      step = to
+      continue
     position = examples_at(experiment.derived.stages, step)
     batches = adaptive.train_batches(experiment, position)
     with reporter.pause():
       first = next(batches)  # the input starts up while XLA compiles
-      _, compiling = ahead.pop(experiment.stage, (None, None))
-      train_step = compiling.result() if compiling else experiment.compile_train_step()
+      _, compiling = ahead.pop(stage, (None, None))
+      if stage not in compiled:
+        compiled = {stage: _compiled(experiment, compiling)}
+      train_step = compiled[stage]
       if report:
         report = False
         _report_step(reporter, train_step, state, step, first)
     if fingerprint is None and _compares_replicas(experiment, step):
       fingerprint = _in_background(functools.partial(_fingerprint, experiment))
-    following = _stage(experiment, experiment.stage.stop)
-    if following != experiment.stage and not _is_adaptive(experiment):
+    following = _stage(experiment, stage.stop)
+    if following not in (stage, *ahead) and not _is_adaptive(experiment):
       after = build.at_stage(experiment, following)
       ahead[following] = after, _in_background(after.compile_train_step)
     state, step = loop.train(
       state,
       train_step,
       reporter.timed(itertools.chain([first], batches)),
-      make_events(reporter, checkpoints, stop, fingerprint),
+      make_events(reporter, checkpoints, stop, fingerprint, refusals),
       start=step,
-      total_steps=experiment.stage.stop,
+      total_steps=refusals.next_after(step, stage.stop),
     )
+  return state
+
+
+def _compiled(
+  experiment: build.Experiment, compiling: Future[TrainStep] | None
+) -> TrainStep:
+  return compiling.result() if compiling else experiment.compile_train_step()
+
+
+def _pass_over(
+  experiment: build.Experiment,
+  state: TrainState,
+  to: int,
+  reporter: Reporter,
+  events: loop.Events,
+) -> TrainState:
+  """The state as it goes on after steps that are left out; the last one is saved."""
+  step = int(state.step)
+  reporter.say(f"steps {step + 1} to {to} are passed over")
+  state = build.pass_over(state, to - step)
+  if to == experiment.derived.total_steps:
+    events.save(to, state, events.evaluate(to, state))
   return state
 
 

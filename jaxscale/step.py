@@ -23,9 +23,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxscale import noise_scale as noise_scales
+from jaxscale import non_finite
 from jaxscale.collectives import vary
 from jaxscale.exchange import Exchange
-from jaxscale.mesh import one_at_a_time, replicated
+from jaxscale.mesh import batch_sharding, one_at_a_time, replicated
 from jaxscale.state import TrainState, state_shardings
 
 Batch = dict[str, jax.Array]
@@ -52,6 +53,7 @@ def make_train_step(
   schedule: optax.Schedule | None = None,
   noise_scale: bool = False,
   observe: Callable[[Any], dict[str, jax.Array]] | None = None,
+  refuse: bool = False,
   seed: int = 0,
 ) -> TrainStep:
   """Compile-ready `train_step(state, batch) -> (state, metrics)`.
@@ -80,6 +82,10 @@ def make_train_step(
       the micro-batches and of the whole step; the state was made with
       `init_state(..., noise_scale=True)`.
     observe: opt_state -> further metrics, scalars.
+    refuse: a step with NaN or Inf in its loss, gradients or model state leaves the
+      state as it was, but for the counts of steps; its loss is NaN, and the metric
+      `non_finite.SEEN`, which is no scalar, has what each device saw. The totals
+      of `loss_fn` must have "loss".
     seed: of `keys`.
 
   Example:
@@ -88,6 +94,7 @@ def make_train_step(
   """
   axes = mesh.axis_names
   unrolled = unrolls(mesh) if unroll is None else unroll
+  branch = non_finite.branches(mesh)
 
   def local_grads(params, model_state, batch, key):
     # One device: params and model_state whole, batch [local rows, ...].
@@ -104,12 +111,16 @@ def make_train_step(
       micros=accumulate_steps, unroll=unrolled, observe=norms if noise_scale else None,
     )  # fmt: skip
 
+    seen: Any = ()
+    if refuse:
+      codes, totals = non_finite.look(grads, model_state, totals, axes)
+      seen = codes[None]
     totals = lax.psum(totals, axes)
     # The exchange averages over devices; after it the gradient is that of the
     # mean loss over all examples, however they are spread.
     scale = mesh.size / totals["examples"].astype(jnp.float32)
     stacked = jax.tree.map(lambda g: (g * scale.astype(g.dtype))[None], grads)
-    return stacked, lax.pmean(model_state, axes), totals
+    return stacked, lax.pmean(model_state, axes), totals, seen
 
   def exchange_grads(stacked, exchange_state):
     # One device: every leaf has a leading dim of 1, its place in the mesh.
@@ -122,7 +133,7 @@ def make_train_step(
     local_grads,
     mesh=mesh,
     in_specs=(everywhere, everywhere, own, everywhere),
-    out_specs=(own, everywhere, everywhere),
+    out_specs=(own, everywhere, everywhere, own),
     check_vma=True,
   )
   exchange_grads = jax.shard_map(
@@ -133,12 +144,7 @@ def make_train_step(
     check_vma=True,
   )
 
-  def train_step(state: TrainState, batch: Batch):
-    key = jax.random.fold_in(jax.random.key(seed), state.step)
-    grads, model_state, totals = local_grads(
-      state.params, state.model_state, batch, key
-    )
-    grads, exchange_state = exchange_grads(grads, state.exchange_state)
+  def move(grads, model_state, state):
     updates, opt_state = tx.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     average = state.average
@@ -146,10 +152,38 @@ def make_train_step(
       average = optax.incremental_update(
         (params, model_state), average, step_size=1 - ema_decay
       )
+    return params, opt_state, average
 
+  def stay(grads, model_state, state):
+    del grads, model_state
+    return state.params, non_finite.move_on(state.opt_state), state.average
+
+  def train_step(state: TrainState, batch: Batch):
+    key = jax.random.fold_in(jax.random.key(seed), state.step)
+    grads, model_state, totals, seen = local_grads(
+      state.params, state.model_state, batch, key
+    )
+    grads, exchange_state = exchange_grads(grads, state.exchange_state)
     micro_sq = totals.pop(_MICRO_SQ, 0.0)
     metrics = means(totals)
     metrics["grad_norm"] = optax.tree.norm(grads)
+    if schedule is not None:
+      rate = jnp.asarray(schedule(state.step), jnp.float32)
+      metrics["learning_rate"] = rate
+    operands = grads, model_state, state
+    if refuse:
+      is_good, metrics = non_finite.decide(metrics)
+      params, opt_state, average = non_finite.unless_refused(
+        is_good, move, stay, *operands, branch=branch
+      )
+      model_state, exchange_state = non_finite.keep(
+        is_good,
+        (model_state, exchange_state),
+        (state.model_state, state.exchange_state),
+      )
+    else:
+      params, opt_state, average = move(*operands)
+
     noise = state.noise
     if noise_scale:
       micros = mesh.size * accumulate_steps
@@ -157,22 +191,29 @@ def make_train_step(
       noise = noise_scales.update(
         noise, micro_sq / micros, metrics["grad_norm"] ** 2, rows / micros, rows
       )
+      if refuse:
+        noise = non_finite.keep(jnp.isfinite(metrics["loss"]), noise, state.noise)
       metrics |= noise_scales.metrics(noise)
     if observe is not None:
       metrics |= observe(opt_state)
-    if schedule is not None:
-      rate = jnp.asarray(schedule(state.step), jnp.float32)
-      metrics["learning_rate"] = rate
+    if refuse:
+      metrics = lax.with_sharding_constraint(metrics, replicated(mesh))
+      metrics[non_finite.SEEN] = _seen(seen, grads, mesh)
     return TrainState(
       state.step + 1, params, model_state, opt_state, exchange_state, average, noise
     ), metrics
 
-  jitted = jax.jit(
-    train_step,
-    donate_argnums=0,
-    out_shardings=(state_shardings(mesh), replicated(mesh)),
-  )
+  # With `SEEN` the metrics do not all lie alike.
+  shardings = (state_shardings(mesh), None if refuse else replicated(mesh))
+  jitted = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
   return one_at_a_time(jitted, mesh)
+
+
+def _seen(codes: jax.Array, grads: Any, mesh: Mesh) -> jax.Array:
+  """What each device saw, and the code of the mean gradient with it."""
+  mean = jnp.broadcast_to(non_finite.first_bad(grads), (mesh.size, 1))
+  seen = jnp.concatenate([codes, mean], axis=1)
+  return lax.with_sharding_constraint(seen, batch_sharding(mesh))
 
 
 def unrolls(mesh: Mesh) -> bool:

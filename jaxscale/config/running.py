@@ -63,14 +63,25 @@ class Checkpoint:
 
 @settings
 class Checks:
-  """What is looked after on the way, beside losses that are no number.
+  """What is looked after on the way.
 
   Attributes:
     replicas_every_steps: steps between comparisons of all devices' copies of
       parameters and optimizer state, bit for bit; 0: never.
+    non_finite: what follows a step whose loss or gradient is NaN or Inf, which in
+      any case changes nothing. "stop": the run ends; "skip": it goes on with the
+      next batch; "roll_back": it goes on from the last checkpoint, passing over
+      the batches since, the bad one among them (PaLM, arXiv:2204.02311, section
+      5.1: spikes come of data and parameters together).
+    most_skipped: how many skips, or rolls back, a run may have; one more ends it.
+    most_skipped_in_a_row: likewise of steps that follow one another, or of rolls
+      back to the same checkpoint.
   """
 
   replicas_every_steps: Annotated[int, ">= 0"] = 1000
+  non_finite: Literal["stop", "skip", "roll_back"] = "stop"
+  most_skipped: Count = 10
+  most_skipped_in_a_row: Count = 3
 
 
 @settings
