@@ -14,6 +14,7 @@ from jaxscale.launch import folder as folders
 from jaxscale.launch import handle, logs, status, sweep
 from jaxscale.launch.handle import Job, Prepared
 from jaxscale.launch.profile import OPTIONS
+from jaxscale.overrides import load_config
 from jaxscale.settings import ConfigError, nearest
 
 USAGE = """\
@@ -251,7 +252,7 @@ def _scaling(asked: Asked, argv: list[str]) -> None:
   for size in map(int, sizes):
     overrides = dict(asked.overrides)
     if batch == "grows":
-      base = handle.load_config(config, overrides).batch_size
+      base = load_config(config, overrides).batch_size
       grown = base * size // int(sizes[0])
       overrides["batch_size"] = str(grown)
     options: dict[str, Any] = common | {"overrides": overrides}

@@ -6,9 +6,9 @@ another start if that is of use; and it keeps a diary of starts and ends in the
 run's folder, for the time when Slurm has forgotten the job.
 
 Signals. Without `B:` in `--signal`, Slurm signals the tasks and not this script;
-with it, the script alone (sbatch(1)), which then hands the signal on: srun(1)
-forwards what it receives to all tasks. SIGTERM, at the time limit or of `scancel`,
-goes to both, so it is caught here and not handed on.
+with it, the script alone (sbatch(1)), which hands the signal on by `scancel
+--signal`, which goes to the tasks and not to the script (scancel(1)). SIGTERM, at the
+time limit or of `scancel`, goes to both, so it is caught here and not handed on.
 """
 
 from __future__ import annotations
@@ -135,6 +135,8 @@ def _setup(run: Run) -> str:
     f"run={quote(run.folder)}",
     'export PYTHONPATH="$run/code${PYTHONPATH:+:$PYTHONPATH}"',
     "export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1",
+    "# Whoever starts the processes also starts them again, not they themselves.",
+    "export JAXSCALE_REQUEUE=launcher",
   ]
   return "\n".join(lines) + "\n"
 
@@ -159,7 +161,7 @@ def _words(run: Run) -> dict[str, list[str]]:
         f"--container-image={container.image}",
         f"--container-mounts={inside}",
         f"--container-workdir={run.cwd}",
-        "--container-env=PYTHONPATH,PYTHONSAFEPATH,PYTHONUNBUFFERED",
+        "--container-env=PYTHONPATH,PYTHONSAFEPATH,PYTHONUNBUFFERED,JAXSCALE_REQUEUE",
         *container.options,
       ]
     else:
@@ -224,36 +226,49 @@ _TRAIN = r"""newest() {  # the step of the newest checkpoint
 }
 before=$(newest)
 
-# bash must not die of the signals that the tasks are told to save by, and `wait`
-# returns when one arrives: hence the loop.
-"${srun[@]}" "${files[@]}" "${python[@]}" -m jaxscale.train \
-  "${config[@]}" --workdir "$workdir" &
+# bash must not die of the signals that tell the tasks to save. It does nothing about
+# one until the command that it waits for has ended, hence the loop; and not `wait`,
+# whose status bash 5.2 loses when SIGCONT and a trapped signal arrive together.
+code_file="$run/events/$task.code"
+rm -f "$code_file"
+trap '' TERM USR1 USR2
+(
+  trap : TERM USR1 USR2
+  "${srun[@]}" "${files[@]}" "${python[@]}" -m jaxscale.train \
+    "${config[@]}" --workdir "$workdir"
+  echo $? >"$code_file"
+) &
 child=$!
-told=
-trap 'told=1' TERM
-trap 'told=1; kill -USR1 "$child"' USR1
-trap 'told=1; kill -USR2 "$child"' USR2
-while wait "$child"; code=$?; [ -n "$told" ]; do told=; done
+trap : TERM
+trap 'scancel --signal=USR1 "$job"' USR1
+trap 'scancel --signal=USR2 "$job"' USR2
+while kill -0 "$child" 2>/dev/null; do sleep 1; done
+code=$(cat "$code_file" || echo 137)
 """
 
 
 def _requeue(run: Run) -> str:
   again, never = ("|".join(map(str, c)) for c in (STARTED_AGAIN, NOT_STARTED_AGAIN))
   return rf"""
-# Whether to start again. Not what somebody cancelled: Slurm would requeue it too.
+# Whether to start again. Slurm would requeue what somebody cancelled as well; what it
+# has ended shows as COMPLETING, and only the time limit says so of itself.
+may_start_again() {{
+  local shown
+  shown=$(scontrol show job "$job")
+  [[ $shown == *JobState=RUNNING* || $shown == *Reason=TimeLimit* ]] &&
+    [ ! -e "$run/cancelled" ]
+}}
 case $code in
   {again}) next=requeue ;;
   {never}) next=stop ;;
   *) [ "$(newest)" = "$before" ] && next=stop || next=requeue ;;
 esac
 if [ $next = requeue ]; then
-  if [ -e "$run/cancelled" ]; then
+  if ! may_start_again; then
     next=stop
   elif [ "$restarts" -ge {run.requeue} ]; then
     next=stop
     echo "not started again: that was start $((restarts + 1)) of {run.requeue + 1}"
-  elif [[ "$(scontrol show job "$job")" == *JobState=CANCELLED* ]]; then
-    next=stop
   fi
 fi
 diary end "$code" "$next"
