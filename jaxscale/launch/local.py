@@ -189,15 +189,15 @@ def _start(
 def _wait(processes: Sequence[subprocess.Popen[bytes]], stop: threading.Event) -> int:
   """As `srun --kill-on-bad-exit`: one that fails, or a wish to stop, ends all."""
   deadline = None
-  while any(p.poll() is None for p in processes):
-    if deadline is None and (stop.is_set() or any(p.returncode for p in processes)):
+  while None in (codes := [p.poll() for p in processes]):
+    if deadline is None and (stop.is_set() or any(codes)):
       deadline = time.monotonic() + GRACE_S
       _signal(processes, signal.SIGTERM)
     elif deadline is not None and time.monotonic() > deadline:
       _signal(processes, signal.SIGKILL)
     time.sleep(_POLL_S)
-  codes = [p.returncode for p in processes]
-  return max(128 - c if c < 0 else c for c in codes)  # as a shell has signals
+  ended = (c for c in codes if c is not None)
+  return max(128 - c if c < 0 else c for c in ended)  # as a shell has signals
 
 
 def _signal(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
