@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,6 +78,12 @@ def prepare(
   chosen = executor or ("slurm" if slurm.is_here() else "local")
   if chosen not in EXECUTORS:
     raise ConfigError(f"--executor={chosen}: {nearest(chosen, EXECUTORS)}")
+  chosen_site = with_options(load_site(site), options)
+  if not (chosen_site.python or chosen_site.container or find_spec("jax")):
+    raise ConfigError(
+      f"{sys.executable}: has no jax; submit from the environment that trains, or "
+      "name its interpreter by --python or in the site's profile"
+    )
   folder = folders.new_folder(runs, name, path)
   run = Run(
     name=folder.name,
@@ -87,7 +94,7 @@ def prepare(
     trials=tuple(dict(t) for t in trials),
     at_most=at_most or (1 if chosen == "local" else 0),
     nodes=nodes,
-    site=with_options(load_site(site), options),
+    site=chosen_site,
     requeue=requeue,
     preflight=preflight,
     executor=chosen,
