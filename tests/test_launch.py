@@ -203,6 +203,8 @@ def test_the_folder_holds_the_code_and_its_config(tmp_path):
   assert where.stdout.strip() == str(code / "jaxscale" / "__init__.py"), where.stderr
   packages = json.loads((code.parent / "environment.json").read_text())["packages"]
   assert "jax" in packages
+  with pytest.raises(ConfigError, match="is there already"):  # since it was prepared
+    folders.make(prepared.run, prepared.config, prepared.text)
   with pytest.raises(ConfigError, match="is there already"):
     launch.handle.prepare(DIGITS, name="x", runs=str(tmp_path / "r"))
   places = {place for _, place in folders.sources(str(config))}
