@@ -49,11 +49,9 @@ def load_config(path: str, overrides: Mapping[str, str] | None = None) -> Config
     >>> config.epochs
     3.0
   """
-  file, _, arg = path.partition(":")
-  if not Path(file).is_file():
-    raise ConfigError(f"--config={path}: no such file, {_similar(Path(file))}")
-  config = _run_file(Path(file), arg)
+  config = call(path, "get_config", "define get_config() -> Config in it")
   if not isinstance(config, Config):
+    file = path.partition(":")[0]
     raise ConfigError(
       f"{file}: get_config() returned {type(config).__name__}, return a Config"
     )
@@ -67,21 +65,36 @@ def _similar(file: Path) -> str:
   return f"did you mean {str(beside[close])!r}?" if close else "check the path"
 
 
-def _run_file(file: Path, arg: str) -> Any:
-  """What `get_config` of the file returns; its faults name file and line."""
+def call(path: str, function: str, advice: str) -> Any:
+  """What a function of a Python file returns; its faults name file and line.
+
+  Args:
+    path: `FILE` or `FILE:arg`; the argument is handed to the function.
+    function: its name.
+    advice: what to do if the file has none.
+
+  Raises:
+    ConfigError: no such file or function, or an error in it.
+  """
+  name, _, arg = path.partition(":")
+  file = Path(name)
+  if not file.is_file():
+    raise ConfigError(f"--config={path}: no such file, {_similar(file)}")
   try:
     spec = importlib.util.spec_from_file_location("jaxscale_config", file)
     if spec is None or spec.loader is None:
       raise ConfigError(f"{file}: not a Python file, give one that ends in .py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    get_config = getattr(module, "get_config", None)
-    if get_config is None:
-      raise ConfigError(f"{file}: define get_config() -> Config in it")
-    takes_arg = bool(inspect.signature(get_config).parameters)
+    found = getattr(module, function, None)
+    if found is None:
+      raise ConfigError(f"{file}: {advice}")
+    takes_arg = bool(inspect.signature(found).parameters)
     if arg and not takes_arg:
-      raise ConfigError(f"{file}:{arg}: its get_config() takes no argument")
-    return get_config(arg) if arg else get_config()
+      raise ConfigError(f"{file}:{arg}: its {function}() takes no argument")
+    value = found(arg) if arg else found()
+    # A generator runs only now, and its faults are the file's as well.
+    return list(value) if inspect.isgenerator(value) else value
   except SyntaxError as e:
     raise ConfigError(f"{e.filename}:{e.lineno}: {e.msg}") from None
   except Exception as e:

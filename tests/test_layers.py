@@ -8,7 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "jaxscale"
 
 LEVELS = {
-  "batch_study": 16, "time_to_accuracy": 16,
+  "launch": 16, "batch_study": 16, "time_to_accuracy": 16,
   "trials": 15,
   "train": 14, "doctor": 14, "plot_schedule": 14,
   "run": 13, "imagenet": 13, "preflight": 13,
@@ -43,7 +43,7 @@ WITHIN = {
 }
 READS_CONFIG = {
   "derive", "parts", "exchange_parts", "build", "run", "adaptive", "overrides",
-  "trials", "plot_schedule", "batch_study", "time_to_accuracy",
+  "launch", "trials", "plot_schedule", "batch_study", "time_to_accuracy",
 }  # fmt: skip
 
 FILES = [p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py"]

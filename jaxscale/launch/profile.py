@@ -1,0 +1,207 @@
+"""What a cluster is like: a site profile, a TOML file that is written once.
+
+Whatever `submit` would have to be told again and again (partition, account, GPUs
+of a node, modules, container) stands there. The command line has the last word.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from jaxscale.settings import ConfigError, hints, nearest, settings
+
+# What `--time` may be, as sbatch(1) lists it: minutes, minutes:seconds,
+# hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds.
+_TIME = r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}"
+# "[{R|B}:]<sig_num>[@sig_time]", sbatch(1), --signal.
+_SIGNAL = r"([RB]{1,2}:)?\w+(@\d+)?"
+_VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
+
+
+@settings
+class Container:
+  """An image that the training command runs in.
+
+  Attributes:
+    kind: "apptainer" or "singularity", which `srun` starts in every task, or
+      "pyxis", Slurm's plugin for enroot.
+    image: a path, or an address such as docker://… that the runtime knows.
+    mounts: directories to see inside, as HOST or HOST:INSIDE; the run's folder and
+      the directory it was submitted from always are.
+    options: more options of the runtime (`apptainer exec`, or srun's --container-…).
+  """
+
+  kind: Literal["apptainer", "singularity", "pyxis"]
+  image: str
+  mounts: tuple[str, ...] = ()
+  options: tuple[str, ...] = ()
+
+
+@settings
+class Site:
+  """A cluster, and what a job asks of it.
+
+  Attributes:
+    partition: where the job queues.
+    account: who pays.
+    qos: quality of service.
+    constraint: features that nodes must have.
+    reservation: to run in.
+    exclude: nodes to leave out.
+    mem: memory a node, with a unit as in 64G; 0: all of it.
+    time: the limit, as 90 (minutes), 24:00:00 or 2-12:00:00.
+    gpus_per_node: GPUs a node.
+    tasks_per_node: processes a node; None: one a GPU, or one.
+    cpus_per_task: processor cores a process.
+    signal: the warning before the time is up: which, and how many seconds.
+    python: the interpreter of the job; empty: the one that submits, or `python`
+      in a container.
+    modules: loaded in this order, by `module load`.
+    setup: lines of bash that run before the job, after the modules.
+    env: environment variables, a table.
+    container: an image to run in; a table.
+    sbatch: more options of sbatch.
+    srun: more options of srun.
+  """
+
+  partition: str = ""
+  account: str = ""
+  qos: str = ""
+  constraint: str = ""
+  reservation: str = ""
+  exclude: str = ""
+  mem: str = ""
+  time: str = ""
+  gpus_per_node: Annotated[int, ">= 0"] = 0
+  tasks_per_node: Annotated[int | None, ">= 1"] = None
+  cpus_per_task: Annotated[int | None, ">= 1"] = None
+  signal: str = "USR1@120"
+  python: str = ""
+  modules: tuple[str, ...] = ()
+  setup: tuple[str, ...] = ()
+  env: tuple[str, ...] = ()
+  container: Container | None = None
+  sbatch: tuple[str, ...] = ()
+  srun: tuple[str, ...] = ()
+
+  def __post_init__(self):
+    for name in ("time", "signal"):
+      value = getattr(self, name)
+      if value and not re.fullmatch(_TIME if name == "time" else _SIGNAL, value):
+        example = "24:00:00 or 2-12:00:00" if name == "time" else "USR1@120"
+        raise ConfigError(f"Site.{name}={value!r}: give e.g. {example}")
+    for pair in self.env:
+      if not re.fullmatch(_VARIABLE, pair.partition("=")[0]):
+        raise ConfigError(f"Site.env: {pair.partition('=')[0]!r} is no variable's name")
+    for field in dataclasses.fields(self):
+      for text in _texts(getattr(self, field.name)):
+        if "\0" in text or (field.name != "setup" and "\n" in text):
+          raise ConfigError(f"Site.{field.name}={text!r}: give it in a single line")
+
+  @property
+  def tasks(self) -> int:
+    """Processes on each node."""
+    return self.tasks_per_node or max(self.gpus_per_node, 1)
+
+
+# Fields that the command line has as options: --gpus-per-node for gpus_per_node.
+OPTIONS = (
+  "partition", "account", "qos", "constraint", "reservation", "exclude", "mem",
+  "time", "gpus_per_node", "tasks_per_node", "cpus_per_task", "signal", "python",
+)  # fmt: skip
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+  values = value if isinstance(value, tuple) else (value,)
+  return tuple(v for v in values if isinstance(v, str))
+
+
+def site_from(table: Mapping[str, Any]) -> Site:
+  """A site out of plain tables, as TOML or JSON has them.
+
+  Raises:
+    ConfigError: an unknown name, a wrong type or a value that cannot be.
+
+  Example:
+    >>> site_from({"partition": "gpu", "env": {"NCCL_DEBUG": "WARN"}}).env
+    ('NCCL_DEBUG=WARN',)
+  """
+  fields = dict(table)
+  if isinstance(env := fields.get("env"), Mapping):
+    for name, value in env.items():
+      if not isinstance(value, (str, int)) or isinstance(value, bool):
+        raise ConfigError(f'Site.env.{name}={value!r}: give text, as in "1"')
+    fields["env"] = tuple(f"{name}={value}" for name, value in env.items())
+  if isinstance(container := fields.get("container"), Mapping):
+    fields["container"] = Container(**container)
+  return Site(**fields)
+
+
+def load_site(name: str | None) -> Site:
+  """The profile of that name, or that file; without a name, $JAXSCALE_SITE's.
+
+  Args:
+    name: a path that ends in .toml, or the name of a file in
+      ~/.config/jaxscale/sites (or $XDG_CONFIG_HOME/jaxscale/sites).
+
+  Raises:
+    ConfigError: no such profile, or something is wrong in it.
+  """
+  name = name or os.environ.get("JAXSCALE_SITE")
+  if not name:
+    return Site()
+  path = Path(name) if name.endswith(".toml") else sites_folder() / f"{name}.toml"
+  try:
+    table = tomllib.loads(path.read_text())
+  except OSError as e:
+    known = {p.stem for p in sites_folder().glob("*.toml")}
+    hint = nearest(name, known) if known else f"give a FILE.toml, or make {path}"
+    raise ConfigError(f"--site={name}: {e.strerror}, {hint}") from None
+  except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+    raise ConfigError(f"{path}: {e}") from None
+  try:
+    return site_from(table)
+  except ConfigError as e:
+    raise ConfigError(f"{path}: {e}") from None
+
+
+def sites_folder() -> Path:
+  """Where profiles are looked for by name (XDG Base Directory Specification)."""
+  config = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+  return Path(config) / "jaxscale" / "sites"
+
+
+def with_options(site: Site, options: Mapping[str, Any]) -> Site:
+  """The site with what the command line or a call says instead.
+
+  Args:
+    site: a profile.
+    options: fields by name; text where a number is wanted will do.
+
+  Raises:
+    ConfigError: there is no such option, or the value cannot be.
+  """
+  changes: dict[str, Any] = {}
+  for name, value in options.items():
+    if name not in OPTIONS:
+      raise ConfigError(f"{name}={value!r}: not an option, {nearest(name, OPTIONS)}")
+    is_text = hints(Site)[name] is str
+    if is_text and isinstance(value, int):  # time=90 in a notebook
+      value = str(value)
+    elif not is_text and isinstance(value, str):
+      if not value.isdecimal():
+        flag = f"--{name.replace('_', '-')}"
+        raise ConfigError(f"{flag}={value}: give a whole number")
+      value = int(value)
+    changes[name] = value
+  try:
+    return dataclasses.replace(site, **changes)
+  except ConfigError as e:
+    field, _, rest = str(e).removeprefix("Site.").partition("=")
+    raise ConfigError(f"--{field.replace('_', '-')}={rest}") from None

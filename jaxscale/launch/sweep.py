@@ -1,0 +1,124 @@
+"""The trials of a sweep: a product of lists, or what a config file yields."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from jaxscale.overrides import call
+from jaxscale.settings import ConfigError
+
+_MOST = 1000  # Slurm's own default of MaxArraySize is 1001, slurm.conf(5)
+
+
+def product(lists: Sequence[str]) -> list[dict[str, str]]:
+  """Every combination of values; the last list changes fastest.
+
+  Args:
+    lists: each as `a.b=1,2,3`; commas inside brackets or quotes do not divide.
+
+  Raises:
+    ConfigError: a list is none, or a setting is given twice.
+
+  Example:
+    >>> product(["epochs=1,2", "seed=7"])
+    [{'epochs': '1', 'seed': '7'}, {'epochs': '2', 'seed': '7'}]
+  """
+  values: dict[str, list[str]] = {}
+  for text in lists:
+    name, given, rest = text.partition("=")
+    name = name.removeprefix("--").removeprefix("config.")
+    if not given or not name or not (parts := split(rest)) or not all(parts):
+      raise ConfigError(f"--sweep={text}: give e.g. optimizer.lr=0.1,0.2,0.4")
+    if name in values:
+      raise ConfigError(f"--sweep={text}: {name} has a list already")
+    values[name] = parts
+  return [
+    dict(zip(values, chosen, strict=True))
+    for chosen in itertools.product(*values.values())
+  ]
+
+
+def split(text: str) -> list[str]:
+  """The parts between commas that are in no brackets or quotes.
+
+  Example:
+    >>> split("(1,2),'a,b',3")
+    ['(1,2)', "'a,b'", '3']
+  """
+  parts, depth, quote = [""], 0, ""
+  for c in text:
+    if quote:
+      quote = "" if c == quote else quote
+    elif c in "'\"":
+      quote = c
+    else:
+      depth += (c in "([{") - (c in ")]}")
+    if c == "," and not depth and not quote:
+      parts.append("")
+    else:
+      parts[-1] += c
+  return [p.strip() for p in parts]
+
+
+def from_file(config: str) -> list[dict[str, str]]:
+  """The trials that `get_sweep` of a config file yields.
+
+  Each is a mapping from dotted field to value, as in
+
+      def get_sweep():
+        for lr in (0.1, 0.2):
+          yield {"optimizer.lr": lr, "seed": 1}
+
+  Args:
+    config: `FILE[:arg]`; the argument is handed on.
+
+  Raises:
+    ConfigError: there is no such function, or it yields something else.
+  """
+  trials = call(config, "get_sweep", "define get_sweep() in it, or give --sweep")
+  if isinstance(trials, Mapping) or not isinstance(trials, Iterable):
+    raise ConfigError(f"{config}: get_sweep() must yield settings, one dict a trial")
+  texts = []
+  for trial in trials:
+    if not isinstance(trial, Mapping) or not all(isinstance(k, str) for k in trial):
+      raise ConfigError(
+        f"{config}: get_sweep() yielded {trial!r}, not e.g. {{'optimizer.lr': 0.1}}"
+      )
+    texts.append({path: as_text(value) for path, value in trial.items()})
+  return texts
+
+
+def as_text(value: Any) -> str:
+  """A value as a command line has it; text is as good as what it stands for."""
+  return value if isinstance(value, str) else repr(value)
+
+
+def check(
+  load: Callable[[Mapping[str, str]], Any],
+  overrides: Mapping[str, str],
+  trials: Sequence[Mapping[str, str]],
+) -> None:
+  """Refuse a sweep before anything is submitted.
+
+  Args:
+    load: makes the config with overrides, or raises.
+    overrides: of all trials.
+    trials: of each.
+
+  Raises:
+    ConfigError: too few or many trials, or one whose config cannot be.
+  """
+  if not 1 <= len(trials) <= _MOST:
+    raise ConfigError(f"{len(trials)} trials: give 1 to {_MOST}")
+  seen: dict[tuple[tuple[str, str], ...], int] = {}
+  for i, trial in enumerate(trials):
+    try:
+      load({**overrides, **trial})
+    except ConfigError as e:
+      raise ConfigError(f"trial {i}: {e}") from None
+    key = tuple(sorted(trial.items()))
+    if key in seen:
+      raise ConfigError(f"trial {i} is trial {seen[key]} again: {dict(trial)}")
+    seen[key] = i

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# A Cloud TPU pod slice: the same command on each of its hosts.
+#
+#   TPU=my-pod ZONE=us-central2-b bash launch/tpu_pod.sh --config configs/x.py \
+#     --workdir gs://bucket/run
+#
+# Every argument goes to `python -m jaxscale.train`. The code is expected in
+# ~/jaxscale on every host, with the environment that `make env` builds there; the
+# workdir must be one that all hosts see. JAX itself knows which host is which.
+set -euo pipefail
+
+: "${TPU:?give the name of the TPU, as TPU=my-pod}"
+: "${ZONE:?give its zone, as ZONE=us-central2-b}"
+
+# Quoted once more: a shell on each host takes the line apart again.
+printf -v arguments '%q ' "$@"
+exec gcloud compute tpus tpu-vm ssh "$TPU" --zone="$ZONE" --worker=all \
+  --command="cd ~/jaxscale && exec .venv/bin/python -m jaxscale.train $arguments"

@@ -1,0 +1,87 @@
+"""Where runs are, out of what Slurm says and what lies in their folders."""
+
+import json
+
+import pytest
+from test_launch_script import RUN
+
+from jaxscale.launch import folder as folders
+from jaxscale.launch import slurm, spec, status
+
+
+def queued(state, **changes):
+  return slurm.Queued(state, 4, "1:00:00", 2, "None")._replace(**changes)
+
+
+def diary(run, *events):
+  for event, job, code, next_ in events:
+    line = {"event": event, "job": job, "restarts": 1, "nodes": 4, "code": code}
+    folders.append(spec.events_file(run, 0), line | {"next": next_, "time": 0})
+
+
+START, DONE = ("start", "7", 0, ""), ("end", "7", 0, "stop")
+
+
+@pytest.mark.parametrize(
+  "events, cancelled, state",
+  [
+    ([], False, "LOST"),
+    ([], True, "CANCELLED"),
+    ([START], False, "LOST"),
+    ([START, DONE], False, "COMPLETED"),
+    ([START, ("end", "7", 85, "stop")], False, "PREEMPTED"),
+    ([START, ("end", "7", 85, "stop")], True, "CANCELLED"),
+    ([START, ("end", "7", 85, "requeue")], False, "LOST"),
+    ([START, ("end", "7", 2, "stop")], False, "FAILED"),
+    ([("start", "6", 0, ""), ("end", "6", 0, "stop")], False, "LOST"),
+  ],
+)
+def test_the_diary_speaks_when_slurm_has_forgotten(tmp_path, events, cancelled, state):
+  run = RUN._replace(folder=str(tmp_path))
+  (tmp_path / "events").mkdir()
+  diary(run, *events)
+  if cancelled:
+    (tmp_path / "cancelled").touch()
+  row = status.row(run, 0, "7", None, False)
+  assert row.state == state and row.ended
+  assert status.row(run, 0, "7", queued("RUNNING"), False).state == "RUNNING"
+
+
+def test_a_status_has_all_that_was_asked_for(tmp_path):
+  run = RUN._replace(folder=str(tmp_path), nodes=9)
+  train = tmp_path / "train"
+  train.mkdir()
+  (train / "config.json").write_text('{"derived": {"total_steps": 1200}}')
+  lines = [{"step": s, "train/loss": 2 - s / 1e3, "time": s / 10} for s in (100, 200)]
+  lines += [{"step": 200, "perf/examples_per_s": 12345.6, "time": 20.0}]
+  lines += [{"step": 200, "eval/accuracy": 0.5, "time": 21.0}]
+  text = "\n".join(json.dumps(line) for line in lines) + '\n{"step": 300, "tr'
+  (train / "metrics.jsonl").write_text(text)
+  row = status.row(run, 0, "7", queued("RUNNING"), False)
+  assert row.to_go == pytest.approx(100)
+  head, line = status.table([row]).splitlines()
+  assert line.split() == [
+    "digits-1", "7", "RUNNING", "4", "200/1,200", "1.8000", "12,346", "50.00%",
+    "1:00:00", "1:40", "2",
+  ]  # fmt: skip
+  assert head.split() == [
+    *("run", "job", "state", "nodes", "step", "loss", "examples/s", "accuracy"),
+    *("time", "left", "to", "go", "restarts"),
+  ]
+
+
+def test_a_long_record_is_read_from_its_end(tmp_path):
+  path = tmp_path / "metrics.jsonl"
+  path.write_text("".join(f'{{"step": {i}, "x": "é"}}\n' for i in range(20_000)))
+  found = status.tail(path)
+  assert found[-1]["step"] == 19_999 and 1000 < len(found) < 5000
+
+
+def test_a_line_of_squeue_may_be_long():
+  reason = "(ReqNodeNotAvail, UnavailableNodes:n[1-4])"
+  cells = ["12_3", "PENDING", "64", "2-00:00:00", "1", reason]
+  line = "".join(cell.ljust(128) for cell in cells)
+  assert slurm.parse_line(line) == (
+    "12_3",
+    slurm.Queued("PENDING", 64, "2-00:00:00", 1, reason),
+  )
