@@ -76,12 +76,11 @@ def test_the_settings_say_when():
   experiment = build.experiment(load_config("configs/digits.py", CONFIG))
   one = experiment._replace(mesh=make_mesh(devices=jax.devices()[:1]))
   never = dataclasses.replace(experiment.config, checks=Checks(replicas_every_steps=0))
-  assert stage_loop._compares_replicas(experiment, 0) and stage_loop._compares_replicas(
-    experiment, 9
-  )
-  assert not stage_loop._compares_replicas(experiment, 16)  # 23 steps: none is left
-  assert not stage_loop._compares_replicas(one, 0)
-  assert not stage_loop._compares_replicas(experiment._replace(config=never), 0)
+  compares = stage_loop._compares_replicas
+  assert compares(experiment, 0) and compares(experiment, 9)
+  assert not compares(experiment, 16)  # 23 steps: none is left
+  assert not compares(one, 0)
+  assert not compares(experiment._replace(config=never), 0)
   reporter: Any = SimpleNamespace(experiment=experiment, trained=None)
   for fingerprint, wanted in (Future(), [8, 16]), (None, []):
     alone = watch.start({}, 0, ["localhost"])
