@@ -101,7 +101,7 @@ ENDS = {
     r"process 1 on n2 failed in step 60 \(input\): RuntimeError: no such",
   ),
   "sleep": (1, 86, r"process 1 on n2 hangs in step 60 \(input\) for \d+ s; 2 others"),
-  "stop": (1, 86, r"process 1 on n2 is silent for \d+ s, last in step 60"),
+  "stop": (1, 86, r"process 1 on n2 is silent for \d+ s, last in step \d+"),
   "hold": (1, 86, r"process 1 on n2 is silent for \d+ s"),
 }
 
