@@ -13,7 +13,7 @@ from jaxscale.checkpoint import Checkpoints
 from jaxscale.derive import steps_of
 from jaxscale.mesh import host_shard
 from jaxscale.refusals import Refusals
-from jaxscale.report import Reporter
+from jaxscale.reporter import Reporter
 
 
 def make_events(

@@ -31,7 +31,7 @@ from jaxscale.events import Stop, make_events
 from jaxscale.holder import job_of
 from jaxscale.refusals import Limits, Refusals
 from jaxscale.replicas import ReplicaDivergenceError
-from jaxscale.report import Reporter
+from jaxscale.reporter import Reporter
 from jaxscale.stages import Stage, examples_at, stage_index
 from jaxscale.state import TrainState
 from jaxscale.step import TrainStep

@@ -13,7 +13,7 @@ LEVELS = {
   "train": 14, "doctor": 14, "plot_schedule": 14,
   "run": 13, "imagenet": 13, "preflight": 13,
   "events": 12,
-  "report": 11, "adaptive": 11, "workdir": 11, "step_report": 11,
+  "reporter": 11, "adaptive": 11, "workdir": 11, "step_report": 11,
   "build": 10,
   "parts": 9, "exchange_parts": 9,
   "derive": 8,
