@@ -12,7 +12,7 @@ from conftest import ROOT
 from test_launch_script import RUN, RUNS
 
 from jaxscale import launch
-from jaxscale.launch import cli, profile, render, spec, sweep
+from jaxscale.launch import cli, profile, render, spec, sweeps
 from jaxscale.launch import folder as folders
 from jaxscale.launch.profile import Site, load_site, site_from, with_options
 from jaxscale.overrides import load_config
@@ -83,15 +83,15 @@ def test_the_command_line_has_the_last_word():
 
 
 def test_a_sweep_is_a_product():
-  trials = sweep.product(["optimizer.lr=0.1,0.2", "--config.seed=1,2", "a=(1,2),'x,y'"])
+  trials = sweeps.product(["optimizer.lr=0.1,0.2", "--config.seed=1,2", "a=(1,2),'x,y'"])
   assert len(trials) == 8
   assert trials[1] == {"optimizer.lr": "0.1", "seed": "1", "a": "'x,y'"}
   assert trials[-1] == {"optimizer.lr": "0.2", "seed": "2", "a": "'x,y'"}
   for wrong in ("seed", "seed=", "=1", "seed=1,,2"):
     with pytest.raises(ConfigError, match=f"--sweep={wrong}"):
-      sweep.product([wrong])
+      sweeps.product([wrong])
   with pytest.raises(ConfigError, match="has a list already"):
-    sweep.product(["seed=1", "seed=2"])
+    sweeps.product(["seed=1", "seed=2"])
 
 
 SWEEP = """
@@ -109,20 +109,20 @@ def get_sweep():
 def test_a_config_file_yields_its_sweep(tmp_path, monkeypatch):
   path = tmp_path / "mine.py"
   path.write_text(SWEEP)
-  assert sweep.from_file(str(path)) == [
+  assert sweeps.from_file(str(path)) == [
     {"optimizer.lr": "0.1", "data.augment": "none"},
     {"optimizer.lr": "2e-05", "data.augment": "none"},
   ]
   with pytest.raises(ConfigError, match="define get_sweep"):
-    sweep.from_file(DIGITS)
+    sweeps.from_file(DIGITS)
   path.write_text(path.read_text().replace("yield {", "yield 1/0, {"))
   with pytest.raises(ConfigError, match=r"mine.py:9: ZeroDivisionError"):
-    sweep.from_file(str(path))
+    sweeps.from_file(str(path))
 
 
 def test_a_sweep_is_checked_before_it_is_submitted():
   def check(trials):
-    sweep.check(lambda o: load_config(DIGITS, o), {}, trials)
+    sweeps.check(lambda o: load_config(DIGITS, o), {}, trials)
 
   with pytest.raises(ConfigError, match=r"trial 1: .*has no field 'sed'"):
     check([{"seed": "1"}, {"sed": "2"}])

@@ -96,7 +96,7 @@ def test_a_sweep_runs_two_at_a_time(stand_in, tmp_path):
   running.mkdir()
   count = f'touch "{running}/$$"; ls "{running}" | wc -l; sleep 0.4; rm "{running}/$$"'
   (tmp_path / "does").write_text(count)
-  job = launch.submit_sweep(
+  job = launch.sweep(
     DIGITS, [{"seed": i} for i in range(6)], at_most=2, **stand_in
   )
   assert {row.state for row in job.status()} & {"RUNNING", "PENDING"}
@@ -128,7 +128,7 @@ def test_cancelled_it_saves_and_resumed_it_goes_on(stand_in, tmp_path):
 
 def test_of_a_sweep_only_what_is_not_done_is_resumed(stand_in, tmp_path):
   (tmp_path / "does").write_text('[[ "$workdir" == */1 ]] && exit 1; exit 0')
-  job = launch.submit_sweep(DIGITS, [{"seed": i} for i in range(3)], **stand_in)
+  job = launch.sweep(DIGITS, [{"seed": i} for i in range(3)], **stand_in)
   assert [r.state for r in wait(job)] == ["COMPLETED", "FAILED", "COMPLETED"]
   (tmp_path / "does").write_text("exit 0")
   job.resume()

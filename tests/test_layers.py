@@ -8,6 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "jaxscale"
 
 LEVELS = {
+  "report": 17,
   "launch": 16, "batch_study": 16, "time_to_accuracy": 16,
   "trials": 15,
   "train": 14, "doctor": 14, "plot_schedule": 14,

@@ -6,15 +6,13 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxscale.exits import EXIT_DONE, EXIT_INTERRUPTED, one_line_errors
 from jaxscale.launch import folder as folders
-from jaxscale.launch import handle, logs, status, sweep
+from jaxscale.launch import handle, logs, status, studies, sweeps
 from jaxscale.launch.handle import Job, Prepared
 from jaxscale.launch.profile import OPTIONS
-from jaxscale.overrides import load_config
 from jaxscale.settings import ConfigError, nearest
 
 USAGE = """\
@@ -177,7 +175,7 @@ def _submit(asked: Asked, argv: list[str]) -> None:
   trials, at_most = [], 0
   if asked.verb == "sweep":
     lists = asked.options.get("sweep")
-    trials = sweep.product(lists) if lists else sweep.from_file(config)
+    trials = sweeps.product(lists) if lists else sweeps.from_file(config)
     at_most = asked.number("at-most", 0)
     if not trials:
       raise ConfigError(f"{config}: its get_sweep() yields nothing")
@@ -221,52 +219,65 @@ def _job_options(asked: Asked) -> dict[str, str]:
 
 
 def _launch(prepared: Prepared, asked: Asked) -> None:
-  run = prepared.run
-  trials = f", {len(run.trials)} trials" if run.trials else ""
   if "dry-run" in asked.flags:
-    print(prepared.script)
-    count = len(folders.sources(None if prepared.text else prepared.config))
-    print(f"# would make {run.folder} with {count} files of code{trials}")
-    print(f"# and hand it to {run.executor}: {run.processes} processes")
+    _show(prepared)
     return
   job = handle.launch(prepared)
-  print(f"{run.name}: submitted as {folders.last_job(job.folder)}{trials}")
+  print(f"{job.name}: submitted as {folders.last_job(job.folder)}{_trials(prepared)}")
   print(f"  {job.folder}")
-  for verb in ("status", "logs -f", "cancel"):
-    runs = asked.get("runs", "runs")
-    where = "" if runs == "runs" else f" --runs {shlex.quote(runs)}"
-    print(f"  python -m jaxscale.launch {verb} {run.name}{where}")
+  _hints(asked, job.name, "launch status", "launch logs -f", "launch cancel")
+
+
+def _show(prepared: Prepared) -> None:
+  """What `--dry-run` prints."""
+  run = prepared.run
+  print(prepared.script)
+  count = len(folders.sources(None if prepared.text else prepared.config))
+  print(f"# would make {run.folder} with {count} files of code{_trials(prepared)}")
+  print(f"# and hand it to {run.executor}: {run.processes} processes")
+
+
+def _trials(prepared: Prepared) -> str:
+  return f", {len(prepared.run.trials)} trials" if prepared.run.trials else ""
+
+
+def _hints(asked: Asked, name: str, *commands: str) -> None:
+  """What one may type next."""
+  runs = asked.get("runs", "runs")
+  where = "" if runs == "runs" else f" --runs {shlex.quote(runs)}"
+  for command in commands:
+    print(f"  python -m jaxscale.{command} {name}{where}")
 
 
 def _scaling(asked: Asked, argv: list[str]) -> None:
   """The same config at several sizes: a run each."""
-  config, batch = _config(asked), asked.get("batch", "fixed")
-  if batch not in ("fixed", "grows"):
-    raise ConfigError(f"--batch={batch}: {nearest(batch, ('fixed', 'grows'))}")
-  sizes = asked.get("nodes", "").split(",")
-  if not all(s.isdecimal() and int(s) for s in sizes) or len({*sizes}) < len(sizes):
-    raise ConfigError(f"--nodes={','.join(sizes)}: give several sizes, e.g. 1,2,4,8")
-  stem = asked.get("name", Path(folders.new_folder("", None, config)).name)
-  common = _common(asked, argv)
-  prepared = []
-  for size in map(int, sizes):
-    overrides = dict(asked.overrides)
-    if batch == "grows":
-      base = load_config(config, overrides).batch_size
-      grown = base * size // int(sizes[0])
-      overrides["batch_size"] = str(grown)
-    options: dict[str, Any] = common | {"overrides": overrides}
-    name = f"{stem}-{size}n"
-    prepared.append(handle.prepare(config, nodes=size, name=name, **options))
-  for one in prepared:  # all of them have been checked
-    _launch(one, asked)
+  config, given = _config(asked), asked.get("nodes", "")
+  sizes = given.split(",")
+  if not all(s.isdecimal() and int(s) for s in sizes):
+    raise ConfigError(f"--nodes={given}: give several sizes, e.g. 1,2,4,8")
+  prepared = studies.prepare(
+    config,
+    [int(s) for s in sizes],
+    batch=asked.get("batch", "fixed"),
+    name=asked.options.get("name", [None])[-1],
+    **_common(asked, argv),
+  )
+  if "dry-run" in asked.flags:
+    for one in prepared.runs:
+      _show(one)
+    return
+  study = studies.launch(prepared)
+  for job in study.jobs:
+    print(f"{job.name}: submitted as {folders.last_job(job.folder)}")
+  print(f"  {study.folder}")
+  _hints(asked, study.name, "launch status", "launch cancel", "report")
 
 
 def _jobs(asked: Asked) -> list[Job]:
   if not asked.names:
     raise ConfigError(f"{asked.verb}: of which run? see `status`")
   runs = asked.get("runs", "runs")
-  return [Job(folders.find(name, runs)) for name in asked.names]
+  return [Job(path) for path in folders.find_all(asked.names, runs)]
 
 
 def _status(asked: Asked, argv: list[str]) -> None:
@@ -274,7 +285,7 @@ def _status(asked: Asked, argv: list[str]) -> None:
   every = asked.number("every", 5, 1)
   while True:
     runs = asked.get("runs", "runs")
-    paths = [folders.find(n, runs) for n in asked.names] or folders.all_folders(runs)
+    paths = folders.find_all(asked.names, runs) or folders.all_folders(runs)
     found = status.rows(paths)
     text = status.table(found)
     if "watch" not in asked.flags:
@@ -292,7 +303,8 @@ def _logs(asked: Asked, argv: list[str]) -> None:
   del argv
   (job, *others) = _jobs(asked)
   if others:
-    raise ConfigError(f"{asked.names[1]}: one run at a time, please")
+    names = ", ".join(j.name for j in (job, *others))
+    raise ConfigError(f"{asked.names[-1]}: logs of one run at a time, of {names}")
   run, lines = folders.read_run(job.folder), asked.options.get("lines")
   files = logs.choose(run, asked.get("rank", "0"), asked.number("task", 0))
   if "follow" in asked.flags:
