@@ -83,7 +83,9 @@ def test_the_command_line_has_the_last_word():
 
 
 def test_a_sweep_is_a_product():
-  trials = sweeps.product(["optimizer.lr=0.1,0.2", "--config.seed=1,2", "a=(1,2),'x,y'"])
+  trials = sweeps.product(
+    ["optimizer.lr=0.1,0.2", "--config.seed=1,2", "a=(1,2),'x,y'"]
+  )
   assert len(trials) == 8
   assert trials[1] == {"optimizer.lr": "0.1", "seed": "1", "a": "'x,y'"}
   assert trials[-1] == {"optimizer.lr": "0.2", "seed": "2", "a": "'x,y'"}

@@ -88,4 +88,6 @@ class Record(list[dict[str, Any]]):
 def _cell(value: Any) -> str:
   if value is None:
     return NOTHING
-  return f"{value:.4g}" if isinstance(value, float) else str(value)
+  if isinstance(value, float):
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+  return str(value)

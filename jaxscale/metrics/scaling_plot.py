@@ -37,7 +37,7 @@ def plot_scaling(study: Mapping[str, Any], path: str | Path) -> Path:
   _efficiency(axes[1], study, devices)
   _step(axes[2], rows)
   for axis in axes:
-    axis.set_xlabel("devices, a step" if axis is axes[2] else "devices")
+    axis.set_xlabel("devices, and ms a step" if axis is axes[2] else "devices")
     axis.grid(alpha=0.25, axis="y" if axis is axes[2] else "both")
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
@@ -113,19 +113,25 @@ def _step(axis, rows: Sequence[Mapping[str, Any]]) -> None:
     return
   steps = [row["compute_s"] + row["exposed_s"] for row in known]
   shares = [100 * r["exposed_s"] / s for r, s in zip(known, steps, strict=True)]
-  axis.bar(range(len(known)), shares, 0.55, color=_FIT, label="exposed exchange")
+  axis.bar(
+    [i - 0.1 for i in range(len(known))],
+    shares,
+    0.45,
+    color=_FIT,
+    label="exposed exchange",
+  )
   for i, share in enumerate(shares):
     axis.annotate(
-      f"{share:.2g}" if share else "0", (i, share), xytext=(0, 2), ha="center",
+      f"{share:.2g}" if share else "0", (i - 0.1, share), xytext=(0, 2), ha="center",
       textcoords="offset points", fontsize=8, color="#5b7aa3",
     )  # fmt: skip
-  spread = [(i, 100 * r["spread"]) for i, r in enumerate(known) if r["spread"]]
+  spread = [(i + 0.26, 100 * r["spread"]) for i, r in enumerate(known) if r["spread"]]
   if spread:
     label = "fastest to slowest process, each alone"
     xs, ys = zip(*spread, strict=True)
     axis.plot(xs, ys, "D", color=_RUN, mfc="white", ms=6, label=label)
   ticks = (
-    f"{r['devices']:,}\n{1e3 * s:.3g} ms" for r, s in zip(known, steps, strict=True)
+    f"{r['devices']:,}\n{1e3 * s:.3g}" for r, s in zip(known, steps, strict=True)
   )
   axis.set_xticks(range(len(known)), list(ticks))
   axis.set_xlim(-0.6, max(len(known) - 0.4, 1.6))
