@@ -149,6 +149,22 @@ MISTAKES = [
   (["submit", "--config", DIGITS, "--sweep=seed=1"], "--sweep=seed=1: not an option"),
   (["sweep", "--config", DIGITS], "define get_sweep() in it, or give --sweep"),
   (["sweep", "--config", DIGITS, "--sweep=epochs=0"], "trial 0: "),
+  (
+    ["submit", "--config", DIGITS, "--nodes=3"],
+    "batch size 128: not divisible by 3 processes; give 126 or 129, or another number",
+  ),
+  (
+    ["sweep", "--config", DIGITS, "--nodes=2", "--sweep=batch_size=64,63"],
+    "trial 1: batch size 63: not divisible by 2 processes; give 62 or 64",
+  ),
+  (
+    ["scaling", "--config", DIGITS, "--nodes=1,3", "--batch=fixed"],
+    "batch size 128: not divisible by 3 processes; give 126 or 129",
+  ),
+  (
+    ["scaling", "--config", DIGITS, "--nodes=1,2", "--config.stages=AdaptiveBatch"],
+    "digits.py: batch or images change size on the way",
+  ),
   (["scaling", "--config", DIGITS, "--nodes=1,1"], "give several sizes"),
   (["logs", "nothing"], "nothing: no such run"),
   (["cancel"], "cancel: of which run?"),

@@ -73,6 +73,11 @@ def test_the_warm_up_and_a_short_end_are_no_throughput(tmp_path):
   assert found.missing == ("nodes: only runs of jaxscale.launch write them down",)
 
 
+def test_one_process_has_no_spread(tmp_path):
+  path = workdir(tmp_path / "w", [STEP_REPORT], devices=1)
+  assert measured.read(path).spread is None
+
+
 def test_of_a_run_that_was_started_again_the_last_start_counts(tmp_path):
   """It may have other devices: config.json, which it has written, says which."""
   first = [STEP_REPORT, *(logged(s, 10.0) for s in (10, 20, 30))]
@@ -108,7 +113,7 @@ def test_what_is_missing_has_a_reason(tmp_path):
   assert row.split() == ["w", "–", "2", "2", "128", "6", "–", "1", "1.00", "100%",
                          *"––––"]  # fmt: skip
   for why in (
-    "– w: quartiles: of 1 windows there are none; log.every_steps=2 gives 20",
+    "– w: quartiles: of 1 windows there are none; log.every_steps=2 logs more often",
     "– w: exposed and spread: no step report, not measured yet",
     "– w: loss and accuracy: not done, at step 20 of 40",
     "– w: nodes: only runs of jaxscale.launch write them down",
@@ -213,6 +218,8 @@ def test_csv_and_picture_of_what_is_known_and_what_is_not(tmp_path):
   rows = list(csv.DictReader(report.as_csv(found).splitlines()))
   assert float(rows[1]["speed_up"]) == 1.5 and float(rows[1]["efficiency"]) == 0.75
   assert float(rows[1]["examples_per_s_q3"]) == pytest.approx(157.5)
+  named = [rows[1][n] for n in ("exposed_share", "compute_s", "exposed_s", "spread")]
+  assert named == ["0.25", "0.003", "0.001", "0.5"]
   assert rows[2]["examples_per_s"] == rows[2]["loss"] == rows[2]["speed_up"] == ""
   for i, study in enumerate(
     (found, compare.compare([gap]), compare.compare([gap] * 2))

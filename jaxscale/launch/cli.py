@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shlex
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxscale.exits import EXIT_DONE, EXIT_INTERRUPTED, one_line_errors
@@ -30,6 +32,8 @@ usage: python -m jaxscale.launch submit --config FILE[:arg] [--nodes N] [option 
 Runs of jaxscale.train under Slurm, or in the background of this machine. Each has a
 folder of its own under runs/, with a copy of the code and all that it writes.
 
+  RUN                     name of a run, or its folder; for status, cancel and resume
+                          also that of a scaling study, for all of its runs
   --config FILE[:arg]     as for jaxscale.train; --config.FIELD=VALUE as well
   --nodes N               nodes of the run (default 1)
   --name NAME             of the folder (default: the config's name and the time)
@@ -42,13 +46,20 @@ folder of its own under runs/, with a copy of the code and all that it writes.
   --dry-run               print the script and what would be made; make nothing
   --sweep a.b=1,2,3       values of a setting; several: all combinations; without
                           any, what get_sweep() of the config file yields
-  --at-most N             trials that run at a time
+  --at-most N             trials that run at a time (default: all that have room; on
+                          this machine 1)
   --batch fixed|grows     of a scaling study: the batch size stays (strong scaling,
-                          the default), or grows with the nodes (weak)
+                          the default), or grows with the nodes (weak); then
+                          `python -m jaxscale.report NAME` has table and picture
   --watch                 the table, again and again (every 5 seconds)
   -f                      print what comes until the run ends
+  --rank N|all|batch      whose output: a process (default 0), all, or the script's
+  --task N                of which trial of a sweep (default 0)
+  --lines N, -n N         the last N lines only
 
-for the job, instead of the profile's value:
+exit code: 0 done, 2 a mistake in what was asked for, 1 anything else, 130 interrupted
+
+for the job, instead of what the site's profile says, each with a value:
 """
 
 _SUBMIT = (
@@ -166,7 +177,10 @@ def main(argv: list[str]) -> int:
 
 
 def _help() -> str:
-  return USAGE + "  " + " ".join(f"--{name.replace('_', '-')}" for name in OPTIONS)
+  words = " ".join(f"--{name.replace('_', '-')}" for name in OPTIONS)
+  return USAGE + textwrap.fill(
+    words, 86, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+  )
 
 
 def _submit(asked: Asked, argv: list[str]) -> None:
@@ -311,15 +325,20 @@ def _logs(asked: Asked, argv: list[str]) -> None:
     for line in logs.follow(files, lambda: all(r.ended for r in job.status())):
       print(line, flush=True)
     return
-  there = [path for _, path in files if path.exists()]
-  if not there and "rank" not in asked.options:
-    files = logs.choose(run, "batch", asked.number("task", 0))  # why it has not begun
-    there = [path for _, path in files if path.exists()]
-  if not there:
+  task = asked.number("task", 0)
+  if not _said(files) and "rank" not in asked.options:
+    # Another rank may say why this one was ended, or the script why none began.
+    every, batch = (logs.choose(run, rank, task) for rank in ("all", "batch"))
+    files = every if _said(every) else batch
+  if not _said(files):
     raise ConfigError(f"{run.name}: nothing printed yet; see `status {run.name}`")
   count = asked.number("lines", 1, 1) if lines else None
   for line in logs.last(files, count):
     print(line)
+
+
+def _said(files: Sequence[tuple[str, Path]]) -> bool:
+  return any(path.exists() and path.stat().st_size for _, path in files)
 
 
 def _cancel(asked: Asked, argv: list[str]) -> None:

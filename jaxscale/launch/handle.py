@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jaxscale.config
-from jaxscale.config import Config
+from jaxscale.config import Config, Stages
 from jaxscale.launch import folder as folders
 from jaxscale.launch import local, logs, slurm, spec, sweeps
 from jaxscale.launch import status as states
@@ -67,10 +67,6 @@ def prepare(
   """Check all that can be checked here; makes nothing. See `submit`."""
   overrides = {k: sweeps.as_text(v) for k, v in (overrides or {}).items()}
   path, text = (config, None) if isinstance(config, str) else _written(config)
-  load = loader(config)
-  load(overrides)
-  if trials:
-    sweeps.check(load, overrides, trials)
   for option, value, least in (
     ("nodes", nodes, 1), ("requeue", requeue, 0), ("at-most", at_most, 0)
   ):  # fmt: skip
@@ -80,6 +76,10 @@ def prepare(
   if chosen not in EXECUTORS:
     raise ConfigError(f"--executor={chosen}: {nearest(chosen, EXECUTORS)}")
   chosen_site = with_options(load_site(site), options)
+  load = _dividing(loader(config), nodes * chosen_site.tasks)
+  load(overrides)
+  if trials:
+    sweeps.check(load, overrides, trials)
   if not (chosen_site.python or chosen_site.container or find_spec("jax")):
     raise ConfigError(
       f"{sys.executable}: has no jax; submit from the environment that trains, or "
@@ -105,6 +105,27 @@ def prepare(
   prepared = Prepared(run, path, text)
   _ = prepared.script  # it refuses what cannot be written into one
   return prepared
+
+
+def _dividing(
+  load: Callable[[Mapping[str, str]], Config], processes: int
+) -> Callable[[Mapping[str, str]], Config]:
+  """Refuses here what every process would refuse later; devices are not known yet."""
+
+  def checked(overrides: Mapping[str, str]) -> Config:
+    config = load(overrides)
+    stages = config.stages
+    sizes = stages.batch_sizes if isinstance(stages, Stages) else ()
+    for size in sizes or (config.batch_size,):
+      if over := size % processes:
+        near = [n for n in (size - over, size - over + processes) if n]
+        raise ConfigError(
+          f"batch size {size}: not divisible by {processes} processes; give "
+          f"{' or '.join(map(str, near))}, or another number of nodes"
+        )
+    return config
+
+  return checked
 
 
 def loader(config: str | Config) -> Callable[[Mapping[str, str]], Config]:

@@ -159,7 +159,7 @@ def _preflight(run: Run, job: str, task: int, stop: threading.Event) -> int:
 
 
 def _once(run: Run, job: str, task: int, stop: threading.Event) -> int:
-  """Start all processes and wait for their end; the highest of their exit codes."""
+  """Start all processes and wait for their end; the exit code of `_wait`."""
   count, coordinator = run.processes, f"127.0.0.1:{_free_port()}"
   processes = []
   for rank in range(count):
@@ -195,17 +195,26 @@ def _start(
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], stop: threading.Event) -> int:
-  """As `srun --kill-on-bad-exit`: one that fails, or a wish to stop, ends all."""
-  deadline = None
+  """As `srun --kill-on-bad-exit`: one that fails, or a wish to stop, ends all.
+
+  Returns:
+    0, or how the first ended that failed: the others were told to.
+  """
+  deadline, first = None, 0
   while None in (codes := [p.poll() for p in processes]):
-    if deadline is None and (stop.is_set() or any(codes)):
+    first = first or _worst(codes)
+    if deadline is None and (stop.is_set() or first):
       deadline = time.monotonic() + GRACE_S
       _signal(processes, signal.SIGTERM)
     elif deadline is not None and time.monotonic() > deadline:
       _signal(processes, signal.SIGKILL)
     time.sleep(_POLL_S)
-  ended = (c for c in codes if c is not None)
-  return max(128 - c if c < 0 else c for c in ended)  # as a shell has signals
+  return first or _worst(codes)
+
+
+def _worst(codes: Sequence[int | None]) -> int:
+  """The highest code of those that have ended, signals as a shell has them."""
+  return max((128 - c if c < 0 else c for c in codes if c is not None), default=0)
 
 
 def _signal(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:

@@ -110,7 +110,7 @@ def read(path: Path) -> Measured:
   except FileNotFoundError:
     if workdir != path:
       raise NotBegunError(
-        f"{path.name}: has not begun; see `status {path.name}`"
+        f"{path.name}: has written nothing yet; see `status {path.name}`"
       ) from None
     raise ConfigError(f"{path}: no run.json or config.json in it, give a run") from None
   except (OSError, ValueError, KeyError) as e:
@@ -191,7 +191,7 @@ def _batch(name: str, described: Mapping[str, Any]) -> int:
   shapes = {(s["batch_size"], s["image_size"]) for s in described["derived"]["stages"]}
   if len(shapes) > 1 or described["config"]["stages"]["class"] == "AdaptiveBatch":
     raise ConfigError(
-      f"{name}: batch or images change size on the way, so it has no one throughput; "
+      f"{name}: batch or images change size on the way, which have no one throughput; "
       "compare runs with --config.stages=Stages"
     )
   return shapes.pop()[0]
@@ -210,9 +210,11 @@ def _missing(
   last = max((line["step"] for line in lines), default=0)
   every = f"log.every_steps={max(total // 20, 1)}"
   if not rates:
-    found.append(f"throughput: no window after the warm-up; {every} gives 20")
+    found.append(f"throughput: no window after the warm-up; {every} logs more often")
   elif len(rates) < 3:
-    found.append(f"quartiles: of {len(rates)} windows there are none; {every} gives 20")
+    found.append(
+      f"quartiles: of {len(rates)} windows there are none; {every} logs more often"
+    )
   if not any(_REPORT in line for line in lines):
     remedy = "not measured yet" if is_asked else "set log.step_report=True"
     found.append(f"exposed and spread: no step report, {remedy}")

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxscale.config import Config
+from jaxscale.config import AdaptiveBatch, Config
 from jaxscale.launch import folder as folders
 from jaxscale.launch import handle, sweeps
 from jaxscale.launch import status as states
@@ -59,16 +59,17 @@ def prepare(
   # What a step waits for is part of the report.
   settings = {"log.step_report": True, **(overrides or {})}
   texts = {k: sweeps.as_text(v) for k, v in settings.items()}
-  smallest = handle.loader(config)(texts).batch_size
+  asked = handle.loader(config)(texts)
+  stages, smallest = asked.stages, asked.batch_size
+  if isinstance(stages, AdaptiveBatch) or stages.batch_sizes or stages.image_sizes:
+    raise ConfigError(
+      f"{path}: batch or images change size on the way, which have no one throughput; "
+      "give --config.stages=Stages"
+    )
   prepared = []
   for size in nodes:
     changed = dict(texts)
     if batch == "grows":
-      if smallest * size % nodes[0]:
-        raise ConfigError(
-          f"--batch=grows: {smallest} examples on {nodes[0]} nodes are no whole number "
-          f"on {size}; set --config.batch_size to a multiple of {nodes[0]}"
-        )
       changed["batch_size"] = str(smallest * size // nodes[0])
     prepared.append(
       handle.prepare(
@@ -117,7 +118,7 @@ def scaling(config: str | Config, nodes: Sequence[int], **options: Any) -> Study
       `submit`.
 
   Raises:
-    ConfigError: as for `submit`, or a batch that does not grow to a whole number.
+    ConfigError: as for `submit`, or a config whose batch changes on the way.
 
   Example:
     >>> study = scaling("configs/digits.py", [1, 2, 4])       # doctest: +SKIP
