@@ -1,7 +1,9 @@
 """What `jaxscale.launch` would submit: sites, sweeps, folders, mistakes."""
 
+import dataclasses
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -246,3 +248,20 @@ def test_a_python_without_jax_is_not_taken_along(monkeypatch):
   monkeypatch.setattr(launch.handle, "find_spec", lambda name: None)
   with pytest.raises(ConfigError, match="has no jax; submit from"):
     launch.handle.prepare(DIGITS)
+
+
+def test_the_page_about_jobs_names_everything():
+  page = (ROOT / "docs" / "launch.md").read_text()
+  keys = [f.name for c in (Site, profile.Container) for f in dataclasses.fields(c)]
+  verbs = [f"| `{verb}" for verb in cli._VERBS]
+  codes = [f"| {c} |" for c in (*render.STARTED_AGAIN, *render.NOT_STARTED_AGAIN)]
+  for word in (*(f"`{key}`" for key in keys), *verbs, *codes):
+    assert word in page, word
+
+
+def test_the_profile_of_the_page_about_jobs_is_right(tmp_path):
+  page = (ROOT / "docs" / "launch.md").read_text()
+  (text,) = re.findall(r"```toml\n(.*?)```", page, flags=re.S)
+  (tmp_path / "here.toml").write_text(text)
+  site = load_site(str(tmp_path / "here.toml"))
+  assert (site.partition, site.tasks, site.env) == ("main", 1, ("JAX_PLATFORMS=cpu",))
