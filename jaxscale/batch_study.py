@@ -333,7 +333,6 @@ def _study(path: str, config: Config, workdir: Path, options: dict[str, str]) ->
     trials.count(options, "device-batch", 1) if "device-batch" in options else None
   )
 
-  cluster.initialize(config)
   made = make_trials(config, sizes, workdir, seeds=seeds, device_batch=device_batch)
   study = summarise(config, trials.run_trials(made), path)
 
@@ -347,4 +346,4 @@ def _study(path: str, config: Config, workdir: Path, options: dict[str, str]) ->
 
 
 if __name__ == "__main__":
-  leave(main, cluster.leave_last)
+  leave(main)

@@ -21,6 +21,7 @@ import jax
 
 from jaxscale import carry_over, checkpoint_dir, checkpoint_files, checksum, cluster
 from jaxscale.checkpoint_files import DamagedError, one_line
+from jaxscale.exits import DISK_ADVICE, EXIT_CRASH
 from jaxscale.lease import Lease, LostError, check_for_all, why_lost
 from jaxscale.settings import ConfigError
 from jaxscale.state import TrainState
@@ -29,7 +30,8 @@ from jaxscale.state import TrainState
 class UnsavedError(Exception):
   """A checkpoint could not be written; the message says why."""
 
-  advice = "make room or mend the disk, then run the same command again"
+  exit_code = EXIT_CRASH
+  advice = DISK_ADVICE
 
 
 class _Save(NamedTuple):

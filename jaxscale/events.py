@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import signal
-import threading
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from typing import TypeVar
 
-import jax
-
-from jaxscale import cluster, data, loop, non_finite, replicas, stages
+from jaxscale import data, loop, non_finite, replicas, stages
 from jaxscale.checkpoint import Checkpoints
+from jaxscale.cluster.watch import Watch
 from jaxscale.derive import steps_of
 from jaxscale.mesh import host_shard
 from jaxscale.refusals import Refusals
 from jaxscale.reporter import Reporter
 
+T = TypeVar("T")
+
+
+class _LeftOff(Exception):
+  """An evaluation that was asked to stop."""
+
 
 def make_events(
   reporter: Reporter,
   checkpoints: Checkpoints,
-  stop: Stop,
+  watch: Watch,
   fingerprint: Future[replicas.Fingerprint] | None = None,
   refusals: Refusals | None = None,
 ) -> loop.Events:
@@ -28,7 +33,7 @@ def make_events(
   Args:
     reporter: shows what happens.
     checkpoints: where to save.
-    stop: whether to.
+    watch: is told where the run is, and says when to stop.
     fingerprint: for the comparison of replicas; None: there is none.
     refusals: what follows a step that was refused; None: the end.
   """
@@ -53,6 +58,7 @@ def make_events(
 
   def refused(bad):
     text, in_state = bad.what, False
+    watch.at(bad.step, "preparing")
     with reporter.pause():
       if bad.seen is not None:
         params, model_state = bad.state.params, bad.state.model_state
@@ -64,15 +70,19 @@ def make_events(
     reporter.say(f"step {bad.step}  skipped: {text}")
 
   def evaluate(step, state):
+    watch.at(step, "evaluating" if reporter.evaluation else "preparing")
     reporter.evaluating(step)
     with reporter.pause():
       batches = data.eval_batches(
         experiment.eval_data, derived.eval_batch_size, shard=host_shard(mesh)
       )
       params, model_state = state.evaluated()
-      values = loop.evaluate(
-        experiment.eval_step, params, model_state, data.to_device(batches, mesh)
-      )
+      on_devices = _polled(data.to_device(batches, mesh), watch, step)
+      try:
+        values = loop.evaluate(experiment.eval_step, params, model_state, on_devices)
+      except _LeftOff:
+        reporter.say(f"step {step}  the evaluation is left for later")
+        return None
     reporter.evaluated(step, values)
     return values
 
@@ -80,6 +90,7 @@ def make_events(
 
   def check(step, state):
     assert fingerprint is not None
+    watch.at(step, "preparing")
     with reporter.pause():
       replicas.check(
         replicas.shared(state),
@@ -89,6 +100,7 @@ def make_events(
       )
 
   def save(step, state, values):
+    watch.at(step, "saving")
     with reporter.pause():
       try:
         checkpoints.save(state, values)
@@ -96,16 +108,10 @@ def make_events(
         raise loop.NonFiniteError(step, str(e)) from None
 
   def should_stop(step):
-    # Every process has seen the same evaluations, but not the same Ctrl-C: on
-    # that they agree where they log, so that they stop after the same step.
     if is_logged(step):
       checkpoints.poll()
-    asked = stop.requested
-    if jax.process_count() > 1:
-      asked = is_logged(step) and cluster.any_process(asked)
-    reached = config.stop_at_target and reporter.target() is not None
-    stop.agreed = asked or reached
-    return stop.agreed
+    asked = watch.stop.poll() is not None
+    return asked or has_reached(reporter)
 
   return loop.Events(
     is_logged=is_logged,
@@ -117,29 +123,21 @@ def make_events(
     should_stop=should_stop,
     is_checked=lambda step: fingerprint is not None and step % check_every == 0,
     check=check,
+    at=watch.at,
     refused=refused,
   )
 
 
-class Stop:
-  """Turns the first Ctrl-C into a wish to stop; the second one is Python's."""
+def has_reached(reporter: Reporter) -> bool:
+  """Whether the run ends here, at its target; all have seen the same evaluations."""
+  return reporter.experiment.config.stop_at_target and reporter.target() is not None
 
-  requested = False  # in this process
-  agreed = False  # by all of them
 
-  def __enter__(self):
-    self._before = None
-    # Only the main thread may set handlers; elsewhere Ctrl-C stays Python's.
-    if threading.current_thread() is threading.main_thread():
-      self._before = signal.signal(signal.SIGINT, self._request)
-    return self
-
-  def _request(self, *_):
-    self.requested = True
-    signal.signal(signal.SIGINT, self._before or signal.default_int_handler)
-    if cluster.is_leader():
-      print("\nCtrl-C: saving after this step; again to stop at once", flush=True)
-
-  def __exit__(self, *_):
-    if self._before is not None:
-      signal.signal(signal.SIGINT, self._before)
+def _polled(batches: Iterable[T], watch: Watch, step: int) -> Iterator[T]:
+  """The batches of an evaluation, until all are asked to stop."""
+  for i, batch in enumerate(batches):
+    if watch.stop.poll():
+      raise _LeftOff
+    if i:  # the first compiles, maybe
+      watch.at(step, "evaluating")
+    yield batch

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import sys
 import traceback
 from collections.abc import Callable
-from typing import NoReturn, ParamSpec
+from typing import NamedTuple, NoReturn, ParamSpec
 
 from jaxscale.settings import ConfigError
 
@@ -16,11 +17,50 @@ EXIT_PREEMPTED = 85  # told to stop, and saved: requeue
 EXIT_HANG = 86
 EXIT_GIVE_UP = 93  # do not requeue: it would only fail again
 
+# What a disk or its server does, and not a fault of the program.
+_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE)
+DISK_ADVICE = "make room, and start it again: it goes on from its newest checkpoint"
+
 P = ParamSpec("P")
 
 
+class GiveUpError(Exception):
+  """To start again would only fail again; the message says why."""
+
+  exit_code = EXIT_GIVE_UP
+
+
+class Said(NamedTuple):
+  """What a person is told of an error, and the exit code."""
+
+  line: str
+  code: int
+
+
+def said(error: BaseException) -> Said | None:
+  """The line of an error that is no fault of the program; None: it needs a traceback.
+
+  Those are ConfigErrors, what disks do, and errors with an `exit_code`, whose
+  `advice`, if there is one, ends the line.
+
+  Example:
+    >>> said(ConfigError("--sizes=x: give whole numbers"))
+    Said(line='--sizes=x: give whole numbers', code=2)
+    >>> said(KeyError("x"))
+  """
+  if isinstance(error, ConfigError):
+    return Said(str(error), EXIT_USER)
+  if code := getattr(error, "exit_code", None):
+    advice = getattr(error, "advice", "")
+    return Said(f"{error}; {advice}" if advice else str(error), code)
+  if isinstance(error, OSError) and error.errno in _OF_DISKS:
+    where = f"{error.filename}: " if error.filename else ""
+    return Said(f"{where}{error.strerror}; {DISK_ADVICE}", EXIT_CRASH)
+  return None
+
+
 def one_line_errors(main: Callable[P, int]) -> Callable[P, int]:
-  """A `main` whose ConfigErrors become one line on stderr and `EXIT_USER`.
+  """A `main` whose errors that say enough become one line on stderr and a code.
 
   Example:
     >>> @one_line_errors
@@ -34,22 +74,19 @@ def one_line_errors(main: Callable[P, int]) -> Callable[P, int]:
   def guarded(*args: P.args, **kwargs: P.kwargs) -> int:
     try:
       return main(*args, **kwargs)
-    except ConfigError as e:
-      print(f"error: {e}", file=sys.stderr)
-      return EXIT_USER
+    except Exception as e:
+      if (told := said(e)) is None:
+        raise
+      print(f"error: {told.line}", file=sys.stderr)
+      return told.code
 
   return guarded
 
 
-def leave(
-  main: Callable[[list[str]], int], others: Callable[[], bool] = lambda: False
-) -> NoReturn:
+def leave(main: Callable[[list[str]], int]) -> NoReturn:
   """End the process with the exit code of a command's `main`.
 
-  Args:
-    main: of the command.
-    others: called after a failure; whether this is one of several processes.
-      `cluster.leave_last`.
+  One of several processes that fails does not come here: `cluster.joined` ends it.
   """
   code = EXIT_CRASH
   try:
@@ -60,8 +97,4 @@ def leave(
     traceback.print_exc()
   sys.stdout.flush()
   sys.stderr.flush()
-  if code and others():
-    # JAX's exit barrier would hold a failed process for 300 s (and with it the
-    # whole job), so leave at once; what had to be written is written.
-    os._exit(code)
   sys.exit(code)

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxscale import cluster
+from jaxscale.exits import GiveUpError
 from jaxscale.holder import Holder, is_restart, job_parts, lives, this_process
 from jaxscale.settings import ConfigError
 
@@ -37,7 +38,7 @@ LAPSE_S = 60.0  # a lease not renewed for so long is free: 12 renewals missed
 LAPSE_SAME_JOB_S = 15.0
 
 
-class LostError(Exception):
+class LostError(GiveUpError):
   """Another run has taken over the directory; the message says which."""
 
 

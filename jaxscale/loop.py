@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxscale.exits import EXIT_CRASH
 from jaxscale.non_finite import SEEN
 from jaxscale.state import TrainState
 from jaxscale.step import Batch, EvalStep, TrainStep
@@ -33,6 +34,7 @@ class NonFiniteError(FloatingPointError):
     advice: what to do, for the end of the line.
   """
 
+  exit_code = EXIT_CRASH
   advice = (
     "lower optimizer.lr or set clip_norm, in a new --workdir, or go on without such "
     "steps by --config.checks.non_finite=skip"
@@ -72,11 +74,14 @@ class Events(NamedTuple):
     is_evaluated: step -> whether an evaluation follows it.
     is_saved: step -> whether a checkpoint follows it.
     log: (step, metrics as floats).
-    evaluate: (step, state) -> metrics of the evaluation.
+    evaluate: (step, state) -> metrics of the evaluation; None if it was left off
+      to stop.
     save: (step, state, metrics of an evaluation at this step or None).
     should_stop: step -> whether to save and stop after it.
     is_checked: step -> whether a check of the state follows it.
     check: (step, state); raises if it finds a fault, before anything is saved.
+    at: (step, phase): the host goes on to this part of the step, by the names of
+      `cluster.verdict.PHASES`.
     refused: what follows a step whose loss or gradient is no number; raises
       `NonFiniteError`, or returns to go on. In every process at the same step.
   """
@@ -85,11 +90,12 @@ class Events(NamedTuple):
   is_evaluated: Callable[[int], bool]
   is_saved: Callable[[int], bool]
   log: Callable[[int, dict[str, float]], None]
-  evaluate: Callable[[int, TrainState], dict[str, float]]
+  evaluate: Callable[[int, TrainState], dict[str, float] | None]
   save: Callable[[int, TrainState, dict[str, float] | None], None]
   should_stop: Callable[[int], bool]
   is_checked: Callable[[int], bool] = lambda step: False
   check: Callable[[int, TrainState], None] = lambda step, state: None
+  at: Callable[[int, str], None] = lambda step, phase: None
   refused: Callable[[BadStep], None] = stop_at
 
 
@@ -134,7 +140,10 @@ def train(
         events.log(step, {name: value.item() for name, value in metrics.items()})
 
   for step in range(start + 1, total_steps + 1):
-    state, metrics = train_step(state, next(batches))
+    events.at(step, "input")
+    batch = next(batches)
+    events.at(step, "step")
+    state, metrics = train_step(state, batch)
     unread.append((step, metrics))
     read(keep=IN_FLIGHT)
 

@@ -39,6 +39,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale import cluster
 from jaxscale.collectives import vary
+from jaxscale.exits import EXIT_CRASH
 from jaxscale.paths import path_name
 from jaxscale.state import TrainState
 
@@ -56,6 +57,7 @@ class ReplicaDivergenceError(RuntimeError):
     advice: what to do, for the end of the line.
   """
 
+  exit_code = EXIT_CRASH
   advice = "test that memory and network or leave the host out, then go on"
 
   def __init__(self, step: int, what: str, good_until: int):

@@ -169,6 +169,10 @@ class Reporter:
     reached = ((s, t) for s, accuracy, t in self._evaluations if accuracy >= wanted)
     return next(reached, None)
 
+  def has_evaluated(self, step: int) -> bool:
+    """Whether an evaluation after this step is on record."""
+    return any(s == step for s, _, _ in self._evaluations)
+
   def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
     """The same batches; how long they are waited for is what `input_wait` says."""
     while True:

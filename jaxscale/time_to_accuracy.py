@@ -242,7 +242,6 @@ def main(argv: list[str]) -> int:
 def _study(path: str, config: Config, workdir: Path, options: dict[str, str]) -> None:
   seeds = trials.count(options, "seeds", 5, least=3)
 
-  cluster.initialize(config)
   made = make_trials(config, workdir, seeds)
   result = summarise(config, trials.run_trials(made), path)
 
@@ -256,4 +255,4 @@ def _study(path: str, config: Config, workdir: Path, options: dict[str, str]) ->
 
 
 if __name__ == "__main__":
-  leave(main, cluster.leave_last)
+  leave(main)

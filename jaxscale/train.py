@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import errno
-import sys
 from pathlib import Path
 
 from jaxscale import cluster
-from jaxscale.exits import (
-  EXIT_CRASH,
-  EXIT_DONE,
-  EXIT_GIVE_UP,
-  EXIT_INTERRUPTED,
-  leave,
-  one_line_errors,
-)
+from jaxscale.exits import EXIT_DONE, leave, one_line_errors
 from jaxscale.overrides import command, help_text, load_config, parse_args
 from jaxscale.settings import ConfigError
-
-# What a disk or its server does, and not a fault of the program.
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE)
 
 
 @one_line_errors
@@ -45,50 +33,30 @@ def default_workdir(path: str) -> str:
 
 def run(config, workdir: Path, argv: list[str]) -> int:
   """Train, and say in one line how it ended."""
-  cluster.initialize(config)
-  from jaxscale.checkpoint import UnsavedError
-  from jaxscale.lease import LostError
-  from jaxscale.loop import NonFiniteError
-  from jaxscale.replicas import ReplicaDivergenceError
-  from jaxscale.run import fit
+  from jaxscale.joining import joined, stopped
 
-  leader = cluster.is_leader()
-  try:
+  with joined(config, workdir) as watch:
+    from jaxscale.run import fit  # JAX: only once all have met
+
     summary = fit(config, workdir).summary
-  except (NonFiniteError, ReplicaDivergenceError) as e:
-    print(f"error: {e}; {e.advice}", file=sys.stderr)
-    return EXIT_CRASH
-  except LostError as e:
-    return _failed(f"{e}", leader, EXIT_GIVE_UP)
-  except UnsavedError as e:
-    return _failed(f"{e}; {e.advice}", leader, EXIT_CRASH)
-  except OSError as e:
-    if e.errno not in DISK_ERRORS:
-      raise
-    where = f"{e.filename}: " if e.filename else ""
-    return _failed(f"{where}{e.strerror}; {UnsavedError.advice}", leader, EXIT_CRASH)
-  if summary["outcome"] == "interrupted":
-    if leader:
-      print(f"saved step {summary['step']}; to go on: {command(argv)}")
-    return EXIT_INTERRUPTED
-  if leader:
-    target = summary["target_accuracy"]
-    reached = "" if target is None else f" (target {target:.2%}: " + (
-      "reached)" if summary["accuracy"] >= target else "missed)"
-    )  # fmt: skip
-    print(
-      f"done: held-out accuracy {summary['accuracy']:.2%}{reached} after "
-      f"{summary['step']} steps, {summary['seconds']} s; see {workdir}/metrics.png"
-    )
+    if summary["outcome"] == "interrupted":
+      line = f"saved step {summary['step']}; to go on: {command(argv)}"
+      return stopped(config, watch.stop.reason, line)
+    if cluster.is_leader():
+      print(_done(summary, workdir), flush=True)
   return EXIT_DONE
 
 
-def _failed(line: str, leader: bool, code: int) -> int:
-  """Say a failure that all processes know of once."""
-  if leader:
-    print(f"error: {line}", file=sys.stderr)
-  return code
+def _done(summary, workdir: Path) -> str:
+  target = summary["target_accuracy"]
+  reached = "" if target is None else f" (target {target:.2%}: " + (
+    "reached)" if summary["accuracy"] >= target else "missed)"
+  )  # fmt: skip
+  return (
+    f"done: held-out accuracy {summary['accuracy']:.2%}{reached} after "
+    f"{summary['step']} steps, {summary['seconds']} s; see {workdir}/metrics.png"
+  )
 
 
 if __name__ == "__main__":
-  leave(main, cluster.leave_last)
+  leave(main)

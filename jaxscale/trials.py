@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from jaxscale import metrics
 from jaxscale.config import Config
 from jaxscale.exits import EXIT_DONE, EXIT_INTERRUPTED, one_line_errors
+from jaxscale.joining import joined, stopped
 from jaxscale.overrides import load_config, parse_args
 from jaxscale.settings import ConfigError, nearest
 from jaxscale.train import default_workdir
@@ -324,7 +325,7 @@ def command(
 
   Args:
     study: runs it, given the config's path, the config, the directory and the
-      study's own options.
+      study's own options, once all processes have joined.
     argv: the command line.
     name: of the study's module.
     names: the study's own options.
@@ -333,6 +334,8 @@ def command(
   Returns:
     The exit code.
   """
+  words = ["python", "-m", f"jaxscale.{name}", *argv]
+  line = f"interrupted; to go on: {shlex.join(words)}"
   try:
     options, overrides, wants_help = parse(argv, names)
     if wants_help:
@@ -343,9 +346,13 @@ def command(
     path = options["config"]
     own = f"{default_workdir(path)}-{name.replace('_', '-')}"
     config = load_config(path, overrides)
-    study(path, config, Path(options.get("workdir", own)), options)
+    workdir = Path(options.get("workdir", own))
+    with joined(config, workdir) as watch:
+      try:
+        study(path, config, workdir, options)
+      except Interrupted:
+        return stopped(config, watch.stop.reason, line)
     return EXIT_DONE
-  except (Interrupted, KeyboardInterrupt):
-    line = shlex.join(["python", "-m", f"jaxscale.{name}", *argv])
-    print(f"interrupted; to go on: {line}")
+  except KeyboardInterrupt:
+    print(line)
     return EXIT_INTERRUPTED

@@ -12,7 +12,7 @@ LEVELS = {
   "launch": 16, "batch_study": 16, "time_to_accuracy": 16,
   "trials": 15,
   "train": 14, "doctor": 14, "plot_schedule": 14,
-  "run": 13, "imagenet": 13, "preflight": 13,
+  "run": 13, "stage_loop": 12.5, "joining": 1.5, "imagenet": 13, "preflight": 13,
   "events": 12,
   "reporter": 11, "adaptive": 11, "workdir": 11, "step_report": 11,
   "build": 10,
@@ -44,7 +44,8 @@ WITHIN = {
 }
 READS_CONFIG = {
   "derive", "parts", "exchange_parts", "build", "run", "adaptive", "overrides",
-  "launch", "trials", "plot_schedule", "batch_study", "time_to_accuracy",
+  "joining", "stage_loop", "launch", "trials", "plot_schedule", "batch_study",
+  "time_to_accuracy",
 }  # fmt: skip
 
 FILES = [p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py"]

@@ -182,7 +182,7 @@ def test_jobs_and_restarts():
 
 # A run that is suspended at one moment of a save, and goes on when it is replaced.
 ZOMBIE = """
-import os, signal, sys
+import os, signal, sys, time
 sys.path.insert(0, "tests")
 import jax; jax.config.update("jax_num_cpu_devices", 1)
 from pathlib import Path
@@ -195,7 +195,9 @@ _, state = setup(1)
 held = lease.take(workdir, "slurm-7.0-r0")
 begun, check, finish = checkpoint_files.start_writing, held.check, checkpoint_files.finish
 
-def stop(): os.kill(os.getpid(), signal.SIGSTOP)
+def stop():
+  os.kill(os.getpid(), signal.SIGSTOP)
+  time.sleep(0.1)  # the kernel stops this thread a moment after it has stopped another
 def stop_after(function):
   def stopped(*args):
     result = function(*args)

@@ -15,7 +15,8 @@ from conftest import ROOT, child_env, error_line, train_command
 from test_process import free_port
 from test_replicas import flipped
 
-from jaxscale import build, events, loop, run
+from jaxscale import build, events, loop, run, stage_loop
+from jaxscale.cluster import watch
 from jaxscale.config import Checks
 from jaxscale.mesh import make_mesh
 from jaxscale.overrides import load_config
@@ -75,13 +76,15 @@ def test_the_settings_say_when():
   experiment = build.experiment(load_config("configs/digits.py", CONFIG))
   one = experiment._replace(mesh=make_mesh(devices=jax.devices()[:1]))
   never = dataclasses.replace(experiment.config, checks=Checks(replicas_every_steps=0))
-  assert run._compares_replicas(experiment, 0) and run._compares_replicas(experiment, 9)
-  assert not run._compares_replicas(experiment, 16)  # 23 steps: none is left
-  assert not run._compares_replicas(one, 0)
-  assert not run._compares_replicas(experiment._replace(config=never), 0)
+  compares = stage_loop._compares_replicas
+  assert compares(experiment, 0) and compares(experiment, 9)
+  assert not compares(experiment, 16)  # 23 steps: none is left
+  assert not compares(one, 0)
+  assert not compares(experiment._replace(config=never), 0)
   reporter: Any = SimpleNamespace(experiment=experiment, trained=None)
   for fingerprint, wanted in (Future(), [8, 16]), (None, []):
-    made = events.make_events(reporter, cast(Any, None), cast(Any, None), fingerprint)
+    alone = watch.start({}, 0, ["localhost"])
+    made = events.make_events(reporter, cast(Any, None), alone, fingerprint)
     assert [s for s in range(1, 24) if made.is_checked(s)] == wanted
 
 

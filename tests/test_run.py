@@ -51,6 +51,7 @@ def test_a_run_leaves_its_record(finished):
   names = {p.name for p in workdir.iterdir()}
   assert names == {
     "checkpoints", "config.json", "metrics.jsonl", "metrics.png", "summary.json",
+    "lease",
     "tensorboard",
   }  # fmt: skip
   assert json.loads((workdir / "summary.json").read_text()) == result.summary

@@ -320,29 +320,30 @@ def test_a_stop_is_asked_for_before_the_end():
   walltime.stop_before_end(
     lambda reason: asked.append((time.time(), reason)),
     10.0,
-    end=lambda: began + 10.2,
+    end=lambda: began + 0.6,
     again=lambda: None,
   )
-  time.sleep(0.6)
+  time.sleep(0.8)
+  # Of so short a job it is a quarter of its 0.6 s that is kept.
   [(when, reason)] = asked
-  assert 0.2 <= when - began < 0.5 and reason == "walltime: 10 s are left"
+  assert 0.45 <= when - began < 0.7 and reason == "walltime: 0 s are left"
 
 
 def test_an_end_that_was_moved_is_waited_for():
   asked = []
   began = time.time()
-  moved = iter([began + 10.4, began + 10.4])
+  moved = iter([began + 0.8, began + 0.8])
   walltime.stop_before_end(
     lambda reason: asked.append(time.time()),
-    10.0,
-    end=lambda: began + 10.1,
+    0.1,
+    end=lambda: began + 0.5,
     again=lambda: next(moved),
   )
-  time.sleep(0.8)
-  assert len(asked) == 1 and 0.35 <= asked[0] - began < 0.7
+  time.sleep(1.1)
+  assert len(asked) == 1 and 0.7 <= asked[0] - began < 1.0
   # No limit: nothing is ever asked. And a run that is over cancels it.
   walltime.stop_before_end(asked.append, 10.0, end=lambda: None)
-  walltime.stop_before_end(asked.append, 10.0, end=lambda: began + 11).set()
+  walltime.stop_before_end(asked.append, 0.1, end=lambda: time.time() + 0.5).set()
   time.sleep(0.6)
   assert len(asked) == 1
 
@@ -354,11 +355,28 @@ def test_requeue_asks_slurm_for_the_job_or_the_arrays_task(scontrol):
     env |= {"SLURM_RESTART_COUNT": "2"}
     done = requeue.requeue(requeue.job_name(env), requeue.restarts(env), limit=3)
     assert done.code == 85 and done.line.endswith("is requeued, restart 3")
-  assert asked.read_text() == "requeue 12\nrequeue 1200_7\n"
+  lines = ["show job 12", "requeue 12", "show job 1200_7", "requeue 1200_7"]
+  assert asked.read_text().splitlines() == lines
   done = requeue.requeue("12", 3, limit=3)
   assert done == (93, "job 12 was requeued 3 times, and not again (limit 3)")
-  assert asked.read_text().count("\n") == 2
+  assert asked.read_text().count("\n") == 4
   assert requeue.requeue(requeue.job_name({}), 0).code == 85
+
+
+@pytest.mark.parametrize(
+  "state", ["COMPLETING Reason=None", "CANCELLED Reason=None", "RUNNING Reason=None"]
+)
+def test_what_somebody_cancelled_is_not_revived(scontrol, state):
+  asked = scontrol(
+    f'[ $1 = show ] && echo "   JobState={state} Dependency=(null)"; true'
+  )
+  done = requeue.requeue("12", 0)
+  assert done.code == 85
+  if state.startswith("RUNNING"):
+    assert done.line == "job 12 is requeued, restart 1"
+  else:
+    assert done.line == "job 12 was ended by others: not requeued"
+    assert asked.read_text() == "show job 12\n"
 
 
 def test_a_requeue_that_slurm_refuses_says_why(scontrol, monkeypatch, tmp_path):

@@ -1,184 +1,275 @@
 """Where this process runs among others, and how they agree.
 
-`initialize` joins the processes of one run, however they were started: by srun or
-mpirun, in pods, or by any launcher that sets the JAXSCALE_* variables.
+`joined` makes this process one of a run, however it was started: by srun or mpirun,
+in pods, or by any launcher that sets the JAXSCALE_* variables.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
+import dataclasses
 import os
-from collections.abc import Callable
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxscale.cluster.together import (
+  any_process,
+  barrier,
+  from_leader,
+  gather,
+  is_leader,
+  on_leader,
+  sum_over_processes,
+)
+from jaxscale.cluster.verdict import Limits
+from jaxscale.exits import said
 from jaxscale.settings import ConfigError
 
-# JAX takes seconds to import, and the processes meet before it is asked anything.
+# A command that only prints its --help needs none of this.
 if TYPE_CHECKING:
-  import numpy as np
+  from jaxscale.cluster.launched import Launch
+  from jaxscale.cluster.signals import Latch
+  from jaxscale.cluster.watch import Watch
 
-  from jaxscale.cluster.rendezvous import Meeting
+__all__ = [
+  "Limits", "Timeouts", "any_process", "barrier", "from_leader", "gather",
+  "initialize", "is_leader", "joined", "on_leader", "saved", "sum_over_processes",
+  "watched",
+]  # fmt: skip
 
-_meeting: Meeting | None = None  # that this process came from, if it is one of several
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timeouts:
+  """How long processes wait for each other where nothing watches yet, in seconds.
+
+  Attributes:
+    meet_s: at the start, from the first process that comes to the last.
+    initialization_s: for JAX's coordinator to be there, and then once more for JAX's
+      own connections (its default is 300).
+    heartbeat_s: of silence until JAX aborts everybody; to be longer than our own
+      watch takes, which says why. JAX's default.
+    shutdown_s: that a process which is done waits at exit for the others. JAX's
+      default.
+    grace_s: from SIGTERM until a process leaves without a save; Slurm's KillWait,
+      from SIGTERM to SIGKILL, is 30 s by default (slurm.conf(5)).
+    before_end_s: before the end of a Slurm job, when all stop and save, whether or
+      not `--signal` says so, too.
+  """
+
+  meet_s: float = 120.0
+  initialization_s: float = 60.0
+  heartbeat_s: float = 100.0
+  shutdown_s: float = 300.0
+  grace_s: float = 25.0
+  before_end_s: float = 60.0
+
+
+_DEFAULTS = Timeouts()
 _has_joined = False  # whether JAX knows of others
+_watch: Watch | None = None
+_latch: Latch | None = None
+_ending: threading.Event | None = None  # ends the thread that waits for the job's end
 
 
-def initialize(config: object = None, *, timeout_s: float = 120.0) -> None:
-  """Join the other processes of this run, if there are any.
+def initialize(
+  config: object = None,
+  *,
+  timeouts: Timeouts = _DEFAULTS,
+  limits: Limits | None = None,
+  folder: Path | None = None,
+) -> None:
+  """Join the other processes of this run, if there are any; better by `joined`.
 
   `detect` finds out who they are, from JAXSCALE_* variables or from the launcher's;
-  all meet and compare what they run (`meet`); then JAX is told everything it would
-  have to guess (`join`). Call it before anything asks JAX for devices.
+  all meet and compare what they run (`meet`), and begin to watch each other
+  (`watch`); then JAX is told everything it would have to guess (`join`). Call it
+  before anything asks JAX for devices. From here on signals ask the run to stop.
 
   Args:
     config: what all processes have to be given alike; its `repr` is compared.
-    timeout_s: seconds to wait until all processes have come.
+    timeouts: of the start and of JAX.
+    limits: what the watch takes for a fault; None: the defaults, but for whoever
+      never says by `Watch.at` where it is, who may be silent about it for a day.
+    folder: for the stacks of processes that a fault ends.
 
   Raises:
     ConfigError: the variables contradict each other, a process has not come or runs
       something else, a GPU is missing, …: one line, in all processes that can be told.
   """
-  global _meeting, _has_joined
+  global _latch, _watch, _has_joined
+  from jaxscale.cluster import signals
   from jaxscale.cluster.detect import detect
+  from jaxscale.cluster.network import node_name
+
+  limits = limits or Limits(starting_s=86_400.0)
+  _latch = signals.Latch(grace_s=timeouts.grace_s)
+  _latch.attach(signals.leave_at_once)  # there is nothing to save yet
+  launch = detect(os.environ)
+  if launch.note and launch.process_id == 0:
+    print(launch.note, flush=True)
+  if launch.num_processes == 0:  # a TPU pod that only JAX knows
+    launch = _joined_by_jax(launch, timeouts)
+    _has_joined = True
+  if launch.num_processes > 1:
+    _meet(launch, config, timeouts, limits, folder)
+    return
+  from jaxscale.cluster import watch
+
+  # A job that nobody looks at is watched even if it is one process.
+  alone = launch.kind != "single"
+  _watch = watch.start(
+    {}, 0, [node_name()], limits=limits, folder=folder, watch_alone=alone
+  )
+  _heed(_watch, _latch, launch, timeouts)
+
+
+def _meet(
+  launch: Launch,
+  config: object,
+  timeouts: Timeouts,
+  limits: Limits | None,
+  folder: Path | None,
+) -> None:
+  """What `initialize` does where there are others."""
+  global _watch, _has_joined
+  from jaxscale.cluster import watch
   from jaxscale.cluster.introduction import digests_of
   from jaxscale.cluster.join import check_devices, join
   from jaxscale.cluster.local_devices import local_device_ids, visible_gpus
   from jaxscale.cluster.rendezvous import meet
 
-  launch = detect(os.environ)
-  if launch.note and launch.process_id == 0:
-    print(launch.note, flush=True)
-  if launch.num_processes == 1:
-    return
-  if launch.num_processes == 0:  # a TPU pod that only JAX knows
-    join(launch, None)
-    _has_joined = True
-    return
   num_gpus, ids, trouble = visible_gpus(os.environ), None, ""
   try:
     ids = local_device_ids(os.environ, num_gpus, launch)
   except ConfigError as e:
     trouble = str(e)  # it may be this host's alone: all are to hear of it
-  _meeting = meet(
+  meeting = meet(
     launch,
-    timeout_s=timeout_s,
+    timeout_s=timeouts.meet_s,
     digests=digests_of(config),
     on_cpu=not num_gpus,
     trouble=trouble,
   )
-  join(launch, _meeting, local_device_ids=ids)
-  _has_joined = True
-  check_devices(_meeting)
+  hosts, rank = meeting.hosts, meeting.process_id
+  _watch = watch.start(meeting.links, rank, hosts, limits=limits, folder=folder)
+  assert _latch is not None
+  _heed(_watch, _latch, launch, timeouts)
+  if not _has_joined:
+    join(launch, meeting, local_device_ids=ids, **_of_jax(timeouts))
+    _has_joined = True
+  check_devices(meeting)
 
 
-def leave_last() -> bool:
-  """Let the others end first if this is process 0; whether there are others.
+def _joined_by_jax(launch: Launch, timeouts: Timeouts) -> Launch:
+  """Join where JAX alone knows the others; then all know where they can meet."""
+  import jax
 
-  JAX's coordinator ends with process 0, and aborts whoever is still there.
+  from jaxscale.cluster import network
+  from jaxscale.cluster.join import join
+
+  join(launch, None, **_of_jax(timeouts))
+  return launch._replace(
+    process_id=jax.process_index(),
+    num_processes=jax.process_count(),
+    host=from_leader(network.node_name()),
+    job=from_leader(f"{launch.job}-{os.urandom(8).hex()}"),
+  )
+
+
+def _of_jax(timeouts: Timeouts) -> dict[str, Any]:
+  """JAX's own timeouts, as `join` takes them."""
+  return {
+    "initialization_timeout_s": round(timeouts.initialization_s),
+    "heartbeat_timeout_s": round(timeouts.heartbeat_s),
+    "shutdown_timeout_s": round(timeouts.shutdown_s),
+  }
+
+
+def _heed(watch: Watch, latch: Latch, launch: Launch, timeouts: Timeouts) -> None:
+  """From here on signals, and the end of the job, ask all processes to stop."""
+  global _ending
+  from jaxscale.cluster import signals, walltime
+
+  def request(reason: str) -> None:
+    if not watch.is_watched:  # else its hub says so
+      again = "; again to leave at once" if reason == "Ctrl-C" else ""
+      print(f"\n{reason}: saving after this step{again}", flush=True)
+    watch.stop.request(reason)
+
+  latch.attach(request, watch.fail)
+  signals.forbid_notifier()
+  if launch.process_id == 0:
+    _ending = walltime.stop_before_end(request, timeouts.before_end_s)
+
+
+@contextlib.contextmanager
+def joined(
+  config: object = None,
+  *,
+  timeouts: Timeouts = _DEFAULTS,
+  limits: Limits | None = None,
+  folder: Path | None = None,
+) -> Iterator[Watch]:
+  """Inside, this process is one of a run; outside, it has left it in good order.
+
+  An error inside ends all processes with one line; where there are no others, it is
+  raised. The arguments are those of `initialize`.
+
+  Example:
+    >>> with joined() as watch:
+    ...   watch.stop.poll()                  # why to stop, if anybody asked for it
   """
-  if _meeting is not None:
-    from jaxscale.cluster.rendezvous import leave_last
+  from jaxscale.cluster.watch import cause_of
 
-    leave_last(_meeting)
-  return _has_joined
-
-
-def is_leader() -> bool:
-  """Whether this process writes what the run writes once."""
-  import jax
-
-  return jax.process_index() == 0
-
-
-def barrier(name: str) -> None:
-  """Wait until every process is here."""
-  import jax
-
-  if jax.process_count() > 1:
-    from jax.experimental import multihost_utils
-
-    multihost_utils.sync_global_devices(name)
+  try:
+    initialize(config, timeouts=timeouts, limits=limits, folder=folder)
+    assert _watch is not None
+    yield _watch
+    _watch.close()
+  except BaseException as e:
+    if _watch is not None and _watch.is_watched:
+      cause, code, follows = cause_of(e)
+      if not follows and said(e) is None:
+        traceback.print_exc()
+        sys.stderr.flush()
+      _watch.fail(cause, code, follows)
+    raise
+  finally:
+    _end()
 
 
-def any_process(flag: bool) -> bool:
-  """Whether the flag is set in any process; all must call this together."""
-  import jax
-  import numpy as np
+def _end() -> None:
+  """Let nothing watch any more, and give the signals back.
 
-  if jax.process_count() == 1:
-    return flag
-  from jax.experimental import multihost_utils
-
-  return bool(multihost_utils.process_allgather(np.array(flag)).any())
-
-
-def sum_over_processes(values: np.ndarray) -> np.ndarray:
-  """Sum of every process's uint64 values, modulo 2^64; all must call it."""
-  import jax
-  import numpy as np
-
-  if jax.process_count() == 1:
-    return values
-  from jax.experimental import multihost_utils
-
-  # As uint32 halves: without x64, JAX would cut uint64 down to them.
-  halves = multihost_utils.process_allgather(values.view(np.uint32))
-  return np.ascontiguousarray(halves).view(np.uint64).sum(axis=0, dtype=np.uint64)
-
-
-def from_leader(value: Any) -> Any:
-  """The leader's value, in every process; all must call it.
-
-  What a process has read from a file system may be older than what another has:
-  where it decides what is done next, the leader's reading is everybody's.
-
-  Args:
-    value: anything that JSON has; lists come back for tuples.
+  A process of a job is about to end, and keeps them: SIGTERM, which Slurm sends at
+  once to what it requeues, must not take away the exit code.
   """
-  import jax
-  import numpy as np
-
-  if jax.process_count() == 1:
-    return value
-  from jax.experimental.multihost_utils import broadcast_one_to_all
-
-  text = np.frombuffer(json.dumps(value if is_leader() else None).encode(), np.uint8)
-  length = int(broadcast_one_to_all(np.int32(len(text))))
-  sent = text if is_leader() else np.zeros(length, np.uint8)
-  return json.loads(broadcast_one_to_all(sent).tobytes())
+  global _watch, _latch, _ending
+  if _ending is not None:
+    _ending.set()
+  if _latch is not None and not (_watch is not None and _watch.is_watched):
+    _latch.close()
+  _watch = _latch = _ending = None
 
 
-def gather(value: Any) -> list[Any]:
-  """The values of all processes, in their order, in each; all must call it.
+@contextlib.contextmanager
+def watched() -> Iterator[Watch]:
+  """The watch of this run; one that only Ctrl-C stops, if it has not `joined`."""
+  if _watch is not None:
+    yield _watch
+    return
+  from jaxscale.cluster import signals, watch
 
-  Args:
-    value: anything that JSON has, and small.
-  """
-  import jax
-  import numpy as np
-
-  if jax.process_count() == 1:
-    return [value]
-  from jax.experimental.multihost_utils import process_allgather
-
-  text = json.dumps(value).encode()
-  longest = int(process_allgather(np.int32(len(text))).max())
-  padded = np.frombuffer(text.ljust(longest), np.uint8)  # JSON minds no spaces
-  return [json.loads(row.tobytes()) for row in process_allgather(padded)]
+  alone = watch.start({}, 0, ["localhost"])
+  with signals.first_interrupt(alone.stop.request):
+    yield alone
 
 
-def on_leader(function: Callable[[], None], name: str) -> None:
-  """Run `function` in the leader only, and let the others wait for it.
-
-  Raises:
-    OSError: in all of them, if the leader's file system failed.
-  """
-  failed = None
-  if is_leader():
-    try:
-      function()
-    except OSError as e:
-      failed = e.errno, e.strerror, str(e.filename)
-  barrier(name)
-  if failed := from_leader(failed):
-    raise OSError(*failed)
+def saved() -> None:
+  """All that can be saved is: nobody need leave without a save any more."""
+  if _latch is not None:
+    _latch.saved()

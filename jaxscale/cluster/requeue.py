@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxscale.cluster.walltime import run_scontrol
 from jaxscale.exits import EXIT_GIVE_UP, EXIT_PREEMPTED
 
 _SCONTROL_S = 30.0
@@ -70,6 +72,9 @@ def requeue(job: str | None, restarts: int, limit: int = MAX_RESTARTS) -> Requeu
   if restarts >= limit:
     line = f"job {job} was requeued {restarts} times, and not again (limit {limit})"
     return Requeued(EXIT_GIVE_UP, line)
+  shown = run_scontrol(["show", "job", job])
+  if shown is not None and has_ended(shown):
+    return Requeued(EXIT_PREEMPTED, f"job {job} was ended by others: not requeued")
   try:
     done = subprocess.run(
       ["scontrol", "requeue", job], capture_output=True, text=True, timeout=_SCONTROL_S
@@ -83,6 +88,27 @@ def requeue(job: str | None, restarts: int, limit: int = MAX_RESTARTS) -> Requeu
     wrong = " ".join(wrong.split())
     return Requeued(EXIT_PREEMPTED, f"job {job} is saved, not requeued: {wrong}")
   return Requeued(EXIT_PREEMPTED, f"job {job} is requeued, restart {restarts + 1}")
+
+
+def has_ended(shown: str) -> bool:
+  """Whether somebody else has ended the job that `scontrol show job` shows.
+
+  `scontrol requeue` would revive what was cancelled: that is COMPLETING, or CANCELLED,
+  while its processes save; so is what has reached its time limit, but says so, and is
+  to go on (measured with Slurm 22.05).
+
+  Example:
+    >>> has_ended("JobId=7 JobState=RUNNING Reason=None Dependency=(null)")
+    False
+    >>> has_ended("JobId=7 JobState=COMPLETING Reason=TimeLimit")
+    False
+    >>> has_ended("JobId=7 JobState=CANCELLED Reason=None")
+    True
+  """
+  states = re.findall(r"\bJobState=(\w+) Reason=(\w+)", shown)
+  return bool(states) and all(
+    state != "RUNNING" and why != "TimeLimit" for state, why in states
+  )
 
 
 def count_start(workdir: Path, job: str | None, restarts: int, step: int) -> int:

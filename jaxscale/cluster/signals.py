@@ -12,6 +12,7 @@ with `jax_enable_preemption_service` off it is not begun (jax/_src/distributed.p
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -19,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from jaxscale.cluster import stacks
@@ -141,9 +142,9 @@ class Latch:
       request(reason)
 
   def saved(self) -> None:
-    """All that can be saved is: there is no deadline any more."""
+    """All that can be saved is: from here on there is no deadline."""
     with self._lock:
-      self._deadline = None
+      self._deadline = self._grace_s = None
     if self._before:
       self._writing.send(bytes([signal.SIGCONT]))  # look at the clock again
 
@@ -206,6 +207,36 @@ class Latch:
           default = signal.default_int_handler
         signal.signal(number, default)
       self._before = {}
+
+
+@contextlib.contextmanager
+def first_interrupt(request: Callable[[str], None]) -> Iterator[None]:
+  """Inside, the first Ctrl-C asks to stop; the second is Python's, as outside.
+
+  For a notebook, whose kernel has to outlive a run. Only the main thread can have
+  this; in another, every Ctrl-C is Python's.
+  """
+  before = signal.getsignal(signal.SIGINT)
+
+  def ask(*_: object) -> None:
+    signal.signal(signal.SIGINT, before)
+    print("\nCtrl-C: saving after this step; again to stop at once", flush=True)
+    # Not here: the main thread may hold the very lock that it takes.
+    threading.Thread(target=request, args=("Ctrl-C",)).start()
+
+  is_main = threading.current_thread() is threading.main_thread()
+  if is_main:
+    signal.signal(signal.SIGINT, ask)
+  try:
+    yield
+  finally:
+    if is_main:
+      signal.signal(signal.SIGINT, before)
+
+
+def leave_at_once(reason: str) -> NoReturn:
+  """End a process that was asked to stop before there was anything to save."""
+  _leave(f"{reason} before the run began; nothing was to be saved", exit_code(reason))
 
 
 def exit_code(reason: str) -> int:

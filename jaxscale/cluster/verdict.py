@@ -18,9 +18,11 @@ from typing import NamedTuple
 from jaxscale.exits import EXIT_CRASH, EXIT_HANG
 
 # In the order in which a step goes through them. "step" is where a process may
-# wait for others; "input" is all that its host does before it.
+# wait for others; "input" is all that its host does before it; "preparing" is what
+# is done for the first time after a step, and may compile.
 PHASES = (
-  "starting", "compiling", "input", "step", "evaluating", "saving", "leaving",
+  "starting", "compiling", "input", "step", "preparing", "evaluating", "saving",
+  "leaving",
 )  # fmt: skip
 _ORDER = {phase: order for order, phase in enumerate(PHASES)}
 
@@ -136,7 +138,7 @@ def limit_s(seen: Seen, limits: Limits) -> float:
   """How long a process may stay where it is."""
   if seen.phase == "starting":
     return limits.starting_s
-  if seen.phase == "compiling":
+  if seen.phase in ("compiling", "preparing"):
     return limits.compiling_s
   if seen.phase == "saving":
     return limits.saving_s

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 
 # `scontrol` waits for a controller that is gone for minutes (MessageTimeout).
 _SCONTROL_S = 10.0
+_MOST_OF_A_JOB = 0.25  # else a job of a minute would stop before it began
 
 
 def end_time(env: Mapping[str, str] = os.environ) -> float | None:
@@ -84,7 +85,8 @@ def stop_before_end(
 
   Args:
     request: asks all processes to stop, such as `Stop.request`.
-    before_s: seconds before the end: for the step, a save and the way out.
+    before_s: seconds before the end: for the step, a save and the way out; of a
+      short job at most a quarter of what is left of it.
     end: when the job ends, in seconds since 1970.
     again: the same, asked later.
 
@@ -95,7 +97,10 @@ def stop_before_end(
 
   def wait() -> None:
     at = end()
-    while at is not None and not ended.wait(max(0.0, at - before_s - time.time())):
+    margin = before_s
+    if at is not None:
+      margin = min(before_s, _MOST_OF_A_JOB * (at - time.time()))
+    while at is not None and not ended.wait(max(0.0, at - margin - time.time())):
       later = again()
       if later is None or later <= at:
         request(f"walltime: {at - time.time():.0f} s are left")

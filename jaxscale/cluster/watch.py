@@ -24,7 +24,7 @@ from jaxscale.cluster.agreement import Stop
 from jaxscale.cluster.hub import Hub
 from jaxscale.cluster.verdict import Limits, for_size, silence_limit_s, where
 from jaxscale.cluster.wire import Receiver, encode, is_readable
-from jaxscale.exits import EXIT_CRASH, EXIT_HANG
+from jaxscale.exits import EXIT_CRASH, EXIT_HANG, said
 
 # What is said of a peer that is gone, by Gloo, NCCL and gRPC.
 _OF_PEERS = re.compile(
@@ -44,6 +44,7 @@ class Watch:
 
   Attributes:
     stop: the agreement on where to stop.
+    is_watched: whether a hub listens: there are others, or it was asked for.
   """
 
   def __init__(
@@ -63,6 +64,7 @@ class Watch:
     self._is_closing = False
     self._threads: list[threading.Thread] = []
     self.stop = Stop(self._ask if link else None)
+    self.is_watched = link is not None
 
   def at(self, step: int, phase: str) -> None:
     """Note where the main thread is, as it goes there.
@@ -277,6 +279,8 @@ def cause_of(error: BaseException) -> tuple[str, int, bool]:
     >>> cause_of(ValueError("no such class"))
     ('ValueError: no such class', 1, False)
   """
+  if told := said(error):
+    return told.line, told.code, False
   first = (str(error).splitlines() or [""])[0]
   name = type(error).__name__
   # XLA's errors are of jaxlib's one type or, on CPU, of ValueError (measured). A

@@ -215,15 +215,15 @@ def main(argv: list[str]) -> int:
     print(USAGE)
     return EXIT_DONE
   request = parse(argv)
-  cluster.initialize()
-  try:
-    lines = run(request)
-  except OSError as e:
-    raise ConfigError(f"--json={request.json}: {e.strerror}") from None
-  if cluster.is_leader():
-    print("\n".join(lines))
+  with cluster.joined():
+    try:
+      lines = run(request)
+    except OSError as e:
+      raise ConfigError(f"--json={request.json}: {e.strerror}") from None
+    if cluster.is_leader():
+      print("\n".join(lines))
   return EXIT_DONE
 
 
 if __name__ == "__main__":
-  leave(main, cluster.leave_last)
+  leave(main)

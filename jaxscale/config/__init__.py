@@ -37,13 +37,13 @@ from jaxscale.config.optim import (
   Stages,
   Steps,
 )
-from jaxscale.config.running import Checkpoint, Checks, Evaluation, Log, Mesh
+from jaxscale.config.running import Checkpoint, Checks, Evaluation, Faults, Log, Mesh
 from jaxscale.settings import ConfigError, settings
 
 __all__ = [
   "CNN", "LAMB", "LARS", "MLP", "SGD", "TFDS", "AdamW", "AdaptiveBatch", "AlexNet",
   "AllReduce", "BlockMomentum", "Checkpoint", "Checks", "Config", "ConfigError",
-  "Cosine", "DiLoCo", "Digits", "Evaluation", "EveryStep", "HalfPrecision",
+  "Cosine", "DiLoCo", "Digits", "Evaluation", "EveryStep", "Faults", "HalfPrecision",
   "ImageFolder", "Int8", "LocalSGD", "Log", "Mesh", "Muon", "OneBit", "Polynomial",
   "PowerSGD", "ResNet", "Stages", "Steps", "Synthetic", "TopK",
 ]  # fmt: skip
@@ -88,6 +88,7 @@ class Config:
     evaluation: when and how to evaluate.
     checkpoint: when to save and what to keep.
     checks: what to look after.
+    faults: when a run counts as broken, and how it ends.
     log: what to write down.
   """
 
@@ -118,6 +119,7 @@ class Config:
   evaluation: Evaluation = Evaluation()
   checkpoint: Checkpoint = Checkpoint()
   checks: Checks = Checks()
+  faults: Faults = Faults()
   log: Log = Log()
 
   def __post_init__(self):

@@ -85,6 +85,54 @@ class Checks:
 
 
 @settings
+class Faults:
+  """When a run of several processes, or a job, counts as broken, and how it ends.
+
+  Times are in seconds. The first five make the promise that a fault ends all within
+  a minute; what takes long in health has longer ones (NVIDIA's resiliency extension
+  recommends 600 for the start and 420 for a checkpoint).
+
+  Attributes:
+    beat_s: between two heartbeats of a process.
+    silence_s: without a heartbeat, until a process counts as stopped.
+    hang_s: in one step, or one batch of an evaluation, or in ten mean steps of this
+      run, whichever is longer, until a process hangs.
+    grace_s: from SIGTERM until a process leaves without a save (Slurm's KillWait,
+      after which it kills, is 30 by default).
+    before_end_s: before the end of a Slurm job, to save; of a short job at most a
+      quarter of it.
+    meet_s: at the start, from the first process that comes to the last.
+    starting_s: before the first compilation, as for the data to be found.
+    compiling_s: in a compilation, and in the first step after it.
+    saving_s: in a save.
+    slow_window_s: over which slow processes are looked for.
+    initialization_s: for JAX's coordinator to be there, and as long again for its
+      connections.
+    heartbeat_s: of silence until JAX aborts all; to be longer than `silence_s` and
+      `hang_s`, which say why.
+    shutdown_s: that JAX waits at exit for the others.
+    restarts: how often a job may be requeued.
+    idle_restarts: how often in a row without a newer checkpoint.
+  """
+
+  beat_s: Positive = 1.0
+  silence_s: Positive = 30.0
+  hang_s: Positive = 50.0
+  grace_s: Positive = 25.0
+  before_end_s: Annotated[float, ">= 0"] = 60.0
+  meet_s: Positive = 120.0
+  starting_s: Positive = 600.0
+  compiling_s: Positive = 3600.0
+  saving_s: Positive = 600.0
+  slow_window_s: Positive = 30.0
+  initialization_s: Positive = 60.0
+  heartbeat_s: Positive = 100.0
+  shutdown_s: Positive = 300.0
+  restarts: Annotated[int, ">= 0"] = 100
+  idle_restarts: Count = 3
+
+
+@settings
 class Log:
   """What is written down on the way.
 

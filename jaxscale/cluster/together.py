@@ -1,0 +1,112 @@
+"""What the processes of a run decide and share, once JAX knows of all of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+# JAX takes seconds to import; whoever calls these has it.
+if TYPE_CHECKING:
+  import numpy as np
+
+
+def is_leader() -> bool:
+  """Whether this process writes what the run writes once."""
+  import jax
+
+  return jax.process_index() == 0
+
+
+def barrier(name: str) -> None:
+  """Wait until every process is here."""
+  import jax
+
+  if jax.process_count() > 1:
+    from jax.experimental import multihost_utils
+
+    multihost_utils.sync_global_devices(name)
+
+
+def any_process(flag: bool) -> bool:
+  """Whether the flag is set in any process; all must call this together."""
+  import jax
+  import numpy as np
+
+  if jax.process_count() == 1:
+    return flag
+  from jax.experimental import multihost_utils
+
+  return bool(multihost_utils.process_allgather(np.array(flag)).any())
+
+
+def sum_over_processes(values: np.ndarray) -> np.ndarray:
+  """Sum of every process's uint64 values, modulo 2^64; all must call it."""
+  import jax
+  import numpy as np
+
+  if jax.process_count() == 1:
+    return values
+  from jax.experimental import multihost_utils
+
+  # As uint32 halves: without x64, JAX would cut uint64 down to them.
+  halves = multihost_utils.process_allgather(values.view(np.uint32))
+  return np.ascontiguousarray(halves).view(np.uint64).sum(axis=0, dtype=np.uint64)
+
+
+def from_leader(value: Any) -> Any:
+  """The leader's value, in every process; all must call it.
+
+  What a process has read from a file system may be older than what another has:
+  where it decides what is done next, the leader's reading is everybody's.
+
+  Args:
+    value: anything that JSON has; lists come back for tuples.
+  """
+  import jax
+  import numpy as np
+
+  if jax.process_count() == 1:
+    return value
+  from jax.experimental.multihost_utils import broadcast_one_to_all
+
+  text = np.frombuffer(json.dumps(value if is_leader() else None).encode(), np.uint8)
+  length = int(broadcast_one_to_all(np.int32(len(text))))
+  sent = text if is_leader() else np.zeros(length, np.uint8)
+  return json.loads(broadcast_one_to_all(sent).tobytes())
+
+
+def gather(value: Any) -> list[Any]:
+  """The values of all processes, in their order, in each; all must call it.
+
+  Args:
+    value: anything that JSON has, and small.
+  """
+  import jax
+  import numpy as np
+
+  if jax.process_count() == 1:
+    return [value]
+  from jax.experimental.multihost_utils import process_allgather
+
+  text = json.dumps(value).encode()
+  longest = int(process_allgather(np.int32(len(text))).max())
+  padded = np.frombuffer(text.ljust(longest), np.uint8)  # JSON minds no spaces
+  return [json.loads(row.tobytes()) for row in process_allgather(padded)]
+
+
+def on_leader(function: Callable[[], None], name: str) -> None:
+  """Run `function` in the leader only, and let the others wait for it.
+
+  Raises:
+    OSError: in all of them, if the leader's file system failed.
+  """
+  failed = None
+  if is_leader():
+    try:
+      function()
+    except OSError as e:
+      failed = e.errno, e.strerror, str(e.filename)
+  barrier(name)
+  if failed := from_leader(failed):
+    raise OSError(*failed)
