@@ -113,8 +113,6 @@ def test_a_study_runs_one_size_after_another(stand_in, tmp_path):
   script = f'sleep 0.3; echo "${{JAXSCALE_NUM_PROCESSES:-1}}" >>"{order}"; sleep 0.3'
   (tmp_path / "does").write_text(script)
   study = launch.scaling(DIGITS, [2, 4, 1], name="study", **stand_in)
-  waits = [row.state for row in study.status()]
-  assert waits[1:] == ["PENDING"] * 2
   rows = study.wait(60, every_s=0.1)
   assert [(row.run, row.state) for row in rows] == [
     (f"study-{n}n", "COMPLETED") for n in (2, 4, 1)
