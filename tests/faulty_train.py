@@ -4,7 +4,8 @@
 
 Process RANK does FAULT before step STEP, on the first start of a job, and writes the
 time into the file NOTE. What it patches is where batches come from, and where a
-checkpoint is written.
+checkpoint is written. A process that ends by itself writes the time, and its exit
+code, into NOTE.RESTART.RANK.
 """
 
 from __future__ import annotations
@@ -54,9 +55,12 @@ FAULTS: dict[str, Callable[[], object]] = {
 def main(argv: list[str]) -> int:
   """Train, with the fault; returns the exit code."""
   fault, who, at, note, *rest = argv
-  if rank() == int(who) and os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+  restart = os.environ.get("SLURM_RESTART_COUNT", "0")
+  if rank() == int(who) and restart == "0":
     patch(fault, int(at), Path(note))
-  return train.main(rest)
+  code = train.main(rest)
+  Path(f"{note}.{restart}.{rank()}").write_text(f"{time.time()} {code}")
+  return code
 
 
 def patch(fault: str, at: int, note: Path) -> None:

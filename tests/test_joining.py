@@ -3,8 +3,8 @@
 import dataclasses
 
 import pytest
+from test_requeue import scontrol  # noqa: F401
 from test_run import quick as quick_config
-from test_signals import scontrol  # noqa: F401
 
 from jaxscale import cluster, events, joining
 from jaxscale.cluster import watch as watches

@@ -33,7 +33,9 @@ SLACK = 12  # steps between two saves, of which one may be under way
 class Job:
   """A run of `faulty_train` as a job of the cluster."""
 
-  def __init__(self, slurm, tmp_path, fault="nothing", rank=1, *args, nodes=NODES):
+  def __init__(
+    self, slurm, tmp_path, fault="nothing", rank=1, *args, nodes=NODES, sbatch=()
+  ):
     self.slurm, self.workdir = slurm, tmp_path / "run"
     self.note, self.folder = tmp_path / "note", tmp_path
     tmp_path.mkdir(exist_ok=True)
@@ -47,7 +49,8 @@ class Job:
     self.id = slurm.submit(
       f"{shlex.join(srun)}; code=$?; date +%s.%N > {tmp_path}/end\n"
       f"echo $code >> {tmp_path}/codes; exit $code",
-      f"--nodes={nodes}", "--ntasks-per-node=1", "--requeue", **child_env(1),
+      f"--nodes={nodes}", "--ntasks-per-node=1", "--requeue", *sbatch,
+      **child_env(1),
     )  # fmt: skip
 
   def said(self):
@@ -71,10 +74,17 @@ class Job:
     """Exit codes of srun, one a start."""
     return [int(line) for line in (self.folder / "codes").read_text().split()]
 
-  def seconds(self, since=None):
+  def seconds(self):
     """From the fault to the end of the last step of the job."""
+    return float((self.folder / "end").read_text()) - float(self.note.read_text())
+
+  def stopped(self, since=None, restart=0, nodes=NODES):
+    """Seconds from a signal to the end of all processes, and their exit codes."""
+    ends = [self.folder / f"note.{restart}.{rank}" for rank in range(nodes)]
+    self.until(lambda: all(path.exists() and path.read_text() for path in ends))
+    times, codes = zip(*(path.read_text().split() for path in ends), strict=True)
     began = float(self.note.read_text()) if since is None else since
-    return float((self.folder / "end").read_text()) - began
+    return max(map(float, times)) - began, {int(code) for code in codes}
 
 
 def measured(fault, seconds, lost, code, line):
@@ -89,6 +99,10 @@ def error_of(said):
   lines = [line for line in said.splitlines() if line.startswith("error: ")]
   assert lines, said
   return lines[0]
+
+
+def error_or_stop(said):
+  return next(line for line in said.splitlines() if "all stop together" in line)
 
 
 ENDS = {
@@ -159,7 +173,7 @@ def test_a_slow_process_is_named_and_lives(slurm, whole, tmp_path):
   job = Job(slurm, tmp_path, "slow", 2, *limits)
   job.end("COMPLETED")
   (line, *_) = re.findall(r"process 2 on n3 is slow at step \d+: .*", job.said())
-  assert re.search(r"5\d ms of its host before each step", line)
+  assert re.search(r"[45]\d ms of its host before each step", line)
   assert job.codes() == [0] and "error" not in job.said()
   measured("slow", 0, 0, 0, line)
 
@@ -183,14 +197,13 @@ def test_a_preempted_job_saves_and_is_requeued(slurm, whole, tmp_path, how):
     since = time.time()
     slurm.run(*command, job.id)
   job.until(lambda: "saved step" in job.said())
-  job.until(lambda: (tmp_path / "end").exists(), 30)
-  seconds = job.seconds(since)
+  seconds, codes = job.stopped(since)
   job.end("COMPLETED")
   (step,) = re.findall(r"saved step (\d+)", job.said())
   assert f"going on from the checkpoint of step {step}" in job.said()
-  assert seconds < 60 and job.codes()[-1] == 0
+  assert seconds < 60 and codes == {85} and job.codes()[-1] == 0
   assert_same_run(job.workdir, whole)
-  measured(how, seconds, 0, job.codes()[0], f"saved step {step}")
+  measured(how, seconds, 0, 85, error_or_stop(job.said()))
 
 
 def test_three_preemptions_change_no_bit(slurm, whole, tmp_path):
@@ -210,15 +223,20 @@ def test_three_preemptions_change_no_bit(slurm, whole, tmp_path):
   assert_same_run(job.workdir, whole)
 
 
-def test_the_end_of_its_time_is_met_saved(slurm, tmp_path):
-  job = Job(slurm, tmp_path, "nothing", 0, "--config.epochs=4000")
+@pytest.mark.parametrize("end", ["known", "moved"])
+def test_the_end_of_its_time_is_met_saved(slurm, tmp_path, end):
+  """Known at the start: it stops before; brought forward: SIGTERM says so."""
+  job = Job(slurm, tmp_path, "nothing", 0, "--config.epochs=4000",
+            sbatch=["--time=1"] if end == "known" else [])  # fmt: skip
   job.has_trained()
-  began = time.time()
-  slurm.end_at(job.id, 5)  # Slurm looks every 30 s, and then sends SIGTERM
-  job.until(lambda: "saved step" in job.said(), 90)
-  job.until(lambda: (tmp_path / "end").exists(), 30)
-  (why,) = re.findall(r"(\S+) at process \d on n\d: all stop together", job.said())
-  measured("walltime", job.seconds(began), 0, job.codes()[0], why)
+  if end == "moved":
+    slurm.end_at(job.id, 5)  # Slurm looks every 30 s whose time is over
+  job.until(lambda: "all stop together" in job.said(), 90)
+  (why,) = re.findall(r"(.+) at process \d on n\d: all stop together", job.said())
+  assert "s are left" in why if end == "known" else why == "SIGTERM"
+  seconds, codes = job.stopped(time.time())
+  assert codes == {85}
+  measured(f"walltime, its end {end}", seconds, 0, 85, why)
   job.until(lambda: "is requeued, restart 1" in job.said(), 30)
   job.until(lambda: "going on from" in job.said())
   slurm.run("scancel", job.id)
@@ -231,8 +249,9 @@ def test_what_is_cancelled_saves_and_stays_away(slurm, tmp_path):
   slurm.run("scancel", job.id)
   job.end("CANCELLED", seconds=30)
   job.until(lambda: "saved step" in job.said(), 10)
-  assert "was ended by others: not requeued" in job.said()
-  measured("scancel", time.time() - began, 0, 85, "saved step")
+  seconds, codes = job.stopped(began)
+  assert codes == {85} and "not requeued by this run" in job.said()
+  measured("scancel", seconds, 0, 85, error_or_stop(job.said()))
   time.sleep(2)
   assert slurm.job(job.id)["JobState"] == "CANCELLED"
 
