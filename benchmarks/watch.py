@@ -180,7 +180,7 @@ def quartiles(values: list[float]) -> list[float]:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = argparse.ArgumentParser(description="What it costs to be watched.")
   parser.add_argument("--procs", type=int, default=4)
   parser.add_argument("--turns", type=int, default=41)
   parser.add_argument("--steps", type=int, default=50)

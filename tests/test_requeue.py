@@ -7,6 +7,7 @@ import time
 import pytest
 
 from jaxscale.cluster import requeue, walltime
+from jaxscale.cluster.signals import exit_code
 
 
 @pytest.fixture
