@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -97,4 +98,9 @@ def leave(main: Callable[[list[str]], int]) -> NoReturn:
     traceback.print_exc()
   sys.stdout.flush()
   sys.stderr.flush()
+  # Slurm sends SIGTERM to what is left of a job as soon as one process has ended or
+  # the job is requeued: that must not take the exit code away. (Python gives its own
+  # handlers back to the system before it has ended; what is ignored stays ignored.)
+  for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, signal.SIG_IGN)
   sys.exit(code)

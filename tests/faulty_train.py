@@ -41,6 +41,7 @@ def failed() -> None:
 FAULTS: dict[str, Callable[[], object]] = {
   "nothing": lambda: None,
   "kill": signalled(signal.SIGKILL),
+  "kill always": signalled(signal.SIGKILL),  # on later starts, too
   "kill in save": signalled(signal.SIGKILL),
   "stop": signalled(signal.SIGSTOP),
   "term": signalled(signal.SIGTERM),
@@ -56,7 +57,7 @@ def main(argv: list[str]) -> int:
   """Train, with the fault; returns the exit code."""
   fault, who, at, note, *rest = argv
   restart = os.environ.get("SLURM_RESTART_COUNT", "0")
-  if rank() == int(who) and restart == "0":
+  if rank() == int(who) and (restart == "0" or fault.endswith("always")):
     patch(fault, int(at), Path(note))
   code = train.main(rest)
   Path(f"{note}.{restart}.{rank()}").write_text(f"{time.time()} {code}")
