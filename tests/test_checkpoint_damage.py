@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 from conftest import error_line
+from fault_table import measured
 from test_checkpoint import assert_identical, at_step, setup
 from test_checkpoint_faults import run_pair
 from test_process import ARGS, checkpoint_names, run_train
@@ -107,6 +108,9 @@ def test_damage_to_every_file(of_one, tmp_path):
   found = sweep(of_one, tmp_path / "scratch", (0.3, 0.8))
   show(found)
   assert_carried(found)
+  said = "checkpoint 2 is damaged (…); set aside as 2.damaged, going on from 1"
+  fault = "flip, cut, empty, delete, in each file of a checkpoint"
+  measured(fault, None, 0, said, "what the damaged one had")
 
 
 @pytest.mark.slow

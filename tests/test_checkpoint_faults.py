@@ -11,6 +11,7 @@ import time
 
 import pytest
 from conftest import ROOT, child_env
+from fault_table import measured
 from test_checkpoint import assert_identical, at_step, setup
 from test_process import ARGS, checkpoint_names, free_port, run_processes, run_train
 
@@ -173,6 +174,8 @@ def test_two_processes_on_a_full_disk_both_end(tmp_path):
     (out, err, code), (out1, err1, code1) = run_processes(disk / "run", 2, 1, *FULL)
     assert_full(disk / "run", code, out, err)
     assert code1 == 1 and "Traceback" not in out + out1 + err + err1
+    lost = "what no checkpoint had room for"
+    measured("disk full, on_failure=continue", None, 1, err.splitlines()[-1], lost)
     assert time.monotonic() - began < 200
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, child_env, error_line
+from fault_table import measured
 from test_process import (
   ARGS,
   assert_same_run,
@@ -279,6 +280,7 @@ def test_a_second_run_by_mistake_is_refused_and_the_first_goes_on(tmp_path):
     second = run_train(workdir, *ARGS, "--config.epochs=200")
     line = error_line(second, 2)
     assert f"pid {first.pid}" in line and "another run is writing there" in line
+    measured("a second run in one workdir", None, 2, line)
     assert first.poll() is None
   finally:
     first.kill()
@@ -301,6 +303,7 @@ def test_a_suspended_run_wakes_up_beside_its_requeue(tmp_path):
     assert zombie.returncode == 93, out + err
     assert err.startswith("error: ") and err.count("\n") == 1
     assert "slurm-7-r1" in err
+    measured("a suspended run beside its requeue", None, 93, err)
     assert_same_run(workdir, whole)
   finally:
     zombie.kill()

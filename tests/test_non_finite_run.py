@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import ROOT, child_env, error_line, train_command
+from fault_table import measured
 
 from jaxscale import adaptive, build, loop, metrics
 from jaxscale.loop import NonFiniteError
@@ -260,6 +261,7 @@ def test_both_processes_name_the_one_whose_batch_it_was(tmp_path):
   assert line.startswith(f"error: process 1 ({os.uname().nodename}), device ")
   assert ": loss is NaN at step 17; last good checkpoint: step 11 in" in line
   assert not (tmp_path / "stop" / "faults").exists()
+  measured("NaN in one process", None, 1, line, 17 - 11)
 
 
 @pytest.mark.parametrize("policy", ["skip", "roll_back"])

@@ -8,6 +8,7 @@ import time
 
 import meetings
 import pytest
+from fault_table import measured
 from meetings import connect, ends, job, the_line, who
 
 from jaxscale.cluster import network, roll_call, wire
@@ -19,10 +20,13 @@ start = pytest.fixture(meetings.starter)
 
 
 def test_who_never_comes_is_named_with_the_hosts_to_look_at(start):
+  began = time.monotonic()
   name, nodes = job("missing"), ["n1", "n2", "n7", "n8", "n9"]
   here = [start(r, 5, name, timeout=2, nodes=nodes) for r in (0, 1)]
   line = the_line(here, 10)
   assert line.startswith("processes 2–4 (n7, n8, n9) of 5 have not come within 2 s")
+  seconds = time.monotonic() - began
+  measured("tasks missing, faults.meet_s=2", seconds, 2, line)
   nodes = ["n1.site", "n2.site", "n7.site"]  # two on each, or some other way
   here = [start(0, 5, job("nodes"), timeout=2, nodes=nodes)]
   line = the_line(here, 10)
@@ -154,6 +158,7 @@ def test_loopback_is_well_where_all_are_on_one_host_or_gloo_is_not_used():
 
 
 def test_a_name_that_does_not_resolve(start):
+  began = time.monotonic()
   ranks = [start(r, 2, job("name"), "no-such-host.invalid:2345", timeout=1)
            for r in (0, 1)]  # fmt: skip
   for rank, (code, said) in enumerate(ends(ranks, 20)):
@@ -163,9 +168,11 @@ def test_a_name_that_does_not_resolve(start):
       f"n{rank + 1} ("
     )
     assert "JAXSCALE_COORDINATOR=ADDRESS:PORT" in said["error"]
+  measured("a name that does not resolve", time.monotonic() - began, 2, said["error"])
 
 
 def test_a_given_port_that_stays_taken_is_said_by_all(start):
+  began = time.monotonic()
   with socket.socket() as stranger:
     stranger.bind(("", 0))
     stranger.listen()
@@ -177,6 +184,8 @@ def test_a_given_port_that_stays_taken_is_said_by_all(start):
   assert f"port {port}: Address already in use" in got[0][1]["error"]
   assert f"ports {port} somebody else's" in got[1][1]["error"]
   assert all("free" in said["error"] for _, said in got)
+  line = got[0][1]["error"]
+  measured("a given port that is taken, for 2 s", time.monotonic() - began, 2, line)
 
 
 def test_no_free_port_for_jax_is_said_by_all(start):

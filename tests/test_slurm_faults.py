@@ -1,10 +1,8 @@
 """What a run under Slurm does when a process, a node or somebody ends it.
 
-Each line of docs/reliability.md's table that says "Slurm" is a test here. With
-JAXSCALE_FAULT_TABLE=FILE what was measured is added to FILE, a JSON line a fault.
+Most rows of docs/reliability.md's table are measured here (`fault_table`).
 """
 
-import json
 import os
 import re
 import shlex
@@ -15,6 +13,7 @@ import time
 import numpy as np
 import pytest
 from conftest import child_env
+from fault_table import measured
 from test_process import ARGS, assert_same_run, final_state, newest_step, record
 
 pytestmark = pytest.mark.slow
@@ -88,14 +87,6 @@ class Job:
     return max(map(float, times)) - began, {int(code) for code in codes}
 
 
-def measured(fault, seconds, lost, code, line):
-  """Add a line to the table, if one is asked for."""
-  if path := os.environ.get("JAXSCALE_FAULT_TABLE"):
-    row = dict(fault=fault, seconds=round(seconds, 1), lost=lost, code=code, line=line)
-    with open(path, "a") as file:
-      file.write(json.dumps(row) + "\n")
-
-
 def error_of(said, which=0):
   lines = [line for line in said.splitlines() if line.startswith("error: ")]
   assert lines, said[-2000:]
@@ -106,6 +97,15 @@ def error_or_stop(said):
   return next(line for line in said.splitlines() if "all stop together" in line)
 
 
+DONE = {
+  "kill": "SIGKILL of a process",
+  "kill the coordinator": "SIGKILL of process 0, JAX's coordinator",
+  "kill in save": "SIGKILL in the middle of a save",
+  "raise": "an exception in one process",
+  "sleep": "one process sleeps for ever",
+  "stop": "SIGSTOP of one process",
+  "hold": "one process holds Python's lock for ever",
+}
 ENDS = {
   "kill": (1, 137, r"process 1 on n2 died, last seen in step \d+"),
   "kill the coordinator": (0, 137, r"process 0 on n1 died, seen in step \d+"),
@@ -143,7 +143,7 @@ def test_a_fault_ends_the_job_and_is_named(slurm, whole, tmp_path, fault):
   assert job.codes() == [code]
   living = {f"process-{r}.txt" for r in range(NODES)} - {f"process-{rank}.txt"}
   assert living <= {p.name for p in (job.workdir / "faults").iterdir()}
-  measured(fault, job.seconds(), AT - saved, code, error_of(said))
+  measured(DONE[fault], job.seconds(), code, error_of(said), AT - saved)
   again = Job(slurm, tmp_path)
   again.end("COMPLETED")
   assert f"going on from the checkpoint of step {saved}" in again.said()
@@ -158,11 +158,12 @@ def test_a_node_that_dies_ends_the_job_or_requeues_it(slurm, whole, tmp_path):
   slurm.kill_node("n2")
   job.until(lambda: "process 1 on n2 died" in job.said(), 60)
   seconds = time.time() - began
-  line = error_of(job.said())
+  line, kept = error_of(job.said()), newest_step(job.workdir)
   slurm.start_node("n2")
-  job.end("COMPLETED", "FAILED", "NODE_FAIL")
-  measured("node dead", seconds, "since the last save", None, line)
-  if slurm.job(job.id)["JobState"] != "COMPLETED":
+  state = job.end("COMPLETED", "FAILED", "NODE_FAIL")["JobState"]
+  lost = int(re.findall(r"in step (\d+)", line)[0]) - kept
+  measured("a node dies: slurmd and tasks killed", seconds, state, line, max(lost, 0))
+  if state != "COMPLETED":
     job = Job(slurm, tmp_path)
     job.end("COMPLETED")
   assert seconds < 60 and newest_step(job.workdir) > saved
@@ -176,7 +177,7 @@ def test_a_slow_process_is_named_and_lives(slurm, whole, tmp_path):
   (line, *_) = re.findall(r"process 2 on n3 is slow at step \d+: .*", job.said())
   assert re.search(r"[45]\d ms of its host before each step", line)
   assert job.codes() == [0] and "error" not in job.said()
-  measured("slow", 0, 0, 0, line)
+  measured("a slow process", None, 0, line)
 
 
 PREEMPTIONS = {
@@ -204,7 +205,7 @@ def test_a_preempted_job_saves_and_is_requeued(slurm, whole, tmp_path, how):
   assert f"going on from the checkpoint of step {step}" in job.said()
   assert seconds < 60 and codes == {85} and job.codes()[-1] == 0
   assert_same_run(job.workdir, whole)
-  measured(how, seconds, 0, 85, error_or_stop(job.said()))
+  measured(how, seconds, 85, error_or_stop(job.said()))
 
 
 def test_three_preemptions_change_no_bit(slurm, whole, tmp_path):
@@ -237,7 +238,7 @@ def test_the_end_of_its_time_is_met_saved(slurm, tmp_path, end):
   assert "s are left" in why if end == "known" else why == "SIGTERM"
   seconds, codes = job.stopped(time.time())
   assert codes == {85}
-  measured(f"walltime, its end {end}", seconds, 0, 85, why)
+  measured(f"walltime, its end {end}", seconds, 85, error_or_stop(job.said()))
   job.until(lambda: "is requeued, restart 1" in job.said(), 30)
   job.until(lambda: "going on from" in job.said())
   slurm.run("scancel", job.id)
@@ -252,7 +253,7 @@ def test_what_is_cancelled_saves_and_stays_away(slurm, tmp_path):
   job.until(lambda: "saved step" in job.said(), 10)
   seconds, codes = job.stopped(began)
   assert codes == {85} and "not requeued by this run" in job.said()
-  measured("scancel", seconds, 0, 85, error_or_stop(job.said()))
+  measured("scancel", seconds, 85, error_or_stop(job.said()))
   time.sleep(2)
   assert slurm.job(job.id)["JobState"] == "CANCELLED"
 
@@ -277,10 +278,14 @@ def test_ctrl_c_on_srun_saves(slurm, tmp_path, options):
     if process.poll() is None:
       process.kill()
       process.communicate()
-  measured(f"Ctrl-C {options}", time.time() - began, 0, process.returncode, err[-200:])
-  assert "Ctrl-C at process" in out + err
+  said, seconds = error_or_stop(out + err), time.time() - began
+  assert "Ctrl-C at process" in said
   if options:
     assert process.returncode == 130 and "saved step" in out
+    measured("Ctrl-C on srun --disable-status", seconds, 130, said)
+  else:
+    lost = "since the last save"
+    measured("Ctrl-C twice on srun", seconds, process.returncode, said, lost)
 
 
 def test_fewer_nodes_go_on_where_more_have_stopped(slurm, whole, tmp_path):

@@ -1,0 +1,44 @@
+"""What tests of faults measure, for the table in docs/reliability.md.
+
+JAXSCALE_FAULT_TABLE=/tmp/faults.jsonl python -m pytest tests
+python tests/fault_table.py /tmp/faults.jsonl
+"""
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+
+def measured(fault, seconds, code, line, lost="nothing"):
+  """Add a row, if somebody wants the table.
+
+  Args:
+    fault: what was done.
+    seconds: from there to the end of all processes, or None where nothing ended.
+    code: the exit code of the run, or of srun.
+    line: what a person read.
+    lost: steps that were done and not saved, or words.
+  """
+  if path := os.environ.get("JAXSCALE_FAULT_TABLE"):
+    row = {"fault": fault, "seconds": seconds, "lost": lost, "code": code, "line": line}
+    with open(path, "a") as file:
+      file.write(json.dumps(row) + "\n")
+
+
+def table(rows):
+  """The rows as Markdown; of one fault the last counts."""
+  lines = ["| fault | seconds to the end | lost | exit code | what is said |"]
+  lines.append("|---|---|---|---|---|")
+  for row in {row["fault"]: row for row in rows}.values():
+    seconds = "–" if row["seconds"] is None else f"{row['seconds']:.1f}"
+    lost = f"{row['lost']} steps" if isinstance(row["lost"], int) else row["lost"]
+    # Places of a test's own say nothing, and a | would end the cell.
+    said = re.sub(r"/\S*/(?=[\w.-]+)", "…/", row["line"]).replace("|", "/").strip()
+    lines.append(f"| {row['fault']} | {seconds} | {lost} | {row['code']} | {said} |")
+  return "\n".join(lines)
+
+
+if __name__ == "__main__":
+  print(table(map(json.loads, Path(sys.argv[1]).read_text().splitlines())))
