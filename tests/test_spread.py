@@ -12,6 +12,7 @@ from jaxscale import adaptive, build, models, spread
 from jaxscale.config import Mesh
 from jaxscale.derive import derive, story
 from jaxscale.overrides import load_config
+from jaxscale.preflight import child
 from jaxscale.settings import ConfigError
 from jaxscale.spread import micro_batches
 from jaxscale.workdir import claim_workdir, describe, describe_text, start_devices
@@ -244,7 +245,7 @@ def began(tmp_path):
   """Writes what a run on so many devices left in its directory."""
 
   def write(chosen, devices, saved=True, **derived):
-    described = describe(build.experiment(chosen))
+    described = describe(build.experiment(chosen, devices))
     described["derived"] |= {"num_devices": devices, "start_devices": devices}
     described["derived"] |= derived
     (tmp_path / "config.json").write_text(json.dumps(described))
@@ -302,6 +303,16 @@ def test_config_json_and_the_person_who_reads_have_the_numbers(began, tmp_path):
   said = describe_text(experiment, tmp_path)
   assert said.count("8 devices, 16 at the start: 2 micro-batches a step") == 1
   assert experiment.lower_train_step()  # and it is what the step is made of
+
+
+def test_the_preflight_of_a_run_that_goes_on_knows_where_it_began(began):
+  """72 examples over 8 devices are 3 micro-batches of 3, not 2."""
+  changes = {"batch_size": "72", "accumulate_steps": "2", "model": "MLP"}
+  workdir = began(config(**changes), 12)
+  asked = {"config": "configs/digits.py", "overrides": changes}
+  assert child.fits(**asked, workdir=str(workdir))["bytes"] > 0
+  error = child.fits(**asked, workdir=str(workdir / "other"))["error"]
+  assert "not divisible by 8 devices x 2 accumulate_steps" in error
 
 
 def test_divisors_and_lists():
