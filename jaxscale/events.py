@@ -12,7 +12,7 @@ from jaxscale.cluster.watch import Watch
 from jaxscale.derive import steps_of
 from jaxscale.mesh import host_shard
 from jaxscale.refusals import Refusals
-from jaxscale.report import Reporter
+from jaxscale.reporter import Reporter
 
 T = TypeVar("T")
 

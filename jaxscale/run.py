@@ -28,7 +28,7 @@ from jaxscale.holder import job_of
 from jaxscale.joining import refuse_loop
 from jaxscale.refusals import Limits, Refusals
 from jaxscale.replicas import ReplicaDivergenceError
-from jaxscale.report import Reporter
+from jaxscale.reporter import Reporter
 from jaxscale.stage_loop import (
   Ahead,
   Run,

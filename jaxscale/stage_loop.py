@@ -15,7 +15,7 @@ from jaxscale.cluster.watch import Watch
 from jaxscale.config import AdaptiveBatch
 from jaxscale.events import has_reached, make_events
 from jaxscale.refusals import Refusals
-from jaxscale.report import Reporter
+from jaxscale.reporter import Reporter
 from jaxscale.stages import Stage, examples_at, stage_index
 from jaxscale.state import TrainState
 from jaxscale.step import TrainStep

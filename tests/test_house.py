@@ -101,9 +101,31 @@ def test_the_quickstart_runs_and_is_short():
   assert accuracy and float(accuracy.group(1)) >= 97
 
 
-def test_the_notebook_is_its_script():
-  script = (ROOT / "colabs" / "quickstart.py").read_text()
-  notebook = json.loads((ROOT / "colabs" / "quickstart.ipynb").read_text())
+@pytest.mark.slow
+def test_the_notebook_of_jobs_runs(tmp_path):
+  """As a notebook, by a kernel: what it shows are tables, and one picture."""
+  code = """import sys, nbformat, nbclient
+  notebook = nbformat.read(sys.argv[1], 4)
+  nbclient.NotebookClient(notebook, timeout=300).execute()
+  nbformat.write(notebook, "done.ipynb")""".replace("\n  ", "\n")
+  path = ROOT / "colabs" / "jobs.ipynb"
+  done = subprocess.run(
+    [sys.executable, "-c", code, str(path)], cwd=tmp_path, capture_output=True,
+    env=child_env(JAX_PLATFORMS="cpu", PYTHONWARNINGS="default"), text=True,
+    timeout=400,
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr
+  cells = json.loads((tmp_path / "done.ipynb").read_text())["cells"]
+  shown = [o["data"] for c in cells for o in c.get("outputs", ()) if "data" in o]
+  assert all("text/html" in data and "text/plain" in data for data in shown)
+  assert "COMPLETED" in "".join(shown[1]["text/plain"]) and len(shown) == 5
+  assert "image/png;base64" in "".join(shown[-1]["text/html"])
+
+
+@pytest.mark.parametrize("name", ["quickstart", "jobs"])
+def test_the_notebook_is_its_script(name):
+  script = (ROOT / "colabs" / f"{name}.py").read_text()
+  notebook = json.loads((ROOT / "colabs" / f"{name}.ipynb").read_text())
   for cell in notebook["cells"]:
     assert not cell.get("outputs")
     for line in "".join(cell["source"]).splitlines():

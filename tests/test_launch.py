@@ -1,7 +1,9 @@
 """What `jaxscale.launch` would submit: sites, sweeps, folders, mistakes."""
 
+import dataclasses
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -12,7 +14,7 @@ from conftest import ROOT
 from test_launch_script import RUN, RUNS
 
 from jaxscale import launch
-from jaxscale.launch import cli, profile, render, spec, sweep
+from jaxscale.launch import cli, profile, render, spec, sweeps
 from jaxscale.launch import folder as folders
 from jaxscale.launch.profile import Site, load_site, site_from, with_options
 from jaxscale.overrides import load_config
@@ -83,15 +85,17 @@ def test_the_command_line_has_the_last_word():
 
 
 def test_a_sweep_is_a_product():
-  trials = sweep.product(["optimizer.lr=0.1,0.2", "--config.seed=1,2", "a=(1,2),'x,y'"])
+  trials = sweeps.product(
+    ["optimizer.lr=0.1,0.2", "--config.seed=1,2", "a=(1,2),'x,y'"]
+  )
   assert len(trials) == 8
   assert trials[1] == {"optimizer.lr": "0.1", "seed": "1", "a": "'x,y'"}
   assert trials[-1] == {"optimizer.lr": "0.2", "seed": "2", "a": "'x,y'"}
   for wrong in ("seed", "seed=", "=1", "seed=1,,2"):
     with pytest.raises(ConfigError, match=f"--sweep={wrong}"):
-      sweep.product([wrong])
+      sweeps.product([wrong])
   with pytest.raises(ConfigError, match="has a list already"):
-    sweep.product(["seed=1", "seed=2"])
+    sweeps.product(["seed=1", "seed=2"])
 
 
 SWEEP = """
@@ -109,20 +113,20 @@ def get_sweep():
 def test_a_config_file_yields_its_sweep(tmp_path, monkeypatch):
   path = tmp_path / "mine.py"
   path.write_text(SWEEP)
-  assert sweep.from_file(str(path)) == [
+  assert sweeps.from_file(str(path)) == [
     {"optimizer.lr": "0.1", "data.augment": "none"},
     {"optimizer.lr": "2e-05", "data.augment": "none"},
   ]
   with pytest.raises(ConfigError, match="define get_sweep"):
-    sweep.from_file(DIGITS)
+    sweeps.from_file(DIGITS)
   path.write_text(path.read_text().replace("yield {", "yield 1/0, {"))
   with pytest.raises(ConfigError, match=r"mine.py:9: ZeroDivisionError"):
-    sweep.from_file(str(path))
+    sweeps.from_file(str(path))
 
 
 def test_a_sweep_is_checked_before_it_is_submitted():
   def check(trials):
-    sweep.check(lambda o: load_config(DIGITS, o), {}, trials)
+    sweeps.check(lambda o: load_config(DIGITS, o), {}, trials)
 
   with pytest.raises(ConfigError, match=r"trial 1: .*has no field 'sed'"):
     check([{"seed": "1"}, {"sed": "2"}])
@@ -147,6 +151,22 @@ MISTAKES = [
   (["submit", "--config", DIGITS, "--sweep=seed=1"], "--sweep=seed=1: not an option"),
   (["sweep", "--config", DIGITS], "define get_sweep() in it, or give --sweep"),
   (["sweep", "--config", DIGITS, "--sweep=epochs=0"], "trial 0: "),
+  (
+    ["submit", "--config", DIGITS, "--nodes=3"],
+    "batch size 128: not divisible by 3 processes; give 126 or 129, or another number",
+  ),
+  (
+    ["sweep", "--config", DIGITS, "--nodes=2", "--sweep=batch_size=64,63"],
+    "trial 1: batch size 63: not divisible by 2 processes; give 62 or 64",
+  ),
+  (
+    ["scaling", "--config", DIGITS, "--nodes=1,3", "--batch=fixed"],
+    "batch size 128: not divisible by 3 processes; give 126 or 129",
+  ),
+  (
+    ["scaling", "--config", DIGITS, "--nodes=1,2", "--config.stages=AdaptiveBatch"],
+    "digits.py: batch or images change size on the way",
+  ),
   (["scaling", "--config", DIGITS, "--nodes=1,1"], "give several sizes"),
   (["logs", "nothing"], "nothing: no such run"),
   (["cancel"], "cancel: of which run?"),
@@ -228,3 +248,20 @@ def test_a_python_without_jax_is_not_taken_along(monkeypatch):
   monkeypatch.setattr(launch.handle, "find_spec", lambda name: None)
   with pytest.raises(ConfigError, match="has no jax; submit from"):
     launch.handle.prepare(DIGITS)
+
+
+def test_the_page_about_jobs_names_everything():
+  page = (ROOT / "docs" / "launch.md").read_text()
+  keys = [f.name for c in (Site, profile.Container) for f in dataclasses.fields(c)]
+  verbs = [f"| `{verb}" for verb in cli._VERBS]
+  codes = [f"| {c} |" for c in (*render.STARTED_AGAIN, *render.NOT_STARTED_AGAIN)]
+  for word in (*(f"`{key}`" for key in keys), *verbs, *codes):
+    assert word in page, word
+
+
+def test_the_profile_of_the_page_about_jobs_is_right(tmp_path):
+  page = (ROOT / "docs" / "launch.md").read_text()
+  (text,) = re.findall(r"```toml\n(.*?)```", page, flags=re.S)
+  (tmp_path / "here.toml").write_text(text)
+  site = load_site(str(tmp_path / "here.toml"))
+  assert (site.partition, site.tasks, site.env) == ("main", 1, ("JAX_PLATFORMS=cpu",))

@@ -13,6 +13,7 @@ import pytest
 from jaxscale import launch
 from jaxscale.launch import cli, local
 from jaxscale.launch import folder as folders
+from jaxscale.launch.table import Record
 from jaxscale.settings import ConfigError
 
 DIGITS = "configs/digits.py"
@@ -96,9 +97,7 @@ def test_a_sweep_runs_two_at_a_time(stand_in, tmp_path):
   running.mkdir()
   count = f'touch "{running}/$$"; ls "{running}" | wc -l; sleep 0.4; rm "{running}/$$"'
   (tmp_path / "does").write_text(count)
-  job = launch.submit_sweep(
-    DIGITS, [{"seed": i} for i in range(6)], at_most=2, **stand_in
-  )
+  job = launch.sweep(DIGITS, [{"seed": i} for i in range(6)], at_most=2, **stand_in)
   assert {row.state for row in job.status()} & {"RUNNING", "PENDING"}
   rows = wait(job)
   assert [row.state for row in rows] == ["COMPLETED"] * 6
@@ -107,6 +106,66 @@ def test_a_sweep_runs_two_at_a_time(stand_in, tmp_path):
   assert max(seen) == 2
   assert all(f"--config.seed={i}" in job.logs(task=i) for i in range(6))
   assert [line["task"] for line in job.metrics()] == list(range(6))
+
+
+def test_a_study_runs_one_size_after_another(stand_in, tmp_path):
+  order = tmp_path / "order"
+  script = f'sleep 0.3; echo "${{JAXSCALE_NUM_PROCESSES:-1}}" >>"{order}"; sleep 0.3'
+  (tmp_path / "does").write_text(script)
+  study = launch.scaling(DIGITS, [2, 4, 1], name="study", **stand_in)
+  rows = study.wait(60, every_s=0.1)
+  assert [(row.run, row.state) for row in rows] == [
+    (f"study-{n}n", "COMPLETED") for n in (2, 4, 1)
+  ]
+  assert order.read_text().split() == ["2"] * 2 + ["4"] * 4 + ["1"]
+  runs = stand_in["runs"]
+  assert launch.study("study", runs) == study
+  assert launch.job("study-4n", runs) == study.jobs[1]
+  with pytest.raises(ConfigError, match="sturdy: no such study, did you mean 'study'"):
+    launch.study("sturdy", runs)
+  with pytest.raises(ConfigError, match="study-2n: has written nothing yet"):
+    study.report()  # the stand-in writes no config.json
+
+
+def test_a_study_is_cancelled_as_one(stand_in, tmp_path, capsys):
+  (tmp_path / "does").write_text("while true; do sleep 0.1; done")
+  sizes = [2, 4, 1]
+  study = launch.scaling(DIGITS, sizes, batch="grows", name="study", **stand_in)
+  batches = [folders.read_run(j.folder).overrides["batch_size"] for j in study.jobs]
+  assert batches == ["128", "256", "64"]
+  until(lambda: study.jobs[0].metrics())
+  study.jobs[2].cancel()  # which waits
+  until(lambda: study.status()[2].state == "CANCELLED")
+  assert study.status()[0].state == "RUNNING"
+  runs = f"--runs={stand_in['runs']}"
+  assert cli.main(["status", "study", runs]) == 0
+  assert cli.main(["logs", "study", runs]) == 2
+  assert cli.main(["cancel", "study", runs]) == 0
+  said = capsys.readouterr()
+  assert [line.split()[0] for line in said.out.splitlines()] == [
+    "run",
+    *(f"study-{n}n{colon}" for colon in ("", ":") for n in sizes),
+  ]
+  assert "study: logs of one run at a time, of study-2n, study-4n" in said.err
+  assert [r.state for r in study.wait(30, 0.1)] == ["CANCELLED"] * 3
+  assert not (study.jobs[1].folder / "train").exists()  # it never began
+
+
+def test_a_record_is_a_table(stand_in):
+  job = launch.submit(DIGITS, **stand_in)
+  assert repr(job.metrics()) == "nothing on record yet"
+  wait(job)
+  record = job.metrics()
+  assert record == [{"step": 3, "train/loss": 0.5, "time": 1}]
+  assert repr(record).splitlines() == ["step  train/loss", "   3         0.5"]
+  assert "<td" in record._repr_html_() and "COMPLETED" in job.status()._repr_html_()
+  with pytest.raises(ConfigError, match="task=1: give 0 … 0"):
+    job.metrics(task=1)
+  many = Record({"step": i, "x": 1234.5} for i in range(99))
+  lines = repr(many).splitlines()
+  assert len(lines) == 22 and lines[11].split() == ["…", "…"]
+  assert lines[-1].split() == ["98", "1,234"]
+  assert "&lt;b&gt;" in Record([{"note": "<b>"}])._repr_html_()
 
 
 def test_cancelled_it_saves_and_resumed_it_goes_on(stand_in, tmp_path):
@@ -128,7 +187,7 @@ def test_cancelled_it_saves_and_resumed_it_goes_on(stand_in, tmp_path):
 
 def test_of_a_sweep_only_what_is_not_done_is_resumed(stand_in, tmp_path):
   (tmp_path / "does").write_text('[[ "$workdir" == */1 ]] && exit 1; exit 0')
-  job = launch.submit_sweep(DIGITS, [{"seed": i} for i in range(3)], **stand_in)
+  job = launch.sweep(DIGITS, [{"seed": i} for i in range(3)], **stand_in)
   assert [r.state for r in wait(job)] == ["COMPLETED", "FAILED", "COMPLETED"]
   (tmp_path / "does").write_text("exit 0")
   job.resume()
@@ -160,10 +219,26 @@ def test_one_process_that_fails_ends_the_others(stand_in, tmp_path):
   (tmp_path / "does").write_text(
     '[ "$JAXSCALE_PROCESS_ID" = 1 ] && exit 93; while true; do sleep 0.1; done'
   )
-  job = launch.submit(DIGITS, tasks_per_node=3, **stand_in)
+  job = launch.submit(DIGITS, tasks_per_node=4, **stand_in)
   (row,) = wait(job)
   assert (row.state, row.code) == ("FAILED", 93)
   assert job.logs(0).endswith("saved") and job.logs(2).endswith("saved")
+
+
+def test_it_ended_as_the_first_that_failed_and_says_why(stand_in, tmp_path, capsys):
+  """Not with the code of those that were ended because of it, and said nothing."""
+  (tmp_path / "does").write_text(
+    'trap - TERM; [ "$JAXSCALE_PROCESS_ID" = 2 ] && echo "error: why" && exit 2\n'
+    "exec sleep 60"
+  )
+  quiet = STAND_IN.replace('echo "process', ': "process')
+  (tmp_path / "python").write_text(quiet)
+  job = launch.submit(DIGITS, tasks_per_node=4, name="why", **stand_in)
+  (row,) = wait(job)
+  assert (row.state, row.code) == ("FAILED", 2)
+  assert job.logs(0) == ""
+  assert cli.main(["logs", "why", f"--runs={stand_in['runs']}"]) == 0
+  assert capsys.readouterr().out == "2: error: why\n"
 
 
 def test_what_minds_no_signal_is_killed_after_the_grace(monkeypatch):
@@ -171,7 +246,8 @@ def test_what_minds_no_signal_is_killed_after_the_grace(monkeypatch):
   deaf = subprocess.Popen(["bash", "-c", "trap '' TERM; while :; do sleep 0.1; done"])
   failed = subprocess.Popen(["bash", "-c", "sleep 0.2; exit 3"])
   began = time.monotonic()
-  assert local._wait([deaf, failed], threading.Event()) == 128 + signal.SIGKILL
+  assert local._wait([deaf, failed], threading.Event()) == 3
+  assert deaf.returncode == -signal.SIGKILL
   assert 0.5 < time.monotonic() - began < 5
 
 

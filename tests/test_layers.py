@@ -8,12 +8,13 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "jaxscale"
 
 LEVELS = {
+  "report": 17,
   "launch": 16, "batch_study": 16, "time_to_accuracy": 16,
   "trials": 15,
   "train": 14, "doctor": 14, "plot_schedule": 14,
   "run": 13, "stage_loop": 12.5, "joining": 1.5, "imagenet": 13, "preflight": 13,
   "events": 12,
-  "report": 11, "adaptive": 11, "workdir": 11, "step_report": 11,
+  "reporter": 11, "adaptive": 11, "workdir": 11, "step_report": 11,
   "build": 10,
   "parts": 9, "exchange_parts": 9,
   "derive": 8,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale import adaptive, build, data, loop, metrics, report
+from jaxscale import adaptive, build, data, loop, metrics, reporter
 from jaxscale.derive import derive
 from jaxscale.mesh import make_mesh
 from jaxscale.overrides import load_config
@@ -284,7 +284,7 @@ def test_a_run_that_waits_for_data_says_so(tmp_path, capsys, monkeypatch):
       yield batch
 
   monkeypatch.setattr(adaptive, "train_batches", slow)
-  monkeypatch.setattr(report, "INPUT_BOUND_SECONDS", 0.02)
+  monkeypatch.setattr(reporter, "INPUT_BOUND_SECONDS", 0.02)
   fit(quick(), tmp_path)
   said = [x for x in capsys.readouterr().out.splitlines() if "input-bound" in x]
   assert len(said) == 1 and "input_threads" in said[0]

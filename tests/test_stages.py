@@ -173,7 +173,7 @@ def test_a_ramp_goes_on_bit_for_bit(ramped, tmp_path):
       if step == stop:
         raise Stopped
 
-    from jaxscale.report import Reporter
+    from jaxscale.reporter import Reporter
 
     with pytest.MonkeyPatch.context() as patch:
       patch.setattr(Reporter, "trained", log)

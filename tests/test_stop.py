@@ -30,7 +30,7 @@ def run(rng: random.Random, num: int, requests: int, points: int = POINTS):
     hosts,
     limits,
     say=said.append,
-    on_fault=lambda line, code: said.append(line),
+    on_fault=lambda line, code, stacks: said.append(line),
   )
   watches = [
     watch.Watch(rank, hosts, theirs, limits, None)

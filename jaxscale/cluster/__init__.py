@@ -236,7 +236,7 @@ def joined(
       if not follows and said(e) is None:
         traceback.print_exc()
         sys.stderr.flush()
-      _watch.fail(cause, code, follows)
+      _watch.fail(cause, code, follows, is_said=said(e) is not None)
     raise
   finally:
     _end()

@@ -22,6 +22,8 @@ from jaxscale.cluster.wire import Receiver, encode
 # A killed process's neighbours raise 20 ms after it (gloo, measured): what comes
 # within this time is looked at together, to name the one that was first.
 _SETTLE_S = 0.3
+# What is wrong for all, such as a setting, all say, as fast as each of them is.
+_SETTLE_SAID_S = 2.0
 # Then the others write their stacks, before the end of this process makes JAX's
 # coordinator vanish and XLA abort them.
 _LAST_WORDS_S = 0.6
@@ -42,7 +44,7 @@ class Hub:
     limits: Limits,
     *,
     say: Callable[[str], None],
-    on_fault: Callable[[str, int], None],
+    on_fault: Callable[[str, int, bool], None],
     ending: str = "",
   ):
     """A hub that has heard nobody yet.
@@ -52,7 +54,8 @@ class Hub:
       hosts: of every process.
       limits: what is too long.
       say: shows a line.
-      on_fault: (line, exit code); the others have been told.
+      on_fault: (line, exit code, whether stacks are of use); the others have been
+        told.
       ending: of a fault's line, such as where stacks are.
     """
     self._links, self._hosts, self._limits = links, hosts, limits
@@ -63,6 +66,7 @@ class Hub:
     self._spoke: set[int] = set()  # those that listen for us
     self._closed: set[int] = set()
     self._suspects: list[Fault] = []
+    self._said: dict[str, set[int]] = {}  # what processes say, and which
     self._settled = 0.0
     self._agreement = Agreement(len(links))
     self._window = now, {rank: (0.0, 0) for rank in links}
@@ -86,7 +90,7 @@ class Hub:
         judged = now + self._limits.silence_s / 2
       before = now
       if self._suspects:
-        if now >= self._settled:
+        if now >= self._settled or self._all_say() is not None:
           self._end(verdict.choose(self._suspects))
           return
       elif now - judged >= look:
@@ -133,9 +137,13 @@ class Hub:
     elif "here" in message:
       self._answer(rank, message["here"])
     elif "fail" in message:
-      kind = "follows" if message["follows"] else "failed"
-      cause = f"failed {message['where']}: {message['fail']}"
-      self._suspect(Fault(kind, rank, cause, message["code"]))
+      kind, cause = "follows" if message["follows"] else "failed", message["fail"]
+      is_said = message["said"]
+      if is_said:
+        self._said.setdefault(cause, set()).add(rank)
+      else:
+        cause = f"failed {message['where']}: {cause}"
+      self._suspect(Fault(kind, rank, cause, message["code"], is_said))
     elif "bye" in message:
       seen.left = True
       self._answer(rank, message["bye"])
@@ -169,7 +177,8 @@ class Hub:
 
   def _suspect(self, fault: Fault) -> None:
     if not self._suspects:
-      self._settled = time.monotonic() + _SETTLE_S
+      wait = _SETTLE_SAID_S if fault.is_said else _SETTLE_S
+      self._settled = time.monotonic() + wait
     self._suspects.append(fault)
 
   def _judge(self, now: float) -> None:
@@ -226,13 +235,23 @@ class Hub:
 
   def _end(self, fault: Fault) -> None:
     """Tell the others, let them leave, and leave."""
-    who = "" if fault.rank is None else self._name(fault.rank) + " "
-    line = f"error: {who}{fault.cause}{self._ending}"
+    if fault.is_said:
+      who = "" if self._all_say() else f"{self._name(fault.rank or 0)}: "
+      line = f"error: {who}{fault.cause}"
+    else:
+      who = "" if fault.rank is None else self._name(fault.rank) + " "
+      line = f"error: {who}{fault.cause}{self._ending}"
     others = [rank for rank in self._ranks if rank != 0]
-    self._tell(others, {"fault": line, "code": fault.code})
+    stacks = not fault.is_said
+    self._tell(others, {"fault": line, "code": fault.code, "stacks": stacks})
     self._say(line)
     self._wait_for_closed(_LAST_WORDS_S)
-    self._on_fault(line, fault.code)
+    self._on_fault(line, fault.code, stacks)
+
+  def _all_say(self) -> str | None:
+    """What every process says is wrong, if they agree."""
+    everybody = len(self._ranks)
+    return next((c for c, who in self._said.items() if len(who) == everybody), None)
 
   def _wait_for_closed(self, seconds: float) -> None:
     """Until all others have closed their end, so that none is cut off."""

@@ -73,8 +73,9 @@ def requeue(job: str | None, restarts: int, limit: int = MAX_RESTARTS) -> Requeu
     line = f"job {job} was requeued {restarts} times, and not again (limit {limit})"
     return Requeued(EXIT_GIVE_UP, line)
   shown = run_scontrol(["show", "job", job])
-  if shown is not None and has_ended(shown):
-    return Requeued(EXIT_PREEMPTED, f"job {job} was ended by others: not requeued")
+  if shown is not None and (state := ending(shown)):
+    line = f"job {job} is {state} already: not requeued by this run"
+    return Requeued(EXIT_PREEMPTED, line)
   try:
     done = subprocess.run(
       ["scontrol", "requeue", job], capture_output=True, text=True, timeout=_SCONTROL_S
@@ -90,25 +91,26 @@ def requeue(job: str | None, restarts: int, limit: int = MAX_RESTARTS) -> Requeu
   return Requeued(EXIT_PREEMPTED, f"job {job} is requeued, restart {restarts + 1}")
 
 
-def has_ended(shown: str) -> bool:
-  """Whether somebody else has ended the job that `scontrol show job` shows.
+def ending(shown: str) -> str | None:
+  """The state of a job that somebody, or Slurm, is ending; None: it may go on.
 
   `scontrol requeue` would revive what was cancelled: that is COMPLETING, or CANCELLED,
   while its processes save; so is what has reached its time limit, but says so, and is
   to go on (measured with Slurm 22.05).
 
+  Args:
+    shown: what `scontrol show job` prints.
+
   Example:
-    >>> has_ended("JobId=7 JobState=RUNNING Reason=None Dependency=(null)")
-    False
-    >>> has_ended("JobId=7 JobState=COMPLETING Reason=TimeLimit")
-    False
-    >>> has_ended("JobId=7 JobState=CANCELLED Reason=None")
-    True
+    >>> ending("JobId=7 JobState=RUNNING Reason=None Dependency=(null)")
+    >>> ending("JobId=7 JobState=COMPLETING Reason=TimeLimit")
+    >>> ending("JobId=7 JobState=CANCELLED Reason=None")
+    'cancelled'
   """
   states = re.findall(r"\bJobState=(\w+) Reason=(\w+)", shown)
-  return bool(states) and all(
-    state != "RUNNING" and why != "TimeLimit" for state, why in states
-  )
+  if any(state == "RUNNING" or why == "TimeLimit" for state, why in states):
+    return None
+  return states[0][0].lower() if states else None
 
 
 def count_start(workdir: Path, job: str | None, restarts: int, step: int) -> int:

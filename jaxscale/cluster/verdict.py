@@ -126,12 +126,14 @@ class Fault(NamedTuple):
     rank: the culprit; None where nobody is.
     cause: what happened to it, after "process 3 on n4 ".
     code: the exit code of all.
+    is_said: the cause says all that a person needs (`exits.said`): no stacks.
   """
 
   kind: str
   rank: int | None
   cause: str
   code: int = EXIT_CRASH
+  is_said: bool = False
 
 
 def limit_s(seen: Seen, limits: Limits) -> float:

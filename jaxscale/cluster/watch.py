@@ -33,8 +33,8 @@ _OF_PEERS = re.compile(
 )
 _OWN = re.compile("RESOURCE_EXHAUSTED|OUT_OF_MEMORY")
 
-# The verdict after `fail`: settling and telling take below a second.
-_VERDICT_S = 3.0
+# The verdict after `fail`: settling and telling take up to three seconds.
+_VERDICT_S = 5.0
 
 
 class Watch:
@@ -87,7 +87,13 @@ class Watch:
       self._host = (seconds + now - since, steps + 1)
     self._place = (step, phase, 0, now)
 
-  def fail(self, cause: str, code: int = EXIT_CRASH, follows: bool = False) -> None:
+  def fail(
+    self,
+    cause: str,
+    code: int = EXIT_CRASH,
+    follows: bool = False,
+    is_said: bool = False,
+  ) -> None:
     """Tell the others that this process cannot go on; with others, never returns.
 
     Args:
@@ -95,12 +101,14 @@ class Watch:
       code: the exit code of all.
       follows: it may come from the fault of another process, as an error of
         communication does.
+      is_said: the cause says enough, as `exits.said` has it: no stacks are written,
+        and where all say the same, it is of nobody in particular.
     """
     if self._link is None or self._ended.is_set():
       return
     here = where(*self._place[:2])
     message = {"fail": cause, "code": code, "follows": follows, "where": here}
-    if self._send(message):
+    if self._send(message | {"said": is_said}):
       time.sleep(_VERDICT_S)  # the link's thread leaves before
     name = f"process {self._rank} on {self._hosts[self._rank]}"
     self._leave(code, f"error: {name} failed {here}: {cause}", speak=True)
@@ -178,7 +186,9 @@ class Watch:
       self.stop.decided(*message["stop"])  # type: ignore[misc]
     elif "fault" in message:
       # The hub prints the line; here it heads the stacks.
-      self._leave(message["code"], message["fault"])  # type: ignore[arg-type]
+      folder = self._folder if message["stacks"] else None
+      code, line = message["code"], message["fault"]
+      stacks.leave(code, folder, self._rank, line)  # type: ignore[arg-type]
     elif "bye" in message:
       self._ended.set()
       stacks.disarm()
@@ -209,7 +219,7 @@ class Watch:
       return
     raised = getattr(sys, "last_value", None)
     if isinstance(raised, BaseException):
-      self.fail(*cause_of(raised))
+      self.fail(*cause_of(raised), is_said=said(raised) is not None)
     self.close()
 
 
@@ -294,8 +304,8 @@ def _ending(folder: Path | None) -> str:
   return f"; stacks in {folder}" if folder else ""
 
 
-def _leave_hub(folder: Path | None, line: str, code: int) -> NoReturn:
-  stacks.leave(code, folder, 0, line)
+def _leave_hub(folder: Path | None, line: str, code: int, use: bool) -> NoReturn:
+  stacks.leave(code, folder if use else None, 0, line)
 
 
 def _run_hub(hub: Hub, folder: Path | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,10 +12,9 @@ from typing import Any, NamedTuple
 
 from jaxscale.exits import EXIT_DONE, EXIT_INTERRUPTED, one_line_errors
 from jaxscale.launch import folder as folders
-from jaxscale.launch import handle, logs, status, sweep
+from jaxscale.launch import handle, logs, status, studies, sweeps
 from jaxscale.launch.handle import Job, Prepared
 from jaxscale.launch.profile import OPTIONS
-from jaxscale.overrides import load_config
 from jaxscale.settings import ConfigError, nearest
 
 USAGE = """\
@@ -32,6 +32,8 @@ usage: python -m jaxscale.launch submit --config FILE[:arg] [--nodes N] [option 
 Runs of jaxscale.train under Slurm, or in the background of this machine. Each has a
 folder of its own under runs/, with a copy of the code and all that it writes.
 
+  RUN                     name of a run, or its folder; for status, cancel and resume
+                          also that of a scaling study, for all of its runs
   --config FILE[:arg]     as for jaxscale.train; --config.FIELD=VALUE as well
   --nodes N               nodes of the run (default 1)
   --name NAME             of the folder (default: the config's name and the time)
@@ -44,13 +46,20 @@ folder of its own under runs/, with a copy of the code and all that it writes.
   --dry-run               print the script and what would be made; make nothing
   --sweep a.b=1,2,3       values of a setting; several: all combinations; without
                           any, what get_sweep() of the config file yields
-  --at-most N             trials that run at a time
+  --at-most N             trials that run at a time (default: all that have room; on
+                          this machine 1)
   --batch fixed|grows     of a scaling study: the batch size stays (strong scaling,
-                          the default), or grows with the nodes (weak)
+                          the default), or grows with the nodes (weak); then
+                          `python -m jaxscale.report NAME` has table and picture
   --watch                 the table, again and again (every 5 seconds)
   -f                      print what comes until the run ends
+  --rank N|all|batch      whose output: a process (default 0), all, or the script's
+  --task N                of which trial of a sweep (default 0)
+  --lines N, -n N         the last N lines only
 
-for the job, instead of the profile's value:
+exit code: 0 done, 2 a mistake in what was asked for, 1 anything else, 130 interrupted
+
+for the job, instead of what the site's profile says, each with a value:
 """
 
 _SUBMIT = (
@@ -168,7 +177,10 @@ def main(argv: list[str]) -> int:
 
 
 def _help() -> str:
-  return USAGE + "  " + " ".join(f"--{name.replace('_', '-')}" for name in OPTIONS)
+  words = " ".join(f"--{name.replace('_', '-')}" for name in OPTIONS)
+  return USAGE + textwrap.fill(
+    words, 86, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+  )
 
 
 def _submit(asked: Asked, argv: list[str]) -> None:
@@ -177,7 +189,7 @@ def _submit(asked: Asked, argv: list[str]) -> None:
   trials, at_most = [], 0
   if asked.verb == "sweep":
     lists = asked.options.get("sweep")
-    trials = sweep.product(lists) if lists else sweep.from_file(config)
+    trials = sweeps.product(lists) if lists else sweeps.from_file(config)
     at_most = asked.number("at-most", 0)
     if not trials:
       raise ConfigError(f"{config}: its get_sweep() yields nothing")
@@ -221,52 +233,65 @@ def _job_options(asked: Asked) -> dict[str, str]:
 
 
 def _launch(prepared: Prepared, asked: Asked) -> None:
-  run = prepared.run
-  trials = f", {len(run.trials)} trials" if run.trials else ""
   if "dry-run" in asked.flags:
-    print(prepared.script)
-    count = len(folders.sources(None if prepared.text else prepared.config))
-    print(f"# would make {run.folder} with {count} files of code{trials}")
-    print(f"# and hand it to {run.executor}: {run.processes} processes")
+    _show(prepared)
     return
   job = handle.launch(prepared)
-  print(f"{run.name}: submitted as {folders.last_job(job.folder)}{trials}")
+  print(f"{job.name}: submitted as {folders.last_job(job.folder)}{_trials(prepared)}")
   print(f"  {job.folder}")
-  for verb in ("status", "logs -f", "cancel"):
-    runs = asked.get("runs", "runs")
-    where = "" if runs == "runs" else f" --runs {shlex.quote(runs)}"
-    print(f"  python -m jaxscale.launch {verb} {run.name}{where}")
+  _hints(asked, job.name, "launch status", "launch logs -f", "launch cancel")
+
+
+def _show(prepared: Prepared) -> None:
+  """What `--dry-run` prints."""
+  run = prepared.run
+  print(prepared.script)
+  count = len(folders.sources(None if prepared.text else prepared.config))
+  print(f"# would make {run.folder} with {count} files of code{_trials(prepared)}")
+  print(f"# and hand it to {run.executor}: {run.processes} processes")
+
+
+def _trials(prepared: Prepared) -> str:
+  return f", {len(prepared.run.trials)} trials" if prepared.run.trials else ""
+
+
+def _hints(asked: Asked, name: str, *commands: str) -> None:
+  """What one may type next."""
+  runs = asked.get("runs", "runs")
+  where = "" if runs == "runs" else f" --runs {shlex.quote(runs)}"
+  for command in commands:
+    print(f"  python -m jaxscale.{command} {name}{where}")
 
 
 def _scaling(asked: Asked, argv: list[str]) -> None:
   """The same config at several sizes: a run each."""
-  config, batch = _config(asked), asked.get("batch", "fixed")
-  if batch not in ("fixed", "grows"):
-    raise ConfigError(f"--batch={batch}: {nearest(batch, ('fixed', 'grows'))}")
-  sizes = asked.get("nodes", "").split(",")
-  if not all(s.isdecimal() and int(s) for s in sizes) or len({*sizes}) < len(sizes):
-    raise ConfigError(f"--nodes={','.join(sizes)}: give several sizes, e.g. 1,2,4,8")
-  stem = asked.get("name", Path(folders.new_folder("", None, config)).name)
-  common = _common(asked, argv)
-  prepared = []
-  for size in map(int, sizes):
-    overrides = dict(asked.overrides)
-    if batch == "grows":
-      base = load_config(config, overrides).batch_size
-      grown = base * size // int(sizes[0])
-      overrides["batch_size"] = str(grown)
-    options: dict[str, Any] = common | {"overrides": overrides}
-    name = f"{stem}-{size}n"
-    prepared.append(handle.prepare(config, nodes=size, name=name, **options))
-  for one in prepared:  # all of them have been checked
-    _launch(one, asked)
+  config, given = _config(asked), asked.get("nodes", "")
+  sizes = given.split(",")
+  if not all(s.isdecimal() and int(s) for s in sizes):
+    raise ConfigError(f"--nodes={given}: give several sizes, e.g. 1,2,4,8")
+  prepared = studies.prepare(
+    config,
+    [int(s) for s in sizes],
+    batch=asked.get("batch", "fixed"),
+    name=asked.options.get("name", [None])[-1],
+    **_common(asked, argv),
+  )
+  if "dry-run" in asked.flags:
+    for one in prepared.runs:
+      _show(one)
+    return
+  study = studies.launch(prepared)
+  for job in study.jobs:
+    print(f"{job.name}: submitted as {folders.last_job(job.folder)}")
+  print(f"  {study.folder}")
+  _hints(asked, study.name, "launch status", "launch cancel", "report")
 
 
 def _jobs(asked: Asked) -> list[Job]:
   if not asked.names:
     raise ConfigError(f"{asked.verb}: of which run? see `status`")
   runs = asked.get("runs", "runs")
-  return [Job(folders.find(name, runs)) for name in asked.names]
+  return [Job(path) for path in folders.find_all(asked.names, runs)]
 
 
 def _status(asked: Asked, argv: list[str]) -> None:
@@ -274,7 +299,7 @@ def _status(asked: Asked, argv: list[str]) -> None:
   every = asked.number("every", 5, 1)
   while True:
     runs = asked.get("runs", "runs")
-    paths = [folders.find(n, runs) for n in asked.names] or folders.all_folders(runs)
+    paths = folders.find_all(asked.names, runs) or folders.all_folders(runs)
     found = status.rows(paths)
     text = status.table(found)
     if "watch" not in asked.flags:
@@ -292,22 +317,28 @@ def _logs(asked: Asked, argv: list[str]) -> None:
   del argv
   (job, *others) = _jobs(asked)
   if others:
-    raise ConfigError(f"{asked.names[1]}: one run at a time, please")
+    names = ", ".join(j.name for j in (job, *others))
+    raise ConfigError(f"{asked.names[-1]}: logs of one run at a time, of {names}")
   run, lines = folders.read_run(job.folder), asked.options.get("lines")
   files = logs.choose(run, asked.get("rank", "0"), asked.number("task", 0))
   if "follow" in asked.flags:
     for line in logs.follow(files, lambda: all(r.ended for r in job.status())):
       print(line, flush=True)
     return
-  there = [path for _, path in files if path.exists()]
-  if not there and "rank" not in asked.options:
-    files = logs.choose(run, "batch", asked.number("task", 0))  # why it has not begun
-    there = [path for _, path in files if path.exists()]
-  if not there:
+  task = asked.number("task", 0)
+  if not _said(files) and "rank" not in asked.options:
+    # Another rank may say why this one was ended, or the script why none began.
+    every, batch = (logs.choose(run, rank, task) for rank in ("all", "batch"))
+    files = every if _said(every) else batch
+  if not _said(files):
     raise ConfigError(f"{run.name}: nothing printed yet; see `status {run.name}`")
   count = asked.number("lines", 1, 1) if lines else None
   for line in logs.last(files, count):
     print(line)
+
+
+def _said(files: Sequence[tuple[str, Path]]) -> bool:
+  return any(path.exists() and path.stat().st_size for _, path in files)
 
 
 def _cancel(asked: Asked, argv: list[str]) -> None:

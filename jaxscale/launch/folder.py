@@ -204,8 +204,40 @@ def find(name: str, runs: str) -> Path:
     if (folder / "run.json").is_file():
       return folder.absolute()
   known = [p.name for p in all_folders(runs)]
+  known += [p.parent.name for p in Path(runs).glob("*/scaling.json")]
   hint = nearest(name, known) if known else f"there is none in {runs}/"
   raise ConfigError(f"{name}: no such run, {hint}")
+
+
+def find_study(name: str, runs: str) -> tuple[Path, list[Path]] | None:
+  """The folder of a scaling study and those of its runs; None: `name` is none.
+
+  Raises:
+    ConfigError: its file is damaged, or one of its runs is gone.
+  """
+  for folder in (Path(runs) / name, Path(name)):
+    try:
+      names = json.loads((folder / "scaling.json").read_text())["runs"]
+    except (FileNotFoundError, NotADirectoryError):
+      continue
+    except (OSError, ValueError, KeyError) as e:
+      raise ConfigError(f"{folder}/scaling.json: unreadable ({e})") from None
+    folder = folder.absolute()
+    return folder, [find(str(folder.parent / n), runs) for n in names]
+  return None
+
+
+def find_all(names: Iterable[str], runs: str) -> list[Path]:
+  """The folders of runs; the name of a study stands for all of its runs.
+
+  Raises:
+    ConfigError: there is no such run.
+  """
+  found: list[Path] = []
+  for name in names:
+    study = find_study(name, runs)
+    found += study[1] if study else [find(name, runs)]
+  return found
 
 
 def all_folders(runs: str) -> list[Path]:

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jaxscale.config
-from jaxscale.config import Config
+from jaxscale.config import Config, Stages
 from jaxscale.launch import folder as folders
-from jaxscale.launch import local, logs, slurm, spec, sweep
+from jaxscale.launch import local, logs, slurm, spec, sweeps
 from jaxscale.launch import status as states
 from jaxscale.launch.profile import load_site, with_options
 from jaxscale.launch.render import render, render_process
 from jaxscale.launch.spec import Run
+from jaxscale.launch.table import Record
 from jaxscale.metrics import read_metrics
 from jaxscale.overrides import load_config, override
 from jaxscale.settings import ConfigError, nearest
@@ -64,12 +65,8 @@ def prepare(
   **options: Any,
 ) -> Prepared:
   """Check all that can be checked here; makes nothing. See `submit`."""
-  overrides = {k: sweep.as_text(v) for k, v in (overrides or {}).items()}
+  overrides = {k: sweeps.as_text(v) for k, v in (overrides or {}).items()}
   path, text = (config, None) if isinstance(config, str) else _written(config)
-  load = _loader(config)
-  load(overrides)
-  if trials:
-    sweep.check(load, overrides, trials)
   for option, value, least in (
     ("nodes", nodes, 1), ("requeue", requeue, 0), ("at-most", at_most, 0)
   ):  # fmt: skip
@@ -79,6 +76,10 @@ def prepare(
   if chosen not in EXECUTORS:
     raise ConfigError(f"--executor={chosen}: {nearest(chosen, EXECUTORS)}")
   chosen_site = with_options(load_site(site), options)
+  load = _dividing(loader(config), nodes * chosen_site.tasks)
+  load(overrides)
+  if trials:
+    sweeps.check(load, overrides, trials)
   if not (chosen_site.python or chosen_site.container or find_spec("jax")):
     raise ConfigError(
       f"{sys.executable}: has no jax; submit from the environment that trains, or "
@@ -106,7 +107,29 @@ def prepare(
   return prepared
 
 
-def _loader(config: str | Config) -> Callable[[Mapping[str, str]], Config]:
+def _dividing(
+  load: Callable[[Mapping[str, str]], Config], processes: int
+) -> Callable[[Mapping[str, str]], Config]:
+  """Refuses here what every process would refuse later; devices are not known yet."""
+
+  def checked(overrides: Mapping[str, str]) -> Config:
+    config = load(overrides)
+    stages = config.stages
+    sizes = stages.batch_sizes if isinstance(stages, Stages) else ()
+    for size in sizes or (config.batch_size,):
+      if over := size % processes:
+        near = [n for n in (size - over, size - over + processes) if n]
+        raise ConfigError(
+          f"batch size {size}: not divisible by {processes} processes; give "
+          f"{' or '.join(map(str, near))}, or another number of nodes"
+        )
+    return config
+
+  return checked
+
+
+def loader(config: str | Config) -> Callable[[Mapping[str, str]], Config]:
+  """What makes the config, with overrides as text."""
   if isinstance(config, str):
     return lambda overrides: load_config(config, overrides)
   return lambda overrides: override(config, overrides)
@@ -131,8 +154,13 @@ def _written(config: Config) -> tuple[str, str]:
   return "notebook.py", text
 
 
-def launch(prepared: Prepared) -> Job:
+def launch(prepared: Prepared, after: Job | None = None) -> Job:
   """Make the folder and hand the run to its executor.
+
+  Args:
+    prepared: the run.
+    after: on this machine, the run that is to have ended before; Slurm has its own
+      queue, and nodes for several.
 
   Raises:
     ConfigError: the folder cannot be made, or the executor refuses; what was made is
@@ -142,16 +170,20 @@ def launch(prepared: Prepared) -> Job:
   folders.make(run, prepared.config, prepared.text)
   job = Job(Path(run.folder))
   try:
-    _hand_over(run)
+    _hand_over(run, after=after)
   except ConfigError:
     shutil.rmtree(run.folder)  # it is ours, and nothing ran in it
     raise
   return job
 
 
-def _hand_over(run: Run, tasks: Sequence[int] | None = None) -> None:
-  executor = slurm if run.executor == "slurm" else local
-  number = executor.submit(run, tasks)
+def _hand_over(
+  run: Run, tasks: Sequence[int] | None = None, after: Job | None = None
+) -> None:
+  if run.executor == "slurm":
+    number = slurm.submit(run, tasks)
+  else:
+    number = local.submit(run, tasks, after.folder if after else None)
   folders.submitted(Path(run.folder), number, run.executor)
 
 
@@ -175,7 +207,7 @@ def submit(config: str | Config, **options: Any) -> Job:
   return launch(prepare(config, **options))
 
 
-def submit_sweep(
+def sweep(
   config: str | Config,
   trials: Sequence[Mapping[str, Any]] | None = None,
   *,
@@ -198,12 +230,28 @@ def submit_sweep(
   if trials is None:
     if not isinstance(config, str):
       raise ConfigError("trials: give them, or a config file that has get_sweep()")
-    texts = sweep.from_file(config)
+    texts = sweeps.from_file(config)
   else:
-    texts = [{k: sweep.as_text(v) for k, v in trial.items()} for trial in trials]
+    texts = [{k: sweeps.as_text(v) for k, v in trial.items()} for trial in trials]
   if not texts:
     raise ConfigError("the sweep has no trials")
   return launch(prepare(config, trials=texts, at_most=at_most, **options))
+
+
+def job(name: str, runs: str = "runs") -> Job:
+  """The handle of a run that was submitted before, by whomever.
+
+  Args:
+    name: of the run, or the path of its folder.
+    runs: the directory of all runs.
+
+  Raises:
+    ConfigError: there is no such run.
+
+  Example:
+    >>> job("digits-20261121-101500").status()                # doctest: +SKIP
+  """
+  return Job(folders.find(name, runs))
 
 
 class Job(NamedTuple):
@@ -215,26 +263,36 @@ class Job(NamedTuple):
 
   folder: Path
 
+  @property
+  def name(self) -> str:
+    """Of the run; `launch.job(name)` gives this handle again."""
+    return self.folder.name
+
   def status(self) -> Rows:
     """A row for the run, or for each trial of a sweep."""
     return Rows(states.rows([self.folder]))
 
-  def metrics(self, task: int | None = None) -> list[dict[str, Any]]:
-    """The record as a table: a dict a logged step, with the step's metrics.
+  def metrics(self, task: int | None = None) -> Record:
+    """The record: a list of a dict a logged step, shown as a table.
 
     `pandas.DataFrame(job.metrics())` makes a data frame of it.
 
     Args:
       task: of a sweep; None: all, told apart by the column "task".
+
+    Raises:
+      ConfigError: there is no such trial.
     """
     run = folders.read_run(self.folder)
-    found = []
+    if task is not None and task not in run.tasks:
+      raise ConfigError(f"task={task}: give 0 … {len(run.tasks) - 1}")
+    found = Record()
     for i in run.tasks if task is None else [task]:
       steps: dict[int, dict[str, Any]] = {}
       for line in read_metrics(spec.workdir(run, i) / "metrics.jsonl"):
         head = {"task": i} if run.trials else {}
         steps.setdefault(line["step"], head).update(line)
-      found += [steps[step] for step in sorted(steps)]
+      found.extend(steps[step] for step in sorted(steps))
     return found
 
   def logs(self, rank: int | str = 0, task: int = 0, lines: int | None = None) -> str:
@@ -286,14 +344,21 @@ class Job(NamedTuple):
     Raises:
       TimeoutError: it has not ended in so many seconds.
     """
-    began = time.monotonic()
-    while True:
-      now = self.status()
-      if all(row.ended for row in now):
-        return now
-      if timeout_s is not None and time.monotonic() - began > timeout_s:
-        raise TimeoutError(f"{self.folder.name}: not ended in {timeout_s} s\n{now}")
-      time.sleep(every_s)
+    return wait(self.status, self.name, timeout_s, every_s)
+
+
+def wait(
+  status: Callable[[], Rows], name: str, timeout_s: float | None, every_s: float
+) -> Rows:
+  """Ask for a status until all of it has ended; see `Job.wait`."""
+  began = time.monotonic()
+  while True:
+    now = status()
+    if all(row.ended for row in now):
+      return now
+    if timeout_s is not None and time.monotonic() - began > timeout_s:
+      raise TimeoutError(f"{name}: not ended in {timeout_s} s\n{now}")
+    time.sleep(every_s)
 
 
 class Rows(list[states.Row]):
@@ -303,6 +368,9 @@ class Rows(list[states.Row]):
     return states.table(self)
 
   __str__ = __repr__
+
+  def _repr_html_(self) -> str:
+    return states.html(self)
 
 
 def command_line(argv: Sequence[str]) -> str:

@@ -31,12 +31,15 @@ GRACE_S = 30.0
 _POLL_S = 0.1
 
 
-def submit(run: Run, tasks: Sequence[int] | None = None) -> str:
+def submit(
+  run: Run, tasks: Sequence[int] | None = None, after: Path | None = None
+) -> str:
   """Start the supervisor of a run; returns a name for what it does.
 
   Args:
     run: whose folder is made.
     tasks: of a sweep, those to run; None: all.
+    after: folder of a run of this machine that is to have ended before.
 
   Raises:
     ConfigError: it does not start.
@@ -44,6 +47,7 @@ def submit(run: Run, tasks: Sequence[int] | None = None) -> str:
   job = f"local-{time.time_ns() // 1_000_000}"
   wanted = [str(t) for t in (run.tasks if tasks is None else tasks)]
   command = [sys.executable, "-m", "jaxscale.launch.local", run.folder, job, *wanted]
+  command += [f"--after={after}"] if after else []
   env = {**os.environ, "PYTHONPATH": f"{run.folder}/code", "PYTHONSAFEPATH": "1"}
   done = subprocess.run(
     command, env=env, cwd=run.cwd, stdin=subprocess.DEVNULL, capture_output=True,
@@ -94,11 +98,15 @@ def _born(pid: int) -> int | None:
   return None if fields[0] == "Z" else int(fields[19])
 
 
-def supervise(run: Run, job: str, tasks: Sequence[int]) -> None:
+def supervise(
+  run: Run, job: str, tasks: Sequence[int], after: Path | None = None
+) -> None:
   """Run trials, some at a time, until all have ended or SIGTERM says to stop."""
   stop = threading.Event()
   for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
     signal.signal(number, lambda *_: stop.set())
+  while after and is_alive(after) and not stop.is_set():
+    time.sleep(_POLL_S)
   with ThreadPoolExecutor(run.at_most or len(tasks)) as pool:
     trials = [pool.submit(_trial, run, job, task, stop) for task in tasks]
     while not all(t.done() for t in trials):  # here, and not in a lock, for signals
@@ -151,7 +159,7 @@ def _preflight(run: Run, job: str, task: int, stop: threading.Event) -> int:
 
 
 def _once(run: Run, job: str, task: int, stop: threading.Event) -> int:
-  """Start all processes and wait for their end; the highest of their exit codes."""
+  """Start all processes and wait for their end; the exit code of `_wait`."""
   count, coordinator = run.processes, f"127.0.0.1:{_free_port()}"
   processes = []
   for rank in range(count):
@@ -187,17 +195,26 @@ def _start(
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], stop: threading.Event) -> int:
-  """As `srun --kill-on-bad-exit`: one that fails, or a wish to stop, ends all."""
-  deadline = None
+  """As `srun --kill-on-bad-exit`: one that fails, or a wish to stop, ends all.
+
+  Returns:
+    0, or how the first ended that failed: the others were told to.
+  """
+  deadline, first = None, 0
   while None in (codes := [p.poll() for p in processes]):
-    if deadline is None and (stop.is_set() or any(codes)):
+    first = first or _worst(codes)
+    if deadline is None and (stop.is_set() or first):
       deadline = time.monotonic() + GRACE_S
       _signal(processes, signal.SIGTERM)
     elif deadline is not None and time.monotonic() > deadline:
       _signal(processes, signal.SIGKILL)
     time.sleep(_POLL_S)
-  ended = (c for c in codes if c is not None)
-  return max(128 - c if c < 0 else c for c in ended)  # as a shell has signals
+  return first or _worst(codes)
+
+
+def _worst(codes: Sequence[int | None]) -> int:
+  """The highest code of those that have ended, signals as a shell has them."""
+  return max((128 - c if c < 0 else c for c in codes if c is not None), default=0)
 
 
 def _signal(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
@@ -220,6 +237,9 @@ def log_file(run: Run, job: str, task: int, rank: int | str) -> Path:
 def main(argv: list[str]) -> None:
   """Detach from whoever submits, and supervise."""
   folder, job, *tasks = argv
+  after = None
+  if tasks[-1].startswith("--after="):
+    after = Path(tasks.pop().removeprefix("--after="))
   run = folders.read_run(Path(folder))
   if os.fork():
     os._exit(0)
@@ -231,7 +251,7 @@ def main(argv: list[str]) -> None:
   )
   for stream in (1, 2):
     os.dup2(output, stream)
-  supervise(run, job, [int(t) for t in tasks])
+  supervise(run, job, [int(t) for t in tasks], after)
 
 
 if __name__ == "__main__":

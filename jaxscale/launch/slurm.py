@@ -19,6 +19,10 @@ _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT")
 # Fields of squeue(1), --Format; a colon sets the width, or long ones are cut.
 _FIELDS = ("JobArrayID", "State", "NumNodes", "TimeLeft", "RestartCnt", "Reason")
 _WIDTH = 128
+# What Slurm 22.05 says where its commands are and no cluster is.
+_NO_CLUSTER = (
+  "Could not establish a configuration source", "Unable to contact slurm controller"
+)  # fmt: skip
 
 
 class Queued(NamedTuple):
@@ -111,5 +115,7 @@ def _slurm(*command: str) -> str:
     said = "; ".join(
       dict.fromkeys(line.partition("error: ")[2] or line for line in lines)
     )
+    if any(word in said for word in _NO_CLUSTER):
+      said = f"reaches no Slurm ({said}); go where it is, or give --executor local"
     raise ConfigError(f"{command[0]}: {said}")
   return done.stdout

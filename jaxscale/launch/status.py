@@ -15,6 +15,7 @@ from jaxscale.launch import folder as folders
 from jaxscale.launch import local, slurm, spec
 from jaxscale.launch.slurm import Queued
 from jaxscale.launch.spec import Run
+from jaxscale.launch.table import as_html, as_text
 from jaxscale.metrics import duration
 
 # States of squeue(1) after which nothing more happens, and our own LOST: it was
@@ -211,16 +212,12 @@ def table(found: Sequence[Row]) -> str:
   """
   if not found:
     return "no runs"
-  cells = [_HEAD, *map(_cells, found)]
-  widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-  lines = []
-  for line in cells:
-    padded = (
-      text.ljust(w) if i in _LEFT else text.rjust(w)
-      for i, (text, w) in enumerate(zip(line, widths, strict=True))
-    )
-    lines.append("  ".join(padded).rstrip())
-  return "\n".join(lines)
+  return as_text(_HEAD, [_cells(row) for row in found], _LEFT)
+
+
+def html(found: Sequence[Row]) -> str:
+  """Rows for a notebook."""
+  return as_html(_HEAD, [_cells(row) for row in found], _LEFT)
 
 
 def _cells(r: Row) -> tuple[str, ...]:

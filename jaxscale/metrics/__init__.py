@@ -8,11 +8,12 @@ from jaxscale.metrics.mllog import MLLog, read_mllog
 from jaxscale.metrics.mllog_run import RunLog, Submission, log_from_record
 from jaxscale.metrics.plot import plot_metrics
 from jaxscale.metrics.progress import Progress, duration
+from jaxscale.metrics.scaling_plot import plot_scaling
 from jaxscale.metrics.study_plot import plot_study
 from jaxscale.metrics.writers import MetricWriter, read_metrics, write_json
 
 __all__ = [
   "MLLog", "MetricWriter", "Progress", "RunLog", "Submission", "duration",
-  "log_from_record", "plot_metrics", "plot_study", "read_metrics", "read_mllog",
-  "write_json",
+  "log_from_record", "plot_metrics", "plot_scaling", "plot_study", "read_metrics",
+  "read_mllog", "write_json",
 ]  # fmt: skip

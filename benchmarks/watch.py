@@ -1,0 +1,220 @@
+"""What it costs to be watched: steps of a run that is, and of one that is not.
+
+    python benchmarks/watch.py [--procs 4] [--turns 41] [--steps 50]
+
+Two runs of the same processes and the same data-parallel step stand side by side:
+one has joined by `cluster.joined` (heartbeats, agreement on where to stop, signals,
+the lease, and the loop's notes of where it is), the other by JAX alone, with a loop
+that notes nothing. They train in turns, one waits while the other trains. `wall` is
+the ratio of their times, turn by turn; `processor` that of the processor time that all
+processes took, which other work on the machine disturbs less. Where all cores are
+busy, as here, one comes to the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common import report
+
+MARK = "@"
+ROWS, HIDDEN = 2048, (256, 256)  # a step of about 20 ms, four processes on two cores
+
+
+def worker(kind: str, steps: int, workdir: Path) -> None:
+  """Join, compile, then train whenever a line comes; say how long it took."""
+  from jaxscale import cluster, lease
+
+  with contextlib.ExitStack() as stack:
+    if kind == "watched":
+      watch = stack.enter_context(cluster.joined(folder=workdir / "faults"))
+    else:
+      watch = None
+      join_plainly()
+    import jax
+
+    if watch and jax.process_index() == 0:
+      stack.enter_context(lease.take(workdir))
+    train = trainer(watch, steps)
+    train()
+    answer({})
+    for _ in sys.stdin:
+      clock, cpu = time.perf_counter(), time.process_time()
+      train()
+      answer({"wall": time.perf_counter() - clock, "cpu": time.process_time() - cpu})
+
+
+def join_plainly() -> None:
+  """By JAX alone."""
+  import jax
+
+  jax.distributed.initialize(
+    os.environ["JAXSCALE_COORDINATOR"],
+    int(os.environ["JAXSCALE_NUM_PROCESSES"]),
+    int(os.environ["JAXSCALE_PROCESS_ID"]),
+  )
+
+
+def trainer(watch: Any, steps: int) -> Any:
+  """A function that trains some steps more."""
+  import jax
+  import numpy as np
+
+  from jaxscale import loop, losses, models, optim
+  from jaxscale.exchange.buckets import bucketed
+  from jaxscale.mesh import batch_sharding, make_mesh
+  from jaxscale.state import init_state
+  from jaxscale.step import make_train_step
+
+  mesh, rate = make_mesh(), optim.warmup_cosine(0.05, 10, 10_000)
+  fns = models.functions(models.MLP(num_classes=10, hidden=HIDDEN), (8, 8, 1))
+  tx, exchange = optim.sgd(rate), bucketed(tuple(mesh.axis_names))
+  loss = losses.classification_loss(fns.apply)
+  rng, rows = np.random.default_rng(0), ROWS // mesh.size
+  batch = jax.tree.map(
+    lambda x: jax.make_array_from_process_local_data(batch_sharding(mesh), x),
+    {
+      "image": rng.integers(0, 17, (rows, 8, 8, 1)).astype(np.uint8),
+      "label": rng.integers(0, 10, rows).astype(np.int32),
+    },
+  )
+  state = init_state(fns.init, tx, mesh, exchange)
+  step = make_train_step(loss, tx, mesh, exchange, schedule=rate, refuse=True)
+  done = 0
+
+  def never(_: int) -> bool:
+    return False
+
+  def should_stop(_: int) -> bool:
+    return watch.stop.poll() is not None
+
+  events = loop.Events(
+    is_logged=never, is_evaluated=never, is_saved=never,
+    log=lambda step, values: None, evaluate=lambda step, state: None,
+    save=lambda step, state, values: None, should_stop=never,
+  )  # fmt: skip
+  if watch:
+    events = events._replace(should_stop=should_stop, at=watch.at)
+
+  def train() -> None:
+    nonlocal state, done
+    batches = itertools.repeat(batch)
+    total = done + steps
+    state, done = loop.train(
+      state, step, batches, events, start=done, total_steps=total
+    )
+    jax.block_until_ready(state)
+
+  return train
+
+
+def answer(value: Any) -> None:
+  print(MARK + json.dumps(value), flush=True)
+
+
+@contextlib.contextmanager
+def group(kind: str, asked: argparse.Namespace, workdir: Path):
+  """The processes of one run, which have compiled."""
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    port = s.getsockname()[1]
+  started = []
+  try:
+    for i in range(asked.procs):
+      env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "1",
+        "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
+        "JAXSCALE_COORDINATOR": f"127.0.0.1:{port}",
+        "JAXSCALE_NUM_PROCESSES": str(asked.procs),
+        "JAXSCALE_PROCESS_ID": str(i),
+      }
+      command = [sys.executable, __file__, "--worker", kind, "--steps"]
+      command += [str(asked.steps), "--workdir", str(workdir)]
+      pipe = subprocess.PIPE
+      started.append(
+        subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True)
+      )
+    read(started)
+    yield started
+  finally:
+    for process in reversed(started):  # the coordinator after those who watch it
+      process.kill()
+      process.wait()
+
+
+def read(started: list[Any]) -> list[dict[str, float]]:
+  """What each process says next."""
+  found = []
+  for process in started:
+    line = next((x for x in process.stdout if x.startswith(MARK)), None)
+    if line is None:
+      raise SystemExit(f"a process ended with {process.wait()}: see above")
+    found.append(json.loads(line.removeprefix(MARK)))
+  return found
+
+
+def train_once(started: list[Any]) -> tuple[float, float]:
+  """Seconds of a turn, and processor seconds of all processes."""
+  for process in started:
+    process.stdin.write("go\n")
+    process.stdin.flush()
+  said = read(started)
+  return max(s["wall"] for s in said), sum(s["cpu"] for s in said)
+
+
+def quartiles(values: list[float]) -> list[float]:
+  return [round(q, 4) for q in statistics.quantiles(values, n=4)]
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description="What it costs to be watched.")
+  parser.add_argument("--procs", type=int, default=4)
+  parser.add_argument("--turns", type=int, default=41)
+  parser.add_argument("--steps", type=int, default=50)
+  parser.add_argument("--worker", help=argparse.SUPPRESS)
+  parser.add_argument("--workdir", type=Path, help=argparse.SUPPRESS)
+  asked = parser.parse_args()
+  if asked.worker:
+    worker(asked.worker, asked.steps, asked.workdir)
+    return
+  with (
+    tempfile.TemporaryDirectory() as workdir,
+    group("plain", asked, Path(workdir)) as plain,
+    group("watched", asked, Path(workdir)) as watched,
+  ):
+    times: dict[str, list[tuple[float, float]]] = {"plain": [], "watched": []}
+    runs = {"plain": plain, "watched": watched}
+    for turn in range(asked.turns + 1):
+      for kind in list(runs)[:: 1 if turn % 2 else -1]:
+        seconds = train_once(runs[kind])
+        if turn:  # the first warms up
+          times[kind].append(seconds)
+  pairs = list(zip(times["watched"], times["plain"], strict=True))
+  report(
+    "watch",
+    procs=asked.procs,
+    turns=asked.turns,
+    steps=asked.steps,
+    step_ms=round(
+      1e3 * statistics.median(w for w, _ in times["plain"]) / asked.steps, 2
+    ),
+    wall=quartiles([a[0] / b[0] for a, b in pairs]),
+    processor=quartiles([a[1] / b[1] for a, b in pairs]),
+  )
+
+
+if __name__ == "__main__":
+  main()

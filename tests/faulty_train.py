@@ -1,0 +1,98 @@
+"""`python -m jaxscale.train` in which one process meets a fault, for tests.
+
+    python tests/faulty_train.py FAULT RANK STEP NOTE [arguments of the command]
+
+Process RANK does FAULT before step STEP, on the first start of a job, and writes the
+time into the file NOTE. What it patches is where batches come from, and where a
+checkpoint is written. A process that ends by itself writes the time, and its exit
+code, into NOTE.RESTART.RANK.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxscale import adaptive, checkpoint_files, train
+from jaxscale.exits import leave
+from jaxscale.stages import stage_index
+
+
+def rank() -> int:
+  """Of this process, as whoever started it says."""
+  return int(os.environ.get("JAXSCALE_PROCESS_ID") or os.environ["SLURM_PROCID"])
+
+
+def signalled(number: int) -> Callable[[], None]:
+  """Send a signal to this process; SIGSTOP needs a moment to stop every thread."""
+  return lambda: (os.kill(os.getpid(), number), time.sleep(0.1))[1]
+
+
+def failed() -> None:
+  """An error that the program does not expect."""
+  raise RuntimeError("no such class")
+
+
+FAULTS: dict[str, Callable[[], object]] = {
+  "nothing": lambda: None,
+  "kill": signalled(signal.SIGKILL),
+  "kill in save": signalled(signal.SIGKILL),
+  "stop": signalled(signal.SIGSTOP),
+  "term": signalled(signal.SIGTERM),
+  "usr1": signalled(signal.SIGUSR1),
+  "raise": failed,
+  "sleep": lambda: time.sleep(10_000),
+  # A library that waits and keeps the interpreter's lock.
+  "hold": lambda: ctypes.PyDLL(None).sleep(10_000),
+}
+
+
+def main(argv: list[str]) -> int:
+  """Train, with the fault; returns the exit code."""
+  fault, who, at, note, *rest = argv
+  restart = os.environ.get("SLURM_RESTART_COUNT", "0")
+  if rank() == int(who) and restart == "0":
+    patch(fault, int(at), Path(note))
+  code = train.main(rest)
+  Path(f"{note}.{restart}.{rank()}").write_text(f"{time.time()} {code}")
+  return code
+
+
+def patch(fault: str, at: int, note: Path) -> None:
+  """Let the fault happen in this process."""
+  batches, begin = adaptive.train_batches, checkpoint_files.start_writing
+
+  def happens() -> None:
+    note.write_text(repr(time.time()))
+    FAULTS[fault]()
+
+  def train_batches(experiment: Any, position: int) -> Iterator[Any]:
+    stages = experiment.derived.stages
+    step = position // stages[stage_index(stages, 0)].batch_size
+    for batch in batches(experiment, position):
+      step += 1
+      if fault == "slow":
+        time.sleep(0.05)
+      elif step == at:
+        happens()
+      yield batch
+
+  def start_writing(directory: Path, state: Any) -> Callable[[], None]:
+    written = begin(directory, state)
+    if int(state.step) >= at:
+      happens()
+    return written
+
+  if fault == "kill in save":
+    checkpoint_files.start_writing = start_writing
+  else:
+    adaptive.train_batches = train_batches
+
+
+if __name__ == "__main__":
+  leave(main)
