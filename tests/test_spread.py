@@ -191,15 +191,15 @@ def test_the_noise_scale_has_two_gradients_to_compare():
 
 
 def test_batch_norm_of_a_device_sees_the_same_examples():
-  """8 devices, or 2 with 4 micro-batches: parameters and running averages."""
+  """4 devices, or 2 with 2 micro-batches: parameters and running averages."""
   model = models.CNN(
     num_classes=10, features=(4,), convs_per_stage=1, dense=0, dropout=0.5,
     batch_norm=True,
   )  # fmt: skip
   fns = models.functions(model, (8, 8, 1), mean=(8.0,), std=(5.0,))
   steps = 10
-  wanted = run(fns, "lars", num_devices=8, steps=steps)
-  micros = micro_batches(BATCH, 1, 2, 8) or 0
+  wanted = run(fns, "lars", num_devices=4, steps=steps)
+  micros = micro_batches(BATCH, 1, 2, 4) or 0
   got = run(fns, "lars", num_devices=2, accumulate_steps=micros, steps=steps)
   assert_same(got, wanted)
   larger = run(fns, "lars", num_devices=2, steps=steps)

@@ -10,7 +10,7 @@ from conftest import ROOT, error_line, run_train
 from jaxscale import build, metrics
 from jaxscale.checkpoint import Checkpoints
 from jaxscale.overrides import load_config
-from jaxscale.report import Reporter
+from jaxscale.reporter import Reporter
 from jaxscale.run import fit
 
 # BatchNorm's statistics are a device's: 8 examples of 64. 68 steps, saved every third.
@@ -60,7 +60,7 @@ class Finder:
   def find_spec(self, name, path, target=None):
     if name == "jaxscale.run":
       sys.meta_path.remove(self)
-      from jaxscale.report import Reporter
+      from jaxscale.reporter import Reporter
       real = Reporter.trained
       def trained(self, now, values):
         real(self, now, values)
