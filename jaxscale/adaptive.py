@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jaxscale import build, cluster, data, metrics, parts
 from jaxscale.config import AdaptiveBatch
+from jaxscale.derive import over_devices
 from jaxscale.mesh import host_shard
 from jaxscale.settings import ConfigError
 from jaxscale.stages import examples_at, stage_index
@@ -94,19 +95,26 @@ def choose(experiment: build.Experiment, state: TrainState, say) -> int:
   assert isinstance(settings, AdaptiveBatch)
   step = int(state.step)
   stage = derived.stages[stage_index(derived.stages, step)]
-  unit = math.lcm(settings.multiple, derived.num_devices * stage.accumulate_steps)
+  here, start = derived.num_devices, derived.start_devices
+  asked = config.accumulate_steps
+  # A run that goes on elsewhere tries the sizes that it would have tried at home.
+  unit = math.lcm(
+    settings.multiple, start * asked, here * (asked if here > start else 1)
+  )
 
   def at_size(size: int) -> build.Experiment | None:
+    wanted = stage._replace(batch_size=size, accumulate_steps=asked)
     try:
-      return build.at_stage(experiment, stage._replace(batch_size=size))
+      (tried,) = over_devices(config, [wanted], here, start)
+      return build.at_stage(experiment, tried)
     except ConfigError:  # bn_span, say, does not fit it
       return None
 
   def trial(size: int) -> float:
-    tried, here = tries[size], stage._replace(batch_size=size)
+    tried = tries[size]
     train_step = tried.compile_train_step()
     copy = jax.tree.map(jnp.copy, state)
-    copy = build.enter_stage(config, experiment.stage, here, copy)
+    copy = build.enter_stage(config, experiment.stage, tried.stage, copy)
     batches = train_batches(tried, examples_at(derived.stages, step))
     losses = []
     for _, batch in zip(range(settings.trial_steps), batches, strict=False):

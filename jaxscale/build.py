@@ -106,15 +106,20 @@ class Experiment(NamedTuple):
     }
 
 
-def experiment(config: cfg.Config) -> Experiment:
+def experiment(config: cfg.Config, start_devices: int | None = None) -> Experiment:
   """Make every part, for the first stage; compiles nothing yet.
+
+  Args:
+    config: of the run.
+    start_devices: over all processes when the run began; None: it begins now.
 
   Raises:
     ConfigError: data or devices do not fit the config.
   """
   train_data, eval_data = parts.make_data(config)
   sizes = train_data.num_examples, eval_data.num_examples
-  derived = derive(config, *sizes, jax.device_count())
+  here = jax.device_count()
+  derived = derive(config, *sizes, here, start_devices=start_devices)
   spans = [parts.bn_span(config, derived, stage) for stage in derived.stages]
   mesh = make_mesh(
     replica=config.mesh.replica,
@@ -192,7 +197,9 @@ def with_step(experiment: Experiment) -> Experiment:
 def with_sizes(experiment: Experiment, chosen: Sequence[int]) -> Experiment:
   """The experiment when an adaptive run has settled on these batch sizes."""
   d = experiment.derived
-  derived = derive(experiment.config, d.num_train, d.num_eval, d.num_devices, chosen)
+  derived = derive(
+    experiment.config, d.num_train, d.num_eval, d.num_devices, chosen, d.start_devices
+  )
   return experiment._replace(derived=derived)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxscale import config as cfg
-from jaxscale import optim
+from jaxscale import optim, spread
+from jaxscale.mesh import batch_norm_span, mesh_shape
 from jaxscale.settings import ConfigError
 from jaxscale.stages import Stage, plan
 
@@ -23,6 +24,8 @@ class Derived(NamedTuple):
     eval_every: steps between evaluations (in the first stage).
     save_every: steps between checkpoints (in the first stage).
     num_devices: over all processes.
+    start_devices: likewise, when the run began; on fewer of them there are more
+      micro-batches a step, so that none is larger than then (spread.py).
     device_batch_size: examples a device and step (in the first stage).
     micro_batch_size: examples a device and micro-batch (in the first stage).
     eval_batch_size: over all devices, rounded up to a multiple of them; no more
@@ -38,6 +41,7 @@ class Derived(NamedTuple):
   eval_every: int
   save_every: int
   num_devices: int
+  start_devices: int
   device_batch_size: int
   micro_batch_size: int
   eval_batch_size: int
@@ -50,6 +54,7 @@ def derive(
   num_eval: int,
   num_devices: int,
   chosen: Sequence[int] = (),
+  start_devices: int | None = None,
 ) -> Derived:
   """Compute what follows from the settings.
 
@@ -59,15 +64,24 @@ def derive(
     num_eval: held-out examples.
     num_devices: over all processes.
     chosen: batch sizes that an adaptive run has settled on so far, a stage each.
+    start_devices: over all processes when the run began; None: it begins now.
 
   Raises:
     ConfigError: a batch does not divide over devices and micro-batches, or has
       more examples than there are; or the run is too long to be counted.
+
+  Example:
+    >>> from jaxscale.overrides import load_config
+    >>> config = load_config("configs/digits.py")
+    >>> derive(config, 1437, 360, 2, start_devices=8).stages[0].accumulate_steps
+    4
   """
+  start = start_devices or num_devices
   _check_length(config, num_train)
-  _check_batch(config.batch_size, num_train, num_devices, config.accumulate_steps)
+  _check_batch(config.batch_size, num_train, start, config.accumulate_steps)
   stages = _stages(config, num_train, chosen)
-  _check_stages(config, stages, num_train, num_devices)
+  _check_stages(config, stages, num_train, start)
+  stages = over_devices(config, stages, num_devices, start)
   warmup_steps = round(config.schedule.warmup_epochs * num_train / config.batch_size)
   all_steps = config.epochs * num_train / config.batch_size
   if warmup_steps >= all_steps > 1:
@@ -90,6 +104,7 @@ def derive(
     eval_every=steps_of(config.evaluation.every_epochs, num_train, first),
     save_every=steps_of(config.checkpoint.every_epochs, num_train, first),
     num_devices=num_devices,
+    start_devices=start,
     device_batch_size=first.batch_size // num_devices,
     micro_batch_size=first.batch_size // (num_devices * first.accumulate_steps),
     eval_batch_size=-(-min(config.evaluation.batch_size, num_eval) // num_devices)
@@ -98,9 +113,73 @@ def derive(
   )
 
 
+def over_devices(
+  config: cfg.Config, stages: Sequence[Stage], num_devices: int, start_devices: int
+) -> tuple[Stage, ...]:
+  """The stages, as asked for, with the micro-batches that a step has here.
+
+  Args:
+    config: says what is to stay as it was.
+    stages: whose batches divide over `start_devices`.
+    num_devices: there are now.
+    start_devices: there were when the run began.
+
+  Raises:
+    ConfigError: a batch does not divide over these devices.
+  """
+  if num_devices == start_devices:
+    return tuple(stages)
+  span = _bn_span(config) or "device"
+
+  def keeps(stage: Stage, devices: int, micros: int) -> bool:
+    if config.noise_scale and devices * micros == 1:
+      return False
+    if span == "global":  # its statistics are over a micro-batch of all devices
+      return micros == stage.accumulate_steps
+    rows = stage.batch_size // (devices * micros)
+    try:
+      shape = mesh_shape(devices, replica=config.mesh.replica, data=config.mesh.data)
+      batch_norm_span(span, rows, replica=shape[0], data=shape[1])
+    except ConfigError:
+      return False
+    return True
+
+  # What the grid lacks is said by what makes it.
+  mesh_shape(num_devices, replica=config.mesh.replica, data=config.mesh.data)
+  return spread.over_devices(stages, num_devices, start_devices, keeps)
+
+
+def story(config: cfg.Config, derived: Derived) -> str | None:
+  """What there is to say where the run began on another number of devices."""
+  here, start = derived.num_devices, derived.start_devices
+  if here == start:
+    return None
+  asked = [s._replace(accumulate_steps=_asked(config, s)) for s in derived.stages]
+  said = spread.story(asked, derived.stages, here, start)
+  before, now = (
+    {s.batch_size // (n * s.accumulate_steps) for s in stages}
+    for stages, n in ((asked, start), (derived.stages, here))
+  )
+  if _bn_span(config) == "device" and before != now:
+    said += "; BatchNorm's statistics, of a device's examples at a time, are others"
+  return said
+
+
 def steps_of(epochs: float, num_train: int, stage: Stage) -> int:
   """Steps of a stage that make so many epochs, one at least."""
   return max(round(epochs * num_train / stage.batch_size), 1)
+
+
+def _bn_span(config: cfg.Config) -> Any:
+  """As the model has it; None: it has no BatchNorm."""
+  has = getattr(config.model, "batch_norm", True)
+  return getattr(config.model, "bn_span", None) if has else None
+
+
+def _asked(config: cfg.Config, stage: Stage) -> int:
+  """The micro-batches a step that the config has for a stage."""
+  asked = getattr(config.stages, "accumulate_steps", ())
+  return asked[stage.ordinal] if asked else config.accumulate_steps
 
 
 def _check_length(config: cfg.Config, num_train: int) -> None:

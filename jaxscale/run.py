@@ -38,7 +38,7 @@ from jaxscale.stage_loop import (
   train_stages,
 )
 from jaxscale.state import TrainState
-from jaxscale.workdir import claim_workdir, describe, describe_text
+from jaxscale.workdir import claim_workdir, describe, describe_text, experiment_in
 
 
 class Result(NamedTuple):
@@ -80,7 +80,7 @@ def fit(config: Config, workdir: str | os.PathLike) -> Result:
   """
   began = time.time()
   workdir = Path(workdir)
-  experiment = build.experiment(config)
+  experiment = _as_chosen(workdir, experiment_in(workdir, config))
   described = describe(experiment)
   claim_workdir(workdir, config)
   held = lease.take_for_all(workdir, job_of(os.environ))
@@ -194,9 +194,7 @@ def _train(run: Run, experiment: build.Experiment) -> tuple[TrainState, Reporter
   """The last state, and what was reported on the way."""
   workdir, checkpoints, watch = run.workdir, run.checkpoints, run.watch
   watch.at(0, "starting")
-  if is_adaptive(experiment):
-    chosen = cluster.from_leader(adaptive.read_chosen(workdir))
-    experiment = build.with_sizes(experiment, chosen)
+  experiment = _as_chosen(workdir, experiment)
   newest = cluster.from_leader(max(checkpoints.steps(), default=0))
   experiment = build.at_stage(experiment, stage_at(experiment, newest))
   abstract = experiment.abstract_state()
@@ -241,6 +239,14 @@ def _train(run: Run, experiment: build.Experiment) -> tuple[TrainState, Reporter
       e.args = (f"{e.args[0]}; last good checkpoint: {last} in {workdir}",)
       raise
   return state, reporter
+
+
+def _as_chosen(workdir: Path, experiment: build.Experiment) -> build.Experiment:
+  """With the batch sizes that an adaptive run has settled on by now."""
+  if not is_adaptive(experiment):
+    return experiment
+  chosen = cluster.from_leader(adaptive.read_chosen(workdir))
+  return build.with_sizes(experiment, chosen)
 
 
 def _last_good(steps: list[int], good_until: int) -> str:

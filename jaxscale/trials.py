@@ -114,14 +114,14 @@ def check(trials: Sequence[Trial]) -> None:
     ConfigError: the one line of the first trial that does not fit data, devices
       or its directory.
   """
-  from jaxscale import build
+  from jaxscale.workdir import experiment_in
 
   seen = set()
   for trial in trials:
     config = trial.config
     # Seeds do not matter to what fits, and some data take long to open.
     if (alike := dataclasses.replace(config, seed=0)) not in seen:
-      build.experiment(config)
+      experiment_in(trial.workdir, config)
       seen.add(alike)
     if trial.workdir.exists() and not trial.workdir.is_dir():
       raise ConfigError(f"--workdir={trial.workdir}: a file, use another one")
@@ -173,11 +173,12 @@ def run_trial(trial: Trial) -> Outcome:
     ConfigError: as `fit` does.
     Interrupted: by Ctrl-C; the state is saved.
   """
-  from jaxscale import build, cluster
+  from jaxscale import cluster
   from jaxscale.loop import NonFiniteError
   from jaxscale.run import fit
+  from jaxscale.workdir import experiment_in
 
-  config, experiment = trial.config, build.experiment(trial.config)
+  config, experiment = trial.config, experiment_in(trial.workdir, trial.config)
   common = {
     "batch_size": config.batch_size,
     "seed": config.seed,

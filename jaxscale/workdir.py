@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxscale import build
+from jaxscale import build, checkpoint_dir, cluster, derive
 from jaxscale.settings import ConfigError
 
 # What may change when a run goes on: where it runs and what it writes down.
@@ -56,6 +56,8 @@ def describe_text(experiment: build.Experiment, workdir: Path) -> str:
     lines.append(
       f"  steps {stage.start + 1:,} to {stage.stop:,}: batch {stage.batch_size:,}{size}"
     )
+  if said := derive.story(experiment.config, experiment.derived):
+    lines.append(f"  {said}")
   lines += [f"  {note}" for note in experiment.notes]
   return "\n".join(lines)
 
@@ -66,6 +68,45 @@ def _plain(node: Any) -> Any:
     values = {f.name: _plain(getattr(node, f.name)) for f in dataclasses.fields(node)}
     return {"class": type(node).__name__, **values}
   return list(node) if isinstance(node, tuple) else node
+
+
+def experiment_in(workdir: Path, config: Any) -> build.Experiment:
+  """`build.experiment` for the run of a directory; all processes call it.
+
+  Where the run began on another number of devices, its batches are spread over
+  those there are now, so that none holds more examples at a time than then.
+
+  Raises:
+    ConfigError: data or devices do not fit the config, or the run.
+  """
+  return build.experiment(config, cluster.from_leader(start_devices(workdir, config)))
+
+
+def start_devices(workdir: Path, config: Any) -> int | None:
+  """Devices on which the run of a directory began, by its config.json.
+
+  Until it has saved, whoever starts it begins anew: then it is the largest number
+  that it was started on, this one included. The steps of each have the smallest
+  micro-batches, and none has to have found memory for more.
+
+  Args:
+    workdir: of the run.
+    config: that goes on there.
+
+  Returns:
+    None: it begins now, or what is there is not its own (`claim_workdir` says so).
+  """
+  try:
+    described = json.loads((workdir / "config.json").read_text())
+    derived = described["derived"]
+    start = int(derived.get("start_devices") or derived["num_devices"])
+    if _another(described["config"], config):
+      return None
+  except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    return None
+  if not checkpoint_dir.steps(workdir / "checkpoints"):
+    return max(start, jax.device_count())
+  return start
 
 
 def claim_workdir(workdir: Path, config: Any) -> None:
@@ -89,6 +130,16 @@ def claim_workdir(workdir: Path, config: Any) -> None:
     raise ConfigError(
       f"--workdir={workdir}: its config.json is unreadable; use another one"
     ) from None
+  if found := _another(before, config):
+    name, old, new = found
+    raise ConfigError(
+      f"--workdir={workdir}: holds another experiment, {name} is {old!r} there "
+      f"and {new!r} now; use another --workdir"
+    )
+
+
+def _another(before: dict[str, Any], config: Any) -> tuple[str, Any, Any] | None:
+  """What makes it another experiment: a setting's name, before and now."""
   defaults = {
     f.name: _plain(f.default)
     for f in dataclasses.fields(config)
@@ -100,10 +151,8 @@ def claim_workdir(workdir: Path, config: Any) -> None:
     free.remove("mesh")  # else other devices would be one worker
   for name, (old, new) in _differences(before, now).items():
     if not {name, name.split(".")[0]} & free:
-      raise ConfigError(
-        f"--workdir={workdir}: holds another experiment, {name} is {old!r} there "
-        f"and {new!r} now; use another --workdir"
-      )
+      return name, old, new
+  return None
 
 
 def _differences(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:

@@ -14,7 +14,7 @@ from jaxscale.cluster.introduction import Introduction
 
 # One process of a run: it meets, says what it got, sends its rank over the links.
 CHILD = """
-import json, os, socket, sys, time
+import json, os, resource, socket, sys, time
 from jaxscale.cluster import introduction, network, rendezvous, roll_call, wire
 from jaxscale.cluster.launched import Launch
 from jaxscale.cluster.rendezvous import meet
@@ -25,6 +25,8 @@ for name, value in a.get("set", {}).items():
   is_call = module in ("network", "introduction")
   setattr(globals()[module], name, (lambda value=value: value) if is_call else value)
 time.sleep(a.get("late", 0))
+if "files" in a:
+  resource.setrlimit(resource.RLIMIT_NOFILE, a["files"])
 host, port = network.split_address(a["host"])
 launch = Launch("test", a["rank"], a["of"], host, 0, 1, a["job"], port=port,
                 nodes=tuple(a.get("nodes", [])))

@@ -18,6 +18,7 @@ LEVELS = {
   "build": 10,
   "parts": 9, "exchange_parts": 9,
   "derive": 8,
+  "spread": 7,
   "loop": 5, "checkpoint": 5,
   "checkpoint_files": 3, "checkpoint_dir": 4,
   "local_step": 5,

@@ -38,7 +38,9 @@ def described(optimizer, batch_size=4096, **schedule):
     "num_train": 1_281_167, "num_eval": 50_000, "peak_lr": 10.0,
     "total_steps": steps, "warmup_steps": round(5 * 1_281_167 / batch_size),
     "num_devices": 8, "micro_batch_size": 256,
-    "stages": [{"start": 0, "stop": steps, "batch_size": batch_size}],
+    "stages": [
+      {"start": 0, "stop": steps, "batch_size": batch_size, "accumulate_steps": 4}
+    ],  # on half of the devices that the run began on
   }  # fmt: skip
   data = {"name": "imagenet2012"}
   return {
@@ -113,7 +115,7 @@ def test_the_settings_are_those_of_the_run():
   keys = run_keys(described(LARS))
   assert keys["submission_benchmark"] == "resnet"
   assert keys["global_batch_size"] == 4096 and keys["seed"] == 3
-  assert keys["gradient_accumulation_steps"] == 2
+  assert keys["gradient_accumulation_steps"] == 4
   assert (keys["train_samples"], keys["eval_samples"]) == (1_281_167, 50_000)
   assert keys["opt_name"] == "lars" and keys["lars_opt_base_learning_rate"] == 10.0
   # 12 epochs of 312.8 steps, 5 of them warm-up, and one: 3754 - 1564 + 1.

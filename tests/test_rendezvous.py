@@ -12,7 +12,7 @@ import time
 import meetings
 import pytest
 from conftest import ROOT
-from meetings import connect, ends, job, who
+from meetings import connect, ends, job, the_line, who
 
 from jaxscale.cluster import network, roll_call, wire
 from jaxscale.cluster.launched import Launch
@@ -127,16 +127,58 @@ def test_a_forked_worker_does_not_keep_a_dead_process_s_link_open(start):
     meeting.reserved.close()
 
 
-def test_process_0_raises_the_limit_of_open_files():
+LIMITS = [  # processes, soft and hard limit of open files -> the soft one then
+  (2, 1024, 1024, 1024),
+  (2, 2048, 4096, 2048),
+  (700, 256, 4096, 3824),  # 2 x (2 x 700 + 256) + 512
+  (1500, 256, 4096, 4096),
+  (1920, 4096, 4096, 4096),
+  (1921, 256, 4096, None),
+]
+
+
+@pytest.mark.parametrize("count, soft, hard, wanted", LIMITS)
+def test_process_0_raises_the_limit_of_open_files(count, soft, hard, wanted):
   code = (
     "import resource as r; from jaxscale.cluster.roll_call import _allow_files\n"
-    "r.setrlimit(r.RLIMIT_NOFILE, (256, 4096)); _allow_files(2000)\n"
-    "assert r.getrlimit(r.RLIMIT_NOFILE) == (3024, 4096)\n"
-    "_allow_files(4096)\n"
+    f"r.setrlimit(r.RLIMIT_NOFILE, ({soft}, {hard})); _allow_files({count})\n"
+    "print(*r.getrlimit(r.RLIMIT_NOFILE))\n"
   )
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
                         env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
-  assert "ConfigError: ulimit -n: 4096 files at most on" in done.stderr
+  if wanted is None:
+    assert "ConfigError: ulimit -n: 4096 files at most on" in done.stderr
+    assert "process 0 needs 4098 for 1921 processes" in done.stderr
+  else:
+    assert done.stdout.split() == [str(wanted), str(hard)], done.stderr
+
+
+def test_more_processes_meet_than_files_may_be_open_at_first(start):
+  count, name = 120, job("files")
+  alike = {"introduction.versions": {"jax": "1"}}
+  first = start(0, count, name, files=[64, 4096], set=alike, digests={"config": "a"})
+  port = network.ports_of(name)[0]
+  guests = [connect(port)]
+  guests += [socket.create_connection(("127.0.0.1", port)) for _ in range(count - 2)]
+  for rank, sock in enumerate(guests, 1):
+    wire.send(sock, {"meeting": name, "who": who(rank, count)})
+  for rank, sock in enumerate(guests, 1):
+    receiver = wire.Receiver(sock)
+    assert receiver.receive(10) == {"welcome": name}
+    said = receiver.receive(10)
+    assert "go" in said and len(said["hosts"]) == count, said
+    wire.send(sock, {"from": rank, "job": name})
+  ((code, said),) = ends([first], 15)
+  assert code == 0 and len(said["heard"]) == count - 1
+  for sock in guests:
+    sock.close()
+
+
+def test_too_low_a_hard_limit_of_open_files_is_a_line_for_all(start):
+  name = job("hard")
+  line = the_line([start(0, 2, name, files=[64, 200]), start(1, 2, name)])
+  assert line.startswith("ulimit -n: 200 files at most on n1, but process 0 needs 260")
+  assert "raise the hard limit there" in line
 
 
 def test_a_thousand_processes_meet_in_seconds():

@@ -271,14 +271,23 @@ def _close(sockets: Iterable[socket.socket]) -> None:
 
 
 def _allow_files(num_processes: int) -> None:
-  """Room for a connection to each process: the soft limit is often 1,024."""
+  """Room for two connections to each process, ours and that of JAX's coordinator.
+
+  The soft limit is often 1,024 (systemd's DefaultLimitNOFILE=1024:524288,
+  systemd-system.conf(5)); up to the hard one a process may raise it (getrlimit(2)).
+  """
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-  need = num_processes + 1024  # data, checkpoints, JAX's own
-  if soft == resource.RLIM_INFINITY or soft >= need:
+  need = 2 * num_processes + 256  # and libraries, checkpoints, logs
+  wanted = 2 * need + 512  # data take half of what there is (data/tfrecord.py)
+  if soft == resource.RLIM_INFINITY or soft >= wanted:
     return
-  if hard != resource.RLIM_INFINITY and hard < need:
+  most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+  with contextlib.suppress(OSError, ValueError):  # as where a system has a lower one
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(most, soft), hard))
+    soft = max(most, soft)
+  if soft < need:
     raise ConfigError(
-      f"ulimit -n: {hard} files at most on {network.node_name()}, but process 0 needs "
-      f"{need} for {num_processes} processes; raise the hard limit there"
+      f"ulimit -n: {soft} files at most on {network.node_name()}, but process 0 needs "
+      f"{need} for {num_processes} processes; raise the hard limit there (ulimit -Hn, "
+      "LimitNOFILE of slurmd)"
     )
-  resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))

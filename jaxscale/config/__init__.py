@@ -62,7 +62,8 @@ class Config:
     epochs: passes over the training examples.
     stages: batch and image sizes that change on the way: Stages or
       AdaptiveBatch; by default a single stage.
-    accumulate_steps: micro-batches a step; gradients are exchanged once.
+    accumulate_steps: micro-batches a step; gradients are exchanged once. A run
+      that goes on with fewer devices than it began on has more of them.
     lr_scaling: how optimizer.lr grows with the batch: "none", "linear"
       (arXiv:1706.02677) or "sqrt".
     lr_reference_batch_size: the batch size that optimizer.lr belongs to.

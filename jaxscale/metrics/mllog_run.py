@@ -68,7 +68,7 @@ def run_keys(
     "submission_status": submission.status,
     "seed": config["seed"],
     "global_batch_size": config["batch_size"],
-    "gradient_accumulation_steps": config["accumulate_steps"],
+    "gradient_accumulation_steps": derived["stages"][0]["accumulate_steps"],
     "train_samples": derived["num_train"],
     "eval_samples": derived["num_eval"],
     **_optimizer_keys(config, derived),

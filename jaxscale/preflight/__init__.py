@@ -186,6 +186,7 @@ def _devices(group: Group, options: Options, state: dict[str, Any]) -> list[Find
   # What the config becomes on so many devices, simulated on the CPU of process 0.
   total = sum(each["count"] for each in found)
   env = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(total), "XLA_FLAGS": ""}
+  asked |= {"workdir": str(options.workdir)}
   fits = devices.finish(devices.start("fits", asked, env))
   state |= fits
   if error := fits.get("error"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from jaxscale.overrides import load_config
@@ -50,8 +51,13 @@ def look(config: str | None, overrides: dict[str, str]) -> dict[str, Any]:
   return found
 
 
-def fits(config: str, overrides: dict[str, str]) -> dict[str, Any]:
+def fits(config: str, overrides: dict[str, str], workdir: str) -> dict[str, Any]:
   """Whether a config can run on the devices that this process simulates.
+
+  Args:
+    config: `FILE[:arg]`.
+    overrides: of the config, as text by dotted field.
+    workdir: where it may go on.
 
   Returns:
     {"bytes": of a checkpoint, "kept": checkpoints that lie there at most}, or
@@ -59,10 +65,10 @@ def fits(config: str, overrides: dict[str, str]) -> dict[str, Any]:
   """
   import jax
 
-  from jaxscale import build
+  from jaxscale.workdir import experiment_in
 
   try:
-    experiment = build.experiment(load_config(config, overrides))
+    experiment = experiment_in(Path(workdir), load_config(config, overrides))
   except (ConfigError, OSError) as e:
     return {"error": str(e)}
   leaves = jax.tree.leaves(experiment.abstract_state())

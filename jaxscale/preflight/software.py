@@ -187,14 +187,16 @@ def _names(found: Sequence[dict[str, Any]], hosts: Sequence[str]) -> list[Findin
 def _limits(found: Sequence[dict[str, Any]], hosts: Sequence[str]) -> list[Finding]:
   """Limits that stop MPI, NCCL or many sockets later, with worse messages."""
   findings = []
-  needed = len(hosts) + 256  # a socket a process, files of data and of checkpoints
+  # Two sockets a process, files of data and of checkpoints; a run raises its soft
+  # limit itself, up to the hard one.
+  needed = 2 * len(hosts) + 256
   for host, each in dict(zip(reversed(hosts), reversed(found), strict=True)).items():
-    if (soft := each["files"][0]) not in (-1,) and soft < needed:
+    if 0 <= (hard := each["files"][1]) < needed:
       findings.append(
         Finding(
           False,
-          f"{host}: {soft} open files are allowed, {needed} may be needed",
-          f"ulimit -n {needed} in the job script",
+          f"{host}: {hard} open files are allowed at most, {needed} may be needed",
+          "raise the hard limit there (ulimit -Hn, LimitNOFILE of slurmd)",
         )
       )
     locked = each["locked"]
