@@ -1,5 +1,6 @@
 """JAX is joined by real processes, where JAX alone would hang, abort or be silent."""
 
+import contextlib
 import json
 import os
 import signal
@@ -103,6 +104,25 @@ def test_two_processes_join_behind_a_dead_proxy_and_own_their_signals(results):
     assert "proxy" not in err
   measured("http_proxy to a dead proxy", None, 0, "joined as ever")
   assert time.monotonic() - began < 90
+
+
+def test_the_coordinator_s_port_is_never_free_for_others(monkeypatch):
+  """From the meeting until JAX listens, though both are in one process."""
+  port, kept = network.free_port(network.ports_of(f"kept-{time.monotonic_ns()}"))
+  bound = []
+
+  def initialize(*_, **__):
+    for option in (0, 1):  # a stranger's way, and gRPC's
+      with socket.socket(kept.family) as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, option)
+        with contextlib.suppress(OSError):
+          other.bind(kept.getsockname())
+          bound.append(option)
+
+  monkeypatch.setattr("jax.distributed.initialize", initialize)
+  launch = Launch("test", 0, 2, "127.0.0.1", 0, 1, "kept")
+  join(launch, Meeting(0, 2, ["n1", "n2"], f"127.0.0.1:{port}", {}, kept))
+  assert bound == [1] and kept.fileno() == -1
 
 
 @pytest.mark.slow

@@ -80,7 +80,9 @@ def join(
   assert port is not None
   network.bypass_proxies([address, launch.host or address])
   if meeting.reserved is not None:
-    meeting.reserved.close()  # JAX's service takes the port over
+    # JAX's service takes the port over, and gRPC binds with this option as well: so
+    # the port is never free for anybody else in between.
+    meeting.reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
   else:
     _await(address, port, meeting, initialization_timeout_s)
   initialize(
@@ -91,6 +93,8 @@ def join(
     # Else JAX_COORDINATOR_BIND_ADDRESS would name another port than we do.
     coordinator_bind_address=f"[::]:{port}",
   )
+  if meeting.reserved is not None:
+    meeting.reserved.close()
 
 
 def _await(address: str, port: int, meeting: Meeting, timeout_s: float) -> None:
