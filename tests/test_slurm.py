@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import slurm_cluster
 import slurm_environments
 import slurm_hosts
 from conftest import ROOT, child_env, run_train, train_command
@@ -41,7 +42,7 @@ def test_nodes_have_names_that_resolve(slurm):
     "socket.gethostbyname(name) for name in ['n1', 'n2', socket.gethostname()]))"
   )
   assert tasks(slurm, "-N4", program=program) == [
-    f"n{i} 127.0.0.11 127.0.0.12 127.0.0.{10 + i}" for i in range(1, 5)
+    f"n{i} {slurm.net}.11 {slurm.net}.12 {slurm.net}.{10 + i}" for i in range(1, 5)
   ]
   assert "n1" not in Path("/etc/hosts").read_text().split()
 
@@ -89,13 +90,13 @@ def test_an_array_runs_two_at_a_time(slurm):
 
 
 def test_a_job_is_signalled_by_name_and_at_its_limit(slurm):
-  script = "trap 'echo told; exit 0' USR1\nwhile :; do sleep 0.1; done"
+  script = "trap 'echo told; exit 0' USR1\necho up\nwhile :; do sleep 0.1; done"
   job = slurm.submit(script)
   slurm.wait_for(job, "RUNNING")
-  time.sleep(0.5)  # until the trap is set
+  wait_until(lambda: slurm.output(job) == "up\n")  # the trap is set
   slurm.run("scancel", "--batch", "--signal=USR1", job)
   slurm.wait_for(job, "COMPLETED")
-  assert slurm.output(job) == "told\n"
+  assert slurm.output(job) == "up\ntold\n"
 
 
 @pytest.mark.slow
@@ -163,16 +164,24 @@ with SlurmCluster(nodes=2, cpus=4) as slurm:
 """
 
 
+def test_a_folder_too_deep_for_sockets_is_refused(tmp_path):
+  deep = tmp_path / ("x" * 80)
+  deep.mkdir()
+  with pytest.raises(ValueError, match="too long a path"):
+    slurm_cluster.SlurmCluster(parent=deep)
+  assert list(deep.iterdir()) == []
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_nothing_is_left_when_the_runner_ends(number, tmp_path):
-  env = child_env(PYTHONPATH=str(ROOT / "tests"), TMPDIR=str(tmp_path))
+def test_nothing_is_left_when_the_runner_ends(number):
+  env = child_env(PYTHONPATH=str(ROOT / "tests"))
   command = [sys.executable, "-c", KILLED]
-  null, pipe = subprocess.DEVNULL, subprocess.PIPE
   with subprocess.Popen(
-    command, env=env, stdout=pipe, stderr=null, text=True
+    command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
   ) as runner:
-    assert runner.stdout is not None
-    folder = Path(runner.stdout.readline().strip())
+    assert runner.stdout is not None and runner.stderr is not None
+    folder = Path(said := runner.stdout.readline().strip())
+    assert said, runner.stderr.read()
     before = slurm_hosts.processes(folder)
     runner.send_signal(number)
   assert len(before) > 10
@@ -226,4 +235,6 @@ def test_a_batch_script_without_srun_is_told(slurm, tmp_path):
   command = shlex.join(train_command(tmp_path / "run", *QUICK))
   job = slurm.submit(f"{command} 2>&1", "-N2", "--ntasks-per-node=1", **child_env(1))
   assert slurm.wait_for(job, "FAILED")["ExitCode"] == "2:0"
-  assert slurm.output(job).endswith("start it with srun\n")
+  (line,) = slurm.output(job).splitlines()
+  assert line.startswith("error: SLURM_NTASKS=2: this is the batch script, no step")
+  assert "start it with srun" in line
