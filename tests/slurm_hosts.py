@@ -101,7 +101,10 @@ def kill(folder: Path, host: str = "*") -> None:
   """End a host at once, or all: nobody there sees another go first."""
   quiet = 0
   while quiet < 2:  # what was being forked is seen at the second look
-    pids = [pid for pid in processes(folder, host) if pid != os.getpid()]
+    # Children before their parents: of a stopped group that is orphaned, the kernel
+    # wakes all by SIGHUP and SIGCONT (setpgid(2)), and srun would say goodbye.
+    pids = sorted(processes(folder, host), reverse=True)
+    pids = [pid for pid in pids if pid != os.getpid()]
     for number in (signal.SIGSTOP, signal.SIGKILL):
       for pid in pids:
         with contextlib.suppress(ProcessLookupError):

@@ -39,6 +39,7 @@ RUNS = {
     requeue=0,
   ),
   "apptainer": RUN._replace(site=load_site("launch/profiles/apptainer.toml")),
+  "spares": RUN._replace(nodes=4, spares=2, site=Site(tasks_per_node=2)),
   "pyxis": RUN._replace(site=load_site("launch/profiles/pyxis.toml"), nodes=2),
 }
 
