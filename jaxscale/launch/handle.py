@@ -168,7 +168,8 @@ def submit(config: str | Config, **options: Any) -> Job:
     options: `nodes`; `spares`, nodes beyond them; `name` of the folder; `overrides`
       by dotted field; `site`, a profile; `executor`, "slurm" or "local" (default:
       Slurm where sbatch is); `requeue`, how often it may start again; `preflight`;
-      `runs`, the directory of all runs; and any of `profile.OPTIONS`, as time="24:00:00".
+      `runs`, the directory of all runs; and any of `profile.OPTIONS`, as
+      time="24:00:00".
 
   Raises:
     ConfigError: something cannot be; nothing was submitted.

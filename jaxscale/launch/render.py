@@ -223,7 +223,7 @@ if ! "${srun[@]}" --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 \
 fi
 """
 
-_AGAIN = r"""# Whether to start again. Slurm would requeue what was cancelled as well. What it
+_AGAIN = r"""# Whether to start again. Slurm requeues even what was cancelled. What it
 # has ended shows as COMPLETING, and only the time limit says so of itself.
 may_start_again() {
   local shown
@@ -263,9 +263,8 @@ def _train(run: Run) -> str:
     return _TRAIN
   first = '"${srun[@]}"'
   train = _TRAIN.replace(first, f'{first} "${{where[@]}}"')
-  output = quote(f"--output={pattern(run, 'batch')}")
   return spares.with_spares(
-    train, nodes=run.nodes, tasks=run.site.tasks, requeue=run.requeue, output=output
+    train, nodes=run.nodes, tasks=run.site.tasks, requeue=run.requeue
   )
 
 

@@ -6,6 +6,9 @@ it and ends the steps that ran there (sbatch(1)). What was found with Slurm 22.0
 - srun returns once Slurm calls the node down, not before, whatever the other tasks
   do: SlurmdTimeout (slurm.conf(5), 300 s by default) and some 10 s for the pings.
 - SLURM_JOB_NODELIST and its like keep the dead node; squeue does not have it.
+- What the lost step had on the other nodes is never free again ("unable to update
+  job's core use information due to job resizing"): the next waits for ever, unless it
+  may --overlap.
 - The job is not ended when the node of its script is lost, and would hold its other
   nodes until the time limit. So a task on another node looks now and then, and
   requeues the job; and the script's node is the spare that trains last.
@@ -54,6 +57,7 @@ _GUARD = r"""
 # another node looks for that, and the job is requeued, or ended.
 guard() {
   trap '' USR1 USR2
+  exec >>"$run/logs/$job.batch.out" 2>&1  # srun, which would write, may be lost
   local list
   while sleep %(every)d; do
     list=$(squeue --noheader --jobs="$job" --format=%%N) && [ -n "$list" ] || continue
@@ -72,9 +76,9 @@ guard() {
 }
 start_guard() {  # NODE
   export run job task restarts home
-  srun --quiet --overlap --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist="$1" \
-    %(output)s --open-mode=append \
-    bash -c "$(declare -f diary may_start_again guard); guard" &
+  srun --overlap --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist="$1" \
+    bash -c "$(declare -f diary may_start_again guard); guard" \
+    &>>"$run/logs/$job.guard.out" &
   guard=$!
 }
 """
@@ -86,7 +90,7 @@ while :; do
   [ ${#nodes[@]} -ge %(nodes)d ] ||
     mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
   training=("${nodes[@]:0:%(nodes)d}")
-  where=(--nodes=%(nodes)d --ntasks=%(processes)d --ntasks-per-node=%(tasks)d)
+  where=(--overlap --nodes=%(nodes)d --ntasks=%(processes)d --ntasks-per-node=%(tasks)d)
   where+=(--nodelist="$(together "${training[@]}")")
   guard=
   [ "${nodes[0]}" = "$home" ] || start_guard "${nodes[0]}"
@@ -103,9 +107,7 @@ done
 """
 
 
-def with_spares(
-  train: str, *, nodes: int, tasks: int, requeue: int, output: str
-) -> str:
+def with_spares(train: str, *, nodes: int, tasks: int, requeue: int) -> str:
   """The bash that trains on `nodes` of a job's nodes, and on others if some are lost.
 
   Args:
@@ -114,14 +116,13 @@ def with_spares(
     nodes: that train.
     tasks: processes on each.
     requeue: how often the job may be started again.
-    output: the srun option for what the script prints, quoted.
 
   Example:
-    >>> text = with_spares("code=0", nodes=2, tasks=1, requeue=3, output="--output=x")
-    >>> "where=(--nodes=2 --ntasks=2 --ntasks-per-node=1)" in text
+    >>> text = with_spares("code=0", nodes=2, tasks=1, requeue=3)
+    >>> "where=(--overlap --nodes=2 --ntasks=2 --ntasks-per-node=1)" in text
     True
   """
-  guard = _GUARD % {"every": _LOOK_EVERY_S, "requeue": requeue, "output": output}
+  guard = _GUARD % {"every": _LOOK_EVERY_S, "requeue": requeue}
   rounds = _ROUNDS % {
     "nodes": nodes,
     "tasks": tasks,
