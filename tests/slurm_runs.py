@@ -15,10 +15,10 @@ from jaxscale.launch import folder as folders
 # In place of Python on the nodes: says where it is, and does as a file says. What it
 # is told by a signal it writes down, and leaves as a run that has saved does.
 STAND_IN = r"""#!/bin/bash
+for s in TERM USR1; do trap "echo told by $s; exit 85" $s; done
 echo "rank $SLURM_PROCID of $SLURM_NTASKS on $SLURMD_NODENAME: $*"
 while [ $# -gt 0 ]; do [ "$1" = --workdir ] && workdir=$2; shift; done
 mkdir -p "$workdir/checkpoints"
-for s in TERM USR1; do trap "echo told by $s; exit 85" $s; done
 [ "$SLURM_PROCID" = 0 ] &&
   echo '{"step": 3, "train/loss": 0.5, "time": 1}' >>"$workdir/metrics.jsonl"
 source "$(dirname "$0")/does"

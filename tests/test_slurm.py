@@ -109,6 +109,7 @@ def test_a_time_limit_ends_a_job_and_a_signal_comes_before(slurm):
   assert slurm.output(job).startswith("told\n")
 
 
+@pytest.mark.slow
 def test_a_requeued_job_starts_again_and_knows_it(slurm):
   job = slurm.submit("echo ${SLURM_RESTART_COUNT:-0}; sleep 60", "--open-mode=append")
   slurm.wait_for(job, "RUNNING")
