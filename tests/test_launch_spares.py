@@ -25,8 +25,15 @@ from jaxscale.launch import render
 
 # A cluster as Slurm's commands tell it: the job's nodes and the bad ones are files.
 COMMANDS = {
-  "srun": """
-case "$*" in *jaxscale.train*) ;; *) exec /bin/sleep 600 ;; esac
+  "srun": r"""
+case "$*" in
+  *jaxscale.train*) ;;
+  *guard*) exec /bin/sleep 600 ;;
+  *) for node in $(cat "$cluster/silent" 2>/dev/null); do
+      [[ "$*" == *--nodelist=$node\ * ]] && exit 1
+    done
+    exit 0 ;;
+esac
 for word; do [[ $word == --nodelist=* ]] && echo "${word#*=}" >>"$cluster/steps"; done
 n=$(wc -l <"$cluster/steps")
 source "$cluster/does"
@@ -79,7 +86,13 @@ GONE = "echo n1,n3 >$cluster/nodes"
 
 
 @pytest.mark.parametrize(
-  "how", [GONE, "echo n2 down* >$cluster/bad", "echo n2 draining >$cluster/bad"]
+  "how",
+  [
+    GONE,
+    "echo n2 down* >$cluster/bad",
+    "echo n2 draining >$cluster/bad",
+    "echo n2 >$cluster/silent",  # Slurm does not know yet
+  ],
 )
 def test_a_lost_node_is_left_out_of_the_next_step(tmp_path, how):
   does = f"[ $n = 2 ] && exit 0; {how}; exit 137"
@@ -107,6 +120,13 @@ def test_what_ended_by_itself_does_not_go_on_elsewhere(tmp_path, code):
 
 def test_a_crash_with_all_nodes_there_is_judged_as_without_spares(tmp_path):
   done, steps, lines, again = run_script(tmp_path, "exit 1")
+  assert (done.returncode, len(steps), again) == (1, 1, False)
+  assert lines[-1]["next"] == "stop"
+
+
+def test_where_nodes_cannot_be_asked_none_is_given_up(tmp_path):
+  does = "echo n1 n2 n3 >$cluster/silent; exit 1"
+  done, steps, lines, again = run_script(tmp_path, does)
   assert (done.returncode, len(steps), again) == (1, 1, False)
   assert lines[-1]["next"] == "stop"
 

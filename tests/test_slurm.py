@@ -128,6 +128,7 @@ def test_a_dead_node_is_noticed_and_its_job_goes_on_elsewhere(slurm):
   kept = slurm.submit(script, "-N3", "--no-kill", "--nodelist=n3", "--exclude=n4")
   for job in (lost, kept):
     assert slurm.wait_for(job, "RUNNING")["NodeList"] == "n[1-3]"
+  wait_until(lambda: len(slurm.processes("n3")) == 5)  # slurmd, two steps, two tasks
   slurm.kill_node("n3")
   assert slurm.processes("n3") == []
   assert slurm.processes("n2") != []

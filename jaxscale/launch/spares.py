@@ -3,8 +3,10 @@
 sbatch --no-kill leaves the allocation to the script: Slurm takes a dead node out of
 it and ends the steps that ran there (sbatch(1)). What was found with Slurm 22.05:
 
-- srun returns once Slurm calls the node down, not before, whatever the other tasks
-  do: SlurmdTimeout (slurm.conf(5), 300 s by default) and some 10 s for the pings.
+- The srun of a step that runs returns once Slurm calls the node down, not before,
+  whatever the other tasks do: SlurmdTimeout (slurm.conf(5), 300 s by default) and
+  some 10 s for the pings. One that cannot start its step says so in seconds, while
+  Slurm still calls the node good: so the nodes are asked.
 - SLURM_JOB_NODELIST and its like keep the dead node; squeue does not have it.
 - What the lost step had on the other nodes is never free again ("unable to update
   job's core use information due to job resizing"): the next waits for ever, unless it
@@ -31,15 +33,21 @@ restarts=$((restarts + ${moves:-0}))
 
 _NODES = r"""# Nodes beyond those that train, for those that are lost.
 home=$SLURMD_NODENAME  # where this script runs; if it is lost, so is the script
+given_up=  # those that did not answer
 good_nodes() {  # of the job, and not down, drained or without an answer (sinfo(1))
   local list bad names
   list=$(squeue --noheader --jobs="$job" --format=%N) && [ -n "$list" ] || return 1
   bad=$(sinfo --noheader --Node --nodes="$list" --format='%N %T' |
     awk '$2 ~ /down|drain|fail|unknown|[*~#!%^]$/ { print $1 }')
-  names=$(scontrol show hostnames "$list" | grep -Fxv -e "$bad" -e '')
+  names=$(scontrol show hostnames "$list" | grep -Fxv -e "$bad" -e "$given_up")
   grep -Fxv -e "$home" <<<"$names"
   grep -Fx -e "$home" <<<"$names"  # it trains last
 }
+silent() {  # NODES; those that start no task now
+  lines "$@" | xargs -P 32 -I{} bash -c 'timeout -k 1 30 srun --overlap --nodes=1 \
+    --ntasks=1 --ntasks-per-node=1 --nodelist={} true &>/dev/null || echo {}'
+}
+missing() { lines "${training[@]}" | grep -Fxv -e "$(lines "${nodes[@]}")"; }
 lines() { printf '%s\n' "$@"; }
 together() { lines "$@" | sort -V | paste -sd,; }  # as Slurm has lists
 moved_to() {  # NODES
@@ -99,7 +107,12 @@ while :; do
   case $code in %(final)s) break ;; esac
   mapfile -t nodes < <(good_nodes)
   [ ${#nodes[@]} -gt 0 ] || break  # Slurm does not say
-  lost=$(lines "${training[@]}" | grep -Fxv -e "$(lines "${nodes[@]}")" | paste -sd,)
+  if ! missing >/dev/null; then
+    quiet=$(silent "${nodes[@]}")  # where this one is too, asking does not work
+    grep -Fxq -e "$home" <<<"$quiet" || given_up+=$'\n'$quiet
+    mapfile -t nodes < <(good_nodes)
+  fi
+  lost=$(missing | paste -sd,)
   [ -n "$lost" ] && [ ${#nodes[@]} -ge %(nodes)d ] && may_start_again || break
   restarts=$((restarts + 1))
   moved_to "$(together "${nodes[@]:0:%(nodes)d}")"
