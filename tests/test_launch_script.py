@@ -157,7 +157,7 @@ def test_what_was_cancelled_or_often_enough_is_not_started_again(
 def test_the_script_outlives_a_signal_and_hands_the_warning_on(tmp_path, number):
   run = RUN._replace(folder=str(tmp_path / "run"))
   command, env = job_files(
-    tmp_path, run, srun=f'touch "{tmp_path}/up"; /bin/sleep 2; exit 85'
+    tmp_path, run, srun=f'touch "{tmp_path}/up"; /bin/sleep 1; exit 85'
   )
   job = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
   while not (tmp_path / "up").exists():

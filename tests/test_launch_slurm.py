@@ -34,7 +34,7 @@ def is_up(cli, name, starts=1, rank=0):
 
 
 def test_a_job_on_four_nodes_from_submission_to_its_end(cli):
-  cli.does("sleep 2")
+  cli.does("sleep 1")
   out = cli("submit", "--nodes=4", "--tasks-per-node=2", "--name=a", "--time=5")
   assert re.match(r"a: submitted as \d+\n", out)
   words = until(cli, "a", "RUNNING")
@@ -52,7 +52,7 @@ def test_a_job_on_four_nodes_from_submission_to_its_end(cli):
 
 
 def test_an_array_of_six_two_at_a_time(cli):
-  cli.does("sleep 1")
+  cli.does("sleep 0.3")
   out = cli(
     "sweep", "--sweep=seed=1,2,3", "--sweep=epochs=3,4", "--at-most=2", "--name=s"
   )

@@ -81,7 +81,7 @@ def test_a_job_says_how_it_ended(slurm):
 
 
 def test_an_array_runs_two_at_a_time(slurm):
-  job = slurm.submit("echo task $SLURM_ARRAY_TASK_ID; sleep 1", "--array=0-3%2")
+  job = slurm.submit("echo task $SLURM_ARRAY_TASK_ID; sleep 0.5", "--array=0-3%2")
   most, names = 0, [f"{job}_{i}" for i in range(4)]
   while queue := slurm.queue():
     most = max(most, sum(state == "RUNNING" for state in queue.values()))
