@@ -34,6 +34,8 @@ import slurm_settings
 _COMMANDS = ("slurmctld", "slurmd", "srun", "sbatch")
 # Job state codes of squeue(1) after which nothing follows, but for a requeue.
 _ENDS = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"}
+# Of the socket of a step, FOLDER/n1/spool/n1_JOB.STEP: unix(7) has 108 bytes.
+_LONGEST_FOLDER = 107 - len("/n99/spool/n99_9999999.4294967291")
 _ENDS |= {"OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"}
 
 
@@ -80,6 +82,7 @@ class SlurmCluster:
 
   Raises:
     TimeoutError: it did not come up; with the ends of its logs.
+    ValueError: the path of its folder is too long.
   """
 
   def __init__(
@@ -95,11 +98,17 @@ class SlurmCluster:
   ):
     self.nodes = [f"n{i}" for i in range(1, nodes + 1)]
     self.folder = Path(tempfile.mkdtemp(prefix="slurm-", dir=parent))
+    if len(str(self.folder)) > _LONGEST_FOLDER:
+      self.folder.rmdir()
+      raise ValueError(
+        f"{self.folder}: too long a path for the sockets of Slurm's steps"
+      )
     if parent is not None:
       (self.folder / "keep").touch()
     self._settings = slurm_settings.Settings(
       cpus, gpus, kill_wait, slurmd_timeout, extra
     )
+    self.net = hosts.new_net()
     self._port = 0
     self._daemons: dict[str, subprocess.Popen[bytes]] = {}
     self._keeper: subprocess.Popen[str] | None = None
@@ -135,10 +144,9 @@ class SlurmCluster:
   def _configure(self) -> None:
     """Write the configuration for ports that are free now."""
     self._port, *ports = _free_ports(1 + len(self.nodes))
-    hosts.write_names(self.folder, ["login", *self.nodes])
-    slurm_settings.write(
-      self.folder, self._port, dict(zip(self.nodes, ports, strict=True)), self._settings
-    )
+    hosts.write_names(self.folder, self.net, ["login", *self.nodes])
+    by_node = dict(zip(self.nodes, ports, strict=True))
+    slurm_settings.write(self.folder, self.net, self._port, by_node, self._settings)
 
   def _start_daemon(self, host: str, command: list[str]) -> None:
     with open(self.folder / host / "out.log", "ab") as log:
@@ -155,10 +163,11 @@ class SlurmCluster:
     """Start slurmctld, with options, and wait until it answers."""
     command = ["slurmctld", "-D", *options]
     self._start_daemon("login", hosts.on_host(self._pid("login"), *command))
+    address = hosts.address(self.net, 0), self._port
     deadline = time.monotonic() + 10  # a slurmd that finds nobody waits for long
     while time.monotonic() < deadline and self._daemons["login"].poll() is None:
       with contextlib.suppress(OSError):
-        socket.create_connection((hosts.address(0), self._port), timeout=1).close()
+        socket.create_connection(address, timeout=1).close()
         return
       time.sleep(0.01)
 
@@ -269,8 +278,9 @@ class SlurmCluster:
     return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
   def output(self, job: str) -> str:
-    """What a job's script has written so far."""
-    return Path(self.job(job)["StdOut"]).read_text()
+    """What a job's script has written so far; nothing before its first moment."""
+    path = Path(self.job(job)["StdOut"])
+    return path.read_text() if path.exists() else ""  # RUNNING comes before the file
 
   def queue(self) -> dict[str, str]:
     """The state of each job that waits or runs, by id ("12_3" in an array)."""

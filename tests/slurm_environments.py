@@ -83,6 +83,7 @@ CASES = CPU | GPU
 # Of one launch each time, and nothing to be found out from: what stands for them.
 _OF_A_RUN = {
   "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.10",
+  "SLURM_PRIO_PROCESS": "0",  # the nice value of whoever submits, sbatch(1)
   "SLURM_SRUN_COMM_HOST": "10.0.0.10",
   "SLURM_SRUN_COMM_PORT": "40001",
   "SLURM_STEP_LAUNCHER_PORT": "40001",

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -39,15 +40,25 @@ def unavailable() -> str | None:
   return None
 
 
-def address(index: int) -> str:
+def new_net() -> str:
+  """The first three numbers of addresses on the loopback net, by chance.
+
+  Clusters side by side number their jobs alike, and what a program derives from
+  the number, as a port, must not meet the same of another cluster.
+  """
+  chance = random.SystemRandom()
+  return f"127.{chance.randrange(1, 255)}.{chance.randrange(1, 255)}"
+
+
+def address(net: str, index: int) -> str:
   """The loopback address of a folder's first, second, … host."""
-  return f"127.0.0.{10 + index}"
+  return f"{net}.{10 + index}"
 
 
-def write_names(folder: Path, names: Sequence[str]) -> None:
+def write_names(folder: Path, net: str, names: Sequence[str]) -> None:
   """Make the hosts' folders, and the /etc/hosts by which they know each other."""
   known = Path("/etc/hosts").read_text().rstrip("\n")
-  known = "\n".join([known, *(f"{address(i)} {n}" for i, n in enumerate(names))])
+  known = "\n".join([known, *(f"{address(net, i)} {n}" for i, n in enumerate(names))])
   for name in names:
     (folder / name).mkdir(exist_ok=True)
     (folder / name / "hosts").write_text(known + "\n")
@@ -90,7 +101,10 @@ def kill(folder: Path, host: str = "*") -> None:
   """End a host at once, or all: nobody there sees another go first."""
   quiet = 0
   while quiet < 2:  # what was being forked is seen at the second look
-    pids = [pid for pid in processes(folder, host) if pid != os.getpid()]
+    # Children before their parents: of a stopped group that is orphaned, the kernel
+    # wakes all by SIGHUP and SIGCONT (setpgid(2)), and srun would say goodbye.
+    pids = sorted(processes(folder, host), reverse=True)
+    pids = [pid for pid in pids if pid != os.getpid()]
     for number in (signal.SIGSTOP, signal.SIGKILL):
       for pid in pids:
         with contextlib.suppress(ProcessLookupError):

@@ -66,26 +66,27 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE
 
 
 def write(
-  folder: Path, port: int, ports: Mapping[str, int], settings: Settings
+  folder: Path, net: str, port: int, ports: Mapping[str, int], settings: Settings
 ) -> None:
   """Write the files of a cluster.
 
   Args:
     folder: where they go, and what the daemons write.
+    net: of the hosts' addresses.
     port: the controller's.
     ports: each node's, in the order of their addresses.
     settings: the rest.
   """
   head = _CONFIGURATION.format(
     folder=folder,
-    address=slurm_hosts.address(0),
+    address=slurm_hosts.address(net, 0),
     port=port,
     kill_wait=settings.kill_wait,
     slurmd_timeout=settings.slurmd_timeout,
   )
   gpus = f"Gres=gpu:{settings.gpus}" if settings.gpus else ""
   nodes = "".join(
-    f"NodeName={node} NodeHostname={node} NodeAddr={slurm_hosts.address(i)} "
+    f"NodeName={node} NodeHostname={node} NodeAddr={slurm_hosts.address(net, i)} "
     f"Port={own} CPUs={settings.cpus} RealMemory=4000 {gpus}\n"
     for i, (node, own) in enumerate(ports.items(), 1)
   )

@@ -146,6 +146,8 @@ MISTAKES = [
   (["submit", "--config", DIGITS, "--config.epoch=3"], "did you mean 'epochs'?"),
   (["submit", "--config", "configs/digit.py"], "did you mean 'configs/digits.py'?"),
   (["submit", "--config", DIGITS, "--executor=slrum"], "did you mean 'slurm'?"),
+  (["submit", "--config", DIGITS, "--executor=local", "--spares=1"], "--spares=1: "),
+  (["submit", "--config", DIGITS, "--spares=x"], "--spares=x: give a whole number"),
   (["submit", "--config", DIGITS, "--name=a/b"], "--name=a/b: give letters, digits"),
   (["submit", "--config", DIGITS, "--site=x.toml"], "--site=x.toml: No such file"),
   (["submit", "--config", DIGITS, "--sweep=seed=1"], "--sweep=seed=1: not an option"),

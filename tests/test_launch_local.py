@@ -66,7 +66,8 @@ def test_a_real_run_from_a_notebook(tmp_path, monkeypatch):
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
   job = launch.submit(
     DIGITS, executor="local", runs=str(tmp_path), nodes=1, name="digits",
-    overrides={"epochs": 3, "log.every_steps": 4, "log.tensorboard": False},
+    overrides={"epochs": 3, "log.every_steps": 4, "log.tensorboard": False,
+               "model": "MLP", "model.hidden": (64,)},
   )  # fmt: skip
   (row,) = job.wait(120)
   assert (row.state, row.code, row.restarts) == ("COMPLETED", 0, 0), job.logs("batch")

@@ -39,6 +39,7 @@ RUNS = {
     requeue=0,
   ),
   "apptainer": RUN._replace(site=load_site("launch/profiles/apptainer.toml")),
+  "spares": RUN._replace(nodes=4, spares=2, site=Site(tasks_per_node=2)),
   "pyxis": RUN._replace(site=load_site("launch/profiles/pyxis.toml"), nodes=2),
 }
 
@@ -65,6 +66,7 @@ def job_files(tmp_path, run, *, srun="exit 0", scontrol="echo JobState=RUNNING")
   stand_in(bin_ / "srun", f'printf "%s\\0" "$@" >>"{tmp_path}/srun"\n{srun}')
   stand_in(bin_ / "scontrol", f'echo "$@" >>"{tmp_path}/scontrol"; {scontrol}')
   stand_in(bin_ / "scancel", f'echo "$@" >>"{tmp_path}/scancel"')
+  stand_in(bin_ / "sleep", "exec /bin/sleep 0.05")  # the script looks every second
   for name in ("events", "logs"):
     Path(run.folder, name).mkdir(parents=True, exist_ok=True)
   script = Path(run.folder, "job.sbatch")
@@ -155,7 +157,7 @@ def test_what_was_cancelled_or_often_enough_is_not_started_again(
 def test_the_script_outlives_a_signal_and_hands_the_warning_on(tmp_path, number):
   run = RUN._replace(folder=str(tmp_path / "run"))
   command, env = job_files(
-    tmp_path, run, srun=f'touch "{tmp_path}/up"; sleep 2; exit 85'
+    tmp_path, run, srun=f'touch "{tmp_path}/up"; /bin/sleep 1; exit 85'
   )
   job = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
   while not (tmp_path / "up").exists():

@@ -32,6 +32,8 @@ START, DONE = ("start", "7", 0, ""), ("end", "7", 0, "stop")
     ([START, ("end", "7", 85, "stop")], False, "PREEMPTED"),
     ([START, ("end", "7", 85, "stop")], True, "CANCELLED"),
     ([START, ("end", "7", 85, "requeue")], False, "LOST"),
+    ([START, ("move", "7", 1, "")], False, "LOST"),
+    ([START, ("move", "7", 1, ""), DONE], False, "COMPLETED"),
     ([START, ("end", "7", 2, "stop")], False, "FAILED"),
     ([("start", "6", 0, ""), ("end", "6", 0, "stop")], False, "LOST"),
   ],

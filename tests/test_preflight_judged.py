@@ -124,7 +124,7 @@ def test_a_clock_counts_as_off_only_beyond_what_the_question_took():
 
 def has(**other):
   """What a process in good order says of itself."""
-  good = {"versions": {"jax": "0.10.2"}, "hostname": "n1", "loopback": "",
+  good = {"versions": {"jax": "0.10.2"}, "hostname": "n1", "loopback": "", "place": "a",
           "files": [1024, 4096], "locked": -1, "infiniband": True, "shm": 1 << 33,
           "gpus": []}  # fmt: skip
   return good | other
@@ -138,10 +138,13 @@ def test_versions_limits_and_names_are_judged():
   assert said(has(), has(), has(versions={"jax": "0.10.1"})) == [
     "jax 0.10.1 on process 2 (n3), 0.10.2 on the others"
   ]
-  found = has(), has(hostname="n2", loopback="127.0.1.1")
+  found = has(), has(hostname="n2", loopback="127.0.1.1", place="b")
   (text,) = said(*found)
   assert text.startswith("n2: its own name stands for 127.0.1.1 there")
   assert not said(has(loopback="127.0.1.1"), has(loopback="127.0.1.1"))  # one host
+  # Two by name alone, as in tests: loopback leads from one to the other.
+  assert not said(has(loopback="127.0.0.11"), has(hostname="n2", loopback="127.0.0.12"))
+  assert said(has(), has(hostname="n2", loopback="nothing (Name or service not known)"))
   assert "n1: 8.4 MB of memory may be locked" in said(has(locked=1 << 23))[0]
   assert not said(has(locked=1 << 23, infiniband=False))
   assert not said(has(files=[200, 4096]))  # a run raises that itself

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import slurm_cluster
 import slurm_environments
 import slurm_hosts
 from conftest import ROOT, child_env, run_train, train_command
@@ -41,7 +42,7 @@ def test_nodes_have_names_that_resolve(slurm):
     "socket.gethostbyname(name) for name in ['n1', 'n2', socket.gethostname()]))"
   )
   assert tasks(slurm, "-N4", program=program) == [
-    f"n{i} 127.0.0.11 127.0.0.12 127.0.0.{10 + i}" for i in range(1, 5)
+    f"n{i} {slurm.net}.11 {slurm.net}.12 {slurm.net}.{10 + i}" for i in range(1, 5)
   ]
   assert "n1" not in Path("/etc/hosts").read_text().split()
 
@@ -80,7 +81,7 @@ def test_a_job_says_how_it_ended(slurm):
 
 
 def test_an_array_runs_two_at_a_time(slurm):
-  job = slurm.submit("echo task $SLURM_ARRAY_TASK_ID; sleep 1", "--array=0-3%2")
+  job = slurm.submit("echo task $SLURM_ARRAY_TASK_ID; sleep 0.5", "--array=0-3%2")
   most, names = 0, [f"{job}_{i}" for i in range(4)]
   while queue := slurm.queue():
     most = max(most, sum(state == "RUNNING" for state in queue.values()))
@@ -89,13 +90,13 @@ def test_an_array_runs_two_at_a_time(slurm):
 
 
 def test_a_job_is_signalled_by_name_and_at_its_limit(slurm):
-  script = "trap 'echo told; exit 0' USR1\nwhile :; do sleep 0.1; done"
+  script = "trap 'echo told; exit 0' USR1\necho up\nwhile :; do sleep 0.1; done"
   job = slurm.submit(script)
   slurm.wait_for(job, "RUNNING")
-  time.sleep(0.5)  # until the trap is set
+  wait_until(lambda: slurm.output(job) == "up\n")  # the trap is set
   slurm.run("scancel", "--batch", "--signal=USR1", job)
   slurm.wait_for(job, "COMPLETED")
-  assert slurm.output(job) == "told\n"
+  assert slurm.output(job) == "up\ntold\n"
 
 
 @pytest.mark.slow
@@ -108,6 +109,7 @@ def test_a_time_limit_ends_a_job_and_a_signal_comes_before(slurm):
   assert slurm.output(job).startswith("told\n")
 
 
+@pytest.mark.slow
 def test_a_requeued_job_starts_again_and_knows_it(slurm):
   job = slurm.submit("echo ${SLURM_RESTART_COUNT:-0}; sleep 60", "--open-mode=append")
   slurm.wait_for(job, "RUNNING")
@@ -126,6 +128,7 @@ def test_a_dead_node_is_noticed_and_its_job_goes_on_elsewhere(slurm):
   kept = slurm.submit(script, "-N3", "--no-kill", "--nodelist=n3", "--exclude=n4")
   for job in (lost, kept):
     assert slurm.wait_for(job, "RUNNING")["NodeList"] == "n[1-3]"
+  wait_until(lambda: len(slurm.processes("n3")) == 5)  # slurmd, two steps, two tasks
   slurm.kill_node("n3")
   assert slurm.processes("n3") == []
   assert slurm.processes("n2") != []
@@ -163,16 +166,24 @@ with SlurmCluster(nodes=2, cpus=4) as slurm:
 """
 
 
+def test_a_folder_too_deep_for_sockets_is_refused(tmp_path):
+  deep = tmp_path / ("x" * 80)
+  deep.mkdir()
+  with pytest.raises(ValueError, match="too long a path"):
+    slurm_cluster.SlurmCluster(parent=deep)
+  assert list(deep.iterdir()) == []
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_nothing_is_left_when_the_runner_ends(number, tmp_path):
-  env = child_env(PYTHONPATH=str(ROOT / "tests"), TMPDIR=str(tmp_path))
+def test_nothing_is_left_when_the_runner_ends(number):
+  env = child_env(PYTHONPATH=str(ROOT / "tests"))
   command = [sys.executable, "-c", KILLED]
-  null, pipe = subprocess.DEVNULL, subprocess.PIPE
   with subprocess.Popen(
-    command, env=env, stdout=pipe, stderr=null, text=True
+    command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
   ) as runner:
-    assert runner.stdout is not None
-    folder = Path(runner.stdout.readline().strip())
+    assert runner.stdout is not None and runner.stderr is not None
+    folder = Path(said := runner.stdout.readline().strip())
+    assert said, runner.stderr.read()
     before = slurm_hosts.processes(folder)
     runner.send_signal(number)
   assert len(before) > 10
@@ -226,4 +237,6 @@ def test_a_batch_script_without_srun_is_told(slurm, tmp_path):
   command = shlex.join(train_command(tmp_path / "run", *QUICK))
   job = slurm.submit(f"{command} 2>&1", "-N2", "--ntasks-per-node=1", **child_env(1))
   assert slurm.wait_for(job, "FAILED")["ExitCode"] == "2:0"
-  assert slurm.output(job).endswith("start it with srun\n")
+  (line,) = slurm.output(job).splitlines()
+  assert line.startswith("error: SLURM_NTASKS=2: this is the batch script, no step")
+  assert "start it with srun" in line

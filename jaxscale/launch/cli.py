@@ -36,6 +36,7 @@ folder of its own under runs/, with a copy of the code and all that it writes.
                           also that of a scaling study, for all of its runs
   --config FILE[:arg]     as for jaxscale.train; --config.FIELD=VALUE as well
   --nodes N               nodes of the run (default 1)
+  --spares N              more nodes for the job, that train when others are lost
   --name NAME             of the folder (default: the config's name and the time)
   --runs DIR              where the folders are (default runs)
   --site NAME|FILE.toml   profile of the cluster (default: $JAXSCALE_SITE, if set)
@@ -63,7 +64,7 @@ for the job, instead of what the site's profile says, each with a value:
 """
 
 _SUBMIT = (
-  "config", "nodes", "name", "runs", "site", "executor", "requeue",
+  "config", "nodes", "spares", "name", "runs", "site", "executor", "requeue",
   *(name.replace("_", "-") for name in OPTIONS),
 )  # fmt: skip
 # Options with a value, and flags, of each verb.
@@ -75,7 +76,7 @@ _VERBS = {
   "logs": (("runs", "rank", "task", "lines"), ("follow",)),
   "cancel": (("runs",), ()),
   "resume": (
-    ("runs", "nodes", *(name.replace("_", "-") for name in OPTIONS)), ()
+    ("runs", "nodes", "spares", *(name.replace("_", "-") for name in OPTIONS)), ()
   ),
 }  # fmt: skip
 _SHORT = {"-f": "--follow", "-n": "--lines", "-h": "--help"}
@@ -220,6 +221,7 @@ def _common(asked: Asked, argv: list[str]) -> dict[str, Any]:
     "site": given.get("site"),
     "executor": given.get("executor"),
     "requeue": asked.number("requeue", 10),
+    "spares": asked.number("spares", 0),
     "preflight": "preflight" in asked.flags,
     "runs": asked.get("runs", "runs"),
     "made_by": handle.command_line(argv),
@@ -351,8 +353,9 @@ def _cancel(asked: Asked, argv: list[str]) -> None:
 def _resume(asked: Asked, argv: list[str]) -> None:
   del argv
   nodes = asked.number("nodes", 1, 1) if "nodes" in asked.options else None
+  spares = asked.number("spares", 0) if "spares" in asked.options else None
   for job in _jobs(asked):
-    job.resume(nodes=nodes, **_job_options(asked))
+    job.resume(nodes=nodes, spares=spares, **_job_options(asked))
     print(f"{job.folder.name}: submitted again as {folders.last_job(job.folder)}")
 
 

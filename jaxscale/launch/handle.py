@@ -54,6 +54,7 @@ def prepare(
   trials: Sequence[Mapping[str, str]] = (),
   at_most: int = 0,
   nodes: int = 1,
+  spares: int = 0,
   name: str | None = None,
   overrides: Mapping[str, Any] | None = None,
   site: str | None = None,
@@ -68,13 +69,16 @@ def prepare(
   overrides = {k: sweeps.as_text(v) for k, v in (overrides or {}).items()}
   path, text = (config, None) if isinstance(config, str) else _written(config)
   for option, value, least in (
-    ("nodes", nodes, 1), ("requeue", requeue, 0), ("at-most", at_most, 0)
+    ("nodes", nodes, 1), ("spares", spares, 0), ("requeue", requeue, 0),
+    ("at-most", at_most, 0),
   ):  # fmt: skip
     if not isinstance(value, int) or value < least:
       raise ConfigError(f"--{option}={value}: give a whole number >= {least}")
   chosen = executor or ("slurm" if slurm.is_here() else "local")
   if chosen not in EXECUTORS:
     raise ConfigError(f"--executor={chosen}: {nearest(chosen, EXECUTORS)}")
+  if spares and chosen == "local":
+    raise ConfigError(f"--spares={spares}: this machine is one node, leave it out")
   chosen_site = with_options(load_site(site), options)
   load = _dividing(loader(config), nodes * chosen_site.tasks)
   load(overrides)
@@ -101,6 +105,7 @@ def prepare(
     executor=chosen,
     python=sys.executable,
     made_by=made_by or "jaxscale.launch.submit",
+    spares=spares,
   )
   prepared = Prepared(run, path, text)
   _ = prepared.script  # it refuses what cannot be written into one
@@ -192,10 +197,11 @@ def submit(config: str | Config, **options: Any) -> Job:
 
   Args:
     config: `FILE[:arg]`, or a Config.
-    options: `nodes`; `name` of the folder; `overrides` by dotted field; `site`, a
-      profile; `executor`, "slurm" or "local" (default: Slurm where sbatch is);
-      `requeue`, how often it may start again; `preflight`; `runs`, the directory of
-      all runs; and any of `profile.OPTIONS`, as time="24:00:00".
+    options: `nodes`; `spares`, nodes beyond them; `name` of the folder; `overrides`
+      by dotted field; `site`, a profile; `executor`, "slurm" or "local" (default:
+      Slurm where sbatch is); `requeue`, how often it may start again; `preflight`;
+      `runs`, the directory of all runs; and any of `profile.OPTIONS`, as
+      time="24:00:00".
 
   Raises:
     ConfigError: something cannot be; nothing was submitted.
@@ -309,13 +315,16 @@ class Job(NamedTuple):
     elif job and not all(row.ended for row in self.status()):
       slurm.cancel([job])
 
-  def resume(self, *, nodes: int | None = None, **options: Any) -> Job:
+  def resume(
+    self, *, nodes: int | None = None, spares: int | None = None, **options: Any
+  ) -> Job:
     """Submit the same folder again; it goes on from its last checkpoint.
 
     Of a sweep, the trials that are not done.
 
     Args:
       nodes: another number of them.
+      spares: another number of nodes beyond those.
       options: other values of any of `profile.OPTIONS`.
 
     Raises:
@@ -330,9 +339,15 @@ class Job(NamedTuple):
     if not tasks:
       raise ConfigError(f"{run.name}: is done; there is nothing to go on with")
     site = with_options(run.site, options)
-    run = run._replace(site=site, nodes=run.nodes if nodes is None else nodes)
+    run = run._replace(
+      site=site,
+      nodes=run.nodes if nodes is None else nodes,
+      spares=run.spares if spares is None else spares,
+    )
     if run.nodes < 1:
       raise ConfigError(f"--nodes={run.nodes}: give a whole number >= 1")
+    if run.spares < 0 or (run.spares and run.executor == "local"):
+      raise ConfigError(f"--spares={run.spares}: only Slurm has some, give 0 or more")
     folders.write_scripts(run)
     (self.folder / "cancelled").unlink(missing_ok=True)
     _hand_over(run, tasks if run.trials else None)

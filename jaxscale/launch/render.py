@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from shlex import quote
 
-from jaxscale.launch import spec
+from jaxscale.launch import spares, spec
 from jaxscale.launch.spec import Run
 from jaxscale.settings import ConfigError
 
@@ -40,10 +40,10 @@ def render(run: Run) -> str:
       raise ConfigError(
         f"{path}: Slurm takes no path with a backslash, a double quote or a line break"
       )
-  parts = [_header(run), _setup(run), _commands(run), _DIARY, _trials(run)]
+  parts = [_header(run), _setup(run), _commands(run), _DIARY, _start(run)]
   if run.preflight:
     parts.append(_PREFLIGHT)
-  parts += [_TRAIN, _requeue(run)]
+  parts += [_AGAIN, _train(run), _requeue(run)]
   return "\n".join(parts)
 
 
@@ -66,7 +66,7 @@ def _header(run: Run) -> str:
   site = run.site
   given = {
     "job-name": run.name,
-    "nodes": run.nodes,
+    "nodes": run.nodes + run.spares,
     "ntasks-per-node": site.tasks,
     "gpus-per-node": site.gpus_per_node,
     "cpus-per-task": site.cpus_per_task,
@@ -80,7 +80,8 @@ def _header(run: Run) -> str:
     "open-mode": "append",
   }  # fmt: skip
   lines = [f"--{name}={value}" for name, value in given.items() if value]
-  lines += ["--requeue" if run.requeue else "--no-requeue", *site.sbatch]
+  lines += ["--requeue" if run.requeue else "--no-requeue"]
+  lines += [*(["--no-kill"] if run.spares else []), *site.sbatch]
   # A login shell where there are modules: it is what defines `module`.
   shell = "#!/bin/bash -l" if site.modules else "#!/bin/bash"
   made_by = run.made_by.replace("\n", " ")
@@ -195,9 +196,10 @@ diary() {  # EVENT CODE NEXT
 """
 
 
-def _trials(run: Run) -> str:
+def _start(run: Run) -> str:
+  start = (spares.COUNT if run.spares else "") + 'diary start 0 ""\n'
   if not run.trials:
-    return 'task=0\nworkdir="$run/train"\ndiary start 0 ""\n'
+    return f'task=0\nworkdir="$run/train"\n{start}'
   lines = [
     "# A job of an array has a number of its own; what is asked for is ARRAY_TASK.",
     "job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID",
@@ -208,7 +210,7 @@ def _trials(run: Run) -> str:
   for i, trial in enumerate(run.trials):
     words = " ".join(map(quote, spec.options(trial)))
     lines.append(f"  {i}) config+=({words}) ;;")
-  return "\n".join([*lines, "esac", 'diary start 0 ""', ""])
+  return "\n".join([*lines, "esac", start])
 
 
 _PREFLIGHT = r"""# A process a node looks whether this allocation can train.
@@ -221,14 +223,23 @@ if ! "${srun[@]}" --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 \
 fi
 """
 
-_TRAIN = r"""newest() {  # the step of the newest checkpoint
+_AGAIN = r"""# Whether to start again. Slurm requeues even what was cancelled. What it
+# has ended shows as COMPLETING, and only the time limit says so of itself.
+may_start_again() {
+  local shown
+  shown=$(scontrol show job "$job")
+  [[ $shown == *JobState=RUNNING* || $shown == *Reason=TimeLimit* ]] &&
+    [ ! -e "$run/cancelled" ]
+}
+newest() {  # the step of the newest checkpoint
   ls "$workdir/checkpoints" 2>/dev/null | grep -E '^[0-9]+$' | sort -n | tail -n 1
 }
 before=$(newest)
+"""
 
-# bash must not die of the signals that tell the tasks to save. It does nothing about
-# one until the command that it waits for has ended, hence the loop; and not `wait`,
-# whose status bash 5.2 loses when SIGCONT and a trapped signal arrive together.
+_TRAIN = r"""# bash must not die of the signals that tell the tasks to save. It does
+# nothing about one until the command that it waits for has ended, hence the loop;
+# and not `wait`, whose status bash 5.2 loses when SIGCONT and a trapped one meet.
 code_file="$run/events/$task.code"
 rm -f "$code_file"
 trap '' TERM USR1 USR2
@@ -247,21 +258,24 @@ code=$(cat "$code_file" || echo 137)
 """
 
 
+def _train(run: Run) -> str:
+  if not run.spares:
+    return _TRAIN
+  first = '"${srun[@]}"'
+  train = _TRAIN.replace(first, f'{first} "${{where[@]}}"')
+  return spares.with_spares(
+    train, nodes=run.nodes, tasks=run.site.tasks, requeue=run.requeue
+  )
+
+
 def _requeue(run: Run) -> str:
+  unlucky = '[ -z "$lost" ] && ' if run.spares else ""  # Slurm would requeue, too
   again, never = ("|".join(map(str, c)) for c in (STARTED_AGAIN, NOT_STARTED_AGAIN))
   return rf"""
-# Whether to start again. Slurm would requeue what somebody cancelled as well; what it
-# has ended shows as COMPLETING, and only the time limit says so of itself.
-may_start_again() {{
-  local shown
-  shown=$(scontrol show job "$job")
-  [[ $shown == *JobState=RUNNING* || $shown == *Reason=TimeLimit* ]] &&
-    [ ! -e "$run/cancelled" ]
-}}
 case $code in
   {again}) next=requeue ;;
   {never}) next=stop ;;
-  *) [ "$(newest)" = "$before" ] && next=stop || next=requeue ;;
+  *) {unlucky}[ "$(newest)" = "$before" ] && next=stop || next=requeue ;;
 esac
 if [ $next = requeue ]; then
   if ! may_start_again; then

@@ -29,6 +29,7 @@ class Run(NamedTuple):
     executor: "slurm" or "local".
     python: the interpreter that submits, where the site names none.
     made_by: the command line, for whoever reads the script.
+    spares: nodes of the job beyond those that train, for those that are lost.
   """
 
   name: str
@@ -45,6 +46,7 @@ class Run(NamedTuple):
   executor: str
   python: str
   made_by: str
+  spares: int = 0
 
   @property
   def tasks(self) -> range:
@@ -100,6 +102,6 @@ def to_json(run: Run) -> dict[str, Any]:
 
 def from_json(table: Mapping[str, Any]) -> Run:
   """A run that `to_json` wrote."""
-  fields = {name: table[name] for name in Run._fields}
+  fields = {name: table[name] for name in Run._fields if name in table}
   fields |= {"site": site_from(table["site"]), "trials": tuple(table["trials"])}
   return Run(**fields)

@@ -136,7 +136,7 @@ def _state(run: Run, last: Mapping[str, Any], job: str, is_alive: bool) -> str:
   cancelled = Path(run.folder, "cancelled").exists()
   if is_alive and not (is_this and last["event"] == "end" and last["next"] == "stop"):
     return "RUNNING" if is_this else "PENDING"
-  if not is_this or last["event"] == "start" or last["next"] == "requeue":
+  if not is_this or last["event"] != "end" or last["next"] == "requeue":
     return "CANCELLED" if cancelled else "LOST"
   if last["code"] == 0:
     return "COMPLETED"

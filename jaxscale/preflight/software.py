@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
+from jaxscale.cluster import network
 from jaxscale.findings import Finding, bytes_text
 
 PACKAGES = (
@@ -26,6 +27,7 @@ _SMI_S = 15.0  # the driver loads for seconds where persistence mode is off
 # Docker's 64 MiB that they are too few: docs.nvidia.com/deeplearning/nccl,
 # "Troubleshooting", "Shared memory", whose remedy is --shm-size=1g.
 _LEAST_SHM = 1 << 30
+_NOTHING = "nothing"  # what a name stands for that does not resolve
 
 
 def probe() -> dict[str, Any]:
@@ -35,6 +37,7 @@ def probe() -> dict[str, Any]:
     "versions": versions() | ({"NVIDIA driver": driver} if driver else {}),
     "hostname": socket.gethostname(),
     "loopback": loopback(socket.gethostname()),
+    "place": network.place(),
     "files": resource.getrlimit(resource.RLIMIT_NOFILE),
     "locked": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
     "infiniband": bool(_entries("/sys/class/infiniband")),
@@ -63,7 +66,7 @@ def loopback(name: str) -> str:
   try:
     found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
   except OSError as e:
-    return f"nothing ({e.strerror or e})"
+    return f"{_NOTHING} ({e.strerror or e})"
   addresses = [str(info[4][0]) for info in found]
   local = [a for a in addresses if a.startswith("127.") or a == "::1"]
   return local[0] if local and len(local) == len(addresses) else ""
@@ -170,8 +173,11 @@ def _names(found: Sequence[dict[str, Any]], hosts: Sequence[str]) -> list[Findin
   """Hosts whose own name stands for loopback, where there are other hosts."""
   if len({each["hostname"] for each in found}) < 2:
     return []
+  # Hosts of one place are so by name alone: loopback leads from each to each.
+  apart = len({each["place"] for each in found}) > 1
   bad = {host: each["loopback"] for host, each in zip(hosts, found, strict=True)
-         if each["loopback"]}  # fmt: skip
+         if each["loopback"] and (apart or each["loopback"].startswith(_NOTHING))
+  }  # fmt: skip
   return [
     Finding(
       False,

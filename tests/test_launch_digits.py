@@ -1,0 +1,73 @@
+"""Digits trained by `python -m jaxscale.launch` on a real Slurm, and the preflight."""
+
+import time
+
+import jax
+import numpy as np
+import pytest
+from slurm_runs import ends, make_cli, until
+from test_process import ARGS, final_state
+
+# No step is saved twice: what is compared is the last.
+ONCE = [*ARGS, "--config.epochs=3", "--config.checkpoint.every_epochs=3"]
+
+
+@pytest.fixture
+def cli(slurm, tmp_path):
+  return make_cli(slurm, tmp_path)
+
+
+def test_digits_trains_on_a_node(cli):
+  cli("submit", "--real", "--name=d", *ONCE)
+  words = until(cli, "d", "COMPLETED", 180)
+  assert words[3:5] == ["1", "34/34"] and words[7].endswith("%")
+  assert cli("logs", "d", "--lines=1").startswith("done: held-out accuracy")
+
+
+@pytest.mark.slow
+def test_after_a_good_preflight_it_trains(cli):
+  cli("submit", "--real", "--nodes=2", "--preflight", "--name=d", *ONCE)
+  assert until(cli, "d", "COMPLETED", 180)[3:5] == ["2", "34/34"]
+  checked = cli("logs", "d", "--rank=batch")
+  assert "2 processes on 2 hosts (n1, n2)" in checked
+  assert "preflight: ready" in checked
+
+
+@pytest.mark.slow
+def test_the_preflight_stops_a_bad_allocation_and_names_the_node(cli, slurm):
+  """One node that has something else, read-only, where the others have the workdir."""
+  slurm.run("scontrol", "update", "PartitionName=main", "State=DOWN")  # not yet
+  cli("submit", "--real", "--nodes=2", "--preflight", "--name=d", *ONCE)
+  workdir = cli.runs / "d" / "train"
+  workdir.mkdir()
+  slurm.run("mount", "-t", "tmpfs", "-o", "ro", "none", str(workdir), host="n2")
+  try:
+    began = time.monotonic()
+    slurm.run("scontrol", "update", "PartitionName=main", "State=UP")
+    words = until(cli, "d", "FAILED", 60)
+    seconds = time.monotonic() - began
+  finally:
+    slurm.run("umount", str(workdir), host="n2")
+  said = cli("logs", "d", "--rank=batch")
+  print(f"{seconds:.0f} s")
+  assert words[3] == "2" and ends(cli, "d") == [(2, "stop")]
+  assert "preflight found this allocation unfit" in said
+  wrong = [line for line in said.splitlines() if line.startswith("not ")]
+  assert wrong and all("n2" in line for line in wrong), said
+  assert "n2 wrote 0.0 MB" in wrong[-1] and "Read-only file system" in wrong[-1]
+  assert "share, or mount it on n2" in said
+  assert seconds < 60  # alone on a machine of two cores, 7
+  assert not (workdir / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_digits_on_1_2_and_4_nodes_have_the_same_parameters(cli):
+  """Of two devices each; from the same command but for --nodes."""
+  for nodes in (1, 2, 4):
+    words = [f"--nodes={nodes}", f"--name={nodes}", *ONCE, "--config.log.every_steps=1"]
+    cli("submit", "--real", *words, JAX_NUM_CPU_DEVICES="2")
+    assert until(cli, str(nodes), "COMPLETED", 180)[4] == "34/34"
+  one, two, four = (final_state(cli.runs / str(n) / "train").params for n in (1, 2, 4))
+  for other in (two, four):
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+      np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * np.abs(a).max())
