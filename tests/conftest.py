@@ -43,6 +43,17 @@ def slurm(_cluster):
   _cluster.clear()
 
 
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory, _cluster):
+  """The workdir of a job on three nodes that nothing ever happened to."""
+  from slurm_job import Job
+
+  job = Job(_cluster, tmp_path_factory.mktemp("whole"))
+  job.end("COMPLETED")
+  assert job.codes() == [0]
+  return job.workdir
+
+
 def child_env(num_devices: int = 1, **extra: str) -> dict[str, str]:
   """The environment of a process as a user has it, on simulated devices."""
   env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}

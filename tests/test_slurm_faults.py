@@ -1,101 +1,17 @@
-"""What a run under Slurm does when a process, a node or somebody ends it.
+"""What a run under Slurm does when a process or a node of it fails.
 
 Most rows of docs/reliability.md's table are measured here (`fault_table`).
 """
 
-import os
 import re
-import shlex
-import signal
-import sys
 import time
 
-import numpy as np
 import pytest
-from conftest import child_env
 from fault_table import measured
-from test_process import ARGS, assert_same_run, final_state, newest_step, record
+from slurm_job import AT, NODES, SLACK, Job, error_of
+from test_process import assert_same_run, newest_step
 
 pytestmark = pytest.mark.slow
-
-NODES = 3
-# Small and often saved, but long enough to be met by a fault at step 60.
-CONFIG = (
-  "--config", "configs/digits.py", *ARGS, "--config.batch_size=120",
-  "--config.log.every_steps=5", "--config.checkpoint.every_epochs=0.5",
-)  # fmt: skip
-EPOCHS, STEPS = 10, 119
-AT = 60
-SLACK = 12  # steps between two saves, of which one may be under way
-
-
-class Job:
-  """A run of `faulty_train` as a job of the cluster."""
-
-  def __init__(
-    self, slurm, tmp_path, fault="nothing", rank=1, *args, nodes=NODES, sbatch=()
-  ):
-    self.slurm, self.workdir = slurm, tmp_path / "run"
-    self.note, self.folder = tmp_path / "note", tmp_path
-    tmp_path.mkdir(exist_ok=True)
-    command = [
-      sys.executable, "tests/faulty_train.py", fault, str(rank), str(AT),
-      str(self.note), *CONFIG, f"--config.epochs={EPOCHS}",
-      "--workdir", str(self.workdir), *args,
-    ]  # fmt: skip
-    out = f"--output={tmp_path}/%t.out"
-    srun = ["srun", "--kill-on-bad-exit=1", "--open-mode=append", out, *command]
-    self.id = slurm.submit(
-      f"{shlex.join(srun)}; code=$?; date +%s.%N > {tmp_path}/end\n"
-      f"echo $code >> {tmp_path}/codes; exit $code",
-      f"--nodes={nodes}", "--ntasks-per-node=1", "--requeue", *sbatch,
-      **child_env(1),
-    )  # fmt: skip
-
-  def said(self):
-    """What all processes have written, process 0's first."""
-    return "\n".join(p.read_text() for p in sorted(self.folder.glob("[0-9].out")))
-
-  def has_trained(self, step=30):
-    """Wait until the run has saved a checkpoint at, or after, a step."""
-    self.until(lambda: newest_step(self.workdir) >= step)
-
-  def until(self, condition, seconds=120):
-    deadline = time.monotonic() + seconds
-    while not condition():
-      assert time.monotonic() < deadline, f"waited too long\n{self.said()[-2000:]}"
-      time.sleep(0.05)
-
-  def end(self, *states, seconds=150):
-    return self.slurm.wait_for(self.id, *states, seconds=seconds)
-
-  def codes(self):
-    """Exit codes of srun, one a start."""
-    path = self.folder / "codes"
-    return [int(line) for line in path.read_text().split()] if path.exists() else []
-
-  def seconds(self):
-    """From the fault to the end of the last step of the job."""
-    return float((self.folder / "end").read_text()) - float(self.note.read_text())
-
-  def stopped(self, since=None, restart=0, nodes=NODES):
-    """Seconds from a signal to the end of all processes, and their exit codes."""
-    ends = [self.folder / f"note.{restart}.{rank}" for rank in range(nodes)]
-    self.until(lambda: all(path.exists() and path.read_text() for path in ends))
-    times, codes = zip(*(path.read_text().split() for path in ends), strict=True)
-    began = float(self.note.read_text()) if since is None else since
-    return max(map(float, times)) - began, {int(code) for code in codes}
-
-
-def error_of(said, which=0):
-  lines = [line for line in said.splitlines() if line.startswith("error: ")]
-  assert lines, said[-2000:]
-  return lines[which]
-
-
-def error_or_stop(said):
-  return next(line for line in said.splitlines() if "all stop together" in line)
-
 
 DONE = {
   "kill": "SIGKILL of a process",
@@ -119,15 +35,6 @@ ENDS = {
   "stop": (1, 86, r"process 1 on n2 is silent for \d+ s, last in step \d+"),
   "hold": (1, 86, r"process 1 on n2 is silent for \d+ s"),
 }
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory, _cluster):
-  """The run that nothing ever happened to, on three nodes."""
-  job = Job(_cluster, tmp_path_factory.mktemp("whole"))
-  job.end("COMPLETED")
-  assert job.codes() == [0]
-  return job.workdir
 
 
 @pytest.mark.parametrize("fault", ENDS)
@@ -178,135 +85,6 @@ def test_a_slow_process_is_named_and_lives(slurm, whole, tmp_path):
   assert re.search(r"[45]\d ms of its host before each step", line)
   assert job.codes() == [0] and "error" not in job.said()
   measured("a slow process", None, 0, line)
-
-
-PREEMPTIONS = {
-  "SIGTERM to one process": ("term", None),
-  "SIGUSR1 to one process": ("usr1", None),
-  "SIGUSR1 to all": ("nothing", ["scancel", "--signal=USR1"]),
-  "SIGTERM to all": ("nothing", ["scancel", "--signal=TERM"]),
-  "scontrol requeue": ("nothing", ["scontrol", "requeue"]),
-}
-
-
-@pytest.mark.parametrize("how", PREEMPTIONS)
-def test_a_preempted_job_saves_and_is_requeued(slurm, whole, tmp_path, how):
-  fault, command = PREEMPTIONS[how]
-  job = Job(slurm, tmp_path, fault, 1)
-  since = None
-  if command:
-    job.has_trained()
-    since = time.time()
-    slurm.run(*command, job.id)
-  job.until(lambda: "saved step" in job.said())
-  seconds, codes = job.stopped(since)
-  job.end("COMPLETED")
-  (step,) = re.findall(r"saved step (\d+)", job.said())
-  assert f"going on from the checkpoint of step {step}" in job.said()
-  assert seconds < 60 and codes == {85} and job.codes()[-1] == 0
-  assert_same_run(job.workdir, whole)
-  measured(how, seconds, 85, error_or_stop(job.said()))
-
-
-def test_three_preemptions_change_no_bit(slurm, whole, tmp_path):
-  """Each of another kind; the last is the end of the job's time."""
-  job = Job(slurm, tmp_path, "usr1", 2)
-  said = r"saved step (\d+)"
-  job.until(lambda: len(re.findall(said, job.said())) == 1)
-  job.until(lambda: "going on from" in job.said())
-  first = newest_step(job.workdir)
-  job.until(lambda: newest_step(job.workdir) > first)
-  slurm.run("scancel", "--signal=TERM", job.id)
-  job.until(lambda: job.said().count("going on from") == 2)
-  second = newest_step(job.workdir)
-  slurm.run("scontrol", "requeue", job.id)
-  job.end("COMPLETED")
-  assert second < STEPS and job.said().count("going on from") == 3
-  assert_same_run(job.workdir, whole)
-
-
-@pytest.mark.parametrize("end", ["known", "moved"])
-def test_the_end_of_its_time_is_met_saved(slurm, tmp_path, end):
-  """Known at the start: it stops before; brought forward: SIGTERM says so."""
-  job = Job(slurm, tmp_path, "nothing", 0, "--config.epochs=4000",
-            sbatch=["--time=1"] if end == "known" else [])  # fmt: skip
-  job.has_trained()
-  if end == "moved":
-    slurm.end_at(job.id, 5)  # Slurm looks every 30 s whose time is over
-  job.until(lambda: "all stop together" in job.said(), 90)
-  (why,) = re.findall(r"(.+) at process \d on n\d: all stop together", job.said())
-  assert "s are left" in why if end == "known" else why == "SIGTERM"
-  seconds, codes = job.stopped(time.time())
-  assert codes == {85}
-  measured(f"walltime, its end {end}", seconds, 85, error_or_stop(job.said()))
-  job.until(lambda: "is requeued, restart 1" in job.said(), 30)
-  job.until(lambda: "going on from" in job.said())
-  slurm.run("scancel", job.id)
-
-
-def test_what_is_cancelled_saves_and_stays_away(slurm, tmp_path):
-  job = Job(slurm, tmp_path, "nothing", 0, "--config.epochs=4000")
-  job.has_trained()
-  began = time.time()
-  slurm.run("scancel", job.id)
-  job.end("CANCELLED", seconds=30)
-  job.until(lambda: "saved step" in job.said(), 10)
-  seconds, codes = job.stopped(began)
-  assert codes == {85} and "not requeued by this run" in job.said()
-  measured("scancel", seconds, 85, error_or_stop(job.said()))
-  time.sleep(2)
-  assert slurm.job(job.id)["JobState"] == "CANCELLED"
-
-
-@pytest.mark.parametrize("options", [["--disable-status"], []])
-def test_ctrl_c_on_srun_saves(slurm, tmp_path, options):
-  """By default srun keeps the first Ctrl-C to itself, and kills after the second."""
-  command = ["srun", *options, "--nodes=2", "--ntasks-per-node=1", sys.executable]
-  command += ["-m", "jaxscale.train", *CONFIG, "--config.epochs=4000"]
-  process = slurm.start(*command, "--workdir", str(tmp_path / "run"), **child_env(1))
-  try:
-    deadline = time.monotonic() + 120
-    while newest_step(tmp_path / "run") < 30:
-      assert process.poll() is None and time.monotonic() < deadline
-      time.sleep(0.05)
-    began = time.time()
-    for _ in range(1 if options else 2):
-      os.kill(process.pid, signal.SIGINT)
-      time.sleep(0.1)
-    out, err = process.communicate(timeout=60)
-  finally:
-    if process.poll() is None:
-      process.kill()
-      process.communicate()
-  said, seconds = error_or_stop(out + err), time.time() - began
-  assert "Ctrl-C at process" in said
-  if options:
-    assert process.returncode == 130 and "saved step" in out
-    measured("Ctrl-C on srun --disable-status", seconds, 130, said)
-  else:
-    lost = "since the last save"
-    measured("Ctrl-C twice on srun", seconds, process.returncode, said, lost)
-
-
-def test_fewer_nodes_go_on_where_more_have_stopped(slurm, whole, tmp_path):
-  job = Job(slurm, tmp_path, "usr1", 1, "--config.faults.restarts=0")
-  job.end("FAILED")
-  assert job.codes() == [93] and "not again (limit 0)" in job.said()
-  again = Job(slurm, tmp_path, nodes=1)
-  again.end("COMPLETED")
-  assert "going on from the checkpoint of step" in again.said()
-  for a, b in zip(
-    *(np.concatenate([np.ravel(x) for x in _leaves(w)]) for w in (job.workdir, whole)),
-    strict=True,
-  ):
-    assert abs(a - b) <= 1e-5 * max(abs(b), 1e-2)
-  assert [r["step"] for r in record(job.workdir)] == [r["step"] for r in record(whole)]
-
-
-def _leaves(workdir):
-  import jax
-
-  return jax.tree.leaves(final_state(workdir).params)
 
 
 def test_a_job_that_makes_no_progress_is_given_up(slurm, tmp_path):

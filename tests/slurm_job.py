@@ -1,0 +1,86 @@
+"""A run of `faulty_train` as a job of the tests' cluster, and what came of it."""
+
+import shlex
+import sys
+import time
+
+from conftest import child_env
+from test_process import ARGS, newest_step
+
+NODES = 3
+# Small and often saved, but long enough to be met by a fault at step 60.
+CONFIG = (
+  "--config", "configs/digits.py", *ARGS, "--config.batch_size=120",
+  "--config.log.every_steps=5", "--config.checkpoint.every_epochs=0.5",
+)  # fmt: skip
+EPOCHS, STEPS = 10, 119
+AT = 60
+SLACK = 12  # steps between two saves, of which one may be under way
+
+
+class Job:
+  """A run of `faulty_train` as a job of the cluster."""
+
+  def __init__(
+    self, slurm, tmp_path, fault="nothing", rank=1, *args, nodes=NODES, sbatch=()
+  ):
+    self.slurm, self.workdir = slurm, tmp_path / "run"
+    self.note, self.folder = tmp_path / "note", tmp_path
+    tmp_path.mkdir(exist_ok=True)
+    command = [
+      sys.executable, "tests/faulty_train.py", fault, str(rank), str(AT),
+      str(self.note), *CONFIG, f"--config.epochs={EPOCHS}",
+      "--workdir", str(self.workdir), *args,
+    ]  # fmt: skip
+    out = f"--output={tmp_path}/%t.out"
+    srun = ["srun", "--kill-on-bad-exit=1", "--open-mode=append", out, *command]
+    self.id = slurm.submit(
+      f"{shlex.join(srun)}; code=$?; date +%s.%N > {tmp_path}/end\n"
+      f"echo $code >> {tmp_path}/codes; exit $code",
+      f"--nodes={nodes}", "--ntasks-per-node=1", "--requeue", *sbatch,
+      **child_env(1),
+    )  # fmt: skip
+
+  def said(self):
+    """What all processes have written, process 0's first."""
+    return "\n".join(p.read_text() for p in sorted(self.folder.glob("[0-9].out")))
+
+  def has_trained(self, step=30):
+    """Wait until the run has saved a checkpoint at, or after, a step."""
+    self.until(lambda: newest_step(self.workdir) >= step)
+
+  def until(self, condition, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition():
+      assert time.monotonic() < deadline, f"waited too long\n{self.said()[-2000:]}"
+      time.sleep(0.05)
+
+  def end(self, *states, seconds=150):
+    return self.slurm.wait_for(self.id, *states, seconds=seconds)
+
+  def codes(self):
+    """Exit codes of srun, one a start."""
+    path = self.folder / "codes"
+    return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+  def seconds(self):
+    """From the fault to the end of the last step of the job."""
+    return float((self.folder / "end").read_text()) - float(self.note.read_text())
+
+  def stopped(self, since=None, restart=0, nodes=NODES):
+    """Seconds from a signal to the end of all processes, and their exit codes."""
+    ends = [self.folder / f"note.{restart}.{rank}" for rank in range(nodes)]
+    self.until(lambda: all(path.exists() and path.read_text() for path in ends))
+    times, codes = zip(*(path.read_text().split() for path in ends), strict=True)
+    began = float(self.note.read_text()) if since is None else since
+    return max(map(float, times)) - began, {int(code) for code in codes}
+
+
+def error_of(said, which=0):
+  lines = [line for line in said.splitlines() if line.startswith("error: ")]
+  assert lines, said[-2000:]
+  return lines[which]
+
+
+def error_or_stop(said):
+  return next(line for line in said.splitlines() if "all stop together" in line)
