@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 
-def measured(fault, seconds, code, line, lost="nothing"):
+def measured(fault, seconds, code, line, lost: int | str = "nothing"):
   """Add a row, if somebody wants the table.
 
   Args:
