@@ -32,7 +32,9 @@ def _cluster():
   if reason := slurm_cluster.unavailable():
     in_ci = os.environ.get("CI", "").lower() in ("1", "true")
     (pytest.fail if in_ci else pytest.skip)(f"no Slurm: {reason}")
-  with slurm_cluster.SlurmCluster() as cluster:
+  # Runs of one job number meet at one port, and another worker's cluster is here too.
+  first = os.getpid() * 1000 % 60_000_000 + 1
+  with slurm_cluster.SlurmCluster(extra=f"FirstJobId={first}") as cluster:
     yield cluster
 
 
