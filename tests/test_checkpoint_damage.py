@@ -123,6 +123,7 @@ def test_damage_to_every_file_in_many_places(request, tmp_path, processes):
   assert_carried(found)
 
 
+@pytest.mark.slow
 def test_damage_to_every_file_of_two_processes(of_two, tmp_path):
   found = sweep(of_two, tmp_path / "scratch", (0.5,))
   show(found)

@@ -168,6 +168,7 @@ def test_a_run_on_a_full_disk_ends_with_one_line_and_goes_on_later(tmp_path):
     assert "going on from the checkpoint of step" in done.stdout
 
 
+@pytest.mark.slow
 def test_two_processes_on_a_full_disk_both_end(tmp_path):
   with small_disk(tmp_path / "disk", "2600k") as disk:
     began = time.monotonic()

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, child_env, error_line
+from conftest import ROOT, child_env, error_line, quick
 from fault_table import measured
 from test_process import (
   ARGS,
@@ -221,8 +221,10 @@ print("not stopped"); os._exit(0)
 """  # noqa: E501
 
 
-@pytest.mark.parametrize("moment", ["before", "written", "merged", "checked"])
-@pytest.mark.parametrize("same_step", ["under way", "done"])
+@pytest.mark.parametrize(
+  "moment", quick(["before", "written", "merged", "checked"], "checked")
+)
+@pytest.mark.parametrize("same_step", quick(["under way", "done"], "done"))
 def test_a_writer_that_was_replaced_in_mid_save_commits_nothing(
   tmp_path, moment, same_step
 ):
@@ -287,6 +289,7 @@ def test_a_second_run_by_mistake_is_refused_and_the_first_goes_on(tmp_path):
     first.communicate()
 
 
+@pytest.mark.slow
 def test_a_suspended_run_wakes_up_beside_its_requeue(tmp_path):
   """Bit for bit what one run makes of it, and not a line of the old one in it."""
   whole, workdir = tmp_path / "whole", tmp_path / "run"
