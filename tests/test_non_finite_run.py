@@ -7,10 +7,11 @@ import subprocess
 import sys
 import textwrap
 
+import conftest
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT, child_env, error_line, quick, train_command
+from conftest import ROOT, child_env, error_line, train_command
 from fault_table import measured
 
 from jaxscale import adaptive, build, loop, metrics
@@ -93,7 +94,7 @@ def test_skip_goes_on_and_counts(tmp_path, monkeypatch, capsys):
   assert [int(x) for x in counts] == [45]
 
 
-@pytest.mark.parametrize("policy", quick(["skip", "roll_back"], "roll_back"))
+@pytest.mark.parametrize("policy", conftest.quick(["skip", "roll_back"], "roll_back"))
 def test_a_run_that_is_interrupted_is_the_run_that_was_not(
   tmp_path, monkeypatch, policy
 ):
@@ -264,7 +265,7 @@ def test_both_processes_name_the_one_whose_batch_it_was(tmp_path):
   measured("NaN in one process", None, 1, line, 17 - 11)
 
 
-@pytest.mark.parametrize("policy", quick(["skip", "roll_back"], "skip"))
+@pytest.mark.parametrize("policy", conftest.quick(["skip", "roll_back"], "skip"))
 def test_both_processes_go_on_together(tmp_path, policy):
   results = run_two(tmp_path, f"--config.checks.non_finite={policy}")
   assert [done.returncode for done in results] == [0, 0], results
