@@ -338,6 +338,10 @@ class SlurmCluster:
       if self._daemons[node].poll() is not None:
         self.start_node(node)
     if not self._wait_until_idle(60):
+      # Slurm drains a node where it could not kill a step within UnkillableStepTimeout.
+      for node in self.nodes:
+        self.run("scontrol", "update", f"NodeName={node}", "State=RESUME", check=False)
+    if not self._wait_until_idle(60):
       raise TimeoutError(f"the cluster is not idle:\n{self.logs()}")
 
 

@@ -76,10 +76,10 @@ class Job:
     return max(map(float, times)) - began, {int(code) for code in codes}
 
 
-def error_of(said, which=0):
+def error_of(said):
   lines = [line for line in said.splitlines() if line.startswith("error: ")]
   assert lines, said[-2000:]
-  return lines[which]
+  return lines[0]
 
 
 def error_or_stop(said):

@@ -96,4 +96,4 @@ def test_a_job_that_makes_no_progress_is_given_up(slurm, tmp_path):
     slurm.run("scontrol", "requeue", job.id)
   job.until(lambda: len(job.codes()) == 3)
   assert job.codes() == [137, 137, 93]
-  assert "1 restarts without progress, still at step" in error_of(job.said(), -1)
+  assert "error: 1 restart without progress, still at step" in job.said()
