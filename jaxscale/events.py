@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jaxscale import data, loop, non_finite, replicas, stages
 from jaxscale.checkpoint import Checkpoints
 from jaxscale.cluster.watch import Watch
+from jaxscale.data.dataset import Batch
 from jaxscale.derive import steps_of
 from jaxscale.mesh import host_shard
 from jaxscale.refusals import Refusals
@@ -134,7 +135,7 @@ def has_reached(reporter: Reporter) -> bool:
 
 
 def polled(
-  batches: Iterable[data.Batch],
+  batches: Iterable[Batch],
   mesh: Mesh,
   watch: Watch,
   step: int,
