@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
-from typing import TypeVar
+
+import jax
+from jax.sharding import Mesh
 
 from jaxscale import data, loop, non_finite, replicas, stages
 from jaxscale.checkpoint import Checkpoints
 from jaxscale.cluster.watch import Watch
+from jaxscale.data.dataset import Batch
 from jaxscale.derive import steps_of
 from jaxscale.mesh import host_shard
 from jaxscale.refusals import Refusals
 from jaxscale.reporter import Reporter
 
-T = TypeVar("T")
 
-
-class _LeftOff(Exception):
+class LeftOff(Exception):
   """An evaluation that was asked to stop."""
 
 
@@ -70,17 +71,17 @@ def make_events(
     reporter.say(f"step {bad.step}  skipped: {text}")
 
   def evaluate(step, state):
-    watch.at(step, "evaluating" if reporter.evaluation else "preparing")
     reporter.evaluating(step)
     with reporter.pause():
       batches = data.eval_batches(
         experiment.eval_data, derived.eval_batch_size, shard=host_shard(mesh)
       )
       params, model_state = state.evaluated()
-      on_devices = _polled(data.to_device(batches, mesh), watch, step)
+      phase = "evaluating" if reporter.evaluation else "preparing"
+      on_devices = polled(batches, mesh, watch, step, phase)
       try:
         values = loop.evaluate(experiment.eval_step, params, model_state, on_devices)
-      except _LeftOff:
+      except LeftOff:
         reporter.say(f"step {step}  the evaluation is left for later")
         return None
     reporter.evaluated(step, values)
@@ -133,11 +134,36 @@ def has_reached(reporter: Reporter) -> bool:
   return reporter.experiment.config.stop_at_target and reporter.target() is not None
 
 
-def _polled(batches: Iterable[T], watch: Watch, step: int) -> Iterator[T]:
-  """The batches of an evaluation, until all are asked to stop."""
-  for i, batch in enumerate(batches):
+def polled(
+  batches: Iterable[Batch],
+  mesh: Mesh,
+  watch: Watch,
+  step: int,
+  phase: str = "preparing",
+) -> Iterator[dict[str, jax.Array]]:
+  """The batches of an evaluation on the devices, until all are asked to stop.
+
+  Args:
+    batches: this host's rows of each. Several are loaded before the first is used.
+    mesh: where they go.
+    watch: is told of each batch, and says when to stop.
+    step: after which it is.
+    phase: until the second batch is asked for; the first may compile.
+
+  Raises:
+    LeftOff: all are asked to stop.
+  """
+  watch.at(step, phase)
+
+  def noted():
+    for batch in batches:
+      watch.at(step, phase)
+      yield batch
+
+  for i, batch in enumerate(data.to_device(noted(), mesh)):
     if watch.stop.poll():
-      raise _LeftOff
-    if i:  # the first compiles, maybe
-      watch.at(step, "evaluating")
+      raise LeftOff
+    if i:
+      phase = "evaluating"
+      watch.at(step, phase)
     yield batch

@@ -136,6 +136,7 @@ def _fit(
       raise
   if checkpoints.unsaved:
     raise UnsavedError(checkpoints.unsaved)
+  watch.at(summary["step"], "outside")
   return Result(state, summary)
 
 

@@ -90,7 +90,7 @@ class Outcome(NamedTuple):
 
 
 class Interrupted(Exception):
-  """A trial was interrupted by Ctrl-C and has saved its state."""
+  """A trial was asked to stop and has saved its state."""
 
 
 def prepare(config: Config, **changes: Any) -> Config:
@@ -132,7 +132,7 @@ def run_trials(trials: Sequence[Trial]) -> list[Outcome]:
 
   Raises:
     ConfigError: a trial cannot run, or its directory holds another experiment.
-    Interrupted: by Ctrl-C; the same call goes on.
+    Interrupted: all were asked to stop; the same call goes on.
   """
   from jaxscale import cluster
 
@@ -171,7 +171,7 @@ def run_trial(trial: Trial) -> Outcome:
 
   Raises:
     ConfigError: as `fit` does.
-    Interrupted: by Ctrl-C; the state is saved.
+    Interrupted: all were asked to stop; the state is saved.
   """
   from jaxscale import cluster
   from jaxscale.loop import NonFiniteError
@@ -231,8 +231,11 @@ def accuracy_on(experiment: Any, state: Any, dataset: Any) -> float:
     experiment: whose `eval_step`, mesh and evaluation batch size are used.
     state: what to evaluate: the averages where the run keeps them.
     dataset: training or held-out examples.
+
+  Raises:
+    Interrupted: all were asked to stop.
   """
-  from jaxscale import data, loop
+  from jaxscale import cluster, data, events, loop
   from jaxscale.mesh import host_shard
 
   mesh = experiment.mesh
@@ -240,9 +243,13 @@ def accuracy_on(experiment: Any, state: Any, dataset: Any) -> float:
     dataset, experiment.derived.eval_batch_size, shard=host_shard(mesh)
   )
   params, model_state = state.evaluated()
-  values = loop.evaluate(
-    experiment.eval_step, params, model_state, data.to_device(batches, mesh)
-  )
+  with cluster.watched() as watch:
+    on_devices = events.polled(batches, mesh, watch, int(state.step))
+    try:
+      values = loop.evaluate(experiment.eval_step, params, model_state, on_devices)
+    except events.LeftOff:
+      raise Interrupted from None
+    watch.at(int(state.step), "outside")
   return values["accuracy"]
 
 

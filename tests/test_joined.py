@@ -73,6 +73,28 @@ def test_where_only_jax_knows_the_others_they_meet_after_it(start):
   assert said[0].startswith(f"stopped SIGUSR1 at process 1 on {os.uname().nodename} ")
 
 
+EXIT = """
+import sys
+from jaxscale import cluster
+with cluster.joined():
+  sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_who_exits_has_its_exit_code(start, code):
+  common = {
+    "JAXSCALE_COORDINATOR": f"127.0.0.1:{free_port()}",
+    "JAXSCALE_NUM_PROCESSES": "2",
+  }
+  pair = [
+    start(EXIT, str(code), **common, JAXSCALE_PROCESS_ID=str(rank)) for rank in range(2)
+  ]
+  ends = [process.communicate(timeout=60) for process in pair]
+  assert [process.returncode for process in pair] == [code, code], ends
+  assert "error" not in ends[0][1] or code
+
+
 WRONG = """
 import sys
 from jaxscale import cluster

@@ -1,17 +1,21 @@
 """How a command joins, stops when asked to, and what its job is told."""
 
 import dataclasses
+import itertools
+import signal
 
 import pytest
 from test_requeue import scontrol  # noqa: F401
 from test_run import quick as quick_config
 
-from jaxscale import cluster, events, joining
+from jaxscale import cluster, events, joining, trials
 from jaxscale.cluster import watch as watches
 from jaxscale.config import Config, Faults
+from jaxscale.data import to_device
 from jaxscale.exits import GiveUpError, said
 from jaxscale.metrics import read_metrics
 from jaxscale.run import fit
+from jaxscale.workdir import experiment_in
 
 
 def config(**faults) -> Config:
@@ -85,16 +89,16 @@ def test_an_evaluation_that_was_left_off_is_made_up_for(tmp_path, monkeypatch):
   whole = fit(small, tmp_path / "whole")
   asked = []
 
-  def polled(batches, watch, step):
-    for i, batch in enumerate(batches):
+  def polled(batches, mesh, watch, step, phase):
+    for i, batch in enumerate(to_device(batches, mesh)):
       if step == 22 and i == 1 and not asked:
         asked.append(step)
         watch.stop.request("SIGTERM")
       if watch.stop.poll():
-        raise events._LeftOff
+        raise events.LeftOff
       yield batch
 
-  monkeypatch.setattr(events, "_polled", polled)
+  monkeypatch.setattr(events, "polled", polled)
   first = fit(small, tmp_path / "run")
   assert asked and first.summary["outcome"] == "interrupted"
   assert first.summary["step"] == 22 and "accuracy" not in first.summary
@@ -123,15 +127,40 @@ def test_a_run_that_was_asked_to_stop_before_its_first_step_makes_none(
   assert summary["outcome"] == "interrupted" and summary["step"] == 0
 
 
+def test_the_accuracy_of_a_trial_stops_when_asked(tmp_path, monkeypatch):
+  """All training examples may take longer than a save, and than the grace."""
+  alone, places = watches.start({}, 0, ["localhost"]), []
+  monkeypatch.setattr(cluster, "_watch", alone)
+  state, _ = fit(quick_config(), tmp_path)
+  experiment = experiment_in(tmp_path, quick_config())
+  note = alone.at
+  monkeypatch.setattr(alone, "at", lambda *at: (places.append(at), note(*at)))
+  trials.accuracy_on(experiment, state, experiment.train_data)
+  assert {phase for _, phase in places} == {"preparing", "evaluating", "outside"}
+  alone.stop.request("SIGTERM")
+  with pytest.raises(trials.Interrupted):
+    trials.accuracy_on(experiment, state, experiment.train_data)
+
+
+def test_what_jax_alone_has_joined_cannot_agree_on_ctrl_c(monkeypatch):
+  before = signal.getsignal(signal.SIGINT)
+  with cluster.watched():
+    assert signal.getsignal(signal.SIGINT) is not before
+  monkeypatch.setattr("jax.process_count", lambda: 2)
+  with cluster.watched():
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def test_the_loop_says_where_it_is(tmp_path, monkeypatch):
   alone, places = watches.start({}, 0, ["localhost"]), []
   monkeypatch.setattr(alone, "at", lambda step, phase: places.append((step, phase)))
   monkeypatch.setattr(cluster, "_watch", alone)
   fit(quick_config(), tmp_path)
   assert places[:4] == [(0, "starting"), (1, "compiling"), (1, "input"), (1, "step")]
+  places = [place for place, _ in itertools.groupby(places)]
   assert places[places.index((22, "step")) :][:4] == [
     (22, "step"), (22, "preparing"), (22, "saving"), (23, "input"),
   ]  # fmt: skip
   assert places[-4:] == [
-    (45, "step"), (45, "evaluating"), (45, "saving"), (45, "saving"),
+    (45, "step"), (45, "evaluating"), (45, "saving"), (45, "outside"),
   ]  # fmt: skip

@@ -64,6 +64,20 @@ def test_a_stop_is_asked_for_before_the_end():
   assert 0.45 <= when - began < 0.7 and reason == "walltime: 0 s are left"
 
 
+def test_a_job_that_was_made_longer_has_the_whole_time_to_save():
+  """What was a short job's quarter is not what an extended one gets."""
+  began, asked = time.time(), []
+  walltime.stop_before_end(
+    lambda reason: asked.append(time.time() - began),
+    60.0,
+    end=lambda: began + 0.4,
+    again=lambda: began + 4.0,
+  )
+  while not asked and time.time() - began < 10:
+    time.sleep(0.02)
+  assert 2.9 < asked[0] < 3.7  # a quarter of 4 s before their end, not 0.1 s
+
+
 def test_an_end_that_was_moved_is_waited_for():
   asked = []
   began = time.time()

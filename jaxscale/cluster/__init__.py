@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import sys
 import threading
@@ -92,8 +93,8 @@ def initialize(
   Args:
     config: what all processes have to be given alike; its `repr` is compared.
     timeouts: of the start and of JAX.
-    limits: what the watch takes for a fault; None: the defaults, but for whoever
-      never says by `Watch.at` where it is, who may be silent about it for a day.
+    limits: what the watch takes for a fault; None: the defaults, but whoever never
+      says by `Watch.at` where it is may do what it likes for as long as it likes.
     folder: for the stacks of processes that a fault ends.
 
   Raises:
@@ -105,7 +106,7 @@ def initialize(
   from jaxscale.cluster.detect import detect
   from jaxscale.cluster.network import node_name
 
-  limits = limits or Limits(starting_s=86_400.0)
+  limits = limits or Limits(starting_s=math.inf)
   _latch = signals.Latch(grace_s=timeouts.grace_s)
   _latch.attach(signals.leave_at_once)  # there is nothing to save yet
   launch = detect(os.environ)
@@ -229,9 +230,13 @@ def joined(
     initialize(config, timeouts=timeouts, limits=limits, folder=folder)
     assert _watch is not None
     yield _watch
+    saved()  # SIGTERM's clock is not to run while others are waited for
     _watch.close()
   except BaseException as e:
-    if _watch is not None and _watch.is_watched:
+    if isinstance(e, SystemExit) and not e.code:  # sys.exit() is no fault
+      if _watch is not None:
+        _watch.close()
+    elif _watch is not None and _watch.is_watched:
       cause, code, follows = cause_of(e)
       if not follows and said(e) is None:
         traceback.print_exc()
@@ -258,14 +263,22 @@ def _end() -> None:
 
 @contextlib.contextmanager
 def watched() -> Iterator[Watch]:
-  """The watch of this run; one that only Ctrl-C stops, if it has not `joined`."""
+  """The watch of this run; one that only Ctrl-C stops, if it has not `joined`.
+
+  Of several processes that have met by JAX alone, nobody could stop the others after
+  the same step: there a Ctrl-C is Python's.
+  """
   if _watch is not None:
     yield _watch
     return
+  import jax
+
   from jaxscale.cluster import signals, watch
 
   alone = watch.start({}, 0, ["localhost"])
-  with signals.first_interrupt(alone.stop.request):
+  is_alone = jax.process_count() == 1
+  asked = signals.first_interrupt(alone.stop.request) if is_alone else None
+  with asked or contextlib.nullcontext():
     yield alone
 
 

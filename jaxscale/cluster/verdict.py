@@ -11,6 +11,7 @@ time that its host needs before each step.
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -19,10 +20,11 @@ from jaxscale.exits import EXIT_CRASH, EXIT_HANG
 
 # In the order in which a step goes through them. "step" is where a process may
 # wait for others; "input" is all that its host does before it; "preparing" is what
-# is done for the first time after a step, and may compile.
+# is done for the first time after a step, and may compile; "outside" is what a program
+# does by itself after a run.
 PHASES = (
   "starting", "compiling", "input", "step", "preparing", "evaluating", "saving",
-  "leaving",
+  "outside", "leaving",
 )  # fmt: skip
 _ORDER = {phase: order for order, phase in enumerate(PHASES)}
 
@@ -53,7 +55,8 @@ class Limits:
       file system that a thousand processes ask at once it may take minutes.)
     hang_s: in one place between steps or in a step, or in ten mean steps of this
       run, whichever is longer.
-    starting_s: before the first compilation, standing still or silent.
+    starting_s: before the first compilation, standing still or silent, and after a
+      run; inf: there is no limit, but to silence the default.
     compiling_s: in a compilation, and up to the end of the first step, where
       devices connect and kernels are chosen.
     saving_s: in a save.
@@ -138,7 +141,7 @@ class Fault(NamedTuple):
 
 def limit_s(seen: Seen, limits: Limits) -> float:
   """How long a process may stay where it is."""
-  if seen.phase == "starting":
+  if seen.phase in ("starting", "outside"):
     return limits.starting_s
   if seen.phase in ("compiling", "preparing"):
     return limits.compiling_s
@@ -168,8 +171,10 @@ def for_size(limits: Limits, num_processes: int) -> Limits:
 
 def silence_limit_s(phase: str, limits: Limits) -> float:
   """How long a process in this phase may be silent."""
-  longer = phase == "starting"
-  return max(limits.silence_s, limits.starting_s) if longer else limits.silence_s
+  if phase != "starting":
+    return limits.silence_s
+  longer = limits.starting_s
+  return max(limits.silence_s, longer if math.isfinite(longer) else Limits.starting_s)
 
 
 def find_silent(ranks: Mapping[int, Seen], now: float, limits: Limits) -> list[Fault]:

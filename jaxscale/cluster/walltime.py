@@ -96,11 +96,13 @@ def stop_before_end(
   ended = threading.Event()
 
   def wait() -> None:
-    at = end()
-    margin = before_s
-    if at is not None:
-      margin = min(before_s, _MOST_OF_A_JOB * (at - time.time()))
-    while at is not None and not ended.wait(max(0.0, at - margin - time.time())):
+    at, began = end(), time.time()
+
+    def left(at: float) -> float:
+      margin = min(before_s, max(0.0, _MOST_OF_A_JOB * (at - began)))
+      return max(0.0, at - margin - time.time())
+
+    while at is not None and not ended.wait(left(at)):
       later = again()
       if later is None or later <= at:
         request(f"walltime: {at - time.time():.0f} s are left")

@@ -293,6 +293,8 @@ def cause_of(error: BaseException) -> tuple[str, int, bool]:
     return told.line, told.code, False
   first = (str(error).splitlines() or [""])[0]
   name = type(error).__name__
+  if isinstance(error, SystemExit) and isinstance(error.code, int):
+    return f"{name}: {first}", error.code, False
   # XLA's errors are of jaxlib's one type or, on CPU, of ValueError (measured). A
   # device whose memory is full is nobody else's fault.
   from_xla = name in ("JaxRuntimeError", "XlaRuntimeError")

@@ -102,7 +102,8 @@ class Faults:
     before_end_s: before the end of a Slurm job, to save; of a short job at most a
       quarter of it.
     meet_s: at the start, from the first process that comes to the last.
-    starting_s: before the first compilation, as for the data to be found.
+    starting_s: before the first compilation, as for the data to be found, and after
+      the run.
     compiling_s: in a compilation, and in the first step after it.
     saving_s: in a save.
     slow_window_s: over which slow processes are looked for.
