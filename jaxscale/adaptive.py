@@ -82,13 +82,20 @@ def search(
   return best
 
 
-def choose(experiment: build.Experiment, state: TrainState, say) -> int:
+def choose(
+  experiment: build.Experiment,
+  state: TrainState,
+  say: Callable[[str], None],
+  poll: Callable[[], None] = lambda: None,
+) -> int:
   """Try candidates from this state, at the start of a stage.
 
   Args:
     experiment: at the stage that has just ended.
     state: after its last step; untouched.
     say: takes a line for the person who watches.
+    poll: called before every step of a trial, alike in all processes; what it raises
+      ends the trials, which then have chosen nothing.
   """
   config, derived = experiment.config, experiment.derived
   settings = config.stages
@@ -118,6 +125,7 @@ def choose(experiment: build.Experiment, state: TrainState, say) -> int:
     batches = train_batches(tried, examples_at(derived.stages, step))
     losses = []
     for _, batch in zip(range(settings.trial_steps), batches, strict=False):
+      poll()
       copy, values = train_step(copy, batch)
       losses.append(values["loss"])
     loss = sum(x.item() for x in losses) / len(losses)

@@ -10,16 +10,13 @@ from jax.sharding import Mesh
 
 from jaxscale import data, loop, non_finite, replicas, stages
 from jaxscale.checkpoint import Checkpoints
+from jaxscale.cluster.agreement import LeftOff
 from jaxscale.cluster.watch import Watch
 from jaxscale.data.dataset import Batch
 from jaxscale.derive import steps_of
 from jaxscale.mesh import host_shard
 from jaxscale.refusals import Refusals
 from jaxscale.reporter import Reporter
-
-
-class LeftOff(Exception):
-  """An evaluation that was asked to stop."""
 
 
 def make_events(
@@ -59,7 +56,7 @@ def make_events(
 
   def refused(bad):
     text, in_state = bad.what, False
-    watch.at(bad.step, "preparing")
+    watch.at(bad.now, "preparing")
     with reporter.pause():
       if bad.seen is not None:
         params, model_state = bad.state.params, bad.state.model_state

@@ -53,12 +53,14 @@ class BadStep(NamedTuple):
     what: was found, e.g. "loss is nan".
     seen: the metric `non_finite.SEEN`, if the step has it.
     state: the newest.
+    now: the step after which it is looked at.
   """
 
   step: int
   what: str
   seen: jax.Array | None
   state: TrainState
+  now: int
 
 
 def stop_at(bad: BadStep) -> None:
@@ -129,12 +131,12 @@ def train(
   def read(keep: int) -> None:
     """Look at every step but the newest `keep`."""
     while len(unread) > keep:
-      step, metrics = unread.popleft()
+      newest, (step, metrics) = unread[-1][0], unread.popleft()
       seen = metrics.pop(SEEN, None)
       for name in ("loss", "grad_norm"):
         # item(), not float(): a fifth of the host's time on a fresh CPU scalar.
         if not math.isfinite(value := metrics[name].item()):
-          events.refused(BadStep(step, f"{name} is {value}", seen, state))
+          events.refused(BadStep(step, f"{name} is {value}", seen, state, newest))
           break
       if events.is_logged(step):
         events.log(step, {name: value.item() for name, value in metrics.items()})

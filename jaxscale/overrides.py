@@ -221,6 +221,8 @@ def parse_args(argv: list[str]) -> tuple[dict[str, str], dict[str, str], bool]:
       if not args or args[0].startswith("--"):
         raise ConfigError(f"{name}: a value is missing, write {name}=VALUE")
       value = args.pop(0)
+    if name == "--workdir" and "://" in value:
+      raise ConfigError(f"--workdir={value}: give a directory; mount a bucket as one")
     if name.startswith("--config."):
       overrides[name.removeprefix("--config.")] = value
     else:
@@ -242,8 +244,8 @@ def help_text(config: Config | None) -> str:
     "  --config.FIELD=VALUE    replace a setting; --config.optimizer=LARS",
     "                          chooses an alternative and keeps shared fields",
     "",
-    "exit code: 0 done, 2 a mistake in what was asked for, 1 anything else,",
-    "130 interrupted and saved",
+    "exit code: 0 done, 2 a mistake in what was asked for, 85 asked to stop and",
+    "saved, 86 hung, 93 not to be started again, 130 Ctrl-C, 1 anything else",
     "",
     "settings:" if config else "settings (--config FILE --help shows the file's):",
   ]

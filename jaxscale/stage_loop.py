@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from jaxscale import adaptive, build, cluster, lease, loop, replicas
 from jaxscale.checkpoint import Checkpoints
+from jaxscale.cluster.agreement import LeftOff
 from jaxscale.cluster.watch import Watch
 from jaxscale.config import AdaptiveBatch
 from jaxscale.events import has_reached, make_events
@@ -58,7 +59,11 @@ def train_stages(
       break
     run.watch.at(step + 1, "compiling")
     if 0 < step == stage_at(experiment, step).start:
-      experiment, state = _enter_stage(run, experiment, state, reporter, ahead)
+      try:
+        experiment, state = _enter_stage(run, experiment, state, reporter, ahead)
+      except LeftOff:  # among trials: the same ones come again
+        make_events(reporter, run.checkpoints, run.watch).save(step, state, None)
+        break
       reporter.enter(experiment)
     stage = experiment.stage
     if (to := min(run.refusals.done_until(step), stage.stop)) > step:
@@ -167,7 +172,8 @@ def _enter_stage(
     chosen = chosen or (experiment.config.batch_size,)
     if stage.ordinal >= len(chosen):
       with reporter.pause():
-        size = adaptive.choose(build.at_stage(experiment, before), state, reporter.say)
+        last = build.at_stage(experiment, before)
+        size = adaptive.choose(last, state, reporter.say, lambda: _poll(run, step))
       chosen += (chosen[-1],) * (stage.ordinal - len(chosen)) + (size,)
       adaptive.write_chosen(run.workdir, chosen)
     experiment = build.with_sizes(experiment, chosen)
@@ -176,6 +182,13 @@ def _enter_stage(
   if stage in ahead:
     return ahead[stage][0]._replace(derived=experiment.derived), state
   return build.at_stage(experiment, stage), state
+
+
+def _poll(run: Run, step: int) -> None:
+  """Note that there is progress between two stages, and leave off if all stop."""
+  run.watch.at(step + 1, "compiling")
+  if run.watch.stop.poll():
+    raise LeftOff
 
 
 def is_adaptive(experiment: build.Experiment) -> bool:

@@ -40,7 +40,10 @@ def run(config, workdir: Path, argv: list[str]) -> int:
 
     summary = fit(config, workdir).summary
     if summary["outcome"] == "interrupted":
-      line = f"saved step {summary['step']}; to go on: {command(argv)}"
+      step, again = summary["step"], command(argv)
+      line = f"saved step {step}; to go on: {again}"
+      if step == 0:
+        line = f"nothing to save before the first step; to start again: {again}"
       return stopped(config, watch.stop.reason, line)
     if cluster.is_leader():
       print(_done(summary, workdir), flush=True)

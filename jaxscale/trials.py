@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxscale import metrics
+from jaxscale.cluster.agreement import LeftOff
 from jaxscale.config import Config
 from jaxscale.exits import EXIT_DONE, EXIT_INTERRUPTED, one_line_errors
 from jaxscale.joining import joined, stopped
@@ -247,7 +248,7 @@ def accuracy_on(experiment: Any, state: Any, dataset: Any) -> float:
     on_devices = events.polled(batches, mesh, watch, int(state.step))
     try:
       values = loop.evaluate(experiment.eval_step, params, model_state, on_devices)
-    except events.LeftOff:
+    except LeftOff:
       raise Interrupted from None
     watch.at(int(state.step), "outside")
   return values["accuracy"]

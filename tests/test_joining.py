@@ -4,17 +4,21 @@ import dataclasses
 import itertools
 import signal
 
+import jax
 import pytest
 from test_requeue import scontrol  # noqa: F401
 from test_run import quick as quick_config
 
-from jaxscale import cluster, events, joining, trials
+from jaxscale import cluster, events, joining, stage_loop, trials
 from jaxscale.cluster import watch as watches
+from jaxscale.cluster.agreement import LeftOff
 from jaxscale.config import Config, Faults
 from jaxscale.data import to_device
 from jaxscale.exits import GiveUpError, said
 from jaxscale.metrics import read_metrics
+from jaxscale.overrides import parse_args
 from jaxscale.run import fit
+from jaxscale.settings import ConfigError
 from jaxscale.workdir import experiment_in
 
 
@@ -95,7 +99,7 @@ def test_an_evaluation_that_was_left_off_is_made_up_for(tmp_path, monkeypatch):
         asked.append(step)
         watch.stop.request("SIGTERM")
       if watch.stop.poll():
-        raise events.LeftOff
+        raise LeftOff
       yield batch
 
   monkeypatch.setattr(events, "polled", polled)
@@ -164,3 +168,47 @@ def test_the_loop_says_where_it_is(tmp_path, monkeypatch):
   assert places[-4:] == [
     (45, "step"), (45, "evaluating"), (45, "saving"), (45, "outside"),
   ]  # fmt: skip
+
+
+def test_trials_of_a_batch_size_are_left_off_and_come_again(tmp_path, monkeypatch):
+  """Asked to stop among them; what they choose, and the run, stay the same."""
+  small = quick_config(
+    stages="AdaptiveBatch", stages__every_epochs="2", stages__trial_steps="2",
+    stages__max_batch_size="256", batch_size="64",
+  )  # fmt: skip
+  whole, real, asked = fit(small, tmp_path / "whole"), stage_loop._poll, []
+
+  def poll(run, step):
+    asked.append(step)
+    if len(asked) == 3:  # the second of two steps of the first trial has begun
+      run.watch.stop.request("SIGTERM")
+    real(run, step)
+
+  monkeypatch.setattr(stage_loop, "_poll", poll)
+  first = fit(small, tmp_path / "run")
+  assert first.summary["outcome"] == "interrupted"
+  assert first.summary["step"] == asked[0] and len(asked) == 3
+  last = fit(small, tmp_path / "run")
+  assert last.summary["outcome"] == "done"
+  for a, b in zip(
+    *(jax.tree.leaves(r.state.params) for r in (last, whole)), strict=True
+  ):
+    assert a.tobytes() == b.tobytes()
+
+
+def test_a_notebook_joins_and_keeps_its_ctrl_c():
+  before = signal.getsignal(signal.SIGINT)
+  cluster.initialize()
+  assert signal.getsignal(signal.SIGINT) is before
+  for _ in range(2):  # one run that is stopped stops no other
+    with cluster.watched() as watch:
+      assert watch.stop.poll() is None
+      watch.stop.request("Ctrl-C")
+      assert watch.stop.poll() == "Ctrl-C"
+
+
+def test_mistakes_about_faults_and_workdirs_are_one_line():
+  with pytest.raises(ConfigError, match="before silence_s=200"):
+    Faults(silence_s=200.0)
+  with pytest.raises(ConfigError, match="gs://b/run: give a directory"):
+    parse_args(["--workdir", "gs://b/run"])

@@ -11,7 +11,7 @@ import pytest
 from jaxscale.cluster import watch
 from jaxscale.cluster.agreement import Agreement, Stop
 from jaxscale.cluster.hub import Hub
-from jaxscale.cluster.verdict import Limits
+from jaxscale.cluster.verdict import Limits, limit_s
 
 POINTS = 60
 
@@ -153,3 +153,17 @@ def test_healthy_calls_cost_microseconds():
   assert cost < 5e-6
   cost = min(timeit.repeat(step, number=2000, repeat=7)) / 4000
   assert cost < 2e-6
+
+
+def test_another_stage_has_a_first_step_and_a_pace_of_its_own():
+  ours, theirs = socket.socketpair()
+  hub = Hub({0: ours}, ["n0"], Limits(), say=print, on_fault=lambda *_: None)
+  seen = hub._ranks[0]
+  for step, phase, now in ((5, "step", 0.0), (9, "step", 4.0)):
+    hub._beat(0, seen, [step, phase, 0, 0.0, 0.0, step], now)
+  assert seen.mean_s == 1.0
+  assert limit_s(seen, Limits()) == max(Limits().hang_s, 10.0)
+  hub._beat(0, seen, [10, "compiling", 0, 0.0, 0.0, 9], 5.0)
+  hub._beat(0, seen, [10, "step", 0, 0.0, 0.0, 10], 5.5)
+  assert limit_s(seen, Limits()) == Limits().compiling_s and seen.mean_s == 0.5
+  ours.close(), theirs.close()

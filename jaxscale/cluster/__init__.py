@@ -88,7 +88,8 @@ def initialize(
   `detect` finds out who they are, from JAXSCALE_* variables or from the launcher's;
   all meet and compare what they run (`meet`), and begin to watch each other
   (`watch`); then JAX is told everything it would have to guess (`join`). Call it
-  before anything asks JAX for devices. From here on signals ask the run to stop.
+  before anything asks JAX for devices. From here on signals ask the run to stop; a
+  process that is alone keeps its own (`joined` minds them in every case).
 
   Args:
     config: what all processes have to be given alike; its `repr` is compared.
@@ -101,6 +102,15 @@ def initialize(
     ConfigError: the variables contradict each other, a process has not come or runs
       something else, a GPU is missing, …: one line, in all processes that can be told.
   """
+  _begin(config, timeouts, limits, folder)
+  if _watch is not None and not _watch.is_watched:
+    _end()  # a notebook, whose kernel outlives every run: see `watched`
+
+
+def _begin(
+  config: object, timeouts: Timeouts, limits: Limits | None, folder: Path | None
+) -> None:
+  """`initialize`, for a command."""
   global _latch, _watch, _has_joined
   from jaxscale.cluster import signals
   from jaxscale.cluster.detect import detect
@@ -184,9 +194,9 @@ def _joined_by_jax(launch: Launch, timeouts: Timeouts) -> Launch:
 def _of_jax(timeouts: Timeouts) -> dict[str, Any]:
   """JAX's own timeouts, as `join` takes them."""
   return {
-    "initialization_timeout_s": round(timeouts.initialization_s),
-    "heartbeat_timeout_s": round(timeouts.heartbeat_s),
-    "shutdown_timeout_s": round(timeouts.shutdown_s),
+    "initialization_timeout_s": math.ceil(timeouts.initialization_s),
+    "heartbeat_timeout_s": math.ceil(timeouts.heartbeat_s),
+    "shutdown_timeout_s": math.ceil(timeouts.shutdown_s),
   }
 
 
@@ -227,7 +237,7 @@ def joined(
   from jaxscale.cluster.watch import cause_of
 
   try:
-    initialize(config, timeouts=timeouts, limits=limits, folder=folder)
+    _begin(config, timeouts, limits, folder)
     assert _watch is not None
     yield _watch
     saved()  # SIGTERM's clock is not to run while others are waited for

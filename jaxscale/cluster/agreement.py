@@ -13,6 +13,10 @@ import threading
 from collections.abc import Callable
 
 
+class LeftOff(Exception):
+  """Work that changes nothing was left off, as all are asked to stop."""
+
+
 class Stop:
   """Whether, and where, all stop: what one process knows.
 

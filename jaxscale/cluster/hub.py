@@ -151,6 +151,9 @@ class Hub:
   def _beat(self, rank: int, seen: Seen, beat: list[Any], now: float) -> None:
     seen.step, seen.phase, seen.count, seconds, seen.host_s, seen.steps = beat
     seen.since = now - seconds
+    if seen.phase == "compiling":  # another stage, whose steps take another time
+      seen.known, seen.mean_s = seen.steps, 0.0
+      self._first_step.pop(rank, None)
     if seen.steps and rank not in self._first_step:
       self._first_step[rank] = now, seen.steps
     elif seen.steps:

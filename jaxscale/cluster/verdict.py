@@ -98,6 +98,7 @@ class Seen:
     steps: how many steps that was for.
     mean_s: of its steps so far; 0 before the second.
     left: it said goodbye.
+    known: its steps before the last compilation.
   """
 
   heard: float
@@ -109,6 +110,7 @@ class Seen:
   steps: int = 0
   mean_s: float = 0.0
   left: bool = False
+  known: int = 0
 
   @property
   def place(self) -> tuple[int, int, int]:
@@ -150,7 +152,7 @@ def limit_s(seen: Seen, limits: Limits) -> float:
   if seen.phase == "leaving":
     # The leader may write and plot, and the others wait for it.
     return limits.saving_s
-  if seen.steps < 2:
+  if seen.steps - seen.known < 2:
     return limits.compiling_s
   return max(limits.hang_s, _MEAN_STEPS * seen.mean_s)
 
@@ -171,7 +173,7 @@ def for_size(limits: Limits, num_processes: int) -> Limits:
 
 def silence_limit_s(phase: str, limits: Limits) -> float:
   """How long a process in this phase may be silent."""
-  if phase != "starting":
+  if phase not in ("starting", "compiling"):  # libraries are loaded in these
     return limits.silence_s
   longer = limits.starting_s
   return max(limits.silence_s, longer if math.isfinite(longer) else Limits.starting_s)

@@ -109,8 +109,8 @@ class Faults:
     slow_window_s: over which slow processes are looked for.
     initialization_s: for JAX's coordinator to be there, and as long again for its
       connections.
-    heartbeat_s: of silence until JAX aborts all; to be longer than `silence_s` and
-      `hang_s`, which say why.
+    heartbeat_s: of silence until JAX aborts all; longer than `silence_s`, which says
+      why.
     shutdown_s: that JAX waits at exit for the others.
     restarts: how often a job may be requeued.
     idle_restarts: how often in a row without a newer checkpoint.
@@ -131,6 +131,13 @@ class Faults:
   shutdown_s: Positive = 300.0
   restarts: Annotated[int, ">= 0"] = 100
   idle_restarts: Count = 3
+
+  def __post_init__(self):
+    if self.heartbeat_s <= self.silence_s:
+      raise ConfigError(
+        f"Faults.heartbeat_s={self.heartbeat_s}: JAX would abort all before "
+        f"silence_s={self.silence_s} says who is silent; give more"
+      )
 
 
 @settings
