@@ -159,6 +159,6 @@ def refuse_loop(idle: int, step: int, limit: int = MAX_IDLE_RESTARTS) -> str | N
   if idle < limit:
     return None
   return (
-    f"{idle} restart{'s' if idle > 1 else ''} without progress, still at step {step}: not requeued again; "
-    "see the first error of each try, then submit anew"
+    f"{idle} restart{'s' if idle > 1 else ''} without progress, still at step {step}: "
+    "not requeued again; see the first error of each try, then submit anew"
   )
