@@ -199,6 +199,8 @@ def test_only_the_doctor_calls_an_allocation_unfit(tmp_path, code, ends, next_, 
   done = subprocess.run(command, env=env, capture_output=True, text=True)
   assert done.returncode == ends and "unbound" not in done.stderr
   assert ("unfit" in done.stderr) == (code == 2)
+  # The last one counts; with 1 the others' end would hide the doctor's 2.
+  assert [w for w in called(tmp_path) if "bad-exit" in w][-1].endswith("=0")
   assert "jaxscale.train" not in called(tmp_path)
   last = folders.read_lines(Path(run.folder, "events", "0.jsonl"))[-1]
   assert (last["event"], last["code"], last["next"]) == ("end", ends, next_)

@@ -215,10 +215,13 @@ def _start(run: Run) -> str:
 
 # What srun returns of tasks that died of a signal is 128 and its number: SIGUSR1 and
 # SIGUSR2 without `B:`, SIGTERM. The doctor itself says 2 and nothing else (doctor.py).
+# --kill-on-bad-exit would end the other nodes by SIGTERM, and 143 is what srun returns
+# then, whatever the first one said (seen with Slurm 22.05).
 _PREFLIGHT = r"""# A process a node looks whether this allocation can train. What
 # was told to stop meanwhile says nothing of the nodes, and is to go on later.
 nodes=$SLURM_JOB_NUM_NODES
-step "${srun[@]}" --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 \
+step "${srun[@]}" --kill-on-bad-exit=0 \
+  --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 \
   "${python[@]}" -m jaxscale.doctor "${config[@]}" --workdir "$workdir"
 case $code in 138|140|143) told=yes ;; esac
 if [ -n "$told" ]; then
