@@ -186,6 +186,21 @@ def test_a_mistake_is_one_line_and_makes_nothing(argv, says, tmp_path, capsys):
   assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+  "argv",
+  [["submit", "--config", DIGITS], ["scaling", "--config", DIGITS, "--nodes=1,2"],
+   ["status"], ["status", "a"], ["logs", "a"], ["cancel", "a"], ["resume", "a"]],
+  ids=" ".join,
+)  # fmt: skip
+def test_a_bucket_holds_no_runs(argv, capsys):
+  assert cli.main([*argv, "--runs", "gs://bucket/runs"]) == 2
+  out, err = capsys.readouterr()
+  assert out == "" and err == (
+    "error: --runs=gs://bucket/runs: give a mounted directory that all nodes see, "
+    "not an address\n"
+  )
+
+
 def test_a_dry_run_prints_the_script_and_makes_nothing(tmp_path, capsys):
   runs = tmp_path / "runs"
   argv = ["submit", "--config", DIGITS, "--nodes", "4", "--dry-run", "--preflight"]

@@ -303,6 +303,9 @@ def test_the_commands(stand_in, tmp_path, capsys):
   assert out.splitlines()[1].split()[:1] == ["a"] and "COMPLETED" in out
   assert cli.main(["logs", "a", "--lines=1", *runs]) == 0
   assert capsys.readouterr().out == "two\n"
+  assert cli.main(["cancel", "a", *runs]) == 0
+  assert capsys.readouterr().out == "a: has ended already\n"
+  assert not Path(stand_in["runs"], "a", "cancelled").exists()
   assert cli.main(["resume", "a", *runs]) == 2
   assert capsys.readouterr().err.startswith("error: a: is done")
   assert cli.main(["submit", *base, "--name=a"]) == 2

@@ -183,6 +183,69 @@ def test_a_preflight_that_fails_ends_the_job(tmp_path):
   assert "jaxscale.train" not in called(tmp_path)
 
 
+@pytest.mark.parametrize("spares", [0, 1])
+@pytest.mark.parametrize(
+  "code, ends, next_",
+  [
+    (1, 1, "stop"),  # srun could not start it, or the doctor crashed: not the nodes
+    (2, 2, "stop"),
+    (138, 85, "requeue"),  # --signal without B: goes to the doctor alone
+    (143, 85, "requeue"),
+  ],
+)
+def test_only_the_doctor_calls_an_allocation_unfit(tmp_path, code, ends, next_, spares):
+  run = RUN._replace(folder=str(tmp_path / "run"), preflight=True, spares=spares)
+  command, env = job_files(tmp_path, run, srun=f"exit {code}")
+  done = subprocess.run(command, env=env, capture_output=True, text=True)
+  assert done.returncode == ends and "unbound" not in done.stderr
+  assert ("unfit" in done.stderr) == (code == 2)
+  # The last one counts; with 1 the others' end would hide the doctor's 2.
+  assert [w for w in called(tmp_path) if "bad-exit" in w][-1].endswith("=0")
+  assert "jaxscale.train" not in called(tmp_path)
+  last = folders.read_lines(Path(run.folder, "events", "0.jsonl"))[-1]
+  assert (last["event"], last["code"], last["next"]) == ("end", ends, next_)
+  asked = tmp_path / "scontrol"
+  again = asked.exists() and "requeue 7" in asked.read_text()
+  assert again == (next_ == "requeue")
+
+
+@pytest.mark.parametrize("code", [0, 2, 138, 143])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_told_to_stop_in_the_preflight_it_goes_on_later(tmp_path, number, code):
+  """Whatever the doctor says, that is interrupted too, or has just ended."""
+  run = RUN._replace(folder=str(tmp_path / "run"), preflight=True)
+  command, env = job_files(
+    tmp_path, run, srun=f'touch "{tmp_path}/up"; /bin/sleep 0.5; exit {code}'
+  )
+  job = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+  while not (tmp_path / "up").exists():
+    time.sleep(0.02)
+  job.send_signal(number)
+  out, _ = job.communicate(timeout=20)
+  assert job.returncode == 85 and "told to stop in the preflight" in out
+  assert "jaxscale.train" not in called(tmp_path)
+  assert "requeue 7" in (tmp_path / "scontrol").read_text()
+  last = folders.read_lines(Path(run.folder, "events", "0.jsonl"))[-1]
+  assert (last["code"], last["next"]) == (85, "requeue")
+  assert (tmp_path / "scancel").exists() == (number != signal.SIGTERM)  # handed on
+
+
+def test_a_preflight_that_passes_is_followed_by_the_training(tmp_path):
+  run = RUN._replace(folder=str(tmp_path / "run"), preflight=True)
+  command, env = job_files(tmp_path, run)
+  assert subprocess.run(command, env=env, capture_output=True).returncode == 0
+  words = called(tmp_path)
+  assert words.index("jaxscale.doctor") < words.index("jaxscale.train")
+
+
+def test_every_plain_script_is_warned_and_may_be_requeued():
+  scripts = sorted((ROOT / "launch").glob("*.sbatch"))
+  assert len(scripts) == 5
+  for path in scripts:
+    lines = path.read_text().splitlines()
+    assert {"#SBATCH --signal=USR1@120", "#SBATCH --requeue"} <= set(lines), path
+
+
 def test_a_setup_line_that_fails_ends_the_job_and_says_where(tmp_path):
   site = Site(setup=("true", "ls /no/such/directory", "true"))
   run = RUN._replace(folder=str(tmp_path / "run"), site=site)

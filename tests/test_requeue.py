@@ -1,6 +1,7 @@
 """The end of a job, and its next start: what Slurm is asked, and what it answers."""
 
 import os
+import signal
 import stat
 import time
 
@@ -12,13 +13,16 @@ from jaxscale.cluster.signals import exit_code
 
 @pytest.fixture
 def scontrol(tmp_path, monkeypatch):
-  """A command in front of the real one, if there is one; what it was asked."""
+  """A command in front of the real one, if there is one; what it was asked.
+
+  In bash: dash begins with no signal blocked, whoever starts it, and scontrol does not.
+  """
   asked = tmp_path / "asked"
 
   def install(script):
     path = tmp_path / "bin" / "scontrol"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(f'#!/bin/sh\necho "$@" >> {asked}\n{script}\n')
+    path.write_text(f'#!/bin/bash\necho "$@" >> {asked}\n{script}\n')
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{path.parent}:{os.environ['PATH']}")
     return asked
@@ -109,7 +113,7 @@ def test_requeue_asks_slurm_for_the_job_or_the_arrays_task(scontrol):
   done = requeue.requeue("12", 3, limit=3)
   assert done == (93, "job 12 was requeued 3 times, and not again (limit 3)")
   assert asked.read_text().count("\n") == 4
-  assert requeue.requeue(requeue.job_name({}), 0).code == 85
+  assert requeue.requeue(requeue.job_name({}), 0, limit=3).code == 85
 
 
 @pytest.mark.parametrize(
@@ -119,7 +123,7 @@ def test_what_somebody_cancelled_is_not_revived(scontrol, state):
   asked = scontrol(
     f'[ $1 = show ] && echo "   JobState={state} Dependency=(null)"; true'
   )
-  done = requeue.requeue("12", 0)
+  done = requeue.requeue("12", 0, limit=3)
   assert done.code == 85
   if state.startswith("RUNNING"):
     assert done.line == "job 12 is requeued, restart 1"
@@ -130,12 +134,33 @@ def test_what_somebody_cancelled_is_not_revived(scontrol, state):
 
 def test_a_requeue_that_slurm_refuses_says_why(scontrol, monkeypatch, tmp_path):
   scontrol("echo 'Requested operation is presently disabled' >&2; exit 1")
-  done = requeue.requeue("12", 0)
+  done = requeue.requeue("12", 0, limit=3)
   assert done.code == 85 and done.line == (
     "job 12 is saved, not requeued: Requested operation is presently disabled"
   )
   monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-  assert "scontrol: No such file" in requeue.requeue("12", 0).line
+  assert "scontrol: No such file" in requeue.requeue("12", 0, limit=3).line
+
+
+@pytest.mark.parametrize("name", ["TERM", "INT", "USR1", "KILL"])
+@pytest.mark.parametrize("after", ["COMPLETING Restarts=1", "RUNNING", ""])
+def test_the_requeue_signals_also_who_asks_for_it(scontrol, name, after, tmp_path):
+  """Slurm takes it, and ends all of the job before scontrol can say so."""
+  sent = tmp_path / "sent"
+  shows = f'echo "JobState={after}"' if after else "exit 1"
+  scontrol(f"""
+    if [ $1 = show ]; then
+      [ -e {sent} ] || {{ echo "JobState=RUNNING Reason=None Restarts=0"; exit; }}
+      {shows}; exit
+    fi
+    touch {sent}; kill -{name} $$; exit 0""")
+  done = requeue.requeue("12", 0, limit=3)
+  if name != "KILL" or "Restarts=1" in after:
+    assert done == (85, "job 12 is requeued, restart 1")
+  else:
+    line = "scontrol: ended by SIGKILL; see `scontrol show job 12`"
+    assert done == (85, f"job 12 is saved, not requeued: {line}")
+  assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()  # ours are as before
 
 
 def test_a_loop_without_progress_is_given_up(tmp_path):
@@ -148,8 +173,9 @@ def test_a_loop_without_progress_is_given_up(tmp_path):
   # Progress in between, however little, begins anew; losing a checkpoint is none.
   assert starts("7", 0, [0, 0, 10, 10, 11, 9, 11]) == [0, 1, 0, 1, 0, 1, 2]
   assert starts("7", 7, [11]) == [3]
-  assert requeue.refuse_loop(2, 11) is None
-  assert "3 restarts without progress, still at step 11" in requeue.refuse_loop(3, 11)
+  assert requeue.refuse_loop(2, 11, limit=3) is None
+  refusal = requeue.refuse_loop(3, 11, limit=3)
+  assert "3 restarts without progress, still at step 11" in refusal
   # Submitted again, by somebody who has looked; a note that is damaged counts none.
   assert starts("8", 0, [11, 11]) == [0, 1]
   (tmp_path / "restarts.json").write_text("{")

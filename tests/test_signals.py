@@ -120,13 +120,13 @@ def test_saved_in_time_nothing_happens():
 
 def test_the_signals_are_given_back():
   before = [signal.getsignal(number) for number in signals.STOPPING]
-  with Latch():
+  with Latch(grace_s=None):
     assert signal.getsignal(signal.SIGTERM) not in before
   assert [signal.getsignal(number) for number in signals.STOPPING] == before
   assert signal.set_wakeup_fd(-1) == -1
   # In a notebook's worker thread nothing can be caught, and nothing breaks.
   made = []
-  thread = threading.Thread(target=lambda: made.append(Latch().close()))
+  thread = threading.Thread(target=lambda: made.append(Latch(grace_s=None).close()))
   thread.start()
   thread.join()
   assert made == [None]

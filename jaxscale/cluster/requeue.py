@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,8 +20,8 @@ from jaxscale.cluster.walltime import run_scontrol
 from jaxscale.exits import EXIT_GIVE_UP, EXIT_PREEMPTED
 
 _SCONTROL_S = 30.0
-MAX_RESTARTS = 100  # of one job, with progress
-MAX_IDLE_RESTARTS = 3  # in a row without
+# What a job is signalled with as a whole, by Slurm or from a terminal.
+_TO_THE_JOB = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Requeued(NamedTuple):
@@ -57,7 +58,7 @@ def restarts(env: Mapping[str, str] = os.environ) -> int:
   return int(count) if count.isdigit() else 0
 
 
-def requeue(job: str | None, restarts: int, limit: int = MAX_RESTARTS) -> Requeued:
+def requeue(job: str | None, restarts: int, limit: int) -> Requeued:
   """Ask Slurm to run this job again; only one process should, as its last deed.
 
   Slurm ends what is left of the job at once, with SIGTERM.
@@ -76,19 +77,71 @@ def requeue(job: str | None, restarts: int, limit: int = MAX_RESTARTS) -> Requeu
   if shown is not None and (state := ending(shown)):
     line = f"job {job} is {state} already: not requeued by this run"
     return Requeued(EXIT_PREEMPTED, line)
-  try:
-    done = subprocess.run(
-      ["scontrol", "requeue", job], capture_output=True, text=True, timeout=_SCONTROL_S
-    )
-    wrong = done.stderr.strip() if done.returncode else None
-  except OSError as e:
-    wrong = f"scontrol: {e.strerror}"
-  except subprocess.TimeoutExpired:
-    wrong = f"scontrol: no answer within {_SCONTROL_S:.0f} s"
+  wrong = _ask(job, restarts)
   if wrong is not None:
-    wrong = " ".join(wrong.split())
     return Requeued(EXIT_PREEMPTED, f"job {job} is saved, not requeued: {wrong}")
   return Requeued(EXIT_PREEMPTED, f"job {job} is requeued, restart {restarts + 1}")
+
+
+def _ask(job: str, restarts: int) -> str | None:
+  """What `scontrol requeue` has against it; None: the job is requeued."""
+  # Slurm's answer to a requeue is SIGTERM to all of the job, so also to the scontrol
+  # that waits for its word. A new process has the mask of the thread that starts it
+  # (sigprocmask(2)); a session of its own is for clusters that signal process groups
+  # (slurm.conf(5), proctrack/pgid).
+  mask = signal.pthread_sigmask(signal.SIG_BLOCK, _TO_THE_JOB)
+  try:
+    done = subprocess.Popen(
+      ["scontrol", "requeue", job],
+      stdout=subprocess.DEVNULL,
+      stderr=subprocess.PIPE,
+      text=True,
+      start_new_session=True,
+    )
+  except OSError as e:
+    return f"scontrol: {e.strerror}"
+  finally:
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+  with done:
+    try:
+      _, said = done.communicate(timeout=_SCONTROL_S)
+    except subprocess.TimeoutExpired:
+      done.kill()
+      return f"scontrol: no answer within {_SCONTROL_S:.0f} s"
+  if done.returncode == 0:
+    return None
+  if said.strip():
+    return " ".join(said.split())
+  # It was ended before it could say how it went.
+  shown = run_scontrol(["show", "job", job])
+  if shown is not None and was_requeued(shown, restarts):
+    return None
+  return f"scontrol: {_ended_by(done.returncode)}; see `scontrol show job {job}`"
+
+
+def _ended_by(code: int) -> str:
+  try:
+    return f"ended by {signal.Signals(-code).name}"
+  except ValueError:
+    return f"exit code {code}, without a word"
+
+
+def was_requeued(shown: str, restarts: int) -> bool:
+  """Whether Slurm has taken a requeue: it waits again, or counts one more start.
+
+  Args:
+    shown: what `scontrol show job` prints.
+    restarts: how often it was requeued before.
+
+  Example:
+    >>> was_requeued("JobId=7 JobState=COMPLETING Reason=None Restarts=1", 0)
+    True
+    >>> was_requeued("JobId=7 JobState=RUNNING Reason=None Restarts=1", 1)
+    False
+  """
+  counts = re.findall(r"\bRestarts=(\d+)", shown)
+  waits = re.search(r"\bJobState=(PENDING|REQUEUE\w*)\b", shown)
+  return waits is not None or any(int(count) > restarts for count in counts)
 
 
 def ending(shown: str) -> str | None:
@@ -148,7 +201,7 @@ def count_start(workdir: Path, job: str | None, restarts: int, step: int) -> int
   return idle
 
 
-def refuse_loop(idle: int, step: int, limit: int = MAX_IDLE_RESTARTS) -> str | None:
+def refuse_loop(idle: int, step: int, limit: int) -> str | None:
   """Why this job must not go on trying, for exit code 93; None: it may.
 
   Args:

@@ -30,10 +30,6 @@ from jaxscale.exits import EXIT_INTERRUPTED, EXIT_PREEMPTED
 # SIGUSR2: what `sbatch --signal` is mostly told to send. SIGINT: Ctrl-C on srun.
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
-# Slurm's KillWait, from SIGTERM to SIGKILL, is 30 s unless a cluster has another
-# (slurm.conf); some of it is for leaving, and for saying so.
-GRACE_S = 25.0
-
 # `scontrol suspend`, two seconds before its SIGSTOP, and Ctrl-Z on a terminal.
 _SUSPENDING = signal.SIGTSTP
 
@@ -61,7 +57,7 @@ class Latch:
   Example:
     >>> from jaxscale.cluster.agreement import Stop
     >>> stop = Stop()
-    >>> with Latch() as latch:
+    >>> with Latch(grace_s=None) as latch:
     ...   latch.attach(stop.request)
     ...   signal.raise_signal(signal.SIGUSR1)
     ...   while not (why := stop.poll()):
@@ -72,13 +68,15 @@ class Latch:
 
   reason: str | None = None
 
-  def __init__(self, *, grace_s: float | None = GRACE_S):
+  def __init__(self, *, grace_s: float | None):
     """Install the handlers. Only in the main thread; elsewhere nothing is caught.
 
     Args:
       grace_s: seconds from the first SIGTERM, after which the process leaves
-        without a save; None: never. The other signals begin no clock: a batch
-        system that goes on to kill sends SIGTERM first.
+        without a save; None: never. Slurm's KillWait, from SIGTERM to SIGKILL, is
+        30 s unless a cluster has another (slurm.conf(5)); some of it is for leaving,
+        and for saying so. The other signals begin no clock: a batch system that goes
+        on to kill sends SIGTERM first.
     """
     self._grace_s = grace_s
     self._lock = threading.Lock()

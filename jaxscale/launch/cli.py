@@ -346,8 +346,8 @@ def _said(files: Sequence[tuple[str, Path]]) -> bool:
 def _cancel(asked: Asked, argv: list[str]) -> None:
   del argv
   for job in _jobs(asked):
-    job.cancel()
-    print(f"{job.folder.name}: told to save and end")
+    told = "told to save and end" if job.cancel() else "has ended already"
+    print(f"{job.folder.name}: {told}")
 
 
 def _resume(asked: Asked, argv: list[str]) -> None:

@@ -48,7 +48,7 @@ def new_folder(runs: str, name: str | None, config: str) -> Path:
   Raises:
     ConfigError: the name cannot be one, or is taken.
   """
-  parent = Path(runs).absolute()
+  parent = directory(runs).absolute()
   if re.search(r'[:\\"\n]', str(parent)):
     raise ConfigError(
       f"--runs={runs}: a path without colon, backslash, double quote or line break"
@@ -67,6 +67,23 @@ def new_folder(runs: str, name: str | None, config: str) -> Path:
   stem = re.sub(r"[^\w.+=-]+", "-", "-".join(filter(None, words)))
   names = [stem, *(f"{stem}-{i}" for i in range(2, 1000))]
   return next(parent / n for n in names if not (parent / n).exists())
+
+
+def directory(runs: str) -> Path:
+  """The directory of all runs.
+
+  Raises:
+    ConfigError: it is the address of a bucket.
+
+  Example:
+    >>> directory("runs")
+    PosixPath('runs')
+  """
+  if "://" in runs:
+    raise ConfigError(
+      f"--runs={runs}: give a mounted directory that all nodes see, not an address"
+    )
+  return Path(runs)
 
 
 def place_of(config: str) -> str:
@@ -200,7 +217,7 @@ def find(name: str, runs: str) -> Path:
   Raises:
     ConfigError: there is no such run.
   """
-  for folder in (Path(runs) / name, Path(name)):
+  for folder in (directory(runs) / name, Path(name)):
     if (folder / "run.json").is_file():
       return folder.absolute()
   known = [p.name for p in all_folders(runs)]
@@ -215,7 +232,7 @@ def find_study(name: str, runs: str) -> tuple[Path, list[Path]] | None:
   Raises:
     ConfigError: its file is damaged, or one of its runs is gone.
   """
-  for folder in (Path(runs) / name, Path(name)):
+  for folder in (directory(runs) / name, Path(name)):
     try:
       names = json.loads((folder / "scaling.json").read_text())["runs"]
     except (FileNotFoundError, NotADirectoryError):
@@ -242,7 +259,7 @@ def find_all(names: Iterable[str], runs: str) -> list[Path]:
 
 def all_folders(runs: str) -> list[Path]:
   """Folders of runs, the oldest first."""
-  files = sorted(Path(runs).glob("*/run.json"), key=lambda p: p.stat().st_mtime)
+  files = sorted(directory(runs).glob("*/run.json"), key=lambda p: p.stat().st_mtime)
   return [p.parent.absolute() for p in files]
 
 

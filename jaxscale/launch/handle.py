@@ -306,14 +306,21 @@ class Job(NamedTuple):
     files = logs.choose(folders.read_run(self.folder), str(rank), task)
     return "\n".join(logs.last(files, lines))
 
-  def cancel(self) -> None:
-    """End it; what runs is told to save first, and has Slurm's KillWait for that."""
+  def cancel(self) -> bool:
+    """End it; what runs is told to save first, and has Slurm's KillWait for that.
+
+    Returns:
+      False: it had ended, and nothing was done. What is LOST may have left something.
+    """
+    job, now = folders.last_job(self.folder), self.status()
+    if all(row.ended and row.state != "LOST" for row in now):
+      return False
     (self.folder / "cancelled").touch()  # the script is not to start it again
-    job = folders.last_job(self.folder)
     if folders.read_run(self.folder).executor == "local":
       local.cancel(self.folder)
-    elif job and not all(row.ended for row in self.status()):
+    elif job and not all(row.ended for row in now):
       slurm.cancel([job])
+    return True
 
   def resume(
     self, *, nodes: int | None = None, spares: int | None = None, **options: Any

@@ -40,11 +40,11 @@ def render(run: Run) -> str:
       raise ConfigError(
         f"{path}: Slurm takes no path with a backslash, a double quote or a line break"
       )
-  parts = [_header(run), _setup(run), _commands(run), _DIARY, _start(run)]
+  parts = [_header(run), _setup(run), _commands(run), _DIARY, _start(run), _AGAIN]
+  parts += [_finish(run), _STEP]
   if run.preflight:
     parts.append(_PREFLIGHT)
-  parts += [_AGAIN, _train(run), _requeue(run)]
-  return "\n".join(parts)
+  return "\n".join([*parts, _train(run), "finish\n"])
 
 
 def render_process(run: Run) -> str:
@@ -213,13 +213,27 @@ def _start(run: Run) -> str:
   return "\n".join([*lines, "esac", start])
 
 
-_PREFLIGHT = r"""# A process a node looks whether this allocation can train.
+# What srun returns of tasks that died of a signal is 128 and its number: SIGUSR1 and
+# SIGUSR2 without `B:`, SIGTERM. The doctor itself says 2 and nothing else (doctor.py).
+# --kill-on-bad-exit would end the other nodes by SIGTERM, and 143 is what srun returns
+# then, whatever the first one said (seen with Slurm 22.05).
+_PREFLIGHT = r"""# A process a node looks whether this allocation can train. What
+# was told to stop meanwhile says nothing of the nodes, and is to go on later.
 nodes=$SLURM_JOB_NUM_NODES
-if ! "${srun[@]}" --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 \
-  "${python[@]}" -m jaxscale.doctor "${config[@]}" --workdir "$workdir"; then
+step "${srun[@]}" --kill-on-bad-exit=0 \
+  --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 \
+  "${python[@]}" -m jaxscale.doctor "${config[@]}" --workdir "$workdir"
+case $code in 138|140|143) told=yes ;; esac
+if [ -n "$told" ]; then
+  echo "told to stop in the preflight: nothing was to be saved"
+  code=85
+  finish
+elif [ "$code" = 2 ]; then
   echo "error: the preflight found this allocation unfit, see above" >&2
-  diary end 2 stop
-  exit 2
+  finish
+elif [ "$code" != 0 ]; then
+  echo "error: the preflight itself failed, exit code $code, see above" >&2
+  finish
 fi
 """
 
@@ -237,24 +251,30 @@ newest() {  # the step of the newest checkpoint
 before=$(newest)
 """
 
-_TRAIN = r"""# bash must not die of the signals that tell the tasks to save. It does
+_STEP = r"""# bash must not die of the signals that tell the tasks to save. It does
 # nothing about one until the command that it waits for has ended, hence the loop;
 # and not `wait`, whose status bash 5.2 loses when SIGCONT and a trapped one meet.
 code_file="$run/events/$task.code"
-rm -f "$code_file"
-trap '' TERM USR1 USR2
-(
-  trap : TERM USR1 USR2
-  "${srun[@]}" "${files[@]}" "${python[@]}" -m jaxscale.train \
-    "${config[@]}" --workdir "$workdir"
-  echo $? >"$code_file"
-) &
-child=$!
-trap : TERM
-trap 'scancel --signal=USR1 "$job"' USR1
-trap 'scancel --signal=USR2 "$job"' USR2
-while kill -0 "$child" 2>/dev/null; do sleep 1; done
-code=$(cat "$code_file" || echo 137)
+told=
+step() {  # COMMAND; sets `code`, and `told` if a signal came
+  rm -f "$code_file"
+  trap '' TERM USR1 USR2
+  (
+    trap : TERM USR1 USR2
+    "$@"
+    echo $? >"$code_file"
+  ) &
+  child=$!
+  trap told=yes TERM
+  trap 'told=yes; scancel --signal=USR1 "$job"' USR1
+  trap 'told=yes; scancel --signal=USR2 "$job"' USR2
+  while kill -0 "$child" 2>/dev/null; do sleep 1; done
+  code=$(cat "$code_file" || echo 137)
+}
+"""
+
+_TRAIN = r"""step "${srun[@]}" "${files[@]}" "${python[@]}" -m jaxscale.train \
+  "${config[@]}" --workdir "$workdir"
 """
 
 
@@ -268,27 +288,28 @@ def _train(run: Run) -> str:
   )
 
 
-def _requeue(run: Run) -> str:
-  unlucky = '[ -z "$lost" ] && ' if run.spares else ""  # Slurm would requeue, too
+def _finish(run: Run) -> str:
+  unlucky = '[ -z "${lost-}" ] && ' if run.spares else ""  # Slurm would requeue, too
   again, never = ("|".join(map(str, c)) for c in (STARTED_AGAIN, NOT_STARTED_AGAIN))
-  return rf"""
-case $code in
-  {again}) next=requeue ;;
-  {never}) next=stop ;;
-  *) {unlucky}[ "$(newest)" = "$before" ] && next=stop || next=requeue ;;
-esac
-if [ $next = requeue ]; then
-  if ! may_start_again; then
-    next=stop
-  elif [ "$restarts" -ge {run.requeue} ]; then
-    next=stop
-    echo "not started again: that was start $((restarts + 1)) of {run.requeue + 1}"
+  return rf"""finish() {{  # what becomes of the job, by `code`
+  case $code in
+    {again}) next=requeue ;;
+    {never}) next=stop ;;
+    *) {unlucky}[ "$(newest)" = "$before" ] && next=stop || next=requeue ;;
+  esac
+  if [ $next = requeue ]; then
+    if ! may_start_again; then
+      next=stop
+    elif [ "$restarts" -ge {run.requeue} ]; then
+      next=stop
+      echo "not started again: that was start $((restarts + 1)) of {run.requeue + 1}"
+    fi
   fi
-fi
-diary end "$code" "$next"
-if [ $next = requeue ]; then
-  echo "exit code $code: started again from step $(newest), restart $((restarts + 1))"
-  scontrol requeue "$job"
-fi
-exit "$code"
+  diary end "$code" "$next"
+  if [ $next = requeue ]; then
+    echo "exit code $code: started again from step $(newest), restart $((restarts + 1))"
+    scontrol requeue "$job"
+  fi
+  exit "$code"
+}}
 """
