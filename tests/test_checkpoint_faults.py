@@ -156,6 +156,7 @@ def assert_full(workdir, code, out, err):
   assert f"the newest that is: step {max(map(int, names))};" in line
 
 
+@pytest.mark.slow
 def test_a_run_on_a_full_disk_ends_with_one_line_and_goes_on_later(tmp_path):
   with small_disk(tmp_path / "disk", "2600k") as disk:
     done = run_train(disk / "run", *ARGS, *FULL)

@@ -6,7 +6,7 @@ import pytest
 from conftest import error_line, run_train
 from test_process import newest_step, run_processes, start, wait_until
 
-from jaxscale.checkpoint import Checkpoints
+from jaxscale.checkpoint_files import read_manifest
 
 QUICK = [
   "--config.model=MLP", "--config.model.hidden=(32,)", "--config.epochs=8",
@@ -22,10 +22,9 @@ LOCAL = ["--config.sync=BlockMomentum", "--config.sync.every=3"]
 
 def checksums(workdir):
   """Of every array in the newest checkpoint, as it says itself."""
-  with Checkpoints(workdir / "checkpoints") as checkpoints:
-    step = checkpoints.steps()[-1]
-    metadata = checkpoints._checkpointer.metadata(step).custom_metadata
-  return step, {name: leaf["checksum"] for name, leaf in metadata["leaves"].items()}
+  step = newest_step(workdir)
+  leaves = read_manifest(workdir / "checkpoints" / str(step))["leaves"]
+  return step, {name: leaf["checksum"] for name, leaf in leaves.items()}
 
 
 @pytest.fixture(scope="module")

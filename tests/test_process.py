@@ -221,6 +221,7 @@ def get_config():
 """
 
 
+@pytest.mark.slow
 def test_two_processes_agree_on_stages_noise_and_damage(tmp_path):
   """Each reads half of the images; the leader knows what the other one met."""
   rng = np.random.default_rng(0)

@@ -104,6 +104,7 @@ def whole(tmp_path_factory):
     return fit(load_config("configs/digits.py", CNN), workdir).state, workdir
 
 
+@pytest.mark.slow
 def test_half_the_run_on_two_of_eight_devices_is_the_same_run(whole, tmp_path):
   state, uninterrupted = whole
   workdir = tmp_path / "run"
