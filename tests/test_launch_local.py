@@ -229,8 +229,8 @@ def test_one_process_that_fails_ends_the_others(stand_in, tmp_path):
 def test_it_ended_as_the_first_that_failed_and_says_why(stand_in, tmp_path, capsys):
   """Not with the code of those that were ended because of it, and said nothing."""
   (tmp_path / "does").write_text(
-    'trap - TERM; [ "$JAXSCALE_PROCESS_ID" = 2 ] && sleep 1 && echo "error: why" && exit 2\n'
-    "exec sleep 60"
+    'trap - TERM; [ "$JAXSCALE_PROCESS_ID" = 2 ] && sleep 1 && echo "error: why" &&'
+    " exit 2\nexec sleep 60"
   )
   quiet = STAND_IN.replace('echo "process', ': "process')
   (tmp_path / "python").write_text(quiet)
