@@ -9,6 +9,11 @@ that notes nothing. They train in turns, one waits while the other trains. `wall
 the ratio of their times, turn by turn; `processor` that of the processor time that all
 processes took, which other work on the machine disturbs less. Where all cores are
 busy, as here, one comes to the other.
+
+Both are as noisy as the machine. So the parts are measured, too: `notes_us` is what the
+loop's notes and the question whether to stop take of a step, `idle_processor` the
+processor seconds a second of all processes that train nothing, watched and not, and
+`direct` the share of a step that both come to.
 """
 
 from __future__ import annotations
@@ -24,12 +29,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import timeit
 from pathlib import Path
 from typing import Any
 
 from common import report
 
 MARK = "@"
+IDLE_S = 10.0
 ROWS, HIDDEN = 2048, (256, 256)  # a step of about 20 ms, four processes on two cores
 
 
@@ -50,10 +57,28 @@ def worker(kind: str, steps: int, workdir: Path) -> None:
     train = trainer(watch, steps)
     train()
     answer({})
-    for _ in sys.stdin:
+    for line in sys.stdin:
+      if line == "idle\n":
+        answer(idle(watch))
+        continue
       clock, cpu = time.perf_counter(), time.process_time()
       train()
       answer({"wall": time.perf_counter() - clock, "cpu": time.process_time() - cpu})
+
+
+def idle(watch: Any) -> dict[str, float]:
+  """What threads take while nothing is trained, and what the loop's notes take."""
+  cpu = time.process_time()
+  time.sleep(IDLE_S)
+  taken = (time.process_time() - cpu) / IDLE_S
+
+  def note() -> None:
+    watch.at(1, "input")
+    watch.at(1, "step")
+    watch.stop.poll()
+
+  notes = min(timeit.repeat(note, number=10_000, repeat=5)) / 1e4 if watch else 0.0
+  return {"wall": notes, "cpu": taken}
 
 
 def join_plainly() -> None:
@@ -166,10 +191,10 @@ def read(started: list[Any]) -> list[dict[str, float]]:
   return found
 
 
-def train_once(started: list[Any]) -> tuple[float, float]:
+def turn_of(started: list[Any], what: str = "go") -> tuple[float, float]:
   """Seconds of a turn, and processor seconds of all processes."""
   for process in started:
-    process.stdin.write("go\n")
+    process.stdin.write(what + "\n")
     process.stdin.flush()
   said = read(started)
   return max(s["wall"] for s in said), sum(s["cpu"] for s in said)
@@ -199,18 +224,25 @@ def main() -> None:
     runs = {"plain": plain, "watched": watched}
     for turn in range(asked.turns + 1):
       for kind in list(runs)[:: 1 if turn % 2 else -1]:
-        seconds = train_once(runs[kind])
+        seconds = turn_of(runs[kind])
         if turn:  # the first warms up
           times[kind].append(seconds)
+    (notes, ours), (_, theirs) = (
+      turn_of(runs[k], "idle") for k in ("watched", "plain")
+    )
+  step_s = statistics.median(w for w, _ in times["plain"]) / asked.steps
+  # Threads of all processes share the cores with all of their steps.
+  share = (ours - theirs) / (os.cpu_count() or 1) + notes / step_s
   pairs = list(zip(times["watched"], times["plain"], strict=True))
   report(
     "watch",
     procs=asked.procs,
     turns=asked.turns,
     steps=asked.steps,
-    step_ms=round(
-      1e3 * statistics.median(w for w, _ in times["plain"]) / asked.steps, 2
-    ),
+    step_ms=round(1e3 * step_s, 2),
+    notes_us=round(1e6 * notes, 2),
+    idle_processor=[round(ours, 5), round(theirs, 5)],
+    direct=round(share, 5),
     wall=quartiles([a[0] / b[0] for a, b in pairs]),
     processor=quartiles([a[1] / b[1] for a, b in pairs]),
   )
