@@ -167,6 +167,7 @@ def test_plain_orbax_reads_the_arrays(of_one):
   assert_identical(restored, at_step(state, 2))
 
 
+@pytest.mark.slow
 def test_the_command_line_says_damage_in_one_line(tmp_path):
   workdir = tmp_path / "run"
   args = [*ARGS, "--config.epochs=3"]

@@ -94,7 +94,8 @@ def test_skip_goes_on_and_counts(tmp_path, monkeypatch, capsys):
   assert [int(x) for x in counts] == [45]
 
 
-@pytest.mark.parametrize("policy", conftest.quick(["skip", "roll_back"], "roll_back"))
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["skip", "roll_back"])
 def test_a_run_that_is_interrupted_is_the_run_that_was_not(
   tmp_path, monkeypatch, policy
 ):
