@@ -63,10 +63,14 @@ def introduce(
   )  # fmt: skip
 
 
-def versions() -> dict[str, str]:
-  """Versions of what decides on the arithmetic, without importing any of it."""
+def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
+  """Versions of Python and of packages that are installed; none is imported.
+
+  Args:
+    packages: by default what decides on the arithmetic.
+  """
   found = {"python": platform.python_version()}
-  for package in PACKAGES:
+  for package in packages:
     try:
       found[package] = metadata.version(package)
     except metadata.PackageNotFoundError:

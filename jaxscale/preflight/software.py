@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import re
 import resource
 import shutil
@@ -11,10 +10,9 @@ import socket
 import subprocess
 from collections import Counter
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Any
 
-from jaxscale.cluster import network
+from jaxscale.cluster import introduction, network
 from jaxscale.findings import Finding, bytes_text
 
 PACKAGES = (
@@ -48,13 +46,7 @@ def probe() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
   """Versions of Python and of the packages that are installed."""
-  found = {"python": platform.python_version()}
-  for name in PACKAGES:
-    try:
-      found[name] = metadata.version(name)
-    except metadata.PackageNotFoundError:
-      continue
-  return found
+  return introduction.versions(PACKAGES)
 
 
 def loopback(name: str) -> str:
