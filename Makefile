@@ -5,6 +5,8 @@ PYTHON ?= python3
 CONFIG ?= configs/digits.py
 ARGS ?=
 WORKERS ?= 2
+# A file in one process; one that dies ends the run, which else may wait for ever.
+XDIST := --dist loadfile --max-worker-restart=0
 
 MINOR := $(shell $(PYTHON) -c 'import sys; print("%d%d" % sys.version_info[:2])')
 ifeq ($(MINOR),)
@@ -24,10 +26,10 @@ train: env
 	$(BIN)/python -m jaxscale.train --config $(CONFIG) $(ARGS)
 
 test: env
-	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) $(XDIST)
 
 test-slow: env
-	$(BIN)/python -m pytest -m slow -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -m slow -n $(WORKERS) $(XDIST)
 
 lint: env
 	$(BIN)/ruff check .

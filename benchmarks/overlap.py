@@ -63,6 +63,7 @@ from jaxscale.exchange.power_sgd import power_sgd
 from jaxscale.exchange.top_k import top_k
 from jaxscale.mesh import batch_sharding
 from jaxscale.scaling import hlo
+from jaxscale.scaling.absent import target_config
 from jaxscale.scaling.cost import costs
 from jaxscale.scaling.parse import modules
 from jaxscale.state import abstract_state
@@ -74,7 +75,6 @@ GRID = {"replica": 2, "data": 4}
 AXES = tuple(GRID)
 LAYERS, WIDTH, HIDDEN, ROWS, IMAGES = 8, 1024, 4096, 8192, 32
 LIMIT = 900  # seconds a compile may take
-sys.path.insert(0, str(ROOT / "tests" / "hlo"))
 
 
 def tpu(**topology):
@@ -82,9 +82,7 @@ def tpu(**topology):
 
 
 def h100():
-  from make import H100  # pyright: ignore[reportMissingImports]
-
-  options = {"target_config": H100, "topology": "1x2x4"}
+  options = {"target_config": target_config("h100"), "topology": "1x2x4"}
   return topologies.get_topology_desc(platform="cuda", **options).devices
 
 

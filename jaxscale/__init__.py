@@ -22,11 +22,13 @@ if TYPE_CHECKING:
   from jaxscale.settings import ConfigError
   from jaxscale.state import TrainState, abstract_state, init_state
   from jaxscale.step import make_eval_step, make_train_step
+  from jaxscale.weights import export_safetensors, import_safetensors
 
 __all__ = [
   "Checkpoints", "Config", "ConfigError", "TrainState", "abstract_state",
-  "classification_loss", "classification_totals", "evaluate", "fit",
-  "init_state", "load_config", "make_eval_step", "make_mesh", "make_train_step",
+  "classification_loss", "classification_totals", "evaluate", "export_safetensors",
+  "fit", "import_safetensors", "init_state", "load_config", "make_eval_step",
+  "make_mesh", "make_train_step",
 ]  # fmt: skip
 
 _HOME = {
@@ -38,7 +40,9 @@ _HOME = {
   "classification_loss": "losses",
   "classification_totals": "losses",
   "evaluate": "loop",
+  "export_safetensors": "weights",
   "fit": "run",
+  "import_safetensors": "weights",
   "init_state": "state",
   "load_config": "overrides",
   "make_eval_step": "step",

@@ -6,8 +6,9 @@ become an `Experiment`, and one stage of it after another.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -15,7 +16,15 @@ import optax
 from jax.sharding import Mesh
 
 from jaxscale import config as cfg
-from jaxscale import data, exchange_parts, losses, models, non_finite, optim, parts
+from jaxscale import (
+  data,
+  exchange_parts,
+  layout_parts,
+  models,
+  non_finite,
+  optim,
+  parts,
+)
 from jaxscale.derive import Derived, derive
 from jaxscale.exchange import Exchange, plain
 from jaxscale.exchange_parts import Agreement
@@ -25,11 +34,20 @@ from jaxscale.local_step import (
   init_local_state,
   make_local_train_step,
 )
-from jaxscale.mesh import batch_sharding, make_mesh, one_at_a_time
+from jaxscale.mesh import batch_axes, batch_sharding, make_mesh
+from jaxscale.parallel.layout import Layout, local_shapes
+from jaxscale.parallel.pipelined import OwnGrads
+from jaxscale.parallel.reduction import exchange_axes
 from jaxscale.paths import path_name
 from jaxscale.settings import ConfigError
+from jaxscale.simulated import one_at_a_time
 from jaxscale.stages import Stage, scale_velocity, step_at
-from jaxscale.state import TrainState, abstract_state, init_state
+from jaxscale.state import (
+  TrainState,
+  abstract_state,
+  init_state,
+  lower_init_state,
+)
 from jaxscale.step import (
   Batch,
   EvalStep,
@@ -49,8 +67,9 @@ class Experiment(NamedTuple):
   mesh: Mesh
   train_data: data.Dataset
   eval_data: data.Dataset
-  model: models.ModelFns
-  loss: LossFn
+  model: models.ModelFns | models.Stack
+  layout: Layout | None  # None: everything on every device
+  loss: LossFn | OwnGrads
   tx: optax.GradientTransformation
   schedule: optax.Schedule
   exchange: Exchange
@@ -59,12 +78,23 @@ class Experiment(NamedTuple):
   eval_step: EvalStep
   notes: tuple[str, ...] = ()  # worth saying before the first step
 
-  def init_state(self) -> TrainState:
-    """The state before the first step, on the mesh."""
-    seed = self.config.seed
+  def init_state(self, say: Callable[[str], None] = print) -> TrainState:
+    """The state before the first step, on the mesh.
+
+    Args:
+      say: is told what parameters it starts from, if they are from a file.
+
+    Raises:
+      ConfigError: the file of `Config.init_from` is not of this model.
+    """
+    start: dict[str, Any] = {"seed": self.config.seed}
+    if self.config.init_from is not None:
+      info = self.eval_data.info
+      classes = getattr(info, "num_classes", None) or getattr(info, "vocab_size", 0)
+      start["given"] = parts.imported(self.config, classes, self.abstract_state(), say)
     if self.agreement is not None:
-      return init_local_state(*self._parts(), self.agreement.method, seed=seed)
-    return init_state(*self._parts(), **self._kept(), seed=seed)
+      return init_local_state(*self._parts(), self.agreement.method, **start)
+    return init_state(*self._parts(), **self._kept(), **start)
 
   def abstract_state(self) -> TrainState:
     """Shapes, dtypes and shardings of the state, without computing it."""
@@ -72,15 +102,17 @@ class Experiment(NamedTuple):
       return abstract_local_state(*self._parts(), self.agreement.method)
     return abstract_state(*self._parts(), **self._kept())
 
+  def lower_init_state(self) -> Any:
+    """What makes the state, as `jax.stages.Lowered`."""
+    assert self.agreement is None, "workers that train alone have whole models"
+    return lower_init_state(*self._parts(), **self._kept(), seed=self.config.seed)
+
   def abstract_batch(self) -> Batch:
     """Shapes, dtypes and shardings of a global training batch."""
-    info, rows = self.train_data.info, self.stage.batch_size
+    arrays = data.batch_shapes(self.train_data.info, self.stage.batch_size)
     sharding: Any = batch_sharding(self.mesh)
     abstract: Any = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
-    return {
-      "image": abstract((rows, *info.image_shape), "uint8"),
-      "label": abstract((rows,), "int32"),
-    }
+    return {name: abstract(shape, dtype) for name, (shape, dtype) in arrays.items()}
 
   def lower_train_step(self, abstract: TrainState | None = None) -> Any:
     """The train step as `jax.stages.Lowered`, for the shapes of the run.
@@ -96,45 +128,57 @@ class Experiment(NamedTuple):
     return one_at_a_time(self.lower_train_step(abstract).compile(), self.mesh)
 
   def _parts(self):
-    return self.model.init, self.tx, self.mesh, self.exchange
+    return layout_parts.init_fn(self.model), self.tx, self.mesh, self.exchange
 
   def _kept(self):
     config = self.config
     return {
+      "layout": self.layout,
       "average": config.ema_decay is not None,
       "noise_scale": config.noise_scale,
     }
 
 
-def experiment(config: cfg.Config, start_devices: int | None = None) -> Experiment:
+def experiment(
+  config: cfg.Config,
+  start_devices: int | None = None,
+  devices: Sequence[Any] | None = None,
+  datasets: tuple[data.Dataset, data.Dataset] | None = None,
+) -> Experiment:
   """Make every part, for the first stage; compiles nothing yet.
 
   Args:
     config: of the run.
     start_devices: over all processes when the run began; None: it begins now.
+    devices: to run on, which need not be there to compile for them; None: all of
+      every process.
+    datasets: to train and to evaluate on, in place of the config's: shapes alone are
+      enough to compile for.
 
   Raises:
     ConfigError: data or devices do not fit the config.
   """
-  train_data, eval_data = parts.make_data(config)
+  train_data, eval_data = datasets or parts.make_data(config)
   sizes = train_data.num_examples, eval_data.num_examples
-  here = jax.device_count()
+  here = jax.device_count() if devices is None else len(devices)
   derived = derive(config, *sizes, here, start_devices=start_devices)
   spans = [parts.bn_span(config, derived, stage) for stage in derived.stages]
   mesh = make_mesh(
-    replica=config.mesh.replica,
-    data=config.mesh.data,
+    **dataclasses.asdict(config.mesh),
     bn_devices=max(span.bn_devices for span in spans),
+    devices=devices,
   )
   for stage in derived.stages:  # those to come are refused now
     exchange_parts.make_sync(config, derived, stage, mesh)
-  model = parts.make_model(config, eval_data.info, mesh, spans[0])
+  model = parts.make_model(config, eval_data.info, mesh, spans[0], train=False)
   _check_paths(config, model)
-  eval_step = make_eval_step(losses.classification_totals(model.apply), mesh)
+  layout = layout_parts.make_layout(config, mesh, model)
+  totals = layout_parts.make_totals(model, layout)
+  eval_step = make_eval_step(totals, mesh, layout)
   whole = Experiment(
-    config, derived, derived.stages[0], mesh, train_data, eval_data, model,
+    config, derived, derived.stages[0], mesh, train_data, eval_data, model, layout,
     loss=cast(Any, None), tx=optax.identity(), schedule=cast(Any, None),
-    exchange=plain(mesh.axis_names), agreement=None, train_step=cast(Any, None),
+    exchange=plain(batch_axes(mesh)), agreement=None, train_step=cast(Any, None),
     eval_step=eval_step,
   )  # fmt: skip
   return at_stage(whole, derived.stages[0])
@@ -155,11 +199,17 @@ def at_stage(experiment: Experiment, stage: Stage) -> Experiment:
   # The schedule counts in steps of Config.batch_size, the optimizer in the run's.
   warmup = step_at(derived.stages, derived.warmup_steps * config.batch_size)
   tx = parts.make_optimizer(config, schedule, warmup, momentum)
+  layout = experiment.layout
+  axes = batch_axes(mesh) if layout is None else exchange_axes(layout)
   exchange, notes = exchange_parts.make_exchange(
-    config, derived, mesh, functools.partial(_params, model)
+    config,
+    derived,
+    {axis: mesh.shape[axis] for axis in axes},
+    lambda: _params(model) if layout is None else local_shapes(layout),
+    mesh,
   )
   agreement, more = exchange_parts.make_sync(config, derived, stage, mesh)
-  loss = losses.classification_loss(model.apply, label_smoothing=config.label_smoothing)
+  loss = layout_parts.make_loss(config, model, layout)
   return with_step(
     experiment._replace(
       stage=stage, train_data=train_data, tx=tx, loss=loss, schedule=schedule,
@@ -171,7 +221,8 @@ def at_stage(experiment: Experiment, stage: Stage) -> Experiment:
 def with_step(experiment: Experiment) -> Experiment:
   """The experiment with the train step that its other parts make."""
   config = experiment.config
-  made = experiment.loss, experiment.tx, experiment.mesh, experiment.exchange
+  loss: Any = experiment.loss  # of workers that train alone no pipeline (config)
+  made = loss, experiment.tx, experiment.mesh, experiment.exchange
   options = {
     "accumulate_steps": experiment.stage.accumulate_steps,
     "schedule": experiment.schedule,
@@ -181,7 +232,11 @@ def with_step(experiment: Experiment) -> Experiment:
   }
   if experiment.agreement is None:
     train_step = make_train_step(
-      *made, ema_decay=config.ema_decay, noise_scale=config.noise_scale, **options
+      *made,
+      layout=experiment.layout,
+      ema_decay=config.ema_decay,
+      noise_scale=config.noise_scale,
+      **options,
     )
   else:
     train_step = make_local_train_step(
@@ -235,7 +290,9 @@ def pass_over(state: TrainState, steps: int) -> TrainState:
   return state._replace(opt_state=move(state.opt_state))
 
 
-def _check_same_params(model: models.ModelFns, staged: models.ModelFns, stage: Stage):
+def _check_same_params(
+  model: layout_parts.Model, staged: layout_parts.Model, stage: Stage
+) -> None:
   if stage.image_size is None:
     return
   shapes = [jax.tree.map(lambda x: x.shape, _params(m)) for m in (model, staged)]
@@ -246,12 +303,12 @@ def _check_same_params(model: models.ModelFns, staged: models.ModelFns, stage: S
     )
 
 
-def _params(model: models.ModelFns) -> Any:
+def _params(model: layout_parts.Model) -> Any:
   """Shapes and dtypes of the parameters."""
-  return jax.eval_shape(model.init, jax.random.key(0))[0]
+  return jax.eval_shape(layout_parts.init_fn(model), jax.random.key(0))[0]
 
 
-def _check_paths(config: cfg.Config, model: models.ModelFns) -> None:
+def _check_paths(config: cfg.Config, model: layout_parts.Model) -> None:
   """Refuse patterns that no parameter fits: they would change the method silently."""
   include = getattr(config.optimizer, "include", "all")
   if include in ("kernels", "all") and not config.layer_order:

@@ -23,6 +23,8 @@ from jaxscale import carry_over, checkpoint_dir, checkpoint_files, checksum, clu
 from jaxscale.checkpoint_files import DamagedError, one_line
 from jaxscale.exits import DISK_ADVICE, EXIT_CRASH
 from jaxscale.lease import Lease, LostError, check_for_all, why_lost
+from jaxscale.metrics import score
+from jaxscale.parallel.reduction import Split
 from jaxscale.settings import ConfigError
 from jaxscale.state import TrainState
 
@@ -71,6 +73,7 @@ class Checkpoints:
     keep_best: int = 1,
     on_failure: str = "stop",
     lease: Lease | None = None,
+    split: Split | None = None,
     say: Callable[[str], None] = print,
   ):
     """Open a directory of checkpoints; it is made by the first save.
@@ -78,10 +81,12 @@ class Checkpoints:
     Args:
       directory: one subdirectory a step.
       keep_last: how many of the newest stay.
-      keep_best: how many with the highest metric "accuracy" stay as well.
+      keep_best: how many with the best `metrics.score` stay as well.
       on_failure: of a disk in a save: "stop" raises it, "continue" says it and
         goes on.
       lease: of process 0, where several runs may meet in the directory.
+      split: how gradients are split that are exchanged
+        (`parallel.reduction.exchange_split`).
       say: where process 0 tells what happens.
     """
     self.directory = Path(directory).absolute()
@@ -90,7 +95,8 @@ class Checkpoints:
     self._keep = keep_last, keep_best
     self._stops = on_failure == "stop"
     self._lease = lease
-    self._accuracies: dict[int, float | None] = {}
+    self._split = split
+    self._scores: dict[int, float | None] = {}
     self._saving: _Save | None = None
     self._pool = futures.ThreadPoolExecutor(1, "checkpoint")
     self._is_swept = False
@@ -118,7 +124,7 @@ class Checkpoints:
 
     Args:
       state: what to save; it may be donated as soon as this returns.
-      metrics: of an evaluation at this step; "accuracy" ranks the best.
+      metrics: of an evaluation at this step; `metrics.score` ranks the best.
 
     Raises:
       FloatingPointError: the state holds NaN or Inf; nothing is written.
@@ -135,12 +141,13 @@ class Checkpoints:
       raise LostError(lost)
     if is_there:
       return
-    leaves = checksum.manifest(state)
+    manifest = {"step": step, "metrics": metrics or {}}
+    manifest |= {"leaves": checksum.manifest(state)}
     save = _Save(
       step,
       checkpoint_files.state_bytes(state),
       checkpoint_dir.under_way(self.directory, step, token),
-      {"step": step, "metrics": metrics or {}, "leaves": leaves},
+      manifest | carry_over.split_as_json(state, self._split),
       futures.Future(),
       is_last=False,
     )
@@ -149,7 +156,9 @@ class Checkpoints:
       return
     is_alone = jax.process_count() == 1
     try:
-      written = checkpoint_files.start_writing(save.directory, state)
+      written = checkpoint_files.start_writing(
+        save.directory, carry_over.as_saved(state)
+      )
     except Exception as e:
       save = save._replace(work=futures.Future())
       save.work.set_exception(e)
@@ -252,8 +261,8 @@ class Checkpoints:
       if self._lease is not None:
         self._lease.check()
       raise
-    self._accuracies[save.step] = save.manifest["metrics"].get("accuracy")
-    checkpoint_dir.prune(self.directory, *self._keep, self._accuracies)
+    self._scores[save.step] = score(save.manifest["metrics"])
+    checkpoint_dir.prune(self.directory, *self._keep, self._scores)
 
   def _sweep(self) -> None:
     """Once, before anything there is read to be gone on with."""
@@ -273,9 +282,9 @@ class Checkpoints:
         bit for bit.
 
     Raises:
-      ConfigError: it belongs to another model, optimizer or exchange, or to another
-        number of devices and cannot be carried over, or every checkpoint there is
-        damaged.
+      ConfigError: it belongs to another model, optimizer or exchange, or to other
+        devices or another layout and cannot be carried over, or every checkpoint
+        there is damaged.
     """
     steps = cluster.from_leader(self.steps())
     for step in reversed(steps):
@@ -303,17 +312,19 @@ class Checkpoints:
     self, step: int, abstract: TrainState, resize: carry_over.Resize | None
   ) -> TrainState:
     path = self.directory / str(step)
-    leaves, problem = cluster.from_leader(_leaves_of(path))
+    manifest, problem = cluster.from_leader(_manifest_of(path))
     if problem:
       raise DamagedError(problem)
-    other = carry_over.other_count(leaves, abstract, resize)
+    leaves = manifest["leaves"]
+    other = carry_over.other(manifest, abstract, resize, self._split)
     saved = other.saved if other else abstract
     checkpoint_files.check_same_leaves(path, leaves, checksum.describe(saved))
-    if other and other.resize is None:
+    if other and other.carry is None:
       raise carry_over.refusal(path, other)
     state, problem = None, None
     try:
       wanted = carry_over.to_load(other, abstract) if other else abstract
+      wanted = carry_over.as_saved(wanted)
       state = checkpoint_files.load(path, wanted, pad=other is not None)
     except (DamagedError, OSError) as e:
       problem = str(e)
@@ -321,15 +332,17 @@ class Checkpoints:
     if problems := [p for p in cluster.gather(problem) if p]:
       raise DamagedError(problems[0])
     try:
-      found = checksum.manifest(state, saved)
+      found = checksum.manifest(state, carry_over.as_saved(saved))
     except FloatingPointError as e:
       raise DamagedError(one_line(e)) from e
     for name, leaf in found.items():
       if leaf["checksum"] != leaves[name]["checksum"]:
         raise DamagedError(f"the checksum of {name} does not match")
     assert state is not None
+    if not jax.tree.leaves(abstract.exchange_state):
+      state = state._replace(exchange_state=abstract.exchange_state)
     if other:
-      state = carry_over.resized_state(other, state, abstract)
+      state = carry_over.carried_state(other, state, abstract)
       if cluster.is_leader():
         self.say(f"checkpoint {step}: {carry_over.story(other)}")
     return state
@@ -344,9 +357,9 @@ class Checkpoints:
     return None
 
 
-def _leaves_of(path: Path) -> tuple[dict[str, Any] | None, str | None]:
-  """The leaves that a manifest names, or why it cannot be trusted."""
+def _manifest_of(path: Path) -> tuple[dict[str, Any] | None, str | None]:
+  """The manifest, or why it cannot be trusted."""
   try:
-    return checkpoint_files.read_manifest(path)["leaves"], None
+    return checkpoint_files.read_manifest(path), None
   except DamagedError as damage:
     return None, str(damage)

@@ -12,7 +12,7 @@ import os
 import shutil
 from pathlib import Path
 
-from jaxscale import checkpoint_files
+from jaxscale import checkpoint_files, metrics
 
 _UNDER_WAY, _REMOVED, _DAMAGED = ".tmp-", ".removed", ".damaged"
 
@@ -30,21 +30,21 @@ def under_way(directory: Path, step: int, token: int) -> Path:
 
 
 def prune(
-  directory: Path, keep_last: int, keep_best: int, accuracies: dict[int, float | None]
+  directory: Path, keep_last: int, keep_best: int, scores: dict[int, float | None]
 ) -> None:
   """Delete what is neither among the last nor among the best.
 
   Args:
     directory: of the checkpoints.
     keep_last: how many of the newest stay.
-    keep_best: how many of those with the highest accuracy stay as well.
-    accuracies: what is known of them by step; added to.
+    keep_best: how many of those with the highest score stay as well.
+    scores: what is known of `metrics.score` by step; added to.
   """
   there = steps(directory)
   for step in there:
-    if step not in accuracies:
-      accuracies[step] = _accuracy(directory / str(step))
-  ranked = sorted((a, s) for s in there if (a := accuracies[s]) is not None)
+    if step not in scores:
+      scores[step] = _score(directory / str(step))
+  ranked = sorted((x, s) for s in there if (x := scores[s]) is not None)
   best = {step for _, step in ranked[max(len(ranked) - keep_best, 0) :]}
   for step in set(there) - set(there[-keep_last:]) - best:
     _remove(directory / str(step))
@@ -81,8 +81,8 @@ def _remove(path: Path) -> None:
   shutil.rmtree(gone, ignore_errors=True)
 
 
-def _accuracy(path: Path) -> float | None:
+def _score(path: Path) -> float | None:
   try:
-    return checkpoint_files.read_manifest(path)["metrics"].get("accuracy")
+    return metrics.score(checkpoint_files.read_manifest(path)["metrics"])
   except checkpoint_files.DamagedError:
     return None

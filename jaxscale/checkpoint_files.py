@@ -30,7 +30,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
+from jaxscale import in_flight
+from jaxscale.checksum import shard_checksum
+from jaxscale.paths import path_name
 from jaxscale.settings import ConfigError
 
 MANIFEST = "manifest.json"
@@ -53,8 +57,12 @@ def start_writing(directory: Path, state: Any) -> Callable[[], None]:
   Returns:
     What waits until the part is on disk, and raises what went wrong.
   """
-  args, path, handler = _orbax()
-  saving = handler.async_save(path(directory / _STATE), args=args.StandardSave(state))
+  ocp, path = _orbax()
+  limit: Any = in_flight.limit_to_write(state)
+  handler = ocp.StandardCheckpointHandler(save_concurrent_gb=limit)
+  small = ocp.SaveArgs(chunk_byte_size=in_flight.CHUNK)
+  args = ocp.args.StandardSave(state, save_args=jax.tree.map(lambda _: small, state))
+  saving = handler.async_save(path(directory / _STATE), args=args)
 
   def copied():
     loop = asyncio.new_event_loop()
@@ -76,8 +84,8 @@ def start_writing(directory: Path, state: Any) -> Callable[[], None]:
 
 def finish(directory: Path, manifest: dict[str, Any]) -> None:
   """Make one checkpoint of the parts of all processes; one process calls it."""
-  _, path, handler = _orbax()
-  handler.finalize(path(directory / _STATE))
+  ocp, path = _orbax()
+  ocp.StandardCheckpointHandler().finalize(path(directory / _STATE))
   content = {**manifest, "crc32": _crc32(manifest)}
   with (directory / MANIFEST).open("w") as file:
     json.dump(content, file)
@@ -113,16 +121,92 @@ def load(directory: Path, abstract: Any, *, pad: bool = False) -> Any:
   Raises:
     DamagedError: something cannot be read.
   """
-  args, path, handler = _orbax()
-  wanted = args.StandardRestore(abstract, strict=not pad)
+  ocp, path = _orbax()
+  where = path(directory / _STATE)
+
+  def restore():
+    limit: Any = in_flight.limit_to_read(abstract, _chunks(ocp, where))
+    handler = ocp.StandardCheckpointHandler(restore_concurrent_gb=limit)
+    wanted = ocp.args.StandardRestore(abstract, strict=not pad)
+    return handler.restore(where, args=wanted)
+
+  return _read(restore)
+
+
+def _chunks(ocp: Any, where: Any) -> dict[str, tuple[int, ...]]:
+  """Shape of the chunks of each array of a checkpoint, by path."""
+  tree = ocp.StandardCheckpointHandler().metadata(where)
+  found = jax.tree_util.tree_leaves_with_path(getattr(tree, "tree", tree))
+  return {path_name(path): tuple(x.storage.chunk_shape) for path, x in found}
+
+
+def load_part(directory: Path, abstract: Any) -> Any:
+  """Some of the arrays, e.g. {"params": …}: what `abstract` lacks is not read.
+
+  Raises:
+    DamagedError: something cannot be read.
+  """
+  ocp, path = _orbax()
+  where = path(directory / _STATE)
+  layout = ocp.checkpoint_utils.construct_restore_args(abstract)
+  wanted = ocp.args.PyTreeRestore(abstract, restore_args=layout, partial_restore=True)
+
+  def restore():
+    limit: Any = in_flight.limit_to_read(abstract, _chunks(ocp, where))
+    handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit)
+    return handler.restore(where, args=wanted)
+
+  return _read(restore)
+
+
+def _read(restore: Callable[[], Any]) -> Any:
+  """What a restore gives, or why it fails in one line."""
   # Where one read fails, others end unfinished, and Python warns of each.
   with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
     try:
-      return handler.restore(path(directory / _STATE), args=wanted)
+      return restore()
     except Exception as e:
       problem = one_line(e)
     gc.collect()
   raise DamagedError(problem)
+
+
+def leaf_reader(directory: Path) -> Callable[[str], np.ndarray]:
+  """What reads one leaf by its name in the manifest, whole, onto the host.
+
+  Args:
+    directory: of the checkpoint.
+
+  Raises:
+    DamagedError: it cannot be read; of a leaf: when that is asked for.
+  """
+  ocp, path = _orbax()
+  handler, where = ocp.PyTreeCheckpointHandler(), path(directory / _STATE)
+  manifest = read_manifest(directory)["leaves"]
+  try:
+    tree: Any = handler.metadata(where)
+    flat, structure = jax.tree_util.tree_flatten_with_path(getattr(tree, "tree", tree))
+  except Exception as e:
+    raise DamagedError(one_line(e)) from e
+  names = [path_name(p) for p, _ in flat]
+  to_host = ocp.RestoreArgs(restore_type=np.ndarray)
+  restore_args = jax.tree.unflatten(structure, [to_host] * len(names))
+
+  def read(name: str) -> np.ndarray:
+    wanted = [np.zeros(()) if n == name else ocp.PLACEHOLDER for n in names]
+    item = jax.tree.unflatten(structure, wanted)
+    args = ocp.args.PyTreeRestore(item=item, restore_args=restore_args)
+    try:
+      restored = handler.restore(where, args=args)
+    except Exception as e:
+      raise DamagedError(one_line(e)) from e
+    (leaf,) = (x for x in jax.tree.leaves(restored) if x is not ocp.PLACEHOLDER)
+    found = shard_checksum(leaf, (slice(None),) * leaf.ndim, leaf.shape)[0]
+    if f"{found:016x}" != manifest[name]["checksum"]:
+      raise DamagedError(f"the checksum of {name} does not match")
+    return leaf
+
+  return read
 
 
 def why_unsaved(step: int, full: bool, why: str, directory: Path, size: int) -> str:
@@ -221,8 +305,8 @@ def _crc32(manifest: dict[str, Any]) -> int:
 
 
 @functools.cache
-def _orbax() -> tuple[Any, Any, Any]:
-  """Orbax's arguments, its path type and a handler, when they are first needed.
+def _orbax() -> tuple[Any, Any]:
+  """Orbax and its path type, when they are first needed.
 
   The import takes 0.3 s, and a run that starts anew saves only later.
   """
@@ -233,7 +317,7 @@ def _orbax() -> tuple[Any, Any, Any]:
     logging.getLogger(logger).addFilter(_is_not_told_here)
   told_by = sys.unraisablehook
   sys.unraisablehook = lambda told: None if _is_left_over(told) else told_by(told)
-  return ocp.args, epath.Path, ocp.StandardCheckpointHandler()
+  return ocp, epath.Path
 
 
 def _is_not_told_here(record: logging.LogRecord) -> bool:

@@ -8,6 +8,8 @@ changes the sum; several leave it alone once in about 2^64.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -83,20 +85,49 @@ def shard_checksum(
     index: where it lies in the whole array.
     shape: of the whole array.
   """
-  places = np.zeros((), np.uint64)
-  for dim, size in enumerate(shape):
-    start, stop, _ = index[dim].indices(size)
-    along = np.arange(start, stop, dtype=np.uint64)
-    places = places[..., None] * np.uint64(size) + along
   bits = np.ascontiguousarray(data).reshape(-1)
   bits = bits.view(f"u{data.dtype.itemsize}")
-  places = places.reshape(-1)
-  total = np.zeros(1, np.uint64)
-  for i in range(0, bits.size, _CHUNK):
-    weight = _mix(places[i : i + _CHUNK]) | np.uint64(1)
-    mixed = _mix(bits[i : i + _CHUNK].astype(np.uint64) + np.uint64(1))
+  total, first = np.zeros(1, np.uint64), 0
+  for places in _places(index, shape):
+    weight = _mix(places) | np.uint64(1)
+    mixed = _mix(bits[first : first + places.size].astype(np.uint64) + np.uint64(1))
     total += (mixed * weight).sum(dtype=np.uint64)
+    first += places.size
   return total
+
+
+def _places(index: tuple[slice, ...], shape: tuple[int, ...]) -> Iterator[np.ndarray]:
+  """Places of a shard's elements in the whole array, in their order, uint64 [≤ chunk].
+
+  Those of all would take more memory than the shard itself.
+  """
+  spans = [s.indices(size)[:2] for s, size in zip(index, shape, strict=True)]
+  # The last dims that make no more than a chunk together, and one dim in blocks.
+  block, dim = 1, len(shape)
+  while dim and block * (spans[dim - 1][1] - spans[dim - 1][0]) <= _CHUNK:
+    dim -= 1
+    block *= spans[dim][1] - spans[dim][0]
+  inner = _flat(spans[dim:], shape[dim:])
+  if not dim:
+    yield inner
+    return
+  start, stop = spans[dim - 1]
+  rows = max(_CHUNK // max(block, 1), 1)
+  stride = np.uint64(math.prod(shape[dim:]))
+  for outer in _flat(spans[: dim - 1], shape[: dim - 1]):
+    for i in range(start, stop, rows):
+      along = np.arange(i, min(i + rows, stop), dtype=np.uint64)
+      along = along + outer[None] * np.uint64(shape[dim - 1])
+      yield (along[:, None] * stride + inner).reshape(-1)
+
+
+def _flat(spans: Sequence[tuple[int, int]], shape: tuple[int, ...]) -> np.ndarray:
+  """Places of a block in an array, uint64 [elements]."""
+  places = np.zeros(1, np.uint64)
+  for (start, stop), size in zip(spans, shape, strict=True):
+    along = np.arange(start, stop, dtype=np.uint64)
+    places = (places[:, None] * np.uint64(size) + along).reshape(-1)
+  return places
 
 
 def _mix(x: np.ndarray) -> np.ndarray:

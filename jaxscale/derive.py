@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,8 +25,9 @@ class Derived(NamedTuple):
     eval_every: steps between evaluations (in the first stage).
     save_every: steps between checkpoints (in the first stage).
     num_devices: over all processes.
-    start_devices: likewise, when the run began; on fewer of them there are more
-      micro-batches a step, so that none is larger than then (spread.py).
+    row_blocks: in how many parts they split the rows of a batch.
+    start_devices: over all processes when the run began; on fewer of them there are
+      more micro-batches a step, so that none is larger than then (spread.py).
     device_batch_size: examples a device and step (in the first stage).
     micro_batch_size: examples a device and micro-batch (in the first stage).
     eval_batch_size: over all devices, rounded up to a multiple of them; no more
@@ -41,6 +43,7 @@ class Derived(NamedTuple):
   eval_every: int
   save_every: int
   num_devices: int
+  row_blocks: int
   start_devices: int
   device_batch_size: int
   micro_batch_size: int
@@ -77,11 +80,15 @@ def derive(
     4
   """
   start = start_devices or num_devices
+  # What the grid lacks is said by what makes it.
+  shape = mesh_shape(num_devices, **dataclasses.asdict(config.mesh))
+  blocks, each = shape.row_blocks, shape.stage * shape.model
+  start_blocks = max(start // each, 1)
   _check_length(config, num_train)
-  _check_batch(config.batch_size, num_train, start, config.accumulate_steps)
+  _check_batch(config.batch_size, num_train, start_blocks, config.accumulate_steps)
   stages = _stages(config, num_train, chosen)
-  _check_stages(config, stages, num_train, start)
-  stages = over_devices(config, stages, num_devices, start)
+  _check_stages(config, stages, num_train, start_blocks)
+  stages = over_devices(config, stages, blocks, start_blocks)
   warmup_steps = round(config.schedule.warmup_epochs * num_train / config.batch_size)
   all_steps = config.epochs * num_train / config.batch_size
   if warmup_steps >= all_steps > 1:
@@ -104,30 +111,30 @@ def derive(
     eval_every=steps_of(config.evaluation.every_epochs, num_train, first),
     save_every=steps_of(config.checkpoint.every_epochs, num_train, first),
     num_devices=num_devices,
+    row_blocks=blocks,
     start_devices=start,
-    device_batch_size=first.batch_size // num_devices,
-    micro_batch_size=first.batch_size // (num_devices * first.accumulate_steps),
-    eval_batch_size=-(-min(config.evaluation.batch_size, num_eval) // num_devices)
-    * num_devices,
+    device_batch_size=first.batch_size // blocks,
+    micro_batch_size=first.batch_size // (blocks * first.accumulate_steps),
+    eval_batch_size=-(-min(config.evaluation.batch_size, num_eval) // blocks) * blocks,
     stages=stages,
   )
 
 
 def over_devices(
-  config: cfg.Config, stages: Sequence[Stage], num_devices: int, start_devices: int
+  config: cfg.Config, stages: Sequence[Stage], num_blocks: int, start_blocks: int
 ) -> tuple[Stage, ...]:
   """The stages, as asked for, with the micro-batches that a step has here.
 
   Args:
     config: says what is to stay as it was.
-    stages: whose batches divide over `start_devices`.
-    num_devices: there are now.
-    start_devices: there were when the run began.
+    stages: whose batches divide over `start_blocks`.
+    num_blocks: parts that devices split the rows in now.
+    start_blocks: when the run began.
 
   Raises:
     ConfigError: a batch does not divide over these devices.
   """
-  if num_devices == start_devices:
+  if num_blocks == start_blocks:
     return tuple(stages)
   span = _bn_span(config) or "device"
 
@@ -138,20 +145,20 @@ def over_devices(
       return micros == stage.accumulate_steps
     rows = stage.batch_size // (devices * micros)
     try:
-      shape = mesh_shape(devices, replica=config.mesh.replica, data=config.mesh.data)
-      batch_norm_span(span, rows, replica=shape[0], data=shape[1])
+      grid = dataclasses.asdict(config.mesh) | {"stage": 1, "model": 1}
+      shape = mesh_shape(devices, **grid)
+      batch_norm_span(span, rows, replica=shape.replica, data=shape.data * shape.fsdp)
     except ConfigError:
       return False
     return True
 
-  # What the grid lacks is said by what makes it.
-  mesh_shape(num_devices, replica=config.mesh.replica, data=config.mesh.data)
-  return spread.over_devices(stages, num_devices, start_devices, keeps)
+  return spread.over_devices(stages, num_blocks, start_blocks, keeps)
 
 
 def story(config: cfg.Config, derived: Derived) -> str | None:
   """What there is to say where the run began on another number of devices."""
-  here, start = derived.num_devices, derived.start_devices
+  each = derived.num_devices // derived.row_blocks  # devices that share their rows
+  here, start = derived.row_blocks, max(derived.start_devices // each, 1)
   if here == start:
     return None
   asked = [s._replace(accumulate_steps=_asked(config, s)) for s in derived.stages]

@@ -8,13 +8,14 @@ from concurrent.futures import Future
 import jax
 from jax.sharding import Mesh
 
-from jaxscale import data, loop, non_finite, replicas, stages
+from jaxscale import data, loop, metrics, non_finite, replicas, stages
 from jaxscale.checkpoint import Checkpoints
 from jaxscale.cluster.agreement import LeftOff
 from jaxscale.cluster.watch import Watch
 from jaxscale.data.dataset import Batch
 from jaxscale.derive import steps_of
 from jaxscale.mesh import host_shard
+from jaxscale.parallel.layout import summed_axes
 from jaxscale.refusals import Refusals
 from jaxscale.reporter import Reporter
 
@@ -60,7 +61,9 @@ def make_events(
     with reporter.pause():
       if bad.seen is not None:
         params, model_state = bad.state.params, bad.state.model_state
-        story = non_finite.describe(bad.seen, params, model_state, bad.state)
+        story = non_finite.describe(
+          bad.seen, params, model_state, bad.state, summed_axes(experiment.layout)
+        )
         text, in_state = story.text or bad.what, story.in_state
       if refusals is None:
         raise loop.NonFiniteError(bad.step, text)
@@ -81,6 +84,8 @@ def make_events(
       except LeftOff:
         reporter.say(f"step {step}  the evaluation is left for later")
         return None
+    if isinstance(info := experiment.eval_data.info, data.TextInfo):
+      values |= metrics.perplexity_of(values["loss"], info.bytes_per_token)
     reporter.evaluated(step, values)
     return values
 

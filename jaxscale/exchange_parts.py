@@ -38,31 +38,39 @@ from jaxscale.stages import Stage, step_at
 
 
 def make_exchange(
-  config: cfg.Config, derived: Derived, mesh: Mesh, params: Callable[[], Any]
+  config: cfg.Config,
+  derived: Derived,
+  sizes: dict[str, int],
+  params: Callable[[], Any],
+  mesh: Mesh,
 ) -> tuple[Exchange, list[str]]:
   """How gradients are averaged, and what there is to say about it.
 
   Args:
     config: whose `exchange` it is.
     derived: for the steps of `plain_epochs`.
-    mesh: all its axes are averaged over.
-    params: gives those of the model, or their shapes.
+    sizes: of the axes that are averaged over.
+    params: gives those of a device, or their shapes.
+    mesh: that the axes are of.
 
   Raises:
     ConfigError: it does not fit the devices; the file of links is no such file.
   """
-  axes, chosen, notes = mesh.axis_names, config.exchange, []
+  axes, chosen, notes = tuple(sizes), config.exchange, []
+  num_devices = math.prod(sizes.values())
+  if not axes:  # gradients are summed in the backward pass
+    return plain(axes), []
   try:
     match chosen:
       case cfg.AllReduce():
-        made, notes = _all_reduce(chosen, mesh, params)
+        made, notes = _all_reduce(chosen, sizes, params, mesh)
       case cfg.Int8():
         made = int8(
           axes, block=chosen.block, bucket_bytes=chosen.bucket_bytes, seed=config.seed
         )
       case cfg.TopK():
         made = top_k(
-          axes, num_devices=mesh.size, share=chosen.share, per=chosen.per,
+          axes, num_devices=num_devices, share=chosen.share, per=chosen.per,
           bucket_bytes=chosen.bucket_bytes,
         )  # fmt: skip
       case cfg.PowerSGD():
@@ -70,7 +78,7 @@ def make_exchange(
           axes, rank=chosen.rank, bucket_bytes=chosen.bucket_bytes, seed=config.seed
         )
       case cfg.OneBit():
-        made = one_bit(axes, num_devices=mesh.size, bucket_bytes=chosen.bucket_bytes)
+        made = one_bit(axes, num_devices=num_devices, bucket_bytes=chosen.bucket_bytes)
   except ConfigError as e:
     raise ConfigError(f"{type(chosen).__name__}.{e}") from None
   plain_epochs = getattr(chosen, "plain_epochs", 0.0)
@@ -83,10 +91,10 @@ def make_exchange(
 
 
 def _all_reduce(
-  chosen: cfg.AllReduce, mesh: Mesh, params: Callable[[], Any]
+  chosen: cfg.AllReduce, sizes: dict[str, int], params: Callable[[], Any], mesh: Mesh
 ) -> tuple[Exchange, list[str]]:
   """By the algorithm asked for, in 32 or 16 bits, in buckets or not."""
-  axes, sizes = mesh.axis_names, dict(mesh.shape)
+  axes = tuple(sizes)
   half = chosen.dtype if isinstance(chosen, cfg.HalfPrecision) else None
   links, measured, source = _links(chosen, sizes)
   planned_for = () if chosen.algorithm == "psum" else params()
@@ -129,8 +137,10 @@ def _links(
     source = f"as measured in {chosen.links}" if measured else (
       f"planned by the links of {chosen.links}: no mesh of this shape was measured"
     )  # fmt: skip
-  if BN_AXIS in sizes and "data" in found:
-    found = found | {BN_AXIS: found["data"]}  # neighbours of that axis
+  # Neighbours of that axis, where they were not measured apart.
+  for axis in (BN_AXIS, "fsdp", "model"):
+    if axis in sizes and axis not in found and "data" in found:
+      found = found | {axis: found["data"]}
   missing = [axis for axis, n in sizes.items() if n > 1 and axis not in found]
   if missing:
     raise ConfigError(

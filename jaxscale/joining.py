@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,29 @@ def joined(config: Config, workdir: Path) -> contextlib.AbstractContextManager[W
     config: what all processes have to be given alike.
     workdir: of the run; stacks of processes that a fault ends go to `faults/`.
   """
+  enough_threads()
   return cluster.joined(
     config,
     timeouts=cluster.Timeouts(**_pick(config, cluster.Timeouts)),
     limits=cluster.Limits(**_pick(config, cluster.Limits)),
     folder=workdir / "faults",
   )
+
+
+def enough_threads() -> None:
+  """Give simulated devices threads for all that they may wait in at once.
+
+  Before the first use of a backend (see `simulated`). A pool has a thread a device or
+  core. With eight devices on two cores, four had two threads each in two collectives,
+  the others none, and XLA aborted the process after 40 s (jax 0.10.2). The client
+  reads the size of its pool from NPROC; what is set there stays.
+  """
+  flags = os.environ.get("XLA_FLAGS", "")
+  forced = re.findall(r"--xla_force_host_platform_device_count=(\d+)", flags)
+  counts = [*forced, os.environ.get("JAX_NUM_CPU_DEVICES", "")]
+  devices = max((int(n) for n in counts if n.isdigit()), default=1)
+  if devices > 1:
+    os.environ.setdefault("NPROC", str(max(8 * devices, os.cpu_count() or 1)))
 
 
 def _pick(config: Config, cls: Any) -> dict[str, float]:

@@ -26,7 +26,7 @@ that never comes and calls `make_agree`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -40,9 +40,10 @@ from jaxscale import non_finite
 from jaxscale.collectives import vary
 from jaxscale.exchange import Exchange
 from jaxscale.exchange.local import LocalUpdate, reset_momentum
-from jaxscale.mesh import one_at_a_time, replicated
+from jaxscale.mesh import replicated
 from jaxscale.settings import ConfigError
-from jaxscale.state import TrainState, abstract_on, state_shardings
+from jaxscale.simulated import one_at_a_time
+from jaxscale.state import TrainState, abstract_on, state_shardings, with_given
 from jaxscale.step import (
   Batch,
   LossFn,
@@ -78,6 +79,7 @@ def init_local_state(
   method: LocalUpdate,
   *,
   seed: int = 0,
+  given: Mapping[str, jax.Array] | None = None,
 ) -> TrainState:
   """The state before the first step: all workers at the anchor.
 
@@ -88,13 +90,14 @@ def init_local_state(
     exchange: of the ways, for its state.
     method: for the state of its outer optimizer.
     seed: of the parameters.
+    given: what is not to be initialised; see `state.with_given`.
 
   Raises:
     ConfigError: `method` resets a momentum that `tx` does not have.
   """
   init = _initialiser(init_fn, tx, mesh, exchange, method)
   key = jax.random.key(seed)
-  return jax.jit(init, out_shardings=state_shardings(mesh))(key)
+  return jax.jit(init, out_shardings=state_shardings(mesh))(key, given or {})
 
 
 def abstract_local_state(
@@ -105,14 +108,15 @@ def abstract_local_state(
   method: LocalUpdate,
 ) -> TrainState:
   """Shapes, dtypes and shardings of `init_local_state`, without computing it."""
-  return abstract_on(mesh, _initialiser(init_fn, tx, mesh, exchange, method))
+  init = _initialiser(init_fn, tx, mesh, exchange, method)
+  return abstract_on(state_shardings(mesh), init)
 
 
 def _initialiser(init_fn, tx, mesh, exchange, method):
   """The function of a key that makes a state."""
 
-  def init(key):
-    params, model_state = init_fn(key)
+  def init(key, given):
+    params, model_state = with_given(init_fn(key), given)
     inner = tx.init(params)
     if method.reset_momentum:
       reset_momentum(inner)  # to refuse now what it would refuse in the step

@@ -2,7 +2,11 @@
 
 Axes, slowest link first: `replica` joins nodes or slices, `data` the devices
 within one, and `bn`, where there is one, those neighbours of `data` that share
-BatchNorm statistics. An *axis* is of the mesh, a *dim* of an array.
+BatchNorm statistics. Where a model is spread over devices there are also `fsdp`,
+along which a batch and the state are split, `stage`, of which each has some of the
+layers, and `model`, along which a layer is split or the tokens of a sequence. Those
+three are left out of a mesh where they have one device. An *axis* is of the mesh, a
+*dim* of an array.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -20,27 +25,49 @@ from jaxscale.settings import ConfigError
 
 AXES = ("replica", "data")
 BN_AXIS = "bn"  # a factor of `data`, only in meshes that need it
+MODEL_AXES = ("stage", "model")  # along which all devices have the same rows
 
 
-def mesh_shape(
-  num_devices: int, *, replica: int = 1, data: int = -1
-) -> tuple[int, int]:
-  """The sizes of `replica` and `data`, of which one can be -1: what is left.
+class MeshShape(NamedTuple):
+  """Devices along each axis."""
+
+  replica: int = 1
+  data: int = -1
+  fsdp: int = 1
+  stage: int = 1
+  model: int = 1
+
+  @property
+  def row_blocks(self) -> int:
+    """In how many parts the rows of a batch are split."""
+    return self.replica * self.data * self.fsdp
+
+
+def mesh_shape(num_devices: int, **sizes: int) -> MeshShape:
+  """The sizes of all axes, of which one can be -1: what is left.
+
+  Args:
+    num_devices: over all processes.
+    sizes: of axes by name; by default all devices are along `data`.
 
   Raises:
     ConfigError: the sizes do not multiply to the number of devices.
 
   Example:
     >>> mesh_shape(8, replica=2)
-    (2, 4)
+    MeshShape(replica=2, data=4, fsdp=1, stage=1, model=1)
   """
-  given = math.prod(n for n in (replica, data) if n != -1)
+  asked = MeshShape(**sizes)
+  given = math.prod(n for n in asked if n != -1)
   rest = num_devices // max(given, 1)
-  shape = (rest if replica == -1 else replica, rest if data == -1 else data)
+  shape = MeshShape(*(rest if n == -1 else n for n in asked))
   if min(shape) < 1 or math.prod(shape) != num_devices:
+    said = {"replica": asked.replica, "data": asked.data}
+    said |= {name: n for name, n in asked._asdict().items() if n != 1}
     raise ConfigError(
-      f"Mesh.replica={replica}, Mesh.data={data}: they must multiply to the "
-      f"{num_devices} devices there are; -1 stands for the rest"
+      ", ".join(f"Mesh.{name}={n}" for name, n in said.items())
+      + f": they must multiply to the {num_devices} devices there are; -1 stands for "
+      "the rest"
     )
   return shape
 
@@ -49,17 +76,23 @@ def make_mesh(
   *,
   replica: int = 1,
   data: int = -1,
+  fsdp: int = 1,
+  stage: int = 1,
+  model: int = 1,
   bn_devices: int = 1,
   devices: Sequence[Any] | None = None,
 ) -> Mesh:
-  """A mesh with the axes `replica` and `data`, and `bn` where it is asked for.
+  """A mesh with the axes `replica` and `data`, and others where they are asked for.
 
   Args:
     replica: groups of devices joined by the slow links; -1: what is left.
     data: devices in a group; -1: what is left.
+    fsdp: devices that split a batch and the state; -1: what is left.
+    stage: parts of the layers, one after another.
+    model: devices that split a layer, or a sequence.
     bn_devices: neighbours that share BatchNorm statistics, as
       `batch_norm_span` gives it. More than 1 splits `data` into
-      (data / bn_devices, bn_devices); the last axis is then named `bn`.
+      (data / bn_devices, bn_devices); the second axis is then named `bn`.
     devices: which devices to use; None: all of every process.
 
   Raises:
@@ -71,22 +104,86 @@ def make_mesh(
     OrderedDict({'replica': 1, 'data': 1})
   """
   num_devices = jax.device_count() if devices is None else len(devices)
-  shape = mesh_shape(num_devices, replica=replica, data=data)
-  # Explicit axes are the default of `jax.make_mesh`; jit's own partitioning,
-  # which the optimizer stage relies on, needs Auto ones.
-  types = (AxisType.Auto,) * len(AXES)
-  mesh = jax.make_mesh(shape, AXES, types, devices=devices)
+  shape = mesh_shape(
+    num_devices, replica=replica, data=data, fsdp=fsdp, stage=stage, model=model
+  )
+  sizes = {a: n for a, n in shape._asdict().items() if a in AXES or n > 1}
+  # Explicit axes are the default of JAX; jit's own partitioning, which the optimizer
+  # stage relies on, needs Auto ones.
+  types = (AxisType.Auto,) * len(sizes)
+  mesh = Mesh(_grid(sizes, devices), tuple(sizes), axis_types=types)
   if bn_devices == 1:
     return mesh
-  if bn_devices < 1 or shape[1] % bn_devices:
+  if bn_devices < 1 or shape.data % bn_devices:
     raise ConfigError(
-      f"bn_devices={bn_devices}: does not divide the data axis of {shape[1]} "
+      f"bn_devices={bn_devices}: does not divide the data axis of {shape.data} "
       "devices, give a divisor"
+    )
+  if shape.fsdp > 1:
+    raise ConfigError(
+      f"bn_devices={bn_devices}: neighbours are along fsdp here, of {shape.fsdp} "
+      "devices; share BatchNorm statistics over all of them or none"
     )
   # The order of the devices is that of the mesh without `bn`, so that each
   # holds the same rows.
-  grid = mesh.devices.reshape(shape[0], -1, bn_devices)
-  return Mesh(grid, (*AXES, BN_AXIS), axis_types=(*types, AxisType.Auto))
+  others = tuple(a for a in sizes if a not in AXES)
+  split = (shape.replica, -1, bn_devices, *(sizes[a] for a in others))
+  names = (*AXES, BN_AXIS, *others)
+  grid = mesh.devices.reshape(split)
+  return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def _grid(sizes: dict[str, int], devices: Sequence[Any] | None) -> np.ndarray:
+  """The devices of a mesh, the slices of a TPU apart along its slowest axes.
+
+  Args:
+    sizes: of the axes, the slowest first.
+    devices: None: all of every process.
+
+  Raises:
+    ConfigError: the slowest axes do not multiply to the number of slices.
+  """
+  devices = jax.devices() if devices is None else list(devices)
+  slices = len({getattr(d, "slice_index", None) for d in devices})
+  between, left = [], slices
+  for size in sizes.values():
+    between.append(math.gcd(size, left))
+    left //= between[-1]
+    if between[-1] < size:  # what is faster is within a slice
+      break
+  if left > 1:
+    axis = list(sizes)[len(between) - 1]
+    raise ConfigError(
+      f"Mesh.{axis}={sizes[axis]}: the devices are {slices} slices, and no slower axis "
+      f"joins them; give Mesh.replica={slices}"
+    )
+  between += [1] * (len(sizes) - len(between))
+  within = [n // k for n, k in zip(sizes.values(), between, strict=True)]
+
+  def make(**options):
+    if slices == 1:
+      return mesh_utils.create_device_mesh([*sizes.values()], devices, **options)
+    return mesh_utils.create_hybrid_device_mesh(within, between, devices, **options)
+
+  try:
+    return make()
+  except NotImplementedError:  # an axis is no whole dimension of the torus
+    return make(allow_split_physical_axes=True)
+
+
+def batch_axes(mesh: Mesh) -> tuple[str, ...]:
+  """The axes that split the rows of a batch.
+
+  Example:
+    >>> batch_axes(make_mesh(data=1, devices=jax.devices()[:1]))
+    ('replica', 'data')
+  """
+  return tuple(axis for axis in mesh.axis_names if axis not in MODEL_AXES)
+
+
+def row_blocks(mesh: Mesh) -> int:
+  """In how many parts the rows of a batch are split."""
+  return math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
 
 
 class BatchNormSpan(NamedTuple):
@@ -185,7 +282,8 @@ def submesh(mesh: Mesh, devices: Sequence[Any]) -> Mesh:
   """Some of the devices alone, under the names of the mesh's axes.
 
   They are all along `data`, or as many as can be along `bn`, so that what is
-  written for the one mesh runs on the other.
+  written for the one mesh runs on the other. For meshes without `fsdp`, `stage` and
+  `model`.
 
   Example:
     >>> mesh = make_mesh(replica=2, bn_devices=4)              # doctest: +SKIP
@@ -200,53 +298,37 @@ def submesh(mesh: Mesh, devices: Sequence[Any]) -> Mesh:
   return Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
 
 
-def one_at_a_time(function: Any, mesh: Mesh) -> Any:
-  """The jitted function; on simulated devices it returns when it is done.
-
-  Several CPU devices of a process share one pool of threads, and their
-  collectives wait for each other in it. With a few steps dispatched ahead they
-  wait for different ones, until XLA aborts the process after 40 s (measured:
-  200 steps of which nothing was read, 8 devices, jax 0.10.2).
-  """
-  here = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
-  if len(here) == 1 or here[0].platform != "cpu":
-    return function
-
-  def call(*args):
-    return jax.block_until_ready(function(*args))
-
-  call.lower = getattr(function, "lower", None)  # pyright: ignore
-  return call
-
-
 def replicated(mesh: Mesh) -> NamedSharding:
   """Every device holds the whole array."""
   return NamedSharding(mesh, P())
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-  """Rows (dim 0) are spread over all devices."""
-  return NamedSharding(mesh, P(mesh.axis_names))
+  """Rows (dim 0) are split along the axes of `batch_axes`."""
+  return NamedSharding(mesh, P(batch_axes(mesh)))
 
 
 def host_shard(mesh: Mesh) -> tuple[int, int]:
   """(index, count): which of `count` equal blocks of rows this process feeds.
 
+  Processes whose devices differ only along `stage` and `model` feed the same block.
+
   Raises:
-    ValueError: the mesh puts this process's devices apart from each other, or
-      processes have different numbers of devices.
+    ValueError: the mesh puts this process's rows apart from each other, or
+      processes have different numbers of rows.
   """
   owners = np.array([d.process_index for d in mesh.devices.flat])
-  mine = np.flatnonzero(owners == jax.process_index())
-  count = len(np.unique(owners))
+  owners = owners.reshape(row_blocks(mesh), -1)
+  held = {int(p): np.flatnonzero((owners == p).any(axis=1)) for p in np.unique(owners)}
+  mine = held.get(jax.process_index(), np.arange(0))
   if not np.array_equal(mine, np.arange(len(mine)) + (mine[0] if len(mine) else 0)):
     raise ValueError(
       f"process {jax.process_index()} owns the mesh positions {mine.tolist()}: "
       "they must be neighbours; order the devices by process"
     )
-  if len(mine) * count != len(owners):
+  if any(len(rows) != len(mine) for rows in held.values()) or mine[0] % len(mine):
     raise ValueError(
-      f"process {jax.process_index()} has {len(mine)} of {len(owners)} devices "
-      f"over {count} processes: give each process equally many"
+      f"process {jax.process_index()} has {len(mine)} of {len(owners)} blocks of rows "
+      f"over {len(held)} processes: give each process equally many"
     )
-  return int(mine[0]) // len(mine), count
+  return int(mine[0]) // len(mine), len(owners) // len(mine)

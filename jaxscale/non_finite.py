@@ -20,7 +20,7 @@ in `grad_norm`.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -167,14 +167,25 @@ class Story(NamedTuple):
   in_state: bool
 
 
-def describe(seen: jax.Array, params: Any, model_state: Any, state: Any) -> Story:
+def describe(
+  seen: jax.Array,
+  params: Any,
+  model_state: Any,
+  state: Any,
+  summed: Mapping[str, tuple[str, ...]] | None = None,
+) -> Story:
   """Who saw what in a bad step; every process must call it, and all get the same.
+
+  A gradient that is summed in the backward pass is bad on all devices that have a
+  part of the sum: where the loss of one of them is bad, that is who is named.
 
   Args:
     seen: the metric `SEEN` of the step.
     params: whose gradients they were, for the names.
     model_state: likewise.
     state: what the step was refused for; where that is bad itself, it is named.
+    summed: axes that a gradient is summed over before a device looks at it, by the
+      path of its parameter (`parallel.layout.summed_axes`).
 
   Example:
     >>> describe(metrics[SEEN], state.params, state.model_state, state).text
@@ -190,10 +201,18 @@ def describe(seen: jax.Array, params: Any, model_state: Any, state: Any) -> Stor
     if max(found) >= 0 or device in before
   ]
   told = cluster.gather([platform.node(), len(codes), mine])
-  names = [_names(params), ["loss"], _names(model_state), _names(params)]
+  summed, of_params = summed or {}, _names(params)
+  names = [
+    [_summed_words(name, summed) for name in of_params], ["loss"],
+    _names(model_state), of_params,
+  ]  # fmt: skip
+  has_bad_loss = any(own[1] >= 0 for _, _, rows in told for _, _, *own in rows)
   said: dict[str, list[tuple[int, str, int]]] = {}
   for process, (host, _, found) in enumerate(told):
     for device, bad_before, *own in found:
+      is_received = own[0] >= 0 > own[1] and of_params[own[0] // 2] in summed
+      if has_bad_loss and is_received and not bad_before:
+        continue
       what = bad_before or _say(own, names)
       said.setdefault(what, []).append((process, host, device))
   number = sum(count for _, count, _ in told)
@@ -224,6 +243,12 @@ def bad_leaves(tree: Any) -> dict[Any, str]:
 
 def _names(tree: Any) -> list[str]:
   return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _summed_words(name: str, summed: Mapping[str, tuple[str, ...]]) -> str:
+  return (
+    f"{name}, summed over {' and '.join(summed[name])}," if name in summed else name
+  )
 
 
 def _say(codes: Sequence[int], names: Sequence[Sequence[str]]) -> str:

@@ -161,6 +161,11 @@ def _branch(
     return dataclasses.replace(
       current, **_changes(type(current), current, fields, f"{path}.")
     )
+  if chosen not in classes and len(classes) == 1:
+    field = next(iter(hints(next(iter(classes.values())))))
+    raise ConfigError(
+      f"--config.{path}={chosen}: has fields, write e.g. --config.{path}.{field}=VALUE"
+    )
   if chosen not in classes:
     raise ConfigError(f"--config.{path}={chosen}: {nearest(chosen, classes)}")
   cls = classes[chosen]
@@ -194,7 +199,10 @@ def _parse(annotation: Any, text: str, path: str) -> Any:
       value = (value,)
     return coerce(annotation, value)
   except (TypeError, ValueError, SyntaxError, RecursionError, MemoryError):
-    raise ConfigError(f"--config.{path}={text}: give {type_name(annotation)}") from None
+    words = ", as \"('a', 'b')\"" if tuple[str, ...] in choices else ""
+    raise ConfigError(
+      f"--config.{path}={text}: give {type_name(annotation)}{words}"
+    ) from None
 
 
 def parse_args(argv: list[str]) -> tuple[dict[str, str], dict[str, str], bool]:
@@ -211,9 +219,12 @@ def parse_args(argv: list[str]) -> tuple[dict[str, str], dict[str, str], bool]:
     if arg in ("--help", "-h"):
       wants_help = True
       continue
+    if arg == "--describe":
+      options["describe"] = ""
+      continue
     name, given, value = arg.partition("=")
     if name not in ("--config", "--workdir") and not name.startswith("--config."):
-      hint = nearest(name, ["--config", "--workdir", "--help"])
+      hint = nearest(name, ["--config", "--workdir", "--describe", "--help"])
       raise ConfigError(
         f"{arg}: not an option, {hint}; a setting is --config.FIELD=VALUE"
       )
@@ -234,7 +245,7 @@ def help_text(config: Config | None) -> str:
   """Every field with its type, meaning and value (or all alternatives)."""
   lines = [
     "usage: python -m jaxscale.train --config FILE[:arg] [--workdir DIR]",
-    "                                [--config.FIELD=VALUE ...]",
+    "                                [--config.FIELD=VALUE ...] [--describe]",
     "",
     "Trains one experiment and resumes by itself when DIR holds a part of it.",
     "",
@@ -243,6 +254,8 @@ def help_text(config: Config | None) -> str:
     "                          (default: runs/ and the name of the config)",
     "  --config.FIELD=VALUE    replace a setting; --config.optimizer=LARS",
     "                          chooses an alternative and keeps shared fields",
+    "  --describe              print parameters, memory and collectives of a step on",
+    "                          the devices there are, and train nothing",
     "",
     "exit code: 0 done, 2 a mistake in what was asked for, 85 asked to stop and",
     "saved, 86 hung, 93 not to be started again, 130 Ctrl-C, 1 anything else",

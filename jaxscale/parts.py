@@ -7,19 +7,24 @@ Config: everything below takes plain arguments, and a notebook calls it so.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
 from jaxscale import config as cfg
-from jaxscale import data, models, optim
+from jaxscale import data, models, optim, weights
 from jaxscale.derive import Derived
 from jaxscale.mesh import BN_AXIS, BatchNormSpan, batch_norm_span, mesh_shape
+from jaxscale.paths import path_name
 from jaxscale.settings import ConfigError
 from jaxscale.stages import Stage, follow_batch_size, staged
+from jaxscale.state import TrainState
 
 
 def make_data(config: cfg.Config) -> tuple[data.Dataset, data.Dataset]:
@@ -35,9 +40,24 @@ def make_data(config: cfg.Config) -> tuple[data.Dataset, data.Dataset]:
         make(d.num_examples, shape, d.num_classes),
         make(num_eval, shape, d.num_classes, first=d.num_examples),
       )
+    case cfg.Text(sequence_length=length):
+      splits = "train", "test"
+      train, held_out = (data.text(s, sequence_length=length) for s in splits)
+      return train, held_out
+    case cfg.TFDSText() | cfg.TextFiles() as d:
+      return _text(d, d.train_split), _text(d, d.eval_split)
     case d:
       train = _encoded(d, d.train_split, d.image_size, d.augment)
       return train, _encoded(d, d.eval_split, d.image_size, "none")
+
+
+def _text(d: cfg.TFDSText | cfg.TextFiles, split: str) -> data.Dataset:
+  """A split of text that is not embedded."""
+  given = {f.name: getattr(d, f.name) for f in dataclasses.fields(d)}
+  options = {n: v for n, v in given.items() if n not in ("train_split", "eval_split")}
+  if isinstance(d, cfg.TFDSText):
+    return data.tfds_text(options.pop("name"), split, **options)
+  return data.text_files(options.pop("path"), split, **options)
 
 
 def resized_train_data(config: cfg.Config, image_size: int) -> data.Dataset:
@@ -47,9 +67,11 @@ def resized_train_data(config: cfg.Config, image_size: int) -> data.Dataset:
     ConfigError: they are not images that can be resized.
   """
   if not isinstance(config.data, (cfg.TFDS, cfg.ImageFolder)):
+    is_text = isinstance(config.data, (cfg.Text, cfg.TFDSText, cfg.TextFiles))
     raise ConfigError(
-      f"Stages.image_sizes={image_size}: {type(config.data).__name__} has images "
-      "of one size, use TFDS or ImageFolder"
+      f"Stages.image_sizes={image_size}: {type(config.data).__name__} has "
+      + ("no images" if is_text else "images of one size")
+      + ", use TFDS or ImageFolder"
     )
   return _encoded(config.data, config.data.train_split, image_size, config.data.augment)
 
@@ -71,11 +93,14 @@ def bn_span(config: cfg.Config, derived: Derived, stage: Stage) -> BatchNormSpan
   span: Any = getattr(config.model, "bn_span", "device")
   if not getattr(config.model, "batch_norm", True):
     span = "device"
-  replica, data_axis = mesh_shape(
-    derived.num_devices, replica=config.mesh.replica, data=config.mesh.data
+  shape = mesh_shape(derived.num_devices, **dataclasses.asdict(config.mesh))
+  rows = stage.batch_size // (shape.row_blocks * stage.accumulate_steps)
+  found = batch_norm_span(
+    span, rows, replica=shape.replica, data=shape.data * shape.fsdp
   )
-  rows = stage.batch_size // (derived.num_devices * stage.accumulate_steps)
-  return batch_norm_span(span, rows, replica=replica, data=data_axis)
+  if shape.fsdp > 1 and found.axis_name is not None:
+    return found._replace(axis_name=(*found.axis_name, "fsdp"))
+  return found
 
 
 def _bn_options(span: BatchNormSpan, mesh: Mesh) -> dict[str, Any]:
@@ -93,9 +118,25 @@ def _bn_options(span: BatchNormSpan, mesh: Mesh) -> dict[str, Any]:
 
 
 def make_model(
-  config: cfg.Config, info: data.DatasetInfo, mesh: Mesh, span: BatchNormSpan
-) -> models.ModelFns:
-  """The model as pure functions of raw images; `span` as from `bn_span`."""
+  config: cfg.Config,
+  info: data.DatasetInfo | data.TextInfo,
+  mesh: Mesh,
+  span: BatchNormSpan,
+  *,
+  train: bool = True,
+) -> models.ModelFns | models.Stack:
+  """The model as pure functions; `span` as from `bn_span`, `train` as of `make_stack`.
+
+  Raises:
+    ConfigError: it does not fit the images, or is not for such data.
+  """
+  if isinstance(config.model, (cfg.Transformer, cfg.ViT)):
+    return make_stack(config, info, train=train)
+  if isinstance(info, data.TextInfo):
+    raise ConfigError(
+      f"Config.model={type(config.model).__name__}: a model of images, and "
+      f"{type(config.data).__name__} is text; use Transformer, or other data"
+    )
   bn = _bn_options(span, mesh)
   common = {"num_classes": info.num_classes, "dtype": jnp.dtype(config.dtype)}
   match config.model:
@@ -133,6 +174,75 @@ def make_model(
         **common,
       )
   return models.functions(module, info.image_shape, mean=info.mean, std=info.std)
+
+
+def make_stack(
+  config: cfg.Config, info: data.DatasetInfo | data.TextInfo, *, train: bool = True
+) -> models.Stack:
+  """The model as a stack of layers, for a Transformer or ViT.
+
+  Args:
+    config: whose model is one of them.
+    info: of the data.
+    train: with what only training has, the smoothing of labels.
+
+  Raises:
+    ConfigError: the model is not for such data, or does not fit it.
+  """
+  m, kind = config.model, type(config.model).__name__
+  dtype = jnp.dtype(config.dtype)
+  is_text = isinstance(info, data.TextInfo)
+  if is_text != isinstance(m, cfg.Transformer):
+    other = "Transformer" if is_text else "ViT or ResNet"
+    raise ConfigError(
+      f"Config.model={kind}: {info.name} has {'text' if is_text else 'images'}, give "
+      f"{other}, or other data"
+    )
+  if isinstance(info, data.TextInfo):
+    assert isinstance(m, cfg.Transformer)
+    options = dataclasses.asdict(m)
+    if m.hidden is None:
+      options["hidden"] = -(-8 * m.width // (3 * 256)) * 256
+    return models.transformer(vocab_size=info.vocab_size, dtype=dtype, **options)
+  assert isinstance(m, cfg.ViT), "the other models are Flax modules: make_model"
+  if info.image_shape[0] % m.patch or info.image_shape[1] % m.patch:
+    raise ConfigError(
+      f"ViT.patch={m.patch}: does not divide the {info.image_shape[0]}x"
+      f"{info.image_shape[1]} pixels of {info.name}, give a divisor"
+    )
+  return models.vit(
+    image_shape=info.image_shape,
+    num_classes=info.num_classes,
+    mean=info.mean,
+    std=info.std,
+    label_smoothing=config.label_smoothing if train else 0.0,
+    dtype=dtype,
+    **dataclasses.asdict(m),
+  )
+
+
+def imported(
+  config: cfg.Config, num_classes: int, abstract: TrainState, say: Callable[[str], None]
+) -> dict[str, jax.Array]:
+  """The parameters of `Config.init_from`, as `init_state` takes them.
+
+  Args:
+    config: of the run.
+    num_classes: of its data; models may have more for even parts.
+    abstract: where the parameters are to lie.
+    say: is told what they are.
+  """
+  assert config.init_from is not None
+  found = weights.import_safetensors(
+    config.init_from,
+    abstract.params,
+    abstract.model_state,
+    num_classes=num_classes,
+    init_head=config.init_head,
+  )
+  say(found.story)
+  leaves = jax.tree.leaves_with_path((found.params, found.model_state))
+  return {path_name(p): x for p, x in leaves if isinstance(x, jax.Array)}
 
 
 def make_schedule(config: cfg.Config, derived: Derived) -> optax.Schedule:
@@ -201,6 +311,10 @@ def make_optimizer(
     include = settings.pop("include")
     settings["mask"] = masks[include] if include in masks else optim.matching(include)
   make: Any = getattr(optim, type(config.optimizer).__name__.lower())
+  if isinstance(config.model, (cfg.Transformer, cfg.ViT)):
+    stacked = optim.matching("^layers/")
+    if "stacked" in inspect.signature(make).parameters:
+      settings["stacked"] = stacked
   chain = [make(schedule, **settings)]
   if config.clip_norm is not None:
     chain.insert(0, optax.clip_by_global_norm(config.clip_norm))

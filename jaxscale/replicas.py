@@ -16,9 +16,12 @@ swapped, leave it alone once in about 2^32, in each leaf; since copies that diff
 stay so, the next check is another chance. Equal bits never raise an alarm. -0.0 and
 0.0 differ, and so do NaNs with other payloads.
 
+Where a layout splits an array, a device has a part of it, and is compared with those
+that have the same part; what one device alone has cannot be compared.
+
 Reading it all takes a device about as long as one pass over memory; the compiled
 program has no collective. What processes then tell each other is 16 hexadecimal
-digits a device, and every hash only if those differ.
+digits a device and way of splitting, and every hash only if those differ.
 """
 
 from __future__ import annotations
@@ -73,19 +76,21 @@ class Replica(NamedTuple):
     host: its name.
     device: as "gpu:3".
     hashes: one a leaf.
+    parts: which part of each leaf it has; (): all of each.
   """
 
   process: int
   host: str
   device: str
   hashes: tuple[int, ...]
+  parts: tuple[int, ...] = ()
 
 
 def check(tree: Any, fingerprint: Fingerprint, *, step: int, before: int = 0) -> None:
   """Compare the copies of all devices; every process must call it.
 
   Args:
-    tree: of replicated global arrays on the mesh.
+    tree: of global arrays on the mesh.
     fingerprint: of `make_fingerprint`, compiled or not.
     step: after which this is, for the message.
     before: the step of the check before, for `good_until`.
@@ -97,8 +102,11 @@ def check(tree: Any, fingerprint: Fingerprint, *, step: int, before: int = 0) ->
   Example:
     >>> check(shared(state), make_fingerprint(mesh), step=1000)  # doctest: +SKIP
   """
-  names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-  found = find_divergence(fingerprint(tree), names)
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  names = [path_name(path) for path, _ in leaves]
+  splits = [_split(x.sharding.spec) for _, x in leaves]
+  prints = fingerprint(tree)
+  found = find_divergence(prints, names, leaves[0][1].sharding.mesh, splits)
   if found is not None:
     raise ReplicaDivergenceError(step, found, before)
 
@@ -108,8 +116,7 @@ def shared(state: TrainState) -> TrainState:
   return state._replace(exchange_state=())
 
 
-@functools.cache
-def make_fingerprint(mesh: Mesh) -> Any:
+def make_fingerprint(mesh: Mesh, tree: Any = None) -> Any:
   """Compile-ready `tree -> uint32 [devices, leaves]`: the hash of every copy.
 
   The first dim is sharded, each row on the device that it tells of, in the order
@@ -118,21 +125,39 @@ def make_fingerprint(mesh: Mesh) -> Any:
   other work.
 
   Args:
-    mesh: where the arrays are; each device has all of each.
+    mesh: where the arrays are.
+    tree: of arrays, or of what has their shardings; None: each device has all of
+      each.
 
   Example:
     >>> make_fingerprint(mesh)({"w": w, "b": b}).shape       # doctest: +SKIP
     (8, 2)
   """
+  if tree is None:
+    return _fingerprint_of(mesh, P())
+  specs = jax.tree.map(lambda x: x.sharding.spec, tree)
+  if not any(_split(spec) for spec in jax.tree.leaves(specs)):
+    return _fingerprint_of(mesh, P())
+  return _fingerprint_of.__wrapped__(mesh, specs)  # trees are no keys of a cache
+
+
+@functools.cache
+def _fingerprint_of(mesh: Mesh, specs: Any) -> Any:
   axes = mesh.axis_names
 
   def own(tree):
     # Varying: from here on each device reads the copy that it has itself.
-    hashes = [_hash_bits(x) for x in jax.tree.leaves(vary(tree, axes))]
-    return jnp.stack(hashes)[None]
+    leaves = [_hash_bits(x) for x in jax.tree.leaves(vary(tree, axes))]
+    return jnp.stack(leaves)[None]
 
-  hashed = jax.shard_map(own, mesh=mesh, in_specs=P(), out_specs=P(axes))
+  hashed = jax.shard_map(own, mesh=mesh, in_specs=(specs,), out_specs=P(axes))
   return jax.jit(hashed)
+
+
+def _split(spec: P) -> tuple[str, ...]:
+  """The axes that split an array."""
+  parts = [a if isinstance(a, tuple) else (a,) for a in spec if a is not None]
+  return tuple(axis for part in parts for axis in part)
 
 
 def hash_bits(x: jax.Array) -> jax.Array:
@@ -173,7 +198,12 @@ def _mix(x: jax.Array) -> jax.Array:
   return x ^ (x >> jnp.uint32(16))
 
 
-def find_divergence(prints: jax.Array, names: Sequence[str]) -> str | None:
+def find_divergence(
+  prints: jax.Array,
+  names: Sequence[str],
+  mesh: Mesh | None = None,
+  splits: Sequence[tuple[str, ...]] | None = None,
+) -> str | None:
   """Who differs from whom, in one line; None if nobody does.
 
   All processes must call it, and all get the same answer.
@@ -181,16 +211,19 @@ def find_divergence(prints: jax.Array, names: Sequence[str]) -> str | None:
   Args:
     prints: what `make_fingerprint`'s function gave, [devices, leaves].
     names: of the leaves.
+    mesh: in whose order the devices are, for `splits`.
+    splits: axes that split each leaf; None: none does.
   """
-  own = _own_replicas(prints)
-  digests = {_digest(replica.hashes) for replica in own}
-  if len(set().union(*cluster.gather(sorted(digests)))) <= 1:
+  own = _own_replicas(prints, mesh, splits)
+  said = {digest for replica in own for digest in _digests(replica, splits)}
+  every = set().union(*cluster.gather(sorted(said)))
+  if len({digest.rpartition(" ")[0] for digest in every}) == len(every):
     return None
   return describe([Replica(*r) for rs in cluster.gather(own) for r in rs], names)
 
 
 def describe(replicas: Sequence[Replica], names: Sequence[str]) -> str | None:
-  """Who differs from most of the devices, voted leaf by leaf; None if nobody.
+  """Who differs from most of those that have the same, voted leaf by leaf; or None.
 
   Args:
     replicas: of all devices.
@@ -202,26 +235,34 @@ def describe(replicas: Sequence[Replica], names: Sequence[str]) -> str | None:
     >>> describe(whole, ["w", "b"])
     'process 1 (node1, gpu:0) differs from 2 of 3 devices in b'
   """
-  columns = list(zip(*(r.hashes for r in replicas), strict=True))
-  differing = [i for i, column in enumerate(columns) if len(set(column)) > 1]
+  differing: dict[int, list[dict[int, int]]] = {}  # leaf -> device -> hash, by part
+  for i in range(len(names)):
+    same: dict[int, dict[int, int]] = {}
+    for j, r in enumerate(replicas):
+      same.setdefault(r.parts[i] if r.parts else 0, {})[j] = r.hashes[i]
+    if bad := [found for found in same.values() if len(set(found.values())) > 1]:
+      differing[i] = bad
   if not differing:
     return None
-  where = names[differing[0]]
-  if more := len(differing) - 1:
-    where += f" and {more} more leaves" if more > 1 else " and 1 more leaf"
+  first, more = names[min(differing)], len(differing) - 1
+  where = first + (f" and {more} more lea{'ves' if more > 1 else 'f'}" if more else "")
+  groups = [found for bad in differing.values() for found in bad]
+  if any(len(found) < len(replicas) for found in groups):
+    where = f"the same part of {where}"
   apart: set[int] = set()
-  for i in differing:
-    value, votes = Counter(columns[i]).most_common(1)[0]
-    if 2 * votes > len(replicas):
-      apart |= {j for j, found in enumerate(columns[i]) if found != value}
+  for found in groups:
+    value, votes = Counter(found.values()).most_common(1)[0]
+    if 2 * votes > len(found):
+      apart |= {j for j, h in found.items() if h != value}
+  concerned = sorted(set().union(*groups))
   if apart:
-    most = f"{len(replicas) - len(apart)} of {len(replicas)} devices"
+    most = f"{len(concerned) - len(apart)} of {len(concerned)} devices"
     some = _places([replicas[j] for j in sorted(apart)])
     return f"{some} differs from {most} in {where}"
-  some = _places(replicas)
-  versions = max(len(set(columns[i])) for i in differing)
+  some = _places([replicas[j] for j in concerned])
+  versions = max(len(set(found.values())) for found in groups)
   return (
-    f"{some} differ in {where}: {len(replicas)} devices, {versions} versions, and no "
+    f"{some} differ in {where}: {len(concerned)} devices, {versions} versions, and no "
     "majority that says which one is right"
   )
 
@@ -243,7 +284,9 @@ def _few(words: list[str], more: str) -> list[str]:
   return [*words[:_SHOWN], f"{hidden} {more}"] if hidden > 0 else words
 
 
-def _own_replicas(prints: jax.Array) -> list[Replica]:
+def _own_replicas(
+  prints: jax.Array, mesh: Mesh | None, splits: Sequence[tuple[str, ...]] | None
+) -> list[Replica]:
   """The rows of this process, in the order of the mesh."""
   shards = sorted(prints.addressable_shards, key=lambda s: s.index[0].start or 0)
   return [
@@ -252,9 +295,28 @@ def _own_replicas(prints: jax.Array) -> list[Replica]:
       platform.node(),
       _device_name(shard.device),
       tuple(np.asarray(shard.data)[0].tolist()),
+      _parts(shard.index[0].start or 0, mesh, splits),
     )
     for shard in shards
   ]
+
+
+def _parts(
+  row: int, mesh: Mesh | None, splits: Sequence[tuple[str, ...]] | None
+) -> tuple[int, ...]:
+  """Which part of each leaf a device has, by its place in the mesh."""
+  if mesh is None or not any(splits or ()):
+    return ()
+  place = np.unravel_index(row, mesh.devices.shape)
+  at = dict(zip(mesh.axis_names, map(int, place), strict=True))
+
+  def part(split):
+    number = 0
+    for axis in split:
+      number = number * mesh.shape[axis] + at[axis]
+    return number
+
+  return tuple(part(split) for split in splits or ())
 
 
 def _device_name(device: Any) -> str:
@@ -263,7 +325,18 @@ def _device_name(device: Any) -> str:
   return f"{device.platform}:{device.id if ordinal is None else ordinal}"
 
 
-def _digest(hashes: tuple[int, ...]) -> str:
-  """All hashes of a device in 64 bits."""
-  joined = np.asarray(hashes, np.uint32).tobytes()
-  return hashlib.blake2b(joined, digest_size=8).hexdigest()
+def _digests(replica: Replica, splits: Sequence[tuple[str, ...]] | None) -> set[str]:
+  """The hashes of a device in 64 bits, for each way in which leaves are split.
+
+  Each begins with that way and the device's part: what must be the same in all that
+  begin alike.
+  """
+  hashes = np.asarray(replica.hashes, np.uint32)
+  kinds = [" ".join(split) for split in splits or [()] * len(hashes)]
+  found = set()
+  for kind in set(kinds):
+    at = [i for i, own in enumerate(kinds) if own == kind]
+    part = replica.parts[at[0]] if replica.parts else 0
+    digest = hashlib.blake2b(hashes[at].tobytes(), digest_size=8).hexdigest()
+    found.add(f"{kind} {part} {digest}")
+  return found

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxscale import build, cluster, metrics, noise_scale
+from jaxscale import build, cluster, data, metrics, noise_scale
 from jaxscale.damage import DamageRecord
 from jaxscale.stages import examples_at
 
@@ -36,8 +36,8 @@ class Reporter:
     self.noise_scale: float | None = None
     self._config, self._start = config, start
     self._began = time.perf_counter()
-    self._evaluations: list[tuple[int, float, float | None]] = [
-      (step, accuracy, None) for step, accuracy in _evaluated(workdir, start)
+    self._evaluations: list[tuple[int, dict[str, float], float | None]] = [
+      (step, values, None) for step, values in _evaluated(workdir, start)
     ]
     self._waited = self._window_waited = 0.0
     self._window = time.perf_counter()
@@ -114,10 +114,14 @@ class Reporter:
     if scale := finite.get("noise_scale"):
       self.noise_scale = scale
       finite["critical_batch_size"] = scale
+    perf = {"examples_per_s": rate, "input_wait": self._input_wait()}
+    info = self.experiment.train_data.info
+    if isinstance(info, data.TextInfo):
+      perf["tokens_per_s"] = rate * info.sequence_length
+      if "loss" in finite and not self._config.label_smoothing:
+        finite |= metrics.perplexity_of(finite["loss"], info.bytes_per_token)
     self._write(step, "train", finite | {"epoch": self._epoch(step)})
-    self._write(
-      step, "perf", {"examples_per_s": rate, "input_wait": self._input_wait()}
-    )
+    self._write(step, "perf", perf)
     if ratios and self._writer is not None:
       self._writer.write(step, ratios)
 
@@ -146,7 +150,7 @@ class Reporter:
     self.evaluation = values
     self.count_damaged()
     seconds = time.perf_counter() - self._began if self._start == 0 else None
-    self._evaluations.append((step, values["accuracy"], seconds))
+    self._evaluations.append((step, values, seconds))
     self._write(step, "eval", values)
     self._progress.evaluated(step, values)
     last = step == self.experiment.derived.total_steps or (
@@ -156,17 +160,17 @@ class Reporter:
       batch_size = self.experiment.stage.batch_size
       self.say(noise_scale.describe(self.noise_scale, batch_size))
     if self._mllog is not None:
-      self._mllog.evaluated(values["accuracy"], is_last=last)
+      self._mllog.evaluated(metrics.mllog_value(values), is_last=last)
       if last:
         self._mllog.stop(success=self.target() is not None)
         self._mllog = None
 
   def target(self) -> tuple[int, float | None] | None:
     """(step, seconds or None if resumed) of the first evaluation at the target."""
-    wanted = self._config.target_accuracy
-    if wanted is None:
-      return None
-    reached = ((s, t) for s, accuracy, t in self._evaluations if accuracy >= wanted)
+    targets = self._config.target_accuracy, self._config.target_loss
+    reached = (
+      (s, t) for s, found, t in self._evaluations if metrics.is_reached(found, *targets)
+    )
     return next(reached, None)
 
   def has_evaluated(self, step: int) -> bool:
@@ -223,13 +227,13 @@ class Reporter:
       self._writer.write(step, {f"{prefix}/{k}": v for k, v in values.items()})
 
 
-def _evaluated(workdir: Path, start: int) -> list[tuple[int, float]]:
-  """(step, accuracy) of the evaluations on record, as the leader finds them."""
+def _evaluated(workdir: Path, start: int) -> list[tuple[int, dict[str, float]]]:
+  """(step, metrics) of the evaluations on record, as the leader finds them."""
   lines = metrics.read_metrics(workdir / "metrics.jsonl") if start else []
   return cluster.from_leader(
     [
-      (line["step"], line["eval/accuracy"])
+      (line["step"], {n[5:]: v for n, v in line.items() if n.startswith("eval/")})
       for line in lines
-      if "eval/accuracy" in line and line["step"] <= start
+      if "eval/loss" in line and line["step"] <= start
     ]
   )

@@ -26,6 +26,7 @@ from jaxscale.config import Config
 from jaxscale.events import make_events
 from jaxscale.holder import job_of
 from jaxscale.joining import refuse_loop
+from jaxscale.parallel.reduction import exchange_split
 from jaxscale.refusals import Limits, Refusals
 from jaxscale.replicas import ReplicaDivergenceError
 from jaxscale.reporter import Reporter
@@ -112,6 +113,7 @@ def _fit(
       keep_best=keep.keep_best,
       on_failure=keep.on_failure,
       lease=held,
+      split=exchange_split(experiment.layout),
     ) as checkpoints,
   ):
     run = Run(workdir, held, checkpoints, watch, refusals, began)
@@ -155,6 +157,7 @@ def _summary(run: Run, reporter: Reporter, state: TrainState) -> dict[str, Any]:
     "total_steps": total,
     **reporter.evaluation,
     "target_accuracy": config.target_accuracy,
+    "target_loss": config.target_loss,
     "target_step": step,
     "target_seconds": None if seconds is None else round(seconds, 1),
     "noise_scale": noise_scale.read(state.noise) if config.noise_scale else None,
@@ -206,7 +209,7 @@ def _train(run: Run, experiment: build.Experiment) -> tuple[TrainState, Reporter
     ahead[experiment.stage] = experiment, in_background(compiling)
   state = checkpoints.restore(abstract, experiment.exchange.resize)
   if state is None:
-    state = experiment.init_state()
+    state = experiment.init_state(_say)
   start = int(state.step)
   run.refusals.start_from(start)
   if (stage := stage_at(experiment, start)) != experiment.stage:
@@ -240,6 +243,11 @@ def _train(run: Run, experiment: build.Experiment) -> tuple[TrainState, Reporter
       e.args = (f"{e.args[0]}; last good checkpoint: {last} in {workdir}",)
       raise
   return state, reporter
+
+
+def _say(line: str) -> None:
+  if cluster.is_leader():
+    print(line, flush=True)
 
 
 def _as_chosen(workdir: Path, experiment: build.Experiment) -> build.Experiment:

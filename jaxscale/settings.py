@@ -132,6 +132,36 @@ def coerce(annotation: Any, value: Any) -> Any:
   raise TypeError
 
 
+def from_plain(annotation: Any, node: Any) -> Any:
+  """A settings tree from the JSON that describes it, as in a run's config.json.
+
+  Args:
+    annotation: of what is described: a settings class, a union of them, or any
+      type of a field.
+    node: {"class": name, field: …} of a settings class; of others the value.
+
+  Raises:
+    ConfigError: a class or field that there is not, or a value that cannot be.
+
+  Example:
+    >>> @settings
+    ... class Size:
+    ...   width: int = 1
+    >>> from_plain(Size, {"class": "Size", "width": 3}).width
+    3
+  """
+  if not isinstance(node, dict):
+    return node
+  fields, classes = dict(node), settings_classes(annotation)
+  name = fields.pop("class", None)
+  if name not in classes:
+    hint = nearest(str(name), classes)
+    raise ConfigError(f"{name}: there are no such settings, {hint}")
+  types_of = hints(classes[name])
+  values = {k: from_plain(types_of.get(k, Any), v) for k, v in fields.items()}
+  return classes[name](**values)
+
+
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def settings(cls: type) -> type:
   """A frozen, keyword-only dataclass that refuses unknown names and bad values."""

@@ -133,13 +133,15 @@ def _compares_replicas(experiment: build.Experiment, step: int) -> bool:
   every = experiment.config.checks.replicas_every_steps
   if not every or experiment.mesh.size == 1:
     return False
+  # Where devices have parts of one copy there is nothing to compare.
   return experiment.derived.total_steps // every > step // every
 
 
 def _fingerprint(experiment: build.Experiment) -> replicas.Fingerprint:
   """The function that hashes a state, compiled."""
   shared = replicas.shared(experiment.abstract_state())
-  return replicas.make_fingerprint(experiment.mesh).lower(shared).compile()
+  fingerprint = replicas.make_fingerprint(experiment.mesh, shared)
+  return fingerprint.lower(shared).compile()
 
 
 def _report_step(

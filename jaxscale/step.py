@@ -19,14 +19,20 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxscale import noise_scale as noise_scales
 from jaxscale import non_finite
 from jaxscale.collectives import vary
+from jaxscale.collectives.typed import varying
 from jaxscale.exchange import Exchange
-from jaxscale.mesh import batch_sharding, one_at_a_time, replicated
+from jaxscale.mesh import batch_axes, replicated, row_blocks
+from jaxscale.parallel import layout as layouts
+from jaxscale.parallel.layout import Layout
+from jaxscale.parallel.pipelined import OwnGrads
+from jaxscale.parallel.reduction import reduction
+from jaxscale.simulated import one_at_a_time
 from jaxscale.state import TrainState, state_shardings
 
 Batch = dict[str, jax.Array]
@@ -42,11 +48,12 @@ _MICRO_SQ = "squared norms of the micro-batches' mean gradients"
 
 
 def make_train_step(
-  loss_fn: LossFn,
+  loss_fn: LossFn | OwnGrads,
   tx: optax.GradientTransformation,
   mesh: Mesh,
   exchange: Exchange,
   *,
+  layout: Layout | None = None,
   accumulate_steps: int = 1,
   unroll: bool | None = None,
   ema_decay: float | None = None,
@@ -66,10 +73,14 @@ def make_train_step(
     loss_fn: (params, model_state, batch, keys) -> (loss, (model_state,
       totals)); loss and totals are sums over the rows given, and `keys` holds
       one key a row that depends on seed, step and the row's place in the
-      global batch, not on the number of devices.
+      global batch, not on the number of devices. Or what makes gradients itself,
+      as a pipeline does.
     tx: the optimizer, on mean gradients.
-    mesh: every axis of it splits the batch.
-    exchange: how gradients are averaged.
+    mesh: whose axes split the batch, but for `stage` and `model`.
+    exchange: how gradients are averaged, over the axes of `parallel.reduction.
+      exchange_axes`.
+    layout: of the parameters, which `loss_fn` then finds as they lie on a device
+      (`parallel.stack_loss`, `parallel.entered`); None: everything on every device.
     accumulate_steps: micro-batches a device works through one after another;
       gradients are exchanged once, after the last.
     unroll: write the micro-batches out one after another instead of looping;
@@ -92,67 +103,81 @@ def make_train_step(
     >>> step = make_train_step(loss_fn, optax.sgd(0.1), mesh, plain(AXES))
     >>> state, metrics = step(state, batch)   # doctest: +SKIP
   """
-  axes = mesh.axis_names
+  layout = layouts.whole(mesh) if layout is None else layout
+  axes, row_axes = mesh.axis_names, batch_axes(mesh)
   unrolled = unrolls(mesh) if unroll is None else unroll
-  branch = non_finite.branches(mesh)
+  branch = non_finite.branches(mesh) or layout.opt_on_host  # layouts.to_device
+  reduced = reduction(exchange, layout)
 
   def local_grads(params, model_state, batch, key):
-    # One device: params and model_state whole, batch [local rows, ...].
-    params, model_state = vary((params, model_state), axes)
+    # One device: its part of the parameters, batch [local rows, ...].
+    shards, beside = layouts.begin(params, layout)
+    model_state = vary(model_state, layout.token_axes)
     rows = len(jax.tree.leaves(batch)[0])
-    keys = row_keys(key, batch, axes)
+    keys = row_keys(key, batch, row_axes)
+
+    def loss_of(shards, *given):
+      assert not isinstance(loss_fn, OwnGrads)
+      return loss_fn(layouts.join(shards, beside), *given)
 
     def norms(grads):
       mean = jax.tree.map(lambda g: g * (accumulate_steps / rows), grads)
       return {_MICRO_SQ: optax.tree.norm(mean, squared=True)}
 
-    grads, model_state, totals = sum_grads(
-      loss_fn, params, model_state, batch, keys,
-      micros=accumulate_steps, unroll=unrolled, observe=norms if noise_scale else None,
-    )  # fmt: skip
+    if isinstance(loss_fn, OwnGrads):
+      grads, model_state, totals = loss_fn.grads(
+        shards, beside, model_state, batch, accumulate_steps
+      )
+    else:
+      grads, model_state, totals = sum_grads(
+        loss_of, shards, model_state, batch, keys, micros=accumulate_steps,
+        unroll=unrolled, observe=norms if noise_scale else None,
+      )  # fmt: skip
 
     seen: Any = ()
     if refuse:
       codes, totals = non_finite.look(grads, model_state, totals, axes)
       seen = codes[None]
-    totals = lax.psum(totals, axes)
-    # The exchange averages over devices; after it the gradient is that of the
-    # mean loss over all examples, however they are spread.
-    scale = mesh.size / totals["examples"].astype(jnp.float32)
-    stacked = jax.tree.map(lambda g: (g * scale.astype(g.dtype))[None], grads)
-    return stacked, lax.pmean(model_state, axes), totals, seen
+    totals = sum_totals(totals, layout.token_axes)
+    model_state = mean_state(model_state)
+    grads = layouts.stacked(grads, layout, totals["examples"])
+    return grads, model_state, totals, seen
 
   def exchange_grads(stacked, exchange_state):
     # One device: every leaf has a leading dim of 1, its place in the mesh.
     grads, own = jax.tree.map(lambda x: x[0], (stacked, exchange_state))
-    grads, own = exchange.exchange(grads, own)
+    grads, own = reduced.exchange(grads, own)
     return grads, jax.tree.map(lambda x: x[None], own)
 
-  everywhere, own = P(), P(axes)
+  everywhere, own, rows = P(), P(axes), P(row_axes)
+  stacked = layouts.stacked_specs(layout)
   local_grads = jax.shard_map(
     local_grads,
     mesh=mesh,
-    in_specs=(everywhere, everywhere, own, everywhere),
-    out_specs=(own, everywhere, everywhere, own),
+    in_specs=(layout.at_rest, everywhere, rows, everywhere),
+    out_specs=(stacked, everywhere, everywhere, own),
     check_vma=True,
   )
   exchange_grads = jax.shard_map(
     exchange_grads,
     mesh=mesh,
-    in_specs=(own, own),
-    out_specs=(everywhere, own),
+    in_specs=(stacked, own),
+    out_specs=(layouts.grad_specs(layout), own),
     check_vma=True,
   )
 
   def move(grads, model_state, state):
-    updates, opt_state = tx.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
+    # An optimizer whose state is split updates what it has; the rest is brought.
+    grads, params = layouts.to_owners((grads, state.params), layout)
+    opt_state = layouts.to_device(state.opt_state, layout)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    params = layouts.to_rest(optax.apply_updates(params, updates), layout)
     average = state.average
     if ema_decay is not None:
       average = optax.incremental_update(
         (params, model_state), average, step_size=1 - ema_decay
       )
-    return params, opt_state, average
+    return params, layouts.to_host(opt_state, layout), average
 
   def stay(grads, model_state, state):
     del grads, model_state
@@ -186,7 +211,7 @@ def make_train_step(
 
     noise = state.noise
     if noise_scale:
-      micros = mesh.size * accumulate_steps
+      micros = row_blocks(mesh) * accumulate_steps
       rows = len(jax.tree.leaves(batch)[0])
       noise = noise_scales.update(
         noise, micro_sq / micros, metrics["grad_norm"] ** 2, rows / micros, rows
@@ -204,7 +229,8 @@ def make_train_step(
     ), metrics
 
   # With `SEEN` the metrics do not all lie alike.
-  shardings = (state_shardings(mesh), None if refuse else replicated(mesh))
+  where = state_shardings(mesh, layout, tx, average=ema_decay is not None)
+  shardings: Any = (where, None if refuse else replicated(mesh))
   jitted = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
   return one_at_a_time(jitted, mesh)
 
@@ -213,7 +239,30 @@ def _seen(codes: jax.Array, grads: Any, mesh: Mesh) -> jax.Array:
   """What each device saw, and the code of the mean gradient with it."""
   mean = jnp.broadcast_to(non_finite.first_bad(grads), (mesh.size, 1))
   seen = jnp.concatenate([codes, mean], axis=1)
-  return lax.with_sharding_constraint(seen, batch_sharding(mesh))
+  return lax.with_sharding_constraint(seen, NamedSharding(mesh, P(mesh.axis_names)))
+
+
+def sum_totals(totals: Totals, axes: tuple[str, ...]) -> Totals:
+  """Sums over all devices, each over the axes along which devices differ in it.
+
+  Along `axes` they have other examples, also where all count as many, as a loss
+  does whose number of examples is that of its rows. A loss that was marked as bad
+  (`non_finite.look`) also differs along axes whose devices computed the same: it
+  counts once.
+  """
+  totals = vary(totals, axes)
+  counted = varying(totals["examples"])
+  sums = {}
+  for name, total in totals.items():
+    again = tuple(varying(total) - counted)
+    own = total / lax.axis_size(again) if again else total
+    sums[name] = lax.psum(own, tuple(varying(total)))
+  return sums
+
+
+def mean_state(model_state: Any) -> Any:
+  """The mean of a model's own state over the devices that differ in it."""
+  return jax.tree.map(lambda x: lax.pmean(x, tuple(varying(x))), model_state)
 
 
 def unrolls(mesh: Mesh) -> bool:
@@ -287,7 +336,9 @@ def row_keys(key: jax.Array, batch: Batch, axes: tuple[str, ...]) -> jax.Array:
   return jax.vmap(lambda place: jax.random.fold_in(key, place))(places)
 
 
-def make_eval_step(eval_fn: EvalFn, mesh: Mesh) -> EvalStep:
+def make_eval_step(
+  eval_fn: EvalFn, mesh: Mesh, layout: Layout | None = None
+) -> EvalStep:
   """Compile-ready `eval_step(params, model_state, batch) -> totals`.
 
   Totals are sums over the global batch; rows whose mask is False are padding
@@ -295,17 +346,18 @@ def make_eval_step(eval_fn: EvalFn, mesh: Mesh) -> EvalStep:
 
   Args:
     eval_fn: (params, model_state, batch) -> totals over the rows of the batch.
-    mesh: every axis of it splits the batch.
+    mesh: whose axes split the batch, but for `stage` and `model`.
+    layout: of the parameters; None: everything on every device.
   """
-  axes = mesh.axis_names
+  layout = layouts.whole(mesh) if layout is None else layout
 
   def local_totals(params, model_state, batch):
-    return lax.psum(eval_fn(params, model_state, batch), axes)
+    return sum_totals(eval_fn(params, model_state, batch), layout.token_axes)
 
   totals = jax.shard_map(
     local_totals,
     mesh=mesh,
-    in_specs=(P(), P(), P(axes)),
+    in_specs=(layout.at_rest, P(), P(batch_axes(mesh))),
     out_specs=P(),
     check_vma=True,
   )

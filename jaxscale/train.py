@@ -21,6 +21,8 @@ def main(argv: list[str]) -> int:
     return EXIT_DONE
   if config is None or path is None:
     raise ConfigError("--config: missing; try --config configs/digits.py")
+  if "describe" in options:
+    return show(config, Path(options.get("workdir", default_workdir(path))))
   workdir = Path(options.get("workdir", default_workdir(path)))
   return run(config, workdir, argv)
 
@@ -29,6 +31,19 @@ def default_workdir(path: str) -> str:
   """`runs/digits` for configs/digits.py, `runs/x-8k` for configs/x.py:8k."""
   file, _, arg = path.partition(":")
   return f"runs/{Path(file).stem}" + (f"-{arg}" if arg else "")
+
+
+def show(config, workdir: Path) -> int:
+  """Print what the layout does with the model; trains nothing."""
+  from jaxscale.joining import joined
+
+  with joined(config, workdir):
+    from jaxscale import build, describe  # JAX: only once all have met
+
+    page = describe.describe(build.experiment(config))
+    if cluster.is_leader():
+      print(page, flush=True)
+  return EXIT_DONE
 
 
 def run(config, workdir: Path, argv: list[str]) -> int:
@@ -51,12 +66,18 @@ def run(config, workdir: Path, argv: list[str]) -> int:
 
 
 def _done(summary, workdir: Path) -> str:
-  target = summary["target_accuracy"]
-  reached = "" if target is None else f" (target {target:.2%}: " + (
-    "reached)" if summary["accuracy"] >= target else "missed)"
-  )  # fmt: skip
+  from jaxscale.metrics import headline, is_reached
+
+  accuracy, loss = summary["target_accuracy"], summary.get("target_loss")
+  is_good, reached = is_reached(summary, accuracy, loss), ""
+  if is_good is not None:
+    target = f"loss {loss:g}" if loss is not None else f"{accuracy:.2%}"
+    reached = f" (target {target}: {'reached' if is_good else 'missed'})"
+  found = f"accuracy {summary['accuracy']:.2%}"
+  if "perplexity" in summary or loss is not None:
+    found = headline(summary)
   return (
-    f"done: held-out accuracy {summary['accuracy']:.2%}{reached} after "
+    f"done: held-out {found}{reached} after "
     f"{summary['step']} steps, {summary['seconds']} s; see {workdir}/metrics.png"
   )
 

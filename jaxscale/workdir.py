@@ -16,9 +16,9 @@ from jaxscale.settings import ConfigError
 
 # What may change when a run goes on: where it runs and what it writes down.
 _NOT_IDENTITY = (
-  "mesh", "evaluation", "checkpoint", "checks", "faults", "log",
-  "target_accuracy", "stop_at_target", "input_threads", "exchange.algorithm",
-  "exchange.dims", "exchange.links",
+  "mesh", "layout", "evaluation", "checkpoint", "checks", "faults", "log",
+  "target_accuracy", "target_loss", "stop_at_target", "input_threads",
+  "exchange.algorithm", "exchange.dims", "exchange.links", "data.cache_dir",
 )  # fmt: skip
 
 

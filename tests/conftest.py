@@ -1,12 +1,15 @@
 """Eight simulated devices, strict dtypes, and steps compiled once a session."""
 
+import functools
 import os
 import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["NPROC"] = "64"  # threads for all that 8 devices wait in (joining.py)
 
 import jax
 
@@ -90,6 +93,21 @@ def quick(values: Iterable, *names) -> list:
   values = list(values)
   assert set(names) <= set(values), f"no such parameters: {set(names) - set(values)}"
   return [v if v in names else pytest.param(v, marks=pytest.mark.slow) for v in values]
+
+
+@functools.cache
+def quickly() -> dict[str, Any]:
+  """Compiler options: to compile is what takes time here, a third without fusions.
+
+  jax 0.12 no longer has that option, and needs twice the time.
+  """
+  options: dict[str, Any] = {"xla_backend_optimization_level": 0}
+  further = options | {"xla_cpu_use_fusion_emitters": False}
+  try:
+    jax.jit(lambda x: x).lower(1).compile(compiler_options=further)
+  except jax.errors.JaxRuntimeError:
+    return options
+  return further
 
 
 def error_line(done: subprocess.CompletedProcess[str], code: int) -> str:

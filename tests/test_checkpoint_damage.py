@@ -104,6 +104,7 @@ def assert_carried(found):
   assert data and all("set aside" in found[k, "gone"] for k in data)
 
 
+@pytest.mark.slow
 def test_damage_to_every_file(of_one, tmp_path):
   found = sweep(of_one, tmp_path / "scratch", (0.3, 0.8))
   show(found)

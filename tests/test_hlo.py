@@ -192,7 +192,10 @@ def test_forms_of_replica_groups():
   assert parse.replica_groups("mesh[a=2,b=2,c=2] {a,c}", 8) == (
     (0, 1, 4, 5), (2, 3, 6, 7),
   )  # fmt: skip
-  assert parse.replica_groups("mesh['a'=4] {'a':(2)2}", 4) is None
+  assert parse.replica_groups("mesh['a'=4] {'a':(2)2}", 4) == ((0, 1), (2, 3))
+  assert parse.replica_groups("mesh['a'=4] {'a':(1)2}", 4) == ((0, 2), (1, 3))
+  turned = "mesh['a'=4,'b'=1,'c'=2], device_ids=([2,4]T(1,0)) {'a'}"
+  assert parse.replica_groups(turned, 8) == ((0, 1, 2, 3), (4, 5, 6, 7))
   assert parse.replica_groups("mesh<a=2>", 3) is None
 
 

@@ -11,26 +11,28 @@ LEVELS = {
   "report": 17,
   "launch": 16, "batch_study": 16, "time_to_accuracy": 16,
   "trials": 15,
-  "train": 14, "doctor": 14, "plot_schedule": 14,
+  "train": 14, "generate": 14, "fits": 14, "doctor": 14, "plot_schedule": 14,
   "run": 13, "stage_loop": 12.5, "joining": 1.5, "imagenet": 13, "preflight": 13,
   "events": 12,
-  "reporter": 11, "adaptive": 11, "workdir": 11, "step_report": 11,
-  "build": 10,
-  "parts": 9, "exchange_parts": 9,
+  "reporter": 11, "describe": 11, "adaptive": 11, "workdir": 11, "step_report": 11,
+  "build": 10, "export": 10,
+  "parts": 9, "exchange_parts": 9, "layout_parts": 9,
   "derive": 8,
   "spread": 7,
-  "loop": 5, "checkpoint": 5,
-  "checkpoint_files": 3, "checkpoint_dir": 4,
+  "loop": 5, "checkpoint": 5, "trained": 5,
+  "in_flight": 1, "checkpoint_files": 3, "checkpoint_dir": 4,
   "local_step": 5,
+  "weights": 5,
   "refusals": 6,
   "step": 4, "carry_over": 4, "replicas": 4,
   "state": 3, "damage": 3,
   "losses": 2, "checksum": 2, "data": 2, "lease": 2,
-  "exchange": 2, "non_finite": 2,
+  "exchange": 2, "non_finite": 2, "parallel": 2.5,
   "mesh": 1, "collectives": 1, "optim": 1, "models": 1, "metrics": 1, "cluster": 1,
   "holder": 1,
   "stages": 1, "noise_scale": 1, "scaling": 1,
   "config": 0, "settings": 0, "overrides": 0, "exits": 0, "findings": 0, "paths": 0,
+  "simulated": 0,
 }  # fmt: skip
 # Within a level nothing imports another; level 0 is ordered by itself.
 WITHIN = {
@@ -44,9 +46,9 @@ WITHIN = {
   ("overrides", "settings"),
 }
 READS_CONFIG = {
-  "derive", "parts", "exchange_parts", "build", "run", "adaptive", "overrides",
-  "joining", "stage_loop", "launch", "trials", "plot_schedule", "batch_study",
-  "time_to_accuracy",
+  "derive", "parts", "exchange_parts", "layout_parts", "build", "run", "adaptive",
+  "overrides", "joining", "stage_loop", "launch", "trials", "plot_schedule",
+  "batch_study", "time_to_accuracy", "generate", "fits",
 }  # fmt: skip
 
 FILES = [p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py"]

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 
-import conftest
 import jax
 import numpy as np
 import pytest
@@ -266,7 +265,8 @@ def test_both_processes_name_the_one_whose_batch_it_was(tmp_path):
   measured("NaN in one process", None, 1, line, 17 - 11)
 
 
-@pytest.mark.parametrize("policy", conftest.quick(["skip", "roll_back"], "skip"))
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["skip", "roll_back"])
 def test_both_processes_go_on_together(tmp_path, policy):
   results = run_two(tmp_path, f"--config.checks.non_finite={policy}")
   assert [done.returncode for done in results] == [0, 0], results

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import quick
+from conftest import quick, quickly
 from jax import lax
 
 from jaxscale import collectives, optim
@@ -212,21 +212,6 @@ class Run(NamedTuple):
   means: list[Any]
   params: Any
   kept: Any
-
-
-@functools.cache
-def quickly() -> dict[str, Any]:
-  """Compiler options: to compile is what takes time here, a third without fusions.
-
-  jax 0.12 no longer has that option, and needs twice the time.
-  """
-  options: dict[str, Any] = {"xla_backend_optimization_level": 0}
-  further = options | {"xla_cpu_use_fusion_emitters": False}
-  try:
-    jax.jit(lambda x: x).lower(1).compile(compiler_options=further)
-  except jax.errors.JaxRuntimeError:
-    return options
-  return further
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import optax
 import pytest
 from conftest import digits_batch
 
-from jaxscale import build, replicas
+from jaxscale import build, losses, replicas
 from jaxscale.exchange import plain
 from jaxscale.exchange.silent import silent
 from jaxscale.mesh import batch_sharding, make_mesh, replicated
@@ -180,7 +180,7 @@ def parts(mesh):
   experiment = build.experiment(
     load_config("configs/digits.py", {"model": "MLP", "model.hidden": "(16,)"})
   )
-  loss = build.losses.classification_loss(experiment.model.apply)
+  loss = losses.classification_loss(experiment.model.apply)
   return experiment.model.init, loss, optax.sgd(0.1, momentum=0.9)
 
 

@@ -269,7 +269,7 @@ def test_trust_ratios_and_noise_scale_are_logged(tmp_path):
 
 def test_one_gradient_has_no_noise_scale():
   experiment = build.experiment(quick())
-  config = quick(noise_scale="True")
+  config = quick(noise_scale="True", mesh__data="-1")
   sizes = experiment.derived.num_train, experiment.derived.num_eval
   with pytest.raises(ConfigError, match="set accumulate_steps to 2"):
     derive(config, *sizes, num_devices=1)

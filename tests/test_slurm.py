@@ -174,6 +174,7 @@ def test_a_folder_too_deep_for_sockets_is_refused(tmp_path):
   assert list(deep.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_is_left_when_the_runner_ends(number):
   env = child_env(PYTHONPATH=str(ROOT / "tests"))

@@ -90,7 +90,7 @@ def test_every_stage_has_its_own():
   assert (fewer.start_devices, fewer.num_devices) == (8, 2)
   assert fewer.micro_batch_size == at_start.micro_batch_size == 8
   assert fewer.device_batch_size == 32
-  same = {"num_devices", "start_devices", "device_batch_size", "stages"}
+  same = {"num_devices", "row_blocks", "start_devices", "device_batch_size", "stages"}
   for name in set(fewer._fields) - same - {"eval_batch_size"}:
     assert getattr(fewer, name) == getattr(at_start, name), name
   assert story(ramp, fewer) == (

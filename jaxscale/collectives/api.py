@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 from jaxscale.collectives import native, typed
 from jaxscale.collectives.plan import Link, Measured, Plan, plan
 from jaxscale.collectives.torus import over_dims
-from jaxscale.mesh import one_at_a_time
 from jaxscale.settings import ConfigError
+from jaxscale.simulated import one_at_a_time
 
 
 def sum_tree(

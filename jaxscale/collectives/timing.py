@@ -18,7 +18,7 @@ from jaxscale.collectives.api import reducer
 from jaxscale.collectives.plan import Link, Measured, plan
 from jaxscale.collectives.records import fit_link
 from jaxscale.collectives.torus import ring
-from jaxscale.mesh import one_at_a_time
+from jaxscale.simulated import one_at_a_time
 
 
 def in_turns(

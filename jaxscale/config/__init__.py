@@ -11,7 +11,15 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from jaxscale.config.bounds import Count, Fraction, Positive, check_pattern
-from jaxscale.config.data import TFDS, Digits, ImageFolder, Synthetic
+from jaxscale.config.data import (
+  TFDS,
+  Digits,
+  ImageFolder,
+  Synthetic,
+  Text,
+  TextFiles,
+  TFDSText,
+)
 from jaxscale.config.exchange import (
   AllReduce,
   BlockMomentum,
@@ -24,7 +32,8 @@ from jaxscale.config.exchange import (
   PowerSGD,
   TopK,
 )
-from jaxscale.config.models import CNN, MLP, AlexNet, ResNet
+from jaxscale.config.layout import Layout, check_layout
+from jaxscale.config.models import CNN, MLP, AlexNet, ResNet, Transformer, ViT
 from jaxscale.config.optim import (
   LAMB,
   LARS,
@@ -44,8 +53,9 @@ __all__ = [
   "CNN", "LAMB", "LARS", "MLP", "SGD", "TFDS", "AdamW", "AdaptiveBatch", "AlexNet",
   "AllReduce", "BlockMomentum", "Checkpoint", "Checks", "Config", "ConfigError",
   "Cosine", "DiLoCo", "Digits", "Evaluation", "EveryStep", "Faults", "HalfPrecision",
-  "ImageFolder", "Int8", "LocalSGD", "Log", "Mesh", "Muon", "OneBit", "Polynomial",
-  "PowerSGD", "ResNet", "Stages", "Steps", "Synthetic", "TopK",
+  "ImageFolder", "Int8", "Layout", "LocalSGD", "Log", "Mesh", "Muon", "OneBit",
+  "Polynomial", "PowerSGD", "ResNet", "Stages", "Steps", "Synthetic", "TFDSText",
+  "Text", "TextFiles", "TopK", "Transformer", "ViT",
 ]  # fmt: skip
 
 
@@ -54,8 +64,8 @@ class Config:
   """One experiment.
 
   Attributes:
-    model: MLP, CNN, AlexNet or ResNet.
-    data: Digits, TFDS, ImageFolder or Synthetic.
+    model: MLP, CNN, AlexNet, ResNet, Transformer or ViT.
+    data: Digits, TFDS, ImageFolder or Synthetic; of text Text, TFDSText or TextFiles.
     optimizer: SGD, LARS, LAMB, AdamW or Muon.
     schedule: Cosine, Polynomial or Steps.
     batch_size: examples an optimizer step, over all devices.
@@ -78,11 +88,18 @@ class Config:
     noise_scale: measure the gradient-noise scale (arXiv:1812.06162) on the
       way; needs two devices or micro-batches at least.
     dtype: type of activations; parameters and the exchange stay float32.
+    init_from: a safetensors file, or a folder as Hugging Face's, whose parameters
+      training starts from, in the names of timm (ResNet, ViT), Hugging Face
+      (Llama) or `jaxscale.export`; None: initialised. What goes with them, such as
+      how images are normalised, is in `jaxscale.weights.names`.
+    init_head: the classifier starts anew, whatever `init_from` has.
     seed: of initial parameters, order, augmentation and dropout.
     target_accuracy: the run is called a success from this accuracy on.
+    target_loss: or from this held-out loss on downwards.
     stop_at_target: end (and save) at the first evaluation that reaches it.
     input_threads: threads that load and augment; None: one a processor core.
     mesh: the grid of devices.
+    layout: how a model is split over them.
     exchange: how gradients cross the network: AllReduce, HalfPrecision, Int8,
       OneBit, TopK or PowerSGD.
     sync: when: EveryStep, or now and then by LocalSGD, DiLoCo or BlockMomentum.
@@ -93,8 +110,8 @@ class Config:
     log: what to write down.
   """
 
-  model: MLP | CNN | AlexNet | ResNet
-  data: Digits | TFDS | ImageFolder | Synthetic
+  model: MLP | CNN | AlexNet | ResNet | Transformer | ViT
+  data: Digits | TFDS | ImageFolder | Synthetic | Text | TFDSText | TextFiles
   optimizer: SGD | LARS | LAMB | AdamW | Muon
   schedule: Cosine | Polynomial | Steps = Cosine()
   batch_size: Count
@@ -110,11 +127,15 @@ class Config:
   ema_decay: Annotated[float | None, "in (0, 1)"] = None
   noise_scale: bool = False
   dtype: Literal["float32", "bfloat16"] = "float32"
+  init_from: str | None = None
+  init_head: bool = False
   seed: Annotated[int, "in [0, 2**32)"] = 0  # jax.random.key drops higher bits
   target_accuracy: Annotated[float | None, "in (0, 1]"] = None
+  target_loss: Annotated[float | None, "> 0"] = None
   stop_at_target: bool = False
   input_threads: Annotated[int | None, ">= 1"] = None
   mesh: Mesh = Mesh()
+  layout: Layout = Layout()
   exchange: AllReduce | HalfPrecision | Int8 | OneBit | TopK | PowerSGD = AllReduce()
   sync: EveryStep | LocalSGD | DiLoCo | BlockMomentum = EveryStep()
   evaluation: Evaluation = Evaluation()
@@ -135,8 +156,18 @@ class Config:
         f"{self.schedule.warmup_epochs}: the run has only {self.epochs} epochs, "
         "make the warm-up shorter than it"
       )
-    if self.stop_at_target and self.target_accuracy is None:
-      raise ConfigError("Config.stop_at_target=True: set target_accuracy too")
+    if self.target_accuracy is not None and self.target_loss is not None:
+      raise ConfigError(
+        f"Config.target_loss={self.target_loss}: there is a target_accuracy "
+        f"({self.target_accuracy}) already, set one of them to None"
+      )
+    targets = self.target_accuracy, self.target_loss
+    if self.stop_at_target and targets == (None, None):
+      raise ConfigError(
+        "Config.stop_at_target=True: set target_accuracy too, or target_loss"
+      )
+    if self.init_head and self.init_from is None:
+      raise ConfigError("Config.init_head=True: set init_from too")
     if (self.layer_decay is None) != (not self.layer_order):
       raise ConfigError(
         f"Config.layer_decay={self.layer_decay}, layer_order={self.layer_order}: "
@@ -153,6 +184,7 @@ class Config:
     _check_exchange(self)
     if not isinstance(self.sync, EveryStep):
       _check_local(self, self.sync)
+    check_layout(self)
 
 
 def _check_neutral(config: Config) -> None:

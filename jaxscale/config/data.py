@@ -92,3 +92,80 @@ class Synthetic:
   image_size: Count = 32
   channels: Count = 3
   num_classes: Count = 10
+
+
+@settings
+class Text:
+  """Documentation of Python, byte by byte, embedded in the package (1.1 + 0.1 MB).
+
+  Attributes:
+    sequence_length: bytes of an example.
+  """
+
+  sequence_length: Count = 256
+
+
+@settings
+class TFDSText:
+  """Any text dataset of TensorFlow Datasets, by its name.
+
+  Attributes:
+    name: the dataset, as in `tfds.builder(name)`, e.g. "lm1b" or "wiki40b/en".
+    feature: the one that is the text; an example is a document.
+    train_split: documents trained on, in TFDS's split notation.
+    eval_split: documents evaluated on.
+    tokenizer: "bytes", or the path of a tokenizer.json of Hugging Face.
+    separator: the tokenizer's token between documents; None: by its usual names.
+    sequence_length: tokens of an example.
+    data_dir: where it is prepared; None: $TFDS_DATA_DIR or TFDS's own default.
+    cache_dir: where its tokens are kept; None: ~/.cache/jaxscale/text.
+  """
+
+  name: str
+  feature: str = "text"
+  train_split: str = "train"
+  eval_split: str = "test"
+  tokenizer: str = "bytes"
+  separator: str | None = None
+  sequence_length: Count = 256
+  data_dir: str | None = None
+  cache_dir: str | None = None
+
+  def __post_init__(self):
+    _check_separator(self)
+
+
+@settings
+class TextFiles:
+  """Text in files: NAME.txt, or NAME.bin of tokens as nanoGPT keeps them.
+
+  Attributes:
+    path: directory of the splits.
+    train_split: NAME of a file without its ending, or of a directory of files.
+    eval_split: likewise, of what is evaluated on.
+    tokenizer: of .txt files: "bytes", or the path of a tokenizer.json.
+    separator: the tokenizer's token between documents; None: by its usual names.
+    vocab_size: of .bin files, whose tokens are below it (uint16 up to 65,536).
+    sequence_length: tokens of an example.
+    cache_dir: where tokens of .txt files are kept; None: ~/.cache/jaxscale/text.
+  """
+
+  path: str
+  train_split: str = "train"
+  eval_split: str = "val"
+  tokenizer: str = "bytes"
+  separator: str | None = None
+  vocab_size: Annotated[int | None, ">= 1"] = None
+  sequence_length: Count = 256
+  cache_dir: str | None = None
+
+  def __post_init__(self):
+    _check_separator(self)
+
+
+def _check_separator(data: TFDSText | TextFiles) -> None:
+  if data.separator is not None and data.tokenizer == "bytes":
+    raise ConfigError(
+      f"{type(data).__name__}.separator={data.separator!r}: bytes are separated by "
+      "byte 0, leave it out or give a tokenizer"
+    )

@@ -99,3 +99,89 @@ class ResNet:
 
   def __post_init__(self):
     _check_span("ResNet", self.bn_span)
+
+
+@settings
+class Transformer:
+  """A decoder-only language model of Llama's kind.
+
+  Attributes:
+    num_layers: layers of attention and MLP.
+    width: of the residual stream.
+    num_heads: heads of queries.
+    num_kv_heads: heads of keys and values, which divide those of queries; None: as
+      many.
+    head_width: of a head; None: width / num_heads.
+    hidden: units of the MLP; None: 8/3 of the width, as many parameters as 4 times
+      the width would be without the gate (arXiv:2002.05202), rounded up to a
+      multiple of 256 (Llama's code).
+    rope_theta: base of the rotary positions; 500,000 in Llama 3.
+    norm_eps: added to the mean square by RMSNorm.
+    qk_norm: normalise queries and keys by head.
+    pad_vocab_to: table and head have a multiple of this many rows, so that every
+      layout can split them and has the same parameters.
+  """
+
+  num_layers: Count = 4
+  width: Count = 256
+  num_heads: Count = 4
+  num_kv_heads: Annotated[int | None, ">= 1"] = None
+  head_width: Annotated[int | None, ">= 1"] = None
+  hidden: Annotated[int | None, ">= 1"] = None
+  rope_theta: Positive = 10_000.0
+  norm_eps: Positive = 1e-5
+  qk_norm: bool = False
+  pad_vocab_to: Count = 128
+
+  def __post_init__(self):
+    if self.head_width is None:
+      _check_heads("Transformer", self.width, self.num_heads)
+    each = self.head_width or self.width // self.num_heads
+    if each % 2:
+      raise ConfigError(
+        f"Transformer.{'head_width' if self.head_width else 'num_heads'}="
+        f"{self.head_width or self.num_heads}: positions turn pairs of a head's "
+        f"{each} numbers, choose an even number of them"
+      )
+    if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
+      raise ConfigError(
+        f"Transformer.num_kv_heads={self.num_kv_heads}: does not divide "
+        f"num_heads={self.num_heads}, give a divisor"
+      )
+
+
+@settings
+class ViT:
+  """A Vision Transformer.
+
+  The published sizes, as (width, num_layers, num_heads): Ti (192, 12, 3), S (384,
+  12, 6), B (768, 12, 12), L (1024, 24, 16).
+
+  Attributes:
+    patch: height and width of a patch in pixels; it divides those of the images.
+    width: of the residual stream.
+    num_layers: layers of attention and MLP.
+    num_heads: heads of attention.
+    hidden: units of the MLP; None: 4 times the width.
+    pool: what is classified: a "token" of its own, or the "mean" over the patches.
+    pad_classes_to: the head has a multiple of this many classes, so that every
+      layout can split it and has the same parameters.
+  """
+
+  patch: Count = 16
+  width: Count = 384
+  num_layers: Count = 12
+  num_heads: Count = 6
+  hidden: Annotated[int | None, ">= 1"] = None
+  pool: Literal["token", "mean"] = "token"
+  pad_classes_to: Count = 1
+
+  def __post_init__(self):
+    _check_heads("ViT", self.width, self.num_heads)
+
+
+def _check_heads(owner: str, width: int, num_heads: int) -> None:
+  if width % num_heads:
+    raise ConfigError(
+      f"{owner}.num_heads={num_heads}: does not divide width={width}, give a divisor"
+    )

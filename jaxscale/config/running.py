@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Literal
 
 from jaxscale.config.bounds import Count, Positive
@@ -10,22 +11,34 @@ from jaxscale.settings import ConfigError, settings
 
 @settings
 class Mesh:
-  """The devices as a grid of data parallelism, slowest links first.
+  """The devices as a grid, slowest links first; one axis can be -1: all that is left.
 
   Attributes:
-    replica: groups of devices joined by the slow links (nodes, slices).
-    data: devices in a group; -1: all there are.
+    replica: groups of devices joined by the slow links (nodes, slices); each has
+      other examples.
+    data: devices in a group; each has other examples.
+    fsdp: devices that have other examples and split the state (Layout.shard).
+    stage: parts of the layers, one after another (Layout.schedule).
+    model: devices that split each layer, or a sequence (Layout.model).
   """
 
   replica: int = 1
   data: int = -1
+  fsdp: int = 1
+  stage: int = 1
+  model: int = 1
 
   def __post_init__(self):
-    for name in ("replica", "data"):
-      if (size := getattr(self, name)) < 1 and size != -1:
-        raise ConfigError(f"Mesh.{name}={size}: give a number >= 1, or -1 for the rest")
-    if self.replica == self.data == -1:
-      raise ConfigError("Mesh.replica=-1 and Mesh.data=-1: only one can be the rest")
+    rest = []
+    for field in dataclasses.fields(self):
+      size = getattr(self, field.name)
+      if size < 1 and size != -1:
+        raise ConfigError(
+          f"Mesh.{field.name}={size}: give a number >= 1, or -1 for the rest"
+        )
+      rest += [f"Mesh.{field.name}=-1"] * (size == -1)
+    if len(rest) > 1:
+      raise ConfigError(f"{' and '.join(rest)}: only one can be the rest")
 
 
 @settings
@@ -48,7 +61,8 @@ class Checkpoint:
   Attributes:
     every_epochs: epochs between checkpoints; the last step always has one.
     keep_last: how many of the newest to keep.
-    keep_best: how many with the highest accuracy to keep as well.
+    keep_best: how many with the highest accuracy (language models: with the lowest
+      loss) to keep as well.
     on_failure: when one cannot be written, e.g. because the disk is full: say so,
       "continue" and try again at the next, or "stop". To stop loses what was
       computed since the last one for certain; to go on loses it only if nobody

@@ -1,13 +1,17 @@
 """Input: datasets, augmentation, and the deterministic pipeline of batches."""
 
-from jaxscale.data.dataset import Damage, Dataset, DatasetInfo
+from jaxscale.data.dataset import Damage, Dataset, DatasetInfo, TextInfo, batch_shapes
 from jaxscale.data.digits import digits
 from jaxscale.data.folder import folder_classes, image_folder
 from jaxscale.data.images import tfds_images
 from jaxscale.data.pipeline import eval_batches, to_device, train_batches
 from jaxscale.data.synthetic import synthetic
+from jaxscale.data.text import text
+from jaxscale.data.text_files import text_files
+from jaxscale.data.tfds_text import tfds_text
 
 __all__ = [
-  "Damage", "Dataset", "DatasetInfo", "digits", "eval_batches", "folder_classes",
-  "image_folder", "synthetic", "tfds_images", "to_device", "train_batches",
+  "Damage", "Dataset", "DatasetInfo", "TextInfo", "batch_shapes", "digits",
+  "eval_batches", "folder_classes", "image_folder", "synthetic", "text", "text_files",
+  "tfds_images", "tfds_text", "to_device", "train_batches",
 ]  # fmt: skip

@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-Batch = dict[str, np.ndarray]  # "image": uint8 [n, h, w, c], "label": int32 [n]
+# "image": uint8 [n, h, w, c] and "label": int32 [n]; of text "tokens" and "targets",
+# int32 [n, sequence_length].
+Batch = dict[str, np.ndarray]
 NUM_DRAWS = 24  # uniform numbers an example's augmentation may use up at most
 
 
@@ -29,6 +31,38 @@ class DatasetInfo(NamedTuple):
   num_classes: int
   mean: tuple[float, ...]
   std: tuple[float, ...]
+
+
+class TextInfo(NamedTuple):
+  """What a model has to know of the text.
+
+  Attributes:
+    name: for messages.
+    vocab_size: tokens are 0 … vocab_size - 1.
+    sequence_length: tokens of an example.
+    bytes_per_token: of this text, on average: 1 where tokens are bytes; None: it is
+      not known how many bytes the text had.
+  """
+
+  name: str
+  vocab_size: int
+  sequence_length: int
+  bytes_per_token: float | None = None
+
+
+def batch_shapes(
+  info: DatasetInfo | TextInfo, rows: int
+) -> dict[str, tuple[tuple[int, ...], str]]:
+  """Shape and dtype of each array of a training batch, by its name.
+
+  Example:
+    >>> batch_shapes(TextInfo("bytes", 256, 128), 8)["tokens"]
+    ((8, 128), 'int32')
+  """
+  if isinstance(info, TextInfo):
+    shape = rows, info.sequence_length
+    return {"tokens": (shape, "int32"), "targets": (shape, "int32")}
+  return {"image": ((rows, *info.image_shape), "uint8"), "label": ((rows,), "int32")}
 
 
 class Damage:
@@ -140,19 +174,21 @@ class Dataset(NamedTuple):
   """One split of a dataset.
 
   Attributes:
-    info: of the images.
-    num_examples: how many there are.
+    info: of the images, or of the text.
+    num_examples: how many there are; of text, windows of `sequence_length` tokens.
     load: (indices [n], draws [n, num_draws] in [0, 1) or None) -> Batch. A pure
       function; it augments from the draws, or shows the plain view for None.
     num_draws: how many of an example's NUM_DRAWS uniform numbers `load` uses.
     damage: what `load` met of damaged examples so far; None: it cannot meet any.
+    draws_by_epoch: whether all examples of an epoch have the same draws.
   """
 
-  info: DatasetInfo
+  info: DatasetInfo | TextInfo
   num_examples: int
   load: Callable[[np.ndarray, np.ndarray | None], Batch]
   num_draws: int = 0
   damage: Damage | None = None
+  draws_by_epoch: bool = False
 
 
 class Augment(NamedTuple):

@@ -1,16 +1,12 @@
 """Any image-classification dataset of TensorFlow Datasets, TensorFlow-free.
 
-Prepared as array_record, which TFDS reads by index, or as TFRecord, which
-`tfrecord.py` does; preparing needs TensorFlow once
-(`python -m jaxscale.data.prepare NAME`).
+How they are stored is in `tfds_source`.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from jaxscale.data.dataset import Dataset, DatasetInfo, Record, Source
@@ -22,7 +18,8 @@ from jaxscale.data.encoded import (
   from_source,
 )
 from jaxscale.data.faults import raise_if_systems
-from jaxscale.settings import ConfigError, closest
+from jaxscale.data.tfds_source import Prepared, find_builder, open_split
+from jaxscale.settings import ConfigError
 
 
 def tfds_images(
@@ -52,12 +49,12 @@ def tfds_images(
   Raises:
     ConfigError: unknown or unprepared dataset, split or image shape.
   """
-  builder = _builder(name, data_dir)
+  builder = find_builder(name, data_dir)
   image_key, label_key = builder.info.supervised_keys or ("image", "label")
   features = builder.info.features
   if image_key not in features or not hasattr(features[label_key], "num_classes"):
     raise ConfigError(f"TFDS.name={name!r}: not an image-classification dataset")
-  source = _opened(_Prepared(builder), name, split, image_key, label_key)
+  source = _opened(Prepared(builder), name, split, image_key, label_key)
   stored = features[image_key].shape
   channels = stored[-1] or 3
   if image_size is None and None in stored:
@@ -79,71 +76,17 @@ def tfds_images(
   )  # fmt: skip
 
 
-def _builder(name: str, data_dir: str | None) -> Any:
-  import tensorflow_datasets as tfds  # 0.7 s, only where TFDS is used
-
-  try:
-    builder = tfds.builder(name, data_dir=data_dir)
-  except tfds.core.DatasetNotFoundError:
-    known = tfds.list_builders(with_community_datasets=False)
-    close = closest(name, known)
-    hint = f"did you mean {close!r}?" if close else "see the TFDS catalogue"
-    raise ConfigError(f"TFDS.name={name!r}: no such dataset, {hint}") from None
-  if not builder.is_prepared():
-    where = f" --data_dir {data_dir}" if data_dir else ""
-    raise ConfigError(
-      f"TFDS.name={name!r}: not prepared in {builder.data_path}; once, in an "
-      f"environment with jaxscale[tfds]: python -m jaxscale.data.prepare {name}{where}"
-    )
-  return builder
-
-
-class _Prepared:
-  """A builder that equals another of the same files, so that a cache finds it."""
-
-  def __init__(self, builder: Any):
-    self.builder = builder
-    info = Path(str(builder.data_path)) / "dataset_info.json"
-    written = os.stat(info).st_mtime_ns if info.exists() else 0  # 0: not on a disk
-    self.key = (str(builder.data_path), written)
-
-  def __eq__(self, other: object) -> bool:
-    return isinstance(other, _Prepared) and self.key == other.key
-
-  def __hash__(self) -> int:
-    return hash(self.key)
-
-
 @functools.lru_cache(maxsize=16)
 def _opened(
-  prepared: _Prepared, name: str, split: str, image_key: str, label_key: str
+  prepared: Prepared, name: str, split: str, image_key: str, label_key: str
 ) -> Source:
   """The examples of a split, each with its image left encoded."""
   import tensorflow_datasets as tfds
 
-  builder: Any = prepared.builder
-  formats: Any = tfds.core.file_adapters.FileFormat  # pyright: ignore
   skip = {image_key: tfds.decode.SkipDecoding()}
-  features = builder.info.features
-  jpegs = getattr(features[image_key], "encoding_format", None) == "jpeg"
-  kind = builder.info.file_format
-  try:
-    if formats.ARRAY_RECORD in builder.info.available_file_formats():
-      examples = builder.as_data_source(split, decoders=skip)
-      size, get, get_many = len(examples), examples.__getitem__, examples.__getitems__
-    elif kind == formats.TFRECORD:
-      size, get = _tfrecord(builder, split, skip)
-      get_many = None
-    else:
-      raise ConfigError(
-        f"TFDS.name={name!r}: {builder.data_path} is in the {kind} format, which is "
-        f"not read here; prepare it again: python -m jaxscale.data.prepare {name}"
-      )
-  except ConfigError:
-    raise
-  except Exception as e:  # a split that is not there, a file that is cut
-    first = (str(e).splitlines() or [type(e).__name__])[0]
-    raise ConfigError(f"TFDS split {split!r} of {name}: {first}") from None
+  builder = prepared.builder
+  jpegs = getattr(builder.info.features[image_key], "encoding_format", None) == "jpeg"
+  size, get, get_many = open_split(builder, name, split, skip)
 
   def called(index: int) -> str:
     return f"{name} {split!r} example {index}"
@@ -177,24 +120,3 @@ def _read(
     except Exception:  # one of them is damaged: find out which
       pass
   return map(one, indices)
-
-
-def _tfrecord(builder: Any, split: str, skip: dict[str, Any]):
-  """The examples of TFRecord shards: (how many, index -> example)."""
-  from tensorflow_datasets.core.data_sources import base
-
-  from jaxscale.data.tfrecord import Shard, random_access
-
-  instructions: Any = base.file_instructions
-  shards = [
-    Shard(
-      str(part.filename),
-      part.examples_in_shard,
-      part.skip,
-      part.take if part.take >= 0 else part.examples_in_shard - part.skip,
-    )
-    for part in instructions(builder.info, split)
-  ]
-  read, parse = random_access(shards), builder.info.features.deserialize_example_np
-  size = sum(shard.take for shard in shards)
-  return size, lambda index: parse(read(index), decoders=skip)

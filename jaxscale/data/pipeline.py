@@ -60,7 +60,8 @@ def train_batches(
     for epoch in np.unique(epochs):
       here = epochs == epoch
       indices[here] = order(int(epoch))[places[here]]
-    return dataset.load(indices, uniform(seed, positions, dataset.num_draws))
+    drawn = epochs if dataset.draws_by_epoch else positions
+    return dataset.load(indices, uniform(seed, drawn, dataset.num_draws))
 
   steps = grain.MapDataset.range(sys.maxsize).map(load)
   options = grain.ReadOptions(

@@ -99,7 +99,7 @@ def index_shard(path: str) -> np.ndarray:
   places: list[tuple[int, int]] = []
   heads: list[bytes] = []
   try:
-    descriptor = _Descriptor(path)
+    descriptor = Descriptor(path)
     size, at = os.fstat(descriptor.number).st_size, 0
     while at < size:
       head = os.pread(descriptor.number, _HEAD, at)
@@ -201,8 +201,12 @@ def _descriptors() -> int:
   return max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, 8)
 
 
-class _Descriptor:
-  """A file that is closed when nobody reads it any more."""
+class Descriptor:
+  """A file that is closed when nobody reads it any more.
+
+  Attributes:
+    number: for `os.pread`; any thread may use it.
+  """
 
   def __init__(self, path: str):
     self.number = -1
@@ -215,18 +219,18 @@ class _Descriptor:
 
 # Open files of all splits, the one that was used last at the end: training and
 # evaluation together keep to one limit.
-_OPEN: OrderedDict[tuple[str, tuple[int, int]], _Descriptor] = OrderedDict()
+_OPEN: OrderedDict[tuple[str, tuple[int, int]], Descriptor] = OrderedDict()
 _LOCK = threading.Lock()
 
 
-def _opened(path: str, stamp: tuple[int, int]) -> _Descriptor:
+def _opened(path: str, stamp: tuple[int, int]) -> Descriptor:
   """The file, opened if it is not yet; any thread may ask."""
   key = path, stamp
   with _LOCK:
     if key in _OPEN:
       _OPEN.move_to_end(key)
       return _OPEN[key]
-  opened = _Descriptor(path)  # not locked: opening takes milliseconds on a network
+  opened = Descriptor(path)  # not locked: opening takes milliseconds on a network
   with _LOCK:
     held = _OPEN.setdefault(key, opened)
     while len(_OPEN) > _descriptors():

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxscale.collectives.typed import vary, varying
 from jaxscale.exchange import Exchange
 from jaxscale.exchange.buckets import (
   BUCKET_BYTES,
@@ -142,6 +143,7 @@ def _mean_of_sent(xs, places, axes):
 
   # One device after another: a scatter that meets a place twice adds in any order
   # on a GPU, and replicas would drift apart.
-  total, _ = lax.scan(add, jnp.zeros(starts[-1], jnp.float32), received)
+  none = vary(jnp.zeros(starts[-1], jnp.float32), tuple(varying(received)))
+  total, _ = lax.scan(add, none, received)
   mean = total / num_devices
   return [mean[a:b] for a, b in itertools.pairwise(starts)]

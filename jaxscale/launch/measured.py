@@ -48,6 +48,7 @@ class Measured(NamedTuple):
     spread: from the fastest to the slowest process, as a share of their median.
     loss: held out, at the end.
     accuracy: likewise.
+    perplexity: likewise, of a language model.
     missing: what is not on record, and why.
   """
 
@@ -69,6 +70,7 @@ class Measured(NamedTuple):
   loss: float | None
   accuracy: float | None
   missing: tuple[str, ...]
+  perplexity: float | None = None
 
   @property
   def rate(self) -> float | None:
@@ -147,6 +149,7 @@ def read(path: Path) -> Measured:
       rates,
       described["config"]["log"]["step_report"],
     ),
+    perplexity=summary.get("perplexity") if done else None,
   )
 
 

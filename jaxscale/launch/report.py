@@ -43,6 +43,7 @@ _COLUMNS = (
   "run", "nodes", "processes", "devices", "device_kind", "global_batch",
   "examples_per_s", "examples_per_s_q1", "examples_per_s_q3", "windows", "speed_up",
   "efficiency", "exposed_share", "compute_s", "exposed_s", "spread", "loss", "accuracy",
+  "perplexity",
 )  # fmt: skip
 
 
@@ -160,7 +161,7 @@ def _cells(study: Scaling) -> list[list[str]]:
       shown(run.exposed, ".0%"),
       shown(run.spread, ".0%"),
       shown(run.loss, ".4f"),
-      shown(run.accuracy, ".2%"),
+      table.result(run.accuracy, run.perplexity) or NOTHING,
     ])  # fmt: skip
   return rows
 
@@ -176,6 +177,7 @@ def as_csv(study: Scaling) -> str:
       run.name, run.nodes, run.processes, run.devices, run.kind, run.batch, run.rate,
       *(run.quartiles or (None, None)), len(run.rates), row.speed_up, row.efficiency,
       run.exposed, run.compute_s, run.exposed_s, run.spread, run.loss, run.accuracy,
+      run.perplexity,
     ])  # fmt: skip
   return out.getvalue()
 

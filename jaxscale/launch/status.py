@@ -15,7 +15,7 @@ from jaxscale.launch import folder as folders
 from jaxscale.launch import local, slurm, spec
 from jaxscale.launch.slurm import Queued
 from jaxscale.launch.spec import Run
-from jaxscale.launch.table import as_html, as_text
+from jaxscale.launch.table import as_html, as_text, result
 from jaxscale.metrics import duration
 
 # States of squeue(1) after which nothing more happens, and our own LOST: it was
@@ -42,6 +42,7 @@ class Row(NamedTuple):
     loss: of the last logged training step.
     rate: examples a second.
     accuracy: of the last evaluation.
+    perplexity: likewise, of a language model.
     time_left: until the limit, as Slurm writes it.
     to_go: seconds until training is done, if it goes on as it does.
     restarts: how often it was started again.
@@ -62,6 +63,7 @@ class Row(NamedTuple):
   to_go: float | None
   restarts: int
   note: str
+  perplexity: float | None = None
 
   @property
   def ended(self) -> bool:
@@ -127,6 +129,7 @@ def row(run: Run, task: int, job: str, queued: Queued | None, is_alive: bool) ->
     note=" ".join(
       filter(None, (f"({queued.reason})" if queued and waits else "", note))
     ),
+    perplexity=_latest(lines, "eval/perplexity"),
   )
 
 
@@ -232,7 +235,7 @@ def _cells(r: Row) -> tuple[str, ...]:
     else f"{r.step:,}/{'?' if r.total is None else f'{r.total:,}'}",
     "-" if r.loss is None else f"{r.loss:.4f}",
     "-" if r.rate is None else f"{r.rate:,.0f}",
-    "-" if r.accuracy is None else f"{r.accuracy:.2%}",
+    result(r.accuracy, r.perplexity) or "-",
     r.time_left or "-",
     "-" if r.to_go is None else duration(r.to_go),
     str(r.restarts),

@@ -91,3 +91,15 @@ def _cell(value: Any) -> str:
   if isinstance(value, float):
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
   return str(value)
+
+
+def result(accuracy: float | None, perplexity: float | None) -> str:
+  """How good a model is, in a cell; nothing where it is not known.
+
+  Example:
+    >>> result(0.9, None), result(0.5, 3.4567), result(None, None)
+    ('90.00%', 'ppl 3.457', '')
+  """
+  if perplexity is not None:
+    return f"ppl {perplexity:.3f}"
+  return "" if accuracy is None else f"{accuracy:.2%}"

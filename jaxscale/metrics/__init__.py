@@ -9,11 +9,19 @@ from jaxscale.metrics.mllog_run import RunLog, Submission, log_from_record
 from jaxscale.metrics.plot import plot_metrics
 from jaxscale.metrics.progress import Progress, duration
 from jaxscale.metrics.scaling_plot import plot_scaling
+from jaxscale.metrics.score import (
+  headline,
+  is_reached,
+  mllog_value,
+  perplexity_of,
+  score,
+)
 from jaxscale.metrics.study_plot import plot_study
 from jaxscale.metrics.writers import MetricWriter, read_metrics, write_json
 
 __all__ = [
   "MLLog", "MetricWriter", "Progress", "RunLog", "Submission", "duration",
-  "log_from_record", "plot_metrics", "plot_scaling", "plot_study", "read_metrics",
-  "read_mllog", "write_json",
+  "headline", "is_reached", "log_from_record", "mllog_value", "perplexity_of",
+  "plot_metrics", "plot_scaling", "plot_study", "read_metrics", "read_mllog", "score",
+  "write_json",
 ]  # fmt: skip

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxscale.metrics.mllog import MLLog
+from jaxscale.metrics.score import is_reached, mllog_value
 from jaxscale.metrics.writers import read_metrics
 
 
@@ -259,11 +260,15 @@ def log_from_record(
   """
   workdir = Path(workdir)
   lines = read_metrics(workdir / "metrics.jsonl")
-  evaluations = [line for line in lines if "eval/accuracy" in line]
+  evaluations = [
+    (line, {n[5:]: v for n, v in line.items() if n.startswith("eval/")})
+    for line in lines
+    if "eval/accuracy" in line or "eval/perplexity" in line
+  ]
   if not evaluations:
     return None
   described = json.loads((workdir / "config.json").read_text())
-  target = described["config"].get("target_accuracy")
+  targets = [described["config"].get(f"target_{n}") for n in ("accuracy", "loss")]
   summary_path = workdir / "summary.json"
   summary = json.loads(summary_path.read_text()) if summary_path.exists() else {}
   began = lines[-1]["time"] - summary.get("seconds", 0.0)
@@ -277,12 +282,12 @@ def log_from_record(
     log.note("resumed", True, time_ms=began_ms)
   epoch = _epochs(described, workdir)
   success, at = False, began_ms
-  for line in evaluations:
+  for line, values in evaluations:
     at = 1e3 * line["time"]
     log.evaluating(line["step"], epoch(line["step"]), time_ms=at)
-    success = target is not None and line["eval/accuracy"] >= target
-    last = success or line is evaluations[-1]
-    log.evaluated(line["eval/accuracy"], is_last=last, time_ms=at)
+    success = bool(is_reached(values, *targets))
+    last = success or line is evaluations[-1][0]
+    log.evaluated(mllog_value(values), is_last=last, time_ms=at)
     if success:
       break
   log.stop(success=success, time_ms=at)

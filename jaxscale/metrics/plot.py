@@ -1,5 +1,7 @@
 """`metrics.png`: loss, accuracy, learning rate and speed against the step.
 
+Of a language model perplexity takes the place of accuracy.
+
 Alone: `python -m jaxscale.metrics.plot WORKDIR`.
 """
 
@@ -26,6 +28,12 @@ _PANELS = (  # title, unit of the y axis, series: (metric, label), log scale
   ("Learning rate", "", (("train/learning_rate", ""),), False),
   ("Speed", "examples/s", (("perf/examples_per_s", ""),), False),
 )
+_PERPLEXITY = (
+  "Perplexity",
+  "",
+  (("train/perplexity", "training"), ("eval/perplexity", "held out")),
+  True,
+)
 
 
 def plot_metrics(workdir: str | Path) -> Path | None:
@@ -44,8 +52,11 @@ def plot_metrics(workdir: str | Path) -> Path | None:
   lines = read_metrics(workdir / "metrics.jsonl")
   if not lines:
     return None
+  panels = list(_PANELS)
+  if any("eval/perplexity" in line or "train/perplexity" in line for line in lines):
+    panels[1] = _PERPLEXITY
   figure, axes = plt.subplots(2, 2, figsize=(10, 6.4), layout="constrained")
-  for axis, (title, unit, series, log) in zip(axes.flat, _PANELS, strict=True):
+  for axis, (title, unit, series, log) in zip(axes.flat, panels, strict=True):
     for colour, (name, label) in zip(("#8aa6c8", "#c8553d"), series, strict=False):
       points = [(line["step"], line[name]) for line in lines if name in line]
       if not points:

@@ -6,6 +6,8 @@ import sys
 import time
 from typing import Any
 
+from jaxscale.metrics.score import headline
+
 
 def duration(seconds: float) -> str:
   """Seconds as 0:07, 12:30 or 3:05:00."""
@@ -70,10 +72,7 @@ class Progress:
 
   def evaluated(self, step: int, metrics: dict[str, float]) -> None:
     """Show the result of an evaluation."""
-    self.say(
-      f"step {step:>{self._width}}/{self._total}  "
-      f"held-out accuracy {metrics['accuracy']:.2%}  loss {metrics['loss']:.4f}"
-    )
+    self.say(f"step {step:>{self._width}}/{self._total}  held-out {headline(metrics)}")
 
   def pause(self, seconds: float) -> None:
     """Take time that was not training (evaluation, saving) off the rate."""

@@ -1,8 +1,8 @@
-"""Models: plain Flax modules that know nothing of meshes.
+"""Models that know nothing of meshes: Flax modules, and stacks of alike layers.
 
-Only a synchronised BatchNorm knows the names of the axes it averages over.
-`functions(model, shape)` turns a module into the pure functions that the
-state and the step take.
+Of the modules only a synchronised BatchNorm knows the names of the axes it averages
+over. `functions(model, shape)` turns one into the pure functions that the state and
+the step take. A `Stack` (stack.py) is pure functions already.
 """
 
 from __future__ import annotations
@@ -22,10 +22,14 @@ from jaxscale.models.resnet import (
   ResNet101,
   ResNet152,
 )
+from jaxscale.models.stack import Ops, Stack
+from jaxscale.models.transformer import transformer
+from jaxscale.models.vit import ViT_B16, ViT_L16, ViT_S16, ViT_Ti16, vit
 
 __all__ = [
-  "CNN", "MLP", "AlexNet", "AlexNetBN", "ModelFns", "ResNet", "ResNet18",
-  "ResNet34", "ResNet50", "ResNet101", "ResNet152", "functions",
+  "CNN", "MLP", "AlexNet", "AlexNetBN", "ModelFns", "Ops", "ResNet", "ResNet18",
+  "ResNet34", "ResNet50", "ResNet101", "ResNet152", "Stack", "ViT_B16", "ViT_L16",
+  "ViT_S16", "ViT_Ti16", "functions", "transformer", "vit",
 ]  # fmt: skip
 
 

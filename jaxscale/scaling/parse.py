@@ -11,6 +11,7 @@ compiler may print what this file has never seen.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -25,7 +26,10 @@ _INSTRUCTION = re.compile(r"^\s*(ROOT\s+)?%?([\w.\-]+) = (.*)$")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=\s]*)\]")
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_MESH = re.compile(r"mesh\[([^\]]*)\]\s*\{([^}]*)\}")
+_MESH = re.compile(
+  r"mesh\[([^\]]*)\](?:,\s*device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?"
+  r"\s*\{([^}]*)\}"
+)
 _CALLS = re.compile(
   r"\b(?:calls|to_apply|called_computations|branch_computations|true_computation|"
   r"false_computation|body|condition)=(\{[^}]*\}|%?[\w.\-]+)"
@@ -190,7 +194,9 @@ def replica_groups(written: str | None, num_devices: int) -> Groups | None:
 
   `{{0,1},{2,3}}` lists them; `[2,4]<=[8]` and `[4,2]<=[2,4]T(1,0)` count from 0,
   give that the second shape, transpose it and cut it into the first;
-  `mesh['a'=2,'b'=4] {'b'}` (jax 0.12) names a mesh and axes of it; `{}` is all.
+  `mesh['a'=2,'b'=4] {'b'}` names a mesh and axes of it, `'b':(2)2` of four devices
+  along b every second two, and `device_ids=([2,4]T(1,0))` before the braces counts the
+  mesh's devices like the second form; `{}` is all.
 
   Args:
     written: the value of `replica_groups` or `source_target_pairs`.
@@ -221,16 +227,35 @@ def replica_groups(written: str | None, num_devices: int) -> Groups | None:
   return tuple(tuple(int(n) for n in group) for group in groups)
 
 
-def _along_axes(mesh: str, axes: str) -> Groups | None:
-  """Devices that differ in the named axes alone; parts of axes are not known here."""
-  sizes = re.findall(r"'?([\w.\-]+)'?=(\d+)", mesh)
-  names = [name for name, _ in sizes]
-  wanted = [axis.strip().strip("'") for axis in axes.split(",") if axis.strip()]
-  if not set(wanted) <= set(names) or len(sizes) != mesh.count("="):
+def _along_axes(
+  mesh: str, shape: str | None, order: str | None, axes: str
+) -> Groups | None:
+  """Devices that differ in the named axes alone.
+
+  Args:
+    mesh: sizes by name, as "'a'=2,'b'=4".
+    shape: in which devices are counted; None: the mesh's.
+    order: in which the dims of that are taken.
+    axes: as "'a', 'b':(2)2": of b the part of size 2 whose stride is that of b's last
+      part, behind one of 2.
+  """
+  sizes = {n: int(k) for n, k in re.findall(r"'?([\w.\-]+)'?=(\d+)", mesh)}
+  wanted = re.findall(r"'?([\w.\-]+)'?(?::\((\d+)\)(\d+))?", axes)
+  if not {name for name, *_ in wanted} <= set(sizes) or len(sizes) != mesh.count("="):
     return None
-  shape = [int(size) for _, size in sizes]
-  last = [names.index(axis) for axis in wanted]
-  first = [i for i in range(len(names)) if i not in last]
-  count = np.arange(math.prod(shape)).reshape(shape).transpose(first + last)
-  groups = count.reshape(-1, math.prod(shape[i] for i in last))
+  dims, taken = [], []
+  for name, size in sizes.items():
+    parts = [(int(k or 1), int(n or size)) for axis, k, n in wanted if axis == name]
+    cuts = sorted({1, size, *(k for k, _ in parts), *(k * n for k, n in parts)})
+    for low, high in itertools.pairwise(cuts):
+      if high % low:
+        return None
+      taken += [any(k <= low and high <= k * n for k, n in parts)]
+      dims += [high // low]
+  counted = [int(n) for n in shape.split(",")] if shape else dims
+  turned = [int(n) for n in order.split(",")] if order else range(len(counted))
+  count = np.arange(math.prod(dims)).reshape(counted).transpose(turned).reshape(dims)
+  last = [i for i, is_in in enumerate(taken) if is_in]
+  first = [i for i, is_in in enumerate(taken) if not is_in]
+  groups = count.transpose(first + last).reshape(-1, math.prod(dims[i] for i in last))
   return tuple(map(tuple, groups.tolist()))

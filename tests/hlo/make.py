@@ -26,31 +26,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale import exchange
 from jaxscale.exchange.in_backward import all_but, in_backward
+from jaxscale.scaling.absent import target_config
 from jaxscale.state import abstract_state
 from jaxscale.step import make_train_step
 
 AXES = ("replica", "data")
-# NVIDIA's figures of an H100 SXM, in the form that XLA reads: openxla/xla,
-# xla/backends/gpu/target_config/specs/h100_sxm.txtpb.
-H100 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132
-  fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
-  block_dim_limit_z: 65535 memory_bandwidth: 3352320000000 l2_cache_size: 52428800
-  clock_rate_ghz: 1.98 device_memory_size: 84942979072
-  shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  device_vendor: "NVIDIA Corporation" device_address_bits: 64 ecc_enabled: true
-  name: "NVIDIA H100 80GB HBM3" driver_version: "13.0.0" runtime_version: "12.8.0"
-  compile_time_toolkit_version: "12.8.0" dnn_version: "9.10.0"
-  device_interconnect_info { active_links: 18 }
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 patch: 0 }
-"""
 KEPT = re.compile(
   r'"(?:is_sync":\w+|estimated_cycles":"\d+"|known_trip_count":\{"n":"\d+"\}'
   r'|emitter":"\w+"|[lr]hs_contracting_dimensions":\[[^\]]*\])'
@@ -189,7 +169,7 @@ def main():
     platform="tpu", topology_name="v5e:2x2", num_slices=2
   )
   gpu = topologies.get_topology_desc(
-    platform="cuda", target_config=H100, topology="1x2x4"
+    platform="cuda", target_config=target_config("h100"), topology="1x2x4"
   )
   for name, topology, function in (
     ("tpu_step", tpu, step), ("tpu_layers", tpu, layers), ("tpu_kinds", tpu, kinds),

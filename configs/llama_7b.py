@@ -1,0 +1,43 @@
+"""Llama 2 with 7 billion parameters, on 256 chips.
+
+Command    srun python -m jaxscale.train --config configs/llama_7b.py
+           --config.data.path=DIR: DIR/train.bin and DIR/val.bin are tokens below
+           32,000 as nanoGPT keeps them (uint16)
+Hardware   256 TPU v5e; `configs/llama_7b.py:h100` for 256 H100 in 32 hosts
+Result     never run. Compiled ahead of time (jax 0.10.2, libtpu 0.0.51): 11.1 of the
+           15.75 GiB of a TPU v5e, and with `:h100` 9.3 GiB of an H100; what is
+           communicated is in docs/parallelism.md
+
+Sizes, optimizer and batch of 4 million tokens of arXiv:2307.09288, section 2.2.
+"""
+
+from jaxscale.config import (
+  AdamW,
+  Config,
+  Cosine,
+  Evaluation,
+  Layout,
+  Mesh,
+  TextFiles,
+  Transformer,
+)
+
+
+def get_config(chips: str = "v5e") -> Config:
+  # A row's attention scores are 2.1 GB where XLA computes it, on TPUs: heads are split
+  # over 4 chips, and micro-batches are of 4 rows. cuDNN writes none.
+  model, micros = {"v5e": (4, 4), "h100": (1, 1)}[chips]
+  return Config(
+    model=Transformer(num_layers=32, width=4096, num_heads=32, hidden=11_008),
+    data=TextFiles(path="tokens", vocab_size=32_000, sequence_length=4096),
+    optimizer=AdamW(lr=3e-4, b1=0.9, b2=0.95, eps=1e-5, weight_decay=0.1),
+    schedule=Cosine(warmup_epochs=0.01, end_lr=3e-5),
+    clip_norm=1.0,
+    batch_size=1024,  # 4 million tokens
+    accumulate_steps=micros,
+    epochs=1,
+    dtype="bfloat16",
+    mesh=Mesh(data=1, fsdp=-1, model=model),
+    layout=Layout(shard="parameters", remat="full"),
+    evaluation=Evaluation(every_epochs=0.05, batch_size=256),
+  )

@@ -1,0 +1,140 @@
+"""Settings of how a model lies on the devices."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from jaxscale.config.bounds import check_pattern
+from jaxscale.settings import ConfigError, settings
+
+
+@settings
+class Layout:
+  """What is split over the devices along the mesh's axes fsdp, stage and model.
+
+  Attributes:
+    shard: what is split along fsdp: "nothing", the state of the "optimizer" (ZeRO-1),
+      "gradients" too (ZeRO-2), or "parameters" too (FSDP), which are then gathered
+      layer by layer.
+    slow_axes: where gradients that are split along fsdp are summed over replica and
+      data: "after" the backward pass, once a step, or "in_backward", layer by layer
+      and in every micro-batch, where the layers that are left can hide it.
+    model: what is split along model: "layers" (heads, hidden units, vocabulary and
+      classes), "layers_and_tokens" (and between the branches of a layer the tokens),
+      or tokens alone, whose attention goes by "ring" or "all_to_all".
+    sum_in: what devices along model sum: "float32", so that a layer that is split gives
+      what a whole one does, or rounded to Config.dtype, half the bytes of bfloat16.
+    schedule: of a pipeline along stage, whose micro-batches are accumulate_steps:
+      "gpipe" (all forwards first) or "1f1b" (each backwards at once).
+    remat: what a layer computes again in its backward pass: "none" of it, all but
+      products with weights ("dots"), all but what its branches add ("branches"), or
+      all of it from its input ("full"), which keeps the least in memory; "offload" is
+      as "full", and what comes into a layer, which every other keeps as well, waits in
+      the host's memory.
+    optimizer: where its state is between steps: on the "device", or on the "host",
+      from where it is brought for the update.
+    rules: in place of the model's own, which axis splits which dim of a parameter:
+      ("layers/.*/kernel: stage, fsdp, model",), with "-" for a dim that nothing
+      splits. Exactly one pattern must fit each parameter.
+  """
+
+  shard: Literal["nothing", "optimizer", "gradients", "parameters"] = "nothing"
+  slow_axes: Literal["after", "in_backward"] = "after"
+  model: Literal["layers", "layers_and_tokens", "ring", "all_to_all"] = "layers"
+  sum_in: Literal["float32", "dtype"] = "float32"
+  schedule: Literal["gpipe", "1f1b"] = "gpipe"
+  remat: Literal["none", "dots", "branches", "full", "offload"] = "none"
+  optimizer: Literal["device", "host"] = "device"
+  rules: tuple[str, ...] = ()
+
+  def __post_init__(self):
+    for rule in self.rules:
+      pattern, colon, dims = rule.partition(":")
+      known = ("-", "replica", "data", "fsdp", "stage", "model")
+      if not colon or any(d.strip() not in known for d in dims.split(",")):
+        raise ConfigError(
+          f"Layout.rules={rule!r}: give 'PATTERN: axis, axis', an axis of "
+          "fsdp, stage, model for each dim, or - for one that nothing splits"
+        )
+      check_pattern("Layout.rules", pattern, "give e.g. 'layers/.*/kernel'")
+
+
+def check_layout(config: Any) -> None:
+  """Refuse a layout that does not fit the rest of a `Config`."""
+  layout, mesh = config.layout, config.mesh
+  split = [f"Mesh.{a}={n}" for a in ("stage", "model") if (n := getattr(mesh, a)) != 1]
+  split = ([f"Layout.shard={layout.shard!r}"] * (layout.shard != "nothing")) + split
+  model = type(config.model).__name__
+  is_stack = model in ("Transformer", "ViT")
+  if layout.shard != "nothing" and mesh.fsdp == 1:
+    raise ConfigError(
+      f"Layout.shard={layout.shard!r}: is split along fsdp, which has one device; set "
+      "mesh.fsdp, e.g. to -1 with mesh.data=1"
+    )
+  if layout.shard == "nothing" and mesh.fsdp != 1:
+    raise ConfigError(
+      f"Mesh.fsdp={mesh.fsdp}: splits nothing while Layout.shard='nothing'; set "
+      "layout.shard, e.g. to 'parameters', or use mesh.data"
+    )
+  for field, value, needs, remedy in (
+    ("slow_axes", "in_backward", layout.shard in ("gradients", "parameters"),
+     "layout.shard to 'gradients' or 'parameters'"),
+    ("schedule", "1f1b", mesh.stage != 1, "mesh.stage to 2 or more"),
+    ("model", "ring", mesh.model != 1, "mesh.model to 2 or more"),
+    ("model", "all_to_all", mesh.model != 1, "mesh.model to 2 or more"),
+    ("model", "layers_and_tokens", mesh.model != 1, "mesh.model to 2 or more"),
+  ):  # fmt: skip
+    if getattr(layout, field) == value and not needs:
+      raise ConfigError(
+        f"Layout.{field}={value!r}: changes nothing here; set {remedy} as well"
+      )
+  for what, needed in (
+    (f"Mesh.stage={mesh.stage}", mesh.stage != 1),
+    (f"Mesh.model={mesh.model}", mesh.model != 1),
+    (f"Layout.remat={layout.remat!r}", layout.remat != "none"),
+  ):
+    if needed and not is_stack:
+      raise ConfigError(
+        f"{what}: {model} is no stack of equal layers; use Transformer or ViT, or "
+        "split it along fsdp alone"
+      )
+  if layout.model != "layers" and model != "Transformer":
+    raise ConfigError(
+      f"Layout.model={layout.model!r}: splits the tokens of text, and {model} has "
+      "images; use 'layers'"
+    )
+  exchange = config.exchange
+  if layout.slow_axes == "in_backward" and not _is_plain(exchange):
+    raise ConfigError(
+      f"Layout.slow_axes='in_backward': sums gradients by itself, and "
+      f"Config.exchange={type(exchange).__name__} would not be asked; use 'after', or "
+      "the exchange AllReduce as it is"
+    )
+  if split:
+    _check_whole(config, split[0])
+
+
+def _check_whole(config: Any, split: str) -> None:
+  """Refuse what compares or copies whole models, where devices have parts."""
+  for what, is_asked, remedy in (
+    ("Config.noise_scale=True", config.noise_scale, "set it to False"),
+    (
+      f"Config.sync={type(config.sync).__name__}",
+      type(config.sync).__name__ != "EveryStep",
+      "use EveryStep",
+    ),
+    ("Log.step_report=True", config.log.step_report, "set it to False"),
+    (
+      "Config.stages=AdaptiveBatch",
+      type(config.stages).__name__ == "AdaptiveBatch",
+      "use Stages",
+    ),
+  ):
+    if is_asked:
+      raise ConfigError(f"{what}: needs the whole model on each device, {remedy}; "
+                        f"here {split}")  # fmt: skip
+
+
+def _is_plain(exchange: Any) -> bool:
+  """Whether it is the default one."""
+  return type(exchange).__name__ == "AllReduce" and exchange == type(exchange)()

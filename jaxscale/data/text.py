@@ -1,0 +1,56 @@
+"""The embedded text: the documentation that CPython carries with it.
+
+308 documents, 1.2 MB of English: the topics of the Language Reference that `help()`
+shows (pydoc_data/topics.py) and, a document a module, the docstrings of the standard
+library, of CPython 3.11.7; Copyright © 2001-2023 Python Software Foundation, licence
+PSF-2.0 (python_docs.LICENSE). Modules with a copyright notice of their own are not
+among them. Topics contain other topics: a paragraph that a longer document has is
+left out, so nothing held out is trained on. tests/python_docs.py has the rules, and a
+test makes the documents anew from the interpreter.
+
+Documents are sorted by title; of every ten the last is held out (30 of 308).
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib import resources
+from typing import Literal
+
+import numpy as np
+
+from jaxscale.data.dataset import Dataset
+from jaxscale.data.stream import of_array, windows
+
+# Of the documents with a byte 0 between them.
+SHA256 = "45592bfaf06542437ba28e79d4c936d567ac725855fce68bc498d56939f6f65a"
+SEPARATOR = 0  # a byte that no document has
+
+
+def text(split: Literal["train", "test"], *, sequence_length: int = 256) -> Dataset:
+  """The documentation of Python, byte by byte: 1,106,000 to train on, 116,000 not.
+
+  Args:
+    split: "train" or "test".
+    sequence_length: bytes of an example.
+
+  Returns:
+    A dataset of batches {"tokens", "targets"}, int32 [n, sequence_length].
+
+  Example:
+    >>> text("test", sequence_length=512).info.vocab_size
+    256
+  """
+  held_out = split == "test"
+  chosen = [d for i, d in enumerate(documents()) if (i % 10 == 9) is held_out]
+  tokens = np.frombuffer(b"".join(d + b"\0" for d in chosen), np.uint8)
+  stream = of_array(tokens, SEPARATOR, bytes_per_token=1.0)
+  return windows("text", stream, 256, sequence_length)
+
+
+@functools.cache
+def documents() -> tuple[bytes, ...]:
+  """All documents, each with its title as the first line, sorted by it."""
+  path = resources.files("jaxscale.data") / "python_docs.npz"
+  with resources.as_file(path) as file, np.load(file) as arrays:
+    return tuple(arrays["text"].tobytes().split(b"\0"))

@@ -1,0 +1,125 @@
+"""From documents to tokens: bytes, or a tokenizer file of Hugging Face."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxscale.settings import ConfigError, nearest
+
+# What tokenizers call the end of a document, in the order of preference.
+_ENDS = (
+  "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]",
+)  # fmt: skip
+
+
+class Tokenizer(NamedTuple):
+  """How text becomes tokens.
+
+  Attributes:
+    key: equal for tokenizers that give the same tokens.
+    vocab_size: tokens are below it.
+    separator: the token after each document.
+    encode: documents (UTF-8) -> the tokens of all of them, each followed by the
+      separator, in the smallest dtype that holds them.
+  """
+
+  key: str
+  vocab_size: int
+  separator: int
+  encode: Callable[[Sequence[bytes]], np.ndarray]
+
+
+def byte_tokenizer() -> Tokenizer:
+  """Tokens are bytes; 0 separates documents.
+
+  Example:
+    >>> byte_tokenizer().encode([b"ab", b"c"]).tolist()
+    [97, 98, 0, 99, 0]
+  """
+
+  def encode(documents: Sequence[bytes]) -> np.ndarray:
+    return np.frombuffer(b"".join(d + b"\0" for d in documents), np.uint8)
+
+  return Tokenizer("bytes", 256, 0, encode)
+
+
+def read_tokenizer(
+  name: str, separator: str | None = None, *, field: str = "tokenizer"
+) -> Tokenizer:
+  """`byte_tokenizer`, or the one in a tokenizer.json.
+
+  Args:
+    name: "bytes", or the path of the file.
+    separator: its token that ends a document; None: by one of the usual names.
+    field: for messages, e.g. "TFDSText.tokenizer".
+
+  Raises:
+    ConfigError: the file or the package `tokenizers` is not there, or it has no
+      such token.
+  """
+  if name == "bytes":
+    return byte_tokenizer()
+  path = Path(name)
+  try:
+    content = path.read_bytes()
+  except OSError as e:
+    raise ConfigError(
+      f"{field}={name!r}: {e.strerror}, give 'bytes' or the path of a tokenizer.json"
+    ) from None
+  try:
+    import tokenizers  # pyright: ignore[reportMissingImports]
+  except ImportError:
+    raise ConfigError(
+      f"{field}={name!r}: needs the package tokenizers, pip install "
+      "'jaxscale[tokenizers]', or give 'bytes'"
+    ) from None
+  try:
+    model = tokenizers.Tokenizer.from_buffer(content)
+  except Exception as e:  # the package raises plain Exception
+    first = (str(e).splitlines() or ["unreadable"])[0]
+    raise ConfigError(
+      f"{field}={name!r}: no tokenizer of Hugging Face ({first}), give a tokenizer.json"
+    ) from None
+  model.no_truncation()  # such files may cut documents at a model's length
+  model.no_padding()
+  vocabulary = model.get_vocab(with_added_tokens=True)
+  end = _end(vocabulary, separator, field)
+  vocab_size = max(vocabulary.values()) + 1
+  dtype = smallest_dtype(vocab_size)
+
+  def encode(documents: Sequence[bytes]) -> np.ndarray:
+    texts = [document.decode(errors="replace") for document in documents]
+    found = model.encode_batch(texts, add_special_tokens=False)
+    return np.array([i for one in found for i in (*one.ids, end)], dtype)
+
+  key = f"{hashlib.sha256(content).hexdigest()} {end}"
+  return Tokenizer(key, vocab_size, end, encode)
+
+
+def smallest_dtype(vocab_size: int) -> str:
+  """The dtype that tokens are kept in: unsigned, of 1, 2 or 4 bytes."""
+  return "<u1" if vocab_size <= 1 << 8 else "<u2" if vocab_size <= 1 << 16 else "<u4"
+
+
+def _end(vocabulary: dict[str, int], separator: str | None, field: str) -> int:
+  """The token that ends a document."""
+  known = [name for name in _ENDS if name in vocabulary]
+  if separator is None and known:
+    return vocabulary[known[0]]
+  setting = f"{field.rpartition('.')[0]}.separator".lstrip(".")
+  if separator is None:
+    raise ConfigError(
+      f"{setting}=None: the tokenizer has none of {', '.join(_ENDS)}; give the token "
+      "that ends a document"
+    )
+  if separator not in vocabulary:
+    raise ConfigError(
+      f"{setting}={separator!r}: no token of the tokenizer, "
+      + nearest(separator, known or vocabulary)
+    )
+  return vocabulary[separator]

@@ -1,0 +1,221 @@
+"""The parameters of a run, as a file for others: `python -m jaxscale.export`."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxscale.exits import EXIT_DONE, leave, one_line_errors
+from jaxscale.settings import ConfigError, nearest
+
+NAMINGS, TAKES = ("jaxscale", "timm", "huggingface"), ("average", "params")
+DTYPES = ("float32", "bfloat16")
+OPTIONS = ("--workdir", "--to", "--naming", "--step", "--take", "--dtype")
+USAGE = """\
+usage: python -m jaxscale.export --workdir DIR --to FILE.safetensors
+                                 [--naming NAMING] [--step N] [--take WHICH]
+                                 [--dtype DTYPE]
+
+Writes the parameters of a run's checkpoint, and its BatchNorm statistics, into one
+safetensors file; arrays one after another, on the host's processor.
+
+  --workdir DIR     of the run
+  --to FILE         is replaced when the new one is whole
+  --naming NAMING   jaxscale: for Config.init_from (default)
+                    timm: ResNet (also torchvision's names) and ViT
+                    huggingface: Llama
+  --step N          of the checkpoint (default: the newest)
+  --take WHICH      average: the one that was evaluated (default, where
+                    Config.ema_decay keeps one); params: of the last step
+  --dtype DTYPE     float32 or bfloat16 (default: as trained, float32)
+
+exit code: 0 done, 2 a mistake in what was asked for, 1 anything else"""
+
+
+class Request(NamedTuple):
+  """What a command line asks for; see `USAGE`."""
+
+  workdir: Path
+  to: Path
+  naming: str = "jaxscale"
+  step: int | None = None
+  take: str | None = None
+  dtype: str | None = None
+
+
+def parse(argv: list[str]) -> Request | None:
+  """The request, or None for help.
+
+  Raises:
+    ConfigError: names the first mistake.
+
+  Example:
+    >>> parse(["--workdir", "runs/a", "--to=a.safetensors"]).naming
+    'jaxscale'
+  """
+  options, args = {}, list(argv)
+  while args:
+    arg = args.pop(0)
+    if arg in ("--help", "-h"):
+      return None
+    name, given, value = arg.partition("=")
+    if name not in OPTIONS:
+      raise ConfigError(f"{arg}: not an option, {nearest(name, (*OPTIONS, '--help'))}")
+    if not given:
+      if not args or args[0].startswith("--"):
+        raise ConfigError(f"{name}: a value is missing, write {name}=VALUE")
+      value = args.pop(0)
+    options[name.removeprefix("--")] = value
+  for name, example in (("workdir", "runs/digits"), ("to", "digits.safetensors")):
+    if name not in options:
+      raise ConfigError(f"--{name}: missing; try --{name} {example}")
+  choices = {"naming": NAMINGS, "take": TAKES, "dtype": DTYPES}
+  for name, allowed in choices.items():
+    if options.get(name, allowed[0]) not in allowed:
+      hint = nearest(options[name], allowed)
+      raise ConfigError(f"--{name}={options[name]}: {hint}")
+  step = options.pop("step", None)
+  if step is not None and not step.isdecimal():
+    raise ConfigError(f"--step={step}: give a whole number")
+  workdir, to = Path(options.pop("workdir")), Path(options.pop("to"))
+  return Request(workdir, to, step=None if step is None else int(step), **options)
+
+
+@one_line_errors
+def main(argv: list[str]) -> int:
+  """The command line; returns the exit code."""
+  request = parse(argv)
+  if request is None:
+    print(USAGE)
+    return EXIT_DONE
+  # Nothing is computed: an accelerator that somebody else uses is left alone.
+  os.environ["JAX_PLATFORMS"] = "cpu"
+  print(export(request))
+  return EXIT_DONE
+
+
+def export(request: Request) -> str:
+  """Write the file; returns one line of what is in it.
+
+  Raises:
+    ConfigError: there is no such run or checkpoint, or it is damaged, or the naming
+      has no names for its model.
+    weights.UnwrittenError: the disk failed or is full.
+  """
+  from jaxscale import checkpoint_files, weights
+
+  described = _described(request.workdir)
+  step = _step(request)
+  directory = request.workdir.absolute() / "checkpoints" / str(step)
+  try:
+    manifest = checkpoint_files.read_manifest(directory)["leaves"]
+    take = _take(request, manifest)
+    read = functools.lru_cache(maxsize=3)(checkpoint_files.leaf_reader(directory))
+    leaves = {
+      ours: weights.Leaf(
+        tuple(manifest[name]["shape"]), _dtype(manifest[name]["dtype"]),
+        functools.partial(_part, read, name),
+      )
+      for ours, name in _names(manifest, take).items()
+    }  # fmt: skip
+    size = weights.export_leaves(
+      request.to,
+      leaves,
+      naming=request.naming,
+      num_classes=described["data"]["num_classes"],
+      dtype=None if request.dtype is None else _dtype(request.dtype),
+      metadata=_about(described, step, take),
+    )
+  except checkpoint_files.DamagedError as e:
+    raise ConfigError(
+      f"checkpoint {step} in {request.workdir} is damaged ({e}); give another --step"
+    ) from None
+  what = "the average" if take == "average" else "the parameters"
+  return (
+    f"{request.to}: {what} of step {step}, {size / 1e6:,.1f} MB in "
+    f"{request.naming}'s names"
+  )
+
+
+def _described(workdir: Path) -> dict[str, Any]:
+  """What the run's config.json says."""
+  try:
+    described = json.loads((workdir / "config.json").read_text())
+    _ = described["config"]["model"], described["data"]["num_classes"]
+    return described
+  except FileNotFoundError:
+    raise ConfigError(
+      f"--workdir={workdir}: no config.json there; give the directory of a run"
+    ) from None
+  except (OSError, ValueError, KeyError, TypeError):
+    raise ConfigError(f"--workdir={workdir}: its config.json is unreadable") from None
+
+
+def _step(request: Request) -> int:
+  from jaxscale import checkpoint_dir
+
+  steps = checkpoint_dir.steps(request.workdir / "checkpoints")
+  if not steps:
+    raise ConfigError(f"--workdir={request.workdir}: the run has saved nothing yet")
+  if request.step is not None and request.step not in steps:
+    raise ConfigError(
+      f"--step={request.step}: not saved, there are {', '.join(map(str, steps))}"
+    )
+  return steps[-1] if request.step is None else request.step
+
+
+def _take(request: Request, manifest: dict[str, Any]) -> str:
+  has_average = any(name.startswith("average/0/") for name in manifest)
+  if request.take == "average" and not has_average:
+    raise ConfigError("--take=average: the run keeps none (Config.ema_decay=None)")
+  return request.take or ("average" if has_average else "params")
+
+
+def _names(manifest: dict[str, Any], take: str) -> dict[str, str]:
+  """A leaf's path as `weights` has it -> its name in the checkpoint."""
+  prefixes = {
+    "params": ("params/", "model_state/"),
+    "average": ("average/0/", "average/1/"),
+  }
+  params, model_state = prefixes[take]
+  found = {}
+  for name in manifest:
+    if name.startswith(params):
+      found["params/" + name.removeprefix(params)] = name
+    elif name.startswith(model_state):
+      found[name.removeprefix(model_state)] = name
+  return found
+
+
+def _part(read: Any, name: str, layer: int | None) -> Any:
+  leaf = read(name)
+  return leaf if layer is None else leaf[layer]
+
+
+def _dtype(name: str) -> Any:
+  import ml_dtypes  # which numpy knows by name only then
+  import numpy as np
+
+  return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def _about(described: dict[str, Any], step: int, take: str) -> dict[str, str]:
+  """What whoever finds the file may want to know; all text."""
+  data = described["data"]
+  return {
+    "jaxscale": metadata.version("jaxscale"),
+    "model": json.dumps(described["config"]["model"]),
+    "data": data["name"],
+    "image_mean": json.dumps(data["mean"]),
+    "image_std": json.dumps(data["std"]),
+    "step": str(step),
+    "take": take,
+  }
+
+
+if __name__ == "__main__":
+  leave(main)

@@ -1,0 +1,279 @@
+"""Text from a language model that a run has trained.
+
+python -m jaxscale.generate --workdir RUN [--prompt TEXT] [--tokens N] ...
+
+`sample` is the pure function behind it, for any model and prompts of any tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxscale import config as cfg
+from jaxscale import data, parts, trained
+from jaxscale.exits import EXIT_DONE, EXIT_USER, leave, one_line_errors
+from jaxscale.models.cached import advance, empty_cache
+from jaxscale.models.stack import Stack
+from jaxscale.settings import ConfigError, from_plain, nearest
+
+USAGE = """\
+usage: python -m jaxscale.generate --workdir RUN [--prompt TEXT] [--tokens N]
+                                   [--temperature T] [--top-k K] [--top-p P] [--seed S]
+
+Goes on with a text as a language model would that RUN has trained, from the newest
+intact checkpoint there.
+
+  --workdir RUN        of a run of jaxscale.train, whose text is bytes
+  --prompt TEXT        what to go on with (default: a new document)
+  --tokens N           at most so many bytes (default: 256); the text may end before
+  --temperature T      what the scores are divided by (default: 1); below 1 safer,
+                       above 1 wilder choices, 0: always the likeliest
+  --top-k K            choose among the K likeliest (default: all)
+  --top-p P            choose among the likeliest that together have probability P
+                       (default: all)
+  --seed S             of the choices (default: 0); another seed, another text
+
+exit code: 0 done, 2 a mistake in what was asked for, 1 anything else"""
+NUM_BYTES = 256
+SEPARATOR = 0  # the byte between documents
+
+
+def sample(
+  stack: Stack,
+  params: Any,
+  prompt: jax.Array,
+  key: jax.Array,
+  *,
+  num_tokens: int,
+  temperature: float = 1.0,
+  top_k: int | None = None,
+  top_p: float | None = None,
+) -> jax.Array:
+  """Tokens that follow a prompt; pure, and to be compiled whole.
+
+  Args:
+    stack: a model whose batches are tokens.
+    params: as `stack.init` gives.
+    prompt: int32 [rows, length], at least one token long.
+    key: of the choices.
+    num_tokens: how many.
+    temperature: as in `choose`.
+    top_k: likewise.
+    top_p: likewise.
+
+  Returns:
+    int32 [rows, num_tokens].
+
+  Example:
+    >>> from jaxscale.models import transformer
+    >>> stack = transformer(
+    ...   vocab_size=256, num_layers=2, width=64, num_heads=4, hidden=128
+    ... )
+    >>> params, prompt = stack.init(jax.random.key(0)), jnp.zeros((1, 3), jnp.int32)
+    >>> sample(stack, params, prompt, jax.random.key(1), num_tokens=4).shape
+    (1, 4)
+  """
+  rows, length = prompt.shape
+  cache = empty_cache(stack, params, rows, length + num_tokens)
+
+  def scores(tokens, cache):
+    h, cache = advance(stack, params, tokens, cache)
+    return stack.logits(params["head"], h[:, -1]), cache
+
+  def step(carry, key):
+    logits, cache = carry
+    token = choose(logits, key, temperature=temperature, top_k=top_k, top_p=top_p)
+    return scores(token[:, None], cache), token
+
+  keys = jax.random.split(key, num_tokens)
+  _, tokens = jax.lax.scan(step, scores(prompt, cache), keys)
+  return tokens.T
+
+
+def choose(
+  logits: jax.Array,
+  key: jax.Array,
+  *,
+  temperature: float = 1.0,
+  top_k: int | None = None,
+  top_p: float | None = None,
+) -> jax.Array:
+  """One token a row.
+
+  Args:
+    logits: float [rows, vocabulary].
+    key: of the choice.
+    temperature: what logits are divided by; 0: the likeliest, the first of equals.
+    top_k: only so many of the likeliest (arXiv:1805.04833, §5.4), the first of
+      equals; None: all.
+    top_p: of those only the fewest likeliest that together have this probability
+      (arXiv:1904.09751, §3.1), the one that reaches it included; None: all.
+
+  Returns:
+    int32 [rows].
+  """
+  if temperature == 0:
+    return logits.argmax(-1).astype(jnp.int32)
+  # From the likeliest on: then both rules keep the first so many, ties or not.
+  order = jnp.argsort(-logits, axis=-1, stable=True)
+  ranked = jnp.take_along_axis(logits, order, axis=-1) / temperature
+  ranks = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+  if top_k is not None:
+    ranked = jnp.where(ranks < top_k, ranked, -jnp.inf)
+  if top_p is not None:
+    share = jax.nn.softmax(ranked)
+    before = share.cumsum(-1) - share
+    ranked = jnp.where((before < top_p) | (ranks == 0), ranked, -jnp.inf)
+  rank = jax.random.categorical(key, ranked)
+  return jnp.take_along_axis(order, rank[:, None], -1)[:, 0].astype(jnp.int32)
+
+
+class Request(NamedTuple):
+  """What a command line asks for; see USAGE."""
+
+  workdir: Path
+  prompt: str = ""
+  num_tokens: int = 256
+  temperature: float = 1.0
+  top_k: int | None = None
+  top_p: float | None = None
+  seed: int = 0
+
+
+# Option -> field, type, what it has to be, and how to say that.
+_OPTIONS = {
+  "--workdir": ("workdir", Path, lambda x: True, "give a run's directory"),
+  "--prompt": ("prompt", str, lambda x: True, "give a text"),
+  "--tokens": ("num_tokens", int, lambda x: x >= 1, "give a whole number >= 1"),
+  "--temperature": (
+    "temperature", float, lambda x: 0 <= x < float("inf"), "give a number >= 0",
+  ),
+  "--top-k": ("top_k", int, lambda x: x >= 1, "give a whole number >= 1"),
+  "--top-p": ("top_p", float, lambda x: 0 < x <= 1, "give a number in (0, 1]"),
+  "--seed": ("seed", int, lambda x: 0 <= x < 2**32, "give one in [0, 2**32)"),
+}  # fmt: skip
+
+
+def parse(argv: Sequence[str]) -> Request:
+  """Split the command line.
+
+  Raises:
+    ConfigError: an option that does not exist, lacks its value or cannot have it.
+
+  Example:
+    >>> parse(["--workdir", "runs/x", "--tokens=9"]).num_tokens
+    9
+  """
+  found: dict[str, Any] = {}
+  args = list(argv)
+  while args:
+    name, given, text = args.pop(0).partition("=")
+    if name not in _OPTIONS:
+      raise ConfigError(
+        f"{name}: not an option, {nearest(name, [*_OPTIONS, '--help'])}"
+      )
+    if not given:
+      if not args or args[0].startswith("--"):
+        raise ConfigError(f"{name}: a value is missing, write {name}=VALUE")
+      text = args.pop(0)
+    field, kind, holds, advice = _OPTIONS[name]
+    try:
+      found[field] = kind(text)
+    except ValueError:
+      raise ConfigError(f"{name}={text}: {advice}") from None
+    if not holds(found[field]):
+      raise ConfigError(f"{name}={text}: {advice}")
+  if "workdir" not in found:
+    raise ConfigError("--workdir: missing, give the directory of a run")
+  return Request(**found)
+
+
+class Run(NamedTuple):
+  """A language model that a run has trained."""
+
+  stack: Stack
+  info: data.TextInfo
+
+
+def language_model(workdir: Path) -> Run:
+  """The model of a run, by its config.json; neither data nor devices are looked at.
+
+  Raises:
+    ConfigError: it is no run's directory, or its model is none of text.
+  """
+  try:
+    described = json.loads((workdir / "config.json").read_text())
+    plain, info = described["config"], described["data"]
+  except (OSError, ValueError, KeyError, TypeError) as e:
+    raise ConfigError(
+      f"--workdir={workdir}: its config.json cannot be read ({type(e).__name__}), "
+      "give the directory of a run of jaxscale.train"
+    ) from None
+  if "vocab_size" not in info:
+    raise ConfigError(
+      f"--workdir={workdir}: its run is of {info.get('name', 'images')}, not of text; "
+      "give one of a language model"
+    )
+  try:
+    config = from_plain(cfg.Config, plain)
+  except ConfigError as e:  # of another version of jaxscale
+    raise ConfigError(f"--workdir={workdir}: its config.json has {e}") from None
+  info = data.TextInfo(**{k: info[k] for k in data.TextInfo._fields if k in info})
+  return Run(parts.make_stack(config, info), info)
+
+
+def write(request: Request) -> str:
+  """The text that a model goes on with, up to the end of its document.
+
+  Raises:
+    ConfigError: the run has no language model of bytes, or no checkpoint.
+  """
+  stack, info = language_model(request.workdir)
+  if info.vocab_size != NUM_BYTES:
+    raise ConfigError(
+      f"--workdir={request.workdir}: the {info.vocab_size} tokens of {info.name} are "
+      "not bytes; give jaxscale.generate.sample tokens of your own"
+    )
+  shapes = jax.eval_shape(stack.init, jax.random.key(0))
+  found = trained.load_trained(request.workdir, shapes)
+  # surrogateescape: bytes of the command line that are no UTF-8 stay what they are.
+  prompt = request.prompt.encode("utf-8", "surrogateescape")
+  prompt = prompt or bytes([SEPARATOR])
+  if len(prompt) + request.num_tokens > info.sequence_length:
+    found = found._replace(notes=(*found.notes, (
+      f"prompt and text are of up to {len(prompt) + request.num_tokens} bytes, and "
+      f"the model has seen {info.sequence_length} at a time in training: what is "
+      "further away it may not use well"
+    )))  # fmt: skip
+  for note in found.notes:
+    print(f"note: {note}", file=sys.stderr)
+  options = {k: getattr(request, k) for k in ("temperature", "top_k", "top_p")}
+  function = functools.partial(sample, stack, num_tokens=request.num_tokens, **options)
+  tokens = jax.jit(function)(
+    found.params, jnp.array([list(prompt)], jnp.int32), jax.random.key(request.seed)
+  )
+  text = bytes(tokens[0].tolist()).partition(bytes([SEPARATOR]))[0]
+  return text.decode("utf-8", "replace")
+
+
+@one_line_errors
+def main(argv: list[str]) -> int:
+  """Write what the command line asks for; returns the exit code."""
+  if not argv or "--help" in argv or "-h" in argv:
+    print(USAGE)
+    return EXIT_DONE if argv else EXIT_USER
+  request = parse(argv)
+  print(request.prompt + write(request), flush=True)
+  return EXIT_DONE
+
+
+if __name__ == "__main__":
+  leave(main)

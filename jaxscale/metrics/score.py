@@ -1,0 +1,71 @@
+"""What an evaluation is worth: accuracy, or of a language model its perplexity."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+
+def perplexity_of(loss: float, bytes_per_token: float | None) -> dict[str, float]:
+  """What is said of a language model beside its loss.
+
+  Perplexity is exp of the mean cross entropy a token; bits a byte are its nats over
+  ln 2 and over the bytes that a token stands for, and so the one that can be compared
+  between tokenizers (arXiv:2101.00027, §3.1).
+
+  Args:
+    loss: nats a token.
+    bytes_per_token: of the text; None: not known.
+
+  Example:
+    >>> perplexity_of(math.log(2.0), 1.0)
+    {'perplexity': 2.0, 'bits_per_byte': 1.0}
+  """
+  most = math.log(1.7e308)
+  found = {"perplexity": math.exp(loss) if not loss > most else math.inf}
+  if bytes_per_token is not None:
+    found["bits_per_byte"] = loss / math.log(2) / bytes_per_token
+  return found
+
+
+def score(values: Mapping[str, float]) -> float | None:
+  """What ranks evaluations, the higher the better: accuracy, or the loss negated.
+
+  Example:
+    >>> score({"accuracy": 0.5, "loss": 2.0}), score({"loss": 2.0, "perplexity": 7.4})
+    (0.5, -2.0)
+  """
+  return -values["loss"] if "perplexity" in values else values.get("accuracy")
+
+
+def is_reached(
+  values: Mapping[str, float], accuracy: float | None, loss: float | None
+) -> bool | None:
+  """Whether an evaluation is as good as the target; None: there is no target."""
+  if loss is not None:
+    return values["loss"] <= loss
+  return None if accuracy is None else values["accuracy"] >= accuracy
+
+
+def mllog_value(values: Mapping[str, float]) -> float:
+  """What MLPerf's `eval_accuracy` says: of language models it is the loss.
+
+  GPT-3's submissions to MLPerf Training log their log perplexity, of which the target
+  is 2.69, under that name (training_results_v4.1, Google's MaxText).
+  """
+  return values["loss"] if "perplexity" in values else values["accuracy"]
+
+
+def headline(values: Mapping[str, float]) -> str:
+  """An evaluation in words.
+
+  Example:
+    >>> headline({"accuracy": 0.5, "loss": 2.0})
+    'accuracy 50.00%  loss 2.0000'
+  """
+  if "perplexity" not in values:
+    return f"accuracy {values['accuracy']:.2%}  loss {values['loss']:.4f}"
+  text = f"loss {values['loss']:.4f}  perplexity {values['perplexity']:.3f}"
+  if "bits_per_byte" in values:
+    text += f"  {values['bits_per_byte']:.4f} bits/byte"
+  return text

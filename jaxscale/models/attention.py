@@ -1,0 +1,177 @@
+"""Attention, and which of JAX's implementations computes it.
+
+softmax(q k^T / sqrt(width)) v (arXiv:1706.03762, eq. 1), the softmax in float32,
+with fewer heads of keys and values than of queries where there are groups
+(arXiv:2305.13245).
+
+There are two implementations. "xla" writes the scores of all pairs of tokens to
+memory, float32 [batch, heads, tokens, tokens], and keeps them for the backward pass
+unless the layer is rematerialised; it runs everywhere. "cudnn", by
+`jax.nn.dot_product_attention`, keeps no scores and skips what a causal mask hides
+(arXiv:2205.14135), on NVIDIA GPUs and half-precision numbers. Left to itself JAX
+0.10.2 never takes it; so `fastest` chooses, and tells whoever asks.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+Implementation = Literal["xla", "cudnn"]
+
+
+def attention(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  *,
+  causal: bool,
+  implementation: Implementation | None = None,
+  device: Any = None,
+) -> jax.Array:
+  """Scaled dot-product attention; float32 softmax.
+
+  Args:
+    q: [batch, tokens, heads, width].
+    k: [batch, tokens, groups, width]; groups divide heads.
+    v: likewise.
+    causal: a token sees itself and those before it.
+    implementation: "xla" or "cudnn"; None: `fastest`.
+    device: to run on; None: this process's.
+
+  Returns:
+    [batch, tokens, heads, width].
+
+  Example:
+    >>> x = jnp.ones((2, 8, 4, 16))
+    >>> attention(x, x[:, :, :2], x[:, :, :2], causal=True).shape
+    (2, 8, 4, 16)
+  """
+  chosen = implementation or fastest(q.dtype, q.shape[-1], device)
+  if chosen == "cudnn":
+    return jax.nn.dot_product_attention(
+      q, k, v, is_causal=causal, implementation="cudnn"
+    )
+  ones = jnp.ones((q.shape[1], k.shape[1]), bool)
+  return _attention(q, k, v, jnp.tril(ones) if causal else None)
+
+
+def cached_attention(
+  q: jax.Array, k: jax.Array, v: jax.Array, start: jax.Array
+) -> jax.Array:
+  """Causal attention of a few new tokens to all those there is room for.
+
+  Args:
+    q: [batch, new, heads, width], of the tokens start, start + 1, …
+    k: [batch, room, groups, width]; what lies behind the newest token is not seen.
+    v: likewise.
+    start: int32 [], tokens before the first of q.
+
+  Returns:
+    [batch, new, heads, width].
+  """
+  places = start + jnp.arange(q.shape[1], dtype=jnp.int32)
+  sees = jnp.arange(k.shape[1], dtype=jnp.int32) <= places[:, None]  # [new, room]
+  return _attention(q, k, v, sees)
+
+
+def _attention(
+  q: jax.Array, k: jax.Array, v: jax.Array, sees: jax.Array | None
+) -> jax.Array:
+  """Attention by two products and a softmax, which XLA compiles everywhere.
+
+  JAX's own form of it mixes dtypes in the backward pass of half precision, which
+  strict promotion refuses.
+
+  Args:
+    q: [batch, tokens, heads, width].
+    k: [batch, seen, groups, width].
+    v: likewise.
+    sees: bool [tokens, seen], or None: all see all.
+  """
+  groups, width = k.shape[2:]
+  wide = jnp.dtype(jnp.float32) if q.dtype.itemsize < 4 else q.dtype
+  queries = q.reshape(*q.shape[:2], groups, -1, width)
+  scores = jnp.einsum("btgrd,bsgd->bgrts", queries, k, preferred_element_type=wide)
+  scores = scores * jnp.asarray(1 / math.sqrt(width), wide)
+  if sees is not None:
+    scores = jnp.where(sees, scores, jnp.finfo(wide).min)
+  weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+  out = jnp.einsum("bgrts,bsgd->btgrd", weights, v, preferred_element_type=wide)
+  return out.astype(q.dtype).reshape(q.shape)
+
+
+def fastest(dtype: Any, width: int, device: Any = None) -> Implementation:
+  """The implementation that attention takes on a device.
+
+  cuDNN's is for float16 and bfloat16 and heads whose width 8 divides and is at most
+  128, or 256 from Hopper on (JAX's jax/_src/cudnn/fused_attention_stablehlo.py), on
+  GPUs from Ampere on (cuDNN's documentation of fused attention).
+
+  Args:
+    dtype: of queries, keys and values.
+    width: of a head.
+    device: to run on, which need not be here; None: this process's.
+
+  Example:
+    >>> fastest("float32", 64)
+    'xla'
+  """
+  capability = _cuda_capability(device)
+  if jnp.dtype(dtype).itemsize != 2 or width % 8 or capability < (8, 0):
+    return "xla"
+  return "cudnn" if width <= (256 if capability >= (9, 0) else 128) else "xla"
+
+
+@functools.cache
+def _cuda_capability(device: Any) -> tuple[int, ...]:
+  """Of a GPU, e.g. (9, 0); (0,) where it is none of NVIDIA's."""
+  device = jax.local_devices()[0] if device is None else device
+  capability = getattr(device, "compute_capability", "")  # of AMD's "gfx942", say
+  if device.platform != "gpu" or not re.fullmatch(r"\d+\.\d+", capability):
+    return (0,)
+  return tuple(int(part) for part in capability.split("."))
+
+
+def split_heads(x: jax.Array, width: int) -> jax.Array:
+  """[..., heads * width] -> [..., heads, width], however many heads are here."""
+  return x.reshape(*x.shape[:-1], -1, width)
+
+
+def join_heads(x: jax.Array) -> jax.Array:
+  """[..., heads, width] -> [..., heads * width]."""
+  return x.reshape(*x.shape[:-2], -1)
+
+
+def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
+  """Rotary position embedding (RoFormer, arXiv:2104.09864, eq. 34).
+
+  Pair i of a head at position p is turned by p * theta^(-2 i / width). Pairs are
+  (i, i + width / 2), as in the weights that Hugging Face's Llama has; the paper's
+  are neighbours, which is the same model with its columns in another order.
+  Angles are float32: bfloat16 cannot tell position 257 from 256.
+
+  Args:
+    x: [batch, tokens, heads, width], an even width.
+    positions: int32 [tokens].
+    theta: 10,000 in the paper; 500,000 in Llama 3 (arXiv:2407.21783, §3.2).
+
+  Returns:
+    As x.
+
+  Example:
+    >>> x = jnp.ones((1, 1, 1, 2))
+    >>> float(rotate(x, jnp.array([0]), 10_000.0)[0, 0, 0, 0])
+    1.0
+  """
+  half = x.shape[-1] // 2
+  rates = jnp.exp(jnp.arange(half, dtype=jnp.float32) * (-math.log(theta) / half))
+  angles = positions.astype(jnp.float32)[:, None, None] * rates  # [tokens, 1, half]
+  cos, sin = jnp.cos(angles), jnp.sin(angles)
+  a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)

@@ -1,0 +1,113 @@
+"""A language model a few tokens at a time: keys and values of the past are kept.
+
+The model is the one that trains: its attention and positions come from `Ops`, and
+here they are such as look into the cache. The layers run in a scan that carries the
+whole cache, so that every step writes into it in place.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxscale.models.attention import cached_attention
+from jaxscale.models.stack import Ops, Stack
+
+
+class Cache(NamedTuple):
+  """Keys and values of the tokens so far.
+
+  Attributes:
+    k: [layers, rows, room, groups, width], as attention reads them.
+    v: likewise.
+    length: int32 [], tokens so far; the room behind them is 0.
+  """
+
+  k: jax.Array
+  v: jax.Array
+  length: jax.Array
+
+
+def empty_cache(stack: Stack, params: Any, rows: int, room: int) -> Cache:
+  """A cache without tokens.
+
+  Args:
+    stack: a model whose batches are tokens.
+    params: as `stack.init` gives, or their shapes.
+    rows: sequences at a time.
+    room: tokens that a sequence may come to have.
+  """
+  found = []
+
+  def attend(q, k, v, *, causal):
+    del causal
+    found.append((k, v))
+    return q
+
+  def one_layer(params, tokens):
+    ops = Ops(attend=attend)
+    h = stack.embed(params["embed"], {"tokens": tokens}, ops)
+    stack.layer(jax.tree.map(lambda x: x[0], params["layers"]), h, ops)
+    return found[0]
+
+  tokens = jax.ShapeDtypeStruct((rows, room), jnp.int32)
+  kept = jax.eval_shape(one_layer, params, tokens)
+  k, v = (jnp.zeros((stack.num_layers, *x.shape), x.dtype) for x in kept)
+  return Cache(k, v, jnp.zeros((), jnp.int32))
+
+
+def advance(
+  stack: Stack, params: Any, tokens: jax.Array, cache: Cache
+) -> tuple[jax.Array, Cache]:
+  """Take in the next tokens of every row.
+
+  Args:
+    stack: a model whose batches are tokens.
+    params: as `stack.init` gives.
+    tokens: int32 [rows, new]; with those before them there must be room for them.
+    cache: of what came before.
+
+  Returns:
+    h: what the last layer gives for them, [rows, new, width]; `stack.logits` has
+      the scores of what follows each.
+    cache: with them.
+
+  Example:
+    >>> from jaxscale.models import transformer
+    >>> stack = transformer(
+    ...   vocab_size=256, num_layers=2, width=64, num_heads=4, hidden=128
+    ... )
+    >>> params = stack.init(jax.random.key(0))
+    >>> cache = empty_cache(stack, params, rows=1, room=8)
+    >>> h, cache = advance(stack, params, jnp.zeros((1, 5), jnp.int32), cache)
+    >>> h.shape, int(cache.length)
+    ((1, 5, 64), 5)
+  """
+  start = cache.length
+  here = functools.partial(lax.dynamic_index_in_dim, keepdims=False)
+  plain = Ops(positions=lambda n: start + jnp.arange(n, dtype=jnp.int32))
+
+  def layer(carry, inputs):
+    h, k_all, v_all = carry
+    p, i = inputs
+    kept = []
+
+    def attend(q, k, v, *, causal):
+      assert causal, "what sees tokens behind it cannot be computed token by token"
+      place = (i, 0, start, 0, 0)
+      k_now = lax.dynamic_update_slice(k_all, k[None], place)
+      v_now = lax.dynamic_update_slice(v_all, v[None], place)
+      kept.extend((k_now, v_now))
+      return cached_attention(q, here(k_now, i), here(v_now, i), start)
+
+    h = stack.layer(p, h, plain._replace(attend=attend))
+    return (h, *kept), None
+
+  h = stack.embed(params["embed"], {"tokens": tokens}, plain)
+  numbers = jnp.arange(stack.num_layers, dtype=jnp.int32)
+  (h, k, v), _ = lax.scan(layer, (h, cache.k, cache.v), (params["layers"], numbers))
+  return h, Cache(k, v, start + tokens.shape[1])

@@ -1,0 +1,231 @@
+"""A decoder-only transformer language model, of Llama's kind.
+
+Before each branch RMSNorm (arXiv:1910.07467), in attention rotary positions
+(arXiv:2104.09864) and grouped heads of keys and values (arXiv:2305.13245), SwiGLU
+as the MLP (arXiv:2002.05202), no biases: Llama's choices (arXiv:2302.13971, §2.2;
+arXiv:2307.09288, §2.2). Of layer l, with h the residual stream:
+
+    h = h + o(attention(rope(q(x)), rope(k(x)), v(x)))   x = rms_norm(h)
+    h = h + down(silu(gate(x)) * up(x))                  x = rms_norm(h)
+
+The head has a matrix of its own. Tying it to the table of the embeddings would make
+one parameter of the first part of the model and the last, which a pipeline has on
+different devices and every other layout gathers at different times. Weights that
+were trained tied are imported by copying the table.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxscale.models.attention import join_heads, rotate, split_heads
+from jaxscale.models.linear import linear
+from jaxscale.models.stack import Ops, Stack, Totals, at_least_float32, rejoin
+from jaxscale.settings import ConfigError
+
+# GPT-2's initial deviation (its published code; the same in Megatron-LM,
+# arXiv:1909.08053, §4.1), for all matrices and the table.
+INIT_STD = 0.02
+
+
+def transformer(
+  *,
+  vocab_size: int,
+  num_layers: int,
+  width: int,
+  num_heads: int,
+  hidden: int,
+  num_kv_heads: int | None = None,
+  head_width: int | None = None,
+  rope_theta: float = 10_000.0,
+  norm_eps: float = 1e-5,
+  qk_norm: bool = False,
+  pad_vocab_to: int = 128,
+  dtype: Any = jnp.float32,
+) -> Stack:
+  """A language model as pure functions of its parts.
+
+  A batch is {"tokens": int32 [rows, tokens], "targets": likewise}; a target is the
+  token to predict there, or -1 for none. "mask", bool [rows], where there is one,
+  says which rows count.
+
+  Args:
+    vocab_size: tokens are 0 … vocab_size - 1.
+    num_layers: layers of attention and MLP.
+    width: of the residual stream.
+    num_heads: heads of queries.
+    hidden: units of the MLP, of `gate` and of `up` each.
+    num_kv_heads: heads of keys and values; None: as many as of queries.
+    head_width: of a head; None: width / num_heads.
+    rope_theta: base of the rotary positions; 500,000 in Llama 3.
+    norm_eps: added to the mean square; 1e-5 in Llama 2 and 3.
+    qk_norm: normalise queries and keys by head before they are rotated
+      (arXiv:2302.05442, §2.1; by RMSNorm, as in Qwen3, arXiv:2505.09388, §2).
+    pad_vocab_to: the table and the head have a multiple of this many rows, as in
+      Megatron-LM (arXiv:1909.08053, §3), so that they can be split evenly on any
+      layout. The rows behind the vocabulary are 0 and stay it.
+    dtype: of activations; parameters are float32, and so are norms, softmax and
+      loss inside.
+
+  Raises:
+    ConfigError: sizes that do not go together.
+
+  Example:
+    >>> stack = transformer(
+    ...   vocab_size=256, num_layers=2, width=64, num_heads=4, hidden=128
+    ... )
+    >>> params = stack.init(jax.random.key(0))
+    >>> params["layers"]["q"]["kernel"].shape
+    (2, 64, 64)
+  """
+  groups = num_heads if num_kv_heads is None else num_kv_heads
+  each = width // num_heads if head_width is None else head_width
+  if (head_width is None and width % num_heads) or num_heads % groups or each % 2:
+    raise ConfigError(
+      f"transformer: width={width}, num_heads={num_heads}, num_kv_heads={groups}, "
+      f"head_width={head_width}: num_heads must divide width, num_kv_heads must "
+      "divide num_heads, and a head's width must be even"
+    )
+  norm = functools.partial(rms_norm, eps=norm_eps)
+  return Stack(
+    init=functools.partial(
+      _init,
+      num_layers=num_layers,
+      width=width,
+      vocab_size=vocab_size,
+      padded=-(-vocab_size // pad_vocab_to) * pad_vocab_to,
+      queries=num_heads * each,
+      keys=groups * each,
+      hidden=hidden,
+      qk_norm=each if qk_norm else None,
+    ),
+    embed=functools.partial(_embed, dtype=jnp.dtype(dtype)),
+    layer=functools.partial(_layer, norm=norm, each=each, theta=rope_theta),
+    finish=functools.partial(_finish, norm=norm, vocab_size=vocab_size),
+    logits=functools.partial(_logits, norm=norm, vocab_size=vocab_size),
+    num_layers=num_layers,
+  )
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float) -> jax.Array:
+  """RMSNorm (arXiv:1910.07467, eq. 4): x / sqrt(mean(x^2) + eps) * scale.
+
+  Args:
+    x: [..., width].
+    scale: float32 [width].
+    eps: added to the mean square.
+
+  Returns:
+    float32 [..., width].
+  """
+  wide = at_least_float32(x)
+  mean_square = jnp.square(wide).mean(axis=-1, keepdims=True)
+  return wide * jax.lax.rsqrt(mean_square + eps) * scale
+
+
+def _init(
+  key: jax.Array,
+  *,
+  num_layers: int,
+  width: int,
+  vocab_size: int,
+  padded: int,
+  queries: int,
+  keys: int,
+  hidden: int,
+  qk_norm: int | None,
+) -> Any:
+  """Normal numbers; into the residual stream 1 / sqrt(branches) of them.
+
+  GPT-2's scale for the matrices that end a branch, of which there are two a layer
+  ("Language Models are Unsupervised Multitask Learners", Radford et al. 2019, §2.3).
+  """
+  embed_key, layers_key, head_key = jax.random.split(key, 3)
+  into = INIT_STD / math.sqrt(2 * num_layers)
+
+  def normal(key, shape, std=INIT_STD):
+    return std * jax.random.normal(key, shape, jnp.float32)
+
+  def layer(key):
+    q, k, v, o, gate, up, down = jax.random.split(key, 7)
+    ones = {"scale": jnp.ones(width, jnp.float32)}
+    by_head = {} if qk_norm is None else {
+      name: {"scale": jnp.ones(qk_norm, jnp.float32)} for name in ("q_norm", "k_norm")
+    }  # fmt: skip
+    return by_head | {
+      "attn_norm": ones,
+      "q": {"kernel": normal(q, (width, queries))},
+      "k": {"kernel": normal(k, (width, keys))},
+      "v": {"kernel": normal(v, (width, keys))},
+      "o": {"kernel": normal(o, (queries, width), into)},
+      "mlp_norm": ones,
+      "gate": {"kernel": normal(gate, (width, hidden))},
+      "up": {"kernel": normal(up, (width, hidden))},
+      "down": {"kernel": normal(down, (hidden, width), into)},
+    }
+
+  more = padded - vocab_size
+  return {
+    "embed": {
+      "table": jnp.pad(normal(embed_key, (vocab_size, width)), ((0, more), (0, 0)))
+    },
+    "layers": jax.vmap(layer)(jax.random.split(layers_key, num_layers)),
+    "head": {
+      "norm": {"scale": jnp.ones(width, jnp.float32)},
+      "kernel": jnp.pad(normal(head_key, (width, vocab_size)), ((0, 0), (0, more))),
+    },
+  }
+
+
+def _embed(p: Any, batch: Any, ops: Ops, *, dtype: jnp.dtype) -> jax.Array:
+  # The rows are looked up as float32: a frequent token's gradients are then summed
+  # in float32 too.
+  return ops.lookup(p["table"], batch["tokens"]).astype(dtype)
+
+
+def _layer(p: Any, h: jax.Array, ops: Ops, *, norm, each: int, theta: float):
+  # Normalised before `enter`: then only one tensor a branch is communicated.
+  x = ops.enter(norm(h, p["attn_norm"]["scale"]))
+  to = h.dtype
+  q, k, v = (split_heads(linear(x, p[name]["kernel"], to), each) for name in "qkv")
+  if "q_norm" in p:
+    q = norm(q, p["q_norm"]["scale"]).astype(to)
+    k = norm(k, p["k_norm"]["scale"]).astype(to)
+  positions = ops.positions(x.shape[1])
+  q, k = rotate(q, positions, theta), rotate(k, positions, theta)
+  y = join_heads(ops.attend(q, k, v, causal=True))
+  h = h + rejoin(y, p["o"]["kernel"], ops)
+  x = ops.enter(norm(h, p["mlp_norm"]["scale"]))
+  gate, up = (linear(x, p[name]["kernel"], to) for name in ("gate", "up"))
+  y = jax.nn.silu(gate) * up
+  return h + rejoin(y, p["down"]["kernel"], ops)
+
+
+def _finish(
+  p: Any, h: jax.Array, batch: Any, ops: Ops, *, norm, vocab_size: int
+) -> Totals:
+  x = ops.enter(norm(h, p["norm"]["scale"]))
+  targets = batch["targets"]
+  counts = targets >= 0
+  if "mask" in batch:
+    counts &= batch["mask"][:, None]
+  labels = jnp.maximum(targets, 0)
+  losses, hits = ops.classify(
+    x, p["kernel"], None, labels, num_classes=vocab_size, dtype=h.dtype
+  )
+  return {
+    "loss": jnp.where(counts, losses, 0.0).sum(),
+    "accuracy": (hits & counts).sum(dtype=jnp.int32),
+    "examples": counts.sum(dtype=jnp.int32),
+  }
+
+
+def _logits(p: Any, h: jax.Array, *, norm, vocab_size: int) -> jax.Array:
+  x = norm(h, p["norm"]["scale"])
+  logits = linear(x, p["kernel"][:, :vocab_size], h.dtype)
+  return at_least_float32(logits)

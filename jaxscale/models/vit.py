@@ -1,0 +1,273 @@
+"""Vision Transformer (arXiv:2010.11929): an image as a sequence of patches.
+
+    z = [class token; patches E] + positions                      (eq. 1)
+    z = z + o(attention(q(x), k(x), v(x)))      x = layer_norm(z)   (eq. 2)
+    z = z + down(gelu(up(x)))                   x = layer_norm(z)   (eq. 3)
+    y = head(layer_norm(z)[class token])                            (eq. 4)
+
+The published sizes are `ViT_Ti16` (arXiv:2012.12877, table 1), `ViT_S16` (of the
+same table), `ViT_B16` and `ViT_L16` (arXiv:2010.11929, table 1). Without the
+paper's dropout: with augmentation or large data it is left out (arXiv:2106.10270,
+§4.6).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxscale.models.attention import join_heads, split_heads
+from jaxscale.models.linear import linear, shift
+from jaxscale.models.stack import Ops, Stack, Totals, at_least_float32, rejoin
+from jaxscale.settings import ConfigError
+
+NORM_EPS = 1e-6  # Flax's LayerNorm, with which the published weights were trained
+
+
+def vit(
+  *,
+  image_shape: tuple[int, int, int],
+  num_classes: int,
+  patch: int,
+  width: int,
+  num_layers: int,
+  num_heads: int,
+  hidden: int | None = None,
+  mean: tuple[float, ...] = (0.0,),
+  std: tuple[float, ...] = (1.0,),
+  pool: Literal["token", "mean"] = "token",
+  pad_classes_to: int = 1,
+  label_smoothing: float = 0.0,
+  dtype: Any = jnp.float32,
+) -> Stack:
+  """An image classifier as pure functions of its parts.
+
+  A batch is {"image": uint8 [rows, height, width, channels], "label": int32
+  [rows]}, and may have "mask", bool [rows]: which rows count.
+
+  Args:
+    image_shape: (height, width, channels) of an image.
+    num_classes: labels are 0 … num_classes - 1.
+    patch: height and width of a patch, in pixels.
+    width: of the residual stream.
+    num_layers: layers of attention and MLP.
+    num_heads: heads of attention.
+    hidden: units of the MLP; None: 4 * width.
+    mean: per channel or one for all, subtracted from the images.
+    std: likewise; the images are divided by it.
+    pool: what is classified: a token of its own, or the mean over the patches,
+      which then has no such token (arXiv:2205.01580).
+    pad_classes_to: the head has a multiple of this many classes, so that it can be
+      split evenly on any layout. Those behind the last are 0 and stay it.
+    label_smoothing: share of the target spread over all classes; 0 for evaluation.
+    dtype: of activations; parameters are float32, and so are norms, softmax and
+      loss inside.
+
+  Raises:
+    ConfigError: sizes that do not go together.
+
+  Example:
+    >>> stack = ViT_S16(image_shape=(224, 224, 3), num_classes=1000)
+    >>> params = jax.eval_shape(stack.init, jax.random.key(0))
+    >>> sum(leaf.size for leaf in jax.tree.leaves(params))
+    22050664
+  """
+  if image_shape[0] % patch or image_shape[1] % patch:
+    raise ConfigError(
+      f"vit.patch={patch}: does not divide images of {image_shape[0]}x"
+      f"{image_shape[1]} pixels, give a divisor or another image size"
+    )
+  if width % num_heads:
+    raise ConfigError(
+      f"vit.num_heads={num_heads}: does not divide width={width}, give a divisor"
+    )
+  to_float = functools.partial(_normalised, mean=mean, std=std, dtype=jnp.dtype(dtype))
+  pooled = functools.partial(_pooled, pool=pool)
+  return Stack(
+    init=functools.partial(
+      _init,
+      patch_size=patch * patch * image_shape[2],
+      num_patches=image_shape[0] * image_shape[1] // patch**2,
+      width=width,
+      hidden=4 * width if hidden is None else hidden,
+      num_layers=num_layers,
+      num_classes=num_classes,
+      padded=-(-num_classes // pad_classes_to) * pad_classes_to,
+      has_token=pool == "token",
+    ),
+    embed=functools.partial(_embed, to_float=to_float, patch=patch),
+    layer=functools.partial(_layer, each=width // num_heads),
+    finish=functools.partial(
+      _finish, pooled=pooled, num_classes=num_classes, smoothing=label_smoothing
+    ),
+    logits=functools.partial(_logits, pooled=pooled, num_classes=num_classes),
+    num_layers=num_layers,
+  )
+
+
+_of_16 = functools.partial(vit, patch=16)
+ViT_Ti16 = functools.partial(_of_16, width=192, num_layers=12, num_heads=3)
+ViT_S16 = functools.partial(_of_16, width=384, num_layers=12, num_heads=6)
+ViT_B16 = functools.partial(_of_16, width=768, num_layers=12, num_heads=12)
+ViT_L16 = functools.partial(_of_16, width=1024, num_layers=24, num_heads=16)
+
+
+def layer_norm(x: jax.Array, p: Any) -> jax.Array:
+  """LayerNorm (arXiv:1607.06450): (x - mean) / sqrt(var + 1e-6) * scale + bias.
+
+  Args:
+    x: [..., width].
+    p: {"scale": float32 [width], "bias": float32 [width]}.
+
+  Returns:
+    float32 [..., width].
+  """
+  wide = at_least_float32(x)
+  centred = wide - wide.mean(axis=-1, keepdims=True)
+  variance = jnp.square(centred).mean(axis=-1, keepdims=True)
+  return centred * jax.lax.rsqrt(variance + NORM_EPS) * p["scale"] + p["bias"]
+
+
+def patches(images: jax.Array, size: int) -> jax.Array:
+  """[n, height, width, channels] -> [n, patches, size * size * channels], by rows.
+
+  With a matrix behind it that is the convolution of stride `size`, as a plain
+  matrix product.
+  """
+  n, height, width, channels = images.shape
+  x = images.reshape(n, height // size, size, width // size, size, channels)
+  x = x.transpose(0, 1, 3, 2, 4, 5)
+  return x.reshape(n, height * width // size**2, size * size * channels)
+
+
+def _init(
+  key: jax.Array,
+  *,
+  patch_size: int,
+  num_patches: int,
+  width: int,
+  hidden: int,
+  num_layers: int,
+  num_classes: int,
+  padded: int,
+  has_token: bool,
+) -> Any:
+  """As the paper's own code (google-research/vision_transformer, models_vit.py).
+
+  Uniform numbers of Glorot and Bengio (2010, eq. 16) in the layers, biases of the
+  MLP of deviation 1e-6; patches as LeCun's normal numbers; positions of deviation
+  0.02; class token and head 0.
+  """
+  glorot = jax.nn.initializers.glorot_uniform()
+  lecun = jax.nn.initializers.lecun_normal()
+
+  def normal(key, shape, std):
+    return std * jax.random.normal(key, shape, jnp.float32)
+
+  def norm():
+    return {"scale": jnp.ones(width, jnp.float32), "bias": jnp.zeros(width)}
+
+  def dense(key, inputs, outputs, bias_std=0.0):
+    key, bias_key = jax.random.split(key)
+    return {
+      "kernel": glorot(key, (inputs, outputs), jnp.float32),
+      "bias": normal(bias_key, (outputs,), bias_std),
+    }
+
+  def layer(key):
+    *attend, up, down = jax.random.split(key, 6)
+    heads = zip("qkvo", attend, strict=True)
+    return {name: dense(key, width, width) for name, key in heads} | {
+      "attn_norm": norm(),
+      "mlp_norm": norm(),
+      "up": dense(up, width, hidden, 1e-6),
+      "down": dense(down, hidden, width, 1e-6),
+    }
+
+  patch_key, position_key, layers_key = jax.random.split(key, 3)
+  token = {"class_token": jnp.zeros(width, jnp.float32)} if has_token else {}
+  return {
+    "embed": token | {
+      "patch": {
+        "kernel": lecun(patch_key, (patch_size, width), jnp.float32),
+        "bias": jnp.zeros(width, jnp.float32),
+      },
+      "position": normal(position_key, (num_patches + has_token, width), 0.02),
+    },
+    "layers": jax.vmap(layer)(jax.random.split(layers_key, num_layers)),
+    "head": {
+      "norm": norm(),
+      "kernel": jnp.zeros((width, padded), jnp.float32),
+      "bias": jnp.zeros(padded, jnp.float32),
+    },
+  }  # fmt: skip
+
+
+def _normalised(images: jax.Array, *, mean, std, dtype) -> jax.Array:
+  """(images - mean) / std, computed in float32, as `dtype`."""
+  images = images.astype(jnp.float32)
+  images = (images - jnp.array(mean, jnp.float32)) / jnp.array(std, jnp.float32)
+  return images.astype(dtype)
+
+
+def _linear(x: jax.Array, p: Any, dtype: Any = None) -> jax.Array:
+  return shift(linear(x, p["kernel"], dtype), p["bias"])
+
+
+def _embed(p: Any, batch: Any, ops: Ops, *, to_float, patch: int) -> jax.Array:
+  del ops  # images are whole on a device
+  h = _linear(patches(to_float(batch["image"]), patch), p["patch"])
+  if "class_token" in p:
+    token = p["class_token"].astype(h.dtype)
+    token = jnp.broadcast_to(token, (len(h), 1, h.shape[-1]))
+    h = jnp.concatenate([token, h], axis=1)
+  return h + p["position"].astype(h.dtype)
+
+
+def _layer(p: Any, h: jax.Array, ops: Ops, *, each: int) -> jax.Array:
+  # A bias behind `rejoin` counts once, on however many devices the heads are.
+  x = ops.enter(layer_norm(h, p["attn_norm"]))
+  q, k, v = (split_heads(_linear(x, p[name], h.dtype), each) for name in "qkv")
+  y = join_heads(ops.attend(q, k, v, causal=False))
+  h = h + shift(rejoin(y, p["o"]["kernel"], ops), p["o"]["bias"])
+  x = ops.enter(layer_norm(h, p["mlp_norm"]))
+  y = jax.nn.gelu(_linear(x, p["up"], h.dtype), approximate=False)
+  return h + shift(rejoin(y, p["down"]["kernel"], ops), p["down"]["bias"])
+
+
+def _pooled(p: Any, h: jax.Array, *, pool: str) -> jax.Array:
+  """What is classified, [rows, width]."""
+  if pool == "token":
+    return layer_norm(h[:, 0], p["norm"])
+  return layer_norm(h, p["norm"]).mean(axis=1)
+
+
+def _finish(
+  p: Any, h: jax.Array, batch: Any, ops: Ops, *, pooled, num_classes: int, smoothing
+) -> Totals:
+  labels = batch["label"]
+  losses, hits = ops.classify(
+    ops.enter(pooled(p, h)),
+    p["kernel"],
+    p["bias"],
+    labels,
+    num_classes=num_classes,
+    label_smoothing=smoothing,
+    dtype=h.dtype,
+  )
+  # From the rows, so that it varies over devices as they do.
+  counts = batch.get("mask", labels >= 0)
+  return {
+    "loss": jnp.where(counts, losses, 0.0).sum(),
+    "accuracy": (hits & counts).sum(dtype=jnp.int32),
+    "examples": counts.sum(dtype=jnp.int32),
+  }
+
+
+def _logits(p: Any, h: jax.Array, *, pooled, num_classes: int) -> jax.Array:
+  x = pooled(p, h)
+  logits = at_least_float32(linear(x, p["kernel"], h.dtype))
+  return (logits + p["bias"])[..., :num_classes]

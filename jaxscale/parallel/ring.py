@@ -1,0 +1,292 @@
+"""Ring attention: exact attention over tokens that are split, keys going round.
+
+Each device keeps its queries; the blocks of keys and values go round the ring, and
+the softmax is summed up as they come (arXiv:2310.01889; the running maximum and sum
+are those of arXiv:1805.02867). After j turns device i has the block of device i - j.
+With s = q k^T / sqrt(width), for each query
+
+    m = max_k s      l = sum_k exp(s - m)      out = sum_k exp(s - m) v / l
+
+Kept for the backward pass are q, k, v, out and log l + m, nothing of size tokens x
+tokens; the blocks go round once more with their gradients (arXiv:2205.14135,
+algorithm 4):
+
+    p = exp(s - (log l + m))        dv = p^T dout
+    ds = p (dout v^T - sum(dout out))   dq = ds k   dk = ds^T q   (each / sqrt(width))
+
+Scores, sums and gradients are float32, a block's scores are made for `_BLOCK` keys
+at a time. Where causal, and the tokens contiguous, device i has work in i+1 of n
+turns, but all wait for the last: of n turns' work (n+1)/2n is of use, and the
+branches save energy, no time. In zig-zag order every device has half a block's work
+in each turn.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxscale.collectives import vary
+from jaxscale.collectives.typed import axis_sizes, varying
+from jaxscale.settings import ConfigError
+
+_BLOCK = 1024  # keys whose scores are in memory at once
+_NEVER = -1e30  # a score that counts for nothing, and whose differences are no NaN
+
+
+def check_zigzag(tokens: int) -> None:
+  """Refuse tokens that do not make two pieces a device.
+
+  Raises:
+    ConfigError: an odd number.
+  """
+  if tokens % 2:
+    raise ConfigError(
+      f"tokens={tokens} a device: order='zigzag' needs an even number, two pieces"
+    )
+
+
+def ring_attention(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  *,
+  axis: str,
+  causal: bool,
+  order: Literal["contiguous", "zigzag"] = "contiguous",
+  block: int = _BLOCK,
+) -> jax.Array:
+  """Attention over tokens that are split, by keys and values that go round.
+
+  Inside `jax.shard_map`. A device sends its keys and values n-1 times, backwards
+  their gradients too, n times, as float32.
+
+  Args:
+    q: [rows, tokens/n, heads, width].
+    k: [rows, tokens/n, groups, width]; groups divide heads (arXiv:2305.13245).
+    v: likewise.
+    axis: mesh axis of the tokens, n devices.
+    causal: a token sees itself and those before it.
+    order: which tokens a device has, see `jaxscale.parallel.sequence.places`.
+    block: keys whose scores are in memory at once.
+
+  Returns:
+    [rows, tokens/n, heads, width], dtype of q.
+
+  Raises:
+    ConfigError: groups that do not divide heads; "zigzag", and an odd number of
+      tokens a device.
+  """
+  devices = axis_sizes((axis,))[axis]
+  rows, tokens, heads, width = q.shape
+  groups = k.shape[2]
+  if heads % groups:
+    raise ConfigError(f"groups={groups}: do not divide the {heads} heads")
+  if order == "zigzag":
+    check_zigzag(tokens)
+  axes = tuple(sorted({axis} | varying(q) | varying(k) | varying(v)))
+  q, k, v = vary((q, k, v), axes)
+  q = q.reshape(rows, tokens, groups, heads // groups, width)
+  q, k, v = q.transpose(0, 2, 3, 1, 4), k.swapaxes(1, 2), v.swapaxes(1, 2)
+  plan = _Plan(axis, axes, devices, causal, order == "zigzag", block)
+  out: Any = _ring(plan, q, k, v)
+  return out.transpose(0, 3, 1, 2, 4).reshape(rows, tokens, heads, width)
+
+
+class _Plan(NamedTuple):
+  """What does not depend on the arrays."""
+
+  axis: str
+  axes: tuple[str, ...]  # over which they vary
+  devices: int
+  causal: bool
+  zigzag: bool
+  block: int
+
+
+class _Part(NamedTuple):
+  """Which queries meet which keys of a block."""
+
+  first_query: int
+  num_keys: int
+  masked: bool  # the block is the device's own: a query sees keys up to its place
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ring(plan: _Plan, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+  return _ring_forward(plan, q, k, v)[0]
+
+
+def _ring_forward(plan, q, k, v):
+  # q: [rows, groups, heads of a group, t, width]; k, v: [rows, groups, t, width]
+  def step(part, kept, kv, _):
+    queries = q[..., part.first_query :, :]
+
+    def add(sums, block, start):
+      m, total, acc = sums
+      keys, values = block
+      s = _scores(queries, keys, start, part.masked)
+      higher = jnp.maximum(m, s.max(-1, keepdims=True))
+      p, less = jnp.exp(s - higher), jnp.exp(m - higher)
+      acc = acc * less + _dot("bgrqk,bgkd->bgrqd", p.astype(v.dtype), values)
+      return (higher, total * less + p.sum(-1, keepdims=True), acc), ()
+
+    block = tuple(x[..., : part.num_keys, :] for x in kv)
+    old = tuple(x[..., part.first_query :, :] for x in kept)
+    new, _ = _over_blocks(add, old, block, plan.block)
+    return _put(kept, new, part.first_query), ()
+
+  never = jnp.full((*q.shape[:-1], 1), _NEVER, jnp.float32)
+  nothing = jnp.zeros((*q.shape[:-1], 1), jnp.float32), jnp.zeros(q.shape, jnp.float32)
+  (m, total, acc), _ = _go_round(
+    plan, step, vary((never, *nothing), plan.axes), (k, v), ()
+  )
+  out = (acc / total).astype(q.dtype)
+  return out, (q, k, v, out, m + jnp.log(total))
+
+
+def _ring_backward(plan, kept, dout):
+  q, k, v, out, lse = kept
+  delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1, keepdims=True)
+  scale = q.shape[-1] ** -0.5
+
+  def step(part, dq, kv, grads):
+    queries, back, lse_, delta_, dq_ = (
+      x[..., part.first_query :, :] for x in (q, dout, lse, delta, dq)
+    )
+
+    def add(dq_, block, start):
+      keys, values = block
+      p = jnp.exp(_scores(queries, keys, start, part.masked) - lse_)
+      dv = _dot("bgrqk,bgrqd->bgkd", p.astype(back.dtype), back)
+      ds = p * (_dot("bgrqd,bgkd->bgrqk", back, values) - delta_) * scale
+      ds = ds.astype(q.dtype)
+      dk = _dot("bgrqk,bgrqd->bgkd", ds, queries)
+      return dq_ + _dot("bgrqk,bgkd->bgrqd", ds, keys), (dk, dv)
+
+    block = tuple(x[..., : part.num_keys, :] for x in kv)
+    dq_, more = _over_blocks(add, dq_, block, plan.block)
+    grads = tuple(
+      g.at[..., : part.num_keys, :].add(x) for g, x in zip(grads, more, strict=True)
+    )
+    return _put(dq, dq_, part.first_query), grads
+
+  zeros = (jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
+  dq, dk, dv = vary(tuple(zeros), plan.axes)
+  dq, (dk, dv) = _go_round(plan, step, dq, (k, v), (dk, dv))
+  return tuple(g.astype(x.dtype) for g, x in ((dq, q), (dk, k), (dv, v)))
+
+
+_ring.defvjp(_ring_forward, _ring_backward)
+
+
+def _go_round(plan: _Plan, step: Callable, kept: Any, kv: Any, grads: Any) -> Any:
+  """A step on every block, which comes with the sums of those who had it before.
+
+  Args:
+    plan: of the ring.
+    step: (part, kept, kv, grads) -> (kept, grads), on one block.
+    kept: what stays on the device.
+    kv: this device's keys and values.
+    grads: what is summed up along the way; it comes home.
+
+  Returns:
+    kept and grads after all n blocks.
+  """
+  n, here = plan.devices, lax.axis_index(plan.axis)
+  tokens = kv[0].shape[-2]
+  whole = functools.partial(step, _Part(0, tokens, masked=False))
+  own = functools.partial(step, _Part(0, tokens, masked=True))
+  earlier, later = whole, lambda kept, kv, grads: (kept, grads)
+  if plan.zigzag:
+    earlier = functools.partial(step, _Part(0, tokens // 2, masked=False))
+    later = functools.partial(step, _Part(tokens // 2, tokens, masked=False))
+
+  def meet(turn, *args):
+    if not plan.causal:
+      return whole(*args)
+    source = (here - turn) % n
+    which = jnp.where(source == here, 0, jnp.where(source < here, 1, 2))
+    return lax.switch(which, (own, earlier, later), *args)
+
+  def send(tree):
+    pairs = [(i, (i + 1) % n) for i in range(n)]
+    return jax.tree.map(lambda x: lax.ppermute(x, plan.axis, pairs), tree)
+
+  def turn(carry, t):
+    kept, kv, grads = carry
+    coming = send(kv)  # nothing in this turn waits for it
+    kept, grads = meet(t, kept, kv, grads)
+    return (kept, coming, send(grads)), None
+
+  (kept, kv, grads), _ = lax.scan(turn, (kept, kv, grads), jnp.arange(n - 1))
+  kept, grads = meet(n - 1, kept, kv, grads)
+  return kept, send(grads)
+
+
+def _over_blocks(add: Callable, sums: Any, arrays: Any, size: int) -> Any:
+  """`add(sums, block, start) -> (sums, out)` over keys, `size` at a time.
+
+  Args:
+    add: on a block of the arrays whose first key has the number `start`.
+    sums: before the first.
+    arrays: each [..., keys, width].
+    size: of a block; the last has what is left.
+
+  Returns:
+    The last sums, and what came out, [..., keys, width].
+  """
+  keys = arrays[0].shape[-2]
+  size = min(size, keys)
+  full = keys // size
+  cut = full * size
+
+  def blocks(x):
+    x = x[..., :cut, :].reshape(*x.shape[:-2], full, size, x.shape[-1])
+    return jnp.moveaxis(x, -3, 0)
+
+  def together(x):
+    x = jnp.moveaxis(x, 0, -3)
+    return x.reshape(*x.shape[:-3], cut, x.shape[-1])
+
+  starts = jnp.arange(full) * size
+  sums, out = lax.scan(
+    lambda sums, now: add(sums, *now), sums, (jax.tree.map(blocks, arrays), starts)
+  )
+  out = jax.tree.map(together, out)
+  if cut < keys:
+    sums, last = add(sums, tuple(x[..., cut:, :] for x in arrays), cut)
+    out = jax.tree.map(lambda a, b: jnp.concatenate([a, b], -2), out, last)
+  return sums, out
+
+
+def _scores(q: jax.Array, k: jax.Array, start: Any, masked: bool) -> jax.Array:
+  """float32 [rows, groups, heads of a group, queries, keys].
+
+  Args:
+    q: [rows, groups, heads of a group, queries, width].
+    k: [rows, groups, keys, width].
+    start: place of the first key, counted from the first query's.
+    masked: a query sees keys up to its own place.
+  """
+  s = _dot("bgrqd,bgkd->bgrqk", q, k) * q.shape[-1] ** -0.5
+  if not masked:
+    return s
+  seen = jnp.arange(q.shape[-2])[:, None] >= start + jnp.arange(k.shape[-2])
+  return jnp.where(seen, s, _NEVER)
+
+
+def _dot(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+  return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
+
+
+def _put(kept: Any, new: Any, first: int) -> Any:
+  """`new` in the place of the queries from `first` on."""
+  if not first:
+    return new
+  return jax.tree.map(lambda a, b: a.at[..., first:, :].set(b), kept, new)

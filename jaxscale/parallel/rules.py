@@ -1,0 +1,113 @@
+"""Rules on parameter paths: which dim is split along which mesh axis.
+
+Every parameter must be met by exactly one rule: one that is forgotten would lie
+whole on every device, one that two rules fit would depend on their order, and both
+would be seen only when the memory is full.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from jaxscale.paths import path_name
+from jaxscale.settings import ConfigError
+
+Dims = tuple[str | None, ...]  # an axis, or None, for each dim
+
+
+class Rule(NamedTuple):
+  """How the parameters of some paths are split.
+
+  Attributes:
+    pattern: a regular expression that must fit all of a path, "layers/.*/bias" say.
+    dims: for each dim the axis that splits it, or None; or what gives them for a
+      shape and the sizes of the mesh's axes. An axis that the mesh does not have
+      splits nothing.
+  """
+
+  pattern: str
+  dims: Dims | Callable[[tuple[int, ...], Mapping[str, int]], Dims]
+
+
+def largest(axis: str, least: int = 1024) -> Callable[..., Dims]:
+  """The largest dim that the axis divides is split; none of a small parameter.
+
+  For models whose parameters have no common shape, such as convolutions.
+
+  Args:
+    axis: of the mesh.
+    least: parameters of fewer elements stay whole: to send them costs more time
+      than they take memory.
+
+  Example:
+    >>> largest("fsdp")((3, 3, 64, 128), {"fsdp": 8})
+    (None, None, None, 'fsdp')
+  """
+
+  def dims(shape: tuple[int, ...], sizes: Mapping[str, int]) -> Dims:
+    fitting = [i for i, n in enumerate(shape) if n % sizes.get(axis, 1) == 0]
+    if math.prod(shape) < least or not fitting:
+      return (None,) * len(shape)
+    chosen = max(fitting, key=lambda i: (shape[i], i))
+    return tuple(axis if i == chosen else None for i in range(len(shape)))
+
+  return dims
+
+
+def partition(params: Any, rules: Sequence[Rule], sizes: Mapping[str, int]) -> Any:
+  """A `PartitionSpec` for each parameter.
+
+  Args:
+    params: arrays, or anything with a shape.
+    rules: of which exactly one must fit each path.
+    sizes: of the mesh's axes, by name.
+
+  Raises:
+    ConfigError: no rule fits a parameter, or two do, or its shape is not divided by
+      the devices; the line names it.
+
+  Example:
+    >>> rules = [Rule(".*/kernel", ("fsdp", "model")), Rule(".*/bias", ("model",))]
+    >>> w = {"up": {"kernel": jnp.ones((4, 8)), "bias": jnp.ones(8)}}
+    >>> partition(w, rules, {"fsdp": 2})["up"]["kernel"]
+    PartitionSpec('fsdp', None)
+  """
+
+  def spec(path: Any, leaf: Any) -> P:
+    name = path_name(path)
+    fitting = [rule for rule in rules if re.fullmatch(rule.pattern, name)]
+    if len(fitting) != 1:
+      fits = " and ".join(repr(rule.pattern) for rule in fitting) or "no rule"
+      raise ConfigError(
+        f"{name}: {fits} {'fit' if len(fitting) > 1 else 'fits'} this parameter of "
+        f"shape {tuple(leaf.shape)}, it must be exactly one rule of the layout"
+      )
+    return P(*_dims(name, tuple(leaf.shape), fitting[0], sizes))
+
+  return jax.tree.map_with_path(spec, params)
+
+
+def _dims(
+  name: str, shape: tuple[int, ...], rule: Rule, sizes: Mapping[str, int]
+) -> Dims:
+  """The axes of a parameter's dims, without those that the mesh has not."""
+  dims = rule.dims(shape, sizes) if callable(rule.dims) else rule.dims
+  if len(dims) != len(shape):
+    raise ConfigError(
+      f"{name}: has the shape {shape}, and the rule {rule.pattern!r} names "
+      f"{len(dims)} dims"
+    )
+  kept = tuple(a if a is not None and sizes.get(a, 1) > 1 else None for a in dims)
+  for dim, axis in enumerate(kept):
+    if axis is not None and shape[dim] % sizes[axis]:
+      raise ConfigError(
+        f"Mesh.{axis}={sizes[axis]}: does not divide dim {dim} of {name}, {shape}; "
+        f"give a divisor of {shape[dim]}"
+      )
+  return kept

@@ -1,0 +1,226 @@
+"""Parameters from a file: each device's part is read where it lies, and no more."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from jaxscale.paths import path_name
+from jaxscale.settings import ConfigError
+from jaxscale.weights.arrange import ARRANGEMENTS
+from jaxscale.weights.names import Link, Naming, guess, naming_of, shape_in_file
+from jaxscale.weights.safetensors import Stored, read_index, view
+
+_FLOATS = {np.dtype(d) for d in ("f2", "f4", "f8", ml_dtypes.bfloat16)}
+
+
+class Imported(NamedTuple):
+  """What was read.
+
+  Attributes:
+    params: laid out as was asked for.
+    model_state: likewise.
+    story: one line of what it was.
+  """
+
+  params: Any
+  model_state: Any
+  story: str
+
+
+def import_safetensors(
+  path: str | os.PathLike,
+  params: Any,
+  model_state: Any = None,
+  *,
+  naming: str = "auto",
+  num_classes: int | None = None,
+  init_head: bool = False,
+) -> Imported:
+  """Parameters of a file, as the model here has them.
+
+  Every name is accounted for: none in the file is left over, and none is missing.
+  Where files lack the classifier's matrix, as Hugging Face's with tied embeddings
+  do, it is a copy of the embedding. `names` says what goes with each naming's
+  parameters: how images are normalised, epsilons, rotary pairs.
+
+  Args:
+    path: a .safetensors file, or a folder as Hugging Face's, of one or several.
+    params: arrays, or `jax.ShapeDtypeStruct`s with shardings, as the model has them.
+    model_state: likewise, e.g. {"batch_stats": ...}.
+    naming: "jaxscale", "timm", "huggingface", or "auto": by the names in the file.
+    num_classes: of the file, where the model pads classes or words beyond them: the
+      rest is zeros.
+    init_head: leave the classifier as it is in `params`, whatever the file has.
+
+  Returns:
+    Arrays of the dtypes asked for, from float16, bfloat16, float32 or float64.
+
+  Raises:
+    ConfigError: the file is not whole, or is not of this model; one line names the
+      first and the number of what is missing, unexpected, or of another shape or
+      dtype.
+
+  Example:
+    >>> model = functions(ResNet50(num_classes=1000), (224, 224, 3))
+    >>> like = jax.eval_shape(model.init, jax.random.key(0))
+    >>> got = import_safetensors("resnet50.a1_in1k.safetensors", *like)
+    ... # doctest: +SKIP
+    >>> logits, _ = model.apply(got.params, got.model_state, images, False, None)
+    ... # doctest: +SKIP
+  """
+  stored = read_index(path)
+  tree = {"params": params, **(model_state or {})}
+  flat, structure = jax.tree_util.tree_flatten_with_path(tree)
+  leaves = {path_name(where): leaf for where, leaf in flat}
+  shapes = {name: leaf.shape for name, leaf in leaves.items()}
+  name = guess(path, stored) if naming == "auto" else naming
+  names = naming_of(name, shapes)
+  if init_head and not names.head:
+    raise ConfigError("init_head=True: this model's classifier is not known by name")
+  kept = names.head if init_head else ()
+  sources = _sources(path, stored, leaves, names, num_classes, kept)
+  done = [
+    leaf if name in kept else _load(leaf, sources[name])
+    for name, leaf in leaves.items()
+  ]
+  loaded = dict(jax.tree.unflatten(structure, done))
+  params = loaded.pop("params")
+  return Imported(params, loaded, _story(path, name, sources, kept))
+
+
+class _Source(NamedTuple):
+  """Where a leaf, or a layer of it, is read from."""
+
+  link: Link
+  stored: Stored
+
+
+_Sources = Mapping[str, list[_Source]]  # by the leaf's path
+
+
+def _sources(
+  path: str | os.PathLike,
+  stored: Mapping[str, Stored],
+  leaves: Mapping[str, Any],
+  names: Naming,
+  num_classes: int | None,
+  kept: tuple[str, ...],
+) -> _Sources:
+  """Where each leaf is, if the file has all of them and nothing else."""
+  found: dict[str, list[_Source]] = {name: [] for name in leaves}
+  unexpected = set(stored) - set(names.counters)
+  unexpected = {n for n in unexpected if not n.endswith(names.derived)}
+  missing, misshaped, mistyped = [], [], []
+  for link in names.links:
+    unexpected.discard(link.theirs)
+    if link.ours in kept:
+      continue
+    name = link.theirs
+    if name not in stored and link.or_else in stored:
+      name = link.or_else or name
+    there, leaf = stored.get(name), leaves[link.ours]
+    if there is None:
+      missing.append(name)
+      continue
+    wanted = [shape_in_file(link, leaf.shape)]
+    dim = names.classes.get(link.ours)
+    if dim is not None and num_classes is not None:
+      cut = (*leaf.shape[:dim], num_classes, *leaf.shape[dim + 1 :])
+      wanted.insert(0, shape_in_file(link, cut))
+    if there.shape not in wanted:
+      sizes = f"{list(there.shape)} there and {list(wanted[0])} here"
+      misshaped.append((link.ours, f"{name} is {sizes}"))
+    elif not _casts(there.dtype, leaf.dtype):
+      mistyped.append(f"{name} is {there.dtype} there and {leaf.dtype} here")
+    found[link.ours].append(_Source(link, there))
+  problems = (
+    _count("missing", missing),
+    _count("unexpected", sorted(unexpected)),
+    _count("of another shape", [text for _, text in misshaped]),
+    _count("of another dtype", mistyped),
+  )
+  if said := "; ".join(p for p in problems if p):
+    only_head = misshaped and all(ours in names.head for ours, _ in misshaped)
+    is_head = only_head and not (missing or unexpected or mistyped)
+    advice = "give the model settings that it was made with"
+    raise ConfigError(
+      f"{path}: not the parameters of this model by {names.name}'s names: {said}; "
+      + ("init_head=True starts the classifier anew" if is_head else advice)
+    )
+  return found
+
+
+def _count(what: str, names: list[str]) -> str:
+  """E.g. "3 missing, first conv1.weight"; nothing for none."""
+  names = list(dict.fromkeys(names))
+  return f"{len(names)} {what}, first {names[0]}" if names else ""
+
+
+def _casts(there: np.dtype, here: Any) -> bool:
+  """Whether numbers mean the same after a cast: those of 8 bits have scales."""
+  here = np.dtype(here)
+  return there == here or (there in _FLOATS and here in _FLOATS)
+
+
+def _load(leaf: Any, sources: list[_Source]) -> jax.Array:
+  """The array, of which each device gets its part, one after another.
+
+  `jax.make_array_from_callback` would have all parts on the host at once, and keep
+  them there until Python next looks for cycles.
+  """
+  shape, dtype = leaf.shape, np.dtype(leaf.dtype)
+  sharding = getattr(leaf, "sharding", None)
+  if sharding is None:
+    return jnp.asarray(_read(tuple((0, n) for n in shape), dtype, sources))
+  holders: dict[Any, list[Any]] = {}
+  for device, index in sharding.addressable_devices_indices_map(shape).items():
+    ranges = tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
+    holders.setdefault(ranges, []).append(device)
+  parts = []
+  for ranges, devices in holders.items():
+    part = _read(ranges, dtype, sources)
+    parts += [jax.device_put(part, device) for device in devices]
+    jax.block_until_ready(parts)  # before the host takes in another
+  return jax.make_array_from_single_device_arrays(shape, sharding, parts, dtype=dtype)
+
+
+def _read(
+  ranges: tuple[tuple[int, int], ...], dtype: np.dtype, sources: list[_Source]
+) -> np.ndarray:
+  """A part of a leaf, given by (start, stop) of every dim."""
+  out = np.zeros([stop - start for start, stop in ranges], dtype)
+  for link, stored in sources:
+    target, inner = out, ranges
+    if link.layer is not None:
+      (start, stop), *rest = ranges
+      if not start <= link.layer < stop:
+        continue
+      target, inner = out[link.layer - start], tuple(rest)
+    array = view(stored)
+    i, n = link.part
+    if n > 1:
+      rows = len(array) // n
+      array = array[i * rows : (i + 1) * rows]
+    # Beyond the file's classes there are none to read, and zeros stay.
+    wanted = ARRANGEMENTS[link.how].ours(array)[tuple(slice(*r) for r in inner)]
+    target[tuple(slice(n) for n in wanted.shape)] = wanted
+  return out
+
+
+def _story(path: object, name: str, sources: _Sources, kept: tuple[str, ...]) -> str:
+  used = {source.stored for found in sources.values() for source in found}
+  count = sum(math.prod(stored.shape) for stored in used)
+  dtypes = " and ".join(sorted({str(stored.dtype) for stored in used}))
+  anew = "; the classifier starts anew" if kept else ""
+  return (
+    f"parameters from {path}: {count:,} numbers in {len(used)} arrays, {dtypes}, "
+    f"{name}'s names{anew}"
+  )

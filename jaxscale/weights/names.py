@@ -1,0 +1,242 @@
+"""Who calls which parameter what: jaxscale, timm and torchvision, Hugging Face.
+
+A naming is a list of `Link`s, each between one of our leaves (or one layer of it,
+where layers are stacked) and one of their arrays (or a part of it, where theirs are
+fused). The tables below are data; a ResNet's names follow from its shapes.
+
+What is to be set beside the parameters, or their numbers mean something else:
+
+    timm, torchvision   images / 255, less a mean, over a deviation. ResNets:
+                        ImageNet's (0.485, 0.456, 0.406) and (0.229, 0.224, 0.225),
+                        as our colour images have it; timm's "augreg" ViTs: 0.5 and
+                        0.5. Test images are resized bicubically to size / crop_pct
+                        and cut: `pretrained_cfg` in timm says how, e.g. crop_pct
+                        0.95 for resnet50.a1_in1k, and 0.9 for
+                        vit_small_patch16_224.augreg_in21k_ft_in1k
+    timm's ViT          LayerNorm epsilon 1e-6, GELU by erf
+    Hugging Face Llama  rms_norm_eps, rope_theta and the numbers of heads as in the
+                        config.json beside the file; a rotary pair is the numbers i
+                        and i + width / 2 of a head
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple
+
+from jaxscale.settings import ConfigError, nearest
+from jaxscale.weights import tables
+from jaxscale.weights.arrange import ARRANGEMENTS
+
+NAMINGS = ("jaxscale", "timm", "huggingface")
+Shapes = Mapping[str, tuple[int, ...]]  # of our leaves, by path
+
+
+class Link(NamedTuple):
+  """One of our leaves, or a layer of it, and what it is in a file.
+
+  Attributes:
+    ours: path of the leaf, e.g. params/layers/q/kernel.
+    theirs: name in the file.
+    how: a key of `arrange.ARRANGEMENTS`.
+    layer: index in the leaf's first dim; None: the leaf is not stacked.
+    part: (i, n): the i-th of n equal parts of theirs along its first dim.
+    or_else: what is taken where a file lacks `theirs`.
+  """
+
+  ours: str
+  theirs: str
+  how: str = "same"
+  layer: int | None = None
+  part: tuple[int, int] = (0, 1)
+  or_else: str | None = None
+
+
+def shape_in_file(link: Link, shape: tuple[int, ...]) -> tuple[int, ...]:
+  """Shape of the array of theirs, from that of our leaf."""
+  own = shape if link.layer is None else shape[1:]
+  first, *rest = ARRANGEMENTS[link.how].shape(own) or (None,)
+  return () if first is None else (first * link.part[1], *rest)
+
+
+class Naming(NamedTuple):
+  """How the parameters of one model are named in a file.
+
+  Attributes:
+    name: of the naming.
+    links: each of our leaves is in at least one.
+    counters: what files have beside parameters: int64 scalars, which are passed
+      over where they are read, and 0 where they are written.
+    derived: how the name ends of what some files have although it follows from the
+      settings; passed over.
+    classes: the dim of a leaf that counts classes, or words of a vocabulary, and
+      may be padded; by path.
+    head: paths of the classifier's leaves.
+    metadata: what readers of such files look for in them.
+  """
+
+  name: str
+  links: tuple[Link, ...]
+  counters: tuple[str, ...]
+  derived: tuple[str, ...]
+  classes: Mapping[str, int]
+  head: tuple[str, ...]
+  metadata: Mapping[str, str]
+
+
+_PYTORCH = {"format": "pt"}  # transformers refuses a file that does not say so
+# What tells a naming by what is in a file.
+_SIGNS = {
+  "model.embed_tokens.weight": "huggingface",
+  "patch_embed.proj.weight": "timm",
+  "layer1.0.conv1.weight": "timm",
+}
+
+
+def guess(path: object, names: Collection[str]) -> str:
+  """The naming of a file.
+
+  Args:
+    path: of the file, for the message.
+    names: all that is in it.
+
+  Raises:
+    ConfigError: it is none that is known.
+
+  Example:
+    >>> guess("x.safetensors", ["params/Dense_0/kernel"])
+    'jaxscale'
+  """
+  if any(name.startswith("params/") for name in names):
+    return "jaxscale"
+  for sign, naming in _SIGNS.items():
+    if sign in names:
+      return naming
+  some = ", ".join(sorted(names)[:3])
+  raise ConfigError(
+    f"{path}: has names of none of {', '.join(NAMINGS)} (but {some}); give "
+    "parameters of a ResNet or ViT of timm's, of a Llama of Hugging Face's, or ours"
+  )
+
+
+def naming_of(name: str, shapes: Shapes) -> Naming:
+  """The names of a model's leaves.
+
+  Args:
+    name: one of `NAMINGS`.
+    shapes: of all leaves of the model, by path: params/..., batch_stats/....
+
+  Raises:
+    ConfigError: there is no such naming, or it has no names for this model.
+
+  Example:
+    >>> naming = naming_of("jaxscale", {"params/Dense_0/kernel": (3, 2)})
+    >>> naming.links[0].theirs
+    'params/Dense_0/kernel'
+  """
+  if name not in NAMINGS:
+    raise ConfigError(f"naming={name}: {nearest(name, NAMINGS)}")
+  classes = _classes(shapes)
+  head = tuple(path for path in classes if path != "params/embed/table")
+  if name == "jaxscale":
+    links = tuple(Link(path, path) for path in shapes)
+    return Naming(name, links, (), (), classes, head, {"format": "jaxscale"})
+  links, counters, derived = (), (), ()
+  if name == "huggingface" and "params/embed/table" in shapes:
+    links = tuple(_table_links(tables.LLAMA, shapes))
+    derived = (".rotary_emb.inv_freq",)  # of Llama 2's and older ones
+  elif name == "timm" and "params/embed/patch/kernel" in shapes:
+    links = tuple(_table_links(tables.VIT, shapes))
+  elif name == "timm":
+    modules = resnet_modules(shapes)
+    links = tuple(_module_links(modules))
+    counters = tuple(
+      f"{theirs}.num_batches_tracked"
+      for ours, theirs in modules.items()
+      if ours.startswith("BatchNorm_")
+    )
+  if left := [path for path in shapes if path not in {link.ours for link in links}]:
+    raise ConfigError(
+      f"naming={name}: has no name for {left[0]} of this model; use naming=jaxscale"
+    )
+  return Naming(name, links, counters, derived, classes, head, _PYTORCH)
+
+
+def _classes(shapes: Shapes) -> dict[str, int]:
+  """The dims that count classes: of the embedding, and of the last dense layer."""
+  found = {"params/embed/table": 0, "params/head/kernel": 1, "params/head/bias": 0}
+  last = _count(shapes, "Dense") - 1
+  for module in (f"Dense_{last}", "fc8"):  # AlexNet's has its published name
+    found |= {f"params/{module}/kernel": 1, f"params/{module}/bias": 0}
+  return {path: dim for path, dim in found.items() if path in shapes}
+
+
+def _table_links(rows: tuple[tables.Row, ...], shapes: Shapes) -> Iterator[Link]:
+  for row in rows:
+    path = f"params/{row.ours}"
+    if path not in shapes:
+      continue
+    if not row.ours.startswith("layers/"):
+      yield Link(path, row.theirs, row.how, None, row.part, row.or_else)
+      continue
+    for layer in range(shapes[path][0]):
+      yield Link(path, row.theirs.format(layer), row.how, layer, row.part)
+
+
+def resnet_modules(shapes: Shapes) -> dict[str, str]:
+  """Our modules of a ResNet and what they are called in timm's and torchvision's.
+
+  Ours are numbered in the order of the forward pass, with a block's shortcut last.
+  Channels double where a stage begins, and its first block has a shortcut; that of
+  the first stage only where blocks widen what they are given (bottlenecks).
+
+  Returns:
+    Conv_0 -> conv1, ..., Dense_0 -> fc; nothing, if it is no ResNet.
+  """
+  kernels = [shapes[f"params/Conv_{i}/kernel"] for i in range(_count(shapes, "Conv"))]
+  if len(kernels) < 3 or _count(shapes, "Dense") != 1:
+    return {}
+  is_bottleneck = kernels[1][:2] == (1, 1)
+  names = ["conv1"]
+  stage, block, width = 1, 0, kernels[0][3]
+  while len(names) < len(kernels):
+    out = kernels[len(names)][3]
+    if out == 2 * width:
+      stage, block, width = stage + 1, 0, out
+    elif out != width:
+      return {}
+    at = f"layer{stage}.{block}"
+    names += [f"{at}.conv{i + 1}" for i in range(3 if is_bottleneck else 2)]
+    if block == 0 and (stage > 1 or is_bottleneck):
+      names.append(f"{at}.downsample.0")
+    block += 1
+  if len(names) > len(kernels):
+    return {}
+  norms = [
+    re.sub(r"conv(?=\d)", "bn", n).replace("sample.0", "sample.1") for n in names
+  ]
+  return {
+    **{f"Conv_{i}": name for i, name in enumerate(names)},
+    **{f"BatchNorm_{i}": name for i, name in enumerate(norms)},
+    "Dense_0": "fc",
+  }
+
+
+def _count(shapes: Shapes, module: str) -> int:
+  """How many numbered modules of a kind there are."""
+  numbers = itertools.count()
+  return next(i for i in numbers if f"params/{module}_{i}/kernel" not in shapes)
+
+
+def _module_links(modules: Mapping[str, str]) -> Iterator[Link]:
+  for ours, theirs in modules.items():
+    if ours.startswith("BatchNorm_"):
+      for collection, leaf, name in tables.NORM:
+        yield Link(f"{collection}/{ours}/{leaf}", f"{theirs}.{name}")
+      continue
+    how = "conv" if ours.startswith("Conv_") else "linear"
+    yield Link(f"params/{ours}/kernel", f"{theirs}.weight", how)
+    if how == "linear":
+      yield Link(f"params/{ours}/bias", f"{theirs}.bias")

@@ -1,0 +1,145 @@
+"""Recorded models (golden/record_models.py) as parameters of ours."""
+
+from pathlib import Path
+
+import numpy as np
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def load(name):
+  """Weights, gradient probes and the rest of a fixture, each by name."""
+  with np.load(GOLDEN / f"{name}.npz") as file:
+    whole = dict(file)
+  parts = {"weight": {}, "probe": {}}
+  for key in list(whole):
+    kind, _, rest = key.partition(":")
+    if kind in parts:
+      parts[kind][rest] = whole.pop(key)
+  return parts["weight"], parts["probe"], whole
+
+
+def probe(gradient):
+  """The number that stands for a gradient in the fixture's layout."""
+  flat = np.asarray(gradient, np.float64).reshape(-1)
+  return (flat * (np.arange(flat.size) % 7)).sum()
+
+
+LLAMA = {
+  "attn_norm/scale": "input_layernorm", "mlp_norm/scale": "post_attention_layernorm",
+  "q/kernel": "self_attn.q_proj", "k/kernel": "self_attn.k_proj",
+  "v/kernel": "self_attn.v_proj", "o/kernel": "self_attn.o_proj",
+  "q_norm/scale": "self_attn.q_norm", "k_norm/scale": "self_attn.k_norm",
+  "gate/kernel": "mlp.gate_proj", "up/kernel": "mlp.up_proj",
+  "down/kernel": "mlp.down_proj",
+}  # fmt: skip
+
+
+def nested(flat):
+  """{"a/b": x} as {"a": {"b": x}}."""
+  tree = {}
+  for path, leaf in flat.items():
+    *parents, name = path.split("/")
+    node = tree
+    for parent in parents:
+      node = node.setdefault(parent, {})
+    node[name] = leaf
+  return tree
+
+
+def from_llama(weights, num_layers=2):
+  """Hugging Face's [out, in] matrices of each layer as ours, stacked."""
+
+  def layers(name):
+    found = [weights[f"model.layers.{i}.{name}.weight"].T for i in range(num_layers)]
+    return np.stack(found)
+
+  has = {ours for ours, name in LLAMA.items()
+         if f"model.layers.0.{name}.weight" in weights}  # fmt: skip
+  return {
+    "embed": {"table": weights["model.embed_tokens.weight"]},
+    "layers": nested({ours: layers(LLAMA[ours]) for ours in has}),
+    "head": {
+      "norm": {"scale": weights["model.norm.weight"]},
+      "kernel": weights["lm_head.weight"].T,
+    },
+  }
+
+
+def to_llama(params):
+  """The inverse: a tree of ours by Hugging Face's names."""
+  found = {
+    "model.embed_tokens.weight": params["embed"]["table"],
+    "model.norm.weight": params["head"]["norm"]["scale"],
+    "lm_head.weight": params["head"]["kernel"].T,
+  }
+  for ours, name in LLAMA.items():
+    module, leaf = ours.split("/")
+    if module in params["layers"]:
+      for i, of_layer in enumerate(params["layers"][module][leaf]):
+        found[f"model.layers.{i}.{name}.weight"] = of_layer.T
+  return found
+
+
+VIT = {
+  "attn_norm/scale": "norm1.weight", "attn_norm/bias": "norm1.bias",
+  "o/kernel": "attn.proj.weight", "o/bias": "attn.proj.bias",
+  "mlp_norm/scale": "norm2.weight", "mlp_norm/bias": "norm2.bias",
+  "up/kernel": "mlp.fc1.weight", "up/bias": "mlp.fc1.bias",
+  "down/kernel": "mlp.fc2.weight", "down/bias": "mlp.fc2.bias",
+}  # fmt: skip
+
+
+def from_vit(weights, num_layers=2):
+  """The same of timm's ViT; its patches are a convolution [out, in, h, w]."""
+
+  def layers(name):
+    return np.stack([weights[f"blocks.{i}.{name}"].T for i in range(num_layers)])
+
+  flat = {ours: layers(name) for ours, name in VIT.items()}
+  for leaf, name in (("kernel", "attn.qkv.weight"), ("bias", "attn.qkv.bias")):
+    for which, part in zip("qkv", np.split(layers(name), 3, axis=-1), strict=True):
+      flat[f"{which}/{leaf}"] = part
+  patch = weights["patch_embed.proj.weight"].transpose(2, 3, 1, 0)
+  embed = {
+    "patch": {
+      "kernel": patch.reshape(-1, patch.shape[-1]),
+      "bias": weights["patch_embed.proj.bias"],
+    },
+    "position": weights["pos_embed"][0],
+  }
+  if "cls_token" in weights:
+    embed["class_token"] = weights["cls_token"][0, 0]
+  return {
+    "embed": embed,
+    "layers": nested(flat),
+    "head": {
+      "norm": {"scale": weights["norm.weight"], "bias": weights["norm.bias"]},
+      "kernel": weights["head.weight"].T,
+      "bias": weights["head.bias"],
+    },
+  }
+
+
+def to_vit(params, patch_shape):
+  """The inverse: a tree of ours by timm's names."""
+  embed, head, layers = params["embed"], params["head"], params["layers"]
+  size, _, channels = patch_shape
+  patch = embed["patch"]["kernel"].reshape(size, size, channels, -1)
+  found = {
+    "patch_embed.proj.weight": patch.transpose(3, 2, 0, 1),
+    "patch_embed.proj.bias": embed["patch"]["bias"],
+    "pos_embed": embed["position"],
+    "norm.weight": head["norm"]["scale"], "norm.bias": head["norm"]["bias"],
+    "head.weight": head["kernel"].T, "head.bias": head["bias"],
+  }  # fmt: skip
+  if "class_token" in embed:
+    found["cls_token"] = embed["class_token"]
+  for i in range(len(layers["q"]["bias"])):
+    for ours, name in VIT.items():
+      module, leaf = ours.split("/")
+      found[f"blocks.{i}.{name}"] = layers[module][leaf][i].T
+    for leaf, name in (("kernel", "attn.qkv.weight"), ("bias", "attn.qkv.bias")):
+      parts = [layers[which][leaf][i].T for which in "qkv"]
+      found[f"blocks.{i}.{name}"] = np.concatenate(parts)
+  return found

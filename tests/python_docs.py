@@ -1,0 +1,81 @@
+"""The documents of `jaxscale.data.text`, taken from an installed CPython.
+
+`python tests/python_docs.py` writes them to jaxscale/data/python_docs.npz; the test
+of the text takes them again where the interpreter is the one they came from.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import sysconfig
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import numpy as np
+
+SHORTEST = 200  # bytes; less is no document
+# Windows, tests, what distributions ship apart, and what is not CPython's own.
+LEFT_OUT = {
+  "ensurepip", "idlelib", "lib2to3", "pydoc_data", "site-packages", "test", "tests",
+  "tkinter", "turtledemo",
+}  # fmt: skip
+# Modules with a notice of their own may have terms of their own.
+NOTICE = re.compile(r"copyright|all rights reserved|permission", re.IGNORECASE)
+
+
+def documents() -> list[bytes]:
+  """Each topic of pydoc and each module's docstrings, sorted by title."""
+  texts = {title: text.strip("\n") for title, text in topics.items()}
+  library = Path(sysconfig.get_path("stdlib"))
+  for path in sorted(library.rglob("*.py")):
+    parts = path.relative_to(library).parts
+    if LEFT_OUT.intersection(parts):
+      continue
+    if text := docstrings(path.read_text(encoding="utf-8", errors="replace")):
+      texts[".".join(parts).removesuffix(".py")] = text
+  return without_repeats(texts)
+
+
+def docstrings(source: str) -> str:
+  """The docstrings of a module, in their order, or nothing if it is not PSF's."""
+  if NOTICE.search(source):
+    return ""
+  found = []
+
+  def visit(node):
+    if text := ast.get_docstring(node):
+      found.append(text)
+    for child in node.body:
+      if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        visit(child)
+
+  visit(ast.parse(source))
+  return "\n\n".join(found)
+
+
+def without_repeats(texts: dict[str, str]) -> list[bytes]:
+  """The texts without paragraphs that a longer one has: topics contain topics."""
+  seen: set[str] = set()
+  kept: dict[str, bytes] = {}
+  for title in sorted(texts, key=lambda t: (-len(texts[t]), t)):
+    paragraphs = []
+    for paragraph in re.split(r"\n\s*\n", texts[title]):
+      key = " ".join(paragraph.split())
+      if key not in seen:
+        paragraphs.append(paragraph.rstrip())
+        seen.add(key)
+    body = "\n\n".join(paragraphs)
+    text = f"{title}\n\n{body}\n" if body else ""
+    if len(encoded := text.encode()) >= SHORTEST:
+      kept[title] = encoded
+  return [kept[title] for title in sorted(kept)]
+
+
+if __name__ == "__main__":
+  found = documents()
+  target = Path(__file__).parent.parent / "jaxscale" / "data" / "python_docs.npz"
+  text = np.frombuffer(b"\0".join(found), np.uint8)
+  np.savez_compressed(target, text=text)
+  print(sys.version.split()[0], len(found), "documents", len(text), "bytes")

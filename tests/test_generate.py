@@ -1,0 +1,269 @@
+"""Sampling: a cache against the whole model, choices against numpy, the command."""
+
+import functools
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxscale import config as cfg
+from jaxscale import generate, trained
+from jaxscale.checkpoint import Checkpoints
+from jaxscale.data import TextInfo
+from jaxscale.generate import choose, sample
+from jaxscale.models import stacked, transformer
+from jaxscale.models.cached import advance, empty_cache
+from jaxscale.settings import ConfigError, from_plain
+from jaxscale.state import TrainState
+from jaxscale.workdir import _plain
+
+MODEL = cfg.Transformer(
+  num_layers=2, width=16, num_heads=4, num_kv_heads=2, hidden=24, pad_vocab_to=1
+)
+STACK = transformer(
+  vocab_size=256, num_layers=2, width=16, num_heads=4, num_kv_heads=2, hidden=24,
+  pad_vocab_to=1,
+)  # fmt: skip
+
+
+@functools.cache
+def params(seed=0):
+  """Parameters that tell tokens apart."""
+  made = STACK.init(jax.random.key(seed))
+  return jax.tree.map(lambda x: 10 * x if x.ndim > 1 else x, made)
+
+
+def tokens_of(rows, length, seed=0):
+  return np.random.default_rng(seed).integers(0, 256, (rows, length)).astype(np.int32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("parts", [(7, 1, 1, 3), (1,) * 12, (12,)], ids=str)
+def test_a_cache_gives_the_whole_models_logits(parts, dtype):
+  stack = transformer(
+    vocab_size=256, num_layers=2, width=16, num_heads=4, num_kv_heads=2, hidden=24,
+    qk_norm=True, dtype=dtype,
+  )  # fmt: skip
+  params = jax.tree.map(lambda x: x * 5, stack.init(jax.random.key(0)))
+  tokens = tokens_of(2, 12)
+  expected = jax.jit(functools.partial(stacked.logits, stack))(
+    params, {"tokens": tokens}
+  )
+  step = jax.jit(functools.partial(advance, stack))
+  cache, found = empty_cache(stack, params, 2, 15), []
+  assert cache.k.shape == (2, 2, 15, 2, 4) and cache.k.dtype == jnp.dtype(dtype)
+  for part in np.split(tokens, np.cumsum(parts)[:-1], axis=1):
+    h, cache = step(params, part, cache)
+    found.append(stack.logits(params["head"], h))
+  assert int(cache.length) == 12 and not np.any(cache.k[:, :, 12:])
+  bound = 1e-5 if dtype == "float32" else 4e-2
+  error = np.abs(np.concatenate(found, 1) - expected).max()
+  assert error < bound * np.abs(expected).max()
+
+
+def test_greedy_is_the_likeliest_of_the_whole_model():
+  tokens = tokens_of(3, 4)
+  function = functools.partial(sample, STACK, num_tokens=6, temperature=0)
+  found = jax.jit(function)(params(), tokens, jax.random.key(0))
+  logits = jax.jit(functools.partial(stacked.logits, STACK))
+  room = np.pad(tokens, ((0, 0), (0, 6)))  # causal: what is behind does not count
+  for i in range(4, 10):
+    room[:, i] = np.argmax(logits(params(), {"tokens": room})[:, i - 1], axis=-1)
+  np.testing.assert_array_equal(found, room[:, 4:])
+  assert found.dtype == jnp.int32
+
+
+def test_the_seed_makes_the_text():
+  function = jax.jit(functools.partial(sample, STACK, num_tokens=8, temperature=5.0))
+  one, again, other = (
+    np.asarray(function(params(), tokens_of(1, 3), jax.random.key(seed)))
+    for seed in (0, 0, 1)
+  )
+  np.testing.assert_array_equal(one, again)
+  assert (one != other).any() and len(set(one[0].tolist())) > 3
+
+
+def np_kept(logits, temperature, top_k, top_p):
+  """Probabilities that are left, one token at a time from the likeliest on."""
+  p = np.exp(np.asarray(logits, np.float64) / temperature)
+  order = sorted(range(len(p)), key=lambda i: (-p[i], i))[:top_k]
+  total, mass, kept = sum(p[i] for i in order), 0.0, np.zeros(len(p))
+  for i in order:
+    kept[i] = p[i]
+    mass += p[i] / total
+    if top_p is not None and mass >= top_p:
+      break
+  return kept / kept.sum()
+
+
+@pytest.mark.parametrize(
+  ("temperature", "top_k", "top_p"),
+  [
+    (1.0, None, None),
+    (0.5, None, None),
+    (1.0, 3, None),
+    (1.0, 4, None),  # the fourth is one of three equals
+    (2.0, None, 0.6),
+    (1.0, 5, 0.7),
+    (1.0, None, 0.01),
+    (1.0, 1, 1.0),
+  ],
+)
+def test_choices_have_the_probabilities_they_should(temperature, top_k, top_p):
+  logits = np.array([0.1, 2.0, -1.0, 1.0, 0.1, 1.5, -3.0, 0.1], np.float32)
+  many = 20_000
+  function = jax.jit(
+    functools.partial(choose, temperature=temperature, top_k=top_k, top_p=top_p)
+  )
+  found = function(np.tile(logits, (many, 1)), jax.random.key(0))
+  frequency = np.bincount(found, minlength=8) / many
+  expected = np_kept(logits, temperature, top_k, top_p)
+  assert not np.any(frequency[expected == 0])
+  deviation = np.sqrt(expected * (1 - expected) / many)
+  assert np.all(np.abs(frequency - expected) <= 4 * deviation)
+
+
+def test_temperature_0_takes_the_first_of_equals():
+  logits = jnp.array([[0.0, 3.0, 3.0], [1.0, 0.0, 0.5]])
+  assert choose(logits, jax.random.key(0), temperature=0).tolist() == [1, 0]
+
+
+def state(step, params, average=()):
+  """What a checkpoint has: an optimizer's state too."""
+  return TrainState(
+    step=jnp.int32(step), params=params, model_state={},
+    opt_state=({"mu": jax.tree.map(jnp.ones_like, params)}, jnp.int32(step)),
+    exchange_state=(), average=average,
+  )  # fmt: skip
+
+
+def described(info):
+  config = cfg.Config(
+    model=MODEL, data=cfg.Digits(), optimizer=cfg.AdamW(lr=1e-3), batch_size=8,
+    epochs=1.0,
+  )  # fmt: skip
+  return {"config": _plain(config), "data": info._asdict()}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+  """A run's directory with two checkpoints."""
+  workdir = tmp_path_factory.mktemp("run")
+  text = described(TextInfo("words", 256, 64, 1.0))
+  (workdir / "config.json").write_text(json.dumps(text))
+  with Checkpoints(workdir / "checkpoints") as checkpoints:
+    checkpoints.save(state(3, params(1)))
+    checkpoints.save(state(5, params(0)))
+  return workdir
+
+
+def text_of(params, prompt, num_tokens, **options):
+  """The text by `sample`; bytes behind the end of the document do not count."""
+  function = functools.partial(sample, STACK, num_tokens=num_tokens, **options)
+  tokens = jnp.array([list(prompt)], jnp.int32)
+  found = jax.jit(function)(params, tokens, jax.random.key(options.pop("seed", 0)))
+  return bytes(found[0].tolist()).split(b"\0")[0].decode("utf-8", "replace")
+
+
+def test_the_command_writes_what_the_newest_checkpoint_says(run, capsys):
+  argv = ["--workdir", str(run), "--prompt", "Grüße", "--tokens=20", "--top-k=9"]
+  assert generate.main(argv) == 0
+  out, err = capsys.readouterr()
+  assert out == "Grüße" + text_of(params(0), "Grüße".encode(), 20, top_k=9) + "\n"
+  assert err == ""
+
+
+def test_the_average_is_what_is_sampled(tmp_path):
+  with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+    checkpoints.save(state(1, params(0), average=(params(1), {})))
+  found = trained.load_trained(tmp_path, jax.eval_shape(lambda: params(0)))
+  assert found.step == 1
+  for a, b in zip(*map(jax.tree.leaves, (found.params, params(1))), strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_left(run, tmp_path, capsys):
+  workdir = tmp_path / "copy"
+  shutil.copytree(run, workdir)
+  manifest = workdir / "checkpoints" / "5" / "manifest.json"
+  manifest.write_text(manifest.read_text().replace('"step": 5', '"step": 6'))
+  assert generate.main([f"--workdir={workdir}", "--prompt=a", "--tokens=90"]) == 0
+  out, err = capsys.readouterr()
+  assert out == "a" + text_of(params(1), b"a", 90) + "\n"
+  damaged, long = err.splitlines()
+  assert damaged.startswith("note: checkpoint 5 is damaged (its manifest has changed)")
+  assert "up to 91 bytes" in long and "has seen 64 at a time" in long
+  assert manifest.exists()
+
+
+def test_a_checkpoint_of_another_model_is_refused(run):
+  other = transformer(vocab_size=256, num_layers=2, width=32, num_heads=4, hidden=24)
+  shapes = jax.eval_shape(other.init, jax.random.key(0))
+  with pytest.raises(ConfigError, match=r"params/embed/table is float32\[256, 16\]"):
+    trained.load_trained(run, shapes)
+
+
+@pytest.mark.parametrize(
+  ("argv", "says"),
+  [
+    (["--tokens=3"], "--workdir: missing"),
+    (["--work=3"], "did you mean '--workdir'?"),
+    (["--workdir"], "--workdir: a value is missing"),
+    (["--workdir=RUN", "--tokens=0"], "--tokens=0: give a whole number >= 1"),
+    (["--workdir=RUN", "--tokens=x"], "--tokens=x: give a whole number >= 1"),
+    (["--workdir=RUN", "--temperature=-1"], "--temperature=-1: give a number >= 0"),
+    (["--workdir=RUN", "--temperature=nan"], "--temperature=nan: give a number"),
+    (["--workdir=RUN", "--top-k=0"], "--top-k=0: give a whole number >= 1"),
+    (["--workdir=RUN", "--top-p=1.5"], "--top-p=1.5: give a number in (0, 1]"),
+    (["--workdir=RUN", "--seed=-1"], "--seed=-1: give one in [0, 2**32)"),
+    (["--workdir=nowhere"], "its config.json cannot be read (FileNotFoundError)"),
+    (["--workdir=EMPTY"], "there is no checkpoint in it"),
+    (["--workdir=IMAGES"], "its run is of digits, not of text"),
+    (["--workdir=WORDS"], "the 300 tokens of words are not bytes"),
+    (["--workdir=NEWER"], "its config.json has Transformer.depth=3: Transformer has"),
+  ],
+)
+def test_a_mistake_is_one_line(run, tmp_path, argv, says, capsys):
+  text = json.loads((run / "config.json").read_text())
+  newer = json.loads((run / "config.json").read_text())
+  newer["config"]["model"]["depth"] = 3
+  made = {
+    "EMPTY": text,
+    "IMAGES": text | {"data": {"name": "digits"}},
+    "WORDS": text | {"data": TextInfo("words", 300, 64)._asdict()},
+    "NEWER": newer,
+  }
+  for name, content in made.items():
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "config.json").write_text(json.dumps(content))
+    argv = [arg.replace(f"={name}", f"={tmp_path / name}") for arg in argv]
+  argv = [arg.replace("=RUN", f"={run}") for arg in argv]
+  assert generate.main(argv) == 2
+  out, err = capsys.readouterr()
+  assert out == "" and err.startswith("error: ") and says in err
+  assert err.count("\n") == 1
+
+
+def test_settings_come_back_from_what_describes_them(run):
+  plain = json.loads((run / "config.json").read_text())["config"]
+  config = from_plain(cfg.Config, plain)
+  assert config.model == MODEL and _plain(config) == plain
+
+
+@pytest.mark.parametrize(
+  ("settings", "says"),
+  [
+    ({"num_heads": 5}, "Transformer.num_heads=5: does not divide width=256"),
+    ({"num_kv_heads": 3}, "Transformer.num_kv_heads=3: does not divide num_heads=4"),
+    ({"width": 36}, "choose an even number"),
+    ({"head_width": 7}, "Transformer.head_width=7"),
+  ],
+)
+def test_heads_that_do_not_fit_are_refused(settings, says):
+  with pytest.raises(ConfigError, match=says):
+    cfg.Transformer(**settings)
+  with pytest.raises(ConfigError, match=r"ViT.num_heads=5: does not divide width=384"):
+    cfg.ViT(num_heads=5)

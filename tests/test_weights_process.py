@@ -1,0 +1,81 @@
+"""Two real processes with two devices each: a file of parameters that they share."""
+
+import socket
+import subprocess
+import sys
+
+from conftest import ROOT, child_env
+
+SCRIPT = """
+import os, sys
+import jax, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+folder = sys.argv[3]
+
+from jaxscale.mesh import make_mesh
+from jaxscale.weights import UnwrittenError, export_safetensors, import_safetensors
+from jaxscale.weights import load
+
+mesh = make_mesh(replica=2, data=2)
+shapes = {
+  "embed": {"table": (96, 16)},
+  "layers": {"q": {"kernel": (4, 16, 8)}, "k": {"kernel": (4, 16, 8)}},
+  "head": {"norm": {"scale": (16,)}, "kernel": (16, 96)},
+}
+rng = np.random.default_rng(0)
+whole = jax.tree.map(
+  lambda s: rng.standard_normal(s, np.float32), shapes,
+  is_leaf=lambda x: isinstance(x, tuple),
+)
+# Layers lie in one process or the other, each matrix on both of its devices.
+specs = {1: P("data"), 2: P(), 3: P("replica", None, "data")}
+
+def place(x):
+  sharding = NamedSharding(mesh, specs[x.ndim])
+  return jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
+
+params = jax.tree.map(place, whole)
+path = f"{folder}/a.safetensors"
+export_safetensors(path, params, naming="huggingface")
+
+read, taken = load._read, []
+load._read = lambda *args: taken.append(read(*args).nbytes) or read(*args)
+found = import_safetensors(path, params).params
+for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(found), strict=True):
+  for s, t in zip(a.addressable_shards, b.addressable_shards, strict=True):
+    assert s.index == t.index
+    assert np.asarray(s.data).tobytes() == np.asarray(t.data).tobytes()
+matrices = sum(x.nbytes for x in jax.tree.leaves(whole) if x.ndim == 3)
+rest = sum(x.nbytes for x in jax.tree.leaves(whole) if x.ndim != 3)
+assert sum(taken) == matrices // 2 + rest, (taken, matrices, rest)
+
+# The disk of process 0 is full: it still gathers with the other, and both say so.
+if jax.process_index() == 0:
+  os.symlink("/dev/full", f"{folder}/.b.tmp-{os.getpid()}")
+try:
+  export_safetensors(f"{folder}/b", params)
+except UnwrittenError as e:
+  print("says", e, flush=True)
+"""
+
+
+def test_each_process_reads_its_part_and_one_writes(tmp_path):
+  with socket.socket() as s:
+    s.bind(("localhost", 0))
+    address = f"localhost:{s.getsockname()[1]}"
+  running = [
+    subprocess.Popen(
+      [sys.executable, "-c", SCRIPT, address, str(i), str(tmp_path)], cwd=ROOT,
+      env=child_env(2, PYTHONPATH=str(ROOT)), text=True, stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+    )
+    for i in range(2)
+  ]  # fmt: skip
+  for process in running:
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "says " in out and "No space left on device" in out  # beside what gloo says
+  assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors"]
