@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -108,6 +109,14 @@ def quickly() -> dict[str, Any]:
   except jax.errors.JaxRuntimeError:
     return options
   return further
+
+
+def own_lines(out: str) -> list[str]:
+  """What a process wrote to stdout itself: Gloo's threads write there in pieces."""
+  pieces = r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\."
+  pieces += r"|Expected number of connected peer ranks is : \d+"
+  lines = (re.sub(pieces, "", line).strip() for line in out.splitlines())
+  return [line for line in lines if line]
 
 
 def error_line(done: subprocess.CompletedProcess[str], code: int) -> str:

@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, child_env
+from conftest import ROOT, child_env, own_lines
 from fault_table import measured
 from test_checkpoint import assert_identical, at_step, setup
 from test_process import ARGS, checkpoint_names, free_port, run_processes, run_train
@@ -250,8 +250,7 @@ def run_pair(directory, faults=""):
       process.communicate()
   assert [code for *_, code in ended] == [0, 0], ended
   assert not any("Traceback" in err for _, err, _ in ended)
-  lines = [out.splitlines() for out, *_ in ended]
-  return [[line for line in some if "[Gloo]" not in line] for some in lines]
+  return [own_lines(out) for out, *_ in ended]
 
 
 def test_what_one_process_cannot_do_none_waits_for(tmp_path):

@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, own_lines
 from fault_table import measured
 
 from jaxscale.cluster import network
@@ -97,7 +97,7 @@ def test_two_processes_join_behind_a_dead_proxy_and_own_their_signals(results):
     got = results(f"proxy-{os.getpid()}-{time.monotonic_ns()}", [env] * 2)
   for rank, ((out, err), code) in enumerate(got):
     assert code == 0, err
-    said = json.loads(out.splitlines()[-1])  # gloo writes to stdout
+    said = json.loads(own_lines(out)[-1])
     assert said["total"] == 3 and said["processes"] == 2 and said["devices"] == 1
     assert said["signals"] == ["TERM"]
     assert said["heard"] == {"still": 1 - rank}
@@ -162,7 +162,7 @@ def test_other_numbers_of_devices_are_one_line_in_all(results):
   for rank, env in enumerate(envs):
     env["SLURMD_NODENAME"] = f"n{rank + 1}"
   got = results(job, envs)
-  lines = {json.loads(out.splitlines()[-1])["error"] for (out, _), _ in got}
+  lines = {json.loads(own_lines(out)[-1])["error"] for (out, _), _ in got}
   assert [code for _, code in got] == [2, 2]
   (line,) = lines
   assert line.startswith("process 1 (n2): 1 devices, the others: 2; give each process")

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, child_env
+from conftest import ROOT, child_env, own_lines
 
 POD = """
 import sys, time
@@ -68,7 +68,7 @@ def test_where_only_jax_knows_the_others_they_meet_after_it(start):
   pair[1].send_signal(signal.SIGUSR1)
   ends = [process.communicate(timeout=60) for process in pair]
   assert [process.returncode for process in pair] == [0, 0], ends
-  said = [out.splitlines()[-1] for out, _ in ends]
+  said = [own_lines(out)[-1] for out, _ in ends]
   assert said[0] == said[1]
   assert said[0].startswith(f"stopped SIGUSR1 at process 1 on {os.uname().nodename} ")
 

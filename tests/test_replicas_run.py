@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT, child_env, error_line, train_command
+from conftest import ROOT, child_env, error_line, own_lines, train_command
 from test_process import free_port
 from test_replicas import flipped
 
@@ -170,7 +170,7 @@ def as_processes(command, num_devices=2):
 def test_two_real_processes_name_the_one_that_differs():
   results = as_processes([sys.executable, "-c", PROCESS])
   assert [code for *_, code in results] == [0, 0], results
-  said = [[x for x in out.splitlines() if "[Gloo]" not in x] for out, *_ in results]
+  said = [own_lines(out) for out, *_ in results]
   assert said[0] == said[1]
   same, one, all_of_it = said[0]
   assert same == "same"

@@ -10,7 +10,7 @@ import threading
 import time
 
 import pytest
-from conftest import ROOT, child_env
+from conftest import ROOT, child_env, own_lines
 from test_watch import ends, family, wait_up  # noqa: F401
 
 from jaxscale.cluster import signals
@@ -53,9 +53,10 @@ def child():
 
 def line_of(process):
   """The next line that is not Gloo's."""
-  while (line := process.stdout.readline()).startswith("[Gloo]"):
-    pass
-  return line.strip()
+  for line in process.stdout:
+    if own := own_lines(line):
+      return own[0]
+  return ""
 
 
 def test_sigterm_reaches_a_stuck_process_and_has_a_deadline(child):
