@@ -132,6 +132,7 @@ def test_damage_to_every_file_of_two_processes(of_two, tmp_path):
   assert any("process_1" in kind for kind, _ in found)
 
 
+@pytest.mark.slow
 def test_a_directory_without_a_checkpoint_is_noticed(of_one, tmp_path):
   """Killed by hand or by a purge: what is empty or has lost its state."""
   abstract, state = setup(1)

@@ -49,6 +49,7 @@ def killed(tmp_path_factory):
   return workdir
 
 
+@pytest.mark.slow
 def test_what_was_not_sent_survives_a_kill_bit_for_bit(tmp_path, uninterrupted, killed):
   workdir = shutil.copytree(killed, tmp_path / "run")
   done = run_train(workdir, *QUICK, *COMPRESSED, num_devices=4)

@@ -131,6 +131,7 @@ def test_a_config_that_fits_and_one_that_does_not(capsys, tmp_path, monkeypatch)
   assert code == 1 and line.startswith("does not fit: ")
 
 
+@pytest.mark.slow
 def test_the_largest_model_is_found(capsys, tmp_path, monkeypatch):
   made, compile_for = {}, fits.compile_for
 

@@ -84,6 +84,7 @@ def test_restarts_without_progress_are_counted(tmp_path, monkeypatch):
   assert told and told.code == 93
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_was_left_off_is_made_up_for(tmp_path, monkeypatch):
   """Asked to stop in the middle of one; then the record is that of a whole run."""
   small = dataclasses.replace(
@@ -170,6 +171,7 @@ def test_the_loop_says_where_it_is(tmp_path, monkeypatch):
   ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_trials_of_a_batch_size_are_left_off_and_come_again(tmp_path, monkeypatch):
   """Asked to stop among them; what they choose, and the run, stay the same."""
   small = quick_config(

@@ -34,8 +34,7 @@ LAYOUTS = {
   "one": (1, {}, {}),
 }
 MANY = "data x fsdp x model"
-QUICK = [("replicated", MANY), (MANY, MANY), (MANY, "four of fsdp"),
-         ("four of fsdp", "replicated")]  # fmt: skip
+QUICK = [("replicated", MANY), (MANY, "four of fsdp")]
 
 
 class Parts(NamedTuple):

@@ -74,7 +74,7 @@ def found(name, leaf, *devices):
   return None
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", quick(LAYOUTS, "data 2 x fsdp 2 x model 2"))
 def test_parts_of_one_whole_raise_no_alarm(name):
   mesh, params, fingerprint = placed(name)
   replicas.check(params, fingerprint, step=7)

@@ -274,6 +274,7 @@ def contents(workdir):
   }
 
 
+@pytest.mark.slow
 def test_a_second_run_by_mistake_is_refused_and_the_first_goes_on(tmp_path):
   workdir = tmp_path / "run"
   first = start(workdir, "--config.epochs=200")

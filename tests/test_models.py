@@ -74,7 +74,7 @@ def test_the_head_starts_as_asked(options, std):
   "make",
   [
     functools.partial(models.CNN, num_classes=3, features=(4, 8), batch_norm=True),
-    tiny_resnet,
+    pytest.param(tiny_resnet, marks=pytest.mark.slow),
   ],
   ids=["cnn", "resnet"],
 )

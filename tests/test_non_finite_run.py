@@ -123,6 +123,7 @@ def test_a_run_that_is_interrupted_is_the_run_that_was_not(
   same_state(whole.state, fit(config, tmp_path / "parts").state)
 
 
+@pytest.mark.slow
 def test_roll_back_passes_over_what_followed_the_checkpoint(
   tmp_path, monkeypatch, capsys
 ):

@@ -150,6 +150,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, uninterrupted):
   assert_same_run(workdir, uninterrupted)
 
 
+@pytest.mark.slow
 def test_goes_on_with_another_number_of_devices(tmp_path, uninterrupted):
   """Half on one device, half on four: the same run to float32's rounding."""
   workdir = tmp_path / "run"

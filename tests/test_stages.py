@@ -158,6 +158,7 @@ def test_a_batch_ramp_runs_and_follows_the_rate(ramped):
   assert result.summary["accuracy"] > 0.7
 
 
+@pytest.mark.slow
 def test_a_ramp_goes_on_bit_for_bit(ramped, tmp_path):
   """Stopped in every stage, at its end, and resumed: the same parameters."""
   result, _ = ramped

@@ -202,6 +202,7 @@ def test_statistics_over_more_devices_than_a_process_has():
   assert np.isfinite(values["loss"])
 
 
+@pytest.mark.slow
 def test_the_run_says_it_and_changes_in_no_bit(tmp_path, capsys):
   """Four devices, the checks that dropout and order are as without."""
   texts, finals = [], []
