@@ -201,10 +201,12 @@ def at_stage(experiment: Experiment, stage: Stage) -> Experiment:
   tx = parts.make_optimizer(config, schedule, warmup, momentum)
   layout = experiment.layout
   axes = batch_axes(mesh) if layout is None else exchange_axes(layout)
+  sizes = {axis: mesh.shape[axis] for axis in axes}
+  layout_parts.check_exchange(config, layout, sizes)
   exchange, notes = exchange_parts.make_exchange(
     config,
     derived,
-    {axis: mesh.shape[axis] for axis in axes},
+    sizes,
     lambda: _params(model) if layout is None else local_shapes(layout),
     mesh,
   )
@@ -213,7 +215,8 @@ def at_stage(experiment: Experiment, stage: Stage) -> Experiment:
   return with_step(
     experiment._replace(
       stage=stage, train_data=train_data, tx=tx, loss=loss, schedule=schedule,
-      exchange=exchange, agreement=agreement, notes=(*notes, *more),
+      exchange=exchange, agreement=agreement,
+      notes=(*layout_parts.notes(config, mesh, stage.accumulate_steps), *notes, *more),
     )
   )  # fmt: skip
 

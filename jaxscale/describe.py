@@ -12,10 +12,11 @@ from typing import Any
 
 import jax
 
-from jaxscale import build
-from jaxscale.parallel.pipeline import bubble
+from jaxscale import build, layout_parts
+from jaxscale.parallel.layout import HOST
 from jaxscale.paths import path_name
 from jaxscale.scaling import hlo
+from jaxscale.scaling.absent import memory_of
 
 
 def describe(experiment: build.Experiment) -> str:
@@ -36,29 +37,23 @@ def describe(experiment: build.Experiment) -> str:
     _memory(compiled),
     "collectives of one step, of one device:\n"
     + hlo.summary(hlo.collectives(compiled, experiment.mesh)),
+    _widened(experiment),
   ]
   return "\n\n".join(part for part in parts if part)
 
 
 def _head(experiment: build.Experiment) -> str:
-  config, mesh, stage = experiment.config, experiment.mesh, experiment.stage
+  config, mesh = experiment.config, experiment.mesh
   grid = " x ".join(f"{axis} {n}" for axis, n in mesh.shape.items())
   layout = config.layout
   lines = [
     f"{mesh.size} x {mesh.devices.flat[0].device_kind} as {grid}",
-    f"split along fsdp: {layout.shard}",
+    f"split along fsdp: {layout_parts.shard_on(config, mesh)}",
   ]
   if "model" in mesh.axis_names:
     lines.append(f"split along model: {layout.model.replace('_', ' ')}")
-  if "stage" in mesh.axis_names:
-    stages, micros = mesh.shape["stage"], stage.accumulate_steps
-    idle = bubble(layout.schedule, stages, micros)
-    lines.append(
-      f"pipeline: {layout.schedule}, {stages} stages, {micros} micro-batches; "
-      f"{idle:.0%} of a step a stage is idle"
-    )
-  lines.append(f"remat: {layout.remat}")
-  return "\n".join(lines)
+  again = ", and each stage again from its input" * ("stage" in mesh.axis_names)
+  return "\n".join([*lines, f"remat: {layout.remat}{again}", *experiment.notes])
 
 
 def _parameters(params: Any) -> str:
@@ -82,27 +77,41 @@ def _parameters(params: Any) -> str:
 
 
 def _state(state: Any) -> str:
-  """Bytes of each part of the state on one device."""
+  """Bytes of each part of the state on one device, and of what waits on the host."""
   rows = [("state", "MB/device")]
   for name, part in state._asdict().items():
-    if size := sum(map(_bytes, jax.tree.leaves(part))):
-      rows.append((name.replace("_", " "), f"{size / 1e6:,.3f}"))
+    leaves = jax.tree.leaves(part)
+    waiting = [x for x in leaves if x.sharding.memory_kind == HOST]
+    on_host = sum(map(_bytes, waiting))
+    shown, size = name.replace("_", " "), sum(map(_bytes, leaves)) - on_host
+    if size:
+      rows.append((shown, f"{size / 1e6:,.3f}"))
+    if on_host:
+      rows.append((f"{shown}, on the host", f"{on_host / 1e6:,.3f}"))
   return _table(rows)
 
 
 def _memory(compiled: Any) -> str:
   """What the compiler says of a device's memory, where it does."""
-  found = compiled.memory_analysis()
-  if found is None:
+  if compiled.memory_analysis() is None:
     return ""
-  alias = found.alias_size_in_bytes
-  arguments, outputs = found.argument_size_in_bytes, found.output_size_in_bytes
-  temporary = found.temp_size_in_bytes
-  peak = arguments + outputs - alias + temporary
+  m = memory_of(compiled)
+  host = f"; {m.host / 1e6:,.1f} MB on the host" if m.host else ""
   return (
-    f"memory of one device in a step: {peak / 1e6:,.1f} MB "
-    f"(state and batch {arguments / 1e6:,.1f}, temporary {temporary / 1e6:,.1f}, new "
-    f"{(outputs - alias) / 1e6:,.1f})"
+    f"memory of one device in a step: {m.total / 1e6:,.1f} MB "
+    f"(state and batch {m.arguments / 1e6:,.1f}, temporary {m.temporaries / 1e6:,.1f}, "
+    f"new {(m.outputs - m.aliased) / 1e6:,.1f}){host}"
+  )
+
+
+def _widened(experiment: build.Experiment) -> str:
+  """What these collectives are not: those of an accelerator, on CPU in bfloat16."""
+  is_cpu = experiment.mesh.devices.flat[0].platform == "cpu"
+  if not is_cpu or experiment.config.dtype == "float32":
+    return ""
+  return (
+    f"XLA on CPU sends {experiment.config.dtype} as float32: accelerators send half "
+    "the bytes of those"
   )
 
 

@@ -89,6 +89,7 @@ def compile_init(
 
 def _compile(config, chips, options, lower) -> Fit:
   from jaxscale import build  # JAX: only once it is known what for
+  from jaxscale.stand_in import stand_in
 
   experiment = build.experiment(
     config, devices=chips.devices, datasets=stand_in(config)
@@ -109,41 +110,6 @@ def _compile(config, chips, options, lower) -> Fit:
       raise
   seconds = time.perf_counter() - before
   return Fit(memory, refusal, chips.chip.limit, seconds, compiled, experiment.mesh)
-
-
-def stand_in(config: cfg.Config) -> Any:
-  """Training and held-out text of the config's shape and of any length, unread.
-
-  Returns:
-    As `parts.make_data`; None: the config does not say what the data are like.
-  """
-  from jaxscale import data
-
-  d = config.data
-  match d:
-    case cfg.Text():
-      vocab_size = 256
-    case cfg.TextFiles(vocab_size=int(size)):
-      vocab_size = size
-    case cfg.TextFiles() | cfg.TFDSText():
-      vocab_size = _vocabulary(d)
-    case _:
-      return None
-  info = data.TextInfo(type(d).__name__, vocab_size, d.sequence_length)
-  # So long that a run of it has steps: the program does not depend on how many.
-  some = data.Dataset(info, 1000 * config.batch_size, _no_rows)
-  return some, some
-
-
-def _vocabulary(d: cfg.TextFiles | cfg.TFDSText) -> int:
-  from jaxscale.data.tokenizer import read_tokenizer
-
-  field = f"{type(d).__name__}.tokenizer"
-  return read_tokenizer(d.tokenizer, d.separator, field=field).vocab_size
-
-
-def _no_rows(indices: Any, draws: Any) -> Any:
-  raise AssertionError("these data are there for their shape alone")
 
 
 def largest(values: Sequence[Any], fits: Callable[[Any], bool]) -> Any:

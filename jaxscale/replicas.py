@@ -147,11 +147,18 @@ def _fingerprint_of(mesh: Mesh, specs: Any) -> Any:
 
   def own(tree):
     # Varying: from here on each device reads the copy that it has itself.
-    leaves = [_hash_bits(x) for x in jax.tree.leaves(vary(tree, axes))]
+    leaves = [_hash_bits(_on_device(x)) for x in jax.tree.leaves(vary(tree, axes))]
     return jnp.stack(leaves)[None]
 
   hashed = jax.shard_map(own, mesh=mesh, in_specs=(specs,), out_specs=P(axes))
   return jax.jit(hashed)
+
+
+def _on_device(x: jax.Array) -> jax.Array:
+  """What is computed with: the layout may keep the optimizer's state on the host."""
+  if jax.typeof(x).memory_space == jax.memory.Space.Host:
+    return jax.device_put(x, jax.memory.Space.Device)
+  return x
 
 
 def _split(spec: P) -> tuple[str, ...]:

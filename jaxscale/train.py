@@ -39,8 +39,9 @@ def show(config, workdir: Path) -> int:
 
   with joined(config, workdir):
     from jaxscale import build, describe  # JAX: only once all have met
+    from jaxscale.stand_in import stand_in
 
-    page = describe.describe(build.experiment(config))
+    page = describe.describe(build.experiment(config, datasets=stand_in(config)))
     if cluster.is_leader():
       print(page, flush=True)
   return EXIT_DONE

@@ -146,9 +146,13 @@ def _another(before: dict[str, Any], config: Any) -> tuple[str, Any, Any] | None
     if f.default is not dataclasses.MISSING
   }
   before, now = defaults | before, _plain(config)
-  free = set(_NOT_IDENTITY)
+  free: set[str] = set(_NOT_IDENTITY)
   if now["sync"].get("workers") == "replica":
     free.remove("mesh")  # else other devices would be one worker
+  if now["model"]["class"] in ("Transformer", "ViT") and not now["noise_scale"]:
+    # Nothing is random in these, and no statistics are a micro-batch's: a pipeline
+    # may go on with what was begun without micro-batches.
+    free.add("accumulate_steps")
   for name, (old, new) in _differences(before, now).items():
     if not {name, name.split(".")[0]} & free:
       return name, old, new

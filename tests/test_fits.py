@@ -13,6 +13,7 @@ from jaxscale import data, fits
 from jaxscale.mesh import make_mesh
 from jaxscale.scaling import absent
 from jaxscale.settings import ConfigError
+from jaxscale.stand_in import stand_in
 
 CONFIG = """from jaxscale import config as cfg
 
@@ -107,7 +108,7 @@ def test_text_is_not_read():
     model=cfg.Transformer(), data=cfg.TextFiles(path="not/here", sequence_length=7),
     optimizer=cfg.SGD(lr=0.1), batch_size=8, epochs=1,
   )  # fmt: skip
-  train, held_out = fits.stand_in(config)
+  train, held_out = stand_in(config)
   assert train.info == held_out.info == data.TextInfo("TextFiles", 256, 7)
   assert train.num_examples >= config.batch_size
   with pytest.raises(AssertionError):

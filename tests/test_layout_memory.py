@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale import build, fits, layout_parts, optim
+from jaxscale import build, layout_parts, optim, replicas
 from jaxscale import config as cfg
 from jaxscale.exchange import plain
 from jaxscale.mesh import batch_sharding, make_mesh
@@ -23,6 +23,7 @@ from jaxscale.parallel.reduction import exchange_axes
 from jaxscale.scaling import hlo
 from jaxscale.scaling.absent import memory_of
 from jaxscale.settings import ConfigError
+from jaxscale.stand_in import stand_in
 from jaxscale.state import abstract_state, lower_init_state
 from jaxscale.step import make_eval_step, make_train_step
 
@@ -195,7 +196,7 @@ def config(**layout):
 def trained(remat, optimizer):
   """Losses of three steps, and the last state."""
   settings = config(remat=remat, optimizer=optimizer)
-  experiment = build.experiment(settings, datasets=fits.stand_in(settings))
+  experiment = build.experiment(settings, datasets=stand_in(settings))
   state, losses = experiment.init_state(), []
   tokens = np.random.default_rng(0).integers(0, 256, (8, 16)).astype(np.int32)
   batch = jax.device_put(
@@ -217,6 +218,10 @@ def test_what_waits_on_the_host_trains_the_same():
   }
   assert kinds == {"pinned_host"}
   assert {x.sharding.memory_kind for x in jax.tree.leaves(state.params)} == {"device"}
+  # The check of replicas reads it where it is.
+  prints = [replicas.make_fingerprint(x.params["head"]["kernel"].sharding.mesh, x)(x)
+            for x in map(replicas.shared, (state, plain_state))]  # fmt: skip
+  np.testing.assert_array_equal(*prints)
 
 
 @pytest.mark.parametrize("remat", ["full", "offload"])

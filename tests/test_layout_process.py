@@ -137,10 +137,11 @@ def test_a_killed_run_goes_on_under_another_layout(
 
 def test_what_an_exchange_keeps_of_parts_is_refused_elsewhere(tmp_path):
   delayed = "--config.exchange.delayed=True"
-  kill(tmp_path, [*LAYOUTS["fsdp"], delayed], in_mid_save=False)
+  hybrid = layout("parameters", data=2, fsdp=4)
+  kill(tmp_path, [*hybrid, delayed], in_mid_save=False)
   done = run_train(tmp_path, delayed, config=CONFIG, num_devices=8)
   line = error_line(done, 2)
-  assert "saved on Mesh replica=1, data=1, fsdp=8, here are devices that" in line
+  assert "saved on Mesh replica=1, data=2, fsdp=4, here are devices that" in line
   assert "go on with the mesh and layout it was saved with, or use another" in line
 
 

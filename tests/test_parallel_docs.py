@@ -6,8 +6,8 @@ import sys
 import pytest
 from conftest import ROOT
 
-from jaxscale import fits
 from jaxscale.overrides import load_config
+from jaxscale.stand_in import stand_in
 
 RESULTS = json.loads((ROOT / "benchmarks" / "results" / "parallel.json").read_text())
 ROWS = {row["case"]: row for row in RESULTS["rows"]}
@@ -39,7 +39,7 @@ def test_the_models_fit_below_the_memory_of_their_chips(config, chips, least, mo
   from jaxscale.scaling.absent import CHIPS, Memory
 
   settings = load_config(config)
-  stack = parts.make_stack(settings, fits.stand_in(settings)[0].info)
+  stack = parts.make_stack(settings, stand_in(settings)[0].info)
   params = jax.eval_shape(stack.init, jax.random.key(0))
   assert least < sum(x.size for x in jax.tree.leaves(params)) < most
   for name in chips:

@@ -30,12 +30,14 @@ class Layout:
       products with weights ("dots"), all but what its branches add ("branches"), or
       all of it from its input ("full"), which keeps the least in memory; "offload" is
       as "full", and what comes into a layer, which every other keeps as well, waits in
-      the host's memory.
+      the host's memory. A stage of a pipeline is always computed again from its input;
+      there this is about its layers while that goes on.
     optimizer: where its state is between steps: on the "device", or on the "host",
       from where it is brought for the update.
     rules: in place of the model's own, which axis splits which dim of a parameter:
       ("layers/.*/kernel: stage, fsdp, model",), with "-" for a dim that nothing
-      splits. Exactly one pattern must fit each parameter.
+      splits. Exactly one pattern must fit each parameter. What fsdp splits is free;
+      what stage and model split is what the model computes with, and stays.
   """
 
   shard: Literal["nothing", "optimizer", "gradients", "parameters"] = "nothing"
@@ -49,18 +51,26 @@ class Layout:
 
   def __post_init__(self):
     for rule in self.rules:
-      pattern, colon, dims = rule.partition(":")
-      known = ("-", "replica", "data", "fsdp", "stage", "model")
-      if not colon or any(d.strip() not in known for d in dims.split(",")):
+      pattern, colon, dims = rule.rpartition(":")
+      axes = [dim.strip() for dim in dims.split(",")]
+      if not colon or not set(axes) <= {"-", "fsdp", "stage", "model"}:
         raise ConfigError(
           f"Layout.rules={rule!r}: give 'PATTERN: axis, axis', an axis of "
           "fsdp, stage, model for each dim, or - for one that nothing splits"
+        )
+      if twice := [axis for axis in axes if axis != "-" and axes.count(axis) > 1]:
+        raise ConfigError(
+          f"Layout.rules={rule!r}: {twice[0]} splits two dims; name it once"
         )
       check_pattern("Layout.rules", pattern, "give e.g. 'layers/.*/kernel'")
 
 
 def check_layout(config: Any) -> None:
-  """Refuse a layout that does not fit the rest of a `Config`."""
+  """Refuse a layout that does not fit the rest of a `Config`.
+
+  Raises:
+    ConfigError: two settings contradict each other, or one changes nothing.
+  """
   layout, mesh = config.layout, config.mesh
   split = [f"Mesh.{a}={n}" for a in ("stage", "model") if (n := getattr(mesh, a)) != 1]
   split = ([f"Layout.shard={layout.shard!r}"] * (layout.shard != "nothing")) + split
@@ -79,10 +89,15 @@ def check_layout(config: Any) -> None:
   for field, value, needs, remedy in (
     ("slow_axes", "in_backward", layout.shard in ("gradients", "parameters"),
      "layout.shard to 'gradients' or 'parameters'"),
+    ("slow_axes", "in_backward", mesh.replica != 1 or mesh.data != 1,
+     "mesh.replica or mesh.data to 2 or more"),
     ("schedule", "1f1b", mesh.stage != 1, "mesh.stage to 2 or more"),
     ("model", "ring", mesh.model != 1, "mesh.model to 2 or more"),
     ("model", "all_to_all", mesh.model != 1, "mesh.model to 2 or more"),
     ("model", "layers_and_tokens", mesh.model != 1, "mesh.model to 2 or more"),
+    ("sum_in", "dtype", mesh.model != 1 and layout.model.startswith("layers"),
+     "mesh.model to 2 or more, and layout.model to 'layers'"),
+    ("sum_in", "dtype", config.dtype != "float32", "dtype to 'bfloat16'"),
   ):  # fmt: skip
     if getattr(layout, field) == value and not needs:
       raise ConfigError(

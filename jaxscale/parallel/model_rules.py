@@ -44,6 +44,6 @@ def parse(rule: str) -> Rule:
     >>> parse("head/kernel: fsdp, -")
     Rule(pattern='head/kernel', dims=('fsdp', None))
   """
-  pattern, _, dims = rule.partition(":")
+  pattern, _, dims = rule.rpartition(":")
   axes = (dim.strip() for dim in dims.split(","))
   return Rule(pattern.strip(), tuple(None if a == "-" else a for a in axes))

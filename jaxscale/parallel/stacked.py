@@ -73,7 +73,7 @@ def ops_of(layout: Layout) -> Ops:
     ops = tensor_ops(regions=regions, dtype=layout.dtype, sum_in=layout.sum_in)
     return ops._replace(attend=attend)
   if layout.splits == "ring":
-    return sequence.split(attend="ring")
+    return sequence.split(attend="ring", order="zigzag")
   ops = sequence.split(attend="all_to_all")
   by_heads = functools.partial(
     sequence.all_to_all_attention, axis="model", attend=attend
@@ -91,14 +91,16 @@ def own_tokens(batch: Any, layout: Layout) -> Any:
     return batch
   size = lax.axis_size("model")
 
+  order = "zigzag" if layout.splits == "ring" else "contiguous"
+  pieces = size * (2 if order == "zigzag" else 1)  # equal ones, of a sequence
+
   def own(x):
-    part, left = divmod(x.shape[1], size)
-    if left:
+    if x.shape[1] % pieces:
       raise ConfigError(
-        f"tokens={x.shape[1]}: cannot be split over the {size} devices of 'model', "
-        "give a multiple"
+        f"tokens={x.shape[1]}: layout.model={layout.splits!r} gives the {size} devices "
+        f"of 'model' equal parts of a sequence; give a multiple of {pieces}"
       )
-    return lax.dynamic_slice_in_dim(x, lax.axis_index("model") * part, part, 1)
+    return x[:, sequence.places(x.shape[1] // size, "model", order)]
 
   return {k: own(x) if k in ("tokens", "targets") else x for k, x in batch.items()}
 
