@@ -100,6 +100,7 @@ def test_what_ended_jax_is_read_from_its_words(text, says):
 
 def test_a_gpu_that_jax_does_not_see_is_said(monkeypatch):
   monkeypatch.delenv("JAX_PLATFORMS")
+  monkeypatch.delenv("XLA_FLAGS", raising=False)
   found = {"platform": "cpu", "kind": "cpu", "count": 1, "wrong": []}
   (said,) = devices.judge([found], [{"gpus": [{}]}], ["n1"])
   assert said.text == "devices: n1 has GPUs, and JAX runs on its CPU" and not said.ok

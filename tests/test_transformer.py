@@ -266,9 +266,9 @@ def test_what_is_kept_changes_no_gradient(remat):
 
 
 def assert_close(found, expected):
-  """Within 2e-6 of the largest number of each array."""
+  """Within 4e-6 of the largest number of each array: 2.3e-6 was seen unoptimised."""
   for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-    np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max())
+    np.testing.assert_allclose(a, b, rtol=0, atol=4e-6 * np.abs(b).max())
 
 
 def test_half_precision_is_near():
