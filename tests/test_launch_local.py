@@ -218,7 +218,8 @@ def test_not_more_often_than_said(stand_in, tmp_path):
 
 def test_one_process_that_fails_ends_the_others(stand_in, tmp_path):
   (tmp_path / "does").write_text(
-    '[ "$JAXSCALE_PROCESS_ID" = 1 ] && sleep 1 && exit 93\nwhile true; do sleep 0.1; done'
+    '[ "$JAXSCALE_PROCESS_ID" = 1 ] && sleep 1 && exit 93\n'
+    "while true; do sleep 0.1; done"
   )
   job = launch.submit(DIGITS, tasks_per_node=4, **stand_in)
   (row,) = wait(job)
