@@ -7,7 +7,6 @@ Config: everything below takes plain arguments, and a notebook calls it so.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -312,9 +311,9 @@ def make_optimizer(
     settings["mask"] = masks[include] if include in masks else optim.matching(include)
   make: Any = getattr(optim, type(config.optimizer).__name__.lower())
   if isinstance(config.model, (cfg.Transformer, cfg.ViT)):
-    stacked = optim.matching("^layers/")
-    if "stacked" in inspect.signature(make).parameters:
-      settings["stacked"] = stacked
+    settings["stacked"] = optim.matching("^layers/")
+    if isinstance(config.optimizer, cfg.Muon):
+      settings["by_adam"] = optim.matching("^(embed|head)/")
   chain = [make(schedule, **settings)]
   if config.clip_norm is not None:
     chain.insert(0, optax.clip_by_global_norm(config.clip_norm))
