@@ -189,7 +189,10 @@ def make_stack(
     ConfigError: the model is not for such data, or does not fit it.
   """
   m, kind = config.model, type(config.model).__name__
-  dtype = jnp.dtype(config.dtype)
+  common = {
+    "label_smoothing": config.label_smoothing if train else 0.0,
+    "dtype": jnp.dtype(config.dtype),
+  }
   is_text = isinstance(info, data.TextInfo)
   if is_text != isinstance(m, cfg.Transformer):
     other = "Transformer" if is_text else "ViT or ResNet"
@@ -202,7 +205,7 @@ def make_stack(
     options = dataclasses.asdict(m)
     if m.hidden is None:
       options["hidden"] = -(-8 * m.width // (3 * 256)) * 256
-    return models.transformer(vocab_size=info.vocab_size, dtype=dtype, **options)
+    return models.transformer(vocab_size=info.vocab_size, **common, **options)
   assert isinstance(m, cfg.ViT), "the other models are Flax modules: make_model"
   if info.image_shape[0] % m.patch or info.image_shape[1] % m.patch:
     raise ConfigError(
@@ -214,8 +217,7 @@ def make_stack(
     num_classes=info.num_classes,
     mean=info.mean,
     std=info.std,
-    label_smoothing=config.label_smoothing if train else 0.0,
-    dtype=dtype,
+    **common,
     **dataclasses.asdict(m),
   )
 

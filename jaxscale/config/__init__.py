@@ -81,7 +81,8 @@ class Config:
       None: one rate for all.
     layer_order: regular expressions of parameter paths, from the lowest layer
       to the highest, for `layer_decay`.
-    label_smoothing: share of the target spread over all classes.
+    label_smoothing: share of the target spread over all classes, or over the
+      vocabulary of text; in training only, whose loss then gives no perplexity.
     clip_norm: largest global norm of the gradient; None: no clipping.
     ema_decay: decay of an average of parameters and BatchNorm statistics,
       which is then what is evaluated; None: no average.
