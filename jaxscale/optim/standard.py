@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -156,7 +157,7 @@ def muon(
     eps=eps,
     nesterov=nesterov,
   )
-  parts = {
+  parts: dict[Hashable, optax.GradientTransformation] = {
     "muon": inside,
     "adam, decayed": outside(weight_decay=weight_decay),
     "adam": outside(weight_decay=0.0),
