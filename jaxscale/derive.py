@@ -71,7 +71,8 @@ def derive(
 
   Raises:
     ConfigError: a batch does not divide over devices and micro-batches, or has
-      more examples than there are; or the run is too long to be counted.
+      more examples than there are; a text is no longer than one example; or the run
+      is too long to be counted.
 
   Example:
     >>> from jaxscale.overrides import load_config
@@ -85,6 +86,7 @@ def derive(
   blocks, each = shape.row_blocks, shape.stage * shape.model
   start_blocks = max(start // each, 1)
   _check_length(config, num_train)
+  _check_text(config, num_train)
   _check_batch(config.batch_size, num_train, start_blocks, config.accumulate_steps)
   stages = _stages(config, num_train, chosen)
   _check_stages(config, stages, num_train, start_blocks)
@@ -197,6 +199,16 @@ def _check_length(config: cfg.Config, num_train: int) -> None:
   if at_most >= 2**31 - 1:
     raise ConfigError(
       f"Config.epochs={config.epochs}: more steps than an int32 counts, give fewer"
+    )
+
+
+def _check_text(config: cfg.Config, num_train: int) -> None:
+  """Refuse examples as long as the text, for which no batch would be small enough."""
+  length = getattr(config.data, "sequence_length", None)
+  if length is not None and num_train == 1 < config.batch_size:
+    raise ConfigError(
+      f"data.sequence_length={length}: the training text is no longer and makes one "
+      f"example, where a batch has {config.batch_size}; give a smaller length"
     )
 
 

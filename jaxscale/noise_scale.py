@@ -12,14 +12,36 @@ both (appendix A.1):
 The ratio of their running averages is what is reported. A run at batch size B
 needs about 1 + B_noise/B times the fewest steps and 1 + B/B_noise times the
 fewest examples (eq. 2.11): at B_noise twice the least of either.
+
+An example here is a row of the batch, as Config.batch_size counts: of text a window
+of tokens, which are not drawn independently of each other, while windows are. The
+mean gradient, though, is over what the loss counts (`totals["examples"]`), of text
+over tokens, as in `grad_norm`. In tokens, as papers on language models have it, the
+scale is this times the tokens of a row.
+
+Micro-batches may count different numbers n_i of N, which is why their mean gradients
+g_i have weights. Over R rows take
+
+    |G_b|^2 = sum n_i^2 |g_i|^2 / sum n_i^2     b = R sum n_i^2 / N^2     B = R
+
+With equal n_i these are the plain mean and the rows of a micro-batch. Else
+B |G_B|^2 - b |G_b|^2 is R / N^2 times the sum of n_i g_i . n_j g_j over i != j, and
+B - b the same of n_i n_j: independent micro-batches make |G|^2 unbiased whatever was
+counted. S is so as well where the expected gradient of a token does not depend on how
+many there are in its row; else it is off by 2 G . cov(e, n) over the squared mean of
+n, with n the tokens of a row and e their summed gradient less n G.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
+
+_SQ = "squared norms of the micro-batches' summed gradients"
+_COUNT_SQ = "squared numbers of examples of the micro-batches"
 
 
 class NoiseScale(NamedTuple):
@@ -36,19 +58,49 @@ class NoiseScale(NamedTuple):
   weight: jax.Array
 
 
+class Small(NamedTuple):
+  """What all micro-batches of a step give together.
+
+  Attributes:
+    sq: mean |g_i|^2, with weights n_i^2.
+    share: of the step's batch that a micro-batch has: sum n_i^2 / N^2.
+  """
+
+  sq: jax.Array
+  share: jax.Array
+
+
+def observe(grads: Any, totals: dict[str, jax.Array]) -> dict[str, jax.Array]:
+  """Of a micro-batch, what is to be summed over all of them.
+
+  Args:
+    grads: summed over its examples, as `totals["examples"]` counts them.
+    totals: of it.
+  """
+  count = totals["examples"].astype(jnp.float32)
+  return {_SQ: optax.tree.norm(grads, squared=True), _COUNT_SQ: count * count}
+
+
+def of_micros(totals: dict[str, jax.Array]) -> Small:
+  """Take what `observe` gave out of the sums over all micro-batches."""
+  sq, count_sq = totals.pop(_SQ), totals.pop(_COUNT_SQ)
+  count = totals["examples"].astype(jnp.float32)
+  return Small(sq / count_sq, count_sq / (count * count))
+
+
 def init() -> NoiseScale:
   """Before the first step."""
   return NoiseScale(*(jnp.zeros((), jnp.float32) for _ in range(3)))
 
 
-def estimate(small_sq, big_sq, small: float, big: float):
+def estimate(small_sq, big_sq, small, big: float):
   """Unbiased (|G|^2, S) of one step.
 
   Args:
     small_sq: mean squared norm of gradients over `small` examples each.
     big_sq: squared norm of their mean, over `big` examples.
-    small: b, examples of a device's micro-batch.
-    big: B, examples of the step.
+    small: b, rows of a device's micro-batch.
+    big: B, rows of the step.
   """
   signal = (big * big_sq - small * small_sq) / (big - small)
   noise = (small_sq - big_sq) / (1 / small - 1 / big)
@@ -56,7 +108,7 @@ def estimate(small_sq, big_sq, small: float, big: float):
 
 
 def update(
-  state: NoiseScale, small_sq, big_sq, small: float, big: float, decay: float = 0.99
+  state: NoiseScale, small_sq, big_sq, small, big: float, decay: float = 0.99
 ) -> NoiseScale:
   """Take in a step, unless it is no number; arguments as of `estimate`.
 
@@ -80,7 +132,7 @@ def update(
 
 
 def metrics(state: NoiseScale) -> dict[str, jax.Array]:
-  """What is logged: S / |G|^2 in examples, and both parts of it.
+  """What is logged: S / |G|^2 in rows of the batch, and both parts of it.
 
   Where the average of |G|^2 is not positive (all noise) the scale is infinite.
   """
@@ -96,7 +148,7 @@ def metrics(state: NoiseScale) -> dict[str, jax.Array]:
 
 
 def read(state: NoiseScale) -> float | None:
-  """The scale in examples; None where nothing was measured, or it is infinite."""
+  """The scale in rows; None where nothing was measured, or it is infinite."""
   signal, noise, weight = (value.item() for value in state)
   return noise / signal if weight > 0 and signal > 0 else None
 
@@ -105,7 +157,7 @@ def describe(scale: float, batch_size: int) -> str:
   """What a noise scale means for a batch size, in a sentence (eq. 2.11).
 
   Args:
-    scale: B_noise, in examples; the critical batch size is about as large.
+    scale: B_noise, in rows of the batch; the critical batch size is about as large.
     batch_size: of the run.
   """
   return (

@@ -7,7 +7,6 @@ Config: everything below takes plain arguments, and a notebook calls it so.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -190,7 +189,10 @@ def make_stack(
     ConfigError: the model is not for such data, or does not fit it.
   """
   m, kind = config.model, type(config.model).__name__
-  dtype = jnp.dtype(config.dtype)
+  common = {
+    "label_smoothing": config.label_smoothing if train else 0.0,
+    "dtype": jnp.dtype(config.dtype),
+  }
   is_text = isinstance(info, data.TextInfo)
   if is_text != isinstance(m, cfg.Transformer):
     other = "Transformer" if is_text else "ViT or ResNet"
@@ -203,7 +205,7 @@ def make_stack(
     options = dataclasses.asdict(m)
     if m.hidden is None:
       options["hidden"] = -(-8 * m.width // (3 * 256)) * 256
-    return models.transformer(vocab_size=info.vocab_size, dtype=dtype, **options)
+    return models.transformer(vocab_size=info.vocab_size, **common, **options)
   assert isinstance(m, cfg.ViT), "the other models are Flax modules: make_model"
   if info.image_shape[0] % m.patch or info.image_shape[1] % m.patch:
     raise ConfigError(
@@ -215,8 +217,7 @@ def make_stack(
     num_classes=info.num_classes,
     mean=info.mean,
     std=info.std,
-    label_smoothing=config.label_smoothing if train else 0.0,
-    dtype=dtype,
+    **common,
     **dataclasses.asdict(m),
   )
 
@@ -312,9 +313,9 @@ def make_optimizer(
     settings["mask"] = masks[include] if include in masks else optim.matching(include)
   make: Any = getattr(optim, type(config.optimizer).__name__.lower())
   if isinstance(config.model, (cfg.Transformer, cfg.ViT)):
-    stacked = optim.matching("^layers/")
-    if "stacked" in inspect.signature(make).parameters:
-      settings["stacked"] = stacked
+    settings["stacked"] = optim.matching("^layers/")
+    if isinstance(config.optimizer, cfg.Muon):
+      settings["by_adam"] = optim.matching("^(embed|head)/")
   chain = [make(schedule, **settings)]
   if config.clip_norm is not None:
     chain.insert(0, optax.clip_by_global_norm(config.clip_norm))

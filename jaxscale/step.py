@@ -27,7 +27,7 @@ from jaxscale import non_finite
 from jaxscale.collectives import vary
 from jaxscale.collectives.typed import varying
 from jaxscale.exchange import Exchange
-from jaxscale.mesh import batch_axes, replicated, row_blocks
+from jaxscale.mesh import batch_axes, replicated
 from jaxscale.parallel import layout as layouts
 from jaxscale.parallel.layout import Layout
 from jaxscale.parallel.pipelined import OwnGrads
@@ -44,7 +44,6 @@ TrainStep = Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]
 # (params, model_state, batch with "mask") -> totals
 EvalFn = Callable[[Any, Any, Batch], Totals]
 EvalStep = Callable[[Any, Any, Batch], Totals]
-_MICRO_SQ = "squared norms of the micro-batches' mean gradients"
 
 
 def make_train_step(
@@ -89,9 +88,9 @@ def make_train_step(
       average = decay average + (1 - decay) new, of the parameters and of the
       model state, whose BatchNorm statistics must fit them.
     schedule: step -> learning rate, only to be reported.
-    noise_scale: also measure the gradient-noise scale, from the gradients of
-      the micro-batches and of the whole step; the state was made with
-      `init_state(..., noise_scale=True)`.
+    noise_scale: also measure the gradient-noise scale, in rows of the batch, from
+      the gradients of the micro-batches and of the whole step; the state was made
+      with `init_state(..., noise_scale=True)`.
     observe: opt_state -> further metrics, scalars.
     refuse: a step with NaN or Inf in its loss, gradients or model state leaves the
       state as it was, but for the counts of steps; its loss is NaN, and the metric
@@ -113,25 +112,21 @@ def make_train_step(
     # One device: its part of the parameters, batch [local rows, ...].
     shards, beside = layouts.begin(params, layout)
     model_state = vary(model_state, layout.token_axes)
-    rows = len(jax.tree.leaves(batch)[0])
     keys = row_keys(key, batch, row_axes)
 
     def loss_of(shards, *given):
       assert not isinstance(loss_fn, OwnGrads)
       return loss_fn(layouts.join(shards, beside), *given)
 
-    def norms(grads):
-      mean = jax.tree.map(lambda g: g * (accumulate_steps / rows), grads)
-      return {_MICRO_SQ: optax.tree.norm(mean, squared=True)}
-
     if isinstance(loss_fn, OwnGrads):
+      assert not noise_scale, "it shows no gradients of its micro-batches"
       grads, model_state, totals = loss_fn.grads(
         shards, beside, model_state, batch, accumulate_steps
       )
     else:
       grads, model_state, totals = sum_grads(
         loss_of, shards, model_state, batch, keys, micros=accumulate_steps,
-        unroll=unrolled, observe=norms if noise_scale else None,
+        unroll=unrolled, observe=noise_scales.observe if noise_scale else None,
       )  # fmt: skip
 
     seen: Any = ()
@@ -189,7 +184,7 @@ def make_train_step(
       state.params, state.model_state, batch, key
     )
     grads, exchange_state = exchange_grads(grads, state.exchange_state)
-    micro_sq = totals.pop(_MICRO_SQ, 0.0)
+    small = noise_scales.of_micros(totals) if noise_scale else None
     metrics = means(totals)
     metrics["grad_norm"] = optax.tree.norm(grads)
     if schedule is not None:
@@ -210,12 +205,10 @@ def make_train_step(
       params, opt_state, average = move(*operands)
 
     noise = state.noise
-    if noise_scale:
-      micros = row_blocks(mesh) * accumulate_steps
+    if small is not None:
       rows = len(jax.tree.leaves(batch)[0])
-      noise = noise_scales.update(
-        noise, micro_sq / micros, metrics["grad_norm"] ** 2, rows / micros, rows
-      )
+      big_sq = metrics["grad_norm"] ** 2
+      noise = noise_scales.update(noise, small.sq, big_sq, rows * small.share, rows)
       if refuse:
         noise = non_finite.keep(jnp.isfinite(metrics["loss"]), noise, state.noise)
       metrics |= noise_scales.metrics(noise)
@@ -283,7 +276,7 @@ def sum_grads(
   *,
   micros: int,
   unroll: bool,
-  observe: Callable[[Any], Totals] | None = None,
+  observe: Callable[[Any, Totals], Totals] | None = None,
 ) -> tuple[Any, Any, Totals]:
   """A device's gradients, summed over its micro-batches one after another.
 
@@ -295,7 +288,7 @@ def sum_grads(
     keys: [rows].
     micros: micro-batches, which divide the rows.
     unroll: write them out instead of looping.
-    observe: gradients of a micro-batch -> further totals.
+    observe: gradients and totals of a micro-batch -> further totals.
 
   Returns:
     Sums of gradients, the mean of the model states, sums of totals.
@@ -305,7 +298,8 @@ def sum_grads(
     (_, (new_state, totals)), grads = jax.value_and_grad(loss_fn, has_aux=True)(
       params, model_state, *micro
     )
-    return grads, new_state, totals | (observe(grads) if observe else {})
+    more = {} if observe is None else observe(grads, totals)
+    return grads, new_state, totals | more
 
   if micros == 1:
     return micro_grads((batch, keys))

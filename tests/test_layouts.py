@@ -32,13 +32,17 @@ from jaxscale.step import make_train_step
 
 STEPS, ROWS, SEED = 10, 128, 3
 IS_STACKED = optim.matching("^layers/")
+IS_OUTER = optim.matching("^(embed|head)/")
 OPTIMIZERS = {
-  "sgd": optim.sgd(0.004, momentum=0.9, nesterov=False, weight_decay=1e-3),
+  "sgd": optim.sgd(
+    0.004, momentum=0.9, nesterov=False, weight_decay=1e-3, stacked=IS_STACKED
+  ),
   "lars": optim.lars(0.05, trust_coefficient=0.05, stacked=IS_STACKED),
   "lamb": optim.lamb(3e-3, stacked=IS_STACKED),
-  "adamw": optim.adamw(1e-3, weight_decay=1e-2),
+  "adamw": optim.adamw(1e-3, weight_decay=1e-2, stacked=IS_STACKED),
   "muon, clipped": optax.chain(
-    optax.clip_by_global_norm(0.5), optim.muon(1e-3, stacked=IS_STACKED)
+    optax.clip_by_global_norm(0.5),
+    optim.muon(1e-3, weight_decay=1e-2, stacked=IS_STACKED, by_adam=IS_OUTER),
   ),
 }
 

@@ -36,7 +36,7 @@ OPTIMIZERS = {
   "lamb as released": optim.lamb(
     lambda s: 0.05 * rate(s), bias_correction=False, weight_decay=1.5, phi_max=3.0
   ),
-  "adamw": optim.adamw(lambda s: 0.05 * rate(s)),
+  "adamw": optim.adamw(lambda s: 0.05 * rate(s), stacked=STACKED),
   "muon": optim.muon(lambda s: 0.05 * rate(s), stacked=STACKED),
 }
 # Which dim of a leaf is spread over the devices: the first, the last, the middle.

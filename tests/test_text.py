@@ -13,6 +13,7 @@ from jaxscale import config as cfg
 from jaxscale import data, parts
 from jaxscale.data.stream import of_array, of_files, windows
 from jaxscale.data.text import SHA256, documents
+from jaxscale.derive import derive
 from jaxscale.overrides import load_config
 from jaxscale.settings import ConfigError
 
@@ -182,6 +183,27 @@ def test_settings_that_are_refused(overrides, where, remedy):
     load_config("configs/digits.py", overrides)
   message = str(error.value)
   assert where in message and remedy in message and "\n" not in message
+
+
+def test_an_example_longer_than_the_text_is_named(tmp_path):
+  """And not the batch, which is as it always was."""
+  for split in ("train", "val"):
+    (tmp_path / f"{split}.txt").write_text("x" * 500)
+  config = load_config("configs/digits.py", {"batch_size": "8"})
+
+  def derived(length):
+    files = cfg.TextFiles(
+      path=str(tmp_path), sequence_length=length, cache_dir=str(tmp_path)
+    )
+    chosen = dataclasses.replace(config, data=files)
+    sizes = (d.num_examples for d in parts.make_data(chosen))
+    return derive(chosen, *sizes, 1)
+
+  assert derived(50).num_train > 8
+  with pytest.raises(ConfigError, match=r"^data\.sequence_length=501: .* smaller"):
+    derived(501)
+  with pytest.raises(ConfigError, match=r"^Config\.batch_size=8: .* give 2 or less"):
+    derived(300)
 
 
 def test_data_of_a_config(tmp_path):

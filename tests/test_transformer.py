@@ -6,14 +6,22 @@ import golden_models
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
+from jaxscale import config as cfg
+from jaxscale import data, layout_parts, parts
+from jaxscale.exchange import plain
+from jaxscale.mesh import batch_sharding, make_mesh
 from jaxscale.models import attention, stacked, transformer
 from jaxscale.models.stack import Ops
+from jaxscale.parallel.reduction import exchange_axes
 from jaxscale.settings import ConfigError
+from jaxscale.state import init_state
+from jaxscale.step import make_eval_step, make_train_step
 
 SIZES = {
   "vocab_size": 40, "num_layers": 2, "width": 24, "num_heads": 6, "num_kv_heads": 2,
@@ -158,6 +166,57 @@ def test_totals_count_what_is_to_be_predicted(mask):
   hits = (logits.argmax(-1) == b["targets"]) & counts
   assert int(totals["accuracy"]) == hits.sum()
   assert totals["accuracy"].dtype == totals["examples"].dtype == jnp.int32
+
+
+def np_smoothed(params, b, smoothing):
+  """Cross entropy against (1 - e) onehot + e / tokens (arXiv:1512.00567, §7)."""
+  counts = b["targets"] >= 0
+  target = np.eye(40)[b["targets"][counts]] * (1 - smoothing) + smoothing / 40
+  return -(target * np.log(np_softmax(np_logits(params, b["tokens"])[counts]))).sum(-1)
+
+
+@functools.cache
+def smoothed(model):
+  """(metrics of a step, parameters after it, totals of evaluation)."""
+  config = cfg.Config(
+    model=cfg.Transformer(
+      num_layers=2, width=24, num_heads=6, num_kv_heads=2, hidden=20, pad_vocab_to=16
+    ),
+    data=cfg.Text(sequence_length=10), optimizer=cfg.SGD(lr=0.1), batch_size=4,
+    epochs=1.0, label_smoothing=0.1, mesh=cfg.Mesh(model=model),
+  )  # fmt: skip
+  mesh = make_mesh(devices=jax.devices()[:model], model=model)
+  info = data.TextInfo("words", 40, 10)
+  train, evaluate = (parts.make_stack(config, info, train=t) for t in (True, False))
+  layout = layout_parts.make_layout(config, mesh, train)
+  assert layout is not None
+  tx, exchange = optax.sgd(1.0), plain(exchange_axes(layout))
+  init = layout_parts.init_fn(train)
+  state = init_state(init, tx, mesh, exchange, layout=layout)
+  where = jax.tree.map(lambda x: x.sharding, state.params)
+  own = jax.tree.map(np.array, params())  # a step gives its state away
+  state = state._replace(params=jax.device_put(own, where))
+  given = jax.device_put(batch(rows=4), batch_sharding(mesh))
+  totals = make_eval_step(layout_parts.make_totals(evaluate, layout), mesh, layout)
+  found = jax.device_get(totals(state.params, {}, given))
+  loss = layout_parts.make_loss(config, train, layout)
+  step = make_train_step(loss, tx, mesh, exchange, layout=layout)
+  state, metrics = step(state, given)
+  return jax.device_get((metrics, state.params, found))
+
+
+@pytest.mark.parametrize("model", [1, 2])
+def test_a_config_smooths_labels_in_training_alone(model):
+  """Also where the vocabulary, with its padding, is split over two devices."""
+  b = batch(rows=4)
+  metrics, after, totals = smoothed(model)
+  rough, exact = (np_smoothed(params(), b, e) for e in (0.1, 0.0))
+  np.testing.assert_allclose(metrics["loss"], rough.mean(), rtol=1e-6)
+  np.testing.assert_allclose(totals["loss"], exact.sum(), rtol=1e-6)
+  assert abs(rough.mean() / exact.mean() - 1) > 1e-3
+  if model > 1:
+    moves = (jax.tree.map(np.subtract, p, params()) for p in (after, smoothed(1)[1]))
+    assert_close(*moves)
 
 
 def test_padding_of_the_vocabulary_changes_nothing():

@@ -81,12 +81,14 @@ class Config:
       None: one rate for all.
     layer_order: regular expressions of parameter paths, from the lowest layer
       to the highest, for `layer_decay`.
-    label_smoothing: share of the target spread over all classes.
+    label_smoothing: share of the target spread over all classes, or over the
+      vocabulary of text; in training only, whose loss then gives no perplexity.
     clip_norm: largest global norm of the gradient; None: no clipping.
     ema_decay: decay of an average of parameters and BatchNorm statistics,
       which is then what is evaluated; None: no average.
     noise_scale: measure the gradient-noise scale (arXiv:1812.06162) on the
-      way; needs two devices or micro-batches at least.
+      way, in examples as `batch_size` counts them: of text windows, not tokens.
+      Needs two devices or micro-batches at least.
     dtype: type of activations; parameters and the exchange stay float32.
     init_from: a safetensors file, or a folder as Hugging Face's, whose parameters
       training starts from, in the names of timm (ResNet, ViT), Hugging Face

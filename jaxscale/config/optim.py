@@ -118,6 +118,8 @@ def _check_include(optimizer: LARS | LAMB) -> None:
 class Muon:
   """Orthogonalised momentum for kernels, AdamW for the rest (optax.contrib).
 
+  Embeddings and head of a Transformer or ViT are among the rest; see `optim.muon`.
+
   Attributes:
     lr: peak learning rate at the reference batch size.
     momentum: decay of the velocity.

@@ -46,6 +46,7 @@ def transformer(
   norm_eps: float = 1e-5,
   qk_norm: bool = False,
   pad_vocab_to: int = 128,
+  label_smoothing: float = 0.0,
   dtype: Any = jnp.float32,
 ) -> Stack:
   """A language model as pure functions of its parts.
@@ -69,6 +70,9 @@ def transformer(
     pad_vocab_to: the table and the head have a multiple of this many rows, as in
       Megatron-LM (arXiv:1909.08053, §3), so that they can be split evenly on any
       layout. The rows behind the vocabulary are 0 and stay it.
+    label_smoothing: share of the target spread over all tokens of the vocabulary
+      (arXiv:1512.00567, section 7; 0.1 in arXiv:1706.03762, section 5.4); 0 for
+      evaluation. exp of a smoothed loss is no perplexity.
     dtype: of activations; parameters are float32, and so are norms, softmax and
       loss inside.
 
@@ -106,7 +110,9 @@ def transformer(
     ),
     embed=functools.partial(_embed, dtype=jnp.dtype(dtype)),
     layer=functools.partial(_layer, norm=norm, each=each, theta=rope_theta),
-    finish=functools.partial(_finish, norm=norm, vocab_size=vocab_size),
+    finish=functools.partial(
+      _finish, norm=norm, vocab_size=vocab_size, smoothing=label_smoothing
+    ),
     logits=functools.partial(_logits, norm=norm, vocab_size=vocab_size),
     num_layers=num_layers,
   )
@@ -207,7 +213,14 @@ def _layer(p: Any, h: jax.Array, ops: Ops, *, norm, each: int, theta: float):
 
 
 def _finish(
-  p: Any, h: jax.Array, batch: Any, ops: Ops, *, norm, vocab_size: int
+  p: Any,
+  h: jax.Array,
+  batch: Any,
+  ops: Ops,
+  *,
+  norm,
+  vocab_size: int,
+  smoothing: float,
 ) -> Totals:
   x = ops.enter(norm(h, p["norm"]["scale"]))
   targets = batch["targets"]
@@ -216,7 +229,13 @@ def _finish(
     counts &= batch["mask"][:, None]
   labels = jnp.maximum(targets, 0)
   losses, hits = ops.classify(
-    x, p["kernel"], None, labels, num_classes=vocab_size, dtype=h.dtype
+    x,
+    p["kernel"],
+    None,
+    labels,
+    num_classes=vocab_size,
+    label_smoothing=smoothing,
+    dtype=h.dtype,
   )
   return {
     "loss": jnp.where(counts, losses, 0.0).sum(),

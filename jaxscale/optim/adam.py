@@ -113,6 +113,7 @@ def adamw(
   eps: float = 1e-8,
   weight_decay: float = 1e-4,
   mask: Mask | None = kernels,
+  stacked: Mask | None = None,
 ) -> optax.GradientTransformation:
   """AdamW (arXiv:1711.05101), decaying kernels only by default.
 
@@ -127,11 +128,13 @@ def adamw(
     eps: added to the square root of v_hat.
     weight_decay: wd.
     mask: params -> bool per leaf, where to decay. None: everywhere.
+    stacked: params -> bool per leaf: its first dim counts layers (of a scan), and
+      `mask` sees one of them, so that their biases are biases. None: none is.
 
   Example:
     >>> tx = adamw(warmup_cosine(1e-3, 100, 1000), weight_decay=0.05)
   """
-  return _adam(learning_rate, b1, b2, eps, weight_decay, True, mask, None, None)
+  return _adam(learning_rate, b1, b2, eps, weight_decay, True, mask, stacked, None)
 
 
 def _adam(

@@ -44,7 +44,7 @@ def layers_of(
   Raises:
     ValueError: a leaf is called stacked and has no dims.
   """
-  is_stacked = _flags(stacked, params, default=False)
+  is_stacked = flags_of(stacked, params, default=False)
 
   def one_layer(leaf: Any, many: bool) -> Any:
     if not many:
@@ -55,12 +55,12 @@ def layers_of(
 
   leaves, treedef = jax.tree.flatten(params)
   seen = [one_layer(x, many) for x, many in zip(leaves, is_stacked, strict=True)]
-  chosen = _flags(mask, jax.tree.unflatten(treedef, seen), default=True)
+  chosen = flags_of(mask, jax.tree.unflatten(treedef, seen), default=True)
   return [Layer(*flags) for flags in zip(chosen, is_stacked, strict=True)]
 
 
-def _flags(mask: Mask | Any | None, params: Any, *, default: bool) -> list[bool]:
-  """A bool for each leaf."""
+def flags_of(mask: Mask | Any | None, params: Any, *, default: bool) -> list[bool]:
+  """A bool for each leaf, `default` where there is no mask."""
   if mask is None:
     return [default] * len(jax.tree.leaves(params))
   tree = mask(params) if callable(mask) else mask

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Hashable
 from typing import Any
 
 import jax
 import optax
 from optax.contrib import MuonDimensionNumbers
 
-from jaxscale.optim.layers import Layer, layers_of, wide
+from jaxscale.optim.layers import Layer, flags_of, layers_of, wide
 from jaxscale.optim.masks import Mask, kernels
 from jaxscale.optim.momentum import Form, Rule, momentum_rule
 
@@ -22,6 +24,7 @@ def sgd(
   momentum_correction: bool | int = False,
   rate_in_velocity: bool | None = None,
   mask: Mask | None = kernels,
+  stacked: Mask | None = None,
 ) -> optax.GradientTransformation:
   """Momentum SGD: v = m v + g + wd w; w = w - lr v (or lr (g + wd w + m v)).
 
@@ -46,6 +49,8 @@ def sgd(
       in that many first steps (Intel Caffe: the warm-up), and then Caffe's form.
     rate_in_velocity: Caffe's form; None: if there is a correction to make.
     mask: params -> bool per leaf, where to decay. None: everywhere.
+    stacked: params -> bool per leaf: its first dim counts layers (of a scan), and
+      `mask` sees one of them, so that their biases are biases. None: none is.
 
   Raises:
     ValueError: a correction, and a velocity without the rate.
@@ -69,6 +74,7 @@ def sgd(
     ),
     momentum_correction=momentum_correction,
     mask=mask,
+    stacked=stacked,
   )
 
 
@@ -86,6 +92,7 @@ def muon(
   eps: float = 1e-8,
   mask: Mask | None = kernels,
   stacked: Mask | None = None,
+  by_adam: Mask | None = None,
 ) -> optax.GradientTransformation:
   """Muon for kernels, AdamW for the rest: `optax.contrib.muon`.
 
@@ -97,41 +104,72 @@ def muon(
   matrix [h w in, out]. Orthogonalised momentum keeps its data efficiency beyond
   the batch sizes where AdamW loses it (arXiv:2505.02222).
 
+  It is for the layers inside a network: tables of embeddings, input and output layers
+  are left to AdamW (K. Jordan, "Muon: An optimizer for hidden layers in neural
+  networks", 2024; arXiv:2502.16982, where what AdamW has decays too). Which ones they
+  are `by_adam` says.
+
   Args:
     learning_rate: a number or a function of the step.
     momentum: decay of the velocity; 0.95 as in K. Jordan's code and in optax.
     nesterov: look ahead; optax does so in its Adam for the rest as well.
-    weight_decay: of kernels, decoupled, times the rate.
+    weight_decay: of kernels, also those of `by_adam`, decoupled, times the rate.
     ns_steps: Newton-Schulz iterations.
     consistent_rms: scale updates by this times sqrt(max(inputs, outputs)), so
       that they are as large as AdamW's and one rate serves both; 0.2 in
       arXiv:2502.16982. None: by sqrt(max(1, outputs / inputs)), Jordan's, whose
       rates are larger: then give `adam_learning_rate`.
     adam_learning_rate: for the rest; None: the same.
-    b1: AdamW's, for the rest, which has no decay.
+    b1: AdamW's, for the rest, which has no decay but for the kernels of `by_adam`.
     b2: AdamW's.
     eps: AdamW's, and of the norm before the iteration.
     mask: params -> bool per leaf of two dims or more: Muon. None: all of those.
     stacked: params -> bool per leaf: its first dim counts layers (of a scan),
       each a matrix of its own. None: none is.
+    by_adam: params -> bool per leaf: AdamW's, though `mask` has it. None: none is.
 
   Example:
     >>> tx = muon(warmup_cosine(2e-3, 100, 1000), weight_decay=0.1)
+    >>> tx = muon(2e-3, by_adam=matching("^(embed|head)/"))
   """
-  tx = optax.contrib.muon(
+
+  def labels(params):
+    leaves, treedef = jax.tree.flatten(params)
+    given = flags_of(by_adam, params, default=False)
+    pairs = zip(leaves, layers_of(params, mask, stacked), given, strict=True)
+    return jax.tree.unflatten(treedef, [_label(*pair) for pair in pairs])
+
+  inside = optax.contrib.muon(
     learning_rate,
     ns_steps=ns_steps,
     beta=momentum,
     eps=eps,
     weight_decay=weight_decay,
     nesterov=nesterov,
-    adam_b1=b1,
-    adam_b2=b2,
-    adam_learning_rate=adam_learning_rate,
     muon_weight_dimension_numbers=lambda params: _matrices(params, mask, stacked),
     consistent_rms=consistent_rms,
   )
-  return _wide_and_lenient(tx)
+  outside = functools.partial(
+    optax.adamw,
+    learning_rate if adam_learning_rate is None else adam_learning_rate,
+    b1=b1,
+    b2=b2,
+    eps=eps,
+    nesterov=nesterov,
+  )
+  parts: dict[Hashable, optax.GradientTransformation] = {
+    "muon": inside,
+    "adam, decayed": outside(weight_decay=weight_decay),
+    "adam": outside(weight_decay=0.0),
+  }
+  return _wide_and_lenient(optax.partition(parts, labels))
+
+
+def _label(leaf: Any, layer: Layer, is_given_to_adam: bool) -> str:
+  """Whose a leaf is."""
+  if _numbers(leaf, layer) is None:
+    return "adam"
+  return "adam, decayed" if is_given_to_adam else "muon"
 
 
 def _wide_and_lenient(
@@ -157,14 +195,15 @@ def _wide_and_lenient(
 
 
 def _matrices(params: Any, mask: Mask | None, stacked: Mask | None) -> Any:
-  """Which dims of a leaf are a matrix's rows and columns; None: it has none."""
-
-  def numbers(leaf: Any, layer: Layer) -> MuonDimensionNumbers | None:
-    first, last = int(layer.stacked), leaf.ndim - 1
-    if not layer.chosen or last - first < 1:
-      return None
-    return MuonDimensionNumbers(tuple(range(first, last)), last)
-
+  """Of each leaf the dims of its matrix, or None."""
   leaves, treedef = jax.tree.flatten(params)
   pairs = zip(leaves, layers_of(params, mask, stacked), strict=True)
-  return jax.tree.unflatten(treedef, [numbers(*pair) for pair in pairs])
+  return jax.tree.unflatten(treedef, [_numbers(*pair) for pair in pairs])
+
+
+def _numbers(leaf: Any, layer: Layer) -> MuonDimensionNumbers | None:
+  """Which dims of a leaf are a matrix's rows and columns; None: it has none."""
+  first, last = int(layer.stacked), leaf.ndim - 1
+  if not layer.chosen or last - first < 1:
+    return None
+  return MuonDimensionNumbers(tuple(range(first, last)), last)
