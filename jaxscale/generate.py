@@ -8,7 +8,6 @@ python -m jaxscale.generate --workdir RUN [--prompt TEXT] [--tokens N] ...
 from __future__ import annotations
 
 import functools
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,12 +16,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxscale import config as cfg
 from jaxscale import data, parts, trained
 from jaxscale.exits import EXIT_DONE, EXIT_USER, leave, one_line_errors
 from jaxscale.models.cached import advance, empty_cache
 from jaxscale.models.stack import Stack
-from jaxscale.settings import ConfigError, from_plain, nearest
+from jaxscale.settings import ConfigError, nearest
 
 USAGE = """\
 usage: python -m jaxscale.generate --workdir RUN [--prompt TEXT] [--tokens N]
@@ -209,24 +207,15 @@ def language_model(workdir: Path) -> Run:
   Raises:
     ConfigError: it is no run's directory, or its model is none of text.
   """
-  try:
-    described = json.loads((workdir / "config.json").read_text())
-    plain, info = described["config"], described["data"]
-  except (OSError, ValueError, KeyError, TypeError) as e:
+  described = trained.describe_run(workdir)
+  if not described.is_text:
     raise ConfigError(
-      f"--workdir={workdir}: its config.json cannot be read ({type(e).__name__}), "
-      "give the directory of a run of jaxscale.train"
-    ) from None
-  if "vocab_size" not in info:
-    raise ConfigError(
-      f"--workdir={workdir}: its run is of {info.get('name', 'images')}, not of text; "
+      f"--workdir={workdir}: its run is of {described.data['name']}, not of text; "
       "give one of a language model"
     )
-  try:
-    config = from_plain(cfg.Config, plain)
-  except ConfigError as e:  # of another version of jaxscale
-    raise ConfigError(f"--workdir={workdir}: its config.json has {e}") from None
-  info = data.TextInfo(**{k: info[k] for k in data.TextInfo._fields if k in info})
+  config = described.settings()
+  fields = {k: v for k, v in described.data.items() if k in data.TextInfo._fields}
+  info = data.TextInfo(**fields)
   return Run(parts.make_stack(config, info), info)
 
 

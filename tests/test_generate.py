@@ -219,9 +219,10 @@ def test_a_checkpoint_of_another_model_is_refused(run):
     (["--workdir=RUN", "--top-k=0"], "--top-k=0: give a whole number >= 1"),
     (["--workdir=RUN", "--top-p=1.5"], "--top-p=1.5: give a number in (0, 1]"),
     (["--workdir=RUN", "--seed=-1"], "--seed=-1: give one in [0, 2**32)"),
-    (["--workdir=nowhere"], "its config.json cannot be read (FileNotFoundError)"),
+    (["--workdir=nowhere"], "--workdir=nowhere: no config.json there; give"),
     (["--workdir=EMPTY"], "there is no checkpoint in it"),
     (["--workdir=IMAGES"], "its run is of digits, not of text"),
+    (["--workdir=BROKEN"], "its config.json cannot be read (KeyError); give the"),
     (["--workdir=WORDS"], "the 300 tokens of words are not bytes"),
     (["--workdir=NEWER"], "its config.json has Transformer.depth=3: Transformer has"),
   ],
@@ -232,6 +233,7 @@ def test_a_mistake_is_one_line(run, tmp_path, argv, says, capsys):
   newer["config"]["model"]["depth"] = 3
   made = {
     "EMPTY": text,
+    "BROKEN": {"config": text["config"]},
     "IMAGES": text | {"data": {"name": "digits"}},
     "WORDS": text | {"data": TextInfo("words", 300, 64)._asdict()},
     "NEWER": newer,
