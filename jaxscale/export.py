@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxscale.exits import EXIT_DONE, leave, one_line_errors
+from jaxscale.overrides import split_args
 from jaxscale.settings import ConfigError, nearest
 
 if TYPE_CHECKING:  # they import JAX, which is told what to run on before
@@ -62,18 +63,10 @@ def parse(argv: list[str]) -> Request | None:
     >>> parse(["--workdir", "runs/a", "--to=a.safetensors"]).naming
     'jaxscale'
   """
-  options, args = {}, list(argv)
-  while args:
-    arg = args.pop(0)
-    if arg in ("--help", "-h"):
+  options: dict[str, str] = {}
+  for name, value in split_args(argv, OPTIONS, flags=("--help", "-h")):
+    if name in ("--help", "-h"):
       return None
-    name, given, value = arg.partition("=")
-    if name not in OPTIONS:
-      raise ConfigError(f"{arg}: not an option, {nearest(name, (*OPTIONS, '--help'))}")
-    if not given:
-      if not args or args[0].startswith("--"):
-        raise ConfigError(f"{name}: a value is missing, write {name}=VALUE")
-      value = args.pop(0)
     options[name.removeprefix("--")] = value
   for name, example in (("workdir", "runs/digits"), ("to", "digits.safetensors")):
     if name not in options:

@@ -20,7 +20,8 @@ from jaxscale import data, parts, trained
 from jaxscale.exits import EXIT_DONE, EXIT_USER, leave, one_line_errors
 from jaxscale.models.cached import advance, empty_cache
 from jaxscale.models.stack import Stack
-from jaxscale.settings import ConfigError, nearest
+from jaxscale.overrides import split_args
+from jaxscale.settings import ConfigError
 
 USAGE = """\
 usage: python -m jaxscale.generate --workdir RUN [--prompt TEXT] [--tokens N]
@@ -171,17 +172,7 @@ def parse(argv: Sequence[str]) -> Request:
     9
   """
   found: dict[str, Any] = {}
-  args = list(argv)
-  while args:
-    name, given, text = args.pop(0).partition("=")
-    if name not in _OPTIONS:
-      raise ConfigError(
-        f"{name}: not an option, {nearest(name, [*_OPTIONS, '--help'])}"
-      )
-    if not given:
-      if not args or args[0].startswith("--"):
-        raise ConfigError(f"{name}: a value is missing, write {name}=VALUE")
-      text = args.pop(0)
+  for name, text in split_args(argv, _OPTIONS):
     field, kind, holds, advice = _OPTIONS[name]
     try:
       found[field] = kind(text)
