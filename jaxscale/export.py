@@ -5,12 +5,18 @@ from __future__ import annotations
 import functools
 import json
 import os
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxscale.exits import EXIT_DONE, leave, one_line_errors
+from jaxscale.overrides import split_args
 from jaxscale.settings import ConfigError, nearest
+
+if TYPE_CHECKING:  # they import JAX, which is told what to run on before
+  from jaxscale.trained import Described
+  from jaxscale.weights import Leaf
 
 NAMINGS, TAKES = ("jaxscale", "timm", "huggingface"), ("average", "params")
 DTYPES = ("float32", "bfloat16")
@@ -27,7 +33,7 @@ safetensors file; arrays one after another, on the host's processor.
   --to FILE         is replaced when the new one is whole
   --naming NAMING   jaxscale: for Config.init_from (default)
                     timm: ResNet (also torchvision's names) and ViT
-                    huggingface: Llama
+                    huggingface: Llama, with a config.json beside the file
   --step N          of the checkpoint (default: the newest)
   --take WHICH      average: the one that was evaluated (default, where
                     Config.ema_decay keeps one); params: of the last step
@@ -57,18 +63,10 @@ def parse(argv: list[str]) -> Request | None:
     >>> parse(["--workdir", "runs/a", "--to=a.safetensors"]).naming
     'jaxscale'
   """
-  options, args = {}, list(argv)
-  while args:
-    arg = args.pop(0)
-    if arg in ("--help", "-h"):
+  options: dict[str, str] = {}
+  for name, value in split_args(argv, OPTIONS, flags=("--help", "-h")):
+    if name in ("--help", "-h"):
       return None
-    name, given, value = arg.partition("=")
-    if name not in OPTIONS:
-      raise ConfigError(f"{arg}: not an option, {nearest(name, (*OPTIONS, '--help'))}")
-    if not given:
-      if not args or args[0].startswith("--"):
-        raise ConfigError(f"{name}: a value is missing, write {name}=VALUE")
-      value = args.pop(0)
     options[name.removeprefix("--")] = value
   for name, example in (("workdir", "runs/digits"), ("to", "digits.safetensors")):
     if name not in options:
@@ -103,12 +101,12 @@ def export(request: Request) -> str:
 
   Raises:
     ConfigError: there is no such run or checkpoint, or it is damaged, or the naming
-      has no names for its model.
+      has no names for its model, or the folder has another model's config.json.
     weights.UnwrittenError: the disk failed or is full.
   """
-  from jaxscale import checkpoint_files, weights
+  from jaxscale import checkpoint_files, trained, weights
 
-  described = _described(request.workdir)
+  described = trained.describe_run(request.workdir)
   step = _step(request)
   directory = request.workdir.absolute() / "checkpoints" / str(step)
   try:
@@ -122,11 +120,12 @@ def export(request: Request) -> str:
       )
       for ours, name in _names(manifest, take).items()
     }  # fmt: skip
+    beside = _beside(request, described, leaves)
     size = weights.export_leaves(
       request.to,
       leaves,
       naming=request.naming,
-      num_classes=described["data"]["num_classes"],
+      num_classes=described.num_classes,
       dtype=None if request.dtype is None else _dtype(request.dtype),
       metadata=_about(described, step, take),
     )
@@ -134,25 +133,17 @@ def export(request: Request) -> str:
     raise ConfigError(
       f"checkpoint {step} in {request.workdir} is damaged ({e}); give another --step"
     ) from None
+  if beside is not None:
+    try:
+      weights.write_beside(request.to, beside)
+    except OSError as e:
+      where = request.to.parent / "config.json"
+      raise weights.UnwrittenError(f"{where}: could not be written: {e}") from None
   what = "the average" if take == "average" else "the parameters"
   return (
     f"{request.to}: {what} of step {step}, {size / 1e6:,.1f} MB in "
     f"{request.naming}'s names"
   )
-
-
-def _described(workdir: Path) -> dict[str, Any]:
-  """What the run's config.json says."""
-  try:
-    described = json.loads((workdir / "config.json").read_text())
-    _ = described["config"]["model"], described["data"]["num_classes"]
-    return described
-  except FileNotFoundError:
-    raise ConfigError(
-      f"--workdir={workdir}: no config.json there; give the directory of a run"
-    ) from None
-  except (OSError, ValueError, KeyError, TypeError):
-    raise ConfigError(f"--workdir={workdir}: its config.json is unreadable") from None
 
 
 def _step(request: Request) -> int:
@@ -203,18 +194,50 @@ def _dtype(name: str) -> Any:
   return np.dtype(getattr(ml_dtypes, name, name))
 
 
-def _about(described: dict[str, Any], step: int, take: str) -> dict[str, str]:
+def _about(described: Described, step: int, take: str) -> dict[str, str]:
   """What whoever finds the file may want to know; all text."""
-  data = described["data"]
+  data = described.data
+  # As they are called in the file, and in the run's config.json.
+  names = {"image_mean": "mean", "image_std": "std"}
+  if described.is_text:
+    names = {"vocab_size": "vocab_size", "sequence_length": "sequence_length"}
   return {
     "jaxscale": metadata.version("jaxscale"),
-    "model": json.dumps(described["config"]["model"]),
+    "model": json.dumps(described.config["model"]),
     "data": data["name"],
-    "image_mean": json.dumps(data["mean"]),
-    "image_std": json.dumps(data["std"]),
+    **{name: json.dumps(data[key]) for name, key in names.items() if key in data},
     "step": str(step),
     "take": take,
   }
+
+
+def _beside(
+  request: Request, described: Described, leaves: Mapping[str, Leaf]
+) -> dict[str, Any] | None:
+  """What a config.json beside the file says; None: there is none to be."""
+  from jaxscale import config as cfg
+  from jaxscale import weights
+  from jaxscale.data.tokenizer import byte_tokenizer
+
+  gate = leaves.get("params/layers/gate/kernel")
+  if request.naming != "huggingface" or gate is None or not described.is_text:
+    return None
+  weights.place_beside(request.to)  # now: the file itself may take long
+  config = described.settings()
+  assert isinstance(config.model, cfg.Transformer)
+  # Else a tokenizer knows, which need not be here.
+  is_bytes = (
+    getattr(config.data, "tokenizer", "bytes") == "bytes"
+    and getattr(config.data, "vocab_size", None) is None
+  )
+  return weights.llama_config(
+    config.model,
+    hidden=gate.shape[-1],
+    vocab_size=described.data["vocab_size"],
+    sequence_length=described.data["sequence_length"],
+    dtype=request.dtype or str(gate.dtype),
+    separator=byte_tokenizer().separator if is_bytes else None,
+  )
 
 
 if __name__ == "__main__":

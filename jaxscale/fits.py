@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 
 from jaxscale import config as cfg
 from jaxscale.exits import EXIT_CRASH, EXIT_DONE, leave, one_line_errors
-from jaxscale.overrides import load_config
+from jaxscale.overrides import load_config, split_args
 from jaxscale.scaling.absent import Chips, Memory, absent, gib, memory_of, refused
-from jaxscale.settings import ConfigError, nearest
+from jaxscale.settings import ConfigError
 
 # Values above this many are bisected.
 _FEW = 3
@@ -202,19 +202,8 @@ def _parse(argv: list[str]) -> tuple[dict[str, str], dict[str, str]]:
   """Options and overrides of the config."""
   options: dict[str, str] = {}
   overrides: dict[str, str] = {}
-  args = list(argv)
-  while args:
-    name, given, value = args.pop(0).partition("=")
-    known = ("--config", "--chips", "--over")
-    if name not in known and not name.startswith("--config."):
-      raise ConfigError(
-        f"{name}: not an option, {nearest(name, [*known, '--help'])}; a setting is "
-        "--config.FIELD=VALUE"
-      )
-    if not given:
-      if not args or args[0].startswith("--"):
-        raise ConfigError(f"{name}: a value is missing, write {name}=VALUE")
-      value = args.pop(0)
+  known = ("--config", "--chips", "--over")
+  for name, value in split_args(argv, known, has_settings=True):
     if name.startswith("--config."):
       overrides[name.removeprefix("--config.")] = value
     else:

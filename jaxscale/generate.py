@@ -8,7 +8,8 @@ python -m jaxscale.generate --workdir RUN [--prompt TEXT] [--tokens N] ...
 from __future__ import annotations
 
 import functools
-import json
+import itertools
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,12 +18,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxscale import config as cfg
 from jaxscale import data, parts, trained
+from jaxscale.data.tokenizer import Tokenizer, byte_tokenizer, read_tokenizer
 from jaxscale.exits import EXIT_DONE, EXIT_USER, leave, one_line_errors
 from jaxscale.models.cached import advance, empty_cache
 from jaxscale.models.stack import Stack
-from jaxscale.settings import ConfigError, from_plain, nearest
+from jaxscale.overrides import split_args
+from jaxscale.settings import ConfigError
 
 USAGE = """\
 usage: python -m jaxscale.generate --workdir RUN [--prompt TEXT] [--tokens N]
@@ -31,9 +33,11 @@ usage: python -m jaxscale.generate --workdir RUN [--prompt TEXT] [--tokens N]
 Goes on with a text as a language model would that RUN has trained, from the newest
 intact checkpoint there.
 
-  --workdir RUN        of a run of jaxscale.train, whose text is bytes
+  --workdir RUN        of a run of jaxscale.train, whose text is bytes or of a
+                       tokenizer that is still where it was
   --prompt TEXT        what to go on with (default: a new document)
-  --tokens N           at most so many bytes (default: 256); the text may end before
+  --tokens N           at most so many bytes, or tokens of its tokenizer (default:
+                       256); the text may end before
   --temperature T      what the scores are divided by (default: 1); below 1 safer,
                        above 1 wilder choices, 0: always the likeliest
   --top-k K            choose among the K likeliest (default: all)
@@ -42,8 +46,6 @@ intact checkpoint there.
   --seed S             of the choices (default: 0); another seed, another text
 
 exit code: 0 done, 2 a mistake in what was asked for, 1 anything else"""
-NUM_BYTES = 256
-SEPARATOR = 0  # the byte between documents
 
 
 def sample(
@@ -173,17 +175,7 @@ def parse(argv: Sequence[str]) -> Request:
     9
   """
   found: dict[str, Any] = {}
-  args = list(argv)
-  while args:
-    name, given, text = args.pop(0).partition("=")
-    if name not in _OPTIONS:
-      raise ConfigError(
-        f"{name}: not an option, {nearest(name, [*_OPTIONS, '--help'])}"
-      )
-    if not given:
-      if not args or args[0].startswith("--"):
-        raise ConfigError(f"{name}: a value is missing, write {name}=VALUE")
-      text = args.pop(0)
+  for name, text in split_args(argv, _OPTIONS):
     field, kind, holds, advice = _OPTIONS[name]
     try:
       found[field] = kind(text)
@@ -197,10 +189,17 @@ def parse(argv: Sequence[str]) -> Request:
 
 
 class Run(NamedTuple):
-  """A language model that a run has trained."""
+  """A language model that a run has trained.
+
+  Attributes:
+    stack: the model.
+    info: of the text.
+    source: settings of the text.
+  """
 
   stack: Stack
   info: data.TextInfo
+  source: Any
 
 
 def language_model(workdir: Path) -> Run:
@@ -209,59 +208,81 @@ def language_model(workdir: Path) -> Run:
   Raises:
     ConfigError: it is no run's directory, or its model is none of text.
   """
-  try:
-    described = json.loads((workdir / "config.json").read_text())
-    plain, info = described["config"], described["data"]
-  except (OSError, ValueError, KeyError, TypeError) as e:
+  described = trained.describe_run(workdir)
+  if not described.is_text:
     raise ConfigError(
-      f"--workdir={workdir}: its config.json cannot be read ({type(e).__name__}), "
-      "give the directory of a run of jaxscale.train"
-    ) from None
-  if "vocab_size" not in info:
-    raise ConfigError(
-      f"--workdir={workdir}: its run is of {info.get('name', 'images')}, not of text; "
+      f"--workdir={workdir}: its run is of {described.data['name']}, not of text; "
       "give one of a language model"
     )
-  try:
-    config = from_plain(cfg.Config, plain)
-  except ConfigError as e:  # of another version of jaxscale
-    raise ConfigError(f"--workdir={workdir}: its config.json has {e}") from None
-  info = data.TextInfo(**{k: info[k] for k in data.TextInfo._fields if k in info})
-  return Run(parts.make_stack(config, info), info)
+  config = described.settings()
+  fields = {k: v for k, v in described.data.items() if k in data.TextInfo._fields}
+  info = data.TextInfo(**fields)
+  return Run(parts.make_stack(config, info), info, config.data)
+
+
+def _tokenizer(workdir: Path, run: Run) -> Tokenizer:
+  """What made tokens of the run's text.
+
+  Raises:
+    ConfigError: there was none, or it is not there any more.
+  """
+  name, why = getattr(run.source, "tokenizer", "bytes"), ""
+  if name == "bytes" and run.info.vocab_size == byte_tokenizer().vocab_size:
+    return byte_tokenizer()
+  if name != "bytes":
+    field = f"{type(run.source).__name__}.tokenizer"
+    try:
+      found = read_tokenizer(name, run.source.separator, field=field)
+    except ConfigError as e:
+      # What it says to give instead is for a run that is yet to be.
+      reason = re.sub(r", (or )?give .*", "", str(e))
+    else:
+      if found.vocab_size == run.info.vocab_size:
+        return found
+      reason = (
+        f"{field}={name!r}: has {found.vocab_size} tokens, and the run's had "
+        f"{run.info.vocab_size}"
+      )
+    why = f", and their tokenizer cannot be taken ({reason})"
+  raise ConfigError(
+    f"--workdir={workdir}: the {run.info.vocab_size} tokens of {run.info.name} are not "
+    f"bytes{why}; give jaxscale.generate.sample tokens of your own"
+  )
 
 
 def write(request: Request) -> str:
   """The text that a model goes on with, up to the end of its document.
 
   Raises:
-    ConfigError: the run has no language model of bytes, or no checkpoint.
+    ConfigError: the run has no language model, its tokenizer is not there, or no
+      checkpoint.
   """
-  stack, info = language_model(request.workdir)
-  if info.vocab_size != NUM_BYTES:
-    raise ConfigError(
-      f"--workdir={request.workdir}: the {info.vocab_size} tokens of {info.name} are "
-      "not bytes; give jaxscale.generate.sample tokens of your own"
-    )
-  shapes = jax.eval_shape(stack.init, jax.random.key(0))
+  run = language_model(request.workdir)
+  tokenizer = _tokenizer(request.workdir, run)
+  shapes = jax.eval_shape(run.stack.init, jax.random.key(0))
   found = trained.load_trained(request.workdir, shapes)
   # surrogateescape: bytes of the command line that are no UTF-8 stay what they are.
-  prompt = request.prompt.encode("utf-8", "surrogateescape")
-  prompt = prompt or bytes([SEPARATOR])
-  if len(prompt) + request.num_tokens > info.sequence_length:
+  document = tokenizer.encode([request.prompt.encode("utf-8", "surrogateescape")])
+  prompt = document.tolist()[:-1] or [tokenizer.separator]
+  length, seen = len(prompt) + request.num_tokens, run.info.sequence_length
+  if length > seen:
+    unit = "bytes" if tokenizer.key == "bytes" else "tokens"
     found = found._replace(notes=(*found.notes, (
-      f"prompt and text are of up to {len(prompt) + request.num_tokens} bytes, and "
-      f"the model has seen {info.sequence_length} at a time in training: what is "
-      "further away it may not use well"
+      f"prompt and text are of up to {length} {unit}, and the model has seen {seen} at "
+      "a time in training: what is further away it may not use well"
     )))  # fmt: skip
   for note in found.notes:
     print(f"note: {note}", file=sys.stderr)
   options = {k: getattr(request, k) for k in ("temperature", "top_k", "top_p")}
-  function = functools.partial(sample, stack, num_tokens=request.num_tokens, **options)
-  tokens = jax.jit(function)(
-    found.params, jnp.array([list(prompt)], jnp.int32), jax.random.key(request.seed)
+  function = functools.partial(
+    sample, run.stack, num_tokens=request.num_tokens, **options
   )
-  text = bytes(tokens[0].tolist()).partition(bytes([SEPARATOR]))[0]
-  return text.decode("utf-8", "replace")
+  tokens = jax.jit(function)(
+    found.params, jnp.array([prompt], jnp.int32), jax.random.key(request.seed)
+  )
+  text = itertools.takewhile(tokenizer.separator.__ne__, tokens[0].tolist())
+  before = prompt if request.prompt else []
+  return tokenizer.decode(list(text), before)
 
 
 @one_line_errors

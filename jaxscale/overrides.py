@@ -15,7 +15,7 @@ import re
 import sys
 import textwrap
 import traceback
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -205,6 +205,46 @@ def _parse(annotation: Any, text: str, path: str) -> Any:
     ) from None
 
 
+def split_args(
+  argv: Sequence[str],
+  known: Collection[str],
+  *,
+  flags: Collection[str] = (),
+  has_settings: bool = False,
+) -> Iterator[tuple[str, str]]:
+  """The options of a command line, one after another, with their values.
+
+  Args:
+    argv: the command line.
+    known: options with a value, `--name VALUE` or `--name=VALUE`.
+    flags: those without, whose value is "".
+    has_settings: whether --config.FIELD=VALUE are options too.
+
+  Raises:
+    ConfigError: an option that does not exist, or lacks its value.
+
+  Example:
+    >>> list(split_args(["--to", "a", "--step=3"], ("--to", "--step")))
+    [('--to', 'a'), ('--step', '3')]
+  """
+  args = list(argv)
+  while args:
+    arg = args.pop(0)
+    if arg in flags:
+      yield arg, ""
+      continue
+    name, given, value = arg.partition("=")
+    if name not in known and not (has_settings and name.startswith("--config.")):
+      shown = {"--help", *known, *(flag for flag in flags if flag.startswith("--"))}
+      setting = "; a setting is --config.FIELD=VALUE" if has_settings else ""
+      raise ConfigError(f"{arg}: not an option, {nearest(name, shown)}{setting}")
+    if not given:
+      if not args or args[0].startswith("--"):
+        raise ConfigError(f"{name}: a value is missing, write {name}=VALUE")
+      value = args.pop(0)
+    yield name, value
+
+
 def parse_args(argv: list[str]) -> tuple[dict[str, str], dict[str, str], bool]:
   """Split a command line into options, overrides and whether help is asked.
 
@@ -212,26 +252,12 @@ def parse_args(argv: list[str]) -> tuple[dict[str, str], dict[str, str], bool]:
     >>> parse_args(["--config", "a.py", "--config.epochs=3"])
     ({'config': 'a.py'}, {'epochs': '3'}, False)
   """
-  options, overrides, args = {}, {}, list(argv)
-  wants_help = False
-  while args:
-    arg = args.pop(0)
-    if arg in ("--help", "-h"):
+  options, overrides, wants_help = {}, {}, False
+  known, flags = ("--config", "--workdir"), ("--describe", "--help", "-h")
+  for name, value in split_args(argv, known, flags=flags, has_settings=True):
+    if name in ("--help", "-h"):
       wants_help = True
       continue
-    if arg == "--describe":
-      options["describe"] = ""
-      continue
-    name, given, value = arg.partition("=")
-    if name not in ("--config", "--workdir") and not name.startswith("--config."):
-      hint = nearest(name, ["--config", "--workdir", "--describe", "--help"])
-      raise ConfigError(
-        f"{arg}: not an option, {hint}; a setting is --config.FIELD=VALUE"
-      )
-    if not given:
-      if not args or args[0].startswith("--"):
-        raise ConfigError(f"{name}: a value is missing, write {name}=VALUE")
-      value = args.pop(0)
     if name == "--workdir" and "://" in value:
       raise ConfigError(f"--workdir={value}: give a directory; mount a bucket as one")
     if name.startswith("--config."):

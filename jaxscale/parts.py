@@ -240,6 +240,7 @@ def imported(
     abstract.model_state,
     num_classes=num_classes,
     init_head=config.init_head,
+    config=config,
   )
   say(found.story)
   leaves = jax.tree.leaves_with_path((found.params, found.model_state))

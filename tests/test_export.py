@@ -11,14 +11,17 @@ import pytest
 from conftest import ROOT, child_env
 from test_run import quick
 
-from jaxscale import build, checkpoint_files, export, models, weights
+from jaxscale import build, checkpoint_files, export, models, parts, weights
 from jaxscale.checkpoint import Checkpoints
 from jaxscale.mesh import make_mesh
+from jaxscale.models import stacked
+from jaxscale.overrides import load_config
 from jaxscale.run import fit
 from jaxscale.settings import ConfigError
 from jaxscale.state import TrainState
 from jaxscale.weights import export_safetensors, import_safetensors
 from jaxscale.weights.safetensors import read_header
+from jaxscale.workdir import describe
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +146,97 @@ def test_workers_that_train_alone_start_from_it_too(tmp_path):
   for worker in range(8):
     own = jax.tree.map(lambda x, i=worker: x[i], state.exchange_state.params)
     assert same(own, params)
+
+
+def language(**changes):
+  """A small language model; its heads, angles and epsilon are not the defaults."""
+  base = {
+    "model.num_layers": "2", "model.head_width": "16", "model.rope_theta": "5e3",
+    "model.norm_eps": "1e-4",
+  }  # fmt: skip
+  dotted = {k.replace("__", "."): v for k, v in changes.items()}
+  return load_config("tests/tiny_language.py", base | dotted)
+
+
+@pytest.fixture(scope="module")
+def spoken(tmp_path_factory):
+  """What a run of it leaves that has just begun, and its state."""
+  path = tmp_path_factory.mktemp("spoken")
+  with pytest.MonkeyPatch.context() as patch:
+    patch.chdir(ROOT)
+    experiment = build.experiment(language())
+  state = experiment.init_state()
+  (path / "config.json").write_text(json.dumps(describe(experiment)))
+  with Checkpoints(path / "checkpoints") as checkpoints:
+    checkpoints.save(state)
+  return state, path
+
+
+def logits_of(config, params):
+  experiment = build.experiment(config)
+  stack = parts.make_stack(config, experiment.train_data.info)
+  tokens = np.random.default_rng(0).integers(0, 256, (2, 9)).astype(np.int32)
+  return jax.jit(lambda p: stacked.logits(stack, p, {"tokens": tokens}))(params)
+
+
+@pytest.mark.parametrize("naming", ["jaxscale", "huggingface"])
+def test_a_language_model_starts_from_what_another_has_learnt(
+  spoken, naming, tmp_path, capsys
+):
+  last, workdir = spoken
+  path = tmp_path / "model.safetensors"
+  code, line = typed(capsys, "--workdir", workdir, "--to", path, "--naming", naming)
+  assert code == 0, line
+  about = read_header(path)[1]
+  assert about["vocab_size"] == "256" and "image_mean" not in about
+  config = language(init_from=str(path), seed="7")
+  state = build.experiment(config).init_state()
+  assert same(state.params, last.average[0])
+  wanted = logits_of(language(), last.average[0])
+  assert np.ptp(wanted) > 0 and same(logits_of(config, state.params), wanted)
+
+
+def test_a_folder_for_transformers_says_what_its_parameters_mean(
+  spoken, tmp_path, capsys
+):
+  _, workdir = spoken
+  path, beside = tmp_path / "model.safetensors", tmp_path / "config.json"
+  options = ("--workdir", workdir, "--to", path, "--naming=huggingface")
+  assert typed(capsys, *options)[0] == 0
+  said = json.loads(beside.read_text())
+  wanted = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256,
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "rope_theta": 5e3, "rms_norm_eps": 1e-4, "max_position_embeddings": 64,
+    "tie_word_embeddings": False, "torch_dtype": "float32", "eos_token_id": 0,
+  }  # fmt: skip
+  assert wanted.items() <= said.items()
+  entries, _ = read_header(path)
+  assert entries["model.embed_tokens.weight"].shape == (256, 32)
+  # Its own may be replaced, and no other.
+  assert typed(capsys, *options, "--dtype=bfloat16")[0] == 0
+  assert json.loads(beside.read_text()) == said | {"torch_dtype": "bfloat16"}
+  for to in (tmp_path / "other.safetensors", workdir / "model.safetensors"):
+    kept = (to.parent / "config.json").read_text()
+    code, line = typed(capsys, "--workdir", workdir, "--to", to, "--naming=huggingface")
+    assert code == 2 and "give a file in a folder of its own" in line
+    assert (to.parent / "config.json").read_text() == kept and not to.exists()
+  # Another model of the same shapes does not take it.
+  changes = dict(
+    init_from=str(tmp_path), model__num_heads="8", model__num_kv_heads="4",
+    model__head_width="8", model__rope_theta="1e4",
+  )  # fmt: skip
+  with pytest.raises(ConfigError) as e:
+    build.experiment(language(**changes)).init_state()
+  assert "\n" not in str(e.value)
+  assert str(e.value) == (
+    f"{beside}: of another model: num_attention_heads is 4 there and 8 here, set "
+    "Transformer.num_heads=4; num_key_value_heads is 2 there and 4 here, set "
+    "Transformer.num_kv_heads=2; head_dim is 16 there and 8 here, set "
+    "Transformer.head_width=16; rope_theta is 5000.0 there and 10000.0 here, set "
+    "Transformer.rope_theta=5000.0"
+  )
 
 
 MISTAKES = {

@@ -3,6 +3,7 @@
 import functools
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 
 from jaxscale import config as cfg
-from jaxscale import generate, trained
+from jaxscale import generate, parts, trained
 from jaxscale.checkpoint import Checkpoints
 from jaxscale.data import TextInfo
+from jaxscale.data.tokenizer import Tokenizer
 from jaxscale.generate import choose, sample
 from jaxscale.models import stacked, transformer
 from jaxscale.models.cached import advance, empty_cache
@@ -140,10 +142,10 @@ def state(step, params, average=()):
   )  # fmt: skip
 
 
-def described(info):
+def described(info, source=None):
   config = cfg.Config(
-    model=MODEL, data=cfg.Digits(), optimizer=cfg.AdamW(lr=1e-3), batch_size=8,
-    epochs=1.0,
+    model=MODEL, data=source or cfg.Digits(), optimizer=cfg.AdamW(lr=1e-3),
+    batch_size=8, epochs=1.0,
   )  # fmt: skip
   return {"config": _plain(config), "data": info._asdict()}
 
@@ -206,6 +208,89 @@ def test_a_checkpoint_of_another_model_is_refused(run):
     trained.load_trained(run, shapes)
 
 
+WORDS = ["<eos>", *(f"\u2581{word}" for word in ("an", "apple", "and", "the", "tree"))]
+
+
+def stand_in_for_a_tokenizer(name, separator, field):
+  """Words with their spaces; as with Hugging Face, the first of a text loses its."""
+  del separator
+  if not Path(name).exists():
+    raise ConfigError(f"{field}={name!r}: No such file or directory, give 'bytes' or x")
+
+  def encode(documents):
+    ids = [WORDS.index(f"\u2581{w}") for d in documents for w in d.decode().split()]
+    return np.array([*ids, 0], np.uint8)
+
+  def text(tokens):
+    return "".join(WORDS[i] for i in tokens).replace("\u2581", " ").removeprefix(" ")
+
+  def decode(tokens, before):
+    return text([*before, *tokens]).removeprefix(text(before))
+
+  return Tokenizer(name, len(WORDS), 0, encode, decode)
+
+
+def of_the_package(path):
+  """The same words as a file of Hugging Face's."""
+  tokenizers = pytest.importorskip("tokenizers")
+  model = tokenizers.Tokenizer(
+    tokenizers.models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<eos>")
+  )
+  model.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+  model.decoder = tokenizers.decoders.Metaspace()
+  model.save(str(path))
+
+
+@pytest.mark.parametrize("which", ["stand_in", "package"])
+def test_a_run_of_a_tokenizer_writes_its_text(which, tmp_path, capsys, monkeypatch):
+  path = tmp_path / "tokenizer.json"
+  if which == "package":
+    of_the_package(path)
+  else:
+    path.write_text("{}")
+    monkeypatch.setattr(generate, "read_tokenizer", stand_in_for_a_tokenizer)
+  source = cfg.TextFiles(path="not/here", tokenizer=str(path))
+  text = described(TextInfo("words", len(WORDS), 64, 4.0), source)
+  (tmp_path / "config.json").write_text(json.dumps(text))
+  stack = parts.make_stack(from_plain(cfg.Config, text["config"]), TextInfo("", 6, 64))
+  made = stack.init(jax.random.key(0))  # all words nearly as likely
+  with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+    checkpoints.save(state(1, made))
+
+  def written(prompt, tokens, seed):
+    function = functools.partial(sample, stack, num_tokens=9)
+    found = jax.jit(function)(made, jnp.array([tokens]), jax.random.key(seed))
+    ids = [*found[0].tolist(), 0]
+    words = [WORDS[i][1:] for i in ids[: ids.index(0)]]
+    return " ".join([*prompt.split(), *words]) + "\n", len(words)
+
+  argv, lengths = [f"--workdir={tmp_path}", "--tokens=9"], []
+  for seed, prompt, tokens in ((0, "an apple", [1, 2]), (1, "", [0]), (2, "", [0])):
+    assert generate.main([*argv, f"--prompt={prompt}", f"--seed={seed}"]) == 0
+    wanted, length = written(prompt, tokens, seed)
+    assert capsys.readouterr().out == wanted
+    lengths.append(length)
+  assert 0 < min(lengths) < 9  # one document ends before
+  assert generate.main([argv[0], "--prompt=an", "--tokens=64"]) == 0
+  assert "up to 65 tokens" in capsys.readouterr().err
+  path.unlink()
+  assert generate.main(argv) == 2
+  assert capsys.readouterr().err == (
+    f"error: --workdir={tmp_path}: the 6 tokens of words are not bytes, and their "
+    f"tokenizer cannot be taken (TextFiles.tokenizer={str(path)!r}: No such file or "
+    "directory); give jaxscale.generate.sample tokens of your own\n"
+  )
+
+
+def test_another_tokenizer_in_its_place_is_refused(tmp_path, capsys, monkeypatch):
+  monkeypatch.setattr(generate, "read_tokenizer", stand_in_for_a_tokenizer)
+  source = cfg.TFDSText(name="lm1b", tokenizer=str(tmp_path))
+  text = described(TextInfo("words", 7, 64, 4.0), source)
+  (tmp_path / "config.json").write_text(json.dumps(text))
+  assert generate.main([f"--workdir={tmp_path}"]) == 2
+  assert "has 6 tokens, and the run's had 7); give" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
   ("argv", "says"),
   [
@@ -219,9 +304,10 @@ def test_a_checkpoint_of_another_model_is_refused(run):
     (["--workdir=RUN", "--top-k=0"], "--top-k=0: give a whole number >= 1"),
     (["--workdir=RUN", "--top-p=1.5"], "--top-p=1.5: give a number in (0, 1]"),
     (["--workdir=RUN", "--seed=-1"], "--seed=-1: give one in [0, 2**32)"),
-    (["--workdir=nowhere"], "its config.json cannot be read (FileNotFoundError)"),
+    (["--workdir=nowhere"], "--workdir=nowhere: no config.json there; give"),
     (["--workdir=EMPTY"], "there is no checkpoint in it"),
     (["--workdir=IMAGES"], "its run is of digits, not of text"),
+    (["--workdir=BROKEN"], "its config.json cannot be read (KeyError); give the"),
     (["--workdir=WORDS"], "the 300 tokens of words are not bytes"),
     (["--workdir=NEWER"], "its config.json has Transformer.depth=3: Transformer has"),
   ],
@@ -232,6 +318,7 @@ def test_a_mistake_is_one_line(run, tmp_path, argv, says, capsys):
   newer["config"]["model"]["depth"] = 3
   made = {
     "EMPTY": text,
+    "BROKEN": {"config": text["config"]},
     "IMAGES": text | {"data": {"name": "digits"}},
     "WORDS": text | {"data": TextInfo("words", 300, 64)._asdict()},
     "NEWER": newer,

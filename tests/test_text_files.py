@@ -261,6 +261,10 @@ def test_a_tokenizer_file_gives_what_the_package_gives(tokenizer_file, tmp_path)
   assert found.tolist() == [*model.encode(documents()[3].decode()).ids, end]
   assert batch["tokens"][0, 0] == end and dataset.info.vocab_size == 400
   assert model.decode(found[:-1].tolist()).encode() == documents()[3]
+  tokens, text = read_tokenizer(str(path)), documents()[3].decode()
+  for i in (0, 1, 7, len(found) - 1):
+    head, rest = found[:i].tolist(), found[i:-1].tolist()
+    assert model.decode(head) + tokens.decode(rest, head) == text
   ratio = len(documents()[3]) / len(found)
   assert dataset.info.bytes_per_token == pytest.approx(ratio)
   assert read_tokenizer(str(path), "<pad>").separator == model.token_to_id("<pad>")

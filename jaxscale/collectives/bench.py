@@ -20,6 +20,7 @@ from jaxscale import cluster
 from jaxscale.collectives.plan import ALGORITHMS, Link, Measured, plan
 from jaxscale.collectives.records import write_measurements
 from jaxscale.exits import EXIT_DONE, leave, one_line_errors
+from jaxscale.overrides import split_args
 from jaxscale.settings import ConfigError, nearest
 
 DTYPES = ("float32", "bfloat16", "float16", "int32")
@@ -80,16 +81,7 @@ def parse(argv: Sequence[str]) -> Request:
     >>> parse(["--mesh=2x4", "--sizes", "4KB,1MB"]).sizes
     (4000, 1000000)
   """
-  given, args = {}, list(argv)
-  while args:
-    name, is_set, value = args.pop(0).partition("=")
-    if name not in OPTIONS:
-      raise ConfigError(f"{name}: not an option, {nearest(name, [*OPTIONS, '--help'])}")
-    if not is_set:
-      if not args or args[0].startswith("--"):
-        raise ConfigError(f"{name}: a value is missing, write {name}=VALUE")
-      value = args.pop(0)
-    given[name.removeprefix("--")] = value
+  given = {name.removeprefix("--"): text for name, text in split_args(argv, OPTIONS)}
   readers: dict[str, Callable[[str], Any]] = {
     "mesh": lambda text: tuple(
       _whole("--mesh", text, part) for part in text.split("x")

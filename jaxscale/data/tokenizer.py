@@ -1,4 +1,4 @@
-"""From documents to tokens: bytes, or a tokenizer file of Hugging Face."""
+"""From documents to tokens and back: bytes, or a tokenizer file of Hugging Face."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ENDS = (
 
 
 class Tokenizer(NamedTuple):
-  """How text becomes tokens.
+  """How text becomes tokens, and tokens text.
 
   Attributes:
     key: equal for tokenizers that give the same tokens.
@@ -26,12 +26,14 @@ class Tokenizer(NamedTuple):
     separator: the token after each document.
     encode: documents (UTF-8) -> the tokens of all of them, each followed by the
       separator, in the smallest dtype that holds them.
+    decode: (tokens, those before them) -> the text that they add to it.
   """
 
   key: str
   vocab_size: int
   separator: int
   encode: Callable[[Sequence[bytes]], np.ndarray]
+  decode: Callable[[Sequence[int], Sequence[int]], str]
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -45,7 +47,11 @@ def byte_tokenizer() -> Tokenizer:
   def encode(documents: Sequence[bytes]) -> np.ndarray:
     return np.frombuffer(b"".join(d + b"\0" for d in documents), np.uint8)
 
-  return Tokenizer("bytes", 256, 0, encode)
+  def decode(tokens: Sequence[int], before: Sequence[int]) -> str:
+    del before
+    return bytes(tokens).decode("utf-8", "replace")
+
+  return Tokenizer("bytes", 256, 0, encode, decode)
 
 
 def read_tokenizer(
@@ -97,8 +103,16 @@ def read_tokenizer(
     found = model.encode_batch(texts, add_special_tokens=False)
     return np.array([i for one in found for i in (*one.ids, end)], dtype)
 
+  def text_of(tokens: Sequence[int]) -> str:
+    return model.decode(list(tokens), skip_special_tokens=False)
+
+  def decode(tokens: Sequence[int], before: Sequence[int]) -> str:
+    # Some write a word without its space where it is the first of what they are given.
+    head, whole = text_of(before), text_of([*before, *tokens])
+    return whole[len(head) :] if whole.startswith(head) else text_of(tokens)
+
   key = f"{hashlib.sha256(content).hexdigest()} {end}"
-  return Tokenizer(key, vocab_size, end, encode)
+  return Tokenizer(key, vocab_size, end, encode, decode)
 
 
 def smallest_dtype(vocab_size: int) -> str:

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jaxscale import config as cfg
 from jaxscale.paths import path_name
 from jaxscale.settings import ConfigError
 from jaxscale.weights.arrange import ARRANGEMENTS
+from jaxscale.weights.beside import check_beside
 from jaxscale.weights.names import Link, Naming, guess, naming_of, shape_in_file
 from jaxscale.weights.safetensors import Stored, read_index, view
 
@@ -43,6 +45,7 @@ def import_safetensors(
   naming: str = "auto",
   num_classes: int | None = None,
   init_head: bool = False,
+  config: cfg.Config | None = None,
 ) -> Imported:
   """Parameters of a file, as the model here has them.
 
@@ -59,6 +62,8 @@ def import_safetensors(
     num_classes: of the file, where the model pads classes or words beyond them: the
       rest is zeros.
     init_head: leave the classifier as it is in `params`, whatever the file has.
+    config: of the run that they are for, with which a config.json beside a file of
+      Hugging Face's or timm's is compared; None: it is not looked at.
 
   Returns:
     Arrays of the dtypes asked for, from float16, bfloat16, float32 or float64.
@@ -66,7 +71,7 @@ def import_safetensors(
   Raises:
     ConfigError: the file is not whole, or is not of this model; one line names the
       first and the number of what is missing, unexpected, or of another shape or
-      dtype.
+      dtype, or the fields of the config.json that say otherwise.
 
   Example:
     >>> model = functions(ResNet50(num_classes=1000), (224, 224, 3))
@@ -82,6 +87,10 @@ def import_safetensors(
   leaves = {path_name(where): leaf for where, leaf in flat}
   shapes = {name: leaf.shape for name, leaf in leaves.items()}
   name = guess(path, stored) if naming == "auto" else naming
+  if config is not None:  # before shapes: it says which setting is another
+    check_beside(
+      path, name, stored, config, num_classes=num_classes, init_head=init_head
+    )
   names = naming_of(name, shapes)
   if init_head and not names.head:
     raise ConfigError("init_head=True: this model's classifier is not known by name")

@@ -15,8 +15,8 @@ What is to be set beside the parameters, or their numbers mean something else:
                         vit_small_patch16_224.augreg_in21k_ft_in1k
     timm's ViT          LayerNorm epsilon 1e-6, GELU by erf
     Hugging Face Llama  rms_norm_eps, rope_theta and the numbers of heads as in the
-                        config.json beside the file; a rotary pair is the numbers i
-                        and i + width / 2 of a head
+                        config.json beside the file, which `beside` compares; a rotary
+                        pair is the numbers i and i + width / 2 of a head
 """
 
 from __future__ import annotations

@@ -99,7 +99,23 @@ def export_leaves(
   dtype: Any = None,
   metadata: Mapping[str, str] | None = None,
 ) -> int:
-  """`export_safetensors` of leaves by path; returns the bytes of the arrays."""
+  """`export_safetensors` of leaves by path.
+
+  Args:
+    path: as there, and so are all others but this one:
+    leaves: by path, e.g. params/layers/q/kernel.
+    naming: see there.
+    num_classes: likewise.
+    dtype: likewise.
+    metadata: likewise.
+
+  Returns:
+    The bytes of the arrays.
+
+  Raises:
+    ConfigError: the naming has no names for this model, or the path cannot be.
+    UnwrittenError: the disk failed or is full; nothing is left behind.
+  """
   path = Path(path)
   names = naming_of(naming, {name: leaf.shape for name, leaf in leaves.items()})
   arrays: dict[str, list[Link]] = {name: [] for name in names.counters}
