@@ -280,7 +280,7 @@ def write(request: Request) -> str:
   tokens = jax.jit(function)(
     found.params, jnp.array([prompt], jnp.int32), jax.random.key(request.seed)
   )
-  text = itertools.takewhile(tokenizer.separator.__ne__, tokens[0].tolist())
+  text = itertools.takewhile(lambda i: i != tokenizer.separator, tokens[0].tolist())
   before = prompt if request.prompt else []
   return tokenizer.decode(list(text), before)
 
