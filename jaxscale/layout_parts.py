@@ -199,10 +199,11 @@ def _check_divides(config: cfg.Config, mesh: Mesh, shapes: Any) -> None:
     for field in names:
       parts = getattr(m, field, None)
       if parts is not None and parts % size:
+        is_text = axis == "model" and isinstance(m, cfg.Transformer)
         raise ConfigError(
           f"Mesh.{axis}={size}: does not divide {type(m).__name__}.{field}={parts}; "
           "give a divisor"
-          + (", or layout.model='ring'" * (config.layout.model == "all_to_all"))
+          + (", or layout.model='ring', which splits no heads" * is_text)
         )
 
 

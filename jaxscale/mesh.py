@@ -122,7 +122,8 @@ def make_mesh(
   if shape.fsdp > 1:
     raise ConfigError(
       f"bn_devices={bn_devices}: neighbours are along fsdp here, of {shape.fsdp} "
-      "devices; share BatchNorm statistics over all of them or none"
+      "devices; share BatchNorm statistics over all of them or none (bn_span='global' "
+      "or 'device')"
     )
   # The order of the devices is that of the mesh without `bn`, so that each
   # holds the same rows.
