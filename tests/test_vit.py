@@ -1,6 +1,7 @@
 """ViT against timm's, a convolution, float64 numpy, and published sizes."""
 
 import functools
+import math
 
 import golden_models
 import jax
@@ -14,7 +15,7 @@ from jaxscale import config as cfg
 from jaxscale import data, models, parts
 from jaxscale.models import stacked, vit
 from jaxscale.models.stack import Ops
-from jaxscale.models.vit import patches
+from jaxscale.models.vit import gelu, patches
 from jaxscale.settings import ConfigError
 
 # As the recorded models have it (golden/record_models.py).
@@ -242,3 +243,18 @@ def test_the_usual_hidden_width_is_llamas():
   stack = parts.make_stack(config(cfg.Transformer(width=4096, num_heads=32)), info)
   shapes = jax.eval_shape(stack.init, jax.random.key(0))
   assert shapes["layers"]["gate"]["kernel"].shape == (4, 4096, 11_008)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_derivative_of_gelu(dtype):
+  """Against central differences of math.erf, whose own error is below 1e-9."""
+  places = np.linspace(-6, 6, 41)
+  value = np.vectorize(lambda x: x * (1 + math.erf(x / math.sqrt(2))) / 2)
+  wanted = (value(places + 1e-5) - value(places - 1e-5)) / 2e-5
+  bound = 1e-6 if dtype == "float32" else 1e-9
+  with jax.enable_x64(dtype == "float64"):
+    x = jnp.array(places, dtype)
+    y, slope = jax.jvp(gelu, (x,), (jnp.ones_like(x),))
+    assert slope.dtype == y.dtype == dtype
+    np.testing.assert_allclose(y, value(places), rtol=1e-5, atol=bound)
+    np.testing.assert_allclose(slope, wanted, rtol=0, atol=bound)
