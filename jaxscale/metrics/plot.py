@@ -47,6 +47,7 @@ def plot_metrics(workdir: str | Path) -> Path | None:
 
   matplotlib.use("agg")
   from matplotlib import pyplot as plt
+  from matplotlib.ticker import LogFormatter
 
   workdir = Path(workdir)
   lines = read_metrics(workdir / "metrics.jsonl")
@@ -71,6 +72,8 @@ def plot_metrics(workdir: str | Path) -> Path | None:
     axis.set_ylabel(unit)
     if log:
       axis.set_yscale("log")
+      for place in ("major", "minor"):  # 1.4, not 1.4 x 10^0
+        getattr(axis.yaxis, f"set_{place}_formatter")(LogFormatter())
     else:
       axis.set_ylim(bottom=None if unit == "%" else 0)
     if unit == "%":
