@@ -15,7 +15,7 @@ from jaxscale.overrides import split_args
 from jaxscale.settings import ConfigError, nearest
 
 if TYPE_CHECKING:  # they import JAX, which is told what to run on before
-  from jaxscale.trained import Described
+  from jaxscale.described import Described
   from jaxscale.weights import Leaf
 
 NAMINGS, TAKES = ("jaxscale", "timm", "huggingface"), ("average", "params")
@@ -104,9 +104,10 @@ def export(request: Request) -> str:
       has no names for its model, or the folder has another model's config.json.
     weights.UnwrittenError: the disk failed or is full.
   """
-  from jaxscale import checkpoint_files, trained, weights
+  from jaxscale import beside, checkpoint_files, weights
+  from jaxscale.described import describe_run
 
-  described = trained.describe_run(request.workdir)
+  described = describe_run(request.workdir)
   step = _step(request)
   directory = request.workdir.absolute() / "checkpoints" / str(step)
   try:
@@ -120,7 +121,7 @@ def export(request: Request) -> str:
       )
       for ours, name in _names(manifest, take).items()
     }  # fmt: skip
-    beside = _beside(request, described, leaves)
+    said = _beside(request, described, leaves)
     size = weights.export_leaves(
       request.to,
       leaves,
@@ -133,9 +134,9 @@ def export(request: Request) -> str:
     raise ConfigError(
       f"checkpoint {step} in {request.workdir} is damaged ({e}); give another --step"
     ) from None
-  if beside is not None:
+  if said is not None:
     try:
-      weights.write_beside(request.to, beside)
+      beside.write_beside(request.to, said)
     except OSError as e:
       where = request.to.parent / "config.json"
       raise weights.UnwrittenError(f"{where}: could not be written: {e}") from None
@@ -215,14 +216,14 @@ def _beside(
   request: Request, described: Described, leaves: Mapping[str, Leaf]
 ) -> dict[str, Any] | None:
   """What a config.json beside the file says; None: there is none to be."""
+  from jaxscale import beside
   from jaxscale import config as cfg
-  from jaxscale import weights
   from jaxscale.data.tokenizer import byte_tokenizer
 
   gate = leaves.get("params/layers/gate/kernel")
   if request.naming != "huggingface" or gate is None or not described.is_text:
     return None
-  weights.place_beside(request.to)  # now: the file itself may take long
+  beside.place_beside(request.to)  # now: the file itself may take long
   config = described.settings()
   assert isinstance(config.model, cfg.Transformer)
   # Else a tokenizer knows, which need not be here.
@@ -230,7 +231,7 @@ def _beside(
     getattr(config.data, "tokenizer", "bytes") == "bytes"
     and getattr(config.data, "vocab_size", None) is None
   )
-  return weights.llama_config(
+  return beside.llama_config(
     config.model,
     hidden=gate.shape[-1],
     vocab_size=described.data["vocab_size"],

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from jaxscale import data, parts, trained
 from jaxscale.data.tokenizer import Tokenizer, byte_tokenizer, read_tokenizer
+from jaxscale.described import describe_run
 from jaxscale.exits import EXIT_DONE, EXIT_USER, leave, one_line_errors
 from jaxscale.models.cached import advance, empty_cache
 from jaxscale.models.stack import Stack
@@ -208,7 +209,7 @@ def language_model(workdir: Path) -> Run:
   Raises:
     ConfigError: it is no run's directory, or its model is none of text.
   """
-  described = trained.describe_run(workdir)
+  described = describe_run(workdir)
   if not described.is_text:
     raise ConfigError(
       f"--workdir={workdir}: its run is of {described.data['name']}, not of text; "

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from jaxscale import config as cfg
 from jaxscale import data, models, optim, weights
+from jaxscale.beside import check_beside
 from jaxscale.derive import Derived
 from jaxscale.mesh import BN_AXIS, BatchNormSpan, batch_norm_span, mesh_shape
 from jaxscale.paths import path_name
@@ -233,14 +234,16 @@ def imported(
     abstract: where the parameters are to lie.
     say: is told what they are.
   """
-  assert config.init_from is not None
+  path = config.init_from
+  assert path is not None
+  heads = {"num_classes": num_classes, "init_head": config.init_head}
   found = weights.import_safetensors(
-    config.init_from,
+    path,
     abstract.params,
     abstract.model_state,
-    num_classes=num_classes,
-    init_head=config.init_head,
-    config=config,
+    **heads,
+    # Before shapes: it says which setting is another.
+    check=lambda naming, names: check_beside(path, naming, names, config, **heads),
   )
   say(found.story)
   leaves = jax.tree.leaves_with_path((found.params, found.model_state))

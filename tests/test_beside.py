@@ -5,8 +5,8 @@ import json
 import pytest
 
 from jaxscale import config as cfg
+from jaxscale.beside import check_beside, llama_config
 from jaxscale.settings import ConfigError
-from jaxscale.weights.beside import check_beside, llama_config
 
 # Settings that are not the defaults, where transformers and we have the same.
 LLAMA = cfg.Transformer(

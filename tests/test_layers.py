@@ -19,7 +19,7 @@ LEVELS = {
   "parts": 9, "exchange_parts": 9, "layout_parts": 9,
   "derive": 8,
   "spread": 7,
-  "loop": 5, "checkpoint": 5, "trained": 5,
+  "loop": 5, "checkpoint": 5, "trained": 5, "described": 5, "stand_in": 5, "beside": 5,
   "in_flight": 1, "checkpoint_files": 3, "checkpoint_dir": 4,
   "local_step": 5,
   "weights": 5,
@@ -48,7 +48,8 @@ WITHIN = {
 READS_CONFIG = {
   "derive", "parts", "exchange_parts", "layout_parts", "build", "run", "adaptive",
   "overrides", "joining", "stage_loop", "launch", "trials", "plot_schedule",
-  "batch_study", "time_to_accuracy", "generate", "fits",
+  "batch_study", "time_to_accuracy", "generate", "fits", "export", "described",
+  "stand_in", "beside",
 }  # fmt: skip
 
 FILES = [p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py"]

@@ -8,7 +8,6 @@ what checkpoints are for. `python -m jaxscale.export` writes one from a checkpoi
 `Config.init_from` starts a run from one.
 """
 
-from jaxscale.weights.beside import llama_config, place_beside, write_beside
 from jaxscale.weights.load import Imported, import_safetensors
 from jaxscale.weights.names import NAMINGS
 from jaxscale.weights.save import (
@@ -20,6 +19,5 @@ from jaxscale.weights.save import (
 
 __all__ = [
   "NAMINGS", "Imported", "Leaf", "UnwrittenError", "export_leaves",
-  "export_safetensors", "import_safetensors", "llama_config", "place_beside",
-  "write_beside",
+  "export_safetensors", "import_safetensors",
 ]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,11 +12,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jaxscale import config as cfg
 from jaxscale.paths import path_name
 from jaxscale.settings import ConfigError
 from jaxscale.weights.arrange import ARRANGEMENTS
-from jaxscale.weights.beside import check_beside
 from jaxscale.weights.names import Link, Naming, guess, naming_of, shape_in_file
 from jaxscale.weights.safetensors import Stored, read_index, view
 
@@ -45,7 +43,7 @@ def import_safetensors(
   naming: str = "auto",
   num_classes: int | None = None,
   init_head: bool = False,
-  config: cfg.Config | None = None,
+  check: Callable[[str, Collection[str]], None] | None = None,
 ) -> Imported:
   """Parameters of a file, as the model here has them.
 
@@ -62,8 +60,8 @@ def import_safetensors(
     num_classes: of the file, where the model pads classes or words beyond them: the
       rest is zeros.
     init_head: leave the classifier as it is in `params`, whatever the file has.
-    config: of the run that they are for, with which a config.json beside a file of
-      Hugging Face's or timm's is compared; None: it is not looked at.
+    check: is called with the naming and all names in the file, before shapes are
+      compared, and may refuse it.
 
   Returns:
     Arrays of the dtypes asked for, from float16, bfloat16, float32 or float64.
@@ -71,7 +69,7 @@ def import_safetensors(
   Raises:
     ConfigError: the file is not whole, or is not of this model; one line names the
       first and the number of what is missing, unexpected, or of another shape or
-      dtype, or the fields of the config.json that say otherwise.
+      dtype. And what `check` raises.
 
   Example:
     >>> model = functions(ResNet50(num_classes=1000), (224, 224, 3))
@@ -87,10 +85,8 @@ def import_safetensors(
   leaves = {path_name(where): leaf for where, leaf in flat}
   shapes = {name: leaf.shape for name, leaf in leaves.items()}
   name = guess(path, stored) if naming == "auto" else naming
-  if config is not None:  # before shapes: it says which setting is another
-    check_beside(
-      path, name, stored, config, num_classes=num_classes, init_head=init_head
-    )
+  if check is not None:
+    check(name, stored)
   names = naming_of(name, shapes)
   if init_head and not names.head:
     raise ConfigError("init_head=True: this model's classifier is not known by name")
