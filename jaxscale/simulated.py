@@ -9,22 +9,13 @@ here touches their programs.
 
 from __future__ import annotations
 
-import functools
-import re
-from collections import Counter
 from typing import Any
 
 import jax
-import numpy as np
-from jax import lax
-from jax._src import distributed
 from jax.core import Tracer
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
-
-from jaxscale.scaling.parse import Groups, replica_groups
+from jax.sharding import Mesh
 
 
 def one_at_a_time(function: Any, mesh: Mesh) -> Any:
@@ -35,15 +26,12 @@ def one_at_a_time(function: Any, mesh: Mesh) -> Any:
   compiles there, at a call or by `.lower(...).compile()`, is `numbered`.
   """
   here = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
-  if mesh.size == 1 or here[0].platform != "cpu":
+  if len(here) == 1 or here[0].platform != "cpu":
     return function
   compiled: dict[Any, Any] = {}
 
   def lower(*args):
     return numbered(function.lower(*args))
-
-  if hasattr(function, "as_text"):
-    meet(function, mesh)
 
   def call(*args):
     run, (leaves, structure) = function, jax.tree.flatten(args)
@@ -54,7 +42,6 @@ def one_at_a_time(function: Any, mesh: Mesh) -> Any:
       key = structure, tuple(map(jax.typeof, leaves)), tuple(where)
       if key not in compiled:
         compiled[key] = lower(*args).compile()
-        meet(compiled[key], mesh)
       run = compiled[key]
     return jax.block_until_ready(run(*args))
 
@@ -90,55 +77,4 @@ def numbered(lowered: Any) -> Any:
   return lowered
 
 
-def meet(compiled: Any, mesh: Mesh) -> None:
-  """Connect the processes of each of a program's collectives, one group after another.
-
-  Gloo connects a group when a collective first needs it, and a process that waits
-  there can hold back another of its collectives, for which a process of that group
-  waits elsewhere: four processes, data 2 x model 2, hung in the first step.
-
-  Args:
-    compiled: `jax.stages.Compiled`; all processes call this for the same programs.
-    mesh: that it is for.
-  """
-  if jax.process_count() == 1:
-    return
-  everyone = tuple(range(mesh.size))
-  texts = re.findall(
-    r"replica_groups=(\{\{[\d,{}]*\}\}|\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?)",
-    compiled.as_text(),
-  )
-  found: set[Groups] = {(everyone,)}
-  for text in texts:
-    found.add(replica_groups(text, mesh.size) or (everyone,))
-  # Gloo waits 30 s for the others, who may still be compiling. Named by what it is of:
-  # threads may come here in any order.
-  name = str(sorted(found))
-  _MEETINGS[name] += 1
-  client: Any = distributed.global_state.client
-  client.wait_at_barrier(f"meet {_MEETINGS[name]} {name}", _WAIT_MS)
-  for groups in sorted(found):
-    if max(map(len, groups)) > 1:
-      _connect(tuple(mesh.devices.flat), groups)
-
-
-@functools.cache
-def _connect(devices: tuple[Any, ...], groups: Groups) -> None:
-  """Add up a number of each device in each group, and wait for it."""
-  line = Mesh(np.array(devices), ("all",))
-
-  def add(x):
-    return lax.psum(x, "all", axis_index_groups=[list(group) for group in groups])
-
-  added = jax.shard_map(
-    add, mesh=line, in_specs=P("all"), out_specs=P("all"), check_vma=False
-  )
-  x = jax.make_array_from_callback(
-    (len(devices),), NamedSharding(line, P("all")), lambda _: np.ones(1, np.float32)
-  )
-  jax.block_until_ready(jax.jit(added)(x))
-
-
-_MEETINGS: Counter[str] = Counter()
-_WAIT_MS = 600_000
 _DEVICE_TO_DEVICE = 1  # the type of a channel in StableHLO
