@@ -247,15 +247,15 @@ def sum_totals(totals: Totals, axes: tuple[str, ...]) -> Totals:
   counted = varying(totals["examples"])
   sums = {}
   for name, total in totals.items():
-    again = tuple(varying(total) - counted)
+    again = tuple(axis for axis in varying(total) if axis not in counted)
     own = total / lax.axis_size(again) if again else total
-    sums[name] = lax.psum(own, tuple(varying(total)))
+    sums[name] = lax.psum(own, varying(total))
   return sums
 
 
 def mean_state(model_state: Any) -> Any:
   """The mean of a model's own state over the devices that differ in it."""
-  return jax.tree.map(lambda x: lax.pmean(x, tuple(varying(x))), model_state)
+  return jax.tree.map(lambda x: lax.pmean(x, varying(x)), model_state)
 
 
 def unrolls(mesh: Mesh) -> bool:

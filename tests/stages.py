@@ -132,8 +132,8 @@ def piped(schedule, mesh, micros, run_layers, *, embed=embed, tokens=None, **set
 
       grads, totals = jax.grad(loss, has_aux=True)(params)
       # Where all stages have all outputs, they count once.
-      totals = vary(totals, tuple(varying(totals["loss"])))
-    totals = jax.tree.map(lambda x: lax.psum(x, tuple(varying(x))), totals)
+      totals = vary(totals, varying(totals["loss"]))
+    totals = jax.tree.map(lambda x: lax.psum(x, varying(x)), totals)
     return lax.psum(grads, data) if data else grads, totals
 
   rows = P(data or None, tokens)

@@ -11,7 +11,7 @@ copied every block to every device they are, bit for bit, and
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -50,9 +50,23 @@ def same_everywhere(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
   return _same_everywhere.bind(x, axes=axes)
 
 
-def varying(x: jax.Array) -> frozenset[str]:
-  """The axes over which an array is typed varying."""
-  return frozenset(jax.typeof(x).mat.varying)
+def in_mesh_order(axes: Iterable[str]) -> tuple[str, ...]:
+  """Names of axes as the mesh has them, each once.
+
+  Sets of names are ordered by Python's hashes, which have another seed in every
+  process. Collectives over them in that order had other groups in each process, so
+  that programs differed, and a step waited for ever.
+
+  Args:
+    axes: of the mesh that `jax.shard_map` is on; none may also be asked outside.
+  """
+  names = jax.sharding.get_abstract_mesh().axis_names
+  return tuple(sorted(set(axes), key=names.index))
+
+
+def varying(x: jax.Array) -> tuple[str, ...]:
+  """The axes over which an array is typed varying, in the mesh's order."""
+  return in_mesh_order(jax.typeof(x).mat.varying)
 
 
 def vary(tree: Any, axes: tuple[str, ...]) -> Any:

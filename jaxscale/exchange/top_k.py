@@ -143,7 +143,7 @@ def _mean_of_sent(xs, places, axes):
 
   # One device after another: a scatter that meets a place twice adds in any order
   # on a GPU, and replicas would drift apart.
-  none = vary(jnp.zeros(starts[-1], jnp.float32), tuple(varying(received)))
+  none = vary(jnp.zeros(starts[-1], jnp.float32), varying(received))
   total, _ = lax.scan(add, none, received)
   mean = total / num_devices
   return [mean[a:b] for a, b in itertools.pairwise(starts)]

@@ -20,7 +20,7 @@ from jax import lax
 from jax.extend import core
 
 from jaxscale.collectives import vary
-from jaxscale.collectives.typed import varying
+from jaxscale.collectives.typed import in_mesh_order, varying
 from jaxscale.settings import ConfigError
 
 _MEETINGS = ("psum", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all")
@@ -29,7 +29,7 @@ _MEETINGS = ("psum", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all
 def type_axes(struct: Any) -> tuple[str, ...]:
   """The axes over which the array varies that `jax.eval_shape` describes."""
   kind = struct.manual_axis_type
-  return () if kind is None else tuple(sorted(kind.varying))
+  return () if kind is None else in_mesh_order(kind.varying)
 
 
 def zeros_of(structs: Any) -> Any:
@@ -41,7 +41,7 @@ def zeros_of(structs: Any) -> Any:
 
 def zeros_like(x: jax.Array) -> jax.Array:
   """Zeros of an array's shape, dtype and varying axes."""
-  return vary(jnp.zeros(x.shape, x.dtype), tuple(varying(x)))
+  return vary(jnp.zeros(x.shape, x.dtype), varying(x))
 
 
 def choose(

@@ -96,7 +96,7 @@ def _enter(w: Any, entry: Entry) -> jax.Array:
     if whole is not None or not entry.gathers:
       # As varying as the shard is, which the gradient is of.
       out = shard if whole is None else whole
-      return vary(out, inside + tuple(varying(shard)))
+      return vary(out, inside + varying(shard))
     assert dim is not None
     sent = shard if entry.dtype is None else shard.astype(entry.dtype)
     sent = vary(sent, inside)

@@ -94,7 +94,7 @@ def one_f_one_b(
     return (kept, pass_on(h_out, axis, +1), pass_on(g_out, axis, -1), sums), None
 
   h = zeros_of(h_type)
-  kept = vary(jnp.zeros((slots, *h.shape), h.dtype), tuple(varying(h)))
+  kept = vary(jnp.zeros((slots, *h.shape), h.dtype), varying(h))
   zeros = jax.tree.map(zeros_like, (work.layers, work.ends))
   ticks = jnp.arange(count + 2 * (stages - 1))
   start = kept, h, h, (*zeros, zeros_of(totals_type))
@@ -188,7 +188,7 @@ def _backward(
       return totals["loss"], totals
 
     value, pull, new = jax.vjp(loss, work.ends, h, has_aux=True)
-    more, by_h = pull(vary(jnp.ones_like(value), tuple(varying(value))))
+    more, by_h = pull(vary(jnp.ones_like(value), varying(value)))
     return _add(by_ends, more), _add(totals, new), by_h
 
   by_ends, totals, by_h = lax.cond(

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxscale.collectives import vary
-from jaxscale.collectives.typed import axis_sizes, varying
+from jaxscale.collectives.typed import axis_sizes, in_mesh_order, varying
 from jaxscale.parallel.branches import check_branch, type_axes, zeros_like
 from jaxscale.settings import ConfigError
 
@@ -201,13 +201,13 @@ def carried_axes(
   run_layers: RunLayers, layers: Any, h: Any, axis: str
 ) -> tuple[str, ...]:
   """The axes over which the activations between the layers vary."""
-  given = type_axes(h) if isinstance(h, jax.ShapeDtypeStruct) else tuple(varying(h))
-  axes = {axis, *given}
+  given = type_axes(h) if isinstance(h, jax.ShapeDtypeStruct) else varying(h)
+  axes = in_mesh_order((axis, *given))
 
   def run():
-    return run_layers(layers, vary(jnp.zeros(h.shape, h.dtype), tuple(sorted(axes))))
+    return run_layers(layers, vary(jnp.zeros(h.shape, h.dtype), axes))
 
-  return tuple(sorted(axes | set(type_axes(jax.eval_shape(run)))))
+  return in_mesh_order((*axes, *type_axes(jax.eval_shape(run))))
 
 
 def pass_on(h: jax.Array, axis: str, by: int) -> jax.Array:

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxscale.collectives import vary
-from jaxscale.collectives.typed import axis_sizes, varying
+from jaxscale.collectives.typed import axis_sizes, in_mesh_order, varying
 from jaxscale.settings import ConfigError
 
 _BLOCK = 1024  # keys whose scores are in memory at once
@@ -89,7 +89,7 @@ def ring_attention(
     raise ConfigError(f"groups={groups}: do not divide the {heads} heads")
   if order == "zigzag":
     check_zigzag(tokens)
-  axes = tuple(sorted({axis} | varying(q) | varying(k) | varying(v)))
+  axes = in_mesh_order((axis, *varying(q), *varying(k), *varying(v)))
   q, k, v = vary((q, k, v), axes)
   q = q.reshape(rows, tokens, groups, heads // groups, width)
   q, k, v = q.transpose(0, 2, 3, 1, 4), k.swapaxes(1, 2), v.swapaxes(1, 2)

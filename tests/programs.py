@@ -1,0 +1,92 @@
+"""Prints a hash of each program that runs compile, to compare between processes.
+
+python tests/programs.py [NAME ...]: of these, else of all; `RUNS` has the names.
+"""
+
+import dataclasses
+import hashlib
+import json
+import sys
+
+import jax
+
+from jaxscale import build
+from jaxscale import config as cfg
+from jaxscale.overrides import load_config
+
+LANGUAGE, DIGITS = "tests/tiny_language.py", "configs/digits.py"
+
+
+def laid_out(
+  shard="nothing", *, steps=1, bf16=False, optimizer=None, layout=(), **mesh
+):
+  return LANGUAGE, {
+    "mesh": cfg.Mesh(**({"data": 1} | mesh)),
+    "layout": cfg.Layout(shard=shard, **dict(layout)),
+    "accumulate_steps": steps,
+    "dtype": "bfloat16" if bf16 else "float32",
+    "optimizer": optimizer or cfg.LAMB(lr=1e-3),
+  }
+
+
+def exchanged(exchange, **mesh):
+  return DIGITS, {"mesh": cfg.Mesh(**mesh), "exchange": exchange}
+
+
+PARTS = "parameters"
+RUNS = {
+  "data x fsdp x model": laid_out(PARTS, data=2, fsdp=2, model=2, bf16=True),
+  "in backward, accumulated": laid_out(
+    PARTS, replica=2, data=2, fsdp=2, steps=2, layout={"slow_axes": "in_backward"}
+  ),
+  "zero-2 x model, muon": laid_out(
+    "gradients", fsdp=2, data=2, model=2, optimizer=cfg.Muon(lr=1e-3)
+  ),
+  "zero-1, adamw": laid_out("optimizer", data=2, fsdp=4, optimizer=cfg.AdamW(lr=1e-3)),
+  "tokens too": laid_out(
+    PARTS, data=2, fsdp=2, model=2, layout={"model": "layers_and_tokens"}
+  ),
+  "ring": laid_out(
+    PARTS, data=2, fsdp=2, model=2, layout={"model": "ring", "remat": "full"}
+  ),
+  "all-to-all": laid_out(data=2, replica=2, model=2, layout={"model": "all_to_all"}),
+  "stage x model": laid_out(data=2, stage=2, model=2, steps=4),
+  "fsdp x stage x model, 1f1b": laid_out(
+    PARTS, fsdp=2, stage=2, model=2, steps=4, layout={"schedule": "1f1b"}
+  ),
+  "stage x ring, 1f1b": laid_out(
+    data=2, stage=2, model=2, steps=4, layout={"schedule": "1f1b", "model": "ring"}
+  ),
+  "half precision": exchanged(cfg.HalfPrecision(), replica=2),
+  "int8": exchanged(cfg.Int8(), replica=2),
+  "one bit": exchanged(cfg.OneBit(), replica=2),
+  "top k, delayed": exchanged(cfg.TopK(delayed=True), replica=2),
+  "power sgd": exchanged(cfg.PowerSGD(), replica=2),
+  "torus": exchanged(cfg.AllReduce(algorithm="torus"), replica=2),
+}
+
+
+def programs(name):
+  """Each program of a run, lowered, by what it is for."""
+  path, replaced = RUNS[name]
+  made = build.experiment(dataclasses.replace(load_config(path), **replaced))
+  state, batch = made.abstract_state(), made.abstract_batch()
+  rows, sharding = made.stage.batch_size, jax.tree.leaves(batch)[0].sharding
+  mask = jax.ShapeDtypeStruct((rows,), bool, sharding=sharding)
+  held_out = {"mask": mask} | batch
+  return {
+    "init": made.lower_init_state(),
+    "train": made.lower_train_step(state),
+    "eval": made.eval_step.lower(state.params, state.model_state, held_out),
+  }
+
+
+if __name__ == "__main__":
+  for name in sys.argv[1:] or RUNS:
+    for what, lowered in programs(name).items():
+      text = lowered.as_text()
+      said = {
+        "name": f"{name}, {what}",
+        "hash": hashlib.sha256(text.encode()).hexdigest(),
+      }
+      print(json.dumps(said))
