@@ -17,9 +17,7 @@ from jaxscale.overrides import load_config
 LANGUAGE, DIGITS = "tests/tiny_language.py", "configs/digits.py"
 
 
-def laid_out(
-  shard="nothing", *, steps=1, bf16=False, optimizer=None, layout=(), **mesh
-):
+def laid_out(shard="nothing", steps=1, bf16=False, optimizer=None, layout=(), **mesh):
   return LANGUAGE, {
     "mesh": cfg.Mesh(**({"data": 1} | mesh)),
     "layout": cfg.Layout(shard=shard, **dict(layout)),
@@ -84,9 +82,5 @@ def programs(name):
 if __name__ == "__main__":
   for name in sys.argv[1:] or RUNS:
     for what, lowered in programs(name).items():
-      text = lowered.as_text()
-      said = {
-        "name": f"{name}, {what}",
-        "hash": hashlib.sha256(text.encode()).hexdigest(),
-      }
-      print(json.dumps(said))
+      digest = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+      print(json.dumps({"name": f"{name}, {what}", "hash": digest}))
