@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from conftest import ROOT, child_env
+from conftest import ROOT, child_env, quick
 
 from jaxscale import build, data
 from jaxscale.overrides import load_config
@@ -38,6 +38,11 @@ CONFIGS = [
   "configs/text.py",
   "configs/vit_fashion_mnist.py",
 ]
+# Of a config that is there already.
+OTHER_SIZES = [
+  "configs/resnet50_imagenet.py:256",
+  *(f"configs/resnet50_lars.py:{size}" for size in (2048, 8192, 32768, 65536)),
+]
 SHAPES = {
   "fashion_mnist": ((28, 28, 1), 10, 60_000),
   "imagenet2012": (None, 1000, 1_281_167),
@@ -65,7 +70,7 @@ def stand_in_text(directory, split, *, vocab_size, sequence_length, **options):
   return data.Dataset(info, 1_000_000, lambda indices, draws: {})
 
 
-@pytest.mark.parametrize("path", CONFIGS)
+@pytest.mark.parametrize("path", quick(CONFIGS, *set(CONFIGS) - set(OTHER_SIZES)))
 def test_every_config_traces_and_lowers_for_eight_devices(path, monkeypatch):
   monkeypatch.setattr(data, "tfds_images", stand_in)
   monkeypatch.setattr(data, "image_folder", stand_in_folder)

@@ -7,7 +7,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from conftest import error_line, run_train
+from conftest import error_line, quick_flags, run_train
 from test_exchange_process import checksums
 from test_process import (
   checkpoint_names,
@@ -25,6 +25,8 @@ from jaxscale.overrides import load_config
 pytestmark = pytest.mark.slow
 
 CONFIG, STEPS = "tests/tiny_language.py", 27
+# Most of their time they compile, all on the same cores.
+QUICK = {"config": CONFIG, **quick_flags()}
 
 
 def layout(shard="nothing", **sizes):
@@ -46,7 +48,7 @@ FOUR = {
 
 
 def run(workdir, *args, num_devices=8):
-  done = run_train(workdir, *args, config=CONFIG, num_devices=num_devices)
+  done = run_train(workdir, *args, **QUICK, num_devices=num_devices)
   assert done.returncode == 0, done.stderr
   return done.stdout
 
@@ -91,7 +93,7 @@ def uninterrupted(tmp_path_factory):
 
 def kill(workdir, args, *, in_mid_save, rng=random):
   """Go on and be killed after a checkpoint more; whether that was in mid-save."""
-  process = start(workdir, *args, config=CONFIG, num_devices=8)
+  process = start(workdir, *args, **QUICK, num_devices=8)
   before = newest_step(workdir)
   wait_until(lambda: newest_step(workdir) > before, process)
   if in_mid_save:
@@ -160,7 +162,7 @@ def in_one_process(tmp_path_factory):
 
 
 def run_group(workdir, count, num_devices, *args):
-  results = run_processes(workdir, count, num_devices, *args, config=CONFIG)
+  results = run_processes(workdir, count, num_devices, *args, **QUICK)
   assert [code for *_, code in results] == [0] * count, [err for _, err, _ in results]
   assert all("step" not in out for out, *_ in results[1:])  # one of them talks
   return results[0][0]

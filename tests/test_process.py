@@ -168,7 +168,7 @@ def free_port():
     return s.getsockname()[1]
 
 
-def run_processes(workdir, count, num_devices, *args, config=None):
+def run_processes(workdir, count, num_devices, *args, config=None, **env):
   coordinator = f"127.0.0.1:{free_port()}"
   group = [
     start(
@@ -179,6 +179,7 @@ def run_processes(workdir, count, num_devices, *args, config=None):
       JAXSCALE_COORDINATOR=coordinator,
       JAXSCALE_NUM_PROCESSES=str(count),
       JAXSCALE_PROCESS_ID=str(i),
+      **env,
     )
     for i in range(count)
   ]
