@@ -100,6 +100,7 @@ class Checkpoints:
     self._saving: _Save | None = None
     self._pool = futures.ThreadPoolExecutor(1, "checkpoint")
     self._is_swept = False
+    self._failed: list[Path] = []
     if lease is not None:
       self._sweep()
 
@@ -112,6 +113,7 @@ class Checkpoints:
         self.wait()
     finally:
       self._pool.shutdown(wait=True)
+      self._remove_failed()
 
   def steps(self) -> list[int]:
     """Steps that have a committed checkpoint, oldest first; asks the disk."""
@@ -225,7 +227,8 @@ class Checkpoints:
     process, of_disk, full, text = found[0]
     line = None
     if cluster.is_leader():
-      shutil.rmtree(save.directory, ignore_errors=True)
+      self._failed.append(save.directory)
+      self._remove_failed()
       parent = self.directory if self.directory.exists() else self.directory.parent
       line = checkpoint_files.why_unsaved(save.step, full, text, parent, save.size)
       if jax.process_count() > 1:
@@ -245,8 +248,13 @@ class Checkpoints:
       self._lease.check()
     self.directory.mkdir(parents=True, exist_ok=True)
     self._sweep()
-    shutil.rmtree(save.directory, ignore_errors=True)  # of a save that failed
+    self._remove_failed()
     save.directory.mkdir()
+
+  def _remove_failed(self) -> None:
+    """Again at each save: one that failed may have written on for a while."""
+    for directory in self._failed:
+      shutil.rmtree(directory, ignore_errors=True)
 
   def _commit(self, save: _Save) -> None:
     """Make the checkpoint of what all have written, then delete those to go."""

@@ -76,8 +76,14 @@ def start_writing(directory: Path, state: Any) -> Callable[[], None]:
     parts = pool.submit(copied).result()
 
   def wait() -> None:
-    for part in parts:
-      part.result()
+    failed = None
+    for part in parts:  # to the end, else what is removed now comes back
+      try:
+        part.result()
+      except Exception as e:
+        failed = failed or e
+    if failed is not None:
+      raise failed
 
   return wait
 

@@ -1,6 +1,7 @@
 """Disks that are full, and faults that only one process of two meets."""
 
 import contextlib
+import errno
 import gc
 import os
 import re
@@ -78,6 +79,36 @@ def test_a_full_disk_costs_one_checkpoint_and_one_line(tmp_path):
       checkpoints.save(at_step(state, 3))
       checkpoints.wait()
       assert checkpoints.unsaved is None and checkpoints.steps() == [1, 3]
+
+
+def test_what_a_failed_save_writes_on_is_removed(tmp_path, monkeypatch):
+  """A thread of it that is not done yet brings back what was removed."""
+  _, state = setup(2)
+  start, written = checkpoint_files.start_writing, []
+
+  def write_late():
+    (written[-1] / "state").mkdir(parents=True)
+    (written[-1] / "state" / "late").write_bytes(b"late")
+
+  def start_and_fail(directory, state):
+    written.append(directory)
+    start(directory, state)()
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+  options = dict(on_failure="continue", say=lambda line: None)
+  with Checkpoints(tmp_path / "checkpoints", **options) as checkpoints:
+    with monkeypatch.context() as patch:
+      patch.setattr(checkpoint_files, "start_writing", start_and_fail)
+      checkpoints.save(at_step(state, 1))
+      checkpoints.wait()
+      assert not written[0].exists()
+      write_late()
+    checkpoints.save(at_step(state, 2))
+    checkpoints.wait()
+    assert checkpoint_names(tmp_path) == ["2"]
+    write_late()
+    assert len(checkpoint_names(tmp_path)) == 2
+  assert checkpoint_names(tmp_path) == ["2"]
 
 
 def test_a_full_disk_may_stop_the_run(tmp_path, capfd):
