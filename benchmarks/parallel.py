@@ -82,6 +82,9 @@ CASES = {
   "1B v5e-16": Case("models", "configs/llama_1b.py", "v5e-16"),
   "1B h100-16": Case("models", "configs/llama_1b.py:h100", "h100-16"),
   "7B v5e-256": Case("models", "configs/llama_7b.py", "v5e-256"),
+  "7B v5e-256, sums in bfloat16": Case(
+    "models", "configs/llama_7b.py", "v5e-256", {"layout.sum_in": "dtype"}
+  ),
   "7B v5e-256, fsdp alone": Case(
     "models", "configs/llama_7b.py", "v5e-256",
     {"mesh.model": "1", "accumulate_steps": "4"},
@@ -109,6 +112,9 @@ for chips, groups in (("h100-16", "h100-16"), ("v5e-16", "2xv5e-8")):
       "fsdp 16": probe(chips),
       "data 4 x fsdp 4": probe(chips, **FSDP4),
       "fsdp 4 x model 4": probe(chips, **MODEL4),
+      "fsdp 4 x model 4, sums in bfloat16": probe(
+        chips, **MODEL4, layout__sum_in="dtype"
+      ),
       "fsdp 4 x model 4, tokens too": probe(
         chips, **MODEL4, layout__model="layers_and_tokens"
       ),

@@ -105,6 +105,33 @@ def test_what_entered_is_not_kept_without_remat():
   assert slope(remat="none") <= 3 * 4 * OF_LAYER / N + kept
 
 
+def test_what_layers_keep_is_what_remat_says():
+  """Bytes that the backward pass is given, by shapes alone."""
+  layers, tokens, width, hidden = 4, 2 * 32, 64, 128
+  stack = transformer(
+    vocab_size=256, num_layers=layers, width=width, num_heads=4, hidden=hidden,
+    dtype="bfloat16",
+  )  # fmt: skip
+  params = jax.eval_shape(stack.init, jax.random.key(0))
+  ids = jax.ShapeDtypeStruct((2, 32), jnp.int32)
+
+  def kept(remat):
+    def loss(params, batch):
+      return stacked.run(stack, params, batch, remat=remat)["loss"]
+
+    def backward(params, batch):
+      return jax.vjp(lambda p: loss(p, batch), params)[1]
+
+    found = jax.eval_shape(backward, params, {"tokens": ids, "targets": ids})
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(found))
+
+  products = 3 * width + 2 * hidden  # q, k, v; gate, up
+  assert kept("dots") == kept("branches") + 2 * layers * tokens * products
+  # What attention adds; nothing backwards needs what the second branch does.
+  assert kept("branches") == kept("full") + 2 * layers * tokens * width
+  assert kept("none") > kept("dots")
+
+
 @pytest.mark.parametrize("remat", ["full", "none"])
 def test_gathers_run_in_the_loops(remat):
   compiled, mesh = step(16, "parameters", remat)

@@ -34,12 +34,12 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxscale.models.linear import PRODUCT
 from jaxscale.models.stack import BRANCH, Ops, Stack, Totals
 
 Layer = Callable[[Any, jax.Array], jax.Array]  # (one layer's params, h) -> h
 
 _keep = jax.checkpoint_policies
-_branches = _keep.save_only_these_names(BRANCH)
 
 
 def _remat(policy: Any) -> Callable[[Layer], Layer]:
@@ -66,10 +66,8 @@ def _offload(layer: Layer) -> Layer:
 # Name -> what makes a layer that keeps so much, to be run in a scan.
 REMAT: dict[str, Callable[[Layer], Layer]] = {
   "none": lambda layer: layer,
-  "dots": _remat(
-    _keep.save_from_both_policies(_keep.dots_with_no_batch_dims_saveable, _branches)
-  ),
-  "branches": _remat(_branches),
+  "dots": _remat(_keep.save_only_these_names(PRODUCT, BRANCH)),
+  "branches": _remat(_keep.save_only_these_names(BRANCH)),
   "full": _remat(_keep.nothing_saveable),
   "offload": _offload,
 }
