@@ -4,8 +4,8 @@ Command    srun python -m jaxscale.train --config configs/llama_7b.py
            --config.data.path=DIR: DIR/train.bin and DIR/val.bin are tokens below
            32,000 as nanoGPT keeps them (uint16)
 Hardware   256 TPU v5e; `configs/llama_7b.py:h100` for 256 H100 in 32 hosts
-Result     never run. Compiled ahead of time (jax 0.10.2, libtpu 0.0.51): 11.1 of the
-           15.75 GiB of a TPU v5e, and with `:h100` 9.3 GiB of an H100; what is
+Result     never run. Compiled ahead of time (jax 0.10.2, libtpu 0.0.51): 10.0 of the
+           15.75 GiB of a TPU v5e, and with `:h100` 9.5 GiB of an H100; what is
            communicated is in docs/parallelism.md
 
 Sizes, optimizer and batch of 4 million tokens of arXiv:2307.09288, section 2.2.
