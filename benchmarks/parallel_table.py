@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,7 +38,10 @@ def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def _refusal(row: dict[str, Any]) -> str:
-  return (row.get("error") or row["refusal"] or "").replace("|", "/")
+  said = row.get("error") or row["refusal"] or ""
+  if asked := re.search(r"HLO temporaries \(([\d.]+)G\)", said):
+    return f"{asked[1]} GiB of temporaries"
+  return said.replace("|", "/")
 
 
 def _memory(rows: Sequence[dict[str, Any]]) -> str:
