@@ -118,7 +118,7 @@ def test_damage_to_every_file(of_one, tmp_path):
 @pytest.mark.parametrize("processes", [1, 2])
 def test_damage_to_every_file_in_many_places(request, tmp_path, processes):
   whole = request.getfixturevalue("of_one" if processes == 1 else "of_two")
-  flips = [i / 12 for i in range(13)]
+  flips = [i / 24 for i in range(25)]
   found = sweep(whole, tmp_path / "scratch", flips)
   show(found)
   assert_carried(found)

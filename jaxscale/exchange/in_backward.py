@@ -83,7 +83,7 @@ def in_backward(
 
   def tag(tree):
     axis_sizes(axes)
-    was_varying = [set(varying(x)) & set(axes) for x in jax.tree.leaves(tree)]
+    was_varying = [varying(x) for x in jax.tree.leaves(tree)]
 
     @jax.custom_vjp
     def identity(tree):
