@@ -63,7 +63,7 @@ def abstract_of(layout_name: str, size: dict[str, int]) -> Any:
   from jaxscale.models.transformer import transformer
   from jaxscale.parallel import make_layout, model_rules
   from jaxscale.parallel.reduction import exchange_axes
-  from jaxscale.state import abstract_state
+  from jaxscale.training.state import abstract_state
 
   sizes, options = LAYOUTS[layout_name]
   mesh = make_mesh(**sizes)
@@ -111,7 +111,7 @@ def work(directory: str, what: str, layout: str, size: dict[str, int]) -> None:
   import jax
   import orbax.checkpoint  # noqa: F401  its code is no part of what is measured
 
-  from jaxscale.checkpoint import Checkpoints
+  from jaxscale.checkpoint.manager import Checkpoints
 
   abstract = abstract_of(layout, size)
   with Checkpoints(directory) as checkpoints:

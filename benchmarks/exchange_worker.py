@@ -31,7 +31,7 @@ from jaxscale.exchange.one_bit import one_bit
 from jaxscale.exchange.power_sgd import power_sgd
 from jaxscale.exchange.top_k import top_k
 from jaxscale.mesh import make_mesh
-from jaxscale.scaling import hlo
+from jaxscale.planning import hlo
 
 MARK = "@exchange "
 BASELINE, DEFAULT = "psum of the tree", "default: buckets of 25 MiB"

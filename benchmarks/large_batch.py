@@ -22,9 +22,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import seeds
 from common import report
 
-from jaxscale.exits import EXIT_DONE, one_line_errors
-from jaxscale.overrides import load_config
-from jaxscale.trials import Outcome
+from jaxscale.config.loading import load_config
+from jaxscale.errors import EXIT_DONE, one_line_errors
+from jaxscale.studies.trials import Outcome
 
 CONFIG = "configs/fashion_mnist_large_batch.py"
 NAMES = (

@@ -28,8 +28,9 @@ import numpy as np
 from common import report
 from layouts_plot import draw
 
-from jaxscale import checkpoint_dir, checkpoint_files
-from jaxscale.exits import EXIT_DONE, one_line_errors
+from jaxscale.checkpoint import directory as checkpoint_dir
+from jaxscale.checkpoint import files
+from jaxscale.errors import EXIT_DONE, one_line_errors
 from jaxscale.metrics.writers import read_metrics
 
 FOLDER = Path("runs/layouts")
@@ -110,8 +111,8 @@ def parameters(directory: Path) -> dict[str, np.ndarray]:
   """Those of the newest checkpoint, whole, however they were split."""
   folder = (directory / "checkpoints").absolute()
   saved = folder / str(checkpoint_dir.steps(folder)[-1])
-  read = checkpoint_files.leaf_reader(saved)
-  names = checkpoint_files.read_manifest(saved)["leaves"]
+  read = files.leaf_reader(saved)
+  names = files.read_manifest(saved)["leaves"]
   return {name: read(name) for name in names if name.startswith("params/")}
 
 

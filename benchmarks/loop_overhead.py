@@ -25,9 +25,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 from common import report
 
-from jaxscale import build, data, loop, metrics
+from jaxscale import data, metrics
+from jaxscale.config.loading import load_config
+from jaxscale.experiment import build
 from jaxscale.mesh import batch_sharding
-from jaxscale.overrides import load_config
+from jaxscale.training import loop
 
 STEPS, TURNS = 100, 40
 SETTINGS = {"model.features": "(48, 96)"}

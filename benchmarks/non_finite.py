@@ -25,13 +25,14 @@ import jax
 import numpy as np
 from common import report
 
-from jaxscale import losses, models, optim
+from jaxscale import models, optim
 from jaxscale.exchange import plain
 from jaxscale.exchange.buckets import bucketed
 from jaxscale.exchange.one_bit import one_bit
 from jaxscale.mesh import batch_sharding, make_mesh
-from jaxscale.state import init_state
-from jaxscale.step import make_train_step
+from jaxscale.training import losses
+from jaxscale.training.state import init_state
+from jaxscale.training.step import make_train_step
 
 STEPS, TURNS = 3, 40
 AXES = ("replica", "data")

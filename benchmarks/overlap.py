@@ -5,7 +5,7 @@
     python benchmarks/overlap.py --table     (Markdown, of results/overlap.json)
 
 Compiles the train step ahead of time, for devices that are not here, and reads the
-programs with `jaxscale.scaling.hlo`; nothing is run, so there is no time of a step
+programs with `jaxscale.planning.hlo`; nothing is run, so there is no time of a step
 here but the compiler's own. Each program is compiled in a process of its own, one
 after the other; rows are kept in runs/overlap/ with the programs, and what is there
 is not compiled again, but read again: the result has all that is kept there, also
@@ -52,7 +52,7 @@ from jax import lax
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
-from jaxscale import collectives, losses, models
+from jaxscale import collectives, models
 from jaxscale.exchange import Exchange, plain
 from jaxscale.exchange.buckets import bucketed
 from jaxscale.exchange.delayed import delayed
@@ -62,12 +62,13 @@ from jaxscale.exchange.one_bit import one_bit
 from jaxscale.exchange.power_sgd import power_sgd
 from jaxscale.exchange.top_k import top_k
 from jaxscale.mesh import batch_sharding
-from jaxscale.scaling import hlo
-from jaxscale.scaling.absent import target_config
-from jaxscale.scaling.cost import costs
-from jaxscale.scaling.parse import modules
-from jaxscale.state import abstract_state
-from jaxscale.step import make_train_step
+from jaxscale.planning import hlo
+from jaxscale.planning.absent import target_config
+from jaxscale.planning.cost import costs
+from jaxscale.planning.parse import modules
+from jaxscale.training import losses
+from jaxscale.training.state import abstract_state
+from jaxscale.training.step import make_train_step
 
 ROOT = Path(__file__).parent.parent
 KEPT = ROOT / "runs" / "overlap"

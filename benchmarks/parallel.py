@@ -6,8 +6,8 @@
     python benchmarks/parallel.py --table     (Markdown, of results/parallel.json)
 
 Compiles train steps of configs/llama_1b.py and configs/llama_7b.py, under several
-layouts, for chips that are not here (`jaxscale.fits`), and reads the programs with
-`jaxscale.scaling.hlo`. Nothing is run: there is no time of a step here. Each program
+layouts, for chips that are not here (`jaxscale.planning.fits`), and reads the programs with
+`jaxscale.planning.hlo`. Nothing is run: there is no time of a step here. Each program
 is compiled in a process of its own, one after the other; rows are kept in
 runs/parallel/ with the programs, and what is there is not compiled again, but read
 again. A case that does not compile is a row that says why.
@@ -37,10 +37,9 @@ from common import report
 from overlap import version
 from parallel_table import tables
 
-from jaxscale import fits
-from jaxscale.overrides import load_config
-from jaxscale.scaling import hlo
-from jaxscale.scaling.absent import absent
+from jaxscale.config.loading import load_config
+from jaxscale.planning import fits, hlo
+from jaxscale.planning.absent import absent
 
 ROOT = Path(__file__).parent.parent
 KEPT = ROOT / "runs" / "parallel"

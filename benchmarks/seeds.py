@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxscale.overrides import load_config
-from jaxscale.trials import Outcome, Trial, run_trials
+from jaxscale.config.loading import load_config
+from jaxscale.studies.trials import Outcome, Trial, run_trials
 
 CHANCE = 0.1  # a run that diverged counts as guessing among ten classes
 

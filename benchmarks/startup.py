@@ -27,7 +27,7 @@ began = time.perf_counter()
 import jax
 imported = time.perf_counter()
 from jaxscale import build
-from jaxscale.overrides import load_config
+from jaxscale.config.loading import load_config
 e = build.experiment(load_config("configs/digits.py"))
 abstract = e.abstract_state(), e.abstract_batch()
 ready = time.perf_counter()

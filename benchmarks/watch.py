@@ -42,7 +42,8 @@ ROWS, HIDDEN = 2048, (256, 256)  # a step of about 20 ms, four processes on two 
 
 def worker(kind: str, steps: int, workdir: Path) -> None:
   """Join, compile, then train whenever a line comes; say how long it took."""
-  from jaxscale import cluster, lease
+  from jaxscale import cluster
+  from jaxscale.checkpoint import lock
 
   with contextlib.ExitStack() as stack:
     if kind == "watched":
@@ -53,7 +54,7 @@ def worker(kind: str, steps: int, workdir: Path) -> None:
     import jax
 
     if watch and jax.process_index() == 0:
-      stack.enter_context(lease.take(workdir))
+      stack.enter_context(lock.take(workdir))
     train = trainer(watch, steps)
     train()
     answer({})
@@ -97,11 +98,12 @@ def trainer(watch: Any, steps: int) -> Any:
   import jax
   import numpy as np
 
-  from jaxscale import loop, losses, models, optim
+  from jaxscale import models, optim
   from jaxscale.exchange.buckets import bucketed
   from jaxscale.mesh import batch_sharding, make_mesh
-  from jaxscale.state import init_state
-  from jaxscale.step import make_train_step
+  from jaxscale.training import loop, losses
+  from jaxscale.training.state import init_state
+  from jaxscale.training.step import make_train_step
 
   mesh, rate = make_mesh(), optim.warmup_cosine(0.05, 10, 10_000)
   fns = models.functions(models.MLP(num_classes=10, hidden=HIDDEN), (8, 8, 1))

@@ -66,7 +66,7 @@ trials.wait(timeout_s=300)
 # %% [markdown]
 # ## How does it scale?
 # The same config at several sizes, one after another on this machine; the report is
-# the one of `python -m jaxscale.report`. Processes that share one machine's cores
+# the one of `python -m jaxscale.cli.report`. Processes that share one machine's cores
 # show no speed-up, nodes of their own do.
 
 # %%

@@ -10,16 +10,8 @@ Result     test accuracy SGD 93.34 %, LARS 92.73 %; one run each, seed 0
 
 import dataclasses
 
-from jaxscale.config import (
-  CNN,
-  LARS,
-  SGD,
-  TFDS,
-  Config,
-  ConfigError,
-  Cosine,
-  Polynomial,
-)
+from jaxscale.config import CNN, LARS, SGD, TFDS, Config, Cosine, Polynomial
+from jaxscale.errors import ConfigError
 
 
 def get_config(variant: str = "sgd") -> Config:

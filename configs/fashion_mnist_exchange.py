@@ -18,7 +18,6 @@ from jaxscale.config import (
   BlockMomentum,
   Checkpoint,
   Config,
-  ConfigError,
   Cosine,
   DiLoCo,
   Evaluation,
@@ -31,6 +30,7 @@ from jaxscale.config import (
   PowerSGD,
   TopK,
 )
+from jaxscale.errors import ConfigError
 
 EPOCHS, BATCH = 40, 512
 # Gradients one step late are stable at a lower rate only, and want their spikes cut.

@@ -18,11 +18,11 @@ from jaxscale.config import (
   TFDS,
   Checkpoint,
   Config,
-  ConfigError,
   Evaluation,
   Log,
   Polynomial,
 )
+from jaxscale.errors import ConfigError
 
 EPOCHS, WARMUP_EPOCHS = 30, 5
 # Peak rates at the batch itself. Linear scaling takes SGD from 0.1 at 256 to 3.2 and

@@ -20,15 +20,8 @@ one of the two readings does for every row.
 
 from typing import NamedTuple
 
-from jaxscale.config import (
-  LARS,
-  TFDS,
-  Config,
-  ConfigError,
-  Evaluation,
-  Polynomial,
-  ResNet,
-)
+from jaxscale.config import LARS, TFDS, Config, Evaluation, Polynomial, ResNet
+from jaxscale.errors import ConfigError
 
 NUM_TRAIN = 1_281_167
 

@@ -12,16 +12,16 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-  from jaxscale.checkpoint import Checkpoints
+  from jaxscale.checkpoint.manager import Checkpoints
   from jaxscale.config import Config
-  from jaxscale.loop import evaluate
-  from jaxscale.losses import classification_loss, classification_totals
+  from jaxscale.config.loading import load_config
+  from jaxscale.errors import ConfigError
   from jaxscale.mesh import make_mesh
-  from jaxscale.overrides import load_config
-  from jaxscale.run import fit
-  from jaxscale.settings import ConfigError
-  from jaxscale.state import TrainState, abstract_state, init_state
-  from jaxscale.step import make_eval_step, make_train_step
+  from jaxscale.run.fit import fit
+  from jaxscale.training.loop import evaluate
+  from jaxscale.training.losses import classification_loss, classification_totals
+  from jaxscale.training.state import TrainState, abstract_state, init_state
+  from jaxscale.training.step import make_eval_step, make_train_step
   from jaxscale.weights import export_safetensors, import_safetensors
 
 __all__ = [
@@ -32,22 +32,22 @@ __all__ = [
 ]  # fmt: skip
 
 _HOME = {
-  "Checkpoints": "checkpoint",
+  "Checkpoints": "checkpoint.manager",
   "Config": "config",
-  "ConfigError": "settings",
-  "TrainState": "state",
-  "abstract_state": "state",
-  "classification_loss": "losses",
-  "classification_totals": "losses",
-  "evaluate": "loop",
+  "ConfigError": "errors",
+  "TrainState": "training.state",
+  "abstract_state": "training.state",
+  "classification_loss": "training.losses",
+  "classification_totals": "training.losses",
+  "evaluate": "training.loop",
   "export_safetensors": "weights",
-  "fit": "run",
+  "fit": "run.fit",
   "import_safetensors": "weights",
-  "init_state": "state",
-  "load_config": "overrides",
-  "make_eval_step": "step",
+  "init_state": "training.state",
+  "load_config": "config.loading",
+  "make_eval_step": "training.step",
   "make_mesh": "mesh",
-  "make_train_step": "step",
+  "make_train_step": "training.step",
 }
 
 

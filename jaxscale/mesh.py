@@ -21,7 +21,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxscale.settings import ConfigError
+from jaxscale.errors import ConfigError
 
 AXES = ("replica", "data")
 BN_AXIS = "bn"  # a factor of `data`, only in meshes that need it

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from jaxscale import cluster
-from jaxscale.exits import EXIT_DONE, leave, one_line_errors
-from jaxscale.overrides import command, help_text, load_config, parse_args
-from jaxscale.settings import ConfigError
+from jaxscale.config.loading import command, help_text, load_config, parse_args
+from jaxscale.errors import EXIT_DONE, ConfigError, leave, one_line_errors
 
 
 @one_line_errors
@@ -35,11 +34,12 @@ def default_workdir(path: str) -> str:
 
 def show(config, workdir: Path) -> int:
   """Print what the layout does with the model; trains nothing."""
-  from jaxscale.joining import joined
+  from jaxscale.run.session import joined
 
   with joined(config, workdir):
-    from jaxscale import build, describe  # JAX: only once all have met
-    from jaxscale.stand_in import stand_in
+    from jaxscale.experiment import build
+    from jaxscale.experiment.abstract_data import stand_in
+    from jaxscale.planning import describe  # JAX: only once all have met
 
     page = describe.describe(build.experiment(config, datasets=stand_in(config)))
     if cluster.is_leader():
@@ -49,10 +49,10 @@ def show(config, workdir: Path) -> int:
 
 def run(config, workdir: Path, argv: list[str]) -> int:
   """Train, and say in one line how it ended."""
-  from jaxscale.joining import joined, stopped
+  from jaxscale.run.session import joined, stopped
 
   with joined(config, workdir) as watch:
-    from jaxscale.run import fit  # JAX: only once all have met
+    from jaxscale.run.fit import fit  # JAX: only once all have met
 
     summary = fit(config, workdir).summary
     if summary["outcome"] == "interrupted":

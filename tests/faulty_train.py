@@ -18,9 +18,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxscale import adaptive, checkpoint_files, train
-from jaxscale.exits import leave
-from jaxscale.stages import stage_index
+from jaxscale import train
+from jaxscale.checkpoint import files
+from jaxscale.errors import leave
+from jaxscale.experiment.phases import stage_index
+from jaxscale.run import adaptive_batch
 
 
 def rank() -> int:
@@ -66,7 +68,7 @@ def main(argv: list[str]) -> int:
 
 def patch(fault: str, at: int, note: Path) -> None:
   """Let the fault happen in this process."""
-  batches, begin = adaptive.train_batches, checkpoint_files.start_writing
+  batches, begin = adaptive_batch.train_batches, files.start_writing
 
   def happens() -> None:
     note.write_text(repr(time.time()))
@@ -90,9 +92,9 @@ def patch(fault: str, at: int, note: Path) -> None:
     return written
 
   if fault == "kill in save":
-    checkpoint_files.start_writing = start_writing
+    files.start_writing = start_writing
   else:
-    adaptive.train_batches = train_batches
+    adaptive_batch.train_batches = train_batches
 
 
 if __name__ == "__main__":

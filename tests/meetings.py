@@ -10,15 +10,15 @@ import time
 
 from conftest import ROOT
 
-from jaxscale.cluster.introduction import Introduction
+from jaxscale.cluster.rendezvous.handshake import Introduction
 
 # One process of a run: it meets, says what it got, sends its rank over the links.
 CHILD = """
 import json, os, resource, socket, sys, time
 from jaxscale.cluster import introduction, network, rendezvous, roll_call, wire
-from jaxscale.cluster.launched import Launch
-from jaxscale.cluster.rendezvous import meet
-from jaxscale.settings import ConfigError
+from jaxscale.cluster.detect.launched import Launch
+from jaxscale.cluster.rendezvous.client import meet
+from jaxscale.errors import ConfigError
 a = json.loads(sys.argv[1])
 for name, value in a.get("set", {}).items():
   module, name = name.split(".")

@@ -9,9 +9,9 @@ import textwrap
 import time
 
 from jaxscale import preflight as checks
-from jaxscale.findings import Finding
+from jaxscale.errors import ConfigError
+from jaxscale.preflight.finding import Finding
 from jaxscale.preflight.group import make_group
-from jaxscale.settings import ConfigError
 
 HOSTS = ["n1", "n2", "n3", "n4"]
 # A machine with more processes than cores is no network: only what is throttled on

@@ -10,9 +10,9 @@ import sys
 
 import jax
 
-from jaxscale import build
 from jaxscale import config as cfg
-from jaxscale.overrides import load_config
+from jaxscale.config.loading import load_config
+from jaxscale.experiment import build
 
 LANGUAGE, DIGITS = "tests/tiny_language.py", "configs/digits.py"
 

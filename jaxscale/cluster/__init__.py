@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxscale.cluster.together import (
+from jaxscale.cluster.barrier import (
   any_process,
   barrier,
   from_leader,
@@ -26,15 +26,14 @@ from jaxscale.cluster.together import (
   on_leader,
   sum_over_processes,
 )
-from jaxscale.cluster.verdict import Limits
-from jaxscale.exits import said
-from jaxscale.settings import ConfigError
+from jaxscale.cluster.watch.fault_detection import Limits
+from jaxscale.errors import ConfigError, said
 
 # A command that only prints its --help needs none of this.
 if TYPE_CHECKING:
-  from jaxscale.cluster.launched import Launch
-  from jaxscale.cluster.signals import Latch
-  from jaxscale.cluster.watch import Watch
+  from jaxscale.cluster.detect.launched import Launch
+  from jaxscale.cluster.watch.signals import Latch
+  from jaxscale.cluster.watch.watch import Watch
 
 __all__ = [
   "Limits", "Timeouts", "any_process", "barrier", "from_leader", "gather",
@@ -112,9 +111,9 @@ def _begin(
 ) -> None:
   """`initialize`, for a command."""
   global _latch, _watch, _has_joined
-  from jaxscale.cluster import signals
-  from jaxscale.cluster.detect import detect
-  from jaxscale.cluster.network import node_name
+  from jaxscale.cluster.detect.detect import detect
+  from jaxscale.cluster.rendezvous.network import node_name
+  from jaxscale.cluster.watch import signals
 
   limits = limits or Limits(starting_s=math.inf)
   _latch = signals.Latch(grace_s=timeouts.grace_s)
@@ -128,7 +127,7 @@ def _begin(
   if launch.num_processes > 1:
     _meet(launch, config, timeouts, limits, folder)
     return
-  from jaxscale.cluster import watch
+  from jaxscale.cluster.watch import watch
 
   # A job that nobody looks at is watched even if it is one process.
   alone = launch.kind != "single"
@@ -147,11 +146,11 @@ def _meet(
 ) -> None:
   """What `initialize` does where there are others."""
   global _watch, _has_joined
-  from jaxscale.cluster import watch
-  from jaxscale.cluster.introduction import digests_of
-  from jaxscale.cluster.join import check_devices, join
-  from jaxscale.cluster.local_devices import local_device_ids, visible_gpus
-  from jaxscale.cluster.rendezvous import meet
+  from jaxscale.cluster.detect.local_devices import local_device_ids, visible_gpus
+  from jaxscale.cluster.rendezvous.client import meet
+  from jaxscale.cluster.rendezvous.handshake import digests_of
+  from jaxscale.cluster.rendezvous.join import check_devices, join
+  from jaxscale.cluster.watch import watch
 
   num_gpus, ids, trouble = visible_gpus(os.environ), None, ""
   try:
@@ -179,8 +178,8 @@ def _joined_by_jax(launch: Launch, timeouts: Timeouts) -> Launch:
   """Join where JAX alone knows the others; then all know where they can meet."""
   import jax
 
-  from jaxscale.cluster import network
-  from jaxscale.cluster.join import join
+  from jaxscale.cluster.rendezvous import network
+  from jaxscale.cluster.rendezvous.join import join
 
   join(launch, None, **_of_jax(timeouts))
   return launch._replace(
@@ -203,7 +202,8 @@ def _of_jax(timeouts: Timeouts) -> dict[str, Any]:
 def _heed(watch: Watch, latch: Latch, launch: Launch, timeouts: Timeouts) -> None:
   """From here on signals, and the end of the job, ask all processes to stop."""
   global _ending
-  from jaxscale.cluster import signals, walltime
+  from jaxscale.cluster.detect import walltime
+  from jaxscale.cluster.watch import signals
 
   def request(reason: str) -> None:
     if not watch.is_watched:  # else its hub says so
@@ -234,7 +234,7 @@ def joined(
     >>> with joined() as watch:
     ...   watch.stop.poll()                  # why to stop, if anybody asked for it
   """
-  from jaxscale.cluster.watch import cause_of
+  from jaxscale.cluster.watch.watch import cause_of
 
   try:
     _begin(config, timeouts, limits, folder)
@@ -283,7 +283,7 @@ def watched() -> Iterator[Watch]:
     return
   import jax
 
-  from jaxscale.cluster import signals, watch
+  from jaxscale.cluster.watch import signals, watch
 
   alone = watch.start({}, 0, ["localhost"])
   is_alone = jax.process_count() == 1

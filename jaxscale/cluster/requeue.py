@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxscale.cluster.walltime import run_scontrol
-from jaxscale.exits import EXIT_GIVE_UP, EXIT_PREEMPTED
+from jaxscale.cluster.detect.walltime import run_scontrol
+from jaxscale.errors import EXIT_GIVE_UP, EXIT_PREEMPTED
 
 _SCONTROL_S = 30.0
 # What a job is signalled with as a whole, by Slurm or from a terminal.

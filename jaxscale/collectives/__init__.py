@@ -9,7 +9,7 @@ Inside `jax.shard_map`, functions of (x, axis names), each equal to `lax.psum`:
 
 Outside of it, `all_reduce(tree, mesh, algorithm)` sums global arrays. `plan` chooses
 algorithm and dimensions from alpha and beta of the links; `python -m
-jaxscale.collectives.bench` measures them. Axes go slowest link first, as in a mesh;
+jaxscale.cli.bench` measures them. Axes go slowest link first, as in a mesh;
 dimensions fastest first, as they are reduced.
 """
 

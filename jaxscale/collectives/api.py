@@ -14,10 +14,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.collectives import native, typed
+from jaxscale.collectives.cpu_workarounds import one_at_a_time
 from jaxscale.collectives.plan import Link, Measured, Plan, plan
 from jaxscale.collectives.torus import over_dims
-from jaxscale.settings import ConfigError
-from jaxscale.simulated import one_at_a_time
+from jaxscale.errors import ConfigError
 
 
 def sum_tree(

@@ -13,7 +13,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from jaxscale.settings import ConfigError, nearest
+from jaxscale.config.validation import nearest
+from jaxscale.errors import ConfigError
 
 
 class Dim(NamedTuple):

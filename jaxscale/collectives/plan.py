@@ -33,7 +33,8 @@ from jaxscale.collectives.dims import (
   one_ring,
   two_by_two,
 )
-from jaxscale.settings import ConfigError, nearest
+from jaxscale.config.validation import nearest
+from jaxscale.errors import ConfigError
 
 ALGORITHMS = ("ring", "torus", "hierarchical", "halving_doubling", "psum")
 

@@ -15,10 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale import cluster
 from jaxscale.collectives.api import reducer
+from jaxscale.collectives.cpu_workarounds import one_at_a_time
 from jaxscale.collectives.plan import Link, Measured, plan
 from jaxscale.collectives.records import fit_link
 from jaxscale.collectives.torus import ring
-from jaxscale.simulated import one_at_a_time
 
 
 def in_turns(

@@ -37,7 +37,7 @@ from jaxscale.collectives.dims import (
   pairs,
   two_by_two,
 )
-from jaxscale.settings import ConfigError
+from jaxscale.errors import ConfigError
 
 Axes = str | Sequence[str]
 Dims = Sequence[tuple[str, int]]

@@ -21,7 +21,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jaxscale.settings import ConfigError
+from jaxscale.errors import ConfigError
 
 _same_everywhere = Primitive("same_everywhere")
 _same_everywhere.def_impl(lambda x, *, axes: x)

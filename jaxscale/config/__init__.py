@@ -47,7 +47,8 @@ from jaxscale.config.optim import (
   Steps,
 )
 from jaxscale.config.running import Checkpoint, Checks, Evaluation, Faults, Log, Mesh
-from jaxscale.settings import ConfigError, settings
+from jaxscale.config.validation import settings
+from jaxscale.errors import ConfigError
 
 __all__ = [
   "CNN", "LAMB", "LARS", "MLP", "SGD", "TFDS", "AdamW", "AdaptiveBatch", "AlexNet",
@@ -92,7 +93,7 @@ class Config:
     dtype: type of activations; parameters and the exchange stay float32.
     init_from: a safetensors file, or a folder as Hugging Face's, whose parameters
       training starts from, in the names of timm (ResNet, ViT), Hugging Face
-      (Llama) or `jaxscale.export`; None: initialised. What goes with them, such as
+      (Llama) or `jaxscale.run.export`; None: initialised. What goes with them, such as
       how images are normalised, is in `jaxscale.weights.names`.
     init_head: the classifier starts anew, whatever `init_from` has.
     seed: of initial parameters, order, augmentation and dropout.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from jaxscale.settings import ConfigError
+from jaxscale.errors import ConfigError
 
 Positive = Annotated[float, "> 0"]
 NonNegative = Annotated[float, ">= 0"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from jaxscale.config.bounds import Count
-from jaxscale.settings import ConfigError, settings
+from jaxscale.config.validation import settings
+from jaxscale.errors import ConfigError
 
 
 @settings

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from jaxscale.config.bounds import Count, Fraction, NonNegative, Positive
-from jaxscale.settings import ConfigError, settings
+from jaxscale.config.validation import settings
+from jaxscale.errors import ConfigError
 
 _BUCKET = 25 * 2**20  # PyTorch's DistributedDataParallel's, arXiv:2006.15704
 
@@ -18,7 +19,7 @@ class AllReduce:
     algorithm: "psum" (XLA's own), "ring", "torus", "hierarchical",
       "halving_doubling", or "auto": what is fastest by `links`.
     dims: of "torus", as "data:4", fastest links first; (): the planner's.
-    links: file of `python -m jaxscale.collectives.bench --json FILE`; None: links
+    links: file of `python -m jaxscale.cli.bench --json FILE`; None: links
       are assumed.
     bucket_bytes: gradients travel in flat buckets of this size; None: as tensors,
       or for "psum" between processes on CPUs in buckets of 25 MiB.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from jaxscale.config.bounds import check_pattern
-from jaxscale.settings import ConfigError, settings
+from jaxscale.config.validation import settings
+from jaxscale.errors import ConfigError
 
 
 @settings

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from jaxscale.config.bounds import Count, Fraction, Positive
-from jaxscale.settings import ConfigError, settings
+from jaxscale.config.validation import settings
+from jaxscale.errors import ConfigError
 
 # Examples that share BatchNorm statistics: a number, whatever the number of
 # devices; "device": those of a device's micro-batch; "global": of all devices'.

@@ -11,7 +11,8 @@ from jaxscale.config.bounds import (
   Positive,
   check_pattern,
 )
-from jaxscale.settings import ConfigError, settings
+from jaxscale.config.validation import settings
+from jaxscale.errors import ConfigError
 
 
 @settings

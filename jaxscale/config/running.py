@@ -6,7 +6,8 @@ import dataclasses
 from typing import Annotated, Literal
 
 from jaxscale.config.bounds import Count, Positive
-from jaxscale.settings import ConfigError, settings
+from jaxscale.config.validation import settings
+from jaxscale.errors import ConfigError
 
 
 @settings

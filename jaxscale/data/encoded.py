@@ -27,7 +27,7 @@ from jaxscale.data.dataset import (
   Record,
   Source,
 )
-from jaxscale.settings import ConfigError
+from jaxscale.errors import ConfigError
 
 # Per channel, over the training images of ImageNet, as every published recipe.
 IMAGENET_MEAN = (123.675, 116.28, 103.53)

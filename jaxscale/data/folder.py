@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxscale.config.validation import nearest
 from jaxscale.data.dataset import Dataset, DatasetInfo, Record, Source
 from jaxscale.data.encoded import (
   IMAGENET_MEAN,
@@ -20,7 +21,7 @@ from jaxscale.data.encoded import (
   from_source,
 )
 from jaxscale.data.faults import raise_if_systems
-from jaxscale.settings import ConfigError, nearest
+from jaxscale.errors import ConfigError
 
 # What a file may be called; what it is, its bytes say.
 SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm")

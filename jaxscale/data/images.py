@@ -19,7 +19,7 @@ from jaxscale.data.encoded import (
 )
 from jaxscale.data.faults import raise_if_systems
 from jaxscale.data.tfds_source import Prepared, find_builder, open_split
-from jaxscale.settings import ConfigError
+from jaxscale.errors import ConfigError
 
 
 def tfds_images(

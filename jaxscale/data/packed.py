@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxscale.data.stream import Stream, of_files
 from jaxscale.data.tokenizer import Tokenizer, smallest_dtype
-from jaxscale.settings import ConfigError
+from jaxscale.errors import ConfigError
 
 
 def packed(

@@ -27,8 +27,7 @@ from typing import NamedTuple
 import numpy as np
 import simplejpeg
 
-from jaxscale.exits import EXIT_DONE, one_line_errors
-from jaxscale.settings import ConfigError
+from jaxscale.errors import EXIT_DONE, ConfigError, one_line_errors
 
 SOURCE = Path(__file__).with_suffix(".c")
 BUILD = "python -m jaxscale.data.partial_jpeg"

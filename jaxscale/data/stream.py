@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxscale.data.dataset import Batch, Dataset, TextInfo
 from jaxscale.data.tfrecord import Descriptor
-from jaxscale.settings import ConfigError
+from jaxscale.errors import ConfigError
 
 NO_TARGET = -1  # where nothing is to be predicted
 

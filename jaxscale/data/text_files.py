@@ -17,7 +17,7 @@ from jaxscale.data.dataset import Dataset
 from jaxscale.data.packed import packed
 from jaxscale.data.stream import of_files, windows
 from jaxscale.data.tokenizer import read_tokenizer
-from jaxscale.settings import ConfigError
+from jaxscale.errors import ConfigError
 
 _AT_ONCE = 64 << 20  # bytes of text
 

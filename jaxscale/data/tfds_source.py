@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxscale.settings import ConfigError, closest
+from jaxscale.config.validation import closest
+from jaxscale.errors import ConfigError
 
 
 class Examples(NamedTuple):

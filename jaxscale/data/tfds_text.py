@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from jaxscale.config.validation import nearest
 from jaxscale.data.dataset import Dataset
 from jaxscale.data.packed import packed
 from jaxscale.data.stream import windows
 from jaxscale.data.tfds_source import Examples, Prepared, find_builder, open_split
 from jaxscale.data.tokenizer import read_tokenizer
-from jaxscale.settings import ConfigError, nearest
+from jaxscale.errors import ConfigError
 
 _AT_ONCE = 1024  # documents
 

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxscale.settings import ConfigError
+from jaxscale.errors import ConfigError
 
 _HEAD, _FOOT = 12, 4  # uint64 length and its uint32 checksum; checksum of the bytes
 

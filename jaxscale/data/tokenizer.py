@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxscale.settings import ConfigError, nearest
+from jaxscale.config.validation import nearest
+from jaxscale.errors import ConfigError
 
 # What tokenizers call the end of a document, in the order of preference.
 _ENDS = (

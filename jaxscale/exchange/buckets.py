@@ -22,9 +22,9 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxscale.collectives import joined
+from jaxscale.errors import ConfigError
 from jaxscale.exchange import Exchange
 from jaxscale.exchange.resize import unchanged
-from jaxscale.settings import ConfigError
 
 # The default of PyTorch's DistributedDataParallel (arXiv:2006.15704).
 BUCKET_BYTES = 25 * 2**20

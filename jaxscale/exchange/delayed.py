@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxscale.errors import ConfigError
 from jaxscale.exchange import Exchange, plain
 from jaxscale.exchange.resize import mean_for_all, same_for_all
-from jaxscale.settings import ConfigError
 
 
 def delayed(inner: Exchange) -> Exchange:

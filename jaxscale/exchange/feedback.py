@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxscale.settings import ConfigError
+from jaxscale.errors import ConfigError
 
 
 def zero_residuals(params: Any) -> Any:

@@ -41,9 +41,9 @@ from jax import lax
 
 from jaxscale.collectives import same_everywhere
 from jaxscale.collectives.typed import axis_sizes, vary, varying
+from jaxscale.errors import ConfigError
 from jaxscale.exchange import Exchange
-from jaxscale.paths import path_name
-from jaxscale.settings import ConfigError
+from jaxscale.tree_paths import path_name
 
 
 def in_backward(

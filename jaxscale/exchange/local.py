@@ -16,7 +16,7 @@ Block momentum (BMUF; Chen and Huo, ICASSP 2016) is as in Microsoft CNTK,
 Source/1BitSGD/V2BlockMomentumSGD.h, where the anchor kept is the one that has
 looked ahead. CNTK sums over the N workers, S = n S + (1 - n) b N D; with its
 defaults n = 1 - 1/N and b = 1 that is z = 1 on the mean, which is how it is
-defined here. `jaxscale.local_step` has the train step.
+defined here. `jaxscale.training.local_step` has the train step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxscale.settings import ConfigError
+from jaxscale.errors import ConfigError
 
 # CNTK's SGD block: blockSize = 120000 * #workers samples.
 BLOCK_SAMPLES = 120_000

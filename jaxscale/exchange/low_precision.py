@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxscale.collectives import Plan, sum_tree
+from jaxscale.errors import ConfigError
 from jaxscale.exchange import Exchange
 from jaxscale.exchange.buckets import BUCKET_BYTES, bucketed, map_buckets
 from jaxscale.exchange.coded import coded_sum
 from jaxscale.exchange.resize import same_for_all
-from jaxscale.settings import ConfigError
 
 # Sums of float16 are kept below half of its largest power of two, 2^15: the
 # rounding of a sum of N terms grows it by at most (1 + 2^-11)^N, 2 at N = 1419.

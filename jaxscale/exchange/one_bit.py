@@ -35,11 +35,11 @@ import numpy as np
 from jax import lax
 
 from jaxscale.collectives import add_rows
+from jaxscale.errors import ConfigError
 from jaxscale.exchange import Exchange
 from jaxscale.exchange.buckets import BUCKET_BYTES, leaf_groups, sum_together
 from jaxscale.exchange.feedback import check_devices, zero_residuals
 from jaxscale.exchange.resize import copies, mean_for_all
-from jaxscale.settings import ConfigError
 
 _VALUES = 8  # bytes of the two float32 of a column
 _SHIFTS = np.arange(7, -1, -1, dtype=np.uint8)[:, None]  # the first of eight highest

@@ -25,11 +25,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxscale.errors import ConfigError
 from jaxscale.exchange import Exchange
 from jaxscale.exchange.buckets import BUCKET_BYTES, leaf_groups, sum_together
 from jaxscale.exchange.feedback import zero_residuals
 from jaxscale.exchange.resize import mean_for_all, same_for_all
-from jaxscale.settings import ConfigError
 
 # Of a column's length; what is left below it of a float32 column is rounding.
 _DEPENDENT = 1e-5

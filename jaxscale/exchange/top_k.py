@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxscale.collectives.typed import vary, varying
+from jaxscale.errors import ConfigError
 from jaxscale.exchange import Exchange
 from jaxscale.exchange.buckets import (
   BUCKET_BYTES,
@@ -37,7 +38,6 @@ from jaxscale.exchange.buckets import (
 )
 from jaxscale.exchange.feedback import check_devices, zero_residuals
 from jaxscale.exchange.resize import mean_for_all
-from jaxscale.settings import ConfigError
 
 
 def top_k(

@@ -1,6 +1,6 @@
 """`python -m jaxscale.launch`."""
 
-from jaxscale.exits import leave
+from jaxscale.errors import leave
 from jaxscale.launch.cli import main
 
 if __name__ == "__main__":

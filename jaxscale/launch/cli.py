@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxscale.exits import EXIT_DONE, EXIT_INTERRUPTED, one_line_errors
+from jaxscale.config.validation import nearest
+from jaxscale.errors import EXIT_DONE, EXIT_INTERRUPTED, ConfigError, one_line_errors
 from jaxscale.launch import folder as folders
 from jaxscale.launch import handle, logs, status, studies, sweeps
 from jaxscale.launch.handle import Job, Prepared
 from jaxscale.launch.profile import OPTIONS
-from jaxscale.settings import ConfigError, nearest
 
 USAGE = """\
 usage: python -m jaxscale.launch submit --config FILE[:arg] [--nodes N] [option ...]
@@ -43,7 +43,7 @@ folder of its own under runs/, with a copy of the code and all that it writes.
   --executor slurm|local  default: slurm where there is sbatch
   --requeue N             start again at most N times, after a preemption, a hang, or
                           a crash that made progress (default 10)
-  --preflight             check the nodes first, by jaxscale.doctor
+  --preflight             check the nodes first, by jaxscale.cli.doctor
   --dry-run               print the script and what would be made; make nothing
   --sweep a.b=1,2,3       values of a setting; several: all combinations; without
                           any, what get_sweep() of the config file yields
@@ -51,7 +51,7 @@ folder of its own under runs/, with a copy of the code and all that it writes.
                           this machine 1)
   --batch fixed|grows     of a scaling study: the batch size stays (strong scaling,
                           the default), or grows with the nodes (weak); then
-                          `python -m jaxscale.report NAME` has table and picture
+                          `python -m jaxscale.cli.report NAME` has table and picture
   --watch                 the table, again and again (every 5 seconds)
   -f                      print what comes until the run ends
   --rank N|all|batch      whose output: a process (default 0), all, or the script's

@@ -19,8 +19,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from jaxscale.errors import ConfigError
 from jaxscale.launch.measured import Measured
-from jaxscale.settings import ConfigError
 
 Kind = Literal["strong", "weak", "one size"]
 

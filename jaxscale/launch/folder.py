@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import jaxscale
+from jaxscale.config.validation import nearest
+from jaxscale.errors import ConfigError
 from jaxscale.launch import spec
 from jaxscale.launch.render import render, render_process
 from jaxscale.launch.spec import Run
 from jaxscale.metrics import write_json
-from jaxscale.settings import ConfigError, nearest
 
 _PACKAGE = Path(jaxscale.__file__).parent.absolute()
 # Variables that change what a run does; no others, which may hold secrets.

@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 
 import jaxscale.config
 from jaxscale.config import Config, Stages
+from jaxscale.config.loading import load_config, override
+from jaxscale.config.validation import nearest
+from jaxscale.errors import ConfigError
 from jaxscale.launch import folder as folders
 from jaxscale.launch import local, logs, slurm, spec, sweeps
 from jaxscale.launch import status as states
@@ -21,8 +24,6 @@ from jaxscale.launch.render import render, render_process
 from jaxscale.launch.spec import Run
 from jaxscale.launch.table import Record
 from jaxscale.metrics import read_metrics
-from jaxscale.overrides import load_config, override
-from jaxscale.settings import ConfigError, nearest
 
 EXECUTORS = ("slurm", "local")
 

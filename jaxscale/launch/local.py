@@ -20,11 +20,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from jaxscale.errors import ConfigError
 from jaxscale.launch import folder as folders
 from jaxscale.launch import spec
 from jaxscale.launch.render import NOT_STARTED_AGAIN, STARTED_AGAIN
 from jaxscale.launch.spec import Run
-from jaxscale.settings import ConfigError
 
 # Seconds between SIGTERM and SIGKILL; Slurm's KillWait has the same default.
 GRACE_S = 30.0
@@ -154,7 +154,7 @@ def newest(workdir: Path) -> int | None:
 
 def _preflight(run: Run, job: str, task: int, stop: threading.Event) -> int:
   output = log_file(run, job, task, "batch")
-  process = _start(run, task, "jaxscale.doctor", output, {})
+  process = _start(run, task, "jaxscale.cli.doctor", output, {})
   return 2 if _wait([process], stop) else 0
 
 

@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from jaxscale.errors import ConfigError
 from jaxscale.launch import folder as folders
 from jaxscale.launch.local import log_file
 from jaxscale.launch.spec import Run
-from jaxscale.settings import ConfigError
 
 _POLL_S, _ASK_EVERY = 0.5, 10  # Slurm is not to be asked twice a second
 

@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxscale.errors import ConfigError
 from jaxscale.launch import folder as folders
 from jaxscale.launch import spec
 from jaxscale.metrics import read_metrics
-from jaxscale.settings import ConfigError
 
 _RATE, _REPORT = "perf/examples_per_s", "perf/exposed_share"
 

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from jaxscale.settings import ConfigError, hints, nearest, settings
+from jaxscale.config.validation import hints, nearest, settings
+from jaxscale.errors import ConfigError
 
 # What `--time` may be, as sbatch(1) lists it: minutes, minutes:seconds,
 # hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds.

@@ -16,9 +16,9 @@ from __future__ import annotations
 import re
 from shlex import quote
 
+from jaxscale.errors import ConfigError
 from jaxscale.launch import spares, spec
 from jaxscale.launch.spec import Run
-from jaxscale.settings import ConfigError
 
 # How a job that ended goes on (exits.py, DESIGN.md §8). Any other code is a crash:
 # it is worth another start if a newer checkpoint is there than before.
@@ -222,7 +222,7 @@ _PREFLIGHT = r"""# A process a node looks whether this allocation can train. Wha
 nodes=$SLURM_JOB_NUM_NODES
 step "${srun[@]}" --kill-on-bad-exit=0 \
   --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 \
-  "${python[@]}" -m jaxscale.doctor "${config[@]}" --workdir "$workdir"
+  "${python[@]}" -m jaxscale.cli.doctor "${config[@]}" --workdir "$workdir"
 case $code in 138|140|143) told=yes ;; esac
 if [ -n "$told" ]; then
   echo "told to stop in the preflight: nothing was to be saved"

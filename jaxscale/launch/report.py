@@ -10,17 +10,17 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxscale.exits import EXIT_DONE, one_line_errors
+from jaxscale.config.validation import nearest
+from jaxscale.errors import EXIT_DONE, ConfigError, one_line_errors
 from jaxscale.launch import folder as folders
 from jaxscale.launch import measured, table
 from jaxscale.launch.compare import Scaling, compare, law
 from jaxscale.launch.table import NOTHING
 from jaxscale.metrics import plot_scaling
-from jaxscale.settings import ConfigError, nearest
 
 USAGE = """\
-usage: python -m jaxscale.report STUDY [--csv FILE] [--png FILE] [--runs DIR]
-       python -m jaxscale.report RUN [RUN ...] [--csv FILE] [--png FILE] [--runs DIR]
+usage: python -m jaxscale.cli.report STUDY [--csv FILE] [--png FILE] [--runs DIR]
+       python -m jaxscale.cli.report RUN [RUN ...] [--csv FILE] [--png FILE] [--runs DIR]
 
 How a training scales: throughput, efficiency, exposed communication and the spread
 between processes, of the same config at several sizes.
@@ -215,14 +215,14 @@ def as_plot(name: str, study: Scaling) -> dict[str, Any]:
 
 @one_line_errors
 def main(argv: list[str]) -> int:
-  """`python -m jaxscale.report`; returns the exit code."""
+  """`python -m jaxscale.cli.report`; returns the exit code."""
   if {"--help", "-h"} & set(argv):
     print(USAGE)
     return EXIT_DONE
   names, options = _parse(argv)
   runs = options.get("runs", "runs")
   if not names:
-    raise ConfigError("jaxscale.report: of which runs? give names, or a study's")
+    raise ConfigError("jaxscale.cli.report: of which runs? give names, or a study's")
   study = folders.find_study(names[0], runs) if len(names) == 1 else None
   place, paths = study or (Path(), [find(name, runs) for name in names])
   files = (

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxscale.errors import ConfigError
 from jaxscale.launch.render import array
 from jaxscale.launch.spec import Run
-from jaxscale.settings import ConfigError
 
 # Variables that point to the cluster; all others that begin with SLURM_ describe the
 # job that we may be in (a notebook), and sbatch would take them for what is wanted.

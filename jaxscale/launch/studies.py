@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxscale.config import AdaptiveBatch, Config
+from jaxscale.config.validation import nearest
+from jaxscale.errors import ConfigError
 from jaxscale.launch import folder as folders
 from jaxscale.launch import handle, sweeps
 from jaxscale.launch import status as states
 from jaxscale.launch.handle import Job, Prepared, Rows
 from jaxscale.launch.report import Report, report
 from jaxscale.metrics import write_json
-from jaxscale.settings import ConfigError, nearest
 
 BATCHES = ("fixed", "grows")
 

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxscale.overrides import call
-from jaxscale.settings import ConfigError
+from jaxscale.config.loading import call
+from jaxscale.errors import ConfigError
 
 _MOST = 1000  # Slurm's own default of MaxArraySize is 1001, slurm.conf(5)
 

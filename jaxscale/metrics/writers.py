@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxscale.settings import ConfigError
+from jaxscale.errors import ConfigError
 
 # Lines that wait for a disk: two weeks of one every 10 s, some 40 MB.
 _MOST_WAITING = 120_000

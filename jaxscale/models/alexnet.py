@@ -16,8 +16,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxscale.errors import ConfigError
 from jaxscale.models.layers import BatchNorm, dropout, local_response_norm
-from jaxscale.settings import ConfigError
 
 # conv1 (11, stride 4) and three pools of 3 with stride 2 leave one position.
 MIN_IMAGE_SIZE = 67

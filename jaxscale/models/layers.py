@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxscale.settings import ConfigError
+from jaxscale.errors import ConfigError
 
 
 class BatchNorm(nn.Module):

@@ -23,10 +23,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxscale.errors import ConfigError
 from jaxscale.models.attention import join_heads, rotate, split_heads
 from jaxscale.models.linear import linear
 from jaxscale.models.stack import Ops, Stack, Totals, at_least_float32, rejoin
-from jaxscale.settings import ConfigError
 
 # GPT-2's initial deviation (its published code; the same in Megatron-LM,
 # arXiv:1909.08053, §4.1), for all matrices and the table.

@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxscale.errors import ConfigError
 from jaxscale.models.attention import join_heads, split_heads
 from jaxscale.models.linear import linear, shift
 from jaxscale.models.stack import Ops, Stack, Totals, at_least_float32, rejoin
-from jaxscale.settings import ConfigError
 
 NORM_EPS = 1e-6  # Flax's LayerNorm, with which the published weights were trained
 

@@ -41,10 +41,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxscale.errors import ConfigError
 from jaxscale.optim.layers import Layer, layer_norm
 from jaxscale.optim.masks import Mask, kernels
 from jaxscale.optim.momentum import Form, RatioFn, Rule, momentum_rule
-from jaxscale.settings import ConfigError
 
 LarsVariant = Literal[
   "paper", "nvidia", "tf_contrib", "tf_contrib_l2_in_loss", "torch", "optax",

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxscale.optim.masks import Mask
-from jaxscale.paths import path_name
+from jaxscale.tree_paths import path_name
 
 
 class Layer(NamedTuple):

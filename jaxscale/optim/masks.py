@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxscale.paths import path_name
+from jaxscale.tree_paths import path_name
 
 Mask = Callable[[Any], Any]  # params -> a bool per leaf
 

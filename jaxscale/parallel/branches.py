@@ -21,7 +21,7 @@ from jax.extend import core
 
 from jaxscale.collectives import vary
 from jaxscale.collectives.typed import in_mesh_order, varying
-from jaxscale.settings import ConfigError
+from jaxscale.errors import ConfigError
 
 _MEETINGS = ("psum", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all")
 

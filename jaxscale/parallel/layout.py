@@ -25,11 +25,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.collectives import vary
+from jaxscale.errors import ConfigError
 from jaxscale.mesh import batch_axes
 from jaxscale.parallel.entering import FSDP, Beside, Entry, is_beside, own_shard
 from jaxscale.parallel.rules import Rule, partition
-from jaxscale.paths import path_name
-from jaxscale.settings import ConfigError
+from jaxscale.tree_paths import path_name
 
 Shard = Literal["nothing", "optimizer", "gradients", "parameters"]
 HOST = "pinned_host"  # JAX's name of the host's memory that devices copy from

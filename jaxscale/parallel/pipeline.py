@@ -35,8 +35,8 @@ from jax import lax
 
 from jaxscale.collectives import vary
 from jaxscale.collectives.typed import axis_sizes, in_mesh_order, varying
+from jaxscale.errors import ConfigError
 from jaxscale.parallel.branches import check_branch, type_axes, zeros_like
-from jaxscale.settings import ConfigError
 
 RunLayers = Callable[[Any, jax.Array], jax.Array]  # (this stage's layers, h) -> h
 

@@ -21,7 +21,7 @@ from jaxscale.collectives import same_everywhere, vary
 from jaxscale.collectives.typed import varying
 from jaxscale.exchange import Exchange
 from jaxscale.parallel.layout import Layout, grad_specs
-from jaxscale.paths import path_name
+from jaxscale.tree_paths import path_name
 
 
 class _Group(NamedTuple):

@@ -33,7 +33,7 @@ from jax import lax
 
 from jaxscale.collectives import vary
 from jaxscale.collectives.typed import axis_sizes, in_mesh_order, varying
-from jaxscale.settings import ConfigError
+from jaxscale.errors import ConfigError
 
 _BLOCK = 1024  # keys whose scores are in memory at once
 _NEVER = -1e30  # a score that counts for nothing, and whose differences are no NaN

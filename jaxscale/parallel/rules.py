@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec as P
 
-from jaxscale.paths import path_name
-from jaxscale.settings import ConfigError
+from jaxscale.errors import ConfigError
+from jaxscale.tree_paths import path_name
 
 Dims = tuple[str | None, ...]  # an axis, or None, for each dim
 

@@ -28,9 +28,10 @@ import numpy as np
 from jax import lax
 
 from jaxscale.collectives.typed import axis_sizes
+from jaxscale.config.validation import nearest
+from jaxscale.errors import ConfigError
 from jaxscale.models.stack import Ops, attention
 from jaxscale.parallel.ring import check_zigzag, ring_attention
-from jaxscale.settings import ConfigError, nearest
 
 Order = Literal["contiguous", "zigzag"]
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from jaxscale.errors import ConfigError
 from jaxscale.models.attention import attention
 from jaxscale.models.stack import Ops, Stack, Totals
 from jaxscale.models.stacked import REMAT, Layer
@@ -20,7 +21,6 @@ from jaxscale.parallel import sequence
 from jaxscale.parallel.entering import enter, keep_all_but_entered
 from jaxscale.parallel.layout import Layout
 from jaxscale.parallel.tensor import tensor_ops
-from jaxscale.settings import ConfigError
 
 
 def stack_loss(stack: Stack, layout: Layout, *, remat: str = "none") -> Any:

@@ -1,6 +1,6 @@
 """Is this allocation ready for a job? Everything that is looked at before it.
 
-    srun --ntasks-per-node=1 python -m jaxscale.doctor --workdir DIR --config FILE
+    srun --ntasks-per-node=1 python -m jaxscale.cli.doctor --workdir DIR --config FILE
 
 All processes take part, process 0 prints, and all end with the same exit code: 0
 ready, 2 not. What needs no JAX comes first and takes a second or two; JAX is only
@@ -16,12 +16,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxscale.exits import EXIT_DONE
-from jaxscale.findings import EXIT_NOT_READY, Finding, bytes_text, report
-from jaxscale.overrides import parse_args
+from jaxscale.config.loading import parse_args
+from jaxscale.config.validation import nearest
+from jaxscale.errors import EXIT_DONE, ConfigError
 from jaxscale.preflight import clocks, devices, disk, pairs, slow, software, storage
+from jaxscale.preflight.finding import EXIT_NOT_READY, Finding, bytes_text, report
 from jaxscale.preflight.group import Group, barrier, broadcast, gather, make_group
-from jaxscale.settings import ConfigError, nearest
 
 CHECKS = {
   "software": "versions, limits of the system, GPUs that others use",
@@ -97,13 +97,14 @@ def parse(argv: list[str]) -> Options:
 
 
 def main(argv: list[str]) -> int:
-  """The command line after `python -m jaxscale.doctor`; returns the exit code."""
+  """The command line after `python -m jaxscale.cli.doctor`; returns the exit code."""
   options = parse(argv)
-  from jaxscale.cluster import detect, rendezvous
+  from jaxscale.cluster.detect import detect
+  from jaxscale.cluster.rendezvous import client
 
   began = time.monotonic()
   launch = detect.detect(os.environ)
-  meeting = rendezvous.meet(launch)
+  meeting = client.meet(launch)
   group = make_group(meeting.process_id, meeting.hosts, meeting.links)
   findings = [launched(group, launch.kind, time.monotonic() - began)]
   findings += run(group, options)

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxscale.overrides import load_config
-from jaxscale.settings import ConfigError
+from jaxscale.config.loading import load_config
+from jaxscale.errors import ConfigError
 
 
 def look(config: str | None, overrides: dict[str, str]) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def look(config: str | None, overrides: dict[str, str]) -> dict[str, Any]:
     "wrong": wrong,
   }
   if config is not None:
-    from jaxscale import parts
+    from jaxscale.experiment import parts
 
     try:
       train, held_out = parts.make_data(load_config(config, overrides))
@@ -65,7 +65,7 @@ def fits(config: str, overrides: dict[str, str], workdir: str) -> dict[str, Any]
   """
   import jax
 
-  from jaxscale.workdir import experiment_in
+  from jaxscale.run.workdir import experiment_in
 
   try:
     experiment = experiment_in(Path(workdir), load_config(config, overrides))

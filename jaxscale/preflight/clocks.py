@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-from jaxscale.findings import Finding
+from jaxscale.preflight.finding import Finding
 from jaxscale.preflight.group import Group, receive, send
 
 # File systems, Kerberos tickets and the order of lines in logs suffer from more.

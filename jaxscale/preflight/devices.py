@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import IO, Any, NamedTuple
 
-from jaxscale.findings import Finding
+from jaxscale.preflight.finding import Finding
 from jaxscale.preflight.software import named
 
 WAIT_S = 90.0  # JAX's import from a cold parallel file system takes long

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxscale.findings import Finding, bytes_text
+from jaxscale.preflight.finding import Finding, bytes_text
 from jaxscale.preflight.group import Group, barrier
 from jaxscale.preflight.storage import attempt
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale.cluster import wire
-from jaxscale.settings import ConfigError
+from jaxscale.errors import ConfigError
 
 PATIENCE_S = 120.0  # for the slowest part of any check, JAX on a cold file system
 

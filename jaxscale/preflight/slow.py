@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import NamedTuple
 
-from jaxscale.findings import Finding
+from jaxscale.preflight.finding import Finding
 from jaxscale.preflight.network import Speed
 
 Pair = tuple[int, int]

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from jaxscale.cluster import introduction, network
-from jaxscale.findings import Finding, bytes_text
+from jaxscale.cluster.rendezvous import handshake, network
+from jaxscale.preflight.finding import Finding, bytes_text
 
 PACKAGES = (
   "jax", "jaxlib", "jaxscale", "flax", "optax", "orbax-checkpoint",
@@ -46,7 +46,7 @@ def probe() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
   """Versions of Python and of the packages that are installed."""
-  return introduction.versions(PACKAGES)
+  return handshake.versions(PACKAGES)
 
 
 def loopback(name: str) -> str:

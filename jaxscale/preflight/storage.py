@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxscale.findings import Finding
+from jaxscale.preflight.finding import Finding
 from jaxscale.preflight.group import Group, barrier, broadcast, gather
 
 # NFS keeps what a directory holds for up to acdirmax = 60 s (man 5 nfs); a run

@@ -4,7 +4,7 @@
     import_safetensors("vit_small.safetensors", abstract_params).params
 
 One file holds parameters and BatchNorm statistics, nothing else of a run; that is
-what checkpoints are for. `python -m jaxscale.export` writes one from a checkpoint, and
+what checkpoints are for. `python -m jaxscale.run.export` writes one from a checkpoint, and
 `Config.init_from` starts a run from one.
 """
 

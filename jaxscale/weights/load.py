@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jaxscale.paths import path_name
-from jaxscale.settings import ConfigError
+from jaxscale.errors import ConfigError
+from jaxscale.tree_paths import path_name
 from jaxscale.weights.arrange import ARRANGEMENTS
 from jaxscale.weights.names import Link, Naming, guess, naming_of, shape_in_file
 from jaxscale.weights.safetensors import Stored, read_index, view

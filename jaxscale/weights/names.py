@@ -26,7 +26,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
-from jaxscale.settings import ConfigError, nearest
+from jaxscale.config.validation import nearest
+from jaxscale.errors import ConfigError
 from jaxscale.weights import tables
 from jaxscale.weights.arrange import ARRANGEMENTS
 

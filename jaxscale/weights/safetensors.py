@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxscale.settings import ConfigError
+from jaxscale.errors import ConfigError
 
 # Their names of dtypes; all that arrays of JAX can have.
 DTYPES = {

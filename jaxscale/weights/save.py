@@ -17,9 +17,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxscale import cluster
-from jaxscale.exits import EXIT_CRASH
-from jaxscale.paths import path_name
-from jaxscale.settings import ConfigError
+from jaxscale.errors import EXIT_CRASH, ConfigError
+from jaxscale.tree_paths import path_name
 from jaxscale.weights.arrange import ARRANGEMENTS
 from jaxscale.weights.names import Link, Naming, naming_of, shape_in_file
 from jaxscale.weights.safetensors import write

@@ -26,9 +26,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale import exchange
 from jaxscale.exchange.in_backward import all_but, in_backward
-from jaxscale.scaling.absent import target_config
-from jaxscale.state import abstract_state
-from jaxscale.step import make_train_step
+from jaxscale.planning.absent import target_config
+from jaxscale.training.state import abstract_state
+from jaxscale.training.step import make_train_step
 
 AXES = ("replica", "data")
 KEPT = re.compile(

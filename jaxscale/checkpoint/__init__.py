@@ -1,0 +1,1 @@
+"""Checkpoints of a run: saved, verified, resharded, and the lock on its directory."""

@@ -1,0 +1,348 @@
+"""The files of one checkpoint: written, read, and what went wrong with them.
+
+Orbax's handler writes and reads the arrays; nothing here talks to another process.
+(Its `Checkpointer` does, from a background thread: a process that cannot write,
+because its disk is full, never comes to the barrier where the others wait.)
+
+A checkpoint is a directory with `state/`, which plain Orbax reads as well
+(`StandardCheckpointer().restore`), and `manifest.json`: step, metrics, and shape,
+dtype and checksum of every leaf, with a checksum of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import functools
+import gc
+import inspect
+import json
+import logging
+import os
+import shutil
+import sys
+import traceback
+import warnings
+import zlib
+from collections.abc import Callable
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxscale.checkpoint import write_limit
+from jaxscale.checkpoint.checksum import shard_checksum
+from jaxscale.errors import ConfigError
+from jaxscale.tree_paths import path_name
+
+MANIFEST = "manifest.json"
+_STATE = "state"
+# How a full disk or quota looks when it comes through TensorStore, as text.
+_FULL = ("No space left on device", "Disk quota exceeded", "RESOURCE_EXHAUSTED")
+
+
+class DamagedError(Exception):
+  """Why a checkpoint cannot be trusted."""
+
+
+def start_writing(directory: Path, state: Any) -> Callable[[], None]:
+  """Copy this process's part off the devices, and begin to write it.
+
+  Args:
+    directory: of the checkpoint; it is there.
+    state: of `jax.Array`s; may be donated as soon as this returns.
+
+  Returns:
+    What waits until the part is on disk, and raises what went wrong.
+  """
+  ocp, path = _orbax()
+  limit: Any = write_limit.limit_to_write(state)
+  handler = ocp.StandardCheckpointHandler(save_concurrent_gb=limit)
+  small = ocp.SaveArgs(chunk_byte_size=write_limit.CHUNK)
+  args = ocp.args.StandardSave(state, save_args=jax.tree.map(lambda _: small, state))
+  saving = handler.async_save(path(directory / _STATE), args=args)
+
+  def copied():
+    loop = asyncio.new_event_loop()
+    try:
+      return loop.run_until_complete(saving) or []
+    finally:
+      loop.close()
+
+  # In a thread of its own: a notebook's has a loop that runs already.
+  with futures.ThreadPoolExecutor(1) as pool:
+    parts = pool.submit(copied).result()
+
+  def wait() -> None:
+    failed = None
+    for part in parts:  # to the end, else what is removed now comes back
+      try:
+        part.result()
+      except Exception as e:
+        failed = failed or e
+    if failed is not None:
+      raise failed
+
+  return wait
+
+
+def finish(directory: Path, manifest: dict[str, Any]) -> None:
+  """Make one checkpoint of the parts of all processes; one process calls it."""
+  ocp, path = _orbax()
+  ocp.StandardCheckpointHandler().finalize(path(directory / _STATE))
+  content = {**manifest, "crc32": _crc32(manifest)}
+  with (directory / MANIFEST).open("w") as file:
+    json.dump(content, file)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+  """What `finish` wrote.
+
+  Raises:
+    DamagedError: it is gone or is not what was written.
+  """
+  try:
+    manifest = json.loads((directory / MANIFEST).read_text())
+    crc32 = manifest.pop("crc32")
+  except (OSError, ValueError, KeyError, AttributeError, TypeError) as e:
+    raise DamagedError(f"its manifest is unreadable: {one_line(e)}") from e
+  if crc32 != _crc32(manifest):
+    raise DamagedError("its manifest has changed")
+  return manifest
+
+
+def load(directory: Path, abstract: Any, *, pad: bool = False) -> Any:
+  """The arrays, laid out as `abstract` says.
+
+  Args:
+    directory: of the checkpoint.
+    abstract: a tree of `jax.ShapeDtypeStruct`s with shardings.
+    pad: fill with zeros what an array lacks of the shape asked for, and cut off
+      what it has more.
+
+  Raises:
+    DamagedError: something cannot be read.
+  """
+  ocp, path = _orbax()
+  where = path(directory / _STATE)
+
+  def restore():
+    limit: Any = write_limit.limit_to_read(abstract, _chunks(ocp, where))
+    handler = ocp.StandardCheckpointHandler(restore_concurrent_gb=limit)
+    wanted = ocp.args.StandardRestore(abstract, strict=not pad)
+    return handler.restore(where, args=wanted)
+
+  return _read(restore)
+
+
+def _chunks(ocp: Any, where: Any) -> dict[str, tuple[int, ...]]:
+  """Shape of the chunks of each array of a checkpoint, by path."""
+  tree = ocp.StandardCheckpointHandler().metadata(where)
+  found = jax.tree_util.tree_leaves_with_path(getattr(tree, "tree", tree))
+  return {path_name(path): tuple(x.storage.chunk_shape) for path, x in found}
+
+
+def load_part(directory: Path, abstract: Any) -> Any:
+  """Some of the arrays, e.g. {"params": …}: what `abstract` lacks is not read.
+
+  Raises:
+    DamagedError: something cannot be read.
+  """
+  ocp, path = _orbax()
+  where = path(directory / _STATE)
+  layout = ocp.checkpoint_utils.construct_restore_args(abstract)
+  wanted = ocp.args.PyTreeRestore(abstract, restore_args=layout, partial_restore=True)
+
+  def restore():
+    limit: Any = write_limit.limit_to_read(abstract, _chunks(ocp, where))
+    handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit)
+    return handler.restore(where, args=wanted)
+
+  return _read(restore)
+
+
+def _read(restore: Callable[[], Any]) -> Any:
+  """What a restore gives, or why it fails in one line."""
+  # Where one read fails, others end unfinished, and Python warns of each.
+  with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+    try:
+      return restore()
+    except Exception as e:
+      problem = one_line(e)
+    gc.collect()
+  raise DamagedError(problem)
+
+
+def leaf_reader(directory: Path) -> Callable[[str], np.ndarray]:
+  """What reads one leaf by its name in the manifest, whole, onto the host.
+
+  Args:
+    directory: of the checkpoint.
+
+  Raises:
+    DamagedError: it cannot be read; of a leaf: when that is asked for.
+  """
+  ocp, path = _orbax()
+  handler, where = ocp.PyTreeCheckpointHandler(), path(directory / _STATE)
+  manifest = read_manifest(directory)["leaves"]
+  try:
+    tree: Any = handler.metadata(where)
+    flat, structure = jax.tree_util.tree_flatten_with_path(getattr(tree, "tree", tree))
+  except Exception as e:
+    raise DamagedError(one_line(e)) from e
+  names = [path_name(p) for p, _ in flat]
+  to_host = ocp.RestoreArgs(restore_type=np.ndarray)
+  restore_args = jax.tree.unflatten(structure, [to_host] * len(names))
+
+  def read(name: str) -> np.ndarray:
+    wanted = [np.zeros(()) if n == name else ocp.PLACEHOLDER for n in names]
+    item = jax.tree.unflatten(structure, wanted)
+    args = ocp.args.PyTreeRestore(item=item, restore_args=restore_args)
+    try:
+      restored = handler.restore(where, args=args)
+    except Exception as e:
+      raise DamagedError(one_line(e)) from e
+    (leaf,) = (x for x in jax.tree.leaves(restored) if x is not ocp.PLACEHOLDER)
+    found = shard_checksum(leaf, (slice(None),) * leaf.ndim, leaf.shape)[0]
+    if f"{found:016x}" != manifest[name]["checksum"]:
+      raise DamagedError(f"the checksum of {name} does not match")
+    return leaf
+
+  return read
+
+
+def why_unsaved(step: int, full: bool, why: str, directory: Path, size: int) -> str:
+  """One line of why a checkpoint could not be written.
+
+  Args:
+    step: of the checkpoint.
+    full: whether there was no room (`is_full`).
+    why: what was raised, as one line.
+    directory: where it was to be; what was written of it is gone again.
+    size: bytes of the state.
+  """
+  head = f"checkpoint of step {step} could not be saved"
+  if not full:
+    return f"{head}: {why}"
+  free = shutil.disk_usage(directory).free
+  if free < size:
+    return (
+      f"{head}: the disk is full, {megabytes(size - free)} are missing "
+      f"({megabytes(size)} needed, {megabytes(free)} free in {directory})"
+    )
+  return (
+    f"{head}: the disk or a quota was full ({megabytes(size)} needed, now "
+    f"{megabytes(free)} free in {directory})"
+  )
+
+
+def is_of_disk(error: BaseException) -> bool:
+  """Whether a disk or its server failed, and not the program."""
+  # TensorStore's errors end like "Input/output error [os_error_code='5']".
+  return isinstance(error, OSError) or is_full(error) or "os_error_code" in str(error)
+
+
+def is_full(error: BaseException) -> bool:
+  """Whether it says that there is no room left on a disk, or in a quota."""
+  if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    return True
+  return any(text in str(error) for text in _FULL)
+
+
+def megabytes(count: int) -> str:
+  """A number of bytes, in MB of 10^6."""
+  return f"{count / 1e6:,.1f} MB"
+
+
+def one_line(error: BaseException) -> str:
+  """An error as one line of at most some 140 characters."""
+  text = str(error).strip().splitlines()
+  return f"{type(error).__name__}: {text[0][:120] if text else ''}"
+
+
+def state_bytes(state: Any) -> int:
+  """Bytes of all arrays, of all processes, replicas counted once."""
+  return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+
+
+def check_same_leaves(path: Path, saved: dict[str, Any], wanted: dict[str, Any]):
+  """Refuse a checkpoint whose leaves are not those of this experiment.
+
+  Args:
+    path: for the message.
+    saved: `checksum.describe` of what is there.
+    wanted: the same of what is asked for.
+
+  Raises:
+    ConfigError: names the first that differs, those of the exchange last: its
+      state has the shapes of the model, which is named first.
+  """
+
+  def of_exchange(name):
+    return name.startswith("exchange_state/")
+
+  for name in sorted(saved.keys() | wanted.keys(), key=lambda n: (of_exchange(n), n)):
+    whose = "exchange" if of_exchange(name) else "model and optimizer"
+    if name not in wanted:
+      difference = f"it has {name}, which this {whose} does not keep"
+    elif name not in saved:
+      difference = f"it has no {name}, which this {whose} needs"
+    elif any(saved[name][key] != wanted[name][key] for key in ("shape", "dtype")):
+      there, here = saved[name], wanted[name]
+      difference = (
+        f"{name} is {there['dtype']}{there['shape']} there and "
+        f"{here['dtype']}{here['shape']} here"
+      )
+    else:
+      continue
+    back = "go on with the exchange it was saved with, or " if of_exchange(name) else ""
+    raise ConfigError(
+      f"{path}: a checkpoint of another experiment, {difference}; {back}use another "
+      "--workdir"
+    )
+
+
+def _crc32(manifest: dict[str, Any]) -> int:
+  return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+
+
+@functools.cache
+def _orbax() -> tuple[Any, Any]:
+  """Orbax and its path type, when they are first needed.
+
+  The import takes 0.3 s, and a run that starts anew saves only later.
+  """
+  import orbax.checkpoint as ocp
+  from etils import epath
+
+  for logger in ("absl", "asyncio"):
+    logging.getLogger(logger).addFilter(_is_not_told_here)
+  told_by = sys.unraisablehook
+  sys.unraisablehook = lambda told: None if _is_left_over(told) else told_by(told)
+  return ocp, epath.Path
+
+
+def _is_not_told_here(record: logging.LogRecord) -> bool:
+  """Drops the tracebacks that Orbax's threads log of errors they also raise."""
+  if not record.exc_info:
+    return True
+  # asyncio's record names what was awaited, or only its traceback does.
+  told = traceback.format_exception(*record.exc_info)
+  text = "".join([record.pathname, record.getMessage(), *told])
+  return not any(word in text for word in ("orbax", "OCDBT", "tensorstore"))
+
+
+def _is_left_over(told: Any) -> bool:
+  """Whether it is of the other reads and writes, after one of them has failed.
+
+  Orbax closes its event loop then: their coroutines end, and TensorStore's threads
+  find no loop to report to.
+  """
+  if inspect.iscoroutine(told.object):
+    return "orbax" in told.object.cr_code.co_filename
+  error = told.exc_value
+  return isinstance(error, RuntimeError) and str(error) == "Event loop is closed"

@@ -1,0 +1,86 @@
+"""The parameters that a run has come to, without its optimizer.
+
+Only they are read from the disk: of AdamW's three copies one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxscale.checkpoint import checksum, files
+from jaxscale.checkpoint import directory as checkpoint_dir
+from jaxscale.checkpoint.files import DamagedError
+from jaxscale.errors import ConfigError
+
+
+class Trained(NamedTuple):
+  """Parameters of a checkpoint.
+
+  Attributes:
+    params: those that the run evaluates: their average, where it keeps one.
+    step: of the checkpoint.
+    notes: of newer checkpoints that were passed over, a line each.
+  """
+
+  params: Any
+  step: int
+  notes: tuple[str, ...]
+
+
+def load_trained(workdir: str | Path, abstract: Any) -> Trained:
+  """The evaluated parameters of the newest intact checkpoint.
+
+  Damaged ones are passed over and left where they are: the run itself sets them
+  aside.
+
+  Args:
+    workdir: of a run.
+    abstract: shapes, dtypes and shardings of the parameters; without shardings they
+      come to this process's first device.
+
+  Raises:
+    ConfigError: there is no checkpoint, no intact one, or it is of another model.
+  """
+  directory = (Path(workdir) / "checkpoints").absolute()
+  steps = checkpoint_dir.steps(directory)
+  if not steps:
+    raise ConfigError(
+      f"--workdir={workdir}: there is no checkpoint in it, give the directory of a "
+      "run that has saved one"
+    )
+  on_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+  abstract = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=getattr(x, "sharding", None) or on_device
+    ),
+    abstract,
+  )
+  notes = []
+  for step in reversed(steps):
+    try:
+      return Trained(_load(directory / str(step), abstract), step, tuple(notes))
+    except DamagedError as damage:
+      notes.append(f"checkpoint {step} is damaged ({damage}), passed over")
+  raise ConfigError(f"{directory}: no checkpoint there is intact; {notes[-1]}")
+
+
+def _load(path: Path, abstract: Any) -> Any:
+  leaves = files.read_manifest(path)["leaves"]
+  averaged = any(name.startswith("average/0/") for name in leaves)
+  # An average is of (params, model_state), of which a stack of layers has none.
+  wanted = {"average": [abstract, {}]} if averaged else {"params": abstract}
+  prefix = "average/0/" if averaged else "params/"
+  saved = {name: leaf for name, leaf in leaves.items() if name.startswith(prefix)}
+  files.check_same_leaves(path, saved, checksum.describe(wanted))
+  loaded = files.load_part(path, wanted)
+  try:
+    found = checksum.manifest(loaded)
+  except FloatingPointError as e:
+    raise DamagedError(files.one_line(e)) from e
+  for name, leaf in found.items():
+    if leaf["checksum"] != leaves[name]["checksum"]:
+      raise DamagedError(f"the checksum of {name} does not match")
+  return loaded["average"][0] if averaged else loaded["params"]

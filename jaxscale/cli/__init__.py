@@ -1,0 +1,1 @@
+"""The commands of `jaxscale`, one module each."""

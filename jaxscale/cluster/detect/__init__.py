@@ -1,0 +1,1 @@
+"""Where a process runs: Slurm, MPI, Kubernetes, TPU pods, or by itself."""

@@ -1,0 +1,185 @@
+"""Which of the GPUs that this process sees are its own.
+
+JAX (0.10.2, jax/_src/clusters/cluster.py) gives a task of Slurm the GPU numbered
+SLURM_LOCALID. That is right only where every task of a node sees all its GPUs and
+there is one task a GPU: not with --gpus-per-task (each task sees its own, numbered
+from 0: jax#16788, #23452, #28194), not with one process a node (7 of 8 GPUs idle),
+not with more tasks than GPUs (jax#29669).
+
+What Slurm sets in each case was recorded on a real Slurm with four pretended GPUs a
+node (tests/cluster): srun sets CUDA_VISIBLE_DEVICES anew in each task, so whatever is
+narrower than Slurm's count of the run's GPUs on the node, SLURM_GPUS_ON_NODE, was
+narrowed for this task alone, by Slurm or by a wrapper script.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+
+from jaxscale.cluster.detect.launched import Launch, number
+from jaxscale.errors import ConfigError
+
+IDS = "JAX_LOCAL_DEVICE_IDS"  # JAX's own way to say it, jax/_src/distributed.py
+_HIDING = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+# Of --ntasks-per-gpu: srun(1), and what 22.05 sets for it.
+_SHARING = ("SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_TRES")
+
+Env = Mapping[str, str]
+
+
+def local_device_ids(
+  env: Env, num_visible: int, launch: Launch, *, on_node: int | None = None
+) -> list[int] | None:
+  """The GPUs of this process, numbered from 0 among those that it sees.
+
+  For `jax.distributed.initialize`. Where it is None, give JAX
+  `cluster_detection_method="deactivate"` as well, or it goes back to SLURM_LOCALID.
+
+  Args:
+    env: the environment variables.
+    num_visible: GPUs that this process can use, from `visible_gpus`.
+    launch: from `detect`.
+    on_node: GPUs of the run on this node, where something better than Slurm's
+      SLURM_GPUS_ON_NODE says so.
+
+  Returns:
+    None on CPU or TPU, and where all that is visible may be used.
+
+  Raises:
+    ConfigError: there are more processes than GPUs on this node, they cannot be
+      shared out evenly, or JAX_LOCAL_DEVICE_IDS names one that is not there.
+
+  Example:
+    >>> launch = Launch("slurm", 1, 4, "n1", local_id=1, local_size=2)
+    >>> local_device_ids({}, 8, launch)  # two processes on a node with 8 GPUs
+    [4, 5, 6, 7]
+  """
+  if num_visible == 0 or launch.kind == "tpu":
+    return None
+  if env.get(IDS):
+    return _chosen(env[IDS], num_visible)
+  everything = list(range(num_visible))
+  index, count = launch.local_id, launch.local_size
+  if launch.num_processes == 1 or count is None or index is None:
+    return None
+  if _is_own(env, num_visible, on_node):
+    return everything
+  if num_visible < count:
+    raise ConfigError(
+      f"{count} processes on this node, but {_gpus(num_visible)}: start one process "
+      f"a GPU (--ntasks-per-node={num_visible}), or set {IDS} if they are to share "
+      "one on purpose"
+    )
+  if num_visible % count:
+    fitting = [str(n) for n in range(1, num_visible + 1) if num_visible % n == 0]
+    raise ConfigError(
+      f"{count} processes on this node cannot share {_gpus(num_visible)} evenly: "
+      f"start {' or '.join(fitting)} a node (--ntasks-per-node), or set {IDS}"
+    )
+  each = num_visible // count
+  return everything[index * each : (index + 1) * each]
+
+
+def visible_gpus(env: Env = os.environ, *, device_root: str = "/dev") -> int:
+  """How many GPUs JAX would find in this process, found without JAX.
+
+  JAX must be told its GPUs before it looks, and looking takes seconds. So: none if
+  JAX_PLATFORMS leaves them out. Else what CUDA_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES
+  and HIP_VISIBLE_DEVICES let through: Slurm sets the first two, and a process sees
+  no more than the narrowest. Without them, the device files that this process may
+  open: /dev/nvidia0, … and, beside /dev/kfd, /dev/dri/renderD*. Device control
+  groups leave the files of foreign GPUs in place but deny access(2), so those do
+  not count. Where there is a driver but no such file (WSL: /dev/dxg), `nvidia-smi
+  -L` is asked, which takes seconds when the driver is not kept loaded.
+
+  Args:
+    env: the environment variables.
+    device_root: where the device files are.
+
+  Example:
+    >>> visible_gpus({"CUDA_VISIBLE_DEVICES": "2,3"})
+    2
+  """
+  platforms = env.get("JAX_PLATFORMS", "")
+  if platforms and not re.search(r"\b(cuda|rocm|gpu)\b", platforms):
+    return 0
+  listed = [_count(env[name]) for name in _HIDING if name in env]
+  if listed:
+    return min(listed)
+  nvidia = [
+    path
+    for path in glob.glob(f"{device_root}/nvidia*")
+    if re.fullmatch(r"nvidia\d+", os.path.basename(path)) and _may_open(path)
+  ]
+  if nvidia:
+    return len(nvidia)
+  if os.path.exists(f"{device_root}/kfd"):
+    return sum(map(_may_open, glob.glob(f"{device_root}/dri/renderD*")))
+  return _nvidia_smi() if os.path.exists(f"{device_root}/dxg") else 0
+
+
+def _is_own(env: Env, num_visible: int, on_node: int | None) -> bool:
+  """Whether what this process sees was cut out for it alone."""
+  per_task = re.search(r"(\d+)$", env.get("SLURM_GPUS_PER_TASK", ""))  # or "a100:2"
+  if per_task and num_visible <= int(per_task[1]):
+    return True
+  node = on_node if on_node is not None else number(env, "SLURM_GPUS_ON_NODE")
+  if num_visible == 1 and any(map(env.get, _SHARING)):
+    return True
+  if node is not None:
+    return num_visible < node
+  # Without Slurm's count only a wrapper script can have left a single one.
+  return num_visible == 1 and any(name in env for name in _HIDING)
+
+
+def _count(text: str) -> int:
+  """Devices in a list; CUDA ends it at the first that is none, such as -1.
+
+  Of MIG instances a process can use one only (NVIDIA MIG User Guide, "CUDA Device
+  Enumeration").
+  """
+  found = []
+  for entry in text.split(","):
+    if not re.fullmatch(r"\d+|(GPU|MIG)-[\w/-]+", entry.strip()):
+      break
+    found.append(entry.strip())
+  return 1 if found and found[0].startswith("MIG-") else len(found)
+
+
+def _chosen(text: str, num_visible: int) -> list[int]:
+  pieces = [piece.strip() for piece in text.split(",")]
+  if not all(p.isascii() and p.isdigit() and int(p) < num_visible for p in pieces):
+    raise ConfigError(
+      f"{IDS}={text}: give numbers from 0 to {num_visible - 1}, with commas (this "
+      f"process sees {_gpus(num_visible)})"
+    )
+  if len(set(pieces)) < len(pieces):
+    raise ConfigError(f"{IDS}={text}: a GPU is named twice; name each once")
+  return [int(p) for p in pieces]
+
+
+def _gpus(count: int) -> str:
+  return "1 GPU" if count == 1 else f"{count} GPUs"
+
+
+def _may_open(path: str) -> bool:
+  return os.access(path, os.R_OK | os.W_OK)
+
+
+def _nvidia_smi(timeout_s: float = 10.0) -> int:
+  command = shutil.which("nvidia-smi")
+  if not command:
+    return 0
+  try:
+    done = subprocess.run(
+      [command, "-L"], capture_output=True, text=True, timeout=timeout_s,
+      stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+  except (OSError, subprocess.TimeoutExpired):
+    return 0
+  return len(re.findall(r"^GPU \d+:", done.stdout, flags=re.M))

@@ -1,0 +1,117 @@
+"""Slurm's short form of many host names: `rack[1-2]n[01-04],login` and back to names.
+
+Slurm's own `scontrol show hostnames` is asked first: it knows what this cluster's
+Slurm writes. Our parser stands in where it is missing (containers) or gives up:
+Slurm 22.05 prints nothing, with exit code 0, for `node[1-2]-ib`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+import subprocess
+
+from jaxscale.errors import ConfigError
+
+_MOST = 64 * 1024  # hosts in one range: MAX_RANGE of Slurm's hostlist.c
+_ITEM = re.compile(r"(?:[^\s,\[\]]|\[[^\[\]]*\])+")  # up to a comma outside brackets
+_PART = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
+
+
+def expand(text: str) -> list[str]:
+  """The host names of a node list, in the order of the list.
+
+  Of several brackets the last runs fastest. A number keeps the width of the first
+  of its range: `n[08-10]` is n08, n09, n10.
+
+  Args:
+    text: as in SLURM_STEP_NODELIST; names apart by commas or white space.
+
+  Raises:
+    ConfigError: it is empty, or a bracket or a range is malformed.
+
+  Example:
+    >>> expand("rack[1-2]n[3,5],x[0-1]-ib")
+    ['rack1n3', 'rack1n5', 'rack2n3', 'rack2n5', 'x0-ib', 'x1-ib']
+  """
+  names: list[str] = []
+  rest = text.strip(", \t\n")
+  if not rest:
+    raise _malformed(text, "no host in it")
+  while rest:
+    item = _ITEM.match(rest)
+    if not item:
+      raise _malformed(text, f"brackets do not match at {rest[:20]!r}")
+    names += _expand_item(item.group(), text)
+    if len(names) > _MOST:
+      raise _malformed(text, f"more than {_MOST} hosts")
+    rest = rest[item.end() :]
+    if rest and rest[0] in "[]":
+      raise _malformed(text, f"brackets do not match at {rest[:20]!r}")
+    rest = rest.lstrip(", \t\n")
+  return names
+
+
+def hostnames(text: str, *, timeout_s: float = 2.0) -> list[str]:
+  """The host names of a node list: `scontrol`'s answer, else our parser's.
+
+  Args:
+    text: as for `expand`.
+    timeout_s: how long scontrol may take, in seconds (without a configuration
+      file it would ask the network for one).
+
+  Raises:
+    ConfigError: as `expand`.
+
+  Example:
+    >>> hostnames("n7,n9")
+    ['n7', 'n9']
+  """
+  scontrol = shutil.which("scontrol")
+  if scontrol and "[" in text:
+    try:
+      done = subprocess.run(
+        [scontrol, "show", "hostnames", text],
+        capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL,
+      )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+      return expand(text)
+    names = done.stdout.split()
+    # Slurm 22.05 makes the host "n]" of "n[1-2".
+    if done.returncode == 0 and names and not any("[" in n or "]" in n for n in names):
+      return names
+  return expand(text)
+
+
+def _expand_item(item: str, text: str) -> list[str]:
+  parts = []
+  size = 1
+  for inside, plain in _PART.findall(item):
+    parts.append([plain] if plain else _numbers(inside, text))
+    size *= len(parts[-1])
+    if size > _MOST:
+      raise _malformed(text, f"more than {_MOST} hosts")
+  return ["".join(choice) for choice in itertools.product(*parts)]
+
+
+def _numbers(inside: str, text: str) -> list[str]:
+  """The numbers of one bracket, padded as they are written."""
+  found: list[str] = []
+  for piece in inside.split(","):
+    match = _RANGE.fullmatch(piece.strip())
+    if not match:
+      raise _malformed(text, f"[{inside}] is no list of numbers and ranges")
+    first, last = match.group(1), match.group(2) or match.group(1)
+    if not 0 <= int(last) - int(first) < _MOST:
+      raise _malformed(text, f"no range from {first} to {last}")
+    found += [str(i).zfill(len(first)) for i in range(int(first), int(last) + 1)]
+  return found
+
+
+def _malformed(text: str, why: str) -> ConfigError:
+  shown = text if len(text) <= 60 else text[:57] + "…"
+  return ConfigError(
+    f"node list {shown!r}: {why}; give names as in 'n1,rack[1-2]n[01-04]'"
+  )

@@ -1,0 +1,104 @@
+"""Who am I in a pod of Kubernetes or on a host of a Cloud TPU.
+
+Kubernetes sets JOB_COMPLETION_INDEX in the pods of an Indexed Job, and gives each
+the host name JOB-INDEX, which resolves under the headless service that the Job
+names as its subdomain (kubernetes.io, "Indexed Job", "Job with Pod-to-Pod
+Communication"). It sets no variable for their number: JAX asks the API server,
+which needs a package and a permission; we take JAXSCALE_NUM_PROCESSES. Kubeflow's
+JAXJob sets all of them.
+
+A TPU pod on Kubernetes has TPU_WORKER_ID and TPU_WORKER_HOSTNAMES, several slices
+MEGASCALE_*: read as jax/_src/clusters/cloud_tpu_cluster.py (0.10.2) reads them.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from jaxscale.cluster.detect.launched import Launch, number
+from jaxscale.errors import ConfigError
+
+_GOOGLE = "0x1ae0"  # PCI vendor, jax/_src/hardware_utils.py
+
+Env = Mapping[str, str]
+
+
+def kubernetes(env: Env, fqdn: Callable[[], str]) -> Launch | None:
+  """Who this pod is in an Indexed Job, None outside of Kubernetes.
+
+  The number of processes is 0 and the host None where nothing says them.
+
+  Args:
+    env: the environment variables.
+    fqdn: the full name of this host, as `socket.getfqdn`.
+  """
+  if "KUBERNETES_SERVICE_HOST" not in env:
+    return None
+  index = number(env, "JOB_COMPLETION_INDEX")
+  if index is None and env.get("COORDINATOR_ADDRESS"):
+    return _jax_job(env)
+  if index is None:
+    return Launch("single", note="a pod of no Indexed Job: runs as one process")
+  count = number(env, "JAXSCALE_NUM_PROCESSES") or 0
+  own = env.get("HOSTNAME", "")
+  name = re.fullmatch(rf"(.+)-{index}", own)
+  if not name:
+    return Launch("kubernetes", index, count, None, job="kubernetes")
+  full = fqdn()
+  # Without a subdomain a pod knows only its own name, and nobody else knows it.
+  host = f"{name[1]}-0{full[len(own) :]}" if full.startswith(f"{own}.") else None
+  return Launch("kubernetes", index, count, host, job=f"kubernetes-{name[1]}")
+
+
+def _jax_job(env: Env) -> Launch | None:
+  """A worker of Kubeflow's JAXJob: envvar.go of its training operator, 1.9."""
+  host, port = env["COORDINATOR_ADDRESS"], number(env, "COORDINATOR_PORT")
+  index, count = number(env, "PROCESS_ID"), number(env, "NUM_PROCESSES")
+  if index is None or count is None:
+    return None
+  job = f"kubernetes-{host}"
+  return Launch("kubernetes", index, count, host, job=job, port=port)
+
+
+def tpu(env: Env) -> Launch | None:
+  """Who this host is in a TPU pod whose hosts are listed, None elsewhere."""
+  listed = env.get("TPU_PROCESS_ADDRESSES") or env.get("TPU_WORKER_HOSTNAMES")
+  index = number(env, "TPU_WORKER_ID")
+  if not listed or index is None or not _wanted(env):
+    return None
+  hosts = [re.sub(r":\d+$", "", h.strip()) for h in listed.split(",") if h.strip()]
+  slices = number(env, "MEGASCALE_NUM_SLICES") or 1
+  slice_id = number(env, "MEGASCALE_SLICE_ID") or 0
+  if not (index < len(hosts) and slice_id < slices):
+    raise ConfigError(
+      f"TPU_WORKER_ID={index}: TPU_WORKER_HOSTNAMES names {len(hosts)} hosts; the "
+      "pod's variables contradict each other"
+    )
+  count = len(hosts) * slices
+  first = re.sub(r":\d+$", "", env.get("MEGASCALE_COORDINATOR_ADDRESS", "")) or hosts[0]
+  return Launch(
+    "tpu", slice_id * len(hosts) + index, count, first if count > 1 else None,
+    job=f"tpu-{first}", nodes=tuple(hosts) if slices == 1 else (),
+  )  # fmt: skip
+
+
+def on_cloud_tpu(env: Env) -> bool:
+  """Whether this host has TPU chips and the library for them, as JAX looks for them."""
+  if not _wanted(env) or importlib.util.find_spec("libtpu") is None:
+    return False
+  for path in glob.glob("/sys/bus/pci/devices/*/vendor"):
+    try:
+      if Path(path).read_text().strip() == _GOOGLE:
+        return True
+    except OSError:
+      continue
+  return False
+
+
+def _wanted(env: Env) -> bool:
+  platforms = env.get("JAX_PLATFORMS", "")
+  return not platforms or "tpu" in platforms

@@ -1,0 +1,182 @@
+"""Who am I in a Slurm job: read from what srun, sbatch and salloc set.
+
+The variables are those of srun(1), "OUTPUT ENVIRONMENT VARIABLES". What they hold
+in each case was recorded on a real Slurm (tests/cluster); three of its traps: a
+script submitted from inside a step still carries that step's variables; salloc's
+interactive step has the job's SLURM_NTASKS but one task; and with
+`--distribution=arbitrary` the first of the node list is not where rank 0 runs.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from jaxscale.cluster.detect.launched import LOOPBACK, Launch, number
+from jaxscale.errors import ConfigError
+
+_INTERACTIVE = "4294967290"  # SLURM_INTERACTIVE_STEP, 0xfffffffa, of slurm.h
+_PTY = (
+  "started by srun --pty: if this is its shell, no other rank will come, set "
+  "JAXSCALE_NUM_PROCESSES=1"
+)
+_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
+
+Env = Mapping[str, str]
+Expand = Callable[[str], list[str]]
+
+
+def tasks_per_node(text: str) -> list[int]:
+  """Tasks of every node, from Slurm's short form.
+
+  Raises:
+    ConfigError: it is in no such form.
+
+  Example:
+    >>> tasks_per_node("2(x3),1")
+    [2, 2, 2, 1]
+  """
+  found: list[int] = []
+  for piece in text.split(","):
+    match = _COUNT.fullmatch(piece.strip())
+    if not match:
+      raise ConfigError(f"tasks per node {text!r}: not in Slurm's form, '2(x3),1'")
+    found += [int(match.group(1))] * int(match.group(2) or 1)
+  return found
+
+
+def launch(env: Env, expand: Expand, at_terminal: bool = False) -> Launch | None:
+  """Who this process is in a Slurm job, None outside of one.
+
+  Args:
+    env: the environment variables.
+    expand: makes host names of a node list.
+    at_terminal: whether somebody sits there: a shell of `srun --pty`, perhaps.
+
+  Raises:
+    ConfigError: this is a batch script of several tasks, which only srun starts,
+      or the variables contradict each other.
+  """
+  job = env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID")
+  if not job:
+    return None
+  restarts = number(env, "SLURM_RESTART_COUNT") or 0
+  again = f"-r{restarts}" if restarts else ""
+  if _is_task_of_step(env):
+    step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID") or "0"
+    found = _task(env, expand, f"slurm-{job}.{step}{again}", restarts)
+    if found.num_processes > 1 and "SLURM_PTY_PORT" in env and at_terminal:
+      return found._replace(note=_PTY)
+    return found
+  tasks = _tasks_of_job(env)
+  alone = Launch("slurm", 0, 1, None, 0, 1, f"slurm-{job}{again}", restarts)
+  if tasks == 1:
+    return alone
+  if "SLURM_PROCID" in env and env.get("SLURM_STEP_ID") != _INTERACTIVE:
+    named = "SLURM_NTASKS" if "SLURM_NTASKS" in env else "SLURM_TASKS_PER_NODE"
+    raise ConfigError(
+      f"{named}={env[named]}: this is the batch script, no step of job {job}: start "
+      "it with srun (or set JAXSCALE_NUM_PROCESSES=1 to run one process)"
+    )
+  wanted = f"; srun would start {tasks}" if tasks else ""
+  return alone._replace(
+    note=f"a shell in Slurm job {job}, no step of it: runs as one process{wanted}"
+  )
+
+
+def node_address(node: str, *, timeout_s: float = 5.0) -> str | None:
+  """The address that Slurm itself uses for a node, None if it does not say.
+
+  For clusters whose node names no resolver knows: NodeAddr of scontrol(1).
+
+  Args:
+    node: its name in node lists.
+    timeout_s: how long slurmctld may take to answer, in seconds.
+  """
+  scontrol = shutil.which("scontrol")
+  if not scontrol:
+    return None
+  try:
+    done = subprocess.run(
+      [scontrol, "--oneliner", "show", "node", node],
+      capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+  except (OSError, subprocess.TimeoutExpired):
+    return None
+  found = re.search(r"\bNodeAddr=(\S+)", done.stdout)
+  return found.group(1) if found else None
+
+
+def _is_task_of_step(env: Env) -> bool:
+  """Whether srun started this very process, or a shell around it."""
+  if not (env.get("SLURM_STEP_NODELIST") and env.get("SLURM_PROCID")):
+    return False
+  # A script submitted from inside a step inherits that step's SLURM_STEP_*; its
+  # own SLURM_TASKS_PER_NODE then says something else, as it does in the one task of
+  # salloc's interactive step. srun sets the two alike.
+  mine, steps = env.get("SLURM_TASKS_PER_NODE"), env.get("SLURM_STEP_TASKS_PER_NODE")
+  if mine and steps:
+    return tasks_per_node(mine) == tasks_per_node(steps)
+  return _tasks_of_step(env) is not None
+
+
+def _tasks_of_step(env: Env) -> int | None:
+  # SLURM_NTASKS may be the job's: so under the daemons of MPICH's mpirun.
+  for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"):
+    if (count := number(env, name)) is not None:
+      return count
+  return None
+
+
+def _tasks_of_job(env: Env) -> int:
+  """How many tasks a step of this job would have; 0: not known."""
+  if (count := number(env, "SLURM_NTASKS")) is not None:
+    return count
+  if text := env.get("SLURM_TASKS_PER_NODE"):
+    return sum(tasks_per_node(text))
+  return number(env, "SLURM_JOB_NUM_NODES") or 0
+
+
+def _task(env: Env, expand: Expand, job: str, restarts: int) -> Launch:
+  rank, count = number(env, "SLURM_PROCID"), _tasks_of_step(env)
+  per_node = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or "0")
+  if not count:
+    count = sum(per_node)
+  if rank is None or rank >= count:
+    raise ConfigError(
+      f"SLURM_PROCID={rank} of SLURM_STEP_NUM_TASKS={count}: no rank of this step; "
+      "start it with srun, or unset the SLURM_ variables"
+    )
+  node, local = number(env, "SLURM_NODEID"), number(env, "SLURM_LOCALID")
+  local_size = None
+  if node is not None and node < len(per_node) and per_node[node]:
+    local_size = per_node[node]
+  elif count == 1:
+    local_size = 1
+  else:
+    local_size = number(env, "SLURM_NTASKS_PER_NODE")
+  nodes = tuple(expand(env["SLURM_STEP_NODELIST"]))
+  found = Launch("slurm", rank, count, None, local, local_size, job, restarts)
+  if count == 1:
+    return found._replace(nodes=nodes)
+  host = LOOPBACK if len(nodes) == 1 else _host_of_rank_0(env, nodes, expand)
+  return found._replace(host=host, nodes=nodes)
+
+
+def _host_of_rank_0(env: Env, nodes: tuple[str, ...], expand: Expand) -> str:
+  if not env.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
+    return nodes[0]  # srun(1): block, cyclic and plane fill the first node first
+  path = env.get("SLURM_HOSTFILE", "")
+  try:
+    lines = Path(path).read_text().split() if path else []
+  except OSError:
+    lines = []
+  if not lines:
+    raise ConfigError(
+      f"SLURM_DISTRIBUTION=arbitrary: SLURM_HOSTFILE={path or 'not set'} does not "
+      "say where rank 0 runs, set JAXSCALE_COORDINATOR=host:port"
+    )
+  return expand(lines[0])[0]

@@ -1,0 +1,267 @@
+"""Names, addresses and ports, before anybody is asked to use them.
+
+Standard library only, and nothing of JAX: what is wrong with a network has to be
+known before JAX's C++ is asked, which waits for minutes and then aborts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Iterable, MutableMapping
+from pathlib import Path
+
+from jaxscale.cluster.detect.slurm import node_address
+from jaxscale.errors import ConfigError
+
+# Below the ports that Linux gives to outgoing connections (ip_local_port_range is
+# 32768..60999, ip-sysctl.rst of the kernel), above those of registered services.
+PORTS = range(20_000, 32_768)
+
+
+def ports_of(name: str, count: int = 8, among: range = PORTS) -> list[int]:
+  """Ports that everybody who knows the name derives alike, in this order.
+
+  Args:
+    name: two names have, in all likelihood, no port in common.
+    count: how many, without repeats.
+
+  Example:
+    >>> ports_of("slurm-123.0", 2) == ports_of("slurm-123.0", 2)
+    True
+    >>> set(ports_of("slurm-123.0")) & set(ports_of("slurm-123.1"))
+    set()
+  """
+  ports: dict[int, None] = {}
+  for i in range(64 * count):
+    digest = hashlib.sha256(f"{name}/{i}".encode()).digest()
+    ports[among[int.from_bytes(digest[:8]) % len(among)]] = None
+    if len(ports) == min(count, len(among)):
+      break
+  return list(ports)
+
+
+def split_address(address: str) -> tuple[str, int | None]:
+  """Host and port of `host`, `host:port`, `[v6]:port` or a bare IPv6 address.
+
+  Example:
+    >>> split_address("n1:1234"), split_address("n1"), split_address("[fe80::1]:7")
+    (('n1', 1234), ('n1', None), ('fe80::1', 7))
+  """
+  if bracketed := re.fullmatch(r"\[(.+)\](?::(\d+))?", address):
+    host, port = bracketed.groups()
+  elif address.count(":") == 1:
+    host, port = address.split(":")
+  else:
+    host, port = address, None
+  if port is None:
+    return host, None
+  if not port.isdigit() or not 0 < int(port) < 65_536 or not host:
+    raise ConfigError(f"{address}: give host:port, with a port of 1 … 65535")
+  return host, int(port)
+
+
+def join_address(host: str, port: int) -> str:
+  """host:port as JAX takes it, IPv6 in brackets."""
+  return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def node_name() -> str:
+  """What this host is called where its user looks: Slurm's name, or its own."""
+  return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def resolve(host: str, patience_s: float = 5.0) -> list[str]:
+  """The numeric addresses of a host, those to try first in front.
+
+  Where the system does not know a name that Slurm has for a node, Slurm is asked
+  for its address: NodeName need not resolve (slurm.conf(5), NodeAddr).
+
+  Args:
+    patience_s: a name may become known late (Kubernetes: when its pod is ready).
+
+  Raises:
+    ConfigError: nobody knows the name.
+  """
+  deadline = time.monotonic() + patience_s
+  while True:
+    try:
+      found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+      return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    except (OSError, UnicodeError) as e:  # UnicodeError: a label of > 63 letters
+      reason = str(getattr(e, "strerror", None) or e)
+    if "SLURM_JOB_ID" in os.environ and (address := _address_in_slurm(host)):
+      return [address]
+    if time.monotonic() >= deadline:
+      raise ConfigError(
+        f"{host}: the name of process 0's host does not resolve on {node_name()} "
+        f"({reason}); mend /etc/hosts or DNS there, or set "
+        "JAXSCALE_COORDINATOR=ADDRESS:PORT"
+      )
+    time.sleep(min(0.5, patience_s))
+
+
+def _address_in_slurm(node: str) -> str | None:
+  """The numeric NodeAddr of a node of this Slurm, if it has one."""
+  try:
+    entries = socket.getaddrinfo(node_address(node), None, type=socket.SOCK_STREAM)
+  except OSError:
+    return None
+  return str(entries[0][4][0])
+
+
+def own_address_seen_by(peer: str) -> str:
+  """The address of this host from which packets to `peer` leave; sends none."""
+  family, _, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+  with socket.socket(family, socket.SOCK_DGRAM) as probe:
+    probe.connect(address)
+    return str(probe.getsockname()[0])
+
+
+def is_own(address: str) -> bool:
+  """Whether it is an address of this host: others cannot be bound."""
+  family = socket.AF_INET6 if ":" in address else socket.AF_INET
+  try:
+    with socket.socket(family) as probe:
+      probe.bind((address, 0))
+      return True
+  except OSError:
+    return False
+
+
+def is_loopback(address: str) -> bool:
+  """Whether only this host can reach the address, also when written as IPv6.
+
+  Example:
+    >>> [is_loopback(a) for a in ("127.0.1.1", "::1", "::ffff:127.0.0.1", "10.0.0.1")]
+    [True, True, True, False]
+  """
+  parsed = ipaddress.ip_address(address.partition("%")[0])
+  return (getattr(parsed, "ipv4_mapped", None) or parsed).is_loopback
+
+
+def plain_address(address: str) -> str:
+  """An IPv4 address that a dual-stack socket shows as IPv6, as IPv4 again.
+
+  Example:
+    >>> plain_address("::ffff:10.0.0.1"), plain_address("fe80::1%eth0")
+    ('10.0.0.1', 'fe80::1%eth0')
+  """
+  return re.sub(r"(?i)^::ffff:(?=\d+\.)", "", address)
+
+
+def gloo_address() -> str | None:
+  """Where gloo (JAX's collectives on CPUs) will listen in this process.
+
+  The first address of the host's own name that can be bound: JAX names neither
+  host nor interface (jax/_src/xla_bridge.py, make_cpu_client), and then gloo goes
+  by gethostname() (gloo/transport/tcp/device.cc, lookupAddrForHostname). None
+  where the name does not resolve, and gloo could not start.
+  """
+  try:
+    entries = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+  except OSError:
+    return None
+  for family, kind, _, _, address in entries:
+    try:
+      with socket.socket(family, kind) as probe:
+        probe.bind(address)
+        return str(address[0])
+    except OSError:
+      continue
+  return None
+
+
+def place() -> str:
+  """The same in two processes that reach each other over loopback.
+
+  The machine's boot (random(4), boot_id) and the network namespace (namespaces(7)):
+  containers on one machine may well be in different ones.
+  """
+  try:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/net')}"
+  except OSError:
+    return socket.gethostname()
+
+
+def listen(ports: Iterable[int], backlog: int = 4096) -> tuple[int, socket.socket]:
+  """The first of the ports that is free, and a socket that listens on it.
+
+  Raises:
+    OSError: all are taken.
+  """
+  # Connections of an earlier run that have not died down yet are no obstacle; a
+  # socket that listens is (SO_REUSEADDR in socket(7)).
+  return _first(ports, lambda sock: sock.listen(backlog), reuse=1)
+
+
+def free_port(ports: Iterable[int]) -> tuple[int, socket.socket]:
+  """The first of the ports that is free, and a socket that keeps it so.
+
+  It is bound, but does not listen: nobody else can bind the port, and whoever
+  connects too early is refused at once. Close it just before the port is used.
+
+  Raises:
+    OSError: all are taken.
+  """
+  return _first(ports, lambda sock: None, reuse=0)
+
+
+def _first(
+  ports: Iterable[int], then: Callable[[socket.socket], None], reuse: int
+) -> tuple[int, socket.socket]:
+  """The first port that can be bound on all addresses, by nobody else.
+
+  Without SO_REUSEPORT, which JAX's coordinator sets: two of those on one port, of
+  two steps of a job, share it, and each gets connections meant for the other.
+  """
+  error = OSError("no port was given")
+  dual = socket.has_dualstack_ipv6()
+  for port in ports:
+    sock = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
+    try:
+      if dual:
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+      sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+      sock.bind(("::" if dual else "", port))
+      then(sock)
+      return port, sock
+    except OSError as e:
+      sock.close()
+      error = e
+  raise error
+
+
+def tune(sock: socket.socket) -> None:
+  """Messages leave at once, and a host that is gone is noticed by the kernel.
+
+  After 30 s of silence it asks 3 times, 10 s apart (tcp(7)): a minute in all,
+  where the default is two hours.
+  """
+  sock.settimeout(None)
+  sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+  sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+  sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
+  sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
+  sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+
+
+def bypass_proxies(
+  hosts: Iterable[str], env: MutableMapping[str, str] = os.environ
+) -> None:
+  """Let gRPC, and with it JAX, reach these hosts without a proxy.
+
+  gRPC sends a connection through $grpc_proxy, $https_proxy or $http_proxy unless
+  $no_grpc_proxy, or where that is not set $no_proxy, has an entry the host's name
+  ends with (grpc/doc/environment_variables.md); "*" is no such entry. So the
+  hosts are added to whichever counts, and to the one that other libraries read.
+  """
+  names = ["no_proxy"] + ["no_grpc_proxy"] * ("no_grpc_proxy" in env)
+  for name in names:
+    entries = [e.strip() for e in env.get(name, "").split(",") if e.strip()]
+    env[name] = ",".join(dict.fromkeys([*entries, *hosts]))

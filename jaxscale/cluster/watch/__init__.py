@@ -1,0 +1,1 @@
+"""Heartbeats, faults by name, and stopping together."""

@@ -1,0 +1,204 @@
+"""What makes a dataclass a settings class: frozen, by name, checked.
+
+`config/` lists the knobs; here is how an unknown name, a wrong type or a value
+out of bounds becomes one line that says what to write instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import math
+import sys
+import types
+import typing
+from typing import Any, Literal, dataclass_transform
+
+from jaxscale.errors import ConfigError
+
+_SHOWN = 40  # choices in one line; some have a thousand
+
+
+def closest(name: str, choices: typing.Iterable[str]) -> str | None:
+  """The choice that somebody who wrote `name` may have meant, if any is close.
+
+  Example:
+    >>> closest("--batch-size", ["--batch-sizes", "--help"])
+    '--batch-sizes'
+    >>> closest("--drop", ["--batch-sizes", "--help"])
+  """
+  # Dashes that all options begin with make no two of them alike.
+  plain = {choice.lstrip("-").lower(): choice for choice in choices}
+  close = difflib.get_close_matches(name.lstrip("-").lower(), plain, n=1, cutoff=0.6)
+  return plain[close[0]] if close else None
+
+
+def nearest(name: str, choices: typing.Iterable[str]) -> str:
+  """The hint of an error message: the closest choice, or what there is."""
+  choices = sorted(choices)
+  if close := closest(name, choices):
+    return f"did you mean {close!r}?"
+  shown, more = choices[:_SHOWN], len(choices) - _SHOWN
+  return f"one of {', '.join(shown)}" + (f" and {more} more" if more > 0 else "")
+
+
+@functools.cache
+def hints(cls: type) -> dict[str, Any]:
+  """The type of every field of a settings class."""
+  return typing.get_type_hints(cls)
+
+
+@functools.cache
+def bounds(cls: type) -> dict[str, str]:
+  """The bound of every field annotated with one, `Annotated[float, "> 0"]`.
+
+  A class that gives a field another default, and repeats only its type, keeps the
+  bound of the class that it extends.
+  """
+  found = {}
+  for c in reversed(cls.__mro__):
+    for name, annotation in typing.get_type_hints(c, include_extras=True).items():
+      if hasattr(annotation, "__metadata__"):
+        found[name] = annotation.__metadata__[0]
+  return found
+
+
+_HOLDS = {
+  "> 0": lambda x: x > 0,
+  ">= 0": lambda x: x >= 0,
+  ">= 1": lambda x: x >= 1,
+  ">= 4": lambda x: x >= 4,
+  "in [0, 1)": lambda x: 0 <= x < 1,
+  "in (0, 1]": lambda x: 0 < x <= 1,
+  "in (0, 1)": lambda x: 0 < x < 1,
+  "in [0, 2**32)": lambda x: 0 <= x < 2**32,
+}
+
+
+def within(value: Any, bound: str) -> bool:
+  """Whether a number, or each of a tuple, is finite and in its bound."""
+  numbers = value if isinstance(value, tuple) else (value,)
+  return all(x is None or (_is_finite(x) and _HOLDS[bound](x)) for x in numbers)
+
+
+def _is_finite(number: int | float) -> bool:
+  return isinstance(number, int) or math.isfinite(number)  # not every int is a float
+
+
+def alternatives(annotation: Any) -> tuple[Any, ...]:
+  """The members of a union, or the annotation itself."""
+  if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+    return typing.get_args(annotation)
+  return (annotation,)
+
+
+def settings_classes(annotation: Any) -> dict[str, Any]:
+  """The settings classes among the alternatives, by name."""
+  members = alternatives(annotation)
+  return {c.__name__: c for c in members if dataclasses.is_dataclass(c)}  # pyright: ignore
+
+
+def type_name(annotation: Any) -> str:
+  """How an error message or the help writes a type."""
+  if typing.get_origin(annotation) is Literal:
+    return " | ".join(repr(v) for v in typing.get_args(annotation))
+  if len(alternatives(annotation)) > 1:
+    return " | ".join(type_name(a) for a in alternatives(annotation))
+  if annotation is type(None):
+    return "None"
+  if typing.get_origin(annotation) is tuple:
+    return f"tuple of {type_name(typing.get_args(annotation)[0])}"
+  return annotation.__name__
+
+
+def coerce(annotation: Any, value: Any) -> Any:
+  """Return `value` as the annotated type, or raise `TypeError`."""
+  for choice in alternatives(annotation):
+    origin, args = typing.get_origin(choice), typing.get_args(choice)
+    if origin is Literal and any(value == a and type(value) is type(a) for a in args):
+      return value
+    if origin is tuple and isinstance(value, (tuple, list)):
+      return tuple(coerce(args[0], v) for v in value)
+    if origin is None:
+      if choice is float and type(value) is int and abs(value) <= sys.float_info.max:
+        return float(value)
+      if isinstance(value, choice) and not (
+        choice in (int, float) and isinstance(value, bool)
+      ):
+        return value
+  raise TypeError
+
+
+def from_plain(annotation: Any, node: Any) -> Any:
+  """A settings tree from the JSON that describes it, as in a run's config.json.
+
+  Args:
+    annotation: of what is described: a settings class, a union of them, or any
+      type of a field.
+    node: {"class": name, field: …} of a settings class; of others the value.
+
+  Raises:
+    ConfigError: a class or field that there is not, or a value that cannot be.
+
+  Example:
+    >>> @settings
+    ... class Size:
+    ...   width: int = 1
+    >>> from_plain(Size, {"class": "Size", "width": 3}).width
+    3
+  """
+  if not isinstance(node, dict):
+    return node
+  fields, classes = dict(node), settings_classes(annotation)
+  name = fields.pop("class", None)
+  if name not in classes:
+    hint = nearest(str(name), classes)
+    raise ConfigError(f"{name}: there are no such settings, {hint}")
+  types_of = hints(classes[name])
+  values = {k: from_plain(types_of.get(k, Any), v) for k, v in fields.items()}
+  return classes[name](**values)
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def settings(cls: type) -> type:
+  """A frozen, keyword-only dataclass that refuses unknown names and bad values."""
+  cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+  init = cls.__init__
+
+  def checked_init(self, *args, **values):
+    if args:
+      raise ConfigError(
+        f"{cls.__name__}({args[0]!r}): fields are given by name, as in "
+        f"{cls.__name__}({dataclasses.fields(cls)[0].name}={args[0]!r})"
+      )
+    for name, value in values.items():
+      if name not in hints(cls):
+        raise ConfigError(
+          f"{cls.__name__}.{name}={value!r}: {cls.__name__} has no such field, "
+          + nearest(name, hints(cls))
+        )
+      try:
+        values[name] = coerce(hints(cls)[name], value)
+      except TypeError:
+        raise ConfigError(
+          f"{cls.__name__}.{name}={value!r}: give {type_name(hints(cls)[name])}"
+        ) from None
+      if name in bounds(cls) and not within(values[name], bounds(cls)[name]):
+        raise ConfigError(
+          f"{cls.__name__}.{name}={values[name]!r}: give a value {bounds(cls)[name]}"
+        )
+    for field in dataclasses.fields(cls):
+      if (
+        field.name not in values
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+      ):
+        raise ConfigError(
+          f"{cls.__name__}.{field.name} is not set: give "
+          + type_name(hints(cls)[field.name])
+        )
+    init(self, **values)
+
+  cls.__init__ = checked_init
+  return cls

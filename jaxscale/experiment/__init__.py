@@ -1,0 +1,1 @@
+"""From a Config to an Experiment: derived numbers, model, layout, exchange, phases."""

@@ -1,0 +1,357 @@
+"""From a Config to everything that a run is made of; `fit` runs it.
+
+`derive` has the numbers that follow, `parts` one function a part; here they
+become an `Experiment`, and one stage of it after another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from jaxscale import config as cfg
+from jaxscale import data, models, optim
+from jaxscale.collectives.cpu_workarounds import one_at_a_time
+from jaxscale.errors import ConfigError
+from jaxscale.exchange import Exchange, plain
+from jaxscale.experiment import exchange as exchange_parts
+from jaxscale.experiment import layout as layout_parts
+from jaxscale.experiment import parts
+from jaxscale.experiment.derive import Derived, derive
+from jaxscale.experiment.exchange import Agreement
+from jaxscale.experiment.phases import Stage, scale_velocity, step_at
+from jaxscale.mesh import batch_axes, batch_sharding, make_mesh
+from jaxscale.parallel.layout import Layout, local_shapes
+from jaxscale.parallel.pipelined import OwnGrads
+from jaxscale.parallel.reduction import exchange_axes
+from jaxscale.training import nan_guard
+from jaxscale.training.local_step import (
+  Own,
+  abstract_local_state,
+  init_local_state,
+  make_local_train_step,
+)
+from jaxscale.training.state import (
+  TrainState,
+  abstract_state,
+  init_state,
+  lower_init_state,
+)
+from jaxscale.training.step import (
+  Batch,
+  EvalStep,
+  LossFn,
+  TrainStep,
+  make_eval_step,
+  make_train_step,
+)
+from jaxscale.tree_paths import path_name
+
+
+class Experiment(NamedTuple):
+  """Everything that a run, or one stage of it, is made of."""
+
+  config: cfg.Config
+  derived: Derived
+  stage: Stage
+  mesh: Mesh
+  train_data: data.Dataset
+  eval_data: data.Dataset
+  model: models.ModelFns | models.Stack
+  layout: Layout | None  # None: everything on every device
+  loss: LossFn | OwnGrads
+  tx: optax.GradientTransformation
+  schedule: optax.Schedule
+  exchange: Exchange
+  agreement: Agreement | None  # of workers that train alone
+  train_step: TrainStep
+  eval_step: EvalStep
+  notes: tuple[str, ...] = ()  # worth saying before the first step
+
+  def init_state(self, say: Callable[[str], None] = print) -> TrainState:
+    """The state before the first step, on the mesh.
+
+    Args:
+      say: is told what parameters it starts from, if they are from a file.
+
+    Raises:
+      ConfigError: the file of `Config.init_from` is not of this model.
+    """
+    start: dict[str, Any] = {"seed": self.config.seed}
+    if self.config.init_from is not None:
+      info = self.eval_data.info
+      classes = getattr(info, "num_classes", None) or getattr(info, "vocab_size", 0)
+      start["given"] = parts.imported(self.config, classes, self.abstract_state(), say)
+    if self.agreement is not None:
+      return init_local_state(*self._parts(), self.agreement.method, **start)
+    return init_state(*self._parts(), **self._kept(), **start)
+
+  def abstract_state(self) -> TrainState:
+    """Shapes, dtypes and shardings of the state, without computing it."""
+    if self.agreement is not None:
+      return abstract_local_state(*self._parts(), self.agreement.method)
+    return abstract_state(*self._parts(), **self._kept())
+
+  def lower_init_state(self) -> Any:
+    """What makes the state, as `jax.stages.Lowered`."""
+    assert self.agreement is None, "workers that train alone have whole models"
+    return lower_init_state(*self._parts(), **self._kept(), seed=self.config.seed)
+
+  def abstract_batch(self) -> Batch:
+    """Shapes, dtypes and shardings of a global training batch."""
+    arrays = data.batch_shapes(self.train_data.info, self.stage.batch_size)
+    sharding: Any = batch_sharding(self.mesh)
+    abstract: Any = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+    return {name: abstract(shape, dtype) for name, (shape, dtype) in arrays.items()}
+
+  def lower_train_step(self, abstract: TrainState | None = None) -> Any:
+    """The train step as `jax.stages.Lowered`, for the shapes of the run.
+
+    Args:
+      abstract: what `abstract_state` gave, if you have it already.
+    """
+    step: Any = self.train_step
+    return step.lower(abstract or self.abstract_state(), self.abstract_batch())
+
+  def compile_train_step(self, abstract: TrainState | None = None) -> TrainStep:
+    """The train step, compiled ahead of its first call."""
+    return one_at_a_time(self.lower_train_step(abstract).compile(), self.mesh)
+
+  def _parts(self):
+    return layout_parts.init_fn(self.model), self.tx, self.mesh, self.exchange
+
+  def _kept(self):
+    config = self.config
+    return {
+      "layout": self.layout,
+      "average": config.ema_decay is not None,
+      "noise_scale": config.noise_scale,
+    }
+
+
+def experiment(
+  config: cfg.Config,
+  start_devices: int | None = None,
+  devices: Sequence[Any] | None = None,
+  datasets: tuple[data.Dataset, data.Dataset] | None = None,
+) -> Experiment:
+  """Make every part, for the first stage; compiles nothing yet.
+
+  Args:
+    config: of the run.
+    start_devices: over all processes when the run began; None: it begins now.
+    devices: to run on, which need not be there to compile for them; None: all of
+      every process.
+    datasets: to train and to evaluate on, in place of the config's: shapes alone are
+      enough to compile for.
+
+  Raises:
+    ConfigError: data or devices do not fit the config.
+  """
+  train_data, eval_data = datasets or parts.make_data(config)
+  sizes = train_data.num_examples, eval_data.num_examples
+  here = jax.device_count() if devices is None else len(devices)
+  derived = derive(config, *sizes, here, start_devices=start_devices)
+  spans = [parts.bn_span(config, derived, stage) for stage in derived.stages]
+  mesh = make_mesh(
+    **dataclasses.asdict(config.mesh),
+    bn_devices=max(span.bn_devices for span in spans),
+    devices=devices,
+  )
+  for stage in derived.stages:  # those to come are refused now
+    exchange_parts.make_sync(config, derived, stage, mesh)
+  model = parts.make_model(config, eval_data.info, mesh, spans[0], train=False)
+  _check_paths(config, model)
+  layout = layout_parts.make_layout(config, mesh, model)
+  totals = layout_parts.make_totals(model, layout)
+  eval_step = make_eval_step(totals, mesh, layout)
+  whole = Experiment(
+    config, derived, derived.stages[0], mesh, train_data, eval_data, model, layout,
+    loss=cast(Any, None), tx=optax.identity(), schedule=cast(Any, None),
+    exchange=plain(batch_axes(mesh)), agreement=None, train_step=cast(Any, None),
+    eval_step=eval_step,
+  )  # fmt: skip
+  return at_stage(whole, derived.stages[0])
+
+
+def at_stage(experiment: Experiment, stage: Stage) -> Experiment:
+  """The same experiment with the parts of one stage: data, optimizer, step."""
+  config, derived, mesh = experiment.config, experiment.derived, experiment.mesh
+  train_data = experiment.train_data
+  if stage.image_size is not None:
+    train_data = parts.resized_train_data(config, stage.image_size)
+  model = parts.make_model(
+    config, train_data.info, mesh, parts.bn_span(config, derived, stage)
+  )
+  _check_same_params(experiment.model, model, stage)
+  _, momentum = parts.stage_rate(config, stage)
+  schedule = parts.stage_schedule(config, derived, stage)
+  # The schedule counts in steps of Config.batch_size, the optimizer in the run's.
+  warmup = step_at(derived.stages, derived.warmup_steps * config.batch_size)
+  tx = parts.make_optimizer(config, schedule, warmup, momentum)
+  layout = experiment.layout
+  axes = batch_axes(mesh) if layout is None else exchange_axes(layout)
+  sizes = {axis: mesh.shape[axis] for axis in axes}
+  layout_parts.check_exchange(config, layout, sizes)
+  exchange, notes = exchange_parts.make_exchange(
+    config,
+    derived,
+    sizes,
+    lambda: _params(model) if layout is None else local_shapes(layout),
+    mesh,
+  )
+  agreement, more = exchange_parts.make_sync(config, derived, stage, mesh)
+  loss = layout_parts.make_loss(config, model, layout)
+  return with_step(
+    experiment._replace(
+      stage=stage, train_data=train_data, tx=tx, loss=loss, schedule=schedule,
+      exchange=exchange, agreement=agreement,
+      notes=(*layout_parts.notes(config, mesh, stage.accumulate_steps), *notes, *more),
+    )
+  )  # fmt: skip
+
+
+def with_step(experiment: Experiment) -> Experiment:
+  """The experiment with the train step that its other parts make."""
+  config = experiment.config
+  loss: Any = experiment.loss  # of workers that train alone no pipeline (config)
+  made = loss, experiment.tx, experiment.mesh, experiment.exchange
+  options = {
+    "accumulate_steps": experiment.stage.accumulate_steps,
+    "schedule": experiment.schedule,
+    "observe": trust_ratio_metrics if config.log.trust_ratios else None,
+    "refuse": True,
+    "seed": config.seed,
+  }
+  if experiment.agreement is None:
+    train_step = make_train_step(
+      *made,
+      layout=experiment.layout,
+      ema_decay=config.ema_decay,
+      noise_scale=config.noise_scale,
+      **options,
+    )
+  else:
+    train_step = make_local_train_step(
+      *made,
+      experiment.agreement.method,
+      workers=experiment.agreement.workers,
+      last_step=experiment.derived.total_steps,
+      **options,
+    )
+  return experiment._replace(train_step=train_step)
+
+
+def with_sizes(experiment: Experiment, chosen: Sequence[int]) -> Experiment:
+  """The experiment when an adaptive run has settled on these batch sizes."""
+  d = experiment.derived
+  derived = derive(
+    experiment.config, d.num_train, d.num_eval, d.num_devices, chosen, d.start_devices
+  )
+  return experiment._replace(derived=derived)
+
+
+def enter_stage(config: cfg.Config, old: Stage, new: Stage, state: TrainState):
+  """The state carried over from one stage into the next.
+
+  The velocity settles at gradient / (1 - momentum), so a new momentum finds it
+  scaled as if it had been there all the time.
+  """
+  before, after = (parts.stage_rate(config, stage)[1] for stage in (old, new))
+  if before is None or after is None or before == after:
+    return state
+  scale = functools.partial(scale_velocity, factor=(1 - before) / (1 - after))
+  scale = jax.jit(scale, donate_argnums=0)
+  if isinstance(state.exchange_state, Own):  # each worker has a velocity of its own
+    own = state.exchange_state
+    return state._replace(exchange_state=own._replace(opt_state=scale(own.opt_state)))
+  return state._replace(opt_state=scale(state.opt_state))
+
+
+def pass_over(state: TrainState, steps: int) -> TrainState:
+  """The state after so many steps that were not taken: only counts move on."""
+
+  def move(opt_state):
+    layout = jax.tree.map(lambda x: x.sharding, opt_state)
+    moved = functools.partial(nan_guard.move_on, steps=steps)
+    return jax.jit(moved, donate_argnums=0, out_shardings=layout)(opt_state)
+
+  state = state._replace(step=move(state.step))
+  if isinstance(state.exchange_state, Own):  # the outer optimizer counts meetings
+    own = state.exchange_state
+    return state._replace(exchange_state=own._replace(opt_state=move(own.opt_state)))
+  return state._replace(opt_state=move(state.opt_state))
+
+
+def _check_same_params(
+  model: layout_parts.Model, staged: layout_parts.Model, stage: Stage
+) -> None:
+  if stage.image_size is None:
+    return
+  shapes = [jax.tree.map(lambda x: x.shape, _params(m)) for m in (model, staged)]
+  if shapes[0] != shapes[1]:
+    raise ConfigError(
+      f"Stages.image_sizes={stage.image_size}: the parameters of this model depend "
+      "on the image size; use one that pools over the image (ResNet)"
+    )
+
+
+def _params(model: layout_parts.Model) -> Any:
+  """Shapes and dtypes of the parameters."""
+  return jax.eval_shape(layout_parts.init_fn(model), jax.random.key(0))[0]
+
+
+def _check_paths(config: cfg.Config, model: layout_parts.Model) -> None:
+  """Refuse patterns that no parameter fits: they would change the method silently."""
+  include = getattr(config.optimizer, "include", "all")
+  if include in ("kernels", "all") and not config.layer_order:
+    return
+  params = _params(model)
+  paths = [path_name(path) for path, _ in jax.tree.leaves_with_path(params)]
+
+  def fitting(pattern: str) -> set[str]:
+    chosen = jax.tree.leaves(optim.matching(pattern)(params))
+    return {path for path, is_in in zip(paths, chosen, strict=True) if is_in}
+
+  if include not in ("kernels", "all") and not fitting(include):
+    raise ConfigError(
+      f"{type(config.optimizer).__name__}.include={include!r}: no parameter's path "
+      f"fits it, there are {_some(paths)}"
+    )
+  layers = {pattern: fitting(pattern) for pattern in config.layer_order}
+  for pattern, found in layers.items():
+    if not found:
+      raise ConfigError(
+        f"Config.layer_order={pattern!r}: no parameter's path fits it, there are "
+        + _some(paths)
+      )
+  for path in paths if layers else ():
+    fits = [pattern for pattern in config.layer_order if path in layers[pattern]]
+    if len(fits) != 1:
+      raise ConfigError(
+        f"Config.layer_order={config.layer_order}: {path} fits "
+        f"{' and '.join(map(repr, fits)) or 'none'} of them, it must be exactly one"
+      )
+
+
+def _some(paths: Sequence[str]) -> str:
+  """A few of many: the first, the middle and the last ones."""
+  places = sorted({0, 1, len(paths) // 2, len(paths) - 1} & set(range(len(paths))))
+  return ", ".join(paths[i] for i in places)
+
+
+def trust_ratio_metrics(opt_state: Any) -> dict[str, jax.Array]:
+  """The trust ratios in an optimizer's state, a scalar a layer."""
+  found = {}
+  for path, ratio in optim.trust_ratios(opt_state).items():
+    layers = {path: ratio} if ratio.ndim == 0 else {
+      f"{path}[{i}]": r for i, r in enumerate(ratio.reshape(-1))
+    }  # fmt: skip
+    found |= {f"trust_ratio/{name}": r for name, r in layers.items()}
+  return found

@@ -1,0 +1,238 @@
+"""From a Config to what a layout makes of a model: its parts, its loss and its totals.
+
+The part of `parts` that is about models that are spread over devices; what it makes
+are pure functions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxscale import config as cfg
+from jaxscale import models, parallel
+from jaxscale.errors import ConfigError
+from jaxscale.parallel import model_rules
+from jaxscale.parallel.layout import HOST, Layout, Shard
+from jaxscale.parallel.pipeline import bubble
+from jaxscale.parallel.rules import Rule, partition
+from jaxscale.training import losses
+from jaxscale.tree_paths import path_name
+
+Model = models.ModelFns | models.Stack
+
+
+def init_fn(model: Model) -> Any:
+  """The function key -> (params, model_state) of any model."""
+  if isinstance(model, models.Stack):
+    return lambda key: (model.init(key), {})
+  return model.init
+
+
+def make_layout(config: cfg.Config, mesh: Mesh, model: Model) -> Layout | None:
+  """How the model lies on the mesh; None: all of it on every device.
+
+  Args:
+    config: of the run.
+    mesh: of all its devices.
+    model: of `parts.make_model`.
+
+  Raises:
+    ConfigError: a parameter that no rule fits, or several, or that does not divide;
+      rules that the model does not compute with.
+  """
+  chosen, shard = config.layout, shard_on(config, mesh)
+  splits = {"stage", "model"} & set(mesh.axis_names) or shard != "nothing"
+  on_host = chosen.optimizer == "host"
+  if not splits and not on_host and not isinstance(model, models.Stack):
+    return None
+  rules = {cfg.Transformer: model_rules.TRANSFORMER, cfg.ViT: model_rules.VIT}.get(
+    type(config.model), model_rules.OTHERS
+  )
+  shapes = jax.eval_shape(init_fn(model), jax.random.key(0))[0]
+  check_memory(config, mesh.devices.flat[0])
+  half = config.dtype if config.dtype != "float32" else None
+  _check_divides(config, mesh, shapes)
+  if chosen.rules:
+    given = tuple(model_rules.parse(rule) for rule in chosen.rules)
+    _check_rules(shapes, given, rules, mesh, chosen.model)
+    rules = given
+  return parallel.make_layout(
+    mesh, shapes, rules, shard=shard, slow=chosen.slow_axes,
+    splits=chosen.model, dtype=half,
+    sum_in=half if chosen.sum_in == "dtype" else None,
+    opt_on_host=on_host,
+  )  # fmt: skip
+
+
+def shard_on(config: cfg.Config, mesh: Mesh) -> Shard:
+  """What is split along fsdp: nothing where Mesh.fsdp=-1 found a single device."""
+  is_alone = config.mesh.fsdp == -1 and mesh.shape.get("fsdp", 1) == 1
+  return "nothing" if is_alone else config.layout.shard
+
+
+def notes(config: cfg.Config, mesh: Mesh, micro_batches: int) -> list[str]:
+  """What a user should know of a layout before the first step, a line each."""
+  said = []
+  if shard_on(config, mesh) != config.layout.shard:
+    said.append(
+      "Mesh.fsdp=-1: is one device here, so that Layout.shard="
+      f"{config.layout.shard!r} splits nothing"
+    )
+  stages = mesh.shape.get("stage", 1)
+  if stages > 1:
+    idle = bubble(config.layout.schedule, stages, micro_batches)
+    said.append(
+      f"pipeline: {config.layout.schedule}, {stages} stages, {micro_batches} "
+      f"micro-batches; {idle:.0%} of a step a stage is idle"
+    )
+  return said
+
+
+def check_exchange(
+  config: cfg.Config, layout: Layout | None, sizes: Mapping[str, int]
+) -> None:
+  """Refuse an exchange that would round or delay what one device has alone.
+
+  Args:
+    config: whose `exchange` it is.
+    layout: of `make_layout`.
+    sizes: of the axes that gradients are exchanged along.
+
+  Raises:
+    ConfigError: gradients are summed along fsdp, and there is no other device.
+  """
+  exchange = config.exchange
+  name = type(exchange).__name__
+  if layout is None or layout.shard not in ("gradients", "parameters"):
+    return
+  if math.prod(sizes.values()) == 1 and (name != "AllReduce" or exchange.delayed):
+    raise ConfigError(
+      f"Config.exchange={name}{'(delayed)' * exchange.delayed}: has nothing to send, "
+      "as fsdp sums all gradients; use AllReduce as it is, or set mesh.data or "
+      "mesh.replica to 2 or more"
+    )
+
+
+def check_memory(config: cfg.Config, device: Any) -> None:
+  """Refuse what needs the host's memory where devices cannot reach it.
+
+  Raises:
+    ConfigError: a setting of the layout does.
+  """
+  kinds = [memory.kind for memory in device.addressable_memories()]
+  if HOST in kinds:
+    return
+  asked = {
+    "remat": config.layout.remat == "offload",
+    "optimizer": config.layout.optimizer == "host",
+  }
+  if not kinds:  # of GPUs that are not here
+    asked["remat"] = False  # compiles all the same
+  for field, is_asked in asked.items():
+    if is_asked:
+      raise ConfigError(
+        f"Layout.{field}={getattr(config.layout, field)!r}: JAX knows of no memory of "
+        f"the kind {HOST!r} here ({device.platform}); use another"
+      )
+
+
+def _check_rules(
+  shapes: Any, given: Sequence[Rule], own: Sequence[Rule], mesh: Mesh, splits: str
+) -> None:
+  """Refuse rules by which the model would compute something else, or nothing.
+
+  Along stage and model its operations expect what its own rules split: a branch whose
+  matrices are whole would be added up once a device.
+  """
+  sizes = dict(mesh.shape)
+  if splits in ("ring", "all_to_all"):
+    sizes.pop("model", None)
+    for rule in given:
+      if not callable(rule.dims) and "model" in rule.dims:
+        raise ConfigError(
+          f"Layout.rules={rule.pattern!r}: splits a parameter along model, which by "
+          f"Layout.model={splits!r} splits tokens alone; write - for it"
+        )
+  found, wanted = (partition(shapes, rules, sizes) for rules in (given, own))
+  paths = jax.tree_util.tree_leaves_with_path(shapes)
+  specs = zip(paths, *map(jax.tree.leaves, (found, wanted)), strict=True)
+  for (path, _), spec, expected in specs:
+    name = path_name(path)
+    for axis in ("stage", "model"):
+      places = [tuple(s).index(axis) if axis in s else None for s in (spec, expected)]
+      if places[0] != places[1]:
+        of = "none" if places[1] is None else f"dim {places[1]}"
+        raise ConfigError(
+          f"Layout.rules: {name} is computed with {of} of its dims split along "
+          f"{axis}, and its rule splits "
+          + ("none" if places[0] is None else f"dim {places[0]}")
+        )
+    if name.startswith("layers/") and spec[0] == "fsdp":
+      raise ConfigError(
+        f"Layout.rules: dim 0 of {name} are the layers, of which a step takes one "
+        "after another; split another dim along fsdp"
+      )
+
+
+def _check_divides(config: cfg.Config, mesh: Mesh, shapes: Any) -> None:
+  """Refuse to split a head: the columns would divide, and be other heads.
+
+  Layers and classes likewise: the line then names the setting, not a parameter's dim.
+  """
+  size = mesh.shape.get("model", 1)
+  if isinstance(config.model, cfg.ViT) and config.layout.model.startswith("layers"):
+    classes = shapes["head"]["bias"].size
+    if classes % size:
+      raise ConfigError(
+        f"Mesh.model={size}: does not divide the {classes} classes of the head; set "
+        f"ViT.pad_classes_to to {size} or a multiple, which pads them"
+      )
+  fields = {"stage": ("num_layers",), "model": ("num_heads", "num_kv_heads")}
+  if config.layout.model == "ring":
+    del fields["model"]
+  for axis, names in fields.items():
+    size, m = mesh.shape.get(axis, 1), config.model
+    for field in names:
+      parts = getattr(m, field, None)
+      if parts is not None and parts % size:
+        is_text = axis == "model" and isinstance(m, cfg.Transformer)
+        raise ConfigError(
+          f"Mesh.{axis}={size}: does not divide {type(m).__name__}.{field}={parts}; "
+          "give a divisor"
+          + (", or layout.model='ring', which splits no heads" * is_text)
+        )
+
+
+def make_loss(config: cfg.Config, model: Model, layout: Layout | None) -> Any:
+  """The loss of a train step: a `step.LossFn`, or what makes gradients itself.
+
+  Args:
+    config: says how a pipeline goes and what layers keep.
+    model: whose smoothing of labels, where it is a stack, is its own.
+    layout: of `make_layout`.
+  """
+  if isinstance(model, models.Stack):
+    assert layout is not None
+    remat = config.layout.remat
+    if "stage" not in layout.mesh.axis_names:
+      return parallel.stack_loss(model, layout, remat=remat)
+    piped = {"gpipe": parallel.gpipe_grads, "1f1b": parallel.one_f_one_b_grads}
+    return piped[config.layout.schedule](model, layout, remat=remat)
+  loss = losses.classification_loss(model.apply, label_smoothing=config.label_smoothing)
+  return loss if layout is None else parallel.entered(loss, layout.entries)
+
+
+def make_totals(model: Model, layout: Layout | None) -> Any:
+  """The totals of an eval step: a `step.EvalFn`."""
+  if isinstance(model, models.Stack):
+    assert layout is not None
+    if "stage" in layout.mesh.axis_names:
+      return parallel.piped_totals(model, layout)
+    return parallel.stack_totals(model, layout)
+  totals = losses.classification_totals(model.apply)
+  return totals if layout is None else parallel.entered(totals, layout.entries)

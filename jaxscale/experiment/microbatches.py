@@ -1,0 +1,166 @@
+"""A run on another number of devices than it began on: its batches over these.
+
+Batch and order of examples are the run's, whatever it runs on. What is left to
+choose is how many micro-batches a device works through: on fewer devices so many
+that none holds more examples at a time than when the run began, which had memory
+for just that. Where they are as many as then, each micro-batch has the very rows
+that a device had: row i of the batch is in micro-batch i // rows, counted over
+devices and then over a device's micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from jaxscale.errors import ConfigError
+from jaxscale.experiment.phases import Stage
+
+# (a stage as asked for, devices, micro-batches) -> whether a step keeps its meaning
+Keeps = Callable[[Stage, int, int], bool]
+
+
+def micro_batches(
+  batch_size: int,
+  asked: int,
+  num_devices: int,
+  start_devices: int,
+  keeps: Callable[[int], bool] = lambda micros: True,
+) -> int | None:
+  """How many micro-batches a step has; None: the batch cannot be divided.
+
+  On as many devices as at the start, or more, those asked for. On fewer, the
+  smallest number, of at least as many, that lets no device hold more examples at a
+  time than at the start; if `keeps` allows none such, the largest that it allows.
+
+  Args:
+    batch_size: examples a step.
+    asked: the setting.
+    num_devices: there are now.
+    start_devices: there were when the run began.
+    keeps: micro-batches -> whether a step keeps its meaning.
+
+  Example:
+    >>> micro_batches(1024, 1, num_devices=8, start_devices=16)
+    2
+    >>> micro_batches(96, 1, num_devices=3, start_devices=8)  # 8 rows each, 12 then
+    4
+  """
+  rows, rest = divmod(batch_size, num_devices)
+  if rest:
+    return None
+  fitting = [n for n in _divisors(rows) if n >= asked and keeps(n)]
+  if num_devices >= start_devices:
+    return asked if asked in fitting else None
+  most = batch_size // (start_devices * asked)
+  small = [n for n in fitting if rows // n <= most]
+  return small[0] if small else max(fitting, default=None)
+
+
+def over_devices(
+  stages: Sequence[Stage], num_devices: int, start_devices: int, keeps: Keeps
+) -> tuple[Stage, ...]:
+  """The stages with the micro-batches that a step has on so many devices.
+
+  Args:
+    stages: as asked for; their batches divide over `start_devices`.
+    num_devices: there are now.
+    start_devices: there were when the run began.
+    keeps: whether a step keeps its meaning.
+
+  Raises:
+    ConfigError: a batch cannot be divided; it says over how many devices it can.
+
+  Example:
+    >>> stage = Stage(0, 10, 0, 64, 1, None)
+    >>> [s.accumulate_steps for s in over_devices(
+    ...   [stage], 2, 8, lambda stage, devices, micros: True)]
+    [4]
+  """
+
+  def here(stage: Stage, devices: int) -> int | None:
+    size, asked = stage.batch_size, stage.accumulate_steps
+    return micro_batches(
+      size, asked, devices, start_devices, lambda n: keeps(stage, devices, n)
+    )
+
+  found = [here(stage, num_devices) for stage in stages]
+  if None not in found:
+    made = zip(stages, found, strict=True)
+    return tuple(s._replace(accumulate_steps=n) for s, n in made if n is not None)
+  stage = stages[found.index(None)]
+  most = max(num_devices, start_devices)
+  do = [n for n in range(1, most + 1) if all(here(s, n) is not None for s in stages)]
+  wrong = "does not divide over"
+  if stage.batch_size % (num_devices * stage.accumulate_steps) == 0:
+    wrong = "with BatchNorm's statistics and noise scale kept, cannot be divided over"
+  elif num_devices > start_devices and stage.accumulate_steps > 1:
+    wrong = f"in {stage.accumulate_steps} micro-batches, {wrong}"
+  raise ConfigError(
+    f"batch_size={stage.batch_size}: {wrong} {_devices(num_devices)}, and a run "
+    f"goes on with the batch that it began with, on {start_devices}; give it "
+    f"{_few(do, num_devices)} devices, or another --workdir"
+  )
+
+
+def story(
+  asked: Sequence[Stage],
+  stages: Sequence[Stage],
+  num_devices: int,
+  start_devices: int,
+) -> str:
+  """What a run on another number of devices says of it, in one line.
+
+  Args:
+    asked: the stages as the config has them.
+    stages: those of `over_devices`.
+    num_devices: there are now.
+    start_devices: there were when the run began.
+
+  Example:
+    >>> stage = Stage(0, 10, 0, 1024, 1, None)
+    >>> print(story([stage], [stage._replace(accumulate_steps=2)], 8, 16))
+    ... # doctest: +NORMALIZE_WHITESPACE
+    8 devices, 16 at the start: 2 micro-batches a step instead of 1, so that a device
+    still holds 64 examples at a time; the global batch and the order of examples stay
+  """
+  before = [s.batch_size // (start_devices * s.accumulate_steps) for s in asked]
+  rows = [s.batch_size // (num_devices * s.accumulate_steps) for s in stages]
+  then, now = ([s.accumulate_steps for s in each] for each in (asked, stages))
+  micros = f"{_each(now)} micro-batch{'es' * (_each(now) != '1')} a step"
+  micros += ", as then" if then == now else f" instead of {_each(then)}"
+  if rows == before:
+    held = f"so that a device still holds {_each(rows)} examples at a time"
+  else:
+    held = f"a device holds {_each(rows)} examples at a time, {_each(before)} then"
+  return (
+    f"{_devices(num_devices)}, {start_devices} at the start: {micros}, {held}; the "
+    "global batch and the order of examples stay"
+  )
+
+
+def _each(values: Sequence[int]) -> str:
+  """A value for all stages, or one for each."""
+  if len(set(values)) == 1:
+    return f"{values[0]:,}"
+  return _list([f"{v:,}" for v in values], "and")
+
+
+def _devices(count: int) -> str:
+  return f"{count} device{'s' * (count != 1)}"
+
+
+def _few(numbers: Iterable[int], near: int) -> str:
+  """The six numbers that are nearest by ratio, in order."""
+  nearest = sorted(numbers, key=lambda n: max(n / near, near / n))[:6]
+  return _list([str(n) for n in sorted(nearest)], "or")
+
+
+def _list(words: Sequence[str], last: str) -> str:
+  return f" {last} ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+def _divisors(number: int) -> list[int]:
+  """Rising."""
+  low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+  return sorted({*low, *(number // n for n in low)})

@@ -1,0 +1,1 @@
+"""What compiled programs say of memory, bytes and time, for chips that need not be here."""

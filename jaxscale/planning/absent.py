@@ -1,0 +1,262 @@
+"""Accelerators that are not here, by name, to compile for them ahead of time.
+
+    v5e-16      one slice of 16 TPU v5e chips, 4 x 4
+    2xv5e-8     two slices of 8, joined by the data-centre network
+    h100-16     16 GPUs, 8 in a host
+    2xh100-4    two hosts of 4
+
+Names count chips (Google's own of v5p count its cores, of which a chip has two).
+Compilers come with the packages of the accelerators, `libtpu` and
+`jax-cuda12-plugin`; neither needs the hardware. What such a program says is exact of
+memory and of what is communicated; it says nothing of seconds.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import re
+from typing import Any, NamedTuple
+
+from jaxscale.errors import ConfigError
+
+
+class Chip(NamedTuple):
+  """A kind of accelerator.
+
+  Attributes:
+    platform: "tpu" or "cuda".
+    memory: bytes that it has.
+    limit: bytes that a program may take of them.
+    shapes: of a TPU's slices, by the number of chips.
+  """
+
+  platform: str
+  memory: int
+  limit: int
+  shapes: dict[int, str]
+
+
+class Chips(NamedTuple):
+  """Accelerators by name, in their order.
+
+  Attributes:
+    name: that was asked for.
+    chip: what each is.
+    devices: for `mesh.make_mesh` or `build.experiment`.
+  """
+
+  name: str
+  chip: Chip
+  devices: list[Any]
+
+
+class Memory(NamedTuple):
+  """Bytes a device of a compiled program.
+
+  Attributes:
+    arguments: state and batch.
+    outputs: what is given back.
+    aliased: of those, what takes the place of donated arguments.
+    temporaries: all else, while it runs.
+    host: in the host's memory, of state and temporaries, a device.
+  """
+
+  arguments: int
+  outputs: int
+  aliased: int
+  temporaries: int
+  host: int = 0
+
+  @property
+  def total(self) -> int:
+    """What the device must have."""
+    return self.arguments + self.outputs - self.aliased + self.temporaries
+
+
+# Chips of a slice, as Google sells them: cloud.google.com/tpu/docs/{v5e,v6e,v5p}.
+_FLAT = {
+  1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16",
+  256: "16x16",
+}  # fmt: skip
+_CUBE = {
+  4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8",
+  256: "4x8x8", 512: "8x8x8", 1024: "8x8x16", 2048: "8x16x16", 4096: "16x16x16",
+}  # fmt: skip
+_GB, _GIB = 10**9, 2**30
+# TPUs: memory is of the same pages; the limit is the "available HBM" of the error with
+# which libtpu 0.0.51 refuses programs that need more.
+# GPUs: device_memory_size in XLA's descriptions (below). JAX takes 75 % of it unless
+# XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
+# (docs.jax.dev/en/latest/gpu_memory_allocation.html).
+CHIPS = {
+  "v5e": Chip("tpu", 16 * _GB, int(15.75 * _GIB), _FLAT),
+  "v6e": Chip("tpu", 32 * _GB, int(31.24 * _GIB), _FLAT),
+  "v5p": Chip("tpu", 95 * _GB, int(95.73 * _GIB), _CUBE),
+  "h100": Chip("cuda", 84_942_979_072, 84_942_979_072 * 3 // 4, {}),
+  "h200": Chip("cuda", 151_397_597_184, 151_397_597_184 * 3 // 4, {}),
+}
+GPUS_PER_HOST = 8
+# A Hopper GPU, from openxla/xla, xla/backends/gpu/target_config/specs/h100_sxm.txtpb
+# and h200.txtpb, which differ in the name, the memory and its bandwidth in bytes/s.
+_HOPPER = """
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132
+  fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  block_dim_limit_z: 65535 memory_bandwidth: {bandwidth} l2_cache_size: 52428800
+  clock_rate_ghz: 1.98 device_memory_size: {memory}
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  device_vendor: "NVIDIA Corporation" device_address_bits: 64 ecc_enabled: true
+  name: "{name}" driver_version: "13.0.0" runtime_version: "12.8.0"
+  compile_time_toolkit_version: "12.8.0" dnn_version: "9.10.0"
+  device_interconnect_info {{ active_links: 18 }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+"""
+_BANDWIDTH = {
+  "h100": ("NVIDIA H100 80GB HBM3", 3_352_320_000_000),
+  "h200": ("NVIDIA H200 141GB HBM3e", 4_800_000_000_000),
+}
+
+
+def absent(name: str) -> Chips:
+  """The accelerators of a name, without having them.
+
+  Args:
+    name: as in the module's docstring.
+
+  Raises:
+    ConfigError: no such name, or the package that compiles for them is missing.
+
+  Example:
+    >>> len(absent("v5e-16").devices)                          # doctest: +SKIP
+    16
+  """
+  groups, kind, count = _parse(name)
+  chip = CHIPS[kind]
+  _check_installed(name, chip)
+  from jax.experimental import topologies  # JAX: only once there is something to ask
+
+  if chip.platform == "tpu":
+    # No TPU is asked about the slice it is in, and other processes may have one.
+    for variable, value in (
+      ("TPU_SKIP_MDS_QUERY", "1"),
+      ("TPU_WORKER_HOSTNAMES", "localhost"),
+      ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
+    ):
+      os.environ.setdefault(variable, value)
+    options: dict[str, Any] = {"topology_name": f"{kind}:{chip.shapes[count]}"}
+    if groups > 1:
+      options["num_slices"] = groups
+  else:
+    here = min(count, GPUS_PER_HOST)
+    hosts = groups * count // here
+    options = {"target_config": target_config(kind), "topology": f"1x{hosts}x{here}"}
+  try:
+    found = topologies.get_topology_desc(platform=chip.platform, **options)
+  except NotImplementedError:  # JAX has given the plugin up: there is no such hardware
+    raise ConfigError(
+      f"--chips={name}: JAX looked for a GPU and found none; set JAX_PLATFORMS=cpu "
+      "before it is imported"
+    ) from None
+  return Chips(name, chip, list(found.devices))
+
+
+def target_config(kind: str) -> str:
+  """The description of a GPU that XLA compiles for, of "h100" or "h200"."""
+  name, bandwidth = _BANDWIDTH[kind]
+  return _HOPPER.format(name=name, memory=CHIPS[kind].memory, bandwidth=bandwidth)
+
+
+def _parse(name: str) -> tuple[int, str, int]:
+  """(groups, kind, chips in a group)."""
+  form = re.fullmatch(r"(?:(\d+)x)?([a-z]+\d+[a-z]*)-(\d+)", name)
+  if form is None or form[2] not in CHIPS:
+    known = ", ".join(CHIPS)
+    raise ConfigError(
+      f"--chips={name}: give KIND-COUNT, e.g. v5e-16 or 2xv5e-8, a kind of {known}"
+    )
+  groups, kind, count = int(form[1] or 1), form[2], int(form[3])
+  shapes = CHIPS[kind].shapes
+  if shapes and count not in shapes:
+    raise ConfigError(
+      f"--chips={name}: {kind} has slices of {', '.join(map(str, shapes))} chips"
+    )
+  if not shapes and count > GPUS_PER_HOST and count % GPUS_PER_HOST:
+    raise ConfigError(
+      f"--chips={name}: hosts have {GPUS_PER_HOST} GPUs, give a multiple of them, or "
+      f"2x{kind}-4 for two hosts of 4"
+    )
+  if groups < 1 or count < 1:
+    raise ConfigError(f"--chips={name}: give at least one chip")
+  return groups, kind, count
+
+
+def _check_installed(name: str, chip: Chip) -> None:
+  needed = {
+    "tpu": (("libtpu",), "libtpu"),
+    "cuda": (
+      ("jax_cuda12_plugin", "jax_cuda13_plugin"),
+      "jax-cuda12-plugin jax-cuda12-pjrt nvidia-cudnn-cu12",
+    ),
+  }
+  modules, packages = needed[chip.platform]
+  if not any(importlib.util.find_spec(module) for module in modules):
+    raise ConfigError(
+      f"--chips={name}: its compiler is not installed; pip install {packages} (no "
+      "such hardware is needed)"
+    )
+
+
+def memory_of(compiled: Any) -> Memory:
+  """Bytes that a compiled program takes on each device.
+
+  Args:
+    compiled: `jax.jit(f).lower(...).compile()`.
+  """
+  m = compiled.memory_analysis()
+  return Memory(
+    m.argument_size_in_bytes,
+    m.output_size_in_bytes,
+    m.alias_size_in_bytes,
+    m.temp_size_in_bytes,
+    # Outputs on the host take the place of arguments there, as on the device.
+    m.host_argument_size_in_bytes
+    + m.host_output_size_in_bytes
+    - m.host_alias_size_in_bytes
+    + m.host_temp_size_in_bytes,
+  )
+
+
+def refused(error: Exception) -> str | None:
+  """What the compiler says of a program that the memory is too small for.
+
+  Args:
+    error: of `compile`.
+
+  Returns:
+    One line; None: it is something else.
+
+  Example:
+    >>> refused(RuntimeError("RESOURCE_EXHAUSTED: E1000: Ran out of memory (17.32G)"))
+    'E1000: Ran out of memory (17.32G)'
+  """
+  line = str(error).split("\n", 1)[0]
+  code, found, rest = line.partition("RESOURCE_EXHAUSTED: ")
+  return rest if found and not code else None
+
+
+def gib(num_bytes: float) -> str:
+  """As people read it.
+
+  Example:
+    >>> gib(3 * 2**30)
+    '3.00 GiB'
+  """
+  return f"{num_bytes / _GIB:.2f} GiB" if math.isfinite(num_bytes) else "?"

@@ -1,0 +1,141 @@
+"""What a layout does: every parameter, every collective, the memory of a device.
+
+Read from the compiled step, before any example is: what the compiler made of it, not
+what was meant.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from jaxscale.experiment import build
+from jaxscale.experiment import layout as layout_parts
+from jaxscale.parallel.layout import HOST
+from jaxscale.planning import hlo
+from jaxscale.planning.absent import memory_of
+from jaxscale.tree_paths import path_name
+
+
+def describe(experiment: build.Experiment) -> str:
+  """The page that `--describe` prints; compiles the train step.
+
+  Args:
+    experiment: at the stage that it is about.
+
+  Example:
+    >>> print(describe(build.experiment(config)))            # doctest: +SKIP
+  """
+  state = experiment.abstract_state()
+  compiled: Any = experiment.lower_train_step(state).compile()
+  parts = [
+    _head(experiment),
+    _parameters(state.params),
+    _state(state),
+    _memory(compiled),
+    "collectives of one step, of one device:\n"
+    + hlo.summary(hlo.collectives(compiled, experiment.mesh)),
+    _widened(experiment),
+  ]
+  return "\n\n".join(part for part in parts if part)
+
+
+def _head(experiment: build.Experiment) -> str:
+  config, mesh = experiment.config, experiment.mesh
+  grid = " x ".join(f"{axis} {n}" for axis, n in mesh.shape.items())
+  layout = config.layout
+  lines = [
+    f"{mesh.size} x {mesh.devices.flat[0].device_kind} as {grid}",
+    f"split along fsdp: {layout_parts.shard_on(config, mesh)}",
+  ]
+  if "model" in mesh.axis_names:
+    lines.append(f"split along model: {layout.model.replace('_', ' ')}")
+  again = ", and each stage again from its input" * ("stage" in mesh.axis_names)
+  return "\n".join([*lines, f"remat: {layout.remat}{again}", *experiment.notes])
+
+
+def _parameters(params: Any) -> str:
+  """A line for each parameter, and their sum."""
+  rows = [("parameter", "shape", "dtype", "split", "MB/device")]
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    rows.append(
+      (
+        path_name(path),
+        "x".join(map(str, leaf.shape)) or "-",
+        str(leaf.dtype),
+        _spec(leaf),
+        f"{_bytes(leaf) / 1e6:.3f}",
+      )
+    )
+  leaves = jax.tree.leaves(params)
+  count = sum(math.prod(x.shape) for x in leaves)
+  total = sum(map(_bytes, leaves)) / 1e6
+  rows.append((f"{count:,} in all", "", "", "", f"{total:,.3f}"))
+  return _table(rows)
+
+
+def _state(state: Any) -> str:
+  """Bytes of each part of the state on one device, and of what waits on the host."""
+  rows = [("state", "MB/device")]
+  for name, part in state._asdict().items():
+    leaves = jax.tree.leaves(part)
+    waiting = [x for x in leaves if x.sharding.memory_kind == HOST]
+    on_host = sum(map(_bytes, waiting))
+    shown, size = name.replace("_", " "), sum(map(_bytes, leaves)) - on_host
+    if size:
+      rows.append((shown, f"{size / 1e6:,.3f}"))
+    if on_host:
+      rows.append((f"{shown}, on the host", f"{on_host / 1e6:,.3f}"))
+  return _table(rows)
+
+
+def _memory(compiled: Any) -> str:
+  """What the compiler says of a device's memory, where it does."""
+  if compiled.memory_analysis() is None:
+    return ""
+  m = memory_of(compiled)
+  host = f"; {m.host / 1e6:,.1f} MB on the host" if m.host else ""
+  return (
+    f"memory of one device in a step: {m.total / 1e6:,.1f} MB "
+    f"(state and batch {m.arguments / 1e6:,.1f}, temporary {m.temporaries / 1e6:,.1f}, "
+    f"new {(m.outputs - m.aliased) / 1e6:,.1f}){host}"
+  )
+
+
+def _widened(experiment: build.Experiment) -> str:
+  """What these collectives are not: those of an accelerator, on CPU in bfloat16."""
+  is_cpu = experiment.mesh.devices.flat[0].platform == "cpu"
+  if not is_cpu or experiment.config.dtype == "float32":
+    return ""
+  return (
+    f"XLA on CPU sends {experiment.config.dtype} as float32: accelerators send half "
+    "the bytes of those"
+  )
+
+
+def _spec(leaf: Any) -> str:
+  """The axes of each dim, as "fsdp, -, model"."""
+  dims = [*leaf.sharding.spec, *[None] * leaf.ndim][: leaf.ndim]
+  names = ["+".join(a) if isinstance(a, tuple) else a or "-" for a in dims]
+  return ", ".join(names) if any(dims) else "whole"
+
+
+def _bytes(leaf: Any) -> int:
+  """That one device has of an array."""
+  shard = leaf.sharding.shard_shape(leaf.shape)
+  return math.prod(shard) * leaf.dtype.itemsize
+
+
+def _table(rows: Iterable[tuple[str, ...]]) -> str:
+  """Columns that line up, the last one to the right."""
+  rows = list(rows)
+  widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+  lines = []
+  for row in rows:
+    cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+    cells[-1] = row[-1].rjust(widths[-1])
+    lines.append("  ".join(cells).rstrip())
+  return "\n".join(lines)

@@ -1,0 +1,214 @@
+"""The largest model that fits, by compiling and not by trying.
+
+    python -m jaxscale.planning.fits --config FILE --chips v5e-16 [--config.FIELD=VALUE ...]
+        [--over model.num_layers=16,24,32]
+        [--over batch_size=16,32,64]
+
+Compiles the train step of a config for accelerators that are not here
+(`scaling.absent` has their names) and prints the memory that it takes on each of
+them. Nothing is allocated, and text is not read: vocabulary and length of sequences
+are in the config. (Of image datasets the size of images and the number of classes
+are not: those must be there.)
+
+With --over the values of a setting are tried, from the smallest to the largest; of
+four and more, by bisection: more memory for a larger value is taken for granted.
+
+Exit code 0: it fits, or one of the values does; 1: none does.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxscale import config as cfg
+from jaxscale.config.loading import load_config, split_args
+from jaxscale.errors import EXIT_CRASH, EXIT_DONE, ConfigError, leave, one_line_errors
+from jaxscale.planning.absent import Chips, Memory, absent, gib, memory_of, refused
+
+# Values above this many are bisected.
+_FEW = 3
+
+
+class Fit(NamedTuple):
+  """What the compiler says of one program.
+
+  Attributes:
+    memory: bytes a device; None: it was refused.
+    refusal: the compiler's line, where it did.
+    limit: bytes a program may take of a device.
+    seconds: that it took to compile.
+    compiled: the program, `jax.stages.Compiled`; None: it was refused.
+    mesh: that it is for.
+  """
+
+  memory: Memory | None
+  refusal: str | None
+  limit: int
+  seconds: float
+  compiled: Any
+  mesh: Any
+
+  @property
+  def is_good(self) -> bool:
+    """Whether the program fits."""
+    return self.memory is not None and self.memory.total <= self.limit
+
+
+def compile_for(
+  config: cfg.Config, chips: Chips, options: Mapping[str, Any] | None = None
+) -> Fit:
+  """Compile the train step of a config for chips that need not be here.
+
+  Args:
+    config: of the run; its data are not read where they are text.
+    chips: of `scaling.absent.absent`.
+    options: of the compiler, its flags by name.
+
+  Raises:
+    ConfigError: the config does not fit such devices, whatever their memory.
+
+  Example:
+    >>> fit = compile_for(config, absent("v5e-16"))            # doctest: +SKIP
+    >>> fit.memory.total, fit.is_good                          # doctest: +SKIP
+    (6054109184, True)
+    >>> print(hlo.summary(hlo.collectives(fit.compiled, fit.mesh)))  # doctest: +SKIP
+  """
+  return _compile(config, chips, options, lambda e: e.lower_train_step())
+
+
+def compile_init(
+  config: cfg.Config, chips: Chips, options: Mapping[str, Any] | None = None
+) -> Fit:
+  """Likewise what makes the state before the first step."""
+  return _compile(config, chips, options, lambda e: e.lower_init_state())
+
+
+def _compile(config, chips, options, lower) -> Fit:
+  from jaxscale.experiment import build  # JAX: only once it is known what for
+  from jaxscale.experiment.abstract_data import stand_in
+
+  experiment = build.experiment(
+    config, devices=chips.devices, datasets=stand_in(config)
+  )
+  before = time.perf_counter()
+  memory = refusal = compiled = None
+  try:
+    compiled = lower(experiment).compile(dict(options or {}))
+    memory = memory_of(compiled)
+  except RuntimeError as e:
+    if "cuDNN not found" in str(e):
+      raise ConfigError(
+        f"--chips={chips.name}: attention is cuDNN's there; pip install "
+        "nvidia-cudnn-cu12"
+      ) from None
+    refusal = refused(e)
+    if refusal is None:
+      raise
+  seconds = time.perf_counter() - before
+  return Fit(memory, refusal, chips.chip.limit, seconds, compiled, experiment.mesh)
+
+
+def largest(values: Sequence[Any], fits: Callable[[Any], bool]) -> Any:
+  """The largest value that fits, or None.
+
+  Up to three are all tried, in their order, until one does not fit; more are
+  bisected.
+
+  Args:
+    values: the smallest first.
+    fits: of a value; where it fits, so do those below.
+
+  Example:
+    >>> largest([16, 24, 32, 40, 48], lambda n: n < 40)
+    32
+  """
+  if len(values) <= _FEW:
+    found = None
+    for value in values:
+      if not fits(value):
+        break
+      found = value
+    return found
+  low, high = -1, len(values)  # fits, does not
+  while high - low > 1:
+    middle = (low + high) // 2
+    low, high = (middle, high) if fits(values[middle]) else (low, middle)
+  return values[low] if low >= 0 else None
+
+
+def line(fit: Fit, chips: Chips) -> str:
+  """A candidate in one line: what it takes, of what, and whether that is good."""
+  chip = chips.chip
+  verdict = "fits" if fit.is_good else "does not fit"
+  took = f"{fit.seconds:.0f} s to compile"
+  if fit.memory is None:
+    return f"{verdict} in {gib(fit.limit)}: {fit.refusal} ({took})"
+  m = fit.memory
+  host = f", {gib(m.host)} on the host" if m.host else ""
+  jax_takes = " that JAX takes" if chip.platform == "cuda" else ""
+  return (
+    f"{verdict}: {gib(m.total)} of {gib(fit.limit)}{jax_takes} "
+    f"({gib(m.arguments)} state and batch, {gib(m.temporaries)} temporaries{host}; "
+    f"{took})"
+  )
+
+
+@one_line_errors
+def main(argv: list[str]) -> int:
+  """The command line; returns the exit code."""
+  if argv[:1] in (["-h"], ["--help"]):
+    print((__doc__ or "").strip())
+    return EXIT_DONE
+  # What compiles needs no device, and one that is here is not to be taken.
+  os.environ.setdefault("JAX_PLATFORMS", "cpu")
+  options, overrides = _parse(argv)
+  for needed, example in (("config", "configs/llama_1b.py"), ("chips", "v5e-16")):
+    if needed not in options:
+      raise ConfigError(f"--{needed}: missing; try --{needed} {example}")
+  chips = absent(options["chips"])
+  field, values = _over(options.get("over", ""))
+
+  def fits(value: str) -> bool:
+    changed = overrides | ({field: value} if field else {})
+    fit = compile_for(load_config(options["config"], changed), chips)
+    print(f"{field}={value}: " * bool(field) + line(fit, chips), flush=True)
+    return fit.is_good
+
+  found = largest(values, fits)
+  if field:
+    said = "none of them fits" if found is None else f"the largest is {field}={found}"
+    print(f"{said} on each of {chips.name}")
+  return EXIT_CRASH if found is None else EXIT_DONE
+
+
+def _over(text: str) -> tuple[str, list[str]]:
+  """A setting and its values, the smallest first; ("", [""]) for none."""
+  if not text:
+    return "", [""]
+  field, _, values = text.partition("=")
+  try:
+    return field, sorted(values.split(","), key=float)
+  except ValueError:
+    raise ConfigError(
+      f"--over={text}: give FIELD=NUMBER,NUMBER, e.g. model.num_layers=16,24,32"
+    ) from None
+
+
+def _parse(argv: list[str]) -> tuple[dict[str, str], dict[str, str]]:
+  """Options and overrides of the config."""
+  options: dict[str, str] = {}
+  overrides: dict[str, str] = {}
+  known = ("--config", "--chips", "--over")
+  for name, value in split_args(argv, known, has_settings=True):
+    if name.startswith("--config."):
+      overrides[name.removeprefix("--config.")] = value
+    else:
+      options[name.removeprefix("--")] = value
+  return options, overrides
+
+
+if __name__ == "__main__":
+  leave(main)

@@ -1,0 +1,364 @@
+"""The collectives of a compiled step: what crosses the network, and behind what.
+
+`collectives` reads the text of a compiled program (`Compiled.as_text()`), so it
+says what the compiler made of a step, not what was written. For every collective
+there is: kind, dtypes, bytes, who with whom and so which mesh axes, how often
+(loops count their trips), and whether compute is scheduled between its start and
+its end. With M bytes of payload, of one device, in a group of n, the bytes that
+the device sends by the best algorithms are
+
+    all-reduce                    2 M (n-1)/n    M: what a device puts in
+    reduce-scatter, all-to-all      M (n-1)/n    M: what a device puts in
+    all-gather                      M (n-1)/n    M: what a device has after it
+    collective-permute, -broadcast  M            M: what a device puts in
+
+(Patarasuk and Yuan, doi:10.1016/j.jpdc.2008.09.002). Bytes are those of the
+operands; a TPU's all-reduce may take float32 and give bfloat16, and the text does
+not say where between it rounds. What is read:
+
+- CPU: plain instructions. The program has no start and end of them: `is_async` is
+  False and says nothing of what the runtime does.
+- GPU: `-start` and `-done`; `"is_sync":true` in their backend_config means that
+  they run one after the other all the same, and then `is_async` is False.
+- TPU: plain instructions, `-start`/`-done`, fusions that begin, carry on and end a
+  collective while they compute ("AsyncCollectiveStart"), fusions of an all-reduce
+  with the slice of its result (a reduce-scatter, as the name of their emitter
+  "AllReduceScatterFusion" says), and between slices `send`/`recv` to the
+  "megascale" runtime.
+
+`overlap` is an estimate (`cost`) of compute that is *scheduled* between start and
+end, as a share of the whole step's. It says what can be hidden, not what is: the
+compute may be shorter than the transfer, and two transfers may share it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxscale.planning.cost import COLLECTIVES, Computation, Cost, costs
+from jaxscale.planning.members import is_network, megascale, members, wire_bytes
+from jaxscale.planning.parse import (
+  Groups,
+  Instruction,
+  Module,
+  attribute,
+  called,
+  modules,
+  num_bytes,
+)
+from jaxscale.planning.trips import trip_count
+
+
+class Collective(NamedTuple):
+  """One collective of a program.
+
+  Attributes:
+    kind: "all-reduce", "reduce-scatter", "all-gather", "collective-permute",
+      "all-to-all", "ragged-all-to-all", "collective-broadcast" or "send".
+    name: of the instruction.
+    dtypes: HLO's names, "f32" say, of what is sent.
+    payload_bytes: M above, of one device and one execution.
+    wire_bytes: that one device sends in one execution, by the table above.
+    groups: ids of the devices that take part with each other, or (source,
+      target) pairs of a permute; ids count the mesh in its order. () where the
+      text has them in no form known here.
+    group_size: n above; 2 for pairs.
+    axes: mesh axes along which devices of a group differ; None without a mesh or
+      groups.
+    times: executions a step: the trips of the loops around it.
+    times_known: False where a loop's trips are not in the text and counted as 1.
+    conditional: whether it is in a branch that need not be taken.
+    is_async: whether it has a start and an end with, perhaps, compute between.
+    overlap: share of the step's compute between start and end, over all
+      executions; None where the program is not scheduled.
+  """
+
+  kind: str
+  name: str
+  dtypes: tuple[str, ...]
+  payload_bytes: int
+  wire_bytes: float
+  groups: Groups
+  group_size: int
+  axes: tuple[str, ...] | None
+  times: int
+  times_known: bool
+  conditional: bool
+  is_async: bool
+  overlap: float | None
+
+
+class Totals(NamedTuple):
+  """Of one device and one step."""
+
+  times: int
+  payload_bytes: int
+  wire_bytes: float
+
+
+class _Place(NamedTuple):
+  """How often a computation runs, and under which condition."""
+
+  times: int
+  known: bool
+  conditional: bool
+
+
+class _Program(NamedTuple):
+  module: Module
+  sizes: dict[str, int] | None  # of the mesh
+  cost: Cost
+  total: float  # cost of a step
+
+
+def collectives(compiled: Any, mesh: Any = None) -> list[Collective]:
+  """The collectives of a program, in the order of its text.
+
+  Args:
+    compiled: `jax.jit(f).lower(...).compile()`, or its text.
+    mesh: whose axes to name: a `Mesh`, or its sizes by axis, in its order.
+
+  Returns:
+    One entry an instruction; see `Collective`.
+
+  Example:
+    >>> text = '''HloModule m, is_scheduled=true, num_partitions=4
+    ... ENTRY %m (p: f32[8]) -> f32[8] {
+    ...   %p = f32[8]{0} parameter(0)
+    ...   ROOT %r = f32[8]{0} all-reduce(%p), replica_groups={{0,1},{2,3}}
+    ... }'''
+    >>> (one,) = collectives(text, {"replica": 2, "data": 2})
+    >>> one.kind, one.axes, one.payload_bytes, one.wire_bytes
+    ('all-reduce', ('data',), 32, 32.0)
+  """
+  text = compiled if isinstance(compiled, str) else compiled.as_text()
+  shape: Mapping[str, int] | None = getattr(mesh, "shape", mesh)
+  sizes = dict(shape) if shape is not None else None
+  found: list[Collective] = []
+  for module in modules(text):
+    program = _Program(module, sizes, *costs(module))
+    found += _walk(program, module.entry, _Place(1, True, False))
+  return found
+
+
+def total(
+  table: Sequence[Collective], kind: str | None = None, axis: str | None = None
+) -> Totals:
+  """Sums over a step, each entry times its executions.
+
+  Those in branches count as if every branch were taken.
+
+  Args:
+    table: of `collectives`.
+    kind: count these alone.
+    axis: count those alone whose groups differ along this axis.
+  """
+  rows = [
+    row
+    for row in table
+    if kind in (None, row.kind) and (axis is None or axis in (row.axes or ()))
+  ]
+  return Totals(
+    sum(r.times for r in rows),
+    sum(r.times * r.payload_bytes for r in rows),
+    sum(r.times * r.wire_bytes for r in rows),
+  )
+
+
+def summary(table: Sequence[Collective]) -> str:
+  """A table for people, one line for those that are alike.
+
+  Example:
+    >>> print(summary([]))
+    no collectives
+  """
+  if not table:
+    return "no collectives"
+  alike: dict[tuple, list[Collective]] = {}
+  for row in table:
+    key = (row.kind, row.axes, row.dtypes, row.is_async, row.conditional)
+    alike.setdefault(key, []).append(row)
+  head = ("collective", "axes", "dtype", "times", "MB", "sent MB", "form", "overlap")
+  lines = [head, *(_line(rows) for rows in alike.values())]
+  widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+  text = [
+    "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+    for line in lines
+  ]
+  everything = total(table)
+  behind = sum(r.times * r.wire_bytes for r in table if r.overlap)
+  share = behind / everything.wire_bytes if everything.wire_bytes else 0.0
+  text.append(
+    f"a device sends {everything.wire_bytes / 1e6:.3f} MB a step, {share:.0%} of it "
+    "with compute between start and end"
+  )
+  if not all(row.times_known for row in table):
+    text.append("some loops do not tell their trips: counted once, at least that")
+  return "\n".join(line.rstrip() for line in text)
+
+
+def _line(rows: list[Collective]) -> tuple[str, ...]:
+  row, sums = rows[0], total(rows)
+  overlap = [r.overlap for r in rows if r.overlap is not None]
+  form = "async" if row.is_async else "sync"
+  return (
+    row.kind,
+    "?" if row.axes is None else ",".join(row.axes) or "none",
+    ",".join(row.dtypes),
+    str(sums.times),
+    f"{sums.payload_bytes / 1e6:.3f}",
+    f"{sums.wire_bytes / 1e6:.3f}",
+    f"{form}, in a branch" if row.conditional else form,
+    f"{sum(overlap):.1%}" if overlap else "?",
+  )
+
+
+def _walk(
+  program: _Program, name: str, place: _Place, begun: frozenset[str] = frozenset()
+) -> Iterator[Collective]:
+  """The collectives of a computation and of those that it runs.
+
+  Args:
+    program: that the computation is in.
+    name: of the computation.
+    place: of it.
+    begun: collectives that are open where it runs: fusions in it carry them on.
+  """
+  module = program.module
+  computation = module.computations.get(name, {})
+  schedule = list(computation.values())
+  before = np.cumsum([0.0, *(program.cost(computation, i) for i in schedule)])
+  open_fusions = set(begun)
+  for i, instruction in enumerate(schedule):
+    if instruction.opcode in ("while", "call", "conditional"):
+      for inner in called(instruction):
+        inside = _inside(module, computation, instruction, inner, place)
+        yield from _walk(program, inner, inside, frozenset(open_fusions))
+      continue
+    found_in, marks = _collectives_of(module, computation, instruction)
+    is_fusion = instruction.opcode == "fusion"
+    for found, home in found_in:
+      key = _key(found)
+      starts = "AsyncCollectiveStart" in marks
+      carried_on = is_fusion and key in open_fusions and not starts
+      if "AsyncCollectiveDone" in marks or carried_on:
+        # The end of one that was begun, or a fusion that carries it on.
+        open_fusions -= {key} if "AsyncCollectiveDone" in marks else set()
+        continue
+      if starts:
+        open_fusions.add(key)
+      begins = instruction.opcode.endswith("-start") or instruction.opcode == "send"
+      begins |= key in open_fusions
+      is_async = begins and '"is_sync":true' not in instruction.text
+      end = _end(module, computation, i, key) if is_async else i + 1
+      share = place.times * (before[end] - before[i + 1]) / (program.total or 1.0)
+      one = _collective(program, found, home, home is not computation)
+      yield one._replace(
+        name=instruction.name, times=place.times, times_known=place.known,
+        conditional=place.conditional, is_async=is_async,
+        overlap=float(share) if module.is_scheduled else None,
+      )  # fmt: skip
+
+
+def _inside(
+  module: Module, computation: Computation, instruction: Instruction, inner: str,
+  place: _Place,
+) -> _Place:  # fmt: skip
+  """How often a computation runs that a while, call or conditional runs."""
+  if instruction.opcode == "conditional":
+    return place._replace(conditional=True)
+  if instruction.opcode == "call":
+    return place
+  trips = trip_count(module, computation, instruction)
+  if trips is None:
+    return place._replace(known=False)
+  asks = (attribute(instruction, "condition") or "").lstrip("%") == inner
+  return place._replace(times=place.times * (trips + asks))
+
+
+def _collectives_of(
+  module: Module, computation: Computation, instruction: Instruction
+) -> tuple[list[tuple[Instruction, Computation]], list[str]]:
+  """Collectives that an instruction is or wraps, and what marks async fusions.
+
+  Returns:
+    The collectives, each with its computation, and targets of custom calls.
+  """
+  opcode = instruction.opcode
+  kind = opcode.removesuffix("-start")
+  if kind in COLLECTIVES or (kind == "send" and is_network(instruction)):
+    return [(instruction, computation)], []
+  found, marks = [], []
+  if opcode in ("fusion", "call") or opcode.endswith("-start"):
+    for name in called(instruction):
+      home = module.computations.get(name, {})
+      for inner in home.values():
+        marks += re.findall(r'custom_call_target="(\w+)"', inner.text)
+        deeper, more = _collectives_of(module, home, inner)
+        found, marks = found + deeper, marks + more
+  return found, marks
+
+
+def _key(instruction: Instruction) -> str:
+  """What the instructions have in common that begin, carry on and end the same."""
+  rendezvous = re.search(r'_xla_host_transfer_rendezvous="[^"]*"', instruction.text)
+  if rendezvous:
+    return rendezvous.group()
+  chain = re.search(r'chain_id="\w+"', instruction.text)
+  parts = (attribute(instruction, x) for x in ("channel_id", "replica_groups"))
+  return f"{instruction.opcode} {[*parts]} {chain and chain.group()}"
+
+
+def _end(module: Module, computation: Computation, start: int, key: str) -> int:
+  """Where in the schedule a collective that was started ends.
+
+  The end of the computation, where it is not in it: at least so much is between.
+  """
+  schedule = list(computation.values())
+  started, end = {schedule[start].name}, None
+  is_send = schedule[start].opcode == "send"
+  for i, instruction in enumerate(schedule[start + 1 :], start + 1):
+    follows = bool(started.intersection(instruction.operands))
+    if is_send and instruction.opcode == "recv" and _key(instruction) == key:
+      started.add(instruction.name)  # what was sent comes back here
+    elif follows and instruction.opcode.endswith("-update"):
+      started.add(instruction.name)
+    elif follows and instruction.opcode.endswith("-done"):
+      end = i
+    elif instruction.opcode == "fusion":
+      found, marks = _collectives_of(module, computation, instruction)
+      if "AsyncCollectiveDone" in marks and any(_key(x) == key for x, _ in found):
+        end = i
+    if end is not None and not is_send:
+      break
+  return len(schedule) if end is None else end
+
+
+def _collective(
+  program: _Program, found: Instruction, home: Computation, is_wrapped: bool
+) -> Collective:
+  """Kind, bytes and members; the rest is where it stands."""
+  sent = tuple(a for x in found.operands if x in home for a in home[x].shape)
+  sent = sent or found.shape
+  kind = found.opcode.removesuffix("-start")
+  groups, size, axes = members(found, program.module.num_devices, program.sizes)
+  if kind == "send" and (between := megascale(found)):
+    kind, size = between
+  if kind == "all-reduce" and is_wrapped and _is_scattered(home, found):
+    kind = "reduce-scatter"
+  payload = num_bytes(sent) * (size if kind == "all-gather" else 1)
+  return Collective(
+    kind, found.name, tuple(dict.fromkeys(a.dtype for a in sent)), payload,
+    wire_bytes(kind, payload, size, groups), groups, size, axes,
+    times=1, times_known=True, conditional=False, is_async=False, overlap=None,
+  )  # fmt: skip
+
+
+def _is_scattered(home: Computation, found: Instruction) -> bool:
+  """Whether all that uses an all-reduce is a slice of it."""
+  uses = [x for x in home.values() if found.name in x.operands]
+  return bool(uses) and all(x.opcode == "dynamic-slice" for x in uses)

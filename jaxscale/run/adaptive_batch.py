@@ -1,0 +1,176 @@
+"""CNTK's adaptive minibatch: trials choose the batch size as the run goes.
+
+The rules are those of CNTK's SGD.cpp (AdaptiveMinibatchSizing and
+SearchForBestMinibatchSize), but for one: it took a trial whose loss was NaN,
+here such a trial is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jaxscale import cluster, data, metrics
+from jaxscale.config import AdaptiveBatch
+from jaxscale.errors import ConfigError
+from jaxscale.experiment import build, parts
+from jaxscale.experiment.derive import over_devices
+from jaxscale.experiment.phases import examples_at, stage_index
+from jaxscale.mesh import host_shard
+from jaxscale.training.state import TrainState
+
+
+def candidates(
+  previous: int,
+  initial: int,
+  *,
+  maximum: int,
+  multiple: int,
+  rate_change: float = 1.0,
+) -> list[int]:
+  """Batch sizes to try, rising by sqrt(2), without repeats.
+
+  From max(initial / rate_change, previous / 2) to min(maximum, 2 previous),
+  each rounded to a multiple of `multiple`.
+
+  Args:
+    previous: the batch size now.
+    initial: that of the first epoch.
+    maximum: no candidate is larger.
+    multiple: what sizes are rounded to.
+    rate_change: the learning rate now as a share of the initial one.
+
+  Example:
+    >>> candidates(512, 256, maximum=4096, multiple=64)
+    [256, 384, 512, 704, 1024]
+  """
+  top = min(maximum, 2 * previous)
+  size = float(min(max(initial / max(rate_change, 1e-9), previous / 2), top))
+  sizes: list[int] = []
+  while size <= top * (1 + 1e-9):  # sqrt(2) squared is a little more than 2
+    rounded = max(round(size / multiple), 1) * multiple
+    if rounded <= top and rounded not in sizes:
+      sizes.append(rounded)
+    size *= math.sqrt(2)
+  return sizes or [previous]
+
+
+def search(
+  sizes: Sequence[int], trial: Callable[[int], float], margin: float, previous: int
+) -> int:
+  """The largest size in turn whose loss is within the margin of the first's.
+
+  Args:
+    sizes: candidates, rising.
+    trial: size -> mean training loss of a trial from the same state.
+    margin: as a share of the first trial's loss.
+    previous: what to stay with if even the first trial gives no number.
+  """
+  base = trial(sizes[0])
+  if not math.isfinite(base):
+    return previous
+  best = sizes[0]
+  for size in sizes[1:]:
+    loss = trial(size)
+    if not math.isfinite(loss) or loss > base + margin * abs(base):
+      break
+    best = size
+  return best
+
+
+def choose(
+  experiment: build.Experiment,
+  state: TrainState,
+  say: Callable[[str], None],
+  poll: Callable[[], None] = lambda: None,
+) -> int:
+  """Try candidates from this state, at the start of a stage.
+
+  Args:
+    experiment: at the stage that has just ended.
+    state: after its last step; untouched.
+    say: takes a line for the person who watches.
+    poll: called before every step of a trial, alike in all processes; what it raises
+      ends the trials, which then have chosen nothing.
+  """
+  config, derived = experiment.config, experiment.derived
+  settings = config.stages
+  assert isinstance(settings, AdaptiveBatch)
+  step = int(state.step)
+  stage = derived.stages[stage_index(derived.stages, step)]
+  here, start = derived.num_devices, derived.start_devices
+  asked = config.accumulate_steps
+  # A run that goes on elsewhere tries the sizes that it would have tried at home.
+  unit = math.lcm(
+    settings.multiple, start * asked, here * (asked if here > start else 1)
+  )
+
+  def at_size(size: int) -> build.Experiment | None:
+    wanted = stage._replace(batch_size=size, accumulate_steps=asked)
+    try:
+      (tried,) = over_devices(config, [wanted], here, start)
+      return build.at_stage(experiment, tried)
+    except ConfigError:  # bn_span, say, does not fit it
+      return None
+
+  def trial(size: int) -> float:
+    tried = tries[size]
+    train_step = tried.compile_train_step()
+    copy = jax.tree.map(jnp.copy, state)
+    copy = build.enter_stage(config, experiment.stage, tried.stage, copy)
+    batches = train_batches(tried, examples_at(derived.stages, step))
+    losses = []
+    for _, batch in zip(range(settings.trial_steps), batches, strict=False):
+      poll()
+      copy, values = train_step(copy, batch)
+      losses.append(values["loss"])
+    loss = sum(x.item() for x in losses) / len(losses)
+    say(f"step {step}  trial at batch {size:,}: loss {loss:.4f}")
+    return loss
+
+  done = examples_at(derived.stages, step) / config.batch_size
+  rate = jnp.asarray(parts.make_schedule(config, derived)(done)).item()
+  sizes = candidates(
+    experiment.stage.batch_size,
+    config.batch_size,
+    maximum=min(settings.max_batch_size, derived.num_train),
+    multiple=unit,
+    # As the rate decays, larger batches are worth a trial.
+    rate_change=rate / derived.peak_lr if done >= derived.warmup_steps else 1.0,
+  )
+  tries = {size: tried for size in sizes if (tried := at_size(size)) is not None}
+  previous = experiment.stage.batch_size
+  if not set(tries) - {previous}:
+    return previous
+  return search(list(tries), trial, settings.margin, previous)
+
+
+def train_batches(experiment: build.Experiment, position: int):
+  """Global batches of this stage on the devices, from a position on."""
+  config = experiment.config
+  batches = data.train_batches(
+    experiment.train_data,
+    experiment.stage.batch_size,
+    seed=config.seed,
+    position=position,
+    shard=host_shard(experiment.mesh),
+    num_threads=config.input_threads,
+  )
+  return data.to_device(batches, experiment.mesh)
+
+
+def read_chosen(workdir: Path) -> tuple[int, ...]:
+  """Batch sizes that this run settled on before, a stage each."""
+  path = workdir / "batch_sizes.json"
+  return tuple(json.loads(path.read_text())) if path.exists() else ()
+
+
+def write_chosen(workdir: Path, chosen: Sequence[int]) -> None:
+  """Keep them, so that a run that goes on needs no second trial."""
+  path = workdir / "batch_sizes.json"
+  cluster.on_leader(lambda: metrics.write_json(path, list(chosen)), "batch sizes")

@@ -1,0 +1,247 @@
+"""The parameters of a run, as a file for others: `python -m jaxscale.run.export`."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jaxscale.config.loading import split_args
+from jaxscale.config.validation import nearest
+from jaxscale.errors import EXIT_DONE, ConfigError, leave, one_line_errors
+
+if TYPE_CHECKING:  # they import JAX, which is told what to run on before
+  from jaxscale.config.record import Described
+  from jaxscale.weights import Leaf
+
+NAMINGS, TAKES = ("jaxscale", "timm", "huggingface"), ("average", "params")
+DTYPES = ("float32", "bfloat16")
+OPTIONS = ("--workdir", "--to", "--naming", "--step", "--take", "--dtype")
+USAGE = """\
+usage: python -m jaxscale.run.export --workdir DIR --to FILE.safetensors
+                                 [--naming NAMING] [--step N] [--take WHICH]
+                                 [--dtype DTYPE]
+
+Writes the parameters of a run's checkpoint, and its BatchNorm statistics, into one
+safetensors file; arrays one after another, on the host's processor.
+
+  --workdir DIR     of the run
+  --to FILE         is replaced when the new one is whole
+  --naming NAMING   jaxscale: for Config.init_from (default)
+                    timm: ResNet (also torchvision's names) and ViT
+                    huggingface: Llama, with a config.json beside the file
+  --step N          of the checkpoint (default: the newest)
+  --take WHICH      average: the one that was evaluated (default, where
+                    Config.ema_decay keeps one); params: of the last step
+  --dtype DTYPE     float32 or bfloat16 (default: as trained, float32)
+
+exit code: 0 done, 2 a mistake in what was asked for, 1 anything else"""
+
+
+class Request(NamedTuple):
+  """What a command line asks for; see `USAGE`."""
+
+  workdir: Path
+  to: Path
+  naming: str = "jaxscale"
+  step: int | None = None
+  take: str | None = None
+  dtype: str | None = None
+
+
+def parse(argv: list[str]) -> Request | None:
+  """The request, or None for help.
+
+  Raises:
+    ConfigError: names the first mistake.
+
+  Example:
+    >>> parse(["--workdir", "runs/a", "--to=a.safetensors"]).naming
+    'jaxscale'
+  """
+  options: dict[str, str] = {}
+  for name, value in split_args(argv, OPTIONS, flags=("--help", "-h")):
+    if name in ("--help", "-h"):
+      return None
+    options[name.removeprefix("--")] = value
+  for name, example in (("workdir", "runs/digits"), ("to", "digits.safetensors")):
+    if name not in options:
+      raise ConfigError(f"--{name}: missing; try --{name} {example}")
+  choices = {"naming": NAMINGS, "take": TAKES, "dtype": DTYPES}
+  for name, allowed in choices.items():
+    if options.get(name, allowed[0]) not in allowed:
+      hint = nearest(options[name], allowed)
+      raise ConfigError(f"--{name}={options[name]}: {hint}")
+  step = options.pop("step", None)
+  if step is not None and not step.isdecimal():
+    raise ConfigError(f"--step={step}: give a whole number")
+  workdir, to = Path(options.pop("workdir")), Path(options.pop("to"))
+  return Request(workdir, to, step=None if step is None else int(step), **options)
+
+
+@one_line_errors
+def main(argv: list[str]) -> int:
+  """The command line; returns the exit code."""
+  request = parse(argv)
+  if request is None:
+    print(USAGE)
+    return EXIT_DONE
+  # Nothing is computed: an accelerator that somebody else uses is left alone.
+  os.environ["JAX_PLATFORMS"] = "cpu"
+  print(export(request))
+  return EXIT_DONE
+
+
+def export(request: Request) -> str:
+  """Write the file; returns one line of what is in it.
+
+  Raises:
+    ConfigError: there is no such run or checkpoint, or it is damaged, or the naming
+      has no names for its model, or the folder has another model's config.json.
+    weights.UnwrittenError: the disk failed or is full.
+  """
+  from jaxscale import weights
+  from jaxscale.checkpoint import files
+  from jaxscale.config.record import describe_run
+  from jaxscale.weights import hf_config
+
+  described = describe_run(request.workdir)
+  step = _step(request)
+  directory = request.workdir.absolute() / "checkpoints" / str(step)
+  try:
+    manifest = files.read_manifest(directory)["leaves"]
+    take = _take(request, manifest)
+    read = functools.lru_cache(maxsize=3)(files.leaf_reader(directory))
+    leaves = {
+      ours: weights.Leaf(
+        tuple(manifest[name]["shape"]), _dtype(manifest[name]["dtype"]),
+        functools.partial(_part, read, name),
+      )
+      for ours, name in _names(manifest, take).items()
+    }  # fmt: skip
+    said = _beside(request, described, leaves)
+    size = weights.export_leaves(
+      request.to,
+      leaves,
+      naming=request.naming,
+      num_classes=described.num_classes,
+      dtype=None if request.dtype is None else _dtype(request.dtype),
+      metadata=_about(described, step, take),
+    )
+  except files.DamagedError as e:
+    raise ConfigError(
+      f"checkpoint {step} in {request.workdir} is damaged ({e}); give another --step"
+    ) from None
+  if said is not None:
+    try:
+      hf_config.write_beside(request.to, said)
+    except OSError as e:
+      where = request.to.parent / "config.json"
+      raise weights.UnwrittenError(f"{where}: could not be written: {e}") from None
+  what = "the average" if take == "average" else "the parameters"
+  return (
+    f"{request.to}: {what} of step {step}, {size / 1e6:,.1f} MB in "
+    f"{request.naming}'s names"
+  )
+
+
+def _step(request: Request) -> int:
+  from jaxscale.checkpoint import directory as checkpoint_dir
+
+  steps = checkpoint_dir.steps(request.workdir / "checkpoints")
+  if not steps:
+    raise ConfigError(f"--workdir={request.workdir}: the run has saved nothing yet")
+  if request.step is not None and request.step not in steps:
+    raise ConfigError(
+      f"--step={request.step}: not saved, there are {', '.join(map(str, steps))}"
+    )
+  return steps[-1] if request.step is None else request.step
+
+
+def _take(request: Request, manifest: dict[str, Any]) -> str:
+  has_average = any(name.startswith("average/0/") for name in manifest)
+  if request.take == "average" and not has_average:
+    raise ConfigError("--take=average: the run keeps none (Config.ema_decay=None)")
+  return request.take or ("average" if has_average else "params")
+
+
+def _names(manifest: dict[str, Any], take: str) -> dict[str, str]:
+  """A leaf's path as `weights` has it -> its name in the checkpoint."""
+  prefixes = {
+    "params": ("params/", "model_state/"),
+    "average": ("average/0/", "average/1/"),
+  }
+  params, model_state = prefixes[take]
+  found = {}
+  for name in manifest:
+    if name.startswith(params):
+      found["params/" + name.removeprefix(params)] = name
+    elif name.startswith(model_state):
+      found[name.removeprefix(model_state)] = name
+  return found
+
+
+def _part(read: Any, name: str, layer: int | None) -> Any:
+  leaf = read(name)
+  return leaf if layer is None else leaf[layer]
+
+
+def _dtype(name: str) -> Any:
+  import ml_dtypes  # which numpy knows by name only then
+  import numpy as np
+
+  return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def _about(described: Described, step: int, take: str) -> dict[str, str]:
+  """What whoever finds the file may want to know; all text."""
+  data = described.data
+  # As they are called in the file, and in the run's config.json.
+  names = {"image_mean": "mean", "image_std": "std"}
+  if described.is_text:
+    names = {"vocab_size": "vocab_size", "sequence_length": "sequence_length"}
+  return {
+    "jaxscale": metadata.version("jaxscale"),
+    "model": json.dumps(described.config["model"]),
+    "data": data["name"],
+    **{name: json.dumps(data[key]) for name, key in names.items() if key in data},
+    "step": str(step),
+    "take": take,
+  }
+
+
+def _beside(
+  request: Request, described: Described, leaves: Mapping[str, Leaf]
+) -> dict[str, Any] | None:
+  """What a config.json beside the file says; None: there is none to be."""
+  from jaxscale import config as cfg
+  from jaxscale.data.tokenizer import byte_tokenizer
+  from jaxscale.weights import hf_config
+
+  gate = leaves.get("params/layers/gate/kernel")
+  if request.naming != "huggingface" or gate is None or not described.is_text:
+    return None
+  hf_config.place_beside(request.to)  # now: the file itself may take long
+  config = described.settings()
+  assert isinstance(config.model, cfg.Transformer)
+  # Else a tokenizer knows, which need not be here.
+  is_bytes = (
+    getattr(config.data, "tokenizer", "bytes") == "bytes"
+    and getattr(config.data, "vocab_size", None) is None
+  )
+  return hf_config.llama_config(
+    config.model,
+    hidden=gate.shape[-1],
+    vocab_size=described.data["vocab_size"],
+    sequence_length=described.data["sequence_length"],
+    dtype=request.dtype or str(gate.dtype),
+    separator=byte_tokenizer().separator if is_bytes else None,
+  )
+
+
+if __name__ == "__main__":
+  leave(main)

@@ -1,0 +1,264 @@
+"""`fit(config, workdir)`: one run from its first step, or from where it was."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxscale import cluster, metrics
+from jaxscale.checkpoint import lock
+from jaxscale.checkpoint.lock_owner import job_of
+from jaxscale.checkpoint.manager import Checkpoints, UnsavedError
+from jaxscale.config import Config
+from jaxscale.experiment import build
+from jaxscale.parallel.reduction import exchange_split
+from jaxscale.run import adaptive_batch
+from jaxscale.run.callbacks import make_events
+from jaxscale.run.nan_policy import Limits, Refusals
+from jaxscale.run.phases import (
+  Ahead,
+  Run,
+  in_background,
+  is_adaptive,
+  stage_at,
+  train_stages,
+)
+from jaxscale.run.reporter import Reporter
+from jaxscale.run.session import refuse_loop
+from jaxscale.run.workdir import claim_workdir, describe, describe_text, experiment_in
+from jaxscale.training import loop, noise_scale
+from jaxscale.training.replica_check import ReplicaDivergenceError
+from jaxscale.training.state import TrainState
+
+
+class Result(NamedTuple):
+  """How a run ended.
+
+  Attributes:
+    state: the last state.
+    summary: what `summary.json` says; "outcome" is "done" or "interrupted".
+  """
+
+  state: TrainState
+  summary: dict[str, Any]
+
+
+def fit(config: Config, workdir: str | os.PathLike) -> Result:
+  """Train, evaluate and save as the config says; go on if the workdir can.
+
+  Writes config.json, metrics.jsonl, tensorboard/, checkpoints/, summary.json
+  and metrics.png into the workdir.
+
+  Args:
+    config: the experiment.
+    workdir: its own directory, made if need be.
+
+  Raises:
+    ConfigError: config, data, devices and workdir do not fit each other.
+    loop.NonFiniteError: a step's loss or gradient was no number and was refused, and
+      `config.checks` says to stop, or it were too many; the checkpoints are good ones.
+    UnsavedError: the last checkpoint could not be written; all else was done.
+    lease.LostError: another run has taken over the workdir.
+    GiveUpError: this job was started again several times, and made no progress.
+    ReplicaDivergenceError: devices no longer hold the same parameters; the
+      message says up to which step checkpoints are good.
+
+  Example:
+    >>> result = fit(load_config("configs/digits.py"), "runs/digits")
+    >>> result.summary["accuracy"] > 0.97                  # doctest: +SKIP
+    True
+  """
+  began = time.time()
+  workdir = Path(workdir)
+  experiment = _as_chosen(workdir, experiment_in(workdir, config))
+  described = describe(experiment)
+  claim_workdir(workdir, config)
+  held = lock.take_for_all(workdir, job_of(os.environ))
+  with held or contextlib.nullcontext():
+    return _fit(experiment, described, workdir, held, began)
+
+
+def _fit(
+  experiment: build.Experiment,
+  described: dict[str, Any],
+  workdir: Path,
+  held: lock.Lease | None,
+  began: float,
+) -> Result:
+  """`fit`, in a directory that no other run writes to."""
+  if cluster.is_leader():
+    print(describe_text(experiment, workdir))
+  cluster.on_leader(
+    lambda: metrics.write_json(workdir / "config.json", described), "config.json"
+  )
+  keep, checks = experiment.config.checkpoint, experiment.config.checks
+  limits = Limits(checks.most_skipped, checks.most_skipped_in_a_row)
+  refusals = Refusals(workdir, checks.non_finite, limits)
+  with (
+    cluster.watched() as watch,
+    Checkpoints(
+      workdir / "checkpoints",
+      keep_last=keep.keep_last,
+      keep_best=keep.keep_best,
+      on_failure=keep.on_failure,
+      lease=held,
+      split=exchange_split(experiment.layout),
+    ) as checkpoints,
+  ):
+    run = Run(workdir, held, checkpoints, watch, refusals, began)
+    refuse_loop(experiment.config, workdir, max(checkpoints.steps(), default=0))
+    ended = None
+    while ended is None:  # again after each roll back, as a run that goes on
+      ended = _train_or_roll_back(run, experiment)
+    state, reporter = ended
+
+  summary = _summary(run, reporter, state)
+
+  def finish():
+    metrics.write_json(workdir / "summary.json", summary)
+    if summary["outcome"] == "done":
+      metrics.plot_metrics(workdir)
+
+  lock.check_for_all(held)
+  try:
+    cluster.on_leader(finish, "summary")
+  except OSError:
+    if not checkpoints.unsaved:  # which is worse, and for the same reason
+      raise
+  if checkpoints.unsaved:
+    raise UnsavedError(checkpoints.unsaved)
+  watch.at(summary["step"], "outside")
+  return Result(state, summary)
+
+
+def _summary(run: Run, reporter: Reporter, state: TrainState) -> dict[str, Any]:
+  experiment, done = reporter.experiment, int(state.step)
+  config, total = experiment.config, experiment.derived.total_steps
+  step, seconds = reporter.target() or (None, None)
+  is_at_end = done == total or (config.stop_at_target and step is not None)
+  if seconds is None and step is not None:  # only evaluated again, maybe
+    before = _summary_before(run.workdir)
+    if before.get("target_step") == step:
+      seconds = before.get("target_seconds")
+  return {
+    "outcome": "done" if is_at_end and reporter.has_evaluated(done) else "interrupted",
+    "step": done,
+    "total_steps": total,
+    **reporter.evaluation,
+    "target_accuracy": config.target_accuracy,
+    "target_loss": config.target_loss,
+    "target_step": step,
+    "target_seconds": None if seconds is None else round(seconds, 1),
+    "noise_scale": noise_scale.read(state.noise) if config.noise_scale else None,
+    "damaged_examples": reporter.count_damaged(),
+    **run.refusals.summary(),
+    "seconds": round(time.time() - run.began, 1),
+    "devices": f"{experiment.mesh.size} x {jax.devices()[0].device_kind}",
+    "workdir": str(run.workdir),
+  }
+
+
+def _summary_before(workdir: Path) -> dict[str, Any]:
+  """What the directory's last run wrote of itself."""
+  try:
+    return json.loads((workdir / "summary.json").read_text())
+  except (OSError, ValueError):
+    return {}
+
+
+def _train_or_roll_back(
+  run: Run, experiment: build.Experiment
+) -> tuple[TrainState, Reporter] | None:
+  """What `_train` gives, or None if it is to be called again, from a checkpoint."""
+  try:
+    return _train(run, experiment)
+  except loop.NonFiniteError as e:
+    if run.refusals.policy != "roll_back":
+      raise
+    good = [s for s in run.checkpoints.steps() if s <= e.good_until]
+    last = cluster.from_leader(max(good, default=0))
+    run.refusals.roll_back(e, last)
+    if cluster.is_leader():
+      print(f"{e.args[0]}; rolling back to it", flush=True)
+    return None
+
+
+def _train(run: Run, experiment: build.Experiment) -> tuple[TrainState, Reporter]:
+  """The last state, and what was reported on the way."""
+  workdir, checkpoints, watch = run.workdir, run.checkpoints, run.watch
+  watch.at(0, "starting")
+  experiment = _as_chosen(workdir, experiment)
+  newest = cluster.from_leader(max(checkpoints.steps(), default=0))
+  experiment = build.at_stage(experiment, stage_at(experiment, newest))
+  abstract = experiment.abstract_state()
+  # XLA compiles the step beside what the main thread does until it needs it.
+  ahead: Ahead = {}
+  if newest < experiment.derived.total_steps:
+    compiling = functools.partial(experiment.compile_train_step, abstract)
+    ahead[experiment.stage] = experiment, in_background(compiling)
+  state = checkpoints.restore(abstract, experiment.exchange.resize)
+  if state is None:
+    state = experiment.init_state(_say)
+  start = int(state.step)
+  run.refusals.start_from(start)
+  if (stage := stage_at(experiment, start)) != experiment.stage:
+    # The newest checkpoint was damaged, and the one before is of another stage.
+    experiment = build.at_stage(experiment, stage)
+
+  may_write = functools.partial(lock.held, run.held)
+  with Reporter(experiment, workdir, start, may_write) as reporter:
+    checkpoints.say = reporter.say
+    stopped = experiment.config.stop_at_target and reporter.target()
+    if start == experiment.derived.total_steps or stopped:
+      done = (
+        f"reached its target by step {start}"
+        if stopped
+        else f"all {start} steps are done"
+      )
+      reporter.say(f"{done} already; evaluating")
+      make_events(reporter, checkpoints, watch).evaluate(start, state)
+      return state, reporter
+    if start:
+      reporter.say(f"going on from the checkpoint of step {start}")
+    if experiment.config.log.mllog:
+      reporter.begin_mllog(workdir, run.began)
+    try:
+      state = train_stages(run, state, reporter, ahead)
+      watch.at(int(state.step), "saving")
+      checkpoints.wait()
+    except (loop.NonFiniteError, ReplicaDivergenceError) as e:
+      checkpoints.wait()
+      last = _last_good(checkpoints.steps(), e.good_until)
+      e.args = (f"{e.args[0]}; last good checkpoint: {last} in {workdir}",)
+      raise
+  return state, reporter
+
+
+def _say(line: str) -> None:
+  if cluster.is_leader():
+    print(line, flush=True)
+
+
+def _as_chosen(workdir: Path, experiment: build.Experiment) -> build.Experiment:
+  """With the batch sizes that an adaptive run has settled on by now."""
+  if not is_adaptive(experiment):
+    return experiment
+  chosen = cluster.from_leader(adaptive_batch.read_chosen(workdir))
+  return build.with_sizes(experiment, chosen)
+
+
+def _last_good(steps: list[int], good_until: int) -> str:
+  """The newest checkpoint that a fault cannot have reached, as words."""
+  good = [s for s in steps if s <= good_until]
+  later = [str(s) for s in steps if s > good_until]
+  last = f"step {good[-1]}" if good else "none" if steps else "none yet"
+  if later:
+    last += f" (move {' and '.join(later)} away, saved since the last good check)"
+  return last

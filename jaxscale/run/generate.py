@@ -1,0 +1,302 @@
+"""Text from a language model that a run has trained.
+
+python -m jaxscale.run.generate --workdir RUN [--prompt TEXT] [--tokens N] ...
+
+`sample` is the pure function behind it, for any model and prompts of any tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxscale import data
+from jaxscale.checkpoint import load_params
+from jaxscale.config.loading import split_args
+from jaxscale.config.record import describe_run
+from jaxscale.data.tokenizer import Tokenizer, byte_tokenizer, read_tokenizer
+from jaxscale.errors import EXIT_DONE, EXIT_USER, ConfigError, leave, one_line_errors
+from jaxscale.experiment import parts
+from jaxscale.models.cached import advance, empty_cache
+from jaxscale.models.stack import Stack
+
+USAGE = """\
+usage: python -m jaxscale.run.generate --workdir RUN [--prompt TEXT] [--tokens N]
+                                   [--temperature T] [--top-k K] [--top-p P] [--seed S]
+
+Goes on with a text as a language model would that RUN has trained, from the newest
+intact checkpoint there.
+
+  --workdir RUN        of a run of jaxscale.train, whose text is bytes or of a
+                       tokenizer that is still where it was
+  --prompt TEXT        what to go on with (default: a new document)
+  --tokens N           at most so many bytes, or tokens of its tokenizer (default:
+                       256); the text may end before
+  --temperature T      what the scores are divided by (default: 1); below 1 safer,
+                       above 1 wilder choices, 0: always the likeliest
+  --top-k K            choose among the K likeliest (default: all)
+  --top-p P            choose among the likeliest that together have probability P
+                       (default: all)
+  --seed S             of the choices (default: 0); another seed, another text
+
+exit code: 0 done, 2 a mistake in what was asked for, 1 anything else"""
+
+
+def sample(
+  stack: Stack,
+  params: Any,
+  prompt: jax.Array,
+  key: jax.Array,
+  *,
+  num_tokens: int,
+  temperature: float = 1.0,
+  top_k: int | None = None,
+  top_p: float | None = None,
+) -> jax.Array:
+  """Tokens that follow a prompt; pure, and to be compiled whole.
+
+  Args:
+    stack: a model whose batches are tokens.
+    params: as `stack.init` gives.
+    prompt: int32 [rows, length], at least one token long.
+    key: of the choices.
+    num_tokens: how many.
+    temperature: as in `choose`.
+    top_k: likewise.
+    top_p: likewise.
+
+  Returns:
+    int32 [rows, num_tokens].
+
+  Example:
+    >>> from jaxscale.models import transformer
+    >>> stack = transformer(
+    ...   vocab_size=256, num_layers=2, width=64, num_heads=4, hidden=128
+    ... )
+    >>> params, prompt = stack.init(jax.random.key(0)), jnp.zeros((1, 3), jnp.int32)
+    >>> sample(stack, params, prompt, jax.random.key(1), num_tokens=4).shape
+    (1, 4)
+  """
+  rows, length = prompt.shape
+  cache = empty_cache(stack, params, rows, length + num_tokens)
+
+  def scores(tokens, cache):
+    h, cache = advance(stack, params, tokens, cache)
+    return stack.logits(params["head"], h[:, -1]), cache
+
+  def step(carry, key):
+    logits, cache = carry
+    token = choose(logits, key, temperature=temperature, top_k=top_k, top_p=top_p)
+    return scores(token[:, None], cache), token
+
+  keys = jax.random.split(key, num_tokens)
+  _, tokens = jax.lax.scan(step, scores(prompt, cache), keys)
+  return tokens.T
+
+
+def choose(
+  logits: jax.Array,
+  key: jax.Array,
+  *,
+  temperature: float = 1.0,
+  top_k: int | None = None,
+  top_p: float | None = None,
+) -> jax.Array:
+  """One token a row.
+
+  Args:
+    logits: float [rows, vocabulary].
+    key: of the choice.
+    temperature: what logits are divided by; 0: the likeliest, the first of equals.
+    top_k: only so many of the likeliest (arXiv:1805.04833, §5.4), the first of
+      equals; None: all.
+    top_p: of those only the fewest likeliest that together have this probability
+      (arXiv:1904.09751, §3.1), the one that reaches it included; None: all.
+
+  Returns:
+    int32 [rows].
+  """
+  if temperature == 0:
+    return logits.argmax(-1).astype(jnp.int32)
+  # From the likeliest on: then both rules keep the first so many, ties or not.
+  order = jnp.argsort(-logits, axis=-1, stable=True)
+  ranked = jnp.take_along_axis(logits, order, axis=-1) / temperature
+  ranks = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+  if top_k is not None:
+    ranked = jnp.where(ranks < top_k, ranked, -jnp.inf)
+  if top_p is not None:
+    share = jax.nn.softmax(ranked)
+    before = share.cumsum(-1) - share
+    ranked = jnp.where((before < top_p) | (ranks == 0), ranked, -jnp.inf)
+  rank = jax.random.categorical(key, ranked)
+  return jnp.take_along_axis(order, rank[:, None], -1)[:, 0].astype(jnp.int32)
+
+
+class Request(NamedTuple):
+  """What a command line asks for; see USAGE."""
+
+  workdir: Path
+  prompt: str = ""
+  num_tokens: int = 256
+  temperature: float = 1.0
+  top_k: int | None = None
+  top_p: float | None = None
+  seed: int = 0
+
+
+# Option -> field, type, what it has to be, and how to say that.
+_OPTIONS = {
+  "--workdir": ("workdir", Path, lambda x: True, "give a run's directory"),
+  "--prompt": ("prompt", str, lambda x: True, "give a text"),
+  "--tokens": ("num_tokens", int, lambda x: x >= 1, "give a whole number >= 1"),
+  "--temperature": (
+    "temperature", float, lambda x: 0 <= x < float("inf"), "give a number >= 0",
+  ),
+  "--top-k": ("top_k", int, lambda x: x >= 1, "give a whole number >= 1"),
+  "--top-p": ("top_p", float, lambda x: 0 < x <= 1, "give a number in (0, 1]"),
+  "--seed": ("seed", int, lambda x: 0 <= x < 2**32, "give one in [0, 2**32)"),
+}  # fmt: skip
+
+
+def parse(argv: Sequence[str]) -> Request:
+  """Split the command line.
+
+  Raises:
+    ConfigError: an option that does not exist, lacks its value or cannot have it.
+
+  Example:
+    >>> parse(["--workdir", "runs/x", "--tokens=9"]).num_tokens
+    9
+  """
+  found: dict[str, Any] = {}
+  for name, text in split_args(argv, _OPTIONS):
+    field, kind, holds, advice = _OPTIONS[name]
+    try:
+      found[field] = kind(text)
+    except ValueError:
+      raise ConfigError(f"{name}={text}: {advice}") from None
+    if not holds(found[field]):
+      raise ConfigError(f"{name}={text}: {advice}")
+  if "workdir" not in found:
+    raise ConfigError("--workdir: missing, give the directory of a run")
+  return Request(**found)
+
+
+class Run(NamedTuple):
+  """A language model that a run has trained.
+
+  Attributes:
+    stack: the model.
+    info: of the text.
+    source: settings of the text.
+  """
+
+  stack: Stack
+  info: data.TextInfo
+  source: Any
+
+
+def language_model(workdir: Path) -> Run:
+  """The model of a run, by its config.json; neither data nor devices are looked at.
+
+  Raises:
+    ConfigError: it is no run's directory, or its model is none of text.
+  """
+  described = describe_run(workdir)
+  if not described.is_text:
+    raise ConfigError(
+      f"--workdir={workdir}: its run is of {described.data['name']}, not of text; "
+      "give one of a language model"
+    )
+  config = described.settings()
+  fields = {k: v for k, v in described.data.items() if k in data.TextInfo._fields}
+  info = data.TextInfo(**fields)
+  return Run(parts.make_stack(config, info), info, config.data)
+
+
+def _tokenizer(workdir: Path, run: Run) -> Tokenizer:
+  """What made tokens of the run's text.
+
+  Raises:
+    ConfigError: there was none, or it is not there any more.
+  """
+  name, why = getattr(run.source, "tokenizer", "bytes"), ""
+  if name == "bytes" and run.info.vocab_size == byte_tokenizer().vocab_size:
+    return byte_tokenizer()
+  if name != "bytes":
+    field = f"{type(run.source).__name__}.tokenizer"
+    try:
+      found = read_tokenizer(name, run.source.separator, field=field)
+    except ConfigError as e:
+      # What it says to give instead is for a run that is yet to be.
+      reason = re.sub(r", (or )?give .*", "", str(e))
+    else:
+      if found.vocab_size == run.info.vocab_size:
+        return found
+      reason = (
+        f"{field}={name!r}: has {found.vocab_size} tokens, and the run's had "
+        f"{run.info.vocab_size}"
+      )
+    why = f", and their tokenizer cannot be taken ({reason})"
+  raise ConfigError(
+    f"--workdir={workdir}: the {run.info.vocab_size} tokens of {run.info.name} are not "
+    f"bytes{why}; give jaxscale.run.generate.sample tokens of your own"
+  )
+
+
+def write(request: Request) -> str:
+  """The text that a model goes on with, up to the end of its document.
+
+  Raises:
+    ConfigError: the run has no language model, its tokenizer is not there, or no
+      checkpoint.
+  """
+  run = language_model(request.workdir)
+  tokenizer = _tokenizer(request.workdir, run)
+  shapes = jax.eval_shape(run.stack.init, jax.random.key(0))
+  found = load_params.load_trained(request.workdir, shapes)
+  # surrogateescape: bytes of the command line that are no UTF-8 stay what they are.
+  document = tokenizer.encode([request.prompt.encode("utf-8", "surrogateescape")])
+  prompt = document.tolist()[:-1] or [tokenizer.separator]
+  length, seen = len(prompt) + request.num_tokens, run.info.sequence_length
+  if length > seen:
+    unit = "bytes" if tokenizer.key == "bytes" else "tokens"
+    found = found._replace(notes=(*found.notes, (
+      f"prompt and text are of up to {length} {unit}, and the model has seen {seen} at "
+      "a time in training: what is further away it may not use well"
+    )))  # fmt: skip
+  for note in found.notes:
+    print(f"note: {note}", file=sys.stderr)
+  options = {k: getattr(request, k) for k in ("temperature", "top_k", "top_p")}
+  function = functools.partial(
+    sample, run.stack, num_tokens=request.num_tokens, **options
+  )
+  tokens = jax.jit(function)(
+    found.params, jnp.array([prompt], jnp.int32), jax.random.key(request.seed)
+  )
+  text = itertools.takewhile(lambda i: i != tokenizer.separator, tokens[0].tolist())
+  before = prompt if request.prompt else []
+  return tokenizer.decode(list(text), before)
+
+
+@one_line_errors
+def main(argv: list[str]) -> int:
+  """Write what the command line asks for; returns the exit code."""
+  if not argv or "--help" in argv or "-h" in argv:
+    print(USAGE)
+    return EXIT_DONE if argv else EXIT_USER
+  request = parse(argv)
+  print(request.prompt + write(request), flush=True)
+  return EXIT_DONE
+
+
+if __name__ == "__main__":
+  leave(main)

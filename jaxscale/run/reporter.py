@@ -1,0 +1,242 @@
+"""What a run shows while it goes: terminal, metric files, and its warnings."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxscale import cluster, data, metrics
+from jaxscale.experiment import build
+from jaxscale.experiment.phases import examples_at
+from jaxscale.run.damaged_examples import DamageRecord
+from jaxscale.training import noise_scale
+
+# This share of this many seconds spent waiting for data is worth a warning.
+INPUT_BOUND, INPUT_BOUND_SECONDS = 0.2, 1.0
+
+
+class Reporter:
+  """Shows a run on the terminal and in its files; silent but in the leader."""
+
+  def __init__(
+    self,
+    experiment: build.Experiment,
+    workdir: Path,
+    start: int,
+    may_write: Callable[[], bool] = lambda: True,
+  ):
+    """Go on with the record after step `start`, while `may_write` allows it."""
+    config, derived = experiment.config, experiment.derived
+    leader = cluster.is_leader()
+    self.experiment = experiment  # the stage that is running
+    self.evaluation: dict[str, float] = {}  # the last one
+    self.noise_scale: float | None = None
+    self._config, self._start = config, start
+    self._began = time.perf_counter()
+    self._evaluations: list[tuple[int, dict[str, float], float | None]] = [
+      (step, values, None) for step, values in _evaluated(workdir, start)
+    ]
+    self._waited = self._window_waited = 0.0
+    self._window = time.perf_counter()
+    self._warned = False
+    self._damage = DamageRecord(workdir, start)
+    self._damage.watch("training", experiment.train_data)
+    self._damage.watch("held-out", experiment.eval_data)
+    self._progress = metrics.Progress(
+      derived.total_steps,
+      start=start,
+      examples=examples_at(derived.stages, start),
+      total_examples=self._examples(derived.total_steps),
+      quiet=not leader,
+    )
+    self.say = self._progress.say
+    self._mllog: metrics.RunLog | None = None
+    self._writer = (
+      metrics.MetricWriter(
+        workdir,
+        start=start,
+        tensorboard=config.log.tensorboard,
+        may_write=may_write,
+        say=self.say,
+      )
+      if leader
+      else None
+    )
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *_):
+    self._progress.close()
+    if self._mllog is not None:
+      self._mllog.close()
+    if self._writer is not None:
+      self._writer.close()
+
+  def begin_mllog(self, workdir: Path, began: float) -> None:
+    """Also write MLPerf's log, from here on.
+
+    Args:
+      workdir: `mllog.txt` goes there.
+      began: when the process began with this run, seconds since the epoch.
+    """
+    described = json.loads((workdir / "config.json").read_text())
+    self._mllog = metrics.RunLog(
+      workdir / "mllog.txt" if cluster.is_leader() else None,
+      described,
+      start=self._start,
+      epoch=self._epoch(self._start),
+      init_ms=1e3 * began,
+    )
+
+  def enter(self, experiment: build.Experiment) -> None:
+    """Another stage begins."""
+    notes = [n for n in experiment.notes if n not in self.experiment.notes]
+    self.experiment = experiment
+    total = experiment.derived.total_steps
+    self._progress.expect(total, self._examples(total))
+    stage = experiment.stage
+    size = f", images of {stage.image_size}" if stage.image_size else ""
+    self._damage.watch("training", experiment.train_data)
+    self.say(f"step {stage.start}  from here on batch {stage.batch_size:,}{size}")
+    for note in notes:
+      self.say(note)
+
+  def trained(self, step: int, values: dict[str, float]) -> None:
+    """Metrics of a training step that is logged."""
+    examples = self._examples(step)
+    rate = self._progress.train(step, examples, values)
+    finite = {name: v for name, v in values.items() if math.isfinite(v)}
+    ratios = {n: finite.pop(n) for n in list(finite) if n.startswith("trust_ratio/")}
+    if scale := finite.get("noise_scale"):
+      self.noise_scale = scale
+      finite["critical_batch_size"] = scale
+    perf = {"examples_per_s": rate, "input_wait": self._input_wait()}
+    info = self.experiment.train_data.info
+    if isinstance(info, data.TextInfo):
+      perf["tokens_per_s"] = rate * info.sequence_length
+      # exp of a smoothed loss is no perplexity; that of evaluation is exact.
+      if "loss" in finite and not self._config.label_smoothing:
+        finite |= metrics.perplexity_of(finite["loss"], info.bytes_per_token)
+    self._write(step, "train", finite | {"epoch": self._epoch(step)})
+    self._write(step, "perf", perf)
+    if ratios and self._writer is not None:
+      self._writer.write(step, ratios)
+
+  def measured(self, step: int, text: str, values: dict[str, float]) -> None:
+    """What was measured of the step before training."""
+    for line in text.splitlines():
+      self.say(line)
+    self._write(step, "perf", values)
+
+  def evaluating(self, step: int) -> None:
+    """Training pauses for an evaluation."""
+    if self._mllog is not None:
+      self._mllog.evaluating(step, self._epoch(step))
+
+  def count_damaged(self) -> int:
+    """Distinct examples that no process could read; says which, if some are new.
+
+    All processes must call it.
+    """
+    for line in self._damage.collect():
+      self.say(line)
+    return self._damage.count
+
+  def evaluated(self, step: int, values: dict[str, float]) -> None:
+    """Result of an evaluation."""
+    self.evaluation = values
+    self.count_damaged()
+    seconds = time.perf_counter() - self._began if self._start == 0 else None
+    self._evaluations.append((step, values, seconds))
+    self._write(step, "eval", values)
+    self._progress.evaluated(step, values)
+    last = step == self.experiment.derived.total_steps or (
+      self._config.stop_at_target and self.target() is not None
+    )
+    if last and self.noise_scale:
+      batch_size = self.experiment.stage.batch_size
+      self.say(noise_scale.describe(self.noise_scale, batch_size))
+    if self._mllog is not None:
+      self._mllog.evaluated(metrics.mllog_value(values), is_last=last)
+      if last:
+        self._mllog.stop(success=self.target() is not None)
+        self._mllog = None
+
+  def target(self) -> tuple[int, float | None] | None:
+    """(step, seconds or None if resumed) of the first evaluation at the target."""
+    targets = self._config.target_accuracy, self._config.target_loss
+    reached = (
+      (s, t) for s, found, t in self._evaluations if metrics.is_reached(found, *targets)
+    )
+    return next(reached, None)
+
+  def has_evaluated(self, step: int) -> bool:
+    """Whether an evaluation after this step is on record."""
+    return any(s == step for s, _, _ in self._evaluations)
+
+  def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+    """The same batches; how long they are waited for is what `input_wait` says."""
+    while True:
+      clock = time.perf_counter()
+      try:
+        batch = next(batches)
+      except StopIteration:
+        return
+      self._waited += time.perf_counter() - clock
+      yield batch
+
+  @contextlib.contextmanager
+  def pause(self):
+    """What happens inside is not training and counts for no rate."""
+    clock = time.perf_counter()
+    yield
+    seconds = time.perf_counter() - clock
+    self._progress.pause(seconds)
+    self._window += seconds
+
+  def _input_wait(self) -> float:
+    """Share of the time since the last log that was spent waiting for data.
+
+    With steps in flight the host waits for the device, not for data, unless
+    data comes slower than steps take: waiting here is time lost.
+    """
+    now = time.perf_counter()
+    seconds = max(now - self._window, 1e-9)
+    share = (self._waited - self._window_waited) / seconds
+    self._window, self._window_waited = now, self._waited
+    is_long = seconds > INPUT_BOUND_SECONDS and self._progress.windows > 1
+    if share > INPUT_BOUND and is_long and not self._warned:
+      self._warned = True
+      self.say(
+        f"input-bound: {share:.0%} of the time goes into waiting for data; more "
+        "input_threads, more processor cores, or data.cache=True would help"
+      )
+    return share
+
+  def _examples(self, step: int) -> int:
+    return examples_at(self.experiment.derived.stages, step)
+
+  def _epoch(self, step: int) -> float:
+    return self._examples(step) / self.experiment.derived.num_train
+
+  def _write(self, step: int, prefix: str, values: dict[str, float]) -> None:
+    if self._writer is not None:
+      self._writer.write(step, {f"{prefix}/{k}": v for k, v in values.items()})
+
+
+def _evaluated(workdir: Path, start: int) -> list[tuple[int, dict[str, float]]]:
+  """(step, metrics) of the evaluations on record, as the leader finds them."""
+  lines = metrics.read_metrics(workdir / "metrics.jsonl") if start else []
+  return cluster.from_leader(
+    [
+      (line["step"], {n[5:]: v for n, v in line.items() if n.startswith("eval/")})
+      for line in lines
+      if "eval/loss" in line and line["step"] <= start
+    ]
+  )

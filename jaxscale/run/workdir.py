@@ -1,0 +1,171 @@
+"""What a run says of itself in its directory, and whether that is its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxscale import cluster
+from jaxscale.checkpoint import directory
+from jaxscale.errors import ConfigError
+from jaxscale.experiment import build, derive
+
+# What may change when a run goes on: where it runs and what it writes down.
+_NOT_IDENTITY = (
+  "mesh", "layout", "evaluation", "checkpoint", "checks", "faults", "log",
+  "target_accuracy", "target_loss", "stop_at_target", "input_threads",
+  "exchange.algorithm", "exchange.dims", "exchange.links", "data.cache_dir",
+)  # fmt: skip
+
+
+def describe(experiment: build.Experiment) -> dict[str, Any]:
+  """The resolved config, what was derived from it, and the software, as JSON."""
+  packages = ("jaxscale", "jax", "flax", "optax", "orbax-checkpoint", "grain")
+  return {
+    "config": _plain(experiment.config),
+    "derived": experiment.derived._asdict()
+    | {"stages": [stage._asdict() for stage in experiment.derived.stages]},
+    "data": experiment.train_data.info._asdict(),
+    "python": platform.python_version(),
+    "versions": {name: metadata.version(name) for name in packages},
+    "devices": [str(d) for d in jax.devices()],
+    "processes": jax.process_count(),
+  }
+
+
+def describe_text(experiment: build.Experiment, workdir: Path) -> str:
+  """The same for a person: a line a setting, a line a derived quantity."""
+  lines = [
+    f"jaxscale {metadata.version('jaxscale')}  workdir {workdir}",
+    "config",
+  ]
+  for field in dataclasses.fields(experiment.config):
+    lines.append(f"  {field.name:24} {getattr(experiment.config, field.name)}")
+  lines.append("derived")
+  numbers = experiment.derived._asdict()
+  stages = numbers.pop("stages")
+  for name, value in numbers.items():
+    shown = f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
+    lines.append(f"  {name:24} {shown}")
+  for stage in stages if len(stages) > 1 else ():
+    size = f", images of {stage.image_size}" if stage.image_size else ""
+    lines.append(
+      f"  steps {stage.start + 1:,} to {stage.stop:,}: batch {stage.batch_size:,}{size}"
+    )
+  if said := derive.story(experiment.config, experiment.derived):
+    lines.append(f"  {said}")
+  lines += [f"  {note}" for note in experiment.notes]
+  return "\n".join(lines)
+
+
+def _plain(node: Any) -> Any:
+  """A settings tree as JSON; "class" tells which alternative was chosen."""
+  if dataclasses.is_dataclass(node):
+    values = {f.name: _plain(getattr(node, f.name)) for f in dataclasses.fields(node)}
+    return {"class": type(node).__name__, **values}
+  return list(node) if isinstance(node, tuple) else node
+
+
+def experiment_in(workdir: Path, config: Any) -> build.Experiment:
+  """`build.experiment` for the run of a directory; all processes call it.
+
+  Where the run began on another number of devices, its batches are spread over
+  those there are now, so that none holds more examples at a time than then.
+
+  Raises:
+    ConfigError: data or devices do not fit the config, or the run.
+  """
+  return build.experiment(config, cluster.from_leader(start_devices(workdir, config)))
+
+
+def start_devices(workdir: Path, config: Any) -> int | None:
+  """Devices on which the run of a directory began, by its config.json.
+
+  Until it has saved, whoever starts it begins anew: then it is the largest number
+  that it was started on, this one included. The steps of each have the smallest
+  micro-batches, and none has to have found memory for more.
+
+  Args:
+    workdir: of the run.
+    config: that goes on there.
+
+  Returns:
+    None: it begins now, or what is there is not its own (`claim_workdir` says so).
+  """
+  try:
+    described = json.loads((workdir / "config.json").read_text())
+    derived = described["derived"]
+    start = int(derived.get("start_devices") or derived["num_devices"])
+    if _another(described["config"], config):
+      return None
+  except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    return None
+  if not directory.steps(workdir / "checkpoints"):
+    return max(start, jax.device_count())
+  return start
+
+
+def claim_workdir(workdir: Path, config: Any) -> None:
+  """Make the directory, or check that what it holds is this experiment.
+
+  A setting that did not exist when the directory was made counts as its default.
+
+  Raises:
+    ConfigError: it cannot be made, or belongs to another experiment.
+  """
+  try:
+    workdir.mkdir(parents=True, exist_ok=True)
+  except OSError as e:
+    raise ConfigError(f"--workdir={workdir}: {e.strerror}, use another one") from None
+  path = workdir / "config.json"
+  if not path.exists():
+    return
+  try:
+    before = json.loads(path.read_text())["config"]
+  except (ValueError, KeyError):
+    raise ConfigError(
+      f"--workdir={workdir}: its config.json is unreadable; use another one"
+    ) from None
+  if found := _another(before, config):
+    name, old, new = found
+    raise ConfigError(
+      f"--workdir={workdir}: holds another experiment, {name} is {old!r} there "
+      f"and {new!r} now; use another --workdir"
+    )
+
+
+def _another(before: dict[str, Any], config: Any) -> tuple[str, Any, Any] | None:
+  """What makes it another experiment: a setting's name, before and now."""
+  defaults = {
+    f.name: _plain(f.default)
+    for f in dataclasses.fields(config)
+    if f.default is not dataclasses.MISSING
+  }
+  before, now = defaults | before, _plain(config)
+  free: set[str] = set(_NOT_IDENTITY)
+  if now["sync"].get("workers") == "replica":
+    free.remove("mesh")  # else other devices would be one worker
+  if now["model"]["class"] in ("Transformer", "ViT") and not now["noise_scale"]:
+    # Nothing is random in these, and no statistics are a micro-batch's: a pipeline
+    # may go on with what was begun without micro-batches.
+    free.add("accumulate_steps")
+  for name, (old, new) in _differences(before, now).items():
+    if not {name, name.split(".")[0]} & free:
+      return name, old, new
+  return None
+
+
+def _differences(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
+  if isinstance(old, dict) and isinstance(new, dict):
+    found = {}
+    for name in {**old, **new}:
+      path = f"{prefix}.{name}" if prefix else name
+      found |= _differences(old.get(name), new.get(name), path)
+    return found
+  return {} if old == new else {prefix: (old, new)}

@@ -1,1 +1,0 @@
-"""What a compiled program will do, read from its text."""

@@ -1,0 +1,1 @@
+"""Studies of many runs: batch sizes, time to accuracy."""

@@ -1,0 +1,349 @@
+"""How far can the batch go: the same training at several batch sizes.
+
+    python -m jaxscale.studies.batch_study --config FILE --batch-sizes 256,1024,4096
+
+trains to the config's `target_accuracy` at each size, with the same examples to
+spend and the learning rate by the config's `lr_scaling`, and shows what it took.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxscale import cluster, metrics
+from jaxscale.config import AdaptiveBatch, Config
+from jaxscale.errors import ConfigError, leave
+from jaxscale.studies import trials
+from jaxscale.studies.trials import Outcome, Trial
+
+OPTIONS = ("--batch-sizes", "--seeds", "--device-batch")
+USAGE = """\
+usage: python -m jaxscale.studies.batch_study --config FILE[:arg] --batch-sizes A,B,...
+                                      [--seeds N] [--device-batch N]
+                                      [--workdir DIR] [--config.FIELD=VALUE ...]
+
+Trains to target_accuracy at each batch size, for at most `epochs`, and shows
+steps, examples and time to the target and the generalisation gap, as a table, as
+DIR/study.json and as DIR/study.png. What is done already is not done again.
+
+  --config FILE[:arg]     Python file with get_config([arg]) -> Config
+  --batch-sizes A,B,...   global batch sizes; the rate follows by lr_scaling
+  --seeds N               runs a size, with seeds seed ... seed + N - 1 (1)
+  --device-batch N        the most examples a device holds at once: chooses
+                          accumulate_steps for each size. Where BatchNorm's
+                          statistics are a device's, they are a micro-batch's.
+  --workdir DIR           a directory a run goes there
+                          (default: runs/NAME-batch-study)
+  --config.FIELD=VALUE    replace a setting, as in jaxscale.train, whose --help
+                          lists them
+
+exit code: 0 done, also where runs missed or diverged; 2 a mistake in what was
+asked for, 1 anything else, 130 interrupted and saved"""
+
+
+class Fit(NamedTuple):
+  """Steps to the target as a function of the batch size B: s_min (1 + b_crit / B).
+
+  Attributes:
+    s_min: steps that no batch size goes below.
+    b_crit: examples a step at which twice s_min steps and twice the fewest
+      examples are needed.
+    error: largest relative error of the curve at a size that it was fitted to.
+    b_crit_range: smallest and largest b_crit when one size at a time is left out;
+      inf where the rest shows no limit.
+    num_sizes: sizes it was fitted to.
+  """
+
+  s_min: float
+  b_crit: float
+  error: float
+  b_crit_range: tuple[float, float]
+  num_sizes: int
+
+
+def fit_steps(batch_sizes: Sequence[float], steps: Sequence[float]) -> Fit | None:
+  """Least squares of the relative error of S = S_min + E_min / B.
+
+  With the examples E = B S it is the hyperbola (S/S_min - 1)(E/E_min - 1) = 1 of
+  McCandlish et al. (arXiv:1812.06162, eq. 2.11), whose B_crit = E_min / S_min
+  (eq. 2.12).
+
+  Args:
+    batch_sizes: examples a step, at least three different ones.
+    steps: to the target at each.
+
+  Returns:
+    None for fewer than three sizes, or where the curve does not bend as the model
+    says: steps fall as fast as the batch grows, or do not fall at all.
+
+  Example:
+    >>> fit = fit_steps([100, 200, 400], [1100, 600, 350])
+    >>> round(fit.s_min), round(fit.b_crit)
+    (100, 1000)
+  """
+  sizes, measured = np.asarray(batch_sizes, float), np.asarray(steps, float)
+  if len(set(sizes)) < 3:
+    return None
+  s_min, e_min = _line(sizes, measured)
+  if not (_is_positive(s_min, measured) and _is_positive(e_min, measured * sizes)):
+    return None
+  ranges = []
+  for i in range(len(sizes)):
+    rest = np.delete(measured, i)
+    s, e = _line(np.delete(sizes, i), rest)
+    ranges.append(max(e / s, 0.0) if _is_positive(s, rest) else np.inf)
+  error = np.abs((s_min + e_min / sizes) / measured - 1).max()
+  return Fit(
+    float(s_min),
+    float(e_min / s_min),
+    float(error),
+    (float(min(ranges)), float(max(ranges))),
+    len(sizes),
+  )
+
+
+def _line(sizes: np.ndarray, steps: np.ndarray) -> np.ndarray:
+  """S_min and E_min that make (S_min + E_min / B) / S nearest to 1."""
+  rows = np.stack([1 / steps, 1 / (sizes * steps)], axis=1)
+  return np.linalg.lstsq(rows, np.ones(len(sizes)), rcond=None)[0]
+
+
+def _is_positive(value: float, scale: np.ndarray) -> bool:
+  """Whether a constant is more than the rounding of what it was fitted to."""
+  return value > 1e-9 * scale.min()
+
+
+def make_trials(
+  config: Config,
+  batch_sizes: Sequence[int],
+  workdir: Path,
+  *,
+  seeds: int = 1,
+  device_batch: int | None = None,
+) -> list[Trial]:
+  """A trial for each batch size and seed, in directories of their own.
+
+  Args:
+    config: with a target; its batch size is replaced.
+    batch_sizes: examples a step, over all devices.
+    workdir: of the study.
+    seeds: runs a size.
+    device_batch: the most examples a device works on at once; None: the config's
+      accumulate_steps for every size.
+
+  Raises:
+    ConfigError: no target, or a size that the devices do not divide.
+  """
+  import jax  # 0.5 s: not for --help or a typo
+
+  stages = config.stages
+  if isinstance(stages, AdaptiveBatch) or stages.batch_sizes:
+    raise ConfigError(
+      f"Config.stages={type(stages).__name__}: a study gives each run one batch "
+      "size, take the batch sizes out of the stages"
+    )
+  made = []
+  for size in batch_sizes:
+    change: dict[str, Any] = {"batch_size": size}
+    if device_batch is not None:
+      # What the devices do not divide is refused before anything is run.
+      rows = max(size // jax.device_count(), 1)
+      change["accumulate_steps"] = micro_batches(rows, device_batch)
+    for i in range(seeds):
+      seed = config.seed + i
+      one = trials.prepare(config, **change, seed=seed)
+      made.append(Trial(one, workdir / f"batch-{size}" / f"seed-{seed}"))
+  return made
+
+
+def micro_batches(rows: int, at_most: int) -> int:
+  """The fewest equal parts of a device's rows that have at most `at_most` rows.
+
+  Example:
+    >>> micro_batches(96, 20)
+    6
+  """
+  return next(rows // n for n in range(min(rows, at_most), 0, -1) if rows % n == 0)
+
+
+def summarise(
+  config: Config, outcomes: Sequence[Outcome], title: str
+) -> dict[str, Any]:
+  """The study as JSON: its runs, means over the seeds of a size, the fit, caveats."""
+  sizes = [
+    _size([o for o in outcomes if o.batch_size == size])
+    for size in sorted({o.batch_size for o in outcomes})
+  ]
+  # A size where only the lucky seeds reached would bend the curve.
+  points = [s for s in sizes if s["reached"] == s["runs"]]
+  fit = fit_steps([s["batch_size"] for s in points], [s["target_step"] for s in points])
+  return {
+    "title": title,
+    "target_accuracy": config.target_accuracy,
+    "epochs": config.epochs,
+    "lr_scaling": config.lr_scaling,
+    "sizes": sizes,
+    "fit": None if fit is None else _finite(fit._asdict()),
+    "notes": _notes(config, sizes, points, fit),
+    "runs": [o.as_dict() for o in outcomes],
+  }
+
+
+def _size(runs: Sequence[Outcome]) -> dict[str, Any]:
+  """Means over the seeds of one size; of what a target took, over who reached it."""
+
+  def mean(name):
+    values = [v for run in runs if (v := getattr(run, name)) is not None]
+    return statistics.fmean(values) if values else None
+
+  status = [run.status for run in runs]
+  names = (
+    "target_step", "target_examples", "target_epochs", "target_seconds", "accuracy",
+    "train_accuracy", "gap", "noise_scale",
+  )  # fmt: skip
+  return {
+    "batch_size": runs[0].batch_size,
+    "accumulate_steps": runs[0].accumulate_steps,
+    "peak_lr": runs[0].peak_lr,
+    "eval_every": runs[0].eval_every,
+    "runs": len(runs),
+    **{s: status.count(s) for s in ("reached", "missed", "diverged")},
+    **{name: mean(name) for name in names},
+  }
+
+
+def _finite(node: dict[str, Any]) -> dict[str, Any]:
+  """JSON has no infinity; None says that there was no limit."""
+  low, high = node["b_crit_range"]
+  ends = [None if np.isinf(x) else x for x in (low, high)]
+  return node | {"b_crit_range": ends}
+
+
+def _notes(config, sizes, points, fit: Fit | None) -> list[str]:
+  """What has to be said beside the numbers."""
+  notes = []
+  if config.lr_scaling == "none" and len(sizes) > 1:
+    notes.append("lr_scaling='none': every size was trained at the same rate")
+  if points:
+    coarsest = max(s["eval_every"] / s["target_step"] for s in points)
+    notes.append(
+      "steps to target are known to one evaluation, at worst "
+      f"{coarsest:.0%} of them (evaluation.every_epochs)"
+    )
+  if fit is None:
+    reason = (
+      f"{len(points)} sizes where every run reached, of the 3 it takes"
+      if len(points) < 3
+      else "steps do not bend as S_min (1 + B_crit / B) within these sizes"
+    )
+    return [*notes, f"no critical batch size: {reason}"]
+  notes.append(_critical(fit))
+  scales = [s["noise_scale"] for s in sizes if s["noise_scale"] is not None]
+  if scales:
+    scale = statistics.fmean(scales)
+    share = f", {scale / fit.b_crit:.2g} of the critical batch size"
+    notes.append(
+      f"gradient-noise scale {scale:,.0f} examples in the mean over sizes"
+      + ("" if np.isinf(fit.b_crit_range[1]) else share)
+    )
+  return notes
+
+
+def _critical(fit: Fit) -> str:
+  """The critical batch size, and how far it is to be trusted."""
+  low, high = fit.b_crit_range
+  curve = (
+    f"a curve of two parameters through {fit.num_sizes} points, off by up to "
+    f"{fit.error:.0%}, for this target, schedule and rate rule alone"
+  )
+  if np.isinf(high):
+    return (
+      f"critical batch size at least {low:,.0f}, and no upper limit: there is none "
+      f"when a size is left out; {fit.b_crit:,.0f} (S_min {fit.s_min:,.0f} steps) "
+      f"with all of them, {curve}"
+    )
+  return (
+    f"critical batch size {fit.b_crit:,.0f} (S_min {fit.s_min:,.0f} steps): "
+    f"{low:,.0f} to {high:,.0f} when a size is left out; {curve}"
+  )
+
+
+def table(study: dict[str, Any]) -> str:
+  """The study for a terminal: a line a size, then what has to be said."""
+  head = ("batch", "rate", "reached", "steps", "epochs", "seconds", "held out", "gap")
+  rows: list[tuple[str, ...]] = [head]
+  for size in study["sizes"]:
+    reached = f"{size['reached']}/{size['runs']}"
+    for name in ("missed", "diverged"):
+      if size[name]:
+        reached += f" ({size[name]} {name})"
+    rows.append(
+      (
+        f"{size['batch_size']:,}",
+        f"{size['peak_lr']:.4g}",
+        reached,
+        _number(size["target_step"], ",.0f"),
+        _number(size["target_epochs"], ".2f"),
+        _number(size["target_seconds"], ".1f"),
+        _number(size["accuracy"], ".2%"),
+        _number(size["gap"], "+.2%"),
+      )
+    )
+  title = f"{study['title']}: to {study['target_accuracy']:.2%} in {study['epochs']:g}"
+  return "\n".join([f"{title} epochs at most", *trials.columns(rows), *study["notes"]])
+
+
+def _number(value: float | None, form: str) -> str:
+  return "-" if value is None else format(value, form)
+
+
+def parse_sizes(text: str) -> list[int]:
+  """Batch sizes as given on the command line, smallest first.
+
+  Raises:
+    ConfigError: something in the list is no batch size, or is there twice.
+  """
+  parts = [part.strip() for part in text.split(",")]
+  if not all(part.isdecimal() and int(part) > 0 for part in parts):
+    raise ConfigError(
+      f"--batch-sizes={text}: give whole numbers with commas between, e.g. 256,1024"
+    )
+  sizes = sorted(map(int, parts))
+  if len(set(sizes)) < len(sizes):
+    raise ConfigError(f"--batch-sizes={text}: a size is there twice, give it once")
+  return sizes
+
+
+def main(argv: list[str]) -> int:
+  """Run what the command line asks for; returns the exit code."""
+  return trials.command(_study, argv, "batch_study", OPTIONS, USAGE)
+
+
+def _study(path: str, config: Config, workdir: Path, options: dict[str, str]) -> None:
+  if "batch-sizes" not in options:
+    raise ConfigError("--batch-sizes: missing; see --help")
+  sizes = parse_sizes(options["batch-sizes"])
+  seeds = trials.count(options, "seeds", 1)
+  device_batch = (
+    trials.count(options, "device-batch", 1) if "device-batch" in options else None
+  )
+
+  made = make_trials(config, sizes, workdir, seeds=seeds, device_batch=device_batch)
+  study = summarise(config, trials.run_trials(made), path)
+
+  def finish():
+    metrics.write_json(workdir / "study.json", study)
+    metrics.plot_study(study, workdir / "study.png")
+    print(table(study))
+    print(f"see {workdir}/study.png")
+
+  cluster.on_leader(finish, "study")
+
+
+if __name__ == "__main__":
+  leave(main)

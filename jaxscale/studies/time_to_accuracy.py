@@ -1,0 +1,259 @@
+"""Time to accuracy by MLPerf's protocol: N seeds, drop best and worst, mean.
+
+    python -m jaxscale.studies.time_to_accuracy --config FILE --seeds 5
+
+Each run trains to the config's `target_accuracy` and leaves a `:::MLLOG` log,
+`result_0.txt` and so on, as MLPerf's own checkers read them.
+
+The rules (mlcommons/training_policies, training_rules.adoc): ResNet is run five
+times, the fastest and the slowest are dropped, the mean of the rest counts; a run
+that misses counts as the slowest, so one may miss and a second makes the result
+void. Reference convergence points: epochs that the reference needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxscale import cluster, metrics
+from jaxscale.config import Config
+from jaxscale.errors import leave
+from jaxscale.studies import trials
+from jaxscale.studies.trials import Outcome, Trial
+
+OPTIONS = ("--seeds",)
+USAGE = """\
+usage: python -m jaxscale.studies.time_to_accuracy --config FILE[:arg] [--seeds N]
+                                           [--workdir DIR]
+                                           [--config.FIELD=VALUE ...]
+
+Trains N times to target_accuracy and gives steps, epochs and seconds to it: the
+mean of the runs without the best and the worst, as MLPerf counts. Logs in MLPerf's
+format are DIR/result_0.txt and on; the result is DIR/time_to_accuracy.json. What
+is done already is not done again.
+
+  --config FILE[:arg]     Python file with get_config([arg]) -> Config
+  --seeds N               runs, with seeds seed ... seed + N - 1 (5; at least 3)
+  --workdir DIR           a directory a run goes there
+                          (default: runs/NAME-time-to-accuracy)
+  --config.FIELD=VALUE    replace a setting, as in jaxscale.train, whose --help
+                          lists them
+
+exit code: 0 done, also where runs missed; 2 a mistake in what was asked for,
+1 anything else, 130 interrupted and saved"""
+
+
+class Reference(NamedTuple):
+  """A reference convergence point of MLPerf's ResNet-50, to 75.9 %.
+
+  Attributes:
+    epochs: mean over the reference's runs, best and worst dropped.
+    min_epochs: a submission's mean below it is too good to be the same training:
+      the t-test of the rules, at 5 %.
+  """
+
+  epochs: float
+  min_epochs: float
+
+
+# By batch size: what mlperf-logging 4.1.68 computes from its
+# rcp_checker/training_4.0.0/rcps_resnet.json.
+REFERENCES = {
+  1632: Reference(35.0, 33.802),
+  3264: Reference(35.154, 34.310),
+  4096: Reference(39.875, 38.634),
+  8192: Reference(41.875, 40.634),
+  13056: Reference(45.5, 44.677),
+  32768: Reference(56.0, 55.445),
+  49152: Reference(68.0, 67.215),
+  58880: Reference(80.0, 78.969),
+  65536: Reference(84.5, 83.356),
+  67840: Reference(85.846, 85.183),
+}
+REFERENCE_TARGET = 0.759
+
+
+def olympic_mean(values: Sequence[float | None]) -> float | None:
+  """Mean without the smallest and the largest; None (missed) counts as the largest.
+
+  Args:
+    values: at least three.
+
+  Returns:
+    None if a missed run is left among those that count.
+
+  Example:
+    >>> olympic_mean([5, 1, 2, 3, None])
+    3.3333333333333335
+  """
+  if len(values) < 3:
+    raise ValueError(
+      f"{len(values)} values: best and worst are dropped, give 3 or more"
+    )
+  kept = sorted(math.inf if v is None else v for v in values)[1:-1]
+  mean = statistics.fmean(kept)
+  return None if math.isinf(mean) else mean
+
+
+def reference(config: Config) -> Reference | None:
+  """The reference convergence point that a config can be held against.
+
+  Between two batch sizes of the table it is interpolated, as the rules have it.
+
+  Args:
+    config: MLPerf's if it is ResNet-50 on ImageNet by LARS to 75.9 %.
+  """
+  is_reference = (
+    getattr(config.model, "depth", None) == 50
+    and getattr(config.data, "name", None) == "imagenet2012"
+    and type(config.optimizer).__name__ == "LARS"
+    and config.target_accuracy is not None
+    and math.isclose(config.target_accuracy, REFERENCE_TARGET)
+  )
+  size = config.batch_size
+  if not is_reference or not min(REFERENCES) <= size <= max(REFERENCES):
+    return None
+  if size in REFERENCES:
+    return REFERENCES[size]
+  low = max(s for s in REFERENCES if s < size)
+  high = min(s for s in REFERENCES if s > size)
+  t = (size - low) / (high - low)
+  pairs = zip(REFERENCES[low], REFERENCES[high], strict=True)
+  return Reference(*(a + t * (b - a) for a, b in pairs))
+
+
+def make_trials(config: Config, workdir: Path, seeds: int) -> list[Trial]:
+  """A trial a seed.
+
+  Raises:
+    ConfigError: the config has no target.
+  """
+  log = dataclasses.replace(config.log, mllog=True)
+  return [
+    Trial(trials.prepare(config, seed=seed, log=log), workdir / f"seed-{seed}")
+    for seed in range(config.seed, config.seed + seeds)
+  ]
+
+
+def summarise(
+  config: Config, outcomes: Sequence[Outcome], title: str
+) -> dict[str, Any]:
+  """The result as JSON."""
+  by_step = [o.target_step for o in outcomes]
+  valid = olympic_mean(by_step) is not None
+  known = valid and all(
+    o.target_seconds is not None for o in outcomes if o.target_step is not None
+  )
+  seconds = olympic_mean([o.target_seconds for o in outcomes]) if known else None
+  point = reference(config)
+  epochs = olympic_mean([o.target_epochs for o in outcomes])
+  return {
+    "title": title,
+    "target_accuracy": config.target_accuracy,
+    "batch_size": config.batch_size,
+    "runs": [o.as_dict() for o in outcomes],
+    "reached": sum(o.status == "reached" for o in outcomes),
+    "valid": valid,
+    "steps": olympic_mean(by_step),
+    "epochs": epochs,
+    "seconds": seconds,
+    "reference": None if point is None else point._asdict(),
+    "faster_than_reference": (
+      None if point is None or epochs is None else epochs < point.min_epochs
+    ),
+  }
+
+
+def table(result: dict[str, Any]) -> str:
+  """The result for a terminal: a line a run, then what counts."""
+  rows = [("seed", "outcome", "steps", "epochs", "seconds", "held out")]
+  for run in result["runs"]:
+    step, seconds, accuracy = (
+      run[name] for name in ("target_step", "target_seconds", "accuracy")
+    )
+    rows.append(
+      (
+        str(run["seed"]),
+        run["status"],
+        "-" if step is None else f"{step:,}",
+        "-" if step is None else f"{run['target_epochs']:.2f}",
+        "-" if seconds is None else f"{seconds:.1f}",
+        "-" if accuracy is None else f"{accuracy:.2%}",
+      )
+    )
+  count, reached = len(result["runs"]), result["reached"]
+  head = (
+    f"{result['title']}: to {result['target_accuracy']:.2%} at batch "
+    f"{result['batch_size']:,}, {reached} of {count} reached"
+  )
+  return "\n".join([head, *trials.columns(rows), *_verdict(result)])
+
+
+def _verdict(result: dict[str, Any]) -> list[str]:
+  """What counts, in words."""
+  if not result["valid"]:
+    return [
+      f"no result: {len(result['runs']) - result['reached']} runs missed, one may"
+    ]
+  seconds = result["seconds"]
+  shown = (
+    "time unknown, a run was interrupted" if seconds is None else f"{seconds:.1f} s"
+  )
+  lines = [
+    f"without best and worst: {result['steps']:,.1f} steps, "
+    f"{result['epochs']:.2f} epochs, {shown}"
+  ]
+  if (point := result["reference"]) is not None:
+    lines.append(
+      f"MLPerf's reference needs {point['epochs']:.1f} epochs; "
+      + (
+        f"fewer than {point['min_epochs']:.1f} would not pass as the same training"
+        if result["faster_than_reference"]
+        else "this is not faster than its runs scatter"
+      )
+    )
+  return lines
+
+
+def collect_logs(made: Sequence[Trial], workdir: Path) -> list[Path]:
+  """Each run's `:::MLLOG` lines as `result_<i>.txt`; made from its record if need be.
+
+  A run that diverged before its first evaluation has nothing to say.
+  """
+  paths = []
+  for i, trial in enumerate(made):
+    log = trial.workdir / "mllog.txt"
+    if log.exists() or metrics.log_from_record(trial.workdir):
+      paths.append(workdir / f"result_{i}.txt")
+      shutil.copyfile(log, paths[-1])
+  return paths
+
+
+def main(argv: list[str]) -> int:
+  """Run what the command line asks for; returns the exit code."""
+  return trials.command(_study, argv, "time_to_accuracy", OPTIONS, USAGE)
+
+
+def _study(path: str, config: Config, workdir: Path, options: dict[str, str]) -> None:
+  seeds = trials.count(options, "seeds", 5, least=3)
+
+  made = make_trials(config, workdir, seeds)
+  result = summarise(config, trials.run_trials(made), path)
+
+  def finish():
+    metrics.write_json(workdir / "time_to_accuracy.json", result)
+    logs = collect_logs(made, workdir)
+    print(table(result))
+    print(f"see {workdir}; {len(logs)} logs in MLPerf's format: result_<i>.txt")
+
+  cluster.on_leader(finish, "time_to_accuracy")
+
+
+if __name__ == "__main__":
+  leave(main)

@@ -1,0 +1,371 @@
+"""Trials: runs to a target accuracy, each in its own directory and done once.
+
+What `batch_study` and `time_to_accuracy` share. A trial is one call of `fit`; what
+came of it is kept as `outcome.json` in its directory, so that a study which was
+killed goes on where it was. That a run diverges or misses is an outcome too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxscale import metrics
+from jaxscale.cluster.watch.stop_consensus import LeftOff
+from jaxscale.config import Config
+from jaxscale.config.loading import load_config, parse_args
+from jaxscale.config.validation import nearest
+from jaxscale.errors import EXIT_DONE, EXIT_INTERRUPTED, ConfigError, one_line_errors
+from jaxscale.run.session import joined, stopped
+from jaxscale.train import default_workdir
+
+
+class Trial(NamedTuple):
+  """A run to be done, and where."""
+
+  config: Config
+  workdir: Path
+
+
+class Outcome(NamedTuple):
+  """What came of a trial.
+
+  Attributes:
+    status: "reached", "missed" or "diverged".
+    batch_size: examples a step.
+    seed: of the run.
+    accumulate_steps: micro-batches a step.
+    peak_lr: learning rate after the warm-up.
+    target: accuracy to reach.
+    num_train: examples of an epoch.
+    eval_every: steps between evaluations: `target_step` is known no better.
+    steps: steps done; where it diverged, the step that was no number.
+    target_step: the first evaluated step that reached the target, or None.
+    target_examples: examples seen until then.
+    target_seconds: until then, from the start of the run; None where it missed,
+      or where the run was interrupted and did not keep the time.
+    accuracy: held out, after the last step; None if it diverged.
+    train_accuracy: of the training examples as they are stored, without
+      augmentation, by the same parameters; None if it diverged.
+    noise_scale: gradient-noise scale in examples, where the run measured it.
+    note: why it diverged.
+  """
+
+  status: str
+  batch_size: int
+  seed: int
+  accumulate_steps: int
+  peak_lr: float
+  target: float
+  num_train: int
+  eval_every: int
+  steps: int
+  target_step: int | None = None
+  target_examples: int | None = None
+  target_seconds: float | None = None
+  accuracy: float | None = None
+  train_accuracy: float | None = None
+  noise_scale: float | None = None
+  note: str = ""
+
+  @property
+  def target_epochs(self) -> float | None:
+    """Passes over the training examples until the target."""
+    seen = self.target_examples
+    return None if seen is None else seen / self.num_train
+
+  @property
+  def gap(self) -> float | None:
+    """Generalisation gap: accuracy on the training less on the held-out examples."""
+    if self.accuracy is None or self.train_accuracy is None:
+      return None
+    return self.train_accuracy - self.accuracy
+
+  def as_dict(self) -> dict[str, Any]:
+    """As JSON, what follows from it included."""
+    return self._asdict() | {"target_epochs": self.target_epochs, "gap": self.gap}
+
+
+class Interrupted(Exception):
+  """A trial was asked to stop and has saved its state."""
+
+
+def prepare(config: Config, **changes: Any) -> Config:
+  """The config of a trial: some fields replaced, over once it reached its target.
+
+  Raises:
+    ConfigError: there is no target, or a value is impossible.
+  """
+  if config.target_accuracy is None:
+    raise ConfigError(
+      "Config.target_accuracy=None: nothing to reach, add e.g. "
+      "--config.target_accuracy=0.9"
+    )
+  return dataclasses.replace(config, **changes, stop_at_target=True)
+
+
+def check(trials: Sequence[Trial]) -> None:
+  """Refuse what cannot run before anything is run.
+
+  Raises:
+    ConfigError: the one line of the first trial that does not fit data, devices
+      or its directory.
+  """
+  from jaxscale.run.workdir import experiment_in
+
+  seen = set()
+  for trial in trials:
+    config = trial.config
+    # Seeds do not matter to what fits, and some data take long to open.
+    if (alike := dataclasses.replace(config, seed=0)) not in seen:
+      experiment_in(trial.workdir, config)
+      seen.add(alike)
+    if trial.workdir.exists() and not trial.workdir.is_dir():
+      raise ConfigError(f"--workdir={trial.workdir}: a file, use another one")
+
+
+def run_trials(trials: Sequence[Trial]) -> list[Outcome]:
+  """The outcome of every trial; those done before are read, not repeated.
+
+  Raises:
+    ConfigError: a trial cannot run, or its directory holds another experiment.
+    Interrupted: all were asked to stop; the same call goes on.
+  """
+  from jaxscale import cluster
+
+  known = [finished(trial) for trial in trials]
+  check([t for t, outcome in zip(trials, known, strict=True) if outcome is None])
+  outcomes = []
+  for i, (trial, outcome) in enumerate(zip(trials, known, strict=True), 1):
+    if cluster.is_leader():
+      config = trial.config
+      state = "done before" if outcome else "running"
+      print(
+        f"== {i} of {len(trials)}: batch {config.batch_size:,}, seed {config.seed}, "
+        f"{state} ({trial.workdir})",
+        flush=True,
+      )
+    outcomes.append(outcome or run_trial(trial))
+  return outcomes
+
+
+def finished(trial: Trial) -> Outcome | None:
+  """What a trial left when it was done, if that was with the same settings."""
+  from jaxscale import cluster
+
+  try:
+    saved = json.loads((trial.workdir / "outcome.json").read_text())
+  except (OSError, ValueError):
+    saved = {}
+  saved = cluster.from_leader(saved)
+  if saved.get("config") != repr(trial.config):
+    return None
+  return Outcome(**{name: saved[name] for name in Outcome._fields if name in saved})
+
+
+def run_trial(trial: Trial) -> Outcome:
+  """Train, or go on training; see what came of it, and keep that.
+
+  Raises:
+    ConfigError: as `fit` does.
+    Interrupted: all were asked to stop; the state is saved.
+  """
+  from jaxscale import cluster
+  from jaxscale.run.fit import fit
+  from jaxscale.run.workdir import experiment_in
+  from jaxscale.training.loop import NonFiniteError
+
+  config, experiment = trial.config, experiment_in(trial.workdir, trial.config)
+  common = {
+    "batch_size": config.batch_size,
+    "seed": config.seed,
+    "accumulate_steps": config.accumulate_steps,
+    "peak_lr": experiment.derived.peak_lr,
+    "target": config.target_accuracy,
+    "num_train": experiment.derived.num_train,
+    "eval_every": experiment.derived.eval_every,
+  }
+  try:
+    state, summary = fit(config, trial.workdir)
+  except NonFiniteError as e:
+    outcome = Outcome("diverged", **common, steps=e.step, note=str(e))
+  else:
+    if summary["outcome"] == "interrupted":
+      raise Interrupted
+    step = summary["target_step"]
+    outcome = Outcome(
+      "missed" if step is None else "reached",
+      **common,
+      steps=summary["step"],
+      target_step=step,
+      target_examples=None if step is None else _examples(experiment, trial, step),
+      target_seconds=summary["target_seconds"],
+      accuracy=summary["accuracy"],
+      train_accuracy=accuracy_on(experiment, state, experiment.train_data),
+      noise_scale=summary.get("noise_scale"),
+    )
+  kept = outcome.as_dict() | {"config": repr(config)}
+  cluster.on_leader(
+    lambda: metrics.write_json(trial.workdir / "outcome.json", kept), "outcome"
+  )
+  return outcome
+
+
+def _examples(experiment: Any, trial: Trial, step: int) -> int:
+  """Examples seen after a step, also where the batch grew on the way."""
+  from jaxscale import cluster
+  from jaxscale.experiment import build
+  from jaxscale.experiment.phases import examples_at
+  from jaxscale.run import adaptive_batch
+
+  if chosen := cluster.from_leader(adaptive_batch.read_chosen(trial.workdir)):
+    experiment = build.with_sizes(experiment, chosen)
+  return examples_at(experiment.derived.stages, step)
+
+
+def accuracy_on(experiment: Any, state: Any, dataset: Any) -> float:
+  """Accuracy on every example of a dataset, each once and not augmented.
+
+  Args:
+    experiment: whose `eval_step`, mesh and evaluation batch size are used.
+    state: what to evaluate: the averages where the run keeps them.
+    dataset: training or held-out examples.
+
+  Raises:
+    Interrupted: all were asked to stop.
+  """
+  from jaxscale import cluster, data
+  from jaxscale.mesh import host_shard
+  from jaxscale.run import callbacks
+  from jaxscale.training import loop
+
+  mesh = experiment.mesh
+  batches = data.eval_batches(
+    dataset, experiment.derived.eval_batch_size, shard=host_shard(mesh)
+  )
+  params, model_state = state.evaluated()
+  with cluster.watched() as watch:
+    on_devices = callbacks.polled(batches, mesh, watch, int(state.step))
+    try:
+      values = loop.evaluate(experiment.eval_step, params, model_state, on_devices)
+    except LeftOff:
+      raise Interrupted from None
+    watch.at(int(state.step), "outside")
+  return values["accuracy"]
+
+
+def parse(
+  argv: Sequence[str], names: Sequence[str]
+) -> tuple[dict[str, str], dict[str, str], bool]:
+  """Options of a study's own beside those of the training command.
+
+  Args:
+    argv: the command line.
+    names: the study's own options, e.g. "--seeds".
+
+  Returns:
+    Options by name, overrides of settings by field, and whether help is asked.
+
+  Raises:
+    ConfigError: an option that does not exist, or lacks its value.
+  """
+  own: dict[str, str] = {}
+  rest, args = [], list(argv)
+  known = [*names, "--config", "--workdir", "--help"]
+  while args:
+    arg = args.pop(0)
+    name, given, value = arg.partition("=")
+    if name not in names:
+      is_option = name.startswith("--") and not name.startswith("--config.")
+      if is_option and name not in known:
+        hint = nearest(name, known)
+        raise ConfigError(
+          f"{arg}: not an option, {hint}; a setting is --config.FIELD=VALUE"
+        )
+      rest.append(arg)
+      # The value of an option that is not ours goes with it.
+      if (
+        not given
+        and name not in ("--help", "-h")
+        and args
+        and not args[0].startswith("--")
+      ):
+        rest.append(args.pop(0))
+      continue
+    if not given:
+      if not args or args[0].startswith("--"):
+        raise ConfigError(f"{name}: a value is missing, write {name}=VALUE")
+      value = args.pop(0)
+    own[name.removeprefix("--")] = value
+  options, overrides, wants_help = parse_args(rest)
+  return own | options, overrides, wants_help
+
+
+def count(options: dict[str, str], name: str, default: int, least: int = 1) -> int:
+  """A whole number of the command line.
+
+  Raises:
+    ConfigError: it is none, or too small.
+  """
+  text = options.get(name, str(default))
+  if not text.isdecimal() or int(text) < least:
+    raise ConfigError(f"--{name}={text}: give a whole number >= {least}")
+  return int(text)
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+  """Rows of text as aligned lines, two spaces between columns."""
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  return [
+    "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+    for row in rows
+  ]
+
+
+@one_line_errors
+def command(
+  study: Callable[[str, Config, Path, dict[str, str]], None],
+  argv: Sequence[str],
+  name: str,
+  names: Sequence[str],
+  usage: str,
+) -> int:
+  """Run a study as a command line asks for it; what a user did wrong is one line.
+
+  Args:
+    study: runs it, given the config's path, the config, the directory and the
+      study's own options, once all processes have joined.
+    argv: the command line.
+    name: of the study's module.
+    names: the study's own options.
+    usage: what --help prints.
+
+  Returns:
+    The exit code.
+  """
+  words = ["python", "-m", f"jaxscale.{name}", *argv]
+  line = f"interrupted; to go on: {shlex.join(words)}"
+  try:
+    options, overrides, wants_help = parse(argv, names)
+    if wants_help:
+      print(usage)
+      return EXIT_DONE
+    if "config" not in options:
+      raise ConfigError("--config: missing; see --help")
+    path = options["config"]
+    own = f"{default_workdir(path)}-{name.replace('_', '-')}"
+    config = load_config(path, overrides)
+    workdir = Path(options.get("workdir", own))
+    with joined(config, workdir) as watch:
+      try:
+        study(path, config, workdir, options)
+      except Interrupted:
+        return stopped(config, watch.stop.reason, line)
+    return EXIT_DONE
+  except KeyboardInterrupt:
+    print(line)
+    return EXIT_INTERRUPTED

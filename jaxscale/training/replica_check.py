@@ -1,0 +1,349 @@
+"""Whether all copies of what is replicated are equal, bit for bit.
+
+Parameters and optimizer state exist once a device. Every device computes the same
+update of them, so nothing but a fault makes them differ: a flipped bit in memory, a
+collective that gives devices different sums, an exchange with a mistake in it. Such
+a run goes on, looks healthy, and trains another network on each device. Here every
+device hashes its own copy, and the hashes are compared.
+
+With b_i the bits of element i as a uint32 and i its place in the array,
+
+    h = sum_i mix(b_i + c i)  mod 2^32,    c = 0x9E3779B9, odd,
+
+of a leaf, where `mix` is a bijection. The sum has no order, so that neither layout
+nor compiler matters. One changed element always changes h. Several changed, or two
+swapped, leave it alone once in about 2^32, in each leaf; since copies that differ
+stay so, the next check is another chance. Equal bits never raise an alarm. -0.0 and
+0.0 differ, and so do NaNs with other payloads.
+
+Where a layout splits an array, a device has a part of it, and is compared with those
+that have the same part; what one device alone has cannot be compared.
+
+Reading it all takes a device about as long as one pass over memory; the compiled
+program has no collective. What processes then tell each other is 16 hexadecimal
+digits a device and way of splitting, and every hash only if those differ.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import platform
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxscale import cluster
+from jaxscale.collectives import vary
+from jaxscale.errors import EXIT_CRASH
+from jaxscale.training.state import TrainState
+from jaxscale.tree_paths import path_name
+
+Fingerprint = Callable[[Any], jax.Array]  # tree -> uint32 [devices, leaves]
+_GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: neighbours land far from each other
+_SHOWN = 4  # processes in one line, and devices of each
+
+
+class ReplicaDivergenceError(RuntimeError):
+  """Copies that should be equal are not.
+
+  Attributes:
+    step: after which it was found.
+    good_until: the step of the check before, after which they may have parted.
+    advice: what to do, for the end of the line.
+  """
+
+  exit_code = EXIT_CRASH
+  advice = "test that memory and network or leave the host out, then go on"
+
+  def __init__(self, step: int, what: str, good_until: int):
+    super().__init__(f"{what} after step {step}")
+    self.step, self.good_until = step, good_until
+
+
+class Replica(NamedTuple):
+  """One device's copies.
+
+  Attributes:
+    process: its index.
+    host: its name.
+    device: as "gpu:3".
+    hashes: one a leaf.
+    parts: which part of each leaf it has; (): all of each.
+  """
+
+  process: int
+  host: str
+  device: str
+  hashes: tuple[int, ...]
+  parts: tuple[int, ...] = ()
+
+
+def check(tree: Any, fingerprint: Fingerprint, *, step: int, before: int = 0) -> None:
+  """Compare the copies of all devices; every process must call it.
+
+  Args:
+    tree: of global arrays on the mesh.
+    fingerprint: of `make_fingerprint`, compiled or not.
+    step: after which this is, for the message.
+    before: the step of the check before, for `good_until`.
+
+  Raises:
+    ReplicaDivergenceError: copies differ; the line says whose and where. All
+      processes raise it alike.
+
+  Example:
+    >>> check(shared(state), make_fingerprint(mesh), step=1000)  # doctest: +SKIP
+  """
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  names = [path_name(path) for path, _ in leaves]
+  splits = [_split(x.sharding.spec) for _, x in leaves]
+  prints = fingerprint(tree)
+  found = find_divergence(prints, names, leaves[0][1].sharding.mesh, splits)
+  if found is not None:
+    raise ReplicaDivergenceError(step, found, before)
+
+
+def shared(state: TrainState) -> TrainState:
+  """What is replicated of a state: all but what each device keeps for itself."""
+  return state._replace(exchange_state=())
+
+
+def make_fingerprint(mesh: Mesh, tree: Any = None) -> Any:
+  """Compile-ready `tree -> uint32 [devices, leaves]`: the hash of every copy.
+
+  The first dim is sharded, each row on the device that it tells of, in the order
+  of the mesh. The function is jitted and the same for the same mesh. Compiling
+  takes seconds where there are many leaves: `lower(...).compile()` it beside
+  other work.
+
+  Args:
+    mesh: where the arrays are.
+    tree: of arrays, or of what has their shardings; None: each device has all of
+      each.
+
+  Example:
+    >>> make_fingerprint(mesh)({"w": w, "b": b}).shape       # doctest: +SKIP
+    (8, 2)
+  """
+  if tree is None:
+    return _fingerprint_of(mesh, P())
+  specs = jax.tree.map(lambda x: x.sharding.spec, tree)
+  if not any(_split(spec) for spec in jax.tree.leaves(specs)):
+    return _fingerprint_of(mesh, P())
+  return _fingerprint_of.__wrapped__(mesh, specs)  # trees are no keys of a cache
+
+
+@functools.cache
+def _fingerprint_of(mesh: Mesh, specs: Any) -> Any:
+  axes = mesh.axis_names
+
+  def own(tree):
+    # Varying: from here on each device reads the copy that it has itself.
+    leaves = [_hash_bits(_on_device(x)) for x in jax.tree.leaves(vary(tree, axes))]
+    return jnp.stack(leaves)[None]
+
+  hashed = jax.shard_map(own, mesh=mesh, in_specs=(specs,), out_specs=P(axes))
+  return jax.jit(hashed)
+
+
+def _on_device(x: jax.Array) -> jax.Array:
+  """What is computed with: the layout may keep the optimizer's state on the host."""
+  if jax.typeof(x).memory_space == jax.memory.Space.Host:
+    return jax.device_put(x, jax.memory.Space.Device)
+  return x
+
+
+def _split(spec: P) -> tuple[str, ...]:
+  """The axes that split an array."""
+  parts = [a if isinstance(a, tuple) else (a,) for a in spec if a is not None]
+  return tuple(axis for part in parts for axis in part)
+
+
+def hash_bits(x: jax.Array) -> jax.Array:
+  """The h above of one array of any dtype, uint32 [].
+
+  Example:
+    >>> int(hash_bits(jnp.float32([0.0]))) == int(hash_bits(jnp.float32([-0.0])))
+    False
+  """
+  bits = _words(x)
+  place = jnp.uint32(0)
+  for dim, size in enumerate(bits.shape):
+    place *= jnp.uint32(size % 2**32)
+    place += lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
+  return jnp.sum(_mix(bits + place * jnp.uint32(_GOLDEN)), dtype=jnp.uint32)
+
+
+_hash_bits = jax.jit(hash_bits)  # many leaves have one shape: traced once
+
+
+def _words(x: jax.Array) -> jax.Array:
+  """The bits of an array as uint32; wider elements get a dim more."""
+  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    x = jax.random.key_data(x)
+  if jnp.issubdtype(x.dtype, jnp.complexfloating):
+    x = jnp.stack([x.real, x.imag], axis=-1)
+  if jnp.issubdtype(x.dtype, jnp.floating) and (bits := jnp.finfo(x.dtype).bits) < 32:
+    x = lax.bitcast_convert_type(x, jnp.dtype(f"uint{bits}"))
+  elif x.dtype.itemsize >= 4:
+    x = lax.bitcast_convert_type(x, jnp.uint32)
+  return x.astype(jnp.uint32)
+
+
+def _mix(x: jax.Array) -> jax.Array:
+  """MurmurHash3's 32-bit finaliser (A. Appleby, public domain)."""
+  x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
+  x = (x ^ (x >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
+  return x ^ (x >> jnp.uint32(16))
+
+
+def find_divergence(
+  prints: jax.Array,
+  names: Sequence[str],
+  mesh: Mesh | None = None,
+  splits: Sequence[tuple[str, ...]] | None = None,
+) -> str | None:
+  """Who differs from whom, in one line; None if nobody does.
+
+  All processes must call it, and all get the same answer.
+
+  Args:
+    prints: what `make_fingerprint`'s function gave, [devices, leaves].
+    names: of the leaves.
+    mesh: in whose order the devices are, for `splits`.
+    splits: axes that split each leaf; None: none does.
+  """
+  own = _own_replicas(prints, mesh, splits)
+  said = {digest for replica in own for digest in _digests(replica, splits)}
+  every = set().union(*cluster.gather(sorted(said)))
+  if len({digest.rpartition(" ")[0] for digest in every}) == len(every):
+    return None
+  return describe([Replica(*r) for rs in cluster.gather(own) for r in rs], names)
+
+
+def describe(replicas: Sequence[Replica], names: Sequence[str]) -> str | None:
+  """Who differs from most of those that have the same, voted leaf by leaf; or None.
+
+  Args:
+    replicas: of all devices.
+    names: of the leaves, in the order of the hashes.
+
+  Example:
+    >>> whole = [Replica(i, f"node{i}", "gpu:0", (7, 8)) for i in range(3)]
+    >>> whole[1] = whole[1]._replace(hashes=(7, 9))
+    >>> describe(whole, ["w", "b"])
+    'process 1 (node1, gpu:0) differs from 2 of 3 devices in b'
+  """
+  differing: dict[int, list[dict[int, int]]] = {}  # leaf -> device -> hash, by part
+  for i in range(len(names)):
+    same: dict[int, dict[int, int]] = {}
+    for j, r in enumerate(replicas):
+      same.setdefault(r.parts[i] if r.parts else 0, {})[j] = r.hashes[i]
+    if bad := [found for found in same.values() if len(set(found.values())) > 1]:
+      differing[i] = bad
+  if not differing:
+    return None
+  first, more = names[min(differing)], len(differing) - 1
+  where = first + (f" and {more} more lea{'ves' if more > 1 else 'f'}" if more else "")
+  groups = [found for bad in differing.values() for found in bad]
+  if any(len(found) < len(replicas) for found in groups):
+    where = f"the same part of {where}"
+  apart: set[int] = set()
+  for found in groups:
+    value, votes = Counter(found.values()).most_common(1)[0]
+    if 2 * votes > len(found):
+      apart |= {j for j, h in found.items() if h != value}
+  concerned = sorted(set().union(*groups))
+  if apart:
+    most = f"{len(concerned) - len(apart)} of {len(concerned)} devices"
+    some = _places([replicas[j] for j in sorted(apart)])
+    return f"{some} differs from {most} in {where}"
+  some = _places([replicas[j] for j in concerned])
+  versions = max(len(set(found.values())) for found in groups)
+  return (
+    f"{some} differ in {where}: {len(concerned)} devices, {versions} versions, and no "
+    "majority that says which one is right"
+  )
+
+
+def _places(replicas: Sequence[Replica]) -> str:
+  """Processes with host and devices, as words."""
+  devices: dict[tuple[int, str], list[str]] = {}
+  for r in replicas:
+    devices.setdefault((r.process, r.host), []).append(r.device)
+  words = [
+    f"process {process} ({host}, {' '.join(_few(found, 'more'))})"
+    for (process, host), found in devices.items()
+  ]
+  return " and ".join(_few(words, "more processes"))
+
+
+def _few(words: list[str], more: str) -> list[str]:
+  hidden = len(words) - _SHOWN
+  return [*words[:_SHOWN], f"{hidden} {more}"] if hidden > 0 else words
+
+
+def _own_replicas(
+  prints: jax.Array, mesh: Mesh | None, splits: Sequence[tuple[str, ...]] | None
+) -> list[Replica]:
+  """The rows of this process, in the order of the mesh."""
+  shards = sorted(prints.addressable_shards, key=lambda s: s.index[0].start or 0)
+  return [
+    Replica(
+      jax.process_index(),
+      platform.node(),
+      _device_name(shard.device),
+      tuple(np.asarray(shard.data)[0].tolist()),
+      _parts(shard.index[0].start or 0, mesh, splits),
+    )
+    for shard in shards
+  ]
+
+
+def _parts(
+  row: int, mesh: Mesh | None, splits: Sequence[tuple[str, ...]] | None
+) -> tuple[int, ...]:
+  """Which part of each leaf a device has, by its place in the mesh."""
+  if mesh is None or not any(splits or ()):
+    return ()
+  place = np.unravel_index(row, mesh.devices.shape)
+  at = dict(zip(mesh.axis_names, map(int, place), strict=True))
+
+  def part(split):
+    number = 0
+    for axis in split:
+      number = number * mesh.shape[axis] + at[axis]
+    return number
+
+  return tuple(part(split) for split in splits or ())
+
+
+def _device_name(device: Any) -> str:
+  """As its host counts its devices, where it does."""
+  ordinal = device.local_hardware_id
+  return f"{device.platform}:{device.id if ordinal is None else ordinal}"
+
+
+def _digests(replica: Replica, splits: Sequence[tuple[str, ...]] | None) -> set[str]:
+  """The hashes of a device in 64 bits, for each way in which leaves are split.
+
+  Each begins with that way and the device's part: what must be the same in all that
+  begin alike.
+  """
+  hashes = np.asarray(replica.hashes, np.uint32)
+  kinds = [" ".join(split) for split in splits or [()] * len(hashes)]
+  found = set()
+  for kind in set(kinds):
+    at = [i for i, own in enumerate(kinds) if own == kind]
+    part = replica.parts[at[0]] if replica.parts else 0
+    digest = hashlib.blake2b(hashes[at].tobytes(), digest_size=8).hexdigest()
+    found.add(f"{kind} {part} {digest}")
+  return found

@@ -1,0 +1,82 @@
+"""The small commands, as they are typed."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, child_env
+
+from jaxscale.cli import plot_schedule
+from jaxscale.cli.plot_schedule import main, parse
+from jaxscale.errors import ConfigError
+
+DIGITS, ALEXNET = "configs/digits.py", "configs/alexnet_bn_32k.py"
+
+
+@pytest.mark.parametrize(
+  "argv",
+  [
+    [DIGITS, ALEXNET],
+    ["--config", DIGITS, "--config", ALEXNET],
+    [f"--config={DIGITS}", ALEXNET],
+    ["--out=schedule.png", "--config", DIGITS, f"--config={ALEXNET}"],
+  ],
+)
+def test_configs_are_named_as_in_other_commands_or_alone(argv):
+  assert parse(argv) == parse([DIGITS, ALEXNET])
+  assert parse(argv).configs == (DIGITS, ALEXNET)
+
+
+def test_what_is_asked_for_is_drawn(tmp_path, capsys, monkeypatch):
+  drawn = {}
+  monkeypatch.setattr(
+    plot_schedule, "plot", lambda curves, path: drawn.update(curves) or path
+  )
+  options = ["--out", f"{tmp_path}/a.svg", "--num-train=12800", "--config.epochs=3"]
+  assert main([*options, "--config", DIGITS]) == 0
+  assert capsys.readouterr().out == f"{tmp_path}/a.svg\n"
+  assert list(drawn) == [DIGITS] and len(drawn[DIGITS].rates) == 3 * 100
+  assert drawn[DIGITS].rates.argmax() == 2 * 100  # its warm-up of two epochs
+
+
+@pytest.mark.parametrize(
+  "argv, says",
+  [
+    (["--drop"], "--drop: not an option, one of --config, --help, --num-train, --out"),
+    (["--num_train=3", DIGITS], "did you mean '--num-train'?"),
+    (["--config.epoch=3", DIGITS], "did you mean 'epochs'?"),
+    (["--config"], "--config: a value is missing"),
+    ([DIGITS, "--out", "--num-train=3"], "--out: a value is missing"),
+    ([DIGITS, "--num-train=0"], "--num-train=0: give a whole number >= 1"),
+    (["--num-train=3"], "--config: missing"),
+    (["configs/nothing_like_it.py"], "no such file, check the path"),
+    (["configs/digit.py"], "did you mean 'configs/digits.py'?"),
+    ([DIGITS, "--num-train=100"], "give 100 or less"),
+    ([DIGITS, "--out=/no/such/place.png"], "--out=/no/such/place.png: "),
+    ([DIGITS, "--out=rates.docx"], "--out=rates.docx: "),
+  ],
+)
+def test_a_mistake_is_one_line(argv, says, capsys):
+  assert main(argv) == 2
+  out, err = capsys.readouterr()
+  assert out == "" and err.startswith("error: ") and err.count("\n") == 1
+  assert says in err
+
+
+def test_an_error_of_parsing_is_the_users():
+  with pytest.raises(ConfigError, match="not an option"):
+    parse(["-x"])
+
+
+def test_data_is_chosen_on_the_command_line(tmp_path):
+  """A class whose field must be given, with that field, through the real command."""
+  overrides = ["--config.data=ImageFolder", f"--config.data.path={tmp_path}/photos"]
+  done = subprocess.run(
+    [sys.executable, "-m", "jaxscale.train", "--config", DIGITS, *overrides,
+     "--workdir", str(tmp_path / "run")],
+    env=child_env(), cwd=ROOT, capture_output=True, text=True, timeout=120,
+  )  # fmt: skip
+  assert done.returncode == 2
+  assert f"{tmp_path}/photos/train" in done.stderr and "Traceback" not in done.stderr
+  assert json.dumps(done.stderr).count("\\n") == 1

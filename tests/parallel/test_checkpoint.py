@@ -1,0 +1,218 @@
+"""Checkpoints: exact, on any mesh, refused when foreign, distrusted when damaged."""
+
+import tracemalloc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxscale import models, optim
+from jaxscale.checkpoint import checksum
+from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.errors import ConfigError
+from jaxscale.exchange import plain
+from jaxscale.mesh import make_mesh
+from jaxscale.training.state import abstract_state, init_state
+
+
+def setup(num_devices=8, hidden=(64,), tx=None, average=False):
+  """An abstract state and a state that differs in every leaf from a new one."""
+  mesh = make_mesh(devices=jax.devices()[:num_devices])
+  fns = models.functions(models.MLP(num_classes=10, hidden=hidden), (8, 8, 1))
+  parts = fns.init, tx or optim.sgd(0.1), mesh, plain(mesh.axis_names)
+  state = init_state(*parts, seed=5, average=average)
+  return abstract_state(*parts, average=average), state
+
+
+def at_step(state, step):
+  bumped = jax.tree.map(lambda x: x + jnp.asarray(step / 7, x.dtype), state)
+  return bumped._replace(step=jnp.asarray(step, jnp.int32))
+
+
+def assert_identical(a, b):
+  assert jax.tree.structure(a) == jax.tree.structure(b)
+  for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True):
+    assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 8])
+def test_restores_bit_for_bit_on_any_number_of_devices(tmp_path, num_devices):
+  abstract, state = setup(average=True)
+  state = at_step(state, 3)
+  with Checkpoints(tmp_path) as checkpoints:
+    assert checkpoints.restore(abstract) is None
+    checkpoints.save(state)
+  abstract, _ = setup(num_devices, average=True)
+  with Checkpoints(tmp_path) as checkpoints:
+    restored = checkpoints.restore(abstract)
+  assert restored is not None
+  assert_identical(restored, state)
+  for x, a in zip(*map(jax.tree.leaves, (restored, abstract)), strict=True):
+    assert x.sharding == a.sharding
+
+
+def test_keeps_the_last_and_the_best(tmp_path):
+  _, state = setup(1)
+  with Checkpoints(tmp_path, keep_last=2, keep_best=1) as checkpoints:
+    for step, accuracy in enumerate([0.1, 0.9, None, 0.3, 0.5, None], 1):
+      metrics = None if accuracy is None else {"accuracy": accuracy}
+      checkpoints.save(at_step(state, step), metrics)
+    checkpoints.wait()
+    assert checkpoints.steps() == [2, 5, 6]
+    checkpoints.save(at_step(state, 6))  # there already: left alone
+    checkpoints.wait()
+    assert checkpoints.steps() == [2, 5, 6]
+
+
+def array_files(directory):
+  """The files that hold array bytes, largest first."""
+  files = [p for p in directory.rglob("d/*") if p.is_file()]
+  return sorted(files, key=lambda p: p.stat().st_size, reverse=True)
+
+
+def flip_bit(path, where):
+  content = bytearray(path.read_bytes())
+  content[int(where * len(content))] ^= 0x10
+  path.write_bytes(content)
+
+
+DAMAGE = {
+  **{
+    f"bit flipped at {w}": lambda p, w=w: flip_bit(p, w) for w in (0.1, 0.3, 0.5, 0.9)
+  },
+  "cut": lambda p: p.write_bytes(p.read_bytes()[: p.stat().st_size // 2]),
+  "zeroed": lambda p: p.write_bytes(bytes(len(p.read_bytes()))),
+  "gone": lambda p: p.unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_newest_is_reported_and_the_one_before_used(tmp_path, damage, capsys):
+  abstract, state = setup(2)
+  with Checkpoints(tmp_path) as checkpoints:
+    for step in (1, 2):
+      checkpoints.save(at_step(state, step))
+  DAMAGE[damage](array_files(tmp_path / "2")[0])
+  with Checkpoints(tmp_path) as checkpoints:
+    restored = checkpoints.restore(abstract)
+    out = capsys.readouterr().out
+    if "flipped" in damage and int(restored.step) == 2:
+      # Writers at the same time may leave bytes in a file that nothing reads.
+      assert_identical(restored, at_step(state, 2))
+      assert "damaged" not in out
+      return
+    assert_identical(restored, at_step(state, 1))
+    assert "checkpoint 2 is damaged" in out and "going on from 1" in out
+    # Nothing is deleted, and the step can be saved again.
+    assert (tmp_path / "2.damaged").is_dir()
+    checkpoints.save(at_step(state, 2))
+  with Checkpoints(tmp_path) as checkpoints:
+    assert_identical(checkpoints.restore(abstract), at_step(state, 2))
+
+
+def test_a_damaged_manifest_is_distrusted(tmp_path, capsys):
+  abstract, state = setup(1)
+  with Checkpoints(tmp_path) as checkpoints:
+    checkpoints.save(at_step(state, 1))
+  path = tmp_path / "1" / "manifest.json"
+  path.write_text(path.read_text().replace("[64]", "[65]"))
+  with (
+    Checkpoints(tmp_path) as checkpoints,
+    pytest.raises(ConfigError, match="damaged"),
+  ):
+    checkpoints.restore(abstract)
+  assert "manifest" in capsys.readouterr().out
+
+
+OTHERS = {
+  "width": (dict(hidden=(32,)), "[64] there and float32[32] here"),
+  "depth": (dict(hidden=(64, 10)), "it has no opt_state/velocity/Dense_2/bias"),
+  "fewer": (dict(hidden=(), tx=optim.sgd(0.1)), "float32[10] here"),
+  "optimizer": (dict(tx=optim.adamw(0.1)), "it has "),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_experiment_is_refused_in_one_line(tmp_path, other):
+  options, difference = OTHERS[other]
+  _, state = setup(1)
+  with Checkpoints(tmp_path) as checkpoints:
+    checkpoints.save(at_step(state, 1))
+  abstract, _ = setup(1, **options)
+  with Checkpoints(tmp_path) as checkpoints:
+    with pytest.raises(ConfigError) as error:
+      checkpoints.restore(abstract)
+    assert difference in str(error.value) and "\n" not in str(error.value)
+    assert checkpoints.steps() == [1]
+
+
+def test_a_state_that_is_not_finite_is_never_saved(tmp_path):
+  _, state = setup(1)
+  bad = jax.tree.map(lambda x: x, state.params)
+  bad["Dense_0"]["kernel"] = bad["Dense_0"]["kernel"].at[3, 4].set(jnp.nan)
+  with Checkpoints(tmp_path) as checkpoints:
+    with pytest.raises(FloatingPointError, match="1 values of params/Dense_0/kernel"):
+      checkpoints.save(state._replace(params=bad))
+    assert checkpoints.steps() == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "uint32", "float16"])
+def test_checksums_do_not_depend_on_the_sharding(dtype):
+  rng = np.random.default_rng(0)
+  host = jnp.array(rng.integers(-9, 9, (16, 24)), dtype)
+  mesh = jax.make_mesh((2, 4), ("a", "b"), (jax.sharding.AxisType.Auto,) * 2)
+  specs = [(), ("a",), ("b",), (None, "b"), ("b", "a"), (("a", "b"),)]
+  found = set()
+  for spec in specs:
+    sharding = jax.NamedSharding(mesh, jax.P(*spec))
+    found.add(checksum.manifest(jax.device_put(host, sharding))[""]["checksum"])
+  assert len(found) == 1
+  for other in (
+    host.at[3, 5].add(1),
+    host[::-1],
+    host[:, ::-1],
+    host.at[0, 0].set(host[1, 1] + 3),
+  ):
+    assert checksum.manifest(other)[""]["checksum"] not in found
+
+
+def test_every_single_bit_counts():
+  host = np.zeros(8, np.float32)
+  seen = {checksum.manifest(jnp.array(host))[""]["checksum"]}
+  for i in range(8):
+    for bit in range(23):  # the mantissa: finite values all
+      changed = host.copy()
+      changed.view(np.uint32)[i] ^= 1 << bit
+      seen.add(checksum.manifest(jnp.array(changed))[""]["checksum"])
+  assert len(seen) == 1 + 8 * 23
+
+
+def test_checksums_do_not_depend_on_how_places_are_made(monkeypatch):
+  """The same of an array in one piece, in blocks, row by row; its formula by hand."""
+  rng = np.random.default_rng(0)
+  for shape in [(), (5,), (0, 3), (3, 4, 5), (2, 3, 1, 7)]:
+    data = rng.standard_normal(shape, np.float32)
+    whole = tuple(slice(None) for _ in shape)
+    found = set()
+    for chunk in (1, 4, 7, 2**18):
+      monkeypatch.setattr(checksum, "_CHUNK", chunk)
+      parts = [checksum.shard_checksum(data, whole, shape)[0]]
+      if shape and shape[0] > 1:
+        cut = slice(0, 1, None), slice(1, shape[0], None)
+        with np.errstate(over="ignore"):
+          parts.append(sum(
+            checksum.shard_checksum(data[s], (s, *whole[1:]), shape)[0] for s in cut
+          ))  # fmt: skip
+      found |= {int(x) for x in parts}
+    assert len(found) == 1, shape
+
+
+def test_a_checksum_takes_little_memory():
+  data = np.ones((8, 2**19), np.float32)
+  index = tuple(slice(None) for _ in data.shape)
+  tracemalloc.start()
+  checksum.shard_checksum(data, index, data.shape)
+  peak = tracemalloc.get_traced_memory()[1]
+  tracemalloc.stop()
+  assert peak < data.nbytes

@@ -1,0 +1,383 @@
+"""Every collective equals `psum`; steps and bytes are read from the program."""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import quick
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jaxscale import collectives
+from jaxscale.collectives import Dim, Plan, plan
+from jaxscale.collectives.dims import axis_dims
+from jaxscale.errors import ConfigError
+from jaxscale.planning import hlo
+
+SIZES = (0, 1, 2, 3, 5, 7, 8, 9, 13, 16, 17, 31, 63, 64, 65, 97, 127, 257, 1000, 1021)
+DTYPES = ("int32", "float32", "bfloat16", "float16")
+MESHES = ((2,), (4,), (8,), (2, 4), (2, 2, 2))
+NAMES = ("a", "b", "c")
+# Compiled for one run each: time to compile is all that counts.
+QUICKLY = {"xla_backend_optimization_level": 0}
+
+
+@functools.cache
+def mesh_of(shape):
+  devices = jax.devices()[: math.prod(shape)]
+  types = (AxisType.Auto,) * len(shape)
+  return jax.make_mesh(shape, NAMES[: len(shape)], types, devices=devices)
+
+
+def halves(x, axes, **options):
+  """Reduce-scatter and all-gather, the public halves."""
+  block = collectives.reduce_scatter(x, axes, **options)
+  return collectives.all_gather(block, axes, shape=x.shape)
+
+
+def split(x, axes, **options):
+  """A torus that splits the axes into dimensions of two, the far ones first."""
+  dims = [(a, 2) for a in axes for _ in range(lax.axis_size(a).bit_length() - 1)]
+  return collectives.torus(x, axes, dims=dims, **options)
+
+
+FORMS = {
+  "ring": collectives.ring,
+  "torus": collectives.torus,
+  "split": split,
+  "halving_doubling": collectives.halving_doubling,
+  "hierarchical": collectives.hierarchical,
+  "psum": collectives.psum,
+  "halves": halves,
+}
+
+
+def inputs(num_devices, size, dtype, seed=0):
+  rng = np.random.default_rng(seed + size)
+  if dtype == "int32":  # sums wrap around
+    low, high = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+    return rng.integers(low, high, (num_devices, size)).astype(np.int32)
+  return np.asarray(rng.normal(size=(num_devices, size)), jnp.dtype(dtype))
+
+
+def reduce_rows(function, mesh, rows, check_vma=True):
+  """`function(own, axes)` on every device, each with its row of every array."""
+  axes = mesh.axis_names
+
+  def local(rows):
+    return [function(x[0], axes) for x in rows]
+
+  mapped = jax.shard_map(
+    local, mesh=mesh, in_specs=P(axes), out_specs=P(), check_vma=check_vma
+  )
+  return jax.jit(mapped, compiler_options=QUICKLY)(rows)
+
+
+def assert_is_the_sum(found, rows, psum, rounding=1.0):
+  """Equal on all devices, and to `psum` as far as the dtype goes.
+
+  Args:
+    rounding: how many times half a unit in the last place of sum |x|.
+  """
+  shards = [np.asarray(s.data) for s in found.addressable_shards]
+  assert all(s.tobytes() == shards[0].tobytes() for s in shards)
+  assert found.dtype == rows.dtype and found.shape == rows.shape[1:]
+  if rows.dtype == np.int32:
+    assert shards[0].tobytes() == np.asarray(psum).tobytes()
+    return
+  exact = rows.astype(np.float64).sum(0)
+  scale = np.abs(rows.astype(np.float64)).sum(0)
+  half = 1e-6 if rows.dtype == np.float32 else jnp.finfo(rows.dtype).eps / 2 * rounding
+  assert (np.abs(shards[0].astype(np.float64) - exact) <= half * scale).all()
+  if rows.dtype == np.float32:
+    assert (np.abs(shards[0] - np.asarray(psum)) <= 1e-6 * scale + 1e-30).all()
+
+
+def check_cases(mesh, cases, forms=tuple(FORMS)):
+  rows = [inputs(mesh.size, size, dtype) for size, dtype in cases]
+  sums = reduce_rows(lambda x, axes: lax.psum(x, axes), mesh, rows)
+  for form in forms:
+    found = reduce_rows(FORMS[form], mesh, rows)
+    for case, x, got, psum in zip(cases, rows, found, sums, strict=True):
+      try:  # each addition on the way rounds
+        assert_is_the_sum(got, x, psum, rounding=mesh.size)
+      except AssertionError as e:
+        raise AssertionError(f"{form} of {case}") from e
+
+
+def different_forms(shape):
+  """Those that are not the same permutes under another name on such a mesh."""
+  same = {(2,): {"torus", "split", "halving_doubling"}, (2, 2, 2): {"halving_doubling"}}
+  same_in_one_axis = {"torus", "split"} if len(shape) == 1 else set()
+  return [f for f in FORMS if f not in same.get(shape, same_in_one_axis)]
+
+
+@pytest.mark.parametrize("shape", quick(MESHES, (4,), (2, 4)), ids=str)
+def test_every_form_is_psum(shape):
+  """A quarter of the sizes a mesh, dtypes in turn; the slow test below has all."""
+  first = MESHES.index(shape)
+  cases = [(n, DTYPES[(i + i // 4 + first) % 4]) for i, n in enumerate(SIZES)]
+  check_cases(mesh_of(shape), cases[first % 4 :: 4], different_forms(shape))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_every_form_is_psum_at_every_size(shape, dtype):
+  check_cases(mesh_of(shape), [(n, dtype) for n in SIZES])
+
+
+@pytest.mark.parametrize("shape", quick([(3,), (2, 3)], (3,)), ids=str)
+def test_numbers_of_devices_that_are_no_power_of_two(shape):
+  forms = ("ring", "torus", "halving_doubling", "hierarchical", "halves")
+  cases = [(5, "int32"), (13, "float32"), (1, "bfloat16")]
+  check_cases(mesh_of(shape), cases, forms)
+
+
+PERMUTED = {
+  "ring": lambda sizes: [math.prod(sizes)],
+  "torus": lambda sizes: list(sizes),
+  "halving_doubling": lambda sizes: [2] * (math.prod(sizes).bit_length() - 1),
+}
+_COLLECTIVE = re.compile(
+  r"= (.*?) (collective-permute|all-reduce|all-gather|all-to-all|reduce-scatter|"
+  r"collective-broadcast)\("
+)
+_BYTES = {"s32": 4, "f32": 4, "u16": 2, "bf16": 2, "f16": 2, "u8": 1}
+
+
+def sent_by(compiled):
+  """(kind, bytes of the result) of every collective of a compiled program."""
+  text = compiled.as_text()
+  assert not re.search(r"(permute|reduce|gather|scatter)-start\(", text)
+  assert " while(" not in text  # what is in a loop would count once
+  found = []
+  for result, kind in _COLLECTIVE.findall(text):
+    values = 0
+    for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", result):
+      values += math.prod(int(n) for n in dims.split(",") if n) * _BYTES[dtype]
+    found.append((kind, values))
+  return found
+
+
+@pytest.mark.parametrize("algorithm", PERMUTED)
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_steps_and_bytes_of_the_compiled_program(shape, algorithm):
+  mesh, dtype = mesh_of(shape), DTYPES[MESHES.index(shape) % 4]
+  size, width = 24 * mesh.size, jnp.dtype(dtype).itemsize
+  dims = [(a, n) for a, n in reversed(list(mesh.shape.items()))]
+  by = plan(mesh.shape, 0, algorithm, dims=dims if algorithm == "torus" else None)
+  x = jax.ShapeDtypeStruct((mesh.size, size), dtype)
+  sent = sent_by(collectives.reducer(mesh, by).lower(x).compile())
+  assert {kind for kind, _ in sent} == {"collective-permute"}
+  assert len(sent) == 2 * sum(n - 1 for n in PERMUTED[algorithm](shape))
+  # 2M (1 - 1/N), exactly.
+  assert sum(n for _, n in sent) * mesh.size == 2 * size * width * (mesh.size - 1)
+
+
+@pytest.mark.parametrize("dims", [(2, 2, 2), (2, 4), (4, 2)], ids=str)
+def test_an_axis_is_split_by_permutes_within_it(dims):
+  mesh = mesh_of((8,))
+  by = plan(mesh.shape, 0, "torus", dims=[("a", n) for n in dims])
+  x = inputs(8, 203, "int32")
+  reduce = collectives.reducer(mesh, by)
+  assert np.asarray(reduce(x)).tobytes() == x.sum(0, dtype=np.int32).tobytes()
+  sent = sent_by(reduce.lower(x).compile())
+  assert len(sent) == 2 * sum(n - 1 for n in dims)
+  # 203 values are padded to 208; blocks of the first dimension are the largest.
+  assert sum(n for _, n in sent) == 2 * 7 * 26 * 4
+  assert sent[0] == ("collective-permute", 208 // dims[0] * 4)
+
+
+@pytest.mark.parametrize("algorithm", collectives.ALGORITHMS)
+@pytest.mark.parametrize(
+  "shape, payload", [((2, 4), "float16"), ((2, 2, 2), None), ((8,), "bfloat16")]
+)
+def test_every_axis_carries_its_own_bytes(shape, payload, algorithm):
+  """2 M/P (1 - 1/n), P the devices of the faster axes: the slow ones get the least.
+
+  The totals above are the same whichever axis goes first, and hold of one `psum`.
+  """
+  mesh, size = mesh_of(shape), 24 * 8
+  by = plan(mesh.shape, 0, algorithm)
+  if algorithm == "torus":
+    by = by._replace(dims=axis_dims(mesh.shape))
+  reduce = collectives.reducer(mesh, by, payload, payload and "float32")
+  rows = jax.ShapeDtypeStruct((8, size), "float32")
+  table = hlo.collectives(reduce.lower(rows).compile(), mesh)
+  together = {"ring": [mesh.axis_names], "psum": [mesh.axis_names],
+              "hierarchical": [mesh.axis_names[1:], mesh.axis_names[:1]]}  # fmt: skip
+  left, wanted = size * (2 if payload else 4), {}
+  for axes in together.get(algorithm, [(a,) for a in reversed(mesh.axis_names)]):
+    if n := math.prod(mesh.shape[a] for a in axes) if axes else 0:
+      wanted[axes], left = 2 * left * (n - 1) / n, left // n
+  sent = dict.fromkeys(wanted, 0.0)
+  for row in table:  # a step of a ring over all axes may move along one of them
+    sent[row.axes if algorithm != "ring" else mesh.axis_names] += row.wire_bytes
+    assert row.dtypes == ("u16" if payload else "f32",), row
+  assert sent == wanted
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", quick(["bfloat16", "float16"], "bfloat16"))
+def test_a_low_precision_payload_summed_in_float32(form, dtype):
+  """What is added is rounded once, and sums once a dimension: not once a device."""
+  mesh = mesh_of((8,) if form in ("ring", "halves") else (2, 4))
+  # A large value and small ones that vanish beside it, unless summed in float32.
+  rows = np.full((8, 67), 2.0**-9 * 1.25, np.float32)
+  rows[3] = 1.0
+  options = {"payload": jnp.dtype(dtype), "accumulate": jnp.float32}
+  (found,) = reduce_rows(lambda x, axes: FORMS[form](x, axes, **options), mesh, [rows])
+  exact, half = rows.astype(np.float64).sum(0), jnp.finfo(dtype).eps / 2
+  dims = {"torus": 2, "hierarchical": 2, "split": 3, "halving_doubling": 3}.get(form, 1)
+  shards = [np.asarray(s.data) for s in found.addressable_shards]
+  assert all(s.tobytes() == shards[0].tobytes() for s in shards)
+  # Ends of `halves` are in float32, and rounded nowhere but on the way there.
+  assert (np.abs(shards[0] - exact) <= dims * half * exact + 1e-7).all()
+  if form != "halves":
+    kept = shards[0].astype(jnp.dtype(dtype)).astype(np.float32)
+    assert kept.tobytes() == shards[0].tobytes()
+
+
+def test_bytes_of_a_payload():
+  """bfloat16 of a float32 sum is what crosses, also where XLA would widen it."""
+  mesh = mesh_of((8,))
+  x = jax.ShapeDtypeStruct((8, 800), "float32")
+  for name in ("ring", "hierarchical", "psum"):
+    by = plan(mesh.shape, 0, name)
+    reduce = collectives.reducer(mesh, by, jnp.bfloat16, jnp.float32)
+    sent = sent_by(reduce.lower(x).compile())
+    steps = [2 * 100] * 7 if name == "ring" else [800 * 2]
+    assert sorted(n for _, n in sent) == sorted(2 * steps), name
+  # Integers are sent as they are.
+  ints = inputs(8, 5, "int32")
+  total = collectives.all_reduce(ints, mesh, "ring", payload=jnp.bfloat16)
+  assert np.asarray(total).tobytes() == ints.sum(0, dtype=np.int32).tobytes()
+
+
+def test_blocks_are_those_of_psum_scatter():
+  mesh = mesh_of((2, 2, 2))
+  x = inputs(8, 8 * 5, "int32")
+
+  def local(x):
+    block = collectives.reduce_scatter(x[0], NAMES)
+    other = collectives.reduce_scatter(x[0], NAMES, dims=[("a", 2), ("c", 2), ("b", 2)])
+    whole = collectives.all_gather(block, NAMES, dims=[("b", 2), ("c", 2), ("a", 2)])
+    return (block, other, lax.psum_scatter(x[0], NAMES, tiled=True)), whole
+
+  mapped = jax.shard_map(local, mesh=mesh, in_specs=P(NAMES), out_specs=(P(NAMES), P()))
+  (block, other, wanted), whole = jax.jit(mapped)(x)
+  for found in (block, other, whole):
+    assert np.asarray(found).tobytes() == np.asarray(wanted).tobytes()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_derivative_is_that_of_psum(form):
+  mesh = mesh_of((2, 4))
+  x = inputs(8, 11, "float32")
+
+  def gradient(function):
+    def local(x, w):
+      # w is the same everywhere: its own gradient is summed by shard_map.
+      def loss(x, w):
+        return (function(x * w, mesh.axis_names) ** 2).sum()
+
+      by_x, by_w = jax.grad(loss, argnums=(0, 1))(x[0], w)
+      return by_x[None], by_w
+
+    specs = (P(mesh.axis_names), P())
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs)
+    return jax.jit(mapped)(x, jnp.float32(1.5))
+
+  for found, wanted in zip(gradient(FORMS[form]), gradient(lax.psum), strict=True):
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-4)
+
+
+def test_some_axes_of_a_mesh_under_vmap_and_unchecked():
+  mesh = mesh_of((2, 4))
+  x = inputs(8, 3 * 5, "int32").reshape(8, 3, 5)
+
+  def local(x):
+    one_by_one = jax.vmap(lambda row: collectives.torus(row, "b"))(x[0])
+    assert jax.typeof(one_by_one).mat.varying == {"a"}
+    return one_by_one[None]
+
+  mapped = jax.shard_map(local, mesh=mesh, in_specs=P(("a", "b")), out_specs=P("a"))
+  wanted = x.reshape(2, 4, 3, 5).sum(1, dtype=np.int32)
+  assert np.asarray(jax.jit(mapped)(x)).tobytes() == wanted.tobytes()
+  for form in FORMS.values():
+    (found,) = reduce_rows(form, mesh, [x], check_vma=False)
+    assert np.asarray(found).tobytes() == x.sum(0, dtype=np.int32).tobytes()
+
+
+@pytest.mark.parametrize("algorithm", [*collectives.ALGORITHMS, "auto"])
+def test_all_reduce_of_a_tree(algorithm):
+  mesh = mesh_of((2, 4))
+  tree = {
+    "w": inputs(8, 12, "float32").reshape(8, 4, 3),
+    "steps": inputs(8, 1, "int32")[:, 0],
+    "b": [inputs(8, 5, "float32"), inputs(8, 0, "float32"), inputs(8, 3, "bfloat16")],
+  }
+  total = collectives.all_reduce(tree, mesh, algorithm)
+  assert jax.tree.structure(total) == jax.tree.structure(tree)
+  for found, rows in zip(*map(jax.tree.leaves, (total, tree)), strict=True):
+    assert found.sharding.is_fully_replicated
+    psum = rows.sum(0) if rows.dtype != np.int32 else rows.sum(0, dtype=np.int32)
+    assert_is_the_sum(found, rows, psum, rounding=8)
+  if algorithm in PERMUTED:  # as many steps as one array of each dtype
+    by = plan(mesh.shape, 0, algorithm)
+    sent = sent_by(collectives.reducer(mesh, by).lower(tree).compile())
+    assert len(sent) == 3 * 2 * sum(d.size - 1 for d in by.dims)
+
+
+def test_payload_bytes():
+  tree = {"w": np.zeros((8, 3), np.float32), "n": np.zeros((8,), np.int32)}
+  assert collectives.payload_bytes(tree) == 8 * 3 * 4 + 8 * 4
+  assert collectives.payload_bytes(tree, jnp.bfloat16, rows=True) == 3 * 2 + 4
+
+
+X = np.ones((8, 4), np.float32)
+
+
+@pytest.mark.parametrize(
+  "tree, options, says",
+  [
+    (X, {"algorithm": "rings"}, "did you mean 'ring'?"),
+    (X, {"algorithm": "ring", "dims": [("a", 8)]}, "takes no dims"),
+    (X, {"algorithm": "torus", "dims": [("d", 8)]}, "no axis 'd', one of a"),
+    (X, {"algorithm": "torus", "dims": [("a", 4)]}, "to the 8 devices"),
+    (X, {"links": {"b": (0.0, 0.0)}}, "links['b']: the mesh has no such axis"),
+    (X, {"payload": np.int8}, "payload=int8: give a float"),
+    ({"w": X[:4]}, {}, "tree['w'].shape=(4, 4): give a leading dim of 8"),
+    (X.astype(bool), {}, "dtype=bool: has no sum"),
+  ],
+  ids=lambda v: v[:20] if isinstance(v, str) else "",
+)
+def test_mistakes_are_one_line(tree, options, says):
+  with pytest.raises(ConfigError) as e:
+    collectives.all_reduce(tree, mesh_of((8,)), **options)
+  assert says in str(e.value) and "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+  "function, says",
+  [
+    (lambda x: collectives.ring(x, "b"), "the mesh has no axis 'b'"),
+    (lambda x: collectives.torus(x, ("a", "a")), "named twice"),
+    (lambda x: collectives.all_gather(x, "a", shape=(99,)), "give fewer"),
+    (
+      lambda x: collectives.sum_tree(x, Plan("ring", ("a",), (Dim(("a",), 4),), None)),
+      "made for another mesh",
+    ),
+  ],
+)
+def test_mistakes_inside_shard_map(function, says):
+  with pytest.raises(ConfigError, match=says):
+    jax.shard_map(
+      lambda x: function(x[0]), mesh=mesh_of((8,)), in_specs=P("a"), out_specs=P()
+    )(X)

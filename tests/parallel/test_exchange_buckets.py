@@ -1,0 +1,218 @@
+"""Buckets, one step late, and how many bytes each exchange really sends."""
+
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from test_exchange_contract import (
+  AXES,
+  SHAPES,
+  N,
+  compiled,
+  first_state,
+  gradients,
+  program,
+  run,
+)
+
+from jaxscale.errors import ConfigError
+from jaxscale.exchange import Exchange, plain
+from jaxscale.exchange.buckets import best_bucket_bytes, bucketed, layout, pack, unpack
+from jaxscale.exchange.delayed import delayed, warm_start
+from jaxscale.exchange.low_precision import half_precision, int8
+from jaxscale.exchange.one_bit import one_bit
+from jaxscale.exchange.power_sgd import power_sgd
+from jaxscale.exchange.top_k import top_k
+from jaxscale.mesh import make_mesh
+
+BYTES = {"f32": 4, "s32": 4, "u16": 2, "s8": 1, "u8": 1, "bf16": 2, "f16": 2}
+W = {"w": (64, 128)}  # divides by devices, blocks and eight bits
+M, ROWS, COLUMNS = 64 * 128, 64, 128
+
+
+@pytest.mark.parametrize("size", [4, 12, 100, 10**9])
+@pytest.mark.parametrize("order", [None, (3, 0, 5, 1, 4, 2)])
+def test_buckets_are_full_in_order_and_come_back(size, order):
+  shapes = [(3,), (2, 3, 5), (), (7,), (4, 4), (19,)]
+  leaves = [
+    np.random.default_rng(i).random(s).astype("f") for i, s in enumerate(shapes)
+  ]
+  pieces = layout(leaves, size, order)
+  buckets = pack([jnp.asarray(x) for x in leaves], pieces)
+  order = order or tuple(range(len(leaves)))[::-1]
+  wanted = np.concatenate([leaves[i].reshape(-1) for i in order])
+  np.testing.assert_array_equal(np.concatenate(buckets), wanted)
+  assert {b.size for b in buckets[:-1]} <= {size // 4}
+  assert 0 < buckets[-1].size <= size // 4
+  jax.tree.map(np.testing.assert_array_equal, unpack(buckets, pieces, leaves), leaves)
+
+
+def test_a_bucket_has_one_dtype_and_empty_leaves_come_back():
+  leaves = [jnp.ones(3), jnp.ones((2, 0)), jnp.ones(5, jnp.int32), jnp.ones(())]
+  pieces = layout(leaves, 8)
+  dtypes = [b.dtype.name for b in pack(leaves, pieces)]
+  assert dtypes == ["float32"] * 2 + ["int32"] * 3
+  back = unpack(pack(leaves, pieces), pieces, leaves)
+  jax.tree.map(np.testing.assert_array_equal, back, leaves)
+
+
+def test_a_bucket_waits_for_its_own_tensors_only():
+  """The first bucket is made of the last leaves: it needs no other argument."""
+  leaves = [jnp.ones(s) for s in SHAPES.values()]
+  pieces = layout(leaves, 4 * 1000)
+  for i, bucket in enumerate(pieces):
+    lowered = jax.jit(lambda xs, i=i: pack(xs, pieces)[i]).lower(leaves)
+    head = re.findall(r"func public @main\((.*?)\) ->", lowered.as_text())[0]
+    assert head.count("%arg") == len({p.leaf for p in bucket})
+  assert {p.leaf for p in pieces[0]} == {len(leaves) - 1}
+
+
+def test_any_reduction_goes_into_the_buckets():
+  """Whole numbers add exactly, whoever adds them, and in any order of the leaves."""
+  grads = jax.tree.map(np.round, gradients(2))
+
+  def reduce(x):
+    parts = jnp.pad(x, (0, -x.size % 4)).reshape(4, -1)
+    part = lax.psum(lax.psum_scatter(parts, "data"), "replica")
+    return lax.all_gather(part, "data", to="invarying").reshape(-1)[: x.size]
+
+  order = (2, 0, 1, 5, 4, 3)
+  exchange = bucketed(AXES, bucket_bytes=4000, reduce=reduce, order=order)
+  means, _ = run(exchange, grads)
+  for name, g in grads.items():
+    np.testing.assert_array_equal(means[name], g.mean(1))
+
+
+@pytest.mark.parametrize(
+  ("options", "line"),
+  [
+    ({"bucket_bytes": 0}, "bucket_bytes=0: give"),
+    ({"bucket_bytes": 3}, "holds no float32, give 4 or more"),
+    ({"order": (0, 0)}, r"order=\(0, 0\): give each of the 6 leaves' numbers once"),
+  ],
+)
+def test_what_cannot_be_is_one_line(options, line):
+  with pytest.raises(ConfigError, match=line):
+    run(bucketed(AXES, **options), gradients(1))
+
+
+@pytest.mark.parametrize("name", ["delayed", "delayed one bit"])
+def test_delayed_is_the_inner_exchange_a_step_late(name):
+  grads = gradients(50)
+  steps, state = compiled(name)
+  means, state = jax.device_get(steps(grads, state))
+  inner, first = compiled("one bit" if "bit" in name else "plain")
+  on_time, _ = inner(grads, first)
+  for leaf, g in grads.items():
+    assert not np.any(means[leaf][0])
+    close = {"rtol": 1e-5, "atol": 1e-6 * np.abs(g).max()}
+    # The inner one quantised zeros first, which changes nothing.
+    np.testing.assert_allclose(means[leaf][1:], on_time[leaf][:-1], **close)
+    np.testing.assert_array_equal(state["grads"][leaf], g[-1])
+
+
+def test_the_wrappers_refuse_what_cannot_be():
+  with pytest.raises(ConfigError, match=r"warm_start.steps=-1"):
+    warm_start(plain(AXES), AXES, steps=-1)
+  keeps = warm_start(plain(AXES), AXES, steps=1, first=delayed(plain(AXES)))
+  with pytest.raises(ConfigError, match=r"warm_start.first: keeps a state"):
+    keeps.init({"w": jnp.zeros(3)})
+
+
+def collectives(exchange: Exchange, shapes):
+  """[(kind, dtype, bytes of the result)] of a compiled step on 8 devices."""
+  grads = gradients(1, shapes=shapes)
+  step = program(exchange, make_mesh(replica=2))
+  text = step.lower(grads, first_state(exchange, shapes=shapes)).compile().as_text()
+  found = []
+  kinds = "all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute"
+  for result, kind in re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", text):
+    arrays = re.findall(r"(\w+)\[([\d,]*)\]", result)
+    sizes = [
+      np.prod([int(d) for d in dims.split(",") if d] or [1]) for _, dims in arrays
+    ]
+    (dtype,) = {dtype for dtype, _ in arrays}
+    found.append((kind, dtype, int(sum(sizes)) * BYTES[dtype]))
+  return sorted(found)
+
+
+def test_bytes_of_bucketed():
+  shapes = {"a": (3000,), "b": (37, 130)}  # 7,810 elements, 2,500 a bucket
+  exchange = bucketed(AXES, bucket_bytes=10_000)
+  step = program(exchange, make_mesh(replica=2))
+  written = step.lower(gradients(1, shapes=shapes), ()).as_text()
+  assert written.count("stablehlo.all_reduce") == 4
+  # XLA's combiner on CPU joins them again; the bytes are the same.
+  got = collectives(exchange, shapes)
+  assert {(kind, dtype) for kind, dtype, _ in got} == {("all-reduce", "f32")}
+  assert sum(size for _, _, size in got) == 31_240
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_bytes_of_sixteen_bits(dtype):
+  got = collectives(half_precision(AXES, dtype), W)
+  scale = [("all-reduce", "f32", 4)] if dtype == "float16" else []
+  assert got == sorted(
+    [("all-gather", "u16", 2 * M), ("all-to-all", "u16", 2 * M), *scale]
+  )
+
+
+def test_bytes_of_int8():
+  payload = M + 4 * M // 256
+  got = collectives(int8(AXES), W)
+  assert got == [("all-gather", "s8", payload), ("all-to-all", "s8", payload)]
+
+
+def test_bytes_of_one_bit_are_the_bits_and_two_floats_a_column():
+  payload = M // 8 + 8 * COLUMNS
+  got = collectives(one_bit(AXES, num_devices=N), W)
+  assert got == [("all-gather", "u8", payload), ("all-to-all", "u8", payload)]
+
+
+def test_bytes_of_one_bit_where_nothing_divides():
+  """37 bits are 5 bytes; 130 columns are 8 stripes of 17; a tiny bias stays float32."""
+  got = collectives(one_bit(AXES, num_devices=N), {"b": (3,), "w": (37, 130)})
+  payload = 8 * 17 * (5 + 8)
+  assert got == [
+    ("all-gather", "u8", payload),
+    ("all-reduce", "f32", 12),
+    ("all-to-all", "u8", payload),
+  ]
+
+
+def test_bytes_of_top_k():
+  got = collectives(top_k(AXES, num_devices=N, share=0.01), W)
+  assert got == [("all-gather", "s32", N * 2 * 4 * 82)]  # of 8,192
+
+
+def test_bytes_of_power_sgd():
+  shapes = W | {"bias": (128,)}
+  got = collectives(power_sgd(AXES, rank=4), shapes)
+  p, q = 4 * (4 * ROWS + 128), 4 * 4 * COLUMNS  # the bias goes with P
+  assert got == [("all-reduce", "f32", p), ("all-reduce", "f32", q)]
+
+
+def test_tensors_of_a_group_share_their_collectives():
+  for exchange in (one_bit(AXES, num_devices=N), top_k(AXES, num_devices=N)):
+    got = collectives(exchange, {"a": (64, 128), "b": (99, 64), "c": (7,)})
+    kinds = [kind for kind, _, _ in got]
+    assert len(set(kinds)) == len(kinds) <= 3  # one of each, one psum of what is tiny
+
+
+def test_buckets_are_for_processes_on_cpus():
+  """The mesh's devices decide: gloo takes tensors one after another."""
+
+  def mesh(platform, *processes):
+    made = [
+      types.SimpleNamespace(platform=platform, process_index=p) for p in processes
+    ]
+    return types.SimpleNamespace(devices=np.array(made, object))
+
+  assert best_bucket_bytes(make_mesh()) is None
+  assert best_bucket_bytes(mesh("cpu", 0, 0)) is None
+  assert best_bucket_bytes(mesh("gpu", 0, 1)) is None
+  assert best_bucket_bytes(mesh("cpu", 0, 1)) == 25 * 2**20

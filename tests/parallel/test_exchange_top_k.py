@@ -1,0 +1,97 @@
+"""The largest elements with error feedback against numpy from the equations."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+from test_exchange_contract import AXES, N, gradients, run
+
+from jaxscale.errors import ConfigError
+from jaxscale.exchange.top_k import top_k
+
+SHARE = 0.05
+
+
+def reference(grads, share=SHARE):
+  """Means of every step and the residuals, gradients [steps, N, elements]."""
+  k = math.ceil(share * grads.shape[-1])
+  residual, means = np.zeros(grads.shape[1:]), []
+  for g in grads.astype(np.float64):
+    x = g + residual
+    sent = np.zeros_like(x)
+    for i in range(len(x)):
+      places = np.argsort(-np.abs(x[i]), kind="stable")[:k]
+      sent[i, places] = x[i, places]
+    residual = x - sent
+    means.append(sent.mean(0))
+  return np.stack(means), residual
+
+
+def assert_close(got, wanted):
+  got = np.asarray(got).reshape(wanted.shape)
+  scale = 1e-6 * np.abs(wanted).max()
+  np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=scale)
+
+
+def test_three_steps_are_the_reference():
+  grads = gradients(3)
+  means, state = run(top_k(AXES, num_devices=N, share=SHARE), grads)
+  for name in ("conv", "dense", "vector", "wide"):
+    wanted, residual = reference(grads[name].reshape(3, N, -1))
+    assert_close(means[name], wanted)
+    assert_close(state["residual"][name], residual)
+    sent = np.count_nonzero(means[name][0])
+    assert sent <= N * math.ceil(SHARE * residual.shape[-1])
+  for name in ("bias", "scalar"):  # 8 devices' k are as many as there are
+    assert_close(means[name], grads[name].mean(1, dtype=np.float64))
+    assert not np.any(state["residual"][name])
+
+
+def test_the_largest_of_a_bucket_may_all_lie_in_one_tensor():
+  grads = gradients(3)
+  exchange = top_k(AXES, num_devices=N, share=SHARE, per="bucket")
+  means, state = run(exchange, grads)
+  names = sorted(grads, reverse=True)  # the last leaf first
+  flat = np.concatenate([grads[n].reshape(3, N, -1) for n in names], axis=-1)
+  wanted, residual = reference(flat)
+  assert_close(
+    np.concatenate([np.asarray(means[n]).reshape(3, -1) for n in names], axis=-1),
+    wanted,
+  )
+  left = [np.asarray(state["residual"][n]).reshape(N, -1) for n in names]
+  assert_close(np.concatenate(left, axis=-1), residual)
+  assert np.any(means["wide"]) and not np.any(means["bias"])
+
+
+def test_what_is_not_sent_grows_until_it_is():
+  """An element that is small in every step arrives late, whole."""
+  g = np.full((100,), 0.1, np.float32)
+  g[0] = 1.0
+  grads = {"w": np.broadcast_to(g, (60, N, 100)).copy()}
+  means, _ = run(top_k(AXES, num_devices=N, share=0.1), grads)
+  arrived = np.sum(means["w"], axis=0)
+  assert 58.9 < arrived[0] < 60.1
+  # 99 of them share 9 places a step or more: each is sent within 12 steps.
+  assert np.all(arrived[1:] > 6 - 12 * 0.1) and np.all(arrived[1:] <= 6.001)
+
+
+@pytest.mark.parametrize(
+  ("options", "line"),
+  [
+    ({"share": 0.0}, "share=0.0: give a share"),
+    ({"share": 0.125}, "share=0.125: 8 devices .* below 0.125"),
+    ({"per": "layer"}, 'per=\'layer\': give "tensor" or "bucket"'),
+  ],
+)
+def test_what_cannot_be_is_one_line(options, line):
+  with pytest.raises(ConfigError, match=line):
+    top_k(AXES, num_devices=N, **options)
+
+
+def test_the_share_is_counted_without_rounding_errors():
+  """0.07 of 100 is 7, though the float product is a little more."""
+  grads = {"w": np.random.default_rng(0).standard_normal((1, N, 100))}
+  grads = jax.tree.map(lambda g: g.astype(np.float32), grads)
+  _, state = run(top_k(AXES, num_devices=N, share=0.07), grads)
+  assert (np.asarray(state["residual"]["w"]) == 0).sum(-1).tolist() == [7] * N

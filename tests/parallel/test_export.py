@@ -1,0 +1,317 @@
+"""Out of a run into a file, and from a file into a run, as it is typed."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import ROOT, child_env
+from test_run import quick
+
+from jaxscale import models, weights
+from jaxscale.checkpoint import files
+from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.config.loading import load_config
+from jaxscale.errors import ConfigError
+from jaxscale.experiment import build, parts
+from jaxscale.mesh import make_mesh
+from jaxscale.models import stacked
+from jaxscale.run import export
+from jaxscale.run.fit import fit
+from jaxscale.run.workdir import describe
+from jaxscale.training.state import TrainState
+from jaxscale.weights import export_safetensors, import_safetensors
+from jaxscale.weights.safetensors import read_header
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+  """A run of an MLP that keeps an average, and its last state."""
+  workdir = tmp_path_factory.mktemp("run")
+  with pytest.MonkeyPatch.context() as patch:
+    patch.chdir(ROOT)
+    return fit(quick(epochs="2"), workdir), workdir
+
+
+def typed(capsys, *argv):
+  code = export.main([str(arg) for arg in argv])
+  out, err = capsys.readouterr()
+  return code, (err or out).rstrip("\n")
+
+
+def same(a, b):
+  pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+  return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+
+
+def test_a_run_starts_from_what_another_has_learnt(finished, tmp_path, capsys):
+  result, workdir = finished
+  path = tmp_path / "digits.safetensors"
+  code, line = typed(capsys, "--workdir", workdir, "--to", path)
+  assert code == 0 and line.endswith("0.0 MB in jaxscale's names")
+  assert f"{path}: the average of step {result.state.step}" in line
+  about = read_header(path)[1]
+  assert about["data"] == "digits" and about["step"] == str(result.state.step)
+  assert json.loads(about["model"])["class"] == "MLP"
+
+  config = quick(init_from=str(path), seed="7", epochs="2")
+  state = build.experiment(config).init_state()
+  (said,) = capsys.readouterr().out.splitlines()
+  assert said.startswith(f"parameters from {path}: 2,410 numbers in 4 arrays, float32")
+  assert same((state.params, state.model_state), result.state.average)
+  assert same(state.average, result.state.average) and state.step == 0
+  assert all(not np.any(x) for x in jax.tree.leaves(state.opt_state))
+  # It goes on from there, and then from its own checkpoint without the file.
+  again = fit(config, tmp_path / "again")
+  assert said in capsys.readouterr().out
+  assert again.summary["accuracy"] > result.summary["accuracy"]
+  path.unlink()
+  assert fit(config, tmp_path / "again").summary["outcome"] == "done"
+  with pytest.raises(ConfigError, match=r"init_from is .* there and None now"):
+    fit(quick(seed="7", epochs="2"), tmp_path / "again")
+
+
+def test_the_parameters_of_the_last_step_can_be_taken(finished, tmp_path, capsys):
+  result, workdir = finished
+  path, step = tmp_path / "a", int(result.state.step)
+  options = ("--workdir", workdir, "--to", path, "--take=params", "--step", step)
+  assert typed(capsys, *options)[0] == 0
+  found = import_safetensors(path, result.state.params)
+  assert same(found.params, result.state.params)
+  assert typed(capsys, *options, "--dtype=bfloat16")[0] == 0
+  half = import_safetensors(path, result.state.params).params
+  wanted = jax.tree.map(lambda x: x.astype(jnp.bfloat16), result.state.params)
+  assert same(half, jax.tree.map(lambda x: x.astype(jnp.float32), wanted))
+
+
+def test_a_checkpoint_of_a_resnet_becomes_timms_file(tmp_path, capsys):
+  """With the average of its statistics, on which it is evaluated."""
+  model = models.ResNet(num_classes=7, stage_sizes=(2, 1), bottleneck=True, width=4)
+  fns = models.functions(model, (32, 32, 3))
+  shapes = jax.eval_shape(fns.init, jax.random.key(0))
+  rng = np.random.default_rng(0)
+  last, average = (
+    jax.tree.map(lambda x: jnp.asarray(rng.random(x.shape, np.float32)), shapes)
+    for _ in range(2)
+  )
+  made = TrainState(jnp.int32(3), *last, (), (), average, ())
+  with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+    checkpoints.save(made)
+  described = {
+    "config": {"model": {"class": "ResNet"}},
+    "data": {"name": "x", "num_classes": 7, "mean": [0], "std": [1]},
+  }
+  (tmp_path / "config.json").write_text(json.dumps(described))
+  path = tmp_path / "resnet.safetensors"
+  code, line = typed(
+    capsys, "--workdir", tmp_path, "--to", path, "--naming", "timm"
+  )  # fmt: skip
+  assert code == 0, line
+  entries, about = read_header(path)
+  assert entries["layer1.1.bn3.running_var"].shape == (16,)
+  assert entries["layer2.0.downsample.1.num_batches_tracked"].dtype == np.int64
+  assert about["format"] == "pt"
+  found = import_safetensors(path, made.params, made.model_state)
+  assert same((found.params, found.model_state), made.average)
+
+
+def test_a_classifier_of_other_classes_starts_anew_if_asked_to(tmp_path):
+  experiment = build.experiment(quick())
+  fresh = experiment.init_state()
+  params = jax.tree.map(lambda x: x + 1, fresh.params)
+  head = params["Dense_1"]
+  params["Dense_1"] = {"kernel": head["kernel"][:, :7], "bias": head["bias"][:7]}
+  path = tmp_path / "seven"
+  export_safetensors(path, params)
+  with pytest.raises(ConfigError, match="init_head=True starts the classifier anew"):
+    build.experiment(quick(init_from=str(path))).init_state()
+  said = []
+  asked = quick(init_from=str(path), init_head="True")
+  state = build.experiment(asked).init_state(said.append)
+  assert said[0].endswith("; the classifier starts anew")
+  assert same(state.params["Dense_0"], params["Dense_0"])
+  assert same(state.params["Dense_1"], fresh.params["Dense_1"])
+  with pytest.raises(ConfigError, match=r"init_head=True: set init_from too"):
+    quick(init_head="True")
+
+
+def test_workers_that_train_alone_start_from_it_too(tmp_path):
+  path = tmp_path / "a"
+  options = dict(sync="LocalSGD", sync__every="2", ema_decay="None")
+  made = build.experiment(quick(**options)).init_state()
+  params = jax.tree.map(lambda x: x + 1, made.params)
+  export_safetensors(path, params)
+  state = build.experiment(quick(init_from=str(path), **options)).init_state()
+  assert same(state.params, params)
+  for worker in range(8):
+    own = jax.tree.map(lambda x, i=worker: x[i], state.exchange_state.params)
+    assert same(own, params)
+
+
+def language(**changes):
+  """A small language model; its heads, angles and epsilon are not the defaults."""
+  base = {
+    "model.num_layers": "2", "model.head_width": "16", "model.rope_theta": "5e3",
+    "model.norm_eps": "1e-4",
+  }  # fmt: skip
+  dotted = {k.replace("__", "."): v for k, v in changes.items()}
+  return load_config("tests/tiny_language.py", base | dotted)
+
+
+@pytest.fixture(scope="module")
+def spoken(tmp_path_factory):
+  """What a run of it leaves that has just begun, and its state."""
+  path = tmp_path_factory.mktemp("spoken")
+  with pytest.MonkeyPatch.context() as patch:
+    patch.chdir(ROOT)
+    experiment = build.experiment(language())
+  state = experiment.init_state()
+  (path / "config.json").write_text(json.dumps(describe(experiment)))
+  with Checkpoints(path / "checkpoints") as checkpoints:
+    checkpoints.save(state)
+  return state, path
+
+
+def logits_of(config, params):
+  experiment = build.experiment(config)
+  stack = parts.make_stack(config, experiment.train_data.info)
+  tokens = np.random.default_rng(0).integers(0, 256, (2, 9)).astype(np.int32)
+  return jax.jit(lambda p: stacked.logits(stack, p, {"tokens": tokens}))(params)
+
+
+@pytest.mark.parametrize("naming", ["jaxscale", "huggingface"])
+def test_a_language_model_starts_from_what_another_has_learnt(
+  spoken, naming, tmp_path, capsys
+):
+  last, workdir = spoken
+  path = tmp_path / "model.safetensors"
+  code, line = typed(capsys, "--workdir", workdir, "--to", path, "--naming", naming)
+  assert code == 0, line
+  about = read_header(path)[1]
+  assert about["vocab_size"] == "256" and "image_mean" not in about
+  config = language(init_from=str(path), seed="7")
+  state = build.experiment(config).init_state()
+  assert same(state.params, last.average[0])
+  wanted = logits_of(language(), last.average[0])
+  assert np.ptp(wanted) > 0 and same(logits_of(config, state.params), wanted)
+
+
+def test_a_folder_for_transformers_says_what_its_parameters_mean(
+  spoken, tmp_path, capsys
+):
+  _, workdir = spoken
+  path, beside = tmp_path / "model.safetensors", tmp_path / "config.json"
+  options = ("--workdir", workdir, "--to", path, "--naming=huggingface")
+  assert typed(capsys, *options)[0] == 0
+  said = json.loads(beside.read_text())
+  wanted = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256,
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "rope_theta": 5e3, "rms_norm_eps": 1e-4, "max_position_embeddings": 64,
+    "tie_word_embeddings": False, "torch_dtype": "float32", "eos_token_id": 0,
+  }  # fmt: skip
+  assert wanted.items() <= said.items()
+  entries, _ = read_header(path)
+  assert entries["model.embed_tokens.weight"].shape == (256, 32)
+  # Its own may be replaced, and no other.
+  assert typed(capsys, *options, "--dtype=bfloat16")[0] == 0
+  assert json.loads(beside.read_text()) == said | {"torch_dtype": "bfloat16"}
+  for to in (tmp_path / "other.safetensors", workdir / "model.safetensors"):
+    kept = (to.parent / "config.json").read_text()
+    code, line = typed(capsys, "--workdir", workdir, "--to", to, "--naming=huggingface")
+    assert code == 2 and "give a file in a folder of its own" in line
+    assert (to.parent / "config.json").read_text() == kept and not to.exists()
+  # Another model of the same shapes does not take it.
+  changes = dict(
+    init_from=str(tmp_path), model__num_heads="8", model__num_kv_heads="4",
+    model__head_width="8", model__rope_theta="1e4",
+  )  # fmt: skip
+  with pytest.raises(ConfigError) as e:
+    build.experiment(language(**changes)).init_state()
+  assert "\n" not in str(e.value)
+  assert str(e.value) == (
+    f"{beside}: of another model: num_attention_heads is 4 there and 8 here, set "
+    "Transformer.num_heads=4; num_key_value_heads is 2 there and 4 here, set "
+    "Transformer.num_kv_heads=2; head_dim is 16 there and 8 here, set "
+    "Transformer.head_width=16; rope_theta is 5000.0 there and 10000.0 here, set "
+    "Transformer.rope_theta=5000.0"
+  )
+
+
+MISTAKES = {
+  "option": (["--too=x"], "did you mean '--to'?"),
+  "no workdir": (["--to=x"], "--workdir: missing; try --workdir runs/digits"),
+  "no file": (["--workdir=x"], "--to: missing"),
+  "no value": (["--to", "--workdir=x"], "--to: a value is missing"),
+  "naming": (["--to=x", "--workdir=x", "--naming=tim"], "did you mean 'timm'?"),
+  "step": (["--to=x", "--workdir=x", "--step=last"], "--step=last: give a whole"),
+  "no run": (["--to=x", "--workdir=/no"], "--workdir=/no: no config.json there"),
+}
+
+
+@pytest.mark.parametrize("which", MISTAKES)
+def test_a_mistake_is_one_line(which, capsys):
+  argv, says = MISTAKES[which]
+  code, line = typed(capsys, *argv)
+  assert code == 2 and says in line and line.startswith("error: ") and "\n" not in line
+
+
+def test_what_the_run_has_not_is_one_line(finished, tmp_path, capsys, monkeypatch):
+  result, workdir = finished
+  step = int(result.state.step)
+
+  def line(*argv, code=2):
+    found, said = typed(capsys, "--workdir", workdir, *argv)
+    assert found == code and said.startswith("error: ") and "\n" not in said
+    return said
+
+  assert f"--step=1: not saved, there are {step - 1}, {step}" in line(
+    "--to=x", "--step=1"
+  )
+  timm = line("--to=x", "--naming=timm")
+  assert "naming=timm: has no name for params/Dense_0/bias" in timm
+  assert "No such file or directory" in line("--to", tmp_path / "no" / "x")
+  (damaged,) = (workdir / "checkpoints" / str(step) / "state" / "d").iterdir()
+  whole = damaged.read_bytes()
+  damaged.write_bytes(whole[: len(whole) // 2])
+  try:
+    assert f"checkpoint {step} in {workdir} is damaged (" in line(
+      "--to", tmp_path / "x"
+    )
+  finally:
+    damaged.write_bytes(whole)
+  monkeypatch.setattr(files, "shard_checksum", lambda *_: np.zeros(1, "u8"))
+  flipped = line("--to", tmp_path / "x")
+  assert "damaged (the checksum of average/0/Dense_0/bias does not match)" in flipped
+  assert not list(tmp_path.iterdir())
+
+
+def test_help_and_choices():
+  assert export.NAMINGS == weights.NAMINGS
+  done = subprocess.run(
+    [sys.executable, "-m", "jaxscale.run.export", "--help"], cwd=ROOT,
+    env=child_env(), capture_output=True, text=True, timeout=60,
+  )  # fmt: skip
+  assert done.returncode == 0 and "--naming NAMING" in done.stdout
+  assert not done.stderr
+
+
+def test_every_device_count_reads_what_any_wrote(tmp_path):
+  """From 8 devices to 2, through the experiment's own shardings."""
+  path = tmp_path / "a"
+  eight = build.experiment(quick()).init_state()
+  export_safetensors(path, eight.params)
+  mesh = make_mesh(data=2, devices=jax.devices()[:2])
+  like = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=jax.NamedSharding(mesh, jax.P())
+    ),
+    eight.params,
+  )
+  found = import_safetensors(path, like).params
+  assert same(found, eight.params)
+  assert jax.tree.leaves(found)[0].sharding.mesh == mesh

@@ -1,0 +1,217 @@
+"""How a command joins, stops when asked to, and what its job is told."""
+
+import dataclasses
+import itertools
+import signal
+
+import jax
+import pytest
+from test_requeue import scontrol  # noqa: F401
+from test_run import quick as quick_config
+
+from jaxscale import cluster
+from jaxscale.cluster.watch import watch as watches
+from jaxscale.cluster.watch.stop_consensus import LeftOff
+from jaxscale.config import Config, Faults
+from jaxscale.config.loading import parse_args
+from jaxscale.data import to_device
+from jaxscale.errors import ConfigError, GiveUpError, said
+from jaxscale.metrics import read_metrics
+from jaxscale.run import callbacks, phases, session
+from jaxscale.run.fit import fit
+from jaxscale.run.workdir import experiment_in
+from jaxscale.studies import trials
+
+
+def config(**faults) -> Config:
+  return dataclasses.replace(quick_config(), faults=Faults(**faults))
+
+
+def test_what_a_config_leaves_out_is_what_a_script_gets():
+  timeouts = session._pick(config(), cluster.Timeouts)
+  limits = session._pick(config(), cluster.Limits)
+  assert cluster.Timeouts(**timeouts) == cluster.Timeouts()
+  assert cluster.Limits(**limits) == cluster.Limits()
+  names = {"restarts", "idle_restarts", *timeouts, *limits}
+  assert names == {f.name for f in dataclasses.fields(Faults)}
+
+
+@pytest.fixture
+def in_a_job(scontrol, monkeypatch):  # noqa: F811
+  monkeypatch.setenv("SLURM_JOB_ID", "12")
+  monkeypatch.delenv("JAXSCALE_REQUEUE", raising=False)
+  return scontrol('[ $1 = show ] && echo "JobState=RUNNING Reason=None"; true')
+
+
+def test_a_job_that_was_asked_to_stop_is_requeued(in_a_job, capsys):
+  assert session.stopped(config(), "SIGTERM at process 0 on n1", "saved") == 85
+  assert capsys.readouterr().out == "saved\njob 12 is requeued, restart 1\n"
+  assert "requeue 12" in in_a_job.read_text()
+
+
+@pytest.mark.parametrize("reason", ["Ctrl-C", None])
+def test_who_pressed_ctrl_c_does_not_want_it_again(in_a_job, capsys, reason):
+  assert session.stopped(config(), reason, "saved") == 130
+  assert capsys.readouterr().out == "saved\n" and not in_a_job.exists()
+
+
+def test_what_a_launcher_starts_it_starts_again_itself(in_a_job, capsys, monkeypatch):
+  monkeypatch.setenv("JAXSCALE_REQUEUE", "launcher")
+  assert session.stopped(config(), "walltime: 59 s are left", "saved") == 85
+  assert capsys.readouterr().out == "saved\n" and not in_a_job.exists()
+
+
+def test_a_job_is_requeued_so_often_and_not_more(in_a_job, monkeypatch, capsys):
+  monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+  assert session.stopped(config(restarts=3), "SIGUSR1", "saved") == 85
+  assert session.stopped(config(restarts=2), "SIGUSR1", "saved") == 93
+  assert "and not again (limit 2)" in capsys.readouterr().out
+  assert in_a_job.read_text().count("requeue 12") == 1
+
+
+def test_restarts_without_progress_are_counted(tmp_path, monkeypatch):
+  session.refuse_loop(config(), tmp_path, 0)  # in no job there is nothing to count
+  assert not list(tmp_path.iterdir())
+  monkeypatch.setenv("SLURM_JOB_ID", "12")
+  for restart, step in enumerate([0, 40, 40]):
+    monkeypatch.setenv("SLURM_RESTART_COUNT", str(restart))
+    session.refuse_loop(config(idle_restarts=2), tmp_path, step)
+  monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
+  with pytest.raises(
+    GiveUpError, match="2 restarts without progress, still at step 40"
+  ):
+    session.refuse_loop(config(idle_restarts=2), tmp_path, 40)
+  told = said(GiveUpError("2 restarts"))
+  assert told and told.code == 93
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_was_left_off_is_made_up_for(tmp_path, monkeypatch):
+  """Asked to stop in the middle of one; then the record is that of a whole run."""
+  small = dataclasses.replace(
+    quick_config(),
+    evaluation=dataclasses.replace(quick_config().evaluation, batch_size=120),
+  )
+  whole = fit(small, tmp_path / "whole")
+  asked = []
+
+  def polled(batches, mesh, watch, step, phase):
+    for i, batch in enumerate(to_device(batches, mesh)):
+      if step == 22 and i == 1 and not asked:
+        asked.append(step)
+        watch.stop.request("SIGTERM")
+      if watch.stop.poll():
+        raise LeftOff
+      yield batch
+
+  monkeypatch.setattr(callbacks, "polled", polled)
+  first = fit(small, tmp_path / "run")
+  assert asked and first.summary["outcome"] == "interrupted"
+  assert first.summary["step"] == 22 and "accuracy" not in first.summary
+  last = fit(small, tmp_path / "run")
+  assert last.summary["outcome"] == "done"
+  assert last.summary["accuracy"] == whole.summary["accuracy"]
+  records = [
+    [
+      (line["step"], name, value)
+      for line in read_metrics(tmp_path / run / "metrics.jsonl")
+      for name, value in line.items()
+      if name.startswith(("eval/", "train/"))
+    ]
+    for run in ("whole", "run")
+  ]
+  assert records[0] == records[1]
+
+
+def test_a_run_that_was_asked_to_stop_before_its_first_step_makes_none(
+  tmp_path, monkeypatch
+):
+  alone = watches.start({}, 0, ["localhost"])
+  alone.stop.request("SIGTERM")
+  monkeypatch.setattr(cluster, "_watch", alone)
+  summary = fit(quick_config(), tmp_path).summary
+  assert summary["outcome"] == "interrupted" and summary["step"] == 0
+
+
+def test_the_accuracy_of_a_trial_stops_when_asked(tmp_path, monkeypatch):
+  """All training examples may take longer than a save, and than the grace."""
+  alone, places = watches.start({}, 0, ["localhost"]), []
+  monkeypatch.setattr(cluster, "_watch", alone)
+  state, _ = fit(quick_config(), tmp_path)
+  experiment = experiment_in(tmp_path, quick_config())
+  note = alone.at
+  monkeypatch.setattr(alone, "at", lambda *at: (places.append(at), note(*at)))
+  trials.accuracy_on(experiment, state, experiment.train_data)
+  assert {phase for _, phase in places} == {"preparing", "evaluating", "outside"}
+  alone.stop.request("SIGTERM")
+  with pytest.raises(trials.Interrupted):
+    trials.accuracy_on(experiment, state, experiment.train_data)
+
+
+def test_what_jax_alone_has_joined_cannot_agree_on_ctrl_c(monkeypatch):
+  before = signal.getsignal(signal.SIGINT)
+  with cluster.watched():
+    assert signal.getsignal(signal.SIGINT) is not before
+  monkeypatch.setattr("jax.process_count", lambda: 2)
+  with cluster.watched():
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_loop_says_where_it_is(tmp_path, monkeypatch):
+  alone, places = watches.start({}, 0, ["localhost"]), []
+  monkeypatch.setattr(alone, "at", lambda step, phase: places.append((step, phase)))
+  monkeypatch.setattr(cluster, "_watch", alone)
+  fit(quick_config(), tmp_path)
+  assert places[:4] == [(0, "starting"), (1, "compiling"), (1, "input"), (1, "step")]
+  places = [place for place, _ in itertools.groupby(places)]
+  assert places[places.index((22, "step")) :][:4] == [
+    (22, "step"), (22, "preparing"), (22, "saving"), (23, "input"),
+  ]  # fmt: skip
+  assert places[-4:] == [
+    (45, "step"), (45, "evaluating"), (45, "saving"), (45, "outside"),
+  ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_trials_of_a_batch_size_are_left_off_and_come_again(tmp_path, monkeypatch):
+  """Asked to stop among them; what they choose, and the run, stay the same."""
+  small = quick_config(
+    stages="AdaptiveBatch", stages__every_epochs="2", stages__trial_steps="2",
+    stages__max_batch_size="256", batch_size="64",
+  )  # fmt: skip
+  whole, real, asked = fit(small, tmp_path / "whole"), phases._poll, []
+
+  def poll(run, step):
+    asked.append(step)
+    if len(asked) == 3:  # the second of two steps of the first trial has begun
+      run.watch.stop.request("SIGTERM")
+    real(run, step)
+
+  monkeypatch.setattr(phases, "_poll", poll)
+  first = fit(small, tmp_path / "run")
+  assert first.summary["outcome"] == "interrupted"
+  assert first.summary["step"] == asked[0] and len(asked) == 3
+  last = fit(small, tmp_path / "run")
+  assert last.summary["outcome"] == "done"
+  for a, b in zip(
+    *(jax.tree.leaves(r.state.params) for r in (last, whole)), strict=True
+  ):
+    assert a.tobytes() == b.tobytes()
+
+
+def test_a_notebook_joins_and_keeps_its_ctrl_c():
+  before = signal.getsignal(signal.SIGINT)
+  cluster.initialize()
+  assert signal.getsignal(signal.SIGINT) is before
+  for _ in range(2):  # one run that is stopped stops no other
+    with cluster.watched() as watch:
+      assert watch.stop.poll() is None
+      watch.stop.request("Ctrl-C")
+      assert watch.stop.poll() == "Ctrl-C"
+
+
+def test_mistakes_about_faults_and_workdirs_are_one_line():
+  with pytest.raises(ConfigError, match="before silence_s=200"):
+    Faults(silence_s=200.0)
+  with pytest.raises(ConfigError, match="gs://b/run: give a directory"):
+    parse_args(["--workdir", "gs://b/run"])

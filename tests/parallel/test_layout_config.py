@@ -1,0 +1,275 @@
+"""What a layout refuses, and what `--describe` says of one."""
+
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from conftest import ROOT, child_env, error_line
+from jax.sharding import PartitionSpec as P
+from tiny_stack import RULES, tiny_stack
+
+from jaxscale import config as cfg
+from jaxscale import models
+from jaxscale.errors import ConfigError
+from jaxscale.experiment import build
+from jaxscale.mesh import MeshShape, host_shard, make_mesh, mesh_shape
+from jaxscale.parallel import Rule, largest, make_layout, model_rules, partition
+from jaxscale.parallel.layout import opt_specs, whole
+from jaxscale.planning.describe import describe
+
+SIZES = {"replica": 1, "data": 1, "fsdp": 2, "model": 4}
+
+
+def shapes(**leaves):
+  return {
+    name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in leaves.items()
+  }
+
+
+def test_rules_split_what_they_name():
+  rules = [Rule("w.", ("fsdp", "model")), Rule("b", ("stage",))]
+  specs = partition(shapes(w1=(4, 8), w2=(2, 4), b=(3,)), rules, SIZES)
+  # The mesh has no axis `stage`.
+  assert specs == {"w1": P("fsdp", "model"), "w2": P("fsdp", "model"), "b": P(None)}
+
+
+@pytest.mark.parametrize(
+  ("rules", "says"),
+  [
+    ([Rule("w", ("fsdp", None))], r"b/x: no rule fits this parameter of shape \(3,\)"),
+    (
+      [Rule(".*", (None,)), Rule("b/x", (None,)), Rule("w", (None, None))],
+      r"b/x: '\.\*' and 'b/x' fit this parameter",
+    ),
+    ([Rule("w", ("fsdp",)), Rule("b/x", (None,))], r"w: has the shape \(4, 6\)"),
+    (
+      [Rule("w", (None, "model")), Rule("b/x", (None,))],
+      r"Mesh.model=4: does not divide dim 1 of w, \(4, 6\); give a divisor of 6",
+    ),
+  ],
+)
+def test_a_parameter_must_have_one_rule_that_fits(rules, says):
+  params = {"b": shapes(x=(3,)), **shapes(w=(4, 6))}
+  with pytest.raises(ConfigError, match=says):
+    partition(params, rules, SIZES)
+
+
+def test_the_largest_dim_is_split_and_small_ones_stay_whole():
+  dims = largest("fsdp")
+  assert dims((3, 3, 64, 128), {"fsdp": 8}) == (None, None, None, "fsdp")
+  assert dims((2048, 1001), {"fsdp": 8}) == ("fsdp", None)
+  assert dims((1001, 999), {"fsdp": 8}) == (None, None)
+  assert dims((64,), {"fsdp": 8}) == (None,)
+
+
+def test_every_model_has_rules_for_all_its_parameters():
+  lm = models.transformer(
+    vocab_size=256, num_layers=2, width=32, num_heads=4, hidden=64, qk_norm=True
+  )
+  vit = models.vit(
+    image_shape=(8, 8, 3), num_classes=8, patch=4, width=32, num_layers=2, num_heads=4
+  )
+  sizes = dict.fromkeys(("fsdp", "stage", "model"), 2)
+  for stack, rules in ((lm, model_rules.TRANSFORMER), (vit, model_rules.VIT)):
+    params = jax.eval_shape(stack.init, jax.random.key(0))
+    specs = partition(params, rules, sizes)
+    for name in ("q", "k", "v", "up"):
+      assert specs["layers"][name]["kernel"] == P("stage", "fsdp", "model")
+    for name in ("o", "down"):
+      assert specs["layers"][name]["kernel"] == P("stage", "model", "fsdp")
+    assert specs["head"]["kernel"] == P("fsdp", "model")
+
+
+def test_the_state_of_an_optimizer_lies_as_its_parameters():
+  from jaxscale import optim
+
+  mesh = make_mesh(data=1, fsdp=2, model=4)
+  stack = tiny_stack()
+  params = jax.eval_shape(stack.init, jax.random.key(0))
+  layout = make_layout(mesh, params, RULES, shard="optimizer")
+  assert layout.at_rest["layers"]["q"] == P(None, None, "model")
+  stacked = optim.matching("^layers/")
+  specs = opt_specs(layout, optim.lamb(1e-3, stacked=stacked))
+  assert specs.mean == specs.square == layout.owned
+  assert specs.mean["layers"]["q"] == P(None, "fsdp", "model")
+  assert specs.count == P() and set(jax.tree.leaves(specs.trust_ratios)) == {P()}
+
+
+def test_axes_that_would_compute_the_same_are_refused():
+  with pytest.raises(ConfigError, match=r"Mesh\.model=4: every device has the whole"):
+    whole(make_mesh(data=2, model=4))
+  params = shapes(w=(8, 8))
+  rules = [Rule("w", ("fsdp", None))]
+  with pytest.raises(ConfigError, match=r"Mesh\.model=4: nothing of this model"):
+    make_layout(make_mesh(data=2, model=4), params, rules)
+  with pytest.raises(ConfigError, match="is over the axis fsdp, which has one device"):
+    make_layout(make_mesh(data=8), params, rules, shard="parameters")
+
+
+def test_the_grid():
+  assert mesh_shape(16, data=2, fsdp=-1, model=2) == MeshShape(1, 2, 4, 1, 2)
+  assert make_mesh(data=2, fsdp=2, model=2).axis_names == (
+    "replica", "data", "fsdp", "model",
+  )  # fmt: skip
+  assert host_shard(make_mesh(data=1, stage=2, model=4)) == (0, 1)
+  with pytest.raises(ConfigError, match=r"Mesh.replica=1, Mesh.data=3, Mesh.model=2: "):
+    mesh_shape(8, data=3, model=2)
+
+
+def lm(**fields):
+  usual = {
+    "model": cfg.Transformer(num_layers=2, width=32, num_heads=4, hidden=64),
+    "data": cfg.Text(sequence_length=16),
+    "optimizer": cfg.AdamW(lr=1e-3),
+    "batch_size": 16,
+    "epochs": 1.0,
+  }
+  return cfg.Config(**usual | fields)
+
+
+IN_BACKWARD = cfg.Layout(shard="parameters", slow_axes="in_backward")
+
+
+@pytest.mark.parametrize(
+  ("fields", "says"),
+  [
+    ({"layout": cfg.Layout(shard="optimizer")}, "which has one device; set mesh.fsdp"),
+    ({"mesh": cfg.Mesh(fsdp=4)}, "Mesh.fsdp=4: splits nothing while Layout.shard"),
+    (
+      {
+        "model": cfg.ViT(patch=4, num_layers=2, width=32, num_heads=4),
+        "data": cfg.Digits(),
+        "mesh": cfg.Mesh(model=2),
+        "layout": cfg.Layout(model="layers_and_tokens"),
+      },
+      "splits the tokens of text, and ViT has images",
+    ),
+    ({"layout": cfg.Layout(schedule="1f1b")}, "changes nothing here; set mesh.stage"),
+    ({"layout": cfg.Layout(model="ring")}, "changes nothing here; set mesh.model"),
+    ({"layout": cfg.Layout(slow_axes="in_backward")}, "set layout.shard to 'grad"),
+    (
+      {"model": cfg.MLP(), "data": cfg.Digits(), "mesh": cfg.Mesh(model=2)},
+      "Mesh.model=2: MLP is no stack of equal layers",
+    ),
+    (
+      {"mesh": cfg.Mesh(fsdp=4), "layout": IN_BACKWARD, "exchange": cfg.Int8()},
+      "Config.exchange=Int8 would not be asked",
+    ),
+    ({"mesh": cfg.Mesh(model=2), "noise_scale": True}, "needs the whole model on each"),
+    (
+      {"mesh": cfg.Mesh(stage=2), "sync": cfg.LocalSGD(every=4)},
+      "use EveryStep; here",
+    ),
+  ],
+)
+def test_settings_that_do_not_fit_are_refused(fields, says):
+  with pytest.raises(ConfigError, match=re.escape(says)):
+    lm(**fields)
+
+
+@pytest.mark.parametrize(
+  ("make", "says"),
+  [
+    (lambda: cfg.Mesh(data=-1, fsdp=-1), "only one can be the rest"),
+    (lambda: cfg.Layout(rules=("layers/.*: rows",)), "give 'PATTERN: axis, axis'"),
+    (lambda: cfg.Layout(rules=("layers/(: fsdp",)), "no regular expression"),
+  ],
+)
+def test_settings_that_mean_nothing_are_refused(make, says):
+  with pytest.raises(ConfigError, match=re.escape(says)):
+    make()
+
+
+@pytest.mark.parametrize(
+  ("mesh", "layout", "says"),
+  [
+    (
+      cfg.Mesh(model=8),
+      cfg.Layout(),
+      "Mesh.model=8: does not divide Transformer.num_h",
+    ),
+    (
+      cfg.Mesh(data=1, stage=8),
+      cfg.Layout(),
+      "Mesh.stage=8: does not divide Transformer.num_layers=2; give a divisor",
+    ),
+    (
+      cfg.Mesh(data=1, model=8),
+      cfg.Layout(model="all_to_all"),
+      "Transformer.num_heads=4; give a divisor, or layout.model='ring'",
+    ),
+    (
+      cfg.Mesh(fsdp=8),
+      cfg.Layout(shard="parameters", rules=("layers/.*: -, fsdp, -",)),
+      "embed/table: no rule fits",
+    ),
+  ],
+)
+def test_a_model_that_cannot_be_split_so_is_refused(mesh, layout, says):
+  with pytest.raises(ConfigError, match=re.escape(says)):
+    build.experiment(lm(mesh=mesh, layout=layout))
+
+
+@pytest.mark.parametrize("way", ["ring", "all_to_all", "layers_and_tokens"])
+def test_no_token_is_left_out(way):
+  config = lm(
+    mesh=cfg.Mesh(model=4), layout=cfg.Layout(model=way),
+    data=cfg.Text(sequence_length=18),
+  )  # fmt: skip
+  experiment = build.experiment(config)
+  with pytest.raises(ConfigError, match=r"tokens=18: .* the 4 devices of 'model'"):
+    experiment.lower_train_step()
+
+
+def test_describe_says_what_every_device_holds_and_sends():
+  mesh = cfg.Mesh(data=2, fsdp=2, model=2)
+  layout = cfg.Layout(shard="parameters")
+  page = describe(build.experiment(lm(mesh=mesh, layout=layout)))
+  assert "8 x cpu as replica 1 x data 2 x fsdp 2 x model 2" in page
+  lines = {line.split()[0]: line for line in page.splitlines() if line.strip()}
+  q = lines["layers/q/kernel"]
+  assert "2x32x32" in q and "-, fsdp, model" in q and q.endswith("0.002")
+  assert lines["head/norm/scale"].split()[3] == "whole"
+  count = sum(
+    x.size
+    for x in jax.tree.leaves(
+      jax.eval_shape(
+        models.transformer(
+          vocab_size=256, num_layers=2, width=32, num_heads=4, hidden=64
+        ).init,
+        jax.random.key(0),
+      )
+    )
+  )
+  assert f"{count:,} in all" in page
+  found = re.findall(r"^([\w-]+) +([\w,]+) +f32 +(\d+)", page, re.M)
+  kinds = {(kind, axes) for kind, axes, _ in found}
+  assert {("all-gather", "fsdp"), ("reduce-scatter", "fsdp")} <= kinds
+  assert ("all-reduce", "model") in kinds and ("all-reduce", "data") in kinds
+  assert "?" not in page.split("collectives")[1].replace("overlap", "")
+
+
+def command(*args):
+  return subprocess.run(
+    [sys.executable, "-m", "jaxscale.train", "--config", "configs/digits.py", *args],
+    cwd=ROOT, env=child_env(8), capture_output=True, text=True, timeout=120,
+  )  # fmt: skip
+
+
+def test_describe_from_the_command_line_trains_nothing(tmp_path):
+  workdir = tmp_path / "run"
+  done = command(
+    "--describe", f"--workdir={workdir}", "--config.mesh.data=1",
+    "--config.mesh.fsdp=-1", "--config.layout.shard=parameters",
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr
+  assert "Dense_0/kernel" in done.stdout and "reduce-scatter" in done.stdout
+  assert not workdir.exists()
+
+
+def test_a_layout_that_cannot_be_is_one_line():
+  done = command("--describe", "--config.mesh.model=2")
+  assert "CNN is no stack of equal layers" in error_line(done, 2)

@@ -1,0 +1,276 @@
+"""What a device holds under a layout, read from compiled programs on 8 devices.
+
+Formulas are of ZeRO, arXiv:1910.02054, sections 3 and 5, for float32 throughout: with
+P parameters on N devices 4 P bytes of parameters, 4 P of gradients and 8 P of Adam's
+moments, of which a stage splits the last, the last two, or all.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxscale import config as cfg
+from jaxscale import optim
+from jaxscale.errors import ConfigError
+from jaxscale.exchange import plain
+from jaxscale.experiment import build
+from jaxscale.experiment import layout as layout_parts
+from jaxscale.experiment.abstract_data import stand_in
+from jaxscale.mesh import batch_sharding, make_mesh
+from jaxscale.models import stacked, transformer
+from jaxscale.parallel import entered, make_layout, stack_loss, stack_totals
+from jaxscale.parallel.model_rules import TRANSFORMER
+from jaxscale.parallel.reduction import exchange_axes
+from jaxscale.planning import hlo
+from jaxscale.planning.absent import memory_of
+from jaxscale.training import replica_check
+from jaxscale.training.state import abstract_state, lower_init_state
+from jaxscale.training.step import make_eval_step, make_train_step
+
+# Most of the time is the back end's, when memory and collectives are settled.
+QUICK = {"xla_backend_optimization_level": 0}
+N, WIDTH, HIDDEN, TOKENS, ROWS = 8, 128, 512, 8, 8
+OF_LAYER = 4 * WIDTH**2 + 3 * WIDTH * HIDDEN + 2 * WIDTH  # parameters
+TX = optim.adamw(1e-3)
+
+
+def model(num_layers):
+  return transformer(
+    vocab_size=128, num_layers=num_layers, width=WIDTH, num_heads=8, hidden=HIDDEN
+  )
+
+
+def num_params(num_layers):
+  return num_layers * OF_LAYER + 2 * 128 * WIDTH + WIDTH
+
+
+def layout_of(stack, mesh, **options):
+  shapes = jax.eval_shape(stack.init, jax.random.key(0))
+  return make_layout(mesh, shapes, TRANSFORMER, **options)
+
+
+def batch_on(mesh, **more):
+  rows = jax.ShapeDtypeStruct((ROWS, TOKENS), jnp.int32, sharding=batch_sharding(mesh))
+  return {"tokens": rows, "targets": rows} | more
+
+
+def parts(stack, layout):
+  init = lambda key: (stack.init(key), {})  # noqa: E731
+  return init, TX, layout.mesh, plain(exchange_axes(layout))
+
+
+@functools.cache
+def step(num_layers, shard, remat="full", all_at_once=False):
+  """A compiled train step, and its mesh."""
+  mesh = make_mesh(data=1, fsdp=N)
+  stack = model(num_layers)
+  layout = layout_of(stack, mesh, shard=shard)
+  loss = stack_loss(stack, layout, remat=remat)
+  if all_at_once:
+
+    def whole_loss(params, model_state, batch, keys):
+      totals = stacked.run(stack, params, batch, remat=remat)
+      return totals["loss"], (model_state, totals)
+
+    loss = entered(whole_loss, layout.entries)
+  init, tx, _, exchange = parts(stack, layout)
+  made: jax.stages.Wrapped = make_train_step(loss, tx, mesh, exchange, layout=layout)
+  state = abstract_state(init, tx, mesh, exchange, layout=layout)
+  return made.lower(state, batch_on(mesh)).compile(QUICK), mesh
+
+
+def temporaries(num_layers, **options):
+  return memory_of(step(num_layers, "parameters", **options)[0]).temporaries
+
+
+def slope(**options):
+  """Bytes of temporaries that a layer adds."""
+  return (temporaries(16, **options) - temporaries(4, **options)) / 12
+
+
+def test_a_layer_adds_a_shard_to_the_memory_and_not_itself():
+  whole, kept = 4 * OF_LAYER, 4 * ROWS // N * TOKENS * WIDTH
+  four, eight, sixteen = (temporaries(n) for n in (4, 8, 16))
+  # Its shard of the gradient, and of what the optimizer makes of it, and its input.
+  for added in ((eight - four) / 4, (sixteen - eight) / 8):
+    assert whole / N <= added <= 2 * whole / N + 2 * kept
+  # What is measured tells that from a model that is gathered at the start.
+  assert slope(all_at_once=True) >= whole
+
+
+def test_what_entered_is_not_kept_without_remat():
+  # All that a layer's backward pass wants else (models.stacked): some 30 of its
+  # inputs, and attention's scores three times.
+  kept = 30 * 4 * ROWS // N * TOKENS * WIDTH + 3 * 8 * TOKENS**2 * 4
+  assert slope(remat="none") <= 3 * 4 * OF_LAYER / N + kept
+
+
+def test_what_layers_keep_is_what_remat_says():
+  """Bytes that the backward pass is given, by shapes alone."""
+  layers, tokens, width, hidden = 4, 2 * 32, 64, 128
+  stack = transformer(
+    vocab_size=256, num_layers=layers, width=width, num_heads=4, hidden=hidden,
+    dtype="bfloat16",
+  )  # fmt: skip
+  params = jax.eval_shape(stack.init, jax.random.key(0))
+  ids = jax.ShapeDtypeStruct((2, 32), jnp.int32)
+
+  def kept(remat):
+    def loss(params, batch):
+      return stacked.run(stack, params, batch, remat=remat)["loss"]
+
+    def backward(params, batch):
+      return jax.vjp(lambda p: loss(p, batch), params)[1]
+
+    found = jax.eval_shape(backward, params, {"tokens": ids, "targets": ids})
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(found))
+
+  products = 3 * width + 2 * hidden  # q, k, v; gate, up
+  assert kept("dots") == kept("branches") + 2 * layers * tokens * products
+  # What attention adds; nothing backwards needs what the second branch does.
+  assert kept("branches") == kept("full") + 2 * layers * tokens * width
+  assert kept("none") > kept("dots")
+
+
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_gathers_run_in_the_loops(remat):
+  compiled, mesh = step(16, "parameters", remat)
+  table = hlo.collectives(compiled, mesh)
+  gathers = [r for r in table if r.kind == "all-gather"]
+  assert all(r.axes == ("fsdp",) and r.times_known for r in gathers)
+  sent = {n: sum(r.payload_bytes * r.times for r in gathers if r.times == n)
+          for n in {r.times for r in gathers}}  # fmt: skip
+  # A layer's 7 matrices forwards and again backwards; table and head besides.
+  assert sent[16] == 2 * 16 * 4 * (OF_LAYER - 2 * WIDTH)
+  assert set(sent) == {1, 16}
+  assert sent[1] <= 2 * 4 * 2 * 128 * WIDTH
+  scatters = [r for r in table if r.kind == "reduce-scatter" and r.times == 16]
+  assert sum(r.payload_bytes for r in scatters) == 4 * (OF_LAYER - 2 * WIDTH)
+
+
+STAGES = {
+  "nothing": lambda p: 4 * p + 8 * p,
+  "optimizer": lambda p: 4 * p + 8 * p / N,
+  "gradients": lambda p: 4 * p + 8 * p / N,
+  "parameters": lambda p: 4 * p / N + 8 * p / N,
+}
+
+
+@pytest.mark.parametrize("shard", STAGES)
+def test_the_state_is_as_large_as_the_formula_says(shard):
+  memory = memory_of(step(16, shard)[0])
+  p = num_params(16)
+  assert memory.arguments == pytest.approx(STAGES[shard](p), rel=0.02)
+  assert memory.aliased == pytest.approx(memory.arguments, rel=0.02)  # donated
+
+
+def test_split_gradients_are_never_whole():
+  p = num_params(16)
+  whole, split = (
+    memory_of(step(16, shard)[0]).temporaries for shard in ("optimizer", "gradients")
+  )
+  assert whole >= 4 * p
+  assert whole - split >= 0.8 * 4 * p * (1 - 1 / N)
+
+
+def test_no_device_makes_the_whole_state():
+  mesh = make_mesh(data=1, fsdp=N)
+  stack = model(16)
+  layout = layout_of(stack, mesh, shard="parameters")
+  lowered = lower_init_state(*parts(stack, layout), layout=layout)
+  memory = memory_of(lowered.compile(QUICK))
+  held = 12 * num_params(16) / N
+  assert memory.outputs == pytest.approx(held, rel=0.02)
+  assert memory.total <= 2 * held  # numbers that are made into the parameters
+
+
+def test_two_all_reduces_a_block_forwards():
+  num_layers = 4
+  mesh = make_mesh(data=2, model=4)
+  stack = model(num_layers)
+  layout = layout_of(stack, mesh)
+  made: jax.stages.Wrapped = make_eval_step(stack_totals(stack, layout), mesh, layout)
+  params = jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh, s)
+    ),
+    layout.shapes,
+    layout.at_rest,
+  )
+  mask = jax.ShapeDtypeStruct((ROWS,), jnp.bool_, sharding=batch_sharding(mesh))
+  compiled = made.lower(params, {}, batch_on(mesh, mask=mask)).compile(QUICK)
+  table = [r for r in hlo.collectives(compiled, mesh) if "model" in r.axes]
+  assert {r.kind for r in table} == {"all-reduce"} and all(r.times_known for r in table)
+  rows = 4 * (ROWS // 2) * TOKENS
+  blocks = [r for r in table if r.times == num_layers]
+  assert sum(r.times for r in blocks) == 2 * num_layers
+  assert {r.payload_bytes for r in blocks} == {rows * WIDTH}
+  # The rows of the table; of the loss maxima, sums of exponents and of labels' logits,
+  # and the best class. Nothing of the size of the logits.
+  rest = sorted(r.payload_bytes for r in table if r.times == 1)
+  assert rest == [rows, rows, 2 * rows, rows * WIDTH]
+
+
+def config(**layout):
+  return cfg.Config(
+    model=cfg.Transformer(num_layers=2, width=64, num_heads=4, hidden=128),
+    data=cfg.Text(sequence_length=16), optimizer=cfg.AdamW(lr=1e-2), batch_size=8,
+    epochs=1, mesh=cfg.Mesh(data=1, fsdp=-1),
+    layout=cfg.Layout(shard="parameters", **layout),
+  )  # fmt: skip
+
+
+def trained(remat, optimizer):
+  """Losses of three steps, and the last state."""
+  settings = config(remat=remat, optimizer=optimizer)
+  experiment = build.experiment(settings, datasets=stand_in(settings))
+  state, losses = experiment.init_state(), []
+  tokens = np.random.default_rng(0).integers(0, 256, (8, 16)).astype(np.int32)
+  batch = jax.device_put(
+    {"tokens": tokens, "targets": tokens}, batch_sharding(experiment.mesh)
+  )
+  for _ in range(3):
+    state, metrics = experiment.train_step(state, batch)
+    losses.append(float(metrics["loss"]))
+  return losses, state
+
+
+def test_what_waits_on_the_host_trains_the_same():
+  losses, state = trained("offload", "host")
+  plain_losses, plain_state = trained("full", "device")
+  assert losses == plain_losses
+  jax.tree.map(np.testing.assert_array_equal, state, plain_state)
+  kinds = {
+    x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state) if x.ndim >= 2
+  }
+  assert kinds == {"pinned_host"}
+  assert {x.sharding.memory_kind for x in jax.tree.leaves(state.params)} == {"device"}
+  # The check of replicas reads it where it is.
+  prints = [replica_check.make_fingerprint(x.params["head"]["kernel"].sharding.mesh, x)(x)
+            for x in map(replica_check.shared, (state, plain_state))]  # fmt: skip
+  np.testing.assert_array_equal(*prints)
+
+
+@pytest.mark.parametrize("remat", ["full", "offload"])
+def test_what_comes_into_a_layer_waits_on_the_host(remat):
+  layer = stacked.REMAT[remat](lambda w, h: jnp.tanh(h @ w))
+  h = jnp.ones((4, 8))
+  _, pull = jax.vjp(layer, jnp.ones((8, 8)), h)
+  kinds = {x.sharding.memory_kind for x in jax.tree.leaves(pull) if x.shape == h.shape}
+  assert kinds == {"pinned_host" if remat == "offload" else "device"}
+
+
+def test_a_device_that_has_no_memory_of_the_host_is_refused():
+  class Device:
+    platform = "tpu"
+
+    def addressable_memories(self):
+      return [type("Memory", (), {"kind": "device"})]
+
+  for options in ({"remat": "offload"}, {"optimizer": "host"}):
+    with pytest.raises(ConfigError, match="no memory of the kind 'pinned_host'"):
+      layout_parts.check_memory(config(**options), Device())
+  layout_parts.check_memory(config(remat="full"), Device())

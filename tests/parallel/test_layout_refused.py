@@ -1,0 +1,212 @@
+"""What a layout would do wrongly or in silence is refused, or said."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+from test_layout_config import lm
+
+from jaxscale import config as cfg
+from jaxscale import train
+from jaxscale.errors import ConfigError
+from jaxscale.experiment import build, parts
+from jaxscale.experiment.abstract_data import stand_in
+from jaxscale.mesh import batch_sharding
+from jaxscale.planning.describe import describe
+from jaxscale.run.workdir import _plain, claim_workdir
+
+OWN = {
+  "embed/table": "model, fsdp",
+  "layers/(?:q|k|v|gate|up)/kernel": "stage, fsdp, model",
+  "layers/(?:o|down)/kernel": "stage, model, fsdp",
+  "layers/.*norm/scale": "stage, -",
+  "head/norm/scale": "-",
+  "head/kernel": "fsdp, model",
+}
+
+
+def made(devices=None, **fields):
+  config = lm(**fields)
+  return build.experiment(config, devices=devices, datasets=stand_in(config))
+
+
+def ruled(mesh, changes, **options):
+  rules = tuple(f"{name}: {dims}" for name, dims in (OWN | changes).items())
+  return made(mesh=mesh, layout=cfg.Layout(rules=rules, **options))
+
+
+FSDP = {"mesh": cfg.Mesh(data=4, fsdp=2), "shard": "parameters"}
+MODEL = {"mesh": cfg.Mesh(data=4, model=2)}
+STAGE = {"mesh": cfg.Mesh(data=4, stage=2)}
+Q, O = list(OWN)[1:3]  # noqa: E741
+
+
+@pytest.mark.parametrize(
+  ("layout", "changes", "says"),
+  [
+    (MODEL, {Q: "stage, fsdp, -"}, "layers/gate/kernel is computed with dim 2 of its"),
+    (MODEL, {"embed/table": "-, model"}, "embed/table is computed with dim 0 of its"),
+    (MODEL, {"head/norm/scale": "model"}, "computed with none of its dims split along"),
+    (STAGE, {Q: "-, stage, -"}, "dim 0 of its dims split along stage, and its rule sp"),
+    (FSDP, {O: "fsdp, -, -"}, "dim 0 of layers/down/kernel are the layers"),
+    (MODEL | {"model": "ring"}, {}, "by Layout.model='ring' splits tokens alone; wri"),
+  ],
+)
+def test_rules_that_the_model_does_not_compute_with(layout, changes, says):
+  with pytest.raises(ConfigError, match=re.escape(says)):
+    ruled(changes=changes, **layout)
+
+
+def test_what_fsdp_splits_is_free():
+  found = ruled(changes={O: "stage, model, -", "head/kernel": "-, model"}, **FSDP)
+  assert found.layout is not None
+  rest = found.layout.at_rest
+  assert "fsdp" in rest["layers"]["q"]["kernel"]
+  assert "fsdp" not in (*rest["layers"]["o"]["kernel"], *rest["head"]["kernel"])
+
+
+@pytest.mark.parametrize(
+  ("rule", "says"),
+  [
+    ("head/kernel: model, model", "model splits two dims; name it once"),
+    ("head/kernel: data, -", "an axis of fsdp, stage, model for each dim"),
+  ],
+)
+def test_rules_that_no_mesh_has(rule, says):
+  with pytest.raises(ConfigError, match=re.escape(says)):
+    cfg.Layout(rules=(rule,))
+
+
+@pytest.mark.parametrize(
+  ("fields", "says"),
+  [
+    ({"layout": cfg.Layout(sum_in="dtype")}, "sum_in='dtype': changes nothing"),
+    (
+      {"mesh": cfg.Mesh(model=2), "layout": cfg.Layout(sum_in="dtype")},
+      "set dtype to 'bfloat16' as well",
+    ),
+    (
+      {
+        "mesh": cfg.Mesh(data=1, fsdp=8),
+        "layout": cfg.Layout(shard="parameters", slow_axes="in_backward"),
+      },
+      "slow_axes='in_backward': changes nothing here; set mesh.replica or",
+    ),
+  ],
+)
+def test_settings_that_change_nothing(fields, says):
+  with pytest.raises(ConfigError, match=re.escape(says)):
+    lm(**fields)
+
+
+@pytest.mark.parametrize(
+  "exchange", [cfg.OneBit(), cfg.HalfPrecision(), cfg.AllReduce(delayed=True)]
+)
+def test_what_is_not_sent_is_not_rounded(exchange):
+  fsdp = {"layout": cfg.Layout(shard="parameters"), "exchange": exchange}
+  with pytest.raises(ConfigError, match="has nothing to send, as fsdp sums all"):
+    made(mesh=cfg.Mesh(data=1, fsdp=8), **fsdp)
+  assert made(mesh=cfg.Mesh(data=2, fsdp=4), **fsdp).layout is not None
+
+
+def test_a_config_for_many_devices_runs_on_one():
+  layout = cfg.Layout(shard="parameters")
+  fields = {"mesh": cfg.Mesh(data=1, fsdp=-1), "layout": layout}
+  alone = made(jax.devices()[:1], **fields)
+  (note,) = alone.notes
+  assert note.startswith("Mesh.fsdp=-1: is one device here, so that Layout.shard=")
+  assert "split along fsdp: nothing" in describe(alone)
+  together = made(**fields)
+  assert together.notes == () and together.layout.shard == "parameters"
+  with pytest.raises(ConfigError, match=r"which has one device; set mesh\.fsdp"):
+    lm(mesh=cfg.Mesh(fsdp=1), layout=layout)
+
+
+def test_describe_touches_no_data(monkeypatch, capsys, tmp_path):
+  def read(config):
+    raise AssertionError("it was read")
+
+  monkeypatch.setattr(parts, "make_data", read)
+  argv = ["--config", "configs/text.py", "--describe", f"--workdir={tmp_path / 'run'}"]
+  argv += ["--config.model.num_layers=1", "--config.mesh.data=4"]
+  argv += ["--config.mesh.model=2", "--config.dtype=bfloat16"]
+  assert train.main(argv) == 0
+  page = capsys.readouterr().out
+  assert "layers/q/kernel" in page and "XLA on CPU sends bfloat16 as float32" in page
+  assert not (tmp_path / "run").exists()
+
+
+def test_describe_says_what_waits_on_the_host():
+  waits = cfg.Layout(shard="parameters", optimizer="host")
+  page = describe(made(mesh=cfg.Mesh(data=1, fsdp=8), layout=waits))
+  rows = dict(re.findall(r"^(\S[^:\n]*?) +([\d.]+)$", page, re.M))
+  on_host, on_device = rows["opt state, on the host"], rows["opt state"]
+  assert float(on_host) == pytest.approx(2 * float(rows["params"]), rel=0.05)
+  assert float(on_device) < 0.05 * float(on_host)
+
+
+def test_a_run_goes_on_as_a_pipeline(tmp_path):
+  """What it needs are micro-batches, which these models compute the same with."""
+  before = lm()
+  (tmp_path / "config.json").write_text(json.dumps({"config": _plain(before)}))
+  pipeline = {
+    "mesh": cfg.Mesh(data=4, stage=2), "layout": cfg.Layout(schedule="1f1b"),
+    "accumulate_steps": 4,
+  }  # fmt: skip
+  claim_workdir(tmp_path, dataclasses.replace(before, **pipeline))
+  images = {"model": cfg.CNN(), "data": cfg.Digits()}
+  before = lm(**images)
+  (tmp_path / "config.json").write_text(json.dumps({"config": _plain(before)}))
+  with pytest.raises(ConfigError, match="accumulate_steps is 1 there and 4 now"):
+    claim_workdir(tmp_path, lm(**images, accumulate_steps=4))
+
+
+def vit_of_imagenet_22k(**fields):
+  config = lm(
+    model=cfg.ViT(
+      patch=4, width=16, num_layers=1, num_heads=4, pad_classes_to=8, pool="mean"
+    ),
+    data=cfg.Synthetic(num_examples=64, image_size=8, num_classes=21_841),
+    optimizer=cfg.SGD(lr=0.5),
+    **fields,
+  )
+  return build.experiment(config)
+
+
+def two_steps(experiment):
+  rng = np.random.default_rng(0)
+  batch = {
+    "image": rng.integers(0, 256, (16, 8, 8, 3)).astype(np.uint8),
+    "label": rng.integers(0, 21_841, 16).astype(np.int32),
+  }
+  batch = jax.device_put(batch, batch_sharding(experiment.mesh))
+  state, losses = experiment.init_state(), []
+  for _ in range(2):
+    state, metrics = experiment.train_step(state, batch)
+    losses.append(float(metrics["loss"]))
+  return losses, state
+
+
+def test_a_head_of_21841_classes_is_split():
+  one, _ = two_steps(vit_of_imagenet_22k())
+  layout = cfg.Layout(shard="parameters")
+  mesh = cfg.Mesh(data=1, fsdp=2, model=4)
+  losses, state = two_steps(vit_of_imagenet_22k(mesh=mesh, layout=layout))
+  assert losses == pytest.approx(one, rel=1e-6) and losses[1] < losses[0]
+  head = state.params["head"]["kernel"]
+  assert head.shape == (16, 21_848)
+  assert head.sharding.shard_shape(head.shape) == (8, 21_848 // 4)
+
+
+def test_classes_that_do_not_divide_are_named():
+  says = "Mesh.model=2: does not divide the 21841 classes of the head; set ViT.pad_cl"
+  config = lm(
+    model=cfg.ViT(patch=4, width=16, num_layers=1, num_heads=2),
+    data=cfg.Synthetic(num_examples=64, image_size=8, num_classes=21_841),
+    mesh=cfg.Mesh(model=2),
+  )
+  with pytest.raises(ConfigError, match=re.escape(says)):
+    build.experiment(config)

@@ -1,0 +1,243 @@
+"""Copies and numbers under layouts: a device that differs, and one that has NaN."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import quick
+from test_layout_checkpoint import batch
+from test_non_finite import spoilt
+from test_replicas import flipped
+from tiny_stack import RULES, tiny_stack
+
+from jaxscale import optim
+from jaxscale.exchange import plain
+from jaxscale.mesh import make_mesh
+from jaxscale.parallel import make_layout, stack_loss
+from jaxscale.parallel.layout import summed_axes, to_rest
+from jaxscale.parallel.reduction import exchange_axes
+from jaxscale.planning import hlo
+from jaxscale.training import nan_guard, replica_check
+from jaxscale.training.replica_check import (
+  Replica,
+  ReplicaDivergenceError,
+  make_fingerprint,
+)
+from jaxscale.training.state import init_state
+from jaxscale.training.step import make_train_step
+
+PARAMETERS = {"shard": "parameters"}
+LAYOUTS = {
+  "data 4 x fsdp 2": ({"data": 4, "fsdp": 2}, PARAMETERS),
+  "data 2 x fsdp 2 x model 2": ({"data": 2, "fsdp": 2, "model": 2}, PARAMETERS),
+  "data 4 x model 2": ({"data": 4, "model": 2}, {}),
+  "fsdp 8": ({"data": 1, "fsdp": 8}, PARAMETERS),
+  "zero-2": ({"data": 2, "fsdp": 4}, {"shard": "gradients"}),
+}
+
+
+def made_layout(name):
+  sizes, options = LAYOUTS[name]
+  mesh, stack = make_mesh(**sizes), tiny_stack()
+  shapes = jax.eval_shape(stack.init, jax.random.key(0))
+  return mesh, stack, make_layout(mesh, shapes, RULES, **options)
+
+
+@functools.cache
+def placed(name):
+  """Parameters in a layout, and the function that hashes them."""
+  mesh, stack, layout = made_layout(name)
+  init = jax.jit(lambda key: to_rest(stack.init(key), layout))
+  params = init(jax.random.key(0))
+  return mesh, params, make_fingerprint(mesh, params)
+
+
+def with_flipped(x, *devices):
+  """The array with one bit the other way in what these devices have of it."""
+  on = [
+    jax.device_put(
+      flipped(np.asarray(s.data)) if s.device.id in devices else s.data, s.device
+    )
+    for s in x.addressable_shards
+  ]
+  return jax.make_array_from_single_device_arrays(x.shape, x.sharding, on)
+
+
+def found(name, leaf, *devices):
+  """What a check says of bits that are the other way in `leaf`."""
+  _, params, fingerprint = placed(name)
+  part, key = leaf.split("/")
+  bad = with_flipped(params[part][key], *devices)
+  params = params | {part: params[part] | {key: bad}}
+  try:
+    replica_check.check(params, fingerprint, step=7)
+  except ReplicaDivergenceError as e:
+    assert "\n" not in str(e) and str(e).endswith(" after step 7")
+    return str(e).removesuffix(" after step 7")
+  return None
+
+
+@pytest.mark.parametrize("name", quick(LAYOUTS, "data 2 x fsdp 2 x model 2"))
+def test_parts_of_one_whole_raise_no_alarm(name):
+  mesh, params, fingerprint = placed(name)
+  replica_check.check(params, fingerprint, step=7)
+  prints = np.asarray(fingerprint(params))
+  assert prints.shape == (8, len(jax.tree.leaves(params)))
+  # They are other parts, not copies of one.
+  assert len({tuple(row) for row in prints}) == (1 if name == "zero-2" else
+    8 // mesh.shape["data"])  # fmt: skip
+
+
+def test_the_device_whose_part_differs_is_named():
+  """Devices 1, 3, 5 and 7 have the second half of each parameter."""
+  host = replica_check.platform.node()
+  line = found("data 4 x fsdp 2", "layers/q", 5)
+  assert line == (
+    f"process 0 ({host}, cpu:5) differs from 3 of 4 devices in the same part of "
+    "layers/q"
+  )
+  line = found("data 4 x fsdp 2", "head/scale", 5)  # whole on all of them
+  assert line == f"process 0 ({host}, cpu:5) differs from 7 of 8 devices in head/scale"
+  line = found("data 4 x fsdp 2", "layers/q", 4, 5)
+  assert line == (
+    f"process 0 ({host}, cpu:4 cpu:5) differs from 6 of 8 devices in the same part of "
+    "layers/q"
+  )
+
+
+def test_of_two_that_have_a_part_neither_is_blamed():
+  """Devices 2 and 6 have the part of fsdp 1 and model 0."""
+  host = replica_check.platform.node()
+  line = found("data 2 x fsdp 2 x model 2", "layers/q", 6)
+  assert line == (
+    f"process 0 ({host}, cpu:2 cpu:6) differ in the same part of layers/q: 2 devices, "
+    "2 versions, and no majority that says which one is right"
+  )
+
+
+def test_what_model_does_not_split_is_compared_along_it():
+  host = replica_check.platform.node()
+  line = found("data 2 x fsdp 2 x model 2", "layers/scale", 6)
+  assert (
+    line == f"process 0 ({host}, cpu:6) differs from 7 of 8 devices in layers/scale"
+  )
+  line = found("data 4 x model 2", "layers/down_bias", 0)
+  assert line and "cpu:0) differs from 7 of 8 devices in layers/down_bias" in line
+  line = found("data 4 x model 2", "layers/up_bias", 0)
+  assert line and "cpu:0) differs from 3 of 4 devices in the same part of" in line
+
+
+def test_what_one_device_alone_has_is_not_compared():
+  assert found("fsdp 8", "layers/q", 6) is None
+  line = found("fsdp 8", "layers/scale", 6)
+  assert line and "cpu:6) differs from 7 of 8" in line
+
+
+def test_what_is_whole_everywhere_has_one_hash():
+  """Of ZeRO-2 the parameters are whole, and the moments are not."""
+  line = found("zero-2", "layers/q", 6)
+  assert line and line.endswith("cpu:6) differs from 7 of 8 devices in layers/q")
+
+
+def test_nothing_crosses_the_network():
+  mesh, params, fingerprint = placed("data 2 x fsdp 2 x model 2")
+  assert hlo.collectives(fingerprint.lower(params).compile(), mesh) == []
+
+
+def test_parts_of_several_processes_in_words():
+  """Two nodes of two devices, each with halves: a half of one differs."""
+  rows = [
+    Replica(i // 2, f"n{i // 2}", f"gpu:{i % 2}", (10 + i % 2, 5), (i % 2, 0))
+    for i in range(6)
+  ]
+  assert replica_check.describe(rows, ["w", "b"]) is None
+  rows[3] = rows[3]._replace(hashes=(7, 5))
+  assert replica_check.describe(rows, ["w", "b"]) == (
+    "process 1 (n1, gpu:1) differs from 2 of 3 devices in the same part of w"
+  )
+  rows[4] = rows[4]._replace(hashes=(10, 4))
+  assert replica_check.describe(rows, ["w", "b"]) == (
+    "process 1 (n1, gpu:1) and process 2 (n2, gpu:0) differs from 4 of 6 devices in "
+    "the same part of w and 1 more leaf"
+  )
+
+
+def spoilt_finish(finish, what):
+  """A row whose first target is -2 makes NaN: of a gradient alone, or of the loss."""
+
+  def bad(params, h, rows, ops):
+    flag = jnp.where((rows["targets"] == -2).any(), jnp.nan, 1.0)[None]
+    if what in params:
+      params = params | {what: spoilt(params[what], flag)}
+    h = spoilt(h, flag) if what == "h" else h * flag if what == "loss" else h
+    return finish(params, h, rows, ops)
+
+  return bad
+
+
+@functools.cache
+def spoilt_step(name, what):
+  mesh, stack, layout = made_layout(name)
+  stack = stack._replace(finish=spoilt_finish(stack.finish, what))
+  tx, exchange = optim.adamw(1e-2), plain(exchange_axes(layout))
+  made = tx, mesh, exchange
+  state = init_state(lambda key: (stack.init(key), {}), *made, layout=layout)
+  step = make_train_step(stack_loss(stack, layout), *made, layout=layout, refuse=True)
+  return mesh, layout, state, step
+
+
+ALONE = "device 3: gradient of head/scale is NaN"
+SPOILT = {
+  # On each device 2 rows of 16; device 3's are 6 and 7, and it shares with device 2.
+  ("data 4 x fsdp 2", "scale"): ALONE,
+  ("data 4 x fsdp 2", "kernel"): (
+    "devices 2 3: gradient of head/kernel, summed over fsdp, is NaN"
+  ),
+  ("data 4 x fsdp 2", "loss"): (
+    "device 3: gradient of embed/table, summed over fsdp, is NaN"
+  ),
+  ("zero-2", "kernel"): (
+    "devices 0 1 2 3: gradient of head/kernel, summed over fsdp, is NaN"
+  ),
+  # Devices 2 and 3 have rows 4 to 7, each a half of the kernel.
+  ("data 4 x model 2", "kernel"): "devices 2 3: gradient of head/kernel is NaN",
+  ("data 4 x model 2", "loss"): "devices 2 3: gradient of embed/table is NaN",
+  # Devices 0 to 3 have rows 0 to 7, of them 2 and 3 the rows 4 to 7.
+  ("data 2 x fsdp 2 x model 2", "scale"): (
+    "devices 2 3: gradient of head/scale is NaN"
+  ),
+  ("data 2 x fsdp 2 x model 2", "h"): (
+    "devices 0 1 2 3: gradient of embed/table, summed over fsdp, is NaN"
+  ),
+  ("data 2 x fsdp 2 x model 2", "loss"): (
+    "devices 2 3: gradient of embed/table, summed over fsdp, is NaN"
+  ),
+}  # fmt: skip
+QUICK = [("data 4 x fsdp 2", "kernel"), ("data 2 x fsdp 2 x model 2", "loss")]
+
+
+@pytest.mark.parametrize("case", quick(SPOILT, *QUICK), ids="-".join)
+def test_a_bad_gradient_of_one_device_is_refused_and_named(case):
+  mesh, layout, state, step = spoilt_step(*case)
+  rows = batch(0, mesh)
+  targets = np.array(rows["targets"])
+  targets[6, 0] = -2
+  bad = rows | {"targets": jax.device_put(targets, rows["targets"].sharding)}
+  before = jax.device_get(state)
+  state, metrics = step(state, bad)
+  after = jax.device_get(state)
+  for x, y in zip(*map(jax.tree.leaves, (before.params, after.params)), strict=True):
+    np.testing.assert_array_equal(x, y)
+  counted = jax.tree.map(lambda x: x + 1 if x.dtype == np.int32 else x, before)
+  jax.tree.map(np.testing.assert_array_equal, counted, after)
+  assert np.isnan(metrics["loss"])
+  seen = metrics.pop(nan_guard.SEEN)
+  told = nan_guard.describe(seen, state.params, {}, state, summed_axes(layout))
+  assert not told.in_state
+  assert told.text == f"process 0 ({replica_check.platform.node()}), {SPOILT[case]}"
+  # And what follows is good.
+  state, metrics = step(state, rows)
+  assert np.isfinite(metrics["loss"])
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get(state)))

@@ -1,0 +1,307 @@
+"""Local updates: against plain data parallelism, and against float64 numpy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import digits_batch
+
+from jaxscale import exchange, models, optim
+from jaxscale.errors import ConfigError
+from jaxscale.exchange import local
+from jaxscale.mesh import batch_sharding, make_mesh
+from jaxscale.planning import hlo
+from jaxscale.training import losses
+from jaxscale.training.local_step import (
+  abstract_local_state,
+  init_local_state,
+  make_agree,
+  make_local_train_step,
+)
+from jaxscale.training.state import init_state
+from jaxscale.training.step import make_train_step
+
+AXES = ("replica", "data")
+PLAIN = exchange.plain(AXES)
+DIM, ROWS, WORKERS = 12, 32, 8
+W0 = np.linspace(-1, 1, DIM)
+CURVED = np.linspace(0.2, 1.8, DIM)  # of the loss below, by coordinate
+
+
+def quadratic(params, model_state, batch, keys):
+  """sum over rows of |a (w - x)|^2 / 2: the gradient of a row is a^2 (w - x)."""
+  del keys
+  scale = jnp.asarray(CURVED, jnp.float32)
+  loss = 0.5 * jnp.square(scale * (params["w"] - batch["x"])).sum()
+  examples = (batch["x"][:, 0] < jnp.inf).sum(dtype=jnp.int32)
+  return loss, (model_state, {"loss": loss, "examples": examples})
+
+
+def init(key):
+  del key
+  return {"w": jnp.asarray(W0, jnp.float32)}, {}
+
+
+def data(steps):
+  return np.random.default_rng(0).normal(size=(steps, ROWS, DIM)).astype(np.float32)
+
+
+def run(method, tx, steps, *, mesh=None, workers=None, **options):
+  """The state and metrics after every step on the quadratic."""
+  mesh = mesh or make_mesh(replica=2)
+  state = init_local_state(init, tx, mesh, PLAIN, method)
+  step = make_local_train_step(
+    quadratic, tx, mesh, PLAIN, method, workers=workers, **options
+  )
+  out = []
+  for x in data(steps):
+    batch = jax.device_put({"x": x}, batch_sharding(mesh))
+    state, metrics = step(state, batch)
+    out.append(jax.device_get((state, metrics)))
+  return out
+
+
+def reference(outer, every, steps, *, lr, momentum, reset, groups=WORKERS):
+  """The same in float64; `outer` is (anchor, mean way, its state) -> both anew."""
+  anchor, state = W0.copy(), np.zeros(DIM)
+  w = np.tile(anchor, (groups, 1))
+  v = np.zeros_like(w)
+  for i, x in enumerate(data(steps).astype(np.float64), 1):
+    rows = x.reshape(groups, -1, DIM).mean(axis=1)
+    v = momentum * v + CURVED**2 * (w - rows)
+    w = w - lr * v
+    if i % every == 0:
+      anchor, state = outer(anchor, (anchor - w).mean(axis=0), state)
+      w = np.tile(anchor, (groups, 1))
+      v = v * (0 if reset else 1)
+  return anchor, w
+
+
+def bmuf(n, zeta=1.0, nesterov=True):
+  """CNTK's own form, on the sum over workers, with (1 - n) b N = zeta."""
+
+  def outer(anchor, mean, smoothed):
+    block_rate = zeta / ((1 - n) * WORKERS)
+    smoothed = n * smoothed + (1 - n) * block_rate * (WORKERS * mean)
+    anchor = anchor - smoothed
+    return anchor - (n * smoothed if nesterov else 0), smoothed
+
+  return outer
+
+
+def nesterov(anchor, mean, v, rate=0.7, m=0.9):
+  v = m * v + mean
+  return anchor - rate * (mean + m * v), v
+
+
+CASES = {
+  "block momentum": (local.block_momentum(3, WORKERS), bmuf(1 - 1 / WORKERS), True),
+  "its options": (
+    local.block_momentum(
+      3, WORKERS, momentum=0.6, rate=0.5, nesterov=False, reset_momentum=False
+    ),
+    bmuf(0.6, 0.5, nesterov=False),
+    False,
+  ),
+  "diloco": (local.diloco(3), nesterov, False),
+  "local sgd": (local.local_sgd(3), lambda w, mean, s: (w - mean, s), False),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equations_against_float64(name):
+  method, outer, reset = CASES[name]
+  out = run(method, optax.sgd(0.05, momentum=0.8), 14)
+  anchor, own = reference(outer, 3, 14, lr=0.05, momentum=0.8, reset=reset)
+  state = out[-1][0]
+  np.testing.assert_allclose(state.params["w"], anchor, rtol=0, atol=3e-6)
+  np.testing.assert_allclose(state.exchange_state.params["w"], own, rtol=0, atol=3e-6)
+  # Apart between agreements, two steps after the last one; together at each.
+  assert np.ptp(own, axis=0).max() > 1e-2
+  assert np.ptp(out[11][0].exchange_state.params["w"], axis=0).max() == 0
+
+
+def test_devices_of_a_worker_train_as_one():
+  """Two workers of four devices are two workers, whatever their devices hold."""
+  method = local.block_momentum(3, 2)
+  out = run(method, optax.sgd(0.05, momentum=0.8), 10, workers=("replica",))
+
+  def outer(anchor, mean, smoothed):
+    smoothed = 0.5 * smoothed + mean
+    return anchor - 1.5 * smoothed, smoothed
+
+  anchor, own = reference(outer, 3, 10, lr=0.05, momentum=0.8, reset=True, groups=2)
+  state = out[-1][0]
+  np.testing.assert_allclose(state.params["w"], anchor, rtol=0, atol=3e-6)
+  each = state.exchange_state.params["w"].reshape(2, 4, DIM)
+  np.testing.assert_allclose(each[:, 0], own, rtol=0, atol=3e-6)
+  assert np.ptp(each, axis=1).max() == 0
+
+
+@functools.cache
+def with_a_model(plain: bool, workers=None):
+  """Parameters and losses of 20 steps, by the plain step or H = 1 and W = W - D."""
+  mesh, tx, method = make_mesh(replica=2), optax.sgd(0.1), local.local_sgd(1)
+  model = models.MLP(num_classes=10, hidden=(32,))
+  fns = models.functions(model, (8, 8, 1), mean=(8.0,), std=(5.0,))
+
+  def apply(params, model_state, images, train, keys):
+    noise = jax.vmap(lambda key: jax.random.normal(key, images.shape[1:]))(keys)
+    images = images.astype(jnp.float32) + noise
+    return fns.apply(params, model_state, images, train, keys)
+
+  loss = losses.classification_loss(apply)
+  if plain:
+    state = init_state(fns.init, tx, mesh, PLAIN, seed=1)
+    step = make_train_step(loss, tx, mesh, PLAIN)
+  else:
+    state = init_local_state(fns.init, tx, mesh, PLAIN, method, seed=1)
+    step = make_local_train_step(loss, tx, mesh, PLAIN, method, workers=workers)
+  history = []
+  for i in range(20):
+    batch = jax.device_put(digits_batch(64, seed=i), batch_sharding(mesh))
+    state, metrics = step(state, batch)
+    history.append(metrics["loss"].item())
+  return jax.tree.leaves(jax.device_get(state.params)), history
+
+
+@pytest.mark.parametrize("workers", [None, ("replica",)])
+def test_agreeing_in_every_step_is_data_parallelism(workers):
+  """H = 1, the outer step W = W - D, no momentum: plain SGD, with a real model."""
+  params, history = with_a_model(False, workers)
+  wanted, wanted_history = with_a_model(True)
+  assert history == pytest.approx(wanted_history, rel=1e-5)
+  for a, b in zip(params, wanted, strict=True):
+    assert np.linalg.norm(a - b) <= 1e-6 * max(np.linalg.norm(b), 1e-3)
+
+
+def test_norms_are_of_whole_parameters():
+  """LARS in a worker is LARS on one device with that worker's rows."""
+  tx = optim.lars(lambda step: jnp.float32(1.0), weight_decay=1e-3, mask=None)
+  method = local.local_sgd(99)
+  state = run(method, tx, 4)[-1][0]
+  params, opt_state = init(None)[0], tx.init(init(None)[0])
+  for x in data(4):
+    rows = x.reshape(WORKERS, -1, DIM)[5]
+    grads = jax.grad(
+      lambda p, rows=rows: quadratic(p, {}, {"x": rows}, None)[0] / len(rows)
+    )(params)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    params = optax.apply_updates(params, updates)
+  got = state.exchange_state.params["w"][5]
+  np.testing.assert_allclose(got, params["w"], rtol=1e-6)
+
+
+def test_nothing_crosses_the_network_between_agreements():
+  mesh, method = make_mesh(replica=2), local.diloco(5)
+  tx = optim.adamw(1e-3)
+  state = abstract_local_state(init, tx, mesh, PLAIN, method)
+  batch = {"x": jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32)}
+
+  def table(**options):
+    step = make_local_train_step(quadratic, tx, mesh, PLAIN, method, **options)
+    return hlo.collectives(step.lower(state, batch).compile(), mesh)
+
+  silent = table(reduce_metrics=False)
+  assert all(row.conditional for row in silent)
+  assert hlo.total(silent).payload_bytes == DIM * 4
+  always = [row for row in table() if not row.conditional]
+  assert hlo.total(always).payload_bytes == 12  # loss, examples, norm of gradients
+  assert all(row.conditional == (row.axes == AXES) for row in
+             table(reduce_metrics=False, workers=("replica",)))  # fmt: skip
+
+
+def test_metrics_of_each_device_average_to_the_reduced_ones():
+  tx, method = optax.sgd(0.05), local.local_sgd(2)
+  options = dict(schedule=lambda step: jnp.float32(0.05))
+  whole = run(method, tx, 3, **options)
+  each = run(method, tx, 3, reduce_metrics=False, **options)
+  for (_, a), (_, b) in zip(whole, each, strict=True):
+    assert b["loss"].shape == b["grad_norm"].shape == (WORKERS,)
+    for name in ("loss", "grad_norm", "learning_rate"):
+      np.testing.assert_allclose(a[name], b[name].mean(), rtol=1e-5)
+
+
+def test_a_last_block_that_is_not_full():
+  mesh, tx, method = make_mesh(replica=2), optax.sgd(0.05), local.local_sgd(4)
+  out = run(method, tx, 4)[-1][0]
+  early = run(local.local_sgd(99), tx, 4)[-1][0]
+  state = init_local_state(init, tx, mesh, PLAIN, method)
+  state = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), early, state)
+  state = jax.device_get(make_agree(mesh, PLAIN, method)(state))
+  np.testing.assert_allclose(state.params["w"], out.params["w"], rtol=1e-6)
+  np.testing.assert_allclose(
+    state.exchange_state.params["w"], out.exchange_state.params["w"], rtol=1e-6
+  )
+  assert state.step == 4
+
+
+def test_the_last_step_of_a_run_is_an_agreement():
+  tx = optax.sgd(0.05)
+  wanted = run(local.local_sgd(4), tx, 4)[-1][0]
+  got = run(local.local_sgd(99), tx, 4, last_step=4)
+  np.testing.assert_array_equal(got[-1][0].params["w"], wanted.params["w"])
+  np.testing.assert_array_equal(got[-2][0].params["w"], np.float32(W0))
+
+
+def test_micro_batches_change_nothing():
+  def observe(opt_state):
+    return {"velocity": optax.tree.norm(opt_state)}
+
+  def last(**options):
+    tx = optax.sgd(0.05, momentum=0.9)
+    return run(local.diloco(2), tx, 3, observe=observe, **options)[-1]
+
+  (whole, metrics), (parts, same) = last(), last(accumulate_steps=2)
+  np.testing.assert_allclose(
+    parts.exchange_state.params["w"], whole.exchange_state.params["w"], atol=1e-6
+  )
+  assert metrics["velocity"] > 0
+  assert same == {name: pytest.approx(value, rel=1e-5)
+                  for name, value in metrics.items()}  # fmt: skip
+
+
+def test_shapes_are_known_without_computing():
+  mesh, tx, method = make_mesh(replica=2), optim.sgd(0.1), local.block_momentum(2, 8)
+  state = init_local_state(init, tx, mesh, PLAIN, method)
+  abstract = abstract_local_state(init, tx, mesh, PLAIN, method)
+  assert jax.tree.structure(state) == jax.tree.structure(abstract)
+  for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True):
+    assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+  assert state.exchange_state.params["w"].shape == (8, DIM)
+  assert state.evaluated()[0]["w"].shape == (DIM,)
+
+
+def test_too_few_samples():
+  assert local.check_samples(64_000, 10, worker_batch=100, num_workers=8) is None
+  note = local.check_samples(63_999, 10, worker_batch=100, num_workers=8)
+  assert note and "wants 64,000" in note and "there are 63,999; give 9 or" in note
+  with pytest.raises(ConfigError, match=r"8,000 samples, more than the 7,000"):
+    local.check_samples(7_000, every=10, worker_batch=100, num_workers=8)
+  assert local.block_steps(100) == 1200 and local.block_steps(10**9) == 1
+
+
+@pytest.mark.parametrize(
+  ("make", "match"),
+  [
+    (lambda: local.local_sgd(0), "every=0"),
+    (lambda: local.block_momentum(2, 0), "num_workers=0"),
+    (lambda: local.block_momentum(2, 4, momentum=1.0), "0.75 is the default"),
+    (
+      lambda: run(local.block_momentum(2, 8), optim.adamw(1e-3), 1),
+      "reset_momentum=True: the optimizer keeps no momentum",
+    ),
+    (
+      lambda: run(local.local_sgd(2), optax.sgd(0.1), 1, workers=("model",)),
+      "not 'model'",
+    ),
+  ],
+)
+def test_mistakes_are_one_line(make, match):
+  with pytest.raises(ConfigError, match=match) as error:
+    make()
+  assert "\n" not in str(error.value)

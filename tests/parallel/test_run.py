@@ -1,0 +1,320 @@
+"""`fit` and the loop in this process: metrics, evaluation, divergence, workdirs."""
+
+import json
+import math
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxscale import data, metrics
+from jaxscale.config.loading import load_config
+from jaxscale.errors import ConfigError
+from jaxscale.experiment import build
+from jaxscale.experiment.derive import derive
+from jaxscale.mesh import make_mesh
+from jaxscale.run import adaptive_batch, reporter
+from jaxscale.run.fit import fit
+from jaxscale.training import loop
+
+QUICK = {
+  "epochs": "4",
+  "schedule.warmup_epochs": "1",
+  "model": "MLP",
+  "model.hidden": "(32,)",
+  "mesh.data": "8",
+  "evaluation.every_epochs": "2",
+  "checkpoint.every_epochs": "2",
+  "log.every_steps": "5",
+}
+
+
+def quick(**changes):
+  dotted = {k.replace("__", "."): v for k, v in changes.items()}
+  base = dict(QUICK)
+  if "model" in dotted:
+    del base["model.hidden"]
+  return load_config("configs/digits.py", base | dotted)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+  """One short run, looked at by several tests."""
+  import os
+
+  os.chdir(build.__file__.rsplit("/", 3)[0])
+  workdir = tmp_path_factory.mktemp("run")
+  return fit(quick(), workdir), workdir
+
+
+def test_a_run_leaves_its_record(finished):
+  result, workdir = finished
+  names = {p.name for p in workdir.iterdir()}
+  assert names == {
+    "checkpoints", "config.json", "metrics.jsonl", "metrics.png", "summary.json",
+    "lease",
+    "tensorboard",
+  }  # fmt: skip
+  assert json.loads((workdir / "summary.json").read_text()) == result.summary
+  assert result.summary["outcome"] == "done" and result.summary["step"] == 45
+  assert result.summary["accuracy"] > 0.5
+  lines = metrics.read_metrics(workdir / "metrics.jsonl")
+  logged = [line["step"] for line in lines if "train/loss" in line]
+  assert logged == [*range(5, 46, 5)]
+  assert [line["step"] for line in lines if "eval/loss" in line] == [22, 44, 45]
+  assert all(line["perf/examples_per_s"] > 0 for line in lines if "perf" in str(line))
+  assert (workdir / "metrics.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_resolved_config_is_written(finished):
+  _, workdir = finished
+  described = json.loads((workdir / "config.json").read_text())
+  assert described["config"]["optimizer"]["class"] == "SGD"
+  assert described["config"]["model"]["hidden"] == [32]
+  assert described["derived"]["total_steps"] == 45
+  assert described["derived"]["peak_lr"] == 0.1
+  assert described["derived"]["device_batch_size"] == 16
+  assert described["versions"]["jax"] == jax.__version__
+
+
+def test_tensorboard_has_the_same_numbers(finished):
+  from tensorboardX.proto.event_pb2 import Event
+
+  _, workdir = finished
+  (path,) = (workdir / "tensorboard").iterdir()
+  content, scalars = path.read_bytes(), []
+  while content:  # TFRecord: length, its crc, an event, its crc
+    size = int.from_bytes(content[:8], "little")
+    event = Event.FromString(content[12 : 12 + size])
+    scalars += [(event.step, v.tag, v.simple_value) for v in event.summary.value]
+    content = content[16 + size :]
+  lines = metrics.read_metrics(workdir / "metrics.jsonl")
+  for line in lines:
+    for name, value in line.items():
+      if "/" in name:
+        assert (line["step"], name, pytest.approx(value)) in scalars
+
+
+def test_a_finished_run_says_so_and_stays_as_it_is(finished, capsys):
+  result, workdir = finished
+  again = fit(quick(), workdir)
+  assert "all 45 steps are done already" in capsys.readouterr().out
+  assert again.summary["accuracy"] == result.summary["accuracy"]
+  for a, b in zip(*map(jax.tree.leaves, (again.state, result.state)), strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_a_workdir_of_another_experiment_is_refused(finished):
+  _, workdir = finished
+  before = (workdir / "config.json").read_text()
+  with pytest.raises(ConfigError, match=r"optimizer.lr is 0.1 there and 0.2 now"):
+    fit(quick(optimizer__lr="0.2"), workdir)
+  with pytest.raises(ConfigError, match=r"model.class is 'MLP' there and 'CNN' now"):
+    fit(quick(model="CNN", model__features="8"), workdir)
+  assert (workdir / "config.json").read_text() == before
+  # Where it runs and what it logs may change.
+  fit(quick(mesh__data="8", log__every_steps="50"), workdir)
+
+
+def test_a_workdir_that_cannot_be_made_is_refused(tmp_path):
+  (tmp_path / "file").write_text("")
+  with pytest.raises(ConfigError, match="use another one"):
+    fit(quick(), tmp_path / "file" / "run")
+
+
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    (dict(batch_size="100"), "96 or 104"),
+    (dict(batch_size="4"), "give 8"),
+    (dict(batch_size="136", accumulate_steps="4"), "128 or 160"),
+    (dict(mesh__data="3"), "8 devices"),
+    (dict(model="CNN", model__features="(8, 8, 8, 8)"), "give fewer"),
+    (
+      dict(epochs="1.42", schedule__warmup_epochs="1.4", batch_size="1024"),
+      "2 steps of a run of 2, make it shorter",
+    ),
+  ],
+)
+def test_what_does_not_fit_the_devices_is_refused(changes, message):
+  with pytest.raises(ConfigError, match=message) as error:
+    build.experiment(quick(**changes))
+  assert "\n" not in str(error.value)
+
+
+def test_evaluation_is_exact_at_any_batch_size_and_device_count(finished):
+  """The same hits, to the last example, as one example after the other."""
+  result, _ = finished
+  state = jax.device_get(result.state)
+  dataset = data.digits("test")
+  experiment = build.experiment(quick())
+  params, model_state = state.evaluated()
+  rows = dataset.load(np.arange(360), None)
+  logits, _ = experiment.model.apply(params, model_state, rows["image"], False, None)
+  hits = int((logits.argmax(-1) == rows["label"]).sum())
+  from jaxscale.training.losses import classification_totals
+  from jaxscale.training.step import make_eval_step
+
+  for num_devices in (1, 2, 8):
+    mesh = make_mesh(devices=jax.devices()[:num_devices])
+    step = make_eval_step(classification_totals(experiment.model.apply), mesh)
+    for batch_size in (1, 7, 64, 1000):
+      size = -(-batch_size // num_devices) * num_devices
+      batches = data.to_device(data.eval_batches(dataset, size), mesh)
+      values = loop.evaluate(step, params, model_state, batches)
+      assert values["accuracy"] * 360 == hits
+      assert values["loss"] == pytest.approx(result.summary["loss"], rel=1e-5)
+
+
+def fake_run(losses, total=None, saved=None, stop_at=None):
+  """The loop over steps that return the given losses; what it called."""
+  calls = []
+
+  def step(state, batch):
+    assert batch == state
+    metrics = {"loss": jnp.float32(losses[state]), "grad_norm": jnp.float32(1)}
+    return state + 1, metrics
+
+  events = loop.Events(
+    is_logged=lambda s: True,
+    is_evaluated=lambda s: s % 4 == 0,
+    is_saved=lambda s: s % (saved or 100) == 0,
+    log=lambda s, m: calls.append(("log", s)),
+    evaluate=lambda s, state: calls.append(("evaluate", s)) or {"accuracy": 1.0},
+    save=lambda s, state, e: calls.append(("save", s, e is not None)),
+    should_stop=lambda s: s == stop_at,
+  )
+  total = total or len(losses)
+  end = loop.train(0, step, iter(range(total)), events, start=0, total_steps=total)
+  return end, calls
+
+
+def test_the_loop_calls_in_order():
+  end, calls = fake_run([1.0] * 8, saved=4)
+  assert end == (8, 8)
+  assert [c for c in calls if c[0] == "log"] == [("log", s) for s in range(1, 9)]
+  # Every step up to a checkpoint has been looked at before it is written.
+  before = calls[: calls.index(("save", 4, True))]
+  assert before == [*[("log", s) for s in range(1, 5)], ("evaluate", 4)]
+
+
+def test_the_loop_stops_and_saves_when_asked():
+  end, calls = fake_run([1.0] * 8, stop_at=3)
+  assert end == (3, 3) and calls[-1] == ("save", 3, False)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("at", [1, 5, 6])
+def test_a_loss_that_is_no_number_names_its_step_and_saves_nothing(bad, at):
+  values = [1.0] * 12
+  values[at - 1] = bad
+  with pytest.raises(loop.NonFiniteError, match=f"step {at}"):
+    fake_run(values, saved=at)
+
+
+def test_divergence_keeps_the_last_good_checkpoint(tmp_path, capsys):
+  config = quick(optimizer__lr="1e9", checkpoint__every_epochs="0.09")
+  with pytest.raises(loop.NonFiniteError, match="last good checkpoint") as error:
+    fit(config, tmp_path)
+  steps = [
+    int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()
+  ]
+  assert all(s < error.value.step for s in steps)
+
+
+def test_the_metrics_file_forgets_steps_after_the_checkpoint(tmp_path):
+  with_later = [{"step": s, "train/loss": 1.0} for s in (1, 2, 3)]
+  text = "".join(json.dumps(line) + "\n" for line in with_later) + '{"step": 4, "tr'
+  (tmp_path / "metrics.jsonl").write_text(text)
+  writer = metrics.MetricWriter(tmp_path, start=2, tensorboard=False)
+  writer.write(3, {"train/loss": 0.5})
+  writer.close()
+  lines = metrics.read_metrics(tmp_path / "metrics.jsonl")
+  assert [(line["step"], line["train/loss"]) for line in lines] == [
+    (1, 1),
+    (2, 1),
+    (3, 0.5),
+  ]
+
+
+def test_a_run_stops_at_its_target_and_stays_there(tmp_path, capsys):
+  options = dict(stop_at_target="True", target_accuracy="0.3", epochs="40",
+                 evaluation__every_epochs="1")  # fmt: skip
+  summary = fit(quick(**options), tmp_path).summary
+  assert summary["outcome"] == "done" and summary["accuracy"] >= 0.3
+  assert summary["step"] == summary["target_step"] < summary["total_steps"]
+  assert 0 < summary["target_seconds"] <= summary["seconds"]
+  capsys.readouterr()
+  again = fit(quick(**options), tmp_path).summary
+  said = capsys.readouterr().out
+  assert f"reached its target by step {summary['step']} already" in said
+  for name in ("step", "target_step", "target_seconds", "accuracy"):
+    assert again[name] == summary[name]
+
+
+def test_trust_ratios_and_noise_scale_are_logged(tmp_path):
+  options = dict(optimizer="LARS", optimizer__lr="5", log__trust_ratios="True",
+                 noise_scale="True", epochs="2")  # fmt: skip
+  summary = fit(quick(**options), tmp_path).summary
+  lines = metrics.read_metrics(tmp_path / "metrics.jsonl")
+  ratios = [line for line in lines if "trust_ratio/Dense_0/kernel" in line]
+  assert ratios and all(0 < r["trust_ratio/Dense_0/kernel"] < 1 for r in ratios)
+  assert not any("bias" in name for name in ratios[0])
+  scales = [line["train/noise_scale"] for line in lines if "train/noise_scale" in line]
+  assert scales[-1] > 0
+  assert summary["noise_scale"] == pytest.approx(scales[-1], rel=1e-5)
+  assert (
+    fit(quick(**options), tmp_path).summary["noise_scale"] == summary["noise_scale"]
+  )
+
+
+def test_one_gradient_has_no_noise_scale():
+  experiment = build.experiment(quick())
+  config = quick(noise_scale="True", mesh__data="-1")
+  sizes = experiment.derived.num_train, experiment.derived.num_eval
+  with pytest.raises(ConfigError, match="set accumulate_steps to 2"):
+    derive(config, *sizes, num_devices=1)
+
+
+def test_a_run_that_waits_for_data_says_so(tmp_path, capsys, monkeypatch):
+  real = adaptive_batch.train_batches
+
+  def slow(*args):
+    for batch in real(*args):
+      time.sleep(0.03)
+      yield batch
+
+  monkeypatch.setattr(adaptive_batch, "train_batches", slow)
+  monkeypatch.setattr(reporter, "INPUT_BOUND_SECONDS", 0.02)
+  fit(quick(), tmp_path)
+  said = [x for x in capsys.readouterr().out.splitlines() if "input-bound" in x]
+  assert len(said) == 1 and "input_threads" in said[0]
+  waits = [x["perf/input_wait"] for x in metrics.read_metrics(
+    tmp_path / "metrics.jsonl") if "perf/input_wait" in x]  # fmt: skip
+  assert waits[-1] > 0.2
+
+
+def test_the_log_of_mlperf_tells_the_run(tmp_path):
+  options = dict(log__mllog="True", target_accuracy="0.1", stop_at_target="True")
+  fit(quick(**options), tmp_path)
+  events = metrics.read_mllog(tmp_path / "mllog.txt")
+  keys = [event["key"] for event in events]
+  assert keys.index("init_start") < keys.index("run_start") < keys.index("eval_start")
+  assert keys[-1] == "run_stop" and events[-1]["metadata"]["status"] == "success"
+  before = (tmp_path / "mllog.txt").read_text()
+  fit(quick(**options), tmp_path)  # it is done: nothing to add
+  assert (tmp_path / "mllog.txt").read_text() == before
+
+
+def test_progress_lines(capsys):
+  progress = metrics.Progress(100, total_examples=3200)
+  progress.train(10, 320, {"loss": 0.5, "learning_rate": 0.1})
+  progress.evaluated(10, {"accuracy": 0.875, "loss": 0.25})
+  progress.close()
+  first, second = capsys.readouterr().out.splitlines()
+  assert first.startswith("step  10/100  loss 0.5000  rate 0.1  ")
+  assert first.endswith("left") and "examples/s" in first
+  assert second == "step  10/100  held-out accuracy 87.50%  loss 0.2500"
+  assert metrics.duration(7) == "0:07" and metrics.duration(11_100) == "3:05:00"

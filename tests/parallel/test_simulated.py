@@ -1,0 +1,107 @@
+"""Programs with collectives on simulated devices."""
+
+import os
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxscale.collectives.cpu_workarounds import numbered, one_at_a_time
+from jaxscale.mesh import make_mesh
+from jaxscale.run.session import enough_threads
+
+
+@pytest.fixture
+def environment(monkeypatch):
+  for name in ("NPROC", "XLA_FLAGS", "JAX_NUM_CPU_DEVICES"):
+    monkeypatch.delenv(name, raising=False)
+  monkeypatch.setattr(os, "cpu_count", lambda: 2)
+  return monkeypatch
+
+
+@pytest.mark.parametrize(
+  ("name", "value"),
+  [
+    ("JAX_NUM_CPU_DEVICES", "8"),
+    ("XLA_FLAGS", "--xla_dump_to=x --xla_force_host_platform_device_count=8"),
+  ],
+)
+def test_simulated_devices_have_a_thread_for_each_of_eight_collectives(
+  environment, name, value
+):
+  environment.setenv(name, value)
+  enough_threads()
+  assert os.environ["NPROC"] == "64"
+
+
+@pytest.mark.parametrize("count", ["", "1", "many"])
+def test_a_device_alone_takes_the_threads_that_there_are(environment, count):
+  environment.setenv("JAX_NUM_CPU_DEVICES", count)
+  enough_threads()
+  assert "NPROC" not in os.environ
+
+
+def test_threads_that_were_asked_for_stay(environment):
+  environment.setenv("NPROC", "3")
+  environment.setenv("JAX_NUM_CPU_DEVICES", "8")
+  enough_threads()
+  assert os.environ["NPROC"] == "3"
+
+
+def two_loops(mesh):
+  """Neither needs the other; each has a sum in its body, and there is one after it."""
+
+  def loop(x, turns):
+    def body(x, _):
+      return jnp.tanh(x + jax.lax.pmean(x, "data")), None
+
+    return jax.lax.psum(jax.lax.scan(body, x, length=turns)[0], "data")
+
+  def both(x, y):
+    return loop(x, 3), loop(y, 5)
+
+  return jax.jit(
+    jax.shard_map(
+      both, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False
+    )
+  )
+
+
+def channels(lowered):
+  return [int(n) for n in re.findall(r"handle = (\d+)", lowered.as_text())]
+
+
+def arguments():
+  return np.arange(8, dtype=np.float32), np.ones((8, 2), np.float32)
+
+
+def test_every_collective_has_a_number_of_its_own():
+  function = two_loops(make_mesh())
+  lowered = function.lower(*arguments())
+  assert len(set(channels(lowered))) == 1, "JAX does it: delete what we do"
+  assert channels(numbered(lowered)) == [1, 2, 3, 4]
+  assert channels(numbered(lowered)) == [1, 2, 3, 4]
+  compiled = numbered(lowered).compile()
+  kept = re.findall(r"all-reduce\(.*channel_id=(\d+)", compiled.as_text())
+  assert len(set(kept)) == len(kept) >= 3  # those after the loops become one
+
+
+def test_functions_are_compiled_once_a_shape_and_place():
+  mesh = make_mesh()
+  function = one_at_a_time(two_loops(mesh), mesh)
+  x, y = arguments()
+  a = function(x, y)
+  b = function(*jax.device_put((x, y), jax.sharding.NamedSharding(mesh, P("data"))))
+  c = function(np.stack([x, x], axis=1), y)
+  np.testing.assert_array_equal(a[0], b[0])
+  np.testing.assert_array_equal(np.stack([a[0], a[0]], axis=1), c[0])
+  np.testing.assert_array_equal(a[1], c[1])
+  assert channels(function.lower(x, y)) == [1, 2, 3, 4]
+
+
+def test_a_device_alone_is_left_alone():
+  function = jax.jit(jnp.sin)
+  assert one_at_a_time(function, make_mesh(devices=jax.devices()[:1])) is function

@@ -1,0 +1,324 @@
+"""A run on another number of devices: micro-batches, refusals, what it says."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from test_step import BATCH, assert_same, run
+
+from jaxscale import models
+from jaxscale.config import Mesh
+from jaxscale.config.loading import load_config
+from jaxscale.errors import ConfigError
+from jaxscale.experiment import build, microbatches
+from jaxscale.experiment.derive import derive, story
+from jaxscale.experiment.microbatches import micro_batches
+from jaxscale.preflight import child
+from jaxscale.run import adaptive_batch
+from jaxscale.run.workdir import claim_workdir, describe, describe_text, start_devices
+
+CNN = {
+  "model": "CNN", "model.features": "(4,)", "model.dense": "0",
+  "model.batch_norm": "True",
+}  # fmt: skip
+
+
+def config(**changes):
+  dotted = {k.replace("__", "."): str(v) for k, v in changes.items()}
+  return load_config("configs/digits.py", {"mesh.data": "-1", **dotted})
+
+
+def over(chosen, devices, start, sizes=(), examples=4096):
+  return derive(chosen, examples, 360, devices, sizes, start)
+
+
+TABLE = [  # batch, asked, devices, at the start -> micro-batches
+  (1024, 1, 16, 16, 1),
+  (1024, 1, 8, 16, 2),
+  (1024, 1, 1, 16, 16),
+  (1024, 4, 8, 16, 8),
+  (1024, 4, 16, 16, 4),
+  (1024, 4, 64, 16, 4),  # more: as asked
+  (1024, 4, 512, 16, None),  # 2,048 micro-batches of 1,024 examples
+  (96, 1, 6, 8, 2),  # 8 rows each, 12 at the start
+  (96, 1, 3, 8, 4),  # 3 would be 32 / 3 rows
+  (96, 2, 3, 8, 8),  # 4 rows each, 6 at the start
+  (64, 1, 3, 8, None),
+  (14, 1, 2, 7, 7),  # 2 at the start, 7 = 1 x 7: nothing between
+]
+
+
+@pytest.mark.parametrize("batch, asked, devices, start, wanted", TABLE)
+def test_micro_batches(batch, asked, devices, start, wanted):
+  assert micro_batches(batch, asked, devices, start) == wanted
+
+
+def test_none_is_larger_than_at_the_start_and_none_smaller_than_need_be():
+  """Against the words of the rule, in every case there is."""
+  for batch in (24, 60, 64, 96):
+    for start in (n for n in range(1, 13) if batch % n == 0):
+      for asked in (n for n in (1, 2, 3) if batch % (start * n) == 0):
+        for devices in range(1, start):
+          do = [
+            n for n in range(asked, batch + 1)
+            if batch % (devices * n) == 0
+            and batch / (devices * n) <= batch / (start * asked)
+          ]  # fmt: skip
+          assert micro_batches(batch, asked, devices, start) == min(do, default=None)
+
+
+@pytest.mark.parametrize("start, asked, devices", [(8, 1, 2), (8, 2, 4), (6, 2, 4)])
+def test_micro_batches_of_as_many_rows_have_the_same_rows(start, asked, devices):
+  rows = np.arange(96)
+
+  def groups(devices, micros):  # as devices hold, and then reshape them
+    return {tuple(m) for d in np.split(rows, devices) for m in np.split(d, micros)}
+
+  micros = micro_batches(96, asked, devices, start)
+  assert groups(devices, micros) == groups(start, asked)
+
+
+def test_every_stage_has_its_own():
+  ramp = config(
+    stages__epochs="(0, 1, 2)", stages__batch_sizes="(64, 128, 256)",
+    stages__accumulate_steps="(1, 1, 2)",
+  )  # fmt: skip
+  at_start, fewer = over(ramp, 8, 8), over(ramp, 2, 8)
+  assert [s.accumulate_steps for s in fewer.stages] == [4, 4, 8]
+  micros = [s._replace(accumulate_steps=0) for s in fewer.stages]
+  assert micros == [s._replace(accumulate_steps=0) for s in at_start.stages]
+  assert (fewer.start_devices, fewer.num_devices) == (8, 2)
+  assert fewer.micro_batch_size == at_start.micro_batch_size == 8
+  assert fewer.device_batch_size == 32
+  same = {"num_devices", "row_blocks", "start_devices", "device_batch_size", "stages"}
+  for name in set(fewer._fields) - same - {"eval_batch_size"}:
+    assert getattr(fewer, name) == getattr(at_start, name), name
+  assert story(ramp, fewer) == (
+    "2 devices, 8 at the start: 4, 4 and 8 micro-batches a step instead of 1, 1 and 2, "
+    "so that a device still holds 8, 16 and 16 examples at a time; the global batch "
+    "and the order of examples stay"
+  )
+  assert over(ramp, 8, 8) == over(ramp, 8, None) and story(ramp, at_start) is None
+
+
+STORIES = [
+  (dict(batch_size=1024), 8, 16, "8 devices, 16 at the start: 2 micro-batches a step "
+   "instead of 1, so that a device still holds 64 examples at a time; the global batch "
+   "and the order of examples stay"),
+  (dict(batch_size=64), 1, 2, "1 device, 2 at the start: 2 micro-batches"),
+  (dict(batch_size=64), 8, 2, "8 devices, 2 at the start: 1 micro-batch a step, as "
+   "then, a device holds 8 examples at a time, 32 then; the global batch and the order "
+   "of examples stay"),
+  (dict(batch_size=96), 3, 8, "4 micro-batches a step instead of 1, a device holds 8 "
+   "examples at a time, 12 then; "),
+  (dict(batch_size=96, **CNN), 3, 8, "stay; BatchNorm's statistics, of a device's "
+   "examples at a time, are others"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes, devices, start, wanted", STORIES)
+def test_what_it_says(changes, devices, start, wanted):
+  chosen = config(**changes)
+  said = story(chosen, over(chosen, devices, start)) or ""
+  assert wanted in said and "\n" not in said
+  assert ("BatchNorm" in said) == ("BatchNorm" in wanted)
+
+
+REFUSALS = [
+  (dict(batch_size=64), 3, 8,
+   "batch_size=64: does not divide over 3 devices, and a run goes on with the batch "
+   "that it began with, on 8; give it 1, 2, 4 or 8 devices, or another --workdir"),
+  (dict(batch_size=64, accumulate_steps=4), 32, 8,
+   "in 4 micro-batches, does not divide over 32 devices"),
+  (dict(batch_size=64, stages__epochs="(0, 1)", stages__batch_sizes="(96, 64)"), 6, 8,
+   "batch_size=64: does not divide over 6 devices.* give it 1, 2, 4 or 8 devices"),
+  (dict(batch_size=64, mesh__replica=2), 6, 8, "give it 2, 4 or 8 devices"),
+  (dict(batch_size=4096), 3, 1024, "give it 1, 2, 4, 8, 16 or 32 devices"),
+  (dict(batch_size=64, noise_scale=True, **CNN, model__bn_span="global"), 1, 8,
+   "BatchNorm's statistics and noise scale kept, cannot be divided over 1 device, .*"
+   "give it 2, 4 or 8 devices"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes, devices, start, wanted", REFUSALS)
+def test_where_it_cannot_be_divided_one_line_says_what_would_do(
+  changes, devices, start, wanted
+):
+  chosen = config(**changes)
+  with pytest.raises(ConfigError, match=wanted) as error:
+    over(chosen, devices, start)
+  assert "\n" not in str(error.value)
+  said = str(error.value).split("give it ")[1].split(" devices")[0]
+  for number in said.replace(" or ", ", ").split(", "):
+    over(chosen, int(number), start)
+
+
+def test_a_grid_that_does_not_fit_is_said_by_the_grid():
+  with pytest.raises(ConfigError, match=r"Mesh.replica=2.* the 3 devices"):
+    over(config(batch_size=96, mesh__replica=2), 3, 8)
+
+
+SPANS = [  # bn_span, devices, of 8 -> micro-batches of a batch of 64
+  ("device", 2, 4),
+  (4, 2, 4),
+  (16, 4, 2),  # two devices share, with 8 rows each, as at the start
+  (16, 2, 4),
+  (32, 2, 2),  # 4 x 8 rows are not to be had at a time: 2 x 16
+  (32, 1, 2),
+  ("global", 4, 1),  # over all that a step holds at a time, as ever
+  (64, 2, 1),
+]
+
+
+@pytest.mark.parametrize("span, devices, wanted", SPANS)
+def test_batch_norm_keeps_as_many_examples(span, devices, wanted):
+  chosen = config(batch_size=64, **CNN, model__bn_span=span)
+  derived = over(chosen, devices, 8)
+  assert derived.stages[0].accumulate_steps == wanted
+  if derived.micro_batch_size != 8:
+    held = f"a device holds {derived.micro_batch_size} examples at a time, 8 then"
+    assert held in (story(chosen, derived) or "")
+
+
+def test_a_model_without_batch_norm_needs_no_span():
+  chosen = config(batch_size=64, model="CNN", model__bn_span="global")
+  assert over(chosen, 2, 8).stages[0].accumulate_steps == 4
+
+
+def test_the_noise_scale_has_two_gradients_to_compare():
+  chosen = config(batch_size=64, noise_scale=True)
+  assert over(chosen, 1, 2).stages[0].accumulate_steps == 2
+
+
+def test_batch_norm_of_a_device_sees_the_same_examples():
+  """4 devices, or 2 with 2 micro-batches: parameters and running averages."""
+  model = models.CNN(
+    num_classes=10, features=(4,), convs_per_stage=1, dense=0, dropout=0.5,
+    batch_norm=True,
+  )  # fmt: skip
+  fns = models.functions(model, (8, 8, 1), mean=(8.0,), std=(5.0,))
+  steps = 10
+  wanted = run(fns, "lars", num_devices=4, steps=steps)
+  micros = micro_batches(BATCH, 1, 2, 4) or 0
+  got = run(fns, "lars", num_devices=2, accumulate_steps=micros, steps=steps)
+  assert_same(got, wanted)
+  larger = run(fns, "lars", num_devices=2, steps=steps)
+  with pytest.raises(AssertionError):  # that of larger micro-batches is another
+    assert_same(larger, wanted, tolerance=1e-5)
+
+
+def test_sizes_that_an_adaptive_run_chose_go_on():
+  chosen = config(batch_size=64, stages="AdaptiveBatch", stages__every_epochs=1)
+  derived = over(chosen, 2, 8, sizes=(64, 96, 192))
+  assert [s.accumulate_steps for s in derived.stages[:4]] == [4] * 4
+  assert [s.batch_size for s in derived.stages[:4]] == [64, 96, 192, 192]
+  said = "so that a device still holds 8, 12, 24, 24, "
+  assert said in (story(chosen, derived) or "")
+
+
+@pytest.mark.parametrize(
+  "start, devices, wanted",
+  [(8, 8, 24), (16, 8, 48), (32, 8, 96), (4, 8, 24), (5, 8, 120)],
+)
+def test_an_adaptive_run_tries_the_sizes_that_it_would_have_tried(
+  monkeypatch, start, devices, wanted
+):
+  """Multiples of 24 and of the devices at the start; and what divides over these."""
+  chosen = config(
+    batch_size=480, stages="AdaptiveBatch", stages__multiple=24, model="MLP",
+  )  # fmt: skip
+  chosen = dataclasses.replace(chosen, mesh=Mesh(data=devices))
+  experiment = build.experiment(chosen, start)
+  found = []
+
+  def candidates(previous, initial, *, multiple, **_):
+    found.append(multiple)
+    return [previous]
+
+  monkeypatch.setattr(adaptive_batch, "candidates", candidates)
+  adaptive_batch.choose(experiment, experiment.init_state(), print)
+  assert found == [wanted]
+
+
+@pytest.fixture
+def began(tmp_path):
+  """Writes what a run on so many devices left in its directory."""
+
+  def write(chosen, devices, saved=True, **derived):
+    described = describe(build.experiment(chosen, devices))
+    described["derived"] |= {"num_devices": devices, "start_devices": devices}
+    described["derived"] |= derived
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    if saved:
+      (tmp_path / "checkpoints" / "12").mkdir(parents=True, exist_ok=True)
+    return tmp_path
+
+  return write
+
+
+def test_where_a_run_began_is_kept(began):
+  chosen = config(batch_size=64, model="MLP")
+  assert start_devices(began(chosen, 16), chosen) == 16
+  assert start_devices(began(chosen, 16, start_devices=4), chosen) == 4
+
+
+def test_directories_from_before_this_was_written_down(began):
+  chosen = config(batch_size=64, model="MLP")
+  workdir = began(chosen, 4)
+  described = json.loads((workdir / "config.json").read_text())
+  del described["derived"]["start_devices"]
+  (workdir / "config.json").write_text(json.dumps(described))
+  assert start_devices(workdir, chosen) == 4
+
+
+def test_what_has_not_saved_begins_anew_on_the_most_it_had(began):
+  chosen = config(batch_size=64, model="MLP")
+  assert start_devices(began(chosen, 16, saved=False), chosen) == 16
+  assert start_devices(began(chosen, 4, saved=False), chosen) == jax.device_count()
+
+
+def test_another_experiment_or_none_has_not_begun(began, tmp_path):
+  chosen = config(batch_size=64, model="MLP")
+  assert start_devices(tmp_path, chosen) is None
+  workdir = began(chosen, 16)
+  other = dataclasses.replace(chosen, batch_size=128)
+  assert start_devices(workdir, other) is None
+  micros = dataclasses.replace(chosen, accumulate_steps=2)
+  assert start_devices(workdir, micros) is None
+  with pytest.raises(ConfigError, match="accumulate_steps is 1 there and 2 now"):
+    claim_workdir(workdir, micros)
+  for broken in ("{", "[]", '{"derived": {}}', '{"derived": {"num_devices": null}}'):
+    (workdir / "config.json").write_text(broken)
+    assert start_devices(workdir, chosen) is None
+
+
+def test_config_json_and_the_person_who_reads_have_the_numbers(began, tmp_path):
+  chosen = config(batch_size=64, model="MLP")
+  experiment = build.experiment(chosen, start_devices(began(chosen, 16), chosen))
+  written = describe(experiment)
+  assert written["config"]["accumulate_steps"] == 1  # the setting
+  assert written["derived"]["stages"][0]["accumulate_steps"] == 2
+  numbers = {k: written["derived"][k] for k in ("start_devices", "num_devices")}
+  assert numbers == {"start_devices": 16, "num_devices": 8}
+  said = describe_text(experiment, tmp_path)
+  assert said.count("8 devices, 16 at the start: 2 micro-batches a step") == 1
+  assert experiment.lower_train_step()  # and it is what the step is made of
+
+
+def test_the_preflight_of_a_run_that_goes_on_knows_where_it_began(began):
+  """72 examples over 8 devices are 3 micro-batches of 3, not 2."""
+  changes = {"batch_size": "72", "accumulate_steps": "2", "model": "MLP"}
+  workdir = began(config(**changes), 12)
+  asked = {"config": "configs/digits.py", "overrides": changes}
+  assert child.fits(**asked, workdir=str(workdir))["bytes"] > 0
+  error = child.fits(**asked, workdir=str(workdir / "other"))["error"]
+  assert "not divisible by 8 devices x 2 accumulate_steps" in error
+
+
+def test_divisors_and_lists():
+  for number in (1, 2, 12, 49, 97):
+    wanted = [n for n in range(1, number + 1) if number % n == 0]
+    assert microbatches._divisors(number) == wanted
+  assert microbatches._few([1, 2, 4, 8, 16, 32, 64], 60) == "2, 4, 8, 16, 32 or 64"

@@ -1,0 +1,258 @@
+"""The contract: N devices, or micro-batches, compute what one device does."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import digits_batch, quick
+
+from jaxscale import models, optim
+from jaxscale.exchange import Exchange, plain
+from jaxscale.mesh import batch_sharding, make_mesh
+from jaxscale.training import losses
+from jaxscale.training.state import abstract_state, init_state
+from jaxscale.training.step import make_eval_step, make_train_step
+
+OPTIMIZERS = {
+  "sgd": lambda s: optim.sgd(s, weight_decay=1e-4),
+  "lars": lambda s: optim.lars(lambda t: 100 * s(t), weight_decay=1e-4),
+  "lamb": lambda s: optim.lamb(lambda t: 0.1 * s(t)),
+  "adamw": lambda s: optim.adamw(lambda t: 0.01 * s(t)),
+  "sgd clipped": lambda s: optax.chain(optax.clip_by_global_norm(0.5), optim.sgd(s)),
+}
+BATCH = 64
+
+
+def cnn(**options):
+  model = models.CNN(num_classes=10, features=(8, 16), dense=32, **options)
+  return models.functions(model, (8, 8, 1), mean=(8.0,), std=(5.0,))
+
+
+def run(fns, optimizer, *, num_devices, steps=20, replica=1, exchange=None, **options):
+  """State after some steps on different batches, and every step's metrics."""
+  mesh = make_mesh(replica=replica, devices=jax.devices()[:num_devices])
+  schedule = optim.warmup_cosine(0.1, 3, 30)
+  tx = OPTIMIZERS[optimizer](schedule)
+  exchange = exchange or plain(mesh.axis_names)
+  average = "ema_decay" in options
+  state = init_state(fns.init, tx, mesh, exchange, seed=1, average=average)
+  step = make_train_step(
+    losses.classification_loss(fns.apply, label_smoothing=0.1),
+    tx,
+    mesh,
+    exchange,
+    schedule=schedule,
+    **options,
+  )
+  history = []
+  for i in range(steps):
+    batch = jax.device_put(digits_batch(BATCH, seed=i), batch_sharding(mesh))
+    state, metrics = step(state, batch)
+    history.append(metrics)
+  return jax.device_get(state), jax.device_get(history)
+
+
+@functools.cache
+def reference(optimizer, batch_norm=False):
+  """The run on one device, which the others are compared with."""
+  names = ("replica", "data") if batch_norm else None
+  fns = cnn(batch_norm=batch_norm, bn_axis_name=names, dropout=0.5)
+  return run(fns, optimizer, num_devices=1)
+
+
+def assert_same(got, wanted, tolerance=1e-6):
+  """Each leaf within a tolerance of its own norm; each metric of its value."""
+  (state, history), (state_ref, history_ref) = got, wanted
+  parts = [
+    (getattr(s, n) for n in ("params", "model_state")) for s in (state, state_ref)
+  ]
+  for a, b in zip(*(jax.tree.leaves(list(p)) for p in parts), strict=True):
+    assert np.linalg.norm(a - b) <= tolerance * max(np.linalg.norm(b), 1e-3)
+  for a, b in zip(history, history_ref, strict=True):
+    for name in ("loss", "learning_rate"):
+      np.testing.assert_allclose(a[name], b[name], rtol=10 * tolerance)
+
+
+@pytest.mark.parametrize("optimizer", quick(OPTIMIZERS, "lars", "sgd clipped"))
+def test_eight_devices_equal_one(optimizer):
+  fns = cnn(dropout=0.5)
+  assert_same(run(fns, optimizer, num_devices=8), reference(optimizer))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "lars"])
+def test_global_batch_norm_equals_one_device(optimizer):
+  fns = cnn(batch_norm=True, bn_axis_name=("replica", "data"), dropout=0.5)
+  got = run(fns, optimizer, num_devices=8)
+  assert_same(got, reference(optimizer, batch_norm=True))
+
+
+def test_replicas_equal_one_axis():
+  got = run(cnn(dropout=0.5), "sgd", num_devices=8, replica=2)
+  assert_same(got, reference("sgd"))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_accumulation_equals_none(optimizer):
+  fns = cnn(dropout=0.5)
+  got = run(fns, optimizer, num_devices=1, accumulate_steps=4)
+  assert_same(got, reference(optimizer))
+
+
+def test_accumulation_leaves_running_averages_exact():
+  """Statistics over 16 examples: four micro-batches of them or one of groups."""
+  groups = run(cnn(batch_norm=True, bn_group_size=16), "sgd", num_devices=1)
+  micros = run(cnn(batch_norm=True), "sgd", num_devices=1, accumulate_steps=4)
+  assert_same(micros, groups)
+
+
+@pytest.mark.parametrize("unroll", [True, False])
+def test_accumulation_on_several_devices_equals_none(unroll):
+  options = dict(num_devices=4, accumulate_steps=4, unroll=unroll)
+  assert_same(run(cnn(dropout=0.5), "sgd", **options), reference("sgd"))
+
+
+def test_gradient_is_that_of_the_mean_loss():
+  """One SGD step against jax.grad of the plain formula, without any of ours."""
+  fns = cnn()
+  mesh = make_mesh()
+  tx, exchange = optax.sgd(1.0), plain(mesh.axis_names)
+  state = init_state(fns.init, tx, mesh, exchange, seed=3)
+  before = jax.device_get(state.params)
+  batch = digits_batch(BATCH)
+
+  def mean_loss(params):
+    logits, _ = fns.apply(params, {}, jnp.array(batch["image"]), False, None)
+    one_hot = jax.nn.one_hot(batch["label"], 10)
+    return -(jax.nn.log_softmax(logits) * one_hot).sum(-1).mean()
+
+  step = make_train_step(losses.classification_loss(fns.apply), tx, mesh, exchange)
+  state, metrics = step(state, jax.device_put(batch, batch_sharding(mesh)))
+  loss, grads = jax.value_and_grad(mean_loss)(before)
+  assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-6)
+  assert float(metrics["grad_norm"]) == pytest.approx(
+    float(optax.tree.norm(grads)), rel=1e-5
+  )
+  for old, new, g in zip(
+    *map(jax.tree.leaves, (before, state.params, grads)), strict=True
+  ):
+    np.testing.assert_allclose(old - new, g, atol=1e-6)
+
+
+def count_collectives(text: str) -> dict[str, int]:
+  names = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute")
+  return {n: len(re.findall(rf" {n}(?:-start)?\(", text)) for n in names}
+
+
+def lowered_step(exchange=None, **options):
+  fns = cnn(**options.pop("model", {}))
+  mesh = make_mesh()
+  tx = optim.sgd(0.1)
+  exchange = exchange or plain(mesh.axis_names)
+  abstract = abstract_state(fns.init, tx, mesh, exchange)
+  step = make_train_step(
+    losses.classification_loss(fns.apply), tx, mesh, exchange, **options
+  )
+  sharding = batch_sharding(mesh)
+  batch = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+    digits_batch(BATCH),
+  )
+  return step.lower(abstract, batch)
+
+
+def test_accumulation_exchanges_once():
+  """No collective sits in the loop over micro-batches, and none is added."""
+  single = lowered_step().compile().as_text()
+  accumulated = lowered_step(accumulate_steps=4, unroll=False).compile().as_text()
+  assert count_collectives(single) == count_collectives(accumulated)
+  bodies = re.findall(r"body=%?([\w.\-]+)", accumulated)
+  assert bodies
+  for body in bodies:
+    text = accumulated.split(f"%{body} (", 1)[1].split("\n}", 1)[0]
+    assert not any(count_collectives(text).values())
+  unrolled = lowered_step(accumulate_steps=4).compile().as_text()
+  assert count_collectives(single) == count_collectives(unrolled)
+
+
+def test_gradients_cross_in_float32_under_bfloat16_compute():
+  text = lowered_step(model={"dtype": jnp.bfloat16}).as_text()
+  reduced = re.findall(r'stablehlo.all_reduce"?.*?-> tensor<([^>]*)>', text, flags=re.S)
+  assert reduced and not any("bf16" in r for r in reduced)
+
+
+def test_bfloat16_is_near_float32():
+  got = run(cnn(dropout=0.5, dtype=jnp.bfloat16), "sgd", num_devices=8, steps=3)
+  wanted = run(cnn(dropout=0.5), "sgd", num_devices=8, steps=3)
+  for a, b in zip(got[1], wanted[1], strict=True):
+    assert a["loss"] == pytest.approx(b["loss"], rel=2e-2)
+  assert all(x.dtype == np.float32 for x in jax.tree.leaves(got[0].params))
+
+
+def test_the_state_is_donated():
+  compiled = lowered_step().compile()
+  memory = compiled.memory_analysis()
+  # Parameters and momenta are written where they were.
+  assert memory.alias_size_in_bytes > 0.9 * memory.output_size_in_bytes
+
+
+def test_average_of_parameters_follows_its_recurrence():
+  fns = cnn(batch_norm=True)
+  state, _ = run(fns, "sgd", num_devices=4, steps=3, ema_decay=0.9)
+  parts = [run(fns, "sgd", num_devices=4, steps=i)[0] for i in range(4)]
+  average = (parts[0].params, parts[0].model_state)
+  for part in parts[1:]:
+    new = (part.params, part.model_state)
+    average = jax.tree.map(lambda a, w: 0.9 * a + 0.1 * w, average, new)
+  for a, b in zip(*map(jax.tree.leaves, (state.average, average)), strict=True):
+    np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7)
+  assert state.evaluated() is state.average
+
+
+def test_an_exchange_may_keep_state_on_each_device():
+  """The interface that compressed exchanges will use: residuals stay apart."""
+  axes = ("replica", "data")
+
+  def exchange(grads, seen):
+    here = jax.tree.map(lambda s, g: s + g, seen, grads)
+    return jax.tree.map(lambda g: jax.lax.pmean(g, axes), grads), here
+
+  summing = Exchange(lambda params: jax.tree.map(jnp.zeros_like, params), exchange)
+  state, _ = run(cnn(), "sgd", num_devices=8, steps=1, exchange=summing)
+  for seen in jax.tree.leaves(state.exchange_state):
+    assert len(seen) == 8
+    assert np.abs(seen[0] - seen[1]).max() > 0  # each device saw other rows
+  wanted, _ = run(cnn(), "sgd", num_devices=8, steps=1)
+  for a, b in zip(*map(jax.tree.leaves, (state.params, wanted.params)), strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_abstract_state_is_what_init_makes():
+  fns = cnn(batch_norm=True)
+  mesh = make_mesh()
+  tx, exchange = optim.sgd(0.1), plain(mesh.axis_names)
+  abstract = abstract_state(fns.init, tx, mesh, exchange, average=True)
+  state = init_state(fns.init, tx, mesh, exchange, average=True)
+  for a, x in zip(*map(jax.tree.leaves, (abstract, state)), strict=True):
+    assert (a.shape, a.dtype, a.sharding) == (x.shape, x.dtype, x.sharding)
+
+
+def test_eval_step_ignores_padding():
+  fns = cnn()
+  mesh = make_mesh()
+  params, _ = fns.init(jax.random.key(0))
+  eval_step = make_eval_step(losses.classification_totals(fns.apply), mesh)
+  batch = digits_batch(16) | {"mask": np.arange(16) < 11}
+  poisoned = {**batch, "image": batch["image"].copy()}
+  poisoned["image"][11:] = 255
+  totals, same = (
+    eval_step(params, {}, jax.device_put(b, batch_sharding(mesh)))
+    for b in (batch, poisoned)
+  )
+  assert int(totals["examples"]) == 11
+  assert {k: v.item() for k, v in totals.items()} == {
+    k: v.item() for k, v in same.items()
+  }

@@ -1,0 +1,264 @@
+"""The arithmetic of the report by a clock of our own, and real runs of it."""
+
+import sys
+
+import jax
+import numpy as np
+import pytest
+from conftest import digits_batch
+from test_process import record
+from test_replicas_run import as_processes
+
+from jaxscale import data, metrics
+from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.collectives import timing
+from jaxscale.config.loading import load_config
+from jaxscale.exchange import plain
+from jaxscale.exchange.delayed import delayed, past_warm_start, warm_start
+from jaxscale.exchange.silent import silent
+from jaxscale.experiment import build
+from jaxscale.mesh import batch_sharding, make_mesh, submesh
+from jaxscale.planning import hlo
+from jaxscale.run import fit, step_report
+from jaxscale.run.step_report import Alone
+
+MLP = {"model": "MLP", "model.hidden": "(16,)"}
+CONFIG = {
+  "epochs": "1", "log.every_steps": "1",
+  "log.tensorboard": "False", "schedule.warmup_epochs": "0", "ema_decay": "None",
+}  # fmt: skip
+
+
+class Clock:
+  """Time that passes only when a step is called."""
+
+  def __init__(self, monkeypatch):
+    self.now = 0.0
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: self.now)
+
+  def step(self, seconds):
+    """A step that takes these seconds, one call after another."""
+    left = iter(seconds)
+
+    def call(state, batch):
+      self.now += next(left)
+      return state + 1, {"batch": batch}
+
+    return call
+
+
+def test_compute_and_exposed_by_a_clock_of_our_own(monkeypatch):
+  clock = Clock(monkeypatch)
+  warm = [99.0, 99.0]  # compiling and the first call are not counted
+  took, without, state = step_report.time_exchange(
+    clock.step([*warm, 12.0, 14.0, 90.0, 13.0, 13.0]),
+    clock.step([*warm, 10.0, 10.0, 10.0, 11.0, 9.0]),
+    0,
+    7,
+    rounds=5,
+  )
+  assert state == 14  # one state for both
+  assert took == [12.0, 14.0, 90.0, 13.0, 13.0]
+  alone = step_report.time_alone(clock.step([9, 9, 9, 1, 2, 3]), 0, 7, rounds=3)
+  assert alone == (Alone(0, step_report.platform.node(), 2.0),)
+  report = step_report.make_report(took, without, alone)
+  assert (report.compute, report.exposed, report.give_or_take) == (10.0, 3.0, 1.0)
+  assert report.metrics() == {
+    "compute_s": 10.0,
+    "exposed_s": 3.0,
+    "exposed_share": pytest.approx(3 / 13),
+    "slowest_process": 0,
+    "spread": 0.0,
+  }
+
+
+def test_the_slowest_process_is_named():
+  processes = [Alone(0, "a", 0.010), Alone(1, "b", 0.011), Alone(2, "c", 0.022)]
+  report = step_report.make_report([0.030], [0.020], processes)
+  assert report.slowest().process == 2
+  assert report.spread() == pytest.approx(12 / 11)
+  *_, last = step_report.text(report, rows=8192, num_devices=24).splitlines()
+  assert "10 ms to 22 ms, median 11 ms" in last
+  assert "slowest is process 2 (c), 200% of the median" in last
+
+
+def test_what_people_read_calls_nothing_communication_that_is_not():
+  report = step_report.make_report([0.4, 0.4], [0.3, 0.3], [Alone(0, "a", 0.3)])
+  text = step_report.text(report, rows=8192, num_devices=1)
+  head, compute, exchange, processes = text.splitlines()
+  assert head == "step report: 400 ms a step of 8,192 examples on 1 device, " + (
+    "median of 2 rounds"
+  )
+  assert "300 ms: the same step without its exchange; sums of metrics" in compute
+  assert "communication and compression that is not hidden" in exchange
+  assert "100 ms (25%), give or take 0 ms" in exchange
+  assert processes.endswith("only one, nobody to wait for")
+
+
+def test_an_exchange_faster_than_none_is_noise_and_not_negative():
+  report = step_report.make_report([0.1], [0.2], [Alone(0, "a", 0.1)])
+  assert report.exposed < 0 and report.metrics()["exposed_s"] == 0
+  assert " 0 ms (0%)" in step_report.text(report, rows=8, num_devices=2)
+
+
+def experiment(exchange=None, **model):
+  made = build.experiment(load_config("configs/digits.py", CONFIG | (model or MLP)))
+  return made if exchange is None else build.with_step(made._replace(exchange=exchange))
+
+
+def test_the_silent_step_sends_metrics_and_nothing_else():
+  real = experiment()
+  quiet = silent(real.exchange, real.mesh.axis_names)
+  quiet = build.with_step(real._replace(exchange=quiet))
+  lowered = [e.lower_train_step().compile() for e in (real, quiet)]
+  sent = [hlo.total(hlo.collectives(c, real.mesh)).payload_bytes for c in lowered]
+  params = jax.tree.leaves(real.abstract_state().params)
+  assert sent[0] - sent[1] == sum(p.size * 4 for p in params)
+  assert sent[1] <= 64
+
+
+def test_the_state_of_the_exchange_is_left_as_it_is():
+  axes = make_mesh().axis_names
+  quiet = silent(delayed(plain(axes)), axes)
+  grads = {"w": np.ones(3, np.float32)}
+  state = quiet.init(grads)
+  assert set(state) == {"grads", "inner"}
+  assert quiet.exchange({}, state)[1] is state
+
+
+def test_measuring_leaves_state_and_batch_alone():
+  made = experiment(delayed(plain(make_mesh().axis_names)))
+  state = made.init_state()
+  before = jax.device_get(state)
+  batches = data.train_batches(made.train_data, made.stage.batch_size, seed=0)
+  batch = jax.device_put(next(batches), batch_sharding(made.mesh))
+  step = made.compile_train_step()
+  report = step_report.measure(made, step, state, batch, rounds=3)
+  assert report.compute > 0 and len(report.processes) == 1 and report.rounds == 3
+  jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state))
+  # What a process has on its devices, without a copy: here all of it.
+  own = submesh(made.mesh, [*made.mesh.devices.flat])
+  local, rows = step_report._on(own, state, batch)
+  for a, b in zip(*map(jax.tree.leaves, ((local, rows), (state, batch))), strict=True):
+    assert a.sharding.mesh == own
+    np.testing.assert_array_equal(a, b)
+    pointers = [
+      [s.data.unsafe_buffer_pointer() for s in x.addressable_shards] for x in (a, b)
+    ]
+    assert pointers[0] == pointers[1]
+  step(state, batch)  # neither was donated
+
+
+def test_the_exchange_that_most_steps_have_is_timed():
+  axes = make_mesh().axis_names
+  made = experiment(delayed(warm_start(plain(axes), axes, steps=1000)))
+  own = past_warm_start(made.init_state().exchange_state)
+  assert (own["inner"]["step"] > 2**29).all() and own["inner"]["step"].dtype == "int32"
+  assert own["inner"]["step"].sharding == batch_sharding(made.mesh)
+
+
+def test_a_meeting_is_paid_for_once_in_so_many_steps(monkeypatch):
+  """0.8 s longer, every fourth step."""
+  local = MLP | {"sync": "LocalSGD", "sync.every": "4", "ema_decay": "None"}
+  made = experiment(**local)
+  state = made.init_state()
+  batches = data.train_batches(made.train_data, made.stage.batch_size, seed=0)
+  batch = jax.device_put(next(batches), batch_sharding(made.mesh))
+  seen = []
+
+  def time_exchange(step, silent_step, copy, batch, *, rounds):
+    for each in (step, silent_step):
+      before = jax.device_get(copy.params)
+      copy, _ = each(copy, batch)
+      after = jax.device_get(copy.params)
+      seen.append(
+        any(map(np.any, jax.tree.leaves(jax.tree.map(np.subtract, after, before))))
+      )
+    return [1.0] * rounds, [0.2] * rounds, copy
+
+  monkeypatch.setattr(step_report, "time_exchange", time_exchange)
+  report = step_report.measure(made, None, state, batch, rounds=3)
+  assert seen == [True, False]  # the anchor moves where workers meet
+  assert report.exposed == pytest.approx(0.2) and report.compute == 0.2
+
+
+def test_some_devices_under_the_same_axes():
+  whole = make_mesh(replica=2)
+  own = submesh(whole, jax.devices()[2:6])
+  assert own.shape == {"replica": 1, "data": 4} and own.axis_types == whole.axis_types
+  split = submesh(make_mesh(bn_devices=4), jax.devices()[6:])
+  assert split.shape == {"replica": 1, "data": 1, "bn": 2}
+
+
+def test_statistics_over_more_devices_than_a_process_has():
+  """Of a span over 4 devices a process with 2 of them computes its part."""
+  model = {"model": "CNN", "model.features": "(4,)", "model.dense": "0"}
+  bn = {"model.batch_norm": "True", "model.bn_span": "64"}
+  made = experiment(**model, **bn)
+  assert made.mesh.shape["bn"] == 4
+  own = submesh(made.mesh, jax.devices()[:2])
+  quiet = silent(made.exchange, made.mesh.axis_names)
+  small = build.with_step(made._replace(exchange=quiet, mesh=own))
+  batch = jax.device_put(digits_batch(32), batch_sharding(own))
+  _, values = small.train_step(small.init_state(), batch)
+  assert np.isfinite(values["loss"])
+
+
+@pytest.mark.slow
+def test_the_run_says_it_and_changes_in_no_bit(tmp_path, capsys):
+  """Four devices, the checks that dropout and order are as without."""
+  texts, finals = [], []
+  for report in ("False", "True"):
+    config = load_config(
+      "configs/digits.py", CONFIG | MLP | {"log.step_report": report}
+    )
+    finals.append(fit.fit(config, tmp_path / report).state)
+    texts.append(capsys.readouterr().out)
+  for a, b in zip(*map(jax.tree.leaves, finals), strict=True):
+    assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+  assert record(tmp_path / "True") == record(tmp_path / "False")
+  said = [x for x in texts[1].splitlines() if x.startswith("step report: ")]
+  assert len(said) == 1 and " of 128 examples on 8 devices" in said[0]
+  assert "step report" not in texts[0]
+  line = next(
+    x for x in metrics.read_metrics(tmp_path / "True" / "metrics.jsonl")
+    if "perf/compute_s" in x
+  )  # fmt: skip
+  assert line["step"] == 0 and line["perf/compute_s"] > 0
+  assert {x for x in line if x.startswith("perf/")} == {
+    f"perf/{name}"
+    for name in ("compute_s", "exposed_s", "exposed_share", "slowest_process", "spread")
+  }
+
+
+PROCESS = """
+import sys
+from pathlib import Path
+from jaxscale import cluster
+cluster.initialize()
+from jaxscale.config.loading import load_config
+from jaxscale.run.fit import fit
+for report in ("False", "True"):
+  config = load_config("configs/digits.py", {config!r} | {{"log.step_report": report}})
+  fit(config, Path({workdir!r}) / report)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_time_themselves_alone(tmp_path):
+  code = PROCESS.format(config=CONFIG | MLP, workdir=str(tmp_path))
+  results = as_processes([sys.executable, "-c", code])
+  assert [code for *_, code in results] == [0, 0], results[0][1] + results[1][1]
+  lines = results[0][0].splitlines()
+  at = next(i for i, x in enumerate(lines) if x.startswith("step report: "))
+  assert " of 128 examples on 4 devices" in lines[at]
+  assert "alone on their own devices" in lines[at + 3]
+  assert "slowest is process " in lines[at + 3]
+  assert "step report" not in results[1][0]  # one of them talks
+  finals = []
+  for report in ("False", "True"):
+    with Checkpoints(tmp_path / report / "checkpoints") as checkpoints:
+      finals.append(checkpoints.restore(experiment().abstract_state()))
+  for a, b in zip(*map(jax.tree.leaves, finals), strict=True):
+    assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+  assert record(tmp_path / "True") == record(tmp_path / "False")

@@ -1,0 +1,251 @@
+"""Perplexity exact to the token, and runs whose result is one."""
+
+import collections
+import dataclasses
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from test_launch_script import RUN
+
+from jaxscale import config as cfg
+from jaxscale import data, metrics, models
+from jaxscale.checkpoint.directory import prune
+from jaxscale.config.loading import load_config
+from jaxscale.data.stream import of_array, windows
+from jaxscale.data.text import documents
+from jaxscale.errors import ConfigError
+from jaxscale.experiment import build, layout, parts
+from jaxscale.launch import status
+from jaxscale.launch.report import report
+from jaxscale.mesh import make_mesh
+from jaxscale.metrics.mllog_run import log_from_record
+from jaxscale.run.fit import fit
+from jaxscale.train import _done
+from jaxscale.training import loop
+from jaxscale.training.step import make_eval_step
+
+VOCABULARY = 256
+
+
+def totals(table, batch):
+  """Sums over predicted tokens, of a model that sees the last token only."""
+  logits = table[batch["tokens"]]
+  targets = batch["targets"]
+  counts = targets >= 0
+  if "mask" in batch:
+    counts &= batch["mask"][:, None]
+  losses = optax.softmax_cross_entropy_with_integer_labels(
+    logits, jnp.maximum(targets, 0)
+  )
+  return {
+    "loss": jnp.where(counts, losses, 0.0).sum(),
+    "accuracy": ((logits.argmax(-1) == targets) & counts).sum(dtype=jnp.int32),
+    "examples": counts.sum(dtype=jnp.int32),
+  }
+
+
+@pytest.fixture(scope="module")
+def table():
+  """Scores of the next byte by the last one, far from uniform."""
+  return np.random.default_rng(0).normal(0, 3, (256, 256)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def stream():
+  """The held-out documents, from the file and not by way of a dataset."""
+  return as_stream(documents()[9::10][:7])
+
+
+def as_stream(texts):
+  return np.frombuffer(b"".join(text + b"\0" for text in texts), np.uint8)
+
+
+def counted(table, stream):
+  """Loss, hits and tokens of a text in float64: a sum over pairs of bytes."""
+  scores = table.astype(np.float64)
+  most = scores.max(axis=1, keepdims=True)
+  logs = scores - most - np.log(np.exp(scores - most).sum(axis=1, keepdims=True))
+  pairs = collections.Counter(zip(np.roll(stream, 1), stream, strict=True))
+  loss = -math.fsum(n * logs[pair] for pair, n in pairs.items())
+  hits = sum(n for (a, b), n in pairs.items() if scores[a].argmax() == b)
+  return loss, hits, len(stream)
+
+
+def test_the_sum_over_windows_is_the_sum_over_the_stream(table, stream):
+  loss, hits, tokens = counted(table, stream)
+  evaluations = []
+  for devices, batch_size, length in (
+    (1, 3, 100), (1, 7, 100), (1, 64, 100), (2, 4, 100), (2, 64, 100), (8, 8, 100),
+    (8, 64, 100), (1, 7, 999), (8, 16, 37), (1, 1, 30_000),
+  ):  # fmt: skip
+    mesh = make_mesh(devices=jax.devices()[:devices])
+    dataset = windows("held out", of_array(stream, 0), VOCABULARY, length)
+    eval_step = make_eval_step(lambda params, _, batch: totals(params, batch), mesh)
+    sums: dict = collections.defaultdict(float)
+    counts = []
+
+    def recorded(*args, eval_step=eval_step, counts=counts, sums=sums):
+      found = eval_step(*args)
+      counts.append((int(found["examples"]), int(found["accuracy"])))
+      sums["loss"] += float(found["loss"])
+      return found
+
+    batches = data.to_device(data.eval_batches(dataset, batch_size), mesh)
+    values = loop.evaluate(recorded, table, {}, batches)
+    assert np.sum(counts, axis=0).tolist() == [tokens, hits]
+    assert sums["loss"] == pytest.approx(loss, rel=1e-6)
+    assert values["loss"] == pytest.approx(loss / tokens, rel=1e-6)
+    assert values["accuracy"] == hits / tokens
+    evaluations.append(values["loss"])
+  assert max(evaluations) / min(evaluations) - 1 < 1e-6
+
+
+def test_hosts_have_every_token_once(stream):
+  dataset = windows("held out", of_array(stream, 0), VOCABULARY, 333)
+  for num_hosts in (1, 2, 4):
+    seen = 0
+    for i in range(num_hosts):
+      for batch in data.eval_batches(dataset, 8, shard=(i, num_hosts)):
+        seen += (batch["targets"][batch["mask"]] >= 0).sum()
+    assert seen == len(stream)
+
+
+def test_perplexity_and_bits():
+  found = metrics.perplexity_of(1.5, 1.0)
+  assert found["perplexity"] == pytest.approx(4.4816890703)
+  assert found["bits_per_byte"] == pytest.approx(2.1640425613)
+  assert metrics.perplexity_of(3.0, 4.0)["bits_per_byte"] == pytest.approx(
+    3.0 / 0.6931471805599453 / 4
+  )
+  assert set(metrics.perplexity_of(1.5, None)) == {"perplexity"}
+  assert metrics.perplexity_of(1e6, None)["perplexity"] == math.inf
+  assert math.isnan(metrics.perplexity_of(math.nan, None)["perplexity"])
+
+
+def test_the_best_checkpoints_of_a_language_model_have_the_lowest_loss(tmp_path):
+  losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: 2.5, 5: 2.6}
+  scores = {}
+  for step, loss in losses.items():
+    (tmp_path / str(step)).mkdir()
+    # A higher accuracy of the next token does not make a better model of text.
+    found = {"loss": loss, "perplexity": math.exp(loss), "accuracy": loss / 10}
+    scores[step] = metrics.score(found)
+  prune(tmp_path, keep_last=1, keep_best=2, scores=scores)
+  assert {int(p.name) for p in tmp_path.iterdir() if p.name.isdigit()} == {2, 3, 5}
+
+
+# A whole run, of the smallest language model there is.
+
+
+@pytest.fixture
+def bigram(monkeypatch):
+  """`build` with a model of the next byte by the last one."""
+  init = models.ModelFns(
+    lambda key: ({"table": 0.01 * jax.random.normal(key, (256, 256))}, {}), None
+  )
+
+  def loss_fn(params, model_state, batch, keys):
+    found = totals(params["table"], batch)
+    return found["loss"], (model_state, found)
+
+  monkeypatch.setattr(parts, "make_model", lambda *args, **kwargs: init)
+  losses = layout.losses
+  monkeypatch.setattr(losses, "classification_loss", lambda *a, **k: loss_fn)
+  monkeypatch.setattr(
+    losses,
+    "classification_totals",
+    lambda *a: lambda params, _, batch: totals(params["table"], batch),
+  )
+  return dataclasses.replace(
+    load_config("configs/digits.py"),
+    data=cfg.Text(sequence_length=512),
+    optimizer=cfg.SGD(lr=8.0, weight_decay=0.0),
+    schedule=cfg.Cosine(warmup_epochs=0.0),
+    batch_size=64,
+    epochs=1.0,
+    label_smoothing=0.0,
+    ema_decay=None,
+    target_accuracy=None,
+    target_loss=3.6,
+    evaluation=cfg.Evaluation(every_epochs=0.5, batch_size=24),
+    checkpoint=cfg.Checkpoint(every_epochs=0.5, keep_last=1, keep_best=1),
+    log=cfg.Log(every_steps=8, tensorboard=False, mllog=True),
+  )
+
+
+def test_a_run_of_a_language_model(bigram, tmp_path, capsys):
+  (tmp_path / "events").mkdir()
+  tmp_path = tmp_path / "train"
+  experiment = build.experiment(bigram)
+  assert {n: (x.shape, str(x.dtype)) for n, x in experiment.abstract_batch().items()} \
+    == dict.fromkeys(("tokens", "targets"), ((64, 512), "int32"))  # fmt: skip
+  state, summary = fit(bigram, tmp_path)
+  loss, hits, tokens = counted(
+    np.asarray(state.params["table"]),
+    as_stream(documents()[9::10]),
+  )
+  assert summary["loss"] == pytest.approx(loss / tokens, rel=1e-5)
+  assert summary["accuracy"] == hits / tokens
+  assert summary["perplexity"] == pytest.approx(math.exp(summary["loss"]))
+  assert summary["bits_per_byte"] == pytest.approx(summary["loss"] / math.log(2))
+  assert summary["loss"] < 3.6 and summary["outcome"] == "done"
+  assert summary["target_step"] is not None and (tmp_path / "metrics.png").exists()
+
+  lines = metrics.read_metrics(tmp_path / "metrics.jsonl")
+  trained = next(line for line in lines if "train/loss" in line)
+  assert trained["train/perplexity"] == pytest.approx(math.exp(trained["train/loss"]))
+  assert any("perf/tokens_per_s" in line for line in lines)
+  evaluated = [line["eval/perplexity"] for line in lines if "eval/perplexity" in line]
+  assert evaluated[-1] == summary["perplexity"] < evaluated[0]
+  said = capsys.readouterr().out
+  assert f"held-out loss {summary['loss']:.4f}  perplexity" in said
+  assert "accuracy" not in said.partition("derived")[2].replace("target_accuracy", "")
+  done = _done(summary, tmp_path)
+  assert "(target loss 3.6: reached)" in done and "bits/byte" in done
+
+  log = (tmp_path / "mllog.txt").read_text()
+  assert f'"value": {summary["loss"]}' in log and '"status": "success"' in log
+  path = log_from_record(tmp_path)
+  assert path is not None and '"status": "success"' in path.read_text()
+
+  row = status.row(RUN._replace(folder=str(tmp_path.parent)), 0, "7", None, False)
+  shown = f"ppl {summary['perplexity']:.3f}"
+  assert row.perplexity == summary["perplexity"] and shown in status.table([row])
+  name = tmp_path.name
+  study = report(name, [tmp_path], tmp_path / "x.csv", tmp_path / "x.png")
+  assert shown in str(study)
+  assert str(summary["perplexity"]) in (tmp_path / "x.csv").read_text()
+  resumed = fit(bigram, tmp_path).summary  # evaluates again, counts the same
+  assert resumed["loss"] == summary["loss"]
+  assert resumed["target_step"] == summary["target_step"]
+
+
+def test_a_model_of_images_does_not_take_text():
+  config = load_config("configs/digits.py", {"data": "Text"})
+  with pytest.raises(ConfigError, match=r"Config\.model=CNN: a model of images, and "):
+    build.experiment(config)
+
+
+def test_a_picture_of_a_language_model_has_perplexity(tmp_path, monkeypatch):
+  from matplotlib import pyplot as plt
+
+  lines = [
+    {"step": s, "train/loss": 3 / s, "train/accuracy": 0.1, "train/perplexity": 20 / s,
+     "eval/perplexity": 21 / s, "time": float(s)} for s in (1, 2, 3)
+  ]  # fmt: skip
+  text = "".join(json.dumps(line) + "\n" for line in lines)
+  (tmp_path / "metrics.jsonl").write_text(text)
+  titles = []
+  close = plt.close
+  monkeypatch.setattr(
+    plt, "close",
+    lambda figure: (titles.extend(a.get_title(loc="left") for a in figure.axes),
+                    close(figure)),
+  )  # fmt: skip
+  assert metrics.plot_metrics(tmp_path)
+  assert titles == ["Loss", "Perplexity", "Learning rate", "Speed"]

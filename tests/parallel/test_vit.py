@@ -1,0 +1,261 @@
+"""ViT against timm's, a convolution, float64 numpy, and published sizes."""
+
+import functools
+import math
+
+import golden_models
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxscale import config as cfg
+from jaxscale import data, models
+from jaxscale.errors import ConfigError
+from jaxscale.experiment import parts
+from jaxscale.models import stacked, vit
+from jaxscale.models.stack import Ops
+from jaxscale.models.vit import gelu, patches
+
+# As the recorded models have it (golden/record_models.py).
+SIZES = {
+  "image_shape": (8, 8, 3), "num_classes": 5, "patch": 4, "width": 16,
+  "num_layers": 2, "num_heads": 2, "hidden": 48, "mean": (120.0,), "std": (60.0,),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  ("make", "published"),
+  [
+    (models.ViT_Ti16, 5_717_416),  # timm's vit_tiny_patch16_224
+    (models.ViT_S16, 22_050_664),  # timm's vit_small_patch16_224
+    (models.ViT_B16, 86_567_656),  # torchvision's vit_b_16
+    (models.ViT_L16, 304_326_632),  # torchvision's vit_l_16
+  ],
+)
+def test_parameters_are_as_many_as_published(make, published):
+  stack = make(image_shape=(224, 224, 3), num_classes=1000)
+  shapes = jax.eval_shape(stack.init, jax.random.key(0))
+  assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == published
+  assert {leaf.dtype for leaf in jax.tree.leaves(shapes)} == {jnp.dtype("float32")}
+
+
+@functools.cache
+def recorded(pool):
+  """A recorded model: its stack, parameters, probes, images and logits."""
+  weights, probes, there = golden_models.load(f"timm_vit_{pool}")
+  stack = vit(**SIZES, pool=pool)
+  return stack, golden_models.from_vit(weights), probes, there
+
+
+@pytest.mark.parametrize("pool", ["token", "mean"])
+def test_is_what_timm_computes(pool):
+  stack, params, probes, there = recorded(pool)
+  shapes = jax.eval_shape(stack.init, jax.random.key(0))
+  assert jax.tree.map(np.shape, params) == jax.tree.map(lambda x: x.shape, shapes)
+  batch = {"image": there["images"], "label": np.arange(3, dtype=np.int32)}
+
+  def loss(params):
+    totals = stacked.run(stack, params, batch)
+    return totals["loss"] / 3.0, stacked.logits(stack, params, batch)
+
+  grads, logits = jax.jit(jax.grad(loss, has_aux=True))(params)
+  np.testing.assert_allclose(logits, there["logits"], rtol=1e-5, atol=1e-5)
+  found = golden_models.to_vit(jax.tree.map(np.asarray, grads), (4, 4, 3))
+  assert found.keys() == probes.keys()
+  for key, expected in probes.items():
+    np.testing.assert_allclose(
+      golden_models.probe(found[key]), expected, rtol=2e-5, atol=2e-5, err_msg=key
+    )
+
+
+def test_patches_are_a_convolution():
+  rng = np.random.default_rng(0)
+  images = rng.normal(size=(2, 8, 12, 3)).astype(np.float32)
+  kernel = rng.normal(size=(4, 4, 3, 5)).astype(np.float32)
+  whole = lax.conv_general_dilated(
+    images, kernel, (4, 4), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+  )
+  found = patches(jnp.asarray(images), 4) @ kernel.reshape(-1, 5)
+  np.testing.assert_allclose(found, whole.reshape(2, 6, 5), rtol=1e-5, atol=1e-5)
+
+
+def np_totals(logits, labels, counts, smoothing):
+  """Cross entropy against (1 - e) onehot + e / classes (arXiv:1512.00567, §7)."""
+  logits = np.asarray(logits, np.float64)
+  logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+  target = (1 - smoothing) * np.eye(5)[labels] + smoothing / 5
+  losses = -(target * logs).sum(-1)
+  return losses[counts].sum(), (logits.argmax(-1) == labels)[counts].sum()
+
+
+@pytest.mark.parametrize("mask", [None, np.array([False, True, True])])
+def test_totals_count_every_example_once(mask):
+  _, params, _, there = recorded("token")
+  # Four more classes than there are, which must not count.
+  params = params | {"head": params["head"] | {
+    "kernel": np.pad(params["head"]["kernel"], ((0, 0), (0, 3))),
+    "bias": np.pad(params["head"]["bias"], (0, 3), constant_values=50.0),
+  }}  # fmt: skip
+  stack = vit(**SIZES, pad_classes_to=8, label_smoothing=0.1)
+  labels = there["logits"].argmax(-1).astype(np.int32)
+  labels[2] = (labels[2] + 1) % 5
+  batch = {"image": there["images"], "label": labels}
+  counts = np.ones(3, bool) if mask is None else mask
+  batch |= {} if mask is None else {"mask": mask}
+  totals = jax.jit(functools.partial(stacked.run, stack))(params, batch)
+  loss, hits = np_totals(there["logits"], labels, counts, 0.1)
+  np.testing.assert_allclose(totals["loss"], loss, rtol=1e-5)
+  assert int(totals["accuracy"]) == hits
+  assert int(totals["examples"]) == counts.sum()
+  assert stacked.logits(stack, params, batch).shape == (3, 5)
+
+
+@pytest.mark.parametrize("remat", ["dots", "branches", "full"])
+def test_what_is_kept_changes_no_gradient(remat):
+  found, expected = jax.tree.leaves(kept(remat)), jax.tree.leaves(kept("none"))
+  # Not each by its own size: a bias of all keys changes no softmax, its gradient is 0.
+  largest = max(np.abs(b).max() for b in expected)
+  for a, b in zip(found, expected, strict=True):
+    np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * largest)
+
+
+@functools.cache
+def kept(remat):
+  stack, params, _, there = recorded("token")
+  batch = {"image": there["images"], "label": np.arange(3, dtype=np.int32)}
+  loss = jax.grad(lambda p: stacked.run(stack, p, batch, remat=remat)["loss"])
+  return jax.jit(loss)(params)
+
+
+def test_part_of_a_layer_is_computed_with_part_of_its_parameters():
+  """A bias behind a sum over devices counts once, and one before it on its own."""
+  stack, params, _, there = recorded("token")
+  mesh = jax.make_mesh((2,), ("model",), (jax.sharding.AxisType.Auto,))
+  ops = Ops(
+    enter=lambda x: lax.pcast(x, "model", to="varying"),
+    reduce=lambda y: lax.psum(y, "model"),
+  )
+  specs = jax.tree.map(lambda _: P(), params)
+  for name in ("q", "k", "v", "up"):
+    split = {"kernel": P(None, None, "model"), "bias": P(None, "model")}
+    specs["layers"][name] = split
+  for name in ("o", "down"):
+    specs["layers"][name]["kernel"] = P(None, "model", None)
+  batch = {"image": there["images"], "label": np.arange(3, dtype=np.int32)}
+
+  def loss(params):
+    h = stacked.hidden_states(stack, params, batch, ops)
+    return stack.finish(params["head"], h, batch, Ops())["loss"]
+
+  function = jax.shard_map(
+    jax.grad(loss), mesh=mesh, in_specs=(specs,), out_specs=specs
+  )
+  found = jax.tree.leaves(jax.jit(function)(params))
+  expected = jax.tree.leaves(kept("none"))
+  largest = max(np.abs(b).max() for b in expected)
+  for a, b in zip(found, expected, strict=True):
+    np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * largest)
+
+
+def test_half_precision_is_near():
+  _, params, _, there = recorded("token")
+  stack = vit(**SIZES, dtype="bfloat16")
+  logits = stacked.logits(stack, params, {"image": there["images"]})
+  assert logits.dtype == jnp.float32
+  error = np.abs(logits - there["logits"]).max() / np.abs(there["logits"]).max()
+  assert 1e-4 < error < 4e-2  # bfloat16 has 8 bits
+
+
+def test_initial_parameters_are_as_in_the_papers_code():
+  sizes = SIZES | {"width": 128, "hidden": 512, "patch": 8, "image_shape": (64, 64, 3)}
+  p = vit(**sizes).init(jax.random.key(0))
+  layers = p["layers"]
+  for name, inputs, outputs in (("q", 128, 128), ("up", 128, 512), ("down", 512, 128)):
+    limit = np.sqrt(6 / (inputs + outputs))  # Glorot and Bengio 2010, eq. 16
+    kernel = np.asarray(layers[name]["kernel"])
+    assert 0.99 * limit < np.abs(kernel).max() <= limit
+    assert abs(kernel.std() / (limit / np.sqrt(3)) - 1) < 0.02
+    assert not np.array_equal(kernel[0], kernel[1])
+  assert 0 < np.asarray(layers["up"]["bias"]).std() < 2e-6
+  assert not np.any(layers["q"]["bias"]) and np.all(layers["attn_norm"]["scale"] == 1)
+  patch = np.asarray(p["embed"]["patch"]["kernel"])
+  np.testing.assert_allclose(patch.std(), 1 / np.sqrt(192), rtol=0.02)
+  np.testing.assert_allclose(p["embed"]["position"].std(), 0.02, rtol=0.05)
+  assert not np.any(p["embed"]["class_token"]) and not np.any(p["head"]["kernel"])
+
+
+@pytest.mark.parametrize(
+  ("sizes", "said"),
+  [
+    ({"patch": 3}, "vit.patch=3: does not divide images of 8x8"),
+    ({"num_heads": 3}, "vit.num_heads=3: does not divide width=16"),
+  ],
+)
+def test_sizes_that_do_not_go_together_are_refused(sizes, said):
+  with pytest.raises(ConfigError, match=said):
+    vit(**SIZES | sizes)
+
+
+def config(model, **more):
+  return cfg.Config(
+    model=model, data=cfg.Digits(), optimizer=cfg.SGD(lr=0.1), batch_size=8, epochs=1.0,
+    label_smoothing=0.1, **more,
+  )  # fmt: skip
+
+
+def test_a_config_makes_the_model():
+  info = data.digits("test").info
+  of = config(cfg.ViT(patch=4, width=16, num_layers=2, num_heads=2, pad_classes_to=8))
+  stack = parts.make_stack(of, info)
+  shapes = jax.eval_shape(stack.init, jax.random.key(0))
+  assert shapes["embed"]["patch"]["kernel"].shape == (16, 16)
+  assert shapes["head"]["kernel"].shape == (16, 16)  # 10 classes and padding
+  assert shapes["layers"]["up"]["kernel"].shape == (2, 16, 64)
+  batch = {"image": np.zeros((1, 8, 8, 1), np.uint8), "label": np.zeros(1, np.int32)}
+  params = jax.tree.map(lambda x: x + 0.1, stack.init(jax.random.key(0)))
+  params["head"]["bias"] = np.arange(16, dtype=np.float32)
+  rough = stacked.run(stack, params, batch)["loss"]
+  exact = stacked.run(parts.make_stack(of, info, train=False), params, batch)["loss"]
+  # Label 0 has the least of the scores 0 … 9 that the bias alone makes differ.
+  logs = np.arange(10) - np.log(np.exp(np.arange(10.0)).sum())
+  np.testing.assert_allclose(exact, -logs[0], rtol=1e-5)
+  np.testing.assert_allclose(rough, -0.9 * logs[0] - 0.1 * logs.mean(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ("model", "text", "says"),
+  [
+    (cfg.ViT(patch=3), False, "ViT.patch=3: does not divide the 8x8 pixels of"),
+    (cfg.ViT(), True, "Config.model=ViT: words has text, give Transformer"),
+    (cfg.Transformer(), False, "Config.model=Transformer: .* has images, give ViT"),
+  ],
+)
+def test_a_model_of_other_data_is_refused(model, text, says):
+  info = data.TextInfo("words", 256, 64) if text else data.digits("test").info
+  with pytest.raises(ConfigError, match=says):
+    parts.make_stack(config(model), info)
+
+
+def test_the_usual_hidden_width_is_llamas():
+  info = data.TextInfo("words", 32_000, 64)
+  stack = parts.make_stack(config(cfg.Transformer(width=4096, num_heads=32)), info)
+  shapes = jax.eval_shape(stack.init, jax.random.key(0))
+  assert shapes["layers"]["gate"]["kernel"].shape == (4, 4096, 11_008)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_derivative_of_gelu(dtype):
+  """Against central differences of math.erf, whose own error is below 1e-9."""
+  places = np.linspace(-6, 6, 41)
+  value = np.vectorize(lambda x: x * (1 + math.erf(x / math.sqrt(2))) / 2)
+  wanted = (value(places + 1e-5) - value(places - 1e-5)) / 2e-5
+  bound = 1e-6 if dtype == "float32" else 1e-9
+  with jax.enable_x64(dtype == "float64"):
+    x = jnp.array(places, dtype)
+    y, slope = jax.jvp(gelu, (x,), (jnp.ones_like(x),))
+    assert slope.dtype == y.dtype == dtype
+    np.testing.assert_allclose(y, value(places), rtol=1e-5, atol=bound)
+    np.testing.assert_allclose(slope, wanted, rtol=0, atol=bound)

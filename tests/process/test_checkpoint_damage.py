@@ -1,0 +1,180 @@
+"""Every kind of damage to every file of a checkpoint: found, said, and survived."""
+
+import os
+import re
+import shutil
+
+import pytest
+from conftest import error_line
+from fault_table import measured
+from test_checkpoint import assert_identical, at_step, setup
+from test_checkpoint_faults import run_pair
+from test_process import ARGS, checkpoint_names, run_train
+
+from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.errors import ConfigError
+
+
+def flip(path, where):
+  content = bytearray(path.read_bytes())
+  content[min(int(where * len(content)), len(content) - 1)] ^= 0x10
+  path.write_bytes(content)
+
+
+def damages(flips):
+  """Ways to damage a file, by name."""
+  return {
+    **{f"flip {w:.0%}": lambda p, w=w: flip(p, w) for w in flips},
+    "cut": lambda p: p.write_bytes(p.read_bytes()[: p.stat().st_size // 2]),
+    "empty": lambda p: p.write_bytes(b""),
+    "gone": lambda p: p.unlink(),
+  }
+
+
+def kind_of(path):
+  """What a file is for, without its random name."""
+  return re.sub(r"/[0-9a-f]{32}$", "/*", str(path))
+
+
+def sweep(whole, scratch, flips, devices=2):
+  """{(kind of file, damage): what became of it}, each on a fresh copy."""
+  abstract, state = setup(devices)
+  expected = {step: at_step(state, step) for step in (1, 2)}
+  files = sorted(p.relative_to(whole) for p in (whole / "2").rglob("*") if p.is_file())
+  assert files
+  found: dict[tuple[str, str], set[str]] = {}
+  for file in files:
+    for damage, do in damages(flips).items():
+      if damage.startswith("flip") and not (whole / file).stat().st_size:
+        continue
+      shutil.rmtree(scratch, ignore_errors=True)
+      shutil.copytree(whole, scratch)
+      do(scratch / file)
+      said = []
+      with Checkpoints(scratch, say=said.append) as checkpoints:
+        restored = checkpoints.restore(abstract)
+      step = int(restored.step)
+      assert_identical(restored, expected[step])  # never another value
+      if step == 2:
+        outcome = "unharmed"
+        assert not said and sorted(os.listdir(scratch)) == ["1", "2"]
+      else:
+        outcome = "set aside"
+        (line,) = said
+        assert "checkpoint 2 is damaged" in line and "\n" not in line
+        assert sorted(os.listdir(scratch)) == ["1", "2.damaged"]
+      found.setdefault((kind_of(file), damage), set()).add(outcome)
+  return found
+
+
+def show(found):
+  """The outcomes as a table, a line a kind of file."""
+  columns = list(dict.fromkeys(damage for _, damage in found))
+  lines = [f"{'file':38}" + "".join(f"{c:>20}" for c in columns)]
+  for kind in dict.fromkeys(k for k, _ in found):
+    cells = ("/".join(sorted(found.get((kind, c), {"-"}))) for c in columns)
+    lines.append(f"{kind:38}" + "".join(f"{cell:>20}" for cell in cells))
+  print("\n" + "\n".join(lines))
+
+
+@pytest.fixture(scope="module")
+def of_one(tmp_path_factory):
+  directory = tmp_path_factory.mktemp("one")
+  _, state = setup(2)
+  with Checkpoints(directory) as checkpoints:
+    for step in (1, 2):
+      checkpoints.save(at_step(state, step))
+  return directory
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory):
+  directory = tmp_path_factory.mktemp("two")
+  run_pair(directory)
+  return directory
+
+
+def assert_carried(found):
+  """The files that carry the state are missed when they are damaged."""
+  for kind, damage in found:
+    vital = ("2/manifest.json", "2/state/manifest.ocdbt", "2/state/_METADATA")
+    if kind in vital and not damage.startswith("flip"):
+      assert found[kind, damage] == {"set aside"}, (kind, damage)
+  data = [k for k, d in found if k.endswith("process_0/d/*") and d == "gone"]
+  assert data and all("set aside" in found[k, "gone"] for k in data)
+
+
+@pytest.mark.slow
+def test_damage_to_every_file(of_one, tmp_path):
+  found = sweep(of_one, tmp_path / "scratch", (0.3, 0.8))
+  show(found)
+  assert_carried(found)
+  said = "checkpoint 2 is damaged (…); set aside as 2.damaged, going on from 1"
+  fault = "flip, cut, empty, delete, in each file of a checkpoint"
+  measured(fault, None, 0, said, "what the damaged one had")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_damage_to_every_file_in_many_places(request, tmp_path, processes):
+  whole = request.getfixturevalue("of_one" if processes == 1 else "of_two")
+  flips = [i / 24 for i in range(25)]
+  found = sweep(whole, tmp_path / "scratch", flips)
+  show(found)
+  assert_carried(found)
+
+
+@pytest.mark.slow
+def test_damage_to_every_file_of_two_processes(of_two, tmp_path):
+  found = sweep(of_two, tmp_path / "scratch", (0.5,))
+  show(found)
+  assert_carried(found)
+  assert any("process_1" in kind for kind, _ in found)
+
+
+@pytest.mark.slow
+def test_a_directory_without_a_checkpoint_is_noticed(of_one, tmp_path):
+  """Killed by hand or by a purge: what is empty or has lost its state."""
+  abstract, state = setup(1)
+  for lost in ("everything", "state"):
+    scratch = tmp_path / lost
+    shutil.copytree(of_one, scratch)
+    shutil.rmtree(scratch / "2" if lost == "everything" else scratch / "2" / "state")
+    (scratch / "2").mkdir(exist_ok=True)
+    said = []
+    with Checkpoints(scratch, say=said.append) as checkpoints:
+      assert_identical(checkpoints.restore(abstract), at_step(state, 1))
+    assert "checkpoint 2 is damaged" in said[0]
+
+
+def test_a_run_with_nothing_but_damage_never_starts_anew(of_one, tmp_path):
+  abstract, _ = setup(1)
+  shutil.copytree(of_one, tmp_path / "all")
+  for step in "12":
+    (tmp_path / "all" / step / "manifest.json").unlink()
+  for _ in range(2):  # also when it is started once more
+    with (
+      Checkpoints(tmp_path / "all") as checkpoints,
+      pytest.raises(ConfigError, match="every checkpoint is damaged"),
+    ):
+      checkpoints.restore(abstract)
+
+
+def test_plain_orbax_reads_the_arrays(of_one):
+  import orbax.checkpoint as ocp
+
+  abstract, state = setup(2)
+  with ocp.StandardCheckpointer() as checkpointer:
+    restored = checkpointer.restore(of_one / "2" / "state", abstract)
+  assert_identical(restored, at_step(state, 2))
+
+
+@pytest.mark.slow
+def test_the_command_line_says_damage_in_one_line(tmp_path):
+  workdir = tmp_path / "run"
+  args = [*ARGS, "--config.epochs=3"]
+  assert run_train(workdir, *args).returncode == 0
+  for name in checkpoint_names(workdir):
+    (workdir / "checkpoints" / name / "manifest.json").write_text("{")
+  done = run_train(workdir, *args)
+  assert "every checkpoint is damaged" in error_line(done, 2)

@@ -1,0 +1,99 @@
+"""Runs whose devices keep something for themselves: killed, resumed, moved."""
+
+import shutil
+
+import pytest
+from conftest import error_line, run_train
+from test_process import newest_step, run_processes, start, wait_until
+
+from jaxscale.checkpoint.files import read_manifest
+
+QUICK = [
+  "--config.model=MLP", "--config.model.hidden=(32,)", "--config.epochs=8",
+  "--config.ema_decay=None", "--config.evaluation.every_epochs=8",
+  "--config.checkpoint.every_epochs=0.4", "--config.log.every_steps=20",
+]  # fmt: skip
+COMPRESSED = [
+  "--config.exchange=OneBit", "--config.exchange.plain_epochs=2",
+  "--config.exchange.delayed=True",
+]  # fmt: skip
+LOCAL = ["--config.sync=BlockMomentum", "--config.sync.every=3"]
+
+
+def checksums(workdir):
+  """Of every array in the newest checkpoint, as it says itself."""
+  step = newest_step(workdir)
+  leaves = read_manifest(workdir / "checkpoints" / str(step))["leaves"]
+  return step, {name: leaf["checksum"] for name, leaf in leaves.items()}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+  workdir = tmp_path_factory.mktemp("whole") / "run"
+  done = run_train(workdir, *QUICK, *COMPRESSED, num_devices=4)
+  assert done.returncode == 0, done.stderr
+  return workdir
+
+
+def kill_after(workdir, *args, step):
+  process = start(workdir, *QUICK, *args, config="configs/digits.py", num_devices=4)
+  wait_until(lambda: newest_step(workdir) > step, process)
+  process.kill()
+  process.communicate()
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+  workdir = tmp_path_factory.mktemp("killed") / "run"
+  kill_after(workdir, *COMPRESSED, step=40)
+  return workdir
+
+
+@pytest.mark.slow
+def test_what_was_not_sent_survives_a_kill_bit_for_bit(tmp_path, uninterrupted, killed):
+  workdir = shutil.copytree(killed, tmp_path / "run")
+  done = run_train(workdir, *QUICK, *COMPRESSED, num_devices=4)
+  assert done.returncode == 0, done.stderr
+  assert "going on from the checkpoint of step" in done.stdout
+  assert checksums(workdir) == checksums(uninterrupted)
+  names = checksums(workdir)[1]
+  assert any(name.startswith("exchange_state/inner/inner/owner") for name in names)
+
+
+@pytest.mark.slow
+def test_what_was_not_sent_goes_on_with_other_devices(tmp_path, killed):
+  workdir = shutil.copytree(killed, tmp_path / "run")
+  done = run_train(workdir, *QUICK, *COMPRESSED, num_devices=2)
+  assert done.returncode == 0, done.stderr
+  assert "carried over from 4 devices to 2" in done.stdout
+  assert "done: held-out accuracy" in done.stdout
+
+
+@pytest.mark.slow
+def test_workers_of_their_own_do_not(tmp_path):
+  workdir = tmp_path / "run"
+  kill_after(workdir, *LOCAL, step=8)
+  done = run_train(workdir, *QUICK, *LOCAL, num_devices=2)
+  assert "go on with 4 devices" in error_line(done, 2)
+
+
+@pytest.mark.slow
+def test_workers_survive_a_kill_bit_for_bit(tmp_path):
+  workdir, whole = tmp_path / "run", tmp_path / "whole"
+  kill_after(workdir, *LOCAL, step=8)
+  assert run_train(workdir, *QUICK, *LOCAL, num_devices=4).returncode == 0
+  assert run_train(whole, *QUICK, *LOCAL, num_devices=4).returncode == 0
+  assert checksums(workdir) == checksums(whole)
+
+
+@pytest.mark.slow
+def test_two_processes_hold_the_same(tmp_path):
+  """1-bit gradients over gloo; all copies are compared every 10 steps."""
+  checked = "--config.checks.replicas_every_steps=10"
+  args = [*QUICK, *COMPRESSED, checked]
+  results = run_processes(tmp_path / "two", 2, 2, *args, config="configs/digits.py")
+  assert [code for *_, code in results] == [0, 0], results[0][1] + results[1][1]
+  assert "done: held-out accuracy" in results[0][0]
+  # And one process goes on from what two have saved: here it evaluates.
+  done = run_train(tmp_path / "two", *args, num_devices=4)
+  assert "all 90 steps are done" in done.stdout

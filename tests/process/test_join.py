@@ -1,0 +1,183 @@
+"""JAX is joined by real processes, where JAX alone would hang, abort or be silent."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT, own_lines
+from fault_table import measured
+
+from jaxscale.cluster.detect.launched import Launch
+from jaxscale.cluster.rendezvous import network
+from jaxscale.cluster.rendezvous.client import Meeting
+from jaxscale.cluster.rendezvous.join import join
+from jaxscale.errors import ConfigError
+
+CHILD = """
+import json, os, signal, sys, time
+from jaxscale.cluster import wire
+from jaxscale.cluster.detect.launched import Launch
+from jaxscale.cluster.rendezvous.join import check_devices, join
+from jaxscale.cluster.rendezvous.client import meet
+from jaxscale.errors import ConfigError
+a = json.loads(sys.argv[1])
+got = []
+signal.signal(signal.SIGTERM, lambda *_: got.append("TERM"))
+launch = Launch("test", a["rank"], a["of"], a["host"], 0, 1, a["job"])
+try:
+  meeting = meet(launch, timeout_s=60)
+  began = time.monotonic()
+  join(launch, meeting)
+  joined = time.monotonic() - began
+  check_devices(meeting)
+except ConfigError as e:
+  print(json.dumps({"error": str(e)}), flush=True)
+  os._exit(2)
+import jax
+from jax.experimental.multihost_utils import process_allgather
+import numpy as np
+total = process_allgather(np.float32(a["rank"] + 1)).sum()
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(0.1)
+link = list(meeting.links.values())[0]
+wire.send(link, {"still": a["rank"]})
+print(json.dumps({
+  "total": float(total), "processes": jax.process_count(), "signals": got,
+  "devices": jax.local_device_count(), "joined": joined,
+  "heard": wire.Receiver(link).receive(10),
+}), flush=True)
+"""
+
+
+@pytest.fixture
+def results():
+  """Runs processes with JAX; it swallows SIGTERM, so they are killed."""
+  running = []
+
+  def run(job, envs, host="127.0.0.1"):
+    for rank, env in enumerate(envs):
+      options = {"rank": rank, "of": len(envs), "job": job, "host": host}
+      kept = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
+      running.append(subprocess.Popen(
+        [sys.executable, "-c", CHILD, json.dumps(options)], text=True, cwd=ROOT,
+        env=kept | {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1"} | env,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+      ))  # fmt: skip
+    return [(p.communicate(timeout=100), p.returncode) for p in running]
+
+  yield run
+  for process in running:
+    if process.poll() is None:
+      os.kill(process.pid, signal.SIGKILL)
+      process.communicate()
+
+
+def dead_port():
+  """A port that takes connections and never says a word, like a proxy that hangs."""
+  sock = socket.create_server(("127.0.0.1", 0))
+  return sock, sock.getsockname()[1]
+
+
+def test_two_processes_join_behind_a_dead_proxy_and_own_their_signals(results):
+  """Plain jax.distributed.initialize hangs there: see the next test."""
+  proxy, port = dead_port()
+  address = f"http://127.0.0.1:{port}"
+  # What a batch system leaves behind, and JAX's own detection would go by.
+  env = {"http_proxy": address, "https_proxy": address, "no_grpc_proxy": "*",
+         "JAX_COORDINATOR_BIND_ADDRESS": "[::]:1", "JAX_COORDINATOR_ADDRESS": "no:1",
+         "JAX_COORDINATOR_PORT": "1"}  # fmt: skip
+  began = time.monotonic()
+  with proxy:
+    got = results(f"proxy-{os.getpid()}-{time.monotonic_ns()}", [env] * 2)
+  for rank, ((out, err), code) in enumerate(got):
+    assert code == 0, err
+    said = json.loads(own_lines(out)[-1])
+    assert said["total"] == 3 and said["processes"] == 2 and said["devices"] == 1
+    assert said["signals"] == ["TERM"]
+    assert said["heard"] == {"still": 1 - rank}
+    assert "proxy" not in err
+  measured("http_proxy to a dead proxy", None, 0, "joined as ever")
+  assert time.monotonic() - began < 90
+
+
+def test_the_coordinator_s_port_is_never_free_for_others(monkeypatch):
+  """From the meeting until JAX listens, though both are in one process."""
+  port, kept = network.free_port(network.ports_of(f"kept-{time.monotonic_ns()}"))
+  bound = []
+
+  def initialize(*_, **__):
+    for option in (0, 1):  # a stranger's way, and gRPC's
+      with socket.socket(kept.family) as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, option)
+        with contextlib.suppress(OSError):
+          other.bind(kept.getsockname())
+          bound.append(option)
+
+  monkeypatch.setattr("jax.distributed.initialize", initialize)
+  launch = Launch("test", 0, 2, "127.0.0.1", 0, 1, "kept")
+  join(launch, Meeting(0, 2, ["n1", "n2"], f"127.0.0.1:{port}", {}, kept))
+  assert bound == [1] and kept.fileno() == -1
+
+
+@pytest.mark.slow
+def test_plain_jax_hangs_behind_that_proxy():
+  proxy, port = dead_port()
+  _, kept = network.free_port(network.ports_of(f"plain-{time.monotonic_ns()}"))
+  coordinator = f"127.0.0.1:{kept.getsockname()[1]}"
+  kept.close()
+  code = (
+    "import sys, jax; jax.distributed.initialize(sys.argv[1], 1, 0, "
+    "cluster_detection_method='deactivate'); print('joined', flush=True)"
+  )
+  behind = {"http_proxy": f"http://127.0.0.1:{port}", "no_grpc_proxy": "*"}
+  with proxy:
+    assert ends_within(60, [code, coordinator], {})
+    assert not ends_within(20, [code, coordinator], behind)
+
+
+def ends_within(seconds, code, env):
+  """Whether a process joins, and ends, in time."""
+  child = subprocess.Popen(
+    [sys.executable, "-c", *code], stdout=subprocess.PIPE, text=True,
+    stderr=subprocess.DEVNULL, env=os.environ | env,
+  )  # fmt: skip
+  try:
+    return child.communicate(timeout=seconds)[0] == "joined\n"
+  except subprocess.TimeoutExpired:
+    return False
+  finally:
+    child.kill()
+    child.communicate()
+
+
+def test_other_numbers_of_devices_are_one_line_in_all(results):
+  envs = [{"JAX_NUM_CPU_DEVICES": str(n)} for n in (2, 1)]
+  job = f"devices-{os.getpid()}-{time.monotonic_ns()}"
+  for rank, env in enumerate(envs):
+    env["SLURMD_NODENAME"] = f"n{rank + 1}"
+  got = results(job, envs)
+  lines = {json.loads(own_lines(out)[-1])["error"] for (out, _), _ in got}
+  assert [code for _, code in got] == [2, 2]
+  (line,) = lines
+  assert line.startswith("process 1 (n2): 1 devices, the others: 2; give each process")
+
+
+def test_a_coordinator_that_cannot_be_reached_is_a_line_not_an_abort():
+  port, kept = network.free_port(network.ports_of(f"no-jax-{time.monotonic_ns()}"))
+  with kept:
+    meeting = Meeting(1, 2, ["n1", "n2"], f"127.0.0.1:{port}", {})
+    launch = Launch("test", 1, 2, "n1", 0, 1, "j")
+    began = time.monotonic()
+    with pytest.raises(ConfigError) as e:
+      join(launch, meeting, initialization_timeout_s=1)
+  assert time.monotonic() - began < 5
+  assert str(e.value) == (
+    f"process 1 (n2): JAX's coordinator on n1, 127.0.0.1:{port}, not reached for 1 s "
+    "(refused; see the last lines of process 0)"
+  )

@@ -1,0 +1,131 @@
+"""`cluster.joined` in real processes: how it begins, and how it ends."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, child_env, own_lines
+
+POD = """
+import sys, time
+import jax
+from jaxscale import cluster
+from jaxscale.cluster import detect
+from jaxscale.cluster.detect.launched import Launch
+# A TPU pod whose processes only JAX can count; what its chips say is said here.
+detect.detect = lambda env: Launch("tpu", 0, 0)
+found, (address, rank) = jax.distributed.initialize, sys.argv[1:]
+jax.distributed.initialize = lambda **given: found(address, 2, int(rank), **given)
+with cluster.joined() as watch:
+  assert watch.is_watched and jax.process_count() == 2
+  print("up", jax.process_index(), flush=True)
+  step = 0
+  while not (why := watch.stop.poll()):
+    step += 1
+    watch.at(step, "step")
+    cluster.barrier(f"{step}")
+  print("stopped", why, step, flush=True)
+"""
+
+
+@pytest.fixture
+def start():
+  """Starts processes, and leaves none behind."""
+  running = []
+
+  def begin(code, *args, **env):
+    pipe = subprocess.PIPE
+    running.append(subprocess.Popen(
+      [sys.executable, "-c", code, *args], env=child_env(1, **env), cwd=ROOT,
+      stdin=pipe, stdout=pipe, stderr=pipe, text=True,
+    ))  # fmt: skip
+    return running[-1]
+
+  yield begin
+  for process in running:
+    process.kill()
+    process.communicate()
+
+
+def free_port():
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    return s.getsockname()[1]
+
+
+def line_with(process, word):
+  return next(line for line in process.stdout if word in line)
+
+
+def test_where_only_jax_knows_the_others_they_meet_after_it(start):
+  port = free_port()
+  pair = [start(POD, f"127.0.0.1:{port}", str(rank)) for rank in range(2)]
+  for rank, process in enumerate(pair):
+    assert f"up {rank}" in line_with(process, "up")
+  pair[1].send_signal(signal.SIGUSR1)
+  ends = [process.communicate(timeout=60) for process in pair]
+  assert [process.returncode for process in pair] == [0, 0], ends
+  said = [own_lines(out)[-1] for out, _ in ends]
+  assert said[0] == said[1]
+  assert said[0].startswith(f"stopped SIGUSR1 at process 1 on {os.uname().nodename} ")
+
+
+EXIT = """
+import sys
+from jaxscale import cluster
+with cluster.joined():
+  sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_who_exits_has_its_exit_code(start, code):
+  common = {
+    "JAXSCALE_COORDINATOR": f"127.0.0.1:{free_port()}",
+    "JAXSCALE_NUM_PROCESSES": "2",
+  }
+  pair = [
+    start(EXIT, str(code), **common, JAXSCALE_PROCESS_ID=str(rank)) for rank in range(2)
+  ]
+  ends = [process.communicate(timeout=60) for process in pair]
+  assert [process.returncode for process in pair] == [code, code], ends
+  assert "error" not in ends[0][1] or code
+
+
+WRONG = """
+import sys
+from jaxscale import cluster
+from jaxscale.errors import ConfigError
+def main():
+  with cluster.joined():
+    import jax
+    print("up", flush=True)
+    sys.stdin.readline()
+    if sys.argv[1:] == ["both"] or jax.process_index() == 1:
+      raise ConfigError("--config.x=1: no good")
+    cluster.barrier("forever")
+main()
+"""
+
+
+@pytest.mark.parametrize("who", ["both", "one"])
+def test_what_all_say_is_said_once_and_what_one_says_is_said_of_it(start, who):
+  common = {
+    "JAXSCALE_COORDINATOR": f"127.0.0.1:{free_port()}",
+    "JAXSCALE_NUM_PROCESSES": "2",
+  }
+  pair = [
+    start(WRONG, who, **common, JAXSCALE_PROCESS_ID=str(rank)) for rank in range(2)
+  ]
+  for process in pair:
+    line_with(process, "up")
+  for process in pair:
+    process.stdin.write("go\n")
+    process.stdin.flush()
+  (_, told), (_, other) = (process.communicate(timeout=60) for process in pair)
+  assert [process.returncode for process in pair] == [2, 2] and not other, other
+  of = "" if who == "both" else f"process 1 on {os.uname().nodename}: "
+  assert told == f"error: {of}--config.x=1: no good\n"

@@ -1,0 +1,326 @@
+"""Runs in the background of this machine, by their real supervisor."""
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxscale import launch
+from jaxscale.errors import ConfigError
+from jaxscale.launch import cli, local
+from jaxscale.launch import folder as folders
+from jaxscale.launch.table import Record
+
+DIGITS = "configs/digits.py"
+
+# In place of Python: says what it was given, logs a step, and does as a file says.
+STAND_IN = r"""#!/bin/bash
+echo "process ${JAXSCALE_PROCESS_ID:-alone} of ${JAXSCALE_NUM_PROCESSES:-1}: $*"
+while [ $# -gt 0 ]; do [ "$1" = --workdir ] && workdir=$2; shift; done
+mkdir -p "$workdir/checkpoints"
+trap 'mkdir -p "$workdir/checkpoints/77"; echo saved; exit 85' TERM
+echo '{"step": 3, "train/loss": 0.5, "time": 1}' >>"$workdir/metrics.jsonl"
+source "$(dirname "$0")/does"
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path):
+  """Options of a submission whose processes do what is written into `does`."""
+  python = tmp_path / "python"
+  python.write_text(STAND_IN)
+  python.chmod(0o755)
+  (tmp_path / "does").write_text("sleep 0.3")
+  runs = tmp_path / "runs in a directory"
+  yield {"executor": "local", "python": str(python), "runs": str(runs)}
+  for folder in folders.all_folders(str(runs)):
+    local.cancel(folder)
+    for _ in range(200):
+      if not local.is_alive(folder):
+        break
+      time.sleep(0.05)
+
+
+def until(condition, seconds=20.0):
+  deadline = time.monotonic() + seconds
+  while not condition():
+    assert time.monotonic() < deadline
+    time.sleep(0.05)
+
+
+def wait(job, seconds=30.0):
+  return job.wait(seconds, every_s=0.1)
+
+
+def diary(job, task=0):
+  lines = folders.read_lines(job.folder / "events" / f"{task}.jsonl")
+  return [(line["event"], line["code"], line["next"]) for line in lines]
+
+
+def test_a_real_run_from_a_notebook(tmp_path, monkeypatch):
+  monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+  job = launch.submit(
+    DIGITS, executor="local", runs=str(tmp_path), nodes=1, name="digits",
+    overrides={"epochs": 3, "log.every_steps": 4, "log.tensorboard": False,
+               "model": "MLP", "model.hidden": (64,)},
+  )  # fmt: skip
+  (row,) = job.wait(120)
+  assert (row.state, row.code, row.restarts) == ("COMPLETED", 0, 0), job.logs("batch")
+  assert row.step == row.total == round(3 * 1437 / 128)
+  assert row.loss is not None and row.rate is not None and row.accuracy is not None
+  table = job.metrics()
+  assert [line["step"] for line in table] == sorted(line["step"] for line in table)
+  assert table[-1]["eval/accuracy"] == row.accuracy and "train/loss" in table[0]
+  assert "held-out accuracy" in job.logs() and "done: " in job.logs(lines=1)
+  assert "COMPLETED" in repr(job.status())
+  with pytest.raises(ConfigError, match="digits: is done"):
+    job.resume()
+
+
+def test_several_processes_know_each_other_and_have_files(stand_in):
+  job = launch.submit(DIGITS, nodes=2, tasks_per_node=2, **stand_in)
+  wait(job)
+  for rank in range(4):
+    assert f"process {rank} of 4: -m jaxscale.train --config " in job.logs(rank)
+  lines = job.logs("all").splitlines()
+  assert [line[:3] for line in lines] == ["0: ", "1: ", "2: ", "3: "]
+  with pytest.raises(ConfigError, match=r"--rank=4: give 0 … 3, all or batch"):
+    job.logs(4)
+
+
+def test_a_sweep_runs_two_at_a_time(stand_in, tmp_path):
+  running = tmp_path / "running"
+  running.mkdir()
+  count = f'touch "{running}/$$"; ls "{running}" | wc -l; sleep 0.4; rm "{running}/$$"'
+  (tmp_path / "does").write_text(count)
+  job = launch.sweep(DIGITS, [{"seed": i} for i in range(6)], at_most=2, **stand_in)
+  assert {row.state for row in job.status()} & {"RUNNING", "PENDING"}
+  rows = wait(job)
+  assert [row.state for row in rows] == ["COMPLETED"] * 6
+  assert [row.note for row in rows] == [f"seed={i}" for i in range(6)]
+  seen = [int(job.logs(task=i).splitlines()[1]) for i in range(6)]
+  assert max(seen) == 2
+  assert all(f"--config.seed={i}" in job.logs(task=i) for i in range(6))
+  assert [line["task"] for line in job.metrics()] == list(range(6))
+
+
+def test_a_study_runs_one_size_after_another(stand_in, tmp_path):
+  order = tmp_path / "order"
+  script = f'sleep 0.3; echo "${{JAXSCALE_NUM_PROCESSES:-1}}" >>"{order}"; sleep 0.3'
+  (tmp_path / "does").write_text(script)
+  study = launch.scaling(DIGITS, [2, 4, 1], name="study", **stand_in)
+  rows = study.wait(60, every_s=0.1)
+  assert [(row.run, row.state) for row in rows] == [
+    (f"study-{n}n", "COMPLETED") for n in (2, 4, 1)
+  ]
+  assert order.read_text().split() == ["2"] * 2 + ["4"] * 4 + ["1"]
+  runs = stand_in["runs"]
+  assert launch.study("study", runs) == study
+  assert launch.job("study-4n", runs) == study.jobs[1]
+  with pytest.raises(ConfigError, match="sturdy: no such study, did you mean 'study'"):
+    launch.study("sturdy", runs)
+  with pytest.raises(ConfigError, match="study-2n: has written nothing yet"):
+    study.report()  # the stand-in writes no config.json
+
+
+def test_a_study_is_cancelled_as_one(stand_in, tmp_path, capsys):
+  (tmp_path / "does").write_text("while true; do sleep 0.1; done")
+  sizes = [2, 4, 1]
+  study = launch.scaling(DIGITS, sizes, batch="grows", name="study", **stand_in)
+  batches = [folders.read_run(j.folder).overrides["batch_size"] for j in study.jobs]
+  assert batches == ["128", "256", "64"]
+  until(lambda: study.jobs[0].metrics())
+  study.jobs[2].cancel()  # which waits
+  until(lambda: study.status()[2].state == "CANCELLED")
+  assert study.status()[0].state == "RUNNING"
+  runs = f"--runs={stand_in['runs']}"
+  assert cli.main(["status", "study", runs]) == 0
+  assert cli.main(["logs", "study", runs]) == 2
+  assert cli.main(["cancel", "study", runs]) == 0
+  said = capsys.readouterr()
+  assert [line.split()[0] for line in said.out.splitlines()] == [
+    "run",
+    *(f"study-{n}n{colon}" for colon in ("", ":") for n in sizes),
+  ]
+  assert "study: logs of one run at a time, of study-2n, study-4n" in said.err
+  assert [r.state for r in study.wait(30, 0.1)] == ["CANCELLED"] * 3
+  assert not (study.jobs[1].folder / "train").exists()  # it never began
+
+
+def test_a_record_is_a_table(stand_in):
+  job = launch.submit(DIGITS, **stand_in)
+  assert repr(job.metrics()) == "nothing on record yet"
+  wait(job)
+  record = job.metrics()
+  assert record == [{"step": 3, "train/loss": 0.5, "time": 1}]
+  assert repr(record).splitlines() == ["step  train/loss", "   3         0.5"]
+  assert "<td" in record._repr_html_() and "COMPLETED" in job.status()._repr_html_()
+  with pytest.raises(ConfigError, match="task=1: give 0 … 0"):
+    job.metrics(task=1)
+  many = Record({"step": i, "x": 1234.5} for i in range(99))
+  lines = repr(many).splitlines()
+  assert len(lines) == 22 and lines[11].split() == ["…", "…"]
+  assert lines[-1].split() == ["98", "1,234"]
+  assert "&lt;b&gt;" in Record([{"note": "<b>"}])._repr_html_()
+
+
+def test_cancelled_it_saves_and_resumed_it_goes_on(stand_in, tmp_path):
+  (tmp_path / "does").write_text("while true; do sleep 0.1; done")
+  job = launch.submit(DIGITS, **stand_in)
+  until(lambda: job.metrics())
+  with pytest.raises(ConfigError, match="is RUNNING"):
+    job.resume()
+  began = time.monotonic()
+  job.cancel()
+  (row,) = wait(job)
+  assert row.state == "CANCELLED" and time.monotonic() - began < 5
+  assert job.logs().endswith("saved") and local.newest(job.folder / "train") == 77
+  (tmp_path / "does").write_text("exit 0")
+  job.resume()
+  assert [row.state for row in wait(job)] == ["COMPLETED"]
+  assert len(folders.read_lines(job.folder / "submissions.jsonl")) == 2
+
+
+def test_of_a_sweep_only_what_is_not_done_is_resumed(stand_in, tmp_path):
+  (tmp_path / "does").write_text('[[ "$workdir" == */1 ]] && exit 1; exit 0')
+  job = launch.sweep(DIGITS, [{"seed": i} for i in range(3)], **stand_in)
+  assert [r.state for r in wait(job)] == ["COMPLETED", "FAILED", "COMPLETED"]
+  (tmp_path / "does").write_text("exit 0")
+  job.resume()
+  assert [len(diary(job, i)) for i in range(3) if wait(job)] == [2, 4, 2]
+
+
+def test_it_starts_again_as_long_as_that_is_of_use(stand_in, tmp_path):
+  """A crash with progress, one request to stop, and a crash without progress."""
+  (tmp_path / "does").write_text(r"""
+n=$(ls "$workdir/checkpoints" | wc -l)
+[ $n = 2 ] && [ ! -e "$workdir/told" ] && touch "$workdir/told" && exit 85
+[ $n -lt 2 ] && mkdir "$workdir/checkpoints/$((n + 1))"
+exit 1""")
+  job = launch.submit(DIGITS, **stand_in)
+  (row,) = wait(job)
+  ends = [(code, next_) for event, code, next_ in diary(job) if event == "end"]
+  assert ends == [(1, "requeue"), (1, "requeue"), (85, "requeue"), (1, "stop")]
+  assert (row.state, row.code, row.restarts) == ("FAILED", 1, 3)
+
+
+def test_not_more_often_than_said(stand_in, tmp_path):
+  (tmp_path / "does").write_text("exit 85")
+  job = launch.submit(DIGITS, requeue=1, **stand_in)
+  (row,) = wait(job)
+  assert row.state == "PREEMPTED" and row.restarts == 1 and len(diary(job)) == 4
+
+
+def test_one_process_that_fails_ends_the_others(stand_in, tmp_path):
+  (tmp_path / "does").write_text(
+    '[ "$JAXSCALE_PROCESS_ID" = 1 ] && sleep 1 && exit 93\n'
+    "while true; do sleep 0.1; done"
+  )
+  job = launch.submit(DIGITS, tasks_per_node=4, **stand_in)
+  (row,) = wait(job)
+  assert (row.state, row.code) == ("FAILED", 93)
+  assert job.logs(0).endswith("saved") and job.logs(2).endswith("saved")
+
+
+def test_it_ended_as_the_first_that_failed_and_says_why(stand_in, tmp_path, capsys):
+  """Not with the code of those that were ended because of it, and said nothing."""
+  (tmp_path / "does").write_text(
+    'trap - TERM; [ "$JAXSCALE_PROCESS_ID" = 2 ] && sleep 1 && echo "error: why" &&'
+    " exit 2\nexec sleep 60"
+  )
+  quiet = STAND_IN.replace('echo "process', ': "process')
+  (tmp_path / "python").write_text(quiet)
+  job = launch.submit(DIGITS, tasks_per_node=4, name="why", **stand_in)
+  (row,) = wait(job)
+  assert (row.state, row.code) == ("FAILED", 2)
+  assert job.logs(0) == ""
+  assert cli.main(["logs", "why", f"--runs={stand_in['runs']}"]) == 0
+  assert capsys.readouterr().out == "2: error: why\n"
+
+
+def test_what_minds_no_signal_is_killed_after_the_grace(monkeypatch):
+  monkeypatch.setattr(local, "GRACE_S", 0.5)
+  deaf = subprocess.Popen(["bash", "-c", "trap '' TERM; while :; do sleep 0.1; done"])
+  failed = subprocess.Popen(["bash", "-c", "sleep 0.2; exit 3"])
+  began = time.monotonic()
+  assert local._wait([deaf, failed], threading.Event()) == 3
+  assert deaf.returncode == -signal.SIGKILL
+  assert 0.5 < time.monotonic() - began < 5
+
+
+def test_a_supervisor_that_was_killed_is_noticed(stand_in, tmp_path):
+  (tmp_path / "does").write_text("while true; do sleep 0.1; done")
+  job = launch.submit(DIGITS, **stand_in)
+  until(lambda: job.metrics())
+  (line,) = folders.read_lines(job.folder / "supervisor.jsonl")
+  (process,) = folders.read_lines(job.folder / "processes.jsonl")
+  os.kill(line["pid"], signal.SIGKILL)
+  until(lambda: job.status()[0].state == "LOST")
+  assert local._born(process["pid"]) == process["born"]
+  job.cancel()  # what the supervisor has left behind
+  until(lambda: local._born(process["pid"]) is None)
+  assert job.status()[0].state == "CANCELLED"
+
+
+def test_a_number_used_again_is_another_process():
+  child = subprocess.Popen(["sleep", "0"])
+  assert local._born(os.getpid()) not in (None, local._born(1))
+  until(lambda: local._born(child.pid) is None)  # a zombie does nothing any more
+  child.wait()
+  assert local._born(2**22 + 1) is None
+
+
+def test_it_survives_the_terminal(stand_in):
+  """The supervisor is in a session of its own, and nobody's child."""
+  job = launch.submit(DIGITS, **stand_in)
+  pid = folders.read_lines(job.folder / "supervisor.jsonl")[-1]["pid"]
+  fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+  assert int(fields[3]) == pid and int(fields[1]) != os.getpid()
+
+
+def test_the_commands(stand_in, tmp_path, capsys):
+  (tmp_path / "does").write_text("echo one; sleep 1; printf two")
+  runs = ["--runs", stand_in["runs"]]
+  base = [
+    "--config",
+    DIGITS,
+    "--executor=local",
+    f"--python={stand_in['python']}",
+    *runs,
+  ]
+  assert cli.main(["submit", *base, "--name=a"]) == 0
+  out, _ = capsys.readouterr()
+  assert out.startswith("a: submitted as local-") and "--runs '" in out
+  assert cli.main(["logs", "-f", "a", *runs]) == 0  # to the end, as it comes
+  out, _ = capsys.readouterr()
+  assert out.splitlines()[1:] == ["one", "two"]
+  assert cli.main(["status", "--watch", "--every=1", *runs]) == 0
+  out, _ = capsys.readouterr()
+  assert out.splitlines()[1].split()[:1] == ["a"] and "COMPLETED" in out
+  assert cli.main(["logs", "a", "--lines=1", *runs]) == 0
+  assert capsys.readouterr().out == "two\n"
+  assert cli.main(["cancel", "a", *runs]) == 0
+  assert capsys.readouterr().out == "a: has ended already\n"
+  assert not Path(stand_in["runs"], "a", "cancelled").exists()
+  assert cli.main(["resume", "a", *runs]) == 2
+  assert capsys.readouterr().err.startswith("error: a: is done")
+  assert cli.main(["submit", *base, "--name=a"]) == 2
+  assert "is there already" in capsys.readouterr().err
+
+
+def test_a_scaling_study_is_a_run_for_each_size(stand_in, tmp_path, capsys):
+  (tmp_path / "does").write_text("exit 0")
+  argv = ["scaling", "--config", DIGITS, "--nodes=1,2", "--batch=grows", "--name=s"]
+  argv += ["--executor=local", f"--python={stand_in['python']}"]
+  assert cli.main([*argv, "--runs", stand_in["runs"]]) == 0
+  for name, size in (("s-1n", 128), ("s-2n", 256)):
+    folder = Path(stand_in["runs"], name)
+    wait(launch.Job(folder))
+    said = json.loads((folder / "run.json").read_text())
+    assert said["overrides"]["batch_size"] == str(size)
+    assert f"--config.batch_size={size}" in launch.Job(folder).logs()

@@ -1,0 +1,314 @@
+"""One run at a time writes into a directory, and a run that was replaced knows."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, child_env, error_line, quick
+from fault_table import measured
+from test_process import (
+  ARGS,
+  assert_same_run,
+  checkpoint_names,
+  run_train,
+  start,
+  wait_until,
+)
+
+from jaxscale.checkpoint import lock, lock_owner
+from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.errors import ConfigError
+
+
+def names(workdir):
+  return sorted(p.name for p in (workdir / "lease").iterdir())
+
+
+def python(code, *args, **env):
+  """Start a process that runs this."""
+  return subprocess.Popen(
+    [sys.executable, "-c", code, *map(str, args)],
+    env=child_env(**env), cwd=ROOT, text=True,
+    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+  )  # fmt: skip
+
+
+TAKE = """
+import os, sys; from pathlib import Path; from jaxscale import lease
+from jaxscale.errors import ConfigError
+try: held = lease.take(Path(sys.argv[1]), sys.argv[2], renew_s=0.1)
+except ConfigError as e: print("refused", e); sys.exit(2)
+print("taken", held.token, flush=True)
+sys.stdin.readline()
+os._exit(0)  # as if killed: nothing is released
+"""
+
+
+def test_a_lease_that_was_let_go_is_free(tmp_path):
+  with lock.take(tmp_path) as first:
+    assert names(tmp_path) == ["1"]
+    first.check()
+  assert names(tmp_path) == ["1.left"]
+  with lock.take(tmp_path) as second:
+    assert (first.token, second.token) == (1, 2) and names(tmp_path) == ["2"]
+    with pytest.raises(lock.LostError):
+      first.check()
+
+
+def test_a_run_that_lives_is_not_disturbed(tmp_path):
+  other = python(TAKE, tmp_path, "")
+  try:
+    assert other.stdout.readline() == "taken 1\n"
+    began = time.monotonic()
+    with pytest.raises(ConfigError) as error:
+      lock.take(tmp_path)
+    assert time.monotonic() - began < 1
+    line = str(error.value)
+    for said in (os.uname().nodename, f"pid {other.pid}", "since 20", "--workdir"):
+      assert said in line
+    assert f"kill {other.pid}" in line and "\n" not in line
+    assert names(tmp_path) == ["1"]
+    # Once it is gone without a word, nobody waits for its lease to lapse.
+    other.communicate("\n")
+    with lock.take(tmp_path) as held:
+      assert held.token == 2 and time.monotonic() - began < 10
+  finally:
+    other.kill()
+    other.communicate()
+
+
+def test_a_restart_replaces_what_is_left_of_its_job(tmp_path):
+  with lock.take(tmp_path, "slurm-7.0-r0", renew_s=0.05) as old:
+    with lock.take(tmp_path, "slurm-7.0-r1") as new:
+      new.check()
+      with pytest.raises(lock.LostError, match=r"taken over .*slurm-7\.0-r1"):
+        old.check()
+      assert not lock.held(old) and lock.held(new) and lock.held(None)
+    old._thread.join(5)
+    assert not old._thread.is_alive()
+  assert names(tmp_path) == ["2.left"]  # the old one has nothing to let go
+
+
+def of_another_host(directory, job="", age=0.0):
+  """A lease as a run on another machine would hold it."""
+  (directory / "lease").mkdir(exist_ok=True)
+  who = lock_owner.Holder("far-away", 12, job, time.time() - 1000, "boot ns 1")
+  path = directory / "lease" / "1"
+  path.write_text(json.dumps(who._asdict()))
+  os.utime(path, (time.time() - age,) * 2)
+  return path
+
+
+def test_a_run_elsewhere_is_waited_for_until_its_lease_lapses(tmp_path):
+  of_another_host(tmp_path)
+  said, began = [], time.monotonic()
+  with lock.take(tmp_path, say=said.append, lapse_s=2) as held:
+    assert held.token == 2 and 1.5 < time.monotonic() - began < 10
+  assert len(said) == 1 and "far-away" in said[0] and "waiting up to 2 s" in said[0]
+
+
+def test_a_lease_that_lapsed_long_ago_is_taken_at_once(tmp_path):
+  of_another_host(tmp_path, age=61)
+  with lock.take(tmp_path, say=pytest.fail) as held:
+    assert held.token == 2
+
+
+def test_a_later_step_of_the_job_waits_less(tmp_path):
+  of_another_host(tmp_path, "slurm-7.0-r0", age=lock.LAPSE_SAME_JOB_S + 1)
+  with lock.take(tmp_path, "slurm-7.1-r0", say=pytest.fail):
+    pass
+
+
+def test_a_run_elsewhere_that_renews_is_not_disturbed(tmp_path):
+  path = of_another_host(tmp_path, "slurm-7.0-r0")
+
+  def renew(line):  # between the first look and the second
+    os.utime(path, (time.time() + 1,) * 2)
+
+  with pytest.raises(ConfigError, match=r"far-away.*scancel 7"):
+    lock.take(tmp_path, "slurm-8.0-r0", say=renew, lapse_s=5)
+
+
+def test_of_many_that_come_at_once_one_gets_it(tmp_path):
+  group = [python(TAKE, tmp_path, "") for _ in range(5)]
+  try:
+    lines = [p.stdout.readline() for p in group]
+    assert sorted(line.split()[0] for line in lines) == ["refused"] * 4 + ["taken"]
+    assert names(tmp_path) == ["1"]
+  finally:
+    for process in group:
+      process.kill()
+      process.communicate()
+
+
+def test_a_lease_that_was_deleted_counts_as_lost(tmp_path):
+  with lock.take(tmp_path) as held:
+    held.path.unlink()
+    with pytest.raises(lock.LostError, match="removed"):
+      held.check()
+
+
+def test_a_file_server_that_does_not_answer_loses_nothing(tmp_path, monkeypatch):
+  with lock.take(tmp_path) as held:
+    with monkeypatch.context() as patch:
+
+      def away(path):
+        raise OSError(5, "Input/output error")
+
+      patch.setattr(os, "utime", away)
+      with pytest.raises(OSError):
+        held.check()
+    held.check()
+
+
+def test_jobs_and_restarts():
+  env = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0"}
+  assert lock_owner.job_of({}) == ""
+  assert lock_owner.job_of(env) == "slurm-12.0-r0"
+  assert lock_owner.job_of(env | {"SLURM_RESTART_COUNT": "2"}) == "slurm-12.0-r2"
+  array = {"SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "3"}
+  assert lock_owner.job_of(env | array) == "slurm-9_3.0-r0"
+  r = lock_owner.is_restart
+  assert r("slurm-12.0-r1", "slurm-12.4-r0") and r("slurm-12-r2", "slurm-12.0-r0")
+  assert not r("slurm-12.1-r0", "slurm-12.0-r0")  # may run beside it
+  assert not r("slurm-12.0-r0", "slurm-12.0-r1")  # the older comes back
+  assert not r("slurm-13.0-r1", "slurm-12.0-r0") and not r("", "")
+  assert not r("slurm-9_3.0-r1", "slurm-9_4.0-r0")
+
+
+# A run that is suspended at one moment of a save, and goes on when it is replaced.
+ZOMBIE = """
+import os, signal, sys, time
+sys.path.insert(0, "tests")
+import jax; jax.config.update("jax_num_cpu_devices", 1)
+from pathlib import Path
+from jaxscale import checkpoint_files, lease
+from jaxscale.checkpoint.manager import Checkpoints
+from test_checkpoint import at_step, setup
+
+workdir, moment = Path(sys.argv[1]), sys.argv[2]
+_, state = setup(1)
+held = lease.take(workdir, "slurm-7.0-r0")
+begun, check, finish = checkpoint_files.start_writing, held.check, checkpoint_files.finish
+
+def stop():
+  os.kill(os.getpid(), signal.SIGSTOP)
+  time.sleep(0.1)  # the kernel stops this thread a moment after it has stopped another
+def stop_after(function):
+  def stopped(*args):
+    result = function(*args)
+    stop()
+    return result
+  return stopped
+
+with Checkpoints(workdir / "checkpoints", lease=held) as checkpoints:
+  checkpoints.save(at_step(state, 1)); checkpoints.wait()
+  if moment == "written": checkpoint_files.start_writing = stop_after(begun)
+  if moment == "merged": checkpoint_files.finish = stop_after(finish)
+  if moment == "checked":  # the last moment: nothing but the rename is left
+    checkpoint_files.finish = lambda *a: (finish(*a), setattr(held, "check", stop_after(check)))
+  if moment == "before": stop()
+  try:
+    checkpoints.save(at_step(state, 2)); checkpoints.wait()
+  except lease.LostError as e:
+    print(e); os._exit(93)
+print("not stopped"); os._exit(0)
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(
+  "moment", quick(["before", "written", "merged", "checked"], "checked")
+)
+@pytest.mark.parametrize("same_step", quick(["under way", "done"], "done"))
+def test_a_writer_that_was_replaced_in_mid_save_commits_nothing(
+  tmp_path, moment, same_step
+):
+  """The new run saves another state of the same step, before the old one wakes."""
+  from test_checkpoint import assert_identical, at_step, setup
+
+  old = python(ZOMBIE, tmp_path, moment)
+  try:
+    wait_until(lambda: state_of(old.pid) == "T", old)
+    abstract, state = setup(1)
+    with (
+      lock.take(tmp_path, "slurm-7.0-r1") as held,
+      Checkpoints(tmp_path / "checkpoints", lease=held) as checkpoints,
+    ):
+      assert checkpoints.steps() == [1]
+      mine = at_step(state, 5)._replace(step=at_step(state, 2).step)
+      if same_step == "under way":  # a directory of this step that is half-written
+        (tmp_path / "checkpoints" / f"2.tmp-{held.token}").mkdir()
+      else:
+        checkpoints.save(mine)
+        checkpoints.wait()
+      before = contents(tmp_path)
+      os.kill(old.pid, signal.SIGCONT)
+      out, err = old.communicate(timeout=60)
+      assert old.returncode == 93, out + err
+      assert "another run has taken over" in out and "slurm-7.0-r1" in out
+      assert contents(tmp_path) == before
+      if same_step == "done":
+        assert_identical(checkpoints.restore(abstract), mine)
+      else:
+        assert checkpoints.steps() == [1]
+  finally:
+    old.kill()
+    old.communicate()
+
+
+def state_of(pid):
+  return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def contents(workdir):
+  """Every file, but what the old run may still leave in its own scratch space."""
+  return {
+    str(p.relative_to(workdir)): p.read_bytes()
+    for p in (workdir / "checkpoints").rglob("*")
+    if p.is_file() and "tmp-1" not in str(p)
+  }
+
+
+@pytest.mark.slow
+def test_a_second_run_by_mistake_is_refused_and_the_first_goes_on(tmp_path):
+  workdir = tmp_path / "run"
+  first = start(workdir, "--config.epochs=200")
+  try:
+    wait_until(lambda: checkpoint_names(workdir), first)
+    second = run_train(workdir, *ARGS, "--config.epochs=200")
+    line = error_line(second, 2)
+    assert f"pid {first.pid}" in line and "another run is writing there" in line
+    measured("a second run in one workdir", None, 2, line)
+    assert first.poll() is None
+  finally:
+    first.kill()
+    first.communicate()
+
+
+@pytest.mark.slow
+def test_a_suspended_run_wakes_up_beside_its_requeue(tmp_path):
+  """Bit for bit what one run makes of it, and not a line of the old one in it."""
+  whole, workdir = tmp_path / "whole", tmp_path / "run"
+  zombie = start(workdir, SLURM_JOB_ID="7")
+  try:
+    wait_until(lambda: checkpoint_names(workdir), zombie)
+    zombie.send_signal(signal.SIGSTOP)
+    assert run_train(whole, *ARGS).returncode == 0
+    job = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
+    done = run_train(workdir, *ARGS, **job)
+    assert done.returncode == 0, done.stderr
+    zombie.send_signal(signal.SIGCONT)
+    out, err = zombie.communicate(timeout=60)
+    assert zombie.returncode == 93, out + err
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert "slurm-7-r1" in err
+    measured("a suspended run beside its requeue", None, 93, err)
+    assert_same_run(workdir, whole)
+  finally:
+    zombie.kill()
+    zombie.communicate()

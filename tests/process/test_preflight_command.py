@@ -1,0 +1,70 @@
+"""`python -m jaxscale.cli.doctor` as a user starts it, on processes that really meet."""
+
+import socket
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, child_env
+
+pytest.importorskip("jaxscale.cluster.rendezvous.client", reason="needs the meeting")
+
+DOCTOR = [sys.executable, "-m", "jaxscale.cli.doctor"]
+
+
+def doctor(number, *args, **env):
+  """The exit codes and outputs of as many processes."""
+  with socket.create_server(("127.0.0.1", 0)) as free:
+    port = free.getsockname()[1]
+  processes = []
+  for rank in range(number):
+    given = {
+      "JAXSCALE_COORDINATOR": f"127.0.0.1:{port}",
+      "JAXSCALE_NUM_PROCESSES": str(number),
+      "JAXSCALE_PROCESS_ID": str(rank),
+    }
+    process = subprocess.Popen(
+      [*DOCTOR, *map(str, args)], env=child_env(**given, **env), cwd=ROOT, text=True,
+      stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    processes.append(process)
+  try:
+    said = [process.communicate(timeout=60) for process in processes]
+  finally:
+    for process in processes:
+      process.kill()
+  assert all("Traceback" not in err for _, err in said), said
+  return [process.returncode for process in processes], said
+
+
+def test_process_0_prints_and_all_are_ready(tmp_path):
+  codes, said = doctor(3, "--workdir", tmp_path / "runs", "--skip=devices,disk")
+  assert codes == [0, 0, 0]
+  lines = said[0][0].splitlines()
+  assert lines[0].startswith("ok    launch: ") and "3 processes on 1 host" in lines[0]
+  assert lines[-1] == "preflight: ready"
+  assert [out for out, _ in said[1:]] == ["", ""]
+
+
+def test_all_leave_with_2_where_one_is_not_ready(tmp_path):
+  (tmp_path / "file").write_text("")
+  args = "--workdir", tmp_path / "file" / "runs", "--skip=devices"
+  codes, said = doctor(2, *args)
+  assert codes == [2, 2]
+  assert f"not   workdir {tmp_path}/file/runs: Not a directory" in said[0][0]
+  assert said[0][0].splitlines()[-1].startswith("next  give a --workdir that can be")
+
+
+def test_one_process_looks_at_its_own_host(tmp_path):
+  done = subprocess.run(
+    [*DOCTOR, f"--workdir={tmp_path}", "--skip=disk"], env=child_env(2), cwd=ROOT,
+    capture_output=True, text=True, timeout=60,
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr
+  assert "1 process on 1 host" in done.stdout
+  assert "devices: 2 x cpu, tried out" in done.stdout
+  done = subprocess.run(
+    [*DOCTOR, "--skip=network,al"], env=child_env(), cwd=ROOT, capture_output=True,
+    text=True, timeout=60,
+  )  # fmt: skip
+  assert done.returncode == 2 and done.stderr.startswith("error: --skip=al: ")

@@ -1,0 +1,330 @@
+"""Real processes: the command line, kills, signals, several hosts."""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from conftest import ROOT, child_env, error_line, quick, run_train, train_command
+from PIL import Image
+
+from jaxscale import metrics
+from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.config.loading import load_config
+from jaxscale.exchange import plain
+from jaxscale.experiment import build
+from jaxscale.mesh import make_mesh
+
+# Small and often saved: 225 steps, a checkpoint every second one.
+QUICK = {
+  "epochs": "7",
+  "model": "MLP",
+  "model.hidden": "(64,)",
+  "log.every_steps": "7",
+  "evaluation.every_epochs": "1",
+  "checkpoint.every_epochs": "0.18",
+}
+ARGS = [f"--config.{name}={value}" for name, value in QUICK.items()]
+
+
+def final_state(workdir, num_devices=1):
+  """The newest checkpoint of a run, on the host."""
+  config = load_config("configs/digits.py", QUICK | {"mesh.data": "8"})
+  experiment = build.experiment(config)
+  mesh = make_mesh(devices=jax.devices()[:num_devices])
+  experiment = experiment._replace(mesh=mesh, exchange=plain(mesh.axis_names))
+  with Checkpoints(workdir / "checkpoints") as checkpoints:
+    state = checkpoints.restore(experiment.abstract_state())
+  assert state is not None
+  return jax.device_get(state)
+
+
+def record(workdir):
+  """The metrics file without what depends on the clock."""
+  lines = metrics.read_metrics(workdir / "metrics.jsonl")
+  kept = [
+    {k: v for k, v in line.items() if k != "time" and not k.startswith("perf/")}
+    for line in lines
+  ]
+  return [line for line in kept if len(line) > 1]
+
+
+def assert_same_run(workdir, reference):
+  for a, b in zip(
+    *map(jax.tree.leaves, (final_state(workdir), final_state(reference))), strict=True
+  ):
+    assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+  assert record(workdir) == record(reference)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+  workdir = tmp_path_factory.mktemp("whole") / "run"
+  done = run_train(workdir, *ARGS)
+  assert done.returncode == 0, done.stderr
+  assert "done: held-out accuracy" in done.stdout
+  return workdir
+
+
+def start(workdir, *args, config=None, num_devices=1, **env):
+  """A run of the quick digits, or of another config, as a process."""
+  quick = train_command(workdir, *ARGS, *args)
+  return subprocess.Popen(
+    train_command(workdir, *args, config=config) if config else quick,
+    env=child_env(num_devices, **env),
+    cwd=ROOT,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+
+
+def wait_until(condition, process, seconds=120):
+  deadline = time.monotonic() + seconds
+  while not condition():
+    assert process.poll() is None, f"ended early: {process.communicate()}"
+    assert time.monotonic() < deadline, "waited too long"
+    time.sleep(0.002)
+
+
+def checkpoint_names(workdir):
+  directory = workdir / "checkpoints"
+  return [p.name for p in directory.iterdir()] if directory.exists() else []
+
+
+def newest_step(workdir):
+  return max((int(n) for n in checkpoint_names(workdir) if n.isdigit()), default=0)
+
+
+@pytest.mark.parametrize("kills", quick([2, 5], 2))
+def test_kills_at_random_moments_change_no_bit(tmp_path, uninterrupted, kills):
+  workdir = tmp_path / "run"
+  rng = random.Random(0)
+  in_mid_save = 0
+  for kill in range(kills):
+    process = start(workdir)
+    before = newest_step(workdir)
+    wait_until(lambda n=before: newest_step(workdir) > n, process)
+    if kill % 4 == 0:  # in mid-save, for certain
+      wait_until(lambda: any("tmp" in n for n in checkpoint_names(workdir)), process)
+    else:
+      time.sleep(rng.uniform(0, 0.3))
+    process.kill()
+    process.communicate()
+    in_mid_save += any("tmp" in name for name in checkpoint_names(workdir))
+  assert in_mid_save >= 1
+  done = run_train(workdir, *ARGS)
+  assert done.returncode == 0, done.stderr
+  assert "going on from the checkpoint of step" in done.stdout
+  assert not any("tmp" in name for name in checkpoint_names(workdir))
+  assert_same_run(workdir, uninterrupted)
+
+
+def run_until_ctrl_c(workdir):
+  """Interrupt a run once it has a checkpoint; what it printed."""
+  process = start(workdir)
+  wait_until(lambda: checkpoint_names(workdir), process)
+  process.send_signal(signal.SIGINT)
+  out, err = process.communicate(timeout=60)
+  assert process.returncode == 130, err
+  return out, err
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, uninterrupted):
+  workdir = tmp_path / "run"
+  out, err = run_until_ctrl_c(workdir)
+  *_, said, last = out.splitlines()
+  assert "Ctrl-C: saving after this step" in out and said
+  assert last.startswith("saved step ") and "to go on: python -m jaxscale.train" in last
+  assert f"--workdir {workdir}" in last and not err
+  summary = json.loads((workdir / "summary.json").read_text())
+  assert summary["outcome"] == "interrupted"
+  assert str(summary["step"]) in checkpoint_names(workdir)
+  assert run_train(workdir, *ARGS).returncode == 0
+  assert_same_run(workdir, uninterrupted)
+
+
+@pytest.mark.slow
+def test_goes_on_with_another_number_of_devices(tmp_path, uninterrupted):
+  """Half on one device, half on four: the same run to float32's rounding."""
+  workdir = tmp_path / "run"
+  run_until_ctrl_c(workdir)
+  done = run_train(workdir, *ARGS, num_devices=4)
+  assert done.returncode == 0, done.stderr
+  got, wanted = final_state(workdir), final_state(uninterrupted)
+  for a, b in zip(*map(jax.tree.leaves, (got.params, wanted.params)), strict=True):
+    assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
+
+
+def free_port():
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    return s.getsockname()[1]
+
+
+def run_processes(workdir, count, num_devices, *args, config=None, **env):
+  coordinator = f"127.0.0.1:{free_port()}"
+  group = [
+    start(
+      workdir,
+      *args,
+      config=config,
+      num_devices=num_devices,
+      JAXSCALE_COORDINATOR=coordinator,
+      JAXSCALE_NUM_PROCESSES=str(count),
+      JAXSCALE_PROCESS_ID=str(i),
+      **env,
+    )
+    for i in range(count)
+  ]
+  try:
+    return [(*p.communicate(timeout=240), p.returncode) for p in group]
+  finally:
+    for process in group:
+      if process.poll() is None:
+        process.kill()
+        process.communicate()
+
+
+def test_two_processes_of_two_devices_equal_one_of_four(tmp_path):
+  one, two = tmp_path / "one", tmp_path / "two"
+  # 57 steps: rounding has not grown past the bound.
+  short = ["--config.epochs=5", "--config.checkpoint.every_epochs=1"]
+  done = run_train(one, *ARGS, *short, num_devices=4)
+  assert done.returncode == 0, done.stderr
+  (out, err, code), (out1, err1, code1) = run_processes(two, 2, 2, *short)
+  assert (code, code1) == (0, 0), err + err1
+  assert "done: held-out accuracy" in out and "step" not in out1  # one of them talks
+  got, wanted = final_state(two), final_state(one)
+  for a, b in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
+    assert np.linalg.norm(a - b) <= 1e-6 * max(np.linalg.norm(b), 1e-3)
+  for a, b in zip(record(two), record(one), strict=True):
+    assert a == pytest.approx(b, rel=1e-4)
+  # And a checkpoint of two processes is one that a single process goes on from.
+  assert "all 57 steps are done" in run_train(two, *ARGS, *short).stdout
+
+
+FOLDER = """
+from jaxscale.config import *
+
+def get_config():
+  return Config(
+    model=MLP(hidden=(8,)), data=ImageFolder(path={path!r}, image_size=8),
+    optimizer=SGD(lr=0.01), schedule=Cosine(), batch_size=16, epochs=3,
+    stages=Stages(epochs=(0, 1), batch_sizes=(16, 32)), noise_scale=True,
+    evaluation=Evaluation(every_epochs=1), log=Log(every_steps=1, tensorboard=False),
+  )
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_agree_on_stages_noise_and_damage(tmp_path):
+  """Each reads half of the images; the leader knows what the other one met."""
+  rng = np.random.default_rng(0)
+  for i in range(96):
+    path = tmp_path / "images" / ("val" if i % 4 == 3 else "train") / f"c{i % 2}"
+    path.mkdir(parents=True, exist_ok=True)
+    pixels = rng.integers(0, 256, (12, 12, 3)).astype(np.uint8)
+    Image.fromarray(pixels).save(path / f"{i:02}.png")
+    if i in (0, 1, 2, 4, 5, 6, 7):
+      (path / f"{i:02}.png").write_bytes(b"no image")
+  config = tmp_path / "folder.py"
+  config.write_text(FOLDER.format(path=str(tmp_path / "images")))
+  alone, two = tmp_path / "alone", tmp_path / "two"
+  done = run_train(alone, config=str(config), num_devices=4)
+  assert done.returncode == 0, done.stderr
+  results = run_processes(two, 2, 2, config=str(config))
+  assert [code for *_, code in results] == [0, 0], results[0][1] + results[1][1]
+  summaries = [json.loads((w / "summary.json").read_text()) for w in (alone, two)]
+  assert [s["damaged_examples"] for s in summaries] == [7, 7]
+  assert summaries[1]["noise_scale"] == pytest.approx(
+    summaries[0]["noise_scale"], rel=1e-3
+  )
+  assert "training data: 6 damaged examples: c0/00.png" in results[0][0]
+  assert "damaged" not in results[1][0]  # one of them talks
+  for a, b in zip(record(two), record(alone), strict=True):
+    assert a == pytest.approx(b, rel=1e-3)
+
+
+def test_a_process_that_fails_does_not_hang_the_others(tmp_path):
+  began = time.monotonic()
+  results = run_processes(tmp_path, 2, 2, "--config.batch_size=130")
+  assert [code for *_, code in results] == [2, 2]
+  (_, told, _), (_, other, _) = results
+  assert "128 or 132" in told and told.count("\n") == 1 and not other  # once, for all
+  assert time.monotonic() - began < 60  # JAX's own exit barrier takes 300 s
+
+
+CLI_MISTAKES = {
+  "typo in an option": (["--confg=x"], "did you mean '--config'?"),
+  "no config": ([], "try --config configs/digits.py"),
+  "no such file": (["--config", "configs/digit.py"], "configs/digits.py"),
+  "typo in a field": (["--config.optimizr.lr=1"], "did you mean 'optimizer'?"),
+  "wrong type": (["--config.batch_size=big"], "give int"),
+  "impossible": (["--config.epochs=-1"], "> 0"),
+  "not divisible": (["--config.batch_size=30", "--config.mesh.data=4"], "devices"),
+  "unknown dataset": (
+    ["--config.data=TFDS", "--config.data.name=mnst"], "did you mean 'mnist'?",
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", CLI_MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, mistake):
+  args, remedy = CLI_MISTAKES[mistake]
+  if args and args[0].startswith("--config."):
+    args = ["--config", "configs/digits.py", *args]
+  done = subprocess.run(
+    [sys.executable, "-m", "jaxscale.train", *args, "--workdir", str(tmp_path / "w")],
+    env=child_env(), cwd=ROOT, capture_output=True, text=True, timeout=60,
+  )  # fmt: skip
+  assert remedy in error_line(done, 2)
+  assert not done.stdout and not (tmp_path / "w").exists()
+
+
+def test_divergence_is_one_line_and_exit_code_1(tmp_path):
+  done = run_train(tmp_path, *ARGS, "--config.optimizer.lr=1e12")
+  line = error_line(done, 1)
+  assert " at step " in line
+  assert "last good checkpoint" in line and "lower optimizer.lr" in line
+
+
+def test_help_waits_for_no_jax():
+  done = subprocess.run(
+    [sys.executable, "-X", "importtime", "-m", "jaxscale.train", "--help"],
+    env=child_env(), cwd=ROOT, capture_output=True, text=True, timeout=60,
+  )  # fmt: skip
+  assert done.returncode == 0 and "--config.optimizer.lr" in done.stdout
+  assert "jax._src" not in done.stderr and "orbax" not in done.stderr
+
+
+def test_training_imports_no_tensorflow(tmp_path):
+  """Not even where it is installed: a stand-in on the path must stay unread."""
+  fake = tmp_path / "site" / "tensorflow"
+  fake.mkdir(parents=True)
+  (fake / "__init__.py").write_text("raise SystemExit('TensorFlow was imported')")
+  code = (
+    "import sys; from jaxscale.train import main\n"
+    f"code = main({train_command(tmp_path / 'w', *ARGS, '--config.epochs=3')[3:]!r})\n"
+    "assert code == 0 and 'orbax' in sys.modules\n"
+    "assert 'tensorflow' not in sys.modules\n"
+    "from jaxscale.config.validation import ConfigError; from jaxscale import data\n"
+    "try: data.tfds_images('mnist', 'train', data_dir='/nonexistent')\n"
+    "except ConfigError as e: print(e)\n"
+    "assert 'tensorflow_datasets' in sys.modules\n"
+    "assert 'tensorflow' not in sys.modules\n"
+  )
+  path = os.pathsep.join([str(fake.parent), os.environ.get("PYTHONPATH", "")])
+  env = child_env(PYTHONPATH=path, PYTHONWARNINGS="ignore")
+  done = subprocess.run(
+    [sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True
+  )
+  assert done.returncode == 0, done.stderr
+  assert "jaxscale.data.prepare mnist" in done.stdout

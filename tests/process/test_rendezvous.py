@@ -1,0 +1,209 @@
+"""Processes meet over TCP, whoever else is on the ports."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import meetings
+import pytest
+from conftest import ROOT
+from meetings import connect, ends, job, the_line, who
+
+from jaxscale.cluster import wire
+from jaxscale.cluster.detect.launched import Launch
+from jaxscale.cluster.rendezvous import network, server
+from jaxscale.cluster.rendezvous.client import meet
+
+start = pytest.fixture(meetings.starter)
+
+
+def test_four_processes_meet_in_any_order_and_can_talk(start):
+  name = job("four")
+  late = [0.3, 0, 0.6, 0]
+  got = ends([start(r, 4, name, late=late[r]) for r in range(4)], 15)
+  assert [code for code, _ in got] == [0] * 4
+  assert all(said["hosts"] == ["n1", "n2", "n3", "n4"] for _, said in got)
+  ports = {said["coordinator"].split(":")[1] for _, said in got}
+  assert len(ports) == 1 and int(ports.pop()) in network.PORTS
+  assert {int(r): m["from"] for r, m in got[0][1]["heard"].items()} == {
+    1: 1,
+    2: 2,
+    3: 3,
+  }
+  assert all(said["heard"]["0"]["from"] == 0 for _, said in got[1:])
+
+
+def test_one_process_needs_nobody():
+  meeting = meet(Launch("single", 0, 1, None, 0, 1, "alone"))
+  assert meeting.links == {} and meeting.num_processes == len(meeting.hosts) == 1
+
+
+def same_port_first(name, other):
+  """The first name like `other` whose first port is that of `name`'s."""
+  wanted = network.ports_of(name)[0]
+  return next(
+    f"{other}-{i}" for i in range(10**6)
+    if network.ports_of(f"{other}-{i}", 1) == [wanted]
+  )  # fmt: skip
+
+
+def test_two_steps_of_a_job_on_one_port_never_cross_connect(start):
+  one = job("slurm-123.0")
+  two = same_port_first(one, "slurm-123.1")
+  both = [start(r, 3, name) for r in range(3) for name in (one, two)]
+  got = ends(both, 20)
+  assert [code for code, _ in got] == [0] * 6
+  for i, (_, said) in enumerate(got):
+    wanted = (one, two)[i % 2]
+    assert {m["job"] for m in said["heard"].values()} == {wanted}
+  assert len({said["coordinator"] for _, said in got}) == 2
+
+
+@pytest.mark.parametrize("listens", [False, True], ids=["bound", "silent"])
+def test_a_taken_port_is_passed_over(start, listens):
+  name = job("taken")
+  with socket.socket() as stranger:
+    stranger.bind(("", network.ports_of(name)[0]))
+    if listens:
+      stranger.listen()
+    got = ends([start(r, 2, name) for r in range(2)], 15)
+  assert [code for code, _ in got] == [0, 0]
+
+
+def test_the_given_port_is_the_meeting_s_and_jax_gets_another(start):
+  port, kept = network.free_port(network.ports_of(job("given")))
+  kept.close()
+  host = f"127.0.0.1:{port}"
+  got = ends([start(r, 2, "j", host) for r in range(2)], 15)
+  assert [code for code, _ in got] == [0, 0]
+  assert not any(said["coordinator"].endswith(f":{port}") for _, said in got)
+
+
+def test_strangers_do_not_disturb(start):
+  name = job("strangers")
+  port = network.ports_of(name)[0]
+  first = start(0, 2, name)
+  bad = [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01" * 99, b"[" * 50_000,
+         b"{}\n", b"5\n", b'{"meeting": 1, "who": {"rank": []}}\n', b"",
+         json.dumps({"meeting": name, "who": [1] * 9}).encode() + b"\n"]  # fmt: skip
+  strangers = [connect(port) for _ in bad]
+  for sock, words in zip(strangers, bad, strict=True):
+    sock.sendall(words)
+  strangers[0].close()
+  with connect(port) as flood, pytest.raises(OSError):
+    for _ in range(1000):  # without an end of line: cut off, not collected
+      flood.sendall(b"x" * 10_000)
+  other = connect(port)
+  wire.send(other, {"meeting": "another job", "who": [1]})
+  assert wire.Receiver(other).receive(5) == {"other": name}
+  got = ends([first, start(1, 2, name)], 15)
+  assert [code for code, _ in got] == [0, 0]
+  for sock in [*strangers, other]:
+    sock.close()
+
+
+def test_a_forked_worker_does_not_keep_a_dead_process_s_link_open(start):
+  name = job("fork")
+  child = start(1, 2, name, fork=True, stay=30)
+  meeting = meet(Launch("test", 0, 2, "127.0.0.1", 0, 1, name), timeout_s=15)
+  try:
+    sock = meeting.links[1]
+    wire.send(sock, {})
+    receiver = wire.Receiver(sock)
+    assert receiver.receive(10)["from"] == 1
+    worker = json.loads(child.stdout.readline())["worker"]
+    os.kill(child.pid, signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(EOFError):
+      receiver.receive(10)
+    assert time.monotonic() - began < 1
+    os.kill(worker, signal.SIGKILL)
+  finally:
+    meeting.links[1].close()
+    meeting.reserved.close()
+
+
+LIMITS = [  # processes, soft and hard limit of open files -> the soft one then
+  (2, 1024, 1024, 1024),
+  (2, 2048, 4096, 2048),
+  (700, 256, 4096, 3824),  # 2 x (2 x 700 + 256) + 512
+  (1500, 256, 4096, 4096),
+  (1920, 4096, 4096, 4096),
+  (1921, 256, 4096, None),
+]
+
+
+@pytest.mark.parametrize("count, soft, hard, wanted", LIMITS)
+def test_process_0_raises_the_limit_of_open_files(count, soft, hard, wanted):
+  code = (
+    "import resource as r; from jaxscale.cluster.rendezvous.server import _allow_files\n"
+    f"r.setrlimit(r.RLIMIT_NOFILE, ({soft}, {hard})); _allow_files({count})\n"
+    "print(*r.getrlimit(r.RLIMIT_NOFILE))\n"
+  )
+  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                        env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
+  if wanted is None:
+    assert "ConfigError: ulimit -n: 4096 files at most on" in done.stderr
+    assert "process 0 needs 4098 for 1921 processes" in done.stderr
+  else:
+    assert done.stdout.split() == [str(wanted), str(hard)], done.stderr
+
+
+def test_more_processes_meet_than_files_may_be_open_at_first(start):
+  count, name = 120, job("files")
+  alike = {"introduction.versions": {"jax": "1"}}
+  first = start(0, count, name, files=[64, 4096], set=alike, digests={"config": "a"})
+  port = network.ports_of(name)[0]
+  guests = [connect(port)]
+  guests += [socket.create_connection(("127.0.0.1", port)) for _ in range(count - 2)]
+  for rank, sock in enumerate(guests, 1):
+    wire.send(sock, {"meeting": name, "who": who(rank, count)})
+  for rank, sock in enumerate(guests, 1):
+    receiver = wire.Receiver(sock)
+    assert receiver.receive(10) == {"welcome": name}
+    said = receiver.receive(10)
+    assert "go" in said and len(said["hosts"]) == count, said
+    wire.send(sock, {"from": rank, "job": name})
+  ((code, said),) = ends([first], 15)
+  assert code == 0 and len(said["heard"]) == count - 1
+  for sock in guests:
+    sock.close()
+
+
+def test_too_low_a_hard_limit_of_open_files_is_a_line_for_all(start):
+  name = job("hard")
+  line = the_line([start(0, 2, name, files=[64, 200]), start(1, 2, name)])
+  assert line.startswith("ulimit -n: 200 files at most on n1, but process 0 needs 260")
+  assert "raise the hard limit there" in line
+
+
+def test_a_thousand_processes_meet_in_seconds():
+  """Their sockets, that is: one thread here plays all of them."""
+  count, name = 1000, "thousand"
+  own = who(0, count)
+  port, listener = network.listen(network.ports_of(job(name)))
+  began, guests = time.monotonic(), []
+
+  def come():
+    for rank in range(1, count):
+      sock = socket.create_connection(("127.0.0.1", port))
+      wire.send(sock, {"meeting": name, "who": who(rank, count)})
+      guests.append(sock)
+
+  thread = threading.Thread(target=come)
+  thread.start()
+  launch = Launch("test", 0, count, None, 0, 1, name)
+  hosts, links = server.call(launch, own, listener, 60, ready=lambda: 4321)
+  thread.join()
+  assert hosts == [f"n{r + 1}" for r in range(count)] and len(links) == count - 1
+  receiver = wire.Receiver(guests[-1])
+  assert receiver.receive(5) == {"welcome": name}
+  assert receiver.receive(5) == {"go": 4321, "hosts": hosts}
+  assert time.monotonic() - began < 10
+  for sock in [*guests, *links.values()]:
+    sock.close()

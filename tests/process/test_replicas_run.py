@@ -1,0 +1,210 @@
+"""A run whose devices part ends with one line, also where there are two processes."""
+
+import dataclasses
+import subprocess
+import sys
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import ROOT, child_env, error_line, own_lines, train_command
+from test_process import free_port
+from test_replicas import flipped
+
+from jaxscale.cluster.watch import watch
+from jaxscale.config import Checks
+from jaxscale.config.loading import load_config
+from jaxscale.experiment import build
+from jaxscale.mesh import make_mesh
+from jaxscale.run import callbacks, fit, phases
+from jaxscale.training import loop
+from jaxscale.training.replica_check import ReplicaDivergenceError
+
+CONFIG = {
+  "model": "MLP", "model.hidden": "(16,)", "epochs": "2", "log.tensorboard": "False",
+  "schedule.warmup_epochs": "0",
+  "checks.replicas_every_steps": "8", "checkpoint.every_epochs": "0.5",
+  "checkpoint.keep_last": "9",
+}  # fmt: skip
+
+
+def break_at(monkeypatch, first, device=3):
+  """From that step on, one device's kernel has a bit that the others have not."""
+  compile_step = build.Experiment.compile_train_step
+
+  def broken(self, abstract=None):
+    step = compile_step(self, abstract)
+
+    def run_step(state, batch):
+      state, metrics = step(state, batch)
+      if int(state.step) == first:
+        kernel = state.params["Dense_0"]["kernel"]
+        on = [np.asarray(s.data) for s in kernel.addressable_shards]
+        on[device] = flipped(on[device], 5)
+        on = [
+          jax.device_put(x, s.device)
+          for x, s in zip(on, kernel.addressable_shards, strict=True)
+        ]
+        kernel = jax.make_array_from_single_device_arrays(
+          kernel.shape, kernel.sharding, on
+        )
+        params = state.params | {
+          "Dense_0": state.params["Dense_0"] | {"kernel": kernel}
+        }
+        state = state._replace(params=params)
+      return state, metrics
+
+    return run_step
+
+  monkeypatch.setattr(build.Experiment, "compile_train_step", broken)
+
+
+def test_a_run_stops_and_names_the_last_good_checkpoint(tmp_path, monkeypatch):
+  """Saved at 6 and 12, checked at 8 and 16: what broke at 10 may be in 12."""
+  break_at(monkeypatch, 10)
+  with pytest.raises(ReplicaDivergenceError) as error:
+    fit.fit(load_config("configs/digits.py", CONFIG), tmp_path)
+  line = str(error.value)
+  assert "cpu:3) differs from 7 of 8 devices in params/Dense_0/" in line
+  assert "after step 16; last good checkpoint: step 6 (move 12 away" in line
+  assert line.endswith(f" in {tmp_path}") and "\n" not in line
+
+
+def test_the_settings_say_when():
+  experiment = build.experiment(load_config("configs/digits.py", CONFIG))
+  one = experiment._replace(mesh=make_mesh(devices=jax.devices()[:1]))
+  never = dataclasses.replace(experiment.config, checks=Checks(replicas_every_steps=0))
+  compares = phases._compares_replicas
+  assert compares(experiment, 0) and compares(experiment, 9)
+  assert not compares(experiment, 16)  # 23 steps: none is left
+  assert not compares(one, 0)
+  assert not compares(experiment._replace(config=never), 0)
+  reporter: Any = SimpleNamespace(experiment=experiment, trained=None)
+  for fingerprint, wanted in (Future(), [8, 16]), (None, []):
+    alone = watch.start({}, 0, ["localhost"])
+    made = callbacks.make_events(reporter, cast(Any, None), alone, fingerprint)
+    assert [s for s in range(1, 24) if made.is_checked(s)] == wanted
+
+
+def test_what_was_saved_later_may_be_bad():
+  assert fit._last_good([], 100) == "none yet"
+  assert fit._last_good([10, 20], 20) == "step 20"
+  assert fit._last_good([10, 20, 30], 10).startswith("step 10 (move 20 and 30 away")
+  assert fit._last_good([30], 10).startswith("none (move 30 away")
+
+
+def test_the_loop_checks_before_it_saves():
+  calls = []
+
+  def step(state, batch):
+    return state + 1, {"loss": jnp.float32(1), "grad_norm": jnp.float32(1)}
+
+  made = loop.Events(
+    is_logged=lambda s: False, is_evaluated=lambda s: False, is_saved=lambda s: s == 2,
+    log=lambda s, m: None, evaluate=lambda s, state: {},
+    save=lambda s, state, e: calls.append(("save", s)), should_stop=lambda s: False,
+    is_checked=lambda s: s % 2 == 0, check=lambda s, state: calls.append(("check", s)),
+  )  # fmt: skip
+  loop.train(0, step, iter(range(4)), made, start=0, total_steps=4)
+  assert calls == [("check", 2), ("save", 2), ("check", 4)]
+
+
+PROCESS = """
+import sys
+import jax, numpy as np
+from jaxscale import cluster
+cluster.initialize()
+from jaxscale import replicas
+from jaxscale.mesh import make_mesh, replicated
+mesh = make_mesh()
+here = jax.local_devices()
+assert jax.process_count() == 2 and len(here) == 2
+
+def check(bad):
+  def put(i):
+    w = np.arange(6, dtype=np.float32)
+    if jax.process_index() == 1 and i in bad:
+      w[4] += 1
+    return jax.device_put(w, here[i])
+  w = jax.make_array_from_single_device_arrays((6,), replicated(mesh), [put(0), put(1)])
+  b = jax.device_put(np.ones(3, np.float32), replicated(mesh))
+  try:
+    replicas.check(
+      {"b": b, "dense": {"w": w}}, replicas.make_fingerprint(mesh), step=7)
+    return "same"
+  except replicas.ReplicaDivergenceError as e:
+    return str(e)
+
+for bad in ((), (1,), (0, 1)):
+  print(check(bad), flush=True)
+"""
+
+
+def as_processes(command, num_devices=2):
+  """(stdout, stderr, exit code) of each of two processes of one run."""
+  coordinator = f"127.0.0.1:{free_port()}"
+  group = [
+    subprocess.Popen(
+      command,
+      env=child_env(
+        num_devices,
+        JAXSCALE_COORDINATOR=coordinator,
+        JAXSCALE_NUM_PROCESSES="2",
+        JAXSCALE_PROCESS_ID=str(i),
+      ),
+      cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )
+    for i in range(2)
+  ]  # fmt: skip
+  try:
+    return [(*p.communicate(timeout=300), p.returncode) for p in group]
+  finally:
+    for process in group:
+      if process.poll() is None:
+        process.kill()
+        process.communicate()
+
+
+def test_two_real_processes_name_the_one_that_differs():
+  results = as_processes([sys.executable, "-c", PROCESS])
+  assert [code for *_, code in results] == [0, 0], results
+  said = [own_lines(out) for out, *_ in results]
+  assert said[0] == said[1]
+  same, one, all_of_it = said[0]
+  assert same == "same"
+  assert (
+    one.startswith("process 1 (") and ") differs from 3 of 4 devices in dense/w" in one
+  )
+  assert "process 0" not in one and one.endswith("after step 7")
+  assert all_of_it.startswith("process 0 (") and " and process 1 (" in all_of_it
+  assert " differ in dense/w: 4 devices, 2 versions, and no majority" in all_of_it
+
+
+BROKEN_TRAIN = """
+import sys
+from jaxscale import build, exits, train
+from jaxscale.exchange.silent import silent
+make = build.make_train_step
+def broken(loss, tx, mesh, exchange, **options):
+  return make(loss, tx, mesh, silent(exchange, mesh.axis_names), **options)
+build.make_train_step = broken
+sys.argv = sys.argv[1:]
+exits.leave(train.main)
+"""
+
+
+def test_the_command_ends_with_one_line_and_exit_code_1(tmp_path):
+  args = [f"--config.{name}={value}" for name, value in CONFIG.items()]
+  command = train_command(tmp_path / "run", *args)
+  done = subprocess.run(
+    [command[0], "-c", BROKEN_TRAIN, *command[2:]],
+    env=child_env(2), cwd=ROOT, capture_output=True, text=True, timeout=120,
+  )  # fmt: skip
+  line = error_line(done, 1)
+  assert line.startswith("error: process 0 (") and ", cpu:0 cpu:1) differ in " in line
+  assert "after step 8; last good checkpoint: none (move 6 away" in line
+  assert line.endswith(ReplicaDivergenceError.advice)

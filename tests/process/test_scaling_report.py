@@ -1,0 +1,291 @@
+"""The report of a scaling study: out of real files, and out of made-up numbers."""
+
+import csv
+import json
+import statistics
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, child_env
+
+from jaxscale import launch
+from jaxscale.errors import ConfigError
+from jaxscale.launch import compare, measured, report
+from jaxscale.launch import folder as folders
+from jaxscale.launch import spec as specs
+from jaxscale.launch.measured import Measured
+from jaxscale.metrics import plot_scaling
+
+CONFIG = {
+  "model": {"class": "CNN", "dense": 128}, "optimizer": {"class": "SGD", "lr": 0.1},
+  "data": {"class": "Digits"}, "exchange": {"class": "AllReduce", "algorithm": "psum"},
+  "stages": {"class": "Stages"}, "log": {"step_report": True}, "seed": 0, "epochs": 5.0,
+}  # fmt: skip
+
+
+def run(devices, rate, **changes):
+  """A run of rate examples a second, give or take a tenth."""
+  rates = tuple(rate * x for x in (0.9, 1.0, 1.1)) if rate else ()
+  made = Measured(
+    name=f"r-{devices}", config=CONFIG, num_train=1437, versions={"jax": "1"},
+    nodes=devices, hosts=f"n[1-{devices}]", processes=devices, devices=devices,
+    kind="cpu", batch=128, rates=rates, exposed=0.25, compute_s=0.003, exposed_s=0.001,
+    spread=0.5, loss=0.25, accuracy=0.75, missing=(),
+  )  # fmt: skip
+  return made._replace(**changes)
+
+
+def workdir(path, lines, *, outcome="done", devices=2, **derived):
+  """What a run leaves, as far as a report reads it."""
+  path.mkdir(parents=True)
+  stage = {"batch_size": 128, "image_size": None}
+  derived = {
+    "num_train": 1437, "total_steps": 40, "num_devices": devices, "stages": [stage],
+  } | derived  # fmt: skip
+  described = {"config": CONFIG, "derived": derived, "versions": {}, "python": "3"}
+  (path / "config.json").write_text(json.dumps(described | {"processes": devices}))
+  (path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+  summary = {"outcome": outcome, "loss": 0.5, "accuracy": 0.9, "devices": "2 x cpu"}
+  (path / "summary.json").write_text(json.dumps(summary))
+  return path
+
+
+def logged(step, rate, time=None):
+  return {"step": step, "perf/examples_per_s": rate, "time": time or float(step)}
+
+
+STEP_REPORT = {
+  "step": 0, "perf/compute_s": 0.03, "perf/exposed_s": 0.01, "perf/exposed_share": 0.25,
+  "perf/spread": 0.1, "time": 0.5,
+}  # fmt: skip
+
+
+def test_the_warm_up_and_a_short_end_are_no_throughput(tmp_path):
+  rates = [1.0, 50.0, 60.0, 70.0, 9999.0]  # the first is warm-up, the last short
+  steps = [10, 20, 30, 40, 43]
+  lines = [STEP_REPORT, *map(logged, steps, rates)]
+  found = measured.read(workdir(tmp_path / "w", lines))
+  assert found.rates == (50.0, 60.0, 70.0)
+  assert (found.rate, found.quartiles) == (60.0, (55.0, 65.0))
+  assert (found.exposed, found.compute_s, found.spread) == (0.25, 0.03, 0.1)
+  assert (found.loss, found.accuracy, found.kind) == (0.5, 0.9, "cpu")
+  assert found.missing == ("nodes: only runs of jaxscale.launch write them down",)
+
+
+def test_one_process_has_no_spread(tmp_path):
+  path = workdir(tmp_path / "w", [STEP_REPORT], devices=1)
+  assert measured.read(path).spread is None
+
+
+def test_of_a_run_that_was_started_again_the_last_start_counts(tmp_path):
+  """It may have other devices: config.json, which it has written, says which."""
+  first = [STEP_REPORT, *(logged(s, 10.0) for s in (10, 20, 30))]
+  again = {**STEP_REPORT, "step": 30, "perf/exposed_share": 0.75, "time": 100.0}
+  last = [logged(s, 99.0 + s, 100.0 + s) for s in (40, 50, 60, 70)]
+  found = measured.read(workdir(tmp_path / "w", [*first, again, *last]))
+  assert found.rates == (149.0, 159.0, 169.0) and found.exposed == 0.75
+
+
+def test_the_diary_marks_a_start_and_has_its_nodes(tmp_path):
+  from test_launch_script import RUN
+
+  path = tmp_path / "study-4n"
+  job = RUN._replace(folder=str(path), nodes=4)
+  lines = [logged(s, 10.0, 1000.0 + s) for s in (10, 20, 30)]
+  lines += [logged(s, 20.0, 2000.0 + s) for s in (40, 50, 60, 70)]
+  workdir(path / "train", lines)
+  (path / "events").mkdir()
+  folders.write_scripts(job)
+  for time, nodes in ((1000, 4), (2000, 3)):
+    event = {"event": "start", "time": time, "nodes": nodes, "hosts": "n[1-3]"}
+    folders.append(specs.events_file(job, 0), event)
+  found = measured.read(path)
+  assert (found.nodes, found.hosts, found.rates) == (3, "n[1-3]", (20.0,) * 3)
+
+
+def test_what_is_missing_has_a_reason(tmp_path):
+  lines = [logged(10, 5.0), logged(20, 6.0)]
+  found = measured.read(workdir(tmp_path / "w", lines, outcome="interrupted"))
+  assert found.rate == 6.0 and found.quartiles is None and found.loss is None
+  text = report.text("x", compare.compare([found]))
+  (row,) = [line for line in text.splitlines() if line.startswith("w ")]
+  assert row.split() == ["w", "–", "2", "2", "128", "6", "–", "1", "1.00", "100%",
+                         *"––––"]  # fmt: skip
+  for why in (
+    "– w: quartiles: of 1 windows there are none; log.every_steps=2 logs more often",
+    "– w: exposed and spread: no step report, not measured yet",
+    "– w: loss and accuracy: not done, at step 20 of 40",
+    "– w: nodes: only runs of jaxscale.launch write them down",
+  ):
+    assert why in text.splitlines()
+
+
+def test_a_batch_that_changes_has_no_throughput(tmp_path):
+  stages = [{"batch_size": n, "image_size": None} for n in (128, 256)]
+  path = workdir(tmp_path / "w", [], stages=stages)
+  with pytest.raises(ConfigError, match=r"^w: batch or images change size on the way"):
+    measured.read(path)
+
+
+def test_strong_scaling():
+  """Amdahl's law itself, with a tenth of the smallest size's time serial."""
+  serial, sizes = 0.1, (2, 4, 8)
+  rates = [100 / (serial + (1 - serial) * 2 / n) for n in sizes]
+  found = compare.compare(list(map(run, sizes, rates))[::-1])
+  assert found.kind == "strong" and found.base == 2
+  assert [r.run.devices for r in found.rows] == [2, 4, 8]
+  assert found.serial == pytest.approx(0.1)
+  assert [r.speed_up for r in found.rows] == pytest.approx([r / 100 for r in rates])
+  assert found.rows[1].efficiency == pytest.approx(1 / 1.1)
+  assert found.rows[0].low == pytest.approx(0.95)  # quartiles of 0.9, 1 and 1.1
+  assert any("10.0% of the smallest" in n and "10.0 times" in n for n in found.notes)
+
+
+def test_weak_scaling():
+  """Half of each further device is lost, which Gustafson's law calls s = 0.5."""
+  runs = [run(n, 100 * (n - 0.5 * (n - 1)), batch=64 * n) for n in (1, 2, 4)]
+  found = compare.compare(runs)
+  assert found.kind == "weak" and found.serial == pytest.approx(0.5)
+  assert found.rows[2].efficiency == pytest.approx(2.5 / 4)
+
+
+def test_the_fit_is_least_squares():
+  points = [(1, 1.0), (2, 1.7), (4, 2.9), (8, 3.6)]
+  for kind in ("strong", "weak"):
+    share = compare.serial_share(kind, points)
+    assert share is not None
+
+    def error(s, kind=kind):
+      if kind == "strong":  # of the time an example takes
+        return sum((1 / v - 1 / compare.law(kind, s, n)) ** 2 for n, v in points)
+      return sum((v - compare.law(kind, s, n)) ** 2 for n, v in points)
+
+    assert error(share) < min(error(share - 1e-3), error(share + 1e-3))
+
+
+@pytest.mark.parametrize(
+  "rates, says",
+  [((100, 250), "scales as the ideal or better"), ((100, 90), "says nothing here")],
+)
+def test_a_law_that_does_not_hold_is_not_drawn(rates, says):
+  found = compare.compare(list(map(run, (1, 2), rates)))
+  assert found.serial is None and any(says in note for note in found.notes)
+  assert report.as_plot("x", found)["law"] == []
+
+
+REFUSED = [
+  ({"batch": 100}, r"batches of 128 on 1 \(r-1\), 100 on 2 \(r-2\) devices: neither"),
+  ({"config": CONFIG | {"model": {"class": "MLP"}}}, r"r-1 and r-2 differ in model\."),
+  ({"config": CONFIG | {"optimizer": {"class": "SGD", "lr": 1}}}, r"in optimizer\.lr"),
+  ({"config": CONFIG | {"exchange": {"class": "Int8"}}}, r"in exchange\.class"),
+  ({"num_train": 99}, r"in training examples \(1437 and 99\)"),
+  ({"kind": "H100"}, r"in devices \('cpu' and 'H100'\)"),
+]
+
+
+@pytest.mark.parametrize("changes, says", REFUSED)
+def test_what_is_no_study_is_refused(changes, says):
+  with pytest.raises(ConfigError, match=says) as e:
+    compare.compare([run(1, 100), run(2, 150, **changes)])
+  assert "\n" not in str(e.value)
+
+
+def test_what_may_differ_is_told():
+  ring = CONFIG | {"exchange": {"class": "AllReduce", "algorithm": "ring"}, "seed": 1}
+  other = run(2, 150, config=ring, versions={"jax": "2"})
+  text = "\n".join(compare.compare([run(1, 100), other]).notes)
+  assert "exchange.algorithm is not the same in all: psum (r-1), ring (r-2)" in text
+  assert "seed is not" in text and "jax is not the same in all: 1, 2" in text
+  assert "losses differ" not in text  # of other seeds that says nothing
+
+
+def test_one_machine_is_told():
+  runs = [run(n, 100, nodes=1, hosts="laptop") for n in (1, 2)]
+  assert any("on one machine (laptop)" in n for n in compare.compare(runs).notes)
+  assert not any("machine" in n for n in compare.compare([run(1, 9), run(2, 9)]).notes)
+
+
+def test_repeats_count_by_their_median():
+  runs = [run(1, r, name=f"r-{r}") for r in (90, 100, 140)] + [run(2, 150)]
+  assert compare.compare(runs).rows[-1].speed_up == pytest.approx(1.5)
+
+
+def test_csv_and_picture_of_what_is_known_and_what_is_not(tmp_path):
+  gap = run(4, None, exposed=None, compute_s=None, exposed_s=None, spread=None,
+            loss=None, accuracy=None)  # fmt: skip
+  found = compare.compare([run(1, 100), run(2, 150), gap])
+  rows = list(csv.DictReader(report.as_csv(found).splitlines()))
+  assert float(rows[1]["speed_up"]) == 1.5 and float(rows[1]["efficiency"]) == 0.75
+  assert float(rows[1]["examples_per_s_q3"]) == pytest.approx(157.5)
+  named = [rows[1][n] for n in ("exposed_share", "compute_s", "exposed_s", "spread")]
+  assert named == ["0.25", "0.003", "0.001", "0.5"]
+  assert rows[2]["examples_per_s"] == rows[2]["loss"] == rows[2]["speed_up"] == ""
+  for i, study in enumerate(
+    (found, compare.compare([gap]), compare.compare([gap] * 2))
+  ):
+    path = plot_scaling(report.as_plot("x", study), tmp_path / f"{i}.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def command(*argv):
+  """`python -m jaxscale.cli.report`."""
+  done = subprocess.run(
+    [sys.executable, "-m", "jaxscale.cli.report", *argv], cwd=ROOT, env=child_env(),
+    capture_output=True, text=True, timeout=60,
+  )  # fmt: skip
+  return done.returncode, done.stdout, done.stderr
+
+
+def test_the_command_reads_workdirs(tmp_path):
+  lines = [STEP_REPORT, *(logged(s, 10.0 * s) for s in (10, 20, 30, 40))]
+  names = [
+    str(workdir(tmp_path / n, lines, devices=d)) for n, d in (("a", 1), ("b", 2))
+  ]
+  files = [f"--csv={tmp_path}/t.csv", "--png", f"{tmp_path}/t.png"]
+  code, out, err = command(*names, *files)
+  assert code == 0, err
+  assert out.startswith("scaling: strong scaling, global batch 128; speed-up and eff")
+  assert (tmp_path / "t.csv").exists() and (tmp_path / "t.png").exists()
+  code, out, err = command(names[0], "--cvs=x")
+  assert (code, out) == (2, "") and "not an option, one of --csv, --help" in err
+  code, _, err = command("nothing-here", f"--runs={tmp_path}")
+  assert (
+    code == 2
+    and err == f"error: nothing-here: no such run, there is none in {tmp_path}/\n"
+  )
+  code, _, err = command()
+  assert code == 2 and err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_real_study_from_a_notebook(tmp_path, monkeypatch):
+  monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+  runs = str(tmp_path / "runs")
+  overrides = {"epochs": 6, "log.every_steps": 4, "log.tensorboard": False}
+  study = launch.scaling(
+    "configs/digits.py", [1, 2], batch="grows", name="digits", executor="local",
+    runs=runs, overrides=overrides,
+  )  # fmt: skip
+  try:
+    assert [r.state for r in study.wait(200)] == ["COMPLETED"] * 2, study.status()
+    assert launch.study("digits", runs) == study
+    found = study.report()
+  finally:
+    study.cancel()
+  assert found.study.kind == "weak"
+  one, two = (row.run for row in found.study.rows)
+  assert (one.devices, two.devices, one.batch, two.batch) == (1, 2, 128, 256)
+  for job, measure in zip(study.jobs, (one, two), strict=True):
+    rates = [x["perf/examples_per_s"] for x in job.metrics() if "train/loss" in x]
+    assert set(measure.rates) < set(rates) and len(measure.rates) >= 5
+    assert measure.rate == statistics.median(measure.rates)
+    assert rates[0] not in measure.rates
+    assert measure.exposed is not None and measure.accuracy is not None
+  assert two.spread is not None and one.spread is None
+  # One after another: else they would have measured each other.
+  ends = [folders.read_lines(job.folder / "events" / "0.jsonl") for job in study.jobs]
+  assert ends[0][-1]["event"] == "end" and ends[0][-1]["time"] <= ends[1][0]["time"]
+  assert found.csv == study.folder / "scaling.csv" and found.png.stat().st_size > 10_000
+  page = found._repr_html_()
+  assert "data:image/png;base64," in page and "digits-2n" in page

@@ -1,0 +1,275 @@
+"""Signals, the walltime and requeues: real processes, also with JAX."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from conftest import ROOT, child_env, own_lines
+from test_watch import ends, family, wait_up  # noqa: F401
+
+from jaxscale.cluster.watch import signals
+from jaxscale.cluster.watch.signals import Latch
+
+# The main thread of this process never comes back to Python.
+STUCK = """
+import ctypes, os, signal, sys, time
+from jaxscale.cluster.watch.signals import Latch
+latch = Latch(grace_s=0.6)
+latch.attach(lambda reason: print("asked", reason, flush=True))
+print("up", flush=True)
+lock = ctypes.create_string_buffer(64)
+ctypes.CDLL(None).pthread_mutex_lock(lock)
+ctypes.CDLL(None).pthread_mutex_lock(lock)
+"""
+
+
+@pytest.fixture
+def child():
+  """Starts a process; ends it."""
+  started = []
+
+  def start(code, *args, env=None):
+    process = subprocess.Popen(
+      [sys.executable, "-c", code, *map(str, args)],
+      env=(env or os.environ) | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"},
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+    )
+    started.append(process)
+    return process
+
+  yield start
+  for process in started:
+    process.kill()
+    process.communicate()
+
+
+def line_of(process):
+  """The next line that is not Gloo's."""
+  for line in process.stdout:
+    if own := own_lines(line):
+      return own[0]
+  return ""
+
+
+def test_sigterm_reaches_a_stuck_process_and_has_a_deadline(child):
+  process = child(STUCK)
+  assert line_of(process) == "up"
+  began = time.monotonic()
+  process.send_signal(signal.SIGTERM)
+  assert line_of(process) == "asked SIGTERM"
+  _, error = process.communicate(timeout=5)
+  assert 0.5 < time.monotonic() - began < 2.0
+  assert process.returncode == 85
+  assert error == "error: SIGTERM 1 s ago, and it could not save since\n"
+
+
+def test_usr1_has_no_deadline_until_sigterm_follows(child):
+  process = child(STUCK)
+  assert line_of(process) == "up"
+  process.send_signal(signal.SIGUSR1)
+  assert line_of(process) == "asked SIGUSR1"
+  with pytest.raises(subprocess.TimeoutExpired):
+    process.wait(1.0)
+  process.send_signal(signal.SIGTERM)  # no second request, but the clock
+  out, _ = process.communicate(timeout=5)
+  assert process.returncode == 85 and out == ""
+
+
+def test_the_second_ctrl_c_leaves_at_once(child):
+  process = child(STUCK)
+  assert line_of(process) == "up"
+  process.send_signal(signal.SIGINT)
+  assert line_of(process) == "asked Ctrl-C"
+  process.send_signal(signal.SIGINT)
+  began = time.monotonic()
+  _, error = process.communicate(timeout=5)
+  assert process.returncode == 130 and time.monotonic() - began < 1.0
+  assert error == "error: a second Ctrl-C: left without a save\n"
+
+
+def test_a_signal_before_anybody_listens_is_kept():
+  asked = []
+  with Latch(grace_s=None) as latch:
+    signal.raise_signal(signal.SIGUSR2)
+    until = time.monotonic() + 5
+    while latch.reason is None and time.monotonic() < until:
+      time.sleep(0.001)
+    assert asked == []
+    latch.attach(asked.append)
+    assert asked == ["SIGUSR2"] and latch.reason == "SIGUSR2"
+
+
+def test_saved_in_time_nothing_happens():
+  left = []
+  with Latch(grace_s=0.2) as latch:
+    asked = threading.Event()
+    latch.attach(lambda reason: asked.set(), lambda *fault: left.append(fault))
+    signal.raise_signal(signal.SIGTERM)
+    assert asked.wait(5)
+    latch.saved()
+    time.sleep(0.4)
+  assert left == []
+
+
+def test_the_signals_are_given_back():
+  before = [signal.getsignal(number) for number in signals.STOPPING]
+  with Latch(grace_s=None):
+    assert signal.getsignal(signal.SIGTERM) not in before
+  assert [signal.getsignal(number) for number in signals.STOPPING] == before
+  assert signal.set_wakeup_fd(-1) == -1
+  # In a notebook's worker thread nothing can be caught, and nothing breaks.
+  made = []
+  thread = threading.Thread(target=lambda: made.append(Latch(grace_s=None).close()))
+  thread.start()
+  thread.join()
+  assert made == [None]
+
+
+FORKS = """
+import os, signal, sys, time
+from jaxscale.cluster.watch.signals import Latch
+latch = Latch(grace_s=None)
+asked = []
+latch.attach(asked.append)
+def ended_by(number):
+  child = os.fork()
+  if child == 0:
+    try:
+      time.sleep(100)
+    except KeyboardInterrupt:
+      os._exit(7)
+  time.sleep(0.2)
+  os.kill(child, number)
+  status = os.waitpid(child, 0)[1]
+  time.sleep(0.2)
+  return status
+print(os.WTERMSIG(ended_by(signal.SIGTERM)), asked)
+print(os.WEXITSTATUS(ended_by(signal.SIGINT)), asked)
+"""
+
+
+def test_a_worker_dies_of_its_own_signal(child):
+  out, error = child(FORKS).communicate(timeout=20)
+  assert out == f"{int(signal.SIGTERM)} []\n7 []\n", error
+
+
+# Steps until all agree to stop; 85 as the run's own main would.
+STOPS = """
+from jaxscale.cluster.watch.signals import Latch, exit_code
+latch = Latch(grace_s=5.0)
+latch.attach(w.stop.request, w.fail)
+step, why = 0, None
+while not why:
+  step += 1
+  w.at(step, "input")
+  if step == 5:
+    print("up", flush=True)
+  time.sleep(0.01 * (rank + 1))
+  w.at(step, "step")
+  why = w.stop.poll()
+w.at(step, "saving")
+print(step, why, flush=True)
+w.close()
+sys.exit(exit_code(why))
+"""
+
+
+@pytest.mark.parametrize("told", [[2], [0], [0, 1, 2]])
+def test_processes_stop_at_one_step_whoever_is_told(family, told):  # noqa: F811
+  processes = family(STOPS, STOPS, STOPS)
+  wait_up(processes)
+  for rank in told:
+    processes[rank].send_signal(signal.SIGTERM)
+  outs = [p.communicate(timeout=10) for p in processes]
+  assert [p.returncode for p in processes] == [85, 85, 85]
+  assert len({out for out, _ in outs}) == 1
+  who = "".join(map(str, told))
+  assert re.fullmatch(rf"\d+ SIGTERM at process [{who}] on n\d\n", outs[0][0])
+  assert outs[0][1].count("\n") == 1 and "all stop together" in outs[0][1]
+  assert outs[1][1] == outs[2][1] == ""
+
+
+def test_who_cannot_save_in_time_ends_all_with_85(family):  # noqa: F811
+  stuck = STOPS.replace("grace_s=5.0", "grace_s=0.5")
+  stuck = stuck.replace("print(step, why, flush=True)", "time.sleep(100)")
+  processes = family(stuck, stuck)
+  wait_up(processes)
+  processes[1].send_signal(signal.SIGTERM)
+  codes, errors = ends(processes, within=5)
+  assert codes == [85, 85]
+  assert re.search(
+    r"process 1 on n1 failed in step \d+ \(saving\): SIGTERM 0 s ago", errors[0]
+  )
+
+
+def test_a_suspended_job_goes_on(family):  # noqa: F811
+  processes = family(STOPS, STOPS, STOPS)
+  wait_up(processes)
+  # As `scontrol suspend` and `scontrol resume`: longer than any limit of theirs.
+  for number, pause in (
+    (signal.SIGTSTP, 0.2),
+    (signal.SIGSTOP, 3),
+    (signal.SIGCONT, 1),
+  ):
+    for process in processes:
+      process.send_signal(number)
+    time.sleep(pause)
+  processes[1].send_signal(signal.SIGUSR1)
+  codes, errors = ends(processes, within=10)
+  assert codes == [85, 85, 85], errors
+
+
+WITH_JAX = """
+import os, sys, time, threading
+from pathlib import Path
+rank, port, ours = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "ours"
+from jaxscale.cluster import signals
+latch = signals.Latch(grace_s=3.0)
+if ours:
+  signals.forbid_notifier()
+import jax, jax.numpy as jnp, numpy as np
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank, initialization_timeout=60)
+from jax.experimental import multihost_utils
+latch.attach(lambda reason: print("asked", reason, flush=True))
+multihost_utils.process_allgather(np.ones(1))
+print("up", flush=True)
+if rank == 1:
+  time.sleep(1000)
+multihost_utils.process_allgather(np.ones(1))  # waits for rank 1
+"""
+
+
+@pytest.mark.parametrize(
+  "ours", ["ours", pytest.param("xla's", marks=pytest.mark.slow)]
+)
+def test_sigterm_in_a_collective_of_jax(child, ours):
+  with socket.create_server(("127.0.0.1", 0)) as server:
+    port = server.getsockname()[1]
+  processes = [child(WITH_JAX, rank, port, ours, env=child_env()) for rank in (0, 1)]
+  try:
+    for process in processes:
+      assert line_of(process) == "up"
+    time.sleep(0.5)  # rank 0 is inside the collective
+    began = time.monotonic()
+    processes[0].send_signal(signal.SIGTERM)
+    if ours == "ours":
+      assert line_of(processes[0]) == "asked SIGTERM"
+      assert time.monotonic() - began < 1.0
+      assert processes[0].wait(10) == 85
+      assert 2.5 < time.monotonic() - began < 6.0
+    else:  # JAX's way, which is why it is off: nobody hears of it
+      time.sleep(4.0)
+      assert processes[0].poll() is None
+  finally:
+    for process in processes:
+      process.kill()
+  if ours != "ours":
+    assert "asked" not in processes[0].stdout.read()

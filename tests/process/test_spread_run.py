@@ -1,0 +1,196 @@
+"""A run that is stopped and goes on with another number of devices, as processes."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from conftest import ROOT, error_line, run_train
+
+from jaxscale import metrics
+from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.config.loading import load_config
+from jaxscale.experiment import build
+from jaxscale.run.fit import fit
+from jaxscale.run.reporter import Reporter
+
+# BatchNorm's statistics are a device's: 8 examples of 64. 68 steps, saved every third.
+CNN = {
+  "batch_size": "64", "epochs": "3", "model.features": "(4,)", "model.dense": "0",
+  "model.convs_per_stage": "1", "model.batch_norm": "True", "model.dropout": "0.2",
+  "schedule.warmup_epochs": "0.5", "evaluation.every_epochs": "1",
+  "checkpoint.every_epochs": "0.13", "log.every_steps": "1", "log.tensorboard": "False",
+}  # fmt: skip
+MLP = {"model": "MLP", "model.hidden": "(32,)"}
+MLP |= {k: v for k, v in CNN.items() if not k.startswith("model.")}
+
+
+class Stopped(Exception):
+  pass
+
+
+def train_until(workdir, changes, step):
+  """On these eight devices; it breaks off after a step, saved some steps before."""
+  real = Reporter.trained
+
+  def trained(self, now, values):
+    real(self, now, values)
+    if now == step:
+      raise Stopped
+
+  with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
+    patch.setattr(Reporter, "trained", trained)
+    fit(load_config("configs/digits.py", changes), workdir)
+
+
+def go_on(workdir, changes, num_devices, stop=None):
+  """As a process; what it printed. It ends like Ctrl-C after step `stop`."""
+  args = [f"--config.{name}={value}" for name, value in changes.items()]
+  env = {}
+  if stop is not None:
+    site = workdir.parent / "site"
+    site.mkdir(exist_ok=True)
+    (site / "sitecustomize.py").write_text(STOP.format(step=stop))
+    env = {"PYTHONPATH": f"{site}:{ROOT}"}
+  return run_train(workdir, *args, num_devices=num_devices, **env)
+
+
+STOP = """
+import os, signal, sys
+class Finder:
+  def find_spec(self, name, path, target=None):
+    if name == "jaxscale.run.fit":
+      sys.meta_path.remove(self)
+      from jaxscale.run.reporter import Reporter
+      real = Reporter.trained
+      def trained(self, now, values):
+        real(self, now, values)
+        if now == {step}:
+          os.kill(os.getpid(), signal.SIGINT)
+      Reporter.trained = trained
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def last_state(workdir, changes):
+  """The newest checkpoint of a run, on the host."""
+  experiment = build.experiment(load_config("configs/digits.py", changes))
+  with Checkpoints(workdir / "checkpoints") as checkpoints:
+    state = checkpoints.restore(experiment.abstract_state())
+  assert state is not None
+  return jax.device_get(state)
+
+
+def derived(workdir):
+  return json.loads((workdir / "config.json").read_text())["derived"]
+
+
+def assert_same_to_rounding(got, wanted, tolerance=1e-5):
+  for a, b in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
+    a, b = np.asarray(a), np.asarray(b)
+    assert np.linalg.norm(a - b) <= tolerance * max(np.linalg.norm(b), 1e-3)
+
+
+def losses(workdir):
+  lines = metrics.read_metrics(workdir / "metrics.jsonl")
+  return {x["step"]: x["train/loss"] for x in lines if "train/loss" in x}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+  """Uninterrupted, on eight devices."""
+  workdir = tmp_path_factory.mktemp("whole") / "run"
+  with pytest.MonkeyPatch.context() as patch:
+    patch.chdir(ROOT)
+    return fit(load_config("configs/digits.py", CNN), workdir).state, workdir
+
+
+@pytest.mark.slow
+def test_half_the_run_on_two_of_eight_devices_is_the_same_run(whole, tmp_path):
+  state, uninterrupted = whole
+  workdir = tmp_path / "run"
+  train_until(workdir, CNN, 24)
+  assert derived(workdir)["start_devices"] == 8
+
+  done = go_on(workdir, CNN, 3)
+  said = error_line(done, 2)
+  assert "batch_size=64: does not divide over 3 devices" in said
+  assert "give it 1, 2, 4 or 8 devices" in said and "micro-batches" not in done.stdout
+  assert derived(workdir)["num_devices"] == 8  # nothing was written
+
+  done = go_on(workdir, CNN, 2, stop=46)
+  assert done.returncode == 130, done.stderr
+  line = (
+    "2 devices, 8 at the start: 4 micro-batches a step instead of 1, so that a device "
+    "still holds 8 examples at a time; the global batch and the order of examples stay"
+  )
+  assert done.stdout.count(line) == 1 == done.stdout.count("at the start")
+  numbers = derived(workdir)
+  assert (numbers["num_devices"], numbers["start_devices"]) == (2, 8)
+  assert (numbers["micro_batch_size"], numbers["device_batch_size"]) == (8, 32)
+  assert numbers["stages"][0]["accumulate_steps"] == 4
+
+  done = go_on(workdir, CNN, 8)
+  assert done.returncode == 0, done.stderr
+  assert "going on from the checkpoint of step 4" in done.stdout
+  assert "at the start" not in done.stdout  # it is as it was
+  assert derived(workdir)["stages"][0]["accumulate_steps"] == 1
+  got = last_state(workdir, CNN)
+  assert_same_to_rounding(got.params, state.params)
+  assert_same_to_rounding(got.model_state, state.model_state)
+  assert_same_to_rounding(got.average, state.average)
+  assert losses(workdir) == pytest.approx(losses(uninterrupted), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_stages_noise_scale_and_step_report_take_it(tmp_path):
+  changes = MLP | {
+    "stages.epochs": "(0, 1, 2)", "stages.batch_sizes": "(64, 128, 256)",
+    "stages.accumulate_steps": "(1, 1, 2)", "noise_scale": "True",
+  }  # fmt: skip
+  workdir, whole = tmp_path / "run", tmp_path / "whole"
+  wanted = fit(load_config("configs/digits.py", changes), whole)
+  train_until(workdir, changes, 15)
+  done = go_on(workdir, changes | {"log.step_report": "True"}, 2)
+  assert done.returncode == 0, done.stderr
+  assert "4, 4 and 8 micro-batches a step instead of 1, 1 and 2" in done.stdout
+  assert "so that a device still holds 8, 16 and 16 examples at a time" in done.stdout
+  assert "step report: " in done.stdout and " on 2 devices" in done.stdout
+  assert [s["accumulate_steps"] for s in derived(workdir)["stages"]] == [4, 4, 8]
+  # The noise scale compares micro-batches of as many examples as on eight devices.
+  got = last_state(workdir, changes)
+  assert_same_to_rounding(got.params, wanted.state.params)
+  assert_same_to_rounding(got.noise, wanted.state.noise, 1e-4)
+
+
+@pytest.mark.slow
+def test_an_adaptive_run_chooses_as_it_would_have(tmp_path):
+  changes = MLP | {
+    "stages": "AdaptiveBatch", "stages.trial_steps": "2", "stages.multiple": "32",
+    "stages.max_batch_size": "256",
+  }  # fmt: skip
+  workdir, whole = tmp_path / "run", tmp_path / "whole"
+  wanted = fit(load_config("configs/digits.py", changes), whole)
+  train_until(workdir, changes, 15)
+  done = go_on(workdir, changes, 2)
+  assert done.returncode == 0, done.stderr
+  chosen = [json.loads((w / "batch_sizes.json").read_text()) for w in (workdir, whole)]
+  assert chosen[0] == chosen[1] and len({*chosen[0]}) > 1
+  got = last_state(workdir, changes)
+  assert_same_to_rounding(got.params, wanted.state.params)
+  # Started again, it knows the sizes: the last stage has as many micro-batches.
+  done = go_on(workdir, changes, 4)
+  assert done.returncode == 0 and "steps are done already" in done.stdout, done.stderr
+  stages = derived(workdir)["stages"]
+  assert {s["accumulate_steps"] for s in stages} == {2}
+  assert [s["batch_size"] for s in stages] == chosen[0]
+
+
+@pytest.mark.slow
+def test_what_devices_owe_is_carried_over_as_well(tmp_path):
+  changes = MLP | {"exchange": "TopK", "exchange.share": "0.05"}
+  train_until(tmp_path, changes, 15)
+  done = go_on(tmp_path, changes, 2)
+  assert done.returncode == 0, done.stderr
+  assert "2 devices, 8 at the start: 4 micro-batches a step" in done.stdout
+  assert "carried over from 8 devices to 2" in done.stdout

@@ -1,0 +1,392 @@
+"""The watch: who is blamed, and real processes that die, raise, hang and stop."""
+
+import math
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT
+
+from jaxscale.cluster.watch import fault_detection
+from jaxscale.cluster.watch.fault_detection import (
+  Fault,
+  Limits,
+  Seen,
+  find_hang,
+  find_slow,
+)
+from jaxscale.cluster.watch.watch import cause_of
+from jaxscale.cluster.wire import MAX_BYTES, Receiver, encode, send
+
+# What a process of these tests does: join by loopback, then "train".
+CHILD = """
+import ctypes, os, socket, sys, time
+from pathlib import Path
+from jaxscale.cluster import watch, verdict
+
+rank, n, port = map(int, sys.argv[1:4])
+folder = sys.argv[4]
+hosts = [f"n{r}" for r in range(n)]
+links = {}
+if rank == 0:
+  server = socket.socket(fileno=port)  # inherited, and listening
+  for _ in range(n - 1):
+    sock, _ = server.accept()
+    links[sock.recv(1)[0]] = sock
+  server.close()
+else:
+  links[0] = socket.create_connection(("127.0.0.1", port))
+  links[0].sendall(bytes([rank]))
+LIMITS = verdict.Limits(
+  beat_s=0.1, silence_s=1.2, hang_s=1.6, compiling_s=1.5, slow_window_s=1.0,
+)
+w = watch.start(links, rank, hosts, limits=LIMITS, folder=Path(folder))
+
+def train(steps, work=0.01, first=1):
+  for step in range(first, steps + 1):
+    w.at(step, "input")
+    if step == 5:
+      print("up", flush=True)
+    time.sleep(work)
+    w.at(step, "step")
+    time.sleep(0.01)
+
+"""
+
+
+@pytest.fixture
+def family(tmp_path):
+  """Starts processes of one run; ends what is left of them."""
+  started = []
+
+  def start(*bodies: str) -> list[subprocess.Popen]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+      for rank, body in enumerate(bodies):
+        argv = [str(rank), str(len(bodies))]
+        argv += [str(server.fileno() if rank == 0 else server.getsockname()[1])]
+        process = subprocess.Popen(
+          [sys.executable, "-c", CHILD + body, *argv, str(tmp_path / "faults")],
+          env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"},
+          stdout=subprocess.PIPE,
+          stderr=subprocess.PIPE,
+          text=True,
+          pass_fds=[server.fileno()] if rank == 0 else [],
+        )
+        started.append(process)
+    return started
+
+  yield start
+  for process in started:
+    process.kill()
+    process.communicate()
+
+
+def ends(processes, within):
+  """Exit codes and stderr of all, which have to end within so many seconds."""
+  until = time.monotonic() + within
+  errors = [
+    p.communicate(timeout=max(0.1, until - time.monotonic()))[1] for p in processes
+  ]
+  return [p.returncode for p in processes], errors
+
+
+def wait_up(processes):
+  for process in processes:
+    assert process.stdout.readline() == "up\n"
+  time.sleep(0.3)  # three heartbeats: the hub knows it too
+
+
+FOREVER = "train(10**6)"
+
+
+def test_a_killed_process_is_named_by_the_leader_alone(family, tmp_path):
+  processes = family(FOREVER, FOREVER, FOREVER, FOREVER)
+  wait_up(processes)
+  began = time.monotonic()
+  processes[3].kill()
+  codes, errors = ends(processes, within=5)
+  assert time.monotonic() - began < 2.0
+  assert codes == [1, 1, 1, -signal.SIGKILL]
+  pattern = (
+    r"error: process 3 on n3 died, last seen in step \d+( \(input\))? \(killed, "
+  )
+  assert re.match(pattern, errors[0]) and errors[0].count("\n") == 1
+  assert f"stacks in {tmp_path}/faults" in errors[0]
+  assert errors[1] == errors[2] == ""
+  for rank in (0, 1, 2):
+    text = (tmp_path / "faults" / f"process-{rank}.txt").read_text()
+    assert errors[0].strip() in text
+    assert "in train" in text and "_run" in text  # the main thread and others
+
+
+def test_without_process_0_everyone_says_so(family):
+  processes = family(FOREVER, FOREVER, FOREVER)
+  wait_up(processes)
+  processes[0].kill()
+  codes, errors = ends(processes, within=5)
+  assert codes == [-signal.SIGKILL, 1, 1]
+  for error in errors[1:]:
+    assert error.startswith("error: process 0 on n0 died, seen in step")
+    assert error.count("\n") == 1
+
+
+def test_an_exception_is_the_cause_though_neighbours_raise_too(family):
+  raises = "train(20); raise KeyError('no such class')"
+  # As when a collective breaks: this process's error comes first.
+  victim = (
+    "train(19)\n"
+    "raise ValueError('UNKNOWN: Gloo AllGather failed: Connection reset by peer')"
+  )
+  processes = family(FOREVER, victim, raises)
+  codes, errors = ends(processes, within=10)
+  assert codes == [1, 1, 1]
+  assert errors[0].startswith(
+    "error: process 2 on n2 failed in step 20: KeyError: 'no such class'"
+  )
+  assert "Traceback" in errors[2] and "KeyError" in errors[2]
+
+
+def test_a_stopped_process_is_named_and_others_leave(family):
+  processes = family(FOREVER, FOREVER, FOREVER)
+  wait_up(processes)
+  processes[2].send_signal(signal.SIGSTOP)
+  codes, errors = ends(processes[:2], within=6)
+  assert codes == [86, 86]
+  assert "process 2 on n2 is silent for" in errors[0]
+  # What srun does next: SIGTERM and SIGCONT. The stopped one leaves by itself.
+  processes[2].send_signal(signal.SIGCONT)
+  codes, _ = ends([processes[2]], within=3)
+  # By its own timer, or by the word of process 0 that lay there.
+  assert codes in ([1], [86])
+
+
+def test_a_stopped_process_0_ends_the_others(family):
+  processes = family(FOREVER, FOREVER)
+  wait_up(processes)
+  processes[0].send_signal(signal.SIGSTOP)
+  codes, errors = ends([processes[1]], within=6)
+  assert codes == [86]
+  assert errors[0].startswith("error: process 0 on n0 is silent, seen in step")
+
+
+def test_who_sleeps_before_the_collective_is_the_culprit(family):
+  # The others went on by what can be in flight, and wait inside a later step.
+  waits = "train(13); time.sleep(1000)"
+  sleeps = "train(10); w.at(11, 'input'); time.sleep(1000)"
+  codes, errors = ends(family(waits, waits, sleeps, waits), within=10)
+  assert codes == [86] * 4
+  assert re.match(
+    r"error: process 2 on n2 hangs in step 11 \(input\) for \d s; 3 others wait for it",
+    errors[0],
+  )
+
+
+def test_all_inside_one_step_is_nobodys_fault(family):
+  waits = "train(13); time.sleep(1000)"
+  codes, errors = ends(family(waits, waits), within=10)
+  assert codes == [86, 86]
+  assert "all 2 processes hang in step 13 for" in errors[0]
+  assert "network" in errors[0]
+
+
+def test_a_process_whose_gil_is_held_for_ever(family):
+  # PyDLL keeps the GIL, as a C extension that never returns it does.
+  holds = "train(10); w.at(11, 'input'); ctypes.PyDLL(None).sleep(1000)"
+  processes = family(FOREVER, FOREVER, holds)
+  codes, errors = ends(processes, within=10)
+  assert codes == [86, 86, 1]
+  assert "process 2 on n2 is silent for" in errors[0]
+  assert "Timeout" in errors[2]  # faulthandler's own stacks
+  assert "<module>" in errors[2]
+
+
+def test_a_run_of_one_process_can_be_watched_too(family):
+  alone = "w.close(); w = watch.start({}, 0, hosts, limits=LIMITS, watch_alone=True)\n"
+  [code], [error] = ends(family(alone + "train(10); time.sleep(1000)"), within=8)
+  assert code == 86
+  assert re.match(r"error: process 0 on n0 hangs in step 10 for \d s\n", error)
+
+
+def test_a_slow_process_is_named_and_lives(family):
+  quick, slow = "train(60, work=0.05); w.close()", "train(60, work=0.08); w.close()"
+  # As in a collective, the quick ones wait.
+  quick = quick.replace("train", "w.at(1, 'step'); train").replace("0.05", "0.0")
+  processes = family(quick, quick, slow)
+  codes, errors = ends(processes, within=15)
+  assert codes == [0, 0, 0]
+  lines = [line for line in errors[0].splitlines() if "is slow" in line]
+  assert lines and lines[0].startswith("process 2 on n2 is slow at step ")
+  assert re.search(r" (8\d|9\d) ms of its host before each step", lines[0])
+
+
+def test_all_end_normally_and_wait_for_each_other(family):
+  done = "train(10); w.close(); print('closed', time.time(), flush=True)"
+  late = "train(10); time.sleep(0.8); t = time.time(); w.close(); print('late', t)"
+  processes = family(done, late, done)
+  outs = [p.communicate(timeout=10) for p in processes]
+  assert [p.returncode for p in processes] == [0, 0, 0]
+  assert [error for _, error in outs] == ["", "", ""]
+  late_at = float(outs[1][0].split()[-1])
+  assert all(float(outs[r][0].split()[-1]) > late_at for r in (0, 2))
+
+
+def test_leaving_while_others_train_is_a_fault(family):
+  leaves = "train(10); sys.exit(0)"  # without a word
+  codes, errors = ends(family(FOREVER, leaves, FOREVER), within=10)
+  assert codes == [1, 1, 1]
+  assert "process 1 on n1 left after step 10 while others go on" in errors[0]
+
+
+def test_process_0_too_can_raise_or_leave(family):
+  codes, errors = ends(family("train(10); raise ValueError('x')", FOREVER), within=10)
+  assert codes == [1, 1]
+  assert "error: process 0 on n0 failed in step 10: ValueError: x" in errors[0]
+  assert errors[1] == ""
+
+
+LIMITS = Limits(beat_s=1, silence_s=20, hang_s=50, compiling_s=900, saving_s=600)
+
+
+def seen(step, phase, since, *, steps=100, count=0, left=False, mean=0.02):
+  return Seen(1000.0, step, phase, count, since, 0.0, steps, mean, left)
+
+
+@pytest.mark.parametrize(
+  ("ranks", "culprit"),
+  [
+    # Nobody stands still for too long.
+    ([(7, "step", 960), (7, "input", 970)], "nobody"),
+    # The other waits for one that is in host code.
+    ([(7, "step", 940), (7, "input", 940)], 1),
+    # The furthest behind has its reasons: a save may take ten minutes.
+    ([(7, "saving", 500), (8, "step", 501)], "nobody"),
+    ([(7, "saving", 300), (8, "step", 301)], 0),
+    # A compilation may take longer still.
+    ([(8, "compiling", 300), (8, "step", 301)], "nobody"),
+    # One that is slow, but goes on, is not hung.
+    ([(9, "step", 940), (8, "step", 999)], "nobody"),
+    ([(9, "step", 940), (8, "step", 940)], 1),
+    # Batches of an evaluation order those that are in it.
+    ([(9, "evaluating", 940, 5), (9, "evaluating", 940, 3)], 1),
+    ([(9, "evaluating", 940, 5), (9, "step", 940)], 1),
+    # All at one place.
+    ([(9, "step", 940), (9, "step", 941)], None),
+    # One process is hung by itself.
+    ([(9, "step", 940)], 0),
+  ],
+)
+def test_who_hangs(ranks, culprit):
+  views = {
+    rank: seen(step, phase, since, count=count[0] if count else 0)
+    for rank, (step, phase, since, *count) in enumerate(ranks)
+  }
+  fault = find_hang(views, 1000.0, LIMITS)
+  assert (fault.rank if fault else "nobody") == culprit
+  if fault:
+    assert fault.code == 86
+
+
+def test_long_steps_and_the_first_step_have_their_own_limits():
+  # A step of 20 s may take 200; the very first as long as a compilation.
+  assert not find_hang({0: seen(9, "step", 801, mean=20.0)}, 1000.0, LIMITS)
+  assert find_hang({0: seen(9, "step", 799, mean=20.0)}, 1000.0, LIMITS)
+  assert not find_hang({0: seen(1, "step", 200, steps=1)}, 1000.0, LIMITS)
+  assert find_hang({0: seen(1, "step", 50, steps=1)}, 1000.0, LIMITS)
+
+
+def test_who_left_early_is_to_blame_for_those_that_wait():
+  ranks = {0: seen(41, "step", 940), 1: seen(40, "leaving", 940, left=True)}
+  assert find_hang(ranks, 1000.0, LIMITS).kind == "left"
+  assert fault_detection.find_left(ranks).rank == 1
+  # At the same step they are only not yet there.
+  ranks[0] = seen(40, "saving", 940)
+  assert fault_detection.find_left(ranks) is None and not find_hang(
+    ranks, 1000.0, LIMITS
+  )
+
+
+def test_the_first_of_the_strongest_kind_is_the_cause():
+  follows, failed = Fault("follows", 1, ""), Fault("failed", 2, "")
+  died, again = Fault("died", 3, ""), Fault("died", 4, "")
+  assert fault_detection.choose([follows, failed]) is failed
+  assert fault_detection.choose([follows, died, failed, again]) is died
+  assert fault_detection.choose([follows]) is follows
+
+
+def test_an_error_may_follow_from_another_process():
+  class JaxRuntimeError(RuntimeError):  # jaxlib's, by its name
+    pass
+
+  reset = "UNKNOWN: Gloo all-reduce failed: [pair.cc:547] Connection closed by peer"
+  assert cause_of(ValueError(reset)) == (f"ValueError: {reset}", 1, True)
+  assert cause_of(JaxRuntimeError("INTERNAL: unhandled cuda error\nmore"))[2]
+  assert not cause_of(JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"))[2]
+  assert cause_of(KeyError("x")) == ("KeyError: 'x'", 1, False)
+  assert cause_of(MemoryError()) == ("MemoryError", 1, False)
+  assert cause_of(SystemExit(7)) == ("SystemExit: 7", 7, False)
+
+
+def test_loading_libraries_is_no_silence():
+  ranks = {0: Seen(950.0), 1: Seen(950.0, 3, "step")}
+  assert [f.rank for f in fault_detection.find_silent(ranks, 1000.0, LIMITS)] == [1]
+  assert len(fault_detection.find_silent(ranks, 1600.0, LIMITS)) == 2
+
+
+def test_who_never_says_where_it_is_may_train_for_days():
+  endless = Limits(starting_s=math.inf)
+  assert not find_hang({0: Seen(0.0), 1: Seen(0.0)}, 1e6, endless)
+  ranks = {0: Seen(1e6 - 500), 1: Seen(1e6 - 700)}  # but not without a heartbeat
+  assert [f.rank for f in fault_detection.find_silent(ranks, 1e6, endless)] == [1]
+
+
+def test_what_a_program_does_after_a_run_is_its_own():
+  assert not find_hang({0: seen(45, "outside", 0)}, 1e6, Limits(starting_s=math.inf))
+  after = {0: seen(45, "outside", 300), 1: seen(45, "outside", 300)}
+  assert find_hang(after, 1000.0, LIMITS)  # a command's end has a limit, 600 s
+  assert not find_hang(after, 800.0, LIMITS)
+
+
+def test_slow_is_what_others_wait_for():
+  even = {rank: 0.003 + 0.0001 * (rank % 7) for rank in range(64)}
+  assert find_slow(even, step_s=0.1) == {}
+  assert find_slow(even | {5: 0.05}, step_s=0.1) == {5: 0.05}
+  # Of two, the other; what is below a tenth of a step is nobody's trouble.
+  assert find_slow({0: 0.001, 1: 0.02}, step_s=0.1) == {1: 0.02}
+  assert find_slow({0: 0.001, 1: 0.009}, step_s=0.1) == {}
+  # All slow in their own way: no one is.
+  assert find_slow({r: 0.1 * r for r in range(8)}, step_s=1.0) == {}
+
+
+def test_messages_come_whole_however_they_are_cut():
+  here, there = socket.socketpair()
+  with here, there:
+    receiver = Receiver(here)
+    data = b"".join(map(encode, [{"a": "é\n"}, [1, None], "x"]))
+    for byte in data[:-1]:
+      there.sendall(bytes([byte]))
+    assert receiver.receive(1) == {"a": "é\n"}
+    assert receiver.receive(1) == [1, None]
+    with pytest.raises(TimeoutError):
+      receiver.receive(0.01)
+    there.sendall(data[-1:])
+    send(there, 5)
+    there.close()
+    assert [receiver.receive(1), receiver.receive(1)] == ["x", 5]
+    with pytest.raises(EOFError):
+      receiver.receive(1)
+
+
+def test_a_line_without_end_is_refused():
+  here, there = socket.socketpair()
+  with here, there:
+    there.setblocking(False)
+    receiver = Receiver(here)
+    with pytest.raises(ValueError, match="without end"):
+      for _ in range(2 * MAX_BYTES // 4096):
+        there.send(b"x" * 4096)
+        receiver.drain()

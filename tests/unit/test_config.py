@@ -1,0 +1,297 @@
+"""Settings refuse what cannot be, in one line that says what to do."""
+
+import dataclasses
+from typing import Annotated
+
+import pytest
+
+from jaxscale import config as cfg
+from jaxscale.config.loading import help_text, load_config, override, parse_args
+from jaxscale.config.validation import bounds, closest, nearest, settings
+from jaxscale.errors import ConfigError
+from jaxscale.experiment import build
+from jaxscale.experiment.derive import derive
+from jaxscale.mesh import batch_norm_span
+
+GOOD = [
+  ({}, "batch_size", 128),
+  ({"epochs": "3"}, "epochs", 3.0),
+  ({"optimizer.lr": "1e-2"}, "optimizer.lr", 0.01),
+  ({"optimizer.nesterov": "False"}, "optimizer.nesterov", False),
+  ({"clip_norm": "1"}, "clip_norm", 1.0),
+  ({"ema_decay": "None"}, "ema_decay", None),
+  ({"model.features": "(8, 16)"}, "model.features", (8, 16)),
+  ({"model.features": "8"}, "model.features", (8,)),
+  ({"dtype": "bfloat16"}, "dtype", "bfloat16"),
+  ({"model": "ResNet", "model.depth": "18"}, "model.depth", 18),
+  ({"optimizer.lr": "4", "optimizer": "LARS"}, "optimizer.lr", 4.0),
+  ({"optimizer": "LARS"}, "optimizer.trust_coefficient", 0.001),
+  # One at a time, either of these two would be refused.
+  ({"epochs": "1", "schedule.warmup_epochs": "0"}, "epochs", 1.0),
+  ({"schedule.warmup_epochs": "50", "epochs": "60"}, "epochs", 60.0),
+  # A class that cannot be without a field, which comes before or after it.
+  ({"data": "ImageFolder", "data.path": "x"}, "data.path", "x"),
+  ({"data.name": "mnist", "data": "TFDS"}, "data.name", "mnist"),
+  ({"data": "TFDS", "data.name": "x", "data.augment": "crop", "data.image_size": "8"},
+   "data.image_size", 8),
+  ({"seed": "4294967295"}, "seed", 2**32 - 1),
+  ({"stages.epochs": "0,39"}, "stages.epochs", (0.0, 39.0)),
+  ({"optimizer": "LARS", "optimizer.include": "kernel$"}, "optimizer.include",
+   "kernel$"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides, path, value", GOOD)
+def test_overrides_that_are_taken(overrides, path, value):
+  node = load_config("configs/digits.py", overrides)
+  for name in path.split("."):
+    node = getattr(node, name)
+  assert node == value and type(node) is type(value)
+
+
+BAD = [
+  ({"optimzer.lr": "1"}, "optimzer", "did you mean 'optimizer'?"),
+  ({"optimizer.lrr": "1"}, "optimizer.lrr", "did you mean 'lr'?"),
+  ({"optimizer.lr": "fast"}, "optimizer.lr=fast", "give float"),
+  ({"optimizer.lr": "-1"}, "SGD.lr=-1.0", "> 0"),
+  ({"optimizer.lr": "1e999"}, "SGD.lr=inf", "> 0"),
+  ({"optimizer.trust_coefficient": "1"}, "SGD", "no field"),
+  ({"optimizer": "Adm"}, "optimizer=Adm", "did you mean 'AdamW'?"),
+  ({"optimizer": "LARS", "optimizer.b1": "1"}, "LARS", "no field 'b1'"),
+  ({"batch_size": "1.5"}, "batch_size=1.5", "give int"),
+  ({"batch_size": "True"}, "batch_size=True", "give int"),
+  ({"batch_size": "0"}, "Config.batch_size=0", ">= 1"),
+  (
+    {"batch_size": "100", "accumulate_steps": "3"},
+    "Config.batch_size=100",
+    "divisible",
+  ),
+  ({"epochs": "-3"}, "Config.epochs=-3.0", "> 0"),
+  ({"epochs": "nan"}, "epochs=nan", "give float"),
+  ({"epochs": "2"}, "warmup_epochs=2.0", "shorter"),
+  ({"dtype": "fp8"}, "dtype=fp8", "'bfloat16'"),
+  ({"seed.x": "3"}, "seed", "no fields"),
+  ({"mesh.data": "0"}, "Mesh.data=0", "-1"),
+  ({"mesh.replica": "-1"}, "Mesh.replica=-1", "only one"),
+  ({"model.dropout": "1"}, "CNN.dropout=1.0", "[0, 1)"),
+  ({"": "1"}, "Config", "no field"),
+  ({"data": "ImageFolder"}, "ImageFolder.path is not set", "give str"),
+  ({"data": "ImageFolder", "data.pth": "x"}, "ImageFolder has no field", "'path'"),
+  ({"optimizer": "lars"}, "optimizer=lars", "did you mean 'LARS'?"),
+  ({"optimizer": "LAMB", "optimizer.eps": "-1"}, "LAMB.eps=-1.0", "> 0"),
+  ({"optimizer": "LAMB", "optimizer.weight_decay": "-1"}, "LAMB.weight_decay", ">= 0"),
+  ({"schedule": "Polynomial", "schedule.end_lr": "-1"}, "Polynomial.end_lr", ">= 0"),
+  ({"seed": "4294967296"}, "Config.seed=4294967296", "[0, 2**32)"),
+  ({"seed": "9" * 400}, "Config.seed=999", "[0, 2**32)"),
+  ({"batch_size": "-1" + "0" * 400}, "Config.batch_size=-1000", ">= 1"),
+  ({"epochs": "1" + "0" * 400}, "epochs=1000", "give float"),
+  ({"stages.epochs": "0,40"}, "Stages.epochs=(0.0, 40.0)", "only 40.0 epochs"),
+  ({"optimizer": "LARS", "optimizer.include": "["}, "LARS.include='['", "kernel$"),
+  ({"optimizer": "LAMB", "optimizer.include": "a{9999999999}"}, "LAMB.inc", "'all'"),
+  ({"layer_decay": "0.5", "layer_order": "('(', 'a')"}, "Config.layer_order='('",
+   "no regular expression"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides, where, remedy", BAD)
+def test_overrides_that_are_refused(overrides, where, remedy):
+  with pytest.raises(ConfigError) as error:
+    load_config("configs/digits.py", overrides)
+  message = str(error.value)
+  assert where in message and remedy in message and "\n" not in message
+
+
+FILES = [
+  ("def get_config(:", ":1: ", "invalid syntax"),
+  ("x = 1", "define get_config", ""),
+  ("def get_config():\n  return 3", "returned int", "Config"),
+  ("def get_config():\n  return nope", ":2: ", "NameError"),
+  ("from jaxscale.config import *\ndef get_config():\n  return SGD(lrr=1)",
+   ":3: SGD.lrr=1", "did you mean 'lr'?"),
+  ("from jaxscale.config import *\ndef get_config():\n  return SGD(lr='x')",
+   ":3: SGD.lr='x'", "give float"),
+  ("from jaxscale.config import *\ndef get_config():\n  return SGD()",
+   ":3: SGD.lr is not set", "give float"),
+  ("from jaxscale.config import *\ndef get_config():\n  return SGD(1.0)",
+   "by name", "SGD(lr=1.0)"),
+  ("import dataclasses\nfrom jaxscale.config import *\ndef get_config():\n"
+   "  return dataclasses.replace(SGD(lr=1), momentm=2)",
+   ":4: SGD.momentm=2", "did you mean 'momentum'?"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text, where, remedy", FILES)
+def test_files_that_are_refused(tmp_path, text, where, remedy):
+  path = tmp_path / "c.py"
+  path.write_text(text)
+  with pytest.raises(ConfigError) as error:
+    load_config(str(path))
+  message = str(error.value)
+  assert "c.py" in message and where in message and remedy in message
+  assert "\n" not in message
+
+
+def test_file_arguments():
+  assert load_config("configs/fashion_mnist.py:lars").batch_size == 4096
+  with pytest.raises(ConfigError, match="takes no argument"):
+    load_config("configs/digits.py:big")
+  with pytest.raises(ConfigError, match=r"did you mean 'configs/digits.py'"):
+    load_config("configs/digit.py")
+  with pytest.raises(ConfigError, match="'sgd' or 'lars'"):
+    load_config("configs/fashion_mnist.py:adam")
+
+
+def test_settings_are_frozen_and_equal_by_value():
+  assert cfg.SGD(lr=1) == cfg.SGD(lr=1.0)
+  assert override(cfg.SGD(lr=1), {"lr": "2"}) == cfg.SGD(lr=2)
+  with pytest.raises(AttributeError):
+    cfg.SGD(lr=1).lr = 2  # pyright: ignore
+
+
+def test_command_line_is_split():
+  argv = [
+    "--config",
+    "a.py:x",
+    "--workdir=w",
+    "--config.epochs",
+    "3",
+    "--config.a.b=c=d",
+  ]
+  options, overrides, wants_help = parse_args(argv)
+  assert options == {"config": "a.py:x", "workdir": "w"}
+  assert overrides == {"epochs": "3", "a.b": "c=d"} and not wants_help
+  for bad in (
+    ["--confg", "a.py"],
+    ["--config"],
+    ["a.py"],
+    ["--workdir", "--config=x"],
+  ):
+    with pytest.raises(ConfigError):
+      parse_args(bad)
+
+
+def test_help_lists_every_field_with_its_meaning():
+  text = help_text(load_config("configs/digits.py"))
+  assert "--config.optimizer.lr = 0.1  (float > 0)" in text
+  assert "peak learning rate" in text
+  everything = help_text(None)
+  for name in (
+    "trust_coefficient",
+    "depth",
+    "power",
+    "data_dir",
+    "keep_best",
+    "b2",
+  ):
+    assert f".{name}" in everything
+
+
+def test_a_class_keeps_the_bounds_of_the_one_it_extends():
+  @settings
+  class Base:
+    a: Annotated[float, "> 0"] = 1.0
+    b: Annotated[int, ">= 0"] = 0
+
+  @settings
+  class Other(Base):
+    a: float = 2.0
+    b: Annotated[int, ">= 1"] = 1
+
+  assert bounds(Other) == {"a": "> 0", "b": ">= 1"} and Other().a == 2.0
+  for value in ({"a": -1.0}, {"b": 0}):
+    with pytest.raises(ConfigError, match="give a value >"):
+      Other(**value)
+
+
+def test_a_class_is_chosen_without_what_it_does_not_allow():
+  """LARS has eps=0, which AdamW and LAMB would divide by."""
+  lars = load_config("configs/digits.py", {"optimizer": "LARS"})
+  assert override(lars, {"optimizer": "LAMB"}).optimizer.eps == 1e-6
+  assert override(lars, {"optimizer": "AdamW", "optimizer.lr": "3"}).optimizer.lr == 3
+
+
+def test_only_what_is_close_is_suggested():
+  assert closest("--drop", ["--help", "--config"]) is None
+  assert closest("--hlep", ["--help", "--config"]) == "--help"
+  assert nearest("--drop", ["--help", "--config"]) == "one of --config, --help"
+  many = [f"n{i:03}" for i in range(1000)]
+  assert len(nearest("x", many)) < 300 and nearest("x", many).endswith("960 more")
+  with pytest.raises(ConfigError, match="no such file, check the path"):
+    load_config("configs/nothing_of_the_kind.py")
+  with pytest.raises(ConfigError, match="no such file, check the path"):
+    load_config("no_folder/digits.py")
+
+
+# What only data and devices decide.
+
+DERIVED = [
+  ({"batch_size": "1440"}, 8, "Config.batch_size=1440", "1,437 .* give 1432 or less"),
+  ({"batch_size": str(10**23)}, 8, "Config.batch_size=1000", "give 1432 or less"),
+  ({"stages.epochs": "0,5", "stages.batch_sizes": "128,2048"}, 8,
+   "Stages.batch_sizes=2048", "give 1432 or less"),
+  ({"epochs": "1e300"}, 8, r"Config.epochs=1e\+300", "give fewer"),
+  ({"noise_scale": "True", "stages.epochs": "0,5", "stages.accumulate_steps": "2,1"}, 1,
+   "Config.noise_scale=True", "2 or more"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides, devices, where, remedy", DERIVED)
+def test_what_data_and_devices_refuse(overrides, devices, where, remedy):
+  config = load_config("configs/digits.py", overrides)
+  with pytest.raises(ConfigError, match=f"^{where}.*: .*{remedy}") as error:
+    derive(config, 1437, 360, devices)
+  assert "\n" not in str(error.value)
+
+
+def test_a_batch_may_have_every_example():
+  config = load_config("configs/digits.py", {"batch_size": "64"})
+  assert derive(config, 64, 8, 8).total_steps == 40
+  with pytest.raises(ConfigError, match="use more data or fewer devices"):
+    derive(config, 7, 8, 8)
+  both = {"stages.epochs": "0,5", "stages.accumulate_steps": "2,4"}
+  config = load_config("configs/digits.py", both | {"noise_scale": "True"})
+  assert len(derive(config, 1437, 360, 1).stages) == 2
+
+
+PATTERNS = [
+  ({"optimizer": "LARS", "optimizer.include": "nosuch"},
+   "LARS.include='nosuch': no .* Conv_0/bias, Conv_0/kernel, .*Dense_1/kernel"),
+  ({"layer_decay": "0.5", "layer_order": "('nosuch',)"},
+   "Config.layer_order='nosuch': no .*Conv_0/bias"),
+  ({"layer_decay": "0.5", "layer_order": "('Conv_0', 'Conv_1')"},
+   "Dense_0/bias fits none of them"),
+  ({"layer_decay": "0.5", "layer_order": "('Conv', 'Conv_1', 'Dense')"},
+   "Conv_1/bias fits 'Conv' and 'Conv_1' of them"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides, says", PATTERNS)
+def test_patterns_that_fit_no_parameter_are_refused_in_time(overrides, says):
+  config = load_config("configs/digits.py", overrides)
+  with pytest.raises(ConfigError, match=says) as error:
+    build.experiment(config)
+  assert "\n" not in str(error.value)
+
+
+def test_patterns_that_fit_are_taken():
+  fitting = {
+    "optimizer": "LARS", "optimizer.include": "kernel$", "layer_decay": "0.5",
+    "layer_order": "('Conv', 'Dense_0', 'Dense_1')",
+  }  # fmt: skip
+  config = load_config("configs/digits.py", fitting)
+  build.experiment(config).abstract_state()
+  everything = dataclasses.replace(config.optimizer, include="all")
+  build.experiment(dataclasses.replace(config, optimizer=everything))
+
+
+@pytest.mark.parametrize(
+  "span, rows, data, remedy",
+  [(2, 5, 8, '"device"'), (2, 9, 1, "3"), (2, 1, 7, "7"), (5, 16, 8, "4")],
+)
+def test_the_span_that_is_advised_is_one_that_is_taken(span, rows, data, remedy):
+  with pytest.raises(ConfigError) as error:
+    batch_norm_span(span, rows, replica=1, data=data)
+  assert str(error.value).endswith(f"give {remedy}")
+  advised = "device" if remedy == '"device"' else int(remedy)
+  batch_norm_span(advised, rows, replica=1, data=data)
+  cfg.ResNet(bn_span=advised)

@@ -1,0 +1,266 @@
+"""Input: deterministic, the same for any number of hosts, resumable, exact."""
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxscale import data
+from jaxscale.data import augment, jpeg
+from jaxscale.data.dataset import NUM_DRAWS, DatasetInfo, from_arrays
+from jaxscale.errors import ConfigError
+
+
+def take(batches, n):
+  it = iter(batches)
+  return [next(it) for _ in range(n)]
+
+
+def join(parts):
+  return {k: np.concatenate([p[k] for p in parts]) for k in parts[0]}
+
+
+def assert_equal(a, b):
+  assert a.keys() == b.keys()
+  for name in a:
+    np.testing.assert_array_equal(a[name], b[name])
+
+
+@pytest.fixture(scope="module")
+def digits():
+  return data.digits("train")
+
+
+def test_digits_are_scikit_learns(digits):
+  from sklearn.datasets import load_digits
+
+  known = load_digits()
+  parts = [digits, data.digits("test")]
+  loaded = join([d.load(np.arange(d.num_examples), None) for d in parts])
+  np.testing.assert_array_equal(loaded["image"][..., 0], known.images)
+  np.testing.assert_array_equal(loaded["label"], known.target)
+  assert [d.num_examples for d in parts] == [1437, 360]
+  train = known.images[:1437]
+  assert digits.info.mean[0] == pytest.approx(train.mean(), abs=0.01)
+  assert digits.info.std[0] == pytest.approx(train.std(), abs=0.01)
+
+
+@pytest.mark.parametrize("num_hosts", [2, 4])
+def test_hosts_split_the_same_global_batch(digits, num_hosts):
+  whole = take(data.train_batches(digits, 64, seed=3), 30)
+  hosts = [
+    take(data.train_batches(digits, 64, seed=3, shard=(i, num_hosts)), 30)
+    for i in range(num_hosts)
+  ]
+  for step, batch in enumerate(whole):
+    assert_equal(batch, join([h[step] for h in hosts]))
+
+
+def test_one_integer_resumes(digits):
+  whole = take(data.train_batches(digits, 64), 30)
+  for start in (1, 17, 29):
+    resumed = take(data.train_batches(digits, 64, position=64 * start), 30 - start)
+    for a, b in zip(whole[start:], resumed, strict=True):
+      assert_equal(a, b)
+
+
+def test_every_epoch_shows_every_example_once_in_a_new_order():
+  ids = np.arange(96, dtype=np.uint8).reshape(-1, 1, 1, 1)
+  dataset = from_arrays(DatasetInfo("ids", (1, 1, 1), 96, (0,), (1,)), ids, ids.ravel())
+  labels = join(take(data.train_batches(dataset, 8), 36))["label"].reshape(3, 96)
+  for epoch in labels:
+    assert sorted(epoch) == list(range(96))
+  assert not np.array_equal(labels[0], labels[1])
+  other = join(take(data.train_batches(dataset, 8, seed=1), 12))["label"]
+  assert not np.array_equal(labels[0], other)
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 64, 1000])
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_evaluation_shows_every_example_once(batch_size, num_hosts):
+  dataset = data.digits("test")
+  batch_size *= num_hosts
+  hosts = [
+    list(data.eval_batches(dataset, batch_size, shard=(i, num_hosts)))
+    for i in range(num_hosts)
+  ]
+  assert len({len(h) for h in hosts}) == 1
+  seen = join([join(list(parts)) for parts in zip(*hosts, strict=True)])
+  assert seen["mask"].sum() == 360
+  kept = {k: v[seen["mask"]] for k, v in seen.items() if k != "mask"}
+  assert_equal(kept, dataset.load(np.arange(360), None))
+
+
+def test_draws_are_uniform_and_independent():
+  draws = augment.uniform(0, np.arange(50_000))
+  assert draws.shape == (50_000, NUM_DRAWS) and draws.min() >= 0 and draws.max() < 1
+  assert draws.mean() == pytest.approx(1 / 2, abs=1e-3)
+  assert draws.var() == pytest.approx(1 / 12, abs=1e-3)
+  histogram = np.histogram(draws, 100, (0, 1))[0]
+  expected = draws.size / 100
+  chi2 = ((histogram - expected) ** 2 / expected).sum()
+  assert chi2 < 160  # 99 degrees of freedom: 1 in 10,000 is above
+  for lag in (draws[:-1, 0], draws[:-1, 5]):
+    assert abs(np.corrcoef(lag, draws[1:, 0])[0, 1]) < 0.02
+  assert not np.allclose(draws, augment.uniform(1, np.arange(50_000)))
+
+
+def test_shift_and_flip_equal_the_plain_loop():
+  rng = np.random.default_rng(0)
+  images = rng.integers(0, 255, (50, 9, 7, 2)).astype(np.uint8)
+  draws = augment.uniform(0, np.arange(50), 3)
+  got = augment.compose(augment.flip(), augment.shift(2)).apply(images, draws)
+  for image, d, out in zip(images, draws, got, strict=True):
+    if d[0] < 0.5:
+      image = image[:, ::-1]
+    padded = np.pad(image, ((2, 2), (2, 2), (0, 0)))
+    top, left = int(d[1] * 5), int(d[2] * 5)
+    np.testing.assert_array_equal(out, padded[top : top + 9, left : left + 7])
+
+
+def test_crop_boxes_follow_inceptions_rule():
+  draws = augment.uniform(0, np.arange(4000))
+  height, width = 375, 500
+  boxes = np.array([augment.crop_box(height, width, d) for d in draws])
+  top, left, h, w = boxes.T
+  assert (top >= 0).all() and (left >= 0).all()
+  assert (top + h <= height).all() and (left + w <= width).all()
+  areas, aspects = h * w / (height * width), w / h
+  assert areas.min() > 0.075 and areas.max() <= 1.0
+  assert aspects.min() > 0.74 and aspects.max() < 1.35
+  for box, d in zip(boxes[:300], draws, strict=False):  # the rule as a plain loop
+    for k in range(10):
+      area = height * width * (0.08 + 0.92 * d[1 + k])
+      aspect = (4 / 3) ** (2 * d[11 + k] - 1)
+      w, h = round((area * aspect) ** 0.5), round((area / aspect) ** 0.5)
+      if w <= width and h <= height:
+        assert tuple(box[2:]) == (h, w)
+        break
+  # No box of a 1000 x 10 strip has an allowed aspect and 8 % of its area.
+  assert augment.crop_box(1000, 10, draws[0]) == (493, 0, 13, 10)
+
+
+@pytest.fixture(scope="module")
+def photo():
+  from skimage import data as photos
+
+  return photos.coffee()[:300, :400]
+
+
+def encoded(image, kind, **options):
+  out = io.BytesIO()
+  image.save(out, kind, **options)
+  return out.getvalue()
+
+
+def test_decoders_agree_on_a_real_photo(photo):
+  image = Image.fromarray(photo)
+  data_jpeg = encoded(image, "JPEG", quality=95)
+  pillow = np.asarray(Image.open(io.BytesIO(data_jpeg)))
+  ours = jpeg.decode(data_jpeg, 3)
+  assert np.abs(ours.astype(int) - pillow).mean() < 2.5  # fast chroma upsampling
+  np.testing.assert_array_equal(jpeg.decode(encoded(image, "PNG"), 3), photo)
+  assert jpeg.decode(data_jpeg, 1).shape == (300, 400, 1)
+  cmyk = jpeg.decode(encoded(image.convert("CMYK"), "JPEG", quality=95), 3)
+  assert np.abs(cmyk.astype(int) - photo).mean() < 6
+  np.testing.assert_array_equal(jpeg.decode(encoded(image, "BMP"), 3), photo)
+  with pytest.raises(ValueError, match="readable"):
+    jpeg.decode(b"not an image", 3)
+  with pytest.raises(ValueError, match="readable"):
+    jpeg.decode(b"\xff\xd8\xff\xe0 torn", 3)
+
+
+def test_views_are_cut_where_the_boxes_say(photo):
+  data_png = encoded(Image.fromarray(photo), "PNG")
+  google = jpeg.decode_view(data_png, 262, 3, None, "google")
+  # 7/8 of 300 is 262: Google's evaluation view is then the bare centre.
+  np.testing.assert_array_equal(google, photo[19:281, 69:331])
+  mlperf = jpeg.decode_view(encoded(Image.fromarray(photo[:256]), "PNG"), 224, 3, None)
+  np.testing.assert_array_equal(mlperf, photo[16:240, 88:312])
+  draws = augment.uniform(0, np.arange(8))
+  views = [jpeg.decode_view(data_png, 64, 3, d) for d in draws]
+  assert all(v.shape == (64, 64, 3) for v in views)
+  for view, d in zip(views, draws, strict=True):
+    flipped = np.concatenate([[1 - d[0]], d[1:]])
+    np.testing.assert_array_equal(
+      view[:, ::-1], jpeg.decode_view(data_png, 64, 3, flipped)
+    )
+
+
+def test_synthetic_is_stable_and_split():
+  train = data.synthetic(100, (5, 5, 3), 4)
+  test = data.synthetic(10, (5, 5, 3), 4, first=100)
+  a, b = train.load(np.arange(100), None), train.load(np.arange(50, 60), None)
+  np.testing.assert_array_equal(a["image"][50:60], b["image"])
+  assert not np.array_equal(test.load(np.arange(10), None)["image"], a["image"][:10])
+  assert set(a["label"]) == {0, 1, 2, 3}
+
+
+def png_dataset(tmp_path):
+  """A real TFDS dataset, written TensorFlow-free: 20 photos of one size."""
+  import tensorflow_datasets as tfds
+  from skimage import data as photos
+
+  class Patches(tfds.core.GeneratorBasedBuilder):
+    VERSION = tfds.core.Version("1.0.0")
+
+    def _info(self):
+      features = tfds.features.FeaturesDict(
+        {
+          "image": tfds.features.Image(shape=(32, 32, 3), encoding_format="png"),
+          "label": tfds.features.ClassLabel(num_classes=2),
+        }
+      )
+      return tfds.core.DatasetInfo(
+        builder=self, features=features, supervised_keys=("image", "label")
+      )
+
+    def _split_generators(self, dl_manager):
+      return {"train": self._generate_examples(0), "test": self._generate_examples(5)}
+
+    def _generate_examples(self, first):
+      for i in range(first, first + 20):
+        photo = (photos.coffee(), photos.astronaut())[i % 2]
+        patch = Image.fromarray(photo[i * 8 : i * 8 + 32, :32])
+        yield i, {"image": encoded(patch, "PNG"), "label": i % 2}
+
+  builder = Patches(data_dir=str(tmp_path), file_format="array_record")
+  builder.download_and_prepare()
+  return builder
+
+
+@pytest.mark.filterwarnings("ignore")  # protobuf and TFDS warn of each other
+def test_tfds_by_name(tmp_path, monkeypatch):
+  import tensorflow_datasets as tfds
+
+  builder = png_dataset(tmp_path)
+  monkeypatch.setattr(tfds, "builder", lambda name, data_dir: builder)
+  plain = data.tfds_images("patches", "train", data_dir=str(tmp_path))
+  cached = data.tfds_images("patches", "train", data_dir=str(tmp_path), cache=True)
+  assert plain.num_examples == 20 and plain.info.num_classes == 2
+  rows = np.array([3, 1, 7])
+  assert_equal(plain.load(rows, None), cached.load(rows, None))
+  assert plain.load(rows, None)["image"].shape == (3, 32, 32, 3)
+  crops = data.tfds_images("patches", "train", image_size=16, augment="crop")
+  draws = augment.uniform(0, rows, crops.num_draws)
+  assert crops.load(rows, draws)["image"].shape == (3, 16, 16, 3)
+  flips = data.tfds_images("patches", "train", augment="shift_flip")
+  draws = augment.uniform(0, rows, flips.num_draws)
+  assert not np.array_equal(
+    flips.load(rows, draws)["image"], plain.load(rows, None)["image"]
+  )
+  with pytest.raises(ConfigError, match="'trian'"):
+    data.tfds_images("patches", "trian")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tfds_mistakes_are_one_line(tmp_path):
+  for name, hint in (
+    ("fashion_mnst", "did you mean 'fashion_mnist'"),
+    ("fashion_mnist", "jaxscale.data.prepare fashion_mnist"),
+    ("glue", "glue"),
+  ):
+    with pytest.raises(ConfigError, match=hint) as error:
+      data.tfds_images(name, "train", data_dir=str(tmp_path))
+    assert "\n" not in str(error.value)

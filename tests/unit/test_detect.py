@@ -1,0 +1,366 @@
+"""Who am I: environments recorded on a real Slurm, under real MPIs, or documented.
+
+tests/cluster/*.json has one start each: how it was obtained, the variables of its
+tasks, and what must come out. Where it was recorded, ranks, hosts and who shares a
+node were taken from where the tasks ran (SLURMD_NODENAME), not from what we read.
+"""
+
+import importlib.machinery
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxscale.cluster.detect import mpi, nodelist, slurm
+from jaxscale.cluster.detect.detect import Launch, detect
+from jaxscale.cluster.detect.local_devices import local_device_ids, visible_gpus
+from jaxscale.errors import ConfigError
+
+STARTS = sorted((Path(__file__).parent.parent / "cluster").glob("*.json"))
+SUBDOMAIN = "jaxpods.default.svc.cluster.local"
+
+
+def found(env, **asked):
+  """`detect` without a look at this machine."""
+  fqdn = f"{env.get('HOSTNAME')}.{SUBDOMAIN}"
+  asked = {
+    "expand": nodelist.expand, "fqdn": lambda: fqdn, "ask_mpi": lambda launch: None,
+    "has_tpu": lambda env: False, "at_terminal": lambda: False, **asked,
+  }  # fmt: skip
+  return detect(env, **asked)
+
+
+def tasks(path, tmp_path):
+  """The environments of a start, with what is expected of each."""
+  start = json.loads(path.read_text())
+  for name, text in start.get("files", {}).items():
+    (tmp_path / name).write_text(text)
+  for task in start["tasks"]:
+    env = start["env"] | task["env"]
+    yield {k: v.replace("{files}", str(tmp_path)) for k, v in env.items()}, task
+
+
+@pytest.mark.parametrize("path", STARTS, ids=lambda p: p.stem)
+def test_every_start_is_understood(path, tmp_path):
+  for env, task in tasks(path, tmp_path):
+    if "error" in task:
+      with pytest.raises(ConfigError) as e:
+        found(env)
+      assert task["error"] in str(e.value) and "\n" not in str(e.value)
+      continue
+    launch = found(env)
+    assert {k: getattr(launch, k) for k in task["launch"]} == task["launch"]
+    assert launch.note.startswith(task.get("note", "")), launch.note
+    assert bool(launch.note) == ("note" in task), launch.note
+
+
+@pytest.mark.parametrize("path", STARTS, ids=lambda p: p.stem)
+def test_every_process_has_its_gpus(path, tmp_path):
+  for env, task in tasks(path, tmp_path):
+    if "error" in task:
+      continue
+    visible = visible_gpus(env, device_root=str(tmp_path))  # no device files
+    if "devices_error" in task:
+      with pytest.raises(ConfigError, match=task["devices_error"]):
+        local_device_ids(env, visible, found(env))
+    else:
+      assert local_device_ids(env, visible, found(env)) == task["devices"]
+
+
+def test_there_are_enough_recordings():
+  hows = [json.loads(path.read_text())["how"] for path in STARTS]
+  assert sum(how.startswith("recorded") for how in hows) >= 15
+
+
+def test_the_tasks_of_one_start_belong_together(tmp_path):
+  for path in STARTS:
+    launches = [found(env) for env, t in tasks(path, tmp_path) if "launch" in t]
+    assert len({(x.kind, x.num_processes, x.host, x.job) for x in launches}) <= 1
+    assert len({x.process_id for x in launches}) == len(launches)
+
+
+EXPLICIT = {
+  "JAXSCALE_COORDINATOR": "n1:7000",
+  "JAXSCALE_NUM_PROCESSES": "4",
+  "JAXSCALE_PROCESS_ID": "2",
+}
+STEP = {
+  "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "3", "SLURM_STEP_NODELIST": "n[3-4]",
+  "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2",
+  "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+  "SLURM_TASKS_PER_NODE": "2(x2)",
+}  # fmt: skip
+
+
+def test_the_user_overrules_the_launcher():
+  body = {k: STEP[k] for k in ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_NTASKS")}
+  launch = found(body | EXPLICIT)
+  assert launch[:4] == ("explicit", 2, 4, "n1") and launch.port == 7000
+  assert launch.local_id is None
+  # Ranks copied from Slurm: who shares the node is still known.
+  assert found(STEP | EXPLICIT)[4:6] == (0, 2)
+  assert found(STEP | EXPLICIT | {"JAXSCALE_PROCESS_ID": "1"})[4:6] == (None, None)
+  alone = found(body | {"JAXSCALE_NUM_PROCESSES": "1"})
+  assert alone[:4] == ("single", 0, 1, None)
+  moved = found(STEP | {"JAXSCALE_COORDINATOR": "[fe80::1]:7000"})
+  assert moved[:4] == ("slurm", 2, 4, "fe80::1") and moved.port == 7000
+
+
+def test_a_step_has_its_own_number_of_tasks():
+  assert found(STEP | {"SLURM_NTASKS": "8", "SLURM_NPROCS": "8"})[1:3] == (2, 4)
+  old = {k: v for k, v in STEP.items() if "STEP_NUM" not in k and "TASKS_PER" not in k}
+  assert found(old)[1:6] == (2, 4, "n3", 0, None)
+  assert found(old | {"SLURM_NTASKS_PER_NODE": "2"}).local_size == 2
+
+
+def test_the_name_of_a_run_can_be_given():
+  for env in (EXPLICIT, STEP, {}, {"KUBERNETES_SERVICE_HOST": "x"}):
+    assert found(env | {"JAXSCALE_JOB": "tuesday"}).job == "tuesday"
+
+
+@pytest.mark.parametrize(
+  ("env", "error"),
+  [
+    ({"JAXSCALE_PROCESS_ID": "0"}, "JAXSCALE_COORDINATOR, JAXSCALE_NUM_PROCESSES: not"),
+    ({**EXPLICIT, "JAXSCALE_PROCESS_ID": "4"}, "JAXSCALE_PROCESS_ID=4, .*: give 0 … n"),
+    ({**EXPLICIT, "JAXSCALE_PROCESS_ID": "²"}, "give 0 … n-1 of n"),
+    ({**EXPLICIT, "JAXSCALE_COORDINATOR": "n1"}, "JAXSCALE_COORDINATOR=n1: give host"),
+    ({**EXPLICIT, "JAXSCALE_COORDINATOR": "n1:0"}, "give host:port"),
+    ({**EXPLICIT, "JAXSCALE_COORDINATOR": "n1:99999"}, "give host:port"),
+    ({**STEP, "JAXSCALE_NUM_PROCESSES": "8"}, "JAXSCALE_NUM_PROCESSES=8: slurm says 4"),
+    ({**STEP, "JAXSCALE_PROCESS_ID": "0"}, "JAXSCALE_PROCESS_ID=0: slurm says 2"),
+    ({**STEP, "SLURM_PROCID": "x"}, "SLURM_PROCID=x: give a whole number"),
+    ({**STEP, "SLURM_PROCID": "4"}, "SLURM_PROCID=4 of SLURM_STEP_NUM_TASKS=4"),
+    ({**STEP, "SLURM_STEP_NODELIST": "n[3-"}, "node list 'n\\[3-'"),
+    (
+      {**STEP, "SLURM_TASKS_PER_NODE": "2(y2)"},
+      "tasks per node '2\\(y2\\)': not in Slurm's form",
+    ),
+    (
+      {**STEP, "SLURM_DISTRIBUTION": "arbitrary", "SLURM_HOSTFILE": "/nowhere"},
+      "SLURM_HOSTFILE=/nowhere does not say where rank 0 runs, set JAXSCALE_COORD",
+    ),
+    (
+      {"OMPI_COMM_WORLD_RANK": "4", "OMPI_COMM_WORLD_SIZE": "4"},
+      "OMPI_COMM_WORLD_RANK=4, OMPI_COMM_WORLD_SIZE=4",
+    ),
+    (
+      {"TPU_WORKER_ID": "2", "TPU_WORKER_HOSTNAMES": "a,b"},
+      "TPU_WORKER_ID=2: TPU_WORKER_HOSTNAMES names 2 hosts",
+    ),
+  ],
+)
+def test_what_contradicts_itself_is_one_line(env, error):
+  with pytest.raises(ConfigError, match=error) as e:
+    found(env)
+  assert "\n" not in str(e.value)
+
+
+MPI = {
+  "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4",
+  "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+  # mpirun ran on the login node: JAX would take this for the host of rank 0.
+  "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.0.0.250:34911",
+}  # fmt: skip
+
+
+def test_mpi_over_nodes_asks_mpi():
+  asked = []
+  launch = found(MPI, ask_mpi=lambda launch: asked.append(launch) or "n9")
+  assert launch[:6] == ("openmpi", 3, 4, "n9", 1, 2) and len(asked) == 1
+  with pytest.raises(ConfigError, match="mpirun does not say on which host rank 0"):
+    found(MPI)
+  again = found(MPI | {"SLURM_RESTART_COUNT": "2"}, ask_mpi=lambda launch: "n9")
+  assert again.restarts == 2 and again.job == f"{launch.job}-r2"
+  told = found(MPI | {"JAXSCALE_COORDINATOR": "n2:99"}, ask_mpi=asked.append)
+  assert (told.host, told.port, len(asked)) == ("n2", 99, 1)
+
+
+class World:
+  """An MPI of as many ranks as it is told, in which this process is one."""
+
+  def __init__(self, size, rank, initialized):
+    self.COMM_WORLD, self.size, self.rank = self, size, rank
+    self.state, self.log = initialized, []
+
+  def Get_size(self):
+    return self.size
+
+  def Get_rank(self):
+    return self.rank
+
+  def Is_initialized(self):
+    return self.state
+
+  def Init(self):
+    self.log.append("init")
+
+  def Finalize(self):
+    self.log.append("finalize")
+
+  def bcast(self, host, root):
+    assert root == 0 and (host is None) == (self.rank != 0)
+    self.log.append("bcast")
+    return "n9"
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("initialized", [True, False])
+def test_mpi4py_is_asked_and_left(rank, initialized, monkeypatch):
+  package, world = types.ModuleType("mpi4py"), World(4, rank, initialized)
+  package.rc = types.SimpleNamespace()
+  package.__spec__ = importlib.machinery.ModuleSpec("mpi4py", None)
+  monkeypatch.setitem(sys.modules, "mpi4py", package)
+  monkeypatch.setitem(sys.modules, "mpi4py.MPI", world)
+  assert mpi.ask_mpi4py(Launch("openmpi", rank, 4)) == "n9"
+  assert world.log == (["bcast"] if initialized else ["init", "bcast", "finalize"])
+  with pytest.raises(ConfigError, match="mpi4py sees 4 of 8 processes"):
+    mpi.ask_mpi4py(Launch("openmpi", rank, 8))
+
+
+def test_slurm_knows_addresses_that_no_resolver_knows(tmp_path, monkeypatch):
+  command = tmp_path / "scontrol"
+  command.write_text(
+    f"#!{sys.executable}\nimport sys\nprint('NodeName=' + sys.argv[4], 'CPUTot=4 "
+    "NodeAddr=10.0.0.7 NodeHostName=x Version=22.05.8')\n"
+  )
+  command.chmod(0o755)
+  monkeypatch.setenv("PATH", str(tmp_path))
+  assert slurm.node_address("n1") == "10.0.0.7"
+  command.write_text(f"#!{sys.executable}\nraise SystemExit('no such node')\n")
+  assert slurm.node_address("n1") is None
+  command.unlink()
+  assert slurm.node_address("n1") is None
+
+
+def test_a_pod_without_a_subdomain_cannot_be_found():
+  env = {
+    "KUBERNETES_SERVICE_HOST": "x", "JOB_COMPLETION_INDEX": "1",
+    "HOSTNAME": "train-1", "JAXSCALE_NUM_PROCESSES": "2",
+  }  # fmt: skip
+  with pytest.raises(ConfigError, match="name a headless service"):
+    found(env, fqdn=lambda: "train-1")
+  with pytest.raises(ConfigError, match="JAXSCALE_NUM_PROCESSES=2: this is pod 2"):
+    found(env | {"JOB_COMPLETION_INDEX": "2", "HOSTNAME": "train-2"})
+
+
+def test_a_tpu_vm_without_variables_is_left_to_jax():
+  assert found({}, has_tpu=lambda env: True)[:4] == ("tpu", 0, 0, None)
+
+
+def test_the_shell_of_srun_pty_is_told_what_to_do(tmp_path):
+  (start,) = (p for p in STARTS if p.stem == "srun_pty_shell")
+  ((env, _),) = tasks(start, tmp_path)
+  note = found(env, at_terminal=lambda: True).note
+  assert note.startswith("started by srun --pty") and "NUM_PROCESSES=1" in note
+
+
+def test_this_process_is_one():
+  assert detect({}, has_tpu=lambda env: False)[:3] == ("single", 0, 1)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8))
+def test_tasks_per_node_come_back(counts):
+  short, last = [], None
+  for n in counts:
+    if short and last == n:
+      short[-1][1] += 1
+    else:
+      short.append([n, 1])
+    last = n
+  text = ",".join(f"{n}(x{k})" if k > 1 else str(n) for n, k in short)
+  assert slurm.tasks_per_node(text) == counts
+
+
+def launch(index, count):
+  return Launch("slurm", index, 8, "n1", index, count)
+
+
+@pytest.mark.parametrize(
+  ("visible", "count", "wanted"),
+  [
+    (8, 8, [[i] for i in range(8)]),
+    (8, 2, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+    (6, 3, [[0, 1], [2, 3], [4, 5]]),
+    (1, 1, [[0]]),
+  ],
+)
+def test_gpus_are_shared_out(visible, count, wanted):
+  given_out = [local_device_ids({}, visible, launch(i, count)) for i in range(count)]
+  assert given_out == wanted
+
+
+@pytest.mark.parametrize(
+  ("visible", "count", "error"),
+  [
+    (1, 2, "2 processes on this node, but 1 GPU: start one process a GPU"),
+    (4, 8, "8 processes on this node, but 4 GPUs: .*--ntasks-per-node=4"),
+    (4, 3, "3 processes on this node cannot share 4 GPUs evenly: start 1 or 2 or 4"),
+  ],
+)
+def test_gpus_that_cannot_be_shared_out(visible, count, error):
+  with pytest.raises(ConfigError, match=error):
+    local_device_ids({}, visible, launch(0, count))
+  on_purpose = {"JAX_LOCAL_DEVICE_IDS": "0"}
+  assert local_device_ids(on_purpose, visible, launch(0, count)) == [0]
+
+
+def test_gpus_that_are_bound_to_a_task_are_its_own():
+  bound = {"SLURM_GPUS_PER_TASK": "a100:2"}
+  assert local_device_ids(bound, 2, launch(1, 2)) == [0, 1]
+  assert local_device_ids(bound, 4, launch(1, 2)) == [2, 3]  # --gpu-bind=none
+  shared = {"SLURM_NTASKS_PER_TRES": "2", "SLURM_GPUS_ON_NODE": "1"}
+  assert local_device_ids(shared, 1, launch(1, 2)) == [0]
+  assert local_device_ids({}, 2, launch(1, 2)) == [1]
+  assert local_device_ids({}, 2, launch(1, 2), on_node=8) == [0, 1]
+
+
+def test_chosen_gpus_must_be_there():
+  for text in ("4", "x", "0,", "-1"):
+    with pytest.raises(ConfigError, match=f"JAX_LOCAL_DEVICE_IDS={text}: give numbers"):
+      local_device_ids({"JAX_LOCAL_DEVICE_IDS": text}, 4, launch(0, 1))
+  with pytest.raises(ConfigError, match="named twice"):
+    local_device_ids({"JAX_LOCAL_DEVICE_IDS": "1,1"}, 4, launch(0, 1))
+  assert local_device_ids({"JAX_LOCAL_DEVICE_IDS": "2, 0"}, 4, launch(0, 1)) == [2, 0]
+
+
+@pytest.mark.parametrize(
+  ("env", "count"),
+  [
+    ({"CUDA_VISIBLE_DEVICES": "0,1,5"}, 3),
+    ({"CUDA_VISIBLE_DEVICES": ""}, 0),
+    ({"CUDA_VISIBLE_DEVICES": "-1"}, 0),
+    ({"CUDA_VISIBLE_DEVICES": "0,-1,2"}, 1),
+    ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, 0),
+    ({"CUDA_VISIBLE_DEVICES": "GPU-8932f937-d72c,GPU-1b"}, 2),
+    ({"CUDA_VISIBLE_DEVICES": "MIG-GPU-8932/1/0,MIG-GPU-8932/2/0"}, 1),
+    ({"ROCR_VISIBLE_DEVICES": "0,1,2,3", "HIP_VISIBLE_DEVICES": "1"}, 1),
+    ({"CUDA_VISIBLE_DEVICES": "0,1", "JAX_PLATFORMS": "cpu"}, 0),
+    ({"CUDA_VISIBLE_DEVICES": "0,1", "JAX_PLATFORMS": "cuda,cpu"}, 2),
+    ({}, 4),
+    ({"JAX_PLATFORMS": "tpu"}, 0),
+  ],
+)
+def test_visible_gpus_are_counted(env, count, tmp_path):
+  for name in ("nvidia0", "nvidia1", "nvidia2", "nvidia13", "nvidiactl", "nvidia-uvm"):
+    (tmp_path / name).touch()
+  assert visible_gpus(env, device_root=str(tmp_path)) == count
+
+
+def test_amd_gpus_are_counted(tmp_path):
+  (tmp_path / "dri").mkdir()
+  for name in ("card0", "renderD128", "renderD129"):
+    (tmp_path / "dri" / name).touch()
+  assert visible_gpus({}, device_root=str(tmp_path)) == 0  # a display, no ROCm
+  (tmp_path / "kfd").touch()
+  assert visible_gpus({}, device_root=str(tmp_path)) == 2
+
+
+def test_cpu_and_tpu_processes_have_no_gpus():
+  assert local_device_ids({}, 0, launch(3, 8)) is None
+  assert local_device_ids({}, 4, Launch("tpu", 0, 4, "a")) is None
+  assert local_device_ids({}, 4, Launch("explicit", 0, 2, "a")) is None

@@ -1,0 +1,244 @@
+"""The doctor says what is there, what is not, and what to do next."""
+
+import hashlib
+import re
+import shutil
+
+import pytest
+from test_imagenet import example, jpeg_bytes, write_tfds
+
+from jaxscale.cli import doctor
+from jaxscale.preflight import imagenet
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # protobuf and TFDS warn
+
+
+@pytest.fixture(autouse=True)
+def small(tmp_path, monkeypatch):
+  """ImageNet, were it tiny."""
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+  monkeypatch.setattr(imagenet, "NUM_EXAMPLES", {"train": 12, "validation": 4})
+  monkeypatch.setattr(imagenet, "NUM_CLASSES", 2)
+  archives = {
+    name: imagenet.Archive(len(name), hashlib.md5(name.encode()).hexdigest())
+    for name in imagenet.ARCHIVES
+  }
+  monkeypatch.setattr(imagenet, "ARCHIVES", archives)
+
+
+@pytest.fixture(scope="module")
+def images():
+  from skimage import data as photos
+
+  coffee = photos.coffee()
+  return [jpeg_bytes(coffee[i : i + 48, i : i + 64]) for i in range(16)]
+
+
+def prepare(root, images, file_format="tfrecord", train=12):
+  records = [example(image, i % 2) for i, image in enumerate(images)]
+  splits = {"train": [records[:5], records[5:train]], "validation": [records[12:]]}
+  options = {"num_classes": 1000, "version": "5.1.0"}
+  return write_tfds(root, "imagenet2012", file_format, splits, **options)
+
+
+def ask(capsys, *args):
+  code = doctor.main(["imagenet", *map(str, args)])
+  out = capsys.readouterr()
+  assert "Traceback" not in out.err
+  return code, out.out
+
+
+def next_lines(said):
+  return [line for line in said.splitlines() if line.startswith("next")]
+
+
+@pytest.mark.parametrize("file_format", ["tfrecord", "array_record"])
+def test_what_is_prepared_is_ready(tmp_path, capsys, images, file_format):
+  prepare(tmp_path, images, file_format)
+  code, said = ask(capsys, "--data_dir", tmp_path)
+  assert code == 0, said
+  assert f"imagenet2012 5.1.0 in {tmp_path}" in said and file_format in said
+  assert "train: 12 examples" in said and "validation: 4 examples" in said
+  assert "train: 2 files" in said and "images/s a core" in said
+  assert "sample of 12: 0 damaged examples" in said
+  assert "next" not in said and said.endswith("imagenet: ready\n")
+
+
+def test_nothing_there_says_what_to_download_then_to_prepare(tmp_path, capsys):
+  code, said = ask(capsys, "--data_dir", tmp_path)
+  assert code == 2 and "is not prepared in" in said
+  steps = next_lines(said)
+  assert "register at image-net.org" in steps[-3] and "img_train" in steps[-3]
+  assert "register at image-net.org" in steps[-2] and "img_val" in steps[-2]
+  assert f"imagenet2012 --manual_dir DIR --data_dir {tmp_path}" in steps[-1]
+
+
+@pytest.mark.parametrize("file_format", ["tfrecord", "array_record"])
+@pytest.mark.parametrize(
+  ("harm", "says"),
+  [
+    (lambda file: file.unlink(), "1 of 2 files missing or empty"),
+    (lambda file: file.write_bytes(b""), "1 of 2 files missing or empty"),
+    # TFDS opens an array_record file only to read from it: the sample finds out.
+    (lambda f: f.write_bytes(f.read_bytes()[:-900]), "truncated|7 damaged examples"),
+  ],
+)
+def test_a_lost_or_cut_shard_is_not_ready(
+  tmp_path, capsys, images, file_format, harm, says
+):
+  folder = prepare(tmp_path, images, file_format)
+  harm(folder / f"imagenet2012-train.{file_format}-00001-of-00002")
+  code, said = ask(capsys, "--data_dir", tmp_path)
+  assert code == 2 and re.search(says, said) and "copy" in next_lines(said)[0]
+  assert "image-net.org" not in said  # a copy needs no archives
+
+
+def test_a_subset_or_damage_is_not_ready(tmp_path, capsys, images):
+  prepare(tmp_path / "few", images, train=10)
+  code, said = ask(capsys, "--data_dir", tmp_path / "few")
+  assert code == 2 and "train: 10 examples, ImageNet has 12" in said
+  images = [*images[:3], b"no image", *images[4:]]
+  prepare(tmp_path / "torn", images)
+  code, said = ask(capsys, "--data_dir", tmp_path / "torn")
+  assert code == 2 and "1 damaged example: imagenet2012 'train' example 3" in said
+
+
+def test_archives_are_weighed_and_summed(tmp_path, capsys):
+  args = ["--data_dir", tmp_path / "tfds", "--manual_dir", tmp_path]
+  train, val = (tmp_path / name for name in imagenet.ARCHIVES)
+  train.write_text(train.name)
+  val.write_text("short")
+  _, said = ask(capsys, *args)
+  assert f"ok    {train}" in said and "(--md5 sums it)" in said
+  assert f"{val} has 5 bytes, should have {len(val.name)}" in said
+  val.write_text(val.name[::-1])
+  _, said = ask(capsys, *args, "--md5")
+  assert f"ok    {train}" in said and f"not   {val}: md5" in said
+
+
+def test_a_disk_too_small_is_said(tmp_path, capsys, monkeypatch):
+  usage = shutil.disk_usage(tmp_path)._replace(free=10**9)
+  monkeypatch.setattr(imagenet.shutil, "disk_usage", lambda path: usage)
+  _, said = ask(capsys, "--data_dir", tmp_path / "not" / "yet")
+  assert f"not   1.0 GB free in {tmp_path}, " in said
+  steps = next_lines(said)
+  assert "make room for 154.6 GB" in steps[0] and "prepare imagenet2012" in steps[-1]
+
+
+def test_archives_to_come_take_space_as_well(tmp_path, capsys, monkeypatch):
+  """Published sizes; of the training archive a third is there."""
+  train, val = 147_897_477_120, 6_744_924_160
+  known = {
+    "train.tar": imagenet.Archive(train, ""),
+    "val.tar": imagenet.Archive(val, ""),
+  }
+  monkeypatch.setattr(imagenet, "ARCHIVES", known)
+  with open(tmp_path / "train.tar", "wb") as file:
+    file.truncate(train // 3)  # holes take no space here
+  to_come = train - train // 3 + val
+  for free, ok in ((to_come + train + val, True), (to_come + train + val - 1, False)):
+    usage = shutil.disk_usage(tmp_path)._replace(free=free)
+    monkeypatch.setattr(imagenet.shutil, "disk_usage", lambda path, usage=usage: usage)
+    _, said = ask(capsys, "--data_dir", tmp_path / "new", "--manual_dir", tmp_path)
+    assert "the archives still to come take 105.3 GB, preparing writes 154.6" in said
+    assert said.startswith("ok" if ok else "not")
+    assert ok or "make room for 260.0 GB" in next_lines(said)[0]
+    assert f"--manual_dir {tmp_path} --data_dir" in next_lines(said)[-1]
+  # On a disk of their own they are asked for there.
+  other = tmp_path / "other"
+  other.mkdir()
+  stat = type(tmp_path).stat
+
+  class Elsewhere:
+    st_dev = -1
+
+  monkeypatch.setattr(
+    type(tmp_path), "stat",
+    lambda path, **k: Elsewhere() if path == other else stat(path, **k),
+  )  # fmt: skip
+  _, said = ask(capsys, "--data_dir", tmp_path / "new", "--manual_dir", other)
+  rooms = [line for line in said.splitlines() if " free in " in line]
+  assert rooms[0].endswith(f"free in {other}, the archives still to come take 154.6 GB")
+  assert rooms[1].endswith(f"free in {tmp_path}, preparing writes 154.6 GB")
+
+
+@pytest.mark.parametrize("sample", ["0", "-1"])
+def test_a_sample_of_none_is_refused(tmp_path, capsys, images, sample):
+  unpack(tmp_path, images)
+  code = doctor.main(["imagenet", "--folder", str(tmp_path), "--sample", sample])
+  out, err = capsys.readouterr()
+  assert (code, out) == (2, "")
+  assert err == f"error: --sample={sample}: give a whole number >= 1\n"
+
+
+def unpack(root, images):
+  for i, image in enumerate(images):
+    file = root / ("train" if i < 12 else "val") / f"n{i % 2}" / f"{i}.JPEG"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(image)
+
+
+def test_a_folder_is_ready_or_says_what_it_lacks(tmp_path, capsys, images):
+  unpack(tmp_path, images)
+  code, said = ask(capsys, "--folder", tmp_path)
+  assert code == 0 and "train: 2 classes" in said and "validation: 4 examples" in said
+  (tmp_path / "train" / "n1" / "3.JPEG").write_bytes(images[3][:500])
+  code, said = ask(capsys, "--folder", tmp_path)
+  assert code == 2 and "sample of 12: 1 damaged example: n1/3.JPEG" in said
+  (tmp_path / "train" / "n1" / "3.JPEG").unlink()
+  shutil.move(tmp_path / "val" / "n1", tmp_path / "val" / "n7")
+  code, said = ask(capsys, "--folder", tmp_path)
+  assert code == 2 and "train: 11 examples, ImageNet has 12" in said
+  assert "classes of different names" in said
+  shutil.rmtree(tmp_path / "val")
+  code, said = ask(capsys, "--folder", tmp_path)
+  assert code == 2 and "no such directory" in said and "next  train/WNID" in said
+
+
+def test_a_folder_that_is_not_there_is_named_itself(tmp_path, capsys, images):
+  code, said = ask(capsys, "--folder", tmp_path / "no")
+  assert code == 2 and said.startswith(f"not   {tmp_path}/no: no such directory\n")
+  assert next_lines(said) == ["next  give the directory that holds train/ and val/ as "
+                              "--folder"]  # fmt: skip
+  unpack(tmp_path, images)
+  code, said = ask(capsys, "--folder", tmp_path / "train")
+  assert code == 2 and f"{tmp_path}/train: has neither train/ nor val/" in said
+  assert next_lines(said) == [f"next  give {tmp_path} as --folder"]
+  shutil.rmtree(tmp_path / "train")
+  (tmp_path / "val" / "n0" / "12.JPEG").unlink()
+  _, said = ask(capsys, "--folder", tmp_path)
+  steps = next_lines(said)  # training first, as it is read
+  assert "train/WNID/*.JPEG" in steps[0] and f"into {tmp_path}/val" in steps[1]
+
+
+def test_a_disk_that_fails_is_a_finding(tmp_path, capsys, images, monkeypatch):
+  from jaxscale.data import folder
+
+  def away(path, *args):
+    raise OSError(116, "Stale file handle")
+
+  unpack(tmp_path, images)
+  monkeypatch.setattr(folder, "open", away, raising=False)
+  code, said = ask(capsys, "--folder", tmp_path)
+  assert code == 2 and "train: [Errno 116] Stale file handle" in said
+  assert "do what the line on train says" in next_lines(said)[0]
+
+
+def test_the_published_figures():
+  from importlib.resources import files
+
+  listed = files("tensorflow_datasets.datasets.imagenet2012") / "checksums.tsv"
+  sizes = {
+    url.rsplit("/", 1)[1]: int(size)
+    for url, size, _ in (line.split() for line in listed.read_text().splitlines())
+  }
+  assert sum(sizes.values()) == imagenet._SPACE and len(sizes) == 2
+
+
+def test_help_lists_the_checks_and_a_typo_is_named(capsys):
+  assert doctor.main(["--help"]) == 0
+  said = capsys.readouterr().out
+  assert "doctor imagenet" in said and "latency and bandwidth between all pairs" in said
+  assert doctor.main(["imagnet"]) == 2
+  said = capsys.readouterr().err
+  assert said == "error: imagnet: no such check, did you mean 'imagenet'?\n"

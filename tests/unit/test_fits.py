@@ -1,0 +1,228 @@
+"""Which chips there are by name, and what fits on them: on devices of our own."""
+
+import importlib.util
+import sys
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from jaxscale import config as cfg
+from jaxscale import data
+from jaxscale.errors import ConfigError
+from jaxscale.experiment.abstract_data import stand_in
+from jaxscale.mesh import make_mesh
+from jaxscale.planning import absent, fits
+
+CONFIG = """from jaxscale import config as cfg
+
+def get_config():
+  return cfg.Config(
+    model=cfg.Transformer(num_layers=2, width=32, num_heads=2, hidden=64),
+    data=cfg.TextFiles(path="not/here", vocab_size=500, sequence_length=16),
+    optimizer=cfg.AdamW(lr=1e-3), batch_size=8, epochs=1,
+    mesh=cfg.Mesh(data=1, fsdp=-1), layout=cfg.Layout(shard="parameters"),
+  )
+"""
+PARAMETERS_OF_LAYER = 4 * 32 * 32 + 3 * 32 * 64 + 2 * 32
+
+
+def here(limit):
+  """The simulated devices as chips of so much memory."""
+  chip = absent.Chip("cpu", 2 * limit, limit, {})
+  return absent.Chips("here-8", chip, jax.devices())
+
+
+@pytest.mark.parametrize(
+  "values, most, tried",
+  [
+    ([1, 2, 3], 2, [1, 2, 3]),  # few: one after another, until one does not
+    ([1, 2, 3], 0, [1]),
+    ([1, 2, 3, 4, 5, 6, 7], 5, [4, 6, 5]),
+    ([1, 2, 3, 4], 9, [2, 3, 4]),
+    ([1, 2, 3, 4], 0, [2, 1]),
+  ],
+)
+def test_the_largest_value_that_fits(values, most, tried):
+  asked = []
+
+  def is_small(value):
+    asked.append(value)
+    return value <= most
+
+  found = fits.largest(values, is_small)
+  assert found == max((v for v in values if v <= most), default=None)
+  assert asked == tried
+
+
+@pytest.mark.parametrize(
+  "name, parts",
+  [
+    ("v5e-16", (1, "v5e", 16)),
+    ("2xv5e-8", (2, "v5e", 8)),
+    ("h100-16", (1, "h100", 16)),
+    ("2xh100-4", (2, "h100", 4)),
+  ],
+)
+def test_names_of_chips(name, parts):
+  assert absent._parse(name) == parts
+
+
+@pytest.mark.parametrize(
+  "name, said",
+  [
+    ("v5e", "give KIND-COUNT"), ("k80-8", "a kind of v5e"),
+    ("v5e-7", "slices of 1, 4, 8"), ("h100-12", "hosts have 8 GPUs"),
+    ("0xv5e-8", "at least one chip"),
+  ],
+)  # fmt: skip
+def test_chips_that_there_are_not(name, said):
+  with pytest.raises(ConfigError, match=f"^--chips={name}: .*{said}"):
+    absent.absent(name)
+
+
+@pytest.mark.parametrize("name, package", [("v5e-16", "libtpu"), ("h200-8", "cudnn")])
+def test_a_compiler_that_is_not_installed(name, package, monkeypatch):
+  monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
+  with pytest.raises(ConfigError, match=f"not installed; pip install .*{package}"):
+    absent.absent(name)
+
+
+def test_descriptions_of_gpus():
+  text = absent.target_config("h200")
+  assert "device_memory_size: 151397597184" in text and "{" in text
+  assert absent.CHIPS["h200"].limit == 151397597184 * 3 // 4  # what JAX takes
+
+
+def test_what_a_compiler_refuses():
+  said = absent.refused(
+    RuntimeError("RESOURCE_EXHAUSTED: E1000: out of HBM (17.3G)\nmore")
+  )
+  assert said == "E1000: out of HBM (17.3G)"
+  assert absent.refused(RuntimeError("INTERNAL: RESOURCE_EXHAUSTED: x")) is None
+
+
+def test_text_is_not_read():
+  config = cfg.Config(
+    model=cfg.Transformer(), data=cfg.TextFiles(path="not/here", sequence_length=7),
+    optimizer=cfg.SGD(lr=0.1), batch_size=8, epochs=1,
+  )  # fmt: skip
+  train, held_out = stand_in(config)
+  assert train.info == held_out.info == data.TextInfo("TextFiles", 256, 7)
+  assert train.num_examples >= config.batch_size
+  with pytest.raises(AssertionError):
+    train.load(np.arange(2), None)
+
+
+def lines(capsys, tmp_path, monkeypatch, *args, limit=1 << 40):
+  """Exit code and output of the command for our devices."""
+  path = tmp_path / "tiny.py"
+  path.write_text(CONFIG)
+  monkeypatch.setattr(fits, "absent", lambda name: here(limit))
+  code = fits.main(["--config", str(path), "--chips", "v5e-16", *args])
+  out = capsys.readouterr()
+  return code, (out.out + out.err).splitlines()
+
+
+def test_a_config_that_fits_and_one_that_does_not(capsys, tmp_path, monkeypatch):
+  code, (line,) = lines(capsys, tmp_path, monkeypatch)
+  assert code == 0 and line.startswith("fits: ") and "state and batch" in line
+  code, (line,) = lines(capsys, tmp_path, monkeypatch, limit=1000)
+  assert code == 1 and line.startswith("does not fit: ")
+
+
+@pytest.mark.slow
+def test_the_largest_model_is_found(capsys, tmp_path, monkeypatch):
+  made, compile_for = {}, fits.compile_for
+
+  def once(config, chips):
+    n = config.model.num_layers
+    made[n] = made.get(n) or compile_for(config, chips)
+    return made[n]._replace(limit=chips.chip.limit)
+
+  monkeypatch.setattr(fits, "compile_for", once)
+  code, _ = lines(capsys, tmp_path, monkeypatch, "--over", "model.num_layers=2,4,6")
+  assert code == 0
+  sizes = {n: fit.memory for n, fit in made.items()}
+  # Parameters and two moments, a layer's share of them on each of 8 devices.
+  added = (sizes[6].arguments - sizes[2].arguments) / 4
+  vectors = 2 * 32  # whole on each device
+  matrices = (PARAMETERS_OF_LAYER - vectors) / 8
+  assert added == pytest.approx(12 * (matrices + vectors), rel=0.02)
+  limit = sizes[4].total
+  code, said = lines(
+    capsys, tmp_path, monkeypatch, "--over=model.num_layers=6,2,4", limit=limit
+  )
+  assert code == 0 and said[-1] == "the largest is model.num_layers=4 on each of here-8"
+  assert [x.split(":")[0] for x in said[:3]] == [
+    f"model.num_layers={n}" for n in (2, 4, 6)
+  ]
+
+
+@pytest.mark.parametrize(
+  "args, said",
+  [
+    ([], "--config: missing"),
+    (["--config", "configs/llama_1b.py"], "--chips: missing; try --chips v5e-16"),
+    (["--chip", "v5e-16"], "--chip: not an option, did you mean '--chips'?"),
+    (["--config"], "--config: a value is missing"),
+    (["--config=c", "--chips=v5e-17"], "--chips=v5e-17: v5e has slices of"),
+  ],
+)
+def test_a_mistake_is_one_line(args, said, capsys):
+  assert fits.main(args) == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert line.startswith(f"error: {said}")
+
+
+def test_what_is_tried_are_numbers(capsys, tmp_path, monkeypatch):
+  code, (line,) = lines(capsys, tmp_path, monkeypatch, "--over", "model.width=a,b")
+  assert code == 2 and "give FIELD=NUMBER,NUMBER" in line
+
+
+class Device(SimpleNamespace):
+  """As much of a device as a mesh asks for."""
+
+  def __hash__(self):
+    return self.id
+
+
+@pytest.mark.parametrize("sizes", [{"replica": 2, "fsdp": 8}, {"fsdp": 16},
+                                   {"replica": 2, "data": 2, "model": 4}])  # fmt: skip
+def test_slices_are_joined_along_the_slowest_axes(sizes):
+  # As they come from two slices of 8, mixed up.
+  mixed = np.random.default_rng(0).permutation(16)
+  devices = [
+    Device(id=int(i), slice_index=int(i) // 8, platform="cpu", device_kind="cpu",
+           process_index=0) for i in mixed
+  ]  # fmt: skip
+  mesh = make_mesh(**({"data": 1} | sizes), devices=devices)
+  found = [d.slice_index for d in mesh.devices.reshape(16)]
+  assert found == [0] * 8 + [1] * 8
+
+
+def test_slices_that_no_axis_joins_are_refused():
+  devices = [
+    Device(id=i, slice_index=i // 4, platform="cpu", device_kind="cpu",
+           process_index=0) for i in range(12)
+  ]  # fmt: skip
+  with pytest.raises(ConfigError, match=r"3 slices.*give Mesh.replica=3"):
+    make_mesh(replica=2, data=6, devices=devices)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+  not importlib.util.find_spec("libtpu"), reason="the compiler is not installed"
+)
+def test_a_program_for_tpus_that_are_absent(tmp_path):
+  import subprocess
+
+  path = tmp_path / "tiny.py"
+  path.write_text(CONFIG)
+  done = subprocess.run(
+    [sys.executable, "-m", "jaxscale.planning.fits", "--config", str(path), "--chips", "v5e-8"],
+    capture_output=True, text=True, timeout=500,
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.startswith("fits: ") and "of 15.75 GiB" in done.stdout

@@ -1,0 +1,175 @@
+"""Class subdirectories of image files, and files of them that are damaged."""
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+from test_imagenet import jpeg_bytes
+
+from jaxscale import data
+from jaxscale.data import augment, encoded, jpeg
+from jaxscale.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def photo():
+  from skimage import data as photos
+
+  return photos.coffee()
+
+
+@pytest.fixture
+def folder(tmp_path, photo):
+  """40 photos of 4 classes; "b/03" … in an order no file system keeps."""
+  root = tmp_path / "train"
+  for i in np.random.default_rng(0).permutation(40):
+    name = root / "dbca"[i % 4] / f"{i:02}.JPEG"
+    name.parent.mkdir(parents=True, exist_ok=True)
+    name.write_bytes(jpeg_bytes(photo[i * 5 : i * 5 + 48, i * 5 : i * 5 + 64]))
+  (root / "empty_class").mkdir()
+  (root / "a" / "README.txt").write_text("not an image, and not named as one")
+  return root
+
+
+def test_a_folder_is_sorted_by_class_and_name(folder):
+  dataset = data.image_folder(folder, image_size=16)
+  batch = dataset.load(np.arange(40), None)
+  assert dataset.num_examples == 40 and dataset.info.num_classes == 4
+  assert batch["label"].tolist() == [0] * 10 + [1] * 10 + [2] * 10 + [3] * 10
+  files = sorted(folder.rglob("*.JPEG"))
+  for image, file in zip(batch["image"], files, strict=True):
+    np.testing.assert_array_equal(
+      image, jpeg.decode_view(file.read_bytes(), 16, 3, None)
+    )
+  held_out = data.image_folder(folder, image_size=16, classes=["z", "d", "c", "b", "a"])
+  assert held_out.info.num_classes == 5
+  assert held_out.load(np.array([0, 39]), None)["label"].tolist() == [4, 1]
+
+
+def test_another_size_reads_nothing_again_and_a_new_file_is_seen(folder, photo):
+  from jaxscale.data.folder import _listing
+
+  data.image_folder(folder, image_size=16, augment="crop")
+  before = _listing.cache_info().misses
+  larger = data.image_folder(folder, image_size=24, augment="crop")
+  assert _listing.cache_info().misses == before
+  draws = augment.uniform(0, np.arange(2))
+  assert larger.load(np.arange(2), draws)["image"].shape == (2, 24, 24, 3)
+  (folder / "a" / "99.JPEG").write_bytes(jpeg_bytes(photo[:48, :64]))
+  assert data.image_folder(folder, image_size=16).num_examples == 41
+
+
+def test_mistakes_with_a_folder_are_one_line(folder, tmp_path):
+  (tmp_path / "nothing").mkdir()
+  for directory, classes, hint in (
+    (tmp_path / "no", None, "no such directory"),
+    (tmp_path / "nothing", None, "no images in 0 subdirectories"),
+    (folder / "a", None, "no images in 0 subdirectories"),
+    (folder, ["a", "b", "c"], "class 'd' that they lack"),
+  ):
+    with pytest.raises(ConfigError, match=hint) as error:
+      data.image_folder(directory, image_size=16, classes=classes)
+    assert "\n" not in str(error.value)
+
+
+# Damage.
+
+
+@pytest.fixture
+def damaged(folder):
+  """Five of the forty: truncated, empty, no image, gone on a link, torn PNG."""
+  files = sorted(folder.rglob("*.JPEG"))
+  whole = files[3].read_bytes()
+  files[3].write_bytes(whole[: len(whole) // 2])
+  files[4].write_bytes(b"")
+  files[17].write_text("<html>404 Not Found</html>")
+  files[30].unlink()
+  files[30].symlink_to("/nonexistent")
+  out = io.BytesIO()
+  Image.open(files[0]).save(out, "PNG")
+  files[39].write_bytes(out.getvalue()[: out.tell() // 2])
+  return folder, [3, 4, 17, 30, 39], {3: 5, 4: 5, 17: 18, 30: 31, 39: 0}
+
+
+@pytest.mark.parametrize("cache", [False, True])
+def test_five_damaged_files_train_on_and_are_counted(damaged, cache):
+  root, wrong, _ = damaged
+  options = {"image_size": 16, "augment": "flip" if cache else "crop", "cache": cache}
+  dataset = data.image_folder(root, **options)
+  batches = data.train_batches(dataset, 8)
+  for _ in range(15):  # three epochs
+    assert next(batches)["label"].min() >= 0
+  assert dataset.damage.count == 5 and dataset.damage.indices == wrong
+  line = dataset.damage.describe()
+  assert line.startswith("5 damaged examples: a/") and line.count(".JPEG") == 5
+  assert not dataset.damage.rescued
+
+
+@pytest.mark.parametrize("cache", [False, True])
+def test_the_next_readable_one_stands_in_for_any_number_of_hosts(damaged, cache):
+  root, _, instead = damaged
+  dataset = data.image_folder(root, image_size=16, augment="flip", cache=cache)
+  draws = augment.uniform(0, np.arange(40), dataset.num_draws)
+  batch = dataset.load(np.arange(40), draws)
+  for index, other in instead.items():
+    known = dataset.load(np.array([other]), draws[[index]])
+    np.testing.assert_array_equal(batch["image"][index], known["image"][0])
+    assert batch["label"][index] == known["label"][0]
+  whole = next(data.train_batches(dataset, 40))
+  hosts = [next(data.train_batches(dataset, 40, shard=(i, 4))) for i in range(4)]
+  for key in whole:
+    np.testing.assert_array_equal(whole[key], np.concatenate([h[key] for h in hosts]))
+
+
+@pytest.mark.parametrize("cache", [False, True])
+def test_a_damaged_held_out_example_counts_once_and_is_wrong(damaged, cache):
+  import jax.numpy as jnp
+
+  from jaxscale.training import losses
+
+  root, wrong, _ = damaged
+  dataset = data.image_folder(root, image_size=16, cache=cache)
+  batches = list(data.eval_batches(dataset, 16))
+  labels = np.concatenate([b["label"][b["mask"]] for b in batches])
+  assert np.flatnonzero(labels == encoded.NO_CLASS).tolist() == wrong
+  totals_of = losses.classification_totals(lambda p, s, x, *_: (x, s))
+  hits = examples = 0
+  for batch in batches:  # a model that knows every answer
+    logits = 9.0 * (batch["label"][:, None] % 4 == np.arange(4)).astype(np.float32)
+    batch = {"image": jnp.asarray(logits)} | {k: batch[k] for k in ("label", "mask")}
+    totals = totals_of({}, {}, batch)
+    hits += int(totals["accuracy"])
+    examples += int(totals["examples"])
+    assert np.isfinite(totals["loss"])
+  assert (hits, examples) == (35, 40)
+
+
+def test_odd_files_are_read_and_counted_apart(folder, photo):
+  files = sorted(folder.rglob("*.JPEG"))
+  image = Image.fromarray(photo[:48, :64])
+  image.convert("CMYK").save(files[1], "JPEG", quality=95)
+  image.save(files[2], "PNG")
+  image.convert("L").save(files[3], "JPEG", quality=95)
+  image.convert("LA").save(folder / "d" / "z.png")  # a PNG that says so
+  dataset = data.image_folder(folder, image_size=42)
+  for _ in range(2):
+    batch = dataset.load(np.arange(41), None)
+  assert dataset.damage.count == 0
+  assert dataset.damage.rescued == {"CMYK": 1, "PNG named JPEG": 1}
+  assert dataset.damage.describe() == (
+    "0 damaged examples; read although odd: 1 CMYK, 1 PNG named JPEG"
+  )
+  views = batch["image"].astype(int)
+  assert np.abs(views[1] - views[2]).mean() < 6
+  assert (views[3] == views[3][..., :1]).all()
+
+
+def test_a_disk_that_is_gone_stops_the_run(folder):
+  dataset = data.image_folder(folder, image_size=16, augment="crop")
+  for file in folder.rglob("*.JPEG"):
+    file.unlink()
+  with pytest.raises(ConfigError, match="40 examples in a row cannot be read"):
+    next(data.train_batches(dataset, 8))
+  with pytest.raises(ConfigError, match="no images in"):
+    data.image_folder(folder, image_size=16, cache=True)

@@ -1,0 +1,298 @@
+"""ImageNet as TFDS prepares it: array_record and TFRecord, without TensorFlow."""
+
+import io
+import json
+import os
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT, child_env
+from PIL import Image
+
+from jaxscale import data
+from jaxscale.data import jpeg, tfrecord
+from jaxscale.errors import ConfigError
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # protobuf and TFDS warn
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="session")
+def photo():
+  from skimage import data as photos
+
+  return photos.coffee()
+
+
+def jpeg_bytes(pixels, quality=93):
+  out = io.BytesIO()
+  Image.fromarray(pixels).save(out, "JPEG", quality=quality)
+  return out.getvalue()
+
+
+# Files as TFDS writes them, without TensorFlow and without our own code.
+
+
+def crc32c(data):
+  crc = 0xFFFFFFFF
+  for byte in data:
+    crc ^= byte
+    for _ in range(8):
+      crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+  return crc ^ 0xFFFFFFFF
+
+
+def masked(data):
+  crc = crc32c(data)
+  return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def write_tfrecord(path, records):
+  with open(path, "wb") as file:
+    for record in records:
+      head = struct.pack("<Q", len(record))
+      # Nobody reads the second checksum; it takes seconds bit by bit.
+      file.write(head + struct.pack("<I", masked(head)) + record + b"\0\0\0\0")
+
+
+def write_array_record(path, records):
+  from array_record.python.array_record_module import ArrayRecordWriter
+
+  writer = ArrayRecordWriter(str(path), "group_size:1")
+  for record in records:
+    writer.write(record)
+  writer.close()
+
+
+def example(image, label):
+  from tensorflow_datasets.proto import tf_example_pb2, tf_feature_pb2
+
+  features = {
+    "file_name": tf_feature_pb2.Feature(bytes_list={"value": [b"x.JPEG"]}),
+    "image": tf_feature_pb2.Feature(bytes_list={"value": [image]}),
+    "label": tf_feature_pb2.Feature(int64_list={"value": [label]}),
+  }
+  return tf_example_pb2.Example(features={"feature": features}).SerializeToString()
+
+
+def write_tfds(root, name, file_format, splits, *, num_classes=10, version="1.0.0"):
+  """A dataset as TFDS prepares one: splits {name: records by shard}."""
+  folder = root / name / version
+  folder.mkdir(parents=True)
+  write = {"tfrecord": write_tfrecord, "array_record": write_array_record}[file_format]
+  described = []
+  for split, shards in splits.items():
+    for i, records in enumerate(shards):
+      file = f"{name}-{split}.{file_format}-{i:05}-of-{len(shards):05}"
+      write(folder / file, records)
+    described.append(
+      {
+        "filepathTemplate": "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}",
+        "name": split,
+        "numBytes": str(sum(len(r) for records in shards for r in records)),
+        "shardLengths": [str(len(records)) for records in shards],
+      }
+    )
+  keys = [{"featureKey": "image"}, {"featureKey": "label"}]
+  info = {
+    "fileFormat": file_format, "name": name, "splits": described, "version": version,
+    "supervisedKeys": {"tuple": {"items": keys}},
+  }  # fmt: skip
+  (folder / "dataset_info.json").write_text(json.dumps(info))
+  core = "tensorflow_datasets.core.features."
+  shape = {"dimensions": ["-1", "-1", "3"]}
+  image = {"dtype": "uint8", "encodingFormat": "jpeg", "shape": shape}
+  classes = {"numClasses": str(num_classes)}
+  features = {
+    "image": {"pythonClassName": core + "image_feature.Image", "image": image},
+    "label": {
+      "pythonClassName": core + "class_label_feature.ClassLabel",
+      "classLabel": classes,
+    },
+  }
+  whole = {
+    "pythonClassName": core + "features_dict.FeaturesDict",
+    "featuresDict": {"features": features},
+  }
+  (folder / "features.json").write_text(json.dumps(whole))
+  return folder
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+  """The same 23 + 6 examples in both formats, in shards of unequal length."""
+  from skimage import data as photos
+
+  coffee = photos.coffee()
+  records = [
+    example(jpeg_bytes(coffee[i : i + 40 + i, i : i + 60]), i % 10) for i in range(29)
+  ]
+  splits = {
+    "train": [records[:9], records[9:17], records[17:23]],
+    "validation": [records[23:]],
+  }
+  roots = {}
+  for file_format in ("array_record", "tfrecord"):
+    roots[file_format] = tmp_path_factory.mktemp(file_format)
+    write_tfds(roots[file_format], "photos", file_format, splits)
+  return roots
+
+
+def test_the_checksum_is_crc_32c():
+  assert crc32c(b"123456789") == 0xE3069283  # RFC 3720's check value, by convention
+  rows = np.random.default_rng(0).integers(0, 256, (50, 8)).astype(np.uint8)
+  known = [masked(row.tobytes()) for row in rows]
+  np.testing.assert_array_equal(tfrecord.masked_crc32c(rows.astype(np.uint32)), known)
+
+
+SPLITS = (
+  "train", "validation", "train[:90%]", "train[8:18]", "train[-3:]", "train+validation",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_tfrecord_gives_what_tfds_gives(prepared, split):
+  import tensorflow_datasets as tfds
+
+  builder = tfds.builder("photos", data_dir=str(prepared["array_record"]))
+  skip = {"image": tfds.decode.SkipDecoding()}
+  known = list(builder.as_data_source(split, decoders=skip))
+  loaded = []
+  for root in prepared.values():
+    dataset = data.tfds_images("photos", split, data_dir=str(root), image_size=16)
+    assert dataset.num_examples == len(known) > 0
+    assert dataset.info.image_shape == (16, 16, 3) and dataset.info.num_classes == 10
+    loaded.append(dataset.load(np.arange(len(known))[::-1], None))
+  for batch in loaded:
+    for got, label, item in zip(
+      batch["image"], batch["label"], known[::-1], strict=True
+    ):
+      view = jpeg.decode_view(item["image"], 16, 3, None)
+      np.testing.assert_array_equal(got, view)
+      assert label == item["label"]
+
+
+def test_a_split_that_is_not_there_is_one_line(prepared):
+  for root in prepared.values():
+    for split in ("trian", "train[:90"):
+      with pytest.raises(ConfigError) as error:
+        data.tfds_images("photos", split, data_dir=str(root), image_size=16)
+      assert split in str(error.value) and "\n" not in str(error.value)
+
+
+def test_reading_imports_no_tensorflow(prepared, tmp_path):
+  """Not even where it is installed: a stand-in on the path must stay unread."""
+  fake = tmp_path / "site" / "tensorflow"
+  fake.mkdir(parents=True)
+  (fake / "__init__.py").write_text("raise SystemExit('TensorFlow was imported')")
+  code = f"""if True:
+    import sys; from jaxscale import data
+    photos = data.tfds_images(
+      "photos", "train[:50%]", data_dir={str(prepared["tfrecord"])!r}, image_size=8,
+      augment="crop")
+    batch = next(data.train_batches(photos, 8))
+    assert batch["image"].shape == (8, 8, 8, 3) and photos.damage.count == 0
+    assert "tensorflow_datasets" in sys.modules and "tensorflow" not in sys.modules
+    """
+  path = os.pathsep.join([str(fake.parent), os.environ.get("PYTHONPATH", "")])
+  done = subprocess.run(
+    [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
+    env=child_env(PYTHONPATH=path, PYTHONWARNINGS="ignore"),
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr
+
+
+def shard(tmp_path, sizes=(5, 70, 0, 33)):
+  records = [bytes([i]) * n for i, n in enumerate(sizes)]
+  path = tmp_path / "x.tfrecord-00000-of-00001"
+  write_tfrecord(path, records)
+  return path, records
+
+
+def test_records_are_found_where_they_are(tmp_path):
+  path, records = shard(tmp_path)
+  read = tfrecord.random_access([tfrecord.Shard(str(path), 4, 1, 3)])
+  assert [read(i) for i in range(3)] == records[1:]
+  with pytest.raises(IndexError):
+    read(3)
+
+
+@pytest.mark.parametrize(
+  ("cut", "hint"),
+  [
+    (lambda b: b[:-1], "breaks off at byte 123 of 171"),
+    (lambda b: b[:25], "breaks off at byte 21 of 25"),
+    (lambda b: b[:21], "holds 1 records where dataset_info.json says 4"),
+    (lambda b: b[:8] + b"\1" + b[9:], "breaks off at byte 0 of"),
+    (lambda b: b"", "holds 0 records"),
+    (lambda b: None, "is missing"),
+  ],
+)
+def test_a_broken_shard_is_one_line(tmp_path, cut, hint):
+  path, _ = shard(tmp_path)
+  whole = path.read_bytes()
+  path.unlink()
+  if (rest := cut(whole)) is not None:
+    path.write_bytes(rest)
+  with pytest.raises(ConfigError) as error:
+    tfrecord.random_access([tfrecord.Shard(str(path), 4, 0, 4)])
+  assert hint in str(error.value) and str(path) in str(error.value)
+  assert "\n" not in str(error.value)
+
+
+def test_the_index_is_made_once_and_again_for_another_file(tmp_path, monkeypatch):
+  path, records = shard(tmp_path)
+  walked = []
+  walk = tfrecord.index_shard
+  monkeypatch.setattr(tfrecord, "index_shard", lambda p: walked.append(p) or walk(p))
+  reads = [
+    tfrecord.random_access([tfrecord.Shard(str(path), 4, 0, 4)]) for _ in range(3)
+  ]
+  assert len(walked) == 1 and all(read(3) == records[3] for read in reads)
+  for kept in (tmp_path / "cache").rglob("*.npz"):
+    kept.write_bytes(b"damaged")
+  assert tfrecord.random_access([tfrecord.Shard(str(path), 4, 0, 4)])(1) == records[1]
+  path, records = shard(tmp_path, (9, 9, 9, 9, 9))
+  assert tfrecord.random_access([tfrecord.Shard(str(path), 5, 0, 5)])(4) == records[4]
+  assert len(walked) == 3
+
+
+def test_more_shards_than_descriptors(tmp_path, monkeypatch):
+  monkeypatch.setattr(tfrecord, "_descriptors", lambda: 2)
+  shards = []
+  for i in range(7):
+    write_tfrecord(tmp_path / f"{i}", [bytes([i]) * 3])
+    shards.append(tfrecord.Shard(str(tmp_path / f"{i}"), 1, 0, 1))
+  read = tfrecord.random_access(shards)
+  before = len(os.listdir("/proc/self/fd"))
+  assert [read(i)[0] for i in (*range(7), *range(7))] == [*range(7), *range(7)]
+  assert len(os.listdir("/proc/self/fd")) <= before + 2
+
+
+def test_another_size_opens_no_tfds_split_again(prepared):
+  from jaxscale.data.images import _opened
+
+  where = str(prepared["tfrecord"])
+  data.tfds_images("photos", "train", data_dir=where, image_size=16)
+  before = _opened.cache_info().misses
+  data.tfds_images("photos", "train", data_dir=where, image_size=24, augment="crop")
+  assert _opened.cache_info().misses == before
+
+
+@pytest.mark.parametrize("file_format", ["array_record", "tfrecord"])
+def test_a_damaged_record_is_damage_not_the_end(tmp_path, photo, file_format):
+  good = [example(jpeg_bytes(photo[: 40 + i, :60]), i) for i in range(6)]
+  bad = [example(b"no image", 1), b"\xff no example", example(b"", 3)]
+  write_tfds(tmp_path, "torn", file_format, {"train": [[*good[:3], *bad], good[3:]]})
+  dataset = data.tfds_images("torn", "train", data_dir=str(tmp_path), image_size=16)
+  labels = dataset.load(np.arange(9), None)["label"]
+  assert labels.tolist() == [0, 1, 2, -1, -1, -1, 3, 4, 5]
+  assert dataset.damage.indices == [3, 4, 5]
+  assert dataset.damage.names[0] == "torn 'train' example 3"

@@ -1,0 +1,284 @@
+"""What `jaxscale.launch` would submit: sites, sweeps, folders, mistakes."""
+
+import dataclasses
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from test_launch_script import RUN, RUNS
+
+from jaxscale import launch
+from jaxscale.config.loading import load_config
+from jaxscale.errors import ConfigError
+from jaxscale.launch import cli, profile, render, spec, sweeps
+from jaxscale.launch import folder as folders
+from jaxscale.launch.profile import Site, load_site, site_from, with_options
+
+DIGITS = "configs/digits.py"
+
+
+@pytest.mark.parametrize("folder", ['/a"b', "/a\\b", "/a\nb"])
+def test_a_path_that_slurm_cannot_take_is_refused(folder):
+  with pytest.raises(ConfigError, match="Slurm takes no path"):
+    render.render(RUN._replace(folder=folder))
+
+
+def test_a_run_survives_json():
+  for run in RUNS.values():
+    assert spec.from_json(json.loads(json.dumps(spec.to_json(run)))) == run
+
+
+@pytest.mark.parametrize(
+  "text, says",
+  [
+    ('partiton = "gpu"', "did you mean 'partition'?"),
+    ("gpus_per_node = -1", "give a value >= 0"),
+    ('time = "tomorrow"', "give e.g. 24:00:00"),
+    ('signal = "USR1 120"', "give e.g. USR1@120"),
+    ("[env]\nA = 1.5", "Site.env.A=1.5"),
+    ('[env]\n"A B" = "1"', "no variable's name"),
+    ('[container]\nkind = "docker"\nimage = "x"', "'apptainer' | 'singularity'"),
+    ('[container]\nkind = "pyxis"', "Container.image is not set"),
+    ('modules = "cuda"', "Site.modules='cuda': give tuple of str"),
+    ("partition = gpu", "site.toml"),
+  ],
+)
+def test_a_mistake_in_a_site_is_one_line(tmp_path, text, says):
+  (tmp_path / "site.toml").write_text(text)
+  with pytest.raises(ConfigError) as e:
+    load_site(str(tmp_path / "site.toml"))
+  assert says in str(e.value) and "\n" not in str(e.value)
+
+
+def test_sites_have_names(tmp_path, monkeypatch):
+  monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+  monkeypatch.delenv("JAXSCALE_SITE", raising=False)
+  assert load_site(None) == Site()
+  profile.sites_folder().mkdir(parents=True)
+  (profile.sites_folder() / "here.toml").write_text('partition = "gpu"')
+  assert load_site("here").partition == "gpu"
+  monkeypatch.setenv("JAXSCALE_SITE", "here")
+  assert load_site(None).partition == "gpu"
+  with pytest.raises(ConfigError, match=r"--site=her: .*did you mean 'here'"):
+    load_site("her")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "launch" / "profiles").glob("*.toml")))
+def test_the_profiles_in_the_tree_are_right(path):
+  assert load_site(str(path)) != Site()
+
+
+def test_the_command_line_has_the_last_word():
+  site = with_options(site_from({"time": "90", "gpus_per_node": 8}), {"time": "2-0"})
+  assert (site.time, site.tasks) == ("2-0", 8)
+  assert with_options(site, {"tasks_per_node": "2"}).tasks == 2
+  with pytest.raises(ConfigError, match=r"^--gpus-per-node=two: give a whole number"):
+    with_options(site, {"gpus_per_node": "two"})
+  with pytest.raises(ConfigError, match=r"^--tasks-per-node=0: give a value >= 1"):
+    with_options(site, {"tasks_per_node": 0})
+
+
+def test_a_sweep_is_a_product():
+  trials = sweeps.product(
+    ["optimizer.lr=0.1,0.2", "--config.seed=1,2", "a=(1,2),'x,y'"]
+  )
+  assert len(trials) == 8
+  assert trials[1] == {"optimizer.lr": "0.1", "seed": "1", "a": "'x,y'"}
+  assert trials[-1] == {"optimizer.lr": "0.2", "seed": "2", "a": "'x,y'"}
+  for wrong in ("seed", "seed=", "=1", "seed=1,,2"):
+    with pytest.raises(ConfigError, match=f"--sweep={wrong}"):
+      sweeps.product([wrong])
+  with pytest.raises(ConfigError, match="has a list already"):
+    sweeps.product(["seed=1", "seed=2"])
+
+
+SWEEP = """
+from jaxscale.config.loading import load_config
+
+def get_config():
+  return load_config("configs/digits.py")
+
+def get_sweep():
+  for rate in (0.1, 2e-05):
+    yield {"optimizer.lr": rate, "data.augment": "none"}
+"""
+
+
+def test_a_config_file_yields_its_sweep(tmp_path, monkeypatch):
+  path = tmp_path / "mine.py"
+  path.write_text(SWEEP)
+  assert sweeps.from_file(str(path)) == [
+    {"optimizer.lr": "0.1", "data.augment": "none"},
+    {"optimizer.lr": "2e-05", "data.augment": "none"},
+  ]
+  with pytest.raises(ConfigError, match="define get_sweep"):
+    sweeps.from_file(DIGITS)
+  path.write_text(path.read_text().replace("yield {", "yield 1/0, {"))
+  with pytest.raises(ConfigError, match=r"mine.py:9: ZeroDivisionError"):
+    sweeps.from_file(str(path))
+
+
+def test_a_sweep_is_checked_before_it_is_submitted():
+  def check(trials):
+    sweeps.check(lambda o: load_config(DIGITS, o), {}, trials)
+
+  with pytest.raises(ConfigError, match=r"trial 1: .*has no field 'sed'"):
+    check([{"seed": "1"}, {"sed": "2"}])
+  with pytest.raises(ConfigError, match="trial 2 is trial 0 again"):
+    check([{"seed": "1"}, {"seed": "2"}, {"seed": "1"}])
+
+
+MISTAKES = [
+  ([], "give a verb, one of cancel, logs,"),
+  (["submitt"], "did you mean 'submit'?"),
+  (["submit"], "--config: missing"),
+  (["submit", DIGITS], "a config is --config FILE"),
+  (["submit", "--config", DIGITS, "--node=4"], "did you mean '--nodes'?"),
+  (["submit", "--config", DIGITS, "--nodes=0"], "--nodes=0: give a whole number >= 1"),
+  (["submit", "--config", DIGITS, "--nodes"], "--nodes: a value is missing"),
+  (["submit", "--config", DIGITS, "--time=long"], "--time='long': give e.g. 24:00:00"),
+  (["submit", "--config", DIGITS, "--config.epoch=3"], "did you mean 'epochs'?"),
+  (["submit", "--config", "configs/digit.py"], "did you mean 'configs/digits.py'?"),
+  (["submit", "--config", DIGITS, "--executor=slrum"], "did you mean 'slurm'?"),
+  (["submit", "--config", DIGITS, "--executor=local", "--spares=1"], "--spares=1: "),
+  (["submit", "--config", DIGITS, "--spares=x"], "--spares=x: give a whole number"),
+  (["submit", "--config", DIGITS, "--name=a/b"], "--name=a/b: give letters, digits"),
+  (["submit", "--config", DIGITS, "--site=x.toml"], "--site=x.toml: No such file"),
+  (["submit", "--config", DIGITS, "--sweep=seed=1"], "--sweep=seed=1: not an option"),
+  (["sweep", "--config", DIGITS], "define get_sweep() in it, or give --sweep"),
+  (["sweep", "--config", DIGITS, "--sweep=epochs=0"], "trial 0: "),
+  (
+    ["submit", "--config", DIGITS, "--nodes=3"],
+    "batch size 128: not divisible by 3 processes; give 126 or 129, or another number",
+  ),
+  (
+    ["sweep", "--config", DIGITS, "--nodes=2", "--sweep=batch_size=64,63"],
+    "trial 1: batch size 63: not divisible by 2 processes; give 62 or 64",
+  ),
+  (
+    ["scaling", "--config", DIGITS, "--nodes=1,3", "--batch=fixed"],
+    "batch size 128: not divisible by 3 processes; give 126 or 129",
+  ),
+  (
+    ["scaling", "--config", DIGITS, "--nodes=1,2", "--config.stages=AdaptiveBatch"],
+    "digits.py: batch or images change size on the way",
+  ),
+  (["scaling", "--config", DIGITS, "--nodes=1,1"], "give several sizes"),
+  (["logs", "nothing"], "nothing: no such run"),
+  (["cancel"], "cancel: of which run?"),
+  (["status", "--every=0"], "--every=0: give a whole number >= 1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("argv, says", MISTAKES, ids=lambda v: str(v)[:40])
+def test_a_mistake_is_one_line_and_makes_nothing(argv, says, tmp_path, capsys):
+  runs = ["--runs", str(tmp_path / "runs")] if argv[:1] != ["submitt"] and argv else []
+  assert cli.main([*argv, *runs]) == 2
+  out, err = capsys.readouterr()
+  assert out == "" and err.startswith("error: ") and err.count("\n") == 1
+  assert says in err
+  assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+  "argv",
+  [["submit", "--config", DIGITS], ["scaling", "--config", DIGITS, "--nodes=1,2"],
+   ["status"], ["status", "a"], ["logs", "a"], ["cancel", "a"], ["resume", "a"]],
+  ids=" ".join,
+)  # fmt: skip
+def test_a_bucket_holds_no_runs(argv, capsys):
+  assert cli.main([*argv, "--runs", "gs://bucket/runs"]) == 2
+  out, err = capsys.readouterr()
+  assert out == "" and err == (
+    "error: --runs=gs://bucket/runs: give a mounted directory that all nodes see, "
+    "not an address\n"
+  )
+
+
+def test_a_dry_run_prints_the_script_and_makes_nothing(tmp_path, capsys):
+  runs = tmp_path / "runs"
+  argv = ["submit", "--config", DIGITS, "--nodes", "4", "--dry-run", "--preflight"]
+  argv += ["--executor=slurm", f"--runs={runs}", "--name=x", "--config.epochs=3"]
+  assert cli.main(argv) == 0
+  out, _ = capsys.readouterr()
+  assert not runs.exists()
+  script = out[: out.index("# would make")]
+  assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+  assert f"# made by {shlex.join(['python', '-m', 'jaxscale.launch', *argv])}" in (
+    out.replace("# x, made", "# made")
+  )
+  assert "#SBATCH --nodes=4" in out and "--config.epochs=3" in out
+
+
+def test_the_folder_holds_the_code_and_its_config(tmp_path):
+  (tmp_path / "configs_beside.py").write_text("RATES = (0.1, 0.2)")
+  config = tmp_path / "mine.py"
+  config.write_text(SWEEP)
+  prepared = launch.handle.prepare(
+    load_config(DIGITS), name="x", runs=str(tmp_path / "r"), executor="local"
+  )
+  folders.make(prepared.run, prepared.config, prepared.text)
+  code = Path(prepared.run.folder, "code")
+  tracked = subprocess.run(
+    ["git", "ls-files", "jaxscale"], cwd=ROOT, capture_output=True, text=True
+  ).stdout.split()
+  assert {str(p.relative_to(code)) for p in code.rglob("*") if p.is_file()} >= {
+    *tracked
+  }
+  assert load_config(spec.config(prepared.run)) == load_config(DIGITS)
+  where = subprocess.run(
+    [sys.executable, "-c", "import jaxscale; print(jaxscale.__file__)"],
+    env={**os.environ, "PYTHONPATH": str(code), "PYTHONSAFEPATH": "1"},
+    cwd=ROOT, capture_output=True, text=True,
+  )  # fmt: skip
+  assert where.stdout.strip() == str(code / "jaxscale" / "__init__.py"), where.stderr
+  packages = json.loads((code.parent / "environment.json").read_text())["packages"]
+  assert "jax" in packages
+  with pytest.raises(ConfigError, match="is there already"):  # since it was prepared
+    folders.make(prepared.run, prepared.config, prepared.text)
+  with pytest.raises(ConfigError, match="is there already"):
+    launch.handle.prepare(DIGITS, name="x", runs=str(tmp_path / "r"))
+  places = {place for _, place in folders.sources(str(config))}
+  assert {"code/config/mine.py", "code/config/configs_beside.py"} <= places
+
+
+def test_a_run_of_today_never_takes_the_folder_of_another(tmp_path):
+  for _ in range(3):
+    folders.new_folder(str(tmp_path), None, "configs/x.py:8 k").mkdir()
+  names = sorted(p.name for p in tmp_path.iterdir())
+  assert len(names) == 3 and all(name.startswith("x-8-k-20") for name in names)
+
+
+def test_launch_does_not_wait_for_jax():
+  code = "import sys, jaxscale.launch.cli; print('jax' in sys.modules)"
+  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+  assert done.stdout.strip() == "False", done.stderr
+
+
+def test_a_python_without_jax_is_not_taken_along(monkeypatch):
+  monkeypatch.setattr(launch.handle, "find_spec", lambda name: None)
+  with pytest.raises(ConfigError, match="has no jax; submit from"):
+    launch.handle.prepare(DIGITS)
+
+
+def test_the_page_about_jobs_names_everything():
+  page = (ROOT / "docs" / "launch.md").read_text()
+  keys = [f.name for c in (Site, profile.Container) for f in dataclasses.fields(c)]
+  verbs = [f"| `{verb}" for verb in cli._VERBS]
+  codes = [f"| {c} |" for c in (*render.STARTED_AGAIN, *render.NOT_STARTED_AGAIN)]
+  for word in (*(f"`{key}`" for key in keys), *verbs, *codes):
+    assert word in page, word
+
+
+def test_the_profile_of_the_page_about_jobs_is_right(tmp_path):
+  page = (ROOT / "docs" / "launch.md").read_text()
+  (text,) = re.findall(r"```toml\n(.*?)```", page, flags=re.S)
+  (tmp_path / "here.toml").write_text(text)
+  site = load_site(str(tmp_path / "here.toml"))
+  assert (site.partition, site.tasks, site.env) == ("main", 1, ("JAX_PLATFORMS=cpu",))

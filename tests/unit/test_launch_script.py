@@ -1,0 +1,280 @@
+"""The scripts of runs: word by word, and run by bash beside stand-ins for Slurm.
+
+JAXSCALE_GOLDEN=write makes the golden ones anew, for a diff that a person reads.
+"""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from jaxscale.launch import folder as folders
+from jaxscale.launch import render, spec
+from jaxscale.launch.local import starts_again
+from jaxscale.launch.profile import Site, load_site
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+RUN = spec.Run(
+  name="digits-1", folder="/runs/digits-1", cwd="/home/me/jaxscale",
+  config="code/configs/digits.py", overrides={}, trials=(), at_most=0, nodes=1,
+  site=Site(), requeue=10, preflight=False, executor="slurm", python="/venv/bin/python",
+  made_by="python -m jaxscale.launch submit --config configs/digits.py",
+)  # fmt: skip
+RUNS = {
+  "plain": RUN,
+  "gpus": RUN._replace(
+    nodes=64,
+    overrides={"epochs": "90", "data.path": "/data/with space"},
+    preflight=True,
+    site=load_site("launch/profiles/gpu8.toml"),
+  ),
+  "sweep": RUN._replace(
+    trials=({"seed": "1", "optimizer.lr": "0.1"}, {"seed": "2", "optimizer.lr": "0.2"}),
+    at_most=2,
+    requeue=0,
+  ),
+  "apptainer": RUN._replace(site=load_site("launch/profiles/apptainer.toml")),
+  "spares": RUN._replace(nodes=4, spares=2, site=Site(tasks_per_node=2)),
+  "pyxis": RUN._replace(site=load_site("launch/profiles/pyxis.toml"), nodes=2),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_script_is_the_golden_one(name):
+  script = render.render(RUNS[name])
+  path = GOLDEN / f"{name}.sbatch"
+  if os.environ.get("JAXSCALE_GOLDEN") == "write":
+    path.write_text(script)
+  assert script == path.read_text()
+  assert subprocess.run(["bash", "-n", path]).returncode == 0
+
+
+def stand_in(path: Path, text: str) -> None:
+  path.parent.mkdir(exist_ok=True)
+  path.write_text(f"#!/bin/bash\n{text}\n")
+  path.chmod(0o755)
+
+
+def job_files(tmp_path, run, *, srun="exit 0", scontrol="echo JobState=RUNNING"):
+  """Write a run's script, and commands of Slurm that write down how they are called."""
+  bin_ = tmp_path / "bin"
+  stand_in(bin_ / "srun", f'printf "%s\\0" "$@" >>"{tmp_path}/srun"\n{srun}')
+  stand_in(bin_ / "scontrol", f'echo "$@" >>"{tmp_path}/scontrol"; {scontrol}')
+  stand_in(bin_ / "scancel", f'echo "$@" >>"{tmp_path}/scancel"')
+  stand_in(bin_ / "sleep", "exec /bin/sleep 0.05")  # the script looks every second
+  for name in ("events", "logs"):
+    Path(run.folder, name).mkdir(parents=True, exist_ok=True)
+  script = Path(run.folder, "job.sbatch")
+  script.write_text(render.render(run))
+  variables = {
+    "PATH": f"{bin_}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "HOME": str(tmp_path),
+    "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1",
+  }  # fmt: skip
+  return ["bash", str(script)], variables
+
+
+def called(tmp_path, name="srun"):
+  return (tmp_path / name).read_text().split("\0")[:-1]
+
+
+AWKWARD = 'it\'s $HOME `x` "q" \\ * ü'
+
+
+def test_nothing_in_the_script_is_split_or_expanded(tmp_path):
+  folder = tmp_path / "runs $HOME it's" / "a b"
+  run = RUN._replace(
+    folder=str(folder),
+    overrides={"data.path": AWKWARD},
+    trials=({"seed": "1"}, {"epochs": AWKWARD + "2"}),
+    site=Site(env=(f"WORDS={AWKWARD}",), srun=("--comment=two words",)),
+  )
+  command, env = job_files(tmp_path, run, srun=f'printf %s "$WORDS" >"{tmp_path}/env"')
+  done = subprocess.run(command, env=env, capture_output=True, text=True)
+  assert (done.returncode, done.stderr) == (0, "")
+  assert called(tmp_path) == [
+    "--kill-on-bad-exit=1", "--comment=two words",
+    f"--output={folder}/logs/%A_%a.%t.out", "--open-mode=append",
+    "/venv/bin/python", "-m", "jaxscale.train",
+    "--config", f"{folder}/code/configs/digits.py", f"--config.data.path={AWKWARD}",
+    f"--config.epochs={AWKWARD}2", "--workdir", f"{folder}/trials/1",
+  ]  # fmt: skip
+  assert (tmp_path / "env").read_text() == AWKWARD
+  diary = folders.read_lines(folder / "events" / "1.jsonl")
+  assert [(d["event"], d["job"], d["code"], d["next"]) for d in diary] == [
+    ("start", "7_1", 0, ""),
+    ("end", "7_1", 0, "stop"),
+  ]
+  assert diary[0]["hosts"] == "n[1-2]"
+
+
+@pytest.mark.parametrize("progress", [False, True])
+@pytest.mark.parametrize("code", [0, 1, 2, 85, 86, 93, 130, 134, 137])
+def test_the_script_starts_again_what_the_local_executor_does(tmp_path, code, progress):
+  run = RUN._replace(folder=str(tmp_path / "run"))
+  step = f'mkdir -p "{run.folder}/train/checkpoints/40"; ' if progress else ""
+  command, env = job_files(tmp_path, run, srun=f"{step}exit {code}")
+  (Path(run.folder) / "train" / "checkpoints" / "9").mkdir(parents=True)
+  done = subprocess.run(command, env=env, capture_output=True, text=True)
+  assert done.returncode == code, done.stderr
+  asked = tmp_path / "scontrol"
+  again = asked.exists() and "requeue 7" in asked.read_text()
+  wanted = code in (85, 86) or (code in (1, 134, 137) and progress)
+  assert again == starts_again(code, progress) == wanted
+  assert folders.read_lines(Path(run.folder, "events", "0.jsonl"))[-1]["code"] == code
+
+
+@pytest.mark.parametrize(
+  "restarts, scontrol, cancelled, again",
+  [
+    ("9", "echo JobState=RUNNING Reason=None", False, True),
+    ("10", "echo JobState=RUNNING Reason=None", False, False),  # often enough
+    ("0", "echo JobState=COMPLETING Reason=None", False, False),  # scancel
+    ("0", "echo JobState=COMPLETING Reason=TimeLimit", False, True),
+    ("0", "echo JobState=RUNNING Reason=None", True, False),
+    ("0", "exit 1", False, False),
+  ],
+)
+def test_what_was_cancelled_or_often_enough_is_not_started_again(
+  tmp_path, restarts, scontrol, cancelled, again
+):
+  run = RUN._replace(folder=str(tmp_path / "run"))
+  command, env = job_files(tmp_path, run, srun="exit 85", scontrol=scontrol)
+  if cancelled:
+    Path(run.folder, "cancelled").touch()
+  env["SLURM_RESTART_COUNT"] = restarts
+  assert subprocess.run(command, env=env, capture_output=True).returncode == 85
+  asked = tmp_path / "scontrol"
+  assert (asked.exists() and "requeue 7" in asked.read_text()) == again
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_the_script_outlives_a_signal_and_hands_the_warning_on(tmp_path, number):
+  run = RUN._replace(folder=str(tmp_path / "run"))
+  command, env = job_files(
+    tmp_path, run, srun=f'touch "{tmp_path}/up"; /bin/sleep 1; exit 85'
+  )
+  job = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+  while not (tmp_path / "up").exists():
+    time.sleep(0.02)
+  for one in (number, signal.SIGCONT, number):
+    job.send_signal(one)
+    time.sleep(0.1)
+  out, _ = job.communicate(timeout=20)
+  assert job.returncode == 85 and "exit code 85: started again" in out
+  handed_on = tmp_path / "scancel"
+  if number == signal.SIGTERM:  # Slurm tells the tasks itself
+    assert not handed_on.exists()
+  else:
+    assert f"--signal={number.name.removeprefix('SIG')} 7" in handed_on.read_text()
+
+
+def test_a_preflight_that_fails_ends_the_job(tmp_path):
+  run = RUN._replace(folder=str(tmp_path / "run"), preflight=True)
+  command, env = job_files(tmp_path, run, srun="exit 2")
+  done = subprocess.run(command, env=env, capture_output=True, text=True)
+  assert done.returncode == 2 and "preflight" in done.stderr
+  assert "jaxscale.cli.doctor" in called(tmp_path)
+  assert "jaxscale.train" not in called(tmp_path)
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+@pytest.mark.parametrize(
+  "code, ends, next_",
+  [
+    (1, 1, "stop"),  # srun could not start it, or the doctor crashed: not the nodes
+    (2, 2, "stop"),
+    (138, 85, "requeue"),  # --signal without B: goes to the doctor alone
+    (143, 85, "requeue"),
+  ],
+)
+def test_only_the_doctor_calls_an_allocation_unfit(tmp_path, code, ends, next_, spares):
+  run = RUN._replace(folder=str(tmp_path / "run"), preflight=True, spares=spares)
+  command, env = job_files(tmp_path, run, srun=f"exit {code}")
+  done = subprocess.run(command, env=env, capture_output=True, text=True)
+  assert done.returncode == ends and "unbound" not in done.stderr
+  assert ("unfit" in done.stderr) == (code == 2)
+  # The last one counts; with 1 the others' end would hide the doctor's 2.
+  assert [w for w in called(tmp_path) if "bad-exit" in w][-1].endswith("=0")
+  assert "jaxscale.train" not in called(tmp_path)
+  last = folders.read_lines(Path(run.folder, "events", "0.jsonl"))[-1]
+  assert (last["event"], last["code"], last["next"]) == ("end", ends, next_)
+  asked = tmp_path / "scontrol"
+  again = asked.exists() and "requeue 7" in asked.read_text()
+  assert again == (next_ == "requeue")
+
+
+@pytest.mark.parametrize("code", [0, 2, 138, 143])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_told_to_stop_in_the_preflight_it_goes_on_later(tmp_path, number, code):
+  """Whatever the doctor says, that is interrupted too, or has just ended."""
+  run = RUN._replace(folder=str(tmp_path / "run"), preflight=True)
+  command, env = job_files(
+    tmp_path, run, srun=f'touch "{tmp_path}/up"; /bin/sleep 0.5; exit {code}'
+  )
+  job = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+  while not (tmp_path / "up").exists():
+    time.sleep(0.02)
+  job.send_signal(number)
+  out, _ = job.communicate(timeout=20)
+  assert job.returncode == 85 and "told to stop in the preflight" in out
+  assert "jaxscale.train" not in called(tmp_path)
+  assert "requeue 7" in (tmp_path / "scontrol").read_text()
+  last = folders.read_lines(Path(run.folder, "events", "0.jsonl"))[-1]
+  assert (last["code"], last["next"]) == (85, "requeue")
+  assert (tmp_path / "scancel").exists() == (number != signal.SIGTERM)  # handed on
+
+
+def test_a_preflight_that_passes_is_followed_by_the_training(tmp_path):
+  run = RUN._replace(folder=str(tmp_path / "run"), preflight=True)
+  command, env = job_files(tmp_path, run)
+  assert subprocess.run(command, env=env, capture_output=True).returncode == 0
+  words = called(tmp_path)
+  assert words.index("jaxscale.cli.doctor") < words.index("jaxscale.train")
+
+
+def test_every_plain_script_is_warned_and_may_be_requeued():
+  scripts = sorted((ROOT / "launch").glob("*.sbatch"))
+  assert len(scripts) == 5
+  for path in scripts:
+    lines = path.read_text().splitlines()
+    assert {"#SBATCH --signal=USR1@120", "#SBATCH --requeue"} <= set(lines), path
+
+
+def test_a_setup_line_that_fails_ends_the_job_and_says_where(tmp_path):
+  site = Site(setup=("true", "ls /no/such/directory", "true"))
+  run = RUN._replace(folder=str(tmp_path / "run"), site=site)
+  command, env = job_files(tmp_path, run)
+  done = subprocess.run(command, env=env, capture_output=True, text=True)
+  assert done.returncode == 2 and "error: line" in done.stderr
+  assert not (tmp_path / "srun").exists()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "launch").glob("*.s*")), ids=str)
+def test_shell_reads_every_plain_script(path):
+  assert subprocess.run(["bash", "-n", path]).returncode == 0
+
+
+def test_the_pods_hosts_get_the_words_as_they_were_typed(tmp_path):
+  stand_in(tmp_path / "bin" / "gcloud", 'printf %s "${!#}" | sed "s/--command=//"')
+  done = subprocess.run(
+    ["bash", "launch/tpu_pod.sh", "--config", "a b.py", f"--config.x={AWKWARD}"],
+    env={"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "TPU": "pod", "ZONE": "z"},
+    capture_output=True, text=True,
+  )  # fmt: skip
+  head = "cd ~/jaxscale && exec .venv/bin/python -m jaxscale.train"
+  assert done.stdout.startswith(head), done.stderr
+  words = subprocess.run(
+    ["bash", "-c", f"printf '%s\\0' {done.stdout.removeprefix(head)}"],
+    capture_output=True, text=True,
+  )  # fmt: skip
+  assert words.stdout.split("\0")[:-1] == [
+    "--config",
+    "a b.py",
+    f"--config.x={AWKWARD}",
+  ]

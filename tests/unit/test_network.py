@@ -1,0 +1,176 @@
+"""Names, addresses, ports and proxies, as the kernel and the resolver have them."""
+
+import errno
+import socket
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from jaxscale.cluster.rendezvous import network
+from jaxscale.errors import ConfigError
+
+
+def test_ports_follow_from_the_name_and_differ_between_steps():
+  names = [f"slurm-{job}.{step}" for job in range(50) for step in range(20)]
+  first = [network.ports_of(name, 1)[0] for name in names]
+  # 1,000 names on 12,768 ports: 37 pairs meet by chance (birthday), not all names.
+  assert len(set(first)) > 930
+  for name in names[:50]:
+    ports = network.ports_of(name)
+    assert len(set(ports)) == 8 and set(ports) <= set(network.PORTS)
+    assert ports[:3] == network.ports_of(name, 3)
+  assert sorted(network.ports_of("few", 8, range(100, 103))) == [100, 101, 102]
+
+
+def test_ports_are_none_that_linux_gives_away():
+  with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+    low, _ = map(int, file.read().split())
+  assert network.PORTS.stop <= max(low, 32_768)
+
+
+@pytest.mark.parametrize(
+  "address", ["n1:", "n1:x", "n1:0", "n1:65536", ":1", "[::1]:x"]
+)
+def test_an_address_that_is_none(address):
+  if address == "[::1]:x":
+    assert network.split_address(address)[1] is None
+    return
+  with pytest.raises(ConfigError, match="give host:port"):
+    network.split_address(address)
+
+
+def test_an_address_is_what_it_was_joined_from():
+  for host in ("n1", "10.0.0.1", "fe80::1%eth0", "::1"):
+    assert network.split_address(network.join_address(host, 7)) == (host, 7)
+    assert network.split_address(host) == (host, None)
+
+
+def test_a_name_resolves_or_is_said_not_to(monkeypatch):
+  assert "127.0.0.1" in network.resolve("localhost")
+  monkeypatch.setenv("SLURMD_NODENAME", "n7")
+  monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+  for name in ("no-such-host.invalid", "x" * 70, ""):
+    with pytest.raises(ConfigError, match="does not resolve on n7") as e:
+      network.resolve(name or "a..b", patience_s=0)
+    assert "JAXSCALE_COORDINATOR=ADDRESS:PORT" in str(e.value)
+
+
+def test_a_name_may_become_known_late(monkeypatch):
+  answers = [OSError("not yet"), OSError("not yet"), [(2, 1, 6, "", ("10.1.2.3", 0))]]
+
+  def lookup(*args, **options):
+    answer = answers.pop(0)
+    if isinstance(answer, OSError):
+      raise answer
+    return answer
+
+  monkeypatch.setattr(socket, "getaddrinfo", lookup)
+  monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+  assert network.resolve("pod-0.svc", patience_s=5) == ["10.1.2.3"]
+
+
+def test_slurm_knows_addresses_of_nodes_that_do_not_resolve(monkeypatch, tmp_path):
+  # A line of `scontrol --oneliner show node` of Slurm 22.05, shortened.
+  script = tmp_path / "scontrol"
+  script.write_text(
+    "#!/bin/sh\n"
+    '[ "$*" = "--oneliner show node n1.invalid" ] && echo '
+    '"NodeName=n1.invalid Arch=x86_64 NodeAddr=10.9.9.1 NodeHostName=vm Port=1"\n'
+    'echo "Node $4 not found" >&2\n'
+  )
+  script.chmod(0o755)
+  monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+  monkeypatch.setenv("SLURM_JOB_ID", "1")
+  assert network.resolve("n1.invalid", patience_s=0) == ["10.9.9.1"]
+  with pytest.raises(ConfigError):
+    network.resolve("n2.invalid", patience_s=0)
+  script.unlink()
+  with pytest.raises(ConfigError):
+    network.resolve("n1.invalid", patience_s=0)
+
+
+def test_own_address_is_the_one_a_connection_has():
+  with socket.create_server(("127.0.0.1", 0)) as server:
+    client = socket.create_connection(server.getsockname())
+    assert network.own_address_seen_by("127.0.0.1") == client.getsockname()[0]
+    client.close()
+
+
+def test_gloo_s_address_is_the_first_that_can_be_bound(monkeypatch):
+  def entries(*addresses):
+    return lambda *a, **k: [(socket.AF_INET, 1, 6, "", (x, 0)) for x in addresses]
+
+  # 203.0.113.0/24 is for documentation (RFC 5737): no address of this host.
+  monkeypatch.setattr(socket, "getaddrinfo", entries("203.0.113.9", "127.0.1.1"))
+  assert network.gloo_address() == "127.0.1.1"
+  monkeypatch.setattr(socket, "getaddrinfo", entries("203.0.113.9"))
+  assert network.gloo_address() is None
+
+
+def test_places_are_told_apart_by_network_namespace():
+  own = [
+    sys.executable,
+    "-c",
+    "from jaxscale.cluster.rendezvous.network import place; print(place())",
+  ]
+  run = {"capture_output": True, "text": True}
+  assert subprocess.run(own, **run).stdout.strip() == network.place()
+  other = subprocess.run(["unshare", "-rn", *own], **run)
+  if other.returncode:
+    pytest.skip(f"no network namespace here: {other.stderr.strip()[:80]}")
+  assert other.stdout.strip() != network.place()
+
+
+def test_a_free_port_is_kept_and_refuses_callers():
+  ports = network.ports_of("kept-port-test")
+  port, kept = network.free_port(ports)
+  with kept:
+    for take in (network.free_port, network.listen):
+      other, sock = take(ports)
+      sock.close()
+      assert other != port
+    with pytest.raises(ConnectionRefusedError):
+      socket.create_connection(("127.0.0.1", port), timeout=1)
+    # JAX's coordinator sets SO_REUSEPORT, and shares a port with who sets it too.
+    with socket.socket(socket.AF_INET6) as other, pytest.raises(OSError) as e:
+      other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+      other.bind(("::", port))
+    assert e.value.errno == errno.EADDRINUSE
+  with network.free_port([port])[1]:
+    pass
+  with network.listen([port])[1], pytest.raises(OSError):
+    network.listen([port])
+
+
+def test_a_listener_takes_both_kinds_of_addresses():
+  port, listener = network.listen(network.ports_of("dual-test"))
+  with listener:
+    for host in ["127.0.0.1"] + ["::1"] * socket.has_dualstack_ipv6():
+      with socket.create_connection((host, port), timeout=2) as client:
+        server, (seen, *_) = listener.accept()
+        server.close()
+        assert network.plain_address(seen) == client.getsockname()[0] == host
+        assert network.is_loopback(seen)
+
+
+def test_hosts_are_excepted_from_proxies_once():
+  env = {"http_proxy": "http://p:1"}
+  network.bypass_proxies(["10.0.0.1", "n1"], env)
+  assert env == {"http_proxy": "http://p:1", "no_proxy": "10.0.0.1,n1"}
+  # gRPC does not look at no_proxy where no_grpc_proxy is set.
+  env = {"no_grpc_proxy": "*", "no_proxy": "n1, .site"}
+  for _ in range(2):
+    network.bypass_proxies(["10.0.0.1", "n1"], env)
+  assert env == {"no_grpc_proxy": "*,10.0.0.1,n1", "no_proxy": "n1,.site,10.0.0.1"}
+
+
+def test_nothing_here_waits_for_jax():
+  code = textwrap.dedent("""
+    import sys
+    from jaxscale.cluster import introduction, join, network, rendezvous, roll_call
+    introduction.versions()
+    assert not {"jax", "numpy"} & set(sys.modules)
+  """)
+  subprocess.run([sys.executable, "-c", code], check=True)

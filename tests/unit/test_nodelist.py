@@ -1,0 +1,140 @@
+"""Slurm's node lists: names that are written out here, and those of Slurm itself."""
+
+import shutil
+import stat
+import subprocess
+import sys
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxscale.cluster.detect import nodelist
+from jaxscale.errors import ConfigError
+
+# Names written out by hand.
+LISTS = {
+  "n[7]": ["n7"],
+  "node7": ["node7"],
+  "n1,n3": ["n1", "n3"],
+  "n[1-3]": ["n1", "n2", "n3"],
+  "node[008-011]": ["node008", "node009", "node010", "node011"],
+  "n[9-10]": ["n9", "n10"],
+  "n[01-2]": ["n01", "n02"],
+  "n[999-1001]": ["n999", "n1000", "n1001"],
+  "nid[000012,000017-000018]": ["nid000012", "nid000017", "nid000018"],
+  "login,gpu[2-3],n[1,4]x": ["login", "gpu2", "gpu3", "n1x", "n4x"],
+  "rack[1-2]n[1-4]": [
+    "rack1n1", "rack1n2", "rack1n3", "rack1n4",
+    "rack2n1", "rack2n2", "rack2n3", "rack2n4",
+  ],
+  "r[1-2][3,5]": ["r13", "r15", "r23", "r25"],
+  "node[1-2]-ib": ["node1-ib", "node2-ib"],
+  "n[1-2].example.org": ["n1.example.org", "n2.example.org"],
+  "x1000c[0-1]s[0-7]b0n0": [f"x1000c{c}s{s}b0n0" for c in (0, 1) for s in range(8)],
+  "r[1-2]c[01-02]n[3,5]": [
+    "r1c01n3", "r1c01n5", "r1c02n3", "r1c02n5",
+    "r2c01n3", "r2c01n5", "r2c02n3", "r2c02n5",
+  ],
+  "gpu-a[00-02]-hsn0,gpu-b7": [
+    "gpu-a00-hsn0", "gpu-a01-hsn0", "gpu-a02-hsn0", "gpu-b7",
+  ],
+  "[01-02]": ["01", "02"],
+  "n1,n1": ["n1", "n1"],
+  " n1,\nn[2-3] ": ["n1", "n2", "n3"],
+}  # fmt: skip
+MALFORMED = [
+  "", " , ", "n[1-", "n[1-2", "n]1", "n1]", "n[]", "n[1,]", "n[3-1]", "n[a-c]", "n[1a]",
+  "n[1-5-7]", "n[[1-2]]", "n[1-2]]", "n[1-3:2]", "n[-2]", "n[١-٢]", "n[1-100000]",
+  "n[1-9999]m[1-9999]",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", LISTS)
+def test_names_of_a_list(text):
+  assert nodelist.expand(text) == LISTS[text]
+
+
+@pytest.mark.parametrize("text", MALFORMED)
+@pytest.mark.parametrize("parse", [nodelist.expand, nodelist.hostnames])
+def test_a_malformed_list_is_said(text, parse):
+  with pytest.raises(ConfigError, match=r"node list .*: .*; give names as in") as e:
+    parse(text)
+  assert "\n" not in str(e.value) and len(str(e.value)) < 200
+
+
+@given(
+  st.lists(
+    st.tuples(
+      st.sampled_from(["n", "rack", "a-"]),
+      st.lists(st.integers(0, 120), min_size=1, max_size=4),
+      st.sampled_from(["", "-ib", "b0"]),
+    ),
+    min_size=1,
+    max_size=3,
+  )
+)
+def test_what_is_written_short_comes_back(items):
+  text = ",".join(f"{p}[{','.join(map(str, ns))}]{s}" for p, ns, s in items)
+  assert nodelist.expand(text) == [f"{p}{n}{s}" for p, ns, s in items for n in ns]
+
+
+@pytest.fixture
+def scontrol(tmp_path, monkeypatch):
+  if not shutil.which("scontrol"):
+    pytest.skip("scontrol is not installed (apt-get install slurm-client)")
+  conf = tmp_path / "slurm.conf"
+  conf.write_text(
+    "ClusterName=c\nSlurmctldHost=localhost\nNodeName=a\nPartitionName=p Nodes=a\n"
+  )
+  monkeypatch.setenv("SLURM_CONF", str(conf))
+
+
+@pytest.mark.parametrize("text", LISTS)
+def test_slurm_says_the_same(text, scontrol):
+  done = subprocess.run(
+    ["scontrol", "show", "hostnames", text], capture_output=True, text=True, check=True
+  )
+  if "Invalid hostlist" in done.stderr:  # 22.05: no suffix after a bracket
+    assert done.stdout == "" and "[" in text
+    assert nodelist.hostnames(text) == LISTS[text]
+    return
+  names = done.stdout.split()
+  # 22.05 lets the second of three brackets run slowest; the first name is the same.
+  assert sorted(names) == sorted(LISTS[text]) and names[0] == LISTS[text][0]
+  if text.count("[") < 3:
+    assert names == LISTS[text]
+  assert nodelist.hostnames(text) == names
+
+
+def stand_in(tmp_path, monkeypatch, body):
+  """A program called scontrol that does what `body` says."""
+  path = tmp_path / "scontrol"
+  path.write_text(f"#!{sys.executable}\n{body}\n")
+  path.chmod(path.stat().st_mode | stat.S_IXUSR)
+  monkeypatch.setenv("PATH", str(tmp_path))
+
+
+def test_slurm_is_asked_first(tmp_path, monkeypatch):
+  stand_in(tmp_path, monkeypatch, "import sys; print(sys.argv[3], 'said')")
+  assert nodelist.hostnames("n1") == ["n1"]  # nothing to ask
+  stand_in(tmp_path, monkeypatch, "print('as\\nscontrol\\nsays')")
+  assert nodelist.hostnames("n[1-2]") == ["as", "scontrol", "says"]
+
+
+@pytest.mark.parametrize(
+  "body",
+  [
+    "",
+    "print('n9'); raise SystemExit(1)",
+    "print('n]')",
+    "import time; time.sleep(30)",
+  ],
+  ids=["prints nothing", "fails", "prints half a bracket", "hangs"],
+)
+def test_without_slurms_answer_we_parse(tmp_path, monkeypatch, body):
+  stand_in(tmp_path, monkeypatch, body)
+  begin = time.monotonic()
+  assert nodelist.hostnames("n[1-2]", timeout_s=1.0) == ["n1", "n2"]
+  assert time.monotonic() - begin < 15

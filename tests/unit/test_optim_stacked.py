@@ -1,0 +1,138 @@
+"""Optimizers of models whose layers are stacked: what a config makes of them."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import optimize, optimize64
+
+from jaxscale import config as cfg
+from jaxscale import data, optim
+from jaxscale.experiment import parts
+from jaxscale.tree_paths import path_name
+
+OPTIMIZERS = {
+  "sgd": cfg.SGD(lr=0.1, weight_decay=0.1),
+  "sgd, corrected": cfg.SGD(
+    lr=0.1, weight_decay=0.1, nesterov=False, momentum_correction="always"
+  ),
+  "lars": cfg.LARS(lr=0.1, weight_decay=0.1),
+  "larc": cfg.LARS(lr=0.1, weight_decay=0.1, variant="larc_clip"),
+  "adamw": cfg.AdamW(lr=0.1, weight_decay=0.1),
+  "lamb": cfg.LAMB(lr=0.1, weight_decay=0.1),
+  "muon": cfg.Muon(lr=0.1, weight_decay=0.1),
+}
+MODELS = {
+  "transformer": cfg.Transformer(
+    num_layers=3, width=16, num_heads=4, hidden=24, qk_norm=True
+  ),
+  "vit": cfg.ViT(patch=4, width=16, num_layers=3, num_heads=2),
+}
+
+
+def config(model, optimizer):
+  is_text = model == "transformer"
+  return cfg.Config(
+    model=MODELS[model], data=cfg.Text(sequence_length=8) if is_text else cfg.Digits(),
+    optimizer=OPTIMIZERS[optimizer], batch_size=8, epochs=1.0,
+  )  # fmt: skip
+
+
+@functools.cache
+def start(model):
+  """Parameters of which none is 0."""
+  info = data.TextInfo("words", 60, 8)
+  if model == "vit":
+    info = data.digits("test").info
+  stack = parts.make_stack(config(model, "sgd"), info)
+  return jax.tree.map(lambda x: x + 0.5, stack.init(jax.random.key(0)))
+
+
+def made(model, optimizer):
+  tx = parts.make_optimizer(config(model, optimizer), lambda step: 0.1, 0, None)
+  return tx._replace(update=jax.jit(tx.update))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_scales_and_biases_of_stacked_layers_do_not_decay(model, optimizer):
+  params = start(model)
+  still = jax.tree.map(jnp.zeros_like, params)
+  (_, after), _ = optimize(made(model, optimizer), params, [still, still])
+  before, leaves = jax.tree.leaves_with_path(params), jax.tree.leaves(after)
+  stay, decay = set(), set()
+  for (path, w), new in zip(before, leaves, strict=True):
+    stays, name = np.array_equal(w, new), path_name(path)
+    (stay if stays else decay).add(name)
+    if not stays:
+      np.testing.assert_allclose(new / w, (new / w).ravel()[0], rtol=1e-5)
+      assert 0.5 < (new / w).ravel()[0] < 0.999
+  kernels = {name for name in stay | decay if name.endswith(("kernel", "/table"))}
+  assert decay == kernels | ({"embed/position"} if model == "vit" else set())
+  assert "layers/attn_norm/scale" in stay and "head/norm/scale" in stay
+
+
+@pytest.mark.parametrize("make", [optim.sgd, optim.adamw])
+def test_stacked_layers_decay_as_each_would(make):
+  params, *grads = (
+    {"kernel": rng.normal(size=(3, 4, 5)), "scale": rng.normal(size=(3, 4))}
+    for rng in map(np.random.default_rng, range(4))
+  )
+  together = optimize64(
+    make(0.1, weight_decay=0.3, stacked=lambda p: True), params, grads
+  )
+  for i in range(3):
+    one, *each = ({n: x[i] for n, x in tree.items()} for tree in (params, *grads))
+    alone = optimize64(make(0.1, weight_decay=0.3), one, each)
+    for name, w in alone.items():
+      np.testing.assert_allclose(together[name][i], w, rtol=1e-12)
+
+
+def muon_part(params):
+  """What Muon's velocities are of, after a step by the config's Muon."""
+  tx = parts.make_optimizer(config("transformer", "muon"), lambda step: 0.1, 0, None)
+  is_muon = lambda node: isinstance(node, optax.contrib.MuonState)  # noqa: E731
+  found = jax.tree.leaves(tx.init(params), is_leaf=is_muon)
+  (state,) = (node for node in found if is_muon(node))
+  return {path_name(path) for path, _ in jax.tree.leaves_with_path(state.mu)}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_muon_has_the_layers_and_nothing_outside(model):
+  names = {path_name(p) for p, _ in jax.tree.leaves_with_path(start(model))}
+  inside = {n for n in names if n.startswith("layers/") and n.endswith("kernel")}
+  assert len(inside) >= 6 and muon_part(start(model)) == inside
+
+
+def test_embeddings_and_head_move_by_adamw():
+  """With Nesterov's look-ahead, as Muon's own part, and with decay."""
+  params = start("transformer")
+  rngs = map(np.random.default_rng, (1, 2))
+  grads = [
+    jax.tree.map(lambda x, r=r: r.normal(size=x.shape).astype(np.float32), params)
+    for r in rngs
+  ]
+  (*_, found), _ = optimize(made("transformer", "muon"), params, grads)
+  adam = optax.adamw(0.1, weight_decay=0.1, nesterov=True)
+  with jax.numpy_dtype_promotion("standard"):
+    (*_, wanted), _ = optimize(adam, params, grads)
+  for part, name in (("embed", "table"), ("head", "kernel")):
+    np.testing.assert_allclose(found[part][name], wanted[part][name], rtol=1e-5)
+  apart = found["layers"]["q"]["kernel"] - wanted["layers"]["q"]["kernel"]
+  assert np.abs(apart).max() > 1e-2
+
+
+def test_without_a_rule_muon_has_every_kernel():
+  """A model of convolutions has no rule: its optimizer is as it was."""
+  model = cfg.MLP(hidden=(8,))
+  of = dataclasses.replace(config("vit", "muon"), model=model)
+  tx = parts.make_optimizer(of, lambda step: 0.1, 0, None)
+  params = {"head": {"kernel": jnp.ones((4, 4))}, "bias": jnp.ones(4)}
+  one = optim.muon(0.1, weight_decay=0.1)
+  (found,), _ = optimize(tx, params, [params])
+  (wanted,), _ = optimize(one, params, [params])
+  jax.tree.map(np.testing.assert_array_equal, found, wanted)

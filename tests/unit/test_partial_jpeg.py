@@ -1,0 +1,272 @@
+"""Crops that decode their box alone: the pixels and the damage of a whole decode."""
+
+import io
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import simplejpeg
+from PIL import Image
+
+from jaxscale import data
+from jaxscale.data import jpeg, partial_jpeg
+from jaxscale.data.augment import uniform
+from jaxscale.preflight import imagenet
+
+
+def why_not() -> str:
+  """What this machine lacks to build the library; found without our own code."""
+  if shutil.which("cc") is None:
+    return "no C compiler"
+  asked = "#include <stdio.h>\n#include <jpeglib.h>\n"
+  done = subprocess.run(
+    ["cc", "-E", "-x", "c", "-"], input=asked, capture_output=True, text=True
+  )
+  return "no jpeglib.h (libjpeg-turbo's development files)" if done.returncode else ""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+  """The library, built from the source as it is, and in use."""
+  if reason := why_not():
+    pytest.skip(reason)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    patch.delenv("CC", raising=False)
+    path = partial_jpeg.build()
+    partial_jpeg.library.cache_clear()
+    assert partial_jpeg.library().decode is not None
+    yield path
+  partial_jpeg.library.cache_clear()
+
+
+@pytest.fixture
+def bare(tmp_path, monkeypatch):
+  """A machine where nothing has been built."""
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+  partial_jpeg.library.cache_clear()
+  yield tmp_path / "jaxscale"
+  partial_jpeg.library.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def photo():
+  from skimage import data as photos
+
+  return photos.coffee()
+
+
+def by_pillow(pixels, **options):
+  out = io.BytesIO()
+  Image.fromarray(pixels).save(out, "JPEG", quality=90, **options)
+  return out.getvalue()
+
+
+def by_turbo(subsampling):
+  return lambda pixels: simplejpeg.encode_jpeg(
+    np.ascontiguousarray(pixels), 90, colorsubsampling=subsampling
+  )
+
+
+KINDS = {
+  **{s: by_turbo(s) for s in ("444", "422", "420", "440", "411")},
+  "grey": lambda pixels: by_pillow(pixels[..., 0]),
+  "progressive": lambda pixels: by_pillow(pixels, progressive=True),
+  "restarts": lambda pixels: by_pillow(pixels, restart_marker_blocks=3),
+  "RGB": lambda pixels: by_pillow(pixels, keep_rgb=True),
+}
+
+
+def whole(encoded, channels):
+  """simplejpeg's own pixels: what cutting from a whole decode gives."""
+  space = "RGB" if channels == 3 else "GRAY"
+  return simplejpeg.decode_jpeg(encoded, space, fastdct=True, fastupsample=True)
+
+
+def boxes(height, width, number=25):
+  """The whole image, its corners and edges, and boxes at random."""
+  rng = np.random.default_rng(height * width)
+  yield from [(0, 0, height, width), (height - 1, width - 1, 1, 1), (0, 0, 1, 1)]
+  yield from [(height - 1, 0, 1, width), (0, width - 1, height, 1)]
+  for _ in range(number):
+    h, w = int(rng.integers(1, height + 1)), int(rng.integers(1, width + 1))
+    top, left = rng.integers(0, height - h + 1), rng.integers(0, width - w + 1)
+    yield int(top), int(left), h, w
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_box_has_the_pixels_of_a_whole_decode(built, photo, kind):
+  for height, width in [(120, 150), (48, 64), (37, 53), (17, 9), (70, 3), (1, 1)]:
+    encoded = KINDS[kind](photo[100 : 100 + height, 200 : 200 + width])
+    for channels in (3, 1):
+      expected = whole(encoded, channels)
+      for top, left, h, w in boxes(height, width):
+        np.testing.assert_array_equal(
+          partial_jpeg.decode_box(encoded, (top, left, h, w), channels),
+          expected[top : top + h, left : left + w],
+          err_msg=f"{kind} {height}x{width}, box {top, left, h, w}",
+        )
+
+
+def test_views_are_the_same_and_no_whole_image_is_decoded(built, photo, monkeypatch):
+  encoded = KINDS["420"](photo[:300])
+  draws = uniform(0, np.arange(24))
+  cut = lambda d, channels: jpeg.decode_view(encoded, 64, channels, d)  # noqa: E731
+  with monkeypatch.context() as patch:
+    patch.setattr(jpeg, "decode_any", None)  # whoever calls it fails
+    ours = [(cut(d, 3), cut(d, 1)) for d in draws]
+    with ThreadPoolExecutor(4) as threads:
+      threaded = list(threads.map(lambda d: cut(d, 3), draws))
+  for (colours, grey), same, d in zip(ours, threaded, draws, strict=True):
+    np.testing.assert_array_equal(colours, jpeg.view(whole(encoded, 3), 64, d))
+    np.testing.assert_array_equal(grey, jpeg.view(whole(encoded, 1), 64, d))
+    np.testing.assert_array_equal(colours, same)
+
+
+def outcome(encoded, draws):
+  """What becomes of a stream: its view and what it is, or nothing."""
+  try:
+    pixels, kind = jpeg.view_any(encoded, 32, 3, draws)
+  except ValueError:
+    return "damaged"
+  return kind, pixels.tobytes()
+
+
+def harmed(encoded):
+  """A stream cut short, lengthened, and with bytes of its pixels overwritten."""
+  start = encoded.index(b"\xff\xda")  # of the scan: sizes before it stay possible
+  rng = np.random.default_rng(0)
+  yield from [encoded[:n] for n in np.linspace(2, len(encoded) - 1, 12).astype(int)]
+  yield from [encoded + b"\0" * 9, encoded[:-2], encoded[:-2] + b"\0\0", b"\xff\xd8"]
+  yield encoded[:start] + b"\0\0\0" + encoded[start:]
+  for at in np.linspace(start + 20, len(encoded) - 12, 60).astype(int):
+    noise = rng.integers(0, 256, int(rng.integers(1, 9)), np.uint8).tobytes()
+    yield encoded[:at] + noise + encoded[at + len(noise) :]
+
+
+@pytest.mark.filterwarnings("ignore")  # Pillow has its own words for some of them
+@pytest.mark.parametrize("kind", ["420", "444", "grey", "progressive", "restarts"])
+def test_damage_is_the_same_with_the_library_and_without(
+  built, photo, monkeypatch, kind
+):
+  draws = uniform(3, np.arange(80))
+  whole_file = KINDS[kind](photo[:90, :130])
+  streams = [whole_file, *harmed(whole_file)]
+  ours = [outcome(s, d) for s, d in zip(streams, draws, strict=False)]
+  off = partial_jpeg.Library(None, "")
+  monkeypatch.setattr(partial_jpeg, "library", lambda: off)
+  plain = [outcome(s, d) for s, d in zip(streams, draws, strict=False)]
+  assert {o if o == "damaged" else o[0] for o in ours} >= {"JPEG", "damaged"}
+  for stream, got, expected in zip(streams, ours, plain, strict=True):
+    if got != expected:  # an end, and damage before it that the crop is above of
+      assert got[0] == "JPEG" and stream.endswith(b"\xff\xd9")
+  assert sum(got == expected for got, expected in zip(ours, plain, strict=True)) > 40
+
+
+def test_damage_below_the_box_does_no_harm(built, photo):
+  encoded = KINDS["restarts"](photo[:128, :128])  # damage ends at the next restart
+  half = (encoded.index(b"\xff\xda") + len(encoded)) // 2
+  torn = encoded[:half] + b"\0" * 200 + encoded[half + 200 :]
+  with pytest.raises(ValueError):
+    whole(torn, 3)
+  box = partial_jpeg.decode_box(torn, (0, 0, 32, 128), 3)
+  np.testing.assert_array_equal(box, whole(encoded, 3)[:32])
+  assert partial_jpeg.decode_box(torn, (0, 0, 128, 128), 3) is None
+  assert partial_jpeg.decode_box(encoded[:-2], (0, 0, 8, 8), 3) is None  # no end
+
+
+def test_what_is_not_for_it_is_left_alone(built, photo):
+  small = photo[:40, :40]
+  cmyk, png = io.BytesIO(), io.BytesIO()
+  Image.fromarray(small).convert("CMYK").save(cmyk, "JPEG")
+  Image.fromarray(small).save(png, "PNG")
+  for other in (cmyk.getvalue(), png.getvalue(), b"", b"\xff\xd8"):
+    assert partial_jpeg.decode_box(other, (0, 0, 8, 8), 3) is None
+  encoded = KINDS["420"](small)
+  for box in [(0, 0, 41, 8), (33, 0, 8, 8), (0, 40, 1, 1), (0, 0, 0, 8), (-1, 0, 8, 8)]:
+    assert partial_jpeg.decode_box(encoded, box, 3) is None
+  view, kind = jpeg.view_any(cmyk.getvalue(), 16, 3, uniform(0, np.arange(1))[0])
+  assert kind == "CMYK" and view.shape == (16, 16, 3)
+
+
+def test_a_dataset_is_the_same_with_the_library_and_without(
+  built, photo, tmp_path, monkeypatch
+):
+  for i in range(12):
+    file = tmp_path / f"class{i % 3}" / f"{i:02}.JPEG"
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(KINDS["420"](photo[i * 9 : i * 9 + 60, i * 9 : i * 9 + 80]))
+  torn = tmp_path / "class1" / "04.JPEG"
+  torn.write_bytes(torn.read_bytes()[:-300])
+  draws = uniform(0, np.arange(12))
+
+  def load():
+    dataset = data.image_folder(tmp_path, image_size=24, augment="crop")
+    batch = dataset.load(np.arange(12), draws)
+    return batch, dataset.damage.describe()
+
+  ours, said = load()
+  off = partial_jpeg.Library(None, "")
+  monkeypatch.setattr(partial_jpeg, "library", lambda: off)
+  plain, same = load()
+  assert said == same and said.startswith("1 damaged example: class1/04.JPEG")
+  np.testing.assert_array_equal(ours["image"], plain["image"])
+  np.testing.assert_array_equal(ours["label"], plain["label"])
+
+
+# Building, and what is said when it cannot be.
+
+
+def test_the_command_builds_and_the_doctor_says_so(bare, capsys, monkeypatch):
+  if reason := why_not():
+    pytest.skip(reason)
+  monkeypatch.delenv("CC", raising=False)
+  said = imagenet._decoder()
+  assert said.ok and partial_jpeg.BUILD in said.text and "not built" in said.text
+  assert partial_jpeg.main() == 0
+  (library,) = bare.iterdir()  # and nothing else is left there
+  assert str(library) in capsys.readouterr().out
+  partial_jpeg.library.cache_clear()
+  assert "only the box" in imagenet._decoder().text
+
+
+def test_what_is_missing_is_said_in_one_line(bare, tmp_path, capsys, monkeypatch):
+  def complaint():
+    assert partial_jpeg.main() == 2
+    line = capsys.readouterr().err
+    assert line.startswith("error: ") and line.count("\n") == 1
+    return line
+
+  monkeypatch.setenv("CC", str(tmp_path / "no such cc"))
+  assert "CC=" in complaint()
+  compiler = tmp_path / "cc"
+  for script, hint in [
+    ("echo 'x.c:1: fatal error: jpeglib.h: No such file' >&2; exit 1", "turbo-dev"),
+    ("echo '#define JPEG_LIB_VERSION 90'", "not libjpeg-turbo's"),
+    ("echo 'cc: error: unknown option -fPIC' >&2; exit 1", "unknown option -fPIC"),
+    ("[ $1 = -E ] && echo '#define LIBJPEG_TURBO_VERSION 9.9' || "
+     "{ echo 'ld: cannot find -ljpeg' >&2; exit 1; }", "LDFLAGS"),
+  ]:  # fmt: skip
+    compiler.write_text(f"#!/bin/sh\n{script}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    assert hint in complaint()
+  assert not list(bare.glob("*"))
+
+
+def test_a_library_that_does_not_fit_is_not_used(bare, photo, monkeypatch):
+  assert "not built" in partial_jpeg.library().text
+  bare.mkdir()
+  junk = bare / f"partial_jpeg-{partial_jpeg._key()}-9.9.so"
+  junk.write_bytes(b"no library")
+  partial_jpeg.library.cache_clear()
+  found = partial_jpeg.library()
+  assert found.decode is None and "does not load" in found.text
+  monkeypatch.setattr(partial_jpeg, "_open", lambda path: lambda *args: 0)
+  partial_jpeg.library.cache_clear()
+  found = partial_jpeg.library()
+  assert found.decode is None and "other pixels than simplejpeg" in found.text
+  encoded, draws = KINDS["420"](photo), uniform(0, np.arange(1))[0]
+  assert jpeg.view_any(encoded, 16, 3, draws)[1] == "JPEG"

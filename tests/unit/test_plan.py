@@ -1,0 +1,259 @@
+"""The planner against the published example and brute force; the benchmark."""
+
+import itertools
+import json
+import math
+import socket
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from conftest import ROOT, child_env, own_lines
+from jax.sharding import AxisType
+
+from jaxscale import collectives
+from jaxscale.cli import bench
+from jaxscale.collectives import Link, Measured, plan, timing
+from jaxscale.collectives.dims import given_dims, pairs
+from jaxscale.collectives.plan import best_dims, factorizations, torus_seconds
+from jaxscale.collectives.records import fit_link, read_measurements, write_measurements
+from jaxscale.errors import ConfigError
+
+# IBM DDL's 256 GPUs: four a node by NVLink, 64 nodes by InfiniBand (illustrative).
+GPUS = {"node": 64, "gpu": 4}
+RESNET50 = 102.4e6  # bytes of float32 gradients
+
+
+def names(dims):
+  return [str(d) for d in dims]
+
+
+def test_256_devices_are_a_torus_of_4_by_8_by_8():
+  chosen = plan(GPUS, 102e6)
+  assert chosen.algorithm == "torus"
+  assert names(chosen.dims) == ["gpu:4", "node:8", "node:8"]
+  assert [d.stride for d in chosen.dims] == [1, 1, 8]
+  ring = plan(GPUS, 102e6, "ring")
+  assert names(ring.dims) == ["node+gpu:256"] and ring.seconds > 2.1 * chosen.seconds
+
+
+@pytest.mark.parametrize(
+  "nodes, steps, milliseconds",
+  [((64,), 132, 10.2), ((16, 4), 42, 9.98), ((8, 8), 34, 9.95)],
+)
+def test_the_published_example(nodes, steps, milliseconds):
+  dims = [("gpu", 4), *(("node", n) for n in nodes)]
+  found = plan(GPUS, RESNET50, "torus", dims=dims)
+  assert 2 * sum(d.size - 1 for d in found.dims) == steps
+  assert 1e3 * found.seconds == pytest.approx(milliseconds, rel=0.005)
+  assert 1e3 * plan(GPUS, RESNET50, "ring").seconds == pytest.approx(21.9, rel=0.005)
+
+
+def simulated(dims, num_bytes, links):
+  """Seconds of every step of both phases, one after another."""
+  clock, block = 0.0, num_bytes
+  sent = 0.0
+  for dim in dims:
+    block /= dim.size
+    for _ in range(dim.size - 1):
+      link = links[dim.axes[0]]
+      clock += link.alpha + link.beta * block * (1 if link.switched else dim.stride)
+      sent += block
+  return 2 * clock, 2 * sent
+
+
+def every_torus(sizes):
+  """All dimensions of all factorizations of the axes, in all their orders."""
+  for factors in itertools.product(*(factorizations(n) for n in sizes.values())):
+    flat = [(a, n) for a, ns in zip(sizes, factors, strict=True) for n in ns]
+    for order in set(itertools.permutations(flat)):
+      yield given_dims(order, sizes)
+
+
+@pytest.mark.parametrize("seed", [*range(6), 7, 10, 13])
+def test_the_plan_is_the_best_of_all(seed):
+  rng = np.random.default_rng(seed)
+  sizes = [{"a": 8, "b": 6}, {"a": 12}, {"a": 2, "b": 4, "c": 5}][seed % 3]
+  # An axis alone may be wired in a ring: far neighbours then cost more.
+  links = {
+    a: Link(10 ** rng.uniform(-6, -4), 10 ** rng.uniform(-11, -9), seed < 6)
+    for a in sizes
+  }
+  num_bytes = 10 ** rng.uniform(4, 9)
+  every = list(every_torus(sizes))
+  costs = []
+  for dims in every:
+    seconds, sent = simulated(dims, num_bytes, links)
+    assert torus_seconds(dims, num_bytes, links) == pytest.approx(seconds)
+    assert sent == pytest.approx(2 * num_bytes * (1 - 1 / math.prod(sizes.values())))
+    costs.append(seconds)
+  exact = best_dims(sizes, num_bytes, links, tolerance=0.0)
+  assert torus_seconds(exact, num_bytes, links) == pytest.approx(min(costs))
+  # The fewest within a hundredth, and of those the best.
+  near = [len(d) for d, c in zip(every, costs, strict=True) if c <= 1.01 * min(costs)]
+  chosen = best_dims(sizes, num_bytes, links)
+  assert len(chosen) == min(near)
+  same = [c for d, c in zip(every, costs, strict=True) if len(d) == len(chosen)]
+  assert torus_seconds(chosen, num_bytes, links) == pytest.approx(min(same))
+
+
+def test_small_messages_take_few_steps_and_wired_axes_stay_whole():
+  small, large = plan({"data": 64}, 1e3), plan({"data": 64}, 1e9)
+  assert small.algorithm == "halving_doubling" and len(small.dims) == 6
+  assert large.algorithm == "ring" and names(large.dims) == ["data:64"]
+  wired = {"data": Link(1e-6, 1e-10, switched=False)}
+  assert plan({"data": 64}, 1e8, links=wired).algorithm == "ring"
+  assert len(plan({"data": 64}, 1e8, links={"data": wired["data"]._replace(
+    switched=True, alpha=1e-4)}).dims) > 1  # fmt: skip
+  assert plan({"data": 1}, 1e6) == ("psum", ("data",), (), 0.0)
+  # The fast axis is the one with the better link, wherever it is in the mesh.
+  swapped = {"node": Link(1e-6, 1e-11), "gpu": Link(1e-6, 1e-9)}
+  assert names(plan(GPUS, 1e9, links=swapped).dims)[-1] == "gpu:4"
+  # Standing by costs a large prime less than its many steps, if they are all.
+  assert plan({"data": 13}, 0).algorithm == "halving_doubling"
+  assert plan({"data": 13}, 1e8).algorithm == "ring"
+
+
+def test_neighbours_are_a_permutation_along_the_dimension():
+  for dim in given_dims([("a", 2), ("a", 3), ("a", 2)], {"a": 12}):
+    moved = dict(pairs(dim, 12, 1))
+    assert sorted(moved.values()) == list(range(12))
+    place = 0
+    for _ in range(dim.size):
+      place = moved[place]
+    assert place == 0 and moved[0] == dim.stride
+
+
+@pytest.mark.parametrize(
+  "call, says",
+  [
+    (lambda: plan(GPUS, 1.0, "tours"), "did you mean 'torus'?"),
+    (lambda: plan(GPUS, -1.0), "give 0 or more"),
+    (lambda: plan(GPUS, 1.0, links={"gpu": Link(0.0, 0.0)}), "none for 'node'"),
+    (lambda: plan(GPUS, 1.0, links={"gpus": Link(0.0, 0.0)}), "did you mean 'gpu'?"),
+    (
+      lambda: plan(GPUS, 1.0, links=dict.fromkeys(GPUS, Link(-1.0, 0.0))),
+      "give alpha and beta of 0 or more",
+    ),
+    (lambda: plan(GPUS, 1.0, "torus", dims=[("gpu", 0)]), "0 devices"),
+    (lambda: read_measurements("nothing.json"), "No such file"),
+    (lambda: read_measurements("pyproject.toml"), "not a file of"),
+  ],
+)
+def test_mistakes_are_one_line(call, says):
+  with pytest.raises(ConfigError) as e:
+    call()
+  assert says in str(e.value) and "\n" not in str(e.value)
+
+
+def test_a_fit_finds_the_links_it_was_made_of():
+  rng, sizes = np.random.default_rng(0), np.logspace(3, 8, 12)
+  for n, link in [(2, Link(2e-5, 1e-10)), (8, Link(1e-6, 3e-9))]:
+    exact = 2 * (n - 1) * (link.alpha + link.beta * sizes / n)
+    assert fit_link(n, sizes, exact)[:2] == pytest.approx(link[:2])
+    noisy = exact * rng.uniform(0.9, 1.1, len(sizes))
+    assert fit_link(n, sizes, noisy)[:2] == pytest.approx(link[:2], rel=0.1)
+  # Nothing below zero, whatever was measured.
+  assert fit_link(4, [1e3, 1e6], [5e-3, 1e-3])[1] == 0.0
+  assert fit_link(4, [1e3, 1e6], [1e-9, 1e-3])[0] == 0.0
+
+
+def test_measurements_decide_and_survive_their_file(tmp_path):
+  sizes = {"replica": 2, "data": 4}
+  links = dict.fromkeys(sizes, Link(1e-6, 1e-10))
+  measured = [
+    Measured(sizes, num_bytes, plan(sizes, num_bytes, name)._replace(seconds=took))
+    for num_bytes, name, took in [
+      (1000, "psum", 1e-3), (1000, "ring", 2e-3),
+      (10**6, "psum", 4e-3), (10**6, "halving_doubling", 3e-3),
+    ]
+  ]  # fmt: skip
+  path = tmp_path / "links.json"
+  write_measurements(path, sizes, links, measured)
+  assert read_measurements(path) == (links, measured)
+  assert plan(sizes, 2000, measured=measured).algorithm == "psum"
+  chosen = plan(sizes, 5 * 10**5, measured=measured)
+  assert chosen == measured[-1].plan
+  # Another mesh was not measured: by the equations.
+  other = {"replica": 4, "data": 2}
+  assert plan(other, 2000, links=links, measured=measured) == plan(
+    other, 2000, links=links
+  )
+  x = np.ones((8, 3), np.float32)
+  mesh = jax.make_mesh((2, 4), tuple(sizes), (AxisType.Auto,) * 2)
+  assert (collectives.all_reduce(x, mesh, links=links, measured=measured) == 8).all()
+
+
+def test_calls_take_turns():
+  order = []
+  calls = {name: (lambda n=name: order.append(n)) for name in "abc"}
+  seconds = timing.in_turns(calls, rounds=3)
+  assert "".join(order) == "aabbcc" + "abc" + "bca" + "cab"
+  assert all(len(s) == 3 for s in seconds.values())
+
+
+@pytest.mark.parametrize(
+  "argv, says",
+  [
+    (["--mesh=2x3"], "--mesh=2x3: has 6 devices, give sizes that multiply to the 8"),
+    (["--mesh=2y4"], "give sizes of axes, as 2x4"),
+    (["--sizes=4TB"], "give bytes, as 4KB,1MB"),
+    (["--rounds", "0"], "give a whole number >= 1"),
+    (["--dtype=float33"], "did you mean 'float32'?"),
+    (["--algorithms=ring,psun"], "did you mean 'psum'?"),
+    (["--json=/no/such/place.json"], "a directory that exists"),
+    (["--size=1KB"], "did you mean '--sizes'?"),
+    (["--json"], "a value is missing"),
+  ],
+)
+def test_a_mistake_on_the_command_line(argv, says, capsys):
+  assert bench.main(argv) == 2
+  out, err = capsys.readouterr()
+  assert out == "" and err.startswith("error: ") and err.count("\n") == 1
+  assert says in err
+
+
+def test_help(capsys):
+  assert bench.main(["--help"]) == 0
+  text = capsys.readouterr().out
+  assert all(option in text for option in bench.OPTIONS)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_benchmark_measures_fits_and_plans(processes, tmp_path):
+  with socket.socket() as s:
+    s.bind(("localhost", 0))
+    port = s.getsockname()[1]
+  path = tmp_path / "links.json"
+  command = [sys.executable, "-m", "jaxscale.cli.bench", "--mesh", "2x2",
+             "--sizes", "1KB,100KB", "--rounds", "3", "--json", str(path)]  # fmt: skip
+  many = {"JAXSCALE_COORDINATOR": f"localhost:{port}",
+          "JAXSCALE_NUM_PROCESSES": str(processes)}  # fmt: skip
+  started = [
+    subprocess.Popen(
+      command,
+      env=child_env(4 // processes, **many, JAXSCALE_PROCESS_ID=str(i)),
+      cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )
+    for i in range(processes)
+  ]  # fmt: skip
+  done = [p.communicate(timeout=120) for p in started]
+  assert [p.returncode for p in started] == [0] * processes, done
+  text = done[0][0]
+  assert f"mesh replica 2, data 2; processes {processes};" in text
+  assert not any(own_lines(out) for out, _ in done[1:]), "the leader alone prints"
+  record = json.loads(path.read_text())
+  assert record["mesh"] == {"replica": 2, "data": 2}
+  links, measured = read_measurements(path)
+  assert set(links) == {"replica", "data"}
+  assert all(x.alpha >= 0 and x.beta >= 0 for x in links.values())
+  assert len(measured) == 2 * len(collectives.ALGORITHMS)
+  assert all(m.plan.seconds > 0 for m in measured)
+  for num_bytes in (1000, 100_000):
+    rows = [m.plan for m in measured if m.num_bytes == num_bytes]
+    fastest = min(rows, key=lambda p: p.seconds)
+    assert f"plan for {num_bytes:,} bytes: {fastest.algorithm}" in text
+    for by in rows:
+      assert f"{by.algorithm:18}{1e3 * by.seconds:12.3f}" in text

@@ -1,0 +1,224 @@
+"""What keeps processes from meeting is one line, in each of them, in seconds."""
+
+import os
+import signal
+import socket
+import threading
+import time
+
+import meetings
+import pytest
+from fault_table import measured
+from meetings import connect, ends, job, the_line, who
+
+from jaxscale.cluster import wire
+from jaxscale.cluster.detect.launched import Launch
+from jaxscale.cluster.rendezvous import network, server
+from jaxscale.cluster.rendezvous.handshake import disagreements, versions
+from jaxscale.errors import ConfigError
+
+start = pytest.fixture(meetings.starter)
+
+
+def test_who_never_comes_is_named_with_the_hosts_to_look_at(start):
+  began = time.monotonic()
+  name, nodes = job("missing"), ["n1", "n2", "n7", "n8", "n9"]
+  here = [start(r, 5, name, timeout=2, nodes=nodes) for r in (0, 1)]
+  line = the_line(here, 10)
+  assert line.startswith("processes 2–4 (n7, n8, n9) of 5 have not come within 2 s")
+  seconds = time.monotonic() - began
+  measured("tasks missing, faults.meet_s=2", seconds, 2, line)
+  nodes = ["n1.site", "n2.site", "n7.site"]  # two on each, or some other way
+  here = [start(0, 5, job("nodes"), timeout=2, nodes=nodes)]
+  line = the_line(here, 10)
+  assert line.startswith("processes 1–4 of 5 (nobody from n2.site, n7.site) have not")
+
+
+def test_a_process_killed_while_it_waits_is_named(start):
+  name = job("killed")
+  quick = {"roll_call.BACK_S": 1, "roll_call.LINGER_S": 1}
+  here = [start(r, 4, name, timeout=60, set=quick) for r in (0, 1)]
+  sock = connect(network.ports_of(name)[0])
+  killed = who(2, 4, versions=versions(), digests={})
+  wire.send(sock, {"meeting": name, "who": killed})
+  assert wire.Receiver(sock).receive(5) == {"welcome": name}
+  sock.close()
+  line = the_line(here, 20)
+  assert line.startswith("process 2 (n3, pid 7) came and has gone")
+
+
+def test_without_process_0_the_others_say_where_they_looked(start):
+  name = job("nobody")
+  got = ends([start(r, 3, name, timeout=1.5) for r in (1, 2)], 10)
+  for rank, (code, said) in zip((1, 2), got, strict=True):
+    ports = ", ".join(map(str, network.ports_of(name)))
+    assert code == 2
+    assert said["error"].startswith(
+      f"process {rank} (n{rank + 1}): no process 0 on 127.0.0.1 (127.0.0.1) for 2 s, "
+      f"ports {ports} refused; it has not come, has failed"
+    )
+
+
+def test_packets_that_are_dropped_look_like_a_firewall(start):
+  with socket.socket() as full:  # Linux drops who calls a listener with a full queue
+    full.bind(("", 0))
+    full.listen(0)
+    address = ("127.0.0.1", full.getsockname()[1])
+    queue = [socket.socket() for _ in range(3)]
+    for sock in queue:
+      sock.setblocking(False)
+      sock.connect_ex(address)
+    (got,) = ends([start(1, 2, job("far"), f"127.0.0.1:{address[1]}", timeout=1)], 15)
+    for sock in queue:
+      sock.close()
+  assert f"ports {address[1]} no answer; is there a firewall" in got[1]["error"]
+
+
+def test_a_name_that_is_another_host_s_is_said_by_process_0(start):
+  # 203.0.113.0/24 is for documentation (RFC 5737): no address of this host.
+  (got,) = ends([start(0, 2, job("else"), "203.0.113.9:23456", timeout=1)], 15)
+  assert got[1]["error"] == (
+    "process 1 of 2 has not come within 1 s; look for their last lines, and start all "
+    "in one step; they look for process 0 on 203.0.113.9, but 203.0.113.9 is not this "
+    "host's"
+  )
+
+
+def test_a_process_0_that_fails_is_not_waited_for(start):
+  name = job("leader")
+  others = [start(1, 3, name, timeout=60)]
+  first = start(0, 3, name, timeout=60)
+  connect(network.ports_of(name)[0]).close()
+  time.sleep(1)
+  os.kill(first.pid, signal.SIGKILL)
+  (got,) = ends(others, 10)
+  assert (
+    got[0] == 2
+    and "process 0 on 127.0.0.1 left before all had met" in (got[1]["error"])
+  )
+
+
+def test_one_rank_started_twice(start):
+  name = job("twice")
+  both = {"SLURMD_NODENAME": "n8"}
+  ranks = [start(0, 3, name), start(1, 3, name), start(1, 3, name, env=both)]
+  line = the_line(ranks)
+  assert line.startswith("process 1 was started twice: on n")
+  assert "n2 (pid " in line and "n8 (pid " in line and "rank, 0 … 2" in line
+
+
+def test_other_config_on_one_rank(start):
+  name = job("config")
+  ranks = [start(r, 4, name, digests={"config": "ab12" if r == 3 else "cd34"})
+           for r in range(4)]  # fmt: skip
+  assert the_line(ranks) == (
+    "process 3 (n4): another config than process 0 (n1), ab12 not cd34; start all "
+    "with one command line and one config file"
+  )
+
+
+def test_other_versions_and_who_comes_late_hears_it_too(start):
+  name = job("versions")
+  other = {"introduction.versions": {"python": "3.11.2", "jax": "0.9.0"}}
+  same = {"introduction.versions": {"python": "3.11.2", "jax": "0.10.2"}}
+  ranks = [start(r, 4, name, set=same if r in (0, 3) else other,
+                 late=3 if r == 3 else 0) for r in range(4)]  # fmt: skip
+  assert the_line(ranks) == (
+    "processes 1–2 (n2, n3): jax 0.9.0, process 0 (n1) has 0.10.2; start all from one "
+    "environment"
+  )
+
+
+def test_other_numbers_of_processes(start):
+  name = job("counts")
+  line = the_line([start(0, 2, name), start(1, 3, name)])
+  assert line.startswith(
+    "process 1 (n2): started as one of 3 processes, process 0 (n1)"
+  )
+
+
+def test_a_host_whose_own_name_is_loopback_is_refused_where_gloo_is_used(start):
+  name = job("gloo")
+  own = [{"network.gloo_address": g, "network.place": p} for g, p in
+         [("10.0.0.1", "a"), ("127.0.1.1", "b")]]  # fmt: skip
+  ranks = [start(r, 2, name, on_cpu=True, set=own[r]) for r in (0, 1)]
+  line = the_line(ranks)
+  assert line.startswith("process 1 (n2): its host's own name is 127.0.1.1 there")
+  assert "/etc/hosts, '127.0.0.1 n2'" in line  # the address that process 0 sees
+
+
+def test_loopback_is_well_where_all_are_on_one_host_or_gloo_is_not_used():
+  one = {r: who(r, 2, gloo="127.0.0.1") for r in (0, 1)}
+  assert disagreements(one, {}) == []
+  two = {r: who(r, 2, gloo="127.0.0.1", place=f"p{r}") for r in (0, 1)}
+  assert len(disagreements(two, {})) == 2
+  assert disagreements({r: w._replace(gloo="") for r, w in two.items()}, {}) == []
+  assert (
+    "does not resolve there" in disagreements({0: one[0]._replace(gloo=None)}, {})[0]
+  )
+
+
+def test_a_name_that_does_not_resolve(start):
+  began = time.monotonic()
+  ranks = [start(r, 2, job("name"), "no-such-host.invalid:2345", timeout=1)
+           for r in (0, 1)]  # fmt: skip
+  for rank, (code, said) in enumerate(ends(ranks, 20)):
+    assert code == 2
+    assert said["error"].startswith(
+      "no-such-host.invalid: the name of process 0's host does not resolve on "
+      f"n{rank + 1} ("
+    )
+    assert "JAXSCALE_COORDINATOR=ADDRESS:PORT" in said["error"]
+  measured("a name that does not resolve", time.monotonic() - began, 2, said["error"])
+
+
+def test_a_given_port_that_stays_taken_is_said_by_all(start):
+  began = time.monotonic()
+  with socket.socket() as stranger:
+    stranger.bind(("", 0))
+    stranger.listen()
+    port = stranger.getsockname()[1]
+    ranks = [start(r, 2, "j", f"127.0.0.1:{port}", timeout=60,
+                   set={"rendezvous.TAKEN_S": 2}) for r in (0, 1)]  # fmt: skip
+    got = ends(ranks, 25)
+  assert [code for code, _ in got] == [2, 2]
+  assert f"port {port}: Address already in use" in got[0][1]["error"]
+  assert f"ports {port} somebody else's" in got[1][1]["error"]
+  assert all("free" in said["error"] for _, said in got)
+  line = got[0][1]["error"]
+  measured("a given port that is taken, for 2 s", time.monotonic() - began, 2, line)
+
+
+def test_no_free_port_for_jax_is_said_by_all(start):
+  name = job("coordinator")
+  taken = [network.free_port([p])[1] for p in network.ports_of(f"{name}/coordinator")]
+  line = the_line([start(r, 2, name) for r in range(2)])
+  assert line.startswith("process 0 (n1): no free port for JAX's coordinator among ")
+  for sock in taken:
+    sock.close()
+
+
+def test_a_line_that_was_told_stays_even_if_all_come_after_it():
+  """Who has heard it has gone, so the run must not begin without them."""
+  name = job("told")
+  port, listener = network.listen(network.ports_of(name))
+  errors = []
+
+  def lead():
+    launch = Launch("test", 0, 3, None, 0, 1, name)
+    with pytest.raises(ConfigError) as e:
+      server.call(launch, who(0, 3), listener, 30)
+    errors.append(str(e.value))
+
+  thread = threading.Thread(target=lead)
+  thread.start()
+  for rank, config in ((1, "b"), (1, "a"), (2, "a")):
+    sock = connect(port)
+    wire.send(sock, {"meeting": name, "who": who(rank, 3, digests={"config": config})})
+    receiver = wire.Receiver(sock)
+    assert receiver.receive(5) == {"welcome": name}
+    answer = receiver.receive(5)
+    assert "process 1 (n2): another config" in answer["error"]
+    sock.close()
+  thread.join()
+  assert len(errors) == 1

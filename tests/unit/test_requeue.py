@@ -1,0 +1,189 @@
+"""The end of a job, and its next start: what Slurm is asked, and what it answers."""
+
+import os
+import signal
+import stat
+import time
+
+import pytest
+
+from jaxscale.cluster import requeue
+from jaxscale.cluster.detect import walltime
+from jaxscale.cluster.watch.signals import exit_code
+
+
+@pytest.fixture
+def scontrol(tmp_path, monkeypatch):
+  """A command in front of the real one, if there is one; what it was asked.
+
+  In bash: dash begins with no signal blocked, whoever starts it, and scontrol does not.
+  """
+  asked = tmp_path / "asked"
+
+  def install(script):
+    path = tmp_path / "bin" / "scontrol"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f'#!/bin/bash\necho "$@" >> {asked}\n{script}\n')
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{path.parent}:{os.environ['PATH']}")
+    return asked
+
+  return install
+
+
+def test_the_end_of_the_job(scontrol, monkeypatch):
+  asked = scontrol(
+    "echo '   StartTime=2026-03-01T11:00:00 EndTime=2026-03-01T12:00:00'"
+  )
+  assert walltime.end_time({"SLURM_JOB_END_TIME": "1772366400"}) == 1772366400.0
+  assert not asked.exists()
+  monkeypatch.setenv("TZ", "UTC")
+  time.tzset()
+  try:
+    assert walltime.end_time({"SLURM_JOB_ID": "12"}) == 1772366400.0
+  finally:
+    monkeypatch.undo()
+    time.tzset()
+  assert asked.read_text() == "show job 12\n"
+  assert walltime.end_time({}) is None  # no job
+  assert walltime.parse_end_time("EndTime=Unknown") is None
+
+
+def test_no_end_where_scontrol_fails(scontrol):
+  scontrol("exit 1")
+  assert walltime.end_time({"SLURM_JOB_ID": "12"}) is None
+
+
+def test_a_stop_is_asked_for_before_the_end():
+  asked = []
+  began = time.time()
+  walltime.stop_before_end(
+    lambda reason: asked.append((time.time(), reason)),
+    10.0,
+    end=lambda: began + 0.6,
+    again=lambda: None,
+  )
+  time.sleep(0.8)
+  # Of so short a job it is a quarter of its 0.6 s that is kept.
+  [(when, reason)] = asked
+  assert 0.45 <= when - began < 0.7 and reason == "walltime: 0 s are left"
+
+
+def test_a_job_that_was_made_longer_has_the_whole_time_to_save():
+  """What was a short job's quarter is not what an extended one gets."""
+  began, asked = time.time(), []
+  walltime.stop_before_end(
+    lambda reason: asked.append(time.time() - began),
+    60.0,
+    end=lambda: began + 0.4,
+    again=lambda: began + 4.0,
+  )
+  while not asked and time.time() - began < 10:
+    time.sleep(0.02)
+  assert 2.9 < asked[0] < 3.7  # a quarter of 4 s before their end, not 0.1 s
+
+
+def test_an_end_that_was_moved_is_waited_for():
+  asked = []
+  began = time.time()
+  moved = iter([began + 0.8, began + 0.8])
+  walltime.stop_before_end(
+    lambda reason: asked.append(time.time()),
+    0.1,
+    end=lambda: began + 0.5,
+    again=lambda: next(moved),
+  )
+  time.sleep(1.1)
+  assert len(asked) == 1 and 0.7 <= asked[0] - began < 1.0
+  # No limit: nothing is ever asked. And a run that is over cancels it.
+  walltime.stop_before_end(asked.append, 10.0, end=lambda: None)
+  walltime.stop_before_end(asked.append, 0.1, end=lambda: time.time() + 0.5).set()
+  time.sleep(0.6)
+  assert len(asked) == 1
+
+
+def test_requeue_asks_slurm_for_the_job_or_the_arrays_task(scontrol):
+  asked = scontrol("")
+  array = {"SLURM_ARRAY_JOB_ID": "1200", "SLURM_ARRAY_TASK_ID": "7"}
+  for env in ({"SLURM_JOB_ID": "12"}, {"SLURM_JOB_ID": "1207"} | array):
+    env |= {"SLURM_RESTART_COUNT": "2"}
+    done = requeue.requeue(requeue.job_name(env), requeue.restarts(env), limit=3)
+    assert done.code == 85 and done.line.endswith("is requeued, restart 3")
+  lines = ["show job 12", "requeue 12", "show job 1200_7", "requeue 1200_7"]
+  assert asked.read_text().splitlines() == lines
+  done = requeue.requeue("12", 3, limit=3)
+  assert done == (93, "job 12 was requeued 3 times, and not again (limit 3)")
+  assert asked.read_text().count("\n") == 4
+  assert requeue.requeue(requeue.job_name({}), 0, limit=3).code == 85
+
+
+@pytest.mark.parametrize(
+  "state", ["COMPLETING Reason=None", "CANCELLED Reason=None", "RUNNING Reason=None"]
+)
+def test_what_somebody_cancelled_is_not_revived(scontrol, state):
+  asked = scontrol(
+    f'[ $1 = show ] && echo "   JobState={state} Dependency=(null)"; true'
+  )
+  done = requeue.requeue("12", 0, limit=3)
+  assert done.code == 85
+  if state.startswith("RUNNING"):
+    assert done.line == "job 12 is requeued, restart 1"
+  else:
+    assert done.line.endswith("already: not requeued by this run")
+    assert asked.read_text() == "show job 12\n"
+
+
+def test_a_requeue_that_slurm_refuses_says_why(scontrol, monkeypatch, tmp_path):
+  scontrol("echo 'Requested operation is presently disabled' >&2; exit 1")
+  done = requeue.requeue("12", 0, limit=3)
+  assert done.code == 85 and done.line == (
+    "job 12 is saved, not requeued: Requested operation is presently disabled"
+  )
+  monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+  assert "scontrol: No such file" in requeue.requeue("12", 0, limit=3).line
+
+
+@pytest.mark.parametrize("name", ["TERM", "INT", "USR1", "KILL"])
+@pytest.mark.parametrize("after", ["COMPLETING Restarts=1", "RUNNING", ""])
+def test_the_requeue_signals_also_who_asks_for_it(scontrol, name, after, tmp_path):
+  """Slurm takes it, and ends all of the job before scontrol can say so."""
+  sent = tmp_path / "sent"
+  shows = f'echo "JobState={after}"' if after else "exit 1"
+  scontrol(f"""
+    if [ $1 = show ]; then
+      [ -e {sent} ] || {{ echo "JobState=RUNNING Reason=None Restarts=0"; exit; }}
+      {shows}; exit
+    fi
+    touch {sent}; kill -{name} $$; exit 0""")
+  done = requeue.requeue("12", 0, limit=3)
+  if name != "KILL" or "Restarts=1" in after:
+    assert done == (85, "job 12 is requeued, restart 1")
+  else:
+    line = "scontrol: ended by SIGKILL; see `scontrol show job 12`"
+    assert done == (85, f"job 12 is saved, not requeued: {line}")
+  assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()  # ours are as before
+
+
+def test_a_loop_without_progress_is_given_up(tmp_path):
+  def starts(job, first, steps):
+    return [
+      requeue.count_start(tmp_path, job, first + n, step)
+      for n, step in enumerate(steps)
+    ]
+
+  # Progress in between, however little, begins anew; losing a checkpoint is none.
+  assert starts("7", 0, [0, 0, 10, 10, 11, 9, 11]) == [0, 1, 0, 1, 0, 1, 2]
+  assert starts("7", 7, [11]) == [3]
+  assert requeue.refuse_loop(2, 11, limit=3) is None
+  refusal = requeue.refuse_loop(3, 11, limit=3)
+  assert "3 restarts without progress, still at step 11" in refusal
+  # Submitted again, by somebody who has looked; a note that is damaged counts none.
+  assert starts("8", 0, [11, 11]) == [0, 1]
+  (tmp_path / "restarts.json").write_text("{")
+  assert starts("8", 2, [11, 11]) == [0, 1]
+
+
+def test_exit_codes_tell_a_user_from_a_batch_system():
+  assert exit_code("Ctrl-C at process 3 on n4") == 130
+  assert exit_code("SIGTERM at process 3 on n4") == 85
+  assert exit_code("walltime: 60 s are left at process 0 on n1") == 85

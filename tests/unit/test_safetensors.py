@@ -1,0 +1,243 @@
+"""The file format: against the package of its name, and damaged in all ways."""
+
+import errno
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+
+from jaxscale.errors import ConfigError
+from jaxscale.weights import UnwrittenError, export_safetensors, import_safetensors
+from jaxscale.weights.safetensors import (
+  DTYPES,
+  read_header,
+  read_index,
+  view,
+  write,
+)
+
+F4 = np.dtype("f4")
+
+
+def some(dtype, shape, seed=0):
+  bits = np.random.default_rng(seed).integers(0, 2, (*shape, dtype.itemsize), np.uint8)
+  return bits.view(dtype).reshape(shape)
+
+
+def written(path, arrays, metadata=None):
+  layout = {name: (x.dtype, x.shape) for name, x in arrays.items()}
+  write(path, layout, iter(arrays.values()), metadata)
+  return path
+
+
+def test_the_package_reads_what_we_write_and_we_what_it_writes(tmp_path):
+  arrays = {f"a.{n}": some(d, (3, 2, 5), i) for i, (n, d) in enumerate(DTYPES.items())}
+  arrays |= {"scalar": np.float32(2.5).reshape(()), "empty": np.zeros((0, 3), "f4")}
+  arrays["ö/α"] = np.arange(6, dtype="f8").reshape(2, 3).T  # not contiguous
+  plain = {n: x for n, x in arrays.items() if not n.startswith("a.F8")}
+  ours = written(tmp_path / "ours", arrays, {"who": "jaxscale"})
+  with safetensors.safe_open(ours, "numpy") as file:
+    assert file.metadata() == {"who": "jaxscale"}
+    assert set(file.keys()) == set(arrays)
+    for name in plain:
+      found = file.get_tensor(name)
+      assert (
+        found.tobytes() == plain[name].tobytes() and found.shape == plain[name].shape
+      )
+  theirs = tmp_path / "theirs"
+  # The package writes an array's memory as it lies.
+  whole = {name: np.array(x, order="C") for name, x in plain.items()}
+  safetensors.numpy.save_file(whole, theirs, {"a": "b"})
+  index = read_index(theirs)
+  assert index.keys() == plain.keys() and read_header(theirs)[1] == {"a": "b"}
+  for name, x in plain.items():
+    found = view(index[name])
+    assert (found.dtype, found.shape) == (x.dtype, x.shape)
+    assert found.tobytes() == x.tobytes()
+
+
+@pytest.fixture
+def file(tmp_path):
+  return written(tmp_path / "a.safetensors", {"x": np.ones((4, 3), F4)})
+
+
+def with_header(path, header, data=b"\0" * 48):
+  text = header if isinstance(header, bytes) else json.dumps(header).encode()
+  path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+GOOD = {"dtype": "F32", "shape": [4, 3], "data_offsets": [0, 48]}
+SECOND = {"dtype": "U8", "shape": [2], "data_offsets": [48, 50]}
+DAMAGE = {
+  "cut in its data": (lambda f: os.truncate(f, f.stat().st_size - 1), "is cut short"),
+  "cut in its header": (lambda f: os.truncate(f, 20), "is cut short"),
+  "cut in its length": (lambda f: os.truncate(f, 5), "not a safetensors file"),
+  "empty": (lambda f: os.truncate(f, 0), "not a safetensors file"),
+  "longer": (lambda f: f.write_bytes(f.read_bytes() + b"1"), "longer than its header"),
+  "other": (lambda f: f.write_bytes(b"\x89PNG" * 20), "not a safetensors file"),
+  "zip": (lambda f: f.write_bytes(b"PK\3\4" + b"\0" * 99), "safetensors.torch.save"),
+  "pickle": (lambda f: f.write_bytes(b"\x80\2" + b"}" * 99), "safetensors.torch.save"),
+  "no JSON": (lambda f: with_header(f, b"{" * 30), "damaged header"),
+  "no UTF-8": (lambda f: with_header(f, b"{\xff"), "damaged header"),
+  "a list": (lambda f: with_header(f, [1]), "not a safetensors file"),
+  "no entry": (lambda f: with_header(f, {"x": 3}), "damaged header"),
+  "metadata": (lambda f: with_header(f, {"__metadata__": 3}), "damaged header"),
+  "dtype": (lambda f: with_header(f, {"x": GOOD | {"dtype": "F99"}}), "damaged header"),
+  "shape": (lambda f: with_header(f, {"x": GOOD | {"shape": [4, -3]}}), "damaged"),
+  "size": (lambda f: with_header(f, {"x": GOOD | {"shape": [4, 4]}}), "damaged header"),
+  "offset": (
+    lambda f: with_header(f, {"x": GOOD | {"data_offsets": [-8, 40]}}), "damaged"),
+  "a hole": (
+    lambda f: with_header(
+      f, {"x": GOOD, "y": SECOND | {"data_offsets": [49, 51]}}, b"\0" * 51),
+    "damaged header, at y"),
+  "overlap": (
+    lambda f: with_header(
+      f, {"x": GOOD, "y": SECOND | {"data_offsets": [46, 48]}}),
+    "damaged header, at y"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_file_is_one_line(how, file):
+  damage, says = DAMAGE[how]
+  damage(file)
+  with pytest.raises(ConfigError, match=says) as e:
+    read_index(file)
+  assert str(file) in str(e.value) and "\n" not in str(e.value)
+
+
+def in_folder(folder, files, weight_map=None):
+  folder.mkdir()
+  for name, arrays in files.items():
+    written(folder / name, arrays)
+  found = {x: name for name, arrays in files.items() for x in arrays}
+  index = {"metadata": {"total_size": 1}, "weight_map": weight_map or found}
+  (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+  return folder
+
+
+def test_a_folder_of_several_files_is_one(tmp_path):
+  x, y = np.arange(6, dtype="f4").reshape(2, 3), np.ones(2, np.int8)
+  files = {"model-00001-of-00002.safetensors": {"x": x}, "b.safetensors": {"y": y}}
+  index = read_index(in_folder(tmp_path / "two", files))
+  assert (view(index["x"]) == x).all() and (view(index["y"]) == y).all()
+  (tmp_path / "one").mkdir()
+  written(tmp_path / "one" / "model.safetensors", {"x": x})
+  assert (view(read_index(tmp_path / "one")["x"]) == x).all()
+  bad = {
+    "lacks": ({"x": "b.safetensors"}, "has no x, which"),
+    "gone": ({"x": "c.safetensors"}, "c.safetensors: No such file"),
+    "above": ({"x": "../two/b.safetensors"}, "not a file's name"),
+    "number": ({"x": 3}, "not a file's name|unreadable"),
+  }
+  for name, (weight_map, says) in bad.items():
+    folder = in_folder(tmp_path / name, {"b.safetensors": {"y": y}}, weight_map)
+    with pytest.raises(ConfigError, match=says):
+      read_index(folder)
+  (tmp_path / "none").mkdir()
+  with pytest.raises(ConfigError, match="has neither model"):
+    read_index(tmp_path / "none")
+  with pytest.raises(ConfigError, match="No such file or directory; check the path"):
+    read_index(tmp_path / "nowhere")
+
+
+def test_the_old_file_stays_until_the_new_one_is_whole(tmp_path, monkeypatch):
+  path = tmp_path / "a.safetensors"
+  params = {"w": jnp.ones(1000)}
+  export_safetensors(path, params)
+  before = path.read_bytes()
+
+  def full(fd):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+  monkeypatch.setattr(os, "fsync", full)
+  with pytest.raises(UnwrittenError, match="No space left on device") as e:
+    export_safetensors(path, jax.tree.map(jnp.zeros_like, params))
+  assert "MB needed" in str(e.value) and "\n" not in str(e.value)
+  assert path.read_bytes() == before and os.listdir(tmp_path) == [path.name]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has it")
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
+  """The kernel's own answer, at the first byte that it has no room for."""
+  path = tmp_path / "a.safetensors"
+  (tmp_path / f".{path.name}.tmp-{os.getpid()}").symlink_to("/dev/full")
+  with pytest.raises(UnwrittenError, match="No space left on device"):
+    export_safetensors(path, {"w": jnp.ones(100_000)})
+  assert not os.listdir(tmp_path)
+
+
+def test_a_path_that_cannot_be_is_the_users(tmp_path):
+  with pytest.raises(ConfigError, match="No such file or directory; give a path"):
+    export_safetensors(tmp_path / "no" / "a", {"w": jnp.ones(1)})
+
+
+def test_names_that_do_not_fit_are_named_and_counted(tmp_path):
+  path = tmp_path / "a"
+  made = {
+    "Dense_0": {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(4)},
+    "Dense_1": {"kernel": jnp.ones((4, 2))},
+  }
+  export_safetensors(path, made)
+
+  def line(wanted, **options):
+    with pytest.raises(ConfigError) as e:
+      import_safetensors(path, wanted, **options)
+    assert "\n" not in str(e.value)
+    return str(e.value)
+
+  two = {"scale": jnp.ones(2), "shift": jnp.ones(2)}
+  said = line({"Norm": two, "Dense_0": made["Dense_0"]})
+  assert "2 missing, first params/Norm/scale" in said
+  assert "1 unexpected, first params/Dense_1/kernel" in said
+  assert "give the model settings" in said
+  said = line(made | {"Dense_0": {"kernel": jnp.ones((3, 5)), "bias": jnp.ones(5)}})
+  assert "2 of another shape, first params/Dense_0/bias is [4] there and [5]" in said
+  assert "init_head" not in said
+  wrong = {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(4, jnp.int32)}
+  assert "1 of another dtype, first params/Dense_0/bias is float32 there" in line(
+    made | {"Dense_0": wrong}
+  )
+  head = {"kernel": 7 * jnp.ones((4, 9))}
+  said = line(made | {"Dense_1": head})
+  assert said.endswith("init_head=True starts the classifier anew")
+  found = import_safetensors(path, made | {"Dense_1": head}, init_head=True)
+  assert found.params["Dense_1"]["kernel"] is head["kernel"]
+  assert "the classifier starts anew" in found.story
+  assert "24 numbers" not in found.story and "16 numbers in 2 arrays" in found.story
+  assert "did you mean 'timm'" in line(made, naming="tim")
+  assert "no name for params/Dense_0/" in line(made, naming="timm")
+  no_head = {"Norm": {"scale": jnp.ones(2)}}
+  assert "classifier is not known" in line(no_head, init_head=True)
+  write(path, {"a.b": (F4, (1,))}, [np.ones(1, F4)])
+  assert "names of none of jaxscale, timm, huggingface (but a.b)" in line(made)
+
+
+def test_what_has_a_scale_elsewhere_is_not_cast(tmp_path):
+  path = tmp_path / "a"
+  eight = np.ones(3, ml_dtypes.float8_e4m3fn)
+  written(path, {"params/w": eight})
+  with pytest.raises(ConfigError, match="float8_e4m3fn there and float32 here"):
+    import_safetensors(path, {"w": jnp.ones(3)})
+
+
+def test_tied_embeddings_and_derived_buffers_of_hugging_faces(tmp_path):
+  params = {
+    "embed": {"table": jnp.arange(12.0).reshape(4, 3)},
+    "layers": {"attn_norm": {"scale": jnp.ones((2, 3))}},
+    "head": {"norm": {"scale": jnp.ones(3)}, "kernel": jnp.zeros((3, 4))},
+  }
+  path = tmp_path / "a"
+  export_safetensors(path, params, naming="huggingface")
+  arrays = {name: np.array(view(x)) for name, x in read_index(path).items()}
+  del arrays["lm_head.weight"]
+  arrays["model.layers.1.self_attn.rotary_emb.inv_freq"] = np.ones(1, F4)
+  found = import_safetensors(written(path, arrays), params).params
+  assert (found["head"]["kernel"] == params["embed"]["table"].T).all()

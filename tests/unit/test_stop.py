@@ -1,0 +1,169 @@
+"""All stop at the same point, whoever asks, when, and however often."""
+
+import random
+import socket
+import threading
+import time
+import timeit
+
+import pytest
+
+from jaxscale.cluster.watch import watch
+from jaxscale.cluster.watch.fault_detection import Limits, limit_s
+from jaxscale.cluster.watch.monitor import Hub
+from jaxscale.cluster.watch.stop_consensus import Agreement, Stop
+
+POINTS = 60
+
+
+def run(rng: random.Random, num: int, requests: int, points: int = POINTS):
+  """Threads that pass points at random speeds; where each stopped, and why.
+
+  Everything is as between processes: a socket each to a hub, a link's thread each.
+  """
+  ends = [socket.socketpair() for _ in range(num)]
+  limits = Limits(beat_s=0.02, silence_s=20)
+  said: list[str] = []
+  hosts = [f"n{rank}" for rank in range(num)]
+  hub = Hub(
+    {rank: ours for rank, (ours, _) in enumerate(ends)},
+    hosts,
+    limits,
+    say=said.append,
+    on_fault=lambda line, code, stacks: said.append(line),
+  )
+  watches = [
+    watch.Watch(rank, hosts, theirs, limits, None)
+    for rank, (_, theirs) in enumerate(ends)
+  ]
+  delays = [[rng.choice([0, 0, 1e-4, 1e-3]) for _ in range(points)] for _ in ends]
+  stopped: list[tuple[int, str | None] | None] = [None] * num
+
+  def train(rank):
+    w = watches[rank]
+    stopped[rank] = points, None
+    for point in range(points):
+      if why := w.stop.poll():
+        stopped[rank] = point, why
+        assert w.stop.poll() == why == w.stop.reason  # it stays so
+        break
+      time.sleep(delays[rank][point])
+    w.close()
+
+  def ask(seconds, rank, reason):
+    time.sleep(seconds)
+    watches[rank].stop.request(reason)
+
+  asking = [
+    (rng.uniform(0, 0.02), rng.randrange(num), f"S{i}") for i in range(requests)
+  ]
+  threads = [threading.Thread(target=ask, args=args) for args in asking]
+  threads += [threading.Thread(target=train, args=(rank,)) for rank in range(num)]
+  links = [threading.Thread(target=w._run) for w in watches]
+  links.append(threading.Thread(target=hub.run))
+  for w in watches:
+    w._threads = links[:-1]
+  for thread in links + threads:
+    thread.start()
+  for thread in threads + links:
+    thread.join(20)
+    assert not thread.is_alive()
+  return stopped, said
+
+
+@pytest.fixture(autouse=True)
+def _no_last_resort(monkeypatch):
+  """Watches that share a process would arm and disarm one timer."""
+  monkeypatch.setattr(watch.stacks, "arm", lambda seconds: None)
+  monkeypatch.setattr(watch.stacks, "disarm", lambda: None)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_all_stop_at_the_same_point(seed):
+  rng = random.Random(seed)
+  early = 0
+  for _ in range(20):
+    stopped, said = run(rng, rng.randint(2, 6), rng.randint(1, 3))
+    assert len(set(stopped)) == 1, stopped
+    early += stopped[0][1] is not None
+    assert not any("error" in line for line in said)
+    # However many ask, one reason is said, once, with who was told.
+    assert sum("all stop together" in line for line in said) <= 1
+  assert early >= 15  # most of them were asked in time
+
+
+def test_the_reason_names_who_was_told():
+  stopped, said = run(random.Random(1), 3, 1)
+  point, why = stopped[0]
+  assert point < POINTS and why.startswith("S0 at process ") and " on n" in why
+  assert said == [f"{why}: all stop together, and save"]
+
+
+def test_without_a_request_nobody_stops():
+  stopped, said = run(random.Random(2), 3, 0)
+  assert stopped == [(POINTS, None)] * 3 and said == []
+
+
+def test_a_request_when_some_are_done_stops_nobody_short():
+  agreement = Agreement(3)
+  assert agreement.answer(0, 40) is None  # goodbye, after all its points
+  assert agreement.ask("SIGTERM") and not agreement.ask("SIGUSR1")
+  assert agreement.answer(1, 38) is None
+  assert agreement.answer(2, 39) == (40, "SIGTERM")  # the others have 40 as well
+
+
+def test_a_held_process_passes_no_point_until_it_is_decided():
+  stop = Stop(lambda reason: None)
+  assert [stop.poll() for _ in range(3)] == [None] * 3
+  assert stop.hold() == 3
+  seen = []
+  thread = threading.Thread(target=lambda: seen.extend(stop.poll() for _ in range(3)))
+  thread.start()
+  time.sleep(0.05)
+  assert seen == [] and stop.passed() == 3
+  stop.decided(5, "SIGTERM")
+  thread.join(5)
+  assert seen == [None, None, "SIGTERM"]
+  stop.decided(9, "later")
+  assert stop.hold() == 5 and stop.poll() == "SIGTERM"  # no second agreement
+
+
+def test_one_process_alone_stops_at_its_next_point():
+  alone = watch.start({}, 0, ["here"])
+  assert alone.stop.poll() is None
+  threading.Thread(target=alone.stop.request, args=("Ctrl-C",)).start()
+  deadline = time.monotonic() + 5
+  while (why := alone.stop.poll()) is None:
+    assert time.monotonic() < deadline
+  assert why == "Ctrl-C"
+  alone.close()
+
+
+def test_healthy_calls_cost_microseconds():
+  # The smallest of several: what else this machine does is not our cost.
+  alone = watch.start({}, 0, ["here"])
+  steps = iter(range(10**9))
+
+  def step():
+    number = next(steps)
+    alone.at(number, "input")
+    alone.at(number, "step")
+
+  cost = min(timeit.repeat(alone.stop.poll, number=2000, repeat=7)) / 2000
+  assert cost < 5e-6
+  cost = min(timeit.repeat(step, number=2000, repeat=7)) / 4000
+  assert cost < 2e-6
+
+
+def test_another_stage_has_a_first_step_and_a_pace_of_its_own():
+  ours, theirs = socket.socketpair()
+  hub = Hub({0: ours}, ["n0"], Limits(), say=print, on_fault=lambda *_: None)
+  seen = hub._ranks[0]
+  for step, phase, now in ((5, "step", 0.0), (9, "step", 4.0)):
+    hub._beat(0, seen, [step, phase, 0, 0.0, 0.0, step], now)
+  assert seen.mean_s == 1.0
+  assert limit_s(seen, Limits()) == max(Limits().hang_s, 10.0)
+  hub._beat(0, seen, [10, "compiling", 0, 0.0, 0.0, 9], 5.0)
+  hub._beat(0, seen, [10, "step", 0, 0.0, 0.0, 10], 5.5)
+  assert limit_s(seen, Limits()) == Limits().compiling_s and seen.mean_s == 0.5
+  ours.close(), theirs.close()

@@ -1,0 +1,283 @@
+"""Text of TFDS and of files, packed once; tokenizers."""
+
+import json
+import re
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_imagenet import write_array_record, write_tfrecord
+
+from jaxscale import data
+from jaxscale.data.packed import packed
+from jaxscale.data.text import documents
+from jaxscale.data.tokenizer import byte_tokenizer, read_tokenizer
+from jaxscale.errors import ConfigError
+
+RNG = np.random.default_rng(0)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch, tmp_path):
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+# Packing.
+
+
+def test_documents_are_packed_once_and_kept(tmp_path, capsys):
+  texts = [b"one", b"", "zwölf".encode()]
+  reads = []
+
+  def batches():
+    reads.append(1)
+    yield texts[:2]
+    yield texts[2:]
+
+  where = str(tmp_path / "kept")
+  for _ in range(2):
+    stream = packed("x", batches(), byte_tokenizer(), ("x", 1), where)
+    assert stream.read(0, stream.num_tokens).tobytes() == b"one\0\0zw\xc3\xb6lf\0"
+  assert reads == [1] and capsys.readouterr().out.count("packing x once") == 1
+  (kept,) = Path(where).glob("*.json")
+  assert json.loads(kept.read_text()) == {"tokens": 12, "documents": 3, "bytes": 9}
+  kept.with_suffix(".bin").write_bytes(b"torn")
+  packed("x", batches(), byte_tokenizer(), ("x", 1), where)
+  packed("x", batches(), byte_tokenizer(), ("x", 2), where)  # of another dataset
+  assert len(reads) == 3
+
+
+def test_one_of_many_packs_and_the_others_wait(tmp_path):
+  reads, found, barrier = [], [], threading.Barrier(6)
+
+  def batches():
+    reads.append(1)
+    time.sleep(0.2)  # the others come meanwhile
+    yield [b"a" * 1000] * 50
+
+  def work():
+    barrier.wait()
+    found.append(packed("x", batches(), byte_tokenizer(), ("x",), str(tmp_path)))
+
+  threads = [threading.Thread(target=work) for _ in range(6)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  assert reads == [1] and [s.num_tokens for s in found] == [50_050] * 6
+
+
+def test_a_failed_packing_leaves_nothing(tmp_path):
+  def batches():
+    yield [b"a"]
+    raise ConfigError("document 1 is torn")
+
+  with pytest.raises(ConfigError, match="torn"):
+    packed("x", batches(), byte_tokenizer(), ("x",), str(tmp_path))
+  assert {p.suffix for p in tmp_path.iterdir()} <= {".lock"}
+  (tmp_path / "file").touch()
+  with pytest.raises(ConfigError, match="set cache_dir to a directory with room"):
+    packed("x", batches(), byte_tokenizer(), ("x",), str(tmp_path / "file"))
+
+
+# TFDS.
+
+
+def text_dataset(root, file_format, texts):
+  """A dataset of texts as TFDS prepares one, in shards of unequal length."""
+  from tensorflow_datasets.proto import tf_example_pb2, tf_feature_pb2
+
+  def record(i, text):
+    features = {
+      "text": tf_feature_pb2.Feature(bytes_list={"value": [text]}),
+      "id": tf_feature_pb2.Feature(int64_list={"value": [i]}),
+    }
+    return tf_example_pb2.Example(features={"feature": features}).SerializeToString()
+
+  folder = root / "stories" / "1.0.0"
+  folder.mkdir(parents=True)
+  write = {"tfrecord": write_tfrecord, "array_record": write_array_record}[file_format]
+  records = [record(i, text) for i, text in enumerate(texts)]
+  splits = {"train": [records[:3], records[3:10]], "test": [records[10:]]}
+  described = []
+  for split, shards in splits.items():
+    for i, part in enumerate(shards):
+      end = f"{i:05}-of-{len(shards):05}"
+      write(folder / f"stories-{split}.{file_format}-{end}", part)
+    described.append(
+      {
+        "filepathTemplate": "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}",
+        "name": split,
+        "numBytes": "1",
+        "shardLengths": [str(len(part)) for part in shards],
+      }
+    )
+  info = {"fileFormat": file_format, "name": "stories", "splits": described,
+          "version": "1.0.0"}  # fmt: skip
+  (folder / "dataset_info.json").write_text(json.dumps(info))
+  core = "tensorflow_datasets.core.features."
+  features = {
+    "text": {"pythonClassName": core + "text_feature.Text", "text": {}},
+    "id": {
+      "pythonClassName": core + "scalar.Scalar",
+      "tensor": {"shape": {}, "dtype": "int64", "encoding": "none"},
+    },
+  }
+  whole = {
+    "pythonClassName": core + "features_dict.FeaturesDict",
+    "featuresDict": {"features": features},
+  }
+  (folder / "features.json").write_text(json.dumps(whole))
+  return root
+
+
+@pytest.mark.filterwarnings("ignore")  # protobuf and TFDS warn of each other
+@pytest.mark.parametrize("file_format", ["array_record", "tfrecord"])
+def test_tfds_text_by_name(tmp_path, file_format):
+  texts = [document[: 50 + 31 * i] for i, document in enumerate(documents()[:14])]
+  root = text_dataset(tmp_path / file_format, file_format, texts)
+  options = {"data_dir": str(root), "sequence_length": 33}
+  for split, expected in (
+    ("train", texts[:10]), ("test", texts[10:]), ("train[2:6]", texts[2:6]),
+  ):  # fmt: skip
+    dataset = data.tfds_text("stories", split, **options)
+    batch = dataset.load(np.arange(dataset.num_examples), None)
+    found = batch["targets"][batch["targets"] >= 0].astype(np.uint8).tobytes()
+    assert found == b"".join(text + b"\0" for text in expected)
+    assert dataset.info.bytes_per_token == 1.0
+  for wrong, hint in (
+    ({"feature": "txt"}, "did you mean 'text'"),
+    ({"feature": "id"}, "TFDSText.feature='id'"),
+    ({"split": "trian"}, "'trian'"),
+  ):
+    arguments = {"split": "train"} | options | wrong
+    with pytest.raises(ConfigError, match=hint) as error:
+      data.tfds_text("stories", **arguments)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_torn_document_is_one_line(tmp_path):
+  root = text_dataset(tmp_path, "tfrecord", [b"some text"] * 14)
+  (file,) = (root / "stories" / "1.0.0").glob("stories-test*")
+  raw = bytearray(file.read_bytes())
+  raw[12:24] = b"\xff" * 12  # the first record's first field
+  file.write_bytes(raw)
+  with pytest.raises(ConfigError, match="copy or prepare the dataset again") as error:
+    data.tfds_text("stories", "test", data_dir=str(root))
+  assert "\n" not in str(error.value)
+  assert not list((tmp_path / "cache" / "jaxscale" / "text").glob("*.bin"))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tfds_text_that_is_not_there_is_one_line(tmp_path):
+  for name, hint in (
+    ("wiki40", "TFDSText.name='wiki40'"),
+    ("lm1b", "python -m jaxscale.data.prepare lm1b"),
+  ):
+    with pytest.raises(ConfigError, match=hint) as error:
+      data.tfds_text(name, "train", data_dir=str(tmp_path))
+    assert "\n" not in str(error.value)
+
+
+# Files.
+
+
+def test_text_files_of_every_kind(tmp_path):
+  (tmp_path / "train").mkdir()
+  for name, text in (("b.txt", "second"), ("a.txt", "first"), ("README.md", "no")):
+    (tmp_path / "train" / name).write_text(text)
+  (tmp_path / "val.txt").write_text("held out")
+  for split, expected in (("train", b"first\0second\0"), ("val", b"held out\0")):
+    dataset = data.text_files(tmp_path, split, sequence_length=4)
+    batch = dataset.load(np.arange(dataset.num_examples), None)
+    found = batch["targets"][batch["targets"] >= 0]
+    assert found.astype(np.uint8).tobytes() == expected
+  tokens = RNG.integers(0, 70_000, 90)
+  for kind, vocab_size, low in (("u2", 50257, 50257), ("u4", 70_000, 70_000)):
+    tokens.astype(f"<{kind}").tofile(tmp_path / f"{kind}.bin")
+    expected = tokens % low
+    expected.astype(f"<{kind}").tofile(tmp_path / f"{kind}.bin")
+    dataset = data.text_files(tmp_path, kind, vocab_size=vocab_size, sequence_length=16)
+    batch = dataset.load(np.arange(dataset.num_examples), None)
+    np.testing.assert_array_equal(batch["targets"][batch["targets"] >= 0], expected[1:])
+    assert dataset.info.bytes_per_token is None
+
+
+def test_mistakes_with_text_files_are_one_line(tmp_path):
+  np.arange(9, dtype="<u2").tofile(tmp_path / "train.bin")
+  (tmp_path / "val.txt").write_text("x")
+  (tmp_path / "both").mkdir()
+  (tmp_path / "both" / "0.bin").touch()
+  (tmp_path / "both" / "1.txt").touch()
+  (tmp_path / "none.txt").touch()
+  for arguments, hint in (
+    ({"split": "train"}, "TextFiles.vocab_size=None"),
+    ({"split": "train", "vocab_size": 9, "tokenizer": "x.json"}, "omit it"),
+    ({"split": "val", "vocab_size": 9}, "is text, whose vocabulary"),
+    ({"split": "test"}, "there is both, none, train, val"),
+    ({"split": "both"}, "leave one kind"),
+    ({"split": "val", "directory": tmp_path / "no"}, "no such directory"),
+    ({"split": "val", "tokenizer": "no.json"}, "TextFiles.tokenizer='no.json'"),
+  ):
+    with pytest.raises(ConfigError, match=re.escape(hint)) as error:
+      data.text_files(**{"directory": tmp_path} | arguments)
+    assert "\n" not in str(error.value)
+
+
+# Tokenizers.
+
+
+@pytest.fixture
+def tokenizer_file(tmp_path):
+  tokenizers = pytest.importorskip("tokenizers")
+  model = tokenizers.Tokenizer(tokenizers.models.BPE())
+  model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  model.decoder = tokenizers.decoders.ByteLevel()
+  trainer = tokenizers.trainers.BpeTrainer(
+    vocab_size=400,
+    special_tokens=["<|endoftext|>", "<pad>"],
+    initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    show_progress=False,
+  )
+  model.train_from_iterator([d.decode() for d in documents()[:30]], trainer)
+  model.enable_truncation(5)  # as files of encoder models have it
+  path = tmp_path / "tokenizer.json"
+  model.save(str(path))
+  return path, model
+
+
+def test_a_tokenizer_file_gives_what_the_package_gives(tokenizer_file, tmp_path):
+  path, model = tokenizer_file
+  model.no_truncation()
+  (tmp_path / "val.txt").write_bytes(documents()[3])
+  dataset = data.text_files(tmp_path, "val", tokenizer=str(path), sequence_length=64)
+  batch = dataset.load(np.arange(dataset.num_examples), None)
+  found = batch["targets"][batch["targets"] >= 0]
+  end = model.token_to_id("<|endoftext|>")
+  assert found.tolist() == [*model.encode(documents()[3].decode()).ids, end]
+  assert batch["tokens"][0, 0] == end and dataset.info.vocab_size == 400
+  assert model.decode(found[:-1].tolist()).encode() == documents()[3]
+  tokens, text = read_tokenizer(str(path)), documents()[3].decode()
+  for i in (0, 1, 7, len(found) - 1):
+    head, rest = found[:i].tolist(), found[i:-1].tolist()
+    assert model.decode(head) + tokens.decode(rest, head) == text
+  ratio = len(documents()[3]) / len(found)
+  assert dataset.info.bytes_per_token == pytest.approx(ratio)
+  assert read_tokenizer(str(path), "<pad>").separator == model.token_to_id("<pad>")
+  with pytest.raises(ConfigError, match=r"separator='</s>': no token of the tokenizer"):
+    read_tokenizer(str(path), "</s>", field="TextFiles.tokenizer")
+  path.write_text("{}")
+  with pytest.raises(ConfigError, match="no tokenizer of Hugging Face") as error:
+    read_tokenizer(str(path))
+  assert "\n" not in str(error.value)
+
+
+def test_without_the_package_it_is_one_line(tmp_path, monkeypatch):
+  monkeypatch.setitem(sys.modules, "tokenizers", None)
+  (tmp_path / "tokenizer.json").write_text("{}")
+  with pytest.raises(ConfigError, match=r"pip install 'jaxscale\[tokenizers\]'"):
+    read_tokenizer(str(tmp_path / "tokenizer.json"))
