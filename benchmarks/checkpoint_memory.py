@@ -24,7 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 PROCESSES, DEVICES = 4, 2
-PARAMETERS = {"shard": "parameters"}
+PARAMETERS = {"shard": "fsdp"}
 LAYOUTS: dict[str, Any] = {
   "replicated": ({"data": 8}, {}),
   "fsdp 8": ({"data": 1, "fsdp": 8}, PARAMETERS),

@@ -56,7 +56,7 @@ class Study(NamedTuple):
 
 REPLICATED = Run("replicated, data 8", ())
 FOUR = Run("replicated, data 4 (4 devices)", (), devices=4)
-FSDP = "layout.shard=parameters"
+FSDP = "layout.shard=fsdp"
 STUDIES = (
   Study(
     "text", "Language model of bytes", "configs/text.py", ("epochs=0.4",),

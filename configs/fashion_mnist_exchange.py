@@ -52,9 +52,9 @@ EXCHANGES = {
 }
 # 14 steps of 64 examples: tau N^2 is 57,344 of the 60,000 examples there are.
 SYNC = {
-  "local_sgd": LocalSGD(every=14),
-  "diloco": DiLoCo(every=14),
-  "block_momentum": BlockMomentum(every=14),
+  "local_sgd": LocalSGD(sync_every_steps=14),
+  "diloco": DiLoCo(sync_every_steps=14),
+  "block_momentum": BlockMomentum(sync_every_steps=14),
 }
 
 

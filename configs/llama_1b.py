@@ -43,6 +43,6 @@ def get_config(chips: str = "v5e") -> Config:
     epochs=1,
     dtype="bfloat16",
     mesh=Mesh(data=1, fsdp=-1),
-    layout=Layout(shard="parameters", remat="full"),
+    layout=Layout(shard="fsdp", remat="full"),
     evaluation=Evaluation(every_epochs=0.05, batch_size=256),
   )

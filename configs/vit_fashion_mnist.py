@@ -3,7 +3,7 @@
 Command    python -m jaxscale.train --config configs/vit_fashion_mnist.py
            after `make fashion_mnist`, with JAX_NUM_CPU_DEVICES=8 for 8 devices; a
            layout is e.g. --config.mesh.data=2 --config.mesh.fsdp=2
-           --config.mesh.model=2 --config.layout.shard=parameters
+           --config.mesh.model=2 --config.layout.shard=fsdp
 Hardware   2 CPU cores (Xeon) as 8 devices, jax 0.10.2, Python 3.11
 Result     68.5 % after 211 steps (epochs=0.45, batch_size=128, warm-up of 0.1 epochs),
            under four layouts (docs/parallelism.md); the whole 5 epochs were not run

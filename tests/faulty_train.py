@@ -21,7 +21,7 @@ from typing import Any
 from jaxscale import train
 from jaxscale.checkpoint import files
 from jaxscale.errors import leave
-from jaxscale.experiment.phases import stage_index
+from jaxscale.experiment.phases import phase_index
 from jaxscale.run import adaptive_batch
 
 
@@ -75,8 +75,8 @@ def patch(fault: str, at: int, note: Path) -> None:
     FAULTS[fault]()
 
   def train_batches(experiment: Any, position: int) -> Iterator[Any]:
-    stages = experiment.derived.stages
-    step = position // stages[stage_index(stages, 0)].batch_size
+    phases = experiment.derived.phases
+    step = position // phases[phase_index(phases, 0)].batch_size
     for batch in batches(experiment, position):
       step += 1
       if fault == "slow":

@@ -17,13 +17,13 @@ from jaxscale.experiment import build
 LANGUAGE, DIGITS = "tests/tiny_language.py", "configs/digits.py"
 
 
-def laid_out(shard="nothing", steps=1, bf16=False, optimizer=None, layout=(), **mesh):
+def laid_out(shard="none", steps=1, bf16=False, optimizer=None, layout=(), **mesh):
   return LANGUAGE, {
     "mesh": cfg.Mesh(**({"data": 1} | mesh)),
     "layout": cfg.Layout(shard=shard, **dict(layout)),
     "accumulate_steps": steps,
     "dtype": "bfloat16" if bf16 else "float32",
-    "optimizer": optimizer or cfg.LAMB(lr=1e-3),
+    "zero1": optimizer or cfg.LAMB(lr=1e-3),
   }
 
 
@@ -31,16 +31,16 @@ def exchanged(exchange, **mesh):
   return DIGITS, {"mesh": cfg.Mesh(**mesh), "exchange": exchange}
 
 
-PARTS = "parameters"
+PARTS = "fsdp"
 RUNS = {
   "data x fsdp x model": laid_out(PARTS, data=2, fsdp=2, model=2, bf16=True),
   "in backward, accumulated": laid_out(
     PARTS, replica=2, data=2, fsdp=2, steps=2, layout={"slow_axes": "in_backward"}
   ),
   "zero-2 x model, muon": laid_out(
-    "gradients", fsdp=2, data=2, model=2, optimizer=cfg.Muon(lr=1e-3)
+    "zero2", fsdp=2, data=2, model=2, optimizer=cfg.Muon(lr=1e-3)
   ),
-  "zero-1, adamw": laid_out("optimizer", data=2, fsdp=4, optimizer=cfg.AdamW(lr=1e-3)),
+  "zero-1, adamw": laid_out("zero1", data=2, fsdp=4, optimizer=cfg.AdamW(lr=1e-3)),
   "tokens too": laid_out(
     PARTS, data=2, fsdp=2, model=2, layout={"model": "layers_and_tokens"}
   ),
@@ -69,7 +69,7 @@ def programs(name):
   path, replaced = RUNS[name]
   made = build.experiment(dataclasses.replace(load_config(path), **replaced))
   state, batch = made.abstract_state(), made.abstract_batch()
-  rows, sharding = made.stage.batch_size, jax.tree.leaves(batch)[0].sharding
+  rows, sharding = made.phase.batch_size, jax.tree.leaves(batch)[0].sharding
   mask = jax.ShapeDtypeStruct((rows,), bool, sharding=sharding)
   held_out = {"mask": mask} | batch
   return {

@@ -62,11 +62,11 @@ def curve(config: Config, num_train: int) -> Curve:
   # One device and micro-batch: what a batch is divided by changes no rate.
   derived = derive(_undivided(config), num_train, 1, 1)
   epochs, rates = [], []
-  for stage in derived.stages:
-    steps = np.arange(stage.start, stage.stop)
-    seen = stage.examples + (steps - stage.start) * stage.batch_size
+  for phase in derived.phases:
+    steps = np.arange(phase.start, phase.stop)
+    seen = phase.examples + (steps - phase.start) * phase.batch_size
     epochs.append(seen / num_train)
-    rates.append(jax.vmap(parts.stage_schedule(config, derived, stage))(steps))
+    rates.append(jax.vmap(parts.phase_schedule(config, derived, phase))(steps))
   return Curve(np.concatenate(epochs), np.concatenate(rates))
 
 

@@ -47,7 +47,7 @@ class Timeouts:
   """How long processes wait for each other where nothing watches yet, in seconds.
 
   Attributes:
-    meet_s: at the start, from the first process that comes to the last.
+    rendezvous_timeout_s: at the start, from the first process that comes to the last.
     initialization_s: for JAX's coordinator to be there, and then once more for JAX's
       own connections (its default is 300).
     heartbeat_s: of silence until JAX aborts everybody; to be longer than our own
@@ -60,7 +60,7 @@ class Timeouts:
       not `--signal` says so, too.
   """
 
-  meet_s: float = 120.0
+  rendezvous_timeout_s: float = 120.0
   initialization_s: float = 60.0
   heartbeat_s: float = 100.0
   shutdown_s: float = 300.0
@@ -159,7 +159,7 @@ def _meet(
     trouble = str(e)  # it may be this host's alone: all are to hear of it
   meeting = meet(
     launch,
-    timeout_s=timeouts.meet_s,
+    timeout_s=timeouts.rendezvous_timeout_s,
     digests=digests_of(config),
     on_cpu=not num_gpus,
     trouble=trouble,

@@ -42,8 +42,8 @@ from jaxscale.config.optim import (
   AdaptiveBatch,
   Cosine,
   Muon,
+  Phases,
   Polynomial,
-  Stages,
   Steps,
 )
 from jaxscale.config.running import Checkpoint, Checks, Evaluation, Faults, Log, Mesh
@@ -51,12 +51,48 @@ from jaxscale.config.validation import settings
 from jaxscale.errors import ConfigError
 
 __all__ = [
-  "CNN", "LAMB", "LARS", "MLP", "SGD", "TFDS", "AdamW", "AdaptiveBatch", "AlexNet",
-  "AllReduce", "BlockMomentum", "Checkpoint", "Checks", "Config", "ConfigError",
-  "Cosine", "DiLoCo", "Digits", "Evaluation", "EveryStep", "Faults", "HalfPrecision",
-  "ImageFolder", "Int8", "Layout", "LocalSGD", "Log", "Mesh", "Muon", "OneBit",
-  "Polynomial", "PowerSGD", "ResNet", "Stages", "Steps", "Synthetic", "TFDSText",
-  "Text", "TextFiles", "TopK", "Transformer", "ViT",
+  "CNN",
+  "LAMB",
+  "LARS",
+  "MLP",
+  "SGD",
+  "TFDS",
+  "AdamW",
+  "AdaptiveBatch",
+  "AlexNet",
+  "AllReduce",
+  "BlockMomentum",
+  "Checkpoint",
+  "Checks",
+  "Config",
+  "ConfigError",
+  "Cosine",
+  "DiLoCo",
+  "Digits",
+  "Evaluation",
+  "EveryStep",
+  "Faults",
+  "HalfPrecision",
+  "ImageFolder",
+  "Int8",
+  "Layout",
+  "LocalSGD",
+  "Log",
+  "Mesh",
+  "Muon",
+  "OneBit",
+  "Phases",
+  "Polynomial",
+  "PowerSGD",
+  "ResNet",
+  "Steps",
+  "Synthetic",
+  "TFDSText",
+  "Text",
+  "TextFiles",
+  "TopK",
+  "Transformer",
+  "ViT",
 ]  # fmt: skip
 
 
@@ -71,8 +107,8 @@ class Config:
     schedule: Cosine, Polynomial or Steps.
     batch_size: examples an optimizer step, over all devices.
     epochs: passes over the training examples.
-    stages: batch and image sizes that change on the way: Stages or
-      AdaptiveBatch; by default a single stage.
+    phases: batch and image sizes that change on the way: Phases or
+      AdaptiveBatch; by default a single phase.
     accumulate_steps: micro-batches a step; gradients are exchanged once. A run
       that goes on with fewer devices than it began on has more of them.
     lr_scaling: how optimizer.lr grows with the batch: "none", "linear"
@@ -119,7 +155,7 @@ class Config:
   schedule: Cosine | Polynomial | Steps = Cosine()
   batch_size: Count
   epochs: Positive
-  stages: Stages | AdaptiveBatch = Stages()
+  phases: Phases | AdaptiveBatch = Phases()
   accumulate_steps: Count = 1
   lr_scaling: Literal["none", "linear", "sqrt"] = "none"
   lr_reference_batch_size: Count = 256
@@ -178,10 +214,10 @@ class Config:
       )
     for pattern in self.layer_order:
       check_pattern("Config.layer_order", pattern, "give e.g. '^Conv_0/'")
-    if isinstance(self.stages, Stages) and self.stages.epochs[-1] >= self.epochs:
+    if isinstance(self.phases, Phases) and self.phases.epochs[-1] >= self.epochs:
       raise ConfigError(
-        f"Stages.epochs={self.stages.epochs}: the run has only {self.epochs} epochs, "
-        "leave out the stages that begin later, or set Config.epochs higher"
+        f"Phases.epochs={self.phases.epochs}: the run has only {self.epochs} epochs, "
+        "leave out the phases that begin later, or set Config.epochs higher"
       )
     _check_neutral(self)
     _check_exchange(self)
@@ -192,15 +228,15 @@ class Config:
 
 def _check_neutral(config: Config) -> None:
   """Batch sizes that change neutrally are for SGD's momentum."""
-  neutral = isinstance(config.stages, AdaptiveBatch) or (
-    config.stages.follow == "neutral" and bool(config.stages.batch_sizes)
+  neutral = isinstance(config.phases, AdaptiveBatch) or (
+    config.phases.follow == "neutral" and bool(config.phases.batch_sizes)
   )
   if not neutral:
     return
   if not isinstance(config.optimizer, SGD):
     raise ConfigError(
       f"Config.optimizer={type(config.optimizer).__name__}: batch sizes that change "
-      "neutrally keep the time constant of SGD's momentum; use SGD, or Stages "
+      "neutrally keep the time constant of SGD's momentum; use SGD, or Phases "
       "with follow='linear' or 'sqrt'"
     )
   if config.optimizer.momentum_correction != "never":
@@ -242,10 +278,10 @@ def _check_local(config: Config, sync: LocalSGD) -> None:
       f"{name}: the noise scale compares gradients at the same parameters, and "
       "workers have their own; set noise_scale to False"
     )
-  if isinstance(config.stages, AdaptiveBatch):
+  if isinstance(config.phases, AdaptiveBatch):
     raise ConfigError(
       f"{name}: trials of AdaptiveBatch compare steps that all take together; use "
-      "Stages"
+      "Phases"
     )
   if config.lr_scaling != "none":
     raise ConfigError(

@@ -133,11 +133,11 @@ class LocalSGD:
   batch_size / workers.
 
   Attributes:
-    every: steps from one meeting to the next.
+    sync_every_steps: steps from one meeting to the next.
     workers: who trains alone: each "device", or each "replica" of the mesh.
   """
 
-  every: Count
+  sync_every_steps: Count
   workers: Literal["device", "replica"] = "device"
 
 
@@ -150,7 +150,7 @@ class DiLoCo(LocalSGD):
     outer_momentum: of the outer step.
   """
 
-  every: Count = 500
+  sync_every_steps: Count = 500
   outer_lr: Positive = 0.7
   outer_momentum: Fraction = 0.9
 
@@ -160,7 +160,7 @@ class BlockMomentum(LocalSGD):
   """Workers train alone; their way is filtered, as in CNTK (BMUF, ICASSP 2016).
 
   Attributes:
-    every: steps from one meeting to the next; None: CNTK's, 120,000 examples of
+    sync_every_steps: steps from one meeting to the next; None: CNTK's, 120,000 examples of
       a worker.
     outer_lr: of the mean way of the workers.
     outer_momentum: of the filter; None: CNTK's 1 - 1/workers.
@@ -168,7 +168,7 @@ class BlockMomentum(LocalSGD):
     reset_momentum: empty the workers' own momentum when they meet.
   """
 
-  every: Annotated[int | None, ">= 1"] = None  # pyright: ignore
+  sync_every_steps: Annotated[int | None, ">= 1"] = None  # pyright: ignore
   outer_lr: Positive = 1.0
   outer_momentum: Annotated[float | None, "in [0, 1)"] = None
   nesterov: bool = True

@@ -14,8 +14,8 @@ class Layout:
   """What is split over the devices along the mesh's axes fsdp, stage and model.
 
   Attributes:
-    shard: what is split along fsdp: "nothing", the state of the "optimizer" (ZeRO-1),
-      "gradients" too (ZeRO-2), or "parameters" too (FSDP), which are then gathered
+    shard: what is split along fsdp: "none", "zero1": the optimizer state,
+      "zero2": and gradients, "fsdp": and parameters, which are then gathered
       layer by layer.
     slow_axes: where gradients that are split along fsdp are summed over replica and
       data: "after" the backward pass, once a step, or "in_backward", layer by layer
@@ -41,7 +41,7 @@ class Layout:
       what stage and model split is what the model computes with, and stays.
   """
 
-  shard: Literal["nothing", "optimizer", "gradients", "parameters"] = "nothing"
+  shard: Literal["none", "zero1", "zero2", "fsdp"] = "none"
   slow_axes: Literal["after", "in_backward"] = "after"
   model: Literal["layers", "layers_and_tokens", "ring", "all_to_all"] = "layers"
   sum_in: Literal["float32", "dtype"] = "float32"
@@ -74,22 +74,22 @@ def check_layout(config: Any) -> None:
   """
   layout, mesh = config.layout, config.mesh
   split = [f"Mesh.{a}={n}" for a in ("stage", "model") if (n := getattr(mesh, a)) != 1]
-  split = ([f"Layout.shard={layout.shard!r}"] * (layout.shard != "nothing")) + split
+  split = ([f"Layout.shard={layout.shard!r}"] * (layout.shard != "none")) + split
   model = type(config.model).__name__
   is_stack = model in ("Transformer", "ViT")
-  if layout.shard != "nothing" and mesh.fsdp == 1:
+  if layout.shard != "none" and mesh.fsdp == 1:
     raise ConfigError(
       f"Layout.shard={layout.shard!r}: is split along fsdp, which has one device; set "
       "mesh.fsdp, e.g. to -1 with mesh.data=1"
     )
-  if layout.shard == "nothing" and mesh.fsdp != 1:
+  if layout.shard == "none" and mesh.fsdp != 1:
     raise ConfigError(
-      f"Mesh.fsdp={mesh.fsdp}: splits nothing while Layout.shard='nothing'; set "
-      "layout.shard, e.g. to 'parameters', or use mesh.data"
+      f"Mesh.fsdp={mesh.fsdp}: splits nothing while Layout.shard='none'; set "
+      "layout.shard, e.g. to 'fsdp', or use mesh.data"
     )
   for field, value, needs, remedy in (
-    ("slow_axes", "in_backward", layout.shard in ("gradients", "parameters"),
-     "layout.shard to 'gradients' or 'parameters'"),
+    ("slow_axes", "in_backward", layout.shard in ("zero2", "fsdp"),
+     "layout.shard to 'zero2' or 'fsdp'"),
     ("slow_axes", "in_backward", mesh.replica != 1 or mesh.data != 1,
      "mesh.replica or mesh.data to 2 or more"),
     ("schedule", "1f1b", mesh.stage != 1, "mesh.stage to 2 or more"),
@@ -142,7 +142,7 @@ def _check_whole(config: Any, split: str) -> None:
     ("Log.step_report=True", config.log.step_report, "set it to False"),
     (
       "Config.stages=AdaptiveBatch",
-      type(config.stages).__name__ == "AdaptiveBatch",
+      type(config.phases).__name__ == "AdaptiveBatch",
       "use Stages",
     ),
   ):

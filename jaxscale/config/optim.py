@@ -215,14 +215,14 @@ Follow = Literal["none", "linear", "sqrt", "neutral"]
 
 
 @settings
-class Stages:
+class Phases:
   """What changes at given epochs: the batch grows, or the images do.
 
   Attributes:
-    epochs: where each stage begins; the first at 0.
-    batch_sizes: of each stage; (): Config.batch_size in all of them.
-    accumulate_steps: of each stage; (): Config.accumulate_steps in all.
-    image_sizes: of the training images of each stage; (): the data's own.
+    epochs: where each phase begins; the first at 0.
+    batch_sizes: of each phase; (): Config.batch_size in all of them.
+    accumulate_steps: of each phase; (): Config.accumulate_steps in all.
+    image_sizes: of the training images of each phase; (): the data's own.
     follow: how the learning rate follows the batch size, from the rate at
       Config.batch_size: "none", "linear", "sqrt", or "neutral" (CNTK's, for
       SGD): rate an example and time constant of the momentum stay.
@@ -236,15 +236,15 @@ class Stages:
 
   def __post_init__(self):
     if not self.epochs or self.epochs[0] != 0:
-      raise ConfigError(f"Stages.epochs={self.epochs}: the first stage begins at 0")
+      raise ConfigError(f"Phases.epochs={self.epochs}: the first phase begins at 0")
     if list(self.epochs) != sorted(set(self.epochs)):
-      raise ConfigError(f"Stages.epochs={self.epochs}: give them in rising order")
+      raise ConfigError(f"Phases.epochs={self.epochs}: give them in rising order")
     for name in ("batch_sizes", "accumulate_steps", "image_sizes"):
       values = getattr(self, name)
       if values and len(values) != len(self.epochs):
         raise ConfigError(
-          f"Stages.{name}={values}: give one for each of the {len(self.epochs)} "
-          "stages, or ()"
+          f"Phases.{name}={values}: give one for each of the {len(self.epochs)} "
+          "phases, or ()"
         )
 
 
@@ -256,7 +256,7 @@ class AdaptiveBatch:
   the one before, are tried from the same state, and the last one whose loss is
   within the margin of the first's is taken (CNTK, SGD.cpp,
   AdaptiveMinibatchSizing). A trial that gives NaN is refused. Rate and momentum
-  follow as in Stages.follow="neutral", which is for SGD.
+  follow as in Phases.follow="neutral", which is for SGD.
 
   Attributes:
     every_epochs: epochs between tunings.

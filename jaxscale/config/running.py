@@ -88,15 +88,15 @@ class Checks:
       next batch; "roll_back": it goes on from the last checkpoint, passing over
       the batches since, the bad one among them (PaLM, arXiv:2204.02311, section
       5.1: spikes come of data and parameters together).
-    most_skipped: how many skips, or rolls back, a run may have; one more ends it.
-    most_skipped_in_a_row: likewise of steps that follow one another, or of rolls
+    max_skipped_steps: how many skips, or rolls back, a run may have; one more ends it.
+    max_consecutive_skipped_steps: likewise of steps that follow one another, or of rolls
       back to the same checkpoint.
   """
 
   replicas_every_steps: Annotated[int, ">= 0"] = 1000
   non_finite: Literal["stop", "skip", "roll_back"] = "stop"
-  most_skipped: Count = 10
-  most_skipped_in_a_row: Count = 3
+  max_skipped_steps: Count = 10
+  max_consecutive_skipped_steps: Count = 3
 
 
 @settings
@@ -108,15 +108,15 @@ class Faults:
   recommends 600 for the start and 420 for a checkpoint).
 
   Attributes:
-    beat_s: between two heartbeats of a process.
-    silence_s: without a heartbeat, until a process counts as stopped.
-    hang_s: in one step, or one batch of an evaluation, or in ten mean steps of this
+    heartbeat_interval_s: between two heartbeats of a process.
+    heartbeat_timeout_s: without a heartbeat, until a process counts as stopped.
+    hang_timeout_s: in one step, or one batch of an evaluation, or in ten mean steps of this
       run, whichever is longer, until a process hangs.
     grace_s: from SIGTERM until a process leaves without a save (Slurm's KillWait,
       after which it kills, is 30 by default).
     before_end_s: before the end of a Slurm job, to save; of a short job at most a
       quarter of it.
-    meet_s: at the start, from the first process that comes to the last.
+    rendezvous_timeout_s: at the start, from the first process that comes to the last.
     starting_s: before the first compilation, as for the data to be found, and after
       the run.
     compiling_s: in a compilation, and in the first step after it.
@@ -124,19 +124,19 @@ class Faults:
     slow_window_s: over which slow processes are looked for.
     initialization_s: for JAX's coordinator to be there, and as long again for its
       connections.
-    heartbeat_s: of silence until JAX aborts all; longer than `silence_s`, which says
+    heartbeat_s: of silence until JAX aborts all; longer than `heartbeat_timeout_s`, which says
       why.
     shutdown_s: that JAX waits at exit for the others.
     restarts: how often a job may be requeued.
     idle_restarts: how often in a row without a newer checkpoint.
   """
 
-  beat_s: Positive = 1.0
-  silence_s: Positive = 30.0
-  hang_s: Positive = 50.0
+  heartbeat_interval_s: Positive = 1.0
+  heartbeat_timeout_s: Positive = 30.0
+  hang_timeout_s: Positive = 50.0
   grace_s: Positive = 25.0
   before_end_s: Annotated[float, ">= 0"] = 60.0
-  meet_s: Positive = 120.0
+  rendezvous_timeout_s: Positive = 120.0
   starting_s: Positive = 600.0
   compiling_s: Positive = 3600.0
   saving_s: Positive = 600.0
@@ -148,10 +148,10 @@ class Faults:
   idle_restarts: Count = 3
 
   def __post_init__(self):
-    if self.heartbeat_s <= self.silence_s:
+    if self.heartbeat_s <= self.heartbeat_timeout_s:
       raise ConfigError(
         f"Faults.heartbeat_s={self.heartbeat_s}: JAX would abort all before "
-        f"silence_s={self.silence_s} says who is silent; give more"
+        f"heartbeat_timeout_s={self.heartbeat_timeout_s} says who is silent; give more"
       )
 
 

@@ -197,13 +197,13 @@ def check_samples(
   fits = max(num_samples // (worker_batch * num_workers**2), 1)
   if num_samples < block:
     raise ConfigError(
-      f"BlockMomentum.every={every}: one block of {num_workers} workers is {block:,} "
+      f"BlockMomentum.sync_every_steps={every}: one block of {num_workers} workers is {block:,} "
       f"samples, more than the {num_samples:,} there are; give {fits} or less"
     )
   if num_samples >= wanted:
     return None
   return (
-    f"BlockMomentum.every={every}: block momentum of {num_workers} workers wants "
+    f"BlockMomentum.sync_every_steps={every}: block momentum of {num_workers} workers wants "
     f"{wanted:,} different samples (tau N^2), there are {num_samples:,}; "
     f"give {fits} or less, or fewer workers"
   )

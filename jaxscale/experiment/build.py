@@ -1,7 +1,7 @@
 """From a Config to everything that a run is made of; `fit` runs it.
 
 `derive` has the numbers that follow, `parts` one function a part; here they
-become an `Experiment`, and one stage of it after another.
+become an `Experiment`, and one phase of it after another.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxscale.experiment import layout as layout_parts
 from jaxscale.experiment import parts
 from jaxscale.experiment.derive import Derived, derive
 from jaxscale.experiment.exchange import Agreement
-from jaxscale.experiment.phases import Stage, scale_velocity, step_at
+from jaxscale.experiment.phases import Phase, scale_velocity, step_at
 from jaxscale.mesh import batch_axes, batch_sharding, make_mesh
 from jaxscale.parallel.layout import Layout, local_shapes
 from jaxscale.parallel.pipelined import OwnGrads
@@ -55,11 +55,11 @@ from jaxscale.tree_paths import path_name
 
 
 class Experiment(NamedTuple):
-  """Everything that a run, or one stage of it, is made of."""
+  """Everything that a run, or one phase of it, is made of."""
 
   config: cfg.Config
   derived: Derived
-  stage: Stage
+  phase: Phase
   mesh: Mesh
   train_data: data.Dataset
   eval_data: data.Dataset
@@ -105,7 +105,7 @@ class Experiment(NamedTuple):
 
   def abstract_batch(self) -> Batch:
     """Shapes, dtypes and shardings of a global training batch."""
-    arrays = data.batch_shapes(self.train_data.info, self.stage.batch_size)
+    arrays = data.batch_shapes(self.train_data.info, self.phase.batch_size)
     sharding: Any = batch_sharding(self.mesh)
     abstract: Any = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
     return {name: abstract(shape, dtype) for name, (shape, dtype) in arrays.items()}
@@ -141,7 +141,7 @@ def experiment(
   devices: Sequence[Any] | None = None,
   datasets: tuple[data.Dataset, data.Dataset] | None = None,
 ) -> Experiment:
-  """Make every part, for the first stage; compiles nothing yet.
+  """Make every part, for the first phase; compiles nothing yet.
 
   Args:
     config: of the run.
@@ -158,42 +158,42 @@ def experiment(
   sizes = train_data.num_examples, eval_data.num_examples
   here = jax.device_count() if devices is None else len(devices)
   derived = derive(config, *sizes, here, start_devices=start_devices)
-  spans = [parts.bn_span(config, derived, stage) for stage in derived.stages]
+  spans = [parts.bn_span(config, derived, phase) for phase in derived.phases]
   mesh = make_mesh(
     **dataclasses.asdict(config.mesh),
     bn_devices=max(span.bn_devices for span in spans),
     devices=devices,
   )
-  for stage in derived.stages:  # those to come are refused now
-    exchange_parts.make_sync(config, derived, stage, mesh)
+  for phase in derived.phases:  # those to come are refused now
+    exchange_parts.make_sync(config, derived, phase, mesh)
   model = parts.make_model(config, eval_data.info, mesh, spans[0], train=False)
   _check_paths(config, model)
   layout = layout_parts.make_layout(config, mesh, model)
   totals = layout_parts.make_totals(model, layout)
   eval_step = make_eval_step(totals, mesh, layout)
   whole = Experiment(
-    config, derived, derived.stages[0], mesh, train_data, eval_data, model, layout,
+    config, derived, derived.phases[0], mesh, train_data, eval_data, model, layout,
     loss=cast(Any, None), tx=optax.identity(), schedule=cast(Any, None),
     exchange=plain(batch_axes(mesh)), agreement=None, train_step=cast(Any, None),
     eval_step=eval_step,
   )  # fmt: skip
-  return at_stage(whole, derived.stages[0])
+  return at_phase(whole, derived.phases[0])
 
 
-def at_stage(experiment: Experiment, stage: Stage) -> Experiment:
-  """The same experiment with the parts of one stage: data, optimizer, step."""
+def at_phase(experiment: Experiment, phase: Phase) -> Experiment:
+  """The same experiment with the parts of one phase: data, optimizer, step."""
   config, derived, mesh = experiment.config, experiment.derived, experiment.mesh
   train_data = experiment.train_data
-  if stage.image_size is not None:
-    train_data = parts.resized_train_data(config, stage.image_size)
+  if phase.image_size is not None:
+    train_data = parts.resized_train_data(config, phase.image_size)
   model = parts.make_model(
-    config, train_data.info, mesh, parts.bn_span(config, derived, stage)
+    config, train_data.info, mesh, parts.bn_span(config, derived, phase)
   )
-  _check_same_params(experiment.model, model, stage)
-  _, momentum = parts.stage_rate(config, stage)
-  schedule = parts.stage_schedule(config, derived, stage)
+  _check_same_params(experiment.model, model, phase)
+  _, momentum = parts.phase_rate(config, phase)
+  schedule = parts.phase_schedule(config, derived, phase)
   # The schedule counts in steps of Config.batch_size, the optimizer in the run's.
-  warmup = step_at(derived.stages, derived.warmup_steps * config.batch_size)
+  warmup = step_at(derived.phases, derived.warmup_steps * config.batch_size)
   tx = parts.make_optimizer(config, schedule, warmup, momentum)
   layout = experiment.layout
   axes = batch_axes(mesh) if layout is None else exchange_axes(layout)
@@ -206,13 +206,13 @@ def at_stage(experiment: Experiment, stage: Stage) -> Experiment:
     lambda: _params(model) if layout is None else local_shapes(layout),
     mesh,
   )
-  agreement, more = exchange_parts.make_sync(config, derived, stage, mesh)
+  agreement, more = exchange_parts.make_sync(config, derived, phase, mesh)
   loss = layout_parts.make_loss(config, model, layout)
   return with_step(
     experiment._replace(
-      stage=stage, train_data=train_data, tx=tx, loss=loss, schedule=schedule,
+      phase=phase, train_data=train_data, tx=tx, loss=loss, schedule=schedule,
       exchange=exchange, agreement=agreement,
-      notes=(*layout_parts.notes(config, mesh, stage.accumulate_steps), *notes, *more),
+      notes=(*layout_parts.notes(config, mesh, phase.accumulate_steps), *notes, *more),
     )
   )  # fmt: skip
 
@@ -223,7 +223,7 @@ def with_step(experiment: Experiment) -> Experiment:
   loss: Any = experiment.loss  # of workers that train alone no pipeline (config)
   made = loss, experiment.tx, experiment.mesh, experiment.exchange
   options = {
-    "accumulate_steps": experiment.stage.accumulate_steps,
+    "accumulate_steps": experiment.phase.accumulate_steps,
     "schedule": experiment.schedule,
     "observe": trust_ratio_metrics if config.log.trust_ratios else None,
     "refuse": True,
@@ -257,13 +257,13 @@ def with_sizes(experiment: Experiment, chosen: Sequence[int]) -> Experiment:
   return experiment._replace(derived=derived)
 
 
-def enter_stage(config: cfg.Config, old: Stage, new: Stage, state: TrainState):
-  """The state carried over from one stage into the next.
+def enter_phase(config: cfg.Config, old: Phase, new: Phase, state: TrainState):
+  """The state carried over from one phase into the next.
 
   The velocity settles at gradient / (1 - momentum), so a new momentum finds it
   scaled as if it had been there all the time.
   """
-  before, after = (parts.stage_rate(config, stage)[1] for stage in (old, new))
+  before, after = (parts.phase_rate(config, phase)[1] for phase in (old, new))
   if before is None or after is None or before == after:
     return state
   scale = functools.partial(scale_velocity, factor=(1 - before) / (1 - after))
@@ -290,14 +290,14 @@ def pass_over(state: TrainState, steps: int) -> TrainState:
 
 
 def _check_same_params(
-  model: layout_parts.Model, staged: layout_parts.Model, stage: Stage
+  model: layout_parts.Model, resized: layout_parts.Model, phase: Phase
 ) -> None:
-  if stage.image_size is None:
+  if phase.image_size is None:
     return
-  shapes = [jax.tree.map(lambda x: x.shape, _params(m)) for m in (model, staged)]
+  shapes = [jax.tree.map(lambda x: x.shape, _params(m)) for m in (model, resized)]
   if shapes[0] != shapes[1]:
     raise ConfigError(
-      f"Stages.image_sizes={stage.image_size}: the parameters of this model depend "
+      f"Phases.image_sizes={phase.image_size}: the parameters of this model depend "
       "on the image size; use one that pools over the image (ResNet)"
     )
 

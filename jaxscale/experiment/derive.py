@@ -10,7 +10,7 @@ from jaxscale import config as cfg
 from jaxscale import optim
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import microbatches
-from jaxscale.experiment.phases import Stage, plan
+from jaxscale.experiment.phases import Phase, plan
 from jaxscale.mesh import batch_norm_span, mesh_shape
 
 
@@ -23,17 +23,17 @@ class Derived(NamedTuple):
     total_steps: optimizer steps of the run.
     warmup_steps: steps of Config.batch_size until the peak rate.
     peak_lr: learning rate at the end of the warm-up, at Config.batch_size.
-    eval_every: steps between evaluations (in the first stage).
-    save_every: steps between checkpoints (in the first stage).
+    eval_every: steps between evaluations (in the first phase).
+    save_every: steps between checkpoints (in the first phase).
     num_devices: over all processes.
     row_blocks: in how many parts they split the rows of a batch.
     start_devices: over all processes when the run began; on fewer of them there are
       more micro-batches a step, so that none is larger than then (spread.py).
-    device_batch_size: examples a device and step (in the first stage).
-    micro_batch_size: examples a device and micro-batch (in the first stage).
+    device_batch_size: examples a device and step (in the first phase).
+    micro_batch_size: examples a device and micro-batch (in the first phase).
     eval_batch_size: over all devices, rounded up to a multiple of them; no more
       than there are examples.
-    stages: stretches of steps of one shape; one, unless something changes.
+    phases: stretches of steps of one shape; one, unless something changes.
   """
 
   num_train: int
@@ -49,7 +49,7 @@ class Derived(NamedTuple):
   device_batch_size: int
   micro_batch_size: int
   eval_batch_size: int
-  stages: tuple[Stage, ...]
+  phases: tuple[Phase, ...]
 
 
 def derive(
@@ -67,7 +67,7 @@ def derive(
     num_train: training examples.
     num_eval: held-out examples.
     num_devices: over all processes.
-    chosen: batch sizes that an adaptive run has settled on so far, a stage each.
+    chosen: batch sizes that an adaptive run has settled on so far, a phase each.
     start_devices: over all processes when the run began; None: it begins now.
 
   Raises:
@@ -78,7 +78,7 @@ def derive(
   Example:
     >>> from jaxscale.config.loading import load_config
     >>> config = load_config("configs/digits.py")
-    >>> derive(config, 1437, 360, 2, start_devices=8).stages[0].accumulate_steps
+    >>> derive(config, 1437, 360, 2, start_devices=8).phases[0].accumulate_steps
     4
   """
   start = start_devices or num_devices
@@ -89,21 +89,21 @@ def derive(
   _check_length(config, num_train)
   _check_text(config, num_train)
   _check_batch(config.batch_size, num_train, start_blocks, config.accumulate_steps)
-  stages = _stages(config, num_train, chosen)
-  _check_stages(config, stages, num_train, start_blocks)
-  stages = over_devices(config, stages, blocks, start_blocks)
+  phases = _phases(config, num_train, chosen)
+  _check_phases(config, phases, num_train, start_blocks)
+  phases = over_devices(config, phases, blocks, start_blocks)
   warmup_steps = round(config.schedule.warmup_epochs * num_train / config.batch_size)
   all_steps = config.epochs * num_train / config.batch_size
   if warmup_steps >= all_steps > 1:
     raise ConfigError(
       f"schedule.warmup_epochs={config.schedule.warmup_epochs}: {warmup_steps} "
-      f"steps of a run of {stages[-1].stop}, make it shorter"
+      f"steps of a run of {phases[-1].stop}, make it shorter"
     )
-  first = stages[0]
+  first = phases[0]
   return Derived(
     num_train=num_train,
     num_eval=num_eval,
-    total_steps=stages[-1].stop,
+    total_steps=phases[-1].stop,
     warmup_steps=warmup_steps,
     peak_lr=optim.scale_learning_rate(
       config.optimizer.lr,
@@ -119,18 +119,18 @@ def derive(
     device_batch_size=first.batch_size // blocks,
     micro_batch_size=first.batch_size // (blocks * first.accumulate_steps),
     eval_batch_size=-(-min(config.evaluation.batch_size, num_eval) // blocks) * blocks,
-    stages=stages,
+    phases=phases,
   )
 
 
 def over_devices(
-  config: cfg.Config, stages: Sequence[Stage], num_blocks: int, start_blocks: int
-) -> tuple[Stage, ...]:
-  """The stages, as asked for, with the micro-batches that a step has here.
+  config: cfg.Config, phases: Sequence[Phase], num_blocks: int, start_blocks: int
+) -> tuple[Phase, ...]:
+  """The phases, as asked for, with the micro-batches that a step has here.
 
   Args:
     config: says what is to stay as it was.
-    stages: whose batches divide over `start_blocks`.
+    phases: whose batches divide over `start_blocks`.
     num_blocks: parts that devices split the rows in now.
     start_blocks: when the run began.
 
@@ -138,15 +138,15 @@ def over_devices(
     ConfigError: a batch does not divide over these devices.
   """
   if num_blocks == start_blocks:
-    return tuple(stages)
+    return tuple(phases)
   span = _bn_span(config) or "device"
 
-  def keeps(stage: Stage, devices: int, micros: int) -> bool:
+  def keeps(phase: Phase, devices: int, micros: int) -> bool:
     if config.noise_scale and devices * micros == 1:
       return False
     if span == "global":  # its statistics are over a micro-batch of all devices
-      return micros == stage.accumulate_steps
-    rows = stage.batch_size // (devices * micros)
+      return micros == phase.accumulate_steps
+    rows = phase.batch_size // (devices * micros)
     try:
       grid = dataclasses.asdict(config.mesh) | {"stage": 1, "model": 1}
       shape = mesh_shape(devices, **grid)
@@ -155,7 +155,7 @@ def over_devices(
       return False
     return True
 
-  return microbatches.over_devices(stages, num_blocks, start_blocks, keeps)
+  return microbatches.over_devices(phases, num_blocks, start_blocks, keeps)
 
 
 def story(config: cfg.Config, derived: Derived) -> str | None:
@@ -164,20 +164,20 @@ def story(config: cfg.Config, derived: Derived) -> str | None:
   here, start = derived.row_blocks, max(derived.start_devices // each, 1)
   if here == start:
     return None
-  asked = [s._replace(accumulate_steps=_asked(config, s)) for s in derived.stages]
-  said = microbatches.story(asked, derived.stages, here, start)
+  asked = [s._replace(accumulate_steps=_asked(config, s)) for s in derived.phases]
+  said = microbatches.story(asked, derived.phases, here, start)
   before, now = (
-    {s.batch_size // (n * s.accumulate_steps) for s in stages}
-    for stages, n in ((asked, start), (derived.stages, here))
+    {s.batch_size // (n * s.accumulate_steps) for s in phases}
+    for phases, n in ((asked, start), (derived.phases, here))
   )
   if _bn_span(config) == "device" and before != now:
     said += "; BatchNorm's statistics, of a device's examples at a time, are others"
   return said
 
 
-def steps_of(epochs: float, num_train: int, stage: Stage) -> int:
-  """Steps of a stage that make so many epochs, one at least."""
-  return max(round(epochs * num_train / stage.batch_size), 1)
+def steps_of(epochs: float, num_train: int, phase: Phase) -> int:
+  """Steps of a phase that make so many epochs, one at least."""
+  return max(round(epochs * num_train / phase.batch_size), 1)
 
 
 def _bn_span(config: cfg.Config) -> Any:
@@ -186,16 +186,16 @@ def _bn_span(config: cfg.Config) -> Any:
   return getattr(config.model, "bn_span", None) if has else None
 
 
-def _asked(config: cfg.Config, stage: Stage) -> int:
-  """The micro-batches a step that the config has for a stage."""
-  asked = getattr(config.stages, "accumulate_steps", ())
-  return asked[stage.ordinal] if asked else config.accumulate_steps
+def _asked(config: cfg.Config, phase: Phase) -> int:
+  """The micro-batches a step that the config has for a phase."""
+  asked = getattr(config.phases, "accumulate_steps", ())
+  return asked[phase.ordinal] if asked else config.accumulate_steps
 
 
 def _check_length(config: cfg.Config, num_train: int) -> None:
   """Refuse more steps than the state's int32 counts."""
-  stages = config.stages
-  sizes = stages.batch_sizes if isinstance(stages, cfg.Stages) else ()
+  phases = config.phases
+  sizes = phases.batch_sizes if isinstance(phases, cfg.Phases) else ()
   at_most = config.epochs * num_train / min((config.batch_size, *sizes))
   if at_most >= 2**31 - 1:
     raise ConfigError(
@@ -213,21 +213,21 @@ def _check_text(config: cfg.Config, num_train: int) -> None:
     )
 
 
-def _check_stages(
-  config: cfg.Config, stages: Sequence[Stage], num_train: int, num_devices: int
+def _check_phases(
+  config: cfg.Config, phases: Sequence[Phase], num_train: int, num_devices: int
 ) -> None:
-  """Refuse stages whose batches do not fit devices and data, as the first's must."""
-  for stage in stages:
-    field = "Stages.batch_sizes"
-    check_divisible(stage.batch_size, num_devices, stage.accumulate_steps, field)
-    if isinstance(config.stages, cfg.Stages):  # or else trials chose the size
+  """Refuse phases whose batches do not fit devices and data, as the first's must."""
+  for phase in phases:
+    field = "Phases.batch_sizes"
+    check_divisible(phase.batch_size, num_devices, phase.accumulate_steps, field)
+    if isinstance(config.phases, cfg.Phases):  # or else trials chose the size
       _check_batch(
-        stage.batch_size, num_train, num_devices, stage.accumulate_steps, field
+        phase.batch_size, num_train, num_devices, phase.accumulate_steps, field
       )
-    if config.noise_scale and num_devices * stage.accumulate_steps == 1:
+    if config.noise_scale and num_devices * phase.accumulate_steps == 1:
       raise ConfigError(
         "Config.noise_scale=True: one device and one micro-batch have no two "
-        "gradients to compare, set accumulate_steps to 2 or more (in every stage)"
+        "gradients to compare, set accumulate_steps to 2 or more (in every phase)"
       )
 
 
@@ -265,10 +265,10 @@ def check_divisible(
     )
 
 
-def _stages(
+def _phases(
   config: cfg.Config, num_train: int, chosen: Sequence[int]
-) -> tuple[Stage, ...]:
-  settings = config.stages
+) -> tuple[Phase, ...]:
+  settings = config.phases
   if isinstance(settings, cfg.AdaptiveBatch):
     count = max(-(-config.epochs // settings.every_epochs), 1)
     epochs = [i * settings.every_epochs for i in range(int(count))]

@@ -33,7 +33,7 @@ from jaxscale.exchange.power_sgd import power_sgd
 from jaxscale.exchange.top_k import top_k
 from jaxscale.experiment.derive import Derived
 from jaxscale.experiment.parts import bn_span
-from jaxscale.experiment.phases import Stage, step_at
+from jaxscale.experiment.phases import Phase, step_at
 from jaxscale.mesh import AXES, BN_AXIS
 
 
@@ -85,7 +85,7 @@ def make_exchange(
   if plain_epochs:
     examples = math.ceil(plain_epochs * derived.num_train)
     # The first that a delayed exchange sends are zeros.
-    steps = step_at(derived.stages, examples) + chosen.delayed
+    steps = step_at(derived.phases, examples) + chosen.delayed
     made = warm_start(made, axes, steps=steps)
   return delayed(made) if chosen.delayed else made, notes
 
@@ -158,9 +158,9 @@ class Agreement(NamedTuple):
 
 
 def make_sync(
-  config: cfg.Config, derived: Derived, stage: Stage, mesh: Mesh
+  config: cfg.Config, derived: Derived, phase: Phase, mesh: Mesh
 ) -> tuple[Agreement | None, list[str]]:
-  """How workers agree in a stage, or None, and what there is to say about it.
+  """How workers agree in a phase, or None, and what there is to say about it.
 
   Raises:
     ConfigError: workers are to share BatchNorm statistics, or there are too few
@@ -170,17 +170,17 @@ def make_sync(
   if isinstance(sync, cfg.EveryStep):
     return None, []
   alone = None if sync.workers == "device" else ("replica",)
-  span = bn_span(config, derived, stage).axis_name or ()
+  span = bn_span(config, derived, phase).axis_name or ()
   if span and (alone is None or set(span) & {*alone}):
     raise ConfigError(
       f"{type(config.model).__name__}.bn_span={getattr(config.model, 'bn_span', '')}: "
       "BatchNorm statistics over workers that train alone, make it 'device' or less"
     )
   num_workers = mesh.size if alone is None else mesh.shape["replica"]
-  rows = stage.batch_size // num_workers
+  rows = phase.batch_size // num_workers
   match sync:
     case cfg.BlockMomentum():
-      every = sync.every or block_steps(rows)
+      every = sync.sync_every_steps or block_steps(rows)
       note = check_samples(derived.num_train, every, rows, num_workers)
       made = block_momentum(
         every, num_workers, momentum=sync.outer_momentum, rate=sync.outer_lr,
@@ -188,6 +188,8 @@ def make_sync(
       )  # fmt: skip
       return Agreement(made, alone), [note] if note else []
     case cfg.DiLoCo():
-      made = diloco(sync.every, rate=sync.outer_lr, momentum=sync.outer_momentum)
+      made = diloco(
+        sync.sync_every_steps, rate=sync.outer_lr, momentum=sync.outer_momentum
+      )
       return Agreement(made, alone), []
-  return Agreement(local_sgd(sync.every), alone), []
+  return Agreement(local_sgd(sync.sync_every_steps), alone), []

@@ -46,7 +46,7 @@ def make_layout(config: cfg.Config, mesh: Mesh, model: Model) -> Layout | None:
       rules that the model does not compute with.
   """
   chosen, shard = config.layout, shard_on(config, mesh)
-  splits = {"stage", "model"} & set(mesh.axis_names) or shard != "nothing"
+  splits = {"stage", "model"} & set(mesh.axis_names) or shard != "none"
   on_host = chosen.optimizer == "host"
   if not splits and not on_host and not isinstance(model, models.Stack):
     return None
@@ -72,7 +72,7 @@ def make_layout(config: cfg.Config, mesh: Mesh, model: Model) -> Layout | None:
 def shard_on(config: cfg.Config, mesh: Mesh) -> Shard:
   """What is split along fsdp: nothing where Mesh.fsdp=-1 found a single device."""
   is_alone = config.mesh.fsdp == -1 and mesh.shape.get("fsdp", 1) == 1
-  return "nothing" if is_alone else config.layout.shard
+  return "none" if is_alone else config.layout.shard
 
 
 def notes(config: cfg.Config, mesh: Mesh, micro_batches: int) -> list[str]:
@@ -108,7 +108,7 @@ def check_exchange(
   """
   exchange = config.exchange
   name = type(exchange).__name__
-  if layout is None or layout.shard not in ("gradients", "parameters"):
+  if layout is None or layout.shard not in ("zero2", "fsdp"):
     return
   if math.prod(sizes.values()) == 1 and (name != "AllReduce" or exchange.delayed):
     raise ConfigError(

@@ -14,10 +14,10 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from jaxscale.errors import ConfigError
-from jaxscale.experiment.phases import Stage
+from jaxscale.experiment.phases import Phase
 
-# (a stage as asked for, devices, micro-batches) -> whether a step keeps its meaning
-Keeps = Callable[[Stage, int, int], bool]
+# (a phase as asked for, devices, micro-batches) -> whether a step keeps its meaning
+Keeps = Callable[[Phase, int, int], bool]
 
 
 def micro_batches(
@@ -58,12 +58,12 @@ def micro_batches(
 
 
 def over_devices(
-  stages: Sequence[Stage], num_devices: int, start_devices: int, keeps: Keeps
-) -> tuple[Stage, ...]:
-  """The stages with the micro-batches that a step has on so many devices.
+  phases: Sequence[Phase], num_devices: int, start_devices: int, keeps: Keeps
+) -> tuple[Phase, ...]:
+  """The phases with the micro-batches that a step has on so many devices.
 
   Args:
-    stages: as asked for; their batches divide over `start_devices`.
+    phases: as asked for; their batches divide over `start_devices`.
     num_devices: there are now.
     start_devices: there were when the run began.
     keeps: whether a step keeps its meaning.
@@ -72,61 +72,61 @@ def over_devices(
     ConfigError: a batch cannot be divided; it says over how many devices it can.
 
   Example:
-    >>> stage = Stage(0, 10, 0, 64, 1, None)
+    >>> phase = Phase(0, 10, 0, 64, 1, None)
     >>> [s.accumulate_steps for s in over_devices(
-    ...   [stage], 2, 8, lambda stage, devices, micros: True)]
+    ...   [phase], 2, 8, lambda phase, devices, micros: True)]
     [4]
   """
 
-  def here(stage: Stage, devices: int) -> int | None:
-    size, asked = stage.batch_size, stage.accumulate_steps
+  def here(phase: Phase, devices: int) -> int | None:
+    size, asked = phase.batch_size, phase.accumulate_steps
     return micro_batches(
-      size, asked, devices, start_devices, lambda n: keeps(stage, devices, n)
+      size, asked, devices, start_devices, lambda n: keeps(phase, devices, n)
     )
 
-  found = [here(stage, num_devices) for stage in stages]
+  found = [here(phase, num_devices) for phase in phases]
   if None not in found:
-    made = zip(stages, found, strict=True)
+    made = zip(phases, found, strict=True)
     return tuple(s._replace(accumulate_steps=n) for s, n in made if n is not None)
-  stage = stages[found.index(None)]
+  phase = phases[found.index(None)]
   most = max(num_devices, start_devices)
-  do = [n for n in range(1, most + 1) if all(here(s, n) is not None for s in stages)]
+  do = [n for n in range(1, most + 1) if all(here(s, n) is not None for s in phases)]
   wrong = "does not divide over"
-  if stage.batch_size % (num_devices * stage.accumulate_steps) == 0:
+  if phase.batch_size % (num_devices * phase.accumulate_steps) == 0:
     wrong = "with BatchNorm's statistics and noise scale kept, cannot be divided over"
-  elif num_devices > start_devices and stage.accumulate_steps > 1:
-    wrong = f"in {stage.accumulate_steps} micro-batches, {wrong}"
+  elif num_devices > start_devices and phase.accumulate_steps > 1:
+    wrong = f"in {phase.accumulate_steps} micro-batches, {wrong}"
   raise ConfigError(
-    f"batch_size={stage.batch_size}: {wrong} {_devices(num_devices)}, and a run "
+    f"batch_size={phase.batch_size}: {wrong} {_devices(num_devices)}, and a run "
     f"goes on with the batch that it began with, on {start_devices}; give it "
     f"{_few(do, num_devices)} devices, or another --workdir"
   )
 
 
 def story(
-  asked: Sequence[Stage],
-  stages: Sequence[Stage],
+  asked: Sequence[Phase],
+  phases: Sequence[Phase],
   num_devices: int,
   start_devices: int,
 ) -> str:
   """What a run on another number of devices says of it, in one line.
 
   Args:
-    asked: the stages as the config has them.
-    stages: those of `over_devices`.
+    asked: the phases as the config has them.
+    phases: those of `over_devices`.
     num_devices: there are now.
     start_devices: there were when the run began.
 
   Example:
-    >>> stage = Stage(0, 10, 0, 1024, 1, None)
-    >>> print(story([stage], [stage._replace(accumulate_steps=2)], 8, 16))
+    >>> phase = Phase(0, 10, 0, 1024, 1, None)
+    >>> print(story([phase], [phase._replace(accumulate_steps=2)], 8, 16))
     ... # doctest: +NORMALIZE_WHITESPACE
     8 devices, 16 at the start: 2 micro-batches a step instead of 1, so that a device
     still holds 64 examples at a time; the global batch and the order of examples stay
   """
   before = [s.batch_size // (start_devices * s.accumulate_steps) for s in asked]
-  rows = [s.batch_size // (num_devices * s.accumulate_steps) for s in stages]
-  then, now = ([s.accumulate_steps for s in each] for each in (asked, stages))
+  rows = [s.batch_size // (num_devices * s.accumulate_steps) for s in phases]
+  then, now = ([s.accumulate_steps for s in each] for each in (asked, phases))
   micros = f"{_each(now)} micro-batch{'es' * (_each(now) != '1')} a step"
   micros += ", as then" if then == now else f" instead of {_each(then)}"
   if rows == before:
@@ -140,7 +140,7 @@ def story(
 
 
 def _each(values: Sequence[int]) -> str:
-  """A value for all stages, or one for each."""
+  """A value for all phases, or one for each."""
   if len(set(values)) == 1:
     return f"{values[0]:,}"
   return _list([f"{v:,}" for v in values], "and")

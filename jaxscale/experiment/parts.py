@@ -20,7 +20,7 @@ from jaxscale import config as cfg
 from jaxscale import data, models, optim, weights
 from jaxscale.errors import ConfigError
 from jaxscale.experiment.derive import Derived
-from jaxscale.experiment.phases import Stage, follow_batch_size, staged
+from jaxscale.experiment.phases import Phase, follow_batch_size, within_phase
 from jaxscale.mesh import BN_AXIS, BatchNormSpan, batch_norm_span, mesh_shape
 from jaxscale.training.state import TrainState
 from jaxscale.tree_paths import path_name
@@ -69,7 +69,7 @@ def resized_train_data(config: cfg.Config, image_size: int) -> data.Dataset:
   if not isinstance(config.data, (cfg.TFDS, cfg.ImageFolder)):
     is_text = isinstance(config.data, (cfg.Text, cfg.TFDSText, cfg.TextFiles))
     raise ConfigError(
-      f"Stages.image_sizes={image_size}: {type(config.data).__name__} has "
+      f"Phases.image_sizes={image_size}: {type(config.data).__name__} has "
       + ("no images" if is_text else "images of one size")
       + ", use TFDS or ImageFolder"
     )
@@ -88,13 +88,13 @@ def _encoded(
   return data.image_folder(f"{d.path}/{split}", classes=classes, **views)
 
 
-def bn_span(config: cfg.Config, derived: Derived, stage: Stage) -> BatchNormSpan:
-  """How devices share BatchNorm statistics in a stage."""
+def bn_span(config: cfg.Config, derived: Derived, phase: Phase) -> BatchNormSpan:
+  """How devices share BatchNorm statistics in a phase."""
   span: Any = getattr(config.model, "bn_span", "device")
   if not getattr(config.model, "batch_norm", True):
     span = "device"
   shape = mesh_shape(derived.num_devices, **dataclasses.asdict(config.mesh))
-  rows = stage.batch_size // (shape.row_blocks * stage.accumulate_steps)
+  rows = phase.batch_size // (shape.row_blocks * phase.accumulate_steps)
   found = batch_norm_span(
     span, rows, replica=shape.replica, data=shape.data * shape.fsdp
   )
@@ -104,13 +104,13 @@ def bn_span(config: cfg.Config, derived: Derived, stage: Stage) -> BatchNormSpan
 
 
 def _bn_options(span: BatchNormSpan, mesh: Mesh) -> dict[str, Any]:
-  """The fields of a model that say so; another stage may have split the mesh."""
+  """The fields of a model that say so; another phase may have split the mesh."""
   names = span.axis_name
   if names is not None and "data" in names and BN_AXIS in mesh.axis_names:
     names = (*names, BN_AXIS)
   if span.bn_devices not in (1, mesh.shape.get(BN_AXIS, 1)):
     raise ConfigError(
-      f"bn_span: the stages' batch sizes ask for statistics over {span.bn_devices} "
+      f"bn_span: the phases' batch sizes ask for statistics over {span.bn_devices} "
       f"and over {mesh.shape.get(BN_AXIS, 1)} devices; choose batch sizes for which "
       "it is one number, or 1"
     )
@@ -276,25 +276,25 @@ def make_schedule(config: cfg.Config, derived: Derived) -> optax.Schedule:
       return optim.warmup_steps(peak, warmup, boundaries, factor=s.factor, **rise)
 
 
-def stage_rate(config: cfg.Config, stage: Stage) -> tuple[float, float | None]:
-  """(factor of the learning rate, momentum or None) in a stage."""
-  settings = config.stages
+def phase_rate(config: cfg.Config, phase: Phase) -> tuple[float, float | None]:
+  """(factor of the learning rate, momentum or None) in a phase."""
+  settings = config.phases
   rule = "neutral" if isinstance(settings, cfg.AdaptiveBatch) else settings.follow
   momentum = getattr(config.optimizer, "momentum", None)
   factor, new = follow_batch_size(
-    rule, stage.batch_size, config.batch_size, momentum or 0.0
+    rule, phase.batch_size, config.batch_size, momentum or 0.0
   )
   return factor, None if momentum is None else new
 
 
-def stage_schedule(
-  config: cfg.Config, derived: Derived, stage: Stage
+def phase_schedule(
+  config: cfg.Config, derived: Derived, phase: Phase
 ) -> optax.Schedule:
-  """Step of the run -> learning rate, inside a stage."""
+  """Step of the run -> learning rate, inside a phase."""
   schedule = make_schedule(config, derived)
-  if len(derived.stages) == 1:
+  if len(derived.phases) == 1:
     return schedule
-  return staged(schedule, stage, config.batch_size, stage_rate(config, stage)[0])
+  return within_phase(schedule, phase, config.batch_size, phase_rate(config, phase)[0])
 
 
 def make_optimizer(

@@ -1,6 +1,6 @@
-"""A run in stages: batch and images may change size, the schedule goes on.
+"""A run in phases: batch and images may change size, the schedule goes on.
 
-A stage is a stretch of steps of one shape. Epochs say where it begins; steps
+A phase is a stretch of steps of one shape. Epochs say where it begins; steps
 and examples follow. Schedules count in steps of the reference batch size, so
 their shape over the epochs is the same however the batch changes.
 """
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 
-class Stage(NamedTuple):
+class Phase(NamedTuple):
   """A stretch of steps of one shape.
 
   Attributes:
@@ -26,7 +26,7 @@ class Stage(NamedTuple):
     batch_size: examples a step.
     accumulate_steps: micro-batches a step.
     image_size: of its training images; None: the data's own.
-    ordinal: its place among the stages asked for; some have room for no step.
+    ordinal: its place among the phases asked for; some have room for no step.
   """
 
   start: int
@@ -46,8 +46,8 @@ def plan(
   *,
   total_epochs: float,
   num_train: int,
-) -> tuple[Stage, ...]:
-  """The stages of a run; one that has no room for a step is left out.
+) -> tuple[Phase, ...]:
+  """The phases of a run; one that has no room for a step is left out.
 
   Args:
     epochs: where each begins, rising from 0.
@@ -62,7 +62,7 @@ def plan(
     ...   (0, 1), (10, 20), (1, 1), (None, None), total_epochs=3, num_train=100)]
     [(0, 10), (10, 20)]
   """
-  stages: list[Stage] = []
+  phases: list[Phase] = []
   start, examples = 0, 0
   ends = [*epochs[1:], total_epochs]
   parts = zip(batch_sizes, accumulate_steps, image_sizes, ends, strict=True)
@@ -71,84 +71,84 @@ def plan(
     steps = max(math.ceil(left / batch_size), 0)
     if steps:
       stop = start + steps
-      stages.append(
-        Stage(start, stop, examples, batch_size, micros, image_size, ordinal)
+      phases.append(
+        Phase(start, stop, examples, batch_size, micros, image_size, ordinal)
       )
     start, examples = start + steps, examples + steps * batch_size
-  if not stages:  # a run has a step, however short it is
-    stages.append(Stage(0, 1, 0, batch_sizes[0], accumulate_steps[0], image_sizes[0]))
-  return tuple(stages)
+  if not phases:  # a run has a step, however short it is
+    phases.append(Phase(0, 1, 0, batch_sizes[0], accumulate_steps[0], image_sizes[0]))
+  return tuple(phases)
 
 
-def stage_index(stages: Sequence[Stage], step: int) -> int:
-  """Which stage the step after `step` steps is in; the last one at the end."""
-  inside = (i for i, stage in enumerate(stages) if step < stage.stop)
-  return next(inside, len(stages) - 1)
+def phase_index(phases: Sequence[Phase], step: int) -> int:
+  """Which phase the step after `step` steps is in; the last one at the end."""
+  inside = (i for i, phase in enumerate(phases) if step < phase.stop)
+  return next(inside, len(phases) - 1)
 
 
-def examples_at(stages: Sequence[Stage], step: int) -> int:
+def examples_at(phases: Sequence[Phase], step: int) -> int:
   """Examples seen after `step` steps."""
-  stage = stages[stage_index(stages, step)]
-  return stage.examples + (step - stage.start) * stage.batch_size
+  phase = phases[phase_index(phases, step)]
+  return phase.examples + (step - phase.start) * phase.batch_size
 
 
-def step_at(stages: Sequence[Stage], examples: int) -> int:
+def step_at(phases: Sequence[Phase], examples: int) -> int:
   """The first step after which so many examples have been seen.
 
   Example:
-    >>> one, two = Stage(0, 10, 0, 10, 1, None), Stage(10, 20, 100, 20, 1, None)
+    >>> one, two = Phase(0, 10, 0, 10, 1, None), Phase(10, 20, 100, 20, 1, None)
     >>> step_at((one, two), 130)
     12
   """
   inside = (
-    s for s in stages if examples <= s.examples + (s.stop - s.start) * s.batch_size
+    s for s in phases if examples <= s.examples + (s.stop - s.start) * s.batch_size
   )
-  stage = next(inside, stages[-1])
-  return stage.start + math.ceil((examples - stage.examples) / stage.batch_size)
+  phase = next(inside, phases[-1])
+  return phase.start + math.ceil((examples - phase.examples) / phase.batch_size)
 
 
 def every(
-  stages: Sequence[Stage], stage: Stage, steps: Callable[[Stage], int]
+  phases: Sequence[Phase], phase: Phase, steps: Callable[[Phase], int]
 ) -> Callable[[int], bool]:
-  """Step -> whether something regular follows it, for the steps of one stage.
+  """Step -> whether something regular follows it, for the steps of one phase.
 
-  An interval that a stage has begun goes on in the next, as a share of it: stages
+  An interval that a phase has begun goes on in the next, as a share of it: phases
   shorter than an interval do not put it off. The run's last step is always one.
 
   Args:
-    stages: of the run.
-    stage: the one that is running.
-    steps: stage -> steps of an interval in it.
+    phases: of the run.
+    phase: the one that is running.
+    steps: phase -> steps of an interval in it.
   """
-  before = [s for s in stages if s.stop <= stage.start]
+  before = [s for s in phases if s.stop <= phase.start]
   begun = sum((s.stop - s.start) / steps(s) for s in before) % 1
-  interval = steps(stage)
+  interval = steps(phase)
 
   def intervals(step: int) -> int:
-    return math.floor(begun + (step - stage.start) / interval + 1e-9)
+    return math.floor(begun + (step - phase.start) / interval + 1e-9)
 
   def due(step: int) -> bool:
-    return step == stages[-1].stop or intervals(step) > intervals(step - 1)
+    return step == phases[-1].stop or intervals(step) > intervals(step - 1)
 
   return due
 
 
-def staged(
-  schedule: optax.Schedule, stage: Stage, batch_size: int, factor: float
+def within_phase(
+  schedule: optax.Schedule, phase: Phase, batch_size: int, factor: float
 ) -> optax.Schedule:
-  """The schedule inside a stage, as a function of the run's step.
+  """The schedule inside a phase, as a function of the run's step.
 
   Args:
     schedule: of steps of `batch_size` examples.
-    stage: where we are.
+    phase: where we are.
     batch_size: the reference.
-    factor: what the rate is multiplied by at the stage's batch size.
+    factor: what the rate is multiplied by at the phase's batch size.
   """
-  before = stage.examples / batch_size
-  ratio = stage.batch_size / batch_size
+  before = phase.examples / batch_size
+  ratio = phase.batch_size / batch_size
 
   def of_step(step: Any) -> jax.Array:
-    inside = jnp.asarray(step - stage.start, jnp.float32)
+    inside = jnp.asarray(step - phase.start, jnp.float32)
     return factor * jnp.asarray(schedule(before + ratio * inside), jnp.float32)
 
   return of_step

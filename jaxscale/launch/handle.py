@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jaxscale.config
-from jaxscale.config import Config, Stages
+from jaxscale.config import Config, Phases
 from jaxscale.config.loading import load_config, override
 from jaxscale.config.validation import nearest
 from jaxscale.errors import ConfigError
@@ -120,8 +120,8 @@ def _dividing(
 
   def checked(overrides: Mapping[str, str]) -> Config:
     config = load(overrides)
-    stages = config.stages
-    sizes = stages.batch_sizes if isinstance(stages, Stages) else ()
+    phases = config.phases
+    sizes = phases.batch_sizes if isinstance(phases, Phases) else ()
     for size in sizes or (config.batch_size,):
       if over := size % processes:
         near = [n for n in (size - over, size - over + processes) if n]

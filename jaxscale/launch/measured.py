@@ -191,11 +191,11 @@ def _summary(workdir: Path) -> dict[str, Any]:
 
 def _batch(name: str, described: Mapping[str, Any]) -> int:
   """The batch size, which must be one, or there is no throughput to speak of."""
-  shapes = {(s["batch_size"], s["image_size"]) for s in described["derived"]["stages"]}
-  if len(shapes) > 1 or described["config"]["stages"]["class"] == "AdaptiveBatch":
+  shapes = {(s["batch_size"], s["image_size"]) for s in described["derived"]["phases"]}
+  if len(shapes) > 1 or described["config"]["phases"]["class"] == "AdaptiveBatch":
     raise ConfigError(
       f"{name}: batch or images change size on the way, which have no one throughput; "
-      "compare runs with --config.stages=Stages"
+      "compare runs with --config.phases=Phases"
     )
   return shapes.pop()[0]
 

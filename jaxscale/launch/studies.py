@@ -61,11 +61,11 @@ def prepare(
   settings = {"log.step_report": True, **(overrides or {})}
   texts = {k: sweeps.as_text(v) for k, v in settings.items()}
   asked = handle.loader(config)(texts)
-  stages, smallest = asked.stages, asked.batch_size
-  if isinstance(stages, AdaptiveBatch) or stages.batch_sizes or stages.image_sizes:
+  phases, smallest = asked.phases, asked.batch_size
+  if isinstance(phases, AdaptiveBatch) or phases.batch_sizes or phases.image_sizes:
     raise ConfigError(
       f"{path}: batch or images change size on the way, which have no one throughput; "
-      "give --config.stages=Stages"
+      "give --config.phases=Phases"
     )
   prepared = []
   for size in nodes:

@@ -69,7 +69,7 @@ def run_keys(
     "submission_status": submission.status,
     "seed": config["seed"],
     "global_batch_size": config["batch_size"],
-    "gradient_accumulation_steps": derived["stages"][0]["accumulate_steps"],
+    "gradient_accumulation_steps": derived["phases"][0]["accumulate_steps"],
     "train_samples": derived["num_train"],
     "eval_samples": derived["num_eval"],
     **_optimizer_keys(config, derived),
@@ -295,15 +295,15 @@ def log_from_record(
 
 
 def _epochs(described: Mapping[str, Any], workdir: Path) -> Callable[[int], float]:
-  """A function from a step to the epochs after it, stage by stage."""
+  """A function from a step to the epochs after it, phase by phase."""
   derived, path = described["derived"], workdir / "batch_sizes.json"
-  stages = [(s["stop"] - s["start"], s["batch_size"]) for s in derived["stages"]]
+  phases = [(s["stop"] - s["start"], s["batch_size"]) for s in derived["phases"]]
   if path.exists():  # config.json was written before they were chosen
-    stages = _adaptive_stages(described, json.loads(path.read_text()))
+    phases = _adaptive_phases(described, json.loads(path.read_text()))
 
   def epoch(step: int) -> float:
     examples = 0
-    for steps, batch_size in stages:
+    for steps, batch_size in phases:
       examples += min(step, steps) * batch_size
       step -= min(step, steps)
     return examples / derived["num_train"]
@@ -311,19 +311,19 @@ def _epochs(described: Mapping[str, Any], workdir: Path) -> Callable[[int], floa
   return epoch
 
 
-def _adaptive_stages(
+def _adaptive_phases(
   described: Mapping[str, Any], chosen: list[int]
 ) -> list[tuple[int, int]]:
-  """(steps, batch size) of each stage, as the run that chose the sizes had them.
+  """(steps, batch size) of each phase, as the run that chose the sizes had them.
 
-  A stage ends with the first step that reaches its last example.
+  A phase ends with the first step that reaches its last example.
   """
   config, num_train = described["config"], described["derived"]["num_train"]
-  every, stages, examples = config["stages"]["every_epochs"], [], 0
+  every, phases, examples = config["phases"]["every_epochs"], [], 0
   for i in range(math.ceil(config["epochs"] / every)):
     size = chosen[min(i, len(chosen) - 1)]
     end = min((i + 1) * every, config["epochs"]) * num_train
     steps = max(math.ceil((end - examples) / size), 0)
-    stages.append((steps, size))
+    phases.append((steps, size))
     examples += steps * size
-  return stages
+  return phases

@@ -31,7 +31,7 @@ from jaxscale.parallel.entering import FSDP, Beside, Entry, is_beside, own_shard
 from jaxscale.parallel.rules import Rule, partition
 from jaxscale.tree_paths import path_name
 
-Shard = Literal["nothing", "optimizer", "gradients", "parameters"]
+Shard = Literal["none", "zero1", "zero2", "fsdp"]
 HOST = "pinned_host"  # JAX's name of the host's memory that devices copy from
 Slow = Literal["in_backward", "after"]
 # What the axis `model` splits: layers (heads, hidden units, classes); between their
@@ -84,7 +84,7 @@ def whole(mesh: Mesh) -> Layout:
       f"Mesh.{idle[0]}={mesh.shape[idle[0]]}: every device has the whole model, and "
       "those along this axis would compute the same; choose a layout that splits it"
     )
-  return Layout(mesh, "nothing", axes, P(), P(), Entry(after=axes))
+  return Layout(mesh, "none", axes, P(), P(), Entry(after=axes))
 
 
 def make_layout(
@@ -92,7 +92,7 @@ def make_layout(
   shapes: Any,
   rules: Sequence[Rule],
   *,
-  shard: Shard = "nothing",
+  shard: Shard = "none",
   slow: Slow = "after",
   splits: Splits = "layers",
   sum_in: Any = None,
@@ -121,7 +121,7 @@ def make_layout(
 
   Example:
     >>> mesh = make_mesh(data=1, fsdp=8)                       # doctest: +SKIP
-    >>> layout = make_layout(mesh, shapes, rules, shard="parameters")  # doctest: +SKIP
+    >>> layout = make_layout(mesh, shapes, rules, shard="fsdp")  # doctest: +SKIP
   """
   sizes = dict(mesh.shape)
   token_axes = batch_axes(mesh)
@@ -129,15 +129,15 @@ def make_layout(
     token_axes += ("model",)
     del sizes["model"]
   owned = partition(shapes, rules, sizes)
-  if shard == "nothing":
+  if shard == "none":
     owned = jax.tree.map(_without_fsdp, owned)
-  at_rest = owned if shard == "parameters" else jax.tree.map(_without_fsdp, owned)
+  at_rest = owned if shard == "fsdp" else jax.tree.map(_without_fsdp, owned)
   _check_used(sizes, owned, shard)
 
   def entry(path: Any, leaf: Any, spec: P) -> Entry:
     dims = list(spec)
     scatter = None
-    if shard in ("gradients", "parameters") and FSDP in dims:
+    if shard in ("zero2", "fsdp") and FSDP in dims:
       scatter = dims.index(FSDP)
     rest = tuple(a for a in token_axes if a != FSDP) if scatter is not None else ()
     part = path_name(path).split("/")[0]
@@ -146,7 +146,7 @@ def make_layout(
     casts = part != "embed" and leaf.ndim - (part == "layers") >= 2
     return Entry(
       scatter=scatter,
-      gathers=shard == "parameters",
+      gathers=shard == "fsdp",
       inside=rest if slow == "in_backward" else (),
       after=token_axes if scatter is None else () if slow == "in_backward" else rest,
       dtype=jnp.dtype(dtype) if casts and dtype is not None else None,
@@ -176,13 +176,13 @@ def _without_fsdp(spec: P) -> P:
 def _check_used(sizes: dict[str, int], owned: Any, shard: Shard) -> None:
   """Refuse an axis along which all devices would hold and compute the same."""
   used = {a for spec in jax.tree.leaves(owned) for a in spec}
-  wanted = ["stage", "model"] + ([FSDP] if shard != "nothing" else [])
+  wanted = ["stage", "model"] + ([FSDP] if shard != "none" else [])
   for axis in wanted:
     if sizes.get(axis, 1) > 1 and axis not in used:
       raise ConfigError(
         f"Mesh.{axis}={sizes[axis]}: nothing of this model is split along it; give 1"
       )
-  if shard != "nothing" and sizes.get(FSDP, 1) == 1:
+  if shard != "none" and sizes.get(FSDP, 1) == 1:
     raise ConfigError(
       f"Layout.shard={shard!r}: is over the axis fsdp, which has one device; give "
       "Mesh.fsdp, e.g. -1 with Mesh.data=1"
@@ -207,7 +207,7 @@ def begin(params: Any, layout: Layout) -> tuple[Any, Any]:
     lambda w, e: vary(w, e.after), params, entries_of(layout, params)
   )
   entries = entries_of(layout, params)
-  beside = layout.shard == "gradients"
+  beside = layout.shard == "zero2"
   shards = jax.tree.map(
     lambda w, e: own_shard(w, e.scatter) if beside and e.scatter is not None else w,
     params,

@@ -107,7 +107,7 @@ def own_tokens(batch: Any, layout: Layout) -> Any:
 
 def wrapped(layer: Layer, remat: str, layout: Layout) -> Layer:
   """A layer that keeps what `remat` says, and nothing that came in."""
-  if remat == "none" and layout.shard in ("gradients", "parameters"):
+  if remat == "none" and layout.shard in ("zero2", "fsdp"):
     keep = functools.partial(
       jax.checkpoint, policy=keep_all_but_entered, prevent_cse=False
     )

@@ -24,7 +24,7 @@ def describe(experiment: build.Experiment) -> str:
   """The page that `--describe` prints; compiles the train step.
 
   Args:
-    experiment: at the stage that it is about.
+    experiment: at the phase that it is about.
 
   Example:
     >>> print(describe(build.experiment(config)))            # doctest: +SKIP

@@ -20,7 +20,7 @@ from jaxscale.config import AdaptiveBatch
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build, parts
 from jaxscale.experiment.derive import over_devices
-from jaxscale.experiment.phases import examples_at, stage_index
+from jaxscale.experiment.phases import examples_at, phase_index
 from jaxscale.mesh import host_shard
 from jaxscale.training.state import TrainState
 
@@ -89,20 +89,20 @@ def choose(
   say: Callable[[str], None],
   poll: Callable[[], None] = lambda: None,
 ) -> int:
-  """Try candidates from this state, at the start of a stage.
+  """Try candidates from this state, at the start of a phase.
 
   Args:
-    experiment: at the stage that has just ended.
+    experiment: at the phase that has just ended.
     state: after its last step; untouched.
     say: takes a line for the person who watches.
     poll: called before every step of a trial, alike in all processes; what it raises
       ends the trials, which then have chosen nothing.
   """
   config, derived = experiment.config, experiment.derived
-  settings = config.stages
+  settings = config.phases
   assert isinstance(settings, AdaptiveBatch)
   step = int(state.step)
-  stage = derived.stages[stage_index(derived.stages, step)]
+  phase = derived.phases[phase_index(derived.phases, step)]
   here, start = derived.num_devices, derived.start_devices
   asked = config.accumulate_steps
   # A run that goes on elsewhere tries the sizes that it would have tried at home.
@@ -111,10 +111,10 @@ def choose(
   )
 
   def at_size(size: int) -> build.Experiment | None:
-    wanted = stage._replace(batch_size=size, accumulate_steps=asked)
+    wanted = phase._replace(batch_size=size, accumulate_steps=asked)
     try:
       (tried,) = over_devices(config, [wanted], here, start)
-      return build.at_stage(experiment, tried)
+      return build.at_phase(experiment, tried)
     except ConfigError:  # bn_span, say, does not fit it
       return None
 
@@ -122,8 +122,8 @@ def choose(
     tried = tries[size]
     train_step = tried.compile_train_step()
     copy = jax.tree.map(jnp.copy, state)
-    copy = build.enter_stage(config, experiment.stage, tried.stage, copy)
-    batches = train_batches(tried, examples_at(derived.stages, step))
+    copy = build.enter_phase(config, experiment.phase, tried.phase, copy)
+    batches = train_batches(tried, examples_at(derived.phases, step))
     losses = []
     for _, batch in zip(range(settings.trial_steps), batches, strict=False):
       poll()
@@ -133,10 +133,10 @@ def choose(
     say(f"step {step}  trial at batch {size:,}: loss {loss:.4f}")
     return loss
 
-  done = examples_at(derived.stages, step) / config.batch_size
+  done = examples_at(derived.phases, step) / config.batch_size
   rate = jnp.asarray(parts.make_schedule(config, derived)(done)).item()
   sizes = candidates(
-    experiment.stage.batch_size,
+    experiment.phase.batch_size,
     config.batch_size,
     maximum=min(settings.max_batch_size, derived.num_train),
     multiple=unit,
@@ -144,18 +144,18 @@ def choose(
     rate_change=rate / derived.peak_lr if done >= derived.warmup_steps else 1.0,
   )
   tries = {size: tried for size in sizes if (tried := at_size(size)) is not None}
-  previous = experiment.stage.batch_size
+  previous = experiment.phase.batch_size
   if not set(tries) - {previous}:
     return previous
   return search(list(tries), trial, settings.margin, previous)
 
 
 def train_batches(experiment: build.Experiment, position: int):
-  """Global batches of this stage on the devices, from a position on."""
+  """Global batches of this phase on the devices, from a position on."""
   config = experiment.config
   batches = data.train_batches(
     experiment.train_data,
-    experiment.stage.batch_size,
+    experiment.phase.batch_size,
     seed=config.seed,
     position=position,
     shard=host_shard(experiment.mesh),
@@ -165,7 +165,7 @@ def train_batches(experiment: build.Experiment, position: int):
 
 
 def read_chosen(workdir: Path) -> tuple[int, ...]:
-  """Batch sizes that this run settled on before, a stage each."""
+  """Batch sizes that this run settled on before, a phase each."""
   path = workdir / "batch_sizes.json"
   return tuple(json.loads(path.read_text())) if path.exists() else ()
 

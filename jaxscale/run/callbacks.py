@@ -1,4 +1,4 @@
-"""What happens between the steps of a run, and when: `loop.Events` of a stage."""
+"""What happens between the steps of a run, and when: `loop.Events` of a phase."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_events(
   fingerprint: Future[replica_check.Fingerprint] | None = None,
   refusals: Refusals | None = None,
 ) -> loop.Events:
-  """Log, evaluate, check, save and stop as the config says, in the reporter's stage.
+  """Log, evaluate, check, save and stop as the config says, in the reporter's phase.
 
   Args:
     reporter: shows what happens.
@@ -43,13 +43,13 @@ def make_events(
 
   def every_epochs(epochs):
     return phases.every(
-      derived.stages,
-      experiment.stage,
-      lambda stage: steps_of(epochs, derived.num_train, stage),
+      derived.phases,
+      experiment.phase,
+      lambda phase: steps_of(epochs, derived.num_train, phase),
     )
 
   is_logged = phases.every(
-    derived.stages, experiment.stage, lambda stage: config.log.every_steps
+    derived.phases, experiment.phase, lambda phase: config.log.every_steps
   )
 
   def log(step, values):
@@ -79,8 +79,8 @@ def make_events(
         experiment.eval_data, derived.eval_batch_size, shard=host_shard(mesh)
       )
       params, model_state = state.evaluated()
-      phase = "evaluating" if reporter.evaluation else "preparing"
-      on_devices = polled(batches, mesh, watch, step, phase)
+      activity = "evaluating" if reporter.evaluation else "preparing"
+      on_devices = polled(batches, mesh, watch, step, activity)
       try:
         values = loop.evaluate(experiment.eval_step, params, model_state, on_devices)
       except LeftOff:
@@ -143,7 +143,7 @@ def polled(
   mesh: Mesh,
   watch: Watch,
   step: int,
-  phase: str = "preparing",
+  activity: str = "preparing",
 ) -> Iterator[dict[str, jax.Array]]:
   """The batches of an evaluation on the devices, until all are asked to stop.
 
@@ -152,22 +152,22 @@ def polled(
     mesh: where they go.
     watch: is told of each batch, and says when to stop.
     step: after which it is.
-    phase: until the second batch is asked for; the first may compile.
+    activity: until the second batch is asked for; the first may compile.
 
   Raises:
     LeftOff: all are asked to stop.
   """
-  watch.at(step, phase)
+  watch.at(step, activity)
 
   def noted():
     for batch in batches:
-      watch.at(step, phase)
+      watch.at(step, activity)
       yield batch
 
   for i, batch in enumerate(data.to_device(noted(), mesh)):
     if watch.stop.poll():
       raise LeftOff
     if i:
-      phase = "evaluating"
-      watch.at(step, phase)
+      activity = "evaluating"
+      watch.at(step, activity)
     yield batch

@@ -27,8 +27,8 @@ from jaxscale.run.phases import (
   Run,
   in_background,
   is_adaptive,
-  stage_at,
-  train_stages,
+  phase_at,
+  train_phases,
 )
 from jaxscale.run.reporter import Reporter
 from jaxscale.run.session import refuse_loop
@@ -99,7 +99,7 @@ def _fit(
     lambda: metrics.write_json(workdir / "config.json", described), "config.json"
   )
   keep, checks = experiment.config.checkpoint, experiment.config.checks
-  limits = Limits(checks.most_skipped, checks.most_skipped_in_a_row)
+  limits = Limits(checks.max_skipped_steps, checks.max_consecutive_skipped_steps)
   refusals = Refusals(workdir, checks.non_finite, limits)
   with (
     cluster.watched() as watch,
@@ -196,21 +196,21 @@ def _train(run: Run, experiment: build.Experiment) -> tuple[TrainState, Reporter
   watch.at(0, "starting")
   experiment = _as_chosen(workdir, experiment)
   newest = cluster.from_leader(max(checkpoints.steps(), default=0))
-  experiment = build.at_stage(experiment, stage_at(experiment, newest))
+  experiment = build.at_phase(experiment, phase_at(experiment, newest))
   abstract = experiment.abstract_state()
   # XLA compiles the step beside what the main thread does until it needs it.
   ahead: Ahead = {}
   if newest < experiment.derived.total_steps:
     compiling = functools.partial(experiment.compile_train_step, abstract)
-    ahead[experiment.stage] = experiment, in_background(compiling)
+    ahead[experiment.phase] = experiment, in_background(compiling)
   state = checkpoints.restore(abstract, experiment.exchange.resize)
   if state is None:
     state = experiment.init_state(_say)
   start = int(state.step)
   run.refusals.start_from(start)
-  if (stage := stage_at(experiment, start)) != experiment.stage:
-    # The newest checkpoint was damaged, and the one before is of another stage.
-    experiment = build.at_stage(experiment, stage)
+  if (phase := phase_at(experiment, start)) != experiment.phase:
+    # The newest checkpoint was damaged, and the one before is of another phase.
+    experiment = build.at_phase(experiment, phase)
 
   may_write = functools.partial(lock.held, run.held)
   with Reporter(experiment, workdir, start, may_write) as reporter:
@@ -230,7 +230,7 @@ def _train(run: Run, experiment: build.Experiment) -> tuple[TrainState, Reporter
     if experiment.config.log.mllog:
       reporter.begin_mllog(workdir, run.began)
     try:
-      state = train_stages(run, state, reporter, ahead)
+      state = train_phases(run, state, reporter, ahead)
       watch.at(int(state.step), "saving")
       checkpoints.wait()
     except (loop.NonFiniteError, ReplicaDivergenceError) as e:

@@ -126,8 +126,8 @@ class Refusals:
     """What is over its limit, as words."""
     most_in_a_row, most = self._limits.in_a_row, self._limits.total
     if in_a_row > most_in_a_row:
-      return f"{in_a_row} times in a row, most_skipped_in_a_row={most_in_a_row}"
-    return f"{total} times, most_skipped={most}" if total > most else None
+      return f"{in_a_row} times in a row, max_consecutive_skipped_steps={most_in_a_row}"
+    return f"{total} times, max_skipped_steps={most}" if total > most else None
 
   def done_until(self, step: int) -> int:
     """The step up to which all is passed over after `step`; `step` if nothing is."""

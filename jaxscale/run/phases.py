@@ -1,4 +1,4 @@
-"""A run through its stages: what is made ready, entered and trained, in turn."""
+"""A run through its phases: what is made ready, entered and trained, in turn."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxscale.cluster.watch.stop_consensus import LeftOff
 from jaxscale.cluster.watch.watch import Watch
 from jaxscale.config import AdaptiveBatch
 from jaxscale.experiment import build
-from jaxscale.experiment.phases import Stage, examples_at, stage_index
+from jaxscale.experiment.phases import Phase, examples_at, phase_index
 from jaxscale.run import adaptive_batch
 from jaxscale.run.callbacks import has_reached, make_events
 from jaxscale.run.nan_policy import Refusals
@@ -26,12 +26,12 @@ from jaxscale.training.state import TrainState
 from jaxscale.training.step import TrainStep
 
 T = TypeVar("T")
-# Stages that are being made ready while another one trains.
-Ahead = dict[Stage, tuple[build.Experiment, Future[TrainStep]]]
+# Phases that are being made ready while another one trains.
+Ahead = dict[Phase, tuple[build.Experiment, Future[TrainStep]]]
 
 
 class Run(NamedTuple):
-  """What a run has from its beginning to its end, whatever stage it is in.
+  """What a run has from its beginning to its end, whatever phase it is in.
 
   Attributes:
     workdir: where it writes.
@@ -50,47 +50,47 @@ class Run(NamedTuple):
   began: float
 
 
-def train_stages(
+def train_phases(
   run: Run, state: TrainState, reporter: Reporter, ahead: Ahead
 ) -> TrainState:
-  """Train through every stage that is left, or until asked to stop."""
+  """Train through every phase that is left, or until asked to stop."""
   experiment, step = reporter.experiment, int(state.step)
   report, fingerprint = experiment.config.log.step_report, None
-  compiled: dict[Stage, TrainStep] = {}
+  compiled: dict[Phase, TrainStep] = {}
   _catch_up(run, state, step, reporter)
   while step < experiment.derived.total_steps and not has_reached(reporter):
     if run.watch.stop.poll():
       break
     run.watch.at(step + 1, "compiling")
-    if 0 < step == stage_at(experiment, step).start:
+    if 0 < step == phase_at(experiment, step).start:
       try:
-        experiment, state = _enter_stage(run, experiment, state, reporter, ahead)
+        experiment, state = _enter_phase(run, experiment, state, reporter, ahead)
       except LeftOff:  # among trials: the same ones come again
         make_events(reporter, run.checkpoints, run.watch).save(step, state, None)
         break
       reporter.enter(experiment)
-    stage = experiment.stage
-    if (to := min(run.refusals.done_until(step), stage.stop)) > step:
+    phase = experiment.phase
+    if (to := min(run.refusals.done_until(step), phase.stop)) > step:
       events = make_events(reporter, run.checkpoints, run.watch)
       state = _pass_over(experiment, state, to, reporter, events)
       step = to
       continue
-    position = examples_at(experiment.derived.stages, step)
+    position = examples_at(experiment.derived.phases, step)
     batches = adaptive_batch.train_batches(experiment, position)
     with reporter.pause():
       first = next(batches)  # the input starts up while XLA compiles
-      _, compiling = ahead.pop(stage, (None, None))
-      if stage not in compiled:
-        compiled = {stage: _compiled(experiment, compiling)}
-      train_step = compiled[stage]
+      _, compiling = ahead.pop(phase, (None, None))
+      if phase not in compiled:
+        compiled = {phase: _compiled(experiment, compiling)}
+      train_step = compiled[phase]
       if report:
         report = False
         _report_step(reporter, train_step, state, step, first)
     if fingerprint is None and _compares_replicas(experiment, step):
       fingerprint = in_background(functools.partial(_fingerprint, experiment))
-    following = stage_at(experiment, stage.stop)
-    if following not in (stage, *ahead) and not is_adaptive(experiment):
-      after = build.at_stage(experiment, following)
+    following = phase_at(experiment, phase.stop)
+    if following not in (phase, *ahead) and not is_adaptive(experiment):
+      after = build.at_phase(experiment, following)
       ahead[following] = after, in_background(after.compile_train_step)
     state, step = loop.train(
       state,
@@ -98,7 +98,7 @@ def train_stages(
       reporter.timed(itertools.chain([first], batches)),
       make_events(reporter, run.checkpoints, run.watch, fingerprint, run.refusals),
       start=step,
-      total_steps=run.refusals.next_after(step, stage.stop),
+      total_steps=run.refusals.next_after(step, phase.stop),
     )
   return state
 
@@ -157,43 +157,43 @@ def _report_step(
   experiment = reporter.experiment
   found = step_report.measure(experiment, train_step, state, batch)
   said = step_report.text(
-    found, rows=experiment.stage.batch_size, num_devices=experiment.mesh.size
+    found, rows=experiment.phase.batch_size, num_devices=experiment.mesh.size
   )
   reporter.measured(step, said, found.metrics())
 
 
-def _enter_stage(
+def _enter_phase(
   run: Run,
   experiment: build.Experiment,
   state: TrainState,
   reporter: Reporter,
   ahead: Ahead,
 ) -> tuple[build.Experiment, TrainState]:
-  """The next stage's experiment, and the state as it finds it."""
-  step, stages = int(state.step), experiment.derived.stages
-  stage = stages[stage_index(stages, step)]
-  before = stages[stage_index(stages, step) - 1]
+  """The next phase's experiment, and the state as it finds it."""
+  step, phases = int(state.step), experiment.derived.phases
+  phase = phases[phase_index(phases, step)]
+  before = phases[phase_index(phases, step) - 1]
   if is_adaptive(experiment):
     chosen = tuple(cluster.from_leader(adaptive_batch.read_chosen(run.workdir)))
     chosen = chosen or (experiment.config.batch_size,)
-    if stage.ordinal >= len(chosen):
+    if phase.ordinal >= len(chosen):
       with reporter.pause():
-        last = build.at_stage(experiment, before)
+        last = build.at_phase(experiment, before)
         size = adaptive_batch.choose(
           last, state, reporter.say, lambda: _poll(run, step)
         )
-      chosen += (chosen[-1],) * (stage.ordinal - len(chosen)) + (size,)
+      chosen += (chosen[-1],) * (phase.ordinal - len(chosen)) + (size,)
       adaptive_batch.write_chosen(run.workdir, chosen)
     experiment = build.with_sizes(experiment, chosen)
-    stage = stage_at(experiment, step)
-  state = build.enter_stage(experiment.config, before, stage, state)
-  if stage in ahead:
-    return ahead[stage][0]._replace(derived=experiment.derived), state
-  return build.at_stage(experiment, stage), state
+    phase = phase_at(experiment, step)
+  state = build.enter_phase(experiment.config, before, phase, state)
+  if phase in ahead:
+    return ahead[phase][0]._replace(derived=experiment.derived), state
+  return build.at_phase(experiment, phase), state
 
 
 def _poll(run: Run, step: int) -> None:
-  """Note that there is progress between two stages, and leave off if all stop."""
+  """Note that there is progress between two phases, and leave off if all stop."""
   run.watch.at(step + 1, "compiling")
   if run.watch.stop.poll():
     raise LeftOff
@@ -201,13 +201,13 @@ def _poll(run: Run, step: int) -> None:
 
 def is_adaptive(experiment: build.Experiment) -> bool:
   """Whether the run itself chooses its batch sizes."""
-  return isinstance(experiment.config.stages, AdaptiveBatch)
+  return isinstance(experiment.config.phases, AdaptiveBatch)
 
 
-def stage_at(experiment: build.Experiment, step: int) -> Stage:
-  """The stage of the step after `step`."""
-  stages = experiment.derived.stages
-  return stages[stage_index(stages, step)]
+def phase_at(experiment: build.Experiment, step: int) -> Phase:
+  """The phase of the step after `step`."""
+  phases = experiment.derived.phases
+  return phases[phase_index(phases, step)]
 
 
 def in_background(function: Callable[[], T]) -> Future[T]:

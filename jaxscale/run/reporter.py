@@ -33,7 +33,7 @@ class Reporter:
     """Go on with the record after step `start`, while `may_write` allows it."""
     config, derived = experiment.config, experiment.derived
     leader = cluster.is_leader()
-    self.experiment = experiment  # the stage that is running
+    self.experiment = experiment  # the phase that is running
     self.evaluation: dict[str, float] = {}  # the last one
     self.noise_scale: float | None = None
     self._config, self._start = config, start
@@ -50,7 +50,7 @@ class Reporter:
     self._progress = metrics.Progress(
       derived.total_steps,
       start=start,
-      examples=examples_at(derived.stages, start),
+      examples=examples_at(derived.phases, start),
       total_examples=self._examples(derived.total_steps),
       quiet=not leader,
     )
@@ -95,15 +95,15 @@ class Reporter:
     )
 
   def enter(self, experiment: build.Experiment) -> None:
-    """Another stage begins."""
+    """Another phase begins."""
     notes = [n for n in experiment.notes if n not in self.experiment.notes]
     self.experiment = experiment
     total = experiment.derived.total_steps
     self._progress.expect(total, self._examples(total))
-    stage = experiment.stage
-    size = f", images of {stage.image_size}" if stage.image_size else ""
+    phase = experiment.phase
+    size = f", images of {phase.image_size}" if phase.image_size else ""
     self._damage.watch("training", experiment.train_data)
-    self.say(f"step {stage.start}  from here on batch {stage.batch_size:,}{size}")
+    self.say(f"step {phase.start}  from here on batch {phase.batch_size:,}{size}")
     for note in notes:
       self.say(note)
 
@@ -160,7 +160,7 @@ class Reporter:
       self._config.stop_at_target and self.target() is not None
     )
     if last and self.noise_scale:
-      batch_size = self.experiment.stage.batch_size
+      batch_size = self.experiment.phase.batch_size
       self.say(noise_scale.describe(self.noise_scale, batch_size))
     if self._mllog is not None:
       self._mllog.evaluated(metrics.mllog_value(values), is_last=last)
@@ -220,7 +220,7 @@ class Reporter:
     return share
 
   def _examples(self, step: int) -> int:
-    return examples_at(self.experiment.derived.stages, step)
+    return examples_at(self.experiment.derived.phases, step)
 
   def _epoch(self, step: int) -> float:
     return self._examples(step) / self.experiment.derived.num_train

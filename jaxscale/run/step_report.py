@@ -220,7 +220,7 @@ def measure(
   *,
   rounds: int = ROUNDS,
 ) -> Report:
-  """The report of a stage of a run; every process must call it.
+  """The report of a phase of a run; every process must call it.
 
   Of local updates, a step with a meeting and one without are timed, and the
   difference is divided by the steps from one meeting to the next.
@@ -230,7 +230,7 @@ def measure(
   which is left as it is, as are data position and random numbers.
 
   Args:
-    experiment: at the stage that is measured.
+    experiment: at the phase that is measured.
     train_step: its compiled step.
     state: that the run goes on with.
     batch: a global batch on the devices.

@@ -30,7 +30,7 @@ def describe(experiment: build.Experiment) -> dict[str, Any]:
   return {
     "config": _plain(experiment.config),
     "derived": experiment.derived._asdict()
-    | {"stages": [stage._asdict() for stage in experiment.derived.stages]},
+    | {"phases": [phase._asdict() for phase in experiment.derived.phases]},
     "data": experiment.train_data.info._asdict(),
     "python": platform.python_version(),
     "versions": {name: metadata.version(name) for name in packages},
@@ -49,14 +49,14 @@ def describe_text(experiment: build.Experiment, workdir: Path) -> str:
     lines.append(f"  {field.name:24} {getattr(experiment.config, field.name)}")
   lines.append("derived")
   numbers = experiment.derived._asdict()
-  stages = numbers.pop("stages")
+  phases = numbers.pop("phases")
   for name, value in numbers.items():
     shown = f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
     lines.append(f"  {name:24} {shown}")
-  for stage in stages if len(stages) > 1 else ():
-    size = f", images of {stage.image_size}" if stage.image_size else ""
+  for phase in phases if len(phases) > 1 else ():
+    size = f", images of {phase.image_size}" if phase.image_size else ""
     lines.append(
-      f"  steps {stage.start + 1:,} to {stage.stop:,}: batch {stage.batch_size:,}{size}"
+      f"  steps {phase.start + 1:,} to {phase.stop:,}: batch {phase.batch_size:,}{size}"
     )
   if said := derive.story(experiment.config, experiment.derived):
     lines.append(f"  {said}")

@@ -141,11 +141,11 @@ def make_trials(
   """
   import jax  # 0.5 s: not for --help or a typo
 
-  stages = config.stages
-  if isinstance(stages, AdaptiveBatch) or stages.batch_sizes:
+  phases = config.phases
+  if isinstance(phases, AdaptiveBatch) or phases.batch_sizes:
     raise ConfigError(
-      f"Config.stages={type(stages).__name__}: a study gives each run one batch "
-      "size, take the batch sizes out of the stages"
+      f"Config.phases={type(phases).__name__}: a study gives each run one batch "
+      "size, take the batch sizes out of the phases"
     )
   made = []
   for size in batch_sizes:

@@ -224,7 +224,7 @@ def _examples(experiment: Any, trial: Trial, step: int) -> int:
 
   if chosen := cluster.from_leader(adaptive_batch.read_chosen(trial.workdir)):
     experiment = build.with_sizes(experiment, chosen)
-  return examples_at(experiment.derived.stages, step)
+  return examples_at(experiment.derived.phases, step)
 
 
 def accuracy_on(experiment: Any, state: Any, dataset: Any) -> float:

@@ -82,8 +82,8 @@ class Events(NamedTuple):
     should_stop: step -> whether to save and stop after it.
     is_checked: step -> whether a check of the state follows it.
     check: (step, state); raises if it finds a fault, before anything is saved.
-    at: (step, phase): the host goes on to this part of the step, by the names of
-      `cluster.verdict.PHASES`.
+    at: (step, activity): the host goes on to this part of the step, by the names of
+      `cluster.verdict.ACTIVITIES`.
     refused: what follows a step whose loss or gradient is no number; raises
       `NonFiniteError`, or returns to go on. In every process at the same step.
   """
@@ -97,7 +97,7 @@ class Events(NamedTuple):
   should_stop: Callable[[int], bool]
   is_checked: Callable[[int], bool] = lambda step: False
   check: Callable[[int, TrainState], None] = lambda step, state: None
-  at: Callable[[int, str], None] = lambda step, phase: None
+  at: Callable[[int, str], None] = lambda step, activity: None
   refused: Callable[[BadStep], None] = stop_at
 
 

@@ -132,7 +132,7 @@ def test_plain_epochs_are_steps_of_the_run():
 
 
 def test_workers_that_train_alone():
-  experiment = build.experiment(config(sync=BlockMomentum(every=5)))
+  experiment = build.experiment(config(sync=BlockMomentum(sync_every_steps=5)))
   assert experiment.agreement is not None and experiment.agreement.method.every == 5
   state = experiment.abstract_state()
   assert isinstance(state.opt_state, BlockMomentumState)
@@ -141,7 +141,9 @@ def test_workers_that_train_alone():
   assert all(row.conditional for row in table if row.payload_bytes > 64)
   # 5 steps of 8 examples of each of 8 workers, 8 times: more than there are.
   assert experiment.notes and "wants 2,560 different samples" in experiment.notes[0]
-  grouped = build.experiment(config(sync=LocalSGD(every=5, workers="replica")))
+  grouped = build.experiment(
+    config(sync=LocalSGD(sync_every_steps=5, workers="replica"))
+  )
   assert grouped.agreement is not None and grouped.agreement.workers == ("replica",)
 
 
@@ -184,15 +186,15 @@ MISTAKES = {
     ["exchange=Int8", "exchange.bucket_bytes=64"], "Int8.bucket_bytes=64: holds no"),
   "bucket": (["exchange.bucket_bytes=3"], "give a value >= 4"),
   "plain epochs": (
-    ["sync=LocalSGD", "sync.every=2", "ema_decay=None", "exchange=OneBit",
+    ["sync=LocalSGD", "sync.sync_every_steps=2", "ema_decay=None", "exchange=OneBit",
      "exchange.plain_epochs=1"], "plain_epochs=1.0: workers send only"),
   "scaled rate": (
-    ["sync=LocalSGD", "sync.every=2", "ema_decay=None", "lr_scaling=linear"],
+    ["sync=LocalSGD", "sync.sync_every_steps=2", "ema_decay=None", "lr_scaling=linear"],
     "lr_scaling='linear': sync=LocalSGD has rates of one worker"),
-  "stages": (
-    ["sync=BlockMomentum", "sync.every=5", "ema_decay=None", "optimizer=SGD",
-     "stages.epochs=0,1", "stages.batch_sizes=128,512"],
-    "BlockMomentum.every=5: one block of 8 workers is 2,560 samples"),
+  "phases": (
+    ["sync=BlockMomentum", "sync.sync_every_steps=5", "ema_decay=None", "optimizer=SGD",
+     "phases.epochs=0,1", "phases.batch_sizes=128,512"],
+    "BlockMomentum.sync_every_steps=5: one block of 8 workers is 2,560 samples"),
   "noise scale": (["exchange=Int8", "noise_scale=True"], "use AllReduce or Half"),
   "delayed ways": (
     ["sync=DiLoCo", "exchange.delayed=True", "ema_decay=None"], "set it to False"),
@@ -203,7 +205,7 @@ MISTAKES = {
     ["sync=BlockMomentum", "ema_decay=None", "optimizer=SGD"],
     "more than the 1,437 there are; give "),
   "statistics": (
-    ["sync=LocalSGD", "sync.every=2", "ema_decay=None", "model.bn_span=global",
+    ["sync=LocalSGD", "sync.sync_every_steps=2", "ema_decay=None", "model.bn_span=global",
      "model.batch_norm=True"],
     "CNN.bn_span=global: BatchNorm statistics over workers"),
 }  # fmt: skip

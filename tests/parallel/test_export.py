@@ -140,7 +140,7 @@ def test_a_classifier_of_other_classes_starts_anew_if_asked_to(tmp_path):
 
 def test_workers_that_train_alone_start_from_it_too(tmp_path):
   path = tmp_path / "a"
-  options = dict(sync="LocalSGD", sync__every="2", ema_decay="None")
+  options = dict(sync="LocalSGD", sync__sync_every_steps="2", ema_decay="None")
   made = build.experiment(quick(**options)).init_state()
   params = jax.tree.map(lambda x: x + 1, made.params)
   export_safetensors(path, params)

@@ -16,8 +16,8 @@ from jaxscale.config import (
   ImageFolder,
   Log,
   Mesh,
+  Phases,
   ResNet,
-  Stages,
 )
 from jaxscale.errors import ConfigError
 from jaxscale.run.damaged_examples import DamageRecord
@@ -79,7 +79,7 @@ def test_damage_of_before_a_restart_still_counts(tmp_path):
 
   first = DamageRecord(tmp_path, start=0)
   first.watch("training", dataset(3, 8))
-  first.watch("training", dataset(8, 9))  # of another stage
+  first.watch("training", dataset(8, 9))  # of another phase
   assert first.collect() == ["training data: 3 damaged examples: 3.jpg, 8.jpg, 9.jpg"]
   assert first.collect() == []  # nothing new
   second = DamageRecord(tmp_path, start=5)
@@ -96,10 +96,10 @@ def test_damage_of_before_a_restart_still_counts(tmp_path):
 def test_images_that_grow_on_the_way_need_a_model_that_lets_them(tmp_path):
   write_folder(tmp_path / "images", "train", 24)
   write_folder(tmp_path / "images", "val", 4)
-  grow = Stages(epochs=(0, 1.5), image_sizes=(8, 16))
+  grow = Phases(epochs=(0, 1.5), image_sizes=(8, 16))
   with pytest.raises(ConfigError, match="depend on the image size"):
-    fit(folder_config(tmp_path / "images", stages=grow), tmp_path / "a")
-  config = folder_config(tmp_path / "images", stages=grow)
+    fit(folder_config(tmp_path / "images", phases=grow), tmp_path / "a")
+  config = folder_config(tmp_path / "images", phases=grow)
   resnet = ResNet(depth=18, width=2, stem="small")
   result = fit(dataclasses.replace(config, model=resnet), tmp_path / "b")
   assert result.summary["outcome"] == "done"

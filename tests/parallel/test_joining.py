@@ -176,8 +176,8 @@ def test_the_loop_says_where_it_is(tmp_path, monkeypatch):
 def test_trials_of_a_batch_size_are_left_off_and_come_again(tmp_path, monkeypatch):
   """Asked to stop among them; what they choose, and the run, stay the same."""
   small = quick_config(
-    stages="AdaptiveBatch", stages__every_epochs="2", stages__trial_steps="2",
-    stages__max_batch_size="256", batch_size="64",
+    phases="AdaptiveBatch", phases__every_epochs="2", phases__trial_steps="2",
+    phases__max_batch_size="256", batch_size="64",
   )  # fmt: skip
   whole, real, asked = fit(small, tmp_path / "whole"), phases._poll, []
 
@@ -211,7 +211,7 @@ def test_a_notebook_joins_and_keeps_its_ctrl_c():
 
 
 def test_mistakes_about_faults_and_workdirs_are_one_line():
-  with pytest.raises(ConfigError, match="before silence_s=200"):
-    Faults(silence_s=200.0)
+  with pytest.raises(ConfigError, match="before heartbeat_timeout_s=200"):
+    Faults(heartbeat_timeout_s=200.0)
   with pytest.raises(ConfigError, match="gs://b/run: give a directory"):
     parse_args(["--workdir", "gs://b/run"])

@@ -24,14 +24,14 @@ from jaxscale.parallel.reduction import exchange_axes, exchange_split
 from jaxscale.training.state import abstract_state, init_state
 from jaxscale.training.step import make_train_step
 
-PARAMETERS = {"shard": "parameters"}
+PARAMETERS = {"shard": "fsdp"}
 LAYOUTS = {
   "data 8": (8, {}, {}),
-  "zero-1": (8, {"data": 2, "fsdp": 4}, {"shard": "optimizer"}),
+  "zero-1": (8, {"data": 2, "fsdp": 4}, {"shard": "zero1"}),
   "fsdp": (8, {"data": 1, "fsdp": 8}, PARAMETERS),
   "data 2 x fsdp 2": (4, {"data": 2, "fsdp": 2}, PARAMETERS),
   "data 4 x fsdp 2": (8, {"data": 4, "fsdp": 2}, PARAMETERS),
-  "zero-2 on it": (8, {"data": 4, "fsdp": 2}, {"shard": "gradients"}),
+  "zero-2 on it": (8, {"data": 4, "fsdp": 2}, {"shard": "zero2"}),
   "replica 2 x data 2 x fsdp 2": (8, {"replica": 2, "data": 2, "fsdp": 2}, PARAMETERS),
   "data 2 x fsdp 2 x model 2": (8, {"data": 2, "fsdp": 2, "model": 2}, PARAMETERS),
   "data 2 x fsdp 2 x ring": (

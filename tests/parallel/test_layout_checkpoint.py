@@ -21,11 +21,11 @@ from jaxscale.training.state import abstract_state, init_state
 from jaxscale.training.step import make_train_step
 
 ROWS, SAVED_AT, STEPS = 16, 2, 4
-PARAMETERS = {"shard": "parameters"}
+PARAMETERS = {"shard": "fsdp"}
 # Devices, their mesh, and what is split over it.
 LAYOUTS = {
   "replicated": (8, {"replica": 2, "data": 4}, {}),
-  "zero-1": (8, {"data": 1, "fsdp": 8}, {"shard": "optimizer"}),
+  "zero-1": (8, {"data": 1, "fsdp": 8}, {"shard": "zero1"}),
   "fsdp": (8, {"data": 1, "fsdp": 8}, PARAMETERS),
   "data x fsdp x model": (8, {"data": 2, "fsdp": 2, "model": 2}, PARAMETERS),
   "data x stage": (8, {"data": 2, "stage": 4}, {}),

@@ -89,7 +89,7 @@ def test_the_state_of_an_optimizer_lies_as_its_parameters():
   mesh = make_mesh(data=1, fsdp=2, model=4)
   stack = tiny_stack()
   params = jax.eval_shape(stack.init, jax.random.key(0))
-  layout = make_layout(mesh, params, RULES, shard="optimizer")
+  layout = make_layout(mesh, params, RULES, shard="zero1")
   assert layout.at_rest["layers"]["q"] == P(None, None, "model")
   stacked = optim.matching("^layers/")
   specs = opt_specs(layout, optim.lamb(1e-3, stacked=stacked))
@@ -106,7 +106,7 @@ def test_axes_that_would_compute_the_same_are_refused():
   with pytest.raises(ConfigError, match=r"Mesh\.model=4: nothing of this model"):
     make_layout(make_mesh(data=2, model=4), params, rules)
   with pytest.raises(ConfigError, match="is over the axis fsdp, which has one device"):
-    make_layout(make_mesh(data=8), params, rules, shard="parameters")
+    make_layout(make_mesh(data=8), params, rules, shard="fsdp")
 
 
 def test_the_grid():
@@ -130,13 +130,13 @@ def lm(**fields):
   return cfg.Config(**usual | fields)
 
 
-IN_BACKWARD = cfg.Layout(shard="parameters", slow_axes="in_backward")
+IN_BACKWARD = cfg.Layout(shard="fsdp", slow_axes="in_backward")
 
 
 @pytest.mark.parametrize(
   ("fields", "says"),
   [
-    ({"layout": cfg.Layout(shard="optimizer")}, "which has one device; set mesh.fsdp"),
+    ({"layout": cfg.Layout(shard="zero1")}, "which has one device; set mesh.fsdp"),
     ({"mesh": cfg.Mesh(fsdp=4)}, "Mesh.fsdp=4: splits nothing while Layout.shard"),
     (
       {
@@ -160,7 +160,7 @@ IN_BACKWARD = cfg.Layout(shard="parameters", slow_axes="in_backward")
     ),
     ({"mesh": cfg.Mesh(model=2), "noise_scale": True}, "needs the whole model on each"),
     (
-      {"mesh": cfg.Mesh(stage=2), "sync": cfg.LocalSGD(every=4)},
+      {"mesh": cfg.Mesh(stage=2), "sync": cfg.LocalSGD(sync_every_steps=4)},
       "use EveryStep; here",
     ),
   ],
@@ -203,7 +203,7 @@ def test_settings_that_mean_nothing_are_refused(make, says):
     ),
     (
       cfg.Mesh(fsdp=8),
-      cfg.Layout(shard="parameters", rules=("layers/.*: -, fsdp, -",)),
+      cfg.Layout(shard="fsdp", rules=("layers/.*: -, fsdp, -",)),
       "embed/table: no rule fits",
     ),
   ],
@@ -226,7 +226,7 @@ def test_no_token_is_left_out(way):
 
 def test_describe_says_what_every_device_holds_and_sends():
   mesh = cfg.Mesh(data=2, fsdp=2, model=2)
-  layout = cfg.Layout(shard="parameters")
+  layout = cfg.Layout(shard="fsdp")
   page = describe(build.experiment(lm(mesh=mesh, layout=layout)))
   assert "8 x cpu as replica 1 x data 2 x fsdp 2 x model 2" in page
   lines = {line.split()[0]: line for line in page.splitlines() if line.strip()}
@@ -263,7 +263,7 @@ def test_describe_from_the_command_line_trains_nothing(tmp_path):
   workdir = tmp_path / "run"
   done = command(
     "--describe", f"--workdir={workdir}", "--config.mesh.data=1",
-    "--config.mesh.fsdp=-1", "--config.layout.shard=parameters",
+    "--config.mesh.fsdp=-1", "--config.layout.shard=fsdp",
   )  # fmt: skip
   assert done.returncode == 0, done.stderr
   assert "Dense_0/kernel" in done.stdout and "reduce-scatter" in done.stdout

@@ -83,7 +83,7 @@ def step(num_layers, shard, remat="full", all_at_once=False):
 
 
 def temporaries(num_layers, **options):
-  return memory_of(step(num_layers, "parameters", **options)[0]).temporaries
+  return memory_of(step(num_layers, "fsdp", **options)[0]).temporaries
 
 
 def slope(**options):
@@ -137,7 +137,7 @@ def test_what_layers_keep_is_what_remat_says():
 
 @pytest.mark.parametrize("remat", ["full", "none"])
 def test_gathers_run_in_the_loops(remat):
-  compiled, mesh = step(16, "parameters", remat)
+  compiled, mesh = step(16, "fsdp", remat)
   table = hlo.collectives(compiled, mesh)
   gathers = [r for r in table if r.kind == "all-gather"]
   assert all(r.axes == ("fsdp",) and r.times_known for r in gathers)
@@ -152,10 +152,10 @@ def test_gathers_run_in_the_loops(remat):
 
 
 STAGES = {
-  "nothing": lambda p: 4 * p + 8 * p,
-  "optimizer": lambda p: 4 * p + 8 * p / N,
-  "gradients": lambda p: 4 * p + 8 * p / N,
-  "parameters": lambda p: 4 * p / N + 8 * p / N,
+  "none": lambda p: 4 * p + 8 * p,
+  "zero1": lambda p: 4 * p + 8 * p / N,
+  "zero2": lambda p: 4 * p + 8 * p / N,
+  "fsdp": lambda p: 4 * p / N + 8 * p / N,
 }
 
 
@@ -170,7 +170,7 @@ def test_the_state_is_as_large_as_the_formula_says(shard):
 def test_split_gradients_are_never_whole():
   p = num_params(16)
   whole, split = (
-    memory_of(step(16, shard)[0]).temporaries for shard in ("optimizer", "gradients")
+    memory_of(step(16, shard)[0]).temporaries for shard in ("zero1", "zero2")
   )
   assert whole >= 4 * p
   assert whole - split >= 0.8 * 4 * p * (1 - 1 / N)
@@ -179,7 +179,7 @@ def test_split_gradients_are_never_whole():
 def test_no_device_makes_the_whole_state():
   mesh = make_mesh(data=1, fsdp=N)
   stack = model(16)
-  layout = layout_of(stack, mesh, shard="parameters")
+  layout = layout_of(stack, mesh, shard="fsdp")
   lowered = lower_init_state(*parts(stack, layout), layout=layout)
   memory = memory_of(lowered.compile(QUICK))
   held = 12 * num_params(16) / N
@@ -219,7 +219,7 @@ def config(**layout):
     model=cfg.Transformer(num_layers=2, width=64, num_heads=4, hidden=128),
     data=cfg.Text(sequence_length=16), optimizer=cfg.AdamW(lr=1e-2), batch_size=8,
     epochs=1, mesh=cfg.Mesh(data=1, fsdp=-1),
-    layout=cfg.Layout(shard="parameters", **layout),
+    layout=cfg.Layout(shard="fsdp", **layout),
   )  # fmt: skip
 
 

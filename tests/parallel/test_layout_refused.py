@@ -38,7 +38,7 @@ def ruled(mesh, changes, **options):
   return made(mesh=mesh, layout=cfg.Layout(rules=rules, **options))
 
 
-FSDP = {"mesh": cfg.Mesh(data=4, fsdp=2), "shard": "parameters"}
+FSDP = {"mesh": cfg.Mesh(data=4, fsdp=2), "shard": "fsdp"}
 MODEL = {"mesh": cfg.Mesh(data=4, model=2)}
 STAGE = {"mesh": cfg.Mesh(data=4, stage=2)}
 Q, O = list(OWN)[1:3]  # noqa: E741
@@ -91,7 +91,7 @@ def test_rules_that_no_mesh_has(rule, says):
     (
       {
         "mesh": cfg.Mesh(data=1, fsdp=8),
-        "layout": cfg.Layout(shard="parameters", slow_axes="in_backward"),
+        "layout": cfg.Layout(shard="fsdp", slow_axes="in_backward"),
       },
       "slow_axes='in_backward': changes nothing here; set mesh.replica or",
     ),
@@ -106,14 +106,14 @@ def test_settings_that_change_nothing(fields, says):
   "exchange", [cfg.OneBit(), cfg.HalfPrecision(), cfg.AllReduce(delayed=True)]
 )
 def test_what_is_not_sent_is_not_rounded(exchange):
-  fsdp = {"layout": cfg.Layout(shard="parameters"), "exchange": exchange}
+  fsdp = {"layout": cfg.Layout(shard="fsdp"), "exchange": exchange}
   with pytest.raises(ConfigError, match="has nothing to send, as fsdp sums all"):
     made(mesh=cfg.Mesh(data=1, fsdp=8), **fsdp)
   assert made(mesh=cfg.Mesh(data=2, fsdp=4), **fsdp).layout is not None
 
 
 def test_a_config_for_many_devices_runs_on_one():
-  layout = cfg.Layout(shard="parameters")
+  layout = cfg.Layout(shard="fsdp")
   fields = {"mesh": cfg.Mesh(data=1, fsdp=-1), "layout": layout}
   alone = made(jax.devices()[:1], **fields)
   (note,) = alone.notes
@@ -140,7 +140,7 @@ def test_describe_touches_no_data(monkeypatch, capsys, tmp_path):
 
 
 def test_describe_says_what_waits_on_the_host():
-  waits = cfg.Layout(shard="parameters", optimizer="host")
+  waits = cfg.Layout(shard="fsdp", optimizer="host")
   page = describe(made(mesh=cfg.Mesh(data=1, fsdp=8), layout=waits))
   rows = dict(re.findall(r"^(\S[^:\n]*?) +([\d.]+)$", page, re.M))
   on_host, on_device = rows["opt state, on the host"], rows["opt state"]
@@ -192,7 +192,7 @@ def two_steps(experiment):
 
 def test_a_head_of_21841_classes_is_split():
   one, _ = two_steps(vit_of_imagenet_22k())
-  layout = cfg.Layout(shard="parameters")
+  layout = cfg.Layout(shard="fsdp")
   mesh = cfg.Mesh(data=1, fsdp=2, model=4)
   losses, state = two_steps(vit_of_imagenet_22k(mesh=mesh, layout=layout))
   assert losses == pytest.approx(one, rel=1e-6) and losses[1] < losses[0]

@@ -28,13 +28,13 @@ from jaxscale.training.replica_check import (
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_train_step
 
-PARAMETERS = {"shard": "parameters"}
+PARAMETERS = {"shard": "fsdp"}
 LAYOUTS = {
   "data 4 x fsdp 2": ({"data": 4, "fsdp": 2}, PARAMETERS),
   "data 2 x fsdp 2 x model 2": ({"data": 2, "fsdp": 2, "model": 2}, PARAMETERS),
   "data 4 x model 2": ({"data": 4, "model": 2}, {}),
   "fsdp 8": ({"data": 1, "fsdp": 8}, PARAMETERS),
-  "zero-2": ({"data": 2, "fsdp": 4}, {"shard": "gradients"}),
+  "zero-2": ({"data": 2, "fsdp": 4}, {"shard": "zero2"}),
 }
 
 

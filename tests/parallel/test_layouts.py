@@ -56,7 +56,7 @@ class Case(NamedTuple):
   micros: int = 1
 
 
-def sharded(mesh, shard="parameters", **options):
+def sharded(mesh, shard="fsdp", **options):
   return Case({"data": 1} | mesh, {"shard": shard} | options)
 
 
@@ -67,17 +67,17 @@ def piped(mesh, schedule="gpipe", micros=4, **options):
 TOKENS_TOO = {"splits": "layers_and_tokens"}
 CASES = {
   "replica x data": Case({"replica": 2, "data": 4}),
-  "zero-1": sharded({"fsdp": 8}, "optimizer"),
-  "zero-2": sharded({"fsdp": 8}, "gradients"),
+  "zero-1": sharded({"fsdp": 8}, "zero1"),
+  "zero-2": sharded({"fsdp": 8}, "zero2"),
   "fsdp": sharded({"fsdp": 8}),
-  "data x zero-2": sharded({"data": 2, "fsdp": 4}, "gradients"),
+  "data x zero-2": sharded({"data": 2, "fsdp": 4}, "zero2"),
   "data x fsdp": sharded({"data": 2, "fsdp": 4}),
   "data x fsdp, in the backward": sharded({"data": 2, "fsdp": 4}, slow="in_backward"),
   "replica x data x fsdp": sharded({"replica": 2, "data": 2, "fsdp": 2}),
   "data x model": Case({"data": 2, "model": 4}),
   "fsdp x model": sharded({"fsdp": 2, "model": 4}),
   "data x fsdp x model": sharded({"data": 2, "fsdp": 2, "model": 2}),
-  "zero-2 x model": sharded({"fsdp": 4, "model": 2}, "gradients"),
+  "zero-2 x model": sharded({"fsdp": 4, "model": 2}, "zero2"),
   "data x model, tokens too": Case({"data": 2, "model": 4}, TOKENS_TOO),
   "fsdp x model, tokens too": sharded({"fsdp": 2, "model": 4}, **TOKENS_TOO),
   "data x ring": Case({"data": 2, "model": 4}, {"splits": "ring"}),
@@ -87,10 +87,10 @@ CASES = {
   "data x stage, 1f1b": piped({"data": 2, "stage": 4}, "1f1b"),
   "stage x model": piped({"data": 1, "stage": 2, "model": 4}),
   "stage x model, 1f1b": piped({"data": 1, "stage": 2, "model": 4}, "1f1b"),
-  "fsdp x stage": piped({"fsdp": 4, "stage": 2}, shard="parameters"),
-  "zero-2 x stage, 1f1b": piped({"fsdp": 4, "stage": 2}, "1f1b", shard="gradients"),
+  "fsdp x stage": piped({"fsdp": 4, "stage": 2}, shard="fsdp"),
+  "zero-2 x stage, 1f1b": piped({"fsdp": 4, "stage": 2}, "1f1b", shard="zero2"),
   "fsdp x stage x model": piped(
-    {"fsdp": 2, "stage": 2, "model": 2}, micros=2, shard="parameters"
+    {"fsdp": 2, "stage": 2, "model": 2}, micros=2, shard="fsdp"
   ),
   "stage x ring": piped({"stage": 2, "model": 4}, splits="ring"),
 }

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import stages
 from conftest import quick
 from jax import lax
 from jax.sharding import PartitionSpec as P

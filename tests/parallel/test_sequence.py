@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from stages import distance, mesh_of
+from phases import distance, mesh_of
 
 from jaxscale.collectives import vary
 from jaxscale.collectives.typed import varying

@@ -80,19 +80,19 @@ def test_micro_batches_of_as_many_rows_have_the_same_rows(start, asked, devices)
   assert groups(devices, micros) == groups(start, asked)
 
 
-def test_every_stage_has_its_own():
+def test_every_phase_has_its_own():
   ramp = config(
-    stages__epochs="(0, 1, 2)", stages__batch_sizes="(64, 128, 256)",
-    stages__accumulate_steps="(1, 1, 2)",
+    phases__epochs="(0, 1, 2)", phases__batch_sizes="(64, 128, 256)",
+    phases__accumulate_steps="(1, 1, 2)",
   )  # fmt: skip
   at_start, fewer = over(ramp, 8, 8), over(ramp, 2, 8)
-  assert [s.accumulate_steps for s in fewer.stages] == [4, 4, 8]
-  micros = [s._replace(accumulate_steps=0) for s in fewer.stages]
-  assert micros == [s._replace(accumulate_steps=0) for s in at_start.stages]
+  assert [s.accumulate_steps for s in fewer.phases] == [4, 4, 8]
+  micros = [s._replace(accumulate_steps=0) for s in fewer.phases]
+  assert micros == [s._replace(accumulate_steps=0) for s in at_start.phases]
   assert (fewer.start_devices, fewer.num_devices) == (8, 2)
   assert fewer.micro_batch_size == at_start.micro_batch_size == 8
   assert fewer.device_batch_size == 32
-  same = {"num_devices", "row_blocks", "start_devices", "device_batch_size", "stages"}
+  same = {"num_devices", "row_blocks", "start_devices", "device_batch_size", "phases"}
   for name in set(fewer._fields) - same - {"eval_batch_size"}:
     assert getattr(fewer, name) == getattr(at_start, name), name
   assert story(ramp, fewer) == (
@@ -132,7 +132,7 @@ REFUSALS = [
    "that it began with, on 8; give it 1, 2, 4 or 8 devices, or another --workdir"),
   (dict(batch_size=64, accumulate_steps=4), 32, 8,
    "in 4 micro-batches, does not divide over 32 devices"),
-  (dict(batch_size=64, stages__epochs="(0, 1)", stages__batch_sizes="(96, 64)"), 6, 8,
+  (dict(batch_size=64, phases__epochs="(0, 1)", phases__batch_sizes="(96, 64)"), 6, 8,
    "batch_size=64: does not divide over 6 devices.* give it 1, 2, 4 or 8 devices"),
   (dict(batch_size=64, mesh__replica=2), 6, 8, "give it 2, 4 or 8 devices"),
   (dict(batch_size=4096), 3, 1024, "give it 1, 2, 4, 8, 16 or 32 devices"),
@@ -176,7 +176,7 @@ SPANS = [  # bn_span, devices, of 8 -> micro-batches of a batch of 64
 def test_batch_norm_keeps_as_many_examples(span, devices, wanted):
   chosen = config(batch_size=64, **CNN, model__bn_span=span)
   derived = over(chosen, devices, 8)
-  assert derived.stages[0].accumulate_steps == wanted
+  assert derived.phases[0].accumulate_steps == wanted
   if derived.micro_batch_size != 8:
     held = f"a device holds {derived.micro_batch_size} examples at a time, 8 then"
     assert held in (story(chosen, derived) or "")
@@ -184,12 +184,12 @@ def test_batch_norm_keeps_as_many_examples(span, devices, wanted):
 
 def test_a_model_without_batch_norm_needs_no_span():
   chosen = config(batch_size=64, model="CNN", model__bn_span="global")
-  assert over(chosen, 2, 8).stages[0].accumulate_steps == 4
+  assert over(chosen, 2, 8).phases[0].accumulate_steps == 4
 
 
 def test_the_noise_scale_has_two_gradients_to_compare():
   chosen = config(batch_size=64, noise_scale=True)
-  assert over(chosen, 1, 2).stages[0].accumulate_steps == 2
+  assert over(chosen, 1, 2).phases[0].accumulate_steps == 2
 
 
 def test_batch_norm_of_a_device_sees_the_same_examples():
@@ -210,10 +210,10 @@ def test_batch_norm_of_a_device_sees_the_same_examples():
 
 
 def test_sizes_that_an_adaptive_run_chose_go_on():
-  chosen = config(batch_size=64, stages="AdaptiveBatch", stages__every_epochs=1)
+  chosen = config(batch_size=64, phases="AdaptiveBatch", phases__every_epochs=1)
   derived = over(chosen, 2, 8, sizes=(64, 96, 192))
-  assert [s.accumulate_steps for s in derived.stages[:4]] == [4] * 4
-  assert [s.batch_size for s in derived.stages[:4]] == [64, 96, 192, 192]
+  assert [s.accumulate_steps for s in derived.phases[:4]] == [4] * 4
+  assert [s.batch_size for s in derived.phases[:4]] == [64, 96, 192, 192]
   said = "so that a device still holds 8, 12, 24, 24, "
   assert said in (story(chosen, derived) or "")
 
@@ -227,7 +227,7 @@ def test_an_adaptive_run_tries_the_sizes_that_it_would_have_tried(
 ):
   """Multiples of 24 and of the devices at the start; and what divides over these."""
   chosen = config(
-    batch_size=480, stages="AdaptiveBatch", stages__multiple=24, model="MLP",
+    batch_size=480, phases="AdaptiveBatch", phases__multiple=24, model="MLP",
   )  # fmt: skip
   chosen = dataclasses.replace(chosen, mesh=Mesh(data=devices))
   experiment = build.experiment(chosen, start)
@@ -299,7 +299,7 @@ def test_config_json_and_the_person_who_reads_have_the_numbers(began, tmp_path):
   experiment = build.experiment(chosen, start_devices(began(chosen, 16), chosen))
   written = describe(experiment)
   assert written["config"]["accumulate_steps"] == 1  # the setting
-  assert written["derived"]["stages"][0]["accumulate_steps"] == 2
+  assert written["derived"]["phases"][0]["accumulate_steps"] == 2
   numbers = {k: written["derived"][k] for k in ("start_devices", "num_devices")}
   assert numbers == {"start_devices": 16, "num_devices": 8}
   said = describe_text(experiment, tmp_path)

@@ -1,4 +1,4 @@
-"""Stages: what changes size on the way, and that nothing else does."""
+"""Phases: what changes size on the way, and that nothing else does."""
 
 import json
 import math
@@ -21,7 +21,7 @@ QUICK = {
   "schedule.warmup_epochs": "0.5", "log.every_steps": "1", "ema_decay": "None",
   "checkpoint.every_epochs": "1", "log.tensorboard": "False",
 }  # fmt: skip
-RAMP = {"stages.epochs": "(0, 1, 2)", "stages.batch_sizes": "(64, 128, 256)"}
+RAMP = {"phases.epochs": "(0, 1, 2)", "phases.batch_sizes": "(64, 128, 256)"}
 
 
 def quick(**changes):
@@ -43,7 +43,7 @@ def test_plan_counts_examples_not_steps():
   assert [phases.examples_at(got, s) for s in (0, 9, 10, 11, 17, 19)] == [
     0, 90, 100, 130, 310, 430,
   ]  # fmt: skip
-  assert [phases.stage_index(got, s) for s in (0, 9, 10, 16, 17, 19)] == [
+  assert [phases.phase_index(got, s) for s in (0, 9, 10, 16, 17, 19)] == [
     0, 0, 1, 1, 2, 2,
   ]  # fmt: skip
 
@@ -70,11 +70,11 @@ def test_momentum_is_corrected_until_the_ramp_of_the_rate_ends():
       parts, "make_optimizer",
       lambda c, s, warmup, m: said.append(warmup) or real(c, s, warmup, m),
     )  # fmt: skip
-    build.at_stage(experiment, experiment.derived.stages[1])
+    build.at_phase(experiment, experiment.derived.phases[1])
   assert said == [34]  # 23 x 64 + 11 x 128 = 2,880 = 45 x 64
 
 
-def test_a_stage_without_room_is_left_out():
+def test_a_phase_without_room_is_left_out():
   got = phases.plan((0, 1, 1.1), (90, 90, 10), (1,) * 3, (None,) * 3,
                     total_epochs=2, num_train=100)  # fmt: skip
   # Two steps of 90 pass epoch 1.1 already.
@@ -85,10 +85,10 @@ def test_the_schedule_goes_by_epochs_whatever_the_batch():
   base = lambda step: jnp.asarray(step, jnp.float32) / 40  # noqa: E731
   one, two = phases.plan((0, 1), (10, 40), (1, 1), (None,) * 2, total_epochs=4,
                          num_train=100)  # fmt: skip
-  inside = phases.staged(base, two, 10, factor=2.0)
+  inside = phases.within_phase(base, two, 10, factor=2.0)
   # Step 10 + 3 has seen 100 + 120 examples: 22 steps of 10.
   assert float(inside(13)) == pytest.approx(2.0 * 22 / 40)
-  assert float(phases.staged(base, one, 10, 1.0)(7)) == pytest.approx(7 / 40)
+  assert float(phases.within_phase(base, one, 10, 1.0)(7)) == pytest.approx(7 / 40)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9, 0.99])
@@ -146,7 +146,7 @@ def test_a_batch_ramp_runs_and_follows_the_rate(ramped):
   result, workdir = ramped
   # 1,437 examples: 23 of 64, then of 128 to epoch 2, then of 256 to epoch 4.
   described = json.loads((workdir / "config.json").read_text())
-  planned = described["derived"]["stages"]
+  planned = described["derived"]["phases"]
   assert [(s["start"], s["batch_size"]) for s in planned] == [
     (0, 64), (23, 128), (34, 256),
   ]  # fmt: skip
@@ -162,7 +162,7 @@ def test_a_batch_ramp_runs_and_follows_the_rate(ramped):
 
 @pytest.mark.slow
 def test_a_ramp_goes_on_bit_for_bit(ramped, tmp_path):
-  """Stopped in every stage, at its end, and resumed: the same parameters."""
+  """Stopped in every phase, at its end, and resumed: the same parameters."""
   result, _ = ramped
 
   class Stopped(Exception):
@@ -188,10 +188,10 @@ def test_a_ramp_goes_on_bit_for_bit(ramped, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_of_a_later_stage_goes_back_to_the_stage_before(
+def test_a_damaged_checkpoint_of_a_later_phase_goes_back_to_the_phase_before(
   ramped, tmp_path, capsys
 ):
-  """Steps 35 on are of the third stage; of its checkpoints, none is whole."""
+  """Steps 35 on are of the third phase; of its checkpoints, none is whole."""
   result, _ = ramped
   fit(quick(**RAMP, checkpoint__every_epochs="0.2", checkpoint__keep_last="60"),
       tmp_path)  # fmt: skip
@@ -211,27 +211,27 @@ def test_a_damaged_checkpoint_of_a_later_stage_goes_back_to_the_stage_before(
     np.testing.assert_array_equal(a, b)
 
 
-def test_short_stages_do_not_put_off_what_is_due():
-  """Every 8 steps of 10, in stages of 3 and of 4 steps: by share of an interval."""
-  planned = [phases.Stage(0, 3, 0, 10, 1, None), phases.Stage(3, 5, 30, 20, 1, None),
-             phases.Stage(5, 9, 70, 10, 1, None)]  # fmt: skip
+def test_short_phases_do_not_put_off_what_is_due():
+  """Every 8 steps of 10, in phases of 3 and of 4 steps: by share of an interval."""
+  planned = [phases.Phase(0, 3, 0, 10, 1, None), phases.Phase(3, 5, 30, 20, 1, None),
+             phases.Phase(5, 9, 70, 10, 1, None)]  # fmt: skip
   steps = {10: 8, 20: 4}
 
-  def due(stage):
-    check = phases.every(planned, stage, lambda s: steps[s.batch_size])
-    return [t for t in range(stage.start + 1, stage.stop + 1) if check(t)]
+  def due(phase):
+    check = phases.every(planned, phase, lambda s: steps[s.batch_size])
+    return [t for t in range(phase.start + 1, phase.stop + 1) if check(t)]
 
   # 3/8 and 2/4 of an interval, then 1/8 to make it whole; the last step is always.
-  assert [due(stage) for stage in planned] == [[], [], [6, 9]]
-  whole = [phases.Stage(0, 20, 0, 10, 1, None)]
+  assert [due(phase) for phase in planned] == [[], [], [6, 9]]
+  whole = [phases.Phase(0, 20, 0, 10, 1, None)]
   check = phases.every(whole, whole[0], lambda s: 3)
   assert [t for t in range(1, 21) if check(t)] == [3, 6, 9, 12, 15, 18, 20]
 
 
 def test_neutral_ramp_follows_momentum_too():
-  config = quick(**RAMP, stages__follow="neutral", batch_size="64")
+  config = quick(**RAMP, phases__follow="neutral", batch_size="64")
   experiment = build.experiment(config)
-  rates = [parts.stage_rate(config, s) for s in experiment.derived.stages]
+  rates = [parts.phase_rate(config, s) for s in experiment.derived.phases]
   assert [m for _, m in rates] == pytest.approx([0.9, 0.81, 0.6561])
   state = experiment.init_state()
 
@@ -244,8 +244,8 @@ def test_neutral_ramp_follows_momentum_too():
     state.opt_state,
     is_leaf=is_velocity,
   )
-  first, second = experiment.derived.stages[:2]
-  entered = build.enter_stage(config, first, second, state._replace(opt_state=ones))
+  first, second = experiment.derived.phases[:2]
+  entered = build.enter_phase(config, first, second, state._replace(opt_state=ones))
   found = jax.tree.leaves(entered.opt_state, is_leaf=is_velocity)
   (momenta,) = [n for n in found if is_velocity(n)]
   for leaf in jax.tree.leaves(momenta.velocity):
@@ -257,9 +257,9 @@ def test_a_batch_that_a_bn_span_does_not_fit_is_no_candidate(tmp_path, capsys):
   """8 rows a device share statistics at batch 64: not 12 of 96, 16 of 128."""
   changes = {
     "model": "CNN", "model.features": "(4,)", "model.dense": "0",
-    "model.batch_norm": "True", "model.bn_span": "8", "stages": "AdaptiveBatch",
-    "stages.trial_steps": "1", "batch_size": "64", "stages.multiple": "32",
-    "stages.margin": "9.0", "stages.max_batch_size": "128", "epochs": "1.1",
+    "model.batch_norm": "True", "model.bn_span": "8", "phases": "AdaptiveBatch",
+    "phases.trial_steps": "1", "batch_size": "64", "phases.multiple": "32",
+    "phases.margin": "9.0", "phases.max_batch_size": "128", "epochs": "1.1",
   }  # fmt: skip
   quick_cnn = {k: v for k, v in QUICK.items() if k not in ("model", "model.hidden")}
   fit(load_config("configs/digits.py", quick_cnn | changes), tmp_path)
@@ -269,15 +269,15 @@ def test_a_batch_that_a_bn_span_does_not_fit_is_no_candidate(tmp_path, capsys):
 
 
 MISTAKES = {
-  "no start": ({"stages.epochs": "(1, 2)"}, "begins at 0"),
-  "order": ({"stages.epochs": "(0, 3, 2)"}, "rising order"),
-  "count": ({"stages.epochs": "(0, 1)", "stages.batch_sizes": "(64,)"}, "2 stages"),
+  "no start": ({"phases.epochs": "(1, 2)"}, "begins at 0"),
+  "order": ({"phases.epochs": "(0, 3, 2)"}, "rising order"),
+  "count": ({"phases.epochs": "(0, 1)", "phases.batch_sizes": "(64,)"}, "2 phases"),
   "neutral adam": (
-    {"optimizer": "AdamW", "optimizer.lr": "0.1", "stages.follow": "neutral",
-     "stages.batch_sizes": "(64,)"}, "use SGD",
+    {"optimizer": "AdamW", "optimizer.lr": "0.1", "phases.follow": "neutral",
+     "phases.batch_sizes": "(64,)"}, "use SGD",
   ),
   "adaptive lars": (
-    {"optimizer": "LARS", "stages": "AdaptiveBatch"}, "use SGD",
+    {"optimizer": "LARS", "phases": "AdaptiveBatch"}, "use SGD",
   ),
 }  # fmt: skip
 
@@ -289,15 +289,15 @@ def test_mistakes(mistake):
     load_config("configs/digits.py", QUICK | changes)
 
 
-def test_a_stage_that_does_not_divide_names_itself():
-  changes = {"stages.epochs": "(0, 1)", "stages.batch_sizes": "(64, 100)"}
+def test_a_phase_that_does_not_divide_names_itself():
+  changes = {"phases.epochs": "(0, 1)", "phases.batch_sizes": "(64, 100)"}
   config = load_config("configs/digits.py", QUICK | changes)
-  with pytest.raises(ConfigError, match=r"Stages.batch_sizes=100: .* give 96 or 104"):
+  with pytest.raises(ConfigError, match=r"Phases.batch_sizes=100: .* give 96 or 104"):
     build.experiment(config)
 
 
 def test_images_of_one_size_cannot_change():
-  changes = {"stages.epochs": "(0, 1)", "stages.image_sizes": "(4, 8)"}
+  changes = {"phases.epochs": "(0, 1)", "phases.image_sizes": "(4, 8)"}
   config = load_config("configs/digits.py", QUICK | changes)
   with pytest.raises(ConfigError, match="images of one size"):
     build.experiment(config)
@@ -333,8 +333,8 @@ def test_search_stops_at_the_first_loss_and_refuses_nan():
 @pytest.mark.slow
 def test_an_adaptive_run_grows_its_batch_and_goes_on(tmp_path):
   changes = {
-    "stages": "AdaptiveBatch", "stages.trial_steps": "4", "batch_size": "64",
-    "stages.multiple": "32", "stages.margin": "5.0", "stages.max_batch_size": "192",
+    "phases": "AdaptiveBatch", "phases.trial_steps": "4", "batch_size": "64",
+    "phases.multiple": "32", "phases.margin": "5.0", "phases.max_batch_size": "192",
     "epochs": "3",
   }  # fmt: skip
   config = load_config("configs/digits.py", QUICK | changes)
@@ -345,8 +345,8 @@ def test_an_adaptive_run_grows_its_batch_and_goes_on(tmp_path):
   assert chosen == [64, 96, 192]
   assert result.summary["outcome"] == "done"
   # Trials leave no trace: the run is the one that had these sizes from the start.
-  fixed = {"stages.epochs": "(0, 1, 2)", "stages.batch_sizes": "(64, 96, 192)",
-           "stages.follow": "neutral", "batch_size": "64", "epochs": "3"}  # fmt: skip
+  fixed = {"phases.epochs": "(0, 1, 2)", "phases.batch_sizes": "(64, 96, 192)",
+           "phases.follow": "neutral", "batch_size": "64", "epochs": "3"}  # fmt: skip
   same = fit(load_config("configs/digits.py", QUICK | fixed), tmp_path / "b")
   for a, b in zip(*map(jax.tree.leaves, (result.state, same.state)), strict=True):
     np.testing.assert_array_equal(a, b)

@@ -130,7 +130,7 @@ def test_measuring_leaves_state_and_batch_alone():
   made = experiment(delayed(plain(make_mesh().axis_names)))
   state = made.init_state()
   before = jax.device_get(state)
-  batches = data.train_batches(made.train_data, made.stage.batch_size, seed=0)
+  batches = data.train_batches(made.train_data, made.phase.batch_size, seed=0)
   batch = jax.device_put(next(batches), batch_sharding(made.mesh))
   step = made.compile_train_step()
   report = step_report.measure(made, step, state, batch, rounds=3)
@@ -159,10 +159,10 @@ def test_the_exchange_that_most_steps_have_is_timed():
 
 def test_a_meeting_is_paid_for_once_in_so_many_steps(monkeypatch):
   """0.8 s longer, every fourth step."""
-  local = MLP | {"sync": "LocalSGD", "sync.every": "4", "ema_decay": "None"}
+  local = MLP | {"sync": "LocalSGD", "sync.sync_every_steps": "4", "ema_decay": "None"}
   made = experiment(**local)
   state = made.init_state()
-  batches = data.train_batches(made.train_data, made.stage.batch_size, seed=0)
+  batches = data.train_batches(made.train_data, made.phase.batch_size, seed=0)
   batch = jax.device_put(next(batches), batch_sharding(made.mesh))
   seen = []
 

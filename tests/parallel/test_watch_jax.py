@@ -58,9 +58,9 @@ def test_all_leave_soon_and_name_the_culprit(child, tmp_path, fault, line):  # n
   with socket.create_server(("127.0.0.1", 0)) as server:
     ours = server.getsockname()[1]
   # Limits that a machine which is busy with other tests keeps in health.
-  quick = "silence_s=1.2, hang_s=1.6, compiling_s=1.5"
+  quick = "heartbeat_timeout_s=1.2, hang_timeout_s=1.6, compiling_s=1.5"
   code = (
-    CHILD.replace(quick, "silence_s=4, hang_s=5, compiling_s=100")
+    CHILD.replace(quick, "heartbeat_timeout_s=4, hang_timeout_s=5, compiling_s=100")
     .replace(
       "socket.socket(fileno=port)  # inherited, and listening",
       'socket.create_server(("127.0.0.1", port))',

@@ -17,7 +17,7 @@ COMPRESSED = [
   "--config.exchange=OneBit", "--config.exchange.plain_epochs=2",
   "--config.exchange.delayed=True",
 ]  # fmt: skip
-LOCAL = ["--config.sync=BlockMomentum", "--config.sync.every=3"]
+LOCAL = ["--config.sync=BlockMomentum", "--config.sync.sync_every_steps=3"]
 
 
 def checksums(workdir):

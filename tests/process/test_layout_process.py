@@ -29,19 +29,19 @@ CONFIG, STEPS = "tests/tiny_language.py", 27
 QUICK = {"config": CONFIG, **quick_flags()}
 
 
-def layout(shard="nothing", **sizes):
+def layout(shard="none", **sizes):
   mesh = {"data": 1} | sizes
   args = [f"--config.mesh.{axis}={n}" for axis, n in mesh.items()]
   return [*args, f"--config.layout.shard={shard}"]
 
 
 LAYOUTS = {
-  "fsdp": layout("parameters", fsdp=8),
-  "data x fsdp x model": layout("parameters", data=2, fsdp=2, model=2),
+  "fsdp": layout("fsdp", fsdp=8),
+  "data x fsdp x model": layout("fsdp", data=2, fsdp=2, model=2),
 }
 # On four devices.
 FOUR = {
-  "fsdp": layout("parameters", fsdp=4),
+  "fsdp": layout("fsdp", fsdp=4),
   "data x model": layout(data=2, model=2),
   "stage x model": [*layout(stage=2, model=2), "--config.accumulate_steps=4"],
 }
@@ -139,7 +139,7 @@ def test_a_killed_run_goes_on_under_another_layout(
 
 def test_what_an_exchange_keeps_of_parts_is_refused_elsewhere(tmp_path):
   delayed = "--config.exchange.delayed=True"
-  hybrid = layout("parameters", data=2, fsdp=4)
+  hybrid = layout("fsdp", data=2, fsdp=4)
   kill(tmp_path, [*hybrid, delayed], in_mid_save=False)
   done = run_train(tmp_path, delayed, config=CONFIG, num_devices=8)
   line = error_line(done, 2)

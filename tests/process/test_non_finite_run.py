@@ -42,7 +42,7 @@ def spoil(monkeypatch, bad, row=100):
   real = adaptive_batch.train_batches
 
   def batches(experiment, position):
-    done = position // experiment.stage.batch_size
+    done = position // experiment.phase.batch_size
     for step, batch in enumerate(real(experiment, position), done + 1):
       if step in bad:
         label = batch["label"].at[row].set(LABEL)
@@ -156,7 +156,7 @@ def test_roll_back_passes_over_what_followed_the_checkpoint(
   ("bad", "policy", "words"),
   [
     ([17, 18, 19, 20], "skip", "at step 20 (skipped 4 times in a row, most_skipped_in"),
-    ([5, 9, 13], "skip", "at step 13 (skipped 3 times, most_skipped=2"),
+    ([5, 9, 13], "skip", "at step 13 (skipped 3 times, max_skipped_steps=2"),
     ([17, 18, 19, 20], "roll_back", "; rolled back 4 times in a row, most_skipped_in"),
   ],
 )
@@ -210,7 +210,7 @@ PROCESS = textwrap.dedent("""
   from jaxscale import adaptive, exits, train
   real = adaptive.train_batches
   def batches(experiment, position):
-    step = position // experiment.stage.batch_size
+    step = position // experiment.phase.batch_size
     for step, batch in enumerate(real(experiment, position), step + 1):
       if step == 17:
         label, row = batch["label"], 100  # of 128: the second process has it

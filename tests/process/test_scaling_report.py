@@ -20,7 +20,7 @@ from jaxscale.metrics import plot_scaling
 CONFIG = {
   "model": {"class": "CNN", "dense": 128}, "optimizer": {"class": "SGD", "lr": 0.1},
   "data": {"class": "Digits"}, "exchange": {"class": "AllReduce", "algorithm": "psum"},
-  "stages": {"class": "Stages"}, "log": {"step_report": True}, "seed": 0, "epochs": 5.0,
+  "phases": {"class": "Phases"}, "log": {"step_report": True}, "seed": 0, "epochs": 5.0,
 }  # fmt: skip
 
 
@@ -39,9 +39,9 @@ def run(devices, rate, **changes):
 def workdir(path, lines, *, outcome="done", devices=2, **derived):
   """What a run leaves, as far as a report reads it."""
   path.mkdir(parents=True)
-  stage = {"batch_size": 128, "image_size": None}
+  phase = {"batch_size": 128, "image_size": None}
   derived = {
-    "num_train": 1437, "total_steps": 40, "num_devices": devices, "stages": [stage],
+    "num_train": 1437, "total_steps": 40, "num_devices": devices, "phases": [phase],
   } | derived  # fmt: skip
   described = {"config": CONFIG, "derived": derived, "versions": {}, "python": "3"}
   (path / "config.json").write_text(json.dumps(described | {"processes": devices}))
@@ -122,8 +122,8 @@ def test_what_is_missing_has_a_reason(tmp_path):
 
 
 def test_a_batch_that_changes_has_no_throughput(tmp_path):
-  stages = [{"batch_size": n, "image_size": None} for n in (128, 256)]
-  path = workdir(tmp_path / "w", [], stages=stages)
+  phases = [{"batch_size": n, "image_size": None} for n in (128, 256)]
+  path = workdir(tmp_path / "w", [], phases=phases)
   with pytest.raises(ConfigError, match=r"^w: batch or images change size on the way"):
     measured.read(path)
 

@@ -128,13 +128,13 @@ def test_half_the_run_on_two_of_eight_devices_is_the_same_run(whole, tmp_path):
   numbers = derived(workdir)
   assert (numbers["num_devices"], numbers["start_devices"]) == (2, 8)
   assert (numbers["micro_batch_size"], numbers["device_batch_size"]) == (8, 32)
-  assert numbers["stages"][0]["accumulate_steps"] == 4
+  assert numbers["phases"][0]["accumulate_steps"] == 4
 
   done = go_on(workdir, CNN, 8)
   assert done.returncode == 0, done.stderr
   assert "going on from the checkpoint of step 4" in done.stdout
   assert "at the start" not in done.stdout  # it is as it was
-  assert derived(workdir)["stages"][0]["accumulate_steps"] == 1
+  assert derived(workdir)["phases"][0]["accumulate_steps"] == 1
   got = last_state(workdir, CNN)
   assert_same_to_rounding(got.params, state.params)
   assert_same_to_rounding(got.model_state, state.model_state)
@@ -143,10 +143,10 @@ def test_half_the_run_on_two_of_eight_devices_is_the_same_run(whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_stages_noise_scale_and_step_report_take_it(tmp_path):
+def test_phases_noise_scale_and_step_report_take_it(tmp_path):
   changes = MLP | {
-    "stages.epochs": "(0, 1, 2)", "stages.batch_sizes": "(64, 128, 256)",
-    "stages.accumulate_steps": "(1, 1, 2)", "noise_scale": "True",
+    "phases.epochs": "(0, 1, 2)", "phases.batch_sizes": "(64, 128, 256)",
+    "phases.accumulate_steps": "(1, 1, 2)", "noise_scale": "True",
   }  # fmt: skip
   workdir, whole = tmp_path / "run", tmp_path / "whole"
   wanted = fit(load_config("configs/digits.py", changes), whole)
@@ -156,7 +156,7 @@ def test_stages_noise_scale_and_step_report_take_it(tmp_path):
   assert "4, 4 and 8 micro-batches a step instead of 1, 1 and 2" in done.stdout
   assert "so that a device still holds 8, 16 and 16 examples at a time" in done.stdout
   assert "step report: " in done.stdout and " on 2 devices" in done.stdout
-  assert [s["accumulate_steps"] for s in derived(workdir)["stages"]] == [4, 4, 8]
+  assert [s["accumulate_steps"] for s in derived(workdir)["phases"]] == [4, 4, 8]
   # The noise scale compares micro-batches of as many examples as on eight devices.
   got = last_state(workdir, changes)
   assert_same_to_rounding(got.params, wanted.state.params)
@@ -166,8 +166,8 @@ def test_stages_noise_scale_and_step_report_take_it(tmp_path):
 @pytest.mark.slow
 def test_an_adaptive_run_chooses_as_it_would_have(tmp_path):
   changes = MLP | {
-    "stages": "AdaptiveBatch", "stages.trial_steps": "2", "stages.multiple": "32",
-    "stages.max_batch_size": "256",
+    "phases": "AdaptiveBatch", "phases.trial_steps": "2", "phases.multiple": "32",
+    "phases.max_batch_size": "256",
   }  # fmt: skip
   workdir, whole = tmp_path / "run", tmp_path / "whole"
   wanted = fit(load_config("configs/digits.py", changes), whole)
@@ -178,12 +178,12 @@ def test_an_adaptive_run_chooses_as_it_would_have(tmp_path):
   assert chosen[0] == chosen[1] and len({*chosen[0]}) > 1
   got = last_state(workdir, changes)
   assert_same_to_rounding(got.params, wanted.state.params)
-  # Started again, it knows the sizes: the last stage has as many micro-batches.
+  # Started again, it knows the sizes: the last phase has as many micro-batches.
   done = go_on(workdir, changes, 4)
   assert done.returncode == 0 and "steps are done already" in done.stdout, done.stderr
-  stages = derived(workdir)["stages"]
-  assert {s["accumulate_steps"] for s in stages} == {2}
-  assert [s["batch_size"] for s in stages] == chosen[0]
+  phases = derived(workdir)["phases"]
+  assert {s["accumulate_steps"] for s in phases} == {2}
+  assert [s["batch_size"] for s in phases] == chosen[0]
 
 
 @pytest.mark.slow

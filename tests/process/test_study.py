@@ -65,13 +65,13 @@ def test_device_batch_chooses_the_micro_batches(tmp_path):
     (["--batch-sizes=64,100"], "batch_size=100: not divisible by 8 devices"),
     (["--batch-sizes=64,99999998"], "1,437 training examples twice; give 1432 or less"),
     (["--batch-sizes=64,10000000000000000000", "--device-batch=9"], "1432 or less"),
-    (["--batch-sizes=64", "--config.stages=AdaptiveBatch"], "stages=AdaptiveBatch"),
+    (["--batch-sizes=64", "--config.phases=AdaptiveBatch"], "phases=AdaptiveBatch"),
     (["--batch-sizes=64,100", "--device-batch=3"], "batch_size=100: not divisible"),
     (["--batch-sizes=64", "--config.target_accuracy=None"], "target_accuracy=None"),
     (["--batch-sizes=64", "--config.epoch=1"], "did you mean 'epochs'"),
     (
-      ["--batch-sizes=64", "--config.stages.batch_sizes=(64,)"],
-      "take the batch sizes out of the stages",
+      ["--batch-sizes=64", "--config.phases.batch_sizes=(64,)"],
+      "take the batch sizes out of the phases",
     ),
   ],
 )

@@ -43,7 +43,7 @@ else:
   links[0] = socket.create_connection(("127.0.0.1", port))
   links[0].sendall(bytes([rank]))
 LIMITS = verdict.Limits(
-  beat_s=0.1, silence_s=1.2, hang_s=1.6, compiling_s=1.5, slow_window_s=1.0,
+  heartbeat_interval_s=0.1, heartbeat_timeout_s=1.2, hang_timeout_s=1.6, compiling_s=1.5, slow_window_s=1.0,
 )
 w = watch.start(links, rank, hosts, limits=LIMITS, folder=Path(folder))
 
@@ -249,11 +249,17 @@ def test_process_0_too_can_raise_or_leave(family):
   assert errors[1] == ""
 
 
-LIMITS = Limits(beat_s=1, silence_s=20, hang_s=50, compiling_s=900, saving_s=600)
+LIMITS = Limits(
+  heartbeat_interval_s=1,
+  heartbeat_timeout_s=20,
+  hang_timeout_s=50,
+  compiling_s=900,
+  saving_s=600,
+)
 
 
-def seen(step, phase, since, *, steps=100, count=0, left=False, mean=0.02):
-  return Seen(1000.0, step, phase, count, since, 0.0, steps, mean, left)
+def seen(step, activity, since, *, steps=100, count=0, left=False, mean=0.02):
+  return Seen(1000.0, step, activity, count, since, 0.0, steps, mean, left)
 
 
 @pytest.mark.parametrize(
@@ -282,8 +288,8 @@ def seen(step, phase, since, *, steps=100, count=0, left=False, mean=0.02):
 )
 def test_who_hangs(ranks, culprit):
   views = {
-    rank: seen(step, phase, since, count=count[0] if count else 0)
-    for rank, (step, phase, since, *count) in enumerate(ranks)
+    rank: seen(step, activity, since, count=count[0] if count else 0)
+    for rank, (step, activity, since, *count) in enumerate(ranks)
   }
   fault = find_hang(views, 1000.0, LIMITS)
   assert (fault.rank if fault else "nobody") == culprit

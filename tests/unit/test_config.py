@@ -35,7 +35,7 @@ GOOD = [
   ({"data": "TFDS", "data.name": "x", "data.augment": "crop", "data.image_size": "8"},
    "data.image_size", 8),
   ({"seed": "4294967295"}, "seed", 2**32 - 1),
-  ({"stages.epochs": "0,39"}, "stages.epochs", (0.0, 39.0)),
+  ({"phases.epochs": "0,39"}, "phases.epochs", (0.0, 39.0)),
   ({"optimizer": "LARS", "optimizer.include": "kernel$"}, "optimizer.include",
    "kernel$"),
 ]  # fmt: skip
@@ -85,7 +85,7 @@ BAD = [
   ({"seed": "9" * 400}, "Config.seed=999", "[0, 2**32)"),
   ({"batch_size": "-1" + "0" * 400}, "Config.batch_size=-1000", ">= 1"),
   ({"epochs": "1" + "0" * 400}, "epochs=1000", "give float"),
-  ({"stages.epochs": "0,40"}, "Stages.epochs=(0.0, 40.0)", "only 40.0 epochs"),
+  ({"phases.epochs": "0,40"}, "Phases.epochs=(0.0, 40.0)", "only 40.0 epochs"),
   ({"optimizer": "LARS", "optimizer.include": "["}, "LARS.include='['", "kernel$"),
   ({"optimizer": "LAMB", "optimizer.include": "a{9999999999}"}, "LAMB.inc", "'all'"),
   ({"layer_decay": "0.5", "layer_order": "('(', 'a')"}, "Config.layer_order='('",
@@ -227,10 +227,10 @@ def test_only_what_is_close_is_suggested():
 DERIVED = [
   ({"batch_size": "1440"}, 8, "Config.batch_size=1440", "1,437 .* give 1432 or less"),
   ({"batch_size": str(10**23)}, 8, "Config.batch_size=1000", "give 1432 or less"),
-  ({"stages.epochs": "0,5", "stages.batch_sizes": "128,2048"}, 8,
-   "Stages.batch_sizes=2048", "give 1432 or less"),
+  ({"phases.epochs": "0,5", "phases.batch_sizes": "128,2048"}, 8,
+   "Phases.batch_sizes=2048", "give 1432 or less"),
   ({"epochs": "1e300"}, 8, r"Config.epochs=1e\+300", "give fewer"),
-  ({"noise_scale": "True", "stages.epochs": "0,5", "stages.accumulate_steps": "2,1"}, 1,
+  ({"noise_scale": "True", "phases.epochs": "0,5", "phases.accumulate_steps": "2,1"}, 1,
    "Config.noise_scale=True", "2 or more"),
 ]  # fmt: skip
 
@@ -248,9 +248,9 @@ def test_a_batch_may_have_every_example():
   assert derive(config, 64, 8, 8).total_steps == 40
   with pytest.raises(ConfigError, match="use more data or fewer devices"):
     derive(config, 7, 8, 8)
-  both = {"stages.epochs": "0,5", "stages.accumulate_steps": "2,4"}
+  both = {"phases.epochs": "0,5", "phases.accumulate_steps": "2,4"}
   config = load_config("configs/digits.py", both | {"noise_scale": "True"})
-  assert len(derive(config, 1437, 360, 1).stages) == 2
+  assert len(derive(config, 1437, 360, 1).phases) == 2
 
 
 PATTERNS = [

@@ -22,7 +22,7 @@ def get_config():
     model=cfg.Transformer(num_layers=2, width=32, num_heads=2, hidden=64),
     data=cfg.TextFiles(path="not/here", vocab_size=500, sequence_length=16),
     optimizer=cfg.AdamW(lr=1e-3), batch_size=8, epochs=1,
-    mesh=cfg.Mesh(data=1, fsdp=-1), layout=cfg.Layout(shard="parameters"),
+    mesh=cfg.Mesh(data=1, fsdp=-1), layout=cfg.Layout(shard="fsdp"),
   )
 """
 PARAMETERS_OF_LAYER = 4 * 32 * 32 + 3 * 32 * 64 + 2 * 32

@@ -166,7 +166,7 @@ MISTAKES = [
     "batch size 128: not divisible by 3 processes; give 126 or 129",
   ),
   (
-    ["scaling", "--config", DIGITS, "--nodes=1,2", "--config.stages=AdaptiveBatch"],
+    ["scaling", "--config", DIGITS, "--nodes=1,2", "--config.phases=AdaptiveBatch"],
     "digits.py: batch or images change size on the way",
   ),
   (["scaling", "--config", DIGITS, "--nodes=1,1"], "give several sizes"),

@@ -38,7 +38,7 @@ def described(optimizer, batch_size=4096, **schedule):
     "num_train": 1_281_167, "num_eval": 50_000, "peak_lr": 10.0,
     "total_steps": steps, "warmup_steps": round(5 * 1_281_167 / batch_size),
     "num_devices": 8, "micro_batch_size": 256,
-    "stages": [
+    "phases": [
       {"start": 0, "stop": steps, "batch_size": batch_size, "accumulate_steps": 4}
     ],  # on half of the devices that the run began on
   }  # fmt: skip
@@ -256,18 +256,18 @@ def test_epochs_of_an_adaptive_run_are_those_of_the_sizes_it_chose(tmp_path):
   from jaxscale.experiment.phases import examples_at
   from jaxscale.run.workdir import _plain
 
-  adaptive = {"stages": "AdaptiveBatch", "stages.every_epochs": "1.5", "epochs": "5"}
+  adaptive = {"phases": "AdaptiveBatch", "phases.every_epochs": "1.5", "epochs": "5"}
   config = load_config("configs/digits.py", adaptive | {"batch_size": "64"})
-  assert isinstance(config.stages, cfg.AdaptiveBatch)
+  assert isinstance(config.phases, cfg.AdaptiveBatch)
   chosen = [64, 96, 256]
   as_written = derive(config, 1437, 360, 8)  # before any size was chosen
-  stages = derive(config, 1437, 360, 8, chosen).stages
-  assert len({s.batch_size for s in stages}) == 3
-  steps = [1, 33, 34, 35, 50, 57, 58, 62, stages[-1].stop]
+  phases = derive(config, 1437, 360, 8, chosen).phases
+  assert len({s.batch_size for s in phases}) == 3
+  steps = [1, 33, 34, 35, 50, 57, 58, 62, phases[-1].stop]
   lines = [{"step": s, "eval/accuracy": 0.5, "time": 1000.0 + s} for s in steps]
   record(tmp_path, lines, seconds=100.0)
   said = json.loads((tmp_path / "config.json").read_text())
-  derived = as_written._asdict() | {"stages": [s._asdict() for s in as_written.stages]}
+  derived = as_written._asdict() | {"phases": [s._asdict() for s in as_written.phases]}
   said |= {"config": _plain(config), "derived": derived}
   (tmp_path / "config.json").write_text(json.dumps(said))
 
@@ -276,10 +276,10 @@ def test_epochs_of_an_adaptive_run_are_those_of_the_sizes_it_chose(tmp_path):
     return [e["metadata"]["epoch_num"] for e in events if e["key"] == "eval_start"]
 
   (tmp_path / "batch_sizes.json").write_text(json.dumps(chosen))
-  wanted = [examples_at(stages, s) / 1437 for s in steps]
+  wanted = [examples_at(phases, s) / 1437 for s in steps]
   assert epochs() == pytest.approx(wanted, abs=1e-4) and wanted[-1] >= 5
   (tmp_path / "batch_sizes.json").unlink()
-  fixed = [examples_at(as_written.stages, s) / 1437 for s in steps]
+  fixed = [examples_at(as_written.phases, s) / 1437 for s in steps]
   assert epochs() == pytest.approx(fixed, abs=1e-4) != wanted
 
 

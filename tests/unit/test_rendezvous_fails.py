@@ -27,7 +27,7 @@ def test_who_never_comes_is_named_with_the_hosts_to_look_at(start):
   line = the_line(here, 10)
   assert line.startswith("processes 2–4 (n7, n8, n9) of 5 have not come within 2 s")
   seconds = time.monotonic() - began
-  measured("tasks missing, faults.meet_s=2", seconds, 2, line)
+  measured("tasks missing, faults.rendezvous_timeout_s=2", seconds, 2, line)
   nodes = ["n1.site", "n2.site", "n7.site"]  # two on each, or some other way
   here = [start(0, 5, job("nodes"), timeout=2, nodes=nodes)]
   line = the_line(here, 10)

@@ -22,7 +22,7 @@ def run(rng: random.Random, num: int, requests: int, points: int = POINTS):
   Everything is as between processes: a socket each to a hub, a link's thread each.
   """
   ends = [socket.socketpair() for _ in range(num)]
-  limits = Limits(beat_s=0.02, silence_s=20)
+  limits = Limits(heartbeat_interval_s=0.02, heartbeat_timeout_s=20)
   said: list[str] = []
   hosts = [f"n{rank}" for rank in range(num)]
   hub = Hub(
@@ -162,7 +162,7 @@ def test_another_stage_has_a_first_step_and_a_pace_of_its_own():
   for step, phase, now in ((5, "step", 0.0), (9, "step", 4.0)):
     hub._beat(0, seen, [step, phase, 0, 0.0, 0.0, step], now)
   assert seen.mean_s == 1.0
-  assert limit_s(seen, Limits()) == max(Limits().hang_s, 10.0)
+  assert limit_s(seen, Limits()) == max(Limits().hang_timeout_s, 10.0)
   hub._beat(0, seen, [10, "compiling", 0, 0.0, 0.0, 9], 5.0)
   hub._beat(0, seen, [10, "step", 0, 0.0, 0.0, 10], 5.5)
   assert limit_s(seen, Limits()) == Limits().compiling_s and seen.mean_s == 0.5

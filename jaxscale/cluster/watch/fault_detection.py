@@ -2,7 +2,7 @@
 
 A process that hangs makes all others wait for it inside a collective, so those
 that stand still longest are mostly victims. Every process goes through the same
-places in the same order (`PHASES` of step 1, of step 2, …): the one that is
+places in the same order (`ACTIVITIES` of step 1, of step 2, …): the one that is
 furthest behind is who the others wait for. In the same way a slow process slows
 all of them, and its own step takes no longer than theirs; what tells it is the
 time that its host needs before each step.
@@ -22,11 +22,11 @@ from jaxscale.errors import EXIT_CRASH, EXIT_HANG
 # wait for others; "input" is all that its host does before it; "preparing" is what
 # is done for the first time after a step, and may compile; "outside" is what a program
 # does by itself after a run.
-PHASES = (
+ACTIVITIES = (
   "starting", "compiling", "input", "step", "preparing", "evaluating", "saving",
   "outside", "leaving",
 )  # fmt: skip
-_ORDER = {phase: order for order, phase in enumerate(PHASES)}
+_ORDER = {activity: order for order, activity in enumerate(ACTIVITIES)}
 
 # The longest a step may take, in mean steps of this run: a model whose step
 # takes a minute must not be called hung by a limit that was meant for others.
@@ -49,11 +49,11 @@ class Limits:
   recommends for Megatron are 600 for the start and 420 for a checkpoint).
 
   Attributes:
-    beat_s: between two heartbeats.
-    silence_s: without a heartbeat: the process is stopped, or its host gone. (Not
+    heartbeat_interval_s: between two heartbeats.
+    heartbeat_timeout_s: without a heartbeat: the process is stopped, or its host gone. (Not
       before the first compilation: loading libraries holds the GIL, and from a
       file system that a thousand processes ask at once it may take minutes.)
-    hang_s: in one place between steps or in a step, or in ten mean steps of this
+    hang_timeout_s: in one place between steps or in a step, or in ten mean steps of this
       run, whichever is longer.
     starting_s: before the first compilation, standing still or silent, and after a
       run; inf: there is no limit, but to silence the default.
@@ -63,16 +63,16 @@ class Limits:
     slow_window_s: over which slow processes are looked for.
   """
 
-  beat_s: float = 1.0
-  silence_s: float = 30.0
-  hang_s: float = 50.0
+  heartbeat_interval_s: float = 1.0
+  heartbeat_timeout_s: float = 30.0
+  hang_timeout_s: float = 50.0
   starting_s: float = 600.0
   compiling_s: float = 3600.0
   saving_s: float = 600.0
   slow_window_s: float = 30.0
 
 
-def where(step: int, phase: str) -> str:
+def where(step: int, activity: str) -> str:
   """A place in words.
 
   Example:
@@ -80,8 +80,8 @@ def where(step: int, phase: str) -> str:
     'in step 17 (input)'
   """
   if step == 0:
-    return f"before the first step ({phase})"
-  return f"in step {step}" + ("" if phase == "step" else f" ({phase})")
+    return f"before the first step ({activity})"
+  return f"in step {step}" + ("" if activity == "step" else f" ({activity})")
 
 
 @dataclasses.dataclass(slots=True)
@@ -91,8 +91,8 @@ class Seen:
   Attributes:
     heard: when it last said something.
     step: the step it works on, from 1.
-    phase: one of `PHASES`.
-    count: how often it said so in this phase, such as for batches.
+    activity: one of `ACTIVITIES`.
+    count: how often it said so in this activity, such as for batches.
     since: since when it is there.
     host_s: all that its host spent before steps.
     steps: how many steps that was for.
@@ -103,7 +103,7 @@ class Seen:
 
   heard: float
   step: int = 0
-  phase: str = "starting"
+  activity: str = "starting"
   count: int = 0
   since: float = 0.0
   host_s: float = 0.0
@@ -115,12 +115,12 @@ class Seen:
   @property
   def place(self) -> tuple[int, int, int]:
     """What orders processes by how far they are."""
-    return self.step, _ORDER.get(self.phase, 0), self.count
+    return self.step, _ORDER.get(self.activity, 0), self.count
 
   @property
   def where(self) -> str:
     """The same in words."""
-    return where(self.step, self.phase)
+    return where(self.step, self.activity)
 
 
 class Fault(NamedTuple):
@@ -143,18 +143,18 @@ class Fault(NamedTuple):
 
 def limit_s(seen: Seen, limits: Limits) -> float:
   """How long a process may stay where it is."""
-  if seen.phase in ("starting", "outside"):
+  if seen.activity in ("starting", "outside"):
     return limits.starting_s
-  if seen.phase in ("compiling", "preparing"):
+  if seen.activity in ("compiling", "preparing"):
     return limits.compiling_s
-  if seen.phase == "saving":
+  if seen.activity == "saving":
     return limits.saving_s
-  if seen.phase == "leaving":
+  if seen.activity == "leaving":
     # The leader may write and plot, and the others wait for it.
     return limits.saving_s
   if seen.steps - seen.known < 2:
     return limits.compiling_s
-  return max(limits.hang_s, _MEAN_STEPS * seen.mean_s)
+  return max(limits.hang_timeout_s, _MEAN_STEPS * seen.mean_s)
 
 
 def for_size(limits: Limits, num_processes: int) -> Limits:
@@ -164,19 +164,23 @@ def for_size(limits: Limits, num_processes: int) -> Limits:
   which its training thread may not run; so it gets at most a thousand a second.
 
   Example:
-    >>> for_size(Limits(), 4096).beat_s
+    >>> for_size(Limits(), 4096).heartbeat_interval_s
     4.096
   """
-  enough = max(limits.beat_s, num_processes / 1000)
-  return dataclasses.replace(limits, beat_s=min(enough, limits.silence_s / 5))
+  enough = max(limits.heartbeat_interval_s, num_processes / 1000)
+  return dataclasses.replace(
+    limits, heartbeat_interval_s=min(enough, limits.heartbeat_timeout_s / 5)
+  )
 
 
-def silence_limit_s(phase: str, limits: Limits) -> float:
-  """How long a process in this phase may be silent."""
-  if phase not in ("starting", "compiling"):  # libraries are loaded in these
-    return limits.silence_s
+def silence_limit_s(activity: str, limits: Limits) -> float:
+  """How long a process in this activity may be silent."""
+  if activity not in ("starting", "compiling"):  # libraries are loaded in these
+    return limits.heartbeat_timeout_s
   longer = limits.starting_s
-  return max(limits.silence_s, longer if math.isfinite(longer) else Limits.starting_s)
+  return max(
+    limits.heartbeat_timeout_s, longer if math.isfinite(longer) else Limits.starting_s
+  )
 
 
 def find_silent(ranks: Mapping[int, Seen], now: float, limits: Limits) -> list[Fault]:
@@ -190,7 +194,7 @@ def find_silent(ranks: Mapping[int, Seen], now: float, limits: Limits) -> list[F
       EXIT_HANG,
     )
     for rank, seen in ranks.items()
-    if now - seen.heard > silence_limit_s(seen.phase, limits)
+    if now - seen.heard > silence_limit_s(seen.activity, limits)
   ]
 
 
@@ -216,11 +220,11 @@ def find_hang(ranks: Mapping[int, Seen], now: float, limits: Limits) -> Fault | 
   still = f"{now - seen.since:.0f} s"
   waiting = len(going) - len(behind)
   left = [rank for rank, seen in ranks.items() if seen.left]
-  if left and not waiting and seen.phase in ("step", "evaluating"):
+  if left and not waiting and seen.activity in ("step", "evaluating"):
     return Fault("left", left[0], _left(ranks[left[0]]))
   if waiting or len(ranks) == 1:
     cause = f"hangs {seen.where} for {still}"
-    if (quiet := now - seen.heard) > 5 * limits.beat_s:
+    if (quiet := now - seen.heard) > 5 * limits.heartbeat_interval_s:
       cause += f", silent for {quiet:.0f} s"
     if len(behind) > 1:
       cause += f", as do {len(behind) - 1} more ({_some([*behind][1:])})"

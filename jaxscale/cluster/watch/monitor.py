@@ -78,16 +78,19 @@ class Hub:
 
   def run(self) -> None:
     """Hear and judge until all have left, or a fault ends it."""
-    look, speak = self._limits.beat_s, self._limits.silence_s / 4
+    look, speak = (
+      self._limits.heartbeat_interval_s,
+      self._limits.heartbeat_timeout_s / 4,
+    )
     before = judged = spoken = time.monotonic()
     while len(self._closed) < len(self._links):
       # While a fault settles it is only a moment that is waited.
       self._hear(_SETTLE_S / 6 if self._suspects else min(0.5, look / 2))
       now = time.monotonic()
-      if now - before > self._limits.silence_s / 2:
+      if now - before > self._limits.heartbeat_timeout_s / 2:
         # Nobody is to blame for a time in which this process itself was stopped,
         # such as by `scontrol suspend`; first the others are heard again.
-        judged = now + self._limits.silence_s / 2
+        judged = now + self._limits.heartbeat_timeout_s / 2
       before = now
       if self._suspects:
         if now >= self._settled or self._all_say() is not None:
@@ -149,9 +152,9 @@ class Hub:
       self._answer(rank, message["bye"])
 
   def _beat(self, rank: int, seen: Seen, beat: list[Any], now: float) -> None:
-    seen.step, seen.phase, seen.count, seconds, seen.host_s, seen.steps = beat
+    seen.step, seen.activity, seen.count, seconds, seen.host_s, seen.steps = beat
     seen.since = now - seconds
-    if seen.phase == "compiling":  # another stage, whose steps take another time
+    if seen.activity == "compiling":  # another phase, whose steps take another time
       seen.known, seen.mean_s = seen.steps, 0.0
       self._first_step.pop(rank, None)
     if seen.steps and rank not in self._first_step:

@@ -71,7 +71,7 @@ class Watch:
     self.stop = Stop(self._ask if link else None)
     self.is_watched = link is not None
 
-  def at(self, step: int, phase: str) -> None:
+  def at(self, step: int, activity: str) -> None:
     """Note where the main thread is, as it goes there.
 
     "input" is all that the host does before a step, "step" where it starts one
@@ -79,18 +79,18 @@ class Watch:
 
     Args:
       step: the one that is being worked on, from 1.
-      phase: one of `verdict.PHASES`. The same again: the next of several, such as
+      activity: one of `verdict.ACTIVITIES`. The same again: the next of several, such as
         batches of an evaluation.
     """
     now = time.monotonic()
     step_before, before, count, since = self._place
-    if phase == before and step == step_before:
-      self._place = (step, phase, count + 1, now)
+    if activity == before and step == step_before:
+      self._place = (step, activity, count + 1, now)
       return
-    if before == "input" and phase == "step":
+    if before == "input" and activity == "step":
       seconds, steps = self._host
       self._host = (seconds + now - since, steps + 1)
-    self._place = (step, phase, 0, now)
+    self._place = (step, activity, 0, now)
 
   def fail(
     self,
@@ -137,10 +137,10 @@ class Watch:
     self._send({"ask": reason})
 
   def _beat(self) -> dict[str, object]:
-    step, phase, count, since = self._place
+    step, activity, count, since = self._place
     seconds = round(time.monotonic() - since, 4)
     host, steps = self._host
-    return {"beat": [step, phase, count, seconds, round(host, 6), steps]}
+    return {"beat": [step, activity, count, seconds, round(host, 6), steps]}
 
   def _send(self, message: object) -> bool:
     """Whether it was sent; whose end is gone will be found by the link's thread."""
@@ -158,7 +158,7 @@ class Watch:
     following = before
     while True:
       now = time.monotonic()
-      if now - before > limits.silence_s / 2:
+      if now - before > limits.heartbeat_timeout_s / 2:
         heard += now - before  # stopped and continued: nobody's silence
       before = now
       # Process 0 may be starting for as long as this one is not training yet.
@@ -168,11 +168,11 @@ class Watch:
         silent = f" for {silence:.0f} s (stopped, or its host cut off)"
         self._alone("is silent", EXIT_HANG, silent)
       if now >= following:
-        following = now + limits.beat_s
+        following = now + limits.heartbeat_interval_s
         self._send(self._beat())
         # A process whose GIL is held sends nothing. Before this ends it, the hub
         # has called it silent.
-        stacks.arm(1.5 * silence + 3 * limits.beat_s)
+        stacks.arm(1.5 * silence + 3 * limits.heartbeat_interval_s)
       if not is_readable(self._link, following - now):
         continue
       heard = time.monotonic()

@@ -96,7 +96,7 @@ def piped(schedule, mesh, micros, run_layers, *, embed=embed, tokens=None, **set
 
   Args:
     schedule: "gpipe" or "1f1b".
-    mesh: with `stage`, and perhaps `data` and `model`.
+    mesh: with `phase`, and perhaps `data` and `model`.
     micros: micro-batches.
     run_layers: (layers, h) -> h.
     embed: (params, micro-batch) -> h.
@@ -131,7 +131,7 @@ def piped(schedule, mesh, micros, run_layers, *, embed=embed, tokens=None, **set
         return totals["loss"], totals
 
       grads, totals = jax.grad(loss, has_aux=True)(params)
-      # Where all stages have all outputs, they count once.
+      # Where all phases have all outputs, they count once.
       totals = vary(totals, varying(totals["loss"]))
     totals = jax.tree.map(lambda x: lax.psum(x, varying(x)), totals)
     return lax.psum(grads, data) if data else grads, totals
