@@ -7,7 +7,7 @@ event files and the plot say the same to other readers.
 from jaxscale.metrics.mllog import MLLog, read_mllog
 from jaxscale.metrics.mllog_run import RunLog, Submission, log_from_record
 from jaxscale.metrics.plot import plot_metrics
-from jaxscale.metrics.progress import Progress, duration
+from jaxscale.metrics.progress import Progress
 from jaxscale.metrics.scaling_plot import plot_scaling
 from jaxscale.metrics.score import (
   headline,
@@ -17,6 +17,7 @@ from jaxscale.metrics.score import (
   score,
 )
 from jaxscale.metrics.study_plot import plot_study
+from jaxscale.metrics.text import duration
 from jaxscale.metrics.writers import MetricWriter, read_metrics, write_json
 
 __all__ = [

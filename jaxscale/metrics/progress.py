@@ -7,13 +7,7 @@ import time
 from typing import Any
 
 from jaxscale.metrics.score import headline
-
-
-def duration(seconds: float) -> str:
-  """Seconds as 0:07, 12:30 or 3:05:00."""
-  minutes, s = divmod(round(seconds), 60)
-  hours, m = divmod(minutes, 60)
-  return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
+from jaxscale.metrics.text import duration
 
 
 class Progress:
