@@ -1,4 +1,4 @@
-"""The documents of `jaxscale.data.text`, taken from an installed CPython.
+"""The documents of `jaxscale.data.python_docs`, taken from an installed CPython.
 
 `python tests/python_docs.py` writes them to jaxscale/data/python_docs.npz; the test
 of the text takes them again where the interpreter is the one they came from.

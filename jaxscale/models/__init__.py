@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jaxscale.models.alexnet import AlexNet, AlexNetBN
 from jaxscale.models.cnn import CNN, MLP
+from jaxscale.models.decoder import transformer
 from jaxscale.models.resnet import (
   ResNet,
   ResNet18,
@@ -23,8 +24,7 @@ from jaxscale.models.resnet import (
   ResNet152,
 )
 from jaxscale.models.stack import Ops, Stack
-from jaxscale.models.transformer import transformer
-from jaxscale.models.vit import ViT_B16, ViT_L16, ViT_S16, ViT_Ti16, vit
+from jaxscale.models.vision_transformer import ViT_B16, ViT_L16, ViT_S16, ViT_Ti16, vit
 
 __all__ = [
   "CNN", "MLP", "AlexNet", "AlexNetBN", "ModelFns", "Ops", "ResNet", "ResNet18",

@@ -1,16 +1,14 @@
 """AlexNet as Caffe trained it, and with BatchNorm in place of LRN.
 
 Layers, groups, initial values and dropout are those of
-- `AlexNet`: BVLC/caffe models/bvlc_alexnet/train_val.prototxt, a replication of
+- without BatchNorm: BVLC/caffe models/bvlc_alexnet/train_val.prototxt, a replication of
   Krizhevsky et al. (NIPS 2012) with the groups of its two GPUs, and
-- `AlexNetBN`: intel/caffe (commit 44d53638)
+- with it: intel/caffe (commit 44d53638)
   models/intel_optimized_models/multinode/alexnet_bn_64nodes/train_val2.prototxt,
   the network of the 32K recipe of arXiv:1709.05011.
 """
 
 from __future__ import annotations
-
-import functools
 
 import flax.linen as nn
 import jax
@@ -23,7 +21,7 @@ from jaxscale.models.layers import BatchNorm, dropout, local_response_norm
 MIN_IMAGE_SIZE = 67
 
 
-class AlexNet(nn.Module):
+class AlexNetModule(nn.Module):
   """Five convolutions and three dense layers, for NHWC images of 227 x 227.
 
   With 1,000 classes it has 60,965,224 parameters, and 2,240 more with BatchNorm,
@@ -32,8 +30,8 @@ class AlexNet(nn.Module):
   (models/alexnet_bn/train_val2.prototxt) has `scale_bias: false`.
 
   Caffe rounds the sizes of pooled images up, we down: no difference at 227. The
-  recipes give the network images less their mean, which `AlexNetBN` also wants
-  divided by 256 (`scale: 0.00390625`).
+  recipes give the network images less their mean, which the one with BatchNorm also
+  wants divided by 256 (`scale: 0.00390625`).
 
   Attributes:
     num_classes: width of the output.
@@ -51,7 +49,7 @@ class AlexNet(nn.Module):
     ConfigError: images of less than 67 x 67, of which the last pool leaves none.
 
   Example:
-    >>> fns = functions(AlexNetBN(num_classes=1000), (227, 227, 3), std=(256.0,))
+    >>> fns = functions(AlexNetModule(num_classes=1000), (227, 227, 3))
   """
 
   num_classes: int
@@ -132,6 +130,3 @@ class AlexNet(nn.Module):
 
 def _max_pool(x: jax.Array) -> jax.Array:
   return nn.max_pool(x, (3, 3), strides=(2, 2), padding="VALID")
-
-
-AlexNetBN = functools.partial(AlexNet, batch_norm=True)

@@ -77,8 +77,8 @@ def advance(
     cache: with them.
 
   Example:
-    >>> from jaxscale.models import transformer
-    >>> stack = transformer(
+    >>> from jaxscale.models import make_transformer
+    >>> stack = make_transformer(
     ...   vocab_size=256, num_layers=2, width=64, num_heads=4, hidden=128
     ... )
     >>> params = stack.init(jax.random.key(0))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxscale.models.layers import BatchNorm, dropout, max_pool_2x2
 
 
-class MLP(nn.Module):
+class MLPModule(nn.Module):
   """Dense layers with ReLU on the flattened image.
 
   Attributes:
@@ -36,7 +36,7 @@ class MLP(nn.Module):
     return x.astype(jnp.float32)
 
 
-class CNN(nn.Module):
+class CNNModule(nn.Module):
   """Stages of 3x3 convolutions with ReLU; the last one of each is max-pooled.
 
   Attributes:

@@ -8,6 +8,7 @@ N(0, 0.01²) unless `head_init` says otherwise.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -19,7 +20,7 @@ from jaxscale.models.layers import BatchNorm
 _conv_init = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
 
 
-class ResNet(nn.Module):
+class ResNetModule(nn.Module):
   """A residual network on NHWC images.
 
   Attributes:
@@ -99,8 +100,22 @@ class ResNet(nn.Module):
     return x.astype(jnp.float32)
 
 
-ResNet18 = functools.partial(ResNet, stage_sizes=(2, 2, 2, 2), bottleneck=False)
-ResNet34 = functools.partial(ResNet, stage_sizes=(3, 4, 6, 3), bottleneck=False)
-ResNet50 = functools.partial(ResNet, stage_sizes=(3, 4, 6, 3), bottleneck=True)
-ResNet101 = functools.partial(ResNet, stage_sizes=(3, 4, 23, 3), bottleneck=True)
-ResNet152 = functools.partial(ResNet, stage_sizes=(3, 8, 36, 3), bottleneck=True)
+# Blocks in each stage, and whether they are bottlenecks (arXiv:1512.03385, table 1).
+_DEPTHS = {
+  18: ((2, 2, 2, 2), False),
+  34: ((3, 4, 6, 3), False),
+  50: ((3, 4, 6, 3), True),
+  101: ((3, 4, 23, 3), True),
+  152: ((3, 8, 36, 3), True),
+}
+
+
+def make_resnet(depth: int, **options: Any) -> ResNetModule:
+  """A published ResNet of 18, 34, 50, 101 or 152 layers; other fields by name.
+
+  Example:
+    >>> make_resnet(50, num_classes=1000).stage_sizes
+    (3, 4, 6, 3)
+  """
+  stage_sizes, bottleneck = _DEPTHS[depth]
+  return ResNetModule(stage_sizes=stage_sizes, bottleneck=bottleneck, **options)

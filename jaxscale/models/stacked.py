@@ -89,8 +89,8 @@ def run(
     Totals as `stack.finish` has them; the gradient of "loss" is the training one.
 
   Example:
-    >>> from jaxscale.models import transformer
-    >>> stack = transformer(
+    >>> from jaxscale.models import make_transformer
+    >>> stack = make_transformer(
     ...   vocab_size=256, num_layers=2, width=64, num_heads=4, hidden=128
     ... )
     >>> tokens = jnp.zeros((1, 8), jnp.int32)

@@ -9,7 +9,7 @@ the last ratios of LARS and LAMB out of a state.
 
 from jaxscale.optim.adam import AdamState, adamw, lamb
 from jaxscale.optim.depth import layerwise_rate_decay
-from jaxscale.optim.lars import LarsVariant, lars
+from jaxscale.optim.lars_variants import LarsVariant, lars
 from jaxscale.optim.layers import TrustRatios, trust_ratios
 from jaxscale.optim.masks import Mask, kernels, matching
 from jaxscale.optim.momentum import MomentumState

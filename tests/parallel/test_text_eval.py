@@ -16,8 +16,8 @@ from jaxscale import config as cfg
 from jaxscale import data, metrics, models
 from jaxscale.checkpoint.directory import prune
 from jaxscale.config.loading import load_config
+from jaxscale.data.python_docs import documents
 from jaxscale.data.stream import of_array, windows
-from jaxscale.data.text import documents
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build, layout, parts
 from jaxscale.launch import status

@@ -15,9 +15,9 @@ from jaxscale import config as cfg
 from jaxscale import data, models
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import parts
-from jaxscale.models import stacked, vit
+from jaxscale.models import make_vit, stacked
 from jaxscale.models.stack import Ops
-from jaxscale.models.vit import gelu, patches
+from jaxscale.models.vision_transformer import gelu, patches
 
 # As the recorded models have it (golden/record_models.py).
 SIZES = {
@@ -46,7 +46,7 @@ def test_parameters_are_as_many_as_published(make, published):
 def recorded(pool):
   """A recorded model: its stack, parameters, probes, images and logits."""
   weights, probes, there = golden_models.load(f"timm_vit_{pool}")
-  stack = vit(**SIZES, pool=pool)
+  stack = make_vit(**SIZES, pool=pool)
   return stack, golden_models.from_vit(weights), probes, there
 
 
@@ -99,7 +99,7 @@ def test_totals_count_every_example_once(mask):
     "kernel": np.pad(params["head"]["kernel"], ((0, 0), (0, 3))),
     "bias": np.pad(params["head"]["bias"], (0, 3), constant_values=50.0),
   }}  # fmt: skip
-  stack = vit(**SIZES, pad_classes_to=8, label_smoothing=0.1)
+  stack = make_vit(**SIZES, pad_classes_to=8, label_smoothing=0.1)
   labels = there["logits"].argmax(-1).astype(np.int32)
   labels[2] = (labels[2] + 1) % 5
   batch = {"image": there["images"], "label": labels}
@@ -162,7 +162,7 @@ def test_part_of_a_layer_is_computed_with_part_of_its_parameters():
 
 def test_half_precision_is_near():
   _, params, _, there = recorded("token")
-  stack = vit(**SIZES, dtype="bfloat16")
+  stack = make_vit(**SIZES, dtype="bfloat16")
   logits = stacked.logits(stack, params, {"image": there["images"]})
   assert logits.dtype == jnp.float32
   error = np.abs(logits - there["logits"]).max() / np.abs(there["logits"]).max()
@@ -171,7 +171,7 @@ def test_half_precision_is_near():
 
 def test_initial_parameters_are_as_in_the_papers_code():
   sizes = SIZES | {"width": 128, "hidden": 512, "patch": 8, "image_shape": (64, 64, 3)}
-  p = vit(**sizes).init(jax.random.key(0))
+  p = make_vit(**sizes).init(jax.random.key(0))
   layers = p["layers"]
   for name, inputs, outputs in (("q", 128, 128), ("up", 128, 512), ("down", 512, 128)):
     limit = np.sqrt(6 / (inputs + outputs))  # Glorot and Bengio 2010, eq. 16
@@ -196,7 +196,7 @@ def test_initial_parameters_are_as_in_the_papers_code():
 )
 def test_sizes_that_do_not_go_together_are_refused(sizes, said):
   with pytest.raises(ConfigError, match=said):
-    vit(**SIZES | sizes)
+    make_vit(**SIZES | sizes)
 
 
 def config(model, **more):

@@ -12,8 +12,8 @@ import pytest
 from jaxscale import config as cfg
 from jaxscale import data
 from jaxscale.config.loading import load_config
+from jaxscale.data.python_docs import SHA256, documents
 from jaxscale.data.stream import of_array, of_files, windows
-from jaxscale.data.text import SHA256, documents
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import parts
 from jaxscale.experiment.derive import derive

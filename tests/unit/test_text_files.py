@@ -13,7 +13,7 @@ from test_imagenet import write_array_record, write_tfrecord
 
 from jaxscale import data
 from jaxscale.data.packed import packed
-from jaxscale.data.text import documents
+from jaxscale.data.python_docs import documents
 from jaxscale.data.tokenizer import byte_tokenizer, read_tokenizer
 from jaxscale.errors import ConfigError
 

@@ -33,7 +33,7 @@ from jaxscale.models.stack import Ops, Stack, Totals, at_least_float32, rejoin
 INIT_STD = 0.02
 
 
-def transformer(
+def make_transformer(
   *,
   vocab_size: int,
   num_layers: int,
@@ -80,7 +80,7 @@ def transformer(
     ConfigError: sizes that do not go together.
 
   Example:
-    >>> stack = transformer(
+    >>> stack = make_transformer(
     ...   vocab_size=256, num_layers=2, width=64, num_heads=4, hidden=128
     ... )
     >>> params = stack.init(jax.random.key(0))

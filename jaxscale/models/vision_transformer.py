@@ -28,7 +28,7 @@ from jaxscale.models.stack import Ops, Stack, Totals, at_least_float32, rejoin
 NORM_EPS = 1e-6  # Flax's LayerNorm, with which the published weights were trained
 
 
-def vit(
+def make_vit(
   *,
   image_shape: tuple[int, int, int],
   num_classes: int,
@@ -71,7 +71,7 @@ def vit(
     ConfigError: sizes that do not go together.
 
   Example:
-    >>> stack = ViT_S16(image_shape=(224, 224, 3), num_classes=1000)
+    >>> stack = make_vit(image_shape=(224, 224, 3), num_classes=1000)
     >>> params = jax.eval_shape(stack.init, jax.random.key(0))
     >>> sum(leaf.size for leaf in jax.tree.leaves(params))
     22050664
