@@ -26,7 +26,7 @@ import time
 began = time.perf_counter()
 import jax
 imported = time.perf_counter()
-from jaxscale import build
+from jaxscale.experiment import build
 from jaxscale.config.loading import load_config
 e = build.experiment(load_config("configs/digits.py"))
 abstract = e.abstract_state(), e.abstract_batch()

@@ -15,14 +15,15 @@ from jaxscale.cluster.rendezvous.handshake import Introduction
 # One process of a run: it meets, says what it got, sends its rank over the links.
 CHILD = """
 import json, os, resource, socket, sys, time
-from jaxscale.cluster import introduction, network, rendezvous, roll_call, wire
+from jaxscale.cluster import wire
+from jaxscale.cluster.rendezvous import client, handshake, network, server
 from jaxscale.cluster.detect.launched import Launch
 from jaxscale.cluster.rendezvous.client import meet
 from jaxscale.errors import ConfigError
 a = json.loads(sys.argv[1])
 for name, value in a.get("set", {}).items():
   module, name = name.split(".")
-  is_call = module in ("network", "introduction")
+  is_call = module in ("network", "handshake")
   setattr(globals()[module], name, (lambda value=value: value) if is_call else value)
 time.sleep(a.get("late", 0))
 if "files" in a:

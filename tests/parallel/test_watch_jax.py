@@ -13,7 +13,7 @@ from test_watch import CHILD
 pytestmark = pytest.mark.slow
 
 TRAIN = """
-from jaxscale.cluster import signals
+from jaxscale.cluster.watch import signals
 signals.forbid_notifier()
 import jax, jax.numpy as jnp, numpy as np
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[5]}", n, rank)

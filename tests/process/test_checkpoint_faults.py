@@ -216,11 +216,11 @@ def test_two_processes_on_a_full_disk_both_end(tmp_path):
 # One process of two meets a fault, at one moment of a save after the other, and
 # then as both restore; `full` in the place of a function is a disk that is full.
 PAIR = """
-import sys; sys.path.insert(0, "tests")
+import sys; sys.path[:0] = ["tests", "tests/parallel"]
 from jaxscale import cluster
 cluster.initialize()
 import jax; jax.config.update("jax_num_cpu_devices", 1)
-from jaxscale import checkpoint_files as files
+from jaxscale.checkpoint import files
 from jaxscale.checkpoint.manager import Checkpoints
 from test_checkpoint import at_step, setup
 

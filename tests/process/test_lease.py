@@ -39,9 +39,9 @@ def python(code, *args, **env):
 
 
 TAKE = """
-import os, sys; from pathlib import Path; from jaxscale import lease
+import os, sys; from pathlib import Path; from jaxscale.checkpoint import lock
 from jaxscale.errors import ConfigError
-try: held = lease.take(Path(sys.argv[1]), sys.argv[2], renew_s=0.1)
+try: held = lock.take(Path(sys.argv[1]), sys.argv[2], renew_s=0.1)
 except ConfigError as e: print("refused", e); sys.exit(2)
 print("taken", held.token, flush=True)
 sys.stdin.readline()
@@ -184,17 +184,17 @@ def test_jobs_and_restarts():
 # A run that is suspended at one moment of a save, and goes on when it is replaced.
 ZOMBIE = """
 import os, signal, sys, time
-sys.path.insert(0, "tests")
+sys.path[:0] = ["tests", "tests/parallel"]
 import jax; jax.config.update("jax_num_cpu_devices", 1)
 from pathlib import Path
-from jaxscale import checkpoint_files, lease
+from jaxscale.checkpoint import files, lock
 from jaxscale.checkpoint.manager import Checkpoints
 from test_checkpoint import at_step, setup
 
 workdir, moment = Path(sys.argv[1]), sys.argv[2]
 _, state = setup(1)
-held = lease.take(workdir, "slurm-7.0-r0")
-begun, check, finish = checkpoint_files.start_writing, held.check, checkpoint_files.finish
+held = lock.take(workdir, "slurm-7.0-r0")
+begun, check, finish = files.start_writing, held.check, files.finish
 
 def stop():
   os.kill(os.getpid(), signal.SIGSTOP)
@@ -208,17 +208,17 @@ def stop_after(function):
 
 with Checkpoints(workdir / "checkpoints", lease=held) as checkpoints:
   checkpoints.save(at_step(state, 1)); checkpoints.wait()
-  if moment == "written": checkpoint_files.start_writing = stop_after(begun)
-  if moment == "merged": checkpoint_files.finish = stop_after(finish)
+  if moment == "written": files.start_writing = stop_after(begun)
+  if moment == "merged": files.finish = stop_after(finish)
   if moment == "checked":  # the last moment: nothing but the rename is left
-    checkpoint_files.finish = lambda *a: (finish(*a), setattr(held, "check", stop_after(check)))
+    files.finish = lambda *a: (finish(*a), setattr(held, "check", stop_after(check)))
   if moment == "before": stop()
   try:
     checkpoints.save(at_step(state, 2)); checkpoints.wait()
-  except lease.LostError as e:
+  except lock.LostError as e:
     print(e); os._exit(93)
 print("not stopped"); os._exit(0)
-"""  # noqa: E501
+"""
 
 
 @pytest.mark.parametrize(

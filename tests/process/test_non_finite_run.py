@@ -207,8 +207,9 @@ def test_a_record_that_is_damaged_is_refused(tmp_path):
 PROCESS = textwrap.dedent("""
   import os, sys
   import jax, numpy as np
-  from jaxscale import adaptive, exits, train
-  real = adaptive.train_batches
+  from jaxscale import errors, train
+  from jaxscale.run import adaptive_batch
+  real = adaptive_batch.train_batches
   def batches(experiment, position):
     step = position // experiment.phase.batch_size
     for step, batch in enumerate(real(experiment, position), step + 1):
@@ -221,9 +222,9 @@ PROCESS = textwrap.dedent("""
           return own
         batch["label"] = jax.make_array_from_callback(label.shape, label.sharding, rows)
       yield batch
-  adaptive.train_batches = batches
+  adaptive_batch.train_batches = batches
   sys.argv = sys.argv[1:]
-  exits.leave(train.main)
+  errors.leave(train.main)
 """)
 
 

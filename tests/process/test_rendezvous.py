@@ -141,7 +141,8 @@ LIMITS = [  # processes, soft and hard limit of open files -> the soft one then
 @pytest.mark.parametrize("count, soft, hard, wanted", LIMITS)
 def test_process_0_raises_the_limit_of_open_files(count, soft, hard, wanted):
   code = (
-    "import resource as r; from jaxscale.cluster.rendezvous.server import _allow_files\n"
+    "import resource as r\n"
+    "from jaxscale.cluster.rendezvous.server import _allow_files\n"
     f"r.setrlimit(r.RLIMIT_NOFILE, ({soft}, {hard})); _allow_files({count})\n"
     "print(*r.getrlimit(r.RLIMIT_NOFILE))\n"
   )
@@ -156,7 +157,7 @@ def test_process_0_raises_the_limit_of_open_files(count, soft, hard, wanted):
 
 def test_more_processes_meet_than_files_may_be_open_at_first(start):
   count, name = 120, job("files")
-  alike = {"introduction.versions": {"jax": "1"}}
+  alike = {"handshake.versions": {"jax": "1"}}
   first = start(0, count, name, files=[64, 4096], set=alike, digests={"config": "a"})
   port = network.ports_of(name)[0]
   guests = [connect(port)]

@@ -118,7 +118,7 @@ import sys
 import jax, numpy as np
 from jaxscale import cluster
 cluster.initialize()
-from jaxscale import replicas
+from jaxscale.training import replica_check
 from jaxscale.mesh import make_mesh, replicated
 mesh = make_mesh()
 here = jax.local_devices()
@@ -133,10 +133,10 @@ def check(bad):
   w = jax.make_array_from_single_device_arrays((6,), replicated(mesh), [put(0), put(1)])
   b = jax.device_put(np.ones(3, np.float32), replicated(mesh))
   try:
-    replicas.check(
-      {"b": b, "dense": {"w": w}}, replicas.make_fingerprint(mesh), step=7)
+    replica_check.check(
+      {"b": b, "dense": {"w": w}}, replica_check.make_fingerprint(mesh), step=7)
     return "same"
-  except replicas.ReplicaDivergenceError as e:
+  except replica_check.ReplicaDivergenceError as e:
     return str(e)
 
 for bad in ((), (1,), (0, 1)):
@@ -186,14 +186,15 @@ def test_two_real_processes_name_the_one_that_differs():
 
 BROKEN_TRAIN = """
 import sys
-from jaxscale import build, exits, train
+from jaxscale import errors, train
+from jaxscale.experiment import build
 from jaxscale.exchange.silent import silent
 make = build.make_train_step
 def broken(loss, tx, mesh, exchange, **options):
   return make(loss, tx, mesh, silent(exchange, mesh.axis_names), **options)
 build.make_train_step = broken
 sys.argv = sys.argv[1:]
-exits.leave(train.main)
+errors.leave(train.main)
 """
 
 

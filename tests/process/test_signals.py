@@ -231,7 +231,7 @@ WITH_JAX = """
 import os, sys, time, threading
 from pathlib import Path
 rank, port, ours = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "ours"
-from jaxscale.cluster import signals
+from jaxscale.cluster.watch import signals
 latch = signals.Latch(grace_s=3.0)
 if ours:
   signals.forbid_notifier()

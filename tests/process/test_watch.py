@@ -27,7 +27,7 @@ from jaxscale.cluster.wire import MAX_BYTES, Receiver, encode, send
 CHILD = """
 import ctypes, os, socket, sys, time
 from pathlib import Path
-from jaxscale.cluster import watch, verdict
+from jaxscale.cluster.watch import fault_detection, watch
 
 rank, n, port = map(int, sys.argv[1:4])
 folder = sys.argv[4]
@@ -42,8 +42,9 @@ if rank == 0:
 else:
   links[0] = socket.create_connection(("127.0.0.1", port))
   links[0].sendall(bytes([rank]))
-LIMITS = verdict.Limits(
-  heartbeat_interval_s=0.1, heartbeat_timeout_s=1.2, hang_timeout_s=1.6, compiling_s=1.5, slow_window_s=1.0,
+LIMITS = fault_detection.Limits(
+  heartbeat_interval_s=0.1, heartbeat_timeout_s=1.2, hang_timeout_s=1.6,
+  compiling_s=1.5, slow_window_s=1.0,
 )
 w = watch.start(links, rank, hosts, limits=LIMITS, folder=Path(folder))
 

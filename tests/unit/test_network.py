@@ -169,8 +169,8 @@ def test_hosts_are_excepted_from_proxies_once():
 def test_nothing_here_waits_for_jax():
   code = textwrap.dedent("""
     import sys
-    from jaxscale.cluster import introduction, join, network, rendezvous, roll_call
-    introduction.versions()
+    from jaxscale.cluster.rendezvous import client, handshake, join, network, server
+    handshake.versions()
     assert not {"jax", "numpy"} & set(sys.modules)
   """)
   subprocess.run([sys.executable, "-c", code], check=True)

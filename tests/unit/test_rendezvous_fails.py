@@ -36,7 +36,7 @@ def test_who_never_comes_is_named_with_the_hosts_to_look_at(start):
 
 def test_a_process_killed_while_it_waits_is_named(start):
   name = job("killed")
-  quick = {"roll_call.BACK_S": 1, "roll_call.LINGER_S": 1}
+  quick = {"server.BACK_S": 1, "server.LINGER_S": 1}
   here = [start(r, 4, name, timeout=60, set=quick) for r in (0, 1)]
   sock = connect(network.ports_of(name)[0])
   killed = who(2, 4, versions=versions(), digests={})
@@ -119,8 +119,8 @@ def test_other_config_on_one_rank(start):
 
 def test_other_versions_and_who_comes_late_hears_it_too(start):
   name = job("versions")
-  other = {"introduction.versions": {"python": "3.11.2", "jax": "0.9.0"}}
-  same = {"introduction.versions": {"python": "3.11.2", "jax": "0.10.2"}}
+  other = {"handshake.versions": {"python": "3.11.2", "jax": "0.9.0"}}
+  same = {"handshake.versions": {"python": "3.11.2", "jax": "0.10.2"}}
   ranks = [start(r, 4, name, set=same if r in (0, 3) else other,
                  late=3 if r == 3 else 0) for r in range(4)]  # fmt: skip
   assert the_line(ranks) == (
@@ -179,7 +179,7 @@ def test_a_given_port_that_stays_taken_is_said_by_all(start):
     stranger.listen()
     port = stranger.getsockname()[1]
     ranks = [start(r, 2, "j", f"127.0.0.1:{port}", timeout=60,
-                   set={"rendezvous.TAKEN_S": 2}) for r in (0, 1)]  # fmt: skip
+                   set={"client.TAKEN_S": 2}) for r in (0, 1)]  # fmt: skip
     got = ends(ranks, 25)
   assert [code for code, _ in got] == [2, 2]
   assert f"port {port}: Address already in use" in got[0][1]["error"]
