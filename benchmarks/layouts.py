@@ -31,7 +31,7 @@ from layouts_plot import draw
 from jaxscale.checkpoint import directory as checkpoint_dir
 from jaxscale.checkpoint import files
 from jaxscale.errors import EXIT_DONE, one_line_errors
-from jaxscale.metrics.writers import read_metrics
+from jaxscale.metrics.reading import read_json_lines
 
 FOLDER = Path("runs/layouts")
 
@@ -129,7 +129,7 @@ def curves(study: Study) -> dict:
   first, rows = study.runs[0], []
   params = parameters(workdir(study, first))
   for run in study.runs:
-    lines = read_metrics(workdir(study, run) / "metrics.jsonl")
+    lines = read_json_lines(workdir(study, run) / "metrics.jsonl")
     loss = {x["step"]: x["train/loss"] for x in lines if "train/loss" in x}
     summary = json.loads((workdir(study, run) / "summary.json").read_text())
     assert list(loss) == list(range(1, summary["step"] + 1)), run.label

@@ -23,7 +23,7 @@ from jaxscale.launch.profile import load_site, with_options
 from jaxscale.launch.render import render, render_process
 from jaxscale.launch.spec import Run
 from jaxscale.launch.table import Record
-from jaxscale.metrics import read_metrics
+from jaxscale.metrics import read_json_lines
 
 EXECUTORS = ("slurm", "local")
 
@@ -296,7 +296,7 @@ class Job(NamedTuple):
     found = Record()
     for i in run.tasks if task is None else [task]:
       steps: dict[int, dict[str, Any]] = {}
-      for line in read_metrics(spec.workdir(run, i) / "metrics.jsonl"):
+      for line in read_json_lines(spec.workdir(run, i) / "metrics.jsonl"):
         head = {"task": i} if run.trials else {}
         steps.setdefault(line["step"], head).update(line)
       found.extend(steps[step] for step in sorted(steps))

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from jaxscale.errors import ConfigError
 from jaxscale.launch import folder as folders
 from jaxscale.launch import spec
-from jaxscale.metrics import read_metrics
+from jaxscale.metrics import read_json_lines
 
 _RATE, _REPORT = "perf/examples_per_s", "perf/exposed_share"
 
@@ -118,7 +118,7 @@ def read(path: Path) -> Measured:
   except (OSError, ValueError, KeyError) as e:
     raise ConfigError(f"{config_file}: unreadable ({e})") from None
   starts = [e for e in diary if e.get("event") == "start"]
-  lines = _since_last_start(read_metrics(workdir / "metrics.jsonl"), starts)
+  lines = _since_last_start(read_json_lines(workdir / "metrics.jsonl"), starts)
   summary = _summary(workdir)
   report: Mapping[str, Any] = next((x for x in lines if _REPORT in x), {})
   rates = windows(lines)

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxscale.metrics.mllog import MLLog
+from jaxscale.metrics.reading import read_json_lines
 from jaxscale.metrics.score import is_reached, mllog_value
-from jaxscale.metrics.writers import read_metrics
 
 
 class Submission(NamedTuple):
@@ -259,7 +259,7 @@ def log_from_record(
     The path, or None if no evaluation is recorded.
   """
   workdir = Path(workdir)
-  lines = read_metrics(workdir / "metrics.jsonl")
+  lines = read_json_lines(workdir / "metrics.jsonl")
   evaluations = [
     (line, {n[5:]: v for n, v in line.items() if n.startswith("eval/")})
     for line in lines

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from jaxscale.metrics.writers import read_metrics
+from jaxscale.metrics.reading import read_json_lines
 
 _PANELS = (  # title, unit of the y axis, series: (metric, label), log scale
   (
@@ -50,7 +50,7 @@ def plot_metrics(workdir: str | Path) -> Path | None:
   from matplotlib.ticker import LogFormatter
 
   workdir = Path(workdir)
-  lines = read_metrics(workdir / "metrics.jsonl")
+  lines = read_json_lines(workdir / "metrics.jsonl")
   if not lines:
     return None
   panels = list(_PANELS)

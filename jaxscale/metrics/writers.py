@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxscale.errors import ConfigError
+from jaxscale.metrics.reading import read_json_lines
 
 # Lines that wait for a disk: two weeks of one every 10 s, some 40 MB.
 _MOST_WAITING = 120_000
@@ -35,18 +36,6 @@ def _replace(path: Path, scratch: Path, text: str) -> None:
     scratch.unlink(missing_ok=True)
     raise OSError(e.errno, e.strerror, str(path)) from None
   os.replace(scratch, path)
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-  """The lines of a `metrics.jsonl`; one that a kill cut short is left out."""
-  lines = []
-  if path.exists():
-    for line in path.read_text().splitlines():
-      try:
-        lines.append(json.loads(line))
-      except json.JSONDecodeError:
-        continue
-  return lines
 
 
 class _Appender:
@@ -107,7 +96,7 @@ class MetricWriter:
       ConfigError: the files cannot be written at all.
     """
     path = workdir / "metrics.jsonl"
-    kept = [line for line in read_metrics(path) if line["step"] <= start]
+    kept = [line for line in read_json_lines(path) if line["step"] <= start]
     scratch = path.with_name(path.name + ".tmp")
     try:
       _replace(path, scratch, "".join(json.dumps(line) + "\n" for line in kept))

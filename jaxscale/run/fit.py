@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import time
 from pathlib import Path
@@ -144,7 +143,7 @@ def _summary(run: Run, reporter: Reporter, state: TrainState) -> dict[str, Any]:
   step, seconds = reporter.target() or (None, None)
   is_at_end = done == total or (config.stop_at_target and step is not None)
   if seconds is None and step is not None:  # only evaluated again, maybe
-    before = _summary_before(run.workdir)
+    before = metrics.read_json(run.workdir / "summary.json")
     if before.get("target_step") == step:
       seconds = before.get("target_seconds")
   return {
@@ -163,14 +162,6 @@ def _summary(run: Run, reporter: Reporter, state: TrainState) -> dict[str, Any]:
     "devices": f"{experiment.mesh.size} x {jax.devices()[0].device_kind}",
     "workdir": str(run.workdir),
   }
-
-
-def _summary_before(workdir: Path) -> dict[str, Any]:
-  """What the directory's last run wrote of itself."""
-  try:
-    return json.loads((workdir / "summary.json").read_text())
-  except (OSError, ValueError):
-    return {}
 
 
 def _train_or_roll_back(

@@ -232,7 +232,7 @@ class Reporter:
 
 def _evaluated(workdir: Path, start: int) -> list[tuple[int, dict[str, float]]]:
   """(step, metrics) of the evaluations on record, as the leader finds them."""
-  lines = metrics.read_metrics(workdir / "metrics.jsonl") if start else []
+  lines = metrics.read_json_lines(workdir / "metrics.jsonl") if start else []
   return cluster.from_leader(
     [
       (line["step"], {n[5:]: v for n, v in line.items() if n.startswith("eval/")})
