@@ -5,11 +5,12 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, child_env
 
 from jaxscale.cli import plot_schedule
 from jaxscale.cli.plot_schedule import main, parse
 from jaxscale.errors import ConfigError
+from support.commands import child_env
+from support.paths import ROOT
 
 DIGITS, ALEXNET = "configs/digits.py", "configs/alexnet_bn_32k.py"
 

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import jax
 import pytest
-from conftest import ROOT, child_env, quick
 
 from jaxscale import data
 from jaxscale.config.loading import load_config
 from jaxscale.experiment import build
+from support.cases import all_slow_except
+from support.commands import child_env
+from support.paths import ROOT
 
 CONFIGS = [
   "configs/digits.py",
@@ -71,7 +73,9 @@ def stand_in_text(directory, split, *, vocab_size, sequence_length, **options):
   return data.Dataset(info, 1_000_000, lambda indices, draws: {})
 
 
-@pytest.mark.parametrize("path", quick(CONFIGS, *set(CONFIGS) - set(OTHER_SIZES)))
+@pytest.mark.parametrize(
+  "path", all_slow_except(CONFIGS, *set(CONFIGS) - set(OTHER_SIZES))
+)
 def test_every_config_traces_and_lowers_for_eight_devices(path, monkeypatch):
   monkeypatch.setattr(data, "tfds_images", stand_in)
   monkeypatch.setattr(data, "image_folder", stand_in_folder)
@@ -199,7 +203,7 @@ def test_the_readme_names_what_is_there():
 
 @pytest.mark.slow
 def test_make_trains_job_reaches_its_target(tmp_path):
-  from conftest import run_train
+  from support.commands import run_train
 
   done = run_train(tmp_path / "digits")
   assert done.returncode == 0, done.stderr

@@ -4,10 +4,10 @@ import json
 import sys
 
 import pytest
-from conftest import ROOT
 
 from jaxscale.config.loading import load_config
 from jaxscale.experiment.abstract_data import stand_in
+from support.paths import ROOT
 
 RESULTS = json.loads((ROOT / "benchmarks" / "results" / "parallel.json").read_text())
 ROWS = {row["case"]: row for row in RESULTS["rows"]}

@@ -154,7 +154,7 @@ def test_the_rest_of_the_others():
 @functools.cache
 def resnet50():
   """Shapes of its parameters."""
-  fns = models.functions(models.ResNet50(num_classes=1000), (224, 224, 3))
+  fns = models.functions(models.make_resnet(50, num_classes=1000), (224, 224, 3))
   params, _ = jax.eval_shape(fns.init, jax.random.key(0))
   return params
 

@@ -31,7 +31,7 @@ SIZE = 67  # the least: one position reaches fc6
 
 @pytest.mark.parametrize("batch_norm", [False, True])
 def test_parameters_are_those_of_the_files(batch_norm):
-  model = models.AlexNet(num_classes=1000, batch_norm=batch_norm)
+  model = models.AlexNetModule(num_classes=1000, batch_norm=batch_norm)
   fns = models.functions(model, (227, 227, 3))
   params, _ = jax.eval_shape(fns.init, jax.random.key(0))
   wanted = {
@@ -56,7 +56,9 @@ def test_the_published_count_is_the_sum_of_its_layers():
 
 @functools.cache
 def tiny(batch_norm, **options):
-  model = models.AlexNet(num_classes=5, batch_norm=batch_norm, hidden=24, **options)
+  model = models.AlexNetModule(
+    num_classes=5, batch_norm=batch_norm, hidden=24, **options
+  )
   fns = models.functions(model, (SIZE, SIZE, 3), mean=(110.0,), std=(4.0,))
   params, state = jax.jit(fns.init)(jax.random.key(0))
   return fns, params, state
@@ -188,7 +190,7 @@ def test_dropout_and_groups_do_not_depend_on_the_devices():
 
 @pytest.mark.parametrize("batch_norm", [False, True])
 def test_bfloat16_keeps_float32_parameters_and_logits(batch_norm):
-  model = models.AlexNet(num_classes=5, batch_norm=batch_norm, dtype=jnp.bfloat16)
+  model = models.AlexNetModule(num_classes=5, batch_norm=batch_norm, dtype=jnp.bfloat16)
   fns = models.functions(model, (227, 227, 3))
 
   def train(key, images):
@@ -206,7 +208,9 @@ def test_bfloat16_keeps_float32_parameters_and_logits(batch_norm):
 @pytest.mark.parametrize("batch_norm", [False, True])
 def test_the_train_step_lowers_for_eight_devices(batch_norm):
   mesh = make_mesh(bn_devices=2)
-  model = models.AlexNet(num_classes=5, batch_norm=batch_norm, bn_axis_name=("bn",))
+  model = models.AlexNetModule(
+    num_classes=5, batch_norm=batch_norm, bn_axis_name=("bn",)
+  )
   fns = models.functions(model, (227, 227, 3), std=(256.0,))
   tx, exchange = optim.sgd(0.1), plain(mesh.axis_names)
   step = make_train_step(losses.classification_loss(fns.apply), tx, mesh, exchange)
@@ -222,6 +226,8 @@ def test_the_train_step_lowers_for_eight_devices(batch_norm):
 
 
 def test_images_too_small_are_one_line():
-  model = models.functions(models.AlexNetBN(num_classes=5), (66, 80, 3))
+  model = models.functions(
+    models.AlexNetModule(num_classes=5, batch_norm=True), (66, 80, 3)
+  )
   with pytest.raises(ConfigError, match=r"^image_size=66: .* give 67 or more"):
     jax.eval_shape(model.init, jax.random.key(0))

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import digits_batch
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -28,6 +27,7 @@ from jaxscale.models.layers import BatchNorm
 from jaxscale.training import losses
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_train_step
+from support.digits import digits_batch
 
 BATCH = 64
 STEPS = 10
@@ -261,7 +261,7 @@ def test_a_mesh_with_a_bn_axis_keeps_who_is_where():
 def run(span, num_devices, replica=1):
   """-> initial parameters, first and last state, metrics; all on the host."""
   mesh, bn = spread(span, num_devices, replica)
-  model = models.CNN(
+  model = models.CNNModule(
     num_classes=10, features=(4, 8), dense=0, batch_norm=True,
     bn_axis_name=bn.axis_name, bn_group_size=bn.group_size,
   )  # fmt: skip

@@ -19,7 +19,7 @@ from jaxscale.training.state import abstract_state, init_state
 def setup(num_devices=8, hidden=(64,), tx=None, average=False):
   """An abstract state and a state that differs in every leaf from a new one."""
   mesh = make_mesh(devices=jax.devices()[:num_devices])
-  fns = models.functions(models.MLP(num_classes=10, hidden=hidden), (8, 8, 1))
+  fns = models.functions(models.MLPModule(num_classes=10, hidden=hidden), (8, 8, 1))
   parts = fns.init, tx or optim.sgd(0.1), mesh, plain(mesh.axis_names)
   state = init_state(*parts, seed=5, average=average)
   return abstract_state(*parts, average=average), state

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import quick
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -18,6 +17,7 @@ from jaxscale.collectives import Dim, Plan, plan
 from jaxscale.collectives.dims import axis_dims
 from jaxscale.errors import ConfigError
 from jaxscale.planning import hlo
+from support.cases import all_slow_except
 
 SIZES = (0, 1, 2, 3, 5, 7, 8, 9, 13, 16, 17, 31, 63, 64, 65, 97, 127, 257, 1000, 1021)
 DTYPES = ("int32", "float32", "bfloat16", "float16")
@@ -117,7 +117,7 @@ def different_forms(shape):
   return [f for f in FORMS if f not in same.get(shape, same_in_one_axis)]
 
 
-@pytest.mark.parametrize("shape", quick(MESHES, (4,), (2, 4)), ids=str)
+@pytest.mark.parametrize("shape", all_slow_except(MESHES, (4,), (2, 4)), ids=str)
 def test_every_form_is_psum(shape):
   """A quarter of the sizes a mesh, dtypes in turn; the slow test below has all."""
   first = MESHES.index(shape)
@@ -132,7 +132,7 @@ def test_every_form_is_psum_at_every_size(shape, dtype):
   check_cases(mesh_of(shape), [(n, dtype) for n in SIZES])
 
 
-@pytest.mark.parametrize("shape", quick([(3,), (2, 3)], (3,)), ids=str)
+@pytest.mark.parametrize("shape", all_slow_except([(3,), (2, 3)], (3,)), ids=str)
 def test_numbers_of_devices_that_are_no_power_of_two(shape):
   forms = ("ring", "torus", "halving_doubling", "hierarchical", "halves")
   cases = [(5, "int32"), (13, "float32"), (1, "bfloat16")]
@@ -224,7 +224,7 @@ def test_every_axis_carries_its_own_bytes(shape, payload, algorithm):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", quick(["bfloat16", "float16"], "bfloat16"))
+@pytest.mark.parametrize("dtype", all_slow_except(["bfloat16", "float16"], "bfloat16"))
 def test_a_low_precision_payload_summed_in_float32(form, dtype):
   """What is added is rounded once, and sums once a dimension: not once a device."""
   mesh = mesh_of((8,) if form in ("ring", "halves") else (2, 4))

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import quick
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -18,6 +17,7 @@ from jaxscale.exchange.one_bit import one_bit
 from jaxscale.exchange.power_sgd import power_sgd
 from jaxscale.exchange.top_k import top_k
 from jaxscale.mesh import make_mesh
+from support.cases import all_slow_except
 
 N = 8
 AXES = ("replica", "data")
@@ -137,7 +137,9 @@ def unsent(state, name):
   return total
 
 
-@pytest.mark.parametrize("name", quick(FEEDBACK, "one bit", "top k", "delayed"))
+@pytest.mark.parametrize(
+  "name", all_slow_except(FEEDBACK, "one bit", "top k", "delayed")
+)
 def test_what_was_sent_and_what_is_left_are_all_the_gradients(name):
   means, state = fifty(name)
   for leaf, grads in gradients(50).items():
@@ -155,7 +157,7 @@ def test_the_residual_is_needed_for_that():
     assert left > 1e-2 * np.linalg.norm(gradients(50)["wide"].sum((0, 1))), name
 
 
-@pytest.mark.parametrize("name", quick(EXCHANGES, *QUICK))
+@pytest.mark.parametrize("name", all_slow_except(EXCHANGES, *QUICK))
 def test_again_gives_the_same_bits_on_every_device(name):
   steps, state = compiled(name)
   means, state = steps(gradients(50), state)
@@ -165,7 +167,7 @@ def test_again_gives_the_same_bits_on_every_device(name):
   jax.tree.map(np.testing.assert_array_equal, fifty(name), (means, state))
 
 
-@pytest.mark.parametrize("name", quick(EXCHANGES, *QUICK))
+@pytest.mark.parametrize("name", all_slow_except(EXCHANGES, *QUICK))
 def test_the_mean_over_steps_is_that_of_the_gradients(name):
   """Rounding averages out, what is late arrives: within 1 % or what is left."""
   means, state = fifty(name)
@@ -178,7 +180,8 @@ def test_the_mean_over_steps_is_that_of_the_gradients(name):
 
 
 @pytest.mark.parametrize(
-  "name", quick(["bf16", "int8", "one bit", "top k", "power sgd"], "bf16", "top k")
+  "name",
+  all_slow_except(["bf16", "int8", "one bit", "top k", "power sgd"], "bf16", "top k"),
 )
 def test_the_shape_of_the_mesh_does_not_matter(name):
   got, _ = run(EXCHANGES[name](), gradients(50), mesh=make_mesh())
@@ -187,7 +190,8 @@ def test_the_shape_of_the_mesh_does_not_matter(name):
 
 
 @pytest.mark.parametrize(
-  "name", quick(["bucketed", "fp16", "int8", "one bit", "power sgd"], "bucketed")
+  "name",
+  all_slow_except(["bucketed", "fp16", "int8", "one bit", "power sgd"], "bucketed"),
 )
 def test_one_device_will_do(name):
   mesh = make_mesh(devices=jax.devices()[:1])
@@ -198,7 +202,7 @@ def test_one_device_will_do(name):
     jax.tree.map(lambda m, g: np.testing.assert_array_equal(m, g[:, 0]), means, grads)
 
 
-@pytest.mark.parametrize("name", quick(EXCHANGES, *QUICK))
+@pytest.mark.parametrize("name", all_slow_except(EXCHANGES, *QUICK))
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_gradient_that_is_no_number_is_seen(name, bad):
   """Compressed or not, one device's NaN or overflow reaches the means of its tensor."""

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT, child_env
 from test_run import quick
 
 from jaxscale import models, weights
@@ -25,6 +24,8 @@ from jaxscale.run.workdir import describe
 from jaxscale.training.state import TrainState
 from jaxscale.weights import export_safetensors, import_safetensors
 from jaxscale.weights.safetensors import read_header
+from support.commands import child_env
+from support.paths import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,9 @@ def test_the_parameters_of_the_last_step_can_be_taken(finished, tmp_path, capsys
 
 def test_a_checkpoint_of_a_resnet_becomes_timms_file(tmp_path, capsys):
   """With the average of its statistics, on which it is evaluated."""
-  model = models.ResNet(num_classes=7, stage_sizes=(2, 1), bottleneck=True, width=4)
+  model = models.ResNetModule(
+    num_classes=7, stage_sizes=(2, 1), bottleneck=True, width=4
+  )
   fns = models.functions(model, (32, 32, 3))
   shapes = jax.eval_shape(fns.init, jax.random.key(0))
   rng = np.random.default_rng(0)
@@ -158,7 +161,7 @@ def language(**changes):
     "model.norm_eps": "1e-4",
   }  # fmt: skip
   dotted = {k.replace("__", "."): v for k, v in changes.items()}
-  return load_config("tests/tiny_language.py", base | dotted)
+  return load_config("tests/support/tiny_language.py", base | dotted)
 
 
 @pytest.fixture(scope="module")

@@ -103,5 +103,5 @@ def test_images_that_grow_on_the_way_need_a_model_that_lets_them(tmp_path):
   resnet = ResNet(depth=18, width=2, stem="small")
   result = fit(dataclasses.replace(config, model=resnet), tmp_path / "b")
   assert result.summary["outcome"] == "done"
-  lines = metrics.read_metrics(tmp_path / "b" / "metrics.jsonl")
+  lines = metrics.read_json_lines(tmp_path / "b" / "metrics.jsonl")
   assert [x["step"] for x in lines if "train/loss" in x] == [*range(1, 10)]

@@ -2,7 +2,6 @@
 
 import functools
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +17,10 @@ from jaxscale.planning import hlo, parse
 from jaxscale.planning.cost import FLOPS_PER_BYTE, costs
 from jaxscale.training.state import abstract_state
 from jaxscale.training.step import make_train_step
+from support.paths import DATA
 
 AXES = ("replica", "data")
-FIXTURES = Path(__file__).parent.parent / "hlo"
+FIXTURES = DATA / "hlo"
 GRID = {"replica": 2, "data": 4}
 ROW = 16 * 4  # bytes of a device's float32 [1, 16]
 

@@ -1,7 +1,6 @@
 """The exchange inside the backward scan: the same mathematics, earlier."""
 
 import functools
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +19,13 @@ from jaxscale.mesh import batch_sharding, make_mesh
 from jaxscale.planning import hlo
 from jaxscale.training.state import TrainState, state_shardings
 from jaxscale.training.step import make_train_step
+from support.paths import DATA
 
 AXES = ("replica", "data")
-FIXTURES = Path(__file__).parent.parent / "hlo"
+FIXTURES = DATA / "hlo"
 LAYERS, WIDTH, HIDDEN, BATCH = 5, 12, 20, 32
 LAYER_BYTES = 4 * (2 * WIDTH * HIDDEN + HIDDEN)
-LAYER = 4 * 1024 * 4096  # of the programs in tests/hlo
+LAYER = 4 * 1024 * 4096  # of the programs in tests/data/hlo
 
 
 def init(key):

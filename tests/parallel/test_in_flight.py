@@ -3,7 +3,6 @@
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -11,6 +10,7 @@ from jaxscale.checkpoint import write_limit
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.mesh import make_mesh
 from jaxscale.training.state import TrainState
+from support.paths import ROOT
 
 MIB = 2**20
 

@@ -16,7 +16,7 @@ from jaxscale.config import Config, Faults
 from jaxscale.config.loading import parse_args
 from jaxscale.data import to_device
 from jaxscale.errors import ConfigError, GiveUpError, said
-from jaxscale.metrics import read_metrics
+from jaxscale.metrics import read_json_lines
 from jaxscale.run import callbacks, phases, session
 from jaxscale.run.fit import fit
 from jaxscale.run.workdir import experiment_in
@@ -114,7 +114,7 @@ def test_an_evaluation_that_was_left_off_is_made_up_for(tmp_path, monkeypatch):
   records = [
     [
       (line["step"], name, value)
-      for line in read_metrics(tmp_path / run / "metrics.jsonl")
+      for line in read_json_lines(tmp_path / run / "metrics.jsonl")
       for name, value in line.items()
       if name.startswith(("eval/", "train/"))
     ]

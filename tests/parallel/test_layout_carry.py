@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 from test_layout_checkpoint import batch, distance
-from tiny_stack import RULES, tiny_stack
 
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.errors import ConfigError
@@ -23,6 +22,7 @@ from jaxscale.parallel import Rule, make_layout, stack_loss
 from jaxscale.parallel.reduction import exchange_axes, exchange_split
 from jaxscale.training.state import abstract_state, init_state
 from jaxscale.training.step import make_train_step
+from support.tiny_stack import RULES, tiny_stack
 
 PARAMETERS = {"shard": "fsdp"}
 LAYOUTS = {

@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
-from conftest import quick
-from tiny_stack import LENGTH, RULES, VOCAB, tiny_stack
 
 from jaxscale import optim
 from jaxscale.checkpoint import checksum
@@ -19,6 +17,8 @@ from jaxscale.parallel import gpipe_grads, make_layout, stack_loss
 from jaxscale.parallel.reduction import exchange_axes
 from jaxscale.training.state import abstract_state, init_state
 from jaxscale.training.step import make_train_step
+from support.cases import all_slow_except
+from support.tiny_stack import LENGTH, RULES, VOCAB, tiny_stack
 
 ROWS, SAVED_AT, STEPS = 16, 2, 4
 PARAMETERS = {"shard": "fsdp"}
@@ -117,7 +117,7 @@ def distance(a, b):
 PAIRS = [f"{a} -> {b}" for a in LAYOUTS for b in LAYOUTS]
 
 
-@pytest.mark.parametrize("pair", quick(PAIRS, " -> ".join(QUICK)))
+@pytest.mark.parametrize("pair", all_slow_except(PAIRS, " -> ".join(QUICK)))
 def test_any_layout_goes_on_from_any_other(pair, saved):
   there, here = pair.split(" -> ")
   before = saved(there)

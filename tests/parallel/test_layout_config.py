@@ -7,9 +7,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from conftest import ROOT, child_env, error_line
 from jax.sharding import PartitionSpec as P
-from tiny_stack import RULES, tiny_stack
 
 from jaxscale import config as cfg
 from jaxscale import models
@@ -19,6 +17,9 @@ from jaxscale.mesh import MeshShape, host_shard, make_mesh, mesh_shape
 from jaxscale.parallel import Rule, largest, make_layout, model_rules, partition
 from jaxscale.parallel.layout import opt_specs, whole
 from jaxscale.planning.describe import describe
+from support.commands import child_env, error_line
+from support.paths import ROOT
+from support.tiny_stack import RULES, tiny_stack
 
 SIZES = {"replica": 1, "data": 1, "fsdp": 2, "model": 4}
 
@@ -66,10 +67,10 @@ def test_the_largest_dim_is_split_and_small_ones_stay_whole():
 
 
 def test_every_model_has_rules_for_all_its_parameters():
-  lm = models.transformer(
+  lm = models.make_transformer(
     vocab_size=256, num_layers=2, width=32, num_heads=4, hidden=64, qk_norm=True
   )
-  vit = models.vit(
+  vit = models.make_vit(
     image_shape=(8, 8, 3), num_classes=8, patch=4, width=32, num_layers=2, num_heads=4
   )
   sizes = dict.fromkeys(("fsdp", "stage", "model"), 2)
@@ -237,7 +238,7 @@ def test_describe_says_what_every_device_holds_and_sends():
     x.size
     for x in jax.tree.leaves(
       jax.eval_shape(
-        models.transformer(
+        models.make_transformer(
           vocab_size=256, num_layers=2, width=32, num_heads=4, hidden=64
         ).init,
         jax.random.key(0),

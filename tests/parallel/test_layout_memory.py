@@ -20,7 +20,7 @@ from jaxscale.experiment import build
 from jaxscale.experiment import layout as layout_parts
 from jaxscale.experiment.abstract_data import stand_in
 from jaxscale.mesh import batch_sharding, make_mesh
-from jaxscale.models import stacked, transformer
+from jaxscale.models import make_transformer, stacked
 from jaxscale.parallel import entered, make_layout, stack_loss, stack_totals
 from jaxscale.parallel.model_rules import TRANSFORMER
 from jaxscale.parallel.reduction import exchange_axes
@@ -38,7 +38,7 @@ TX = optim.adamw(1e-3)
 
 
 def model(num_layers):
-  return transformer(
+  return make_transformer(
     vocab_size=128, num_layers=num_layers, width=WIDTH, num_heads=8, hidden=HIDDEN
   )
 
@@ -111,7 +111,7 @@ def test_what_entered_is_not_kept_without_remat():
 def test_what_layers_keep_is_what_remat_says():
   """Bytes that the backward pass is given, by shapes alone."""
   layers, tokens, width, hidden = 4, 2 * 32, 64, 128
-  stack = transformer(
+  stack = make_transformer(
     vocab_size=256, num_layers=layers, width=width, num_heads=4, hidden=hidden,
     dtype="bfloat16",
   )  # fmt: skip

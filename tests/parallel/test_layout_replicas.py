@@ -6,11 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import quick
 from test_layout_checkpoint import batch
 from test_non_finite import spoilt
 from test_replicas import flipped
-from tiny_stack import RULES, tiny_stack
 
 from jaxscale import optim
 from jaxscale.exchange import plain
@@ -27,6 +25,8 @@ from jaxscale.training.replica_check import (
 )
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_train_step
+from support.cases import all_slow_except
+from support.tiny_stack import RULES, tiny_stack
 
 PARAMETERS = {"shard": "fsdp"}
 LAYOUTS = {
@@ -79,7 +79,7 @@ def found(name, leaf, *devices):
   return None
 
 
-@pytest.mark.parametrize("name", quick(LAYOUTS, "data 2 x fsdp 2 x model 2"))
+@pytest.mark.parametrize("name", all_slow_except(LAYOUTS, "data 2 x fsdp 2 x model 2"))
 def test_parts_of_one_whole_raise_no_alarm(name):
   mesh, params, fingerprint = placed(name)
   replica_check.check(params, fingerprint, step=7)
@@ -218,7 +218,7 @@ SPOILT = {
 QUICK = [("data 4 x fsdp 2", "kernel"), ("data 2 x fsdp 2 x model 2", "loss")]
 
 
-@pytest.mark.parametrize("case", quick(SPOILT, *QUICK), ids="-".join)
+@pytest.mark.parametrize("case", all_slow_except(SPOILT, *QUICK), ids="-".join)
 def test_a_bad_gradient_of_one_device_is_refused_and_named(case):
   mesh, layout, state, step = spoilt_step(*case)
   rows = batch(0, mesh)

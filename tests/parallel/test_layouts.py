@@ -13,8 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import quick, quickly
-from tiny_stack import LENGTH, RULES, VOCAB, tiny_stack
 
 from jaxscale import optim
 from jaxscale.exchange import plain
@@ -29,6 +27,9 @@ from jaxscale.parallel import (
 from jaxscale.parallel.reduction import exchange_axes
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_train_step
+from support.cases import all_slow_except
+from support.compiling import fast_compile_options
+from support.tiny_stack import LENGTH, RULES, VOCAB, tiny_stack
 
 STEPS, ROWS, SEED = 10, 128, 3
 IS_STACKED = optim.matching("^layers/")
@@ -202,7 +203,7 @@ def runs(case: Case, dtype: str, devices: int, *starts: Any) -> list[Run]:
   )
   given = [jax.device_put(b, batch_sharding(mesh)) for b in batches()]
   # XLA may keep more than bfloat16 where it fuses, and fuses layouts differently.
-  options = quickly() | {"xla_allow_excess_precision": False}
+  options = fast_compile_options() | {"xla_allow_excess_precision": False}
   step = step.lower(state, given[0]).compile(compiler_options=options)
   where = jax.tree.map(lambda x: x.sharding, state)
   first = jax.device_get(state)
@@ -254,13 +255,13 @@ def assert_same(found: Run, wanted: Run, optimizer: str, bound: float):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", quick(CASES, QUICK))
+@pytest.mark.parametrize("name", all_slow_except(CASES, QUICK))
 def test_eight_devices_train_as_one(name, optimizer):
   assert_same(eight(name), one_device("float32"), optimizer, 1e-6)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", quick(CASES))
+@pytest.mark.parametrize("name", all_slow_except(CASES))
 def test_in_half_precision_steps_are_those_of_one_device(name, optimizer):
   """From the same state: of another, in the last bit, roundings fall otherwise."""
   (each, _), wanted = eight_in_half(name), one_device("bfloat16")
@@ -268,7 +269,7 @@ def test_in_half_precision_steps_are_those_of_one_device(name, optimizer):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", quick(CASES))
+@pytest.mark.parametrize("name", all_slow_except(CASES))
 def test_in_half_precision_a_run_goes_where_one_device_goes(name, optimizer):
   (_, found), wanted = eight_in_half(name), one_device("bfloat16")
   for i in range(STEPS):

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import digits_batch
 
 from jaxscale import exchange, models, optim
 from jaxscale.errors import ConfigError
@@ -23,6 +22,7 @@ from jaxscale.training.local_step import (
 )
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_train_step
+from support.digits import digits_batch
 
 AXES = ("replica", "data")
 PLAIN = exchange.plain(AXES)
@@ -145,7 +145,7 @@ def test_devices_of_a_worker_train_as_one():
 def with_a_model(plain: bool, workers=None):
   """Parameters and losses of 20 steps, by the plain step or H = 1 and W = W - D."""
   mesh, tx, method = make_mesh(replica=2), optax.sgd(0.1), local.local_sgd(1)
-  model = models.MLP(num_classes=10, hidden=(32,))
+  model = models.MLPModule(num_classes=10, hidden=(32,))
   fns = models.functions(model, (8, 8, 1), mean=(8.0,), std=(5.0,))
 
   def apply(params, model_state, images, train, keys):

@@ -8,7 +8,7 @@ import pytest
 
 from jaxscale.exchange import plain
 from jaxscale.mesh import batch_sharding, make_mesh
-from jaxscale.models import stacked, transformer
+from jaxscale.models import make_transformer, stacked
 from jaxscale.training import noise_scale
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_train_step
@@ -134,7 +134,7 @@ def test_of_tokens_it_is_near_the_analytic_value_in_rows(unequal):
 
 
 def test_of_a_language_model_it_is_finite_and_that_of_its_micro_batches():
-  stack = transformer(
+  stack = make_transformer(
     vocab_size=12, num_layers=1, width=8, num_heads=2, hidden=8, pad_vocab_to=4
   )
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import ROOT, child_env
 from test_exchange_contract import EXCHANGES
 
 from jaxscale import optim
@@ -21,6 +20,8 @@ from jaxscale.training import nan_guard
 from jaxscale.training.local_step import init_local_state, make_local_train_step
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_train_step
+from support.commands import child_env
+from support.paths import ROOT
 
 AXES, ROWS, DIM, OUT = ("replica", "data"), 32, 12, 5
 LEAVES = ("bias", "gain", "kernel")  # in the order of jax.tree

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import quick
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxscale import optim
 from jaxscale.mesh import make_mesh, replicated
+from support.cases import all_slow_except
 
 LARS = [
   "paper", "nvidia", "tf_contrib", "tf_contrib_l2_in_loss", "torch", "optax",
@@ -97,7 +97,7 @@ def results(layout):
   return jax.device_get(params), jax.device_get(ratios)
 
 
-@pytest.mark.parametrize("layout", quick(["replicated", "sharded"]))
+@pytest.mark.parametrize("layout", all_slow_except(["replicated", "sharded"]))
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_eight_devices_equal_one(name, layout):
   (params, ratios), (params_1, ratios_1) = results(layout), results("one")

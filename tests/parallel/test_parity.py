@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import quick, quickly
 from jax import lax
 
 from jaxscale import collectives, optim
@@ -28,6 +27,8 @@ from jaxscale.exchange.top_k import top_k
 from jaxscale.mesh import AXES, batch_sharding, make_mesh
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_train_step
+from support.cases import all_slow_except
+from support.compiling import fast_compile_options
 
 N, STEPS, ROWS, SEED = 8, 10, 64, 7
 RATE, MOMENTUM, DECAY = 0.05, 0.9, 1e-3
@@ -222,7 +223,7 @@ def run(name: str, devices: int = N) -> Run:
   state = init_state(init, tx, mesh, exchange, seed=SEED)
   given = [jax.device_put(b, batch_sharding(mesh)) for b in batches()]
   step: Any = make_train_step(loss_fn, tx, mesh, exchange, seed=SEED)
-  step = step.lower(state, given[0]).compile(compiler_options=quickly())
+  step = step.lower(state, given[0]).compile(compiler_options=fast_compile_options())
   losses, own, means = [], [], []
   for batch in given:
     state, metrics = jax.block_until_ready(step(state, batch))
@@ -254,7 +255,7 @@ def assert_same(got: Run, wanted: Run, optimizer: str):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", quick(EXACT, *QUICK))
+@pytest.mark.parametrize("name", all_slow_except(EXACT, *QUICK))
 def test_exact_exchanges_are_one_device(name, optimizer):
   assert_same(run(name), run("plain", devices=1), optimizer)
 
@@ -295,7 +296,7 @@ def test_sgd_is_float64_on_gradients_so_many_steps_late(late):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
-  "name", quick(EXACT | DELAYED, "plain", "torus", "bucketed", "delayed")
+  "name", all_slow_except(EXACT | DELAYED, "plain", "torus", "bucketed", "delayed")
 )
 def test_exactness_is_broken_by_the_finest_rounding(name, optimizer):
   with pytest.raises(AssertionError):

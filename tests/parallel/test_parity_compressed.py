@@ -7,7 +7,6 @@ gradients for the mean.
 
 import numpy as np
 import pytest
-from conftest import quick
 from test_parity import (
   BLOCK,
   FEEDBACK,
@@ -23,6 +22,7 @@ from test_parity import (
 )
 
 from jaxscale.exchange.one_bit import columns
+from support.cases import all_slow_except
 
 
 def way_off(found: Run, optimizer: str) -> float:
@@ -98,7 +98,7 @@ def bound(name: str, optimizer: str) -> float:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", quick(BOUNDS, "bf16", "1-bit", "PowerSGD"))
+@pytest.mark.parametrize("name", all_slow_except(BOUNDS, "bf16", "1-bit", "PowerSGD"))
 def test_compressed_exchanges_are_within_their_bounds(name, optimizer):
   assert way_off(run(name), optimizer) <= bound(name, optimizer)
 
@@ -115,7 +115,7 @@ WORSE = {
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", quick(BOUNDS, "1-bit"))
+@pytest.mark.parametrize("name", all_slow_except(BOUNDS, "1-bit"))
 def test_the_bounds_are_broken_by_what_is_broken(name, optimizer):
   for worse in (*WORSE[name], "one device's"):
     assert way_off(run(worse), optimizer) > bound(name, optimizer), worse
@@ -139,7 +139,7 @@ def unaccounted(found: Run, optimizer: str) -> float:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", quick(FEEDBACK, "1-bit", "PowerSGD"))
+@pytest.mark.parametrize("name", all_slow_except(FEEDBACK, "1-bit", "PowerSGD"))
 def test_no_gradient_is_lost_in_the_train_step(name, optimizer):
   assert unaccounted(run(name), optimizer) <= 1e-5
   for broken in WORSE[name]:

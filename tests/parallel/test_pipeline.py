@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import quick
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -18,6 +17,8 @@ from jaxscale.parallel.one_f_one_b import one_f_one_b
 from jaxscale.parallel.pipeline import bubble, own_micros, split_micros
 from jaxscale.parallel.sequence import split
 from jaxscale.planning import hlo
+from support import tiny_pipeline as tiny
+from support.cases import all_slow_except
 
 SCHEDULES = ("gpipe", "1f1b")
 MESHES = {
@@ -31,15 +32,13 @@ MESHES = {
 def layer_on(mesh, **settings):
   """The layer as one device has it, its hidden units perhaps split."""
   if "model" not in mesh.axis_names:
-    return stages.make_layer(**settings)
-  return stages.make_layer(lambda x: lax.psum(x, "model"), **settings)
+    return tiny.make_layer(**settings)
+  return tiny.make_layer(lambda x: lax.psum(x, "model"), **settings)
 
 
 @functools.cache
 def expected(rows):
-  return stages.on_one_device(
-    stages.init(), stages.make_batch(rows), stages.make_layer()
-  )
+  return tiny.on_one_device(tiny.init(), tiny.make_batch(rows), tiny.make_layer())
 
 
 # S, 2S, and numbers that S does not divide, fewer than it among them.
@@ -52,74 +51,74 @@ FEW = ("2 stages", 7), ("4 stages", 4), ("2x4", 8), ("2x2x2", 4)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("case", quick(CASES, *FEW), ids=str)
+@pytest.mark.parametrize("case", all_slow_except(CASES, *FEW), ids=str)
 def test_the_numbers_of_one_device(schedule, case):
   name, micros = case
-  mesh = stages.mesh_of(**MESHES[name])
+  mesh = tiny.mesh_of(**MESHES[name])
   rows = 2 * micros * mesh.shape.get("data", 1)
-  step, put = stages.piped(schedule, mesh, micros, stages.run(layer_on(mesh)))
-  grads, totals = step(*put(stages.init(), stages.make_batch(rows)))
+  step, put = tiny.piped(schedule, mesh, micros, tiny.run(layer_on(mesh)))
+  grads, totals = step(*put(tiny.init(), tiny.make_batch(rows)))
   by_one, totals_of_one = expected(rows)
-  assert stages.distance(grads, by_one) < 1e-6
-  assert stages.distance(totals["loss"], totals_of_one["loss"]) < 1e-6
+  assert tiny.distance(grads, by_one) < 1e-6
+  assert tiny.distance(totals["loss"], totals_of_one["loss"]) < 1e-6
   for name in ("accuracy", "examples"):
     assert totals[name] == totals_of_one[name]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_bfloat16_activations(schedule):
-  mesh = stages.mesh_of(stage=2, model=2)
-  step, put = stages.piped(
+  mesh = tiny.mesh_of(stage=2, model=2)
+  step, put = tiny.piped(
     schedule,
     mesh,
     4,
-    stages.run(layer_on(mesh, dtype=jnp.bfloat16)),
-    embed=lambda p, b: stages.embed(p, b).astype(jnp.bfloat16),
+    tiny.run(layer_on(mesh, dtype=jnp.bfloat16)),
+    embed=lambda p, b: tiny.embed(p, b).astype(jnp.bfloat16),
   )
-  grads, totals = step(*put(stages.init(), stages.make_batch(8)))
+  grads, totals = step(*put(tiny.init(), tiny.make_batch(8)))
   by_one, totals_of_one = expected(8)
   assert all(g.dtype == np.float32 for g in jax.tree.leaves(grads))
   # bfloat16 has 8 bits: 4 layers against float32.
-  assert stages.distance(grads, by_one) < 2e-2
-  assert stages.distance(totals["loss"], totals_of_one["loss"]) < 2e-3
+  assert tiny.distance(grads, by_one) < 2e-2
+  assert tiny.distance(totals["loss"], totals_of_one["loss"]) < 2e-3
 
 
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_what_bubbles_compute_reaches_nothing(schedule, skip):
   # The layers but the first make NaN of zeros and of the embedding alike.
-  params, batch = stages.init(), stages.make_batch(6)
+  params, batch = tiny.init(), tiny.make_batch(6)
   params["layers"]["scale"][0], params["layers"]["scale"][1:] = -100, 5
 
   def layer(h, w):
     return 10 + jnp.sqrt(h - w["scale"]) + jnp.tanh(h @ w["up"]) @ w["down"]
 
   second = jax.tree.map(lambda w: w[1], params["layers"])
-  for h in (jnp.zeros((1, stages.WIDTH)), stages.embed(params, batch)):
+  for h in (jnp.zeros((1, tiny.WIDTH)), tiny.embed(params, batch)):
     assert np.isnan(layer(h, second)).any()
-  by_one, _ = stages.on_one_device(params, batch, layer)
-  assert np.isfinite(stages.distance(by_one, by_one))
-  mesh = stages.mesh_of(stage=4)
-  step, put = stages.piped(schedule, mesh, 3, stages.run(layer), skip=skip)
+  by_one, _ = tiny.on_one_device(params, batch, layer)
+  assert np.isfinite(tiny.distance(by_one, by_one))
+  mesh = tiny.mesh_of(stage=4)
+  step, put = tiny.piped(schedule, mesh, 3, tiny.run(layer), skip=skip)
   grads, _ = step(*put(params, batch))
-  assert stages.distance(grads, by_one) < 1e-6
+  assert tiny.distance(grads, by_one) < 1e-6
 
 
 def executed(schedule, micros, num_stages, **settings):
   """How often each stage ran its layers in a step, and the compiled program."""
   times = collections.Counter()
-  layer = stages.make_layer()
+  layer = tiny.make_layer()
 
   def run_layers(layers, h):
     # That h is read keeps the call in the loop.
     stage = lax.axis_index("stage")
     jax.debug.callback(lambda s, _: times.update([int(s)]), stage, h[0, 0, 0])
-    return stages.run(layer)(layers, h)
+    return tiny.run(layer)(layers, h)
 
-  mesh = stages.mesh_of(stage=num_stages)
-  step, put = stages.piped(schedule, mesh, micros, run_layers, **settings)
-  compiled = step.lower(*put(stages.init(), stages.make_batch(micros))).compile()
-  jax.block_until_ready(compiled(*put(stages.init(), stages.make_batch(micros))))
+  mesh = tiny.mesh_of(stage=num_stages)
+  step, put = tiny.piped(schedule, mesh, micros, run_layers, **settings)
+  compiled = step.lower(*put(tiny.init(), tiny.make_batch(micros))).compile()
+  jax.block_until_ready(compiled(*put(tiny.init(), tiny.make_batch(micros))))
   jax.effects_barrier()
   return [times[s] for s in range(num_stages)], hlo.collectives(compiled, mesh)
 
@@ -192,12 +191,12 @@ def test_the_bubble_of_the_papers():
 
 def temporary(schedule, micros, **settings):
   """Temporary bytes of a device; micro-batches stay as large."""
-  mesh = stages.mesh_of(stage=4)
-  params = stages.init(width=32, hidden=64)
-  step, put = stages.piped(
-    schedule, mesh, micros, stages.run(stages.make_layer()), **settings
+  mesh = tiny.mesh_of(stage=4)
+  params = tiny.init(width=32, hidden=64)
+  step, put = tiny.piped(
+    schedule, mesh, micros, tiny.run(tiny.make_layer()), **settings
   )
-  compiled = step.lower(*put(params, stages.make_batch(2 * micros, 16))).compile()
+  compiled = step.lower(*put(params, tiny.make_batch(2 * micros, 16))).compile()
   return compiled.memory_analysis().temp_size_in_bytes
 
 
@@ -214,10 +213,10 @@ def test_without_remat_gpipe_keeps_what_the_layers_keep():
   assert temporary("gpipe", 16, remat=False) > 2 * temporary("gpipe", 16)
 
 
-@pytest.mark.parametrize("schedule", quick(SCHEDULES, "1f1b"))
+@pytest.mark.parametrize("schedule", all_slow_except(SCHEDULES, "1f1b"))
 def test_a_ring_in_the_layers(schedule):
   """Tokens split over `model`, keys going round in every layer of every stage."""
-  mesh = stages.mesh_of(stage=2, model=2)
+  mesh = tiny.mesh_of(stage=2, model=2)
   ring = split(axis="model", attend="ring")
 
   def make(attend):
@@ -229,15 +228,15 @@ def test_a_ring_in_the_layers(schedule):
     return layer
 
   def piped(**settings):
-    return stages.piped(
-      schedule, mesh, 2, stages.run(make(ring.attend)), tokens="model", **settings
+    return tiny.piped(
+      schedule, mesh, 2, tiny.run(make(ring.attend)), tokens="model", **settings
     )
 
-  params, batch = stages.init(), stages.make_batch(4)
+  params, batch = tiny.init(), tiny.make_batch(4)
   step, put = piped(skip=False)
   grads, totals = step(*put(params, batch))
-  by_one, totals_of_one = stages.on_one_device(params, batch, make(attention))
-  assert stages.distance(grads, by_one) < 1e-6
+  by_one, totals_of_one = tiny.on_one_device(params, batch, make(attention))
+  assert tiny.distance(grads, by_one) < 1e-6
   assert totals["examples"] == totals_of_one["examples"]
 
   step, put = piped()
@@ -248,31 +247,29 @@ def test_a_ring_in_the_layers(schedule):
 
 def test_what_would_hang_is_refused():
   def embed(params, batch):
-    return lax.psum(stages.embed(params, batch), "stage")
+    return lax.psum(tiny.embed(params, batch), "stage")
 
-  mesh = stages.mesh_of(stage=2)
-  step, put = stages.piped(
-    "1f1b", mesh, 2, stages.run(stages.make_layer()), embed=embed
-  )
+  mesh = tiny.mesh_of(stage=2)
+  step, put = tiny.piped("1f1b", mesh, 2, tiny.run(tiny.make_layer()), embed=embed)
   with pytest.raises(
     ConfigError, match=r"embed: has a collective \(psum.*along 'stage'"
   ):
-    step(*put(stages.init(), stages.make_batch(4)))
+    step(*put(tiny.init(), tiny.make_batch(4)))
   with pytest.raises(
     ConfigError, match=r"^micro_batches=3: does not divide the 4 rows"
   ):
-    split_micros(stages.make_batch(4), 3)
+    split_micros(tiny.make_batch(4), 3)
 
 
 def test_gradients_stay_apart_where_parameters_vary():
   """Cast to varying over the stages, parameters have each stage's own gradient."""
-  mesh = stages.mesh_of(stage=2)
-  params, batch = stages.init(), stages.make_batch(4)
+  mesh = tiny.mesh_of(stage=2)
+  params, batch = tiny.init(), tiny.make_batch(4)
 
   def local(params, batch):
     ends = {k: vary(params[k], ("stage",)) for k in ("embed", "head")}
     grads, _ = one_f_one_b(
-      stages.embed, stages.run(stages.make_layer()), stages.finish, params | ends,
+      tiny.embed, tiny.run(tiny.make_layer()), tiny.finish, params | ends,
       split_micros(batch, 2),
     )  # fmt: skip
     return {k: jax.tree.map(lambda g: g[None], grads[k]) for k in ends}
@@ -283,13 +280,13 @@ def test_gradients_stay_apart_where_parameters_vary():
   grads = jax.jit(mapped)(params, batch)
   by_one, _ = expected(4)
   table, kernel = grads["embed"]["table"], grads["head"]["kernel"]
-  assert stages.distance(table[0], by_one["embed"]["table"]) < 1e-6
-  assert stages.distance(kernel[1], by_one["head"]["kernel"]) < 1e-6
+  assert tiny.distance(table[0], by_one["embed"]["table"]) < 1e-6
+  assert tiny.distance(kernel[1], by_one["head"]["kernel"]) < 1e-6
   assert not table[1].any() and not kernel[0].any()
 
 
 def test_own_micros_are_the_outputs():
-  mesh = stages.mesh_of(stage=4)
+  mesh = tiny.mesh_of(stage=4)
   micros = np.arange(8)[:, None]
   own = jax.shard_map(own_micros, mesh=mesh, in_specs=P(), out_specs=P("stage"))
   np.testing.assert_array_equal(jax.jit(own)(micros), micros)

@@ -4,9 +4,9 @@ import re
 
 import pytest
 from PIL import Image
-from preflight_process import HOSTS, only, preflight, wrong
 
 from jaxscale.preflight import devices
+from support.preflight_process import HOSTS, only, preflight, wrong
 
 FOLDER = """
 import os

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import digits_batch
 
 from jaxscale.config.loading import load_config
 from jaxscale.exchange import plain
@@ -21,6 +20,7 @@ from jaxscale.training.replica_check import (
 )
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_train_step
+from support.digits import digits_batch
 
 VALUES = {
   "f32": np.linspace(-1, 1, 35, dtype=np.float32).reshape(5, 7),

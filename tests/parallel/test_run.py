@@ -60,7 +60,7 @@ def test_a_run_leaves_its_record(finished):
   assert json.loads((workdir / "summary.json").read_text()) == result.summary
   assert result.summary["outcome"] == "done" and result.summary["step"] == 45
   assert result.summary["accuracy"] > 0.5
-  lines = metrics.read_metrics(workdir / "metrics.jsonl")
+  lines = metrics.read_json_lines(workdir / "metrics.jsonl")
   logged = [line["step"] for line in lines if "train/loss" in line]
   assert logged == [*range(5, 46, 5)]
   assert [line["step"] for line in lines if "eval/loss" in line] == [22, 44, 45]
@@ -90,7 +90,7 @@ def test_tensorboard_has_the_same_numbers(finished):
     event = Event.FromString(content[12 : 12 + size])
     scalars += [(event.step, v.tag, v.simple_value) for v in event.summary.value]
     content = content[16 + size :]
-  lines = metrics.read_metrics(workdir / "metrics.jsonl")
+  lines = metrics.read_json_lines(workdir / "metrics.jsonl")
   for line in lines:
     for name, value in line.items():
       if "/" in name:
@@ -231,7 +231,7 @@ def test_the_metrics_file_forgets_steps_after_the_checkpoint(tmp_path):
   writer = metrics.MetricWriter(tmp_path, start=2, tensorboard=False)
   writer.write(3, {"train/loss": 0.5})
   writer.close()
-  lines = metrics.read_metrics(tmp_path / "metrics.jsonl")
+  lines = metrics.read_json_lines(tmp_path / "metrics.jsonl")
   assert [(line["step"], line["train/loss"]) for line in lines] == [
     (1, 1),
     (2, 1),
@@ -258,7 +258,7 @@ def test_trust_ratios_and_noise_scale_are_logged(tmp_path):
   options = dict(optimizer="LARS", optimizer__lr="5", log__trust_ratios="True",
                  noise_scale="True", epochs="2")  # fmt: skip
   summary = fit(quick(**options), tmp_path).summary
-  lines = metrics.read_metrics(tmp_path / "metrics.jsonl")
+  lines = metrics.read_json_lines(tmp_path / "metrics.jsonl")
   ratios = [line for line in lines if "trust_ratio/Dense_0/kernel" in line]
   assert ratios and all(0 < r["trust_ratio/Dense_0/kernel"] < 1 for r in ratios)
   assert not any("bias" in name for name in ratios[0])
@@ -291,7 +291,7 @@ def test_a_run_that_waits_for_data_says_so(tmp_path, capsys, monkeypatch):
   fit(quick(), tmp_path)
   said = [x for x in capsys.readouterr().out.splitlines() if "input-bound" in x]
   assert len(said) == 1 and "input_threads" in said[0]
-  waits = [x["perf/input_wait"] for x in metrics.read_metrics(
+  waits = [x["perf/input_wait"] for x in metrics.read_json_lines(
     tmp_path / "metrics.jsonl") if "perf/input_wait" in x]  # fmt: skip
   assert waits[-1] > 0.2
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from phases import distance, mesh_of
 
 from jaxscale.collectives import vary
 from jaxscale.collectives.typed import varying
@@ -26,6 +25,7 @@ from jaxscale.parallel.sequence import (
   zigzag_order,
 )
 from jaxscale.planning import hlo
+from support.tiny_pipeline import distance, mesh_of
 
 ROWS, TOKENS, HEADS, WIDTH = 2, 24, 8, 4
 MESH = {"data": 2, "model": 4}

@@ -194,7 +194,7 @@ def test_the_noise_scale_has_two_gradients_to_compare():
 
 def test_batch_norm_of_a_device_sees_the_same_examples():
   """4 devices, or 2 with 2 micro-batches: parameters and running averages."""
-  model = models.CNN(
+  model = models.CNNModule(
     num_classes=10, features=(4,), convs_per_stage=1, dense=0, dropout=0.5,
     batch_norm=True,
   )  # fmt: skip

@@ -30,7 +30,7 @@ def quick(**changes):
 
 
 def lines(workdir, name):
-  return [x for x in metrics.read_metrics(workdir / "metrics.jsonl") if name in x]
+  return [x for x in metrics.read_json_lines(workdir / "metrics.jsonl") if name in x]
 
 
 def test_plan_counts_examples_not_steps():

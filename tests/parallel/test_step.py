@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import digits_batch, quick
 
 from jaxscale import models, optim
 from jaxscale.exchange import Exchange, plain
@@ -16,6 +15,8 @@ from jaxscale.mesh import batch_sharding, make_mesh
 from jaxscale.training import losses
 from jaxscale.training.state import abstract_state, init_state
 from jaxscale.training.step import make_eval_step, make_train_step
+from support.cases import all_slow_except
+from support.digits import digits_batch
 
 OPTIMIZERS = {
   "sgd": lambda s: optim.sgd(s, weight_decay=1e-4),
@@ -28,7 +29,7 @@ BATCH = 64
 
 
 def cnn(**options):
-  model = models.CNN(num_classes=10, features=(8, 16), dense=32, **options)
+  model = models.CNNModule(num_classes=10, features=(8, 16), dense=32, **options)
   return models.functions(model, (8, 8, 1), mean=(8.0,), std=(5.0,))
 
 
@@ -77,7 +78,9 @@ def assert_same(got, wanted, tolerance=1e-6):
       np.testing.assert_allclose(a[name], b[name], rtol=10 * tolerance)
 
 
-@pytest.mark.parametrize("optimizer", quick(OPTIMIZERS, "lars", "sgd clipped"))
+@pytest.mark.parametrize(
+  "optimizer", all_slow_except(OPTIMIZERS, "lars", "sgd clipped")
+)
 def test_eight_devices_equal_one(optimizer):
   fns = cnn(dropout=0.5)
   assert_same(run(fns, optimizer, num_devices=8), reference(optimizer))

@@ -5,7 +5,6 @@ import sys
 import jax
 import numpy as np
 import pytest
-from conftest import digits_batch
 from test_process import record
 from test_replicas_run import as_processes
 
@@ -21,6 +20,7 @@ from jaxscale.mesh import batch_sharding, make_mesh, submesh
 from jaxscale.planning import hlo
 from jaxscale.run import fit, step_report
 from jaxscale.run.step_report import Alone
+from support.digits import digits_batch
 
 MLP = {"model": "MLP", "model.hidden": "(16,)"}
 CONFIG = {
@@ -221,7 +221,7 @@ def test_the_run_says_it_and_changes_in_no_bit(tmp_path, capsys):
   assert len(said) == 1 and " of 128 examples on 8 devices" in said[0]
   assert "step report" not in texts[0]
   line = next(
-    x for x in metrics.read_metrics(tmp_path / "True" / "metrics.jsonl")
+    x for x in metrics.read_json_lines(tmp_path / "True" / "metrics.jsonl")
     if "perf/compute_s" in x
   )  # fmt: skip
   assert line["step"] == 0 and line["perf/compute_s"] > 0

@@ -196,7 +196,7 @@ def test_a_run_of_a_language_model(bigram, tmp_path, capsys):
   assert summary["loss"] < 3.6 and summary["outcome"] == "done"
   assert summary["target_step"] is not None and (tmp_path / "metrics.png").exists()
 
-  lines = metrics.read_metrics(tmp_path / "metrics.jsonl")
+  lines = metrics.read_json_lines(tmp_path / "metrics.jsonl")
   trained = next(line for line in lines if "train/loss" in line)
   assert trained["train/perplexity"] == pytest.approx(math.exp(trained["train/loss"]))
   assert any("perf/tokens_per_s" in line for line in lines)

@@ -2,7 +2,6 @@
 
 import functools
 
-import golden_models
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,17 +18,18 @@ from jaxscale.exchange import plain
 from jaxscale.experiment import layout as layout_parts
 from jaxscale.experiment import parts
 from jaxscale.mesh import batch_sharding, make_mesh
-from jaxscale.models import attention, stacked, transformer
+from jaxscale.models import attention, make_transformer, stacked
 from jaxscale.models.stack import Ops
 from jaxscale.parallel.reduction import exchange_axes
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_eval_step, make_train_step
+from support import golden_models
 
 SIZES = {
   "vocab_size": 40, "num_layers": 2, "width": 24, "num_heads": 6, "num_kv_heads": 2,
   "hidden": 20,
 }  # fmt: skip
-STACK = transformer(**SIZES, pad_vocab_to=16)
+STACK = make_transformer(**SIZES, pad_vocab_to=16)
 LOGITS = jax.jit(functools.partial(stacked.logits, STACK))
 
 
@@ -64,7 +64,7 @@ def batch(rows=3, tokens=10, seed=0):
   ],
 )  # fmt: skip
 def test_parameters_are_as_many_as_published(published, sizes):
-  shapes = jax.eval_shape(transformer(**sizes).init, jax.random.key(0))
+  shapes = jax.eval_shape(make_transformer(**sizes).init, jax.random.key(0))
   assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == published
   assert {leaf.dtype for leaf in jax.tree.leaves(shapes)} == {jnp.dtype("float32")}
 
@@ -79,7 +79,7 @@ def test_parameters_are_as_many_as_published(published, sizes):
 )  # fmt: skip
 def test_is_what_hugging_face_computes(name, settings):
   weights, probes, there = golden_models.load(name)
-  stack = transformer(**SIZES, **settings, pad_vocab_to=1)
+  stack = make_transformer(**SIZES, **settings, pad_vocab_to=1)
   params = golden_models.from_llama(weights)
   shapes = jax.eval_shape(stack.init, jax.random.key(0))
   assert jax.tree.map(np.shape, params) == jax.tree.map(lambda x: x.shape, shapes)
@@ -222,7 +222,10 @@ def test_a_config_smooths_labels_in_training_alone(model):
 
 
 def test_padding_of_the_vocabulary_changes_nothing():
-  padded, plain = STACK.init(jax.random.key(1)), transformer(**SIZES, pad_vocab_to=1)
+  padded, plain = (
+    STACK.init(jax.random.key(1)),
+    make_transformer(**SIZES, pad_vocab_to=1),
+  )
   same = plain.init(jax.random.key(1))
   assert padded["embed"]["table"].shape == (48, 24)
   assert padded["head"]["kernel"].shape == (24, 48)
@@ -252,7 +255,7 @@ def test_sees_what_is_before_and_nothing_behind():
 
 def test_initial_parameters_are_of_the_published_scale():
   sizes = SIZES | {"num_layers": 8, "width": 192, "hidden": 300}
-  p = transformer(**sizes).init(jax.random.key(0))
+  p = make_transformer(**sizes).init(jax.random.key(0))
   into = 0.02 / np.sqrt(16)  # two branches a layer
   for name, std in {"q": 0.02, "gate": 0.02, "o": into, "down": into}.items():
     kernels = p["layers"][name]["kernel"]
@@ -333,7 +336,7 @@ def assert_close(found, expected):
 
 
 def test_half_precision_is_near():
-  stack = transformer(**SIZES, pad_vocab_to=16, dtype="bfloat16")
+  stack = make_transformer(**SIZES, pad_vocab_to=16, dtype="bfloat16")
   b = batch()
   logits = jax.jit(functools.partial(stacked.logits, stack))(params(), b)
   assert logits.dtype == jnp.float32
@@ -385,4 +388,4 @@ def test_cudnn_is_taken_where_it_can_be(
 )
 def test_sizes_that_do_not_go_together_are_refused(sizes):
   with pytest.raises(ConfigError, match="must divide"):
-    transformer(**SIZES | sizes)
+    make_transformer(**SIZES | sizes)

@@ -3,7 +3,6 @@
 import functools
 import math
 
-import golden_models
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +17,7 @@ from jaxscale.experiment import parts
 from jaxscale.models import make_vit, stacked
 from jaxscale.models.stack import Ops
 from jaxscale.models.vision_transformer import gelu, patches
+from support import golden_models
 
 # As the recorded models have it (golden/record_models.py).
 SIZES = {
@@ -27,16 +27,17 @@ SIZES = {
 
 
 @pytest.mark.parametrize(
-  ("make", "published"),
+  ("sizes", "published"),
   [
-    (models.ViT_Ti16, 5_717_416),  # timm's vit_tiny_patch16_224
-    (models.ViT_S16, 22_050_664),  # timm's vit_small_patch16_224
-    (models.ViT_B16, 86_567_656),  # torchvision's vit_b_16
-    (models.ViT_L16, 304_326_632),  # torchvision's vit_l_16
+    ((192, 12, 3), 5_717_416),  # timm's vit_tiny_patch16_224
+    ((384, 12, 6), 22_050_664),  # timm's vit_small_patch16_224
+    ((768, 12, 12), 86_567_656),  # torchvision's vit_b_16
+    ((1024, 24, 16), 304_326_632),  # torchvision's vit_l_16
   ],
 )
-def test_parameters_are_as_many_as_published(make, published):
-  stack = make(image_shape=(224, 224, 3), num_classes=1000)
+def test_parameters_are_as_many_as_published(sizes, published):
+  sizes = dict(zip(("width", "num_layers", "num_heads"), sizes, strict=True))
+  stack = make_vit(image_shape=(224, 224, 3), num_classes=1000, **sizes)
   shapes = jax.eval_shape(stack.init, jax.random.key(0))
   assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == published
   assert {leaf.dtype for leaf in jax.tree.leaves(shapes)} == {jnp.dtype("float32")}

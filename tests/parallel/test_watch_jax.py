@@ -6,9 +6,10 @@ import socket
 import time
 
 import pytest
-from conftest import child_env
 from test_signals import child, line_of  # noqa: F401
 from test_watch import CHILD
+
+from support.commands import child_env
 
 pytestmark = pytest.mark.slow
 

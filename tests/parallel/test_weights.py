@@ -5,7 +5,6 @@
 
 import functools
 import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +20,9 @@ from jaxscale.tree_paths import path_name
 from jaxscale.weights import export_safetensors, import_safetensors, load
 from jaxscale.weights.names import naming_of, shape_in_file
 from jaxscale.weights.safetensors import read_header, read_index, view
+from support.paths import DATA
 
-RECORDED = Path(__file__).parent.parent / "state_dicts"
+RECORDED = DATA / "state_dicts"
 IMAGE = (224, 224, 3)
 
 
@@ -40,13 +40,13 @@ def whole(name):
   """(naming, shapes of our model of that name)."""
   key = jax.random.key(0)
   if name.startswith("resnet"):
-    module = {"resnet18": models.ResNet18, "resnet50": models.ResNet50}[name]
-    fns = resnet(module, num_classes=1000)
+    module = models.make_resnet(int(name.removeprefix("resnet")), num_classes=1000)
+    fns = models.functions(module, IMAGE)
     return "timm", shapes_of(*jax.eval_shape(fns.init, key))
   if name.startswith("vit"):
-    stack = models.ViT_S16(image_shape=IMAGE, num_classes=1000)
+    stack = models.make_vit(image_shape=IMAGE, num_classes=1000)
     return "timm", shapes_of(jax.eval_shape(stack.init, key))
-  stack = models.transformer(
+  stack = models.make_transformer(
     vocab_size=32_000, num_layers=22, width=2048, num_heads=32, num_kv_heads=4,
     hidden=5632,
   )  # fmt: skip
@@ -74,7 +74,7 @@ def tiny(name):
   key = jax.random.key(0)
   if name in ("bottleneck", "basic"):
     fns = models.functions(
-      models.ResNet(
+      models.ResNetModule(
         num_classes=7, stage_sizes=(2, 1, 1, 1), width=4,
         bottleneck=name == "bottleneck",
       ),
@@ -86,12 +86,12 @@ def tiny(name):
 
     return "timm", jax.eval_shape(fns.init, key), jax.jit(apply)
   if name == "vit":
-    stack = models.vit(
+    stack = models.make_vit(
       image_shape=(12, 12, 3), num_classes=7, patch=4, width=16, num_layers=3,
       num_heads=2, pad_classes_to=8,
     )  # fmt: skip
   else:
-    stack = models.transformer(
+    stack = models.make_transformer(
       vocab_size=40,
       num_layers=3,
       width=16,
@@ -197,7 +197,7 @@ def laid_out(abstract, layout, mesh):
 
 
 def eight_layers():
-  stack = models.transformer(
+  stack = models.make_transformer(
     vocab_size=100, num_layers=8, width=16, num_heads=4, hidden=32, pad_vocab_to=8
   )
   params = jax.jit(stack.init)(jax.random.key(1))
@@ -266,9 +266,18 @@ def test_halves_become_float32(dtype, tmp_path):
     assert (tmp_path / "cast").read_bytes() == (tmp_path / "half").read_bytes()
 
 
-@pytest.mark.parametrize("name", ["MLP", "CNN", "AlexNet", "AlexNetBN", "ResNet18"])
-def test_the_classifier_of_every_model_is_known(name):
-  fns = models.functions(getattr(models, name)(num_classes=13), IMAGE)
+@pytest.mark.parametrize(
+  "make",
+  [
+    models.MLPModule,
+    models.CNNModule,
+    models.AlexNetModule,
+    functools.partial(models.AlexNetModule, batch_norm=True),
+    functools.partial(models.make_resnet, 18),
+  ],
+)
+def test_the_classifier_of_every_model_is_known(make):
+  fns = models.functions(make(num_classes=13), IMAGE)
   shapes = shapes_of(*jax.eval_shape(fns.init, jax.random.key(0)))
   names = naming_of("jaxscale", shapes)
   assert len(names.head) == 2 and set(names.classes) == set(names.head)

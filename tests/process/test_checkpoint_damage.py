@@ -5,14 +5,14 @@ import re
 import shutil
 
 import pytest
-from conftest import error_line
-from fault_table import measured
 from test_checkpoint import assert_identical, at_step, setup
 from test_checkpoint_faults import run_pair
 from test_process import ARGS, checkpoint_names, run_train
 
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.errors import ConfigError
+from support.commands import error_line
+from support.fault_table import measured
 
 
 def flip(path, where):

@@ -11,8 +11,6 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, child_env, own_lines
-from fault_table import measured
 from test_checkpoint import assert_identical, at_step, setup
 from test_process import ARGS, checkpoint_names, free_port, run_processes, run_train
 
@@ -20,6 +18,9 @@ from jaxscale import metrics
 from jaxscale.checkpoint import files
 from jaxscale.checkpoint.manager import Checkpoints, UnsavedError
 from jaxscale.errors import ConfigError
+from support.commands import child_env, own_lines
+from support.fault_table import measured
+from support.paths import ROOT
 
 
 @contextlib.contextmanager
@@ -142,16 +143,16 @@ def test_metrics_wait_for_the_disk(tmp_path):
     for step in range(2, 400):
       writer.write(step, {"train/loss": 1.0 / step})
     assert [s.split(": ")[1][:23] for s in said] == ["No space left on device"] * 2
-    assert len(metrics.read_metrics(disk / "metrics.jsonl")) < 399
+    assert len(metrics.read_json_lines(disk / "metrics.jsonl")) < 399
     (disk / "ballast").unlink()
     writer.write(400, {"train/loss": 0.0})
     writer.close()
-    lines = metrics.read_metrics(disk / "metrics.jsonl")
+    lines = metrics.read_json_lines(disk / "metrics.jsonl")
     assert [line["step"] for line in lines] == [*range(1, 401)] and len(said) == 2
     fill(disk, 0)
     with pytest.raises(ConfigError, match="No space left"):
       metrics.MetricWriter(disk, start=400)
-    assert len(metrics.read_metrics(disk / "metrics.jsonl")) == 400
+    assert len(metrics.read_json_lines(disk / "metrics.jsonl")) == 400
 
 
 def test_event_files_are_what_tensorboard_reads(tmp_path):

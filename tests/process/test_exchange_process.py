@@ -3,10 +3,10 @@
 import shutil
 
 import pytest
-from conftest import error_line, run_train
 from test_process import newest_step, run_processes, start, wait_until
 
 from jaxscale.checkpoint.files import read_manifest
+from support.commands import error_line, run_train
 
 QUICK = [
   "--config.model=MLP", "--config.model.hidden=(32,)", "--config.epochs=8",

@@ -6,7 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, child_env, train_command
+
+from support.commands import child_env, train_command
+from support.paths import ROOT
 
 OVERRIDES = {
   "data": "Synthetic", "data.num_classes": "21841", "data.image_size": "64",

@@ -10,14 +10,15 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, own_lines
-from fault_table import measured
 
 from jaxscale.cluster.detect.launched import Launch
 from jaxscale.cluster.rendezvous import network
 from jaxscale.cluster.rendezvous.client import Meeting
 from jaxscale.cluster.rendezvous.join import join
 from jaxscale.errors import ConfigError
+from support.commands import own_lines
+from support.fault_table import measured
+from support.paths import ROOT
 
 CHILD = """
 import json, os, signal, sys, time

@@ -7,7 +7,9 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, child_env, own_lines
+
+from support.commands import child_env, own_lines
+from support.paths import ROOT
 
 POD = """
 import sys, time

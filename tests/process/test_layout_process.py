@@ -7,7 +7,6 @@ import time
 import jax
 import numpy as np
 import pytest
-from conftest import error_line, quick_flags, run_train
 from test_exchange_process import checksums
 from test_process import (
   checkpoint_names,
@@ -21,12 +20,14 @@ from test_process import (
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config.loading import load_config
 from jaxscale.experiment import build
+from support.commands import error_line, run_train
+from support.compiling import fast_compile_env
 
 pytestmark = pytest.mark.slow
 
-CONFIG, STEPS = "tests/tiny_language.py", 27
+CONFIG, STEPS = "tests/support/tiny_language.py", 27
 # Most of their time they compile, all on the same cores.
-QUICK = {"config": CONFIG, **quick_flags()}
+QUICK = {"config": CONFIG, **fast_compile_env()}
 
 
 def layout(shard="none", **sizes):

@@ -9,8 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, child_env, error_line, quick
-from fault_table import measured
 from test_process import (
   ARGS,
   assert_same_run,
@@ -23,6 +21,10 @@ from test_process import (
 from jaxscale.checkpoint import lock, lock_owner
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.errors import ConfigError
+from support.cases import all_slow_except
+from support.commands import child_env, error_line
+from support.fault_table import measured
+from support.paths import ROOT
 
 
 def names(workdir):
@@ -222,9 +224,9 @@ print("not stopped"); os._exit(0)
 
 
 @pytest.mark.parametrize(
-  "moment", quick(["before", "written", "merged", "checked"], "checked")
+  "moment", all_slow_except(["before", "written", "merged", "checked"], "checked")
 )
-@pytest.mark.parametrize("same_step", quick(["under way", "done"], "done"))
+@pytest.mark.parametrize("same_step", all_slow_except(["under way", "done"], "done"))
 def test_a_writer_that_was_replaced_in_mid_save_commits_nothing(
   tmp_path, moment, same_step
 ):

@@ -10,8 +10,6 @@ import textwrap
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT, child_env, error_line, train_command
-from fault_table import measured
 
 from jaxscale import metrics
 from jaxscale.config.loading import load_config
@@ -22,6 +20,9 @@ from jaxscale.run.fit import fit
 from jaxscale.run.nan_policy import Limits, Refusals
 from jaxscale.training import loop
 from jaxscale.training.loop import NonFiniteError
+from support.commands import child_env, error_line, train_command
+from support.fault_table import measured
+from support.paths import ROOT
 
 # 45 steps, a checkpoint after 11, 22, 33, 44 and 45.
 CONFIG = {
@@ -85,7 +86,7 @@ def test_skip_goes_on_and_counts(tmp_path, monkeypatch, capsys):
   assert [x.split()[1] for x in said] == ["17", "18", "30"]
   assert all("process 0 (" in x and "device 6: loss is NaN" in x for x in said)
   assert [s["step"] for s in record(tmp_path)["skipped"]] == [17, 18, 30]
-  lines = {x["step"]: x for x in metrics.read_metrics(tmp_path / "metrics.jsonl")
+  lines = {x["step"]: x for x in metrics.read_json_lines(tmp_path / "metrics.jsonl")
            if "train/skipped_steps" in x}  # fmt: skip
   counts = [lines[step]["train/skipped_steps"] for step in (16, 17, 18, 29, 30, 45)]
   assert counts == [0, 1, 2, 2, 3, 3]

@@ -5,7 +5,9 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, child_env
+
+from support.commands import child_env
+from support.paths import ROOT
 
 pytest.importorskip("jaxscale.cluster.rendezvous.client", reason="needs the meeting")
 

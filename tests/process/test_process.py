@@ -12,7 +12,6 @@ import time
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT, child_env, error_line, quick, run_train, train_command
 from PIL import Image
 
 from jaxscale import metrics
@@ -21,6 +20,9 @@ from jaxscale.config.loading import load_config
 from jaxscale.exchange import plain
 from jaxscale.experiment import build
 from jaxscale.mesh import make_mesh
+from support.cases import all_slow_except
+from support.commands import child_env, error_line, run_train, train_command
+from support.paths import ROOT
 
 # Small and often saved: 225 steps, a checkpoint every second one.
 QUICK = {
@@ -48,7 +50,7 @@ def final_state(workdir, num_devices=1):
 
 def record(workdir):
   """The metrics file without what depends on the clock."""
-  lines = metrics.read_metrics(workdir / "metrics.jsonl")
+  lines = metrics.read_json_lines(workdir / "metrics.jsonl")
   kept = [
     {k: v for k, v in line.items() if k != "time" and not k.startswith("perf/")}
     for line in lines
@@ -103,7 +105,7 @@ def newest_step(workdir):
   return max((int(n) for n in checkpoint_names(workdir) if n.isdigit()), default=0)
 
 
-@pytest.mark.parametrize("kills", quick([2, 5], 2))
+@pytest.mark.parametrize("kills", all_slow_except([2, 5], 2))
 def test_kills_at_random_moments_change_no_bit(tmp_path, uninterrupted, kills):
   workdir = tmp_path / "run"
   rng = random.Random(0)

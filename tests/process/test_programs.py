@@ -6,8 +6,11 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, child_env, quick
-from programs import RUNS
+
+from support.cases import all_slow_except
+from support.commands import child_env
+from support.paths import ROOT
+from support.programs import RUNS
 
 AXES = "replica", "data", "fsdp", "stage", "model"
 # With these, Python 3.11 to 3.13 order every two names of axes in a set contrarily.
@@ -39,9 +42,9 @@ def test_seeds_order_every_two_axes_contrarily():
   assert all(x != y for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("name", quick(RUNS, "data x fsdp x model"))
+@pytest.mark.parametrize("name", all_slow_except(RUNS, "data x fsdp x model"))
 def test_programs_are_the_same_in_every_process(name):
-  a, b = in_processes("tests/programs.py", name)
+  a, b = in_processes("tests/support/programs.py", name)
   assert a == b
   assert [json.loads(line)["name"] for line in a.splitlines()] == [
     f"{name}, {what}" for what in ("init", "train", "eval")

@@ -9,15 +9,15 @@ import sys
 import threading
 import time
 
-import meetings
 import pytest
-from conftest import ROOT
-from meetings import connect, ends, job, the_line, who
 
 from jaxscale.cluster import wire
 from jaxscale.cluster.detect.launched import Launch
 from jaxscale.cluster.rendezvous import network, server
 from jaxscale.cluster.rendezvous.client import meet
+from support import rendezvous as meetings
+from support.paths import ROOT
+from support.rendezvous import connect, ends, job, the_line, who
 
 start = pytest.fixture(meetings.starter)
 

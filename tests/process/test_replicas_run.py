@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT, child_env, error_line, own_lines, train_command
 from test_process import free_port
 from test_replicas import flipped
 
@@ -23,6 +22,8 @@ from jaxscale.mesh import make_mesh
 from jaxscale.run import callbacks, fit, phases
 from jaxscale.training import loop
 from jaxscale.training.replica_check import ReplicaDivergenceError
+from support.commands import child_env, error_line, own_lines, train_command
+from support.paths import ROOT
 
 CONFIG = {
   "model": "MLP", "model.hidden": "(16,)", "epochs": "2", "log.tensorboard": "False",

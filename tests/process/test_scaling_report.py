@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, child_env
 
 from jaxscale import launch
 from jaxscale.errors import ConfigError
@@ -16,6 +15,8 @@ from jaxscale.launch import folder as folders
 from jaxscale.launch import spec as specs
 from jaxscale.launch.measured import Measured
 from jaxscale.metrics import plot_scaling
+from support.commands import child_env
+from support.paths import ROOT
 
 CONFIG = {
   "model": {"class": "CNN", "dense": 128}, "optimizer": {"class": "SGD", "lr": 0.1},

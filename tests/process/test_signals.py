@@ -10,11 +10,12 @@ import threading
 import time
 
 import pytest
-from conftest import ROOT, child_env, own_lines
 from test_watch import ends, family, wait_up  # noqa: F401
 
 from jaxscale.cluster.watch import signals
 from jaxscale.cluster.watch.signals import Latch
+from support.commands import child_env, own_lines
+from support.paths import ROOT
 
 # The main thread of this process never comes back to Python.
 STUCK = """

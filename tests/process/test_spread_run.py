@@ -5,7 +5,6 @@ import json
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT, error_line, run_train
 
 from jaxscale import metrics
 from jaxscale.checkpoint.manager import Checkpoints
@@ -13,6 +12,8 @@ from jaxscale.config.loading import load_config
 from jaxscale.experiment import build
 from jaxscale.run.fit import fit
 from jaxscale.run.reporter import Reporter
+from support.commands import error_line, run_train
+from support.paths import ROOT
 
 # BatchNorm's statistics are a device's: 8 examples of 64. 68 steps, saved every third.
 CNN = {
@@ -92,7 +93,7 @@ def assert_same_to_rounding(got, wanted, tolerance=1e-5):
 
 
 def losses(workdir):
-  lines = metrics.read_metrics(workdir / "metrics.jsonl")
+  lines = metrics.read_json_lines(workdir / "metrics.jsonl")
   return {x["step"]: x["train/loss"] for x in lines if "train/loss" in x}
 
 

@@ -10,7 +10,6 @@ import jax
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from conftest import ROOT, child_env
 
 from jaxscale import data, metrics
 from jaxscale.config import LARS, SGD, TFDS, ResNet
@@ -19,6 +18,8 @@ from jaxscale.errors import ConfigError
 from jaxscale.run import fit as run
 from jaxscale.studies import batch_study, time_to_accuracy, trials
 from jaxscale.studies.time_to_accuracy import olympic_mean
+from support.commands import child_env
+from support.paths import ROOT
 
 # An MLP on the digits: a run takes seconds.
 QUICK = [
@@ -121,7 +122,7 @@ def test_a_study_measures_what_the_records_say(study):
   assert [r["status"] for r in found["runs"]] == ["reached"] * 2 + ["missed"]
   for measured, size in zip(found["runs"], sizes, strict=True):
     assert measured["peak_lr"] == pytest.approx(0.05 * size / 64)
-    lines = metrics.read_metrics(workdir / f"batch-{size}/seed-0/metrics.jsonl")
+    lines = metrics.read_json_lines(workdir / f"batch-{size}/seed-0/metrics.jsonl")
     scores = [(x["step"], x["eval/accuracy"]) for x in lines if "eval/accuracy" in x]
     reached = [step for step, accuracy in scores if accuracy >= 0.8]
     assert measured["accuracy"] == scores[-1][1]

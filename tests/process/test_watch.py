@@ -10,7 +10,6 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT
 
 from jaxscale.cluster.watch import fault_detection
 from jaxscale.cluster.watch.fault_detection import (
@@ -22,6 +21,7 @@ from jaxscale.cluster.watch.fault_detection import (
 )
 from jaxscale.cluster.watch.watch import cause_of
 from jaxscale.cluster.wire import MAX_BYTES, Receiver, encode, send
+from support.paths import ROOT
 
 # What a process of these tests does: join by loopback, then "train".
 CHILD = """

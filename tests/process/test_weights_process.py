@@ -4,7 +4,8 @@ import socket
 import subprocess
 import sys
 
-from conftest import ROOT, child_env
+from support.commands import child_env
+from support.paths import ROOT
 
 SCRIPT = """
 import os, sys

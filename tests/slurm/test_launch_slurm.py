@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from conftest import ROOT, quick
-from slurm_runs import (
+
+from support.cases import all_slow_except
+from support.paths import ROOT
+from support.slurm.cli import (
   FOREVER,
   Cli,
   ends,
@@ -183,7 +185,7 @@ def test_slurm_takes_every_plain_script(slurm):
 
 
 @pytest.mark.parametrize(
-  "name", quick(["single_node", "train", "cpu", "array"], "train")
+  "name", all_slow_except(["single_node", "train", "cpu", "array"], "train")
 )
 def test_plain_scripts_run_what_they_say(slurm, tmp_path, name):
   venv = tmp_path / "a venv"

@@ -7,8 +7,13 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import child_env, train_command
-from slurm_runs import (
+from test_launch_script import RUN, stand_in
+from test_process import ARGS, assert_same_run, newest_step
+
+from jaxscale.launch import folder as folders
+from jaxscale.launch import render
+from support.commands import child_env, train_command
+from support.slurm.cli import (
   FOREVER,
   diary,
   ends,
@@ -18,11 +23,6 @@ from slurm_runs import (
   until_ended,
   wait_until,
 )
-from test_launch_script import RUN, stand_in
-from test_process import ARGS, assert_same_run, newest_step
-
-from jaxscale.launch import folder as folders
-from jaxscale.launch import render
 
 # A cluster as Slurm's commands tell it: the job's nodes and the bad ones are files.
 COMMANDS = {

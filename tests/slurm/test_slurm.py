@@ -10,12 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import slurm_cluster
-import slurm_environments
-import slurm_hosts
-from conftest import ROOT, child_env, run_train, train_command
 
-from jaxscale.metrics import read_metrics
+from jaxscale.metrics import read_json_lines
+from support.commands import child_env, run_train, train_command
+from support.paths import ROOT
+from support.slurm import cluster as slurm_cluster
+from support.slurm import environments as slurm_environments
+from support.slurm import hosts as slurm_hosts
 
 QUICK = ["--config.epochs=3", "--config.model=MLP", "--config.model.hidden=(64,)"]
 
@@ -152,7 +153,7 @@ def test_commands_run_on_a_node_as_by_ssh(slurm):
 
 KILLED = """
 import time
-from slurm_cluster import SlurmCluster
+from support.slurm.cluster import SlurmCluster
 with SlurmCluster(nodes=2, cpus=4) as slurm:
   steps = [slurm.start("srun", "-N2", "setsid", "sleep", "600") for _ in range(2)]
   slurm.submit("env -i setsid sleep 600 & wait")
@@ -224,7 +225,7 @@ def test_digits_on_two_nodes_are_digits_on_one(slurm, tmp_path):
   one, two = (
     {
       (line["step"], name): value
-      for line in read_metrics(tmp_path / run / "metrics.jsonl")
+      for line in read_json_lines(tmp_path / run / "metrics.jsonl")
       for name, value in line.items()
       if "loss" in name
     }

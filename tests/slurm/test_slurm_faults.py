@@ -7,9 +7,10 @@ import re
 import time
 
 import pytest
-from fault_table import measured
-from slurm_job import AT, NODES, SLACK, Job, error_of
 from test_process import assert_same_run, newest_step
+
+from support.fault_table import measured
+from support.slurm.job import AT, NODES, SLACK, Job, error_of
 
 pytestmark = pytest.mark.slow
 

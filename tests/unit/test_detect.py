@@ -1,6 +1,6 @@
 """Who am I: environments recorded on a real Slurm, under real MPIs, or documented.
 
-tests/cluster/*.json has one start each: how it was obtained, the variables of its
+tests/data/cluster/*.json has one start each: how it was obtained, the variables of its
 tasks, and what must come out. Where it was recorded, ranks, hosts and who shares a
 node were taken from where the tasks ran (SLURMD_NODENAME), not from what we read.
 """
@@ -9,7 +9,6 @@ import importlib.machinery
 import json
 import sys
 import types
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -19,8 +18,9 @@ from jaxscale.cluster.detect import mpi, nodelist, slurm
 from jaxscale.cluster.detect.detect import Launch, detect
 from jaxscale.cluster.detect.local_devices import local_device_ids, visible_gpus
 from jaxscale.errors import ConfigError
+from support.paths import DATA
 
-STARTS = sorted((Path(__file__).parent.parent / "cluster").glob("*.json"))
+STARTS = sorted((DATA / "cluster").glob("*.json"))
 SUBDOMAIN = "jaxpods.default.svc.cluster.local"
 
 

@@ -18,7 +18,7 @@ from jaxscale.data import TextInfo
 from jaxscale.data.tokenizer import Tokenizer
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import parts
-from jaxscale.models import stacked, transformer
+from jaxscale.models import make_transformer, stacked
 from jaxscale.models.cached import advance, empty_cache
 from jaxscale.run import generate
 from jaxscale.run.generate import choose, sample
@@ -28,7 +28,7 @@ from jaxscale.training.state import TrainState
 MODEL = cfg.Transformer(
   num_layers=2, width=16, num_heads=4, num_kv_heads=2, hidden=24, pad_vocab_to=1
 )
-STACK = transformer(
+STACK = make_transformer(
   vocab_size=256, num_layers=2, width=16, num_heads=4, num_kv_heads=2, hidden=24,
   pad_vocab_to=1,
 )  # fmt: skip
@@ -48,7 +48,7 @@ def tokens_of(rows, length, seed=0):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("parts", [(7, 1, 1, 3), (1,) * 12, (12,)], ids=str)
 def test_a_cache_gives_the_whole_models_logits(parts, dtype):
-  stack = transformer(
+  stack = make_transformer(
     vocab_size=256, num_layers=2, width=16, num_heads=4, num_kv_heads=2, hidden=24,
     qk_norm=True, dtype=dtype,
   )  # fmt: skip
@@ -205,7 +205,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_left(run, tmp_path, capsys):
 
 
 def test_a_checkpoint_of_another_model_is_refused(run):
-  other = transformer(vocab_size=256, num_layers=2, width=32, num_heads=4, hidden=24)
+  other = make_transformer(
+    vocab_size=256, num_layers=2, width=32, num_heads=4, hidden=24
+  )
   shapes = jax.eval_shape(other.init, jax.random.key(0))
   with pytest.raises(ConfigError, match=r"params/embed/table is float32\[256, 16\]"):
     load_params.load_trained(run, shapes)

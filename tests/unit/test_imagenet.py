@@ -9,12 +9,13 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT, child_env
 from PIL import Image
 
 from jaxscale import data
 from jaxscale.data import jpeg, tfrecord
 from jaxscale.errors import ConfigError
+from support.commands import child_env
+from support.paths import ROOT
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # protobuf and TFDS warn
 

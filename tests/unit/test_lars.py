@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import optimize, optimize64
 
 from jaxscale import optim
 from jaxscale.errors import ConfigError
 from jaxscale.optim.layers import Layer, layer_norm
+from support.optimizers import optimize, optimize64
 
 LAYER = Layer(chosen=True, stacked=False)
 

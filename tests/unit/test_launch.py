@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 from test_launch_script import RUN, RUNS
 
 from jaxscale import launch
@@ -19,6 +18,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.launch import cli, profile, render, spec, sweeps
 from jaxscale.launch import folder as folders
 from jaxscale.launch.profile import Site, load_site, site_from, with_options
+from support.paths import ROOT
 
 DIGITS = "configs/digits.py"
 

@@ -10,14 +10,14 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 
 from jaxscale.launch import folder as folders
 from jaxscale.launch import render, spec
 from jaxscale.launch.local import starts_again
 from jaxscale.launch.profile import Site, load_site
+from support.paths import DATA, ROOT
 
-GOLDEN = Path(__file__).parent.parent / "golden"
+GOLDEN = DATA / "golden"
 
 RUN = spec.Run(
   name="digits-1", folder="/runs/digits-1", cwd="/home/me/jaxscale",

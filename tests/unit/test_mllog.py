@@ -84,7 +84,7 @@ def test_lines_are_in_the_documented_format(tmp_path):
   assert events[2]["time_ms"] == 17
   assert before <= events[0]["time_ms"] <= time.time() * 1e3
   meta = events[1]["metadata"]
-  assert meta["epoch_num"] == 4 and meta["file"] == "tests/test_mllog.py"
+  assert meta["epoch_num"] == 4 and meta["file"] == "tests/unit/test_mllog.py"
   source = Path(__file__).read_text().splitlines()
   assert "log.event" in source[meta["lineno"] - 1]
 

@@ -14,17 +14,17 @@ from jaxscale.training.losses import smoothed_cross_entropy
 
 # torchvision's table of models, 1,000 classes.
 PUBLISHED = {
-  "ResNet18": 11_689_512,
-  "ResNet34": 21_797_672,
-  "ResNet50": 25_557_032,
-  "ResNet101": 44_549_160,
-  "ResNet152": 60_192_808,
+  18: 11_689_512,
+  34: 21_797_672,
+  50: 25_557_032,
+  101: 44_549_160,
+  152: 60_192_808,
 }
 
 
-@pytest.mark.parametrize("name, size", PUBLISHED.items())
-def test_parameter_counts(name, size):
-  model = getattr(models, name)(num_classes=1000)
+@pytest.mark.parametrize("depth, size", PUBLISHED.items())
+def test_parameter_counts(depth, size):
+  model = models.make_resnet(depth, num_classes=1000)
   fns = models.functions(model, (224, 224, 3))
   params, _ = jax.eval_shape(fns.init, jax.random.key(0))
   assert sum(x.size for x in jax.tree.leaves(params)) == size
@@ -32,7 +32,7 @@ def test_parameter_counts(name, size):
 
 
 def tiny_resnet(**options):
-  return models.ResNet(
+  return models.ResNetModule(
     num_classes=10,
     stage_sizes=(1, 1),
     bottleneck=True,
@@ -53,8 +53,8 @@ def test_resnet101_for_imagenet_22k():
     size += wide * 4 * width + 2 * 4 * width  # the shortcut of the first block
     wide = 4 * width
   size += (2048 + 1) * 21_841
-  assert size == PUBLISHED["ResNet101"] + (2048 + 1) * (21_841 - 1000)
-  fns = models.functions(models.ResNet101(num_classes=21_841), (64, 64, 3))
+  assert size == PUBLISHED[101] + (2048 + 1) * (21_841 - 1000)
+  fns = models.functions(models.make_resnet(101, num_classes=21_841), (64, 64, 3))
   params, _ = jax.eval_shape(fns.init, jax.random.key(0))
   assert sum(x.size for x in jax.tree.leaves(params)) == size
   assert params["Dense_0"]["kernel"].shape == (2048, 21_841)
@@ -73,7 +73,9 @@ def test_the_head_starts_as_asked(options, std):
 @pytest.mark.parametrize(
   "make",
   [
-    functools.partial(models.CNN, num_classes=3, features=(4, 8), batch_norm=True),
+    functools.partial(
+      models.CNNModule, num_classes=3, features=(4, 8), batch_norm=True
+    ),
     pytest.param(tiny_resnet, marks=pytest.mark.slow),
   ],
   ids=["cnn", "resnet"],
@@ -136,8 +138,8 @@ def test_the_stride_is_in_the_3x3():
 @pytest.mark.parametrize(
   "model",
   [
-    models.MLP(num_classes=10, dtype=jnp.bfloat16),
-    models.CNN(num_classes=10, batch_norm=True, dtype=jnp.bfloat16),
+    models.MLPModule(num_classes=10, dtype=jnp.bfloat16),
+    models.CNNModule(num_classes=10, batch_norm=True, dtype=jnp.bfloat16),
     tiny_resnet(dtype=jnp.bfloat16),
   ],
   ids=["mlp", "cnn", "resnet"],
@@ -156,7 +158,7 @@ def test_bfloat16_compute_keeps_float32_parameters_and_logits(model):
 
 
 def test_batch_norm_updates_its_statistics_in_training_only():
-  fns = models.functions(models.CNN(num_classes=3, batch_norm=True), (8, 8, 1))
+  fns = models.functions(models.CNNModule(num_classes=3, batch_norm=True), (8, 8, 1))
   params, state = jax.jit(fns.init)(jax.random.key(0))
   images = jax.random.normal(jax.random.key(1), (16, 8, 8, 1)) + 5
   keys = jax.random.split(jax.random.key(0), 16)

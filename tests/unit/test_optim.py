@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import optimize, optimize64
 
 from jaxscale import optim
+from support.optimizers import optimize, optimize64
 
 
 def numpy_sgd(w, grads, rates, m, wd, nesterov, inside=False, fix=0):

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import optimize, optimize64
 
 from jaxscale import config as cfg
 from jaxscale import data, optim
 from jaxscale.experiment import parts
 from jaxscale.tree_paths import path_name
+from support.optimizers import optimize, optimize64
 
 OPTIMIZERS = {
   "sgd": cfg.SGD(lr=0.1, weight_decay=0.1),

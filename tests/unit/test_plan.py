@@ -10,7 +10,6 @@ import sys
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT, child_env, own_lines
 from jax.sharding import AxisType
 
 from jaxscale import collectives
@@ -20,6 +19,8 @@ from jaxscale.collectives.dims import given_dims, pairs
 from jaxscale.collectives.plan import best_dims, factorizations, torus_seconds
 from jaxscale.collectives.records import fit_link, read_measurements, write_measurements
 from jaxscale.errors import ConfigError
+from support.commands import child_env, own_lines
+from support.paths import ROOT
 
 # IBM DDL's 256 GPUs: four a node by NVLink, 64 nodes by InfiniBand (illustrative).
 GPUS = {"node": 64, "gpu": 4}

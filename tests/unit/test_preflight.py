@@ -4,9 +4,9 @@ import socket
 import time
 
 import pytest
-from preflight_process import HOSTS, answers, only, preflight, start, wrong
 
 from jaxscale.preflight import pairs
+from support.preflight_process import HOSTS, answers, only, preflight, start, wrong
 
 
 def test_a_good_allocation_is_ready_without_jax_within_seconds(tmp_path):

@@ -5,7 +5,8 @@ import subprocess
 import textwrap
 
 import pytest
-from preflight_process import HOSTS, only, preflight, wrong
+
+from support.preflight_process import HOSTS, only, preflight, wrong
 
 RENAMES = {
   "a file that is replaced was": """

@@ -9,14 +9,15 @@ import threading
 import time
 
 import pytest
-from conftest import ROOT, child_env
-from preflight_process import wrong
 
 from jaxscale import preflight
 from jaxscale.errors import ConfigError
 from jaxscale.preflight import clocks, network, slow, software
 from jaxscale.preflight.finding import Finding, report
 from jaxscale.preflight.network import Speed
+from support.commands import child_env
+from support.paths import ROOT
+from support.preflight_process import wrong
 
 HOSTS = ("n1", "n2", "n3", "n4", "n5")
 GOOD = 1e9, 1e9  # bytes/s each way

@@ -6,16 +6,16 @@ import socket
 import threading
 import time
 
-import meetings
 import pytest
-from fault_table import measured
-from meetings import connect, ends, job, the_line, who
 
 from jaxscale.cluster import wire
 from jaxscale.cluster.detect.launched import Launch
 from jaxscale.cluster.rendezvous import network, server
 from jaxscale.cluster.rendezvous.handshake import disagreements, versions
 from jaxscale.errors import ConfigError
+from support import rendezvous as meetings
+from support.fault_table import measured
+from support.rendezvous import connect, ends, job, the_line, who
 
 start = pytest.fixture(meetings.starter)
 

@@ -99,7 +99,7 @@ def np_resnet(x, params, stats, *, bottleneck, stem, train):
 
 @functools.cache
 def tiny(bottleneck, stem):
-  model = models.ResNet(
+  model = models.ResNetModule(
     num_classes=5, stage_sizes=STAGES, bottleneck=bottleneck, width=WIDTH, stem=stem
   )
   fns = models.functions(model, (SIZE, SIZE, 3), mean=(100.0,), std=(50.0,))

@@ -49,7 +49,7 @@ def test_the_embedded_text_is_what_is_said_of_it():
 
 @pytest.mark.filterwarnings("ignore")  # of old sources
 def test_the_embedded_text_is_this_interpreters():
-  import python_docs
+  from support import python_docs
 
   theirs = python_docs.documents()
   if sys.version_info[:3] == (3, 11, 7):

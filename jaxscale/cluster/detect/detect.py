@@ -2,7 +2,7 @@
 
 `detect` answers from the environment variables alone: JAXSCALE_*, or those of the
 launcher that started this process. It asks nobody on the network and never JAX,
-whose own detection is wrong in several of these cases (tests/test_detect_jax.py).
+whose own detection is wrong in several of these cases (tests/unit/test_detect_jax.py).
 
 Several can be present at once, so the order matters: what the user says; mpirun,
 which inside a Slurm job starts its daemons by srun, so that Slurm's variables are

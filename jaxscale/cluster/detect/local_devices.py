@@ -7,7 +7,7 @@ from 0: jax#16788, #23452, #28194), not with one process a node (7 of 8 GPUs idl
 not with more tasks than GPUs (jax#29669).
 
 What Slurm sets in each case was recorded on a real Slurm with four pretended GPUs a
-node (tests/cluster): srun sets CUDA_VISIBLE_DEVICES anew in each task, so whatever is
+node (tests/data/cluster): srun sets CUDA_VISIBLE_DEVICES anew in each task, so whatever is
 narrower than Slurm's count of the run's GPUs on the node, SLURM_GPUS_ON_NODE, was
 narrowed for this task alone, by Slurm or by a wrapper script.
 """

@@ -6,7 +6,7 @@ node it does not matter. On several, mpi4py is asked if it is there, else the fi
 host of the scheduler's list, where mpirun puts rank 0 unless told otherwise.
 
 Variables: Open MPI, docs/tuning-apps/environment-var; MPICH and Intel MPI, as their
-mpiexec.hydra sets them (recorded, tests/cluster); HPE Cray's PALS, mpiexec(1).
+mpiexec.hydra sets them (recorded, tests/data/cluster); HPE Cray's PALS, mpiexec(1).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Who am I in a Slurm job: read from what srun, sbatch and salloc set.
 
 The variables are those of srun(1), "OUTPUT ENVIRONMENT VARIABLES". What they hold
-in each case was recorded on a real Slurm (tests/cluster); three of its traps: a
+in each case was recorded on a real Slurm (tests/data/cluster); three of its traps: a
 script submitted from inside a step still carries that step's variables; salloc's
 interactive step has the job's SLURM_NTASKS but one task; and with
 `--distribution=arbitrary` the first of the node list is not where rank 0 runs.

@@ -1,7 +1,7 @@
 """What tests of faults measure, for the table in docs/reliability.md.
 
 JAXSCALE_FAULT_TABLE=/tmp/faults.jsonl python -m pytest tests
-python tests/fault_table.py /tmp/faults.jsonl
+python tests/support/fault_table.py /tmp/faults.jsonl
 """
 
 import json

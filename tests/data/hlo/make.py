@@ -1,7 +1,7 @@
 """Compiles our steps for accelerators that are not here, and keeps their text.
 
     pip install libtpu==0.0.51 jax-cuda12-plugin==0.10.2 jax-cuda12-pjrt==0.10.2
-    PYTHONPATH=. python tests/hlo/make.py
+    PYTHONPATH=. python tests/data/hlo/make.py
 
 None of it needs a TPU or GPU. What the reader never looks at is cut out: sources,
 metadata, shardings, and of backend_config all but a few keys.

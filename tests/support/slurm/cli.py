@@ -8,9 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slurm_cluster import SlurmCluster
-
 from jaxscale.launch import folder as folders
+from support.slurm.cluster import SlurmCluster
 
 # In place of Python on the nodes: says where it is, and does as a file says. What it
 # is told by a signal it writes down, and leaves as a run that has saved does.

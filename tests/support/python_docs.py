@@ -1,7 +1,7 @@
-"""The documents of `jaxscale.data.python_docs`, taken from an installed CPython.
+"""The documents of the embedded text (`jaxscale.data`), from an installed CPython.
 
-`python tests/python_docs.py` writes them to jaxscale/data/python_docs.npz; the test
-of the text takes them again where the interpreter is the one they came from.
+`python tests/support/python_docs.py` writes jaxscale/data/python_docs.npz. The test of
+the text compares with them where the interpreter is the version they came from.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def without_repeats(texts: dict[str, str]) -> list[bytes]:
 
 if __name__ == "__main__":
   found = documents()
-  target = Path(__file__).parent.parent / "jaxscale" / "data" / "python_docs.npz"
+  target = Path(__file__).parents[2] / "jaxscale" / "data" / "python_docs.npz"
   text = np.frombuffer(b"\0".join(found), np.uint8)
   np.savez_compressed(target, text=text)
   print(sys.version.split()[0], len(found), "documents", len(text), "bytes")

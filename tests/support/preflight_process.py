@@ -25,7 +25,8 @@ def start(hosts, options, patch="", rank_env=None):
     port = free.getsockname()[1]
   common = {"hosts": hosts, "port": port, "limits": LIMITS}
   common |= {"options": list(map(str, options)), "patch": textwrap.dedent(patch)}
-  from conftest import ROOT, child_env  # JAX, not in the processes themselves
+  from support.commands import child_env
+  from support.paths import ROOT
 
   processes = []
   for rank in range(len(hosts)):

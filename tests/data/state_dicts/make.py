@@ -1,7 +1,7 @@
 """Records what timm and Hugging Face call parameters, and what they compute.
 
     pip install torch timm transformers safetensors
-    python tests/state_dicts/make.py
+    python tests/data/state_dicts/make.py
 
 writes beside this file, and into nothing else:
 

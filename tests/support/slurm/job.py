@@ -4,8 +4,9 @@ import shlex
 import sys
 import time
 
-from conftest import child_env
 from test_process import ARGS, newest_step
+
+from support.commands import child_env
 
 NODES = 3
 # Small and often saved, but long enough to be met by a fault at step 60.
@@ -28,7 +29,7 @@ class Job:
     self.note, self.folder = tmp_path / "note", tmp_path
     tmp_path.mkdir(exist_ok=True)
     command = [
-      sys.executable, "tests/faulty_train.py", fault, str(rank), str(AT),
+      sys.executable, "tests/support/faulty_train.py", fault, str(rank), str(AT),
       str(self.note), *CONFIG, f"--config.epochs={EPOCHS}",
       "--workdir", str(self.workdir), *args,
     ]  # fmt: skip

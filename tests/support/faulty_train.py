@@ -1,6 +1,6 @@
 """`python -m jaxscale.train` in which one process meets a fault, for tests.
 
-    python tests/faulty_train.py FAULT RANK STEP NOTE [arguments of the command]
+    python tests/support/faulty_train.py FAULT RANK STEP NOTE [arguments of the command]
 
 Process RANK does FAULT before step STEP, on the first start of a job, and writes the
 time into the file NOTE. What it patches is where batches come from, and where a

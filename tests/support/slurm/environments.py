@@ -1,9 +1,9 @@
 """The environments that Slurm really gives to tasks, as JSON files.
 
-`python tests/slurm_environments.py` starts clusters and writes tests/cluster/
-recorded/: a file a kind of launch, with the command and, in rank order, each
-task's host and variables: all of Slurm's, and those by which it says which GPUs
-are a task's. Ids, ports and paths are replaced, so that two recordings agree.
+`PYTHONPATH=tests python -m support.slurm.environments` starts clusters and writes
+tests/data/cluster/recorded/, one file per kind of launch: the command and, in rank
+order, each task's host and variables (all of Slurm's, and those by which it says which
+GPUs are a task's). Ids, ports and paths are replaced, so that two recordings agree.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from slurm_cluster import SlurmCluster
+from support.paths import DATA, ROOT
+from support.slurm.cluster import SlurmCluster
 
-ROOT = Path(__file__).parent.parent
-RECORDED = ROOT / "tests" / "cluster" / "recorded"
+RECORDED = DATA / "cluster" / "recorded"
 
 # What a task runs: it writes what it sees to the file of its step and rank.
 _TASK = """

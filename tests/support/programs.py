@@ -1,6 +1,7 @@
 """Prints a hash of each program that runs compile, to compare between processes.
 
-python tests/programs.py [NAME ...]: of these, else of all; `RUNS` has the names.
+python tests/support/programs.py [NAME ...]; the names are those of `RUNS`, all of
+which are compiled by default.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from jaxscale import config as cfg
 from jaxscale.config.loading import load_config
 from jaxscale.experiment import build
 
-LANGUAGE, DIGITS = "tests/tiny_language.py", "configs/digits.py"
+LANGUAGE, DIGITS = "tests/support/tiny_language.py", "configs/digits.py"
 
 
 def laid_out(shard="none", steps=1, bf16=False, optimizer=None, layout=(), **mesh):

@@ -1,6 +1,6 @@
 """Records what Hugging Face's Llama and Qwen3 and timm's ViT compute, as fixtures.
 
-python tests/golden/record_models.py, where torch, transformers and timm are
+python tests/data/golden/record_models.py, where torch, transformers and timm are
 installed (recorded with torch 2.13.0, transformers 5.23.0, timm 1.0.31, on a CPU in
 float64). Tiny models with random weights that are multiples of 1/64, so that the
 files are small; the weights go by the names of the library. Beside the logits the

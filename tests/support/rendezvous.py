@@ -8,9 +8,8 @@ import subprocess
 import sys
 import time
 
-from conftest import ROOT
-
 from jaxscale.cluster.rendezvous.handshake import Introduction
+from support.paths import ROOT
 
 # One process of a run: it meets, says what it got, sends its rank over the links.
 CHILD = """

@@ -1,10 +1,10 @@
 """Recorded models (golden/record_models.py) as parameters of ours."""
 
-from pathlib import Path
-
 import numpy as np
 
-GOLDEN = Path(__file__).parent / "golden"
+from support.paths import DATA
+
+GOLDEN = DATA / "golden"
 
 
 def load(name):

@@ -9,8 +9,8 @@ no database. It ends with its block, and also when the test runner is killed.
   with SlurmCluster(nodes=4) as slurm:
     print(slurm.run("srun", "-N2", "hostname").stdout)
 
-By hand, a shell on it: `python tests/slurm_cluster.py`; or any command:
-`python tests/slurm_cluster.py srun -N4 hostname`.
+By hand, a shell on it: `python tests/support/slurm/cluster.py`; or any command:
+`python tests/support/slurm/cluster.py srun -N4 hostname`.
 
 Tried with Slurm 22.05.
 """
@@ -23,13 +23,12 @@ import random
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-import slurm_hosts as hosts
-import slurm_settings
+from support.slurm import hosts
+from support.slurm import settings as slurm_settings
 
 _COMMANDS = ("slurmctld", "slurmd", "srun", "sbatch")
 # Job state codes of squeue(1) after which nothing follows, but for a requeue.
@@ -189,6 +188,11 @@ class SlurmCluster:
     """Ids of all processes on a host: daemons, steps, tasks, commands."""
     return hosts.processes(self.folder, host)
 
+  @property
+  def keeper_pid(self) -> int:
+    """A process of the host that commands are typed on."""
+    return self._pid("login")
+
   def _pid(self, host: str) -> int:
     process = self._keeper if host == "login" else self._daemons[host]
     assert process is not None and process.poll() is None, f"{host} is not up"
@@ -343,9 +347,3 @@ class SlurmCluster:
         self.run("scontrol", "update", f"NodeName={node}", "State=RESUME", check=False)
     if not self._wait_until_idle(60):
       raise TimeoutError(f"the cluster is not idle:\n{self.logs()}")
-
-
-if __name__ == "__main__":
-  with SlurmCluster() as _slurm:
-    _command = hosts.on_host(_slurm._pid("login"), *(sys.argv[1:] or ["bash"]))
-    sys.exit(subprocess.run(_command, env=_slurm.environment()).returncode)

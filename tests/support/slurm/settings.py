@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-import slurm_hosts
+from support.slurm import hosts as slurm_hosts
 
 
 class Settings(NamedTuple):

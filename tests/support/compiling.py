@@ -1,0 +1,36 @@
+"""Compilation in half the time, where the program's speed does not matter."""
+
+import functools
+import os
+from typing import Any
+
+import jax
+
+_FAST: dict[str, Any] = {
+  "xla_backend_optimization_level": 0,
+  "xla_cpu_use_fusion_emitters": False,
+}
+
+
+def fast_compile_env() -> dict[str, str]:
+  """The environment of processes that compile in half the time, where JAX can.
+
+  An unknown flag ends the process, and jax 0.12 no longer knows the second one.
+  """
+  if jax.__version_info__ >= (0, 11):
+    return {}
+  flags = [f"--{name}={str(value).lower()}" for name, value in _FAST.items()]
+  return {"XLA_FLAGS": " ".join([os.environ.get("XLA_FLAGS", ""), *flags])}
+
+
+@functools.cache
+def fast_compile_options() -> dict[str, Any]:
+  """The same as compiler options: without fusions it takes a third of the time.
+
+  jax 0.12 no longer has the second option, and needs twice the time.
+  """
+  try:
+    jax.jit(lambda x: x).lower(1).compile(compiler_options=_FAST)
+  except jax.errors.JaxRuntimeError:
+    return {"xla_backend_optimization_level": 0}
+  return _FAST

@@ -1,0 +1,1 @@
+"""A real Slurm cluster on this machine, and jobs on it."""
