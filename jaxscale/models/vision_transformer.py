@@ -5,10 +5,10 @@
     z = z + down(gelu(up(x)))                   x = layer_norm(z)   (eq. 3)
     y = head(layer_norm(z)[class token])                            (eq. 4)
 
-The published sizes are `ViT_Ti16` (arXiv:2012.12877, table 1), `ViT_S16` (of the
-same table), `ViT_B16` and `ViT_L16` (arXiv:2010.11929, table 1). Without the
-paper's dropout: with augmentation or large data it is left out (arXiv:2106.10270,
-§4.6).
+The published sizes, as (width, num_layers, num_heads): Ti (192, 12, 3) and S (384,
+12, 6) of arXiv:2012.12877, table 1; B (768, 12, 12) and L (1024, 24, 16) of
+arXiv:2010.11929, table 1. There is no dropout: with augmentation or large data it is
+left out (arXiv:2106.10270, §4.6).
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def make_vit(
   *,
   image_shape: tuple[int, int, int],
   num_classes: int,
-  patch: int,
-  width: int,
-  num_layers: int,
-  num_heads: int,
+  patch: int = 16,
+  width: int = 384,
+  num_layers: int = 12,
+  num_heads: int = 6,
   hidden: int | None = None,
   mean: tuple[float, ...] = (0.0,),
   std: tuple[float, ...] = (1.0,),
@@ -107,13 +107,6 @@ def make_vit(
     logits=functools.partial(_logits, pooled=pooled, num_classes=num_classes),
     num_layers=num_layers,
   )
-
-
-_of_16 = functools.partial(vit, patch=16)
-ViT_Ti16 = functools.partial(_of_16, width=192, num_layers=12, num_heads=3)
-ViT_S16 = functools.partial(_of_16, width=384, num_layers=12, num_heads=6)
-ViT_B16 = functools.partial(_of_16, width=768, num_layers=12, num_heads=12)
-ViT_L16 = functools.partial(_of_16, width=1024, num_layers=24, num_heads=16)
 
 
 def layer_norm(x: jax.Array, p: Any) -> jax.Array:

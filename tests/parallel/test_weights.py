@@ -26,10 +26,6 @@ RECORDED = DATA / "state_dicts"
 IMAGE = (224, 224, 3)
 
 
-def resnet(module, image=IMAGE, **options):
-  return models.functions(module(**options), image)
-
-
 def shapes_of(params, model_state=None):
   tree = {"params": params, **(model_state or {})}
   flat = jax.tree_util.tree_leaves_with_path(tree)
