@@ -24,7 +24,7 @@ from jaxscale.experiment.phases import Phase, follow_batch_size, within_phase
 from jaxscale.mesh import BN_AXIS, BatchNormSpan, batch_norm_span, mesh_shape
 from jaxscale.training.state import TrainState
 from jaxscale.tree_paths import path_name
-from jaxscale.weights.hf_config import check_beside
+from jaxscale.weights.hf_config import check_hf_config
 
 
 def make_data(config: cfg.Config) -> tuple[data.Dataset, data.Dataset]:
@@ -141,14 +141,14 @@ def make_model(
   common = {"num_classes": info.num_classes, "dtype": jnp.dtype(config.dtype)}
   match config.model:
     case cfg.MLP(hidden=hidden):
-      module = models.MLP(hidden=hidden, **common)
+      module = models.MLPModule(hidden=hidden, **common)
     case cfg.CNN() as m:
       if min(info.image_shape[:2]) >> len(m.features) == 0:
         raise ConfigError(
           f"CNN.features={m.features}: {len(m.features)} stages halve images of "
           f"{info.image_shape[0]} pixels to nothing, give fewer"
         )
-      module = models.CNN(
+      module = models.CNNModule(
         features=m.features,
         convs_per_stage=m.convs_per_stage,
         dense=m.dense,
@@ -158,13 +158,14 @@ def make_model(
         **common,
       )
     case cfg.AlexNet() as m:
-      module = models.AlexNet(
+      module = models.AlexNetModule(
         batch_norm=m.batch_norm, dropout=m.dropout, **bn, **common
       )
       # Caffe's files subtract the mean, and with BatchNorm divide by 256.
       info = info._replace(std=(256.0,) if m.batch_norm else (1.0,))
     case cfg.ResNet() as m:
-      module = getattr(models, f"ResNet{m.depth}")(
+      module = models.make_resnet(
+        m.depth,
         width=m.width,
         stem=m.stem,
         bn_momentum=m.bn_momentum,
@@ -206,14 +207,14 @@ def make_stack(
     options = dataclasses.asdict(m)
     if m.hidden is None:
       options["hidden"] = -(-8 * m.width // (3 * 256)) * 256
-    return models.transformer(vocab_size=info.vocab_size, **common, **options)
+    return models.make_transformer(vocab_size=info.vocab_size, **common, **options)
   assert isinstance(m, cfg.ViT), "the other models are Flax modules: make_model"
   if info.image_shape[0] % m.patch or info.image_shape[1] % m.patch:
     raise ConfigError(
       f"ViT.patch={m.patch}: does not divide the {info.image_shape[0]}x"
       f"{info.image_shape[1]} pixels of {info.name}, give a divisor"
     )
-  return models.vit(
+  return models.make_vit(
     image_shape=info.image_shape,
     num_classes=info.num_classes,
     mean=info.mean,
@@ -237,15 +238,18 @@ def imported(
   path = config.init_from
   assert path is not None
   heads = {"num_classes": num_classes, "init_head": config.init_head}
+  length = getattr(config.data, "sequence_length", None)
   found = weights.import_safetensors(
     path,
     abstract.params,
     abstract.model_state,
     **heads,
     # Before shapes: it says which setting is another.
-    check=lambda naming, names: check_beside(path, naming, names, config, **heads),
+    check=lambda naming, names: check_hf_config(
+      path, naming, names, config.model, sequence_length=length, **heads
+    ),
   )
-  say(found.story)
+  say(found.summary)
   leaves = jax.tree.leaves_with_path((found.params, found.model_state))
   return {path_name(p): x for p, x in leaves if isinstance(x, jax.Array)}
 

@@ -33,7 +33,7 @@ safetensors file; arrays one after another, on the host's processor.
   --to FILE         is replaced when the new one is whole
   --naming NAMING   jaxscale: for Config.init_from (default)
                     timm: ResNet (also torchvision's names) and ViT
-                    huggingface: Llama, with a config.json beside the file
+                    huggingface: Llama, with a config.json next to the file
   --step N          of the checkpoint (default: the newest)
   --take WHICH      average: the one that was evaluated (default, where
                     Config.ema_decay keeps one); params: of the last step
@@ -123,7 +123,7 @@ def export(request: Request) -> str:
       )
       for ours, name in _names(manifest, take).items()
     }  # fmt: skip
-    said = _beside(request, described, leaves)
+    said = _hf_fields(request, described, leaves)
     size = weights.export_leaves(
       request.to,
       leaves,
@@ -138,7 +138,7 @@ def export(request: Request) -> str:
     ) from None
   if said is not None:
     try:
-      hf_config.write_beside(request.to, said)
+      hf_config.write_hf_config(request.to, said)
     except OSError as e:
       where = request.to.parent / "config.json"
       raise weights.UnwrittenError(f"{where}: could not be written: {e}") from None
@@ -214,10 +214,10 @@ def _about(described: Described, step: int, take: str) -> dict[str, str]:
   }
 
 
-def _beside(
+def _hf_fields(
   request: Request, described: Described, leaves: Mapping[str, Leaf]
 ) -> dict[str, Any] | None:
-  """What a config.json beside the file says; None: there is none to be."""
+  """The fields of the config.json next to the file; None: none is written."""
   from jaxscale import config as cfg
   from jaxscale.data.tokenizer import byte_tokenizer
   from jaxscale.weights import hf_config
@@ -225,7 +225,7 @@ def _beside(
   gate = leaves.get("params/layers/gate/kernel")
   if request.naming != "huggingface" or gate is None or not described.is_text:
     return None
-  hf_config.place_beside(request.to)  # now: the file itself may take long
+  hf_config.hf_config_path(request.to)  # now: the file itself may take long
   config = described.settings()
   assert isinstance(config.model, cfg.Transformer)
   # Else a tokenizer knows, which need not be here.

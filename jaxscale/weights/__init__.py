@@ -1,11 +1,11 @@
-"""Parameters brought and taken away: safetensors files in the names of others.
+"""Parameters in safetensors files, in our names or those of timm and Hugging Face.
 
     export_safetensors("resnet50.safetensors", params, model_state, naming="timm")
     import_safetensors("vit_small.safetensors", abstract_params).params
 
-One file holds parameters and BatchNorm statistics, nothing else of a run; that is
-what checkpoints are for. `python -m jaxscale.run.export` writes one from a checkpoint, and
-`Config.init_from` starts a run from one.
+A file holds parameters and BatchNorm statistics, nothing else of a run; checkpoints
+hold those. `jaxscale export` writes one from a checkpoint, and `Config.init_from`
+starts a run from one. This package knows neither `Config` nor runs.
 """
 
 from jaxscale.weights.load import Imported, import_safetensors

@@ -1,4 +1,4 @@
-"""How an array of a file lies beside ours: transposed, as patches, with dims of 1."""
+"""From the layout of an array in a file to ours, and back: transposed, as patches."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Shape = tuple[int, ...]
 
 
 class Arrangement(NamedTuple):
-  """One way, there and back.
+  """How an array in a file becomes ours, and ours becomes the file's.
 
   Attributes:
-    shape: of ours -> of theirs.
-    ours: theirs -> laid out as ours, a view where that can be.
-    theirs: (ours, shape of theirs) -> laid out as theirs.
+    shape: shape of ours -> shape in the file.
+    ours: array in the file -> ours; a view where possible.
+    theirs: (ours, shape in the file) -> array for the file.
   """
 
   shape: Callable[[Shape], Shape]
@@ -28,7 +28,7 @@ class Arrangement(NamedTuple):
 def _patch_shape(shape: Shape) -> Shape:
   """[p * p * channels, width] -> [width, channels, p, p]; 3 channels, or else 1.
 
-  No number is three times a square and a square as well.
+  Unambiguous: no number is both a square and three times a square.
   """
   rows, width = shape
   for channels in (3, 1):
@@ -39,40 +39,25 @@ def _patch_shape(shape: Shape) -> Shape:
 
 
 ARRANGEMENTS = {
-  "same": Arrangement(
-    shape=lambda s: s,
-    ours=lambda a: a,
-    theirs=lambda a, _: a,
-  ),
+  "same": Arrangement(lambda s: s, lambda a: a, lambda a, _: a),
   # [in, out]; PyTorch's Linear is [out, in].
-  "linear": Arrangement(
-    shape=lambda s: s[::-1],
-    ours=lambda a: a.T,
-    theirs=lambda a, _: a.T,
-  ),
+  "linear": Arrangement(lambda s: s[::-1], lambda a: a.T, lambda a, _: a.T),
   # [height, width, in, out]; PyTorch's Conv2d is [out, in, height, width].
   "conv": Arrangement(
-    shape=lambda s: (s[3], s[2], s[0], s[1]),
-    ours=lambda a: a.transpose(2, 3, 1, 0),
-    theirs=lambda a, _: a.transpose(3, 2, 0, 1),
+    lambda s: (s[3], s[2], s[0], s[1]),
+    lambda a: a.transpose(2, 3, 1, 0),
+    lambda a, _: a.transpose(3, 2, 0, 1),
   ),
-  # A Conv2d whose stride is its size, as a matrix that takes flattened patches: a
-  # row of it is (row, column, channel) of a patch.
+  # A Conv2d whose stride is its kernel's size, as a matrix that takes flattened
+  # patches: a row of it is (row, column, channel) of a patch.
   "patch": Arrangement(
-    shape=_patch_shape,
-    ours=lambda a: a.transpose(2, 3, 1, 0).reshape(-1, len(a)),
-    theirs=lambda a, s: a.reshape(s[2], s[3], s[1], s[0]).transpose(3, 2, 0, 1),
+    _patch_shape,
+    lambda a: a.transpose(2, 3, 1, 0).reshape(-1, len(a)),
+    lambda a, s: a.reshape(s[2], s[3], s[1], s[0]).transpose(3, 2, 0, 1),
   ),
-  # [tokens, width]; timm has room for a batch, [1, tokens, width].
-  "tokens": Arrangement(
-    shape=lambda s: (1, *s),
-    ours=lambda a: a[0],
-    theirs=lambda a, _: a[None],
-  ),
-  # [width]; likewise [1, 1, width].
+  # [tokens, width] and [width]; timm adds a batch dim, and a token's.
+  "tokens": Arrangement(lambda s: (1, *s), lambda a: a[0], lambda a, _: a[None]),
   "token": Arrangement(
-    shape=lambda s: (1, 1, *s),
-    ours=lambda a: a[0, 0],
-    theirs=lambda a, _: a[None, None],
+    lambda s: (1, 1, *s), lambda a: a[0, 0], lambda a, _: a[None, None]
   ),
 }

@@ -1,10 +1,10 @@
-"""Parameters from a file: each device's part is read where it lies, and no more."""
+"""Parameters from a file: each device's part is read from its place, and no more."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,14 +25,14 @@ class Imported(NamedTuple):
   """What was read.
 
   Attributes:
-    params: laid out as was asked for.
+    params: sharded as asked for.
     model_state: likewise.
-    story: one line of what it was.
+    summary: what was read, in one line.
   """
 
   params: Any
   model_state: Any
-  story: str
+  summary: str
 
 
 def import_safetensors(
@@ -48,9 +48,9 @@ def import_safetensors(
   """Parameters of a file, as the model here has them.
 
   Every name is accounted for: none in the file is left over, and none is missing.
-  Where files lack the classifier's matrix, as Hugging Face's with tied embeddings
-  do, it is a copy of the embedding. `names` says what goes with each naming's
-  parameters: how images are normalised, epsilons, rotary pairs.
+  Where a file lacks the classifier's matrix, as Hugging Face's with tied embeddings,
+  it is a copy of the embedding. The module `names` lists the settings that go with
+  each naming: how images are normalised, epsilons, rotary pairs.
 
   Args:
     path: a .safetensors file, or a folder as Hugging Face's, of one or several.
@@ -60,19 +60,19 @@ def import_safetensors(
     num_classes: of the file, where the model pads classes or words beyond them: the
       rest is zeros.
     init_head: leave the classifier as it is in `params`, whatever the file has.
-    check: is called with the naming and all names in the file, before shapes are
-      compared, and may refuse it.
+    check: called with the naming and all names in the file, before shapes are
+      compared; may refuse it.
 
   Returns:
     Arrays of the dtypes asked for, from float16, bfloat16, float32 or float64.
 
   Raises:
-    ConfigError: the file is not whole, or is not of this model; one line names the
-      first and the number of what is missing, unexpected, or of another shape or
-      dtype. And what `check` raises.
+    ConfigError: the file is not whole, or is not of this model; one line has the
+      number and the first of what is missing, unexpected, or of another shape or
+      dtype. Also what `check` raises.
 
   Example:
-    >>> model = functions(ResNet50(num_classes=1000), (224, 224, 3))
+    >>> model = functions(make_resnet(50, num_classes=1000), (224, 224, 3))
     >>> like = jax.eval_shape(model.init, jax.random.key(0))
     >>> got = import_safetensors("resnet50.a1_in1k.safetensors", *like)
     ... # doctest: +SKIP
@@ -98,17 +98,18 @@ def import_safetensors(
   ]
   loaded = dict(jax.tree.unflatten(structure, done))
   params = loaded.pop("params")
-  return Imported(params, loaded, _story(path, name, sources, kept))
+  used = {array for found in sources.values() for _, array in found}
+  count = sum(math.prod(array.shape) for array in used)
+  dtypes = " and ".join(sorted({str(array.dtype) for array in used}))
+  summary = (
+    f"parameters from {path}: {count:,} numbers in {len(used)} arrays, {dtypes}, "
+    f"{name}'s names{'; the classifier starts anew' if kept else ''}"
+  )
+  return Imported(params, loaded, summary)
 
 
-class _Source(NamedTuple):
-  """Where a leaf, or a layer of it, is read from."""
-
-  link: Link
-  stored: Stored
-
-
-_Sources = Mapping[str, list[_Source]]  # by the leaf's path
+# Where a leaf, or each layer of it, is read from.
+_Sources = Sequence[tuple[Link, Stored]]
 
 
 def _sources(
@@ -118,14 +119,13 @@ def _sources(
   names: Naming,
   num_classes: int | None,
   kept: tuple[str, ...],
-) -> _Sources:
-  """Where each leaf is, if the file has all of them and nothing else."""
-  found: dict[str, list[_Source]] = {name: [] for name in leaves}
-  unexpected = set(stored) - set(names.counters)
-  unexpected = {n for n in unexpected if not n.endswith(names.derived)}
+) -> dict[str, list[tuple[Link, Stored]]]:
+  """Where each leaf is, by path, if the file has all of them and nothing else."""
+  found: dict[str, list[tuple[Link, Stored]]] = {name: [] for name in leaves}
+  unexpected = set(stored) - set(names.counters) - {link.theirs for link in names.links}
+  unexpected = sorted(n for n in unexpected if not n.endswith(names.derived))
   missing, misshaped, mistyped = [], [], []
   for link in names.links:
-    unexpected.discard(link.theirs)
     if link.ours in kept:
       continue
     name = link.theirs
@@ -140,42 +140,40 @@ def _sources(
     if dim is not None and num_classes is not None:
       cut = (*leaf.shape[:dim], num_classes, *leaf.shape[dim + 1 :])
       wanted.insert(0, shape_in_file(link, cut))
+    # Numbers mean the same after a cast, but those of 8 bits, which have scales.
+    both = {there.dtype, np.dtype(leaf.dtype)}
     if there.shape not in wanted:
       sizes = f"{list(there.shape)} there and {list(wanted[0])} here"
       misshaped.append((link.ours, f"{name} is {sizes}"))
-    elif not _casts(there.dtype, leaf.dtype):
+    elif len(both) > 1 and not both <= _FLOATS:
       mistyped.append(f"{name} is {there.dtype} there and {leaf.dtype} here")
-    found[link.ours].append(_Source(link, there))
-  problems = (
-    _count("missing", missing),
-    _count("unexpected", sorted(unexpected)),
-    _count("of another shape", [text for _, text in misshaped]),
-    _count("of another dtype", mistyped),
-  )
-  if said := "; ".join(p for p in problems if p):
-    only_head = misshaped and all(ours in names.head for ours, _ in misshaped)
-    is_head = only_head and not (missing or unexpected or mistyped)
+    found[link.ours].append((link, there))
+  problems = {
+    "missing": missing,
+    "unexpected": unexpected,
+    "of another shape": [text for _, text in misshaped],
+    "of another dtype": mistyped,
+  }
+  if any(problems.values()):
+    counts = (
+      f"{len(set(found))} {what}, first {found[0]}"
+      for what, found in problems.items()
+      if found
+    )
+    is_head = {ours for ours, _ in misshaped} <= set(names.head) and not (
+      missing or unexpected or mistyped
+    )
     advice = "give the model settings that it was made with"
+    if is_head:
+      advice = "init_head=True starts the classifier anew"
     raise ConfigError(
-      f"{path}: not the parameters of this model by {names.name}'s names: {said}; "
-      + ("init_head=True starts the classifier anew" if is_head else advice)
+      f"{path}: not the parameters of this model by {names.name}'s names: "
+      f"{'; '.join(counts)}; {advice}"
     )
   return found
 
 
-def _count(what: str, names: list[str]) -> str:
-  """E.g. "3 missing, first conv1.weight"; nothing for none."""
-  names = list(dict.fromkeys(names))
-  return f"{len(names)} {what}, first {names[0]}" if names else ""
-
-
-def _casts(there: np.dtype, here: Any) -> bool:
-  """Whether numbers mean the same after a cast: those of 8 bits have scales."""
-  here = np.dtype(here)
-  return there == here or (there in _FLOATS and here in _FLOATS)
-
-
-def _load(leaf: Any, sources: list[_Source]) -> jax.Array:
+def _load(leaf: Any, sources: _Sources) -> jax.Array:
   """The array, of which each device gets its part, one after another.
 
   `jax.make_array_from_callback` would have all parts on the host at once, and keep
@@ -193,22 +191,22 @@ def _load(leaf: Any, sources: list[_Source]) -> jax.Array:
   for ranges, devices in holders.items():
     part = _read(ranges, dtype, sources)
     parts += [jax.device_put(part, device) for device in devices]
-    jax.block_until_ready(parts)  # before the host takes in another
+    jax.block_until_ready(parts)  # before the host reads another
   return jax.make_array_from_single_device_arrays(shape, sharding, parts, dtype=dtype)
 
 
 def _read(
-  ranges: tuple[tuple[int, int], ...], dtype: np.dtype, sources: list[_Source]
+  ranges: tuple[tuple[int, int], ...], dtype: np.dtype, sources: _Sources
 ) -> np.ndarray:
   """A part of a leaf, given by (start, stop) of every dim."""
   out = np.zeros([stop - start for start, stop in ranges], dtype)
   for link, stored in sources:
     target, inner = out, ranges
     if link.layer is not None:
-      (start, stop), *rest = ranges
+      (start, stop), *inner = ranges
       if not start <= link.layer < stop:
         continue
-      target, inner = out[link.layer - start], tuple(rest)
+      target = out[link.layer - start]
     array = view(stored)
     i, n = link.part
     if n > 1:
@@ -218,14 +216,3 @@ def _read(
     wanted = ARRANGEMENTS[link.how].ours(array)[tuple(slice(*r) for r in inner)]
     target[tuple(slice(n) for n in wanted.shape)] = wanted
   return out
-
-
-def _story(path: object, name: str, sources: _Sources, kept: tuple[str, ...]) -> str:
-  used = {source.stored for found in sources.values() for source in found}
-  count = sum(math.prod(stored.shape) for stored in used)
-  dtypes = " and ".join(sorted({str(stored.dtype) for stored in used}))
-  anew = "; the classifier starts anew" if kept else ""
-  return (
-    f"parameters from {path}: {count:,} numbers in {len(used)} arrays, {dtypes}, "
-    f"{name}'s names{anew}"
-  )

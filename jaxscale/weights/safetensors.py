@@ -6,9 +6,10 @@
     the rest       the arrays, row-major and little-endian, end to end; offsets count
                    from its first byte
 
-(huggingface/safetensors, README, "Format".) The package of that name writes from
-arrays that are all in memory; here they come one at a time, as the header follows
-from shapes alone. Reading maps the file: what is not asked for is not read.
+(huggingface/safetensors, README, "Format".) The package `safetensors` validates what
+is read; arrays are then mapped, so that any part of any view of one is read alone.
+The package writes only arrays that are all in memory; here they come one at a time,
+because the header follows from shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -23,37 +24,30 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from jaxscale.errors import ConfigError
 
-# Their names of dtypes; all that arrays of JAX can have.
+# The format's names of all dtypes that arrays of JAX can have.
 DTYPES = {
-  name: np.dtype(dtype)
-  for name, dtype in {
-    "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16,
-    "I16": np.int16, "U32": np.uint32, "I32": np.int32, "U64": np.uint64,
-    "I64": np.int64, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
-    "F32": np.float32, "F64": np.float64, "F8_E4M3": ml_dtypes.float8_e4m3fn,
-    "F8_E5M2": ml_dtypes.float8_e5m2,
-  }.items()
-}  # fmt: skip
+  "BOOL": np.dtype(np.bool_),
+  "BF16": np.dtype(ml_dtypes.bfloat16),
+  "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+  "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+  **{
+    f"{kind.upper()}{8 * n}": np.dtype(f"{kind}{n}")
+    for kind in "iu"
+    for n in (1, 2, 4, 8)
+  },
+  **{f"F{8 * n}": np.dtype(f"f{n}") for n in (2, 4, 8)},
+}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_INDEX = "model.safetensors.index.json"  # Hugging Face's, of a folder
+_INDEX = "model.safetensors.index.json"  # Hugging Face's, in a folder
 _ONE = "model.safetensors"
-_MOST_HEADER = 100_000_000  # bytes, as in the package
-# How files begin that people take for one: PyTorch's, as zip and as pickle.
-_PYTORCH = (b"PK\x03\x04", b"\x80\x02")
 
 
 class Stored(NamedTuple):
-  """An array in a file.
-
-  Attributes:
-    path: of the file.
-    dtype: of the array.
-    shape: likewise.
-    begin: where its first byte is, from the file's first.
-  """
+  """An array in a file; `begin` is the offset of its first byte."""
 
   path: Path
   dtype: np.dtype
@@ -78,7 +72,7 @@ def read_index(path: str | os.PathLike) -> dict[str, Stored]:
       `model.safetensors.index.json`.
 
   Raises:
-    ConfigError: it is not there, or not whole.
+    ConfigError: it is missing or not whole.
 
   Example:
     >>> write("/tmp/a.safetensors", {"w": (np.dtype("f4"), (2,))}, [np.ones(2, "f4")])
@@ -112,7 +106,7 @@ def _read_folder(folder: Path) -> dict[str, Stored]:
   for name, file in where.items():
     if name not in found[file]:
       raise ConfigError(
-        f"{folder / file}: has no {name}, which {_INDEX} says it has; copy both again"
+        f"{folder / file}: has no {name}, which {_INDEX} lists; copy both again"
       )
   return {name: found[file][name] for name, file in where.items()}
 
@@ -121,61 +115,49 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
   """(arrays by name, metadata) of one file.
 
   Raises:
-    ConfigError: it is not such a file, or not whole.
+    ConfigError: it is not a safetensors file, or not whole.
     OSError: it cannot be opened.
   """
-  size = path.stat().st_size
   with path.open("rb") as file:
-    start = file.read(8)
-    length = int.from_bytes(start, "little")
-    text = file.read(length) if 2 <= length <= _MOST_HEADER else b""
-  if not text.startswith(b"{"):
-    advice = "give one"
-    if start.startswith(_PYTORCH):
-      advice = "write PyTorch's state dict with safetensors.torch.save_file"
-    raise ConfigError(f"{path}: not a safetensors file; {advice}")
-  try:
-    header = json.loads(text)
-    metadata = dict(header.pop("__metadata__", {}))
-    found = {n: _stored(path, entry, 8 + length) for n, entry in header.items()}
-  except (ValueError, KeyError, TypeError, AttributeError):
-    problem = "is cut short" if size < 8 + length else "has a damaged header"
-    raise ConfigError(f"{path}: {problem}; copy it again") from None
-  end = 8 + length
-  for name, stored in sorted(found.items(), key=lambda item: item[1].begin):
-    if stored.begin != end:
-      raise ConfigError(f"{path}: has a damaged header, at {name}; copy it again")
-    end += math.prod(stored.shape) * stored.dtype.itemsize
-  if size != end:
-    problem = "is cut short" if size < end else "is longer than its header says"
-    raise ConfigError(f"{path}: {problem}, {size:,} bytes of {end:,}; copy it again")
+    start = file.read(9)
+    if start[8:] != b"{":
+      advice = "give one"
+      if start.startswith((b"PK\x03\x04", b"\x80\x02")):  # as zip, as pickle
+        advice = "write PyTorch's state dict with safetensors.torch.save_file"
+      raise ConfigError(f"{path}: not a safetensors file; {advice}")
+    try:
+      with safe_open(path, "numpy"):  # validates header, offsets and size
+        file.seek(8)
+        first = 8 + int.from_bytes(start[:8], "little")
+        header = json.loads(file.read(first - 8))
+      metadata = header.pop("__metadata__", {})
+      found = {
+        name: Stored(
+          path, DTYPES[x["dtype"]], tuple(x["shape"]), first + x["data_offsets"][0]
+        )
+        for name, x in header.items()
+      }
+    except (SafetensorError, KeyError) as e:
+      why = str(e).removeprefix("Error while deserializing header: ").splitlines()[0]
+      raise ConfigError(
+        f"{path}: cut short or with a damaged header ({why}); copy it again"
+      ) from None
   return found, metadata
-
-
-def _stored(path: Path, entry: Any, first: int) -> Stored:
-  """Of an entry of the header; one that cannot be is a ValueError of some kind."""
-  dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-  begin, end = entry["data_offsets"]
-  if not all(type(n) is int and n >= 0 for n in (*shape, begin)):
-    raise ValueError
-  if end - begin != math.prod(shape) * dtype.itemsize:
-    raise ValueError
-  return Stored(path, dtype, shape, first + begin)
 
 
 def write(
   path: str | os.PathLike,
   layout: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
-  arrays: Iterable[np.ndarray],
+  arrays: Iterable[np.ndarray | None],
   metadata: Mapping[str, str] | None = None,
 ) -> None:
   """Write a file, array by array: whole under its name, or not at all.
 
   Args:
-    path: of the file; one that is there is replaced.
+    path: a file that exists is replaced.
     layout: dtype and shape of every array by name.
-    arrays: those, in the order of `layout`; taken one at a time. Where all items of
-      smaller dtypes come last, each array lies at a multiple of its item's size.
+    arrays: in the order of `layout`; taken one at a time. Where all arrays of
+      smaller dtypes come last, each begins at a multiple of its item's size.
     metadata: text about the file.
 
   Raises:
@@ -186,20 +168,22 @@ def write(
   try:
     with partial.open("wb") as file:
       file.write(_header(layout, metadata or {}))
-      expected = iter(layout.items())
-      for array in arrays:
-        name, (dtype, shape) = next(expected)
-        assert (array.dtype, array.shape) == (dtype, shape), name
+      for (name, (dtype, shape)), array in zip(layout.items(), arrays, strict=True):
+        assert array is not None and (array.dtype, array.shape) == (dtype, shape), name
         little = array.astype(dtype.newbyteorder("<"), copy=False)
         file.write(np.ascontiguousarray(little).reshape(-1).view(np.uint8).data)
-      assert next(expected, None) is None
       file.flush()
       os.fsync(file.fileno())
     partial.replace(path)
   finally:
     with contextlib.suppress(OSError):
       partial.unlink()
-  _sync_folder(path.parent)
+  with contextlib.suppress(OSError):  # the name too, where the file system can
+    handle = os.open(path.parent, os.O_RDONLY)
+    try:
+      os.fsync(handle)
+    finally:
+      os.close(handle)
 
 
 def _header(layout: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
@@ -207,19 +191,8 @@ def _header(layout: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
   end = 0
   for name, (dtype, shape) in layout.items():
     begin, end = end, end + math.prod(shape) * dtype.itemsize
-    header[name] = {
-      "dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end],
-    }  # fmt: skip
+    offsets = [begin, end]
+    header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": offsets}
   text = json.dumps(header, separators=(",", ":")).encode()
-  text = text.ljust(-(-len(text) // 8) * 8)  # so that data are aligned, as theirs
+  text = text.ljust(-(-len(text) // 8) * 8)  # aligns the data, as the package does
   return len(text).to_bytes(8, "little") + text
-
-
-def _sync_folder(folder: Path) -> None:
-  """The name is on disk too, where the file system knows of such a thing."""
-  with contextlib.suppress(OSError):
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-      os.fsync(handle)
-    finally:
-      os.close(handle)

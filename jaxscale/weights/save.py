@@ -1,11 +1,12 @@
-"""Parameters into a file, one array at a time, from wherever their parts are."""
+"""Parameters into a file, one array at a time, however they are sharded."""
 
 from __future__ import annotations
 
 import functools
+import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +19,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale import cluster
 from jaxscale.errors import EXIT_CRASH, ConfigError
+from jaxscale.metrics.text import byte_size
 from jaxscale.tree_paths import path_name
 from jaxscale.weights.arrange import ARRANGEMENTS
-from jaxscale.weights.names import Link, Naming, naming_of, shape_in_file
+from jaxscale.weights.names import Link, naming_of, shape_in_file
 from jaxscale.weights.safetensors import write
 
 
@@ -31,13 +33,13 @@ class UnwrittenError(Exception):
 
 
 class Leaf(NamedTuple):
-  """An array that is read when its turn comes.
+  """An array that is read only when it is written.
 
   Attributes:
     shape: of the array.
     dtype: likewise.
-    read: a layer's number, or None for the whole -> that, on the host of process
-      0; None elsewhere. All processes call it.
+    read: (number of a layer, or None for all) -> that, on the host of process 0, and
+      None elsewhere. All processes call it.
   """
 
   shape: tuple[int, ...]
@@ -65,12 +67,12 @@ def export_safetensors(
     params: of `jax.Array`s, sharded in any way.
     model_state: likewise, e.g. {"batch_stats": ...}.
     naming: "jaxscale", "timm" (also torchvision's) or "huggingface".
-    num_classes: how many classes, or words, are no padding; the rest is left out.
+    num_classes: classes or words without padding; the rest is left out.
     dtype: to which floating-point numbers are cast; None: as they are.
-    metadata: text about the file, beside what the naming's readers look for.
+    metadata: text about the file, added to what the naming's readers look for.
 
   Raises:
-    ConfigError: the naming has no names for this model, or the path cannot be.
+    ConfigError: the naming has no names for this model, or the path cannot exist.
     UnwrittenError: the disk failed or is full; nothing is left behind.
 
   Example:
@@ -79,10 +81,8 @@ def export_safetensors(
     Array([1., 1., 1.], dtype=float32)
   """
   tree = {"params": params, **(model_state or {})}
-  leaves = {
-    path_name(where): _leaf(x)
-    for where, x in jax.tree_util.tree_leaves_with_path(tree)
-  }  # fmt: skip
+  flat = jax.tree_util.tree_leaves_with_path(tree)
+  leaves = {path_name(where): _leaf(x) for where, x in flat}
   export_leaves(
     path, leaves, naming=naming, num_classes=num_classes, dtype=dtype,
     metadata=metadata,
@@ -98,47 +98,62 @@ def export_leaves(
   dtype: Any = None,
   metadata: Mapping[str, str] | None = None,
 ) -> int:
-  """`export_safetensors` of leaves by path.
-
-  Args:
-    path: as there, and so are all others but this one:
-    leaves: by path, e.g. params/layers/q/kernel.
-    naming: see there.
-    num_classes: likewise.
-    dtype: likewise.
-    metadata: likewise.
+  """`export_safetensors` of leaves by path, e.g. params/layers/q/kernel.
 
   Returns:
     The bytes of the arrays.
-
-  Raises:
-    ConfigError: the naming has no names for this model, or the path cannot be.
-    UnwrittenError: the disk failed or is full; nothing is left behind.
   """
   path = Path(path)
   names = naming_of(naming, {name: leaf.shape for name, leaf in leaves.items()})
+
+  def described(links: list[Link]) -> tuple[np.dtype, tuple[int, ...]]:
+    """Dtype and shape of an array in the file."""
+    if not links:  # a counter
+      return np.dtype(np.int64), ()
+    link, leaf = links[0], leaves[links[0].ours]
+    shape = list(leaf.shape)
+    dim = names.classes.get(link.ours)
+    if dim is not None and num_classes is not None:
+      shape[dim] = min(shape[dim], num_classes)
+    is_cast = dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating)
+    return np.dtype(dtype if is_cast else leaf.dtype), shape_in_file(link, tuple(shape))
+
+  def made(name: str) -> np.ndarray | None:
+    """An array of the file, in process 0."""
+    to_dtype, shape = layout[name]
+    links = arrays[name]
+    if not links:
+      return np.zeros(shape, to_dtype)
+    own_shape = (shape[0] // len(links), *shape[1:]) if len(links) > 1 else shape
+    parts = []
+    for link in links:
+      array = leaves[link.ours].read(link.layer)
+      if array is not None:
+        dim = names.classes.get(link.ours)
+        if dim is not None and num_classes is not None:
+          array = array[(slice(None),) * dim + (slice(num_classes),)]
+        array = ARRANGEMENTS[link.how].theirs(array, own_shape)
+        parts.append(array.astype(to_dtype, copy=False))
+    if len(parts) > 1:
+      return np.concatenate(parts)
+    return parts[0] if parts else None
+
   arrays: dict[str, list[Link]] = {name: [] for name in names.counters}
   for link in names.links:
     arrays.setdefault(link.theirs, []).append(link)
-  made = {
-    name: _described(links, leaves, names, num_classes, dtype)
-    for name, links in arrays.items()
-  }
-  # Each array lies at a multiple of its item's size if larger items come first.
-  order = sorted(arrays, key=lambda name: -made[name][0].itemsize)
-  size = sum(int(np.prod(shape)) * d.itemsize for d, shape in made.values())
-
-  def in_turn() -> Iterator[Any]:
-    for name in order:
-      yield _made(arrays[name], leaves, names, num_classes, *made[name])
-
-  turns, failed = in_turn(), None
+  layout = {name: described(links) for name, links in arrays.items()}
+  # Each array begins at a multiple of its item's size if larger items come first.
+  layout = dict(sorted(layout.items(), key=lambda item: -item[1][0].itemsize))
+  size = sum(math.prod(shape) * d.itemsize for d, shape in layout.values())
+  turns, failed = (made(name) for name in layout), None
   if cluster.is_leader():
-    said = {**names.metadata, **(metadata or {})}
     try:
-      write(path, {name: made[name] for name in order}, turns, said)
+      write(path, layout, turns, {**names.metadata, **(metadata or {})})
     except OSError as e:
-      failed = [e.strerror or str(e), _room(path, size)]
+      failed = [e.strerror or str(e), None]
+      if os.access(path.parent, os.W_OK):
+        free = byte_size(shutil.disk_usage(path.parent).free)
+        failed[1] = f"{byte_size(size)} needed, {free} free in {path.parent}"
   for _ in turns:  # process 0 too, where its disk failed: all gather together
     pass
   if failed := cluster.from_leader(failed):
@@ -149,62 +164,8 @@ def export_leaves(
   return size
 
 
-def _room(path: Path, size: int) -> str | None:
-  """How much there is for a file; None: it could not be there at all."""
-  if not os.access(path.parent, os.W_OK):
-    return None
-  free = shutil.disk_usage(path.parent).free
-  return f"{size / 1e6:,.1f} MB needed, {free / 1e6:,.1f} MB free in {path.parent}"
-
-
-def _described(
-  links: list[Link],
-  leaves: Mapping[str, Leaf],
-  names: Naming,
-  num_classes: int | None,
-  dtype: Any,
-) -> tuple[np.dtype, tuple[int, ...]]:
-  """Type and shape of an array in the file."""
-  if not links:
-    return np.dtype(np.int64), ()
-  link, leaf = links[0], leaves[links[0].ours]
-  shape = list(leaf.shape)
-  dim = names.classes.get(link.ours)
-  if dim is not None and num_classes is not None:
-    shape[dim] = min(shape[dim], num_classes)
-  is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
-  kind = np.dtype(dtype) if dtype is not None and is_float else np.dtype(leaf.dtype)
-  return kind, shape_in_file(link, tuple(shape))
-
-
-def _made(
-  links: list[Link],
-  leaves: Mapping[str, Leaf],
-  names: Naming,
-  num_classes: int | None,
-  dtype: np.dtype,
-  shape: tuple[int, ...],
-) -> np.ndarray | None:
-  """An array of the file in process 0."""
-  parts = []
-  for link in links:
-    array = leaves[link.ours].read(link.layer)
-    if array is None:
-      continue
-    dim = names.classes.get(link.ours)
-    if dim is not None and num_classes is not None:
-      array = array[(slice(None),) * dim + (slice(num_classes),)]
-    one = (shape[0] // len(links), *shape[1:]) if len(links) > 1 else shape
-    parts.append(ARRANGEMENTS[link.how].theirs(array, one).astype(dtype, copy=False))
-  if not links:
-    return np.zeros(shape, dtype)
-  if len(parts) > 1:
-    return np.concatenate(parts)
-  return parts[0] if parts else None
-
-
 def _leaf(x: Any) -> Leaf:
-  """Of an array on devices."""
+  """A leaf that is an array on devices."""
 
   def read(layer: int | None) -> np.ndarray | None:
     # A copy each time: what is brought to the host stays with its array.

@@ -1,8 +1,8 @@
 """What timm and Hugging Face call the parameters of our stacked models.
 
-As of timm 1.0.31 and transformers 5.23.0; `tests/data/state_dicts` has the names of whole
-models, as these packages make them. A row whose parameter a model does not have is
-ignored.
+As of timm 1.0.31 and transformers 5.23.0; `tests/data/state_dicts` has the names of
+whole models, as these packages make them. A row whose parameter a model does not have
+is ignored.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ LLAMA = (
   *_norm("layers/attn_norm", _LAYER + "input_layernorm"),
   *_norm("layers/q_norm", _LAYER + "self_attn.q_norm"),
   *_norm("layers/k_norm", _LAYER + "self_attn.k_norm"),
-  *(row for name, to in (_HEADS | _MLP).items() for row in _dense(f"layers/{name}", to)),
+  *(
+    row for name, to in (_HEADS | _MLP).items() for row in _dense(f"layers/{name}", to)
+  ),
   *_norm("layers/mlp_norm", _LAYER + "post_attention_layernorm"),
   *_norm("head/norm", "model.norm"),
   Row("head/kernel", "lm_head.weight", "linear", or_else="model.embed_tokens.weight"),

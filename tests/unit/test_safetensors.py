@@ -75,11 +75,11 @@ def with_header(path, header, data=b"\0" * 48):
 GOOD = {"dtype": "F32", "shape": [4, 3], "data_offsets": [0, 48]}
 SECOND = {"dtype": "U8", "shape": [2], "data_offsets": [48, 50]}
 DAMAGE = {
-  "cut in its data": (lambda f: os.truncate(f, f.stat().st_size - 1), "is cut short"),
-  "cut in its header": (lambda f: os.truncate(f, 20), "is cut short"),
+  "cut in its data": (lambda f: os.truncate(f, f.stat().st_size - 1), "cut short .*not fully"),
+  "cut in its header": (lambda f: os.truncate(f, 20), "cut short .*header length"),
   "cut in its length": (lambda f: os.truncate(f, 5), "not a safetensors file"),
   "empty": (lambda f: os.truncate(f, 0), "not a safetensors file"),
-  "longer": (lambda f: f.write_bytes(f.read_bytes() + b"1"), "longer than its header"),
+  "longer": (lambda f: f.write_bytes(f.read_bytes() + b"1"), "not fully covered"),
   "other": (lambda f: f.write_bytes(b"\x89PNG" * 20), "not a safetensors file"),
   "zip": (lambda f: f.write_bytes(b"PK\3\4" + b"\0" * 99), "safetensors.torch.save"),
   "pickle": (lambda f: f.write_bytes(b"\x80\2" + b"}" * 99), "safetensors.torch.save"),
@@ -96,11 +96,11 @@ DAMAGE = {
   "a hole": (
     lambda f: with_header(
       f, {"x": GOOD, "y": SECOND | {"data_offsets": [49, 51]}}, b"\0" * 51),
-    "damaged header, at y"),
+    "damaged header .*`y`"),
   "overlap": (
     lambda f: with_header(
       f, {"x": GOOD, "y": SECOND | {"data_offsets": [46, 48]}}),
-    "damaged header, at y"),
+    "damaged header .*`y`"),
 }  # fmt: skip
 
 
@@ -160,7 +160,7 @@ def test_the_old_file_stays_until_the_new_one_is_whole(tmp_path, monkeypatch):
   monkeypatch.setattr(os, "fsync", full)
   with pytest.raises(UnwrittenError, match="No space left on device") as e:
     export_safetensors(path, jax.tree.map(jnp.zeros_like, params))
-  assert "MB needed" in str(e.value) and "\n" not in str(e.value)
+  assert "KB needed" in str(e.value) and "\n" not in str(e.value)
   assert path.read_bytes() == before and os.listdir(tmp_path) == [path.name]
 
 
@@ -210,8 +210,8 @@ def test_names_that_do_not_fit_are_named_and_counted(tmp_path):
   assert said.endswith("init_head=True starts the classifier anew")
   found = import_safetensors(path, made | {"Dense_1": head}, init_head=True)
   assert found.params["Dense_1"]["kernel"] is head["kernel"]
-  assert "the classifier starts anew" in found.story
-  assert "24 numbers" not in found.story and "16 numbers in 2 arrays" in found.story
+  assert "the classifier starts anew" in found.summary
+  assert "24 numbers" not in found.summary and "16 numbers in 2 arrays" in found.summary
   assert "did you mean 'timm'" in line(made, naming="tim")
   assert "no name for params/Dense_0/" in line(made, naming="timm")
   no_head = {"Norm": {"scale": jnp.ones(2)}}

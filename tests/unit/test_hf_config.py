@@ -1,4 +1,4 @@
-"""A config.json beside parameters: what of it is compared, and how it is said."""
+"""The config.json next to parameters: what of it is compared, and the messages."""
 
 import json
 
@@ -6,32 +6,26 @@ import pytest
 
 from jaxscale import config as cfg
 from jaxscale.errors import ConfigError
-from jaxscale.weights.hf_config import check_beside, llama_config
+from jaxscale.weights.hf_config import check_hf_config, llama_config
 
 # Settings that are not the defaults, where transformers and we have the same.
 LLAMA = cfg.Transformer(
   num_layers=2, width=32, num_heads=4, num_kv_heads=2, rope_theta=5e5, norm_eps=1e-5
 )
 SIZES = {"hidden": 64, "vocab_size": 256, "sequence_length": 64, "dtype": "float32"}
+TEXT = {"sequence_length": 64}
 HEAD = ("model.embed_tokens.weight", "lm_head.weight")
-
-
-def run_of(model, data=None):
-  return cfg.Config(
-    model=model, data=data or cfg.Text(sequence_length=64), optimizer=cfg.SGD(lr=0.1),
-    batch_size=8, epochs=1.0,
-  )  # fmt: skip
 
 
 def check(folder, said, *, model=LLAMA, naming="huggingface", names=HEAD, **options):
   """The line that says what is another, or None."""
   (folder / "config.json").write_text(json.dumps(said))
   try:
-    check_beside(folder / "x.safetensors", naming, names, run_of(model), **options)
+    check_hf_config(folder / "x.safetensors", naming, names, model, **TEXT, **options)
   except ConfigError as e:
     where, _, line = str(e).partition(": of another model: ")
     assert where == str(folder / "config.json") and "\n" not in line
-    check_beside(folder / "x.safetensors", "jaxscale", names, run_of(model))
+    check_hf_config(folder / "x.safetensors", "jaxscale", names, model, **TEXT)
     return line
   return None
 
@@ -199,10 +193,10 @@ def test_what_timm_says(model, said, says, tmp_path):
 
 
 def test_one_that_cannot_be_read_is_one_line(tmp_path):
-  check_beside(tmp_path, "huggingface", HEAD, run_of(LLAMA))  # there is none
+  check_hf_config(tmp_path, "huggingface", HEAD, LLAMA)  # there is none
   for text in ("{", "[]"):
     (tmp_path / "config.json").write_text(text)
     for naming in ("huggingface", "timm"):
       with pytest.raises(ConfigError, match=r"config.json: unreadable; copy it again"):
-        check_beside(tmp_path, naming, HEAD, run_of(LLAMA))
-    check_beside(tmp_path, "jaxscale", HEAD, run_of(LLAMA))
+        check_hf_config(tmp_path, naming, HEAD, LLAMA)
+    check_hf_config(tmp_path, "jaxscale", HEAD, LLAMA)
