@@ -7,53 +7,32 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale import models, optim
+from jaxscale import optim
 from jaxscale.checkpoint import checksum
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.errors import ConfigError
-from jaxscale.exchange import plain
-from jaxscale.mesh import make_mesh
-from jaxscale.training.state import abstract_state, init_state
-
-
-def setup(num_devices=8, hidden=(64,), tx=None, average=False):
-  """An abstract state and a state that differs in every leaf from a new one."""
-  mesh = make_mesh(devices=jax.devices()[:num_devices])
-  fns = models.functions(models.MLPModule(num_classes=10, hidden=hidden), (8, 8, 1))
-  parts = fns.init, tx or optim.sgd(0.1), mesh, plain(mesh.axis_names)
-  state = init_state(*parts, seed=5, average=average)
-  return abstract_state(*parts, average=average), state
-
-
-def at_step(state, step):
-  bumped = jax.tree.map(lambda x: x + jnp.asarray(step / 7, x.dtype), state)
-  return bumped._replace(step=jnp.asarray(step, jnp.int32))
-
-
-def assert_identical(a, b):
-  assert jax.tree.structure(a) == jax.tree.structure(b)
-  for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True):
-    assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+from support.states import at_step, make_states
+from support.trees import assert_same_bits
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 8])
 def test_restores_bit_for_bit_on_any_number_of_devices(tmp_path, num_devices):
-  abstract, state = setup(average=True)
+  abstract, state = make_states(average=True)
   state = at_step(state, 3)
   with Checkpoints(tmp_path) as checkpoints:
     assert checkpoints.restore(abstract) is None
     checkpoints.save(state)
-  abstract, _ = setup(num_devices, average=True)
+  abstract, _ = make_states(num_devices, average=True)
   with Checkpoints(tmp_path) as checkpoints:
     restored = checkpoints.restore(abstract)
   assert restored is not None
-  assert_identical(restored, state)
+  assert_same_bits(restored, state)
   for x, a in zip(*map(jax.tree.leaves, (restored, abstract)), strict=True):
     assert x.sharding == a.sharding
 
 
 def test_keeps_the_last_and_the_best(tmp_path):
-  _, state = setup(1)
+  _, state = make_states(1)
   with Checkpoints(tmp_path, keep_last=2, keep_best=1) as checkpoints:
     for step, accuracy in enumerate([0.1, 0.9, None, 0.3, 0.5, None], 1):
       metrics = None if accuracy is None else {"accuracy": accuracy}
@@ -89,7 +68,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_newest_is_reported_and_the_one_before_used(tmp_path, damage, capsys):
-  abstract, state = setup(2)
+  abstract, state = make_states(2)
   with Checkpoints(tmp_path) as checkpoints:
     for step in (1, 2):
       checkpoints.save(at_step(state, step))
@@ -99,20 +78,20 @@ def test_a_damaged_newest_is_reported_and_the_one_before_used(tmp_path, damage, 
     out = capsys.readouterr().out
     if "flipped" in damage and int(restored.step) == 2:
       # Writers at the same time may leave bytes in a file that nothing reads.
-      assert_identical(restored, at_step(state, 2))
+      assert_same_bits(restored, at_step(state, 2))
       assert "damaged" not in out
       return
-    assert_identical(restored, at_step(state, 1))
+    assert_same_bits(restored, at_step(state, 1))
     assert "checkpoint 2 is damaged" in out and "going on from 1" in out
     # Nothing is deleted, and the step can be saved again.
     assert (tmp_path / "2.damaged").is_dir()
     checkpoints.save(at_step(state, 2))
   with Checkpoints(tmp_path) as checkpoints:
-    assert_identical(checkpoints.restore(abstract), at_step(state, 2))
+    assert_same_bits(checkpoints.restore(abstract), at_step(state, 2))
 
 
 def test_a_damaged_manifest_is_distrusted(tmp_path, capsys):
-  abstract, state = setup(1)
+  abstract, state = make_states(1)
   with Checkpoints(tmp_path) as checkpoints:
     checkpoints.save(at_step(state, 1))
   path = tmp_path / "1" / "manifest.json"
@@ -136,10 +115,10 @@ OTHERS = {
 @pytest.mark.parametrize("other", OTHERS)
 def test_another_experiment_is_refused_in_one_line(tmp_path, other):
   options, difference = OTHERS[other]
-  _, state = setup(1)
+  _, state = make_states(1)
   with Checkpoints(tmp_path) as checkpoints:
     checkpoints.save(at_step(state, 1))
-  abstract, _ = setup(1, **options)
+  abstract, _ = make_states(1, **options)
   with Checkpoints(tmp_path) as checkpoints:
     with pytest.raises(ConfigError) as error:
       checkpoints.restore(abstract)
@@ -148,7 +127,7 @@ def test_another_experiment_is_refused_in_one_line(tmp_path, other):
 
 
 def test_a_state_that_is_not_finite_is_never_saved(tmp_path):
-  _, state = setup(1)
+  _, state = make_states(1)
   bad = jax.tree.map(lambda x: x, state.params)
   bad["Dense_0"]["kernel"] = bad["Dense_0"]["kernel"].at[3, 4].set(jnp.nan)
   with Checkpoints(tmp_path) as checkpoints:

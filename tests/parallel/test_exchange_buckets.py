@@ -8,16 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from test_exchange_contract import (
-  AXES,
-  SHAPES,
-  N,
-  compiled,
-  first_state,
-  gradients,
-  program,
-  run,
-)
 
 from jaxscale.errors import ConfigError
 from jaxscale.exchange import Exchange, plain
@@ -28,6 +18,16 @@ from jaxscale.exchange.one_bit import one_bit
 from jaxscale.exchange.power_sgd import power_sgd
 from jaxscale.exchange.top_k import top_k
 from jaxscale.mesh import make_mesh
+from support.exchanges import (
+  AXES,
+  SHAPES,
+  N,
+  compiled,
+  first_state,
+  gradients,
+  program,
+  run,
+)
 
 BYTES = {"f32": 4, "s32": 4, "u16": 2, "s8": 1, "u8": 1, "bf16": 2, "f16": 2}
 W = {"w": (64, 128)}  # divides by devices, blocks and eight bits

@@ -1,140 +1,25 @@
 """What every exchange holds: nothing lost, nothing random, nothing apart."""
 
-import functools
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
-from jax.sharding import PartitionSpec as P
 
-from jaxscale.exchange import plain
-from jaxscale.exchange.buckets import bucketed
-from jaxscale.exchange.delayed import delayed, warm_start
-from jaxscale.exchange.low_precision import half_precision, int8
-from jaxscale.exchange.one_bit import one_bit
-from jaxscale.exchange.power_sgd import power_sgd
-from jaxscale.exchange.top_k import top_k
 from jaxscale.mesh import make_mesh
 from support.cases import all_slow_except
+from support.exchanges import (
+  EXCHANGES,
+  FEEDBACK,
+  SHAPES,
+  N,
+  compiled,
+  fifty,
+  gradients,
+  run,
+  unsent,
+)
 
-N = 8
-AXES = ("replica", "data")
-# No size divides by devices, blocks or eight bits.
-SHAPES = {
-  "bias": (3,),
-  "conv": (3, 3, 5, 17),
-  "dense": (5, 7),
-  "scalar": (),
-  "vector": (1001,),
-  "wide": (37, 130),
-}
-SMALL = 8192  # bytes: buckets that cut tensors, and several of them
-
-EXCHANGES = {
-  "plain": lambda n=N: plain(AXES),
-  "bucketed": lambda n=N: bucketed(AXES, bucket_bytes=SMALL),
-  "bf16": lambda n=N: half_precision(AXES, bucket_bytes=SMALL),
-  "bf16 psum": lambda n=N: half_precision(AXES, sum_in="payload"),
-  "fp16": lambda n=N: half_precision(AXES, "float16", bucket_bytes=SMALL),
-  "fp16 psum": lambda n=N: half_precision(AXES, "float16", sum_in="payload"),
-  "int8": lambda n=N: int8(AXES, block=32, bucket_bytes=SMALL),
-  "one bit": lambda n=N: one_bit(AXES, num_devices=n, bucket_bytes=SMALL),
-  "top k": lambda n=N: top_k(AXES, num_devices=n, share=0.05, bucket_bytes=SMALL),
-  "top k of buckets": lambda n=N: top_k(
-    AXES, num_devices=n, share=0.05, per="bucket", bucket_bytes=SMALL
-  ),
-  "power sgd": lambda n=N: power_sgd(AXES, rank=2, bucket_bytes=SMALL),
-  "delayed": lambda n=N: delayed(plain(AXES)),
-  "delayed one bit": lambda n=N: delayed(one_bit(AXES, num_devices=n)),
-  "warm one bit": lambda n=N: warm_start(one_bit(AXES, num_devices=n), AXES, steps=5),
-}
 # Those that `make test` takes: one of each kind.
 QUICK = ("bucketed", "bf16", "int8", "one bit", "top k", "delayed")
-FEEDBACK = [name for name in EXCHANGES if name.split()[0] not in (
-  "plain", "bucketed", "bf16", "fp16", "int8")]  # fmt: skip
-
-
-def gradients(steps, seed=0, devices=N, shapes=SHAPES):
-  """Random gradients [steps, devices, ...], their scale another in each tensor."""
-  rng = np.random.default_rng(seed)
-  return {
-    name: (10.0 ** (i - 2) * (rng.standard_normal((steps, devices, *shape)) + 0.1))
-    .astype(np.float32)
-    for i, (name, shape) in enumerate(shapes.items())
-  }  # fmt: skip
-
-
-def program(exchange, mesh):
-  """Jitted (gradients [steps, devices, ...], state) -> (means [steps, ...], state)."""
-  axes = mesh.axis_names
-
-  def steps(grads, state):
-    grads = jax.tree.map(lambda g: g[:, 0], grads)
-    state = jax.tree.map(lambda x: x[0], state)
-
-    def one(state, g):
-      mean, state = exchange.exchange(g, state)
-      return state, mean
-
-    state, means = lax.scan(one, state, grads)
-    return means, jax.tree.map(lambda x: x[None], state)
-
-  return jax.jit(
-    jax.shard_map(
-      steps,
-      mesh=mesh,
-      in_specs=(P(None, axes), P(axes)),
-      out_specs=(P(), P(axes)),
-      check_vma=True,
-    ),
-    # A third of the time to compile; the collectives are the same.
-    compiler_options={"xla_backend_optimization_level": 1},
-  )
-
-
-def first_state(exchange, devices=N, shapes=SHAPES):
-  own = exchange.init({k: jnp.zeros(s, jnp.float32) for k, s in shapes.items()})
-  return jax.tree.map(lambda x: np.stack([x] * devices), own)
-
-
-def run(exchange, grads, mesh=None):
-  """Means of every step and the last state, as jax arrays."""
-  mesh = mesh or make_mesh(replica=2)
-  shapes = {name: g.shape[2:] for name, g in grads.items()}
-  state = first_state(exchange, mesh.size, shapes)
-  return program(exchange, mesh)(grads, state)
-
-
-@functools.cache
-def compiled(name):
-  """An exchange on 2 x 4 devices, for all tests that only run it again."""
-  exchange = EXCHANGES[name]()
-  return program(exchange, make_mesh(replica=2)), first_state(exchange)
-
-
-@functools.cache
-def fifty(name):
-  """Fifty steps of an exchange: numpy means of every step, numpy last state."""
-  steps, state = compiled(name)
-  return jax.device_get(steps(gradients(50), state))
-
-
-def unsent(state, name):
-  """What all devices still keep of a tensor's gradients, added in float64."""
-  total = np.zeros(SHAPES[name])
-  if "inner" in state:
-    total = total + unsent(state["inner"], name)
-  if "grads" in state:
-    total = total + np.sum(state["grads"][name], axis=0, dtype=np.float64)
-  if "residual" in state:
-    total = total + np.sum(state["residual"][name], axis=0, dtype=np.float64)
-  if "owner" in state:
-    rows = state["owner"][name].shape[-1]
-    stripes = np.asarray(state["owner"][name], np.float64).reshape(-1, rows)
-    total = total + stripes[: total.size // rows].T.reshape(total.shape)
-  return total
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from test_exchange_contract import AXES, N, gradients, run
 
 from jaxscale.errors import ConfigError
 from jaxscale.exchange.low_precision import (
@@ -14,6 +13,7 @@ from jaxscale.exchange.low_precision import (
   half_precision,
   int8,
 )
+from support.exchanges import AXES, N, gradients, run
 
 BLOCK = 64
 SHAPE = {"w": (9, 143)}  # 1,287 elements: 21 blocks, 3 of each device's chunk

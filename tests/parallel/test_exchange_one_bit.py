@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from test_exchange_contract import AXES, EXCHANGES, SHAPES, N, compiled, gradients, run
 
 from jaxscale.errors import ConfigError
 from jaxscale.exchange.delayed import warm_start
 from jaxscale.exchange.one_bit import dequantise, one_bit, quantise, shrinks
 from jaxscale.mesh import make_mesh
+from support.exchanges import AXES, EXCHANGES, SHAPES, N, compiled, gradients, run
 
 
 def quantised(column):

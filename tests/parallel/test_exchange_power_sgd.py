@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_exchange_contract import AXES, N, gradients, run
 
 from jaxscale.errors import ConfigError
 from jaxscale.exchange.power_sgd import matrix_shape, orthonormalise, power_sgd
+from support.exchanges import AXES, N, gradients, run
 
 RANK = 3
 SHAPES = {"bias": (31,), "conv": (3, 3, 5, 17), "tiny": (5, 3), "wide": (37, 130)}

@@ -6,7 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_exchange_contract import (
+
+from jaxscale.exchange import Exchange
+from jaxscale.exchange.delayed import delayed, warm_start
+from jaxscale.exchange.one_bit import one_bit, resize, shrinks
+from jaxscale.mesh import make_mesh
+from support.exchanges import (
   EXCHANGES,
   FEEDBACK,
   SHAPES,
@@ -18,11 +23,6 @@ from test_exchange_contract import (
   program,
   unsent,
 )
-
-from jaxscale.exchange import Exchange
-from jaxscale.exchange.delayed import delayed, warm_start
-from jaxscale.exchange.one_bit import one_bit, resize, shrinks
-from jaxscale.mesh import make_mesh
 
 AXES = ("replica", "data")
 STATEFUL = [name for name, make in EXCHANGES.items()

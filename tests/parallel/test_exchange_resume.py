@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_exchange_contract import EXCHANGES
 
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.errors import ConfigError
@@ -17,6 +16,7 @@ from jaxscale.mesh import batch_sharding, make_mesh
 from jaxscale.training.local_step import abstract_local_state, init_local_state
 from jaxscale.training.state import abstract_state, init_state
 from jaxscale.training.step import make_train_step
+from support.exchanges import EXCHANGES
 
 WIDTH, OUT = 31, 9
 KEEP_STATE = [

@@ -5,10 +5,10 @@ import math
 import jax
 import numpy as np
 import pytest
-from test_exchange_contract import AXES, N, gradients, run
 
 from jaxscale.errors import ConfigError
 from jaxscale.exchange.top_k import top_k
+from support.exchanges import AXES, N, gradients, run
 
 SHARE = 0.05
 

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_run import quick
 
 from jaxscale import models, weights
 from jaxscale.checkpoint import files
@@ -25,6 +24,7 @@ from jaxscale.training.state import TrainState
 from jaxscale.weights import export_safetensors, import_safetensors
 from jaxscale.weights.safetensors import read_header
 from support.commands import child_env
+from support.configs import tiny_digits
 from support.paths import ROOT
 
 
@@ -34,7 +34,7 @@ def finished(tmp_path_factory):
   workdir = tmp_path_factory.mktemp("run")
   with pytest.MonkeyPatch.context() as patch:
     patch.chdir(ROOT)
-    return fit(quick(epochs="2"), workdir), workdir
+    return fit(tiny_digits(epochs="2"), workdir), workdir
 
 
 def typed(capsys, *argv):
@@ -58,7 +58,7 @@ def test_a_run_starts_from_what_another_has_learnt(finished, tmp_path, capsys):
   assert about["data"] == "digits" and about["step"] == str(result.state.step)
   assert json.loads(about["model"])["class"] == "MLP"
 
-  config = quick(init_from=str(path), seed="7", epochs="2")
+  config = tiny_digits(init_from=str(path), seed="7", epochs="2")
   state = build.experiment(config).init_state()
   (said,) = capsys.readouterr().out.splitlines()
   assert said.startswith(f"parameters from {path}: 2,410 numbers in 4 arrays, float32")
@@ -72,7 +72,7 @@ def test_a_run_starts_from_what_another_has_learnt(finished, tmp_path, capsys):
   path.unlink()
   assert fit(config, tmp_path / "again").summary["outcome"] == "done"
   with pytest.raises(ConfigError, match=r"init_from is .* there and None now"):
-    fit(quick(seed="7", epochs="2"), tmp_path / "again")
+    fit(tiny_digits(seed="7", epochs="2"), tmp_path / "again")
 
 
 def test_the_parameters_of_the_last_step_can_be_taken(finished, tmp_path, capsys):
@@ -122,7 +122,7 @@ def test_a_checkpoint_of_a_resnet_becomes_timms_file(tmp_path, capsys):
 
 
 def test_a_classifier_of_other_classes_starts_anew_if_asked_to(tmp_path):
-  experiment = build.experiment(quick())
+  experiment = build.experiment(tiny_digits())
   fresh = experiment.init_state()
   params = jax.tree.map(lambda x: x + 1, fresh.params)
   head = params["Dense_1"]
@@ -130,24 +130,24 @@ def test_a_classifier_of_other_classes_starts_anew_if_asked_to(tmp_path):
   path = tmp_path / "seven"
   export_safetensors(path, params)
   with pytest.raises(ConfigError, match="init_head=True starts the classifier anew"):
-    build.experiment(quick(init_from=str(path))).init_state()
+    build.experiment(tiny_digits(init_from=str(path))).init_state()
   said = []
-  asked = quick(init_from=str(path), init_head="True")
+  asked = tiny_digits(init_from=str(path), init_head="True")
   state = build.experiment(asked).init_state(said.append)
   assert said[0].endswith("; the classifier starts anew")
   assert same(state.params["Dense_0"], params["Dense_0"])
   assert same(state.params["Dense_1"], fresh.params["Dense_1"])
   with pytest.raises(ConfigError, match=r"init_head=True: set init_from too"):
-    quick(init_head="True")
+    tiny_digits(init_head="True")
 
 
 def test_workers_that_train_alone_start_from_it_too(tmp_path):
   path = tmp_path / "a"
   options = dict(sync="LocalSGD", sync__sync_every_steps="2", ema_decay="None")
-  made = build.experiment(quick(**options)).init_state()
+  made = build.experiment(tiny_digits(**options)).init_state()
   params = jax.tree.map(lambda x: x + 1, made.params)
   export_safetensors(path, params)
-  state = build.experiment(quick(init_from=str(path), **options)).init_state()
+  state = build.experiment(tiny_digits(init_from=str(path), **options)).init_state()
   assert same(state.params, params)
   for worker in range(8):
     own = jax.tree.map(lambda x, i=worker: x[i], state.exchange_state.params)
@@ -306,7 +306,7 @@ def test_help_and_choices():
 def test_every_device_count_reads_what_any_wrote(tmp_path):
   """From 8 devices to 2, through the experiment's own shardings."""
   path = tmp_path / "a"
-  eight = build.experiment(quick()).init_state()
+  eight = build.experiment(tiny_digits()).init_state()
   export_safetensors(path, eight.params)
   mesh = make_mesh(data=2, devices=jax.devices()[:2])
   like = jax.tree.map(

@@ -2,9 +2,7 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from jaxscale import data, metrics
 from jaxscale.config import (
@@ -22,19 +20,7 @@ from jaxscale.config import (
 from jaxscale.errors import ConfigError
 from jaxscale.run.damaged_examples import DamageRecord
 from jaxscale.run.fit import fit
-
-
-def write_folder(root, split, count):
-  rng = np.random.default_rng(0)
-  paths = []
-  for label, name in enumerate(("cat", "dog")):
-    (root / split / name).mkdir(parents=True)
-    for i in range(count):
-      noise = rng.integers(0, 90, (24, 32, 3)) + 120 * label
-      path = root / split / name / f"{i:03}.jpg"
-      Image.fromarray(noise.astype(np.uint8)).save(path)
-      paths.append(path)
-  return paths
+from support.images import write_folder
 
 
 def folder_config(root, **changes):

@@ -6,8 +6,6 @@ import signal
 
 import jax
 import pytest
-from test_requeue import scontrol  # noqa: F401
-from test_run import quick as quick_config
 
 from jaxscale import cluster
 from jaxscale.cluster.watch import watch as watches
@@ -21,10 +19,11 @@ from jaxscale.run import callbacks, phases, session
 from jaxscale.run.fit import fit
 from jaxscale.run.workdir import experiment_in
 from jaxscale.studies import trials
+from support.configs import tiny_digits
 
 
 def config(**faults) -> Config:
-  return dataclasses.replace(quick_config(), faults=Faults(**faults))
+  return dataclasses.replace(tiny_digits(), faults=Faults(**faults))
 
 
 def test_what_a_config_leaves_out_is_what_a_script_gets():
@@ -37,7 +36,7 @@ def test_what_a_config_leaves_out_is_what_a_script_gets():
 
 
 @pytest.fixture
-def in_a_job(scontrol, monkeypatch):  # noqa: F811
+def in_a_job(scontrol, monkeypatch):
   monkeypatch.setenv("SLURM_JOB_ID", "12")
   monkeypatch.delenv("JAXSCALE_REQUEUE", raising=False)
   return scontrol('[ $1 = show ] && echo "JobState=RUNNING Reason=None"; true')
@@ -89,8 +88,8 @@ def test_restarts_without_progress_are_counted(tmp_path, monkeypatch):
 def test_an_evaluation_that_was_left_off_is_made_up_for(tmp_path, monkeypatch):
   """Asked to stop in the middle of one; then the record is that of a whole run."""
   small = dataclasses.replace(
-    quick_config(),
-    evaluation=dataclasses.replace(quick_config().evaluation, batch_size=120),
+    tiny_digits(),
+    evaluation=dataclasses.replace(tiny_digits().evaluation, batch_size=120),
   )
   whole = fit(small, tmp_path / "whole")
   asked = []
@@ -129,7 +128,7 @@ def test_a_run_that_was_asked_to_stop_before_its_first_step_makes_none(
   alone = watches.start({}, 0, ["localhost"])
   alone.stop.request("SIGTERM")
   monkeypatch.setattr(cluster, "_watch", alone)
-  summary = fit(quick_config(), tmp_path).summary
+  summary = fit(tiny_digits(), tmp_path).summary
   assert summary["outcome"] == "interrupted" and summary["step"] == 0
 
 
@@ -137,8 +136,8 @@ def test_the_accuracy_of_a_trial_stops_when_asked(tmp_path, monkeypatch):
   """All training examples may take longer than a save, and than the grace."""
   alone, places = watches.start({}, 0, ["localhost"]), []
   monkeypatch.setattr(cluster, "_watch", alone)
-  state, _ = fit(quick_config(), tmp_path)
-  experiment = experiment_in(tmp_path, quick_config())
+  state, _ = fit(tiny_digits(), tmp_path)
+  experiment = experiment_in(tmp_path, tiny_digits())
   note = alone.at
   monkeypatch.setattr(alone, "at", lambda *at: (places.append(at), note(*at)))
   trials.accuracy_on(experiment, state, experiment.train_data)
@@ -161,7 +160,7 @@ def test_the_loop_says_where_it_is(tmp_path, monkeypatch):
   alone, places = watches.start({}, 0, ["localhost"]), []
   monkeypatch.setattr(alone, "at", lambda step, phase: places.append((step, phase)))
   monkeypatch.setattr(cluster, "_watch", alone)
-  fit(quick_config(), tmp_path)
+  fit(tiny_digits(), tmp_path)
   assert places[:4] == [(0, "starting"), (1, "compiling"), (1, "input"), (1, "step")]
   places = [place for place, _ in itertools.groupby(places)]
   assert places[places.index((22, "step")) :][:4] == [
@@ -175,7 +174,7 @@ def test_the_loop_says_where_it_is(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_trials_of_a_batch_size_are_left_off_and_come_again(tmp_path, monkeypatch):
   """Asked to stop among them; what they choose, and the run, stay the same."""
-  small = quick_config(
+  small = tiny_digits(
     phases="AdaptiveBatch", phases__every_epochs="2", phases__trial_steps="2",
     phases__max_batch_size="256", batch_size="64",
   )  # fmt: skip

@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-from test_layout_checkpoint import batch, distance
 
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.errors import ConfigError
@@ -19,10 +18,11 @@ from jaxscale.exchange.power_sgd import power_sgd
 from jaxscale.exchange.top_k import top_k
 from jaxscale.mesh import make_mesh
 from jaxscale.parallel import Rule, make_layout, stack_loss
-from jaxscale.parallel.reduction import exchange_axes, exchange_split
+from jaxscale.parallel.layout_exchange import exchange_axes, exchange_split
 from jaxscale.training.state import abstract_state, init_state
 from jaxscale.training.step import make_train_step
-from support.tiny_stack import RULES, tiny_stack
+from support.tiny_stack import RULES, batch, tiny_stack
+from support.trees import assert_same_bits, relative_distance
 
 PARAMETERS = {"shard": "fsdp"}
 LAYOUTS = {
@@ -107,16 +107,12 @@ def restore(directory, made, say=print):
   return state
 
 
-def assert_same(a, b):
-  jax.tree.map(np.testing.assert_array_equal, jax.device_get(a), jax.device_get(b))
-
-
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_the_same_layout_goes_on_with_every_bit(exchange, tmp_path):
   one = made("data 2 x fsdp 2 x model 2", exchange)
   state, said = filled(one), []
   save(tmp_path, one, state)
-  assert_same(restore(tmp_path, one, said.append), state)
+  assert_same_bits(restore(tmp_path, one, said.append), state)
   assert not said
 
 
@@ -127,7 +123,7 @@ def test_the_same_layout_goes_on_with_every_bit(exchange, tmp_path):
 def test_what_splits_gradients_alike_is_the_same_layout_here(there, here, tmp_path):
   state = filled(made(there, "top k"))
   save(tmp_path, made(there, "top k"), state)
-  assert_same(restore(tmp_path, made(here, "top k")), state)
+  assert_same_bits(restore(tmp_path, made(here, "top k")), state)
 
 
 @pytest.mark.parametrize("exchange", ["int8", "warm int8"])
@@ -143,7 +139,7 @@ def test_a_count_of_steps_goes_on_under_any_layout(exchange, there, here, tmp_pa
   save(tmp_path, made(there, exchange), saved)
   state = restore(tmp_path, made(here, exchange), said.append)
   bare = {"exchange_state": ()}
-  assert_same(state._replace(**bare), saved._replace(**bare))
+  assert_same_bits(state._replace(**bare), saved._replace(**bare))
   counts = [np.unique(x).tolist() for x in jax.tree.leaves(state.exchange_state)]
   assert counts and all(count == [4] for count in counts)
   assert len(said) == 1 and "carried over" in said[0]
@@ -228,7 +224,7 @@ def test_a_delayed_run_on_half_the_devices_is_the_run(tmp_path):
       losses.append(metrics["loss"].item())
     ends.append((losses, jax.device_get(state.params)))
   np.testing.assert_allclose(ends[1][0], ends[0][0], rtol=1e-6)
-  assert distance(ends[1][1], ends[0][1]) <= 1e-6
+  assert relative_distance(ends[1][1], ends[0][1]) <= 1e-6
 
 
 def refused(directory, made):

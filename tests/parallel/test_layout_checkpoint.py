@@ -12,15 +12,16 @@ from jaxscale.checkpoint import checksum
 from jaxscale.checkpoint.files import read_manifest
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.exchange import plain
-from jaxscale.mesh import batch_sharding, make_mesh
+from jaxscale.mesh import make_mesh
 from jaxscale.parallel import gpipe_grads, make_layout, stack_loss
-from jaxscale.parallel.reduction import exchange_axes
+from jaxscale.parallel.layout_exchange import exchange_axes
 from jaxscale.training.state import abstract_state, init_state
 from jaxscale.training.step import make_train_step
 from support.cases import all_slow_except
-from support.tiny_stack import LENGTH, RULES, VOCAB, tiny_stack
+from support.tiny_stack import RULES, batch, tiny_stack
+from support.trees import relative_distance
 
-ROWS, SAVED_AT, STEPS = 16, 2, 4
+SAVED_AT, STEPS = 2, 4
 PARAMETERS = {"shard": "fsdp"}
 # Devices, their mesh, and what is split over it.
 LAYOUTS = {
@@ -68,13 +69,6 @@ def parts(name) -> Parts:
   )
 
 
-def batch(number, mesh):
-  tokens = np.random.default_rng(number).integers(0, VOCAB, (ROWS, LENGTH + 1))
-  tokens = tokens.astype(np.int32)
-  made = {"tokens": tokens[:, :-1].copy(), "targets": tokens[:, 1:].copy()}
-  return jax.device_put(made, batch_sharding(mesh))
-
-
 def train(name, state, steps):
   """The state, which is donated, after so many steps more, and their losses."""
   made, losses = parts(name), []
@@ -109,11 +103,6 @@ def saved(tmp_path_factory):
   return of
 
 
-def distance(a, b):
-  a, b = (np.concatenate([x.ravel() for x in jax.tree.leaves(t)]) for t in (a, b))
-  return np.linalg.norm(a.astype(float) - b) / np.linalg.norm(b.astype(float))
-
-
 PAIRS = [f"{a} -> {b}" for a in LAYOUTS for b in LAYOUTS]
 
 
@@ -132,7 +121,7 @@ def test_any_layout_goes_on_from_any_other(pair, saved):
     assert losses == before.losses
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), before.end)
   np.testing.assert_allclose(losses, before.losses, rtol=1e-6)
-  assert distance(jax.device_get(state.params), before.end.params) <= 1e-5
+  assert relative_distance(jax.device_get(state.params), before.end.params) <= 1e-5
 
 
 def test_the_manifest_says_the_same_of_every_layout(saved):

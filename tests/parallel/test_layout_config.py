@@ -14,10 +14,11 @@ from jaxscale import models
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
 from jaxscale.mesh import MeshShape, host_shard, make_mesh, mesh_shape
-from jaxscale.parallel import Rule, largest, make_layout, model_rules, partition
-from jaxscale.parallel.layout import opt_specs, whole
+from jaxscale.parallel import Rule, largest, make_layout, rules, partition
+from jaxscale.parallel.layout import opt_state_specs, replicated_layout
 from jaxscale.planning.describe import describe
 from support.commands import child_env, error_line
+from support.configs import tiny_language
 from support.paths import ROOT
 from support.tiny_stack import RULES, tiny_stack
 
@@ -74,7 +75,10 @@ def test_every_model_has_rules_for_all_its_parameters():
     image_shape=(8, 8, 3), num_classes=8, patch=4, width=32, num_layers=2, num_heads=4
   )
   sizes = dict.fromkeys(("fsdp", "stage", "model"), 2)
-  for stack, rules in ((lm, model_rules.TRANSFORMER), (vit, model_rules.VIT)):
+  for stack, rules in (
+    (tiny_language, rules.TRANSFORMER),
+    (vit, rules.VIT),
+  ):
     params = jax.eval_shape(stack.init, jax.random.key(0))
     specs = partition(params, rules, sizes)
     for name in ("q", "k", "v", "up"):
@@ -91,10 +95,10 @@ def test_the_state_of_an_optimizer_lies_as_its_parameters():
   stack = tiny_stack()
   params = jax.eval_shape(stack.init, jax.random.key(0))
   layout = make_layout(mesh, params, RULES, shard="zero1")
-  assert layout.at_rest["layers"]["q"] == P(None, None, "model")
+  assert layout.param_specs["layers"]["q"] == P(None, None, "model")
   stacked = optim.matching("^layers/")
   specs = opt_specs(layout, optim.lamb(1e-3, stacked=stacked))
-  assert specs.mean == specs.square == layout.owned
+  assert specs.mean == specs.square == layout.opt_specs
   assert specs.mean["layers"]["q"] == P(None, "fsdp", "model")
   assert specs.count == P() and set(jax.tree.leaves(specs.trust_ratios)) == {P()}
 
@@ -118,17 +122,6 @@ def test_the_grid():
   assert host_shard(make_mesh(data=1, stage=2, model=4)) == (0, 1)
   with pytest.raises(ConfigError, match=r"Mesh.replica=1, Mesh.data=3, Mesh.model=2: "):
     mesh_shape(8, data=3, model=2)
-
-
-def lm(**fields):
-  usual = {
-    "model": cfg.Transformer(num_layers=2, width=32, num_heads=4, hidden=64),
-    "data": cfg.Text(sequence_length=16),
-    "optimizer": cfg.AdamW(lr=1e-3),
-    "batch_size": 16,
-    "epochs": 1.0,
-  }
-  return cfg.Config(**usual | fields)
 
 
 IN_BACKWARD = cfg.Layout(shard="fsdp", slow_axes="in_backward")
@@ -168,7 +161,7 @@ IN_BACKWARD = cfg.Layout(shard="fsdp", slow_axes="in_backward")
 )
 def test_settings_that_do_not_fit_are_refused(fields, says):
   with pytest.raises(ConfigError, match=re.escape(says)):
-    lm(**fields)
+    tiny_language(**fields)
 
 
 @pytest.mark.parametrize(
@@ -211,12 +204,12 @@ def test_settings_that_mean_nothing_are_refused(make, says):
 )
 def test_a_model_that_cannot_be_split_so_is_refused(mesh, layout, says):
   with pytest.raises(ConfigError, match=re.escape(says)):
-    build.experiment(lm(mesh=mesh, layout=layout))
+    build.experiment(tiny_language(mesh=mesh, layout=layout))
 
 
 @pytest.mark.parametrize("way", ["ring", "all_to_all", "layers_and_tokens"])
 def test_no_token_is_left_out(way):
-  config = lm(
+  config = tiny_language(
     mesh=cfg.Mesh(model=4), layout=cfg.Layout(model=way),
     data=cfg.Text(sequence_length=18),
   )  # fmt: skip
@@ -228,7 +221,7 @@ def test_no_token_is_left_out(way):
 def test_describe_says_what_every_device_holds_and_sends():
   mesh = cfg.Mesh(data=2, fsdp=2, model=2)
   layout = cfg.Layout(shard="fsdp")
-  page = describe(build.experiment(lm(mesh=mesh, layout=layout)))
+  page = describe(build.experiment(tiny_language(mesh=mesh, layout=layout)))
   assert "8 x cpu as replica 1 x data 2 x fsdp 2 x model 2" in page
   lines = {line.split()[0]: line for line in page.splitlines() if line.strip()}
   q = lines["layers/q/kernel"]

@@ -22,8 +22,8 @@ from jaxscale.experiment.abstract_data import stand_in
 from jaxscale.mesh import batch_sharding, make_mesh
 from jaxscale.models import make_transformer, stacked
 from jaxscale.parallel import entered, make_layout, stack_loss, stack_totals
-from jaxscale.parallel.model_rules import TRANSFORMER
-from jaxscale.parallel.reduction import exchange_axes
+from jaxscale.parallel.rules import TRANSFORMER
+from jaxscale.parallel.layout_exchange import exchange_axes
 from jaxscale.planning import hlo
 from jaxscale.planning.absent import memory_of
 from jaxscale.training import replica_check
@@ -75,7 +75,7 @@ def step(num_layers, shard, remat="full", all_at_once=False):
       totals = stacked.run(stack, params, batch, remat=remat)
       return totals["loss"], (model_state, totals)
 
-    loss = entered(whole_loss, layout.entries)
+    loss = entered(whole_loss, layout.gathers)
   init, tx, _, exchange = parts(stack, layout)
   made: jax.stages.Wrapped = make_train_step(loss, tx, mesh, exchange, layout=layout)
   state = abstract_state(init, tx, mesh, exchange, layout=layout)
@@ -198,7 +198,7 @@ def test_two_all_reduces_a_block_forwards():
       x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh, s)
     ),
     layout.shapes,
-    layout.at_rest,
+    layout.param_specs,
   )
   mask = jax.ShapeDtypeStruct((ROWS,), jnp.bool_, sharding=batch_sharding(mesh))
   compiled = made.lower(params, {}, batch_on(mesh, mask=mask)).compile(QUICK)

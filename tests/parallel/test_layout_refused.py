@@ -7,7 +7,6 @@ import re
 import jax
 import numpy as np
 import pytest
-from test_layout_config import lm
 
 from jaxscale import config as cfg
 from jaxscale import train
@@ -17,6 +16,7 @@ from jaxscale.experiment.abstract_data import stand_in
 from jaxscale.mesh import batch_sharding
 from jaxscale.planning.describe import describe
 from jaxscale.run.workdir import _plain, claim_workdir
+from support.configs import tiny_language
 
 OWN = {
   "embed/table": "model, fsdp",
@@ -29,7 +29,7 @@ OWN = {
 
 
 def made(devices=None, **fields):
-  config = lm(**fields)
+  config = tiny_language(**fields)
   return build.experiment(config, devices=devices, datasets=stand_in(config))
 
 
@@ -63,7 +63,7 @@ def test_rules_that_the_model_does_not_compute_with(layout, changes, says):
 def test_what_fsdp_splits_is_free():
   found = ruled(changes={O: "stage, model, -", "head/kernel": "-, model"}, **FSDP)
   assert found.layout is not None
-  rest = found.layout.at_rest
+  rest = found.layout.param_specs
   assert "fsdp" in rest["layers"]["q"]["kernel"]
   assert "fsdp" not in (*rest["layers"]["o"]["kernel"], *rest["head"]["kernel"])
 
@@ -99,7 +99,7 @@ def test_rules_that_no_mesh_has(rule, says):
 )
 def test_settings_that_change_nothing(fields, says):
   with pytest.raises(ConfigError, match=re.escape(says)):
-    lm(**fields)
+    tiny_language(**fields)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_config_for_many_devices_runs_on_one():
   together = made(**fields)
   assert together.notes == () and together.layout.shard == "parameters"
   with pytest.raises(ConfigError, match=r"which has one device; set mesh\.fsdp"):
-    lm(mesh=cfg.Mesh(fsdp=1), layout=layout)
+    tiny_language(mesh=cfg.Mesh(fsdp=1), layout=layout)
 
 
 def test_describe_touches_no_data(monkeypatch, capsys, tmp_path):
@@ -150,7 +150,7 @@ def test_describe_says_what_waits_on_the_host():
 
 def test_a_run_goes_on_as_a_pipeline(tmp_path):
   """What it needs are micro-batches, which these models compute the same with."""
-  before = lm()
+  before = tiny_language()
   (tmp_path / "config.json").write_text(json.dumps({"config": _plain(before)}))
   pipeline = {
     "mesh": cfg.Mesh(data=4, stage=2), "layout": cfg.Layout(schedule="1f1b"),
@@ -158,14 +158,14 @@ def test_a_run_goes_on_as_a_pipeline(tmp_path):
   }  # fmt: skip
   claim_workdir(tmp_path, dataclasses.replace(before, **pipeline))
   images = {"model": cfg.CNN(), "data": cfg.Digits()}
-  before = lm(**images)
+  before = tiny_language(**images)
   (tmp_path / "config.json").write_text(json.dumps({"config": _plain(before)}))
   with pytest.raises(ConfigError, match="accumulate_steps is 1 there and 4 now"):
-    claim_workdir(tmp_path, lm(**images, accumulate_steps=4))
+    claim_workdir(tmp_path, tiny_language(**images, accumulate_steps=4))
 
 
 def vit_of_imagenet_22k(**fields):
-  config = lm(
+  config = tiny_language(
     model=cfg.ViT(
       patch=4, width=16, num_layers=1, num_heads=4, pad_classes_to=8, pool="mean"
     ),
@@ -203,7 +203,7 @@ def test_a_head_of_21841_classes_is_split():
 
 def test_classes_that_do_not_divide_are_named():
   says = "Mesh.model=2: does not divide the 21841 classes of the head; set ViT.pad_cl"
-  config = lm(
+  config = tiny_language(
     model=cfg.ViT(patch=4, width=16, num_layers=1, num_heads=2),
     data=cfg.Synthetic(num_examples=64, image_size=8, num_classes=21_841),
     mesh=cfg.Mesh(model=2),

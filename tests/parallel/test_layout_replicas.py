@@ -6,16 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_layout_checkpoint import batch
-from test_non_finite import spoilt
-from test_replicas import flipped
 
 from jaxscale import optim
 from jaxscale.exchange import plain
 from jaxscale.mesh import make_mesh
 from jaxscale.parallel import make_layout, stack_loss
-from jaxscale.parallel.layout import summed_axes, to_rest
-from jaxscale.parallel.reduction import exchange_axes
+from jaxscale.parallel.layout import backward_sum_axes, shard_like_params
+from jaxscale.parallel.layout_exchange import exchange_axes
 from jaxscale.planning import hlo
 from jaxscale.training import nan_guard, replica_check
 from jaxscale.training.replica_check import (
@@ -25,8 +22,9 @@ from jaxscale.training.replica_check import (
 )
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_train_step
+from support.bad_values import flipped, spoilt
 from support.cases import all_slow_except
-from support.tiny_stack import RULES, tiny_stack
+from support.tiny_stack import RULES, batch, tiny_stack
 
 PARAMETERS = {"shard": "fsdp"}
 LAYOUTS = {
@@ -49,7 +47,7 @@ def made_layout(name):
 def placed(name):
   """Parameters in a layout, and the function that hashes them."""
   mesh, stack, layout = made_layout(name)
-  init = jax.jit(lambda key: to_rest(stack.init(key), layout))
+  init = jax.jit(lambda key: shard_like_params(stack.init(key), layout))
   params = init(jax.random.key(0))
   return mesh, params, make_fingerprint(mesh, params)
 
@@ -234,7 +232,7 @@ def test_a_bad_gradient_of_one_device_is_refused_and_named(case):
   jax.tree.map(np.testing.assert_array_equal, counted, after)
   assert np.isnan(metrics["loss"])
   seen = metrics.pop(nan_guard.SEEN)
-  told = nan_guard.describe(seen, state.params, {}, state, summed_axes(layout))
+  told = nan_guard.describe(seen, state.params, {}, state, backward_sum_axes(layout))
   assert not told.in_state
   assert told.text == f"process 0 ({replica_check.platform.node()}), {SPOILT[case]}"
   # And what follows is good.

@@ -18,18 +18,19 @@ from jaxscale import optim
 from jaxscale.exchange import plain
 from jaxscale.mesh import batch_sharding, make_mesh
 from jaxscale.parallel import (
-  OwnGrads,
+  PipelineGrads,
   gpipe_grads,
   make_layout,
   one_f_one_b_grads,
   stack_loss,
 )
-from jaxscale.parallel.reduction import exchange_axes
+from jaxscale.parallel.layout_exchange import exchange_axes
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_train_step
 from support.cases import all_slow_except
 from support.compiling import fast_compile_options
 from support.tiny_stack import LENGTH, RULES, VOCAB, tiny_stack
+from support.trees import relative_distance
 
 STEPS, ROWS, SEED = 10, 128, 3
 IS_STACKED = optim.matching("^layers/")
@@ -165,7 +166,7 @@ def losses_of(stack, layout, case):
       totals = together({n: totals for n, (_, _, totals) in found.items()})
       return {n: g for n, (g, _, _) in found.items()}, model_state, totals
 
-    return OwnGrads(grads)
+    return PipelineGrads(grads)
 
   def loss_fn(params, model_state, batch, keys):
     found = {n: one(params[n], {}, batch, keys)[1][1] for n in OPTIMIZERS}
@@ -190,7 +191,7 @@ def runs(case: Case, dtype: str, devices: int, *starts: Any) -> list[Run]:
   layout = make_layout(mesh, shapes, RULES, dtype=cast, **dict(case.options))
   all_shapes = dict.fromkeys(OPTIMIZERS, shapes)
   every = make_layout(mesh, all_shapes, rules, dtype=cast, **dict(case.options))
-  every = every._replace(entries=dict.fromkeys(OPTIMIZERS, layout.entries))
+  every = every._replace(gathers=dict.fromkeys(OPTIMIZERS, layout.gathers))
   loss_fn = losses_of(stack, layout, case)
 
   def init(key):
@@ -240,18 +241,17 @@ def eight_in_half(name):
   return runs(CASES[name], "bfloat16", 8, one_device("bfloat16").states, None)
 
 
-def distance(a, b):
-  """Of two trees, relative to the norm of the second."""
-  a, b = (np.concatenate([x.ravel() for x in jax.tree.leaves(t)]) for t in (a, b))
-  return np.linalg.norm(a.astype(float) - b) / np.linalg.norm(b.astype(float))
-
-
 def assert_same(found: Run, wanted: Run, optimizer: str, bound: float):
   for i in range(STEPS):
     a, b = found.losses[i][optimizer], wanted.losses[i][optimizer]
     assert a == pytest.approx(b, rel=bound), f"loss of step {i}"
-    assert distance(found.grads[i][optimizer], wanted.grads[i][optimizer]) <= bound
-    assert distance(found.params[i][optimizer], wanted.params[i][optimizer]) <= bound
+    assert (
+      relative_distance(found.grads[i][optimizer], wanted.grads[i][optimizer]) <= bound
+    )
+    assert (
+      relative_distance(found.params[i][optimizer], wanted.params[i][optimizer])
+      <= bound
+    )
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -275,7 +275,7 @@ def test_in_half_precision_a_run_goes_where_one_device_goes(name, optimizer):
   for i in range(STEPS):
     loss = wanted.losses[i][optimizer]
     assert found.losses[i][optimizer] == pytest.approx(loss, rel=2e-3)
-    apart = distance(found.params[i][optimizer], wanted.params[i][optimizer])
+    apart = relative_distance(found.params[i][optimizer], wanted.params[i][optimizer])
     assert apart <= 2e-3
 
 

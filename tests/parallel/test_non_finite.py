@@ -10,68 +10,23 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_exchange_contract import EXCHANGES
 
 from jaxscale import optim
 from jaxscale.exchange import Exchange, local, plain
-from jaxscale.mesh import batch_sharding, make_mesh
+from jaxscale.mesh import make_mesh
 from jaxscale.planning import hlo
 from jaxscale.training import nan_guard
 from jaxscale.training.local_step import init_local_state, make_local_train_step
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_train_step
+from support.bad_values import AXES, ROWS, batch, init, loss_fn
 from support.commands import child_env
+from support.exchanges import EXCHANGES
 from support.paths import ROOT
+from support.trees import assert_same_bits
 
-AXES, ROWS, DIM, OUT = ("replica", "data"), 32, 12, 5
 LEAVES = ("bias", "gain", "kernel")  # in the order of jax.tree
 RATE = optim.warmup_cosine(0.05, 2, 100)
-WHERE = {"gradient": "kernel", "loss": "loss", "state": "mean"}
-
-
-@jax.custom_vjp
-def spoilt(w, by):
-  """w; its gradient is multiplied by the mean of `by`, 1 where all is well."""
-  del by
-  return w
-
-
-spoilt.defvjp(lambda w, by: (w, by), lambda by, g: (g * by.mean(), jnp.zeros_like(by)))
-
-
-def init(key):
-  kernel = 0.1 * jax.random.normal(key, (DIM, OUT))
-  params = {"kernel": kernel, "bias": jnp.zeros(OUT), "gain": jnp.ones(OUT)}
-  return params, {"mean": jnp.zeros(DIM)}
-
-
-def loss_fn(params, model_state, batch, keys):
-  del keys
-  kernel = spoilt(params["kernel"], batch["gradient"])
-  out = (batch["x"] @ kernel + params["bias"]) * params["gain"]
-  loss = jnp.sum((out - batch["y"]) ** 2)
-  mean = 0.9 * model_state["mean"] + 0.1 * batch["x"].mean(0) * batch["state"].mean()
-  examples = (batch["x"][:, 0] < jnp.inf).sum(dtype=jnp.int32)
-  totals = {"loss": loss * batch["loss"].mean(), "examples": examples}
-  return loss, ({"mean": mean}, totals)
-
-
-def batch(mesh, step, **bad):
-  """Rows of a step; `bad`: what -> (row, value), as gradient=(9, jnp.nan)."""
-  rng = np.random.default_rng(step)
-  rows = {name: np.ones(ROWS, np.float32) for name in WHERE}
-  for name, (row, value) in bad.items():
-    rows[name][row] = value
-  rows["x"] = rng.standard_normal((ROWS, DIM)).astype(np.float32)
-  rows["y"] = rng.standard_normal((ROWS, OUT)).astype(np.float32)
-  return jax.device_put(rows, batch_sharding(mesh))
-
-
-def same(a, b):
-  for (path, x), y in zip(
-    jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True
-  ):
-    assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), path
 
 
 def story(metrics, state):
@@ -115,7 +70,7 @@ def moved_on(before, after):
 def test_a_bad_gradient_changes_no_bit_of_the_state(name):
   bad = {"gradient": (21, np.nan)}  # device 5 of 8, 4 rows each
   states, metrics, last = train(name, [{}, {}, bad])
-  same(states[1], moved_on(states[1], states[2]))
+  assert_same_bits(states[1], moved_on(states[1], states[2]))
   assert np.isnan(metrics["loss"])
   told = story(metrics, last)
   assert told == (nan_guard.Story(told.text, in_state=False))
@@ -141,7 +96,7 @@ def test_each_of_them_is_found_and_named(what, value, words, micros):
   """With micro-batches too: the bad one is the last but one of its device."""
   bad = {what: (10, value)}
   states, metrics, last = train("plain", [{}, bad], accumulate_steps=micros)
-  same(states[0], moved_on(states[0], states[1]))
+  assert_same_bits(states[0], moved_on(states[0], states[1]))
   assert np.isnan(metrics["loss"])
   assert story(metrics, last).text.endswith(words)
 
@@ -180,7 +135,7 @@ def test_a_mean_that_overflows_in_the_exchange_is_refused():
   step = make_train_step(loss_fn, tx, mesh, exchange, refuse=True)
   before = jax.device_get(state)
   state, metrics = step(state, batch(mesh, 0, gradient=(0, 1e10)))
-  same(before, jax.device_get(state)._replace(step=before.step))
+  assert_same_bits(before, jax.device_get(state)._replace(step=before.step))
   assert story(metrics, state).text.startswith("mean gradient of kernel, after the ex")
 
 
@@ -269,7 +224,7 @@ def test_a_meeting_of_bad_ways_moves_nobody():
     losses.append(metrics["loss"].item())
     # The meeting is not counted, so that it stays the second for ever.
   assert np.isfinite(losses).tolist() == [True, True, True, False, True, False]
-  same(anchors[1], anchors[5])
+  assert_same_bits(anchors[1], anchors[5])
   assert np.isfinite(state.exchange_state.params["kernel"]).all()
   assert story(metrics, state).text.startswith("mean gradient of bias")
 
@@ -292,7 +247,8 @@ SAME = """
 import jax
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 import numpy as np
-import test_non_finite as t
+from support import bad_values as t
+from support.trees import assert_same_bits
 from jaxscale import optim
 from jaxscale.exchange.buckets import bucketed
 from jaxscale.exchange.one_bit import one_bit
@@ -316,7 +272,7 @@ for name, tx, by in [
     for number in range(5):
       state, _ = step(state, t.batch(mesh, number))
     ends.append(jax.device_get(state))
-  t.same(*ends)
+  assert_same_bits(*ends)
   print(name, by, "same")
 """
 

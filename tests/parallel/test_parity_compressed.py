@@ -7,7 +7,10 @@ gradients for the mean.
 
 import numpy as np
 import pytest
-from test_parity import (
+
+from jaxscale.exchange.one_bit import columns
+from support.cases import all_slow_except
+from support.parity import (
   BLOCK,
   FEEDBACK,
   MOMENTUM,
@@ -20,9 +23,6 @@ from test_parity import (
   first_params,
   run,
 )
-
-from jaxscale.exchange.one_bit import columns
-from support.cases import all_slow_except
 
 
 def way_off(found: Run, optimizer: str) -> float:

@@ -13,12 +13,13 @@ from jax.sharding import PartitionSpec as P
 from jaxscale.collectives import vary
 from jaxscale.errors import ConfigError
 from jaxscale.models.attention import attention
-from jaxscale.parallel.one_f_one_b import one_f_one_b
-from jaxscale.parallel.pipeline import bubble, own_micros, split_micros
+from jaxscale.parallel.pipeline import one_f_one_b
+from jaxscale.parallel.pipeline import bubble, stage_micros, split_micros
 from jaxscale.parallel.sequence import split
 from jaxscale.planning import hlo
 from support import tiny_pipeline as tiny
 from support.cases import all_slow_except
+from support.trees import largest_distance
 
 SCHEDULES = ("gpipe", "1f1b")
 MESHES = {
@@ -59,8 +60,8 @@ def test_the_numbers_of_one_device(schedule, case):
   step, put = tiny.piped(schedule, mesh, micros, tiny.run(layer_on(mesh)))
   grads, totals = step(*put(tiny.init(), tiny.make_batch(rows)))
   by_one, totals_of_one = expected(rows)
-  assert tiny.distance(grads, by_one) < 1e-6
-  assert tiny.distance(totals["loss"], totals_of_one["loss"]) < 1e-6
+  assert largest_distance(grads, by_one) < 1e-6
+  assert largest_distance(totals["loss"], totals_of_one["loss"]) < 1e-6
   for name in ("accuracy", "examples"):
     assert totals[name] == totals_of_one[name]
 
@@ -79,8 +80,8 @@ def test_bfloat16_activations(schedule):
   by_one, totals_of_one = expected(8)
   assert all(g.dtype == np.float32 for g in jax.tree.leaves(grads))
   # bfloat16 has 8 bits: 4 layers against float32.
-  assert tiny.distance(grads, by_one) < 2e-2
-  assert tiny.distance(totals["loss"], totals_of_one["loss"]) < 2e-3
+  assert largest_distance(grads, by_one) < 2e-2
+  assert largest_distance(totals["loss"], totals_of_one["loss"]) < 2e-3
 
 
 @pytest.mark.parametrize("skip", [True, False])
@@ -97,11 +98,11 @@ def test_what_bubbles_compute_reaches_nothing(schedule, skip):
   for h in (jnp.zeros((1, tiny.WIDTH)), tiny.embed(params, batch)):
     assert np.isnan(layer(h, second)).any()
   by_one, _ = tiny.on_one_device(params, batch, layer)
-  assert np.isfinite(tiny.distance(by_one, by_one))
+  assert np.isfinite(largest_distance(by_one, by_one))
   mesh = tiny.mesh_of(stage=4)
   step, put = tiny.piped(schedule, mesh, 3, tiny.run(layer), skip=skip)
   grads, _ = step(*put(params, batch))
-  assert tiny.distance(grads, by_one) < 1e-6
+  assert largest_distance(grads, by_one) < 1e-6
 
 
 def executed(schedule, micros, num_stages, **settings):
@@ -236,7 +237,7 @@ def test_a_ring_in_the_layers(schedule):
   step, put = piped(skip=False)
   grads, totals = step(*put(params, batch))
   by_one, totals_of_one = tiny.on_one_device(params, batch, make(attention))
-  assert tiny.distance(grads, by_one) < 1e-6
+  assert largest_distance(grads, by_one) < 1e-6
   assert totals["examples"] == totals_of_one["examples"]
 
   step, put = piped()
@@ -280,13 +281,13 @@ def test_gradients_stay_apart_where_parameters_vary():
   grads = jax.jit(mapped)(params, batch)
   by_one, _ = expected(4)
   table, kernel = grads["embed"]["table"], grads["head"]["kernel"]
-  assert tiny.distance(table[0], by_one["embed"]["table"]) < 1e-6
-  assert tiny.distance(kernel[1], by_one["head"]["kernel"]) < 1e-6
+  assert largest_distance(table[0], by_one["embed"]["table"]) < 1e-6
+  assert largest_distance(kernel[1], by_one["head"]["kernel"]) < 1e-6
   assert not table[1].any() and not kernel[0].any()
 
 
 def test_own_micros_are_the_outputs():
   mesh = tiny.mesh_of(stage=4)
   micros = np.arange(8)[:, None]
-  own = jax.shard_map(own_micros, mesh=mesh, in_specs=P(), out_specs=P("stage"))
+  own = jax.shard_map(stage_micros, mesh=mesh, in_specs=P(), out_specs=P("stage"))
   np.testing.assert_array_equal(jax.jit(own)(micros), micros)

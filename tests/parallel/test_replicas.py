@@ -20,6 +20,7 @@ from jaxscale.training.replica_check import (
 )
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_train_step
+from support.bad_values import flipped
 from support.digits import digits_batch
 
 VALUES = {
@@ -56,14 +57,6 @@ def found(mesh, values, changed=None, at=5):
   return find_divergence(
     make_fingerprint(mesh)(copies(mesh, values, changed, at)), names
   )
-
-
-def flipped(value, element=1, bit=0):
-  """The array with one bit of one element the other way."""
-  raw = np.array(value)
-  bits = raw.view(f"u{raw.dtype.itemsize}").reshape(-1)
-  bits[element] ^= np.asarray(1 << bit, bits.dtype)
-  return raw
 
 
 def test_equal_copies_raise_no_alarm(mesh):

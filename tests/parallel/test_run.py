@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from jaxscale import data, metrics
-from jaxscale.config.loading import load_config
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
 from jaxscale.experiment.derive import derive
@@ -18,25 +17,7 @@ from jaxscale.mesh import make_mesh
 from jaxscale.run import adaptive_batch, reporter
 from jaxscale.run.fit import fit
 from jaxscale.training import loop
-
-QUICK = {
-  "epochs": "4",
-  "schedule.warmup_epochs": "1",
-  "model": "MLP",
-  "model.hidden": "(32,)",
-  "mesh.data": "8",
-  "evaluation.every_epochs": "2",
-  "checkpoint.every_epochs": "2",
-  "log.every_steps": "5",
-}
-
-
-def quick(**changes):
-  dotted = {k.replace("__", "."): v for k, v in changes.items()}
-  base = dict(QUICK)
-  if "model" in dotted:
-    del base["model.hidden"]
-  return load_config("configs/digits.py", base | dotted)
+from support.configs import tiny_digits
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +27,7 @@ def finished(tmp_path_factory):
 
   os.chdir(build.__file__.rsplit("/", 3)[0])
   workdir = tmp_path_factory.mktemp("run")
-  return fit(quick(), workdir), workdir
+  return fit(tiny_digits(), workdir), workdir
 
 
 def test_a_run_leaves_its_record(finished):
@@ -99,7 +80,7 @@ def test_tensorboard_has_the_same_numbers(finished):
 
 def test_a_finished_run_says_so_and_stays_as_it_is(finished, capsys):
   result, workdir = finished
-  again = fit(quick(), workdir)
+  again = fit(tiny_digits(), workdir)
   assert "all 45 steps are done already" in capsys.readouterr().out
   assert again.summary["accuracy"] == result.summary["accuracy"]
   for a, b in zip(*map(jax.tree.leaves, (again.state, result.state)), strict=True):
@@ -110,18 +91,18 @@ def test_a_workdir_of_another_experiment_is_refused(finished):
   _, workdir = finished
   before = (workdir / "config.json").read_text()
   with pytest.raises(ConfigError, match=r"optimizer.lr is 0.1 there and 0.2 now"):
-    fit(quick(optimizer__lr="0.2"), workdir)
+    fit(tiny_digits(optimizer__lr="0.2"), workdir)
   with pytest.raises(ConfigError, match=r"model.class is 'MLP' there and 'CNN' now"):
-    fit(quick(model="CNN", model__features="8"), workdir)
+    fit(tiny_digits(model="CNN", model__features="8"), workdir)
   assert (workdir / "config.json").read_text() == before
   # Where it runs and what it logs may change.
-  fit(quick(mesh__data="8", log__every_steps="50"), workdir)
+  fit(tiny_digits(mesh__data="8", log__every_steps="50"), workdir)
 
 
 def test_a_workdir_that_cannot_be_made_is_refused(tmp_path):
   (tmp_path / "file").write_text("")
   with pytest.raises(ConfigError, match="use another one"):
-    fit(quick(), tmp_path / "file" / "run")
+    fit(tiny_digits(), tmp_path / "file" / "run")
 
 
 @pytest.mark.parametrize(
@@ -140,7 +121,7 @@ def test_a_workdir_that_cannot_be_made_is_refused(tmp_path):
 )
 def test_what_does_not_fit_the_devices_is_refused(changes, message):
   with pytest.raises(ConfigError, match=message) as error:
-    build.experiment(quick(**changes))
+    build.experiment(tiny_digits(**changes))
   assert "\n" not in str(error.value)
 
 
@@ -149,7 +130,7 @@ def test_evaluation_is_exact_at_any_batch_size_and_device_count(finished):
   result, _ = finished
   state = jax.device_get(result.state)
   dataset = data.digits("test")
-  experiment = build.experiment(quick())
+  experiment = build.experiment(tiny_digits())
   params, model_state = state.evaluated()
   rows = dataset.load(np.arange(360), None)
   logits, _ = experiment.model.apply(params, model_state, rows["image"], False, None)
@@ -215,7 +196,7 @@ def test_a_loss_that_is_no_number_names_its_step_and_saves_nothing(bad, at):
 
 
 def test_divergence_keeps_the_last_good_checkpoint(tmp_path, capsys):
-  config = quick(optimizer__lr="1e9", checkpoint__every_epochs="0.09")
+  config = tiny_digits(optimizer__lr="1e9", checkpoint__every_epochs="0.09")
   with pytest.raises(loop.NonFiniteError, match="last good checkpoint") as error:
     fit(config, tmp_path)
   steps = [
@@ -242,12 +223,12 @@ def test_the_metrics_file_forgets_steps_after_the_checkpoint(tmp_path):
 def test_a_run_stops_at_its_target_and_stays_there(tmp_path, capsys):
   options = dict(stop_at_target="True", target_accuracy="0.3", epochs="40",
                  evaluation__every_epochs="1")  # fmt: skip
-  summary = fit(quick(**options), tmp_path).summary
+  summary = fit(tiny_digits(**options), tmp_path).summary
   assert summary["outcome"] == "done" and summary["accuracy"] >= 0.3
   assert summary["step"] == summary["target_step"] < summary["total_steps"]
   assert 0 < summary["target_seconds"] <= summary["seconds"]
   capsys.readouterr()
-  again = fit(quick(**options), tmp_path).summary
+  again = fit(tiny_digits(**options), tmp_path).summary
   said = capsys.readouterr().out
   assert f"reached its target by step {summary['step']} already" in said
   for name in ("step", "target_step", "target_seconds", "accuracy"):
@@ -257,7 +238,7 @@ def test_a_run_stops_at_its_target_and_stays_there(tmp_path, capsys):
 def test_trust_ratios_and_noise_scale_are_logged(tmp_path):
   options = dict(optimizer="LARS", optimizer__lr="5", log__trust_ratios="True",
                  noise_scale="True", epochs="2")  # fmt: skip
-  summary = fit(quick(**options), tmp_path).summary
+  summary = fit(tiny_digits(**options), tmp_path).summary
   lines = metrics.read_json_lines(tmp_path / "metrics.jsonl")
   ratios = [line for line in lines if "trust_ratio/Dense_0/kernel" in line]
   assert ratios and all(0 < r["trust_ratio/Dense_0/kernel"] < 1 for r in ratios)
@@ -266,13 +247,14 @@ def test_trust_ratios_and_noise_scale_are_logged(tmp_path):
   assert scales[-1] > 0
   assert summary["noise_scale"] == pytest.approx(scales[-1], rel=1e-5)
   assert (
-    fit(quick(**options), tmp_path).summary["noise_scale"] == summary["noise_scale"]
+    fit(tiny_digits(**options), tmp_path).summary["noise_scale"]
+    == summary["noise_scale"]
   )
 
 
 def test_one_gradient_has_no_noise_scale():
-  experiment = build.experiment(quick())
-  config = quick(noise_scale="True", mesh__data="-1")
+  experiment = build.experiment(tiny_digits())
+  config = tiny_digits(noise_scale="True", mesh__data="-1")
   sizes = experiment.derived.num_train, experiment.derived.num_eval
   with pytest.raises(ConfigError, match="set accumulate_steps to 2"):
     derive(config, *sizes, num_devices=1)
@@ -288,7 +270,7 @@ def test_a_run_that_waits_for_data_says_so(tmp_path, capsys, monkeypatch):
 
   monkeypatch.setattr(adaptive_batch, "train_batches", slow)
   monkeypatch.setattr(reporter, "INPUT_BOUND_SECONDS", 0.02)
-  fit(quick(), tmp_path)
+  fit(tiny_digits(), tmp_path)
   said = [x for x in capsys.readouterr().out.splitlines() if "input-bound" in x]
   assert len(said) == 1 and "input_threads" in said[0]
   waits = [x["perf/input_wait"] for x in metrics.read_json_lines(
@@ -298,13 +280,13 @@ def test_a_run_that_waits_for_data_says_so(tmp_path, capsys, monkeypatch):
 
 def test_the_log_of_mlperf_tells_the_run(tmp_path):
   options = dict(log__mllog="True", target_accuracy="0.1", stop_at_target="True")
-  fit(quick(**options), tmp_path)
+  fit(tiny_digits(**options), tmp_path)
   events = metrics.read_mllog(tmp_path / "mllog.txt")
   keys = [event["key"] for event in events]
   assert keys.index("init_start") < keys.index("run_start") < keys.index("eval_start")
   assert keys[-1] == "run_stop" and events[-1]["metadata"]["status"] == "success"
   before = (tmp_path / "mllog.txt").read_text()
-  fit(quick(**options), tmp_path)  # it is done: nothing to add
+  fit(tiny_digits(**options), tmp_path)  # it is done: nothing to add
   assert (tmp_path / "mllog.txt").read_text() == before
 
 

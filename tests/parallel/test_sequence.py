@@ -25,7 +25,8 @@ from jaxscale.parallel.sequence import (
   zigzag_order,
 )
 from jaxscale.planning import hlo
-from support.tiny_pipeline import distance, mesh_of
+from support.tiny_pipeline import mesh_of
+from support.trees import largest_distance
 
 ROWS, TOKENS, HEADS, WIDTH = 2, 24, 8, 4
 MESH = {"data": 2, "model": 4}
@@ -100,7 +101,7 @@ def test_attention_is_exact(way, causal, groups):
   if way == "all_to_all" and groups == 1:
     pytest.skip("needs a group a device")
   results = apply(way, causal, inputs(groups))
-  assert distance(results, by_hand(groups, causal)) < 1e-6
+  assert largest_distance(results, by_hand(groups, causal)) < 1e-6
 
 
 @pytest.mark.parametrize("way", ["ring", "zigzag", "all_to_all"])
@@ -115,7 +116,7 @@ def test_bfloat16_is_as_near_as_on_one_device(way):
   assert all(x.dtype == jnp.bfloat16 for x in results)
   results = (np.asarray(x[:, np.argsort(order_of(way))], np.float32) for x in results)
   for ours, theirs, exact in zip(results, one, by_hand(4, True), strict=True):
-    assert distance(ours, exact) < 1.2 * distance(theirs, exact)
+    assert largest_distance(ours, exact) < 1.2 * largest_distance(theirs, exact)
 
 
 @pytest.mark.parametrize("way", ["ring", "zigzag"])
@@ -247,7 +248,7 @@ def test_a_model_has_the_numbers_of_one_device(attend, order):
   )
   where = order_of(order)
   found = jax.jit(mapped)(params, tokens[:, where], targets[:, where])
-  assert distance(found, (loss, grads)) < 2e-6
+  assert largest_distance(found, (loss, grads)) < 2e-6
 
 
 def test_regions_between_the_branches_of_tensor_parallelism():
@@ -276,7 +277,7 @@ def test_regions_between_the_branches_of_tensor_parallelism():
   specs = P(None, "model"), P(), P(None, "model"), P("model")
   mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(P(), specs))
   compiled = jax.jit(mapped).lower(h, scale, up, down).compile()
-  assert distance(compiled(h, scale, up, down), expected) < 1e-6
+  assert largest_distance(compiled(h, scale, up, down), expected) < 1e-6
   table = hlo.collectives(compiled, mesh)
   for kind in ("all-gather", "reduce-scatter"):
     # One forwards and one backwards, each of all tokens.

@@ -6,7 +6,6 @@ import json
 import jax
 import numpy as np
 import pytest
-from test_step import BATCH, assert_same, run
 
 from jaxscale import models
 from jaxscale.config import Mesh
@@ -18,6 +17,7 @@ from jaxscale.experiment.microbatches import micro_batches
 from jaxscale.preflight import child
 from jaxscale.run import adaptive_batch
 from jaxscale.run.workdir import claim_workdir, describe, describe_text, start_devices
+from support.digits import BATCH, assert_same, run
 
 CNN = {
   "model": "CNN", "model.features": "(4,)", "model.dense": "0",

@@ -5,8 +5,6 @@ import sys
 import jax
 import numpy as np
 import pytest
-from test_process import record
-from test_replicas_run import as_processes
 
 from jaxscale import data, metrics
 from jaxscale.checkpoint.manager import Checkpoints
@@ -21,6 +19,8 @@ from jaxscale.planning import hlo
 from jaxscale.run import fit, step_report
 from jaxscale.run.step_report import Alone
 from support.digits import digits_batch
+from support.processes import run_group
+from support.tiny_runs import record
 
 MLP = {"model": "MLP", "model.hidden": "(16,)"}
 CONFIG = {
@@ -247,7 +247,7 @@ for report in ("False", "True"):
 @pytest.mark.slow
 def test_two_processes_time_themselves_alone(tmp_path):
   code = PROCESS.format(config=CONFIG | MLP, workdir=str(tmp_path))
-  results = as_processes([sys.executable, "-c", code])
+  results = run_group([sys.executable, "-c", code])
   assert [code for *_, code in results] == [0, 0], results[0][1] + results[1][1]
   lines = results[0][0].splitlines()
   at = next(i for i, x in enumerate(lines) if x.startswith("step report: "))

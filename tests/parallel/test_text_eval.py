@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_launch_script import RUN
 
 from jaxscale import config as cfg
 from jaxscale import data, metrics, models
@@ -28,6 +27,7 @@ from jaxscale.run.fit import fit
 from jaxscale.train import _done
 from jaxscale.training import loop
 from jaxscale.training.step import make_eval_step
+from support.job_script import RUN
 
 VOCABULARY = 256
 

@@ -20,7 +20,7 @@ from jaxscale.experiment import parts
 from jaxscale.mesh import batch_sharding, make_mesh
 from jaxscale.models import attention, make_transformer, stacked
 from jaxscale.models.stack import Ops
-from jaxscale.parallel.reduction import exchange_axes
+from jaxscale.parallel.layout_exchange import exchange_axes
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_eval_step, make_train_step
 from support import golden_models

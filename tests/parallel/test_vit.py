@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxscale import config as cfg
-from jaxscale import data, models
+from jaxscale import data
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import parts
 from jaxscale.models import make_vit, stacked

@@ -6,10 +6,10 @@ import socket
 import time
 
 import pytest
-from test_signals import child, line_of  # noqa: F401
-from test_watch import CHILD
 
 from support.commands import child_env
+from support.processes import line_of
+from support.watched import CHILD
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +53,7 @@ for step in range(1, 10**6):
     ("exit", r"process 2 on n2 left after step 150 while others go on"),
   ],
 )
-def test_all_leave_soon_and_name_the_culprit(child, tmp_path, fault, line):  # noqa: F811
+def test_all_leave_soon_and_name_the_culprit(child, tmp_path, fault, line):
   with socket.create_server(("127.0.0.1", 0)) as free:
     port = free.getsockname()[1]
   with socket.create_server(("127.0.0.1", 0)) as server:

@@ -5,14 +5,14 @@ import re
 import shutil
 
 import pytest
-from test_checkpoint import assert_identical, at_step, setup
-from test_checkpoint_faults import run_pair
-from test_process import ARGS, checkpoint_names, run_train
 
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.errors import ConfigError
-from support.commands import error_line
+from support.commands import error_line, run_train
 from support.fault_table import measured
+from support.states import at_step, make_states, run_pair
+from support.tiny_runs import ARGS, checkpoint_names
+from support.trees import assert_same_bits
 
 
 def flip(path, where):
@@ -38,7 +38,7 @@ def kind_of(path):
 
 def sweep(whole, scratch, flips, devices=2):
   """{(kind of file, damage): what became of it}, each on a fresh copy."""
-  abstract, state = setup(devices)
+  abstract, state = make_states(devices)
   expected = {step: at_step(state, step) for step in (1, 2)}
   files = sorted(p.relative_to(whole) for p in (whole / "2").rglob("*") if p.is_file())
   assert files
@@ -54,7 +54,7 @@ def sweep(whole, scratch, flips, devices=2):
       with Checkpoints(scratch, say=said.append) as checkpoints:
         restored = checkpoints.restore(abstract)
       step = int(restored.step)
-      assert_identical(restored, expected[step])  # never another value
+      assert_same_bits(restored, expected[step])  # never another value
       if step == 2:
         outcome = "unharmed"
         assert not said and sorted(os.listdir(scratch)) == ["1", "2"]
@@ -80,7 +80,7 @@ def show(found):
 @pytest.fixture(scope="module")
 def of_one(tmp_path_factory):
   directory = tmp_path_factory.mktemp("one")
-  _, state = setup(2)
+  _, state = make_states(2)
   with Checkpoints(directory) as checkpoints:
     for step in (1, 2):
       checkpoints.save(at_step(state, step))
@@ -135,7 +135,7 @@ def test_damage_to_every_file_of_two_processes(of_two, tmp_path):
 @pytest.mark.slow
 def test_a_directory_without_a_checkpoint_is_noticed(of_one, tmp_path):
   """Killed by hand or by a purge: what is empty or has lost its state."""
-  abstract, state = setup(1)
+  abstract, state = make_states(1)
   for lost in ("everything", "state"):
     scratch = tmp_path / lost
     shutil.copytree(of_one, scratch)
@@ -143,12 +143,12 @@ def test_a_directory_without_a_checkpoint_is_noticed(of_one, tmp_path):
     (scratch / "2").mkdir(exist_ok=True)
     said = []
     with Checkpoints(scratch, say=said.append) as checkpoints:
-      assert_identical(checkpoints.restore(abstract), at_step(state, 1))
+      assert_same_bits(checkpoints.restore(abstract), at_step(state, 1))
     assert "checkpoint 2 is damaged" in said[0]
 
 
 def test_a_run_with_nothing_but_damage_never_starts_anew(of_one, tmp_path):
-  abstract, _ = setup(1)
+  abstract, _ = make_states(1)
   shutil.copytree(of_one, tmp_path / "all")
   for step in "12":
     (tmp_path / "all" / step / "manifest.json").unlink()
@@ -163,10 +163,10 @@ def test_a_run_with_nothing_but_damage_never_starts_anew(of_one, tmp_path):
 def test_plain_orbax_reads_the_arrays(of_one):
   import orbax.checkpoint as ocp
 
-  abstract, state = setup(2)
+  abstract, state = make_states(2)
   with ocp.StandardCheckpointer() as checkpointer:
     restored = checkpointer.restore(of_one / "2" / "state", abstract)
-  assert_identical(restored, at_step(state, 2))
+  assert_same_bits(restored, at_step(state, 2))
 
 
 @pytest.mark.slow

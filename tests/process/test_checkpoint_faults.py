@@ -7,20 +7,19 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import time
 
 import pytest
-from test_checkpoint import assert_identical, at_step, setup
-from test_process import ARGS, checkpoint_names, free_port, run_processes, run_train
 
 from jaxscale import metrics
 from jaxscale.checkpoint import files
 from jaxscale.checkpoint.manager import Checkpoints, UnsavedError
 from jaxscale.errors import ConfigError
-from support.commands import child_env, own_lines
+from support.commands import run_train
 from support.fault_table import measured
-from support.paths import ROOT
+from support.states import at_step, make_states, run_pair
+from support.tiny_runs import ARGS, checkpoint_names, run_processes
+from support.trees import assert_same_bits
 
 
 @contextlib.contextmanager
@@ -53,7 +52,7 @@ WIDE = dict(hidden=(2000,))  # 1.2 MB with the optimizer's state
 
 
 def test_a_full_disk_costs_one_checkpoint_and_one_line(tmp_path):
-  abstract, state = setup(2, **WIDE)
+  abstract, state = make_states(2, **WIDE)
   said = []
   with small_disk(tmp_path / "disk", "6M") as disk:
     options = dict(on_failure="continue", say=said.append)
@@ -76,7 +75,7 @@ def test_a_full_disk_costs_one_checkpoint_and_one_line(tmp_path):
       assert needed == round(size / 1e6, 1) and free == 0.3
       assert missing == pytest.approx(needed - free, abs=0.11)
       assert os.listdir(disk / "checkpoints") == ["1"]  # and its room is free again
-      assert_identical(checkpoints.restore(abstract), at_step(state, 1))
+      assert_same_bits(checkpoints.restore(abstract), at_step(state, 1))
       (disk / "ballast").unlink()
       checkpoints.save(at_step(state, 3))
       checkpoints.wait()
@@ -85,7 +84,7 @@ def test_a_full_disk_costs_one_checkpoint_and_one_line(tmp_path):
 
 def test_what_a_failed_save_writes_on_is_removed(tmp_path, monkeypatch):
   """A thread of it that is not done yet brings back what was removed."""
-  _, state = setup(2)
+  _, state = make_states(2)
   start, written = files.start_writing, []
 
   def write_late():
@@ -114,7 +113,7 @@ def test_what_a_failed_save_writes_on_is_removed(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_may_stop_the_run(tmp_path, capfd):
-  _, state = setup(1, **WIDE)
+  _, state = make_states(1, **WIDE)
   with small_disk(tmp_path / "disk", "500k") as disk, Checkpoints(disk) as checkpoints:
     checkpoints.save(at_step(state, 1))
     with pytest.raises(UnsavedError, match="MB are missing"):
@@ -125,7 +124,7 @@ def test_a_full_disk_may_stop_the_run(tmp_path, capfd):
 
 
 def test_a_directory_that_cannot_be_written(tmp_path):
-  _, state = setup(1)
+  _, state = make_states(1)
   (tmp_path / "file").write_text("")
   with (
     Checkpoints(tmp_path / "file" / "x") as checkpoints,
@@ -212,78 +211,6 @@ def test_two_processes_on_a_full_disk_both_end(tmp_path):
     lost = "what no checkpoint had room for"
     measured("disk full, on_failure=continue", None, 1, err.splitlines()[-1], lost)
     assert time.monotonic() - began < 200
-
-
-# One process of two meets a fault, at one moment of a save after the other, and
-# then as both restore; `full` in the place of a function is a disk that is full.
-PAIR = """
-import sys; sys.path[:0] = ["tests", "tests/parallel"]
-from jaxscale import cluster
-cluster.initialize()
-import jax; jax.config.update("jax_num_cpu_devices", 1)
-from jaxscale.checkpoint import files
-from jaxscale.checkpoint.manager import Checkpoints
-from test_checkpoint import at_step, setup
-
-directory, faults, me = sys.argv[1], sys.argv[2], jax.process_index()
-abstract, state = setup(2)
-shardings = jax.tree.map(lambda x: x.sharding, state)
-start, finish, load = files.start_writing, files.finish, files.load
-
-def state_at(step):
-  return jax.jit(lambda s: at_step(s, step), out_shardings=shardings)(state)
-
-def full(*args, **kwargs): raise OSError(28, "No space left on device")
-def later(*args): start(*args)(); return full
-def of_two(path, *args, **kwargs):
-  return (full if path.name == "2" else load)(path, *args, **kwargs)
-
-with Checkpoints(directory, on_failure="continue") as checkpoints:
-  for step in (1, 2):
-    checkpoints.save(state_at(step)); checkpoints.wait()
-  if faults:
-    for step, who, name, fault in (
-      (3, 1, "start_writing", full), (4, 1, "start_writing", later),
-      (5, 0, "finish", full),
-    ):
-      if me == who: setattr(files, name, fault)
-      checkpoints.save(state_at(step))
-      for _ in range(3): checkpoints.poll()
-      checkpoints.wait()
-      assert checkpoints.unsaved and checkpoints.steps() == [1, 2]
-      files.start_writing, files.finish = start, finish
-    if me == 1: files.load = of_two
-    print("restored", int(checkpoints.restore(abstract).step))
-    checkpoints.save(state_at(6)); checkpoints.wait()
-    assert not checkpoints.unsaved and checkpoints.steps() == [1, 6]
-cluster.barrier("end")
-"""
-
-
-def run_pair(directory, faults=""):
-  """What two processes say that do this."""
-  coordinator = f"127.0.0.1:{free_port()}"
-  group = [
-    subprocess.Popen(
-      [sys.executable, "-c", PAIR, str(directory), faults],
-      env=child_env(
-        JAXSCALE_COORDINATOR=coordinator,
-        JAXSCALE_NUM_PROCESSES="2",
-        JAXSCALE_PROCESS_ID=str(i),
-      ),
-      cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )
-    for i in range(2)
-  ]  # fmt: skip
-  try:
-    ended = [(*p.communicate(timeout=240), p.returncode) for p in group]
-  finally:
-    for process in group:
-      process.kill()
-      process.communicate()
-  assert [code for *_, code in ended] == [0, 0], ended
-  assert not any("Traceback" in err for _, err, _ in ended)
-  return [own_lines(out) for out, *_ in ended]
 
 
 def test_what_one_process_cannot_do_none_waits_for(tmp_path):

@@ -3,10 +3,10 @@
 import shutil
 
 import pytest
-from test_process import newest_step, run_processes, start, wait_until
 
-from jaxscale.checkpoint.files import read_manifest
 from support.commands import error_line, run_train
+from support.processes import wait_until
+from support.tiny_runs import checksums, newest_step, run_processes, start
 
 QUICK = [
   "--config.model=MLP", "--config.model.hidden=(32,)", "--config.epochs=8",
@@ -18,13 +18,6 @@ COMPRESSED = [
   "--config.exchange.delayed=True",
 ]  # fmt: skip
 LOCAL = ["--config.sync=BlockMomentum", "--config.sync.sync_every_steps=3"]
-
-
-def checksums(workdir):
-  """Of every array in the newest checkpoint, as it says itself."""
-  step = newest_step(workdir)
-  leaves = read_manifest(workdir / "checkpoints" / str(step))["leaves"]
-  return step, {name: leaf["checksum"] for name, leaf in leaves.items()}
 
 
 @pytest.fixture(scope="module")

@@ -7,21 +7,21 @@ import time
 import jax
 import numpy as np
 import pytest
-from test_exchange_process import checksums
-from test_process import (
-  checkpoint_names,
-  newest_step,
-  record,
-  run_processes,
-  start,
-  wait_until,
-)
 
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config.loading import load_config
 from jaxscale.experiment import build
 from support.commands import error_line, run_train
 from support.compiling import fast_compile_env
+from support.processes import wait_until
+from support.tiny_runs import (
+  checkpoint_names,
+  checksums,
+  newest_step,
+  record,
+  run_processes,
+  start,
+)
 
 pytestmark = pytest.mark.slow
 

@@ -9,22 +9,16 @@ import time
 from pathlib import Path
 
 import pytest
-from test_process import (
-  ARGS,
-  assert_same_run,
-  checkpoint_names,
-  run_train,
-  start,
-  wait_until,
-)
 
 from jaxscale.checkpoint import lock, lock_owner
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.errors import ConfigError
 from support.cases import all_slow_except
-from support.commands import child_env, error_line
+from support.commands import child_env, error_line, run_train
 from support.fault_table import measured
 from support.paths import ROOT
+from support.processes import wait_until
+from support.tiny_runs import ARGS, assert_same_run, checkpoint_names, start
 
 
 def names(workdir):
@@ -191,10 +185,10 @@ import jax; jax.config.update("jax_num_cpu_devices", 1)
 from pathlib import Path
 from jaxscale.checkpoint import files, lock
 from jaxscale.checkpoint.manager import Checkpoints
-from test_checkpoint import at_step, setup
+from support.states import at_step, make_states
 
 workdir, moment = Path(sys.argv[1]), sys.argv[2]
-_, state = setup(1)
+_, state = make_states(1)
 held = lock.take(workdir, "slurm-7.0-r0")
 begun, check, finish = files.start_writing, held.check, files.finish
 
@@ -231,12 +225,13 @@ def test_a_writer_that_was_replaced_in_mid_save_commits_nothing(
   tmp_path, moment, same_step
 ):
   """The new run saves another state of the same step, before the old one wakes."""
-  from test_checkpoint import assert_identical, at_step, setup
+  from support.states import at_step, make_states
+  from support.trees import assert_same_bits
 
   old = python(ZOMBIE, tmp_path, moment)
   try:
     wait_until(lambda: state_of(old.pid) == "T", old)
-    abstract, state = setup(1)
+    abstract, state = make_states(1)
     with (
       lock.take(tmp_path, "slurm-7.0-r1") as held,
       Checkpoints(tmp_path / "checkpoints", lease=held) as checkpoints,
@@ -255,7 +250,7 @@ def test_a_writer_that_was_replaced_in_mid_save_commits_nothing(
       assert "another run has taken over" in out and "slurm-7.0-r1" in out
       assert contents(tmp_path) == before
       if same_step == "done":
-        assert_identical(checkpoints.restore(abstract), mine)
+        assert_same_bits(checkpoints.restore(abstract), mine)
       else:
         assert checkpoints.steps() == [1]
   finally:

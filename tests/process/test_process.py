@@ -4,7 +4,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,56 +13,20 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxscale import metrics
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.config.loading import load_config
-from jaxscale.exchange import plain
-from jaxscale.experiment import build
-from jaxscale.mesh import make_mesh
 from support.cases import all_slow_except
 from support.commands import child_env, error_line, run_train, train_command
 from support.paths import ROOT
-
-# Small and often saved: 225 steps, a checkpoint every second one.
-QUICK = {
-  "epochs": "7",
-  "model": "MLP",
-  "model.hidden": "(64,)",
-  "log.every_steps": "7",
-  "evaluation.every_epochs": "1",
-  "checkpoint.every_epochs": "0.18",
-}
-ARGS = [f"--config.{name}={value}" for name, value in QUICK.items()]
-
-
-def final_state(workdir, num_devices=1):
-  """The newest checkpoint of a run, on the host."""
-  config = load_config("configs/digits.py", QUICK | {"mesh.data": "8"})
-  experiment = build.experiment(config)
-  mesh = make_mesh(devices=jax.devices()[:num_devices])
-  experiment = experiment._replace(mesh=mesh, exchange=plain(mesh.axis_names))
-  with Checkpoints(workdir / "checkpoints") as checkpoints:
-    state = checkpoints.restore(experiment.abstract_state())
-  assert state is not None
-  return jax.device_get(state)
-
-
-def record(workdir):
-  """The metrics file without what depends on the clock."""
-  lines = metrics.read_json_lines(workdir / "metrics.jsonl")
-  kept = [
-    {k: v for k, v in line.items() if k != "time" and not k.startswith("perf/")}
-    for line in lines
-  ]
-  return [line for line in kept if len(line) > 1]
-
-
-def assert_same_run(workdir, reference):
-  for a, b in zip(
-    *map(jax.tree.leaves, (final_state(workdir), final_state(reference))), strict=True
-  ):
-    assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-  assert record(workdir) == record(reference)
+from support.processes import wait_until
+from support.tiny_runs import (
+  ARGS,
+  assert_same_run,
+  checkpoint_names,
+  final_state,
+  newest_step,
+  record,
+  run_processes,
+  start,
+)
 
 
 @pytest.fixture(scope="module")
@@ -73,36 +36,6 @@ def uninterrupted(tmp_path_factory):
   assert done.returncode == 0, done.stderr
   assert "done: held-out accuracy" in done.stdout
   return workdir
-
-
-def start(workdir, *args, config=None, num_devices=1, **env):
-  """A run of the quick digits, or of another config, as a process."""
-  quick = train_command(workdir, *ARGS, *args)
-  return subprocess.Popen(
-    train_command(workdir, *args, config=config) if config else quick,
-    env=child_env(num_devices, **env),
-    cwd=ROOT,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-  )
-
-
-def wait_until(condition, process, seconds=120):
-  deadline = time.monotonic() + seconds
-  while not condition():
-    assert process.poll() is None, f"ended early: {process.communicate()}"
-    assert time.monotonic() < deadline, "waited too long"
-    time.sleep(0.002)
-
-
-def checkpoint_names(workdir):
-  directory = workdir / "checkpoints"
-  return [p.name for p in directory.iterdir()] if directory.exists() else []
-
-
-def newest_step(workdir):
-  return max((int(n) for n in checkpoint_names(workdir) if n.isdigit()), default=0)
 
 
 @pytest.mark.parametrize("kills", all_slow_except([2, 5], 2))
@@ -163,36 +96,6 @@ def test_goes_on_with_another_number_of_devices(tmp_path, uninterrupted):
   got, wanted = final_state(workdir), final_state(uninterrupted)
   for a, b in zip(*map(jax.tree.leaves, (got.params, wanted.params)), strict=True):
     assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
-
-
-def free_port():
-  with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    return s.getsockname()[1]
-
-
-def run_processes(workdir, count, num_devices, *args, config=None, **env):
-  coordinator = f"127.0.0.1:{free_port()}"
-  group = [
-    start(
-      workdir,
-      *args,
-      config=config,
-      num_devices=num_devices,
-      JAXSCALE_COORDINATOR=coordinator,
-      JAXSCALE_NUM_PROCESSES=str(count),
-      JAXSCALE_PROCESS_ID=str(i),
-      **env,
-    )
-    for i in range(count)
-  ]
-  try:
-    return [(*p.communicate(timeout=240), p.returncode) for p in group]
-  finally:
-    for process in group:
-      if process.poll() is None:
-        process.kill()
-        process.communicate()
 
 
 def test_two_processes_of_two_devices_equal_one_of_four(tmp_path):

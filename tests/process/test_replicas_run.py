@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_process import free_port
-from test_replicas import flipped
 
 from jaxscale.cluster.watch import watch
 from jaxscale.config import Checks
@@ -22,8 +20,10 @@ from jaxscale.mesh import make_mesh
 from jaxscale.run import callbacks, fit, phases
 from jaxscale.training import loop
 from jaxscale.training.replica_check import ReplicaDivergenceError
+from support.bad_values import flipped
 from support.commands import child_env, error_line, own_lines, train_command
 from support.paths import ROOT
+from support.processes import run_group
 
 CONFIG = {
   "model": "MLP", "model.hidden": "(16,)", "epochs": "2", "log.tensorboard": "False",
@@ -145,33 +145,8 @@ for bad in ((), (1,), (0, 1)):
 """
 
 
-def as_processes(command, num_devices=2):
-  """(stdout, stderr, exit code) of each of two processes of one run."""
-  coordinator = f"127.0.0.1:{free_port()}"
-  group = [
-    subprocess.Popen(
-      command,
-      env=child_env(
-        num_devices,
-        JAXSCALE_COORDINATOR=coordinator,
-        JAXSCALE_NUM_PROCESSES="2",
-        JAXSCALE_PROCESS_ID=str(i),
-      ),
-      cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )
-    for i in range(2)
-  ]  # fmt: skip
-  try:
-    return [(*p.communicate(timeout=300), p.returncode) for p in group]
-  finally:
-    for process in group:
-      if process.poll() is None:
-        process.kill()
-        process.communicate()
-
-
 def test_two_real_processes_name_the_one_that_differs():
-  results = as_processes([sys.executable, "-c", PROCESS])
+  results = run_group([sys.executable, "-c", PROCESS])
   assert [code for *_, code in results] == [0, 0], results
   said = [own_lines(out) for out, *_ in results]
   assert said[0] == said[1]

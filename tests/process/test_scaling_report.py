@@ -89,7 +89,7 @@ def test_of_a_run_that_was_started_again_the_last_start_counts(tmp_path):
 
 
 def test_the_diary_marks_a_start_and_has_its_nodes(tmp_path):
-  from test_launch_script import RUN
+  from support.job_script import RUN
 
   path = tmp_path / "study-4n"
   job = RUN._replace(folder=str(path), nodes=4)

@@ -1,21 +1,19 @@
 """Signals, the walltime and requeues: real processes, also with JAX."""
 
-import os
 import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 
 import pytest
-from test_watch import ends, family, wait_up  # noqa: F401
 
 from jaxscale.cluster.watch import signals
 from jaxscale.cluster.watch.signals import Latch
-from support.commands import child_env, own_lines
-from support.paths import ROOT
+from support.commands import child_env
+from support.processes import line_of
+from support.watched import ends, wait_up
 
 # The main thread of this process never comes back to Python.
 STUCK = """
@@ -28,36 +26,6 @@ lock = ctypes.create_string_buffer(64)
 ctypes.CDLL(None).pthread_mutex_lock(lock)
 ctypes.CDLL(None).pthread_mutex_lock(lock)
 """
-
-
-@pytest.fixture
-def child():
-  """Starts a process; ends it."""
-  started = []
-
-  def start(code, *args, env=None):
-    process = subprocess.Popen(
-      [sys.executable, "-c", code, *map(str, args)],
-      env=(env or os.environ) | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"},
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
-    )
-    started.append(process)
-    return process
-
-  yield start
-  for process in started:
-    process.kill()
-    process.communicate()
-
-
-def line_of(process):
-  """The next line that is not Gloo's."""
-  for line in process.stdout:
-    if own := own_lines(line):
-      return own[0]
-  return ""
 
 
 def test_sigterm_reaches_a_stuck_process_and_has_a_deadline(child):
@@ -184,7 +152,7 @@ sys.exit(exit_code(why))
 
 
 @pytest.mark.parametrize("told", [[2], [0], [0, 1, 2]])
-def test_processes_stop_at_one_step_whoever_is_told(family, told):  # noqa: F811
+def test_processes_stop_at_one_step_whoever_is_told(family, told):
   processes = family(STOPS, STOPS, STOPS)
   wait_up(processes)
   for rank in told:
@@ -198,7 +166,7 @@ def test_processes_stop_at_one_step_whoever_is_told(family, told):  # noqa: F811
   assert outs[1][1] == outs[2][1] == ""
 
 
-def test_who_cannot_save_in_time_ends_all_with_85(family):  # noqa: F811
+def test_who_cannot_save_in_time_ends_all_with_85(family):
   stuck = STOPS.replace("grace_s=5.0", "grace_s=0.5")
   stuck = stuck.replace("print(step, why, flush=True)", "time.sleep(100)")
   processes = family(stuck, stuck)
@@ -211,7 +179,7 @@ def test_who_cannot_save_in_time_ends_all_with_85(family):  # noqa: F811
   )
 
 
-def test_a_suspended_job_goes_on(family):  # noqa: F811
+def test_a_suspended_job_goes_on(family):
   processes = family(STOPS, STOPS, STOPS)
   wait_up(processes)
   # As `scontrol suspend` and `scontrol resume`: longer than any limit of theirs.

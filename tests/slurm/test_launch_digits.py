@@ -5,9 +5,9 @@ import time
 import jax
 import numpy as np
 import pytest
-from test_process import ARGS, final_state
 
 from support.slurm.cli import ends, make_cli, until
+from support.tiny_runs import ARGS, final_state
 
 # No step is saved twice: what is compared is the last.
 ONCE = [*ARGS, "--config.epochs=3", "--config.checkpoint.every_epochs=3"]

@@ -7,12 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
-from test_launch_script import RUN, stand_in
-from test_process import ARGS, assert_same_run, newest_step
 
 from jaxscale.launch import folder as folders
 from jaxscale.launch import render
 from support.commands import child_env, train_command
+from support.job_script import RUN, stand_in
 from support.slurm.cli import (
   FOREVER,
   diary,
@@ -23,6 +22,7 @@ from support.slurm.cli import (
   until_ended,
   wait_until,
 )
+from support.tiny_runs import ARGS, assert_same_run, newest_step
 
 # A cluster as Slurm's commands tell it: the job's nodes and the bad ones are files.
 COMMANDS = {

@@ -7,10 +7,10 @@ import re
 import time
 
 import pytest
-from test_process import assert_same_run, newest_step
 
 from support.fault_table import measured
 from support.slurm.job import AT, NODES, SLACK, Job, error_of
+from support.tiny_runs import assert_same_run, newest_step
 
 pytestmark = pytest.mark.slow
 

@@ -8,11 +8,11 @@ import time
 
 import numpy as np
 import pytest
-from test_process import assert_same_run, final_state, newest_step, record
 
 from support.commands import child_env
 from support.fault_table import measured
 from support.slurm.job import CONFIG, STEPS, Job, error_or_stop
+from support.tiny_runs import assert_same_run, final_state, newest_step, record
 
 pytestmark = pytest.mark.slow
 

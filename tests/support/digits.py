@@ -1,6 +1,15 @@
 """Batches that look like the handwritten digits."""
 
+import jax
 import numpy as np
+import optax
+
+from jaxscale import models, optim
+from jaxscale.exchange import plain
+from jaxscale.mesh import batch_sharding, make_mesh
+from jaxscale.training import losses
+from jaxscale.training.state import init_state
+from jaxscale.training.step import make_train_step
 
 
 def digits_batch(n: int, seed: int = 0) -> dict[str, np.ndarray]:
@@ -10,3 +19,55 @@ def digits_batch(n: int, seed: int = 0) -> dict[str, np.ndarray]:
     "image": rng.integers(0, 17, (n, 8, 8, 1)).astype(np.uint8),
     "label": rng.integers(0, 10, n).astype(np.int32),
   }
+
+
+OPTIMIZERS = {
+  "sgd": lambda s: optim.sgd(s, weight_decay=1e-4),
+  "lars": lambda s: optim.lars(lambda t: 100 * s(t), weight_decay=1e-4),
+  "lamb": lambda s: optim.lamb(lambda t: 0.1 * s(t)),
+  "adamw": lambda s: optim.adamw(lambda t: 0.01 * s(t)),
+  "sgd clipped": lambda s: optax.chain(optax.clip_by_global_norm(0.5), optim.sgd(s)),
+}
+BATCH = 64
+
+
+def cnn(**options):
+  model = models.CNNModule(num_classes=10, features=(8, 16), dense=32, **options)
+  return models.functions(model, (8, 8, 1), mean=(8.0,), std=(5.0,))
+
+
+def run(fns, optimizer, *, num_devices, steps=20, replica=1, exchange=None, **options):
+  """State after some steps on different batches, and every step's metrics."""
+  mesh = make_mesh(replica=replica, devices=jax.devices()[:num_devices])
+  schedule = optim.warmup_cosine(0.1, 3, 30)
+  tx = OPTIMIZERS[optimizer](schedule)
+  exchange = exchange or plain(mesh.axis_names)
+  average = "ema_decay" in options
+  state = init_state(fns.init, tx, mesh, exchange, seed=1, average=average)
+  step = make_train_step(
+    losses.classification_loss(fns.apply, label_smoothing=0.1),
+    tx,
+    mesh,
+    exchange,
+    schedule=schedule,
+    **options,
+  )
+  history = []
+  for i in range(steps):
+    batch = jax.device_put(digits_batch(BATCH, seed=i), batch_sharding(mesh))
+    state, metrics = step(state, batch)
+    history.append(metrics)
+  return jax.device_get(state), jax.device_get(history)
+
+
+def assert_same(got, wanted, tolerance=1e-6):
+  """Each leaf within a tolerance of its own norm; each metric of its value."""
+  (state, history), (state_ref, history_ref) = got, wanted
+  parts = [
+    (getattr(s, n) for n in ("params", "model_state")) for s in (state, state_ref)
+  ]
+  for a, b in zip(*(jax.tree.leaves(list(p)) for p in parts), strict=True):
+    assert np.linalg.norm(a - b) <= tolerance * max(np.linalg.norm(b), 1e-3)
+  for a, b in zip(history, history_ref, strict=True):
+    for name in ("loss", "learning_rate"):
+      np.testing.assert_allclose(a[name], b[name], rtol=10 * tolerance)

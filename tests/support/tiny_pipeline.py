@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale.collectives import vary
 from jaxscale.collectives.typed import varying
-from jaxscale.parallel.one_f_one_b import one_f_one_b
-from jaxscale.parallel.pipeline import gpipe, own_micros, split_micros
+from jaxscale.parallel.pipeline import one_f_one_b
+from jaxscale.parallel.pipeline import gpipe, stage_micros, split_micros
 
 LAYERS, WIDTH, HIDDEN, SYMBOLS, TOKENS = 4, 12, 16, 11, 4
 
@@ -125,7 +125,7 @@ def piped(schedule, mesh, micros, run_layers, *, embed=embed, tokens=None, **set
         h = jax.vmap(lambda micro: embed(params, micro))(batch)
         h = gpipe(run_layers, params["layers"], h, **settings)
         flat = jax.tree.map(
-          lambda x: x.reshape(-1, *x.shape[2:]), (h, own_micros(batch))
+          lambda x: x.reshape(-1, *x.shape[2:]), (h, stage_micros(batch))
         )
         totals = finish(params, *flat)
         return totals["loss"], totals
@@ -150,13 +150,3 @@ def piped(schedule, mesh, micros, run_layers, *, embed=embed, tokens=None, **set
     )
 
   return jax.jit(mapped), put
-
-
-def distance(tree, expected):
-  """The largest relative distance of norms, over the leaves."""
-
-  def of(a, b):
-    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    return np.linalg.norm(a - b) / np.linalg.norm(b)
-
-  return np.max(jax.tree.leaves(jax.tree.map(of, tree, expected)))  # NaN if any is

@@ -2,8 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from jaxscale.mesh import batch_sharding
 from jaxscale.models.linear import linear, shift
 from jaxscale.models.stack import Stack, rejoin
 from jaxscale.parallel import Rule
@@ -82,3 +84,13 @@ def tiny_stack(num_layers=LAYERS, width=WIDTH, hidden=HIDDEN, dtype=jnp.float32)
     )
 
   return Stack(init, embed, layer, finish, logits, num_layers)
+
+
+ROWS = 16
+
+
+def batch(number, mesh):
+  tokens = np.random.default_rng(number).integers(0, VOCAB, (ROWS, LENGTH + 1))
+  tokens = tokens.astype(np.int32)
+  made = {"tokens": tokens[:, :-1].copy(), "targets": tokens[:, 1:].copy()}
+  return jax.device_put(made, batch_sharding(mesh))

@@ -8,7 +8,8 @@ from PIL import Image
 
 from jaxscale import data
 from jaxscale.data import augment, jpeg
-from jaxscale.data.dataset import NUM_DRAWS, DatasetInfo, from_arrays
+from jaxscale.data.arrays import from_arrays
+from jaxscale.data.dataset import NUM_DRAWS, DatasetInfo
 from jaxscale.errors import ConfigError
 
 

@@ -10,9 +10,9 @@ import os
 
 import pytest
 from jax._src import clusters
-from test_detect import MPI, STARTS, STEP, found, tasks
 
 from jaxscale.cluster.detect.local_devices import local_device_ids, visible_gpus
+from support.launches import MPI, STARTS, STEP, found, tasks
 
 START = {path.stem: path for path in STARTS}
 

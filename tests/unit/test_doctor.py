@@ -5,10 +5,10 @@ import re
 import shutil
 
 import pytest
-from test_imagenet import example, jpeg_bytes, write_tfds
 
 from jaxscale.cli import doctor
 from jaxscale.preflight import imagenet
+from support.images import example, jpeg_bytes, write_tfds
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # protobuf and TFDS warn
 

@@ -7,12 +7,11 @@ import resource
 
 import numpy as np
 import pytest
-from test_folder_run import write_folder
-from test_imagenet import example, jpeg_bytes, write_tfds, write_tfrecord
 
 from jaxscale import data
 from jaxscale.data import folder, tfrecord
 from jaxscale.data.faults import raise_if_systems
+from support.images import example, jpeg_bytes, write_folder, write_tfds, write_tfrecord
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # protobuf and TFDS warn
 

@@ -5,11 +5,11 @@ import io
 import numpy as np
 import pytest
 from PIL import Image
-from test_imagenet import jpeg_bytes
 
 from jaxscale import data
 from jaxscale.data import augment, encoded, jpeg
 from jaxscale.errors import ConfigError
+from support.images import jpeg_bytes
 
 
 @pytest.fixture(scope="module")

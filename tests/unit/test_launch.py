@@ -10,14 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_launch_script import RUN, RUNS
+from jaxscale.launch.profile import Site, load_site, site_from, with_options
 
 from jaxscale import launch
 from jaxscale.config.loading import load_config
 from jaxscale.errors import ConfigError
 from jaxscale.launch import cli, profile, render, spec, sweeps
 from jaxscale.launch import folder as folders
-from jaxscale.launch.profile import Site, load_site, site_from, with_options
+from support.job_script import RUN, RUNS
 from support.paths import ROOT
 
 DIGITS = "configs/digits.py"

@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from test_launch_script import RUN
 
 from jaxscale.launch import folder as folders
 from jaxscale.launch import slurm, spec, status
+from support.job_script import RUN
 
 
 def queued(state, **changes):

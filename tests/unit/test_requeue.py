@@ -1,8 +1,6 @@
 """The end of a job, and its next start: what Slurm is asked, and what it answers."""
 
-import os
 import signal
-import stat
 import time
 
 import pytest
@@ -10,25 +8,6 @@ import pytest
 from jaxscale.cluster import requeue
 from jaxscale.cluster.detect import walltime
 from jaxscale.cluster.watch.signals import exit_code
-
-
-@pytest.fixture
-def scontrol(tmp_path, monkeypatch):
-  """A command in front of the real one, if there is one; what it was asked.
-
-  In bash: dash begins with no signal blocked, whoever starts it, and scontrol does not.
-  """
-  asked = tmp_path / "asked"
-
-  def install(script):
-    path = tmp_path / "bin" / "scontrol"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(f'#!/bin/bash\necho "$@" >> {asked}\n{script}\n')
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", f"{path.parent}:{os.environ['PATH']}")
-    return asked
-
-  return install
 
 
 def test_the_end_of_the_job(scontrol, monkeypatch):

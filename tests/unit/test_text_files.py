@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_imagenet import write_array_record, write_tfrecord
 
 from jaxscale import data
 from jaxscale.data.packed import packed
 from jaxscale.data.python_docs import documents
 from jaxscale.data.tokenizer import byte_tokenizer, read_tokenizer
 from jaxscale.errors import ConfigError
+from support.images import write_array_record, write_tfrecord
 
 RNG = np.random.default_rng(0)
 

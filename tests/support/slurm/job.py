@@ -4,9 +4,8 @@ import shlex
 import sys
 import time
 
-from test_process import ARGS, newest_step
-
 from support.commands import child_env
+from support.tiny_runs import ARGS, newest_step
 
 NODES = 3
 # Small and often saved, but long enough to be met by a fault at step 60.

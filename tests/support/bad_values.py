@@ -1,0 +1,56 @@
+"""Values that a run must notice: NaN gradients and flipped bits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxscale.mesh import batch_sharding
+
+AXES, ROWS, DIM, OUT = ("replica", "data"), 32, 12, 5
+WHERE = {"gradient": "kernel", "loss": "loss", "state": "mean"}
+
+
+@jax.custom_vjp
+def spoilt(w, by):
+  """w; its gradient is multiplied by the mean of `by`, 1 where all is well."""
+  del by
+  return w
+
+
+spoilt.defvjp(lambda w, by: (w, by), lambda by, g: (g * by.mean(), jnp.zeros_like(by)))
+
+
+def init(key):
+  kernel = 0.1 * jax.random.normal(key, (DIM, OUT))
+  params = {"kernel": kernel, "bias": jnp.zeros(OUT), "gain": jnp.ones(OUT)}
+  return params, {"mean": jnp.zeros(DIM)}
+
+
+def loss_fn(params, model_state, batch, keys):
+  del keys
+  kernel = spoilt(params["kernel"], batch["gradient"])
+  out = (batch["x"] @ kernel + params["bias"]) * params["gain"]
+  loss = jnp.sum((out - batch["y"]) ** 2)
+  mean = 0.9 * model_state["mean"] + 0.1 * batch["x"].mean(0) * batch["state"].mean()
+  examples = (batch["x"][:, 0] < jnp.inf).sum(dtype=jnp.int32)
+  totals = {"loss": loss * batch["loss"].mean(), "examples": examples}
+  return loss, ({"mean": mean}, totals)
+
+
+def batch(mesh, step, **bad):
+  """Rows of a step; `bad`: what -> (row, value), as gradient=(9, jnp.nan)."""
+  rng = np.random.default_rng(step)
+  rows = {name: np.ones(ROWS, np.float32) for name in WHERE}
+  for name, (row, value) in bad.items():
+    rows[name][row] = value
+  rows["x"] = rng.standard_normal((ROWS, DIM)).astype(np.float32)
+  rows["y"] = rng.standard_normal((ROWS, OUT)).astype(np.float32)
+  return jax.device_put(rows, batch_sharding(mesh))
+
+
+def flipped(value, element=1, bit=0):
+  """The array with one bit of one element the other way."""
+  raw = np.array(value)
+  bits = raw.view(f"u{raw.dtype.itemsize}").reshape(-1)
+  bits[element] ^= np.asarray(1 << bit, bits.dtype)
+  return raw

@@ -1,0 +1,35 @@
+"""Small configs."""
+
+from jaxscale import config as cfg
+from jaxscale.config.loading import load_config
+
+
+def tiny_language(**fields):
+  usual = {
+    "model": cfg.Transformer(num_layers=2, width=32, num_heads=4, hidden=64),
+    "data": cfg.Text(sequence_length=16),
+    "optimizer": cfg.AdamW(lr=1e-3),
+    "batch_size": 16,
+    "epochs": 1.0,
+  }
+  return cfg.Config(**usual | fields)
+
+
+TINY = {
+  "epochs": "4",
+  "schedule.warmup_epochs": "1",
+  "model": "MLP",
+  "model.hidden": "(32,)",
+  "mesh.data": "8",
+  "evaluation.every_epochs": "2",
+  "checkpoint.every_epochs": "2",
+  "log.every_steps": "5",
+}
+
+
+def tiny_digits(**changes):
+  dotted = {k.replace("__", "."): v for k, v in changes.items()}
+  base = dict(TINY)
+  if "model" in dotted:
+    del base["model.hidden"]
+  return load_config("configs/digits.py", base | dotted)

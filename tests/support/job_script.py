@@ -1,0 +1,37 @@
+"""Runs of every kind of job script, and commands of Slurm that are stood in for."""
+
+from pathlib import Path
+
+from jaxscale.launch.profile import Site, load_site
+
+from jaxscale.launch import spec
+
+RUN = spec.Run(
+  name="digits-1", folder="/runs/digits-1", cwd="/home/me/jaxscale",
+  config="code/configs/digits.py", overrides={}, trials=(), at_most=0, nodes=1,
+  site=Site(), requeue=10, preflight=False, executor="slurm", python="/venv/bin/python",
+  made_by="python -m jaxscale.launch submit --config configs/digits.py",
+)  # fmt: skip
+RUNS = {
+  "plain": RUN,
+  "gpus": RUN._replace(
+    nodes=64,
+    overrides={"epochs": "90", "data.path": "/data/with space"},
+    preflight=True,
+    site=load_site("launch/profiles/gpu8.toml"),
+  ),
+  "sweep": RUN._replace(
+    trials=({"seed": "1", "optimizer.lr": "0.1"}, {"seed": "2", "optimizer.lr": "0.2"}),
+    at_most=2,
+    requeue=0,
+  ),
+  "apptainer": RUN._replace(site=load_site("launch/profiles/apptainer.toml")),
+  "spares": RUN._replace(nodes=4, spares=2, site=Site(tasks_per_node=2)),
+  "pyxis": RUN._replace(site=load_site("launch/profiles/pyxis.toml"), nodes=2),
+}
+
+
+def stand_in(path: Path, text: str) -> None:
+  path.parent.mkdir(exist_ok=True)
+  path.write_text(f"#!/bin/bash\n{text}\n")
+  path.chmod(0o755)

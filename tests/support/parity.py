@@ -1,0 +1,225 @@
+"""One small model under every exchange, with all optimizers at once."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from jaxscale import collectives, optim
+from jaxscale.exchange import Exchange, plain, planned
+from jaxscale.exchange.buckets import bucketed
+from jaxscale.exchange.delayed import delayed, warm_start
+from jaxscale.exchange.low_precision import half_precision, int8
+from jaxscale.exchange.one_bit import one_bit
+from jaxscale.exchange.power_sgd import power_sgd
+from jaxscale.exchange.top_k import top_k
+from jaxscale.mesh import AXES, batch_sharding, make_mesh
+from jaxscale.training.state import init_state
+from jaxscale.training.step import make_train_step
+from support.compiling import fast_compile_options
+
+N, STEPS, ROWS, SEED = 8, 10, 64, 7
+RATE, MOMENTUM, DECAY = 0.05, 0.9, 1e-3
+OPTIMIZERS = {
+  "sgd": optim.sgd(RATE, momentum=MOMENTUM, nesterov=False, weight_decay=DECAY),
+  "lars": optim.lars(RATE, trust_coefficient=0.05),
+  "lamb": optim.lamb(3e-3),
+  "adamw": optim.adamw(1e-3, weight_decay=1e-2),
+}
+CLASSES, BLOCK = 10, 64
+SHAPES = {
+  "conv": (3, 3, 2, 8),
+  "dense": (32, 24),
+  "head": (24, CLASSES),
+  "head_bias": (CLASSES,),
+  "scale": (32,),
+}
+
+
+def by(algorithm: str) -> Exchange:
+  """The mean by one of the collectives, as planned for the mesh of the step."""
+  sizes = {"replica": 2, "data": 4}
+  dims = [("data", 4), ("replica", 2)] if algorithm == "torus" else None
+  return planned(collectives.plan(sizes, 0, algorithm, dims=dims))
+
+
+def of_device(place: int) -> Exchange:
+  """Broken: the gradients of one device for the mean of all."""
+
+  def exchange(grads, state):
+    chosen = lax.axis_index(AXES) == place
+    own = jax.tree.map(lambda g: jnp.where(chosen, g, jnp.zeros_like(g)), grads)
+    return lax.psum(own, AXES), state
+
+  return Exchange(lambda params: (), exchange)
+
+
+def forgetting(inner: Exchange, part: str) -> Exchange:
+  """Broken: a part of the state is that of the first step for ever."""
+
+  def exchange(grads, state):
+    means, new = inner.exchange(grads, state)
+    return means, new | {part: state[part]}
+
+  return Exchange(inner.init, exchange)
+
+
+EXACT = {
+  "plain": lambda: plain(AXES),
+  "ring": lambda: by("ring"),
+  "torus": lambda: by("torus"),
+  "hierarchical": lambda: by("hierarchical"),
+  "halving_doubling": lambda: by("halving_doubling"),
+  "bucketed": lambda: bucketed(AXES, bucket_bytes=1000),
+  "warm start": lambda: warm_start(one_bit(AXES, num_devices=N), AXES, steps=STEPS),
+}
+ROUNDED = {
+  "bf16": lambda: half_precision(AXES),
+  "fp16": lambda: half_precision(AXES, "float16"),
+  "int8": lambda: int8(AXES, block=BLOCK),
+}
+FEEDBACK = {
+  "1-bit": lambda: one_bit(AXES, num_devices=N),
+  "top-k": lambda: top_k(AXES, num_devices=N, share=0.1),
+  "PowerSGD": lambda: power_sgd(AXES, rank=2),
+}
+BROKEN = {
+  "one device's": lambda: of_device(3),
+  "1-bit without residual": lambda: forgetting(FEEDBACK["1-bit"](), "residual"),
+  "1-bit without owner": lambda: forgetting(FEEDBACK["1-bit"](), "owner"),
+  "top-k without residual": lambda: forgetting(FEEDBACK["top-k"](), "residual"),
+  "PowerSGD without residual": lambda: forgetting(FEEDBACK["PowerSGD"](), "residual"),
+}
+DELAYED = {"delayed": lambda: delayed(plain(AXES))}
+EXCHANGES = EXACT | ROUNDED | FEEDBACK | BROKEN | DELAYED
+
+
+def recorded(inner: Exchange) -> Exchange:
+  """The same exchange, whose state shows what each device gave in."""
+
+  def init(params):
+    return {"own": jax.tree.map(jnp.zeros_like, params), "inner": inner.init(params)}
+
+  def exchange(grads, state):
+    means, new = inner.exchange(grads, state["inner"])
+    return means, {"own": grads, "inner": new}
+
+  return Exchange(init, exchange)
+
+
+def side_by_side() -> optax.GradientTransformation:
+  """An optimizer for each subtree; the state also shows the mean gradients."""
+
+  def init(params):
+    states = {n: tx.init(params[n]) for n, tx in OPTIMIZERS.items()}
+    return states, jax.tree.map(jnp.zeros_like, params)
+
+  def update(updates, state, params=None):
+    assert params is not None
+    done = {
+      n: tx.update(updates[n], state[0][n], params[n]) for n, tx in OPTIMIZERS.items()
+    }
+    states = {n: state for n, (_, state) in done.items()}
+    return {n: moves for n, (moves, _) in done.items()}, (states, updates)
+
+  return optax.GradientTransformation(init, update)
+
+
+def first_params():
+  rng = np.random.default_rng(SEED)
+  params = {}
+  for name, shape in SHAPES.items():
+    fan = np.prod(shape[:-1]) if len(shape) > 1 else 16
+    params[name] = (rng.normal(size=shape) / np.sqrt(fan)).astype(np.float32)
+  params["scale"] += np.float32(1)
+  return params
+
+
+def init(key):
+  del key
+  return {n: jax.tree.map(jnp.asarray, first_params()) for n in OPTIMIZERS}, {}
+
+
+@functools.cache
+def batches():
+  """Noisy copies of ten images, sorted by class: a device sees two of them.
+
+  So that the gradients of one device are far from the mean: what is wrong with an
+  exchange shows in a few steps.
+  """
+  rng = np.random.default_rng(SEED)
+  centres = rng.normal(size=(CLASSES, 4, 4, 2)) + 1.0
+  made = []
+  for _ in range(STEPS):
+    label = np.sort(rng.integers(0, CLASSES, ROWS)).astype(np.int32)
+    noise = rng.normal(size=(ROWS, 4, 4, 2))
+    image = (centres[label] + 0.5 * noise).astype(np.float32)
+    made.append({"image": image, "label": label})
+  return made
+
+
+def loss_of(p, batch, noise):
+  """The sum over rows of the losses of one model, in the dtype of its parameters."""
+  dtype = p["head"].dtype
+  x = (batch["image"] + 0.1 * noise).astype(dtype)
+  taps = [[x[:, i : i + 2, j : j + 2] for j in range(3)] for i in range(3)]
+  patches = jnp.stack([jnp.stack(row, axis=1) for row in taps], axis=1)
+  h = jnp.tanh(jnp.einsum("bijyxc,ijcf->byxf", patches, p["conv"]))
+  h = jnp.tanh((h.reshape(len(x), -1) * p["scale"]) @ p["dense"])
+  logits = h @ p["head"] + p["head_bias"]
+  losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+  return losses.sum()
+
+
+def noise_of(keys):
+  """What the keys of rows decide: the same rows get the same on any mesh."""
+  return jax.vmap(lambda key: jax.random.normal(key, (4, 4, 2), jnp.float32))(keys)
+
+
+def loss_fn(params, model_state, batch, keys):
+  stacked = jax.tree.map(lambda *x: jnp.stack(x), *params.values())
+  losses = jax.vmap(loss_of, in_axes=(0, None, None))(stacked, batch, noise_of(keys))
+  totals = dict(zip(params, losses, strict=True))
+  totals["examples"] = jnp.sum(batch["label"] >= 0, dtype=jnp.int32)
+  return losses.sum(), (model_state, totals)
+
+
+class Run(NamedTuple):
+  """Of every step, by optimizer: numpy arrays.
+
+  Attributes:
+    losses: before the step.
+    own: gradients [devices, ...] that went into the exchange.
+    means: gradients that came out of it.
+    params: after the last step.
+    kept: the exchange's state after it.
+  """
+
+  losses: list[dict[str, float]]
+  own: list[Any]
+  means: list[Any]
+  params: Any
+  kept: Any
+
+
+@functools.cache
+def run(name: str, devices: int = N) -> Run:
+  replica = 2 if devices == N else 1
+  mesh = make_mesh(replica=replica, devices=jax.devices()[:devices])
+  tx, exchange = side_by_side(), recorded(EXCHANGES[name]())
+  state = init_state(init, tx, mesh, exchange, seed=SEED)
+  given = [jax.device_put(b, batch_sharding(mesh)) for b in batches()]
+  step: Any = make_train_step(loss_fn, tx, mesh, exchange, seed=SEED)
+  step = step.lower(state, given[0]).compile(compiler_options=fast_compile_options())
+  losses, own, means = [], [], []
+  for batch in given:
+    state, metrics = jax.block_until_ready(step(state, batch))
+    losses.append({n: float(metrics[n]) for n in OPTIMIZERS})
+    own.append(jax.device_get(state.exchange_state["own"]))
+    means.append(jax.device_get(state.opt_state[1]))
+  kept = jax.device_get(state.exchange_state["inner"])
+  return Run(losses, own, means, jax.device_get(state.params), kept)

@@ -1,0 +1,81 @@
+"""Train states to save and restore, in one process or two."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+
+from jaxscale import models, optim
+from jaxscale.exchange import plain
+from jaxscale.mesh import make_mesh
+from jaxscale.training.state import abstract_state, init_state
+from support.commands import own_lines
+from support.processes import run_group
+
+
+def make_states(num_devices=8, hidden=(64,), tx=None, average=False):
+  """An abstract state and a state that differs in every leaf from a new one."""
+  mesh = make_mesh(devices=jax.devices()[:num_devices])
+  fns = models.functions(models.MLPModule(num_classes=10, hidden=hidden), (8, 8, 1))
+  parts = fns.init, tx or optim.sgd(0.1), mesh, plain(mesh.axis_names)
+  state = init_state(*parts, seed=5, average=average)
+  return abstract_state(*parts, average=average), state
+
+
+def at_step(state, step):
+  bumped = jax.tree.map(lambda x: x + jnp.asarray(step / 7, x.dtype), state)
+  return bumped._replace(step=jnp.asarray(step, jnp.int32))
+
+
+# One process of two meets a fault, at one moment of a save after the other, and
+# then as both restore; `full` in the place of a function is a disk that is full.
+PAIR = """
+import sys; sys.path[:0] = ["tests"]
+from jaxscale import cluster
+cluster.initialize()
+import jax; jax.config.update("jax_num_cpu_devices", 1)
+from jaxscale.checkpoint import files
+from jaxscale.checkpoint.manager import Checkpoints
+from support.states import at_step, make_states
+
+directory, faults, me = sys.argv[1], sys.argv[2], jax.process_index()
+abstract, state = make_states(2)
+shardings = jax.tree.map(lambda x: x.sharding, state)
+start, finish, load = files.start_writing, files.finish, files.load
+
+def state_at(step):
+  return jax.jit(lambda s: at_step(s, step), out_shardings=shardings)(state)
+
+def full(*args, **kwargs): raise OSError(28, "No space left on device")
+def later(*args): start(*args)(); return full
+def of_two(path, *args, **kwargs):
+  return (full if path.name == "2" else load)(path, *args, **kwargs)
+
+with Checkpoints(directory, on_failure="continue") as checkpoints:
+  for step in (1, 2):
+    checkpoints.save(state_at(step)); checkpoints.wait()
+  if faults:
+    for step, who, name, fault in (
+      (3, 1, "start_writing", full), (4, 1, "start_writing", later),
+      (5, 0, "finish", full),
+    ):
+      if me == who: setattr(files, name, fault)
+      checkpoints.save(state_at(step))
+      for _ in range(3): checkpoints.poll()
+      checkpoints.wait()
+      assert checkpoints.unsaved and checkpoints.steps() == [1, 2]
+      files.start_writing, files.finish = start, finish
+    if me == 1: files.load = of_two
+    print("restored", int(checkpoints.restore(abstract).step))
+    checkpoints.save(state_at(6)); checkpoints.wait()
+    assert not checkpoints.unsaved and checkpoints.steps() == [1, 6]
+cluster.barrier("end")
+"""
+
+
+def run_pair(directory, faults=""):
+  """What two processes print that do this."""
+  ended = run_group([sys.executable, "-c", PAIR, str(directory), faults])
+  assert [code for *_, code in ended] == [0, 0], ended
+  assert not any("Traceback" in err for _, err, _ in ended)
+  return [own_lines(out) for out, *_ in ended]

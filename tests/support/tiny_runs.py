@@ -1,0 +1,95 @@
+"""Short runs of the command line on the digits, and what they leave behind."""
+
+import subprocess
+
+import jax
+
+from jaxscale import metrics
+from jaxscale.checkpoint.files import read_manifest
+from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.config.loading import load_config
+from jaxscale.exchange import plain
+from jaxscale.experiment import build
+from jaxscale.mesh import make_mesh
+from support.commands import child_env, train_command
+from support.paths import ROOT
+from support.processes import run_group
+from support.trees import assert_same_bits
+
+# Small and often saved: 225 steps, a checkpoint every second one.
+TINY = {
+  "epochs": "7",
+  "model": "MLP",
+  "model.hidden": "(64,)",
+  "log.every_steps": "7",
+  "evaluation.every_epochs": "1",
+  "checkpoint.every_epochs": "0.18",
+}
+ARGS = [f"--config.{name}={value}" for name, value in TINY.items()]
+
+
+def final_state(workdir, num_devices=1):
+  """The newest checkpoint of a run, on the host."""
+  config = load_config("configs/digits.py", TINY | {"mesh.data": "8"})
+  experiment = build.experiment(config)
+  mesh = make_mesh(devices=jax.devices()[:num_devices])
+  experiment = experiment._replace(mesh=mesh, exchange=plain(mesh.axis_names))
+  with Checkpoints(workdir / "checkpoints") as checkpoints:
+    state = checkpoints.restore(experiment.abstract_state())
+  assert state is not None
+  return jax.device_get(state)
+
+
+def record(workdir):
+  """The metrics file without what depends on the clock."""
+  lines = metrics.read_json_lines(workdir / "metrics.jsonl")
+  kept = [
+    {k: v for k, v in line.items() if k != "time" and not k.startswith("perf/")}
+    for line in lines
+  ]
+  return [line for line in kept if len(line) > 1]
+
+
+def assert_same_run(workdir, reference):
+  assert_same_bits(final_state(workdir), final_state(reference))
+  assert record(workdir) == record(reference)
+
+
+def command(workdir, *args, config=None):
+  """The command line of the tiny digits, or of another config."""
+  if config:
+    return train_command(workdir, *args, config=config)
+  return train_command(workdir, *ARGS, *args)
+
+
+def start(workdir, *args, config=None, num_devices=1, **env):
+  """A run as a process."""
+  return subprocess.Popen(
+    command(workdir, *args, config=config),
+    env=child_env(num_devices, **env),
+    cwd=ROOT,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+
+
+def checkpoint_names(workdir):
+  directory = workdir / "checkpoints"
+  return [p.name for p in directory.iterdir()] if directory.exists() else []
+
+
+def newest_step(workdir):
+  return max((int(n) for n in checkpoint_names(workdir) if n.isdigit()), default=0)
+
+
+def run_processes(workdir, count, num_devices, *args, config=None, **env):
+  """(stdout, stderr, exit code) of each process of a run like `start`'s."""
+  return run_group(command(workdir, *args, config=config), count, num_devices, **env)
+
+
+def checksums(workdir):
+  """Of every array in the newest checkpoint, as it says itself."""
+  step = newest_step(workdir)
+  leaves = read_manifest(workdir / "checkpoints" / str(step))["leaves"]
+  return step, {name: leaf["checksum"] for name, leaf in leaves.items()}

@@ -1,0 +1,31 @@
+"""Comparisons of trees of arrays."""
+
+import jax
+import numpy as np
+
+
+def assert_same_bits(tree, expected):
+  """Equal structure, and every leaf equal bit for bit."""
+  assert jax.tree.structure(tree) == jax.tree.structure(expected)
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  for (path, x), y in zip(leaves, jax.tree.leaves(expected), strict=True):
+    assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), path
+
+
+def relative_distance(tree, expected):
+  """The norm of the difference of two trees, relative to the norm of the second."""
+  a, b = (
+    np.concatenate([np.ravel(x) for x in jax.tree.leaves(t)]).astype(float)
+    for t in (tree, expected)
+  )
+  return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+
+def largest_distance(tree, expected):
+  """The largest relative distance of two leaves; NaN if any is."""
+
+  def of(a, b):
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+  return np.max(jax.tree.leaves(jax.tree.map(of, tree, expected)))

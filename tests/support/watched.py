@@ -1,0 +1,89 @@
+"""Processes that watch each other."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from support.paths import ROOT
+
+# What a process of these tests does: join by loopback, then "train".
+CHILD = """
+import ctypes, os, socket, sys, time
+from pathlib import Path
+from jaxscale.cluster.watch import fault_detection, watch
+
+rank, n, port = map(int, sys.argv[1:4])
+folder = sys.argv[4]
+hosts = [f"n{r}" for r in range(n)]
+links = {}
+if rank == 0:
+  server = socket.socket(fileno=port)  # inherited, and listening
+  for _ in range(n - 1):
+    sock, _ = server.accept()
+    links[sock.recv(1)[0]] = sock
+  server.close()
+else:
+  links[0] = socket.create_connection(("127.0.0.1", port))
+  links[0].sendall(bytes([rank]))
+LIMITS = fault_detection.Limits(
+  heartbeat_interval_s=0.1, heartbeat_timeout_s=1.2, hang_timeout_s=1.6,
+  compiling_s=1.5, slow_window_s=1.0,
+)
+w = watch.start(links, rank, hosts, limits=LIMITS, folder=Path(folder))
+
+def train(steps, work=0.01, first=1):
+  for step in range(first, steps + 1):
+    w.at(step, "input")
+    if step == 5:
+      print("up", flush=True)
+    time.sleep(work)
+    w.at(step, "step")
+    time.sleep(0.01)
+
+"""
+
+
+@pytest.fixture
+def family(tmp_path):
+  """Starts processes of one run; ends what is left of them."""
+  started = []
+
+  def start(*bodies: str) -> list[subprocess.Popen]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+      for rank, body in enumerate(bodies):
+        argv = [str(rank), str(len(bodies))]
+        argv += [str(server.fileno() if rank == 0 else server.getsockname()[1])]
+        process = subprocess.Popen(
+          [sys.executable, "-c", CHILD + body, *argv, str(tmp_path / "faults")],
+          env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"},
+          stdout=subprocess.PIPE,
+          stderr=subprocess.PIPE,
+          text=True,
+          pass_fds=[server.fileno()] if rank == 0 else [],
+        )
+        started.append(process)
+    return started
+
+  yield start
+  for process in started:
+    process.kill()
+    process.communicate()
+
+
+def ends(processes, within):
+  """Exit codes and stderr of all, which have to end within so many seconds."""
+  until = time.monotonic() + within
+  errors = [
+    p.communicate(timeout=max(0.1, until - time.monotonic()))[1] for p in processes
+  ]
+  return [p.returncode for p in processes], errors
+
+
+def wait_up(processes):
+  for process in processes:
+    assert process.stdout.readline() == "up\n"
+  time.sleep(0.3)  # three heartbeats: the hub knows it too
