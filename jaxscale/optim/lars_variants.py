@@ -44,7 +44,7 @@ import optax
 from jaxscale.errors import ConfigError
 from jaxscale.optim.layers import Layer, layer_norm
 from jaxscale.optim.masks import Mask, kernels
-from jaxscale.optim.momentum import Form, RatioFn, Rule, momentum_rule
+from jaxscale.optim.momentum import Form, momentum_rule
 
 LarsVariant = Literal[
   "paper", "nvidia", "tf_contrib", "tf_contrib_l2_in_loss", "torch", "optax",
@@ -132,56 +132,46 @@ def lars(
     ...   warmup_polynomial(32.0, 400, 4000, start=1.0, end=0.0, restart=False),
     ...   weight_decay=5e-4, momentum_correction=400, mask=None)
   """
-  row = _row(variant, momentum_correction)
-  ratio = _ratio(row, trust_coefficient, weight_decay, eps, momentum)
-  return momentum_rule(
-    learning_rate,
-    Rule(row.form, momentum, weight_decay, nesterov, ratio),
-    momentum_correction=variant == "nvidia" or momentum_correction,
-    mask=mask,
-    stacked=stacked,
-  )
-
-
-def _row(variant: str, momentum_correction: bool | int) -> _Variant:
-  """The variant's row of the table, or what is wrong with the request."""
   if variant not in _VARIANTS:
     raise ConfigError(
       f"LARS.variant={variant!r}: not known, give one of {', '.join(_VARIANTS)}"
     )
-  row = _VARIANTS[variant]
-  if momentum_correction is not False and not row.form.rate_in_velocity:
+  form, denominator, clip, clips_undefined = _VARIANTS[variant]
+  if momentum_correction is not False and not form.rate_in_velocity:
     raise ConfigError(
       f"LARS.momentum_correction={momentum_correction}: the velocity of "
       f"variant={variant!r} does not hold the rate, there is nothing to correct; "
       "leave it out"
     )
-  return row
-
-
-def _ratio(
-  variant: _Variant, eta: float, weight_decay: float, eps: float, momentum: float
-) -> RatioFn:
-  """What multiplies the rate of a layer, by a variant's rule."""
-  if variant.denominator == "gradient":
+  eta = trust_coefficient
+  if denominator == "gradient":
     eta = (1 - momentum) * eta
 
   def ratio(g: jax.Array, w: jax.Array, rate: jax.Array, layer: Layer) -> jax.Array:
-    decayed = variant.denominator == "decayed"
-    g_norm = layer_norm(g + weight_decay * w if decayed else g, layer)
+    g_norm = layer_norm(g + weight_decay * w if denominator == "decayed" else g, layer)
     w_norm = layer_norm(w, layer)
     bottom = g_norm + eps
-    if variant.denominator == "sum":
+    if denominator == "sum":
       bottom = bottom + weight_decay * w_norm
     defined = (w_norm > 0) & (g_norm > 0)
-    # The inner `where` keeps 0 / 0 out, also for those who hunt NaNs.
+    # The inner `where` keeps 0 / 0 out, also under jax_debug_nans.
     local = eta * w_norm / jnp.where(defined, bottom, 1.0)
     local = jnp.where(defined, local, 1.0)
-    if not variant.clip:
+    if not clip:
       return local
     clipped = local < rate  # so the rate is not 0
-    if not variant.clips_undefined:
+    if not clips_undefined:
       clipped &= defined
     return jnp.where(clipped, local / jnp.where(clipped, rate, 1.0), 1.0)
 
-  return ratio
+  return momentum_rule(
+    learning_rate,
+    form,
+    momentum=momentum,
+    weight_decay=weight_decay,
+    nesterov=nesterov,
+    ratio=ratio,
+    momentum_correction=variant == "nvidia" or momentum_correction,
+    mask=mask,
+    stacked=stacked,
+  )

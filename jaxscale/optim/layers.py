@@ -77,6 +77,28 @@ def default_float() -> Any:
   return jnp.dtype(jax.dtypes.canonicalize_dtype(float))
 
 
+def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+  """`tx` on float32 at least, whatever the parameters are; it needs parameters.
+
+  Under standard promotion, which optax's own transformations expect.
+  """
+
+  def widen(tree):
+    return jax.tree.map(lambda x: x.astype(wide(x.dtype)), tree)
+
+  def init(params):
+    return tx.init(widen(params))
+
+  def update(updates, state, params=None):
+    if params is None:
+      raise ValueError("decay needs parameters: tx.update(grads, state, params)")
+    with jax.numpy_dtype_promotion("standard"):
+      steps, state = tx.update(widen(updates), state, widen(params))
+    return jax.tree.map(lambda s, w: s.astype(w.dtype), steps, params), state
+
+  return optax.GradientTransformation(init, update)
+
+
 def layer_norm(x: jax.Array, layer: Layer) -> jax.Array:
   """Euclidean norm of each layer, of the dims [] or [layers, 1, 1, ...].
 
@@ -108,17 +130,14 @@ class TrustRatios(NamedTuple):
   tree: Any
 
 
-def initial_ratios(params: Any, layers: list[Layer] | None) -> TrustRatios:
-  """Ones for every chosen layer; None: no leaf has a ratio."""
+def initial_ratios(params: Any, layers: list[Layer]) -> TrustRatios:
+  """Ones for every chosen layer."""
   leaves, treedef = jax.tree.flatten(params)
-
-  def ones(leaf: Any, layer: Layer) -> jax.Array | None:
-    if not layer.chosen:
-      return None
-    return jnp.ones(leaf.shape[:1] if layer.stacked else (), jnp.float32)
-
-  layers = layers or [Layer(chosen=False, stacked=False)] * len(leaves)
-  return ratio_tree(treedef, [ones(*pair) for pair in zip(leaves, layers, strict=True)])
+  ratios = [
+    jnp.ones(leaf.shape[:1] if layer.stacked else ()) if layer.chosen else None
+    for leaf, layer in zip(leaves, layers, strict=True)
+  ]
+  return ratio_tree(treedef, ratios)
 
 
 def ratio_tree(treedef: Any, ratios: list[jax.Array | None]) -> TrustRatios:
@@ -148,9 +167,9 @@ def trust_ratios(opt_state: Any) -> dict[str, jax.Array]:
     {'head/kernel': Array(1., dtype=float32)}
   """
   nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, TrustRatios))
-  found = {}
-  for node in nodes:
-    if isinstance(node, TrustRatios):
-      for path, ratio in jax.tree_util.tree_leaves_with_path(node.tree):
-        found[path_name(path)] = ratio
-  return found
+  return {
+    path_name(path): ratio
+    for node in nodes
+    if isinstance(node, TrustRatios)
+    for path, ratio in jax.tree.leaves_with_path(node.tree)
+  }

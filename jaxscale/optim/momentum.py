@@ -1,7 +1,7 @@
-"""Momentum, in every place that the rate and a trust ratio can have in it.
+"""SGD with momentum, and the rule of momentum that it shares with LARS.
 
-The one transformation behind SGD and all forms of LARS. With gradient g, weights
-w, velocity v, rate lr, trust ratio r (1 for SGD), decay wd and momentum m:
+With gradient g, weights w, velocity v, rate lr, trust ratio r (1 for SGD), decay wd
+and momentum m:
 
     u = g + wd w
     v = m c v + [lr] [r] u
@@ -9,12 +9,12 @@ w, velocity v, rate lr, trust ratio r (1 for SGD), decay wd and momentum m:
 
 `Form` says in which of the two places lr and r stand. c = lr_t / lr_{t-1} is the
 momentum correction of Goyal et al. (arXiv:1706.02677, §3, eq. 9 and 10): with lr
-inside the velocity, it makes up for a rate that changes, and gives what lr
-outside gives, as long as rates are > 0. At rate 0 they part: neither moves the
-weights in that step, but the velocity that has lr inside is emptied (c = 0, and
-lr u = 0) and starts afresh, while the one that has lr outside takes in u as ever.
-So with MLPerf's schedules, whose first rate is 0, lr inside is lr outside without
-the gradient of step 0. c is 1 after a rate of 0, and at the first step.
+inside the velocity, it compensates for a rate that changes, and equals lr outside,
+as long as rates are > 0. At rate 0 they differ: neither moves the weights in that
+step, but the velocity that has lr inside becomes 0 (c = 0, and lr u = 0), while the
+one that has lr outside takes in u as ever. So with MLPerf's schedules, whose first
+rate is 0, lr inside is lr outside without the gradient of step 0. c is 1 after a rate
+of 0, and at the first step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from jaxscale.optim.layers import (
   ratio_tree,
   wide,
 )
-from jaxscale.optim.masks import Mask
+from jaxscale.optim.masks import Mask, kernels
+from jaxscale.optim.rate import rate_at
 
 # (gradient, weights, rate, layer) -> trust ratio, [] or [layers, 1, ...]
 RatioFn = Callable[[jax.Array, jax.Array, jax.Array, Layer], jax.Array]
@@ -60,39 +61,87 @@ class MomentumState(NamedTuple):
 
   Attributes:
     count: int32 [], steps done.
-    last_rate: [], the learning rate of the step before; 0 before the first.
+    learning_rate: [], of the last step; 0 before the first.
     velocity: like the parameters, float32 at least.
     trust_ratios: of the last step; see `trust_ratios`.
   """
 
   count: Any
-  last_rate: Any
+  learning_rate: Any
   velocity: Any
   trust_ratios: TrustRatios
 
 
-class Rule(NamedTuple):
-  """The numbers of an optimizer.
+def sgd(
+  learning_rate: optax.ScalarOrSchedule,
+  *,
+  momentum: float = 0.9,
+  nesterov: bool = True,
+  weight_decay: float = 0.0,
+  momentum_correction: bool | int = False,
+  rate_in_velocity: bool | None = None,
+  mask: Mask | None = kernels,
+  stacked: Mask | None = None,
+) -> optax.GradientTransformation:
+  """Momentum SGD: v = m v + g + wd w; w = w - lr v (or lr (g + wd w + m v)).
 
-  Attributes:
-    form: where rate and trust ratio enter.
+  Goyal et al. (arXiv:1706.02677, §3) show that a velocity that holds the rate,
+  v = m v + lr (g + wd w) and w = w - v as in Caffe, needs m lr_t / lr_{t-1} for m
+  to do the same when the rate changes. The default here has the rate outside
+  (their eq. 9, PyTorch's), where there is nothing to correct.
+
+  Nado et al. (arXiv:2102.06356) find this with Nesterov's look-ahead as good as
+  LARS on ResNet-50 at batch 32,768, if it is tuned for that batch: peak rate,
+  1 - m (on a log scale), decay, label smoothing and length of the warm-up, with a
+  polynomial decay of power 2 and no decay on BatchNorm and biases, which is
+  `mask`'s default. configs/resnet50_nesterov_32k.py has their values, which are
+  for that model and batch alone.
+
+  Args:
+    learning_rate: a number or a function of the step.
     momentum: m.
-    weight_decay: wd.
-    nesterov: look ahead.
-    ratio: the trust ratio of a layer; None: there is none.
-  """
+    nesterov: the form in brackets (Sutskever et al., ICML 2013).
+    weight_decay: wd, an L2 term in the gradient.
+    momentum_correction: multiply m by lr_t / lr_{t-1}: True: always; a number:
+      in that many first steps (Intel Caffe: the warm-up), and then Caffe's form.
+    rate_in_velocity: Caffe's form; None: if momentum is corrected.
+    mask: params -> bool per leaf, where to decay. None: everywhere.
+    stacked: params -> bool per leaf: its first dim counts layers (of a scan), and
+      `mask` is applied to one of them, so that their biases are biases. None: none
+      is.
 
-  form: Form
-  momentum: float
-  weight_decay: float
-  nesterov: bool
-  ratio: RatioFn | None = None
+  Raises:
+    ValueError: a correction, and a velocity without the rate.
+
+  Example:
+    >>> tx = sgd(warmup_steps(3.2, 780, (4680, 9360, 12480)), weight_decay=1e-4)
+  """
+  corrected = momentum_correction is not False
+  if corrected and rate_in_velocity is False:
+    raise ValueError(
+      f"momentum_correction={momentum_correction}: a velocity without the rate "
+      "needs none; leave out rate_in_velocity=False"
+    )
+  return momentum_rule(
+    learning_rate,
+    Form(rate_in_velocity=corrected or bool(rate_in_velocity)),
+    momentum=momentum,
+    weight_decay=weight_decay,
+    nesterov=nesterov,
+    momentum_correction=momentum_correction,
+    mask=mask,
+    stacked=stacked,
+  )
 
 
 def momentum_rule(
   learning_rate: optax.ScalarOrSchedule,
-  rule: Rule,
+  form: Form,
   *,
+  momentum: float,
+  weight_decay: float,
+  nesterov: bool,
+  ratio: RatioFn | None = None,
   momentum_correction: bool | int = False,
   mask: Mask | None = None,
   stacked: Mask | None = None,
@@ -101,7 +150,11 @@ def momentum_rule(
 
   Args:
     learning_rate: a number or a function of the step.
-    rule: the rest of the equations.
+    form: where rate and trust ratio enter.
+    momentum: m.
+    weight_decay: wd.
+    nesterov: look ahead.
+    ratio: the trust ratio of a layer; None: there is none.
     momentum_correction: False: c is 1; True: always lr_t / lr_{t-1}; a number:
       in that many first steps.
     mask: which leaves have decay and trust ratio; None: all.
@@ -110,68 +163,51 @@ def momentum_rule(
 
   def init(params):
     layers = layers_of(params, mask, stacked)
+    if ratio is None:
+      layers = [layer._replace(chosen=False) for layer in layers]
     return MomentumState(
       count=jnp.zeros([], jnp.int32),
-      last_rate=jnp.zeros([], default_float()),
+      learning_rate=jnp.zeros([], default_float()),
       velocity=jax.tree.map(lambda w: jnp.zeros_like(w, wide(w.dtype)), params),
-      trust_ratios=initial_ratios(params, layers if rule.ratio else None),
+      trust_ratios=initial_ratios(params, layers),
     )
 
   def update(updates, state, params=None):
     if params is None:
       raise ValueError("decay needs parameters: tx.update(grads, state, params)")
-    rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-    rate = jnp.asarray(rate, state.last_rate.dtype)
+    rate = rate_at(learning_rate, state.count)
     correction = _correction(momentum_correction, rate, state)
+
+    def step(w, g, v, layer):
+      """(update in the dtype of w, velocity, trust ratio) of one leaf."""
+      narrow, dtype = w.dtype, v.dtype
+      g, w, lr = g.astype(dtype), w.astype(dtype), rate.astype(dtype)
+      r = ratio(g, w, lr, layer) if ratio and layer.chosen else None
+      inside, outside = (1.0 if r is None else r), 1.0
+      if not form.ratio_in_velocity:
+        inside, outside = outside, inside
+      if form.rate_in_velocity:
+        inside = lr * inside
+      else:
+        outside = lr * outside
+      entered = inside * (g + weight_decay * w if form.decays and layer.chosen else g)
+      v = jnp.asarray(momentum * correction, dtype) * v + entered
+      # The look-ahead is not corrected: the next step's rate is not known yet.
+      moved = outside * (entered + momentum * v if nesterov else v)
+      return -moved.astype(narrow), v, r
+
     leaves, treedef = jax.tree.flatten(params)
     trees = [treedef.flatten_up_to(t) for t in (updates, state.velocity)]
     layers = layers_of(params, mask, stacked)
-    moved = [
-      _leaf(rule, rate, correction, *leaf)
-      for leaf in zip(leaves, *trees, layers, strict=True)
-    ]
-    return jax.tree.unflatten(treedef, [step for step, *_ in moved]), MomentumState(
+    steps = [step(*leaf) for leaf in zip(leaves, *trees, layers, strict=True)]
+    return treedef.unflatten([moved for moved, *_ in steps]), MomentumState(
       count=state.count + 1,
-      last_rate=rate,
-      velocity=jax.tree.unflatten(treedef, [v for _, v, _ in moved]),
-      trust_ratios=ratio_tree(treedef, [r for *_, r in moved]),
+      learning_rate=rate,
+      velocity=treedef.unflatten([v for _, v, _ in steps]),
+      trust_ratios=ratio_tree(treedef, [r for *_, r in steps]),
     )
 
   return optax.GradientTransformation(init, update)
-
-
-def _leaf(
-  rule: Rule,
-  rate: jax.Array,
-  correction: jax.Array | float,
-  w: jax.Array,
-  g: jax.Array,
-  v: jax.Array,
-  layer: Layer,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-  """(update in the dtype of w, velocity, trust ratio) of one leaf."""
-  narrow, dtype = w.dtype, v.dtype
-  g, w, lr = g.astype(dtype), w.astype(dtype), rate.astype(dtype)
-  r = rule.ratio(g, w, lr, layer) if rule.ratio and layer.chosen else None
-  inside, outside = _factors(rule.form, lr, 1.0 if r is None else r)
-  decays = rule.form.decays and layer.chosen
-  entered = inside * (g + rule.weight_decay * w if decays else g)
-  v = jnp.asarray(rule.momentum * correction, dtype) * v + entered
-  # The look-ahead is not corrected: the next step's rate is not known yet.
-  step = outside * (entered + rule.momentum * v if rule.nesterov else v)
-  return -step.astype(narrow), v, r
-
-
-def _factors(form: Form, rate: jax.Array, ratio: Any) -> tuple[Any, Any]:
-  """(what multiplies the gradient, what multiplies the velocity)."""
-  inside = outside = 1.0
-  if form.ratio_in_velocity:
-    inside = ratio
-  else:
-    outside = ratio
-  if form.rate_in_velocity:
-    return rate * inside, outside
-  return inside, rate * outside
 
 
 def _correction(
@@ -180,7 +216,7 @@ def _correction(
   """lr_t / lr_{t-1}, or 1."""
   if wanted is False:
     return 1.0
-  usable = state.last_rate > 0  # 0 also stands for "no step yet"
+  usable = state.learning_rate > 0  # 0 also stands for "no step yet"
   if wanted is not True:
     usable &= state.count < wanted
-  return jnp.where(usable, rate / jnp.where(usable, state.last_rate, 1.0), 1.0)
+  return jnp.where(usable, rate / jnp.where(usable, state.learning_rate, 1.0), 1.0)

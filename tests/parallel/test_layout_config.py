@@ -76,7 +76,7 @@ def test_every_model_has_rules_for_all_its_parameters():
   )
   sizes = dict.fromkeys(("fsdp", "stage", "model"), 2)
   for stack, rules in (
-    (tiny_language, rules.TRANSFORMER),
+    (lm, rules.TRANSFORMER),
     (vit, rules.VIT),
   ):
     params = jax.eval_shape(stack.init, jax.random.key(0))

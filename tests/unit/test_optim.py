@@ -212,6 +212,22 @@ def test_trust_ratios_are_read_out_of_any_state():
   assert optim.trust_ratios(optim.sgd(0.1).init(params)) == {}
 
 
+@pytest.mark.parametrize("make", MAKERS)
+def test_the_learning_rate_of_the_last_step_is_in_the_state(make):
+  params = {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}
+  options = {"adam_learning_rate": 7.0} if make is optim.muon else {}
+  tx = optax.chain(optax.clip_by_global_norm(1.0), make(rate, **options))
+  state, found = tx.init(params), []
+  assert optim.learning_rate(state) == 0
+  for _ in RATES:
+    _, state = jax.jit(tx.update)(params, state, params)
+    found.append(optim.learning_rate(state))
+  np.testing.assert_array_equal(found, np.float32(RATES))
+  given = optax.inject_hyperparams(optax.adam)(learning_rate=0.25).init(params)
+  assert optim.learning_rate(given) == 0.25
+  assert optim.learning_rate(optax.sgd(0.1, momentum=0.9).init(params)) is None
+
+
 def test_lamb_of_stacked_layers_is_lamb_of_each():
   rng = np.random.default_rng(5)
   sizes = np.array([1.0, 100.0, 1e-3])[:, None, None]
