@@ -26,7 +26,7 @@ from jaxscale.checkpoint.files import DamagedError, one_line
 from jaxscale.checkpoint.lock import Lease, LostError, check_for_all, why_lost
 from jaxscale.errors import DISK_ADVICE, EXIT_CRASH, ConfigError
 from jaxscale.metrics import score
-from jaxscale.parallel.reduction import Split
+from jaxscale.parallel.layout_exchange import Split
 from jaxscale.training.state import TrainState
 
 
@@ -87,7 +87,7 @@ class Checkpoints:
         goes on.
       lease: of process 0, where several runs may meet in the directory.
       split: how gradients are split that are exchanged
-        (`parallel.reduction.exchange_split`).
+        (`parallel.layout_exchange.exchange_split`).
       say: where process 0 tells what happens.
     """
     self.directory = Path(directory).absolute()

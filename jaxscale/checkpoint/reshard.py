@@ -23,7 +23,7 @@ import jax
 
 from jaxscale.checkpoint import checksum
 from jaxscale.errors import ConfigError
-from jaxscale.parallel.reduction import Split
+from jaxscale.parallel.layout_exchange import Split
 from jaxscale.training.state import TrainState
 
 # (exchange state with a leading dim of N devices, N') -> the same for N' devices

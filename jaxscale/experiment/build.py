@@ -27,9 +27,9 @@ from jaxscale.experiment.derive import Derived, derive
 from jaxscale.experiment.exchange import Agreement
 from jaxscale.experiment.phases import Phase, scale_velocity, step_at
 from jaxscale.mesh import batch_axes, batch_sharding, make_mesh
-from jaxscale.parallel.layout import Layout, local_shapes
-from jaxscale.parallel.pipelined import OwnGrads
-from jaxscale.parallel.reduction import exchange_axes
+from jaxscale.parallel.layout import Layout, local_grad_shapes
+from jaxscale.parallel.run_stack import PipelineGrads
+from jaxscale.parallel.layout_exchange import exchange_axes
 from jaxscale.training import nan_guard
 from jaxscale.training.local_step import (
   Own,
@@ -65,7 +65,7 @@ class Experiment(NamedTuple):
   eval_data: data.Dataset
   model: models.ModelFns | models.Stack
   layout: Layout | None  # None: everything on every device
-  loss: LossFn | OwnGrads
+  loss: LossFn | PipelineGrads
   tx: optax.GradientTransformation
   schedule: optax.Schedule
   exchange: Exchange
@@ -203,7 +203,7 @@ def at_phase(experiment: Experiment, phase: Phase) -> Experiment:
     config,
     derived,
     sizes,
-    lambda: _params(model) if layout is None else local_shapes(layout),
+    lambda: _params(model) if layout is None else local_grad_shapes(layout),
     mesh,
   )
   agreement, more = exchange_parts.make_sync(config, derived, phase, mesh)

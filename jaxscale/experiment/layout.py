@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxscale import config as cfg
 from jaxscale import models, parallel
 from jaxscale.errors import ConfigError
-from jaxscale.parallel import model_rules
+from jaxscale.parallel import rules as sharding_rules
 from jaxscale.parallel.layout import HOST, Layout, Shard
 from jaxscale.parallel.pipeline import bubble
 from jaxscale.parallel.rules import Rule, partition
@@ -50,19 +50,19 @@ def make_layout(config: cfg.Config, mesh: Mesh, model: Model) -> Layout | None:
   on_host = chosen.optimizer == "host"
   if not splits and not on_host and not isinstance(model, models.Stack):
     return None
-  rules = {cfg.Transformer: model_rules.TRANSFORMER, cfg.ViT: model_rules.VIT}.get(
-    type(config.model), model_rules.OTHERS
+  rules = {cfg.Transformer: sharding_rules.TRANSFORMER, cfg.ViT: sharding_rules.VIT}.get(
+    type(config.model), sharding_rules.OTHERS
   )
   shapes = jax.eval_shape(init_fn(model), jax.random.key(0))[0]
   check_memory(config, mesh.devices.flat[0])
   half = config.dtype if config.dtype != "float32" else None
   _check_divides(config, mesh, shapes)
   if chosen.rules:
-    given = tuple(model_rules.parse(rule) for rule in chosen.rules)
+    given = tuple(sharding_rules.parse(rule) for rule in chosen.rules)
     _check_rules(shapes, given, rules, mesh, chosen.model)
     rules = given
   return parallel.make_layout(
-    mesh, shapes, rules, shard=shard, slow=chosen.slow_axes,
+    mesh, shapes, rules, shard=shard, slow_axes=chosen.slow_axes,
     splits=chosen.model, dtype=half,
     sum_in=half if chosen.sum_in == "dtype" else None,
     opt_on_host=on_host,
@@ -224,15 +224,13 @@ def make_loss(config: cfg.Config, model: Model, layout: Layout | None) -> Any:
     piped = {"gpipe": parallel.gpipe_grads, "1f1b": parallel.one_f_one_b_grads}
     return piped[config.layout.schedule](model, layout, remat=remat)
   loss = losses.classification_loss(model.apply, label_smoothing=config.label_smoothing)
-  return loss if layout is None else parallel.entered(loss, layout.entries)
+  return loss if layout is None else parallel.with_gathered_params(loss, layout.gathers)
 
 
 def make_totals(model: Model, layout: Layout | None) -> Any:
   """The totals of an eval step: a `step.EvalFn`."""
   if isinstance(model, models.Stack):
     assert layout is not None
-    if "stage" in layout.mesh.axis_names:
-      return parallel.piped_totals(model, layout)
     return parallel.stack_totals(model, layout)
   totals = losses.classification_totals(model.apply)
-  return totals if layout is None else parallel.entered(totals, layout.entries)
+  return totals if layout is None else parallel.with_gathered_params(totals, layout.gathers)

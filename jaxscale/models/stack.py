@@ -12,10 +12,32 @@ The functions read sizes from the arrays they are given, never from a setting: w
 a device holds some of the heads, hidden units or classes, the same code computes
 its part. What then completes the parts, and anything else that depends on who
 holds what, are the few operations in `Ops`. Their defaults are those of one device.
+
+What a layer keeps for the backward pass is a policy by name, `REMAT`. A scan keeps
+the input of every layer in any case, b = rows * tokens * width numbers. What JAX
+keeps in all (`jax.ad_checkpoint.print_saved_residuals`; heads as many for keys as
+for queries, MLPs of the usual size), and what it computes again:
+
+    none      some 30 b, and with XLA's attention its scores of rows * heads *
+              tokens^2 float32 numbers, three times; nothing is computed again
+    dots      9 or 10 b: the products with weights. Norms, activations and
+              attention are computed again; nothing is communicated again
+    branches  2 b: what attention added to the stream. The layer is computed again
+              but for the last product of each branch; nothing is communicated again
+    full      b. The layer is computed again but for its last product: close to a
+              third more work a step. The sum at the end of attention is
+              communicated again; that at the end of the layer is in the next input
+
+    offload   as full, but b waits in the host's memory: the input of a layer is
+              copied there and back, while others compute
+
+Gathering a layer's parameters is no product: where a layout does it inside of the
+layer, each but "none" gathers again.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,12 +47,14 @@ import optax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.models.attention import attention
-from jaxscale.models.linear import linear, linear_sum
+from jaxscale.models.linear import PRODUCT, linear, linear_sum
 
 Totals = dict[str, jax.Array]  # sums over examples, with their number: "examples"
+Layer = Callable[[Any, jax.Array], jax.Array]  # (one layer's params, h) -> h
 
-
-BRANCH = "branch"  # the name, for remat policies, of what `rejoin` gives
+# Names for remat policies: the output of `rejoin`, and the input of a layer.
+BRANCH = "branch"
+INPUT = "input"
 
 
 def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
@@ -142,3 +166,73 @@ class Stack(NamedTuple):
   finish: Callable[[Any, jax.Array, Any, Ops], Totals]
   logits: Callable[[Any, jax.Array], jax.Array]
   num_layers: int
+
+
+def _remat(policy: Any) -> Callable[[Layer], Layer]:
+  # A scan keeps the compiler from undoing it by itself.
+  return functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
+
+
+def _offload(layer: Layer) -> Layer:
+  policy = _keep.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=[INPUT],
+    offload_src="device",
+    offload_dst="pinned_host",
+  )
+  return _remat(policy)(lambda params, h: layer(params, checkpoint_name(h, INPUT)))
+
+
+_keep = jax.checkpoint_policies
+# Name -> what makes a layer that keeps so much, to be run in a scan.
+REMAT: dict[str, Callable[[Layer], Layer]] = {
+  "none": lambda layer: layer,
+  "dots": _remat(_keep.save_only_these_names(PRODUCT, BRANCH)),
+  "branches": _remat(_keep.save_only_these_names(BRANCH)),
+  "full": _remat(_keep.nothing_saveable),
+  "offload": _offload,
+}
+
+
+def run_stack(stack: Stack, params: Any, batch: Any, *, remat: str = "none") -> Totals:
+  """The totals of a batch on one device; layouts are tested against it.
+
+  Args:
+    remat: a name in `REMAT`.
+
+  Returns:
+    Totals as `stack.finish` has them; the gradient of "loss" is the training one.
+
+  Example:
+    >>> from jaxscale.models import make_transformer
+    >>> stack = make_transformer(
+    ...   vocab_size=256, num_layers=2, width=64, num_heads=4, hidden=128
+    ... )
+    >>> tokens = jnp.zeros((1, 8), jnp.int32)
+    >>> batch = {"tokens": tokens, "targets": tokens}
+    >>> int(run_stack(stack, stack.init(jax.random.key(0)), batch)["examples"])
+    8
+  """
+  h = hidden_states(stack, params, batch, remat=remat)
+  return stack.finish(params["head"], h, batch, Ops())
+
+
+def hidden_states(
+  stack: Stack, params: Any, batch: Any, ops: Ops | None = None, *, remat: str = "none"
+) -> jax.Array:
+  """The output of the last layer, [rows, tokens, width].
+
+  Args:
+    ops: what a layout replaces; None: one device's.
+    remat: a name in `REMAT`.
+  """
+  ops = ops or Ops()
+  layer = REMAT[remat](lambda p, h: stack.layer(p, h, ops))
+  h = stack.embed(params["embed"], batch, ops)
+  h, _ = jax.lax.scan(lambda h, p: (layer(p, h), None), h, params["layers"])
+  return h
+
+
+def stack_logits(stack: Stack, params: Any, batch: Any) -> jax.Array:
+  """The scores of all classes, float32 [rows, (tokens,) classes]."""
+  return stack.logits(params["head"], hidden_states(stack, params, batch))

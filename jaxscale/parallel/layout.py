@@ -1,15 +1,15 @@
-"""A layout: how the state of a model lies on a mesh, and how its parameters enter.
+"""A layout: how the state of a model is sharded on a mesh, and how it is gathered.
 
-    shard          between steps                         gradients are
-    nothing        everything on every device            summed by the exchange
-    optimizer      optimizer state split over `fsdp`     summed by the exchange
-    gradients      likewise                              split, layer by layer
-    parameters     parameters too                        split, layer by layer
+    shard    between steps                         gradients are
+    none     everything on every device            summed by the exchange
+    zero1    optimizer state split over `fsdp`     summed by the exchange
+    zero2    likewise                              reduce-scattered, layer by layer
+    fsdp     parameters too                        reduce-scattered, layer by layer
 
-The second to fourth are ZeRO's stages 1 to 3 (arXiv:1910.02054), the fourth is also
-called FSDP. With `replica` or `data` devices beside `fsdp` they are hybrid: state
-is split within a group and the same in each. Whatever else splits a parameter
-(`model`, `stage`) splits its gradient and optimizer state with it.
+`zero1`, `zero2` and `fsdp` are ZeRO's stages 1 to 3 (arXiv:1910.02054). With `replica`
+or `data` devices as well they are hybrid: state is split within a group and the same in
+each. Whatever else splits a parameter (`model`, `stage`) splits its gradient and
+optimizer state with it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,18 @@ from jax.sharding import PartitionSpec as P
 from jaxscale.collectives import vary
 from jaxscale.errors import ConfigError
 from jaxscale.mesh import batch_axes
-from jaxscale.parallel.entering import FSDP, Beside, Entry, is_beside, own_shard
+from jaxscale.parallel.fsdp_gather import (
+  FSDP,
+  Gather,
+  ShardedAndFull,
+  local_shard,
+)
 from jaxscale.parallel.rules import Rule, partition
 from jaxscale.tree_paths import path_name
 
 Shard = Literal["none", "zero1", "zero2", "fsdp"]
 HOST = "pinned_host"  # JAX's name of the host's memory that devices copy from
-Slow = Literal["in_backward", "after"]
+SlowAxes = Literal["in_backward", "after"]
 # What the axis `model` splits: layers (heads, hidden units, classes); between their
 # branches tokens as well; or tokens alone, whose attention goes by a ring or by
 # all-to-alls.
@@ -41,16 +46,16 @@ Splits = Literal["layers", "layers_and_tokens", "ring", "all_to_all"]
 
 
 class Layout(NamedTuple):
-  """Trees are like the parameters, or a prefix of them.
+  """How a model is sharded. Trees are like the parameters, or a prefix of them.
 
   Attributes:
     mesh: where.
     shard: as in the module's table.
-    token_axes: mesh axes along which devices have other examples or tokens; what a
-      device has of the loss is summed over them.
-    at_rest: a `PartitionSpec` a parameter, between steps.
-    owned: likewise of its optimizer state.
-    entries: an `Entry` a parameter.
+    token_axes: mesh axes along which devices have other examples or tokens; a
+      device's sums of losses are summed over them.
+    param_specs: a `PartitionSpec` for each parameter, between steps.
+    opt_specs: likewise for its optimizer state.
+    gathers: a `Gather` for each parameter.
     shapes: shapes and dtypes of the parameters; None where nothing is split.
     splits: what `model` splits; see `Splits`.
     dtype: of products; None: that of the parameters.
@@ -62,9 +67,9 @@ class Layout(NamedTuple):
   mesh: Mesh
   shard: Shard
   token_axes: tuple[str, ...]
-  at_rest: Any
-  owned: Any
-  entries: Any
+  param_specs: Any
+  opt_specs: Any
+  gathers: Any
   shapes: Any = None
   splits: Splits = "layers"
   dtype: Any = None
@@ -72,8 +77,8 @@ class Layout(NamedTuple):
   opt_on_host: bool = False
 
 
-def whole(mesh: Mesh) -> Layout:
-  """Everything on every device, of any model.
+def replicated_layout(mesh: Mesh) -> Layout:
+  """Everything on every device, for any model.
 
   Raises:
     ConfigError: the mesh has `stage` or `model` axes, which would compute the same.
@@ -84,7 +89,7 @@ def whole(mesh: Mesh) -> Layout:
       f"Mesh.{idle[0]}={mesh.shape[idle[0]]}: every device has the whole model, and "
       "those along this axis would compute the same; choose a layout that splits it"
     )
-  return Layout(mesh, "none", axes, P(), P(), Entry(after=axes))
+  return Layout(mesh, "none", axes, P(), P(), Gather(sum_in_exchange=axes))
 
 
 def make_layout(
@@ -93,7 +98,7 @@ def make_layout(
   rules: Sequence[Rule],
   *,
   shard: Shard = "none",
-  slow: Slow = "after",
+  slow_axes: SlowAxes = "after",
   splits: Splits = "layers",
   sum_in: Any = None,
   dtype: Any = None,
@@ -106,7 +111,7 @@ def make_layout(
     shapes: of the parameters: arrays or `jax.ShapeDtypeStruct`s.
     rules: one for each parameter; see `rules.partition`.
     shard: what is split over `fsdp`; see the module.
-    slow: where gradients that are split over `fsdp` are summed over the other axes:
+    slow_axes: where gradients split over `fsdp` are summed over the other axes:
       "in_backward", layer by layer, where it can hide behind the layers that are
       left, or "after" by the exchange, once a step however many micro-batches.
     splits: what `model` splits; by "ring" and "all_to_all" parameters are whole along
@@ -128,54 +133,49 @@ def make_layout(
   if splits in ("ring", "all_to_all") and "model" in sizes:
     token_axes += ("model",)
     del sizes["model"]
-  owned = partition(shapes, rules, sizes)
-  if shard == "none":
-    owned = jax.tree.map(_without_fsdp, owned)
-  at_rest = owned if shard == "fsdp" else jax.tree.map(_without_fsdp, owned)
-  _check_used(sizes, owned, shard)
+  split = partition(shapes, rules, sizes)
+  without_fsdp = jax.tree.map(
+    lambda spec: P(*(None if axis == FSDP else axis for axis in spec)), split
+  )
+  opt_specs = without_fsdp if shard == "none" else split
+  _check_used(sizes, opt_specs, shard)
 
-  def entry(path: Any, leaf: Any, spec: P) -> Entry:
-    dims = list(spec)
-    scatter = None
-    if shard in ("zero2", "fsdp") and FSDP in dims:
-      scatter = dims.index(FSDP)
-    rest = tuple(a for a in token_axes if a != FSDP) if scatter is not None else ()
-    part = path_name(path).split("/")[0]
+  def gather(path: Any, leaf: Any, spec: P) -> Gather:
+    dims, part = list(spec), path_name(path).split("/")[0]
     # A table's rows are looked up as they are, so that gradients of frequent ones are
-    # summed in float32 (models.transformer).
+    # summed in float32 (models.decoder).
     casts = part != "embed" and leaf.ndim - (part == "layers") >= 2
-    return Entry(
-      scatter=scatter,
-      gathers=shard == "fsdp",
-      inside=rest if slow == "in_backward" else (),
-      after=token_axes if scatter is None else () if slow == "in_backward" else rest,
-      dtype=jnp.dtype(dtype) if casts and dtype is not None else None,
+    sent = jnp.dtype(dtype) if casts and dtype is not None else None
+    if shard not in ("zero2", "fsdp") or FSDP not in dims:
+      return Gather(sum_in_exchange=token_axes, dtype=sent)
+    slow = tuple(a for a in token_axes if a != FSDP)
+    backward = slow_axes == "in_backward"
+    return Gather(
+      scatter=dims.index(FSDP),
+      is_sharded=shard == "fsdp",
+      sum_in_backward=slow if backward else (),
+      sum_in_exchange=() if backward else slow,
+      dtype=sent,
     )
 
-  entries = jax.tree.map_with_path(entry, shapes, owned)
-  abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
   return Layout(
     mesh,
     shard,
     token_axes,
-    at_rest,
-    owned,
-    entries,
-    abstract,
-    splits,
+    param_specs=split if shard == "fsdp" else without_fsdp,
+    opt_specs=opt_specs,
+    gathers=jax.tree.map_with_path(gather, shapes, opt_specs),
+    shapes=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes),
+    splits=splits,
     dtype=dtype,
     sum_in=sum_in,
     opt_on_host=opt_on_host,
   )
 
 
-def _without_fsdp(spec: P) -> P:
-  return P(*(None if axis == FSDP else axis for axis in spec))
-
-
-def _check_used(sizes: dict[str, int], owned: Any, shard: Shard) -> None:
-  """Refuse an axis along which all devices would hold and compute the same."""
-  used = {a for spec in jax.tree.leaves(owned) for a in spec}
+def _check_used(sizes: dict[str, int], specs: Any, shard: Shard) -> None:
+  """Refuse an axis along which all devices would have and compute the same."""
+  used = {a for spec in jax.tree.leaves(specs) for a in spec}
   wanted = ["stage", "model"] + ([FSDP] if shard != "none" else [])
   for axis in wanted:
     if sizes.get(axis, 1) > 1 and axis not in used:
@@ -189,48 +189,39 @@ def _check_used(sizes: dict[str, int], owned: Any, shard: Shard) -> None:
     )
 
 
-def entries_of(layout: Layout, params: Any) -> Any:
-  """An `Entry` for each parameter."""
-  return jax.tree.broadcast(layout.entries, params, is_leaf=is_beside)
-
-
-def begin(params: Any, layout: Layout) -> tuple[Any, Any]:
-  """What a step differentiates by, inside `shard_map`, and what stands beside it.
+def shards_and_full(params: Any, layout: Layout) -> tuple[Any, Any]:
+  """What a step differentiates by, inside `shard_map`, and what it computes with.
 
   Parameters are cast to varying over the axes that the exchange will sum over: else
   the derivative would sum over them by itself.
 
   Returns:
-    Parameters or shards of them; the whole ones, None for those that need it not.
+    Parameters or shards of them; under ZeRO-2 the full ones of those that are split,
+    else None.
   """
-  params = jax.tree.map(
-    lambda w, e: vary(w, e.after), params, entries_of(layout, params)
-  )
-  entries = entries_of(layout, params)
-  beside = layout.shard == "zero2"
+  gathers = jax.tree.broadcast(layout.gathers, params)
+  params = jax.tree.map(lambda w, g: vary(w, g.sum_in_exchange), params, gathers)
+  if layout.shard != "zero2":
+    return params, jax.tree.map(lambda _: None, params)
   shards = jax.tree.map(
-    lambda w, e: own_shard(w, e.scatter) if beside and e.scatter is not None else w,
-    params,
-    entries,
+    lambda w, g: w if g.scatter is None else local_shard(w, g.scatter), params, gathers
   )
-  wholes = jax.tree.map(
-    lambda w, e: w if beside and e.scatter is not None else None, params, entries
-  )
-  return shards, wholes
+  full = jax.tree.map(lambda w, g: None if g.scatter is None else w, params, gathers)
+  return shards, full
 
 
-def join(shards: Any, wholes: Any) -> Any:
-  """The tree that a loss takes, of what `begin` gave."""
+def pair_shards(shards: Any, full: Any) -> Any:
+  """The tree that a loss takes, of what `shards_and_full` gave."""
   return jax.tree.map(
-    lambda shard, w: shard if w is None else Beside(shard, w),
+    lambda shard, w: shard if w is None else ShardedAndFull(shard, w),
     shards,
-    wholes,
+    full,
     is_leaf=lambda x: x is None,
   )
 
 
-def stacked(grads: Any, layout: Layout, examples: jax.Array) -> Any:
-  """Gradients as they leave a device: a leading dim, scaled for the exchange.
+def scale_for_exchange(grads: Any, layout: Layout, examples: jax.Array) -> Any:
+  """Gradients as they leave a device: scaled, with a leading dim for the devices.
 
   The exchange averages over the axes that are left; after it the gradient is that
   of the mean loss over all examples, however they are spread.
@@ -241,51 +232,51 @@ def stacked(grads: Any, layout: Layout, examples: jax.Array) -> Any:
     examples: over all devices.
   """
 
-  def leave(g, entry):
-    size = lax.axis_size(entry.after) if entry.after else 1
-    scale = size / examples.astype(jnp.float32)
+  def leave(g, gather):
+    axes = gather.sum_in_exchange
+    scale = (lax.axis_size(axes) if axes else 1) / examples.astype(jnp.float32)
     return (g * scale.astype(g.dtype))[None]
 
-  return jax.tree.map(leave, grads, entries_of(layout, grads))
+  return jax.tree.map(leave, grads, jax.tree.broadcast(layout.gathers, grads))
 
 
-def to_owners(trees: Any, layout: Layout) -> Any:
-  """Trees like the parameters, in a jit, laid out like the optimizer's state."""
+def shard_like_optimizer(trees: Any, layout: Layout) -> Any:
+  """Trees like the parameters, in a jit, sharded like the optimizer's state."""
   if layout.shapes is None:
     return trees
-  where = shardings(layout, layout.owned)
+  where = shardings(layout, layout.opt_specs)
   return tuple(lax.with_sharding_constraint(tree, where) for tree in trees)
 
 
-def to_rest(params: Any, layout: Layout) -> Any:
-  """Parameters, in a jit, laid out as between steps."""
+def shard_like_params(params: Any, layout: Layout) -> Any:
+  """Parameters, in a jit, sharded as between steps."""
   if layout.shapes is None:
     return params
-  return lax.with_sharding_constraint(params, shardings(layout, layout.at_rest))
+  return lax.with_sharding_constraint(params, shardings(layout, layout.param_specs))
 
 
 def grad_specs(layout: Layout) -> Any:
   """A `PartitionSpec` for each gradient, when all is summed."""
   if layout.shapes is None:
-    return layout.at_rest
+    return layout.param_specs
   return jax.tree.map(
-    lambda entry, owned, rest: rest if entry.scatter is None else owned,
-    layout.entries,
-    layout.owned,
-    layout.at_rest,
+    lambda gather, opt, param: param if gather.scatter is None else opt,
+    layout.gathers,
+    layout.opt_specs,
+    layout.param_specs,
   )
 
 
-def stacked_specs(layout: Layout) -> Any:
-  """Likewise of what leaves a device: a leading dim of what is still to be summed."""
+def exchange_specs(layout: Layout) -> Any:
+  """Likewise after `scale_for_exchange`: a leading dim over axes still to be summed."""
   return jax.tree.map(
-    lambda entry, spec: P(entry.after or None, *spec),
-    layout.entries,
+    lambda gather, spec: P(gather.sum_in_exchange or None, *spec),
+    layout.gathers,
     grad_specs(layout),
   )
 
 
-def local_shapes(layout: Layout) -> Any:
+def local_grad_shapes(layout: Layout) -> Any:
   """Shapes of the part of each gradient that one device has."""
 
   def local(shape, spec):
@@ -302,36 +293,36 @@ def shardings(layout: Layout, specs: Any) -> Any:
   return jax.tree.map(lambda spec: NamedSharding(layout.mesh, spec), specs)
 
 
-def summed_axes(layout: Layout | None) -> dict[str, tuple[str, ...]]:
+def backward_sum_axes(layout: Layout | None) -> dict[str, tuple[str, ...]]:
   """Axes that gradients are summed over in the backward pass, by parameter path."""
   if layout is None or layout.shapes is None:
     return {}
   found = {
-    path_name(path): ((FSDP,) if e.scatter is not None else ()) + e.inside
-    for path, e in jax.tree_util.tree_leaves_with_path(layout.entries)
+    path_name(path): ((FSDP,) if g.scatter is not None else ()) + g.sum_in_backward
+    for path, g in jax.tree_util.tree_leaves_with_path(layout.gathers)
   }
   return {name: axes for name, axes in found.items() if axes}
 
 
-def opt_specs(layout: Layout, tx: optax.GradientTransformation) -> Any:
+def opt_state_specs(layout: Layout, tx: optax.GradientTransformation) -> Any:
   """A `PartitionSpec` for each leaf of an optimizer's state.
 
-  What is like a parameter lies like it: a leaf whose path ends with that of a
-  parameter and which has its shape. All else, counts and trust ratios, is whole.
+  A leaf whose path ends with that of a parameter and which has its shape is sharded
+  like it. All else, counts and trust ratios, is whole.
   """
   if layout.shapes is None:
     return P()
   state = jax.eval_shape(tx.init, layout.shapes)
-  return like_params(state, layout.shapes, layout.owned)
+  return like_params(state, layout.shapes, layout.opt_specs)
 
 
-def opt_shardings(layout: Layout, tx: optax.GradientTransformation) -> Any:
+def opt_state_shardings(layout: Layout, tx: optax.GradientTransformation) -> Any:
   """A `NamedSharding` for each leaf of an optimizer's state, between steps.
 
   On the host, where the layout has it there, are matrices and stacks of vectors: all
   but a few thousandths of the state. What is small stays.
   """
-  where = shardings(layout, opt_specs(layout, tx))
+  where = shardings(layout, opt_state_specs(layout, tx))
   if not layout.opt_on_host:
     return where
 
@@ -341,7 +332,7 @@ def opt_shardings(layout: Layout, tx: optax.GradientTransformation) -> Any:
   return jax.tree.map(place, jax.eval_shape(tx.init, layout.shapes), where)
 
 
-def to_device(opt_state: Any, layout: Layout) -> Any:
+def opt_to_device(opt_state: Any, layout: Layout) -> Any:
   """An optimizer's state, in a jit, where it is computed with.
 
   To be called in a branch: XLA brings what it can as soon as there is room, before the
@@ -350,8 +341,8 @@ def to_device(opt_state: Any, layout: Layout) -> Any:
   return _moved(opt_state, layout, jax.memory.Space.Device)
 
 
-def to_host(opt_state: Any, layout: Layout) -> Any:
-  """An optimizer's state, in a jit, where it lies between steps."""
+def opt_to_host(opt_state: Any, layout: Layout) -> Any:
+  """An optimizer's state, in a jit, where it is between steps."""
   return _moved(opt_state, layout, jax.memory.Space.Host)
 
 

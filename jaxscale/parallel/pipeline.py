@@ -1,9 +1,9 @@
-"""Layers shared out over the stages of a pipeline: GPipe and 1F1B.
+"""Layers split over the stages of a pipeline: GPipe and 1F1B.
 
 Layers stacked [L, ...] are sharded on their first dim over a mesh axis: a stage has
 L/S consecutive ones. The batch is cut into M micro-batches that pass through the
 stages one behind the other; a stage hands its output to the next by a permute. All
-this stands inside a fully manual `jax.shard_map(check_vma=True)`, as functions of a
+this is inside a fully manual `jax.shard_map(check_vma=True)`, as functions of a
 device's own pieces.
 
     gpipe        (arXiv:1811.06965) all forwards, then, by autodiff, all backwards:
@@ -19,26 +19,35 @@ stage s works
     backwards   on micro-batch t - 2(S-1) + s     (`one_f_one_b`)
 
 so that 1F1B takes M+2(S-1) ticks. A stage keeps an input from its forward to its
-backward, 2(S-1-s)+1 ticks: nearly twice the S-s of the paper, whose stages go on by
-themselves and need no common tick. Where a stage has nothing to do, its work stands
-in a branch not taken; see `bubble` for what that is worth.
+backward, 2(S-1-s)+1 ticks: nearly twice the S-s of the paper, whose stages need no
+common tick. Where a stage has nothing to do, its work is in a branch not taken; see
+`bubble` for what that is worth.
+
+Some of the devices run a collective in such a branch. That is well where its groups
+are wholly in or wholly out, as those of an all-reduce over `model` are. It is not along
+the stages themselves: half of the group never comes. Nor is it for a permute along any
+axis: one instruction names all pairs of the mesh, and XLA on CPU waits for every device
+in it. `_check_branch` says so before the program hangs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend import core
 
 from jaxscale.collectives import vary
 from jaxscale.collectives.typed import axis_sizes, in_mesh_order, varying
 from jaxscale.errors import ConfigError
-from jaxscale.parallel.branches import check_branch, type_axes, zeros_like
 
 RunLayers = Callable[[Any, jax.Array], jax.Array]  # (this stage's layers, h) -> h
+Totals = dict[str, jax.Array]  # sums over examples
+
+_COLLECTIVES = ("psum", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all")
 
 
 def bubble(
@@ -109,7 +118,7 @@ def gpipe(
 ) -> jax.Array:
   """What comes out of all stages' layers, shared out over the stages.
 
-  With `own_micros` the head and the loss are shared out likewise: each stage works
+  With `stage_micros` the head and the loss are shared out likewise: each stage works
   on M/S of the micro-batches, and a sum over `axis` makes the totals. Where S does
   not divide M, all stages have all outputs, typed invariant over `axis`, and do the
   same work on them; differentiation counts it once. What is made of `micros` and of
@@ -130,30 +139,30 @@ def gpipe(
       pass, as the paper does (section 2.3). False: keep what `run_layers` keeps.
 
   Returns:
-    [M/S, rows, tokens, width], of `own_micros`; [M, ...] where S does not divide M.
+    [M/S, rows, tokens, width], of `stage_micros`; [M, ...] where S does not divide M.
 
   Raises:
     ConfigError: no such axis; or `skip`, and the layers permute.
 
   Example:
     >>> h = gpipe(run, params["layers"], embedded)         # doctest: +SKIP
-    >>> totals = finish(h, own_micros(batch))              # doctest: +SKIP
+    >>> totals = finish(h, stage_micros(batch))              # doctest: +SKIP
   """
   stages, stage = axis_sizes((axis,))[axis], lax.axis_index(axis)
   count = len(micros)
-  axes = carried_axes(run_layers, layers, micros[0], axis)
+  axes = _carried_axes(run_layers, layers, micros[0], axis)
   micros = vary(micros, axes)
   if skip:
-    check_branch("run_layers", axis, run_layers, layers, micros[0])
+    _check_branch("run_layers", axis, run_layers, layers, micros[0])
 
   def work(is_work, layers, h):
     if skip:
-      return lax.cond(is_work, run_layers, lambda _, h: zeros_like(h), layers, h)
+      return lax.cond(is_work, run_layers, lambda _, h: _zeros_like(h), layers, h)
     # The value is the same; of what is computed without use no gradient is left,
     # not even NaN.
     layers = jax.tree.map(lambda w: jnp.where(is_work, w, lax.stop_gradient(w)), layers)
     h = run_layers(layers, jnp.where(is_work, h, lax.stop_gradient(micros[0])))
-    return jnp.where(is_work, h, zeros_like(h))
+    return jnp.where(is_work, h, _zeros_like(h))
 
   if remat:
     work = jax.checkpoint(work, prevent_cse=False)
@@ -162,20 +171,20 @@ def gpipe(
     t, fresh = now
     is_work = (stage <= t) & (t < stage + count)
     h = work(is_work, layers, jnp.where(stage == 0, fresh, received))
-    return pass_on(h, axis, +1), h
+    return _pass_on(h, axis, +1), h
 
   # The inputs are scanned over, not indexed: the gradient of an index is as large
   # as all of them, each tick.
   fill = vary(jnp.zeros((stages - 1, *micros.shape[1:]), micros.dtype), axes)
   ticks = jnp.arange(count + stages - 1), jnp.concatenate([micros, fill])
-  _, out = lax.scan(tick, zeros_like(micros[0]), ticks)
+  _, out = lax.scan(tick, _zeros_like(micros[0]), ticks)
   out = jnp.where(stage == stages - 1, out[stages - 1 :], 0)
   if count % stages:
     return lax.psum(out, axis)
   return lax.psum_scatter(out, axis, scatter_dimension=0, tiled=True)
 
 
-def own_micros(micros: Any, *, axis: str = "stage") -> Any:
+def stage_micros(micros: Any, *, axis: str = "stage") -> Any:
   """Those micro-batches whose outputs `gpipe` hands to this stage.
 
   Args:
@@ -197,21 +206,294 @@ def own_micros(micros: Any, *, axis: str = "stage") -> Any:
   return jax.tree.map(own, micros)
 
 
-def carried_axes(
+def _carried_axes(
   run_layers: RunLayers, layers: Any, h: Any, axis: str
 ) -> tuple[str, ...]:
   """The axes over which the activations between the layers vary."""
-  given = type_axes(h) if isinstance(h, jax.ShapeDtypeStruct) else varying(h)
+  given = _type_axes(h) if isinstance(h, jax.ShapeDtypeStruct) else varying(h)
   axes = in_mesh_order((axis, *given))
 
   def run():
     return run_layers(layers, vary(jnp.zeros(h.shape, h.dtype), axes))
 
-  return in_mesh_order((*axes, *type_axes(jax.eval_shape(run))))
+  return in_mesh_order((*axes, *_type_axes(jax.eval_shape(run))))
 
 
-def pass_on(h: jax.Array, axis: str, by: int) -> jax.Array:
+def _pass_on(h: jax.Array, axis: str, by: int) -> jax.Array:
   """To the next stage, or back; where none sends, zeros arrive."""
   stages = lax.axis_size(axis)
   pairs = [(s, s + by) for s in range(stages) if 0 <= s + by < stages]
   return lax.ppermute(h, axis, pairs) if pairs else h
+
+
+def one_f_one_b(
+  embed: Callable[[Any, Any], jax.Array],
+  run_layers: RunLayers,
+  finish: Callable[[Any, jax.Array, Any], Totals],
+  params: dict[str, Any],
+  micros: Any,
+  *,
+  axis: str = "stage",
+  skip: bool = True,
+) -> tuple[dict[str, Any], Totals]:
+  """Gradients and totals of a pipeline that turns each micro-batch round at once.
+
+  The loss is not differentiated by JAX but here, a stage at a time: a stage keeps
+  the inputs of its micro-batches and computes its layers again when the gradient
+  comes. Embedding on the first stage, head and loss on the last.
+
+  Args:
+    embed: (params, micro-batch) -> h [rows, tokens, width].
+    run_layers: (params["layers"], h) -> h, for this device's layers.
+    finish: (params, h, micro-batch) -> totals, of which "loss" is differentiated.
+    params: whose "layers" are this device's and vary over `axis`. Cast the rest to
+      varying over the axes whose sums are to be made elsewhere.
+    micros: tree of [M, ...], the same on all stages.
+    axis: mesh axis of the stages. `embed` and `finish` may not speak along it.
+    skip: leave out forwards and backwards without work by branches. False where the
+      layers permute, as a ring does; see `bubble` for what it costs.
+
+  Returns:
+    grads: of the sum of the losses, a tree and types as of `params`: of a parameter
+      that is invariant over `axis` they are summed over it, as `jax.grad` would.
+    totals: sums over the micro-batches on the last stage, zeros on the others: their
+      sum over `axis` is that of the pipeline.
+
+  Raises:
+    ConfigError: no such axis; or, of what stands in a branch, that it permutes or
+      speaks along `axis`.
+  """
+  stages, stage = axis_sizes((axis,))[axis], lax.axis_index(axis)
+  count = len(jax.tree.leaves(micros)[0])
+  work, h_type, totals_type = _stage(
+    embed, run_layers, finish, params, micros, axis=axis, skip=skip
+  )
+  # From its forward to its backward, a stage has no more inputs than these.
+  slots = min(2 * stages - 1, count)
+
+  def tick(carry, t):
+    kept, h_received, g_received, sums = carry
+    ahead, back = t - stage, t - 2 * (stages - 1) + stage
+    goes, comes = (ahead >= 0) & (ahead < count), (back >= 0) & (back < count)
+    h_in = lax.cond(
+      goes & work.is_first,
+      lambda: work.enter(work.ends, _at(work.micros, ahead)),
+      lambda: h_received,
+    )
+    # After the last micro-batch the slots belong to those that are on their way.
+    h_in = jnp.where(goes, h_in, _at(kept, ahead % slots))
+    kept = lax.dynamic_update_index_in_dim(kept, h_in, ahead % slots, 0)
+    h_out = _cond_or_where(  # the last stage's own forward is in its backward
+      goes & ~work.is_last,
+      lambda: run_layers(work.layers, h_in),
+      lambda: h_in,
+      skip=skip,
+    )
+    sums, g_out = _cond_or_where(
+      comes,
+      lambda: _backward(
+        work, sums, _at(kept, back % slots), g_received, _at(work.micros, back)
+      ),
+      lambda: (sums, g_received),
+      skip=skip,
+    )
+    return (kept, _pass_on(h_out, axis, +1), _pass_on(g_out, axis, -1), sums), None
+
+  h = _zeros_of(h_type)
+  kept = vary(jnp.zeros((slots, *h.shape), h.dtype), varying(h))
+  zeros = jax.tree.map(_zeros_like, (work.layers, work.ends))
+  ticks = jnp.arange(count + 2 * (stages - 1))
+  start = kept, h, h, (*zeros, _zeros_of(totals_type))
+  (_, _, _, (by_layers, by_ends, totals)), _ = lax.scan(tick, start, ticks)
+  by_ends = {
+    name: jax.tree.map(
+      lambda g, p: g if axis in varying(p) else lax.psum(g, axis), g, params[name]
+    )
+    for name, g in by_ends.items()
+  }
+  return by_ends | {"layers": by_layers}, totals
+
+
+class _Stage(NamedTuple):
+  """What a stage works with.
+
+  Attributes:
+    is_first: bool.
+    is_last: bool.
+    run_layers: (layers, h) -> h.
+    layers: this stage's.
+    ends: the other parameters, varying over the stages.
+    enter: (ends, micro-batch) -> h.
+    leave: (ends, h, micro-batch) -> totals.
+    micros: tree of [M, ...].
+  """
+
+  is_first: jax.Array
+  is_last: jax.Array
+  run_layers: RunLayers
+  layers: Any
+  ends: Any
+  enter: Callable[[Any, Any], jax.Array]
+  leave: Callable[[Any, jax.Array, Any], Totals]
+  micros: Any
+
+
+def _stage(
+  embed: Callable, run_layers: RunLayers, finish: Callable, params: Any, micros: Any,
+  *, axis: str, skip: bool,
+) -> tuple[_Stage, Any, Any]:  # fmt: skip
+  """The stage, and what `jax.eval_shape` says of h and of the totals."""
+  layers = params["layers"]
+  ends = {name: p for name, p in params.items() if name != "layers"}
+  # Else the sums over the stages that make gradients would stand in branches.
+  ends, micros = vary((ends, micros), (axis,))
+  first = jax.tree.map(lambda x: x[0], micros)
+  h = jax.eval_shape(lambda: embed(ends | {"layers": layers}, first))
+  axes = _carried_axes(run_layers, layers, h, axis)
+
+  def enter(ends, micro):
+    return vary(embed(ends | {"layers": layers}, micro), axes)
+
+  def leave(ends, h, micro):
+    return vary(finish(ends | {"layers": layers}, h, micro), (axis,))
+
+  h_type = jax.eval_shape(enter, ends, first)
+  h = _zeros_of(h_type)
+  _check_branch("embed", axis, enter, ends, first)
+  _check_branch("finish", axis, leave, ends, h, first)
+  if skip:
+    _check_branch("run_layers", axis, run_layers, layers, h)
+  stage = lax.axis_index(axis)
+  is_last = stage == lax.axis_size(axis) - 1
+  work = _Stage(stage == 0, is_last, run_layers, layers, ends, enter, leave, micros)
+  return work, h_type, jax.eval_shape(leave, ends, h, first)
+
+
+def _backward(
+  work: _Stage, sums: Any, h_in: jax.Array, received: jax.Array, micro: Any
+) -> tuple[Any, jax.Array]:
+  """A micro-batch through the stage again, and its gradient back.
+
+  Args:
+    work: of the stage.
+    sums: gradients by the layers and by the other parameters, totals.
+    h_in: what the layers had.
+    received: the gradient by what they gave; the last stage makes its own.
+    micro: of the batch.
+
+  Returns:
+    sums, with this micro-batch's added.
+    by_h: the gradient by `h_in`.
+  """
+  by_layers, by_ends, totals = sums
+  h, pull = jax.vjp(work.run_layers, work.layers, h_in)
+
+  def turn():
+    def loss(ends, h):
+      totals = work.leave(ends, h, micro)
+      return totals["loss"], totals
+
+    value, pull, new = jax.vjp(loss, work.ends, h, has_aux=True)
+    more, by_h = pull(vary(jnp.ones_like(value), varying(value)))
+    return _add(by_ends, more), _add(totals, new), by_h
+
+  by_ends, totals, by_h = lax.cond(
+    work.is_last, turn, lambda: (by_ends, totals, received)
+  )
+  more, by_h = pull(by_h)
+
+  def into_embedding():
+    _, pull = jax.vjp(lambda ends: work.enter(ends, micro), work.ends)
+    return _add(by_ends, *pull(by_h))
+
+  by_ends = lax.cond(work.is_first, into_embedding, lambda: by_ends)
+  return (_add(by_layers, more), by_ends, totals), by_h
+
+
+def _at(tree: Any, i: jax.Array) -> Any:
+  """Row i of every leaf; any where there is none."""
+  return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tree)
+
+
+def _add(a: Any, b: Any) -> Any:
+  return jax.tree.map(jnp.add, a, b)
+
+
+def _type_axes(struct: Any) -> tuple[str, ...]:
+  """The axes over which the array varies that `jax.eval_shape` describes."""
+  kind = struct.manual_axis_type
+  return () if kind is None else in_mesh_order(kind.varying)
+
+
+def _zeros_of(structs: Any) -> Any:
+  """Zeros with the shapes, dtypes and varying axes that `jax.eval_shape` says."""
+  return jax.tree.map(
+    lambda s: vary(jnp.zeros(s.shape, s.dtype), _type_axes(s)), structs
+  )
+
+
+def _zeros_like(x: jax.Array) -> jax.Array:
+  """Zeros of an array's shape, dtype and varying axes."""
+  return vary(jnp.zeros(x.shape, x.dtype), varying(x))
+
+
+def _cond_or_where(
+  taken: jax.Array, work: Callable, rest: Callable, *args: Any, skip: bool = True
+) -> Any:
+  """`work(*args)` where `taken`, else `rest(*args)`.
+
+  Args:
+    taken: bool, the same on all devices that `work` has collectives between.
+    work: args -> tree.
+    rest: args -> tree of the same types.
+    args: trees.
+    skip: run the one alone. False: run both and take the one, whatever is in the
+      other.
+  """
+  if skip:
+    return lax.cond(taken, work, rest, *args)
+  return jax.tree.map(lambda a, b: jnp.where(taken, a, b), work(*args), rest(*args))
+
+
+def _check_branch(name: str, axis: str, work: Callable, *args: Any) -> None:
+  """Refuse work that may not stand in a branch that some stages do not take.
+
+  The derivatives are not looked at: what is sent backwards by rules of its own is
+  the caller's.
+
+  Args:
+    name: of the work, for the message.
+    axis: mesh axis along which some devices take the branch and others do not.
+    work: args -> tree.
+    args: trees of arrays or of what `jax.eval_shape` gives.
+
+  Raises:
+    ConfigError: it permutes, or has a collective along `axis`.
+  """
+  for eqn in _equations(jax.make_jaxpr(work)(*args).jaxpr):
+    kind = eqn.primitive.name
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    axes = axes if isinstance(axes, tuple) else (axes,)
+    if kind == "ppermute":
+      raise ConfigError(
+        f"{name}: permutes along {axes[0]!r}, which all stages must take part in; "
+        "give skip=False, or attention without a ring"
+      )
+    if kind.startswith(_COLLECTIVES) and axis in axes:
+      raise ConfigError(
+        f"{name}: has a collective ({kind}) along {axis!r}, where the other stages do "
+        "not come; leave that axis to the pipeline"
+      )
+
+
+def _equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
+  """Those of a program and of all programs in it."""
+
+  def is_program(x):
+    return isinstance(x, core.Jaxpr | core.ClosedJaxpr)
+
+  for eqn in jaxpr.eqns:
+    yield eqn
+    for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_program):
+      if is_program(inner):
+        yield from _equations(getattr(inner, "jaxpr", inner))

@@ -1,8 +1,13 @@
-"""Rules on parameter paths: which dim is split along which mesh axis.
+"""Sharding rules: which dim of a parameter is split along which mesh axis.
 
-Every parameter must be met by exactly one rule: one that is forgotten would lie
-whole on every device, one that two rules fit would depend on their order, and both
+Every parameter must be matched by exactly one rule: one that is forgotten would be
+whole on every device, one that two rules match would depend on their order, and both
 would be seen only when the memory is full.
+
+Models of stacked layers have rules of their own (`SHARDING` in models/): they split the first matrices of a branch by columns along `model`,
+the last by rows (tensor.py); what `fsdp` splits is the other dim, so that both go
+together; layers are split along `stage` by their first dim. Vectors are small, and
+whole but along `model`, where they belong to columns.
 """
 
 from __future__ import annotations
@@ -111,3 +116,19 @@ def _dims(
         f"give a divisor of {shape[dim]}"
       )
   return kept
+
+
+def parse(rule: str) -> Rule:
+  """A rule as people write it: "layers/.*/kernel: stage, fsdp, -".
+
+  Example:
+    >>> parse("head/kernel: fsdp, -")
+    Rule(pattern='head/kernel', dims=('fsdp', None))
+  """
+  pattern, _, dims = rule.rpartition(":")
+  axes = (dim.strip() for dim in dims.split(","))
+  return Rule(pattern.strip(), tuple(None if a == "-" else a for a in axes))
+
+
+# Models of any other shape: along `fsdp` alone.
+OTHERS = (Rule(".*", largest("fsdp")),)

@@ -16,7 +16,7 @@ from jaxscale.data.dataset import Batch
 from jaxscale.experiment import phases
 from jaxscale.experiment.derive import steps_of
 from jaxscale.mesh import host_shard
-from jaxscale.parallel.layout import summed_axes
+from jaxscale.parallel.layout import backward_sum_axes
 from jaxscale.run.nan_policy import Refusals
 from jaxscale.run.reporter import Reporter
 from jaxscale.training import loop, nan_guard, replica_check
@@ -64,7 +64,7 @@ def make_events(
       if bad.seen is not None:
         params, model_state = bad.state.params, bad.state.model_state
         story = nan_guard.describe(
-          bad.seen, params, model_state, bad.state, summed_axes(experiment.layout)
+          bad.seen, params, model_state, bad.state, backward_sum_axes(experiment.layout)
         )
         text, in_state = story.text or bad.what, story.in_state
       if refusals is None:

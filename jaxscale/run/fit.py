@@ -17,7 +17,7 @@ from jaxscale.checkpoint.lock_owner import job_of
 from jaxscale.checkpoint.manager import Checkpoints, UnsavedError
 from jaxscale.config import Config
 from jaxscale.experiment import build
-from jaxscale.parallel.reduction import exchange_split
+from jaxscale.parallel.layout_exchange import exchange_split
 from jaxscale.run import adaptive_batch
 from jaxscale.run.callbacks import make_events
 from jaxscale.run.nan_policy import Limits, Refusals

@@ -185,7 +185,7 @@ def describe(
     model_state: likewise.
     state: what the step was refused for; where that is bad itself, it is named.
     summed: axes that a gradient is summed over before a device looks at it, by the
-      path of its parameter (`parallel.layout.summed_axes`).
+      path of its parameter (`parallel.layout.backward_sum_axes`).
 
   Example:
     >>> describe(metrics[SEEN], state.params, state.model_state, state).text

@@ -16,11 +16,11 @@ from jaxscale.exchange import Exchange
 from jaxscale.mesh import replicated
 from jaxscale.parallel.layout import (
   Layout,
-  local_shapes,
-  opt_shardings,
+  local_grad_shapes,
+  opt_state_shardings,
   shardings,
 )
-from jaxscale.parallel.reduction import reduction
+from jaxscale.parallel.layout_exchange import make_layout_exchange
 from jaxscale.training import noise_scale as noise_scales
 from jaxscale.tree_paths import path_name
 
@@ -72,8 +72,8 @@ def state_shardings(
   parts["exchange_state"] = own
   if layout is not None and layout.shapes is not None:
     assert tx is not None
-    parts["params"] = shardings(layout, layout.at_rest)
-    parts["opt_state"] = opt_shardings(layout, tx)
+    parts["params"] = shardings(layout, layout.param_specs)
+    parts["opt_state"] = opt_state_shardings(layout, tx)
     if average:
       parts["average"] = (parts["params"], everywhere)
   return TrainState(**parts)
@@ -158,8 +158,8 @@ def _initialiser(init_fn, tx, mesh, exchange, layout, average, noise):
   def exchange_state(params):
     if layout is None or layout.shapes is None:
       return exchange.init(params)
-    parts = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), local_shapes(layout))
-    return reduction(exchange, layout).init(parts)
+    parts = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), local_grad_shapes(layout))
+    return make_layout_exchange(exchange, layout).init(parts)
 
   def init(key, given):
     params, model_state = with_given(init_fn(key), given)

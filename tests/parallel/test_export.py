@@ -16,7 +16,7 @@ from jaxscale.config.loading import load_config
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build, parts
 from jaxscale.mesh import make_mesh
-from jaxscale.models import stacked
+from jaxscale.models.stack import stack_logits
 from jaxscale.run import export
 from jaxscale.run.fit import fit
 from jaxscale.run.workdir import describe
@@ -182,7 +182,7 @@ def logits_of(config, params):
   experiment = build.experiment(config)
   stack = parts.make_stack(config, experiment.train_data.info)
   tokens = np.random.default_rng(0).integers(0, 256, (2, 9)).astype(np.int32)
-  return jax.jit(lambda p: stacked.logits(stack, p, {"tokens": tokens}))(params)
+  return jax.jit(lambda p: stack_logits(stack, p, {"tokens": tokens}))(params)
 
 
 @pytest.mark.parametrize("naming", ["jaxscale", "huggingface"])

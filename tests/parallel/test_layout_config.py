@@ -14,7 +14,7 @@ from jaxscale import models
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
 from jaxscale.mesh import MeshShape, host_shard, make_mesh, mesh_shape
-from jaxscale.parallel import Rule, largest, make_layout, rules, partition
+from jaxscale.parallel import Rule, largest, make_layout, partition, rules
 from jaxscale.parallel.layout import opt_state_specs, replicated_layout
 from jaxscale.planning.describe import describe
 from support.commands import child_env, error_line
@@ -75,12 +75,9 @@ def test_every_model_has_rules_for_all_its_parameters():
     image_shape=(8, 8, 3), num_classes=8, patch=4, width=32, num_layers=2, num_heads=4
   )
   sizes = dict.fromkeys(("fsdp", "stage", "model"), 2)
-  for stack, rules in (
-    (lm, rules.TRANSFORMER),
-    (vit, rules.VIT),
-  ):
+  for stack, own in ((lm, [rules.Rule(*r) for r in decoder.SHARDING]), (vit, [rules.Rule(*r) for r in vision_transformer.SHARDING])):
     params = jax.eval_shape(stack.init, jax.random.key(0))
-    specs = partition(params, rules, sizes)
+    specs = partition(params, own, sizes)
     for name in ("q", "k", "v", "up"):
       assert specs["layers"][name]["kernel"] == P("stage", "fsdp", "model")
     for name in ("o", "down"):
@@ -97,7 +94,7 @@ def test_the_state_of_an_optimizer_lies_as_its_parameters():
   layout = make_layout(mesh, params, RULES, shard="zero1")
   assert layout.param_specs["layers"]["q"] == P(None, None, "model")
   stacked = optim.matching("^layers/")
-  specs = opt_specs(layout, optim.lamb(1e-3, stacked=stacked))
+  specs = opt_state_specs(layout, optim.lamb(1e-3, stacked=stacked))
   assert specs.mean == specs.square == layout.opt_specs
   assert specs.mean["layers"]["q"] == P(None, "fsdp", "model")
   assert specs.count == P() and set(jax.tree.leaves(specs.trust_ratios)) == {P()}
@@ -105,7 +102,7 @@ def test_the_state_of_an_optimizer_lies_as_its_parameters():
 
 def test_axes_that_would_compute_the_same_are_refused():
   with pytest.raises(ConfigError, match=r"Mesh\.model=4: every device has the whole"):
-    whole(make_mesh(data=2, model=4))
+    replicated_layout(make_mesh(data=2, model=4))
   params = shapes(w=(8, 8))
   rules = [Rule("w", ("fsdp", None))]
   with pytest.raises(ConfigError, match=r"Mesh\.model=4: nothing of this model"):

@@ -20,10 +20,17 @@ from jaxscale.experiment import build
 from jaxscale.experiment import layout as layout_parts
 from jaxscale.experiment.abstract_data import stand_in
 from jaxscale.mesh import batch_sharding, make_mesh
-from jaxscale.models import make_transformer, stacked
-from jaxscale.parallel import entered, make_layout, stack_loss, stack_totals
-from jaxscale.parallel.rules import TRANSFORMER
+from jaxscale.models import make_transformer
+from jaxscale.models.stack import REMAT, run_stack
+from jaxscale.parallel import (
+  make_layout,
+  stack_loss,
+  stack_totals,
+  with_gathered_params,
+)
 from jaxscale.parallel.layout_exchange import exchange_axes
+from jaxscale.models.decoder import SHARDING
+from jaxscale.parallel.rules import Rule
 from jaxscale.planning import hlo
 from jaxscale.planning.absent import memory_of
 from jaxscale.training import replica_check
@@ -49,7 +56,7 @@ def num_params(num_layers):
 
 def layout_of(stack, mesh, **options):
   shapes = jax.eval_shape(stack.init, jax.random.key(0))
-  return make_layout(mesh, shapes, TRANSFORMER, **options)
+  return make_layout(mesh, shapes, [Rule(*rule) for rule in SHARDING], **options)
 
 
 def batch_on(mesh, **more):
@@ -72,10 +79,10 @@ def step(num_layers, shard, remat="full", all_at_once=False):
   if all_at_once:
 
     def whole_loss(params, model_state, batch, keys):
-      totals = stacked.run(stack, params, batch, remat=remat)
+      totals = run_stack(stack, params, batch, remat=remat)
       return totals["loss"], (model_state, totals)
 
-    loss = entered(whole_loss, layout.gathers)
+    loss = with_gathered_params(whole_loss, layout.gathers)
   init, tx, _, exchange = parts(stack, layout)
   made: jax.stages.Wrapped = make_train_step(loss, tx, mesh, exchange, layout=layout)
   state = abstract_state(init, tx, mesh, exchange, layout=layout)
@@ -102,7 +109,7 @@ def test_a_layer_adds_a_shard_to_the_memory_and_not_itself():
 
 
 def test_what_entered_is_not_kept_without_remat():
-  # All that a layer's backward pass wants else (models.stacked): some 30 of its
+  # All that a layer's backward pass wants else (models.stack): some 30 of its
   # inputs, and attention's scores three times.
   kept = 30 * 4 * ROWS // N * TOKENS * WIDTH + 3 * 8 * TOKENS**2 * 4
   assert slope(remat="none") <= 3 * 4 * OF_LAYER / N + kept
@@ -120,7 +127,7 @@ def test_what_layers_keep_is_what_remat_says():
 
   def kept(remat):
     def loss(params, batch):
-      return stacked.run(stack, params, batch, remat=remat)["loss"]
+      return run_stack(stack, params, batch, remat=remat)["loss"]
 
     def backward(params, batch):
       return jax.vjp(lambda p: loss(p, batch), params)[1]
@@ -256,7 +263,7 @@ def test_what_waits_on_the_host_trains_the_same():
 
 @pytest.mark.parametrize("remat", ["full", "offload"])
 def test_what_comes_into_a_layer_waits_on_the_host(remat):
-  layer = stacked.REMAT[remat](lambda w, h: jnp.tanh(h @ w))
+  layer = REMAT[remat](lambda w, h: jnp.tanh(h @ w))
   h = jnp.ones((4, 8))
   _, pull = jax.vjp(layer, jnp.ones((8, 8)), h)
   kinds = {x.sharding.memory_kind for x in jax.tree.leaves(pull) if x.shape == h.shape}

@@ -74,7 +74,9 @@ CASES = {
   "fsdp": sharded({"fsdp": 8}),
   "data x zero-2": sharded({"data": 2, "fsdp": 4}, "zero2"),
   "data x fsdp": sharded({"data": 2, "fsdp": 4}),
-  "data x fsdp, in the backward": sharded({"data": 2, "fsdp": 4}, slow="in_backward"),
+  "data x fsdp, in the backward": sharded(
+    {"data": 2, "fsdp": 4}, slow_axes="in_backward"
+  ),
   "replica x data x fsdp": sharded({"replica": 2, "data": 2, "fsdp": 2}),
   "data x model": Case({"data": 2, "model": 4}),
   "fsdp x model": sharded({"fsdp": 2, "model": 4}),

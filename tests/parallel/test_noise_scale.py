@@ -8,7 +8,8 @@ import pytest
 
 from jaxscale.exchange import plain
 from jaxscale.mesh import batch_sharding, make_mesh
-from jaxscale.models import make_transformer, stacked
+from jaxscale.models import make_transformer
+from jaxscale.models.stack import run_stack
 from jaxscale.training import noise_scale
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_train_step
@@ -140,7 +141,7 @@ def test_of_a_language_model_it_is_finite_and_that_of_its_micro_batches():
 
   def loss_fn(params, model_state, batch, keys):
     del keys
-    totals = stacked.run(stack, params, batch)
+    totals = run_stack(stack, params, batch)
     return totals["loss"], (model_state, totals)
 
   rng = np.random.default_rng(5)
@@ -150,7 +151,7 @@ def test_of_a_language_model_it_is_finite_and_that_of_its_micro_batches():
   got = run(loss_fn, lambda key: (stack.init(key), {}), [batch], 2, 2)
 
   params = stack.init(jax.random.key(0))
-  grad = jax.jit(jax.grad(lambda p, b: stacked.run(stack, p, b)["loss"]))
+  grad = jax.jit(jax.grad(lambda p, b: run_stack(stack, p, b)["loss"]))
   micros = [{n: x[i : i + 4] for n, x in batch.items()} for i in range(0, 16, 4)]
   trees = [jax.tree.leaves(grad(params, micro)) for micro in micros]
   sums = [np.concatenate([np.ravel(x) for x in tree]) for tree in trees]

@@ -13,8 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxscale.collectives import vary
 from jaxscale.errors import ConfigError
 from jaxscale.models.attention import attention
-from jaxscale.parallel.pipeline import one_f_one_b
-from jaxscale.parallel.pipeline import bubble, stage_micros, split_micros
+from jaxscale.parallel.pipeline import bubble, one_f_one_b, split_micros, stage_micros
 from jaxscale.parallel.sequence import split
 from jaxscale.planning import hlo
 from support import tiny_pipeline as tiny

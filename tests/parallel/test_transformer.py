@@ -18,8 +18,8 @@ from jaxscale.exchange import plain
 from jaxscale.experiment import layout as layout_parts
 from jaxscale.experiment import parts
 from jaxscale.mesh import batch_sharding, make_mesh
-from jaxscale.models import attention, make_transformer, stacked
-from jaxscale.models.stack import Ops
+from jaxscale.models import attention, make_transformer
+from jaxscale.models.stack import Ops, hidden_states, run_stack, stack_logits
 from jaxscale.parallel.layout_exchange import exchange_axes
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_eval_step, make_train_step
@@ -30,7 +30,7 @@ SIZES = {
   "hidden": 20,
 }  # fmt: skip
 STACK = make_transformer(**SIZES, pad_vocab_to=16)
-LOGITS = jax.jit(functools.partial(stacked.logits, STACK))
+LOGITS = jax.jit(functools.partial(stack_logits, STACK))
 
 
 @functools.cache
@@ -85,11 +85,11 @@ def test_is_what_hugging_face_computes(name, settings):
   assert jax.tree.map(np.shape, params) == jax.tree.map(lambda x: x.shape, shapes)
   tokens = there["tokens"].astype(np.int32)
   batch = {"tokens": tokens, "targets": np.roll(tokens, -1, 1)}
-  logits = jax.jit(functools.partial(stacked.logits, stack))(params, batch)
+  logits = jax.jit(functools.partial(stack_logits, stack))(params, batch)
   np.testing.assert_allclose(logits, there["logits"], rtol=1e-5, atol=1e-5)
 
   def loss(params):
-    totals = stacked.run(stack, params, batch)
+    totals = run_stack(stack, params, batch)
     return totals["loss"] / totals["examples"].astype(jnp.float32)
 
   found = golden_models.to_llama(jax.jit(jax.grad(loss))(params))
@@ -162,7 +162,7 @@ def test_totals_count_what_is_to_be_predicted(mask):
   logits = np_logits(params(), b["tokens"])
   chosen = np.maximum(b["targets"], 0)
   likely = np.log(np.take_along_axis(np_softmax(logits), chosen[..., None], -1))[..., 0]
-  totals = jax.jit(functools.partial(stacked.run, STACK))(params(), b)
+  totals = jax.jit(functools.partial(run_stack, STACK))(params(), b)
   np.testing.assert_allclose(totals["loss"], -likely[counts].sum(), rtol=1e-5)
   assert int(totals["examples"]) == counts.sum()
   hits = (logits.argmax(-1) == b["targets"]) & counts
@@ -234,7 +234,7 @@ def test_padding_of_the_vocabulary_changes_nothing():
   assert not np.any(padded["head"]["kernel"][:, 40:])
 
   def loss(stack, params):
-    return stacked.run(stack, params, batch())["loss"]
+    return run_stack(stack, params, batch())["loss"]
 
   there, grads = jax.jit(jax.value_and_grad(functools.partial(loss, STACK)))(padded)
   here = jax.jit(functools.partial(loss, plain))(same)
@@ -278,7 +278,7 @@ def on_two_devices(remat):
   )
 
   def loss(params, b):
-    h = stacked.hidden_states(STACK, params, b, ops, remat=remat)
+    h = hidden_states(STACK, params, b, ops, remat=remat)
     return STACK.finish(params["head"], h, b, Ops())["loss"]
 
   specs = jax.tree.map(lambda _: P(), params())
@@ -304,9 +304,7 @@ def count_sums(jaxpr):
 @functools.cache
 def kept(remat):
   """Loss and gradients on one device."""
-  loss = jax.value_and_grad(
-    lambda p: stacked.run(STACK, p, batch(), remat=remat)["loss"]
-  )
+  loss = jax.value_and_grad(lambda p: run_stack(STACK, p, batch(), remat=remat)["loss"])
   return jax.jit(loss)(params())
 
 
@@ -338,12 +336,12 @@ def assert_close(found, expected):
 def test_half_precision_is_near():
   stack = make_transformer(**SIZES, pad_vocab_to=16, dtype="bfloat16")
   b = batch()
-  logits = jax.jit(functools.partial(stacked.logits, stack))(params(), b)
+  logits = jax.jit(functools.partial(stack_logits, stack))(params(), b)
   assert logits.dtype == jnp.float32
   expected = LOGITS(params(), b)
   error = np.abs(logits - expected).max() / np.abs(expected).max()
   assert 1e-4 < error < 4e-2  # bfloat16 has 8 bits
-  loss = stacked.run(stack, params(), b)["loss"]
+  loss = run_stack(stack, params(), b)["loss"]
   assert loss.dtype == jnp.float32
 
 

@@ -14,8 +14,8 @@ from jaxscale import config as cfg
 from jaxscale import data
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import parts
-from jaxscale.models import make_vit, stacked
-from jaxscale.models.stack import Ops
+from jaxscale.models import make_vit
+from jaxscale.models.stack import Ops, hidden_states, run_stack, stack_logits
 from jaxscale.models.vision_transformer import gelu, patches
 from support import golden_models
 
@@ -59,8 +59,8 @@ def test_is_what_timm_computes(pool):
   batch = {"image": there["images"], "label": np.arange(3, dtype=np.int32)}
 
   def loss(params):
-    totals = stacked.run(stack, params, batch)
-    return totals["loss"] / 3.0, stacked.logits(stack, params, batch)
+    totals = run_stack(stack, params, batch)
+    return totals["loss"] / 3.0, stack_logits(stack, params, batch)
 
   grads, logits = jax.jit(jax.grad(loss, has_aux=True))(params)
   np.testing.assert_allclose(logits, there["logits"], rtol=1e-5, atol=1e-5)
@@ -106,12 +106,12 @@ def test_totals_count_every_example_once(mask):
   batch = {"image": there["images"], "label": labels}
   counts = np.ones(3, bool) if mask is None else mask
   batch |= {} if mask is None else {"mask": mask}
-  totals = jax.jit(functools.partial(stacked.run, stack))(params, batch)
+  totals = jax.jit(functools.partial(run_stack, stack))(params, batch)
   loss, hits = np_totals(there["logits"], labels, counts, 0.1)
   np.testing.assert_allclose(totals["loss"], loss, rtol=1e-5)
   assert int(totals["accuracy"]) == hits
   assert int(totals["examples"]) == counts.sum()
-  assert stacked.logits(stack, params, batch).shape == (3, 5)
+  assert stack_logits(stack, params, batch).shape == (3, 5)
 
 
 @pytest.mark.parametrize("remat", ["dots", "branches", "full"])
@@ -127,7 +127,7 @@ def test_what_is_kept_changes_no_gradient(remat):
 def kept(remat):
   stack, params, _, there = recorded("token")
   batch = {"image": there["images"], "label": np.arange(3, dtype=np.int32)}
-  loss = jax.grad(lambda p: stacked.run(stack, p, batch, remat=remat)["loss"])
+  loss = jax.grad(lambda p: run_stack(stack, p, batch, remat=remat)["loss"])
   return jax.jit(loss)(params)
 
 
@@ -148,7 +148,7 @@ def test_part_of_a_layer_is_computed_with_part_of_its_parameters():
   batch = {"image": there["images"], "label": np.arange(3, dtype=np.int32)}
 
   def loss(params):
-    h = stacked.hidden_states(stack, params, batch, ops)
+    h = hidden_states(stack, params, batch, ops)
     return stack.finish(params["head"], h, batch, Ops())["loss"]
 
   function = jax.shard_map(
@@ -164,7 +164,7 @@ def test_part_of_a_layer_is_computed_with_part_of_its_parameters():
 def test_half_precision_is_near():
   _, params, _, there = recorded("token")
   stack = make_vit(**SIZES, dtype="bfloat16")
-  logits = stacked.logits(stack, params, {"image": there["images"]})
+  logits = stack_logits(stack, params, {"image": there["images"]})
   assert logits.dtype == jnp.float32
   error = np.abs(logits - there["logits"]).max() / np.abs(there["logits"]).max()
   assert 1e-4 < error < 4e-2  # bfloat16 has 8 bits
@@ -218,8 +218,8 @@ def test_a_config_makes_the_model():
   batch = {"image": np.zeros((1, 8, 8, 1), np.uint8), "label": np.zeros(1, np.int32)}
   params = jax.tree.map(lambda x: x + 0.1, stack.init(jax.random.key(0)))
   params["head"]["bias"] = np.arange(16, dtype=np.float32)
-  rough = stacked.run(stack, params, batch)["loss"]
-  exact = stacked.run(parts.make_stack(of, info, train=False), params, batch)["loss"]
+  rough = run_stack(stack, params, batch)["loss"]
+  exact = run_stack(parts.make_stack(of, info, train=False), params, batch)["loss"]
   # Label 0 has the least of the scores 0 … 9 that the bias alone makes differ.
   logs = np.arange(10) - np.log(np.exp(np.arange(10.0)).sum())
   np.testing.assert_allclose(exact, -logs[0], rtol=1e-5)

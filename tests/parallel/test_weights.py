@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale import models
 from jaxscale.mesh import make_mesh
-from jaxscale.models import stacked
+from jaxscale.models.stack import stack_logits
 from jaxscale.tree_paths import path_name
 from jaxscale.weights import export_safetensors, import_safetensors, load
 from jaxscale.weights.names import naming_of, shape_in_file
@@ -100,7 +100,7 @@ def tiny(name):
     batch = {"tokens": x}
     if name == "vit":
       batch = {"image": x[..., :12, :12].transpose(0, 2, 3, 1)}
-    return stacked.logits(stack, params, batch)
+    return stack_logits(stack, params, batch)
 
   abstract = (jax.eval_shape(stack.init, key), {})
   return "timm" if name == "vit" else "huggingface", abstract, jax.jit(run)

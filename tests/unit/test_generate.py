@@ -13,13 +13,14 @@ import pytest
 from jaxscale import config as cfg
 from jaxscale.checkpoint import load_params
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.config.validation import from_plain
+from jaxscale.config.record import from_plain
 from jaxscale.data import TextInfo
 from jaxscale.data.tokenizer import Tokenizer
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import parts
-from jaxscale.models import make_transformer, stacked
+from jaxscale.models import make_transformer
 from jaxscale.models.cached import advance, empty_cache
+from jaxscale.models.stack import stack_logits
 from jaxscale.run import generate
 from jaxscale.run.generate import choose, sample
 from jaxscale.run.workdir import _plain
@@ -54,9 +55,7 @@ def test_a_cache_gives_the_whole_models_logits(parts, dtype):
   )  # fmt: skip
   params = jax.tree.map(lambda x: x * 5, stack.init(jax.random.key(0)))
   tokens = tokens_of(2, 12)
-  expected = jax.jit(functools.partial(stacked.logits, stack))(
-    params, {"tokens": tokens}
-  )
+  expected = jax.jit(functools.partial(stack_logits, stack))(params, {"tokens": tokens})
   step = jax.jit(functools.partial(advance, stack))
   cache, found = empty_cache(stack, params, 2, 15), []
   assert cache.k.shape == (2, 2, 15, 2, 4) and cache.k.dtype == jnp.dtype(dtype)
@@ -73,7 +72,7 @@ def test_greedy_is_the_likeliest_of_the_whole_model():
   tokens = tokens_of(3, 4)
   function = functools.partial(sample, STACK, num_tokens=6, temperature=0)
   found = jax.jit(function)(params(), tokens, jax.random.key(0))
-  logits = jax.jit(functools.partial(stacked.logits, STACK))
+  logits = jax.jit(functools.partial(stack_logits, STACK))
   room = np.pad(tokens, ((0, 0), (0, 6)))  # causal: what is behind does not count
   for i in range(4, 10):
     room[:, i] = np.argmax(logits(params(), {"tokens": room})[:, i - 1], axis=-1)

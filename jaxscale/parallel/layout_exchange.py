@@ -44,12 +44,12 @@ class _Group(NamedTuple):
 
 def exchange_axes(layout: Layout) -> tuple[str, ...]:
   """The axes that the exchange averages over; () where the backward pass does it."""
-  entries = jax.tree.leaves(layout.entries)
+  entries = jax.tree.leaves(layout.gathers)
   scattered = [e for e in entries if e.scatter is not None]
   return scattered[0].after if scattered else layout.token_axes
 
 
-def reduction(exchange: Exchange, layout: Layout) -> Exchange:
+def make_layout_exchange(exchange: Exchange, layout: Layout) -> Exchange:
   """The exchange of a whole step under a layout.
 
   Args:
@@ -110,7 +110,7 @@ class Split(NamedTuple):
 def exchange_split(layout: Layout | None) -> Split | None:
   """How the gradients that are exchanged are split; None: they are not.
 
-  Then the state of `reduction` is that of the exchange itself.
+  Then the state of `make_layout_exchange` is that of the exchange itself.
   """
   if layout is None or layout.shapes is None:
     return None
@@ -139,7 +139,7 @@ def _groups(layout: Layout) -> list[_Group]:
   axes = exchange_axes(layout)
   found: dict[tuple, list[int]] = {}
   specs = jax.tree.leaves(grad_specs(layout))
-  entries = jax.tree.leaves(layout.entries)
+  entries = jax.tree.leaves(layout.gathers)
   for i, (entry, spec) in enumerate(zip(entries, specs, strict=True)):
     split = tuple(a for a in layout.mesh.axis_names if a in spec)
     found.setdefault((entry.after, split), []).append(i)

@@ -1,0 +1,200 @@
+"""A model of stacked layers (`models.Stack`) under a layout: what runs the layers.
+
+Each layer's parameters are gathered (`fsdp_gather`) in the body of the scan and inside
+what is recomputed, so that a device never has more than one or two full layers; what
+is kept for the backward pass is chosen by name (`models.stack.REMAT`). Where layers
+are split over the stages of a pipeline, `pipeline` has the schedules.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+
+from jaxscale.collectives import vary
+from jaxscale.errors import ConfigError
+from jaxscale.models.attention import attention
+from jaxscale.models.stack import REMAT, Layer, Ops, Stack, Totals
+from jaxscale.parallel import sequence
+from jaxscale.parallel.fsdp_gather import gather_params, save_all_but_gathered
+from jaxscale.parallel.layout import Layout, pair_shards
+from jaxscale.parallel.pipeline import gpipe, one_f_one_b, split_micros, stage_micros
+from jaxscale.parallel.tensor import tensor_ops
+
+
+class PipelineGrads(NamedTuple):
+  """A loss that has micro-batches and gradients of its own, for `make_train_step`.
+
+  Attributes:
+    grads: (shards, full parameters as of `layout.shards_and_full`, model state, this
+      device's batch, micro-batches) -> (sums of gradients, model state, totals).
+  """
+
+  grads: Any
+
+
+def stack_loss(stack: Stack, layout: Layout, *, remat: str = "none") -> Any:
+  """The loss of a train step (`step.LossFn`).
+
+  Args:
+    stack: the model.
+    layout: of its parameters.
+    remat: what a layer keeps for the backward pass, a name of `REMAT`. Gathered
+      parameters are never kept, but gathered again.
+  """
+
+  def loss_fn(params, model_state, batch, keys):
+    del keys  # nothing is random
+    totals = _run(stack, layout, params, batch, remat=remat)
+    return totals["loss"], (model_state, totals)
+
+  return loss_fn
+
+
+def gpipe_grads(stack: Stack, layout: Layout, *, remat: str = "none") -> PipelineGrads:
+  """The gradients of a step by GPipe; arguments as of `stack_loss`."""
+
+  def grads(shards, full, model_state, batch, micro_batches):
+    def loss(shards):
+      params = pair_shards(shards, full)
+      totals = _run(stack, layout, params, batch, micro_batches, remat=remat)
+      return totals["loss"], totals
+
+    found, totals = jax.grad(loss, has_aux=True)(shards)
+    return found, model_state, totals
+
+  return PipelineGrads(grads)
+
+
+def one_f_one_b_grads(
+  stack: Stack, layout: Layout, *, remat: str = "none"
+) -> PipelineGrads:
+  """The gradients of a step by 1F1B; arguments as of `stack_loss`."""
+  ops = layout_ops(layout)
+
+  def grads(shards, full, model_state, batch, micro_batches):
+    def gathered(part, params):
+      return gather_params(pair_shards(params[part], full[part]), layout.gathers[part])
+
+    run_layers = _layers(stack, layout, remat)
+    found, totals = one_f_one_b(
+      lambda params, micro: stack.embed(gathered("embed", params), micro, ops),
+      lambda layers, h: run_layers(pair_shards(layers, full["layers"]), h),
+      lambda params, h, micro: stack.finish(gathered("head", params), h, micro, ops),
+      shards,
+      split_micros(local_tokens(batch, layout), micro_batches),
+      skip=_can_skip(layout),
+    )
+    return found, model_state, totals
+
+  return PipelineGrads(grads)
+
+
+def stack_totals(stack: Stack, layout: Layout) -> Any:
+  """The totals of an eval step (`step.EvalFn`), with or without a pipeline."""
+  stages = layout.mesh.shape.get("stage", 1)
+
+  def eval_fn(params, model_state, batch):
+    del model_state
+    rows = len(jax.tree.leaves(batch)[0])
+    micro_batches = stages if rows % stages == 0 else 1
+    return _run(stack, layout, params, batch, micro_batches, remat="none")
+
+  return eval_fn
+
+
+def _run(
+  stack: Stack,
+  layout: Layout,
+  params: Any,
+  batch: Any,
+  micro_batches: int = 1,
+  *,
+  remat: str,
+) -> Totals:
+  """The totals of a device's rows, inside `shard_map` over the mesh."""
+  ops, gathers = layout_ops(layout), layout.gathers
+  run_layers = _layers(stack, layout, remat)
+  batch = local_tokens(batch, layout)
+  if "stage" not in layout.mesh.axis_names:
+    h = stack.embed(gather_params(params["embed"], gathers["embed"]), batch, ops)
+    h = run_layers(params["layers"], h)
+    return stack.finish(gather_params(params["head"], gathers["head"]), h, batch, ops)
+  micros = split_micros(batch, micro_batches)
+  # Varying, so that gradients of the table cross the stages, not of all activations.
+  embed = vary(gather_params(params["embed"], gathers["embed"]), ("stage",))
+  h = lax.map(lambda micro: stack.embed(embed, micro, ops), micros)
+  h = gpipe(run_layers, params["layers"], h, skip=_can_skip(layout))
+  # The head takes all of a stage's rows at once.
+  h, rows = jax.tree.map(
+    lambda x: x.reshape(-1, *x.shape[2:]), (h, stage_micros(micros))
+  )
+  return stack.finish(gather_params(params["head"], gathers["head"]), h, rows, ops)
+
+
+def _layers(stack: Stack, layout: Layout, remat: str) -> Any:
+  """(a device's layers, h) -> h."""
+  ops = layout_ops(layout)
+  gathers = jax.tree.map(lambda gather: gather.for_layer(), layout.gathers["layers"])
+
+  def layer(w: Any, h: jax.Array) -> jax.Array:
+    return stack.layer(gather_params(w, gathers), h, ops)
+
+  run: Layer = REMAT[remat](layer)
+  if remat == "none" and layout.shard in ("zero2", "fsdp"):
+    run = jax.checkpoint(layer, policy=save_all_but_gathered, prevent_cse=False)
+
+  def run_layers(layers, h):
+    return lax.scan(lambda h, w: (run(w, h), None), h, layers)[0]
+
+  return run_layers
+
+
+def _can_skip(layout: Layout) -> bool:
+  """Whether work of no use can be in a branch: a ring may not."""
+  return layout.splits != "ring" or "model" not in layout.mesh.axis_names
+
+
+def layout_ops(layout: Layout) -> Ops:
+  """The operations that a model needs under a layout."""
+  # The program may be for devices that are not here.
+  attend = functools.partial(attention, device=layout.mesh.devices.flat[0])
+  if "model" not in layout.mesh.axis_names:
+    return Ops(attend=attend)
+  if layout.splits == "ring":
+    return sequence.split(attend="ring", order="zigzag")
+  if layout.splits == "all_to_all":
+    ops = sequence.split(attend="all_to_all")
+    by_heads = functools.partial(
+      sequence.all_to_all_attention, axis="model", attend=attend
+    )
+    return ops._replace(attend=by_heads)
+  regions = layout.splits == "layers_and_tokens"
+  ops = tensor_ops(regions=regions, dtype=layout.dtype, sum_in=layout.sum_in)
+  return ops._replace(attend=attend)
+
+
+def local_tokens(batch: Any, layout: Layout) -> Any:
+  """The batch with this device's tokens, where devices split sequences.
+
+  Raises:
+    ConfigError: they do not divide: some would be left out.
+  """
+  if "model" not in layout.token_axes:
+    return batch
+  size = lax.axis_size("model")
+  order = "zigzag" if layout.splits == "ring" else "contiguous"
+  pieces = size * (2 if order == "zigzag" else 1)  # equal ones, of a sequence
+
+  def local(x):
+    if x.shape[1] % pieces:
+      raise ConfigError(
+        f"tokens={x.shape[1]}: layout.model={layout.splits!r} gives the {size} devices "
+        f"of 'model' equal parts of a sequence; give a multiple of {pieces}"
+      )
+    return x[:, sequence.places(x.shape[1] // size, "model", order)]
+
+  return {k: local(x) if k in ("tokens", "targets") else x for k, x in batch.items()}
