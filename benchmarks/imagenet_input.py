@@ -153,7 +153,7 @@ def main() -> None:
     tf_data_float32_images_per_cpu_s=round(floats),
     images=IMAGES,
     mean_kilobytes=round(kilobytes, 1),
-    damaged=ours.damage.count if ours.damage else 0,
+    damaged=ours.damaged.count if ours.damaged else 0,
     tensorflow=tf.__version__,
   )
 

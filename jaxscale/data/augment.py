@@ -7,9 +7,14 @@ hosts, and after any restart.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 
 from jaxscale.data.dataset import NUM_DRAWS, Augment
+
+AugmentName = Literal["none", "flip", "shift_flip", "crop"]
+EvalView = Literal["mlperf", "google"]
 
 
 def uniform(seed: int, positions: np.ndarray, num_draws: int = NUM_DRAWS) -> np.ndarray:
@@ -18,7 +23,7 @@ def uniform(seed: int, positions: np.ndarray, num_draws: int = NUM_DRAWS) -> np.
   Args:
     seed: any non-negative int.
     positions: int [n], places in the stream of examples.
-    num_draws: the first so many of a position's NUM_DRAWS.
+    num_draws: how many of a position's NUM_DRAWS.
   """
   counters = positions.astype(np.uint64)[:, None] * np.uint64(NUM_DRAWS)
   counters = counters + np.arange(num_draws, dtype=np.uint64)
@@ -87,17 +92,21 @@ def compose(first: Augment, second: Augment) -> Augment:
   return Augment(apply, split + second.num_draws)
 
 
+def augment_by_name(name: AugmentName, height: int) -> Augment | None:
+  """What is done to decoded images of a height; crops are cut while decoding."""
+  if name == "flip":
+    return flip()
+  if name == "shift_flip":
+    return compose(flip(), shift(max(height // 14, 1)))
+  return None
+
+
 def crop_box(height: int, width: int, draws: np.ndarray) -> tuple[int, int, int, int]:
-  """The box of a random resized crop: (top, left, height, width).
+  """The box of a random resized crop: (top, left, height, width) in pixels.
 
   Inception's crop (arXiv:1409.4842, §6): 8 % to 100 % of the area, aspect
   3/4 to 4/3 (log-uniform), ten attempts, then the largest centred box of an
-  allowed aspect. Uses draws 1 to 22; 0 is left for a flip.
-
-  Args:
-    height: of the image, in pixels.
-    width: of the image, in pixels.
-    draws: [NUM_DRAWS] in [0, 1).
+  allowed aspect. Uses draws 1 to 22 of [NUM_DRAWS]; 0 is left for a flip.
   """
   areas = height * width * (0.08 + 0.92 * draws[1:11])
   aspects = np.exp(np.log(4 / 3) * (2 * draws[11:21] - 1))
@@ -125,17 +134,12 @@ def center_box(height: int, width: int) -> tuple[int, int, int, int]:
 
 
 def shorter_side(height: int, width: int, size: int) -> tuple[int, int]:
-  """The size to resize to before MLPerf's centre crop: (height, width).
+  """The size to resize to before MLPerf's centre crop of `size`: (height, width).
 
   The shorter side becomes 256 / 224 of the crop, the other keeps the aspect,
   both in float32 and rounded down, as the reference has it (mlcommons/training,
   image_classification/tensorflow2/imagenet_preprocessing.py,
   `_smallest_size_at_least`). So 256 can come out as 255.
-
-  Args:
-    height: of the image, in pixels.
-    width: of the image, in pixels.
-    size: of the crop, in pixels.
   """
   wanted = np.float32(round(size * 256 / 224))
   scale = wanted / np.float32(min(height, width))

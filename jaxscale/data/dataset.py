@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import threading
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+
+from jaxscale.metrics.text import few, listed, plural
 
 # "image": uint8 [n, h, w, c] and "label": int32 [n]; of text "tokens" and "targets",
 # int32 [n, sequence_length].
@@ -15,22 +18,33 @@ Batch = dict[str, np.ndarray]
 NUM_DRAWS = 24  # uniform numbers an example's augmentation may use up at most
 
 
+def user_cache() -> Path:
+  """$XDG_CACHE_HOME/jaxscale, or ~/.cache/jaxscale."""
+  return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxscale"
+
+
 class DatasetInfo(NamedTuple):
-  """What a model has to know of the images.
+  """What a model has to know of images, or of any other arrays with targets.
 
   Attributes:
     name: for messages.
-    image_shape: (height, width, channels) of a loaded example.
-    num_classes: labels are 0 … num_classes - 1.
+    image_shape: of a loaded example, e.g. (height, width, channels).
+    num_classes: labels are 0 … num_classes - 1; of other targets: how many outputs.
     mean: per channel or one for all, in the units of the stored images.
     std: likewise.
+    dtype: of "image", as loaded.
+    label_shape: of one example's "label"; () for a class.
+    label_dtype: of "label".
   """
 
   name: str
-  image_shape: tuple[int, int, int]
+  image_shape: tuple[int, ...]
   num_classes: int
   mean: tuple[float, ...]
   std: tuple[float, ...]
+  dtype: str = "uint8"
+  label_shape: tuple[int, ...] = ()
+  label_dtype: str = "int32"
 
 
 class TextInfo(NamedTuple):
@@ -62,91 +76,77 @@ def batch_shapes(
   if isinstance(info, TextInfo):
     shape = rows, info.sequence_length
     return {"tokens": (shape, "int32"), "targets": (shape, "int32")}
-  return {"image": ((rows, *info.image_shape), "uint8"), "label": ((rows,), "int32")}
+  return {
+    "image": ((rows, *info.image_shape), info.dtype),
+    "label": ((rows, *info.label_shape), info.label_dtype),
+  }
 
 
-class Damage:
-  """What a dataset met of unreadable and of odd examples; threads write to it.
+class DamagedExamples:
+  """The unreadable and the unusual examples of a dataset; threads add to it.
 
-  An example counts once, however often it comes up. Every process has a record
-  of its own, of the examples that it read; `update` makes one of several.
+  An example counts once, however often it is read. Every process has a record
+  of the examples that it read; `update` merges several.
 
   Example:
-    >>> damage = Damage()
-    >>> damage.add(7, "cat/7.jpg")
-    >>> damage.describe()
+    >>> damaged = DamagedExamples()
+    >>> damaged.add(7, "cat/7.jpg")
+    >>> damaged.describe()
     '1 damaged example: cat/7.jpg'
   """
 
   def __init__(self) -> None:
-    self._lock = threading.Lock()
-    self._damaged: dict[int, str] = {}
-    self._rescued: dict[int, str] = {}
+    self._names: dict[int, str] = {}
+    self._unusual: dict[int, str] = {}
 
   def add(self, index: int, name: str) -> None:
     """An example that cannot be read."""
-    with self._lock:
-      self._damaged[index] = name
+    self._names[index] = name
 
-  def rescue(self, index: int, kind: str) -> None:
-    """An example that is not what it should be, and was read all the same."""
-    with self._lock:
-      self._rescued[index] = kind
+  def add_unusual(self, index: int, kind: str) -> None:
+    """An example that is not of the expected format, but was read."""
+    self._unusual[index] = kind
 
   def as_dict(self) -> dict[str, dict[str, str]]:
-    """As JSON: names of damaged examples and kinds of odd ones, by index."""
-    with self._lock:
-      return {
-        "damaged": {str(i): name for i, name in self._damaged.items()},
-        "rescued": {str(i): kind for i, kind in self._rescued.items()},
-      }
+    """As JSON: names of damaged and formats of unusual examples, by index."""
+    found = {"damaged": self._names.copy(), "unusual": self._unusual.copy()}
+    return {k: {str(i): text for i, text in x.items()} for k, x in found.items()}
 
   def update(self, other: dict[str, dict[str, str]]) -> None:
-    """Take in what another record's `as_dict` gave."""
-    with self._lock:
-      self._damaged |= {int(i): name for i, name in other["damaged"].items()}
-      self._rescued |= {int(i): kind for i, kind in other["rescued"].items()}
+    """Add what the `as_dict` of another record returned."""
+    self._names |= {int(i): name for i, name in other["damaged"].items()}
+    self._unusual |= {int(i): kind for i, kind in other["unusual"].items()}
 
   @property
   def count(self) -> int:
-    """How many examples were found damaged."""
-    return len(self._damaged)
+    """How many examples are damaged."""
+    return len(self._names)
 
   @property
   def indices(self) -> list[int]:
     """The damaged examples, in the dataset's order."""
-    with self._lock:
-      return sorted(self._damaged)
+    return sorted(self._names.copy())
 
   @property
   def names(self) -> list[str]:
     """Their names, in the same order."""
-    with self._lock:
-      return [self._damaged[i] for i in sorted(self._damaged)]
+    return [self._names[i] for i in self.indices]
 
   @property
-  def rescued(self) -> dict[str, int]:
-    """How many examples of each odd kind were read, e.g. {"CMYK": 22}."""
-    with self._lock:
-      return dict(sorted(Counter(self._rescued.values()).items()))
+  def unusual(self) -> dict[str, int]:
+    """How many examples of each unusual format were read, e.g. {"CMYK": 22}."""
+    return dict(sorted(Counter(self._unusual.copy().values()).items()))
 
   def describe(self) -> str:
     """One line for the log: how many, and the names of the first five."""
-    names = self.names
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    line = f"{len(names)} damaged example{'' if len(names) == 1 else 's'}"
-    line += f": {', '.join(names[:5])}{more}" if names else ""
-    rescued = ", ".join(f"{n} {kind}" for kind, n in self.rescued.items())
-    return f"{line}; read although odd: {rescued}" if rescued else line
+    line = plural(self.count, "damaged example")
+    line += f": {few(self.names, most=5)}" if self.count else ""
+    unusual = listed(f"{n} {kind}" for kind, n in self.unusual.items())
+    return f"{line}; also read: {unusual}" if unusual else line
 
 
 class Record(NamedTuple):
-  """An example as it is stored.
-
-  Attributes:
-    image: the encoded image.
-    label: its class.
-  """
+  """An example as it is stored: an encoded image and its class."""
 
   image: bytes
   label: int
@@ -157,11 +157,11 @@ class Source(NamedTuple):
 
   Attributes:
     num_examples: how many.
-    read: indices -> a Record each, or None where it cannot be read; one by one
-      where that costs nothing, so that its bytes are decoded while in the
-      processor's cache. Any thread may call it.
-    name: index -> what to call the example in a message.
-    is_jpeg: index -> whether the example claims to be a JPEG.
+    read: indices -> a Record for each, or None where it cannot be read; lazily
+      where that costs nothing, so that bytes are decoded while in the processor's
+      cache. Any thread may call it.
+    name: index -> the example's name in messages.
+    is_jpeg: index -> whether its name or feature says that it is a JPEG.
   """
 
   num_examples: int
@@ -179,7 +179,7 @@ class Dataset(NamedTuple):
     load: (indices [n], draws [n, num_draws] in [0, 1) or None) -> Batch. A pure
       function; it augments from the draws, or shows the plain view for None.
     num_draws: how many of an example's NUM_DRAWS uniform numbers `load` uses.
-    damage: what `load` met of damaged examples so far; None: it cannot meet any.
+    damaged: examples that `load` could not read so far; None: it can read all.
     draws_by_epoch: whether all examples of an epoch have the same draws.
   """
 
@@ -187,7 +187,7 @@ class Dataset(NamedTuple):
   num_examples: int
   load: Callable[[np.ndarray, np.ndarray | None], Batch]
   num_draws: int = 0
-  damage: Damage | None = None
+  damaged: DamagedExamples | None = None
   draws_by_epoch: bool = False
 
 
@@ -201,28 +201,3 @@ class Augment(NamedTuple):
 
   apply: Callable[[np.ndarray, np.ndarray], np.ndarray]
   num_draws: int
-
-
-def from_arrays(
-  info: DatasetInfo,
-  images: np.ndarray,
-  labels: np.ndarray,
-  augment: Augment | None = None,
-) -> Dataset:
-  """A dataset of decoded images in memory.
-
-  Args:
-    info: of the images.
-    images: uint8 [n, h, w, c].
-    labels: int [n].
-    augment: done to the images in training.
-  """
-  labels = labels.astype(np.int32)
-
-  def load(indices, draws):
-    batch = images[indices]
-    if augment is not None and draws is not None:
-      batch = augment.apply(batch, draws)
-    return {"image": batch, "label": labels[indices]}
-
-  return Dataset(info, len(images), load, augment.num_draws if augment else 0)

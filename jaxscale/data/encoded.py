@@ -1,27 +1,26 @@
-"""Encoded images as a dataset: views, augmentation, and what to do with damage.
+"""Encoded images as a dataset: views, augmentation, and damaged examples.
 
 A damaged example never stops a run. In training the next readable one takes its
 place (index + 1, wrapping around), which depends on nothing but the files, so
 hosts and restarts agree. A held-out one keeps its place, as a black image of
 class -1 that no model can get right: the score stays that of all examples, and
-can only be too low. `Dataset.damage` counts both.
+can only be too low. `Dataset.damaged` counts both.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from jaxscale.data import augment as augmentation
+from jaxscale.data.augment import AugmentName, EvalView, augment_by_name
 from jaxscale.data.dataset import (
   NUM_DRAWS,
   Augment,
   Batch,
-  Damage,
+  DamagedExamples,
   Dataset,
   DatasetInfo,
   Record,
@@ -33,22 +32,34 @@ from jaxscale.errors import ConfigError
 IMAGENET_MEAN = (123.675, 116.28, 103.53)
 IMAGENET_STD = (58.395, 57.12, 57.375)
 
-AugmentName = Literal["none", "flip", "shift_flip", "crop"]
-EvalView = Literal["mlperf", "google"]
-
 NO_CLASS = -1  # label of a held-out example that cannot be read: always wrong
-_IN_A_ROW = 1000  # so many unreadable examples are no accident
+_MAX_UNREADABLE = 1000  # so many unreadable examples in a row are no accident
 
 
-class _Reader(NamedTuple):
-  """What turns a stored example into the pixels of a view."""
+def image_info(
+  name: str,
+  shape: tuple[int, int, int],
+  num_classes: int,
+  mean: tuple[float, ...] | None = None,
+  std: tuple[float, ...] | None = None,
+) -> DatasetInfo:
+  """Of images from 0 to 255; mean and std by default: ImageNet's of three channels.
 
-  info: DatasetInfo
-  source: Source
-  damage: Damage
-  resized: bool
-  crop: bool
-  eval_view: EvalView
+  Images of other channels are scaled to -1 … 1 by default.
+
+  Raises:
+    ConfigError: as many means or deviations as channels are needed, or one for all.
+  """
+  channels = shape[-1]
+  mean = mean or (IMAGENET_MEAN if channels == 3 else (127.5,))
+  std = std or (IMAGENET_STD if channels == 3 else (127.5,))
+  for setting, values in (("mean", mean), ("std", std)):
+    if len(values) not in (1, channels) or (setting == "std" and min(values) <= 0):
+      raise ConfigError(
+        f"{setting}={values}: give one number, or {channels} for {channels} channels"
+        + (", all above 0" if setting == "std" else "")
+      )
+  return DatasetInfo(name, shape, num_classes, tuple(mean), tuple(std))
 
 
 def from_source(
@@ -63,7 +74,7 @@ def from_source(
   """A dataset of encoded images, wherever they are stored.
 
   Args:
-    info: of the images as they are loaded.
+    info: of the images as they are loaded, see `image_info`; 1, 3 or 4 channels.
     source: the encoded images.
     resized: views of `info.image_shape` are cut; False: images have that shape.
     augment: what training draws change.
@@ -75,125 +86,109 @@ def from_source(
   """
   if not source.num_examples:
     raise ConfigError(f"{info.name}: there is no example in it")
-  crop, damage = augment == "crop", Damage()
-  in_arrays = _array_augment(augment, info.image_shape[0])
-  reader = _Reader(info, source, damage, resized, crop, eval_view)
-  load = functools.partial(_load, reader, in_arrays)
-  if cache:
-    load = _cached(info, load, source.num_examples, in_arrays, damage)
+  crop, damaged = augment == "crop", DamagedExamples()
+  in_arrays = augment_by_name(augment, info.image_shape[0])
+  loader = _Loader(info, source, damaged, resized, crop, eval_view, in_arrays)
+  load = loader.cached() if cache else loader.load
   num_draws = in_arrays.num_draws if in_arrays else 0
-  if crop:
-    num_draws = NUM_DRAWS
-  return Dataset(info, source.num_examples, load, num_draws, damage)
-
-
-def _array_augment(augment: AugmentName, height: int) -> Augment | None:
-  """What is done to decoded images; crops are cut while decoding."""
-  if augment == "flip":
-    return augmentation.flip()
-  if augment == "shift_flip":
-    shift = augmentation.shift(max(height // 14, 1))
-    return augmentation.compose(augmentation.flip(), shift)
-  return None
-
-
-def _load(
-  reader: _Reader,
-  in_arrays: Augment | None,
-  indices: np.ndarray,
-  draws: np.ndarray | None,
-) -> Batch:
-  images = np.empty((len(indices), *reader.info.image_shape), np.uint8)
-  labels = np.empty(len(indices), np.int32)
-  wanted = [int(i) for i in indices]
-  for i, record in enumerate(reader.source.read(wanted)):
-    drawn = None if draws is None else draws[i]
-    if _read(reader, wanted[i], record, drawn, images[i]) and record is not None:
-      labels[i] = record.label
-    elif draws is not None:
-      labels[i] = _replacement(reader, wanted[i], drawn, images[i])
-    else:
-      images[i], labels[i] = 0, NO_CLASS
-  if in_arrays is not None and draws is not None:
-    images = in_arrays.apply(images, draws)
-  return {"image": images, "label": labels}
-
-
-def _read(
-  reader: _Reader,
-  index: int,
-  record: Record | None,
-  draws: np.ndarray | None,
-  out: np.ndarray,
-) -> bool:
-  """Put the view of one example into `out`; False for a damaged one."""
-  from jaxscale.data import jpeg  # OpenCV loads only where images are decoded
-
-  height, _, channels = reader.info.image_shape
-  drawn = draws if reader.crop else None
-  try:
-    if record is None:
-      raise ValueError("not to be read")
-    if reader.resized:
-      _, kind = jpeg.view_any(
-        record.image, height, channels, drawn, reader.eval_view, out
-      )
-    else:
-      image, kind = jpeg.decode_any(record.image, channels, exact=drawn is None)
-      if image.shape != out.shape:
-        raise ValueError(f"an image of shape {image.shape}")
-      out[:] = image
-  except ValueError:
-    reader.damage.add(index, reader.source.name(index))
-    return False
-  if kind in ("CMYK", "odd JPEG"):
-    reader.damage.rescue(index, kind)
-  elif kind != "JPEG" and reader.source.is_jpeg(index):
-    reader.damage.rescue(index, f"{kind} named JPEG")
-  return True
-
-
-def _replacement(
-  reader: _Reader, index: int, draws: np.ndarray | None, out: np.ndarray
-) -> int:
-  """Put the next readable example after a damaged one into `out`: its label."""
-  source = reader.source
-  tries = min(source.num_examples - 1, _IN_A_ROW)
-  for step in range(1, tries + 1):
-    other = (index + step) % source.num_examples
-    record = next(iter(source.read([other])))
-    if _read(reader, other, record, draws, out) and record is not None:
-      return record.label
-  raise ConfigError(
-    f"{reader.info.name}: {tries + 1} examples in a row cannot be read, from "
-    f"{source.name(index)} on; is the disk there?"
+  return Dataset(
+    info, source.num_examples, load, NUM_DRAWS if crop else num_draws, damaged
   )
 
 
-def _cached(
-  info: DatasetInfo,
-  load: Callable[..., Batch],
-  num_examples: int,
-  augment: Augment | None,
-  damage: Damage,
-) -> Callable[..., Batch]:
-  """The same `load`, out of memory: every example is decoded once, now."""
-  chunks = np.array_split(np.arange(num_examples), -(-num_examples // 2048))
-  with ThreadPoolExecutor() as threads:
-    parts = list(threads.map(lambda chunk: load(chunk, None), chunks))
-  images = np.concatenate([part["image"] for part in parts])
-  labels = np.concatenate([part["label"] for part in parts])
-  readable = np.setdiff1d(np.arange(num_examples), damage.indices)
-  if not len(readable):
-    raise ConfigError(f"{info.name}: none of its {num_examples} examples can be read")
-  after = np.searchsorted(readable, np.arange(num_examples)) % len(readable)
-  in_training = readable[after]  # itself, or the next readable one
+class _Loader(NamedTuple):
+  """Turns stored examples into batches."""
 
-  def load_cached(indices: np.ndarray, draws: np.ndarray | None) -> Batch:
-    rows = indices if draws is None else in_training[indices]
-    batch = images[rows]
-    if augment is not None and draws is not None:
-      batch = augment.apply(batch, draws)
-    return {"image": batch, "label": labels[rows]}
+  info: DatasetInfo
+  source: Source
+  damaged: DamagedExamples
+  resized: bool
+  crop: bool
+  eval_view: EvalView
+  in_arrays: Augment | None  # done to decoded images; crops are cut while decoding
 
-  return load_cached
+  def load(self, indices: np.ndarray, draws: np.ndarray | None) -> Batch:
+    images = np.empty((len(indices), *self.info.image_shape), np.uint8)
+    labels = np.empty(len(indices), np.int32)
+    wanted = [int(i) for i in indices]
+    for i, record in enumerate(self.source.read(wanted)):
+      drawn = None if draws is None else draws[i]
+      if self._read(wanted[i], record, drawn, images[i]) and record is not None:
+        labels[i] = record.label
+      elif draws is not None:
+        labels[i] = self._replacement(wanted[i], drawn, images[i])
+      else:
+        images[i], labels[i] = 0, NO_CLASS
+    return self._augmented(images, labels, draws)
+
+  def _augmented(
+    self, images: np.ndarray, labels: np.ndarray, draws: np.ndarray | None
+  ) -> Batch:
+    if self.in_arrays is not None and draws is not None:
+      images = self.in_arrays.apply(images, draws)
+    return {"image": images, "label": labels}
+
+  def _read(
+    self, index: int, record: Record | None, draws: np.ndarray | None, out: np.ndarray
+  ) -> bool:
+    """Put the view of one example into `out`; False for a damaged one."""
+    from jaxscale.data import jpeg  # OpenCV loads only where images are decoded
+
+    size, _, channels = out.shape
+    drawn = draws if self.crop else None
+    try:
+      if record is None:
+        raise ValueError("not to be read")
+      if self.resized:
+        _, kind = jpeg.decode_view(
+          record.image, size, channels, drawn, self.eval_view, out
+        )
+      else:
+        image, kind = jpeg.decode(record.image, channels, exact=drawn is None)
+        if image.shape != out.shape:
+          raise ValueError(f"an image of shape {image.shape}")
+        out[:] = image
+    except ValueError:
+      self.damaged.add(index, self.source.name(index))
+      return False
+    if kind in ("CMYK", "odd JPEG"):
+      self.damaged.add_unusual(index, kind)
+    elif kind != "JPEG" and self.source.is_jpeg(index):
+      self.damaged.add_unusual(index, f"{kind} named JPEG")
+    return True
+
+  def _replacement(self, index: int, draws: np.ndarray | None, out: np.ndarray) -> int:
+    """Put the next readable example after a damaged one into `out`: its label."""
+    source = self.source
+    tries = min(source.num_examples - 1, _MAX_UNREADABLE)
+    for step in range(1, tries + 1):
+      other = (index + step) % source.num_examples
+      record = next(iter(source.read([other])))
+      if self._read(other, record, draws, out) and record is not None:
+        return record.label
+    raise ConfigError(
+      f"{self.info.name}: {tries + 1} examples in a row cannot be read, from "
+      f"{source.name(index)} on; is the disk there?"
+    )
+
+  def cached(self) -> Callable[[np.ndarray, np.ndarray | None], Batch]:
+    """`load` out of memory: every example is decoded once, now."""
+    every = np.arange(self.source.num_examples)
+    with ThreadPoolExecutor() as threads:
+      chunks = np.array_split(every, -(-len(every) // 2048))
+      parts = list(threads.map(lambda chunk: self.load(chunk, None), chunks))
+    images = np.concatenate([part["image"] for part in parts])
+    labels = np.concatenate([part["label"] for part in parts])
+    readable = np.setdiff1d(every, self.damaged.indices)
+    if not len(readable):
+      raise ConfigError(
+        f"{self.info.name}: none of its {len(every)} examples can be read"
+      )
+    after = np.searchsorted(readable, every) % len(readable)
+    in_training = readable[after]  # itself, or the next readable one
+
+    def load(indices: np.ndarray, draws: np.ndarray | None) -> Batch:
+      rows = indices if draws is None else in_training[indices]
+      return self._augmented(images[rows], labels[rows], draws)
+
+    return load

@@ -1,8 +1,8 @@
-"""Whose fault it is that an example cannot be read: its own, or the system's.
+"""Read errors of the system, which are not those of one example.
 
-A damaged example is passed over and counted. A process without descriptors, or a
-network file system that is away, makes whole examples unreadable: to pass over
-those would be to train on less than what is there, and to say it is damage.
+A damaged example is skipped and counted. A process without file descriptors, or a
+network file system that is away, makes whole examples unreadable: to skip those
+would be to train on a part of the data and to report them as damaged.
 """
 
 from __future__ import annotations
@@ -20,26 +20,25 @@ _NAMES = (
 _SYSTEM = frozenset(getattr(errno, n) for n in _NAMES if hasattr(errno, n))
 
 
-def raise_if_systems(error: Exception, name: str) -> None:
-  """Raise, with the example's name, what says nothing about the example itself.
+def raise_if_system_error(error: Exception, name: str) -> None:
+  """Raise, with the example's name, an error that is not the example's own.
 
   Args:
-    error: met while reading. Readers in C++ give no number: theirs is known by
-      the system's words for it.
+    error: raised by a read. Readers in C++ give no number: theirs is recognized by
+      the system's message in the text.
     name: of the example.
 
   Raises:
     OSError: descriptors or memory have run out, or disk or network are away.
 
   Example:
-    >>> raise_if_systems(FileNotFoundError(errno.ENOENT, "gone"), "a/1.JPEG")
+    >>> raise_if_system_error(FileNotFoundError(errno.ENOENT, "gone"), "a/1.JPEG")
   """
-  number = error.errno if isinstance(error, OSError) else _number(str(error))
+  if isinstance(error, OSError):
+    number = error.errno
+  else:
+    number = next((n for n in _SYSTEM if os.strerror(n) in str(error)), None)
   if number is not None and number in _SYSTEM:
-    hint = "raise `ulimit -n`" if number == errno.EMFILE else "see to it and go on"
-    text = f"{os.strerror(number)}: not passed over as damage, {hint}"
+    hint = "raise `ulimit -n`" if number == errno.EMFILE else "fix it and resume"
+    text = f"{os.strerror(number)}: not skipped as a damaged example, {hint}"
     raise OSError(number, text, name) from error
-
-
-def _number(text: str) -> int | None:
-  return next((n for n in _SYSTEM if os.strerror(n) in text), None)

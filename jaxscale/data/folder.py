@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -12,24 +12,18 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxscale.config.validation import nearest
-from jaxscale.data.dataset import Dataset, DatasetInfo, Record, Source
-from jaxscale.data.encoded import (
-  IMAGENET_MEAN,
-  IMAGENET_STD,
-  AugmentName,
-  EvalView,
-  from_source,
-)
-from jaxscale.data.faults import raise_if_systems
+from jaxscale.data.augment import AugmentName, EvalView
+from jaxscale.data.dataset import Dataset, Record, Source
+from jaxscale.data.encoded import from_source, image_info
+from jaxscale.data.faults import raise_if_system_error
 from jaxscale.errors import ConfigError
 
 # What a file may be called; what it is, its bytes say.
 SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm")
-_JPEG = (".jpeg", ".jpg")
 
 
 class Folder(NamedTuple):
-  """What lies in a directory of class subdirectories.
+  """The files in a directory of class subdirectories.
 
   Attributes:
     root: the directory.
@@ -48,6 +42,9 @@ def image_folder(
   directory: str | os.PathLike[str],
   *,
   image_size: int,
+  channels: int = 3,
+  mean: tuple[float, ...] | None = None,
+  std: tuple[float, ...] | None = None,
   augment: AugmentName = "none",
   cache: bool = False,
   eval_view: EvalView = "mlperf",
@@ -60,8 +57,12 @@ def image_folder(
   costs nothing: the listing is kept until a subdirectory changes.
 
   Args:
-    directory: with a subdirectory a class, e.g. "ILSVRC2012/train".
+    directory: with one subdirectory per class, e.g. "ILSVRC2012/train".
     image_size: height and width of the views.
+    channels: 1 for grey, 3, or 4 with alpha: what every image is converted to.
+    mean: per channel or one for all, of values from 0 to 255; None: ImageNet's of
+      three channels, else 127.5.
+    std: likewise.
     augment: what training draws change; see `config.TFDS`.
     cache: decode everything once, now, and keep it in memory.
     eval_view: "mlperf" or "google", see `jpeg.view`.
@@ -85,8 +86,8 @@ def image_folder(
         + nearest(name, names)
       )
   labels = np.array([names.index(c) for c in folder.classes], np.int32)[labels]
-  shape = (image_size, image_size, 3)
-  info = DatasetInfo(str(directory), shape, len(names), IMAGENET_MEAN, IMAGENET_STD)
+  shape = (image_size, image_size, channels)
+  info = image_info(str(directory), shape, len(names), mean, std)
   return from_source(
     info, _source(folder, labels), resized=True, augment=augment, cache=cache,
     eval_view=eval_view,
@@ -146,18 +147,18 @@ def _source(folder: Folder, labels: np.ndarray) -> Source:
     file = os.fsdecode(bytes(folder.files[index]))
     return f"{folder.classes[folder.labels[index]]}/{file}"
 
-  def one(index: int) -> Record | None:
-    path = os.path.join(folder.root, name(index))
-    try:
-      with open(path, "rb") as file:
-        return Record(file.read(), int(labels[index]))
-    except OSError as e:  # gone, no file, or not allowed
-      raise_if_systems(e, path)
-      return None
+  def is_jpeg(index: int) -> bool:
+    return name(index).lower().endswith((".jpeg", ".jpg"))
 
-  return Source(
-    len(folder.files),
-    lambda indices: map(one, indices),
-    name,
-    lambda index: name(index).lower().endswith(_JPEG),
-  )
+  def read(indices: Sequence[int]) -> Iterator[Record | None]:
+    for index in indices:
+      path = os.path.join(folder.root, name(index))
+      try:
+        with open(path, "rb") as file:
+          record = Record(file.read(), int(labels[index]))
+      except OSError as e:  # missing, no file, or not allowed
+        raise_if_system_error(e, path)
+        record = None
+      yield record
+
+  return Source(len(folder.files), read, name, is_jpeg)

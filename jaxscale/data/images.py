@@ -6,18 +6,13 @@ How they are stored is in `tfds_source`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jaxscale.data.dataset import Dataset, DatasetInfo, Record, Source
-from jaxscale.data.encoded import (
-  IMAGENET_MEAN,
-  IMAGENET_STD,
-  AugmentName,
-  EvalView,
-  from_source,
-)
-from jaxscale.data.faults import raise_if_systems
+from jaxscale.data.augment import AugmentName, EvalView
+from jaxscale.data.dataset import Dataset, Record, Source
+from jaxscale.data.encoded import from_source, image_info
+from jaxscale.data.faults import raise_if_system_error
 from jaxscale.data.tfds_source import Prepared, find_builder, open_split
 from jaxscale.errors import ConfigError
 
@@ -28,6 +23,9 @@ def tfds_images(
   *,
   data_dir: str | None = None,
   image_size: int | None = None,
+  channels: int | None = None,
+  mean: tuple[float, ...] | None = None,
+  std: tuple[float, ...] | None = None,
   augment: AugmentName = "none",
   cache: bool = False,
   eval_view: EvalView = "mlperf",
@@ -41,6 +39,11 @@ def tfds_images(
     split: in TFDS's notation, e.g. "train" or "train[:90%]".
     data_dir: where it is prepared; None: TFDS's default.
     image_size: resize to this height and width; None: as stored.
+    channels: 1 for grey, 3, or 4 with alpha: what every image is converted to;
+      None: as the dataset declares, or 3.
+    mean: per channel or one for all, of values from 0 to 255; None: ImageNet's of
+      three channels, else 127.5.
+    std: likewise.
     augment: what training draws change; see `config.TFDS`.
     cache: decode everything once, now, and keep it in memory.
     eval_view: what evaluation sees of an image that is resized: "mlperf" or
@@ -56,19 +59,14 @@ def tfds_images(
     raise ConfigError(f"TFDS.name={name!r}: not an image-classification dataset")
   source = _opened(Prepared(builder), name, split, image_key, label_key)
   stored = features[image_key].shape
-  channels = stored[-1] or 3
-  if image_size is None and None in stored:
+  channels = int(channels or stored[-1] or 3)
+  if image_size is None and None in stored[:2]:
     raise ConfigError(
       f"TFDS.image_size=None: images of {name} differ in size, give a size, e.g. 224"
     )
-  shape = (image_size, image_size, channels) if image_size else stored
-  colour = channels == 3
-  info = DatasetInfo(
-    name,
-    shape,
-    features[label_key].num_classes,
-    IMAGENET_MEAN if colour else (127.5,),
-    IMAGENET_STD if colour else (127.5,),
+  height, width = image_size or stored[0], image_size or stored[1]
+  info = image_info(
+    name, (height, width, channels), features[label_key].num_classes, mean, std
   )
   return from_source(
     info, source, resized=image_size is not None, augment=augment, cache=cache,
@@ -91,32 +89,22 @@ def _opened(
   def called(index: int) -> str:
     return f"{name} {split!r} example {index}"
 
-  read = functools.partial(_read, get, get_many, image_key, label_key, called)
-  return Source(size, read, called, lambda i: jpegs)
+  def record(example: Any) -> Record:
+    return Record(example[image_key], int(example[label_key]))
 
-
-def _read(
-  get: Any,
-  get_many: Any,
-  image_key: str,
-  label_key: str,
-  called: Callable[[int], str],
-  indices: Sequence[int],
-) -> Iterable[Record | None]:
-  """The records, all at once if none is damaged."""
-
-  def one(index: int) -> Record | None:
+  def read_one(index: int) -> Record | None:
     try:
-      example = get(index)
-      return Record(example[image_key], int(example[label_key]))
-    except Exception as e:  # each format has its own for bytes that are damaged
-      raise_if_systems(e, called(index))
+      return record(get(index))
+    except Exception as e:  # each format has its own for damaged bytes
+      raise_if_system_error(e, called(index))
       return None
 
-  if get_many is not None:
-    try:
-      examples = get_many(list(indices))
-      return [Record(e[image_key], int(e[label_key])) for e in examples]
-    except Exception:  # one of them is damaged: find out which
-      pass
-  return map(one, indices)
+  def read(indices: Sequence[int]) -> Iterable[Record | None]:
+    if get_many is not None:
+      try:
+        return list(map(record, get_many(list(indices))))
+      except Exception:  # one of them is damaged: find out which
+        pass
+    return map(read_one, indices)
+
+  return Source(size, read, called, lambda _: jpegs)

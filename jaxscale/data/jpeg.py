@@ -6,7 +6,10 @@ scale; Pillow takes what they do not.
 
 from __future__ import annotations
 
+import functools
 import io
+import operator
+from collections.abc import Iterable
 from typing import Any
 
 import cv2
@@ -15,61 +18,61 @@ import simplejpeg
 from PIL import Image
 
 from jaxscale.data import partial_jpeg
-from jaxscale.data.augment import center_box, crop_box, shorter_side
-from jaxscale.data.encoded import EvalView
+from jaxscale.data.augment import EvalView, center_box, crop_box, shorter_side
 
 cv2.setNumThreads(0)  # the pipeline's threads are the parallelism
 
 
-def decode(data: bytes, channels: int, *, exact: bool = False) -> np.ndarray:
-  """Pixels of an encoded image, uint8 [h, w, channels].
+# Channels -> the names of simplejpeg, Pillow and OpenCV (None: Pillow reads it).
+_FORMATS = {
+  1: ("GRAY", "L", cv2.IMREAD_GRAYSCALE),
+  3: ("RGB", "RGB", cv2.IMREAD_COLOR_RGB),
+  4: ("RGBA", "RGBA", None),
+}
+
+
+def decode(
+  data: bytes, channels: int, *, exact: bool = False
+) -> tuple[np.ndarray, str]:
+  """Pixels of an encoded image, uint8 [h, w, channels], and its format.
 
   Args:
     data: JPEG, PNG or anything Pillow reads.
-    channels: 1 or 3.
+    channels: 1, 3, or 4 with an alpha channel.
     exact: interpolate chroma, which makes a JPEG's pixels those of TensorFlow's
       `decode_jpeg`, bit for bit; otherwise repeat it, which is 5 % faster.
+
+  Returns:
+    The pixels, and "JPEG", "CMYK", "odd JPEG", "PNG" and so on.
 
   Raises:
     ValueError: the bytes are no image, or a damaged one.
   """
-  return decode_any(data, channels, exact=exact)[0]
-
-
-def decode_any(
-  data: bytes, channels: int, *, exact: bool = False
-) -> tuple[np.ndarray, str]:
-  """`decode`, with what the bytes were: "JPEG", "CMYK", "odd JPEG", "PNG" and so on."""
+  colours, mode, flag = _FORMATS[channels]
   if data[:2] == b"\xff\xd8":
     try:
+      # fastdct is TensorFlow's default, too.
       pixels = simplejpeg.decode_jpeg(
-        data,
-        "RGB" if channels == 3 else "GRAY",
-        fastdct=True,  # TensorFlow's default, too
-        fastupsample=not exact,
+        data, colours, fastdct=True, fastupsample=not exact
       )
-      colours = simplejpeg.decode_jpeg_header(data)[2]  # 1 us
-      return pixels, "CMYK" if colours in ("CMYK", "YCCK") else "JPEG"
+      space = simplejpeg.decode_jpeg_header(data)[2]  # 1 us
+      return pixels, "CMYK" if space in ("CMYK", "YCCK") else "JPEG"
     except ValueError:
-      pass  # an unusual stream: let Pillow have a look
-  elif data[:4] == b"\x89PNG" and data[-8:-4] == b"IEND":  # whole: OpenCV is loud
-    flag = cv2.IMREAD_COLOR_RGB if channels == 3 else cv2.IMREAD_GRAYSCALE
+      pass  # an unusual stream, which Pillow may read
+  elif data[:4] == b"\x89PNG" and data[-8:-4] == b"IEND" and flag is not None:
+    # A whole file: of others OpenCV writes to stderr.
     image = cv2.imdecode(np.frombuffer(data, np.uint8), flag)
     if image is not None:
       return image.reshape(*image.shape[:2], channels), "PNG"
-  return _by_pillow(data, channels)
-
-
-def _by_pillow(data: bytes, channels: int) -> tuple[np.ndarray, str]:
   try:
     with Image.open(io.BytesIO(data)) as opened:
       kind = opened.format or "unknown"
       if kind == "JPEG":
         kind = "CMYK" if opened.mode == "CMYK" else "odd JPEG"
-      image = np.asarray(opened.convert("RGB" if channels == 3 else "L"))
+      image = np.asarray(opened.convert(mode))
   except MemoryError:
     raise
-  except Exception as e:  # its plugins let slip anything on bytes that are damaged
+  except Exception as e:  # Pillow's plugins raise anything on damaged bytes
     first = str(e).splitlines()[0] if str(e) else type(e).__name__
     raise ValueError(f"{len(data)} bytes that are not a readable image: {first}") from e
   return image.reshape(*image.shape[:2], channels), kind
@@ -81,49 +84,35 @@ def decode_view(
   channels: int,
   draws: np.ndarray | None,
   eval_view: EvalView = "mlperf",
-) -> np.ndarray:
-  """A view of an encoded image at one size, uint8 [size, size, channels].
-
-  Args:
-    data: the encoded image.
-    size: height and width of the view, in pixels.
-    channels: 1 or 3.
-    draws: [NUM_DRAWS] for a random resized crop and a flip (draw 0); None for
-      the evaluation view.
-    eval_view: which one, see `view`.
-
-  Raises:
-    ValueError: the bytes are no image, or a damaged one.
-  """
-  return view_any(data, size, channels, draws, eval_view)[0]
-
-
-def view_any(
-  data: bytes,
-  size: int,
-  channels: int,
-  draws: np.ndarray | None,
-  eval_view: EvalView = "mlperf",
   out: np.ndarray | None = None,
 ) -> tuple[np.ndarray, str]:
-  """`decode_view`, with what the bytes were, as of `decode_any`.
+  """A view of an encoded image, uint8 [size, size, channels], and its format.
 
   For a random crop of a JPEG only the box is decoded where `partial_jpeg` has its
   library. The view is the same without it; damage below the box is then not seen.
 
   Args:
+    data: the encoded image.
+    size: height and width of the view, in pixels.
+    channels: as of `decode`.
+    draws: [NUM_DRAWS] for a random resized crop and a flip (draw 0); None for
+      the evaluation view.
+    eval_view: which one, see `view`.
     out: uint8 [size, size, channels], contiguous: where to put the view.
+
+  Raises:
+    ValueError: the bytes are no image, or a damaged one.
   """
-  if draws is not None:
-    cut = _cut(data, channels, draws)
-    if cut is not None:
-      return _resize(cut, size, draws, out), "JPEG"
-  pixels, kind = decode_any(data, channels, exact=draws is None)
+  if draws is not None and channels < 4:
+    box = _decode_crop(data, channels, draws)
+    if box is not None:
+      return _resize(box, size, draws, out), "JPEG"
+  pixels, kind = decode(data, channels, exact=draws is None)
   return view(pixels, size, draws, eval_view, out), kind
 
 
-def _cut(data: bytes, channels: int, draws: np.ndarray) -> np.ndarray | None:
-  """The box of a random crop of a JPEG; None: decode the whole, and see."""
+def _decode_crop(data: bytes, channels: int, draws: np.ndarray) -> np.ndarray | None:
+  """The box of a random crop of a JPEG; None: decode the whole image."""
   if data[:2] != b"\xff\xd8" or partial_jpeg.library().decode is None:
     return None
   try:
@@ -163,7 +152,17 @@ def view(
   if draws is not None:
     top, left, h, w = crop_box(height, width, draws)
     return _resize(image[top : top + h, left : left + w], size, draws, out)
-  seen = evaluation_view(image, size, eval_view)
+  grid = np.arange(size)
+  if eval_view == "google":
+    top, left, side, _ = center_box(height, width)
+    image = image[top : top + side, left : left + side]
+    rows = columns = _cubic((grid + 0.5) * (side / size) - 0.5, side)
+  else:
+    tall, wide = shorter_side(height, width, size)
+    # Only the pixels that the crop keeps are ever computed.
+    rows = _linear((grid + (tall - size) // 2) * (height / tall), height)
+    columns = _linear((grid + (wide - size) // 2) * (width / wide), width)
+  seen = _resample(image, rows, columns)
   if out is None:
     return seen
   out[:] = seen
@@ -184,22 +183,6 @@ def _resize(
   return out
 
 
-def evaluation_view(image: np.ndarray, size: int, eval_view: EvalView) -> np.ndarray:
-  """The published evaluation view, rounded to uint8 [size, size, channels]."""
-  height, width, _ = image.shape
-  grid = np.arange(size)
-  if eval_view == "google":
-    top, left, side, _ = center_box(height, width)
-    image = image[top : top + side, left : left + side]
-    rows = columns = _cubic((grid + 0.5) * (side / size) - 0.5, side)
-  else:
-    tall, wide = shorter_side(height, width, size)
-    # Only the pixels that the crop keeps are ever computed.
-    rows = _linear((grid + (tall - size) // 2) * (height / tall), height)
-    columns = _linear((grid + (wide - size) // 2) * (width / wide), width)
-  return _resample(image, rows, columns)
-
-
 Taps = list[tuple[np.ndarray, np.ndarray]]  # (indices [size], weights [size]) each
 
 
@@ -210,7 +193,7 @@ def _linear(places: np.ndarray, length: int) -> Taps:
 
 
 def _cubic(places: np.ndarray, length: int) -> Taps:
-  """Keys' cubic convolution, a = -1/2 (IEEE TASSP 29, 1981); none from outside."""
+  """Keys' cubic convolution, a = -1/2 (IEEE TASSP 29, 1981), within the image."""
   base = np.floor(places).astype(int)
   indices = base[:, None] + np.arange(-1, 3)
   x = np.abs(places[:, None] - indices)
@@ -225,20 +208,13 @@ def _cubic(places: np.ndarray, length: int) -> Taps:
 
 def _resample(image: np.ndarray, rows: Taps, columns: Taps) -> np.ndarray:
   """Rows, then columns, in float32; rounded to uint8."""
-  used = [indices for indices, _ in columns]
-  first = min(int(i.min()) for i in used)
-  last = max(int(i.max()) for i in used) + 1
+  first = min(int(indices.min()) for indices, _ in columns)
+  last = max(int(indices.max()) for indices, _ in columns) + 1
   image = image[:, first:last]
-  tall = _weigh([image[i] for i, _ in rows], [w[:, None, None] for _, w in rows])
-  small = _weigh(
-    [tall.take(i - first, axis=1) for i, _ in columns],
-    [w[:, None] for _, w in columns],
-  )
+  tall = _sum(image[i] * w[:, None, None] for i, w in rows)
+  small = _sum(tall.take(i - first, axis=1) * w[:, None] for i, w in columns)
   return np.rint(small, out=small).clip(0, 255).astype(np.uint8)
 
 
-def _weigh(parts: list[np.ndarray], weights: list[np.ndarray]) -> np.ndarray:
-  total = parts[0] * weights[0]
-  for part, weight in zip(parts[1:], weights[1:], strict=True):
-    total += part * weight
-  return total
+def _sum(terms: Iterable[np.ndarray]) -> np.ndarray:
+  return functools.reduce(operator.iadd, terms)

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxscale.data.dataset import user_cache
 from jaxscale.data.stream import Stream, of_files
 from jaxscale.data.tokenizer import Tokenizer, smallest_dtype
 from jaxscale.errors import ConfigError
@@ -46,7 +47,7 @@ def packed(
   Raises:
     ConfigError: the directory cannot be written to.
   """
-  folder = Path(cache_dir).expanduser() if cache_dir else _cache()
+  folder = Path(cache_dir).expanduser() if cache_dir else user_cache() / "text"
   key = hashlib.sha256(repr((*identity, tokenizer.key)).encode()).hexdigest()[:32]
   kept, dtype = folder / f"{key}.bin", smallest_dtype(tokenizer.vocab_size)
   try:
@@ -65,11 +66,6 @@ def packed(
   # A byte 0 between documents counts as a byte where bytes are the tokens.
   ratio = 1.0 if is_bytes else counts["bytes"] / max(counts["tokens"], 1)
   return of_files([kept], dtype, tokenizer.separator, ratio)
-
-
-def _cache() -> Path:
-  root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-  return Path(root) / "jaxscale" / "text"
 
 
 def _counts(kept: Path, dtype: str) -> dict[str, int] | None:

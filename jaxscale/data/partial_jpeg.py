@@ -1,11 +1,11 @@
 """JPEG crops that decode no more than their box, if their library has been built.
 
-    python -m jaxscale.data.partial_jpeg        (or `make jpeg`)
+    jaxscale prepare jpeg        (or `make jpeg`)
 
 builds it, once, with the system's C compiler and libjpeg-turbo, into a directory
 of the user's. Training never compiles anything: it looks for the library there,
-and without it decodes whole images by simplejpeg. The pixels are the same, and a
-file cut short is damaged to both; other damage counts where a crop reaches it.
+and without it decodes whole images by simplejpeg. The pixels are the same, and a file
+cut short is unreadable with both; other damage counts only where a crop reaches it.
 """
 
 from __future__ import annotations
@@ -27,24 +27,22 @@ from typing import NamedTuple
 import numpy as np
 import simplejpeg
 
-from jaxscale.errors import EXIT_DONE, ConfigError, one_line_errors
+from jaxscale.data.dataset import user_cache
+from jaxscale.errors import ConfigError
 
 SOURCE = Path(__file__).with_suffix(".c")
-BUILD = "python -m jaxscale.data.partial_jpeg"
+BUILD = "jaxscale prepare jpeg"
 _WIDEST_MCU = 32  # pixels, as in the C source
 
 Box = tuple[int, int, int, int]
+# (JPEG, box, 1 or 3 channels) -> the box's pixels, or None: decode the whole image.
+Decode = Callable[[bytes, Box, int], np.ndarray | None]
 
 
 class Library(NamedTuple):
-  """What was found of the library.
+  """What was found: `jaxscale_jpeg_box` of partial_jpeg.c, and one line about it."""
 
-  Attributes:
-    decode: `jaxscale_jpeg_box` of partial_jpeg.c; None without a library.
-    text: one line about it, for people.
-  """
-
-  decode: Callable[..., int] | None
+  decode: Decode | None
   text: str
 
 
@@ -60,7 +58,7 @@ def decode_box(data: bytes, box: Box, channels: int) -> np.ndarray | None:
     channels: 1 or 3.
 
   Returns:
-    None for what a whole decode has to look at: no library, a stream without its
+    None where the whole image has to be decoded: no library, a stream without its
     end or that libjpeg-turbo has a warning for on the way to the box, CMYK.
 
   Example:
@@ -68,42 +66,23 @@ def decode_box(data: bytes, box: Box, channels: int) -> np.ndarray | None:
     (100, 200, 3)
   """
   decode = library().decode
-  return None if decode is None else _call(decode, data, box, channels)
-
-
-def _call(
-  decode: Callable[..., int], data: bytes, box: Box, channels: int
-) -> np.ndarray | None:
-  height, width = box[2:]
-  out = np.empty((height, width + _WIDEST_MCU - 1, channels), np.uint8)
-  first = ctypes.c_int32()
-  code = decode(
-    data, len(data), (ctypes.c_int32 * 4)(*box), channels, out.ctypes.data, first
-  )
-  return None if code else out[:, first.value : first.value + width]
+  return None if decode is None else decode(data, box, channels)
 
 
 @functools.cache
 def library() -> Library:
   """The library, if it has been built, loads here and gives simplejpeg's pixels."""
-  found = sorted(cache_directory().glob(f"partial_jpeg-{_key()}-*.so"), reverse=True)
+  found = sorted(user_cache().glob(f"partial_jpeg-{_key()}-*.so"), reverse=True)
   why = "not built"
   for path in found:
-    version = path.stem.rsplit("-", 1)[1]
     try:
-      decode = _open(path)
+      decode = _checked(path)
     except OSError as e:  # built where another libjpeg is, say
-      why = f"{path} does not load: {str(e).splitlines()[0]}"
+      why = f"{path} {e}"
       continue
-    if _agrees(decode):
-      return Library(decode, f"JPEG crops: only the box, by libjpeg-turbo {version}")
-    why = f"{path} gives other pixels than simplejpeg {simplejpeg.__version__}"
+    version = path.stem.rsplit("-", 1)[1]
+    return Library(decode, f"JPEG crops: only the box, by libjpeg-turbo {version}")
   return Library(None, f"JPEG crops: whole images; faster after `{BUILD}` ({why})")
-
-
-def cache_directory() -> Path:
-  """Where the library lies: $XDG_CACHE_HOME/jaxscale or ~/.cache/jaxscale."""
-  return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxscale"
 
 
 def _key() -> str:
@@ -112,122 +91,100 @@ def _key() -> str:
   return hashlib.sha256(SOURCE.read_bytes() + target).hexdigest()[:16]
 
 
-def _open(path: Path) -> Callable[..., int]:
+def _open(path: Path) -> Decode:
   # Its libjpeg is the system's, also where TensorFlow has brought one of its own.
   mode = os.RTLD_LOCAL | getattr(os, "RTLD_DEEPBIND", 0)
-  decode = ctypes.CDLL(str(path), mode).jaxscale_jpeg_box  # lets go of the GIL
+  function = ctypes.CDLL(str(path), mode).jaxscale_jpeg_box  # releases the GIL
   number = ctypes.POINTER(ctypes.c_int32)
-  decode.argtypes = [
-    ctypes.c_char_p, ctypes.c_size_t, number, ctypes.c_int, ctypes.c_void_p, number,
-  ]  # fmt: skip
-  decode.restype = ctypes.c_int
+  size, pointer = ctypes.c_size_t, ctypes.c_void_p
+  function.argtypes = [ctypes.c_char_p, size, number, ctypes.c_int, pointer, number]
+
+  def decode(data: bytes, box: Box, channels: int) -> np.ndarray | None:
+    height, width = box[2:]
+    out = np.empty((height, width + _WIDEST_MCU - 1, channels), np.uint8)
+    first, place = ctypes.c_int32(), (ctypes.c_int32 * 4)(*box)
+    code = function(data, len(data), place, channels, out.ctypes.data, first)
+    return None if code else out[:, first.value : first.value + width]
+
   return decode
 
 
-def _agrees(decode: Callable[..., int]) -> bool:
-  """Whether a box of a small JPEG has the pixels that simplejpeg gives it."""
+def _checked(path: Path) -> Decode:
+  """The library's function, if a box of a small JPEG has simplejpeg's pixels."""
+  try:
+    decode = _open(path)
+  except OSError as e:
+    raise OSError(f"does not load: {str(e).splitlines()[0]}") from None
   y, x = np.mgrid[:40, :56]
   pixels = np.stack([6 * y, 4 * x, (y * x) % 256], axis=-1).astype(np.uint8)
   data = simplejpeg.encode_jpeg(pixels, 90, colorsubsampling="420")
   whole = simplejpeg.decode_jpeg(data, "RGB", fastdct=True, fastupsample=True)
-  box = _call(decode, data, (9, 19, 17, 30), 3)
-  return box is not None and np.array_equal(box, whole[9:26, 19:49])
+  box = decode(data, (9, 19, 17, 30), 3)
+  if box is None or not np.array_equal(box, whole[9:26, 19:49]):
+    raise OSError(f"gives other pixels than simplejpeg {simplejpeg.__version__}")
+  return decode
 
 
 def build() -> Path:
   """Compile the library into the cache directory, with CC, CFLAGS and LDFLAGS.
 
   Returns:
-    Where it lies.
+    The path of the library.
 
   Raises:
     ConfigError: no compiler or no libjpeg-turbo, or not one that works here.
   """
-  version = _libjpeg_version()
-  target = cache_directory() / f"partial_jpeg-{_key()}-{version}.so"
-  target.parent.mkdir(parents=True, exist_ok=True)
-  with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-    built = Path(scratch) / "built.so"
-    flags = [
-      "-O3",
-      *_flags("CFLAGS"),
-      "-shared",
-      "-fPIC",
-      str(SOURCE),
-      "-o",
-      str(built),
-    ]
-    _compile([*flags, *_flags("LDFLAGS"), "-ljpeg", *_run_paths()])
-    try:
-      agrees = _agrees(_open(built))
-    except OSError as e:
-      raise ConfigError(
-        f"libjpeg={version}: what was built does not load: {str(e).splitlines()[0]}"
-      ) from e
-    if not agrees:
-      raise ConfigError(
-        f"libjpeg={version}: its pixels are not those of simplejpeg "
-        f"{simplejpeg.__version__}; use libjpeg-turbo 2.1 or newer, with its SIMD code"
-      )
-    os.replace(built, target)  # no one ever sees half of it
-  return target
-
-
-def _libjpeg_version() -> str:
-  """The version of the header that the compiler finds."""
-  asked = "#include <stdio.h>\n#include <jpeglib.h>\n"
-  macros = _compile([*_flags("CFLAGS"), "-E", "-dM", "-x", "c", "-"], asked)
+  cflags, ldflags = (shlex.split(os.environ.get(v, "")) for v in ("CFLAGS", "LDFLAGS"))
+  header = "#include <stdio.h>\n#include <jpeglib.h>\n"
+  macros = _compile([*cflags, "-E", "-dM", "-x", "c", "-"], header)
   found = re.search(r"^#define LIBJPEG_TURBO_VERSION (\S+)", macros, re.MULTILINE)
   if not found:
     raise ConfigError(f"jpeglib.h: not libjpeg-turbo's; {_HOW_TO_GET_IT}")
-  return found[1]
+  version = found[1]
+  # A libjpeg from a module is found again when the module is not loaded.
+  folders = [f[2:] for f in ldflags if f.startswith("-L") and f[2:]]
+  folders += filter(None, os.environ.get("LIBRARY_PATH", "").split(":"))
+  link = [*ldflags, "-ljpeg", *(f"-Wl,-rpath,{folder}" for folder in folders)]
+  target = user_cache() / f"partial_jpeg-{_key()}-{version}.so"
+  target.parent.mkdir(parents=True, exist_ok=True)
+  with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+    built = Path(scratch) / "built.so"
+    to_library = ["-shared", "-fPIC", str(SOURCE), "-o", str(built)]
+    _compile(["-O3", *cflags, *to_library, *link])
+    try:
+      _checked(built)
+    except OSError as e:
+      raise ConfigError(
+        f"libjpeg={version}: what was built {e}; use libjpeg-turbo 2.1 or newer, with "
+        "its SIMD code"
+      ) from None
+    os.replace(built, target)  # no process sees half of it
+  return target
 
 
 _HOW_TO_GET_IT = (
   "install libjpeg-turbo's development files (apt install libjpeg62-turbo-dev on "
   "Debian, libjpeg-turbo8-dev on Ubuntu; dnf install libjpeg-turbo-devel; on a "
-  "cluster module load libjpeg-turbo), or say where they are in CPATH and LDFLAGS"
+  "cluster module load libjpeg-turbo), or give their place in CPATH and LDFLAGS"
 )
 
 
 def _compile(arguments: list[str], stdin: str = "") -> str:
   """Run the compiler; returns what it prints."""
   compiler = shlex.split(os.environ.get("CC") or "cc")
+  name = f"CC={shlex.join(compiler)!r}"
   try:
     done = subprocess.run(
       [*compiler, *arguments], input=stdin, capture_output=True, text=True, check=False
     )
   except OSError as e:
     raise ConfigError(
-      f"CC={shlex.join(compiler)!r}: no such C compiler; install one (apt install gcc, "
-      "module load gcc) or name it in CC"
+      f"{name}: no such C compiler; install one (apt install gcc, module load gcc) or "
+      "name it in CC"
     ) from e
-  if not done.returncode:
-    return done.stdout
-  lines = done.stderr.splitlines()
-  said = next((line for line in lines if "error" in line or "ljpeg" in line), "")
-  if "jpeglib.h" in done.stderr or "-ljpeg" in done.stderr:
-    raise ConfigError(f"libjpeg: {compiler[0]} does not find it; {_HOW_TO_GET_IT}")
-  raise ConfigError(f"CC={shlex.join(compiler)!r}: it fails: {said or done.returncode}")
-
-
-def _flags(variable: str) -> list[str]:
-  return shlex.split(os.environ.get(variable, ""))
-
-
-def _run_paths() -> list[str]:
-  """So that a libjpeg from a module is found again when the module is not loaded."""
-  named = [f[2:] for f in _flags("LDFLAGS") if f.startswith("-L") and f[2:]]
-  named += [d for d in os.environ.get("LIBRARY_PATH", "").split(":") if d]
-  return [f"-Wl,-rpath,{directory}" for directory in named]
-
-
-@one_line_errors
-def main() -> int:
-  """The command line; returns the exit code."""
-  print(f"{build()}: built; training on crops of JPEGs uses it from now on")
-  return EXIT_DONE
-
-
-if __name__ == "__main__":
-  sys.exit(main())
+  if done.returncode:
+    if "jpeglib.h" in done.stderr or "-ljpeg" in done.stderr:
+      raise ConfigError(f"libjpeg: {compiler[0]} does not find it; {_HOW_TO_GET_IT}")
+    errors = [line for line in done.stderr.splitlines() if "error" in line]
+    raise ConfigError(f"{name}: it fails: {errors[0] if errors else done.returncode}")
+  return done.stdout

@@ -39,9 +39,9 @@ def train_batches(
     dataset: what to draw from.
     batch_size: of the global batch.
     seed: of order and augmentation.
-    position: examples of the stream that are used up already, over all hosts.
+    position: examples of the stream that were used before, over all hosts.
     shard: (index, count) of this host's block, as `mesh.host_shard` gives it.
-    num_threads: threads that load batches ahead; None: one a processor core.
+    num_threads: threads that load batches ahead; None: one per processor core.
   """
   import grain  # 0.5 s, which a run spends while its step compiles
 
@@ -73,7 +73,7 @@ def train_batches(
 def shuffled(num_examples: int, seed: int, epoch: int) -> np.ndarray:
   """The order of one epoch: a permutation of 0 … num_examples - 1.
 
-  Sorts by a random key an example. As a whole array it costs 0.1 microseconds an
+  Sorts by one random key per example. As a whole array it costs 0.1 microseconds per
   example; shuffling index by index, as `grain.MapDataset.shuffle` does, cost 12
   and starved a step of 5 ms.
   """
@@ -96,16 +96,10 @@ def eval_batches(
   """
   index, count = shard
   rows = batch_size // count
-  for first in range(
-    index * rows, _round_up(dataset.num_examples, batch_size), batch_size
-  ):
-    positions = first + np.arange(rows)
+  for first in range(0, dataset.num_examples, batch_size):
+    positions = first + index * rows + np.arange(rows)
     mask = positions < dataset.num_examples
     yield dataset.load(np.where(mask, positions, 0), None) | {"mask": mask}
-
-
-def _round_up(n: int, multiple: int) -> int:
-  return -(-n // multiple) * multiple
 
 
 def to_device(

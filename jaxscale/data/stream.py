@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxscale.data.dataset import Batch, Dataset, TextInfo
-from jaxscale.data.tfrecord import Descriptor
+from jaxscale.data.tfrecord import OpenFile
 from jaxscale.errors import ConfigError
 
 NO_TARGET = -1  # where nothing is to be predicted
@@ -76,10 +76,10 @@ def of_files(
   files, ends = [], [0]
   for path in paths:
     try:
-      files.append(Descriptor(str(path)))
+      files.append(OpenFile(str(path)))
     except OSError as e:
       raise ConfigError(f"{path}: {e.strerror}, give a file of tokens") from None
-    size = os.fstat(files[-1].number).st_size
+    size = os.fstat(files[-1].descriptor).st_size
     if size % width:
       raise ConfigError(
         f"{path}: {size} bytes are no whole number of {dtype} tokens of {width} "
@@ -92,7 +92,7 @@ def of_files(
     for file, path, first, end in zip(files, paths, ends, ends[1:], strict=False):
       a, b = max(start, first), min(stop, end)
       if a < b:
-        data = os.pread(file.number, (b - a) * width, (a - first) * width)
+        data = os.pread(file.descriptor, (b - a) * width, (a - first) * width)
         if len(data) != (b - a) * width:
           raise OSError(f"{path} has become shorter while it was read")
         pieces.append(np.frombuffer(data, dtype))

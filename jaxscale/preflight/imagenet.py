@@ -1,14 +1,13 @@
 """Whether ImageNet is there, whole, and what to do next.
 
-    python -m jaxscale.cli.doctor imagenet [--data_dir DIR | --folder DIR]
-                                       [--manual_dir DIR] [--md5]
+    jaxscale doctor imagenet [--data-dir DIR | --folder DIR]
+                                       [--manual-dir DIR] [--md5]
 
 Lines in the order in which one acts on them.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import shutil
 import time
@@ -48,39 +47,34 @@ ARCHIVES = {
 }
 # TFDS writes what the archives hold once more, and moves nothing.
 _SPACE = sum(archive.size for archive in ARCHIVES.values())
-_PREPARE = "python -m jaxscale.data.prepare imagenet2012"
+_PREPARE = "jaxscale prepare imagenet2012"
 
 
-def check(arguments: list[str]) -> list[Finding]:
+def check(
+  data_dir: str | None = None,
+  folder: str | None = None,
+  manual_dir: str | None = None,
+  md5: bool = False,
+  sample: int = 256,
+) -> list[Finding]:
   """ImageNet's 1.28 million training and 50,000 held-out images.
 
   Args:
-    arguments: of the command line.
+    data_dir: where TFDS has it; None: TFDS's own.
+    folder: instead of that, a directory with train/CLASS/*.JPEG and val/.
+    manual_dir: where the downloaded archives are.
+    md5: whether to sum the archives, too.
+    sample: images to decode.
 
   Returns:
     In the order in which a user has to act on them: what something else is made
     from comes before it.
-
-  Raises:
-    ConfigError: an argument is impossible.
   """
-  parser = argparse.ArgumentParser(prog="python -m jaxscale.cli.doctor imagenet")
-  place = parser.add_mutually_exclusive_group()
-  place.add_argument("--data_dir", help="where TFDS has it (default: TFDS's own)")
-  place.add_argument("--folder", help="directory with train/CLASS/*.JPEG and val/")
-  parser.add_argument("--manual_dir", help="where the archives lie")
-  parser.add_argument("--md5", action="store_true", help="sum the archives, too")
-  parser.add_argument("--sample", type=int, default=256, help="images to decode")
-  options = parser.parse_args(arguments)
-  if options.sample < 1:
-    raise ConfigError(f"--sample={options.sample}: give a whole number >= 1")
-  if options.folder:
-    return [*_folder(Path(options.folder), options.sample), _decoder()]
-  prepared = _prepared(options.data_dir, options.manual_dir, options.sample)
-  findings = [*prepared, _decoder()]
-  if options.manual_dir or any(_PREPARE in f.remedy for f in findings if not f.ok):
-    archives = _archives(options.data_dir, options.manual_dir, options.md5)
-    findings = [*archives, *findings]
+  if folder:
+    return [*_folder(Path(folder), sample), _decoder()]
+  findings = [*_prepared(data_dir, manual_dir, sample), _decoder()]
+  if manual_dir or any(_PREPARE in f.remedy for f in findings if not f.ok):
+    findings = [*_archives(data_dir, manual_dir, md5), *findings]
   return findings
 
 
@@ -92,8 +86,8 @@ def _prepared(
   from absl import logging
 
   logging.set_verbosity(logging.ERROR)  # it is we who say what is missing
-  prepare = f"{_PREPARE} --manual_dir {manual_dir or 'DIR'}" + (
-    f" --data_dir {data_dir}" if data_dir else ""
+  prepare = f"{_PREPARE} --manual-dir {manual_dir or 'DIR'}" + (
+    f" --data-dir {data_dir}" if data_dir else ""
   )
   try:
     builder: Any = tfds.builder("imagenet2012", data_dir=data_dir)
@@ -225,12 +219,12 @@ def _sample(split: str, open_split: Callable[[], Any], sample: int) -> list[Find
     seconds = max(time.process_time() - began, 1e-9)
   except (ConfigError, OSError) as e:
     return [Finding(False, f"{split}: {e}", f"do what the line on {split} says")]
-  damage = dataset.damage
+  damaged = dataset.damaged
   return [
     Finding(True, f"{split}: {number / seconds:,.0f} images/s a core, crops of 224"),
     Finding(
-      not damage.count,
-      f"{split}, sample of {number}: {damage.describe()}",
+      not damaged.count,
+      f"{split}, sample of {number}: {damaged.describe()}",
       "copy these again; training passes over them, evaluation counts them as wrong",
     ),
   ]
@@ -259,8 +253,8 @@ def _room(target: Path, manual: Path, to_load: int) -> list[Finding]:
   """Space for what preparing writes and for archives to come, disk by disk."""
   wants: dict[int, list[tuple[Path, int, str, str]]] = {}
   for path, size, what, option in (
-    (manual, to_load, "the archives still to come take", "--manual_dir"),
-    (target, _SPACE, "preparing writes", "--data_dir"),
+    (manual, to_load, "the archives still to come take", "--manual-dir"),
+    (target, _SPACE, "preparing writes", "--data-dir"),
   ):
     there = next(p for p in (path, *path.absolute().parents) if p.exists())
     if size:
@@ -282,7 +276,7 @@ def _archive(path: Path, size: int, md5: str, check_md5: bool) -> Finding:
   if not path.is_file():
     remedy = (
       f"register at image-net.org, download {path.name} (ILSVRC2012), and give its "
-      "directory as --manual_dir"
+      "directory as --manual-dir"
     )
     return Finding(False, f"{path} is not there", remedy)
   found = path.stat().st_size

@@ -23,8 +23,8 @@ class DamageRecord:
   def __init__(self, workdir: Path, start: int):
     """Go on with what is on record, unless the run starts anew."""
     self._path = workdir / "damaged.json"
-    self._total = {"training": data.Damage(), "held-out": data.Damage()}
-    self._watched: list[tuple[Split, data.Damage]] = []
+    self._total = {"training": data.DamagedExamples(), "held-out": data.DamagedExamples()}
+    self._watched: list[tuple[Split, data.DamagedExamples]] = []
     self._told = ""
     if start and self._path.exists():
       for split, found in json.loads(self._path.read_text()).items():
@@ -33,8 +33,8 @@ class DamageRecord:
 
   def watch(self, split: Split, dataset: data.Dataset) -> None:
     """Also count what this dataset meets, in this process."""
-    if dataset.damage is not None:
-      self._watched.append((split, dataset.damage))
+    if dataset.damaged is not None:
+      self._watched.append((split, dataset.damaged))
 
   def collect(self) -> list[str]:
     """Take in what all processes met; a line a split, if anything is new.
@@ -56,7 +56,7 @@ class DamageRecord:
     return [
       f"{split} data: {damage.describe()}"
       for split, damage in self._total.items()
-      if damage.count or damage.rescued
+      if damage.count or damage.unusual
     ]
 
   @property

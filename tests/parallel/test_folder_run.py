@@ -58,15 +58,17 @@ def test_five_damaged_files_are_reported_and_trained_around(tmp_path, capsys):
 
 def test_damage_of_before_a_restart_still_counts(tmp_path):
   def dataset(*damaged):
-    record = data.Damage()
+    record = data.DamagedExamples()
     for i in damaged:
       record.add(i, f"{i}.jpg")
-    return data.digits("train")._replace(damage=record)
+    return data.digits("train")._replace(damaged=record)
 
   first = DamageRecord(tmp_path, start=0)
   first.watch("training", dataset(3, 8))
   first.watch("training", dataset(8, 9))  # of another phase
-  assert first.collect() == ["training data: 3 damaged examples: 3.jpg, 8.jpg, 9.jpg"]
+  assert first.collect() == [
+    "training data: 3 damaged examples: 3.jpg, 8.jpg and 9.jpg"
+  ]
   assert first.collect() == []  # nothing new
   second = DamageRecord(tmp_path, start=5)
   second.watch("training", dataset(3))

@@ -159,13 +159,14 @@ def test_decoders_agree_on_a_real_photo(photo):
   image = Image.fromarray(photo)
   data_jpeg = encoded(image, "JPEG", quality=95)
   pillow = np.asarray(Image.open(io.BytesIO(data_jpeg)))
-  ours = jpeg.decode(data_jpeg, 3)
+  ours, kind = jpeg.decode(data_jpeg, 3)
+  assert kind == "JPEG"
   assert np.abs(ours.astype(int) - pillow).mean() < 2.5  # fast chroma upsampling
-  np.testing.assert_array_equal(jpeg.decode(encoded(image, "PNG"), 3), photo)
-  assert jpeg.decode(data_jpeg, 1).shape == (300, 400, 1)
-  cmyk = jpeg.decode(encoded(image.convert("CMYK"), "JPEG", quality=95), 3)
+  np.testing.assert_array_equal(jpeg.decode(encoded(image, "PNG"), 3)[0], photo)
+  assert jpeg.decode(data_jpeg, 1)[0].shape == (300, 400, 1)
+  cmyk, _ = jpeg.decode(encoded(image.convert("CMYK"), "JPEG", quality=95), 3)
   assert np.abs(cmyk.astype(int) - photo).mean() < 6
-  np.testing.assert_array_equal(jpeg.decode(encoded(image, "BMP"), 3), photo)
+  np.testing.assert_array_equal(jpeg.decode(encoded(image, "BMP"), 3)[0], photo)
   with pytest.raises(ValueError, match="readable"):
     jpeg.decode(b"not an image", 3)
   with pytest.raises(ValueError, match="readable"):
@@ -174,18 +175,20 @@ def test_decoders_agree_on_a_real_photo(photo):
 
 def test_views_are_cut_where_the_boxes_say(photo):
   data_png = encoded(Image.fromarray(photo), "PNG")
-  google = jpeg.decode_view(data_png, 262, 3, None, "google")
+  google = jpeg.decode_view(data_png, 262, 3, None, "google")[0]
   # 7/8 of 300 is 262: Google's evaluation view is then the bare centre.
   np.testing.assert_array_equal(google, photo[19:281, 69:331])
-  mlperf = jpeg.decode_view(encoded(Image.fromarray(photo[:256]), "PNG"), 224, 3, None)
+  mlperf = jpeg.decode_view(encoded(Image.fromarray(photo[:256]), "PNG"), 224, 3, None)[
+    0
+  ]
   np.testing.assert_array_equal(mlperf, photo[16:240, 88:312])
   draws = augment.uniform(0, np.arange(8))
-  views = [jpeg.decode_view(data_png, 64, 3, d) for d in draws]
+  views = [jpeg.decode_view(data_png, 64, 3, d)[0] for d in draws]
   assert all(v.shape == (64, 64, 3) for v in views)
   for view, d in zip(views, draws, strict=True):
     flipped = np.concatenate([[1 - d[0]], d[1:]])
     np.testing.assert_array_equal(
-      view[:, ::-1], jpeg.decode_view(data_png, 64, 3, flipped)
+      view[:, ::-1], jpeg.decode_view(data_png, 64, 3, flipped)[0]
     )
 
 

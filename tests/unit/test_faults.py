@@ -1,7 +1,8 @@
-"""What is the system's fault is no damage, and files of all splits share a limit."""
+"""Errors of the system are no damaged examples; splits share one limit of files."""
 
 import contextlib
 import errno
+import functools
 import os
 import resource
 
@@ -10,7 +11,7 @@ import pytest
 
 from jaxscale import data
 from jaxscale.data import folder, tfrecord
-from jaxscale.data.faults import raise_if_systems
+from jaxscale.data.faults import raise_if_system_error
 from support.images import example, jpeg_bytes, write_folder, write_tfds, write_tfrecord
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # protobuf and TFDS warn
@@ -59,12 +60,12 @@ def test_a_process_without_descriptors_stops(tmp_path, kind):
   left = 0 if kind == "folder" else 2
   with few_descriptors(left), pytest.raises(OSError, match="ulimit -n") as error:
     dataset.load(np.arange(8), None)
-  assert error.value.errno == errno.EMFILE and dataset.damage.count == 0
+  assert error.value.errno == errno.EMFILE and dataset.damaged.count == 0
   name = str(error.value.filename)
   assert "cat/" in name if kind == "folder" else "photos 'train' example" in name
   if kind != "array_record":  # which remembers that a file did not open
     assert (dataset.load(np.arange(8), None)["label"] >= 0).all()
-    assert dataset.damage.count == 0
+    assert dataset.damaged.count == 0
 
 
 @pytest.mark.parametrize(
@@ -78,9 +79,9 @@ def test_a_disk_that_is_away_stops_the_pipeline(tmp_path, monkeypatch, number):
     raise OSError(number, os.strerror(number))
 
   monkeypatch.setattr(folder, "open", away, raising=False)
-  with pytest.raises(OSError, match="not passed over as damage") as error:
+  with pytest.raises(OSError, match="not skipped as a damaged example") as error:
     next(data.train_batches(dataset, 8))
-  assert error.value.errno == number and dataset.damage.count == 0
+  assert error.value.errno == number and dataset.damaged.count == 0
 
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, errno.EISDIR])
@@ -96,19 +97,22 @@ def test_a_file_that_is_gone_or_closed_is_damage(tmp_path, monkeypatch, number):
 
   monkeypatch.setattr(folder, "open", closed, raising=False)
   assert dataset.load(np.arange(8), None)["label"].tolist()[:3] == [0, -1, 0]
-  assert dataset.damage.names == ["cat/001.jpg"]
+  assert dataset.damaged.names == ["cat/001.jpg"]
 
 
 def test_errors_without_a_number_are_known_by_their_words():
   with pytest.raises(OSError, match="x 3") as error:
-    raise_if_systems(RuntimeError("pread() failed: Stale file handle; reading"), "x 3")
+    raise_if_system_error(
+      RuntimeError("pread() failed: Stale file handle; reading"), "x 3"
+    )
   assert error.value.errno == errno.ESTALE
-  raise_if_systems(RuntimeError("Corrupted record: hash mismatch"), "x 3")
-  raise_if_systems(OSError("ends in the middle of a record"), "x 3")
+  raise_if_system_error(RuntimeError("Corrupted record: hash mismatch"), "x 3")
+  raise_if_system_error(OSError("ends in the middle of a record"), "x 3")
 
 
 def test_all_splits_share_one_limit_of_open_files(tmp_path, monkeypatch):
-  monkeypatch.setattr(tfrecord, "_descriptors", lambda: 4)
+  few = functools.lru_cache(4)(tfrecord.open_file.__wrapped__)
+  monkeypatch.setattr(tfrecord, "open_file", few)
   reads = []
   for split in ("train", "eval"):
     shards = []
@@ -118,11 +122,11 @@ def test_all_splits_share_one_limit_of_open_files(tmp_path, monkeypatch):
       shards.append(tfrecord.Shard(str(path), 1, 0, 1))
     reads.append(tfrecord.random_access(shards))
   reads[0](0)  # what other splits of this process held is closed by now
-  before = descriptors() - len(tfrecord._OPEN)
+  before = descriptors() - few.cache_info().currsize
   for i in (*range(6), *range(6)):
     for read in reads:
       assert read(i) == bytes([i]) * 3
-  assert descriptors() - before == len(tfrecord._OPEN) == 4
+  assert descriptors() - before == few.cache_info().currsize == 4
 
 
 def test_a_file_in_place_of_another_is_opened_anew(tmp_path):

@@ -40,7 +40,7 @@ def test_a_folder_is_sorted_by_class_and_name(folder):
   files = sorted(folder.rglob("*.JPEG"))
   for image, file in zip(batch["image"], files, strict=True):
     np.testing.assert_array_equal(
-      image, jpeg.decode_view(file.read_bytes(), 16, 3, None)
+      image, jpeg.decode_view(file.read_bytes(), 16, 3, None)[0]
     )
   held_out = data.image_folder(folder, image_size=16, classes=["z", "d", "c", "b", "a"])
   assert held_out.info.num_classes == 5
@@ -58,6 +58,33 @@ def test_another_size_reads_nothing_again_and_a_new_file_is_seen(folder, photo):
   assert larger.load(np.arange(2), draws)["image"].shape == (2, 24, 24, 3)
   (folder / "a" / "99.JPEG").write_bytes(jpeg_bytes(photo[:48, :64]))
   assert data.image_folder(folder, image_size=16).num_examples == 41
+
+
+@pytest.mark.parametrize(("channels", "mode"), [(1, "L"), (3, "RGB"), (4, "RGBA")])
+def test_png_files_of_any_channels_with_their_own_mean_and_std(
+  tmp_path, photo, channels, mode
+):
+  image = Image.fromarray(photo[:40, :50]).convert(mode)
+  for name in ("a", "b"):
+    (tmp_path / name).mkdir()
+    image.save(tmp_path / name / "1.png")
+  mean, std = (10.0,) * channels, (20.0,)
+  dataset = data.image_folder(
+    tmp_path, image_size=16, channels=channels, mean=mean, std=std, augment="crop"
+  )
+  info = dataset.info
+  assert (info.image_shape, info.mean, info.std) == ((16, 16, channels), mean, std)
+  assert dataset.load(np.arange(2), None)["image"].shape == (2, 16, 16, channels)
+  draws = augment.uniform(0, np.arange(2))
+  assert dataset.load(np.arange(2), draws)["image"].shape == (2, 16, 16, channels)
+  assert dataset.damaged.count == 0
+  pixels, kind = jpeg.decode((tmp_path / "a" / "1.png").read_bytes(), channels)
+  assert kind == "PNG"
+  np.testing.assert_array_equal(pixels, np.asarray(image).reshape(40, 50, channels))
+  encoded_jpeg = jpeg_bytes(photo[:40, :50])
+  assert jpeg.decode(encoded_jpeg, channels)[0].shape == (40, 50, channels)
+  with pytest.raises(ConfigError, match=f"give one number, or {channels}"):
+    data.image_folder(tmp_path, image_size=16, channels=channels, mean=(1.0, 2.0))
 
 
 def test_mistakes_with_a_folder_are_one_line(folder, tmp_path):
@@ -100,10 +127,10 @@ def test_five_damaged_files_train_on_and_are_counted(damaged, cache):
   batches = data.train_batches(dataset, 8)
   for _ in range(15):  # three epochs
     assert next(batches)["label"].min() >= 0
-  assert dataset.damage.count == 5 and dataset.damage.indices == wrong
-  line = dataset.damage.describe()
+  assert dataset.damaged.count == 5 and dataset.damaged.indices == wrong
+  line = dataset.damaged.describe()
   assert line.startswith("5 damaged examples: a/") and line.count(".JPEG") == 5
-  assert not dataset.damage.rescued
+  assert not dataset.damaged.unusual
 
 
 @pytest.mark.parametrize("cache", [False, True])
@@ -155,10 +182,10 @@ def test_odd_files_are_read_and_counted_apart(folder, photo):
   dataset = data.image_folder(folder, image_size=42)
   for _ in range(2):
     batch = dataset.load(np.arange(41), None)
-  assert dataset.damage.count == 0
-  assert dataset.damage.rescued == {"CMYK": 1, "PNG named JPEG": 1}
-  assert dataset.damage.describe() == (
-    "0 damaged examples; read although odd: 1 CMYK, 1 PNG named JPEG"
+  assert dataset.damaged.count == 0
+  assert dataset.damaged.unusual == {"CMYK": 1, "PNG named JPEG": 1}
+  assert dataset.damaged.describe() == (
+    "0 damaged examples; also read: 1 CMYK and 1 PNG named JPEG"
   )
   views = batch["image"].astype(int)
   assert np.abs(views[1] - views[2]).mean() < 6
