@@ -1,43 +1,81 @@
-"""What is there, and what to do next: `python -m jaxscale.cli.doctor [CHECK]`.
+"""Check what a run needs, and print what to do about the rest.
 
-    python -m jaxscale.cli.doctor [--workdir DIR] [--config FILE] ...
-                                          is this allocation ready for a job?
-    python -m jaxscale.cli.doctor imagenet [--data_dir DIR | --folder DIR] ...
-                                          is ImageNet there, and whole?
+Without a name it is the preflight: is this allocation ready for a job? Start it as the
+job is started (one process per node is enough):
 
-Without a check it is the preflight: start it as the job is started (a process a
-node is enough), `srun python -m jaxscale.cli.doctor --workdir DIR --config FILE`.
+    srun jaxscale doctor --workdir DIR --config FILE
 
-Exit code 0: ready; 2: not ready, and the last lines say what to do.
+`jaxscale doctor imagenet` checks ImageNet's 1.28 million training and 50,000 held-out
+images: are they there, and whole?
 """
 
 from __future__ import annotations
 
+import argparse
+from pathlib import Path
+
+from jaxscale.cli.parser import Parser, whole
 from jaxscale.config.validation import nearest
-from jaxscale.errors import EXIT_DONE, ConfigError, leave, one_line_errors
-from jaxscale.preflight.finding import report
+from jaxscale.errors import ConfigError
+from jaxscale.preflight import CHECKS
 
-CHECKS = {"imagenet": "ImageNet's 1.28 million training and 50,000 held-out images"}
+_IMAGENET = {"data_dir": None, "folder": None, "manual_dir": None, "md5": False,
+             "sample": 256}  # fmt: skip
 
 
-@one_line_errors
-def main(argv: list[str]) -> int:
-  """The command line; returns the exit code."""
-  if argv[:1] == ["imagenet"]:
-    from jaxscale.preflight import (
-      imagenet,  # TFDS and JAX, 2 s: only who asks for it waits
-    )
+def add_arguments(parser: Parser) -> None:
+  """The options."""
+  parser.epilog = (
+    "exit code: 0 ready; 2 not ready, and the last lines print what to do,\n"
+    "or a mistake in what was asked for"
+  )
+  parser.add_argument(
+    "dataset", nargs="?", choices=("imagenet",), help="check a dataset instead"
+  )
+  group = parser.add_argument_group("of the preflight")
+  parser.option("--workdir DIR", "where the run will write", default=".", group=group)
+  parser.config(missing=None, group=group)
+  parser.option(
+    "--skip NAME,NAME",
+    "checks to leave out: "
+    + "; ".join(f"{name} ({text})" for name, text in CHECKS.items()),
+    action="append",
+    default=[],
+    group=group,
+  )
+  group = parser.add_argument_group("of `doctor imagenet`")
+  place = group.add_mutually_exclusive_group()
+  parser.option(
+    "--data-dir DIR", "where TFDS has it (default: TFDS's own)", group=place
+  )
+  parser.option(
+    "--folder DIR", "directory with train/CLASS/*.JPEG and val/", group=place
+  )
+  parser.option("--manual-dir DIR", "where the downloaded archives are", group=group)
+  parser.flag("--md5", "sum the archives, too", group=group)
+  parser.option("--sample N", "images to decode", whole(1), default=256, group=group)
 
-    return report("imagenet", imagenet.check(argv[1:]))
-  if argv and not argv[0].startswith("-"):
-    raise ConfigError(f"{argv[0]}: no such check, {nearest(argv[0], CHECKS)}")
+
+def run(args: argparse.Namespace) -> int:
+  """Check, and print what was found."""
+  asked = {name: getattr(args, name) for name in _IMAGENET}
+  if args.dataset:
+    from jaxscale.preflight import imagenet  # TFDS and JAX, 2 s: only who asks waits
+    from jaxscale.preflight.finding import report
+
+    return report("imagenet", imagenet.check(**asked))
+  for name, default in _IMAGENET.items():
+    if asked[name] != default:
+      flag = f"--{name.replace('_', '-')}"
+      raise ConfigError(f"{flag}: only of `jaxscale doctor imagenet`")
   from jaxscale import preflight
 
-  if argv[:1] in (["-h"], ["--help"]):
-    print((__doc__ or "").strip() + "\n\n" + preflight.help_text())
-    return EXIT_DONE
-  return preflight.main(argv)
-
-
-if __name__ == "__main__":
-  leave(main)
+  skip = [name for text in args.skip for name in text.split(",")]
+  for name in skip:
+    if name not in CHECKS:
+      raise ConfigError(f"--skip={name}: {nearest(name, CHECKS)}")
+  if args.overrides and args.config is None:
+    raise ConfigError(f"--config.{next(iter(args.overrides))}: give --config FILE too")
+  return preflight.check(
+    preflight.Options(Path(args.workdir), args.config, args.overrides, tuple(skip))
+  )

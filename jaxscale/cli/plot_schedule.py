@@ -1,38 +1,45 @@
-"""Learning rates of configs against the epoch, in one picture.
-
-python -m jaxscale.cli.plot_schedule --config FILE[:arg] [--config ...] [--out FILE]
-"""
+"""Draw the learning rate of every config against the epoch, in one picture."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from jaxscale.cli.parser import Parser, whole
 from jaxscale.config import TFDS, Config
 from jaxscale.config.loading import load_config
-from jaxscale.config.validation import nearest
-from jaxscale.errors import EXIT_DONE, EXIT_USER, ConfigError, leave, one_line_errors
+from jaxscale.errors import ConfigError
 
-OPTIONS = ("--config", "--out", "--num-train", "--help")
-USAGE = """\
-usage: python -m jaxscale.cli.plot_schedule --config FILE[:arg] [--config FILE[:arg] ...]
-                                        [--out FILE] [--num-train N]
-                                        [--config.FIELD=VALUE ...]
-
-Draws the learning rate of every config against the epoch.
-
-  --config FILE[:arg]     Python file with get_config([arg]) -> Config; may be
-                          given several times, and without --config before it
-  --out FILE              the picture (default: schedule.png)
-  --num-train N           training examples, where the data is not here to be
-                          counted
-  --config.FIELD=VALUE    replace a setting of every config, as in jaxscale.train
-
-exit code: 0 done, 2 a mistake in what was asked for, 1 anything else"""
 NUM_IMAGENET = 1_281_167  # training images of ILSVRC 2012
+
+
+def add_arguments(parser: Parser) -> None:
+  """The options."""
+  parser.words("files", "FILE[:ARG]", "configs, also without --config before")
+  parser.config(missing=None, action="append", default=[])
+  parser.option("--out FILE", "the picture", default="schedule.png")
+  parser.option(
+    "--num-train N",
+    "training examples, where the data is not here to be counted",
+    whole(1),
+  )
+
+
+def run(args: argparse.Namespace) -> None:
+  """Draw what the command line asks for, and print the picture's name."""
+  curves = {}
+  if not (paths := args.config + args.files):
+    raise ConfigError("--config: missing; try --config digits")
+  for path in paths:
+    config = load_config(path, args.overrides)
+    curves[path] = curve(config, args.num_train or num_examples(config))
+  try:
+    print(plot(curves, args.out))
+  except (OSError, ValueError) as e:  # no such directory, no such format
+    raise ConfigError(f"--out={args.out}: {e}") from None
 
 
 class Curve(NamedTuple):
@@ -56,8 +63,8 @@ def curve(config: Config, num_train: int) -> Curve:
   """
   import jax
 
-  from jaxscale.experiment import parts
   from jaxscale.experiment.derive import derive
+  from jaxscale.experiment.optimizer import phase_schedule
 
   # One device and micro-batch: what a batch is divided by changes no rate.
   derived = derive(_undivided(config), num_train, 1, 1)
@@ -66,7 +73,7 @@ def curve(config: Config, num_train: int) -> Curve:
     steps = np.arange(phase.start, phase.stop)
     seen = phase.examples + (steps - phase.start) * phase.batch_size
     epochs.append(seen / num_train)
-    rates.append(jax.vmap(parts.phase_schedule(config, derived, phase))(steps))
+    rates.append(jax.vmap(phase_schedule(config, derived, phase))(steps))
   return Curve(np.concatenate(epochs), np.concatenate(rates))
 
 
@@ -82,11 +89,11 @@ def num_examples(config: Config) -> int:
   Raises:
     ConfigError: the data is not here.
   """
-  from jaxscale.experiment import parts
+  from jaxscale.experiment import build
 
   if isinstance(config.data, TFDS) and config.data.name == "imagenet2012":
     return NUM_IMAGENET
-  return parts.make_data(config)[0].num_examples
+  return build.make_data(config)[0].num_examples
 
 
 def plot(curves: dict[str, Curve], path: str | Path) -> Path:
@@ -122,79 +129,3 @@ def plot(curves: dict[str, Curve], path: str | Path) -> Path:
   figure.savefig(path, dpi=120)
   plt.close(figure)
   return path
-
-
-class Request(NamedTuple):
-  """What a command line asks for.
-
-  Attributes:
-    configs: `FILE` or `FILE:arg`, in the order given.
-    overrides: settings by dotted field, put into every config.
-    out: the picture.
-    num_train: training examples; None: count them.
-  """
-
-  configs: tuple[str, ...]
-  overrides: dict[str, str]
-  out: str = "schedule.png"
-  num_train: int | None = None
-
-
-def parse(argv: Sequence[str]) -> Request:
-  """Split the command line.
-
-  Raises:
-    ConfigError: no config, an option that does not exist, or lacks its value.
-
-  Example:
-    >>> parse(["a.py", "--config", "b.py:x", "--out=rates.png"]).configs
-    ('a.py', 'b.py:x')
-  """
-  configs, overrides, options, args = [], {}, {"out": "schedule.png"}, list(argv)
-  while args:
-    arg = args.pop(0)
-    if not arg.startswith("-"):
-      configs.append(arg)
-      continue
-    name, given, value = arg.partition("=")
-    if name not in OPTIONS and not name.startswith("--config."):
-      raise ConfigError(f"{arg}: not an option, {nearest(name, OPTIONS)}")
-    if not given:
-      if not args or args[0].startswith("--"):
-        raise ConfigError(f"{name}: a value is missing, write {name}=VALUE")
-      value = args.pop(0)
-    if name == "--config":
-      configs.append(value)
-    elif name.startswith("--config."):
-      overrides[name.removeprefix("--config.")] = value
-    else:
-      options[name.removeprefix("--")] = value
-  if not configs:
-    raise ConfigError("--config: missing; try --config configs/digits.py")
-  number = options.get("num-train")
-  if number is not None and not (number.isdecimal() and int(number)):
-    raise ConfigError(f"--num-train={number}: give a whole number >= 1")
-  count = None if number is None else int(number)
-  return Request(tuple(configs), overrides, options["out"], count)
-
-
-@one_line_errors
-def main(argv: list[str]) -> int:
-  """Draw what the command line asks for; returns the exit code."""
-  if not argv or "--help" in argv or "-h" in argv:
-    print(USAGE)
-    return EXIT_DONE if argv else EXIT_USER
-  request = parse(argv)
-  curves = {}
-  for path in request.configs:
-    config = load_config(path, request.overrides)
-    curves[path] = curve(config, request.num_train or num_examples(config))
-  try:
-    print(plot(curves, request.out))
-  except (OSError, ValueError) as e:  # no such directory, no such format
-    raise ConfigError(f"--out={request.out}: {e}") from None
-  return EXIT_DONE
-
-
-if __name__ == "__main__":
-  leave(main)

@@ -1,13 +1,45 @@
-"""How a training scales: `python -m jaxscale.cli.report STUDY`, or RUN RUN ….
+"""Compare runs of one config at several sizes: a table, a CSV file and a picture.
 
-The table and the picture of what `python -m jaxscale.launch scaling` has submitted,
-or of any runs of one config at several sizes. From a notebook: `study.report()`.
+They show throughput, efficiency, exposed communication, and the spread between
+processes.
 """
 
 from __future__ import annotations
 
-from jaxscale.errors import leave
-from jaxscale.launch.report import main
+import argparse
+from pathlib import Path
 
-if __name__ == "__main__":
-  leave(main)
+from jaxscale.cli.parser import Parser
+from jaxscale.cli.submit import add_runs
+
+
+def add_arguments(parser: Parser) -> None:
+  """The options."""
+  parser.words(
+    "names",
+    "RUN",
+    "a scaling study; or runs, by name or directory, or workdirs of `jaxscale train`",
+    missing="give names of runs, or of a scaling study",
+  )
+  parser.option(
+    "--csv FILE",
+    "the table in full (default: scaling.csv in the study's directory, or here)",
+  )
+  parser.option("--png FILE", "the picture (default: scaling.png, in the same place)")
+  add_runs(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+  """Print the report, and write its files."""
+  from jaxscale.launch import folder as folders
+  from jaxscale.launch.scaling_report import find, report
+
+  names, runs = args.names, args.runs
+  study = folders.find_study(names[0], runs) if len(names) == 1 else None
+  place, paths = study or (Path(), [find(name, runs) for name in names])
+  files = (
+    Path(given or place / f"scaling.{kind}")
+    for kind, given in (("csv", args.csv), ("png", args.png))
+  )
+  found = report(place.name or "scaling", paths, *files)
+  print(f"{found}\n{found.csv}\n{found.png}")

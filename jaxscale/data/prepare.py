@@ -1,6 +1,6 @@
 """Prepare a TFDS dataset once, for TensorFlow-free training ever after.
 
-    python -m jaxscale.data.prepare NAME [--data_dir DIR] [--manual_dir DIR]
+    jaxscale prepare NAME [--data-dir DIR] [--manual-dir DIR]
 
 Runs where TensorFlow is installed (the extra `tfds`; `make tfds` builds an
 environment for it) and writes array_record files, which training reads without.
@@ -10,14 +10,14 @@ manual_dir, and if its site does not answer, it comes from `dataset-fashion-mnis
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import socket
 import struct
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
+
+from jaxscale.errors import ConfigError
 
 # Debian's build strips name and time from the gzip headers; with these times
 # back in place the files are byte for byte those that TFDS has checksums of.
@@ -34,18 +34,36 @@ def prepare(
   Args:
     name: as in `tfds.builder(name)`.
     data_dir: where to write; None: TFDS's default.
-    manual_dir: where files lie that were downloaded by hand.
+    manual_dir: where files are that were downloaded by hand.
 
   Returns:
     Where the prepared dataset is.
+
+  Raises:
+    ConfigError: TensorFlow is not installed, or TFDS refuses.
   """
+  try:
+    import tensorflow  # noqa: F401
+  except ImportError:
+    raise ConfigError(
+      "preparing needs TensorFlow: pip install 'jaxscale[tfds]', or make tfds and run "
+      "this with its python"
+    ) from None
   import tensorflow_datasets as tfds
 
-  builder = tfds.builder(name, data_dir=data_dir, file_format="array_record")
-  if not builder.is_prepared():
-    config = tfds.download.DownloadConfig(manual_dir=manual_dir)
-    builder.download_and_prepare(download_config=config)
-  return str(builder.data_path)
+  try:
+    with tempfile.TemporaryDirectory() as scratch:
+      if name == "fashion_mnist" and not manual_dir and not _reachable(_UPSTREAM):
+        print(f"{_UPSTREAM} does not answer; taking Debian's package")
+        fashion_mnist_from_debian(Path(scratch))
+        manual_dir = scratch
+      builder = tfds.builder(name, data_dir=data_dir, file_format="array_record")
+      if not builder.is_prepared():
+        config = tfds.download.DownloadConfig(manual_dir=manual_dir)
+        builder.download_and_prepare(download_config=config)
+      return str(builder.data_path)
+  except Exception as e:  # TFDS raises anything; its first line says what it was
+    raise ConfigError(f"{name}: {str(e).strip().splitlines()[0]}") from e
 
 
 def fashion_mnist_from_debian(target: Path) -> None:
@@ -89,38 +107,3 @@ def _restore_headers(source: Path, target: Path) -> None:
     # RFC 1952: magic, deflate, FNAME flag; then time, extra flags, system, name.
     header = b"\x1f\x8b\x08\x08" + time + content[8:10] + name.encode() + b"\0"
     (target / path.name).write_bytes(header + content[10:])
-
-
-def main(argv: list[str]) -> int:
-  """The command line; returns the exit code."""
-  parser = argparse.ArgumentParser(prog="python -m jaxscale.data.prepare")
-  parser.add_argument("name", help="a TFDS dataset, e.g. fashion_mnist")
-  parser.add_argument("--data_dir", help="where to write (default: TFDS's own)")
-  parser.add_argument("--manual_dir", help="where files downloaded by hand lie")
-  args = parser.parse_args(argv)
-  try:
-    import tensorflow  # noqa: F401
-  except ImportError:
-    print(
-      "error: preparing needs TensorFlow: pip install 'jaxscale[tfds]', or make tfds "
-      "and run this with its python",
-      file=sys.stderr,
-    )
-    return 2
-  try:
-    with tempfile.TemporaryDirectory() as scratch:
-      manual_dir = args.manual_dir
-      if args.name == "fashion_mnist" and not manual_dir and not _reachable(_UPSTREAM):
-        print(f"{_UPSTREAM} does not answer; taking Debian's package")
-        fashion_mnist_from_debian(Path(scratch))
-        manual_dir = scratch
-      path = prepare(args.name, args.data_dir, manual_dir)
-  except Exception as e:  # TFDS raises anything; its first line says what it was
-    print(f"error: {args.name}: {str(e).strip().splitlines()[0]}", file=sys.stderr)
-    return 2
-  print(f"prepared: {path}")
-  return 0
-
-
-if __name__ == "__main__":
-  sys.exit(main(sys.argv[1:]))

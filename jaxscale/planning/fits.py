@@ -1,32 +1,20 @@
 """The largest model that fits, by compiling and not by trying.
 
-    python -m jaxscale.planning.fits --config FILE --chips v5e-16 [--config.FIELD=VALUE ...]
-        [--over model.num_layers=16,24,32]
-        [--over batch_size=16,32,64]
+    jaxscale plan --config FILE --chips v5e-16 [--over model.num_layers=16,24,32]
 
 Compiles the train step of a config for accelerators that are not here
-(`scaling.absent` has their names) and prints the memory that it takes on each of
-them. Nothing is allocated, and text is not read: vocabulary and length of sequences
-are in the config. (Of image datasets the size of images and the number of classes
-are not: those must be there.)
-
-With --over the values of a setting are tried, from the smallest to the largest; of
-four and more, by bisection: more memory for a larger value is taken for granted.
-
-Exit code 0: it fits, or one of the values does; 1: none does.
+(`planning.absent` has their names) and reads the memory that it takes on each of them.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale import config as cfg
-from jaxscale.config.loading import load_config, split_args
-from jaxscale.errors import EXIT_CRASH, EXIT_DONE, ConfigError, leave, one_line_errors
-from jaxscale.planning.absent import Chips, Memory, absent, gib, memory_of, refused
+from jaxscale.errors import ConfigError
+from jaxscale.planning.absent import Chips, Memory, gib, memory_of, refused
 
 # Values above this many are bisected.
 _FEW = 3
@@ -88,10 +76,9 @@ def compile_init(
 
 def _compile(config, chips, options, lower) -> Fit:
   from jaxscale.experiment import build  # JAX: only once it is known what for
-  from jaxscale.experiment.abstract_data import stand_in
-
+  
   experiment = build.experiment(
-    config, devices=chips.devices, datasets=stand_in(config)
+    config, devices=chips.devices, datasets=config.data.abstract(config.batch_size)
   )
   before = time.perf_counter()
   memory = refusal = compiled = None
@@ -154,61 +141,3 @@ def line(fit: Fit, chips: Chips) -> str:
     f"({gib(m.arguments)} state and batch, {gib(m.temporaries)} temporaries{host}; "
     f"{took})"
   )
-
-
-@one_line_errors
-def main(argv: list[str]) -> int:
-  """The command line; returns the exit code."""
-  if argv[:1] in (["-h"], ["--help"]):
-    print((__doc__ or "").strip())
-    return EXIT_DONE
-  # What compiles needs no device, and one that is here is not to be taken.
-  os.environ.setdefault("JAX_PLATFORMS", "cpu")
-  options, overrides = _parse(argv)
-  for needed, example in (("config", "configs/llama_1b.py"), ("chips", "v5e-16")):
-    if needed not in options:
-      raise ConfigError(f"--{needed}: missing; try --{needed} {example}")
-  chips = absent(options["chips"])
-  field, values = _over(options.get("over", ""))
-
-  def fits(value: str) -> bool:
-    changed = overrides | ({field: value} if field else {})
-    fit = compile_for(load_config(options["config"], changed), chips)
-    print(f"{field}={value}: " * bool(field) + line(fit, chips), flush=True)
-    return fit.is_good
-
-  found = largest(values, fits)
-  if field:
-    said = "none of them fits" if found is None else f"the largest is {field}={found}"
-    print(f"{said} on each of {chips.name}")
-  return EXIT_CRASH if found is None else EXIT_DONE
-
-
-def _over(text: str) -> tuple[str, list[str]]:
-  """A setting and its values, the smallest first; ("", [""]) for none."""
-  if not text:
-    return "", [""]
-  field, _, values = text.partition("=")
-  try:
-    return field, sorted(values.split(","), key=float)
-  except ValueError:
-    raise ConfigError(
-      f"--over={text}: give FIELD=NUMBER,NUMBER, e.g. model.num_layers=16,24,32"
-    ) from None
-
-
-def _parse(argv: list[str]) -> tuple[dict[str, str], dict[str, str]]:
-  """Options and overrides of the config."""
-  options: dict[str, str] = {}
-  overrides: dict[str, str] = {}
-  known = ("--config", "--chips", "--over")
-  for name, value in split_args(argv, known, has_settings=True):
-    if name.startswith("--config."):
-      overrides[name.removeprefix("--config.")] = value
-    else:
-      options[name.removeprefix("--")] = value
-  return options, overrides
-
-
-if __name__ == "__main__":
-  leave(main)

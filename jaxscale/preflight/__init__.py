@@ -1,6 +1,6 @@
 """Is this allocation ready for a job? Everything that is looked at before it.
 
-    srun --ntasks-per-node=1 python -m jaxscale.cli.doctor --workdir DIR --config FILE
+    srun --ntasks-per-node=1 jaxscale doctor --workdir DIR --config FILE
 
 All processes take part, process 0 prints, and all end with the same exit code: 0
 ready, 2 not. What needs no JAX comes first and takes a second or two; JAX is only
@@ -16,9 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxscale.config.loading import parse_args
-from jaxscale.config.validation import nearest
-from jaxscale.errors import EXIT_DONE, ConfigError
+from jaxscale.errors import EXIT_DONE
 from jaxscale.preflight import clocks, devices, disk, pairs, slow, software, storage
 from jaxscale.preflight.finding import EXIT_NOT_READY, Finding, bytes_text, report
 from jaxscale.preflight.group import Group, barrier, broadcast, gather, make_group
@@ -53,58 +51,14 @@ class Options(NamedTuple):
   limits: slow.Limits = slow.Limits()
 
 
-def help_text() -> str:
-  """The options of the command line, and the checks."""
-  lines = [
-    "options of the preflight:",
-    "  --workdir DIR           where the run will write (default: this directory)",
-    "  --config FILE[:arg]     what will run: its data, its checkpoints, its fit",
-    "  --config.FIELD=VALUE    as for jaxscale.train",
-    "  --skip NAME[,NAME]      checks to leave out:",
-  ]
-  return "\n".join(lines + [f"    {name:22}{text}" for name, text in CHECKS.items()])
-
-
-def parse(argv: list[str]) -> Options:
-  """Options from a command line.
-
-  Raises:
-    ConfigError: an option is impossible.
-
-  Example:
-    >>> parse(["--workdir", "runs/x", "--skip=network"]).skip
-    ('network',)
-  """
-  skip, rest, args = [], [], list(argv)
-  while args:
-    arg = args.pop(0)
-    name, given, value = arg.partition("=")
-    if name != "--skip":
-      rest.append(arg)
-      continue
-    if not given and not args:
-      raise ConfigError("--skip: a value is missing, write --skip=NAME")
-    skip += (value if given else args.pop(0)).split(",")
-  for name in skip:
-    if name not in CHECKS:
-      raise ConfigError(f"--skip={name}: {nearest(name, CHECKS)}")
-  options, overrides, _ = parse_args(rest)
-  config = options.get("config")
-  if overrides and config is None:
-    raise ConfigError(f"--config.{next(iter(overrides))}: give --config FILE too")
-  workdir = Path(options.get("workdir", "."))
-  return Options(workdir, config, overrides, tuple(skip))
-
-
-def main(argv: list[str]) -> int:
-  """The command line after `python -m jaxscale.cli.doctor`; returns the exit code."""
-  options = parse(argv)
-  from jaxscale.cluster.detect import detect
+def check(options: Options) -> int:
+  """Look at everything with all processes of the job; returns the exit code."""
+  from jaxscale.cluster import detect
   from jaxscale.cluster.rendezvous import client
 
   began = time.monotonic()
   launch = detect.detect(os.environ)
-  meeting = client.meet(launch)
+  meeting = client.rendezvous(launch)
   group = make_group(meeting.process_id, meeting.hosts, meeting.links)
   findings = [launched(group, launch.kind, time.monotonic() - began)]
   findings += run(group, options)

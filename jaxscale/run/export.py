@@ -1,49 +1,23 @@
-"""The parameters of a run, as a file for others: `python -m jaxscale.run.export`."""
+"""The parameters of a run, as a file for others: `jaxscale export`."""
 
 from __future__ import annotations
 
 import functools
 import json
-import os
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxscale.config.loading import split_args
-from jaxscale.config.validation import nearest
-from jaxscale.errors import EXIT_DONE, ConfigError, leave, one_line_errors
+from jaxscale.errors import ConfigError
 
 if TYPE_CHECKING:  # they import JAX, which is told what to run on before
   from jaxscale.config.record import Described
   from jaxscale.weights import Leaf
 
-NAMINGS, TAKES = ("jaxscale", "timm", "huggingface"), ("average", "params")
-DTYPES = ("float32", "bfloat16")
-OPTIONS = ("--workdir", "--to", "--naming", "--step", "--take", "--dtype")
-USAGE = """\
-usage: python -m jaxscale.run.export --workdir DIR --to FILE.safetensors
-                                 [--naming NAMING] [--step N] [--take WHICH]
-                                 [--dtype DTYPE]
-
-Writes the parameters of a run's checkpoint, and its BatchNorm statistics, into one
-safetensors file; arrays one after another, on the host's processor.
-
-  --workdir DIR     of the run
-  --to FILE         is replaced when the new one is whole
-  --naming NAMING   jaxscale: for Config.init_from (default)
-                    timm: ResNet (also torchvision's names) and ViT
-                    huggingface: Llama, with a config.json next to the file
-  --step N          of the checkpoint (default: the newest)
-  --take WHICH      average: the one that was evaluated (default, where
-                    Config.ema_decay keeps one); params: of the last step
-  --dtype DTYPE     float32 or bfloat16 (default: as trained, float32)
-
-exit code: 0 done, 2 a mistake in what was asked for, 1 anything else"""
-
 
 class Request(NamedTuple):
-  """What a command line asks for; see `USAGE`."""
+  """What a command line asks for; see cli/export.py."""
 
   workdir: Path
   to: Path
@@ -51,49 +25,6 @@ class Request(NamedTuple):
   step: int | None = None
   take: str | None = None
   dtype: str | None = None
-
-
-def parse(argv: list[str]) -> Request | None:
-  """The request, or None for help.
-
-  Raises:
-    ConfigError: names the first mistake.
-
-  Example:
-    >>> parse(["--workdir", "runs/a", "--to=a.safetensors"]).naming
-    'jaxscale'
-  """
-  options: dict[str, str] = {}
-  for name, value in split_args(argv, OPTIONS, flags=("--help", "-h")):
-    if name in ("--help", "-h"):
-      return None
-    options[name.removeprefix("--")] = value
-  for name, example in (("workdir", "runs/digits"), ("to", "digits.safetensors")):
-    if name not in options:
-      raise ConfigError(f"--{name}: missing; try --{name} {example}")
-  choices = {"naming": NAMINGS, "take": TAKES, "dtype": DTYPES}
-  for name, allowed in choices.items():
-    if options.get(name, allowed[0]) not in allowed:
-      hint = nearest(options[name], allowed)
-      raise ConfigError(f"--{name}={options[name]}: {hint}")
-  step = options.pop("step", None)
-  if step is not None and not step.isdecimal():
-    raise ConfigError(f"--step={step}: give a whole number")
-  workdir, to = Path(options.pop("workdir")), Path(options.pop("to"))
-  return Request(workdir, to, step=None if step is None else int(step), **options)
-
-
-@one_line_errors
-def main(argv: list[str]) -> int:
-  """The command line; returns the exit code."""
-  request = parse(argv)
-  if request is None:
-    print(USAGE)
-    return EXIT_DONE
-  # Nothing is computed: an accelerator that somebody else uses is left alone.
-  os.environ["JAX_PLATFORMS"] = "cpu"
-  print(export(request))
-  return EXIT_DONE
 
 
 def export(request: Request) -> str:
@@ -241,7 +172,3 @@ def _hf_fields(
     dtype=request.dtype or str(gate.dtype),
     separator=byte_tokenizer().separator if is_bytes else None,
   )
-
-
-if __name__ == "__main__":
-  leave(main)

@@ -1,6 +1,6 @@
 """How far can the batch go: the same training at several batch sizes.
 
-    python -m jaxscale.studies.batch_study --config FILE --batch-sizes 256,1024,4096
+    jaxscale batch-study --config FILE --batch-sizes 256,1024,4096
 
 trains to the config's `target_accuracy` at each size, with the same examples to
 spend and the learning rate by the config's `lr_scaling`, and shows what it took.
@@ -15,35 +15,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxscale import cluster, metrics
+from jaxscale import metrics
 from jaxscale.config import AdaptiveBatch, Config
-from jaxscale.errors import ConfigError, leave
+from jaxscale.errors import ConfigError
+from jaxscale.metrics.text import cell
+from jaxscale.metrics.text import table as text_table
 from jaxscale.studies import trials
 from jaxscale.studies.trials import Outcome, Trial
-
-OPTIONS = ("--batch-sizes", "--seeds", "--device-batch")
-USAGE = """\
-usage: python -m jaxscale.studies.batch_study --config FILE[:arg] --batch-sizes A,B,...
-                                      [--seeds N] [--device-batch N]
-                                      [--workdir DIR] [--config.FIELD=VALUE ...]
-
-Trains to target_accuracy at each batch size, for at most `epochs`, and shows
-steps, examples and time to the target and the generalisation gap, as a table, as
-DIR/study.json and as DIR/study.png. What is done already is not done again.
-
-  --config FILE[:arg]     Python file with get_config([arg]) -> Config
-  --batch-sizes A,B,...   global batch sizes; the rate follows by lr_scaling
-  --seeds N               runs a size, with seeds seed ... seed + N - 1 (1)
-  --device-batch N        the most examples a device holds at once: chooses
-                          accumulate_steps for each size. Where BatchNorm's
-                          statistics are a device's, they are a micro-batch's.
-  --workdir DIR           a directory a run goes there
-                          (default: runs/NAME-batch-study)
-  --config.FIELD=VALUE    replace a setting, as in jaxscale.train, whose --help
-                          lists them
-
-exit code: 0 done, also where runs missed or diverged; 2 a mistake in what was
-asked for, 1 anything else, 130 interrupted and saved"""
 
 
 class Fit(NamedTuple):
@@ -274,9 +252,9 @@ def _critical(fit: Fit) -> str:
 
 
 def table(study: dict[str, Any]) -> str:
-  """The study for a terminal: a line a size, then what has to be said."""
-  head = ("batch", "rate", "reached", "steps", "epochs", "seconds", "held out", "gap")
-  rows: list[tuple[str, ...]] = [head]
+  """The study for a terminal: one line per size, then the notes."""
+  head = ("batch", "rate", "reached", "steps", "epochs", "seconds", "held-out", "gap")
+  rows = []
   for size in study["sizes"]:
     reached = f"{size['reached']}/{size['runs']}"
     for name in ("missed", "diverged"):
@@ -287,63 +265,46 @@ def table(study: dict[str, Any]) -> str:
         f"{size['batch_size']:,}",
         f"{size['peak_lr']:.4g}",
         reached,
-        _number(size["target_step"], ",.0f"),
-        _number(size["target_epochs"], ".2f"),
-        _number(size["target_seconds"], ".1f"),
-        _number(size["accuracy"], ".2%"),
-        _number(size["gap"], "+.2%"),
+        cell(size["target_step"], ",.0f"),
+        cell(size["target_epochs"], ".2f"),
+        cell(size["target_seconds"], ".1f"),
+        cell(size["accuracy"], ".2%"),
+        cell(size["gap"], "+.2%"),
       )
     )
   title = f"{study['title']}: to {study['target_accuracy']:.2%} in {study['epochs']:g}"
-  return "\n".join([f"{title} epochs at most", *trials.columns(rows), *study["notes"]])
-
-
-def _number(value: float | None, form: str) -> str:
-  return "-" if value is None else format(value, form)
-
-
-def parse_sizes(text: str) -> list[int]:
-  """Batch sizes as given on the command line, smallest first.
-
-  Raises:
-    ConfigError: something in the list is no batch size, or is there twice.
-  """
-  parts = [part.strip() for part in text.split(",")]
-  if not all(part.isdecimal() and int(part) > 0 for part in parts):
-    raise ConfigError(
-      f"--batch-sizes={text}: give whole numbers with commas between, e.g. 256,1024"
-    )
-  sizes = sorted(map(int, parts))
-  if len(set(sizes)) < len(sizes):
-    raise ConfigError(f"--batch-sizes={text}: a size is there twice, give it once")
-  return sizes
-
-
-def main(argv: list[str]) -> int:
-  """Run what the command line asks for; returns the exit code."""
-  return trials.command(_study, argv, "batch_study", OPTIONS, USAGE)
-
-
-def _study(path: str, config: Config, workdir: Path, options: dict[str, str]) -> None:
-  if "batch-sizes" not in options:
-    raise ConfigError("--batch-sizes: missing; see --help")
-  sizes = parse_sizes(options["batch-sizes"])
-  seeds = trials.count(options, "seeds", 1)
-  device_batch = (
-    trials.count(options, "device-batch", 1) if "device-batch" in options else None
+  return "\n".join(
+    [f"{title} epochs at most", text_table(head, rows, left=()), *study["notes"]]
   )
 
-  made = make_trials(config, sizes, workdir, seeds=seeds, device_batch=device_batch)
-  study = summarise(config, trials.run_trials(made), path)
 
-  def finish():
-    metrics.write_json(workdir / "study.json", study)
-    metrics.plot_study(study, workdir / "study.png")
-    print(table(study))
-    print(f"see {workdir}/study.png")
+def study(
+  title: str,
+  config: Config,
+  workdir: Path,
+  *,
+  batch_sizes: Sequence[int],
+  seeds: int = 1,
+  device_batch: int | None = None,
+) -> trials.Page:
+  """Train at each size; returns what process 0 writes and prints at the end.
 
-  cluster.on_leader(finish, "study")
+  Args:
+    title: of table and picture.
+    config: see `make_trials`, as for the arguments that follow.
+    workdir: of the study.
+    batch_sizes: examples per step.
+    seeds: runs of each size.
+    device_batch: the most examples that a device works on at once.
+  """
+  made = make_trials(
+    config, batch_sizes, workdir, seeds=seeds, device_batch=device_batch
+  )
+  found = summarise(config, trials.run_trials(made), title)
 
+  def page() -> str:
+    metrics.write_json(workdir / "study.json", found)
+    metrics.plot_study(found, workdir / "study.png")
+    return f"{table(found)}\nsee {workdir}/study.png"
 
-if __name__ == "__main__":
-  leave(main)
+  return page

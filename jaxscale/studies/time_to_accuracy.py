@@ -1,6 +1,6 @@
 """Time to accuracy by MLPerf's protocol: N seeds, drop best and worst, mean.
 
-    python -m jaxscale.studies.time_to_accuracy --config FILE --seeds 5
+    jaxscale time-to-accuracy --config FILE --seeds 5
 
 Each run trains to the config's `target_accuracy` and leaves a `:::MLLOG` log,
 `result_0.txt` and so on, as MLPerf's own checkers read them.
@@ -21,32 +21,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxscale import cluster, metrics
+from jaxscale import metrics
 from jaxscale.config import Config
-from jaxscale.errors import leave
+from jaxscale.metrics.text import cell
+from jaxscale.metrics.text import table as text_table
 from jaxscale.studies import trials
 from jaxscale.studies.trials import Outcome, Trial
-
-OPTIONS = ("--seeds",)
-USAGE = """\
-usage: python -m jaxscale.studies.time_to_accuracy --config FILE[:arg] [--seeds N]
-                                           [--workdir DIR]
-                                           [--config.FIELD=VALUE ...]
-
-Trains N times to target_accuracy and gives steps, epochs and seconds to it: the
-mean of the runs without the best and the worst, as MLPerf counts. Logs in MLPerf's
-format are DIR/result_0.txt and on; the result is DIR/time_to_accuracy.json. What
-is done already is not done again.
-
-  --config FILE[:arg]     Python file with get_config([arg]) -> Config
-  --seeds N               runs, with seeds seed ... seed + N - 1 (5; at least 3)
-  --workdir DIR           a directory a run goes there
-                          (default: runs/NAME-time-to-accuracy)
-  --config.FIELD=VALUE    replace a setting, as in jaxscale.train, whose --help
-                          lists them
-
-exit code: 0 done, also where runs missed; 2 a mistake in what was asked for,
-1 anything else, 130 interrupted and saved"""
 
 
 class Reference(NamedTuple):
@@ -171,28 +151,25 @@ def summarise(
 
 
 def table(result: dict[str, Any]) -> str:
-  """The result for a terminal: a line a run, then what counts."""
-  rows = [("seed", "outcome", "steps", "epochs", "seconds", "held out")]
-  for run in result["runs"]:
-    step, seconds, accuracy = (
-      run[name] for name in ("target_step", "target_seconds", "accuracy")
+  """The result for a terminal: one line per run, then the result."""
+  head = ("seed", "outcome", "steps", "epochs", "seconds", "held-out")
+  rows = [
+    (
+      str(run["seed"]),
+      run["status"],
+      cell(run["target_step"], ","),
+      cell(run["target_epochs"], ".2f"),
+      cell(run["target_seconds"], ".1f"),
+      cell(run["accuracy"], ".2%"),
     )
-    rows.append(
-      (
-        str(run["seed"]),
-        run["status"],
-        "-" if step is None else f"{step:,}",
-        "-" if step is None else f"{run['target_epochs']:.2f}",
-        "-" if seconds is None else f"{seconds:.1f}",
-        "-" if accuracy is None else f"{accuracy:.2%}",
-      )
-    )
+    for run in result["runs"]
+  ]
   count, reached = len(result["runs"]), result["reached"]
-  head = (
+  title = (
     f"{result['title']}: to {result['target_accuracy']:.2%} at batch "
     f"{result['batch_size']:,}, {reached} of {count} reached"
   )
-  return "\n".join([head, *trials.columns(rows), *_verdict(result)])
+  return "\n".join([title, text_table(head, rows, left=()), *_verdict(result)])
 
 
 def _verdict(result: dict[str, Any]) -> list[str]:
@@ -235,25 +212,22 @@ def collect_logs(made: Sequence[Trial], workdir: Path) -> list[Path]:
   return paths
 
 
-def main(argv: list[str]) -> int:
-  """Run what the command line asks for; returns the exit code."""
-  return trials.command(_study, argv, "time_to_accuracy", OPTIONS, USAGE)
+def study(title: str, config: Config, workdir: Path, *, seeds: int = 5) -> trials.Page:
+  """Train each seed; returns what process 0 writes and prints at the end.
 
-
-def _study(path: str, config: Config, workdir: Path, options: dict[str, str]) -> None:
-  seeds = trials.count(options, "seeds", 5, least=3)
-
+  Args:
+    title: of the table.
+    config: see `make_trials`.
+    workdir: of the study.
+    seeds: runs, at least three.
+  """
   made = make_trials(config, workdir, seeds)
-  result = summarise(config, trials.run_trials(made), path)
+  result = summarise(config, trials.run_trials(made), title)
 
-  def finish():
+  def page() -> str:
     metrics.write_json(workdir / "time_to_accuracy.json", result)
-    logs = collect_logs(made, workdir)
-    print(table(result))
-    print(f"see {workdir}; {len(logs)} logs in MLPerf's format: result_<i>.txt")
+    count = len(collect_logs(made, workdir))
+    logs = f"{count} logs in MLPerf's format: result_<i>.txt"
+    return f"{table(result)}\nsee {workdir}; {logs}"
 
-  cluster.on_leader(finish, "time_to_accuracy")
-
-
-if __name__ == "__main__":
-  leave(main)
+  return page

@@ -2,26 +2,24 @@
 
 What `batch_study` and `time_to_accuracy` share. A trial is one call of `fit`; what
 came of it is kept as `outcome.json` in its directory, so that a study which was
-killed goes on where it was. That a run diverges or misses is an outcome too.
+killed resumes where it was. That a run diverges or misses is an outcome too.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxscale import metrics
-from jaxscale.cluster.watch.stop_consensus import LeftOff
+from jaxscale import cluster, metrics
+from jaxscale.cluster.watch.stop_consensus import StopRequested
 from jaxscale.config import Config
-from jaxscale.config.loading import load_config, parse_args
-from jaxscale.config.validation import nearest
-from jaxscale.errors import EXIT_DONE, EXIT_INTERRUPTED, ConfigError, one_line_errors
-from jaxscale.run.session import joined, stopped
-from jaxscale.train import default_workdir
+from jaxscale.errors import EXIT_DONE, EXIT_INTERRUPTED, ConfigError
+from jaxscale.run.session import open_session, report_stop
+
+Page = Callable[[], str]  # writes the files of a study, and returns its text
 
 
 class Trial(NamedTuple):
@@ -43,12 +41,12 @@ class Outcome(NamedTuple):
     target: accuracy to reach.
     num_train: examples of an epoch.
     eval_every: steps between evaluations: `target_step` is known no better.
-    steps: steps done; where it diverged, the step that was no number.
+    steps: steps done; where it diverged, the step of the NaN or Inf.
     target_step: the first evaluated step that reached the target, or None.
     target_examples: examples seen until then.
     target_seconds: until then, from the start of the run; None where it missed,
       or where the run was interrupted and did not keep the time.
-    accuracy: held out, after the last step; None if it diverged.
+    accuracy: held-out, after the last step; None if it diverged.
     train_accuracy: of the training examples as they are stored, without
       augmentation, by the same parameters; None if it diverged.
     noise_scale: gradient-noise scale in examples, where the run measured it.
@@ -133,10 +131,8 @@ def run_trials(trials: Sequence[Trial]) -> list[Outcome]:
 
   Raises:
     ConfigError: a trial cannot run, or its directory holds another experiment.
-    Interrupted: all were asked to stop; the same call goes on.
+    Interrupted: all were asked to stop; the same call resumes.
   """
-  from jaxscale import cluster
-
   known = [finished(trial) for trial in trials]
   check([t for t, outcome in zip(trials, known, strict=True) if outcome is None])
   outcomes = []
@@ -155,8 +151,6 @@ def run_trials(trials: Sequence[Trial]) -> list[Outcome]:
 
 def finished(trial: Trial) -> Outcome | None:
   """What a trial left when it was done, if that was with the same settings."""
-  from jaxscale import cluster
-
   try:
     saved = json.loads((trial.workdir / "outcome.json").read_text())
   except (OSError, ValueError):
@@ -168,13 +162,12 @@ def finished(trial: Trial) -> Outcome | None:
 
 
 def run_trial(trial: Trial) -> Outcome:
-  """Train, or go on training; see what came of it, and keep that.
+  """Train, or resume; see what came of it, and keep that.
 
   Raises:
     ConfigError: as `fit` does.
     Interrupted: all were asked to stop; the state is saved.
   """
-  from jaxscale import cluster
   from jaxscale.run.fit import fit
   from jaxscale.run.workdir import experiment_in
   from jaxscale.training.loop import NonFiniteError
@@ -217,7 +210,6 @@ def run_trial(trial: Trial) -> Outcome:
 
 def _examples(experiment: Any, trial: Trial, step: int) -> int:
   """Examples seen after a step, also where the batch grew on the way."""
-  from jaxscale import cluster
   from jaxscale.experiment import build
   from jaxscale.experiment.phases import examples_at
   from jaxscale.run import adaptive_batch
@@ -238,7 +230,7 @@ def accuracy_on(experiment: Any, state: Any, dataset: Any) -> float:
   Raises:
     Interrupted: all were asked to stop.
   """
-  from jaxscale import cluster, data
+  from jaxscale import data
   from jaxscale.mesh import host_shard
   from jaxscale.run import callbacks
   from jaxscale.training import loop
@@ -248,124 +240,38 @@ def accuracy_on(experiment: Any, state: Any, dataset: Any) -> float:
     dataset, experiment.derived.eval_batch_size, shard=host_shard(mesh)
   )
   params, model_state = state.evaluated()
-  with cluster.watched() as watch:
+  with cluster.current_watch() as watch:
     on_devices = callbacks.polled(batches, mesh, watch, int(state.step))
     try:
       values = loop.evaluate(experiment.eval_step, params, model_state, on_devices)
-    except LeftOff:
+    except StopRequested:
       raise Interrupted from None
     watch.at(int(state.step), "outside")
   return values["accuracy"]
 
 
-def parse(
-  argv: Sequence[str], names: Sequence[str]
-) -> tuple[dict[str, str], dict[str, str], bool]:
-  """Options of a study's own beside those of the training command.
-
-  Args:
-    argv: the command line.
-    names: the study's own options, e.g. "--seeds".
-
-  Returns:
-    Options by name, overrides of settings by field, and whether help is asked.
-
-  Raises:
-    ConfigError: an option that does not exist, or lacks its value.
-  """
-  own: dict[str, str] = {}
-  rest, args = [], list(argv)
-  known = [*names, "--config", "--workdir", "--help"]
-  while args:
-    arg = args.pop(0)
-    name, given, value = arg.partition("=")
-    if name not in names:
-      is_option = name.startswith("--") and not name.startswith("--config.")
-      if is_option and name not in known:
-        hint = nearest(name, known)
-        raise ConfigError(
-          f"{arg}: not an option, {hint}; a setting is --config.FIELD=VALUE"
-        )
-      rest.append(arg)
-      # The value of an option that is not ours goes with it.
-      if (
-        not given
-        and name not in ("--help", "-h")
-        and args
-        and not args[0].startswith("--")
-      ):
-        rest.append(args.pop(0))
-      continue
-    if not given:
-      if not args or args[0].startswith("--"):
-        raise ConfigError(f"{name}: a value is missing, write {name}=VALUE")
-      value = args.pop(0)
-    own[name.removeprefix("--")] = value
-  options, overrides, wants_help = parse_args(rest)
-  return own | options, overrides, wants_help
-
-
-def count(options: dict[str, str], name: str, default: int, least: int = 1) -> int:
-  """A whole number of the command line.
-
-  Raises:
-    ConfigError: it is none, or too small.
-  """
-  text = options.get(name, str(default))
-  if not text.isdecimal() or int(text) < least:
-    raise ConfigError(f"--{name}={text}: give a whole number >= {least}")
-  return int(text)
-
-
-def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-  """Rows of text as aligned lines, two spaces between columns."""
-  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-  return [
-    "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-    for row in rows
-  ]
-
-
-@one_line_errors
-def command(
-  study: Callable[[str, Config, Path, dict[str, str]], None],
-  argv: Sequence[str],
-  name: str,
-  names: Sequence[str],
-  usage: str,
+def run_study(
+  study: Callable[[], Page], config: Config, workdir: Path, interrupted: str
 ) -> int:
-  """Run a study as a command line asks for it; what a user did wrong is one line.
+  """Run a study on all processes, and print its page on process 0.
 
   Args:
-    study: runs it, given the config's path, the config, the directory and the
-      study's own options, once all processes have joined.
-    argv: the command line.
-    name: of the study's module.
-    names: the study's own options.
-    usage: what --help prints.
+    study: trains, and returns the page.
+    config: of the study.
+    workdir: of the study.
+    interrupted: printed where it was asked to stop, or stopped by Ctrl-C.
 
   Returns:
     The exit code.
   """
-  words = ["python", "-m", f"jaxscale.{name}", *argv]
-  line = f"interrupted; to go on: {shlex.join(words)}"
   try:
-    options, overrides, wants_help = parse(argv, names)
-    if wants_help:
-      print(usage)
-      return EXIT_DONE
-    if "config" not in options:
-      raise ConfigError("--config: missing; see --help")
-    path = options["config"]
-    own = f"{default_workdir(path)}-{name.replace('_', '-')}"
-    config = load_config(path, overrides)
-    workdir = Path(options.get("workdir", own))
-    with joined(config, workdir) as watch:
+    with open_session(config, workdir) as watch:
       try:
-        study(path, config, workdir, options)
+        page = study()
       except Interrupted:
-        return stopped(config, watch.stop.reason, line)
+        return report_stop(config, watch.stop.agreed, interrupted)
+      cluster.on_leader(lambda: print(page()), "study")
     return EXIT_DONE
   except KeyboardInterrupt:
-    print(line)
+    print(interrupted)
     return EXIT_INTERRUPTED

@@ -1,0 +1,93 @@
+"""Train to target_accuracy at each batch size, for at most `epochs`.
+
+Shows steps, examples and time to the target and the generalisation gap, as a table, as
+DIR/study.json and as DIR/study.png. What is done already is not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from jaxscale.cli.parser import Parser, directory, value, whole
+from jaxscale.cli.train import default_workdir
+
+EXIT_CODES = """\
+exit code: 0 done, also where runs missed or diverged; 2 a mistake in what was asked
+for, 1 anything else, 85 or 130 interrupted and saved"""
+
+
+def add_arguments(parser: Parser) -> None:
+  """The options."""
+  parser.option(
+    "--batch-sizes N,N",
+    "global batch sizes; the learning rate follows by lr_scaling",
+    value(_sizes, "whole numbers with commas between, none twice, e.g. 256,1024"),
+    missing="try --batch-sizes 256,1024",
+  )
+  add_study_arguments(parser, "batch-study", seeds=1, least=1)
+  parser.option(
+    "--device-batch N",
+    "the most examples a device holds at once: chooses accumulate_steps for each size. "
+    "Where BatchNorm's statistics are a device's, they are a micro-batch's.",
+    whole(1),
+  )
+
+
+def add_study_arguments(parser: Parser, name: str, seeds: int, least: int) -> None:
+  """The options of every study of several trainings in one process."""
+  parser.epilog = EXIT_CODES
+  parser.config()
+  parser.option(
+    "--workdir DIR",
+    f"one directory per run goes there (default: runs/CONFIG-{name})",
+    directory,
+  )
+  parser.option(
+    "--seeds N",
+    f"runs of each kind, with seeds seed ... seed + N - 1, at least {least}",
+    whole(least),
+    default=seeds,
+  )
+
+
+def _sizes(text: str) -> list[int]:
+  sizes = sorted(int(part) for part in text.split(","))
+  if sizes[0] < 1 or len({*sizes}) < len(sizes):
+    raise ValueError
+  return sizes
+
+
+def run(args: argparse.Namespace) -> int:
+  """Run the study."""
+  from jaxscale.studies import batch_study
+
+  return run_study(
+    args,
+    "batch-study",
+    batch_study.study,
+    batch_sizes=args.batch_sizes,
+    seeds=args.seeds,
+    device_batch=args.device_batch,
+  )
+
+
+def run_study(args: argparse.Namespace, name: str, study, **options) -> int:
+  """Run a study in its directory, and print what it found.
+
+  Args:
+    args: the command line.
+    name: of the command.
+    study: of (title, config, workdir, **options); returns the page to print, on
+      process 0.
+    options: of the study.
+  """
+  from jaxscale.config.loading import load_config
+  from jaxscale.studies import trials
+
+  config = load_config(args.config, args.overrides)
+  workdir = Path(args.workdir or f"{default_workdir(args.config)}-{name}")
+  again = f"interrupted; to resume: {args.command_line}"
+  return trials.run_study(
+    lambda: study(args.config, config, workdir, **options), config, workdir, again
+  )

@@ -1,0 +1,25 @@
+"""Stop runs, queued or running; what runs is asked to save first."""
+
+from __future__ import annotations
+
+import argparse
+
+from jaxscale.cli.parser import Parser
+from jaxscale.cli.status import RUN, SEE_STATUS
+from jaxscale.cli.submit import add_runs
+
+
+def add_arguments(parser: Parser) -> None:
+  """The options."""
+  parser.words("names", "RUN", RUN, missing=SEE_STATUS)
+  add_runs(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+  """Stop each run."""
+  from jaxscale.launch import folder as folders
+  from jaxscale.launch.jobs import Job
+
+  for path in folders.find_all(args.names, args.runs):
+    asked = "asked to save and end" if Job(path).cancel() else "has ended already"
+    print(f"{path.name}: {asked}")

@@ -1,0 +1,57 @@
+"""Print what the processes of a run have printed."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxscale.cli.parser import Parser, whole
+from jaxscale.cli.status import SEE_STATUS
+from jaxscale.cli.submit import add_runs
+from jaxscale.errors import ConfigError
+
+
+def add_arguments(parser: Parser) -> None:
+  """The options."""
+  parser.words("names", "RUN", "name or directory of a run", missing=SEE_STATUS)
+  add_runs(parser)
+  parser.flag("-f --follow", "print what comes until the run ends")
+  parser.option(
+    "--rank N|all|batch",
+    "whose output: a process (default: 0), all, or the script's",
+  )
+  parser.option("--task N", "which trial of a sweep", whole(), default=0)
+  parser.option("-n --lines N", "the last N lines only", whole(1))
+
+
+def run(args: argparse.Namespace) -> None:
+  """Print, or follow."""
+  from jaxscale.launch import folder as folders
+  from jaxscale.launch import logs
+  from jaxscale.launch.jobs import Job
+
+  (path, *others) = folders.find_all(args.names, args.runs)
+  if others:
+    names = ", ".join(p.name for p in (path, *others))
+    raise ConfigError(f"{args.names[-1]}: logs of one run at a time, of {names}")
+  spec = folders.read_spec(path)
+  files = logs.choose(spec, args.rank or "0", args.task)
+  if args.follow:
+    for line in logs.follow(files, lambda: all(r.ended for r in Job(path).status())):
+      print(line, flush=True)
+    return
+  if not _printed(files) and args.rank is None:
+    # Another rank may say why this one was ended, or the script why none began.
+    every, batch = (logs.choose(spec, rank, args.task) for rank in ("all", "batch"))
+    files = every if _printed(every) else batch
+  if not _printed(files):
+    raise ConfigError(
+      f"{spec.name}: nothing printed yet; see `jaxscale status {spec.name}`"
+    )
+  for line in logs.last(files, args.lines):
+    print(line)
+
+
+def _printed(files: Sequence[tuple[str, Path]]) -> bool:
+  return any(path.exists() and path.stat().st_size for _, path in files)

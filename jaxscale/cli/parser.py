@@ -1,0 +1,208 @@
+"""The parser of every command: argparse, with settings as options and short errors.
+
+A mistake on the command line is a ConfigError of one line, as one in a config is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxscale.config import packaged
+from jaxscale.config.validation import nearest
+from jaxscale.errors import ConfigError
+
+EXIT_CODES = "exit code: 0 done, 2 a mistake in what was asked for, 1 anything else"
+
+
+class Parser(argparse.ArgumentParser):
+  """Options of one command.
+
+  Attributes:
+    has_settings: whether --config.FIELD=VALUE are options too.
+  """
+
+  has_settings = False
+
+  def __init__(self, name: str, description: str):
+    super().__init__(
+      prog=f"jaxscale {name}",
+      description=description,
+      epilog=EXIT_CODES,
+      formatter_class=argparse.RawDescriptionHelpFormatter,
+      add_help=False,
+      allow_abbrev=False,
+      exit_on_error=False,
+    )
+    self._required: dict[str, tuple[str, str]] = {}
+    self.flag("-h --help", "print this page")
+
+  def option(
+    self,
+    names: str,
+    help: str,
+    kind: Callable[[str], Any] = str,
+    *,
+    default: Any = None,
+    missing: str | None = None,
+    group: Any = None,
+    **more: Any,
+  ) -> None:
+    """An option with a value.
+
+    Args:
+      names: and the value's, e.g. "-n --lines N".
+      help: its line; the default is added to it.
+      kind: makes the value of a text, as `value` and `whole` do.
+      default: of the option.
+      missing: what to give, for the error where it must be given and is not.
+      group: of options, by `add_argument_group`.
+      more: as for `add_argument`.
+    """
+    *flags, metavar = names.split()
+    if isinstance(default, (int, float, str)) and default != "":
+      help += f" (default: {default})"
+    action = (group or self).add_argument(
+      *flags, metavar=metavar, type=kind, default=default, help=help, **more
+    )
+    if missing:
+      self._required[action.dest] = (flags[-1], missing)
+
+  def flag(self, names: str, help: str, group: Any = None, **more: Any) -> None:
+    """An option without a value."""
+    (group or self).add_argument(*names.split(), action="store_true", help=help, **more)
+
+  def words(self, name: str, metavar: str, help: str, missing: str = "") -> None:
+    """Any number of arguments that are no options."""
+    self.add_argument(name, nargs="*", metavar=metavar, help=help)
+    if missing:
+      self._required[name] = (metavar, missing)
+
+  def config(
+    self, missing: str | None = "try --config digits", group: Any = None, **more: Any
+  ) -> None:
+    """--config, and the settings in it."""
+    self.has_settings = True
+    self.option(
+      "--config FILE[:ARG]",
+      "Python file with get_config([ARG]) -> Config, or the name of a packaged config",
+      missing=missing,
+      group=group,
+      **more,
+    )
+    self.option(
+      "--config.FIELD VALUE",
+      "replace a setting, e.g. --config.epochs=3; `jaxscale train --help` lists them",
+      group=group,
+      dest="overrides",
+    )
+
+  def read(self, argv: Sequence[str]) -> argparse.Namespace:
+    """The values of a command line.
+
+    `overrides` of the result are settings as text by dotted field; `help` says
+    whether help is asked for, and then nothing is required.
+
+    Raises:
+      ConfigError: an option that does not exist, lacks its value, has a bad one, or
+        is missing.
+    """
+    rest, overrides = self._split(argv)
+    try:
+      if self._get_positional_actions():
+        args, unknown = self.parse_known_intermixed_args(rest)
+      else:
+        args, unknown = self.parse_known_args(rest)
+    except argparse.ArgumentError as e:
+      raise ConfigError(_one_line(e)) from None
+    for arg in unknown:
+      known = [s for a in self._actions for s in a.option_strings if s[:2] == "--"]
+      known = [name for name in known if name != "--config.FIELD"]
+      setting = "; a setting is --config.FIELD=VALUE" if self.has_settings else ""
+      if setting and not arg.startswith("-"):
+        raise ConfigError(f"{arg}: not an option; a config is --config FILE")
+      hint = nearest(arg.partition("=")[0], known)
+      raise ConfigError(f"{arg}: not an option, {hint}{setting}")
+    args.overrides = overrides
+    if isinstance(found := getattr(args, "config", None), list):
+      args.config = [packaged.locate(path) for path in found]
+    elif found:
+      args.config = packaged.locate(found)
+    for dest, (name, hint) in self._required.items():
+      if not args.help and getattr(args, dest) in (None, []):
+        raise ConfigError(f"{name}: missing; {hint}")
+    return args
+
+  def _split(self, argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Takes the settings out of a command line."""
+    rest, overrides, args = [], {}, list(argv)
+    while args:
+      arg = args.pop(0)
+      name, given, value = arg.partition("=")
+      if not (self.has_settings and name.startswith("--config.")):
+        rest.append(arg)
+        continue
+      if not given:
+        if not args or args[0].startswith("--"):
+          raise ConfigError(f"{name}: a value is missing, write {name}=VALUE")
+        value = args.pop(0)
+      overrides[name.removeprefix("--config.")] = value
+    return rest, overrides
+
+  def _check_value(self, action: argparse.Action, value: Any) -> None:
+    if action.choices is not None and value not in action.choices:
+      hint = nearest(str(value), map(str, action.choices))
+      raise argparse.ArgumentError(action, f"={value}: {hint}")
+
+  def error(self, message: str) -> Any:
+    """What argparse has no ArgumentError for."""
+    raise ConfigError(f"{self.prog}: {message}")
+
+
+def _one_line(error: argparse.ArgumentError) -> str:
+  name = (error.argument_name or "").split("/")[-1]
+  if "expected" in error.message and "argument" in error.message:
+    return f"{name}: a value is missing, write {name}=VALUE"
+  if error.message.startswith("ignored explicit argument"):
+    return f"{name}: takes no value"
+  if name.startswith("-"):
+    return f"{name}{re.sub('^(?!=)', ': ', error.message)}"
+  return error.message.removeprefix("=")
+
+
+def value(
+  kind: Callable[[str], Any], wanted: str, allows: Callable[[Any], bool] = bool
+) -> Callable[[str], Any]:
+  """The `kind` of an option.
+
+  Args:
+    kind: makes a value of a text, or raises a ValueError.
+    wanted: what to give, for the error.
+    allows: whether a value is possible.
+  """
+
+  def convert(text: str) -> Any:
+    try:
+      if allows(found := kind(text)):
+        return found
+    except ValueError:
+      pass
+    raise argparse.ArgumentTypeError(f"={text}: give {wanted}")
+
+  return convert
+
+
+def whole(least: int = 0) -> Callable[[str], int]:
+  """A whole number, as the `kind` of an option."""
+  return value(int, f"a whole number >= {least}", lambda n: n >= least)
+
+
+def directory(text: str) -> str:
+  """A directory of this machine, as the `kind` of an option."""
+  if not text or "://" in text:
+    raise argparse.ArgumentTypeError(
+      f"={text}: give a directory" + "; mount a bucket as one" * bool(text)
+    )
+  return text

@@ -1,0 +1,41 @@
+"""Show state, progress and speed of submitted runs, one line per run or trial."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from jaxscale.cli.parser import Parser, whole
+from jaxscale.cli.submit import add_runs
+
+SEE_STATUS = "`jaxscale status` lists them"
+RUN = "name or directory of a run, or of a scaling study for all of its runs"
+
+
+def add_arguments(parser: Parser) -> None:
+  """The options."""
+  parser.words("names", "RUN", f"{RUN} (default: all)")
+  add_runs(parser)
+  parser.flag("--watch", "the table, again and again")
+  parser.option("--every SECONDS", "between two tables", whole(1), default=5)
+
+
+def run(args: argparse.Namespace) -> None:
+  """Print the table; with --watch until all runs have ended."""
+  from jaxscale.launch import folder as folders
+  from jaxscale.launch.status import statuses
+
+  while True:
+    found = statuses(
+      folders.find_all(args.names, args.runs) or folders.all_folders(args.runs)
+    )
+    if not args.watch:
+      print(found)
+      return
+    # Home, clear what was there, and the time: a terminal shows one table.
+    clear = "\033[H\033[J" if sys.stdout.isatty() else ""
+    print(f"{clear}{found}\n{time.strftime('%H:%M:%S')}", flush=True)
+    if all(row.ended for row in found):
+      return
+    time.sleep(args.every)

@@ -1,0 +1,35 @@
+"""Submit one run for each combination of values of some settings, as one job array."""
+
+from __future__ import annotations
+
+import argparse
+
+from jaxscale.cli import submit
+from jaxscale.cli.parser import Parser, whole
+from jaxscale.errors import ConfigError
+
+
+def add_arguments(parser: Parser) -> None:
+  """The options."""
+  parser.option(
+    "--sweep FIELD=V,V",
+    "values of a setting; several: all combinations; without any, what get_sweep() of "
+    "the config file yields",
+    action="append",
+  )
+  parser.option(
+    "--at-most N",
+    "trials that run at a time (default: all that have room; on this machine 1)",
+    whole(),
+  )
+  submit.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+  """Submit the trials."""
+  from jaxscale.launch import sweeps
+
+  trials = sweeps.product(args.sweep) if args.sweep else sweeps.from_file(args.config)
+  if not trials:
+    raise ConfigError(f"{args.config}: its get_sweep() yields nothing")
+  submit.submit(args, trials=trials, at_most=args.at_most or 0)

@@ -1,0 +1,91 @@
+"""Train one experiment; where DIR holds a part of it already, resume it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from jaxscale.cli.parser import Parser, directory
+
+EXIT_CODES = """\
+exit code: 0 done, 2 a mistake in what was asked for, 85 asked to stop and saved,
+86 hung, 93 not to be started again, 130 Ctrl-C, 1 anything else"""
+
+
+def add_arguments(parser: Parser) -> None:
+  """The options."""
+  parser.epilog = EXIT_CODES
+  parser.config()
+  add_workdir(parser)
+
+
+def add_workdir(parser: Parser) -> None:
+  """--workdir, with a default by the config."""
+  parser.option(
+    "--workdir DIR",
+    "checkpoints, metrics and plots go there (default: runs/ and the config's name)",
+    directory,
+  )
+
+
+def help_page(args: argparse.Namespace) -> str:
+  """The options, and every setting: of the config, or of all alternatives."""
+  from jaxscale.cli import load
+  from jaxscale.config.choice import own_choices
+  from jaxscale.config.files import load_file
+  from jaxscale.config.help import settings_help
+  from jaxscale.config.loading import load_config
+
+  config, own = None, {}
+  if args.config:
+    config = load_config(args.config, args.overrides)
+    own = own_choices(vars(load_file(Path(args.config.partition(":")[0]))))
+  title = "settings:" if config else "settings (--config FILE --help shows the file's):"
+  _, parser = load("train")
+  return f"{parser.format_help()}\n{title}\n{settings_help(config, own)}\n"
+
+
+def default_workdir(config: str) -> str:
+  """`runs/digits` for configs/digits.py, `runs/x-8k` for configs/x.py:8k."""
+  file, _, arg = config.partition(":")
+  return f"runs/{Path(file).stem}" + (f"-{arg}" if arg else "")
+
+
+def run(args: argparse.Namespace) -> int | None:
+  """Train, and print in one line how it ended."""
+  from jaxscale import cluster
+  from jaxscale.config.loading import load_config
+  from jaxscale.run.session import open_session, report_stop
+
+  config = load_config(args.config, args.overrides)
+  workdir = Path(args.workdir or default_workdir(args.config))
+  with open_session(config, workdir) as watch:
+    from jaxscale.run.fit import fit  # JAX: only once all processes have joined
+
+    summary = fit(config, workdir).summary
+    if summary["outcome"] == "interrupted":
+      line = f"saved step {summary['step']}; to resume: {args.command_line}"
+      if summary["step"] == 0:
+        line = (
+          f"nothing to save before the first step; to start again: {args.command_line}"
+        )
+      return report_stop(config, watch.stop.reason, line)
+    if cluster.is_leader():
+      print(_done(summary, workdir), flush=True)
+
+
+def _done(summary, workdir: Path) -> str:
+  from jaxscale.metrics import headline, is_reached
+
+  accuracy, loss = summary["target_accuracy"], summary.get("target_loss")
+  is_good, reached = is_reached(summary, accuracy, loss), ""
+  if is_good is not None:
+    target = f"loss {loss:g}" if loss is not None else f"{accuracy:.2%}"
+    reached = f" (target {target}: {'reached' if is_good else 'missed'})"
+  found = f"accuracy {summary['accuracy']:.2%}"
+  if "perplexity" in summary or loss is not None:
+    found = headline(summary)
+  return (
+    f"done: held-out {found}{reached} after "
+    f"{summary['step']} steps, {summary['seconds']} s; see {workdir}/metrics.png"
+  )

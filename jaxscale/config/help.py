@@ -1,0 +1,73 @@
+"""The help of settings: every field with its type, bound, meaning and value."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+from jaxscale.config.config import Config
+from jaxscale.config.loading import choices
+from jaxscale.config.validation import bounds, hints, type_name
+
+
+def settings_help(
+  node: Any, own: Mapping[str, type] = {}, cls: type = Config, prefix: str = ""
+) -> str:
+  """A page of all settings below a class.
+
+  Args:
+    node: whose values and alternatives are shown; None: all alternatives.
+    own: settings classes of the user's.
+    cls: of `node`.
+    prefix: of the dotted names, e.g. "model.".
+  """
+  lines, docs = [], field_docs(cls)
+  for name, annotation in hints(cls).items():
+    classes = choices(annotation, own)
+    value = None if node is None else getattr(node, name)
+    head = f"  --config.{prefix}{name}"
+    if not classes:
+      bound = f" {bounds(cls)[name]}" if name in bounds(cls) else ""
+      shown = "" if node is None else f" = {value!r}"
+      lines.append(f"{head}{shown}  ({type_name(annotation)}{bound})")
+      indent = " " * 6
+      lines += textwrap.wrap(
+        docs.get(name, ""), 72, initial_indent=indent, subsequent_indent=indent
+      )
+      continue
+    lines += ["", f"{head}: {' | '.join(classes)}"]
+    for c in classes.values() if node is None else [type(value)]:
+      lines.append(f"    {c.__name__}: {(c.__doc__ or '').partition(chr(10))[0]}")
+      lines.append(settings_help(value, own, c, f"{prefix}{name}."))
+  return "\n".join(lines)
+
+
+def field_names(
+  node: Any, own: Mapping[str, type] = {}, cls: type = Config, prefix: str = ""
+) -> list[str]:
+  """The dotted names of all settings that `settings_help` shows."""
+  names = []
+  for name, annotation in hints(cls).items():
+    names.append(prefix + name)
+    value = None if node is None else getattr(node, name)
+    classes = choices(annotation, own)
+    for c in classes.values() if node is None else [type(value)] if classes else []:
+      names += field_names(value, own, c, f"{prefix}{name}.")
+  return list(dict.fromkeys(names))
+
+
+def field_docs(cls: type) -> dict[str, str]:
+  """The text of each entry under `Attributes:`, base classes' included."""
+  docs: dict[str, str] = {}
+  for c in reversed(cls.__mro__):
+    _, _, section = (c.__doc__ or "").partition("Attributes:")
+    name = ""
+    for line in inspect.cleandoc(section).splitlines() if section else []:
+      if not line.startswith(" ") and ":" in line:
+        name, _, text = line.partition(":")
+        docs[name] = text.strip()
+      elif name:
+        docs[name] += " " + line.strip()
+  return docs
