@@ -1,8 +1,4 @@
-"""Runs on a cluster: submitted, watched, swept, resumed, by one command each.
-
-    python -m jaxscale.launch submit --config configs/digits.py --nodes 4
-
-From a notebook the same by functions, which return handles:
+"""Jobs on a cluster or in the background of this machine: submit, watch, resume.
 
     from jaxscale import launch
     job = launch.submit("configs/digits.py", nodes=4, time="1:00:00")
@@ -11,10 +7,11 @@ From a notebook the same by functions, which return handles:
     launch.sweep("configs/digits.py", [{"seed": 0}, {"seed": 1}])
     launch.scaling("configs/digits.py", [1, 2, 4]).report()
 
-Nothing here imports JAX: a login node has no device, and an answer takes no second.
+`executors` is the interface to Slurm and to others. Nothing here imports JAX: a login
+node has no device, and an answer takes less than a second.
 """
 
-from jaxscale.launch.handle import Job, job, submit, sweep
-from jaxscale.launch.studies import Study, scaling, study
+from jaxscale.launch.jobs import Job, job, submit, sweep
+from jaxscale.launch.scaling_study import Study, scaling, study
 
 __all__ = ["Job", "Study", "job", "scaling", "study", "submit", "sweep"]

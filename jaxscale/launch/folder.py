@@ -1,12 +1,12 @@
-"""A run's folder: code, config, script, versions; nothing outside it can change it.
+"""A run's folder: code, config, script, versions; nothing outside can change the run.
 
-run.json            what was asked for; `resume` submits it again
-job.sbatch          the script (Slurm)
-code/               jaxscale and the configs as they were when it was submitted
+run.json            the spec; `resume` submits it again
+job.sbatch          the script (process.sh on this machine)
+code/               jaxscale and the configs as they were at the submission
 environment.json    commit, Python, versions of all packages, variables
-submissions.jsonl   a line a submission: executor, job, time
-events/TASK.jsonl   a line a start and a line an end
-logs/JOB.RANK.out   what every process printed
+submissions.jsonl   one line per submission: executor, job, time, trials
+events/TASK.jsonl   one line per start and end
+logs/JOB.RANK.out   the output of each process
 train/              the workdir: metrics, checkpoints (trials/TASK in a sweep)
 """
 
@@ -20,34 +20,33 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jaxscale
 from jaxscale.config.validation import nearest
 from jaxscale.errors import ConfigError
-from jaxscale.launch import spec
-from jaxscale.launch.render import render, render_process
-from jaxscale.launch.spec import Run
-from jaxscale.metrics import write_json
+from jaxscale.launch import spec as specs
+from jaxscale.launch.spec import JobSpec
+from jaxscale.metrics import read_json, read_json_lines, write_json
 
 _PACKAGE = Path(jaxscale.__file__).parent.absolute()
 # Variables that change what a run does; no others, which may hold secrets.
 _VARIABLES = ("JAX", "XLA_", "NCCL_", "TF_", "LIBTPU_", "TPU_", "CUDA_VISIBLE")
-_LEFT_OUT = ("__pycache__", ".git", ".ipynb_checkpoints")
+_LEFT_OUT = {"__pycache__", ".git", ".ipynb_checkpoints"}
 
 
 def new_folder(runs: str, name: str | None, config: str) -> Path:
-  """An absolute path that nothing has yet; made by `make`.
+  """An absolute path that does not exist; `make` creates it.
 
   Args:
     runs: the directory of all runs.
-    name: of the folder; None: the config's name and the time.
+    name: name of the folder; None: the config's name and the time.
     config: `FILE[:arg]`.
 
   Raises:
-    ConfigError: the name cannot be one, or is taken.
+    ConfigError: the name is not allowed, or taken.
   """
   parent = directory(runs).absolute()
   if re.search(r'[:\\"\n]', str(parent)):
@@ -57,12 +56,10 @@ def new_folder(runs: str, name: str | None, config: str) -> Path:
   if name is not None:
     if not re.fullmatch(r"[A-Za-z0-9_][\w.+=-]{0,99}", name):
       raise ConfigError(f"--name={name}: give letters, digits and _ . + = - only")
-    if (parent / name).exists():
-      raise ConfigError(
-        f"--name={name}: {parent / name} is there already; give another name, or go "
-        f"on with it by `resume {name}`"
-      )
-    return parent / name
+    if (folder := parent / name).exists():
+      hint = f", or continue it by `resume {name}`" * (folder / "run.json").exists()
+      raise ConfigError(f"--name={name}: {folder} exists; give another name{hint}")
+    return folder
   file, _, arg = config.partition(":")
   words = [Path(file).stem, arg, time.strftime("%Y%m%d-%H%M%S")]
   stem = re.sub(r"[^\w.+=-]+", "-", "-".join(filter(None, words)))
@@ -75,10 +72,6 @@ def directory(runs: str) -> Path:
 
   Raises:
     ConfigError: it is the address of a bucket.
-
-  Example:
-    >>> directory("runs")
-    PosixPath('runs')
   """
   if "://" in runs:
     raise ConfigError(
@@ -88,10 +81,10 @@ def directory(runs: str) -> Path:
 
 
 def place_of(config: str) -> str:
-  """Where the copy of a config, `FILE[:arg]`, lies in a run's folder.
+  """Where the copy of a config, `FILE[:arg]`, is in a run's folder.
 
-  In the tree that jaxscale is in it keeps its place, so that configs which import
-  each other still do; from elsewhere it goes into code/config/.
+  A config in the source tree of jaxscale keeps its relative path, so that configs may
+  import each other; a config from elsewhere goes into code/config/.
   """
   file, _, arg = config.partition(":")
   path = Path(file).absolute()
@@ -100,56 +93,63 @@ def place_of(config: str) -> str:
   return str(Path("code", place)) + (f":{arg}" if arg else "")
 
 
-def make(run: Run, config: str, text: str | None = None) -> None:
-  """Make the folder with all that belongs into it.
+def make(
+  spec: JobSpec, script: tuple[str, str], config: str, text: str | None = None
+) -> None:
+  """Create the folder of a run with everything in it.
 
   Args:
-    run: whose `folder` is made.
-    config: `FILE[:arg]` as it was given, which is copied with its neighbours.
-    text: of the config, where it is in no file.
+    spec: the run.
+    script: file name and text of the script.
+    config: `FILE[:arg]` as it was given; it is copied with the files next to it.
+    text: source of the config, if it is in no file.
 
   Raises:
-    ConfigError: it cannot be written, or is there already.
+    ConfigError: the folder exists, or cannot be written.
   """
-  folder = Path(run.folder)
+  folder = Path(spec.folder)
   try:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.mkdir()  # the one call that tells whose it is
+    folder.mkdir()  # atomic: of two submissions one fails here
     for name in ("code", "events", "logs"):
       (folder / name).mkdir()
     for source, place in sources(None if text else config):
       (folder / place).parent.mkdir(parents=True, exist_ok=True)
       shutil.copy2(source, folder / place)
     if text:
-      path = folder / run.config
+      path = folder / spec.config
       path.parent.mkdir(parents=True, exist_ok=True)
       path.write_text(text)
     write_json(folder / "environment.json", environment())
-    write_scripts(run)
+    write_spec(spec, script)
   except FileExistsError:
-    raise ConfigError(f"{folder}: is there already, give another --name") from None
+    raise ConfigError(f"{folder}: exists, give another --name") from None
   except OSError as e:
     raise ConfigError(f"{folder}: {e.strerror}; give another --runs") from None
 
 
-def write_scripts(run: Run) -> None:
-  """Write what was asked for, and the script that follows from it."""
-  folder = Path(run.folder)
-  if run.executor == "slurm":
-    (folder / "job.sbatch").write_text(render(run))
-  else:
-    (folder / "process.sh").write_text(render_process(run))
-  write_json(folder / "run.json", spec.to_json(run))
+def write_spec(spec: JobSpec, script: tuple[str, str]) -> None:
+  """Write run.json and the script, (file name, text)."""
+  Path(spec.folder, script[0]).write_text(script[1])
+  write_json(Path(spec.folder, "run.json"), specs.to_json(spec))
 
 
 def sources(config: str | None) -> list[tuple[Path, str]]:
   """(file, place in the folder) of all that is copied: the package and the config.
 
-  Of a git checkout, what git tracks or would track; else every file. Of the config's
-  directory, its Python files: a config may import its neighbours.
+  From a git checkout, the files that git tracks or would track; otherwise every file.
+  From the config's directory, its Python files: a config may import them.
   """
   root = _PACKAGE.parent
-  files = [(p, str(Path("code", p.relative_to(root)))) for p in _files_of(_PACKAGE)]
+  listed = _git("ls-files", "-z", "--cached", "--others", "--exclude-standard")
+  paths: Iterable[Path] = _PACKAGE.rglob("*")
+  if listed:
+    paths = (_PACKAGE / name for name in listed.split("\0") if name)
+  files = [
+    (p, str(Path("code", p.relative_to(root))))
+    for p in sorted(paths)
+    if p.is_file() and not _LEFT_OUT & {*p.parts[:-1]}
+  ]
   if config is not None:
     path = Path(config.partition(":")[0]).absolute()
     if not path.is_relative_to(_PACKAGE):
@@ -157,19 +157,9 @@ def sources(config: str | None) -> list[tuple[Path, str]]:
   return files
 
 
-def _files_of(package: Path) -> list[Path]:
-  listed = _git(package, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
-  paths: Iterable[Path] = package.rglob("*")
-  if listed:
-    paths = (package / name for name in listed.split("\0") if name)
-  return sorted(
-    p for p in paths if p.is_file() and not set(_LEFT_OUT) & set(p.parts[:-1])
-  )
-
-
-def _git(directory: Path, *args: str) -> str:
-  """What git says, or nothing where there is no git or no repository."""
-  command = ["git", "-C", str(directory), *args]
+def _git(*args: str) -> str:
+  """The output of git in the package; empty without git or a repository."""
+  command = ["git", "-C", str(_PACKAGE), *args]
   try:
     return subprocess.run(
       command, capture_output=True, text=True, check=True, timeout=20
@@ -179,12 +169,12 @@ def _git(directory: Path, *args: str) -> str:
 
 
 def environment() -> dict[str, Any]:
-  """What a run depends on beside its own code, as JSON."""
+  """What a run depends on, in addition to its own code, as JSON."""
   found = importlib.metadata.distributions()
   packages = {d.metadata["Name"]: d.version for d in found if d.metadata["Name"]}
   return {
-    "commit": _git(_PACKAGE, "rev-parse", "HEAD").strip() or None,
-    "changed": _git(_PACKAGE, "status", "--porcelain", "--", ".").splitlines(),
+    "commit": _git("rev-parse", "HEAD").strip() or None,
+    "changed": _git("status", "--porcelain", "--", ".").splitlines(),
     "python": platform.python_version(),
     "platform": platform.platform(),
     "host": platform.node(),
@@ -195,20 +185,18 @@ def environment() -> dict[str, Any]:
   }
 
 
-def read_run(folder: Path) -> Run:
-  """The run that a folder holds, as of where the folder is now.
+def read_spec(folder: Path) -> JobSpec:
+  """The spec in a folder, with the folder's present path.
 
   Raises:
-    ConfigError: it holds none.
+    ConfigError: there is none, or it is damaged.
   """
+  if not (folder / "run.json").is_file():
+    raise ConfigError(f"{folder}: no run.json in it, give the folder of a run")
   try:
-    run = spec.from_json(json.loads((folder / "run.json").read_text()))
-    return run._replace(folder=str(folder.absolute()))
-  except FileNotFoundError:
-    raise ConfigError(
-      f"{folder}: no run.json in it, give the folder of a run"
-    ) from None
-  except (OSError, ValueError, KeyError, TypeError) as e:
+    spec = specs.from_json(read_json(folder / "run.json"))
+    return spec._replace(folder=str(folder.absolute()))
+  except (ValueError, KeyError, TypeError) as e:
     raise ConfigError(f"{folder}/run.json: unreadable ({e})") from None
 
 
@@ -221,27 +209,24 @@ def find(name: str, runs: str) -> Path:
   for folder in (directory(runs) / name, Path(name)):
     if (folder / "run.json").is_file():
       return folder.absolute()
-  known = [p.name for p in all_folders(runs)]
-  known += [p.parent.name for p in Path(runs).glob("*/scaling.json")]
+  known = [p.name for p in all_folders(runs)] + all_studies(runs)
   hint = nearest(name, known) if known else f"there is none in {runs}/"
   raise ConfigError(f"{name}: no such run, {hint}")
 
 
 def find_study(name: str, runs: str) -> tuple[Path, list[Path]] | None:
-  """The folder of a scaling study and those of its runs; None: `name` is none.
+  """The folder of a scaling study and those of its runs; None: it is no study.
 
   Raises:
     ConfigError: its file is damaged, or one of its runs is gone.
   """
   for folder in (directory(runs) / name, Path(name)):
-    try:
-      names = json.loads((folder / "scaling.json").read_text())["runs"]
-    except (FileNotFoundError, NotADirectoryError):
-      continue
-    except (OSError, ValueError, KeyError) as e:
-      raise ConfigError(f"{folder}/scaling.json: unreadable ({e})") from None
-    folder = folder.absolute()
-    return folder, [find(str(folder.parent / n), runs) for n in names]
+    if (folder / "scaling.json").is_file():
+      names = read_json(folder / "scaling.json").get("runs")
+      if not isinstance(names, list):
+        raise ConfigError(f"{folder}/scaling.json: unreadable, it lists no runs")
+      folder = folder.absolute()
+      return folder, [find(str(folder.parent / n), runs) for n in names]
   return None
 
 
@@ -264,30 +249,33 @@ def all_folders(runs: str) -> list[Path]:
   return [p.parent.absolute() for p in files]
 
 
-def append(path: Path, line: Mapping[str, Any]) -> None:
-  """Add a line to a file of JSON lines."""
+def all_studies(runs: str) -> list[str]:
+  """Names of scaling studies."""
+  return [p.parent.name for p in directory(runs).glob("*/scaling.json")]
+
+
+def append_line(path: Path, line: Mapping[str, Any]) -> None:
+  """Append a line to a file of JSON lines."""
   with path.open("a") as file:
     file.write(json.dumps(line) + "\n")
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-  """The lines of such a file; one that is cut short is left out."""
-  lines = []
-  for line in path.read_text().splitlines() if path.exists() else ():
-    try:
-      lines.append(json.loads(line))
-    except json.JSONDecodeError:
-      continue
-  return lines
+def record_submission(spec: JobSpec, job: str, tasks: Sequence[int] | None) -> None:
+  """Record that a run, or some trials of it, was submitted."""
+  line = {"job": job, "executor": spec.executor, "time": round(time.time(), 3)}
+  append_line(Path(spec.folder, "submissions.jsonl"), line | {"tasks": tasks})
 
 
-def submitted(folder: Path, job: str, executor: str) -> None:
-  """Write down that the run was handed to an executor."""
-  line = {"job": job, "executor": executor, "time": round(time.time(), 3)}
-  append(folder / "submissions.jsonl", line)
+def last_job(folder: str | Path, task: int | None = None) -> str:
+  """The number of the last submission, or of the last one of a trial; "": none."""
+  for line in reversed(read_json_lines(Path(folder, "submissions.jsonl"))):
+    tasks = line.get("tasks")
+    if task is None or tasks is None or task in tasks:
+      return line["job"]
+  return ""
 
 
-def last_job(folder: Path) -> str | None:
-  """The number that the executor gave the last submission."""
-  lines = read_lines(folder / "submissions.jsonl")
-  return lines[-1]["job"] if lines else None
+def last_event(spec: JobSpec, job: str, task: int) -> dict[str, Any]:
+  """The last start or end of a trial; empty if it is not from this job."""
+  last = (read_json_lines(spec.events_file(task)) or [{}])[-1]
+  return last if last.get("job") in (job, spec.task_id(job, task)) else {}

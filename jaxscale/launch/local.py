@@ -1,9 +1,9 @@
-"""Runs on this machine: the same verbs where there is no Slurm.
+"""The executor `local`: runs in the background of this machine, without Slurm.
 
-A supervisor, detached from the terminal, does what Slurm and the batch script do
-elsewhere: it starts the processes of a trial, ends them all when one fails, starts
-them again when that is of use, keeps the diary, and lets a sweep's trials run some
-at a time. It runs the folder's own copy of the code, as the processes do.
+A supervisor, detached from the terminal, does what Slurm and the batch script do on a
+cluster: it starts the processes of a trial, ends them all when one fails, restarts them
+where that helps, records the events, and runs some trials of a sweep at the same time.
+It runs the copy of the code in the run's folder, as the processes do.
 """
 
 from __future__ import annotations
@@ -18,45 +18,91 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
-from jaxscale.errors import ConfigError
+from jaxscale.errors import EXIT_USER, ConfigError
 from jaxscale.launch import folder as folders
-from jaxscale.launch import spec
-from jaxscale.launch.render import NOT_STARTED_AGAIN, STARTED_AGAIN
-from jaxscale.launch.spec import Run
+from jaxscale.launch import spec as specs
+from jaxscale.launch.spec import JobSpec, QueueEntry
+from jaxscale.metrics import read_json_lines
 
+SCRIPT: str = "process.sh"
 # Seconds between SIGTERM and SIGKILL; Slurm's KillWait has the same default.
 GRACE_S = 30.0
 _POLL_S = 0.1
 
 
-def submit(
-  run: Run, tasks: Sequence[int] | None = None, after: Path | None = None
-) -> str:
-  """Start the supervisor of a run; returns a name for what it does.
+def is_available() -> bool:
+  """Always."""
+  return True
 
-  Args:
-    run: whose folder is made.
-    tasks: of a sweep, those to run; None: all.
-    after: folder of a run of this machine that is to have ended before.
+
+def render(spec: JobSpec) -> str:
+  """The script of each process: `bash process.sh MODULE WORDS …`.
+
+  Raises:
+    ConfigError: what only Slurm has was asked for.
+  """
+  if spec.spares:
+    raise ConfigError(f"--spares={spec.spares}: this machine is one node, leave it out")
+  if spec.site.container and spec.site.container.kind == "pyxis":
+    raise ConfigError(
+      "Site.container.kind='pyxis': a plugin of Slurm, use 'apptainer' here"
+    )
+  python = " ".join(map(quote, specs.python_command(spec)))
+  head = f"#!/bin/bash\n# A process of {spec.name}, started by the local executor.\n"
+  return f'{head}{specs.setup_script(spec)}\nexec {python} -m "$@"\n'
+
+
+def submit(
+  spec: JobSpec, tasks: Sequence[int] | None = None, after: Path | None = None
+) -> str:
+  """Start the supervisor of a run, which first waits for the run in folder `after`.
 
   Raises:
     ConfigError: it does not start.
   """
   job = f"local-{time.time_ns() // 1_000_000}"
-  wanted = [str(t) for t in (run.tasks if tasks is None else tasks)]
-  command = [sys.executable, "-m", "jaxscale.launch.local", run.folder, job, *wanted]
-  command += [f"--after={after}"] if after else []
-  env = {**os.environ, "PYTHONPATH": f"{run.folder}/code", "PYTHONSAFEPATH": "1"}
+  numbers = map(str, spec.tasks if tasks is None else tasks)
+  command = [sys.executable, "-m", "jaxscale.launch.local", spec.folder, job]
+  env = {**os.environ, "PYTHONPATH": f"{spec.folder}/code", "PYTHONSAFEPATH": "1"}
   done = subprocess.run(
-    command, env=env, cwd=run.cwd, stdin=subprocess.DEVNULL, capture_output=True,
-    text=True,
+    [*command, str(after or ""), *numbers], env=env, cwd=spec.cwd,
+    stdin=subprocess.DEVNULL, capture_output=True, text=True,
   )  # fmt: skip
   if done.returncode:
     lines = done.stderr.strip().splitlines() or ["it did not start"]
-    raise ConfigError(f"{run.folder}: {lines[-1]}")
+    raise ConfigError(f"{spec.folder}: {lines[-1]}")
   return job
+
+
+def queue(runs: Mapping[str, JobSpec]) -> dict[str, QueueEntry]:
+  """The tasks that run or wait, of jobs whose supervisor is alive."""
+  found = {}
+  for job, spec in runs.items():
+    if not is_alive(Path(spec.folder)):
+      continue
+    for task in spec.tasks:
+      last = folders.last_event(spec, job, task)
+      if last.get("next") != "stop":
+        found[spec.task_id(job, task)] = QueueEntry("RUNNING" if last else "PENDING")
+  return found
+
+
+def cancel(spec: JobSpec, job: str) -> None:
+  """End what runs: SIGTERM, and SIGKILL after the grace period.
+
+  If the supervisor was killed and its processes were not, they are killed here.
+  """
+  del job
+  folder = Path(spec.folder)
+  if (pid := _supervisor(folder)) is not None:
+    os.kill(pid, signal.SIGTERM)
+    return
+  for line in read_json_lines(folder / "processes.jsonl"):
+    if line["host"] == socket.gethostname() and _born(line["pid"]) == line["born"]:
+      os.kill(line["pid"], signal.SIGKILL)
 
 
 def is_alive(folder: Path) -> bool:
@@ -65,28 +111,20 @@ def is_alive(folder: Path) -> bool:
 
 
 def _supervisor(folder: Path) -> int | None:
-  lines = folders.read_lines(folder / "supervisor.jsonl")
+  lines = read_json_lines(folder / "supervisor.jsonl")
   if not lines or lines[-1]["host"] != socket.gethostname():
     return None
   pid = lines[-1]["pid"]
   return pid if _born(pid) == lines[-1]["born"] else None
 
 
-def cancel(folder: Path) -> None:
-  """End what runs: SIGTERM, and SIGKILL after the grace.
-
-  Where the supervisor was killed and its processes were not, they are ended here.
-  """
-  if (pid := _supervisor(folder)) is not None:
-    os.kill(pid, signal.SIGTERM)
-    return
-  for line in folders.read_lines(folder / "processes.jsonl"):
-    if line["host"] == socket.gethostname() and _born(line["pid"]) == line["born"]:
-      os.kill(line["pid"], signal.SIGKILL)
+def _record_process(path: Path, pid: int) -> None:
+  line = {"pid": pid, "born": _born(pid), "host": socket.gethostname()}
+  folders.append_line(path, line)
 
 
 def _born(pid: int) -> int | None:
-  """When a process started, in clock ticks since boot: a number is used again.
+  """When a process started, in clock ticks since boot: process ids are reused.
 
   Field 22 of /proc/PID/stat, counted after the name in brackets (proc(5)); None for
   a process that is gone, or a zombie.
@@ -98,107 +136,96 @@ def _born(pid: int) -> int | None:
   return None if fields[0] == "Z" else int(fields[19])
 
 
-def supervise(
-  run: Run, job: str, tasks: Sequence[int], after: Path | None = None
-) -> None:
-  """Run trials, some at a time, until all have ended or SIGTERM says to stop."""
+def supervise(spec: JobSpec, job: str, tasks: Sequence[int], after: str = "") -> None:
+  """Run trials, some at the same time, until all have ended or SIGTERM comes.
+
+  Args:
+    spec: the run.
+    job: number of the job.
+    tasks: the trials.
+    after: folder of a run that has to end before; empty: none.
+  """
   stop = threading.Event()
   for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
     signal.signal(number, lambda *_: stop.set())
-  while after and is_alive(after) and not stop.is_set():
+  while after and is_alive(Path(after)) and not stop.is_set():
     time.sleep(_POLL_S)
-  with ThreadPoolExecutor(run.at_most or len(tasks)) as pool:
-    trials = [pool.submit(_trial, run, job, task, stop) for task in tasks]
+  with ThreadPoolExecutor(spec.at_most or len(tasks)) as pool:
+    trials = [pool.submit(_run_trial, spec, job, task, stop) for task in tasks]
     while not all(t.done() for t in trials):  # here, and not in a lock, for signals
       time.sleep(_POLL_S)
   for trial in trials:
     trial.result()
 
 
-def _trial(run: Run, job: str, task: int, stop: threading.Event) -> None:
-  """Start a trial, and start it again as long as that is of use."""
-  diary = spec.events_file(run, task)
-  for restarts in range(run.requeue + 1):
+def _run_trial(spec: JobSpec, job: str, task: int, stop: threading.Event) -> None:
+  """Start a trial, and restart it as long as that helps."""
+  for restarts in range(spec.requeue + 1):
     if stop.is_set():
       return
     event: dict[str, Any] = {"event": "start", "job": job, "restarts": restarts}
     event |= {"nodes": 1, "hosts": socket.gethostname(), "code": 0, "next": ""}
-    folders.append(diary, event | {"time": round(time.time())})
-    before = newest(spec.workdir(run, task))
-    code = _preflight(run, job, task, stop) if run.preflight else 0
-    code = code or _once(run, job, task, stop)
-    progress = newest(spec.workdir(run, task)) != before
-    again = starts_again(code, progress) and not stop.is_set()
-    again = again and restarts < run.requeue
+    folders.append_line(spec.events_file(task), event | {"time": round(time.time())})
+    before = newest_step(spec.workdir(task))
+    code = _run_once(spec, job, task, stop)
+    progress = newest_step(spec.workdir(task)) != before
+    again = specs.is_restarted(code, progress) and not stop.is_set()
+    again = again and restarts < spec.requeue
     event |= {"event": "end", "code": code, "next": "requeue" if again else "stop"}
-    folders.append(diary, event | {"time": round(time.time())})
+    folders.append_line(spec.events_file(task), event | {"time": round(time.time())})
     if not again:
       return
 
 
-def starts_again(code: int, progress: bool) -> bool:
-  """Whether another start is of use; the batch script has the same rule in bash.
-
-  Args:
-    code: that the run ended with.
-    progress: it left a newer checkpoint than it found.
-  """
-  return code in STARTED_AGAIN or (code not in NOT_STARTED_AGAIN and progress)
-
-
-def newest(workdir: Path) -> int | None:
+def newest_step(workdir: Path) -> int | None:
   """The step of the newest checkpoint."""
   found = (p.name for p in workdir.glob("checkpoints/*"))
   return max((int(name) for name in found if name.isdecimal()), default=None)
 
 
-def _preflight(run: Run, job: str, task: int, stop: threading.Event) -> int:
-  output = log_file(run, job, task, "batch")
-  process = _start(run, task, "jaxscale.cli.doctor", output, {})
-  return 2 if _wait([process], stop) else 0
+def _run_once(spec: JobSpec, job: str, task: int, stop: threading.Event) -> int:
+  """Check the machine if asked to, then run all processes; their exit code."""
 
+  def start(command: str, rank: int | str, variables: Mapping[str, str]):
+    return _start(spec, task, command, spec.log_file(job, task, rank), variables)
 
-def _once(run: Run, job: str, task: int, stop: threading.Event) -> int:
-  """Start all processes and wait for their end; the exit code of `_wait`."""
-  count, coordinator = run.processes, f"127.0.0.1:{_free_port()}"
-  processes = []
-  for rank in range(count):
-    variables = {
-      "JAXSCALE_COORDINATOR": coordinator,
-      "JAXSCALE_NUM_PROCESSES": str(count),
-      "JAXSCALE_PROCESS_ID": str(rank),
-    }
-    output = log_file(run, job, task, rank)
-    variables = variables if count > 1 else {}
-    processes.append(_start(run, task, "jaxscale.train", output, variables))
+  if spec.preflight and _wait([start("jaxscale doctor", "batch", {})], stop):
+    return EXIT_USER
+  count, address = spec.processes, f"127.0.0.1:{_free_port()}"
+  common = {"JAXSCALE_COORDINATOR": address, "JAXSCALE_NUM_PROCESSES": str(count)}
+  processes = [
+    start(
+      "jaxscale.train",
+      rank,
+      common | {"JAXSCALE_PROCESS_ID": str(rank)} if count > 1 else {},
+    )
+    for rank in range(count)
+  ]
   return _wait(processes, stop)
 
 
 def _start(
-  run: Run, task: int, module: str, output: Path, variables: Mapping[str, str]
+  spec: JobSpec, task: int, command: str, output: Path, variables: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
   ours = ("SLURM_", "JAXSCALE_COORDINATOR", "JAXSCALE_NUM_", "JAXSCALE_PROCESS_")
   inherited = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
-  command = [
-    *("bash", f"{run.folder}/process.sh", module, "--config", spec.config(run)),
-    *spec.options(spec.settings_of(run, task)),
-    *("--workdir", str(spec.workdir(run, task))),
-  ]
+  trial = specs.as_options(spec.trials[task]) if spec.trials else []
+  words = ["bash", f"{spec.folder}/{SCRIPT}", *command.split()]
+  words += [*spec.train_options(), *trial, "--workdir", str(spec.workdir(task))]
   with output.open("a") as file:
     process = subprocess.Popen(
-      command, cwd=run.cwd, env=inherited | dict(variables), stdin=subprocess.DEVNULL,
+      words, cwd=spec.cwd, env=inherited | dict(variables), stdin=subprocess.DEVNULL,
       stdout=file, stderr=subprocess.STDOUT,
     )  # fmt: skip
-  line = {"pid": process.pid, "born": _born(process.pid), "host": socket.gethostname()}
-  folders.append(Path(run.folder, "processes.jsonl"), line)
+  _record_process(Path(spec.folder, "processes.jsonl"), process.pid)
   return process
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], stop: threading.Event) -> int:
-  """As `srun --kill-on-bad-exit`: one that fails, or a wish to stop, ends all.
+  """Wait for all; one that fails, or `stop`, ends the others, as srun does it.
 
   Returns:
-    0, or how the first ended that failed: the others were told to.
+    0, or the exit code of the first that failed: the others were ended because of it.
   """
   deadline, first = None, 0
   while None in (codes := [p.poll() for p in processes]):
@@ -219,7 +246,7 @@ def _worst(codes: Sequence[int | None]) -> int:
 
 def _signal(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
   for process in processes:
-    process.send_signal(number)  # nothing, where it has ended
+    process.send_signal(number)  # does nothing if it has ended
 
 
 def _free_port() -> int:
@@ -228,30 +255,19 @@ def _free_port() -> int:
     return s.getsockname()[1]
 
 
-def log_file(run: Run, job: str, task: int, rank: int | str) -> Path:
-  """What a process printed; `rank` is "batch" for the script or supervisor."""
-  name = f"{job}_{task}" if run.trials else job
-  return Path(run.folder, "logs", f"{name}.{rank}.out")
-
-
 def main(argv: list[str]) -> None:
-  """Detach from whoever submits, and supervise."""
-  folder, job, *tasks = argv
-  after = None
-  if tasks[-1].startswith("--after="):
-    after = Path(tasks.pop().removeprefix("--after="))
-  run = folders.read_run(Path(folder))
+  """Detach from the process that submits, and supervise."""
+  folder, job, after, *tasks = argv
+  spec = folders.read_spec(Path(folder))
   if os.fork():
     os._exit(0)
   os.setsid()
-  line = {"pid": os.getpid(), "born": _born(os.getpid()), "host": socket.gethostname()}
-  folders.append(Path(folder, "supervisor.jsonl"), line)
-  output = os.open(
-    Path(folder, "logs", f"{job}.batch.out"), os.O_WRONLY | os.O_CREAT | os.O_APPEND
-  )
+  _record_process(Path(folder, "supervisor.jsonl"), os.getpid())
+  output = Path(folder, "logs", f"{job}.batch.out")
+  flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
   for stream in (1, 2):
-    os.dup2(output, stream)
-  supervise(run, job, [int(t) for t in tasks], after)
+    os.dup2(os.open(output, flags), stream)
+  supervise(spec, job, [int(t) for t in tasks], after)
 
 
 if __name__ == "__main__":

@@ -9,44 +9,42 @@ from pathlib import Path
 
 from jaxscale.errors import ConfigError
 from jaxscale.launch import folder as folders
-from jaxscale.launch.local import log_file
-from jaxscale.launch.spec import Run
+from jaxscale.launch.spec import JobSpec
 
-_POLL_S, _ASK_EVERY = 0.5, 10  # Slurm is not to be asked twice a second
+_POLL_S, _ASK_EVERY = 0.5, 10  # Slurm is not asked twice a second
 
 
-def choose(run: Run, rank: str, task: int = 0) -> list[tuple[str, Path]]:
-  """(label, file) of what is to be read; the files may not be there yet.
+def choose(spec: JobSpec, rank: str, task: int = 0) -> list[tuple[str, Path]]:
+  """(label, file) of the output of processes; the files may not exist yet.
 
   Args:
-    run: whose output.
-    rank: a number, "all", or "batch" for what the script itself printed.
-    task: of a sweep.
+    spec: the run.
+    rank: a number, "all", or "batch" for the output of the script itself.
+    task: index of the trial of a sweep.
 
   Raises:
     ConfigError: there is no such rank or trial, or nothing was submitted.
   """
-  job = folders.last_job(Path(run.folder))
-  if job is None:
-    raise ConfigError(f"{run.name}: was never submitted; `resume {run.name}` does")
-  if task not in run.tasks:
-    raise ConfigError(f"--task={task}: give 0 … {len(run.tasks) - 1}")
-  if rank == "batch":
-    if run.executor == "local":  # one supervisor for all trials
-      return [("", Path(run.folder, "logs", f"{job}.batch.out"))]
-    return [("", log_file(run, job, task, rank))]
+  if task not in spec.tasks:
+    raise ConfigError(f"--task={task}: give 0 … {len(spec.tasks) - 1}")
+  if not (job := folders.last_job(spec.folder, task)):
+    raise ConfigError(f"{spec.name}: was never submitted; `resume {spec.name}` does")
   if rank == "all":
-    ranks = range(run.processes)
-  elif rank.isdecimal() and int(rank) < run.processes:
-    return [("", log_file(run, job, task, int(rank)))]
-  else:
-    raise ConfigError(f"--rank={rank}: give 0 … {run.processes - 1}, all or batch")
-  width = len(str(run.processes - 1))
-  return [(f"{r:>{width}}: ", log_file(run, job, task, r)) for r in ranks]
+    width = len(str(spec.processes - 1))
+    return [
+      (f"{r:>{width}}: ", spec.log_file(job, task, r)) for r in range(spec.processes)
+    ]
+  if rank == "batch":  # of the trial, and of the supervisor of all trials here
+    supervisor = Path(spec.folder, "logs", f"{job}.batch.out")
+    both = dict.fromkeys([spec.log_file(job, task, rank), supervisor])
+    return [("", path) for path in both]
+  if not rank.isdecimal() or int(rank) >= spec.processes:
+    raise ConfigError(f"--rank={rank}: give 0 … {spec.processes - 1}, all or batch")
+  return [("", spec.log_file(job, task, rank))]
 
 
 def last(files: list[tuple[str, Path]], count: int | None) -> Iterator[str]:
-  """Lines of files, each with its label; `count` of each, None: all."""
+  """The last `count` lines of each file with its label; None: all lines."""
   for label, path in files:
     if not path.exists():
       continue
@@ -63,16 +61,20 @@ def follow(
   Args:
     files: as from `choose`.
     ended: whether nothing more will come; asked every tenth time.
-    every_s: seconds between looks.
+    every_s: seconds between two reads.
   """
-  looks = 0
+  reads = 0
   offsets = {path: 0 for _, path in files}
   rests = {path: b"" for _, path in files}
   while True:
-    over = looks % _ASK_EVERY == 0 and ended()  # asked before what is read
-    looks += 1
+    over = reads % _ASK_EVERY == 0 and ended()  # asked before the files are read
+    reads += 1
     for label, path in files:
-      chunk = _from(path, offsets[path])
+      if not path.exists():
+        continue
+      with path.open("rb") as file:
+        file.seek(offsets[path])
+        chunk = file.read()
       offsets[path] += len(chunk)
       *lines, rests[path] = (rests[path] + chunk).split(b"\n")
       if over and rests[path]:
@@ -82,12 +84,3 @@ def follow(
     if over:
       return
     time.sleep(every_s)
-
-
-def _from(path: Path, offset: int) -> bytes:
-  try:
-    with path.open("rb") as file:
-      file.seek(offset)
-      return file.read()
-  except OSError:
-    return b""

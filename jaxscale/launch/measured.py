@@ -1,15 +1,14 @@
-"""What one run of a scaling study left behind, read back from its files.
+"""What one run of a scaling study left behind, read from its files.
 
-Throughput is the median over windows, the stretches between two logged steps. The
-first after a start is warm-up, and one of fewer than half as many steps as the others
-(the end of a run) scatters too much; both are left out. Of a run that was started
-again, the last start counts: the ones before may have had other devices.
+Throughput is the median over windows, the intervals between two logged steps. The first
+window after a start is warm-up, and one of fewer than half as many steps as the others
+(the end of a run) varies too much; both are left out. If a run was restarted, the last
+start counts: earlier ones may have had other devices.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,8 +16,7 @@ from typing import Any, NamedTuple
 
 from jaxscale.errors import ConfigError
 from jaxscale.launch import folder as folders
-from jaxscale.launch import spec
-from jaxscale.metrics import read_json_lines
+from jaxscale.metrics import read_json, read_json_lines
 
 _RATE, _REPORT = "perf/examples_per_s", "perf/exposed_share"
 
@@ -27,28 +25,28 @@ class NotBegunError(ConfigError):
   """A run that has written nothing yet."""
 
 
-class Measured(NamedTuple):
+class MeasuredRun(NamedTuple):
   """One run; None is what is not on record, and `missing` says why.
 
   Attributes:
-    name: of the run.
-    config: as it was resolved, by name.
+    name: name of the run.
+    config: the resolved config, as in config.json.
     num_train: training examples.
-    versions: of packages.
-    nodes: that the last start had.
+    versions: versions of packages.
+    nodes: nodes of the last start.
     hosts: their names, as Slurm lists them.
-    processes: of the last start.
-    devices: of the last start.
-    kind: of its devices, as "cpu" or "NVIDIA H100".
-    batch: examples a step, over all devices.
-    rates: examples a second, by window.
+    processes: processes of the last start.
+    devices: devices of the last start.
+    kind: the kind of device, as "cpu" or "NVIDIA H100".
+    batch: examples per step, over all devices.
+    rates: examples per second, by window.
     exposed: share of a step that waits for the exchange.
     compute_s: seconds of a step without its exchange.
     exposed_s: seconds that the exchange adds.
     spread: from the fastest to the slowest process, as a share of their median.
-    loss: held out, at the end.
-    accuracy: likewise.
-    perplexity: likewise, of a language model.
+    loss: validation loss at the end.
+    accuracy: validation accuracy at the end.
+    perplexity: validation perplexity at the end, of a language model.
     missing: what is not on record, and why.
   """
 
@@ -74,20 +72,20 @@ class Measured(NamedTuple):
 
   @property
   def rate(self) -> float | None:
-    """Median examples a second."""
+    """Median examples per second."""
     return statistics.median(self.rates) if self.rates else None
 
   @property
   def quartiles(self) -> tuple[float, float] | None:
-    """First and third quartile of the windows; of fewer than 3 there are none."""
+    """First and third quartile of the windows; None for fewer than 3."""
     if len(self.rates) < 3:
       return None
     low, _, high = statistics.quantiles(self.rates, n=4, method="inclusive")
     return low, high
 
 
-def read(path: Path) -> Measured:
-  """What a run left.
+def read(path: Path) -> MeasuredRun:
+  """Read what a run left.
 
   Args:
     path: folder of a run of `jaxscale.launch`, or workdir of `jaxscale.train`.
@@ -96,75 +94,78 @@ def read(path: Path) -> Measured:
     NotBegunError: it has not begun.
     ConfigError: it is neither, or a sweep.
   """
-  diary, workdir = [], path
-  if (path / "run.json").exists():
-    run = folders.read_run(path)
-    if run.trials:
-      raise ConfigError(
-        f"{path.name}: is a sweep; give runs, or workdirs as {path}/trials/0"
-      )
-    workdir = spec.workdir(run, 0)
-    diary = folders.read_lines(spec.events_file(run, 0))
-  config_file = workdir / "config.json"
+  workdir, starts = _workdir_and_starts(path)
+  record = read_json(workdir / "config.json")
   try:
-    described = json.loads(config_file.read_text())
-    derived = described["derived"]
-  except FileNotFoundError:
-    if workdir != path:
-      raise NotBegunError(
-        f"{path.name}: has written nothing yet; see `status {path.name}`"
-      ) from None
-    raise ConfigError(f"{path}: no run.json or config.json in it, give a run") from None
-  except (OSError, ValueError, KeyError) as e:
-    raise ConfigError(f"{config_file}: unreadable ({e})") from None
-  starts = [e for e in diary if e.get("event") == "start"]
+    config, derived, processes = (
+      record["config"],
+      record["derived"],
+      record["processes"],
+    )
+    versions = record["versions"] | {"python": record["python"]}
+  except KeyError as e:
+    raise ConfigError(f"{workdir}/config.json: unreadable, no {e}") from None
   lines = _since_last_start(read_json_lines(workdir / "metrics.jsonl"), starts)
-  summary = _summary(workdir)
   report: Mapping[str, Any] = next((x for x in lines if _REPORT in x), {})
-  rates = windows(lines)
-  done, processes = summary.get("outcome") == "done", described["processes"]
-  return Measured(
+  summary = read_json(workdir / "summary.json")
+  scores = summary if summary.get("outcome") == "done" else {}
+  measured = MeasuredRun(
     name=path.name,
-    config=described["config"],
+    config=config,
     num_train=derived["num_train"],
-    versions=described["versions"] | {"python": described["python"]},
+    versions=versions,
     nodes=starts[-1]["nodes"] if starts else None,
     hosts=starts[-1].get("hosts", "") if starts else "",
     processes=processes,
     devices=derived["num_devices"],
     kind=summary.get("devices", "").partition(" x ")[2],
-    batch=_batch(path.name, described),
-    rates=rates,
+    batch=_batch(path.name, config, derived["phases"]),
+    rates=windows(lines),
     exposed=report.get(_REPORT),
     compute_s=report.get("perf/compute_s"),
     exposed_s=report.get("perf/exposed_s"),
     spread=report.get("perf/spread") if processes > 1 else None,
-    loss=summary.get("loss") if done else None,
-    accuracy=summary.get("accuracy") if done else None,
-    missing=_missing(
-      bool(starts),
-      lines,
-      summary,
-      derived["total_steps"],
-      rates,
-      described["config"]["log"]["step_report"],
-    ),
-    perplexity=summary.get("perplexity") if done else None,
+    loss=scores.get("loss"),
+    accuracy=scores.get("accuracy"),
+    perplexity=scores.get("perplexity"),
+    missing=(),
   )
+  step = max((line["step"] for line in lines), default=0)
+  missing = _missing(measured, step, derived["total_steps"], is_done=bool(scores))
+  return measured._replace(missing=tuple(missing))
+
+
+def _workdir_and_starts(path: Path) -> tuple[Path, list[dict[str, Any]]]:
+  """The workdir of a run, and its starts if it is a run of `jaxscale.launch`."""
+  if not (path / "run.json").exists():
+    if not (path / "config.json").exists():
+      raise ConfigError(f"{path}: no run.json or config.json in it, give a run")
+    return path, []
+  spec = folders.read_spec(path)
+  if spec.trials:
+    raise ConfigError(
+      f"{path.name}: is a sweep; give runs, or workdirs as {path}/trials/0"
+    )
+  if not (spec.workdir(0) / "config.json").exists():
+    raise NotBegunError(
+      f"{path.name}: has written nothing yet; see `status {path.name}`"
+    )
+  events = read_json_lines(spec.events_file(0))
+  return spec.workdir(0), [e for e in events if e.get("event") == "start"]
 
 
 def _since_last_start(
   lines: Sequence[dict[str, Any]], starts: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-  """Lines of the last start, which the diary or else a step report marks."""
+  """Lines of the last start, which an event or else a step report marks."""
   reports = [line["time"] for line in lines if _REPORT in line]
   begins = max([*reports, *(float(s["time"]) for s in starts)], default=0.0)
-  # The diary has whole seconds; nothing is logged in the first one of a process.
+  # Events have whole seconds; nothing is logged in the first second of a process.
   return [line for line in lines if line["time"] >= begins - (begins not in reports)]
 
 
 def windows(lines: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
-  """Examples a second of the windows that count, of one start.
+  """Examples per second of the windows that count, of one start.
 
   Args:
     lines: of metrics.jsonl, in their order.
@@ -182,47 +183,31 @@ def windows(lines: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
   return tuple(rate for n, (_, rate) in counted if 2 * n >= whole)
 
 
-def _summary(workdir: Path) -> dict[str, Any]:
-  try:
-    return json.loads((workdir / "summary.json").read_text())
-  except (OSError, ValueError):
-    return {}
-
-
-def _batch(name: str, described: Mapping[str, Any]) -> int:
-  """The batch size, which must be one, or there is no throughput to speak of."""
-  shapes = {(s["batch_size"], s["image_size"]) for s in described["derived"]["phases"]}
-  if len(shapes) > 1 or described["config"]["phases"]["class"] == "AdaptiveBatch":
+def _batch(name: str, config: Mapping[str, Any], phases: Sequence[Any]) -> int:
+  """The batch size; with several there is no throughput of the run."""
+  shapes = {(phase["batch_size"], phase["image_size"]) for phase in phases}
+  if len(shapes) > 1 or config["phases"]["class"] == "AdaptiveBatch":
     raise ConfigError(
-      f"{name}: batch or images change size on the way, which have no one throughput; "
-      "compare runs with --config.phases=Phases"
+      f"{name}: the batch or image size changes during the run, which has no single "
+      "throughput; compare runs with --config.phases=Phases"
     )
   return shapes.pop()[0]
 
 
-def _missing(
-  has_diary: bool,
-  lines: Sequence[Mapping[str, Any]],
-  summary: Mapping[str, Any],
-  total: int,
-  rates: Sequence[float],
-  is_asked: bool,
-) -> tuple[str, ...]:
-  """What is not there, and why, a line each; `is_asked`: for a step report."""
+def _missing(run: MeasuredRun, step: int, total: int, *, is_done: bool) -> list[str]:
+  """What is not on record, and why, one line each."""
   found = []
-  last = max((line["step"] for line in lines), default=0)
   every = f"log.every_steps={max(total // 20, 1)}"
-  if not rates:
+  if not run.rates:
     found.append(f"throughput: no window after the warm-up; {every} logs more often")
-  elif len(rates) < 3:
-    found.append(
-      f"quartiles: of {len(rates)} windows there are none; {every} logs more often"
-    )
-  if not any(_REPORT in line for line in lines):
+  elif not run.quartiles:
+    found.append(f"quartiles: only {len(run.rates)} windows; {every} logs more often")
+  if run.exposed is None:
+    is_asked = run.config["log"]["step_report"]
     remedy = "not measured yet" if is_asked else "set log.step_report=True"
     found.append(f"exposed and spread: no step report, {remedy}")
-  if summary.get("outcome") != "done":
-    found.append(f"loss and accuracy: not done, at step {last:,} of {total:,}")
-  if not has_diary:
-    found.append("nodes: only runs of jaxscale.launch write them down")
-  return tuple(found)
+  if not is_done:
+    found.append(f"loss and accuracy: not done, at step {step:,} of {total:,}")
+  if run.nodes is None:
+    found.append("nodes: only runs of jaxscale.launch record them")
+  return found

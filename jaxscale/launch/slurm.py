@@ -1,104 +1,87 @@
-"""Slurm's commands: submit, ask, cancel. What they print becomes plain values."""
+"""The executor `slurm`: sbatch, squeue, scancel, and plain values of their output."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from jaxscale.errors import ConfigError
-from jaxscale.launch.render import array
-from jaxscale.launch.spec import Run
+from jaxscale.launch import slurm_script
+from jaxscale.launch.spec import JobSpec, QueueEntry
 
+SCRIPT: str = "job.sbatch"
+render = slurm_script.render
 # Variables that point to the cluster; all others that begin with SLURM_ describe the
-# job that we may be in (a notebook), and sbatch would take them for what is wanted.
+# job that we may be in (a notebook), and sbatch would take them as options.
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT")
 # Fields of squeue(1), --Format; a colon sets the width, or long ones are cut.
 _FIELDS = ("JobArrayID", "State", "NumNodes", "TimeLeft", "RestartCnt", "Reason")
 _WIDTH = 128
-# What Slurm 22.05 says where its commands are and no cluster is.
+# What Slurm 22.05 prints where its commands are installed and no cluster is.
 _NO_CLUSTER = (
   "Could not establish a configuration source", "Unable to contact slurm controller"
 )  # fmt: skip
 
 
-class Queued(NamedTuple):
-  """What Slurm says of a job, or of one task of an array.
-
-  Attributes:
-    state: as Slurm has it: PENDING, RUNNING, COMPLETED, …
-    nodes: given to it, or asked for.
-    time_left: until the limit, as Slurm writes it.
-    restarts: how often it was requeued.
-    reason: why it waits.
-  """
-
-  state: str
-  nodes: int
-  time_left: str
-  restarts: int
-  reason: str
-
-
-def is_here() -> bool:
-  """Whether this machine can submit."""
+def is_available() -> bool:
+  """Whether this machine can submit to Slurm."""
   return shutil.which("sbatch") is not None
 
 
-def submit(run: Run, tasks: Sequence[int] | None = None) -> str:
-  """Hand the run's script to Slurm; returns the number of the job.
-
-  Args:
-    run: whose folder holds job.sbatch.
-    tasks: of a sweep, those to run; None: all.
+def submit(
+  spec: JobSpec, tasks: Sequence[int] | None = None, after: Path | None = None
+) -> str:
+  """Queue the script of a run; `after` is ignored, since Slurm has its own queue.
 
   Raises:
-    ConfigError: Slurm refuses it; its own words.
+    ConfigError: Slurm refuses it, with Slurm's message.
   """
-  only = [f"--array={array(list(tasks), run.at_most)}"] if tasks is not None else []
-  script = str(Path(run.folder, "job.sbatch"))
-  printed = _slurm("sbatch", "--parsable", *only, script)
+  del after
+  array = slurm_script.array
+  only = [f"--array={array(list(tasks), spec.at_most)}"] if tasks is not None else []
+  printed = _slurm("sbatch", "--parsable", *only, str(Path(spec.folder, SCRIPT)))
   return printed.strip().splitlines()[-1].partition(";")[0]
 
 
-def queue() -> dict[str, Queued]:
-  """All jobs of this user that Slurm knows, also those that ended some minutes ago.
+def queue(runs: Mapping[str, JobSpec]) -> dict[str, QueueEntry]:
+  """All jobs of this user that Slurm knows, by number; those of `runs` are among them.
 
-  Returns:
-    By number: "123", and "123_4" for task 4 of an array. (Slurm forgets a job
-    MinJobAge seconds after its end, slurm.conf(5).)
+  Slurm forgets a job MinJobAge seconds after its end, slurm.conf(5).
 
   Raises:
     ConfigError: Slurm does not answer.
   """
-  layout = ",".join(f"{name}:{_WIDTH}" for name in _FIELDS)
+  if not runs or not is_available():
+    return {}
+  form = ",".join(f"{name}:{_WIDTH}" for name in _FIELDS)
   text = _slurm("squeue", "--me", "--array", "--noheader", "--states=all",
-                f"--Format={layout}")  # fmt: skip
+                f"--Format={form}")  # fmt: skip
   return dict(map(parse_line, filter(str.strip, text.splitlines())))
 
 
-def parse_line(line: str) -> tuple[str, Queued]:
+def parse_line(line: str) -> tuple[str, QueueEntry]:
   """A line of squeue, in columns of a fixed width."""
   cells = [line[i * _WIDTH : (i + 1) * _WIDTH].strip() for i in range(len(_FIELDS))]
   job, state, nodes, left, restarts, reason = cells
   number = int(nodes) if nodes.isdecimal() else 0
-  return job, Queued(state, number, left, int(restarts or 0), reason)
+  return job, QueueEntry(state, number, left, int(restarts or 0), reason)
 
 
-def cancel(jobs: Sequence[str]) -> None:
-  """End jobs, queued or running: SIGTERM, and SIGKILL after Slurm's KillWait.
+def cancel(spec: JobSpec, job: str) -> None:
+  """End a job, queued or running: SIGTERM, and SIGKILL after Slurm's KillWait.
 
   Raises:
     ConfigError: Slurm refuses.
   """
-  _slurm("scancel", *jobs)
+  del spec
+  _slurm("scancel", job)
 
 
 def _slurm(*command: str) -> str:
-  """What a command prints; its first complaint becomes an error of one line."""
+  """The output of a command; its error messages become a ConfigError of one line."""
   env = {
     k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k in _KEPT
   }
@@ -112,10 +95,9 @@ def _slurm(*command: str) -> str:
     raise ConfigError(f"{command[0]}: Slurm has not answered in 60 s") from None
   if done.returncode:
     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-    said = "; ".join(
-      dict.fromkeys(line.partition("error: ")[2] or line for line in lines)
-    )
-    if any(word in said for word in _NO_CLUSTER):
-      said = f"reaches no Slurm ({said}); go where it is, or give --executor local"
-    raise ConfigError(f"{command[0]}: {said}")
+    message = "; ".join(dict.fromkeys(x.partition("error: ")[2] or x for x in lines))
+    if any(words in message for words in _NO_CLUSTER):
+      message = f"reaches no Slurm ({message}); submit where it runs, or give "
+      message += "--executor local"
+    raise ConfigError(f"{command[0]}: {message}")
   return done.stdout

@@ -1,35 +1,63 @@
-"""What a run is: all that its script is made of, as one value that JSON can hold."""
+"""What a run is: all that its script is made of, as one value that JSON can hold.
+
+Also what the scripts of every executor share: how the environment is set up, how
+Python is started, and after which exit codes a run is restarted.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any, NamedTuple
 
-from jaxscale.launch.profile import Site, site_from
+from jaxscale.errors import (
+  EXIT_DONE,
+  EXIT_GIVE_UP,
+  EXIT_HANG,
+  EXIT_INTERRUPTED,
+  EXIT_PREEMPTED,
+  EXIT_USER,
+)
+from jaxscale.launch.site import Site, site_from
+
+# Any other exit code is a crash, after which a run is restarted if it has left a
+# newer checkpoint than it found.
+RESTARTED_CODES = (EXIT_PREEMPTED, EXIT_HANG)
+FINAL_CODES = (EXIT_DONE, EXIT_USER, EXIT_GIVE_UP, EXIT_INTERRUPTED)
 
 
-class Run(NamedTuple):
+def is_restarted(code: int, progress: bool) -> bool:
+  """Whether a run that ended is started again; batch scripts repeat this in bash.
+
+  Args:
+    code: the exit code of the run.
+    progress: whether it left a newer checkpoint than it found.
+  """
+  return code in RESTARTED_CODES or (code not in FINAL_CODES and progress)
+
+
+class JobSpec(NamedTuple):
   """One run, or a sweep of several trials.
 
   Attributes:
-    name: of the run and its folder.
-    folder: absolute, made for this run alone.
-    cwd: absolute; where it was submitted, and what relative paths in the config
-      belong to.
-    config: `FILE[:arg]` of the copy, from the folder.
-    overrides: settings that all trials have, as text by dotted field.
+    name: name of the run and of its folder.
+    folder: absolute path, created for this run alone.
+    cwd: absolute path of the directory of the submission, to which relative paths in
+      the config refer.
+    config: `FILE[:arg]` of the copy, relative to the folder.
+    overrides: settings of all trials, as text by dotted field.
     trials: settings of each trial of a sweep; empty: a single run.
-    at_most: trials that run at a time; 0: as many as there is room for.
-    nodes: of each run.
-    site: the cluster, with what was asked for on the command line.
-    requeue: how often the job may be started again.
-    preflight: check the nodes before training starts.
-    executor: "slurm" or "local".
-    python: the interpreter that submits, where the site names none.
-    made_by: the command line, for whoever reads the script.
-    spares: nodes of the job beyond those that train, for those that are lost.
+    at_most: trials that run at the same time; 0: as many as there is room for.
+    nodes: nodes of each run.
+    site: the cluster, with the options of the command line.
+    requeue: how many times the job may be restarted.
+    preflight: check the nodes before training.
+    executor: name of the executor, a key of `EXECUTORS`.
+    python: the interpreter that submits, for a site that names none.
+    made_by: the command line, for readers of the script.
+    spares: additional nodes of the job that replace lost ones.
   """
 
   name: str
@@ -50,58 +78,120 @@ class Run(NamedTuple):
 
   @property
   def tasks(self) -> range:
-    """Indices of what runs: of the trials, or 0 alone."""
+    """Indices of the trials; 0 alone for a single run."""
     return range(max(len(self.trials), 1))
 
   @property
   def processes(self) -> int:
-    """Of each trial."""
+    """Number of processes of each trial."""
     return self.nodes * self.site.tasks
 
+  def task_id(self, job: str, task: int) -> str:
+    """The job number of one trial: JOB_TASK in a sweep, as Slurm numbers arrays."""
+    return f"{job}_{task}" if self.trials else job
 
-def config(run: Run) -> str:
-  """`FILE[:arg]` of the folder's own copy."""
-  return f"{run.folder}/{run.config}"
+  def workdir(self, task: int) -> Path:
+    """Where a trial writes its checkpoints and metrics."""
+    return Path(self.folder, *(("trials", str(task)) if self.trials else ("train",)))
+
+  def events_file(self, task: int) -> Path:
+    """The starts and ends of a trial, one line each."""
+    return Path(self.folder, "events", f"{task}.jsonl")
+
+  def log_file(self, job: str, task: int, rank: int | str) -> Path:
+    """The output of a process; of the script, or the supervisor, if rank is "batch"."""
+    return Path(self.folder, "logs", f"{self.task_id(job, task)}.{rank}.out")
+
+  def train_options(self) -> list[str]:
+    """The options of `jaxscale.train` that all trials have."""
+    return ["--config", f"{self.folder}/{self.config}", *as_options(self.overrides)]
 
 
-def workdir(run: Run, task: int) -> Path:
-  """Where a trial writes its checkpoints and metrics."""
-  folder = Path(run.folder)
-  return folder / "trials" / str(task) if run.trials else folder / "train"
-
-
-def events_file(run: Run, task: int) -> Path:
-  """The diary of a trial: a line a start, and a line an end."""
-  return Path(run.folder) / "events" / f"{task}.jsonl"
-
-
-def settings_of(run: Run, task: int) -> dict[str, str]:
-  """The overrides of a trial: the sweep's win over those of all."""
-  return run.overrides | (run.trials[task] if run.trials else {})
-
-
-def options(overrides: Mapping[str, str]) -> list[str]:
-  """Overrides as a command line has them.
+def as_options(overrides: Mapping[str, str]) -> list[str]:
+  """Overrides as options of the command line.
 
   Example:
-    >>> options({"epochs": "3"})
+    >>> as_options({"epochs": "3"})
     ['--config.epochs=3']
   """
   return [f"--config.{path}={value}" for path, value in overrides.items()]
 
 
-def interpreter(run: Run) -> str:
-  """The Python of the job."""
-  return run.site.python or ("python" if run.site.container else run.python)
+def to_json(spec: JobSpec) -> dict[str, Any]:
+  """A spec as JSON; `from_json` is the inverse."""
+  return spec._asdict() | {"site": dataclasses.asdict(spec.site)}
 
 
-def to_json(run: Run) -> dict[str, Any]:
-  """A run as JSON has it; `from_json` reads it back."""
-  return run._asdict() | {"site": dataclasses.asdict(run.site)}
-
-
-def from_json(table: Mapping[str, Any]) -> Run:
-  """A run that `to_json` wrote."""
-  fields = {name: table[name] for name in Run._fields if name in table}
+def from_json(table: Mapping[str, Any]) -> JobSpec:
+  """A spec from what `to_json` returned."""
+  fields = {name: table[name] for name in JobSpec._fields if name in table}
   fields |= {"site": site_from(table["site"]), "trials": tuple(table["trials"])}
-  return Run(**fields)
+  return JobSpec(**fields)
+
+
+def python_command(spec: JobSpec) -> list[str]:
+  """The command that starts Python in the job, inside its container if it has one.
+
+  Slurm's plugin pyxis is not part of it: there `srun` starts the container.
+  """
+  site = spec.site
+  python = [site.python or ("python" if site.container else spec.python)]
+  if site.container is None or site.container.kind == "pyxis":
+    return python
+  return [
+    *(site.container.kind, "exec"),
+    *(["--nv"] if site.gpus_per_node and not site.container.options else []),
+    *(f"--bind={mount}" for mount in container_mounts(spec)),
+    f"--pwd={spec.cwd}",
+    *site.container.options,
+    site.container.image,
+    *python,
+  ]
+
+
+def container_mounts(spec: JobSpec) -> list[str]:
+  """The directories that are mounted in the container."""
+  assert spec.site.container is not None
+  return [spec.folder, spec.cwd, *spec.site.container.mounts]
+
+
+def setup_script(spec: JobSpec) -> str:
+  """The lines of bash that prepare the environment of a job, or end it."""
+  site = spec.site
+  lines = [
+    "# The environment of the job; a line that fails ends it.",
+    "set -eo pipefail",
+    "trap 'echo \"error: line $LINENO of $0 failed on $(hostname)\" >&2; exit 2' ERR",
+    *(f"module load {quote(module)}" for module in site.modules),
+    *site.setup,
+    *(f"export {n}={quote(v)}" for n, _, v in (e.partition("=") for e in site.env)),
+    "trap - ERR",
+    "set -u +e",
+    "",
+    "# The copy of the code that the submission made comes first. Without",
+    "# PYTHONSAFEPATH the current directory would, which is last here.",
+    f"run={quote(spec.folder)}",
+    'export PYTHONPATH="$run/code${PYTHONPATH:+:$PYTHONPATH}:$PWD"',
+    "export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1",
+    "# The launcher restarts processes, they do not requeue their job themselves.",
+    "export JAXSCALE_REQUEUE=launcher",
+  ]
+  return "\n".join(lines) + "\n"
+
+
+class QueueEntry(NamedTuple):
+  """What an executor reports about a job, or about one task of an array.
+
+  Attributes:
+    state: in Slurm's words: PENDING, RUNNING, COMPLETED, …
+    nodes: nodes that it has, or asks for; 0: not known.
+    time_left: until the time limit, as Slurm writes it.
+    restarts: how many times it was restarted.
+    reason: why it waits.
+  """
+
+  state: str
+  nodes: int = 0
+  time_left: str = ""
+  restarts: int = 0
+  reason: str = "None"

@@ -1,51 +1,52 @@
-"""Where runs are: what Slurm says, and what they wrote into their folders.
+"""The state of runs: what their executor knows, and what they wrote.
 
 Slurm forgets a job some minutes after its end, and knows neither step nor loss; the
-folder has both, and the diary says how it ended. Nothing here asks JAX.
+folder has both, and the events say how the job ended. Nothing here asks JAX.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxscale.errors import EXIT_DONE, EXIT_PREEMPTED
 from jaxscale.launch import folder as folders
-from jaxscale.launch import local, slurm, spec
-from jaxscale.launch.slurm import Queued
-from jaxscale.launch.spec import Run
-from jaxscale.launch.table import as_html, as_text, result
-from jaxscale.metrics import duration
+from jaxscale.launch.executors import EXECUTORS
+from jaxscale.launch.spec import JobSpec, QueueEntry
+from jaxscale.metrics import read_json, read_json_lines, text
 
-# States of squeue(1) after which nothing more happens, and our own LOST: it was
-# started and neither Slurm nor the diary knows of an end.
+# States of squeue(1) after which nothing more happens, and our own LOST: the run was
+# started, and neither the executor nor the events know of an end.
 ENDED = (
   "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LOST", "NODE_FAIL",
   "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT",
 )  # fmt: skip
 _TAIL = 1 << 16  # bytes of the metrics that are read: hundreds of lines
 _RATE_OVER = 10  # logged lines
+_HEAD = ("run", "job", "state", "nodes", "step", "loss", "examples/s", "accuracy",
+         "time left", "to go", "restarts", "")  # fmt: skip
+_LEFT = (0, 1, 2, 11)  # columns of words
 
 
-class Row(NamedTuple):
-  """One run, or one trial of a sweep, as of now.
+class RunStatus(NamedTuple):
+  """One run, or one trial of a sweep, at present; None is what is not known.
 
   Attributes:
     run: its name; NAME/3 for trial 3.
     job: its number.
-    state: in Slurm's words, and LOST.
-    code: exit code of the last end, None before.
-    nodes: that it has, or asked for.
+    state: in Slurm's words, or LOST.
+    code: exit code of the last end.
+    nodes: nodes that it has, or asks for.
     step: the last one on record.
     total: steps of the whole run.
     loss: of the last logged training step.
-    rate: examples a second.
+    rate: examples per second.
     accuracy: of the last evaluation.
-    perplexity: likewise, of a language model.
-    time_left: until the limit, as Slurm writes it.
-    to_go: seconds until training is done, if it goes on as it does.
-    restarts: how often it was started again.
+    perplexity: the same, of a language model.
+    time_left: until the time limit, as Slurm writes it.
+    to_go: seconds until training is done, at the present pace.
+    restarts: how many times it was restarted.
     note: why it waits; what a trial varies.
   """
 
@@ -59,11 +60,11 @@ class Row(NamedTuple):
   loss: float | None
   rate: float | None
   accuracy: float | None
+  perplexity: float | None
   time_left: str
   to_go: float | None
   restarts: int
   note: str
-  perplexity: float | None = None
 
   @property
   def ended(self) -> bool:
@@ -71,113 +72,106 @@ class Row(NamedTuple):
     return self.state in ENDED
 
 
-def rows(paths: Sequence[Path]) -> list[Row]:
-  """The state of runs, a row a run or trial; Slurm is asked once.
+class ShownAsTable(list[Any]):
+  """A list that a terminal and a notebook show as a table."""
 
-  Args:
-    paths: their folders.
+  empty = ""
+
+  def columns(self) -> tuple[Sequence[str], list[Sequence[str]], Sequence[int]]:
+    """Titles, rows of cells, and the columns that are aligned to the left."""
+    raise NotImplementedError
+
+  def __repr__(self) -> str:
+    return text.table(*self.columns()) if self else self.empty
+
+  __str__ = __repr__
+
+  def _repr_html_(self) -> str:
+    return text.html_table(*self.columns()) if self else self.empty
+
+
+class StatusTable(ShownAsTable):
+  """A list of `RunStatus`."""
+
+  empty = "no runs"
+
+  def columns(self) -> tuple[Sequence[str], list[Sequence[str]], Sequence[int]]:
+    """See `ShownAsTable`."""
+    return _HEAD, [_cells(status) for status in self], _LEFT
+
+
+def statuses(folders_of_runs: Sequence[Path]) -> StatusTable:
+  """The status of each run or trial; each executor is asked once.
 
   Raises:
-    ConfigError: a folder is none of a run, or Slurm does not answer.
+    ConfigError: there is no run in a folder, or Slurm does not answer.
   """
-  runs = [(path, folders.read_run(path)) for path in paths]
-  wants_slurm = any(run.executor == "slurm" for _, run in runs)
-  queue = slurm.queue() if wants_slurm and slurm.is_here() else {}
-  found = []
-  for path, run in runs:
-    job = folders.last_job(path) or ""
-    is_alive = run.executor == "local" and local.is_alive(path)
-    for task in run.tasks:
-      number = f"{job}_{task}" if run.trials else job
-      found.append(row(run, task, number, queue.get(number), is_alive))
+  specs = [folders.read_spec(path) for path in folders_of_runs]
+  queue: dict[str, QueueEntry] = {}
+  for name, executor in EXECUTORS.items():
+    runs = {folders.last_job(s.folder): s for s in specs if s.executor == name}
+    queue |= executor.queue(runs)
+  found = StatusTable()
+  for spec in specs:
+    for task in spec.tasks:
+      job = folders.last_job(spec.folder, task)
+      found.append(status(spec, task, job, queue.get(spec.task_id(job, task))))
   return found
 
 
-def row(run: Run, task: int, job: str, queued: Queued | None, is_alive: bool) -> Row:
-  """The state of a run or trial.
+def status(spec: JobSpec, task: int, job: str, queued: QueueEntry | None) -> RunStatus:
+  """The status of one run or trial.
 
   Args:
-    run: what was asked for.
+    spec: the run.
     task: index of the trial.
-    job: its number.
-    queued: what Slurm says of it, if it knows it.
-    is_alive: whether the supervisor of a local run is.
+    job: number of its last job.
+    queued: what the executor knows; None: nothing.
   """
-  diary = folders.read_lines(spec.events_file(run, task))
-  last = diary[-1] if diary else {}
-  workdir = spec.workdir(run, task)
-  lines = tail(workdir / "metrics.jsonl")
-  step = max((line["step"] for line in lines), default=None)
-  total = total_steps(workdir)
-  note = " ".join(f"{k}={v}" for k, v in run.trials[task].items()) if run.trials else ""
-  state = queued.state if queued else _state(run, last, job, is_alive)
-  waits = queued is not None and state == "PENDING" and queued.reason != "None"
-  return Row(
-    run=f"{run.name}/{task}" if run.trials else run.name,
-    job=job,
+  last = folders.last_event(spec, job, task)
+  workdir = spec.workdir(task)
+  lines = read_json_lines(workdir / "metrics.jsonl", _TAIL)
+  lines = [line for line in lines if "step" in line]
+  total = read_json(workdir / "config.json").get("derived", {}).get("total_steps")
+  state = queued.state if queued else _state(spec, last)
+  queued = queued or QueueEntry(state)
+  trial = spec.trials[task] if spec.trials else {}
+  notes = [f"{name}={value}" for name, value in trial.items()]
+  if state == "PENDING" and queued.reason != "None":
+    notes.insert(0, f"({queued.reason})")
+  return RunStatus(
+    run=f"{spec.name}/{task}" if spec.trials else spec.name,
+    job=spec.task_id(job, task),
     state=state,
     code=last["code"] if last.get("event") == "end" else None,
-    nodes=(queued.nodes if queued else 0) or last.get("nodes") or run.nodes,
-    step=step,
+    nodes=queued.nodes or last.get("nodes") or spec.nodes,
+    step=max((line["step"] for line in lines), default=None),
     total=total,
     loss=_latest(lines, "train/loss"),
     rate=_latest(lines, "perf/examples_per_s"),
     accuracy=_latest(lines, "eval/accuracy"),
-    time_left=queued.time_left if queued and state == "RUNNING" else "",
-    to_go=seconds_to_go(lines, total) if state == "RUNNING" else None,
-    restarts=max(queued.restarts if queued else 0, last.get("restarts", 0)),
-    note=" ".join(
-      filter(None, (f"({queued.reason})" if queued and waits else "", note))
-    ),
     perplexity=_latest(lines, "eval/perplexity"),
+    time_left=queued.time_left if state == "RUNNING" else "",
+    to_go=seconds_to_go(lines, total) if state == "RUNNING" else None,
+    restarts=max(queued.restarts, last.get("restarts", 0)),
+    note=" ".join(notes),
   )
 
 
-def _state(run: Run, last: Mapping[str, Any], job: str, is_alive: bool) -> str:
-  """The state of what Slurm has forgotten, or never knew."""
-  is_this = last.get("job") in (job, job.rpartition("_")[0])  # not one before
-  cancelled = Path(run.folder, "cancelled").exists()
-  if is_alive and not (is_this and last["event"] == "end" and last["next"] == "stop"):
-    return "RUNNING" if is_this else "PENDING"
-  if not is_this or last["event"] != "end" or last["next"] == "requeue":
+def _state(spec: JobSpec, last: Mapping[str, Any]) -> str:
+  """The state of a run that its executor does not know any more, by its events."""
+  cancelled = Path(spec.folder, "cancelled").exists()
+  if last.get("event") != "end" or last["next"] == "requeue":
     return "CANCELLED" if cancelled else "LOST"
-  if last["code"] == 0:
+  if last["code"] == EXIT_DONE:
     return "COMPLETED"
   if cancelled:
     return "CANCELLED"
-  return "PREEMPTED" if last["code"] == 85 else "FAILED"
-
-
-def tail(path: Path, size: int = _TAIL) -> list[dict[str, Any]]:
-  """The last lines of a file of JSON lines, without those that are cut."""
-  try:
-    with path.open("rb") as file:
-      end = file.seek(0, 2)
-      file.seek(max(end - size, 0))
-      text = file.read().decode(errors="replace")
-  except OSError:
-    return []
-  lines = []
-  for line in text.splitlines():
-    try:
-      value = json.loads(line)
-    except json.JSONDecodeError:
-      continue
-    if isinstance(value, dict) and "step" in value:
-      lines.append(value)
-  return lines
+  return "PREEMPTED" if last["code"] == EXIT_PREEMPTED else "FAILED"
 
 
 def _latest(lines: Sequence[Mapping[str, Any]], name: str) -> Any:
   return next((line[name] for line in reversed(lines) if name in line), None)
-
-
-def total_steps(workdir: Path) -> int | None:
-  """Steps of the whole run, where it has said so."""
-  try:
-    return json.loads((workdir / "config.json").read_text())["derived"]["total_steps"]
-  except (OSError, ValueError, KeyError):
-    return None
 
 
 def seconds_to_go(
@@ -196,48 +190,36 @@ def seconds_to_go(
     return None
   steps = logged[-1]["step"] - logged[0]["step"]
   seconds = logged[-1]["time"] - logged[0]["time"]
-  if steps <= 0 or seconds < 0:  # it went back, after a restart
+  if steps <= 0 or seconds < 0:  # a restart went back to an earlier step
     return None
   return (total - logged[-1]["step"]) * seconds / steps
 
 
-_HEAD = ("run", "job", "state", "nodes", "step", "loss", "examples/s", "accuracy",
-         "time left", "to go", "restarts", "")  # fmt: skip
-_LEFT = (0, 1, 2, 11)  # columns of words
+def _cells(s: RunStatus) -> list[str]:
+  total = "?" if s.total is None else f"{s.total:,}"
+  return [
+    s.run,
+    s.job,
+    f"{s.state} {s.code}" if s.state == "FAILED" and s.code else s.state,
+    str(s.nodes),
+    "-" if s.step is None else f"{s.step:,}/{total}",
+    "-" if s.loss is None else f"{s.loss:.4f}",
+    "-" if s.rate is None else f"{s.rate:,.0f}",
+    quality(s.accuracy, s.perplexity) or "-",
+    s.time_left or "-",
+    "-" if s.to_go is None else text.duration(s.to_go),
+    str(s.restarts),
+    s.note,
+  ]
 
 
-def table(found: Sequence[Row]) -> str:
-  """Rows for a person.
+def quality(accuracy: float | None, perplexity: float | None) -> str:
+  """How good a model is, in a cell; empty if it is not known.
 
   Example:
-    >>> print(table([]))
-    no runs
+    >>> quality(0.9, None), quality(0.5, 3.4567), quality(None, None)
+    ('90.00%', 'ppl 3.457', '')
   """
-  if not found:
-    return "no runs"
-  return as_text(_HEAD, [_cells(row) for row in found], _LEFT)
-
-
-def html(found: Sequence[Row]) -> str:
-  """Rows for a notebook."""
-  return as_html(_HEAD, [_cells(row) for row in found], _LEFT)
-
-
-def _cells(r: Row) -> tuple[str, ...]:
-  failed = r.state == "FAILED" and r.code
-  return (
-    r.run,
-    r.job,
-    f"{r.state} {r.code}" if failed else r.state,
-    str(r.nodes),
-    "-"
-    if r.step is None
-    else f"{r.step:,}/{'?' if r.total is None else f'{r.total:,}'}",
-    "-" if r.loss is None else f"{r.loss:.4f}",
-    "-" if r.rate is None else f"{r.rate:,.0f}",
-    result(r.accuracy, r.perplexity) or "-",
-    r.time_left or "-",
-    "-" if r.to_go is None else duration(r.to_go),
-    str(r.restarts),
-    r.note,
-  )
+  if perplexity is not None:
+    return f"ppl {perplexity:.3f}"
+  return "" if accuracy is None else f"{accuracy:.2%}"

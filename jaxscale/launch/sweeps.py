@@ -1,4 +1,4 @@
-"""The trials of a sweep: a product of lists, or what a config file yields."""
+"""The trials of a sweep: the product of lists, or what a config file yields."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def product(lists: Sequence[str]) -> list[dict[str, str]]:
   """Every combination of values; the last list changes fastest.
 
   Args:
-    lists: each as `a.b=1,2,3`; commas inside brackets or quotes do not divide.
+    lists: each as `a.b=1,2,3`; commas inside brackets or quotes do not separate.
 
   Raises:
-    ConfigError: a list is none, or a setting is given twice.
+    ConfigError: a list is malformed, or a setting is given twice.
 
   Example:
     >>> product(["epochs=1,2", "seed=7"])
@@ -41,7 +41,7 @@ def product(lists: Sequence[str]) -> list[dict[str, str]]:
 
 
 def split(text: str) -> list[str]:
-  """The parts between commas that are in no brackets or quotes.
+  """The parts between commas, without those in brackets or quotes.
 
   Example:
     >>> split("(1,2),'a,b',3")
@@ -72,27 +72,27 @@ def from_file(config: str) -> list[dict[str, str]]:
           yield {"optimizer.lr": lr, "seed": 1}
 
   Args:
-    config: `FILE[:arg]`; the argument is handed on.
+    config: `FILE[:arg]`; the argument is passed on.
 
   Raises:
     ConfigError: there is no such function, or it yields something else.
   """
   trials = call(config, "get_sweep", "define get_sweep() in it, or give --sweep")
   if isinstance(trials, Mapping) or not isinstance(trials, Iterable):
-    raise ConfigError(f"{config}: get_sweep() must yield settings, one dict a trial")
+    raise ConfigError(f"{config}: get_sweep() must yield settings, one dict per trial")
   texts = []
   for trial in trials:
     if not isinstance(trial, Mapping) or not all(isinstance(k, str) for k in trial):
       raise ConfigError(
         f"{config}: get_sweep() yielded {trial!r}, not e.g. {{'optimizer.lr': 0.1}}"
       )
-    texts.append({path: as_text(value) for path, value in trial.items()})
+    texts.append(as_texts(trial))
   return texts
 
 
-def as_text(value: Any) -> str:
-  """A value as a command line has it; text is as good as what it stands for."""
-  return value if isinstance(value, str) else repr(value)
+def as_texts(values: Mapping[str, Any]) -> dict[str, str]:
+  """Values by dotted field as the command line takes them."""
+  return {k: v if isinstance(v, str) else repr(v) for k, v in values.items()}
 
 
 def check(
@@ -104,11 +104,11 @@ def check(
 
   Args:
     load: makes the config with overrides, or raises.
-    overrides: of all trials.
-    trials: of each.
+    overrides: settings of all trials.
+    trials: settings of each trial.
 
   Raises:
-    ConfigError: too few or many trials, or one whose config cannot be.
+    ConfigError: too few or too many trials, two equal ones, or an invalid config.
   """
   if not 1 <= len(trials) <= _MOST:
     raise ConfigError(f"{len(trials)} trials: give 1 to {_MOST}")

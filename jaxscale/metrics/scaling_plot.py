@@ -15,7 +15,7 @@ def plot_scaling(study: Mapping[str, Any], path: str | Path) -> Path:
 
   Args:
     study: "title"; "rows", each with "devices", and with None for what is not known
-      "rate" (examples a second), "speed_up", its quartiles "low" and "high",
+      "examples_per_s", "speed_up", its quartiles "low" and "high",
       "efficiency", "compute_s" and "exposed_s" (seconds of a step), and "spread" (a
       share); "base", the devices of the smallest size; "law", (devices, speed-up) of
       a curve, and its "law_label".
@@ -68,7 +68,7 @@ def _speed_up(axis, study: Mapping[str, Any], devices: Sequence[int]) -> None:
   _points(axis, rows, "speed_up", ("low", "high"), label)
   for row in rows:
     axis.annotate(
-      _short(row["rate"]), (row["devices"], row["speed_up"]), xytext=(7, -12),
+      _short(row["examples_per_s"]), (row["devices"], row["speed_up"]), xytext=(7, -12),
       textcoords="offset points", fontsize=8, color=_RUN,
     )  # fmt: skip
   axis.set_yscale("log", base=2)

@@ -1,8 +1,8 @@
-"""Strong and weak scaling: one config at several sizes, a run each.
+"""Strong and weak scaling: one config at several sizes, one run each.
 
-A study has a folder beside those of its runs, with what it is (scaling.json) and what
-came of it (scaling.csv, scaling.png). On this machine its runs go one after another,
-or they would measure each other.
+A study has a folder next to those of its runs, with its definition (scaling.json) and
+its results (scaling.csv, scaling.png). On this machine its runs are executed one after
+another, or they would measure each other.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from jaxscale.config import AdaptiveBatch, Config
 from jaxscale.config.validation import nearest
 from jaxscale.errors import ConfigError
 from jaxscale.launch import folder as folders
-from jaxscale.launch import handle, sweeps
-from jaxscale.launch import status as states
-from jaxscale.launch.handle import Job, Prepared, Rows
-from jaxscale.launch.report import Report, report
+from jaxscale.launch import jobs, sweeps
+from jaxscale.launch.jobs import Job, Prepared
+from jaxscale.launch.scaling_report import Report, report
+from jaxscale.launch.status import StatusTable, statuses
 from jaxscale.metrics import write_json
 
 BATCHES = ("fixed", "grows")
 
 
 class PreparedStudy(NamedTuple):
-  """A study that is checked and not made yet.
+  """A study that is checked and not submitted yet.
 
   Attributes:
-    folder: that it will have.
+    folder: its future folder.
     batch: "fixed" or "grows".
-    runs: from the first size on, in the order that was asked for.
+    runs: one per size, in the order that was given.
   """
 
   folder: Path
@@ -49,33 +49,31 @@ def prepare(
   runs: str = "runs",
   **options: Any,
 ) -> PreparedStudy:
-  """Check all that can be checked here; makes nothing. See `scaling`."""
+  """Check everything that can be checked before a submission; see `scaling`."""
   if batch not in BATCHES:
     raise ConfigError(f"--batch={batch}: {nearest(batch, BATCHES)}")
-  given = ",".join(map(str, nodes))
   if not nodes or len({*nodes}) < len(nodes) or min(nodes) < 1:
+    given = ",".join(map(str, nodes))
     raise ConfigError(f"--nodes={given}: give several sizes, e.g. 1,2,4,8")
   path = config if isinstance(config, str) else "notebook.py"
   folder = folders.new_folder(runs, name, path)
-  # What a step waits for is part of the report.
-  settings = {"log.step_report": True, **(overrides or {})}
-  texts = {k: sweeps.as_text(v) for k, v in settings.items()}
-  asked = handle.loader(config)(texts)
-  phases, smallest = asked.phases, asked.batch_size
+  # The report shows what a step waits for.
+  texts = sweeps.as_texts({"log.step_report": True, **(overrides or {})})
+  first = jobs.checked_loader(config)(texts)
+  phases = first.phases
   if isinstance(phases, AdaptiveBatch) or phases.batch_sizes or phases.image_sizes:
     raise ConfigError(
-      f"{path}: batch or images change size on the way, which have no one throughput; "
-      "give --config.phases=Phases"
+      f"{path}: the batch or image size changes during the run, which has no single "
+      "throughput; give --config.phases=Phases"
     )
   prepared = []
   for size in nodes:
-    changed = dict(texts)
     if batch == "grows":
-      changed["batch_size"] = str(smallest * size // nodes[0])
+      texts = {**texts, "batch_size": str(first.batch_size * size // nodes[0])}
     prepared.append(
-      handle.prepare(
-        config, nodes=size, name=f"{folder.name}-{size}n", overrides=changed,
-        runs=runs, **options,
+      jobs.prepare(
+        config, nodes=size, name=f"{folder.name}-{size}n", overrides=texts, runs=runs,
+        **options,
       )
     )  # fmt: skip
   return PreparedStudy(folder, batch, tuple(prepared))
@@ -85,27 +83,27 @@ def launch(prepared: PreparedStudy) -> Study:
   """Make the study's folder, and submit its runs.
 
   Raises:
-    ConfigError: as `handle.launch`; what was submitted before is cancelled.
+    ConfigError: as `jobs.launch`; what was submitted before is cancelled.
   """
-  folder, jobs = prepared.folder, []
+  folder, submitted = prepared.folder, []
   try:
     for run in prepared.runs:
-      jobs.append(handle.launch(run, after=jobs[-1] if jobs else None))
+      submitted.append(jobs.launch(run, after=submitted[-1] if submitted else None))
     folder.mkdir()
     line = {
       "batch": prepared.batch,
-      "runs": [job.name for job in jobs],
-      "made_by": prepared.runs[0].run.made_by,
+      "runs": [job.name for job in submitted],
+      "made_by": prepared.runs[0].spec.made_by,
       "time": round(time.time(), 3),
     }
     write_json(folder / "scaling.json", line)
   except (ConfigError, OSError) as e:
-    for job in jobs:
+    for job in submitted:
       job.cancel()
     if isinstance(e, ConfigError):
       raise
     raise ConfigError(f"{folder}: {e.strerror}; give another --runs") from None
-  return Study(folder, tuple(jobs))
+  return Study(folder, tuple(submitted))
 
 
 def scaling(config: str | Config, nodes: Sequence[int], **options: Any) -> Study:
@@ -113,13 +111,13 @@ def scaling(config: str | Config, nodes: Sequence[int], **options: Any) -> Study
 
   Args:
     config: as for `submit`.
-    nodes: the sizes; the batch is that of the first.
+    nodes: the sizes; the batch size of the config is that of the first.
     options: `batch`, "fixed" (strong scaling, the default) or "grows" with the nodes
       (weak); `name` of the study, whose runs are NAME-1n, NAME-2n, …; and those of
       `submit`.
 
   Raises:
-    ConfigError: as for `submit`, or a config whose batch changes on the way.
+    ConfigError: as for `submit`, or a config whose batch size changes during the run.
 
   Example:
     >>> study = scaling("configs/digits.py", [1, 2, 4])       # doctest: +SKIP
@@ -132,7 +130,7 @@ def study(name: str, runs: str = "runs") -> Study:
   """The handle of a study that was submitted before.
 
   Args:
-    name: of the study, or the path of its folder.
+    name: name of the study, or the path of its folder.
     runs: the directory of all runs.
 
   Raises:
@@ -140,17 +138,17 @@ def study(name: str, runs: str = "runs") -> Study:
   """
   found = folders.find_study(name, runs)
   if found is None:
-    known = [p.parent.name for p in Path(runs).glob("*/scaling.json")]
+    known = folders.all_studies(runs)
     hint = nearest(name, known) if known else f"there is none in {runs}/"
     raise ConfigError(f"{name}: no such study, {hint}")
   return Study(found[0], tuple(map(Job, found[1])))
 
 
 class Study(NamedTuple):
-  """A scaling study that was submitted, known by its folder.
+  """A scaling study that was submitted, identified by its folder.
 
   Attributes:
-    folder: of the study.
+    folder: folder of the study.
     jobs: its runs.
   """
 
@@ -159,16 +157,16 @@ class Study(NamedTuple):
 
   @property
   def name(self) -> str:
-    """Of the study; `launch.study(name)` gives this handle again."""
+    """The name of the study; `launch.study(name)` returns this handle again."""
     return self.folder.name
 
-  def status(self) -> Rows:
-    """A row a run."""
-    return Rows(states.rows([job.folder for job in self.jobs]))
+  def status(self) -> StatusTable:
+    """The status of each run."""
+    return statuses([job.folder for job in self.jobs])
 
-  def wait(self, timeout_s: float | None = None, every_s: float = 2.0) -> Rows:
+  def wait(self, timeout_s: float | None = None, every_s: float = 2.0) -> StatusTable:
     """Wait until all runs have ended, as `Job.wait`."""
-    return handle.wait(self.status, self.name, timeout_s, every_s)
+    return jobs.wait(self.jobs, timeout_s, every_s)
 
   def cancel(self) -> None:
     """End all runs, as `Job.cancel`."""
@@ -176,11 +174,10 @@ class Study(NamedTuple):
       job.cancel()
 
   def report(self) -> Report:
-    """Table and picture of what is on record by now, also as files in the folder.
+    """Table and picture of what is on record, also written into the folder.
 
     Raises:
-      ConfigError: a run has not begun.
+      ConfigError: no run has begun.
     """
-    paths = [job.folder for job in self.jobs]
     files = (self.folder / f"scaling.{kind}" for kind in ("csv", "png"))
-    return report(self.name, paths, *files)
+    return report(self.name, [job.folder for job in self.jobs], *files)

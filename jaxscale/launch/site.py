@@ -1,7 +1,7 @@
-"""What a cluster is like: a site profile, a TOML file that is written once.
+"""A site profile: the properties of a cluster, in a TOML file that is written once.
 
-Whatever `submit` would have to be told again and again (partition, account, GPUs
-of a node, modules, container) stands there. The command line has the last word.
+It holds what all submissions have in common: partition, account, GPUs per node,
+modules, container. Options of the command line override it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
 
 @settings
 class Container:
-  """An image that the training command runs in.
+  """The container image in which the training command runs.
 
   Attributes:
     kind: "apptainer" or "singularity", which `srun` starts in every task, or
       "pyxis", Slurm's plugin for enroot.
     image: a path, or an address such as docker://… that the runtime knows.
-    mounts: directories to see inside, as HOST or HOST:INSIDE; the run's folder and
-      the directory it was submitted from always are.
+    mounts: directories to mount, as HOST or HOST:INSIDE; the run's folder and the
+      directory of the submission are always mounted.
     options: more options of the runtime (`apptainer exec`, or srun's --container-…).
   """
 
@@ -46,24 +46,24 @@ class Container:
 
 @settings
 class Site:
-  """A cluster, and what a job asks of it.
+  """A cluster, and what a job requests from it.
 
   Attributes:
-    partition: where the job queues.
-    account: who pays.
+    partition: partition of the job.
+    account: account that is charged.
     qos: quality of service.
     constraint: features that nodes must have.
-    reservation: to run in.
-    exclude: nodes to leave out.
-    mem: memory a node, with a unit as in 64G; 0: all of it.
-    time: the limit, as 90 (minutes), 24:00:00 or 2-12:00:00.
-    gpus_per_node: GPUs a node.
-    tasks_per_node: processes a node; None: one a GPU, or one.
-    cpus_per_task: processor cores a process.
-    signal: the warning before the time is up: which, and how many seconds.
-    python: the interpreter of the job; empty: the one that submits, or `python`
-      in a container.
-    modules: loaded in this order, by `module load`.
+    reservation: reservation to run in.
+    exclude: nodes to exclude.
+    mem: memory per node, with a unit as in 64G; 0: all of it.
+    time: time limit, as 90 (minutes), 24:00:00 or 2-12:00:00.
+    gpus_per_node: GPUs per node.
+    tasks_per_node: processes per node; None: one per GPU, or one.
+    cpus_per_task: processor cores per process.
+    signal: the warning before the time limit: signal and seconds before.
+    python: the interpreter of the job; empty: the one that submits, or `python` in a
+      container.
+    modules: modules to load by `module load`, in this order.
     setup: lines of bash that run before the job, after the modules.
     env: environment variables, a table.
     container: an image to run in; a table.
@@ -92,18 +92,21 @@ class Site:
   srun: tuple[str, ...] = ()
 
   def __post_init__(self):
-    for name in ("time", "signal"):
+    for name, pattern, example in (
+      ("time", _TIME, "24:00:00 or 2-12:00:00"), ("signal", _SIGNAL, "USR1@120"),
+    ):  # fmt: skip
       value = getattr(self, name)
-      if value and not re.fullmatch(_TIME if name == "time" else _SIGNAL, value):
-        example = "24:00:00 or 2-12:00:00" if name == "time" else "USR1@120"
+      if value and not re.fullmatch(pattern, value):
         raise ConfigError(f"Site.{name}={value!r}: give e.g. {example}")
     for pair in self.env:
-      if not re.fullmatch(_VARIABLE, pair.partition("=")[0]):
-        raise ConfigError(f"Site.env: {pair.partition('=')[0]!r} is no variable's name")
-    for field in dataclasses.fields(self):
-      for text in _texts(getattr(self, field.name)):
-        if "\0" in text or (field.name != "setup" and "\n" in text):
-          raise ConfigError(f"Site.{field.name}={text!r}: give it in a single line")
+      if not re.fullmatch(_VARIABLE, name := pair.partition("=")[0]):
+        raise ConfigError(f"Site.env: {name!r} is no variable's name")
+    for name, value in vars(self).items():
+      for text in value if isinstance(value, tuple) else (value,):
+        if isinstance(text, str) and re.search(
+          "\0" if name == "setup" else "[\0\n]", text
+        ):
+          raise ConfigError(f"Site.{name}={text!r}: give it in a single line")
 
   @property
   def tasks(self) -> int:
@@ -111,23 +114,18 @@ class Site:
     return self.tasks_per_node or max(self.gpus_per_node, 1)
 
 
-# Fields that the command line has as options: --gpus-per-node for gpus_per_node.
+# Fields that are also options of the command line: --gpus-per-node for gpus_per_node.
 OPTIONS = (
   "partition", "account", "qos", "constraint", "reservation", "exclude", "mem",
   "time", "gpus_per_node", "tasks_per_node", "cpus_per_task", "signal", "python",
 )  # fmt: skip
 
 
-def _texts(value: Any) -> tuple[str, ...]:
-  values = value if isinstance(value, tuple) else (value,)
-  return tuple(v for v in values if isinstance(v, str))
-
-
 def site_from(table: Mapping[str, Any]) -> Site:
-  """A site out of plain tables, as TOML or JSON has them.
+  """A site from plain tables, as in TOML or JSON.
 
   Raises:
-    ConfigError: an unknown name, a wrong type or a value that cannot be.
+    ConfigError: an unknown name, a wrong type or an impossible value.
 
   Example:
     >>> site_from({"partition": "gpu", "env": {"NCCL_DEBUG": "WARN"}}).env
@@ -145,14 +143,14 @@ def site_from(table: Mapping[str, Any]) -> Site:
 
 
 def load_site(name: str | None) -> Site:
-  """The profile of that name, or that file; without a name, $JAXSCALE_SITE's.
+  """The profile of that name, or in that file; None: that of $JAXSCALE_SITE.
 
   Args:
     name: a path that ends in .toml, or the name of a file in
       ~/.config/jaxscale/sites (or $XDG_CONFIG_HOME/jaxscale/sites).
 
   Raises:
-    ConfigError: no such profile, or something is wrong in it.
+    ConfigError: no such profile, or a mistake in it.
   """
   name = name or os.environ.get("JAXSCALE_SITE")
   if not name:
@@ -173,20 +171,20 @@ def load_site(name: str | None) -> Site:
 
 
 def sites_folder() -> Path:
-  """Where profiles are looked for by name (XDG Base Directory Specification)."""
+  """The folder of named profiles (XDG Base Directory Specification)."""
   config = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
   return Path(config) / "jaxscale" / "sites"
 
 
 def with_options(site: Site, options: Mapping[str, Any]) -> Site:
-  """The site with what the command line or a call says instead.
+  """The site with options of the command line or of a call.
 
   Args:
     site: a profile.
-    options: fields by name; text where a number is wanted will do.
+    options: values by field; numbers may be given as text.
 
   Raises:
-    ConfigError: there is no such option, or the value cannot be.
+    ConfigError: there is no such option, or the value is impossible.
   """
   changes: dict[str, Any] = {}
   for name, value in options.items():

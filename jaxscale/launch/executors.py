@@ -1,0 +1,75 @@
+"""What runs jobs: Slurm, or this machine. Another one is a module and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from jaxscale.config.validation import nearest
+from jaxscale.errors import ConfigError
+from jaxscale.launch import local, slurm
+from jaxscale.launch.spec import JobSpec, QueueEntry
+
+
+class Executor(Protocol):
+  """What a module offers that runs jobs; `slurm` and `local` are the examples.
+
+  The script or supervisor also appends to `spec.events_file(task)` one line per start
+  and end, writes the output of process RANK to `spec.log_file(job, task, rank)`,
+  restarts a run where `spec.is_restarted` says so, at most `spec.requeue` times, and
+  not after the file `cancelled` has appeared in the folder.
+
+  Attributes:
+    SCRIPT: file name of the script in the folder of a run.
+  """
+
+  SCRIPT: str
+
+  def is_available(self) -> bool:
+    """Whether this machine can submit to it."""
+    ...
+
+  def render(self, spec: JobSpec) -> str:
+    """The script of a run; ConfigError if this executor cannot run it."""
+    ...
+
+  def submit(
+    self, spec: JobSpec, tasks: Sequence[int] | None, after: Path | None
+  ) -> str:
+    """Start or queue the script in the run's folder; returns the number of the job.
+
+    Args:
+      spec: the run.
+      tasks: the trials to run; None: all.
+      after: folder of a run that has to end before; only for an executor without a
+        queue of its own.
+
+    Raises:
+      ConfigError: the submission is refused.
+    """
+    ...
+
+  def queue(self, runs: Mapping[str, JobSpec]) -> dict[str, QueueEntry]:
+    """What is known of the tasks of runs, by `spec.task_id`; ended ones may be missing.
+
+    Args:
+      runs: specs by the number of their last job.
+    """
+    ...
+
+  def cancel(self, spec: JobSpec, job: str) -> None:
+    """End all tasks of a job: SIGTERM, some seconds to save, SIGKILL."""
+    ...
+
+
+EXECUTORS: dict[str, Executor] = {"slurm": slurm, "local": local}
+
+
+def choose(name: str | None) -> str:
+  """An executor's name, checked; None: the first one that is available here."""
+  if name is None:
+    return next(n for n, executor in EXECUTORS.items() if executor.is_available())
+  if name not in EXECUTORS:
+    raise ConfigError(f"--executor={name}: {nearest(name, EXECUTORS)}")
+  return name

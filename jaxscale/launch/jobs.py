@@ -1,0 +1,394 @@
+"""Submitting runs, from a notebook or the command line, and their handles."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jaxscale.config
+from jaxscale.config import Config, Phases
+from jaxscale.config.loading import load_config, override
+from jaxscale.config.packaged import locate
+from jaxscale.errors import ConfigError
+from jaxscale.launch import folder as folders
+from jaxscale.launch import logs, sweeps
+from jaxscale.launch.executors import EXECUTORS, choose
+from jaxscale.launch.site import Site, load_site, with_options
+from jaxscale.launch.spec import JobSpec
+from jaxscale.launch.status import ShownAsTable, StatusTable, statuses
+from jaxscale.metrics import read_json_lines, text
+
+_SHOWN = 20  # rows of a record; the middle of a longer one is left out
+_NOTEBOOK_CONFIG = '''\
+"""The config that was given as an object."""
+
+from jaxscale.config import *
+
+
+def get_config() -> Config:
+  return {config!r}
+'''
+
+
+class Prepared(NamedTuple):
+  """A run that is checked and not submitted yet.
+
+  Attributes:
+    spec: the run.
+    config: `FILE[:arg]` as it was given.
+    source: of the config, if it was given as an object.
+    script: what the executor will run.
+  """
+
+  spec: JobSpec
+  config: str
+  source: str | None
+  script: str
+
+
+def prepare(
+  config: str | Config,
+  *,
+  trials: Sequence[Mapping[str, str]] = (),
+  at_most: int = 0,
+  nodes: int = 1,
+  spares: int = 0,
+  name: str | None = None,
+  overrides: Mapping[str, Any] | None = None,
+  site: str | None = None,
+  executor: str | None = None,
+  requeue: int = 10,
+  preflight: bool = False,
+  runs: str = "runs",
+  made_by: str = "jaxscale.launch.submit",
+  **options: Any,
+) -> Prepared:
+  """Check everything that can be checked before a submission; see `submit`."""
+  executor = choose(executor)
+  _check_counts(nodes=nodes, spares=spares, requeue=requeue, at_most=at_most)
+  chosen = with_options(load_site(site), options)
+  texts = sweeps.as_texts(overrides or {})
+  path, source = _path_and_source(config)
+  load = checked_loader(config, nodes * chosen.tasks)
+  load(texts)
+  if trials:
+    sweeps.check(load, texts, trials)
+  _check_python(chosen)
+  folder = folders.new_folder(runs, name, path)
+  spec = JobSpec(
+    name=folder.name,
+    folder=str(folder),
+    cwd=str(Path.cwd()),
+    config="code/config/notebook.py" if source else folders.place_of(path),
+    overrides=texts,
+    trials=tuple(dict(t) for t in trials),
+    at_most=at_most or (1 if executor == "local" else 0),
+    nodes=nodes,
+    site=chosen,
+    requeue=requeue,
+    preflight=preflight,
+    executor=executor,
+    python=sys.executable,
+    made_by=made_by,
+    spares=spares,
+  )
+  return Prepared(spec, path, source, EXECUTORS[executor].render(spec))
+
+
+def _check_counts(nodes: int = 1, **others: int) -> None:
+  for name, value in {"nodes": nodes, **others}.items():
+    least = 1 if name == "nodes" else 0
+    if not isinstance(value, int) or value < least:
+      option = name.replace("_", "-")
+      raise ConfigError(f"--{option}={value}: give a whole number >= {least}")
+
+
+def _check_python(site: Site) -> None:
+  if not (site.python or site.container or find_spec("jax")):
+    raise ConfigError(
+      f"{sys.executable}: has no jax; submit from the environment that trains, or "
+      "name its interpreter by --python or in the site's profile"
+    )
+
+
+def checked_loader(
+  config: str | Config, processes: int = 1
+) -> Callable[[Mapping[str, str]], Config]:
+  """A function that makes the config with overrides, as text by dotted field.
+
+  It raises ConfigError for batch sizes that every process would refuse later, when
+  they know their devices.
+  """
+
+  def load(overrides: Mapping[str, str]) -> Config:
+    if isinstance(config, str):
+      made = load_config(config, overrides)
+    else:
+      made = override(config, overrides)
+    sizes = made.phases.batch_sizes if isinstance(made.phases, Phases) else ()
+    for size in sizes or (made.batch_size,):
+      if over := size % processes:
+        near = [n for n in (size - over, size - over + processes) if n]
+        raise ConfigError(
+          f"batch size {size}: not divisible by {processes} processes; give "
+          f"{text.listed(near, 'or')}, or another number of nodes"
+        )
+    return made
+
+  return load
+
+
+def _path_and_source(config: str | Config) -> tuple[str, str | None]:
+  """A config's `FILE[:arg]`, and if it is an object source that makes it again."""
+  if isinstance(config, str):
+    return locate(config), None
+  if not isinstance(config, Config):
+    raise ConfigError(f"{type(config).__name__}: give a path or a Config")
+  try:
+    same = eval(repr(config), dict(vars(jaxscale.config))) == config
+  except Exception:
+    same = False
+  if not same:
+    raise ConfigError("Config: cannot be written to a file, give the path of one")
+  return "notebook.py", _NOTEBOOK_CONFIG.format(config=config)
+
+
+def launch(prepared: Prepared, after: Job | None = None) -> Job:
+  """Make the folder and submit the run.
+
+  Args:
+    prepared: the run.
+    after: a run that has to end before, for an executor without a queue of its own.
+
+  Raises:
+    ConfigError: the folder cannot be made, or the executor refuses the run; the folder
+      is removed then.
+  """
+  spec = prepared.spec
+  script = EXECUTORS[spec.executor].SCRIPT, prepared.script
+  folders.make(spec, script, prepared.config, prepared.source)
+  try:
+    _submit(spec, after=after)
+  except ConfigError:
+    shutil.rmtree(spec.folder)  # nothing ran in it
+    raise
+  return Job(Path(spec.folder))
+
+
+def _submit(
+  spec: JobSpec, tasks: Sequence[int] | None = None, after: Job | None = None
+) -> None:
+  folder = after.folder if after else None
+  number = EXECUTORS[spec.executor].submit(spec, tasks, folder)
+  folders.record_submission(spec, number, tasks)
+
+
+def submit(config: str | Config, **options: Any) -> Job:
+  """Submit one run.
+
+  Args:
+    config: `FILE[:arg]`, or a Config.
+    options: `nodes`; `spares`, additional nodes that replace lost ones; `name` of the
+      folder; `overrides` by dotted field; `site`, a profile; `executor`, "slurm" or
+      "local" (default: Slurm if there is sbatch); `requeue`, the most restarts;
+      `preflight`; `runs`, the directory of all runs; and any of `site.OPTIONS`, as
+      time="24:00:00".
+
+  Raises:
+    ConfigError: an option is not possible; nothing was submitted.
+
+  Example:
+    >>> job = submit("configs/digits.py", nodes=4)            # doctest: +SKIP
+    >>> job.wait(), job.metrics()[-1]["eval/accuracy"] > 0.97  # doctest: +SKIP
+  """
+  return launch(prepare(config, **options))
+
+
+def sweep(
+  config: str | Config,
+  trials: Sequence[Mapping[str, Any]] | None = None,
+  **options: Any,
+) -> Job:
+  """Submit a sweep: one job array, or one queue on this machine.
+
+  Args:
+    config: as for `submit`.
+    trials: settings of each trial by dotted field; None: what `get_sweep()` of the
+      config file yields.
+    options: as for `submit`, and `at_most`, the trials that run at the same time; 0:
+      as many as there is room for (on this machine one).
+
+  Raises:
+    ConfigError: as for `submit`.
+  """
+  if trials is not None:
+    texts = [sweeps.as_texts(trial) for trial in trials]
+  elif isinstance(config, str):
+    texts = sweeps.from_file(config)
+  else:
+    raise ConfigError("trials: give them, or a config file that has get_sweep()")
+  if not texts:
+    raise ConfigError("the sweep has no trials")
+  return launch(prepare(config, trials=texts, **options))
+
+
+def job(name: str, runs: str = "runs") -> Job:
+  """The handle of a run that was submitted before, from any session.
+
+  Args:
+    name: name of the run, or the path of its folder.
+    runs: the directory of all runs.
+
+  Raises:
+    ConfigError: there is no such run.
+
+  Example:
+    >>> job("digits-20261121-101500").status()                # doctest: +SKIP
+  """
+  return Job(folders.find(name, runs))
+
+
+class Job(NamedTuple):
+  """A run that was submitted, identified by its folder."""
+
+  folder: Path
+
+  @property
+  def name(self) -> str:
+    """The name of the run; `launch.job(name)` returns this handle again."""
+    return self.folder.name
+
+  def status(self) -> StatusTable:
+    """The status of the run, or of each trial of a sweep."""
+    return statuses([self.folder])
+
+  def metrics(self, task: int | None = None) -> Record:
+    """The logged metrics: one dict per logged step, shown as a table.
+
+    `pandas.DataFrame(job.metrics())` makes a data frame of it.
+
+    Args:
+      task: a trial of a sweep; None: all, with a column "task".
+
+    Raises:
+      ConfigError: there is no such trial.
+    """
+    spec = folders.read_spec(self.folder)
+    if task is not None and task not in spec.tasks:
+      raise ConfigError(f"task={task}: give 0 … {len(spec.tasks) - 1}")
+    found = Record()
+    for i in spec.tasks if task is None else [task]:
+      steps: dict[int, dict[str, Any]] = {}
+      for line in read_json_lines(spec.workdir(i) / "metrics.jsonl"):
+        head = {"task": i} if spec.trials else {}
+        steps.setdefault(line["step"], head).update(line)
+      found.extend(steps[step] for step in sorted(steps))
+    return found
+
+  def logs(self, rank: int | str = 0, task: int = 0, lines: int | None = None) -> str:
+    """The output of a process; `rank` may be "all", or "batch" for the script."""
+    files = logs.choose(folders.read_spec(self.folder), str(rank), task)
+    return "\n".join(logs.last(files, lines))
+
+  def cancel(self) -> bool:
+    """End it; what runs may save first, for as long as Slurm's KillWait.
+
+    Returns:
+      False: it had ended, and nothing was done. A LOST run may have left processes.
+    """
+    states = [status.state for status in self.status() if not status.ended]
+    if not states and all(status.state != "LOST" for status in self.status()):
+      return False
+    (self.folder / "cancelled").touch()  # the script does not restart it then
+    spec = folders.read_spec(self.folder)
+    if states or spec.executor == "local":
+      EXECUTORS[spec.executor].cancel(spec, folders.last_job(self.folder))
+    return True
+
+  def resume(
+    self, *, nodes: int | None = None, spares: int | None = None, **options: Any
+  ) -> Job:
+    """Submit the same folder again; it resumes from its last checkpoint.
+
+    Of a sweep, the trials that are not done.
+
+    Args:
+      nodes: another number of nodes.
+      spares: another number of spare nodes.
+      options: other values of any of `site.OPTIONS`.
+
+    Raises:
+      ConfigError: it still runs, or is done.
+    """
+    spec, now = folders.read_spec(self.folder), self.status()
+    if active := [row for row in now if not row.ended]:
+      raise ConfigError(
+        f"{spec.name}: {active[0].job} is {active[0].state}; `cancel {spec.name}` first"
+      )
+    tasks = [i for i, row in enumerate(now) if row.state != "COMPLETED"]
+    if not tasks:
+      raise ConfigError(f"{spec.name}: is done; there is nothing to resume")
+    spec = spec._replace(
+      site=with_options(spec.site, options),
+      nodes=spec.nodes if nodes is None else nodes,
+      spares=spec.spares if spares is None else spares,
+    )
+    _check_counts(nodes=spec.nodes, spares=spec.spares)
+    executor = EXECUTORS[spec.executor]
+    folders.write_spec(spec, (executor.SCRIPT, executor.render(spec)))
+    (self.folder / "cancelled").unlink(missing_ok=True)
+    _submit(spec, tasks if spec.trials else None)
+    return self
+
+  def wait(self, timeout_s: float | None = None, every_s: float = 2.0) -> StatusTable:
+    """Wait until it has ended; returns the last `status`.
+
+    Raises:
+      TimeoutError: it has not ended within `timeout_s`.
+    """
+    return wait([self], timeout_s, every_s)
+
+
+def wait(jobs: Sequence[Job], timeout_s: float | None, every_s: float) -> StatusTable:
+  """Wait until all jobs have ended; see `Job.wait`."""
+  began = time.monotonic()
+  while True:
+    now = statuses([job.folder for job in jobs])
+    if all(row.ended for row in now):
+      return now
+    if timeout_s is not None and time.monotonic() - began > timeout_s:
+      raise TimeoutError(f"{jobs[0].name}: not ended within {timeout_s} s\n{now}")
+    time.sleep(every_s)
+
+
+class Record(ShownAsTable):
+  """A list of dicts that is shown as a table: one row per dict, one column per name.
+
+  Example:
+    >>> Record([{"step": 50, "train/loss": 1.05}, {"step": 56, "eval/loss": 0.9}])
+    step  train/loss  eval/loss
+      50        1.05          –
+      56           –        0.9
+  """
+
+  empty = "nothing on record yet"
+
+  def columns(self) -> tuple[list[str], list[list[str]], tuple[()]]:
+    """See `ShownAsTable`."""
+    names = list(dict.fromkeys(name for row in self for name in row if name != "time"))
+    shown: list[dict[str, Any]] = list(self)
+    if len(shown) > _SHOWN:
+      half = _SHOWN // 2
+      shown = [*shown[:half], dict.fromkeys(names, "…"), *shown[-half:]]
+    return names, [[_cell(row.get(name)) for name in names] for row in shown], ()
+
+
+def _cell(value: Any) -> str:
+  if not isinstance(value, float):
+    return text.cell(value)
+  return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

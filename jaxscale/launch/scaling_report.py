@@ -1,0 +1,379 @@
+"""The report of a scaling study, with its speed-up, efficiency and a fitted law.
+
+In strong scaling all runs have the same global batch, in weak scaling the same batch
+per device. With R(n) examples per second on n devices, in both
+
+    speed-up   S(n) = R(n) / R(b)             b: the smallest number of devices
+    efficiency E(n) = S(n) / (n / b)
+
+The share s of the smallest run's time that more devices do not shorten is fitted by
+least squares, as one number: S = 1 / (s + (1 - s) b/n) by Amdahl (1967,
+doi:10.1145/1465482.1465560) for strong, S = n/b - s (n/b - 1) by Gustafson (1988,
+doi:10.1145/42411.42415) for weak scaling. It describes what was measured; the step
+report explains it.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import statistics
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from jaxscale.errors import ConfigError
+from jaxscale.launch import folder as folders
+from jaxscale.launch import measured
+from jaxscale.launch.measured import MeasuredRun
+from jaxscale.launch.status import quality
+from jaxscale.metrics import plot_scaling, text
+from jaxscale.metrics.text import NOTHING
+
+Kind = Literal["strong", "weak", "one size"]
+
+# What may differ within a study: its subject, and what does not change a step.
+_MAY_DIFFER = (
+  "batch_size", "mesh", "accumulate_steps", "seed", "epochs", "target_accuracy",
+  "stop_at_target", "input_threads", "evaluation", "checkpoint", "checks", "log",
+  "exchange.algorithm", "exchange.dims", "exchange.links",
+)  # fmt: skip
+# Of those, what a reader of the table has to know.
+_NOTED = ("accumulate_steps", "seed", "epochs", "exchange.algorithm", "exchange.dims")
+# Columns of the CSV file, and the formats of those that the table shows.
+_FORMATS = {
+  "run": "", "nodes": ",", "processes": ",", "devices": ",", "device_kind": None,
+  "global_batch": ",", "examples_per_s": ",.0f", "examples_per_s_q1": None,
+  "examples_per_s_q3": None, "windows": "", "speed_up": ".2f", "efficiency": ".0%",
+  "exposed_share": ".0%", "compute_s": None, "exposed_s": None, "spread": ".0%",
+  "loss": ".4f", "accuracy": None, "perplexity": None,
+}  # fmt: skip
+_HEAD = (
+  "run", "nodes", "processes", "devices", "batch", "examples/s", "quartiles", "windows",
+  "speed-up", "efficiency", "exposed", "spread", "loss", "accuracy",
+)  # fmt: skip
+
+
+class ScalingRow(NamedTuple):
+  """A run of a study; None is what is not known.
+
+  Attributes:
+    run: what was measured.
+    speed_up: relative to the smallest size.
+    low: speed-up of the first quartile of the windows.
+    high: speed-up of the third quartile.
+    efficiency: speed-up divided by that of the devices.
+  """
+
+  run: MeasuredRun
+  speed_up: float | None
+  low: float | None
+  high: float | None
+  efficiency: float | None
+
+
+class Scaling(NamedTuple):
+  """Runs of one config at several sizes.
+
+  Attributes:
+    kind: strong or weak scaling.
+    rows: one per run, sorted by devices.
+    base: devices that speed-ups are relative to; None: no run has a throughput.
+    serial: the fitted share, or None: fewer than two sizes, or outside 0 to 1, where
+      the law does not apply.
+    notes: what a reader must know, one line each.
+  """
+
+  kind: Kind
+  rows: tuple[ScalingRow, ...]
+  base: int | None
+  serial: float | None
+  notes: tuple[str, ...]
+
+
+def compare(runs: Sequence[MeasuredRun]) -> Scaling:
+  """A study from its runs.
+
+  Raises:
+    ConfigError: they are not one study: other models, data, optimizers, devices, or
+      neither the same batch nor the same batch per device.
+  """
+  if not runs:
+    raise ConfigError("no runs to compare, give the names of some")
+  runs = sorted(runs, key=lambda r: (r.devices, r.nodes or 0, r.name))
+  differences = _check_same(runs)
+  kind = _kind_of(runs)
+  base = min((r.devices for r in runs if r.rate), default=0)
+  of_base = [r.rate for r in runs if r.rate and r.devices == base]
+  unit = statistics.median(of_base) if of_base else 0.0
+  rows = tuple(_row(run, base, unit) for run in runs)
+  points = [(row.run.devices / base, row.speed_up) for row in rows if row.speed_up]
+  serial = serial_share(kind, points) if kind != "one size" else None
+  is_share = serial is not None and 0 <= serial <= 1
+  notes = (*differences, *_notes(kind, rows, serial))
+  return Scaling(kind, rows, base or None, serial if is_share else None, notes)
+
+
+def _row(run: MeasuredRun, base: int, unit: float) -> ScalingRow:
+  if not run.rate:
+    return ScalingRow(run, None, None, None, None)
+  low, high = (q / unit for q in run.quartiles) if run.quartiles else (None, None)
+  speed_up = run.rate / unit
+  return ScalingRow(run, speed_up, low, high, speed_up * base / run.devices)
+
+
+def _kind_of(runs: Sequence[MeasuredRun]) -> Kind:
+  """Which kind of scaling the batch sizes are; ConfigError: neither."""
+  if len({r.batch for r in runs}) == 1:
+    return "one size" if len({r.devices for r in runs}) == 1 else "strong"
+  if len({r.batch / r.devices for r in runs}) == 1:
+    return "weak"
+  pairs = ", ".join(f"{r.batch} on {r.devices} ({r.name})" for r in runs)
+  raise ConfigError(
+    f"global batches of {pairs} devices: neither the same (strong scaling) nor the "
+    "same per device (weak); give the runs of one study"
+  )
+
+
+def serial_share(kind: Kind, points: Sequence[tuple[float, float]]) -> float | None:
+  """Amdahl's or Gustafson's s, by least squares; below 0 where scaling is better.
+
+  Args:
+    kind: strong or weak.
+    points: (devices, speed-up), both relative to the smallest size.
+
+  Example:
+    >>> serial_share("strong", [(1, 1.0), (4, 1 / (0.1 + 0.9 / 4))])
+    0.1
+    >>> round(serial_share("weak", [(1, 1.0), (4, 3.7)]), 6)
+    0.1
+  """
+  if kind == "strong":  # 1/S - b/n = s (1 - b/n)
+    pairs = [(1 - 1 / n, 1 / s - 1 / n) for n, s in points]
+  else:  # n/b - S = s (n/b - 1)
+    pairs = [(n - 1, n - s) for n, s in points]
+  squares = sum(x * x for x, _ in pairs)
+  return sum(x * y for x, y in pairs) / squares if squares else None
+
+
+def law(kind: Kind, serial: float, n: float) -> float:
+  """The speed-up by Amdahl or Gustafson on n times the smallest size."""
+  if kind == "strong":
+    return 1 / (serial + (1 - serial) / n)
+  return n - serial * (n - 1)
+
+
+def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
+  """A tree of settings by dotted name."""
+  if not isinstance(node, Mapping):
+    return {prefix: node}
+  found = {}
+  for name, value in node.items():
+    found |= _flat(value, f"{prefix}.{name}" if prefix else name)
+  return found
+
+
+def _check_same(runs: Sequence[MeasuredRun]) -> list[str]:
+  """Refuse runs that are not one study; allowed differences, as notes."""
+  flat = [_flat(r.config) | {"training examples": r.num_train} for r in runs]
+  kinds = sorted({r.kind for r in runs} - {""})  # "": not on record yet
+  for run, settings in zip(runs, flat, strict=True):
+    settings["devices"] = run.kind or (kinds or [""])[0]
+  noted = {}
+  for run, settings in zip(runs[1:], flat[1:], strict=True):
+    for name in {**flat[0], **settings}:
+      if (old := flat[0].get(name)) == (new := settings.get(name)):
+        continue
+      if not {name, name.split(".")[0]} & {*_MAY_DIFFER}:
+        raise ConfigError(
+          f"{runs[0].name} and {run.name} differ in {name} ({old!r} and {new!r}), "
+          "which makes them no scaling study; give runs of one config"
+        )
+      if name in _NOTED:
+        noted[name] = [
+          f"{s.get(name)} ({r.name})" for r, s in zip(runs, flat, strict=True)
+        ]
+  for name in runs[0].versions:
+    values = dict.fromkeys(str(r.versions.get(name)) for r in runs)
+    if len(values) > 1:
+      noted[name] = list(values)
+  return [f"{n} is not the same in all: {', '.join(v)}" for n, v in noted.items()]
+
+
+def _notes(kind: Kind, rows: Sequence[ScalingRow], serial: float | None) -> list[str]:
+  notes, runs = [], [row.run for row in rows]
+  if serial is not None:
+    sizes = len({row.run.devices for row in rows if row.speed_up})
+    notes.append(_law_text(kind, serial, sizes))
+  hosts = {r.hosts for r in runs}
+  is_shared = {r.nodes for r in runs} == {1} and len(hosts) == 1 and len(runs) > 1
+  if is_shared and all(r.kind == "cpu" for r in runs) and kind != "one size":
+    notes.append(
+      f"all sizes ran on one machine ({hosts.pop()}) and shared its processor cores: "
+      "this shows what more processes cost, not what more nodes give"
+    )
+  losses = [r.loss for r in runs if r.loss is not None]
+  alike = {(r.config["seed"], r.config["epochs"]) for r in runs}
+  if kind == "strong" and len(alike) == 1 and len(losses) == len(runs):
+    apart = max(losses) - min(losses)
+    notes.append(f"validation losses differ by at most {apart:.1g}")
+  return notes
+
+
+def _law_text(kind: Kind, serial: float, sizes: int) -> str:
+  """What the share means that was fitted to so many sizes."""
+  name = "Amdahl" if kind == "strong" else "Gustafson"
+  if serial <= 0:
+    return f"{name}: no serial share, scaling is ideal or better"
+  if serial > 1:
+    return f"{name}: does not apply, more devices are slower than the smallest size"
+  line = (
+    f"{name}, fitted to {sizes} sizes: {serial:.1%} of the smallest size's time does "
+    "not get shorter with more devices; "
+  )
+  if kind == "strong":
+    return f"{line}at most {1 / serial:,.1f} times as fast, on any number"
+  return f"{line}each additional one adds {1 - serial:.1%} of the ideal"
+
+
+class Report(NamedTuple):
+  """A study that was measured, as table and picture.
+
+  Attributes:
+    name: name of the study.
+    study: its numbers.
+    csv: file of the table.
+    png: file of the picture.
+  """
+
+  name: str
+  study: Scaling
+  csv: Path
+  png: Path
+
+  def __repr__(self) -> str:
+    head, *notes = _summary(self.name, self.study)
+    return "\n".join([head, text.table(_HEAD, _cells(self.study)), *notes])
+
+  __str__ = __repr__
+
+  def _repr_html_(self) -> str:
+    image = base64.b64encode(self.png.read_bytes()).decode()
+    head, *notes = _summary(self.name, self.study)
+    lines = "".join(f"<li>{escape(note)}</li>" for note in notes)
+    return (
+      f"<p>{escape(head)}</p>{text.html_table(_HEAD, _cells(self.study))}"
+      f'<ul>{lines}</ul><img width="960" src="data:image/png;base64,{image}">'
+    )
+
+
+def report(name: str, paths: Sequence[Path], csv_file: Path, png_file: Path) -> Report:
+  """Read runs, and write the table and the picture of their comparison.
+
+  Args:
+    name: name of the study, for the headings.
+    paths: folders of runs, or workdirs.
+    csv_file: file of the table, which is written.
+    png_file: file of the picture, which is written.
+
+  Raises:
+    ConfigError: they are not one study, or a file cannot be written.
+  """
+  runs, waiting = [], []
+  for path in paths:
+    try:
+      runs.append(measured.read(path))
+    except measured.NotBegunError as e:
+      waiting.append(str(e))
+  if waiting and not runs:
+    raise ConfigError(waiting[0])
+  study = compare(runs)
+  study = study._replace(notes=(*study.notes, *waiting))
+  file = csv_file
+  try:
+    csv_file.write_text(as_csv(study))
+    file = png_file
+    plot_scaling(as_plot(name, study), png_file)
+  except OSError as e:
+    raise ConfigError(f"{file}: {e.strerror}, give another file") from None
+  return Report(name, study, csv_file, png_file)
+
+
+def find(name: str, runs: str) -> Path:
+  """The folder of a run, or a workdir."""
+  if (Path(name) / "config.json").is_file():
+    return Path(name).absolute()
+  return folders.find(name, runs)
+
+
+def _summary(name: str, study: Scaling) -> list[str]:
+  """The heading, then the notes, then what is missing and why."""
+  first = study.rows[0].run
+  kinds = {
+    "strong": f"strong scaling, global batch {first.batch:,}",
+    "weak": f"weak scaling, batch {first.batch // first.devices:,} per device",
+    "one size": "one size, nothing to compare it with",
+  }
+  head = f"{name}: {kinds[study.kind]}"
+  if study.base and study.kind != "one size":
+    size = text.plural(study.base, "device")
+    head += f"; speed-up and efficiency relative to {size}"
+  missing: dict[str, list[str]] = {}
+  for row in study.rows:
+    for why in row.run.missing:
+      missing.setdefault(why, []).append(row.run.name)
+    if row.run.processes == 1:
+      missing.setdefault("spread: there is one process", []).append(row.run.name)
+  gaps = [f"{NOTHING} {', '.join(names)}: {why}" for why, names in missing.items()]
+  return [head, *study.notes, *gaps]
+
+
+def _values(row: ScalingRow) -> dict[str, Any]:
+  """A row by the columns of the CSV file, which are the keys of `_FORMATS`."""
+  run = row.run
+  return dict(zip(_FORMATS, [
+    run.name, run.nodes, run.processes, run.devices, run.kind, run.batch, run.rate,
+    *(run.quartiles or (None, None)), len(run.rates), row.speed_up, row.efficiency,
+    run.exposed, run.compute_s, run.exposed_s, run.spread, run.loss, run.accuracy,
+    run.perplexity,
+  ], strict=True))  # fmt: skip
+
+
+def _cells(study: Scaling) -> list[list[str]]:
+  rows = []
+  for row in study.rows:
+    values = _values(row).items()
+    cells = [text.cell(v, f) for n, v in values if (f := _FORMATS[n]) is not None]
+    ends = [f"{q:,.0f}" for q in row.run.quartiles or ()]
+    cells.insert(_HEAD.index("quartiles"), " to ".join(ends) or NOTHING)
+    rows.append([*cells, quality(row.run.accuracy, row.run.perplexity) or NOTHING])
+  return rows
+
+
+def as_csv(study: Scaling) -> str:
+  """The table in full precision; what is not known is empty."""
+  out = io.StringIO()
+  writer = csv.DictWriter(out, _FORMATS, lineterminator="\n")
+  writer.writeheader()
+  writer.writerows(map(_values, study.rows))
+  return out.getvalue()
+
+
+def as_plot(name: str, study: Scaling) -> dict[str, Any]:
+  """What `plot_scaling` draws."""
+  curve, label, base = [], "", study.base
+  if base and study.serial is not None:
+    most = max(row.run.devices for row in study.rows)
+    grid = [base * (most / base) ** (i / 60) for i in range(61)]
+    curve = [(n, law(study.kind, study.serial, n / base)) for n in grid]
+    who = "Amdahl" if study.kind == "strong" else "Gustafson"
+    label = f"{who}, serial share {study.serial:.1%}"
+  return {
+    "title": _summary(name, study)[0].partition(";")[0],
+    "base": base,
+    "law": curve,
+    "law_label": label,
+    "rows": [_values(row) | {"low": row.low, "high": row.high} for row in study.rows],
+  }
