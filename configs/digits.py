@@ -12,6 +12,7 @@ from jaxscale.config import (
   Checkpoint,
   Config,
   Cosine,
+  CrossEntropy,
   Digits,
   Evaluation,
 )
@@ -25,7 +26,7 @@ def get_config() -> Config:
     schedule=Cosine(warmup_epochs=2),
     batch_size=128,
     epochs=40,
-    label_smoothing=0.1,
+    loss=CrossEntropy(label_smoothing=0.1),
     ema_decay=0.98,
     target_accuracy=0.97,
     evaluation=Evaluation(every_epochs=5),

@@ -10,7 +10,16 @@ Result     test accuracy SGD 93.34 %, LARS 92.73 %; one run each, seed 0
 
 import dataclasses
 
-from jaxscale.config import CNN, LARS, SGD, TFDS, Config, Cosine, Polynomial
+from jaxscale.config import (
+  CNN,
+  LARS,
+  SGD,
+  TFDS,
+  Config,
+  Cosine,
+  CrossEntropy,
+  Polynomial,
+)
 from jaxscale.errors import ConfigError
 
 
@@ -22,7 +31,7 @@ def get_config(variant: str = "sgd") -> Config:
     schedule=Cosine(warmup_epochs=1),
     batch_size=256,
     epochs=14,
-    label_smoothing=0.05,
+    loss=CrossEntropy(label_smoothing=0.05),
     ema_decay=0.995,
     target_accuracy=0.92,
   )

@@ -11,7 +11,15 @@ gradients clipped to a global norm of 1; after 782 of 3,519 steps linearly towar
 0, 0.04 (3519 - step) / (3519 - 782).
 """
 
-from jaxscale.config import LAMB, TFDS, Config, Evaluation, Polynomial, ResNet
+from jaxscale.config import (
+  LAMB,
+  TFDS,
+  Config,
+  CrossEntropy,
+  Evaluation,
+  Polynomial,
+  ResNet,
+)
 
 NUM_TRAIN, BATCH = 1_281_167, 32_768
 WARMUP_STEPS, STEPS = 782, 3519
@@ -42,7 +50,7 @@ def get_config() -> Config:
     clip_norm=1.0,
     batch_size=BATCH,
     epochs=(STEPS - 0.5) * epochs_per_step,  # rounded up
-    label_smoothing=0.1,
+    loss=CrossEntropy(label_smoothing=0.1),
     dtype="bfloat16",
     evaluation=Evaluation(every_epochs=5, batch_size=2000),
     target_accuracy=0.763,

@@ -20,7 +20,15 @@ one of the two readings does for every row.
 
 from typing import NamedTuple
 
-from jaxscale.config import LARS, TFDS, Config, Evaluation, Polynomial, ResNet
+from jaxscale.config import (
+  LARS,
+  TFDS,
+  Config,
+  CrossEntropy,
+  Evaluation,
+  Polynomial,
+  ResNet,
+)
 from jaxscale.errors import ConfigError
 
 NUM_TRAIN = 1_281_167
@@ -102,7 +110,7 @@ def get_config(batch_size: str = "4096") -> Config:
     ),
     batch_size=batch,
     epochs=(total_steps - 0.5) / steps_per_epoch,  # rounded up
-    label_smoothing=0.1,
+    loss=CrossEntropy(label_smoothing=0.1),
     dtype="bfloat16",
     evaluation=Evaluation(every_epochs=4, batch_size=2000),
     target_accuracy=0.759,

@@ -16,7 +16,15 @@ in Google's MLPerf v0.7 (resnet50_lars.py:google-32768). Adam was tuned on BERT
 there: for ImageNet there is nothing to copy.
 """
 
-from jaxscale.config import SGD, TFDS, Config, Evaluation, Polynomial, ResNet
+from jaxscale.config import (
+  SGD,
+  TFDS,
+  Config,
+  CrossEntropy,
+  Evaluation,
+  Polynomial,
+  ResNet,
+)
 
 NUM_TRAIN, BATCH = 1_281_167, 32_768
 WARMUP_STEPS, STEPS = 638, 2512
@@ -35,7 +43,7 @@ def get_config() -> Config:
     ),
     batch_size=BATCH,
     epochs=(STEPS - 0.5) * epochs_per_step,  # rounded up
-    label_smoothing=0.15,
+    loss=CrossEntropy(label_smoothing=0.15),
     dtype="bfloat16",
     evaluation=Evaluation(every_epochs=4, batch_size=2000),
     target_accuracy=0.759,

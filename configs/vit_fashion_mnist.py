@@ -14,6 +14,7 @@ from jaxscale.config import (
   AdamW,
   Config,
   Cosine,
+  CrossEntropy,
   ViT,
 )
 
@@ -29,6 +30,6 @@ def get_config() -> Config:
     schedule=Cosine(warmup_epochs=0.5),
     batch_size=256,
     epochs=5,
-    label_smoothing=0.05,
+    loss=CrossEntropy(label_smoothing=0.05),
     clip_norm=1.0,
   )

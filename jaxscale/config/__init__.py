@@ -1,303 +1,59 @@
-"""Every knob of a run: a tree of frozen dataclasses that hold no bad value.
+"""Every setting of a run: what can be set, how it is checked, loaded and recorded.
 
-Only primary quantities are settings. What follows from them (steps from
-epochs, the peak rate from the batch size) is computed in `derive.derive`,
-printed, and written beside the run. An alternative is a class of its own, so a
-setting that the chosen optimizer does not have cannot be set.
+`Config` is the whole; `Model`, `Data`, `Optimizer`, `Schedule`, `Exchange`, `Sync` and
+`Loss` are bases that a user's own classes extend (docs/extending.md). The built-in ones
+(`SGD`, `CNN`, ...) stand with what they build, and are names of this package too, found
+when they are asked for: it imports neither JAX nor anything that it configures.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import importlib
+from typing import TYPE_CHECKING
 
-from jaxscale.config.bounds import Count, Fraction, Positive, check_pattern
-from jaxscale.config.data import (
-  TFDS,
-  Digits,
-  ImageFolder,
-  Synthetic,
-  Text,
-  TextFiles,
-  TFDSText,
+from jaxscale.config.bases import (
+  Data,
+  Exchange,
+  ExchangeContext,
+  Loss,
+  Model,
+  ModelContext,
+  Optimizer,
+  OptimizerContext,
+  Schedule,
+  ScheduleContext,
+  Sync,
+  SyncContext,
 )
-from jaxscale.config.exchange import (
-  AllReduce,
-  BlockMomentum,
-  DiLoCo,
-  EveryStep,
-  HalfPrecision,
-  Int8,
-  LocalSGD,
-  OneBit,
-  PowerSGD,
-  TopK,
-)
-from jaxscale.config.layout import Layout, check_layout
-from jaxscale.config.models import CNN, MLP, AlexNet, ResNet, Transformer, ViT
-from jaxscale.config.optim import (
-  LAMB,
-  LARS,
-  SGD,
-  AdamW,
-  AdaptiveBatch,
-  Cosine,
-  Muon,
-  Phases,
-  Polynomial,
-  Steps,
-)
+from jaxscale.config.bounds import Count, Fraction, NonNegative, Positive
+from jaxscale.config.choice import HOMES
+from jaxscale.config.config import Config
+from jaxscale.config.layout import Layout
+from jaxscale.config.phases import AdaptiveBatch, Phases
 from jaxscale.config.running import Checkpoint, Checks, Evaluation, Faults, Log, Mesh
-from jaxscale.config.validation import settings
 from jaxscale.errors import ConfigError
 
-__all__ = [
-  "CNN",
-  "LAMB",
-  "LARS",
-  "MLP",
-  "SGD",
-  "TFDS",
-  "AdamW",
-  "AdaptiveBatch",
-  "AlexNet",
-  "AllReduce",
-  "BlockMomentum",
-  "Checkpoint",
-  "Checks",
-  "Config",
-  "ConfigError",
-  "Cosine",
-  "DiLoCo",
-  "Digits",
-  "Evaluation",
-  "EveryStep",
-  "Faults",
-  "HalfPrecision",
-  "ImageFolder",
-  "Int8",
-  "Layout",
-  "LocalSGD",
-  "Log",
-  "Mesh",
-  "Muon",
-  "OneBit",
-  "Phases",
-  "Polynomial",
-  "PowerSGD",
-  "ResNet",
-  "Steps",
-  "Synthetic",
-  "TFDSText",
-  "Text",
-  "TextFiles",
-  "TopK",
-  "Transformer",
-  "ViT",
-]  # fmt: skip
+if TYPE_CHECKING:
+  from jaxscale.data.settings import *
+  from jaxscale.exchange.settings import *
+  from jaxscale.models.settings import *
+  from jaxscale.optim.settings import *
+  from jaxscale.training.settings import *
+
+_OWN = (
+  AdaptiveBatch, Checkpoint, Checks, Config, ConfigError, Data, Evaluation, Exchange,
+  ExchangeContext, Faults, Layout, Log, Loss, Mesh, Model, ModelContext, Optimizer,
+  OptimizerContext, Phases, Schedule, ScheduleContext, Sync, SyncContext,
+)  # fmt: skip
+_BOUNDS = {"Count": Count, "Fraction": Fraction, "NonNegative": NonNegative}
 
 
-@settings
-class Config:
-  """One experiment.
-
-  Attributes:
-    model: MLP, CNN, AlexNet, ResNet, Transformer or ViT.
-    data: Digits, TFDS, ImageFolder or Synthetic; of text Text, TFDSText or TextFiles.
-    optimizer: SGD, LARS, LAMB, AdamW or Muon.
-    schedule: Cosine, Polynomial or Steps.
-    batch_size: examples an optimizer step, over all devices.
-    epochs: passes over the training examples.
-    phases: batch and image sizes that change on the way: Phases or
-      AdaptiveBatch; by default a single phase.
-    accumulate_steps: micro-batches a step; gradients are exchanged once. A run
-      that goes on with fewer devices than it began on has more of them.
-    lr_scaling: how optimizer.lr grows with the batch: "none", "linear"
-      (arXiv:1706.02677) or "sqrt".
-    lr_reference_batch_size: the batch size that optimizer.lr belongs to.
-    layer_decay: each layer's rate is this times that of the layer above it;
-      None: one rate for all.
-    layer_order: regular expressions of parameter paths, from the lowest layer
-      to the highest, for `layer_decay`.
-    label_smoothing: share of the target spread over all classes, or over the
-      vocabulary of text; in training only, whose loss then gives no perplexity.
-    clip_norm: largest global norm of the gradient; None: no clipping.
-    ema_decay: decay of an average of parameters and BatchNorm statistics,
-      which is then what is evaluated; None: no average.
-    noise_scale: measure the gradient-noise scale (arXiv:1812.06162) on the
-      way, in examples as `batch_size` counts them: of text windows, not tokens.
-      Needs two devices or micro-batches at least.
-    dtype: type of activations; parameters and the exchange stay float32.
-    init_from: a safetensors file, or a folder as Hugging Face's, whose parameters
-      training starts from, in the names of timm (ResNet, ViT), Hugging Face
-      (Llama) or `jaxscale.run.export`; None: initialised. What goes with them, such as
-      how images are normalised, is in `jaxscale.weights.names`.
-    init_head: the classifier starts anew, whatever `init_from` has.
-    seed: of initial parameters, order, augmentation and dropout.
-    target_accuracy: the run is called a success from this accuracy on.
-    target_loss: or from this held-out loss on downwards.
-    stop_at_target: end (and save) at the first evaluation that reaches it.
-    input_threads: threads that load and augment; None: one a processor core.
-    mesh: the grid of devices.
-    layout: how a model is split over them.
-    exchange: how gradients cross the network: AllReduce, HalfPrecision, Int8,
-      OneBit, TopK or PowerSGD.
-    sync: when: EveryStep, or now and then by LocalSGD, DiLoCo or BlockMomentum.
-    evaluation: when and how to evaluate.
-    checkpoint: when to save and what to keep.
-    checks: what to look after.
-    faults: when a run counts as broken, and how it ends.
-    log: what to write down.
-  """
-
-  model: MLP | CNN | AlexNet | ResNet | Transformer | ViT
-  data: Digits | TFDS | ImageFolder | Synthetic | Text | TFDSText | TextFiles
-  optimizer: SGD | LARS | LAMB | AdamW | Muon
-  schedule: Cosine | Polynomial | Steps = Cosine()
-  batch_size: Count
-  epochs: Positive
-  phases: Phases | AdaptiveBatch = Phases()
-  accumulate_steps: Count = 1
-  lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-  lr_reference_batch_size: Count = 256
-  layer_decay: Annotated[float | None, "in (0, 1]"] = None
-  layer_order: tuple[str, ...] = ()
-  label_smoothing: Fraction = 0.0
-  clip_norm: Annotated[float | None, "> 0"] = None
-  ema_decay: Annotated[float | None, "in (0, 1)"] = None
-  noise_scale: bool = False
-  dtype: Literal["float32", "bfloat16"] = "float32"
-  init_from: str | None = None
-  init_head: bool = False
-  seed: Annotated[int, "in [0, 2**32)"] = 0  # jax.random.key drops higher bits
-  target_accuracy: Annotated[float | None, "in (0, 1]"] = None
-  target_loss: Annotated[float | None, "> 0"] = None
-  stop_at_target: bool = False
-  input_threads: Annotated[int | None, ">= 1"] = None
-  mesh: Mesh = Mesh()
-  layout: Layout = Layout()
-  exchange: AllReduce | HalfPrecision | Int8 | OneBit | TopK | PowerSGD = AllReduce()
-  sync: EveryStep | LocalSGD | DiLoCo | BlockMomentum = EveryStep()
-  evaluation: Evaluation = Evaluation()
-  checkpoint: Checkpoint = Checkpoint()
-  checks: Checks = Checks()
-  faults: Faults = Faults()
-  log: Log = Log()
-
-  def __post_init__(self):
-    if self.batch_size % self.accumulate_steps:
-      raise ConfigError(
-        f"Config.batch_size={self.batch_size}: not divisible by "
-        f"accumulate_steps={self.accumulate_steps}, change one of them"
-      )
-    if self.schedule.warmup_epochs >= self.epochs:
-      raise ConfigError(
-        f"{type(self.schedule).__name__}.warmup_epochs="
-        f"{self.schedule.warmup_epochs}: the run has only {self.epochs} epochs, "
-        "make the warm-up shorter than it"
-      )
-    if self.target_accuracy is not None and self.target_loss is not None:
-      raise ConfigError(
-        f"Config.target_loss={self.target_loss}: there is a target_accuracy "
-        f"({self.target_accuracy}) already, set one of them to None"
-      )
-    targets = self.target_accuracy, self.target_loss
-    if self.stop_at_target and targets == (None, None):
-      raise ConfigError(
-        "Config.stop_at_target=True: set target_accuracy too, or target_loss"
-      )
-    if self.init_head and self.init_from is None:
-      raise ConfigError("Config.init_head=True: set init_from too")
-    if (self.layer_decay is None) != (not self.layer_order):
-      raise ConfigError(
-        f"Config.layer_decay={self.layer_decay}, layer_order={self.layer_order}: "
-        "set both or neither"
-      )
-    for pattern in self.layer_order:
-      check_pattern("Config.layer_order", pattern, "give e.g. '^Conv_0/'")
-    if isinstance(self.phases, Phases) and self.phases.epochs[-1] >= self.epochs:
-      raise ConfigError(
-        f"Phases.epochs={self.phases.epochs}: the run has only {self.epochs} epochs, "
-        "leave out the phases that begin later, or set Config.epochs higher"
-      )
-    _check_neutral(self)
-    _check_exchange(self)
-    if not isinstance(self.sync, EveryStep):
-      _check_local(self, self.sync)
-    check_layout(self)
-
-
-def _check_neutral(config: Config) -> None:
-  """Batch sizes that change neutrally are for SGD's momentum."""
-  neutral = isinstance(config.phases, AdaptiveBatch) or (
-    config.phases.follow == "neutral" and bool(config.phases.batch_sizes)
-  )
-  if not neutral:
-    return
-  if not isinstance(config.optimizer, SGD):
-    raise ConfigError(
-      f"Config.optimizer={type(config.optimizer).__name__}: batch sizes that change "
-      "neutrally keep the time constant of SGD's momentum; use SGD, or Phases "
-      "with follow='linear' or 'sqrt'"
-    )
-  if config.optimizer.momentum_correction != "never":
-    raise ConfigError(
-      f"SGD.momentum_correction={config.optimizer.momentum_correction!r}: batch "
-      "sizes that change neutrally carry the velocity over themselves, use 'never'"
-    )
-
-
-def _check_exchange(config: Config) -> None:
-  """What is measured of gradients must be of the gradients themselves."""
-  exchange = config.exchange
-  if not config.noise_scale:
-    return
-  if not isinstance(exchange, AllReduce) or exchange.delayed:
-    raise ConfigError(
-      f"Config.noise_scale=True: {type(exchange).__name__}"
-      + (".delayed" if exchange.delayed else "")
-      + " does not give the mean of the step's own gradients, which it is measured "
-      "by; use AllReduce or HalfPrecision, not delayed"
-    )
-
-
-def _check_local(config: Config, sync: LocalSGD) -> None:
-  """What workers that train alone cannot have."""
-  name = f"Config.sync={type(sync).__name__}"
-  if config.exchange.delayed:
-    raise ConfigError(
-      f"{name}: workers wait for their meeting, {type(config.exchange).__name__}."
-      "delayed=True would move them by the meeting before; set it to False"
-    )
-  if config.ema_decay is not None:
-    raise ConfigError(
-      f"{name}: an average over steps (ema_decay) needs parameters that all have in "
-      "every step; set ema_decay to None"
-    )
-  if config.noise_scale:
-    raise ConfigError(
-      f"{name}: the noise scale compares gradients at the same parameters, and "
-      "workers have their own; set noise_scale to False"
-    )
-  if isinstance(config.phases, AdaptiveBatch):
-    raise ConfigError(
-      f"{name}: trials of AdaptiveBatch compare steps that all take together; use "
-      "Phases"
-    )
-  if config.lr_scaling != "none":
-    raise ConfigError(
-      f"Config.lr_scaling={config.lr_scaling!r}: {name.removeprefix('Config.')} has "
-      "rates of one worker and its part of the batch; set it to 'none' and "
-      "optimizer.lr for that part"
-    )
-  if plain := getattr(config.exchange, "plain_epochs", 0.0):
-    raise ConfigError(
-      f"{type(config.exchange).__name__}.plain_epochs={plain}: workers send only when "
-      f"they meet ({name.removeprefix('Config.')}), set it to 0"
-    )
-  resets = isinstance(sync, BlockMomentum) and sync.reset_momentum
-  if resets and not isinstance(config.optimizer, (SGD, LARS)):
-    raise ConfigError(
-      f"BlockMomentum.reset_momentum=True: {type(config.optimizer).__name__}'s "
-      "moments cannot be emptied alone (their bias correction would take them for "
-      "full), set it to False"
-    )
+def __getattr__(name: str):
+  homes = [importlib.import_module(home) for home in dict.fromkeys(HOMES.values())]
+  if name == "__all__":
+    built_in = [n for home in homes for n in home.__all__]
+    return [c.__name__ for c in _OWN] + [*_BOUNDS, "Positive"] + built_in
+  for home in homes if not name.startswith("_") else ():
+    if name in home.__all__:
+      return getattr(home, name)
+  raise AttributeError(f"module 'jaxscale.config' has no attribute {name!r}")

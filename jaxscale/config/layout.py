@@ -1,4 +1,4 @@
-"""Settings of how a model lies on the devices."""
+"""Settings of how a model is sharded over the devices."""
 
 from __future__ import annotations
 
@@ -76,7 +76,6 @@ def check_layout(config: Any) -> None:
   split = [f"Mesh.{a}={n}" for a in ("stage", "model") if (n := getattr(mesh, a)) != 1]
   split = ([f"Layout.shard={layout.shard!r}"] * (layout.shard != "none")) + split
   model = type(config.model).__name__
-  is_stack = model in ("Transformer", "ViT")
   if layout.shard != "none" and mesh.fsdp == 1:
     raise ConfigError(
       f"Layout.shard={layout.shard!r}: is split along fsdp, which has one device; set "
@@ -109,12 +108,14 @@ def check_layout(config: Any) -> None:
     (f"Mesh.model={mesh.model}", mesh.model != 1),
     (f"Layout.remat={layout.remat!r}", layout.remat != "none"),
   ):
-    if needed and not is_stack:
+    if needed and not config.model.is_stack:
       raise ConfigError(
         f"{what}: {model} is no stack of equal layers; use Transformer or ViT, or "
         "split it along fsdp alone"
       )
-  if layout.model != "layers" and model != "Transformer":
+  if layout.model != "layers" and not (
+    config.model.is_stack and config.model.takes_text
+  ):
     raise ConfigError(
       f"Layout.model={layout.model!r}: splits the tokens of text, and {model} has "
       "images; use 'layers'"
@@ -136,14 +137,14 @@ def _check_whole(config: Any, split: str) -> None:
     ("Config.noise_scale=True", config.noise_scale, "set it to False"),
     (
       f"Config.sync={type(config.sync).__name__}",
-      type(config.sync).__name__ != "EveryStep",
+      config.trains_apart,
       "use EveryStep",
     ),
     ("Log.step_report=True", config.log.step_report, "set it to False"),
     (
-      "Config.stages=AdaptiveBatch",
+      "Config.phases=AdaptiveBatch",
       type(config.phases).__name__ == "AdaptiveBatch",
-      "use Stages",
+      "use Phases",
     ),
   ):
     if is_asked:

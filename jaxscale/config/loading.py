@@ -1,4 +1,4 @@
-"""Config files and the command line: `FILE[:arg]` and `a.b=value` to a Config.
+"""Config files and overrides: `FILE[:arg]` and `a.b=value` to a Config.
 
 `load_config` is what the command line, notebooks and sweeps all call. Values
 are parsed by the annotation of their field, all overrides are put in at once
@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib.util
 import inspect
 import re
 import sys
-import textwrap
 import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from jaxscale.config import Config
+from jaxscale.config.choice import Choice, own_choices
+from jaxscale.config.config import Config
+from jaxscale.config.files import load_file
+from jaxscale.config.packaged import locate, names
 from jaxscale.config.validation import (
   alternatives,
   bounds,
@@ -55,14 +56,17 @@ def load_config(path: str, overrides: Mapping[str, str] | None = None) -> Config
     raise ConfigError(
       f"{file}: get_config() returned {type(config).__name__}, return a Config"
     )
-  return override(config, overrides or {})
+  own = own_choices(vars(load_file(Path(locate(path).partition(":")[0]))))
+  return override(config, overrides or {}, own)
 
 
 def _similar(file: Path) -> str:
-  """The hint for a file that is not there: one beside it of a similar name."""
-  beside = {p.stem: p for p in file.parent.glob("*.py")}
-  close = closest(file.stem, beside)
-  return f"did you mean {str(beside[close])!r}?" if close else "check the path"
+  """The hint for a file that is not there: a file or packaged config of like name."""
+  if str(file) == file.stem:
+    return f" and no packaged config, {nearest(file.stem, names())}"
+  near = {p.stem: p for p in file.parent.glob("*.py")}
+  close = closest(file.stem, near)
+  return f", did you mean {str(near[close])!r}?" if close else ", check the path"
 
 
 def call(path: str, function: str, advice: str) -> Any:
@@ -76,16 +80,12 @@ def call(path: str, function: str, advice: str) -> Any:
   Raises:
     ConfigError: no such file or function, or an error in it.
   """
-  name, _, arg = path.partition(":")
+  name, _, arg = locate(path).partition(":")
   file = Path(name)
   if not file.is_file():
-    raise ConfigError(f"--config={path}: no such file, {_similar(file)}")
+    raise ConfigError(f"--config={path}: no such file{_similar(file)}")
   try:
-    spec = importlib.util.spec_from_file_location("jaxscale_config", file)
-    if spec is None or spec.loader is None:
-      raise ConfigError(f"{file}: not a Python file, give one that ends in .py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_file(file)
     found = getattr(module, function, None)
     if found is None:
       raise ConfigError(f"{file}: {advice}")
@@ -108,8 +108,17 @@ def call(path: str, function: str, advice: str) -> Any:
     raise ConfigError(f"{where}: {text}") from None
 
 
-def override(node: Any, overrides: Mapping[str, str]) -> Any:
-  """A copy of a settings object with some fields, named by path, replaced."""
+def override(
+  node: Any, overrides: Mapping[str, str], own: Mapping[str, type] | None = None
+) -> Any:
+  """A copy of a settings object with some fields, named by path, replaced.
+
+  Args:
+    node: a Config, or any other settings.
+    overrides: values as text by dotted field.
+    own: classes of the user's that can be chosen by name, beside those of the
+      modules whose classes `node` has already.
+  """
   tree: dict[str, Any] = {}
   for path, text in overrides.items():
     *parents, leaf = path.split(".")
@@ -122,10 +131,24 @@ def override(node: Any, overrides: Mapping[str, str]) -> Any:
       branch[leaf][""] = text
     else:
       branch[leaf] = text
-  return dataclasses.replace(node, **_changes(type(node), node, tree, prefix=""))
+  known: dict[str, type] = {}
+  for field in dataclasses.fields(node):
+    if isinstance(value := getattr(node, field.name), Choice):
+      known |= own_choices(vars(sys.modules[type(value).__module__]))
+  known |= own or {}
+  return dataclasses.replace(node, **_changes(type(node), node, tree, "", known))
 
 
-def _changes(cls: Any, node: Any, tree: dict[str, Any], prefix: str) -> dict[str, Any]:
+def choices(annotation: Any, own: Mapping[str, type]) -> dict[str, type]:
+  """The settings classes that a field can have, by name, with the user's `own`."""
+  found = settings_classes(annotation)
+  bases = tuple(a for a in alternatives(annotation) if isinstance(a, type))
+  return found | {name: c for name, c in own.items() if found and issubclass(c, bases)}
+
+
+def _changes(
+  cls: Any, node: Any, tree: dict[str, Any], prefix: str, own: Mapping[str, type]
+) -> dict[str, Any]:
   """The new values of a branch, for an object of `cls` in the place of `node`."""
   fields = hints(cls)
   changes = {}
@@ -136,10 +159,10 @@ def _changes(cls: Any, node: Any, tree: dict[str, Any], prefix: str) -> dict[str
         f"--config.{path}: {cls.__name__} has no field {name!r}, "
         + nearest(name, fields)
       )
-    current, classes = getattr(node, name, None), settings_classes(fields[name])
+    current, classes = getattr(node, name, None), choices(fields[name], own)
     branch = value if isinstance(value, dict) else {"": value}
     if classes:
-      changes[name] = _branch(classes, current, branch, path)
+      changes[name] = _branch(classes, current, branch, path, own)
     elif isinstance(value, dict):
       raise ConfigError(f"--config.{path}: a single value, it has no fields")
     else:
@@ -148,7 +171,11 @@ def _changes(cls: Any, node: Any, tree: dict[str, Any], prefix: str) -> dict[str
 
 
 def _branch(
-  classes: dict[str, Any], current: Any, branch: dict[str, Any], path: str
+  classes: dict[str, Any],
+  current: Any,
+  branch: dict[str, Any],
+  path: str,
+  own: Mapping[str, type],
 ) -> Any:
   """A settings object with other fields, or one of another class.
 
@@ -159,7 +186,7 @@ def _branch(
   chosen = fields.pop("", None)
   if chosen is None:
     return dataclasses.replace(
-      current, **_changes(type(current), current, fields, f"{path}.")
+      current, **_changes(type(current), current, fields, f"{path}.", own)
     )
   if chosen not in classes and len(classes) == 1:
     field = next(iter(hints(next(iter(classes.values())))))
@@ -169,7 +196,7 @@ def _branch(
   if chosen not in classes:
     raise ConfigError(f"--config.{path}={chosen}: {nearest(chosen, classes)}")
   cls = classes[chosen]
-  return cls(**_shared(cls, current) | _changes(cls, current, fields, f"{path}."))
+  return cls(**_shared(cls, current) | _changes(cls, current, fields, f"{path}.", own))
 
 
 def _shared(cls: Any, current: Any) -> dict[str, Any]:
@@ -203,134 +230,3 @@ def _parse(annotation: Any, text: str, path: str) -> Any:
     raise ConfigError(
       f"--config.{path}={text}: give {type_name(annotation)}{words}"
     ) from None
-
-
-def split_args(
-  argv: Sequence[str],
-  known: Collection[str],
-  *,
-  flags: Collection[str] = (),
-  has_settings: bool = False,
-) -> Iterator[tuple[str, str]]:
-  """The options of a command line, one after another, with their values.
-
-  Args:
-    argv: the command line.
-    known: options with a value, `--name VALUE` or `--name=VALUE`.
-    flags: those without, whose value is "".
-    has_settings: whether --config.FIELD=VALUE are options too.
-
-  Raises:
-    ConfigError: an option that does not exist, or lacks its value.
-
-  Example:
-    >>> list(split_args(["--to", "a", "--step=3"], ("--to", "--step")))
-    [('--to', 'a'), ('--step', '3')]
-  """
-  args = list(argv)
-  while args:
-    arg = args.pop(0)
-    if arg in flags:
-      yield arg, ""
-      continue
-    name, given, value = arg.partition("=")
-    if name not in known and not (has_settings and name.startswith("--config.")):
-      shown = {"--help", *known, *(flag for flag in flags if flag.startswith("--"))}
-      setting = "; a setting is --config.FIELD=VALUE" if has_settings else ""
-      raise ConfigError(f"{arg}: not an option, {nearest(name, shown)}{setting}")
-    if not given:
-      if not args or args[0].startswith("--"):
-        raise ConfigError(f"{name}: a value is missing, write {name}=VALUE")
-      value = args.pop(0)
-    yield name, value
-
-
-def parse_args(argv: list[str]) -> tuple[dict[str, str], dict[str, str], bool]:
-  """Split a command line into options, overrides and whether help is asked.
-
-  Example:
-    >>> parse_args(["--config", "a.py", "--config.epochs=3"])
-    ({'config': 'a.py'}, {'epochs': '3'}, False)
-  """
-  options, overrides, wants_help = {}, {}, False
-  known, flags = ("--config", "--workdir"), ("--describe", "--help", "-h")
-  for name, value in split_args(argv, known, flags=flags, has_settings=True):
-    if name in ("--help", "-h"):
-      wants_help = True
-      continue
-    if name == "--workdir" and "://" in value:
-      raise ConfigError(f"--workdir={value}: give a directory; mount a bucket as one")
-    if name.startswith("--config."):
-      overrides[name.removeprefix("--config.")] = value
-    else:
-      options[name.removeprefix("--")] = value
-  return options, overrides, wants_help
-
-
-def help_text(config: Config | None) -> str:
-  """Every field with its type, meaning and value (or all alternatives)."""
-  lines = [
-    "usage: python -m jaxscale.train --config FILE[:arg] [--workdir DIR]",
-    "                                [--config.FIELD=VALUE ...] [--describe]",
-    "",
-    "Trains one experiment and resumes by itself when DIR holds a part of it.",
-    "",
-    "  --config FILE[:arg]     Python file with get_config([arg]) -> Config",
-    "  --workdir DIR           checkpoints, metrics and plots go there",
-    "                          (default: runs/ and the name of the config)",
-    "  --config.FIELD=VALUE    replace a setting; --config.optimizer=LARS",
-    "                          chooses an alternative and keeps shared fields",
-    "  --describe              print parameters, memory and collectives of a step on",
-    "                          the devices there are, and train nothing",
-    "",
-    "exit code: 0 done, 2 a mistake in what was asked for, 85 asked to stop and",
-    "saved, 86 hung, 93 not to be started again, 130 Ctrl-C, 1 anything else",
-    "",
-    "settings:" if config else "settings (--config FILE --help shows the file's):",
-  ]
-  lines += _help_fields(Config, config, "")
-  return "\n".join(lines)
-
-
-def _help_fields(cls: type, node: Any, prefix: str) -> list[str]:
-  lines, docs = [], _field_docs(cls)
-  for name, annotation in hints(cls).items():
-    classes = settings_classes(annotation)
-    value = getattr(node, name) if node is not None else None
-    head = f"  --config.{prefix}{name}"
-    if not classes:
-      bound = f" {bounds(cls)[name]}" if name in bounds(cls) else ""
-      shown = f" = {value!r}" if node is not None else ""
-      lines += [f"{head}{shown}  ({type_name(annotation)}{bound})"]
-      lines += textwrap.wrap(
-        docs[name], 72, initial_indent=" " * 6, subsequent_indent=" " * 6
-      )
-      continue
-    chosen = [type(value)] if node is not None else classes.values()
-    lines += ["", f"{head}: {' | '.join(classes)}"]
-    for c in chosen:
-      summary = (c.__doc__ or "").splitlines()[0]
-      lines += [f"    {c.__name__}: {summary}"]
-      lines += _help_fields(c, value, f"{prefix}{name}.")
-  return lines
-
-
-def _field_docs(cls: type) -> dict[str, str]:
-  """The text of each entry under `Attributes:`, base classes' included."""
-  docs: dict[str, str] = {}
-  for c in reversed(cls.__mro__):
-    _, _, section = (c.__doc__ or "").partition("Attributes:")
-    name = ""
-    for line in inspect.cleandoc(section).splitlines() if section else []:
-      if not line.startswith(" ") and ":" in line:
-        name, _, text = line.partition(":")
-        docs[name] = text.strip()
-      elif name:
-        docs[name] += " " + line.strip()
-  return docs
-
-
-def command(argv: list[str] | None = None) -> str:
-  """The command line that was typed, to be shown to whoever goes on with it."""
-  argv = sys.argv[1:] if argv is None else argv
-  return " ".join(["python -m jaxscale.train", *argv])

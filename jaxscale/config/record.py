@@ -1,14 +1,127 @@
-"""What a run was of, by the config.json in its directory."""
+"""A run's settings as JSON, and back: the config.json in its directory.
+
+A built-in class is recorded by its name; a user's as `module:Class`, with the file that
+it came from, of which the run keeps a copy in `code/`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import json
+import re
+import shutil
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxscale import config as cfg
-from jaxscale.config.validation import from_plain
+from jaxscale.config.choice import Choice
+from jaxscale.config.config import Config
+from jaxscale.config.files import FILE_MODULE, load_file
+from jaxscale.config.validation import hints, nearest, settings_classes
 from jaxscale.errors import ConfigError
+
+FORMAT = 2  # of config.json; 1 was jaxscale 0.1's, which had other names
+
+
+def to_plain(node: Any) -> Any:
+  """A settings tree as JSON; "class" tells which alternative was chosen.
+
+  What JSON has no form for (functions, from a notebook) is named, and cannot be
+  made again.
+  """
+  if dataclasses.is_dataclass(node) and not isinstance(node, type):
+    as_plain = getattr(node, "as_plain", None)
+    names = (f.name for f in dataclasses.fields(node))
+    values = as_plain() if as_plain else {n: to_plain(getattr(node, n)) for n in names}
+    return {"class": class_name(type(node)), **values}
+  if isinstance(node, (list, tuple)) and not hasattr(node, "_fields"):
+    return [to_plain(value) for value in node]
+  if node is None or isinstance(node, (bool, int, float, str, dict)):
+    return node
+  kind: Any = node if hasattr(node, "__qualname__") else type(node)
+  return {"object": f"{kind.__module__}.{kind.__qualname__}"}
+
+
+def class_name(cls: type) -> str:
+  """`Class` of a built-in one, `module:Class` of a user's."""
+  if not issubclass(cls, Choice) or cls.__module__.startswith("jaxscale."):
+    return cls.__name__
+  module = re.sub(rf"^{FILE_MODULE}\w{{12}}_", "", cls.__module__)
+  return f"{module}:{cls.__name__}"
+
+
+def own_files(config: Config) -> dict[str, Path]:
+  """The files that a config's own classes came from, by the name of their module."""
+  found = {}
+  for field in dataclasses.fields(config):
+    cls = type(getattr(config, field.name))
+    if ":" in (name := class_name(cls)):
+      file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+      if file:
+        found[name.partition(":")[0]] = Path(file)
+  return found
+
+
+def copy_own_files(config: Config, workdir: Path) -> dict[str, dict[str, str]]:
+  """Copy them into the run; what config.json says of them, by module."""
+  described = {}
+  for module, file in own_files(config).items():
+    copy = workdir / "code" / f"{module}.py"
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    if file.resolve() != copy.resolve():
+      shutil.copyfile(file, copy)
+    described[module] = {"file": str(file), "copy": f"code/{copy.name}"}
+  return described
+
+
+def from_plain(annotation: Any, node: Any, folder: Path | None = None) -> Any:
+  """A settings tree from the JSON that describes it.
+
+  Args:
+    annotation: of what is described: a settings class, a base, or any type of a field.
+    node: {"class": name, field: …} of a settings class; of others the value.
+    folder: of the run, with copies of the files of a user's own classes.
+
+  Raises:
+    ConfigError: a class or field that there is not, or a value that cannot be.
+
+  Example:
+    >>> from jaxscale.config import SGD, Optimizer
+    >>> from_plain(Optimizer, {"class": "SGD", "lr": 0.1}) == SGD(lr=0.1)
+    True
+  """
+  if isinstance(node, dict) and "object" in node:
+    raise ConfigError(
+      f"{node['object']}: an object from a notebook, which a file cannot hold; make "
+      "the config there again"
+    )
+  if not isinstance(node, dict) or "class" not in node:
+    return node
+  fields, classes = dict(node), settings_classes(annotation)
+  name = fields.pop("class")
+  cls = _own_class(name, folder) if ":" in str(name) else classes.get(name)
+  if cls is None:
+    hint = nearest(str(name), classes)
+    raise ConfigError(f"{name}: there are no such settings, {hint}")
+  values = {k: from_plain(hints(cls).get(k, Any), v, folder) for k, v in fields.items()}
+  return cls(**values)
+
+
+def _own_class(name: str, folder: Path | None) -> type:
+  """A user's class: from the run's copy of its file, or the module it is in."""
+  module, _, cls = name.partition(":")
+  copy = folder / "code" / f"{module}.py" if folder else None
+  try:
+    if copy is not None and copy.is_file():
+      return getattr(load_file(copy), cls)
+    return getattr(importlib.import_module(module), cls)
+  except Exception as e:
+    where = copy or module
+    raise ConfigError(
+      f"{name}: cannot be loaded from {where} ({type(e).__name__}: {e}); give the "
+      "config file that has the class"
+    ) from None
 
 
 class Described(NamedTuple):
@@ -31,19 +144,29 @@ class Described(NamedTuple):
 
   @property
   def num_classes(self) -> int | None:
-    """Classes, or words of the vocabulary, without what only pads."""
+    """Classes, or words of the vocabulary, without padding."""
     return self.data.get("vocab_size" if self.is_text else "num_classes")
 
-  def settings(self) -> cfg.Config:
+  def settings(self) -> Config:
     """The config itself.
 
     Raises:
       ConfigError: it is of another version of jaxscale, which had other settings.
     """
     try:
-      return from_plain(cfg.Config, self.config)
+      return from_plain(Config, self.config, self.workdir)
     except ConfigError as e:
       raise ConfigError(f"--workdir={self.workdir}: its config.json has {e}") from None
+
+
+def check_format(described: dict[str, Any], workdir: str | Path) -> None:
+  """Refuse the config.json of an earlier version, whose settings had other names."""
+  if described.get("format") != FORMAT:
+    raise ConfigError(
+      f"--workdir={workdir}: config.json was written by jaxscale "
+      f"{described.get('versions', {}).get('jaxscale', '0.1')}, whose settings have "
+      "other names (CHANGELOG.md); use that version, or a new --workdir"
+    )
 
 
 def describe_run(workdir: str | Path) -> Described:
@@ -59,11 +182,12 @@ def describe_run(workdir: str | Path) -> Described:
   except FileNotFoundError:
     raise ConfigError(
       f"--workdir={workdir}: no config.json there; give the directory of a run of "
-      "jaxscale.train"
+      "jaxscale train"
     ) from None
   except (OSError, ValueError, KeyError, TypeError) as e:
     raise ConfigError(
       f"--workdir={workdir}: its config.json cannot be read ({type(e).__name__}); "
-      "give the directory of a run of jaxscale.train"
+      "give the directory of a run of jaxscale train"
     ) from None
+  check_format(described, workdir)
   return Described(Path(workdir), config, data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Literal
 
+from jaxscale.cluster.timeouts import Timeouts
 from jaxscale.config.bounds import Count, Positive
 from jaxscale.config.validation import settings
 from jaxscale.errors import ConfigError
@@ -89,7 +90,7 @@ class Checks:
       the batches since, the bad one among them (PaLM, arXiv:2204.02311, section
       5.1: spikes come of data and parameters together).
     max_skipped_steps: how many skips, or rolls back, a run may have; one more ends it.
-    max_consecutive_skipped_steps: likewise of steps that follow one another, or of rolls
+    max_consecutive_skipped_steps: likewise of consecutive steps, or of rolls
       back to the same checkpoint.
   """
 
@@ -100,50 +101,16 @@ class Checks:
 
 
 @settings
-class Faults:
+class Faults(Timeouts):
   """When a run of several processes, or a job, counts as broken, and how it ends.
 
-  Times are in seconds. The first five make the promise that a fault ends all within
-  a minute; what takes long in health has longer ones (NVIDIA's resiliency extension
-  recommends 600 for the start and 420 for a checkpoint).
+  Times are in seconds; their defaults are those of `cluster.Timeouts`.
 
   Attributes:
-    heartbeat_interval_s: between two heartbeats of a process.
-    heartbeat_timeout_s: without a heartbeat, until a process counts as stopped.
-    hang_timeout_s: in one step, or one batch of an evaluation, or in ten mean steps of this
-      run, whichever is longer, until a process hangs.
-    grace_s: from SIGTERM until a process leaves without a save (Slurm's KillWait,
-      after which it kills, is 30 by default).
-    before_end_s: before the end of a Slurm job, to save; of a short job at most a
-      quarter of it.
-    rendezvous_timeout_s: at the start, from the first process that comes to the last.
-    starting_s: before the first compilation, as for the data to be found, and after
-      the run.
-    compiling_s: in a compilation, and in the first step after it.
-    saving_s: in a save.
-    slow_window_s: over which slow processes are looked for.
-    initialization_s: for JAX's coordinator to be there, and as long again for its
-      connections.
-    heartbeat_s: of silence until JAX aborts all; longer than `heartbeat_timeout_s`, which says
-      why.
-    shutdown_s: that JAX waits at exit for the others.
     restarts: how often a job may be requeued.
     idle_restarts: how often in a row without a newer checkpoint.
   """
 
-  heartbeat_interval_s: Positive = 1.0
-  heartbeat_timeout_s: Positive = 30.0
-  hang_timeout_s: Positive = 50.0
-  grace_s: Positive = 25.0
-  before_end_s: Annotated[float, ">= 0"] = 60.0
-  rendezvous_timeout_s: Positive = 120.0
-  starting_s: Positive = 600.0
-  compiling_s: Positive = 3600.0
-  saving_s: Positive = 600.0
-  slow_window_s: Positive = 30.0
-  initialization_s: Positive = 60.0
-  heartbeat_s: Positive = 100.0
-  shutdown_s: Positive = 300.0
   restarts: Annotated[int, ">= 0"] = 100
   idle_restarts: Count = 3
 

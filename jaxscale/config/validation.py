@@ -6,10 +6,13 @@ out of bounds becomes one line that says what to write instead.
 
 from __future__ import annotations
 
+import collections.abc
 import dataclasses
 import difflib
 import functools
 import math
+import operator
+import re
 import sys
 import types
 import typing
@@ -46,7 +49,8 @@ def nearest(name: str, choices: typing.Iterable[str]) -> str:
 @functools.cache
 def hints(cls: type) -> dict[str, Any]:
   """The type of every field of a settings class."""
-  return typing.get_type_hints(cls)
+  found = typing.get_type_hints(cls)
+  return {n: t for n, t in found.items() if typing.get_origin(t) is not typing.ClassVar}
 
 
 @functools.cache
@@ -64,22 +68,31 @@ def bounds(cls: type) -> dict[str, str]:
   return found
 
 
-_HOLDS = {
-  "> 0": lambda x: x > 0,
-  ">= 0": lambda x: x >= 0,
-  ">= 1": lambda x: x >= 1,
-  ">= 4": lambda x: x >= 4,
-  "in [0, 1)": lambda x: 0 <= x < 1,
-  "in (0, 1]": lambda x: 0 < x <= 1,
-  "in (0, 1)": lambda x: 0 < x < 1,
-  "in [0, 2**32)": lambda x: 0 <= x < 2**32,
-}
+_BOUND = re.compile(r"(>=|>|<=|<) (\S+)|in ([\[(])(\S+), (\S+)([\])])")
+_COMPARE = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
 
 
 def within(value: Any, bound: str) -> bool:
-  """Whether a number, or each of a tuple, is finite and in its bound."""
+  """Whether a number, or each of a tuple, is finite and in its bound.
+
+  Args:
+    value: None passes.
+    bound: e.g. ">= 1", "< 2.5" or "in [0, 1)".
+
+  Raises:
+    ConfigError: the bound cannot be read.
+  """
+  if (m := _BOUND.fullmatch(bound)) is None:
+    raise ConfigError(f"Annotated bound {bound!r}: write e.g. '>= 1' or 'in [0, 1)'")
+  sign, number, opens, low, high, closes = m.groups()
+  limits = [(sign, number)] if sign else [
+    (">=" if opens == "[" else ">", low), ("<=" if closes == "]" else "<", high)
+  ]  # fmt: skip
   numbers = value if isinstance(value, tuple) else (value,)
-  return all(x is None or (_is_finite(x) and _HOLDS[bound](x)) for x in numbers)
+  return all(
+    x is None or (_is_finite(x) and all(_COMPARE[s](x, float(n)) for s, n in limits))
+    for x in numbers
+  )
 
 
 def _is_finite(number: int | float) -> bool:
@@ -94,9 +107,14 @@ def alternatives(annotation: Any) -> tuple[Any, ...]:
 
 
 def settings_classes(annotation: Any) -> dict[str, Any]:
-  """The settings classes among the alternatives, by name."""
-  members = alternatives(annotation)
-  return {c.__name__: c for c in members if dataclasses.is_dataclass(c)}  # pyright: ignore
+  """The settings classes among the alternatives, by name; of a base the built-in."""
+  found: dict[str, Any] = {}
+  for c in alternatives(annotation):
+    if hasattr(c, "built_in"):
+      found |= c.built_in()
+    elif dataclasses.is_dataclass(c):
+      found[c.__name__] = c  # pyright: ignore[reportAttributeAccessIssue]
+  return found
 
 
 def type_name(annotation: Any) -> str:
@@ -107,19 +125,33 @@ def type_name(annotation: Any) -> str:
     return " | ".join(type_name(a) for a in alternatives(annotation))
   if annotation is type(None):
     return "None"
+  if hasattr(annotation, "built_in") and len(names := list(annotation.built_in())) > 1:
+    return (
+      f"{' | '.join(names)}, or a class of yours that extends {annotation.__name__}"
+    )
   if typing.get_origin(annotation) is tuple:
     return f"tuple of {type_name(typing.get_args(annotation)[0])}"
-  return annotation.__name__
+  return getattr(annotation, "__name__", str(annotation))
+
+
+def shown(value: Any) -> str:
+  """A value as an error message quotes it: one line of at most 80 characters."""
+  text = " ".join(repr(value).split())
+  return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def coerce(annotation: Any, value: Any) -> Any:
   """Return `value` as the annotated type, or raise `TypeError`."""
   for choice in alternatives(annotation):
+    if choice is Any:
+      return value
     origin, args = typing.get_origin(choice), typing.get_args(choice)
     if origin is Literal and any(value == a and type(value) is type(a) for a in args):
       return value
     if origin is tuple and isinstance(value, (tuple, list)):
       return tuple(coerce(args[0], v) for v in value)
+    if origin is collections.abc.Callable and callable(value):
+      return value
     if origin is None:
       if choice is float and type(value) is int and abs(value) <= sys.float_info.max:
         return float(value)
@@ -128,36 +160,6 @@ def coerce(annotation: Any, value: Any) -> Any:
       ):
         return value
   raise TypeError
-
-
-def from_plain(annotation: Any, node: Any) -> Any:
-  """A settings tree from the JSON that describes it, as in a run's config.json.
-
-  Args:
-    annotation: of what is described: a settings class, a union of them, or any
-      type of a field.
-    node: {"class": name, field: …} of a settings class; of others the value.
-
-  Raises:
-    ConfigError: a class or field that there is not, or a value that cannot be.
-
-  Example:
-    >>> @settings
-    ... class Size:
-    ...   width: int = 1
-    >>> from_plain(Size, {"class": "Size", "width": 3}).width
-    3
-  """
-  if not isinstance(node, dict):
-    return node
-  fields, classes = dict(node), settings_classes(annotation)
-  name = fields.pop("class", None)
-  if name not in classes:
-    hint = nearest(str(name), classes)
-    raise ConfigError(f"{name}: there are no such settings, {hint}")
-  types_of = hints(classes[name])
-  values = {k: from_plain(types_of.get(k, Any), v) for k, v in fields.items()}
-  return classes[name](**values)
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -172,31 +174,31 @@ def settings(cls: type) -> type:
         f"{cls.__name__}({args[0]!r}): fields are given by name, as in "
         f"{cls.__name__}({dataclasses.fields(cls)[0].name}={args[0]!r})"
       )
-    for name, value in values.items():
+    for name in values:
       if name not in hints(cls):
         raise ConfigError(
-          f"{cls.__name__}.{name}={value!r}: {cls.__name__} has no such field, "
-          + nearest(name, hints(cls))
+          f"{cls.__name__}.{name}={shown(values[name])}: {cls.__name__} has no such "
+          f"field, {nearest(name, hints(cls))}"
         )
+    for field in dataclasses.fields(cls):
+      name, annotation = field.name, hints(cls)[field.name]
+      if name not in values:
+        if field.default_factory is not dataclasses.MISSING:
+          continue
+        if field.default is dataclasses.MISSING:
+          raise ConfigError(
+            f"{cls.__name__}.{name} is not set: give {type_name(annotation)}"
+          )
+        values[name] = field.default
       try:
-        values[name] = coerce(hints(cls)[name], value)
+        values[name] = coerce(annotation, values[name])
       except TypeError:
         raise ConfigError(
-          f"{cls.__name__}.{name}={value!r}: give {type_name(hints(cls)[name])}"
+          f"{cls.__name__}.{name}={shown(values[name])}: give {type_name(annotation)}"
         ) from None
       if name in bounds(cls) and not within(values[name], bounds(cls)[name]):
         raise ConfigError(
           f"{cls.__name__}.{name}={values[name]!r}: give a value {bounds(cls)[name]}"
-        )
-    for field in dataclasses.fields(cls):
-      if (
-        field.name not in values
-        and field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
-      ):
-        raise ConfigError(
-          f"{cls.__name__}.{field.name} is not set: give "
-          + type_name(hints(cls)[field.name])
         )
     init(self, **values)
 

@@ -14,8 +14,9 @@ from typing import Literal
 
 import numpy as np
 
+from jaxscale.data.arrays import from_arrays
 from jaxscale.data.augment import shift
-from jaxscale.data.dataset import Dataset, DatasetInfo, from_arrays
+from jaxscale.data.dataset import Dataset, DatasetInfo
 
 NUM_TEST = 360
 # Mean and standard deviation of the 1,437 training images.

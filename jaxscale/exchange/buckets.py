@@ -23,8 +23,7 @@ from jax.sharding import Mesh
 
 from jaxscale.collectives import joined
 from jaxscale.errors import ConfigError
-from jaxscale.exchange import Exchange
-from jaxscale.exchange.resize import unchanged
+from jaxscale.exchange.base import Exchange, stateless
 
 # The default of PyTorch's DistributedDataParallel (arXiv:2006.15704).
 BUCKET_BYTES = 25 * 2**20
@@ -54,27 +53,23 @@ class Piece(NamedTuple):
   stop: int
 
 
-def layout(
-  leaves: Sequence[Any], bucket_bytes: int, order: Sequence[int] | None = None
-) -> list[list[Piece]]:
+def layout(leaves: Sequence[Any], bucket_bytes: int) -> list[list[Piece]]:
   """Which pieces of which leaves make each bucket.
 
   A bucket has one dtype, and all but the last of a dtype are full.
 
   Args:
-    leaves: arrays, or anything with `shape` and `dtype`.
+    leaves: arrays, or anything with `shape` and `dtype`; laid end to end from the last.
     bucket_bytes: size of a bucket.
-    order: the leaves' numbers in the order in which they are laid end to end;
-      None: the last first.
 
   Raises:
-    ConfigError: a bucket holds no element, or the order misses a leaf.
+    ConfigError: a bucket holds no element.
 
   Example:
     >>> layout([np.zeros(3, np.float32), np.zeros(4, np.float32)], 16)
     [[Piece(leaf=1, start=0, stop=4)], [Piece(leaf=0, start=0, stop=3)]]
   """
-  order = _checked_order(len(leaves), order)
+  order = range(len(leaves) - 1, -1, -1)
   full: list[list[Piece]] = []
   for dtype in dict.fromkeys(np.dtype(leaves[i].dtype) for i in order):
     size = bucket_bytes // dtype.itemsize
@@ -101,9 +96,7 @@ def layout(
   return full
 
 
-def leaf_groups(
-  leaves: Sequence[Any], bucket_bytes: int, order: Sequence[int] | None = None
-) -> list[list[int]]:
+def leaf_groups(leaves: Sequence[Any], bucket_bytes: int) -> list[list[int]]:
   """Leaves in groups of at most `bucket_bytes`, none cut; a larger one is alone.
 
   For compressors that work on whole tensors and send several at once.
@@ -114,7 +107,7 @@ def leaf_groups(
   """
   groups: list[list[int]] = []
   held = 0
-  for i in _checked_order(len(leaves), order):
+  for i in reversed(range(len(leaves))):
     size = math.prod(leaves[i].shape) * np.dtype(leaves[i].dtype).itemsize
     if not groups or held + size > bucket_bytes:
       groups.append([])
@@ -158,28 +151,45 @@ def unpack(
 
 
 def map_buckets(
-  function: Callable[[int, jax.Array], jax.Array],
-  tree: Any,
-  *,
-  bucket_bytes: int = BUCKET_BYTES,
-  order: Sequence[int] | None = None,
+  function: Callable[[int, jax.Array], jax.Array], tree: Any, bucket_bytes: int
 ) -> Any:
-  """A tree whose buckets went through (number, bucket [elements]) -> the same.
-
-  Args:
-    function: keeps a bucket's shape and dtype.
-    tree: of arrays.
-    bucket_bytes: size of a bucket.
-    order: of the leaves in the buckets; None: the last first.
-  """
+  """A tree whose buckets went through (number, bucket [elements]) -> the same."""
   leaves, structure = jax.tree.flatten(tree)
-  pieces = layout(leaves, bucket_bytes, order)
+  pieces = layout(leaves, bucket_bytes)
   done = [function(i, bucket) for i, bucket in enumerate(pack(leaves, pieces))]
   return jax.tree.unflatten(structure, unpack(done, pieces, leaves))
 
 
+# (numbers of the leaves, their gradients + residuals) -> (mean, residual) of each
+ExchangeGroup = Callable[[list[int], list[jax.Array]], list[tuple[Any, Any]]]
+
+
+def exchange_groups(
+  exchange_group: ExchangeGroup, grads: Any, residuals: Any, bucket_bytes: int
+) -> tuple[Any, Any]:
+  """Error feedback of compressors that work on whole tensors, several sent at once.
+
+  Args:
+    exchange_group: of one of `leaf_groups`; what it has is float32.
+    grads: a tree of a device's own gradients.
+    residuals: likewise, what was not sent before.
+    bucket_bytes: of gradients that are sent at once.
+
+  Returns:
+    Trees of means, in the gradients' dtypes, and of residuals.
+  """
+  leaves, structure = jax.tree.flatten(grads)
+  left = structure.flatten_up_to(residuals)
+  means: list[Any] = list(leaves)
+  for group in leaf_groups(leaves, bucket_bytes):
+    xs = [leaves[i].astype(jnp.float32) + left[i] for i in group]
+    for i, (mean, rest) in zip(group, exchange_group(group, xs), strict=True):
+      means[i], left[i] = mean.astype(leaves[i].dtype), rest
+  return structure.unflatten(means), structure.unflatten(left)
+
+
 def sum_together(arrays: Sequence[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
-  """The sums over devices of several arrays, in one `lax.psum` a dtype."""
+  """The sums over devices of several arrays, in one `lax.psum` for each dtype."""
   return joined(lambda x: lax.psum(x, axes), list(arrays))
 
 
@@ -188,9 +198,8 @@ def bucketed(
   *,
   bucket_bytes: int = BUCKET_BYTES,
   reduce: Callable[[jax.Array], jax.Array] | None = None,
-  order: Sequence[int] | None = None,
 ) -> Exchange:
-  """The mean by one collective a bucket: mean_b = reduce(bucket_b) / devices.
+  """The mean by one collective for each bucket: mean_b = reduce(bucket_b) / devices.
 
   XLA may join them again: on CPU (jax 0.10.2) it makes one tuple all-reduce of all,
   and TPU's and GPU's combiners join up to a threshold of their own. What is sure is
@@ -201,11 +210,9 @@ def bucketed(
     bucket_bytes: size of a bucket.
     reduce: array [elements] of a device -> sum over `axes`, typed invariant;
       None: `lax.psum`. Any all-reduce that takes every size will do.
-    order: of the leaves in the buckets, as numbers in the order of
-      `jax.tree.leaves`; None: the last first.
 
   Raises:
-    ConfigError: `bucket_bytes` or `order` cannot be.
+    ConfigError: `bucket_bytes` is below 1.
 
   Example:
     >>> exchange = bucketed(("replica", "data"), bucket_bytes=4 * 2**20)
@@ -216,25 +223,7 @@ def bucketed(
     raise ConfigError(f"bucket_bytes={bucket_bytes}: give the bytes of a bucket, >= 1")
   sum_over = reduce or (lambda x: lax.psum(x, axes))
 
-  def init(params):
-    del params  # keeps nothing between steps
-    return ()
+  def mean(_, bucket):
+    return sum_over(bucket) / lax.axis_size(axes)
 
-  def exchange(grads, state):
-    def mean(_, bucket):
-      return sum_over(bucket) / lax.axis_size(axes)
-
-    means = map_buckets(mean, grads, bucket_bytes=bucket_bytes, order=order)
-    return means, state
-
-  return Exchange(init, exchange, unchanged)
-
-
-def _checked_order(count: int, order: Sequence[int] | None) -> Sequence[int]:
-  if order is None:
-    return range(count - 1, -1, -1)
-  if sorted(order) != list(range(count)):
-    raise ConfigError(
-      f"order={tuple(order)}: give each of the {count} leaves' numbers once"
-    )
-  return order
+  return stateless(lambda grads: map_buckets(mean, grads, bucket_bytes))

@@ -1,7 +1,7 @@
-"""Local updates: workers train alone and agree every H steps.
+"""Local updates: workers train alone and synchronize every H steps.
 
-Between agreements every worker k has parameters w_k of its own. At one, with the
-anchor W that all started from, the mean way they went is
+In between every worker k has parameters w_k of its own. When they synchronize, with
+the anchor W that all started from, the averaged pseudo-gradient is
 
     D = mean_k (W - w_k)
 
@@ -35,12 +35,12 @@ BLOCK_SAMPLES = 120_000
 
 
 class LocalUpdate(NamedTuple):
-  """How workers that train alone agree.
+  """How workers that train alone synchronize.
 
   Attributes:
-    every: H, steps from one agreement to the next.
+    every: H, steps from one synchronization to the next.
     outer: optimizer whose gradient is D; its state is like one set of parameters.
-    reset_momentum: set the workers' own momentum to 0 when they agree.
+    reset_momentum: set the workers' own momentum to 0 when they synchronize.
   """
 
   every: int
@@ -55,10 +55,10 @@ class BlockMomentumState(NamedTuple):
 
 
 def local_sgd(every: int) -> LocalUpdate:
-  """Workers meet at the mean of their parameters (arXiv:1805.09767).
+  """Workers take the mean of their parameters (arXiv:1805.09767).
 
   Args:
-    every: H, steps from one agreement to the next.
+    every: H, steps from one synchronization to the next.
 
   Raises:
     ConfigError: `every` is below 1.
@@ -75,10 +75,10 @@ def diloco(
 ) -> LocalUpdate:
   """DiLoCo's outer step: SGD with Nesterov momentum (arXiv:2311.08105, Algorithm 1).
 
-  Its workers train by AdamW, whose state they keep over agreements.
+  Its workers train by AdamW, whose state they keep.
 
   Args:
-    every: H, steps from one agreement to the next.
+    every: H, steps from one synchronization to the next.
     rate: r, outer learning rate.
     momentum: m.
 
@@ -108,13 +108,13 @@ def block_momentum(
   less (0.99 hurts, says CNTK's documentation).
 
   Args:
-    every: H, steps from one agreement to the next; see `block_steps`.
+    every: H, steps from one synchronization to the next; see `block_steps`.
     num_workers: N.
     momentum: n; None: 1 - 1/N. A time constant T of CNTK, in samples of all
       workers, is n = exp(-block / T).
     rate: z, on the mean D. CNTK's blockLearningRate b is z = (1 - n) N b.
     nesterov: look ahead by n S.
-    reset_momentum: set the workers' own momentum to 0 at every agreement.
+    reset_momentum: set the workers' own momentum to 0 at every synchronization.
 
   Raises:
     ConfigError: `every` or `num_workers` below 1, or `momentum` not in [0, 1).
@@ -151,7 +151,7 @@ def block_momentum(
 
 def _at_least_one(every: int) -> int:
   if every < 1:
-    raise ConfigError(f"every={every}: steps between agreements, give >= 1")
+    raise ConfigError(f"every={every}: steps between synchronizations, give >= 1")
   return every
 
 
@@ -160,7 +160,7 @@ def block_steps(worker_batch: int, block_samples: int = BLOCK_SAMPLES) -> int:
 
   Args:
     worker_batch: examples of one worker in a step.
-    block_samples: tau, of one worker from one agreement to the next.
+    block_samples: tau, of one worker from one synchronization to the next.
 
   Example:
     >>> block_steps(256)
@@ -197,14 +197,14 @@ def check_samples(
   fits = max(num_samples // (worker_batch * num_workers**2), 1)
   if num_samples < block:
     raise ConfigError(
-      f"BlockMomentum.sync_every_steps={every}: one block of {num_workers} workers is {block:,} "
-      f"samples, more than the {num_samples:,} there are; give {fits} or less"
+      f"BlockMomentum.sync_every_steps={every}: one block of {num_workers} workers is "
+      f"{block:,} samples, more than the {num_samples:,} there are; give {fits} or less"
     )
   if num_samples >= wanted:
     return None
   return (
-    f"BlockMomentum.sync_every_steps={every}: block momentum of {num_workers} workers wants "
-    f"{wanted:,} different samples (tau N^2), there are {num_samples:,}; "
+    f"BlockMomentum.sync_every_steps={every}: block momentum of {num_workers} workers "
+    f"wants {wanted:,} different samples (tau N^2), there are {num_samples:,}; "
     f"give {fits} or less, or fewer workers"
   )
 

@@ -19,17 +19,19 @@ Source: arXiv:1905.13727, algorithms 1 and 2 (error feedback, warm start of Q).
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxscale.errors import ConfigError
-from jaxscale.exchange import Exchange
-from jaxscale.exchange.buckets import BUCKET_BYTES, leaf_groups, sum_together
-from jaxscale.exchange.feedback import zero_residuals
-from jaxscale.exchange.resize import mean_for_all, same_for_all
+from jaxscale.exchange.base import (
+  Exchange,
+  mean_for_all,
+  same_for_all,
+  zero_residuals,
+)
+from jaxscale.exchange.buckets import BUCKET_BYTES, exchange_groups, sum_together
 
 # Of a column's length; what is left below it of a float32 column is rounding.
 _DEPENDENT = 1e-5
@@ -93,23 +95,24 @@ def power_sgd(
     return {"residual": zero_residuals(params), "q": qs}
 
   def exchange(grads, state):
-    leaves, structure = jax.tree.flatten(grads)
-    residual = structure.flatten_up_to(state["residual"])
-    qs = dict(zip(shrinking(leaves), state["q"], strict=True))
-    means: list[Any] = list(leaves)
-    for group in leaf_groups(leaves, bucket_bytes):
-      low = [i for i in group if i in qs]
-      whole = [i for i in group if i not in qs]
-      xs = [leaves[i].astype(jnp.float32) + residual[i] for i in low]
+    qs = dict(zip(shrinking(jax.tree.leaves(grads)), state["q"], strict=True))
+
+    def group(numbers, xs):
+      low = {i: x for i, x in zip(numbers, xs, strict=True) if i in qs}
+      whole = {i: x for i, x in zip(numbers, xs, strict=True) if i not in qs}
       done, totals = _exchange_group(
-        xs, [qs[i] for i in low], [leaves[i] for i in whole], axes
+        list(low.values()), [qs[i] for i in low], list(whole.values()), axes
       )
+      pairs = {
+        i: (total / lax.axis_size(axes), jnp.zeros_like(whole[i]))
+        for i, total in zip(whole, totals, strict=True)
+      }
       for i, (mean, left, q) in zip(low, done, strict=True):
-        means[i], residual[i], qs[i] = mean.astype(leaves[i].dtype), left, q
-      for i, total in zip(whole, totals, strict=True):
-        means[i] = total / lax.axis_size(axes)
-    residual = structure.unflatten(residual)
-    return structure.unflatten(means), {"residual": residual, "q": tuple(qs.values())}
+        pairs[i], qs[i] = (mean, left), q
+      return [pairs[i] for i in numbers]
+
+    means, left = exchange_groups(group, grads, state["residual"], bucket_bytes)
+    return means, {"residual": left, "q": tuple(qs.values())}
 
   def resize(state, num_devices):
     return {

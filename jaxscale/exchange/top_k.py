@@ -19,25 +19,28 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxscale.collectives.typed import vary, varying
 from jaxscale.errors import ConfigError
-from jaxscale.exchange import Exchange
+from jaxscale.exchange.base import (
+  Exchange,
+  check_devices,
+  mean_for_all,
+  zero_residuals,
+)
 from jaxscale.exchange.buckets import (
   BUCKET_BYTES,
+  exchange_groups,
   layout,
-  leaf_groups,
   pack,
   sum_together,
   unpack,
 )
-from jaxscale.exchange.feedback import check_devices, zero_residuals
-from jaxscale.exchange.resize import mean_for_all
 
 
 def top_k(
@@ -87,21 +90,27 @@ def top_k(
 
   def exchange(grads, state):
     check_devices("top_k", axes, num_devices)
-    leaves, structure = jax.tree.flatten(grads)
-    residual = structure.flatten_up_to(state["residual"])
-    xs = [g.astype(jnp.float32) + r for g, r in zip(leaves, residual, strict=True)]
-    if per == "bucket":
+
+    def tensors(_, xs):
+      pairs = _exchange_group([x.reshape(-1) for x in xs], share, axes)
+      return [
+        (mean.reshape(x.shape), left.reshape(x.shape))
+        for x, (mean, left) in zip(xs, pairs, strict=True)
+      ]
+
+    def buckets(_, xs):
+      xs = xs[::-1]  # groups have the last leaf first, as `layout` takes them
       pieces = layout(xs, bucket_bytes)
       pairs = [_exchange_group([x], share, axes)[0] for x in pack(xs, pieces)]
       means, left = (unpack(x, pieces, xs) for x in zip(*pairs, strict=True))
-    else:
-      means, left = list(xs), list(xs)
-      for group in leaf_groups(xs, bucket_bytes):
-        pairs = _exchange_group([xs[i].reshape(-1) for i in group], share, axes)
-        for i, (mean, rest) in zip(group, pairs, strict=True):
-          means[i], left[i] = (a.reshape(xs[i].shape) for a in (mean, rest))
-    means = [m.astype(g.dtype) for m, g in zip(means, leaves, strict=True)]
-    return structure.unflatten(means), {"residual": structure.unflatten(left)}
+      return list(zip(means, left, strict=True))[::-1]
+
+    means, left = (
+      exchange_groups(tensors, grads, state["residual"], bucket_bytes)
+      if per == "tensor"
+      else exchange_groups(buckets, grads, state["residual"], sys.maxsize)
+    )
+    return means, {"residual": left}
 
   return Exchange(init, exchange, mean_for_all)
 

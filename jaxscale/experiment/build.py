@@ -1,7 +1,7 @@
 """From a Config to everything that a run is made of; `fit` runs it.
 
-`derive` has the numbers that follow, `parts` one function a part; here they
-become an `Experiment`, and one phase of it after another.
+`derive` has the numbers that follow, `model`, `layout`, `optimizer` and `exchange` make
+the parts; here they become an `Experiment`, one phase of it after another.
 """
 
 from __future__ import annotations
@@ -9,30 +9,31 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import optax
 from jax.sharding import Mesh
 
 from jaxscale import config as cfg
-from jaxscale import data, models, optim
+from jaxscale import data, optim
 from jaxscale.collectives.cpu_workarounds import one_at_a_time
+from jaxscale.config.choice import build
 from jaxscale.errors import ConfigError
-from jaxscale.exchange import Exchange, plain
-from jaxscale.experiment import exchange as exchange_parts
-from jaxscale.experiment import layout as layout_parts
-from jaxscale.experiment import parts
+from jaxscale.exchange import Exchange
+from jaxscale.experiment import layout as layouts
 from jaxscale.experiment.derive import Derived, derive
-from jaxscale.experiment.exchange import Agreement
+from jaxscale.experiment.exchange import Synchronization, make_exchange, make_sync
+from jaxscale.experiment.model import Model, bn_span, imported, init_fn, make_model
+from jaxscale.experiment.optimizer import make_optimizer, phase_rate, phase_schedule
 from jaxscale.experiment.phases import Phase, scale_velocity, step_at
 from jaxscale.mesh import batch_axes, batch_sharding, make_mesh
 from jaxscale.parallel.layout import Layout, local_grad_shapes
-from jaxscale.parallel.run_stack import PipelineGrads
 from jaxscale.parallel.layout_exchange import exchange_axes
+from jaxscale.parallel.run_stack import PipelineGrads
 from jaxscale.training import nan_guard
 from jaxscale.training.local_step import (
-  Own,
+  WorkerState,
   abstract_local_state,
   init_local_state,
   make_local_train_step,
@@ -63,13 +64,12 @@ class Experiment(NamedTuple):
   mesh: Mesh
   train_data: data.Dataset
   eval_data: data.Dataset
-  model: models.ModelFns | models.Stack
+  model: Model
   layout: Layout | None  # None: everything on every device
   loss: LossFn | PipelineGrads
   tx: optax.GradientTransformation
-  schedule: optax.Schedule
   exchange: Exchange
-  agreement: Agreement | None  # of workers that train alone
+  sync: Synchronization | None  # of workers that train alone
   train_step: TrainStep
   eval_step: EvalStep
   notes: tuple[str, ...] = ()  # worth saying before the first step
@@ -87,20 +87,20 @@ class Experiment(NamedTuple):
     if self.config.init_from is not None:
       info = self.eval_data.info
       classes = getattr(info, "num_classes", None) or getattr(info, "vocab_size", 0)
-      start["given"] = parts.imported(self.config, classes, self.abstract_state(), say)
-    if self.agreement is not None:
-      return init_local_state(*self._parts(), self.agreement.method, **start)
+      start["given"] = imported(self.config, classes, self.abstract_state(), say)
+    if self.sync is not None:
+      return init_local_state(*self._parts(), self.sync.method, **start)
     return init_state(*self._parts(), **self._kept(), **start)
 
   def abstract_state(self) -> TrainState:
     """Shapes, dtypes and shardings of the state, without computing it."""
-    if self.agreement is not None:
-      return abstract_local_state(*self._parts(), self.agreement.method)
+    if self.sync is not None:
+      return abstract_local_state(*self._parts(), self.sync.method)
     return abstract_state(*self._parts(), **self._kept())
 
   def lower_init_state(self) -> Any:
     """What makes the state, as `jax.stages.Lowered`."""
-    assert self.agreement is None, "workers that train alone have whole models"
+    assert self.sync is None, "workers that train alone have whole models"
     return lower_init_state(*self._parts(), **self._kept(), seed=self.config.seed)
 
   def abstract_batch(self) -> Batch:
@@ -124,7 +124,7 @@ class Experiment(NamedTuple):
     return one_at_a_time(self.lower_train_step(abstract).compile(), self.mesh)
 
   def _parts(self):
-    return layout_parts.init_fn(self.model), self.tx, self.mesh, self.exchange
+    return init_fn(self.model), self.tx, self.mesh, self.exchange
 
   def _kept(self):
     config = self.config
@@ -154,82 +154,117 @@ def experiment(
   Raises:
     ConfigError: data or devices do not fit the config.
   """
-  train_data, eval_data = datasets or parts.make_data(config)
+  train_data, eval_data = datasets or make_data(config)
   sizes = train_data.num_examples, eval_data.num_examples
   here = jax.device_count() if devices is None else len(devices)
   derived = derive(config, *sizes, here, start_devices=start_devices)
-  spans = [parts.bn_span(config, derived, phase) for phase in derived.phases]
+  spans = [bn_span(config, derived, phase) for phase in derived.phases]
   mesh = make_mesh(
     **dataclasses.asdict(config.mesh),
     bn_devices=max(span.bn_devices for span in spans),
     devices=devices,
   )
   for phase in derived.phases:  # those to come are refused now
-    exchange_parts.make_sync(config, derived, phase, mesh)
-  model = parts.make_model(config, eval_data.info, mesh, spans[0], train=False)
+    make_sync(config, derived, phase, mesh)
+  model = make_model(config, eval_data.info, mesh, spans[0], train=False)
   _check_paths(config, model)
-  layout = layout_parts.make_layout(config, mesh, model)
-  totals = layout_parts.make_totals(model, layout)
-  eval_step = make_eval_step(totals, mesh, layout)
-  whole = Experiment(
-    config, derived, derived.phases[0], mesh, train_data, eval_data, model, layout,
-    loss=cast(Any, None), tx=optax.identity(), schedule=cast(Any, None),
-    exchange=plain(batch_axes(mesh)), agreement=None, train_step=cast(Any, None),
-    eval_step=eval_step,
+  layout = layouts.make_layout(config, mesh, model)
+  totals = layouts.make_totals(model, layout, build(config.loss, eval_data.info))
+  common = _Common(
+    config, derived, mesh, train_data, eval_data, model, layout,
+    make_eval_step(totals, mesh, layout),
   )  # fmt: skip
-  return at_phase(whole, derived.phases[0])
+  return _at_phase(common, derived.phases[0])
+
+
+def make_data(config: cfg.Config) -> tuple[data.Dataset, data.Dataset]:
+  """The training and the held-out examples.
+
+  Raises:
+    ConfigError: they cannot be had, or a class of the user's gave something else.
+  """
+  made = build(config.data)
+  if isinstance(made, tuple) and len(made) == 2:
+    train, held_out = made
+    if isinstance(train, data.Dataset) and isinstance(held_out, data.Dataset):
+      return train, held_out
+  raise ConfigError(
+    f"{type(config.data).__name__}.build: gave {type(made).__name__}; return two "
+    "data.Dataset, to train on and held-out (data.from_arrays makes one)"
+  )
+
+
+class _Common(NamedTuple):
+  """What all phases of an experiment share."""
+
+  config: cfg.Config
+  derived: Derived
+  mesh: Mesh
+  train_data: data.Dataset
+  eval_data: data.Dataset
+  model: Model
+  layout: Layout | None
+  eval_step: EvalStep
 
 
 def at_phase(experiment: Experiment, phase: Phase) -> Experiment:
   """The same experiment with the parts of one phase: data, optimizer, step."""
-  config, derived, mesh = experiment.config, experiment.derived, experiment.mesh
-  train_data = experiment.train_data
+  shared = {name: getattr(experiment, name) for name in _Common._fields}
+  return _at_phase(_Common(**shared), phase)
+
+
+def _at_phase(common: _Common, phase: Phase) -> Experiment:
+  config, derived, mesh = common.config, common.derived, common.mesh
+  train_data, layout = common.train_data, common.layout
   if phase.image_size is not None:
-    train_data = parts.resized_train_data(config, phase.image_size)
-  model = parts.make_model(
-    config, train_data.info, mesh, parts.bn_span(config, derived, phase)
-  )
-  _check_same_params(experiment.model, model, phase)
-  _, momentum = parts.phase_rate(config, phase)
-  schedule = parts.phase_schedule(config, derived, phase)
+    train_data = config.data.resized(phase.image_size)
+  model = make_model(config, train_data.info, mesh, bn_span(config, derived, phase))
+  _check_same_params(common.model, model, phase)
   # The schedule counts in steps of Config.batch_size, the optimizer in the run's.
   warmup = step_at(derived.phases, derived.warmup_steps * config.batch_size)
-  tx = parts.make_optimizer(config, schedule, warmup, momentum)
-  layout = experiment.layout
+  momentum = phase_rate(config, phase)[1]
+  tx = make_optimizer(config, phase_schedule(config, derived, phase), warmup, momentum)
   axes = batch_axes(mesh) if layout is None else exchange_axes(layout)
   sizes = {axis: mesh.shape[axis] for axis in axes}
-  layout_parts.check_exchange(config, layout, sizes)
-  exchange, notes = exchange_parts.make_exchange(
+  layouts.check_exchange(config, layout, sizes)
+  exchange, notes = make_exchange(
     config,
     derived,
     sizes,
     lambda: _params(model) if layout is None else local_grad_shapes(layout),
     mesh,
   )
-  agreement, more = exchange_parts.make_sync(config, derived, phase, mesh)
-  loss = layout_parts.make_loss(config, model, layout)
-  return with_step(
-    experiment._replace(
-      phase=phase, train_data=train_data, tx=tx, loss=loss, schedule=schedule,
-      exchange=exchange, agreement=agreement,
-      notes=(*layout_parts.notes(config, mesh, phase.accumulate_steps), *notes, *more),
-    )
-  )  # fmt: skip
+  sync, more = make_sync(config, derived, phase, mesh)
+  objective = build(config.loss, train_data.info)
+  made = Experiment(
+    **common._replace(train_data=train_data)._asdict(),
+    phase=phase,
+    loss=layouts.make_loss(config, model, layout, objective),
+    tx=tx,
+    exchange=exchange,
+    sync=sync,
+    train_step=_no_step,
+    notes=(*layouts.notes(config, mesh, phase.accumulate_steps), *notes, *more),
+  )
+  return with_step(made)
+
+
+def _no_step(state: TrainState, batch: Batch) -> Any:
+  raise AssertionError("with_step makes it")
 
 
 def with_step(experiment: Experiment) -> Experiment:
   """The experiment with the train step that its other parts make."""
-  config = experiment.config
+  config, sync = experiment.config, experiment.sync
   loss: Any = experiment.loss  # of workers that train alone no pipeline (config)
   made = loss, experiment.tx, experiment.mesh, experiment.exchange
   options = {
     "accumulate_steps": experiment.phase.accumulate_steps,
-    "schedule": experiment.schedule,
     "observe": trust_ratio_metrics if config.log.trust_ratios else None,
-    "refuse": True,
+    "skip_bad_steps": True,
     "seed": config.seed,
   }
-  if experiment.agreement is None:
+  if sync is None:
     train_step = make_train_step(
       *made,
       layout=experiment.layout,
@@ -240,8 +275,8 @@ def with_step(experiment: Experiment) -> Experiment:
   else:
     train_step = make_local_train_step(
       *made,
-      experiment.agreement.method,
-      workers=experiment.agreement.workers,
+      sync.method,
+      workers=sync.workers,
       last_step=experiment.derived.total_steps,
       **options,
     )
@@ -263,12 +298,14 @@ def enter_phase(config: cfg.Config, old: Phase, new: Phase, state: TrainState):
   The velocity settles at gradient / (1 - momentum), so a new momentum finds it
   scaled as if it had been there all the time.
   """
-  before, after = (parts.phase_rate(config, phase)[1] for phase in (old, new))
+  before, after = (phase_rate(config, phase)[1] for phase in (old, new))
   if before is None or after is None or before == after:
     return state
   scale = functools.partial(scale_velocity, factor=(1 - before) / (1 - after))
   scale = jax.jit(scale, donate_argnums=0)
-  if isinstance(state.exchange_state, Own):  # each worker has a velocity of its own
+  if isinstance(
+    state.exchange_state, WorkerState
+  ):  # each worker has a velocity of its own
     own = state.exchange_state
     return state._replace(exchange_state=own._replace(opt_state=scale(own.opt_state)))
   return state._replace(opt_state=scale(state.opt_state))
@@ -279,19 +316,19 @@ def pass_over(state: TrainState, steps: int) -> TrainState:
 
   def move(opt_state):
     layout = jax.tree.map(lambda x: x.sharding, opt_state)
-    moved = functools.partial(nan_guard.move_on, steps=steps)
+    moved = functools.partial(nan_guard.count_steps, steps=steps)
     return jax.jit(moved, donate_argnums=0, out_shardings=layout)(opt_state)
 
   state = state._replace(step=move(state.step))
-  if isinstance(state.exchange_state, Own):  # the outer optimizer counts meetings
+  if isinstance(
+    state.exchange_state, WorkerState
+  ):  # the outer optimizer counts meetings
     own = state.exchange_state
     return state._replace(exchange_state=own._replace(opt_state=move(own.opt_state)))
   return state._replace(opt_state=move(state.opt_state))
 
 
-def _check_same_params(
-  model: layout_parts.Model, resized: layout_parts.Model, phase: Phase
-) -> None:
+def _check_same_params(model: Model, resized: Model, phase: Phase) -> None:
   if phase.image_size is None:
     return
   shapes = [jax.tree.map(lambda x: x.shape, _params(m)) for m in (model, resized)]
@@ -302,12 +339,12 @@ def _check_same_params(
     )
 
 
-def _params(model: layout_parts.Model) -> Any:
+def _params(model: Model) -> Any:
   """Shapes and dtypes of the parameters."""
-  return jax.eval_shape(layout_parts.init_fn(model), jax.random.key(0))[0]
+  return jax.eval_shape(init_fn(model), jax.random.key(0))[0]
 
 
-def _check_paths(config: cfg.Config, model: layout_parts.Model) -> None:
+def _check_paths(config: cfg.Config, model: Model) -> None:
   """Refuse patterns that no parameter fits: they would change the method silently."""
   include = getattr(config.optimizer, "include", "all")
   if include in ("kernels", "all") and not config.layer_order:

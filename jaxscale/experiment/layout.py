@@ -1,7 +1,6 @@
 """From a Config to what a layout makes of a model: its parts, its loss and its totals.
 
-The part of `parts` that is about models that are spread over devices; what it makes
-are pure functions.
+What it makes are pure functions.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from jaxscale.parallel.layout import HOST, Layout, Shard
 from jaxscale.parallel.pipeline import bubble
 from jaxscale.parallel.rules import Rule, partition
 from jaxscale.training import losses
+from jaxscale.training.losses import Objective
 from jaxscale.tree_paths import path_name
 
 Model = models.ModelFns | models.Stack
@@ -39,7 +39,7 @@ def make_layout(config: cfg.Config, mesh: Mesh, model: Model) -> Layout | None:
   Args:
     config: of the run.
     mesh: of all its devices.
-    model: of `parts.make_model`.
+    model: of `model.make_model`.
 
   Raises:
     ConfigError: a parameter that no rule fits, or several, or that does not divide;
@@ -50,9 +50,8 @@ def make_layout(config: cfg.Config, mesh: Mesh, model: Model) -> Layout | None:
   on_host = chosen.optimizer == "host"
   if not splits and not on_host and not isinstance(model, models.Stack):
     return None
-  rules = {cfg.Transformer: sharding_rules.TRANSFORMER, cfg.ViT: sharding_rules.VIT}.get(
-    type(config.model), sharding_rules.OTHERS
-  )
+  own = config.model.sharding()
+  rules = tuple(Rule(*r) for r in own) if own else sharding_rules.OTHERS
   shapes = jax.eval_shape(init_fn(model), jax.random.key(0))[0]
   check_memory(config, mesh.devices.flat[0])
   half = config.dtype if config.dtype != "float32" else None
@@ -184,14 +183,14 @@ def _check_divides(config: cfg.Config, mesh: Mesh, shapes: Any) -> None:
 
   Layers and classes likewise: the line then names the setting, not a parameter's dim.
   """
-  size = mesh.shape.get("model", 1)
-  if isinstance(config.model, cfg.ViT) and config.layout.model.startswith("layers"):
-    classes = shapes["head"]["bias"].size
-    if classes % size:
-      raise ConfigError(
-        f"Mesh.model={size}: does not divide the {classes} classes of the head; set "
-        f"ViT.pad_classes_to to {size} or a multiple, which pads them"
-      )
+  size, head = mesh.shape.get("model", 1), shapes.get("head", {})
+  classes = head["bias"].size if config.model.is_stack and "bias" in head else 0
+  if classes % size and config.layout.model.startswith("layers"):
+    raise ConfigError(
+      f"Mesh.model={size}: does not divide the {classes} classes of the head; set "
+      f"{type(config.model).__name__}.pad_classes_to to {size} or a multiple, which "
+      "pads them"
+    )
   fields = {"stage": ("num_layers",), "model": ("num_heads", "num_kv_heads")}
   if config.layout.model == "ring":
     del fields["model"]
@@ -200,7 +199,7 @@ def _check_divides(config: cfg.Config, mesh: Mesh, shapes: Any) -> None:
     for field in names:
       parts = getattr(m, field, None)
       if parts is not None and parts % size:
-        is_text = axis == "model" and isinstance(m, cfg.Transformer)
+        is_text = axis == "model" and m.takes_text
         raise ConfigError(
           f"Mesh.{axis}={size}: does not divide {type(m).__name__}.{field}={parts}; "
           "give a divisor"
@@ -208,13 +207,16 @@ def _check_divides(config: cfg.Config, mesh: Mesh, shapes: Any) -> None:
         )
 
 
-def make_loss(config: cfg.Config, model: Model, layout: Layout | None) -> Any:
+def make_loss(
+  config: cfg.Config, model: Model, layout: Layout | None, objective: Objective
+) -> Any:
   """The loss of a train step: a `step.LossFn`, or what makes gradients itself.
 
   Args:
     config: says how a pipeline goes and what layers keep.
     model: whose smoothing of labels, where it is a stack, is its own.
     layout: of `make_layout`.
+    objective: of `Config.loss`, for models that are no stacks.
   """
   if isinstance(model, models.Stack):
     assert layout is not None
@@ -223,14 +225,16 @@ def make_loss(config: cfg.Config, model: Model, layout: Layout | None) -> Any:
       return parallel.stack_loss(model, layout, remat=remat)
     piped = {"gpipe": parallel.gpipe_grads, "1f1b": parallel.one_f_one_b_grads}
     return piped[config.layout.schedule](model, layout, remat=remat)
-  loss = losses.classification_loss(model.apply, label_smoothing=config.label_smoothing)
+  loss = losses.training_loss(model.apply, objective)
   return loss if layout is None else parallel.with_gathered_params(loss, layout.gathers)
 
 
-def make_totals(model: Model, layout: Layout | None) -> Any:
+def make_totals(model: Model, layout: Layout | None, objective: Objective) -> Any:
   """The totals of an eval step: a `step.EvalFn`."""
   if isinstance(model, models.Stack):
     assert layout is not None
     return parallel.stack_totals(model, layout)
-  totals = losses.classification_totals(model.apply)
-  return totals if layout is None else parallel.with_gathered_params(totals, layout.gathers)
+  totals = losses.eval_totals(model.apply, objective)
+  return (
+    totals if layout is None else parallel.with_gathered_params(totals, layout.gathers)
+  )

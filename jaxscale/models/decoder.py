@@ -32,6 +32,16 @@ from jaxscale.models.stack import Ops, Stack, Totals, at_least_float32, rejoin
 # arXiv:1909.08053, §4.1), for all matrices and the table.
 INIT_STD = 0.02
 
+# How a layout splits each parameter: path, axis of each dim (parallel/rules.py).
+SHARDING = (
+  ("embed/table", ("model", "fsdp")),
+  ("layers/(q|k|v|gate|up)/kernel", ("stage", "fsdp", "model")),
+  ("layers/(o|down)/kernel", ("stage", "model", "fsdp")),
+  ("layers/.*norm/scale", ("stage", None)),
+  ("head/norm/scale", (None,)),
+  ("head/kernel", ("fsdp", "model")),
+)
+
 
 def make_transformer(
   *,

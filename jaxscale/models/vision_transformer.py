@@ -27,6 +27,21 @@ from jaxscale.models.stack import Ops, Stack, Totals, at_least_float32, rejoin
 
 NORM_EPS = 1e-6  # Flax's LayerNorm, with which the published weights were trained
 
+# How a layout splits each parameter: path, axis of each dim (parallel/rules.py).
+SHARDING = (
+  ("embed/patch/kernel", (None, "fsdp")),
+  ("embed/(patch/bias|class_token)", (None,)),
+  ("embed/position", (None, None)),
+  ("layers/(q|k|v|up)/kernel", ("stage", "fsdp", "model")),
+  ("layers/(q|k|v|up)/bias", ("stage", "model")),
+  ("layers/(o|down)/kernel", ("stage", "model", "fsdp")),
+  ("layers/(o|down)/bias", ("stage", None)),
+  ("layers/.*norm/(scale|bias)", ("stage", None)),
+  ("head/norm/(scale|bias)", (None,)),
+  ("head/kernel", ("fsdp", "model")),
+  ("head/bias", ("model",)),
+)
+
 
 def make_vit(
   *,

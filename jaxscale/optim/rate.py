@@ -62,3 +62,13 @@ def learning_rate(opt_state: Any) -> jax.Array | None:
   """
   found = optax.tree.get_all_with_path(opt_state, "learning_rate")
   return jnp.asarray(found[0][1], jnp.float32) if found else None
+
+
+def keep_rate(schedule: optax.Schedule) -> optax.GradientTransformation:
+  """Changes nothing and keeps the rate, for optimizers that do not keep it."""
+
+  def update(updates, state, params=None):
+    del params
+    return updates, ScaleByRateState(state.count + 1, rate_at(schedule, state.count))
+
+  return optax.GradientTransformation(scale_by_rate(schedule).init, update)

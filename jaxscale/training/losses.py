@@ -1,20 +1,43 @@
-"""Classification: cross entropy with label smoothing, and exact totals.
+"""What is minimized and reported: loss and metrics per example, summed exactly.
 
-Both functions are built from any `apply`, so a model need not be Flax:
+An `Objective` says what one example's loss is; `training_loss` and `eval_totals` make
+of it and of any `apply` what the steps take, so a model need not be Flax:
 
-    apply(params, model_state, images, train, keys) -> (logits, model_state)
+    apply(params, model_state, inputs, train, keys) -> (outputs, model_state)
+
+Inputs and targets are a batch's "image" and "label", or of text "tokens" and "targets",
+where every token counts as an example.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxscale.errors import ConfigError
+
 Apply = Callable[..., tuple[jax.Array, Any]]
+PerExample = Callable[[jax.Array, dict[str, jax.Array]], Any]
+
+
+class Objective(NamedTuple):
+  """Loss and metrics of each example.
+
+  Attributes:
+    loss: (outputs, batch) -> float32 [rows], of text [rows, tokens]; what training
+      minimizes.
+    metrics: (outputs, batch) -> a dict of such arrays, bool or numbers, whose means
+      over the examples are reported.
+    eval_loss: as `loss`, where evaluation has another; None: the same.
+  """
+
+  loss: PerExample
+  metrics: PerExample = lambda outputs, batch: {}
+  eval_loss: PerExample | None = None
 
 
 def smoothed_cross_entropy(
@@ -37,48 +60,129 @@ def smoothed_cross_entropy(
   return loss
 
 
-def classification_loss(apply: Apply, *, label_smoothing: float = 0.0):
-  """The loss of a train step, with the training accuracy beside it.
+def targets_of(batch: dict[str, jax.Array]) -> jax.Array:
+  """A batch's "label", or of text its "targets"."""
+  return batch["label"] if "label" in batch else batch["targets"]
+
+
+def cross_entropy(label_smoothing: float = 0.0) -> Objective:
+  """Classification: one class per example; smoothed in training alone."""
+
+  def loss(logits, batch):
+    return smoothed_cross_entropy(logits, targets_of(batch), label_smoothing)
+
+  def metrics(logits, batch):
+    return {"accuracy": logits.argmax(-1) == targets_of(batch)}
+
+  return Objective(
+    loss,
+    metrics,
+    lambda logits, batch: smoothed_cross_entropy(logits, targets_of(batch)),
+  )
+
+
+def binary_cross_entropy() -> Objective:
+  """Multi-label classification: "label" is 0 or 1, [rows, classes]."""
+
+  def loss(logits, batch):
+    logits, targets = logits.astype(jnp.float32), batch["label"].astype(jnp.float32)
+    return optax.sigmoid_binary_cross_entropy(logits, targets).sum(-1)
+
+  def metrics(logits, batch):
+    return {"accuracy": ((logits > 0) == (batch["label"] > 0)).all(-1)}
+
+  return Objective(loss, metrics)
+
+
+def regression(of_error: Callable[[jax.Array], jax.Array]) -> Objective:
+  """Numbers: `of_error` of prediction - target, summed over an example's outputs.
+
+  Example:
+    >>> objective = regression(lambda error: error**2)
+    >>> objective.loss(jnp.array([[3.0]]), {"label": jnp.array([1.0])})
+    Array([4.], dtype=float32)
+  """
+
+  def error(outputs, batch):
+    targets = batch["label"].astype(jnp.float32).reshape(len(outputs), -1)
+    return outputs.astype(jnp.float32).reshape(len(outputs), -1) - targets
+
+  return Objective(
+    lambda outputs, batch: of_error(error(outputs, batch)).sum(-1),
+    lambda outputs, batch: {
+      "mean_absolute_error": jnp.abs(error(outputs, batch)).mean(-1)
+    },
+  )
+
+
+def training_loss(apply: Apply, objective: Objective):
+  """The loss of a train step, with the training metrics.
 
   Args:
-    apply: (params, model_state, images, train, keys) -> (logits, model_state).
-    label_smoothing: share of the target spread over all classes.
+    apply: (params, model_state, inputs, train, keys) -> (outputs, model_state).
+    objective: loss and metrics per example.
 
   Returns:
-    A `LossFn` for batches of "image" [n, h, w, c] and "label" int32 [n].
+    A `LossFn`.
   """
 
   def loss_fn(params, model_state, batch, keys):
-    logits, model_state = apply(params, model_state, batch["image"], True, keys)
-    loss = smoothed_cross_entropy(logits, batch["label"], label_smoothing).sum()
-    totals = {
-      "loss": loss,
-      "accuracy": (logits.argmax(-1) == batch["label"]).sum(dtype=jnp.int32),
-      # Summed from the rows, so that it varies over devices as they do.
-      "examples": (batch["label"] >= 0).sum(dtype=jnp.int32),
-    }
-    return loss, (model_state, totals)
+    outputs, model_state = apply(params, model_state, _inputs(batch), True, keys)
+    totals = _sums(objective.loss, objective.metrics, outputs, batch, None)
+    return totals["loss"], (model_state, totals)
 
   return loss_fn
 
 
-def classification_totals(apply: Apply):
+def eval_totals(apply: Apply, objective: Objective):
   """The totals of an eval step: every example once, padding never.
 
   Returns:
-    An `EvalFn` for batches of "image", "label" and "mask" (bool [n]). Hits and
-    examples are int32, so accuracy is exact to the last example.
+    An `EvalFn` for batches that also have "mask" (bool [rows]). Of bool metrics
+    the sums are int32, so accuracy is exact to the last example.
   """
 
   def eval_fn(params, model_state, batch):
-    logits, _ = apply(params, model_state, batch["image"], False, None)
-    mask = batch["mask"]
-    loss = smoothed_cross_entropy(logits, batch["label"])
-    hit = logits.argmax(-1) == batch["label"]
-    return {
-      "loss": jnp.where(mask, loss, 0.0).sum(),
-      "accuracy": (hit & mask).sum(dtype=jnp.int32),
-      "examples": mask.sum(dtype=jnp.int32),
-    }
+    outputs, _ = apply(params, model_state, _inputs(batch), False, None)
+    loss = objective.eval_loss or objective.loss
+    return _sums(loss, objective.metrics, outputs, batch, batch["mask"])
 
   return eval_fn
+
+
+def _inputs(batch: dict[str, jax.Array]) -> jax.Array:
+  return batch["image"] if "image" in batch else batch["tokens"]
+
+
+def _sums(loss, metrics, outputs, batch, mask) -> dict[str, jax.Array]:
+  """Sums over the examples that count, and their number."""
+  targets = targets_of(batch)
+  one = targets if "targets" in batch else targets.reshape(len(targets), -1)[:, 0]
+  values = {"loss": loss(outputs, batch), **metrics(outputs, batch)}
+  if mask is None:  # made from the rows, so that it varies over devices as they do
+    counts = (one == one) | True
+  else:
+    counts = mask = jnp.broadcast_to(
+      jnp.expand_dims(mask, range(1, one.ndim)), one.shape
+    )
+  totals = {"examples": counts.sum(dtype=jnp.int32)}
+  for name, value in values.items():
+    if value.shape != one.shape:
+      raise ConfigError(
+        f"Config.loss: {name!r} has shape {value.shape} for examples {one.shape}; give "
+        "one value per example, not their mean or sum"
+      )
+    if mask is not None:
+      value = jnp.where(mask, value, jnp.zeros_like(value))
+    totals[name] = value.sum(dtype=jnp.int32 if value.dtype == bool else None)
+  return totals
+
+
+def classification_loss(apply: Apply, *, label_smoothing: float = 0.0):
+  """`training_loss` of `cross_entropy`, for notebooks."""
+  return training_loss(apply, cross_entropy(label_smoothing))
+
+
+def classification_totals(apply: Apply):
+  """`eval_totals` of `cross_entropy`, for notebooks."""
+  return eval_totals(apply, cross_entropy())

@@ -18,9 +18,9 @@ from jaxscale.errors import ConfigError
 from jaxscale.exchange import plain
 from jaxscale.experiment import build
 from jaxscale.experiment import layout as layout_parts
-from jaxscale.experiment.abstract_data import stand_in
 from jaxscale.mesh import batch_sharding, make_mesh
 from jaxscale.models import make_transformer
+from jaxscale.models.decoder import SHARDING
 from jaxscale.models.stack import REMAT, run_stack
 from jaxscale.parallel import (
   make_layout,
@@ -29,7 +29,6 @@ from jaxscale.parallel import (
   with_gathered_params,
 )
 from jaxscale.parallel.layout_exchange import exchange_axes
-from jaxscale.models.decoder import SHARDING
 from jaxscale.parallel.rules import Rule
 from jaxscale.planning import hlo
 from jaxscale.planning.absent import memory_of
@@ -233,7 +232,7 @@ def config(**layout):
 def trained(remat, optimizer):
   """Losses of three steps, and the last state."""
   settings = config(remat=remat, optimizer=optimizer)
-  experiment = build.experiment(settings, datasets=stand_in(settings))
+  experiment = build.experiment(settings, datasets=settings.data.abstract(settings.batch_size))
   state, losses = experiment.init_state(), []
   tokens = np.random.default_rng(0).integers(0, 256, (8, 16)).astype(np.int32)
   batch = jax.device_put(

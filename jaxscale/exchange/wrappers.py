@@ -1,6 +1,6 @@
-"""Exchanges made of others: one step late, or plain at first.
+"""Exchanges made of others: one step late, plain at first, or left out.
 
-Both wrap any exchange, so `delayed(warm_start(one_bit(...), ...))` is one too.
+They wrap any exchange, so `delayed(warm_start(one_bit(...), ...))` is one too.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxscale.collectives import same_everywhere
 from jaxscale.errors import ConfigError
-from jaxscale.exchange import Exchange, plain
-from jaxscale.exchange.resize import mean_for_all, same_for_all
+from jaxscale.exchange.base import Exchange, mean_for_all, plain, same_for_all
 
 
 def delayed(inner: Exchange) -> Exchange:
@@ -23,7 +23,7 @@ def delayed(inner: Exchange) -> Exchange:
 
   Two buffers: a device keeps its own gradients of one step and sends them in the
   next. Nothing that is sent then depends on what that step computes, so a compiler
-  with asynchronous collectives may run the exchange beside forward and backward.
+  with asynchronous collectives may run the exchange while forward and backward run.
   The last step's gradients stay in the state.
 
   Args:
@@ -47,14 +47,8 @@ def delayed(inner: Exchange) -> Exchange:
     means, own = inner.exchange(state["grads"], state["inner"])
     return means, {"grads": grads, "inner": own}
 
-  def resize(state, num_devices):
-    # With an exact inner exchange, the next result is what it would have been.
-    return {
-      "grads": mean_for_all(state["grads"], num_devices),
-      "inner": _resized(inner, state["inner"], num_devices),
-    }
-
-  return Exchange(init, exchange, resize if inner.resize else None)
+  # With an exact inner exchange, the next result is what it would have been.
+  return Exchange(init, exchange, _resize_with(inner, "grads", mean_for_all))
 
 
 def warm_start(
@@ -65,8 +59,8 @@ def warm_start(
       result_t = mean_i g_i[t] for t < steps, then inner's
 
   The state of `inner` waits meanwhile. Both are in the compiled program, and a
-  maximum over devices of the step counted in the state (4 bytes) tells all of them
-  the same way to go.
+  maximum over devices of the step counted in the state (4 bytes) lets all of them
+  take the same branch.
 
   Args:
     inner: the exchange that follows.
@@ -110,13 +104,18 @@ def warm_start(
     means, own = lax.cond(step < steps, early, late, state["inner"])
     return means, {"step": state["step"] + 1, "inner": own}
 
-  def resize(state, num_devices):
-    return {
-      "step": same_for_all(state["step"], num_devices),
-      "inner": _resized(inner, state["inner"], num_devices),
-    }
+  return Exchange(init, exchange, _resize_with(inner, "step", same_for_all))
 
-  return Exchange(init, exchange, resize if inner.resize else None)
+
+def _resize_with(inner: Exchange, key: str, own: Any) -> Any:
+  """`resize` of a state {key, "inner"}; None where the inner one has none."""
+  resize = inner.resize
+  if resize is None:
+    return None
+  return lambda state, num_devices: {
+    key: own(state[key], num_devices),
+    "inner": resize(state["inner"], num_devices),
+  }
 
 
 def past_warm_start(state: Any) -> Any:
@@ -141,6 +140,22 @@ def past_warm_start(state: Any) -> Any:
   return jax.tree.map(past, state, is_leaf=is_counted)
 
 
-def _resized(inner: Exchange, state, num_devices: int):
-  assert inner.resize is not None
-  return inner.resize(state, num_devices)
+def silent(inner: Exchange, axes: tuple[str, ...]) -> Exchange:
+  """Each device's own gradients in place of their mean; never to train with.
+
+      result_i = g_i
+
+  The replicas part with the first step: this is for timing. What is left of the
+  network in such a step is sums of metrics and means of the model state
+  (BatchNorm's statistics). The state is that of `inner`, untouched, so that one
+  state fits both steps.
+
+  Args:
+    inner: the exchange that is left out.
+    axes: mesh axes that it averages over.
+  """
+
+  def exchange(grads, state):
+    return jax.tree.map(lambda g: same_everywhere(g, axes), grads), state
+
+  return Exchange(inner.init, exchange)

@@ -1,26 +1,51 @@
-"""Settings of optimizers and learning rates."""
+"""Settings of the built-in optimizers and schedules, and what each builds."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import dataclasses
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from jaxscale.config.bounds import (
-  Count,
-  Fraction,
-  NonNegative,
-  Positive,
-  check_pattern,
+from jaxscale.config.bases import (
+  Optimizer,
+  OptimizerContext,
+  Schedule,
+  ScheduleContext,
 )
-from jaxscale.config.validation import settings
+from jaxscale.config.bounds import Fraction, NonNegative, Positive, check_pattern
 from jaxscale.errors import ConfigError
 
+if TYPE_CHECKING:
+  import optax
 
-@settings
-class SGD:
+__all__ = [
+  "LAMB", "LARS", "SGD", "AdamW", "Cosine", "Muon", "Optax", "Polynomial", "Steps",
+]  # fmt: skip
+
+
+def _options(chosen: Optimizer, context: OptimizerContext) -> dict[str, Any]:
+  """The fields as keyword arguments of the functions in `jaxscale.optim`."""
+  from jaxscale.optim.masks import kernels, matching
+
+  given = {f.name: getattr(chosen, f.name) for f in dataclasses.fields(chosen)}
+  del given["lr"]  # the schedule has it
+  if context.momentum is not None and "momentum" in given:
+    given["momentum"] = context.momentum
+  if "momentum_correction" in given:
+    correct = {"never": False, "warmup": context.warmup_steps, "always": True}
+    given["momentum_correction"] = correct[given["momentum_correction"]]
+  if "include" in given:
+    masks = {"kernels": kernels, "all": None}
+    include = given.pop("include")
+    given["mask"] = masks[include] if include in masks else matching(include)
+  if context.stacked is not None:
+    given["stacked"] = context.stacked
+  return given
+
+
+class SGD(Optimizer):
   """Stochastic gradient descent with momentum; L2 decay in the gradient.
 
   Attributes:
-    lr: peak learning rate at the reference batch size.
     momentum: decay of the velocity.
     nesterov: look ahead.
     weight_decay: L2 coefficient, on kernels only.
@@ -28,19 +53,25 @@ class SGD:
       "never", in the "warmup" or "always".
   """
 
-  lr: Positive
   momentum: Fraction = 0.9
   nesterov: bool = True
   weight_decay: NonNegative = 0.0
   momentum_correction: Literal["never", "warmup", "always"] = "never"
 
+  follows_batch_neutrally = has_resettable_momentum = True
 
-@settings
-class LARS:
+  def build(
+    self, schedule: optax.Schedule, context: OptimizerContext
+  ) -> optax.GradientTransformation:
+    from jaxscale import optim
+
+    return optim.sgd(schedule, **_options(self, context))
+
+
+class LARS(Optimizer):
   """Layer-wise adaptive rate scaling (arXiv:1708.03888), MLPerf's form.
 
   Attributes:
-    lr: peak learning rate at the reference batch size.
     variant: whose equations: "paper" (Intel Caffe, Flax, MLPerf), "nvidia",
       "tf_contrib", "tf_contrib_l2_in_loss", "torch", "optax", "larc_clip",
       "larc_scale" (apex), "nvcaffe_clip" or "nvcaffe_scale"; see `optim.lars`.
@@ -54,7 +85,6 @@ class LARS:
       more), "all", or a regular expression of their paths.
   """
 
-  lr: Positive
   variant: Literal[
     "paper", "nvidia", "tf_contrib", "tf_contrib_l2_in_loss", "torch", "optax",
     "larc_clip", "larc_scale", "nvcaffe_clip", "nvcaffe_scale",
@@ -67,30 +97,42 @@ class LARS:
   momentum_correction: Literal["never", "warmup", "always"] = "never"
   include: str = "kernels"
 
+  has_resettable_momentum = True
+
   def __post_init__(self):
     _check_include(self)
 
+  def build(
+    self, schedule: optax.Schedule, context: OptimizerContext
+  ) -> optax.GradientTransformation:
+    from jaxscale import optim
 
-@settings
-class AdamW:
+    return optim.lars(schedule, **_options(self, context))
+
+
+class AdamW(Optimizer):
   """Adam with decoupled weight decay (arXiv:1711.05101).
 
   Attributes:
-    lr: peak learning rate at the reference batch size.
     b1: decay of the first moment.
     b2: decay of the second moment.
     eps: added to the square root of the second moment.
     weight_decay: decoupled decay, on kernels only.
   """
 
-  lr: Positive
   b1: Fraction = 0.9
   b2: Fraction = 0.999
   eps: Positive = 1e-8
   weight_decay: NonNegative = 1e-4
 
+  def build(
+    self, schedule: optax.Schedule, context: OptimizerContext
+  ) -> optax.GradientTransformation:
+    from jaxscale import optim
 
-@settings
+    return optim.adamw(schedule, **_options(self, context))
+
+
 class LAMB(AdamW):
   """Layer-wise Adam for large batches (arXiv:1904.00962): AdamW's and more.
 
@@ -109,40 +151,77 @@ class LAMB(AdamW):
   def __post_init__(self):
     _check_include(self)
 
+  def build(
+    self, schedule: optax.Schedule, context: OptimizerContext
+  ) -> optax.GradientTransformation:
+    from jaxscale import optim
+
+    return optim.lamb(schedule, **_options(self, context))
+
 
 def _check_include(optimizer: LARS | LAMB) -> None:
   remedy = "give 'kernels', 'all' or e.g. 'kernel$'"
   check_pattern(f"{type(optimizer).__name__}.include", optimizer.include, remedy)
 
 
-@settings
-class Muon:
+class Muon(Optimizer):
   """Orthogonalised momentum for kernels, AdamW for the rest (optax.contrib).
 
   Embeddings and head of a Transformer or ViT are among the rest; see `optim.muon`.
 
   Attributes:
-    lr: peak learning rate at the reference batch size.
     momentum: decay of the velocity.
     weight_decay: decoupled decay, on kernels only.
   """
 
-  lr: Positive
   momentum: Fraction = 0.95
   weight_decay: NonNegative = 0.0
 
+  def build(
+    self, schedule: optax.Schedule, context: OptimizerContext
+  ) -> optax.GradientTransformation:
+    from jaxscale import optim
 
-@settings
-class Warmup:
+    options = _options(self, context)
+    if context.embeddings is not None:
+      options["by_adam"] = context.embeddings
+    return optim.muon(schedule, **options)
+
+
+class Optax(Optimizer):
+  """Any optax transformation, from a notebook.
+
+  In a config file write a class of your own that extends `Optimizer`: config.json can
+  then say what it was.
+
+  Attributes:
+    make: learning rate (a schedule) -> transformation, such as `optax.adafactor`.
+    lr: peak learning rate at the reference batch size.
+  """
+
+  make: Any
+
+  def build(
+    self, schedule: optax.Schedule, context: OptimizerContext
+  ) -> optax.GradientTransformation:
+    del context
+    made = self.make(schedule)
+    if not (hasattr(made, "init") and hasattr(made, "update")):
+      raise ConfigError(
+        f"Optax.make: gave {type(made).__name__} and no optax transformation; give a "
+        "function of the learning rate, such as optax.adafactor"
+      )
+    return made
+
+
+class Warmup(Schedule):
   """How a schedule comes to its peak.
 
   Attributes:
-    warmup_epochs: epochs from `warmup_lr` to the peak.
     warmup: how it rises: "linear", "quadratic" or "exponential".
     warmup_lr: rate of step 0, as it is: it does not grow with the batch.
   """
 
-  warmup_epochs: NonNegative = 0.0
   warmup: Literal["linear", "quadratic", "exponential"] = "linear"
   warmup_lr: NonNegative = 0.0
 
@@ -153,8 +232,18 @@ class Warmup:
         "start at 0, give a rate > 0"
       )
 
+  def rise(self, peak: float, context: ScheduleContext) -> dict[str, Any]:
+    """How a warm-up rises, as keyword arguments of `optim.warmup_*`."""
+    if not context.warmup_steps:
+      return {}
+    if self.warmup_lr > peak:
+      raise ConfigError(
+        f"{type(self).__name__}.warmup_lr={self.warmup_lr}: above the peak of "
+        f"{peak:.6g} that the warm-up leads to, give less"
+      )
+    return {"warmup": self.warmup, "start": self.warmup_lr}
 
-@settings
+
 class Cosine(Warmup):
   """Warm-up, then half a cosine.
 
@@ -164,8 +253,15 @@ class Cosine(Warmup):
 
   end_lr: NonNegative = 0.0
 
+  def build(self, peak: float, context: ScheduleContext) -> optax.Schedule:
+    from jaxscale import optim
 
-@settings
+    return optim.warmup_cosine(
+      peak, context.warmup_steps, context.total_steps, end=self.end_lr,
+      **self.rise(peak, context),
+    )  # fmt: skip
+
+
 class Polynomial(Cosine):
   """Warm-up, then (1 - t)**power; power 2 to 1e-4 is MLPerf's.
 
@@ -189,8 +285,18 @@ class Polynomial(Cosine):
         "the warm-up, set restart=True or leave it out"
       )
 
+  def build(self, peak: float, context: ScheduleContext) -> optax.Schedule:
+    from jaxscale import optim
 
-@settings
+    epochs = self.decay_epochs
+    return optim.warmup_polynomial(
+      peak, context.warmup_steps, context.total_steps, end=self.end_lr,
+      power=self.power, restart=self.restart,
+      decay_steps=None if epochs is None else epochs * context.per_epoch,
+      **self.rise(peak, context),
+    )  # fmt: skip
+
+
 class Steps(Warmup):
   """Warm-up, then a constant rate cut at given epochs.
 
@@ -209,65 +315,11 @@ class Steps(Warmup):
         f"Steps.boundaries={self.boundaries}: give them in rising order"
       )
 
+  def build(self, peak: float, context: ScheduleContext) -> optax.Schedule:
+    from jaxscale import optim
 
-# How rate and momentum follow the batch size when it changes in mid-run.
-Follow = Literal["none", "linear", "sqrt", "neutral"]
-
-
-@settings
-class Phases:
-  """What changes at given epochs: the batch grows, or the images do.
-
-  Attributes:
-    epochs: where each phase begins; the first at 0.
-    batch_sizes: of each phase; (): Config.batch_size in all of them.
-    accumulate_steps: of each phase; (): Config.accumulate_steps in all.
-    image_sizes: of the training images of each phase; (): the data's own.
-    follow: how the learning rate follows the batch size, from the rate at
-      Config.batch_size: "none", "linear", "sqrt", or "neutral" (CNTK's, for
-      SGD): rate an example and time constant of the momentum stay.
-  """
-
-  epochs: Annotated[tuple[float, ...], ">= 0"] = (0.0,)
-  batch_sizes: Annotated[tuple[int, ...], ">= 1"] = ()
-  accumulate_steps: Annotated[tuple[int, ...], ">= 1"] = ()
-  image_sizes: Annotated[tuple[int, ...], ">= 1"] = ()
-  follow: Follow = "linear"
-
-  def __post_init__(self):
-    if not self.epochs or self.epochs[0] != 0:
-      raise ConfigError(f"Phases.epochs={self.epochs}: the first phase begins at 0")
-    if list(self.epochs) != sorted(set(self.epochs)):
-      raise ConfigError(f"Phases.epochs={self.epochs}: give them in rising order")
-    for name in ("batch_sizes", "accumulate_steps", "image_sizes"):
-      values = getattr(self, name)
-      if values and len(values) != len(self.epochs):
-        raise ConfigError(
-          f"Phases.{name}={values}: give one for each of the {len(self.epochs)} "
-          "phases, or ()"
-        )
-
-
-@settings
-class AdaptiveBatch:
-  """CNTK's adaptive minibatch: the largest batch whose trial loses nothing.
-
-  From Config.batch_size on; at the tuning epochs candidates, each sqrt(2) times
-  the one before, are tried from the same state, and the last one whose loss is
-  within the margin of the first's is taken (CNTK, SGD.cpp,
-  AdaptiveMinibatchSizing). A trial that gives NaN is refused. Rate and momentum
-  follow as in Phases.follow="neutral", which is for SGD.
-
-  Attributes:
-    every_epochs: epochs between tunings.
-    trial_steps: steps of a trial.
-    margin: how much larger the loss may be, as a share of the first trial's.
-    max_batch_size: no candidate is larger.
-    multiple: candidates are rounded to multiples of it.
-  """
-
-  every_epochs: Positive = 1.0
-  trial_steps: Count = 500
-  margin: NonNegative = 0.01
-  max_batch_size: Count = 1_048_576
-  multiple: Count = 64
+    boundaries = [round(epoch * context.per_epoch) for epoch in self.boundaries]
+    return optim.warmup_steps(
+      peak, context.warmup_steps, boundaries, factor=self.factor,
+      **self.rise(peak, context),
+    )  # fmt: skip

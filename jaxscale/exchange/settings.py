@@ -1,18 +1,26 @@
-"""Settings of how gradients cross the network, and how often."""
+"""Settings of how gradients cross the network, and how often; what each builds."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
+from jaxscale.config.bases import Exchange, ExchangeContext, Sync, SyncContext
 from jaxscale.config.bounds import Count, Fraction, NonNegative, Positive
-from jaxscale.config.validation import settings
 from jaxscale.errors import ConfigError
+
+if TYPE_CHECKING:
+  from jaxscale import exchange
+  from jaxscale.exchange.local import LocalUpdate
+
+__all__ = [
+  "AllReduce", "BlockMomentum", "DiLoCo", "EveryStep", "HalfPrecision", "Int8",
+  "LocalSGD", "OneBit", "PowerSGD", "TopK",
+]  # fmt: skip
 
 _BUCKET = 25 * 2**20  # PyTorch's DistributedDataParallel's, arXiv:2006.15704
 
 
-@settings
-class AllReduce:
+class AllReduce(Exchange):
   """The mean of whole gradients, exact but for rounding.
 
   Attributes:
@@ -23,7 +31,6 @@ class AllReduce:
       are assumed.
     bucket_bytes: gradients travel in flat buckets of this size; None: as tensors,
       or for "psum" between processes on CPUs in buckets of 25 MiB.
-    delayed: apply the mean of the step before, so that the exchange can hide.
   """
 
   algorithm: Literal[
@@ -32,7 +39,8 @@ class AllReduce:
   dims: tuple[str, ...] = ()
   links: str | None = None
   bucket_bytes: Annotated[int | None, ">= 4"] = None
-  delayed: bool = False
+
+  averages_exactly = True
 
   def __post_init__(self):
     name = type(self).__name__
@@ -45,8 +53,12 @@ class AllReduce:
       if not (axis and size.isdecimal()):
         raise ConfigError(f"{name}.dims={self.dims}: give axis:size, as 'data:4'")
 
+  def build(self, context: ExchangeContext) -> exchange.Exchange:
+    from jaxscale.exchange.choose import all_reduce
 
-@settings
+    return all_reduce(self, context)
+
+
 class HalfPrecision(AllReduce):
   """The mean of gradients that travel in 16 bits.
 
@@ -61,22 +73,18 @@ class HalfPrecision(AllReduce):
   bucket_bytes: Annotated[int, ">= 4"] = _BUCKET
 
 
-@settings
-class Compressed:
+class Compressed(Exchange):
   """What compressed exchanges share.
 
   Attributes:
     bucket_bytes: of gradients that travel together.
-    delayed: apply the mean of the step before, so that the exchange can hide.
   """
 
   bucket_bytes: Count = _BUCKET
-  delayed: bool = False
 
 
-@settings
 class Int8(Compressed):
-  """The mean of gradients in 8 bits, a scale a block, rounded stochastically.
+  """The mean of gradients in 8 bits, one scale per block, rounded stochastically.
 
   Attributes:
     block: elements that share a scale.
@@ -84,19 +92,31 @@ class Int8(Compressed):
 
   block: Count = 256
 
+  def build(self, context: ExchangeContext) -> exchange.Exchange:
+    from jaxscale.exchange.low_precision import int8
 
-@settings
+    return int8(
+      context.axes, block=self.block, bucket_bytes=self.bucket_bytes, seed=context.seed
+    )
+
+
 class OneBit(Compressed):
-  """CNTK's 1-bit SGD: a bit an element, two means a column, error feedback.
+  """CNTK's 1-bit SGD: one bit per element, two means per column, error feedback.
 
   Attributes:
-    plain_epochs: epochs of whole gradients before.
+    plain_epochs: epochs of uncompressed gradients before.
   """
 
   plain_epochs: NonNegative = 0.0
 
+  def build(self, context: ExchangeContext) -> exchange.Exchange:
+    from jaxscale.exchange.one_bit import one_bit
 
-@settings
+    return one_bit(
+      context.axes, num_devices=context.num_devices, bucket_bytes=self.bucket_bytes
+    )
+
+
 class TopK(OneBit):
   """The largest elements alone, with error feedback (arXiv:1809.07599).
 
@@ -108,8 +128,15 @@ class TopK(OneBit):
   share: Annotated[float, "in (0, 1)"] = 0.01
   per: Literal["tensor", "bucket"] = "tensor"
 
+  def build(self, context: ExchangeContext) -> exchange.Exchange:
+    from jaxscale.exchange.top_k import top_k
 
-@settings
+    return top_k(
+      context.axes, num_devices=context.num_devices, share=self.share, per=self.per,
+      bucket_bytes=self.bucket_bytes,
+    )  # fmt: skip
+
+
 class PowerSGD(OneBit):
   """Gradients of low rank, with error feedback (arXiv:1905.13727).
 
@@ -119,31 +146,45 @@ class PowerSGD(OneBit):
 
   rank: Count = 4
 
+  def build(self, context: ExchangeContext) -> exchange.Exchange:
+    from jaxscale.exchange.power_sgd import power_sgd
 
-@settings
-class EveryStep:
+    return power_sgd(
+      context.axes, rank=self.rank, bucket_bytes=self.bucket_bytes, seed=context.seed
+    )
+
+
+class EveryStep(Sync):
   """All devices take every step together."""
 
+  def build(self, context: SyncContext) -> LocalUpdate | None:
+    del context
+    return None
 
-@settings
-class LocalSGD:
-  """Workers train alone and meet at their mean (arXiv:1805.09767).
+
+class LocalSGD(Sync):
+  """Workers train alone and synchronize to their mean (arXiv:1805.09767).
 
   The learning rate is then a worker's own, and so is the batch that it fits:
   batch_size / workers.
 
   Attributes:
-    sync_every_steps: steps from one meeting to the next.
+    sync_every_steps: steps between synchronizations.
     workers: who trains alone: each "device", or each "replica" of the mesh.
   """
 
   sync_every_steps: Count
   workers: Literal["device", "replica"] = "device"
 
+  def build(self, context: SyncContext) -> LocalUpdate:
+    del context
+    from jaxscale.exchange.local import local_sgd
 
-@settings
+    return local_sgd(self.sync_every_steps)
+
+
 class DiLoCo(LocalSGD):
-  """Workers train alone; Nesterov momentum on their way (arXiv:2311.08105).
+  """Nesterov momentum on the averaged pseudo-gradient of workers (arXiv:2311.08105).
 
   Attributes:
     outer_lr: of the outer step.
@@ -154,18 +195,25 @@ class DiLoCo(LocalSGD):
   outer_lr: Positive = 0.7
   outer_momentum: Fraction = 0.9
 
+  def build(self, context: SyncContext) -> LocalUpdate:
+    del context
+    from jaxscale.exchange.local import diloco
 
-@settings
+    return diloco(
+      self.sync_every_steps, rate=self.outer_lr, momentum=self.outer_momentum
+    )
+
+
 class BlockMomentum(LocalSGD):
-  """Workers train alone; their way is filtered, as in CNTK (BMUF, ICASSP 2016).
+  """The averaged pseudo-gradient is filtered, as in CNTK (BMUF, ICASSP 2016).
 
   Attributes:
-    sync_every_steps: steps from one meeting to the next; None: CNTK's, 120,000 examples of
+    sync_every_steps: steps between synchronizations; None: CNTK's, 120,000 examples of
       a worker.
-    outer_lr: of the mean way of the workers.
+    outer_lr: of the averaged pseudo-gradient.
     outer_momentum: of the filter; None: CNTK's 1 - 1/workers.
     nesterov: look ahead by the filter's next step.
-    reset_momentum: empty the workers' own momentum when they meet.
+    reset_momentum: empty the workers' own momentum when they synchronize.
   """
 
   sync_every_steps: Annotated[int | None, ">= 1"] = None  # pyright: ignore
@@ -173,3 +221,17 @@ class BlockMomentum(LocalSGD):
   outer_momentum: Annotated[float | None, "in [0, 1)"] = None
   nesterov: bool = True
   reset_momentum: bool = True
+
+  def build(self, context: SyncContext) -> LocalUpdate:
+    from jaxscale.exchange import local
+
+    every = self.sync_every_steps or local.block_steps(context.worker_batch)
+    note = local.check_samples(
+      context.num_train, every, context.worker_batch, context.num_workers
+    )
+    if note:
+      context.note(note)
+    return local.block_momentum(
+      every, context.num_workers, momentum=self.outer_momentum, rate=self.outer_lr,
+      nesterov=self.nesterov, reset_momentum=self.reset_momentum,
+    )  # fmt: skip

@@ -1,16 +1,36 @@
-"""Settings of the models."""
+"""Settings of the built-in models, and what each builds. Imports no JAX."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import dataclasses
+from typing import Annotated, Any, Literal
 
+from jaxscale.config.bases import Model, ModelContext
 from jaxscale.config.bounds import Count, Fraction, Positive
-from jaxscale.config.validation import settings
 from jaxscale.errors import ConfigError
+
+__all__ = ["CNN", "MLP", "AlexNet", "ResNet", "Transformer", "ViT"]
 
 # Examples that share BatchNorm statistics: a number, whatever the number of
 # devices; "device": those of a device's micro-batch; "global": of all devices'.
 Span = int | Literal["device", "global"]
+
+
+def _images(model: Model, context: ModelContext) -> dict[str, Any]:
+  """The fields that every built-in Flax module of images has."""
+  if not hasattr(context.info, "image_shape"):
+    raise ConfigError(
+      f"Config.model={type(model).__name__}: a model of images, and "
+      f"{context.info.name} is text; use Transformer, or other data"
+    )
+  return {"num_classes": context.info.num_classes, "dtype": context.dtype}
+
+
+def _batch_norm(context: ModelContext) -> dict[str, Any]:
+  return {
+    "bn_axis_name": context.bn_axis_name,
+    "bn_group_size": context.bn_group_size,
+  }
 
 
 def _check_span(owner: str, span: int | str) -> None:
@@ -21,8 +41,7 @@ def _check_span(owner: str, span: int | str) -> None:
     )
 
 
-@settings
-class MLP:
+class MLP(Model):
   """A multi-layer perceptron with ReLU.
 
   Attributes:
@@ -31,9 +50,13 @@ class MLP:
 
   hidden: Annotated[tuple[int, ...], ">= 1"] = (256, 256)
 
+  def build(self, context: ModelContext) -> Any:
+    from jaxscale.models.cnn import MLPModule
 
-@settings
-class CNN:
+    return MLPModule(hidden=self.hidden, **_images(self, context))
+
+
+class CNN(Model):
   """A small convolutional network: 3x3 convolutions, one max-pool a stage.
 
   Attributes:
@@ -57,9 +80,20 @@ class CNN:
   def __post_init__(self):
     _check_span("CNN", self.bn_span)
 
+  def build(self, context: ModelContext) -> Any:
+    from jaxscale.models.cnn import CNNModule
 
-@settings
-class AlexNet:
+    common, pixels = _images(self, context), min(context.info.image_shape[:2])
+    if pixels >> len(self.features) == 0:
+      raise ConfigError(
+        f"CNN.features={self.features}: {len(self.features)} stages halve images of "
+        f"{pixels} pixels to nothing, give fewer"
+      )
+    own = _fields(self, "features", "convs_per_stage", "dense", "batch_norm", "dropout")
+    return CNNModule(**own, **common, **_batch_norm(context))
+
+
+class AlexNet(Model):
   """AlexNet (NeurIPS 2012), or with BatchNorm in place of its local one.
 
   Attributes:
@@ -75,9 +109,22 @@ class AlexNet:
   def __post_init__(self):
     _check_span("AlexNet", self.bn_span)
 
+  def build(self, context: ModelContext) -> Any:
+    from jaxscale.models.alexnet import AlexNetModule
+    from jaxscale.models.flax_apply import functions
 
-@settings
-class ResNet:
+    module = AlexNetModule(
+      **_fields(self, "batch_norm", "dropout"),
+      **_images(self, context),
+      **_batch_norm(context),
+    )
+    # Caffe's files subtract the mean, and with BatchNorm divide by 256.
+    std = (256.0,) if self.batch_norm else (1.0,)
+    info = context.info
+    return functions(module, info.image_shape, mean=info.mean, std=std)
+
+
+class ResNet(Model):
   """A residual network, v1.5: the stride is in the 3x3 convolution.
 
   Attributes:
@@ -101,9 +148,18 @@ class ResNet:
   def __post_init__(self):
     _check_span("ResNet", self.bn_span)
 
+  def build(self, context: ModelContext) -> Any:
+    from jaxscale.models.resnet import make_resnet
 
-@settings
-class Transformer:
+    own = _fields(
+      self, "width", "stem", "bn_momentum", "bn_epsilon", "zero_init_residual"
+    )
+    return make_resnet(
+      self.depth, **own, **_images(self, context), **_batch_norm(context)
+    )
+
+
+class Transformer(Model):
   """A decoder-only language model of Llama's kind.
 
   Attributes:
@@ -150,9 +206,33 @@ class Transformer:
         f"num_heads={self.num_heads}, give a divisor"
       )
 
+  is_stack = takes_text = True
 
-@settings
-class ViT:
+  def sharding(self) -> Any:
+    from jaxscale.models.decoder import SHARDING
+
+    return SHARDING
+
+  def build(self, context: ModelContext) -> Any:
+    from jaxscale.models.decoder import make_transformer
+
+    if not hasattr(context.info, "vocab_size"):
+      raise ConfigError(
+        f"Config.model=Transformer: {context.info.name} has images, give ViT or "
+        "ResNet, or other data"
+      )
+    options = dataclasses.asdict(self)
+    if self.hidden is None:
+      options["hidden"] = -(-8 * self.width // (3 * 256)) * 256
+    return make_transformer(
+      vocab_size=context.info.vocab_size,
+      label_smoothing=context.label_smoothing,
+      dtype=context.dtype,
+      **options,
+    )
+
+
+class ViT(Model):
   """A Vision Transformer.
 
   The published sizes, as (width, num_layers, num_heads): Ti (192, 12, 3), S (384,
@@ -179,6 +259,36 @@ class ViT:
 
   def __post_init__(self):
     _check_heads("ViT", self.width, self.num_heads)
+
+  is_stack = True
+
+  def sharding(self) -> Any:
+    from jaxscale.models.vision_transformer import SHARDING
+
+    return SHARDING
+
+  def build(self, context: ModelContext) -> Any:
+    from jaxscale.models.vision_transformer import make_vit
+
+    info = context.info
+    common = _images(self, context)
+    if info.image_shape[0] % self.patch or info.image_shape[1] % self.patch:
+      raise ConfigError(
+        f"ViT.patch={self.patch}: does not divide the {info.image_shape[0]}x"
+        f"{info.image_shape[1]} pixels of {info.name}, give a divisor"
+      )
+    return make_vit(
+      image_shape=info.image_shape,
+      mean=info.mean,
+      std=info.std,
+      label_smoothing=context.label_smoothing,
+      **common,
+      **dataclasses.asdict(self),
+    )
+
+
+def _fields(model: Model, *names: str) -> dict[str, Any]:
+  return {name: getattr(model, name) for name in names}
 
 
 def _check_heads(owner: str, width: int, num_heads: int) -> None:

@@ -1,0 +1,208 @@
+"""What a user extends: Model, Data, Optimizer, Schedule, Exchange, Sync and Loss.
+
+Each says what its `build` is given and what it returns. docs/extending.md has an
+example of each that runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jaxscale.config.bounds import NonNegative, Positive
+from jaxscale.config.choice import Choice
+from jaxscale.errors import ConfigError
+
+if TYPE_CHECKING:
+  from jax.sharding import Mesh
+
+
+class ModelContext(NamedTuple):
+  """What a model is built for.
+
+  Attributes:
+    info: of the data: `data.DatasetInfo` or `data.TextInfo`.
+    dtype: of activations, a `jnp.dtype`.
+    label_smoothing: of models that compute their own loss (`models.Stack`).
+    bn_axis_name: mesh axes whose devices share BatchNorm statistics, or None.
+    bn_group_size: examples that share them, where a device holds more.
+  """
+
+  info: Any
+  dtype: Any = "float32"
+  label_smoothing: float = 0.0
+  bn_axis_name: tuple[str, ...] | None = None
+  bn_group_size: int | None = None
+
+
+class OptimizerContext(NamedTuple):
+  """What an optimizer is built for.
+
+  Attributes:
+    momentum: in place of the settings' own, where the batch size has changed.
+    warmup_steps: of the schedule.
+    stacked: mask of parameters whose first dim are layers, or None.
+    embeddings: mask of embeddings and head of a stack of layers, or None.
+  """
+
+  momentum: float | None = None
+  warmup_steps: int = 0
+  stacked: Callable[[Any], Any] | None = None
+  embeddings: Callable[[Any], Any] | None = None
+
+
+class ScheduleContext(NamedTuple):
+  """Lengths in steps of `Config.batch_size`; `per_epoch` need not be whole."""
+
+  total_steps: int
+  warmup_steps: int
+  per_epoch: float
+
+
+class ExchangeContext(NamedTuple):
+  """What a gradient exchange is built for.
+
+  Attributes:
+    sizes: devices along each mesh axis that gradients are averaged over.
+    params: gives shapes and dtypes of one device's parameters.
+    mesh: that the axes are of.
+    seed: of the run.
+    note: takes a line that the user should read before the first step.
+  """
+
+  sizes: dict[str, int]
+  params: Callable[[], Any]
+  mesh: Mesh
+  seed: int
+  note: Callable[[str], None]
+
+  @property
+  def axes(self) -> tuple[str, ...]:
+    """The mesh axes to average over."""
+    return tuple(self.sizes)
+
+  @property
+  def num_devices(self) -> int:
+    """Devices whose gradients are averaged."""
+    size = 1
+    for n in self.sizes.values():
+      size *= n
+    return size
+
+
+class SyncContext(NamedTuple):
+  """Workers that train alone between synchronizations.
+
+  Attributes:
+    num_workers: how many.
+    worker_batch: examples per step of one worker.
+    num_train: training examples.
+    note: takes a line that the user should read before the first step.
+  """
+
+  num_workers: int
+  worker_batch: int
+  num_train: int
+  note: Callable[[str], None]
+
+
+class Model(Choice):
+  """What turns a batch into predictions.
+
+  `build(context: ModelContext)` returns a Flax module, called with the batch's "image"
+  and, where its signature has them, `train` and `keys` (one per row); or
+  `models.ModelFns`, two pure functions; or a `models.Stack` of equal layers.
+  """
+
+  bn_span = "device"  # of models with synchronised BatchNorm it is a field
+  batch_norm = True
+  is_stack = False  # build returns a Stack: what layout splits along stage and model
+  takes_text = False
+
+  def sharding(self) -> tuple[tuple[str, tuple[str | None, ...]], ...]:
+    """Of each parameter: a pattern of its path and the mesh axis of each dim.
+
+    For `parallel.Rule`; () splits the largest dim along fsdp alone.
+    """
+    return ()
+
+
+class Data(Choice):
+  """The examples.
+
+  `build()` returns the `data.Dataset` to train on and the held-out one.
+  """
+
+  def resized(self, image_size: int) -> Any:
+    """The training examples at another size, for `Phases.image_sizes`."""
+    raise ConfigError(
+      f"Phases.image_sizes={image_size}: {type(self).__name__} cannot resize its "
+      "examples, use TFDS or ImageFolder"
+    )
+
+  def abstract(self, batch_size: int) -> Any:
+    """Datasets of the same shapes without the data, for `jaxscale plan`; or None."""
+    del batch_size
+    return None
+
+
+class Optimizer(Choice):
+  """How parameters follow gradients.
+
+  `build(schedule, context: OptimizerContext)` returns an optax transformation;
+  `schedule` is step -> learning rate and has its peak at `lr`, scaled by the batch.
+
+  Attributes:
+    lr: peak learning rate at the reference batch size.
+  """
+
+  lr: Positive
+
+  follows_batch_neutrally = False  # has a momentum whose time constant can be kept
+  has_resettable_momentum = False
+
+
+class Schedule(Choice):
+  """The learning rate over the run.
+
+  `build(peak, context: ScheduleContext)` returns step -> learning rate.
+
+  Attributes:
+    warmup_epochs: epochs until the peak.
+  """
+
+  warmup_epochs: NonNegative = 0.0
+
+
+class Exchange(Choice):
+  """How gradients are averaged over the devices.
+
+  `build(context: ExchangeContext)` returns an `exchange.Exchange`.
+
+  Attributes:
+    delayed: apply the mean of the step before, so that the exchange can hide.
+  """
+
+  delayed: bool = False
+
+  averages_exactly = False  # gives the mean of the step's own gradients
+  plain_epochs = 0.0  # where it is a field: epochs of uncompressed gradients before
+
+
+class Sync(Choice):
+  """When workers synchronize their parameters.
+
+  `build(context: SyncContext)` returns an `exchange.local.LocalUpdate`, or None: all
+  devices take every step together.
+  """
+
+  workers = "device"
+
+
+class Loss(Choice):
+  """What training minimizes and evaluation reports.
+
+  `build(info)` returns an `training.losses.Objective`: loss and metrics per example.
+  """
+
+  label_smoothing = 0.0

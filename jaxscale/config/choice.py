@@ -1,0 +1,82 @@
+"""Settings that can be one of several classes, a user's own among them.
+
+A field of `Config` that is annotated with a base (`model: Model`) takes any class that
+extends it. The built-in ones stand in `settings.py` of the package that they build;
+a user's stand in a config file or a notebook, and nothing tells them apart.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from typing import Any, dataclass_transform
+
+from jaxscale.config.validation import settings
+from jaxscale.errors import ConfigError
+
+# Where the built-in alternatives of each base are. By name: config is imported before
+# what it configures, and without JAX.
+HOMES = {
+  "Model": "jaxscale.models.settings",
+  "Data": "jaxscale.data.settings",
+  "Optimizer": "jaxscale.optim.settings",
+  "Schedule": "jaxscale.optim.settings",
+  "Exchange": "jaxscale.exchange.settings",
+  "Sync": "jaxscale.exchange.settings",
+  "Loss": "jaxscale.training.settings",
+}
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+class Choice:
+  """A class of settings with a `build`; subclasses are frozen dataclasses."""
+
+  def __init_subclass__(cls) -> None:
+    super().__init_subclass__()
+    settings(cls)
+
+  def build(self, *context: Any) -> Any:
+    """What the settings stand for; each base says what it is given and returns."""
+    raise ConfigError(f"{type(self).__name__}: has no build(), define one")
+
+  @classmethod
+  def built_in(cls) -> dict[str, type]:
+    """The package's own alternatives, where `cls` is a base."""
+    if Choice not in cls.__bases__ or cls.__name__ not in HOMES:
+      return {cls.__name__: cls}
+    home = importlib.import_module(HOMES[cls.__name__])
+    members = {name: getattr(home, name) for name in home.__all__}
+    return {name: c for name, c in members.items() if issubclass(c, cls)}
+
+
+def own_choices(namespace: dict[str, Any]) -> dict[str, type]:
+  """The settings classes of a config file's namespace that are not built in."""
+  return {
+    name: c
+    for name, c in namespace.items()
+    if isinstance(c, type)
+    and issubclass(c, Choice)
+    and not c.__module__.startswith("jaxscale.")
+  }
+
+
+def build(chosen: Any, *context: Any) -> Any:
+  """`chosen.build(*context)`; a fault in a user's own is one line with its place.
+
+  Raises:
+    ConfigError: by a built-in class itself, or for any fault in a user's.
+  """
+  try:
+    return chosen.build(*context)
+  except Exception as e:
+    home = sys.modules.get(type(chosen).__module__)
+    if type(chosen).__module__.startswith("jaxscale."):
+      raise
+    file = getattr(home, "__file__", None)
+    lines = [
+      f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == file
+    ]
+    where = f"{file}:{lines[-1]}: " if lines else ""
+    what = str(e) if isinstance(e, ConfigError) else f"{type(e).__name__}: {e}"
+    raise ConfigError(f"{where}{type(chosen).__name__}.build: {what}") from e

@@ -1,0 +1,246 @@
+"""The whole of a run's settings: a tree of frozen dataclasses that hold no bad value.
+
+Only primary quantities are settings. What follows from them (steps from epochs, the
+peak rate from the batch size) is computed in `experiment.derive`, printed, and recorded
+with the run. An alternative is a class of its own, so a setting that the chosen
+optimizer does not have cannot be set.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any, Literal
+
+from jaxscale.config.bases import (
+  Data,
+  Exchange,
+  Loss,
+  Model,
+  Optimizer,
+  Schedule,
+  Sync,
+)
+from jaxscale.config.bounds import Count, Positive, check_pattern
+from jaxscale.config.layout import Layout, check_layout
+from jaxscale.config.phases import AdaptiveBatch, Phases
+from jaxscale.config.running import Checkpoint, Checks, Evaluation, Faults, Log, Mesh
+from jaxscale.config.validation import settings
+from jaxscale.errors import ConfigError
+
+
+def built_in(base: Any, name: str) -> Any:
+  """The default of a field: a built-in alternative, imported when it is needed."""
+  return dataclasses.field(default_factory=lambda: base.built_in()[name]())
+
+
+@settings
+class Config:
+  """One experiment.
+
+  Attributes:
+    model: what is trained; of each of these seven a class of your own will do as well.
+    data: the examples.
+    optimizer: how parameters follow gradients.
+    schedule: the learning rate over the run.
+    loss: what is minimized and reported.
+    batch_size: examples an optimizer step, over all devices.
+    epochs: passes over the training examples.
+    phases: batch and image sizes that change on the way: Phases or
+      AdaptiveBatch; by default a single phase.
+    accumulate_steps: micro-batches a step; gradients are exchanged once. A run
+      that goes on with fewer devices than it began on has more of them.
+    lr_scaling: how optimizer.lr grows with the batch: "none", "linear"
+      (arXiv:1706.02677) or "sqrt".
+    lr_reference_batch_size: the batch size that optimizer.lr belongs to.
+    layer_decay: each layer's rate is this times that of the layer above it;
+      None: one rate for all.
+    layer_order: regular expressions of parameter paths, from the lowest layer
+      to the highest, for `layer_decay`.
+    clip_norm: largest global norm of the gradient; None: no clipping.
+    ema_decay: decay of an average of parameters and BatchNorm statistics,
+      which is then what is evaluated; None: no average.
+    noise_scale: measure the gradient-noise scale (arXiv:1812.06162) on the
+      way, in examples as `batch_size` counts them: of text windows, not tokens.
+      Needs two devices or micro-batches at least.
+    dtype: type of activations; parameters and the exchange stay float32.
+    init_from: a safetensors file, or a folder as Hugging Face's, whose parameters
+      training starts from, in the names of timm (ResNet, ViT), Hugging Face
+      (Llama) or `jaxscale.run.export`; None: initialised. What goes with them, such as
+      how images are normalised, is in `jaxscale.weights.names`.
+    init_head: the classifier starts anew, whatever `init_from` has.
+    seed: of initial parameters, order, augmentation and dropout.
+    target_accuracy: the run is called a success from this accuracy on.
+    target_loss: or from this held-out loss on downwards.
+    stop_at_target: end (and save) at the first evaluation that reaches it.
+    input_threads: threads that load and augment; None: one a processor core.
+    mesh: the grid of devices.
+    layout: how a model is split over them.
+    exchange: how gradients cross the network.
+    sync: when workers synchronize: every step, or now and then.
+    evaluation: when and how to evaluate.
+    checkpoint: when to save and what to keep.
+    checks: what to look after.
+    faults: when a run counts as broken, and how it ends.
+    log: what to write down.
+  """
+
+  model: Model
+  data: Data
+  optimizer: Optimizer
+  schedule: Schedule = built_in(Schedule, "Cosine")
+  loss: Loss = built_in(Loss, "CrossEntropy")
+  batch_size: Count
+  epochs: Positive
+  phases: Phases | AdaptiveBatch = Phases()
+  accumulate_steps: Count = 1
+  lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+  lr_reference_batch_size: Count = 256
+  layer_decay: Annotated[float | None, "in (0, 1]"] = None
+  layer_order: tuple[str, ...] = ()
+  clip_norm: Annotated[float | None, "> 0"] = None
+  ema_decay: Annotated[float | None, "in (0, 1)"] = None
+  noise_scale: bool = False
+  dtype: Literal["float32", "bfloat16"] = "float32"
+  init_from: str | None = None
+  init_head: bool = False
+  seed: Annotated[int, "in [0, 4294967296)"] = 0  # jax.random.key drops higher bits
+  target_accuracy: Annotated[float | None, "in (0, 1]"] = None
+  target_loss: Annotated[float | None, "> 0"] = None
+  stop_at_target: bool = False
+  input_threads: Annotated[int | None, ">= 1"] = None
+  mesh: Mesh = Mesh()
+  layout: Layout = Layout()
+  exchange: Exchange = built_in(Exchange, "AllReduce")
+  sync: Sync = built_in(Sync, "EveryStep")
+  evaluation: Evaluation = Evaluation()
+  checkpoint: Checkpoint = Checkpoint()
+  checks: Checks = Checks()
+  faults: Faults = Faults()
+  log: Log = Log()
+
+  @property
+  def trains_apart(self) -> bool:
+    """Whether workers take steps of their own between synchronizations."""
+    return type(self.sync).__name__ != "EveryStep"
+
+  def __post_init__(self):
+    if self.batch_size % self.accumulate_steps:
+      raise ConfigError(
+        f"Config.batch_size={self.batch_size}: not divisible by "
+        f"accumulate_steps={self.accumulate_steps}, change one of them"
+      )
+    if self.schedule.warmup_epochs >= self.epochs:
+      raise ConfigError(
+        f"{type(self.schedule).__name__}.warmup_epochs="
+        f"{self.schedule.warmup_epochs}: the run has only {self.epochs} epochs, "
+        "make the warm-up shorter than it"
+      )
+    if self.target_accuracy is not None and self.target_loss is not None:
+      raise ConfigError(
+        f"Config.target_loss={self.target_loss}: there is a target_accuracy "
+        f"({self.target_accuracy}) already, set one of them to None"
+      )
+    targets = self.target_accuracy, self.target_loss
+    if self.stop_at_target and targets == (None, None):
+      raise ConfigError(
+        "Config.stop_at_target=True: set target_accuracy too, or target_loss"
+      )
+    if self.init_head and self.init_from is None:
+      raise ConfigError("Config.init_head=True: set init_from too")
+    if (self.layer_decay is None) != (not self.layer_order):
+      raise ConfigError(
+        f"Config.layer_decay={self.layer_decay}, layer_order={self.layer_order}: "
+        "set both or neither"
+      )
+    for pattern in self.layer_order:
+      check_pattern("Config.layer_order", pattern, "give e.g. '^Conv_0/'")
+    if isinstance(self.phases, Phases) and self.phases.epochs[-1] >= self.epochs:
+      raise ConfigError(
+        f"Phases.epochs={self.phases.epochs}: the run has only {self.epochs} epochs, "
+        "leave out the phases that begin later, or set Config.epochs higher"
+      )
+    _check_neutral(self)
+    _check_exchange(self)
+    if self.trains_apart:
+      _check_local(self)
+    check_layout(self)
+
+
+def _check_neutral(config: Config) -> None:
+  """Batch sizes that change neutrally are for SGD's momentum."""
+  neutral = isinstance(config.phases, AdaptiveBatch) or (
+    config.phases.follow == "neutral" and bool(config.phases.batch_sizes)
+  )
+  if not neutral:
+    return
+  if not config.optimizer.follows_batch_neutrally:
+    raise ConfigError(
+      f"Config.optimizer={type(config.optimizer).__name__}: batch sizes that change "
+      "neutrally keep the time constant of SGD's momentum; use SGD, or Phases "
+      "with follow='linear' or 'sqrt'"
+    )
+  if (
+    correction := getattr(config.optimizer, "momentum_correction", "never")
+  ) != "never":
+    raise ConfigError(
+      f"SGD.momentum_correction={correction!r}: batch "
+      "sizes that change neutrally carry the velocity over themselves, use 'never'"
+    )
+
+
+def _check_exchange(config: Config) -> None:
+  """What is measured of gradients must be of the gradients themselves."""
+  exchange = config.exchange
+  if not config.noise_scale:
+    return
+  if not exchange.averages_exactly or exchange.delayed:
+    raise ConfigError(
+      f"Config.noise_scale=True: {type(exchange).__name__}"
+      + (".delayed" if exchange.delayed else "")
+      + " does not give the mean of the step's own gradients, which it is measured "
+      "by; use AllReduce or HalfPrecision, not delayed"
+    )
+
+
+def _check_local(config: Config) -> None:
+  """What workers that train alone cannot have."""
+  sync = config.sync
+  name = f"Config.sync={type(sync).__name__}"
+  if config.exchange.delayed:
+    raise ConfigError(
+      f"{name}: workers wait to synchronize, {type(config.exchange).__name__}."
+      "delayed=True would move them by the one before; set it to False"
+    )
+  if config.ema_decay is not None:
+    raise ConfigError(
+      f"{name}: an average over steps (ema_decay) needs parameters that all share in "
+      "every step; set ema_decay to None"
+    )
+  if config.noise_scale:
+    raise ConfigError(
+      f"{name}: the noise scale compares gradients at the same parameters, and "
+      "workers have their own; set noise_scale to False"
+    )
+  if isinstance(config.phases, AdaptiveBatch):
+    raise ConfigError(
+      f"{name}: trials of AdaptiveBatch compare steps that all take together; use "
+      "Phases"
+    )
+  if config.lr_scaling != "none":
+    raise ConfigError(
+      f"Config.lr_scaling={config.lr_scaling!r}: {name.removeprefix('Config.')} has "
+      "rates of one worker and its part of the batch; set it to 'none' and "
+      "optimizer.lr for that part"
+    )
+  if plain := config.exchange.plain_epochs:
+    raise ConfigError(
+      f"{type(config.exchange).__name__}.plain_epochs={plain}: workers send only when "
+      f"they synchronize ({name.removeprefix('Config.')}), set it to 0"
+    )
+  resets = getattr(sync, "reset_momentum", False)
+  if resets and not config.optimizer.has_resettable_momentum:
+    raise ConfigError(
+      f"BlockMomentum.reset_momentum=True: {type(config.optimizer).__name__}'s "
+      "moments cannot be emptied alone (their bias correction would take them for "
+      "full), set it to False"
+    )

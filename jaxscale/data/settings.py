@@ -1,0 +1,346 @@
+"""Settings of the built-in data, and what each builds. Imports no JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from jaxscale.config.bases import Data
+from jaxscale.config.bounds import Count
+from jaxscale.errors import ConfigError
+
+if TYPE_CHECKING:
+  from jaxscale.data.dataset import Dataset
+
+__all__ = [
+  "TFDS", "Arrays", "Digits", "ImageFolder", "Synthetic", "TFDSText", "Text",
+  "TextFiles",
+]  # fmt: skip
+
+Split = tuple["Dataset", "Dataset"]  # to train on, and held-out
+
+
+class Digits(Data):
+  """UCI handwritten digits, 8x8, embedded in the package (1,437 + 360).
+
+  Attributes:
+    augment: "none", or "shift" by up to one pixel.
+  """
+
+  augment: Literal["none", "shift"] = "shift"
+
+  def build(self) -> Split:
+    from jaxscale import data
+
+    return data.digits("train", augment=self.augment), data.digits("test")
+
+
+class TFDS(Data):
+  """Any image-classification dataset of TensorFlow Datasets, by its name.
+
+  Attributes:
+    name: the dataset, as in `tfds.builder(name)`, e.g. "fashion_mnist".
+    train_split: examples trained on, in TFDS's split notation.
+    eval_split: examples evaluated on.
+    data_dir: where it is prepared; None: $TFDS_DATA_DIR or TFDS's own default.
+    image_size: height and width to crop and resize to; None: as stored, which
+      needs images of one size.
+    augment: "none", "flip", "shift_flip" (by up to image/14 pixels) or "crop"
+      (random resized crop and flip; needs image_size).
+    eval_view: what evaluation sees of images that are resized: "mlperf" (shorter
+      side to 256/224 of the size, centre crop) or "google" (the centre 7/8,
+      bicubic).
+    cache: decode everything once and keep it in memory.
+  """
+
+  name: str
+  train_split: str = "train"
+  eval_split: str = "test"
+  data_dir: str | None = None
+  image_size: Annotated[int | None, ">= 1"] = None
+  augment: Literal["none", "flip", "shift_flip", "crop"] = "none"
+  eval_view: Literal["mlperf", "google"] = "mlperf"
+  cache: bool = False
+
+  def __post_init__(self):
+    if self.augment == "crop" and self.image_size is None:
+      raise ConfigError("TFDS.augment='crop': set image_size too, e.g. 224")
+    if self.augment == "crop" and self.cache:
+      raise ConfigError(
+        "TFDS.cache=True: crops are cut from whole images, set it to False"
+      )
+
+  def build(self) -> Split:
+    return (
+      self._split(self.train_split, self.image_size, self.augment),
+      self._split(self.eval_split, self.image_size, "none"),
+    )
+
+  def resized(self, image_size: int) -> Dataset:
+    return self._split(self.train_split, image_size, self.augment)
+
+  def _split(self, split: str, image_size: int | None, augment: Any) -> Dataset:
+    from jaxscale import data
+
+    return data.tfds_images(
+      self.name, split, data_dir=self.data_dir, cache=self.cache,
+      image_size=image_size, augment=augment, eval_view=self.eval_view,
+    )  # fmt: skip
+
+
+class ImageFolder(Data):
+  """Image files in one directory a class, as clusters keep ImageNet.
+
+  Attributes:
+    path: directory of the splits, each of one subdirectory a class.
+    train_split: the subdirectory trained on.
+    eval_split: the subdirectory evaluated on.
+    image_size: height and width to crop and resize to.
+    augment: "none", "flip" or "crop" (random resized crop and flip).
+    eval_view: what evaluation sees; see TFDS.
+  """
+
+  path: str
+  train_split: str = "train"
+  eval_split: str = "val"
+  image_size: Count = 224
+  augment: Literal["none", "flip", "crop"] = "crop"
+  eval_view: Literal["mlperf", "google"] = "mlperf"
+
+  def build(self) -> Split:
+    return (
+      self._split(self.train_split, self.image_size, self.augment),
+      self._split(self.eval_split, self.image_size, "none"),
+    )
+
+  def resized(self, image_size: int) -> Dataset:
+    return self._split(self.train_split, image_size, self.augment)
+
+  def _split(self, split: str, image_size: int, augment: Any) -> Dataset:
+    from jaxscale import data
+
+    # Labels are those of training, whichever classes evaluation has.
+    classes = data.folder_classes(f"{self.path}/{self.train_split}")
+    return data.image_folder(
+      f"{self.path}/{split}", classes=classes, image_size=image_size, augment=augment,
+      eval_view=self.eval_view,
+    )  # fmt: skip
+
+
+class Synthetic(Data):
+  """Learnable images made on the fly: a pattern a class, plus noise.
+
+  Attributes:
+    num_examples: training examples; evaluation has a tenth of them.
+    image_size: height and width.
+    channels: colour channels.
+    num_classes: number of classes.
+  """
+
+  num_examples: Count = 4096
+  image_size: Count = 32
+  channels: Count = 3
+  num_classes: Count = 10
+
+  def build(self) -> Split:
+    from jaxscale import data
+
+    shape = (self.image_size, self.image_size, self.channels)
+    n, held_out = self.num_examples, max(self.num_examples // 10, 1)
+    return (
+      data.synthetic(n, shape, self.num_classes),
+      data.synthetic(held_out, shape, self.num_classes, first=n),
+    )
+
+
+class Arrays(Data):
+  """Examples in memory, from a notebook: numpy arrays of inputs and targets.
+
+  Targets are classes (integers [n]), several of them (0 and 1, [n, classes]) or numbers
+  (floats [n] or [n, outputs]); the `Loss` must be for such. config.json keeps a
+  checksum of the arrays in their place.
+
+  Attributes:
+    x: inputs [n, ...], uint8, another integer or float32.
+    y: targets.
+    x_eval: held-out inputs; None: the last `eval_share` of x, which are then not
+      trained on.
+    y_eval: their targets.
+    eval_share: of x and y that is held out.
+    num_classes: classes, or outputs; None: as the targets show.
+    mean: per channel, subtracted from the inputs.
+    std: per channel, the inputs are divided by it.
+  """
+
+  x: Any
+  y: Any
+  x_eval: Any = None
+  y_eval: Any = None
+  eval_share: Annotated[float, "in (0, 1)"] = 0.1
+  num_classes: Annotated[int | None, ">= 1"] = None
+  mean: tuple[float, ...] = (0.0,)
+  std: tuple[float, ...] = (1.0,)
+
+  def build(self) -> Split:
+    from jaxscale.data.arrays import array_splits
+
+    return array_splits(
+      **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+    )
+
+  def __eq__(self, other: object) -> bool:
+    return type(other) is Arrays and self.as_plain() == other.as_plain()
+
+  def __hash__(self) -> int:
+    return id(self)
+
+  def as_plain(self) -> dict[str, Any]:
+    """The fields as JSON, of arrays their checksums."""
+    fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+    return {n: _checksum(v) if n in ARRAYS else v for n, v in fields.items()}
+
+  def __repr__(self) -> str:
+    given = {n: getattr(self, n) for n in ARRAYS if getattr(self, n) is not None}
+    shapes = [f"{n}={getattr(v, 'shape', len(v))}" for n, v in given.items()]
+    return f"Arrays({', '.join(shapes)})"
+
+
+ARRAYS = ("x", "y", "x_eval", "y_eval")
+
+
+def _checksum(values: Any) -> dict[str, Any] | None:
+  if values is None:
+    return None
+  import numpy as np
+
+  array = np.ascontiguousarray(values)
+  digest = hashlib.sha256(array.view(np.uint8).data).hexdigest()
+  return {"shape": list(array.shape), "dtype": str(array.dtype), "sha256": digest}
+
+
+class Text(Data):
+  """Documentation of Python, byte by byte, embedded in the package (1.1 + 0.1 MB).
+
+  Attributes:
+    sequence_length: bytes of an example.
+  """
+
+  sequence_length: Count = 256
+
+  def build(self) -> Split:
+    from jaxscale import data
+
+    train, held_out = (
+      data.text(split, sequence_length=self.sequence_length)
+      for split in ("train", "test")
+    )
+    return train, held_out
+
+  def abstract(self, batch_size: int) -> Split:
+    return _abstract_text(self, 256, batch_size)
+
+
+class TFDSText(Data):
+  """Any text dataset of TensorFlow Datasets, by its name.
+
+  Attributes:
+    name: the dataset, as in `tfds.builder(name)`, e.g. "lm1b" or "wiki40b/en".
+    feature: the one that is the text; an example is a document.
+    train_split: documents trained on, in TFDS's split notation.
+    eval_split: documents evaluated on.
+    tokenizer: "bytes", or the path of a tokenizer.json of Hugging Face.
+    separator: the tokenizer's token between documents; None: by its usual names.
+    sequence_length: tokens of an example.
+    data_dir: where it is prepared; None: $TFDS_DATA_DIR or TFDS's own default.
+    cache_dir: where its tokens are kept; None: ~/.cache/jaxscale/text.
+  """
+
+  name: str
+  feature: str = "text"
+  train_split: str = "train"
+  eval_split: str = "test"
+  tokenizer: str = "bytes"
+  separator: str | None = None
+  sequence_length: Count = 256
+  data_dir: str | None = None
+  cache_dir: str | None = None
+
+  def __post_init__(self):
+    _check_separator(self)
+
+  def build(self) -> Split:
+    from jaxscale import data
+
+    return _text_splits(self, data.tfds_text, "name")
+
+  def abstract(self, batch_size: int) -> Split:
+    return _abstract_text(self, None, batch_size)
+
+
+class TextFiles(Data):
+  """Text in files: NAME.txt, or NAME.bin of tokens as nanoGPT keeps them.
+
+  Attributes:
+    path: directory of the splits.
+    train_split: NAME of a file without its ending, or of a directory of files.
+    eval_split: likewise, of what is evaluated on.
+    tokenizer: of .txt files: "bytes", or the path of a tokenizer.json.
+    separator: the tokenizer's token between documents; None: by its usual names.
+    vocab_size: of .bin files, whose tokens are below it (uint16 up to 65,536).
+    sequence_length: tokens of an example.
+    cache_dir: where tokens of .txt files are kept; None: ~/.cache/jaxscale/text.
+  """
+
+  path: str
+  train_split: str = "train"
+  eval_split: str = "val"
+  tokenizer: str = "bytes"
+  separator: str | None = None
+  vocab_size: Annotated[int | None, ">= 1"] = None
+  sequence_length: Count = 256
+  cache_dir: str | None = None
+
+  def __post_init__(self):
+    _check_separator(self)
+
+  def build(self) -> Split:
+    from jaxscale import data
+
+    return _text_splits(self, data.text_files, "path")
+
+  def abstract(self, batch_size: int) -> Split:
+    return _abstract_text(self, self.vocab_size, batch_size)
+
+
+def _text_splits(d: TFDSText | TextFiles, make: Any, where: str) -> Split:
+  options = {f.name: getattr(d, f.name) for f in dataclasses.fields(d)}
+  place, train = options.pop(where), options.pop("train_split")
+  held_out = options.pop("eval_split")
+  return make(place, train, **options), make(place, held_out, **options)
+
+
+def _abstract_text(d: Any, vocab_size: int | None, batch_size: int) -> Split:
+  """Text of any length, unread; a tokenizer's file says how many tokens it has."""
+  from jaxscale.data.dataset import Dataset, TextInfo
+  from jaxscale.data.tokenizer import read_tokenizer
+
+  if vocab_size is None:
+    field = f"{type(d).__name__}.tokenizer"
+    vocab_size = read_tokenizer(d.tokenizer, d.separator, field=field).vocab_size
+  info = TextInfo(type(d).__name__, vocab_size, d.sequence_length)
+  # So long that a run of it has steps: the program does not depend on how many.
+  some = Dataset(info, 1000 * batch_size, _no_rows)
+  return some, some
+
+
+def _no_rows(indices: Any, draws: Any) -> Any:
+  raise AssertionError("these data are there for their shape alone")
+
+
+def _check_separator(data: TFDSText | TextFiles) -> None:
+  if data.separator is not None and data.tokenizer == "bytes":
+    raise ConfigError(
+      f"{type(data).__name__}.separator={data.separator!r}: bytes are separated by "
+      "byte 0, leave it out or give a tokenizer"
+    )

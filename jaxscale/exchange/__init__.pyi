@@ -1,0 +1,13 @@
+from .base import Exchange as Exchange
+from .base import plain as plain
+from .base import planned as planned
+from .settings import AllReduce as AllReduce
+from .settings import BlockMomentum as BlockMomentum
+from .settings import DiLoCo as DiLoCo
+from .settings import EveryStep as EveryStep
+from .settings import HalfPrecision as HalfPrecision
+from .settings import Int8 as Int8
+from .settings import LocalSGD as LocalSGD
+from .settings import OneBit as OneBit
+from .settings import PowerSGD as PowerSGD
+from .settings import TopK as TopK

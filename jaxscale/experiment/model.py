@@ -1,0 +1,141 @@
+"""From a Config to the model: BatchNorm's span, the functions, the parameters given."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxscale import config as cfg
+from jaxscale import data, models, weights
+from jaxscale.config.choice import build
+from jaxscale.errors import ConfigError
+from jaxscale.experiment.derive import Derived
+from jaxscale.experiment.phases import Phase
+from jaxscale.mesh import BN_AXIS, BatchNormSpan, batch_norm_span, mesh_shape
+from jaxscale.training.state import TrainState
+from jaxscale.tree_paths import path_name
+from jaxscale.weights.hf_config import check_hf_config
+
+Model = models.ModelFns | models.Stack
+
+
+def bn_span(config: cfg.Config, derived: Derived, phase: Phase) -> BatchNormSpan:
+  """How devices share BatchNorm statistics in a phase."""
+  span: Any = config.model.bn_span if config.model.batch_norm else "device"
+  shape = mesh_shape(derived.num_devices, **dataclasses.asdict(config.mesh))
+  rows = phase.batch_size // (shape.row_blocks * phase.accumulate_steps)
+  found = batch_norm_span(
+    span, rows, replica=shape.replica, data=shape.data * shape.fsdp
+  )
+  if shape.fsdp > 1 and found.axis_name is not None:
+    return found._replace(axis_name=(*found.axis_name, "fsdp"))
+  return found
+
+
+def _bn_options(span: BatchNormSpan, mesh: Mesh) -> dict[str, Any]:
+  """The fields of a model that say so; another phase may have split the mesh."""
+  names = span.axis_name
+  if names is not None and "data" in names and BN_AXIS in mesh.axis_names:
+    names = (*names, BN_AXIS)
+  if span.bn_devices not in (1, mesh.shape.get(BN_AXIS, 1)):
+    raise ConfigError(
+      f"bn_span: the phases' batch sizes ask for statistics over {span.bn_devices} "
+      f"and over {mesh.shape.get(BN_AXIS, 1)} devices; choose batch sizes for which "
+      "it is one number, or 1"
+    )
+  return {"bn_axis_name": names, "bn_group_size": span.group_size}
+
+
+def make_model(
+  config: cfg.Config,
+  info: data.DatasetInfo | data.TextInfo,
+  mesh: Mesh | None = None,
+  span: BatchNormSpan | None = None,
+  *,
+  train: bool = True,
+) -> Model:
+  """The model as pure functions.
+
+  Args:
+    config: whose `model` it is.
+    info: of the data.
+    mesh: of all devices; None: of no matter, as nothing is synchronised.
+    span: of `bn_span`.
+    train: with what only training has, the smoothing of labels.
+
+  Raises:
+    ConfigError: the model does not fit the data, is not for such data, or its build
+      failed or returned something else.
+  """
+  kind = type(config.model).__name__
+  made = build(
+    config.model,
+    cfg.ModelContext(
+      info=info,
+      dtype=jnp.dtype(config.dtype),
+      label_smoothing=config.loss.label_smoothing if train else 0.0,
+      **({} if span is None or mesh is None else _bn_options(span, mesh)),
+    ),
+  )
+  if isinstance(made, models.Stack):
+    if type(config.loss).__name__ != "CrossEntropy":
+      raise ConfigError(
+        f"Config.loss={type(config.loss).__name__}: {kind} computes its own cross "
+        "entropy; use CrossEntropy, or another model"
+      )
+    return made
+  if isinstance(made, nn.Module):
+    if isinstance(info, data.TextInfo):
+      return models.functions(made, (info.sequence_length,), dtype="int32")
+    return models.functions(
+      made, info.image_shape, mean=info.mean, std=info.std, dtype=info.dtype
+    )
+  if not isinstance(made, models.ModelFns):
+    raise ConfigError(
+      f"{kind}.build: gave {type(made).__name__}; return a Flax module, a "
+      "models.ModelFns or a models.Stack"
+    )
+  return made
+
+
+def init_fn(model: Model) -> Any:
+  """The function key -> (params, model_state) of any model."""
+  if isinstance(model, models.Stack):
+    return lambda key: (model.init(key), {})
+  return model.init
+
+
+def imported(
+  config: cfg.Config, num_classes: int, abstract: TrainState, say: Callable[[str], None]
+) -> dict[str, jax.Array]:
+  """The parameters of `Config.init_from`, as `init_state` takes them.
+
+  Args:
+    config: of the run.
+    num_classes: of its data; models may have more for even parts.
+    abstract: where the parameters are to lie.
+    say: is told what they are.
+  """
+  path = config.init_from
+  assert path is not None
+  heads = {"num_classes": num_classes, "init_head": config.init_head}
+  length = getattr(config.data, "sequence_length", None)
+  found = weights.import_safetensors(
+    path,
+    abstract.params,
+    abstract.model_state,
+    **heads,
+    # Before shapes: it says which setting is another.
+    check=lambda naming, names: check_hf_config(
+      path, naming, names, config.model, sequence_length=length, **heads
+    ),
+  )
+  say(found.summary)
+  leaves = jax.tree.leaves_with_path((found.params, found.model_state))
+  return {path_name(p): x for p, x in leaves if isinstance(x, jax.Array)}

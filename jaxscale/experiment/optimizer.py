@@ -1,0 +1,84 @@
+"""From a Config to the learning rate and the optimizer of a phase."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import optax
+
+from jaxscale import config as cfg
+from jaxscale import optim
+from jaxscale.config.choice import build
+from jaxscale.errors import ConfigError
+from jaxscale.experiment.derive import Derived
+from jaxscale.experiment.phases import Phase, follow_batch_size, within_phase
+
+
+def make_schedule(config: cfg.Config, derived: Derived) -> optax.Schedule:
+  """Step, of Config.batch_size examples -> learning rate."""
+  per_epoch = derived.num_train / config.batch_size
+  total = max(math.ceil(config.epochs * per_epoch), 1)
+  context = cfg.ScheduleContext(total, derived.warmup_steps, per_epoch)
+  schedule: Any = build(config.schedule, derived.peak_lr, context)
+  if not callable(schedule):
+    raise ConfigError(
+      f"{type(config.schedule).__name__}.build: gave {type(schedule).__name__}; return "
+      "a function of the step"
+    )
+  return schedule  # pyright: ignore[reportReturnType]
+
+
+def phase_rate(config: cfg.Config, phase: Phase) -> tuple[float, float | None]:
+  """(factor of the learning rate, momentum or None) in a phase."""
+  settings = config.phases
+  rule = "neutral" if isinstance(settings, cfg.AdaptiveBatch) else settings.follow
+  momentum = getattr(config.optimizer, "momentum", None)
+  factor, new = follow_batch_size(
+    rule, phase.batch_size, config.batch_size, momentum or 0.0
+  )
+  return factor, None if momentum is None else new
+
+
+def phase_schedule(
+  config: cfg.Config, derived: Derived, phase: Phase
+) -> optax.Schedule:
+  """Step of the run -> learning rate, inside a phase."""
+  schedule = make_schedule(config, derived)
+  if len(derived.phases) == 1:
+    return schedule
+  return within_phase(schedule, phase, config.batch_size, phase_rate(config, phase)[0])
+
+
+def make_optimizer(
+  config: cfg.Config,
+  schedule: optax.Schedule,
+  warmup_steps: int = 0,
+  momentum: float | None = None,
+) -> optax.GradientTransformation:
+  """Clip by the global norm, optimize, and let lower layers move less.
+
+  Its state keeps the learning rate (`optim.learning_rate`), also where the user's own
+  optimizer does not.
+  """
+  stacked = embeddings = None
+  if config.model.is_stack:
+    stacked = optim.matching("^layers/")
+    embeddings = optim.matching("^(embed|head)/")
+  context = cfg.OptimizerContext(momentum, warmup_steps, stacked, embeddings)
+  made = build(config.optimizer, schedule, context)
+  if not (hasattr(made, "init") and hasattr(made, "update")):
+    raise ConfigError(
+      f"{type(config.optimizer).__name__}.build: gave {type(made).__name__}; return an "
+      "optax transformation"
+    )
+  chain = [made]
+  if config.clip_norm is not None:
+    chain.insert(0, optax.clip_by_global_norm(config.clip_norm))
+  if config.layer_decay is not None:
+    chain.append(optim.layerwise_rate_decay(config.layer_decay, config.layer_order))
+  if not type(config.optimizer).__module__.startswith("jaxscale.") or isinstance(
+    config.optimizer, optim.Optax
+  ):
+    chain.append(optim.keep_rate(schedule))
+  return optax.chain(*chain)

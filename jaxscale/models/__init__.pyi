@@ -1,0 +1,17 @@
+from .alexnet import AlexNetModule as AlexNetModule
+from .cnn import CNNModule as CNNModule
+from .cnn import MLPModule as MLPModule
+from .decoder import make_transformer as make_transformer
+from .flax_apply import ModelFns as ModelFns
+from .flax_apply import functions as functions
+from .resnet import ResNetModule as ResNetModule
+from .resnet import make_resnet as make_resnet
+from .settings import CNN as CNN
+from .settings import MLP as MLP
+from .settings import AlexNet as AlexNet
+from .settings import ResNet as ResNet
+from .settings import Transformer as Transformer
+from .settings import ViT as ViT
+from .stack import Ops as Ops
+from .stack import Stack as Stack
+from .vision_transformer import make_vit as make_vit

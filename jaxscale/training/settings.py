@@ -1,0 +1,83 @@
+"""Settings of the built-in losses, and what each builds. Imports no JAX."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from jaxscale.config.bases import Loss
+from jaxscale.config.bounds import Fraction, Positive
+from jaxscale.errors import ConfigError
+
+if TYPE_CHECKING:
+  from jaxscale.training.losses import Objective
+
+__all__ = ["BinaryCrossEntropy", "CrossEntropy", "Huber", "SquaredError"]
+
+
+class CrossEntropy(Loss):
+  """Cross entropy of one class per example, and its accuracy.
+
+  Attributes:
+    label_smoothing: share of the target spread over all classes, or over the
+      vocabulary of text; in training only, whose loss then gives no perplexity.
+  """
+
+  label_smoothing: Fraction = 0.0
+
+  def build(self, info: Any) -> Objective:
+    from jaxscale.training import losses
+
+    if getattr(info, "label_shape", ()):
+      raise ConfigError(
+        f"Config.loss=CrossEntropy: {info.name} has {info.label_shape} targets per "
+        "example and not one class; use BinaryCrossEntropy or SquaredError"
+      )
+    return losses.cross_entropy(self.label_smoothing)
+
+
+class BinaryCrossEntropy(Loss):
+  """Cross entropy of several classes per example, each there or not (0 or 1).
+
+  Its accuracy is the share of examples with every class right.
+  """
+
+  def build(self, info: Any) -> Objective:
+    from jaxscale.training import losses
+
+    _check_targets(self, info)
+    return losses.binary_cross_entropy()
+
+
+class SquaredError(Loss):
+  """Half the squared error, summed over the outputs; reports the mean absolute one."""
+
+  def build(self, info: Any) -> Objective:
+    from jaxscale.training import losses
+
+    _check_targets(self, info)
+    return losses.regression(lambda error: 0.5 * error**2)
+
+
+class Huber(Loss):
+  """Squared error that grows linearly beyond `delta` (Huber, 1964).
+
+  Attributes:
+    delta: where it becomes linear.
+  """
+
+  delta: Positive = 1.0
+
+  def build(self, info: Any) -> Objective:
+    import optax
+
+    from jaxscale.training import losses
+
+    _check_targets(self, info)
+    return losses.regression(lambda error: optax.huber_loss(error, delta=self.delta))
+
+
+def _check_targets(loss: Loss, info: Any) -> None:
+  if not hasattr(info, "label_shape"):
+    raise ConfigError(
+      f"Config.loss={type(loss).__name__}: {info.name} is text, use CrossEntropy"
+    )
