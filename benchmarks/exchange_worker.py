@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jaxscale import cluster, collectives, models
 from jaxscale.exchange import Exchange, plain
 from jaxscale.exchange.buckets import best_bucket_bytes, bucketed
-from jaxscale.exchange.delayed import delayed
+from jaxscale.exchange.wrappers import delayed
 from jaxscale.exchange.low_precision import half_precision, int8
 from jaxscale.exchange.one_bit import one_bit
 from jaxscale.exchange.power_sgd import power_sgd
@@ -46,7 +46,7 @@ PROBE = 16 * 2**20  # float32 that a device sends to its neighbour, 64 MiB
 
 def gradient_shapes() -> Any:
   """ResNet-50 with 1,000 classes: 161 tensors, 25.6 M parameters."""
-  resnet = models.functions(models.ResNet50(num_classes=1000), (224, 224, 3))
+  resnet = models.functions(models.make_resnet(50, num_classes=1000), (224, 224, 3))
   params, _ = jax.eval_shape(resnet.init, jax.random.key(0))
   return params
 

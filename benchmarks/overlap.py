@@ -28,7 +28,6 @@ others may share.
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import json
 import os
@@ -38,7 +37,7 @@ import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
 os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
@@ -55,12 +54,11 @@ from jax.sharding import AxisType, Mesh
 from jaxscale import collectives, models
 from jaxscale.exchange import Exchange, plain
 from jaxscale.exchange.buckets import bucketed
-from jaxscale.exchange.delayed import delayed
-from jaxscale.exchange.in_backward import all_but, in_backward
 from jaxscale.exchange.low_precision import half_precision, int8
 from jaxscale.exchange.one_bit import one_bit
 from jaxscale.exchange.power_sgd import power_sgd
 from jaxscale.exchange.top_k import top_k
+from jaxscale.exchange.wrappers import delayed, silent
 from jaxscale.mesh import batch_sharding
 from jaxscale.planning import hlo
 from jaxscale.planning.absent import target_config
@@ -98,13 +96,6 @@ TARGETS: dict[str, tuple[str, Callable[[], Any]]] = {
 }
 
 
-class Way(NamedTuple):
-  """An exchange, and what a scanned layer's parameters go through."""
-
-  exchange: Exchange
-  tag: Callable[[Any], Any] = lambda tree: tree
-
-
 def by_plan(mesh, algorithm: str) -> Exchange:
   """The mean of the whole tree by one algorithm of `collectives`."""
 
@@ -117,39 +108,25 @@ def by_plan(mesh, algorithm: str) -> Exchange:
   return Exchange(lambda params: (), exchange)
 
 
-def layerwise(mesh, algorithm: str) -> Way:
-  """Layers inside the backward scan by an algorithm, the rest plainly."""
-  reduce = None
-  if algorithm != "psum":
-    plan = collectives.plan(mesh.shape, 4 * 2 * WIDTH * HIDDEN, algorithm)
-    reduce = functools.partial(collectives.sum_tree, by=plan)
-  exchange = all_but(plain(AXES), lambda path: path.startswith("layers/"), AXES)
-  return Way(exchange, in_backward(AXES, reduce))
-
-
-WAYS: dict[str, Callable[[Mesh], Way]] = {
-  "none": lambda m: Way(all_but(plain(AXES), lambda path: True, AXES, check=False)),
-  "plain": lambda m: Way(plain(AXES)),
-  "ring": lambda m: Way(by_plan(m, "ring")),
-  "torus": lambda m: Way(by_plan(m, "torus")),
-  "hierarchical": lambda m: Way(by_plan(m, "hierarchical")),
-  "halving_doubling": lambda m: Way(by_plan(m, "halving_doubling")),
-  "bucketed": lambda m: Way(bucketed(AXES)),
-  "bf16": lambda m: Way(half_precision(AXES)),
-  "bf16 psum": lambda m: Way(half_precision(AXES, sum_in="payload")),
-  "int8": lambda m: Way(int8(AXES)),
-  "1-bit": lambda m: Way(one_bit(AXES, num_devices=m.size)),
-  "top-k 1 %": lambda m: Way(top_k(AXES, num_devices=m.size, share=0.01)),
-  "PowerSGD-4": lambda m: Way(power_sgd(AXES, rank=4)),
-  "delayed": lambda m: Way(delayed(plain(AXES))),
-  "in-backward": lambda m: layerwise(m, "psum"),
-  "in-backward hierarchical": lambda m: layerwise(m, "hierarchical"),
-  "in-backward ring": lambda m: layerwise(m, "ring"),
+EXCHANGES: dict[str, Callable[[Mesh], Exchange]] = {
+  "none": lambda m: silent(plain(AXES), AXES),
+  "plain": lambda m: plain(AXES),
+  "ring": lambda m: by_plan(m, "ring"),
+  "torus": lambda m: by_plan(m, "torus"),
+  "hierarchical": lambda m: by_plan(m, "hierarchical"),
+  "halving_doubling": lambda m: by_plan(m, "halving_doubling"),
+  "bucketed": lambda m: bucketed(AXES),
+  "bf16": lambda m: half_precision(AXES),
+  "bf16 psum": lambda m: half_precision(AXES, sum_in="payload"),
+  "int8": lambda m: int8(AXES),
+  "1-bit": lambda m: one_bit(AXES, num_devices=m.size),
+  "top-k 1 %": lambda m: top_k(AXES, num_devices=m.size, share=0.01),
+  "PowerSGD-4": lambda m: power_sgd(AXES, rank=4),
+  "delayed": lambda m: delayed(plain(AXES)),
 }
-SCANNED = tuple(name for name in WAYS if name.startswith("in-backward"))
 
 
-def stack(tag):
+def stack():
   """(init, loss, shapes of a device's batch) of scanned residual layers."""
 
   def init(key):
@@ -158,7 +135,7 @@ def stack(tag):
     return {"layers": layers, "head": jnp.ones((WIDTH, 256)) / WIDTH}, {}
 
   def layer(h, w):
-    w = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tag(w))
+    w = jax.tree.map(lambda x: x.astype(jnp.bfloat16), w)
     return h + jax.nn.gelu(h @ w["up"]) @ w["down"], None
 
   def loss(params, model_state, batch, keys):
@@ -171,11 +148,10 @@ def stack(tag):
   return init, loss, {"x": ((ROWS, WIDTH), "float32")}
 
 
-def resnet50(tag):
-  """The same of ResNet-50; it has no scan, so `tag` is never called."""
-  del tag
+def resnet50():
+  """The same of ResNet-50."""
   shape = (224, 224, 3)
-  model = models.ResNet50(num_classes=1000, dtype=jnp.bfloat16)
+  model = models.make_resnet(50, num_classes=1000, dtype=jnp.bfloat16)
   init, apply = models.functions(model, shape)
   batch = {"image": ((IMAGES, *shape), "uint8"), "label": ((IMAGES,), "int32")}
   return init, losses.classification_loss(apply), batch
@@ -188,16 +164,16 @@ def compile_one(target: str, model: str, name: str) -> tuple[dict[str, Any], str
   """A row, and the text of the program."""
   grid = np.array(TARGETS[target][1]()).reshape(*GRID.values())
   mesh = Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 2)
-  way = WAYS[name](mesh)
-  init, loss, rows = MODELS[model](way.tag)
+  exchange = EXCHANGES[name](mesh)
+  init, loss, rows = MODELS[model]()
   tx = optax.sgd(0.1, momentum=0.9)
   spread = batch_sharding(mesh)
   batch = {
     k: jax.ShapeDtypeStruct((mesh.size * n, *rest), dtype, sharding=spread)
     for k, ((n, *rest), dtype) in rows.items()
   }
-  state = abstract_state(init, tx, mesh, way.exchange)
-  step: Any = make_train_step(loss, tx, mesh, way.exchange)
+  state = abstract_state(init, tx, mesh, exchange)
+  step: Any = make_train_step(loss, tx, mesh, exchange)
   lowered = step.lower(state, batch)
   wall, cpu = time.perf_counter(), time.process_time()
   compiled = lowered.compile()
@@ -344,15 +320,13 @@ def main() -> None:
   parser = argparse.ArgumentParser()
   parser.add_argument("--model", nargs="*", choices=MODELS, default=[*MODELS])
   parser.add_argument("--target", nargs="*", choices=TARGETS, default=[*TARGETS])
-  parser.add_argument("--exchange", nargs="*", choices=WAYS, default=[*WAYS])
+  parser.add_argument("--exchange", nargs="*", choices=EXCHANGES, default=[*EXCHANGES])
   args = parser.parse_args()
   for model, target, name in itertools.product(args.model, args.target, args.exchange):
-    if model == "resnet50" and name in SCANNED:
-      continue
     if not kept(target, model, name).exists():
       make_row(target, model, name)
       print(model, target, name, flush=True)
-  everything = itertools.product(MODELS, TARGETS, WAYS)
+  everything = itertools.product(MODELS, TARGETS, EXCHANGES)
   rows = [read_row(t, m, n) for m, t, n in everything if kept(t, m, n).exists()]
   print(markdown(rows))
   packages = ("jaxlib", "libtpu", "jax-cuda12-plugin", "flax", "optax")

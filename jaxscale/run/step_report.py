@@ -28,8 +28,7 @@ from jax.sharding import Mesh
 
 from jaxscale import cluster
 from jaxscale.collectives.timing import in_turns
-from jaxscale.exchange.delayed import past_warm_start
-from jaxscale.exchange.silent import silent
+from jaxscale.exchange.wrappers import past_warm_start, silent
 from jaxscale.experiment import build
 from jaxscale.mesh import batch_sharding, replicated, submesh
 from jaxscale.training.state import TrainState, state_shardings
@@ -237,11 +236,11 @@ def measure(
     rounds: see `time_exchange`.
   """
   mesh, every = experiment.mesh, 1
-  if experiment.agreement is None:
+  if experiment.sync is None:
     axes = mesh.axis_names
     quiet = experiment._replace(exchange=silent(experiment.exchange, axes))
   else:
-    every = experiment.agreement.method.every
+    every = experiment.sync.method.every
     train_step = _meeting(experiment, 1).compile_train_step()
     quiet = _meeting(experiment, NEVER)
   silent_step = build.with_step(quiet).compile_train_step()
@@ -266,11 +265,11 @@ def measure(
 
 def _meeting(experiment: build.Experiment, every: int) -> build.Experiment:
   """The experiment whose workers meet in every so-many-eth step."""
-  agreement = experiment.agreement
+  agreement = experiment.sync
   assert agreement is not None
   method = agreement.method._replace(every=every)
   return build.with_step(
-    experiment._replace(agreement=agreement._replace(method=method))
+    experiment._replace(sync=agreement._replace(method=method))
   )
 
 

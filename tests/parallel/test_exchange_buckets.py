@@ -12,11 +12,11 @@ from jax import lax
 from jaxscale.errors import ConfigError
 from jaxscale.exchange import Exchange, plain
 from jaxscale.exchange.buckets import best_bucket_bytes, bucketed, layout, pack, unpack
-from jaxscale.exchange.delayed import delayed, warm_start
 from jaxscale.exchange.low_precision import half_precision, int8
 from jaxscale.exchange.one_bit import one_bit
 from jaxscale.exchange.power_sgd import power_sgd
 from jaxscale.exchange.top_k import top_k
+from jaxscale.exchange.wrappers import delayed, warm_start
 from jaxscale.mesh import make_mesh
 from support.exchanges import (
   AXES,
@@ -35,16 +35,14 @@ M, ROWS, COLUMNS = 64 * 128, 64, 128
 
 
 @pytest.mark.parametrize("size", [4, 12, 100, 10**9])
-@pytest.mark.parametrize("order", [None, (3, 0, 5, 1, 4, 2)])
-def test_buckets_are_full_in_order_and_come_back(size, order):
+def test_buckets_are_full_in_order_and_come_back(size):
   shapes = [(3,), (2, 3, 5), (), (7,), (4, 4), (19,)]
   leaves = [
     np.random.default_rng(i).random(s).astype("f") for i, s in enumerate(shapes)
   ]
-  pieces = layout(leaves, size, order)
+  pieces = layout(leaves, size)
   buckets = pack([jnp.asarray(x) for x in leaves], pieces)
-  order = order or tuple(range(len(leaves)))[::-1]
-  wanted = np.concatenate([leaves[i].reshape(-1) for i in order])
+  wanted = np.concatenate([leaf.reshape(-1) for leaf in leaves[::-1]])
   np.testing.assert_array_equal(np.concatenate(buckets), wanted)
   assert {b.size for b in buckets[:-1]} <= {size // 4}
   assert 0 < buckets[-1].size <= size // 4
@@ -72,7 +70,7 @@ def test_a_bucket_waits_for_its_own_tensors_only():
 
 
 def test_any_reduction_goes_into_the_buckets():
-  """Whole numbers add exactly, whoever adds them, and in any order of the leaves."""
+  """Whole numbers add exactly, whoever adds them."""
   grads = jax.tree.map(np.round, gradients(2))
 
   def reduce(x):
@@ -80,8 +78,7 @@ def test_any_reduction_goes_into_the_buckets():
     part = lax.psum(lax.psum_scatter(parts, "data"), "replica")
     return lax.all_gather(part, "data", to="invarying").reshape(-1)[: x.size]
 
-  order = (2, 0, 1, 5, 4, 3)
-  exchange = bucketed(AXES, bucket_bytes=4000, reduce=reduce, order=order)
+  exchange = bucketed(AXES, bucket_bytes=4000, reduce=reduce)
   means, _ = run(exchange, grads)
   for name, g in grads.items():
     np.testing.assert_array_equal(means[name], g.mean(1))
@@ -92,7 +89,6 @@ def test_any_reduction_goes_into_the_buckets():
   [
     ({"bucket_bytes": 0}, "bucket_bytes=0: give"),
     ({"bucket_bytes": 3}, "holds no float32, give 4 or more"),
-    ({"order": (0, 0)}, r"order=\(0, 0\): give each of the 6 leaves' numbers once"),
   ],
 )
 def test_what_cannot_be_is_one_line(options, line):

@@ -10,8 +10,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.errors import ConfigError
-from jaxscale.exchange.delayed import warm_start
-from jaxscale.exchange.one_bit import dequantise, one_bit, quantise, shrinks
+from jaxscale.exchange.one_bit import (
+  dequantise_columns,
+  one_bit,
+  quantise_columns,
+  shrinks,
+)
+from jaxscale.exchange.wrappers import warm_start
 from jaxscale.mesh import make_mesh
 from support.exchanges import AXES, EXCHANGES, SHAPES, N, compiled, gradients, run
 
@@ -78,30 +83,32 @@ def test_a_vector_is_one_column_and_tiny_tensors_go_whole():
 
 def test_the_payload_is_the_bits_and_two_means():
   x = np.array([3, -1, 0, -2, 5, -0.5, 0.25, -0.25, -9, 1], np.float32)
-  payload = np.asarray(quantise(jnp.asarray(x)))
+  payload = np.asarray(quantise_columns(x[:, None]))[:, 0]
   assert payload.dtype == np.uint8 and payload.shape == (2 + 8,)
   np.testing.assert_array_equal(payload[:2], np.packbits(x >= 0))
   low, high = x[x < 0].mean(), x[x >= 0].mean()
   np.testing.assert_allclose(payload[2:].view(np.float32), [low, high], rtol=1e-6)
   wanted = np.where(x >= 0, high, low)
-  np.testing.assert_allclose(dequantise(jnp.asarray(payload), 10), wanted, rtol=1e-6)
+  np.testing.assert_allclose(
+    dequantise_columns(payload[:, None], 10)[:, 0], wanted, rtol=1e-6
+  )
 
 
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 def test_a_half_without_elements_is_zero(sign):
   x = jnp.full((5,), sign, jnp.float32)
-  payload = quantise(x)
-  np.testing.assert_array_equal(dequantise(payload, 5), x)
-  values = np.asarray(payload[1:]).view(np.float32)
+  payload = quantise_columns(x[:, None])
+  np.testing.assert_array_equal(dequantise_columns(payload, 5)[:, 0], x)
+  values = np.asarray(payload[1:, 0]).view(np.float32)
   assert sorted(values) == sorted([0.0, sign])
 
 
 def test_the_residual_of_either_half_sums_to_zero():
   """So that the sum of a column arrives in the same step."""
-  x = np.random.default_rng(0).standard_normal((6, 1000)).astype(np.float32)
-  left = x - np.asarray(dequantise(quantise(jnp.asarray(x)), 1000))
+  x = np.random.default_rng(0).standard_normal((1000, 6)).astype(np.float32)
+  left = x - np.asarray(dequantise_columns(quantise_columns(x), 1000))
   for half in (x >= 0, x < 0):
-    np.testing.assert_allclose(np.where(half, left, 0).sum(1), 0, atol=2e-3)
+    np.testing.assert_allclose(np.where(half, left, 0).sum(0), 0, atol=2e-3)
 
 
 def test_the_residual_stays_bounded():

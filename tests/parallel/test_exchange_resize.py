@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxscale.exchange import Exchange
-from jaxscale.exchange.delayed import delayed, warm_start
 from jaxscale.exchange.one_bit import one_bit, resize, shrinks
+from jaxscale.exchange.wrappers import delayed, warm_start
 from jaxscale.mesh import make_mesh
 from support.exchanges import (
   EXCHANGES,

@@ -23,6 +23,7 @@ AXES = ("replica", "data")
 FIXTURES = DATA / "hlo"
 GRID = {"replica": 2, "data": 4}
 ROW = 16 * 4  # bytes of a device's float32 [1, 16]
+SCANNED_LAYER = 4 * 1024 * 4096  # of the scanned programs in tests/data/hlo
 
 
 def tree(x):
@@ -362,3 +363,24 @@ def test_summary_is_for_people():
   unknown = hlo.summary(hlo.collectives(text("until"), GRID))
   assert "counted once" in unknown
   assert "in a branch" in hlo.summary(hlo.collectives(text("sometimes")))
+
+
+@pytest.mark.parametrize(
+  ("name", "payload", "times", "share"),
+  [("tpu", SCANNED_LAYER // 4, [1, 3], 0.75), ("gpu", SCANNED_LAYER, [4], 1.0)],
+)
+def test_sums_in_a_backward_scan_hide_behind_other_layers(name, payload, times, share):
+  """Two TPU v5e slices and two hosts of 4 H100: what crosses between them.
+
+  On TPU the last turn of the loop is peeled off, and nothing follows its send.
+  """
+  text = (FIXTURES / f"{name}_in_backward.txt").read_text()
+  table = hlo.collectives(text, {"replica": 2, "data": 4})
+  sums = [
+    r for r in table if "replica" in (r.axes or ()) and r.payload_bytes == payload
+  ]
+  assert sorted(r.times for r in sums) == times and all(r.is_async for r in sums)
+  hidden = [r for r in sums if (r.overlap or 0.0) > 0.1]
+  assert sum(r.times for r in hidden) == share * sum(times)
+  rest = [r for r in table if "replica" in (r.axes or ()) and r not in sums]
+  assert all(r.payload_bytes <= 1024 for r in rest)

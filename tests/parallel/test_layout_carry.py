@@ -11,11 +11,11 @@ import pytest
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.errors import ConfigError
 from jaxscale.exchange import Exchange, plain
-from jaxscale.exchange.delayed import delayed, warm_start
 from jaxscale.exchange.low_precision import int8
 from jaxscale.exchange.one_bit import one_bit
 from jaxscale.exchange.power_sgd import power_sgd
 from jaxscale.exchange.top_k import top_k
+from jaxscale.exchange.wrappers import delayed, warm_start
 from jaxscale.mesh import make_mesh
 from jaxscale.parallel import Rule, make_layout, stack_loss
 from jaxscale.parallel.layout_exchange import exchange_axes, exchange_split

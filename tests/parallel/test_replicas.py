@@ -8,7 +8,7 @@ import pytest
 
 from jaxscale.config.loading import load_config
 from jaxscale.exchange import plain
-from jaxscale.exchange.silent import silent
+from jaxscale.exchange.wrappers import silent
 from jaxscale.experiment import build
 from jaxscale.mesh import batch_sharding, make_mesh, replicated
 from jaxscale.planning import hlo

@@ -11,8 +11,7 @@ from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.collectives import timing
 from jaxscale.config.loading import load_config
 from jaxscale.exchange import plain
-from jaxscale.exchange.delayed import delayed, past_warm_start, warm_start
-from jaxscale.exchange.silent import silent
+from jaxscale.exchange.wrappers import delayed, past_warm_start, silent, warm_start
 from jaxscale.experiment import build
 from jaxscale.mesh import batch_sharding, make_mesh, submesh
 from jaxscale.planning import hlo

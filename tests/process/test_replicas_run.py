@@ -164,7 +164,7 @@ BROKEN_TRAIN = """
 import sys
 from jaxscale import errors, train
 from jaxscale.experiment import build
-from jaxscale.exchange.silent import silent
+from jaxscale.exchange.wrappers import silent
 make = build.make_train_step
 def broken(loss, tx, mesh, exchange, **options):
   return make(loss, tx, mesh, silent(exchange, mesh.axis_names), **options)

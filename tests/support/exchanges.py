@@ -10,11 +10,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale.exchange import plain
 from jaxscale.exchange.buckets import bucketed
-from jaxscale.exchange.delayed import delayed, warm_start
 from jaxscale.exchange.low_precision import half_precision, int8
 from jaxscale.exchange.one_bit import one_bit
 from jaxscale.exchange.power_sgd import power_sgd
 from jaxscale.exchange.top_k import top_k
+from jaxscale.exchange.wrappers import delayed, warm_start
 from jaxscale.mesh import make_mesh
 
 N = 8

@@ -12,11 +12,11 @@ from jax import lax
 from jaxscale import collectives, optim
 from jaxscale.exchange import Exchange, plain, planned
 from jaxscale.exchange.buckets import bucketed
-from jaxscale.exchange.delayed import delayed, warm_start
 from jaxscale.exchange.low_precision import half_precision, int8
 from jaxscale.exchange.one_bit import one_bit
 from jaxscale.exchange.power_sgd import power_sgd
 from jaxscale.exchange.top_k import top_k
+from jaxscale.exchange.wrappers import delayed, warm_start
 from jaxscale.mesh import AXES, batch_sharding, make_mesh
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_train_step

@@ -25,7 +25,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxscale import exchange
-from jaxscale.exchange.in_backward import all_but, in_backward
+from jaxscale.collectives import same_everywhere, vary
 from jaxscale.planning.absent import target_config
 from jaxscale.training.state import abstract_state
 from jaxscale.training.step import make_train_step
@@ -60,8 +60,14 @@ def step(mesh):
 
 
 def scanned(mesh):
-  """Our step of 4 layers in a scan, each exchanged in the backward pass of it."""
-  tag, by = in_backward(AXES), all_but(exchange.plain(AXES), lambda path: True, AXES)
+  """Our step of 4 layers in a scan, each averaged in the backward pass of it."""
+  tag = jax.custom_vjp(lambda w: w)
+  tag.defvjp(
+    lambda w: (w, None), lambda _, g: (vary(lax.psum(g, AXES) / mesh.size, AXES),)
+  )
+  averaged = exchange.Exchange(
+    lambda params: (), lambda grads, state: (same_everywhere(grads, AXES), state)
+  )
 
   def init(key):
     return jax.random.normal(key, (4, 1024, 4096)), {}
@@ -77,8 +83,8 @@ def scanned(mesh):
     return value, (model_state, {"examples": rows.sum(dtype=jnp.int32), "loss": value})
 
   tx = optax.sgd(0.1)
-  state = abstract_state(init, tx, mesh, by)
-  return make_train_step(loss, tx, mesh, by).lower(
+  state = abstract_state(init, tx, mesh, averaged)
+  return make_train_step(loss, tx, mesh, averaged).lower(
     state, {"x": shape(mesh, (65536, 1024), AXES)}
   )
 
