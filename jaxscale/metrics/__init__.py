@@ -1,15 +1,19 @@
-"""What a person sees of a run: files, a progress line, a plot.
+"""What a person sees of a run: metrics.jsonl, TensorBoard, a progress line, pictures.
 
-The leader process alone writes. `metrics.jsonl` is the record; TensorBoard's
-event files and the plot say the same to other readers.
+Process 0 alone writes. `metrics.jsonl` is the record; TensorBoard's event files,
+MLPerf's log and the pictures are the same for other readers. Knows no `Config`.
 """
 
-from jaxscale.metrics.mllog import MLLog, read_mllog
-from jaxscale.metrics.mllog_run import RunLog, Submission, log_from_record
-from jaxscale.metrics.plot import plot_metrics
+from jaxscale.metrics.mllog import (
+  MLLog,
+  RunLog,
+  Submission,
+  log_from_record,
+  read_mllog,
+)
+from jaxscale.metrics.plot import plot_metrics, plot_scaling, plot_study
 from jaxscale.metrics.progress import Progress
 from jaxscale.metrics.reading import read_json, read_json_lines
-from jaxscale.metrics.scaling_plot import plot_scaling
 from jaxscale.metrics.score import (
   headline,
   is_reached,
@@ -17,7 +21,6 @@ from jaxscale.metrics.score import (
   perplexity_of,
   score,
 )
-from jaxscale.metrics.study_plot import plot_study
 from jaxscale.metrics.text import duration
 from jaxscale.metrics.writers import MetricWriter, write_json
 

@@ -1,31 +1,40 @@
 """`:::MLLOG` lines, the format that MLPerf's checkers and summaries read.
 
-One line an event: `:::MLLOG ` and a JSON object of namespace, time_ms,
-event_type, key, value and metadata. The format and the keys are those of
-mlperf-logging 4.1.68 (mllog/mllog.py, mllog/constants.py and, for what ResNet
-must say, compliance_checker/training_4.0.0, the last round that had it). The
-lines are written here and not by that package: they are one `json.dumps`, and it
-brings pandas and SciPy along. The tests hold them to its compliance checker.
+One line per event: `:::MLLOG ` and a JSON object of namespace, time_ms, event_type,
+key, value and metadata. The format and the keys are those of mlperf-logging 4.1.68
+(mllog/mllog.py, mllog/constants.py); which of them ResNet must have, in which order
+and with what metadata: compliance_checker/training_4.0.0, the last round that had it,
+and, for each optimizer, training_3.1.0. The lines are written here and not by that
+package: they are one `json.dumps`, and it brings pandas and SciPy along. The tests run
+its compliance checker.
 
-This file has the format; `mllog_run.py` what a run says in it.
+A run logs as it trains, by `RunLog`; for a run that did not, `log_from_record`
+writes the same lines from its files.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from jaxscale.metrics.reading import read_json, read_json_lines
+from jaxscale.metrics.score import is_reached, mllog_value
 
 TOKEN = ":::MLLOG "
-_POINT, _START, _END = "POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END"
 _PACKAGE = Path(__file__).parent.parent.parent
 
 
 class MLLog:
   """Appends events to a file, each written out as it happens.
+
+  Values are JSON, or scalars and arrays of NumPy or JAX. Of the metadata, `time_ms`
+  replaces the present, in milliseconds since the epoch.
 
   Example:
     >>> with MLLog(workdir / "mllog.txt") as log:        # doctest: +SKIP
@@ -35,42 +44,34 @@ class MLLog:
   """
 
   def __init__(self, path: str | os.PathLike | None, *, start: int = 0):
-    """Begin a log, or go on with one.
+    """Begin a log, or continue one.
 
     Args:
       path: the file; None writes nothing, for processes other than the leader.
-      start: the step that the run goes on from. At 0 the file begins anew; else
-        what it says from the first event of a later `step_num` on, that it
-        stopped, and a block that it did not end, is dropped: it will happen again.
+      start: the step that the run resumes from. At 0 the file begins anew; else
+        events from the first with a later `step_num` on, the end of the run, and a
+        block that has not ended, are dropped: they will happen again.
     """
     self._file = None
-    if path is None:
-      return
-    path = Path(path)
-    kept = _until(read_mllog(path), start) if start else []
-    scratch = path.with_name(path.name + ".tmp")
-    scratch.write_text("".join(_encode(line) for line in kept))
-    os.replace(scratch, path)
-    self._file = path.open("a")
+    if path is not None:
+      path = Path(path)
+      kept = _until(read_mllog(path), start) if start else []
+      scratch = path.with_name(path.name + ".tmp")
+      scratch.write_text("".join(map(_encode, kept)))
+      os.replace(scratch, path)
+      self._file = path.open("a")
 
   def event(self, key: str, value: Any = None, **metadata: Any) -> None:
-    """Something that has no duration.
-
-    Args:
-      key: what, e.g. "global_batch_size".
-      value: JSON, or a NumPy or JAX scalar.
-      metadata: beside it, e.g. epoch_num; `time_ms` replaces the present, in
-        milliseconds since the epoch.
-    """
-    self._write(_POINT, key, value, metadata)
+    """Something that has no duration."""
+    self._write("POINT_IN_TIME", key, value, metadata)
 
   def start(self, key: str, value: Any = None, **metadata: Any) -> None:
     """An interval begins; MLPerf's keys for it end in `_start`."""
-    self._write(_START, key, value, metadata)
+    self._write("INTERVAL_START", key, value, metadata)
 
   def end(self, key: str, value: Any = None, **metadata: Any) -> None:
     """An interval ends; MLPerf's keys for it end in `_stop`."""
-    self._write(_END, key, value, metadata)
+    self._write("INTERVAL_END", key, value, metadata)
 
   def close(self) -> None:
     """Close the file."""
@@ -118,28 +119,314 @@ def _encode(line: dict[str, Any]) -> str:
 
 
 def _until(events: list[dict[str, Any]], start: int) -> list[dict[str, Any]]:
-  """The events of the first `start` steps, without a block that is not ended there."""
-  kept = []
-  for event in events:
-    if event["metadata"].get("step_num", 0) > start:
-      break
-    if event["key"] != "run_stop":
-      kept.append(event)
-  keys = [event["key"] for event in kept]
-  if "block_start" in keys:
-    last = len(keys) - 1 - keys[::-1].index("block_start")
-    if "block_stop" not in keys[last:]:
-      del kept[last]
+  """The events of the first `start` steps, without a block that has not ended."""
+  later = (i for i, e in enumerate(events) if e["metadata"].get("step_num", 0) > start)
+  kept = [e for e in events[: next(later, None)] if e["key"] != "run_stop"]
+  blocks = [i for i, e in enumerate(kept) if e["key"] in ("block_start", "block_stop")]
+  if blocks and kept[blocks[-1]]["key"] == "block_start":
+    del kept[blocks[-1]]
   return kept
 
 
 def _caller() -> dict[str, Any]:
-  """File and line of whoever called this module or `mllog_run.py`."""
-  here = str(Path(__file__).with_suffix(""))
+  """File and line of whoever called this module."""
   frame = sys._getframe(1)
-  while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
+  while frame.f_back is not None and frame.f_code.co_filename == __file__:
     frame = frame.f_back
   path = Path(frame.f_code.co_filename)
   inside = path.is_relative_to(_PACKAGE)
   name = str(path.relative_to(_PACKAGE)) if inside else path.name
   return {"file": name, "lineno": frame.f_lineno}
+
+
+class Submission(NamedTuple):
+  """Who ran what, as a submission has to state.
+
+  Attributes:
+    benchmark: "resnet" is ResNet-50 on ImageNet; None: named after the data.
+    org: who ran it.
+    platform: the machine; None: the devices.
+    division: "open", or "closed" for the reference model, data and optimizer.
+    status: "research", "onprem", "cloud" or "preview".
+  """
+
+  benchmark: str | None = None
+  org: str = "unnamed"
+  platform: str | None = None
+  division: str = "open"
+  status: str = "research"
+
+
+_UNNAMED = Submission()
+
+
+def run_keys(
+  described: Mapping[str, Any], submission: Submission = _UNNAMED
+) -> dict[str, Any]:
+  """What MLPerf requires of a run, from its config.json, by MLPerf's names.
+
+  Example:
+    >>> keys = run_keys(json.loads((workdir / "config.json").read_text()))
+    >>> keys["global_batch_size"]                        # doctest: +SKIP
+    4096
+  """
+  config, derived = described["config"], described["derived"]
+  data, devices = described["data"]["name"], described["devices"]
+  is_reference = config["model"].get("depth") == 50 and data == "imagenet2012"
+  keys = {
+    "submission_benchmark": submission.benchmark
+    or ("resnet" if is_reference else data),
+    "submission_org": submission.org,
+    "submission_platform": submission.platform or f"{len(devices)} x {devices[0]}",
+    "submission_division": submission.division,
+    "submission_status": submission.status,
+    "seed": config["seed"],
+    "global_batch_size": config["batch_size"],
+    "gradient_accumulation_steps": derived["phases"][0]["accumulate_steps"],
+    "train_samples": derived["num_train"],
+    "eval_samples": derived["num_eval"],
+    **_optimizer_keys(config, derived),
+  }
+  span = _bn_span(config["model"], derived)
+  return keys if span is None else keys | {"model_bn_span": span}
+
+
+def _optimizer_keys(config, derived) -> dict[str, Any]:
+  """opt_*: the names that the closed division has for each optimizer."""
+  optimizer, schedule = config["optimizer"], config["schedule"]
+  name = optimizer["class"].lower()
+  keys = {
+    "opt_name": name,
+    "opt_base_learning_rate": derived["peak_lr"],
+    "opt_learning_rate_warmup_epochs": schedule["warmup_epochs"],
+    "opt_weight_decay": optimizer.get("weight_decay", 0.0),
+  }
+  if config.get("clip_norm") is not None:
+    keys["opt_gradient_clip_norm"] = config["clip_norm"]
+  if name in ("sgd", "lars"):
+    prefix = f"{name}_opt"
+    keys |= {
+      f"{prefix}_base_learning_rate": derived["peak_lr"],
+      f"{prefix}_end_learning_rate": schedule.get("end_lr", 0.0),
+      f"{prefix}_learning_rate_warmup_epochs": schedule["warmup_epochs"],
+      f"{prefix}_momentum": optimizer["momentum"],
+      f"{prefix}_weight_decay": optimizer["weight_decay"],
+    }
+    if "power" in schedule:
+      # Steps as mlcommons/training's LARS schedule counts them.
+      steps = derived["total_steps"] - derived["warmup_steps"] + 1
+      if (epochs := schedule.get("decay_epochs")) is not None:
+        steps = round(epochs * derived["num_train"] / config["batch_size"])
+      keys[f"{prefix}_learning_rate_decay_poly_power"] = schedule["power"]
+      keys[f"{prefix}_learning_rate_decay_steps"] = steps
+  if name == "lars":
+    keys["lars_epsilon"] = optimizer.get("eps", 0.0)
+  if name in ("lamb", "adamw"):
+    decay = "weight_decay_rate" if name == "lamb" else "weight_decay"
+    keys |= {
+      f"opt_{name}_beta_1": optimizer["b1"],
+      f"opt_{name}_beta_2": optimizer["b2"],
+      f"opt_{name}_epsilon": optimizer["eps"],
+      f"opt_{name}_{decay}": optimizer["weight_decay"],
+    }
+  return keys
+
+
+def _bn_span(model, derived) -> int | None:
+  """Examples that share one BatchNorm's statistics; None without BatchNorm."""
+  span = model.get("bn_span")
+  if span is None or model.get("batch_norm") is False:
+    return None
+  micro = derived["micro_batch_size"]
+  return {"device": micro, "global": micro * derived["num_devices"]}.get(span, span)
+
+
+class RunLog:
+  """The log of one run, in the order that MLPerf wants it.
+
+  Blocks of training lie between evaluations. Epochs are counted from 0 and are
+  fractions where steps do not divide them.
+
+  Example:
+    >>> log = RunLog(workdir / "mllog.txt", described)          # doctest: +SKIP
+    >>> log.evaluating(step, epoch)                              # doctest: +SKIP
+    >>> log.evaluated(accuracy)                                  # doctest: +SKIP
+    >>> log.stop(success=True)                                   # doctest: +SKIP
+  """
+
+  def __init__(
+    self,
+    path: str | os.PathLike | None,
+    described: Mapping[str, Any],
+    *,
+    start: int = 0,
+    epoch: float = 0.0,
+    init_ms: float | None = None,
+    run_ms: float | None = None,
+    submission: Submission = _UNNAMED,
+  ):
+    """Log the settings and that the run begins; of a resumed run, only that.
+
+    Args:
+      path: the file; None in processes other than the leader.
+      described: the content of the run's config.json.
+      start: the step that the run resumes from.
+      epoch: likewise.
+      init_ms: when the process began, in milliseconds since the epoch.
+      run_ms: when the first batch was asked for; None: now.
+      submission: who runs it.
+    """
+    config = described["config"]
+    self._every, self._epochs = config["evaluation"]["every_epochs"], config["epochs"]
+    self._step, self._epoch = start, epoch
+    self._in_block = False
+    self._log = log = MLLog(path, start=start)
+    if start:
+      log.event("resumed", start, **self._here())
+    else:
+      run_ms = time.time() * 1e3 if run_ms is None else run_ms
+      init_ms = run_ms if init_ms is None else init_ms
+      log.event("cache_clear", True, time_ms=init_ms)
+      log.start("init_start", time_ms=init_ms)
+      for key, value in run_keys(described, submission).items():
+        log.event(key, value, time_ms=run_ms)
+      log.end("init_stop", time_ms=run_ms)
+      log.start("run_start", time_ms=run_ms)
+    self._begin_block(run_ms)
+
+  def evaluating(
+    self, step: int, epoch: float, *, time_ms: float | None = None
+  ) -> None:
+    """Training pauses after `step`, at `epoch`, for an evaluation."""
+    if self._in_block:
+      block = self._block(epoch - self._epoch)
+      self._log.end("block_stop", **block | {"step_num": step}, time_ms=time_ms)
+      self._in_block = False
+    self._step, self._epoch = step, epoch
+    self._log.start("eval_start", **self._here(), time_ms=time_ms)
+
+  def evaluated(
+    self, accuracy: float, *, is_last: bool = False, time_ms: float | None = None
+  ) -> None:
+    """That evaluation is done; unless it is the last, training continues."""
+    self._log.event("eval_accuracy", accuracy, **self._here(), time_ms=time_ms)
+    self._log.end("eval_stop", **self._here(), time_ms=time_ms)
+    if not is_last:
+      self._begin_block(time_ms)
+
+  def stop(self, *, success: bool, time_ms: float | None = None) -> None:
+    """The run is over: it reached its target accuracy, or it did not."""
+    status = "success" if success else "aborted"
+    self._log.end("run_stop", **self._here(), status=status, time_ms=time_ms)
+    self.close()
+
+  def note(self, key: str, value: Any = None, **metadata: Any) -> None:
+    """Anything else that happened."""
+    self._log.event(key, value, **self._here(), **metadata)
+
+  def close(self) -> None:
+    """Close the file, also of a run that is interrupted."""
+    self._log.close()
+
+  def _begin_block(self, time_ms: float | None) -> None:
+    # Steps do not divide epochs: what is left at the end may be next to nothing.
+    planned = min(self._every, self._epochs - self._epoch)
+    if planned > 0:
+      self._in_block = True
+      self._log.start("block_start", **self._block(planned), time_ms=time_ms)
+
+  def _here(self) -> dict[str, Any]:
+    return {"epoch_num": round(self._epoch, 4), "step_num": self._step}
+
+  def _block(self, epochs: float) -> dict[str, Any]:
+    first = round(self._epoch, 4)
+    count = round(epochs, 4)
+    return {"first_epoch_num": first, "epoch_count": count, "step_num": self._step}
+
+
+def log_from_record(
+  workdir: str | os.PathLike, submission: Submission = _UNNAMED
+) -> Path | None:
+  """Write `workdir/mllog.txt` from what a run left there.
+
+  It ends where the target was first reached. The record has the time at which an
+  evaluation was done, not when it began, and of the start only how long before
+  the end it was; compilation counts as part of the run. A run that was resumed
+  begins with the first line of its record, and an event says so.
+
+  Args:
+    workdir: of a run, with config.json, metrics.jsonl and summary.json, and
+      batch_sizes.json where trials have chosen them.
+    submission: who ran it.
+
+  Returns:
+    The path, or None if no evaluation is recorded.
+  """
+  workdir = Path(workdir)
+  lines = read_json_lines(workdir / "metrics.jsonl")
+  evaluations = [
+    (line, {n[5:]: v for n, v in line.items() if n.startswith("eval/")})
+    for line in lines
+    if "eval/accuracy" in line or "eval/perplexity" in line
+  ]
+  if not evaluations:
+    return None
+  described = json.loads((workdir / "config.json").read_text())
+  targets = [described["config"].get(f"target_{n}") for n in ("accuracy", "loss")]
+  seconds = read_json(workdir / "summary.json").get("seconds", 0.0)
+  began = lines[-1]["time"] - seconds
+  was_resumed = began > lines[0]["time"]
+  began_ms = 1e3 * (lines[0]["time"] if was_resumed else began)
+  path = workdir / "mllog.txt"
+  log = RunLog(
+    path, described, init_ms=began_ms, run_ms=began_ms, submission=submission
+  )
+  if was_resumed:
+    log.note("resumed", True, time_ms=began_ms)
+  epoch = _epochs(described, workdir)
+  success, at = False, began_ms
+  for line, values in evaluations:
+    at = 1e3 * line["time"]
+    log.evaluating(line["step"], epoch(line["step"]), time_ms=at)
+    success = bool(is_reached(values, *targets))
+    last = success or line is evaluations[-1][0]
+    log.evaluated(mllog_value(values), is_last=last, time_ms=at)
+    if success:
+      break
+  log.stop(success=success, time_ms=at)
+  return path
+
+
+def _epochs(described: Mapping[str, Any], workdir: Path) -> Callable[[int], float]:
+  """A function from a step to the epochs after it, phase by phase."""
+  derived, path = described["derived"], workdir / "batch_sizes.json"
+  phases = [(s["stop"] - s["start"], s["batch_size"]) for s in derived["phases"]]
+  if path.exists():  # config.json was written before they were chosen
+    phases = _adaptive_phases(described, json.loads(path.read_text()))
+
+  def epoch(step: int) -> float:
+    examples = 0
+    for steps, batch_size in phases:
+      examples += min(step, steps) * batch_size
+      step -= min(step, steps)
+    return examples / derived["num_train"]
+
+  return epoch
+
+
+def _adaptive_phases(
+  described: Mapping[str, Any], chosen: list[int]
+) -> list[tuple[int, int]]:
+  """(steps, batch size) of each phase, as the run that chose the sizes had them.
+
+  A phase ends with the first step that reaches its last example.
+  """
+  config, num_train = described["config"], described["derived"]["num_train"]
+  every, phases, examples = config["phases"]["every_epochs"], [], 0
+  for i in range(math.ceil(config["epochs"] / every)):
+    size = chosen[min(i, len(chosen) - 1)]
+    end = min((i + 1) * every, config["epochs"]) * num_train
+    steps = max(math.ceil((end - examples) / size), 0)
+    phases.append((steps, size))
+    examples += steps * size
+  return phases

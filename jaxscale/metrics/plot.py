@@ -1,95 +1,333 @@
-"""`metrics.png`: loss, accuracy, learning rate and speed against the step.
-
-Of a language model perplexity takes the place of accuracy.
-
-Alone: `python -m jaxscale.metrics.plot WORKDIR`.
-"""
+"""Pictures: a run against its steps, a batch-size study, a scaling study."""
 
 from __future__ import annotations
 
-import sys
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxscale.metrics.reading import read_json_lines
 
-_PANELS = (  # title, unit of the y axis, series: (metric, label), log scale
-  (
-    "Loss",
-    "nats",
-    (("train/loss", "training"), ("eval/loss", "held out")),
-    True,
-  ),
-  (
-    "Accuracy",
-    "%",
-    (("train/accuracy", "training"), ("eval/accuracy", "held out")),
-    False,
-  ),
-  ("Learning rate", "", (("train/learning_rate", ""),), False),
-  ("Speed", "examples/s", (("perf/examples_per_s", ""),), False),
-)
-_PERPLEXITY = (
-  "Perplexity",
-  "",
-  (("train/perplexity", "training"), ("eval/perplexity", "held out")),
-  True,
+POINTS, CURVES, IDEAL = "#c8553d", "#8aa6c8", "#999999"
+_Rows = Sequence[Mapping[str, Any]]
+
+
+@contextlib.contextmanager
+def figure(
+  path: str | Path, rows: int, columns: int, size: tuple[float, float], title: str = ""
+) -> Iterator[Any]:
+  """Axes [rows, columns] to draw on; saved at the end, in the suffix's format.
+
+  Args:
+    path: of the picture.
+    rows: of axes.
+    columns: likewise.
+    size: width and height in inches of 120 dots.
+    title: above the axes.
+  """
+  import matplotlib  # 1 s, and nothing else needs it
+
+  matplotlib.use("agg")
+  from matplotlib import pyplot as plt
+
+  drawn, axes = plt.subplots(
+    rows, columns, figsize=size, layout="constrained", squeeze=False
+  )
+  for axis in axes.flat:
+    axis.grid(alpha=0.25)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+  drawn.suptitle(title, x=0.01, ha="left", fontsize=12)
+  yield axes
+  drawn.savefig(path, dpi=120)
+  plt.close(drawn)
+
+
+def _title(axis: Any, title: str, x_label: str, y_label: str = "") -> None:
+  axis.set_title(title, loc="left", fontsize=11)
+  axis.set_xlabel(x_label)
+  axis.set_ylabel(y_label)
+
+
+_PANELS = (  # title, unit of the y axis, metric
+  ("Loss", "nats", "loss"),
+  ("Accuracy", "%", "accuracy"),
+  ("Perplexity", "", "perplexity"),
+  ("Learning rate", "", "train/learning_rate"),
+  ("Speed", "examples/s", "perf/examples_per_s"),
 )
 
 
 def plot_metrics(workdir: str | Path) -> Path | None:
-  """Draw `workdir/metrics.jsonl` into `workdir/metrics.png`.
+  """Draw `workdir/metrics.jsonl` into `workdir/metrics.png`, against the step.
+
+  Loss, accuracy (of a language model perplexity), learning rate and speed.
 
   Returns:
     The path of the picture, or None if nothing was logged yet.
   """
-  # 1 s to import, and nothing else needs it.
-  import matplotlib
-
-  matplotlib.use("agg")
-  from matplotlib import pyplot as plt
-  from matplotlib.ticker import LogFormatter
-
   workdir = Path(workdir)
   lines = read_json_lines(workdir / "metrics.jsonl")
   if not lines:
     return None
-  panels = list(_PANELS)
-  if any("eval/perplexity" in line or "train/perplexity" in line for line in lines):
-    panels[1] = _PERPLEXITY
-  figure, axes = plt.subplots(2, 2, figsize=(10, 6.4), layout="constrained")
-  for axis, (title, unit, series, log) in zip(axes.flat, panels, strict=True):
-    for colour, (name, label) in zip(("#8aa6c8", "#c8553d"), series, strict=False):
-      points = [(line["step"], line[name]) for line in lines if name in line]
-      if not points:
-        continue
-      steps, values = zip(*points, strict=True)
-      if unit == "%":
-        values = [100 * v for v in values]
-      marker = "o" if name.startswith("eval/") else None
-      axis.plot(steps, values, color=colour, marker=marker, ms=4, label=label)
-    axis.set_title(title, loc="left", fontsize=11)
-    axis.set_xlabel("step")
-    axis.set_ylabel(unit)
-    if log:
-      axis.set_yscale("log")
-      for place in ("major", "minor"):  # 1.4, not 1.4 x 10^0
-        getattr(axis.yaxis, f"set_{place}_formatter")(LogFormatter())
-    else:
-      axis.set_ylim(bottom=None if unit == "%" else 0)
-    if unit == "%":
-      axis.set_ylim(top=100.5)
-    axis.grid(alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)
-    if len(series) > 1:
-      axis.legend(frameon=False)
-  figure.suptitle(workdir.name, x=0.01, ha="left", fontsize=12)
+  is_text = any("eval/perplexity" in x or "train/perplexity" in x for x in lines)
+  unused = "Accuracy" if is_text else "Perplexity"
+  panels = [panel for panel in _PANELS if panel[0] != unused]
   path = workdir / "metrics.png"
-  figure.savefig(path, dpi=120)
-  plt.close(figure)
+  with figure(path, 2, 2, (10, 6.4), workdir.name) as axes:
+    from matplotlib import ticker
+
+    for axis, (title, unit, metric) in zip(axes.flat, panels, strict=True):
+      _title(axis, title, "step", unit)
+      series = {metric: ""}
+      if "/" not in metric:
+        series = {f"train/{metric}": "training", f"eval/{metric}": "held-out"}
+      for (name, label), color in zip(series.items(), (CURVES, POINTS), strict=False):
+        points = [(line["step"], line[name]) for line in lines if name in line]
+        if points:
+          steps, values = zip(*points, strict=True)
+          values = [100 * v for v in values] if unit == "%" else values
+          marker = "o" if name.startswith("eval/") else None
+          axis.plot(steps, values, color=color, marker=marker, ms=4, label=label)
+      if unit == "%":
+        axis.set_ylim(top=100.5)
+      elif metric in ("loss", "perplexity"):
+        axis.set_yscale("log")
+        axis.yaxis.set_major_formatter(ticker.LogFormatter())  # 1.4, not 1.4 x 10^0
+        axis.yaxis.set_minor_formatter(ticker.LogFormatter())
+      else:
+        axis.set_ylim(bottom=0)
+      if "/" not in metric:
+        axis.legend(frameon=False)
   return path
 
 
-if __name__ == "__main__":
-  drawn = plot_metrics(sys.argv[1]) if len(sys.argv) == 2 else None
-  print(drawn or "usage: python -m jaxscale.metrics.plot WORKDIR (with metrics)")
-  sys.exit(0 if drawn else 2)
+def plot_study(study: Mapping[str, Any], path: str | Path) -> Path:
+  """Draw a batch-size study: steps, examples and seconds to the target, and the gap.
+
+  With the line of ideal scaling and the fitted curve. A run that missed the target is
+  drawn where it ended, as an open triangle; one that diverged as a cross.
+
+  Args:
+    study: as in study.json: "runs", each with "status", "batch_size", "steps",
+      "target_step", "target_examples", "target_seconds" and "gap"; "sizes", each
+      with "batch_size" and "target_step"; "fit" or None, with "s_min" (steps),
+      "b_crit" and "b_crit_range" (examples; no upper end: None); "title".
+    path: of the picture.
+
+  Returns:
+    The path.
+  """
+  runs, path = study["runs"], Path(path)
+  sizes = sorted({run["batch_size"] for run in runs})
+  panels = {
+    "target_step": "Steps to target",
+    "target_examples": "Examples to target",
+    "target_seconds": "Seconds to target",
+    "gap": "Generalization gap, training - held-out (points)",
+  }
+  with figure(path, 2, 2, (10, 7.2), study["title"]) as axes:
+    for axis, (name, title) in zip(axes.flat, panels.items(), strict=True):
+      _title(axis, title, "batch size (examples)")
+      _study_points(axis, runs, name)
+      axis.set_xscale("log")
+      _size_ticks(axis, sizes, 1 / 1.3, 1.3)
+      if name == "gap":
+        axis.axhline(0, color=IDEAL, lw=0.8)
+      else:
+        axis.set_yscale("log")
+        axis.yaxis.set_major_formatter(_round_tick)
+        axis.yaxis.set_minor_formatter(_round_tick)
+    _study_curves(axes[0, 0], axes[0, 1], study)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    once = dict(zip(labels, handles, strict=True))
+    axes[0, 0].legend(once.values(), once.keys(), frameon=False, fontsize=9)
+  return path
+
+
+def _round_tick(value: float, _: Any) -> str:
+  """A tick as a number, where it is 1, 2 or 5 times a power of ten."""
+  return f"{value:,.12g}" if f"{value:e}"[0] in "125" else ""
+
+
+def _size_ticks(axis: Any, sizes: Sequence[int], below: float, above: float) -> None:
+  axis.set_xlim(sizes[0] * below, sizes[-1] * above)
+  axis.set_xticks(sizes, [f"{size:,}" for size in sizes])
+  axis.set_xticks([], minor=True)
+
+
+def _study_points(axis: Any, runs: _Rows, name: str) -> None:
+  """One mark per run: what it measured, or where it ended without the target."""
+  for run in runs:
+    at, value, status = run["batch_size"], run[name], run["status"]
+    style: dict[str, Any] = {"color": POINTS, "mfc": "none"}
+    if value is not None:
+      if status == "reached":
+        style |= {"mfc": POINTS, "label": "reached"}
+      axis.plot(at, value * (100 if name == "gap" else 1), "o", ms=6, **style)
+    elif name in ("target_step", "target_examples"):
+      ended = run["steps"] * (1 if name == "target_step" else at)
+      if status == "missed":
+        axis.plot(at, ended, "^", ms=8, label="not reached by then", **style)
+      elif status == "diverged":
+        axis.plot(at, ended, "x", color="black", ms=8, label="diverged then")
+
+
+def _study_curves(steps_axis: Any, examples_axis: Any, study: Mapping[str, Any]):
+  """Ideal scaling from the smallest size that reached the target, and the fit."""
+  reached = [s for s in study["sizes"] if s["target_step"] is not None]
+  if not reached:
+    return
+  sizes = [run["batch_size"] for run in study["runs"]]
+  low, high = min(sizes) / 1.2, max(sizes) * 1.2
+  grid = [low * (high / low) ** (i / 100) for i in range(101)]
+  first = min(reached, key=lambda s: s["batch_size"])
+  examples = first["target_step"] * first["batch_size"]
+  curves = [
+    ([examples / b for b in grid], "ideal scaling", {"color": IDEAL, "ls": "--"})
+  ]
+  if (fit := study.get("fit")) is not None:
+    at_least, high_end = fit["b_crit_range"]
+    label = f"fit, B_crit = {fit['b_crit']:,.0f}"
+    if high_end is None:  # without one of the sizes, the curve does not bend
+      label = f"fit, B_crit at least {at_least:,.0f}"
+    steps = [fit["s_min"] * (1 + fit["b_crit"] / b) for b in grid]
+    curves.append((steps, label, {"color": CURVES}))
+    if low < fit["b_crit"] < high:
+      for axis in (steps_axis, examples_axis):
+        axis.axvline(fit["b_crit"], color=CURVES, lw=0.8, ls=":")
+  for steps, label, style in curves:
+    steps_axis.plot(grid, steps, label=label, **style)
+    examples_axis.plot(grid, [s * b for s, b in zip(steps, grid, strict=True)], **style)
+
+
+def plot_scaling(study: Mapping[str, Any], path: str | Path) -> Path:
+  """Draw a scaling study: speed-up, efficiency and the parts of a step.
+
+  Args:
+    study: "title"; "rows", each with "devices", and with None for what is not known
+      "examples_per_s", "speed_up", its quartiles "low" and "high", "efficiency",
+      "compute_s" and "exposed_s" (seconds of a step), and "spread" (a share); "base",
+      the devices of the smallest size; "law", (devices, speed-up) of a curve, and its
+      "law_label".
+    path: of the picture.
+
+  Returns:
+    The path.
+  """
+  rows, path = study["rows"], Path(path)
+  devices = sorted({row["devices"] for row in rows})
+  with figure(path, 1, 3, (12, 4.4), study["title"]) as axes:
+    speed_up, efficiency, step = axes[0]
+    _title(
+      speed_up, "Speed-up (and examples/s)", "devices", "against the smallest size"
+    )
+    _title(efficiency, "Efficiency", "devices", "% of the ideal")
+    for axis in (speed_up, efficiency):
+      axis.set_xscale("log", base=2)
+      _size_ticks(axis, devices, 1 / 1.25, 1.4)
+    known = [row for row in rows if row["speed_up"]]
+    if known:
+      _speed_up(speed_up, study, known, devices[-1])
+      _efficiency(efficiency, study, known)
+    else:
+      _empty(speed_up, "no throughput on record")
+      _empty(efficiency, "no throughput on record")
+    _step_parts(step, rows)
+    speed_up.figure.legend(
+      *speed_up.get_legend_handles_labels(), loc="outside lower left", ncols=3,
+      frameon=False, fontsize=9,
+    )  # fmt: skip
+  return path
+
+
+def _speed_up(axis: Any, study: Mapping[str, Any], rows: _Rows, most: int) -> None:
+  ideal = most / study["base"]
+  axis.plot([study["base"], most], [1, ideal], color=IDEAL, ls="--", label="ideal")
+  if study["law"]:
+    axis.plot(*zip(*study["law"], strict=True), color=CURVES, label=study["law_label"])
+  _with_quartiles(axis, rows, [1] * len(rows), "measured")
+  for row in rows:
+    rate, at = row["examples_per_s"], (row["devices"], row["speed_up"])
+    power = next((p for p in (2, 1) if rate >= 1e3**p), 0)
+    text = f"{rate / 1e3**power:.3g}{['', 'k', 'M'][power]}"
+    _annotate(axis, text, at, (7, -12), color=POINTS)
+  axis.set_yscale("log", base=2)
+  values = [v for r in rows for v in (r["speed_up"], r["low"], r["high"]) if v]
+  low = math.floor(min(0, math.log2(min(values))))
+  ticks = [2.0**i for i in range(low, math.ceil(math.log2(max(ideal, *values))) + 1)]
+  axis.set_yticks(ticks, [f"{t:g}" for t in ticks])
+  axis.set_ylim(min(*values, 1) / 1.25, max(*values, ideal) * 1.15)
+
+
+def _efficiency(axis: Any, study: Mapping[str, Any], rows: _Rows) -> None:
+  base = study["base"]
+  axis.axhline(100, color=IDEAL, ls="--", lw=1)
+  if study["law"]:
+    curve = [(n, 100 * s * base / n) for n, s in study["law"]]
+    axis.plot(*zip(*curve, strict=True), color=CURVES)
+  _with_quartiles(axis, rows, [100 * base / row["devices"] for row in rows], None)
+  axis.set_ylim(0, max(axis.get_ylim()[1], 108))
+
+
+def _with_quartiles(
+  axis: Any, rows: _Rows, scales: Sequence[float], label: str | None
+) -> None:
+  """One mark per size: its scaled speed-up, with the quartiles where known."""
+  devices = [row["devices"] for row in rows]
+  low, mid, high = (
+    [s * (row[k] or row["speed_up"]) for row, s in zip(rows, scales, strict=True)]
+    for k in ("low", "speed_up", "high")
+  )
+  style = {"fmt": "o", "color": POINTS, "ms": 6}
+  if any(row["low"] for row in rows):
+    # A median lies between its quartiles; rounding may put it a hair outside.
+    below = [max(y - a, 0) for y, a in zip(mid, low, strict=True)]
+    above = [max(b - y, 0) for y, b in zip(mid, high, strict=True)]
+    style |= {"yerr": (below, above), "capsize": 3, "lw": 1.2}
+    label = label and f"{label}: median and quartiles"
+  axis.errorbar(devices, mid, label=label, **style)
+
+
+def _step_parts(axis: Any, rows: _Rows) -> None:
+  """Bars: what of a step its exchange adds; marks: how far processes are apart."""
+  _title(axis, "What a step waits for (step report)", "devices, and ms per step")
+  axis.set_ylabel("% of a step")
+  axis.grid(False, axis="x")
+  known = [row for row in rows if row["compute_s"] is not None]
+  if not known:
+    axis.set_xticks([])
+    _empty(axis, "no step report on record")
+    return
+  steps = [row["compute_s"] + row["exposed_s"] for row in known]
+  shares = [100 * r["exposed_s"] / s for r, s in zip(known, steps, strict=True)]
+  places = [i - 0.1 for i in range(len(known))]
+  axis.bar(places, shares, 0.45, color=CURVES, label="exposed exchange")
+  for place, share in zip(places, shares, strict=True):
+    text = f"{share:.2g}" if share else "0"
+    _annotate(axis, text, (place, share), (0, 2), color="#5b7aa3", ha="center")
+  spread = [(i + 0.26, 100 * r["spread"]) for i, r in enumerate(known) if r["spread"]]
+  if spread:
+    label = "fastest to slowest process, each alone"
+    xs, ys = zip(*spread, strict=True)
+    axis.plot(xs, ys, "D", color=POINTS, mfc="white", ms=6, label=label)
+  ticks = [
+    f"{r['devices']:,}\n{1e3 * s:.3g}" for r, s in zip(known, steps, strict=True)
+  ]
+  axis.set_xticks(range(len(known)), ticks)
+  axis.set_xlim(-0.6, max(len(known) - 0.4, 1.6))
+  axis.set_ylim(0, 1.35 * max([1, *shares, *(y for _, y in spread)]))
+  axis.legend(frameon=False, fontsize=9, loc="upper left")
+
+
+def _annotate(axis: Any, text: str, at: Any, offset: Any, **style: Any) -> None:
+  options = {"textcoords": "offset points", "fontsize": 8} | style
+  axis.annotate(text, at, xytext=offset, **options)
+
+
+def _empty(axis: Any, text: str) -> None:
+  axis.set_yticks([])
+  place = {"ha": "center", "va": "center", "transform": axis.transAxes}
+  axis.text(0.5, 0.5, text, color=IDEAL, **place)

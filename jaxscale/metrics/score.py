@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from jaxscale.errors import ConfigError
+
 
 def perplexity_of(loss: float, bytes_per_token: float | None) -> dict[str, float]:
   """What is said of a language model beside its loss.
@@ -35,7 +37,9 @@ def score(values: Mapping[str, float]) -> float | None:
     >>> score({"accuracy": 0.5, "loss": 2.0}), score({"loss": 2.0, "perplexity": 7.4})
     (0.5, -2.0)
   """
-  return -values["loss"] if "perplexity" in values else values.get("accuracy")
+  if "accuracy" in values and "perplexity" not in values:
+    return values["accuracy"]
+  return -values["loss"] if "loss" in values else None
 
 
 def is_reached(
@@ -44,6 +48,11 @@ def is_reached(
   """Whether an evaluation is as good as the target; None: there is no target."""
   if loss is not None:
     return values["loss"] <= loss
+  if accuracy is not None and "accuracy" not in values:
+    raise ConfigError(
+      f"Config.target_accuracy={accuracy}: Config.loss reports no accuracy, set "
+      "target_loss instead"
+    )
   return None if accuracy is None else values["accuracy"] >= accuracy
 
 
@@ -53,7 +62,7 @@ def mllog_value(values: Mapping[str, float]) -> float:
   GPT-3's submissions to MLPerf Training log their log perplexity, of which the target
   is 2.69, under that name (training_results_v4.1, Google's MaxText).
   """
-  return values["loss"] if "perplexity" in values else values["accuracy"]
+  return values["loss"] if "perplexity" in values else values.get("accuracy", math.nan)
 
 
 def headline(values: Mapping[str, float]) -> str:
@@ -63,6 +72,8 @@ def headline(values: Mapping[str, float]) -> str:
     >>> headline({"accuracy": 0.5, "loss": 2.0})
     'accuracy 50.00%  loss 2.0000'
   """
+  if "accuracy" not in values:
+    return f"loss {values['loss']:.4f}"
   if "perplexity" not in values:
     return f"accuracy {values['accuracy']:.2%}  loss {values['loss']:.4f}"
   text = f"loss {values['loss']:.4f}  perplexity {values['perplexity']:.3f}"

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jaxscale.launch.report import report
 
 from jaxscale import config as cfg
 from jaxscale import data, metrics, models
@@ -18,11 +19,10 @@ from jaxscale.config.loading import load_config
 from jaxscale.data.python_docs import documents
 from jaxscale.data.stream import of_array, windows
 from jaxscale.errors import ConfigError
-from jaxscale.experiment import build, layout, parts
+from jaxscale.experiment import build, layout
 from jaxscale.launch import status
-from jaxscale.launch.report import report
 from jaxscale.mesh import make_mesh
-from jaxscale.metrics.mllog_run import log_from_record
+from jaxscale.metrics.mllog import log_from_record
 from jaxscale.run.fit import fit
 from jaxscale.train import _done
 from jaxscale.training import loop

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxscale import metrics
-from jaxscale.metrics.mllog_run import run_keys
+from jaxscale.metrics.mllog import run_keys
 
 LINE = re.compile(
   r':::MLLOG \{"namespace": "", "time_ms": \d+, "event_type": '
