@@ -55,7 +55,7 @@ $(VENV)/.installed: pyproject.toml $(PINS)
 # Crops of JPEGs that decode no more than their box: needs a C compiler and
 # libjpeg-turbo's header, and is optional.
 jpeg: env
-	$(BIN)/python -m jaxscale.data.partial_jpeg
+	$(BIN)/jaxscale prepare jpeg
 
 # TensorFlow is large and only prepares datasets: it has an environment of its
 # own, which training never sees.
@@ -68,7 +68,7 @@ $(VENV)-tfds/.installed: pyproject.toml $(wildcard requirements/py$(MINOR)-tfds.
 	touch $@
 
 fashion_mnist: tfds
-	$(VENV)-tfds/bin/python -m jaxscale.data.prepare fashion_mnist
+	$(VENV)-tfds/bin/jaxscale prepare fashion_mnist
 
 # Each prints one JSON line and keeps it in benchmarks/results/.
 benchmarks: env tfds

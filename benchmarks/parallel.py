@@ -6,7 +6,7 @@
     python benchmarks/parallel.py --table     (Markdown, of results/parallel.json)
 
 Compiles train steps of configs/llama_1b.py and configs/llama_7b.py, under several
-layouts, for chips that are not here (`jaxscale.planning.fits`), and reads the programs with
+layouts, for chips that are not here (`jaxscale plan`), and reads the programs with
 `jaxscale.planning.hlo`. Nothing is run: there is no time of a step here. Each program
 is compiled in a process of its own, one after the other; rows are kept in
 runs/parallel/ with the programs, and what is there is not compiled again, but read

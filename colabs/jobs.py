@@ -11,7 +11,7 @@
 # %% [markdown]
 # # Jobs from a notebook
 #
-# What `python -m jaxscale.launch` does, as functions that return handles. Runs go to
+# What `jaxscale submit` and its like do, as functions that return handles. Runs go to
 # Slurm where there is `sbatch`; here `executor="local"` puts them into the background
 # of this machine. They do not end with the notebook: `launch.job(name)` in another
 # one finds them again.
@@ -66,7 +66,7 @@ trials.wait(timeout_s=300)
 # %% [markdown]
 # ## How does it scale?
 # The same config at several sizes, one after another on this machine; the report is
-# the one of `python -m jaxscale.cli.report`. Processes that share one machine's cores
+# the one of `jaxscale report`. Processes that share one machine's cores
 # show no speed-up, nodes of their own do.
 
 # %%

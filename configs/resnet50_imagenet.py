@@ -3,7 +3,7 @@
 Command    srun python -m jaxscale.train --config configs/resnet50_imagenet.py
 Hardware   256 P100 in the paper (arXiv:1706.02677): 1 hour, 76.26 % top-1
 Result     not run here yet: needs ImageNet, prepared by
-           python -m jaxscale.data.prepare imagenet2012 --manual_dir DIR
+           jaxscale prepare imagenet2012 --manual-dir DIR
            (DIR holds the archives; image-net.org gives them on registration)
 
     configs/resnet50_imagenet.py:256 scales the batch, and the rate with it.

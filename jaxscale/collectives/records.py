@@ -80,7 +80,7 @@ def read_measurements(path: str | Path) -> tuple[dict[str, Link], list[Measured]
   """Links and measurements of a file that the benchmark wrote, for `plan`.
 
   Args:
-    path: of `python -m jaxscale.cli.bench --json PATH`.
+    path: of `jaxscale bench --json PATH`.
 
   Raises:
     ConfigError: no such file, or not one of the benchmark's.
@@ -102,7 +102,7 @@ def read_measurements(path: str | Path) -> tuple[dict[str, Link], list[Measured]
     raise ConfigError(f"{path}: {e.strerror}, give a file of the benchmark") from None
   except (ValueError, KeyError, TypeError, AttributeError) as e:
     raise ConfigError(
-      f"{path}: not a file of jaxscale.cli.bench --json ({type(e).__name__}: {e})"
+      f"{path}: not a file of jaxscale bench --json ({type(e).__name__}: {e})"
     ) from None
   return links, measured
 

@@ -8,7 +8,7 @@
  * found whatever the box.
  *
  * Source: libjpeg-turbo's libjpeg.txt, "Skipping rows when decompressing" and
- * "Decompressing partial scanlines". Built by `python -m jaxscale.data.partial_jpeg`.
+ * "Decompressing partial scanlines". Built by `jaxscale prepare jpeg`.
  */
 #include <setjmp.h>
 #include <stddef.h>

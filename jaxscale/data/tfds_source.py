@@ -2,7 +2,7 @@
 
 Prepared as array_record, which TFDS reads by index, or as TFRecord, which
 `tfrecord.py` does; preparing needs TensorFlow once
-(`python -m jaxscale.data.prepare NAME`).
+(`jaxscale prepare NAME`).
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def find_builder(name: str, data_dir: str | None, field: str = "TFDS.name") -> A
     hint = f"did you mean {close!r}?" if close else "see the TFDS catalogue"
     raise ConfigError(f"{field}={name!r}: no such dataset, {hint}") from None
   if not builder.is_prepared():
-    where = f" --data_dir {data_dir}" if data_dir else ""
+    where = f" --data-dir {data_dir}" if data_dir else ""
     raise ConfigError(
       f"{field}={name!r}: not prepared in {builder.data_path}; once, in an "
-      f"environment with jaxscale[tfds]: python -m jaxscale.data.prepare {name}{where}"
+      f"environment with jaxscale[tfds]: jaxscale prepare {name}{where}"
     )
   return builder
 
@@ -107,7 +107,7 @@ def open_split(
     raise ConfigError(f"TFDS split {split!r} of {name}: {first}") from None
   raise ConfigError(
     f"{field}={name!r}: {builder.data_path} is in the {kind} format, which is "
-    f"not read here; prepare it again: python -m jaxscale.data.prepare {name}"
+    f"not read here; prepare it again: jaxscale prepare {name}"
   )
 
 

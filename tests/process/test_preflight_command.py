@@ -1,4 +1,4 @@
-"""`python -m jaxscale.cli.doctor` as a user starts it, on processes that really meet."""
+"""`jaxscale doctor` as a user starts it, on processes that really meet."""
 
 import socket
 import subprocess
@@ -11,7 +11,7 @@ from support.paths import ROOT
 
 pytest.importorskip("jaxscale.cluster.rendezvous.client", reason="needs the meeting")
 
-DOCTOR = [sys.executable, "-m", "jaxscale.cli.doctor"]
+DOCTOR = [sys.executable, "-m", "jaxscale", "doctor"]
 
 
 def doctor(number, *args, **env):

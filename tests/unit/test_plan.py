@@ -228,7 +228,7 @@ def test_the_benchmark_measures_fits_and_plans(processes, tmp_path):
     s.bind(("localhost", 0))
     port = s.getsockname()[1]
   path = tmp_path / "links.json"
-  command = [sys.executable, "-m", "jaxscale.cli.bench", "--mesh", "2x2",
+  command = [sys.executable, "-m", "jaxscale", "bench", "--mesh", "2x2",
              "--sizes", "1KB,100KB", "--rounds", "3", "--json", str(path)]  # fmt: skip
   many = {"JAXSCALE_COORDINATOR": f"localhost:{port}",
           "JAXSCALE_NUM_PROCESSES": str(processes)}  # fmt: skip
