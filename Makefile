@@ -35,6 +35,7 @@ lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/jupytext --test --to py:percent colabs/*.ipynb >/dev/null
 
 format: env
