@@ -61,7 +61,7 @@ from jaxscale.exchange.top_k import top_k
 from jaxscale.exchange.wrappers import delayed, silent
 from jaxscale.mesh import batch_sharding
 from jaxscale.planning import hlo
-from jaxscale.planning.absent import target_config
+from jaxscale.planning.topologies import target_config
 from jaxscale.planning.cost import costs
 from jaxscale.planning.parse import modules
 from jaxscale.training import losses

@@ -12,7 +12,7 @@ is compiled in a process of its own, one after the other; rows are kept in
 runs/parallel/ with the programs, and what is there is not compiled again, but read
 again. A case that does not compile is a row that says why.
 
-Of a device and a step: bytes of `scaling.absent.Memory`; by kind of collective and
+Of a device and a step: bytes of `planning.topologies.Memory`; by kind of collective and
 mesh axes `times`, `wire_mb` that the device sends, `hidden_mb` the part of it with
 any compute scheduled between start and end, and `overlap`, how much compute that
 is, as a share of the step's (summed over collectives, so that it can pass 1).
@@ -39,7 +39,7 @@ from parallel_table import tables
 
 from jaxscale.config.loading import load_config
 from jaxscale.planning import fits, hlo
-from jaxscale.planning.absent import absent
+from jaxscale.planning.topologies import find_chips
 
 ROOT = Path(__file__).parent.parent
 KEPT = ROOT / "runs" / "parallel"
@@ -183,7 +183,7 @@ def compile_one(name: str, path: Path) -> None:
   config = load_config(str(ROOT / case.config), case.changes)
   before = time.process_time()
   make = {"step": fits.compile_for, "init": fits.compile_init}[case.program]
-  fit = make(config, absent(case.chips), case.options)
+  fit = make(config, find_chips(case.chips), case.options)
   row = {
     "memory": fit.memory._asdict() if fit.memory else None,
     "refusal": fit.refusal,

@@ -1,25 +1,36 @@
 """How much of a program's compute an instruction is: an estimate, never a time.
 
-On TPU the compiler writes its own estimate, `estimated_cycles`, beside what it
-schedules; where a program has those they are what is summed. Elsewhere the unit is
-bytes of memory traffic by the roofline,
+On TPU the compiler writes its own estimate, `estimated_cycles`, to what it schedules;
+where a program has those they are what is summed. Elsewhere the unit is bytes of
+memory traffic by the roofline,
 
     cost = max(flops / FLOPS_PER_BYTE, bytes read and written)
 
 with the flops of dots and convolutions alone, and for a fusion what crosses its
 border: of an array that is only sliced, the slices. Loops count their trips, a
 conditional its costliest branch, collectives nothing.
+
+XLA on CPU and GPU writes `known_trip_count` to a loop it understands; on TPU it does
+not. Then the loop's integers are computed here, trip by trip.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from jaxscale.planning.parse import Instruction, Module, called, num_bytes
-from jaxscale.planning.trips import trip_count
+from jaxscale.planning.parse import (
+  Computation,
+  Instruction,
+  Module,
+  attribute,
+  called,
+  num_bytes,
+)
 
 # TPU v5e: 197 TFLOP/s in bfloat16 over 819 GB/s. An H100 SXM is at 989 / 3.35 = 295.
 FLOPS_PER_BYTE = 240
@@ -32,7 +43,13 @@ _FREE = (
   "partition-id", "replica-id", "send", "recv", "opt-barrier", "domain",
 )  # fmt: skip
 
-Computation = dict[str, Instruction]
+_SAME = ("copy", "bitcast", "convert", "reshape", "copy-start", "copy-done")
+_INTEGERS = {
+  "add": operator.add, "subtract": operator.sub, "LT": operator.lt, "LE": operator.le,
+  "GT": operator.gt, "GE": operator.ge, "EQ": operator.eq, "NE": operator.ne,
+}  # fmt: skip
+_MOST_TRIPS = 10_000  # of a loop whose trips are not written
+
 Cost = Callable[[Computation, Instruction], float]
 
 
@@ -131,3 +148,82 @@ def _unread(parameter: Instruction, uses: list[Instruction]) -> int:
   if len(uses) == 1 and in_place and in_place[0].operands[0] == parameter.name:
     return 2 * size  # the result is the parameter, of which a part is written
   return 0
+
+
+def trip_count(
+  module: Module, computation: Computation, loop: Instruction
+) -> int | None:
+  """Times that the body of a `while` runs; None where the text does not tell.
+
+  Args:
+    module: of the loop.
+    computation: that the loop is in.
+    loop: an instruction with the opcode `while`.
+  """
+  if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.text):
+    return int(known.group(1))
+  condition, body = (
+    module.computations.get((attribute(loop, key) or "").lstrip("%"))
+    for key in ("condition", "body")
+  )
+  start = computation.get(loop.operands[0]) if loop.operands else None
+  if not condition or not body or start is None:
+    return None
+  root = _root(body)
+  if start.opcode != "tuple" or root.opcode != "tuple":
+    return None
+  # Element of the carried tuple -> its integer, where that is known.
+  carried = dict(enumerate(_value(module, computation, x) for x in start.operands))
+  for trips in range(_MOST_TRIPS):
+    known = {i: x for i, x in carried.items() if x is not None}
+    goes_on = _value(module, condition, _root(condition).name, [known])
+    if not goes_on:
+      return None if goes_on is None else trips
+    carried = {i: _value(module, body, root.operands[i], [known]) for i in known}
+  return None
+
+
+def _root(computation: Computation) -> Instruction:
+  rooted = [i for i in computation.values() if i.is_root]
+  return rooted[0] if rooted else list(computation.values())[-1]
+
+
+def _value(
+  module: Module, computation: Computation, name: str, arguments: Sequence[Any] = ()
+) -> Any:
+  """A scalar as an integer, a tuple as {element: integer}; None: not known.
+
+  Args:
+    module: of it.
+    computation: that it is in.
+    name: of the instruction.
+    arguments: the values of the computation's parameters.
+  """
+  instruction = computation.get(name)
+  if instruction is None:
+    return None
+  opcode, operands = instruction.opcode, instruction.operands
+  if opcode == "parameter":
+    index = int(operands[0])
+    return arguments[index] if index < len(arguments) else None
+  if any(array.dims for array in instruction.shape):  # no scalar
+    return None
+  if opcode == "constant":
+    is_integer = operands and re.fullmatch(r"-?\d+", operands[0])
+    return int(operands[0]) if is_integer else None
+  if opcode == "get-tuple-element":
+    source, index = operands[0], int(attribute(instruction, "index") or 0)
+    if source in computation and computation[source].opcode == "tuple":
+      return _value(module, computation, computation[source].operands[index], arguments)
+    elements = _value(module, computation, source, arguments)
+    return elements.get(index) if isinstance(elements, dict) else None
+  values = [_value(module, computation, x, arguments) for x in operands]
+  if opcode in _SAME and values:
+    return values[0]
+  if opcode in ("fusion", "call") and called(instruction):
+    inner = module.computations.get(called(instruction)[0])
+    return _value(module, inner, _root(inner).name, values) if inner else None
+  compute = _INTEGERS.get(attribute(instruction, "direction") or opcode)
+  if compute is None or len(values) != 2 or None in values:
+    return None
+  return compute(*values)

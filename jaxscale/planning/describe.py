@@ -7,21 +7,21 @@ what was meant.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import jax
 
 from jaxscale.experiment import build
 from jaxscale.experiment import layout as layout_parts
+from jaxscale.metrics.text import table
 from jaxscale.parallel.layout import HOST
 from jaxscale.planning import hlo
-from jaxscale.planning.absent import memory_of
+from jaxscale.planning.topologies import memory_of
 from jaxscale.tree_paths import path_name
 
 
 def describe(experiment: build.Experiment) -> str:
-  """The page that `--describe` prints; compiles the train step.
+  """The page that `jaxscale describe` prints; compiles the train step.
 
   Args:
     experiment: at the phase that it is about.
@@ -58,38 +58,36 @@ def _head(experiment: build.Experiment) -> str:
 
 
 def _parameters(params: Any) -> str:
-  """A line for each parameter, and their sum."""
-  rows = [("parameter", "shape", "dtype", "split", "MB/device")]
-  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-    rows.append(
-      (
-        path_name(path),
-        "x".join(map(str, leaf.shape)) or "-",
-        str(leaf.dtype),
-        _spec(leaf),
-        f"{_bytes(leaf) / 1e6:.3f}",
-      )
+  """One line for each parameter, and their sum."""
+  rows = [
+    (
+      path_name(path),
+      "x".join(map(str, leaf.shape)) or "-",
+      str(leaf.dtype),
+      _spec(leaf),
+      f"{_bytes(leaf) / 1e6:.3f}",
     )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+  ]
   leaves = jax.tree.leaves(params)
   count = sum(math.prod(x.shape) for x in leaves)
   total = sum(map(_bytes, leaves)) / 1e6
   rows.append((f"{count:,} in all", "", "", "", f"{total:,.3f}"))
-  return _table(rows)
+  head = ("parameter", "shape", "dtype", "split", "MB/device")
+  return table(head, rows, left=range(4))
 
 
 def _state(state: Any) -> str:
   """Bytes of each part of the state on one device, and of what waits on the host."""
-  rows = [("state", "MB/device")]
+  rows = []
   for name, part in state._asdict().items():
     leaves = jax.tree.leaves(part)
-    waiting = [x for x in leaves if x.sharding.memory_kind == HOST]
-    on_host = sum(map(_bytes, waiting))
-    shown, size = name.replace("_", " "), sum(map(_bytes, leaves)) - on_host
-    if size:
-      rows.append((shown, f"{size / 1e6:,.3f}"))
-    if on_host:
-      rows.append((f"{shown}, on the host", f"{on_host / 1e6:,.3f}"))
-  return _table(rows)
+    on_host = sum(_bytes(x) for x in leaves if x.sharding.memory_kind == HOST)
+    on_device = sum(map(_bytes, leaves)) - on_host
+    for where, size in (("", on_device), (", on the host", on_host)):
+      if size:
+        rows.append((name.replace("_", " ") + where, f"{size / 1e6:,.3f}"))
+  return table(("state", "MB/device"), rows)
 
 
 def _memory(compiled: Any) -> str:
@@ -127,15 +125,3 @@ def _bytes(leaf: Any) -> int:
   """That one device has of an array."""
   shard = leaf.sharding.shard_shape(leaf.shape)
   return math.prod(shard) * leaf.dtype.itemsize
-
-
-def _table(rows: Iterable[tuple[str, ...]]) -> str:
-  """Columns that line up, the last one to the right."""
-  rows = list(rows)
-  widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-  lines = []
-  for row in rows:
-    cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-    cells[-1] = row[-1].rjust(widths[-1])
-    lines.append("  ".join(cells).rstrip())
-  return "\n".join(lines)

@@ -2,8 +2,8 @@
 
     jaxscale plan --config FILE --chips v5e-16 [--over model.num_layers=16,24,32]
 
-Compiles the train step of a config for accelerators that are not here
-(`planning.absent` has their names) and reads the memory that it takes on each of them.
+Compiles the train step of a config for accelerators that are not here (`topologies`
+has their names) and reads the memory that it takes on each of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from jaxscale import config as cfg
 from jaxscale.errors import ConfigError
-from jaxscale.planning.absent import Chips, Memory, gib, memory_of, refused
+from jaxscale.planning.topologies import Chips, Memory, gib, memory_of, out_of_memory
 
 # Values above this many are bisected.
 _FEW = 3
@@ -52,14 +52,14 @@ def compile_for(
 
   Args:
     config: of the run; its data are not read where they are text.
-    chips: of `scaling.absent.absent`.
+    chips: of `planning.topologies.find_chips`.
     options: of the compiler, its flags by name.
 
   Raises:
     ConfigError: the config does not fit such devices, whatever their memory.
 
   Example:
-    >>> fit = compile_for(config, absent("v5e-16"))            # doctest: +SKIP
+    >>> fit = compile_for(config, find_chips("v5e-16"))            # doctest: +SKIP
     >>> fit.memory.total, fit.is_good                          # doctest: +SKIP
     (6054109184, True)
     >>> print(hlo.summary(hlo.collectives(fit.compiled, fit.mesh)))  # doctest: +SKIP
@@ -76,7 +76,7 @@ def compile_init(
 
 def _compile(config, chips, options, lower) -> Fit:
   from jaxscale.experiment import build  # JAX: only once it is known what for
-  
+
   experiment = build.experiment(
     config, devices=chips.devices, datasets=config.data.abstract(config.batch_size)
   )
@@ -91,7 +91,7 @@ def _compile(config, chips, options, lower) -> Fit:
         f"--chips={chips.name}: attention is cuDNN's there; pip install "
         "nvidia-cudnn-cu12"
       ) from None
-    refusal = refused(e)
+    refusal = out_of_memory(e)
     if refusal is None:
       raise
   seconds = time.perf_counter() - before

@@ -39,9 +39,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxscale.planning.cost import COLLECTIVES, Computation, Cost, costs
-from jaxscale.planning.members import is_network, megascale, members, wire_bytes
+from jaxscale.metrics.text import table as text_table
+from jaxscale.planning.cost import COLLECTIVES, Cost, costs, trip_count
 from jaxscale.planning.parse import (
+  Computation,
   Groups,
   Instruction,
   Module,
@@ -49,8 +50,8 @@ from jaxscale.planning.parse import (
   called,
   modules,
   num_bytes,
+  replica_groups,
 )
-from jaxscale.planning.trips import trip_count
 
 
 class Collective(NamedTuple):
@@ -183,12 +184,7 @@ def summary(table: Sequence[Collective]) -> str:
     key = (row.kind, row.axes, row.dtypes, row.is_async, row.conditional)
     alike.setdefault(key, []).append(row)
   head = ("collective", "axes", "dtype", "times", "MB", "sent MB", "form", "overlap")
-  lines = [head, *(_line(rows) for rows in alike.values())]
-  widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-  text = [
-    "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-    for line in lines
-  ]
+  text = [text_table(head, map(_line, alike.values()), left=range(len(head)))]
   everything = total(table)
   behind = sum(r.times * r.wire_bytes for r in table if r.overlap)
   share = behind / everything.wire_bytes if everything.wire_bytes else 0.0
@@ -198,7 +194,7 @@ def summary(table: Sequence[Collective]) -> str:
   )
   if not all(row.times_known for row in table):
     text.append("some loops do not tell their trips: counted once, at least that")
-  return "\n".join(line.rstrip() for line in text)
+  return "\n".join(text)
 
 
 def _line(rows: list[Collective]) -> tuple[str, ...]:
@@ -232,28 +228,21 @@ def _walk(
   computation = module.computations.get(name, {})
   schedule = list(computation.values())
   before = np.cumsum([0.0, *(program.cost(computation, i) for i in schedule)])
-  open_fusions = set(begun)
+  under_way = set(begun)
   for i, instruction in enumerate(schedule):
     if instruction.opcode in ("while", "call", "conditional"):
       for inner in called(instruction):
         inside = _inside(module, computation, instruction, inner, place)
-        yield from _walk(program, inner, inside, frozenset(open_fusions))
+        yield from _walk(program, inner, inside, frozenset(under_way))
       continue
     found_in, marks = _collectives_of(module, computation, instruction)
-    is_fusion = instruction.opcode == "fusion"
     for found, home in found_in:
       key = _key(found)
-      starts = "AsyncCollectiveStart" in marks
-      carried_on = is_fusion and key in open_fusions and not starts
-      if "AsyncCollectiveDone" in marks or carried_on:
-        # The end of one that was begun, or a fusion that carries it on.
-        open_fusions -= {key} if "AsyncCollectiveDone" in marks else set()
+      if not _begins(instruction, key, marks, under_way):
         continue
-      if starts:
-        open_fusions.add(key)
-      begins = instruction.opcode.endswith("-start") or instruction.opcode == "send"
-      begins |= key in open_fusions
-      is_async = begins and '"is_sync":true' not in instruction.text
+      is_async = instruction.opcode.endswith("-start") or instruction.opcode == "send"
+      is_async |= key in under_way
+      is_async &= '"is_sync":true' not in instruction.text
       end = _end(module, computation, i, key) if is_async else i + 1
       share = place.times * (before[end] - before[i + 1]) / (program.total or 1.0)
       one = _collective(program, found, home, home is not computation)
@@ -262,6 +251,22 @@ def _walk(
         conditional=place.conditional, is_async=is_async,
         overlap=float(share) if module.is_scheduled else None,
       )  # fmt: skip
+
+
+def _begins(
+  instruction: Instruction, key: str, marks: list[str], under_way: set[str]
+) -> bool:
+  """Whether a collective is one's first; follows in `under_way` those of TPU's fusions.
+
+  Others end a collective that was begun, or carry it on.
+  """
+  if "AsyncCollectiveDone" in marks:
+    under_way.discard(key)
+    return False
+  if "AsyncCollectiveStart" in marks:
+    under_way.add(key)
+    return True
+  return instruction.opcode != "fusion" or key not in under_way
 
 
 def _inside(
@@ -290,7 +295,7 @@ def _collectives_of(
   """
   opcode = instruction.opcode
   kind = opcode.removesuffix("-start")
-  if kind in COLLECTIVES or (kind == "send" and is_network(instruction)):
+  if kind in COLLECTIVES or (kind == "send" and _is_network(instruction)):
     return [(instruction, computation)], []
   found, marks = [], []
   if opcode in ("fusion", "call") or opcode.endswith("-start"):
@@ -345,15 +350,15 @@ def _collective(
   sent = tuple(a for x in found.operands if x in home for a in home[x].shape)
   sent = sent or found.shape
   kind = found.opcode.removesuffix("-start")
-  groups, size, axes = members(found, program.module.num_devices, program.sizes)
-  if kind == "send" and (between := megascale(found)):
+  groups, size, axes = _members(found, program.module.num_devices, program.sizes)
+  if kind == "send" and (between := _megascale(found)):
     kind, size = between
   if kind == "all-reduce" and is_wrapped and _is_scattered(home, found):
     kind = "reduce-scatter"
   payload = num_bytes(sent) * (size if kind == "all-gather" else 1)
   return Collective(
     kind, found.name, tuple(dict.fromkeys(a.dtype for a in sent)), payload,
-    wire_bytes(kind, payload, size, groups), groups, size, axes,
+    _wire_bytes(kind, payload, size, groups), groups, size, axes,
     times=1, times_known=True, conditional=False, is_async=False, overlap=None,
   )  # fmt: skip
 
@@ -362,3 +367,91 @@ def _is_scattered(home: Computation, found: Instruction) -> bool:
   """Whether all that uses an all-reduce is a slice of it."""
   uses = [x for x in home.values() if found.name in x.operands]
   return bool(uses) and all(x.opcode == "dynamic-slice" for x in uses)
+
+
+def _members(
+  found: Instruction, num_devices: int, sizes: dict[str, int] | None
+) -> tuple[Groups, int, tuple[str, ...] | None]:
+  """(groups, devices in the largest of them, mesh axes) of a collective.
+
+  Args:
+    found: the collective.
+    num_devices: of the program.
+    sizes: of the mesh axes, in their order; None: unknown.
+  """
+  pairs = re.search(r'source_target_pairs="?(\{[\d,{}\s]*\})', found.text)
+  if pairs:
+    groups = replica_groups(pairs.group(1), 0)
+  else:
+    groups = replica_groups(attribute(found, "replica_groups"), num_devices)
+  if groups is None:
+    return (), num_devices, _slice_axes(found, num_devices, sizes)
+  axes = None if sizes is None else _axes(groups, sizes)
+  return groups, max(len(group) for group in groups), axes
+
+
+def _axes(groups: Groups, sizes: dict[str, int]) -> tuple[str, ...] | None:
+  """Mesh axes along which the members of some group have different places.
+
+  Ids count the mesh in its order, as XLA's partition ids do under `jit`; those of
+  a program for one slice count that slice, which is the first of the mesh.
+  """
+  shape = tuple(sizes.values())
+  if max(max(group) for group in groups) >= np.prod(shape, dtype=int):
+    return None
+  places = [np.stack(np.unravel_index(group, shape)) for group in groups]
+  differs = [any(np.ptp(place[k]) > 0 for place in places) for k in range(len(shape))]
+  return tuple(axis for axis, is_in in zip(sizes, differs, strict=True) if is_in)
+
+
+def _slice_axes(
+  found: Instruction, num_devices: int, sizes: dict[str, int] | None
+) -> tuple[str, ...] | None:
+  """Leading mesh axes that a program, written for one slice, leaves out."""
+  if sizes is None or "megascale" not in found.text:
+    return None
+  left, axes = int(np.prod(list(sizes.values()), dtype=int)), []
+  if (_megascale(found) or ("", 0))[1] == left:  # between all, those of a slice too
+    return tuple(axis for axis, size in sizes.items() if size > 1)
+  for axis, size in sizes.items():
+    if left == num_devices:
+      break
+    left, axes = left // size, [*axes, axis]
+  return tuple(axes) if left == num_devices else None
+
+
+def _is_network(send: Instruction) -> bool:
+  """Whether a `send` goes to another device, not to a callback of this host."""
+  return "is_host_transfer=true" not in send.text or "megascale" in send.text
+
+
+def _megascale(found: Instruction) -> tuple[str, int] | None:
+  """(kind, members) of a transfer between slices of TPUs; None for what is none.
+
+  Members are slices, `"{1,2}x{0:3}"`, each device with its like in the others; or,
+  of an all-to-all over more than them, single devices, `{{100000,...,200003}}`.
+  """
+  kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', found.text)
+  if kind is None:
+    return None
+  name = kind.group(1).lower().replace("_", "-")
+  slices = re.search(r'_xla_megascale_target="?\{+([\d,]*)\}', found.text)
+  count = len(slices.group(1).split(",")) if slices else 2
+  return (name, count) if name in COLLECTIVES else ("send", 2)
+
+
+def _wire_bytes(kind: str, payload: int, size: int, groups: Groups) -> float:
+  """Bytes that one device sends; the table is in the module's docstring.
+
+  Args:
+    kind: of the collective.
+    payload: M, in bytes.
+    size: n, devices in a group.
+    groups: pairs of a permute: one that moves nothing sends nothing.
+  """
+  if kind in ("collective-permute", "send"):
+    moved = any(pair[0] != pair[-1] for pair in groups) or not groups
+    return float(payload if moved else 0)
+  if kind == "collective-broadcast":
+    return float(payload if size > 1 else 0)
+  return (2 if kind == "all-reduce" else 1) * payload * (size - 1) / size

@@ -54,10 +54,13 @@ class Instruction(NamedTuple):
   is_root: bool
 
 
-class Module(NamedTuple):
-  """Computations by name, each in its order, which is the schedule's."""
+Computation = dict[str, Instruction]  # in their order, which is the schedule's
 
-  computations: dict[str, dict[str, Instruction]]
+
+class Module(NamedTuple):
+  """A program; its computations by name."""
+
+  computations: dict[str, Computation]
   entry: str
   num_devices: int  # of its partitions times replicas
   is_scheduled: bool
@@ -84,7 +87,7 @@ def modules(text: str) -> list[Module]:
 
 def _module(text: str) -> Module:
   head = text.split("\n", 1)[0]
-  computations: dict[str, dict[str, Instruction]] = {}
+  computations: dict[str, Computation] = {}
   entry, here = "", None
   for line in text.split("\n"):
     if line.startswith("}"):

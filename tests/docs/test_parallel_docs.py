@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from jaxscale.config.loading import load_config
-from jaxscale.experiment.abstract_data import stand_in
+from jaxscale.experiment.model import make_model
 from support.paths import ROOT
 
 RESULTS = json.loads((ROOT / "benchmarks" / "results" / "parallel.json").read_text())
@@ -35,11 +35,10 @@ def test_the_models_fit_below_the_memory_of_their_chips(config, chips, least, mo
   """As the compilers said; the sizes are TinyLlama's and Llama 2's."""
   import jax
 
-  from jaxscale.experiment import parts
-  from jaxscale.planning.absent import CHIPS, Memory
+  from jaxscale.planning.topologies import CHIPS, Memory
 
   settings = load_config(config)
-  stack = parts.make_stack(settings, stand_in(settings)[0].info)
+  stack = make_model(settings, settings.data.abstract(settings.batch_size)[0].info)
   params = jax.eval_shape(stack.init, jax.random.key(0))
   assert least < sum(x.size for x in jax.tree.leaves(params)) < most
   for name in chips:

@@ -145,7 +145,7 @@ def test_trips_are_found_where_the_compiler_does_not_write_them(name):
     ("%i, %n), direction=LT", 0, 1, 7), ("%i, %n), direction=LE", 0, 2, 4),
     ("%n, %i), direction=GT", 3, 3, 2), ("%i, %n), direction=NE", 1, 2, 3),
     ("%n, %i), direction=LE", 20, -1, 14), ("%i, %n), direction=LT", 9, 1, 0),
-    ("%i, %n), direction=EQ", 7, 1, None), ("%i, %n), direction=LT", 0, -1, None),
+    ("%i, %n), direction=EQ", 7, 1, 1), ("%i, %n), direction=LT", 0, -1, None),
   ],
 )  # fmt: skip
 def test_trips_of_every_comparison(compare, first, step, trips):

@@ -31,7 +31,7 @@ from jaxscale.parallel import (
 from jaxscale.parallel.layout_exchange import exchange_axes
 from jaxscale.parallel.rules import Rule
 from jaxscale.planning import hlo
-from jaxscale.planning.absent import memory_of
+from jaxscale.planning.topologies import memory_of
 from jaxscale.training import replica_check
 from jaxscale.training.state import abstract_state, lower_init_state
 from jaxscale.training.step import make_eval_step, make_train_step

@@ -8,12 +8,11 @@ import jax
 import numpy as np
 import pytest
 
+from jaxscale import cli, data
 from jaxscale import config as cfg
-from jaxscale import data
 from jaxscale.errors import ConfigError
-from jaxscale.experiment.abstract_data import stand_in
 from jaxscale.mesh import make_mesh
-from jaxscale.planning import absent, fits
+from jaxscale.planning import fits, topologies
 
 CONFIG = """from jaxscale import config as cfg
 
@@ -30,8 +29,8 @@ PARAMETERS_OF_LAYER = 4 * 32 * 32 + 3 * 32 * 64 + 2 * 32
 
 def here(limit):
   """The simulated devices as chips of so much memory."""
-  chip = absent.Chip("cpu", 2 * limit, limit, {})
-  return absent.Chips("here-8", chip, jax.devices())
+  chip = topologies.Chip("cpu", 2 * limit, limit, {})
+  return topologies.Chips("here-8", chip, jax.devices())
 
 
 @pytest.mark.parametrize(
@@ -66,7 +65,7 @@ def test_the_largest_value_that_fits(values, most, tried):
   ],
 )
 def test_names_of_chips(name, parts):
-  assert absent._parse(name) == parts
+  assert topologies._parse(name) == parts
 
 
 @pytest.mark.parametrize(
@@ -79,28 +78,30 @@ def test_names_of_chips(name, parts):
 )  # fmt: skip
 def test_chips_that_there_are_not(name, said):
   with pytest.raises(ConfigError, match=f"^--chips={name}: .*{said}"):
-    absent.absent(name)
+    topologies.find_chips(name)
 
 
 @pytest.mark.parametrize("name, package", [("v5e-16", "libtpu"), ("h200-8", "cudnn")])
 def test_a_compiler_that_is_not_installed(name, package, monkeypatch):
   monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
   with pytest.raises(ConfigError, match=f"not installed; pip install .*{package}"):
-    absent.absent(name)
+    topologies.find_chips(name)
 
 
 def test_descriptions_of_gpus():
-  text = absent.target_config("h200")
+  text = topologies.target_config("h200")
   assert "device_memory_size: 151397597184" in text and "{" in text
-  assert absent.CHIPS["h200"].limit == 151397597184 * 3 // 4  # what JAX takes
+  assert topologies.CHIPS["h200"].limit == 151397597184 * 3 // 4  # what JAX takes
 
 
 def test_what_a_compiler_refuses():
-  said = absent.refused(
+  said = topologies.out_of_memory(
     RuntimeError("RESOURCE_EXHAUSTED: E1000: out of HBM (17.3G)\nmore")
   )
   assert said == "E1000: out of HBM (17.3G)"
-  assert absent.refused(RuntimeError("INTERNAL: RESOURCE_EXHAUSTED: x")) is None
+  assert (
+    topologies.out_of_memory(RuntimeError("INTERNAL: RESOURCE_EXHAUSTED: x")) is None
+  )
 
 
 def test_text_is_not_read():
@@ -108,7 +109,7 @@ def test_text_is_not_read():
     model=cfg.Transformer(), data=cfg.TextFiles(path="not/here", sequence_length=7),
     optimizer=cfg.SGD(lr=0.1), batch_size=8, epochs=1,
   )  # fmt: skip
-  train, held_out = stand_in(config)
+  train, held_out = config.data.abstract(config.batch_size)
   assert train.info == held_out.info == data.TextInfo("TextFiles", 256, 7)
   assert train.num_examples >= config.batch_size
   with pytest.raises(AssertionError):
@@ -119,8 +120,8 @@ def lines(capsys, tmp_path, monkeypatch, *args, limit=1 << 40):
   """Exit code and output of the command for our devices."""
   path = tmp_path / "tiny.py"
   path.write_text(CONFIG)
-  monkeypatch.setattr(fits, "absent", lambda name: here(limit))
-  code = fits.main(["--config", str(path), "--chips", "v5e-16", *args])
+  monkeypatch.setattr(topologies, "find_chips", lambda name: here(limit))
+  code = cli.main(["plan", "--config", str(path), "--chips", "v5e-16", *args])
   out = capsys.readouterr()
   return code, (out.out + out.err).splitlines()
 
@@ -171,7 +172,7 @@ def test_the_largest_model_is_found(capsys, tmp_path, monkeypatch):
   ],
 )
 def test_a_mistake_is_one_line(args, said, capsys):
-  assert fits.main(args) == 2
+  assert cli.main(["plan", *args]) == 2
   (line,) = capsys.readouterr().err.splitlines()
   assert line.startswith(f"error: {said}")
 
@@ -221,7 +222,7 @@ def test_a_program_for_tpus_that_are_absent(tmp_path):
   path = tmp_path / "tiny.py"
   path.write_text(CONFIG)
   done = subprocess.run(
-    [sys.executable, "-m", "jaxscale.planning.fits", "--config", str(path), "--chips", "v5e-8"],
+    [sys.executable, "-m", "jaxscale", "plan", f"--config={path}", "--chips=v5e-8"],
     capture_output=True, text=True, timeout=500,
   )  # fmt: skip
   assert done.returncode == 0, done.stderr

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale import exchange
 from jaxscale.collectives import same_everywhere, vary
-from jaxscale.planning.absent import target_config
+from jaxscale.planning.topologies import target_config
 from jaxscale.training.state import abstract_state
 from jaxscale.training.step import make_train_step
 

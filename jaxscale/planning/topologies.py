@@ -125,7 +125,7 @@ _BANDWIDTH = {
 }
 
 
-def absent(name: str) -> Chips:
+def find_chips(name: str) -> Chips:
   """The accelerators of a name, without having them.
 
   Args:
@@ -135,7 +135,7 @@ def absent(name: str) -> Chips:
     ConfigError: no such name, or the package that compiles for them is missing.
 
   Example:
-    >>> len(absent("v5e-16").devices)                          # doctest: +SKIP
+    >>> len(find_chips("v5e-16").devices)                          # doctest: +SKIP
     16
   """
   groups, kind, count = _parse(name)
@@ -234,8 +234,8 @@ def memory_of(compiled: Any) -> Memory:
   )
 
 
-def refused(error: Exception) -> str | None:
-  """What the compiler says of a program that the memory is too small for.
+def out_of_memory(error: Exception) -> str | None:
+  """The compiler's line, where the memory is too small for a program.
 
   Args:
     error: of `compile`.
@@ -244,8 +244,8 @@ def refused(error: Exception) -> str | None:
     One line; None: it is something else.
 
   Example:
-    >>> refused(RuntimeError("RESOURCE_EXHAUSTED: E1000: Ran out of memory (17.32G)"))
-    'E1000: Ran out of memory (17.32G)'
+    >>> out_of_memory(RuntimeError("RESOURCE_EXHAUSTED: E1000: Ran out of memory"))
+    'E1000: Ran out of memory'
   """
   line = str(error).split("\n", 1)[0]
   code, found, rest = line.partition("RESOURCE_EXHAUSTED: ")
