@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import platform
+from dataclasses import MISSING
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,11 @@ import jax
 
 from jaxscale import cluster
 from jaxscale.checkpoint import directory
+from jaxscale.config import Config
+from jaxscale.config.record import FORMAT, check_format, copy_own_files, to_plain
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build, derive
+from jaxscale.metrics import write_json
 
 # What may change when a run goes on: where it runs and what it writes down.
 _NOT_IDENTITY = (
@@ -24,11 +28,18 @@ _NOT_IDENTITY = (
 )  # fmt: skip
 
 
+def write_config(workdir: Path, described: dict[str, Any], config: Config) -> None:
+  """Write config.json, with copies of the files that the user's own classes are in."""
+  files = copy_own_files(config, workdir)
+  write_json(workdir / "config.json", described | ({"files": files} if files else {}))
+
+
 def describe(experiment: build.Experiment) -> dict[str, Any]:
   """The resolved config, what was derived from it, and the software, as JSON."""
   packages = ("jaxscale", "jax", "flax", "optax", "orbax-checkpoint", "grain")
   return {
-    "config": _plain(experiment.config),
+    "format": FORMAT,
+    "config": to_plain(experiment.config),
     "derived": experiment.derived._asdict()
     | {"phases": [phase._asdict() for phase in experiment.derived.phases]},
     "data": experiment.train_data.info._asdict(),
@@ -62,14 +73,6 @@ def describe_text(experiment: build.Experiment, workdir: Path) -> str:
     lines.append(f"  {said}")
   lines += [f"  {note}" for note in experiment.notes]
   return "\n".join(lines)
-
-
-def _plain(node: Any) -> Any:
-  """A settings tree as JSON; "class" tells which alternative was chosen."""
-  if dataclasses.is_dataclass(node):
-    values = {f.name: _plain(getattr(node, f.name)) for f in dataclasses.fields(node)}
-    return {"class": type(node).__name__, **values}
-  return list(node) if isinstance(node, tuple) else node
 
 
 def experiment_in(workdir: Path, config: Any) -> build.Experiment:
@@ -127,11 +130,13 @@ def claim_workdir(workdir: Path, config: Any) -> None:
   if not path.exists():
     return
   try:
-    before = json.loads(path.read_text())["config"]
-  except (ValueError, KeyError):
+    described = json.loads(path.read_text())
+    before = described["config"]
+  except (ValueError, KeyError, TypeError):
     raise ConfigError(
       f"--workdir={workdir}: its config.json is unreadable; use another one"
     ) from None
+  check_format(described, workdir)
   if found := _another(before, config):
     name, old, new = found
     raise ConfigError(
@@ -143,15 +148,15 @@ def claim_workdir(workdir: Path, config: Any) -> None:
 def _another(before: dict[str, Any], config: Any) -> tuple[str, Any, Any] | None:
   """What makes it another experiment: a setting's name, before and now."""
   defaults = {
-    f.name: _plain(f.default)
+    f.name: to_plain(f.default if f.default_factory is MISSING else f.default_factory())
     for f in dataclasses.fields(config)
-    if f.default is not dataclasses.MISSING
+    if f.default is not MISSING or f.default_factory is not MISSING
   }
-  before, now = defaults | before, _plain(config)
+  before, now = defaults | before, to_plain(config)
   free: set[str] = set(_NOT_IDENTITY)
   if now["sync"].get("workers") == "replica":
     free.remove("mesh")  # else other devices would be one worker
-  if now["model"]["class"] in ("Transformer", "ViT") and not now["noise_scale"]:
+  if config.model.is_stack and not now["noise_scale"]:
     # Nothing is random in these, and no statistics are a micro-batch's: a pipeline
     # may go on with what was begun without micro-batches.
     free.add("accumulate_steps")

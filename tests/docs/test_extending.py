@@ -1,0 +1,139 @@
+"""docs/extending.md: a user's own classes, from the command line and a notebook."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from support.commands import child_env, error_line
+from support.paths import ROOT
+from support.processes import run_group, wait_until
+
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+CLASSES = {
+  "MyNet": "width", "Waves": "noise", "Lion": "decay", "Triangle": "floor",
+  "Focal": "gamma", "Signs": "scale",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory):
+  """The page's file, outside of the repository."""
+  file = tmp_path_factory.mktemp("user") / "mine.py"
+  file.write_text("\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.S)))
+  return file
+
+
+def command(mine, workdir, *args):
+  head = [sys.executable, "-m", "jaxscale.train", "--config", str(mine)]
+  return [*head, "--workdir", str(workdir), "--config.log.tensorboard=False", *args]
+
+
+def run(mine, workdir, *args, num_devices=1):
+  return subprocess.run(
+    command(mine, workdir, *args), env=child_env(num_devices), cwd=mine.parent,
+    capture_output=True, text=True, timeout=200,
+  )  # fmt: skip
+
+
+def checksums(workdir):
+  """Of all arrays of the last checkpoint."""
+  newest = max((workdir / "checkpoints").iterdir(), key=lambda path: int(path.name))
+  manifest = json.loads((newest / "manifest.json").read_text())
+  return newest.name, manifest["arrays"]
+
+
+@pytest.fixture(scope="module")
+def whole(mine, tmp_path_factory):
+  workdir = tmp_path_factory.mktemp("whole")
+  done = run(mine, workdir)
+  assert done.returncode == 0, done.stderr
+  return workdir
+
+
+def test_each_takes_at_most_25_lines():
+  for block in re.findall(r"```python.*?\n(.*?)```", PAGE, re.S):
+    assert len([line for line in block.splitlines() if line.strip()]) <= 25, block
+
+
+def test_it_trains_and_is_recorded(mine, whole):
+  described = json.loads((whole / "config.json").read_text())
+  assert json.loads((whole / "summary.json").read_text())["accuracy"] >= 0.95
+  assert described["config"]["model"] == {"class": "mine:MyNet", "width": 32}
+  assert (whole / described["files"]["mine"]["copy"]).read_text() == mine.read_text()
+  rates = [json.loads(x) for x in (whole / "metrics.jsonl").read_text().splitlines()]
+  last = [x["train/learning_rate"] for x in rates if "train/learning_rate" in x][-1]
+  assert last == pytest.approx(3e-3 * (1 - 0.9 * 23 / 24), rel=1e-4)
+
+
+def test_its_fields_are_settings_and_a_typo_is_one_line(mine, whole, tmp_path):
+  for kind, field in CLASSES.items():
+    name = {"MyNet": "model", "Waves": "data", "Lion": "optimizer"}.get(kind) or {
+      "Triangle": "schedule", "Focal": "loss", "Signs": "exchange",
+    }[kind]  # fmt: skip
+    line = error_line(run(mine, tmp_path / "x", f"--config.{name}.{field}s=1"), 2)
+    assert f"{kind} has no field '{field}s', did you mean '{field}'?" in line
+  line = error_line(run(mine, whole, "--config.model.width=48"), 2)
+  assert "model.width is 32 there and 48 now" in line
+  line = error_line(run(mine, tmp_path / "x", "--config.model.width=0"), 2)
+  assert line == "error: MyNet.width=0: give a value >= 1"
+  help_ = run(mine, tmp_path / "x", "--help").stdout
+  assert "MyNet: Two dense layers." in help_ and "units of the hidden layer" in help_
+
+
+def test_a_fault_inside_build_is_one_line_with_its_place(mine, tmp_path):
+  broken = tmp_path / "broken.py"
+  broken.write_text(mine.read_text().replace("Net(self.width,", "Net(self.widht,"))
+  number = (
+    broken.read_text()
+    .splitlines()
+    .index("    return Net(self.widht, context.info.num_classes)")
+  )
+  line = error_line(run(broken, tmp_path / "x"), 2)
+  assert f"{broken}:{number + 1}: MyNet.build: AttributeError: " in line
+  mean = tmp_path / "mean.py"
+  text = "return (-((1 - jnp.exp(log_p)) ** self.gamma) * log_p).mean()"
+  mean.write_text(re.sub(r"return -\(\(1 - jnp.*", text, mine.read_text()))
+  assert "give one value per example" in error_line(run(mean, tmp_path / "x"), 2)
+
+
+def test_killed_it_resumes_bit_for_bit(mine, whole, tmp_path):
+  process = subprocess.Popen(
+    command(mine, tmp_path), env=child_env(), cwd=mine.parent,
+    stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+  )  # fmt: skip
+  wait_until(lambda: any((tmp_path / "checkpoints").glob("*/manifest.json")), process)
+  process.send_signal(signal.SIGKILL)
+  process.communicate()
+  done = run(mine, tmp_path)
+  assert done.returncode == 0, done.stderr
+  assert "resuming from the checkpoint of step" in done.stdout
+  assert checksums(tmp_path) == checksums(whole)
+
+
+def test_two_processes_train_as_one_of_two_devices(mine, tmp_path):
+  one = run(mine, tmp_path / "one", num_devices=2)
+  assert one.returncode == 0, one.stderr
+  for _, err, code in run_group(command(mine, tmp_path / "two")):
+    assert code == 0, err
+  losses = []
+  for name in ("one", "two"):
+    lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+    losses.append([x["eval/loss"] for x in map(json.loads, lines) if "eval/loss" in x])
+  np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+def test_from_a_notebook(tmp_path):
+  (code,) = re.findall(r"```python notebook\n(.*?)```", PAGE, re.S)
+  done = subprocess.run(
+    [sys.executable, "-c", code], env=child_env(2), cwd=tmp_path, capture_output=True,
+    text=True, timeout=200,
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr
+  assert float(done.stdout.splitlines()[-1]) < 1.5
+  described = json.loads((tmp_path / "runs" / "notebook" / "config.json").read_text())
+  assert described["config"]["data"]["x"]["shape"] == [512, 8]
+  assert described["config"]["optimizer"]["make"]["object"].endswith(".adafactor")
