@@ -57,16 +57,12 @@ def main() -> None:
       rate = progress.train(step, step * rows, values)
       writer.write(step, values | {"examples_per_s": rate})
 
-    events = loop.Events(
-      is_logged=lambda step: step % config.log.every_steps == 0,
-      is_evaluated=lambda step: False,
-      is_saved=lambda step: False,
-      log=log,
-      evaluate=lambda step, state: {},
-      save=lambda step, state, values: None,
-      should_stop=lambda step: False,
+    callbacks = loop.Callbacks(
+      is_logged=lambda step: step % config.log.every_steps == 0, log=log
     )
-    state, _ = loop.train(state, train_step, feed, events, start=0, total_steps=STEPS)
+    state, _ = loop.train(
+      state, train_step, feed, callbacks, start=0, total_steps=STEPS
+    )
     return jax.block_until_ready(state)
 
   feeds = {

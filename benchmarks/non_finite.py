@@ -48,9 +48,9 @@ CASES = {
 def model(name: str) -> tuple[models.ModelFns, int]:
   """A model of digits, and rows that take about 20 ms."""
   if name == "cnn":
-    module, rows = models.CNN(num_classes=10, features=(24, 48)), 448
+    module, rows = models.CNNModule(num_classes=10, features=(24, 48)), 448
   else:
-    module, rows = models.MLP(num_classes=10, hidden=(512, 512)), 768
+    module, rows = models.MLPModule(num_classes=10, hidden=(512, 512)), 768
   return models.functions(module, (8, 8, 1)), rows
 
 
@@ -70,7 +70,7 @@ def main() -> None:
     for refuse in (False, True):
       state = init_state(fns.init, tx, mesh, exchange)
       step = make_train_step(
-        loss, tx, mesh, exchange, schedule=RATE, refuse=refuse
+        loss, tx, mesh, exchange, skip_bad_steps=refuse
       ).lower(state, batch).compile()  # pyright: ignore # fmt: skip
       runs[refuse], programs[refuse] = (step, state), step
     seconds = {False: [], True: []}

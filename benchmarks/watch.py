@@ -3,8 +3,8 @@
     python benchmarks/watch.py [--procs 4] [--turns 41] [--steps 50]
 
 Two runs of the same processes and the same data-parallel step stand side by side:
-one has joined by `cluster.joined` (heartbeats, agreement on where to stop, signals,
-the lease, and the loop's notes of where it is), the other by JAX alone, with a loop
+one has joined by `cluster.open_session` (heartbeats, agreement on where to stop, signals,
+the lock, and the loop's notes of where it is), the other by JAX alone, with a loop
 that notes nothing. They train in turns, one waits while the other trains. `wall` is
 the ratio of their times, turn by turn; `processor` that of the processor time that all
 processes took, which other work on the machine disturbs less. Where all cores are
@@ -47,14 +47,14 @@ def worker(kind: str, steps: int, workdir: Path) -> None:
 
   with contextlib.ExitStack() as stack:
     if kind == "watched":
-      watch = stack.enter_context(cluster.joined(folder=workdir / "faults"))
+      watch = stack.enter_context(cluster.open_session(folder=workdir / "faults"))
     else:
       watch = None
       join_plainly()
     import jax
 
     if watch and jax.process_index() == 0:
-      stack.enter_context(lock.take(workdir))
+      stack.enter_context(lock.acquire(workdir))
     train = trainer(watch, steps)
     train()
     answer({})
@@ -106,7 +106,7 @@ def trainer(watch: Any, steps: int) -> Any:
   from jaxscale.training.step import make_train_step
 
   mesh, rate = make_mesh(), optim.warmup_cosine(0.05, 10, 10_000)
-  fns = models.functions(models.MLP(num_classes=10, hidden=HIDDEN), (8, 8, 1))
+  fns = models.functions(models.MLPModule(num_classes=10, hidden=HIDDEN), (8, 8, 1))
   tx, exchange = optim.sgd(rate), bucketed(tuple(mesh.axis_names))
   loss = losses.classification_loss(fns.apply)
   rng, rows = np.random.default_rng(0), ROWS // mesh.size
@@ -118,29 +118,22 @@ def trainer(watch: Any, steps: int) -> Any:
     },
   )
   state = init_state(fns.init, tx, mesh, exchange)
-  step = make_train_step(loss, tx, mesh, exchange, schedule=rate, refuse=True)
+  step = make_train_step(loss, tx, mesh, exchange, skip_bad_steps=True)
   done = 0
-
-  def never(_: int) -> bool:
-    return False
 
   def should_stop(_: int) -> bool:
     return watch.stop.poll() is not None
 
-  events = loop.Events(
-    is_logged=never, is_evaluated=never, is_saved=never,
-    log=lambda step, values: None, evaluate=lambda step, state: None,
-    save=lambda step, state, values: None, should_stop=never,
-  )  # fmt: skip
+  callbacks = loop.Callbacks()
   if watch:
-    events = events._replace(should_stop=should_stop, at=watch.at)
+    callbacks = loop.Callbacks(should_stop=should_stop, at=watch.at)
 
   def train() -> None:
     nonlocal state, done
     batches = itertools.repeat(batch)
     total = done + steps
     state, done = loop.train(
-      state, step, batches, events, start=done, total_steps=total
+      state, step, batches, callbacks, start=done, total_steps=total
     )
     jax.block_until_ready(state)
 

@@ -2,27 +2,29 @@
 
 The rules are those of CNTK's SGD.cpp (AdaptiveMinibatchSizing and
 SearchForBestMinibatchSize), but for one: it took a trial whose loss was NaN,
-here such a trial is refused.
+here such a trial is rejected.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
-from jaxscale import cluster, data, metrics
+from jaxscale import cluster, metrics
 from jaxscale.config import AdaptiveBatch
 from jaxscale.errors import ConfigError
-from jaxscale.experiment import build, parts
+from jaxscale.experiment import build
 from jaxscale.experiment.derive import over_devices
+from jaxscale.experiment.optimizer import make_schedule
 from jaxscale.experiment.phases import examples_at, phase_index
-from jaxscale.mesh import host_shard
 from jaxscale.training.state import TrainState
+from jaxscale.training.step import Batch
 
 
 def candidates(
@@ -69,7 +71,7 @@ def search(
     sizes: candidates, rising.
     trial: size -> mean training loss of a trial from the same state.
     margin: as a share of the first trial's loss.
-    previous: what to stay with if even the first trial gives no number.
+    previous: the result if even the loss of the first trial is NaN or Inf.
   """
   base = trial(sizes[0])
   if not math.isfinite(base):
@@ -86,6 +88,7 @@ def search(
 def choose(
   experiment: build.Experiment,
   state: TrainState,
+  train_batches: Callable[[build.Experiment], Iterator[Batch]],
   say: Callable[[str], None],
   poll: Callable[[], None] = lambda: None,
 ) -> int:
@@ -94,8 +97,9 @@ def choose(
   Args:
     experiment: at the phase that has just ended.
     state: after its last step; untouched.
-    say: takes a line for the person who watches.
-    poll: called before every step of a trial, alike in all processes; what it raises
+    train_batches: (experiment at a batch size) -> its batches from here on.
+    say: shows a line.
+    poll: called before every step of a trial, in all processes; what it raises
       ends the trials, which then have chosen nothing.
   """
   config, derived = experiment.config, experiment.derived
@@ -105,7 +109,7 @@ def choose(
   phase = derived.phases[phase_index(derived.phases, step)]
   here, start = derived.num_devices, derived.start_devices
   asked = config.accumulate_steps
-  # A run that goes on elsewhere tries the sizes that it would have tried at home.
+  # A run that resumes on other devices tries the sizes that it would have tried.
   unit = math.lcm(
     settings.multiple, start * asked, here * (asked if here > start else 1)
   )
@@ -123,9 +127,8 @@ def choose(
     train_step = tried.compile_train_step()
     copy = jax.tree.map(jnp.copy, state)
     copy = build.enter_phase(config, experiment.phase, tried.phase, copy)
-    batches = train_batches(tried, examples_at(derived.phases, step))
     losses = []
-    for _, batch in zip(range(settings.trial_steps), batches, strict=False):
+    for batch in itertools.islice(train_batches(tried), settings.trial_steps):
       poll()
       copy, values = train_step(copy, batch)
       losses.append(values["loss"])
@@ -134,7 +137,7 @@ def choose(
     return loss
 
   done = examples_at(derived.phases, step) / config.batch_size
-  rate = jnp.asarray(parts.make_schedule(config, derived)(done)).item()
+  rate = jnp.asarray(make_schedule(config, derived)(done)).item()
   sizes = candidates(
     experiment.phase.batch_size,
     config.batch_size,
@@ -150,27 +153,13 @@ def choose(
   return search(list(tries), trial, settings.margin, previous)
 
 
-def train_batches(experiment: build.Experiment, position: int):
-  """Global batches of this phase on the devices, from a position on."""
-  config = experiment.config
-  batches = data.train_batches(
-    experiment.train_data,
-    experiment.phase.batch_size,
-    seed=config.seed,
-    position=position,
-    shard=host_shard(experiment.mesh),
-    num_threads=config.input_threads,
-  )
-  return data.to_device(batches, experiment.mesh)
-
-
 def read_chosen(workdir: Path) -> tuple[int, ...]:
-  """Batch sizes that this run settled on before, a phase each."""
+  """The batch sizes that this run has chosen so far, one per phase."""
   path = workdir / "batch_sizes.json"
   return tuple(json.loads(path.read_text())) if path.exists() else ()
 
 
 def write_chosen(workdir: Path, chosen: Sequence[int]) -> None:
-  """Keep them, so that a run that goes on needs no second trial."""
+  """Keep them, so that a resumed run needs no second trial."""
   path = workdir / "batch_sizes.json"
   cluster.on_leader(lambda: metrics.write_json(path, list(chosen)), "batch sizes")

@@ -13,16 +13,15 @@ import jax
 
 from jaxscale import cluster, metrics
 from jaxscale.checkpoint import lock
-from jaxscale.checkpoint.lock_owner import job_of
 from jaxscale.checkpoint.manager import Checkpoints, UnsavedError
 from jaxscale.config import Config
 from jaxscale.experiment import build
 from jaxscale.parallel.layout_exchange import exchange_split
 from jaxscale.run import adaptive_batch
-from jaxscale.run.callbacks import make_events
-from jaxscale.run.nan_policy import Limits, Refusals
+from jaxscale.run.callbacks import RunCallbacks
+from jaxscale.run.nan_policy import Limits, NanPolicy
 from jaxscale.run.phases import (
-  Ahead,
+  Compiled,
   Run,
   in_background,
   is_adaptive,
@@ -30,8 +29,14 @@ from jaxscale.run.phases import (
   train_phases,
 )
 from jaxscale.run.reporter import Reporter
-from jaxscale.run.session import refuse_loop
-from jaxscale.run.workdir import claim_workdir, describe, describe_text, experiment_in
+from jaxscale.run.session import check_progress
+from jaxscale.run.workdir import (
+  claim_workdir,
+  describe,
+  describe_text,
+  experiment_in,
+  write_config,
+)
 from jaxscale.training import loop, noise_scale
 from jaxscale.training.replica_check import ReplicaDivergenceError
 from jaxscale.training.state import TrainState
@@ -50,7 +55,7 @@ class Result(NamedTuple):
 
 
 def fit(config: Config, workdir: str | os.PathLike) -> Result:
-  """Train, evaluate and save as the config says; go on if the workdir can.
+  """Train, evaluate and save as the config says; resume if there is a checkpoint.
 
   Writes config.json, metrics.jsonl, tensorboard/, checkpoints/, summary.json
   and metrics.png into the workdir.
@@ -61,10 +66,10 @@ def fit(config: Config, workdir: str | os.PathLike) -> Result:
 
   Raises:
     ConfigError: config, data, devices and workdir do not fit each other.
-    loop.NonFiniteError: a step's loss or gradient was no number and was refused, and
-      `config.checks` says to stop, or it were too many; the checkpoints are good ones.
+    loop.NonFiniteError: a step's loss or gradient was NaN or Inf, and `config.checks`
+      says to stop, or there were too many; the checkpoints are good ones.
     UnsavedError: the last checkpoint could not be written; all else was done.
-    lease.LostError: another run has taken over the workdir.
+    lock.LockLostError: another run has taken over the workdir.
     GiveUpError: this job was started again several times, and made no progress.
     ReplicaDivergenceError: devices no longer hold the same parameters; the
       message says up to which step checkpoints are good.
@@ -76,10 +81,10 @@ def fit(config: Config, workdir: str | os.PathLike) -> Result:
   """
   began = time.time()
   workdir = Path(workdir)
-  experiment = _as_chosen(workdir, experiment_in(workdir, config))
+  experiment = _with_chosen_sizes(workdir, experiment_in(workdir, config))
   described = describe(experiment)
   claim_workdir(workdir, config)
-  held = lock.take_for_all(workdir, job_of(os.environ))
+  held = lock.acquire_for_all(workdir)
   with held or contextlib.nullcontext():
     return _fit(experiment, described, workdir, held, began)
 
@@ -88,34 +93,41 @@ def _fit(
   experiment: build.Experiment,
   described: dict[str, Any],
   workdir: Path,
-  held: lock.Lease | None,
+  held: lock.WorkdirLock | None,
   began: float,
 ) -> Result:
   """`fit`, in a directory that no other run writes to."""
   if cluster.is_leader():
     print(describe_text(experiment, workdir))
   cluster.on_leader(
-    lambda: metrics.write_json(workdir / "config.json", described), "config.json"
+    lambda: write_config(workdir, described, experiment.config), "config.json"
   )
-  keep, checks = experiment.config.checkpoint, experiment.config.checks
+  settings, checks = experiment.config.checkpoint, experiment.config.checks
   limits = Limits(checks.max_skipped_steps, checks.max_consecutive_skipped_steps)
-  refusals = Refusals(workdir, checks.non_finite, limits)
+  nan_policy = NanPolicy(workdir, checks.non_finite, limits)
   with (
-    cluster.watched() as watch,
+    cluster.current_watch() as watch,
     Checkpoints(
       workdir / "checkpoints",
-      keep_last=keep.keep_last,
-      keep_best=keep.keep_best,
-      on_failure=keep.on_failure,
-      lease=held,
+      keep_last=settings.keep_last,
+      keep_best=settings.keep_best,
+      on_failure=settings.on_failure,
+      lock=held,
       split=exchange_split(experiment.layout),
     ) as checkpoints,
   ):
-    run = Run(workdir, held, checkpoints, watch, refusals, began)
-    refuse_loop(experiment.config, workdir, max(checkpoints.steps(), default=0))
+    run = Run(workdir, held, checkpoints, watch, nan_policy, began)
+    check_progress(experiment.config, workdir, max(checkpoints.steps(), default=0))
     ended = None
-    while ended is None:  # again after each roll back, as a run that goes on
-      ended = _train_or_roll_back(run, experiment)
+    while ended is None:  # again after each roll back, as a run that resumes
+      try:
+        ended = _train(run, experiment)
+      except loop.NonFiniteError as e:
+        if nan_policy.action != "roll_back":
+          raise
+        good = [s for s in checkpoints.steps() if s <= e.good_until]
+        nan_policy.roll_back(e, cluster.from_leader(max(good, default=0)))
+        _print(f"{e.args[0]}; rolling back to it")
     state, reporter = ended
 
   summary = _summary(run, reporter, state)
@@ -135,6 +147,57 @@ def _fit(
     raise UnsavedError(checkpoints.unsaved)
   watch.at(summary["step"], "outside")
   return Result(state, summary)
+
+
+def _train(run: Run, experiment: build.Experiment) -> tuple[TrainState, Reporter]:
+  """The last state, and what was reported on the way."""
+  workdir, checkpoints, watch = run.workdir, run.checkpoints, run.watch
+  watch.at(0, "starting")
+  experiment = _with_chosen_sizes(workdir, experiment)
+  newest = cluster.from_leader(max(checkpoints.steps(), default=0))
+  experiment = build.at_phase(experiment, phase_at(experiment, newest))
+  abstract = experiment.abstract_state()
+  # XLA compiles the step while the main thread restores the state.
+  compiled: Compiled = {}
+  if newest < experiment.derived.total_steps:
+    compiling = functools.partial(experiment.compile_train_step, abstract)
+    compiled[experiment.phase] = experiment, in_background(compiling)
+  state = checkpoints.restore(abstract, experiment.exchange.resize)
+  if state is None:
+    state = experiment.init_state(_print)
+  start = int(state.step)
+  run.nan_policy.start_from(start)
+  if (phase := phase_at(experiment, start)) != experiment.phase:
+    # The newest checkpoint was damaged, and the one before is of another phase.
+    experiment = build.at_phase(experiment, phase)
+
+  may_write = functools.partial(lock.is_held, run.lock)
+  with Reporter(experiment, workdir, start, may_write) as reporter:
+    checkpoints.say = reporter.say
+    at_target = reporter.stops_at_target()
+    if at_target or start == experiment.derived.total_steps:
+      why = (
+        f"reached its target by step {start}"
+        if at_target
+        else f"all {start} steps are done"
+      )
+      reporter.say(f"{why} already; evaluating")
+      RunCallbacks(reporter, checkpoints, watch).evaluate(start, state)
+      return state, reporter
+    if start:
+      reporter.say(f"resuming from the checkpoint of step {start}")
+    if experiment.config.log.mllog:
+      reporter.begin_mllog(workdir, run.began)
+    try:
+      state = train_phases(run, state, reporter, compiled)
+      watch.at(int(state.step), "saving")
+      checkpoints.wait()
+    except (loop.NonFiniteError, ReplicaDivergenceError) as e:
+      checkpoints.wait()
+      last = _last_good(checkpoints.steps(), e.good_until)
+      e.args = (f"{e.args[0]}; last good checkpoint: {last} in {workdir}",)
+      raise
+  return state, reporter
 
 
 def _summary(run: Run, reporter: Reporter, state: TrainState) -> dict[str, Any]:
@@ -157,88 +220,20 @@ def _summary(run: Run, reporter: Reporter, state: TrainState) -> dict[str, Any]:
     "target_seconds": None if seconds is None else round(seconds, 1),
     "noise_scale": noise_scale.read(state.noise) if config.noise_scale else None,
     "damaged_examples": reporter.count_damaged(),
-    **run.refusals.summary(),
+    **run.nan_policy.summary(),
     "seconds": round(time.time() - run.began, 1),
     "devices": f"{experiment.mesh.size} x {jax.devices()[0].device_kind}",
     "workdir": str(run.workdir),
   }
 
 
-def _train_or_roll_back(
-  run: Run, experiment: build.Experiment
-) -> tuple[TrainState, Reporter] | None:
-  """What `_train` gives, or None if it is to be called again, from a checkpoint."""
-  try:
-    return _train(run, experiment)
-  except loop.NonFiniteError as e:
-    if run.refusals.policy != "roll_back":
-      raise
-    good = [s for s in run.checkpoints.steps() if s <= e.good_until]
-    last = cluster.from_leader(max(good, default=0))
-    run.refusals.roll_back(e, last)
-    if cluster.is_leader():
-      print(f"{e.args[0]}; rolling back to it", flush=True)
-    return None
-
-
-def _train(run: Run, experiment: build.Experiment) -> tuple[TrainState, Reporter]:
-  """The last state, and what was reported on the way."""
-  workdir, checkpoints, watch = run.workdir, run.checkpoints, run.watch
-  watch.at(0, "starting")
-  experiment = _as_chosen(workdir, experiment)
-  newest = cluster.from_leader(max(checkpoints.steps(), default=0))
-  experiment = build.at_phase(experiment, phase_at(experiment, newest))
-  abstract = experiment.abstract_state()
-  # XLA compiles the step beside what the main thread does until it needs it.
-  ahead: Ahead = {}
-  if newest < experiment.derived.total_steps:
-    compiling = functools.partial(experiment.compile_train_step, abstract)
-    ahead[experiment.phase] = experiment, in_background(compiling)
-  state = checkpoints.restore(abstract, experiment.exchange.resize)
-  if state is None:
-    state = experiment.init_state(_say)
-  start = int(state.step)
-  run.refusals.start_from(start)
-  if (phase := phase_at(experiment, start)) != experiment.phase:
-    # The newest checkpoint was damaged, and the one before is of another phase.
-    experiment = build.at_phase(experiment, phase)
-
-  may_write = functools.partial(lock.held, run.held)
-  with Reporter(experiment, workdir, start, may_write) as reporter:
-    checkpoints.say = reporter.say
-    stopped = experiment.config.stop_at_target and reporter.target()
-    if start == experiment.derived.total_steps or stopped:
-      done = (
-        f"reached its target by step {start}"
-        if stopped
-        else f"all {start} steps are done"
-      )
-      reporter.say(f"{done} already; evaluating")
-      make_events(reporter, checkpoints, watch).evaluate(start, state)
-      return state, reporter
-    if start:
-      reporter.say(f"going on from the checkpoint of step {start}")
-    if experiment.config.log.mllog:
-      reporter.begin_mllog(workdir, run.began)
-    try:
-      state = train_phases(run, state, reporter, ahead)
-      watch.at(int(state.step), "saving")
-      checkpoints.wait()
-    except (loop.NonFiniteError, ReplicaDivergenceError) as e:
-      checkpoints.wait()
-      last = _last_good(checkpoints.steps(), e.good_until)
-      e.args = (f"{e.args[0]}; last good checkpoint: {last} in {workdir}",)
-      raise
-  return state, reporter
-
-
-def _say(line: str) -> None:
+def _print(line: str) -> None:
   if cluster.is_leader():
     print(line, flush=True)
 
 
-def _as_chosen(workdir: Path, experiment: build.Experiment) -> build.Experiment:
-  """With the batch sizes that an adaptive run has settled on by now."""
+def _with_chosen_sizes(workdir: Path, experiment: build.Experiment) -> build.Experiment:
+  """With the batch sizes that an adaptive run has chosen by now."""
   if not is_adaptive(experiment):
     return experiment
   chosen = cluster.from_leader(adaptive_batch.read_chosen(workdir))

@@ -1,20 +1,20 @@
-"""What follows a step that was refused, and the record of it in the workdir.
+"""What follows a skipped step, and the record of it in the workdir.
 
-A step whose loss or gradient is NaN or Inf changed nothing (`non_finite`). Then
+A step whose loss or gradient is NaN or Inf changed nothing (`nan_guard`). Then
 
     stop        the run ends
-    skip        it goes on with the next batch: nothing to undo
-    roll_back   it goes on from the last checkpoint c as if the steps c + 1 … t had
+    skip        it continues with the next batch: nothing to undo
+    roll_back   it resumes from the last checkpoint c as if the steps c + 1 … t had
                 been done, t being the bad one; their batches are passed over
 
-To roll back undoes what led to the bad step, and takes another way: PaLM was started
-again from about 100 steps before a spike, without the data of 200 to 500 steps, and
+To roll back undoes what led to the bad step, and trains on other data: PaLM was
+restarted from about 100 steps before a spike, without the data of 200 to 500 steps, and
 neither those data nor that state alone brought it back (arXiv:2204.02311, section
 5.1). The order of the data stays what it was.
 
-`refused.json` has both. A run that goes on from a checkpoint meets the same skips by
-itself, as they follow from data and parameters; what was passed over it passes over
-again, wherever it starts. So resuming is exact under each policy.
+`skipped_steps.json` has both. A run that resumes from a checkpoint makes the same
+skips by itself, as they follow from data and parameters; what was passed over it passes
+over again, wherever it starts. So resuming is exact under each policy.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from jaxscale import cluster, metrics
 from jaxscale.errors import ConfigError
 from jaxscale.training.loop import NonFiniteError
 
-Policy = Literal["stop", "skip", "roll_back"]
-FILE = "refused.json"
+Action = Literal["stop", "skip", "roll_back"]
+FILE = "skipped_steps.json"
 
 
 class Limits(NamedTuple):
@@ -36,68 +36,64 @@ class Limits(NamedTuple):
 
   Attributes:
     total: skips, or rolls back.
-    in_a_row: skips of steps that follow one another, or rolls back to one checkpoint.
+    consecutive: skips of steps that follow one another, or rolls back to one
+      checkpoint.
   """
 
   total: int = 10
-  in_a_row: int = 3
+  consecutive: int = 3
 
 
-_DEFAULT = Limits()
-
-
-class Refusals:
-  """The refused steps of one run; every process makes and calls it alike.
+class NanPolicy:
+  """The skipped steps of one run; every process makes and calls it alike.
 
   Example:
-    >>> refusals = Refusals(workdir, "skip")                   # doctest: +SKIP
-    >>> refusals.skip(17, "process 3 (n4), device 6: loss is NaN")  # doctest: +SKIP
+    >>> policy = NanPolicy(workdir, "skip")                    # doctest: +SKIP
+    >>> policy.skip(17, "process 3 (n4), device 6: loss is NaN")  # doctest: +SKIP
   """
 
-  def __init__(self, workdir: Path, policy: Policy, limits: Limits = _DEFAULT):
-    """Go on with what is on record.
+  def __init__(self, workdir: Path, action: Action, limits: Limits | None = None):
+    """Resume with what is on record.
 
     Args:
       workdir: where the record is.
-      policy: what follows a refused step.
-      limits: of "skip" and "roll_back".
+      action: what follows a skipped step.
+      limits: of "skip" and "roll_back"; None: the defaults.
 
     Raises:
       ConfigError: the record is unreadable.
     """
-    self.policy, self._limits = policy, limits
+    self.action, self._limits = action, limits or Limits()
     self._path = workdir / FILE
     # The leader's reading is everybody's.
     found = cluster.from_leader(_read(self._path))
     if found is None:
-      raise ConfigError(
-        f"{self._path}: unreadable; put it right, or use another --workdir"
-      )
+      raise ConfigError(f"{self._path}: unreadable; fix it, or use another --workdir")
     self.skipped: list[dict[str, Any]] = found["skipped"]
     self.passed_over: list[dict[str, Any]] = found["passed_over"]
 
   def start_from(self, step: int) -> None:
-    """The run goes on after this step: later skips come again, or do not."""
+    """The run resumes after this step: later skips recur, or do not."""
     self.skipped = [s for s in self.skipped if s["step"] <= step]
 
   def skip(self, step: int, what: str, hopeless: bool = False) -> None:
-    """Count a step that is left out.
+    """Count a skipped step.
 
     Args:
       step: which.
-      what: who saw what, the same in all processes.
+      what: which device found what, the same in all processes.
       hopeless: the state itself is bad, so that all further steps would be too.
 
     Raises:
-      NonFiniteError: the policy is another one, or these are too many.
+      NonFiniteError: the action is another one, or these are too many.
     """
-    if self.policy != "skip" or hopeless:
+    if self.action != "skip" or hopeless:
       raise NonFiniteError(step, what)
     self.skipped.append({"step": step, "what": what})
     self._write()
     steps = {s["step"] for s in self.skipped}
-    in_a_row = next(n for n in range(1, step + 2) if step - n not in steps)
-    if too_many := self._too_many(len(steps), in_a_row):
+    consecutive = next(n for n in range(1, step + 2) if step - n not in steps)
+    if too_many := self._too_many(len(steps), consecutive):
       raise NonFiniteError(step, f"{what} (skipped {too_many})")
 
   def roll_back(self, error: NonFiniteError, last_good: int) -> None:
@@ -116,17 +112,18 @@ class Refusals:
     self.skipped = [s for s in self.skipped if s["step"] <= last_good]
     self.passed_over.append(found)
     self._write()
-    in_a_row = sum(p["after"] == last_good for p in self.passed_over)
+    consecutive = sum(p["after"] == last_good for p in self.passed_over)
     total = len(self.passed_over)
-    if too_many := self._too_many(total, in_a_row):
+    if too_many := self._too_many(total, consecutive):
       error.args = (f"{error.args[0]}; rolled back {too_many}",)
       raise error
 
-  def _too_many(self, total: int, in_a_row: int) -> str | None:
+  def _too_many(self, total: int, consecutive: int) -> str | None:
     """What is over its limit, as words."""
-    most_in_a_row, most = self._limits.in_a_row, self._limits.total
-    if in_a_row > most_in_a_row:
-      return f"{in_a_row} times in a row, max_consecutive_skipped_steps={most_in_a_row}"
+    most, most_consecutive = self._limits
+    if consecutive > most_consecutive:
+      limit = f"max_consecutive_skipped_steps={most_consecutive}"
+      return f"{consecutive} times in a row, {limit}"
     return f"{total} times, max_skipped_steps={most}" if total > most else None
 
   def done_until(self, step: int) -> int:

@@ -121,7 +121,7 @@ class Reporter:
     if isinstance(info, data.TextInfo):
       perf["tokens_per_s"] = rate * info.sequence_length
       # exp of a smoothed loss is no perplexity; that of evaluation is exact.
-      if "loss" in finite and not self._config.label_smoothing:
+      if "loss" in finite and not self._config.loss.label_smoothing:
         finite |= metrics.perplexity_of(finite["loss"], info.bytes_per_token)
     self._write(step, "train", finite | {"epoch": self._epoch(step)})
     self._write(step, "perf", perf)
@@ -156,15 +156,13 @@ class Reporter:
     self._evaluations.append((step, values, seconds))
     self._write(step, "eval", values)
     self._progress.evaluated(step, values)
-    last = step == self.experiment.derived.total_steps or (
-      self._config.stop_at_target and self.target() is not None
-    )
-    if last and self.noise_scale:
+    is_last = step == self.experiment.derived.total_steps or self.stops_at_target()
+    if is_last and self.noise_scale:
       batch_size = self.experiment.phase.batch_size
       self.say(noise_scale.describe(self.noise_scale, batch_size))
     if self._mllog is not None:
-      self._mllog.evaluated(metrics.mllog_value(values), is_last=last)
-      if last:
+      self._mllog.evaluated(metrics.mllog_value(values), is_last=is_last)
+      if is_last:
         self._mllog.stop(success=self.target() is not None)
         self._mllog = None
 
@@ -175,6 +173,10 @@ class Reporter:
       (s, t) for s, found, t in self._evaluations if metrics.is_reached(found, *targets)
     )
     return next(reached, None)
+
+  def stops_at_target(self) -> bool:
+    """Whether the run ends here; all processes have the same evaluations."""
+    return self._config.stop_at_target and self.target() is not None
 
   def has_evaluated(self, step: int) -> bool:
     """Whether an evaluation after this step is on record."""

@@ -241,7 +241,7 @@ def accuracy_on(experiment: Any, state: Any, dataset: Any) -> float:
   )
   params, model_state = state.evaluated()
   with cluster.current_watch() as watch:
-    on_devices = callbacks.polled(batches, mesh, watch, int(state.step))
+    on_devices = callbacks.until_stopped(batches, mesh, watch, int(state.step))
     try:
       values = loop.evaluate(experiment.eval_step, params, model_state, on_devices)
     except StopRequested:

@@ -1,27 +1,25 @@
 """The train step of local updates: every worker trains alone, H steps at a time.
 
-The state is a `TrainState`, laid out as ever, of which
+The state is a `TrainState`, sharded as usual, of which
 
     params, model_state   the anchor: what all workers started from, replicated;
                           this is what is evaluated
     opt_state             of the outer optimizer, replicated
-    exchange_state        `Own`, a leading dim of one entry a device, sharded over
-                          them: the device's own parameters, model state, inner
-                          optimizer state and exchange state
+    exchange_state        `WorkerState` with a leading dim of one entry per device,
+                          sharded over them
 
 so checkpoints and evaluation need nothing new. A device's own parameters are
 whole, and its optimizer runs inside `jax.shard_map` on them: norms, as of LARS, are
-right there. Every H steps, in a `lax.cond` on the step's number, the mean way from
-the anchor crosses the network by the exchange and the outer optimizer moves the
-anchor; `jaxscale.exchange.local` has the equations. Between, nothing crosses it
-but the metrics, and those need not.
+right there. Every H steps, in a `lax.cond` on the step's number, workers synchronize:
+the exchange averages their pseudo-gradients, anchor - parameters, and the outer
+optimizer moves the anchor; `jaxscale.exchange.local` has the equations. In all other
+steps nothing crosses the network but the metrics, and those need not.
 
 The condition is inside the one compiled step, so the loop, resuming and the order
 of the data stay as they are. While it is not taken it costs nothing on CPU and TPU;
-in programs for GPU the branch that does nothing copies what it hands on, six sets
+in programs for GPU the branch that does nothing copies its operands, six sets
 of parameters a step with block momentum (read from ahead-of-time compiled
-programs, jax 0.10.2). Who would rather decide on the host gives a `method.every`
-that never comes and calls `make_agree`.
+programs, jax 0.10.2).
 """
 
 from __future__ import annotations
@@ -36,6 +34,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxscale import optim
 from jaxscale.collectives import vary
 from jaxscale.collectives.cpu_workarounds import one_at_a_time
 from jaxscale.errors import ConfigError
@@ -47,28 +46,43 @@ from jaxscale.training.state import TrainState, abstract_on, state_shardings, wi
 from jaxscale.training.step import (
   Batch,
   LossFn,
+  Metrics,
   TrainStep,
   means,
+  on_cpu,
   row_keys,
   sum_grads,
-  unrolls,
 )
 
 
-class Own(NamedTuple):
+class WorkerState(NamedTuple):
   """What a device keeps for itself; in the state with a leading dim of devices.
 
   Attributes:
     params: w_k, float32; the same on all devices of a worker.
     model_state: likewise.
     opt_state: of the inner optimizer.
-    exchange_state: of the exchange of ways.
+    exchange_state: of the exchange of pseudo-gradients.
   """
 
   params: Any
   model_state: Any
   opt_state: Any
   exchange_state: Any
+
+
+class Anchor(NamedTuple):
+  """What workers started from, the same on all devices.
+
+  Attributes:
+    params: W.
+    model_state: the mean of the workers'.
+    opt_state: of the outer optimizer.
+  """
+
+  params: Any
+  model_state: Any
+  opt_state: Any
 
 
 def init_local_state(
@@ -87,7 +101,7 @@ def init_local_state(
     init_fn: key -> (params, model_state).
     tx: the workers' own optimizer.
     mesh: where the state lives.
-    exchange: of the ways, for its state.
+    exchange: of the pseudo-gradients, for its state.
     method: for the state of its outer optimizer.
     seed: of the parameters.
     given: what is not to be initialised; see `state.with_given`.
@@ -120,8 +134,8 @@ def _initialiser(init_fn, tx, mesh, exchange, method):
     inner = tx.init(params)
     if method.reset_momentum:
       reset_momentum(inner)  # to refuse now what it would refuse in the step
-    own = Own(params, model_state, inner, exchange.init(params))
-    stacked = jax.tree.map(lambda x: jnp.stack([x] * mesh.size), own)
+    worker = WorkerState(params, model_state, inner, exchange.init(params))
+    stacked = jax.tree.map(lambda x: jnp.stack([x] * mesh.size), worker)
     step = jnp.zeros((), jnp.int32)
     outer = method.outer.init(params)
     return TrainState(step, params, model_state, outer, stacked, ())
@@ -140,38 +154,37 @@ def make_local_train_step(
   last_step: int | None = None,
   accumulate_steps: int = 1,
   unroll: bool | None = None,
-  schedule: optax.Schedule | None = None,
-  observe: Callable[[Any], dict[str, jax.Array]] | None = None,
+  observe: Callable[[Any], Metrics] | None = None,
   reduce_metrics: bool = True,
-  refuse: bool = False,
+  skip_bad_steps: bool = False,
   seed: int = 0,
 ) -> TrainStep:
   """Compile-ready `train_step(state, batch) -> (state, metrics)`.
 
   The state is that of `init_local_state` and is donated. Metrics are means over
   the global batch, each worker's at its own parameters; `grad_norm` is the mean of
-  the workers' norms.
+  the workers' norms, `learning_rate` of the rates that they applied.
 
   Args:
     loss_fn: as of `make_train_step`.
     tx: the workers' own optimizer, on their own mean gradients.
     mesh: every axis of it splits the batch.
-    exchange: of the ways W - w_k; `plain` is exact.
-    method: when workers agree and how.
+    exchange: of the pseudo-gradients W - w_k; `plain` is exact.
+    method: when workers synchronize and how.
     workers: mesh axes that tell workers apart; the devices along the others are one
       worker, and average their gradients in every step. None: all axes, so that
       each device is a worker.
-    last_step: workers agree after it too, so that a run whose steps H does not
-      divide ends with all that was learned; None: nothing of the kind.
+    last_step: workers synchronize after it too, so that a run whose number of steps H
+      does not divide ends with all that was learned; None: they do not.
     accumulate_steps, unroll: as of `make_train_step`.
-    schedule: step -> learning rate, only to be reported.
     observe: inner opt_state -> further metrics, averaged over the workers.
     reduce_metrics: False: metrics are [devices], each a device's own, and nothing
-      crosses the network between agreements; whoever reads them averages.
-    refuse: a worker whose loss, gradient or model state is NaN or Inf sits the step
-      out: what it has stays as it was, but for counts of steps, and so is good when
-      workers agree. A mean way that is no number moves nobody: all go on from where
-      they are. Metrics as of `make_train_step`; the loss of such steps is NaN.
+      crosses the network between synchronizations; whoever reads them averages.
+    skip_bad_steps: a worker whose loss, gradient or model state is NaN or Inf skips
+      the step: its state stays as it was, but for counts of steps, and is good when
+      workers synchronize. Where the averaged pseudo-gradient is bad nobody moves: all
+      continue from their own parameters. Metrics as of `make_train_step`; the loss
+      of such steps is NaN.
     seed: of `loss_fn`'s keys.
 
   Raises:
@@ -187,32 +200,39 @@ def make_local_train_step(
   if unknown:
     raise ConfigError(f"workers={workers}: the mesh has {axes}, not {unknown[0]!r}")
   within = () if workers is None else tuple(a for a in axes if a not in workers)
-  agree = _agreement(exchange, method, axes, refuse)
-  unrolled = unrolls(mesh) if unroll is None else unroll
-  branch = nan_guard.branches(mesh) if refuse else None
-  update = _worker_update(loss_fn, tx, axes, within, accumulate_steps, unrolled, branch)
+  unroll = on_cpu(mesh) if unroll is None else unroll
+  update = _make_worker_update(
+    loss_fn, tx, mesh, within, accumulate_steps, unroll, skip_bad_steps
+  )
+  synchronize = _make_synchronize(exchange, method, axes, skip_bad_steps)
 
-  def device_step(anchor, own, batch, key, step):
-    # One device: the anchor whole, its own with a leading dim of 1.
-    own, totals, norm, seen = update(jax.tree.map(lambda x: x[0], own), batch, key)
-    observed = {"grad_norm": norm} | (observe(own.opt_state) if observe else {})
+  def train_apart(anchor, worker):
+    return anchor, worker, jnp.full((), -1, jnp.int32)
+
+  def device_step(anchor, worker, batch, key, step):
+    # One device: the anchor whole, its own state with a leading dim of 1.
+    worker = jax.tree.map(lambda x: x[0], worker)
+    worker, totals, grad_norm, codes = update(worker, batch, key)
+    observed = {"grad_norm": grad_norm}
+    if (rate := optim.learning_rate(worker.opt_state)) is not None:
+      observed["learning_rate"] = rate
+    if observe is not None:
+      observed |= observe(worker.opt_state)
     is_due = (step + 1) % method.every == 0
     if last_step is not None:
       is_due |= step + 1 == last_step
-
-    def apart(anchor, own):
-      return anchor, own, jnp.full((), -1, jnp.int32)
-
-    anchor, own, mean = lax.cond(is_due, agree, apart, anchor, own)
-    if refuse:
-      totals["loss"] = jnp.where(mean < 0, totals["loss"], jnp.nan)
-      seen = jnp.append(seen, vary(mean, axes))[None]
+    anchor, worker, mean_code = lax.cond(
+      is_due, synchronize, train_apart, anchor, worker
+    )
+    if skip_bad_steps:
+      totals["loss"] = jnp.where(mean_code < 0, totals["loss"], jnp.nan)
+      codes = jnp.append(codes, vary(mean_code, axes))[None]
     if reduce_metrics:
       totals, observed = lax.psum(totals, axes), lax.pmean(observed, axes)
     metrics = means(totals) | observed
     if not reduce_metrics:
       metrics = jax.tree.map(lambda x: x[None], metrics)
-    return anchor, jax.tree.map(lambda x: x[None], own), metrics, seen
+    return anchor, jax.tree.map(lambda x: x[None], worker), metrics, codes
 
   mapped = jax.shard_map(
     device_step,
@@ -224,138 +244,100 @@ def make_local_train_step(
 
   def train_step(state: TrainState, batch: Batch):
     key = jax.random.fold_in(jax.random.key(seed), state.step)
-    anchor = (state.params, state.model_state, state.opt_state)
-    (params, model_state, outer), own, metrics, seen = mapped(
+    anchor = Anchor(state.params, state.model_state, state.opt_state)
+    anchor, workers, metrics, codes = mapped(
       anchor, state.exchange_state, batch, key, state.step
     )
-    if schedule is not None:
-      metrics["learning_rate"] = jnp.asarray(schedule(state.step), jnp.float32)
-    if refuse:
-      metrics[nan_guard.SEEN] = seen
-    state = TrainState(state.step + 1, params, model_state, outer, own, ())
+    if skip_bad_steps:
+      metrics[nan_guard.CODES] = codes
+    state = state._replace(
+      step=state.step + 1, exchange_state=workers, **anchor._asdict()
+    )
     return state, metrics
 
-  # Metrics lie as they come: replicated, or one a device.
-  alike = reduce_metrics and not refuse
+  # Metrics are sharded as they come: replicated, or one per device.
+  alike = reduce_metrics and not skip_bad_steps
   shardings = (state_shardings(mesh), replicated(mesh) if alike else None)
   jitted = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
   return one_at_a_time(jitted, mesh)
 
 
-def make_agree(
-  mesh: Mesh, exchange: Exchange, method: LocalUpdate
-) -> Callable[[TrainState], TrainState]:
-  """Compile-ready `agree(state) -> state`: an outer step now, whatever the step.
-
-  For the end of a run whose number of steps H does not divide: the anchor then
-  lacks what was learned since.
-
-  Args:
-    mesh: of the state, which is donated.
-    exchange: as of the train step.
-    method: as of the train step.
-  """
-  axes = mesh.axis_names
-  outer_step = _agreement(exchange, method, axes)
-
-  def on_device(anchor, own):
-    anchor, own, _ = outer_step(anchor, jax.tree.map(lambda x: x[0], own))
-    return anchor, jax.tree.map(lambda x: x[None], own)
-
-  specs = (P(), P(axes))
-  mapped = jax.shard_map(
-    on_device, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=True
-  )
-
-  def agree(state: TrainState) -> TrainState:
-    anchor = (state.params, state.model_state, state.opt_state)
-    (params, model_state, outer), own = mapped(anchor, state.exchange_state)
-    return TrainState(state.step, params, model_state, outer, own, ())
-
-  jitted = jax.jit(agree, donate_argnums=0, out_shardings=state_shardings(mesh))
-  return one_at_a_time(jitted, mesh)
-
-
-def _worker_update(loss_fn, tx, axes, within, micros, unroll, branch):
-  """A worker's own step.
-
-  Args:
-    branch: how a bad step is refused, as `non_finite.branches` says; None: not at all.
+def _make_worker_update(loss_fn, tx, mesh, within, micros, unroll, is_guarded):
+  """A worker's own step on one device.
 
   Returns:
-    (own, batch, key) -> (own, totals, norm of its gradient, what a device saw).
+    (worker, batch, key) -> (worker, totals, norm of its gradient, codes of what the
+    device found, () without `is_guarded`).
   """
+  axes = mesh.axis_names
 
-  def update(own: Own, batch, key):
-    keys = row_keys(key, batch, axes)
+  def update(worker: WorkerState, batch, key):
     grads, model_state, totals = sum_grads(
-      loss_fn, own.params, own.model_state, batch, keys, micros=micros, unroll=unroll
-    )
-    seen: Any = ()
-    if branch is not None:
-      seen, totals = nan_guard.look(grads, model_state, totals, axes)
+      loss_fn, worker.params, worker.model_state, batch, row_keys(key, batch, axes),
+      micros=micros, unroll=unroll,
+    )  # fmt: skip
+    codes: Any = ()
+    if is_guarded:
+      codes, totals = nan_guard.find_bad(grads, model_state, totals, axes)
     examples = totals["examples"]
     if within:
-      # Alike within the worker; what a device keeps is typed as its own all the same.
+      # The same within the worker, and typed as each device's own all the same.
       sums = lax.psum((grads, examples), within), lax.pmean(model_state, within)
       (grads, examples), model_state = vary(sums, within)
     scale = 1 / examples.astype(jnp.float32)
     grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
     norm = optax.tree.norm(grads)
 
-    def move(own):
-      updates, opt_state = tx.update(grads, own.opt_state, own.params)
-      params = optax.apply_updates(own.params, updates)
-      return own._replace(params=params, model_state=model_state, opt_state=opt_state)
+    def move():
+      updates, opt_state = tx.update(grads, worker.opt_state, worker.params)
+      params = optax.apply_updates(worker.params, updates)
+      return WorkerState(params, model_state, opt_state, worker.exchange_state)
 
-    def stay(own):
-      return own._replace(opt_state=nan_guard.move_on(own.opt_state))
+    def skip():
+      return worker._replace(opt_state=nan_guard.count_steps(worker.opt_state))
 
-    if branch is None:
-      return move(own), totals, norm, seen
+    if not is_guarded:
+      return move(), totals, norm, codes
     loss = totals["loss"]
-    if within:  # one that is bad is NaN, and the worker is refused as a whole
+    if within:  # NaN on one device: the whole worker skips the step
       loss = vary(lax.psum(loss, within), within)
     is_good = jnp.isfinite(loss) & jnp.isfinite(norm)
     totals["loss"] = jnp.where(is_good, totals["loss"], jnp.nan)
-    own = nan_guard.unless_refused(is_good, move, stay, own, branch=branch)
-    return own, totals, norm, seen
+    worker = nan_guard.if_good(is_good, move, skip, branch=on_cpu(mesh))
+    return worker, totals, norm, codes
 
   return update
 
 
-def _agreement(
-  exchange: Exchange, method: LocalUpdate, axes: tuple[str, ...], refuse: bool = False
+def _make_synchronize(
+  exchange: Exchange, method: LocalUpdate, axes: tuple[str, ...], is_guarded: bool
 ):
-  """The outer step on one device: (anchor, own) -> (anchor, own, code of the mean).
+  """The outer step on one device: (anchor, worker) -> (anchor, worker, code).
 
-  The code is `non_finite.first_bad` of the mean way, -1 without `refuse`.
+  The code is `nan_guard.first_bad` of the averaged pseudo-gradient, -1 without
+  `is_guarded`.
   """
 
-  def agree(anchor, own: Own):
-    params, _, outer_state = anchor
-    ways = jax.tree.map(jnp.subtract, vary(params, axes), own.params)
-    mean, exchange_state = exchange.exchange(ways, own.exchange_state)
-    updates, outer_state = method.outer.update(mean, outer_state, params)
-    params = optax.apply_updates(params, updates)
-    model_state = lax.pmean(own.model_state, axes)
-    opt_state = own.opt_state
+  def synchronize(anchor: Anchor, worker: WorkerState):
+    pseudo_grads = jax.tree.map(jnp.subtract, vary(anchor.params, axes), worker.params)
+    mean, exchange_state = exchange.exchange(pseudo_grads, worker.exchange_state)
+    updates, outer_state = method.outer.update(mean, anchor.opt_state, anchor.params)
+    params = optax.apply_updates(anchor.params, updates)
+    model_state = lax.pmean(worker.model_state, axes)
+    opt_state = worker.opt_state
     if method.reset_momentum:
       opt_state = reset_momentum(opt_state)
-    start, own_model = vary((params, model_state), axes)
-    code = jnp.full((), -1, jnp.int32)
-    met = (
-      (params, model_state, outer_state),
-      Own(start, own_model, opt_state, exchange_state),
+    start, own_model_state = vary((params, model_state), axes)
+    after = (
+      Anchor(params, model_state, outer_state),
+      WorkerState(start, own_model_state, opt_state, exchange_state),
     )
-    if not refuse:
-      return *met, code
-    # Not every exchange hands on what is no number: a device says so of its own.
+    if not is_guarded:
+      return *after, jnp.full((), -1, jnp.int32)
+    # Not every exchange hands NaN on: each device reports its own pseudo-gradient.
     code = jnp.maximum(
-      nan_guard.first_bad(mean), lax.pmax(nan_guard.first_bad(ways), axes)
+      nan_guard.first_bad(mean), lax.pmax(nan_guard.first_bad(pseudo_grads), axes)
     )
-    is_good = code < 0
-    anchor = nan_guard.keep(is_good, met[0], anchor)
-    return anchor, nan_guard.keep(is_good, met[1], own), code
+    return *nan_guard.keep(code < 0, after, (anchor, worker)), code
 
-  return agree
+  return synchronize

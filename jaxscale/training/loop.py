@@ -1,11 +1,10 @@
-"""The loop, on one screen: train, check, report, evaluate, save.
+"""The loop, on one screen: train, check, log, evaluate, save.
 
 The host never waits for the step it has just started. Metrics are read when
 their step is `IN_FLIGHT` steps old, which also bounds how far the host runs
-ahead; every step's loss and gradient norm are looked at, so a loss that is no
-number is found within that many steps, and always before a checkpoint. The step
-itself has refused it by then (`non_finite`), and what followed began from a state
-that is good.
+ahead; every step's loss and gradient norm are checked, so a NaN is found within
+that many steps, and always before a checkpoint. The step itself has skipped it by
+then (`nan_guard`), and what followed began from a state that is good.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxscale.errors import EXIT_CRASH
-from jaxscale.training.nan_guard import SEEN
+from jaxscale.training.nan_guard import CODES
 from jaxscale.training.state import TrainState
 from jaxscale.training.step import Batch, EvalStep, TrainStep
 
-IN_FLIGHT = 4  # steps started and not yet looked at
+IN_FLIGHT = 4  # steps started whose metrics are not read yet
 
 
 class NonFiniteError(FloatingPointError):
-  """A step whose loss or gradient is not a number.
+  """A step whose loss or gradient is NaN or Inf.
 
   Attributes:
     step: which.
@@ -36,7 +35,7 @@ class NonFiniteError(FloatingPointError):
 
   exit_code = EXIT_CRASH
   advice = (
-    "lower optimizer.lr or set clip_norm, in a new --workdir, or go on without such "
+    "lower optimizer.lr or set clip_norm, in a new --workdir, or resume without such "
     "steps by --config.checks.non_finite=skip"
   )
 
@@ -46,66 +45,87 @@ class NonFiniteError(FloatingPointError):
 
 
 class BadStep(NamedTuple):
-  """A step that was refused.
+  """A step that was skipped.
 
   Attributes:
     step: which.
     what: was found, e.g. "loss is nan".
-    seen: the metric `non_finite.SEEN`, if the step has it.
+    codes: the metric `nan_guard.CODES`, if the step has it.
     state: the newest.
-    now: the step after which it is looked at.
+    newest: the step that has just been started.
   """
 
   step: int
   what: str
-  seen: jax.Array | None
+  codes: jax.Array | None
   state: TrainState
-  now: int
+  newest: int
 
 
-def stop_at(bad: BadStep) -> None:
-  """What follows a bad step where nobody says otherwise."""
-  raise NonFiniteError(bad.step, bad.what)
+class Callbacks:
+  """What the loop calls, and when; by default it only trains.
 
+  A step is counted once it is done. All processes must answer alike. A subclass
+  overrides methods, or functions are given by their names.
 
-class Events(NamedTuple):
-  """What the loop calls, and when. A step is counted once it is done.
-
-  Attributes:
-    is_logged: step -> whether its metrics are reported.
-    is_evaluated: step -> whether an evaluation follows it.
-    is_saved: step -> whether a checkpoint follows it.
-    log: (step, metrics as floats).
-    evaluate: (step, state) -> metrics of the evaluation; None if it was left off
-      to stop.
-    save: (step, state, metrics of an evaluation at this step or None).
-    should_stop: step -> whether to save and stop after it.
-    is_checked: step -> whether a check of the state follows it.
-    check: (step, state); raises if it finds a fault, before anything is saved.
-    at: (step, activity): the host goes on to this part of the step, by the names of
-      `cluster.verdict.ACTIVITIES`.
-    refused: what follows a step whose loss or gradient is no number; raises
-      `NonFiniteError`, or returns to go on. In every process at the same step.
+  Example:
+    >>> callbacks = Callbacks(is_logged=lambda step: step % 10 == 0, log=print)
   """
 
-  is_logged: Callable[[int], bool]
-  is_evaluated: Callable[[int], bool]
-  is_saved: Callable[[int], bool]
-  log: Callable[[int, dict[str, float]], None]
-  evaluate: Callable[[int, TrainState], dict[str, float] | None]
-  save: Callable[[int, TrainState, dict[str, float] | None], None]
-  should_stop: Callable[[int], bool]
-  is_checked: Callable[[int], bool] = lambda step: False
-  check: Callable[[int, TrainState], None] = lambda step, state: None
-  at: Callable[[int, str], None] = lambda step, activity: None
-  refused: Callable[[BadStep], None] = stop_at
+  def __init__(self, **functions: Callable[..., Any]):
+    vars(self).update(functions)
+
+  def at(self, step: int, activity: str) -> None:
+    """The host begins an activity: one of `cluster`'s `ACTIVITIES`."""
+
+  def is_logged(self, step: int) -> bool:
+    """Whether this step's metrics are logged."""
+    return False
+
+  def log(self, step: int, metrics: dict[str, float]) -> None:
+    """Called with the metrics of a step that is logged, some steps later."""
+
+  def is_checked(self, step: int) -> bool:
+    """Whether a check of the state follows this step."""
+    return False
+
+  def check(self, step: int, state: TrainState) -> None:
+    """Raises if it finds a fault, before anything is saved."""
+
+  def is_evaluated(self, step: int) -> bool:
+    """Whether an evaluation follows this step."""
+    return False
+
+  def evaluate(self, step: int, state: TrainState) -> dict[str, float] | None:
+    """Its metrics; None if it was interrupted to stop."""
+
+  def is_saved(self, step: int) -> bool:
+    """Whether a checkpoint follows this step."""
+    return False
+
+  def save(
+    self, step: int, state: TrainState, evaluation: dict[str, float] | None
+  ) -> None:
+    """Save a checkpoint, with the metrics of an evaluation at this step if any."""
+
+  def should_stop(self, step: int) -> bool:
+    """Whether to save and stop after this step; asked once per step."""
+    return False
+
+  def skipped(self, bad: BadStep) -> None:
+    """Called after a step with NaN or Inf; returns to continue training.
+
+    Raises:
+      NonFiniteError: the run ends; nothing was saved since.
+    """
+    raise NonFiniteError(bad.step, bad.what)
 
 
 def train(
   state: TrainState,
   train_step: TrainStep,
   batches: Iterator[Batch],
-  events: Events,
+  callbacks: Callbacks,
   *,
   start: int,
   total_steps: int,
@@ -116,7 +136,7 @@ def train(
     state: after step `start`; donated.
     train_step: (state, batch) -> (state, metrics on the devices).
     batches: global batches from step `start` on.
-    events: what to do on the way.
+    callbacks: what to do on the way.
     start: steps done already.
     total_steps: of the whole run.
 
@@ -124,42 +144,43 @@ def train(
     The state and the number of steps done, saved if it stopped early.
 
   Raises:
-    NonFiniteError: by `events.refused`; nothing was saved since.
+    NonFiniteError: by `callbacks.skipped`.
   """
   unread: deque[tuple[int, dict[str, jax.Array]]] = deque()
 
   def read(keep: int) -> None:
-    """Look at every step but the newest `keep`."""
+    """Read the metrics of every step but the newest `keep`."""
     while len(unread) > keep:
       newest, (step, metrics) = unread[-1][0], unread.popleft()
-      seen = metrics.pop(SEEN, None)
+      codes = metrics.pop(CODES, None)
       for name in ("loss", "grad_norm"):
         # item(), not float(): a fifth of the host's time on a fresh CPU scalar.
         if not math.isfinite(value := metrics[name].item()):
-          events.refused(BadStep(step, f"{name} is {value}", seen, state, newest))
+          what = f"{name} is {value}"
+          callbacks.skipped(BadStep(step, what, codes, state, newest))
           break
-      if events.is_logged(step):
-        events.log(step, {name: value.item() for name, value in metrics.items()})
+      if callbacks.is_logged(step):
+        callbacks.log(step, {name: x.item() for name, x in metrics.items()})
 
   for step in range(start + 1, total_steps + 1):
-    events.at(step, "input")
+    callbacks.at(step, "input")
     batch = next(batches)
-    events.at(step, "step")
+    callbacks.at(step, "step")
     state, metrics = train_step(state, batch)
     unread.append((step, metrics))
     read(keep=IN_FLIGHT)
 
-    if events.is_checked(step):
+    if callbacks.is_checked(step):
       read(keep=0)
-      events.check(step, state)
+      callbacks.check(step, state)
     evaluation = None
-    if events.is_evaluated(step):
+    if callbacks.is_evaluated(step):
       read(keep=0)
-      evaluation = events.evaluate(step, state)
-    stop = events.should_stop(step)
-    if events.is_saved(step) or stop:
+      evaluation = callbacks.evaluate(step, state)
+    stop = callbacks.should_stop(step)
+    if callbacks.is_saved(step) or stop:
       read(keep=0)
-      events.save(step, state, evaluation)
+      callbacks.save(step, state, evaluation)
     if stop:
       return state, step
   read(keep=0)

@@ -1,17 +1,17 @@
-"""Steps whose loss or gradient is no number: refused on the device, named on the host.
+"""Steps with NaN or Inf in loss or gradient: skipped on the device, named on the host.
 
-In the step every device looks at its own gradients, loss and model state before
-anything of them is sent, and writes down what it saw as four integers. A device that
-saw NaN or Inf gives NaN for its loss. The sum of losses crosses the network anyway,
-so that without a collective more every device knows:
+In the step every device checks its own gradients, loss and model state before
+anything of them is sent, and writes down what it found as four integers. A device that
+found NaN or Inf gives NaN for its loss. The sum of losses crosses the network anyway,
+so that without a further collective every device knows:
 
-    refused = the loss, the norm of the mean gradient or the rate is NaN or Inf
+    skipped = the loss, the norm of the mean gradient or the rate is NaN or Inf
 
 and keeps the state that it had: parameters, statistics, averages, momenta, residuals
 of the exchange and gradients that wait in it. Only the counts of steps move on, the
 run's and the optimizer's, which its schedule reads.
 
-Leaf by leaf, the look is a sum of squares: NaN and Inf stay in it, and on CPU it took
+The check is a sum of squares of each leaf: NaN and Inf stay in it, and on CPU it took
 half the time of `max(abs)` and a quarter of `all(isfinite)`. So a gradient whose
 squared norm is more than float32 holds (a norm of 1.8e19) counts as Inf, as it does
 in `grad_norm`.
@@ -21,31 +21,36 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxscale import cluster
 from jaxscale.collectives import vary
+from jaxscale.metrics.text import few
 from jaxscale.tree_paths import path_name
 
-# The metric with what each device saw, int32 [devices, 4], sharded over them. Codes
+if TYPE_CHECKING:
+  from jaxscale.training.state import TrainState
+  from jaxscale.training.step import Gradients, Metrics, Update
+
+# The metric with what each device found, int32 [devices, 4], sharded over them. Codes
 # of its gradients, loss and model state, and of the mean gradient: -1 if all is
 # finite, else 2 i if the first bad leaf, of index i, holds NaN, 2 i + 1 if Inf.
-SEEN = "non_finite"
+CODES = "nan_codes"
 _WHAT = ("gradient of {}", "{}", "new {}", "mean gradient of {}, after the exchange,")
-_SHOWN = 4  # processes in one line, and devices of each
 
 
 def first_bad(tree: Any) -> jax.Array:
   """The code of the first leaf, in the order of `jax.tree`, that is not finite.
 
   Returns:
-    int32 []: as `SEEN` says.
+    int32 []: as `CODES` says.
 
   Example:
     >>> int(first_bad({"a": jnp.ones(3), "b": jnp.array([1.0, jnp.inf])}))
@@ -69,10 +74,10 @@ def first_bad(tree: Any) -> jax.Array:
   return jnp.where(least == fine, -1, least)
 
 
-def look(
-  grads: Any, model_state: Any, totals: dict[str, jax.Array], axes: tuple[str, ...]
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """What a device sees of its own step, inside `shard_map`.
+def find_bad(
+  grads: Any, model_state: Any, totals: Metrics, axes: tuple[str, ...]
+) -> tuple[jax.Array, Metrics]:
+  """What a device finds in its own step, inside `shard_map`.
 
   Args:
     grads: its gradients, of all its micro-batches: what is bad in one stays so in
@@ -90,18 +95,41 @@ def look(
   return codes, totals | {"loss": loss}
 
 
-def decide(
-  metrics: dict[str, jax.Array],
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """Whether a step is good; bool [], and the metrics, whose loss is NaN if not.
+def all_codes(codes: jax.Array, grads: Any, mesh: Mesh) -> jax.Array:
+  """The metric `CODES`: what each device found, and the code of the mean gradient."""
+  mean = jnp.broadcast_to(first_bad(grads), (mesh.size, 1))
+  codes = jnp.concatenate([codes, mean], axis=1)
+  return lax.with_sharding_constraint(codes, NamedSharding(mesh, P(mesh.axis_names)))
+
+
+def mark_bad(metrics: Metrics, rate: jax.Array | None = None) -> Metrics:
+  """The metrics, with a loss of NaN if "grad_norm" or the learning rate is bad."""
+  checked = [metrics["loss"], metrics["grad_norm"], *([] if rate is None else [rate])]
+  is_good = jnp.isfinite(jnp.stack(checked)).all()
+  return metrics | {"loss": jnp.where(is_good, metrics["loss"], jnp.nan)}
+
+
+def skip_bad_steps(update: Update, *, branch: bool) -> Update:
+  """An update that leaves the state as it was where the loss is NaN or Inf.
 
   Args:
-    metrics: with "loss" and "grad_norm", and maybe "learning_rate".
+    update: of a good step.
+    branch: see `if_good`.
   """
-  looked_at = ("loss", "grad_norm", "learning_rate")
-  is_good = jnp.stack([jnp.isfinite(metrics[n]) for n in looked_at if n in metrics])
-  is_good = is_good.all(axis=0)
-  return is_good, metrics | {"loss": jnp.where(is_good, metrics["loss"], jnp.nan)}
+
+  def guarded(state: TrainState, new: Gradients) -> TrainState:
+    skipped = state._replace(
+      step=state.step + 1, opt_state=count_steps(state.opt_state)
+    )
+    is_good = jnp.isfinite(new.metrics["loss"])
+    after = if_good(is_good, lambda: update(state, new), lambda: skipped, branch=branch)
+    # Selected in any case: in a branch XLA would keep both residuals of an exchange.
+    return after._replace(
+      model_state=keep(is_good, new.model_state, state.model_state),
+      exchange_state=keep(is_good, new.exchange_state, state.exchange_state),
+    )
+
+  return guarded
 
 
 def keep(is_good: jax.Array, new: Any, old: Any) -> Any:
@@ -109,54 +137,43 @@ def keep(is_good: jax.Array, new: Any, old: Any) -> Any:
   return jax.tree.map(lambda n, o: jnp.where(is_good, n, o), new, old)
 
 
-def unless_refused(
+def if_good(
   is_good: jax.Array,
-  move: Callable[..., Any],
-  stay: Callable[..., Any],
-  *operands: Any,
+  move: Callable[[], Any],
+  skip: Callable[[], Any],
+  *,
   branch: bool,
 ) -> Any:
-  """`move(*operands)` of a good step, `stay(*operands)` of one that is refused.
+  """`move()` in a good step, `skip()` in a bad one.
 
   Args:
     is_good: bool [].
-    move: what a step makes of the state.
-    stay: what is there without it.
-    operands: of both.
-    branch: as `branches` says.
+    move: makes the new state.
+    skip: makes that of a skipped step.
+    branch: around the update, rather than select what it computed. Better on CPU:
+      XLA there computes the new momentum again for the new parameters, and so
+      copied the old one first for a select (9 copies more for 6 leaves), while
+      branches worked in place, without a copy or a byte more. Elsewhere a branch would
+      make the host wait: XLA for GPU reads the condition on the host in mid-step.
   """
   if branch:
-    return lax.cond(is_good, move, stay, *operands)
-  return keep(is_good, move(*operands), stay(*operands))
+    return lax.cond(is_good, move, skip)
+  return keep(is_good, move(), skip())
 
 
-def branches(mesh: Mesh) -> bool:
-  """Whether to branch around an update rather than to select what it made.
+def count_steps(opt_state: Any, steps: int = 1) -> Any:
+  """An optimizer's state after so many skipped steps: only its counts move on.
 
-  On CPU: XLA there computes the new momentum again for the new parameters, and so
-  copied the old one first for a select (9 copies more for 6 leaves), while branches
-  worked in place, without a copy or a byte more. Elsewhere a branch would make the
-  host wait: XLA for GPU reads the condition on the host in mid-step.
+  All its integers are counts. Else its schedule would fall behind the run's. Adam's
+  bias corrections move on too, that much ahead of the moments.
   """
-  return mesh.devices.flat[0].platform == "cpu"
+  return jax.tree.map(
+    lambda x: x + steps if jnp.issubdtype(x.dtype, jnp.integer) else x, opt_state
+  )
 
 
-def is_count(leaf: Any) -> bool:
-  """Whether a leaf of an optimizer's state counts steps: all its integers do."""
-  return jnp.issubdtype(leaf.dtype, jnp.integer)
-
-
-def move_on(opt_state: Any, steps: int = 1) -> Any:
-  """An optimizer's state after so many steps that moved nothing but its counts.
-
-  Else its schedule would fall behind the run's. Adam's bias corrections move on too,
-  that much ahead of the moments.
-  """
-  return jax.tree.map(lambda x: x + steps if is_count(x) else x, opt_state)
-
-
-class Story(NamedTuple):
-  """Who saw what.
+class Diagnosis(NamedTuple):
+  """Which devices found what.
 
   Attributes:
     text: in one line.
@@ -168,61 +185,70 @@ class Story(NamedTuple):
 
 
 def describe(
-  seen: jax.Array,
+  codes: jax.Array,
   params: Any,
   model_state: Any,
   state: Any,
   summed: Mapping[str, tuple[str, ...]] | None = None,
-) -> Story:
-  """Who saw what in a bad step; every process must call it, and all get the same.
+) -> Diagnosis:
+  """Which devices found what in a bad step; every process must call it.
 
-  A gradient that is summed in the backward pass is bad on all devices that have a
-  part of the sum: where the loss of one of them is bad, that is who is named.
+  All get the same. A gradient that is summed in the backward pass is bad on all
+  devices that have a part of the sum: where the loss of one of them is bad, that is
+  who is named.
 
   Args:
-    seen: the metric `SEEN` of the step.
+    codes: the metric `CODES` of the step.
     params: whose gradients they were, for the names.
     model_state: likewise.
-    state: what the step was refused for; where that is bad itself, it is named.
-    summed: axes that a gradient is summed over before a device looks at it, by the
+    state: before the step; where it is bad itself, its leaf is named.
+    summed: axes that a gradient is summed over before a device checks it, by the
       path of its parameter (`parallel.layout.backward_sum_axes`).
 
   Example:
-    >>> describe(metrics[SEEN], state.params, state.model_state, state).text
+    >>> describe(metrics[CODES], state.params, state.model_state, state).text
     ...                                                        # doctest: +SKIP
     'process 3 (n4), device 6: gradient of layers_0/kernel is NaN'
   """
-  rows = sorted(seen.addressable_shards, key=lambda s: s.index[0].start or 0)
-  codes = {_ordinal(s.device): np.asarray(s.data)[0].tolist() for s in rows}
-  before = {_ordinal(device): name for device, name in bad_leaves(state).items()}
-  mine = [
-    [device, before.get(device, ""), *found]
-    for device, found in codes.items()
-    if max(found) >= 0 or device in before
+  rows = sorted(codes.addressable_shards, key=lambda s: s.index[0].start or 0)
+  found = {ordinal(s.device): np.asarray(s.data)[0].tolist() for s in rows}
+  before = {ordinal(device): name for device, name in bad_leaves(state).items()}
+  bad = [
+    [device, before.get(device, ""), *own]
+    for device, own in found.items()
+    if max(own) >= 0 or device in before
   ]
-  told = cluster.gather([platform.node(), len(codes), mine])
+  gathered = cluster.gather([platform.node(), len(found), bad])
   summed, of_params = summed or {}, _names(params)
   names = [
-    [_summed_words(name, summed) for name in of_params], ["loss"],
-    _names(model_state), of_params,
-  ]  # fmt: skip
-  has_bad_loss = any(own[1] >= 0 for _, _, rows in told for _, _, *own in rows)
-  said: dict[str, list[tuple[int, str, int]]] = {}
-  for process, (host, _, found) in enumerate(told):
-    for device, bad_before, *own in found:
+    [
+      f"{name}, summed over {' and '.join(summed[name])}," if name in summed else name
+      for name in of_params
+    ],
+    ["loss"],
+    _names(model_state),
+    of_params,
+  ]
+  has_bad_loss = any(own[1] >= 0 for _, _, bad in gathered for _, _, *own in bad)
+  places: dict[str, list[tuple[int, str, int]]] = {}
+  for process, (host, _, bad) in enumerate(gathered):
+    for device, bad_before, *own in bad:
       is_received = own[0] >= 0 > own[1] and of_params[own[0] // 2] in summed
       if has_bad_loss and is_received and not bad_before:
         continue
-      what = bad_before or _say(own, names)
-      said.setdefault(what, []).append((process, host, device))
-  number = sum(count for _, count, _ in told)
-  # The mean is bad where a device's own is, and then says nothing more.
-  if own := {what: places for what, places in said.items() if not _is_mean(what)}:
-    said = own
-  order = sorted(said, key=lambda what: len(said[what]))
-  found = [_of(said[what], what, number) for what in order]
-  in_state = any(bad for _, _, rows in told for _, bad, *_ in rows)
-  return Story("; ".join(_few(found, "more")), in_state)
+      what = bad_before or _first_finding(own, names)
+      places.setdefault(what, []).append((process, host, device))
+  # The mean is bad where a device's own gradient is, and then adds nothing.
+  if own := {what: at for what, at in places.items() if not _is_mean(what)}:
+    places = own
+  number = sum(count for _, count, _ in gathered)
+  lines = [
+    _at(places[what], what, number)
+    for what in sorted(places, key=lambda what: len(places[what]))
+  ]
+  in_state = any(bad_before for _, _, bad in gathered for _, bad_before, *_ in bad)
+  more = [f"{len(lines) - 4} more"] if len(lines) > 4 else []
+  return Diagnosis("; ".join(lines[:4] + more), in_state)
 
 
 def bad_leaves(tree: Any) -> dict[Any, str]:
@@ -231,7 +257,7 @@ def bad_leaves(tree: Any) -> dict[Any, str]:
   Reads every array of the tree: for when something is wrong.
   """
   found: dict[Any, str] = {}
-  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+  for path, leaf in jax.tree.leaves_with_path(tree):
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
       continue
     for shard in leaf.addressable_shards:
@@ -241,17 +267,17 @@ def bad_leaves(tree: Any) -> dict[Any, str]:
   return found
 
 
+def ordinal(device: Any) -> int:
+  """As its host counts its devices, where it does."""
+  number = device.local_hardware_id
+  return device.id if number is None else number
+
+
 def _names(tree: Any) -> list[str]:
-  return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+  return [path_name(path) for path, _ in jax.tree.leaves_with_path(tree)]
 
 
-def _summed_words(name: str, summed: Mapping[str, tuple[str, ...]]) -> str:
-  return (
-    f"{name}, summed over {' and '.join(summed[name])}," if name in summed else name
-  )
-
-
-def _say(codes: Sequence[int], names: Sequence[Sequence[str]]) -> str:
+def _first_finding(codes: Sequence[int], names: Sequence[Sequence[str]]) -> str:
   """The first of a device's codes that is bad, as words."""
   which = next(i for i, code in enumerate(codes) if code >= 0)
   leaf, is_inf = divmod(codes[which], 2)
@@ -263,29 +289,17 @@ def _is_mean(what: str) -> bool:
   return what.startswith("mean gradient")
 
 
-def _of(places: Sequence[tuple[int, str, int]], what: str, number: int) -> str:
-  """Whose it is, and what."""
+def _at(places: Sequence[tuple[int, str, int]], what: str, number: int) -> str:
+  """Which of `number` devices found it, and what."""
   if _is_mean(what):
     return what
   if len(places) == number > 1:
     return f"all {number} devices: {what}"
-  devices: dict[tuple[int, str], list[str]] = {}
+  devices: dict[tuple[int, str], list[int]] = {}
   for process, host, device in places:
-    devices.setdefault((process, host), []).append(str(device))
+    devices.setdefault((process, host), []).append(device)
   words = [
-    f"process {process} ({host}), device{'s' if len(own) > 1 else ''} "
-    + " ".join(_few(own, "more"))
+    f"process {process} ({host}), device{'s' * (len(own) > 1)} {few(own)}"
     for (process, host), own in devices.items()
   ]
-  return f"{' and '.join(_few(words, 'more processes'))}: {what}"
-
-
-def _few(words: list[str], more: str) -> list[str]:
-  hidden = len(words) - _SHOWN
-  return [*words[:_SHOWN], f"{hidden} {more}"] if hidden > 0 else words
-
-
-def _ordinal(device: Any) -> int:
-  """As its host counts its devices, where it does."""
-  ordinal = device.local_hardware_id
-  return device.id if ordinal is None else ordinal
+  return f"{few(words, more='more processes')}: {what}"

@@ -34,14 +34,18 @@ n, with n the tokens of a row and e their summed gradient less n G.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-_SQ = "squared norms of the micro-batches' summed gradients"
-_COUNT_SQ = "squared numbers of examples of the micro-batches"
+if TYPE_CHECKING:
+  from jaxscale.training.state import TrainState
+  from jaxscale.training.step import Gradients, Update
+
+# Of the micro-batches: squared norms of summed gradients, squared numbers of examples.
+_SQ, _COUNT_SQ = "_squared_norms", "_squared_counts"
 
 
 class NoiseScale(NamedTuple):
@@ -82,8 +86,8 @@ def observe(grads: Any, totals: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def of_micros(totals: dict[str, jax.Array]) -> Small:
-  """Take what `observe` gave out of the sums over all micro-batches."""
-  sq, count_sq = totals.pop(_SQ), totals.pop(_COUNT_SQ)
+  """What the sums over all micro-batches of what `observe` gave say."""
+  sq, count_sq = totals[_SQ], totals[_COUNT_SQ]
   count = totals["examples"].astype(jnp.float32)
   return Small(sq / count_sq, count_sq / (count * count))
 
@@ -110,15 +114,9 @@ def estimate(small_sq, big_sq, small, big: float):
 def update(
   state: NoiseScale, small_sq, big_sq, small, big: float, decay: float = 0.99
 ) -> NoiseScale:
-  """Take in a step, unless it is no number; arguments as of `estimate`.
+  """Add a step, unless its estimate is NaN or Inf.
 
-  Args:
-    state: before.
-    small_sq: see `estimate`.
-    big_sq: see `estimate`.
-    small: see `estimate`.
-    big: see `estimate`.
-    decay: of the running averages.
+  `decay` is of the running averages; the rest as of `estimate`.
   """
   signal, noise = estimate(small_sq, big_sq, small, big)
   usable = jnp.isfinite(signal) & jnp.isfinite(noise)
@@ -129,6 +127,17 @@ def update(
       for old, x in zip(state, new, strict=True)
     )
   )
+
+
+def with_noise_scale(update_state: Update) -> Update:
+  """An update of the train state that updates its noise scale as well."""
+
+  def updated(state: TrainState, new: Gradients) -> TrainState:
+    small, big_sq = of_micros(new.totals), new.metrics["grad_norm"] ** 2
+    noise = update(state.noise, small.sq, big_sq, new.rows * small.share, new.rows)
+    return update_state(state, new)._replace(noise=noise)
+
+  return updated
 
 
 def metrics(state: NoiseScale) -> dict[str, jax.Array]:

@@ -8,20 +8,24 @@
 All three are one `jax.jit`, so the compiler sees the whole step. Parameters are
 cast to varying *before* the loss, else `jax.grad` under `check_vma=True` sums
 gradients over devices by itself, in whatever dtype the forward pass cast to.
+
+What is optional wraps the update (`with_average`, `noise_scale.with_noise_scale`,
+`nan_guard.skip_bad_steps`) or reads the new state (`observe`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxscale import optim
 from jaxscale.collectives import vary
 from jaxscale.collectives.cpu_workarounds import one_at_a_time
 from jaxscale.collectives.typed import varying
@@ -29,25 +33,49 @@ from jaxscale.exchange import Exchange
 from jaxscale.mesh import batch_axes, replicated
 from jaxscale.parallel import layout as layouts
 from jaxscale.parallel.layout import Layout
-from jaxscale.parallel.pipelined import OwnGrads
-from jaxscale.parallel.reduction import reduction
+from jaxscale.parallel.layout_exchange import make_layout_exchange
+from jaxscale.parallel.run_stack import PipelineGrads
 from jaxscale.training import nan_guard
 from jaxscale.training import noise_scale as noise_scales
 from jaxscale.training.state import TrainState, state_shardings
 
 Batch = dict[str, jax.Array]
+Metrics = dict[str, jax.Array]
 Totals = dict[str, jax.Array]  # sums over examples, with their number: "examples"
-# (params, model_state, batch, keys: one a row) -> loss summed over the rows,
+# (params, model_state, batch, keys: one per row) -> loss summed over the rows,
 # (new model_state, totals)
 LossFn = Callable[[Any, Any, Batch, jax.Array], tuple[jax.Array, tuple[Any, Totals]]]
-TrainStep = Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
+TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 # (params, model_state, batch with "mask") -> totals
 EvalFn = Callable[[Any, Any, Batch], Totals]
 EvalStep = Callable[[Any, Any, Batch], Totals]
 
 
+class Gradients(NamedTuple):
+  """What a step has computed before its update.
+
+  Attributes:
+    grads: means over the global batch.
+    model_state: the new one.
+    exchange_state: the new one.
+    totals: sums over the global batch.
+    rows: of the global batch.
+    metrics: means over the global batch, with `grad_norm`.
+  """
+
+  grads: Any
+  model_state: Any
+  exchange_state: Any
+  totals: Totals
+  rows: int
+  metrics: Metrics
+
+
+Update = Callable[[TrainState, Gradients], TrainState]
+
+
 def make_train_step(
-  loss_fn: LossFn | OwnGrads,
+  loss_fn: LossFn | PipelineGrads,
   tx: optax.GradientTransformation,
   mesh: Mesh,
   exchange: Exchange,
@@ -56,183 +84,206 @@ def make_train_step(
   accumulate_steps: int = 1,
   unroll: bool | None = None,
   ema_decay: float | None = None,
-  schedule: optax.Schedule | None = None,
   noise_scale: bool = False,
-  observe: Callable[[Any], dict[str, jax.Array]] | None = None,
-  refuse: bool = False,
+  observe: Callable[[Any], Metrics] | None = None,
+  skip_bad_steps: bool = False,
   seed: int = 0,
 ) -> TrainStep:
   """Compile-ready `train_step(state, batch) -> (state, metrics)`.
 
   The state is donated: use the one returned. Metrics are float32 scalars on
-  the devices, means over the global batch, beside `grad_norm` (before any
-  clipping) and `learning_rate` where `schedule` is given.
+  the devices, means over the global batch, and `grad_norm` (before any clipping)
+  and `learning_rate`, where the optimizer keeps it (`optim.learning_rate`).
 
   Args:
     loss_fn: (params, model_state, batch, keys) -> (loss, (model_state,
       totals)); loss and totals are sums over the rows given, and `keys` holds
-      one key a row that depends on seed, step and the row's place in the
-      global batch, not on the number of devices. Or what makes gradients itself,
+      one key per row that depends on seed, step and the row's place in the
+      global batch, not on the number of devices. Or what computes gradients itself,
       as a pipeline does.
     tx: the optimizer, on mean gradients.
-    mesh: whose axes split the batch, but for `stage` and `model`.
-    exchange: how gradients are averaged, over the axes of `parallel.reduction.
+    mesh: its axes but `stage` and `model` split the batch.
+    exchange: how gradients are averaged, over the axes of `parallel.layout_exchange.
       exchange_axes`.
-    layout: of the parameters, which `loss_fn` then finds as they lie on a device
-      (`parallel.stack_loss`, `parallel.entered`); None: everything on every device.
-    accumulate_steps: micro-batches a device works through one after another;
+    layout: of the parameters, which `loss_fn` then gets as a device holds them
+      (`parallel.stack_loss`, `parallel.with_gathered_params`); None: everything on
+      every device.
+    accumulate_steps: micro-batches that a device computes one after another;
       gradients are exchanged once, after the last.
     unroll: write the micro-batches out one after another instead of looping;
-      None: as `unrolls` says.
-    ema_decay: of the averages that `init_state(..., average=True)` began:
-      average = decay average + (1 - decay) new, of the parameters and of the
-      model state, whose BatchNorm statistics must fit them.
-    schedule: step -> learning rate, only to be reported.
+      None: on CPU, where XLA canonicalises convolutions only outside of loops:
+      inside, the gradient of a 3x3 kernel was 37 times slower.
+    ema_decay: of the averages that `init_state(..., average=True)` began.
     noise_scale: also measure the gradient-noise scale, in rows of the batch, from
       the gradients of the micro-batches and of the whole step; the state was made
       with `init_state(..., noise_scale=True)`.
     observe: opt_state -> further metrics, scalars.
-    refuse: a step with NaN or Inf in its loss, gradients or model state leaves the
-      state as it was, but for the counts of steps; its loss is NaN, and the metric
-      `non_finite.SEEN`, which is no scalar, has what each device saw. The totals
-      of `loss_fn` must have "loss".
+    skip_bad_steps: a step with NaN or Inf in its loss, gradients, learning rate or
+      model state leaves the state as it was, but for the counts of steps; its loss
+      is NaN, and the metric `nan_guard.CODES`, which is no scalar, has what each
+      device found. The totals of `loss_fn` must have "loss".
     seed: of `keys`.
 
   Example:
     >>> step = make_train_step(loss_fn, optax.sgd(0.1), mesh, plain(AXES))
     >>> state, metrics = step(state, batch)   # doctest: +SKIP
   """
-  layout = layouts.whole(mesh) if layout is None else layout
-  axes, row_axes = mesh.axis_names, batch_axes(mesh)
-  unrolled = unrolls(mesh) if unroll is None else unroll
-  branch = nan_guard.branches(mesh) or layout.opt_on_host  # layouts.to_device
-  reduced = reduction(exchange, layout)
-
-  def local_grads(params, model_state, batch, key):
-    # One device: its part of the parameters, batch [local rows, ...].
-    shards, beside = layouts.begin(params, layout)
-    model_state = vary(model_state, layout.token_axes)
-    keys = row_keys(key, batch, row_axes)
-
-    def loss_of(shards, *given):
-      assert not isinstance(loss_fn, OwnGrads)
-      return loss_fn(layouts.join(shards, beside), *given)
-
-    if isinstance(loss_fn, OwnGrads):
-      assert not noise_scale, "it shows no gradients of its micro-batches"
-      grads, model_state, totals = loss_fn.grads(
-        shards, beside, model_state, batch, accumulate_steps
-      )
-    else:
-      grads, model_state, totals = sum_grads(
-        loss_of, shards, model_state, batch, keys, micros=accumulate_steps,
-        unroll=unrolled, observe=noise_scales.observe if noise_scale else None,
-      )  # fmt: skip
-
-    seen: Any = ()
-    if refuse:
-      codes, totals = nan_guard.look(grads, model_state, totals, axes)
-      seen = codes[None]
-    totals = sum_totals(totals, layout.token_axes)
-    model_state = mean_state(model_state)
-    grads = layouts.stacked(grads, layout, totals["examples"])
-    return grads, model_state, totals, seen
-
-  def exchange_grads(stacked, exchange_state):
-    # One device: every leaf has a leading dim of 1, its place in the mesh.
-    grads, own = jax.tree.map(lambda x: x[0], (stacked, exchange_state))
-    grads, own = reduced.exchange(grads, own)
-    return grads, jax.tree.map(lambda x: x[None], own)
-
-  everywhere, own, rows = P(), P(axes), P(row_axes)
-  stacked = layouts.stacked_specs(layout)
-  local_grads = jax.shard_map(
-    local_grads,
-    mesh=mesh,
-    in_specs=(layout.at_rest, everywhere, rows, everywhere),
-    out_specs=(stacked, everywhere, everywhere, own),
-    check_vma=True,
-  )
-  exchange_grads = jax.shard_map(
-    exchange_grads,
-    mesh=mesh,
-    in_specs=(stacked, own),
-    out_specs=(layouts.grad_specs(layout), own),
-    check_vma=True,
-  )
-
-  def move(grads, model_state, state):
-    # An optimizer whose state is split updates what it has; the rest is brought.
-    grads, params = layouts.to_owners((grads, state.params), layout)
-    opt_state = layouts.to_device(state.opt_state, layout)
-    updates, opt_state = tx.update(grads, opt_state, params)
-    params = layouts.to_rest(optax.apply_updates(params, updates), layout)
-    average = state.average
-    if ema_decay is not None:
-      average = optax.incremental_update(
-        (params, model_state), average, step_size=1 - ema_decay
-      )
-    return params, layouts.to_host(opt_state, layout), average
-
-  def stay(grads, model_state, state):
-    del grads, model_state
-    return state.params, nan_guard.move_on(state.opt_state), state.average
+  layout = layouts.replicated_layout(mesh) if layout is None else layout
+  local_grads = _make_local_grads(
+    loss_fn, layout, accumulate_steps, on_cpu(mesh) if unroll is None else unroll,
+    noise_scale, skip_bad_steps,
+  )  # fmt: skip
+  exchange_grads = _make_exchange_grads(exchange, layout)
+  bare_update = update = _make_update(tx, layout)
+  if ema_decay is not None:
+    update = with_average(update, ema_decay)
+  if noise_scale:
+    update = noise_scales.with_noise_scale(update)
+  if skip_bad_steps:
+    # The host's memory can be read in a branch alone (`layouts.opt_to_device`).
+    branch = on_cpu(mesh) or layout.opt_on_host
+    update = nan_guard.skip_bad_steps(update, branch=branch)
 
   def train_step(state: TrainState, batch: Batch):
     key = jax.random.fold_in(jax.random.key(seed), state.step)
-    grads, model_state, totals, seen = local_grads(
+    grads, model_state, totals, codes = local_grads(
       state.params, state.model_state, batch, key
     )
     grads, exchange_state = exchange_grads(grads, state.exchange_state)
-    small = noise_scales.of_micros(totals) if noise_scale else None
-    metrics = means(totals)
-    metrics["grad_norm"] = optax.tree.norm(grads)
-    if schedule is not None:
-      rate = jnp.asarray(schedule(state.step), jnp.float32)
-      metrics["learning_rate"] = rate
-    operands = grads, model_state, state
-    if refuse:
-      is_good, metrics = nan_guard.decide(metrics)
-      params, opt_state, average = nan_guard.unless_refused(
-        is_good, move, stay, *operands, branch=branch
-      )
-      model_state, exchange_state = nan_guard.keep(
-        is_good,
-        (model_state, exchange_state),
-        (state.model_state, state.exchange_state),
-      )
-    else:
-      params, opt_state, average = move(*operands)
-
-    noise = state.noise
-    if small is not None:
-      rows = len(jax.tree.leaves(batch)[0])
-      big_sq = metrics["grad_norm"] ** 2
-      noise = noise_scales.update(noise, small.sq, big_sq, rows * small.share, rows)
-      if refuse:
-        noise = nan_guard.keep(jnp.isfinite(metrics["loss"]), noise, state.noise)
-      metrics |= noise_scales.metrics(noise)
-    if observe is not None:
-      metrics |= observe(opt_state)
-    if refuse:
+    metrics = means(totals) | {"grad_norm": optax.tree.norm(grads)}
+    rows = len(jax.tree.leaves(batch)[0])
+    new = Gradients(grads, model_state, exchange_state, totals, rows, metrics)
+    if skip_bad_steps:
+      # Of the optimizer's new state only the rate: XLA never sees the rest.
+      rate = optim.learning_rate(bare_update(state, new).opt_state)
+      new = new._replace(metrics=nan_guard.mark_bad(metrics, rate))
+    state = update(state, new)
+    metrics = new.metrics | _observed(state, observe)
+    if skip_bad_steps:
       metrics = lax.with_sharding_constraint(metrics, replicated(mesh))
-      metrics[nan_guard.SEEN] = _seen(seen, grads, mesh)
-    return TrainState(
-      state.step + 1, params, model_state, opt_state, exchange_state, average, noise
-    ), metrics
+      metrics[nan_guard.CODES] = nan_guard.all_codes(codes, grads, mesh)
+    return state, metrics
 
-  # With `SEEN` the metrics do not all lie alike.
+  # With `CODES` not all metrics are replicated.
   where = state_shardings(mesh, layout, tx, average=ema_decay is not None)
-  shardings: Any = (where, None if refuse else replicated(mesh))
+  shardings: Any = (where, None if skip_bad_steps else replicated(mesh))
   jitted = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
   return one_at_a_time(jitted, mesh)
 
 
-def _seen(codes: jax.Array, grads: Any, mesh: Mesh) -> jax.Array:
-  """What each device saw, and the code of the mean gradient with it."""
-  mean = jnp.broadcast_to(nan_guard.first_bad(grads), (mesh.size, 1))
-  seen = jnp.concatenate([codes, mean], axis=1)
-  return lax.with_sharding_constraint(seen, NamedSharding(mesh, P(mesh.axis_names)))
+def _make_local_grads(loss_fn, layout, micros, unroll, noise_scale, is_guarded):
+  """(params, model_state, batch, key) -> each device's gradients, and sums over all.
+
+  Returns what gives: gradients with a leading dim, one entry per device; the new
+  model state; totals; with `is_guarded` what each device found, else ().
+  """
+  mesh, axes, row_axes = layout.mesh, layout.mesh.axis_names, batch_axes(layout.mesh)
+
+  def local_grads(params, model_state, batch, key):
+    # One device: its part of the parameters, batch [local rows, ...].
+    shards, full = layouts.shards_and_full(params, layout)
+    model_state = vary(model_state, layout.token_axes)
+
+    def loss_of(shards, *rest):
+      return loss_fn(layouts.pair_shards(shards, full), *rest)
+
+    if isinstance(loss_fn, PipelineGrads):
+      assert not noise_scale, "it has no gradients of its micro-batches"
+      grads, model_state, totals = loss_fn.grads(
+        shards, full, model_state, batch, micros
+      )
+    else:
+      grads, model_state, totals = sum_grads(
+        loss_of, shards, model_state, batch, row_keys(key, batch, row_axes),
+        micros=micros, unroll=unroll,
+        observe=noise_scales.observe if noise_scale else None,
+      )  # fmt: skip
+    codes: Any = ()
+    if is_guarded:
+      codes, totals = nan_guard.find_bad(grads, model_state, totals, axes)
+      codes = codes[None]
+    totals = sum_totals(totals, layout.token_axes)
+    grads = layouts.scale_for_exchange(grads, layout, totals["examples"])
+    return grads, mean_state(model_state), totals, codes
+
+  return jax.shard_map(
+    local_grads,
+    mesh=mesh,
+    in_specs=(layout.param_specs, P(), P(row_axes), P()),
+    out_specs=(layouts.exchange_specs(layout), P(), P(), P(axes)),
+    check_vma=True,
+  )
+
+
+def _make_exchange_grads(exchange: Exchange, layout: Layout):
+  """(each device's gradients, exchange_state) -> (mean gradients, exchange_state)."""
+  whole_exchange = make_layout_exchange(exchange, layout)
+  specs, own = layouts.exchange_specs(layout), P(layout.mesh.axis_names)
+
+  def exchange_grads(stacked, exchange_state):
+    # One device: every leaf has a leading dim of 1, its place in the mesh.
+    grads, state = jax.tree.map(lambda x: x[0], (stacked, exchange_state))
+    grads, state = whole_exchange.exchange(grads, state)
+    return grads, jax.tree.map(lambda x: x[None], state)
+
+  return jax.shard_map(
+    exchange_grads,
+    mesh=layout.mesh,
+    in_specs=(specs, own),
+    out_specs=(layouts.grad_specs(layout), own),
+    check_vma=True,
+  )
+
+
+def _make_update(tx: optax.GradientTransformation, layout: Layout) -> Update:
+  """The optimizer's step, on gradients and parameters sharded like its state."""
+
+  def update(state: TrainState, new: Gradients) -> TrainState:
+    grads, params = layouts.shard_like_optimizer((new.grads, state.params), layout)
+    opt_state = layouts.opt_to_device(state.opt_state, layout)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    params = layouts.shard_like_params(optax.apply_updates(params, updates), layout)
+    return state._replace(
+      step=state.step + 1,
+      params=params,
+      model_state=new.model_state,
+      opt_state=layouts.opt_to_host(opt_state, layout),
+      exchange_state=new.exchange_state,
+    )
+
+  return update
+
+
+def with_average(update: Update, decay: float) -> Update:
+  """Also average = decay average + (1 - decay) new.
+
+  Of the parameters and of the model state, whose BatchNorm statistics must fit them.
+  """
+
+  def averaged(state: TrainState, new: Gradients) -> TrainState:
+    after = update(state, new)
+    average = optax.incremental_update(
+      (after.params, after.model_state), state.average, step_size=1 - decay
+    )
+    return after._replace(average=average)
+
+  return averaged
+
+
+def _observed(
+  state: TrainState, observe: Callable[[Any], Metrics] | None = None
+) -> Metrics:
+  """Metrics of the new state."""
+  rate = optim.learning_rate(state.opt_state)
+  found = {} if rate is None else {"learning_rate": rate}
+  if state.noise:
+    found |= noise_scales.metrics(state.noise)
+  return found if observe is None else found | observe(state.opt_state)
+
+
+def on_cpu(mesh: Mesh) -> bool:
+  """Whether its devices are CPUs."""
+  return mesh.devices.flat[0].platform == "cpu"
 
 
 def sum_totals(totals: Totals, axes: tuple[str, ...]) -> Totals:
@@ -240,7 +291,7 @@ def sum_totals(totals: Totals, axes: tuple[str, ...]) -> Totals:
 
   Along `axes` they have other examples, also where all count as many, as a loss
   does whose number of examples is that of its rows. A loss that was marked as bad
-  (`non_finite.look`) also differs along axes whose devices computed the same: it
+  (`nan_guard.find_bad`) also differs along axes whose devices computed the same: it
   counts once.
   """
   totals = vary(totals, axes)
@@ -258,15 +309,6 @@ def mean_state(model_state: Any) -> Any:
   return jax.tree.map(lambda x: lax.pmean(x, varying(x)), model_state)
 
 
-def unrolls(mesh: Mesh) -> bool:
-  """Whether micro-batches are best written out one after another.
-
-  On CPU alone, where XLA canonicalises convolutions only outside of loops: inside,
-  the gradient of a 3x3 kernel was 37 times slower.
-  """
-  return mesh.devices.flat[0].platform == "cpu"
-
-
 def sum_grads(
   loss_fn: LossFn,
   params: Any,
@@ -278,7 +320,7 @@ def sum_grads(
   unroll: bool,
   observe: Callable[[Any, Totals], Totals] | None = None,
 ) -> tuple[Any, Any, Totals]:
-  """A device's gradients, summed over its micro-batches one after another.
+  """A device's gradients, summed over its micro-batches (gradient accumulation).
 
   Args:
     loss_fn: as of `make_train_step`.
@@ -308,8 +350,8 @@ def sum_grads(
     return jax.tree.map(jnp.add, sums, micro_grads(micro)), None
 
   # The first micro-batch gives the sums their shapes; the scan adds the rest.
-  # All start from the step's own model state: the mean of what they make of it
-  # decays running averages once a step, however many micro-batches there are.
+  # All start from the step's own model state: the mean of their new ones decays
+  # running averages once per step, however many micro-batches there are.
   parts = jax.tree.map(lambda x: x.reshape(micros, -1, *x.shape[1:]), (batch, keys))
   first = micro_grads(jax.tree.map(lambda x: x[0], parts))
   rest = jax.tree.map(lambda x: x[1:], parts)
@@ -340,10 +382,10 @@ def make_eval_step(
 
   Args:
     eval_fn: (params, model_state, batch) -> totals over the rows of the batch.
-    mesh: whose axes split the batch, but for `stage` and `model`.
+    mesh: its axes but `stage` and `model` split the batch.
     layout: of the parameters; None: everything on every device.
   """
-  layout = layouts.whole(mesh) if layout is None else layout
+  layout = layouts.replicated_layout(mesh) if layout is None else layout
 
   def local_totals(params, model_state, batch):
     return sum_totals(eval_fn(params, model_state, batch), layout.token_axes)
@@ -351,7 +393,7 @@ def make_eval_step(
   totals = jax.shard_map(
     local_totals,
     mesh=mesh,
-    in_specs=(layout.at_rest, P(), P(batch_axes(mesh))),
+    in_specs=(layout.param_specs, P(), P(batch_axes(mesh))),
     out_specs=P(),
     check_vma=True,
   )
@@ -359,10 +401,13 @@ def make_eval_step(
 
 
 def means(totals: Totals) -> dict[str, jax.Array]:
-  """Each sum over examples divided by their number, as float32."""
+  """Each sum over examples divided by their number, as float32.
+
+  Names that begin with "_" are of the step itself and left out.
+  """
   count = totals["examples"].astype(jnp.float32)
   return {
     name: jnp.asarray(total, jnp.float32) / count
     for name, total in totals.items()
-    if name != "examples"
+    if name != "examples" and not name.startswith("_")
   }

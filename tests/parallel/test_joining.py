@@ -9,11 +9,11 @@ import pytest
 
 from jaxscale import cluster
 from jaxscale.cluster.watch import watch as watches
-from jaxscale.cluster.watch.stop_consensus import LeftOff
+from jaxscale.cluster.watch.stop_consensus import StopRequest, StopRequested
 from jaxscale.config import Config, Faults
 from jaxscale.config.loading import parse_args
 from jaxscale.data import to_device
-from jaxscale.errors import ConfigError, GiveUpError, said
+from jaxscale.errors import ConfigError, GiveUpError, user_message
 from jaxscale.metrics import read_json_lines
 from jaxscale.run import callbacks, phases, session
 from jaxscale.run.fit import fit
@@ -21,18 +21,11 @@ from jaxscale.run.workdir import experiment_in
 from jaxscale.studies import trials
 from support.configs import tiny_digits
 
+SIGTERM = StopRequest("SIGTERM at process 0 on n1")
+
 
 def config(**faults) -> Config:
   return dataclasses.replace(tiny_digits(), faults=Faults(**faults))
-
-
-def test_what_a_config_leaves_out_is_what_a_script_gets():
-  timeouts = session._pick(config(), cluster.Timeouts)
-  limits = session._pick(config(), cluster.Limits)
-  assert cluster.Timeouts(**timeouts) == cluster.Timeouts()
-  assert cluster.Limits(**limits) == cluster.Limits()
-  names = {"restarts", "idle_restarts", *timeouts, *limits}
-  assert names == {f.name for f in dataclasses.fields(Faults)}
 
 
 @pytest.fixture
@@ -43,44 +36,44 @@ def in_a_job(scontrol, monkeypatch):
 
 
 def test_a_job_that_was_asked_to_stop_is_requeued(in_a_job, capsys):
-  assert session.stopped(config(), "SIGTERM at process 0 on n1", "saved") == 85
+  assert session.report_stop(config(), SIGTERM, "saved") == 85
   assert capsys.readouterr().out == "saved\njob 12 is requeued, restart 1\n"
   assert "requeue 12" in in_a_job.read_text()
 
 
-@pytest.mark.parametrize("reason", ["Ctrl-C", None])
+@pytest.mark.parametrize("reason", [StopRequest("Ctrl-C", "interrupt"), None])
 def test_who_pressed_ctrl_c_does_not_want_it_again(in_a_job, capsys, reason):
-  assert session.stopped(config(), reason, "saved") == 130
+  assert session.report_stop(config(), reason, "saved") == 130
   assert capsys.readouterr().out == "saved\n" and not in_a_job.exists()
 
 
 def test_what_a_launcher_starts_it_starts_again_itself(in_a_job, capsys, monkeypatch):
   monkeypatch.setenv("JAXSCALE_REQUEUE", "launcher")
-  assert session.stopped(config(), "walltime: 59 s are left", "saved") == 85
+  assert session.report_stop(config(), SIGTERM, "saved") == 85
   assert capsys.readouterr().out == "saved\n" and not in_a_job.exists()
 
 
 def test_a_job_is_requeued_so_often_and_not_more(in_a_job, monkeypatch, capsys):
   monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
-  assert session.stopped(config(restarts=3), "SIGUSR1", "saved") == 85
-  assert session.stopped(config(restarts=2), "SIGUSR1", "saved") == 93
+  assert session.report_stop(config(max_restarts=3), SIGTERM, "saved") == 85
+  assert session.report_stop(config(max_restarts=2), SIGTERM, "saved") == 93
   assert "and not again (limit 2)" in capsys.readouterr().out
   assert in_a_job.read_text().count("requeue 12") == 1
 
 
 def test_restarts_without_progress_are_counted(tmp_path, monkeypatch):
-  session.refuse_loop(config(), tmp_path, 0)  # in no job there is nothing to count
+  session.check_progress(config(), tmp_path, 0)  # in no job there is nothing to count
   assert not list(tmp_path.iterdir())
   monkeypatch.setenv("SLURM_JOB_ID", "12")
   for restart, step in enumerate([0, 40, 40]):
     monkeypatch.setenv("SLURM_RESTART_COUNT", str(restart))
-    session.refuse_loop(config(idle_restarts=2), tmp_path, step)
+    session.check_progress(config(max_idle_restarts=2), tmp_path, step)
   monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
   with pytest.raises(
     GiveUpError, match="2 restarts without progress, still at step 40"
   ):
-    session.refuse_loop(config(idle_restarts=2), tmp_path, 40)
-  told = said(GiveUpError("2 restarts"))
+    session.check_progress(config(max_idle_restarts=2), tmp_path, 40)
+  told = user_message(GiveUpError("2 restarts"))
   assert told and told.code == 93
 
 
@@ -98,12 +91,12 @@ def test_an_evaluation_that_was_left_off_is_made_up_for(tmp_path, monkeypatch):
     for i, batch in enumerate(to_device(batches, mesh)):
       if step == 22 and i == 1 and not asked:
         asked.append(step)
-        watch.stop.request("SIGTERM")
+        watch.stop.request(SIGTERM)
       if watch.stop.poll():
-        raise LeftOff
+        raise StopRequested
       yield batch
 
-  monkeypatch.setattr(callbacks, "polled", polled)
+  monkeypatch.setattr(callbacks, "until_stopped", polled)
   first = fit(small, tmp_path / "run")
   assert asked and first.summary["outcome"] == "interrupted"
   assert first.summary["step"] == 22 and "accuracy" not in first.summary
@@ -126,8 +119,8 @@ def test_a_run_that_was_asked_to_stop_before_its_first_step_makes_none(
   tmp_path, monkeypatch
 ):
   alone = watches.start({}, 0, ["localhost"])
-  alone.stop.request("SIGTERM")
-  monkeypatch.setattr(cluster, "_watch", alone)
+  alone.stop.request(SIGTERM)
+  monkeypatch.setattr("jaxscale.cluster.session._watch", alone)
   summary = fit(tiny_digits(), tmp_path).summary
   assert summary["outcome"] == "interrupted" and summary["step"] == 0
 
@@ -135,31 +128,31 @@ def test_a_run_that_was_asked_to_stop_before_its_first_step_makes_none(
 def test_the_accuracy_of_a_trial_stops_when_asked(tmp_path, monkeypatch):
   """All training examples may take longer than a save, and than the grace."""
   alone, places = watches.start({}, 0, ["localhost"]), []
-  monkeypatch.setattr(cluster, "_watch", alone)
+  monkeypatch.setattr("jaxscale.cluster.session._watch", alone)
   state, _ = fit(tiny_digits(), tmp_path)
   experiment = experiment_in(tmp_path, tiny_digits())
   note = alone.at
   monkeypatch.setattr(alone, "at", lambda *at: (places.append(at), note(*at)))
   trials.accuracy_on(experiment, state, experiment.train_data)
   assert {phase for _, phase in places} == {"preparing", "evaluating", "outside"}
-  alone.stop.request("SIGTERM")
+  alone.stop.request(SIGTERM)
   with pytest.raises(trials.Interrupted):
     trials.accuracy_on(experiment, state, experiment.train_data)
 
 
 def test_what_jax_alone_has_joined_cannot_agree_on_ctrl_c(monkeypatch):
   before = signal.getsignal(signal.SIGINT)
-  with cluster.watched():
+  with cluster.current_watch():
     assert signal.getsignal(signal.SIGINT) is not before
   monkeypatch.setattr("jax.process_count", lambda: 2)
-  with cluster.watched():
+  with cluster.current_watch():
     assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_the_loop_says_where_it_is(tmp_path, monkeypatch):
   alone, places = watches.start({}, 0, ["localhost"]), []
   monkeypatch.setattr(alone, "at", lambda step, phase: places.append((step, phase)))
-  monkeypatch.setattr(cluster, "_watch", alone)
+  monkeypatch.setattr("jaxscale.cluster.session._watch", alone)
   fit(tiny_digits(), tmp_path)
   assert places[:4] == [(0, "starting"), (1, "compiling"), (1, "input"), (1, "step")]
   places = [place for place, _ in itertools.groupby(places)]
@@ -183,7 +176,7 @@ def test_trials_of_a_batch_size_are_left_off_and_come_again(tmp_path, monkeypatc
   def poll(run, step):
     asked.append(step)
     if len(asked) == 3:  # the second of two steps of the first trial has begun
-      run.watch.stop.request("SIGTERM")
+      run.watch.stop.request(SIGTERM)
     real(run, step)
 
   monkeypatch.setattr(phases, "_poll", poll)
@@ -203,10 +196,10 @@ def test_a_notebook_joins_and_keeps_its_ctrl_c():
   cluster.initialize()
   assert signal.getsignal(signal.SIGINT) is before
   for _ in range(2):  # one run that is stopped stops no other
-    with cluster.watched() as watch:
+    with cluster.current_watch() as watch:
       assert watch.stop.poll() is None
-      watch.stop.request("Ctrl-C")
-      assert watch.stop.poll() == "Ctrl-C"
+      watch.stop.request(StopRequest("Ctrl-C", "interrupt"))
+      assert watch.stop.poll() == ("Ctrl-C", "interrupt")
 
 
 def test_mistakes_about_faults_and_workdirs_are_one_line():

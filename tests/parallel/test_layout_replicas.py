@@ -182,7 +182,7 @@ def spoilt_step(name, what):
   tx, exchange = optim.adamw(1e-2), plain(exchange_axes(layout))
   made = tx, mesh, exchange
   state = init_state(lambda key: (stack.init(key), {}), *made, layout=layout)
-  step = make_train_step(stack_loss(stack, layout), *made, layout=layout, refuse=True)
+  step = make_train_step(stack_loss(stack, layout), *made, layout=layout, skip_bad_steps=True)
   return mesh, layout, state, step
 
 
@@ -231,7 +231,7 @@ def test_a_bad_gradient_of_one_device_is_refused_and_named(case):
   counted = jax.tree.map(lambda x: x + 1 if x.dtype == np.int32 else x, before)
   jax.tree.map(np.testing.assert_array_equal, counted, after)
   assert np.isnan(metrics["loss"])
-  seen = metrics.pop(nan_guard.SEEN)
+  seen = metrics.pop(nan_guard.CODES)
   told = nan_guard.describe(seen, state.params, {}, state, backward_sum_axes(layout))
   assert not told.in_state
   assert told.text == f"process 0 ({replica_check.platform.node()}), {SPOILT[case]}"

@@ -17,7 +17,6 @@ from jaxscale.training import losses
 from jaxscale.training.local_step import (
   abstract_local_state,
   init_local_state,
-  make_agree,
   make_local_train_step,
 )
 from jaxscale.training.state import init_state
@@ -209,37 +208,24 @@ def test_nothing_crosses_the_network_between_agreements():
   assert all(row.conditional for row in silent)
   assert hlo.total(silent).payload_bytes == DIM * 4
   always = [row for row in table() if not row.conditional]
-  assert hlo.total(always).payload_bytes == 12  # loss, examples, norm of gradients
+  assert hlo.total(always).payload_bytes == 16  # loss, examples, norm of gradients, rate
   assert all(row.conditional == (row.axes == AXES) for row in
              table(reduce_metrics=False, workers=("replica",)))  # fmt: skip
 
 
 def test_metrics_of_each_device_average_to_the_reduced_ones():
-  tx, method = optax.sgd(0.05), local.local_sgd(2)
-  options = dict(schedule=lambda step: jnp.float32(0.05))
-  whole = run(method, tx, 3, **options)
-  each = run(method, tx, 3, reduce_metrics=False, **options)
+  tx, method = optim.sgd(lambda step: 0.05 / (1 + step.astype(jnp.float32))), local.local_sgd(2)
+  whole = run(method, tx, 3)
+  each = run(method, tx, 3, reduce_metrics=False)
   for (_, a), (_, b) in zip(whole, each, strict=True):
     assert b["loss"].shape == b["grad_norm"].shape == (WORKERS,)
     for name in ("loss", "grad_norm", "learning_rate"):
       np.testing.assert_allclose(a[name], b[name].mean(), rtol=1e-5)
+  rates = [metrics["learning_rate"] for _, metrics in whole]
+  np.testing.assert_allclose(rates, [0.05, 0.025, 0.05 / 3], rtol=1e-6)
 
 
-def test_a_last_block_that_is_not_full():
-  mesh, tx, method = make_mesh(replica=2), optax.sgd(0.05), local.local_sgd(4)
-  out = run(method, tx, 4)[-1][0]
-  early = run(local.local_sgd(99), tx, 4)[-1][0]
-  state = init_local_state(init, tx, mesh, PLAIN, method)
-  state = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), early, state)
-  state = jax.device_get(make_agree(mesh, PLAIN, method)(state))
-  np.testing.assert_allclose(state.params["w"], out.params["w"], rtol=1e-6)
-  np.testing.assert_allclose(
-    state.exchange_state.params["w"], out.exchange_state.params["w"], rtol=1e-6
-  )
-  assert state.step == 4
-
-
-def test_the_last_step_of_a_run_is_an_agreement():
+def test_workers_synchronize_after_the_last_step_of_a_run():
   tx = optax.sgd(0.05)
   wanted = run(local.local_sgd(4), tx, 4)[-1][0]
   got = run(local.local_sgd(99), tx, 4, last_step=4)

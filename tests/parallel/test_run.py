@@ -14,7 +14,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
 from jaxscale.experiment.derive import derive
 from jaxscale.mesh import make_mesh
-from jaxscale.run import adaptive_batch, reporter
+from jaxscale.run import phases, reporter
 from jaxscale.run.fit import fit
 from jaxscale.training import loop
 from support.configs import tiny_digits
@@ -35,7 +35,7 @@ def test_a_run_leaves_its_record(finished):
   names = {p.name for p in workdir.iterdir()}
   assert names == {
     "checkpoints", "config.json", "metrics.jsonl", "metrics.png", "summary.json",
-    "lease",
+    "lock",
     "tensorboard",
   }  # fmt: skip
   assert json.loads((workdir / "summary.json").read_text()) == result.summary
@@ -158,7 +158,7 @@ def fake_run(losses, total=None, saved=None, stop_at=None):
     metrics = {"loss": jnp.float32(losses[state]), "grad_norm": jnp.float32(1)}
     return state + 1, metrics
 
-  events = loop.Events(
+  callbacks = loop.Callbacks(
     is_logged=lambda s: True,
     is_evaluated=lambda s: s % 4 == 0,
     is_saved=lambda s: s % (saved or 100) == 0,
@@ -168,7 +168,7 @@ def fake_run(losses, total=None, saved=None, stop_at=None):
     should_stop=lambda s: s == stop_at,
   )
   total = total or len(losses)
-  end = loop.train(0, step, iter(range(total)), events, start=0, total_steps=total)
+  end = loop.train(0, step, iter(range(total)), callbacks, start=0, total_steps=total)
   return end, calls
 
 
@@ -261,14 +261,14 @@ def test_one_gradient_has_no_noise_scale():
 
 
 def test_a_run_that_waits_for_data_says_so(tmp_path, capsys, monkeypatch):
-  real = adaptive_batch.train_batches
+  real = phases.train_batches
 
   def slow(*args):
     for batch in real(*args):
       time.sleep(0.03)
       yield batch
 
-  monkeypatch.setattr(adaptive_batch, "train_batches", slow)
+  monkeypatch.setattr(phases, "train_batches", slow)
   monkeypatch.setattr(reporter, "INPUT_BOUND_SECONDS", 0.02)
   fit(tiny_digits(), tmp_path)
   said = [x for x in capsys.readouterr().out.splitlines() if "input-bound" in x]

@@ -15,9 +15,9 @@ from jaxscale import metrics
 from jaxscale.config.loading import load_config
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
-from jaxscale.run import adaptive_batch
+from jaxscale.run import phases
 from jaxscale.run.fit import fit
-from jaxscale.run.nan_policy import Limits, Refusals
+from jaxscale.run.nan_policy import Limits, NanPolicy
 from jaxscale.training import loop
 from jaxscale.training.loop import NonFiniteError
 from support.commands import child_env, error_line, train_command
@@ -40,17 +40,16 @@ def quick(**changes):
 
 def spoil(monkeypatch, bad, row=100):
   """Let one row of these steps have a label that is none."""
-  real = adaptive_batch.train_batches
+  real = phases.train_batches
 
-  def batches(experiment, position):
-    done = position // experiment.phase.batch_size
-    for step, batch in enumerate(real(experiment, position), done + 1):
+  def batches(experiment, done):
+    for step, batch in enumerate(real(experiment, done), done + 1):
       if step in bad:
         label = batch["label"].at[row].set(LABEL)
         batch["label"] = jax.device_put(label, batch["label"].sharding)
       yield batch
 
-  monkeypatch.setattr(adaptive_batch, "train_batches", batches)
+  monkeypatch.setattr(phases, "train_batches", batches)
 
 
 def same_state(a, b):
@@ -59,7 +58,7 @@ def same_state(a, b):
 
 
 def record(workdir):
-  return json.loads((workdir / "refused.json").read_text())
+  return json.loads((workdir / "skipped_steps.json").read_text())
 
 
 def saved(workdir):
@@ -75,7 +74,7 @@ def test_stop_names_device_and_step_and_keeps_the_checkpoint(tmp_path, monkeypat
     error.value
   )
   assert error.value.step == 17 and saved(tmp_path) == [11]
-  assert not (tmp_path / "refused.json").exists()
+  assert not (tmp_path / "skipped_steps.json").exists()
 
 
 def test_skip_goes_on_and_counts(tmp_path, monkeypatch, capsys):
@@ -103,7 +102,7 @@ def test_a_run_that_is_interrupted_is_the_run_that_was_not(
   tmp_path, monkeypatch, policy
 ):
   """Bit for bit, with bad steps on both sides of the interruption."""
-  config = quick(checks__non_finite=policy, checks__most_skipped="5")
+  config = quick(checks__non_finite=policy, checks__max_skipped_steps="5")
   spoil(monkeypatch, [17, 27])
   whole = fit(config, tmp_path / "whole")
   real = loop.train
@@ -144,7 +143,7 @@ def test_roll_back_passes_over_what_followed_the_checkpoint(
   monkeypatch.undo()
   experiment = build.experiment(quick())
   state, step = experiment.init_state(), experiment.compile_train_step()
-  batches = adaptive_batch.train_batches(experiment, 0)
+  batches = phases.train_batches(experiment, 0)
   for number, batch in zip(range(1, 46), batches, strict=False):
     if number <= 3 or 12 <= number <= 17 or number == 45:
       state = build.pass_over(state, 1)
@@ -156,16 +155,16 @@ def test_roll_back_passes_over_what_followed_the_checkpoint(
 @pytest.mark.parametrize(
   ("bad", "policy", "words"),
   [
-    ([17, 18, 19, 20], "skip", "at step 20 (skipped 4 times in a row, most_skipped_in"),
+    ([17, 18, 19, 20], "skip", "at step 20 (skipped 4 times in a row, max_consecutive"),
     ([5, 9, 13], "skip", "at step 13 (skipped 3 times, max_skipped_steps=2"),
-    ([17, 18, 19, 20], "roll_back", "; rolled back 4 times in a row, most_skipped_in"),
+    ([17, 18, 19, 20], "roll_back", "; rolled back 4 times in a row, max_consecutive"),
   ],
 )
 def test_too_many_end_the_run(tmp_path, monkeypatch, bad, policy, words):
   most = "2" if len(bad) == 3 else "9"
   spoil(monkeypatch, bad)
   with pytest.raises(NonFiniteError) as error:
-    fit(quick(checks__non_finite=policy, checks__most_skipped=most), tmp_path)
+    fit(quick(checks__non_finite=policy, checks__max_skipped_steps=most), tmp_path)
   assert words.replace("at step 20 ", "").replace("at step 13 ", "") in str(error.value)
   assert f" at step {bad[-1]}" in str(error.value)
 
@@ -189,10 +188,10 @@ def test_a_bad_state_is_not_skipped_for_ever(tmp_path, monkeypatch):
 
 
 def test_what_is_passed_over_and_where_to_pause(tmp_path):
-  refusals = Refusals(tmp_path, "roll_back", Limits(9, 3))
+  policy = NanPolicy(tmp_path, "roll_back", Limits(9, 3))
   for last_good, bad in [(10, 15), (10, 17), (30, 31), (17, 20)]:
-    refusals.roll_back(NonFiniteError(bad, "x"), last_good)
-  again = Refusals(tmp_path, "stop")  # it is the same under any policy
+    policy.roll_back(NonFiniteError(bad, "x"), last_good)
+  again = NanPolicy(tmp_path, "stop")  # it is the same under any policy
   assert again.done_until(10) == 20 and again.done_until(9) == 9
   assert again.done_until(12) == 20 and again.done_until(20) == 20
   assert again.next_after(0, 99) == 10 and again.next_after(20, 99) == 30
@@ -200,20 +199,19 @@ def test_what_is_passed_over_and_where_to_pause(tmp_path):
 
 
 def test_a_record_that_is_damaged_is_refused(tmp_path):
-  (tmp_path / "refused.json").write_text("{}")
-  with pytest.raises(ConfigError, match=r"refused\.json: unreadable"):
-    Refusals(tmp_path, "skip")
+  (tmp_path / "skipped_steps.json").write_text("{}")
+  with pytest.raises(ConfigError, match=r"skipped_steps\.json: unreadable"):
+    NanPolicy(tmp_path, "skip")
 
 
 PROCESS = textwrap.dedent("""
   import os, sys
   import jax, numpy as np
   from jaxscale import errors, train
-  from jaxscale.run import adaptive_batch
-  real = adaptive_batch.train_batches
-  def batches(experiment, position):
-    step = position // experiment.phase.batch_size
-    for step, batch in enumerate(real(experiment, position), step + 1):
+  from jaxscale.run import phases
+  real = phases.train_batches
+  def batches(experiment, done):
+    for step, batch in enumerate(real(experiment, done), done + 1):
       if step == 17:
         label, row = batch["label"], 100  # of 128: the second process has it
         def rows(index):
@@ -223,7 +221,7 @@ PROCESS = textwrap.dedent("""
           return own
         batch["label"] = jax.make_array_from_callback(label.shape, label.sharding, rows)
       yield batch
-  adaptive_batch.train_batches = batches
+  phases.train_batches = batches
   sys.argv = sys.argv[1:]
   errors.leave(train.main)
 """)

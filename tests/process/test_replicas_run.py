@@ -87,7 +87,7 @@ def test_the_settings_say_when():
   reporter: Any = SimpleNamespace(experiment=experiment, trained=None)
   for fingerprint, wanted in (Future(), [8, 16]), (None, []):
     alone = watch.start({}, 0, ["localhost"])
-    made = callbacks.make_events(reporter, cast(Any, None), alone, fingerprint)
+    made = callbacks.RunCallbacks(reporter, cast(Any, None), alone, fingerprint)
     assert [s for s in range(1, 24) if made.is_checked(s)] == wanted
 
 
@@ -104,10 +104,8 @@ def test_the_loop_checks_before_it_saves():
   def step(state, batch):
     return state + 1, {"loss": jnp.float32(1), "grad_norm": jnp.float32(1)}
 
-  made = loop.Events(
-    is_logged=lambda s: False, is_evaluated=lambda s: False, is_saved=lambda s: s == 2,
-    log=lambda s, m: None, evaluate=lambda s, state: {},
-    save=lambda s, state, e: calls.append(("save", s)), should_stop=lambda s: False,
+  made = loop.Callbacks(
+    is_saved=lambda s: s == 2, save=lambda s, state, e: calls.append(("save", s)),
     is_checked=lambda s: s % 2 == 0, check=lambda s, state: calls.append(("check", s)),
   )  # fmt: skip
   loop.train(0, step, iter(range(4)), made, start=0, total_steps=4)

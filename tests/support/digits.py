@@ -49,7 +49,6 @@ def run(fns, optimizer, *, num_devices, steps=20, replica=1, exchange=None, **op
     tx,
     mesh,
     exchange,
-    schedule=schedule,
     **options,
   )
   history = []
