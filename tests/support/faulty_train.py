@@ -21,8 +21,7 @@ from typing import Any
 from jaxscale import train
 from jaxscale.checkpoint import files
 from jaxscale.errors import leave
-from jaxscale.experiment.phases import phase_index
-from jaxscale.run import adaptive_batch
+from jaxscale.run import phases
 
 
 def rank() -> int:
@@ -68,17 +67,14 @@ def main(argv: list[str]) -> int:
 
 def patch(fault: str, at: int, note: Path) -> None:
   """Let the fault happen in this process."""
-  batches, begin = adaptive_batch.train_batches, files.start_writing
+  batches, begin = phases.train_batches, files.start_writing
 
   def happens() -> None:
     note.write_text(repr(time.time()))
     FAULTS[fault]()
 
-  def train_batches(experiment: Any, position: int) -> Iterator[Any]:
-    phases = experiment.derived.phases
-    step = position // phases[phase_index(phases, 0)].batch_size
-    for batch in batches(experiment, position):
-      step += 1
+  def train_batches(experiment: Any, done: int) -> Iterator[Any]:
+    for step, batch in enumerate(batches(experiment, done), done + 1):
       if fault == "slow":
         time.sleep(0.05)
       elif step == at:
@@ -94,7 +90,7 @@ def patch(fault: str, at: int, note: Path) -> None:
   if fault == "kill in save":
     files.start_writing = start_writing
   else:
-    adaptive_batch.train_batches = train_batches
+    phases.train_batches = train_batches
 
 
 if __name__ == "__main__":
