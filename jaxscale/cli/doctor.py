@@ -38,7 +38,7 @@ def add_arguments(parser: Parser) -> None:
   parser.option(
     "--skip NAME,NAME",
     "checks to leave out: "
-    + "; ".join(f"{name} ({text})" for name, text in CHECKS.items()),
+    + "; ".join(f"{name} ({check.text})" for name, check in CHECKS.items()),
     action="append",
     default=[],
     group=group,

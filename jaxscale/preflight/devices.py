@@ -1,4 +1,8 @@
-"""Devices, XLA's flags and the data, as a child process with JAX finds them."""
+"""The check `devices`: devices, XLA's flags, the data and the config.
+
+Only JAX knows them, and XLA ends a process that has a flag it does not know: so each is
+asked in a child process, which runs `look` or `fits` and prints one line of JSON.
+"""
 
 from __future__ import annotations
 
@@ -7,73 +11,77 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
-from collections import Counter
-from collections.abc import Sequence
-from typing import IO, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
-from jaxscale.preflight.finding import Finding
-from jaxscale.preflight.software import named
+from jaxscale.cluster.rendezvous.handshake import ranks_with_hosts
+from jaxscale.config.loading import load_config
+from jaxscale.errors import ConfigError
+from jaxscale.metrics.text import byte_size
+from jaxscale.preflight.finding import Finding, outliers
+from jaxscale.preflight.group import Group, gather
 
 WAIT_S = 90.0  # JAX's import from a cold parallel file system takes long
+Found = Sequence[dict[str, Any]]
 
 
-class Child(NamedTuple):
-  """A process that was started, and where it writes.
+def check(group: Group, options: Any, facts: dict[str, Any]) -> list[Finding]:
+  """Ask JAX in all processes; process 0 has the findings, and asks about the config."""
+  asked = {"config": options.config, "overrides": dict(options.overrides)}
+  found = gather(group, "devices", ask("look", asked))
+  if group.rank:
+    return []
+  said = findings(found, facts["software"], group.hosts)
+  if options.config is None or not all(f.ok for f in said):
+    return said
+  # The experiment of the config on so many devices, simulated on the CPU.
+  total = sum(each["count"] for each in found)
+  env = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(total), "XLA_FLAGS": ""}
+  fits = ask("fits", asked | {"workdir": str(options.workdir)}, env)
+  facts |= fits
+  text = f"config {options.config}"
+  if error := fits.get("error"):
+    remedy = "change the config, or ask for other nodes"
+    return [*said, Finding(False, f"{text} on {total} devices: {error}", remedy)]
+  size = byte_size(fits["bytes"])
+  text += f" fits {total} devices, its checkpoints have {size}"
+  return [*said, Finding(True, text)]
 
-  What it writes goes into files: XLA lists all its flags, more than a pipe holds.
-  """
 
-  process: subprocess.Popen
-  out: IO[bytes]
-  err: IO[bytes]
-
-
-def start(what: str, options: dict[str, Any], env: dict[str, str]) -> Child:
-  """Start `child`, which answers while we do something else.
+def ask(
+  what: str, options: dict[str, Any], env: dict[str, str] | None = None
+) -> dict[str, Any]:
+  """The result of `look` or `fits` in a child process; {"error": text} if it fails.
 
   Args:
-    what: "look" or "fits".
+    what: name of the function.
     options: its arguments.
-    env: variables that differ from ours; "" takes one away.
+    env: variables that differ from ours; "" removes one.
   """
-  whole = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | env
-  whole = {name: value for name, value in whole.items() if value}
-  out, err = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115 (`finish`)
-  command = [sys.executable, "-m", "jaxscale.preflight.child", what]
-  process = subprocess.Popen(
-    [*command, json.dumps(options)], env=whole, stdout=out, stderr=err,
-    stdin=subprocess.DEVNULL,
-  )  # fmt: skip
-  return Child(process, out, err)
-
-
-def finish(child: Child, wait_s: float = WAIT_S) -> dict[str, Any]:
-  """What a child found; {"error": text} if it did not live to say it."""
-  with child.out as out, child.err as err:
-    try:
-      code = child.process.wait(wait_s)
-    except subprocess.TimeoutExpired:
-      return {"error": f"JAX did not find its devices within {wait_s:g} s"}
-    finally:
-      child.process.kill()  # JAX swallows SIGTERM
-      child.process.wait()
-    out.seek(0)
-    err.seek(0)
-    said, wrong = out.read().decode(), err.read().decode(errors="replace")
+  whole = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | (env or {})
+  code = "from jaxscale.preflight import devices; devices.answer()"
   try:
-    if code == 0:
-      return json.loads(said.splitlines()[-1])
+    done = subprocess.run(
+      [sys.executable, "-c", code, what, json.dumps(options)],
+      env={name: value for name, value in whole.items() if value},
+      stdin=subprocess.DEVNULL, capture_output=True, timeout=WAIT_S,
+    )  # fmt: skip
+  except subprocess.TimeoutExpired:
+    return {"error": f"JAX did not find its devices within {WAIT_S:g} s"}
+  try:
+    if done.returncode == 0:
+      return json.loads(done.stdout.splitlines()[-1])
   except (IndexError, ValueError):
     pass
-  return {"error": why(wrong, code)}
+  return {"error": why(done.stderr.decode(errors="replace"), done.returncode)}
 
 
 def why(text: str, code: int) -> str:
-  """What stderr says of a process that JAX or XLA ended.
+  """Why JAX or XLA ended a process, by its stderr.
 
-  The sentences are those of XLA's parse_flags_from_env.cc and
-  command_line_flags.cc, as jaxlib 0.10.2 writes them.
+  The sentences are those of XLA's parse_flags_from_env.cc and command_line_flags.cc, as
+  jaxlib 0.10.2 writes them.
 
   Example:
     >>> why("F1121 x.cc:234] Unknown flag in XLA_FLAGS: --xla_foo=1", -6)
@@ -81,8 +89,8 @@ def why(text: str, code: int) -> str:
   """
   if found := re.search(r"Unknown flags? in XLA_FLAGS: (.*)", text):
     return f"XLA_FLAGS: this jax does not know {found[1].strip()}"
-  if found := re.search(r"Couldn't interpret value (\S*) for flag (\S+?)\.?$", text,
-                        re.M):  # fmt: skip
+  pattern = r"Couldn't interpret value (\S*) for flag (\S+?)\.?$"
+  if found := re.search(pattern, text, re.M):
     return f"XLA_FLAGS: --{found[2]}={found[1]} is no value of this flag"
   if found := re.search(r'Could not open file "(.*?)" to read flags', text):
     return f"XLA_FLAGS={found[1]}: neither flags, which begin with --, nor a file"
@@ -91,97 +99,152 @@ def why(text: str, code: int) -> str:
   return (errors or lines or [f"JAX ended with code {code}"])[-1][:300]
 
 
-def judge(
-  found: Sequence[dict[str, Any]], software: Sequence[dict[str, Any]],
-  hosts: Sequence[str],
-) -> list[Finding]:  # fmt: skip
-  """What is said of devices and data.
+def findings(found: Found, software: Found, hosts: Sequence[str]) -> list[Finding]:
+  """What the answers about devices and data mean.
 
   Args:
-    found: what `child.look` gave, by rank.
-    software: what `software.probe` gave, by rank; [] if it was not asked.
+    found: the results of `look`, by rank.
+    software: the results of `software.probe`, by rank; [] if that check was skipped.
     hosts: by rank.
   """
-  findings = _grouped(found, hosts, "error", _remedy)
+  wrong = _errors(found, hosts, "error", _remedy)
   alive = [rank for rank, each in enumerate(found) if "error" not in each]
   if not alive:
-    return findings
-  shape = {rank: (found[rank]["count"], found[rank]["kind"]) for rank in alive}
-  usual = Counter(shape.values()).most_common(1)[0][0]
-  for other in sorted(set(shape.values()) - {usual}):
-    ranks = [rank for rank in alive if shape[rank] == other]
-    findings.append(
+    return wrong
+  shapes = {r: (found[r]["count"], found[r]["kind"]) for r in alive}
+  usual, others = outliers(shapes)
+  for (count, kind), ranks in others.items():
+    text = f"devices: {count} x {kind} in {ranks_with_hosts(ranks, hosts)}, "
+    wrong.append(
       Finding(
         False,
-        f"devices: {other[0]} x {other[1]} in {named(ranks, hosts)}, "
-        f"{usual[0]} x {usual[1]} in the others",
+        f"{text}{usual[0]} x {usual[1]} in the others",
         "ask for the same number of the same kind for every process, e.g. with "
         "--gpus-per-node and --constraint, or leave these nodes out",
       )
     )
   for rank in alive:
-    if found[rank]["wrong"]:
-      text = f"devices: {hosts[rank]} computes wrongly: {found[rank]['wrong'][0]}"
-      findings.append(Finding(False, text, f"leave {hosts[rank]} out and report it"))
+    if results := found[rank]["wrong"]:
+      text = f"devices: {hosts[rank]} computes wrong results: {results[0]}"
+      wrong.append(Finding(False, text, f"leave {hosts[rank]} out and report it"))
     idle = found[rank]["platform"] == "cpu" and software and software[rank]["gpus"]
     if idle and os.environ.get("JAX_PLATFORMS") != "cpu":
       text = f"devices: {hosts[rank]} has GPUs, and JAX runs on its CPU"
-      findings.append(Finding(False, text, "install jaxscale[cuda12] or [cuda13]"))
-  if not findings:
+      wrong.append(Finding(False, text, "install jaxscale[cuda12] or [cuda13]"))
+  if not wrong:
     where = f" in each of {len(found)} processes" if len(found) > 1 else ""
-    findings.append(
-      Finding(True, f"devices: {usual[0]} x {usual[1]}{where}, tried out")
-    )
+    wrong = [Finding(True, f"devices: {usual[0]} x {usual[1]}{where}, tested")]
     if flags := os.environ.get("XLA_FLAGS"):
-      findings.append(Finding(True, f"XLA_FLAGS: this jax knows all of {flags}"))
-  return [*findings, *_data(found, alive, hosts)]
+      wrong.append(Finding(True, f"XLA_FLAGS: this jax knows all of {flags}"))
+  return [*wrong, *_data(found, hosts)]
 
 
 def _remedy(error: str) -> str:
   if error.startswith("XLA_FLAGS"):
-    return "take it out of XLA_FLAGS, or use the version of jax that it is of"
+    return "take it out of XLA_FLAGS, or use the version of jax that has it"
   return "run python -c 'import jax; print(jax.devices())' there"
 
 
-def _data(
-  found: Sequence[dict[str, Any]], alive: Sequence[int], hosts: Sequence[str]
-) -> list[Finding]:
-  """The data of the config, on every host, and everywhere the same."""
-  remedy = "make it available on every node: python -m jaxscale.data.prepare NAME, or "
-  remedy += "a path that all nodes share"
-  findings = _grouped(found, hosts, "data_error", lambda _: remedy, "data: ")
-  kinds = {rank: tuple(found[rank]["data"]) for rank in alive if "data" in found[rank]}
-  if not kinds:
-    return findings
-  usual = Counter(kinds.values()).most_common(1)[0][0]
-  for other in sorted(set(kinds.values()) - {usual}):
-    ranks = [rank for rank, kind in kinds.items() if kind == other]
-    findings.append(
-      Finding(
-        False,
-        f"data: {other[0]} has {other[1]:,} + {other[2]:,} examples in "
-        f"{named(ranks, hosts)}, {usual[1]:,} + {usual[2]:,} in the others",
-        "use the same version of the data on every node",
-      )
+def _data(found: Found, hosts: Sequence[str]) -> list[Finding]:
+  """The data of the config: on every host, and the same everywhere."""
+  remedy = "make it available on every node: jaxscale prepare NAME, or a path that all "
+  wrong = _errors(
+    found, hosts, "data_error", lambda _: f"{remedy}nodes share", "data: "
+  )
+  data = {
+    rank: tuple(each["data"]) for rank, each in enumerate(found) if "data" in each
+  }
+  if not data:
+    return wrong
+  (name, train, validation), others = outliers(data)
+  for other, ranks in others.items():
+    text = f"data: {other[0]} has {other[1]:,} + {other[2]:,} examples in "
+    text += (
+      f"{ranks_with_hosts(ranks, hosts)}, {train:,} + {validation:,} in the others"
     )
-  if not findings:
-    text = f"data: {usual[0]}, {usual[1]:,} + {usual[2]:,} examples"
-    findings.append(Finding(True, text))
-  return findings
+    wrong.append(Finding(False, text, "use the same version of the data on every node"))
+  return wrong or [Finding(True, f"data: {name}, {train:,} + {validation:,} examples")]
 
 
-def _grouped(
-  found: Sequence[dict[str, Any]],
+def _errors(
+  found: Found,
   hosts: Sequence[str],
   key: str,
-  remedy: Any,
+  remedy: Callable[[str], str],
   prefix: str = "",
 ) -> list[Finding]:
-  """A finding for each different text under `key`, with who says it."""
-  texts = dict.fromkeys(each[key] for each in found if key in each)
-  findings = []
-  for text in texts:
+  """A finding for each different text under `key`, with its processes."""
+  wrong = []
+  for text in dict.fromkeys(each[key] for each in found if key in each):
     ranks = [rank for rank, each in enumerate(found) if each.get(key) == text]
-    who = "" if len(found) == 1 else f"{named(ranks, hosts)}: "
-    findings.append(Finding(False, f"{prefix}{who}{text}", remedy(text)))
-  return findings
+    who = "" if len(found) == 1 else f"{ranks_with_hosts(ranks, hosts)}: "
+    wrong.append(Finding(False, f"{prefix}{who}{text}", remedy(text)))
+  return wrong
+
+
+def look(config: str | None, overrides: dict[str, str]) -> dict[str, Any]:
+  """The devices of this process, tested, and the data of a config.
+
+  Args:
+    config: `FILE[:arg]`, or None.
+    overrides: of the config, as text by dotted field.
+  """
+  import jax
+  import jax.numpy as jnp
+
+  devices = jax.local_devices()
+  wrong = []
+  for device in devices:
+    x = jax.device_put(jnp.arange(256.0).reshape(16, 16), device)
+    # Small whole numbers: exact in float32, and in TF32 or bfloat16 products. Every
+    # row has 0, 1, 2, 3 four times: 16 x 16 products of 4 x (0 + 1 + 4 + 9).
+    y = jax.jit(lambda x: ((x % 4) @ (x % 4).T).sum())(x)
+    if float(y) != 256 * 56:
+      wrong.append(f"{device}: {float(y)}")
+  kind, platform = devices[0].device_kind, devices[0].platform
+  found = {"platform": platform, "kind": kind, "count": len(devices), "wrong": wrong}
+  if config is None:
+    return found
+  from jaxscale.experiment import build
+
+  try:
+    train, validation = build.make_data(load_config(config, overrides))
+  except (ConfigError, OSError) as e:
+    return found | {"data_error": str(e)}
+  numbers = [train.info.name, train.num_examples, validation.num_examples]
+  return found | {"data": numbers}
+
+
+def fits(config: str, overrides: dict[str, str], workdir: str) -> dict[str, Any]:
+  """Whether a config can run on the devices that this process simulates.
+
+  Args:
+    config: `FILE[:arg]`.
+    overrides: of the config, as text by dotted field.
+    workdir: from which it may resume.
+
+  Returns:
+    {"bytes": size of a checkpoint, "kept": the most checkpoints on disk}, or
+    {"error": why it cannot}.
+  """
+  import jax
+
+  from jaxscale.run.workdir import experiment_in
+
+  try:
+    experiment = experiment_in(Path(workdir), load_config(config, overrides))
+  except (ConfigError, OSError) as e:
+    return {"error": str(e)}
+  leaves = jax.tree.leaves(experiment.abstract_state())
+  keep = experiment.config.checkpoint
+  return {
+    "bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in leaves),
+    # The next one is written before the oldest is deleted.
+    "kept": keep.keep_last + keep.keep_best + 1,
+  }
+
+
+def answer() -> None:
+  """The child process of `ask`."""
+  function = {"look": look, "fits": fits}[sys.argv[1]]
+  print(json.dumps(function(**json.loads(sys.argv[2]))))

@@ -1,4 +1,4 @@
-"""How much room a run has for its checkpoints, and how fast they are written."""
+"""The check `disk`: room for a run's checkpoints, and how fast they are written."""
 
 from __future__ import annotations
 
@@ -10,11 +10,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxscale.preflight.finding import Finding, bytes_text
-from jaxscale.preflight.group import Group, barrier
-from jaxscale.preflight.storage import attempt
+from jaxscale.metrics.text import byte_size
+from jaxscale.preflight.files import attempt
+from jaxscale.preflight.finding import Finding
+from jaxscale.preflight.group import Group, barrier, broadcast, gather
 
+_DEFAULT = 256 << 20  # bytes of a checkpoint where no config gives its size
+_MOST = 8 << 30  # bytes written of a larger one: its speed is known by then
 _SYNCED = 1 << 26  # bytes between syncs, a multiple of a block
+
+
+def check(group: Group, options: Any, facts: dict[str, Any]) -> list[Finding]:
+  """Write a checkpoint's worth; skipped in a workdir that cannot be used."""
+  asked = facts.get("bytes", _DEFAULT), facts.get("unusable", False)
+  size, is_unusable = broadcast(group, "disk: size", asked)
+  if is_unusable:
+    return []
+  found = gather(group, "disk", measure(group, options.workdir, min(size, _MOST)))
+  if group.rank:
+    return []
+  needed = size * facts.get("kept", 1)
+  return findings(found, group, options.workdir, size, needed)
 
 
 def measure(
@@ -23,8 +39,8 @@ def measure(
   """Write and fsync a checkpoint's worth, every host its part; all call it.
 
   Args:
-    group: who takes part.
-    workdir: where checkpoints will lie.
+    group: the processes.
+    workdir: of the checkpoints.
     size: bytes of a checkpoint, all hosts' parts together.
     most_s: seconds after which a host stops writing.
 
@@ -36,10 +52,10 @@ def measure(
   error = ""
   if group.rank == 0:
     error = attempt(lambda: workdir.mkdir(parents=True, exist_ok=True))
-  barrier(group, "files: write")
-  if not group.speaks:
+  barrier(group, "disk: write")
+  if not group.acts:
     return {}
-  part, written = -(-size // len(group.first_of_host)), 0
+  part, written = -(-size // len(group.host_ranks)), 0
   # Random, or a file system that compresses would write nothing.
   block = memoryview(secrets.token_bytes(min(part, 1 << 22) or 1))
   began = time.monotonic()
@@ -55,66 +71,56 @@ def measure(
     return {"error": error or e.strerror or str(e), "bytes": written}
   finally:
     seconds = time.monotonic() - began
-    attempt(lambda: path.unlink(missing_ok=True))  # a read-only one minds even that
+    attempt(lambda: path.unlink(missing_ok=True))  # fails on a read-only file system
   return {
     "bytes": written,
     "seconds": seconds,
     "free": free.f_bavail * free.f_frsize,
-    # Some file systems (btrfs) count no inodes and say 0 of 0.
+    # Some file systems (btrfs) count no inodes and report 0 of 0.
     "files": free.f_favail if free.f_files else None,
   }
 
 
-def judge(
-  found: Sequence[dict[str, Any]],
-  group: Group,
-  workdir: Path,
-  size: int,
-  needed: int,
+def findings(
+  found: Sequence[dict[str, Any]], group: Group, workdir: Path, size: int, needed: int
 ) -> list[Finding]:
-  """What is said of what `measure` found, by rank.
+  """What the results of `measure` mean.
 
   Args:
     found: by rank.
-    group: who took part.
-    workdir: where.
+    group: the processes.
+    workdir: of the checkpoints.
     size: bytes of a checkpoint.
-    needed: bytes that are to be free, for all checkpoints that are kept.
+    needed: bytes of all checkpoints that are kept.
   """
-  hosts, findings = group.hosts, []
-  for rank in group.first_of_host:
-    if error := found[rank].get("error"):
-      findings.append(
-        Finding(
-          False,
-          f"workdir {workdir}: {hosts[rank]} wrote {bytes_text(found[rank]['bytes'])} "
-          f"of its part of {bytes_text(size)}, then: {error}",
-          f"make room or raise the quota there ({bytes_text(needed)} are needed), or "
-          "give another --workdir",
-        )
-      )
-  if findings:
-    return findings
-  each = {rank: found[rank] for rank in group.first_of_host}
-  free = min(f["free"] for f in each.values())
-  room = f"workdir {workdir}: {bytes_text(free)} free, {bytes_text(needed)} needed"
-  remedy = f"make room for {bytes_text(needed)} there, or give another --workdir"
-  findings.append(Finding(free >= needed, room, remedy))
-  if (files := [f["files"] for f in each.values() if f["files"] is not None]) and (
-    min(files) < 10_000
-  ):
-    text = f"workdir {workdir}: only {min(files):,} more files are allowed"
-    findings.append(Finding(False, text, "remove files there, or raise the quota"))
-  rates = {rank: f["bytes"] / max(f["seconds"], 1e-9) for rank, f in each.items()}
+  place = f"workdir {workdir}: "
+  by_host = {group.hosts[rank]: found[rank] for rank in group.host_ranks}
+  wrong = []
+  for host, each in by_host.items():
+    if error := each.get("error"):
+      text = f"{place}{host} wrote {byte_size(each['bytes'])} of its part of "
+      remedy = f"make room or raise the quota there ({byte_size(needed)} are needed), "
+      remedy += "or give another --workdir"
+      wrong.append(Finding(False, f"{text}{byte_size(size)}, then: {error}", remedy))
+  if wrong:
+    return wrong
+  free = min(each["free"] for each in by_host.values())
+  text = f"{place}{byte_size(free)} free, {byte_size(needed)} needed"
+  remedy = f"make room for {byte_size(needed)} there, or give another --workdir"
+  said = [Finding(free >= needed, text, remedy)]
+  files = [e["files"] for e in by_host.values() if e["files"] is not None]
+  if files and min(files) < 10_000:
+    text = f"{place}only {min(files):,} more files are allowed"
+    said.append(Finding(False, text, "remove files there, or raise the quota"))
+  rates = {h: each["bytes"] / max(each["seconds"], 1e-9) for h, each in by_host.items()}
   usual = statistics.median(rates.values())
-  for rank, rate in rates.items():
+  for host, rate in rates.items():
     if len(rates) > 2 and rate < usual / 5:
-      text = f"workdir {workdir}: {hosts[rank]} writes {bytes_text(rate)}/s, "
-      text += f"the median host {bytes_text(usual)}/s"
-      findings.append(Finding(False, text, f"leave {hosts[rank]} out and report it"))
-  total = sum(f["bytes"] for f in each.values())
-  rate = total / max(f["seconds"] for f in each.values())
-  text = f"workdir {workdir}: {bytes_text(total)} written and synced at "
-  text += f"{bytes_text(rate)}/s; a checkpoint of {bytes_text(size)} takes "
-  text += f"{size / rate:.1f} s"
-  return [*findings, Finding(True, text)]
+      text = f"{place}{host} writes {byte_size(rate)}/s, the median host "
+      remedy = f"leave {host} out and report it"
+      said.append(Finding(False, f"{text}{byte_size(usual)}/s", remedy))
+  total = sum(each["bytes"] for each in by_host.values())
+  rate = total / max(each["seconds"] for each in by_host.values())
+  text = f"{place}{byte_size(total)} written and synced at {byte_size(rate)}/s; a "
+  text += f"checkpoint of {byte_size(size)} takes {size / rate:.1f} s"
+  return [*said, Finding(True, text)]

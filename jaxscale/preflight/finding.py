@@ -1,13 +1,13 @@
-"""What a diagnosis finds, and how it is said: lines that are so, or are not."""
+"""What a diagnosis finds, one line each, and how it is printed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 from jaxscale.errors import EXIT_DONE, EXIT_USER
 
-EXIT_READY, EXIT_NOT_READY = EXIT_DONE, EXIT_USER
+EXIT_NOT_READY = EXIT_USER
 
 
 class Finding(NamedTuple):
@@ -15,8 +15,8 @@ class Finding(NamedTuple):
 
   Attributes:
     ok: whether it is as it should be.
-    text: what is there.
-    remedy: what to do about it, if it is not.
+    text: what was found.
+    remedy: what to do about it, if it is not ok.
   """
 
   ok: bool
@@ -25,7 +25,7 @@ class Finding(NamedTuple):
 
 
 def report(name: str, findings: Iterable[Finding]) -> int:
-  """Print a line a finding, then every remedy once, and return the exit code.
+  """Print one line per finding, then each remedy once; returns the exit code.
 
   Example:
     >>> report("clocks", [Finding(False, "n2 is 4 s ahead", "start chronyd on n2")])
@@ -37,18 +37,22 @@ def report(name: str, findings: Iterable[Finding]) -> int:
   for finding in findings:
     print(("ok    " if finding.ok else "not   ") + finding.text)
   wrong = [f for f in findings if not f.ok]
-  for remedy in dict.fromkeys(f.remedy for f in wrong):  # each once, in their order
+  for remedy in dict.fromkeys(f.remedy for f in wrong):
     print(f"next  {remedy}")
   if not wrong:
     print(f"{name}: ready")
-  return EXIT_NOT_READY if wrong else EXIT_READY
+  return EXIT_NOT_READY if wrong else EXIT_DONE
 
 
-def bytes_text(number: float) -> str:
-  """A number of bytes for people, in decimal units.
+def outliers(values: Mapping[int, Any]) -> tuple[Any, dict[Any, list[int]]]:
+  """The most frequent value, and the keys of each other value.
 
   Example:
-    >>> bytes_text(2.5e9), bytes_text(1e6)
-    ('2.5 GB', '1.0 MB')
+    >>> outliers({0: "0.10", 1: "0.9", 2: "0.10"})
+    ('0.10', {'0.9': [1]})
   """
-  return f"{number / 1e9:,.1f} GB" if number >= 1e8 else f"{number / 1e6:,.1f} MB"
+  keys: dict[Any, list[int]] = {}
+  for key, value in values.items():
+    keys.setdefault(value, []).append(key)
+  usual = max(keys, key=lambda value: len(keys[value]))
+  return usual, {value: keys[value] for value in sorted(keys) if value != usual}

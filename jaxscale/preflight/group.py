@@ -1,7 +1,7 @@
-"""The processes of a preflight, and what they say to each other.
+"""The processes of a preflight, and their messages.
 
 Process 0 has a connection to every other one and they have one to it, as the
-meeting leaves them (`cluster.rendezvous`); nothing here needs JAX.
+rendezvous leaves them (`cluster.rendezvous`); nothing here needs JAX.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale.cluster import wire
+from jaxscale.cluster.rendezvous.handshake import ranks_with_hosts
 from jaxscale.errors import ConfigError
 
 PATIENCE_S = 120.0  # for the slowest part of any check, JAX on a cold file system
 
 
-class Link(NamedTuple):
+class Peer(NamedTuple):
   """A connection to another process."""
 
   sock: socket.socket
@@ -24,115 +25,107 @@ class Link(NamedTuple):
 
 
 class Group(NamedTuple):
-  """Who takes part.
+  """The processes that take part.
 
   Attributes:
     rank: of this process.
     hosts: the host of every process, by rank.
-    links: by rank: to all others in process 0, to process 0 in the others.
+    peers: connections by rank: to all others in process 0, to process 0 in the others.
   """
 
   rank: int
   hosts: tuple[str, ...]
-  links: Mapping[int, Link]
+  peers: Mapping[int, Peer]
 
   @property
-  def first_of_host(self) -> tuple[int, ...]:
-    """The lowest rank of every host: who speaks for the host."""
+  def host_ranks(self) -> tuple[int, ...]:
+    """The lowest rank of every host, which acts for the host."""
     return tuple(dict.fromkeys(self.hosts.index(host) for host in self.hosts))
 
   @property
-  def speaks(self) -> bool:
-    """Whether this process speaks for its host."""
-    return self.rank in self.first_of_host
+  def acts(self) -> bool:
+    """Whether this process acts for its host."""
+    return self.rank in self.host_ranks
 
-  def name(self, rank: int) -> str:
-    """How a message names a process."""
-    return f"process {rank} ({self.hosts[rank]})"
+  def name(self, *ranks: int) -> str:
+    """How a message names processes: "process 2 (n3)"."""
+    return ranks_with_hosts(ranks, self.hosts)
 
 
 def make_group(
-  rank: int, hosts: Sequence[str], links: Mapping[int, socket.socket]
+  rank: int, hosts: Sequence[str], sockets: Mapping[int, socket.socket]
 ) -> Group:
   """A group on open sockets.
 
   Args:
     rank: of this process.
     hosts: the host of every process, by rank.
-    links: {rank: socket}, of all others in process 0, {0: socket} elsewhere.
+    sockets: by rank: of all others in process 0, of process 0 elsewhere.
   """
-  made = {r: Link(sock, wire.Receiver(sock)) for r, sock in links.items()}
-  return Group(rank, tuple(hosts), made)
+  peers = {r: Peer(sock, wire.Receiver(sock)) for r, sock in sockets.items()}
+  return Group(rank, tuple(hosts), peers)
 
 
 def send(group: Group, rank: int, step: str, value: Any) -> None:
-  """Send a value to a process that has a link to this one.
+  """Send a value to a process that is connected to this one.
 
   Raises:
     ConfigError: it is gone.
   """
   try:
-    wire.send(group.links[rank].sock, {"step": step, "value": value})
+    wire.send(group.peers[rank].sock, {"step": step, "value": value})
   except OSError as e:
-    raise ConfigError(_lost(group, rank, step, e)) from None
+    raise _lost(group, rank, step, e) from None
 
 
-def receive(group: Group, rank: int, step: str, timeout_s: float = PATIENCE_S) -> Any:
-  """What a process says in this step.
+def receive(group: Group, rank: int, step: str) -> Any:
+  """The value that a process sends in this step.
 
   Raises:
-    ConfigError: it is gone, silent, or somewhere else.
+    ConfigError: it is gone, silent, or in another step.
   """
   try:
-    said = group.links[rank].receiver.receive(timeout_s)
+    message = group.peers[rank].receiver.receive(PATIENCE_S)
   except (OSError, EOFError, ValueError) as e:
-    raise ConfigError(_lost(group, rank, step, e)) from None
-  if said["step"] != step:
+    raise _lost(group, rank, step, e) from None
+  if message["step"] != step:
     raise ConfigError(
-      f"preflight: {group.name(rank)} is at {said['step']!r} where "
+      f"preflight: {group.name(rank)} is at {message['step']!r} where "
       f"{group.name(group.rank)} is at {step!r}; start the same command everywhere"
     )
-  return said["value"]
+  return message["value"]
 
 
-def _lost(group: Group, rank: int, step: str, error: Exception) -> str:
+def _lost(group: Group, rank: int, step: str, error: Exception) -> ConfigError:
+  text = f"preflight: {group.name(rank)} "
   if rank == 0:
-    return f"preflight: {group.name(0)} left at {step!r}; it says why"
-  return (
-    f"preflight: {group.name(rank)} was lost at {step!r} ({error}); look at its "
-    "output, or leave its node out"
-  )
+    return ConfigError(f"{text}left at {step!r}; it says why")
+  advice = "look at its output, or leave its node out"
+  return ConfigError(f"{text}was lost at {step!r} ({error}); {advice}")
 
 
-def gather(
-  group: Group, step: str, value: Any, timeout_s: float = PATIENCE_S
-) -> list[Any]:
+def gather(group: Group, step: str, value: Any) -> list[Any]:
   """The values of all processes, by rank, in process 0; elsewhere []."""
   if group.rank:
     send(group, 0, step, value)
     return []
-  others = range(1, len(group.hosts))
-  return [value, *(receive(group, rank, step, timeout_s) for rank in others)]
+  return [value, *(receive(group, rank, step) for rank in range(1, len(group.hosts)))]
 
 
-def broadcast(
-  group: Group, step: str, value: Any = None, timeout_s: float = PATIENCE_S
-) -> Any:
+def broadcast(group: Group, step: str, value: Any = None) -> Any:
   """The value of process 0, everywhere."""
   if group.rank:
-    return receive(group, 0, step, timeout_s)
-  for rank in group.links:
+    return receive(group, 0, step)
+  for rank in group.peers:
     send(group, rank, step, value)
   return value
 
 
-def everybody(
-  group: Group, step: str, value: Any, timeout_s: float = PATIENCE_S
-) -> list[Any]:
+def all_gather(group: Group, step: str, value: Any) -> list[Any]:
   """The values of all processes, by rank, in all of them."""
-  return broadcast(group, step, gather(group, step, value, timeout_s), timeout_s)
+  return broadcast(group, step, gather(group, step, value))
 
 
-def barrier(group: Group, step: str, timeout_s: float = PATIENCE_S) -> None:
+def barrier(group: Group, step: str) -> None:
   """Wait until every process is here."""
-  everybody(group, step, None, timeout_s)
+  all_gather(group, step, None)

@@ -1,21 +1,58 @@
-"""How fast every pair of hosts talks: plain TCP, in rounds of disjoint pairs.
+"""The check `network`: latency and bandwidth between all pairs of hosts.
 
-What is measured is one TCP stream of Python on the addresses of the meeting,
-not what NCCL or RDMA reach: it finds the link, port or node that is slower than
-its like, which is what makes a whole job slow.
+What is measured is one TCP stream of Python on the addresses of the rendezvous, not
+what NCCL or RDMA reach: it finds the link, port or node that is slower than others of
+its kind, which makes a whole job slow. Pairs are measured in rounds in which no host
+is twice; a host is in one pair at a time by itself, so no barrier separates rounds.
 """
 
 from __future__ import annotations
 
+import secrets
 import socket
 import statistics
 import struct
 import time
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
+from jaxscale.metrics.text import byte_size, short_time
+from jaxscale.preflight.finding import Finding
+from jaxscale.preflight.group import Group, all_gather, broadcast, gather
+
+Pair = tuple[int, int]
 _FIRST = 1 << 16  # bytes of the first burst
-_ACK = b"."
+_PINGS = 20
 _NUMBER, _SIZE = struct.Struct("!d"), struct.Struct("!Q")
+
+
+class NetworkLimits(NamedTuple):
+  """Bounds of the measurement, and what is slow; the numbers are our own choice.
+
+  Attributes:
+    seconds: about how long one direction of a pair is measured.
+    most_bytes: the largest burst.
+    total_s: after which no further rounds begin.
+    connect_s: for a connection to be made.
+    stalled_s: without a byte, after which a pair is given up.
+    at_once: rounds whose connections are open together.
+    times_slower: than the median of all pairs, in bytes/s.
+    times_longer: than the median round trip.
+    least: bytes/s below which any pair is slow: half of gigabit Ethernet.
+    least_trip_s: a round trip below which none is long.
+  """
+
+  seconds: float = 0.1
+  most_bytes: int = 32 << 20
+  total_s: float = 20.0
+  connect_s: float = 3.0
+  stalled_s: float = 5.0
+  at_once: int = 64
+  times_slower: float = 3.0
+  times_longer: float = 5.0
+  least: float = 0.06e9
+  least_trip_s: float = 0.5e-3
 
 
 class Speed(NamedTuple):
@@ -38,107 +75,382 @@ class Speed(NamedTuple):
   error: str = ""
 
   @property
+  def pair(self) -> Pair:
+    """Both ranks."""
+    return self.first, self.second
+
+  @property
   def slower(self) -> float:
     """Bytes/s of the slower direction."""
     return min(self.there, self.back)
 
 
-def rounds(members: list[int]) -> list[list[tuple[int, int]]]:
-  """Every pair once, in as few rounds as can be, nobody twice in a round.
+class Measurement(NamedTuple):
+  """What process 0 knows in the end.
 
-  One member stands still and the others go round it (the circle method of
-  tournaments): N - 1 rounds for an even N, N for an odd one.
+  Attributes:
+    speeds: of the pairs that were measured, or tried.
+    rounds: rounds that were measured.
+    of_rounds: rounds of all pairs.
+  """
+
+  speeds: list[Speed]
+  rounds: int
+  of_rounds: int
+
+
+class _Listening(NamedTuple):
+  """Where hosts accept connections, (address, port) by rank, and their password."""
+
+  places: list[tuple[str, int]]
+  key: str
+  listener: socket.socket
+
+
+def check(group: Group, options: Any, facts: Any) -> list[Finding]:
+  """Measure, and report nodes and pairs that are slow; all processes call it."""
+  del facts
+  measured = measure(group, options.limits)
+  return [] if group.rank else findings(measured, group.hosts, options.limits)
+
+
+def rounds_of(members: Sequence[int]) -> list[list[Pair]]:
+  """Every pair once, in the fewest rounds in which nobody is twice.
+
+  One member stays and the others rotate (the circle method of tournaments): N - 1
+  rounds for an even N, N for an odd one.
 
   Example:
-    >>> rounds([0, 1, 2, 3])
+    >>> rounds_of([0, 1, 2, 3])
     [[(0, 3), (1, 2)], [(0, 1), (2, 3)], [(0, 2), (1, 3)]]
   """
-  still = [*members, *([-1] if len(members) % 2 else [])]
-  found = []
-  for _ in range(len(still) - 1):
-    half = len(still) // 2
-    pairs = zip(still[:half], reversed(still[half:]), strict=True)
-    met = [(min(pair), max(pair)) for pair in pairs if -1 not in pair]
-    found.append(sorted(met))
-    still = [still[0], *still[2:], still[1]]
+  circle = [*members, *([-1] if len(members) % 2 else [])]
+  rounds = []
+  for _ in range(len(circle) - 1):
+    half = len(circle) // 2
+    pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
+    rounds.append(sorted((min(p), max(p)) for p in pairs if -1 not in p))
+    circle = [circle[0], *circle[2:], circle[1]]
+  return rounds
+
+
+def measure(group: Group, limits: NetworkLimits) -> Measurement:
+  """Measure all pairs of hosts; all processes call it. Process 0 has the result."""
+  rounds = rounds_of(group.host_ranks) if len(group.host_ranks) > 1 else []
+  if not rounds:
+    return Measurement([], 0, 0)
+  began, done = time.monotonic(), 0
+  speeds: dict[Pair, Speed] = {}
+  peer = next(iter(group.peers.values())).sock
+  with socket.create_server(("", 0), family=peer.family, backlog=1024) as listener:
+    listening = _exchange_places(group, listener)
+    while done < len(rounds):
+      chunk = rounds[done : done + limits.at_once]
+      done += len(chunk)
+      speeds |= _measure_rounds(group, listening, chunk, limits)
+      if broadcast(group, "network: time", time.monotonic() - began > limits.total_s):
+        break
+    # A slow pair may have been a busy moment: the better of two measurements counts.
+    bad = broadcast(group, "network: again", suspects([*speeds.values()], limits))
+    again = [[p for p in pairs if [*p] in map(list, bad)] for pairs in rounds]
+    chunk = list(filter(None, again))[: limits.at_once]
+    second = _measure_rounds(group, listening, chunk, limits) if chunk else {}
+  for pair, speed in second.items():
+    speeds[pair] = _better(speeds[pair], speed)
+  return Measurement([*speeds.values()], done, len(rounds))
+
+
+def _exchange_places(group: Group, listener: socket.socket) -> _Listening:
+  """Where everybody listens, at the addresses of the connections to process 0."""
+  key = broadcast(group, "network: key", secrets.token_hex(8))
+  places = all_gather(group, "network: addresses", _own_place(group, listener))
+  if group.rank:
+    places[0][0] = group.peers[0].sock.getpeername()[0]
+  return _Listening([(address, port) for address, port in places], key, listener)
+
+
+def _own_place(group: Group, listener: socket.socket) -> list[Any]:
+  """[address, port] of this process, as process 0 sees it."""
+  address = group.peers[0].sock.getsockname()[0] if group.rank else ""
+  return [address, listener.getsockname()[1]]
+
+
+def _better(one: Speed, other: Speed) -> Speed:
+  if one.error or other.error:
+    return other if one.error else one
+  return one._replace(
+    round_trip_s=min(one.round_trip_s, other.round_trip_s),
+    there=max(one.there, other.there),
+    back=max(one.back, other.back),
+  )
+
+
+def _measure_rounds(
+  group: Group, at: _Listening, rounds: list[list[Pair]], limits: NetworkLimits
+) -> dict[Pair, Speed]:
+  """Connect all pairs of some rounds, then measure one after another."""
+  mine = [pair for pairs in rounds for pair in pairs if group.rank in pair]
+  below = {first: at.places[first] for first, second in mine if second == group.rank}
+  sockets, errors = _connect(below, _hello(at.key, group.rank), limits.connect_s)
+  found = {
+    (int(first), second): Speed(int(first), second, error=error)
+    for second, theirs in enumerate(all_gather(group, "network: connected", errors))
+    for first, error in theirs.items()
+  }
+  above = [p for p in mine if p[0] == group.rank and p not in found]
+  sockets |= _accept(at.listener, at.key, len(above), limits.connect_s)
+  deadline, own = time.monotonic() + 2 * limits.total_s, []
+  for pair in mine:
+    if sock := sockets.get(sum(pair) - group.rank):
+      own.append(_measure_pair(group.rank, pair, sock, limits, deadline))
+  for speeds in gather(group, "network: speeds", [s for s in own if s]):
+    for speed in (Speed(*values) for values in speeds):
+      if speed.pair not in found or not speed.error:
+        found[speed.pair] = speed
   return found
 
 
-def lead(sock: socket.socket, *, seconds: float, most_bytes: int) -> list[float]:
+def _hello(key: str, rank: int) -> bytes:
+  return f"{key}{rank:8}".encode()
+
+
+def _connect(
+  places: Mapping[int, tuple[str, int]], hello: bytes, timeout_s: float
+) -> tuple[dict[int, socket.socket], dict[int, str]]:
+  """Connections to all places at once, and why the others could not be made."""
+
+  def connect(place: tuple[str, int]) -> socket.socket | str:
+    try:
+      sock = socket.create_connection(place, timeout_s)
+      sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+      sock.sendall(hello)
+      return sock
+    except TimeoutError:
+      return f"no answer in {timeout_s:g} s"
+    except OSError as e:
+      return e.strerror or str(e)
+
+  with ThreadPoolExecutor(max(len(places), 1)) as pool:
+    made = dict(zip(places, pool.map(connect, places.values()), strict=True))
+  return (
+    {rank: sock for rank, sock in made.items() if not isinstance(sock, str)},
+    {rank: error for rank, error in made.items() if isinstance(error, str)},
+  )
+
+
+def _accept(
+  listener: socket.socket, key: str, count: int, timeout_s: float
+) -> dict[int, socket.socket]:
+  """The connections of hosts above; strangers, who lack the key, are disconnected."""
+  made: dict[int, socket.socket] = {}
+  deadline = time.monotonic() + timeout_s
+  while len(made) < count and (left := deadline - time.monotonic()) > 0:
+    listener.settimeout(left)
+    try:
+      sock, _ = listener.accept()
+    except OSError:
+      continue
+    sock.settimeout(min(left, 1.0))  # a silent stranger does not block the others
+    try:
+      hello = _exactly(sock, len(_hello(key, 0))).decode()
+    except (OSError, ValueError):
+      hello = ""
+    if not hello.startswith(key):
+      sock.close()
+      continue
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    made[int(hello[len(key) :])] = sock
+  return made
+
+
+def _measure_pair(
+  rank: int, pair: Pair, sock: socket.socket, limits: NetworkLimits, deadline: float
+) -> Speed | None:
+  """The higher rank leads and reports; the lower one reports only an error."""
+  try:
+    left = deadline - time.monotonic()
+    if left <= 0:
+      raise TimeoutError("others before it took all the time")
+    sock.settimeout(min(limits.total_s, left))  # the other end may be in another pair
+    if rank == pair[1]:
+      sock.sendall(b"?")
+    _exactly(sock, 1)
+    sock.settimeout(limits.stalled_s)
+    if rank == pair[1]:
+      return Speed(*pair, *lead(sock, limits))
+    sock.sendall(b"!")
+    follow(sock, limits)
+    return None
+  except OSError as e:
+    return Speed(*pair, error=str(e) or type(e).__name__)
+  finally:
+    sock.close()
+
+
+def lead(sock: socket.socket, limits: NetworkLimits) -> tuple[float, float, float]:
   """Measure a connection whose other end calls `follow`.
 
-  Args:
-    sock: connected, with a timeout.
-    seconds: about what a direction takes, at most.
-    most_bytes: to send at once, each way.
-
   Returns:
-    [seconds of a round trip, bytes/s from the other end, bytes/s to it].
+    Seconds of a round trip, bytes/s from the other end, bytes/s to it.
 
   Raises:
-    OSError: the connection does not hold.
+    OSError: the connection is lost.
   """
   trips = []
-  for _ in range(20):
+  for _ in range(_PINGS):
     began = time.perf_counter()
-    sock.sendall(_ACK)
-    exactly(sock, 1)
+    sock.sendall(b".")
+    _exactly(sock, 1)
     trips.append(time.perf_counter() - began)
   trip = statistics.median(trips)
   sock.sendall(_NUMBER.pack(trip))
-  to_it = _pour(sock, seconds, most_bytes, trip)
-  _drain(sock)
-  (from_it,) = _NUMBER.unpack(exactly(sock, _NUMBER.size))
-  return [trip, from_it, to_it]
+  to_it = _send_bursts(sock, limits, trip)
+  _receive_bursts(sock)
+  return trip, *_NUMBER.unpack(_exactly(sock, _NUMBER.size)), to_it
 
 
-def follow(sock: socket.socket, *, seconds: float, most_bytes: int) -> None:
+def follow(sock: socket.socket, limits: NetworkLimits) -> None:
   """The other end of `lead`."""
-  for _ in range(20):
-    sock.sendall(exactly(sock, 1))
-  (trip,) = _NUMBER.unpack(exactly(sock, _NUMBER.size))
-  _drain(sock)
-  sock.sendall(_NUMBER.pack(_pour(sock, seconds, most_bytes, trip)))
+  for _ in range(_PINGS):
+    sock.sendall(_exactly(sock, 1))
+  (trip,) = _NUMBER.unpack(_exactly(sock, _NUMBER.size))
+  _receive_bursts(sock)
+  sock.sendall(_NUMBER.pack(_send_bursts(sock, limits, trip)))
 
 
-def _pour(sock: socket.socket, seconds: float, most_bytes: int, trip: float) -> float:
-  """Send more and more, each acknowledged, until it takes long; bytes/s at the end.
+def _send_bursts(sock: socket.socket, limits: NetworkLimits, trip: float) -> float:
+  """Send larger and larger bursts, each acknowledged; bytes/s of the last one.
 
-  Twice as much each time: however slow the link is, it takes about `seconds`, and
-  however fast it is, TCP's window has opened when the last burst goes.
+  The size doubles: a slow link takes about `limits.seconds`, and on a fast one TCP's
+  window is open when the last burst is sent.
   """
-  block = bytes(_FIRST)
-  size, took = _FIRST, 0.0
-  while True:
-    began = time.perf_counter()
-    sock.sendall(_SIZE.pack(size))
-    for _ in range(size // _FIRST):
-      sock.sendall(block)
-    exactly(sock, 1)
-    took = time.perf_counter() - began
-    if took > seconds / 2 or 2 * size > most_bytes:
-      break
+  size, took = _FIRST // 2, 0.0
+  while took <= limits.seconds / 2 and 2 * size <= limits.most_bytes:
     size *= 2
+    burst = _SIZE.pack(size) + bytes(size)
+    began = time.perf_counter()
+    sock.sendall(burst)
+    _exactly(sock, 1)
+    took = time.perf_counter() - began
   sock.sendall(_SIZE.pack(0))
   return size / max(took - trip, 1e-9)
 
 
-def _drain(sock: socket.socket) -> None:
-  """Receive what `_pour` sends."""
-  buffer = memoryview(bytearray(_FIRST))
-  while left := _SIZE.unpack(exactly(sock, _SIZE.size))[0]:
-    while left:
-      if not (got := sock.recv_into(buffer, min(left, _FIRST))):
-        raise ConnectionError("the other end closed the connection")
-      left -= got
-    sock.sendall(_ACK)
+def _receive_bursts(sock: socket.socket) -> None:
+  while size := _SIZE.unpack(_exactly(sock, _SIZE.size))[0]:
+    _exactly(sock, size)
+    sock.sendall(b".")
 
 
-def exactly(sock: socket.socket, size: int) -> bytes:
+def _exactly(sock: socket.socket, size: int) -> bytes:
   """As many bytes as that, or `ConnectionError`."""
-  found = b""
-  while len(found) < size:
-    if not (more := sock.recv(size - len(found))):
+  found = bytearray(size)
+  rest = memoryview(found)
+  while rest:
+    if not (got := sock.recv_into(rest)):
       raise ConnectionError("the other end closed the connection")
-    found += more
+    rest = rest[got:]
+  return bytes(found)
+
+
+def suspects(speeds: Sequence[Speed], limits: NetworkLimits) -> list[Pair]:
+  """The pairs that are much slower than the median, or could not be measured."""
+  rate, trip = _usual(speeds)
+  least = max(rate / limits.times_slower, limits.least)
+  longest = max(trip * limits.times_longer, limits.least_trip_s)
+  return [
+    s.pair for s in speeds if s.error or s.slower < least or s.round_trip_s > longest
+  ]
+
+
+def _usual(speeds: Sequence[Speed]) -> tuple[float, float]:
+  """Median bytes/s and round trip of all pairs."""
+  good = [s for s in speeds if not s.error] or [Speed(0, 0)]
+  return (
+    statistics.median(s.slower for s in good),
+    statistics.median(s.round_trip_s for s in good),
+  )
+
+
+def findings(
+  measured: Measurement, hosts: Sequence[str], limits: NetworkLimits
+) -> list[Finding]:
+  """What the measurement says about nodes and pairs, by the names of their hosts.
+
+  Args:
+    measured: the measurement of process 0.
+    hosts: the host of every process, by rank.
+    limits: what is slow.
+  """
+  speeds = measured.speeds
+  if not speeds:
+    return [Finding(True, f"network: all processes are on {hosts[0]}")]
+  usual = _usual(speeds)
+  bad = {*suspects(speeds, limits)}
+  found = []
+  if usual[0]:
+    text = f"network: {len(speeds)} pairs of hosts, median {_shown(*usual)} round trip"
+    if measured.rounds < measured.of_rounds:
+      text += f", {measured.rounds} of {measured.of_rounds} rounds in the time allowed"
+    found.append(Finding(True, f"{text} (one TCP stream)"))
+  nodes = _bad_nodes(speeds, bad)
+  for node in nodes:
+    own = [s for s in speeds if node in s.pair]
+    text = f"network: {hosts[node]}: {_faults(own, bad, usual)}"
+    remedy = f"leave {hosts[node]} out (--exclude={hosts[node]}) and report it"
+    found.append(Finding(False, text, remedy))
+  for speed in speeds:
+    if speed.pair in bad and not {*speed.pair} & {*nodes}:
+      found.append(_slow_pair(speed, hosts, usual))
   return found
+
+
+def _faults(own: Sequence[Speed], bad: set[Pair], usual: tuple[float, float]) -> str:
+  """What is wrong with the pairs of one node."""
+  cut = [s for s in own if s.error]
+  slow = [s for s in own if not s.error and s.pair in bad]
+  parts = []
+  if cut:
+    parts.append(f"{len(cut)} of {len(own)} pairs do not connect ({cut[0].error})")
+  if slow:
+    parts.append(
+      f"{len(slow)} of {len(own)} pairs are slow, {_shown(*_usual(slow))} where the "
+      f"median has {_shown(*usual)}"
+    )
+  return "; ".join(parts)
+
+
+def _bad_nodes(speeds: Sequence[Speed], bad: set[Pair]) -> list[int]:
+  """Nodes at fault in most of their pairs, the worst first.
+
+  A node is taken out before the next is looked for: what it spoils in others is not
+  their fault. With two hosts nobody can tell which one it is.
+  """
+  left, found = [s.pair for s in speeds], []
+  while len(members := sorted({rank for pair in left for rank in pair})) >= 3:
+    share = {
+      m: statistics.fmean(pair in bad for pair in left if m in pair) for m in members
+    }
+    worst = max(members, key=lambda m: share[m])
+    if share[worst] <= 0.5:
+      break
+    found.append(worst)
+    left = [pair for pair in left if worst not in pair]
+  return found
+
+
+def _slow_pair(
+  speed: Speed, hosts: Sequence[str], usual: tuple[float, float]
+) -> Finding:
+  names = f"{hosts[speed.first]} and {hosts[speed.second]}"
+  remedy = f"leave one of {names} out, or report the link between them"
+  if speed.error:
+    text = f"network: {names} do not reach each other: {speed.error}"
+    return Finding(False, text, f"{remedy}; a firewall?")
+  text = f"network: {names}: {byte_size(speed.there)}/s there, "
+  text += f"{_shown(speed.back, speed.round_trip_s, ' back,')} round trip; the "
+  return Finding(False, f"{text}median of all pairs is {_shown(*usual)}", remedy)
+
+
+def _shown(rate: float, trip: float, between: str = " and") -> str:
+  return f"{byte_size(rate)}/s{between} {short_time(trip)}"

@@ -1,4 +1,4 @@
-"""What runs on every process: versions, names, limits of the system, GPUs."""
+"""The check `software`: versions, host names, system limits and GPUs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import resource
 import shutil
 import socket
 import subprocess
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxscale.cluster.rendezvous import handshake, network
-from jaxscale.preflight.finding import Finding, bytes_text
+from jaxscale.cluster.rendezvous.handshake import ranks_with_hosts
+from jaxscale.metrics.text import byte_size
+from jaxscale.preflight.finding import Finding, outliers
+from jaxscale.preflight.group import Group, gather
 
 PACKAGES = (
   "jax", "jaxlib", "jaxscale", "flax", "optax", "orbax-checkpoint",
@@ -21,11 +24,21 @@ PACKAGES = (
   "nvidia-nccl-cu12", "nvidia-nccl-cu13", "libtpu",
 )  # fmt: skip
 _SMI_S = 15.0  # the driver loads for seconds where persistence mode is off
-# NCCL keeps its buffers between processes of a node in /dev/shm, and says of
-# Docker's 64 MiB that they are too few: docs.nvidia.com/deeplearning/nccl,
+# NCCL keeps its buffers between processes of a node in /dev/shm, and calls
+# Docker's 64 MiB too few: docs.nvidia.com/deeplearning/nccl,
 # "Troubleshooting", "Shared memory", whose remedy is --shm-size=1g.
 _LEAST_SHM = 1 << 30
 _NOTHING = "nothing"  # what a name stands for that does not resolve
+
+
+Found = Sequence[dict[str, Any]]
+
+
+def check(group: Group, options: Any, facts: dict[str, Any]) -> list[Finding]:
+  """Gather what `probe` finds; process 0 has the findings."""
+  del options
+  facts["software"] = gather(group, "software", probe())
+  return [] if group.rank else findings(facts["software"], group.hosts)
 
 
 def probe() -> dict[str, Any]:
@@ -38,7 +51,7 @@ def probe() -> dict[str, Any]:
     "place": network.place(),
     "files": resource.getrlimit(resource.RLIMIT_NOFILE),
     "locked": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-    "infiniband": bool(_entries("/sys/class/infiniband")),
+    "infiniband": any(Path("/sys/class/infiniband").glob("*")),
     "shm": shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
     "gpus": gpus,
   }
@@ -50,7 +63,7 @@ def versions() -> dict[str, str]:
 
 
 def loopback(name: str) -> str:
-  """The loopback address that a host's own name stands for; "" if it is no such.
+  """The loopback address of a host's own name; "" if it has another one.
 
   Gloo, and NCCL's bootstrap by default of interfaces, tell others the address that
   the host's name has here (measured: "Connection refused, remote=[127.0.0.1]").
@@ -64,13 +77,6 @@ def loopback(name: str) -> str:
   return local[0] if local and len(local) == len(addresses) else ""
 
 
-def _entries(directory: str) -> list[str]:
-  try:
-    return sorted(os.listdir(directory))
-  except OSError:
-    return []
-
-
 def nvidia() -> tuple[str, list[dict[str, Any]]]:
   """The driver's version, and each visible GPU: who is on it, memory, errors.
 
@@ -82,11 +88,9 @@ def nvidia() -> tuple[str, list[dict[str, Any]]]:
   if not gpus:
     return "", []
   processes = _smi("compute-apps", "gpu_uuid,pid,used_memory,process_name")
-  found = []
-  for index, uuid, name, _, used, total, errors in (
-    row for row in gpus if len(row) == 7
-  ):
-    if not _visible(index, uuid, os.environ.get("CUDA_VISIBLE_DEVICES")):
+  chosen, found = os.environ.get("CUDA_VISIBLE_DEVICES"), []
+  for index, uuid, name, _, used, total, errors in (r for r in gpus if len(r) == 7):
+    if not _visible(index, uuid, chosen):
       continue
     on_it = [row for row in processes if len(row) == 4 and row[0] == uuid]
     found.append(
@@ -127,137 +131,98 @@ def _mib(text: str) -> int:
   return int(float(text) * 2**20) if re.fullmatch(r"[\d.]+", text) else 0
 
 
-def judge(found: Sequence[dict[str, Any]], hosts: Sequence[str]) -> list[Finding]:
-  """What is said of it; both by rank."""
+def findings(found: Found, hosts: Sequence[str]) -> list[Finding]:
+  """What the results of `probe` mean; both by rank."""
+  limits = [Finding(True, "limits: open files, locked memory, /dev/shm")]
   return [
     *_versions(found, hosts),
     *_names(found, hosts),
-    *_limits(found, hosts),
+    *(list(_limits(found, hosts)) or limits),
     *_gpus(found, hosts),
   ]
 
 
-def _versions(found: Sequence[dict[str, Any]], hosts: Sequence[str]) -> list[Finding]:
-  """Whose versions are not those that most have."""
-  findings = []
-  tables = [each["versions"] for each in found]
-  usual = {}
-  for name in dict.fromkeys(name for table in tables for name in table):
-    count = Counter(table.get(name, "none") for table in tables)
-    usual[name] = count.most_common(1)[0][0]
-    for other in sorted(set(count) - {usual[name]}):
-      ranks = [r for r, table in enumerate(tables) if table.get(name, "none") == other]
-      findings.append(
-        Finding(
-          False,
-          f"{name} {other} on {named(ranks, hosts)}, {usual[name]} on the others",
-          f"install the same everywhere, e.g. pip install {name}=={usual[name]}"
-          if name in PACKAGES
-          else f"use nodes, or an environment, with the same {name}",
-        )
-      )
+def _versions(found: Found, hosts: Sequence[str]) -> list[Finding]:
+  """Which processes have other versions than most."""
+  wrong, shown = [], []
+  for name in dict.fromkeys(name for each in found for name in each["versions"]):
+    versions_by_rank = {
+      rank: each["versions"].get(name, "none") for rank, each in enumerate(found)
+    }
+    usual, others = outliers(versions_by_rank)
+    shown.append(f"{name} {usual}")
+    remedy = f"use nodes, or an environment, with the same {name}"
+    if name in PACKAGES:
+      remedy = f"install the same everywhere, e.g. pip install {name}=={usual}"
+    for other, ranks in others.items():
+      who = ranks_with_hosts(ranks, hosts)
+      text = f"{name} {other} on {who}, {usual} on the others"
+      wrong.append(Finding(False, text, remedy))
   same = "on all processes" if len(found) > 1 else "here"
-  shown = ", ".join(f"{name} {usual[name]}" for name in usual)
-  return findings or [Finding(True, f"versions {same}: {shown}")]
+  return wrong or [Finding(True, f"versions {same}: {', '.join(shown)}")]
 
 
-def _names(found: Sequence[dict[str, Any]], hosts: Sequence[str]) -> list[Finding]:
-  """Hosts whose own name stands for loopback, where there are other hosts."""
+def _names(found: Found, hosts: Sequence[str]) -> Iterator[Finding]:
+  """Hosts whose own name resolves to loopback, if there are other hosts."""
   if len({each["hostname"] for each in found}) < 2:
-    return []
+    return
   # Hosts of one place are so by name alone: loopback leads from each to each.
   apart = len({each["place"] for each in found}) > 1
-  bad = {host: each["loopback"] for host, each in zip(hosts, found, strict=True)
-         if each["loopback"] and (apart or each["loopback"].startswith(_NOTHING))
-  }  # fmt: skip
-  return [
-    Finding(
-      False,
-      f"{host}: its own name stands for {address} there, which other hosts cannot "
-      "reach",
-      "take it off the line of 127.0.0.1 or 127.0.1.1 in /etc/hosts, or give it a name "
-      f"that resolves, on {host}",
-    )
-    for host, address in bad.items()
-  ]
+  for host, each in dict(zip(hosts, found, strict=True)).items():
+    address = each["loopback"]
+    if address and (apart or address.startswith(_NOTHING)):
+      yield Finding(
+        False,
+        f"{host}: its own name resolves to {address} there, which other hosts cannot "
+        "reach",
+        "take it off the line of 127.0.0.1 or 127.0.1.1 in /etc/hosts, or give it a "
+        f"name that resolves, on {host}",
+      )
 
 
-def _limits(found: Sequence[dict[str, Any]], hosts: Sequence[str]) -> list[Finding]:
+def _limits(found: Found, hosts: Sequence[str]) -> Iterator[Finding]:
   """Limits that stop MPI, NCCL or many sockets later, with worse messages."""
-  findings = []
-  # Two sockets a process, files of data and of checkpoints; a run raises its soft
+  # Two sockets per process, files of data and of checkpoints; a run raises its soft
   # limit itself, up to the hard one.
   needed = 2 * len(hosts) + 256
   for host, each in dict(zip(reversed(hosts), reversed(found), strict=True)).items():
-    if 0 <= (hard := each["files"][1]) < needed:
-      findings.append(
-        Finding(
-          False,
-          f"{host}: {hard} open files are allowed at most, {needed} may be needed",
-          "raise the hard limit there (ulimit -Hn, LimitNOFILE of slurmd)",
-        )
+    hard, locked, shm = each["files"][1], each["locked"], each["shm"]
+    if 0 <= hard < needed:
+      yield Finding(
+        False,
+        f"{host}: {hard} open files are allowed at most, {needed} may be needed",
+        "raise the hard limit there (ulimit -Hn, LimitNOFILE of slurmd)",
       )
-    locked = each["locked"]
     if each["infiniband"] and locked != -1 and locked < 1 << 30:
-      findings.append(
-        Finding(
-          False,
-          f"{host}: {bytes_text(locked)} of memory may be locked, InfiniBand "
-          "registers its buffers",
-          "let slurmd start with LimitMEMLOCK=infinity, and PropagateResourceLimits"
-          "Except=MEMLOCK in slurm.conf (ulimit -l unlimited)",
-        )
+      yield Finding(
+        False,
+        f"{host}: {byte_size(locked)} of memory may be locked, InfiniBand registers "
+        "its buffers",
+        "let slurmd start with LimitMEMLOCK=infinity, and PropagateResourceLimits"
+        "Except=MEMLOCK in slurm.conf (ulimit -l unlimited)",
       )
-    if each["gpus"] and (shm := each["shm"]) is not None and shm < _LEAST_SHM:
-      findings.append(
-        Finding(
-          False,
-          f"{host}: /dev/shm has {bytes_text(shm)}, NCCL shares buffers there",
-          "start the container with --shm-size=1g or more",
-        )
+    if each["gpus"] and shm is not None and shm < _LEAST_SHM:
+      yield Finding(
+        False,
+        f"{host}: /dev/shm has {byte_size(shm)}, NCCL shares buffers there",
+        "start the container with --shm-size=1g or more",
       )
-  return findings or [Finding(True, "limits: open files, locked memory, /dev/shm")]
 
 
-def _gpus(found: Sequence[dict[str, Any]], hosts: Sequence[str]) -> list[Finding]:
+def _gpus(found: Found, hosts: Sequence[str]) -> list[Finding]:
   """GPUs that somebody else uses, or that have lost bits."""
-  findings, seen = [], set()
-  for host, each in zip(hosts, found, strict=True):
-    for gpu in each["gpus"]:
-      where = f"GPU {gpu['index']} of {host}"
-      if where in seen:
-        continue
-      seen.add(where)
-      busy = gpu["processes"]
-      if busy or gpu["used"] > max(1 << 30, gpu["total"] // 10):
-        who = f"process {', '.join(busy)}" if busy else "a process that is not seen"
-        findings.append(
-          Finding(
-            False,
-            f"{where}: {bytes_text(gpu['used'])} in use by {who}",
-            f"end it, or leave {host} out",
-          )
-        )
-      if gpu["errors"]:
-        findings.append(
-          Finding(
-            False,
-            f"{where}: {gpu['errors']} uncorrected memory errors since it was reset",
-            f"leave {host} out and have the GPU reset",
-          )
-        )
-  if seen and not findings:
+  wrong, seen = [], {}
+  for host, each in zip(hosts, found, strict=True):  # two processes may see the same
+    seen |= {(host, gpu["index"]): gpu for gpu in each["gpus"]}
+  for (host, index), gpu in seen.items():
+    where, busy = f"GPU {index} of {host}", gpu["processes"]
+    if busy or gpu["used"] > max(1 << 30, gpu["total"] // 10):
+      who = f"process {', '.join(busy)}" if busy else "a process that is not visible"
+      text = f"{where}: {byte_size(gpu['used'])} in use by {who}"
+      wrong.append(Finding(False, text, f"end it, or leave {host} out"))
+    if count := gpu["errors"]:
+      text = f"{where}: {count} uncorrected memory errors since it was reset"
+      wrong.append(Finding(False, text, f"leave {host} out and have the GPU reset"))
+  if seen and not wrong:
     return [Finding(True, f"GPUs: {len(seen)} visible, nobody else on them")]
-  return findings
-
-
-def named(ranks: Sequence[int], hosts: Sequence[str], most: int = 8) -> str:
-  """Processes with their hosts, as a message names them.
-
-  Example:
-    >>> named([1, 2], ["n1", "n1", "n2"])
-    'process 1 (n1), process 2 (n2)'
-  """
-  shown = [f"process {rank} ({hosts[rank]})" for rank in ranks[:most]]
-  more = len(ranks) - most
-  return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+  return wrong

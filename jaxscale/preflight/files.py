@@ -1,0 +1,224 @@
+"""The check `files`: whether checkpoints are safe in the workdir of a run.
+
+A checkpoint is committed by renaming a directory, a lock is taken by creating a file
+that must not exist, and every process reads what another one wrote. Local disks, NFS
+with caches and object stores mounted as a file system break one or the other; here each
+is tried, by all hosts at once, in a directory of its own.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxscale.preflight.finding import Finding
+from jaxscale.preflight.group import Group, barrier, broadcast, gather
+
+# NFS caches directory entries up to acdirmax = 60 s (man 5 nfs); a run that waits this
+# long for a file of another host works, only slowly.
+SEEN_S = 10.0
+_RENAMES = 40
+_CLAIMS = 16
+_FILES = 4
+
+
+def check(group: Group, options: Any, facts: dict[str, Any]) -> list[Finding]:
+  """Try what checkpoints need; all processes call it, the first of each host acts."""
+  found = gather(group, "files", probe(group, options.workdir))
+  if group.rank:
+    return []
+  facts["unusable"] = "error" in found[0]
+  return findings(found, group, options.workdir)
+
+
+def probe(group: Group, workdir: Path) -> dict[str, Any]:
+  """What this process finds; "error" alone if the directory cannot be used."""
+  folder = _make_folder(group, workdir)
+  if isinstance(folder, str):
+    return {"error": folder}
+  try:
+    found: dict[str, Any] = {"seen_s": _see(group, folder)}
+    found["won"] = _claim(group, folder)
+    found["torn"] = _watch_renames(group, folder)
+    if group.rank == 0 and not found["torn"]:
+      found["torn"] = _merges(folder)
+    barrier(group, "files: done")
+  finally:
+    if group.rank == 0:
+      shutil.rmtree(folder, ignore_errors=True)
+  return found
+
+
+def _make_folder(group: Group, workdir: Path) -> Path | str:
+  """A directory for the trials, or, in all processes, why there is none."""
+  made: list[str] = ["", ""]
+  if group.rank == 0:
+    folder = workdir.absolute() / f".preflight-{secrets.token_hex(4)}"
+    made = [str(folder), attempt(lambda: folder.mkdir(parents=True))]
+  path, error = broadcast(group, "files: directory", made)
+  return error or Path(path)
+
+
+def attempt(action: Callable[[], Any]) -> str:
+  """Why an operation on files failed, or ""."""
+  try:
+    action()
+  except OSError as e:
+    return e.strerror or str(e)
+  return ""
+
+
+def _see(group: Group, folder: Path) -> float | None:
+  """Seconds until this host sees a file of process 0; None: it never does."""
+  key = secrets.token_hex(8)
+  if group.rank == 0:
+    attempt(lambda: (folder / "seen").write_text(key))
+  key = broadcast(group, "files: written", key)
+  waited = _wait_for(folder / "seen", key) if group.acts else None
+  # And the other way: process 0 must see what others write, since it decides which
+  # checkpoint is complete.
+  if waited is not None:
+    attempt(lambda: (folder / f"from-{group.rank}").write_text(key))
+  wrote = gather(group, "files: seen", waited is not None)
+  until = time.monotonic() + SEEN_S
+  lost = [
+    rank
+    for rank, did in enumerate(wrote)
+    if did and _wait_for(folder / f"from-{rank}", key, until) is None
+  ]
+  return None if group.rank in broadcast(group, "files: back", lost) else waited
+
+
+def _wait_for(path: Path, text: str, until: float | None = None) -> float | None:
+  """Seconds until a file has this content; None: not until then."""
+  began = time.monotonic()
+  until = began + SEEN_S if until is None else until
+  while True:
+    try:
+      if path.read_text() == text:
+        return time.monotonic() - began
+    except OSError:
+      pass
+    if time.monotonic() > until:
+      return None
+    time.sleep(0.05)
+
+
+def _claim(group: Group, folder: Path) -> list[int]:
+  """Which of some files this process created exclusively, all hosts at once."""
+  barrier(group, "files: claim")
+
+  def create(i: int) -> str:
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+    return attempt(lambda: os.close(os.open(folder / f"claim-{i}", flags)))
+
+  return [i for i in range(_CLAIMS if group.acts else 0) if not create(i)]
+
+
+def _watch_renames(group: Group, folder: Path) -> str:
+  """What this process saw while process 0 renamed; "" if all of it was whole.
+
+  A file is replaced again and again: every reader must find one of its whole contents.
+  A directory is renamed into its place: once it is there, all its files are.
+  """
+  path = folder / "renamed"
+  if group.rank == 0:
+    _write_whole(path, 0)
+  barrier(group, "files: rename")
+  if group.rank == 0:
+    return attempt(lambda: _rename_often(folder, path))
+  until, torn, turn = time.monotonic() + SEEN_S, "", 0
+  while group.acts and turn != _RENAMES and time.monotonic() < until:
+    turn = _read_whole(path)
+    if isinstance(turn, str):
+      if not path.parent.exists():
+        return ""  # not shared, which is reported elsewhere
+      return f"a file that is replaced was {turn}"
+    for step in folder.glob("step-*"):
+      if (missing := _FILES - len(list(step.iterdir()))) > 0:
+        torn = f"a directory that is renamed appeared without {missing} of its files"
+  return torn
+
+
+def _rename_often(folder: Path, path: Path) -> None:
+  for turn in range(1, _RENAMES + 1):
+    _write_whole(path.with_suffix(".tmp"), turn)
+    os.replace(path.with_suffix(".tmp"), path)
+    if turn % 10 == 0:
+      tmp = folder / f"tmp-{turn}"
+      tmp.mkdir()
+      for i in range(_FILES):
+        (tmp / str(i)).write_bytes(b"x" * 4096)
+      os.rename(tmp, folder / f"step-{turn}")
+    time.sleep(0.002)
+
+
+def _write_whole(path: Path, turn: int) -> None:
+  path.write_text(json.dumps({"turn": turn, "pad": "x" * 20_000}))
+
+
+def _read_whole(path: Path) -> int | str:
+  """The turn of its content; as text, what is wrong with it."""
+  for _ in range(20):
+    try:
+      text = path.read_text()
+    except FileNotFoundError:
+      return "missing for a moment"
+    except OSError as e:
+      if e.errno == errno.ESTALE:  # NFS, of a file replaced meanwhile: open it again
+        continue
+      return f"unreadable ({e.strerror})"
+    try:
+      return json.loads(text)["turn"]
+    except ValueError:
+      return "half-written for a moment"
+  return "unreadable (stale file handle)"
+
+
+def _merges(folder: Path) -> str:
+  """Whether a directory can be renamed onto one that holds files."""
+  one, other = folder / "one", folder / "other"
+  for path in (one, other):
+    path.mkdir()
+    (path / path.name).write_text("")
+  if attempt(lambda: os.rename(one, other)):
+    return ""
+  return "a directory was renamed onto one that is not empty"
+
+
+def findings(
+  found: Sequence[dict[str, Any]], group: Group, workdir: Path
+) -> list[Finding]:
+  """What the results of `probe` mean; by rank."""
+  hosts, ranks, place = group.hosts, group.host_ranks, f"workdir {workdir}: "
+  if error := found[0].get("error"):
+    remedy = "give a --workdir that can be written, on a file system of all nodes"
+    return [Finding(False, place + error, remedy)]
+  if blind := ", ".join(hosts[r] for r in ranks if found[r]["seen_s"] is None):
+    text = f"{blind} and {hosts[0]} do not see each other's files within {SEEN_S:g} s"
+    remedy = "give a --workdir on a file system that all nodes share, or mount it on "
+    return [Finding(False, place + text, remedy + blind)]
+  remedy = "give a --workdir on another file system (Lustre, GPFS, NFS or a local disk)"
+  wrong = []
+  winners = {sum(i in found[r]["won"] for r in ranks) for i in range(_CLAIMS)}
+  if winners != {1}:
+    text = "exclusive creation does not work"
+    if (most := max(winners)) > 1:
+      text = f"exclusive creation gave {most} of {len(ranks)} hosts the same file"
+    wrong.append(Finding(False, place + text, remedy))
+  for rank in ranks:
+    if torn := found[rank]["torn"]:
+      text = f"rename is not atomic, {hosts[rank]} reports: {torn}"
+      wrong.append(Finding(False, place + text, remedy))
+  text = f"{place}rename is atomic, creation exclusive"
+  if len(ranks) > 1:
+    slowest = max(found[r]["seen_s"] for r in ranks)
+    text += f", all {len(ranks)} hosts see each other's files in {slowest:.2f} s"
+  return wrong or [Finding(True, text)]
