@@ -46,7 +46,7 @@ def exchange_axes(layout: Layout) -> tuple[str, ...]:
   """The axes that the exchange averages over; () where the backward pass does it."""
   entries = jax.tree.leaves(layout.gathers)
   scattered = [e for e in entries if e.scatter is not None]
-  return scattered[0].after if scattered else layout.token_axes
+  return scattered[0].sum_in_exchange if scattered else layout.token_axes
 
 
 def make_layout_exchange(exchange: Exchange, layout: Layout) -> Exchange:
@@ -142,7 +142,7 @@ def _groups(layout: Layout) -> list[_Group]:
   entries = jax.tree.leaves(layout.gathers)
   for i, (entry, spec) in enumerate(zip(entries, specs, strict=True)):
     split = tuple(a for a in layout.mesh.axis_names if a in spec)
-    found.setdefault((entry.after, split), []).append(i)
+    found.setdefault((entry.sum_in_exchange, split), []).append(i)
   made = []
   for (after, split), places in found.items():
     name = "_".join(split) or "whole"
