@@ -4,9 +4,10 @@
 PYTHON ?= python3
 CONFIG ?= configs/digits.py
 ARGS ?=
-WORKERS ?= 2
-# A file in one process; one that dies ends the run, which else may wait for ever.
-XDIST := --dist loadfile --max-worker-restart=0
+# One more than cores: many tests wait. A file in one process, in the order of conftest.py;
+# one that dies ends the run, which else may wait for ever.
+WORKERS ?= 3
+XDIST := --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
 MINOR := $(shell $(PYTHON) -c 'import sys; print("%d%d" % sys.version_info[:2])')
 ifeq ($(MINOR),)

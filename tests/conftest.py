@@ -1,8 +1,18 @@
 """Eight simulated devices, strict dtypes, and the fixtures of all tests."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# One cache of compiled programs for all workers and the processes that tests start.
+# Of a folder that the user names, the next run of the tests profits too.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+  cache = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxscale-")
+  atexit.register(shutil.rmtree, cache, ignore_errors=True)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # XLA's threads: more than all that 8 devices of this process wait in at a time.
 os.environ["NPROC"] = "64"
 
@@ -25,6 +35,22 @@ def pytest_configure(config):
   """`make test` compiles quickly; slow proofs and most child processes as users do."""
   if config.option.markexpr == "not slow":
     os.environ.update(fast_compile_env())
+
+
+def pytest_collection_modifyitems(items):
+  """Files whose tests wait for processes are spread over those that compute."""
+  files = {}
+  for item in items:
+    files.setdefault(item.path, []).append(item)
+  waiting = [f for f in files if {"process", "slurm"} & set(f.parts)]
+  computing = [f for f in files if f not in set(waiting)]
+  # Each file's place from 0 to 1 among its own kind.
+  place = {
+    f: (i + 0.5) / len(kind)
+    for kind in (waiting, computing)
+    for i, f in enumerate(kind)
+  }
+  items.sort(key=lambda item: place[item.path])
 
 
 @pytest.fixture(autouse=True)

@@ -10,12 +10,13 @@ from support.paths import ROOT
 
 def child_env(num_devices: int = 1, **extra: str) -> dict[str, str]:
   """The environment of a process as a user has it, on simulated devices."""
-  dropped = ("SLURM_", "XLA_FLAGS")
+  dropped = ("SLURM_", "XLA_FLAGS", "PYTHONDONTWRITEBYTECODE")
   env = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
   return env | {
     "JAX_NUM_CPU_DEVICES": str(num_devices),
     "PYTHONUNBUFFERED": "1",
-    "PYTHONWARNINGS": "error",
+    # What another process is just writing into JAX's cache is compiled instead.
+    "PYTHONWARNINGS": "error,ignore:Error reading persistent compilation:UserWarning",
     **extra,
   }
 

@@ -1,16 +1,15 @@
-"""Runs of every kind of job script, and commands of Slurm that are stood in for."""
+"""Runs of every kind of job script, and fake commands of Slurm."""
 
 from pathlib import Path
 
-from jaxscale.launch.profile import Site, load_site
-
 from jaxscale.launch import spec
+from jaxscale.launch.site import Site, load_site
 
-RUN = spec.Run(
+RUN = spec.JobSpec(
   name="digits-1", folder="/runs/digits-1", cwd="/home/me/jaxscale",
   config="code/configs/digits.py", overrides={}, trials=(), at_most=0, nodes=1,
   site=Site(), requeue=10, preflight=False, executor="slurm", python="/venv/bin/python",
-  made_by="python -m jaxscale.launch submit --config configs/digits.py",
+  made_by="jaxscale submit --config configs/digits.py",
 )  # fmt: skip
 RUNS = {
   "plain": RUN,

@@ -2,8 +2,7 @@
 
 import json
 
-from jaxscale.cluster.detect import nodelist
-from jaxscale.cluster.detect.detect import detect
+from jaxscale.cluster.detect import detect, nodelist
 from support.paths import DATA
 
 STARTS = sorted((DATA / "cluster").glob("*.json"))

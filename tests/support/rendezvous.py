@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 
-from jaxscale.cluster.rendezvous.handshake import Introduction
+from jaxscale.cluster.rendezvous.handshake import Hello
 from support.paths import ROOT
 
 # One process of a run: it meets, says what it got, sends its rank over the links.
@@ -16,8 +16,8 @@ CHILD = """
 import json, os, resource, socket, sys, time
 from jaxscale.cluster import wire
 from jaxscale.cluster.rendezvous import client, handshake, network, server
-from jaxscale.cluster.detect.launched import Launch
-from jaxscale.cluster.rendezvous.client import meet
+from jaxscale.cluster.detect.launch import Launch
+from jaxscale.cluster.rendezvous.client import rendezvous
 from jaxscale.errors import ConfigError
 a = json.loads(sys.argv[1])
 for name, value in a.get("set", {}).items():
@@ -31,25 +31,25 @@ host, port = network.split_address(a["host"])
 launch = Launch("test", a["rank"], a["of"], host, 0, 1, a["job"], port=port,
                 nodes=tuple(a.get("nodes", [])))
 try:
-  meeting = meet(launch, timeout_s=a.get("timeout", 20), digests=a.get("digests", {}),
+  group = rendezvous(launch, timeout_s=a.get("timeout", 20), digests=a.get("digests", {}),
                  on_cpu=a.get("on_cpu", False))
 except ConfigError as e:
   print(json.dumps({"error": str(e)}))
   sys.exit(2)
-for sock in meeting.links.values():
+for sock in group.links.values():
   assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
   assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
   assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
   assert sock.gettimeout() is None
   wire.send(sock, {"from": a["rank"], "job": a["job"]})
-heard = {r: wire.Receiver(s).receive(10) for r, s in meeting.links.items()}
+heard = {r: wire.Receiver(s).receive(10) for r, s in group.links.items()}
 assert "jax" not in sys.modules
 worker = os.fork() if a.get("fork") else None
 if worker == 0:
   os.closerange(1, 3)  # who waits for our output waits for us only
   time.sleep(30)
   os._exit(0)
-print(json.dumps({"hosts": meeting.hosts, "coordinator": meeting.coordinator,
+print(json.dumps({"hosts": group.hosts, "coordinator": group.coordinator,
                   "heard": heard, "worker": worker}), flush=True)
 time.sleep(a.get("stay", 0))
 """
@@ -116,8 +116,8 @@ def connect(port, within=10):
 
 def who(rank, of=4, **other):
   known = {
-    "node": f"n{rank + 1}", "pid": 7, "me": f"me{rank}", "place": "here",
+    "node": f"n{rank + 1}", "pid": 7, "uuid": f"me{rank}", "place": "here",
     "gloo": "", "versions": {"jax": "1"}, "digests": {"config": "a"},
-    "trouble": "",
+    "error": "",
   }  # fmt: skip
-  return Introduction(rank, of, **(known | other))
+  return Hello(rank, of, **(known | other))

@@ -9,8 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale.collectives import vary
 from jaxscale.collectives.typed import varying
-from jaxscale.parallel.pipeline import one_f_one_b
-from jaxscale.parallel.pipeline import gpipe, stage_micros, split_micros
+from jaxscale.parallel.pipeline import gpipe, one_f_one_b, split_micros, stage_micros
 
 LAYERS, WIDTH, HIDDEN, SYMBOLS, TOKENS = 4, 12, 16, 11, 4
 

@@ -14,7 +14,8 @@ from support.paths import ROOT
 CHILD = """
 import ctypes, os, socket, sys, time
 from pathlib import Path
-from jaxscale.cluster.watch import fault_detection, watch
+from jaxscale.cluster.timeouts import Timeouts
+from jaxscale.cluster.watch import watch
 
 rank, n, port = map(int, sys.argv[1:4])
 folder = sys.argv[4]
@@ -29,11 +30,11 @@ if rank == 0:
 else:
   links[0] = socket.create_connection(("127.0.0.1", port))
   links[0].sendall(bytes([rank]))
-LIMITS = fault_detection.Limits(
-  heartbeat_interval_s=0.1, heartbeat_timeout_s=1.2, hang_timeout_s=1.6,
-  compiling_s=1.5, slow_window_s=1.0,
+LIMITS = Timeouts(
+  heartbeat_timeout_s=1.2, hang_timeout_s=1.6, compile_timeout_s=1.5,
+  heartbeat_interval_s=0.1, slow_window_s=1.0,
 )
-w = watch.start(links, rank, hosts, limits=LIMITS, folder=Path(folder))
+w = watch.start(links, rank, hosts, timeouts=LIMITS, folder=Path(folder))
 
 def train(steps, work=0.01, first=1):
   for step in range(first, steps + 1):
@@ -86,4 +87,4 @@ def ends(processes, within):
 def wait_up(processes):
   for process in processes:
     assert process.stdout.readline() == "up\n"
-  time.sleep(0.3)  # three heartbeats: the hub knows it too
+  time.sleep(0.3)  # three heartbeats: the monitor knows it too

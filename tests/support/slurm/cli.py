@@ -1,4 +1,4 @@
-"""`python -m jaxscale.launch` on the cluster of the tests, and what came of it."""
+"""`python -m jaxscale` on the cluster of the tests, and what came of it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxscale.launch import folder as folders
+from jaxscale.metrics import read_json_lines
 from support.slurm.cluster import SlurmCluster
 
 # In place of Python on the nodes: says where it is, and does as a file says. What it
-# is told by a signal it writes down, and leaves as a run that has saved does.
+# is stopped by a signal it writes down, and leaves as a run that has saved does.
 STAND_IN = r"""#!/bin/bash
-for s in TERM USR1; do trap "echo told by $s; exit 85" $s; done
+for s in TERM USR1; do trap "echo stopped by $s; exit 85" $s; done
 echo "rank $SLURM_PROCID of $SLURM_NTASKS on $SLURMD_NODENAME: $*"
 while [ $# -gt 0 ]; do [ "$1" = --workdir ] && workdir=$2; shift; done
 mkdir -p "$workdir/checkpoints"
@@ -47,7 +47,7 @@ class Cli(NamedTuple):
     if verb in ("submit", "sweep", "scaling"):
       words += ["--config=configs/digits.py"]
       words += [f"--python={self.python}"] if "--real" not in argv else []
-    command = [sys.executable, "-m", "jaxscale.launch", verb, *words]
+    command = [sys.executable, "-m", "jaxscale", verb, *words]
     # As from a notebook in a job: what Slurm says of that one must not be minded.
     env = {"SLURM_NTASKS_PER_NODE": "7", "SLURM_MEM_PER_NODE": "1", **env}
     done = self.slurm.run(*command, f"--runs={self.runs}", check=False, **env)
@@ -84,22 +84,22 @@ def until(cli: Cli, name: str, state: str, seconds: float = 60) -> list[str]:
 
 def number(cli: Cli, name: str) -> str:
   """What Slurm calls the run."""
-  return folders.read_lines(cli.runs / name / "submissions.jsonl")[-1]["job"]
+  return read_json_lines(cli.runs / name / "submissions.jsonl")[-1]["job"]
 
 
-def diary(cli: Cli, name: str, task: int = 0) -> list[dict[str, Any]]:
-  """The lines of a run's diary."""
-  return folders.read_lines(cli.runs / name / "events" / f"{task}.jsonl")
+def events(cli: Cli, name: str, task: int = 0) -> list[dict[str, Any]]:
+  """The events of a run."""
+  return read_json_lines(cli.runs / name / "events" / f"{task}.jsonl")
 
 
 def ends(cli: Cli, name: str, task: int = 0) -> list[tuple[int, str]]:
   """(exit code, what is next) of each end."""
-  lines = diary(cli, name, task)
+  lines = events(cli, name, task)
   return [(e["code"], e["next"]) for e in lines if e["event"] == "end"]
 
 
 def until_ended(cli: Cli, name: str, tasks: int = 1, seconds: float = 60) -> None:
-  """Wait until the diary of each task has an end after which nothing follows."""
+  """Wait until the events of each task have an end after which nothing follows."""
   deadline = time.monotonic() + seconds
   while not all((e := ends(cli, name, i)) and e[-1][1] == "stop" for i in range(tasks)):
     assert time.monotonic() < deadline, states(cli, name)
