@@ -12,9 +12,11 @@ from collections.abc import Callable
 from typing import NamedTuple, NoReturn, ParamSpec
 
 EXIT_DONE, EXIT_CRASH, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
-EXIT_PREEMPTED = 85  # told to stop, and saved: requeue
+EXIT_PREEMPTED = 85  # asked to stop, and saved: requeue
 EXIT_HANG = 86
 EXIT_GIVE_UP = 93  # do not requeue: it would only fail again
+# Of a run that was asked to stop, and saved, by `StopRequest.kind`.
+EXIT_OF_STOP = {"preemption": EXIT_PREEMPTED, "interrupt": EXIT_INTERRUPTED}
 
 # What a disk or its server does, and not a fault of the program.
 _OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE)
@@ -33,32 +35,32 @@ class GiveUpError(Exception):
   exit_code = EXIT_GIVE_UP
 
 
-class Said(NamedTuple):
-  """What a person is told of an error, and the exit code."""
+class UserMessage(NamedTuple):
+  """One line about an error for the user, and the exit code."""
 
   line: str
   code: int
 
 
-def said(error: BaseException) -> Said | None:
+def user_message(error: BaseException) -> UserMessage | None:
   """The line of an error that is no fault of the program; None: it needs a traceback.
 
   Those are ConfigErrors, what disks do, and errors with an `exit_code`, whose
   `advice`, if there is one, ends the line.
 
   Example:
-    >>> said(ConfigError("--sizes=x: give whole numbers"))
-    Said(line='--sizes=x: give whole numbers', code=2)
-    >>> said(KeyError("x"))
+    >>> user_message(ConfigError("--sizes=x: give whole numbers"))
+    UserMessage(line='--sizes=x: give whole numbers', code=2)
+    >>> user_message(KeyError("x"))
   """
   if isinstance(error, ConfigError):
-    return Said(str(error), EXIT_USER)
+    return UserMessage(str(error), EXIT_USER)
   if code := getattr(error, "exit_code", None):
     advice = getattr(error, "advice", "")
-    return Said(f"{error}; {advice}" if advice else str(error), code)
+    return UserMessage(f"{error}; {advice}" if advice else str(error), code)
   if isinstance(error, OSError) and error.errno in _OF_DISKS:
     where = f"{error.filename}: " if error.filename else ""
-    return Said(f"{where}{error.strerror}; {DISK_ADVICE}", EXIT_CRASH)
+    return UserMessage(f"{where}{error.strerror}; {DISK_ADVICE}", EXIT_CRASH)
   return None
 
 
@@ -78,10 +80,10 @@ def one_line_errors(main: Callable[P, int]) -> Callable[P, int]:
     try:
       return main(*args, **kwargs)
     except Exception as e:
-      if (told := said(e)) is None:
+      if (message := user_message(e)) is None:
         raise
-      print(f"error: {told.line}", file=sys.stderr)
-      return told.code
+      print(f"error: {message.line}", file=sys.stderr)
+      return message.code
 
   return guarded
 
@@ -89,7 +91,7 @@ def one_line_errors(main: Callable[P, int]) -> Callable[P, int]:
 def leave(main: Callable[[list[str]], int]) -> NoReturn:
   """End the process with the exit code of a command's `main`.
 
-  One of several processes that fails does not come here: `cluster.joined` ends it.
+  One of several processes that fails does not come here: `cluster.open_session` ends it.
   """
   code = EXIT_CRASH
   try:

@@ -1,7 +1,7 @@
-"""Who may write into a run's directory: one run, the newest that took it.
+"""The lock on a run's workdir: only the newest run that acquired it may write there.
 
-A run takes the next number (its token) by creating `workdir/lease/NUMBER`, which
-only one process can (O_EXCL: atomic on local file systems, on Lustre, and on NFS
+A run acquires the next number (its fencing token) by creating `workdir/lock/NUMBER`,
+which only one process can (O_EXCL: atomic on local file systems, on Lustre, and on NFS
 since version 3, open(2)), and removes the number before it. It renews its own by
 touching it. A run whose file is gone has been replaced and must write nothing more:
 touching is a request to the file server, so no stale cache of a directory can hide
@@ -28,48 +28,49 @@ from pathlib import Path
 
 from jaxscale import cluster
 from jaxscale.checkpoint.lock_owner import (
-  Holder,
+  LockOwner,
+  is_alive,
   is_restart,
+  job_of,
   job_parts,
-  lives,
   this_process,
 )
 from jaxscale.errors import ConfigError, GiveUpError
 
 RENEW_S = 5.0  # between renewals: one request to the file server
-LAPSE_S = 60.0  # a lease not renewed for so long is free: 12 renewals missed
-# A later step of the same Slurm job asks because the one before has failed; a node
+EXPIRE_S = 60.0  # a lock not renewed for so long is free: 12 renewals missed
+# A later step of the same Slurm job starts because the one before has failed; a node
 # that was lost with it must not cost a minute (3 renewals missed).
-LAPSE_SAME_JOB_S = 15.0
+EXPIRE_SAME_JOB_S = 15.0
 
 
-class LostError(GiveUpError):
+class LockLostError(GiveUpError):
   """Another run has taken over the directory; the message says which."""
 
 
-class Lease:
+class WorkdirLock:
   """The right to write into one directory, renewed by a thread.
 
   Example:
-    >>> lease = take(Path("runs/x"))                        # doctest: +SKIP
-    >>> lease.check()    # before whatever must not come from two runs
-    >>> lease.release()
+    >>> lock = acquire(Path("runs/x"))                      # doctest: +SKIP
+    >>> lock.check()    # before whatever must not come from two runs
+    >>> lock.release()
   """
 
-  def __init__(self, path: Path, holder: Holder, renew_s: float = RENEW_S):
-    """Hold `path`, which `take` has created."""
-    self.path, self.holder = path, holder
+  def __init__(self, path: Path, owner: LockOwner, renew_s: float = RENEW_S):
+    """Renew `path`, which `acquire` has created."""
+    self.path, self.owner = path, owner
     self.token = int(path.name)
     self.lost: str | None = None  # why, once it is known
-    self._left = threading.Event()
+    self._released = threading.Event()
     self._thread = threading.Thread(target=self._renew, args=(renew_s,), daemon=True)
     self._thread.start()
 
   def check(self) -> None:
-    """Return if this run still holds the directory.
+    """Return if this run still has the lock.
 
     Raises:
-      LostError: it does not.
+      LockLostError: it has not.
       OSError: the file system does not say.
     """
     if self.lost is None:
@@ -78,16 +79,16 @@ class Lease:
       except OSError as e:
         if e.errno not in (errno.ENOENT, errno.ESTALE):
           raise
-        self.lost = self._why()
+        self.lost = self._why_lost()
     if self.lost is not None:
-      raise LostError(self.lost)
+      raise LockLostError(self.lost)
 
   def release(self) -> None:
-    """Let go of the directory; the next run need not wait."""
-    self._left.set()
+    """Give up the lock; the next run need not wait."""
+    self._released.set()
     self._thread.join()
     with contextlib.suppress(OSError):
-      self.path.rename(self.path.with_name(f"{self.path.name}.left"))
+      self.path.rename(self.path.with_name(f"{self.path.name}.released"))
 
   def __enter__(self):
     return self
@@ -96,121 +97,138 @@ class Lease:
     self.release()
 
   def _renew(self, every_s: float) -> None:
-    while not self._left.wait(every_s):
+    while not self._released.wait(every_s):
       try:
         self.check()
-      except LostError:
+      except LockLostError:
         return
       except OSError:
-        continue  # the file server may come back; `check` tells before a commit
+        continue  # the file server may come back; `check` raises before a commit
 
-  def _why(self) -> str:
-    workdir = self.path.parent.parent
-    newer = None
+  def _why_lost(self) -> str:
+    directory, owner = self.path.parent, None
     with contextlib.suppress(OSError):
-      name, token = _last(self.path.parent)
-      newer = _read(self.path.parent / name) if token > self.token else None
-    if newer is None:
+      name, token = _newest(directory)
+      owner = _read(directory / name) if token > self.token else None
+    if owner is None:
       return (
-        f"{workdir}: the lease of this run was removed, so another may be writing "
-        "there; this one writes nothing more"
+        f"{directory.parent}: the lock of this run was removed, so another may be "
+        "writing there; this one writes nothing more"
       )
     return (
-      f"{workdir}: another run has taken over ({newer}); this one "
-      f"({self.holder}) writes nothing more"
+      f"{directory.parent}: another run has taken over ({owner}); this one "
+      f"({self.owner}) writes nothing more"
     )
 
 
-def take(
+def acquire(
   workdir: Path,
   job: str = "",
   *,
-  say: Callable[[str], None] = print,
+  log: Callable[[str], None] = print,
   renew_s: float = RENEW_S,
-  lapse_s: float = LAPSE_S,
-) -> Lease:
-  """Take the directory for this process, or say who has it.
+  expire_s: float = EXPIRE_S,
+) -> WorkdirLock:
+  """Acquire the lock on the directory for this process, or report who has it.
 
   A run that is dead is replaced at once where that can be known: on the same
-  machine, or where `job` is a restart of the holder's. Elsewhere it is given
-  `lapse_s` seconds since its last renewal, and replaced if no other comes.
+  machine, or where `job` is a restart of the owner's. Elsewhere it is given
+  `expire_s` seconds since its last renewal, and replaced if no other comes.
 
   Args:
     workdir: of the run; it is there.
-    job: as `holder.job_of` gives it.
-    say: is told why this waits.
+    job: as `lock_owner.job_of` gives it.
+    log: gets a line about why this waits.
     renew_s: seconds between renewals.
-    lapse_s: seconds after which a lease that is not renewed is free.
+    expire_s: seconds after which a lock that is not renewed is free.
 
   Raises:
-    ConfigError: a run that lives holds it, or it cannot be written.
+    ConfigError: a run that is alive has the lock, or it cannot be written.
   """
-  directory, me = workdir / "lease", this_process(job)
+  directory, me = workdir / "lock", this_process(job)
   try:
     directory.mkdir(exist_ok=True)
     while True:
-      token, before = _newest(directory)
-      if before is not None:
-        _outlive(directory / str(token), before, me, say, lapse_s)
+      _server_time(directory)  # writing there makes an NFS client forget its cache
+      name, token = _newest(directory)
+      if name.isdigit() and (owner := _read(directory / name)):
+        _wait_until_free(directory / name, owner, me, log, expire_s)
       path = directory / str(token + 1)
       if _create(path, me):
         break
-      time.sleep(0.05)  # somebody else was faster: look who
+      time.sleep(0.05)  # another process was faster: look who
     for name, number in _tokens(directory):
-      if number < token + 1:
+      if number <= token:
         (directory / name).unlink(missing_ok=True)
   except OSError as e:
     raise ConfigError(
       f"--workdir={workdir}: cannot be written ({e.strerror}), use another one"
     ) from None
-  return Lease(path, me, renew_s)
+  return WorkdirLock(path, me, renew_s)
 
 
-def take_for_all(workdir: Path, job: str = "") -> Lease | None:
-  """`take` in process 0; None in the others, which are told if it fails.
-
-  All must call it.
+def acquire_for_all(workdir: Path) -> WorkdirLock | None:
+  """`acquire` in process 0; None in the others. All must call it.
 
   Raises:
-    ConfigError: in all, as `take` in process 0.
+    ConfigError: in all, as `acquire` in process 0.
   """
-  lease, refusal = None, None
+  lock, error = None, None
   if cluster.is_leader():
     try:
-      lease = take(workdir, job)
+      lock = acquire(workdir, job_of(os.environ))
     except ConfigError as e:
-      refusal = str(e)
-  if refusal := cluster.from_leader(refusal):
-    raise ConfigError(refusal)
-  return lease
+      error = str(e)
+  if error := cluster.from_leader(error):
+    raise ConfigError(error)
+  return lock
 
 
-def check_for_all(lease: Lease | None) -> None:
-  """`Lease.check` in process 0, for all of them; all must call it.
+def check_for_all(lock: WorkdirLock | None) -> None:
+  """`WorkdirLock.check` in process 0, for all of them; all must call it.
 
   Raises:
-    LostError: in all.
+    LockLostError: in all.
   """
-  if why := cluster.from_leader(why_lost(lease)):
-    raise LostError(why)
+  if why := cluster.from_leader(why_lost(lock)):
+    raise LockLostError(why)
 
 
-def _outlive(
-  path: Path, before: Holder, me: Holder, say: Callable[[str], None], lapse_s: float
+def why_lost(lock: WorkdirLock | None) -> str | None:
+  """What `WorkdirLock.check` raises, if the lock is lost; None: there is no lock."""
+  if lock is not None:
+    try:
+      lock.check()
+    except LockLostError as e:
+      return str(e)
+    except OSError:
+      return None  # the write itself will say what is wrong
+  return None
+
+
+def is_held(lock: WorkdirLock | None) -> bool:
+  """Whether a file may be written: there is no lock, or it is ours."""
+  return why_lost(lock) is None
+
+
+def _wait_until_free(
+  path: Path,
+  owner: LockOwner,
+  me: LockOwner,
+  log: Callable[[str], None],
+  expire_s: float,
 ) -> None:
-  """Return once the holder of `path` counts as dead.
+  """Return once the owner of `path` counts as dead.
 
   Raises:
-    ConfigError: it lives.
+    ConfigError: it is alive.
   """
-  if is_restart(me.job, before.job):
+  is_there = is_alive(owner)
+  if is_restart(me.job, owner.job) or is_there is False:
     return
-  is_there = lives(before)
-  if is_there is False:
-    return
-  mine, others = job_parts(me.job), job_parts(before.job)
-  if mine and mine == others and me.job != before.job:
-    lapse_s = min(lapse_s, LAPSE_SAME_JOB_S)
+  workdir, other_job = path.parent.parent, job_parts(owner.job)
+  if other_job and job_parts(me.job) == other_job and me.job != owner.job:
+    expire_s = min(expire_s, EXPIRE_SAME_JOB_S)
   seen: float | None = None
   while True:
     try:
@@ -218,57 +236,48 @@ def _outlive(
     except FileNotFoundError:
       return  # it has left, or another one was faster
     age = now - renewed
-    if age >= lapse_s:
+    if age >= expire_s:
       return
     if is_there or (seen is not None and renewed > seen):
       break
     if seen is None:
       seen = renewed
-      say(
-        f"{path.parent.parent}: held by {before}, last seen {age:.0f} s ago; waiting "
-        f"up to {lapse_s - age:.0f} s for it to be seen again"
+      log(
+        f"{workdir}: locked by {owner}, last renewed {age:.0f} s ago; waiting up to "
+        f"{expire_s - age:.0f} s for it to be renewed again"
       )
-    time.sleep(min(1.0, lapse_s / 20))
-  stop = f"kill {before.pid} on {before.host}"
-  if others and others[0].startswith("slurm-"):
-    stop = f"scancel {others[0].removeprefix('slurm-')}"
+    time.sleep(min(1.0, expire_s / 20))
+  stop = f"kill {owner.pid} on {owner.host}"
+  if other_job and other_job[0].startswith("slurm-"):
+    stop = f"scancel {other_job[0].removeprefix('slurm-')}"
   raise ConfigError(
-    f"--workdir={path.parent.parent}: another run is writing there ({before}); wait "
-    f"for its end, end it ({stop}), or use another --workdir"
+    f"--workdir={workdir}: another run is writing there ({owner}); wait for its end, "
+    f"end it ({stop}), or use another --workdir"
   )
 
 
-def _newest(directory: Path) -> tuple[int, Holder | None]:
-  """The highest token ever taken there, and who holds it, if somebody does."""
-  _server_time(directory)  # writing there makes an NFS client forget what it knew
-  name, token = _last(directory)
-  if not name.isdigit():
-    return token, None
-  return token, _read(directory / name)
-
-
-def _read(path: Path) -> Holder | None:
-  """Who holds or held it; None if it is gone."""
+def _read(path: Path) -> LockOwner | None:
+  """Who has or had it; None if it is gone."""
   try:
-    return Holder(**json.loads(path.read_text()))
+    return LockOwner(**json.loads(path.read_text()))
   except FileNotFoundError:
     return None
   except (ValueError, TypeError):  # created and not yet written
-    return Holder("unknown", 0, "", time.time(), "")
+    return LockOwner("unknown", 0, "", time.time(), "")
 
 
-def _last(directory: Path) -> tuple[str, int]:
-  """The file of the highest token, and the token; "" and 0 if there is none."""
+def _newest(directory: Path) -> tuple[str, int]:
+  """The file of the highest token ever acquired, and the token; "" and 0: none."""
   return max(_tokens(directory), key=lambda t: t[1], default=("", 0))
 
 
 def _tokens(directory: Path) -> list[tuple[str, int]]:
-  found = [(n, re.fullmatch(r"(\d+)(\.left)?", n)) for n in os.listdir(directory)]
-  # Where a number is both held and left, it is held no more.
-  return sorted(((n, int(m[1])) for n, m in found if m), key=lambda t: len(t[0]))[::-1]
+  found = [(n, re.fullmatch(r"(\d+)(\.released)?", n)) for n in os.listdir(directory)]
+  # Where a number is both held and released, it is held no more.
+  return sorted(((n, int(m[1])) for n, m in found if m), key=lambda t: -len(t[0]))
 
 
-def _create(path: Path, holder: Holder) -> bool:
+def _create(path: Path, owner: LockOwner) -> bool:
   """Whether this process was the one to create it."""
   try:
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
@@ -276,16 +285,14 @@ def _create(path: Path, holder: Holder) -> bool:
     return False
   try:
     with open(descriptor, "w") as file:
-      json.dump(holder._asdict(), file)
+      json.dump(owner._asdict(), file)
   except OSError:
     path.unlink()
     raise
-  if (
-    _last(path.parent)[0] != path.name
-  ):  # others have come and gone while this one was slow
-    path.unlink()
-    return False
-  return True
+  if _newest(path.parent)[0] == path.name:
+    return True
+  path.unlink()  # others have come and gone while this one was slow
+  return False
 
 
 def _server_time(directory: Path) -> float:
@@ -296,20 +303,3 @@ def _server_time(directory: Path) -> float:
     return path.stat().st_mtime
   finally:
     path.unlink(missing_ok=True)
-
-
-def held(lease: Lease | None) -> bool:
-  """Whether a file may be written: there is no lease to mind, or it is ours."""
-  return why_lost(lease) is None
-
-
-def why_lost(lease: Lease | None) -> str | None:
-  """What `Lease.check` raises, if the lease is lost."""
-  if lease is not None:
-    try:
-      lease.check()
-    except LostError as e:
-      return str(e)
-    except OSError:
-      return None  # the write itself will say what is wrong
-  return None

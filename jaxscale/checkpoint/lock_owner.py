@@ -1,4 +1,4 @@
-"""Who runs: a process as others on the cluster see it, and whether it still lives."""
+"""The owner of a lock: a process as others on the cluster see it; is it alive."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 
-class Holder(NamedTuple):
+class LockOwner(NamedTuple):
   """A run, as others see it.
 
   Attributes:
     host: its name.
     pid: of process 0, as numbered on that host.
     job: as `job_of` gives it; "" for none.
-    since: when it took the lease, seconds since the epoch, by its own clock.
-    process: what tells this process from all others, also after a reboot, in
+    since: when it acquired the lock, seconds since the epoch, by its own clock.
+    process: identifies this process among all others, also after a reboot, in
       containers and where numbers are used again; "" where that is unknown.
   """
 
@@ -69,23 +69,23 @@ def job_parts(job: str) -> tuple[str, int] | None:
   return (found[1], int(found[2])) if found else None
 
 
-def this_process(job: str) -> Holder:
+def this_process(job: str) -> LockOwner:
   """What others see of this process, from now on."""
   pid = os.getpid()
-  return Holder(socket.gethostname(), pid, job, time.time(), _identity(pid) or "")
+  return LockOwner(socket.gethostname(), pid, job, time.time(), _identity(pid) or "")
 
 
-def lives(holder: Holder) -> bool | None:
+def is_alive(owner: LockOwner) -> bool | None:
   """Whether its process is there; None if that cannot be known from here."""
   here = _identity(os.getpid())
-  if not here or not holder.process or holder.host != socket.gethostname():
+  if not here or not owner.process or owner.host != socket.gethostname():
     return None
-  if holder.process.split()[:2] != here.split()[:2]:
+  if owner.process.split()[:2] != here.split()[:2]:
     return None  # another machine, another boot, or another container
-  found = _identity(holder.pid)
-  if found is None and _is_hidden(holder.pid):
+  found = _identity(owner.pid)
+  if found is None and _is_hidden(owner.pid):
     return None
-  return found == holder.process
+  return found == owner.process
 
 
 def _is_hidden(pid: int) -> bool:

@@ -1,6 +1,6 @@
-"""Going on later in the same job: `scontrol requeue`, and when not to.
+"""Resuming later in the same job: `scontrol requeue`, and when not to.
 
-A job that is preempted goes on as often as it makes progress. One that crashes
+A job that is preempted is resumed as often as it makes progress. One that crashes
 at the same place every time would be requeued for ever; as NVIDIA's resiliency
 extension does, we count starts in a row that found no newer checkpoint.
 """
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxscale.cluster.detect.walltime import run_scontrol
+from jaxscale.cluster.detect.scontrol import run_scontrol
 from jaxscale.errors import EXIT_GIVE_UP, EXIT_PREEMPTED
 
 _SCONTROL_S = 30.0
@@ -25,12 +25,7 @@ _TO_THE_JOB = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Requeued(NamedTuple):
-  """What became of the wish to go on later.
-
-  Attributes:
-    code: the exit code for the process.
-    line: for the user.
-  """
+  """The outcome of a requeue: the exit code, and a line for the user."""
 
   code: int
   line: str
@@ -59,7 +54,7 @@ def restarts(env: Mapping[str, str] = os.environ) -> int:
 
 
 def requeue(job: str | None, restarts: int, limit: int) -> Requeued:
-  """Ask Slurm to run this job again; only one process should, as its last deed.
+  """Ask Slurm to run this job again; only one process should, at its very end.
 
   Slurm ends what is left of the job at once, with SIGTERM.
 
@@ -69,24 +64,24 @@ def requeue(job: str | None, restarts: int, limit: int) -> Requeued:
     limit: more are not asked for.
   """
   if job is None:
-    return Requeued(EXIT_PREEMPTED, "saved; start it again to go on")
+    return Requeued(EXIT_PREEMPTED, "saved; start it again to resume")
   if restarts >= limit:
     line = f"job {job} was requeued {restarts} times, and not again (limit {limit})"
     return Requeued(EXIT_GIVE_UP, line)
-  shown = run_scontrol(["show", "job", job])
-  if shown is not None and (state := ending(shown)):
+  shown = run_scontrol("show", "job", job)
+  if shown is not None and (state := ending_state(shown)):
     line = f"job {job} is {state} already: not requeued by this run"
     return Requeued(EXIT_PREEMPTED, line)
-  wrong = _ask(job, restarts)
-  if wrong is not None:
-    return Requeued(EXIT_PREEMPTED, f"job {job} is saved, not requeued: {wrong}")
+  error = _requeue(job, restarts)
+  if error is not None:
+    return Requeued(EXIT_PREEMPTED, f"job {job} is saved, not requeued: {error}")
   return Requeued(EXIT_PREEMPTED, f"job {job} is requeued, restart {restarts + 1}")
 
 
-def _ask(job: str, restarts: int) -> str | None:
-  """What `scontrol requeue` has against it; None: the job is requeued."""
+def _requeue(job: str, restarts: int) -> str | None:
+  """The error of `scontrol requeue`; None: the job is requeued."""
   # Slurm's answer to a requeue is SIGTERM to all of the job, so also to the scontrol
-  # that waits for its word. A new process has the mask of the thread that starts it
+  # that waits for its answer. A new process has the mask of the thread that starts it
   # (sigprocmask(2)); a session of its own is for clusters that signal process groups
   # (slurm.conf(5), proctrack/pgid).
   mask = signal.pthread_sigmask(signal.SIG_BLOCK, _TO_THE_JOB)
@@ -104,16 +99,16 @@ def _ask(job: str, restarts: int) -> str | None:
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
   with done:
     try:
-      _, said = done.communicate(timeout=_SCONTROL_S)
+      _, error = done.communicate(timeout=_SCONTROL_S)
     except subprocess.TimeoutExpired:
       done.kill()
       return f"scontrol: no answer within {_SCONTROL_S:.0f} s"
   if done.returncode == 0:
     return None
-  if said.strip():
-    return " ".join(said.split())
-  # It was ended before it could say how it went.
-  shown = run_scontrol(["show", "job", job])
+  if error.strip():
+    return " ".join(error.split())
+  # It was ended before it could print a result.
+  shown = run_scontrol("show", "job", job)
   if shown is not None and was_requeued(shown, restarts):
     return None
   return f"scontrol: {_ended_by(done.returncode)}; see `scontrol show job {job}`"
@@ -123,7 +118,7 @@ def _ended_by(code: int) -> str:
   try:
     return f"ended by {signal.Signals(-code).name}"
   except ValueError:
-    return f"exit code {code}, without a word"
+    return f"exit code {code}, without a message"
 
 
 def was_requeued(shown: str, restarts: int) -> bool:
@@ -144,20 +139,20 @@ def was_requeued(shown: str, restarts: int) -> bool:
   return waits is not None or any(int(count) > restarts for count in counts)
 
 
-def ending(shown: str) -> str | None:
-  """The state of a job that somebody, or Slurm, is ending; None: it may go on.
+def ending_state(shown: str) -> str | None:
+  """The state of a job that somebody, or Slurm, is ending; None: it may resume.
 
   `scontrol requeue` would revive what was cancelled: that is COMPLETING, or CANCELLED,
   while its processes save; so is what has reached its time limit, but says so, and is
-  to go on (measured with Slurm 22.05).
+  to resume (measured with Slurm 22.05).
 
   Args:
     shown: what `scontrol show job` prints.
 
   Example:
-    >>> ending("JobId=7 JobState=RUNNING Reason=None Dependency=(null)")
-    >>> ending("JobId=7 JobState=COMPLETING Reason=TimeLimit")
-    >>> ending("JobId=7 JobState=CANCELLED Reason=None")
+    >>> ending_state("JobId=7 JobState=RUNNING Reason=None Dependency=(null)")
+    >>> ending_state("JobId=7 JobState=COMPLETING Reason=TimeLimit")
+    >>> ending_state("JobId=7 JobState=CANCELLED Reason=None")
     'cancelled'
   """
   states = re.findall(r"\bJobState=(\w+) Reason=(\w+)", shown)
@@ -167,9 +162,9 @@ def ending(shown: str) -> str | None:
 
 
 def count_start(workdir: Path, job: str | None, restarts: int, step: int) -> int:
-  """Note that the job begins at this step; how many restarts in a row found no more.
+  """Record that the job starts at this step; how many restarts in a row found no more.
 
-  Only one process may call it, before training. Another job begins anew: somebody
+  Only one process may call it, before training. Another job starts at 0: somebody
   has looked at it.
 
   Args:
@@ -201,11 +196,11 @@ def count_start(workdir: Path, job: str | None, restarts: int, step: int) -> int
   return idle
 
 
-def refuse_loop(idle: int, step: int, limit: int) -> str | None:
-  """Why this job must not go on trying, for exit code 93; None: it may.
+def loop_error(idle: int, step: int, limit: int) -> str | None:
+  """Why this job must not be restarted, for exit code 93; None: it may.
 
   Args:
-    idle: what `count_start` says.
+    idle: what `count_start` returns.
     step: of the newest checkpoint.
     limit: so many restarts in a row without progress are the last.
   """

@@ -2,9 +2,9 @@
 
 It runs what a program has independent of each other at the same time, in threads of a
 pool that all devices of a process share, and a collective keeps its thread until all
-devices have come. Hence two things here and `joining.enough_threads`, measured with
-jax 0.10.2. GPUs and TPUs run the collectives of a program in its order, and nothing
-here touches their programs.
+devices have come. Hence two things here and `run.session.set_cpu_threads`, measured
+with jax 0.10.2. GPUs and TPUs run the collectives of a program in its order, and
+nothing here touches their programs.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def one_at_a_time(function: Any, mesh: Mesh) -> Any:
 def numbered(lowered: Any) -> Any:
   """The lowered program, with a number of its own for every collective, in place.
 
-  JAX gives all of them the same, and devices meet by number, kind and group. Those of
-  a loop may run at the same time as others before or after it, where neither needs the
-  other, and on one device sooner than on another: then each device meets another
+  JAX gives all of them the same, and devices rendezvous by number, kind and group. Those
+  of a loop may run at the same time as others before or after it, where neither needs the
+  other, and on one device sooner than on another: then each device joins another
   collective, and XLA adds up what does not belong together, or dies (8 devices, the
   step of five models beside each other under ZeRO-2: once in every run).
 

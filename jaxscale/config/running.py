@@ -107,18 +107,19 @@ class Faults(Timeouts):
   Times are in seconds; their defaults are those of `cluster.Timeouts`.
 
   Attributes:
-    restarts: how often a job may be requeued.
-    idle_restarts: how often in a row without a newer checkpoint.
+    max_restarts: how often a job may be requeued.
+    max_idle_restarts: how often in a row without a newer checkpoint.
   """
 
-  restarts: Annotated[int, ">= 0"] = 100
-  idle_restarts: Count = 3
+  max_restarts: Annotated[int, ">= 0"] = 100
+  max_idle_restarts: Count = 3
 
   def __post_init__(self):
-    if self.heartbeat_s <= self.heartbeat_timeout_s:
+    if self.jax_heartbeat_timeout_s <= self.heartbeat_timeout_s:
       raise ConfigError(
-        f"Faults.heartbeat_s={self.heartbeat_s}: JAX would abort all before "
-        f"heartbeat_timeout_s={self.heartbeat_timeout_s} says who is silent; give more"
+        f"Faults.jax_heartbeat_timeout_s={self.jax_heartbeat_timeout_s}: JAX would "
+        f"abort all before heartbeat_timeout_s={self.heartbeat_timeout_s} reports who "
+        "is silent; give more"
       )
 
 

@@ -11,7 +11,6 @@ from jaxscale import cluster
 from jaxscale.cluster.watch import watch as watches
 from jaxscale.cluster.watch.stop_consensus import StopRequest, StopRequested
 from jaxscale.config import Config, Faults
-from jaxscale.config.loading import parse_args
 from jaxscale.data import to_device
 from jaxscale.errors import ConfigError, GiveUpError, user_message
 from jaxscale.metrics import read_json_lines
@@ -205,5 +204,3 @@ def test_a_notebook_joins_and_keeps_its_ctrl_c():
 def test_mistakes_about_faults_and_workdirs_are_one_line():
   with pytest.raises(ConfigError, match="before heartbeat_timeout_s=200"):
     Faults(heartbeat_timeout_s=200.0)
-  with pytest.raises(ConfigError, match="gs://b/run: give a directory"):
-    parse_args(["--workdir", "gs://b/run"])

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale.collectives.cpu_workarounds import numbered, one_at_a_time
 from jaxscale.mesh import make_mesh
-from jaxscale.run.session import enough_threads
+from jaxscale.run.session import set_cpu_threads
 
 
 @pytest.fixture
@@ -33,21 +33,21 @@ def test_simulated_devices_have_a_thread_for_each_of_eight_collectives(
   environment, name, value
 ):
   environment.setenv(name, value)
-  enough_threads()
+  set_cpu_threads()
   assert os.environ["NPROC"] == "64"
 
 
 @pytest.mark.parametrize("count", ["", "1", "many"])
 def test_a_device_alone_takes_the_threads_that_there_are(environment, count):
   environment.setenv("JAX_NUM_CPU_DEVICES", count)
-  enough_threads()
+  set_cpu_threads()
   assert "NPROC" not in os.environ
 
 
 def test_threads_that_were_asked_for_stay(environment):
   environment.setenv("NPROC", "3")
   environment.setenv("JAX_NUM_CPU_DEVICES", "8")
-  enough_threads()
+  set_cpu_threads()
   assert os.environ["NPROC"] == "3"
 
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 TRAIN = """
 from jaxscale.cluster.watch import signals
-signals.forbid_notifier()
+signals.disable_xla_notifier()
 import jax, jax.numpy as jnp, numpy as np
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[5]}", n, rank)
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -59,9 +59,9 @@ def test_all_leave_soon_and_name_the_culprit(child, tmp_path, fault, line):
   with socket.create_server(("127.0.0.1", 0)) as server:
     ours = server.getsockname()[1]
   # Limits that a machine which is busy with other tests keeps in health.
-  quick = "heartbeat_timeout_s=1.2, hang_timeout_s=1.6, compiling_s=1.5"
+  quick = "heartbeat_timeout_s=1.2, hang_timeout_s=1.6, compile_timeout_s=1.5"
   code = (
-    CHILD.replace(quick, "heartbeat_timeout_s=4, hang_timeout_s=5, compiling_s=100")
+    CHILD.replace(quick, "heartbeat_timeout_s=4, hang_timeout_s=5, compile_timeout_s=100")
     .replace(
       "socket.socket(fileno=port)  # inherited, and listening",
       'socket.create_server(("127.0.0.1", port))',

@@ -11,10 +11,11 @@ import time
 
 import pytest
 
-from jaxscale.cluster.detect.launched import Launch
+from jaxscale.cluster.detect.launch import Launch
 from jaxscale.cluster.rendezvous import network
-from jaxscale.cluster.rendezvous.client import Meeting
+from jaxscale.cluster.rendezvous.client import ProcessGroup
 from jaxscale.cluster.rendezvous.join import join
+from jaxscale.cluster.timeouts import Timeouts
 from jaxscale.errors import ConfigError
 from support.commands import own_lines
 from support.fault_table import measured
@@ -23,20 +24,20 @@ from support.paths import ROOT
 CHILD = """
 import json, os, signal, sys, time
 from jaxscale.cluster import wire
-from jaxscale.cluster.detect.launched import Launch
+from jaxscale.cluster.detect.launch import Launch
 from jaxscale.cluster.rendezvous.join import check_devices, join
-from jaxscale.cluster.rendezvous.client import meet
+from jaxscale.cluster.rendezvous.client import rendezvous
 from jaxscale.errors import ConfigError
 a = json.loads(sys.argv[1])
 got = []
 signal.signal(signal.SIGTERM, lambda *_: got.append("TERM"))
 launch = Launch("test", a["rank"], a["of"], a["host"], 0, 1, a["job"])
 try:
-  meeting = meet(launch, timeout_s=60)
+  group = rendezvous(launch, timeout_s=60)
   began = time.monotonic()
-  join(launch, meeting)
+  join(launch, group)
   joined = time.monotonic() - began
-  check_devices(meeting)
+  check_devices(group)
 except ConfigError as e:
   print(json.dumps({"error": str(e)}), flush=True)
   os._exit(2)
@@ -46,7 +47,7 @@ import numpy as np
 total = process_allgather(np.float32(a["rank"] + 1)).sum()
 os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(0.1)
-link = list(meeting.links.values())[0]
+link = list(group.links.values())[0]
 wire.send(link, {"still": a["rank"]})
 print(json.dumps({
   "total": float(total), "processes": jax.process_count(), "signals": got,
@@ -108,7 +109,7 @@ def test_two_processes_join_behind_a_dead_proxy_and_own_their_signals(results):
 
 
 def test_the_coordinator_s_port_is_never_free_for_others(monkeypatch):
-  """From the meeting until JAX listens, though both are in one process."""
+  """From the group until JAX listens, though both are in one process."""
   port, kept = network.free_port(network.ports_of(f"kept-{time.monotonic_ns()}"))
   bound = []
 
@@ -122,7 +123,7 @@ def test_the_coordinator_s_port_is_never_free_for_others(monkeypatch):
 
   monkeypatch.setattr("jax.distributed.initialize", initialize)
   launch = Launch("test", 0, 2, "127.0.0.1", 0, 1, "kept")
-  join(launch, Meeting(0, 2, ["n1", "n2"], f"127.0.0.1:{port}", {}, kept))
+  join(launch, ProcessGroup(0, 2, ["n1", "n2"], f"127.0.0.1:{port}", {}, kept))
   assert bound == [1] and kept.fileno() == -1
 
 
@@ -172,11 +173,11 @@ def test_other_numbers_of_devices_are_one_line_in_all(results):
 def test_a_coordinator_that_cannot_be_reached_is_a_line_not_an_abort():
   port, kept = network.free_port(network.ports_of(f"no-jax-{time.monotonic_ns()}"))
   with kept:
-    meeting = Meeting(1, 2, ["n1", "n2"], f"127.0.0.1:{port}", {})
+    group = ProcessGroup(1, 2, ["n1", "n2"], f"127.0.0.1:{port}", {})
     launch = Launch("test", 1, 2, "n1", 0, 1, "j")
     began = time.monotonic()
     with pytest.raises(ConfigError) as e:
-      join(launch, meeting, initialization_timeout_s=1)
+      join(launch, group, Timeouts(jax_initialization_timeout_s=1))
   assert time.monotonic() - began < 5
   assert str(e.value) == (
     f"process 1 (n2): JAX's coordinator on n1, 127.0.0.1:{port}, not reached for 1 s "

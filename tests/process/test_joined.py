@@ -1,4 +1,4 @@
-"""`cluster.joined` in real processes: how it begins, and how it ends."""
+"""`cluster.open_session` in real processes: how it begins, and how it ends."""
 
 import os
 import signal
@@ -16,12 +16,12 @@ import sys, time
 import jax
 from jaxscale import cluster
 from jaxscale.cluster import detect
-from jaxscale.cluster.detect.launched import Launch
+from jaxscale.cluster.detect.launch import Launch
 # A TPU pod whose processes only JAX can count; what its chips say is said here.
 detect.detect = lambda env: Launch("tpu", 0, 0)
 found, (address, rank) = jax.distributed.initialize, sys.argv[1:]
 jax.distributed.initialize = lambda **given: found(address, 2, int(rank), **given)
-with cluster.joined() as watch:
+with cluster.open_session() as watch:
   assert watch.is_watched and jax.process_count() == 2
   print("up", jax.process_index(), flush=True)
   step = 0
@@ -78,7 +78,7 @@ def test_where_only_jax_knows_the_others_they_meet_after_it(start):
 EXIT = """
 import sys
 from jaxscale import cluster
-with cluster.joined():
+with cluster.open_session():
   sys.exit(int(sys.argv[1]))
 """
 
@@ -102,7 +102,7 @@ import sys
 from jaxscale import cluster
 from jaxscale.errors import ConfigError
 def main():
-  with cluster.joined():
+  with cluster.open_session():
     import jax
     print("up", flush=True)
     sys.stdin.readline()

@@ -22,7 +22,7 @@ from support.tiny_runs import ARGS, assert_same_run, checkpoint_names, start
 
 
 def names(workdir):
-  return sorted(p.name for p in (workdir / "lease").iterdir())
+  return sorted(p.name for p in (workdir / "lock").iterdir())
 
 
 def python(code, *args, **env):
@@ -37,7 +37,7 @@ def python(code, *args, **env):
 TAKE = """
 import os, sys; from pathlib import Path; from jaxscale.checkpoint import lock
 from jaxscale.errors import ConfigError
-try: held = lock.take(Path(sys.argv[1]), sys.argv[2], renew_s=0.1)
+try: held = lock.acquire(Path(sys.argv[1]), sys.argv[2], renew_s=0.1)
 except ConfigError as e: print("refused", e); sys.exit(2)
 print("taken", held.token, flush=True)
 sys.stdin.readline()
@@ -45,14 +45,14 @@ os._exit(0)  # as if killed: nothing is released
 """
 
 
-def test_a_lease_that_was_let_go_is_free(tmp_path):
-  with lock.take(tmp_path) as first:
+def test_a_lock_that_was_released_is_free(tmp_path):
+  with lock.acquire(tmp_path) as first:
     assert names(tmp_path) == ["1"]
     first.check()
-  assert names(tmp_path) == ["1.left"]
-  with lock.take(tmp_path) as second:
+  assert names(tmp_path) == ["1.released"]
+  with lock.acquire(tmp_path) as second:
     assert (first.token, second.token) == (1, 2) and names(tmp_path) == ["2"]
-    with pytest.raises(lock.LostError):
+    with pytest.raises(lock.LockLostError):
       first.check()
 
 
@@ -62,16 +62,16 @@ def test_a_run_that_lives_is_not_disturbed(tmp_path):
     assert other.stdout.readline() == "taken 1\n"
     began = time.monotonic()
     with pytest.raises(ConfigError) as error:
-      lock.take(tmp_path)
+      lock.acquire(tmp_path)
     assert time.monotonic() - began < 1
     line = str(error.value)
     for said in (os.uname().nodename, f"pid {other.pid}", "since 20", "--workdir"):
       assert said in line
     assert f"kill {other.pid}" in line and "\n" not in line
     assert names(tmp_path) == ["1"]
-    # Once it is gone without a word, nobody waits for its lease to lapse.
+    # Once it is gone without a word, nobody waits for its lock to expire.
     other.communicate("\n")
-    with lock.take(tmp_path) as held:
+    with lock.acquire(tmp_path) as held:
       assert held.token == 2 and time.monotonic() - began < 10
   finally:
     other.kill()
@@ -79,44 +79,44 @@ def test_a_run_that_lives_is_not_disturbed(tmp_path):
 
 
 def test_a_restart_replaces_what_is_left_of_its_job(tmp_path):
-  with lock.take(tmp_path, "slurm-7.0-r0", renew_s=0.05) as old:
-    with lock.take(tmp_path, "slurm-7.0-r1") as new:
+  with lock.acquire(tmp_path, "slurm-7.0-r0", renew_s=0.05) as old:
+    with lock.acquire(tmp_path, "slurm-7.0-r1") as new:
       new.check()
-      with pytest.raises(lock.LostError, match=r"taken over .*slurm-7\.0-r1"):
+      with pytest.raises(lock.LockLostError, match=r"taken over .*slurm-7\.0-r1"):
         old.check()
-      assert not lock.held(old) and lock.held(new) and lock.held(None)
+      assert not lock.is_held(old) and lock.is_held(new) and lock.is_held(None)
     old._thread.join(5)
     assert not old._thread.is_alive()
-  assert names(tmp_path) == ["2.left"]  # the old one has nothing to let go
+  assert names(tmp_path) == ["2.released"]  # the old one has nothing to let go
 
 
 def of_another_host(directory, job="", age=0.0):
-  """A lease as a run on another machine would hold it."""
-  (directory / "lease").mkdir(exist_ok=True)
-  who = lock_owner.Holder("far-away", 12, job, time.time() - 1000, "boot ns 1")
-  path = directory / "lease" / "1"
+  """A lock as a run on another machine would hold it."""
+  (directory / "lock").mkdir(exist_ok=True)
+  who = lock_owner.LockOwner("far-away", 12, job, time.time() - 1000, "boot ns 1")
+  path = directory / "lock" / "1"
   path.write_text(json.dumps(who._asdict()))
   os.utime(path, (time.time() - age,) * 2)
   return path
 
 
-def test_a_run_elsewhere_is_waited_for_until_its_lease_lapses(tmp_path):
+def test_a_run_elsewhere_is_waited_for_until_its_lock_expires(tmp_path):
   of_another_host(tmp_path)
   said, began = [], time.monotonic()
-  with lock.take(tmp_path, say=said.append, lapse_s=2) as held:
+  with lock.acquire(tmp_path, log=said.append, expire_s=2) as held:
     assert held.token == 2 and 1.5 < time.monotonic() - began < 10
   assert len(said) == 1 and "far-away" in said[0] and "waiting up to 2 s" in said[0]
 
 
-def test_a_lease_that_lapsed_long_ago_is_taken_at_once(tmp_path):
+def test_a_lock_that_expired_long_ago_is_acquired_at_once(tmp_path):
   of_another_host(tmp_path, age=61)
-  with lock.take(tmp_path, say=pytest.fail) as held:
+  with lock.acquire(tmp_path, log=pytest.fail) as held:
     assert held.token == 2
 
 
 def test_a_later_step_of_the_job_waits_less(tmp_path):
-  of_another_host(tmp_path, "slurm-7.0-r0", age=lock.LAPSE_SAME_JOB_S + 1)
-  with lock.take(tmp_path, "slurm-7.1-r0", say=pytest.fail):
+  of_another_host(tmp_path, "slurm-7.0-r0", age=lock.EXPIRE_SAME_JOB_S + 1)
+  with lock.acquire(tmp_path, "slurm-7.1-r0", log=pytest.fail):
     pass
 
 
@@ -127,7 +127,7 @@ def test_a_run_elsewhere_that_renews_is_not_disturbed(tmp_path):
     os.utime(path, (time.time() + 1,) * 2)
 
   with pytest.raises(ConfigError, match=r"far-away.*scancel 7"):
-    lock.take(tmp_path, "slurm-8.0-r0", say=renew, lapse_s=5)
+    lock.acquire(tmp_path, "slurm-8.0-r0", log=renew, expire_s=5)
 
 
 def test_of_many_that_come_at_once_one_gets_it(tmp_path):
@@ -142,15 +142,15 @@ def test_of_many_that_come_at_once_one_gets_it(tmp_path):
       process.communicate()
 
 
-def test_a_lease_that_was_deleted_counts_as_lost(tmp_path):
-  with lock.take(tmp_path) as held:
+def test_a_lock_that_was_deleted_counts_as_lost(tmp_path):
+  with lock.acquire(tmp_path) as held:
     held.path.unlink()
-    with pytest.raises(lock.LostError, match="removed"):
+    with pytest.raises(lock.LockLostError, match="removed"):
       held.check()
 
 
 def test_a_file_server_that_does_not_answer_loses_nothing(tmp_path, monkeypatch):
-  with lock.take(tmp_path) as held:
+  with lock.acquire(tmp_path) as held:
     with monkeypatch.context() as patch:
 
       def away(path):
@@ -189,7 +189,7 @@ from support.states import at_step, make_states
 
 workdir, moment = Path(sys.argv[1]), sys.argv[2]
 _, state = make_states(1)
-held = lock.take(workdir, "slurm-7.0-r0")
+held = lock.acquire(workdir, "slurm-7.0-r0")
 begun, check, finish = files.start_writing, held.check, files.finish
 
 def stop():
@@ -202,7 +202,7 @@ def stop_after(function):
     return result
   return stopped
 
-with Checkpoints(workdir / "checkpoints", lease=held) as checkpoints:
+with Checkpoints(workdir / "checkpoints", lock=held) as checkpoints:
   checkpoints.save(at_step(state, 1)); checkpoints.wait()
   if moment == "written": files.start_writing = stop_after(begun)
   if moment == "merged": files.finish = stop_after(finish)
@@ -211,7 +211,7 @@ with Checkpoints(workdir / "checkpoints", lease=held) as checkpoints:
   if moment == "before": stop()
   try:
     checkpoints.save(at_step(state, 2)); checkpoints.wait()
-  except lock.LostError as e:
+  except lock.LockLostError as e:
     print(e); os._exit(93)
 print("not stopped"); os._exit(0)
 """
@@ -233,8 +233,8 @@ def test_a_writer_that_was_replaced_in_mid_save_commits_nothing(
     wait_until(lambda: state_of(old.pid) == "T", old)
     abstract, state = make_states(1)
     with (
-      lock.take(tmp_path, "slurm-7.0-r1") as held,
-      Checkpoints(tmp_path / "checkpoints", lease=held) as checkpoints,
+      lock.acquire(tmp_path, "slurm-7.0-r1") as held,
+      Checkpoints(tmp_path / "checkpoints", lock=held) as checkpoints,
     ):
       assert checkpoints.steps() == [1]
       mine = at_step(state, 5)._replace(step=at_step(state, 2).step)

@@ -12,9 +12,9 @@ import time
 import pytest
 
 from jaxscale.cluster import wire
-from jaxscale.cluster.detect.launched import Launch
+from jaxscale.cluster.detect.launch import Launch
 from jaxscale.cluster.rendezvous import network, server
-from jaxscale.cluster.rendezvous.client import meet
+from jaxscale.cluster.rendezvous.client import rendezvous
 from support import rendezvous as meetings
 from support.paths import ROOT
 from support.rendezvous import connect, ends, job, the_line, who
@@ -39,8 +39,8 @@ def test_four_processes_meet_in_any_order_and_can_talk(start):
 
 
 def test_one_process_needs_nobody():
-  meeting = meet(Launch("single", 0, 1, None, 0, 1, "alone"))
-  assert meeting.links == {} and meeting.num_processes == len(meeting.hosts) == 1
+  group = rendezvous(Launch("single", 0, 1, None, 0, 1, "alone"))
+  assert group.links == {} and group.num_processes == len(group.hosts) == 1
 
 
 def same_port_first(name, other):
@@ -89,8 +89,8 @@ def test_strangers_do_not_disturb(start):
   port = network.ports_of(name)[0]
   first = start(0, 2, name)
   bad = [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01" * 99, b"[" * 50_000,
-         b"{}\n", b"5\n", b'{"meeting": 1, "who": {"rank": []}}\n', b"",
-         json.dumps({"meeting": name, "who": [1] * 9}).encode() + b"\n"]  # fmt: skip
+         b"{}\n", b"5\n", b'{"job": 1, "hello": {"rank": []}}\n', b"",
+         json.dumps({"job": name, "hello": [1] * 9}).encode() + b"\n"]  # fmt: skip
   strangers = [connect(port) for _ in bad]
   for sock, words in zip(strangers, bad, strict=True):
     sock.sendall(words)
@@ -99,8 +99,8 @@ def test_strangers_do_not_disturb(start):
     for _ in range(1000):  # without an end of line: cut off, not collected
       flood.sendall(b"x" * 10_000)
   other = connect(port)
-  wire.send(other, {"meeting": "another job", "who": [1]})
-  assert wire.Receiver(other).receive(5) == {"other": name}
+  wire.send(other, {"job": "another job", "hello": [1]})
+  assert wire.Receiver(other).receive(5) == {"other_job": name}
   got = ends([first, start(1, 2, name)], 15)
   assert [code for code, _ in got] == [0, 0]
   for sock in [*strangers, other]:
@@ -110,9 +110,9 @@ def test_strangers_do_not_disturb(start):
 def test_a_forked_worker_does_not_keep_a_dead_process_s_link_open(start):
   name = job("fork")
   child = start(1, 2, name, fork=True, stay=30)
-  meeting = meet(Launch("test", 0, 2, "127.0.0.1", 0, 1, name), timeout_s=15)
+  group = rendezvous(Launch("test", 0, 2, "127.0.0.1", 0, 1, name), timeout_s=15)
   try:
-    sock = meeting.links[1]
+    sock = group.links[1]
     wire.send(sock, {})
     receiver = wire.Receiver(sock)
     assert receiver.receive(10)["from"] == 1
@@ -124,8 +124,8 @@ def test_a_forked_worker_does_not_keep_a_dead_process_s_link_open(start):
     assert time.monotonic() - began < 1
     os.kill(worker, signal.SIGKILL)
   finally:
-    meeting.links[1].close()
-    meeting.reserved.close()
+    group.links[1].close()
+    group.reserved.close()
 
 
 LIMITS = [  # processes, soft and hard limit of open files -> the soft one then
@@ -163,7 +163,7 @@ def test_more_processes_meet_than_files_may_be_open_at_first(start):
   guests = [connect(port)]
   guests += [socket.create_connection(("127.0.0.1", port)) for _ in range(count - 2)]
   for rank, sock in enumerate(guests, 1):
-    wire.send(sock, {"meeting": name, "who": who(rank, count)})
+    wire.send(sock, {"job": name, "hello": who(rank, count)})
   for rank, sock in enumerate(guests, 1):
     receiver = wire.Receiver(sock)
     assert receiver.receive(10) == {"welcome": name}
@@ -193,13 +193,13 @@ def test_a_thousand_processes_meet_in_seconds():
   def come():
     for rank in range(1, count):
       sock = socket.create_connection(("127.0.0.1", port))
-      wire.send(sock, {"meeting": name, "who": who(rank, count)})
+      wire.send(sock, {"job": name, "hello": who(rank, count)})
       guests.append(sock)
 
   thread = threading.Thread(target=come)
   thread.start()
   launch = Launch("test", 0, count, None, 0, 1, name)
-  hosts, links = server.call(launch, own, listener, 60, ready=lambda: 4321)
+  hosts, links = server.serve(launch, own, listener, 60, coordinator_port=lambda: 4321)
   thread.join()
   assert hosts == [f"n{r + 1}" for r in range(count)] and len(links) == count - 1
   receiver = wire.Receiver(guests[-1])

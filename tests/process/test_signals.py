@@ -10,7 +10,7 @@ import time
 import pytest
 
 from jaxscale.cluster.watch import signals
-from jaxscale.cluster.watch.signals import Latch
+from jaxscale.cluster.watch.signals import SignalHandlers
 from support.commands import child_env
 from support.processes import line_of
 from support.watched import ends, wait_up
@@ -18,9 +18,9 @@ from support.watched import ends, wait_up
 # The main thread of this process never comes back to Python.
 STUCK = """
 import ctypes, os, signal, sys, time
-from jaxscale.cluster.watch.signals import Latch
-latch = Latch(grace_s=0.6)
-latch.attach(lambda reason: print("asked", reason, flush=True))
+from jaxscale.cluster.watch.signals import SignalHandlers
+handlers = SignalHandlers(grace_s=0.6)
+handlers.attach(lambda reason: print("asked", reason, flush=True))
 print("up", flush=True)
 lock = ctypes.create_string_buffer(64)
 ctypes.CDLL(None).pthread_mutex_lock(lock)
@@ -66,37 +66,39 @@ def test_the_second_ctrl_c_leaves_at_once(child):
 
 def test_a_signal_before_anybody_listens_is_kept():
   asked = []
-  with Latch(grace_s=None) as latch:
+  with SignalHandlers(grace_s=None) as handlers:
     signal.raise_signal(signal.SIGUSR2)
     until = time.monotonic() + 5
-    while latch.reason is None and time.monotonic() < until:
+    while handlers.request is None and time.monotonic() < until:
       time.sleep(0.001)
     assert asked == []
-    latch.attach(asked.append)
-    assert asked == ["SIGUSR2"] and latch.reason == "SIGUSR2"
+    handlers.attach(asked.append)
+    assert asked == [handlers.request] and asked[0].cause == "SIGUSR2"
 
 
 def test_saved_in_time_nothing_happens():
   left = []
-  with Latch(grace_s=0.2) as latch:
+  with SignalHandlers(grace_s=0.2) as handlers:
     asked = threading.Event()
-    latch.attach(lambda reason: asked.set(), lambda *fault: left.append(fault))
+    handlers.attach(lambda reason: asked.set(), lambda *fault: left.append(fault))
     signal.raise_signal(signal.SIGTERM)
     assert asked.wait(5)
-    latch.saved()
+    handlers.mark_saved()
     time.sleep(0.4)
   assert left == []
 
 
 def test_the_signals_are_given_back():
   before = [signal.getsignal(number) for number in signals.STOPPING]
-  with Latch(grace_s=None):
+  with SignalHandlers(grace_s=None):
     assert signal.getsignal(signal.SIGTERM) not in before
   assert [signal.getsignal(number) for number in signals.STOPPING] == before
   assert signal.set_wakeup_fd(-1) == -1
   # In a notebook's worker thread nothing can be caught, and nothing breaks.
   made = []
-  thread = threading.Thread(target=lambda: made.append(Latch(grace_s=None).close()))
+  thread = threading.Thread(
+    target=lambda: made.append(SignalHandlers(grace_s=None).close())
+  )
   thread.start()
   thread.join()
   assert made == [None]
@@ -104,10 +106,10 @@ def test_the_signals_are_given_back():
 
 FORKS = """
 import os, signal, sys, time
-from jaxscale.cluster.watch.signals import Latch
-latch = Latch(grace_s=None)
+from jaxscale.cluster.watch.signals import SignalHandlers
+handlers = SignalHandlers(grace_s=None)
 asked = []
-latch.attach(asked.append)
+handlers.attach(asked.append)
 def ended_by(number):
   child = os.fork()
   if child == 0:
@@ -132,9 +134,9 @@ def test_a_worker_dies_of_its_own_signal(child):
 
 # Steps until all agree to stop; 85 as the run's own main would.
 STOPS = """
-from jaxscale.cluster.watch.signals import Latch, exit_code
-latch = Latch(grace_s=5.0)
-latch.attach(w.stop.request, w.fail)
+from jaxscale.cluster.watch.signals import SignalHandlers
+handlers = SignalHandlers(grace_s=5.0)
+handlers.attach(w.stop.request, w.fail)
 step, why = 0, None
 while not why:
   step += 1
@@ -147,7 +149,7 @@ while not why:
 w.at(step, "saving")
 print(step, why, flush=True)
 w.close()
-sys.exit(exit_code(why))
+sys.exit(why.exit_code)
 """
 
 
@@ -201,13 +203,13 @@ import os, sys, time, threading
 from pathlib import Path
 rank, port, ours = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "ours"
 from jaxscale.cluster.watch import signals
-latch = signals.Latch(grace_s=3.0)
+handlers = signals.SignalHandlers(grace_s=3.0)
 if ours:
-  signals.forbid_notifier()
+  signals.disable_xla_notifier()
 import jax, jax.numpy as jnp, numpy as np
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank, initialization_timeout=60)
 from jax.experimental import multihost_utils
-latch.attach(lambda reason: print("asked", reason, flush=True))
+handlers.attach(lambda reason: print("asked", reason, flush=True))
 multihost_utils.process_allgather(np.ones(1))
 print("up", flush=True)
 if rank == 1:

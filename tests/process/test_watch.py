@@ -8,15 +8,15 @@ import time
 
 import pytest
 
+from jaxscale.cluster.timeouts import Timeouts
 from jaxscale.cluster.watch import fault_detection
 from jaxscale.cluster.watch.fault_detection import (
   Fault,
-  Limits,
-  Seen,
+  ProcessState,
   find_hang,
   find_slow,
 )
-from jaxscale.cluster.watch.watch import cause_of
+from jaxscale.cluster.watch.watch import failure_of
 from jaxscale.cluster.wire import MAX_BYTES, Receiver, encode, send
 from support.watched import ends, wait_up
 
@@ -125,7 +125,9 @@ def test_a_process_whose_gil_is_held_for_ever(family):
 
 
 def test_a_run_of_one_process_can_be_watched_too(family):
-  alone = "w.close(); w = watch.start({}, 0, hosts, limits=LIMITS, watch_alone=True)\n"
+  alone = (
+    "w.close(); w = watch.start({}, 0, hosts, timeouts=LIMITS, watch_alone=True)\n"
+  )
   [code], [error] = ends(family(alone + "train(10); time.sleep(1000)"), within=8)
   assert code == 86
   assert re.match(r"error: process 0 on n0 hangs in step 10 for \d s\n", error)
@@ -168,17 +170,17 @@ def test_process_0_too_can_raise_or_leave(family):
   assert errors[1] == ""
 
 
-LIMITS = Limits(
+LIMITS = Timeouts(
   heartbeat_interval_s=1,
   heartbeat_timeout_s=20,
   hang_timeout_s=50,
-  compiling_s=900,
-  saving_s=600,
+  compile_timeout_s=900,
+  save_timeout_s=600,
 )
 
 
 def seen(step, activity, since, *, steps=100, count=0, left=False, mean=0.02):
-  return Seen(1000.0, step, activity, count, since, 0.0, steps, mean, left)
+  return ProcessState(1000.0, step, activity, count, since, 0.0, steps, mean, left)
 
 
 @pytest.mark.parametrize(
@@ -236,11 +238,11 @@ def test_who_left_early_is_to_blame_for_those_that_wait():
 
 
 def test_the_first_of_the_strongest_kind_is_the_cause():
-  follows, failed = Fault("follows", 1, ""), Fault("failed", 2, "")
+  follows, failed = Fault("consequence", 1, ""), Fault("failed", 2, "")
   died, again = Fault("died", 3, ""), Fault("died", 4, "")
-  assert fault_detection.choose([follows, failed]) is failed
-  assert fault_detection.choose([follows, died, failed, again]) is died
-  assert fault_detection.choose([follows]) is follows
+  assert fault_detection.root_cause([follows, failed]) is failed
+  assert fault_detection.root_cause([follows, died, failed, again]) is died
+  assert fault_detection.root_cause([follows]) is follows
 
 
 def test_an_error_may_follow_from_another_process():
@@ -248,29 +250,32 @@ def test_an_error_may_follow_from_another_process():
     pass
 
   reset = "UNKNOWN: Gloo all-reduce failed: [pair.cc:547] Connection closed by peer"
-  assert cause_of(ValueError(reset)) == (f"ValueError: {reset}", 1, True)
-  assert cause_of(JaxRuntimeError("INTERNAL: unhandled cuda error\nmore"))[2]
-  assert not cause_of(JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"))[2]
-  assert cause_of(KeyError("x")) == ("KeyError: 'x'", 1, False)
-  assert cause_of(MemoryError()) == ("MemoryError", 1, False)
-  assert cause_of(SystemExit(7)) == ("SystemExit: 7", 7, False)
+  assert failure_of(ValueError(reset))[:3] == (f"ValueError: {reset}", 1, True)
+  assert failure_of(JaxRuntimeError("INTERNAL: unhandled cuda error\nmore"))[2]
+  assert not failure_of(JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"))[2]
+  assert failure_of(KeyError("x"))[:3] == ("KeyError: 'x'", 1, False)
+  assert failure_of(MemoryError())[:3] == ("MemoryError", 1, False)
+  assert failure_of(SystemExit(7))[:3] == ("SystemExit: 7", 7, False)
 
 
 def test_loading_libraries_is_no_silence():
-  ranks = {0: Seen(950.0), 1: Seen(950.0, 3, "step")}
+  ranks = {0: ProcessState(950.0), 1: ProcessState(950.0, 3, "step")}
   assert [f.rank for f in fault_detection.find_silent(ranks, 1000.0, LIMITS)] == [1]
   assert len(fault_detection.find_silent(ranks, 1600.0, LIMITS)) == 2
 
 
 def test_who_never_says_where_it_is_may_train_for_days():
-  endless = Limits(starting_s=math.inf)
-  assert not find_hang({0: Seen(0.0), 1: Seen(0.0)}, 1e6, endless)
-  ranks = {0: Seen(1e6 - 500), 1: Seen(1e6 - 700)}  # but not without a heartbeat
+  endless = Timeouts(startup_timeout_s=math.inf)
+  assert not find_hang({0: ProcessState(0.0), 1: ProcessState(0.0)}, 1e6, endless)
+  ranks = {
+    0: ProcessState(1e6 - 500),
+    1: ProcessState(1e6 - 700),
+  }  # but not without a heartbeat
   assert [f.rank for f in fault_detection.find_silent(ranks, 1e6, endless)] == [1]
 
 
 def test_what_a_program_does_after_a_run_is_its_own():
-  assert not find_hang({0: seen(45, "outside", 0)}, 1e6, Limits(starting_s=math.inf))
+  assert not find_hang({0: seen(45, "outside", 0)}, 1e6, Timeouts(startup_timeout_s=math.inf))
   after = {0: seen(45, "outside", 300), 1: seen(45, "outside", 300)}
   assert find_hang(after, 1000.0, LIMITS)  # a command's end has a limit, 600 s
   assert not find_hang(after, 800.0, LIMITS)

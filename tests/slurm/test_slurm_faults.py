@@ -54,7 +54,7 @@ def test_a_fault_ends_the_job_and_is_named(slurm, whole, tmp_path, fault):
   measured(DONE[fault], job.seconds(), code, error_of(said), AT - saved)
   again = Job(slurm, tmp_path)
   again.end("COMPLETED")
-  assert f"going on from the checkpoint of step {saved}" in again.said()
+  assert f"resuming from the checkpoint of step {saved}" in again.said()
   assert_same_run(job.workdir, whole)
 
 
@@ -90,7 +90,7 @@ def test_a_slow_process_is_named_and_lives(slurm, whole, tmp_path):
 
 def test_a_job_that_makes_no_progress_is_given_up(slurm, tmp_path):
   """Requeued from outside again and again, it leaves with 93 before it trains."""
-  job = Job(slurm, tmp_path, "kill always", 0, "--config.faults.idle_restarts=1")
+  job = Job(slurm, tmp_path, "kill always", 0, "--config.faults.max_idle_restarts=1")
   for start in (1, 2):  # the first leaves a checkpoint, the second a later one, or none
     job.until(lambda start=start: len(job.codes()) == start)
     job.end("FAILED")

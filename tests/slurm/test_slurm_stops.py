@@ -38,7 +38,7 @@ def test_a_preempted_job_saves_and_is_requeued(slurm, whole, tmp_path, how):
   seconds, codes = job.stopped(since)
   job.end("COMPLETED")
   (step,) = re.findall(r"saved step (\d+)", job.said())
-  assert f"going on from the checkpoint of step {step}" in job.said()
+  assert f"resuming from the checkpoint of step {step}" in job.said()
   assert seconds < 60 and codes == {85} and job.codes()[-1] == 0
   assert_same_run(job.workdir, whole)
   measured(how, seconds, 85, error_or_stop(job.said()))
@@ -49,15 +49,15 @@ def test_three_preemptions_change_no_bit(slurm, whole, tmp_path):
   job = Job(slurm, tmp_path, "usr1", 2)
   said = r"saved step (\d+)"
   job.until(lambda: len(re.findall(said, job.said())) == 1)
-  job.until(lambda: "going on from" in job.said())
+  job.until(lambda: "resuming from" in job.said())
   first = newest_step(job.workdir)
   job.until(lambda: newest_step(job.workdir) > first)
   slurm.run("scancel", "--signal=TERM", job.id)
-  job.until(lambda: job.said().count("going on from") == 2)
+  job.until(lambda: job.said().count("resuming from") == 2)
   second = newest_step(job.workdir)
   slurm.run("scontrol", "requeue", job.id)
   job.end("COMPLETED")
-  assert second < STEPS and job.said().count("going on from") == 3
+  assert second < STEPS and job.said().count("resuming from") == 3
   assert_same_run(job.workdir, whole)
 
 
@@ -76,7 +76,7 @@ def test_the_end_of_its_time_is_met_saved(slurm, tmp_path, end):
   assert codes == {85}
   measured(f"walltime, its end {end}", seconds, 85, error_or_stop(job.said()))
   job.until(lambda: "is requeued, restart 1" in job.said(), 30)
-  job.until(lambda: "going on from" in job.said())
+  job.until(lambda: "resuming from" in job.said())
   slurm.run("scancel", job.id)
 
 
@@ -125,12 +125,12 @@ def test_ctrl_c_on_srun_saves(slurm, tmp_path, options):
 
 
 def test_fewer_nodes_go_on_where_more_have_stopped(slurm, whole, tmp_path):
-  job = Job(slurm, tmp_path, "usr1", 1, "--config.faults.restarts=0")
+  job = Job(slurm, tmp_path, "usr1", 1, "--config.faults.max_restarts=0")
   job.end("FAILED")
   assert job.codes() == [93] and "not again (limit 0)" in job.said()
   again = Job(slurm, tmp_path, nodes=1)
   again.end("COMPLETED")
-  assert "going on from the checkpoint of step" in again.said()
+  assert "resuming from the checkpoint of step" in again.said()
   for a, b in zip(
     *(np.concatenate([np.ravel(x) for x in _leaves(w)]) for w in (job.workdir, whole)),
     strict=True,

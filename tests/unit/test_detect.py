@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxscale.cluster.detect import mpi, slurm
-from jaxscale.cluster.detect.detect import Launch, detect
+from jaxscale.cluster.detect import Launch, detect, mpi, slurm
 from jaxscale.cluster.detect.local_devices import local_device_ids, visible_gpus
 from jaxscale.errors import ConfigError
 from support.launches import MPI, STARTS, STEP, found, tasks

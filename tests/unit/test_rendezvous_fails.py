@@ -9,9 +9,9 @@ import time
 import pytest
 
 from jaxscale.cluster import wire
-from jaxscale.cluster.detect.launched import Launch
+from jaxscale.cluster.detect.launch import Launch
 from jaxscale.cluster.rendezvous import network, server
-from jaxscale.cluster.rendezvous.handshake import disagreements, versions
+from jaxscale.cluster.rendezvous.handshake import find_mismatches, versions
 from jaxscale.errors import ConfigError
 from support import rendezvous as meetings
 from support.fault_table import measured
@@ -25,7 +25,9 @@ def test_who_never_comes_is_named_with_the_hosts_to_look_at(start):
   name, nodes = job("missing"), ["n1", "n2", "n7", "n8", "n9"]
   here = [start(r, 5, name, timeout=2, nodes=nodes) for r in (0, 1)]
   line = the_line(here, 10)
-  assert line.startswith("processes 2–4 (n7, n8, n9) of 5 have not come within 2 s")
+  assert line.startswith(
+    "processes 2–4 (n7, n8, n9) of 5 have not connected within 2 s"
+  )
   seconds = time.monotonic() - began
   measured("tasks missing, faults.rendezvous_timeout_s=2", seconds, 2, line)
   nodes = ["n1.site", "n2.site", "n7.site"]  # two on each, or some other way
@@ -36,15 +38,15 @@ def test_who_never_comes_is_named_with_the_hosts_to_look_at(start):
 
 def test_a_process_killed_while_it_waits_is_named(start):
   name = job("killed")
-  quick = {"server.BACK_S": 1, "server.LINGER_S": 1}
+  quick = {"server.RECONNECT_S": 1, "server.LINGER_S": 1}
   here = [start(r, 4, name, timeout=60, set=quick) for r in (0, 1)]
   sock = connect(network.ports_of(name)[0])
   killed = who(2, 4, versions=versions(), digests={})
-  wire.send(sock, {"meeting": name, "who": killed})
+  wire.send(sock, {"job": name, "hello": killed})
   assert wire.Receiver(sock).receive(5) == {"welcome": name}
   sock.close()
   line = the_line(here, 20)
-  assert line.startswith("process 2 (n3, pid 7) came and has gone")
+  assert line.startswith("process 2 (n3, pid 7) has connected and disconnected")
 
 
 def test_without_process_0_the_others_say_where_they_looked(start):
@@ -55,7 +57,7 @@ def test_without_process_0_the_others_say_where_they_looked(start):
     assert code == 2
     assert said["error"].startswith(
       f"process {rank} (n{rank + 1}): no process 0 on 127.0.0.1 (127.0.0.1) for 2 s, "
-      f"ports {ports} refused; it has not come, has failed"
+      f"ports {ports} refused; it has not started, has failed"
     )
 
 
@@ -78,7 +80,7 @@ def test_a_name_that_is_another_host_s_is_said_by_process_0(start):
   # 203.0.113.0/24 is for documentation (RFC 5737): no address of this host.
   (got,) = ends([start(0, 2, job("else"), "203.0.113.9:23456", timeout=1)], 15)
   assert got[1]["error"] == (
-    "process 1 of 2 has not come within 1 s; look for their last lines, and start all "
+    "process 1 of 2 has not connected within 1 s; look for their last lines, and start all "
     "in one step; they look for process 0 on 203.0.113.9, but 203.0.113.9 is not this "
     "host's"
   )
@@ -94,7 +96,7 @@ def test_a_process_0_that_fails_is_not_waited_for(start):
   (got,) = ends(others, 10)
   assert (
     got[0] == 2
-    and "process 0 on 127.0.0.1 left before all had met" in (got[1]["error"])
+    and "process 0 on 127.0.0.1 left before all had connected" in (got[1]["error"])
   )
 
 
@@ -149,12 +151,12 @@ def test_a_host_whose_own_name_is_loopback_is_refused_where_gloo_is_used(start):
 
 def test_loopback_is_well_where_all_are_on_one_host_or_gloo_is_not_used():
   one = {r: who(r, 2, gloo="127.0.0.1") for r in (0, 1)}
-  assert disagreements(one, {}) == []
+  assert find_mismatches(one, {}) == []
   two = {r: who(r, 2, gloo="127.0.0.1", place=f"p{r}") for r in (0, 1)}
-  assert len(disagreements(two, {})) == 2
-  assert disagreements({r: w._replace(gloo="") for r, w in two.items()}, {}) == []
+  assert len(find_mismatches(two, {})) == 2
+  assert find_mismatches({r: w._replace(gloo="") for r, w in two.items()}, {}) == []
   assert (
-    "does not resolve there" in disagreements({0: one[0]._replace(gloo=None)}, {})[0]
+    "does not resolve there" in find_mismatches({0: one[0]._replace(gloo=None)}, {})[0]
   )
 
 
@@ -183,7 +185,7 @@ def test_a_given_port_that_stays_taken_is_said_by_all(start):
     got = ends(ranks, 25)
   assert [code for code, _ in got] == [2, 2]
   assert f"port {port}: Address already in use" in got[0][1]["error"]
-  assert f"ports {port} somebody else's" in got[1][1]["error"]
+  assert f"ports {port} used by another program" in got[1][1]["error"]
   assert all("free" in said["error"] for _, said in got)
   line = got[0][1]["error"]
   measured("a given port that is taken, for 2 s", time.monotonic() - began, 2, line)
@@ -207,14 +209,14 @@ def test_a_line_that_was_told_stays_even_if_all_come_after_it():
   def lead():
     launch = Launch("test", 0, 3, None, 0, 1, name)
     with pytest.raises(ConfigError) as e:
-      server.call(launch, who(0, 3), listener, 30)
+      server.serve(launch, who(0, 3), listener, 30)
     errors.append(str(e.value))
 
   thread = threading.Thread(target=lead)
   thread.start()
   for rank, config in ((1, "b"), (1, "a"), (2, "a")):
     sock = connect(port)
-    wire.send(sock, {"meeting": name, "who": who(rank, 3, digests={"config": config})})
+    wire.send(sock, {"job": name, "hello": who(rank, 3, digests={"config": config})})
     receiver = wire.Receiver(sock)
     assert receiver.receive(5) == {"welcome": name}
     answer = receiver.receive(5)

@@ -7,7 +7,7 @@ import pytest
 
 from jaxscale.cluster import requeue
 from jaxscale.cluster.detect import walltime
-from jaxscale.cluster.watch.signals import exit_code
+from jaxscale.cluster.watch.stop_consensus import StopRequest
 
 
 def test_the_end_of_the_job(scontrol, monkeypatch):
@@ -36,7 +36,7 @@ def test_no_end_where_scontrol_fails(scontrol):
 def test_a_stop_is_asked_for_before_the_end():
   asked = []
   began = time.time()
-  walltime.stop_before_end(
+  walltime.before_end(
     lambda reason: asked.append((time.time(), reason)),
     10.0,
     end=lambda: began + 0.6,
@@ -51,7 +51,7 @@ def test_a_stop_is_asked_for_before_the_end():
 def test_a_job_that_was_made_longer_has_the_whole_time_to_save():
   """What was a short job's quarter is not what an extended one gets."""
   began, asked = time.time(), []
-  walltime.stop_before_end(
+  walltime.before_end(
     lambda reason: asked.append(time.time() - began),
     60.0,
     end=lambda: began + 0.4,
@@ -66,7 +66,7 @@ def test_an_end_that_was_moved_is_waited_for():
   asked = []
   began = time.time()
   moved = iter([began + 0.8, began + 0.8])
-  walltime.stop_before_end(
+  walltime.before_end(
     lambda reason: asked.append(time.time()),
     0.1,
     end=lambda: began + 0.5,
@@ -75,8 +75,8 @@ def test_an_end_that_was_moved_is_waited_for():
   time.sleep(1.1)
   assert len(asked) == 1 and 0.7 <= asked[0] - began < 1.0
   # No limit: nothing is ever asked. And a run that is over cancels it.
-  walltime.stop_before_end(asked.append, 10.0, end=lambda: None)
-  walltime.stop_before_end(asked.append, 0.1, end=lambda: time.time() + 0.5).set()
+  walltime.before_end(asked.append, 10.0, end=lambda: None)
+  walltime.before_end(asked.append, 0.1, end=lambda: time.time() + 0.5).set()
   time.sleep(0.6)
   assert len(asked) == 1
 
@@ -153,9 +153,9 @@ def test_a_loop_without_progress_is_given_up(tmp_path):
   # Progress in between, however little, begins anew; losing a checkpoint is none.
   assert starts("7", 0, [0, 0, 10, 10, 11, 9, 11]) == [0, 1, 0, 1, 0, 1, 2]
   assert starts("7", 7, [11]) == [3]
-  assert requeue.refuse_loop(2, 11, limit=3) is None
-  refusal = requeue.refuse_loop(3, 11, limit=3)
-  assert "3 restarts without progress, still at step 11" in refusal
+  assert requeue.loop_error(2, 11, limit=3) is None
+  refusal = requeue.loop_error(3, 11, limit=3)
+  assert refusal and "3 restarts without progress, still at step 11" in refusal
   # Submitted again, by somebody who has looked; a note that is damaged counts none.
   assert starts("8", 0, [11, 11]) == [0, 1]
   (tmp_path / "restarts.json").write_text("{")
@@ -163,6 +163,7 @@ def test_a_loop_without_progress_is_given_up(tmp_path):
 
 
 def test_exit_codes_tell_a_user_from_a_batch_system():
-  assert exit_code("Ctrl-C at process 3 on n4") == 130
-  assert exit_code("SIGTERM at process 3 on n4") == 85
-  assert exit_code("walltime: 60 s are left at process 0 on n1") == 85
+  # The kind decides, not the words: "Ctrl-C" may be part of a cause.
+  assert StopRequest("SIGINT at process 3 on n4", "interrupt").exit_code == 130
+  assert StopRequest("Ctrl-C at process 3 on n4", "preemption").exit_code == 85
+  assert StopRequest("walltime: 60 s are left at process 0 on n1").exit_code == 85

@@ -5,13 +5,19 @@ import socket
 import threading
 import time
 import timeit
+from typing import Any
 
 import pytest
 
+from jaxscale.cluster.timeouts import Timeouts
 from jaxscale.cluster.watch import watch
-from jaxscale.cluster.watch.fault_detection import Limits, limit_s
-from jaxscale.cluster.watch.monitor import Hub
-from jaxscale.cluster.watch.stop_consensus import Agreement, Stop
+from jaxscale.cluster.watch.fault_detection import limit_s
+from jaxscale.cluster.watch.monitor import Monitor
+from jaxscale.cluster.watch.stop_consensus import (
+  StopConsensus,
+  StopCoordinator,
+  StopRequest,
+)
 
 POINTS = 60
 
@@ -19,25 +25,25 @@ POINTS = 60
 def run(rng: random.Random, num: int, requests: int, points: int = POINTS):
   """Threads that pass points at random speeds; where each stopped, and why.
 
-  Everything is as between processes: a socket each to a hub, a link's thread each.
+  Everything is as between processes: a socket each to a monitor, a link's thread each.
   """
   ends = [socket.socketpair() for _ in range(num)]
-  limits = Limits(heartbeat_interval_s=0.02, heartbeat_timeout_s=20)
+  limits = Timeouts(heartbeat_interval_s=0.02, heartbeat_timeout_s=20)
   said: list[str] = []
   hosts = [f"n{rank}" for rank in range(num)]
-  hub = Hub(
+  monitor = Monitor(
     {rank: ours for rank, (ours, _) in enumerate(ends)},
     hosts,
     limits,
-    say=said.append,
-    on_fault=lambda line, code, stacks: said.append(line),
+    log=said.append,
+    leave=lambda line, code, stacks: said.append(line),
   )
   watches = [
     watch.Watch(rank, hosts, theirs, limits, None)
     for rank, (_, theirs) in enumerate(ends)
   ]
   delays = [[rng.choice([0, 0, 1e-4, 1e-3]) for _ in range(points)] for _ in ends]
-  stopped: list[tuple[int, str | None] | None] = [None] * num
+  stopped: list[Any] = [None] * num
 
   def train(rank):
     w = watches[rank]
@@ -45,14 +51,14 @@ def run(rng: random.Random, num: int, requests: int, points: int = POINTS):
     for point in range(points):
       if why := w.stop.poll():
         stopped[rank] = point, why
-        assert w.stop.poll() == why == w.stop.reason  # it stays so
+        assert w.stop.poll() == why == w.stop.agreed  # it stays so
         break
       time.sleep(delays[rank][point])
     w.close()
 
   def ask(seconds, rank, reason):
     time.sleep(seconds)
-    watches[rank].stop.request(reason)
+    watches[rank].stop.request(StopRequest(reason))
 
   asking = [
     (rng.uniform(0, 0.02), rng.randrange(num), f"S{i}") for i in range(requests)
@@ -60,7 +66,7 @@ def run(rng: random.Random, num: int, requests: int, points: int = POINTS):
   threads = [threading.Thread(target=ask, args=args) for args in asking]
   threads += [threading.Thread(target=train, args=(rank,)) for rank in range(num)]
   links = [threading.Thread(target=w._run) for w in watches]
-  links.append(threading.Thread(target=hub.run))
+  links.append(threading.Thread(target=monitor.run))
   for w in watches:
     w._threads = links[:-1]
   for thread in links + threads:
@@ -95,7 +101,8 @@ def test_all_stop_at_the_same_point(seed):
 def test_the_reason_names_who_was_told():
   stopped, said = run(random.Random(1), 3, 1)
   point, why = stopped[0]
-  assert point < POINTS and why.startswith("S0 at process ") and " on n" in why
+  assert why and point < POINTS
+  assert why.cause.startswith("S0 at process ") and " on n" in why.cause
   assert said == [f"{why}: all stop together, and save"]
 
 
@@ -105,37 +112,42 @@ def test_without_a_request_nobody_stops():
 
 
 def test_a_request_when_some_are_done_stops_nobody_short():
-  agreement = Agreement(3)
-  assert agreement.answer(0, 40) is None  # goodbye, after all its points
-  assert agreement.ask("SIGTERM") and not agreement.ask("SIGUSR1")
-  assert agreement.answer(1, 38) is None
-  assert agreement.answer(2, 39) == (40, "SIGTERM")  # the others have 40 as well
+  coordinator = StopCoordinator(3)
+  assert coordinator.answer(0, 40) is None  # goodbye, after all its points
+  assert coordinator.ask(StopRequest("SIGTERM"))
+  assert not coordinator.ask(StopRequest("SIGUSR1"))
+  assert coordinator.answer(1, 38) is None
+  assert coordinator.answer(2, 39) == 40  # the others have 40 as well
 
 
 def test_a_held_process_passes_no_point_until_it_is_decided():
-  stop = Stop(lambda reason: None)
+  stop = StopConsensus(lambda reason: None)
   assert [stop.poll() for _ in range(3)] == [None] * 3
   assert stop.hold() == 3
   seen = []
   thread = threading.Thread(target=lambda: seen.extend(stop.poll() for _ in range(3)))
   thread.start()
   time.sleep(0.05)
-  assert seen == [] and stop.passed() == 3
-  stop.decided(5, "SIGTERM")
+  assert seen == [] and stop.passed == 3
+  stop.decide(5, StopRequest("SIGTERM"))
   thread.join(5)
-  assert seen == [None, None, "SIGTERM"]
-  stop.decided(9, "later")
-  assert stop.hold() == 5 and stop.poll() == "SIGTERM"  # no second agreement
+  assert seen == [None, None, StopRequest("SIGTERM")]
+  stop.decide(9, StopRequest("later"))
+  assert stop.hold() == 5 and stop.poll() == StopRequest(
+    "SIGTERM"
+  )  # no second agreement
 
 
 def test_one_process_alone_stops_at_its_next_point():
   alone = watch.start({}, 0, ["here"])
   assert alone.stop.poll() is None
-  threading.Thread(target=alone.stop.request, args=("Ctrl-C",)).start()
+  threading.Thread(
+    target=alone.stop.request, args=(StopRequest("Ctrl-C", "interrupt"),)
+  ).start()
   deadline = time.monotonic() + 5
   while (why := alone.stop.poll()) is None:
     assert time.monotonic() < deadline
-  assert why == "Ctrl-C"
+  assert why == ("Ctrl-C", "interrupt") and why.exit_code == 130
   alone.close()
 
 
@@ -157,13 +169,13 @@ def test_healthy_calls_cost_microseconds():
 
 def test_another_stage_has_a_first_step_and_a_pace_of_its_own():
   ours, theirs = socket.socketpair()
-  hub = Hub({0: ours}, ["n0"], Limits(), say=print, on_fault=lambda *_: None)
-  seen = hub._ranks[0]
+  monitor = Monitor({0: ours}, ["n0"], Timeouts(), log=print, leave=lambda *_: None)
+  seen = monitor._states[0]
   for step, phase, now in ((5, "step", 0.0), (9, "step", 4.0)):
-    hub._beat(0, seen, [step, phase, 0, 0.0, 0.0, step], now)
+    monitor._update(0, seen, [step, phase, 0, 0.0, 0.0, step], now)
   assert seen.mean_s == 1.0
-  assert limit_s(seen, Limits()) == max(Limits().hang_timeout_s, 10.0)
-  hub._beat(0, seen, [10, "compiling", 0, 0.0, 0.0, 9], 5.0)
-  hub._beat(0, seen, [10, "step", 0, 0.0, 0.0, 10], 5.5)
-  assert limit_s(seen, Limits()) == Limits().compiling_s and seen.mean_s == 0.5
+  assert limit_s(seen, Timeouts()) == max(Timeouts().hang_timeout_s, 10.0)
+  monitor._update(0, seen, [10, "compiling", 0, 0.0, 0.0, 9], 5.0)
+  monitor._update(0, seen, [10, "step", 0, 0.0, 0.0, 10], 5.5)
+  assert limit_s(seen, Timeouts()) == Timeouts().compile_timeout_s and seen.mean_s == 0.5
   ours.close(), theirs.close()

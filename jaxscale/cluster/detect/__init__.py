@@ -1,1 +1,156 @@
-"""Where a process runs: Slurm, MPI, Kubernetes, TPU pods, or by itself."""
+"""Where a process runs: its number, how many there are, and the host of process 0.
+
+`detect` answers from the environment variables alone: JAXSCALE_*, or those of the
+launcher that started this process. It asks nobody on the network and never JAX,
+whose own detection is wrong in several of these cases (tests/unit/test_detect_jax.py).
+
+A launcher of another kind, such as LSF's jsrun, is one module here with one function,
+`Host -> Launch | None`, and one entry in `LAUNCHERS`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from jaxscale.cluster.detect import mpi, nodelist, pods, slurm
+from jaxscale.cluster.detect.launch import Env, Host, Launch, number
+from jaxscale.cluster.detect.local_devices import local_device_ids, visible_gpus
+from jaxscale.errors import ConfigError
+
+__all__ = ["LAUNCHERS", "Host", "Launch", "detect", "local_device_ids", "visible_gpus"]
+
+# Several can be present at once, so the order matters: mpirun, which inside a Slurm
+# job starts its daemons by srun, so that Slurm's variables are those of the daemon;
+# Slurm; a TPU pod, which is also a pod of Kubernetes; Kubernetes.
+LAUNCHERS: tuple[Callable[[Host], Launch | None], ...] = (
+  mpi.detect,
+  slurm.detect,
+  pods.detect_tpu,
+  pods.detect_kubernetes,
+)
+
+COORDINATOR = "JAXSCALE_COORDINATOR"  # host:port of process 0
+COUNT = "JAXSCALE_NUM_PROCESSES"
+INDEX = "JAXSCALE_PROCESS_ID"
+JOB = "JAXSCALE_JOB"  # a name of the run, where the launcher gives it none
+
+_QUESTIONS: dict[str, Callable[..., Any]] = {
+  "expand": nodelist.hostnames,
+  "fqdn": socket.getfqdn,
+  "at_terminal": lambda: os.isatty(0),
+  "ask_mpi": mpi.ask_mpi4py,
+  "has_tpu": pods.on_cloud_tpu,
+}
+
+
+def detect(env: Env = os.environ, **questions: Callable[..., Any]) -> Launch:
+  """Who this process is among those of its run.
+
+  JAXSCALE_COORDINATOR, JAXSCALE_NUM_PROCESSES and JAXSCALE_PROCESS_ID together
+  overrule any launcher; JAXSCALE_NUM_PROCESSES=1 alone makes this one process;
+  JAXSCALE_COORDINATOR alone says only where process 0 is.
+
+  Args:
+    env: the environment variables.
+    **questions: other ways to ask what `Host` can be asked, for tests.
+
+  Raises:
+    ConfigError: the variables are incomplete or contradict each other, or
+      describe processes that something else must start; the line says what.
+
+  Example:
+    >>> env = {"JAXSCALE_COORDINATOR": "n1:7000", "JAXSCALE_PROCESS_ID": "1"}
+    >>> launch = detect({**env, "JAXSCALE_NUM_PROCESSES": "2"})
+    >>> launch.kind, launch.process_id, launch.num_processes, launch.host
+    ('explicit', 1, 2, 'n1')
+  """
+  host = Host(env, **(_QUESTIONS | questions))
+  given = {name: env.get(name) for name in (COORDINATOR, COUNT, INDEX)}
+  if all(given.values()):
+    return _named(env, _explicit(host))
+  alone = Launch("single", local_id=0, local_size=1)
+  if given == {COORDINATOR: None, COUNT: "1", INDEX: None}:
+    return _named(env, alone)
+  if found := next(filter(None, (launcher(host) for launcher in LAUNCHERS)), None):
+    found = _checked(env, _named(env, found))
+    if found.num_processes > 1 and found.host is None:
+      return mpi.with_host_of_rank_0(host, found)
+    return found
+  if any(given.values()):
+    missing = ", ".join(name for name, value in given.items() if not value)
+    raise ConfigError(f"{missing}: not set, but the others are")
+  return _named(env, Launch("tpu", 0, 0, job="tpu") if host.has_tpu(env) else alone)
+
+
+def _explicit(host: Host) -> Launch:
+  env = host.env
+  count, index = env[COUNT], env[INDEX]
+  if not all(n.isascii() and n.isdigit() for n in (count, index)) or not (
+    int(index) < int(count)
+  ):
+    raise ConfigError(f"{INDEX}={index}, {COUNT}={count}: give 0 … n-1 of n")
+  name, port = _address(env)
+  found = Launch("explicit", int(index), int(count), name, port=port)
+  found = found._replace(job=f"jaxscale-{name}:{port}")
+  if found.num_processes == 1:
+    return found._replace(host=None, local_id=0, local_size=1)
+  # Ranks may be a launcher's, written out by hand: it knows who shares this node.
+  try:
+    same = mpi.detect(host) or slurm.detect(host)
+  except ConfigError:
+    return found
+  if same and same[1:3] == found[1:3]:
+    names = ("local_id", "local_size", "nodes", "restarts")
+    return found._replace(**{name: getattr(same, name) for name in names})
+  return found
+
+
+def _checked(env: Env, found: Launch) -> Launch:
+  """What the launcher says, with what the user adds, unless they disagree."""
+  for name, value, other in (
+    (COUNT, found.num_processes, INDEX),
+    (INDEX, found.process_id, COUNT),
+  ):
+    if (given := number(env, name)) is not None and given != value:
+      raise ConfigError(
+        f"{name}={given}: {found.kind} says {value}; unset it, or set {COORDINATOR} "
+        f"and {other} too"
+      )
+  if found.num_processes == 0:  # Kubernetes only
+    raise ConfigError(
+      f"{COUNT}: not set; set it to the Job's number of completions (Kubernetes has "
+      "no variable for it)"
+    )
+  if found.process_id >= found.num_processes:
+    raise ConfigError(
+      f"{COUNT}={found.num_processes}: this is pod {found.process_id} of the Job; "
+      "set it to the Job's number of completions"
+    )
+  if found.num_processes == 1:
+    return found._replace(host=None)
+  if env.get(COORDINATOR):
+    host, port = _address(env)
+    return found._replace(host=host, port=port, note="")
+  if found.kind == "kubernetes" and found.host is None:
+    raise ConfigError(
+      f"{COORDINATOR}: not set, and this pod has no subdomain: name a headless "
+      "service as the Job's subdomain, or set it to host:port of pod 0"
+    )
+  return found
+
+
+def _address(env: Env) -> tuple[str, int]:
+  """Host and port of the variable, an IPv6 address in brackets."""
+  text = env[COORDINATOR]
+  match = re.fullmatch(r"(\[[0-9A-Fa-f:.%\w]+\]|[^\s:\[\]]+):(\d{1,5})", text)
+  if not match or not 0 < int(match[2]) < 65536:
+    raise ConfigError(f"{COORDINATOR}={text}: give host:port")
+  return match[1].strip("[]"), int(match[2])
+
+
+def _named(env: Env, found: Launch) -> Launch:
+  return found._replace(job=env.get(JOB) or found.job)

@@ -7,8 +7,8 @@ from 0: jax#16788, #23452, #28194), not with one process a node (7 of 8 GPUs idl
 not with more tasks than GPUs (jax#29669).
 
 What Slurm sets in each case was recorded on a real Slurm with four pretended GPUs a
-node (tests/data/cluster): srun sets CUDA_VISIBLE_DEVICES anew in each task, so whatever is
-narrower than Slurm's count of the run's GPUs on the node, SLURM_GPUS_ON_NODE, was
+node (tests/data/cluster): srun sets CUDA_VISIBLE_DEVICES anew in each task, so whatever
+is narrower than Slurm's count of the run's GPUs on the node, SLURM_GPUS_ON_NODE, was
 narrowed for this task alone, by Slurm or by a wrapper script.
 """
 
@@ -19,17 +19,14 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
 
-from jaxscale.cluster.detect.launched import Launch, number
+from jaxscale.cluster.detect.launch import Env, Launch, number
 from jaxscale.errors import ConfigError
 
 IDS = "JAX_LOCAL_DEVICE_IDS"  # JAX's own way to say it, jax/_src/distributed.py
 _HIDING = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 # Of --ntasks-per-gpu: srun(1), and what 22.05 sets for it.
 _SHARING = ("SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_TRES")
-
-Env = Mapping[str, str]
 
 
 def local_device_ids(
@@ -92,7 +89,7 @@ def visible_gpus(env: Env = os.environ, *, device_root: str = "/dev") -> int:
   JAX_PLATFORMS leaves them out. Else what CUDA_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES
   and HIP_VISIBLE_DEVICES let through: Slurm sets the first two, and a process sees
   no more than the narrowest. Without them, the device files that this process may
-  open: /dev/nvidia0, … and, beside /dev/kfd, /dev/dri/renderD*. Device control
+  open: /dev/nvidia0, … and, with /dev/kfd, /dev/dri/renderD*. Device control
   groups leave the files of foreign GPUs in place but deny access(2), so those do
   not count. Where there is a driver but no such file (WSL: /dev/dxg), `nvidia-smi
   -L` is asked, which takes seconds when the driver is not kept loaded.

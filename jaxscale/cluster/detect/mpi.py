@@ -1,4 +1,4 @@
-"""Who am I under an MPI's mpirun: ranks by variables, the host of rank 0 by asking.
+"""Under an MPI's mpirun: ranks by variables, the host of rank 0 by asking.
 
 No MPI says in a variable where rank 0 runs: OMPI_MCA_orte_hnp_uri, which JAX reads,
 names the host of mpirun (a login node, perhaps) and is gone in Open MPI 5. On one
@@ -14,15 +14,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import socket
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxscale.cluster.detect.launched import LOOPBACK, Launch, number
-from jaxscale.cluster.detect.slurm import Expand
+from jaxscale.cluster.detect.launch import LOOPBACK, Host, Launch, number
 from jaxscale.errors import ConfigError
-
-Env = Mapping[str, str]
 
 
 class _Family(NamedTuple):
@@ -56,16 +52,19 @@ _FAMILIES = (
 _SCHEDULERS_JOB = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 
 
-def launch(env: Env) -> Launch | None:
+def detect(host: Host) -> Launch | None:
   """Who this process is under mpirun, None if an MPI did not start it.
 
-  Of several nodes the host of process 0 is not known yet: see `host_of_rank_0`.
+  Of several nodes the host of process 0 is not known yet: see `with_host_of_rank_0`.
   """
+  env = host.env
   for family in _FAMILIES:
     rank, size = number(env, family.rank), number(env, family.size)
     if rank is None or size is None:
       continue
-    if family.kind == "hydra" and _srun_speaks_pmi(env):
+    # PMI_RANK of `srun --mpi=pmi2` and of Cray: Slurm's own variables say more.
+    by_srun = "SLURM_STEP_NODELIST" in env and "MPI_LOCALRANKID" not in env
+    if family.kind == "hydra" and by_srun:
       continue
     if not rank < size:
       raise ConfigError(f"{family.rank}={rank}, {family.size}={size}: no rank of it")
@@ -75,34 +74,26 @@ def launch(env: Env) -> Launch | None:
       local_rank = number(env, "PMI_LOCAL_RANK")
       local_size = number(env, "PMI_LOCAL_SIZE")
     restarts = number(env, "SLURM_RESTART_COUNT") or 0
-    job = _job(env, family, size) + (f"-r{restarts}" if restarts else "")
-    host = LOOPBACK if local_size == size > 1 else None
-    return Launch(family.kind, rank, size, host, local_rank, local_size, job, restarts)
+    # A name of this mpirun; MPICH gives none, then the scheduler's or its size.
+    names = (*family.job, "PMI_JOBID", *_SCHEDULERS_JOB)
+    name = next((env[n] for n in names if env.get(n)), f"{env.get('USER', '')}{size}")
+    job = f"{family.kind}-{name}" + (f"-r{restarts}" if restarts else "")
+    at = LOOPBACK if local_size == size > 1 else None
+    return Launch(family.kind, rank, size, at, local_rank, local_size, job, restarts)
   return None
 
 
-def host_of_rank_0(
-  env: Env,
-  found: Launch,
-  expand: Expand,
-  ask: Callable[[Launch], str | None],
-) -> Launch:
-  """What `launch` has found, with the host of rank 0.
-
-  Args:
-    env: the environment variables.
-    found: from `launch`, of several nodes.
-    expand: makes host names of a node list of Slurm.
-    ask: rank 0's host name by MPI, as `ask_mpi4py`; all ranks must call it.
+def with_host_of_rank_0(host: Host, found: Launch) -> Launch:
+  """What `detect` has found on several nodes, with the host of rank 0.
 
   Raises:
     ConfigError: nothing says it.
   """
-  if host := ask(found):
-    return found._replace(host=host)
-  if host := _first_scheduled(env, expand):
-    note = f"takes {host}, the first host of the job, for that of MPI's rank 0"
-    return found._replace(host=host, note=note)
+  if name := host.ask_mpi(found):
+    return found._replace(host=name)
+  if name := _first_scheduled(host):
+    note = f"takes {name}, the first host of the job, for that of MPI's rank 0"
+    return found._replace(host=name, note=note)
   raise ConfigError(
     "JAXSCALE_COORDINATOR: not set, and mpirun does not say on which host rank 0 "
     "runs: set it to host:port of that host, or install mpi4py"
@@ -143,23 +134,11 @@ def ask_mpi4py(launch: Launch) -> str | None:
   return host
 
 
-def _srun_speaks_pmi(env: Env) -> bool:
-  """PMI_RANK of `srun --mpi=pmi2` and of Cray: Slurm's own variables say more."""
-  return "SLURM_STEP_NODELIST" in env and "MPI_LOCALRANKID" not in env
-
-
-def _first_scheduled(env: Env, expand: Expand) -> str | None:
-  if nodes := env.get("SLURM_JOB_NODELIST"):
-    return expand(nodes)[0]
+def _first_scheduled(host: Host) -> str | None:
+  if nodes := host.env.get("SLURM_JOB_NODELIST"):
+    return host.expand(nodes)[0]
   try:
-    lines = Path(env["PBS_NODEFILE"]).read_text().split()
+    lines = Path(host.env["PBS_NODEFILE"]).read_text().split()
   except (KeyError, OSError):
     return None
   return lines[0] if lines else None
-
-
-def _job(env: Env, family: _Family, size: int) -> str:
-  """A name of this mpirun; MPICH gives none, then the scheduler's or its size."""
-  names = (*family.job, "PMI_JOBID", *_SCHEDULERS_JOB)
-  name = next((env[n] for n in names if env.get(n)), f"{env.get('USER', '')}{size}")
-  return f"{family.kind}-{name}"

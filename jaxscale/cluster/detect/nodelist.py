@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import itertools
 import re
-import shutil
-import subprocess
 
+from jaxscale.cluster.detect.scontrol import run_scontrol
 from jaxscale.errors import ConfigError
 
 _MOST = 64 * 1024  # hosts in one range: MAX_RANGE of Slurm's hostlist.c
@@ -54,13 +53,8 @@ def expand(text: str) -> list[str]:
   return names
 
 
-def hostnames(text: str, *, timeout_s: float = 2.0) -> list[str]:
+def hostnames(text: str) -> list[str]:
   """The host names of a node list: `scontrol`'s answer, else our parser's.
-
-  Args:
-    text: as for `expand`.
-    timeout_s: how long scontrol may take, in seconds (without a configuration
-      file it would ask the network for one).
 
   Raises:
     ConfigError: as `expand`.
@@ -69,18 +63,11 @@ def hostnames(text: str, *, timeout_s: float = 2.0) -> list[str]:
     >>> hostnames("n7,n9")
     ['n7', 'n9']
   """
-  scontrol = shutil.which("scontrol")
-  if scontrol and "[" in text:
-    try:
-      done = subprocess.run(
-        [scontrol, "show", "hostnames", text],
-        capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL,
-      )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-      return expand(text)
-    names = done.stdout.split()
+  if "[" in text:
+    # Without a configuration file it would ask the network for one.
+    names = (run_scontrol("show", "hostnames", text, timeout_s=2.0) or "").split()
     # Slurm 22.05 makes the host "n]" of "n[1-2".
-    if done.returncode == 0 and names and not any("[" in n or "]" in n for n in names):
+    if names and not any("[" in n or "]" in n for n in names):
       return names
   return expand(text)
 

@@ -1,4 +1,4 @@
-"""Who am I in a pod of Kubernetes or on a host of a Cloud TPU.
+"""In a pod of Kubernetes or on a host of a Cloud TPU.
 
 Kubernetes sets JOB_COMPLETION_INDEX in the pods of an Indexed Job, and gives each
 the host name JOB-INDEX, which resolves under the headless service that the Job
@@ -16,26 +16,20 @@ from __future__ import annotations
 import glob
 import importlib.util
 import re
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from jaxscale.cluster.detect.launched import Launch, number
+from jaxscale.cluster.detect.launch import Env, Host, Launch, number
 from jaxscale.errors import ConfigError
 
 _GOOGLE = "0x1ae0"  # PCI vendor, jax/_src/hardware_utils.py
 
-Env = Mapping[str, str]
 
-
-def kubernetes(env: Env, fqdn: Callable[[], str]) -> Launch | None:
+def detect_kubernetes(host: Host) -> Launch | None:
   """Who this pod is in an Indexed Job, None outside of Kubernetes.
 
   The number of processes is 0 and the host None where nothing says them.
-
-  Args:
-    env: the environment variables.
-    fqdn: the full name of this host, as `socket.getfqdn`.
   """
+  env = host.env
   if "KUBERNETES_SERVICE_HOST" not in env:
     return None
   index = number(env, "JOB_COMPLETION_INDEX")
@@ -48,10 +42,10 @@ def kubernetes(env: Env, fqdn: Callable[[], str]) -> Launch | None:
   name = re.fullmatch(rf"(.+)-{index}", own)
   if not name:
     return Launch("kubernetes", index, count, None, job="kubernetes")
-  full = fqdn()
+  full = host.fqdn()
   # Without a subdomain a pod knows only its own name, and nobody else knows it.
-  host = f"{name[1]}-0{full[len(own) :]}" if full.startswith(f"{own}.") else None
-  return Launch("kubernetes", index, count, host, job=f"kubernetes-{name[1]}")
+  first = f"{name[1]}-0{full[len(own) :]}" if full.startswith(f"{own}.") else None
+  return Launch("kubernetes", index, count, first, job=f"kubernetes-{name[1]}")
 
 
 def _jax_job(env: Env) -> Launch | None:
@@ -64,8 +58,9 @@ def _jax_job(env: Env) -> Launch | None:
   return Launch("kubernetes", index, count, host, job=job, port=port)
 
 
-def tpu(env: Env) -> Launch | None:
+def detect_tpu(host: Host) -> Launch | None:
   """Who this host is in a TPU pod whose hosts are listed, None elsewhere."""
+  env = host.env
   listed = env.get("TPU_PROCESS_ADDRESSES") or env.get("TPU_WORKER_HOSTNAMES")
   index = number(env, "TPU_WORKER_ID")
   if not listed or index is None or not _wanted(env):

@@ -1,4 +1,4 @@
-"""Who am I in a Slurm job: read from what srun, sbatch and salloc set.
+"""In a Slurm job: read from what srun, sbatch and salloc set.
 
 The variables are those of srun(1), "OUTPUT ENVIRONMENT VARIABLES". What they hold
 in each case was recorded on a real Slurm (tests/data/cluster); three of its traps: a
@@ -10,12 +10,10 @@ interactive step has the job's SLURM_NTASKS but one task; and with
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from jaxscale.cluster.detect.launched import LOOPBACK, Launch, number
+from jaxscale.cluster.detect.launch import LOOPBACK, Env, Host, Launch, number
+from jaxscale.cluster.detect.scontrol import run_scontrol
 from jaxscale.errors import ConfigError
 
 _INTERACTIVE = "4294967290"  # SLURM_INTERACTIVE_STEP, 0xfffffffa, of slurm.h
@@ -24,9 +22,6 @@ _PTY = (
   "JAXSCALE_NUM_PROCESSES=1"
 )
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
-
-Env = Mapping[str, str]
-Expand = Callable[[str], list[str]]
 
 
 def tasks_per_node(text: str) -> list[int]:
@@ -48,18 +43,14 @@ def tasks_per_node(text: str) -> list[int]:
   return found
 
 
-def launch(env: Env, expand: Expand, at_terminal: bool = False) -> Launch | None:
+def detect(host: Host) -> Launch | None:
   """Who this process is in a Slurm job, None outside of one.
-
-  Args:
-    env: the environment variables.
-    expand: makes host names of a node list.
-    at_terminal: whether somebody sits there: a shell of `srun --pty`, perhaps.
 
   Raises:
     ConfigError: this is a batch script of several tasks, which only srun starts,
       or the variables contradict each other.
   """
+  env = host.env
   job = env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID")
   if not job:
     return None
@@ -67,8 +58,8 @@ def launch(env: Env, expand: Expand, at_terminal: bool = False) -> Launch | None
   again = f"-r{restarts}" if restarts else ""
   if _is_task_of_step(env):
     step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID") or "0"
-    found = _task(env, expand, f"slurm-{job}.{step}{again}", restarts)
-    if found.num_processes > 1 and "SLURM_PTY_PORT" in env and at_terminal:
+    found = _task(host, f"slurm-{job}.{step}{again}", restarts)
+    if found.num_processes > 1 and "SLURM_PTY_PORT" in env and host.at_terminal():
       return found._replace(note=_PTY)
     return found
   tasks = _tasks_of_job(env)
@@ -87,27 +78,14 @@ def launch(env: Env, expand: Expand, at_terminal: bool = False) -> Launch | None
   )
 
 
-def node_address(node: str, *, timeout_s: float = 5.0) -> str | None:
+def node_address(node: str) -> str | None:
   """The address that Slurm itself uses for a node, None if it does not say.
 
   For clusters whose node names no resolver knows: NodeAddr of scontrol(1).
-
-  Args:
-    node: its name in node lists.
-    timeout_s: how long slurmctld may take to answer, in seconds.
   """
-  scontrol = shutil.which("scontrol")
-  if not scontrol:
-    return None
-  try:
-    done = subprocess.run(
-      [scontrol, "--oneliner", "show", "node", node],
-      capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-  except (OSError, subprocess.TimeoutExpired):
-    return None
-  found = re.search(r"\bNodeAddr=(\S+)", done.stdout)
-  return found.group(1) if found else None
+  shown = run_scontrol("--oneliner", "show", "node", node, timeout_s=5.0)
+  found = re.search(r"\bNodeAddr=(\S+)", shown or "")
+  return found[1] if found else None
 
 
 def _is_task_of_step(env: Env) -> bool:
@@ -140,7 +118,8 @@ def _tasks_of_job(env: Env) -> int:
   return number(env, "SLURM_JOB_NUM_NODES") or 0
 
 
-def _task(env: Env, expand: Expand, job: str, restarts: int) -> Launch:
+def _task(host: Host, job: str, restarts: int) -> Launch:
+  env = host.env
   rank, count = number(env, "SLURM_PROCID"), _tasks_of_step(env)
   per_node = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or "0")
   if not count:
@@ -151,22 +130,19 @@ def _task(env: Env, expand: Expand, job: str, restarts: int) -> Launch:
       "start it with srun, or unset the SLURM_ variables"
     )
   node, local = number(env, "SLURM_NODEID"), number(env, "SLURM_LOCALID")
-  local_size = None
+  local_size = 1 if count == 1 else number(env, "SLURM_NTASKS_PER_NODE")
   if node is not None and node < len(per_node) and per_node[node]:
     local_size = per_node[node]
-  elif count == 1:
-    local_size = 1
-  else:
-    local_size = number(env, "SLURM_NTASKS_PER_NODE")
-  nodes = tuple(expand(env["SLURM_STEP_NODELIST"]))
+  nodes = tuple(host.expand(env["SLURM_STEP_NODELIST"]))
   found = Launch("slurm", rank, count, None, local, local_size, job, restarts)
   if count == 1:
     return found._replace(nodes=nodes)
-  host = LOOPBACK if len(nodes) == 1 else _host_of_rank_0(env, nodes, expand)
-  return found._replace(host=host, nodes=nodes)
+  first = LOOPBACK if len(nodes) == 1 else _host_of_rank_0(host, nodes)
+  return found._replace(host=first, nodes=nodes)
 
 
-def _host_of_rank_0(env: Env, nodes: tuple[str, ...], expand: Expand) -> str:
+def _host_of_rank_0(host: Host, nodes: tuple[str, ...]) -> str:
+  env = host.env
   if not env.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
     return nodes[0]  # srun(1): block, cyclic and plane fill the first node first
   path = env.get("SLURM_HOSTFILE", "")
@@ -179,4 +155,4 @@ def _host_of_rank_0(env: Env, nodes: tuple[str, ...], expand: Expand) -> str:
       f"SLURM_DISTRIBUTION=arbitrary: SLURM_HOSTFILE={path or 'not set'} does not "
       "say where rank 0 runs, set JAXSCALE_COORDINATOR=host:port"
     )
-  return expand(lines[0])[0]
+  return host.expand(lines[0])[0]

@@ -1,16 +1,15 @@
-"""When the job's time is up, and a wish to stop some time before."""
+"""When the time of a Slurm job ends, and a request to stop some time before."""
 
 from __future__ import annotations
 
 import os
 import re
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
 
-# `scontrol` waits for a controller that is gone for minutes (MessageTimeout).
-_SCONTROL_S = 10.0
+from jaxscale.cluster.detect.scontrol import run_scontrol
+
 _MOST_OF_A_JOB = 0.25  # else a job of a minute would stop before it began
 
 
@@ -18,25 +17,17 @@ def end_time(env: Mapping[str, str] = os.environ) -> float | None:
   """When the job ends, in seconds since 1970; None: no limit, or none is known.
 
   SLURM_JOB_END_TIME says what was true at the job's start (sbatch(1), "output
-  environment variables"; Slurm 22.05 does not set it yet); `scontrol show job`
-  knows of later changes, and is asked where the variable is not set. On a large
-  run only one process should ask.
-
-  Args:
-    env: where the variables of the job are.
+  environment variables"; Slurm 22.05 does not set it yet); where it is not set,
+  `scontrol` is asked. On a large run only one process should ask.
   """
   given = env.get("SLURM_JOB_END_TIME", "")
-  if given.isdigit():
-    return float(given)
-  return asked_end_time(env)
+  return float(given) if given.isdigit() else asked_end_time(env)
 
 
 def asked_end_time(env: Mapping[str, str] = os.environ) -> float | None:
-  """What `scontrol show job` says; None if it does not."""
+  """What `scontrol show job` says, which knows of later changes; None: nothing."""
   job = env.get("SLURM_JOB_ID")
-  if not job:
-    return None
-  shown = run_scontrol(["show", "job", job])
+  shown = run_scontrol("show", "job", job) if job else None
   return None if shown is None else parse_end_time(shown)
 
 
@@ -55,36 +46,20 @@ def parse_end_time(shown: str) -> float | None:
   return time.mktime(time.strptime(found.group(1), "%Y-%m-%dT%H:%M:%S"))
 
 
-def run_scontrol(args: list[str]) -> str | None:
-  """What `scontrol` prints; None where there is none or it fails."""
-  try:
-    done = subprocess.run(
-      ["scontrol", *args],
-      capture_output=True,
-      text=True,
-      timeout=_SCONTROL_S,
-      # Times in one format, whatever the user prefers (scontrol(1)).
-      env=os.environ | {"SLURM_TIME_FORMAT": "standard"},
-    )
-  except (OSError, subprocess.TimeoutExpired):
-    return None
-  return done.stdout if done.returncode == 0 else None
-
-
-def stop_before_end(
-  request: Callable[[str], None],
+def before_end(
+  ask: Callable[[str], None],
   before_s: float,
   *,
   end: Callable[[], float | None] = end_time,
   again: Callable[[], float | None] = asked_end_time,
 ) -> threading.Event:
-  """Ask to stop some time before the job's end, from a thread.
+  """Call `ask` some time before the job's end, from a thread.
 
   The end is asked for once more when it is near, as it may have been moved
   (`scontrol update TimeLimit=`); where nobody knows, the first answer counts.
 
   Args:
-    request: asks all processes to stop, such as `Stop.request`.
+    ask: asks all processes to stop, for the cause that it gets.
     before_s: seconds before the end: for the step, a save and the way out; of a
       short job at most a quarter of what is left of it.
     end: when the job ends, in seconds since 1970.
@@ -105,7 +80,7 @@ def stop_before_end(
     while at is not None and not ended.wait(left(at)):
       later = again()
       if later is None or later <= at:
-        request(f"walltime: {at - time.time():.0f} s are left")
+        ask(f"walltime: {at - time.time():.0f} s are left")
         return
       at = later
 

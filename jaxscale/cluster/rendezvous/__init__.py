@@ -1,1 +1,1 @@
-"""How the processes of a job meet before JAX is asked."""
+"""How the processes of a run find each other, before JAX is asked for anything."""

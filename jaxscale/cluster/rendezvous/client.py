@@ -1,16 +1,16 @@
-"""All processes of a run meet, before JAX is asked anything.
+"""All processes of a run find each other, before JAX is asked for anything.
 
 What goes wrong inside `jax.distributed.initialize` ends in a C++ abort that names
-neither rank nor host, minutes later. So the processes meet first over plain TCP:
+neither rank nor host, minutes later. So the processes connect first over plain TCP:
 process 0 listens on a port that all derive from the name of the job step, the
-others find it there, and each says who it is and what it runs. Process 0 answers
-"go", with a port for JAX's coordinator, or says in one line what is wrong; that
-line is what every process ends with. The connections stay open: `watch` is built
-on them.
+others find it there, and each sends who it is and what it runs (handshake.py).
+Process 0 answers "go", with a port for JAX's coordinator, or one line with what is
+wrong (server.py); every process ends with that line. The connections stay open:
+`watch` is built on them.
 
-Whoever is on the network and knows the name of the step could come as one of its
-processes: as with JAX's own coordinator, the network is trusted. Who does not
-speak as we do is not heard.
+Whoever is on the network and knows the name of the step could connect as one of its
+processes: as with JAX's own coordinator, the network is trusted. What does not
+speak this protocol is ignored.
 """
 
 from __future__ import annotations
@@ -25,19 +25,25 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxscale.cluster import wire
-from jaxscale.cluster.detect.launched import LOOPBACK, Launch
+from jaxscale.cluster.detect.launch import LOOPBACK, Launch
 from jaxscale.cluster.rendezvous import network, server
-from jaxscale.cluster.rendezvous.handshake import Introduction, introduce
+from jaxscale.cluster.rendezvous.handshake import Hello, make_hello
 from jaxscale.errors import ConfigError
 
-CONNECT_S = 2.0  # seconds for a connection, and at first for a word on it
-WORD_S = 10.0  # and later: process 0 may be busy with thousands
-TAKEN_S = 10.0  # seconds for which a port may be somebody else's
-GRACE_S = 15.0  # process 0 is the one to speak first, when time is over
+CONNECT_S = 2.0  # seconds for a connection, and at first for an answer on it
+ANSWER_S = 10.0  # and later: process 0 may be busy with thousands
+TAKEN_S = 10.0  # seconds for which a port may be used by another program
+GRACE_S = 15.0  # after the time-out: process 0 is the first to report it
+
+# What there was on a port instead of process 0.
+_REFUSED, _DROPPED, _NO_ROUTE = "refused", "no answer", "no route"
+_UNUSED = {_REFUSED, _DROPPED, _NO_ROUTE}
+_TAKEN = "used by another program"
+_SILENT = f"{_TAKEN}, silent"
 
 
-class Meeting(NamedTuple):
-  """All have met: who is where, and the connections between them."""
+class ProcessGroup(NamedTuple):
+  """All processes of a run: where each is, and the connections between them."""
 
   process_id: int
   num_processes: int
@@ -47,61 +53,65 @@ class Meeting(NamedTuple):
   reserved: socket.socket | None = None  # keeps the coordinator's port for process 0
 
 
-def meet(
+def rendezvous(
   launch: Launch,
   *,
   timeout_s: float = 60.0,
   digests: Mapping[str, str] | None = None,
   on_cpu: bool | None = None,
-  trouble: str = "",
-) -> Meeting:
-  """Meet the other processes of this run; each of them calls this.
+  error: str = "",
+) -> ProcessGroup:
+  """Connect to the other processes of this run; each of them calls this.
 
   Args:
-    launch: who this process is. The meeting is at `launch.port`, or else at a
+    launch: who this process is. Process 0 listens on `launch.port`, or else on a
       port that follows from `launch.job`.
     timeout_s: seconds to wait for the others. They start Python at the same
       time; a cold file system, or an image to pull, takes longer.
     digests: what has to be equal everywhere, by name: "config", "code".
     on_cpu: whether collectives will be gloo's, which listens at the host's own
       name. By default: whether JAX_PLATFORMS says so.
+    error: why this process cannot take part, such as a GPU that is missing.
 
   Raises:
-    ConfigError: one line, the same in all processes that can be told: who has
-      not come, is there twice, or differs, and how.
+    ConfigError: one line, the same in all processes that can get it: which process
+      is missing, is there twice, or differs, and how.
 
   Example:
-    >>> meet(Launch("single", 0, 1, None, 0, 1, "alone")).links
+    >>> rendezvous(Launch("single", 0, 1, None, 0, 1, "alone")).links
     {}
   """
   if on_cpu is None:
     on_cpu = os.environ.get("JAX_PLATFORMS", "").startswith("cpu")
   if launch.num_processes == 1:
-    return Meeting(0, 1, [network.node_name()], "", {})
-  own = introduce(launch, digests or {}, on_cpu, trouble)
-  host = launch.host or LOOPBACK
+    return ProcessGroup(0, 1, [network.node_name()], "", {})
+  own = make_hello(launch, digests or {}, on_cpu, error)
   ports = [launch.port] if launch.port else network.ports_of(launch.job)
+  # A pod's name is known once the pod is ready.
+  patience_s = timeout_s if launch.kind == "kubernetes" else min(5.0, timeout_s)
+  host = launch.host or LOOPBACK
+  addresses = network.resolve(host, patience_s)
   if launch.process_id == 0:
-    meeting = _receive(launch, own, host, ports, timeout_s)
+    group = _listen(launch, own, host, addresses, ports, timeout_s)
   else:
-    meeting = _visit(launch, own, host, ports, timeout_s)
+    group = _connect(launch, own, host, addresses, ports, timeout_s)
   # A forked worker that outlives this process must not keep it alive for others.
-  os.register_at_fork(after_in_child=lambda: _close(meeting.links.values()))
-  return meeting
+  os.register_at_fork(after_in_child=lambda: server.close_all(group.links.values()))
+  return group
 
 
-def leave_last(meeting: Meeting, timeout_s: float = 10.0) -> None:
+def leave_last(group: ProcessGroup, timeout_s: float = 10.0) -> None:
   """Let process 0 leave after the others: JAX's coordinator ends with it.
 
-  Whoever still writes its last line then is aborted in C++, 0.04 s later
-  (measured, jax 0.10.2). Nothing is read: a watch may go on with the links.
+  A process that still writes its last line then is aborted in C++, 0.04 s later
+  (measured, jax 0.10.2). Nothing is read: a watch may use the links.
 
   Args:
     timeout_s: seconds after which process 0 leaves all the same.
   """
-  if meeting.process_id != 0:
+  if group.process_id != 0:
     return
-  here = {sock.fileno() for sock in meeting.links.values()} - {-1}
+  here = {sock.fileno() for sock in group.links.values()} - {-1}
   poll = select.poll()
   for file in here:
     poll.register(file, select.POLLRDHUP)
@@ -112,15 +122,27 @@ def leave_last(meeting: Meeting, timeout_s: float = 10.0) -> None:
       here.discard(file)
 
 
-def _receive(
-  launch: Launch, own: Introduction, host: str, ports: list[int], timeout_s: float
-) -> Meeting:
-  """Process 0's way in."""
-  addresses = network.resolve(host, _patience(launch, timeout_s))
+def _listen(
+  launch: Launch, own: Hello, host: str, addresses: list[str], ports: list[int],
+  timeout_s: float,
+) -> ProcessGroup:  # fmt: skip
+  """Process 0's way."""
   note = ""
-  if not any(map(network.is_own, addresses)):  # a Service of Kubernetes is well
+  if not any(map(network.is_own, addresses)):  # a Service of Kubernetes is fine
     note = f"; they look for process 0 on {host}, but {addresses[0]} is not this host's"
-  listener = _listen(own, ports, 0 if len(ports) > 1 else TAKEN_S / 2)
+  # A port that was given may be free again in a moment.
+  deadline = time.monotonic() + (0 if len(ports) > 1 else TAKEN_S / 2)
+  while True:
+    try:
+      listener = network.listen(ports)[1]
+      break
+    except OSError as e:
+      if time.monotonic() >= deadline:
+        raise ConfigError(
+          f"process 0 ({own.node}): port {', '.join(map(str, ports))}: {e.strerror}; "
+          "set JAXSCALE_COORDINATOR=HOST:PORT with a free one"
+        ) from e
+      time.sleep(0.2)
   kept: list[socket.socket] = []
 
   def coordinator_port() -> int:
@@ -136,94 +158,70 @@ def _receive(
     return port
 
   try:
-    hosts, links = server.call(launch, own, listener, timeout_s, coordinator_port, note)
+    hosts, links = server.serve(
+      launch, own, listener, timeout_s, coordinator_port, note
+    )
   except BaseException:
-    _close(kept)
+    server.close_all(kept)
     raise
   address = network.join_address(LOOPBACK, kept[0].getsockname()[1])
-  return Meeting(0, launch.num_processes, hosts, address, links, kept[0])
+  return ProcessGroup(0, launch.num_processes, hosts, address, links, kept[0])
 
 
-def _listen(own: Introduction, ports: list[int], patience_s: float) -> socket.socket:
-  """Where the others come. A port that was given may be free again in a moment."""
-  deadline = time.monotonic() + patience_s
-  while True:
-    try:
-      return network.listen(ports)[1]
-    except OSError as e:
-      if time.monotonic() < deadline:
-        time.sleep(0.2)
-        continue
-      raise ConfigError(
-        f"process 0 ({own.node}): port {', '.join(map(str, ports))}: {e.strerror}; "
-        "set JAXSCALE_COORDINATOR=HOST:PORT with a free one"
-      ) from e
-
-
-def _visit(
-  launch: Launch, own: Introduction, host: str, ports: list[int], timeout_s: float
-) -> Meeting:
-  """The others' way in."""
-  sock = _find(launch, own, host, ports, timeout_s)
-  here = f"process {own.rank} ({own.node})"
+def _connect(
+  launch: Launch, own: Hello, host: str, addresses: list[str], ports: list[int],
+  timeout_s: float,
+) -> ProcessGroup:  # fmt: skip
+  """The way of all others."""
+  sock = _find_process_0(launch, own, host, addresses, ports, timeout_s)
   try:
     answer = wire.Receiver(sock).receive(timeout_s + GRACE_S)
     if "error" in answer:
       raise ConfigError(answer["error"])
     hosts, port = list(answer["hosts"]), int(answer["go"])
-  except (EOFError, TimeoutError) as e:
+  except BaseException as e:
     sock.close()
+    if not isinstance(e, (EOFError, TimeoutError)):
+      raise
     raise ConfigError(
-      f"{here}: process 0 on {host} left before all had met ({e}); see its last lines"
+      f"process {own.rank} ({own.node}): process 0 on {host} left before all had "
+      f"connected ({e}); see its last lines"
     ) from e
-  except BaseException:
-    sock.close()
-    raise
   # JAX by the address that has worked, whatever the name resolves to elsewhere.
   seen = network.plain_address(str(sock.getpeername()[0]))
   coordinator = network.join_address(seen, port)
-  return Meeting(own.rank, launch.num_processes, hosts, coordinator, {0: sock})
+  return ProcessGroup(own.rank, launch.num_processes, hosts, coordinator, {0: sock})
 
 
-def _patience(launch: Launch, timeout_s: float) -> float:
-  """Seconds until a name has to be known: a pod's is once the pod is ready."""
-  return timeout_s if launch.kind == "kubernetes" else min(5.0, timeout_s)
-
-
-def _find(
-  launch: Launch, own: Introduction, host: str, ports: list[int], timeout_s: float
-) -> socket.socket:
+def _find_process_0(
+  launch: Launch, own: Hello, host: str, addresses: list[str], ports: list[int],
+  timeout_s: float,
+) -> socket.socket:  # fmt: skip
   """A connection on which process 0 has said welcome."""
   began = time.monotonic()
-  addresses = network.resolve(host, _patience(launch, timeout_s))
-  pause, word_s, taken_since = 0.02, CONNECT_S, None
+  pause, answer_s, taken_since = 0.02, CONNECT_S, None
   while True:
     results: dict[int, str] = {}
     for port in ports:
       for address in addresses:
-        found = _knock(launch, own, address, port, word_s)
+        found = _try_port(launch, own, address, port, answer_s)
         if isinstance(found, socket.socket):
           return found
         results[port] = found
     now = time.monotonic()
-    # Where others hold every port, process 0 cannot listen: it has said so, or will.
-    taken = not set(results.values()) & _NOBODY
-    taken_since = (taken_since or now) if taken else None
+    # Where others use every port, process 0 cannot listen: it has reported it, or will.
+    is_taken = not set(results.values()) & _UNUSED
+    taken_since = (taken_since or now) if is_taken else None
     if now - began > timeout_s or (taken_since and now - taken_since > TAKEN_S):
       raise ConfigError(_not_found(own, host, addresses, results, now - began))
     time.sleep(random.uniform(0.5, 1) * pause)
     pause = min(1.0, 1.5 * pause)
     if _SILENT in results.values():
-      word_s = min(WORD_S, 1.5 * word_s)
+      answer_s = min(ANSWER_S, 1.5 * answer_s)
 
 
-_REFUSED, _DROPPED = "refused", "no answer"
-_NO_ROUTE, _SILENT = "no route", "somebody else's, silent"
-_NOBODY = {_REFUSED, _DROPPED, _NO_ROUTE}
-
-
-def _knock(
-  launch: Launch, own: Introduction, address: str, port: int, word_s: float
+def _try_port(
+  launch: Launch, own: Hello, address: str, port: int, answer_s: float
 ) -> socket.socket | str:
   """A connection on which process 0 has said welcome, or what there was instead."""
   try:
@@ -235,49 +233,45 @@ def _knock(
   except OSError:
     return _NO_ROUTE
   try:
-    # The kernel may give a caller the very port it calls (TCP's simultaneous open).
+    # The kernel may give a client the very port it calls (TCP's simultaneous open).
     if sock.getsockname() == sock.getpeername():
       raise ConnectionRefusedError
     network.tune(sock)
-    wire.send(sock, {"meeting": launch.job, "who": own}, timeout=CONNECT_S)
-    answer: Any = wire.Receiver(sock, server.HELLO_BYTES).receive(word_s)
+    wire.send(sock, {"job": launch.job, "hello": own}, timeout=CONNECT_S)
+    answer: Any = wire.Receiver(sock, server.HELLO_BYTES).receive(answer_s)
     if isinstance(answer, dict) and answer.get("welcome") == launch.job:
       return sock
-    job = answer.get("other") if isinstance(answer, dict) else None
-    result = f"another run's, {str(job)[:60]}" if job else "somebody else's"
+    job = answer.get("other_job") if isinstance(answer, dict) else None
+    result = f"used by another run, {str(job)[:60]}" if job else _TAKEN
   except TimeoutError:
     result = _SILENT
   except ConnectionRefusedError:
     result = _REFUSED
   except (OSError, EOFError, ValueError):
-    result = "somebody else's"
+    result = _TAKEN
   sock.close()
   return result
 
 
 def _not_found(
-  own: Introduction, host: str, addresses: list[str], results: dict[int, str],
-  seconds: float,
-) -> str:  # fmt: skip
-  """Where was looked, what was there, and what that may mean."""
-  ways: dict[str, list[int]] = {}
+  own: Hello, host: str, addresses: list[str], results: dict[int, str], seconds: float
+) -> str:
+  """Where process 0 was looked for, what was there, and what that may mean."""
+  ports: dict[str, list[str]] = {}
   for port, result in results.items():
-    ways.setdefault(result, []).append(port)
-  tried = "; ".join(f"{', '.join(map(str, p))} {way}" for way, p in ways.items())
-  if not set(results.values()) & _NOBODY:
+    ports.setdefault(result, []).append(str(port))
+  tried = "; ".join(f"{', '.join(p)} {result}" for result, p in ports.items())
+  if not ports.keys() & _UNUSED:
     advice = "set JAXSCALE_COORDINATOR=HOST:PORT with a free port"
-  elif _REFUSED in ways:
-    advice = "it has not come, has failed (see its last lines), or is on another host"
+  elif _REFUSED in ports:
+    advice = (
+      "it has not started, has failed (see its last lines), or is on another host"
+    )
   else:
-    advice = f"is there a firewall, or no way from {own.node} to {host}?"
+    advice = f"is there a firewall, or no route from {own.node} to {host}?"
   with contextlib.suppress(OSError):
     advice += f" (looked from {network.own_address_seen_by(addresses[0])})"
   return (
     f"process {own.rank} ({own.node}): no process 0 on {host} "
     f"({', '.join(addresses[:4])}) for {seconds:.0f} s, ports {tried}; {advice}"
   )
-
-
-def _close(sockets) -> None:
-  for sock in sockets:
-    sock.close()

@@ -1,9 +1,9 @@
-"""What a process says of itself when the processes of a run meet.
+"""What a process says about itself at the rendezvous, and what can be wrong with it.
 
-And what can be wrong with what they say: pure functions from the introductions
-to lines that name ranks, hosts and the remedy. Processes that differ train
-without any error to replicas that differ (research: one hyper-parameter changed
-on one rank, exit code 0, other parameters), so they are refused.
+Pure functions from the `Hello` of every process to lines that name ranks, hosts and
+the remedy. Processes that differ would train without any error to replicas that
+differ (research: one hyper-parameter changed on one rank, exit code 0, other
+parameters), so they are refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jaxscale
-from jaxscale.cluster.detect.launched import Launch
+from jaxscale.cluster.detect.launch import Launch
 from jaxscale.cluster.rendezvous import network
 
 PACKAGES = ("jaxscale", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
@@ -30,36 +30,29 @@ _REMEDIES = {
 }
 
 
-class Introduction(NamedTuple):
-  """One process, as it says itself. All of it fits in a line of JSON."""
+class Hello(NamedTuple):
+  """One process, as it describes itself. All of it fits in a line of JSON."""
 
   rank: int
-  of: int
+  num_processes: int
   node: str
   pid: int
-  me: str  # tells two processes of one rank from one that comes twice
+  uuid: str  # tells two processes of one rank from one that connects twice
   place: str  # equal where loopback connects, network.place
   gloo: str | None  # where gloo would listen; "" where it is not used
   versions: dict[str, str]
   digests: dict[str, str]
-  trouble: str  # why it cannot take part, "" if it can
+  error: str  # why it cannot take part, "" if it can
 
 
-def introduce(
-  launch: Launch, digests: Mapping[str, str], on_cpu: bool, trouble: str = ""
-) -> Introduction:
-  """What this process says of itself.
-
-  Args:
-    digests: what must be equal in all processes, by name; "config" and "code"
-      are known by their remedies.
-    on_cpu: its collectives are gloo's.
-    trouble: why it cannot take part, such as a GPU that is missing on its host.
-  """
-  return Introduction(
+def make_hello(
+  launch: Launch, digests: Mapping[str, str], on_cpu: bool, error: str = ""
+) -> Hello:
+  """What this process says about itself; the arguments are those of `rendezvous`."""
+  gloo = network.gloo_address() if on_cpu else ""
+  return Hello(
     launch.process_id, launch.num_processes, network.node_name(), os.getpid(),
-    uuid.uuid4().hex, network.place(), network.gloo_address() if on_cpu else "",
-    versions(), dict(digests), trouble,
+    uuid.uuid4().hex, network.place(), gloo, versions(), dict(digests), error,
   )  # fmt: skip
 
 
@@ -88,145 +81,121 @@ def digests_of(config: object) -> dict[str, str]:
   return {"config": settings.hexdigest(), "code": code.hexdigest()}
 
 
-def read(message: Any) -> Introduction | None:
-  """The introduction in a message, if it is one."""
-  try:
-    it = Introduction(*message)
-  except TypeError:
+def parse_hello(message: Any) -> Hello | None:
+  """The `Hello` in a message, if it is one."""
+  kinds = (int, int, str, int, str, str, str | None, dict, dict, str)
+  if not isinstance(message, list) or len(message) != len(kinds):
     return None
-  kinds = ((it.rank, int), (it.of, int), (it.node, str), (it.pid, int), (it.me, str),
-           (it.place, str), (it.gloo, str | None), (it.versions, dict),
-           (it.digests, dict), (it.trouble, str))  # fmt: skip
-  return it if all(isinstance(value, kind) for value, kind in kinds) else None
+  is_hello = all(isinstance(v, kind) for v, kind in zip(message, kinds, strict=True))
+  return Hello(*message) if is_hello else None
 
 
-def numbers(ranks: Iterable[int]) -> str:
-  """Ranks as one says them.
+def first_of(items: Sequence[str]) -> str:
+  """The first of them, and how many more."""
+  more = len(items) - _SHOWN
+  return ", ".join(items[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+  """Ranks, with ranges for what is consecutive.
 
   Example:
-    >>> numbers([3]), numbers([0, 2, 3, 4])
+    >>> ranks_in_words([3]), ranks_in_words([0, 2, 3, 4])
     ('process 3', 'processes 0, 2–4')
   """
-  ranks = sorted(ranks)
   ranges: list[list[int]] = []
-  for rank in ranks:
-    if ranges and rank == ranges[-1][1] + 1:
-      ranges[-1][1] = rank
+  for rank in sorted(ranks):
+    if ranges and rank == ranges[-1][-1] + 1:
+      ranges[-1] = [ranges[-1][0], rank]
     else:
-      ranges.append([rank, rank])
-  said = [str(a) if a == b else f"{a}–{b}" for a, b in ranges]
-  return ("process " if len(ranks) == 1 else "processes ") + few(said)
+      ranges.append([rank])
+  is_one = len(ranges) == 1 and len(ranges[0]) == 1
+  shown = first_of(["–".join(map(str, limits)) for limits in ranges])
+  return f"{'process' if is_one else 'processes'} {shown}"
 
 
-def where(ranks: Iterable[int], nodes: Sequence[str] | None) -> str:
+def ranks_with_hosts(ranks: Iterable[int], nodes: Sequence[str] | None) -> str:
   """Ranks with the hosts they are on, as far as these are known.
 
   Example:
-    >>> where([1, 2], ["n1", "n2", "n2"]), where([1], None)
+    >>> ranks_with_hosts([1, 2], ["n1", "n2", "n2"]), ranks_with_hosts([1], None)
     ('processes 1–2 (n2)', 'process 1')
   """
   ranks = sorted(ranks)
   known = [nodes[r] for r in ranks if r < len(nodes) and nodes[r]] if nodes else []
-  hosts = few(list(dict.fromkeys(known)))
-  return numbers(ranks) + (f" ({hosts})" if hosts else "")
+  hosts = first_of(list(dict.fromkeys(known)))
+  return ranks_in_words(ranks) + (f" ({hosts})" if hosts else "")
 
 
-def few(said: list[str]) -> str:
-  """The first of them, and how many more."""
-  more = len(said) - _SHOWN
-  return ", ".join(said[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
-def twice(first: Introduction, second: Introduction) -> str:
-  """The line for two processes that claim one rank."""
-  return (
-    f"process {first.rank} was started twice: on {first.node} (pid {first.pid}) and "
-    f"on {second.node} (pid {second.pid}); give each its own rank, 0 … "
-    f"{first.of - 1}"
-  )
-
-
-def disagreements(
-  met: Mapping[int, Introduction], addresses: Mapping[int, str]
+def find_mismatches(
+  hellos: Mapping[int, Hello], addresses: Mapping[int, str]
 ) -> list[str]:
-  """What is wrong with those who have met, a line each; process 0 is the measure.
+  """What is wrong with the processes, one line each; process 0 is the reference.
 
   Args:
     addresses: the address of a process as seen from the others, where known.
   """
-  return [
-    *_troubles(met), *_other_counts(met), *_differences(met),
-    *_unreachable(met, addresses),
-  ]  # fmt: skip
+  nodes = [hellos[r].node if r in hellos else "" for r in range(max(hellos) + 1)]
+  lines = []
 
+  def compare(values: Mapping[int, Any], describe) -> None:
+    """One line per value that is not process 0's."""
+    groups: dict[Any, list[int]] = {}
+    for rank, value in values.items():
+      if value != values[0]:
+        groups.setdefault(value, []).append(rank)
+    for value, ranks in groups.items():
+      lines.append(f"{ranks_with_hosts(ranks, nodes)}: {describe(value)}")
 
-def _troubles(met: Mapping[int, Introduction]) -> list[str]:
-  """What processes say they lack themselves, those of one kind together."""
-  said: dict[str, list[int]] = {}
-  for rank, who in met.items():
-    if who.trouble:
-      said.setdefault(who.trouble, []).append(rank)
-  return [f"{where(ranks, _nodes(met))}: {text}" for text, ranks in said.items()]
-
-
-def _nodes(met: Mapping[int, Introduction]) -> list[str]:
-  return [met[r].node if r in met else "" for r in range(max(met) + 1)]
-
-
-def _groups(values: Mapping[int, str | None]) -> dict[str | None, list[int]]:
-  """The ranks of each value that is not process 0's."""
-  groups: dict[str | None, list[int]] = {}
-  for rank, value in values.items():
-    if value != values[0]:
-      groups.setdefault(value, []).append(rank)
-  return groups
-
-
-def _other_counts(met: Mapping[int, Introduction]) -> list[str]:
-  counts = {rank: str(who.of) for rank, who in met.items()}
-  return [
-    f"{where(ranks, _nodes(met))}: started as one of {count} processes, process 0 "
-    f"({met[0].node}) as one of {met[0].of}; start all in one step"
-    for count, ranks in _groups(counts).items()
-  ]
-
-
-def _differences(met: Mapping[int, Introduction]) -> list[str]:
-  lines, nodes = [], _nodes(met)
-  for name in dict.fromkeys(n for who in met.values() for n in who.versions):
-    values = {rank: who.versions.get(name) for rank, who in met.items()}
-    for value, ranks in _groups(values).items():
-      lines.append(
-        f"{where(ranks, nodes)}: {name} {value or 'missing'}, process 0 "
-        f"({nodes[0]}) has {values[0] or 'none'}; start all from one environment"
-      )
-  for name in dict.fromkeys(n for who in met.values() for n in who.digests):
-    values = {rank: who.digests.get(name) for rank, who in met.items()}
-    for value, ranks in _groups(values).items():
-      lines.append(
-        f"{where(ranks, nodes)}: another {name} than process 0 ({nodes[0]}), "
-        f"{str(value)[:12]} not {str(values[0])[:12]}; "
-        + _REMEDIES.get(name, f"give all the same {name}")
-      )
-  return lines
+  errors = {rank: hello.error for rank, hello in hellos.items()}
+  for error in dict.fromkeys(filter(None, errors.values())):
+    ranks = [rank for rank, own in errors.items() if own == error]
+    lines.append(f"{ranks_with_hosts(ranks, nodes)}: {error}")
+  compare(
+    {rank: hello.num_processes for rank, hello in hellos.items()},
+    lambda count: (
+      f"started as one of {count} processes, process 0 ({nodes[0]}) as one of "
+      f"{hellos[0].num_processes}; start all in one step"
+    ),
+  )
+  for name in dict.fromkeys(n for hello in hellos.values() for n in hello.versions):
+    found = {rank: hello.versions.get(name) for rank, hello in hellos.items()}
+    compare(
+      found,
+      lambda version, name=name, found=found: (
+        f"{name} {version or 'missing'}, process 0 ({nodes[0]}) has "
+        f"{found[0] or 'none'}; start all from one environment"
+      ),
+    )
+  for name in dict.fromkeys(n for hello in hellos.values() for n in hello.digests):
+    found = {rank: hello.digests.get(name) for rank, hello in hellos.items()}
+    remedy = _REMEDIES.get(name, f"give all the same {name}")
+    compare(
+      found,
+      lambda digest, name=name, found=found, remedy=remedy: (
+        f"another {name} than process 0 ({nodes[0]}), {str(digest)[:12]} not "
+        f"{str(found[0])[:12]}; {remedy}"
+      ),
+    )
+  return lines + _unreachable(hellos, addresses)
 
 
 def _unreachable(
-  met: Mapping[int, Introduction], addresses: Mapping[int, str]
+  hellos: Mapping[int, Hello], addresses: Mapping[int, str]
 ) -> list[str]:
   """Those that gloo could not reach: only it asks the host for its own name."""
-  apart = len({who.place for who in met.values()}) > 1
-  lines, done = [], set()
-  for rank, who in sorted(met.items()):
-    lost = who.gloo is None or (apart and who.gloo and network.is_loopback(who.gloo))
-    if not lost or (who.node, who.gloo) in done:
+  apart = len({hello.place for hello in hellos.values()}) > 1
+  lines: dict[tuple[str, str | None], str] = {}
+  for rank, hello in sorted(hellos.items()):
+    gloo = hello.gloo
+    if gloo is not None and not (apart and gloo and network.is_loopback(gloo)):
       continue
-    done.add((who.node, who.gloo))
-    is_what = f"is {who.gloo} there" if who.gloo else "does not resolve there"
+    is_what = f"is {gloo} there" if gloo else "does not resolve there"
     address = addresses.get(rank, "ADDRESS")
-    lines.append(
-      f"process {rank} ({who.node}): its host's own name {is_what}, where no other "
+    line = (
+      f"process {rank} ({hello.node}): its host's own name {is_what}, where no other "
       "host reaches gloo, JAX's collectives on CPUs; put its network address into "
-      f"its /etc/hosts, '{address} {who.node}'"
+      f"its /etc/hosts, '{address} {hello.node}'"
     )
-  return lines
+    lines.setdefault((hello.node, gloo), line)
+  return list(lines.values())

@@ -1,4 +1,4 @@
-"""JAX's own meeting, once ours has shown that it will succeed.
+"""JAX's own initialization, once our rendezvous has shown that it will succeed.
 
 `jax.distributed.initialize` with everything given: nothing of it is left to JAX's
 detection of clusters, which mis-parses node lists, binds one device a task, and
@@ -9,53 +9,49 @@ is tried before it is called.
 from __future__ import annotations
 
 import functools
+import math
 import socket
 import time
 from collections import Counter
 from collections.abc import Sequence
 
-from jaxscale.cluster.detect.launched import Launch
+from jaxscale.cluster.detect.launch import Launch
 from jaxscale.cluster.rendezvous import network
-from jaxscale.cluster.rendezvous.client import Meeting, leave_last
-from jaxscale.cluster.rendezvous.handshake import where
+from jaxscale.cluster.rendezvous.client import ProcessGroup, leave_last
+from jaxscale.cluster.rendezvous.handshake import ranks_with_hosts
+from jaxscale.cluster.timeouts import Timeouts
 from jaxscale.errors import ConfigError
 
-_HALF_S = 0.5  # seconds for one connection to the coordinator
+_DEFAULTS = Timeouts()
+_CONNECT_S = 0.5  # seconds for one connection to the coordinator
 
 
 def join(
   launch: Launch,
-  meeting: Meeting | None,
+  group: ProcessGroup | None,
+  timeouts: Timeouts = _DEFAULTS,
   *,
   local_device_ids: Sequence[int] | None = None,
-  initialization_timeout_s: int = 60,
-  heartbeat_timeout_s: int = 100,
-  shutdown_timeout_s: int = 300,
 ) -> None:
-  """Join the others in JAX; all processes of the meeting call this.
+  """Join the others in JAX; all processes of the group call this.
 
   JAX's preemption service is off afterwards: it would take SIGTERM away from our
   own handlers, and knows no other signal. So is its warning about proxies: the
   coordinator has been excepted from them.
 
   After this the death of process 0, where JAX's coordinator is, aborts the others
-  in C++ within 0.04–0.3 s; that of another process, after `heartbeat_timeout_s`.
+  in C++ within 0.04–0.3 s; that of another process, after `jax_heartbeat_timeout_s`.
   So whoever watches the links has to act on a closed one at once: it can, 12 of 12
   times, with the stacks written within 0.13 s. `jax_enable_recoverability` stays
   off: it spares the others only the second abort, and in its place aborts whoever
   is still at work when process 0 is done (all measured, jax 0.10.2 on CPUs).
 
   Args:
-    meeting: what `meet` returned; None leaves all to JAX (TPU pods that know
+    group: what `rendezvous` returned; None leaves all to JAX (TPU pods that know
       their own addresses).
+    timeouts: JAX's own are among them.
     local_device_ids: the GPUs of this process among those that are visible; None
       takes all of them.
-    initialization_timeout_s: seconds for the coordinator to be there, and then
-      once more for JAX's own connections; JAX's default is 300.
-    heartbeat_timeout_s: seconds of silence after which JAX aborts everybody; to
-      be longer than our own watch takes, which says why. JAX's default.
-    shutdown_timeout_s: seconds that a process which is done waits at exit for the
-      others, as for the leader's last checkpoint. JAX's default.
 
   Raises:
     ConfigError: the coordinator cannot be reached from here.
@@ -67,37 +63,39 @@ def join(
   initialize = functools.partial(
     jax.distributed.initialize,
     local_device_ids=local_device_ids,
-    initialization_timeout=initialization_timeout_s,
-    heartbeat_timeout_seconds=heartbeat_timeout_s,
-    shutdown_timeout_seconds=shutdown_timeout_s,
+    initialization_timeout=math.ceil(timeouts.jax_initialization_timeout_s),
+    heartbeat_timeout_seconds=math.ceil(timeouts.jax_heartbeat_timeout_s),
+    shutdown_timeout_seconds=math.ceil(timeouts.jax_shutdown_timeout_s),
   )
-  if meeting is None:
+  if group is None:
     initialize()
     return
-  if meeting.num_processes == 1:
+  if group.num_processes == 1:
     return
-  address, port = network.split_address(meeting.coordinator)
+  address, port = network.split_address(group.coordinator)
   assert port is not None
   network.bypass_proxies([address, launch.host or address])
-  if meeting.reserved is not None:
+  if group.reserved is not None:
     # JAX's service takes the port over, and gRPC binds with this option as well: so
     # the port is never free for anybody else in between.
-    meeting.reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    group.reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
   else:
-    _await(address, port, meeting, initialization_timeout_s)
+    _wait_for_coordinator(address, port, group, timeouts.jax_initialization_timeout_s)
   initialize(
-    meeting.coordinator,
-    meeting.num_processes,
-    meeting.process_id,
+    group.coordinator,
+    group.num_processes,
+    group.process_id,
     cluster_detection_method="deactivate",
     # Else JAX_COORDINATOR_BIND_ADDRESS would name another port than we do.
     coordinator_bind_address=f"[::]:{port}",
   )
-  if meeting.reserved is not None:
-    meeting.reserved.close()
+  if group.reserved is not None:
+    group.reserved.close()
 
 
-def _await(address: str, port: int, meeting: Meeting, timeout_s: float) -> None:
+def _wait_for_coordinator(
+  address: str, port: int, group: ProcessGroup, timeout_s: float
+) -> None:
   """Wait until JAX's coordinator listens: JAX itself would abort where it never does.
 
   It also saves a second: gRPC waits that long after a first refusal.
@@ -105,23 +103,23 @@ def _await(address: str, port: int, meeting: Meeting, timeout_s: float) -> None:
   deadline = time.monotonic() + timeout_s
   while True:
     try:
-      socket.create_connection((address, port), timeout=_HALF_S).close()
+      socket.create_connection((address, port), timeout=_CONNECT_S).close()
       return
     except OSError as e:
       reason = e
     if time.monotonic() > deadline:
       refused = isinstance(reason, ConnectionRefusedError)
-      here = meeting.hosts[meeting.process_id]
+      here = group.hosts[group.process_id]
       raise ConfigError(
-        f"process {meeting.process_id} ({here}): JAX's coordinator on "
-        f"{meeting.hosts[0]}, {meeting.coordinator}, not reached for {timeout_s:g} s ("
+        f"process {group.process_id} ({here}): JAX's coordinator on "
+        f"{group.hosts[0]}, {group.coordinator}, not reached for {timeout_s:g} s ("
         + ("refused; see the last lines of process 0)" if refused else
            f"{reason}; is there a firewall between the two?)")
       ) from reason  # fmt: skip
     time.sleep(0.02)
 
 
-def check_devices(meeting: Meeting) -> None:
+def check_devices(group: ProcessGroup) -> None:
   """Refuse processes with different numbers of devices, in all of them alike.
 
   JAX starts such runs, and fails later, in the first step that is sharded. Every
@@ -137,12 +135,12 @@ def check_devices(meeting: Meeting) -> None:
   usual, _ = Counter(counts.values()).most_common(1)[0]
   odd = {rank: n for rank, n in counts.items() if n != usual}
   if odd:
-    leave_last(meeting)
-    said = "; ".join(
-      f"{where([r for r in odd if odd[r] == n], meeting.hosts)}: {n} devices"
+    leave_last(group)
+    counts_of_odd = "; ".join(
+      f"{ranks_with_hosts([r for r in odd if odd[r] == n], group.hosts)}: {n} devices"
       for n in sorted(set(odd.values()))
     )
     raise ConfigError(
-      f"{said}, the others: {usual}; give each process as many "
+      f"{counts_of_odd}, the others: {usual}; give each process as many "
       "(--gpus-per-task=1, or --ntasks-per-node as there are GPUs)"
     )

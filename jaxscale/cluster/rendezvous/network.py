@@ -6,13 +6,14 @@ known before JAX's C++ is asked, which waits for minutes and then aborts.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import ipaddress
 import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Iterable, MutableMapping
 from pathlib import Path
 
 from jaxscale.cluster.detect.slurm import node_address
@@ -99,7 +100,7 @@ def resolve(host: str, patience_s: float = 5.0) -> list[str]:
     if time.monotonic() >= deadline:
       raise ConfigError(
         f"{host}: the name of process 0's host does not resolve on {node_name()} "
-        f"({reason}); mend /etc/hosts or DNS there, or set "
+        f"({reason}); fix /etc/hosts or DNS there, or set "
         "JAXSCALE_COORDINATOR=ADDRESS:PORT"
       )
     time.sleep(min(0.5, patience_s))
@@ -125,12 +126,10 @@ def own_address_seen_by(peer: str) -> str:
 def is_own(address: str) -> bool:
   """Whether it is an address of this host: others cannot be bound."""
   family = socket.AF_INET6 if ":" in address else socket.AF_INET
-  try:
-    with socket.socket(family) as probe:
-      probe.bind((address, 0))
-      return True
-  except OSError:
-    return False
+  with contextlib.suppress(OSError), socket.socket(family) as probe:
+    probe.bind((address, 0))
+    return True
+  return False
 
 
 def is_loopback(address: str) -> bool:
@@ -197,7 +196,7 @@ def listen(ports: Iterable[int], backlog: int = 4096) -> tuple[int, socket.socke
   """
   # Connections of an earlier run that have not died down yet are no obstacle; a
   # socket that listens is (SO_REUSEADDR in socket(7)).
-  return _first(ports, lambda sock: sock.listen(backlog), reuse=1)
+  return _bind_first(ports, reuse=1, backlog=backlog)
 
 
 def free_port(ports: Iterable[int]) -> tuple[int, socket.socket]:
@@ -209,11 +208,11 @@ def free_port(ports: Iterable[int]) -> tuple[int, socket.socket]:
   Raises:
     OSError: all are taken.
   """
-  return _first(ports, lambda sock: None, reuse=0)
+  return _bind_first(ports, reuse=0)
 
 
-def _first(
-  ports: Iterable[int], then: Callable[[socket.socket], None], reuse: int
+def _bind_first(
+  ports: Iterable[int], reuse: int, backlog: int | None = None
 ) -> tuple[int, socket.socket]:
   """The first port that can be bound on all addresses, by nobody else.
 
@@ -229,7 +228,8 @@ def _first(
         sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
       sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
       sock.bind(("::" if dual else "", port))
-      then(sock)
+      if backlog is not None:
+        sock.listen(backlog)
       return port, sock
     except OSError as e:
       sock.close()

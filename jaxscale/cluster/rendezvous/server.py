@@ -1,12 +1,11 @@
-"""Process 0's part when the processes of a run meet: it waits for all, and judges.
+"""Process 0's part of the rendezvous: it waits for all others and compares them.
 
-It hears everybody, tells everybody the same, and knows nothing of JAX.
+Every process gets the same answer from it. It knows nothing of JAX.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import resource
 import selectors
 import socket
@@ -17,63 +16,45 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from jaxscale.cluster import wire
-from jaxscale.cluster.detect.launched import Launch
+from jaxscale.cluster.detect.launch import Launch
 from jaxscale.cluster.rendezvous import network
 from jaxscale.cluster.rendezvous.handshake import (
-  Introduction,
-  disagreements,
-  few,
-  numbers,
-  read,
-  twice,
-  where,
+  Hello,
+  find_mismatches,
+  first_of,
+  parse_hello,
+  ranks_in_words,
+  ranks_with_hosts,
 )
 from jaxscale.errors import ConfigError
 
-HELLO_BYTES = 1 << 16  # an introduction is about 600 bytes; no stranger needs more
-HELLO_S = 10.0  # seconds a stranger may say nothing
-SETTLE_S = 1.0  # after the first thing wrong, the same of others may be on its way
-BACK_S = 3.0  # a process that was there and has gone may try again
-LINGER_S = 10.0  # how long those who come late are told what is wrong
-NEWS_S = 10.0  # seconds between two lines about whom we wait for
+HELLO_BYTES = 1 << 16  # a hello is about 600 bytes; no stranger needs more
+HELLO_S = 10.0  # seconds until a connection must have sent its hello
+SETTLE_S = 1.0  # after the first error, the same of others may be on its way
+RECONNECT_S = 3.0  # a process that has disconnected may try again
+LINGER_S = 10.0  # how long late processes still get the error
+LOG_S = 10.0  # seconds between two lines about who is missing
+_CHECK_S = 0.1  # seconds between two checks for errors
+_WELCOME = float("inf")  # until when a connection may stay that has sent its hello
 
 
-_LOOK_S = 0.1  # seconds between two looks at whether something is wrong
-_WELCOME = float("inf")  # until when somebody may stay who has said who he is
-
-
-@dataclasses.dataclass
-class _Room:
-  """Who is here."""
-
-  launch: Launch
-  selector: selectors.BaseSelector
-  met: dict[int, Introduction]
-  guests: dict[int, socket.socket] = dataclasses.field(default_factory=dict)
-  gone: dict[int, float] = dataclasses.field(default_factory=dict)
-  wrong: list[str] = dataclasses.field(default_factory=list)  # for good
-  came: set[str] = dataclasses.field(default_factory=set)  # all who spoke our words
-  silent: deque[tuple[float, socket.socket]] = dataclasses.field(default_factory=deque)
-  verdict: str = ""
-
-
-def call(
+def serve(
   launch: Launch,
-  own: Introduction,
+  own: Hello,
   listener: socket.socket,
   timeout_s: float,
-  ready: Callable[[], int] = lambda: 0,
+  coordinator_port: Callable[[], int] = lambda: 0,
   note: str = "",
 ) -> tuple[list[str], dict[int, socket.socket]]:
-  """Wait for all other processes, and let them go, or tell them what is wrong.
+  """Wait for all other processes, and send each "go", or what is wrong.
 
   Args:
-    own: the introduction of this process, rank 0.
-    listener: where the others come; closed before this returns.
-    timeout_s: seconds after which those who are missing are given up.
-    ready: called when all is well; the port of JAX's coordinator. May raise a
-      ConfigError, which all get to hear.
-    note: what to add to the line about those who have not come.
+    own: of this process, rank 0.
+    listener: where the others connect; closed before this returns.
+    timeout_s: seconds after which missing processes are an error.
+    coordinator_port: called when all is well; the port of JAX's coordinator. A
+      ConfigError that it raises is sent to all.
+    note: what to add to the line about missing processes.
 
   Returns:
     The hosts by rank, and the connections by rank, without 0.
@@ -83,190 +64,204 @@ def call(
   """
   listener.setblocking(False)
   with selectors.DefaultSelector() as selector, listener:
-    room = _Room(launch, selector, {0: own})
-    room.came.add(own.me)
+    server = _Server(launch, own, listener, selector)
     try:
-      _allow_files(launch.num_processes)
-    except ConfigError as e:
-      room.wrong.append(str(e))
-    selector.register(listener, selectors.EVENT_READ, None)
-    try:
-      _wait(room, listener, timeout_s, note)
-      hosts = [room.met[rank].node for rank in range(launch.num_processes)]
-      # Nobody has been told to go yet: whatever goes wrong is everybody's.
+      server.wait_for_all(timeout_s, note)
+      hosts = [server.hellos[rank].node for rank in range(launch.num_processes)]
+      # No process has started yet: whatever goes wrong is everybody's.
       try:
-        port = ready()
+        port = coordinator_port()
       except ConfigError as e:
-        _tell(room, str(e))
+        server.send_error(str(e))
         raise
-      _let_go(room, port, hosts)
-      return hosts, room.guests
+      server.send_go(port, hosts)
+      return hosts, server.links
     except BaseException:
-      _close(room.guests.values())
+      close_all(server.links.values())
       raise
     finally:
       others = [k.fileobj for k in selector.get_map().values() if k.data]
-      _close(s for s in others if s not in room.guests.values())  # type: ignore[misc]
+      close_all(s for s in others if s not in server.links.values())  # type: ignore[misc]
 
 
-def _let_go(room: _Room, port: int, hosts: list[str]) -> None:
-  """Tell all that all are here."""
-  go = wire.encode({"go": port, "hosts": hosts})
-  for rank, sock in room.guests.items():
+class _Server:
+  """Who is connected, and what is wrong so far."""
+
+  def __init__(
+    self,
+    launch: Launch,
+    own: Hello,
+    listener: socket.socket,
+    selector: selectors.BaseSelector,
+  ):
+    self.launch, self.listener, self.selector = launch, listener, selector
+    self.hellos = {0: own}
+    self.links: dict[int, socket.socket] = {}
+    self.lost: dict[int, float] = {}  # rank -> when it disconnected
+    self.errors: list[str] = []
+    self.seen = {own.uuid}  # all processes that sent a hello
+    self.silent: deque[tuple[float, socket.socket]] = deque()
+    self.verdict = ""  # the error that was sent to all
     try:
-      wire.send_line(sock, go, timeout=10)
-    except OSError as e:  # who has been told finds the links closed
-      raise ConfigError(
-        f"process {rank} ({hosts[rank]}) has gone just before the start ({e}); see its "
-        "last lines"
-      ) from e
+      _allow_files(launch.num_processes)
+    except ConfigError as e:
+      self.errors.append(str(e))
+    selector.register(listener, selectors.EVENT_READ, None)
 
-
-def _wait(room: _Room, listener: socket.socket, timeout_s: float, note: str) -> None:
-  """Until all are here and agree."""
-  began = news = look = time.monotonic()
-  wrong_since = None
-  total = room.launch.num_processes
-  while True:
-    _serve(room, listener, _LOOK_S)
-    now = time.monotonic()
-    if now < look and len(room.guests) < total - 1:
-      continue  # thousands may be coming: not all of this after each
-    look = now + _LOOK_S
-    missing = [r for r in range(1, total) if r not in room.guests]
-    wrong = _wrong(room, now)
-    if not wrong and not missing and not room.verdict:
-      return
-    if wrong or room.verdict:  # once told, it stays
-      wrong_since = wrong_since or now
-      all_came = len(room.came) >= total
-      if not room.verdict and (all_came or now - wrong_since > SETTLE_S):
-        _tell(room, "; ".join(wrong[:3]))
-      if room.verdict and (all_came or now - wrong_since > LINGER_S):
-        raise ConfigError(room.verdict)
-    elif now - began > timeout_s:
-      verb = "has" if len(missing) == 1 else "have"
-      _tell(
-        room,
-        f"{_absent(room, missing)} {verb} not come within {timeout_s:g} s; look for "
-        f"their last lines, and start all in one step{note}",
-      )
-      raise ConfigError(room.verdict)
-    elif now - news > NEWS_S:
-      news = now
-      print(f"waiting for {_absent(room, missing)}", file=sys.stderr)
-
-
-def _absent(room: _Room, missing: list[int]) -> str:
-  """Who is missing, and the hosts to look at, as far as the launcher lists them."""
-  nodes, total = room.launch.nodes, room.launch.num_processes
-  if len(nodes) == total:  # one on each, in this order
-    return f"{where(missing, nodes)} of {total}"
-  came = {who.node.partition(".")[0] for who in room.met.values()}
-  silent = [node for node in nodes if node.partition(".")[0] not in came]
-  hosts = f" (nobody from {few(silent)})" if silent else ""
-  return f"{numbers(missing)} of {total}{hosts}"
-
-
-def _wrong(room: _Room, now: float) -> list[str]:
-  """All that is wrong with what is known so far."""
-  addresses = {}
-  for rank, sock in room.guests.items():
-    with contextlib.suppress(OSError):
-      addresses[rank] = network.plain_address(sock.getpeername()[0])
-      if room.met[rank].place != room.met[0].place:
-        addresses.setdefault(0, network.plain_address(sock.getsockname()[0]))
-  left = [
-    f"{numbers([rank])} ({room.met[rank].node}, pid {room.met[rank].pid}) came and "
-    "has gone; see its last lines"
-    for rank, since in room.gone.items()
-    if now - since > BACK_S
-  ]
-  return room.wrong + disagreements(room.met, addresses) + left
-
-
-def _serve(room: _Room, listener: socket.socket, timeout: float) -> None:
-  """Take what has come within the timeout."""
-  for key, _ in room.selector.select(timeout):
-    if key.data is None:
-      _admit(room, listener)
-      continue
-    sock, (receiver, until) = key.fileobj, key.data
-    assert isinstance(sock, socket.socket)
-    try:
-      messages = receiver.drain()
-      if messages and until != _WELCOME:
-        _hear(room, sock, messages[0])
-    except (OSError, EOFError, ValueError):
-      _drop(room, sock)
-
-
-def _admit(room: _Room, listener: socket.socket) -> None:
-  """Let in all who knock, and turn out who has said nothing for too long."""
-  now = time.monotonic()
-  with contextlib.suppress(OSError):  # nobody else, gone again, or out of files
+  def wait_for_all(self, timeout_s: float, note: str) -> None:
+    """Until all are connected and agree."""
+    began = logged = next_check = time.monotonic()
+    failed_since = None
+    total = self.launch.num_processes
     while True:
-      sock, _ = listener.accept()
-      network.tune(sock)
-      stranger = (wire.Receiver(sock, HELLO_BYTES), now + HELLO_S)
-      room.selector.register(sock, selectors.EVENT_READ, stranger)
-      room.silent.append((now + HELLO_S, sock))
-  while room.silent and room.silent[0][0] < now:
-    _, sock = room.silent.popleft()
-    key = room.selector.get_map().get(sock) if sock.fileno() >= 0 else None
-    if key and key.data[1] != _WELCOME:
-      _drop(room, sock)
+      self._receive(_CHECK_S)
+      now = time.monotonic()
+      if now < next_check and len(self.links) < total - 1:
+        continue  # thousands may be connecting: not all of this after each
+      next_check = now + _CHECK_S
+      missing = [r for r in range(1, total) if r not in self.links]
+      errors = self._find_errors(now)
+      if not errors and not missing and not self.verdict:
+        return
+      if errors or self.verdict:  # once sent, it stays
+        failed_since = failed_since or now
+        all_came = len(self.seen) >= total
+        if not self.verdict and (all_came or now - failed_since > SETTLE_S):
+          self.send_error("; ".join(errors[:3]))
+        if self.verdict and (all_came or now - failed_since > LINGER_S):
+          raise ConfigError(self.verdict)
+      elif now - began > timeout_s:
+        verb = "has" if len(missing) == 1 else "have"
+        self.send_error(
+          f"{self._describe(missing)} {verb} not connected within {timeout_s:g} s; "
+          f"look for their last lines, and start all in one step{note}"
+        )
+        raise ConfigError(self.verdict)
+      elif now - logged > LOG_S:
+        logged = now
+        print(f"waiting for {self._describe(missing)}", file=sys.stderr)
 
+  def send_go(self, port: int, hosts: list[str]) -> None:
+    """All are connected: let them start."""
+    go = wire.encode({"go": port, "hosts": hosts})
+    for rank, sock in self.links.items():
+      try:
+        wire.send_line(sock, go, timeout=10)
+      except OSError as e:  # those that got it find the links closed
+        raise ConfigError(
+          f"process {rank} ({hosts[rank]}) has disconnected just before the start "
+          f"({e}); see its last lines"
+        ) from e
 
-def _hear(room: _Room, sock: socket.socket, message: Any) -> None:
-  """Somebody has said the first thing."""
-  if not isinstance(message, dict):
-    raise ValueError("no message of ours")
-  who = read(message.get("who"))
-  if message.get("meeting") != room.launch.job or who is None:
-    wire.send(sock, {"other": room.launch.job}, timeout=1)
-    return _drop(room, sock)
-  room.came.add(who.me)
-  wire.send(sock, {"welcome": room.launch.job}, timeout=1)
-  room.selector.modify(sock, selectors.EVENT_READ, (wire.Receiver(sock), _WELCOME))
-  there = room.met.get(who.rank)
-  if room.verdict:
-    wire.send(sock, {"error": room.verdict}, timeout=1)
-  elif there and there.me != who.me and who.rank not in room.gone:
-    room.wrong.append(twice(there, who))
-  elif not 0 <= who.rank < room.launch.num_processes:
-    room.wrong.append(
-      f"process {who.rank} ({who.node}): there are only {room.launch.num_processes} "
-      f"for process 0 ({room.met[0].node}); start all in one step"
-    )
-  else:
-    before = room.guests.pop(who.rank, None)
-    room.met[who.rank], room.guests[who.rank] = who, sock
-    room.gone.pop(who.rank, None)
-    if before:
-      _drop(room, before)
+  def send_error(self, verdict: str) -> None:
+    """Send what is wrong to all who are connected, and later to whoever connects."""
+    self.verdict = verdict
+    for key in list(self.selector.get_map().values()):
+      if key.data and key.data[1] == _WELCOME:
+        with contextlib.suppress(OSError):
+          assert isinstance(key.fileobj, socket.socket)
+          wire.send(key.fileobj, {"error": verdict}, timeout=1)
 
+  def _describe(self, missing: list[int]) -> str:
+    """Who is missing, and the hosts to look at, as far as the launcher lists them."""
+    nodes, total = self.launch.nodes, self.launch.num_processes
+    if len(nodes) == total:  # one on each, in this order
+      return f"{ranks_with_hosts(missing, nodes)} of {total}"
+    came = {hello.node.partition(".")[0] for hello in self.hellos.values()}
+    silent = [node for node in nodes if node.partition(".")[0] not in came]
+    hosts = f" (nobody from {first_of(silent)})" if silent else ""
+    return f"{ranks_in_words(missing)} of {total}{hosts}"
 
-def _drop(room: _Room, sock: socket.socket) -> None:
-  """Close a connection; whoever was on it may come back."""
-  room.selector.unregister(sock)
-  sock.close()
-  for rank in [r for r, s in room.guests.items() if s is sock]:
-    del room.guests[rank]
-    room.gone[rank] = time.monotonic()
-
-
-def _tell(room: _Room, verdict: str) -> None:
-  """Tell what is wrong to all who are here, and to whoever comes."""
-  room.verdict = verdict
-  for key in list(room.selector.get_map().values()):
-    if key.data and key.data[1] == _WELCOME:
+  def _find_errors(self, now: float) -> list[str]:
+    """All that is wrong with what is known so far."""
+    addresses = {}
+    for rank, sock in self.links.items():
       with contextlib.suppress(OSError):
-        assert isinstance(key.fileobj, socket.socket)
-        wire.send(key.fileobj, {"error": verdict}, timeout=1)
+        addresses[rank] = network.plain_address(sock.getpeername()[0])
+        if self.hellos[rank].place != self.hellos[0].place:
+          addresses.setdefault(0, network.plain_address(sock.getsockname()[0]))
+    lost = [
+      f"process {rank} ({self.hellos[rank].node}, pid {self.hellos[rank].pid}) has "
+      "connected and disconnected; see its last lines"
+      for rank, since in self.lost.items()
+      if now - since > RECONNECT_S
+    ]
+    return self.errors + find_mismatches(self.hellos, addresses) + lost
+
+  def _receive(self, timeout: float) -> None:
+    for key, _ in self.selector.select(timeout):
+      if key.data is None:
+        self._accept()
+        continue
+      sock, (receiver, until) = key.fileobj, key.data
+      assert isinstance(sock, socket.socket)
+      try:
+        messages = receiver.drain()
+        if messages and until != _WELCOME:
+          self._greet(sock, messages[0])
+      except (OSError, EOFError, ValueError):
+        self._drop(sock)
+
+  def _accept(self) -> None:
+    """Accept all connections, and drop those that were silent for too long."""
+    now = time.monotonic()
+    with contextlib.suppress(OSError):  # no more, gone again, or out of files
+      while True:
+        sock, _ = self.listener.accept()
+        network.tune(sock)
+        data = wire.Receiver(sock, HELLO_BYTES), now + HELLO_S
+        self.selector.register(sock, selectors.EVENT_READ, data)
+        self.silent.append((now + HELLO_S, sock))
+    while self.silent and self.silent[0][0] < now:
+      _, sock = self.silent.popleft()
+      key = self.selector.get_map().get(sock) if sock.fileno() >= 0 else None
+      if key and key.data[1] != _WELCOME:
+        self._drop(sock)
+
+  def _greet(self, sock: socket.socket, message: Any) -> None:
+    """Answer the first message of a connection."""
+    if not isinstance(message, dict):
+      raise ValueError("no message of ours")
+    hello = parse_hello(message.get("hello"))
+    if message.get("job") != self.launch.job or hello is None:
+      wire.send(sock, {"other_job": self.launch.job}, timeout=1)
+      return self._drop(sock)
+    self.seen.add(hello.uuid)
+    wire.send(sock, {"welcome": self.launch.job}, timeout=1)
+    self.selector.modify(sock, selectors.EVENT_READ, (wire.Receiver(sock), _WELCOME))
+    rank, total = hello.rank, self.launch.num_processes
+    there = self.hellos.get(rank)
+    if self.verdict:
+      wire.send(sock, {"error": self.verdict}, timeout=1)
+    elif there and there.uuid != hello.uuid and rank not in self.lost:
+      self.errors.append(
+        f"process {rank} was started twice: on {there.node} (pid {there.pid}) and on "
+        f"{hello.node} (pid {hello.pid}); give each its own rank, 0 … "
+        f"{there.num_processes - 1}"
+      )
+    elif not 0 <= rank < total:
+      self.errors.append(
+        f"process {rank} ({hello.node}): there are only {total} for process 0 "
+        f"({self.hellos[0].node}); start all in one step"
+      )
+    else:
+      before = self.links.pop(rank, None)
+      self.hellos[rank], self.links[rank] = hello, sock
+      self.lost.pop(rank, None)
+      if before:
+        self._drop(before)
+
+  def _drop(self, sock: socket.socket) -> None:
+    """Close a connection; its process may connect again."""
+    self.selector.unregister(sock)
+    sock.close()
+    for rank in [r for r, s in self.links.items() if s is sock]:
+      del self.links[rank]
+      self.lost[rank] = time.monotonic()
 
 
-def _close(sockets: Iterable[socket.socket]) -> None:
+def close_all(sockets: Iterable[socket.socket]) -> None:
+  """Close them; no error where they are."""
   for sock in sockets:
     sock.close()
 

@@ -1,10 +1,10 @@
-"""Whose fault it is: pure functions of what every process last said of itself.
+"""Which process is at fault: pure functions of what each has last reported.
 
 A process that hangs makes all others wait for it inside a collective, so those
 that stand still longest are mostly victims. Every process goes through the same
 places in the same order (`ACTIVITIES` of step 1, of step 2, …): the one that is
 furthest behind is who the others wait for. In the same way a slow process slows
-all of them, and its own step takes no longer than theirs; what tells it is the
+all of them, and its own step takes no longer than theirs; what shows it is the
 time that its host needs before each step.
 """
 
@@ -16,6 +16,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from jaxscale.cluster.timeouts import Timeouts
 from jaxscale.errors import EXIT_CRASH, EXIT_HANG
 
 # In the order in which a step goes through them. "step" is where a process may
@@ -40,43 +41,11 @@ _SIGMA = 1.4826
 _SLOW_SHARE = 0.1
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
-  """How long a process may be silent or stand still, in seconds.
-
-  The first three make the promise that all ends within 60 s; the others are for
-  what takes long in health (the values that NVIDIA's resiliency extension
-  recommends for Megatron are 600 for the start and 420 for a checkpoint).
-
-  Attributes:
-    heartbeat_interval_s: between two heartbeats.
-    heartbeat_timeout_s: without a heartbeat: the process is stopped, or its host gone. (Not
-      before the first compilation: loading libraries holds the GIL, and from a
-      file system that a thousand processes ask at once it may take minutes.)
-    hang_timeout_s: in one place between steps or in a step, or in ten mean steps of this
-      run, whichever is longer.
-    starting_s: before the first compilation, standing still or silent, and after a
-      run; inf: there is no limit, but to silence the default.
-    compiling_s: in a compilation, and up to the end of the first step, where
-      devices connect and kernels are chosen.
-    saving_s: in a save.
-    slow_window_s: over which slow processes are looked for.
-  """
-
-  heartbeat_interval_s: float = 1.0
-  heartbeat_timeout_s: float = 30.0
-  hang_timeout_s: float = 50.0
-  starting_s: float = 600.0
-  compiling_s: float = 3600.0
-  saving_s: float = 600.0
-  slow_window_s: float = 30.0
-
-
-def where(step: int, activity: str) -> str:
+def describe_place(step: int, activity: str) -> str:
   """A place in words.
 
   Example:
-    >>> where(17, "input")
+    >>> describe_place(17, "input")
     'in step 17 (input)'
   """
   if step == 0:
@@ -85,23 +54,23 @@ def where(step: int, activity: str) -> str:
 
 
 @dataclasses.dataclass(slots=True)
-class Seen:
+class ProcessState:
   """What is known of a process. Times are the reader's monotonic seconds.
 
   Attributes:
-    heard: when it last said something.
+    last_heard: when its last message came.
     step: the step it works on, from 1.
     activity: one of `ACTIVITIES`.
-    count: how often it said so in this activity, such as for batches.
-    since: since when it is there.
+    count: of the batches, or the like, in this activity.
+    since: when it entered its place.
     host_s: all that its host spent before steps.
     steps: how many steps that was for.
     mean_s: of its steps so far; 0 before the second.
-    left: it said goodbye.
-    known: its steps before the last compilation.
+    has_left: it has closed its watch.
+    steps_before_compile: its steps before the last compilation.
   """
 
-  heard: float
+  last_heard: float
   step: int = 0
   activity: str = "starting"
   count: int = 0
@@ -109,96 +78,98 @@ class Seen:
   host_s: float = 0.0
   steps: int = 0
   mean_s: float = 0.0
-  left: bool = False
-  known: int = 0
+  has_left: bool = False
+  steps_before_compile: int = 0
 
   @property
-  def place(self) -> tuple[int, int, int]:
+  def position(self) -> tuple[int, int, int]:
     """What orders processes by how far they are."""
     return self.step, _ORDER.get(self.activity, 0), self.count
 
   @property
   def where(self) -> str:
     """The same in words."""
-    return where(self.step, self.activity)
+    return describe_place(self.step, self.activity)
 
 
 class Fault(NamedTuple):
   """What ends a run.
 
   Attributes:
-    kind: "died", "failed", "left", "follows", "silent" or "hang".
+    kind: "died", "failed", "left", "consequence", "silent" or "hang".
     rank: the culprit; None where nobody is.
     cause: what happened to it, after "process 3 on n4 ".
     code: the exit code of all.
-    is_said: the cause says all that a person needs (`exits.said`): no stacks.
+    is_user_error: the cause is `errors.user_message`, no stacks are needed.
   """
 
   kind: str
   rank: int | None
   cause: str
   code: int = EXIT_CRASH
-  is_said: bool = False
+  is_user_error: bool = False
 
 
-def limit_s(seen: Seen, limits: Limits) -> float:
+def limit_s(state: ProcessState, timeouts: Timeouts) -> float:
   """How long a process may stay where it is."""
-  if seen.activity in ("starting", "outside"):
-    return limits.starting_s
-  if seen.activity in ("compiling", "preparing"):
-    return limits.compiling_s
-  if seen.activity == "saving":
-    return limits.saving_s
-  if seen.activity == "leaving":
-    # The leader may write and plot, and the others wait for it.
-    return limits.saving_s
-  if seen.steps - seen.known < 2:
-    return limits.compiling_s
-  return max(limits.hang_timeout_s, _MEAN_STEPS * seen.mean_s)
+  if state.activity in ("starting", "outside"):
+    return timeouts.startup_timeout_s
+  if state.activity in ("compiling", "preparing"):
+    return timeouts.compile_timeout_s
+  # "leaving": the leader may write and plot, and the others wait for it.
+  if state.activity in ("saving", "leaving"):
+    return timeouts.save_timeout_s
+  if state.steps - state.steps_before_compile < 2:
+    return timeouts.compile_timeout_s
+  return max(timeouts.hang_timeout_s, _MEAN_STEPS * state.mean_s)
 
 
-def for_size(limits: Limits, num_processes: int) -> Limits:
-  """The limits for a run of this size, whose hub hears no more than it should.
+def for_size(timeouts: Timeouts, num_processes: int) -> Timeouts:
+  """The time-outs for a run of this size: process 0 gets 1,000 heartbeats a second.
 
-  A heartbeat costs process 0 13 µs (measured with 4,096), in
-  which its training thread may not run; so it gets at most a thousand a second.
+  One costs it 13 µs (measured with 4,096), in which its training thread may not run.
 
   Example:
-    >>> for_size(Limits(), 4096).heartbeat_interval_s
+    >>> for_size(Timeouts(), 4096).heartbeat_interval_s
     4.096
   """
-  enough = max(limits.heartbeat_interval_s, num_processes / 1000)
+  enough = max(timeouts.heartbeat_interval_s, num_processes / 1000)
   return dataclasses.replace(
-    limits, heartbeat_interval_s=min(enough, limits.heartbeat_timeout_s / 5)
+    timeouts, heartbeat_interval_s=min(enough, timeouts.heartbeat_timeout_s / 5)
   )
 
 
-def silence_limit_s(activity: str, limits: Limits) -> float:
+def silence_limit_s(activity: str, timeouts: Timeouts) -> float:
   """How long a process in this activity may be silent."""
   if activity not in ("starting", "compiling"):  # libraries are loaded in these
-    return limits.heartbeat_timeout_s
-  longer = limits.starting_s
+    return timeouts.heartbeat_timeout_s
+  longer = timeouts.startup_timeout_s
   return max(
-    limits.heartbeat_timeout_s, longer if math.isfinite(longer) else Limits.starting_s
+    timeouts.heartbeat_timeout_s,
+    longer if math.isfinite(longer) else Timeouts.startup_timeout_s,
   )
 
 
-def find_silent(ranks: Mapping[int, Seen], now: float, limits: Limits) -> list[Fault]:
+def find_silent(
+  ranks: Mapping[int, ProcessState], now: float, timeouts: Timeouts
+) -> list[Fault]:
   """Those that have not been heard for too long."""
   return [
     Fault(
       "silent",
       rank,
-      f"is silent for {now - seen.heard:.0f} s, last {seen.where} (stopped, or its "
-      "host is gone)",
+      f"is silent for {now - state.last_heard:.0f} s, last {state.where} (stopped, or "
+      "its host is gone)",
       EXIT_HANG,
     )
-    for rank, seen in ranks.items()
-    if now - seen.heard > silence_limit_s(seen.activity, limits)
+    for rank, state in ranks.items()
+    if now - state.last_heard > silence_limit_s(state.activity, timeouts)
   ]
 
 
-def find_hang(ranks: Mapping[int, Seen], now: float, limits: Limits) -> Fault | None:
+def find_hang(
+  ranks: Mapping[int, ProcessState], now: float, timeouts: Timeouts
+) -> Fault | None:
   """A run that stands still, and who is to blame.
 
   Nobody is as long as those that are furthest behind may still be where they are,
@@ -206,25 +177,25 @@ def find_hang(ranks: Mapping[int, Seen], now: float, limits: Limits) -> Fault | 
 
   Args:
     ranks: every process.
-    now: on the clock of `Seen`.
-    limits: how long is too long.
+    now: on the clock of `ProcessState`.
+    timeouts: how long is too long.
   """
-  going = {rank: seen for rank, seen in ranks.items() if not seen.left}
-  if not any(now - s.since > limit_s(s, limits) for s in going.values()):
+  going = {rank: state for rank, state in ranks.items() if not state.has_left}
+  if not any(now - s.since > limit_s(s, timeouts) for s in going.values()):
     return None
-  last = min(seen.place for seen in going.values())
-  behind = {rank: seen for rank, seen in going.items() if seen.place == last}
-  if any(now - s.since <= limit_s(s, limits) for s in behind.values()):
+  last = min(state.position for state in going.values())
+  behind = {rank: state for rank, state in going.items() if state.position == last}
+  if any(now - s.since <= limit_s(s, timeouts) for s in behind.values()):
     return None
-  rank, seen = next(iter(behind.items()))
-  still = f"{now - seen.since:.0f} s"
+  rank, state = next(iter(behind.items()))
+  still = f"{now - state.since:.0f} s"
   waiting = len(going) - len(behind)
-  left = [rank for rank, seen in ranks.items() if seen.left]
-  if left and not waiting and seen.activity in ("step", "evaluating"):
+  left = [rank for rank, state in ranks.items() if state.has_left]
+  if left and not waiting and state.activity in ("step", "evaluating"):
     return Fault("left", left[0], _left(ranks[left[0]]))
   if waiting or len(ranks) == 1:
-    cause = f"hangs {seen.where} for {still}"
-    if (quiet := now - seen.heard) > 5 * limits.heartbeat_interval_s:
+    cause = f"hangs {state.where} for {still}"
+    if (quiet := now - state.last_heard) > 5 * timeouts.heartbeat_interval_s:
       cause += f", silent for {quiet:.0f} s"
     if len(behind) > 1:
       cause += f", as do {len(behind) - 1} more ({_some([*behind][1:])})"
@@ -234,25 +205,25 @@ def find_hang(ranks: Mapping[int, Seen], now: float, limits: Limits) -> Fault | 
   return Fault(
     "hang",
     None,
-    f"all {len(going)} processes hang {seen.where} for {still}: the network, or a "
+    f"all {len(going)} processes hang {state.where} for {still}: the network, or a "
     "device",
     EXIT_HANG,
   )
 
 
-def find_left(ranks: Mapping[int, Seen]) -> Fault | None:
+def find_left(ranks: Mapping[int, ProcessState]) -> Fault | None:
   """A process that has ended while others are at steps that it never made."""
-  left = [(rank, seen) for rank, seen in ranks.items() if seen.left]
+  left = [(rank, state) for rank, state in ranks.items() if state.has_left]
   if not left:
     return None
-  rank, seen = min(left, key=lambda item: item[1].step)
-  if any(other.step > seen.step for other in ranks.values()):
-    return Fault("left", rank, _left(seen))
+  rank, state = min(left, key=lambda item: item[1].step)
+  if any(other.step > state.step for other in ranks.values()):
+    return Fault("left", rank, _left(state))
   return None
 
 
-def _left(seen: Seen) -> str:
-  return f"left after step {seen.step} while others go on"
+def _left(state: ProcessState) -> str:
+  return f"left after step {state.step} while others go on"
 
 
 def _some(ranks: Sequence[int], most: int = 8) -> str:
@@ -260,13 +231,13 @@ def _some(ranks: Sequence[int], most: int = 8) -> str:
   return shown + (", …" if len(ranks) > most else "")
 
 
-def choose(faults: Sequence[Fault]) -> Fault:
+def root_cause(faults: Sequence[Fault]) -> Fault:
   """The one that explains the others, of faults that came at almost one time.
 
   A process that is killed makes its neighbours raise, and may make others stand
   still; one that raises makes nobody die. Of one kind, the first was first.
   """
-  order = ("died", "failed", "left", "follows", "silent", "hang")
+  order = ("died", "failed", "left", "consequence", "silent", "hang")
   return min(faults, key=lambda fault: order.index(fault.kind))
 
 

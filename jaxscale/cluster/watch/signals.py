@@ -1,13 +1,26 @@
-"""Signals that ask a run to stop, heard wherever the main thread is.
+"""Signals that ask a run to save and stop, received wherever the main thread is.
 
-Python runs a handler only between two of the main thread's instructions, so never
-while it waits in a collective. Its C handler, though, writes the signal's number
-into a descriptor at once (`signal.set_wakeup_fd`), and a thread reads it there.
+The way of a signal, from the handler to the exit code:
 
+1. here: the C handler writes the signal's number into a descriptor, the thread of
+   `SignalHandlers` reads it and makes a `StopRequest`, "preemption" or "interrupt".
+   The session has attached `watch.stop.request` (cluster/session.py), so
+2. watch/stop_consensus.py: all processes agree on the step after which they stop;
+   `watch.stop.poll()` returns the request there, in every process (watch.py and
+   monitor.py only carry the messages).
+3. training/loop.py: after every step the loop polls; asked to stop, it saves and ends.
+4. run/session.py: the command calls `report_stop` with the request: it prints what was
+   saved, asks Slurm to requeue the job after a preemption, and returns the exit code.
+5. errors.py: `EXIT_OF_STOP` has the code of each kind, 85 or 130; `leave` exits.
+
+What shortens the way: no save within `grace_s` of SIGTERM, or a second Ctrl-C, and the
+thread here ends the process by itself.
+
+Python runs a handler only between two instructions of the main thread, so never while
+that waits in a collective; the descriptor (`signal.set_wakeup_fd`) is written at once.
 XLA's preemption notifier replaces the handler of SIGTERM when
-`jax.distributed.initialize` begins it, and swallows every SIGTERM from then on;
-with `jax_enable_preemption_service` off it is not begun (jax/_src/distributed.py).
-`forbid_notifier` turns it off without importing JAX.
+`jax.distributed.initialize` starts it, and swallows every SIGTERM from then on; with
+`jax_enable_preemption_service` off it is not started (jax/_src/distributed.py).
 """
 
 from __future__ import annotations
@@ -24,20 +37,19 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from jaxscale.cluster.watch import stacks
+from jaxscale.cluster.watch.stop_consensus import StopRequest
 from jaxscale.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 
 # SIGTERM: scancel, a requeue, a preemption, the end of the walltime. SIGUSR1 and
-# SIGUSR2: what `sbatch --signal` is mostly told to send. SIGINT: Ctrl-C on srun.
+# SIGUSR2: what `sbatch --signal` mostly sends. SIGINT: Ctrl-C on srun.
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
-
 # `scontrol suspend`, two seconds before its SIGSTOP, and Ctrl-Z on a terminal.
 _SUSPENDING = signal.SIGTSTP
-
-GiveUp = Callable[[str, int], None]
 _CLOSE = 0  # no signal has this number
+_INTERRUPT = StopRequest("Ctrl-C", "interrupt")
 
 
-def forbid_notifier() -> None:
+def disable_xla_notifier() -> None:
   """Keep XLA from taking SIGTERM; before `jax.distributed.initialize`."""
   os.environ["JAX_ENABLE_PREEMPTION_SERVICE"] = "false"
   if "jax" in sys.modules:  # which has read its environment
@@ -46,42 +58,52 @@ def forbid_notifier() -> None:
     jax.config.update("jax_enable_preemption_service", False)
 
 
-class Latch:
-  """Catches signals from the moment it is made, and passes them on.
+def leave(cause: str, code: int) -> NoReturn:
+  """End this process alone, at once, with one line."""
+  stacks.print_line(f"error: {cause}")
+  stacks.flush()
+  os._exit(code)
+
+
+def leave_before_start(request: StopRequest) -> NoReturn:
+  """End a process that was asked to stop before there was anything to save."""
+  leave(f"{request} before the run began; nothing to save", request.exit_code)
+
+
+class SignalHandlers:
+  """Receives signals from the moment it is made, and passes them on.
 
   A signal before `attach`, such as while JAX is imported, is kept until then.
 
   Attributes:
-    reason: the first signal's name ("SIGTERM", "Ctrl-C", …); None: there was none.
+    request: of the first signal; None: there was none.
 
   Example:
-    >>> from jaxscale.cluster.watch.stop_consensus import Stop
-    >>> stop = Stop()
-    >>> with Latch(grace_s=None) as latch:
-    ...   latch.attach(stop.request)
+    >>> from jaxscale.cluster.watch.stop_consensus import StopConsensus
+    >>> stop = StopConsensus()
+    >>> with SignalHandlers(grace_s=None) as handlers:
+    ...   handlers.attach(stop.request)
     ...   signal.raise_signal(signal.SIGUSR1)
-    ...   while not (why := stop.poll()):
+    ...   while not (request := stop.poll()):
     ...     time.sleep(0.001)
-    >>> why
+    >>> request.cause
     'SIGUSR1'
   """
 
-  reason: str | None = None
+  request: StopRequest | None = None
 
   def __init__(self, *, grace_s: float | None):
-    """Install the handlers. Only in the main thread; elsewhere nothing is caught.
+    """Install the handlers. Only in the main thread; elsewhere nothing is received.
 
     Args:
       grace_s: seconds from the first SIGTERM, after which the process leaves
-        without a save; None: never. Slurm's KillWait, from SIGTERM to SIGKILL, is
-        30 s unless a cluster has another (slurm.conf(5)); some of it is for leaving,
-        and for saying so. The other signals begin no clock: a batch system that goes
-        on to kill sends SIGTERM first.
+        without a save; None: never. The other signals start no clock: a batch system
+        that is going to kill sends SIGTERM first.
     """
     self._grace_s = grace_s
     self._lock = threading.Lock()
-    self._request: Callable[[str], None] | None = None
-    self._give_up: GiveUp = _leave
+    self._ask: Callable[[StopRequest], None] | None = None
+    self._fail: Callable[[str, int], None] = leave
     self._deadline: float | None = None
     self._interrupts = 0
     self._before: dict[int, object] = {}
@@ -97,20 +119,20 @@ class Latch:
     )
     for number in (*STOPPING, _SUSPENDING):
       # Without a handler of Python's nothing is written to the descriptor.
-      self._before[number] = signal.signal(number, _nothing)
+      self._before[number] = signal.signal(number, lambda number, frame: None)
     # A forked child has the same descriptor: a signal to a worker would be ours.
-    os.register_at_fork(after_in_child=self._in_child)
+    os.register_at_fork(after_in_child=self._reset_in_child)
     self._thread = threading.Thread(target=self._run, name="signals", daemon=True)
     self._thread.start()
 
-  def __enter__(self) -> Latch:
+  def __enter__(self) -> SignalHandlers:
     return self
 
   def __exit__(self, *_: object) -> None:
     self.close()
 
   def close(self) -> None:
-    """Give the signals back to whose they were."""
+    """Restore the handlers that were there before."""
     if not self._before:
       return
     signal.set_wakeup_fd(self._fd_before)
@@ -123,23 +145,23 @@ class Latch:
     self._writing.close()
 
   def attach(
-    self, request: Callable[[str], None], give_up: GiveUp | None = None
+    self,
+    ask: Callable[[StopRequest], None],
+    fail: Callable[[str, int], None] = leave,
   ) -> None:
-    """Pass signals on from here, first what has come before.
+    """Pass signals on from here, first what was received before.
 
     Args:
-      request: asks all processes to stop, such as `Stop.request`.
-      give_up: (cause, exit code): leaves at once and says why, such as
-        `Watch.fail`; None: this process alone leaves.
+      ask: asks all processes to stop, such as `StopConsensus.request`.
+      fail: (cause, exit code): ends the run at once, such as `Watch.fail`; by default
+        this process alone leaves.
     """
     with self._lock:
-      self._request = request
-      self._give_up = give_up or _leave
-      reason = self.reason
-    if reason:
-      request(reason)
+      self._ask, self._fail = ask, fail
+    if self.request:
+      ask(self.request)
 
-  def saved(self) -> None:
+  def mark_saved(self) -> None:
     """All that can be saved is: from here on there is no deadline."""
     with self._lock:
       self._deadline = self._grace_s = None
@@ -152,106 +174,78 @@ class Latch:
     poll.register(self._reading, select.POLLIN)
     while True:
       with self._lock:
-        deadline = self._deadline
-      left = None if deadline is None else max(0.0, deadline - time.monotonic())
-      if not poll.poll(None if left is None else left * 1000):
-        if self._is_late():
-          cause = f"SIGTERM {self._grace_s:.0f} s ago, and it could not save since"
-          self._leave_by(cause, EXIT_PREEMPTED)
+        deadline, grace_s = self._deadline, self._grace_s
+      left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+      if not poll.poll(None if left_s is None else left_s * 1000):
+        if self._deadline is not None:  # not saved in this very moment
+          cause = f"SIGTERM {grace_s:.0f} s ago, and it could not save since"
+          self._end(cause, EXIT_PREEMPTED)
         continue
       for number in self._reading.recv(64):
         if number == _CLOSE:
           return
         if number in STOPPING:
-          self._arrived(number)
+          self._receive(number)
         if number == _SUSPENDING:
-          # The timer of the last resort runs on while nothing else does.
+          # faulthandler's timer runs on while nothing else does.
           stacks.disarm()
           os.kill(self._pid, signal.SIGSTOP)
 
-  def _is_late(self) -> bool:
+  def _receive(self, number: int) -> None:
+    is_interrupt = number == signal.SIGINT
+    request = _INTERRUPT if is_interrupt else StopRequest(signal.Signals(number).name)
     with self._lock:
-      return self._deadline is not None and time.monotonic() >= self._deadline
-
-  def _arrived(self, number: int) -> None:
-    name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-    with self._lock:
-      self._interrupts += number == signal.SIGINT
-      is_first = self.reason is None
-      self.reason = self.reason or name
+      self._interrupts += is_interrupt
+      is_first = self.request is None
+      self.request = self.request or request
       if number == signal.SIGTERM and self._deadline is None and self._grace_s:
         self._deadline = time.monotonic() + self._grace_s
-      request = self._request
+      ask = self._ask
     if self._interrupts > 1:
-      self._leave_by("a second Ctrl-C: left without a save", EXIT_INTERRUPTED)
-    elif is_first and request:
-      request(name)
+      self._end("a second Ctrl-C: left without a save", EXIT_INTERRUPTED)
+    elif is_first and ask:
+      ask(request)
 
-  def _leave_by(self, cause: str, code: int) -> NoReturn:
-    """Leave; however long others take to hear of it, not longer than 2 s."""
+  def _end(self, cause: str, code: int) -> NoReturn:
+    """Leave; however long it takes to inform the others, within 2 s."""
     threading.Thread(
       target=lambda: (time.sleep(2.0), os._exit(code)), daemon=True
     ).start()
-    self._give_up(cause, code)
-    _leave(cause, code)
+    self._fail(cause, code)
+    leave(cause, code)
 
-  def _in_child(self) -> None:
+  def _reset_in_child(self) -> None:
     """A forked process gets Python's own handlers, and its signals for itself."""
     if self._before and os.getpid() != self._pid:
       signal.set_wakeup_fd(-1)
       for number in self._before:
-        default = signal.SIG_DFL
-        if number == signal.SIGINT:
-          default = signal.default_int_handler
-        signal.signal(number, default)
+        is_interrupt = number == signal.SIGINT
+        signal.signal(
+          number, signal.default_int_handler if is_interrupt else signal.SIG_DFL
+        )
       self._before = {}
 
 
 @contextlib.contextmanager
-def first_interrupt(request: Callable[[str], None]) -> Iterator[None]:
+def first_interrupt(ask: Callable[[StopRequest], None]) -> Iterator[None]:
   """Inside, the first Ctrl-C asks to stop; the second is Python's, as outside.
 
-  For a notebook, whose kernel has to outlive a run. Only the main thread can have
-  this; in another, every Ctrl-C is Python's.
+  For a notebook, whose kernel has to outlive a run. Only in the main thread; in
+  another, every Ctrl-C is Python's.
   """
+  if threading.current_thread() is not threading.main_thread():
+    yield
+    return
   before = signal.getsignal(signal.SIGINT)
 
-  def ask(*_: object) -> None:
+  def handle(*_: object) -> None:
     signal.signal(signal.SIGINT, before)
     print("\nCtrl-C: saving after this step; again to stop at once", flush=True)
     # Not here: the main thread may hold the very lock that it takes.
-    threading.Thread(target=request, args=("Ctrl-C",)).start()
+    threading.Thread(target=ask, args=(_INTERRUPT,)).start()
 
-  is_main = threading.current_thread() is threading.main_thread()
-  if is_main:
-    signal.signal(signal.SIGINT, ask)
+  signal.signal(signal.SIGINT, handle)
   try:
     yield
   finally:
-    if is_main:
-      signal.signal(signal.SIGINT, before)
-
-
-def leave_at_once(reason: str) -> NoReturn:
-  """End a process that was asked to stop before there was anything to save."""
-  _leave(f"{reason} before the run began; nothing was to be saved", exit_code(reason))
-
-
-def exit_code(reason: str) -> int:
-  """What a run that was asked to stop, and has saved, exits with.
-
-  Example:
-    >>> exit_code("Ctrl-C at process 0 on n1"), exit_code("SIGTERM")
-    (130, 85)
-  """
-  return EXIT_INTERRUPTED if reason.startswith("Ctrl-C") else EXIT_PREEMPTED
-
-
-def _nothing(number: int, frame: object) -> None:
-  """A handler; the descriptor tells the thread."""
-
-
-def _leave(cause: str, code: int) -> NoReturn:
-  stacks.say(f"error: {cause}")
-  stacks.flush()
-  os._exit(code)
+    signal.signal(signal.SIGINT, before)

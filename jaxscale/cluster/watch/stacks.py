@@ -1,4 +1,4 @@
-"""Leaving at once, wherever the main thread is, and saying where it was.
+"""Leaving at once, wherever the main thread is, with the stacks of all threads.
 
 `os._exit` runs no exit handlers: JAX's own would wait 300 s for processes that
 are gone (`jax_shutdown_timeout`, measured). faulthandler writes the stacks of
@@ -27,7 +27,7 @@ def path_of(folder: Path, rank: int) -> Path:
   return folder / f"process-{rank}.txt"
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
   """One line to stderr, past Python's buffers and their locks."""
   with contextlib.suppress(OSError):  # nobody reads us any more
     # In one write, so that the lines of many processes stay whole.
@@ -58,7 +58,7 @@ def _dump(path: Path, line: str) -> None:
       file.flush()
       faulthandler.dump_traceback(file, all_threads=True)
   except OSError as e:
-    say(f"{path}: stacks cannot be written ({e.strerror})")
+    print_line(f"{path}: stacks cannot be written ({e.strerror})")
 
 
 def flush() -> None:

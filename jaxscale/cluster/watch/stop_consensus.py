@@ -1,133 +1,156 @@
-"""How all processes stop after the same step, when one of them is told to.
+"""How all processes stop after the same step, when one of them is asked to.
 
-Every process asks `poll` at the same sequence of points. One that is told to stop
-tells the hub; the hub asks everybody how many points it has passed, and from that
-answer on each is held at its next one; the largest count is the point that nobody
-has passed, and there all stop. The answers come from threads that do not wait for
-any collective, so this takes milliseconds wherever the processes are.
+Every process calls `poll` at the same sequence of points. One that is asked to stop
+sends the request to process 0's monitor. The monitor asks everybody how many points
+it has passed, and from that answer on each is held at its next one. The largest
+count is the point that nobody has passed, and there all stop. The answers come from
+threads that wait for no collective, so this takes milliseconds wherever the
+processes are.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+from jaxscale.errors import EXIT_OF_STOP
 
 
-class LeftOff(Exception):
-  """Work that changes nothing was left off, as all are asked to stop."""
-
-
-class Stop:
-  """Whether, and where, all stop: what one process knows.
+class StopRequest(NamedTuple):
+  """Why a run is to save and stop.
 
   Attributes:
-    reason: why, once `poll` has said so; None before.
-
-  Example:
-    >>> stop = Stop()
-    >>> stop.poll()
-    >>> stop.request("SIGTERM")
-    >>> stop.poll()
-    'SIGTERM'
+    cause: "SIGTERM", "Ctrl-C", "walltime: 59 s are left", …; once agreed on, also who
+      asked: "SIGTERM at process 2 on n3".
+    kind: decides the exit code, and whether the job is requeued (after a preemption).
   """
 
-  reason: str | None = None
+  cause: str
+  kind: Literal["preemption", "interrupt"] = "preemption"
 
-  def __init__(self, ask: Callable[[str], None] | None = None):
-    """A wish to stop that has not been made yet.
+  @property
+  def exit_code(self) -> int:
+    """What the run exits with once it has saved."""
+    return EXIT_OF_STOP[self.kind]
+
+  def __str__(self) -> str:
+    return self.cause
+
+
+class StopRequested(Exception):
+  """Work that changes nothing was interrupted, because all are asked to stop."""
+
+
+class StopConsensus:
+  """Whether, and where, all stop: the side of one process.
+
+  Attributes:
+    agreed: why all stop, once `poll` has returned it; None before.
+
+  Example:
+    >>> stop = StopConsensus()
+    >>> stop.poll()
+    >>> stop.request(StopRequest("SIGTERM"))
+    >>> stop.poll().exit_code
+    85
+  """
+
+  agreed: StopRequest | None = None
+
+  def __init__(self, ask: Callable[[StopRequest], None] | None = None):
+    """No request so far.
 
     Args:
-      ask: tells the hub of a request; None: this process is alone.
+      ask: sends a request to the monitor; None: this process is alone.
     """
     self._ask = ask
     self._changed = threading.Condition(threading.Lock())
     self._passed = 0  # points
     self._held = False
-    self._at: int | None = None  # the point at which all stop
-    self._because = ""
+    self._decision: tuple[int, StopRequest] | None = None  # the point where all stop
 
-  def request(self, reason: str) -> None:
+  def request(self, request: StopRequest) -> None:
     """Ask all processes to stop; from any thread, at any time, once or often."""
     if self._ask:
-      self._ask(reason)
+      self._ask(request)
     else:
-      self.decided(self._passed, reason)
+      self.decide(self._passed, request)
 
-  def poll(self) -> str | None:
-    """Why to stop here, or None to go on.
+  def poll(self) -> StopRequest | None:
+    """Why to stop here, or None to continue.
 
-    Every process calls it at the same points, in its main thread: after a step, a
-    batch of an evaluation, before the first step. It waits only while a request is
-    being agreed on. After it has said why it says so again.
+    Every process calls it at the same points, in its main thread: after a step, after
+    a batch of an evaluation, before the first step. It waits only while a request is
+    being agreed on. Once it has returned a request it returns it again.
     """
     with self._changed:
       while self._held:
         self._changed.wait()
-      if self._at is not None and self._passed >= self._at:
-        self.reason = self._because
-        return self.reason
+      if self._decision and self._passed >= self._decision[0]:
+        self.agreed = self._decision[1]
+        return self.agreed
       self._passed += 1
       return None
 
   def hold(self) -> int:
-    """Let nobody pass another point; how many are passed. For the link."""
+    """Pass no further point; how many are passed. For the watch's thread."""
     with self._changed:
-      self._held = self._at is None
+      self._held = self._decision is None
       return self._passed
 
+  def decide(self, point: int, request: StopRequest) -> None:
+    """All stop at this point; the first decision counts. For the watch's thread."""
+    with self._changed:
+      self._decision = self._decision or (point, request)
+      self._held = False
+      self._changed.notify_all()
+
+  @property
   def passed(self) -> int:
     """How many points are passed."""
     with self._changed:
       return self._passed
 
-  def decided(self, point: int, reason: str) -> None:
-    """All stop at this point; the first decision counts. For the link."""
-    with self._changed:
-      if self._at is None:
-        self._at, self._because = point, reason
-      self._held = False
-      self._changed.notify_all()
 
-
-class Agreement:
-  """The hub's side: from a request to the point where all stop.
+class StopCoordinator:
+  """The monitor's side: from a request to the point where all stop.
 
   Example:
-    >>> agreement = Agreement(2)
-    >>> agreement.ask("SIGTERM"), agreement.ask("SIGUSR1")
+    >>> coordinator = StopCoordinator(2)
+    >>> coordinator.ask(StopRequest("SIGTERM")), coordinator.ask(StopRequest("SIGUSR1"))
     (True, False)
-    >>> agreement.answer(0, 17)
-    >>> agreement.answer(1, 15)
-    (17, 'SIGTERM')
+    >>> coordinator.answer(0, 17)
+    >>> coordinator.answer(1, 15)
+    17
   """
+
+  request: StopRequest | None = None
 
   def __init__(self, num_processes: int):
     self._num = num_processes
-    self._reason: str | None = None
     self._counts: dict[int, int] = {}
     self._is_decided = False
 
   @property
   def is_asking(self) -> bool:
-    """Whether somebody wants to stop and not all have answered."""
-    return self._reason is not None and not self._is_decided
+    """Whether there is a request that not all have answered."""
+    return self.request is not None and not self._is_decided
 
-  def ask(self, reason: str) -> bool:
-    """A process wants to stop; whether it is the first, and all must be asked."""
-    if self._reason is not None:
-      return False
-    self._reason = reason
-    return True
+  def ask(self, request: StopRequest) -> bool:
+    """A process asks to stop; whether it is the first, and all must be asked."""
+    is_first = self.request is None
+    self.request = self.request or request
+    return is_first
 
-  def answer(self, rank: int, count: int) -> tuple[int, str] | None:
+  def answer(self, rank: int, count: int) -> int | None:
     """A process has passed so many points and waits, or will pass no more.
 
     Returns:
-      The point where all stop and why, when this was the last answer.
+      The point where all stop, when this was the last answer.
     """
     self._counts[rank] = count
     if not self.is_asking or len(self._counts) < self._num:
       return None
-    assert self._reason is not None
     self._is_decided = True
-    return max(self._counts.values()), self._reason
+    return max(self._counts.values())

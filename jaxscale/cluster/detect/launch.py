@@ -1,17 +1,19 @@
-"""`Launch`: who this process is among those of a run, however it was started."""
+"""`Launch`: who this process is in a run; `Host`: what a detector may ask."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from jaxscale.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
 
+Env = Mapping[str, str]
+
 
 class Launch(NamedTuple):
-  """What the launcher says; `jaxscale.cluster.detect.detect` fills it in.
+  """What the launcher says.
 
   Example:
     >>> Launch("slurm", 1, 4, "n1", 1, 2, "slurm-17.0").process_id
@@ -31,7 +33,27 @@ class Launch(NamedTuple):
   nodes: tuple[str, ...] = ()  # the hosts of the run, where the launcher lists them
 
 
-def number(env: Mapping[str, str], name: str) -> int | None:
+class Host(NamedTuple):
+  """The environment of this process, and questions that a detector may ask.
+
+  Attributes:
+    env: the environment variables.
+    expand: makes host names of Slurm's short form of a node list.
+    fqdn: the full name of this host.
+    at_terminal: whether a terminal is our standard input.
+    ask_mpi: the host name of rank 0, by MPI; all ranks must ask.
+    has_tpu: whether this host has TPU chips.
+  """
+
+  env: Env
+  expand: Callable[[str], list[str]]
+  fqdn: Callable[[], str]
+  at_terminal: Callable[[], bool]
+  ask_mpi: Callable[[Launch], str | None]
+  has_tpu: Callable[[Env], bool]
+
+
+def number(env: Env, name: str) -> int | None:
   """The whole number in a variable, None where it is not set.
 
   Raises:
@@ -42,8 +64,6 @@ def number(env: Mapping[str, str], name: str) -> int | None:
     3
   """
   text = env.get(name, "").strip()
-  if not text:
-    return None
-  if not (text.isascii() and text.isdigit()):
+  if text and not (text.isascii() and text.isdigit()):
     raise ConfigError(f"{name}={text}: give a whole number")
-  return int(text)
+  return int(text) if text else None

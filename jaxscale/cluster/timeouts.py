@@ -1,0 +1,56 @@
+"""Every time that processes wait for each other, in seconds, and its default."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+Seconds = Annotated[float, "> 0"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timeouts:
+  """How long processes wait for each other, in seconds; `config.Faults` extends it.
+
+  The first five guarantee that a fault ends all within a minute. What takes long in a
+  healthy run has longer ones (NVIDIA's resiliency extension recommends 600 for the
+  start and 420 for a checkpoint).
+
+  Attributes:
+    heartbeat_interval_s: between two heartbeats of a process.
+    heartbeat_timeout_s: without a heartbeat, until a process counts as stopped. (Not
+      before the first compilation: loading libraries holds the GIL, and from a
+      file system that a thousand processes ask at once it may take minutes.)
+    hang_timeout_s: in one step, or one batch of an evaluation, or in ten mean steps of
+      this run, whichever is longer, until a process hangs.
+    grace_s: from SIGTERM until a process leaves without a save (Slurm's KillWait,
+      after which it kills, is 30 by default, slurm.conf(5)).
+    stop_before_end_s: before the end of a Slurm job, to save; of a short job at most a
+      quarter of it.
+    rendezvous_timeout_s: at the start, from the first process that connects to the
+      last.
+    startup_timeout_s: before the first compilation, as for the data to be found, and
+      after the run; inf: no limit, but for silence the default.
+    compile_timeout_s: in a compilation, and in the first step after it.
+    save_timeout_s: in a save.
+    slow_window_s: over which slow processes are looked for.
+    jax_initialization_timeout_s: for JAX's coordinator to listen, and as long again
+      for its connections (JAX's default is 300).
+    jax_heartbeat_timeout_s: of silence until JAX aborts all; longer than
+      `heartbeat_timeout_s`, which reports why.
+    jax_shutdown_timeout_s: that JAX waits at exit for the others.
+  """
+
+  heartbeat_interval_s: Seconds = 1.0
+  heartbeat_timeout_s: Seconds = 30.0
+  hang_timeout_s: Seconds = 50.0
+  grace_s: Seconds = 25.0
+  stop_before_end_s: Annotated[float, ">= 0"] = 60.0
+  rendezvous_timeout_s: Seconds = 120.0
+  startup_timeout_s: Seconds = 600.0
+  compile_timeout_s: Seconds = 3600.0
+  save_timeout_s: Seconds = 600.0
+  slow_window_s: Seconds = 30.0
+  jax_initialization_timeout_s: Seconds = 60.0
+  jax_heartbeat_timeout_s: Seconds = 100.0
+  jax_shutdown_timeout_s: Seconds = 300.0
