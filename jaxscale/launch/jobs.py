@@ -10,7 +10,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jaxscale.config
 from jaxscale.config import Config, Phases
 from jaxscale.config.loading import load_config, override
 from jaxscale.config.packaged import locate
@@ -149,13 +148,15 @@ def _path_and_source(config: str | Config) -> tuple[str, str | None]:
     return locate(config), None
   if not isinstance(config, Config):
     raise ConfigError(f"{type(config).__name__}: give a path or a Config")
+  source, names = _NOTEBOOK_CONFIG.format(config=config), {}
   try:
-    same = eval(repr(config), dict(vars(jaxscale.config))) == config
+    exec(source, names)
+    same = names["get_config"]() == config
   except Exception:
     same = False
   if not same:
     raise ConfigError("Config: cannot be written to a file, give the path of one")
-  return "notebook.py", _NOTEBOOK_CONFIG.format(config=config)
+  return "notebook.py", source
 
 
 def launch(prepared: Prepared, after: Job | None = None) -> Job:

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from jaxscale import launch
+from jaxscale import cli, launch
 from jaxscale.errors import ConfigError
-from jaxscale.launch import cli, local
 from jaxscale.launch import folder as folders
-from jaxscale.launch.table import Record
+from jaxscale.launch import local
+from jaxscale.launch.jobs import Record
+from jaxscale.metrics import read_json_lines
 
 DIGITS = "configs/digits.py"
 
@@ -39,7 +40,7 @@ def stand_in(tmp_path):
   runs = tmp_path / "runs in a directory"
   yield {"executor": "local", "python": str(python), "runs": str(runs)}
   for folder in folders.all_folders(str(runs)):
-    local.cancel(folder)
+    local.cancel(folders.read_spec(folder), "")
     for _ in range(200):
       if not local.is_alive(folder):
         break
@@ -57,8 +58,8 @@ def wait(job, seconds=30.0):
   return job.wait(seconds, every_s=0.1)
 
 
-def diary(job, task=0):
-  lines = folders.read_lines(job.folder / "events" / f"{task}.jsonl")
+def events(job, task=0):
+  lines = read_json_lines(job.folder / "events" / f"{task}.jsonl")
   return [(line["event"], line["code"], line["next"]) for line in lines]
 
 
@@ -132,7 +133,7 @@ def test_a_study_is_cancelled_as_one(stand_in, tmp_path, capsys):
   (tmp_path / "does").write_text("while true; do sleep 0.1; done")
   sizes = [2, 4, 1]
   study = launch.scaling(DIGITS, sizes, batch="grows", name="study", **stand_in)
-  batches = [folders.read_run(j.folder).overrides["batch_size"] for j in study.jobs]
+  batches = [folders.read_spec(j.folder).overrides["batch_size"] for j in study.jobs]
   assert batches == ["128", "256", "64"]
   until(lambda: study.jobs[0].metrics())
   study.jobs[2].cancel()  # which waits
@@ -169,7 +170,7 @@ def test_a_record_is_a_table(stand_in):
   assert "&lt;b&gt;" in Record([{"note": "<b>"}])._repr_html_()
 
 
-def test_cancelled_it_saves_and_resumed_it_goes_on(stand_in, tmp_path):
+def test_cancelled_it_saves_and_then_resumes(stand_in, tmp_path):
   (tmp_path / "does").write_text("while true; do sleep 0.1; done")
   job = launch.submit(DIGITS, **stand_in)
   until(lambda: job.metrics())
@@ -179,11 +180,11 @@ def test_cancelled_it_saves_and_resumed_it_goes_on(stand_in, tmp_path):
   job.cancel()
   (row,) = wait(job)
   assert row.state == "CANCELLED" and time.monotonic() - began < 5
-  assert job.logs().endswith("saved") and local.newest(job.folder / "train") == 77
+  assert job.logs().endswith("saved") and local.newest_step(job.folder / "train") == 77
   (tmp_path / "does").write_text("exit 0")
   job.resume()
   assert [row.state for row in wait(job)] == ["COMPLETED"]
-  assert len(folders.read_lines(job.folder / "submissions.jsonl")) == 2
+  assert len(read_json_lines(job.folder / "submissions.jsonl")) == 2
 
 
 def test_of_a_sweep_only_what_is_not_done_is_resumed(stand_in, tmp_path):
@@ -192,7 +193,7 @@ def test_of_a_sweep_only_what_is_not_done_is_resumed(stand_in, tmp_path):
   assert [r.state for r in wait(job)] == ["COMPLETED", "FAILED", "COMPLETED"]
   (tmp_path / "does").write_text("exit 0")
   job.resume()
-  assert [len(diary(job, i)) for i in range(3) if wait(job)] == [2, 4, 2]
+  assert [len(events(job, i)) for i in range(3) if wait(job)] == [2, 4, 2]
 
 
 def test_it_starts_again_as_long_as_that_is_of_use(stand_in, tmp_path):
@@ -204,7 +205,7 @@ n=$(ls "$workdir/checkpoints" | wc -l)
 exit 1""")
   job = launch.submit(DIGITS, **stand_in)
   (row,) = wait(job)
-  ends = [(code, next_) for event, code, next_ in diary(job) if event == "end"]
+  ends = [(code, next_) for event, code, next_ in events(job) if event == "end"]
   assert ends == [(1, "requeue"), (1, "requeue"), (85, "requeue"), (1, "stop")]
   assert (row.state, row.code, row.restarts) == ("FAILED", 1, 3)
 
@@ -213,7 +214,7 @@ def test_not_more_often_than_said(stand_in, tmp_path):
   (tmp_path / "does").write_text("exit 85")
   job = launch.submit(DIGITS, requeue=1, **stand_in)
   (row,) = wait(job)
-  assert row.state == "PREEMPTED" and row.restarts == 1 and len(diary(job)) == 4
+  assert row.state == "PREEMPTED" and row.restarts == 1 and len(events(job)) == 4
 
 
 def test_one_process_that_fails_ends_the_others(stand_in, tmp_path):
@@ -257,8 +258,8 @@ def test_a_supervisor_that_was_killed_is_noticed(stand_in, tmp_path):
   (tmp_path / "does").write_text("while true; do sleep 0.1; done")
   job = launch.submit(DIGITS, **stand_in)
   until(lambda: job.metrics())
-  (line,) = folders.read_lines(job.folder / "supervisor.jsonl")
-  (process,) = folders.read_lines(job.folder / "processes.jsonl")
+  (line,) = read_json_lines(job.folder / "supervisor.jsonl")
+  (process,) = read_json_lines(job.folder / "processes.jsonl")
   os.kill(line["pid"], signal.SIGKILL)
   until(lambda: job.status()[0].state == "LOST")
   assert local._born(process["pid"]) == process["born"]
@@ -278,7 +279,7 @@ def test_a_number_used_again_is_another_process():
 def test_it_survives_the_terminal(stand_in):
   """The supervisor is in a session of its own, and nobody's child."""
   job = launch.submit(DIGITS, **stand_in)
-  pid = folders.read_lines(job.folder / "supervisor.jsonl")[-1]["pid"]
+  pid = read_json_lines(job.folder / "supervisor.jsonl")[-1]["pid"]
   fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
   assert int(fields[3]) == pid and int(fields[1]) != os.getpid()
 
@@ -310,7 +311,7 @@ def test_the_commands(stand_in, tmp_path, capsys):
   assert cli.main(["resume", "a", *runs]) == 2
   assert capsys.readouterr().err.startswith("error: a: is done")
   assert cli.main(["submit", *base, "--name=a"]) == 2
-  assert "is there already" in capsys.readouterr().err
+  assert "exists; give another name" in capsys.readouterr().err
 
 
 def test_a_scaling_study_is_a_run_for_each_size(stand_in, tmp_path, capsys):

@@ -10,11 +10,10 @@ import pytest
 
 from jaxscale import launch
 from jaxscale.errors import ConfigError
-from jaxscale.launch import compare, measured, report
 from jaxscale.launch import folder as folders
-from jaxscale.launch import spec as specs
-from jaxscale.launch.measured import Measured
-from jaxscale.metrics import plot_scaling
+from jaxscale.launch import measured, scaling_report
+from jaxscale.launch.measured import MeasuredRun
+from jaxscale.metrics import plot_scaling, read_json_lines
 from support.commands import child_env
 from support.paths import ROOT
 
@@ -28,7 +27,7 @@ CONFIG = {
 def run(devices, rate, **changes):
   """A run of rate examples a second, give or take a tenth."""
   rates = tuple(rate * x for x in (0.9, 1.0, 1.1)) if rate else ()
-  made = Measured(
+  made = MeasuredRun(
     name=f"r-{devices}", config=CONFIG, num_train=1437, versions={"jax": "1"},
     nodes=devices, hosts=f"n[1-{devices}]", processes=devices, devices=devices,
     kind="cpu", batch=128, rates=rates, exposed=0.25, compute_s=0.003, exposed_s=0.001,
@@ -71,7 +70,7 @@ def test_the_warm_up_and_a_short_end_are_no_throughput(tmp_path):
   assert (found.rate, found.quartiles) == (60.0, (55.0, 65.0))
   assert (found.exposed, found.compute_s, found.spread) == (0.25, 0.03, 0.1)
   assert (found.loss, found.accuracy, found.kind) == (0.5, 0.9, "cpu")
-  assert found.missing == ("nodes: only runs of jaxscale.launch write them down",)
+  assert found.missing == ("nodes: only runs of jaxscale.launch record them",)
 
 
 def test_one_process_has_no_spread(tmp_path):
@@ -97,10 +96,10 @@ def test_the_diary_marks_a_start_and_has_its_nodes(tmp_path):
   lines += [logged(s, 20.0, 2000.0 + s) for s in (40, 50, 60, 70)]
   workdir(path / "train", lines)
   (path / "events").mkdir()
-  folders.write_scripts(job)
+  folders.write_spec(job, ("job.sbatch", ""))
   for time, nodes in ((1000, 4), (2000, 3)):
     event = {"event": "start", "time": time, "nodes": nodes, "hosts": "n[1-3]"}
-    folders.append(specs.events_file(job, 0), event)
+    folders.append_line(job.events_file(0), event)
   found = measured.read(path)
   assert (found.nodes, found.hosts, found.rates) == (3, "n[1-3]", (20.0,) * 3)
 
@@ -109,15 +108,16 @@ def test_what_is_missing_has_a_reason(tmp_path):
   lines = [logged(10, 5.0), logged(20, 6.0)]
   found = measured.read(workdir(tmp_path / "w", lines, outcome="interrupted"))
   assert found.rate == 6.0 and found.quartiles is None and found.loss is None
-  text = report.text("x", compare.compare([found]))
+  study = scaling_report.compare([found])
+  text = str(scaling_report.Report("x", study, tmp_path, tmp_path))
   (row,) = [line for line in text.splitlines() if line.startswith("w ")]
   assert row.split() == ["w", "–", "2", "2", "128", "6", "–", "1", "1.00", "100%",
                          *"––––"]  # fmt: skip
   for why in (
-    "– w: quartiles: of 1 windows there are none; log.every_steps=2 logs more often",
+    "– w: quartiles: only 1 windows; log.every_steps=2 logs more often",
     "– w: exposed and spread: no step report, not measured yet",
     "– w: loss and accuracy: not done, at step 20 of 40",
-    "– w: nodes: only runs of jaxscale.launch write them down",
+    "– w: nodes: only runs of jaxscale.launch record them",
   ):
     assert why in text.splitlines()
 
@@ -125,7 +125,7 @@ def test_what_is_missing_has_a_reason(tmp_path):
 def test_a_batch_that_changes_has_no_throughput(tmp_path):
   phases = [{"batch_size": n, "image_size": None} for n in (128, 256)]
   path = workdir(tmp_path / "w", [], phases=phases)
-  with pytest.raises(ConfigError, match=r"^w: batch or images change size on the way"):
+  with pytest.raises(ConfigError, match=r"^w: the batch or image size changes"):
     measured.read(path)
 
 
@@ -133,7 +133,7 @@ def test_strong_scaling():
   """Amdahl's law itself, with a tenth of the smallest size's time serial."""
   serial, sizes = 0.1, (2, 4, 8)
   rates = [100 / (serial + (1 - serial) * 2 / n) for n in sizes]
-  found = compare.compare(list(map(run, sizes, rates))[::-1])
+  found = scaling_report.compare(list(map(run, sizes, rates))[::-1])
   assert found.kind == "strong" and found.base == 2
   assert [r.run.devices for r in found.rows] == [2, 4, 8]
   assert found.serial == pytest.approx(0.1)
@@ -146,7 +146,7 @@ def test_strong_scaling():
 def test_weak_scaling():
   """Half of each further device is lost, which Gustafson's law calls s = 0.5."""
   runs = [run(n, 100 * (n - 0.5 * (n - 1)), batch=64 * n) for n in (1, 2, 4)]
-  found = compare.compare(runs)
+  found = scaling_report.compare(runs)
   assert found.kind == "weak" and found.serial == pytest.approx(0.5)
   assert found.rows[2].efficiency == pytest.approx(2.5 / 4)
 
@@ -154,25 +154,25 @@ def test_weak_scaling():
 def test_the_fit_is_least_squares():
   points = [(1, 1.0), (2, 1.7), (4, 2.9), (8, 3.6)]
   for kind in ("strong", "weak"):
-    share = compare.serial_share(kind, points)
+    share = scaling_report.serial_share(kind, points)
     assert share is not None
 
     def error(s, kind=kind):
       if kind == "strong":  # of the time an example takes
-        return sum((1 / v - 1 / compare.law(kind, s, n)) ** 2 for n, v in points)
-      return sum((v - compare.law(kind, s, n)) ** 2 for n, v in points)
+        return sum((1 / v - 1 / scaling_report.law(kind, s, n)) ** 2 for n, v in points)
+      return sum((v - scaling_report.law(kind, s, n)) ** 2 for n, v in points)
 
     assert error(share) < min(error(share - 1e-3), error(share + 1e-3))
 
 
 @pytest.mark.parametrize(
   "rates, says",
-  [((100, 250), "scales as the ideal or better"), ((100, 90), "says nothing here")],
+  [((100, 250), "scaling is ideal or better"), ((100, 90), "does not apply")],
 )
 def test_a_law_that_does_not_hold_is_not_drawn(rates, says):
-  found = compare.compare(list(map(run, (1, 2), rates)))
+  found = scaling_report.compare(list(map(run, (1, 2), rates)))
   assert found.serial is None and any(says in note for note in found.notes)
-  assert report.as_plot("x", found)["law"] == []
+  assert scaling_report.as_plot("x", found)["law"] == []
 
 
 REFUSED = [
@@ -188,14 +188,14 @@ REFUSED = [
 @pytest.mark.parametrize("changes, says", REFUSED)
 def test_what_is_no_study_is_refused(changes, says):
   with pytest.raises(ConfigError, match=says) as e:
-    compare.compare([run(1, 100), run(2, 150, **changes)])
+    scaling_report.compare([run(1, 100), run(2, 150, **changes)])
   assert "\n" not in str(e.value)
 
 
 def test_what_may_differ_is_told():
   ring = CONFIG | {"exchange": {"class": "AllReduce", "algorithm": "ring"}, "seed": 1}
   other = run(2, 150, config=ring, versions={"jax": "2"})
-  text = "\n".join(compare.compare([run(1, 100), other]).notes)
+  text = "\n".join(scaling_report.compare([run(1, 100), other]).notes)
   assert "exchange.algorithm is not the same in all: psum (r-1), ring (r-2)" in text
   assert "seed is not" in text and "jax is not the same in all: 1, 2" in text
   assert "losses differ" not in text  # of other seeds that says nothing
@@ -203,36 +203,38 @@ def test_what_may_differ_is_told():
 
 def test_one_machine_is_told():
   runs = [run(n, 100, nodes=1, hosts="laptop") for n in (1, 2)]
-  assert any("on one machine (laptop)" in n for n in compare.compare(runs).notes)
-  assert not any("machine" in n for n in compare.compare([run(1, 9), run(2, 9)]).notes)
+  assert any("on one machine (laptop)" in n for n in scaling_report.compare(runs).notes)
+  assert not any(
+    "machine" in n for n in scaling_report.compare([run(1, 9), run(2, 9)]).notes
+  )
 
 
 def test_repeats_count_by_their_median():
   runs = [run(1, r, name=f"r-{r}") for r in (90, 100, 140)] + [run(2, 150)]
-  assert compare.compare(runs).rows[-1].speed_up == pytest.approx(1.5)
+  assert scaling_report.compare(runs).rows[-1].speed_up == pytest.approx(1.5)
 
 
 def test_csv_and_picture_of_what_is_known_and_what_is_not(tmp_path):
   gap = run(4, None, exposed=None, compute_s=None, exposed_s=None, spread=None,
             loss=None, accuracy=None)  # fmt: skip
-  found = compare.compare([run(1, 100), run(2, 150), gap])
-  rows = list(csv.DictReader(report.as_csv(found).splitlines()))
+  found = scaling_report.compare([run(1, 100), run(2, 150), gap])
+  rows = list(csv.DictReader(scaling_report.as_csv(found).splitlines()))
   assert float(rows[1]["speed_up"]) == 1.5 and float(rows[1]["efficiency"]) == 0.75
   assert float(rows[1]["examples_per_s_q3"]) == pytest.approx(157.5)
   named = [rows[1][n] for n in ("exposed_share", "compute_s", "exposed_s", "spread")]
   assert named == ["0.25", "0.003", "0.001", "0.5"]
   assert rows[2]["examples_per_s"] == rows[2]["loss"] == rows[2]["speed_up"] == ""
   for i, study in enumerate(
-    (found, compare.compare([gap]), compare.compare([gap] * 2))
+    (found, scaling_report.compare([gap]), scaling_report.compare([gap] * 2))
   ):
-    path = plot_scaling(report.as_plot("x", study), tmp_path / f"{i}.png")
+    path = plot_scaling(scaling_report.as_plot("x", study), tmp_path / f"{i}.png")
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def command(*argv):
-  """`python -m jaxscale.cli.report`."""
+  """`jaxscale report`."""
   done = subprocess.run(
-    [sys.executable, "-m", "jaxscale.cli.report", *argv], cwd=ROOT, env=child_env(),
+    [sys.executable, "-m", "jaxscale", "report", *argv], cwd=ROOT, env=child_env(),
     capture_output=True, text=True, timeout=60,
   )  # fmt: skip
   return done.returncode, done.stdout, done.stderr
@@ -249,7 +251,7 @@ def test_the_command_reads_workdirs(tmp_path):
   assert out.startswith("scaling: strong scaling, global batch 128; speed-up and eff")
   assert (tmp_path / "t.csv").exists() and (tmp_path / "t.png").exists()
   code, out, err = command(names[0], "--cvs=x")
-  assert (code, out) == (2, "") and "not an option, one of --csv, --help" in err
+  assert (code, out) == (2, "") and "did you mean '--csv'?" in err
   code, _, err = command("nothing-here", f"--runs={tmp_path}")
   assert (
     code == 2
@@ -285,7 +287,7 @@ def test_a_real_study_from_a_notebook(tmp_path, monkeypatch):
     assert measure.exposed is not None and measure.accuracy is not None
   assert two.spread is not None and one.spread is None
   # One after another: else they would have measured each other.
-  ends = [folders.read_lines(job.folder / "events" / "0.jsonl") for job in study.jobs]
+  ends = [read_json_lines(job.folder / "events" / "0.jsonl") for job in study.jobs]
   assert ends[0][-1]["event"] == "end" and ends[0][-1]["time"] <= ends[1][0]["time"]
   assert found.csv == study.folder / "scaling.csv" and found.png.stat().st_size > 10_000
   page = found._repr_html_()

@@ -1,4 +1,4 @@
-"""Digits trained by `python -m jaxscale.launch` on a real Slurm, and the preflight."""
+"""Digits trained by `jaxscale submit` on a real Slurm, and the preflight."""
 
 import time
 

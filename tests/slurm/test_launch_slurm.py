@@ -1,4 +1,4 @@
-"""`python -m jaxscale.launch` on a real Slurm of four nodes."""
+"""`jaxscale submit` and the like on a real Slurm of four nodes."""
 
 import json
 import re
@@ -80,7 +80,7 @@ def test_cancelled_it_saves_and_stays_cancelled(cli):
   assert "is RUNNING; `cancel c` first" in cli("resume", "c", code=2)
   cli("cancel", "c")
   until(cli, "c", "CANCELLED")
-  assert "told by TERM" in cli("logs", "c", "--rank=1")
+  assert "stopped by TERM" in cli("logs", "c", "--rank=1")
   assert ends(cli, "c") == [(85, "stop")]
   cli.does("exit 0")
   cli("resume", "c", "--nodes=3")  # on another number of nodes
@@ -145,9 +145,9 @@ def test_warned_it_saves_and_starts_again_so_often(requeued, name):
   words = until(cli, name, "FAILED")
   assert (words[3], words[-1]) == ("85", "1")  # exit code, restarts
   assert ends(cli, name) == [(85, "requeue"), (85, "stop")]
-  assert cli("logs", name).count("told by USR1") == 2
+  assert cli("logs", name).count("stopped by USR1") == 2
   said = cli("logs", name, "--rank=batch")
-  assert "not started again: that was start 2 of 2" in said
+  assert "not restarted: this was start 2 of 2" in said
 
 
 @pytest.mark.slow

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from jaxscale.launch import folder as folders
-from jaxscale.launch import render
+from jaxscale.launch import slurm_script
+from jaxscale.metrics import read_json_lines
 from support.commands import child_env, train_command
 from support.job_script import RUN, stand_in
 from support.slurm.cli import (
   FOREVER,
-  diary,
   ends,
+  events,
   make_cli,
   number,
   until,
@@ -67,7 +68,7 @@ def run_script(tmp_path, does, **changes):
   for name in ("events", "logs"):
     Path(run.folder, name).mkdir(parents=True, exist_ok=True)
   script = Path(run.folder, "job.sbatch")
-  script.write_text(render.render(run))
+  script.write_text(slurm_script.render(run))
   env = {
     "PATH": f"{cluster}:{os.environ['PATH']}", "HOME": str(tmp_path),
     "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "n1,n2,n3",
@@ -79,7 +80,7 @@ def run_script(tmp_path, does, **changes):
   steps = (cluster / "steps").read_text().split()
   asked = (cluster / "asked").read_text()
   assert done.stderr == "", done.stderr
-  lines = folders.read_lines(Path(run.folder, "events", "0.jsonl"))
+  lines = read_json_lines(Path(run.folder, "events", "0.jsonl"))
   return done, steps, lines, "requeue 7" in asked
 
 
@@ -103,7 +104,7 @@ def test_a_lost_node_is_left_out_of_the_next_step(tmp_path, how):
   assert [line["event"] for line in lines] == ["start", "move", "end"]
   assert [line["restarts"] for line in lines] == [0, 1, 1]
   assert (lines[1]["lost"], lines[1]["hosts"], lines[1]["code"]) == ("n2", "n1,n3", 137)
-  assert "exit code 137: node n2 is lost; goes on" in done.stdout
+  assert "exit code 137: node n2 is lost; resumes" in done.stdout
 
 
 def test_two_lost_are_too_many_and_the_job_is_requeued_even_without_progress(tmp_path):
@@ -143,12 +144,12 @@ def test_moves_count_as_restarts_also_those_before_a_requeue(tmp_path):
   events.mkdir(parents=True)
   for job in "73":
     old = {"event": "move", "job": job, "restarts": 1, "code": 1}
-    folders.append(events / "0.jsonl", old)
+    folders.append_line(events / "0.jsonl", old)
   does = f"[ $n = 1 ] && {GONE} && exit 1; exit 86"
   done, steps, lines, again = run_script(tmp_path, does, requeue=2)
   assert (done.returncode, steps) == (86, ["n2,n3", "n1,n3"])
   assert [line["restarts"] for line in lines[2:]] == [1, 2, 2]
-  assert not again and "not started again: that was start 3 of 3" in done.stdout
+  assert not again and "not restarted: this was start 3 of 3" in done.stdout
 
 
 @pytest.fixture
@@ -166,16 +167,16 @@ def test_training_goes_on_on_the_spare_and_loses_no_bit(cli, slurm, tmp_path):
   assert slurm.job(number(cli, "s"))["BatchHost"] == "n1"  # which is the spare
   slurm.kill_node("n2")  # of rank 0
   killed = time.time()
-  wait_until(lambda: [e["event"] for e in diary(cli, "s")] == ["start", "move"], 60)
-  move = diary(cli, "s")[1]
+  wait_until(lambda: [e["event"] for e in events(cli, "s")] == ["start", "move"], 60)
+  move = events(cli, "s")[1]
   wait_until(lambda: newest_step(workdir) > before, 60)  # after it was noticed
   print(f"noticed {move['time'] - killed:.0f} s, saves {time.time() - killed:.0f} s")
   words = until(cli, "s", "COMPLETED", 120)
   assert words[-1] == "1"  # restarts
   assert (move["lost"], move["hosts"], move["nodes"]) == ("n2", "n1,n3", 2)
   assert slurm.job(number(cli, "s"))["Restarts"] == "0"
-  assert "node n2 is lost; goes on from step" in cli("logs", "s", "--rank=batch")
-  said = re.search(r"going on from the checkpoint of step (\d+)", cli("logs", "s"))
+  assert "node n2 is lost; resumes from step" in cli("logs", "s", "--rank=batch")
+  said = re.search(r"resuming from the checkpoint of step (\d+)", cli("logs", "s"))
   assert said and int(said[1]) >= before  # or of one more, saved before it was killed
   again = tmp_path / "whole"
   slurm.run("srun", "-N2", "-n2", "-wn1,n3", *train_command(again, *args), timeout=120,

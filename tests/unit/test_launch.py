@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from jaxscale.launch.profile import Site, load_site, site_from, with_options
 
-from jaxscale import launch
+from jaxscale import cli, launch
 from jaxscale.config.loading import load_config
 from jaxscale.errors import ConfigError
-from jaxscale.launch import cli, profile, render, spec, sweeps
 from jaxscale.launch import folder as folders
+from jaxscale.launch import site, slurm_script, spec, sweeps
+from jaxscale.launch.site import Site, load_site, site_from, with_options
 from support.job_script import RUN, RUNS
 from support.paths import ROOT
 
@@ -26,7 +26,7 @@ DIGITS = "configs/digits.py"
 @pytest.mark.parametrize("folder", ['/a"b', "/a\\b", "/a\nb"])
 def test_a_path_that_slurm_cannot_take_is_refused(folder):
   with pytest.raises(ConfigError, match="Slurm takes no path"):
-    render.render(RUN._replace(folder=folder))
+    slurm_script.render(RUN._replace(folder=folder))
 
 
 def test_a_run_survives_json():
@@ -60,8 +60,8 @@ def test_sites_have_names(tmp_path, monkeypatch):
   monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
   monkeypatch.delenv("JAXSCALE_SITE", raising=False)
   assert load_site(None) == Site()
-  profile.sites_folder().mkdir(parents=True)
-  (profile.sites_folder() / "here.toml").write_text('partition = "gpu"')
+  site.sites_folder().mkdir(parents=True)
+  (site.sites_folder() / "here.toml").write_text('partition = "gpu"')
   assert load_site("here").partition == "gpu"
   monkeypatch.setenv("JAXSCALE_SITE", "here")
   assert load_site(None).partition == "gpu"
@@ -135,7 +135,6 @@ def test_a_sweep_is_checked_before_it_is_submitted():
 
 
 MISTAKES = [
-  ([], "give a verb, one of cancel, logs,"),
   (["submitt"], "did you mean 'submit'?"),
   (["submit"], "--config: missing"),
   (["submit", DIGITS], "a config is --config FILE"),
@@ -167,18 +166,18 @@ MISTAKES = [
   ),
   (
     ["scaling", "--config", DIGITS, "--nodes=1,2", "--config.phases=AdaptiveBatch"],
-    "digits.py: batch or images change size on the way",
+    "digits.py: the batch or image size changes during the run",
   ),
   (["scaling", "--config", DIGITS, "--nodes=1,1"], "give several sizes"),
   (["logs", "nothing"], "nothing: no such run"),
-  (["cancel"], "cancel: of which run?"),
+  (["cancel"], "RUN: missing; `jaxscale status` lists them"),
   (["status", "--every=0"], "--every=0: give a whole number >= 1"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("argv, says", MISTAKES, ids=lambda v: str(v)[:40])
 def test_a_mistake_is_one_line_and_makes_nothing(argv, says, tmp_path, capsys):
-  runs = ["--runs", str(tmp_path / "runs")] if argv[:1] != ["submitt"] and argv else []
+  runs = ["--runs", str(tmp_path / "runs")] if argv[0] != "submitt" else []
   assert cli.main([*argv, *runs]) == 2
   out, err = capsys.readouterr()
   assert out == "" and err.startswith("error: ") and err.count("\n") == 1
@@ -210,7 +209,7 @@ def test_a_dry_run_prints_the_script_and_makes_nothing(tmp_path, capsys):
   assert not runs.exists()
   script = out[: out.index("# would make")]
   assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
-  assert f"# made by {shlex.join(['python', '-m', 'jaxscale.launch', *argv])}" in (
+  assert f"# made by {shlex.join(['jaxscale', *argv])}" in (
     out.replace("# x, made", "# made")
   )
   assert "#SBATCH --nodes=4" in out and "--config.epochs=3" in out
@@ -220,18 +219,21 @@ def test_the_folder_holds_the_code_and_its_config(tmp_path):
   (tmp_path / "configs_beside.py").write_text("RATES = (0.1, 0.2)")
   config = tmp_path / "mine.py"
   config.write_text(SWEEP)
-  prepared = launch.handle.prepare(
+  prepared = launch.jobs.prepare(
     load_config(DIGITS), name="x", runs=str(tmp_path / "r"), executor="local"
   )
-  folders.make(prepared.run, prepared.config, prepared.text)
-  code = Path(prepared.run.folder, "code")
+  made = prepared.spec, ("process.sh", prepared.script), prepared.config
+  folders.make(*made, prepared.source)
+  code = Path(prepared.spec.folder, "code")
   tracked = subprocess.run(
     ["git", "ls-files", "jaxscale"], cwd=ROOT, capture_output=True, text=True
   ).stdout.split()
   assert {str(p.relative_to(code)) for p in code.rglob("*") if p.is_file()} >= {
     *tracked
   }
-  assert load_config(spec.config(prepared.run)) == load_config(DIGITS)
+  assert load_config(f"{prepared.spec.folder}/{prepared.spec.config}") == load_config(
+    DIGITS
+  )
   where = subprocess.run(
     [sys.executable, "-c", "import jaxscale; print(jaxscale.__file__)"],
     env={**os.environ, "PYTHONPATH": str(code), "PYTHONSAFEPATH": "1"},
@@ -240,10 +242,12 @@ def test_the_folder_holds_the_code_and_its_config(tmp_path):
   assert where.stdout.strip() == str(code / "jaxscale" / "__init__.py"), where.stderr
   packages = json.loads((code.parent / "environment.json").read_text())["packages"]
   assert "jax" in packages
-  with pytest.raises(ConfigError, match="is there already"):  # since it was prepared
-    folders.make(prepared.run, prepared.config, prepared.text)
-  with pytest.raises(ConfigError, match="is there already"):
-    launch.handle.prepare(DIGITS, name="x", runs=str(tmp_path / "r"))
+  with pytest.raises(
+    ConfigError, match="exists, give another --name"
+  ):  # since it was prepared
+    folders.make(*made, prepared.source)
+  with pytest.raises(ConfigError, match="exists; give another name"):
+    launch.jobs.prepare(DIGITS, name="x", runs=str(tmp_path / "r"))
   places = {place for _, place in folders.sources(str(config))}
   assert {"code/config/mine.py", "code/config/configs_beside.py"} <= places
 
@@ -256,22 +260,22 @@ def test_a_run_of_today_never_takes_the_folder_of_another(tmp_path):
 
 
 def test_launch_does_not_wait_for_jax():
-  code = "import sys, jaxscale.launch.cli; print('jax' in sys.modules)"
+  code = "import sys, jaxscale.launch, jaxscale.cli.submit; print('jax' in sys.modules)"
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
   assert done.stdout.strip() == "False", done.stderr
 
 
 def test_a_python_without_jax_is_not_taken_along(monkeypatch):
-  monkeypatch.setattr(launch.handle, "find_spec", lambda name: None)
+  monkeypatch.setattr(launch.jobs, "find_spec", lambda name: None)
   with pytest.raises(ConfigError, match="has no jax; submit from"):
-    launch.handle.prepare(DIGITS)
+    launch.jobs.prepare(DIGITS)
 
 
 def test_the_page_about_jobs_names_everything():
   page = (ROOT / "docs" / "launch.md").read_text()
-  keys = [f.name for c in (Site, profile.Container) for f in dataclasses.fields(c)]
-  verbs = [f"| `{verb}" for verb in cli._VERBS]
-  codes = [f"| {c} |" for c in (*render.STARTED_AGAIN, *render.NOT_STARTED_AGAIN)]
+  keys = [f.name for c in (Site, site.Container) for f in dataclasses.fields(c)]
+  verbs = [f"| `{n}" for n, c in cli.COMMANDS.items() if c.group == "jobs"]
+  codes = [f"| {c} |" for c in (*spec.RESTARTED_CODES, *spec.FINAL_CODES)]
   for word in (*(f"`{key}`" for key in keys), *verbs, *codes):
     assert word in page, word
 

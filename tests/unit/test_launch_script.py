@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-from jaxscale.launch.profile import Site
 
-from jaxscale.launch import folder as folders
-from jaxscale.launch import render
-from jaxscale.launch.local import starts_again
+from jaxscale.launch import slurm_script
+from jaxscale.launch.site import Site
+from jaxscale.launch.spec import is_restarted
+from jaxscale.metrics import read_json_lines
 from support.job_script import RUN, RUNS, stand_in
 from support.paths import DATA, ROOT
 
@@ -23,7 +23,7 @@ GOLDEN = DATA / "golden"
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_script_is_the_golden_one(name):
-  script = render.render(RUNS[name])
+  script = slurm_script.render(RUNS[name])
   path = GOLDEN / f"{name}.sbatch"
   if os.environ.get("JAXSCALE_GOLDEN") == "write":
     path.write_text(script)
@@ -41,7 +41,7 @@ def job_files(tmp_path, run, *, srun="exit 0", scontrol="echo JobState=RUNNING")
   for name in ("events", "logs"):
     Path(run.folder, name).mkdir(parents=True, exist_ok=True)
   script = Path(run.folder, "job.sbatch")
-  script.write_text(render.render(run))
+  script.write_text(slurm_script.render(run))
   variables = {
     "PATH": f"{bin_}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "HOME": str(tmp_path),
     "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "n[1-2]",
@@ -76,7 +76,7 @@ def test_nothing_in_the_script_is_split_or_expanded(tmp_path):
     f"--config.epochs={AWKWARD}2", "--workdir", f"{folder}/trials/1",
   ]  # fmt: skip
   assert (tmp_path / "env").read_text() == AWKWARD
-  diary = folders.read_lines(folder / "events" / "1.jsonl")
+  diary = read_json_lines(folder / "events" / "1.jsonl")
   assert [(d["event"], d["job"], d["code"], d["next"]) for d in diary] == [
     ("start", "7_1", 0, ""),
     ("end", "7_1", 0, "stop"),
@@ -96,8 +96,8 @@ def test_the_script_starts_again_what_the_local_executor_does(tmp_path, code, pr
   asked = tmp_path / "scontrol"
   again = asked.exists() and "requeue 7" in asked.read_text()
   wanted = code in (85, 86) or (code in (1, 134, 137) and progress)
-  assert again == starts_again(code, progress) == wanted
-  assert folders.read_lines(Path(run.folder, "events", "0.jsonl"))[-1]["code"] == code
+  assert again == is_restarted(code, progress) == wanted
+  assert read_json_lines(Path(run.folder, "events", "0.jsonl"))[-1]["code"] == code
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_the_script_outlives_a_signal_and_hands_the_warning_on(tmp_path, number)
     job.send_signal(one)
     time.sleep(0.1)
   out, _ = job.communicate(timeout=20)
-  assert job.returncode == 85 and "exit code 85: started again" in out
+  assert job.returncode == 85 and "exit code 85: restarted" in out
   handed_on = tmp_path / "scancel"
   if number == signal.SIGTERM:  # Slurm tells the tasks itself
     assert not handed_on.exists()
@@ -150,7 +150,7 @@ def test_a_preflight_that_fails_ends_the_job(tmp_path):
   command, env = job_files(tmp_path, run, srun="exit 2")
   done = subprocess.run(command, env=env, capture_output=True, text=True)
   assert done.returncode == 2 and "preflight" in done.stderr
-  assert "jaxscale.cli.doctor" in called(tmp_path)
+  assert "doctor" in called(tmp_path)
   assert "jaxscale.train" not in called(tmp_path)
 
 
@@ -173,7 +173,7 @@ def test_only_the_doctor_calls_an_allocation_unfit(tmp_path, code, ends, next_, 
   # The last one counts; with 1 the others' end would hide the doctor's 2.
   assert [w for w in called(tmp_path) if "bad-exit" in w][-1].endswith("=0")
   assert "jaxscale.train" not in called(tmp_path)
-  last = folders.read_lines(Path(run.folder, "events", "0.jsonl"))[-1]
+  last = read_json_lines(Path(run.folder, "events", "0.jsonl"))[-1]
   assert (last["event"], last["code"], last["next"]) == ("end", ends, next_)
   asked = tmp_path / "scontrol"
   again = asked.exists() and "requeue 7" in asked.read_text()
@@ -193,10 +193,10 @@ def test_told_to_stop_in_the_preflight_it_goes_on_later(tmp_path, number, code):
     time.sleep(0.02)
   job.send_signal(number)
   out, _ = job.communicate(timeout=20)
-  assert job.returncode == 85 and "told to stop in the preflight" in out
+  assert job.returncode == 85 and "stopped by a signal in the preflight" in out
   assert "jaxscale.train" not in called(tmp_path)
   assert "requeue 7" in (tmp_path / "scontrol").read_text()
-  last = folders.read_lines(Path(run.folder, "events", "0.jsonl"))[-1]
+  last = read_json_lines(Path(run.folder, "events", "0.jsonl"))[-1]
   assert (last["code"], last["next"]) == (85, "requeue")
   assert (tmp_path / "scancel").exists() == (number != signal.SIGTERM)  # handed on
 
@@ -206,7 +206,7 @@ def test_a_preflight_that_passes_is_followed_by_the_training(tmp_path):
   command, env = job_files(tmp_path, run)
   assert subprocess.run(command, env=env, capture_output=True).returncode == 0
   words = called(tmp_path)
-  assert words.index("jaxscale.cli.doctor") < words.index("jaxscale.train")
+  assert words.index("doctor") < words.index("jaxscale.train")
 
 
 def test_every_plain_script_is_warned_and_may_be_requeued():

@@ -5,18 +5,20 @@ import json
 import pytest
 
 from jaxscale.launch import folder as folders
-from jaxscale.launch import slurm, spec, status
+from jaxscale.launch import slurm, status
+from jaxscale.launch.spec import QueueEntry
+from jaxscale.metrics import read_json_lines
 from support.job_script import RUN
 
 
 def queued(state, **changes):
-  return slurm.Queued(state, 4, "1:00:00", 2, "None")._replace(**changes)
+  return QueueEntry(state, 4, "1:00:00", 2, "None")._replace(**changes)
 
 
-def diary(run, *events):
+def write_events(run, *events):
   for event, job, code, next_ in events:
     line = {"event": event, "job": job, "restarts": 1, "nodes": 4, "code": code}
-    folders.append(spec.events_file(run, 0), line | {"next": next_, "time": 0})
+    folders.append_line(run.events_file(0), line | {"next": next_, "time": 0})
 
 
 START, DONE = ("start", "7", 0, ""), ("end", "7", 0, "stop")
@@ -38,15 +40,17 @@ START, DONE = ("start", "7", 0, ""), ("end", "7", 0, "stop")
     ([("start", "6", 0, ""), ("end", "6", 0, "stop")], False, "LOST"),
   ],
 )
-def test_the_diary_speaks_when_slurm_has_forgotten(tmp_path, events, cancelled, state):
+def test_events_have_the_state_when_slurm_has_forgotten(
+  tmp_path, events, cancelled, state
+):
   run = RUN._replace(folder=str(tmp_path))
   (tmp_path / "events").mkdir()
-  diary(run, *events)
+  write_events(run, *events)
   if cancelled:
     (tmp_path / "cancelled").touch()
-  row = status.row(run, 0, "7", None, False)
+  row = status.status(run, 0, "7", None)
   assert row.state == state and row.ended
-  assert status.row(run, 0, "7", queued("RUNNING"), False).state == "RUNNING"
+  assert status.status(run, 0, "7", queued("RUNNING")).state == "RUNNING"
 
 
 def test_a_status_has_all_that_was_asked_for(tmp_path):
@@ -59,9 +63,9 @@ def test_a_status_has_all_that_was_asked_for(tmp_path):
   lines += [{"step": 200, "eval/accuracy": 0.5, "time": 21.0}]
   text = "\n".join(json.dumps(line) for line in lines) + '\n{"step": 300, "tr'
   (train / "metrics.jsonl").write_text(text)
-  row = status.row(run, 0, "7", queued("RUNNING"), False)
+  row = status.status(run, 0, "7", queued("RUNNING"))
   assert row.to_go == pytest.approx(100)
-  head, line = status.table([row]).splitlines()
+  head, line = str(status.StatusTable([row])).splitlines()
   assert line.split() == [
     "digits-1", "7", "RUNNING", "4", "200/1,200", "1.8000", "12,346", "50.00%",
     "1:00:00", "1:40", "2",
@@ -75,7 +79,7 @@ def test_a_status_has_all_that_was_asked_for(tmp_path):
 def test_a_long_record_is_read_from_its_end(tmp_path):
   path = tmp_path / "metrics.jsonl"
   path.write_text("".join(f'{{"step": {i}, "x": "é"}}\n' for i in range(20_000)))
-  found = status.tail(path)
+  found = read_json_lines(path, 1 << 16)
   assert found[-1]["step"] == 19_999 and 1000 < len(found) < 5000
 
 
@@ -85,5 +89,5 @@ def test_a_line_of_squeue_may_be_long():
   line = "".join(cell.ljust(128) for cell in cells)
   assert slurm.parse_line(line) == (
     "12_3",
-    slurm.Queued("PENDING", 64, "2-00:00:00", 1, reason),
+    QueueEntry("PENDING", 64, "2-00:00:00", 1, reason),
   )
