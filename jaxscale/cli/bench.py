@@ -17,15 +17,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxscale import cluster
 from jaxscale.cli.parser import Parser, value, whole
-from jaxscale.collectives.plan import ALGORITHMS, Link, Measured, plan
-from jaxscale.collectives.records import write_measurements
 from jaxscale.config.validation import nearest
 from jaxscale.errors import ConfigError
 from jaxscale.metrics.text import cell, table
+
+if TYPE_CHECKING:
+  from jaxscale.collectives.planner import Link, Measured
 
 _DTYPES = ("float32", "bfloat16", "float16", "int32")
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1}
@@ -55,9 +56,8 @@ def add_arguments(parser: Parser) -> None:
   )
   parser.option(
     "--algorithms NAMES",
-    f"some of {','.join(ALGORITHMS)} (default: all)",
+    "some, e.g. ring,psum (default: all)",
     lambda text: tuple(text.split(",")),
-    default=ALGORITHMS,
   )
   parser.option(
     "--json FILE", "also write what was found, for read_measurements", _writable
@@ -109,6 +109,8 @@ def report(
   measured: Sequence[Measured], links: Mapping[str, Link], empty: float
 ) -> list[str]:
   """Lines to print: times with predictions, links, plans."""
+  from jaxscale.collectives.planner import plan
+
   rows = []
   for m in measured:
     by = m.plan
@@ -138,7 +140,12 @@ def measure(args: argparse.Namespace) -> list[str]:
   """Measure what is asked for; returns the lines to print."""
   import jax
 
-  from jaxscale.collectives.timing import measure_algorithms, measure_links
+  from jaxscale.collectives.measurements import (
+    measure_algorithms,
+    measure_links,
+    write_measurements,
+  )
+  from jaxscale.collectives.planner import Link
 
   mesh = make_mesh(args.mesh)
   what = (args.sizes, args.dtype, args.rounds)
@@ -162,6 +169,9 @@ def measure(args: argparse.Namespace) -> list[str]:
 
 def run(args: argparse.Namespace) -> None:
   """Measure and print."""
+  from jaxscale.collectives.planner import ALGORITHMS
+
+  args.algorithms = args.algorithms or ALGORITHMS
   for name in args.algorithms:
     if name not in ALGORITHMS:
       raise ConfigError(f"--algorithms={name}: {nearest(name, ALGORITHMS)}")

@@ -8,66 +8,12 @@ Inside `jax.shard_map`, functions of (x, axis names), each equal to `lax.psum`:
     sum_tree                            of a tree, by a `Plan`
 
 Outside of it, `all_reduce(tree, mesh, algorithm)` sums global arrays. `plan` chooses
-algorithm and dimensions from alpha and beta of the links; `python -m
-jaxscale.cli.bench` measures them. Axes go slowest link first, as in a mesh;
-dimensions fastest first, as they are reduced.
+algorithm and dimensions from alpha and beta of the links;
+`jaxscale bench` measures them. Axes go slowest link first, as in a mesh;
+dimensions fastest first, as they are reduced. They know axis names, never a mesh but in
+`all_reduce`. Names load when they are first asked for.
 """
 
-from __future__ import annotations
+import lazy_loader
 
-from jaxscale.collectives.api import (
-  all_reduce,
-  joined,
-  payload_bytes,
-  reducer,
-  sum_tree,
-)
-from jaxscale.collectives.dims import Dim
-from jaxscale.collectives.native import hierarchical, psum
-from jaxscale.collectives.plan import (
-  ALGORITHMS,
-  Link,
-  Measured,
-  Plan,
-  default_links,
-  measured_on,
-  plan,
-  torus_seconds,
-)
-from jaxscale.collectives.records import read_measurements
-from jaxscale.collectives.torus import (
-  all_gather,
-  halving_doubling,
-  reduce_scatter,
-  ring,
-  torus,
-)
-from jaxscale.collectives.typed import add_rows, same_everywhere, vary
-
-__all__ = [
-  "ALGORITHMS",
-  "Dim",
-  "Link",
-  "Measured",
-  "Plan",
-  "add_rows",
-  "all_gather",
-  "all_reduce",
-  "default_links",
-  "halving_doubling",
-  "hierarchical",
-  "joined",
-  "measured_on",
-  "payload_bytes",
-  "plan",
-  "psum",
-  "read_measurements",
-  "reduce_scatter",
-  "reducer",
-  "ring",
-  "same_everywhere",
-  "sum_tree",
-  "torus",
-  "torus_seconds",
-  "vary",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

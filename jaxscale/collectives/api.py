@@ -13,10 +13,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxscale.collectives import native, typed
+from jaxscale.collectives import typed
+from jaxscale.collectives.algorithms import hierarchical, over_dims, psum
 from jaxscale.collectives.cpu_workarounds import one_at_a_time
-from jaxscale.collectives.plan import Link, Measured, Plan, plan
-from jaxscale.collectives.torus import over_dims
+from jaxscale.collectives.planner import Link, Measured, Plan, plan
 from jaxscale.errors import ConfigError
 
 
@@ -47,10 +47,8 @@ def sum_tree(
     raise ConfigError(f"plan={by}: made for another mesh than {sizes}, plan again")
 
   def total(x):
-    if by.algorithm == "psum":
-      return native.psum(x, by.axes, payload=payload, accumulate=accumulate)
-    if by.algorithm == "hierarchical":
-      return native.hierarchical(x, by.axes, payload=payload, accumulate=accumulate)
+    if own := {"psum": psum, "hierarchical": hierarchical}.get(by.algorithm):
+      return own(x, by.axes, payload=payload, accumulate=accumulate)
     return over_dims(x, sizes, by.dims, payload, accumulate)
 
   # XLA merges the psums of the leaves itself, without a copy.

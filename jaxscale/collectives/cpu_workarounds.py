@@ -52,11 +52,11 @@ def one_at_a_time(function: Any, mesh: Mesh) -> Any:
 def numbered(lowered: Any) -> Any:
   """The lowered program, with a number of its own for every collective, in place.
 
-  JAX gives all of them the same, and devices rendezvous by number, kind and group. Those
-  of a loop may run at the same time as others before or after it, where neither needs the
-  other, and on one device sooner than on another: then each device joins another
-  collective, and XLA adds up what does not belong together, or dies (8 devices, the
-  step of five models beside each other under ZeRO-2: once in every run).
+  JAX gives all of them the same, and devices rendezvous by number, kind and group.
+  Those of a loop may run at the same time as others before or after it, where neither
+  needs the other, and on one device sooner than on another: then each device joins
+  another collective, and XLA adds up what does not belong together, or dies (8 devices,
+  the step of five models side by side under ZeRO-2: once in every run).
 
   Args:
     lowered: `jax.stages.Lowered`. No function with collectives may be called from

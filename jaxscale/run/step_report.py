@@ -5,7 +5,7 @@ exchange (`exchange.silent`), and their medians are subtracted:
 
     compute = median(without),   exposed = median(with) - median(without)
 
-What is *exposed* is what the step takes longer because of the exchange: its
+What is *exposed* is the time that the step takes longer because of the exchange: its
 communication and its compression, less all that is hidden behind compute. What both
 steps have counts as compute: sums of metrics, means of BatchNorm's statistics, and
 waiting in those for the slowest process.
@@ -27,10 +27,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxscale import cluster
-from jaxscale.collectives.timing import in_turns
+from jaxscale.collectives.measurements import in_turns
 from jaxscale.exchange.wrappers import past_warm_start, silent
 from jaxscale.experiment import build
 from jaxscale.mesh import batch_sharding, replicated, submesh
+from jaxscale.metrics.text import plural
 from jaxscale.training.state import TrainState, state_shardings
 from jaxscale.training.step import Batch, TrainStep
 
@@ -178,32 +179,27 @@ def text(report: Report, *, rows: int, num_devices: int) -> str:
     rows: examples of the global batch.
     num_devices: of the mesh.
   """
-  total = report.compute + max(report.exposed, 0.0)
-  share = max(report.exposed, 0.0) / total
-  exchange = (
-    f"{_ms(max(report.exposed, 0.0))} ({share:.0%}), give or take "
-    f"{_ms(report.give_or_take)}: communication and compression that is not hidden"
-  )
-  head = f"step report: {_ms(total)} a step of {rows:,} examples on {num_devices} "
-  lines = [
-    head + f"device{'s' * (num_devices != 1)}, median of {report.rounds} rounds",
-    f"  compute   {_ms(report.compute)}: the same step without its exchange; sums of "
-    "metrics and BatchNorm's means are left in it",
-    f"  exchange  {exchange}",
-    f"  processes {_stragglers(report)}",
-  ]
-  return "\n".join(lines)
-
-
-def _stragglers(report: Report) -> str:
+  exposed = max(report.exposed, 0.0)
+  total = report.compute + exposed
   fastest = min(p.seconds for p in report.processes)
   slowest, median = report.slowest(), report.median()
-  if len(report.processes) == 1:
-    return "only one, nobody to wait for"
-  return (
-    f"alone on their own devices: {_ms(fastest)} to {_ms(slowest.seconds)}, median "
-    f"{_ms(median)}; slowest is process {slowest.process} ({slowest.host}), "
-    f"{slowest.seconds / median:.0%} of the median"
+  processes = "only one, nobody to wait for"
+  if len(report.processes) > 1:
+    processes = (
+      f"alone on their own devices: {_ms(fastest)} to {_ms(slowest.seconds)}, median "
+      f"{_ms(median)}; slowest is process {slowest.process} ({slowest.host}), "
+      f"{slowest.seconds / median:.0%} of the median"
+    )
+  return "\n".join(
+    [
+      f"step report: {_ms(total)} per step of {rows:,} examples on "
+      f"{plural(num_devices, 'device')}, median of {report.rounds} rounds",
+      f"  compute   {_ms(report.compute)}: the same step without its exchange; sums of "
+      "metrics and BatchNorm's means are left in it",
+      f"  exchange  {_ms(exposed)} ({exposed / total:.0%}), give or take "
+      f"{_ms(report.give_or_take)}: communication and compression that is not hidden",
+      f"  processes {processes}",
+    ]
   )
 
 
@@ -221,28 +217,31 @@ def measure(
 ) -> Report:
   """The report of a phase of a run; every process must call it.
 
-  Of local updates, a step with a meeting and one without are timed, and the
-  difference is divided by the steps from one meeting to the next.
+  Of local updates, a step with a synchronization and one without are timed, and the
+  difference is divided by the steps from one synchronization to the next.
 
   Compiles the step without exchange and, where there are several processes, the
-  step on a process's own devices. Holds one copy of the state beside the real one,
-  which is left as it is, as are data position and random numbers.
+  step on a process's own devices. Holds one copy of the state in addition to the real
+  one, which is left as it is, as are data position and random numbers.
 
   Args:
     experiment: at the phase that is measured.
     train_step: its compiled step.
-    state: that the run goes on with.
+    state: that the run continues with.
     batch: a global batch on the devices.
     rounds: see `time_exchange`.
   """
-  mesh, every = experiment.mesh, 1
-  if experiment.sync is None:
-    axes = mesh.axis_names
-    quiet = experiment._replace(exchange=silent(experiment.exchange, axes))
-  else:
-    every = experiment.sync.method.every
-    train_step = _meeting(experiment, 1).compile_train_step()
-    quiet = _meeting(experiment, NEVER)
+  mesh, sync, every = experiment.mesh, experiment.sync, 1
+  quiet = experiment._replace(exchange=silent(experiment.exchange, mesh.axis_names))
+  if sync is not None:
+
+    def synchronizing(every: int) -> build.Experiment:
+      method = sync.method._replace(every=every)
+      return build.with_step(experiment._replace(sync=sync._replace(method=method)))
+
+    every = sync.method.every
+    train_step = synchronizing(1).compile_train_step()
+    quiet = synchronizing(NEVER)
   silent_step = build.with_step(quiet).compile_train_step()
   copy = copy_state(state, mesh)
   # What most steps do is timed, not how the run begins.
@@ -250,7 +249,7 @@ def measure(
   took, without, copy = time_exchange(
     train_step, silent_step, copy, batch, rounds=rounds
   )
-  # Workers that train alone pay for a meeting once in so many steps.
+  # Workers that train alone pay for a synchronization once in so many steps.
   took = [b + (a - b) / every for a, b in zip(took, without, strict=True)]
   if jax.process_count() == 1:  # its own devices are all there are
     return make_report(took, without, gather_alone(statistics.median(without)))
@@ -263,20 +262,11 @@ def measure(
   return make_report(took, without, alone)
 
 
-def _meeting(experiment: build.Experiment, every: int) -> build.Experiment:
-  """The experiment whose workers meet in every so-many-eth step."""
-  agreement = experiment.sync
-  assert agreement is not None
-  method = agreement.method._replace(every=every)
-  return build.with_step(
-    experiment._replace(sync=agreement._replace(method=method))
-  )
-
-
 def copy_state(state: TrainState, mesh: Mesh) -> TrainState:
   """The same values in memory of their own."""
-  layout = state_shardings(mesh)
-  copy = jax.jit(lambda x: jax.tree.map(jnp.copy, x), out_shardings=layout)
+  copy = jax.jit(
+    lambda x: jax.tree.map(jnp.copy, x), out_shardings=state_shardings(mesh)
+  )
   return copy(state)
 
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale import collectives
 from jaxscale.collectives import Dim, Plan, plan
-from jaxscale.collectives.dims import axis_dims
+from jaxscale.collectives.planner import axis_dims
 from jaxscale.errors import ConfigError
 from jaxscale.planning import hlo
 from support.cases import all_slow_except

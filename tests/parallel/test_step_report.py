@@ -8,7 +8,7 @@ import pytest
 
 from jaxscale import data, metrics
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.collectives import timing
+from jaxscale.collectives import measurements
 from jaxscale.config.loading import load_config
 from jaxscale.exchange import plain
 from jaxscale.exchange.wrappers import delayed, past_warm_start, silent, warm_start
@@ -33,7 +33,7 @@ class Clock:
 
   def __init__(self, monkeypatch):
     self.now = 0.0
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: self.now)
+    monkeypatch.setattr(measurements.time, "perf_counter", lambda: self.now)
 
   def step(self, seconds):
     """A step that takes these seconds, one call after another."""
@@ -85,7 +85,7 @@ def test_what_people_read_calls_nothing_communication_that_is_not():
   report = step_report.make_report([0.4, 0.4], [0.3, 0.3], [Alone(0, "a", 0.3)])
   text = step_report.text(report, rows=8192, num_devices=1)
   head, compute, exchange, processes = text.splitlines()
-  assert head == "step report: 400 ms a step of 8,192 examples on 1 device, " + (
+  assert head == "step report: 400 ms per step of 8,192 examples on 1 device, " + (
     "median of 2 rounds"
   )
   assert "300 ms: the same step without its exchange; sums of metrics" in compute
@@ -156,7 +156,7 @@ def test_the_exchange_that_most_steps_have_is_timed():
   assert own["inner"]["step"].sharding == batch_sharding(made.mesh)
 
 
-def test_a_meeting_is_paid_for_once_in_so_many_steps(monkeypatch):
+def test_a_synchronization_is_paid_for_once_in_so_many_steps(monkeypatch):
   """0.8 s longer, every fourth step."""
   local = MLP | {"sync": "LocalSGD", "sync.sync_every_steps": "4", "ema_decay": "None"}
   made = experiment(**local)

@@ -1,4 +1,4 @@
-"""Which algorithm, and how many dimensions of what size, from what links cost.
+"""Plans of all-reduces: which algorithm, and how many dimensions, from costs of links.
 
 A link of axis a takes alpha_a + beta_a m seconds for a message of m bytes. For M
 bytes in N = n_1 ... n_d devices, P_k = n_1 ... n_k:
@@ -14,6 +14,12 @@ is no power of two. Hierarchical costs what the torus does, as if XLA's collecti
 were rings; of `psum` nothing is known but what was measured.
 (arXiv:1708.02188 as reconstructed; alpha and beta: Thakur et al., 2005.)
 
+N devices are seen as a grid n_1 x ... x n_d, the dimension of the fastest links
+first. A dimension is a mesh axis, a factor of one, or several axes in one ring.
+A device's place along the dimension is (i // stride) % size, i its index along
+the axes; so the factors of an axis of 64 = 8 x 8 are neighbours of stride 1 and
+neighbours of stride 8. (Grids: IBM DDL, arXiv:1708.02188.)
+
 Dimensions of one axis share beta, so that more of them save steps and no bytes;
 beyond a few the gain is smaller than what the equations leave out. The plan has the
 fewest dimensions that come within a hundredth of the best.
@@ -26,16 +32,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from jaxscale.collectives.dims import (
-  Dim,
-  axis_dims,
-  given_dims,
-  one_ring,
-  two_by_two,
-)
 from jaxscale.config.validation import nearest
 from jaxscale.errors import ConfigError
 
+TOLERANCE = 0.01  # how much slower a plan of fewer dimensions may be
 ALGORITHMS = ("ring", "torus", "hierarchical", "halving_doubling", "psum")
 
 
@@ -55,9 +55,28 @@ class Link(NamedTuple):
 
 
 # Assumed, not measured: NVLink inside a node and InfiniBand between nodes of 2017,
-# the illustration of IBM DDL's 256 P100. Measure yours with collectives.bench.
+# the illustration of IBM DDL's 256 P100. Measure yours with `jaxscale bench`.
 FAST = Link(alpha=5e-6, beta=1 / 32e9)
 SLOW = Link(alpha=3e-6, beta=1 / 10e9)
+
+
+class Dim(NamedTuple):
+  """One dimension of a torus.
+
+  Attributes:
+    axes: mesh axes it lies in, slowest first; several are one ring over all.
+    size: devices along it.
+    stride: how far apart they are, in places along the axes.
+    live: only the first so many places of the axes take part; None: all.
+  """
+
+  axes: tuple[str, ...]
+  size: int
+  stride: int = 1
+  live: int | None = None
+
+  def __str__(self) -> str:
+    return f"{'+'.join(self.axes)}:{self.size}"
 
 
 class Plan(NamedTuple):
@@ -95,6 +114,96 @@ class Measured(NamedTuple):
   plan: Plan
 
 
+def axis_dims(sizes: Mapping[str, int]) -> tuple[Dim, ...]:
+  """One dimension a mesh axis, the last (fastest) first; none of size 1.
+
+  Example:
+    >>> [str(d) for d in axis_dims({"replica": 2, "data": 4})]
+    ['data:4', 'replica:2']
+  """
+  return tuple(Dim((a,), n) for a, n in reversed(list(sizes.items())) if n > 1)
+
+
+def one_ring(sizes: Mapping[str, int]) -> tuple[Dim, ...]:
+  """All axes in one ring."""
+  total = math.prod(sizes.values())
+  return (Dim(tuple(sizes), total),) if total > 1 else ()
+
+
+def two_by_two(sizes: Mapping[str, int]) -> tuple[Dim, ...]:
+  """Dimensions of two, the hypercube of recursive halving and doubling.
+
+  An axis that is no power of two takes part with the largest one below it.
+  """
+  dims = []
+  for axis, n in reversed(list(sizes.items())):
+    live = 1 << (n.bit_length() - 1)
+    dims += [
+      Dim((axis,), 2, 1 << k, None if live == n else live)
+      for k in range(live.bit_length() - 1)
+    ]
+  return tuple(dims)
+
+
+def given_dims(
+  dims: Sequence[tuple[str, int]], sizes: Mapping[str, int]
+) -> tuple[Dim, ...]:
+  """Dimensions as somebody writes them: (axis, size), fastest links first.
+
+  Those of one axis have neighbours further apart one after another.
+
+  Raises:
+    ConfigError: an axis that is not there, or sizes that do not multiply to its.
+
+  Example:
+    >>> given_dims([("data", 2), ("data", 2), ("replica", 2)],
+    ...            {"replica": 2, "data": 4})[1]
+    Dim(axes=('data',), size=2, stride=2, live=None)
+  """
+  made, strides = [], dict.fromkeys(sizes, 1)
+  for axis, size in dims:
+    if axis not in sizes:
+      raise ConfigError(
+        f"dims={_written(dims)}: no axis {axis!r}, {nearest(axis, sizes)}"
+      )
+    if size < 1:
+      raise ConfigError(f"dims={_written(dims)}: {size} devices, give 1 or more")
+    if size > 1:
+      made.append(Dim((axis,), size, strides[axis]))
+    strides[axis] *= size
+  for axis, n in sizes.items():
+    if strides[axis] != n:
+      raise ConfigError(
+        f"dims={_written(dims)}: those of {axis} multiply to {strides[axis]}, "
+        f"make them multiply to the {n} devices of the axis"
+      )
+  return tuple(made)
+
+
+def _written(dims: Sequence[tuple[str, int]]) -> str:
+  return ",".join(f"{axis}:{size}" for axis, size in dims)
+
+
+def pairs(dim: Dim, total: int, shift: int) -> list[tuple[int, int]]:
+  """(source, target) of everybody sending to whom is `shift` places further.
+
+  Args:
+    dim: the dimension.
+    total: devices along its axes.
+    shift: places, around the end to the start.
+
+  Example:
+    >>> pairs(Dim(("data",), 2, stride=2), 4, 1)
+    [(0, 2), (1, 3), (2, 0), (3, 1)]
+  """
+  moved = []
+  for source in range(dim.live or total):
+    place = source // dim.stride % dim.size
+    further = (place + shift) % dim.size - place
+    moved.append((source, source + further * dim.stride))
+  return moved
+
+
 def default_links(axes: Sequence[str]) -> dict[str, Link]:
   """Links where none were given: the last axis fast, the others slow; assumed."""
   return {a: FAST if a == axes[-1] else SLOW for a in axes}
@@ -118,15 +227,16 @@ def torus_seconds(
   seconds, product = 0.0, 1
   for dim in dims:
     product *= dim.size
-    seconds += 2 * (dim.size - 1) * _step(dim, num_bytes / product, links)
+    message = num_bytes / product
+    seconds += (
+      2
+      * (dim.size - 1)
+      * max(
+        link.alpha + link.beta * message * (1 if link.switched else dim.stride)
+        for link in (links[a] for a in dim.axes)
+      )
+    )
   return seconds
-
-
-def _step(dim: Dim, message: float, links: Mapping[str, Link]) -> float:
-  return max(
-    link.alpha + link.beta * message * (1 if link.switched else dim.stride)
-    for link in (links[a] for a in dim.axes)
-  )
 
 
 def algorithm_seconds(
@@ -168,7 +278,7 @@ def best_dims(
   sizes: Mapping[str, int],
   num_bytes: float,
   links: Mapping[str, Link],
-  tolerance: float = 0.01,
+  tolerance: float = TOLERANCE,
 ) -> tuple[Dim, ...]:
   """The fewest dimensions that come within `tolerance` of the fastest torus.
 
@@ -215,7 +325,6 @@ def plan(
   dims: Sequence[tuple[str, int]] | None = None,
   links: Mapping[str, Link] | None = None,
   measured: Sequence[Measured] = (),
-  tolerance: float = 0.01,
 ) -> Plan:
   """How to sum `num_bytes` over the devices of some mesh axes.
 
@@ -227,7 +336,6 @@ def plan(
     links: by axis; None: `default_links`.
     measured: what the benchmark found, `read_measurements`; "auto" then takes the
       fastest at the nearest size, if any was measured on axes of these sizes.
-    tolerance: how much slower a plan of fewer dimensions may be.
 
   Raises:
     ConfigError: an unknown algorithm or axis, a link without sense, or dims that do
@@ -248,41 +356,33 @@ def plan(
   if not (math.isfinite(num_bytes) and num_bytes >= 0):
     raise ConfigError(f"num_bytes={num_bytes}: give 0 or more")
   if algorithm == "auto":
-    return _fastest(sizes, num_bytes, measured) or _cheapest(
-      sizes, num_bytes, links, tolerance
-    )
+    return _fastest(sizes, num_bytes, measured) or _cheapest(sizes, num_bytes, links)
   planned = {
     "ring": lambda: one_ring(sizes),
     "hierarchical": lambda: axis_dims(sizes),
     "halving_doubling": lambda: two_by_two(sizes),
     "psum": lambda: (),
     "torus": lambda: (
-      best_dims(sizes, num_bytes, links, tolerance)
-      if dims is None
-      else given_dims(dims, sizes)
+      best_dims(sizes, num_bytes, links) if dims is None else given_dims(dims, sizes)
     ),
   }[algorithm]()
   seconds = algorithm_seconds(algorithm, sizes, planned, num_bytes, links)
   return Plan(algorithm, tuple(sizes), planned, seconds)
 
 
-def _cheapest(sizes, num_bytes, links, tolerance) -> Plan:
+def _cheapest(sizes, num_bytes, links) -> Plan:
   """The plan of "auto", by the equations."""
   if math.prod(sizes.values()) == 1:
     return Plan("psum", tuple(sizes), (), 0.0)
   torus, halving = (
-    plan(sizes, num_bytes, name, links=links, tolerance=tolerance)
-    for name in ("torus", "halving_doubling")
+    plan(sizes, num_bytes, name, links=links) for name in ("torus", "halving_doubling")
   )
   # Folding can beat a large prime where only steps count; else it is a torus.
-  if torus.dims == halving.dims or _much_less(halving, torus, tolerance):
+  is_faster = (halving.seconds or 0.0) * (1 + TOLERANCE) < (torus.seconds or 0.0)
+  if torus.dims == halving.dims or is_faster:
     return halving
   # A torus of one dimension goes by its shorter name.
   return torus._replace(algorithm="ring") if len(torus.dims) == 1 else torus
-
-
-def _much_less(a: Plan, b: Plan, tolerance: float) -> bool:
-  return (a.seconds or 0.0) * (1 + tolerance) < (b.seconds or 0.0)
 
 
 def measured_on(

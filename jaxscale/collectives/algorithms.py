@@ -1,4 +1,8 @@
-"""All-reduce over a d-dimensional torus by permutes; a ring is d = 1.
+"""All-reduces, inside `shard_map`: by XLA's own collectives, and by permutes.
+
+What `psum` and `hierarchical` become is XLA's affair (rings or trees of NCCL, the
+torus of a TPU, pairs of gloo), and it may merge several, or start them early, which it
+does not do with permutes. Those go over a d-dimensional torus; a ring is d = 1.
 
 With M bytes in N = n_1 ... n_d devices:
 
@@ -29,7 +33,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxscale.collectives import typed
-from jaxscale.collectives.dims import (
+from jaxscale.collectives.planner import (
   Dim,
   axis_dims,
   given_dims,
@@ -41,6 +45,88 @@ from jaxscale.errors import ConfigError
 
 Axes = str | Sequence[str]
 Dims = Sequence[tuple[str, int]]
+
+
+def psum(
+  x: jax.Array, axes: Axes, *, payload: Any = None, accumulate: Any = None
+) -> jax.Array:
+  """Sum over devices by `lax.psum`, inside `shard_map`.
+
+  Args:
+    x: any shape; each device's own.
+    axes: mesh axes to sum over.
+    payload: floats are cast to this dtype before; None: as they are. (XLA on CPU
+      sends and sums bfloat16 and float16 as float32 all the same.)
+    accumulate: sums are made in this dtype, and what is sent is `payload` still:
+      an all-to-all, a sum by the owner of each block, an all-gather.
+
+  Returns:
+    The sum, in the dtype of `x`, typed invariant over `axes`.
+
+  Raises:
+    ConfigError: an axis that the mesh has not, or a dtype that has no sum.
+  """
+  names = typed.names(axes)
+  sizes = typed.axis_sizes(names)
+  sent, summed = typed.dtypes(x, payload, accumulate)
+  x = typed.vary(x, names)
+  if sent == summed or x.size == 0:
+    return lax.psum(x.astype(sent), names).astype(x.dtype)
+  flat = typed.padded(x.astype(summed), math.prod(sizes.values()))
+  block = _block_of_sum(flat, names, sent, summed)
+  return _gathered(block, names, sent, x)
+
+
+def hierarchical(
+  x: jax.Array, axes: Axes, *, payload: Any = None, accumulate: Any = None
+) -> jax.Array:
+  """Sum within groups and then between them, inside `shard_map`.
+
+  Reduce-scatter over the fast axes (all but the first), all-reduce of what is left
+  over the slow one, all-gather over the fast ones. With f devices in a group and s
+  groups a device sends 2 M (1 - 1/f) bytes on fast links and 2 (M/f) (1 - 1/s) on
+  slow ones. (The form of arXiv:1811.05233; XLA makes it itself of one `psum` over
+  slices of TPUs.) A single axis counts as fast.
+
+  Args:
+    x, payload, accumulate: as for `psum`.
+    axes: mesh axes to sum over, slowest first.
+
+  Returns:
+    The sum, in the dtype of `x`, typed invariant over `axes`.
+
+  Raises:
+    ConfigError: as `psum`.
+  """
+  names = typed.names(axes)
+  sizes = typed.axis_sizes(names)
+  slow, fast = (names[:1], names[1:]) if len(names) > 1 else ((), names)
+  sent, summed = typed.dtypes(x, payload, accumulate)
+  x = typed.vary(x, names)
+  if x.size == 0:
+    return lax.psum(x, names)
+  flat = typed.padded(x.astype(summed), math.prod(sizes[a] for a in fast))
+  block = _block_of_sum(flat, fast, sent, summed)
+  if slow:
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    block = psum(block, slow, payload=sent if is_float else None,
+                 accumulate=summed if sent != summed else None)  # fmt: skip
+  return _gathered(block, fast, sent, x)
+
+
+def _block_of_sum(flat, axes, sent, summed):
+  """The device's block of the sum, in `summed`."""
+  if sent == summed:
+    return lax.psum_scatter(flat, axes, tiled=True)
+  blocks = typed.to_wire(flat, sent).reshape(lax.axis_size(axes), -1)
+  parts = lax.all_to_all(blocks, axes, 0, 0, tiled=True)
+  return typed.add_rows(typed.from_wire(parts, sent, summed))
+
+
+def _gathered(block, axes, sent, like):
+  """All blocks as an array like `like`, typed invariant over `axes`."""
+  bits = lax.all_gather(typed.to_wire(block, sent), axes, tiled=True, to="invarying")
+  return typed.unpadded(typed.from_wire(bits, sent, like.dtype), like.shape)
 
 
 def ring(
@@ -266,17 +352,15 @@ def _torus(axes: Axes, dims: Dims | None) -> tuple[dict[str, int], tuple[Dim, ..
   return sizes, axis_dims(sizes) if dims is None else given_dims(dims, sizes)
 
 
-def _position(dim: Dim) -> jax.Array:
-  return lax.axis_index(dim.axes) // dim.stride % dim.size
-
-
-def _total(sizes: dict[str, int], dim: Dim) -> int:
-  return math.prod(sizes[a] for a in dim.axes)
+def _total_and_place(sizes: dict[str, int], dim: Dim) -> tuple[int, jax.Array]:
+  """Devices along a dimension's axes, and this device's place along the dimension."""
+  place = lax.axis_index(dim.axes) // dim.stride % dim.size
+  return math.prod(sizes[a] for a in dim.axes), place
 
 
 def _scatter_along(flat, sizes, dim, sent):
   """The block of the sum along one dimension that is this device's."""
-  total, place = _total(sizes, dim), _position(dim)
+  total, place = _total_and_place(sizes, dim)
   blocks = flat.reshape(dim.size, -1)
 
   def block(index):
@@ -299,7 +383,7 @@ def _scatter_along(flat, sizes, dim, sent):
 
 def _gather_along(bits, sizes, dim):
   """The blocks along one dimension behind one another."""
-  total, place = _total(sizes, dim), _position(dim)
+  total, place = _total_and_place(sizes, dim)
   blocks = lax.pcast(
     jnp.zeros((dim.size, bits.size), bits.dtype), tuple(sizes), to="varying"
   )

@@ -1,0 +1,216 @@
+"""Measured all-reduces: times on a mesh, alpha and beta of its links, their file."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxscale import cluster
+from jaxscale.collectives.algorithms import ring
+from jaxscale.collectives.api import reducer
+from jaxscale.collectives.cpu_workarounds import one_at_a_time
+from jaxscale.collectives.planner import ALGORITHMS, Dim, Link, Measured, Plan, plan
+from jaxscale.errors import ConfigError
+
+
+def fit_link(
+  num_devices: int, num_bytes: Sequence[float], seconds: Sequence[float]
+) -> Link:
+  """Alpha and beta of an axis from all-reduces by one ring along it.
+
+  T = 2 (n - 1) (alpha + beta M / n), least squares of relative errors, so that small
+  messages count as much as large ones; neither below zero.
+
+  Args:
+    num_devices: n >= 2, along the axis.
+    num_bytes: M, of the payload of each measurement.
+    seconds: T, of each.
+
+  Example:
+    >>> link = fit_link(4, [4e3, 4e6], [6 * (1e-6 + 1e-6), 6 * (1e-6 + 1e-3)])
+    >>> round(link.alpha, 9), round(link.beta, 12)
+    (1e-06, 1e-09)
+  """
+
+  def alone(row: np.ndarray) -> float:
+    return float(row.sum() / (row @ row)) if row.any() else 0.0
+
+  steps = 2 * (num_devices - 1)
+  times = np.maximum(np.asarray(seconds, float), 1e-9)
+  rows = np.stack([np.ones_like(times), np.asarray(num_bytes) / num_devices], axis=1)
+  rows = rows * (steps / times)[:, None]
+  ones = np.ones_like(times)
+  alpha, beta = np.linalg.lstsq(rows, ones, rcond=None)[0]
+  # At the edge of what is allowed, one is zero and the other fits alone.
+  if alpha < 0:
+    alpha, beta = 0.0, alone(rows[:, 1])
+  elif beta < 0:
+    alpha, beta = alone(rows[:, 0]), 0.0
+  return Link(float(alpha), float(beta))
+
+
+def write_measurements(
+  path: str | Path,
+  sizes: Mapping[str, int],
+  links: Mapping[str, Link],
+  measured: Sequence[Measured],
+  **extra: Any,
+) -> None:
+  """Write what the benchmark found, as JSON."""
+  record = {
+    "mesh": dict(sizes),
+    "links": {axis: link._asdict() for axis, link in links.items()},
+    "measured": [
+      {
+        "num_bytes": m.num_bytes,
+        "algorithm": m.plan.algorithm,
+        "dims": [d._asdict() for d in m.plan.dims],
+        "seconds": m.plan.seconds,
+      }
+      for m in measured
+    ],
+    **extra,
+  }
+  Path(path).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def read_measurements(path: str | Path) -> tuple[dict[str, Link], list[Measured]]:
+  """Links and measurements of a file that the benchmark wrote, for `plan`.
+
+  Args:
+    path: of `jaxscale bench --json PATH`.
+
+  Raises:
+    ConfigError: no such file, or not one of the benchmark's.
+
+  Example:
+    >>> links, measured = read_measurements("links.json")   # doctest: +SKIP
+    >>> plan(mesh.shape, 102e6, links=links, measured=measured)   # doctest: +SKIP
+  """
+  try:
+    record = json.loads(Path(path).read_text())
+    sizes = {str(a): int(n) for a, n in record["mesh"].items()}
+    links = {
+      str(a): Link(float(x["alpha"]), float(x["beta"]), bool(x["switched"]))
+      for a, x in record["links"].items()
+    }
+    measured = [Measured(sizes, int(row["num_bytes"]), _plan(row, sizes))
+                for row in record["measured"]]  # fmt: skip
+  except OSError as e:
+    raise ConfigError(f"{path}: {e.strerror}, give a file of the benchmark") from None
+  except (ValueError, KeyError, TypeError, AttributeError) as e:
+    raise ConfigError(
+      f"{path}: not a file of jaxscale bench --json ({type(e).__name__}: {e})"
+    ) from None
+  return links, measured
+
+
+def _plan(row: dict[str, Any], sizes: dict[str, int]) -> Plan:
+  seconds = float(row["seconds"])
+  if row["algorithm"] not in ALGORITHMS or not math.isfinite(seconds):
+    raise ValueError(f"{row['algorithm']} took {seconds}")
+  dims = tuple(
+    Dim(tuple(d["axes"]), d["size"], d["stride"], d["live"]) for d in row["dims"]
+  )
+  return Plan(row["algorithm"], tuple(sizes), dims, seconds)
+
+
+def in_turns(
+  calls: Mapping[Any, Callable[[], Any]], rounds: int
+) -> dict[Any, list[float]]:
+  """Seconds of every call in every round, one after another within a round."""
+  for call in calls.values():  # compile, and once more to be warm
+    jax.block_until_ready(call())
+    jax.block_until_ready(call())
+  seconds: dict[Any, list[float]] = {name: [] for name in calls}
+  for turn in range(rounds):
+    names = list(calls)
+    shift = turn % len(names)  # nobody always comes after the same one
+    for name in names[shift:] + names[:shift]:
+      start = time.perf_counter()
+      jax.block_until_ready(calls[name]())
+      seconds[name].append(time.perf_counter() - start)
+  return seconds
+
+
+def medians(seconds: Mapping[Any, Sequence[float]]) -> dict[Any, float]:
+  """The median of each, in the process where it is largest."""
+  own = [statistics.median(s) for s in seconds.values()]
+  slowest = [max(column) for column in zip(*cluster.gather(own), strict=True)]
+  return dict(zip(seconds, slowest, strict=True))
+
+
+def rows(mesh: Mesh, num_bytes: int, dtype: str) -> Any:
+  """Payloads of all devices, [devices, values], one row on each."""
+  shape = (mesh.size, -(-num_bytes // jnp.dtype(dtype).itemsize))
+  sharding = NamedSharding(mesh, P(mesh.axis_names))
+  return jax.jit(lambda: jnp.ones(shape, dtype), out_shardings=sharding)()
+
+
+def along(mesh: Mesh, axis: str | None) -> Any:
+  """A jitted sum of rows by a ring along one axis; None: an empty call."""
+  others = tuple(a for a in mesh.axis_names if a != axis)
+
+  def local(x):
+    return x[:, :1] if axis is None else ring(x, axis)
+
+  out = P(mesh.axis_names if axis is None else others)
+  mapped = jax.shard_map(local, mesh=mesh, in_specs=P(mesh.axis_names), out_specs=out)
+  return one_at_a_time(jax.jit(mapped), mesh)
+
+
+def measure_links(
+  mesh: Mesh, sizes: Sequence[int], dtype: str, rounds: int
+) -> tuple[dict[str, Link], float]:
+  """Alpha and beta of every axis of two devices or more, and an empty call's time."""
+  axes = [a for a, n in mesh.shape.items() if n > 1]
+  functions = {axis: along(mesh, axis) for axis in (None, *axes)}
+  times, empties = {}, []
+  for num_bytes in sizes:
+    x = rows(mesh, num_bytes, dtype)
+    calls = {axis: functools.partial(f, x) for axis, f in functions.items()}
+    found = medians(in_turns(calls, rounds))
+    empties.append(found.pop(None))
+    times[num_bytes] = found
+  empty = min(empties)
+  links = {
+    a: fit_link(mesh.shape[a], sizes, [max(times[m][a] - empty, 0) for m in sizes])
+    for a in axes
+  }
+  return links, empty
+
+
+def measure_algorithms(
+  mesh: Mesh,
+  algorithms: Sequence[str],
+  payloads: Sequence[int],
+  dtype: str,
+  rounds: int,
+  links: Mapping[str, Link],
+) -> list[Measured]:
+  """Every algorithm at every size; the torus with its best dimensions there."""
+  sizes, found = dict(mesh.shape), []
+  for num_bytes in payloads:
+    plans = {name: plan(sizes, num_bytes, name, links=links) for name in algorithms}
+    x = rows(mesh, num_bytes, dtype)
+    calls = {
+      name: functools.partial(reducer(mesh, by), x) for name, by in plans.items()
+    }
+    took = medians(in_turns(calls, rounds))
+    found += [
+      Measured(sizes, num_bytes, by._replace(seconds=took[name]))
+      for name, by in plans.items()
+    ]
+  return found
