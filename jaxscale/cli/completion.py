@@ -39,7 +39,14 @@ compdef _jaxscale jaxscale""",
 
 def add_arguments(parser: Parser) -> None:
   """The options."""
-  parser.add_argument("shell", choices=tuple(_SCRIPTS), help="bash or zsh")
+  parser.words(
+    "shell",
+    "SHELL",
+    "bash or zsh",
+    missing="give bash or zsh",
+    nargs="?",
+    choices=tuple(_SCRIPTS),
+  )
 
 
 def run(args: argparse.Namespace) -> None:

@@ -29,8 +29,12 @@ def add_arguments(parser: Parser) -> None:
     "exit code: 0 ready; 2 not ready, and the last lines print what to do,\n"
     "or a mistake in what was asked for"
   )
-  parser.add_argument(
-    "dataset", nargs="?", choices=("imagenet",), help="check a dataset instead"
+  parser.words(
+    "dataset",
+    "imagenet",
+    "check that dataset instead",
+    nargs="?",
+    choices=("imagenet",),
   )
   group = parser.add_argument_group("of the preflight")
   parser.option("--workdir DIR", "where the run will write", default=".", group=group)

@@ -74,9 +74,12 @@ class Parser(argparse.ArgumentParser):
     """An option without a value."""
     (group or self).add_argument(*names.split(), action="store_true", help=help, **more)
 
-  def words(self, name: str, metavar: str, help: str, missing: str = "") -> None:
-    """Any number of arguments that are no options."""
-    self.add_argument(name, nargs="*", metavar=metavar, help=help)
+  def words(
+    self, name: str, metavar: str, help: str, missing: str = "", **more: Any
+  ) -> None:
+    """Arguments that are no options, any number of them."""
+    options: dict[str, Any] = {"nargs": "*"} | more
+    self.add_argument(name, metavar=metavar, help=help, **options)
     if missing:
       self._required[name] = (metavar, missing)
 

@@ -48,8 +48,8 @@ def run(args: argparse.Namespace) -> int:
   # What compiles needs no device, and one that is here is not to be taken.
   os.environ.setdefault("JAX_PLATFORMS", "cpu")
   from jaxscale.config.loading import load_config
-  from jaxscale.planning.topologies import find_chips
   from jaxscale.planning.fits import compile_for, largest, line
+  from jaxscale.planning.topologies import find_chips
 
   chips = find_chips(args.chips)
   field, values = args.over

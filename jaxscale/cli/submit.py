@@ -74,7 +74,7 @@ def add_site_arguments(parser: Parser) -> None:
   )
   docs = field_docs(Site)
   for name in OPTIONS:
-    parser.option(f"--{name.replace('_', '-')} VALUE", docs[name], group=group)
+    parser.option(f"--{name.replace('_', '-')} VALUE", docs.get(name, ""), group=group)
 
 
 def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int | None:
         line = (
           f"nothing to save before the first step; to start again: {args.command_line}"
         )
-      return report_stop(config, watch.stop.reason, line)
+      return report_stop(config, watch.stop.agreed, line)
     if cluster.is_leader():
       print(_done(summary, workdir), flush=True)
 
@@ -82,9 +82,10 @@ def _done(summary, workdir: Path) -> str:
   if is_good is not None:
     target = f"loss {loss:g}" if loss is not None else f"{accuracy:.2%}"
     reached = f" (target {target}: {'reached' if is_good else 'missed'})"
-  found = f"accuracy {summary['accuracy']:.2%}"
-  if "perplexity" in summary or loss is not None:
+  if "accuracy" not in summary or "perplexity" in summary or loss is not None:
     found = headline(summary)
+  else:
+    found = f"accuracy {summary['accuracy']:.2%}"
   return (
     f"done: held-out {found}{reached} after "
     f"{summary['step']} steps, {summary['seconds']} s; see {workdir}/metrics.png"

@@ -6,9 +6,8 @@ import sys
 
 import pytest
 
+from jaxscale import cli
 from jaxscale.cli import plot_schedule
-from jaxscale.cli.plot_schedule import main, parse
-from jaxscale.errors import ConfigError
 from support.commands import child_env
 from support.paths import ROOT
 
@@ -25,8 +24,9 @@ DIGITS, ALEXNET = "configs/digits.py", "configs/alexnet_bn_32k.py"
   ],
 )
 def test_configs_are_named_as_in_other_commands_or_alone(argv):
-  assert parse(argv) == parse([DIGITS, ALEXNET])
-  assert parse(argv).configs == (DIGITS, ALEXNET)
+  _, parser = cli.load("plot-schedule")
+  args = parser.read(argv)
+  assert args.config + args.files == [DIGITS, ALEXNET]
 
 
 def test_what_is_asked_for_is_drawn(tmp_path, capsys, monkeypatch):
@@ -35,7 +35,7 @@ def test_what_is_asked_for_is_drawn(tmp_path, capsys, monkeypatch):
     plot_schedule, "plot", lambda curves, path: drawn.update(curves) or path
   )
   options = ["--out", f"{tmp_path}/a.svg", "--num-train=12800", "--config.epochs=3"]
-  assert main([*options, "--config", DIGITS]) == 0
+  assert cli.main(["plot-schedule", *options, "--config", DIGITS]) == 0
   assert capsys.readouterr().out == f"{tmp_path}/a.svg\n"
   assert list(drawn) == [DIGITS] and len(drawn[DIGITS].rates) == 3 * 100
   assert drawn[DIGITS].rates.argmax() == 2 * 100  # its warm-up of two epochs
@@ -59,15 +59,10 @@ def test_what_is_asked_for_is_drawn(tmp_path, capsys, monkeypatch):
   ],
 )
 def test_a_mistake_is_one_line(argv, says, capsys):
-  assert main(argv) == 2
+  assert cli.main(["plot-schedule", *argv]) == 2
   out, err = capsys.readouterr()
   assert out == "" and err.startswith("error: ") and err.count("\n") == 1
   assert says in err
-
-
-def test_an_error_of_parsing_is_the_users():
-  with pytest.raises(ConfigError, match="not an option"):
-    parse(["-x"])
 
 
 def test_data_is_chosen_on_the_command_line(tmp_path):

@@ -57,7 +57,7 @@ def test_kills_at_random_moments_change_no_bit(tmp_path, uninterrupted, kills):
   assert in_mid_save >= 1
   done = run_train(workdir, *ARGS)
   assert done.returncode == 0, done.stderr
-  assert "going on from the checkpoint of step" in done.stdout
+  assert "resuming from the checkpoint of step" in done.stdout
   assert not any("tmp" in name for name in checkpoint_names(workdir))
   assert_same_run(workdir, uninterrupted)
 
@@ -77,7 +77,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, uninterrupted):
   out, err = run_until_ctrl_c(workdir)
   *_, said, last = out.splitlines()
   assert "Ctrl-C: saving after this step" in out and said
-  assert last.startswith("saved step ") and "to go on: python -m jaxscale.train" in last
+  assert last.startswith("saved step ") and "to resume: python -m jaxscale train" in last
   assert f"--workdir {workdir}" in last and not err
   summary = json.loads((workdir / "summary.json").read_text())
   assert summary["outcome"] == "interrupted"
@@ -232,4 +232,4 @@ def test_training_imports_no_tensorflow(tmp_path):
     [sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True
   )
   assert done.returncode == 0, done.stderr
-  assert "jaxscale.data.prepare mnist" in done.stdout
+  assert "jaxscale prepare mnist" in done.stdout

@@ -6,7 +6,8 @@ from typing import Annotated
 import pytest
 
 from jaxscale import config as cfg
-from jaxscale.config.loading import help_text, load_config, override, parse_args
+from jaxscale.config.help import settings_help
+from jaxscale.config.loading import load_config, override
 from jaxscale.config.validation import bounds, closest, nearest, settings
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
@@ -148,33 +149,11 @@ def test_settings_are_frozen_and_equal_by_value():
     cfg.SGD(lr=1).lr = 2  # pyright: ignore
 
 
-def test_command_line_is_split():
-  argv = [
-    "--config",
-    "a.py:x",
-    "--workdir=w",
-    "--config.epochs",
-    "3",
-    "--config.a.b=c=d",
-  ]
-  options, overrides, wants_help = parse_args(argv)
-  assert options == {"config": "a.py:x", "workdir": "w"}
-  assert overrides == {"epochs": "3", "a.b": "c=d"} and not wants_help
-  for bad in (
-    ["--confg", "a.py"],
-    ["--config"],
-    ["a.py"],
-    ["--workdir", "--config=x"],
-  ):
-    with pytest.raises(ConfigError):
-      parse_args(bad)
-
-
 def test_help_lists_every_field_with_its_meaning():
-  text = help_text(load_config("configs/digits.py"))
+  text = settings_help(load_config("configs/digits.py"))
   assert "--config.optimizer.lr = 0.1  (float > 0)" in text
   assert "peak learning rate" in text
-  everything = help_text(None)
+  everything = settings_help(None)
   for name in (
     "trust_coefficient",
     "depth",

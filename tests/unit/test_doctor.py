@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from jaxscale.cli import doctor
+from jaxscale import cli
 from jaxscale.preflight import imagenet
 from support.images import example, jpeg_bytes, write_tfds
 
@@ -42,7 +42,7 @@ def prepare(root, images, file_format="tfrecord", train=12):
 
 
 def ask(capsys, *args):
-  code = doctor.main(["imagenet", *map(str, args)])
+  code = cli.main(["doctor", "imagenet", *map(str, args)])
   out = capsys.readouterr()
   assert "Traceback" not in out.err
   return code, out.out
@@ -55,7 +55,7 @@ def next_lines(said):
 @pytest.mark.parametrize("file_format", ["tfrecord", "array_record"])
 def test_what_is_prepared_is_ready(tmp_path, capsys, images, file_format):
   prepare(tmp_path, images, file_format)
-  code, said = ask(capsys, "--data_dir", tmp_path)
+  code, said = ask(capsys, "--data-dir", tmp_path)
   assert code == 0, said
   assert f"imagenet2012 5.1.0 in {tmp_path}" in said and file_format in said
   assert "train: 12 examples" in said and "validation: 4 examples" in said
@@ -65,12 +65,12 @@ def test_what_is_prepared_is_ready(tmp_path, capsys, images, file_format):
 
 
 def test_nothing_there_says_what_to_download_then_to_prepare(tmp_path, capsys):
-  code, said = ask(capsys, "--data_dir", tmp_path)
+  code, said = ask(capsys, "--data-dir", tmp_path)
   assert code == 2 and "is not prepared in" in said
   steps = next_lines(said)
   assert "register at image-net.org" in steps[-3] and "img_train" in steps[-3]
   assert "register at image-net.org" in steps[-2] and "img_val" in steps[-2]
-  assert f"imagenet2012 --manual_dir DIR --data_dir {tmp_path}" in steps[-1]
+  assert f"imagenet2012 --manual-dir DIR --data-dir {tmp_path}" in steps[-1]
 
 
 @pytest.mark.parametrize("file_format", ["tfrecord", "array_record"])
@@ -88,23 +88,23 @@ def test_a_lost_or_cut_shard_is_not_ready(
 ):
   folder = prepare(tmp_path, images, file_format)
   harm(folder / f"imagenet2012-train.{file_format}-00001-of-00002")
-  code, said = ask(capsys, "--data_dir", tmp_path)
+  code, said = ask(capsys, "--data-dir", tmp_path)
   assert code == 2 and re.search(says, said) and "copy" in next_lines(said)[0]
   assert "image-net.org" not in said  # a copy needs no archives
 
 
 def test_a_subset_or_damage_is_not_ready(tmp_path, capsys, images):
   prepare(tmp_path / "few", images, train=10)
-  code, said = ask(capsys, "--data_dir", tmp_path / "few")
+  code, said = ask(capsys, "--data-dir", tmp_path / "few")
   assert code == 2 and "train: 10 examples, ImageNet has 12" in said
   images = [*images[:3], b"no image", *images[4:]]
   prepare(tmp_path / "torn", images)
-  code, said = ask(capsys, "--data_dir", tmp_path / "torn")
+  code, said = ask(capsys, "--data-dir", tmp_path / "torn")
   assert code == 2 and "1 damaged example: imagenet2012 'train' example 3" in said
 
 
 def test_archives_are_weighed_and_summed(tmp_path, capsys):
-  args = ["--data_dir", tmp_path / "tfds", "--manual_dir", tmp_path]
+  args = ["--data-dir", tmp_path / "tfds", "--manual-dir", tmp_path]
   train, val = (tmp_path / name for name in imagenet.ARCHIVES)
   train.write_text(train.name)
   val.write_text("short")
@@ -119,7 +119,7 @@ def test_archives_are_weighed_and_summed(tmp_path, capsys):
 def test_a_disk_too_small_is_said(tmp_path, capsys, monkeypatch):
   usage = shutil.disk_usage(tmp_path)._replace(free=10**9)
   monkeypatch.setattr(imagenet.shutil, "disk_usage", lambda path: usage)
-  _, said = ask(capsys, "--data_dir", tmp_path / "not" / "yet")
+  _, said = ask(capsys, "--data-dir", tmp_path / "not" / "yet")
   assert f"not   1.0 GB free in {tmp_path}, " in said
   steps = next_lines(said)
   assert "make room for 154.6 GB" in steps[0] and "prepare imagenet2012" in steps[-1]
@@ -139,11 +139,11 @@ def test_archives_to_come_take_space_as_well(tmp_path, capsys, monkeypatch):
   for free, ok in ((to_come + train + val, True), (to_come + train + val - 1, False)):
     usage = shutil.disk_usage(tmp_path)._replace(free=free)
     monkeypatch.setattr(imagenet.shutil, "disk_usage", lambda path, usage=usage: usage)
-    _, said = ask(capsys, "--data_dir", tmp_path / "new", "--manual_dir", tmp_path)
+    _, said = ask(capsys, "--data-dir", tmp_path / "new", "--manual-dir", tmp_path)
     assert "the archives still to come take 105.3 GB, preparing writes 154.6" in said
     assert said.startswith("ok" if ok else "not")
     assert ok or "make room for 260.0 GB" in next_lines(said)[0]
-    assert f"--manual_dir {tmp_path} --data_dir" in next_lines(said)[-1]
+    assert f"--manual-dir {tmp_path} --data-dir" in next_lines(said)[-1]
   # On a disk of their own they are asked for there.
   other = tmp_path / "other"
   other.mkdir()
@@ -156,7 +156,7 @@ def test_archives_to_come_take_space_as_well(tmp_path, capsys, monkeypatch):
     type(tmp_path), "stat",
     lambda path, **k: Elsewhere() if path == other else stat(path, **k),
   )  # fmt: skip
-  _, said = ask(capsys, "--data_dir", tmp_path / "new", "--manual_dir", other)
+  _, said = ask(capsys, "--data-dir", tmp_path / "new", "--manual-dir", other)
   rooms = [line for line in said.splitlines() if " free in " in line]
   assert rooms[0].endswith(f"free in {other}, the archives still to come take 154.6 GB")
   assert rooms[1].endswith(f"free in {tmp_path}, preparing writes 154.6 GB")
@@ -165,7 +165,7 @@ def test_archives_to_come_take_space_as_well(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("sample", ["0", "-1"])
 def test_a_sample_of_none_is_refused(tmp_path, capsys, images, sample):
   unpack(tmp_path, images)
-  code = doctor.main(["imagenet", "--folder", str(tmp_path), "--sample", sample])
+  code = cli.main(["doctor", "imagenet", f"--folder={tmp_path}", "--sample", sample])
   out, err = capsys.readouterr()
   assert (code, out) == (2, "")
   assert err == f"error: --sample={sample}: give a whole number >= 1\n"
@@ -236,9 +236,9 @@ def test_the_published_figures():
 
 
 def test_help_lists_the_checks_and_a_typo_is_named(capsys):
-  assert doctor.main(["--help"]) == 0
+  assert cli.main(["doctor", "--help"]) == 0
   said = capsys.readouterr().out
-  assert "doctor imagenet" in said and "latency and bandwidth between all pairs" in said
-  assert doctor.main(["imagnet"]) == 2
+  assert "doctor imagenet" in said and "latency and bandwidth" in " ".join(said.split())
+  assert cli.main(["doctor", "imagnet"]) == 2
   said = capsys.readouterr().err
-  assert said == "error: imagnet: no such check, did you mean 'imagenet'?\n"
+  assert said == "error: imagnet: did you mean 'imagenet'?\n"

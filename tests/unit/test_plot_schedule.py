@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from jaxscale.cli.plot_schedule import NUM_IMAGENET, curve, main
+from jaxscale import cli
+from jaxscale.cli.plot_schedule import NUM_IMAGENET, curve
 from jaxscale.config.loading import load_config
 
 
@@ -113,7 +114,8 @@ def test_nesterov_of_nado_et_al():
 def test_the_command(tmp_path, capsys):
   out = tmp_path / "rates.png"
   configs = ["configs/digits.py", "configs/alexnet_bn_32k.py"]
-  assert main([*configs, "--out", str(out)]) == 0
+  assert cli.main(["plot-schedule", *configs, "--out", str(out)]) == 0
   assert out.read_bytes()[:4] == b"\x89PNG" and str(out) in capsys.readouterr().out
-  assert main(["--otu", "x"]) == 2 and "did you mean '--out'" in capsys.readouterr().err
-  assert main([]) == 2 and main(["--help"]) == 0
+  assert cli.main(["plot-schedule", "--otu", "x"]) == 2
+  assert "did you mean '--out'" in capsys.readouterr().err
+  assert cli.main(["plot-schedule"]) == 2

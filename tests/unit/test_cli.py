@@ -1,0 +1,169 @@
+"""The one command: its parser, its help, names of configs, tab completion."""
+
+import subprocess
+import sys
+
+import pytest
+
+from jaxscale import cli
+from jaxscale.cli.completion import complete
+from jaxscale.cli.parser import Parser, whole
+from jaxscale.config import packaged
+from jaxscale.config.loading import load_config
+from jaxscale.errors import ConfigError
+from support.commands import child_env
+from support.paths import ROOT
+
+
+def parser():
+  made = Parser("logs", "x")
+  made.words("names", "RUN", "runs", missing="give a run")
+  made.config(missing=None)
+  made.flag("-f --follow", "follow")
+  made.option("-n --lines N", "lines", whole(1))
+  made.option("--kind KIND", "kinds", choices=("strong", "weak"), default="weak")
+  return made
+
+
+def test_options_settings_and_names_come_in_any_order():
+  args = parser().read(
+    ["a", "-f", "b", "--config.epochs", "3", "--lines=2", "--config=x.py:y",
+     "--config.a.b=c=d", "c"],
+  )  # fmt: skip
+  assert args.names == ["a", "b", "c"] and args.follow and args.lines == 2
+  assert args.config == "x.py:y" and args.kind == "weak"
+  assert args.overrides == {"epochs": "3", "a.b": "c=d"}
+
+
+@pytest.mark.parametrize(
+  "argv, says",
+  [
+    ([], "RUN: missing; give a run"),
+    (
+      ["a", "--knd=weak"],
+      "--knd=weak: not an option, did you mean '--kind'?; a setting",
+    ),
+    (["a", "--kind=week"], "--kind=week: did you mean 'weak'?"),
+    (["a", "--kind"], "--kind: a value is missing, write --kind=VALUE"),
+    (["a", "--config", "--config.x=3"], "--config: a value is missing"),
+    (["a", "--config.x"], "--config.x: a value is missing"),
+    (["a", "-n", "x"], "--lines=x: give a whole number >= 1"),
+    (["a", "--lines=0"], "--lines=0: give a whole number >= 1"),
+    (["a", "--follow=3"], "--follow: takes no value"),
+    (["a", "-x"], "-x: not an option"),
+    (["a", "--fol"], "--fol: not an option, did you mean '--follow'?"),
+  ],
+)
+def test_a_mistake_is_one_line(argv, says):
+  with pytest.raises(ConfigError) as e:
+    parser().read(argv)
+  assert str(e.value).startswith(says) and "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+  "argv, says",
+  [
+    (["trian"], "trian: no such command, did you mean 'train'?"),
+    (["train"], "--config: missing; try --config digits"),
+    (["train", "digits"], "digits: not an option; a config is --config FILE"),
+    (["train", "--config=digit"], "no packaged config, did you mean 'digits'?"),
+    (["train", "--config=digits", "--workdir="], "--workdir=: give a directory"),
+    (["train", "--config=digits", "--workdir=gs://b/x"], "mount a bucket as one"),
+    (["train", "--confg", "digits"], "did you mean '--config'?"),
+    (["completion", "fish"], "fish: one of bash, zsh"),
+  ],
+)
+def test_a_mistake_of_a_command_is_one_line_and_code_2(argv, says, capsys):
+  assert cli.main(argv) == 2
+  out, err = capsys.readouterr()
+  assert out == "" and err.startswith("error: ") and err.count("\n") == 1
+  assert says in err
+
+
+def test_help_lists_every_command_and_each_has_a_page(capsys):
+  assert cli.main(["--help"]) == 0
+  overview = capsys.readouterr().out
+  for name, command in cli.COMMANDS.items():
+    assert f"  {name} " in overview and command.summary in overview
+    assert cli.main([name, "--help"]) == 0
+    page = capsys.readouterr().out
+    assert page.startswith(f"usage: jaxscale {name}") and "exit code: 0" in page
+  assert cli.main([]) == 2 and capsys.readouterr().out == overview
+
+
+def test_the_help_of_train_has_the_settings_of_the_config(capsys):
+  argv = ["train", "--config", "digits", "--config.optimizer.lr=0.25", "--help"]
+  assert cli.main(argv) == 0
+  page = capsys.readouterr().out
+  assert "--config.optimizer.lr = 0.25  (float > 0)\n      peak learning" in page
+
+
+@pytest.mark.parametrize("flags", [[], ["-OO"]], ids=["", "without docstrings"])
+def test_help_and_mistakes_come_without_jax(flags):
+  code = (
+    "import sys; from jaxscale import cli\n"
+    "for name in cli.COMMANDS: cli.main([name, '--help'])\n"
+    "cli.main(['train', '--config=digits', '--config.epoch=3'])\n"
+    "assert 'jax' not in sys.modules"
+  )
+  done = subprocess.run(
+    [sys.executable, *flags, "-c", code], env=child_env(), cwd=ROOT,
+    capture_output=True, text=True, timeout=60,
+  )  # fmt: skip
+  assert done.returncode == 0 and "did you mean 'epochs'?" in done.stderr, done.stderr
+
+
+def test_packaged_configs_have_names(tmp_path, monkeypatch):
+  assert packaged.locate("digits") == "configs/digits.py"
+  assert load_config("digits") == load_config("configs/digits.py")
+  monkeypatch.chdir(tmp_path)
+  assert packaged.locate("resnet50_lars:8192") == (
+    f"{ROOT}/configs/resnet50_lars.py:8192"
+  )
+  assert packaged.locate("mine.py:x") == "mine.py:x"
+
+
+@pytest.mark.parametrize(
+  "line, found",
+  [
+    ("jaxscale tra", ["train"]),
+    ("jaxscale train --work", ["--workdir="]),
+    ("jaxscale train --config.opt", ["--config.optimizer"]),
+    (
+      "jaxscale train --config digits --config.optimizer.lr",
+      ["--config.optimizer.lr="],
+    ),
+    ("jaxscale train --config digi", ["digits"]),
+    ("jaxscale train --config=digi", ["--config=digits"]),
+    ("jaxscale export --naming ti", ["timm"]),
+    ("jaxscale export --naming=ti", ["--naming=timm"]),
+    ("jaxscale logs -f fir", ["first"]),
+    ("jaxscale export --workdir runs/f", ["runs/first"]),
+    ("jaxscale export --to x", []),
+  ],
+)
+def test_tab_completes(line, found, tmp_path, monkeypatch):
+  (tmp_path / "runs" / "first").mkdir(parents=True)
+  monkeypatch.chdir(tmp_path)
+  if found == ["--config.optimizer"]:
+    assert complete(line)[0] == "--config.optimizer="
+  else:
+    assert complete(line) == found
+
+
+def test_bash_completes_behind_an_equals_sign(tmp_path):
+  """Bash splits words at = and :, and the script takes that into account."""
+  command = tmp_path / "jaxscale"
+  command.write_text(f'#!/bin/sh\nexec {sys.executable} -m jaxscale "$@"\n')
+  command.chmod(0o755)
+  script = (
+    "source <(jaxscale completion bash); compopt() { :; }\n"
+    "COMP_WORDBREAKS=' =:'; COMP_LINE='jaxscale export --naming=ti'\n"
+    "COMP_POINT=${#COMP_LINE}; _jaxscale; echo ${COMPREPLY[@]}"
+  )
+  env = child_env(PYTHONPATH=str(ROOT))
+  done = subprocess.run(
+    ["bash", "-c", script], env=env | {"PATH": f"{tmp_path}:{env['PATH']}"},
+    capture_output=True, text=True, timeout=60,
+  )  # fmt: skip
+  assert done.stdout == "timm\n", done.stderr
