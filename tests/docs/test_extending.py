@@ -43,7 +43,7 @@ def checksums(workdir):
   """Of all arrays of the last checkpoint."""
   newest = max((workdir / "checkpoints").iterdir(), key=lambda path: int(path.name))
   manifest = json.loads((newest / "manifest.json").read_text())
-  return newest.name, manifest["arrays"]
+  return newest.name, manifest["leaves"]
 
 
 @pytest.fixture(scope="module")

@@ -25,11 +25,12 @@ from jaxscale.config import (
 )
 from jaxscale.config import Config as Whole
 from jaxscale.config import Mesh as Grid
+from jaxscale.config.record import to_plain
 from jaxscale.errors import ConfigError
 from jaxscale.exchange.local import BlockMomentumState
 from jaxscale.experiment import build
 from jaxscale.planning import hlo
-from jaxscale.run.workdir import _plain, claim_workdir
+from jaxscale.run.workdir import claim_workdir
 
 N, HIDDEN = 8, 128
 PARAMS = 64 * HIDDEN + HIDDEN + HIDDEN * 10 + 10
@@ -133,7 +134,7 @@ def test_plain_epochs_are_steps_of_the_run():
 
 def test_workers_that_train_alone():
   experiment = build.experiment(config(sync=BlockMomentum(sync_every_steps=5)))
-  assert experiment.agreement is not None and experiment.agreement.method.every == 5
+  assert experiment.sync is not None and experiment.sync.method.every == 5
   state = experiment.abstract_state()
   assert isinstance(state.opt_state, BlockMomentumState)
   compiled = experiment.lower_train_step().compile()
@@ -144,7 +145,7 @@ def test_workers_that_train_alone():
   grouped = build.experiment(
     config(sync=LocalSGD(sync_every_steps=5, workers="replica"))
   )
-  assert grouped.agreement is not None and grouped.agreement.workers == ("replica",)
+  assert grouped.sync is not None and grouped.sync.workers == ("replica",)
 
 
 def test_the_plan_is_said():
@@ -243,12 +244,11 @@ def test_what_excludes_what():
 
 def test_whose_directory_it_is(tmp_path):
   """Another algorithm may go on with a run, another compression may not."""
-  before = {
-    "config": {"class": "Config", "batch_size": 64}
-  }  # written before there were exchanges
+  # Written before there were exchanges.
+  before = {"format": FORMAT, "config": {"class": "Config", "batch_size": 64}}
   now = config()
   for name in ("model", "data", "optimizer", "epochs", "mesh", "log"):
-    before["config"][name] = _plain(getattr(now, name))
+    before["config"][name] = to_plain(getattr(now, name))
   (tmp_path / "config.json").write_text(json.dumps(before))
   claim_workdir(tmp_path, now)
   claim_workdir(tmp_path, config(exchange=AllReduce(algorithm="ring")))
@@ -256,3 +256,10 @@ def test_whose_directory_it_is(tmp_path):
     claim_workdir(tmp_path, config(exchange=OneBit()))
   with pytest.raises(ConfigError, match=r"exchange.delayed is False there"):
     claim_workdir(tmp_path, config(exchange=AllReduce(delayed=True)))
+
+
+def test_a_directory_of_version_0_1_is_refused_in_a_line(tmp_path):
+  old = {"config": {"class": "Config", "stages": {}}, "versions": {"jaxscale": "0.1.0"}}
+  (tmp_path / "config.json").write_text(json.dumps(old))
+  with pytest.raises(ConfigError, match=r"written by jaxscale 0\.1\.0, .*CHANGELOG"):
+    claim_workdir(tmp_path, config())

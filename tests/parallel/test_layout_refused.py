@@ -8,14 +8,14 @@ import jax
 import numpy as np
 import pytest
 
+from jaxscale import cli
 from jaxscale import config as cfg
-from jaxscale import train
+from jaxscale.config.record import FORMAT, to_plain
 from jaxscale.errors import ConfigError
-from jaxscale.experiment import build, parts
-from jaxscale.experiment.abstract_data import stand_in
+from jaxscale.experiment import build
 from jaxscale.mesh import batch_sharding
 from jaxscale.planning.describe import describe
-from jaxscale.run.workdir import _plain, claim_workdir
+from jaxscale.run.workdir import claim_workdir
 from support.configs import tiny_language
 
 OWN = {
@@ -30,7 +30,7 @@ OWN = {
 
 def made(devices=None, **fields):
   config = tiny_language(**fields)
-  return build.experiment(config, devices=devices, datasets=stand_in(config))
+  return build.experiment(config, devices=devices, datasets=config.data.abstract(config.batch_size))
 
 
 def ruled(mesh, changes, **options):
@@ -118,9 +118,9 @@ def test_a_config_for_many_devices_runs_on_one():
   alone = made(jax.devices()[:1], **fields)
   (note,) = alone.notes
   assert note.startswith("Mesh.fsdp=-1: is one device here, so that Layout.shard=")
-  assert "split along fsdp: nothing" in describe(alone)
+  assert "split along fsdp: none" in describe(alone)
   together = made(**fields)
-  assert together.notes == () and together.layout.shard == "parameters"
+  assert together.notes == () and together.layout.shard == "fsdp"
   with pytest.raises(ConfigError, match=r"which has one device; set mesh\.fsdp"):
     tiny_language(mesh=cfg.Mesh(fsdp=1), layout=layout)
 
@@ -129,11 +129,11 @@ def test_describe_touches_no_data(monkeypatch, capsys, tmp_path):
   def read(config):
     raise AssertionError("it was read")
 
-  monkeypatch.setattr(parts, "make_data", read)
-  argv = ["--config", "configs/text.py", "--describe", f"--workdir={tmp_path / 'run'}"]
+  monkeypatch.setattr(build, "make_data", read)
+  argv = ["describe", "--config", "configs/text.py", f"--workdir={tmp_path / 'run'}"]
   argv += ["--config.model.num_layers=1", "--config.mesh.data=4"]
   argv += ["--config.mesh.model=2", "--config.dtype=bfloat16"]
-  assert train.main(argv) == 0
+  assert cli.main(argv) == 0
   page = capsys.readouterr().out
   assert "layers/q/kernel" in page and "XLA on CPU sends bfloat16 as float32" in page
   assert not (tmp_path / "run").exists()
@@ -151,7 +151,7 @@ def test_describe_says_what_waits_on_the_host():
 def test_a_run_goes_on_as_a_pipeline(tmp_path):
   """What it needs are micro-batches, which these models compute the same with."""
   before = tiny_language()
-  (tmp_path / "config.json").write_text(json.dumps({"config": _plain(before)}))
+  (tmp_path / "config.json").write_text(json.dumps({"format": FORMAT, "config": to_plain(before)}))
   pipeline = {
     "mesh": cfg.Mesh(data=4, stage=2), "layout": cfg.Layout(schedule="1f1b"),
     "accumulate_steps": 4,
@@ -159,7 +159,7 @@ def test_a_run_goes_on_as_a_pipeline(tmp_path):
   claim_workdir(tmp_path, dataclasses.replace(before, **pipeline))
   images = {"model": cfg.CNN(), "data": cfg.Digits()}
   before = tiny_language(**images)
-  (tmp_path / "config.json").write_text(json.dumps({"config": _plain(before)}))
+  (tmp_path / "config.json").write_text(json.dumps({"format": FORMAT, "config": to_plain(before)}))
   with pytest.raises(ConfigError, match="accumulate_steps is 1 there and 4 now"):
     claim_workdir(tmp_path, tiny_language(**images, accumulate_steps=4))
 

@@ -12,7 +12,8 @@ import pytest
 from jaxscale import metrics
 from jaxscale.config.loading import load_config
 from jaxscale.errors import ConfigError
-from jaxscale.experiment import build, parts, phases
+from jaxscale.experiment import build, phases
+from jaxscale.experiment.optimizer import make_optimizer, phase_rate
 from jaxscale.run import adaptive_batch
 from jaxscale.run.fit import fit
 
@@ -65,9 +66,9 @@ def test_momentum_is_corrected_until_the_ramp_of_the_rate_ends():
   assert experiment.derived.warmup_steps == 45
   said = []
   with pytest.MonkeyPatch.context() as patch:
-    real = parts.make_optimizer
+    real = make_optimizer
     patch.setattr(
-      parts, "make_optimizer",
+      build, "make_optimizer",
       lambda c, s, warmup, m: said.append(warmup) or real(c, s, warmup, m),
     )  # fmt: skip
     build.at_phase(experiment, experiment.derived.phases[1])
@@ -231,7 +232,7 @@ def test_short_phases_do_not_put_off_what_is_due():
 def test_neutral_ramp_follows_momentum_too():
   config = quick(**RAMP, phases__follow="neutral", batch_size="64")
   experiment = build.experiment(config)
-  rates = [parts.phase_rate(config, s) for s in experiment.derived.phases]
+  rates = [phase_rate(config, s) for s in experiment.derived.phases]
   assert [m for _, m in rates] == pytest.approx([0.9, 0.81, 0.6561])
   state = experiment.init_state()
 
@@ -299,7 +300,7 @@ def test_a_phase_that_does_not_divide_names_itself():
 def test_images_of_one_size_cannot_change():
   changes = {"phases.epochs": "(0, 1)", "phases.image_sizes": "(4, 8)"}
   config = load_config("configs/digits.py", QUICK | changes)
-  with pytest.raises(ConfigError, match="images of one size"):
+  with pytest.raises(ConfigError, match="Digits cannot resize"):
     build.experiment(config)
 
 

@@ -19,7 +19,7 @@ from jaxscale.config.loading import load_config
 from jaxscale.data.python_docs import documents
 from jaxscale.data.stream import of_array, windows
 from jaxscale.errors import ConfigError
-from jaxscale.experiment import build, layout
+from jaxscale.experiment import build
 from jaxscale.launch import status
 from jaxscale.mesh import make_mesh
 from jaxscale.metrics.mllog import log_from_record
@@ -142,33 +142,33 @@ def test_the_best_checkpoints_of_a_language_model_have_the_lowest_loss(tmp_path)
 # A whole run, of the smallest language model there is.
 
 
+class Bigram(cfg.Model):
+  """The next byte by the last one, as two pure functions."""
+
+  takes_text = True
+
+  def build(self, context):
+    def init(key):
+      return {"table": 0.01 * jax.random.normal(key, (256, 256))}, {}
+
+    def apply(params, model_state, tokens, train, keys):
+      return params["table"][tokens], model_state
+
+    return models.ModelFns(init, apply)
+
+
 @pytest.fixture
-def bigram(monkeypatch):
-  """`build` with a model of the next byte by the last one."""
-  init = models.ModelFns(
-    lambda key: ({"table": 0.01 * jax.random.normal(key, (256, 256))}, {}), None
-  )
-
-  def loss_fn(params, model_state, batch, keys):
-    found = totals(params["table"], batch)
-    return found["loss"], (model_state, found)
-
-  monkeypatch.setattr(parts, "make_model", lambda *args, **kwargs: init)
-  losses = layout.losses
-  monkeypatch.setattr(losses, "classification_loss", lambda *a, **k: loss_fn)
-  monkeypatch.setattr(
-    losses,
-    "classification_totals",
-    lambda *a: lambda params, _, batch: totals(params["table"], batch),
-  )
+def bigram():
+  """A run of it."""
   return dataclasses.replace(
     load_config("configs/digits.py"),
+    model=Bigram(),
     data=cfg.Text(sequence_length=512),
     optimizer=cfg.SGD(lr=8.0, weight_decay=0.0),
     schedule=cfg.Cosine(warmup_epochs=0.0),
     batch_size=64,
     epochs=1.0,
-    label_smoothing=0.0,
+    loss=cfg.CrossEntropy(),
     ema_decay=None,
     target_accuracy=None,
     target_loss=3.6,
