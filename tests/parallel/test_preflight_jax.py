@@ -62,14 +62,14 @@ def test_a_config_says_how_large_its_checkpoints_are(tmp_path):
   findings = preflight(HOSTS[:2], *options)
   assert not wrong(findings), findings
   text = {f.text.split(" ")[0]: f.text for f in findings}
-  assert text["devices:"] == "devices: 2 x cpu in each of 2 processes, tried out"
+  assert text["devices:"] == "devices: 2 x cpu in each of 2 processes, tested"
   assert text["data:"] == "data: digits, 1,437 + 360 examples"
   assert "fits 4 devices" in text["config"]
   # 64 x 64 + 64 + 64 x 10 + 10 parameters in float32, their velocity and average.
   size = 3 * 4 * (64 * 64 + 64 + 64 * 10 + 10)
-  assert f"have {size / 1e6:.1f} MB" in text["config"]
+  assert f"have {size / 1e3:.1f} KB" in text["config"]
   # Two last ones, the best one, and the one that is being written.
-  assert any(f.text.endswith(f"{4 * size / 1e6:.1f} MB needed") for f in findings)
+  assert any(f.text.endswith(f"{4 * size / 1e3:.1f} KB needed") for f in findings)
 
 
 def test_a_config_that_does_not_fit_is_refused():
@@ -102,9 +102,9 @@ def test_a_gpu_that_jax_does_not_see_is_said(monkeypatch):
   monkeypatch.delenv("JAX_PLATFORMS")
   monkeypatch.delenv("XLA_FLAGS", raising=False)
   found = {"platform": "cpu", "kind": "cpu", "count": 1, "wrong": []}
-  (said,) = devices.judge([found], [{"gpus": [{}]}], ["n1"])
+  (said,) = devices.findings([found], [{"gpus": [{}]}], ["n1"])
   assert said.text == "devices: n1 has GPUs, and JAX runs on its CPU" and not said.ok
-  (said,) = devices.judge([found], [{"gpus": []}], ["n1"])
+  (said,) = devices.findings([found], [{"gpus": []}], ["n1"])
   assert said.ok
-  (said,) = devices.judge([found | {"wrong": ["cuda:3: 14335.0"]}], [], ["n1"])
-  assert said.text == "devices: n1 computes wrongly: cuda:3: 14335.0"
+  (said,) = devices.findings([found | {"wrong": ["cuda:3: 14335.0"]}], [], ["n1"])
+  assert said.text == "devices: n1 computes wrong results: cuda:3: 14335.0"

@@ -1,4 +1,4 @@
-"""`jaxscale doctor` as a user starts it, on processes that really meet."""
+"""`jaxscale doctor` as a user starts it, on processes with a real rendezvous."""
 
 import socket
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 from support.commands import child_env
 from support.paths import ROOT
 
-pytest.importorskip("jaxscale.cluster.rendezvous.client", reason="needs the meeting")
+pytest.importorskip("jaxscale.cluster.rendezvous.client", reason="needs the rendezvous")
 
 DOCTOR = [sys.executable, "-m", "jaxscale", "doctor"]
 
@@ -64,7 +64,7 @@ def test_one_process_looks_at_its_own_host(tmp_path):
   )  # fmt: skip
   assert done.returncode == 0, done.stderr
   assert "1 process on 1 host" in done.stdout
-  assert "devices: 2 x cpu, tried out" in done.stdout
+  assert "devices: 2 x cpu, tested" in done.stdout
   done = subprocess.run(
     [*DOCTOR, "--skip=network,al"], env=child_env(), cwd=ROOT, capture_output=True,
     text=True, timeout=60,

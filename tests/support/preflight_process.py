@@ -7,9 +7,11 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 from jaxscale import preflight as checks
 from jaxscale.errors import ConfigError
+from jaxscale.preflight import network
 from jaxscale.preflight.finding import Finding
 from jaxscale.preflight.group import make_group
 
@@ -79,7 +81,7 @@ def only(*checks):
 
 
 def connect(rank, size, port):
-  """Sockets as the meeting leaves them: to all in process 0, to it elsewhere."""
+  """Sockets as the rendezvous leaves them: to all in process 0, to it elsewhere."""
   if rank:
     return {0: socket.create_connection(("127.0.0.1", port), timeout=None)}
   with socket.create_server(("127.0.0.1", port), backlog=size) as server:
@@ -91,6 +93,19 @@ def connect(rank, size, port):
   return found
 
 
+def make_options(words, limits):
+  """`preflight.Options` from words of the command line, each `--name=value`."""
+  values = dict(word.removeprefix("--").split("=", 1) for word in words)
+  overrides = {
+    name.removeprefix("config."): value
+    for name, value in values.items()
+    if name.startswith("config.")
+  }
+  skip = tuple(values.get("skip", "").split(","))
+  workdir = Path(values.get("workdir", "."))
+  return checks.Options(workdir, values.get("config"), overrides, skip, limits)
+
+
 def main(rank, hosts, port, options, patch, limits):
   links = connect(rank, len(hosts), port)
   if rank:
@@ -100,10 +115,9 @@ def main(rank, hosts, port, options, patch, limits):
   exec(patch, {"rank": rank})
   began = time.monotonic()
   group = make_group(rank, hosts, links)
-  options = checks.parse(options)
-  options = options._replace(limits=options.limits._replace(**limits))
+  options = make_options(options, network.NetworkLimits(**limits))
   try:
-    findings = checks.run(group, options)
+    findings = checks.run_checks(group, options)
   except ConfigError as e:
     findings = [[False, str(e), ""]]
   seconds = time.monotonic() - began

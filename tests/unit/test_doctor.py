@@ -59,7 +59,7 @@ def test_what_is_prepared_is_ready(tmp_path, capsys, images, file_format):
   assert code == 0, said
   assert f"imagenet2012 5.1.0 in {tmp_path}" in said and file_format in said
   assert "train: 12 examples" in said and "validation: 4 examples" in said
-  assert "train: 2 files" in said and "images/s a core" in said
+  assert "train: 2 files" in said and "images/s per core" in said
   assert "sample of 12: 0 damaged examples" in said
   assert "next" not in said and said.endswith("imagenet: ready\n")
 

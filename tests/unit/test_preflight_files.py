@@ -43,10 +43,10 @@ RENAMES = {
 def test_a_file_system_that_breaks_promises_is_refused(tmp_path, says):
   patch = f"""
     import os as real, shutil, time, types
-    from jaxscale.preflight import storage
+    from jaxscale.preflight import files
     fake = types.SimpleNamespace(**vars(real))
     {textwrap.indent(textwrap.dedent(RENAMES[says]), "    ").strip()}
-    storage.os = fake
+    files.os = fake
   """
   hosts = HOSTS[:3]
   findings = preflight(hosts, only("files"), f"--workdir={tmp_path}", patch=patch)
@@ -57,14 +57,14 @@ def test_a_file_system_that_breaks_promises_is_refused(tmp_path, says):
 def test_a_workdir_that_is_not_shared_is_refused(tmp_path):
   patch = f"""
     from pathlib import Path
-    from jaxscale.preflight import storage
-    storage.SEEN_S = 0.5
-    real = storage._enter
+    from jaxscale.preflight import files
+    files.SEEN_S = 0.5
+    real = files._make_folder
     def enter(group, workdir):
       found = Path({str(tmp_path)!r}) / f"local-{{rank}}" / real(group, workdir).name
       found.mkdir(parents=True)
       return found
-    if rank == 2: storage._enter = enter
+    if rank == 2: files._make_folder = enter
   """
   hosts = HOSTS[:3]
   (said,) = preflight(hosts, only("files"), f"--workdir={tmp_path / 'w'}", patch=patch)
@@ -74,9 +74,9 @@ def test_a_workdir_that_is_not_shared_is_refused(tmp_path):
 
 def test_a_host_whose_files_process_0_does_not_see_is_named(tmp_path):
   patch = """
-    from jaxscale.preflight import storage
-    storage.SEEN_S = 0.5
-    if rank == 1: storage.attempt = lambda action: ""  # writes nothing
+    from jaxscale.preflight import files
+    files.SEEN_S = 0.5
+    if rank == 1: files.attempt = lambda action: ""  # writes nothing
   """
   (said,) = preflight(HOSTS[:2], only("files"), f"--workdir={tmp_path}", patch=patch)
   assert not said.ok and ": n2 and n1 do not see each other's files" in said.text
@@ -98,7 +98,7 @@ def test_a_full_disk_is_found_by_writing(tmp_path):
   try:
     said, *_ = preflight(HOSTS[:2], only("disk"), f"--workdir={place}")
     assert "No space left on device" in said.text and " MB of its part of " in said.text
-    assert not said.ok and "0.3 GB are needed" in said.remedy
+    assert not said.ok and "268.4 MB are needed" in said.remedy
     assert not list(place.iterdir())
   finally:
     subprocess.run(["umount", str(place)], check=True)
@@ -116,7 +116,7 @@ def test_a_disk_too_small_for_all_checkpoints_is_said(tmp_path):
   """
   findings = preflight(HOSTS[:2], only("disk"), f"--workdir={tmp_path}", patch=patch)
   assert wrong(findings) == [
-    f"workdir {tmp_path}: 0.2 GB free, 0.3 GB needed",
+    f"workdir {tmp_path}: 204.8 MB free, 268.4 MB needed",
     f"workdir {tmp_path}: only 500 more files are allowed",
   ]
   assert findings[-1].ok and "268 MB" not in findings[-1].text
