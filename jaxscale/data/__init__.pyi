@@ -7,7 +7,6 @@ from .dataset import TextInfo as TextInfo
 from .dataset import batch_shapes as batch_shapes
 from .folder import folder_classes as folder_classes
 from .folder import image_folder as image_folder
-from .images import tfds_images as tfds_images
 from .pipeline import eval_batches as eval_batches
 from .pipeline import to_device as to_device
 from .pipeline import train_batches as train_batches
@@ -21,6 +20,7 @@ from .settings import Text as Text
 from .settings import TextFiles as TextFiles
 from .settings import TFDSText as TFDSText
 from .synthetic_images import synthetic as synthetic
-from .tfds_documents import tfds_text as tfds_text
+from .tfds import tfds_images as tfds_images
+from .tfds import tfds_text as tfds_text
 from .token_files import text_files as text_files
 from .uci_digits import digits as digits

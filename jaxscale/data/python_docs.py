@@ -1,14 +1,14 @@
-"""The embedded text: the documentation that CPython carries with it.
+"""The embedded text: the documentation that CPython contains.
 
 308 documents, 1.2 MB of English: the topics of the Language Reference that `help()`
-shows (pydoc_data/topics.py) and, a document a module, the docstrings of the standard
-library, of CPython 3.11.7; Copyright © 2001-2023 Python Software Foundation, licence
-PSF-2.0 (python_docs.LICENSE). Modules with a copyright notice of their own are not
-among them. Topics contain other topics: a paragraph that a longer document has is
-left out, so nothing held out is trained on. tests/support/python_docs.py has the rules, and a
-test makes the documents anew from the interpreter.
+shows (pydoc_data/topics.py) and, one document per module, the docstrings of the
+standard library, of CPython 3.11.7; Copyright © 2001-2023 Python Software Foundation,
+licence PSF-2.0 (python_docs.LICENSE). Modules with a copyright notice of their own are
+left out. Topics contain other topics: a paragraph that a longer document has is left
+out, so no held-out text is trained on. tests/support/python_docs.py has the rules, and
+a test makes the documents anew from the interpreter.
 
-Documents are sorted by title; of every ten the last is held out (30 of 308).
+Documents are sorted by title; of every ten the last is held-out (30 of 308).
 """
 
 from __future__ import annotations

@@ -9,19 +9,32 @@ The stream is a ring: each document ends with a separator, the last one too, and
 the first token of all is predicted from a separator like that of any document. Every
 epoch cuts the ring at another place, else the same tokens would always come first in
 a window and be predicted from nothing.
+
+`packed` tokenizes documents once and keeps the tokens in one file, in `cache_dir`, or
+else in $XDG_CACHE_HOME/jaxscale/text or ~/.cache/jaxscale/text, under a name made of
+what went into it: `<name>.bin` has the tokens of all documents in their order and
+nothing else, as nanoGPT keeps them, and `<name>.json` how many tokens, documents and
+bytes of text that is. Processes that want the same file wait for the first that began
+to write it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import hashlib
+import json
 import os
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxscale.data.dataset import Batch, Dataset, TextInfo
+from jaxscale.data.dataset import Batch, Dataset, TextInfo, user_cache
 from jaxscale.data.tfrecord import OpenFile
+from jaxscale.data.tokenizer import Tokenizer, smallest_dtype
 from jaxscale.errors import ConfigError
 
 NO_TARGET = -1  # where nothing is to be predicted
@@ -49,10 +62,7 @@ def of_array(
 ) -> Stream:
   """A stream in memory: int [tokens]."""
 
-  def read(start: int, stop: int) -> np.ndarray:
-    return tokens[start:stop]
-
-  return Stream(len(tokens), read, separator, bytes_per_token)
+  return Stream(len(tokens), lambda a, b: tokens[a:b], separator, bytes_per_token)
 
 
 def of_files(
@@ -141,7 +151,14 @@ def windows(
         before = stream.separator
         rows[i, :1] = 0 if before is None else before
         rows[i, 1] = NO_TARGET if before is None else rows[i, 1]
-    return _checked(name, rows, vocab_size)
+    most = int(rows.astype(np.uint32)[rows != NO_TARGET].max(initial=0))
+    if most >= vocab_size:
+      raise ConfigError(
+        f"{name}: token {most} where the vocabulary has {vocab_size:,}; give the "
+        "vocab_size of the tokenizer that made it (or it is of another dtype)"
+      )
+    tokens, targets = rows[:, :-1], rows[:, 1:]
+    return {"tokens": np.maximum(tokens, 0), "targets": np.ascontiguousarray(targets)}
 
   info = TextInfo(name, vocab_size, sequence_length, stream.bytes_per_token)
   return Dataset(
@@ -159,13 +176,80 @@ def _fill(row: np.ndarray, stream: Stream, first: int, count: int) -> None:
   row[done:] = NO_TARGET
 
 
-def _checked(name: str, rows: np.ndarray, vocab_size: int) -> Batch:
-  """The batch of rows of sequence_length + 1 tokens."""
-  most = int(rows.astype(np.uint32)[rows != NO_TARGET].max(initial=0))
-  if most >= vocab_size:
+def packed(
+  name: str,
+  batches: Iterable[Sequence[bytes]],
+  tokenizer: Tokenizer,
+  identity: Sequence[Any],
+  cache_dir: str | None = None,
+) -> Stream:
+  """The documents as one stream of tokens, each with the separator after it.
+
+  Args:
+    name: for messages.
+    batches: the documents in their order, several at a time; read only if they
+      are not kept yet.
+    tokenizer: makes the tokens.
+    identity: what the documents are of; another one is another file.
+    cache_dir: where to keep the tokens; None: in the user's cache.
+
+  Raises:
+    ConfigError: the directory cannot be written to.
+  """
+  folder = Path(cache_dir).expanduser() if cache_dir else user_cache() / "text"
+  key = hashlib.sha256(repr((*identity, tokenizer.key)).encode()).hexdigest()[:32]
+  kept, dtype = folder / f"{key}.bin", smallest_dtype(tokenizer.vocab_size)
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+    if (counts := _counts(kept, dtype)) is None:
+      with open(folder / f"{key}.lock", "w") as lock:
+        # A file system without locks: then each writes its own, and the last stays.
+        with contextlib.suppress(OSError):
+          fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
+        if (counts := _counts(kept, dtype)) is None:  # not written meanwhile
+          print(f"packing {name} once into {kept}", flush=True)
+          counts = _write(kept, batches, tokenizer, dtype)
+  except OSError as e:
     raise ConfigError(
-      f"{name}: token {most} where the vocabulary has {vocab_size:,}; give the "
-      "vocab_size of the tokenizer that made it (or it is of another dtype)"
-    )
-  tokens, targets = rows[:, :-1], rows[:, 1:]
-  return {"tokens": np.maximum(tokens, 0), "targets": np.ascontiguousarray(targets)}
+      f"{name}: its tokens cannot be kept in {folder} ({e.strerror}); set cache_dir "
+      "to a directory with room for them"
+    ) from None
+  is_bytes = tokenizer.key == "bytes"
+  # A byte 0 between documents counts as a byte where bytes are the tokens.
+  ratio = 1.0 if is_bytes else counts["bytes"] / max(counts["tokens"], 1)
+  return of_files([kept], dtype, tokenizer.separator, ratio)
+
+
+def _counts(kept: Path, dtype: str) -> dict[str, int] | None:
+  """What is in the file, or None if it is missing or not whole."""
+  try:
+    counts = json.loads(kept.with_suffix(".json").read_text())
+    whole = kept.stat().st_size == counts["tokens"] * np.dtype(dtype).itemsize
+  except (OSError, ValueError, KeyError, TypeError):
+    return None
+  return counts if whole else None
+
+
+def _write(
+  kept: Path, batches: Iterable[Sequence[bytes]], tokenizer: Tokenizer, dtype: str
+) -> dict[str, int]:
+  """Write both files, the counts last; returns them."""
+  counts = {"tokens": 0, "documents": 0, "bytes": 0}
+  number, scratch = tempfile.mkstemp(dir=kept.parent)
+  try:
+    with os.fdopen(number, "wb") as file:
+      for documents in batches:
+        tokens = tokenizer.encode(documents).astype(dtype, copy=False)
+        file.write(tokens.tobytes())
+        counts["tokens"] += len(tokens)
+        counts["documents"] += len(documents)
+        counts["bytes"] += sum(map(len, documents))
+    os.replace(scratch, kept)
+  except BaseException:
+    os.unlink(scratch)
+    raise
+  number, scratch = tempfile.mkstemp(dir=kept.parent)
+  with os.fdopen(number, "w") as file:
+    json.dump(counts, file)
+  os.replace(scratch, kept.with_suffix(".json"))
+  return counts

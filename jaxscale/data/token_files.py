@@ -14,8 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jaxscale.data.dataset import Dataset
-from jaxscale.data.packed import packed
-from jaxscale.data.stream import of_files, windows
+from jaxscale.data.stream import of_files, packed, windows
 from jaxscale.data.tokenizer import read_tokenizer
 from jaxscale.errors import ConfigError
 

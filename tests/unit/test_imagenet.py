@@ -115,6 +115,9 @@ def test_reading_imports_no_tensorflow(prepared, tmp_path):
     batch = next(data.train_batches(photos, 8))
     assert batch["image"].shape == (8, 8, 8, 3) and photos.damaged.count == 0
     assert "tensorflow_datasets" in sys.modules and "tensorflow" not in sys.modules
+    try: data.tfds_images("mnist", "train", data_dir="/nonexistent")
+    except Exception as e: print(e)
+    assert "tensorflow" not in sys.modules
     """
   path = os.pathsep.join([str(fake.parent), os.environ.get("PYTHONPATH", "")])
   done = subprocess.run(
@@ -122,6 +125,7 @@ def test_reading_imports_no_tensorflow(prepared, tmp_path):
     env=child_env(PYTHONPATH=path, PYTHONWARNINGS="ignore"),
   )  # fmt: skip
   assert done.returncode == 0, done.stderr
+  assert "jaxscale prepare mnist" in done.stdout
 
 
 def shard(tmp_path, sizes=(5, 70, 0, 33)):
@@ -193,7 +197,7 @@ def test_more_shards_than_descriptors(tmp_path, monkeypatch):
 
 
 def test_another_size_opens_no_tfds_split_again(prepared):
-  from jaxscale.data.images import _opened
+  from jaxscale.data.tfds import _opened
 
   where = str(prepared["tfrecord"])
   data.tfds_images("photos", "train", data_dir=where, image_size=16)

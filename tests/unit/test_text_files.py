@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jaxscale import data
-from jaxscale.data.packed import packed
 from jaxscale.data.python_docs import documents
+from jaxscale.data.stream import packed
 from jaxscale.data.tokenizer import byte_tokenizer, read_tokenizer
 from jaxscale.errors import ConfigError
 from support.images import write_array_record, write_tfrecord
@@ -176,7 +176,7 @@ def test_a_torn_document_is_one_line(tmp_path):
 def test_tfds_text_that_is_not_there_is_one_line(tmp_path):
   for name, hint in (
     ("wiki40", "TFDSText.name='wiki40'"),
-    ("lm1b", "python -m jaxscale.data.prepare lm1b"),
+    ("lm1b", "jaxscale prepare lm1b"),
   ):
     with pytest.raises(ConfigError, match=hint) as error:
       data.tfds_text(name, "train", data_dir=str(tmp_path))

@@ -1,0 +1,298 @@
+"""Any dataset of TensorFlow Datasets by its name, TensorFlow-free: images and text.
+
+Prepared as array_record, which TFDS reads by index, or as TFRecord, which
+`tfrecord.py` does; preparing needs TensorFlow once (`jaxscale prepare NAME`).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxscale.config.validation import closest, nearest
+from jaxscale.data.augment import AugmentName, EvalView
+from jaxscale.data.dataset import Dataset, Record, Source
+from jaxscale.data.encoded import from_source, image_info
+from jaxscale.data.faults import raise_if_system_error
+from jaxscale.data.stream import packed, windows
+from jaxscale.data.tokenizer import read_tokenizer
+from jaxscale.errors import ConfigError
+
+_AT_ONCE = 1024  # documents
+
+
+def tfds_images(
+  name: str,
+  split: str,
+  *,
+  data_dir: str | None = None,
+  image_size: int | None = None,
+  channels: int | None = None,
+  mean: tuple[float, ...] | None = None,
+  std: tuple[float, ...] | None = None,
+  augment: AugmentName = "none",
+  cache: bool = False,
+  eval_view: EvalView = "mlperf",
+) -> Dataset:
+  """A split of a prepared TFDS dataset with an image and a label.
+
+  Another `image_size` of the same split costs nothing: what was opened is kept.
+
+  Args:
+    name: as in `tfds.builder(name)`.
+    split: in TFDS's notation, e.g. "train" or "train[:90%]".
+    data_dir: where it is prepared; None: TFDS's default.
+    image_size: resize to this height and width; None: as stored.
+    channels: 1 for grey, 3, or 4 with alpha: what every image is converted to;
+      None: as the dataset declares, or 3.
+    mean: per channel or one for all, of values from 0 to 255; None: ImageNet's of
+      three channels, else 127.5.
+    std: likewise.
+    augment: what training draws change; see `config.TFDS`.
+    cache: decode everything once, now, and keep it in memory.
+    eval_view: what evaluation sees of an image that is resized: "mlperf" or
+      "google", see `jpeg.view`.
+
+  Raises:
+    ConfigError: unknown or unprepared dataset, split or image shape.
+  """
+  builder = find_builder(name, data_dir)
+  image_key, label_key = builder.info.supervised_keys or ("image", "label")
+  features = builder.info.features
+  if image_key not in features or not hasattr(features[label_key], "num_classes"):
+    raise ConfigError(f"TFDS.name={name!r}: not an image-classification dataset")
+  source = _opened(Prepared(builder), name, split, image_key, label_key)
+  stored = features[image_key].shape
+  channels = int(channels or stored[-1] or 3)
+  if image_size is None and None in stored[:2]:
+    raise ConfigError(
+      f"TFDS.image_size=None: images of {name} differ in size, give a size, e.g. 224"
+    )
+  height, width = image_size or stored[0], image_size or stored[1]
+  info = image_info(
+    name, (height, width, channels), features[label_key].num_classes, mean, std
+  )
+  return from_source(
+    info, source, resized=image_size is not None, augment=augment, cache=cache,
+    eval_view=eval_view,
+  )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=16)
+def _opened(
+  prepared: Prepared, name: str, split: str, image_key: str, label_key: str
+) -> Source:
+  """The examples of a split, each with its image left encoded."""
+  import tensorflow_datasets as tfds
+
+  skip = {image_key: tfds.decode.SkipDecoding()}
+  builder = prepared.builder
+  jpegs = getattr(builder.info.features[image_key], "encoding_format", None) == "jpeg"
+  size, get, get_many = open_split(builder, name, split, skip)
+
+  def name_of(index: int) -> str:
+    return f"{name} {split!r} example {index}"
+
+  def record(example: Any) -> Record:
+    return Record(example[image_key], int(example[label_key]))
+
+  def read_one(index: int) -> Record | None:
+    try:
+      return record(get(index))
+    except Exception as e:  # each format has its own for damaged bytes
+      raise_if_system_error(e, name_of(index))
+      return None
+
+  def read(indices: Sequence[int]) -> Iterable[Record | None]:
+    if get_many is not None:
+      try:
+        return list(map(record, get_many(list(indices))))
+      except Exception:  # one of them is damaged: find out which
+        pass
+    return map(read_one, indices)
+
+  return Source(size, read, name_of, lambda _: jpegs)
+
+
+def tfds_text(
+  name: str,
+  split: str,
+  *,
+  feature: str = "text",
+  tokenizer: str = "bytes",
+  separator: str | None = None,
+  sequence_length: int = 256,
+  data_dir: str | None = None,
+  cache_dir: str | None = None,
+) -> Dataset:
+  """A split of a prepared TFDS dataset with a text feature, as windows of tokens.
+
+  Args:
+    name: as in `tfds.builder(name)`, e.g. "lm1b" or "wiki40b/en".
+    split: in TFDS's notation, e.g. "train" or "train[:90%]".
+    feature: the one that is the text; an example is a document.
+    tokenizer: "bytes" or the path of a tokenizer.json.
+    separator: the tokenizer's token between documents; None: by its usual names.
+    sequence_length: tokens of an example.
+    data_dir: where it is prepared; None: TFDS's default.
+    cache_dir: where its tokens are kept; None: the user's cache.
+
+  Raises:
+    ConfigError: unknown or unprepared dataset, split, feature or tokenizer, or an
+      example that cannot be read.
+
+  Example:
+    >>> tfds_text("lm1b", "test", sequence_length=512)   # doctest: +SKIP
+  """
+  tokens = read_tokenizer(tokenizer, separator, field="TFDSText.tokenizer")
+  builder = find_builder(name, data_dir, "TFDSText.name")
+  features = builder.info.features
+  known = [n for n in features if _is_text(features[n])]
+  if feature not in known:
+    raise ConfigError(
+      f"TFDSText.feature={feature!r}: no text of {name}, "
+      + (nearest(feature, known) if known else "which has none")
+    )
+  title = f"{name} {split!r}"
+  identity = "tfds", *Prepared(builder).key, split, feature
+  examples = open_split(builder, name, split, field="TFDSText.name")
+  documents = _documents(examples, title, feature)
+  stream = packed(title, documents, tokens, identity, cache_dir)
+  return windows(title, stream, tokens.vocab_size, sequence_length)
+
+
+def _is_text(feature: Any) -> bool:
+  """Whether a feature is one string; TFDS writes their dtype as object."""
+  shape, dtype = getattr(feature, "shape", None), getattr(feature, "np_dtype", None)
+  return shape == () and dtype is not None and np.dtype(dtype).kind in "OSU"
+
+
+def _documents(examples: Examples, title: str, feature: str) -> Iterator[list[bytes]]:
+  """The documents in their order, some at a time."""
+  get_many = examples.get_many or (lambda indices: map(examples.get, indices))
+  for first in range(0, examples.size, _AT_ONCE):
+    indices = list(range(first, min(first + _AT_ONCE, examples.size)))
+    try:
+      texts = [example[feature] for example in get_many(indices)]
+    except Exception as e:  # each format has its own for damaged bytes
+      why = (str(e).splitlines() or [type(e).__name__])[0]
+      raise ConfigError(
+        f"{title}: an example from {indices[0]} to {indices[-1]} cannot be read "
+        f"({why}); copy or prepare the dataset again"
+      ) from None
+    yield [t.encode() if isinstance(t, str) else bytes(t) for t in texts]
+
+
+class Examples(NamedTuple):
+  """The examples of a split, by index, as dicts of features.
+
+  Attributes:
+    size: how many.
+    get: index -> one of them.
+    get_many: indices -> all of them, where that is faster; else None.
+  """
+
+  size: int
+  get: Callable[[int], Any]
+  get_many: Callable[[Sequence[int]], Any] | None
+
+
+def find_builder(name: str, data_dir: str | None, field: str = "TFDS.name") -> Any:
+  """The builder of a dataset that is prepared.
+
+  Args:
+    name: as in `tfds.builder(name)`.
+    data_dir: where it is prepared; None: TFDS's default.
+    field: for messages.
+
+  Raises:
+    ConfigError: there is no such dataset, or it is not prepared.
+  """
+  import tensorflow_datasets as tfds  # 0.7 s, only where TFDS is used
+
+  try:
+    builder = tfds.builder(name, data_dir=data_dir)
+  except tfds.core.DatasetNotFoundError:
+    known = tfds.list_builders(with_community_datasets=False)
+    close = closest(name, known)
+    hint = f"did you mean {close!r}?" if close else "see the TFDS catalogue"
+    raise ConfigError(f"{field}={name!r}: no such dataset, {hint}") from None
+  if not builder.is_prepared():
+    where = f" --data-dir {data_dir}" if data_dir else ""
+    raise ConfigError(
+      f"{field}={name!r}: not prepared in {builder.data_path}; once, in an "
+      f"environment with jaxscale[tfds]: jaxscale prepare {name}{where}"
+    )
+  return builder
+
+
+class Prepared:
+  """A builder that equals another of the same files, so that a cache finds it."""
+
+  def __init__(self, builder: Any):
+    self.builder = builder
+    info = Path(str(builder.data_path)) / "dataset_info.json"
+    written = os.stat(info).st_mtime_ns if info.exists() else 0  # 0: not on a disk
+    self.key = (str(builder.data_path), written)
+
+  def __eq__(self, other: object) -> bool:
+    return isinstance(other, Prepared) and self.key == other.key
+
+  def __hash__(self) -> int:
+    return hash(self.key)
+
+
+def open_split(
+  builder: Any, name: str, split: str, decoders: Any = None, field: str = "TFDS.name"
+) -> Examples:
+  """The examples of a split.
+
+  Args:
+    builder: from `find_builder`.
+    name: of the dataset, for messages.
+    split: in TFDS's notation.
+    decoders: of features, as TFDS has them.
+    field: for messages.
+
+  Raises:
+    ConfigError: no such split, a file that is cut, or a format that is not read.
+  """
+  import tensorflow_datasets as tfds
+
+  formats: Any = tfds.core.file_adapters.FileFormat  # pyright: ignore
+  kind = builder.info.file_format
+  try:
+    if formats.ARRAY_RECORD in builder.info.available_file_formats():
+      found = builder.as_data_source(split, decoders=decoders)
+      return Examples(len(found), found.__getitem__, found.__getitems__)
+    if kind == formats.TFRECORD:
+      return _open_tfrecord(builder, split, decoders)
+  except ConfigError:
+    raise
+  except Exception as e:  # a split that is not there, a file that is cut
+    first = (str(e).splitlines() or [type(e).__name__])[0]
+    raise ConfigError(f"TFDS split {split!r} of {name}: {first}") from None
+  raise ConfigError(
+    f"{field}={name!r}: {builder.data_path} is in the {kind} format, which is "
+    f"not read here; prepare it again: jaxscale prepare {name}"
+  )
+
+
+def _open_tfrecord(builder: Any, split: str, decoders: Any) -> Examples:
+  from tensorflow_datasets.core.data_sources import base
+
+  from jaxscale.data.tfrecord import Shard, random_access
+
+  instructions: Any = base.file_instructions
+  shards = []
+  for part in instructions(builder.info, split):
+    take = part.take if part.take >= 0 else part.examples_in_shard - part.skip
+    shards.append(Shard(str(part.filename), part.examples_in_shard, part.skip, take))
+  read, parse = random_access(shards), builder.info.features.deserialize_example_np
+  size = sum(shard.take for shard in shards)
+  return Examples(size, lambda index: parse(read(index), decoders=decoders), None)
