@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxscale.cluster import requeue
+
 
 class LockOwner(NamedTuple):
   """A run, as others see it.
@@ -38,16 +40,12 @@ class LockOwner(NamedTuple):
 def job_of(env: Mapping[str, str]) -> str:
   """The Slurm job, step and restart of this process: "slurm-12.0-r1"; "" if none.
 
-  Of an array task it is "slurm-9_3.0-r1" (srun(1), sbatch(1): SLURM_JOB_ID,
-  SLURM_STEP_ID, SLURM_RESTART_COUNT, which is not set at first).
+  Of an array task it is "slurm-9_3.0-r1" (srun(1), sbatch(1): SLURM_STEP_ID).
   """
-  if "SLURM_JOB_ID" not in env:
+  if not (job := requeue.job_name(env)):
     return ""
-  job = env["SLURM_JOB_ID"]
-  if "SLURM_ARRAY_JOB_ID" in env:
-    job = f"{env['SLURM_ARRAY_JOB_ID']}_{env.get('SLURM_ARRAY_TASK_ID', '')}"
   step = f".{env['SLURM_STEP_ID']}" if "SLURM_STEP_ID" in env else ""
-  return f"slurm-{job}{step}-r{env.get('SLURM_RESTART_COUNT', '0')}"
+  return f"slurm-{job}{step}-r{requeue.restarts(env)}"
 
 
 def is_restart(job: str, before: str) -> bool:
@@ -83,20 +81,14 @@ def is_alive(owner: LockOwner) -> bool | None:
   if owner.process.split()[:2] != here.split()[:2]:
     return None  # another machine, another boot, or another container
   found = _identity(owner.pid)
-  if found is None and _is_hidden(owner.pid):
-    return None
+  if found is None:
+    try:
+      os.kill(owner.pid, 0)
+    except PermissionError:
+      return None  # another user's process that /proc does not show (hidepid)
+    except OSError:
+      return False
   return found == owner.process
-
-
-def _is_hidden(pid: int) -> bool:
-  """Whether it is another user's process that /proc does not show (hidepid)."""
-  try:
-    os.kill(pid, 0)
-  except PermissionError:
-    return True
-  except OSError:
-    return False
-  return False
 
 
 def _identity(pid: int) -> str | None:

@@ -1,4 +1,4 @@
-"""What the processes of a run decide and share, once JAX knows of all of them."""
+"""What the processes of a run decide and share, once JAX knows all of them."""
 
 from __future__ import annotations
 
@@ -28,6 +28,25 @@ def barrier(name: str) -> None:
     multihost_utils.sync_global_devices(name)
 
 
+def gather(value: Any) -> list[Any]:
+  """The values of all processes, in their order, in each; all must call it.
+
+  Args:
+    value: anything that JSON has, and small.
+  """
+  import jax
+  import numpy as np
+
+  if jax.process_count() == 1:
+    return [value]
+  from jax.experimental.multihost_utils import process_allgather
+
+  text = json.dumps(value).encode()
+  longest = int(process_allgather(np.int32(len(text))).max())
+  padded = np.frombuffer(text.ljust(longest), np.uint8)  # JSON ignores spaces
+  return [json.loads(row.tobytes()) for row in process_allgather(padded)]
+
+
 def any_process(flag: bool) -> bool:
   """Whether the flag is set in any process; all must call this together."""
   import jax
@@ -35,9 +54,9 @@ def any_process(flag: bool) -> bool:
 
   if jax.process_count() == 1:
     return flag
-  from jax.experimental import multihost_utils
+  from jax.experimental.multihost_utils import process_allgather
 
-  return bool(multihost_utils.process_allgather(np.array(flag)).any())
+  return bool(process_allgather(np.array(flag)).any())  # one collective, `gather` two
 
 
 def sum_over_processes(values: np.ndarray) -> np.ndarray:
@@ -74,25 +93,6 @@ def from_leader(value: Any) -> Any:
   length = int(broadcast_one_to_all(np.int32(len(text))))
   sent = text if is_leader() else np.zeros(length, np.uint8)
   return json.loads(broadcast_one_to_all(sent).tobytes())
-
-
-def gather(value: Any) -> list[Any]:
-  """The values of all processes, in their order, in each; all must call it.
-
-  Args:
-    value: anything that JSON has, and small.
-  """
-  import jax
-  import numpy as np
-
-  if jax.process_count() == 1:
-    return [value]
-  from jax.experimental.multihost_utils import process_allgather
-
-  text = json.dumps(value).encode()
-  longest = int(process_allgather(np.int32(len(text))).max())
-  padded = np.frombuffer(text.ljust(longest), np.uint8)  # JSON minds no spaces
-  return [json.loads(row.tobytes()) for row in process_allgather(padded)]
 
 
 def on_leader(function: Callable[[], None], name: str) -> None:

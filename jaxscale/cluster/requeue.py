@@ -7,6 +7,7 @@ extension does, we count starts in a row that found no newer checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -63,19 +64,19 @@ def requeue(job: str | None, restarts: int, limit: int) -> Requeued:
     restarts: how often it was requeued before.
     limit: more are not asked for.
   """
+  code = EXIT_PREEMPTED
   if job is None:
-    return Requeued(EXIT_PREEMPTED, "saved; start it again to resume")
-  if restarts >= limit:
+    line = "saved; start it again to resume"
+  elif restarts >= limit:
+    code = EXIT_GIVE_UP
     line = f"job {job} was requeued {restarts} times, and not again (limit {limit})"
-    return Requeued(EXIT_GIVE_UP, line)
-  shown = run_scontrol("show", "job", job)
-  if shown is not None and (state := ending_state(shown)):
+  elif state := ending_state(run_scontrol("show", "job", job) or ""):
     line = f"job {job} is {state} already: not requeued by this run"
-    return Requeued(EXIT_PREEMPTED, line)
-  error = _requeue(job, restarts)
-  if error is not None:
-    return Requeued(EXIT_PREEMPTED, f"job {job} is saved, not requeued: {error}")
-  return Requeued(EXIT_PREEMPTED, f"job {job} is requeued, restart {restarts + 1}")
+  elif error := _requeue(job, restarts):
+    line = f"job {job} is saved, not requeued: {error}"
+  else:
+    line = f"job {job} is requeued, restart {restarts + 1}"
+  return Requeued(code, line)
 
 
 def _requeue(job: str, restarts: int) -> str | None:
@@ -86,39 +87,27 @@ def _requeue(job: str, restarts: int) -> str | None:
   # (slurm.conf(5), proctrack/pgid).
   mask = signal.pthread_sigmask(signal.SIG_BLOCK, _TO_THE_JOB)
   try:
-    done = subprocess.Popen(
+    done = subprocess.run(
       ["scontrol", "requeue", job],
-      stdout=subprocess.DEVNULL,
-      stderr=subprocess.PIPE,
+      capture_output=True,
       text=True,
       start_new_session=True,
+      timeout=_SCONTROL_S,
     )
   except OSError as e:
     return f"scontrol: {e.strerror}"
+  except subprocess.TimeoutExpired:
+    return f"scontrol: no answer within {_SCONTROL_S:.0f} s"
   finally:
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-  with done:
-    try:
-      _, error = done.communicate(timeout=_SCONTROL_S)
-    except subprocess.TimeoutExpired:
-      done.kill()
-      return f"scontrol: no answer within {_SCONTROL_S:.0f} s"
-  if done.returncode == 0:
-    return None
-  if error.strip():
-    return " ".join(error.split())
+  code = done.returncode
+  if code == 0 or done.stderr.strip():
+    return " ".join(done.stderr.split()) if code else None
   # It was ended before it could print a result.
-  shown = run_scontrol("show", "job", job)
-  if shown is not None and was_requeued(shown, restarts):
+  if was_requeued(run_scontrol("show", "job", job) or "", restarts):
     return None
-  return f"scontrol: {_ended_by(done.returncode)}; see `scontrol show job {job}`"
-
-
-def _ended_by(code: int) -> str:
-  try:
-    return f"ended by {signal.Signals(-code).name}"
-  except ValueError:
-    return f"exit code {code}, without a message"
+  how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+  return f"scontrol: {how}; see `scontrol show job {job}`"
 
 
 def was_requeued(shown: str, restarts: int) -> bool:
@@ -180,16 +169,15 @@ def count_start(workdir: Path, job: str | None, restarts: int, step: int) -> int
     [0, 0, 1, 2]
   """
   path = workdir / "restarts.json"
-  try:
+  idle, newest = 0, step
+  # No file before the first start; a damaged one counts as none.
+  with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
     before = json.loads(path.read_text())
-    known = before["job"] == job and before["restarts"] < restarts
-    last, idle = int(before["step"]), int(before["idle"])
-  except (OSError, ValueError, KeyError, TypeError):
-    known, last, idle = False, 0, 0  # the first start, or an unreadable note
-  idle = idle + 1 if known and step <= last else 0
-  # A checkpoint that turns out to be damaged makes a step smaller: no progress.
-  note = {"job": job, "restarts": restarts, "idle": idle}
-  note["step"] = max(step, last) if known else step
+    last, idle_before = int(before["step"]), int(before["idle"])
+    if before["job"] == job and before["restarts"] < restarts:
+      # A checkpoint that turns out to be damaged makes a step smaller: no progress.
+      newest, idle = max(step, last), idle_before + 1 if step <= last else 0
+  note = {"job": job, "restarts": restarts, "idle": idle, "step": newest}
   temporary = path.with_suffix(".tmp")
   temporary.write_text(json.dumps(note))
   temporary.replace(path)

@@ -1,8 +1,8 @@
-"""Messages between the processes of a run: one JSON value a line, over TCP.
+"""Messages between the processes of a run: one JSON value per line, over TCP.
 
-The meeting before JAX and the watch after it speak so, over the same sockets.
+The rendezvous before JAX and the watch after it use the same sockets.
 Nothing here changes a socket's mode, so that one thread may send while another
-receives; and what is received is bounded, whoever it is that has connected.
+receives; and what is received is bounded, whoever has connected.
 """
 
 from __future__ import annotations
@@ -33,32 +33,27 @@ def send(sock: socket.socket, message: Any, timeout: float | None = None) -> Non
   Args:
     sock: a connected stream socket without a timeout of its own (Python would
       wait for that before it asks the kernel).
-    message: anything that JSON has.
+    message: anything that JSON has, or what `encode` has made of it once for many.
     timeout: seconds until the other end must have taken it; None: for ever.
 
   Raises:
     OSError: the other end is gone.
     TimeoutError: it has not taken all of it; the connection is of no more use.
   """
-  send_line(sock, encode(message), timeout)
-
-
-def send_line(sock: socket.socket, line: bytes, timeout: float | None = None) -> None:
-  """Send what `encode` has made, as `send` does: encoded once for many."""
-  rest = memoryview(line)
+  rest = memoryview(message if isinstance(message, bytes) else encode(message))
   until = None if timeout is None else time.monotonic() + timeout
   while rest:
     try:
       rest = rest[sock.send(rest, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) :]
     except BlockingIOError:
-      if not _is_ready(sock, select.POLLOUT, until):
+      if not is_ready(sock, until, select.POLLOUT):
         raise TimeoutError(f"not taken within {timeout} s") from None
 
 
 class Receiver:
   """Reads messages from a socket, and nothing that follows the last one it gave.
 
-  So another receiver, of another module, can go on with the same socket.
+  So another receiver, of another module, can continue with the same socket.
 
   Example:
     >>> here, there = socket.socketpair()
@@ -94,7 +89,7 @@ class Receiver:
     """
     until = None if timeout is None else time.monotonic() + timeout
     while not (messages := self._read(lambda seen: seen.find(b"\n") + 1)):
-      if messages is None and not _is_ready(self._sock, select.POLLIN, until):
+      if messages is None and not is_ready(self._sock, until):
         raise TimeoutError(f"nothing came within {timeout} s")
     return messages[0]
 
@@ -123,18 +118,16 @@ class Receiver:
       raise ValueError("nested too deep") from e
 
 
-def is_readable(sock: socket.socket, timeout: float | None) -> bool:
-  """Wait until something can be read; whether it can.
+def is_ready(
+  sock: socket.socket, until: float | None, event: int = select.POLLIN
+) -> bool:
+  """Wait until something can be read, or sent; whether it can.
 
   Args:
     sock: any; its own timeout does not count.
-    timeout: seconds; None: for ever.
+    until: on the clock `time.monotonic`; None: for ever.
+    event: POLLIN or POLLOUT.
   """
-  until = None if timeout is None else time.monotonic() + timeout
-  return _is_ready(sock, select.POLLIN, until)
-
-
-def _is_ready(sock: socket.socket, event: int, until: float | None) -> bool:
   poll = select.poll()  # not select(), which takes no descriptor above 1023
   poll.register(sock, event)
   left = None if until is None else max(0.0, until - time.monotonic()) * 1000

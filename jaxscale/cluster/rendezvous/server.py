@@ -146,7 +146,7 @@ class _Server:
     go = wire.encode({"go": port, "hosts": hosts})
     for rank, sock in self.links.items():
       try:
-        wire.send_line(sock, go, timeout=10)
+        wire.send(sock, go, timeout=10)
       except OSError as e:  # those that got it find the links closed
         raise ConfigError(
           f"process {rank} ({hosts[rank]}) has disconnected just before the start "

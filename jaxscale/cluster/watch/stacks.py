@@ -22,11 +22,6 @@ _DUMP_S = 0.8
 _FLUSH_S = 0.1
 
 
-def path_of(folder: Path, rank: int) -> Path:
-  """The file for the stacks of a process."""
-  return folder / f"process-{rank}.txt"
-
-
 def print_line(line: str) -> None:
   """One line to stderr, past Python's buffers and their locks."""
   with contextlib.suppress(OSError):  # nobody reads us any more
@@ -45,33 +40,30 @@ def leave(code: int, folder: Path | None, rank: int, line: str) -> NoReturn:
   """
   faulthandler.dump_traceback_later(_DUMP_S, exit=True, file=_STDERR)
   if folder is not None:
-    _dump(path_of(folder, rank), line)
+    path = folder / f"process-{rank}.txt"
+    try:
+      folder.mkdir(parents=True, exist_ok=True)
+      with path.open("w") as file:
+        file.write(line + "\n\n")
+        file.flush()
+        faulthandler.dump_traceback(file, all_threads=True)
+    except OSError as e:
+      print_line(f"{path}: stacks cannot be written ({e.strerror})")
   flush()
   os._exit(code)
 
 
-def _dump(path: Path, line: str) -> None:
-  try:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-      file.write(line + "\n\n")
-      file.flush()
-      faulthandler.dump_traceback(file, all_threads=True)
-  except OSError as e:
-    print_line(f"{path}: stacks cannot be written ({e.strerror})")
-
-
 def flush() -> None:
   """Write out what was printed, unless a thread that is stuck holds a lock on it."""
-  flushing = threading.Thread(target=_flush, daemon=True)
+
+  def flush_all() -> None:
+    for stream in (sys.stdout, sys.stderr):
+      with contextlib.suppress(OSError, ValueError, AttributeError):
+        stream.flush()
+
+  flushing = threading.Thread(target=flush_all, daemon=True)
   flushing.start()
   flushing.join(_FLUSH_S)
-
-
-def _flush() -> None:
-  for stream in (sys.stdout, sys.stderr):
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-      stream.flush()
 
 
 def arm(seconds: float) -> None:

@@ -29,7 +29,7 @@ from jaxscale.cluster.watch.fault_detection import (
 )
 from jaxscale.cluster.watch.monitor import Monitor
 from jaxscale.cluster.watch.stop_consensus import StopConsensus, StopRequest
-from jaxscale.cluster.wire import Receiver, encode, is_readable
+from jaxscale.cluster.wire import Receiver, encode, is_ready
 from jaxscale.errors import EXIT_CRASH, EXIT_HANG, user_message
 
 # What Gloo, NCCL and gRPC report of a peer that is gone.
@@ -200,7 +200,7 @@ class Watch:
         # A process whose GIL is held sends nothing. Before this ends it, the monitor
         # has found it silent.
         stacks.arm(1.5 * silence_s + 3 * timeouts.heartbeat_interval_s)
-      if not is_readable(self._link, next_beat - now):
+      if not is_ready(self._link, next_beat):
         continue
       heard = time.monotonic()
       try:
