@@ -43,45 +43,45 @@ class Config:
     optimizer: how parameters follow gradients.
     schedule: the learning rate over the run.
     loss: what is minimized and reported.
-    batch_size: examples an optimizer step, over all devices.
+    batch_size: examples per optimizer step, over all devices.
     epochs: passes over the training examples.
-    phases: batch and image sizes that change on the way: Phases or
+    phases: batch and image sizes that change during the run: Phases or
       AdaptiveBatch; by default a single phase.
-    accumulate_steps: micro-batches a step; gradients are exchanged once. A run
-      that goes on with fewer devices than it began on has more of them.
+    accumulate_steps: micro-batches per step; gradients are exchanged once. A run
+      that resumes on fewer devices than it began on has more of them.
     lr_scaling: how optimizer.lr grows with the batch: "none", "linear"
       (arXiv:1706.02677) or "sqrt".
     lr_reference_batch_size: the batch size that optimizer.lr belongs to.
-    layer_decay: each layer's rate is this times that of the layer above it;
+    layer_decay: each layer's rate, as a share of the rate of the layer above it;
       None: one rate for all.
     layer_order: regular expressions of parameter paths, from the lowest layer
       to the highest, for `layer_decay`.
     clip_norm: largest global norm of the gradient; None: no clipping.
     ema_decay: decay of an average of parameters and BatchNorm statistics,
       which is then what is evaluated; None: no average.
-    noise_scale: measure the gradient-noise scale (arXiv:1812.06162) on the
-      way, in examples as `batch_size` counts them: of text windows, not tokens.
+    noise_scale: measure the gradient-noise scale (arXiv:1812.06162)
+      during training, in examples as `batch_size` counts them: of text windows, not tokens.
       Needs two devices or micro-batches at least.
     dtype: type of activations; parameters and the exchange stay float32.
     init_from: a safetensors file, or a folder as Hugging Face's, whose parameters
       training starts from, in the names of timm (ResNet, ViT), Hugging Face
-      (Llama) or `jaxscale.run.export`; None: initialised. What goes with them, such as
-      how images are normalised, is in `jaxscale.weights.names`.
-    init_head: the classifier starts anew, whatever `init_from` has.
+      (Llama) or `jaxscale export`; None: initialised. How images are
+      normalised for them is in `jaxscale.weights.names`.
+    init_head: initialise the classifier, whatever `init_from` has.
     seed: of initial parameters, order, augmentation and dropout.
-    target_accuracy: the run is called a success from this accuracy on.
-    target_loss: or from this held-out loss on downwards.
+    target_accuracy: held-out accuracy that makes the run a success.
+    target_loss: or the held-out loss.
     stop_at_target: end (and save) at the first evaluation that reaches it.
-    input_threads: threads that load and augment; None: one a processor core.
+    input_threads: threads that load and augment; None: one per processor core.
     mesh: the grid of devices.
-    layout: how a model is split over them.
+    layout: how the model is sharded over them.
     exchange: how gradients cross the network.
     sync: when workers synchronize: every step, or now and then.
     evaluation: when and how to evaluate.
     checkpoint: when to save and what to keep.
-    checks: what to look after.
+    checks: what to watch during training.
     faults: when a run counts as broken, and how it ends.
-    log: what to write down.
+    log: what to log.
   """
 
   model: Model

@@ -32,7 +32,7 @@ class Layout:
       all of it from its input ("full"), which keeps the least in memory; "offload" is
       as "full", and what comes into a layer, which every other keeps as well, waits in
       the host's memory. A stage of a pipeline is always computed again from its input;
-      there this is about its layers while that goes on.
+      there this is about the layers within it.
     optimizer: where its state is between steps: on the "device", or on the "host",
       from where it is brought for the update.
     rules: in place of the model's own, which axis splits which dim of a parameter:

@@ -1,4 +1,4 @@
-"""Settings of where a run happens and what it writes down."""
+"""Settings of the devices, and of what is evaluated, saved, checked and logged."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Evaluation:
 
   Attributes:
     every_epochs: epochs between evaluations; the last step always has one.
-    batch_size: examples a step, rounded up to a multiple of the devices.
+    batch_size: examples per step, rounded up to a multiple of the devices.
   """
 
   every_epochs: Positive = 1.0
@@ -79,17 +79,17 @@ class Checkpoint:
 
 @settings
 class Checks:
-  """What is looked after on the way.
+  """What is watched during training.
 
   Attributes:
     replicas_every_steps: steps between comparisons of all devices' copies of
       parameters and optimizer state, bit for bit; 0: never.
     non_finite: what follows a step whose loss or gradient is NaN or Inf, which in
-      any case changes nothing. "stop": the run ends; "skip": it goes on with the
-      next batch; "roll_back": it goes on from the last checkpoint, passing over
-      the batches since, the bad one among them (PaLM, arXiv:2204.02311, section
+      any case changes nothing. "stop": the run ends; "skip": it continues with the
+      next batch; "roll_back": it resumes from the last checkpoint and leaves out
+      the batches since then (PaLM, arXiv:2204.02311, section
       5.1: spikes come of data and parameters together).
-    max_skipped_steps: how many skips, or rolls back, a run may have; one more ends it.
+    max_skipped_steps: skips, or roll-backs, that a run may have; one more ends it.
     max_consecutive_skipped_steps: likewise of consecutive steps, or of rolls
       back to the same checkpoint.
   """
@@ -125,10 +125,10 @@ class Faults(Timeouts):
 
 @settings
 class Log:
-  """What is written down on the way.
+  """What is logged during training.
 
   Attributes:
-    every_steps: steps between lines of metrics.
+    every_steps: steps between two records of metrics.
     tensorboard: also write TensorBoard event files.
     trust_ratios: also write each layer's trust ratio (LARS, LAMB).
     mllog: also write `mllog.txt`, the log of MLPerf.

@@ -27,7 +27,7 @@ from jaxscale.experiment.exchange import Synchronization, make_exchange, make_sy
 from jaxscale.experiment.model import Model, bn_span, imported, init_fn, make_model
 from jaxscale.experiment.optimizer import make_optimizer, phase_rate, phase_schedule
 from jaxscale.experiment.phases import Phase, scale_velocity, step_at
-from jaxscale.mesh import batch_axes, batch_sharding, make_mesh
+from jaxscale.mesh import batch_axes, batch_sharding, make_mesh, replicated
 from jaxscale.parallel.layout import Layout, local_grad_shapes
 from jaxscale.parallel.layout_exchange import exchange_axes
 from jaxscale.parallel.run_stack import PipelineGrads
@@ -42,7 +42,7 @@ from jaxscale.training.state import (
   TrainState,
   abstract_state,
   init_state,
-  lower_init_state,
+  make_init,
 )
 from jaxscale.training.step import (
   Batch,
@@ -101,7 +101,9 @@ class Experiment(NamedTuple):
   def lower_init_state(self) -> Any:
     """What makes the state, as `jax.stages.Lowered`."""
     assert self.sync is None, "workers that train alone have whole models"
-    return lower_init_state(*self._parts(), **self._kept(), seed=self.config.seed)
+    key = jax.eval_shape(jax.random.key, self.config.seed)
+    key = jax.ShapeDtypeStruct((), key.dtype, sharding=replicated(self.mesh))
+    return make_init(*self._parts(), **self._kept()).lower(key, {})
 
   def abstract_batch(self) -> Batch:
     """Shapes, dtypes and shardings of a global training batch."""

@@ -158,21 +158,21 @@ def over_devices(
   return microbatches.over_devices(phases, num_blocks, start_blocks, keeps)
 
 
-def story(config: cfg.Config, derived: Derived) -> str | None:
-  """What there is to say where the run began on another number of devices."""
+def device_summary(config: cfg.Config, derived: Derived) -> str | None:
+  """One line for the log, where the run began on another number of devices."""
   each = derived.num_devices // derived.row_blocks  # devices that share their rows
   here, start = derived.row_blocks, max(derived.start_devices // each, 1)
   if here == start:
     return None
   asked = [s._replace(accumulate_steps=_asked(config, s)) for s in derived.phases]
-  said = microbatches.story(asked, derived.phases, here, start)
+  text = microbatches.summary(asked, derived.phases, here, start)
   before, now = (
     {s.batch_size // (n * s.accumulate_steps) for s in phases}
     for phases, n in ((asked, start), (derived.phases, here))
   )
   if _bn_span(config) == "device" and before != now:
-    said += "; BatchNorm's statistics, of a device's examples at a time, are others"
-  return said
+    text += "; BatchNorm's statistics, of a device's examples at a time, are others"
+  return text
 
 
 def steps_of(epochs: float, num_train: int, phase: Phase) -> int:

@@ -1,7 +1,4 @@
-"""From a Config to what a layout makes of a model: its parts, its loss and its totals.
-
-What it makes are pure functions.
-"""
+"""From a Config to a layout of the model, and the loss and totals under it."""
 
 from __future__ import annotations
 
@@ -15,6 +12,7 @@ from jax.sharding import Mesh
 from jaxscale import config as cfg
 from jaxscale import models, parallel
 from jaxscale.errors import ConfigError
+from jaxscale.experiment.model import Model, init_fn
 from jaxscale.parallel import rules as sharding_rules
 from jaxscale.parallel.layout import HOST, Layout, Shard
 from jaxscale.parallel.pipeline import bubble
@@ -23,18 +21,9 @@ from jaxscale.training import losses
 from jaxscale.training.losses import Objective
 from jaxscale.tree_paths import path_name
 
-Model = models.ModelFns | models.Stack
-
-
-def init_fn(model: Model) -> Any:
-  """The function key -> (params, model_state) of any model."""
-  if isinstance(model, models.Stack):
-    return lambda key: (model.init(key), {})
-  return model.init
-
 
 def make_layout(config: cfg.Config, mesh: Mesh, model: Model) -> Layout | None:
-  """How the model lies on the mesh; None: all of it on every device.
+  """How the model is sharded over the mesh; None: all of it on every device.
 
   Args:
     config: of the run.
@@ -75,21 +64,21 @@ def shard_on(config: cfg.Config, mesh: Mesh) -> Shard:
 
 
 def notes(config: cfg.Config, mesh: Mesh, micro_batches: int) -> list[str]:
-  """What a user should know of a layout before the first step, a line each."""
-  said = []
+  """What a user should know of a layout before the first step, one line each."""
+  found = []
   if shard_on(config, mesh) != config.layout.shard:
-    said.append(
+    found.append(
       "Mesh.fsdp=-1: is one device here, so that Layout.shard="
       f"{config.layout.shard!r} splits nothing"
     )
   stages = mesh.shape.get("stage", 1)
   if stages > 1:
     idle = bubble(config.layout.schedule, stages, micro_batches)
-    said.append(
+    found.append(
       f"pipeline: {config.layout.schedule}, {stages} stages, {micro_batches} "
-      f"micro-batches; {idle:.0%} of a step a stage is idle"
+      f"micro-batches; {idle:.0%} of a step every stage is idle"
     )
-  return said
+  return found
 
 
 def check_exchange(

@@ -1,4 +1,4 @@
-"""A run on another number of devices than it began on: its batches over these.
+"""Micro-batches of a run that resumes on another number of devices.
 
 Batch and order of examples are the run's, whatever it runs on. What is left to
 choose is how many micro-batches a device works through: on fewer devices so many
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from jaxscale.errors import ConfigError
 from jaxscale.experiment.phases import Phase
+from jaxscale.metrics.text import listed, plural
 
 # (a phase as asked for, devices, micro-batches) -> whether a step keeps its meaning
 Keeps = Callable[[Phase, int, int], bool]
@@ -97,19 +98,19 @@ def over_devices(
   elif num_devices > start_devices and phase.accumulate_steps > 1:
     wrong = f"in {phase.accumulate_steps} micro-batches, {wrong}"
   raise ConfigError(
-    f"batch_size={phase.batch_size}: {wrong} {_devices(num_devices)}, and a run "
-    f"goes on with the batch that it began with, on {start_devices}; give it "
-    f"{_few(do, num_devices)} devices, or another --workdir"
+    f"batch_size={phase.batch_size}: {wrong} {plural(num_devices, 'device')}, and a "
+    f"run resumes with the batch that it began with, on {start_devices}; give it "
+    f"{_nearest(do, num_devices)} devices, or another --workdir"
   )
 
 
-def story(
+def summary(
   asked: Sequence[Phase],
   phases: Sequence[Phase],
   num_devices: int,
   start_devices: int,
 ) -> str:
-  """What a run on another number of devices says of it, in one line.
+  """One line for the log of a run on another number of devices.
 
   Args:
     asked: the phases as the config has them.
@@ -119,7 +120,7 @@ def story(
 
   Example:
     >>> phase = Phase(0, 10, 0, 1024, 1, None)
-    >>> print(story([phase], [phase._replace(accumulate_steps=2)], 8, 16))
+    >>> print(summary([phase], [phase._replace(accumulate_steps=2)], 8, 16))
     ... # doctest: +NORMALIZE_WHITESPACE
     8 devices, 16 at the start: 2 micro-batches a step instead of 1, so that a device
     still holds 64 examples at a time; the global batch and the order of examples stay
@@ -134,30 +135,20 @@ def story(
   else:
     held = f"a device holds {_each(rows)} examples at a time, {_each(before)} then"
   return (
-    f"{_devices(num_devices)}, {start_devices} at the start: {micros}, {held}; the "
-    "global batch and the order of examples stay"
+    f"{plural(num_devices, 'device')}, {start_devices} at the start: {micros}, {held}; "
+    "the global batch and the order of examples stay"
   )
 
 
 def _each(values: Sequence[int]) -> str:
-  """A value for all phases, or one for each."""
-  if len(set(values)) == 1:
-    return f"{values[0]:,}"
-  return _list([f"{v:,}" for v in values], "and")
+  """One value for all phases, or one for each."""
+  return listed(f"{v:,}" for v in (values if len(set(values)) > 1 else values[:1]))
 
 
-def _devices(count: int) -> str:
-  return f"{count} device{'s' * (count != 1)}"
-
-
-def _few(numbers: Iterable[int], near: int) -> str:
+def _nearest(numbers: Iterable[int], near: int) -> str:
   """The six numbers that are nearest by ratio, in order."""
   nearest = sorted(numbers, key=lambda n: max(n / near, near / n))[:6]
-  return _list([str(n) for n in sorted(nearest)], "or")
-
-
-def _list(words: Sequence[str], last: str) -> str:
-  return f" {last} ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+  return listed(sorted(nearest), "or")
 
 
 def _divisors(number: int) -> list[int]:

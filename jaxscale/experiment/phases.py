@@ -1,4 +1,4 @@
-"""A run in phases: batch and images may change size, the schedule goes on.
+"""A run in phases: batch and images may change size, the schedule continues.
 
 A phase is a stretch of steps of one shape. Epochs say where it begins; steps
 and examples follow. Schedules count in steps of the reference batch size, so
@@ -112,7 +112,7 @@ def every(
 ) -> Callable[[int], bool]:
   """Step -> whether something regular follows it, for the steps of one phase.
 
-  An interval that a phase has begun goes on in the next, as a share of it: phases
+  An interval that a phase has begun continues in the next, as a share of it: phases
   shorter than an interval do not put it off. The run's last step is always one.
 
   Args:

@@ -1,4 +1,4 @@
-"""What a run says of itself in its directory, and whether that is its own."""
+"""A run's record in its workdir, and whether a workdir holds the same experiment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.experiment import build, derive
 from jaxscale.metrics import write_json
 
-# What may change when a run goes on: where it runs and what it writes down.
+# What may change when a run resumes: where it runs and what it records.
 _NOT_IDENTITY = (
   "mesh", "layout", "evaluation", "checkpoint", "checks", "faults", "log",
   "target_accuracy", "target_loss", "stop_at_target", "input_threads",
@@ -51,7 +51,7 @@ def describe(experiment: build.Experiment) -> dict[str, Any]:
 
 
 def describe_text(experiment: build.Experiment, workdir: Path) -> str:
-  """The same for a person: a line a setting, a line a derived quantity."""
+  """The same for a person: one line per setting and per derived quantity."""
   lines = [
     f"jaxscale {metadata.version('jaxscale')}  workdir {workdir}",
     "config",
@@ -69,8 +69,8 @@ def describe_text(experiment: build.Experiment, workdir: Path) -> str:
     lines.append(
       f"  steps {phase.start + 1:,} to {phase.stop:,}: batch {phase.batch_size:,}{size}"
     )
-  if said := derive.story(experiment.config, experiment.derived):
-    lines.append(f"  {said}")
+  if text := derive.device_summary(experiment.config, experiment.derived):
+    lines.append(f"  {text}")
   lines += [f"  {note}" for note in experiment.notes]
   return "\n".join(lines)
 
@@ -96,7 +96,7 @@ def start_devices(workdir: Path, config: Any) -> int | None:
 
   Args:
     workdir: of the run.
-    config: that goes on there.
+    config: of the run that resumes there.
 
   Returns:
     None: it begins now, or what is there is not its own (`claim_workdir` says so).
@@ -158,7 +158,7 @@ def _another(before: dict[str, Any], config: Any) -> tuple[str, Any, Any] | None
     free.remove("mesh")  # else other devices would be one worker
   if config.model.is_stack and not now["noise_scale"]:
     # Nothing is random in these, and no statistics are a micro-batch's: a pipeline
-    # may go on with what was begun without micro-batches.
+    # may resume what was begun without micro-batches.
     free.add("accumulate_steps")
   for name, (old, new) in _differences(before, now).items():
     if not {name, name.split(".")[0]} & free:

@@ -12,7 +12,7 @@ from jaxscale.config import Mesh
 from jaxscale.config.loading import load_config
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build, microbatches
-from jaxscale.experiment.derive import derive, story
+from jaxscale.experiment.derive import derive, device_summary
 from jaxscale.experiment.microbatches import micro_batches
 from jaxscale.preflight import child
 from jaxscale.run import adaptive_batch
@@ -95,12 +95,12 @@ def test_every_phase_has_its_own():
   same = {"num_devices", "row_blocks", "start_devices", "device_batch_size", "phases"}
   for name in set(fewer._fields) - same - {"eval_batch_size"}:
     assert getattr(fewer, name) == getattr(at_start, name), name
-  assert story(ramp, fewer) == (
+  assert device_summary(ramp, fewer) == (
     "2 devices, 8 at the start: 4, 4 and 8 micro-batches a step instead of 1, 1 and 2, "
     "so that a device still holds 8, 16 and 16 examples at a time; the global batch "
     "and the order of examples stay"
   )
-  assert over(ramp, 8, 8) == over(ramp, 8, None) and story(ramp, at_start) is None
+  assert over(ramp, 8, 8) == over(ramp, 8, None) and device_summary(ramp, at_start) is None
 
 
 STORIES = [
@@ -121,7 +121,7 @@ STORIES = [
 @pytest.mark.parametrize("changes, devices, start, wanted", STORIES)
 def test_what_it_says(changes, devices, start, wanted):
   chosen = config(**changes)
-  said = story(chosen, over(chosen, devices, start)) or ""
+  said = device_summary(chosen, over(chosen, devices, start)) or ""
   assert wanted in said and "\n" not in said
   assert ("BatchNorm" in said) == ("BatchNorm" in wanted)
 
@@ -179,7 +179,7 @@ def test_batch_norm_keeps_as_many_examples(span, devices, wanted):
   assert derived.phases[0].accumulate_steps == wanted
   if derived.micro_batch_size != 8:
     held = f"a device holds {derived.micro_batch_size} examples at a time, 8 then"
-    assert held in (story(chosen, derived) or "")
+    assert held in (device_summary(chosen, derived) or "")
 
 
 def test_a_model_without_batch_norm_needs_no_span():
@@ -215,7 +215,7 @@ def test_sizes_that_an_adaptive_run_chose_go_on():
   assert [s.accumulate_steps for s in derived.phases[:4]] == [4] * 4
   assert [s.batch_size for s in derived.phases[:4]] == [64, 96, 192, 192]
   said = "so that a device still holds 8, 12, 24, 24, "
-  assert said in (story(chosen, derived) or "")
+  assert said in (device_summary(chosen, derived) or "")
 
 
 @pytest.mark.parametrize(
@@ -321,4 +321,4 @@ def test_divisors_and_lists():
   for number in (1, 2, 12, 49, 97):
     wanted = [n for n in range(1, number + 1) if number % n == 0]
     assert microbatches._divisors(number) == wanted
-  assert microbatches._few([1, 2, 4, 8, 16, 32, 64], 60) == "2, 4, 8, 16, 32 or 64"
+  assert microbatches._nearest([1, 2, 4, 8, 16, 32, 64], 60) == "2, 4, 8, 16, 32 or 64"
