@@ -30,10 +30,10 @@ from jaxscale.optim.layers import (
   Layer,
   TrustRatios,
   default_float,
+  in_float32,
   initial_ratios,
   layers_of,
   ratio_tree,
-  wide,
 )
 from jaxscale.optim.masks import Mask, kernels
 from jaxscale.optim.rate import rate_at
@@ -168,20 +168,17 @@ def momentum_rule(
     return MomentumState(
       count=jnp.zeros([], jnp.int32),
       learning_rate=jnp.zeros([], default_float()),
-      velocity=jax.tree.map(lambda w: jnp.zeros_like(w, wide(w.dtype)), params),
+      velocity=optax.tree.zeros_like(params),
       trust_ratios=initial_ratios(params, layers),
     )
 
   def update(updates, state, params=None):
-    if params is None:
-      raise ValueError("decay needs parameters: tx.update(grads, state, params)")
     rate = rate_at(learning_rate, state.count)
     correction = _correction(momentum_correction, rate, state)
 
     def step(w, g, v, layer):
-      """(update in the dtype of w, velocity, trust ratio) of one leaf."""
-      narrow, dtype = w.dtype, v.dtype
-      g, w, lr = g.astype(dtype), w.astype(dtype), rate.astype(dtype)
+      """(update, velocity, trust ratio) of one leaf."""
+      lr = rate.astype(v.dtype)
       r = ratio(g, w, lr, layer) if ratio and layer.chosen else None
       inside, outside = (1.0 if r is None else r), 1.0
       if not form.ratio_in_velocity:
@@ -191,10 +188,10 @@ def momentum_rule(
       else:
         outside = lr * outside
       entered = inside * (g + weight_decay * w if form.decays and layer.chosen else g)
-      v = jnp.asarray(momentum * correction, dtype) * v + entered
+      v = jnp.asarray(momentum * correction, v.dtype) * v + entered
       # The look-ahead is not corrected: the next step's rate is not known yet.
       moved = outside * (entered + momentum * v if nesterov else v)
-      return -moved.astype(narrow), v, r
+      return -moved, v, r
 
     leaves, treedef = jax.tree.flatten(params)
     trees = [treedef.flatten_up_to(t) for t in (updates, state.velocity)]
@@ -207,7 +204,7 @@ def momentum_rule(
       trust_ratios=ratio_tree(treedef, [r for *_, r in steps]),
     )
 
-  return optax.GradientTransformation(init, update)
+  return in_float32(optax.GradientTransformation(init, update))
 
 
 def _correction(

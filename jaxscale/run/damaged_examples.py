@@ -21,23 +21,26 @@ class DamageRecord:
   """
 
   def __init__(self, workdir: Path, start: int):
-    """Go on with what is on record, unless the run starts anew."""
+    """Resume with what is on record, unless the run starts anew."""
     self._path = workdir / "damaged.json"
-    self._total = {"training": data.DamagedExamples(), "held-out": data.DamagedExamples()}
+    self._total = {
+      "training": data.DamagedExamples(),
+      "held-out": data.DamagedExamples(),
+    }
     self._watched: list[tuple[Split, data.DamagedExamples]] = []
-    self._told = ""
+    self._reported = ""
     if start and self._path.exists():
       for split, found in json.loads(self._path.read_text()).items():
         self._total[split].update(found)
-      self._told = self._as_json()
+      self._reported = self._as_json()
 
   def watch(self, split: Split, dataset: data.Dataset) -> None:
-    """Also count what this dataset meets, in this process."""
+    """Also count what this dataset could not read, in this process."""
     if dataset.damaged is not None:
       self._watched.append((split, dataset.damaged))
 
   def collect(self) -> list[str]:
-    """Take in what all processes met; a line a split, if anything is new.
+    """Gather what all processes found; one line per split, if anything is new.
 
     All processes must call it.
     """
@@ -46,13 +49,13 @@ class DamageRecord:
     for found in cluster.gather([(s, d.as_dict()) for s, d in self._watched]):
       for split, one in found:
         self._total[split].update(one)
-    if self._as_json() == self._told:
+    if self._as_json() == self._reported:
       return []
-    self._told = self._as_json()
+    self._reported = self._as_json()
     if cluster.is_leader():
-      # On a full disk the file is left as it was; the lines below tell as much.
+      # On a full disk the file is left as it was; the lines below say as much.
       with contextlib.suppress(OSError):
-        metrics.write_json(self._path, json.loads(self._told))
+        metrics.write_json(self._path, json.loads(self._reported))
     return [
       f"{split} data: {damage.describe()}"
       for split, damage in self._total.items()

@@ -30,7 +30,7 @@ class Reporter:
     start: int,
     may_write: Callable[[], bool] = lambda: True,
   ):
-    """Go on with the record after step `start`, while `may_write` allows it."""
+    """Resume the record after step `start`, while `may_write` allows it."""
     config, derived = experiment.config, experiment.derived
     leader = cluster.is_leader()
     self.experiment = experiment  # the phase that is running

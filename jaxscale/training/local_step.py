@@ -42,7 +42,12 @@ from jaxscale.exchange import Exchange
 from jaxscale.exchange.local import LocalUpdate, reset_momentum
 from jaxscale.mesh import replicated
 from jaxscale.training import nan_guard
-from jaxscale.training.state import TrainState, abstract_on, state_shardings, with_given
+from jaxscale.training.state import (
+  TrainState,
+  stack_over_devices,
+  state_shardings,
+  with_given,
+)
 from jaxscale.training.step import (
   Batch,
   LossFn,
@@ -109,9 +114,8 @@ def init_local_state(
   Raises:
     ConfigError: `method` resets a momentum that `tx` does not have.
   """
-  init = _initialiser(init_fn, tx, mesh, exchange, method)
-  key = jax.random.key(seed)
-  return jax.jit(init, out_shardings=state_shardings(mesh))(key, given or {})
+  init = _make_local_init(init_fn, tx, mesh, exchange, method)
+  return init(jax.random.key(seed), given or {})
 
 
 def abstract_local_state(
@@ -122,12 +126,12 @@ def abstract_local_state(
   method: LocalUpdate,
 ) -> TrainState:
   """Shapes, dtypes and shardings of `init_local_state`, without computing it."""
-  init = _initialiser(init_fn, tx, mesh, exchange, method)
-  return abstract_on(state_shardings(mesh), init)
+  init = _make_local_init(init_fn, tx, mesh, exchange, method)
+  return init.eval_shape(jax.random.key(0), {})
 
 
-def _initialiser(init_fn, tx, mesh, exchange, method):
-  """The function of a key that makes a state."""
+def _make_local_init(init_fn, tx, mesh, exchange, method) -> Any:
+  """As `state.make_init`."""
 
   def init(key, given):
     params, model_state = with_given(init_fn(key), given)
@@ -135,12 +139,16 @@ def _initialiser(init_fn, tx, mesh, exchange, method):
     if method.reset_momentum:
       reset_momentum(inner)  # to refuse now what it would refuse in the step
     worker = WorkerState(params, model_state, inner, exchange.init(params))
-    stacked = jax.tree.map(lambda x: jnp.stack([x] * mesh.size), worker)
-    step = jnp.zeros((), jnp.int32)
-    outer = method.outer.init(params)
-    return TrainState(step, params, model_state, outer, stacked, ())
+    return TrainState(
+      step=jnp.zeros((), jnp.int32),
+      params=params,
+      model_state=model_state,
+      opt_state=method.outer.init(params),
+      exchange_state=stack_over_devices(worker, mesh),
+      average=(),
+    )
 
-  return init
+  return jax.jit(init, out_shardings=state_shardings(mesh))
 
 
 def make_local_train_step(

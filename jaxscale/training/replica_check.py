@@ -1,9 +1,9 @@
 """Whether all copies of what is replicated are equal, bit for bit.
 
-Parameters and optimizer state exist once a device. Every device computes the same
+Parameters and optimizer state exist once per device. Every device computes the same
 update of them, so nothing but a fault makes them differ: a flipped bit in memory, a
-collective that gives devices different sums, an exchange with a mistake in it. Such
-a run goes on, looks healthy, and trains another network on each device. Here every
+collective that gives devices different sums, a mistake in an exchange. Such
+a run continues, looks healthy, and trains another network on each device. Here every
 device hashes its own copy, and the hashes are compared.
 
 With b_i the bits of element i as a uint32 and i its place in the array,
@@ -12,7 +12,7 @@ With b_i the bits of element i as a uint32 and i its place in the array,
 
 of a leaf, where `mix` is a bijection. The sum has no order, so that neither layout
 nor compiler matters. One changed element always changes h. Several changed, or two
-swapped, leave it alone once in about 2^32, in each leaf; since copies that differ
+swapped, leave it the same once in about 2^32, in each leaf; since copies that differ
 stay so, the next check is another chance. Equal bits never raise an alarm. -0.0 and
 0.0 differ, and so do NaNs with other payloads.
 
@@ -20,8 +20,8 @@ Where a layout splits an array, a device has a part of it, and is compared with 
 that have the same part; what one device alone has cannot be compared.
 
 Reading it all takes a device about as long as one pass over memory; the compiled
-program has no collective. What processes then tell each other is 16 hexadecimal
-digits a device and way of splitting, and every hash only if those differ.
+program has no collective. Processes then exchange 16 hexadecimal digits per device
+and kind of sharding, and every hash only if those differ.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ from jax.sharding import PartitionSpec as P
 from jaxscale import cluster
 from jaxscale.collectives import vary
 from jaxscale.errors import EXIT_CRASH
+from jaxscale.metrics.text import few
+from jaxscale.training.nan_guard import ordinal
 from jaxscale.training.state import TrainState
 from jaxscale.tree_paths import path_name
 
 Fingerprint = Callable[[Any], jax.Array]  # tree -> uint32 [devices, leaves]
 _GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: neighbours land far from each other
-_SHOWN = 4  # processes in one line, and devices of each
 
 
 class ReplicaDivergenceError(RuntimeError):
@@ -56,12 +57,12 @@ class ReplicaDivergenceError(RuntimeError):
 
   Attributes:
     step: after which it was found.
-    good_until: the step of the check before, after which they may have parted.
+    good_until: the step of the check before, after which they may have diverged.
     advice: what to do, for the end of the line.
   """
 
   exit_code = EXIT_CRASH
-  advice = "test that memory and network or leave the host out, then go on"
+  advice = "test that memory and network or leave the host out, then resume"
 
   def __init__(self, step: int, what: str, good_until: int):
     super().__init__(f"{what} after step {step}")
@@ -119,10 +120,10 @@ def shared(state: TrainState) -> TrainState:
 def make_fingerprint(mesh: Mesh, tree: Any = None) -> Any:
   """Compile-ready `tree -> uint32 [devices, leaves]`: the hash of every copy.
 
-  The first dim is sharded, each row on the device that it tells of, in the order
+  The first dim is sharded, each row on the device that it describes, in the order
   of the mesh. The function is jitted and the same for the same mesh. Compiling
-  takes seconds where there are many leaves: `lower(...).compile()` it beside
-  other work.
+  takes seconds where there are many leaves: `lower(...).compile()` it in the
+  background.
 
   Args:
     mesh: where the arrays are.
@@ -211,7 +212,7 @@ def find_divergence(
   mesh: Mesh | None = None,
   splits: Sequence[tuple[str, ...]] | None = None,
 ) -> str | None:
-  """Who differs from whom, in one line; None if nobody does.
+  """Which devices differ from which, in one line; None if none does.
 
   All processes must call it, and all get the same answer.
 
@@ -222,15 +223,15 @@ def find_divergence(
     splits: axes that split each leaf; None: none does.
   """
   own = _own_replicas(prints, mesh, splits)
-  said = {digest for replica in own for digest in _digests(replica, splits)}
-  every = set().union(*cluster.gather(sorted(said)))
+  digests = {digest for replica in own for digest in _digests(replica, splits)}
+  every = set().union(*cluster.gather(sorted(digests)))
   if len({digest.rpartition(" ")[0] for digest in every}) == len(every):
     return None
   return describe([Replica(*r) for rs in cluster.gather(own) for r in rs], names)
 
 
 def describe(replicas: Sequence[Replica], names: Sequence[str]) -> str | None:
-  """Who differs from most of those that have the same, voted leaf by leaf; or None.
+  """Which devices differ from most others, voted leaf by leaf; None: they are equal.
 
   Args:
     replicas: of all devices.
@@ -280,15 +281,10 @@ def _places(replicas: Sequence[Replica]) -> str:
   for r in replicas:
     devices.setdefault((r.process, r.host), []).append(r.device)
   words = [
-    f"process {process} ({host}, {' '.join(_few(found, 'more'))})"
+    f"process {process} ({host}, {few(found)})"
     for (process, host), found in devices.items()
   ]
-  return " and ".join(_few(words, "more processes"))
-
-
-def _few(words: list[str], more: str) -> list[str]:
-  hidden = len(words) - _SHOWN
-  return [*words[:_SHOWN], f"{hidden} {more}"] if hidden > 0 else words
+  return few(words, more="more processes")
 
 
 def _own_replicas(
@@ -300,7 +296,7 @@ def _own_replicas(
     Replica(
       jax.process_index(),
       platform.node(),
-      _device_name(shard.device),
+      f"{shard.device.platform}:{ordinal(shard.device)}",
       tuple(np.asarray(shard.data)[0].tolist()),
       _parts(shard.index[0].start or 0, mesh, splits),
     )
@@ -315,28 +311,20 @@ def _parts(
   if mesh is None or not any(splits or ()):
     return ()
   place = np.unravel_index(row, mesh.devices.shape)
-  at = dict(zip(mesh.axis_names, map(int, place), strict=True))
+  at = dict(zip(mesh.axis_names, place, strict=True))
 
   def part(split):
-    number = 0
-    for axis in split:
-      number = number * mesh.shape[axis] + at[axis]
-    return number
+    sizes = tuple(mesh.shape[axis] for axis in split)
+    return int(np.ravel_multi_index(tuple(at[axis] for axis in split), sizes))
 
-  return tuple(part(split) for split in splits or ())
-
-
-def _device_name(device: Any) -> str:
-  """As its host counts its devices, where it does."""
-  ordinal = device.local_hardware_id
-  return f"{device.platform}:{device.id if ordinal is None else ordinal}"
+  return tuple(part(split) if split else 0 for split in splits or ())
 
 
 def _digests(replica: Replica, splits: Sequence[tuple[str, ...]] | None) -> set[str]:
-  """The hashes of a device in 64 bits, for each way in which leaves are split.
+  """The hashes of a device in 64 bits, for each kind of sharding.
 
-  Each begins with that way and the device's part: what must be the same in all that
-  begin alike.
+  Each begins with that kind and the device's part: all that begin the same must be
+  the same.
   """
   hashes = np.asarray(replica.hashes, np.uint32)
   kinds = [" ".join(split) for split in splits or [()] * len(hashes)]

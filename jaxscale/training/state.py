@@ -26,14 +26,14 @@ from jaxscale.tree_paths import path_name
 
 
 class TrainState(NamedTuple):
-  """A tree of global arrays, all that a checkpoint has to keep of them.
+  """A tree of global arrays: all that a checkpoint keeps.
 
   Attributes:
     step: int32 [], optimizer steps done; also the position in the data.
     params: float32 parameters.
     model_state: what the model updates itself, e.g. BatchNorm statistics.
     opt_state: optax's state (momenta, average of parameters).
-    exchange_state: a leading dim of one entry a device, sharded over them.
+    exchange_state: a leading dim of one entry per device, sharded over them.
     average: exponential averages of (params, model_state), or () without.
     noise: running averages of the gradient-noise scale, or () without.
   """
@@ -58,7 +58,7 @@ def state_shardings(
   *,
   average: bool = False,
 ) -> TrainState:
-  """How a state lies: replicated, but for what is a device's own or a layout splits.
+  """How a state is sharded: replicated, but for each device's own and by a layout.
 
   Args:
     mesh: where.
@@ -67,9 +67,8 @@ def state_shardings(
     average: whether averages are kept.
   """
   everywhere = replicated(mesh)
-  own = NamedSharding(mesh, P(mesh.axis_names))
   parts: dict[str, Any] = dict.fromkeys(TrainState._fields, everywhere)
-  parts["exchange_state"] = own
+  parts["exchange_state"] = NamedSharding(mesh, P(mesh.axis_names))
   if layout is not None and layout.shapes is not None:
     assert tx is not None
     parts["params"] = shardings(layout, layout.param_specs)
@@ -85,11 +84,9 @@ def init_state(
   mesh: Mesh,
   exchange: Exchange,
   *,
-  layout: Layout | None = None,
   seed: int = 0,
-  average: bool = False,
-  noise_scale: bool = False,
   given: Mapping[str, jax.Array] | None = None,
+  **options: Any,
 ) -> TrainState:
   """The state before the first step, made in place on every device.
 
@@ -98,48 +95,80 @@ def init_state(
     tx: the optimizer.
     mesh: where the state lives.
     exchange: the gradient exchange, for its state.
-    layout: of the parameters; None: everything on every device. Each device makes
-      the part that it holds, and never has the whole.
     seed: of the parameters; the same on every mesh.
-    average: keep averages of parameters and model state as well.
-    noise_scale: keep those of the gradient-noise scale as well.
     given: what is not to be initialised, e.g. imported; see `with_given`.
+    options: layout, average and noise_scale, as of `make_init`.
   """
+  # Sharded, it may have collectives: no step may start while it runs.
+  init = one_at_a_time(make_init(init_fn, tx, mesh, exchange, **options), mesh)
+  return init(jax.random.key(seed), given or {})
 
-  jitted = _jitted_init(init_fn, tx, mesh, exchange, layout, average, noise_scale)
-  # Split, it may have collectives, beside which no step may start.
-  return one_at_a_time(jitted, mesh)(jax.random.key(seed), given or {})
+
+def abstract_state(
+  init_fn: Callable[[jax.Array], tuple[Any, Any]],
+  tx: optax.GradientTransformation,
+  mesh: Mesh,
+  exchange: Exchange,
+  **options: Any,
+) -> TrainState:
+  """Shapes, dtypes and shardings of `init_state`, without computing it."""
+  init: Any = make_init(init_fn, tx, mesh, exchange, **options)
+  return init.eval_shape(jax.random.key(0), {})
 
 
-def lower_init_state(
+def make_init(
   init_fn: Callable[[jax.Array], tuple[Any, Any]],
   tx: optax.GradientTransformation,
   mesh: Mesh,
   exchange: Exchange,
   *,
   layout: Layout | None = None,
-  seed: int = 0,
   average: bool = False,
   noise_scale: bool = False,
-) -> Any:
-  """What `init_state` runs, as `jax.stages.Lowered`, for devices that need not be here.
+) -> jax.stages.Wrapped:
+  """(key, leaves that are given) -> the state before the first step, jitted.
 
-  Args: as of `init_state`.
+  Args:
+    init_fn: key -> (params, model_state).
+    tx: the optimizer.
+    mesh: where the state lives; its devices need not be here to lower it.
+    exchange: the gradient exchange, for its state.
+    layout: of the parameters; None: everything on every device. Each device makes
+      the part that it holds, and never has the whole.
+    average: keep averages of parameters and model state as well.
+    noise_scale: keep those of the gradient-noise scale as well.
   """
-  jitted = _jitted_init(init_fn, tx, mesh, exchange, layout, average, noise_scale)
-  key = jax.eval_shape(jax.random.key, seed)
-  key = jax.ShapeDtypeStruct((), key.dtype, sharding=replicated(mesh))
-  return jitted.lower(key, {})
 
+  def exchange_state(params):
+    if layout is None or layout.shapes is None:
+      return exchange.init(params)
+    grads = jax.tree.map(
+      lambda x: jnp.zeros(x.shape, x.dtype), local_grad_shapes(layout)
+    )
+    return make_layout_exchange(exchange, layout).init(grads)
 
-def _jitted_init(init_fn, tx, mesh, exchange, layout, average, noise_scale):
-  """A jitted function of a key that makes a state in its place."""
-  init = _initialiser(init_fn, tx, mesh, exchange, layout, average, noise_scale)
+  def init(key, given):
+    params, model_state = with_given(init_fn(key), given)
+    return TrainState(
+      step=jnp.zeros((), jnp.int32),
+      params=params,
+      model_state=model_state,
+      opt_state=tx.init(params),
+      exchange_state=stack_over_devices(exchange_state(params), mesh),
+      average=jax.tree.map(jnp.copy, (params, model_state)) if average else (),
+      noise=noise_scales.init() if noise_scale else (),
+    )
+
   on_cpu = mesh.devices.flat[0].platform == "cpu"
   # It runs once: a third of the time to compile is worth more than its speed.
   options = {"xla_backend_optimization_level": 1} if on_cpu else None
   where: Any = state_shardings(mesh, layout, tx, average=average)
   return jax.jit(init, out_shardings=where, compiler_options=options)
+
+
+def stack_over_devices(tree: Any, mesh: Mesh) -> Any:
+  """The same for every device, along a leading dim."""
+  return jax.tree.map(lambda x: jnp.stack([x] * mesh.size), tree)
 
 
 def with_given(made: Any, given: Mapping[str, jax.Array]) -> Any:
@@ -150,57 +179,3 @@ def with_given(made: Any, given: Mapping[str, jax.Array]) -> Any:
     given: leaves by path, 0/... of params and 1/... of model_state.
   """
   return jax.tree.map_with_path(lambda path, x: given.get(path_name(path), x), made)
-
-
-def _initialiser(init_fn, tx, mesh, exchange, layout, average, noise):
-  """The function of a key that makes a state."""
-
-  def exchange_state(params):
-    if layout is None or layout.shapes is None:
-      return exchange.init(params)
-    parts = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), local_grad_shapes(layout))
-    return make_layout_exchange(exchange, layout).init(parts)
-
-  def init(key, given):
-    params, model_state = with_given(init_fn(key), given)
-    own = exchange_state(params)
-    stacked = jax.tree.map(lambda x: jnp.stack([x] * mesh.size), own)
-    step = jnp.zeros((), jnp.int32)
-    averages = jax.tree.map(jnp.copy, (params, model_state)) if average else ()
-    return TrainState(
-      step, params, model_state, tx.init(params), stacked, averages,
-      noise_scales.init() if noise else (),
-    )  # fmt: skip
-
-  return init
-
-
-def abstract_state(
-  init_fn: Callable[[jax.Array], tuple[Any, Any]],
-  tx: optax.GradientTransformation,
-  mesh: Mesh,
-  exchange: Exchange,
-  *,
-  layout: Layout | None = None,
-  average: bool = False,
-  noise_scale: bool = False,
-) -> TrainState:
-  """Shapes, dtypes and shardings of `init_state`, without computing it."""
-  init = _initialiser(init_fn, tx, mesh, exchange, layout, average, noise_scale)
-  return abstract_on(state_shardings(mesh, layout, tx, average=average), init)
-
-
-def abstract_on(where: TrainState, init: Callable[..., TrainState]) -> TrainState:
-  """Shapes, dtypes and shardings of the state that a function makes.
-
-  Args:
-    where: of `state_shardings`.
-    init: (key, what is given) -> state.
-  """
-  shapes = jax.eval_shape(init, jax.random.key(0), {})
-  full = TrainState(
-    *(jax.tree.broadcast(*pair) for pair in zip(where, shapes, strict=True))
-  )
-  return jax.tree.map(
-    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, full
-  )

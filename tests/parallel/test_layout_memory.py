@@ -33,7 +33,7 @@ from jaxscale.parallel.rules import Rule
 from jaxscale.planning import hlo
 from jaxscale.planning.topologies import memory_of
 from jaxscale.training import replica_check
-from jaxscale.training.state import abstract_state, lower_init_state
+from jaxscale.training.state import abstract_state, make_init
 from jaxscale.training.step import make_eval_step, make_train_step
 
 # Most of the time is the back end's, when memory and collectives are settled.
@@ -186,7 +186,7 @@ def test_no_device_makes_the_whole_state():
   mesh = make_mesh(data=1, fsdp=N)
   stack = model(16)
   layout = layout_of(stack, mesh, shard="fsdp")
-  lowered = lower_init_state(*parts(stack, layout), layout=layout)
+  lowered = make_init(*parts(stack, layout), layout=layout).lower(jax.random.key(0), {})
   memory = memory_of(lowered.compile(QUICK))
   held = 12 * num_params(16) / N
   assert memory.outputs == pytest.approx(held, rel=0.02)

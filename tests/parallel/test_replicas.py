@@ -165,7 +165,7 @@ def test_a_process_whose_devices_all_differ_is_named_once():
     rows(whole, whole, whole, whole, (5, 6), (5, 6), per_process=2), ["a", "b"]
   )
   assert line == (
-    "process 2 (n2, gpu:4 gpu:5) differs from 4 of 6 devices in a and 1 more leaf"
+    "process 2 (n2, gpu:4 and gpu:5) differs from 4 of 6 devices in a and 1 more leaf"
   )
 
 
