@@ -59,9 +59,9 @@ class Config:
     clip_norm: largest global norm of the gradient; None: no clipping.
     ema_decay: decay of an average of parameters and BatchNorm statistics,
       which is then what is evaluated; None: no average.
-    noise_scale: measure the gradient-noise scale (arXiv:1812.06162)
-      during training, in examples as `batch_size` counts them: of text windows, not tokens.
-      Needs two devices or micro-batches at least.
+    noise_scale: measure the gradient-noise scale (arXiv:1812.06162) during training,
+      in examples as `batch_size` counts them: of text windows, not tokens. Needs two
+      devices or micro-batches at least.
     dtype: type of activations; parameters and the exchange stay float32.
     init_from: a safetensors file, or a folder as Hugging Face's, whose parameters
       training starts from, in the names of timm (ResNet, ViT), Hugging Face
