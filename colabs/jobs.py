@@ -11,18 +11,18 @@
 # %% [markdown]
 # # Jobs from a notebook
 #
-# What `jaxscale submit` and its like do, as functions that return handles. Runs go to
-# Slurm where there is `sbatch`; here `executor="local"` puts them into the background
-# of this machine. They do not end with the notebook: `launch.job(name)` in another
-# one finds them again.
+# `jaxscale submit` and its like as functions that return handles. Runs are submitted
+# to Slurm where `sbatch` is installed; here `executor="local"` runs them in the
+# background of this machine. They do not end with the notebook: `launch.job(name)` in
+# another session finds them again.
 
 # %%
 from jaxscale import launch
 from jaxscale.config import CNN, SGD, Config, Cosine, Digits, Evaluation, Log
 
 # %% [markdown]
-# A config is the path of a file, or an object as this one. On a cluster there would be
-# `nodes=4, time="1:00:00", site="mycluster"` and no `executor`.
+# A config is the path of a file, or an object as this one. On a cluster, give
+# `nodes=4, time="1:00:00", site="mycluster"` instead of `executor`.
 
 # %%
 config = Config(
@@ -39,15 +39,15 @@ job = launch.submit(config, executor="local")
 job.status()
 
 # %% [markdown]
-# `status()` can be asked at any time; `wait()` comes back when the run has ended.
-# `job.cancel()` would end it, saved, and `job.resume()` go on from there.
+# `status()` returns at once; `wait()` returns when the run has ended. `job.cancel()`
+# would save and end it, and `job.resume()` would resume it.
 
 # %%
 job.wait(timeout_s=300)
 
 # %% [markdown]
-# The record is a list of dicts, a row a logged step: `pandas.DataFrame(job.metrics())`
-# takes it as it is.
+# The metrics are a list of dicts, one per logged step: `pandas.DataFrame(job.metrics())`
+# makes a data frame of it.
 
 # %%
 job.metrics()
@@ -57,7 +57,7 @@ print(job.logs(lines=3))
 
 # %% [markdown]
 # ## Several at once
-# A sweep is one job with a row a trial, `at_most` so many of them at a time.
+# A sweep is one job with one row per trial; `at_most` of them run at the same time.
 
 # %%
 trials = launch.sweep(config, [{"seed": 0}, {"seed": 1}], executor="local")
@@ -66,8 +66,8 @@ trials.wait(timeout_s=300)
 # %% [markdown]
 # ## How does it scale?
 # The same config at several sizes, one after another on this machine; the report is
-# the one of `jaxscale report`. Processes that share one machine's cores
-# show no speed-up, nodes of their own do.
+# that of `jaxscale report`. Processes that share the cores of one machine show no
+# speed-up, unlike those on nodes of their own.
 
 # %%
 study = launch.scaling(config, [1, 2], executor="local")
