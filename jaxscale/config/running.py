@@ -84,7 +84,7 @@ class Checks:
   Attributes:
     replicas_every_steps: steps between comparisons of all devices' copies of
       parameters and optimizer state, bit for bit; 0: never.
-    non_finite: what follows a step whose loss or gradient is NaN or Inf, which in
+    nan_policy: what follows a step whose loss or gradient is NaN or Inf, which in
       any case changes nothing. "stop": the run ends; "skip": it continues with the
       next batch; "roll_back": it resumes from the last checkpoint and leaves out
       the batches since then (PaLM, arXiv:2204.02311, section
@@ -95,7 +95,7 @@ class Checks:
   """
 
   replicas_every_steps: Annotated[int, ">= 0"] = 1000
-  non_finite: Literal["stop", "skip", "roll_back"] = "stop"
+  nan_policy: Literal["stop", "skip", "roll_back"] = "stop"
   max_skipped_steps: Count = 10
   max_consecutive_skipped_steps: Count = 3
 

@@ -104,7 +104,7 @@ def _fit(
   )
   settings, checks = experiment.config.checkpoint, experiment.config.checks
   limits = Limits(checks.max_skipped_steps, checks.max_consecutive_skipped_steps)
-  nan_policy = NanPolicy(workdir, checks.non_finite, limits)
+  nan_policy = NanPolicy(workdir, checks.nan_policy, limits)
   with (
     cluster.current_watch() as watch,
     Checkpoints(

@@ -137,7 +137,7 @@ def _make_local_init(init_fn, tx, mesh, exchange, method) -> Any:
     params, model_state = with_given(init_fn(key), given)
     inner = tx.init(params)
     if method.reset_momentum:
-      reset_momentum(inner)  # to refuse now what it would refuse in the step
+      reset_momentum(inner)  # raises now what the step would raise
     worker = WorkerState(params, model_state, inner, exchange.init(params))
     return TrainState(
       step=jnp.zeros((), jnp.int32),

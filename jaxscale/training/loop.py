@@ -36,7 +36,7 @@ class NonFiniteError(FloatingPointError):
   exit_code = EXIT_CRASH
   advice = (
     "lower optimizer.lr or set clip_norm, in a new --workdir, or resume without such "
-    "steps by --config.checks.non_finite=skip"
+    "steps by --config.checks.nan_policy=skip"
   )
 
   def __init__(self, step: int, what: str):

@@ -208,13 +208,18 @@ def test_nothing_crosses_the_network_between_agreements():
   assert all(row.conditional for row in silent)
   assert hlo.total(silent).payload_bytes == DIM * 4
   always = [row for row in table() if not row.conditional]
-  assert hlo.total(always).payload_bytes == 16  # loss, examples, norm of gradients, rate
+  assert (
+    hlo.total(always).payload_bytes == 16
+  )  # loss, examples, norm of gradients, rate
   assert all(row.conditional == (row.axes == AXES) for row in
              table(reduce_metrics=False, workers=("replica",)))  # fmt: skip
 
 
 def test_metrics_of_each_device_average_to_the_reduced_ones():
-  tx, method = optim.sgd(lambda step: 0.05 / (1 + step.astype(jnp.float32))), local.local_sgd(2)
+  tx, method = (
+    optim.sgd(lambda step: 0.05 / (1 + step.astype(jnp.float32))),
+    local.local_sgd(2),
+  )
   whole = run(method, tx, 3)
   each = run(method, tx, 3, reduce_metrics=False)
   for (_, a), (_, b) in zip(whole, each, strict=True):

@@ -238,7 +238,8 @@ def test_an_adaptive_run_tries_the_sizes_that_it_would_have_tried(
     return [previous]
 
   monkeypatch.setattr(adaptive_batch, "candidates", candidates)
-  adaptive_batch.choose(experiment, experiment.init_state(), lambda tried: iter(()), print)
+  state = experiment.init_state()
+  adaptive_batch.choose(experiment, state, lambda tried: iter(()), print)
   assert found == [wanted]
 
 

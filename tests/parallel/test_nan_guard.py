@@ -20,6 +20,7 @@ from jaxscale.training.local_step import init_local_state, make_local_train_step
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_train_step
 from support.bad_values import AXES, ROWS, batch, init, loss_fn
+from support.cases import all_slow_except
 from support.commands import child_env
 from support.exchanges import EXCHANGES
 from support.paths import ROOT
@@ -66,7 +67,9 @@ def moved_on(before, after):
   return after._replace(step=before.step, opt_state=opt_state)
 
 
-@pytest.mark.parametrize("name", EXCHANGES)
+@pytest.mark.parametrize(
+  "name", all_slow_except(EXCHANGES, "plain", "int8", "one bit", "top k", "delayed")
+)
 def test_a_bad_gradient_changes_no_bit_of_the_state(name):
   bad = {"gradient": (21, np.nan)}  # device 5 of 8, 4 rows each
   states, metrics, last = train(name, [{}, {}, bad])

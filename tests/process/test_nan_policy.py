@@ -79,7 +79,7 @@ def test_stop_names_device_and_step_and_keeps_the_checkpoint(tmp_path, monkeypat
 
 def test_skip_goes_on_and_counts(tmp_path, monkeypatch, capsys):
   spoil(monkeypatch, [17, 18, 30])
-  result = fit(quick(checks__non_finite="skip"), tmp_path)
+  result = fit(quick(checks__nan_policy="skip"), tmp_path)
   assert result.summary["outcome"] == "done" and result.summary["skipped_steps"] == 3
   said = [x for x in capsys.readouterr().out.splitlines() if "skipped: " in x]
   assert [x.split()[1] for x in said] == ["17", "18", "30"]
@@ -102,7 +102,7 @@ def test_a_run_that_is_interrupted_is_the_run_that_was_not(
   tmp_path, monkeypatch, policy
 ):
   """Bit for bit, with bad steps on both sides of the interruption."""
-  config = quick(checks__non_finite=policy, checks__max_skipped_steps="5")
+  config = quick(checks__nan_policy=policy, checks__max_skipped_steps="5")
   spoil(monkeypatch, [17, 27])
   whole = fit(config, tmp_path / "whole")
   real = loop.train
@@ -131,7 +131,7 @@ def test_roll_back_passes_over_what_followed_the_checkpoint(
   tmp_path, monkeypatch, capsys
 ):
   spoil(monkeypatch, [3, 17, 45])
-  result = fit(quick(checks__non_finite="roll_back"), tmp_path)
+  result = fit(quick(checks__nan_policy="roll_back"), tmp_path)
   assert [(p["after"], p["to"]) for p in record(tmp_path)["passed_over"]] == [
     (0, 3), (11, 17), (44, 45),
   ]  # fmt: skip
@@ -164,13 +164,13 @@ def test_too_many_end_the_run(tmp_path, monkeypatch, bad, policy, words):
   most = "2" if len(bad) == 3 else "9"
   spoil(monkeypatch, bad)
   with pytest.raises(NonFiniteError) as error:
-    fit(quick(checks__non_finite=policy, checks__max_skipped_steps=most), tmp_path)
+    fit(quick(checks__nan_policy=policy, checks__max_skipped_steps=most), tmp_path)
   assert words.replace("at step 20 ", "").replace("at step 13 ", "") in str(error.value)
   assert f" at step {bad[-1]}" in str(error.value)
 
 
 def test_a_bad_state_is_not_skipped_for_ever(tmp_path, monkeypatch):
-  """No further batch can help, so the first refused step ends the run."""
+  """No further batch can help, so the first skipped step ends the run."""
   real = loop.train
 
   def corrupted(state, *args, **options):
@@ -182,7 +182,7 @@ def test_a_bad_state_is_not_skipped_for_ever(tmp_path, monkeypatch):
 
   monkeypatch.setattr(loop, "train", corrupted)
   with pytest.raises(NonFiniteError) as error:
-    fit(quick(checks__non_finite="skip"), tmp_path)
+    fit(quick(checks__nan_policy="skip"), tmp_path)
   words = "all 8 devices: params/Dense_0/bias is Inf in the state itself at step 1;"
   assert str(error.value).startswith(words)
 
@@ -272,7 +272,7 @@ def test_both_processes_name_the_one_whose_batch_it_was(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["skip", "roll_back"])
 def test_both_processes_go_on_together(tmp_path, policy):
-  results = run_two(tmp_path, f"--config.checks.non_finite={policy}")
+  results = run_two(tmp_path, f"--config.checks.nan_policy={policy}")
   assert [done.returncode for done in results] == [0, 0], results
   assert "process 1 (" in results[0].stdout and "loss is NaN" in results[0].stdout
   summary = json.loads((tmp_path / "summary.json").read_text())

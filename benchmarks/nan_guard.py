@@ -1,8 +1,8 @@
-"""What it costs to refuse steps with NaN or Inf: a healthy step with and without.
+"""What it costs to skip steps with NaN or Inf: a healthy step with and without.
 
-    python benchmarks/non_finite.py
+    python benchmarks/nan_guard.py
 
-The same step of one device, about 20 ms on one core, compiled with `refuse` and
+The same step of one device, about 20 ms on one core, compiled with `skip_bad_steps` and
 without, in turns. What is compared is processor time of one thread, which other
 work on the machine disturbs less than the clock. `ratio` is the median over turns;
 `copies` counts those in the compiled programs, `temp_mb` is what they need beside
@@ -67,24 +67,24 @@ def main() -> None:
     }
     batch = jax.device_put(batch, batch_sharding(mesh))
     runs, programs = {}, {}
-    for refuse in (False, True):
+    for skips in (False, True):
       state = init_state(fns.init, tx, mesh, exchange)
       step = make_train_step(
-        loss, tx, mesh, exchange, skip_bad_steps=refuse
+        loss, tx, mesh, exchange, skip_bad_steps=skips
       ).lower(state, batch).compile()  # pyright: ignore # fmt: skip
-      runs[refuse], programs[refuse] = (step, state), step
+      runs[skips], programs[skips] = (step, state), step
     seconds = {False: [], True: []}
     for turn in range(TURNS + 1):
-      for refuse in ((False, True), (True, False))[turn % 2]:
-        step, state = runs[refuse]
+      for skips in ((False, True), (True, False))[turn % 2]:
+        step, state = runs[skips]
         clock = time.process_time()
         for _ in range(STEPS):
           state, _ = step(state, batch)
         jax.block_until_ready(state)
         spent = time.process_time() - clock
-        runs[refuse] = step, state
+        runs[skips] = step, state
         if turn:  # the first warms up
-          seconds[refuse].append(spent / STEPS)
+          seconds[skips].append(spent / STEPS)
     ratios = [b / a for a, b in zip(*seconds.values(), strict=True)]
     results[case] = {
       "ratio": round(statistics.median(ratios), 4),
@@ -98,7 +98,7 @@ def main() -> None:
       ],
     }
     print(case, results[case], file=sys.stderr, flush=True)
-  report("non_finite", cases=results, steps=STEPS, turns=TURNS)
+  report("nan_guard", cases=results, steps=STEPS, turns=TURNS)
 
 
 if __name__ == "__main__":
