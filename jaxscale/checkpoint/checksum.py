@@ -21,6 +21,27 @@ from jaxscale.tree_paths import path_name
 _CHUNK = 1 << 18  # elements at a time: the temporaries stay in cache
 
 
+class DamagedError(Exception):
+  """Why a checkpoint cannot be trusted."""
+
+
+def verify(tree: Any, leaves: dict[str, dict[str, Any]], shapes: Any = None) -> None:
+  """Compare the arrays of a checkpoint with the checksums in its manifest.
+
+  All processes must call this; `shapes` as of `manifest`.
+
+  Raises:
+    DamagedError: an array is not the one that was saved.
+  """
+  try:
+    found = manifest(tree, shapes)
+  except FloatingPointError as e:
+    raise DamagedError(f"FloatingPointError: {e}") from e
+  for name, leaf in found.items():
+    if leaf["checksum"] != leaves[name]["checksum"]:
+      raise DamagedError(f"the checksum of {name} does not match")
+
+
 def manifest(tree: Any, shapes: Any = None) -> dict[str, dict[str, Any]]:
   """Shape, dtype and checksum of every leaf, by path.
 
@@ -28,8 +49,8 @@ def manifest(tree: Any, shapes: Any = None) -> dict[str, dict[str, Any]]:
 
   Args:
     tree: of `jax.Array`s.
-    shapes: a tree of what has the shapes that count, where arrays of `tree` have
-      rows behind those (to lie on more devices); None: all counts.
+    shapes: a tree of the shapes that count, where arrays of `tree` are padded by
+      rows to fit on more devices; None: all of them counts.
 
   Raises:
     FloatingPointError: a leaf holds NaN or Inf; the message names it.
@@ -58,7 +79,7 @@ def manifest(tree: Any, shapes: Any = None) -> dict[str, dict[str, Any]]:
 
 
 def _within(shape, data: np.ndarray, index: tuple[slice, ...]):
-  """A shard and its place without the rows that lie behind those of `shape`."""
+  """A shard and its place without the rows beyond those of `shape`."""
   if not shape:
     return data, index
   first, *rest = index
@@ -68,7 +89,7 @@ def _within(shape, data: np.ndarray, index: tuple[slice, ...]):
 
 
 def describe(tree: Any) -> dict[str, dict[str, Any]]:
-  """Shape and dtype of every leaf (or its abstract stand-in), by path."""
+  """Shape and dtype of every leaf (or of its `jax.ShapeDtypeStruct`), by path."""
   return {
     path_name(path): {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree)

@@ -1,8 +1,8 @@
-"""A directory of checkpoints: which are there, which go, what is swept, set aside.
+"""A directory of checkpoints: which exist, which are deleted, which are damaged.
 
-A name that is a number is a checkpoint that was committed. All else is on its way:
+A name that is a number is a committed checkpoint. All other names are temporary:
 `<step>.tmp-<token>` is being written by the run that holds, or held, that token of
-the lease; `….removed` is being deleted; `<step>.damaged` is kept for a person.
+the lock; `….removed` is being deleted; `<step>.damaged` is kept for a person.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from jaxscale import metrics
 from jaxscale.checkpoint import files
 
-_UNDER_WAY, _REMOVED, _DAMAGED = ".tmp-", ".removed", ".damaged"
+_PARTIAL, _REMOVED, _DAMAGED = ".tmp-", ".removed", ".damaged"
 
 
 def steps(directory: Path) -> list[int]:
@@ -25,52 +25,55 @@ def steps(directory: Path) -> list[int]:
   return sorted(int(name) for name in os.listdir(directory) if name.isdigit())
 
 
-def under_way(directory: Path, step: int, token: int) -> Path:
-  """Where the holder of a token writes a checkpoint of this step."""
-  return directory / f"{step}{_UNDER_WAY}{token}"
+def partial_path(directory: Path, step: int, token: int) -> Path:
+  """Where the owner of a token writes a checkpoint of this step."""
+  return directory / f"{step}{_PARTIAL}{token}"
 
 
 def prune(
   directory: Path, keep_last: int, keep_best: int, scores: dict[int, float | None]
 ) -> None:
-  """Delete what is neither among the last nor among the best.
+  """Delete checkpoints that are neither among the last nor among the best.
 
   Args:
     directory: of the checkpoints.
     keep_last: how many of the newest stay.
     keep_best: how many of those with the highest score stay as well.
-    scores: what is known of `metrics.score` by step; added to.
+    scores: `metrics.score` by step, as far as known; missing ones are added.
   """
   there = steps(directory)
   for step in there:
     if step not in scores:
-      scores[step] = _score(directory / str(step))
+      scores[step] = None
+      with contextlib.suppress(files.DamagedError):
+        manifest = files.read_manifest(directory / str(step))
+        scores[step] = metrics.score(manifest["metrics"])
   ranked = sorted((x, s) for s in there if (x := scores[s]) is not None)
   best = {step for _, step in ranked[max(len(ranked) - keep_best, 0) :]}
   for step in set(there) - set(there[-keep_last:]) - best:
     _remove(directory / str(step))
 
 
-def sweep(directory: Path) -> None:
+def remove_partial(directory: Path) -> None:
   """Delete what other runs left half-written or half-deleted.
 
-  Each is renamed first, in one go: whoever still writes there can then not commit
-  it, since the commit is a rename too, and finds nothing to rename.
+  Each is renamed first, atomically: a process that still writes there can then not
+  commit it, since the commit is a rename too, and finds nothing to rename.
   """
   for name in os.listdir(directory):
-    if _UNDER_WAY in name or _REMOVED in name:
+    if _PARTIAL in name or _REMOVED in name:
       _remove(directory / name)
 
 
-def set_aside(directory: Path, step: int) -> None:
-  """Keep a damaged checkpoint where no run takes it for one."""
+def mark_damaged(directory: Path, step: int) -> None:
+  """Rename a damaged checkpoint, so that no run restores it."""
   earlier = len(list(directory.glob(f"{step}{_DAMAGED}*")))
   suffix = _DAMAGED + (f"-{earlier}" if earlier else "")
   (directory / str(step)).rename(directory / f"{step}{suffix}")
 
 
 def has_damaged(directory: Path) -> bool:
-  """Whether some were set aside."""
+  """Whether there are damaged checkpoints."""
   return directory.exists() and any(directory.glob(f"*{_DAMAGED}*"))
 
 
@@ -80,10 +83,3 @@ def _remove(path: Path) -> None:
   with contextlib.suppress(OSError):
     path.rename(gone)
   shutil.rmtree(gone, ignore_errors=True)
-
-
-def _score(path: Path) -> float | None:
-  try:
-    return metrics.score(files.read_manifest(path)["metrics"])
-  except files.DamagedError:
-    return None

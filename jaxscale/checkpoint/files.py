@@ -1,4 +1,4 @@
-"""The files of one checkpoint: written, read, and what went wrong with them.
+"""The files of one checkpoint: written, read, and the errors of both in one line.
 
 Orbax's handler writes and reads the arrays; nothing here talks to another process.
 (Its `Checkpointer` does, from a background thread: a process that cannot write,
@@ -33,18 +33,15 @@ import jax
 import numpy as np
 
 from jaxscale.checkpoint import write_limit
-from jaxscale.checkpoint.checksum import shard_checksum
+from jaxscale.checkpoint.checksum import DamagedError, shard_checksum
 from jaxscale.errors import ConfigError
+from jaxscale.metrics.text import byte_size
 from jaxscale.tree_paths import path_name
 
 MANIFEST = "manifest.json"
 _STATE = "state"
 # How a full disk or quota looks when it comes through TensorStore, as text.
 _FULL = ("No space left on device", "Disk quota exceeded", "RESOURCE_EXHAUSTED")
-
-
-class DamagedError(Exception):
-  """Why a checkpoint cannot be trusted."""
 
 
 def start_writing(directory: Path, state: Any) -> Callable[[], None]:
@@ -77,7 +74,7 @@ def start_writing(directory: Path, state: Any) -> Callable[[], None]:
 
   def wait() -> None:
     failed = None
-    for part in parts:  # to the end, else what is removed now comes back
+    for part in parts:  # all of them: one that still writes restores what is removed
       try:
         part.result()
       except Exception as e:
@@ -115,28 +112,39 @@ def read_manifest(directory: Path) -> dict[str, Any]:
   return manifest
 
 
-def load(directory: Path, abstract: Any, *, pad: bool = False) -> Any:
-  """The arrays, laid out as `abstract` says.
+def load(
+  directory: Path, abstract: Any, *, pad: bool = False, partial: bool = False
+) -> Any:
+  """The arrays, sharded as in `abstract`.
 
   Args:
     directory: of the checkpoint.
     abstract: a tree of `jax.ShapeDtypeStruct`s with shardings.
-    pad: fill with zeros what an array lacks of the shape asked for, and cut off
-      what it has more.
+    pad: fill with zeros where an array is smaller than asked for, and cut off where
+      it is larger.
+    partial: `abstract` is a part of the tree, e.g. {"params": …}; no more is read.
 
   Raises:
     DamagedError: something cannot be read.
   """
   ocp, path = _orbax()
   where = path(directory / _STATE)
-
-  def restore():
-    limit: Any = write_limit.limit_to_read(abstract, _chunks(ocp, where))
-    handler = ocp.StandardCheckpointHandler(restore_concurrent_gb=limit)
-    wanted = ocp.args.StandardRestore(abstract, strict=not pad)
-    return handler.restore(where, args=wanted)
-
-  return _read(restore)
+  handler, args = ocp.StandardCheckpointHandler, ocp.args.StandardRestore
+  options: dict[str, Any] = {"strict": not pad}
+  if partial:
+    handler, args = ocp.PyTreeCheckpointHandler, ocp.args.PyTreeRestore
+    restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
+    options = {"restore_args": restore_args, "partial_restore": True}
+  # Where one read fails, others end unfinished, and Python warns of each.
+  with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+    try:
+      limit: Any = write_limit.limit_to_read(abstract, _chunks(ocp, where))
+      reader = handler(restore_concurrent_gb=limit)
+      return reader.restore(where, args=args(abstract, **options))
+    except Exception as e:
+      problem = one_line(e)
+    gc.collect()
+  raise DamagedError(problem)
 
 
 def _chunks(ocp: Any, where: Any) -> dict[str, tuple[int, ...]]:
@@ -146,42 +154,8 @@ def _chunks(ocp: Any, where: Any) -> dict[str, tuple[int, ...]]:
   return {path_name(path): tuple(x.storage.chunk_shape) for path, x in found}
 
 
-def load_part(directory: Path, abstract: Any) -> Any:
-  """Some of the arrays, e.g. {"params": …}: what `abstract` lacks is not read.
-
-  Raises:
-    DamagedError: something cannot be read.
-  """
-  ocp, path = _orbax()
-  where = path(directory / _STATE)
-  layout = ocp.checkpoint_utils.construct_restore_args(abstract)
-  wanted = ocp.args.PyTreeRestore(abstract, restore_args=layout, partial_restore=True)
-
-  def restore():
-    limit: Any = write_limit.limit_to_read(abstract, _chunks(ocp, where))
-    handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit)
-    return handler.restore(where, args=wanted)
-
-  return _read(restore)
-
-
-def _read(restore: Callable[[], Any]) -> Any:
-  """What a restore gives, or why it fails in one line."""
-  # Where one read fails, others end unfinished, and Python warns of each.
-  with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
-    try:
-      return restore()
-    except Exception as e:
-      problem = one_line(e)
-    gc.collect()
-  raise DamagedError(problem)
-
-
 def leaf_reader(directory: Path) -> Callable[[str], np.ndarray]:
-  """What reads one leaf by its name in the manifest, whole, onto the host.
-
-  Args:
-    directory: of the checkpoint.
+  """A function that reads one leaf by its name in the manifest, whole, onto the host.
 
   Raises:
     DamagedError: it cannot be read; of a leaf: when that is asked for.
@@ -222,22 +196,17 @@ def why_unsaved(step: int, full: bool, why: str, directory: Path, size: int) -> 
     step: of the checkpoint.
     full: whether there was no room (`is_full`).
     why: what was raised, as one line.
-    directory: where it was to be; what was written of it is gone again.
+    directory: of the checkpoints; what was written there is removed by now.
     size: bytes of the state.
   """
-  head = f"checkpoint of step {step} could not be saved"
-  if not full:
-    return f"{head}: {why}"
-  free = shutil.disk_usage(directory).free
-  if free < size:
-    return (
-      f"{head}: the disk is full, {megabytes(size - free)} are missing "
-      f"({megabytes(size)} needed, {megabytes(free)} free in {directory})"
-    )
-  return (
-    f"{head}: the disk or a quota was full ({megabytes(size)} needed, now "
-    f"{megabytes(free)} free in {directory})"
-  )
+  if full:
+    free = shutil.disk_usage(directory).free
+    why = f"the disk or a quota was full ({byte_size(size)} needed, now "
+    if free < size:
+      why = f"the disk is full, {byte_size(size - free)} are missing "
+      why += f"({byte_size(size)} needed, "
+    why += f"{byte_size(free)} free in {directory})"
+  return f"checkpoint of step {step} could not be saved: {why}"
 
 
 def is_of_disk(error: BaseException) -> bool:
@@ -253,20 +222,10 @@ def is_full(error: BaseException) -> bool:
   return any(text in str(error) for text in _FULL)
 
 
-def megabytes(count: int) -> str:
-  """A number of bytes, in MB of 10^6."""
-  return f"{count / 1e6:,.1f} MB"
-
-
 def one_line(error: BaseException) -> str:
   """An error as one line of at most some 140 characters."""
   text = str(error).strip().splitlines()
   return f"{type(error).__name__}: {text[0][:120] if text else ''}"
-
-
-def state_bytes(state: Any) -> int:
-  """Bytes of all arrays, of all processes, replicas counted once."""
-  return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
 
 def check_same_leaves(path: Path, saved: dict[str, Any], wanted: dict[str, Any]):
@@ -286,22 +245,20 @@ def check_same_leaves(path: Path, saved: dict[str, Any], wanted: dict[str, Any])
     return name.startswith("exchange_state/")
 
   for name in sorted(saved.keys() | wanted.keys(), key=lambda n: (of_exchange(n), n)):
-    whose = "exchange" if of_exchange(name) else "model and optimizer"
-    if name not in wanted:
-      difference = f"it has {name}, which this {whose} does not keep"
-    elif name not in saved:
-      difference = f"it has no {name}, which this {whose} needs"
-    elif any(saved[name][key] != wanted[name][key] for key in ("shape", "dtype")):
-      there, here = saved[name], wanted[name]
-      difference = (
-        f"{name} is {there['dtype']}{there['shape']} there and "
-        f"{here['dtype']}{here['shape']} here"
-      )
+    part = "exchange" if of_exchange(name) else "model and optimizer"
+    there, here = saved.get(name), wanted.get(name)
+    if there is None:
+      difference = f"it has no {name}, which this {part} needs"
+    elif here is None:
+      difference = f"it has {name}, which this {part} does not keep"
+    elif any(there[key] != here[key] for key in ("shape", "dtype")):
+      old, new = (f"{x['dtype']}{x['shape']}" for x in (there, here))
+      difference = f"{name} is {old} there and {new} here"
     else:
       continue
-    back = "go on with the exchange it was saved with, or " if of_exchange(name) else ""
+    remedy = "resume with the exchange it was saved with, or " * of_exchange(name)
     raise ConfigError(
-      f"{path}: a checkpoint of another experiment, {difference}; {back}use another "
+      f"{path}: a checkpoint of another experiment, {difference}; {remedy}use another "
       "--workdir"
     )
 
@@ -320,29 +277,29 @@ def _orbax() -> tuple[Any, Any]:
   from etils import epath
 
   for logger in ("absl", "asyncio"):
-    logging.getLogger(logger).addFilter(_is_not_told_here)
-  told_by = sys.unraisablehook
-  sys.unraisablehook = lambda told: None if _is_left_over(told) else told_by(told)
+    logging.getLogger(logger).addFilter(_is_not_raised_too)
+  report = sys.unraisablehook
+  sys.unraisablehook = lambda error: None if _is_left_over(error) else report(error)
   return ocp, epath.Path
 
 
-def _is_not_told_here(record: logging.LogRecord) -> bool:
+def _is_not_raised_too(record: logging.LogRecord) -> bool:
   """Drops the tracebacks that Orbax's threads log of errors they also raise."""
   if not record.exc_info:
     return True
   # asyncio's record names what was awaited, or only its traceback does.
-  told = traceback.format_exception(*record.exc_info)
-  text = "".join([record.pathname, record.getMessage(), *told])
+  lines = traceback.format_exception(*record.exc_info)
+  text = "".join([record.pathname, record.getMessage(), *lines])
   return not any(word in text for word in ("orbax", "OCDBT", "tensorstore"))
 
 
-def _is_left_over(told: Any) -> bool:
+def _is_left_over(unraisable: Any) -> bool:
   """Whether it is of the other reads and writes, after one of them has failed.
 
   Orbax closes its event loop then: their coroutines end, and TensorStore's threads
   find no loop to report to.
   """
-  if inspect.iscoroutine(told.object):
-    return "orbax" in told.object.cr_code.co_filename
-  error = told.exc_value
+  if inspect.iscoroutine(unraisable.object):
+    return "orbax" in unraisable.object.cr_code.co_filename
+  error = unraisable.exc_value
   return isinstance(error, RuntimeError) and str(error) == "Event loop is closed"

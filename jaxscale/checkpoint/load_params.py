@@ -1,6 +1,6 @@
-"""The parameters that a run has come to, without its optimizer.
+"""The parameters of a run's newest checkpoint, without its optimizer.
 
-Only they are read from the disk: of AdamW's three copies one.
+No more than those is read from the disk: of AdamW's three copies one.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import jax
 
 from jaxscale.checkpoint import checksum, files
 from jaxscale.checkpoint import directory as checkpoint_dir
-from jaxscale.checkpoint.files import DamagedError
+from jaxscale.checkpoint.checksum import DamagedError
 from jaxscale.errors import ConfigError
 
 
-class Trained(NamedTuple):
+class LoadedParams(NamedTuple):
   """Parameters of a checkpoint.
 
   Attributes:
     params: those that the run evaluates: their average, where it keeps one.
     step: of the checkpoint.
-    notes: of newer checkpoints that were passed over, a line each.
+    notes: one line for each newer checkpoint that is damaged.
   """
 
   params: Any
@@ -30,16 +30,15 @@ class Trained(NamedTuple):
   notes: tuple[str, ...]
 
 
-def load_trained(workdir: str | Path, abstract: Any) -> Trained:
+def newest_params(workdir: str | Path, abstract: Any) -> LoadedParams:
   """The evaluated parameters of the newest intact checkpoint.
 
-  Damaged ones are passed over and left where they are: the run itself sets them
-  aside.
+  Damaged ones are skipped and left in place: the run itself renames them.
 
   Args:
     workdir: of a run.
     abstract: shapes, dtypes and shardings of the parameters; without shardings they
-      come to this process's first device.
+      are put on this process's first device.
 
   Raises:
     ConfigError: there is no checkpoint, no intact one, or it is of another model.
@@ -51,19 +50,20 @@ def load_trained(workdir: str | Path, abstract: Any) -> Trained:
       f"--workdir={workdir}: there is no checkpoint in it, give the directory of a "
       "run that has saved one"
     )
-  on_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+  first_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   abstract = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(
-      x.shape, x.dtype, sharding=getattr(x, "sharding", None) or on_device
+      x.shape, x.dtype, sharding=getattr(x, "sharding", None) or first_device
     ),
     abstract,
   )
   notes = []
   for step in reversed(steps):
     try:
-      return Trained(_load(directory / str(step), abstract), step, tuple(notes))
+      params = _load(directory / str(step), abstract)
+      return LoadedParams(params, step, tuple(notes))
     except DamagedError as damage:
-      notes.append(f"checkpoint {step} is damaged ({damage}), passed over")
+      notes.append(f"checkpoint {step} is damaged ({damage}), skipped")
   raise ConfigError(f"{directory}: no checkpoint there is intact; {notes[-1]}")
 
 
@@ -75,12 +75,6 @@ def _load(path: Path, abstract: Any) -> Any:
   prefix = "average/0/" if averaged else "params/"
   saved = {name: leaf for name, leaf in leaves.items() if name.startswith(prefix)}
   files.check_same_leaves(path, saved, checksum.describe(wanted))
-  loaded = files.load_part(path, wanted)
-  try:
-    found = checksum.manifest(loaded)
-  except FloatingPointError as e:
-    raise DamagedError(files.one_line(e)) from e
-  for name, leaf in found.items():
-    if leaf["checksum"] != leaves[name]["checksum"]:
-      raise DamagedError(f"the checksum of {name} does not match")
+  loaded = files.load(path, wanted, partial=True)
+  checksum.verify(loaded, leaves)
   return loaded["average"][0] if averaged else loaded["params"]

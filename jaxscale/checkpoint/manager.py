@@ -1,12 +1,12 @@
 """Checkpoints: saved in the background, committed by one rename, trusted by checksum.
 
 A killed run leaves whole checkpoints or none. Flipped bytes, cut and missing files
-are found by the manifest; a damaged checkpoint is set aside as `<step>.damaged`,
+are found by the manifest; a damaged checkpoint is renamed to `<step>.damaged`,
 never deleted, and the one before is used.
 
 Processes agree only where all of them are, in the main thread: one whose disk is
-full says so there, and none waits for it. Only process 0 commits, and only while it
-holds the lease of the directory (lease.py).
+full reports it there, and none waits for it. Only process 0 commits, and only while it
+has the lock on the directory (lock.py).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import jax
 from jaxscale import cluster
 from jaxscale.checkpoint import checksum, files, reshard
 from jaxscale.checkpoint import directory as checkpoint_dir
-from jaxscale.checkpoint.files import DamagedError, one_line
-from jaxscale.checkpoint.lock import Lease, LostError, check_for_all, why_lost
+from jaxscale.checkpoint.checksum import DamagedError
+from jaxscale.checkpoint.lock import LockLostError, WorkdirLock, check_for_all, why_lost
 from jaxscale.errors import DISK_ADVICE, EXIT_CRASH, ConfigError
 from jaxscale.metrics import score
 from jaxscale.parallel.layout_exchange import Split
@@ -38,15 +38,15 @@ class UnsavedError(Exception):
 
 
 class _Save(NamedTuple):
-  """A save that is under way.
+  """A save that has begun.
 
   Attributes:
     step: of the state.
-    size: bytes of it.
+    size: bytes of the state.
     directory: where it is written to.
-    manifest: what will be said of it.
-    work: what this process does for it.
-    is_last: whether it is done when every process has done its work.
+    manifest: of the checkpoint.
+    work: this process's part of the present phase, writing or committing.
+    is_last: whether the save is done when every process has done its part.
   """
 
   step: int
@@ -73,37 +73,36 @@ class Checkpoints:
     keep_last: int = 2,
     keep_best: int = 1,
     on_failure: str = "stop",
-    lease: Lease | None = None,
+    lock: WorkdirLock | None = None,
     split: Split | None = None,
     say: Callable[[str], None] = print,
   ):
     """Open a directory of checkpoints; it is made by the first save.
 
     Args:
-      directory: one subdirectory a step.
+      directory: has one subdirectory per step.
       keep_last: how many of the newest stay.
       keep_best: how many with the best `metrics.score` stay as well.
-      on_failure: of a disk in a save: "stop" raises it, "continue" says it and
-        goes on.
-      lease: of process 0, where several runs may meet in the directory.
+      on_failure: of a disk in a save: "stop" raises it, "continue" logs it.
+      lock: on the workdir, in process 0; None: no other run writes there.
       split: how gradients are split that are exchanged
         (`parallel.layout_exchange.exchange_split`).
-      say: where process 0 tells what happens.
+      say: called in process 0 with lines for the log.
     """
     self.directory = Path(directory).absolute()
     self.say = say
     self.unsaved: str | None = None  # why the newest save failed, if it did
     self._keep = keep_last, keep_best
     self._stops = on_failure == "stop"
-    self._lease = lease
+    self._lock = lock
     self._split = split
     self._scores: dict[int, float | None] = {}
     self._saving: _Save | None = None
     self._pool = futures.ThreadPoolExecutor(1, "checkpoint")
-    self._is_swept = False
+    self._is_clean = False
     self._failed: list[Path] = []
-    if lease is not None:
-      self._sweep()
+    if lock is not None:
+      self._remove_partial()
 
   def __enter__(self):
     return self
@@ -123,7 +122,7 @@ class Checkpoints:
   def save(self, state: TrainState, metrics: dict[str, float] | None = None) -> None:
     """Start writing the state; returns once it is copied off the devices.
 
-    A step that is saved already is left alone. Waits for the save before.
+    Does nothing for a step that is saved already. Waits for the save before.
 
     Args:
       state: what to save; it may be donated as soon as this returns.
@@ -132,34 +131,40 @@ class Checkpoints:
     Raises:
       FloatingPointError: the state holds NaN or Inf; nothing is written.
       UnsavedError: it cannot be written, or the save before was not ("stop").
-      LostError: another run has taken over the directory.
+      LockLostError: another run has taken over the directory.
     """
     self.wait()
     step = int(state.step)
-    token = self._lease.token if self._lease is not None else 0
+    token = self._lock.token if self._lock is not None else 0
     lost, is_there, token = cluster.from_leader(
-      [why_lost(self._lease), step in self.steps(), token]
+      [why_lost(self._lock), step in self.steps(), token]
     )
     if lost:
-      raise LostError(lost)
+      raise LockLostError(lost)
     if is_there:
       return
     manifest = {"step": step, "metrics": metrics or {}}
     manifest |= {"leaves": checksum.manifest(state)}
     save = _Save(
       step,
-      files.state_bytes(state),
-      checkpoint_dir.under_way(self.directory, step, token),
+      sum(leaf.nbytes for leaf in jax.tree.leaves(state)),
+      checkpoint_dir.partial_path(self.directory, step, token),
       manifest | reshard.split_as_json(state, self._split),
       futures.Future(),
       is_last=False,
     )
     save.work.set_result(None)
-    if not self._agree(save, self._on_leader(lambda: self._begin(save))):
+    error = None
+    if cluster.is_leader():
+      try:
+        self._begin(save)
+      except Exception as e:
+        error = e
+    if not self._agree(save, error):
       return
     is_alone = jax.process_count() == 1
     try:
-      written = files.start_writing(save.directory, reshard.as_saved(state))
+      written = files.start_writing(save.directory, reshard.without_empty(state))
     except Exception as e:
       save = save._replace(work=futures.Future())
       save.work.set_exception(e)
@@ -174,18 +179,18 @@ class Checkpoints:
     self._saving = save
 
   def poll(self) -> None:
-    """Look after the save that is under way, without waiting for it.
+    """Advance the save that has begun, without waiting for it.
 
-    All processes must call it, and often: each turn takes a save one phase further,
-    from written by all to committed.
+    All processes must call it, and often: each call can take a save one phase
+    further, from written by all to committed.
 
     Raises:
       UnsavedError: it could not be written ("stop").
-      LostError: another run has taken over the directory.
+      LockLostError: another run has taken over the directory.
     """
-    lost = None if self._lease is None else self._lease.lost
+    lost = None if self._lock is None else self._lock.lost
     if cluster.any_process(lost is not None):
-      raise LostError(cluster.from_leader(lost))
+      raise LockLostError(cluster.from_leader(lost))
     if self._saving is not None:
       self._advance(self._saving)
 
@@ -196,7 +201,7 @@ class Checkpoints:
       self._advance(self._saving)
 
   def _advance(self, save: _Save) -> None:
-    """One phase further, if every process has done its part of this one."""
+    """Enter the next phase, if every process has done its part of this one."""
     if cluster.any_process(not save.work.done()):
       return
     self._saving = None
@@ -207,31 +212,32 @@ class Checkpoints:
 
   def _agree(self, save: _Save, error: BaseException | None) -> bool:
     """Whether no process has failed at this save; the failure is dealt with."""
-    told = None
+    mine = None
     if error is not None:
       kind = files.is_of_disk(error), files.is_full(error)
-      told = [jax.process_index(), *kind, one_line(error)]
-    found = [f for f in cluster.gather(told) if f]
-    if not found:
+      mine = [jax.process_index(), *kind, files.one_line(error)]
+    failures = [f for f in cluster.gather(mine) if f]
+    if not failures:
       if save.is_last:
         self.unsaved = None
       return True
     # A successor moves away what this run was writing: then that is the cause.
-    check_for_all(self._lease)
-    self._fail(save, found)
+    check_for_all(self._lock)
+    self._fail(save, *failures[0])
     return False
 
-  def _fail(self, save: _Save, found: list[list[Any]]) -> None:
-    """Undo a save, and say or raise why it failed."""
-    process, of_disk, full, text = found[0]
+  def _fail(
+    self, save: _Save, process: int, of_disk: bool, full: bool, error: str
+  ) -> None:
+    """Undo a save, and log or raise why it failed."""
     line = None
     if cluster.is_leader():
       self._failed.append(save.directory)
       self._remove_failed()
       parent = self.directory if self.directory.exists() else self.directory.parent
-      line = files.why_unsaved(save.step, full, text, parent, save.size)
+      line = files.why_unsaved(save.step, full, error, parent, save.size)
       if jax.process_count() > 1:
-        line += f", says process {process}"
+        line += f", in process {process}"
     line = str(cluster.from_leader(line))
     kept = cluster.from_leader(self.steps())
     line += f"; the newest that is: {f'step {kept[-1]}' if kept else 'none'}"
@@ -239,54 +245,53 @@ class Checkpoints:
     if self._stops or not of_disk:
       raise UnsavedError(line)
     if cluster.is_leader():
-      self.say(f"{line}; going on")
+      self.say(f"{line}; training continues")
 
   def _begin(self, save: _Save) -> None:
     """Make room for a save."""
-    if self._lease is not None:
-      self._lease.check()
+    if self._lock is not None:
+      self._lock.check()
     self.directory.mkdir(parents=True, exist_ok=True)
-    self._sweep()
+    self._remove_partial()
     self._remove_failed()
     save.directory.mkdir()
 
   def _remove_failed(self) -> None:
-    """Again at each save: one that failed may have written on for a while."""
+    """Again at each save: a failed one may have kept writing for a while."""
     for directory in self._failed:
       shutil.rmtree(directory, ignore_errors=True)
 
   def _commit(self, save: _Save) -> None:
-    """Make the checkpoint of what all have written, then delete those to go."""
+    """Make a checkpoint of what all have written, then delete those not kept."""
     files.finish(save.directory, save.manifest)
-    if self._lease is not None:
-      self._lease.check()
+    if self._lock is not None:
+      self._lock.check()
     # From here on a successor may have taken over, but not have seen this step
-    # missing: it moves the source of this rename away first (`checkpoint_dir.sweep`).
+    # missing: it renames the source of this rename first (`remove_partial`).
     try:
       save.directory.rename(self.directory / str(save.step))
     except FileNotFoundError:
-      if self._lease is not None:
-        self._lease.check()
+      if self._lock is not None:
+        self._lock.check()
       raise
     self._scores[save.step] = score(save.manifest["metrics"])
     checkpoint_dir.prune(self.directory, *self._keep, self._scores)
 
-  def _sweep(self) -> None:
-    """Once, before anything there is read to be gone on with."""
-    if cluster.is_leader() and not self._is_swept and self.directory.exists():
-      self._is_swept = True
-      checkpoint_dir.sweep(self.directory)
+  def _remove_partial(self) -> None:
+    """Once, before a checkpoint there is restored."""
+    if cluster.is_leader() and not self._is_clean and self.directory.exists():
+      self._is_clean = True
+      checkpoint_dir.remove_partial(self.directory)
 
   def restore(
     self, abstract: TrainState, resize: reshard.Resize | None = None
   ) -> TrainState | None:
-    """The newest intact state, laid out as asked for; None if there is none.
+    """The newest intact state, sharded as asked for; None if there is none.
 
     Args:
       abstract: shapes, dtypes and shardings (`state.abstract_state`); any mesh.
       resize: `Exchange.resize`, for a state that was saved on another number of
-        devices. Not called on as many, where the state is the one that was saved
-        bit for bit.
+        devices. On the same number the state is the one that was saved, bit for bit.
 
     Raises:
       ConfigError: it belongs to another model, optimizer or exchange, or to other
@@ -301,12 +306,12 @@ class Checkpoints:
         older = [s for s in steps if s < step]
         if cluster.is_leader():
           self.say(
-            f"checkpoint {step} is damaged ({damage}); set aside as {step}.damaged, "
-            + (f"going on from {older[-1]}" if older else "and there is no older one")
+            f"checkpoint {step} is damaged ({damage}); renamed to {step}.damaged, "
+            + (f"resuming from {older[-1]}" if older else "and there is no older one")
           )
         cluster.on_leader(
-          lambda step=step: checkpoint_dir.set_aside(self.directory, step),
-          f"set aside {step}",
+          lambda step=step: checkpoint_dir.mark_damaged(self.directory, step),
+          f"rename checkpoint {step}",
         )
     if cluster.from_leader(checkpoint_dir.has_damaged(self.directory)):
       raise ConfigError(
@@ -319,54 +324,37 @@ class Checkpoints:
     self, step: int, abstract: TrainState, resize: reshard.Resize | None
   ) -> TrainState:
     path = self.directory / str(step)
-    manifest, problem = cluster.from_leader(_manifest_of(path))
+    manifest, problem = None, None
+    if cluster.is_leader():
+      try:
+        manifest = files.read_manifest(path)
+      except DamagedError as damage:
+        problem = str(damage)
+    manifest, problem = cluster.from_leader([manifest, problem])
     if problem:
       raise DamagedError(problem)
     leaves = manifest["leaves"]
-    other = reshard.other(manifest, abstract, resize, self._split)
+    other = reshard.find_reshard(manifest, abstract, resize, self._split)
     saved = other.saved if other else abstract
     files.check_same_leaves(path, leaves, checksum.describe(saved))
-    if other and other.carry is None:
-      raise reshard.refusal(path, other)
-    state, problem = None, None
+    if other and other.convert is None:
+      raise ConfigError(f"{path}: {other.why}")
+    state = None
     try:
-      wanted = reshard.to_load(other, abstract) if other else abstract
-      wanted = reshard.as_saved(wanted)
+      wanted = other.to_load(abstract) if other else abstract
+      wanted = reshard.without_empty(wanted)
       state = files.load(path, wanted, pad=other is not None)
     except (DamagedError, OSError) as e:
       problem = str(e)
-    # What one process cannot read, none may go on with.
+    # What one process cannot read, none may resume from.
     if problems := [p for p in cluster.gather(problem) if p]:
       raise DamagedError(problems[0])
-    try:
-      found = checksum.manifest(state, reshard.as_saved(saved))
-    except FloatingPointError as e:
-      raise DamagedError(one_line(e)) from e
-    for name, leaf in found.items():
-      if leaf["checksum"] != leaves[name]["checksum"]:
-        raise DamagedError(f"the checksum of {name} does not match")
+    checksum.verify(state, leaves, reshard.without_empty(saved))
     assert state is not None
     if not jax.tree.leaves(abstract.exchange_state):
       state = state._replace(exchange_state=abstract.exchange_state)
     if other:
-      state = reshard.carried_state(other, state, abstract)
+      state = other.apply(state, abstract)
       if cluster.is_leader():
-        self.say(f"checkpoint {step}: {reshard.story(other)}")
+        self.say(f"checkpoint {step}: {other.summary()}")
     return state
-
-  def _on_leader(self, function: Callable[[], None]) -> Exception | None:
-    """What went wrong when process 0 called it; None elsewhere."""
-    if cluster.is_leader():
-      try:
-        function()
-      except Exception as e:
-        return e
-    return None
-
-
-def _manifest_of(path: Path) -> tuple[dict[str, Any] | None, str | None]:
-  """The manifest, or why it cannot be trusted."""
-  try:
-    return files.read_manifest(path), None
-  except DamagedError as damage:
-    return None, str(damage)

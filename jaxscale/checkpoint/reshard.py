@@ -1,91 +1,119 @@
-"""A checkpoint of other devices or another layout: what to load, what to make of it.
+"""A checkpoint of other devices or another layout: what to load, and how to convert it.
 
 All of a `TrainState` is the same on every number of devices and under every layout
-but `exchange_state`, which has an entry a device. Where the exchange can say what
-becomes of N entries on N' devices (`Exchange.resize`), they are loaded as they were
-saved, ceil(N / N') of them a device with zeros behind the last, checked, and resized
-on the devices: none holds more than its share.
+but `exchange_state`, which has one entry per device. Where the exchange defines what
+N entries become on N' devices (`Exchange.resize`), they are loaded as they were
+saved, ceil(N / N') of them per device with zeros behind the last, verified, and
+converted on the devices: none holds more than its share.
 
-Under a layout devices keep something of the parts of gradients that they have. Where
-the same parts are there, those of each part are resized among themselves; a count of
-steps goes on anywhere; all else is refused in one line.
+Under a layout each device keeps entries for its own parts of gradients. Where the same
+parts exist here, the entries of each part are resized among themselves; a count of
+steps resumes under any layout; all else is refused in one line.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jaxscale.checkpoint import checksum
-from jaxscale.errors import ConfigError
+from jaxscale.metrics.text import plural
 from jaxscale.parallel.layout_exchange import Split
 from jaxscale.training.state import TrainState
 
 # (exchange state with a leading dim of N devices, N') -> the same for N' devices
 Resize = Callable[[Any, int], Any]
 _EXCHANGE = "exchange_state/"
+_Leaves = Mapping[str, dict[str, Any]]  # shape and dtype by path, as in a manifest
 
 
-class Other(NamedTuple):
-  """A checkpoint whose exchange state is of other devices, or of other parts.
+class Reshard(NamedTuple):
+  """How the exchange state of a checkpoint becomes that of this run.
 
   Attributes:
-    there: devices that it was saved on, N.
-    here: devices that there are, N'.
-    saved: shapes and dtypes of its state; shardings but for the exchange's.
-    carry: the exchange's state as saved -> as it is here; None: it cannot be.
-    why: it cannot be, and what then.
+    old: devices that it was saved on, N.
+    new: devices of this run, N'.
+    saved: shapes and dtypes of the saved state; shardings except for the exchange's.
+    convert: saved exchange state -> the one of this run; None: it is impossible.
+    why: it is impossible, and the remedy.
   """
 
-  there: int
-  here: int
+  old: int
+  new: int
   saved: TrainState
-  carry: Callable[[Any], Any] | None
+  convert: Callable[[Any], Any] | None
   why: str = ""
 
+  def to_load(self, abstract: TrainState) -> TrainState:
+    """The saved state as it fits on the devices: zeros behind the last entry."""
+    rows = self.new * math.ceil(self.old / self.new)
+    where = jax.tree.leaves(abstract.exchange_state)[0].sharding
 
-def other(
-  manifest: dict[str, Any],
+    def padded(x):
+      return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype, sharding=where)
+
+    return abstract._replace(
+      exchange_state=jax.tree.map(padded, self.saved.exchange_state)
+    )
+
+  def apply(self, state: TrainState, abstract: TrainState) -> TrainState:
+    """The state of this run, from what was loaded; every process calls it."""
+    assert self.convert is not None
+    shardings = jax.tree.map(lambda x: x.sharding, abstract.exchange_state)
+    made = jax.jit(self.convert, out_shardings=shardings)(state.exchange_state)
+    return state._replace(exchange_state=jax.block_until_ready(made))
+
+  def summary(self) -> str:
+    """One line for the log."""
+    devices = f"from {plural(self.old, 'device')} to {self.new}"
+    return (
+      "the exchange's state was carried over "
+      f"{devices if self.old != self.new else 'to another layout'}: no pending "
+      "gradient is lost, its sum is kept to rounding, but from here the run is not the "
+      "same bit for bit"
+    )
+
+
+def find_reshard(
+  manifest: Mapping[str, Any],
   abstract: TrainState,
   resize: Resize | None,
   here: Split | None = None,
-) -> Other | None:
-  """What a checkpoint's manifest says of other devices or another layout.
+) -> Reshard | None:
+  """How a checkpoint is converted to the devices and the layout of this run.
 
   Args:
-    manifest: what was written of it: shape and dtype of every leaf, by path, and
-      how gradients were split (`split_as_json`).
+    manifest: shape and dtype of every leaf, by path, and how gradients were split
+      (`split_as_json`).
     abstract: the state asked for.
-    resize: `Exchange.resize` of the exchange that goes on.
+    resize: `Exchange.resize` of this run's exchange.
     here: how gradients are split now.
 
   Returns:
-    None where the state is just the one that was saved, or where more than devices
-    and layout is different.
+    None where the state is the one that was saved, or where more than devices and
+    layout differs.
   """
-  own = abstract.exchange_state
-  if not jax.tree.leaves(own):
+  if not jax.tree.leaves(abstract.exchange_state):
     return None
   leaves = manifest["leaves"]
-  there = manifest.get("split")
-  there = None if there is None else Split(**there)
+  there = Split(**manifest["split"]) if manifest.get("split") else None
   if _parts(there) == _parts(here):
-    return _other_count(leaves, abstract, resize, there, here)
-  return _counts_alone(leaves, abstract, resize, there, here) or _other_parts(
+    return _other_devices(leaves, abstract, resize, there, here)
+  return _only_counts(leaves, abstract, resize, there, here) or _other_parts(
     leaves, abstract, there, here
   )
 
 
-def as_saved(state: TrainState) -> TrainState:
-  """A state as files have it: where an exchange keeps nothing, there is nothing.
+def without_empty(state: TrainState) -> TrainState:
+  """A state as in files, which have no exchange state where it has no arrays.
 
-  Under layouts it keeps nothing of each of several groups of parameters, and Orbax
-  tells one empty tree from another.
+  Under layouts it is one empty tree for each of several groups of parameters, and
+  Orbax distinguishes one empty tree from another.
   """
   if jax.tree.leaves(state.exchange_state):
     return state
@@ -93,50 +121,56 @@ def as_saved(state: TrainState) -> TrainState:
 
 
 def split_as_json(state: TrainState, split: Split | None) -> dict[str, Any]:
-  """What the manifest of a state says of how gradients are split."""
+  """What the manifest of a state has about how gradients are split."""
   if split is None or not jax.tree.leaves(state.exchange_state):
     return {}
   return {"split": split._asdict()}
 
 
 def _parts(split: Split | None) -> Any:
-  """What must be the same for devices to have the same parts."""
+  """Equal where devices have the same parts of gradients."""
   if split is None:
     return None
-  rest = {a: n for a, n in split.mesh.items() if a not in split.over}
-  return list(rest.items()), split.dims
+  return [(a, n) for a, n in split.mesh.items() if a not in split.over], split.dims
 
 
-def _other_count(leaves, abstract, resize, there, here) -> Other | None:
-  """Where devices have the same parts, but maybe others have each."""
-  own = _only_exchange(abstract)
-  wanted = checksum.describe(own)
+def _other_devices(leaves: _Leaves, abstract, resize, there, here) -> Reshard | None:
+  """Where the parts are the same, but another number of devices may have each."""
+  own = abstract.exchange_state
+  nothing = TrainState(*[()] * len(TrainState._fields))
+  wanted = checksum.describe(nothing._replace(exchange_state=own))
   if any(name not in leaves for name in wanted):
     return None
   shapes = [tuple(leaves[name]["shape"]) for name in wanted]
-  counts = {shape[:1] for shape in shapes}
-  heres = {tuple(leaf["shape"][:1]) for leaf in wanted.values()}
-  is_same = counts == heres and there == here
-  if len(counts) != 1 or len(heres) != 1 or is_same or () in counts | heres:
+  own_shapes = [tuple(leaf["shape"]) for leaf in wanted.values()]
+  olds, news = {s[:1] for s in shapes}, {s[:1] for s in own_shapes}
+  is_same = olds == news and there == here
+  if len(olds) != 1 or len(news) != 1 or is_same or () in olds | news:
     return None
-  (old,), (new,) = counts.pop(), heres.pop()
-  saved = abstract._replace(
-    exchange_state=jax.tree.unflatten(
-      jax.tree.structure(abstract.exchange_state),
-      [
-        jax.ShapeDtypeStruct(shape, leaves[name]["dtype"])
-        for name, shape in zip(wanted, shapes, strict=True)
-      ],
-    )
+  (old,), (new,) = olds.pop(), news.pop()
+  dtypes = [leaves[name]["dtype"] for name in wanted]
+  saved = jax.tree.unflatten(
+    jax.tree.structure(own), map(jax.ShapeDtypeStruct, shapes, dtypes)
   )
-  carry = functools.partial(_resized, resize, there, old, here, new)
-  if resize is not None and _fits(carry, saved.exchange_state, abstract.exchange_state):
-    return Other(old, new, saved, carry)
-  rests = [tuple(leaf["shape"][1:]) for leaf in wanted.values()]
-  same_rest = rests == [shape[1:] for shape in shapes]
-  if same_rest or _is_local(abstract.exchange_state):
-    return Other(old, new, saved, None, _why_not(abstract.exchange_state, old, new))
-  return None
+  state = abstract._replace(exchange_state=saved)
+  convert = functools.partial(_resized, resize, there, old, here, new)
+  if resize is not None and _fits(convert, saved, own):
+    return Reshard(old, new, state, convert)
+  same_rest = [s[1:] for s in own_shapes] == [s[1:] for s in shapes]
+  if not same_rest and not _is_local(own):
+    return None
+  devices = plural(old, "device")
+  why = "its exchange does not define how its state is resized (Exchange.resize)"
+  if _is_local(own):
+    why = (
+      "each worker has its own parameters and momentum, from which no other number of "
+      "workers can resume"
+    )
+  return Reshard(
+    old, new, state, None,
+    f"saved on {devices}, here are {new}: {why}; resume with {devices}, or use another "
+    "--workdir to start anew",
+  )  # fmt: skip
 
 
 def _resized(resize, there, old: int, here, new: int, state: Any) -> Any:
@@ -153,32 +187,32 @@ def _resized(resize, there, old: int, here, new: int, state: Any) -> Any:
   return jax.tree.map(lambda x: _by_devices(x, here), made)
 
 
-def _places(split: Split) -> tuple[list[int], list[int]]:
-  """Axes of the mesh along which parts are others, and those that are averaged."""
-  rest = [i for i, axis in enumerate(split.mesh) if axis not in split.over]
-  return rest, [list(split.mesh).index(axis) for axis in split.over]
+def _order(split: Split) -> list[int]:
+  """Axes of the mesh: those along which parts differ, then those averaged over."""
+  axes = list(split.mesh)
+  rest = [axis for axis in axes if axis not in split.over]
+  return [axes.index(axis) for axis in (*rest, *split.over)]
 
 
 def _by_parts(x: jax.Array, split: Split) -> jax.Array:
   """[devices of the mesh, …] as [parts, devices that have each, …]."""
-  sizes, (rest, over) = list(split.mesh.values()), _places(split)
+  sizes, order = list(split.mesh.values()), _order(split)
   grid = x.reshape(*sizes, *x.shape[1:])
-  grid = grid.transpose(*rest, *over, *range(len(sizes), grid.ndim))
-  return grid.reshape(math.prod(sizes[i] for i in rest), -1, *x.shape[1:])
+  grid = grid.transpose(*order, *range(len(sizes), grid.ndim))
+  devices = math.prod(split.mesh[axis] for axis in split.over)
+  return grid.reshape(-1, devices, *x.shape[1:])
 
 
 def _by_devices(x: jax.Array, split: Split) -> jax.Array:
   """The inverse of `_by_parts`."""
-  sizes, (rest, over) = list(split.mesh.values()), _places(split)
-  order = [*rest, *over]
+  sizes, order = list(split.mesh.values()), _order(split)
   grid = x.reshape(*(sizes[i] for i in order), *x.shape[2:])
-  back = [order.index(i) for i in range(len(order))]
-  grid = grid.transpose(*back, *range(len(sizes), grid.ndim))
+  grid = grid.transpose(*np.argsort(order), *range(len(sizes), grid.ndim))
   return grid.reshape(-1, *x.shape[2:])
 
 
-def _counts_alone(leaves, abstract, resize, there, here) -> Other | None:
-  """Where all that is kept is a number a device, the same for any parts."""
+def _only_counts(leaves: _Leaves, abstract, resize, there, here) -> Reshard | None:
+  """Where the state is one number per device, the same for any parts."""
   own = abstract.exchange_state
   one = own if here is None else next(iter(own.values()))
   wanted = {f"{_EXCHANGE}{name}" for name in checksum.describe(one)}
@@ -190,136 +224,63 @@ def _counts_alone(leaves, abstract, resize, there, here) -> Other | None:
     return None
   old = leaves[min(found)]["shape"][0]
   new = len(jax.tree.leaves(own)[0])
-
-  def rows(x):
-    return jax.ShapeDtypeStruct((old, *x.shape[1:]), x.dtype)
-
-  saved = jax.tree.map(rows, one)
+  saved = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct((old, *x.shape[1:]), x.dtype), one
+  )
   saved = dict.fromkeys(groups, saved) if there is not None else saved
 
-  def carry(state):
+  def convert(state):
     first = state if there is None else state[groups[0]]
     made = resize(jax.tree.map(lambda x: x[:old], first), new)
     return made if here is None else dict.fromkeys(own, made)
 
-  if not _fits(carry, saved, own):
+  if not _fits(convert, saved, own):
     return None
-  return Other(old, new, abstract._replace(exchange_state=saved), carry)
+  return Reshard(old, new, abstract._replace(exchange_state=saved), convert)
 
 
-def _other_parts(leaves, abstract, there, here) -> Other:
-  """Of parts that devices do not have here."""
-  own = {
+def _other_parts(leaves: _Leaves, abstract, there, here) -> Reshard:
+  """The refusal of parts that devices do not have here."""
+  saved = {
     name.removeprefix(_EXCHANGE): jax.ShapeDtypeStruct(leaf["shape"], leaf["dtype"])
     for name, leaf in leaves.items()
     if name.startswith(_EXCHANGE)
   }
-  why = (
-    f"saved on {_mesh_words(there)}, here {'is' if here else 'are'} "
-    f"{_mesh_words(here)}: what its exchange keeps is of parts of gradients that no "
-    f"device has here{_example(there, here)}; go on with the mesh and layout it was "
-    "saved with, or use another --workdir to start anew"
-  )
-  return Other(0, 0, abstract._replace(exchange_state=own), None, why)
-
-
-def _mesh_words(split: Split | None) -> str:
-  if split is None:
-    return "devices that average whole gradients"
-  return "Mesh " + ", ".join(f"{axis}={n}" for axis, n in split.mesh.items())
-
-
-def _example(there: Split | None, here: Split | None) -> str:
-  """The first parameter that is split otherwise."""
-  dims = [split.dims if split else {} for split in (there, here)]
-  for name in dims[0] | dims[1]:
-    old, new = (_dims_words(d.get(name, [])) for d in dims)
+  meshes, example = [], ""
+  for split in (there, here):
+    sizes = ", ".join(f"{a}={n}" for a, n in split.mesh.items()) if split else ""
+    meshes.append(f"Mesh {sizes}" if sizes else "devices that average whole gradients")
+  dims: list[dict[str, list[str | None]]] = [s.dims if s else {} for s in (there, here)]
+  for name in dims[0] | dims[1]:  # the first parameter that is split otherwise
+    axes = [", ".join(a or "-" for a in d.get(name, [])) for d in dims]
+    old, new = (text if text.strip("-, ") else "nothing" for text in axes)
     if old != new:
-      return f" (that of {name} is split by {old} there, by {new} here)"
-  return ""
+      example = f" (that of {name} is split by {old} there, by {new} here)"
+      break
+  why = (
+    f"saved on {meshes[0]}, here {'is' if here else 'are'} {meshes[1]}: its exchange "
+    f"keeps parts of gradients that no device has here{example}; resume with the mesh "
+    "and layout it was saved with, or use another --workdir to start anew"
+  )
+  return Reshard(0, 0, abstract._replace(exchange_state=saved), None, why)
 
 
-def _dims_words(dims: list[str | None]) -> str:
-  return ", ".join(a or "-" for a in dims) if any(dims) else "nothing"
-
-
-def _only_exchange(abstract: TrainState) -> TrainState:
-  own = TrainState(*[()] * len(TrainState._fields))
-  return own._replace(exchange_state=abstract.exchange_state)
-
-
-def _fits(carry: Callable[[Any], Any], saved: Any, wanted: Any) -> bool:
+def _fits(convert: Callable[[Any], Any], saved: Any, wanted: Any) -> bool:
   """Whether a saved exchange state becomes the one asked for."""
   if _is_local(saved):
     return False
   try:
-    made = jax.eval_shape(carry, saved)
+    made = jax.eval_shape(convert, saved)
   except (TypeError, ValueError):
     return False  # of tensors that the exchange could not have
   return checksum.describe(made) == checksum.describe(wanted)
 
 
 def _is_local(exchange_state: Any) -> bool:
-  """Whether it is that of local updates (`local_step.Own`): parameters a worker.
+  """Whether it is that of local updates: each worker's own training state.
 
-  Asked here as well, since any exchange's `resize` that takes means would take the
-  workers' means just so.
+  Checked here as well, since the `resize` of any exchange that takes means would
+  accept it and average the workers.
   """
   fields = getattr(exchange_state, "_fields", ())
   return fields == ("params", "model_state", "opt_state", "exchange_state")
-
-
-def _why_not(exchange_state: Any, old: int, new: int) -> str:
-  """Why what N devices keep is of no use to others, and what is."""
-  why = (
-    "each worker has parameters and momentum of its own, which no other number of "
-    "workers can go on from"
-    if _is_local(exchange_state)
-    else "its exchange does not say how to carry its state over (Exchange.resize)"
-  )
-  there = _devices(old)
-  return (
-    f"saved on {there}, here are {new}: {why}; go on with {there}, or use another "
-    "--workdir to start anew"
-  )
-
-
-def refusal(path: Path, found: Other) -> ConfigError:
-  """Why a checkpoint of other devices is of no use, and what is."""
-  return ConfigError(f"{path}: {found.why}")
-
-
-def to_load(found: Other, abstract: TrainState) -> TrainState:
-  """The saved state as it fits on the devices: zeros behind the last entry."""
-  rows = found.here * math.ceil(found.there / found.here)
-  where = jax.tree.leaves(abstract.exchange_state)[0].sharding
-
-  def spread(saved):
-    return jax.ShapeDtypeStruct((rows, *saved.shape[1:]), saved.dtype, sharding=where)
-
-  return abstract._replace(
-    exchange_state=jax.tree.map(spread, found.saved.exchange_state)
-  )
-
-
-def carried_state(found: Other, state: TrainState, abstract: TrainState) -> TrainState:
-  """The state asked for, from what `to_load` described; every process calls it."""
-  assert found.carry is not None
-  shardings = jax.tree.map(lambda x: x.sharding, abstract.exchange_state)
-  made = jax.jit(found.carry, out_shardings=shardings)(state.exchange_state)
-  return state._replace(exchange_state=jax.block_until_ready(made))
-
-
-def story(found: Other) -> str:
-  """What a run says of it."""
-  devices = f"from {_devices(found.there)} to {found.here}"
-  return (
-    "the exchange's state was carried over "
-    f"{devices if found.there != found.here else 'to another layout'}: no pending "
-    "gradient is lost, its sum is kept to rounding, but from here the run is not the "
-    "same bit for bit"
-  )
-
-
-def _devices(count: int) -> str:
-  return f"{count} device{'s' if count > 1 else ''}"

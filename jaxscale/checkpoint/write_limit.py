@@ -1,11 +1,11 @@
-"""How much of a checkpoint is between devices and disk at once.
+"""How many bytes of a checkpoint are between devices and disk at once.
 
-A process reads and writes what it holds, not the whole state, but two things would
-make its memory grow past that. Files are read by whole chunks: arrays that lie in
-few large ones, because they were saved in another layout, would come nearly whole
-into every process, so chunks are small. And all arrays would be on their way at the
-same time, each with its compressed bytes beside it: so no more than a quarter of
-what a process holds is, or one array where that is more.
+A process reads and writes its own shards, not the whole state, but two things would
+make its memory grow past that. Files are read by whole chunks: arrays in few large
+chunks, because they were saved in another layout, would be read nearly whole by every
+process, so chunks are small. And all arrays would be read or written at the same
+time, each with its compressed bytes: so at most a quarter of what a process holds is,
+or one array where that is more.
 """
 
 from __future__ import annotations
@@ -37,14 +37,16 @@ def limit_to_read(abstract: Any, chunks: Mapping[str, tuple[int, ...]]) -> float
   """Bytes that this process may be reading at once, in GB as Orbax counts.
 
   Args:
-    abstract: what it is to hold, a tree of `jax.ShapeDtypeStruct`s with shardings.
+    abstract: a tree of `jax.ShapeDtypeStruct`s with shardings.
     chunks: shape of the chunks of each array, by path.
   """
   own, most = 0, []
   for path, x in jax.tree_util.tree_leaves_with_path(abstract):
     here = x.sharding.addressable_devices_indices_map(x.shape).values()
-    parts = {tuple(s.indices(n)[:2] for s, n in zip(i, x.shape, strict=True))
-             for i in here}  # fmt: skip
+    parts = {
+      tuple(s.indices(n)[:2] for s, n in zip(index, x.shape, strict=True))
+      for index in here
+    }
     own += sum(_shard_bytes(x, [b - a for a, b in part]) for part in parts)
     chunk = chunks.get(path_name(path), x.shape)
     most += [_shard_bytes(x, _touched(part, chunk)) for part in parts]
@@ -52,7 +54,7 @@ def limit_to_read(abstract: Any, chunks: Mapping[str, tuple[int, ...]]) -> float
 
 
 def _touched(part: Any, chunk: tuple[int, ...]) -> list[int]:
-  """Elements along each dim of all chunks that have some of a part."""
+  """Elements along each dim of all chunks that overlap a part."""
   return [
     -(-stop // size) * size - start // size * size
     for (start, stop), size in zip(part, chunk, strict=True)

@@ -1,6 +1,6 @@
 """Text from a language model that a run has trained.
 
-python -m jaxscale.run.generate --workdir RUN [--prompt TEXT] [--tokens N] ...
+    jaxscale generate --workdir RUN [--prompt TEXT] [--tokens N] ...
 
 `sample` is the pure function behind it, for any model and prompts of any tokens.
 """
@@ -11,7 +11,6 @@ import functools
 import itertools
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,34 +19,12 @@ import jax.numpy as jnp
 
 from jaxscale import data
 from jaxscale.checkpoint import load_params
-from jaxscale.config.loading import split_args
 from jaxscale.config.record import describe_run
 from jaxscale.data.tokenizer import Tokenizer, byte_tokenizer, read_tokenizer
-from jaxscale.errors import EXIT_DONE, EXIT_USER, ConfigError, leave, one_line_errors
-from jaxscale.experiment import parts
+from jaxscale.errors import ConfigError
+from jaxscale.experiment.model import make_model
 from jaxscale.models.cached import advance, empty_cache
 from jaxscale.models.stack import Stack
-
-USAGE = """\
-usage: python -m jaxscale.run.generate --workdir RUN [--prompt TEXT] [--tokens N]
-                                   [--temperature T] [--top-k K] [--top-p P] [--seed S]
-
-Goes on with a text as a language model would that RUN has trained, from the newest
-intact checkpoint there.
-
-  --workdir RUN        of a run of jaxscale.train, whose text is bytes or of a
-                       tokenizer that is still where it was
-  --prompt TEXT        what to go on with (default: a new document)
-  --tokens N           at most so many bytes, or tokens of its tokenizer (default:
-                       256); the text may end before
-  --temperature T      what the scores are divided by (default: 1); below 1 safer,
-                       above 1 wilder choices, 0: always the likeliest
-  --top-k K            choose among the K likeliest (default: all)
-  --top-p P            choose among the likeliest that together have probability P
-                       (default: all)
-  --seed S             of the choices (default: 0); another seed, another text
-
-exit code: 0 done, 2 a mistake in what was asked for, 1 anything else"""
 
 
 def sample(
@@ -77,8 +54,8 @@ def sample(
     int32 [rows, num_tokens].
 
   Example:
-    >>> from jaxscale.models import transformer
-    >>> stack = transformer(
+    >>> from jaxscale.models import make_transformer
+    >>> stack = make_transformer(
     ...   vocab_size=256, num_layers=2, width=64, num_heads=4, hidden=128
     ... )
     >>> params, prompt = stack.init(jax.random.key(0)), jnp.zeros((1, 3), jnp.int32)
@@ -140,56 +117,6 @@ def choose(
   return jnp.take_along_axis(order, rank[:, None], -1)[:, 0].astype(jnp.int32)
 
 
-class Request(NamedTuple):
-  """What a command line asks for; see USAGE."""
-
-  workdir: Path
-  prompt: str = ""
-  num_tokens: int = 256
-  temperature: float = 1.0
-  top_k: int | None = None
-  top_p: float | None = None
-  seed: int = 0
-
-
-# Option -> field, type, what it has to be, and how to say that.
-_OPTIONS = {
-  "--workdir": ("workdir", Path, lambda x: True, "give a run's directory"),
-  "--prompt": ("prompt", str, lambda x: True, "give a text"),
-  "--tokens": ("num_tokens", int, lambda x: x >= 1, "give a whole number >= 1"),
-  "--temperature": (
-    "temperature", float, lambda x: 0 <= x < float("inf"), "give a number >= 0",
-  ),
-  "--top-k": ("top_k", int, lambda x: x >= 1, "give a whole number >= 1"),
-  "--top-p": ("top_p", float, lambda x: 0 < x <= 1, "give a number in (0, 1]"),
-  "--seed": ("seed", int, lambda x: 0 <= x < 2**32, "give one in [0, 2**32)"),
-}  # fmt: skip
-
-
-def parse(argv: Sequence[str]) -> Request:
-  """Split the command line.
-
-  Raises:
-    ConfigError: an option that does not exist, lacks its value or cannot have it.
-
-  Example:
-    >>> parse(["--workdir", "runs/x", "--tokens=9"]).num_tokens
-    9
-  """
-  found: dict[str, Any] = {}
-  for name, text in split_args(argv, _OPTIONS):
-    field, kind, holds, advice = _OPTIONS[name]
-    try:
-      found[field] = kind(text)
-    except ValueError:
-      raise ConfigError(f"{name}={text}: {advice}") from None
-    if not holds(found[field]):
-      raise ConfigError(f"{name}={text}: {advice}")
-  if "workdir" not in found:
-    raise ConfigError("--workdir: missing, give the directory of a run")
-  return Request(**found)
-
-
 class Run(NamedTuple):
   """A language model that a run has trained.
 
@@ -219,7 +146,9 @@ def language_model(workdir: Path) -> Run:
   config = described.settings()
   fields = {k: v for k, v in described.data.items() if k in data.TextInfo._fields}
   info = data.TextInfo(**fields)
-  return Run(parts.make_stack(config, info), info, config.data)
+  model = make_model(config, info)
+  assert isinstance(model, Stack), "what takes text is a stack"
+  return Run(model, info, config.data)
 
 
 def _tokenizer(workdir: Path, run: Run) -> Tokenizer:
@@ -252,51 +181,47 @@ def _tokenizer(workdir: Path, run: Run) -> Tokenizer:
   )
 
 
-def write(request: Request) -> str:
-  """The text that a model goes on with, up to the end of its document.
+def write(
+  workdir: Path,
+  prompt: str = "",
+  *,
+  seed: int = 0,
+  num_tokens: int = 256,
+  **choice: Any,
+) -> str:
+  """The text that a run's model continues a prompt with, to the end of its document.
+
+  Args:
+    workdir: of the run.
+    prompt: "": a new document.
+    seed: of the choices.
+    num_tokens: at most so many.
+    choice: as in `choose`.
 
   Raises:
     ConfigError: the run has no language model, its tokenizer is not there, or no
       checkpoint.
   """
-  run = language_model(request.workdir)
-  tokenizer = _tokenizer(request.workdir, run)
+  run = language_model(workdir)
+  tokenizer = _tokenizer(workdir, run)
   shapes = jax.eval_shape(run.stack.init, jax.random.key(0))
-  found = load_params.load_trained(request.workdir, shapes)
+  found = load_params.newest_params(workdir, shapes)
   # surrogateescape: bytes of the command line that are no UTF-8 stay what they are.
-  document = tokenizer.encode([request.prompt.encode("utf-8", "surrogateescape")])
-  prompt = document.tolist()[:-1] or [tokenizer.separator]
-  length, seen = len(prompt) + request.num_tokens, run.info.sequence_length
-  if length > seen:
-    unit = "bytes" if tokenizer.key == "bytes" else "tokens"
-    found = found._replace(notes=(*found.notes, (
-      f"prompt and text are of up to {length} {unit}, and the model has seen {seen} at "
-      "a time in training: what is further away it may not use well"
-    )))  # fmt: skip
+  document = tokenizer.encode([prompt.encode("utf-8", "surrogateescape")])
+  tokens = document.tolist()[:-1] or [tokenizer.separator]
+  length, seen = len(tokens) + num_tokens, run.info.sequence_length
   for note in found.notes:
     print(f"note: {note}", file=sys.stderr)
-  options = {k: getattr(request, k) for k in ("temperature", "top_k", "top_p")}
-  function = functools.partial(
-    sample, run.stack, num_tokens=request.num_tokens, **options
+  if length > seen:
+    unit = "bytes" if tokenizer.key == "bytes" else "tokens"
+    print(
+      f"note: prompt and text are of up to {length} {unit}, and the model has seen "
+      f"{seen} at a time in training: what is further away it may not use well",
+      file=sys.stderr,
+    )
+  function = jax.jit(
+    functools.partial(sample, run.stack, num_tokens=num_tokens, **choice)
   )
-  tokens = jax.jit(function)(
-    found.params, jnp.array([prompt], jnp.int32), jax.random.key(request.seed)
-  )
-  text = itertools.takewhile(lambda i: i != tokenizer.separator, tokens[0].tolist())
-  before = prompt if request.prompt else []
-  return tokenizer.decode(list(text), before)
-
-
-@one_line_errors
-def main(argv: list[str]) -> int:
-  """Write what the command line asks for; returns the exit code."""
-  if not argv or "--help" in argv or "-h" in argv:
-    print(USAGE)
-    return EXIT_DONE if argv else EXIT_USER
-  request = parse(argv)
-  print(request.prompt + write(request), flush=True)
-  return EXIT_DONE
-
-
-if __name__ == "__main__":
-  leave(main)
+  made = function(found.params, jnp.array([tokens], jnp.int32), jax.random.key(seed))
+  text = itertools.takewhile(lambda i: i != tokenizer.separator, made[0].tolist())
+  return tokenizer.decode(list(text), tokens if prompt else [])

@@ -82,7 +82,7 @@ def test_a_damaged_newest_is_reported_and_the_one_before_used(tmp_path, damage, 
       assert "damaged" not in out
       return
     assert_same_bits(restored, at_step(state, 1))
-    assert "checkpoint 2 is damaged" in out and "going on from 1" in out
+    assert "checkpoint 2 is damaged" in out and "resuming from 1" in out
     # Nothing is deleted, and the step can be saved again.
     assert (tmp_path / "2.damaged").is_dir()
     checkpoints.save(at_step(state, 2))

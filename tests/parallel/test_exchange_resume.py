@@ -182,7 +182,7 @@ def test_another_exchange_is_refused_in_a_line_that_names_it(tmp_path):
     for count in (8, 4):
       exchange, _, abstract, _ = parts(name, count)
       line = refused(tmp_path, abstract, exchange.resize)
-      assert difference in line and "go on with the exchange it was saved" in line
+      assert difference in line and "resume with the exchange it was saved" in line
 
 
 def test_other_shapes_are_refused_on_any_number_of_devices(tmp_path):
@@ -207,9 +207,9 @@ def test_an_exchange_that_cannot_be_carried_over_says_what_to_do(tmp_path):
   exchange, _, abstract, _ = parts("top k", 4)
   line = refused(tmp_path, abstract)
   assert line.endswith(
-    "4: saved on 8 devices, here are 4: its exchange does not say how to carry its "
-    "state over (Exchange.resize); go on with 8 devices, or use another --workdir to "
-    "start anew"
+    "4: saved on 8 devices, here are 4: its exchange does not define how its "
+    "state is resized (Exchange.resize); resume with 8 devices, or use another "
+    "--workdir to start anew"
   )
   assert restore(tmp_path, abstract, exchange.resize) is not None
 
@@ -228,5 +228,5 @@ def test_workers_of_their_own_are_refused_on_another_number_of_devices(tmp_path)
   abstract = abstract_local_state(init_fn, tx, mesh, plain(AXES), method)
   for resize in (None, plain(AXES).resize, EXCHANGES["top k"](4).resize):
     line = refused(tmp_path, abstract, resize)
-    assert "saved on 8 devices, here are 4: each worker has parameters and" in line
-    assert "go on with 8 devices, or use another --workdir to start anew" in line
+    assert "saved on 8 devices, here are 4: each worker has its own parameters" in line
+    assert "resume with 8 devices, or use another --workdir to start anew" in line

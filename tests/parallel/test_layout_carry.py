@@ -242,9 +242,9 @@ def test_parts_that_no_device_has_are_refused_in_a_line(exchange, tmp_path):
   save(tmp_path, made("fsdp", exchange), filled(made("fsdp", exchange)))
   line = refused(tmp_path, made("data 8", exchange))
   assert "4: saved on Mesh replica=1, data=1, fsdp=8, here are devices that" in line
-  assert "go on with the mesh and layout it was saved with" in line
+  assert "resume with the mesh and layout it was saved with" in line
   line = refused(tmp_path, made("data 2 x fsdp 2 x model 2", exchange))
-  assert "here is Mesh replica=1, data=2, fsdp=2, model=2: what its exchange" in line
+  assert "here is Mesh replica=1, data=2, fsdp=2, model=2: its exchange keeps" in line
   assert "that of embed/table is split by -, fsdp there, by model, fsdp here" in line
 
 

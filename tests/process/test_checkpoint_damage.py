@@ -59,7 +59,7 @@ def sweep(whole, scratch, flips, devices=2):
         outcome = "unharmed"
         assert not said and sorted(os.listdir(scratch)) == ["1", "2"]
       else:
-        outcome = "set aside"
+        outcome = "renamed"
         (line,) = said
         assert "checkpoint 2 is damaged" in line and "\n" not in line
         assert sorted(os.listdir(scratch)) == ["1", "2.damaged"]
@@ -99,9 +99,9 @@ def assert_carried(found):
   for kind, damage in found:
     vital = ("2/manifest.json", "2/state/manifest.ocdbt", "2/state/_METADATA")
     if kind in vital and not damage.startswith("flip"):
-      assert found[kind, damage] == {"set aside"}, (kind, damage)
+      assert found[kind, damage] == {"renamed"}, (kind, damage)
   data = [k for k, d in found if k.endswith("process_0/d/*") and d == "gone"]
-  assert data and all("set aside" in found[k, "gone"] for k in data)
+  assert data and all("renamed" in found[k, "gone"] for k in data)
 
 
 @pytest.mark.slow
@@ -109,7 +109,7 @@ def test_damage_to_every_file(of_one, tmp_path):
   found = sweep(of_one, tmp_path / "scratch", (0.3, 0.8))
   show(found)
   assert_carried(found)
-  said = "checkpoint 2 is damaged (…); set aside as 2.damaged, going on from 1"
+  said = "checkpoint 2 is damaged (…); renamed to 2.damaged, resuming from 1"
   fault = "flip, cut, empty, delete, in each file of a checkpoint"
   measured(fault, None, 0, said, "what the damaged one had")
 

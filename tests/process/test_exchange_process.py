@@ -47,7 +47,7 @@ def test_what_was_not_sent_survives_a_kill_bit_for_bit(tmp_path, uninterrupted, 
   workdir = shutil.copytree(killed, tmp_path / "run")
   done = run_train(workdir, *QUICK, *COMPRESSED, num_devices=4)
   assert done.returncode == 0, done.stderr
-  assert "going on from the checkpoint of step" in done.stdout
+  assert "resuming from the checkpoint of step" in done.stdout
   assert checksums(workdir) == checksums(uninterrupted)
   names = checksums(workdir)[1]
   assert any(name.startswith("exchange_state/inner/inner/owner") for name in names)
@@ -67,7 +67,7 @@ def test_workers_of_their_own_do_not(tmp_path):
   workdir = tmp_path / "run"
   kill_after(workdir, *LOCAL, step=8)
   done = run_train(workdir, *QUICK, *LOCAL, num_devices=2)
-  assert "go on with 4 devices" in error_line(done, 2)
+  assert "resume with 4 devices" in error_line(done, 2)
 
 
 @pytest.mark.slow

@@ -112,7 +112,7 @@ def test_kills_in_mid_run_and_in_mid_save_change_no_bit(tmp_path, uninterrupted,
   assert kill(workdir, args, in_mid_save=True)
   kill(workdir, args, in_mid_save=False)
   assert 0 < newest_step(workdir) < STEPS
-  assert "going on from the checkpoint of step" in run(workdir, *args)
+  assert "resuming from the checkpoint of step" in run(workdir, *args)
   assert not any("tmp" in name for name in checkpoint_names(workdir))
   assert checksums(workdir) == checksums(uninterrupted(name))
   # XLA on CPU does not always add up the losses of four devices in the same order.
@@ -131,10 +131,10 @@ def test_a_killed_run_goes_on_under_another_layout(
   # Twice: under the other layout, and on a single device without any.
   alone = shutil.copytree(workdir, tmp_path / "alone")
   out = run(workdir, *LAYOUTS[here])
-  assert f"going on from the checkpoint of step {step}" in out
+  assert f"resuming from the checkpoint of step {step}" in out
   assert_same_numbers(workdir, uninterrupted(there))
   out = run(alone, num_devices=1)
-  assert f"going on from the checkpoint of step {step}" in out
+  assert f"resuming from the checkpoint of step {step}" in out
   assert_same_numbers(alone, uninterrupted(there))
 
 
@@ -145,7 +145,7 @@ def test_what_an_exchange_keeps_of_parts_is_refused_elsewhere(tmp_path):
   done = run_train(tmp_path, delayed, config=CONFIG, num_devices=8)
   line = error_line(done, 2)
   assert "saved on Mesh replica=1, data=2, fsdp=4, here are devices that" in line
-  assert "go on with the mesh and layout it was saved with, or use another" in line
+  assert "resume with the mesh and layout it was saved with, or use another" in line
 
 
 @pytest.fixture(scope="module")
@@ -193,5 +193,5 @@ def test_processes_go_on_from_what_one_has_saved(tmp_path, in_one_process, name)
   workdir = tmp_path / "run"
   kill(workdir, LAYOUTS["data x fsdp x model"], in_mid_save=False)
   out = run_group(workdir, 4, 1, *FOUR[name])
-  assert "going on from the checkpoint of step" in out
+  assert "resuming from the checkpoint of step" in out
   assert_same_numbers(workdir, in_one_process(name))

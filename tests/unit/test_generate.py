@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxscale import cli
 from jaxscale import config as cfg
 from jaxscale.checkpoint import load_params
 from jaxscale.checkpoint.manager import Checkpoints
@@ -17,7 +18,7 @@ from jaxscale.config.record import from_plain
 from jaxscale.data import TextInfo
 from jaxscale.data.tokenizer import Tokenizer
 from jaxscale.errors import ConfigError
-from jaxscale.experiment import parts
+from jaxscale.experiment.model import make_model
 from jaxscale.models import make_transformer
 from jaxscale.models.cached import advance, empty_cache
 from jaxscale.models.stack import stack_logits
@@ -174,7 +175,7 @@ def text_of(params, prompt, num_tokens, **options):
 
 def test_the_command_writes_what_the_newest_checkpoint_says(run, capsys):
   argv = ["--workdir", str(run), "--prompt", "Grüße", "--tokens=20", "--top-k=9"]
-  assert generate.main(argv) == 0
+  assert cli.main(["generate", *argv]) == 0
   out, err = capsys.readouterr()
   assert out == "Grüße" + text_of(params(0), "Grüße".encode(), 20, top_k=9) + "\n"
   assert err == ""
@@ -183,7 +184,7 @@ def test_the_command_writes_what_the_newest_checkpoint_says(run, capsys):
 def test_the_average_is_what_is_sampled(tmp_path):
   with Checkpoints(tmp_path / "checkpoints") as checkpoints:
     checkpoints.save(state(1, params(0), average=(params(1), {})))
-  found = load_params.load_trained(tmp_path, jax.eval_shape(lambda: params(0)))
+  found = load_params.newest_params(tmp_path, jax.eval_shape(lambda: params(0)))
   assert found.step == 1
   for a, b in zip(*map(jax.tree.leaves, (found.params, params(1))), strict=True):
     np.testing.assert_array_equal(a, b)
@@ -194,7 +195,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_left(run, tmp_path, capsys):
   shutil.copytree(run, workdir)
   manifest = workdir / "checkpoints" / "5" / "manifest.json"
   manifest.write_text(manifest.read_text().replace('"step": 5', '"step": 6'))
-  assert generate.main([f"--workdir={workdir}", "--prompt=a", "--tokens=90"]) == 0
+  argv = [f"--workdir={workdir}", "--prompt=a", "--tokens=90"]
+  assert cli.main(["generate", *argv]) == 0
   out, err = capsys.readouterr()
   assert out == "a" + text_of(params(1), b"a", 90) + "\n"
   damaged, long = err.splitlines()
@@ -209,7 +211,7 @@ def test_a_checkpoint_of_another_model_is_refused(run):
   )
   shapes = jax.eval_shape(other.init, jax.random.key(0))
   with pytest.raises(ConfigError, match=r"params/embed/table is float32\[256, 16\]"):
-    load_params.load_trained(run, shapes)
+    load_params.newest_params(run, shapes)
 
 
 WORDS = ["<eos>", *(f"\u2581{word}" for word in ("an", "apple", "and", "the", "tree"))]
@@ -256,7 +258,7 @@ def test_a_run_of_a_tokenizer_writes_its_text(which, tmp_path, capsys, monkeypat
   source = cfg.TextFiles(path="not/here", tokenizer=str(path))
   text = described(TextInfo("words", len(WORDS), 64, 4.0), source)
   (tmp_path / "config.json").write_text(json.dumps(text))
-  stack = parts.make_stack(from_plain(cfg.Config, text["config"]), TextInfo("", 6, 64))
+  stack = make_model(from_plain(cfg.Config, text["config"]), TextInfo("", 6, 64))
   made = stack.init(jax.random.key(0))  # all words nearly as likely
   with Checkpoints(tmp_path / "checkpoints") as checkpoints:
     checkpoints.save(state(1, made))
@@ -270,15 +272,15 @@ def test_a_run_of_a_tokenizer_writes_its_text(which, tmp_path, capsys, monkeypat
 
   argv, lengths = [f"--workdir={tmp_path}", "--tokens=9"], []
   for seed, prompt, tokens in ((0, "an apple", [1, 2]), (1, "", [0]), (2, "", [0])):
-    assert generate.main([*argv, f"--prompt={prompt}", f"--seed={seed}"]) == 0
+    assert cli.main(["generate", *argv, f"--prompt={prompt}", f"--seed={seed}"]) == 0
     wanted, length = written(prompt, tokens, seed)
     assert capsys.readouterr().out == wanted
     lengths.append(length)
   assert 0 < min(lengths) < 9  # one document ends before
-  assert generate.main([argv[0], "--prompt=an", "--tokens=64"]) == 0
+  assert cli.main(["generate", argv[0], "--prompt=an", "--tokens=64"]) == 0
   assert "up to 65 tokens" in capsys.readouterr().err
   path.unlink()
-  assert generate.main(argv) == 2
+  assert cli.main(["generate", *argv]) == 2
   assert capsys.readouterr().err == (
     f"error: --workdir={tmp_path}: the 6 tokens of words are not bytes, and their "
     f"tokenizer cannot be taken (TextFiles.tokenizer={str(path)!r}: No such file or "
@@ -291,7 +293,7 @@ def test_another_tokenizer_in_its_place_is_refused(tmp_path, capsys, monkeypatch
   source = cfg.TFDSText(name="lm1b", tokenizer=str(tmp_path))
   text = described(TextInfo("words", 7, 64, 4.0), source)
   (tmp_path / "config.json").write_text(json.dumps(text))
-  assert generate.main([f"--workdir={tmp_path}"]) == 2
+  assert cli.main(["generate", f"--workdir={tmp_path}"]) == 2
   assert "has 6 tokens, and the run's had 7); give" in capsys.readouterr().err
 
 
@@ -332,7 +334,7 @@ def test_a_mistake_is_one_line(run, tmp_path, argv, says, capsys):
     (tmp_path / name / "config.json").write_text(json.dumps(content))
     argv = [arg.replace(f"={name}", f"={tmp_path / name}") for arg in argv]
   argv = [arg.replace("=RUN", f"={run}") for arg in argv]
-  assert generate.main(argv) == 2
+  assert cli.main(["generate", *argv]) == 2
   out, err = capsys.readouterr()
   assert out == "" and err.startswith("error: ") and says in err
   assert err.count("\n") == 1
