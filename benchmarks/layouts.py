@@ -152,7 +152,7 @@ def differences(row: dict, first: dict) -> list[float]:
 def markdown(studies: list[dict]) -> str:
   """The table of docs/parallelism.md."""
   lines = [
-    "| model | layout | held out | loss: first 10 steps | first 100 | all "
+    "| model | layout | held-out | loss: first 10 steps | first 100 | all "
     "| parameters, end |",
     "|---|---|---|---|---|---|---|",
   ]

@@ -75,7 +75,7 @@ def _layouts(rows: Sequence[dict[str, Any]]) -> str:
     "times",
     "sent MB",
     "hidden in part",
-    "compute beside",
+    "overlapped compute",
   )
   lines = []
   for row in rows:
@@ -98,7 +98,13 @@ def _share(c: dict[str, Any]) -> str:
 
 
 def _flags(rows: Sequence[dict[str, Any]], first: dict[str, Any]) -> str:
-  head = ("program", "sent MB", "hidden in part", "compute beside", "temporaries GiB")
+  head = (
+    "program",
+    "sent MB",
+    "hidden in part",
+    "overlapped compute",
+    "temporaries GiB",
+  )
   plain = dict.fromkeys(row["case"].rpartition(", ")[0] for row in rows)
   lines = []
   for row in [*(first[case] for case in plain if case in first), *rows]:

@@ -1,4 +1,4 @@
-"""What a layout refuses, and what `--describe` says of one."""
+"""What a layout refuses, and what `jaxscale describe` prints of one."""
 
 import re
 import subprocess
@@ -14,6 +14,7 @@ from jaxscale import models
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
 from jaxscale.mesh import MeshShape, host_shard, make_mesh, mesh_shape
+from jaxscale.models import decoder, vision_transformer
 from jaxscale.parallel import Rule, largest, make_layout, partition, rules
 from jaxscale.parallel.layout import opt_state_specs, replicated_layout
 from jaxscale.planning.describe import describe
@@ -85,7 +86,7 @@ def test_every_model_has_rules_for_all_its_parameters():
     assert specs["head"]["kernel"] == P("fsdp", "model")
 
 
-def test_the_state_of_an_optimizer_lies_as_its_parameters():
+def test_the_state_of_an_optimizer_is_sharded_like_its_parameters():
   from jaxscale import optim
 
   mesh = make_mesh(data=1, fsdp=2, model=4)
@@ -94,10 +95,10 @@ def test_the_state_of_an_optimizer_lies_as_its_parameters():
   layout = make_layout(mesh, params, RULES, shard="zero1")
   assert layout.param_specs["layers"]["q"] == P(None, None, "model")
   stacked = optim.matching("^layers/")
-  specs = opt_state_specs(layout, optim.lamb(1e-3, stacked=stacked))
-  assert specs.mean == specs.square == layout.opt_specs
-  assert specs.mean["layers"]["q"] == P(None, "fsdp", "model")
-  assert specs.count == P() and set(jax.tree.leaves(specs.trust_ratios)) == {P()}
+  adam, *rest = opt_state_specs(layout, optim.lamb(1e-3, stacked=stacked))
+  assert adam.mu == adam.nu == layout.opt_specs
+  assert adam.mu["layers"]["q"] == P(None, "fsdp", "model")
+  assert adam.count == P() and set(jax.tree.leaves(rest)) == {P()}
 
 
 def test_axes_that_would_compute_the_same_are_refused():
@@ -245,7 +246,7 @@ def test_describe_says_what_every_device_holds_and_sends():
 
 def command(*args):
   return subprocess.run(
-    [sys.executable, "-m", "jaxscale.train", "--config", "configs/digits.py", *args],
+    [sys.executable, "-m", "jaxscale", "describe", "--config", "digits", *args],
     cwd=ROOT, env=child_env(8), capture_output=True, text=True, timeout=120,
   )  # fmt: skip
 
@@ -253,7 +254,7 @@ def command(*args):
 def test_describe_from_the_command_line_trains_nothing(tmp_path):
   workdir = tmp_path / "run"
   done = command(
-    "--describe", f"--workdir={workdir}", "--config.mesh.data=1",
+    f"--workdir={workdir}", "--config.mesh.data=1",
     "--config.mesh.fsdp=-1", "--config.layout.shard=fsdp",
   )  # fmt: skip
   assert done.returncode == 0, done.stderr
@@ -262,5 +263,5 @@ def test_describe_from_the_command_line_trains_nothing(tmp_path):
 
 
 def test_a_layout_that_cannot_be_is_one_line():
-  done = command("--describe", "--config.mesh.model=2")
+  done = command("--config.mesh.model=2")
   assert "CNN is no stack of equal layers" in error_line(done, 2)
