@@ -23,7 +23,7 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 import jax
 
 import jaxscale as jxs
-from jaxscale import data, exchange, models, optim
+from jaxscale import data, models, optim
 
 # %% [markdown]
 # ## The parts
@@ -33,23 +33,22 @@ from jaxscale import data, exchange, models, optim
 mesh = jxs.make_mesh()
 train, test = data.digits("train"), data.digits("test")
 model = models.functions(
-  models.CNN(num_classes=10),
+  models.CNNModule(num_classes=10),
   train.info.image_shape,
   mean=train.info.mean,
   std=train.info.std,
 )
 schedule = optim.warmup_cosine(peak=0.1, warmup_steps=22, total_steps=450)
 tx = optim.sgd(schedule, weight_decay=5e-4)
-plain = exchange.plain(mesh.axis_names)
 
 # %% [markdown]
 # ## The steps
 # Pure functions, compiled for the mesh; the state is a tree of global arrays.
 
 # %%
-state = jxs.init_state(model.init, tx, mesh, plain, seed=0)
+state = jxs.init_state(model.init, tx, mesh, seed=0)
 loss_fn = jxs.classification_loss(model.apply, label_smoothing=0.1)
-train_step = jxs.make_train_step(loss_fn, tx, mesh, plain)
+train_step = jxs.make_train_step(loss_fn, tx, mesh)
 eval_step = jxs.make_eval_step(jxs.classification_totals(model.apply), mesh)
 
 # %% [markdown]

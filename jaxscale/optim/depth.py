@@ -24,11 +24,11 @@ def layerwise_rate_decay(
 
   Args:
     decay: in (0, 1]; 0.65 to 0.9 is usual.
-    order: from the input to the top: regular expressions, one a depth, searched
+    order: from the input to the top: regular expressions, one per depth, searched
       in the leaf's path, "/" between names.
 
   Raises:
-    ValueError: `decay` is out of range; or, when parameters are seen, a leaf fits
+    ValueError: `decay` is out of range; or, in `init`, a leaf fits
       none of the expressions or several.
 
   Example:

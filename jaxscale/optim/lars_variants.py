@@ -28,7 +28,7 @@ here as well, by a ratio of 1: the layer's rate is min(lr, 1). In all others a
 kernel that starts at 0 makes a first step of the whole rate, which is 29 in some
 recipes: such a layer is better left out by the mask.
 
-One mask governs decay and ratio together, so two things cannot be said: NVIDIA's
+One mask governs decay and ratio together, so two things cannot be expressed: NVIDIA's
 bias of the classifier, which has decay and no ratio, and the two masks of
 `optax.lars`.
 """  # noqa: E501
@@ -115,7 +115,7 @@ def lars(
     momentum_correction: multiply m by lr_t / lr_{t-1} (arXiv:1706.02677, §3):
       True: always; a number: in that many first steps (Intel Caffe: the
       warm-up); "nvidia" always does. Always, it makes "paper" equal "torch" as
-      long as rates are > 0; what a rate of 0 does is told in momentum.py.
+      long as rates are > 0; momentum.py says what a rate of 0 does.
     mask: params -> bool per leaf; a leaf that is False gets plain momentum at
       the same rate, without ratio and decay. None: every leaf is scaled and
       decayed, as in Caffe.

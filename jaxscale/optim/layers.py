@@ -54,8 +54,8 @@ def layers_of(
     return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
 
   leaves, treedef = jax.tree.flatten(params)
-  seen = [one_layer(x, many) for x, many in zip(leaves, is_stacked, strict=True)]
-  chosen = flags_of(mask, jax.tree.unflatten(treedef, seen), default=True)
+  single = [one_layer(x, many) for x, many in zip(leaves, is_stacked, strict=True)]
+  chosen = flags_of(mask, jax.tree.unflatten(treedef, single), default=True)
   return [Layer(*flags) for flags in zip(chosen, is_stacked, strict=True)]
 
 

@@ -45,7 +45,7 @@ def warmup_polynomial(
 
   With restart it is MLPerf's ResNet-50 schedule, D = total - I + 1, as in Google's
   JAX submission to v0.7. Without, it is Intel Caffe's, with end = 0: the decay has
-  gone on under the warm-up, and the rate drops where that ends: at step 400 of
+  run during the warm-up, and the rate drops where that ends: at step 400 of
   4,000 from 32 to 25.92.
 
   Args:

@@ -137,7 +137,7 @@ def time_alone(
   """
   calls = _Calls(state, batch)
   call = functools.partial(calls, local_step)
-  jax.block_until_ready(call())  # compiled: let nobody compile beside others' timing
+  jax.block_until_ready(call())  # compiled before anybody times
   cluster.barrier("step report")
   seconds = in_turns({"alone": call}, rounds)["alone"]
   return gather_alone(statistics.median(seconds))
@@ -232,17 +232,17 @@ def measure(
     rounds: see `time_exchange`.
   """
   mesh, sync, every = experiment.mesh, experiment.sync, 1
-  quiet = experiment._replace(exchange=silent(experiment.exchange, mesh.axis_names))
+  quiet = experiment.replace(exchange=silent(experiment.exchange, mesh.axis_names))
   if sync is not None:
 
     def synchronizing(every: int) -> build.Experiment:
       method = sync.method._replace(every=every)
-      return build.with_step(experiment._replace(sync=sync._replace(method=method)))
+      return experiment.replace(sync=sync._replace(method=method))
 
     every = sync.method.every
     train_step = synchronizing(1).compile_train_step()
     quiet = synchronizing(NEVER)
-  silent_step = build.with_step(quiet).compile_train_step()
+  silent_step = quiet.compile_train_step()
   copy = copy_state(state, mesh)
   # What most steps do is timed, not how the run begins.
   copy = copy._replace(exchange_state=past_warm_start(copy.exchange_state))
@@ -257,7 +257,7 @@ def measure(
   own = submesh(mesh, here)
   # Never asked for, but compiled: a real one may fit no other number of devices.
   none = silent(experiment.exchange, mesh.axis_names)
-  local_step = build.with_step(quiet._replace(mesh=own, exchange=none)).train_step
+  local_step = quiet.replace(mesh=own, exchange=none).train_step
   alone = time_alone(local_step, *_on(own, copy, batch), rounds=rounds)
   return make_report(took, without, alone)
 

@@ -76,7 +76,7 @@ class Replica(NamedTuple):
     process: its index.
     host: its name.
     device: as "gpu:3".
-    hashes: one a leaf.
+    hashes: one per leaf.
     parts: which part of each leaf it has; (): all of each.
   """
 

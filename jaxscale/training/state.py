@@ -82,7 +82,7 @@ def init_state(
   init_fn: Callable[[jax.Array], tuple[Any, Any]],
   tx: optax.GradientTransformation,
   mesh: Mesh,
-  exchange: Exchange,
+  exchange: Exchange | None = None,
   *,
   seed: int = 0,
   given: Mapping[str, jax.Array] | None = None,
@@ -94,7 +94,7 @@ def init_state(
     init_fn: key -> (params, model_state).
     tx: the optimizer.
     mesh: where the state lives.
-    exchange: the gradient exchange, for its state.
+    exchange: the gradient exchange, for its state; None: `plain`, which has none.
     seed: of the parameters; the same on every mesh.
     given: what is not to be initialised, e.g. imported; see `with_given`.
     options: layout, average and noise_scale, as of `make_init`.
@@ -108,7 +108,7 @@ def abstract_state(
   init_fn: Callable[[jax.Array], tuple[Any, Any]],
   tx: optax.GradientTransformation,
   mesh: Mesh,
-  exchange: Exchange,
+  exchange: Exchange | None = None,
   **options: Any,
 ) -> TrainState:
   """Shapes, dtypes and shardings of `init_state`, without computing it."""
@@ -120,7 +120,7 @@ def make_init(
   init_fn: Callable[[jax.Array], tuple[Any, Any]],
   tx: optax.GradientTransformation,
   mesh: Mesh,
-  exchange: Exchange,
+  exchange: Exchange | None = None,
   *,
   layout: Layout | None = None,
   average: bool = False,
@@ -132,7 +132,7 @@ def make_init(
     init_fn: key -> (params, model_state).
     tx: the optimizer.
     mesh: where the state lives; its devices need not be here to lower it.
-    exchange: the gradient exchange, for its state.
+    exchange: the gradient exchange, for its state; None: `plain`, which has none.
     layout: of the parameters; None: everything on every device. Each device makes
       the part that it holds, and never has the whole.
     average: keep averages of parameters and model state as well.
@@ -140,6 +140,8 @@ def make_init(
   """
 
   def exchange_state(params):
+    if exchange is None:
+      return ()
     if layout is None or layout.shapes is None:
       return exchange.init(params)
     grads = jax.tree.map(

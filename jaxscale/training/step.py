@@ -29,11 +29,11 @@ from jaxscale import optim
 from jaxscale.collectives import vary
 from jaxscale.collectives.cpu_workarounds import one_at_a_time
 from jaxscale.collectives.typed import varying
-from jaxscale.exchange import Exchange
+from jaxscale.exchange import Exchange, plain
 from jaxscale.mesh import batch_axes, replicated
 from jaxscale.parallel import layout as layouts
 from jaxscale.parallel.layout import Layout
-from jaxscale.parallel.layout_exchange import make_layout_exchange
+from jaxscale.parallel.layout_exchange import exchange_axes, make_layout_exchange
 from jaxscale.parallel.run_stack import PipelineGrads
 from jaxscale.training import nan_guard
 from jaxscale.training import noise_scale as noise_scales
@@ -78,7 +78,7 @@ def make_train_step(
   loss_fn: LossFn | PipelineGrads,
   tx: optax.GradientTransformation,
   mesh: Mesh,
-  exchange: Exchange,
+  exchange: Exchange | None = None,
   *,
   layout: Layout | None = None,
   accumulate_steps: int = 1,
@@ -104,7 +104,7 @@ def make_train_step(
     tx: the optimizer, on mean gradients.
     mesh: its axes but `stage` and `model` split the batch.
     exchange: how gradients are averaged, over the axes of `parallel.layout_exchange.
-      exchange_axes`.
+      exchange_axes`; None: exactly, by `exchange.plain`.
     layout: of the parameters, which `loss_fn` then gets as a device holds them
       (`parallel.stack_loss`, `parallel.with_gathered_params`); None: everything on
       every device.
@@ -125,10 +125,11 @@ def make_train_step(
     seed: of `keys`.
 
   Example:
-    >>> step = make_train_step(loss_fn, optax.sgd(0.1), mesh, plain(AXES))
+    >>> step = make_train_step(loss_fn, optax.sgd(0.1), mesh)
     >>> state, metrics = step(state, batch)   # doctest: +SKIP
   """
   layout = layouts.replicated_layout(mesh) if layout is None else layout
+  exchange = plain(exchange_axes(layout)) if exchange is None else exchange
   local_grads = _make_local_grads(
     loss_fn, layout, accumulate_steps, on_cpu(mesh) if unroll is None else unroll,
     noise_scale, skip_bad_steps,
