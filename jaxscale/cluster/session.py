@@ -25,7 +25,6 @@ from jaxscale.errors import ConfigError
 if TYPE_CHECKING:
   from jaxscale.cluster.detect.launch import Launch
   from jaxscale.cluster.watch.signals import SignalHandlers
-  from jaxscale.cluster.watch.stop_consensus import StopRequest
   from jaxscale.cluster.watch.watch import Watch
 
 _jax_is_initialized = False  # whether JAX knows of the other processes
@@ -100,10 +99,12 @@ def initialize(
 
 
 def _start(config: object, timeouts: Timeouts | None, folder: Path | None) -> None:
-  global _handlers, _watch, _jax_is_initialized
+  global _handlers, _watch, _walltime_ended, _jax_is_initialized
   from jaxscale.cluster import detect
+  from jaxscale.cluster.detect import walltime
   from jaxscale.cluster.rendezvous import client, handshake, join
   from jaxscale.cluster.watch import signals, watch
+  from jaxscale.cluster.watch.stop_consensus import StopRequest
 
   timeouts = timeouts or Timeouts(startup_timeout_s=math.inf)
   _handlers = signals.SignalHandlers(grace_s=timeouts.grace_s)
@@ -126,12 +127,25 @@ def _start(config: object, timeouts: Timeouts | None, folder: Path | None) -> No
     on_cpu=not num_gpus,
     error=error,
   )
-  _watch = watch.start(
+  this_watch = _watch = watch.start(
     group.links, group.process_id, group.hosts, timeouts=timeouts, folder=folder,
     # A job that nobody looks at is watched even if it is one process.
     watch_alone=launch.kind != "single",
   )  # fmt: skip
-  _attach_signals(_watch, _handlers, launch, timeouts)
+
+  def ask(request: StopRequest) -> None:
+    if not this_watch.is_watched:  # else its monitor prints it
+      again = "; again to leave at once" if request.kind == "interrupt" else ""
+      print(f"\n{request}: saving after this step{again}", flush=True)
+    this_watch.stop.request(request)
+
+  # From here on signals, and the end of the job, ask all processes to stop.
+  _handlers.attach(ask, this_watch.fail)
+  signals.disable_xla_notifier()
+  if launch.process_id == 0:
+    _walltime_ended = walltime.before_end(
+      lambda cause: ask(StopRequest(cause)), timeouts.stop_before_end_s
+    )
   if not is_alone:
     if not _jax_is_initialized:
       join.join(launch, group, timeouts, local_device_ids=gpu_ids)
@@ -154,29 +168,6 @@ def _join_by_jax(launch: Launch, timeouts: Timeouts) -> Launch:
     host=from_leader(network.node_name()),
     job=from_leader(f"{launch.job}-{os.urandom(8).hex()}"),
   )
-
-
-def _attach_signals(
-  watch: Watch, handlers: SignalHandlers, launch: Launch, timeouts: Timeouts
-) -> None:
-  """From here on signals, and the end of the job, ask all processes to stop."""
-  global _walltime_ended
-  from jaxscale.cluster.detect import walltime
-  from jaxscale.cluster.watch import signals
-  from jaxscale.cluster.watch.stop_consensus import StopRequest
-
-  def ask(request: StopRequest) -> None:
-    if not watch.is_watched:  # else its monitor prints it
-      again = "; again to leave at once" if request.kind == "interrupt" else ""
-      print(f"\n{request}: saving after this step{again}", flush=True)
-    watch.stop.request(request)
-
-  handlers.attach(ask, watch.fail)
-  signals.disable_xla_notifier()
-  if launch.process_id == 0:
-    _walltime_ended = walltime.before_end(
-      lambda cause: ask(StopRequest(cause)), timeouts.stop_before_end_s
-    )
 
 
 def _end() -> None:

@@ -304,7 +304,7 @@ def test_a_suspended_run_wakes_up_beside_its_requeue(tmp_path):
     assert zombie.returncode == 93, out + err
     assert err.startswith("error: ") and err.count("\n") == 1
     assert "slurm-7-r1" in err
-    measured("a suspended run beside its requeue", None, 93, err)
+    measured("a suspended run and its requeue", None, 93, err)
     assert_same_run(workdir, whole)
   finally:
     zombie.kill()

@@ -27,12 +27,13 @@ for name, value in a.get("set", {}).items():
 time.sleep(a.get("late", 0))
 if "files" in a:
   resource.setrlimit(resource.RLIMIT_NOFILE, a["files"])
-host, port = network.split_address(a["host"])
-launch = Launch("test", a["rank"], a["of"], host, 0, 1, a["job"], port=port,
+host, _, port = a["host"].partition(":")
+launch = Launch("test", a["rank"], a["of"], host, 0, 1, a["job"],
+                port=int(port) if port else None,
                 nodes=tuple(a.get("nodes", [])))
 try:
-  group = rendezvous(launch, timeout_s=a.get("timeout", 20), digests=a.get("digests", {}),
-                 on_cpu=a.get("on_cpu", False))
+  group = rendezvous(launch, timeout_s=a.get("timeout", 20),
+                     digests=a.get("digests", {}), on_cpu=a.get("on_cpu", False))
 except ConfigError as e:
   print(json.dumps({"error": str(e)}))
   sys.exit(2)

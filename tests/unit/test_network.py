@@ -30,23 +30,6 @@ def test_ports_are_none_that_linux_gives_away():
   assert network.PORTS.stop <= max(low, 32_768)
 
 
-@pytest.mark.parametrize(
-  "address", ["n1:", "n1:x", "n1:0", "n1:65536", ":1", "[::1]:x"]
-)
-def test_an_address_that_is_none(address):
-  if address == "[::1]:x":
-    assert network.split_address(address)[1] is None
-    return
-  with pytest.raises(ConfigError, match="give host:port"):
-    network.split_address(address)
-
-
-def test_an_address_is_what_it_was_joined_from():
-  for host in ("n1", "10.0.0.1", "fe80::1%eth0", "::1"):
-    assert network.split_address(network.join_address(host, 7)) == (host, 7)
-    assert network.split_address(host) == (host, None)
-
-
 def test_a_name_resolves_or_is_said_not_to(monkeypatch):
   assert "127.0.0.1" in network.resolve("localhost")
   monkeypatch.setenv("SLURMD_NODENAME", "n7")

@@ -8,14 +8,15 @@ Slurm 22.05 prints nothing, with exit code 0, for `node[1-2]-ib`.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 
 from jaxscale.cluster.detect.scontrol import run_scontrol
 from jaxscale.errors import ConfigError
 
 _MOST = 64 * 1024  # hosts in one range: MAX_RANGE of Slurm's hostlist.c
-_ITEM = re.compile(r"(?:[^\s,\[\]]|\[[^\[\]]*\])+")  # up to a comma outside brackets
-_PART = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
+_OUTSIDE_BRACKETS = re.compile(r"[\s,]+(?![^\[\]]*\])")
+_BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
 
 
@@ -36,20 +37,19 @@ def expand(text: str) -> list[str]:
     ['rack1n3', 'rack1n5', 'rack2n3', 'rack2n5', 'x0-ib', 'x1-ib']
   """
   names: list[str] = []
-  rest = text.strip(", \t\n")
-  if not rest:
-    raise _malformed(text, "no host in it")
-  while rest:
-    item = _ITEM.match(rest)
-    if not item:
-      raise _malformed(text, f"brackets do not match at {rest[:20]!r}")
-    names += _expand_item(item.group(), text)
-    if len(names) > _MOST:
+  for item in filter(None, _OUTSIDE_BRACKETS.split(text)):
+    # Names and what is in brackets, in turns.
+    parts = [
+      _numbers(part, text) if i % 2 else [part]
+      for i, part in enumerate(_BRACKETS.split(item))
+    ]
+    if any("[" in name or "]" in name for (name,) in parts[::2]):
+      raise _malformed(text, f"brackets do not match at {item[:20]!r}")
+    if len(names) + math.prod(map(len, parts)) > _MOST:
       raise _malformed(text, f"more than {_MOST} hosts")
-    rest = rest[item.end() :]
-    if rest and rest[0] in "[]":
-      raise _malformed(text, f"brackets do not match at {rest[:20]!r}")
-    rest = rest.lstrip(", \t\n")
+    names += map("".join, itertools.product(*parts))
+  if not names:
+    raise _malformed(text, "no host in it")
   return names
 
 
@@ -70,17 +70,6 @@ def hostnames(text: str) -> list[str]:
     if names and not any("[" in n or "]" in n for n in names):
       return names
   return expand(text)
-
-
-def _expand_item(item: str, text: str) -> list[str]:
-  parts = []
-  size = 1
-  for inside, plain in _PART.findall(item):
-    parts.append([plain] if plain else _numbers(inside, text))
-    size *= len(parts[-1])
-    if size > _MOST:
-      raise _malformed(text, f"more than {_MOST} hosts")
-  return ["".join(choice) for choice in itertools.product(*parts)]
 
 
 def _numbers(inside: str, text: str) -> list[str]:

@@ -42,6 +42,14 @@ _TAKEN = "used by another program"
 _SILENT = f"{_TAKEN}, silent"
 
 
+class _Place(NamedTuple):
+  """Where process 0 listens."""
+
+  host: str
+  addresses: list[str]
+  ports: list[int]
+
+
 class ProcessGroup(NamedTuple):
   """All processes of a run: where each is, and the connections between them."""
 
@@ -90,11 +98,9 @@ def rendezvous(
   # A pod's name is known once the pod is ready.
   patience_s = timeout_s if launch.kind == "kubernetes" else min(5.0, timeout_s)
   host = launch.host or LOOPBACK
-  addresses = network.resolve(host, patience_s)
-  if launch.process_id == 0:
-    group = _listen(launch, own, host, addresses, ports, timeout_s)
-  else:
-    group = _connect(launch, own, host, addresses, ports, timeout_s)
+  place = _Place(host, network.resolve(host, patience_s), ports)
+  start = _listen if launch.process_id == 0 else _connect
+  group = start(launch, own, place, timeout_s)
   # A forked worker that outlives this process must not keep it alive for others.
   os.register_at_fork(after_in_child=lambda: server.close_all(group.links.values()))
   return group
@@ -123,10 +129,10 @@ def leave_last(group: ProcessGroup, timeout_s: float = 10.0) -> None:
 
 
 def _listen(
-  launch: Launch, own: Hello, host: str, addresses: list[str], ports: list[int],
-  timeout_s: float,
-) -> ProcessGroup:  # fmt: skip
+  launch: Launch, own: Hello, place: _Place, timeout_s: float
+) -> ProcessGroup:
   """Process 0's way."""
+  host, addresses, ports = place
   note = ""
   if not any(map(network.is_own, addresses)):  # a Service of Kubernetes is fine
     note = f"; they look for process 0 on {host}, but {addresses[0]} is not this host's"
@@ -169,11 +175,10 @@ def _listen(
 
 
 def _connect(
-  launch: Launch, own: Hello, host: str, addresses: list[str], ports: list[int],
-  timeout_s: float,
-) -> ProcessGroup:  # fmt: skip
+  launch: Launch, own: Hello, place: _Place, timeout_s: float
+) -> ProcessGroup:
   """The way of all others."""
-  sock = _find_process_0(launch, own, host, addresses, ports, timeout_s)
+  sock = _find_process_0(launch, own, place, timeout_s)
   try:
     answer = wire.Receiver(sock).receive(timeout_s + GRACE_S)
     if "error" in answer:
@@ -184,7 +189,7 @@ def _connect(
     if not isinstance(e, (EOFError, TimeoutError)):
       raise
     raise ConfigError(
-      f"process {own.rank} ({own.node}): process 0 on {host} left before all had "
+      f"process {own.rank} ({own.node}): process 0 on {place.host} left before all had "
       f"connected ({e}); see its last lines"
     ) from e
   # JAX by the address that has worked, whatever the name resolves to elsewhere.
@@ -194,16 +199,15 @@ def _connect(
 
 
 def _find_process_0(
-  launch: Launch, own: Hello, host: str, addresses: list[str], ports: list[int],
-  timeout_s: float,
-) -> socket.socket:  # fmt: skip
+  launch: Launch, own: Hello, place: _Place, timeout_s: float
+) -> socket.socket:
   """A connection on which process 0 has said welcome."""
   began = time.monotonic()
   pause, answer_s, taken_since = 0.02, CONNECT_S, None
   while True:
     results: dict[int, str] = {}
-    for port in ports:
-      for address in addresses:
+    for port in place.ports:
+      for address in place.addresses:
         found = _try_port(launch, own, address, port, answer_s)
         if isinstance(found, socket.socket):
           return found
@@ -213,7 +217,7 @@ def _find_process_0(
     is_taken = not set(results.values()) & _UNUSED
     taken_since = (taken_since or now) if is_taken else None
     if now - began > timeout_s or (taken_since and now - taken_since > TAKEN_S):
-      raise ConfigError(_not_found(own, host, addresses, results, now - began))
+      raise ConfigError(_not_found(own, place, results, now - began))
     time.sleep(random.uniform(0.5, 1) * pause)
     pause = min(1.0, 1.5 * pause)
     if _SILENT in results.values():
@@ -226,12 +230,10 @@ def _try_port(
   """A connection on which process 0 has said welcome, or what there was instead."""
   try:
     sock = socket.create_connection((address, port), timeout=CONNECT_S)
-  except ConnectionRefusedError:
-    return _REFUSED
-  except TimeoutError:
-    return _DROPPED
-  except OSError:
-    return _NO_ROUTE
+  except OSError as e:
+    is_dropped = isinstance(e, TimeoutError)
+    refused = isinstance(e, ConnectionRefusedError)
+    return _REFUSED if refused else _DROPPED if is_dropped else _NO_ROUTE
   try:
     # The kernel may give a client the very port it calls (TCP's simultaneous open).
     if sock.getsockname() == sock.getpeername():
@@ -239,9 +241,10 @@ def _try_port(
     network.tune(sock)
     wire.send(sock, {"job": launch.job, "hello": own}, timeout=CONNECT_S)
     answer: Any = wire.Receiver(sock, server.HELLO_BYTES).receive(answer_s)
-    if isinstance(answer, dict) and answer.get("welcome") == launch.job:
+    answer = answer if isinstance(answer, dict) else {}
+    if answer.get("welcome") == launch.job:
       return sock
-    job = answer.get("other_job") if isinstance(answer, dict) else None
+    job = answer.get("other_job")
     result = f"used by another run, {str(job)[:60]}" if job else _TAKEN
   except TimeoutError:
     result = _SILENT
@@ -254,9 +257,10 @@ def _try_port(
 
 
 def _not_found(
-  own: Hello, host: str, addresses: list[str], results: dict[int, str], seconds: float
+  own: Hello, place: _Place, results: dict[int, str], seconds: float
 ) -> str:
   """Where process 0 was looked for, what was there, and what that may mean."""
+  host, addresses, _ = place
   ports: dict[str, list[str]] = {}
   for port, result in results.items():
     ports.setdefault(result, []).append(str(port))

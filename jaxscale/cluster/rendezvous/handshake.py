@@ -12,7 +12,7 @@ import hashlib
 import os
 import platform
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -136,45 +136,43 @@ def find_mismatches(
     addresses: the address of a process as seen from the others, where known.
   """
   nodes = [hellos[r].node if r in hellos else "" for r in range(max(hellos) + 1)]
+  first, everything = hellos[0], hellos.values()
   lines = []
+  for error in dict.fromkeys(hello.error for hello in everything if hello.error):
+    ranks = [rank for rank, hello in hellos.items() if hello.error == error]
+    lines.append(f"{ranks_with_hosts(ranks, nodes)}: {error}")
 
-  def compare(values: Mapping[int, Any], describe) -> None:
+  def compare(value_of: Callable[[Hello], Any], describe: Callable[[Any], str]) -> None:
     """One line per value that is not process 0's."""
     groups: dict[Any, list[int]] = {}
-    for rank, value in values.items():
-      if value != values[0]:
-        groups.setdefault(value, []).append(rank)
+    for rank, hello in hellos.items():
+      groups.setdefault(value_of(hello), []).append(rank)
+    groups.pop(value_of(first))
     for value, ranks in groups.items():
       lines.append(f"{ranks_with_hosts(ranks, nodes)}: {describe(value)}")
 
-  errors = {rank: hello.error for rank, hello in hellos.items()}
-  for error in dict.fromkeys(filter(None, errors.values())):
-    ranks = [rank for rank, own in errors.items() if own == error]
-    lines.append(f"{ranks_with_hosts(ranks, nodes)}: {error}")
   compare(
-    {rank: hello.num_processes for rank, hello in hellos.items()},
+    lambda hello: hello.num_processes,
     lambda count: (
-      f"started as one of {count} processes, process 0 ({nodes[0]}) as one of "
-      f"{hellos[0].num_processes}; start all in one step"
+      f"started as one of {count} processes, process 0 ({first.node}) as one of "
+      f"{first.num_processes}; start all in one step"
     ),
   )
-  for name in dict.fromkeys(n for hello in hellos.values() for n in hello.versions):
-    found = {rank: hello.versions.get(name) for rank, hello in hellos.items()}
+  for name in dict.fromkeys(n for hello in everything for n in hello.versions):
     compare(
-      found,
-      lambda version, name=name, found=found: (
-        f"{name} {version or 'missing'}, process 0 ({nodes[0]}) has "
-        f"{found[0] or 'none'}; start all from one environment"
+      lambda hello, name=name: hello.versions.get(name),
+      lambda version, name=name: (
+        f"{name} {version or 'missing'}, process 0 ({first.node}) has "
+        f"{first.versions.get(name) or 'none'}; start all from one environment"
       ),
     )
-  for name in dict.fromkeys(n for hello in hellos.values() for n in hello.digests):
-    found = {rank: hello.digests.get(name) for rank, hello in hellos.items()}
-    remedy = _REMEDIES.get(name, f"give all the same {name}")
+  for name in dict.fromkeys(n for hello in everything for n in hello.digests):
     compare(
-      found,
-      lambda digest, name=name, found=found, remedy=remedy: (
-        f"another {name} than process 0 ({nodes[0]}), {str(digest)[:12]} not "
-        f"{str(found[0])[:12]}; {remedy}"
+      lambda hello, name=name: hello.digests.get(name),
+      lambda digest, name=name: (
+        f"another {name} than process 0 ({first.node}), {str(digest)[:12]} not "
+        f"{str(first.digests.get(name))[:12]}; "
+        + _REMEDIES.get(name, f"give all the same {name}")
       ),
     )
   return lines + _unreachable(hellos, addresses)

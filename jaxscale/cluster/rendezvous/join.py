@@ -72,15 +72,17 @@ def join(
     return
   if group.num_processes == 1:
     return
-  address, port = network.split_address(group.coordinator)
-  assert port is not None
+  address, _, port = group.coordinator.rpartition(":")
+  address = address.strip("[]")  # of IPv6
   network.bypass_proxies([address, launch.host or address])
   if group.reserved is not None:
     # JAX's service takes the port over, and gRPC binds with this option as well: so
     # the port is never free for anybody else in between.
     group.reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
   else:
-    _wait_for_coordinator(address, port, group, timeouts.jax_initialization_timeout_s)
+    _wait_for_coordinator(
+      address, int(port), group, timeouts.jax_initialization_timeout_s
+    )
   initialize(
     group.coordinator,
     group.num_processes,

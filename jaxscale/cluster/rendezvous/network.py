@@ -46,28 +46,13 @@ def ports_of(name: str, count: int = 8, among: range = PORTS) -> list[int]:
   return list(ports)
 
 
-def split_address(address: str) -> tuple[str, int | None]:
-  """Host and port of `host`, `host:port`, `[v6]:port` or a bare IPv6 address.
+def join_address(host: str, port: int) -> str:
+  """host:port as JAX takes it, IPv6 in brackets.
 
   Example:
-    >>> split_address("n1:1234"), split_address("n1"), split_address("[fe80::1]:7")
-    (('n1', 1234), ('n1', None), ('fe80::1', 7))
+    >>> join_address("n1", 7), join_address("fe80::1%eth0", 7)
+    ('n1:7', '[fe80::1%eth0]:7')
   """
-  if bracketed := re.fullmatch(r"\[(.+)\](?::(\d+))?", address):
-    host, port = bracketed.groups()
-  elif address.count(":") == 1:
-    host, port = address.split(":")
-  else:
-    host, port = address, None
-  if port is None:
-    return host, None
-  if not port.isdigit() or not 0 < int(port) < 65_536 or not host:
-    raise ConfigError(f"{address}: give host:port, with a port of 1 … 65535")
-  return host, int(port)
-
-
-def join_address(host: str, port: int) -> str:
-  """host:port as JAX takes it, IPv6 in brackets."""
   return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

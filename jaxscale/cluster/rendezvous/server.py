@@ -65,6 +65,7 @@ def serve(
   listener.setblocking(False)
   with selectors.DefaultSelector() as selector, listener:
     server = _Server(launch, own, listener, selector)
+    kept = []
     try:
       server.wait_for_all(timeout_s, note)
       hosts = [server.hellos[rank].node for rank in range(launch.num_processes)]
@@ -75,13 +76,11 @@ def serve(
         server.send_error(str(e))
         raise
       server.send_go(port, hosts)
+      kept = list(server.links.values())
       return hosts, server.links
-    except BaseException:
-      close_all(server.links.values())
-      raise
     finally:
-      others = [k.fileobj for k in selector.get_map().values() if k.data]
-      close_all(s for s in others if s not in server.links.values())  # type: ignore[misc]
+      connected = [k.fileobj for k in selector.get_map().values() if k.data]
+      close_all(sock for sock in connected if sock not in kept)  # type: ignore[misc]
 
 
 class _Server:
