@@ -1,0 +1,45 @@
+"""docs/architecture.md and CONTRIBUTING.md name files and functions that exist."""
+
+import re
+
+import pytest
+
+from support.paths import ROOT
+
+PAGES = ["docs/architecture.md", "CONTRIBUTING.md"]
+CODE = ROOT / "jaxscale"
+
+
+def text(page):
+  return (ROOT / page).read_text()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_exist(page):
+  prose = re.sub(r"```.*?```", "", text(page), flags=re.S)
+  named = re.findall(r"`([\w./]+(?:/|\.py|\.toml|\.md))`", prose)
+  # What a run writes, and patterns, are no files of ours.
+  made = {"tensorboard/", "checkpoints/", "lock/", "faults/", "code/", "settings.py"}
+  inside = {"detect/", "rendezvous/", "watch/", "layout.py", "phases.py"}
+  missing = [
+    name
+    for name in {*named} - made - inside
+    if not (ROOT / name).exists() and not (CODE / name).exists()
+  ]
+  assert len(named) > 10 and missing == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_each_step_names_what_is_in_its_file(page):
+  steps = re.findall(r"^\d\. `([\w/]+\.py)`: (.*?)(?=^\d\. |^$)", text(page), re.M | re.S)
+  for file, says in steps:
+    source = (CODE / file).read_text()
+    for name in re.findall(r"`([A-Za-z_]\w*)`", says):
+      assert re.search(rf"\b{name}\b", source), f"{file} has no {name}"
+  assert steps or page == "CONTRIBUTING.md"
+
+
+def test_every_package_is_in_the_table():
+  table = set(re.findall(r"^\| `(\w+)/` \|", text("docs/architecture.md"), re.M))
+  packages = {path.parent.name for path in CODE.glob("*/__init__.py")}
+  assert table == packages
