@@ -12,20 +12,17 @@ from pathlib import Path
 from jaxscale.cli.parser import Parser, directory, value, whole
 from jaxscale.cli.train import default_workdir
 
-EXIT_CODES = """\
-exit code: 0 done, also where runs missed or diverged; 2 a mistake in what was asked
-for, 1 anything else, 85 or 130 interrupted and saved"""
-
 
 def add_arguments(parser: Parser) -> None:
   """The options."""
+  sizes = value(_sizes, "whole numbers with commas between, none twice, e.g. 256,1024")
   parser.option(
     "--batch-sizes N,N",
-    "global batch sizes; the learning rate follows by lr_scaling",
-    value(_sizes, "whole numbers with commas between, none twice, e.g. 256,1024"),
+    "global; the learning rate follows by lr_scaling",
+    sizes,
     missing="try --batch-sizes 256,1024",
   )
-  add_study_arguments(parser, "batch-study", seeds=1, least=1)
+  add_study_arguments(parser, seeds=1, least=1)
   parser.option(
     "--device-batch N",
     "the most examples a device holds at once: chooses accumulate_steps for each size. "
@@ -34,21 +31,13 @@ def add_arguments(parser: Parser) -> None:
   )
 
 
-def add_study_arguments(parser: Parser, name: str, seeds: int, least: int) -> None:
+def add_study_arguments(parser: Parser, seeds: int, least: int) -> None:
   """The options of every study of several trainings in one process."""
-  parser.epilog = EXIT_CODES
+  parser.epilog = "exit code: 0 done, 2 a mistake, 85 or 130 interrupted and saved"
   parser.config()
-  parser.option(
-    "--workdir DIR",
-    f"one directory per run goes there (default: runs/CONFIG-{name})",
-    directory,
-  )
-  parser.option(
-    "--seeds N",
-    f"runs of each kind, with seeds seed ... seed + N - 1, at least {least}",
-    whole(least),
-    default=seeds,
-  )
+  parser.option("--workdir DIR", "of all runs (default: runs/CONFIG-STUDY)", directory)
+  seed_help = f"runs of each kind, at least {least}, with seeds from Config.seed on"
+  parser.option("--seeds N", seed_help, whole(least), default=seeds)
 
 
 def _sizes(text: str) -> list[int]:

@@ -34,34 +34,21 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1}
 
 def add_arguments(parser: Parser) -> None:
   """The options."""
-  parser.option(
-    "--mesh AxB",
-    "sizes of the axes, slowest link first (default: one axis of all devices)",
-    value(_shape, "sizes of axes, as 2x4", lambda sizes: min(sizes) > 0),
-  )
+  shape = value(_shape, "sizes of axes, as 2x4", lambda sizes: min(sizes) > 0)
+  sizes = value(_sizes, "bytes, as 4KB,1MB", lambda sizes: min(sizes) > 0)
+  parser.option("--mesh AxB", "axes, slowest link first (default: one of all)", shape)
   parser.option(
     "--sizes SIZES",
-    "payloads of a device (default: 1KB,64KB,1MB,16MB); 1 KB = 1,000 bytes",
-    value(_sizes, "bytes, as 4KB,1MB", lambda sizes: min(sizes) > 0),
-    default=(10**3, 64 * 10**3, 10**6, 16 * 10**6),
+    "payloads of a device, 1 KB = 1,000 bytes (default: 1KB,64KB,1MB,16MB)",
+    sizes,
+    default=[10**3, 64 * 10**3, 10**6, 16 * 10**6],
   )
+  parser.option("--rounds N", "calls, of which the median counts", whole(1), default=11)
   parser.option(
-    "--rounds N", "calls of each, of which the median counts", whole(1), default=11
+    "--dtype TYPE", f"one of {', '.join(_DTYPES)}", choices=_DTYPES, default="float32"
   )
-  parser.option(
-    "--dtype TYPE",
-    f"of the payload: {', '.join(_DTYPES)}",
-    choices=_DTYPES,
-    default="float32",
-  )
-  parser.option(
-    "--algorithms NAMES",
-    "some, e.g. ring,psum (default: all)",
-    lambda text: tuple(text.split(",")),
-  )
-  parser.option(
-    "--json FILE", "also write what was found, for read_measurements", _writable
-  )
+  parser.option("--algorithms NAMES", "some, e.g. ring,psum (default: all)")
+  parser.option("--json FILE", "also write it, for read_measurements", _writable)
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -171,7 +158,7 @@ def run(args: argparse.Namespace) -> None:
   """Measure and print."""
   from jaxscale.collectives.planner import ALGORITHMS
 
-  args.algorithms = args.algorithms or ALGORITHMS
+  args.algorithms = (args.algorithms or ",".join(ALGORITHMS)).split(",")
   for name in args.algorithms:
     if name not in ALGORITHMS:
       raise ConfigError(f"--algorithms={name}: {nearest(name, ALGORITHMS)}")

@@ -25,36 +25,17 @@ _IMAGENET = {"data_dir": None, "folder": None, "manual_dir": None, "md5": False,
 
 def add_arguments(parser: Parser) -> None:
   """The options."""
-  parser.epilog = (
-    "exit code: 0 ready; 2 not ready, and the last lines print what to do,\n"
-    "or a mistake in what was asked for"
-  )
-  parser.words(
-    "dataset",
-    "imagenet",
-    "check that dataset instead",
-    nargs="?",
-    choices=("imagenet",),
-  )
+  parser.epilog = "exit code: 0 ready, 2 not ready: the last lines print what to do"
+  parser.words("dataset", "imagenet", "check it", nargs="?", choices=("imagenet",))
   group = parser.add_argument_group("of the preflight")
   parser.option("--workdir DIR", "where the run will write", default=".", group=group)
   parser.config(missing=None, group=group)
-  parser.option(
-    "--skip NAME,NAME",
-    "checks to leave out: "
-    + "; ".join(f"{name} ({check.text})" for name, check in CHECKS.items()),
-    action="append",
-    default=[],
-    group=group,
-  )
+  skip = "checks to leave out: " + "; ".join(f"{k} ({v})" for k, v in CHECKS.items())
+  parser.option("--skip NAME,NAME", skip, action="append", default=[], group=group)
   group = parser.add_argument_group("of `doctor imagenet`")
   place = group.add_mutually_exclusive_group()
-  parser.option(
-    "--data-dir DIR", "where TFDS has it (default: TFDS's own)", group=place
-  )
-  parser.option(
-    "--folder DIR", "directory with train/CLASS/*.JPEG and val/", group=place
-  )
+  parser.option("--data-dir DIR", "where TFDS has it (or its default)", group=place)
+  parser.option("--folder DIR", "with train/CLASS/*.JPEG and val/", group=place)
   parser.option("--manual-dir DIR", "where the downloaded archives are", group=group)
   parser.flag("--md5", "sum the archives, too", group=group)
   parser.option("--sample N", "images to decode", whole(1), default=256, group=group)

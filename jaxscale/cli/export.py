@@ -19,13 +19,11 @@ def add_arguments(parser: Parser) -> None:
     "--workdir DIR", "of the run", directory, missing="try --workdir runs/x"
   )
   parser.option(
-    "--to FILE",
-    "is replaced when the new one is whole",
-    missing="try --to digits.safetensors",
+    "--to FILE", "replaced when the new one is whole", missing="try --to x.safetensors"
   )
   parser.option(
     "--naming NAMING",
-    "jaxscale: for Config.init_from; timm: ResNet (also torchvision's names) and ViT; "
+    "jaxscale: for Config.init_from; timm: ResNet (also torchvision) and ViT; "
     "huggingface: Llama, with a config.json in the same directory",
     choices=("jaxscale", "timm", "huggingface"),
     default="jaxscale",
@@ -33,15 +31,11 @@ def add_arguments(parser: Parser) -> None:
   parser.option("--step N", "of the checkpoint (default: the newest)", whole())
   parser.option(
     "--take WHICH",
-    "average: the one that was evaluated (default, where Config.ema_decay keeps one); "
-    "params: of the last step",
+    "average (default, where Config.ema_decay keeps one) or params, of the last step",
     choices=("average", "params"),
   )
-  parser.option(
-    "--dtype DTYPE",
-    "float32 or bfloat16 (default: as trained, float32)",
-    choices=("float32", "bfloat16"),
-  )
+  types = ("float32", "bfloat16")
+  parser.option("--dtype DTYPE", "or bfloat16 (default: float32)", choices=types)
 
 
 def run(args: argparse.Namespace) -> None:

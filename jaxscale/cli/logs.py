@@ -17,10 +17,7 @@ def add_arguments(parser: Parser) -> None:
   parser.words("names", "RUN", "name or directory of a run", missing=SEE_STATUS)
   add_runs(parser)
   parser.flag("-f --follow", "print what comes until the run ends")
-  parser.option(
-    "--rank N|all|batch",
-    "whose output: a process (default: 0), all, or the script's",
-  )
+  parser.option("--rank N|all|batch", "processes, or the script itself (default: 0)")
   parser.option("--task N", "which trial of a sweep", whole(), default=0)
   parser.option("-n --lines N", "the last N lines only", whole(1))
 

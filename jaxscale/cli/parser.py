@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxscale.config import packaged
-from jaxscale.config.validation import nearest
+from jaxscale.config.validation import nearest, within
 from jaxscale.errors import ConfigError
 
 EXIT_CODES = "exit code: 0 done, 2 a mistake in what was asked for, 1 anything else"
@@ -197,9 +197,15 @@ def value(
   return convert
 
 
+def number(bound: str, kind: Callable[[str], Any] = float) -> Callable[[str], Any]:
+  """A number in a bound, e.g. ">= 1" or "in [0, 1)", as the `kind` of an option."""
+  wanted = f"a {'whole ' * (kind is int)}number {bound}"
+  return value(kind, wanted, lambda x: within(x, bound))
+
+
 def whole(least: int = 0) -> Callable[[str], int]:
   """A whole number, as the `kind` of an option."""
-  return value(int, f"a whole number >= {least}", lambda n: n >= least)
+  return number(f">= {least}", int)
 
 
 def directory(text: str) -> str:

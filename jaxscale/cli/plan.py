@@ -19,22 +19,11 @@ from jaxscale.errors import EXIT_CRASH, EXIT_DONE
 
 def add_arguments(parser: Parser) -> None:
   """The options."""
-  parser.epilog = (
-    "exit code: 0 it fits, or one of the values does; 1 none does; 2 a mistake in what "
-    "was asked for"
-  )
+  parser.epilog = "exit code: 0 it fits, 1 it does not, 2 a mistake in the command line"
   parser.config()
-  parser.option(
-    "--chips KIND-N",
-    "kind and number of the chips, e.g. v5e-16 or h100-16",
-    missing="try --chips v5e-16",
-  )
-  parser.option(
-    "--over FIELD=N,N,N",
-    "a setting, and its values to be tried",
-    value(_over, "FIELD=NUMBER,NUMBER, e.g. model.num_layers=16,24,32"),
-    default=("", [""]),
-  )
+  parser.option("--chips KIND-N", "e.g. h100-16", missing="try --chips v5e-16")
+  over = value(_over, "FIELD=NUMBER,NUMBER, e.g. model.num_layers=16,24,32")
+  parser.option("--over FIELD=N,N", "try these values", over, default=("", [""]))
 
 
 def _over(text: str) -> tuple[str, list[str]]:

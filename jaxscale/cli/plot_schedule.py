@@ -21,11 +21,7 @@ def add_arguments(parser: Parser) -> None:
   parser.words("files", "FILE[:ARG]", "configs, also without --config before")
   parser.config(missing=None, action="append", default=[])
   parser.option("--out FILE", "the picture", default="schedule.png")
-  parser.option(
-    "--num-train N",
-    "training examples, where the data is not here to be counted",
-    whole(1),
-  )
+  parser.option("--num-train N", "training examples, if the data is not here", whole(1))
 
 
 def run(args: argparse.Namespace) -> None:

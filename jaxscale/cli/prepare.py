@@ -17,10 +17,7 @@ from jaxscale.cli.parser import Parser
 def add_arguments(parser: Parser) -> None:
   """The options."""
   parser.words(
-    "names",
-    "NAME",
-    "a TFDS dataset, e.g. fashion_mnist, or jpeg",
-    missing="try jaxscale prepare fashion_mnist",
+    "names", "NAME", "a TFDS dataset, or jpeg", missing="try jaxscale prepare mnist"
   )
   parser.option("--data-dir DIR", "where to write (default: TFDS's own)")
   parser.option("--manual-dir DIR", "where files downloaded by hand are")

@@ -10,22 +10,17 @@ import argparse
 from pathlib import Path
 
 from jaxscale.cli.parser import Parser
+from jaxscale.cli.status import SEE_STATUS
 from jaxscale.cli.submit import add_runs
 
 
 def add_arguments(parser: Parser) -> None:
   """The options."""
   parser.words(
-    "names",
-    "RUN",
-    "a scaling study; or runs, by name or directory, or workdirs of `jaxscale train`",
-    missing="give names of runs, or of a scaling study",
+    "names", "RUN", "runs or their workdirs, or one scaling study", missing=SEE_STATUS
   )
-  parser.option(
-    "--csv FILE",
-    "the table in full (default: scaling.csv in the study's directory, or here)",
-  )
-  parser.option("--png FILE", "the picture (default: scaling.png, in the same place)")
+  parser.option("--csv FILE", "the whole table (default: scaling.csv of the study)")
+  parser.option("--png FILE", "the picture (default: scaling.png of the study)")
   add_runs(parser)
 
 

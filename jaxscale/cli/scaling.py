@@ -13,12 +13,8 @@ from jaxscale.cli.parser import Parser, value
 
 def add_arguments(parser: Parser) -> None:
   """The options."""
-  parser.option(
-    "--nodes N,N",
-    "sizes of the runs",
-    value(_sizes, "several sizes, e.g. 1,2,4,8"),
-    missing="try --nodes 1,2,4",
-  )
+  sizes = value(_sizes, "several sizes, e.g. 1,2,4,8")
+  parser.option("--nodes N,N", "sizes of the runs", sizes, missing="try --nodes 1,2,4")
   parser.option(
     "--batch KIND",
     "fixed: the global batch stays (strong scaling); grows: with the nodes (weak)",

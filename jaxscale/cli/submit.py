@@ -30,31 +30,17 @@ def run(args: argparse.Namespace) -> None:
 def add_job_arguments(parser: Parser) -> None:
   """The options of every command that submits runs."""
   parser.config()
-  parser.option(
-    "--name NAME", "of the directory (default: the config's name and the time)"
-  )
+  parser.option("--name NAME", "of the run (default: the config's name and the time)")
   add_runs(parser)
-  parser.option(
-    "--site NAME|FILE.toml",
-    "profile of the cluster (default: $JAXSCALE_SITE, if set)",
-  )
+  parser.option("--site NAME|FILE.toml", "its profile (default: $JAXSCALE_SITE)")
   parser.option(
     "--executor NAME",
     "slurm or local (default: slurm where there is sbatch)",
     choices=("slurm", "local"),
   )
-  parser.option(
-    "--requeue N",
-    "restart at most N times, after a preemption, a hang, or a crash that made "
-    "progress (default: 10)",
-    whole(),
-  )
-  parser.option(
-    "--spares N", "more nodes for the job, which train when others are lost", whole()
-  )
-  parser.flag(
-    "--preflight", "check the nodes first, with `jaxscale doctor`", default=None
-  )
+  parser.option("--requeue N", "at most so many restarts (default: 10)", whole())
+  parser.option("--spares N", "more nodes, which train when others are lost", whole())
+  parser.flag("--preflight", "run `jaxscale doctor` on the nodes first", default=None)
   parser.flag("--dry-run", "print the script and what would be made; make nothing")
   add_site_arguments(parser)
 

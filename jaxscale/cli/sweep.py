@@ -13,14 +13,11 @@ def add_arguments(parser: Parser) -> None:
   """The options."""
   parser.option(
     "--sweep FIELD=V,V",
-    "values of a setting; several: all combinations; without any, what get_sweep() of "
-    "the config file yields",
+    "values of a setting; several: all combinations (default: get_sweep() of FILE)",
     action="append",
   )
   parser.option(
-    "--at-most N",
-    "trials that run at a time (default: all that have room; on this machine 1)",
-    whole(),
+    "--at-most N", "trials at a time (default: all; on this machine 1)", whole()
   )
   submit.add_arguments(parser)
 

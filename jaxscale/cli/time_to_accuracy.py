@@ -16,7 +16,7 @@ from jaxscale.cli.parser import Parser
 
 def add_arguments(parser: Parser) -> None:
   """The options."""
-  add_study_arguments(parser, "time-to-accuracy", seeds=5, least=3)
+  add_study_arguments(parser, seeds=5, least=3)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -80,13 +80,9 @@ def _done(summary, workdir: Path) -> str:
   accuracy, loss = summary["target_accuracy"], summary.get("target_loss")
   is_good, reached = is_reached(summary, accuracy, loss), ""
   if is_good is not None:
-    target = f"loss {loss:g}" if loss is not None else f"{accuracy:.2%}"
+    target = f"loss {loss:g}" if loss is not None else f"accuracy {accuracy:.2%}"
     reached = f" (target {target}: {'reached' if is_good else 'missed'})"
-  if "accuracy" not in summary or "perplexity" in summary or loss is not None:
-    found = headline(summary)
-  else:
-    found = f"accuracy {summary['accuracy']:.2%}"
   return (
-    f"done: held-out {found}{reached} after "
+    f"done: held-out {headline(summary)}{reached} after "
     f"{summary['step']} steps, {summary['seconds']} s; see {workdir}/metrics.png"
   )
