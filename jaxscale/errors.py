@@ -20,7 +20,7 @@ EXIT_OF_STOP = {"preemption": EXIT_PREEMPTED, "interrupt": EXIT_INTERRUPTED}
 
 # What a disk or its server does, and not a fault of the program.
 _OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE)
-DISK_ADVICE = "make room, and start it again: it goes on from its newest checkpoint"
+DISK_ADVICE = "make room, and start it again: it resumes from its newest checkpoint"
 
 P = ParamSpec("P")
 
@@ -65,7 +65,7 @@ def user_message(error: BaseException) -> UserMessage | None:
 
 
 def one_line_errors(main: Callable[P, int]) -> Callable[P, int]:
-  """A `main` whose errors that say enough become one line on stderr and a code.
+  """A `main` whose errors of its user become one line on stderr and a code.
 
   Example:
     >>> @one_line_errors
@@ -96,7 +96,7 @@ def leave(main: Callable[[list[str]], int]) -> NoReturn:
   code = EXIT_CRASH
   try:
     code = main(sys.argv[1:])
-  except BrokenPipeError:  # `--help | head`: whoever read us has enough
+  except BrokenPipeError:  # `--help | head`: the reader has enough
     os._exit(EXIT_DONE)
   except Exception:
     traceback.print_exc()

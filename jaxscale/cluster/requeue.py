@@ -196,5 +196,5 @@ def loop_error(idle: int, step: int, limit: int) -> str | None:
     return None
   return (
     f"{idle} restart{'s' if idle > 1 else ''} without progress, still at step {step}: "
-    "not requeued again; see the first error of each try, then submit anew"
+    "not requeued again; see the first error of each try, then submit it again"
   )

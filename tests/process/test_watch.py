@@ -160,7 +160,7 @@ def test_leaving_while_others_train_is_a_fault(family):
   leaves = "train(10); sys.exit(0)"  # without a word
   codes, errors = ends(family(FOREVER, leaves, FOREVER), within=10)
   assert codes == [1, 1, 1]
-  assert "process 1 on n1 left after step 10 while others go on" in errors[0]
+  assert "process 1 on n1 left after step 10 while others continue" in errors[0]
 
 
 def test_process_0_too_can_raise_or_leave(family):

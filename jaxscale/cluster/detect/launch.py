@@ -29,7 +29,7 @@ class Launch(NamedTuple):
   job: str = "single"  # the same in all processes of one run, and in no other
   restarts: int = 0  # how often the scheduler has started this job again
   note: str = ""  # what a person should know, one line
-  port: int | None = None  # where process 0 was told to listen
+  port: int | None = None  # where process 0 has to listen
   nodes: tuple[str, ...] = ()  # the hosts of the run, where the launcher lists them
 
 

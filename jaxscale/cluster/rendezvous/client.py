@@ -201,7 +201,7 @@ def _connect(
 def _find_process_0(
   launch: Launch, own: Hello, place: _Place, timeout_s: float
 ) -> socket.socket:
-  """A connection on which process 0 has said welcome."""
+  """A connection on which process 0 has welcomed us."""
   began = time.monotonic()
   pause, answer_s, taken_since = 0.02, CONNECT_S, None
   while True:
@@ -227,7 +227,7 @@ def _find_process_0(
 def _try_port(
   launch: Launch, own: Hello, address: str, port: int, answer_s: float
 ) -> socket.socket | str:
-  """A connection on which process 0 has said welcome, or what there was instead."""
+  """A connection on which process 0 has welcomed us, or what there was instead."""
   try:
     sock = socket.create_connection((address, port), timeout=CONNECT_S)
   except OSError as e:

@@ -37,7 +37,7 @@ class Hello(NamedTuple):
   num_processes: int
   node: str
   pid: int
-  uuid: str  # tells two processes of one rank from one that connects twice
+  uuid: str  # differs in two processes of one rank, not in one that reconnects
   place: str  # equal where loopback connects, network.place
   gloo: str | None  # where gloo would listen; "" where it is not used
   versions: dict[str, str]

@@ -100,7 +100,7 @@ class _Server:
     self.errors: list[str] = []
     self.seen = {own.uuid}  # all processes that sent a hello
     self.silent: deque[tuple[float, socket.socket]] = deque()
-    self.verdict = ""  # the error that was sent to all
+    self.sent_error = ""  # to all
     try:
       _allow_files(launch.num_processes)
     except ConfigError as e:
@@ -120,22 +120,22 @@ class _Server:
       next_check = now + _CHECK_S
       missing = [r for r in range(1, total) if r not in self.links]
       errors = self._find_errors(now)
-      if not errors and not missing and not self.verdict:
+      if not errors and not missing and not self.sent_error:
         return
-      if errors or self.verdict:  # once sent, it stays
+      if errors or self.sent_error:  # once sent, it stays
         failed_since = failed_since or now
         all_came = len(self.seen) >= total
-        if not self.verdict and (all_came or now - failed_since > SETTLE_S):
+        if not self.sent_error and (all_came or now - failed_since > SETTLE_S):
           self.send_error("; ".join(errors[:3]))
-        if self.verdict and (all_came or now - failed_since > LINGER_S):
-          raise ConfigError(self.verdict)
+        if self.sent_error and (all_came or now - failed_since > LINGER_S):
+          raise ConfigError(self.sent_error)
       elif now - began > timeout_s:
         verb = "has" if len(missing) == 1 else "have"
         self.send_error(
           f"{self._describe(missing)} {verb} not connected within {timeout_s:g} s; "
           f"look for their last lines, and start all in one step{note}"
         )
-        raise ConfigError(self.verdict)
+        raise ConfigError(self.sent_error)
       elif now - logged > LOG_S:
         logged = now
         print(f"waiting for {self._describe(missing)}", file=sys.stderr)
@@ -152,14 +152,14 @@ class _Server:
           f"({e}); see its last lines"
         ) from e
 
-  def send_error(self, verdict: str) -> None:
-    """Send what is wrong to all who are connected, and later to whoever connects."""
-    self.verdict = verdict
+  def send_error(self, error: str) -> None:
+    """Send what is wrong to all who are connected, and later to those who connect."""
+    self.sent_error = error
     for key in list(self.selector.get_map().values()):
       if key.data and key.data[1] == _WELCOME:
         with contextlib.suppress(OSError):
           assert isinstance(key.fileobj, socket.socket)
-          wire.send(key.fileobj, {"error": verdict}, timeout=1)
+          wire.send(key.fileobj, {"error": error}, timeout=1)
 
   def _describe(self, missing: list[int]) -> str:
     """Who is missing, and the hosts to look at, as far as the launcher lists them."""
@@ -230,8 +230,8 @@ class _Server:
     self.selector.modify(sock, selectors.EVENT_READ, (wire.Receiver(sock), _WELCOME))
     rank, total = hello.rank, self.launch.num_processes
     there = self.hellos.get(rank)
-    if self.verdict:
-      wire.send(sock, {"error": self.verdict}, timeout=1)
+    if self.sent_error:
+      wire.send(sock, {"error": self.sent_error}, timeout=1)
     elif there and there.uuid != hello.uuid and rank not in self.lost:
       self.errors.append(
         f"process {rank} was started twice: on {there.node} (pid {there.pid}) and on "

@@ -153,7 +153,7 @@ def silence_limit_s(activity: str, timeouts: Timeouts) -> float:
 def find_silent(
   ranks: Mapping[int, ProcessState], now: float, timeouts: Timeouts
 ) -> list[Fault]:
-  """Those that have not been heard for too long."""
+  """Processes without a heartbeat for too long."""
   return [
     Fault(
       "silent",
@@ -223,7 +223,7 @@ def find_left(ranks: Mapping[int, ProcessState]) -> Fault | None:
 
 
 def _left(state: ProcessState) -> str:
-  return f"left after step {state.step} while others go on"
+  return f"left after step {state.step} while others continue"
 
 
 def _some(ranks: Sequence[int], most: int = 8) -> str:

@@ -1,4 +1,4 @@
-"""Process 0's side of the watch: a thread that hears everybody and finds faults.
+"""Process 0's side of the watch: a thread that receives all heartbeats and finds faults.
 
 It has one socket per process (its own process too, so that all are alike) and never
 waits for any of them. What is decided is in `fault_detection` and `stop_consensus`;
@@ -47,7 +47,7 @@ class Monitor:
     leave: Callable[[str, int, bool], None],
     fault_suffix: str = "",
   ):
-    """A monitor that has heard nobody yet.
+    """A monitor without any heartbeat so far.
 
     Args:
       links: rank -> socket, for every process.
@@ -86,7 +86,7 @@ class Monitor:
       now = time.monotonic()
       if now - before > timeout_s / 2:
         # Nobody is to blame for a time in which this process itself was stopped,
-        # such as by `scontrol suspend`; first the others are heard again.
+        # such as by `scontrol suspend`; first the others send again.
         checked = now + timeout_s / 2
       before = now
       if self._faults:
