@@ -24,14 +24,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jaxscale
 from jaxscale.config.validation import nearest
 from jaxscale.errors import ConfigError
 from jaxscale.launch import spec as specs
 from jaxscale.launch.spec import JobSpec
 from jaxscale.metrics import read_json, read_json_lines, write_json
 
-_PACKAGE = Path(jaxscale.__file__).parent.absolute()
+_PACKAGE = Path(__file__).absolute().parent.parent
 # Variables that change what a run does; no others, which may hold secrets.
 _VARIABLES = ("JAX", "XLA_", "NCCL_", "TF_", "LIBTPU_", "TPU_", "CUDA_VISIBLE")
 _LEFT_OUT = {"__pycache__", ".git", ".ipynb_checkpoints"}

@@ -10,17 +10,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxscale.errors import EXIT_DONE, EXIT_PREEMPTED
+from jaxscale.errors import EXIT_DONE, EXIT_PREEMPTED, ConfigError
 from jaxscale.launch import folder as folders
 from jaxscale.launch.executors import EXECUTORS
 from jaxscale.launch.spec import JobSpec, QueueEntry
 from jaxscale.metrics import read_json, read_json_lines, text
 
-# States of squeue(1) after which nothing more happens, and our own LOST: the run was
-# started, and neither the executor nor the events know of an end.
+# States of squeue(1) after which nothing more happens, and our own: LOST was started,
+# and neither the executor nor the events know of an end; UNREADABLE has no run.json.
 ENDED = (
   "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LOST", "NODE_FAIL",
-  "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT",
+  "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT", "UNREADABLE",
 )  # fmt: skip
 _TAIL = 1 << 16  # bytes of the metrics that are read: hundreds of lines
 _RATE_OVER = 10  # logged lines
@@ -35,7 +35,7 @@ class RunStatus(NamedTuple):
   Attributes:
     run: its name; NAME/3 for trial 3.
     job: its number.
-    state: in Slurm's words, or LOST.
+    state: in Slurm's words, LOST or UNREADABLE.
     code: exit code of the last end.
     nodes: nodes that it has, or asks for.
     step: the last one on record.
@@ -53,18 +53,18 @@ class RunStatus(NamedTuple):
   run: str
   job: str
   state: str
-  code: int | None
-  nodes: int
-  step: int | None
-  total: int | None
-  loss: float | None
-  rate: float | None
-  accuracy: float | None
-  perplexity: float | None
-  time_left: str
-  to_go: float | None
-  restarts: int
-  note: str
+  code: int | None = None
+  nodes: int = 0
+  step: int | None = None
+  total: int | None = None
+  loss: float | None = None
+  rate: float | None = None
+  accuracy: float | None = None
+  perplexity: float | None = None
+  time_left: str = ""
+  to_go: float | None = None
+  restarts: int = 0
+  note: str = ""
 
   @property
   def ended(self) -> bool:
@@ -97,21 +97,26 @@ class StatusTable(ShownAsTable):
 
   def columns(self) -> tuple[Sequence[str], list[Sequence[str]], Sequence[int]]:
     """See `ShownAsTable`."""
-    return _HEAD, [_cells(status) for status in self], _LEFT
+    rows = [_cells(status) for status in self]
+    return _HEAD, [[_printable(cell) for cell in row] for row in rows], _LEFT
 
 
 def statuses(folders_of_runs: Sequence[Path]) -> StatusTable:
   """The status of each run or trial; each executor is asked once.
 
   Raises:
-    ConfigError: there is no run in a folder, or Slurm does not answer.
+    ConfigError: Slurm does not answer.
   """
-  specs = [folders.read_spec(path) for path in folders_of_runs]
+  specs, found = [], StatusTable()
+  for path in folders_of_runs:
+    try:
+      specs.append(folders.read_spec(path))
+    except ConfigError as e:  # one damaged folder does not hide the other runs
+      found.append(RunStatus(path.name, "", "UNREADABLE", note=str(e)))
   queue: dict[str, QueueEntry] = {}
   for name, executor in EXECUTORS.items():
     runs = {folders.last_job(s.folder): s for s in specs if s.executor == name}
     queue |= executor.queue(runs)
-  found = StatusTable()
   for spec in specs:
     for task in spec.tasks:
       job = folders.last_job(spec.folder, task)
@@ -211,6 +216,11 @@ def _cells(s: RunStatus) -> list[str]:
     str(s.restarts),
     s.note,
   ]
+
+
+def _printable(text: str) -> str:
+  """Without control characters: run.json may be anybody's."""
+  return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def quality(accuracy: float | None, perplexity: float | None) -> str:

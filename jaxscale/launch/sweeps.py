@@ -47,19 +47,19 @@ def split(text: str) -> list[str]:
     >>> split("(1,2),'a,b',3")
     ['(1,2)', "'a,b'", '3']
   """
-  parts, depth, quote = [""], 0, ""
-  for c in text:
-    if quote:
-      quote = "" if c == quote else quote
-    elif c in "'\"":
-      quote = c
+  parts: list[str] = []
+  for piece in text.split(","):
+    if parts and not _is_closed(parts[-1]):
+      parts[-1] += f",{piece}"
     else:
-      depth += (c in "([{") - (c in ")]}")
-    if c == "," and not depth and not quote:
-      parts.append("")
-    else:
-      parts[-1] += c
-  return [p.strip() for p in parts]
+      parts.append(piece)
+  return [part.strip() for part in parts]
+
+
+def _is_closed(text: str) -> bool:
+  """Whether every bracket and quote in a text has its partner."""
+  pairs = all(text.count(a) == text.count(b) for a, b in ("()", "[]", "{}"))
+  return pairs and not (text.count("'") % 2 or text.count('"') % 2)
 
 
 def from_file(config: str) -> list[dict[str, str]]:

@@ -155,8 +155,8 @@ def measure(group: Group, limits: NetworkLimits) -> Measurement:
     again = [[p for p in pairs if [*p] in map(list, bad)] for pairs in rounds]
     chunk = list(filter(None, again))[: limits.at_once]
     second = _measure_rounds(group, listening, chunk, limits) if chunk else {}
-  for pair, speed in second.items():
-    speeds[pair] = _better(speeds[pair], speed)
+  still = suspects([*(speeds | second).values()], limits)
+  speeds |= {pair: speed for pair, speed in second.items() if pair not in still}
   return Measurement([*speeds.values()], done, len(rounds))
 
 
@@ -173,16 +173,6 @@ def _own_place(group: Group, listener: socket.socket) -> list[Any]:
   """[address, port] of this process, as process 0 sees it."""
   address = group.peers[0].sock.getsockname()[0] if group.rank else ""
   return [address, listener.getsockname()[1]]
-
-
-def _better(one: Speed, other: Speed) -> Speed:
-  if one.error or other.error:
-    return other if one.error else one
-  return one._replace(
-    round_trip_s=min(one.round_trip_s, other.round_trip_s),
-    there=max(one.there, other.there),
-    back=max(one.back, other.back),
-  )
 
 
 def _measure_rounds(

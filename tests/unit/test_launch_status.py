@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jaxscale.launch import folder as folders
-from jaxscale.launch import slurm, status
+from jaxscale.launch import slurm, spec, status
 from jaxscale.launch.spec import QueueEntry
 from jaxscale.metrics import read_json_lines
 from support.job_script import RUN
@@ -91,3 +91,16 @@ def test_a_line_of_squeue_may_be_long():
     "12_3",
     QueueEntry("PENDING", 64, "2-00:00:00", 1, reason),
   )
+
+
+def test_a_damaged_folder_hides_no_other_run(tmp_path):
+  for name, text in (
+    ("good", json.dumps(spec.to_json(RUN._replace(executor="local")))),
+    ("bad", "[]"),
+  ):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "run.json").write_text(text.replace("digits-1", "\\u001b[2J"))
+  found = status.statuses([tmp_path / "good", tmp_path / "bad"])
+  assert [row.state for row in found] == ["UNREADABLE", "LOST"]
+  assert all(row.ended for row in found) and "run.json: unreadable" in found[0].note
+  assert "?[2J" in str(found) and "\x1b" not in str(found)
