@@ -47,7 +47,7 @@ def test_replicas_equal_one_axis():
   assert_same(got, reference("sgd"))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", all_slow_except(OPTIMIZERS, "lars"))
 def test_accumulation_equals_none(optimizer):
   fns = cnn(dropout=0.5)
   got = run(fns, optimizer, num_devices=1, accumulate_steps=4)
