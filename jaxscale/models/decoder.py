@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jaxscale.errors import ConfigError
 from jaxscale.models.attention import join_heads, rotate, split_heads
 from jaxscale.models.linear import linear
-from jaxscale.models.stack import Ops, Stack, Totals, at_least_float32, rejoin
+from jaxscale.models.stack import Stack, at_least_float32, rejoin, sum_totals
 
 # GPT-2's initial deviation (its published code; the same in Megatron-LM,
 # arXiv:1909.08053, §4.1), for all matrices and the table.
@@ -105,27 +105,55 @@ def make_transformer(
       f"head_width={head_width}: num_heads must divide width, num_kv_heads must "
       "divide num_heads, and a head's width must be even"
     )
-  norm = functools.partial(rms_norm, eps=norm_eps)
-  return Stack(
-    init=functools.partial(
-      _init,
-      num_layers=num_layers,
-      width=width,
-      vocab_size=vocab_size,
-      padded=-(-vocab_size // pad_vocab_to) * pad_vocab_to,
-      queries=num_heads * each,
-      keys=groups * each,
-      hidden=hidden,
-      qk_norm=each if qk_norm else None,
-    ),
-    embed=functools.partial(_embed, dtype=jnp.dtype(dtype)),
-    layer=functools.partial(_layer, norm=norm, each=each, theta=rope_theta),
-    finish=functools.partial(
-      _finish, norm=norm, vocab_size=vocab_size, smoothing=label_smoothing
-    ),
-    logits=functools.partial(_logits, norm=norm, vocab_size=vocab_size),
+  norm, dtype = functools.partial(rms_norm, eps=norm_eps), jnp.dtype(dtype)
+
+  def embed(p, batch, ops):
+    # The rows are looked up as float32: a frequent token's gradients are then summed
+    # in float32 too.
+    return ops.lookup(p["table"], batch["tokens"]).astype(dtype)
+
+  def layer(p, h, ops):
+    # Normalised before `enter`: then only one tensor a branch is communicated.
+    x = ops.enter(norm(h, p["attn_norm"]["scale"]))
+    to, positions = h.dtype, ops.positions(x.shape[1])
+    q, k, v = (split_heads(linear(x, p[name]["kernel"], to), each) for name in "qkv")
+    if "q_norm" in p:
+      q = norm(q, p["q_norm"]["scale"]).astype(to)
+      k = norm(k, p["k_norm"]["scale"]).astype(to)
+    q, k = rotate(q, positions, rope_theta), rotate(k, positions, rope_theta)
+    y = join_heads(ops.attend(q, k, v, causal=True))
+    h = h + rejoin(y, p["o"]["kernel"], ops)
+    x = ops.enter(norm(h, p["mlp_norm"]["scale"]))
+    gate, up = (linear(x, p[name]["kernel"], to) for name in ("gate", "up"))
+    return h + rejoin(jax.nn.silu(gate) * up, p["down"]["kernel"], ops)
+
+  def finish(p, h, batch, ops):
+    x, targets = ops.enter(norm(h, p["norm"]["scale"])), batch["targets"]
+    counts = targets >= 0
+    if "mask" in batch:
+      counts &= batch["mask"][:, None]
+    losses, hits = ops.classify(
+      x, p["kernel"], None, jnp.maximum(targets, 0), num_classes=vocab_size,
+      label_smoothing=label_smoothing, dtype=h.dtype,
+    )  # fmt: skip
+    return sum_totals(losses, hits, counts)
+
+  def logits(p, h):
+    x = norm(h, p["norm"]["scale"])
+    return at_least_float32(linear(x, p["kernel"][:, :vocab_size], h.dtype))
+
+  init = functools.partial(
+    _init,
     num_layers=num_layers,
+    width=width,
+    vocab_size=vocab_size,
+    padded=-(-vocab_size // pad_vocab_to) * pad_vocab_to,
+    queries=num_heads * each,
+    keys=groups * each,
+    hidden=hidden,
+    qk_norm=each if qk_norm else None,
   )
+  return Stack(init, embed, layer, finish, logits, num_layers)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float) -> jax.Array:
@@ -196,65 +224,3 @@ def _init(
       "kernel": jnp.pad(normal(head_key, (width, vocab_size)), ((0, 0), (0, more))),
     },
   }
-
-
-def _embed(p: Any, batch: Any, ops: Ops, *, dtype: jnp.dtype) -> jax.Array:
-  # The rows are looked up as float32: a frequent token's gradients are then summed
-  # in float32 too.
-  return ops.lookup(p["table"], batch["tokens"]).astype(dtype)
-
-
-def _layer(p: Any, h: jax.Array, ops: Ops, *, norm, each: int, theta: float):
-  # Normalised before `enter`: then only one tensor a branch is communicated.
-  x = ops.enter(norm(h, p["attn_norm"]["scale"]))
-  to = h.dtype
-  q, k, v = (split_heads(linear(x, p[name]["kernel"], to), each) for name in "qkv")
-  if "q_norm" in p:
-    q = norm(q, p["q_norm"]["scale"]).astype(to)
-    k = norm(k, p["k_norm"]["scale"]).astype(to)
-  positions = ops.positions(x.shape[1])
-  q, k = rotate(q, positions, theta), rotate(k, positions, theta)
-  y = join_heads(ops.attend(q, k, v, causal=True))
-  h = h + rejoin(y, p["o"]["kernel"], ops)
-  x = ops.enter(norm(h, p["mlp_norm"]["scale"]))
-  gate, up = (linear(x, p[name]["kernel"], to) for name in ("gate", "up"))
-  y = jax.nn.silu(gate) * up
-  return h + rejoin(y, p["down"]["kernel"], ops)
-
-
-def _finish(
-  p: Any,
-  h: jax.Array,
-  batch: Any,
-  ops: Ops,
-  *,
-  norm,
-  vocab_size: int,
-  smoothing: float,
-) -> Totals:
-  x = ops.enter(norm(h, p["norm"]["scale"]))
-  targets = batch["targets"]
-  counts = targets >= 0
-  if "mask" in batch:
-    counts &= batch["mask"][:, None]
-  labels = jnp.maximum(targets, 0)
-  losses, hits = ops.classify(
-    x,
-    p["kernel"],
-    None,
-    labels,
-    num_classes=vocab_size,
-    label_smoothing=smoothing,
-    dtype=h.dtype,
-  )
-  return {
-    "loss": jnp.where(counts, losses, 0.0).sum(),
-    "accuracy": (hits & counts).sum(dtype=jnp.int32),
-    "examples": counts.sum(dtype=jnp.int32),
-  }
-
-
-def _logits(p: Any, h: jax.Array, *, norm, vocab_size: int) -> jax.Array:
-  x = norm(h, p["norm"]["scale"])
-  logits = linear(x, p["kernel"][:, :vocab_size], h.dtype)
-  return at_least_float32(logits)

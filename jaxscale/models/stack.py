@@ -57,11 +57,6 @@ BRANCH = "branch"
 INPUT = "input"
 
 
-def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
-  """Rows of a table [rows, width] by their numbers, [..., width]."""
-  return table[ids]
-
-
 def classify(
   h: jax.Array,
   kernel: jax.Array,
@@ -98,10 +93,6 @@ def classify(
   return losses, logits.argmax(-1) == labels
 
 
-def _same(x: jax.Array) -> jax.Array:
-  return x
-
-
 class Ops(NamedTuple):
   """What depends on who holds which part of a model.
 
@@ -116,15 +107,15 @@ class Ops(NamedTuple):
       is not yet rounded to the dtype of activations.
     attend: as `attention.attention`.
     positions: number of tokens here -> int32 [tokens], their places in the sequence.
-    lookup: as `lookup`.
+    lookup: (table [rows, width], ids) -> rows by their numbers, [..., width].
     classify: as `classify`.
   """
 
-  enter: Callable[[jax.Array], jax.Array] = _same
-  reduce: Callable[[jax.Array], jax.Array] = _same
+  enter: Callable[[jax.Array], jax.Array] = lambda x: x
+  reduce: Callable[[jax.Array], jax.Array] = lambda x: x
   attend: Callable[..., jax.Array] = attention
   positions: Callable[[int], jax.Array] = lambda n: jnp.arange(n, dtype=jnp.int32)
-  lookup: Callable[[jax.Array, jax.Array], jax.Array] = lookup
+  lookup: Callable[[jax.Array, jax.Array], jax.Array] = lambda rows, ids: rows[ids]
   classify: Callable[..., tuple[jax.Array, jax.Array]] = classify
 
 
@@ -144,6 +135,15 @@ def rejoin(y: jax.Array, kernel: jax.Array, ops: Ops) -> jax.Array:
 def at_least_float32(x: jax.Array) -> jax.Array:
   """For what half precision is too coarse for; float64 stays float64."""
   return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
+
+
+def sum_totals(losses: jax.Array, hits: jax.Array, counts: jax.Array) -> Totals:
+  """The totals of a batch; `counts` says which losses and hits count, all alike [...]."""
+  return {
+    "loss": jnp.where(counts, losses, 0.0).sum(),
+    "accuracy": (hits & counts).sum(dtype=jnp.int32),
+    "examples": counts.sum(dtype=jnp.int32),
+  }
 
 
 class Stack(NamedTuple):

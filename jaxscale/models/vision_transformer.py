@@ -23,7 +23,7 @@ from jax import lax
 from jaxscale.errors import ConfigError
 from jaxscale.models.attention import join_heads, split_heads
 from jaxscale.models.linear import linear, shift
-from jaxscale.models.stack import Ops, Stack, Totals, at_least_float32, rejoin
+from jaxscale.models.stack import Stack, at_least_float32, rejoin, sum_totals
 
 NORM_EPS = 1e-6  # Flax's LayerNorm, with which the published weights were trained
 
@@ -100,28 +100,60 @@ def make_vit(
     raise ConfigError(
       f"vit.num_heads={num_heads}: does not divide width={width}, give a divisor"
     )
-  to_float = functools.partial(_normalised, mean=mean, std=std, dtype=jnp.dtype(dtype))
-  pooled = functools.partial(_pooled, pool=pool)
-  return Stack(
-    init=functools.partial(
-      _init,
-      patch_size=patch * patch * image_shape[2],
-      num_patches=image_shape[0] * image_shape[1] // patch**2,
-      width=width,
-      hidden=4 * width if hidden is None else hidden,
-      num_layers=num_layers,
-      num_classes=num_classes,
-      padded=-(-num_classes // pad_classes_to) * pad_classes_to,
-      has_token=pool == "token",
-    ),
-    embed=functools.partial(_embed, to_float=to_float, patch=patch),
-    layer=functools.partial(_layer, each=width // num_heads),
-    finish=functools.partial(
-      _finish, pooled=pooled, num_classes=num_classes, smoothing=label_smoothing
-    ),
-    logits=functools.partial(_logits, pooled=pooled, num_classes=num_classes),
+  each, dtype = width // num_heads, jnp.dtype(dtype)
+
+  def embed(p, batch, ops):
+    del ops  # images are whole on a device
+    images = batch["image"].astype(jnp.float32)
+    images = (images - jnp.array(mean, jnp.float32)) / jnp.array(std, jnp.float32)
+    h = _linear(patches(images.astype(dtype), patch), p["patch"])
+    if "class_token" in p:
+      token = p["class_token"].astype(h.dtype)
+      token = jnp.broadcast_to(token, (len(h), 1, h.shape[-1]))
+      h = jnp.concatenate([token, h], axis=1)
+    return h + p["position"].astype(h.dtype)
+
+  def layer(p, h, ops):
+    # A bias behind `rejoin` counts once, on however many devices the heads are.
+    x = ops.enter(layer_norm(h, p["attn_norm"]))
+    q, k, v = (split_heads(_linear(x, p[name], h.dtype), each) for name in "qkv")
+    y = join_heads(ops.attend(q, k, v, causal=False))
+    h = h + shift(rejoin(y, p["o"]["kernel"], ops), p["o"]["bias"])
+    x = ops.enter(layer_norm(h, p["mlp_norm"]))
+    y = gelu(_linear(x, p["up"], h.dtype))
+    return h + shift(rejoin(y, p["down"]["kernel"], ops), p["down"]["bias"])
+
+  def pooled(p, h):
+    """[rows, width] of what is classified."""
+    if pool == "token":
+      return layer_norm(h[:, 0], p["norm"])
+    return layer_norm(h, p["norm"]).mean(axis=1)
+
+  def finish(p, h, batch, ops):
+    x, labels = ops.enter(pooled(p, h)), batch["label"]
+    losses, hits = ops.classify(
+      x, p["kernel"], p["bias"], labels, num_classes=num_classes,
+      label_smoothing=label_smoothing, dtype=h.dtype,
+    )  # fmt: skip
+    # From the rows, so that it varies over devices as they do.
+    return sum_totals(losses, hits, batch.get("mask", labels >= 0))
+
+  def logits(p, h):
+    logits = at_least_float32(linear(pooled(p, h), p["kernel"], h.dtype))
+    return (logits + p["bias"])[..., :num_classes]
+
+  init = functools.partial(
+    _init,
+    patch_size=patch * patch * image_shape[2],
+    num_patches=image_shape[0] * image_shape[1] // patch**2,
+    width=width,
+    hidden=4 * width if hidden is None else hidden,
     num_layers=num_layers,
+    num_classes=num_classes,
+    padded=-(-num_classes // pad_classes_to) * pad_classes_to,
+    has_token=pool == "token",
   )
+  return Stack(init, embed, layer, finish, logits, num_layers)
 
 
 def layer_norm(x: jax.Array, p: Any) -> jax.Array:
@@ -234,68 +266,5 @@ def _gelu_jvp(primals: Any, tangents: Any) -> Any:
   return gelu(x), (tangent * (share + wide * density).astype(x.dtype))
 
 
-def _normalised(images: jax.Array, *, mean, std, dtype) -> jax.Array:
-  """(images - mean) / std, computed in float32, as `dtype`."""
-  images = images.astype(jnp.float32)
-  images = (images - jnp.array(mean, jnp.float32)) / jnp.array(std, jnp.float32)
-  return images.astype(dtype)
-
-
 def _linear(x: jax.Array, p: Any, dtype: Any = None) -> jax.Array:
   return shift(linear(x, p["kernel"], dtype), p["bias"])
-
-
-def _embed(p: Any, batch: Any, ops: Ops, *, to_float, patch: int) -> jax.Array:
-  del ops  # images are whole on a device
-  h = _linear(patches(to_float(batch["image"]), patch), p["patch"])
-  if "class_token" in p:
-    token = p["class_token"].astype(h.dtype)
-    token = jnp.broadcast_to(token, (len(h), 1, h.shape[-1]))
-    h = jnp.concatenate([token, h], axis=1)
-  return h + p["position"].astype(h.dtype)
-
-
-def _layer(p: Any, h: jax.Array, ops: Ops, *, each: int) -> jax.Array:
-  # A bias behind `rejoin` counts once, on however many devices the heads are.
-  x = ops.enter(layer_norm(h, p["attn_norm"]))
-  q, k, v = (split_heads(_linear(x, p[name], h.dtype), each) for name in "qkv")
-  y = join_heads(ops.attend(q, k, v, causal=False))
-  h = h + shift(rejoin(y, p["o"]["kernel"], ops), p["o"]["bias"])
-  x = ops.enter(layer_norm(h, p["mlp_norm"]))
-  y = gelu(_linear(x, p["up"], h.dtype))
-  return h + shift(rejoin(y, p["down"]["kernel"], ops), p["down"]["bias"])
-
-
-def _pooled(p: Any, h: jax.Array, *, pool: str) -> jax.Array:
-  """What is classified, [rows, width]."""
-  if pool == "token":
-    return layer_norm(h[:, 0], p["norm"])
-  return layer_norm(h, p["norm"]).mean(axis=1)
-
-
-def _finish(
-  p: Any, h: jax.Array, batch: Any, ops: Ops, *, pooled, num_classes: int, smoothing
-) -> Totals:
-  labels = batch["label"]
-  losses, hits = ops.classify(
-    ops.enter(pooled(p, h)),
-    p["kernel"],
-    p["bias"],
-    labels,
-    num_classes=num_classes,
-    label_smoothing=smoothing,
-    dtype=h.dtype,
-  )
-  # From the rows, so that it varies over devices as they do.
-  counts = batch.get("mask", labels >= 0)
-  return {
-    "loss": jnp.where(counts, losses, 0.0).sum(),
-    "accuracy": (hits & counts).sum(dtype=jnp.int32),
-    "examples": counts.sum(dtype=jnp.int32),
-  }
-
-
-def _logits(p: Any, h: jax.Array, *, pooled, num_classes: int) -> jax.Array:
-  x = pooled(p, h)
-  logits = at_least_float32(linear(x, p["kernel"], h.dtype))
-  return (logits + p["bias"])[..., :num_classes]

@@ -141,7 +141,7 @@ IN_BACKWARD = cfg.Layout(shard="fsdp", slow_axes="in_backward")
     ),
     ({"layout": cfg.Layout(schedule="1f1b")}, "changes nothing here; set mesh.stage"),
     ({"layout": cfg.Layout(model="ring")}, "changes nothing here; set mesh.model"),
-    ({"layout": cfg.Layout(slow_axes="in_backward")}, "set layout.shard to 'grad"),
+    ({"layout": cfg.Layout(slow_axes="in_backward")}, "set layout.shard to 'zero2'"),
     (
       {"model": cfg.MLP(), "data": cfg.Digits(), "mesh": cfg.Mesh(model=2)},
       "Mesh.model=2: MLP is no stack of equal layers",

@@ -16,7 +16,7 @@ from jaxscale import data
 from jaxscale.errors import ConfigError
 from jaxscale.exchange import plain
 from jaxscale.experiment import layout as layout_parts
-from jaxscale.experiment import parts
+from jaxscale.experiment.model import init_fn, make_model
 from jaxscale.mesh import batch_sharding, make_mesh
 from jaxscale.models import attention, make_transformer
 from jaxscale.models.stack import Ops, hidden_states, run_stack, stack_logits
@@ -185,23 +185,25 @@ def smoothed(model):
       num_layers=2, width=24, num_heads=6, num_kv_heads=2, hidden=20, pad_vocab_to=16
     ),
     data=cfg.Text(sequence_length=10), optimizer=cfg.SGD(lr=0.1), batch_size=4,
-    epochs=1.0, label_smoothing=0.1, mesh=cfg.Mesh(model=model),
+    epochs=1.0, loss=cfg.CrossEntropy(label_smoothing=0.1), mesh=cfg.Mesh(model=model),
   )  # fmt: skip
   mesh = make_mesh(devices=jax.devices()[:model], model=model)
   info = data.TextInfo("words", 40, 10)
-  train, evaluate = (parts.make_stack(config, info, train=t) for t in (True, False))
+  train, evaluate = (make_model(config, info, train=t) for t in (True, False))
   layout = layout_parts.make_layout(config, mesh, train)
   assert layout is not None
   tx, exchange = optax.sgd(1.0), plain(exchange_axes(layout))
-  init = layout_parts.init_fn(train)
+  init = init_fn(train)
   state = init_state(init, tx, mesh, exchange, layout=layout)
   where = jax.tree.map(lambda x: x.sharding, state.params)
   own = jax.tree.map(np.array, params())  # a step gives its state away
   state = state._replace(params=jax.device_put(own, where))
   given = jax.device_put(batch(rows=4), batch_sharding(mesh))
-  totals = make_eval_step(layout_parts.make_totals(evaluate, layout), mesh, layout)
+  objective = config.loss.build(info)
+  totals = layout_parts.make_totals(evaluate, layout, objective)
+  totals = make_eval_step(totals, mesh, layout)
   found = jax.device_get(totals(state.params, {}, given))
-  loss = layout_parts.make_loss(config, train, layout)
+  loss = layout_parts.make_loss(config, train, layout, objective)
   step = make_train_step(loss, tx, mesh, exchange, layout=layout)
   state, metrics = step(state, given)
   return jax.device_get((metrics, state.params, found))

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxscale import config as cfg
 from jaxscale import data
 from jaxscale.errors import ConfigError
-from jaxscale.experiment import parts
+from jaxscale.experiment.model import make_model
 from jaxscale.models import make_vit
 from jaxscale.models.stack import Ops, hidden_states, run_stack, stack_logits
 from jaxscale.models.vision_transformer import gelu, patches
@@ -203,14 +203,14 @@ def test_sizes_that_do_not_go_together_are_refused(sizes, said):
 def config(model, **more):
   return cfg.Config(
     model=model, data=cfg.Digits(), optimizer=cfg.SGD(lr=0.1), batch_size=8, epochs=1.0,
-    label_smoothing=0.1, **more,
+    loss=cfg.CrossEntropy(label_smoothing=0.1), **more,
   )  # fmt: skip
 
 
 def test_a_config_makes_the_model():
   info = data.digits("test").info
   of = config(cfg.ViT(patch=4, width=16, num_layers=2, num_heads=2, pad_classes_to=8))
-  stack = parts.make_stack(of, info)
+  stack = make_model(of, info)
   shapes = jax.eval_shape(stack.init, jax.random.key(0))
   assert shapes["embed"]["patch"]["kernel"].shape == (16, 16)
   assert shapes["head"]["kernel"].shape == (16, 16)  # 10 classes and padding
@@ -219,7 +219,7 @@ def test_a_config_makes_the_model():
   params = jax.tree.map(lambda x: x + 0.1, stack.init(jax.random.key(0)))
   params["head"]["bias"] = np.arange(16, dtype=np.float32)
   rough = run_stack(stack, params, batch)["loss"]
-  exact = run_stack(parts.make_stack(of, info, train=False), params, batch)["loss"]
+  exact = run_stack(make_model(of, info, train=False), params, batch)["loss"]
   # Label 0 has the least of the scores 0 … 9 that the bias alone makes differ.
   logs = np.arange(10) - np.log(np.exp(np.arange(10.0)).sum())
   np.testing.assert_allclose(exact, -logs[0], rtol=1e-5)
@@ -230,19 +230,19 @@ def test_a_config_makes_the_model():
   ("model", "text", "says"),
   [
     (cfg.ViT(patch=3), False, "ViT.patch=3: does not divide the 8x8 pixels of"),
-    (cfg.ViT(), True, "Config.model=ViT: words has text, give Transformer"),
+    (cfg.ViT(), True, "Config.model=ViT: .* words is text; use Transformer"),
     (cfg.Transformer(), False, "Config.model=Transformer: .* has images, give ViT"),
   ],
 )
 def test_a_model_of_other_data_is_refused(model, text, says):
   info = data.TextInfo("words", 256, 64) if text else data.digits("test").info
   with pytest.raises(ConfigError, match=says):
-    parts.make_stack(config(model), info)
+    make_model(config(model), info)
 
 
 def test_the_usual_hidden_width_is_llamas():
   info = data.TextInfo("words", 32_000, 64)
-  stack = parts.make_stack(config(cfg.Transformer(width=4096, num_heads=32)), info)
+  stack = make_model(config(cfg.Transformer(width=4096, num_heads=32)), info)
   shapes = jax.eval_shape(stack.init, jax.random.key(0))
   assert shapes["layers"]["gate"]["kernel"].shape == (4, 4096, 11_008)
 
