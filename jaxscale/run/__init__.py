@@ -1,1 +1,7 @@
-"""One run from its first step to its last, and what is made of it afterwards."""
+"""One run, from its first step to its last, in a workdir of its own.
+
+`fit.fit(config, workdir)` trains; `phases` has the order of things, `callbacks` what
+happens between steps, `reporter` what is shown, `session` the processes' start and end.
+`generate` and `export` use what a run has saved. No launcher and no scheduler of jobs
+is known here.
+"""

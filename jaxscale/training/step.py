@@ -173,10 +173,10 @@ def make_train_step(
 
 
 def _make_local_grads(loss_fn, layout, micros, unroll, noise_scale, is_guarded):
-  """(params, model_state, batch, key) -> each device's gradients, and sums over all.
+  """(params, model_state, batch, key) -> gradients, model state, totals, codes.
 
-  Returns what gives: gradients with a leading dim, one entry per device; the new
-  model state; totals; with `is_guarded` what each device found, else ().
+  Gradients are each device's own, with a leading dim of devices; totals are sums over
+  all of them; codes are what each found with `is_guarded`, else ().
   """
   mesh, axes, row_axes = layout.mesh, layout.mesh.axis_names, batch_axes(layout.mesh)
 

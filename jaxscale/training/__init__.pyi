@@ -1,0 +1,16 @@
+from .local_step import WorkerState as WorkerState
+from .local_step import abstract_local_state as abstract_local_state
+from .local_step import init_local_state as init_local_state
+from .local_step import make_local_train_step as make_local_train_step
+from .loop import BadStep as BadStep
+from .loop import Callbacks as Callbacks
+from .loop import NonFiniteError as NonFiniteError
+from .loop import evaluate as evaluate
+from .loop import train as train
+from .state import TrainState as TrainState
+from .state import abstract_state as abstract_state
+from .state import init_state as init_state
+from .state import make_init as make_init
+from .step import TrainStep as TrainStep
+from .step import make_eval_step as make_eval_step
+from .step import make_train_step as make_train_step
