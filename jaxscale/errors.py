@@ -91,7 +91,7 @@ def one_line_errors(main: Callable[P, int]) -> Callable[P, int]:
 def leave(main: Callable[[list[str]], int]) -> NoReturn:
   """End the process with the exit code of a command's `main`.
 
-  One of several processes that fails does not come here: `cluster.open_session` ends it.
+  One of several processes that fails is ended by `cluster.open_session` before.
   """
   code = EXIT_CRASH
   try:

@@ -17,7 +17,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jaxscale
 from jaxscale.cluster.detect.launch import Launch
 from jaxscale.cluster.rendezvous import network
 
@@ -73,7 +72,7 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
 
 def digests_of(config: object) -> dict[str, str]:
   """Of a config, by its `repr`, and of every file of this package."""
-  package = Path(jaxscale.__path__[0])
+  package = Path(__file__).parents[2]
   code = hashlib.sha256()
   for path in sorted(package.rglob("*.py")):
     code.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())

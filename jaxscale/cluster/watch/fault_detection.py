@@ -39,6 +39,7 @@ _DEVIATIONS = 3.0
 _SIGMA = 1.4826
 # … and by a part of a step that somebody would notice.
 _SLOW_SHARE = 0.1
+_SHOWN = 8  # ranks in one line
 
 
 def describe_place(step: int, activity: str) -> str:
@@ -154,17 +155,14 @@ def find_silent(
   ranks: Mapping[int, ProcessState], now: float, timeouts: Timeouts
 ) -> list[Fault]:
   """Processes without a heartbeat for too long."""
-  return [
-    Fault(
-      "silent",
-      rank,
-      f"is silent for {now - state.last_heard:.0f} s, last {state.where} (stopped, or "
-      "its host is gone)",
-      EXIT_HANG,
-    )
-    for rank, state in ranks.items()
-    if now - state.last_heard > silence_limit_s(state.activity, timeouts)
-  ]
+  found = []
+  for rank, state in ranks.items():
+    silent_s = now - state.last_heard
+    if silent_s > silence_limit_s(state.activity, timeouts):
+      how = f"is silent for {silent_s:.0f} s, last {state.where}"
+      cause = f"{how} (stopped, or its host is gone)"
+      found.append(Fault("silent", rank, cause, EXIT_HANG))
+  return found
 
 
 def find_hang(
@@ -188,47 +186,36 @@ def find_hang(
   if any(now - s.since <= limit_s(s, timeouts) for s in behind.values()):
     return None
   rank, state = next(iter(behind.items()))
-  still = f"{now - state.since:.0f} s"
+  still_s = f"{now - state.since:.0f} s"
   waiting = len(going) - len(behind)
   left = [rank for rank, state in ranks.items() if state.has_left]
   if left and not waiting and state.activity in ("step", "evaluating"):
-    return Fault("left", left[0], _left(ranks[left[0]]))
-  if waiting or len(ranks) == 1:
-    cause = f"hangs {state.where} for {still}"
-    if (quiet := now - state.last_heard) > 5 * timeouts.heartbeat_interval_s:
-      cause += f", silent for {quiet:.0f} s"
-    if len(behind) > 1:
-      cause += f", as do {len(behind) - 1} more ({_some([*behind][1:])})"
-    if waiting:
-      cause += f"; {waiting} other{'s wait' if waiting > 1 else ' waits'} for it"
-    return Fault("hang", rank, cause, EXIT_HANG)
-  return Fault(
-    "hang",
-    None,
-    f"all {len(going)} processes hang {state.where} for {still}: the network, or a "
-    "device",
-    EXIT_HANG,
-  )
+    return _left(left[0], ranks[left[0]])
+  if not waiting and len(ranks) > 1:
+    everyone = f"all {len(going)} processes hang {state.where} for {still_s}"
+    return Fault("hang", None, f"{everyone}: the network, or a device", EXIT_HANG)
+  cause = f"hangs {state.where} for {still_s}"
+  if (quiet_s := now - state.last_heard) > 5 * timeouts.heartbeat_interval_s:
+    cause += f", silent for {quiet_s:.0f} s"
+  if others := [str(rank) for rank in behind][1:]:
+    shown = ", ".join(others[:_SHOWN]) + (", …" if len(others) > _SHOWN else "")
+    cause += f", as do {len(others)} more ({shown})"
+  if waiting:
+    cause += f"; {waiting} other{'s wait' if waiting > 1 else ' waits'} for it"
+  return Fault("hang", rank, cause, EXIT_HANG)
 
 
 def find_left(ranks: Mapping[int, ProcessState]) -> Fault | None:
   """A process that has ended while others are at steps that it never made."""
-  left = [(rank, state) for rank, state in ranks.items() if state.has_left]
-  if not left:
+  left = {rank: state for rank, state in ranks.items() if state.has_left}
+  rank = min(left, key=lambda rank: left[rank].step, default=None)
+  if rank is None or all(s.step <= left[rank].step for s in ranks.values()):
     return None
-  rank, state = min(left, key=lambda item: item[1].step)
-  if any(other.step > state.step for other in ranks.values()):
-    return Fault("left", rank, _left(state))
-  return None
+  return _left(rank, left[rank])
 
 
-def _left(state: ProcessState) -> str:
-  return f"left after step {state.step} while others continue"
-
-
-def _some(ranks: Sequence[int], most: int = 8) -> str:
-  shown = ", ".join(map(str, ranks[:most]))
-  return shown + (", …" if len(ranks) > most else "")
+def _left(rank: int, state: ProcessState) -> Fault:
+  return Fault("left", rank, f"left after step {state.step} while others continue")
 
 
 def root_cause(faults: Sequence[Fault]) -> Fault:

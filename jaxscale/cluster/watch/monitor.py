@@ -1,4 +1,4 @@
-"""Process 0's side of the watch: a thread that receives all heartbeats and finds faults.
+"""Process 0's side of the watch: a thread that gets all heartbeats and finds faults.
 
 It has one socket per process (its own process too, so that all are alike) and never
 waits for any of them. What is decided is in `fault_detection` and `stop_consensus`;
