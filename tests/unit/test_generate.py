@@ -14,7 +14,7 @@ from jaxscale import cli
 from jaxscale import config as cfg
 from jaxscale.checkpoint import load_params
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.config.record import from_plain
+from jaxscale.config.record import FORMAT, from_plain, to_plain
 from jaxscale.data import TextInfo
 from jaxscale.data.tokenizer import Tokenizer
 from jaxscale.errors import ConfigError
@@ -24,7 +24,6 @@ from jaxscale.models.cached import advance, empty_cache
 from jaxscale.models.stack import stack_logits
 from jaxscale.run import generate
 from jaxscale.run.generate import choose, sample
-from jaxscale.run.workdir import _plain
 from jaxscale.training.state import TrainState
 
 MODEL = cfg.Transformer(
@@ -150,7 +149,7 @@ def described(info, source=None):
     model=MODEL, data=source or cfg.Digits(), optimizer=cfg.AdamW(lr=1e-3),
     batch_size=8, epochs=1.0,
   )  # fmt: skip
-  return {"config": _plain(config), "data": info._asdict()}
+  return {"format": FORMAT, "config": to_plain(config), "data": info._asdict()}
 
 
 @pytest.fixture(scope="module")
@@ -309,7 +308,7 @@ def test_another_tokenizer_in_its_place_is_refused(tmp_path, capsys, monkeypatch
     (["--workdir=RUN", "--temperature=nan"], "--temperature=nan: give a number"),
     (["--workdir=RUN", "--top-k=0"], "--top-k=0: give a whole number >= 1"),
     (["--workdir=RUN", "--top-p=1.5"], "--top-p=1.5: give a number in (0, 1]"),
-    (["--workdir=RUN", "--seed=-1"], "--seed=-1: give one in [0, 2**32)"),
+    (["--workdir=RUN", "--seed=-1"], "--seed=-1: give a whole number in [0, 4294967295]"),
     (["--workdir=nowhere"], "--workdir=nowhere: no config.json there; give"),
     (["--workdir=EMPTY"], "there is no checkpoint in it"),
     (["--workdir=IMAGES"], "its run is of digits, not of text"),
@@ -343,7 +342,7 @@ def test_a_mistake_is_one_line(run, tmp_path, argv, says, capsys):
 def test_settings_come_back_from_what_describes_them(run):
   plain = json.loads((run / "config.json").read_text())["config"]
   config = from_plain(cfg.Config, plain)
-  assert config.model == MODEL and _plain(config) == plain
+  assert config.model == MODEL and to_plain(config) == plain
 
 
 @pytest.mark.parametrize(
