@@ -1,10 +1,10 @@
-"""How far SGD, LARS and LAMB carry Fashion-MNIST into large batches.
+"""SGD, LARS and LAMB on Fashion-MNIST at large batch.
 
 Command    python benchmarks/large_batch.py runs all of it, three seeds each; one is
            python -m jaxscale.train
              --config configs/fashion_mnist_large_batch.py:lars-16384
            after `make fashion_mnist`
-Hardware   2 Xeon cores, 10 to 35 s a run
+Hardware   2 Xeon cores, 10 to 35 s per run
 Result     held-out accuracy, mean of 3 seeds, 2026-11-21 (all in README.md): 89.90 % at
            256; at 8,192 SGD diverges with the scaled rate, 85.13 % with a tuned one,
            LARS 87.08 %, LAMB 88.58 %; at 16,384 the same: 81.76, 85.13, 86.54 %
@@ -27,7 +27,7 @@ from jaxscale.errors import ConfigError
 EPOCHS, WARMUP_EPOCHS = 30, 5
 # Peak rates at the batch itself. Linear scaling takes SGD from 0.1 at 256 to 3.2 and
 # 6.4. The others are the best of three to five, by the held-out accuracy that the
-# table shows: it flatters all of them alike, and SGD at 256 not at all. Rates that
+# table shows, which favours all of them alike, but not SGD at 256. Rates that
 # did well with seed 0 alone (SGD 0.32, LARS 20 at 8,192) fell apart with the next.
 LR = {
   "sgd-256": 0.1, "sgd-8192": 3.2, "sgd-16384": 6.4,

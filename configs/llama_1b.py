@@ -24,7 +24,7 @@ from jaxscale.config import (
 
 DEVICES = 16
 # Rows of a micro-batch on a device. XLA's attention, TPUs' here, writes the scores of
-# all pairs of tokens: 0.5 GB a row. cuDNN's does not.
+# all pairs of tokens: 0.5 GB per row. cuDNN's does not.
 ROWS = {"v5e": 4, "h100": 16}
 
 

@@ -1,13 +1,13 @@
 """ResNet-101 on ImageNet-22k: a head of 21,841 classes, IBM DDL's run.
 
 Command    srun python -m jaxscale.train --config configs/resnet101_imagenet22k.py
-           with --config.data.path=DIR: DIR/train and DIR/val hold a directory a
-           class
+           with --config.data.path=DIR: DIR/train and DIR/val hold one directory
+           per class
 Hardware   not run here: needs the data and a cluster. Published: 256 P100 in 64
            nodes, about 7 hours (arXiv:1708.02188 and IBM's announcement)
 Result     published: 33.8 % top-1 on 7.5 million images, before it 29.8 %
            (Microsoft, 10 days on 120 nodes). Neither batch size nor schedule of
-           that run was found; 20 images a GPU, 5,120 in all, is from memory, and
+           that run was found; 20 images per GPU, 5,120 in all, is from memory, and
            rate, decay and epochs here are those of Goyal et al. BatchNorm is over
            20 images on any number of devices, as it was on each of those GPUs
 """

@@ -29,14 +29,14 @@ def measured(fault, seconds, code, line, lost: int | str = "nothing"):
 
 def table(rows):
   """The rows as Markdown; of one fault the last counts."""
-  lines = ["| fault | seconds to the end | lost | exit code | what is said |"]
+  lines = ["| fault | seconds to the end | lost | exit code | message |"]
   lines.append("|---|---|---|---|---|")
   for row in {row["fault"]: row for row in rows}.values():
     seconds = "–" if row["seconds"] is None else f"{row['seconds']:.1f}"
     lost = f"{row['lost']} steps" if isinstance(row["lost"], int) else row["lost"]
     # Places of a test's own say nothing, and a | would end the cell.
-    said = re.sub(r"/\S*/(?=[\w.-]+)", "…/", row["line"]).replace("|", "/").strip()
-    lines.append(f"| {row['fault']} | {seconds} | {lost} | {row['code']} | {said} |")
+    message = re.sub(r"/\S*/(?=[\w.-]+)", "…/", row["line"]).replace("|", "/").strip()
+    lines.append(f"| {row['fault']} | {seconds} | {lost} | {row['code']} | {message} |")
   return "\n".join(lines)
 
 
