@@ -9,7 +9,7 @@ changes the sum; several leave it alone once in about 2^64.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -123,32 +123,27 @@ def _places(index: tuple[slice, ...], shape: tuple[int, ...]) -> Iterator[np.nda
   Those of all would take more memory than the shard itself.
   """
   spans = [s.indices(size)[:2] for s, size in zip(index, shape, strict=True)]
+  strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+
+  def along(dim: int, start: int, stop: int) -> np.ndarray:
+    return np.arange(start, stop, dtype=np.uint64) * np.uint64(strides[dim])
+
   # The last dims that make no more than a chunk together, and one dim in blocks.
-  block, dim = 1, len(shape)
-  while dim and block * (spans[dim - 1][1] - spans[dim - 1][0]) <= _CHUNK:
+  inner, dim = np.zeros(1, np.uint64), len(shape)
+  while dim and inner.size * (spans[dim - 1][1] - spans[dim - 1][0]) <= _CHUNK:
     dim -= 1
-    block *= spans[dim][1] - spans[dim][0]
-  inner = _flat(spans[dim:], shape[dim:])
+    inner = np.add.outer(along(dim, *spans[dim]), inner).ravel()
   if not dim:
     yield inner
     return
+  outer, rows = np.zeros(1, np.uint64), max(_CHUNK // max(inner.size, 1), 1)
+  for i in range(dim - 1):
+    outer = np.add.outer(outer, along(i, *spans[i])).ravel()
   start, stop = spans[dim - 1]
-  rows = max(_CHUNK // max(block, 1), 1)
-  stride = np.uint64(math.prod(shape[dim:]))
-  for outer in _flat(spans[: dim - 1], shape[: dim - 1]):
+  for first in outer:
     for i in range(start, stop, rows):
-      along = np.arange(i, min(i + rows, stop), dtype=np.uint64)
-      along = along + outer[None] * np.uint64(shape[dim - 1])
-      yield (along[:, None] * stride + inner).reshape(-1)
-
-
-def _flat(spans: Sequence[tuple[int, int]], shape: tuple[int, ...]) -> np.ndarray:
-  """Places of a block in an array, uint64 [elements]."""
-  places = np.zeros(1, np.uint64)
-  for (start, stop), size in zip(spans, shape, strict=True):
-    along = np.arange(start, stop, dtype=np.uint64)
-    places = (places[:, None] * np.uint64(size) + along).reshape(-1)
-  return places
+      block = first + along(dim - 1, i, min(i + rows, stop))
+      yield np.add.outer(block, inner).ravel()
 
 
 def _mix(x: np.ndarray) -> np.ndarray:

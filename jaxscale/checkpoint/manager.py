@@ -11,11 +11,12 @@ has the lock on the directory (lock.py).
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Callable
 from concurrent import futures
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -37,7 +38,8 @@ class UnsavedError(Exception):
   advice = DISK_ADVICE
 
 
-class _Save(NamedTuple):
+@dataclasses.dataclass
+class _Save:
   """A save that has begun.
 
   Attributes:
@@ -53,8 +55,8 @@ class _Save(NamedTuple):
   size: int
   directory: Path
   manifest: dict[str, Any]
-  work: futures.Future[None]
-  is_last: bool
+  work: futures.Future[None] = dataclasses.field(default_factory=futures.Future)
+  is_last: bool = False
 
 
 class Checkpoints:
@@ -150,10 +152,7 @@ class Checkpoints:
       sum(leaf.nbytes for leaf in jax.tree.leaves(state)),
       checkpoint_dir.partial_path(self.directory, step, token),
       manifest | reshard.split_as_json(state, self._split),
-      futures.Future(),
-      is_last=False,
     )
-    save.work.set_result(None)
     error = None
     if cluster.is_leader():
       try:
@@ -166,16 +165,16 @@ class Checkpoints:
     try:
       written = files.start_writing(save.directory, reshard.without_empty(state))
     except Exception as e:
-      save = save._replace(work=futures.Future())
       save.work.set_exception(e)
     else:
 
-      def write(save=save):
+      def write():
         written()
         if is_alone:
           self._commit(save)
 
-      save = save._replace(work=self._pool.submit(write), is_last=is_alone)
+      save.is_last = is_alone
+      save.work = self._pool.submit(write)
     self._saving = save
 
   def poll(self) -> None:
@@ -207,8 +206,10 @@ class Checkpoints:
     self._saving = None
     if not self._agree(save, save.work.exception()) or save.is_last:
       return
-    work = self._pool.submit(self._commit, save) if cluster.is_leader() else save.work
-    self._saving = save._replace(work=work, is_last=True)
+    if cluster.is_leader():
+      save.work = self._pool.submit(self._commit, save)
+    save.is_last = True
+    self._saving = save
 
   def _agree(self, save: _Save, error: BaseException | None) -> bool:
     """Whether no process has failed at this save; the failure is dealt with."""

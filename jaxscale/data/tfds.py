@@ -66,7 +66,7 @@ def tfds_images(
   features = builder.info.features
   if image_key not in features or not hasattr(features[label_key], "num_classes"):
     raise ConfigError(f"TFDS.name={name!r}: not an image-classification dataset")
-  source = _opened(Prepared(builder), name, split, image_key, label_key)
+  source = _opened(_identity(builder), name, data_dir, split)
   stored = features[image_key].shape
   channels = int(channels or stored[-1] or 3)
   if image_size is None and None in stored[:2]:
@@ -85,13 +85,15 @@ def tfds_images(
 
 @functools.lru_cache(maxsize=16)
 def _opened(
-  prepared: Prepared, name: str, split: str, image_key: str, label_key: str
+  identity: tuple[str, int], name: str, data_dir: str | None, split: str
 ) -> Source:
   """The examples of a split, each with its image left encoded."""
   import tensorflow_datasets as tfds
 
+  del identity  # other files are another entry of the cache
+  builder = find_builder(name, data_dir)
+  image_key, label_key = builder.info.supervised_keys or ("image", "label")
   skip = {image_key: tfds.decode.SkipDecoding()}
-  builder = prepared.builder
   jpegs = getattr(builder.info.features[image_key], "encoding_format", None) == "jpeg"
   size, get, get_many = open_split(builder, name, split, skip)
 
@@ -159,7 +161,7 @@ def tfds_text(
       + (nearest(feature, known) if known else "which has none")
     )
   title = f"{name} {split!r}"
-  identity = "tfds", *Prepared(builder).key, split, feature
+  identity = "tfds", *_identity(builder), split, feature
   examples = open_split(builder, name, split, field="TFDSText.name")
   documents = _documents(examples, title, feature)
   stream = packed(title, documents, tokens, identity, cache_dir)
@@ -231,20 +233,11 @@ def find_builder(name: str, data_dir: str | None, field: str = "TFDS.name") -> A
   return builder
 
 
-class Prepared:
-  """A builder that equals another of the same files, so that a cache finds it."""
-
-  def __init__(self, builder: Any):
-    self.builder = builder
-    info = Path(str(builder.data_path)) / "dataset_info.json"
-    written = os.stat(info).st_mtime_ns if info.exists() else 0  # 0: not on a disk
-    self.key = (str(builder.data_path), written)
-
-  def __eq__(self, other: object) -> bool:
-    return isinstance(other, Prepared) and self.key == other.key
-
-  def __hash__(self) -> int:
-    return hash(self.key)
+def _identity(builder: Any) -> tuple[str, int]:
+  """Equal for the same files of a prepared dataset."""
+  info = Path(str(builder.data_path)) / "dataset_info.json"
+  written = os.stat(info).st_mtime_ns if info.exists() else 0  # 0: not on a disk
+  return str(builder.data_path), written
 
 
 def open_split(

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxscale.metrics.reading import read_json, read_json_lines
-from jaxscale.metrics.score import is_reached, mllog_value
+from jaxscale.metrics.scoring import is_reached, mllog_value
 
 TOKEN = ":::MLLOG "
 _PACKAGE = Path(__file__).parent.parent.parent
@@ -241,7 +241,7 @@ def _bn_span(model, derived) -> int | None:
   return {"device": micro, "global": micro * derived["num_devices"]}.get(span, span)
 
 
-class RunLog:
+class RunLog(MLLog):
   """The log of one run, in the order that MLPerf wants it.
 
   Blocks of training lie between evaluations. Epochs are counted from 0 and are
@@ -280,18 +280,18 @@ class RunLog:
     self._every, self._epochs = config["evaluation"]["every_epochs"], config["epochs"]
     self._step, self._epoch = start, epoch
     self._in_block = False
-    self._log = log = MLLog(path, start=start)
+    super().__init__(path, start=start)
     if start:
-      log.event("resumed", start, **self._here())
+      self.event("resumed", start, **self._here())
     else:
       run_ms = time.time() * 1e3 if run_ms is None else run_ms
       init_ms = run_ms if init_ms is None else init_ms
-      log.event("cache_clear", True, time_ms=init_ms)
-      log.start("init_start", time_ms=init_ms)
+      self.event("cache_clear", True, time_ms=init_ms)
+      self.start("init_start", time_ms=init_ms)
       for key, value in run_keys(described, submission).items():
-        log.event(key, value, time_ms=run_ms)
-      log.end("init_stop", time_ms=run_ms)
-      log.start("run_start", time_ms=run_ms)
+        self.event(key, value, time_ms=run_ms)
+      self.end("init_stop", time_ms=run_ms)
+      self.start("run_start", time_ms=run_ms)
     self._begin_block(run_ms)
 
   def evaluating(
@@ -300,40 +300,36 @@ class RunLog:
     """Training pauses after `step`, at `epoch`, for an evaluation."""
     if self._in_block:
       block = self._block(epoch - self._epoch)
-      self._log.end("block_stop", **block | {"step_num": step}, time_ms=time_ms)
+      self.end("block_stop", **block | {"step_num": step}, time_ms=time_ms)
       self._in_block = False
     self._step, self._epoch = step, epoch
-    self._log.start("eval_start", **self._here(), time_ms=time_ms)
+    self.start("eval_start", **self._here(), time_ms=time_ms)
 
   def evaluated(
     self, accuracy: float, *, is_last: bool = False, time_ms: float | None = None
   ) -> None:
     """That evaluation is done; unless it is the last, training continues."""
-    self._log.event("eval_accuracy", accuracy, **self._here(), time_ms=time_ms)
-    self._log.end("eval_stop", **self._here(), time_ms=time_ms)
+    self.event("eval_accuracy", accuracy, **self._here(), time_ms=time_ms)
+    self.end("eval_stop", **self._here(), time_ms=time_ms)
     if not is_last:
       self._begin_block(time_ms)
 
   def stop(self, *, success: bool, time_ms: float | None = None) -> None:
     """The run is over: it reached its target accuracy, or it did not."""
     status = "success" if success else "aborted"
-    self._log.end("run_stop", **self._here(), status=status, time_ms=time_ms)
+    self.end("run_stop", **self._here(), status=status, time_ms=time_ms)
     self.close()
 
   def note(self, key: str, value: Any = None, **metadata: Any) -> None:
-    """Anything else that happened."""
-    self._log.event(key, value, **self._here(), **metadata)
-
-  def close(self) -> None:
-    """Close the file, also of a run that is interrupted."""
-    self._log.close()
+    """Anything else that happened, at the present step."""
+    self.event(key, value, **self._here(), **metadata)
 
   def _begin_block(self, time_ms: float | None) -> None:
     # Steps do not divide epochs: what is left at the end may be next to nothing.
     planned = min(self._every, self._epochs - self._epoch)
     if planned > 0:
       self._in_block = True
-      self._log.start("block_start", **self._block(planned), time_ms=time_ms)
+      self.start("block_start", **self._block(planned), time_ms=time_ms)
 
   def _here(self) -> dict[str, Any]:
     return {"epoch_num": round(self._epoch, 4), "step_num": self._step}

@@ -51,19 +51,24 @@ def _title(axis: Any, title: str, x_label: str, y_label: str = "") -> None:
   axis.set_ylabel(y_label)
 
 
-_PANELS = (  # title, unit of the y axis, metric
-  ("Loss", "nats", "loss"),
-  ("Accuracy", "%", "accuracy"),
-  ("Perplexity", "", "perplexity"),
-  ("Learning rate", "", "train/learning_rate"),
-  ("Speed", "examples/s", "perf/examples_per_s"),
-)
+def _panels(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+  """Title, unit of the y axis and metric of each panel, by what was logged."""
+  evaluated = [n[5:] for line in lines for n in line if n.startswith("eval/")]
+  others = [name for name in evaluated if name != "loss"] or ["accuracy"]
+  known = [name for name in ("perplexity", "accuracy") if name in others]
+  name = [*known, *others][0]
+  return [
+    ("Loss", "nats" if known else "", "loss"),
+    (name.replace("_", " ").capitalize(), "%" if name == "accuracy" else "", name),
+    ("Learning rate", "", "train/learning_rate"),
+    ("Speed", "examples/s", "perf/examples_per_s"),
+  ]
 
 
 def plot_metrics(workdir: str | Path) -> Path | None:
   """Draw `workdir/metrics.jsonl` into `workdir/metrics.png`, against the step.
 
-  Loss, accuracy (of a language model perplexity), learning rate and speed.
+  Loss, accuracy (or perplexity, or another metric), learning rate and speed.
 
   Returns:
     The path of the picture, or None if nothing was logged yet.
@@ -72,14 +77,11 @@ def plot_metrics(workdir: str | Path) -> Path | None:
   lines = read_json_lines(workdir / "metrics.jsonl")
   if not lines:
     return None
-  is_text = any("eval/perplexity" in x or "train/perplexity" in x for x in lines)
-  unused = "Accuracy" if is_text else "Perplexity"
-  panels = [panel for panel in _PANELS if panel[0] != unused]
   path = workdir / "metrics.png"
   with figure(path, 2, 2, (10, 6.4), workdir.name) as axes:
     from matplotlib import ticker
 
-    for axis, (title, unit, metric) in zip(axes.flat, panels, strict=True):
+    for axis, (title, unit, metric) in zip(axes.flat, _panels(lines), strict=True):
       _title(axis, title, "step", unit)
       series = {metric: ""}
       if "/" not in metric:
@@ -99,7 +101,7 @@ def plot_metrics(workdir: str | Path) -> Path | None:
         axis.yaxis.set_minor_formatter(ticker.LogFormatter())
       else:
         axis.set_ylim(bottom=0)
-      if "/" not in metric:
+      if "/" not in metric and axis.lines:
         axis.legend(frameon=False)
   return path
 

@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-from jaxscale.metrics.score import headline
+from jaxscale.metrics.scoring import headline
 from jaxscale.metrics.text import duration
 
 
@@ -27,11 +27,11 @@ class Progress:
     Args:
       total_steps: of the whole run.
       total_examples: that it sees.
-      start: the step that the run goes on from.
+      start: the step that the run resumes from.
       examples: seen up to there.
       quiet: print nothing (every process but the leader).
     """
-    self.windows = 0  # stretches shown so far
+    self.windows = 0  # lines shown so far
     self._quiet = quiet
     self.expect(total_steps, total_examples)
     self._since = (examples, time.perf_counter())

@@ -25,11 +25,11 @@ _MOST_WAITING = 120_000
 
 def write_json(path: Path, value: Any) -> None:
   """Replace a JSON file as a whole: a reader sees the old one or the new one."""
+  _replace(path, json.dumps(value, indent=2) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
   scratch = path.with_name(path.name + ".tmp")
-  _replace(path, scratch, json.dumps(value, indent=2) + "\n")
-
-
-def _replace(path: Path, scratch: Path, text: str) -> None:
   try:
     scratch.write_text(text)
   except OSError as e:
@@ -39,7 +39,7 @@ def _replace(path: Path, scratch: Path, text: str) -> None:
 
 
 class _Appender:
-  """Appends to a file; what a disk does not take waits, whole, for the next time."""
+  """Appends to a file; what a disk does not take is kept and tried again."""
 
   def __init__(self, path: Path, say: Callable[[str], None]):
     self._path, self._say, self._complained = path, say, False
@@ -58,7 +58,9 @@ class _Appender:
     except OSError as e:
       if not self._complained:
         self._complained = True
-        self._say(f"{self._path}: {e.strerror}; going on, its lines wait for the disk")
+        self._say(
+          f"{self._path}: {e.strerror}; training continues, its lines wait for the disk"
+        )
     else:
       self._complained = False
 
@@ -80,26 +82,25 @@ class MetricWriter:
     may_write: Callable[[], bool] = lambda: True,
     say: Callable[[str], None] = print,
   ):
-    """Go on with the record after step `start`, dropping what came later.
+    """Continue the record after step `start`, dropping what came later.
 
     A run that was killed may have logged steps beyond its last checkpoint;
     they will be done, and logged, again.
 
     Args:
       workdir: where the files are.
-      start: the step that the run goes on from.
+      start: the step that the run resumes from.
       tensorboard: also write event files, into `workdir/tensorboard`.
-      may_write: asked before each line; nothing is written where it says no.
-      say: is told once when the disk takes no more.
+      may_write: called before each line; nothing is written where it is false.
+      say: called once when the disk is full or away.
 
     Raises:
       ConfigError: the files cannot be written at all.
     """
     path = workdir / "metrics.jsonl"
     kept = [line for line in read_json_lines(path) if line["step"] <= start]
-    scratch = path.with_name(path.name + ".tmp")
     try:
-      _replace(path, scratch, "".join(json.dumps(line) + "\n" for line in kept))
+      _replace(path, "".join(json.dumps(line) + "\n" for line in kept))
       self._lines = _Appender(path, say)
     except OSError as e:
       raise ConfigError(
@@ -136,6 +137,10 @@ class MetricWriter:
     # Not its SummaryWriter: that writes from a thread, which a full disk ends, and
     # whoever adds to the queue of a thread that has ended waits for ever.
     event: Any = event_pb2  # protobuf makes its classes when it is imported
+    records = [
+      event.Event(wall_time=now, step=step, summary=scalar(name, value))
+      for name, value in metrics.items()
+    ]
     if self._events is None:
       try:
         directory.mkdir(exist_ok=True)
@@ -143,22 +148,15 @@ class MetricWriter:
         self._events = _Appender(directory / name, self._say)
       except OSError as e:
         self._tensorboard_dir = None
-        self._say(f"{directory}: {e.strerror}; going on without TensorBoard")
+        self._say(f"{directory}: {e.strerror}; training continues without TensorBoard")
         return
-      self._events.append(
-        _framed(event.Event(wall_time=now, file_version="brain.Event:2"))
-      )
       if self._start:  # TensorBoard forgets what a killed run logged later
         begin = event.SessionLog(status=event.SessionLog.START)
-        self._events.append(
-          _framed(event.Event(wall_time=now, step=self._start + 1, session_log=begin))
+        records.insert(
+          0, event.Event(wall_time=now, step=self._start + 1, session_log=begin)
         )
-    self._events.append(
-      b"".join(
-        _framed(event.Event(wall_time=now, step=step, summary=scalar(name, value)))
-        for name, value in metrics.items()
-      )
-    )
+      records.insert(0, event.Event(wall_time=now, file_version="brain.Event:2"))
+    self._events.append(b"".join(map(_framed, records)))
 
 
 def _framed(event: Any) -> bytes:

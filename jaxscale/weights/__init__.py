@@ -5,19 +5,10 @@
 
 A file holds parameters and BatchNorm statistics, nothing else of a run; checkpoints
 hold those. `jaxscale export` writes one from a checkpoint, and `Config.init_from`
-starts a run from one. This package knows neither `Config` nor runs.
+starts a run from one. This package knows neither `Config` nor runs. Names
+load when they are first asked for.
 """
 
-from jaxscale.weights.load import Imported, import_safetensors
-from jaxscale.weights.names import NAMINGS
-from jaxscale.weights.save import (
-  Leaf,
-  UnwrittenError,
-  export_leaves,
-  export_safetensors,
-)
+import lazy_loader
 
-__all__ = [
-  "NAMINGS", "Imported", "Leaf", "UnwrittenError", "export_leaves",
-  "export_safetensors", "import_safetensors",
-]  # fmt: skip
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

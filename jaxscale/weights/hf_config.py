@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxscale.errors import ConfigError
+from jaxscale.metrics import write_json
 
 # `model_type`s of transformers whose layers are ours, with the defaults of fields
 # that are missing (transformers 5.23.0, models/*/configuration_*.py).
@@ -251,11 +252,5 @@ def write_hf_config(path: str | os.PathLike, fields: dict[str, Any]) -> None:
     ConfigError: as `hf_config_path`.
     OSError: the disk failed or is full.
   """
-  where = hf_config_path(path)
-  fields = fields | {_FILE: Path(path).name, "jaxscale": metadata.version("jaxscale")}
-  partial = where.with_name(f".{where.name}.tmp-{os.getpid()}")
-  try:
-    partial.write_text(json.dumps(fields, indent=2) + "\n")
-    partial.replace(where)
-  finally:
-    partial.unlink(missing_ok=True)
+  ours = {_FILE: Path(path).name, "jaxscale": metadata.version("jaxscale")}
+  write_json(hf_config_path(path), fields | ours)

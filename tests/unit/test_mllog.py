@@ -252,9 +252,9 @@ def test_epochs_of_an_adaptive_run_are_those_of_the_sizes_it_chose(tmp_path):
   """Against the plan that the run itself follows, at every step."""
   from jaxscale import config as cfg
   from jaxscale.config.loading import load_config
+  from jaxscale.config.record import to_plain
   from jaxscale.experiment.derive import derive
   from jaxscale.experiment.phases import examples_at
-  from jaxscale.run.workdir import _plain
 
   adaptive = {"phases": "AdaptiveBatch", "phases.every_epochs": "1.5", "epochs": "5"}
   config = load_config("configs/digits.py", adaptive | {"batch_size": "64"})
@@ -268,7 +268,7 @@ def test_epochs_of_an_adaptive_run_are_those_of_the_sizes_it_chose(tmp_path):
   record(tmp_path, lines, seconds=100.0)
   said = json.loads((tmp_path / "config.json").read_text())
   derived = as_written._asdict() | {"phases": [s._asdict() for s in as_written.phases]}
-  said |= {"config": _plain(config), "derived": derived}
+  said |= {"config": to_plain(config), "derived": derived}
   (tmp_path / "config.json").write_text(json.dumps(said))
 
   def epochs():

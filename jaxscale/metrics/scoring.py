@@ -9,14 +9,14 @@ from jaxscale.errors import ConfigError
 
 
 def perplexity_of(loss: float, bytes_per_token: float | None) -> dict[str, float]:
-  """What is said of a language model beside its loss.
+  """The metrics of a language model that follow from its loss.
 
-  Perplexity is exp of the mean cross entropy a token; bits a byte are its nats over
-  ln 2 and over the bytes that a token stands for, and so the one that can be compared
-  between tokenizers (arXiv:2101.00027, §3.1).
+  Perplexity is exp of the mean cross entropy per token; bits per byte are its nats
+  over ln 2 and over the bytes of a token, and so comparable between tokenizers
+  (arXiv:2101.00027, §3.1).
 
   Args:
-    loss: nats a token.
+    loss: nats per token.
     bytes_per_token: of the text; None: not known.
 
   Example:
@@ -31,7 +31,7 @@ def perplexity_of(loss: float, bytes_per_token: float | None) -> dict[str, float
 
 
 def score(values: Mapping[str, float]) -> float | None:
-  """What ranks evaluations, the higher the better: accuracy, or the loss negated.
+  """What ranks evaluations, higher is better: accuracy, or the loss negated.
 
   Example:
     >>> score({"accuracy": 0.5, "loss": 2.0}), score({"loss": 2.0, "perplexity": 7.4})
@@ -57,7 +57,7 @@ def is_reached(
 
 
 def mllog_value(values: Mapping[str, float]) -> float:
-  """What MLPerf's `eval_accuracy` says: of language models it is the loss.
+  """The value of MLPerf's `eval_accuracy`: of language models it is the loss.
 
   GPT-3's submissions to MLPerf Training log their log perplexity, of which the target
   is 2.69, under that name (training_results_v4.1, Google's MaxText).
