@@ -50,7 +50,7 @@ for step in range(1, 10**6):
     ("raise", r"process 2 on n2 failed in step 150 \(input\): ValueError: no such"),
     ("sleep", r"process 2 on n2 hangs in step 150 \(input\) for \d s; 2 others wait"),
     ("stop", r"process 2 on n2 is silent for \d s"),
-    ("exit", r"process 2 on n2 left after step 150 while others go on"),
+    ("exit", r"process 2 on n2 left after step 150 while others continue"),
   ],
 )
 def test_all_leave_soon_and_name_the_culprit(child, tmp_path, fault, line):

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxscale.cluster.detect import Launch, detect, mpi, slurm
+from jaxscale.cluster.detect import LAUNCHERS, Launch, detect, mpi, slurm
+from jaxscale.cluster.detect.launch import number
 from jaxscale.cluster.detect.local_devices import local_device_ids, visible_gpus
 from jaxscale.errors import ConfigError
 from support.launches import MPI, STARTS, STEP, found, tasks
@@ -219,6 +220,21 @@ def test_the_shell_of_srun_pty_is_told_what_to_do(tmp_path):
   ((env, _),) = tasks(start, tmp_path)
   note = found(env, at_terminal=lambda: True).note
   assert note.startswith("started by srun --pty") and "NUM_PROCESSES=1" in note
+
+
+def test_a_launcher_of_another_kind_is_one_function(monkeypatch):
+  def lsf(host):
+    rank, count = (number(host.env, f"JSM_NAMESPACE_{n}") for n in ("RANK", "SIZE"))
+    if rank is None or count is None:
+      return None
+    first = host.env["LSB_MCPU_HOSTS"].split()[0]
+    return Launch("lsf", rank, count, first, job=f"lsf-{host.env['LSB_JOBID']}")
+
+  monkeypatch.setattr("jaxscale.cluster.detect.LAUNCHERS", (*LAUNCHERS, lsf))
+  env = {"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "2", "LSB_JOBID": "9"}
+  launch = found(env | {"LSB_MCPU_HOSTS": "batch 1 n1 42"})
+  assert launch[:4] == ("lsf", 1, 2, "batch") and launch.job == "lsf-9"
+  assert found({})[:3] == ("single", 0, 1)
 
 
 def test_this_process_is_one():
