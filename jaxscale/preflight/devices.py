@@ -18,7 +18,7 @@ from typing import Any
 from jaxscale.cluster.rendezvous.handshake import ranks_with_hosts
 from jaxscale.config.loading import load_config
 from jaxscale.errors import ConfigError
-from jaxscale.metrics.text import byte_size
+from jaxscale.metrics.text import byte_size, plural
 from jaxscale.preflight.finding import Finding, outliers
 from jaxscale.preflight.group import Group, gather
 
@@ -32,9 +32,9 @@ def check(group: Group, options: Any, facts: dict[str, Any]) -> list[Finding]:
   found = gather(group, "devices", ask("look", asked))
   if group.rank:
     return []
-  said = findings(found, facts["software"], group.hosts)
-  if options.config is None or not all(f.ok for f in said):
-    return said
+  result = findings(found, facts["software"], group.hosts)
+  if options.config is None or not all(f.ok for f in result):
+    return result
   # The experiment of the config on so many devices, simulated on the CPU.
   total = sum(each["count"] for each in found)
   env = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(total), "XLA_FLAGS": ""}
@@ -43,10 +43,13 @@ def check(group: Group, options: Any, facts: dict[str, Any]) -> list[Finding]:
   text = f"config {options.config}"
   if error := fits.get("error"):
     remedy = "change the config, or ask for other nodes"
-    return [*said, Finding(False, f"{text} on {total} devices: {error}", remedy)]
+    return [
+      *result,
+      Finding(False, f"{text} on {plural(total, 'device')}: {error}", remedy),
+    ]
   size = byte_size(fits["bytes"])
-  text += f" fits {total} devices, its checkpoints have {size}"
-  return [*said, Finding(True, text)]
+  text += f" fits {plural(total, 'device')}, its checkpoints have {size}"
+  return [*result, Finding(True, text)]
 
 
 def ask(

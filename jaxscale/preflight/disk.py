@@ -107,20 +107,20 @@ def findings(
   free = min(each["free"] for each in by_host.values())
   text = f"{place}{byte_size(free)} free, {byte_size(needed)} needed"
   remedy = f"make room for {byte_size(needed)} there, or give another --workdir"
-  said = [Finding(free >= needed, text, remedy)]
+  result = [Finding(free >= needed, text, remedy)]
   files = [e["files"] for e in by_host.values() if e["files"] is not None]
   if files and min(files) < 10_000:
     text = f"{place}only {min(files):,} more files are allowed"
-    said.append(Finding(False, text, "remove files there, or raise the quota"))
+    result.append(Finding(False, text, "remove files there, or raise the quota"))
   rates = {h: each["bytes"] / max(each["seconds"], 1e-9) for h, each in by_host.items()}
   usual = statistics.median(rates.values())
   for host, rate in rates.items():
     if len(rates) > 2 and rate < usual / 5:
       text = f"{place}{host} writes {byte_size(rate)}/s, the median host "
       remedy = f"leave {host} out and report it"
-      said.append(Finding(False, f"{text}{byte_size(usual)}/s", remedy))
+      result.append(Finding(False, f"{text}{byte_size(usual)}/s", remedy))
   total = sum(each["bytes"] for each in by_host.values())
   rate = total / max(each["seconds"] for each in by_host.values())
   text = f"{place}{byte_size(total)} written and synced at {byte_size(rate)}/s; a "
   text += f"checkpoint of {byte_size(size)} takes {size / rate:.1f} s"
-  return [*said, Finding(True, text)]
+  return [*result, Finding(True, text)]
