@@ -194,7 +194,7 @@ def test_norms_are_of_whole_parameters():
   np.testing.assert_allclose(got, params["w"], rtol=1e-6)
 
 
-def test_nothing_crosses_the_network_between_agreements():
+def test_nothing_crosses_the_network_between_synchronizations():
   mesh, method = make_mesh(replica=2), local.diloco(5)
   tx = optim.adamw(1e-3)
   state = abstract_local_state(init, tx, mesh, PLAIN, method)
