@@ -142,7 +142,10 @@ def measure(group: Group, limits: NetworkLimits) -> Measurement:
   began, done = time.monotonic(), 0
   speeds: dict[Pair, Speed] = {}
   peer = next(iter(group.peers.values())).sock
-  with socket.create_server(("", 0), family=peer.family, backlog=1024) as listener:
+  # Not create_server(), which takes no IPv4 on IPv6 sockets, as the rendezvous does.
+  with socket.socket(peer.family) as listener:
+    listener.bind(("", 0))
+    listener.listen(1024)
     listening = _exchange_places(group, listener)
     while done < len(rounds):
       chunk = rounds[done : done + limits.at_once]

@@ -55,7 +55,7 @@ def test_the_preflight_stops_a_bad_allocation_and_names_the_node(cli, slurm):
   assert "preflight found this allocation unfit" in said
   wrong = [line for line in said.splitlines() if line.startswith("not ")]
   assert wrong and all("n2" in line for line in wrong), said
-  assert "n2 wrote 0.0 MB" in wrong[-1] and "Read-only file system" in wrong[-1]
+  assert "n2 wrote 0 bytes" in wrong[-1] and "Read-only file system" in wrong[-1]
   assert "share, or mount it on n2" in said
   assert seconds < 60
   assert not (workdir / "metrics.jsonl").exists()
