@@ -60,7 +60,7 @@ def abstract_of(layout_name: str, size: dict[str, int]) -> Any:
   from jaxscale import optim
   from jaxscale.exchange import plain
   from jaxscale.mesh import make_mesh
-  from jaxscale.models.decoder import make_transformer
+  from jaxscale.models.decoder import SHARDING, make_transformer
   from jaxscale.parallel import make_layout, rules
   from jaxscale.parallel.layout_exchange import exchange_axes
   from jaxscale.training.state import abstract_state
@@ -69,7 +69,7 @@ def abstract_of(layout_name: str, size: dict[str, int]) -> Any:
   mesh = make_mesh(**sizes)
   stack = make_transformer(num_heads=8, **size)  # pyright: ignore
   shapes = jax.eval_shape(stack.init, jax.random.key(0))
-  layout = make_layout(mesh, shapes, [rules.Rule(*r) for r in decoder.SHARDING], **options)
+  layout = make_layout(mesh, shapes, [rules.Rule(*r) for r in SHARDING], **options)
   exchange = plain(exchange_axes(layout))
   return abstract_state(
     lambda key: (stack.init(key), {}), optim.adamw(1e-3), mesh, exchange, layout=layout

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import jax
 import optax
@@ -55,8 +55,12 @@ from jaxscale.training.step import (
 from jaxscale.tree_paths import path_name
 
 
-class Experiment(NamedTuple):
-  """Everything that a run, or one phase of it, is made of."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experiment:
+  """Everything that a run, or one phase of it, is made of.
+
+  `replace` gives it other parts, of which `train_step` is then made.
+  """
 
   config: cfg.Config
   derived: Derived
@@ -70,9 +74,32 @@ class Experiment(NamedTuple):
   tx: optax.GradientTransformation
   exchange: Exchange
   sync: Synchronization | None  # of workers that train alone
-  train_step: TrainStep
   eval_step: EvalStep
-  notes: tuple[str, ...] = ()  # worth saying before the first step
+  notes: tuple[str, ...] = ()  # worth reading before the first step
+
+  def replace(self, **parts: Any) -> Experiment:
+    """The same experiment with some other parts."""
+    return dataclasses.replace(self, **parts)
+
+  @functools.cached_property
+  def train_step(self) -> TrainStep:
+    """The train step that the other parts make."""
+    config, loss = self.config, cast(LossFn, self.loss)
+    options = {
+      "accumulate_steps": self.phase.accumulate_steps,
+      "observe": trust_ratio_metrics if config.log.trust_ratios else None,
+      "skip_bad_steps": True,
+      "seed": config.seed,
+    }
+    if self.sync is not None:
+      return make_local_train_step(
+        loss, self.tx, self.mesh, self.exchange, self.sync.method,
+        workers=self.sync.workers, last_step=self.derived.total_steps, **options,
+      )  # fmt: skip
+    return make_train_step(
+      loss, self.tx, self.mesh, self.exchange, layout=self.layout,
+      ema_decay=config.ema_decay, noise_scale=config.noise_scale, **options,
+    )  # fmt: skip
 
   def init_state(self, say: Callable[[str], None] = print) -> TrainState:
     """The state before the first step, on the mesh.
@@ -172,11 +199,13 @@ def experiment(
   _check_paths(config, model)
   layout = layouts.make_layout(config, mesh, model)
   totals = layouts.make_totals(model, layout, build(config.loss, eval_data.info))
-  common = _Common(
-    config, derived, mesh, train_data, eval_data, model, layout,
-    make_eval_step(totals, mesh, layout),
+  eval_step = make_eval_step(totals, mesh, layout)
+  shared = config, derived, mesh, model, layout
+  return Experiment(
+    config=config, derived=derived, mesh=mesh, eval_data=eval_data, model=model,
+    layout=layout, eval_step=eval_step,
+    **_phase_parts(*shared, train_data, derived.phases[0]),
   )  # fmt: skip
-  return _at_phase(common, derived.phases[0])
 
 
 def make_data(config: cfg.Config) -> tuple[data.Dataset, data.Dataset]:
@@ -196,93 +225,50 @@ def make_data(config: cfg.Config) -> tuple[data.Dataset, data.Dataset]:
   )
 
 
-class _Common(NamedTuple):
-  """What all phases of an experiment share."""
-
-  config: cfg.Config
-  derived: Derived
-  mesh: Mesh
-  train_data: data.Dataset
-  eval_data: data.Dataset
-  model: Model
-  layout: Layout | None
-  eval_step: EvalStep
-
-
 def at_phase(experiment: Experiment, phase: Phase) -> Experiment:
   """The same experiment with the parts of one phase: data, optimizer, step."""
-  shared = {name: getattr(experiment, name) for name in _Common._fields}
-  return _at_phase(_Common(**shared), phase)
+  e = experiment
+  shared = e.config, e.derived, e.mesh, e.model, e.layout
+  return e.replace(**_phase_parts(*shared, e.train_data, phase))
 
 
-def _at_phase(common: _Common, phase: Phase) -> Experiment:
-  config, derived, mesh = common.config, common.derived, common.mesh
-  train_data, layout = common.train_data, common.layout
+def _phase_parts(
+  config: cfg.Config,
+  derived: Derived,
+  mesh: Mesh,
+  eval_model: Model,
+  layout: Layout | None,
+  train_data: data.Dataset,
+  phase: Phase,
+) -> dict[str, Any]:
+  """The fields of an `Experiment` that differ between phases."""
   if phase.image_size is not None:
     train_data = config.data.resized(phase.image_size)
   model = make_model(config, train_data.info, mesh, bn_span(config, derived, phase))
-  _check_same_params(common.model, model, phase)
+  _check_same_params(eval_model, model, phase)
   # The schedule counts in steps of Config.batch_size, the optimizer in the run's.
   warmup = step_at(derived.phases, derived.warmup_steps * config.batch_size)
   momentum = phase_rate(config, phase)[1]
-  tx = make_optimizer(config, phase_schedule(config, derived, phase), warmup, momentum)
   axes = batch_axes(mesh) if layout is None else exchange_axes(layout)
   sizes = {axis: mesh.shape[axis] for axis in axes}
   layouts.check_exchange(config, layout, sizes)
-  exchange, notes = make_exchange(
-    config,
-    derived,
-    sizes,
-    lambda: _params(model) if layout is None else local_grad_shapes(layout),
-    mesh,
-  )
+
+  def params():
+    return _params(model) if layout is None else local_grad_shapes(layout)
+
+  exchange, notes = make_exchange(config, derived, sizes, params, mesh)
   sync, more = make_sync(config, derived, phase, mesh)
+  schedule = phase_schedule(config, derived, phase)
   objective = build(config.loss, train_data.info)
-  made = Experiment(
-    **common._replace(train_data=train_data)._asdict(),
-    phase=phase,
-    loss=layouts.make_loss(config, model, layout, objective),
-    tx=tx,
-    exchange=exchange,
-    sync=sync,
-    train_step=_no_step,
-    notes=(*layouts.notes(config, mesh, phase.accumulate_steps), *notes, *more),
-  )
-  return with_step(made)
-
-
-def _no_step(state: TrainState, batch: Batch) -> Any:
-  raise AssertionError("with_step makes it")
-
-
-def with_step(experiment: Experiment) -> Experiment:
-  """The experiment with the train step that its other parts make."""
-  config, sync = experiment.config, experiment.sync
-  loss: Any = experiment.loss  # of workers that train alone no pipeline (config)
-  made = loss, experiment.tx, experiment.mesh, experiment.exchange
-  options = {
-    "accumulate_steps": experiment.phase.accumulate_steps,
-    "observe": trust_ratio_metrics if config.log.trust_ratios else None,
-    "skip_bad_steps": True,
-    "seed": config.seed,
+  return {
+    "phase": phase,
+    "train_data": train_data,
+    "tx": make_optimizer(config, schedule, warmup, momentum),
+    "loss": layouts.make_loss(config, model, layout, objective),
+    "exchange": exchange,
+    "sync": sync,
+    "notes": (*layouts.notes(config, mesh, phase.accumulate_steps), *notes, *more),
   }
-  if sync is None:
-    train_step = make_train_step(
-      *made,
-      layout=experiment.layout,
-      ema_decay=config.ema_decay,
-      noise_scale=config.noise_scale,
-      **options,
-    )
-  else:
-    train_step = make_local_train_step(
-      *made,
-      sync.method,
-      workers=sync.workers,
-      last_step=experiment.derived.total_steps,
-      **options,
-    )
-  return experiment._replace(train_step=train_step)
 
 
 def with_sizes(experiment: Experiment, chosen: Sequence[int]) -> Experiment:
@@ -291,7 +277,7 @@ def with_sizes(experiment: Experiment, chosen: Sequence[int]) -> Experiment:
   derived = derive(
     experiment.config, d.num_train, d.num_eval, d.num_devices, chosen, d.start_devices
   )
-  return experiment._replace(derived=derived)
+  return experiment.replace(derived=derived)
 
 
 def enter_phase(config: cfg.Config, old: Phase, new: Phase, state: TrainState):
@@ -305,12 +291,15 @@ def enter_phase(config: cfg.Config, old: Phase, new: Phase, state: TrainState):
     return state
   scale = functools.partial(scale_velocity, factor=(1 - before) / (1 - after))
   scale = jax.jit(scale, donate_argnums=0)
-  if isinstance(
-    state.exchange_state, WorkerState
-  ):  # each worker has a velocity of its own
-    own = state.exchange_state
-    return state._replace(exchange_state=own._replace(opt_state=scale(own.opt_state)))
-  return state._replace(opt_state=scale(state.opt_state))
+  return _map_opt_state(state, scale)
+
+
+def _map_opt_state(state: TrainState, change: Callable[[Any], Any]) -> TrainState:
+  """The state with another optimizer state; workers that train alone have their own."""
+  own = state.exchange_state
+  if isinstance(own, WorkerState):
+    return state._replace(exchange_state=own._replace(opt_state=change(own.opt_state)))
+  return state._replace(opt_state=change(state.opt_state))
 
 
 def pass_over(state: TrainState, steps: int) -> TrainState:
@@ -321,13 +310,7 @@ def pass_over(state: TrainState, steps: int) -> TrainState:
     moved = functools.partial(nan_guard.count_steps, steps=steps)
     return jax.jit(moved, donate_argnums=0, out_shardings=layout)(opt_state)
 
-  state = state._replace(step=move(state.step))
-  if isinstance(
-    state.exchange_state, WorkerState
-  ):  # the outer optimizer counts meetings
-    own = state.exchange_state
-    return state._replace(exchange_state=own._replace(opt_state=move(own.opt_state)))
-  return state._replace(opt_state=move(state.opt_state))
+  return _map_opt_state(state._replace(step=move(state.step)), move)
 
 
 def _check_same_params(model: Model, resized: Model, phase: Phase) -> None:

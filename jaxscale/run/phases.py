@@ -180,7 +180,7 @@ def _enter_phase(
     phase = phase_at(experiment, step)
   state = build.enter_phase(experiment.config, before, phase, state)
   if phase in compiled:
-    return compiled[phase][0]._replace(derived=experiment.derived), state
+    return compiled[phase][0].replace(derived=experiment.derived), state
   return build.at_phase(experiment, phase), state
 
 

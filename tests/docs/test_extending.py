@@ -11,6 +11,7 @@ import pytest
 from support.commands import child_env, error_line
 from support.paths import ROOT
 from support.processes import run_group, wait_until
+from support.tiny_runs import newest_step
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 CLASSES = {
@@ -105,7 +106,7 @@ def test_killed_it_resumes_bit_for_bit(mine, whole, tmp_path):
     command(mine, tmp_path), env=child_env(), cwd=mine.parent,
     stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
   )  # fmt: skip
-  wait_until(lambda: any((tmp_path / "checkpoints").glob("*/manifest.json")), process)
+  wait_until(lambda: 0 < newest_step(tmp_path), process)
   process.send_signal(signal.SIGKILL)
   process.communicate()
   done = run(mine, tmp_path)

@@ -102,13 +102,13 @@ def test_an_exchange_faster_than_none_is_noise_and_not_negative():
 
 def experiment(exchange=None, **model):
   made = build.experiment(load_config("configs/digits.py", CONFIG | (model or MLP)))
-  return made if exchange is None else build.with_step(made._replace(exchange=exchange))
+  return made if exchange is None else made.replace(exchange=exchange)
 
 
 def test_the_silent_step_sends_metrics_and_nothing_else():
   real = experiment()
   quiet = silent(real.exchange, real.mesh.axis_names)
-  quiet = build.with_step(real._replace(exchange=quiet))
+  quiet = real.replace(exchange=quiet)
   lowered = [e.lower_train_step().compile() for e in (real, quiet)]
   sent = [hlo.total(hlo.collectives(c, real.mesh)).payload_bytes for c in lowered]
   params = jax.tree.leaves(real.abstract_state().params)
@@ -197,7 +197,7 @@ def test_statistics_over_more_devices_than_a_process_has():
   assert made.mesh.shape["bn"] == 4
   own = submesh(made.mesh, jax.devices()[:2])
   quiet = silent(made.exchange, made.mesh.axis_names)
-  small = build.with_step(made._replace(exchange=quiet, mesh=own))
+  small = made.replace(exchange=quiet, mesh=own)
   batch = jax.device_put(digits_batch(32), batch_sharding(own))
   _, values = small.train_step(small.init_state(), batch)
   assert np.isfinite(values["loss"])

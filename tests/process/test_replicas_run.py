@@ -77,13 +77,13 @@ def test_a_run_stops_and_names_the_last_good_checkpoint(tmp_path, monkeypatch):
 
 def test_the_settings_say_when():
   experiment = build.experiment(load_config("configs/digits.py", CONFIG))
-  one = experiment._replace(mesh=make_mesh(devices=jax.devices()[:1]))
+  one = experiment.replace(mesh=make_mesh(devices=jax.devices()[:1]))
   never = dataclasses.replace(experiment.config, checks=Checks(replicas_every_steps=0))
   compares = phases._compares_replicas
   assert compares(experiment, 0) and compares(experiment, 9)
   assert not compares(experiment, 16)  # 23 steps: none is left
   assert not compares(one, 0)
-  assert not compares(experiment._replace(config=never), 0)
+  assert not compares(experiment.replace(config=never), 0)
   reporter: Any = SimpleNamespace(experiment=experiment, trained=None)
   for fingerprint, wanted in (Future(), [8, 16]), (None, []):
     alone = watch.start({}, 0, ["localhost"])

@@ -33,7 +33,7 @@ def final_state(workdir, num_devices=1):
   config = load_config("configs/digits.py", TINY | {"mesh.data": "8"})
   experiment = build.experiment(config)
   mesh = make_mesh(devices=jax.devices()[:num_devices])
-  experiment = experiment._replace(mesh=mesh, exchange=plain(mesh.axis_names))
+  experiment = experiment.replace(mesh=mesh, exchange=plain(mesh.axis_names))
   with Checkpoints(workdir / "checkpoints") as checkpoints:
     state = checkpoints.restore(experiment.abstract_state())
   assert state is not None
