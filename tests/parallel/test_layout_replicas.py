@@ -100,7 +100,7 @@ def test_the_device_whose_part_differs_is_named():
   assert line == f"process 0 ({host}, cpu:5) differs from 7 of 8 devices in head/scale"
   line = found("data 4 x fsdp 2", "layers/q", 4, 5)
   assert line == (
-    f"process 0 ({host}, cpu:4 cpu:5) differs from 6 of 8 devices in the same part of "
+    f"process 0 ({host}, cpu:4 and cpu:5) differs from 6 of 8 devices in the same part of "
     "layers/q"
   )
 
@@ -110,7 +110,7 @@ def test_of_two_that_have_a_part_neither_is_blamed():
   host = replica_check.platform.node()
   line = found("data 2 x fsdp 2 x model 2", "layers/q", 6)
   assert line == (
-    f"process 0 ({host}, cpu:2 cpu:6) differ in the same part of layers/q: 2 devices, "
+    f"process 0 ({host}, cpu:2 and cpu:6) differ in the same part of layers/q: 2 devices, "
     "2 versions, and no majority that says which one is right"
   )
 
@@ -182,7 +182,9 @@ def spoilt_step(name, what):
   tx, exchange = optim.adamw(1e-2), plain(exchange_axes(layout))
   made = tx, mesh, exchange
   state = init_state(lambda key: (stack.init(key), {}), *made, layout=layout)
-  step = make_train_step(stack_loss(stack, layout), *made, layout=layout, skip_bad_steps=True)
+  step = make_train_step(
+    stack_loss(stack, layout), *made, layout=layout, skip_bad_steps=True
+  )
   return mesh, layout, state, step
 
 
@@ -191,33 +193,33 @@ SPOILT = {
   # On each device 2 rows of 16; device 3's are 6 and 7, and it shares with device 2.
   ("data 4 x fsdp 2", "scale"): ALONE,
   ("data 4 x fsdp 2", "kernel"): (
-    "devices 2 3: gradient of head/kernel, summed over fsdp, is NaN"
+    "devices 2 and 3: gradient of head/kernel, summed over fsdp, is NaN"
   ),
   ("data 4 x fsdp 2", "loss"): (
     "device 3: gradient of embed/table, summed over fsdp, is NaN"
   ),
   ("zero-2", "kernel"): (
-    "devices 0 1 2 3: gradient of head/kernel, summed over fsdp, is NaN"
+    "devices 0, 1, 2 and 3: gradient of head/kernel, summed over fsdp, is NaN"
   ),
   # Devices 2 and 3 have rows 4 to 7, each a half of the kernel.
-  ("data 4 x model 2", "kernel"): "devices 2 3: gradient of head/kernel is NaN",
-  ("data 4 x model 2", "loss"): "devices 2 3: gradient of embed/table is NaN",
+  ("data 4 x model 2", "kernel"): "devices 2 and 3: gradient of head/kernel is NaN",
+  ("data 4 x model 2", "loss"): "devices 2 and 3: gradient of embed/table is NaN",
   # Devices 0 to 3 have rows 0 to 7, of them 2 and 3 the rows 4 to 7.
   ("data 2 x fsdp 2 x model 2", "scale"): (
-    "devices 2 3: gradient of head/scale is NaN"
+    "devices 2 and 3: gradient of head/scale is NaN"
   ),
   ("data 2 x fsdp 2 x model 2", "h"): (
-    "devices 0 1 2 3: gradient of embed/table, summed over fsdp, is NaN"
+    "devices 0, 1, 2 and 3: gradient of embed/table, summed over fsdp, is NaN"
   ),
   ("data 2 x fsdp 2 x model 2", "loss"): (
-    "devices 2 3: gradient of embed/table, summed over fsdp, is NaN"
+    "devices 2 and 3: gradient of embed/table, summed over fsdp, is NaN"
   ),
 }  # fmt: skip
 QUICK = [("data 4 x fsdp 2", "kernel"), ("data 2 x fsdp 2 x model 2", "loss")]
 
 
 @pytest.mark.parametrize("case", all_slow_except(SPOILT, *QUICK), ids="-".join)
-def test_a_bad_gradient_of_one_device_is_refused_and_named(case):
+def test_a_bad_gradient_of_one_device_is_skipped_and_named(case):
   mesh, layout, state, step = spoilt_step(*case)
   rows = batch(0, mesh)
   targets = np.array(rows["targets"])
