@@ -100,8 +100,8 @@ def test_the_device_whose_part_differs_is_named():
   assert line == f"process 0 ({host}, cpu:5) differs from 7 of 8 devices in head/scale"
   line = found("data 4 x fsdp 2", "layers/q", 4, 5)
   assert line == (
-    f"process 0 ({host}, cpu:4 and cpu:5) differs from 6 of 8 devices in the same part of "
-    "layers/q"
+    f"process 0 ({host}, cpu:4 and cpu:5) differs from 6 of 8 devices in the same "
+    "part of layers/q"
   )
 
 
@@ -110,8 +110,8 @@ def test_of_two_that_have_a_part_neither_is_blamed():
   host = replica_check.platform.node()
   line = found("data 2 x fsdp 2 x model 2", "layers/q", 6)
   assert line == (
-    f"process 0 ({host}, cpu:2 and cpu:6) differ in the same part of layers/q: 2 devices, "
-    "2 versions, and no majority that says which one is right"
+    f"process 0 ({host}, cpu:2 and cpu:6) differ in the same part of layers/q: 2 "
+    "devices, 2 versions, and no majority that says which one is right"
   )
 
 

@@ -180,6 +180,7 @@ def test_the_command_ends_with_one_line_and_exit_code_1(tmp_path):
     env=child_env(2), cwd=ROOT, capture_output=True, text=True, timeout=120,
   )  # fmt: skip
   line = error_line(done, 1)
-  assert line.startswith("error: process 0 (") and ", cpu:0 and cpu:1) differ in " in line
+  assert line.startswith("error: process 0 (")
+  assert ", cpu:0 and cpu:1) differ in " in line
   assert "after step 8; last good checkpoint: none (move 6 away" in line
   assert line.endswith(ReplicaDivergenceError.advice)
