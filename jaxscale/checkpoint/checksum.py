@@ -103,7 +103,7 @@ def shard_checksum(
 
   Args:
     data: the shard.
-    index: where it lies in the whole array.
+    index: its place in the whole array.
     shape: of the whole array.
   """
   bits = np.ascontiguousarray(data).reshape(-1)

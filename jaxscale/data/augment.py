@@ -72,7 +72,7 @@ def shift(pixels: int) -> Augment:
     padded = np.zeros((n, height + 2 * pixels, wide, channels), images.dtype)
     padded[:, pixels : pixels + height, pixels : pixels + width] = images
     top, left = (draws * (2 * pixels + 1)).astype(np.int64).T
-    # Where each output pixel lies among all padded ones, image after image.
+    # The place of each output pixel among all padded ones, image after image.
     image = np.arange(n) * padded[0, ..., 0].size
     corner = image + top * wide + left
     inside = np.arange(height)[:, None] * wide + np.arange(width)

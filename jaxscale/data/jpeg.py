@@ -172,7 +172,7 @@ def view(
 def _resize(
   box: np.ndarray, size: int, draws: np.ndarray, out: np.ndarray | None
 ) -> np.ndarray:
-  """A box at its size, bilinear, and mirrored if draw 0 says so."""
+  """A box at its size, bilinear, and mirrored if draw 0 is below 1/2."""
   if out is None:
     out = np.empty((size, size, box.shape[2]), np.uint8)
   mirrored = draws[0] < 0.5

@@ -33,7 +33,7 @@ def train_batches(
   shard: tuple[int, int] = (0, 1),
   num_threads: int | None = None,
 ) -> Iterator[Batch]:
-  """Endless training batches from a position on: this host's rows of them.
+  """Endless training batches from a position on: this host's rows of each.
 
   Args:
     dataset: what to draw from.

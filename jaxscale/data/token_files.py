@@ -1,10 +1,10 @@
 """Text in files: plain .txt, or .bin of tokens, as nanoGPT keeps them.
 
-A split is `NAME.bin`, `NAME.txt` or a directory NAME of such files, which are taken in
-the order of their names. A .txt file is a document. A .bin file is tokens and nothing
-else, uint16 or, where the vocabulary has more than 65,536, uint32, little-endian: they
-are read where they lie. What separates documents there is not known, so the first
-token of all is the one that is not predicted.
+A split is `NAME.bin`, `NAME.txt` or a directory NAME of such files, in the order of
+their names. A .txt file is one document. A .bin file is tokens and nothing else,
+uint16 or, where the vocabulary has more than 65,536, uint32, little-endian, and is read
+in place. The token that separates documents there is not known, so the first token of
+all is not predicted.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def text_files(
     return windows(called, stream, vocab_size, sequence_length)
   if vocab_size is not None:
     raise ConfigError(
-      f"TextFiles.vocab_size={vocab_size}: {paths[0]} is text, whose vocabulary is the "
-      "tokenizer's; leave it out"
+      f"TextFiles.vocab_size={vocab_size}: {paths[0]} is text with the vocabulary "
+      "of the tokenizer; leave it out"
     )
   tokens = read_tokenizer(tokenizer, separator, field="TextFiles.tokenizer")
   stamps = [(str(p.absolute()), p.stat().st_size, p.stat().st_mtime_ns) for p in paths]

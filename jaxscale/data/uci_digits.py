@@ -4,7 +4,7 @@
 Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
 Repository (1998), licence CC BY 4.0; the same arrays as scikit-learn's
 `load_digits`, which a test compares bit for bit. The file is in order of
-writing; the last 360 images (a fifth) are held out.
+writing; the last 360 images (a fifth) are held-out.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Progress:
     self._width = len(str(total_steps))
 
   def train(self, step: int, examples: int, metrics: dict[str, float]) -> float:
-    """Show a step; returns examples a second since the last one shown."""
+    """Show a step; returns examples per second since the last one shown."""
     now = time.perf_counter()
     done, before = self._since
     seconds = max(now - before - self._paused, 1e-9)

@@ -2,7 +2,7 @@
 
 Shapes do not distinguish numbers of heads, rotary angles and epsilons: parameters of
 another model may fit silently. Folders of Hugging Face and timm have such values in a
-config.json; those of them whose meaning is certain are compared with the settings.
+config.json; where their meaning is certain, they are compared with the settings.
 """
 
 from __future__ import annotations

@@ -14,8 +14,14 @@ import numpy as np
 
 from jaxscale.errors import ConfigError
 from jaxscale.tree_paths import path_name
-from jaxscale.weights.arrange import ARRANGEMENTS
-from jaxscale.weights.names import Link, Naming, guess, naming_of, shape_in_file
+from jaxscale.weights.names import (
+  ARRANGEMENTS,
+  Link,
+  Naming,
+  guess,
+  naming_of,
+  shape_in_file,
+)
 from jaxscale.weights.safetensors import Stored, read_index, view
 
 _FLOATS = {np.dtype(d) for d in ("f2", "f4", "f8", ml_dtypes.bfloat16)}

@@ -1,38 +1,94 @@
-"""Who calls which parameter what: jaxscale, timm and torchvision, Hugging Face.
+"""The names of parameters in jaxscale, timm and torchvision, and Hugging Face.
 
 A naming is a list of `Link`s, each between one of our leaves (or one layer of it,
-where layers are stacked) and one of their arrays (or a part of it, where theirs are
-fused). The tables below are data; a ResNet's names follow from its shapes.
+where layers are stacked) and one array of a file (or a part of it, where the file's
+are fused). Tables have the names of our stacked models, as of timm 1.0.31 and
+transformers 5.23.0; `tests/data/state_dicts` has those of whole models, as these
+packages make them. A ResNet's names follow from its shapes.
 
-What is to be set beside the parameters, or their numbers mean something else:
+Settings that must agree with the parameters, since nothing in the arrays shows them:
 
     timm, torchvision   images / 255, less a mean, over a deviation. ResNets:
                         ImageNet's (0.485, 0.456, 0.406) and (0.229, 0.224, 0.225),
                         as our colour images have it; timm's "augreg" ViTs: 0.5 and
                         0.5. Test images are resized bicubically to size / crop_pct
-                        and cut: `pretrained_cfg` in timm says how, e.g. crop_pct
+                        and cropped: see `pretrained_cfg` in timm, e.g. crop_pct
                         0.95 for resnet50.a1_in1k, and 0.9 for
                         vit_small_patch16_224.augreg_in21k_ft_in1k
     timm's ViT          LayerNorm epsilon 1e-6, GELU by erf
     Hugging Face Llama  rms_norm_eps, rope_theta and the numbers of heads as in the
-                        config.json beside the file, which `beside` compares; a rotary
-                        pair is the numbers i and i + width / 2 of a head
+                        config.json next to the file, which `hf_config` compares; a
+                        rotary pair is the numbers i and i + width / 2 of a head
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
+
+import numpy as np
 
 from jaxscale.config.validation import nearest
 from jaxscale.errors import ConfigError
-from jaxscale.weights import tables
-from jaxscale.weights.arrange import ARRANGEMENTS
 
+Shape = tuple[int, ...]
 NAMINGS = ("jaxscale", "timm", "huggingface")
-Shapes = Mapping[str, tuple[int, ...]]  # of our leaves, by path
+Shapes = Mapping[str, Shape]  # of our leaves, by path
+
+
+class Arrangement(NamedTuple):
+  """How an array in a file becomes ours, and ours becomes the file's.
+
+  Attributes:
+    shape: shape of ours -> shape in the file.
+    ours: array in the file -> ours; a view where possible.
+    theirs: (ours, shape in the file) -> array for the file.
+  """
+
+  shape: Callable[[Shape], Shape]
+  ours: Callable[[np.ndarray], np.ndarray]
+  theirs: Callable[[np.ndarray, Shape], np.ndarray]
+
+
+def _patch_shape(shape: Shape) -> Shape:
+  """[p * p * channels, width] -> [width, channels, p, p]; 3 channels, or else 1.
+
+  Unambiguous: no number is both a square and three times a square.
+  """
+  rows, width = shape
+  for channels in (3, 1):
+    side = math.isqrt(rows // channels)
+    if side * side * channels == rows:
+      return (width, channels, side, side)
+  return (width, rows, 1, 1)
+
+
+ARRANGEMENTS = {
+  "same": Arrangement(lambda s: s, lambda a: a, lambda a, _: a),
+  # [in, out]; PyTorch's Linear is [out, in].
+  "linear": Arrangement(lambda s: s[::-1], lambda a: a.T, lambda a, _: a.T),
+  # [height, width, in, out]; PyTorch's Conv2d is [out, in, height, width].
+  "conv": Arrangement(
+    lambda s: (s[3], s[2], s[0], s[1]),
+    lambda a: a.transpose(2, 3, 1, 0),
+    lambda a, _: a.transpose(3, 2, 0, 1),
+  ),
+  # A Conv2d whose stride is its kernel's size, as a matrix that takes flattened
+  # patches: a row of it is (row, column, channel) of a patch.
+  "patch": Arrangement(
+    _patch_shape,
+    lambda a: a.transpose(2, 3, 1, 0).reshape(-1, len(a)),
+    lambda a, s: a.reshape(s[2], s[3], s[1], s[0]).transpose(3, 2, 0, 1),
+  ),
+  # [tokens, width] and [width]; timm adds a batch dim, and a token's.
+  "tokens": Arrangement(lambda s: (1, *s), lambda a: a[0], lambda a, _: a[None]),
+  "token": Arrangement(
+    lambda s: (1, 1, *s), lambda a: a[0, 0], lambda a, _: a[None, None]
+  ),
+}
 
 
 class Link(NamedTuple):
@@ -41,7 +97,7 @@ class Link(NamedTuple):
   Attributes:
     ours: path of the leaf, e.g. params/layers/q/kernel.
     theirs: name in the file.
-    how: a key of `arrange.ARRANGEMENTS`.
+    how: a key of `ARRANGEMENTS`.
     layer: index in the leaf's first dim; None: the leaf is not stacked.
     part: (i, n): the i-th of n equal parts of theirs along its first dim.
     or_else: what is taken where a file lacks `theirs`.
@@ -62,16 +118,85 @@ def shape_in_file(link: Link, shape: tuple[int, ...]) -> tuple[int, ...]:
   return () if first is None else (first * link.part[1], *rest)
 
 
+class _Row(NamedTuple):
+  """A `Link` of our path below params/, if the model has it.
+
+  "layers/..." are stacked; "{}" in `theirs` is then the layer's number.
+  """
+
+  ours: str
+  theirs: str
+  how: str = "same"
+  part: tuple[int, int] = (0, 1)
+  or_else: str | None = None
+
+
+def _dense(ours: str, theirs: str, part: tuple[int, int] = (0, 1)) -> tuple[_Row, _Row]:
+  weight = _Row(f"{ours}/kernel", f"{theirs}.weight", "linear", part)
+  return weight, _Row(f"{ours}/bias", f"{theirs}.bias", "same", part)
+
+
+def _norm(ours: str, theirs: str) -> tuple[_Row, _Row]:
+  return _Row(f"{ours}/scale", f"{theirs}.weight"), _Row(
+    f"{ours}/bias", f"{theirs}.bias"
+  )
+
+
+# transformers, LlamaForCausalLM; with biases, Qwen2's names; with norms of queries
+# and keys, Qwen3's. A file with tied embeddings has no lm_head.
+_LAYER = "model.layers.{}."
+_HEADS = {name: f"{_LAYER}self_attn.{name}_proj" for name in "qkvo"}
+_MLP = {name: f"{_LAYER}mlp.{name}_proj" for name in ("gate", "up", "down")}
+_LLAMA = (
+  _Row("embed/table", "model.embed_tokens.weight"),
+  *_norm("layers/attn_norm", _LAYER + "input_layernorm"),
+  *_norm("layers/q_norm", _LAYER + "self_attn.q_norm"),
+  *_norm("layers/k_norm", _LAYER + "self_attn.k_norm"),
+  *(
+    row for name, to in (_HEADS | _MLP).items() for row in _dense(f"layers/{name}", to)
+  ),
+  *_norm("layers/mlp_norm", _LAYER + "post_attention_layernorm"),
+  *_norm("head/norm", "model.norm"),
+  _Row("head/kernel", "lm_head.weight", "linear", or_else="model.embed_tokens.weight"),
+)
+
+# timm, VisionTransformer with a class token; queries, keys and values are one array.
+_BLOCK = "blocks.{}."
+_VIT = (
+  _Row("embed/class_token", "cls_token", "token"),
+  _Row("embed/position", "pos_embed", "tokens"),
+  _Row("embed/patch/kernel", "patch_embed.proj.weight", "patch"),
+  _Row("embed/patch/bias", "patch_embed.proj.bias"),
+  *_norm("layers/attn_norm", _BLOCK + "norm1"),
+  *_dense("layers/q", _BLOCK + "attn.qkv", (0, 3)),
+  *_dense("layers/k", _BLOCK + "attn.qkv", (1, 3)),
+  *_dense("layers/v", _BLOCK + "attn.qkv", (2, 3)),
+  *_dense("layers/o", _BLOCK + "attn.proj"),
+  *_norm("layers/mlp_norm", _BLOCK + "norm2"),
+  *_dense("layers/up", _BLOCK + "mlp.fc1"),
+  *_dense("layers/down", _BLOCK + "mlp.fc2"),
+  *_norm("head/norm", "norm"),
+  *_dense("head", "head"),
+)
+
+# BatchNorm: collection, our name below the module's, the name in the file.
+_NORM = (
+  ("params", "bn/scale", "weight"),
+  ("params", "bn/bias", "bias"),
+  ("batch_stats", "bn/mean", "running_mean"),
+  ("batch_stats", "bn/var", "running_var"),
+)
+
+
 class Naming(NamedTuple):
   """How the parameters of one model are named in a file.
 
   Attributes:
     name: of the naming.
     links: each of our leaves is in at least one.
-    counters: what files have beside parameters: int64 scalars, which are passed
-      over where they are read, and 0 where they are written.
-    derived: how the name ends of what some files have although it follows from the
-      settings; passed over.
+    counters: int64 scalars that are no parameters: ignored where they are read, and
+      0 where they are written.
+    derived: ends of names of arrays that follow from the settings; ignored.
     classes: the dim of a leaf that counts classes, or words of a vocabulary, and
       may be padded; by path.
     head: paths of the classifier's leaves.
@@ -146,10 +271,10 @@ def naming_of(name: str, shapes: Shapes) -> Naming:
     return Naming(name, links, (), (), classes, head, {"format": "jaxscale"})
   links, counters, derived = (), (), ()
   if name == "huggingface" and "params/embed/table" in shapes:
-    links = tuple(_table_links(tables.LLAMA, shapes))
+    links = tuple(_table_links(_LLAMA, shapes))
     derived = (".rotary_emb.inv_freq",)  # of Llama 2's and older ones
   elif name == "timm" and "params/embed/patch/kernel" in shapes:
-    links = tuple(_table_links(tables.VIT, shapes))
+    links = tuple(_table_links(_VIT, shapes))
   elif name == "timm":
     modules = resnet_modules(shapes)
     links = tuple(_module_links(modules))
@@ -174,7 +299,7 @@ def _classes(shapes: Shapes) -> dict[str, int]:
   return {path: dim for path, dim in found.items() if path in shapes}
 
 
-def _table_links(rows: tuple[tables.Row, ...], shapes: Shapes) -> Iterator[Link]:
+def _table_links(rows: tuple[_Row, ...], shapes: Shapes) -> Iterator[Link]:
   for row in rows:
     path = f"params/{row.ours}"
     if path not in shapes:
@@ -234,7 +359,7 @@ def _count(shapes: Shapes, module: str) -> int:
 def _module_links(modules: Mapping[str, str]) -> Iterator[Link]:
   for ours, theirs in modules.items():
     if ours.startswith("BatchNorm_"):
-      for collection, leaf, name in tables.NORM:
+      for collection, leaf, name in _NORM:
         yield Link(f"{collection}/{ours}/{leaf}", f"{theirs}.{name}")
       continue
     how = "conv" if ours.startswith("Conv_") else "linear"

@@ -21,8 +21,7 @@ from jaxscale import cluster
 from jaxscale.errors import EXIT_CRASH, ConfigError
 from jaxscale.metrics.text import byte_size
 from jaxscale.tree_paths import path_name
-from jaxscale.weights.arrange import ARRANGEMENTS
-from jaxscale.weights.names import Link, naming_of, shape_in_file
+from jaxscale.weights.names import ARRANGEMENTS, Link, naming_of, shape_in_file
 from jaxscale.weights.safetensors import write
 
 

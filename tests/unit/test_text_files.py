@@ -217,7 +217,7 @@ def test_mistakes_with_text_files_are_one_line(tmp_path):
   for arguments, hint in (
     ({"split": "train"}, "TextFiles.vocab_size=None"),
     ({"split": "train", "vocab_size": 9, "tokenizer": "x.json"}, "omit it"),
-    ({"split": "val", "vocab_size": 9}, "is text, whose vocabulary"),
+    ({"split": "val", "vocab_size": 9}, "is text with the vocabulary"),
     ({"split": "test"}, "there is both, none, train, val"),
     ({"split": "both"}, "leave one kind"),
     ({"split": "val", "directory": tmp_path / "no"}, "no such directory"),
