@@ -294,7 +294,7 @@ def test_gpus_that_are_bound_to_a_task_are_its_own():
   shared = {"SLURM_NTASKS_PER_TRES": "2", "SLURM_GPUS_ON_NODE": "1"}
   assert local_device_ids(shared, 1, launch(1, 2)) == [0]
   assert local_device_ids({}, 2, launch(1, 2)) == [1]
-  assert local_device_ids({}, 2, launch(1, 2), on_node=8) == [0, 1]
+  assert local_device_ids({"SLURM_GPUS_ON_NODE": "8"}, 2, launch(1, 2)) == [0, 1]
 
 
 def test_chosen_gpus_must_be_there():

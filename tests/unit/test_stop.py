@@ -36,7 +36,7 @@ def run(rng: random.Random, num: int, requests: int, points: int = POINTS):
     hosts,
     limits,
     log=said.append,
-    leave=lambda line, code, stacks: said.append(line),
+    leave=lambda code, folder, rank, line: said.append(line),
   )
   watches = [
     watch.Watch(rank, hosts, theirs, limits, None)
@@ -177,5 +177,7 @@ def test_another_stage_has_a_first_step_and_a_pace_of_its_own():
   assert limit_s(seen, Timeouts()) == max(Timeouts().hang_timeout_s, 10.0)
   monitor._update(0, seen, [10, "compiling", 0, 0.0, 0.0, 9], 5.0)
   monitor._update(0, seen, [10, "step", 0, 0.0, 0.0, 10], 5.5)
-  assert limit_s(seen, Timeouts()) == Timeouts().compile_timeout_s and seen.mean_s == 0.5
+  assert (
+    limit_s(seen, Timeouts()) == Timeouts().compile_timeout_s and seen.mean_s == 0.5
+  )
   ours.close(), theirs.close()

@@ -29,9 +29,7 @@ _HIDING = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
 _SHARING = ("SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_TRES")
 
 
-def local_device_ids(
-  env: Env, num_visible: int, launch: Launch, *, on_node: int | None = None
-) -> list[int] | None:
+def local_device_ids(env: Env, num_visible: int, launch: Launch) -> list[int] | None:
   """The GPUs of this process, numbered from 0 among those that it sees.
 
   For `jax.distributed.initialize`. Where it is None, give JAX
@@ -41,8 +39,6 @@ def local_device_ids(
     env: the environment variables.
     num_visible: GPUs that this process can use, from `visible_gpus`.
     launch: from `detect`.
-    on_node: GPUs of the run on this node, where something better than Slurm's
-      SLURM_GPUS_ON_NODE says so.
 
   Returns:
     None on CPU or TPU, and where all that is visible may be used.
@@ -64,7 +60,7 @@ def local_device_ids(
   index, count = launch.local_id, launch.local_size
   if launch.num_processes == 1 or count is None or index is None:
     return None
-  if _is_own(env, num_visible, on_node):
+  if _is_own(env, num_visible):
     return everything
   if num_visible < count:
     raise ConfigError(
@@ -120,12 +116,12 @@ def visible_gpus(env: Env = os.environ, *, device_root: str = "/dev") -> int:
   return _nvidia_smi() if os.path.exists(f"{device_root}/dxg") else 0
 
 
-def _is_own(env: Env, num_visible: int, on_node: int | None) -> bool:
+def _is_own(env: Env, num_visible: int) -> bool:
   """Whether what this process sees was cut out for it alone."""
   per_task = re.search(r"(\d+)$", env.get("SLURM_GPUS_PER_TASK", ""))  # or "a100:2"
   if per_task and num_visible <= int(per_task[1]):
     return True
-  node = on_node if on_node is not None else number(env, "SLURM_GPUS_ON_NODE")
+  node = number(env, "SLURM_GPUS_ON_NODE")
   if num_visible == 1 and any(map(env.get, _SHARING)):
     return True
   if node is not None:

@@ -173,7 +173,7 @@ def place() -> str:
     return socket.gethostname()
 
 
-def listen(ports: Iterable[int], backlog: int = 4096) -> tuple[int, socket.socket]:
+def listen(ports: Iterable[int]) -> tuple[int, socket.socket]:
   """The first of the ports that is free, and a socket that listens on it.
 
   Raises:
@@ -181,7 +181,7 @@ def listen(ports: Iterable[int], backlog: int = 4096) -> tuple[int, socket.socke
   """
   # Connections of an earlier run that have not died down yet are no obstacle; a
   # socket that listens is (SO_REUSEADDR in socket(7)).
-  return _bind_first(ports, reuse=1, backlog=backlog)
+  return _bind_first(ports, reuse=1, backlog=4096)
 
 
 def free_port(ports: Iterable[int]) -> tuple[int, socket.socket]:

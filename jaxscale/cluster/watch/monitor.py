@@ -12,10 +12,11 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxscale.cluster.timeouts import Timeouts
-from jaxscale.cluster.watch import fault_detection
+from jaxscale.cluster.watch import fault_detection, stacks
 from jaxscale.cluster.watch.fault_detection import Fault, ProcessState
 from jaxscale.cluster.watch.stop_consensus import StopCoordinator, StopRequest
 from jaxscale.cluster.wire import Receiver, encode
@@ -43,9 +44,9 @@ class Monitor:
     links: Mapping[int, socket.socket],
     hosts: Sequence[str],
     timeouts: Timeouts,
-    log: Callable[[str], None],
-    leave: Callable[[str, int, bool], None],
-    fault_suffix: str = "",
+    folder: Path | None = None,
+    log: Callable[[str], None] = stacks.print_line,
+    leave: Callable[[int, Path | None, int, str], None] = stacks.leave,
   ):
     """A monitor without any heartbeat so far.
 
@@ -53,12 +54,12 @@ class Monitor:
       links: rank -> socket, for every process.
       hosts: of every process.
       timeouts: how long is too long.
+      folder: for stacks; None: none.
       log: prints a line.
-      leave: (line, exit code, whether stacks are of use): ends this process.
-      fault_suffix: of a fault's line, such as where stacks are.
+      leave: ends this process, as `stacks.leave`.
     """
     self._links, self._hosts, self._timeouts = links, hosts, timeouts
-    self._log, self._leave, self._fault_suffix = log, leave, fault_suffix
+    self._folder, self._log, self._leave = folder, log, leave
     now = time.monotonic()
     self._states = {rank: ProcessState(last_heard=now, since=now) for rank in links}
     self._first_step: dict[int, tuple[float, int]] = {}
@@ -232,13 +233,13 @@ class Monitor:
       line = f"error: {who}{fault.cause}"
     else:
       who = f"{name} " if name else ""
-      line = f"error: {who}{fault.cause}{self._fault_suffix}"
+      line = f"error: {who}{fault.cause}{stacks.note(self._folder)}"
     others = [rank for rank in self._states if rank != 0]
-    stacks = not fault.is_user_error
-    self._send(others, {"fault": line, "code": fault.code, "stacks": stacks})
+    with_stacks = not fault.is_user_error
+    self._send(others, {"fault": line, "code": fault.code, "stacks": with_stacks})
     self._log(line)
     self._wait_for_closed(_LAST_MESSAGES_S)
-    self._leave(line, fault.code, stacks)
+    self._leave(fault.code, self._folder if with_stacks else None, 0, line)
 
   def _is_common_error(self) -> bool:
     """Whether every process has reported the same error of its user."""

@@ -29,6 +29,11 @@ def print_line(line: str) -> None:
     os.write(_STDERR, (line + "\n").encode(errors="replace"))
 
 
+def note(folder: Path | None) -> str:
+  """The end of a fault's line: where the stacks are."""
+  return f"; stacks in {folder}" if folder else ""
+
+
 def leave(code: int, folder: Path | None, rank: int, line: str) -> NoReturn:
   """End this process within a second, from any thread.
 

@@ -236,7 +236,7 @@ class Watch:
     self._leave(code, f"process 0 on {self._hosts[0]} {what}, seen {place}{why}")
 
   def _leave(self, code: int, cause: str) -> NoReturn:
-    line = f"error: {cause}{_stacks_note(self._folder)}"
+    line = f"error: {cause}{stacks.note(self._folder)}"
     stacks.print_line(line)
     stacks.leave(code, self._folder, self._rank, line)
 
@@ -262,7 +262,6 @@ def start(
   *,
   timeouts: Timeouts | None = None,
   folder: Path | None = None,
-  log: Callable[[str], None] = stacks.print_line,
   watch_alone: bool = False,
 ) -> Watch:
   """Start to watch, after the rendezvous and before JAX is asked for anything.
@@ -274,7 +273,6 @@ def start(
     hosts: of every process.
     timeouts: None: the defaults.
     folder: for stacks, made when there is something to write; None: none.
-    log: prints a line that is no fault, such as of a slow process; process 0's.
     watch_alone: a run of one process is watched for hangs too.
 
   Example:
@@ -287,13 +285,7 @@ def start(
   link, monitor = links.get(0), None
   if rank == 0 and (links or watch_alone):
     link, inner = socket.socketpair()
-
-    def leave(line: str, code: int, with_stacks: bool) -> NoReturn:
-      stacks.leave(code, folder if with_stacks else None, 0, line)
-
-    monitor = Monitor(
-      {0: inner, **links}, hosts, timeouts, log, leave, _stacks_note(folder)
-    )
+    monitor = Monitor({0: inner, **links}, hosts, timeouts, folder)
   watch = Watch(rank, hosts, link, timeouts, folder)
   if link is None:
     return watch
@@ -309,10 +301,6 @@ def start(
   for thread in (*watch._threads, at_exit):
     thread.start()
   return watch
-
-
-def _stacks_note(folder: Path | None) -> str:
-  return f"; stacks in {folder}" if folder else ""
 
 
 def _run_monitor(monitor: Monitor, folder: Path | None) -> None:
