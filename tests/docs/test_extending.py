@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+
 from support.commands import child_env, error_line
 from support.paths import ROOT
 from support.processes import run_group, wait_until
@@ -106,7 +107,7 @@ def test_killed_it_resumes_bit_for_bit(mine, whole, tmp_path):
     command(mine, tmp_path), env=child_env(), cwd=mine.parent,
     stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
   )  # fmt: skip
-  wait_until(lambda: 0 < newest_step(tmp_path), process)
+  wait_until(lambda: newest_step(tmp_path) > 0, process)
   process.send_signal(signal.SIGKILL)
   process.communicate()
   done = run(mine, tmp_path)
