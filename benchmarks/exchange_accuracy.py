@@ -7,7 +7,7 @@ seeds 0, 1, ... (3 unless said), in runs/exchange/; runs that are done are not
 repeated. Prints a table in Markdown and one JSON line. Accuracies are means over the
 seeds with their sample standard deviation, differences to "plain" in points. Bytes
 are those that a device sends in a step, read from the compiled program; of local
-updates the bytes of a meeting are divided by the steps between two.
+updates the bytes of a synchronization are divided by the steps between two.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def sent_bytes(config: Config) -> float:
     exchange = dataclasses.replace(config.exchange, plain_epochs=0.0)
     config = dataclasses.replace(config, exchange=exchange)
   experiment = build.experiment(config)
-  every = experiment.agreement.method.every if experiment.agreement else 1
+  every = experiment.sync.method.every if experiment.sync else 1
   table = hlo.collectives(experiment.lower_train_step().compile(), experiment.mesh)
   return sum(
     row.times * row.wire_bytes / (every if row.conditional else 1) for row in table
@@ -53,7 +53,7 @@ def sent_bytes(config: Config) -> float:
 def markdown(rows: list[dict]) -> str:
   """The rows as docs/exchange.md shows them."""
   lines = [
-    "| exchange | bytes a device sends a step | of plain | held-out accuracy "
+    "| exchange | bytes sent per device and step | of plain | held-out accuracy "
     "| to plain (points) |",
     "|---|---|---|---|---|",
   ]

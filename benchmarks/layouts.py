@@ -5,7 +5,7 @@
 Trains configs/text.py and configs/vit_fashion_mnist.py for some 200 steps on 8
 simulated devices, by the command that a user types, once a layout, in float32, in
 runs/layouts/; runs that are done are not repeated. Plain data parallelism on 4 devices
-is beside them: what another order of additions alone does. Keeps the curves in
+is the reference: what another order of additions alone does. Keeps the curves in
 benchmarks/results/layouts.json, draws docs/layouts.png and prints a table.
 
 A difference is that of a layout to the first one, in the training loss of each step
@@ -37,7 +37,7 @@ FOLDER = Path("runs/layouts")
 
 
 class Run(NamedTuple):
-  """A training: what it is called, on how many devices, what is said beside it."""
+  """A training: what it is called, on how many devices, a note."""
 
   label: str
   settings: tuple[str, ...]

@@ -28,7 +28,7 @@ def draw(studies: Sequence[Mapping[str, Any]], path: Path) -> None:
 
   Args:
     studies: each with "title" and "rows"; a row has "label", "devices" and
-      "train_loss", a number a step. Rows on fewer devices than the first show what
+      "train_loss", one number per step. Rows on fewer devices than the first show what
       another order of additions does, and only below.
     path: of the PNG file.
   """

@@ -12,7 +12,7 @@ is not compiled again, but read again: the result has all that is kept there, al
 of other calls. A combination that does not compile is a row that says why.
 
 Models: "stack", 8 residual layers of 1024 x 4096 and back in a `lax.scan`, bfloat16
-compute, 8192 rows a device (67 M parameters, 268 MB of gradients); "resnet50", 32
+compute, 8192 rows per device (67 M parameters, 268 MB of gradients); "resnet50", 32
 images of 224 x 224 a device (25.6 M parameters). Parameters are float32, the
 optimizer is SGD with momentum. Every mesh is replica 2 x data 4.
 
@@ -273,7 +273,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     )
     lines += [
       "", f"**{model}, {TARGETS[target][0]}**", "",
-      "| exchange | collectives (times a step) | sent MB | across replicas MB "
+      "| exchange | collectives (times per step) | sent MB | across replicas MB "
       "| hidden | overlap | compute | temp MB | compile CPU s |",
       "|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip

@@ -44,7 +44,7 @@ from jaxscale.planning.topologies import find_chips
 ROOT = Path(__file__).parent.parent
 KEPT = ROOT / "runs" / "parallel"
 LIMIT = 3000  # seconds a compile may take
-PROBE = {"batch_size": "64", "accumulate_steps": "1"}  # 4 rows a device of 16
+PROBE = {"batch_size": "64", "accumulate_steps": "1"}  # 4 rows per device of 16
 
 
 class Case(NamedTuple):
@@ -68,7 +68,7 @@ class Case(NamedTuple):
 
 
 def probe(chips: str, options: Any = None, **changes: str) -> Case:
-  """The 1B model with one micro-batch a step, under another layout."""
+  """The 1B model with one micro-batch per step, under another layout."""
   changed = PROBE | {k.replace("__", "."): v for k, v in changes.items()}
   return Case("layouts", "configs/llama_1b.py", chips, changed, options or {})
 

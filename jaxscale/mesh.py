@@ -62,10 +62,10 @@ def mesh_shape(num_devices: int, **sizes: int) -> MeshShape:
   rest = num_devices // max(given, 1)
   shape = MeshShape(*(rest if n == -1 else n for n in asked))
   if min(shape) < 1 or math.prod(shape) != num_devices:
-    said = {"replica": asked.replica, "data": asked.data}
-    said |= {name: n for name, n in asked._asdict().items() if n != 1}
+    given_sizes = {"replica": asked.replica, "data": asked.data}
+    given_sizes |= {name: n for name, n in asked._asdict().items() if n != 1}
     raise ConfigError(
-      ", ".join(f"Mesh.{name}={n}" for name, n in said.items())
+      ", ".join(f"Mesh.{name}={n}" for name, n in given_sizes.items())
       + f": they must multiply to the {num_devices} devices there are; -1 stands for "
       "the rest"
     )

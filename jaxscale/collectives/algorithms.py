@@ -84,7 +84,7 @@ def hierarchical(
 
   Reduce-scatter over the fast axes (all but the first), all-reduce of what is left
   over the slow one, all-gather over the fast ones. With f devices in a group and s
-  groups a device sends 2 M (1 - 1/f) bytes on fast links and 2 (M/f) (1 - 1/s) on
+  groups each device sends 2 M (1 - 1/f) bytes on fast links and 2 (M/f) (1 - 1/s) on
   slow ones. (The form of arXiv:1811.05233; XLA makes it itself of one `psum` over
   slices of TPUs.) A single axis counts as fast.
 

@@ -79,7 +79,7 @@ def payload_bytes(tree: Any, payload: Any = None, *, rows: bool = False) -> int:
   Args:
     tree: arrays or their shapes.
     payload: as for `sum_tree`.
-    rows: every leaf has a leading dim that is not sent, one row a device.
+    rows: every leaf has a leading dim that is not sent, one row per device.
   """
   num_bytes = 0
   for x in jax.tree.leaves(tree):
@@ -103,8 +103,8 @@ def all_reduce(
 ) -> Any:
   """Sum global arrays over all devices of a mesh; outside of `shard_map`.
 
-  Row r of every leaf is what the device `mesh.devices.flat[r]` adds, and lies there
-  (`NamedSharding(mesh, P(mesh.axis_names))`; what lies elsewhere is moved first).
+  Row r of every leaf is what the device `mesh.devices.flat[r]` adds, and is on it
+  (`NamedSharding(mesh, P(mesh.axis_names))`; other arrays are moved first).
   The sum over the rows comes back, without that dim, on every device.
 
   Args:
@@ -119,7 +119,7 @@ def all_reduce(
     The tree of sums, [...], in the dtypes of the tree, replicated.
 
   Raises:
-    ConfigError: as `plan`; a leaf without a row a device, or a dtype without sum.
+    ConfigError: as `plan`; a leaf without one row per device, or a dtype without sum.
 
   Example:
     >>> mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,),
@@ -132,7 +132,8 @@ def all_reduce(
     if not shape or shape[0] != mesh.size:
       name = jax.tree_util.keystr(path)
       raise ConfigError(
-        f"tree{name}.shape={shape}: give a leading dim of {mesh.size}, one row a device"
+        f"tree{name}.shape={shape}: give a leading dim of {mesh.size}, one row per "
+        "device"
       )
   num_bytes = payload_bytes(tree, payload, rows=True)
   by = plan(

@@ -7,8 +7,8 @@ bytes in N = n_1 ... n_d devices, P_k = n_1 ... n_k:
     torus    2 sum_k (n_k - 1) (alpha_k + beta_k s_k M / P_k)
 
 s_k is 1 where the axis is a switch, and the stride of the dimension where its
-devices are wired in a ring, on whose links messages of that stride meet. The other
-algorithms are cases of the torus: hierarchical has a dimension a mesh axis,
+devices are wired in a ring, whose links messages of that stride share. The other
+algorithms are cases of the torus: hierarchical has one dimension per mesh axis,
 halving_doubling dimensions of two, and 2 (alpha + beta M) more for each axis that
 is no power of two. Hierarchical costs what the torus does, as if XLA's collectives
 were rings; of `psum` nothing is known but what was measured.
@@ -44,7 +44,7 @@ class Link(NamedTuple):
 
   Attributes:
     alpha: seconds of a message however short.
-    beta: seconds a byte.
+    beta: seconds per byte.
     switched: every device reaches every other alike; False: they are wired in a
       ring, and what goes s places further takes s links.
   """
@@ -64,7 +64,7 @@ class Dim(NamedTuple):
   """One dimension of a torus.
 
   Attributes:
-    axes: mesh axes it lies in, slowest first; several are one ring over all.
+    axes: its mesh axes, slowest first; several are one ring over all.
     size: devices along it.
     stride: how far apart they are, in places along the axes.
     live: only the first so many places of the axes take part; None: all.
@@ -115,7 +115,7 @@ class Measured(NamedTuple):
 
 
 def axis_dims(sizes: Mapping[str, int]) -> tuple[Dim, ...]:
-  """One dimension a mesh axis, the last (fastest) first; none of size 1.
+  """One dimension per mesh axis, the last (fastest) first; none of size 1.
 
   Example:
     >>> [str(d) for d in axis_dims({"replica": 2, "data": 4})]
@@ -282,7 +282,7 @@ def best_dims(
 ) -> tuple[Dim, ...]:
   """The fewest dimensions that come within `tolerance` of the fastest torus.
 
-  Axes go by their seconds a byte, which is the best order of any that keep the
+  Axes go by their seconds per byte, which is the best order of any that keep the
   dimensions of an axis together; then what an axis costs depends on the factors of
   no other.
   """

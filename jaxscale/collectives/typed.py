@@ -4,7 +4,7 @@
 over mesh axes) and which are the same on all (*invariant*). JAX has no cast from
 the first to the second: it cannot know that they are the same. After a ring has
 copied every block to every device they are, bit for bit, and
-`same_everywhere` says so. It costs nothing in the compiled program; ending with
+`same_everywhere` declares it. It costs nothing in the compiled program; ending with
 `lax.all_gather(..., to="invarying")` instead would move the data once more.
 """
 
@@ -40,7 +40,7 @@ batching.defvectorized(_same_everywhere)
 def same_everywhere(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
   """`x`, typed invariant over `axes`; the caller vouches that it is.
 
-  Nothing checks it: a value that differs between devices would go on as if it
+  Nothing checks it: a value that differs between devices would be used as if it
   did not. It has no derivative of its own; what calls it defines one.
 
   Args:

@@ -100,7 +100,7 @@ def int8(
   seed: int = 0,
   bucket_bytes: int = BUCKET_BYTES,
 ) -> Exchange:
-  """The mean with 8 bits an element, a scale a block and stochastic rounding.
+  """The mean with 8 bits an element, one scale per block and stochastic rounding.
 
       s = max |x| / 127  over a block,   q = floor(x / s + u),  u uniform in [0, 1)
 

@@ -155,14 +155,14 @@ def resize(state: Any, num_devices: int) -> Any:
   """The state of `one_bit` for another number of devices, as it says there.
 
   Args:
-    state: with a leading dim of one entry a device.
+    state: with a leading dim of one entry per device.
     num_devices: the new number, N'.
   """
 
   def tensor(residual, owner):
     shape, old = residual.shape[1:], len(owner)
     size = columns(shape, num_devices)
-    whole = owner.reshape(-1, size.rows)[: size.count]  # a row a column
+    whole = owner.reshape(-1, size.rows)[: size.count]  # one row per column
     if shrinks(shape, num_devices):
       missing = num_devices * size.own - size.count
       cut = jnp.pad(whole * (num_devices / old), ((0, missing), (0, 0)))

@@ -7,7 +7,7 @@ elements of largest magnitude with their places:
     result = 1/N sum_i x_i [on S_i],   r' = x [off S]
 
 k is a share of each tensor, or of each bucket of tensors laid end to end. One
-all_gather carries places (int32) and values (float32): 8 k bytes a device sends,
+all_gather carries places (int32) and values (float32): each device sends 8 k bytes,
 and N times that it receives. A plain all-reduce moves 8 bytes an element through
 every device, so the exchange is smaller only while share < 1 / N.
 
@@ -150,7 +150,7 @@ def _mean_of_sent(xs, places, axes):
     place, value = one[0], lax.bitcast_convert_type(one[1], jnp.float32)
     return total.at[place].add(value, unique_indices=True), None
 
-  # One device after another: a scatter that meets a place twice adds in any order
+  # One device after another: a scatter to one place twice adds in any order
   # on a GPU, and replicas would drift apart.
   none = vary(jnp.zeros(starts[-1], jnp.float32), varying(received))
   total, _ = lax.scan(add, none, received)

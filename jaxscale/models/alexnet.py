@@ -26,7 +26,7 @@ class AlexNetModule(nn.Module):
 
   With 1,000 classes it has 60,965,224 parameters, and 2,240 more with BatchNorm,
   whose scale and shift Intel Caffe's MKL-DNN layer learns (`use_weight_bias`,
-  true unless said otherwise); NVIDIA/caffe's file of the same network
+  true by default); NVIDIA/caffe's file of the same network
   (models/alexnet_bn/train_val2.prototxt) has `scale_bias: false`.
 
   Caffe rounds the sizes of pooled images up, we down: no difference at 227. The

@@ -68,7 +68,7 @@ def cached_attention(
 
   Args:
     q: [batch, new, heads, width], of the tokens start, start + 1, …
-    k: [batch, room, groups, width]; what lies behind the newest token is not seen.
+    k: [batch, room, groups, width]; what is behind the newest token is not seen.
     v: likewise.
     start: int32 [], tokens before the first of q.
 

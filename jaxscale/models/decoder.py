@@ -186,7 +186,7 @@ def _init(
 ) -> Any:
   """Normal numbers; into the residual stream 1 / sqrt(branches) of them.
 
-  GPT-2's scale for the matrices that end a branch, of which there are two a layer
+  GPT-2's scale for the matrices that end a branch, of which there are two per layer
   ("Language Models are Unsupervised Multitask Learners", Radford et al. 2019, §2.3).
   """
   embed_key, layers_key, head_key = jax.random.split(key, 3)

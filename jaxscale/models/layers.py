@@ -33,7 +33,7 @@ class BatchNorm(nn.Module):
 
   Raises:
     ConfigError: the groups do not divide the batch, or `group_size` is given
-      beside `axis_name`.
+      with `axis_name`.
 
   Example:
     >>> norm = BatchNorm(group_size=32)
@@ -177,7 +177,7 @@ def dropout(x: jax.Array, rate: float, keys: jax.Array | None, layer: int) -> ja
   Args:
     x: [batch, ...].
     rate: probability of a zero.
-    keys: one key an example, as the train step hands them out; None: evaluate.
+    keys: one key per example, as the train step hands them out; None: evaluate.
     layer: tells apart the dropout layers of one model.
   """
   if keys is None or rate == 0.0:

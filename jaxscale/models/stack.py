@@ -25,7 +25,7 @@ for queries, MLPs of the usual size), and what it computes again:
     branches  2 b: what attention added to the stream. The layer is computed again
               but for the last product of each branch; nothing is communicated again
     full      b. The layer is computed again but for its last product: close to a
-              third more work a step. The sum at the end of attention is
+              third more work per step. The sum at the end of attention is
               communicated again; that at the end of the layer is in the next input
 
     offload   as full, but b waits in the host's memory: the input of a layer is
@@ -138,7 +138,7 @@ def at_least_float32(x: jax.Array) -> jax.Array:
 
 
 def sum_totals(losses: jax.Array, hits: jax.Array, counts: jax.Array) -> Totals:
-  """The totals of a batch; `counts` says which losses and hits count, all alike [...]."""
+  """The totals of a batch; `counts` says which losses and hits count, all [...]."""
   return {
     "loss": jnp.where(counts, losses, 0.0).sum(),
     "accuracy": (hits & counts).sum(dtype=jnp.int32),

@@ -117,7 +117,7 @@ def local_shard(w: jax.Array, dim: int) -> jax.Array:
   )
 
 
-# Cheap enough to be made again, wherever they are: what lies between the name and the
+# Cheap enough to be made again, wherever they are: what is between the name and the
 # gather, which a policy would keep otherwise.
 _CASTS = ("convert_element_type", "pvary", "pcast")
 

@@ -87,12 +87,12 @@ def make_layout_exchange(exchange: Exchange, layout: Layout) -> Exchange:
         leaves[place] = mean
     return structure.unflatten(leaves), state
 
-  # What becomes of it on other devices depends on the layouts (`carry_over`).
+  # What becomes of it on other devices depends on the layouts (`checkpoint.reshard`).
   return Exchange(init, reduce)
 
 
 class Split(NamedTuple):
-  """What an exchange's state depends on beside the exchange; JSON can have it.
+  """What an exchange's state depends on, apart from the exchange; JSON can have it.
 
   Attributes:
     mesh: devices along each axis, in the order of the mesh.

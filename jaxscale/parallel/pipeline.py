@@ -27,7 +27,7 @@ Some of the devices run a collective in such a branch. That is well where its gr
 are wholly in or wholly out, as those of an all-reduce over `model` are. It is not along
 the stages themselves: half of the group never comes. Nor is it for a permute along any
 axis: one instruction names all pairs of the mesh, and XLA on CPU waits for every device
-in it. `_check_branch` says so before the program hangs.
+in it. `_check_branch` refuses it before the program hangs.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ _NEVER = -1e30  # a score that counts for nothing, and whose differences are no 
 
 
 def check_zigzag(tokens: int) -> None:
-  """Refuse tokens that do not make two pieces a device.
+  """Refuse tokens that do not make two pieces per device.
 
   Raises:
     ConfigError: an odd number.
@@ -72,7 +72,7 @@ def ring_attention(
     v: likewise.
     axis: mesh axis of the tokens, n devices.
     causal: a token sees itself and those before it.
-    order: which tokens a device has, see `jaxscale.parallel.sequence.places`.
+    order: which tokens each device has, see `jaxscale.parallel.sequence.places`.
     block: keys whose scores are in memory at once.
 
   Returns:
@@ -80,7 +80,7 @@ def ring_attention(
 
   Raises:
     ConfigError: groups that do not divide heads; "zigzag", and an odd number of
-      tokens a device.
+      tokens per device.
   """
   devices = axis_sizes((axis,))[axis]
   rows, tokens, heads, width = q.shape
@@ -110,7 +110,7 @@ class _Plan(NamedTuple):
 
 
 class _Part(NamedTuple):
-  """Which queries meet which keys of a block."""
+  """Which queries see which keys of a block."""
 
   first_query: int
   num_keys: int
@@ -207,7 +207,7 @@ def _go_round(plan: _Plan, step: Callable, kept: Any, kv: Any, grads: Any) -> An
     earlier = functools.partial(step, _Part(0, tokens // 2, masked=False))
     later = functools.partial(step, _Part(tokens // 2, tokens, masked=False))
 
-  def meet(turn, *args):
+  def attend(turn, *args):
     if not plan.causal:
       return whole(*args)
     source = (here - turn) % n
@@ -221,11 +221,11 @@ def _go_round(plan: _Plan, step: Callable, kept: Any, kv: Any, grads: Any) -> An
   def turn(carry, t):
     kept, kv, grads = carry
     coming = send(kv)  # nothing in this turn waits for it
-    kept, grads = meet(t, kept, kv, grads)
+    kept, grads = attend(t, kept, kv, grads)
     return (kept, coming, send(grads)), None
 
   (kept, kv, grads), _ = lax.scan(turn, (kept, kv, grads), jnp.arange(n - 1))
-  kept, grads = meet(n - 1, kept, kv, grads)
+  kept, grads = attend(n - 1, kept, kv, grads)
   return kept, send(grads)
 
 

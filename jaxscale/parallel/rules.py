@@ -4,10 +4,11 @@ Every parameter must be matched by exactly one rule: one that is forgotten would
 whole on every device, one that two rules match would depend on their order, and both
 would be seen only when the memory is full.
 
-Models of stacked layers have rules of their own (`SHARDING` in models/): they split the first matrices of a branch by columns along `model`,
-the last by rows (tensor.py); what `fsdp` splits is the other dim, so that both go
-together; layers are split along `stage` by their first dim. Vectors are small, and
-whole but along `model`, where they belong to columns.
+Models of stacked layers have rules of their own (`SHARDING` in models/). They split the
+first matrices of a branch by columns along `model`, the last by rows (tensor.py); what
+`fsdp` splits is the other dim, so that both go together; layers are split along `stage`
+by their first dim. Vectors are small, and whole but along `model`, where they belong to
+columns.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
 Every device has the same parameters and a part of each sequence's tokens, h
 [rows, tokens/n, width]. All of a model but attention works on tokens alone; `split`
-gives the operations (`Ops`) for the rest. Attention meets the other tokens by
+gives the operations (`Ops`) for the rest. Attention sees the other tokens by
 
     ring_attention         keys and values go round, n-1 permutes; any heads, exact
     all_to_all_attention   tokens for heads and back, 4 all-to-alls; n divides heads
 
-With T tokens a row of `e` elements each in queries, and a share r of that in keys and
+With T tokens per row of `e` elements each in queries, and a share r of that in keys and
 in values (heads over groups), a device sends forwards
 
     ring          2 r e T/n (n-1)         about 2 r e T, however many devices
@@ -49,7 +49,7 @@ def split(
   Args:
     axis: mesh axis of the tokens.
     attend: "ring" or "all_to_all".
-    order: which tokens a device has, as of `places`. "zigzag" is for the ring; the
+    order: which tokens each device has, as of `places`. "zigzag" is for the ring; the
       tokens must have been put in `zigzag_order`.
 
   Raises:
@@ -113,7 +113,7 @@ def zigzag_order(tokens: int, devices: int) -> np.ndarray:
   """
   if tokens % (2 * devices):
     raise ConfigError(
-      f"tokens={tokens}: give a multiple of {2 * devices}, two pieces a device"
+      f"tokens={tokens}: give a multiple of {2 * devices}, two pieces per device"
     )
   pieces = np.arange(tokens).reshape(2 * devices, -1)
   front, back = pieces[:devices], pieces[::-1][:devices]

@@ -24,7 +24,7 @@ class Fit(NamedTuple):
   """What the compiler says of one program.
 
   Attributes:
-    memory: bytes a device; None: it was refused.
+    memory: bytes per device; None: it was refused.
     refusal: the compiler's line, where it did.
     limit: bytes a program may take of a device.
     seconds: that it took to compile.
@@ -129,15 +129,15 @@ def largest(values: Sequence[Any], fits: Callable[[Any], bool]) -> Any:
 def line(fit: Fit, chips: Chips) -> str:
   """A candidate in one line: what it takes, of what, and whether that is good."""
   chip = chips.chip
-  verdict = "fits" if fit.is_good else "does not fit"
+  result = "fits" if fit.is_good else "does not fit"
   took = f"{fit.seconds:.0f} s to compile"
   if fit.memory is None:
-    return f"{verdict} in {gib(fit.limit)}: {fit.refusal} ({took})"
+    return f"{result} in {gib(fit.limit)}: {fit.refusal} ({took})"
   m = fit.memory
   host = f", {gib(m.host)} on the host" if m.host else ""
   jax_takes = " that JAX takes" if chip.platform == "cuda" else ""
   return (
-    f"{verdict}: {gib(m.total)} of {gib(fit.limit)}{jax_takes} "
+    f"{result}: {gib(m.total)} of {gib(fit.limit)}{jax_takes} "
     f"({gib(m.arguments)} state and batch, {gib(m.temporaries)} temporaries{host}; "
     f"{took})"
   )

@@ -70,7 +70,7 @@ class Collective(NamedTuple):
     group_size: n above; 2 for pairs.
     axes: mesh axes along which devices of a group differ; None without a mesh or
       groups.
-    times: executions a step: the trips of the loops around it.
+    times: executions per step: the trips of the loops around it.
     times_known: False where a loop's trips are not in the text and counted as 1.
     conditional: whether it is in a branch that need not be taken.
     is_async: whether it has a start and an end with, perhaps, compute between.
@@ -189,7 +189,7 @@ def summary(table: Sequence[Collective]) -> str:
   behind = sum(r.times * r.wire_bytes for r in table if r.overlap)
   share = behind / everything.wire_bytes if everything.wire_bytes else 0.0
   text.append(
-    f"a device sends {everything.wire_bytes / 1e6:.3f} MB a step, {share:.0%} of it "
+    f"a device sends {everything.wire_bytes / 1e6:.3f} MB per step, {share:.0%} of it "
     "with compute between start and end"
   )
   if not all(row.times_known for row in table):

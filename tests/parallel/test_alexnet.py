@@ -16,7 +16,7 @@ from jaxscale.training import losses
 from jaxscale.training.state import abstract_state
 from jaxscale.training.step import make_train_step
 
-# (name, kernel size, inputs a group, outputs), as the prototxt files list them.
+# (name, kernel size, inputs per group, outputs), as the prototxt files list them.
 CONVS = [
   ("conv1", 11, 3, 96),
   ("conv2", 5, 96 // 2, 256),

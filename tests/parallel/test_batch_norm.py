@@ -35,7 +35,7 @@ SPREADS = [(2, 1), (4, 1), (8, 1), (8, 2)]  # devices, of which replicas
 
 
 def spread(span, num_devices, replica=1):
-  """The mesh, and how the models are told, for a span of a batch of 64."""
+  """The mesh, and what the models get, for a span of a batch of 64."""
   shape = mesh_shape(num_devices, replica=replica)
   rows = BATCH // num_devices
   bn = batch_norm_span(span, rows, replica=shape[0], data=shape[1])
@@ -193,7 +193,7 @@ def test_a_group_that_does_not_divide_the_rows_is_one_line(options):
     ours(stats, group_size=4, axis_name=("data",))(params, x)
 
 
-# From a span to a mesh and to what the models are told.
+# From a span to a mesh and to what the models get.
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def config(**fields):
 
 
 def sent(**fields):
-  """What the step sends beside its metrics: kind -> (times, payload bytes, dtypes)."""
+  """What the step sends, without its metrics: kind -> (times, payload bytes, dtypes)."""
   experiment = build.experiment(config(**fields))
   compiled = experiment.lower_train_step().compile()
   found = {}
@@ -243,7 +243,7 @@ def test_what_excludes_what():
 
 
 def test_whose_directory_it_is(tmp_path):
-  """Another algorithm may go on with a run, another compression may not."""
+  """Another algorithm may resume a run, another compression may not."""
   # Written before there were exchanges.
   before = {"format": FORMAT, "config": {"class": "Config", "batch_size": 64}}
   now = config()

@@ -115,7 +115,7 @@ def test_int8_is_unbiased_and_within_its_bound():
 
 
 def test_int8_keeps_blocks_within_tensors():
-  """A bias beside weights a million times larger keeps its own scale."""
+  """A bias next to weights a million times larger keeps its own scale."""
   rng = np.random.default_rng(0)
   grads = {
     "bias": rng.standard_normal((1, N, 7)).astype(np.float32) * np.float32(1e-6),

@@ -1,4 +1,4 @@
-"""What an exchange has not sent yet arrives, however many devices go on."""
+"""What an exchange has not sent yet arrives, however many devices resume."""
 
 import functools
 
@@ -111,7 +111,7 @@ def test_nothing_is_lost_over_changes_of_the_number_of_devices(name, counts):
   for leaf in SHAPES if name in FEEDBACK else ():
     pending = unsent(state, leaf) / counts[-1]
     close(sent[leaf] + pending, wanted[leaf], 1e-5, leaf)
-  if name not in FEEDBACK:  # int8: a step counter, which goes on counting
+  if name not in FEEDBACK:  # int8: a step counter, which keeps counting
     assert state["step"].tolist() == [50 * len(counts)] * N
   if "warm" in name:
     assert state["step"].tolist() == [50 * len(counts)] * N

@@ -1,4 +1,4 @@
-"""A run that stops and goes on from a checkpoint is the run that did not stop."""
+"""A run that stops and resumes from a checkpoint is the run that did not stop."""
 
 import functools
 
@@ -127,7 +127,7 @@ def test_a_checkpoint_is_restored_on_another_number_of_devices(
 
 @pytest.mark.parametrize("name", ["delayed", "one bit"])
 def test_a_run_goes_on_with_four_devices_and_then_with_eight(name, tmp_path):
-  """Steps 0 to 3 on 8 devices, to 7 on 4, to 11 on 8; beside it, all on 8."""
+  """Steps 0 to 3 on 8 devices, to 7 on 4, to 11 on 8; and all on 8."""
   losses = {}
   for kind, counts in {"same": (8, 8, 8), "other": (8, 4, 8)}.items():
     losses[kind] = []

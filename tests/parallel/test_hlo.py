@@ -359,7 +359,7 @@ def test_summary_is_for_people():
   assert [x.split()[:4] for x in lines[1:3]] == [
     ["all-gather", "data", "bf16", "16"], ["reduce-scatter", "data", "bf16", "3"],
   ]  # fmt: skip
-  assert "738.198 MB a step, 93% of it" in lines[-1]
+  assert "738.198 MB per step, 93% of it" in lines[-1]
   unknown = hlo.summary(hlo.collectives(text("until"), GRID))
   assert "counted once" in unknown
   assert "in a branch" in hlo.summary(hlo.collectives(text("sometimes")))

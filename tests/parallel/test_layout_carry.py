@@ -1,4 +1,4 @@
-"""What an exchange keeps under a layout: gone on with where it can be, else refused."""
+"""What an exchange keeps under a layout: resumed where it can be, else refused."""
 
 import functools
 from typing import Any, NamedTuple
@@ -110,10 +110,10 @@ def restore(directory, made, say=print):
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_the_same_layout_goes_on_with_every_bit(exchange, tmp_path):
   one = made("data 2 x fsdp 2 x model 2", exchange)
-  state, said = filled(one), []
+  state, message = filled(one), []
   save(tmp_path, one, state)
-  assert_same_bits(restore(tmp_path, one, said.append), state)
-  assert not said
+  assert_same_bits(restore(tmp_path, one, message.append), state)
+  assert not message
 
 
 @pytest.mark.parametrize(
@@ -135,14 +135,14 @@ def test_what_splits_gradients_alike_is_the_same_layout_here(there, here, tmp_pa
   ],
 )  # fmt: skip
 def test_a_count_of_steps_goes_on_under_any_layout(exchange, there, here, tmp_path):
-  saved, said = filled(made(there, exchange)), []
+  saved, message = filled(made(there, exchange)), []
   save(tmp_path, made(there, exchange), saved)
-  state = restore(tmp_path, made(here, exchange), said.append)
+  state = restore(tmp_path, made(here, exchange), message.append)
   bare = {"exchange_state": ()}
   assert_same_bits(state._replace(**bare), saved._replace(**bare))
   counts = [np.unique(x).tolist() for x in jax.tree.leaves(state.exchange_state)]
   assert counts and all(count == [4] for count in counts)
-  assert len(said) == 1 and "carried over" in said[0]
+  assert len(message) == 1 and "carried over" in message[0]
 
 
 def of_parts(made, tree):
@@ -173,10 +173,10 @@ def test_other_devices_with_the_same_parts_carry_each_over(
 ):
   """Part by part: what is pending of its mean is kept, and no other part's."""
   old, new = made(there, exchange), made(here, exchange)
-  saved, said = filled(old), []
+  saved, message = filled(old), []
   save(tmp_path, old, saved)
-  state = restore(tmp_path, new, said.append)
-  assert "carried over from" in said[0]
+  state = restore(tmp_path, new, message.append)
+  assert "carried over from" in message[0]
   before = of_parts(old, jax.device_get(saved.exchange_state))
   after = of_parts(new, jax.device_get(state.exchange_state))
   assert before.keys() == after.keys() and len(before) == 2

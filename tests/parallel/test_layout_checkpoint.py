@@ -79,7 +79,7 @@ def train(name, state, steps):
 
 
 class Saved(NamedTuple):
-  """A run that was saved and went on: where, fingerprints, losses and the end."""
+  """A run that was saved and resumed: where, fingerprints, losses and the end."""
 
   directory: Any
   leaves: Any

@@ -1,4 +1,4 @@
-"""Which rows a process feeds, where several have the same."""
+"""Which rows each process feeds, where several have the same."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -149,7 +149,7 @@ def test_gathers_run_in_the_loops(remat):
   assert all(r.axes == ("fsdp",) and r.times_known for r in gathers)
   sent = {n: sum(r.payload_bytes * r.times for r in gathers if r.times == n)
           for n in {r.times for r in gathers}}  # fmt: skip
-  # A layer's 7 matrices forwards and again backwards; table and head besides.
+  # A layer's 7 matrices forwards and again backwards; and table and head.
   assert sent[16] == 2 * 16 * 4 * (OF_LAYER - 2 * WIDTH)
   assert set(sent) == {1, 16}
   assert sent[1] <= 2 * 4 * 2 * 128 * WIDTH
@@ -232,7 +232,9 @@ def config(**layout):
 def trained(remat, optimizer):
   """Losses of three steps, and the last state."""
   settings = config(remat=remat, optimizer=optimizer)
-  experiment = build.experiment(settings, datasets=settings.data.abstract(settings.batch_size))
+  experiment = build.experiment(
+    settings, datasets=settings.data.abstract(settings.batch_size)
+  )
   state, losses = experiment.init_state(), []
   tokens = np.random.default_rng(0).integers(0, 256, (8, 16)).astype(np.int32)
   batch = jax.device_put(

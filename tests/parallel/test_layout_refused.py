@@ -1,4 +1,4 @@
-"""What a layout would do wrongly or in silence is refused, or said."""
+"""What a layout would do wrongly or in silence is refused, or logged."""
 
 import dataclasses
 import json

@@ -161,9 +161,9 @@ def losses_of(stack, layout, case):
     piped = {"gpipe": gpipe_grads, "1f1b": one_f_one_b_grads}
     own = piped[case.schedule](stack, layout)
 
-    def grads(shards, beside, model_state, batch, micros):
+    def grads(shards, full, model_state, batch, micros):
       found = {
-        n: own.grads(shards[n], beside[n], {}, batch, micros) for n in OPTIMIZERS
+        n: own.grads(shards[n], full[n], {}, batch, micros) for n in OPTIMIZERS
       }
       totals = together({n: totals for n, (_, _, totals) in found.items()})
       return {n: g for n, (g, _, _) in found.items()}, model_state, totals

@@ -64,7 +64,7 @@ def run(method, tx, steps, *, mesh=None, workers=None, **options):
 
 
 def reference(outer, every, steps, *, lr, momentum, reset, groups=WORKERS):
-  """The same in float64; `outer` is (anchor, mean way, its state) -> both anew."""
+  """The same in float64; `outer` is (anchor, averaged pseudo-gradient, its state) -> both anew."""
   anchor, state = W0.copy(), np.zeros(DIM)
   w = np.tile(anchor, (groups, 1))
   v = np.zeros_like(w)

@@ -258,7 +258,7 @@ def test_sees_what_is_before_and_nothing_behind():
 def test_initial_parameters_are_of_the_published_scale():
   sizes = SIZES | {"num_layers": 8, "width": 192, "hidden": 300}
   p = make_transformer(**sizes).init(jax.random.key(0))
-  into = 0.02 / np.sqrt(16)  # two branches a layer
+  into = 0.02 / np.sqrt(16)  # two branches per layer
   for name, std in {"q": 0.02, "gate": 0.02, "o": into, "down": into}.items():
     kernels = p["layers"][name]["kernel"]
     np.testing.assert_allclose(kernels.std(), std, rtol=0.02)

@@ -189,14 +189,14 @@ def test_initial_parameters_are_as_in_the_papers_code():
 
 
 @pytest.mark.parametrize(
-  ("sizes", "said"),
+  ("sizes", "message"),
   [
     ({"patch": 3}, "vit.patch=3: does not divide images of 8x8"),
     ({"num_heads": 3}, "vit.num_heads=3: does not divide width=16"),
   ],
 )
-def test_sizes_that_do_not_go_together_are_refused(sizes, said):
-  with pytest.raises(ConfigError, match=said):
+def test_sizes_that_do_not_go_together_are_refused(sizes, message):
+  with pytest.raises(ConfigError, match=message):
     make_vit(**SIZES | sizes)
 
 

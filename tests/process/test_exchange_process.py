@@ -87,6 +87,6 @@ def test_two_processes_hold_the_same(tmp_path):
   results = run_processes(tmp_path / "two", 2, 2, *args, config="configs/digits.py")
   assert [code for *_, code in results] == [0, 0], results[0][1] + results[1][1]
   assert "done: held-out accuracy" in results[0][0]
-  # And one process goes on from what two have saved: here it evaluates.
+  # And one process resumes what two have saved: here it evaluates.
   done = run_train(tmp_path / "two", *args, num_devices=4)
   assert "all 90 steps are done" in done.stdout

@@ -36,10 +36,8 @@ def layout(shard="none", **sizes):
   return [*args, f"--config.layout.shard={shard}"]
 
 
-LAYOUTS = {
-  "fsdp": layout("fsdp", fsdp=8),
-  "data x fsdp x model": layout("fsdp", data=2, fsdp=2, model=2),
-}
+FSDP = layout("fsdp", fsdp=8)
+HYBRID = layout("fsdp", data=2, fsdp=2, model=2)
 # On four devices.
 FOUR = {
   "fsdp": layout("fsdp", fsdp=4),
@@ -81,15 +79,9 @@ def assert_same_numbers(workdir, reference, bound=1e-6):
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-  found = {}
-
-  def of(name):
-    if name not in found:
-      found[name] = tmp_path_factory.mktemp("whole") / "run"
-      run(found[name], *LAYOUTS[name])
-    return found[name]
-
-  return of
+  workdir = tmp_path_factory.mktemp("whole") / "run"
+  run(workdir, *HYBRID)
+  return workdir
 
 
 def kill(workdir, args, *, in_mid_save, rng=random):
@@ -106,36 +98,35 @@ def kill(workdir, args, *, in_mid_save, rng=random):
   return any("tmp" in name for name in checkpoint_names(workdir))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_kills_in_mid_run_and_in_mid_save_change_no_bit(tmp_path, uninterrupted, name):
-  workdir, args = tmp_path / "run", LAYOUTS[name]
-  assert kill(workdir, args, in_mid_save=True)
-  kill(workdir, args, in_mid_save=False)
-  assert 0 < newest_step(workdir) < STEPS
-  assert "resuming from the checkpoint of step" in run(workdir, *args)
-  assert not any("tmp" in name for name in checkpoint_names(workdir))
-  assert checksums(workdir) == checksums(uninterrupted(name))
-  # XLA on CPU does not always add up the losses of four devices in the same order.
-  assert_same_numbers(workdir, uninterrupted(name))
-
-
-@pytest.mark.parametrize(
-  ("there", "here"), [("fsdp", "data x fsdp x model"), ("data x fsdp x model", "fsdp")]
-)
-def test_a_killed_run_goes_on_under_another_layout(
-  tmp_path, uninterrupted, there, here
-):
+def test_kills_in_mid_run_and_in_mid_save_change_no_bit(tmp_path, uninterrupted):
   workdir = tmp_path / "run"
-  kill(workdir, LAYOUTS[there], in_mid_save=True)
+  assert kill(workdir, HYBRID, in_mid_save=True)
+  kill(workdir, HYBRID, in_mid_save=False)
+  assert 0 < newest_step(workdir) < STEPS
+  assert "resuming from the checkpoint of step" in run(workdir, *HYBRID)
+  assert not any("tmp" in name for name in checkpoint_names(workdir))
+  assert checksums(workdir) == checksums(uninterrupted)
+  # XLA on CPU does not always add up the losses of four devices in the same order.
+  assert_same_numbers(workdir, uninterrupted)
+
+
+def test_a_killed_run_resumes_under_another_layout(tmp_path, uninterrupted):
+  """There and back again; and on a single device without any.
+
+  tests/parallel/test_layout_checkpoint.py has every pair of layouts, in one process.
+  """
+  workdir = tmp_path / "run"
+  kill(workdir, HYBRID, in_mid_save=True)
   step = newest_step(workdir)
-  # Twice: under the other layout, and on a single device without any.
   alone = shutil.copytree(workdir, tmp_path / "alone")
-  out = run(workdir, *LAYOUTS[here])
-  assert f"resuming from the checkpoint of step {step}" in out
-  assert_same_numbers(workdir, uninterrupted(there))
+  kill(workdir, FSDP, in_mid_save=True)
+  assert step < (later := newest_step(workdir)) < STEPS
+  out = run(workdir, *HYBRID)
+  assert f"resuming from the checkpoint of step {later}" in out
+  assert_same_numbers(workdir, uninterrupted)
   out = run(alone, num_devices=1)
   assert f"resuming from the checkpoint of step {step}" in out
-  assert_same_numbers(alone, uninterrupted(there))
+  assert_same_numbers(alone, uninterrupted)
 
 
 def test_what_an_exchange_keeps_of_parts_is_refused_elsewhere(tmp_path):
@@ -169,10 +160,9 @@ def run_group(workdir, count, num_devices, *args):
   return results[0][0]
 
 
-GROUPS = [
-  ("fsdp", 4, 1), ("fsdp", 2, 2), ("data x model", 4, 1), ("data x model", 2, 2),
-  ("stage x model", 4, 1),
-]  # fmt: skip
+# Each layout in four processes and, where two devices of one may share an axis, in
+# two of two: here or in the test of resuming.
+GROUPS = [("fsdp", 4, 1), ("data x model", 2, 2), ("stage x model", 4, 1)]
 
 
 @pytest.mark.parametrize(("name", "count", "num_devices"), GROUPS)
@@ -182,16 +172,20 @@ def test_processes_train_as_one_with_as_many_devices(
   out = run_group(tmp_path / "run", count, num_devices, *FOUR[name])
   assert "done: held-out loss" in out
   assert_same_numbers(tmp_path / "run", in_one_process(name))
-  # And one process goes on from what they have saved: here it evaluates.
+  # And one process resumes what they have saved: here it evaluates.
   out = run(tmp_path / "run", *FOUR["fsdp"], num_devices=4)
   assert f"all {STEPS} steps are done" in out
 
 
-@pytest.mark.parametrize("name", ["fsdp", "data x model"])
-def test_processes_go_on_from_what_one_has_saved(tmp_path, in_one_process, name):
+@pytest.mark.parametrize(
+  ("name", "count", "num_devices"), [("fsdp", 2, 2), ("data x model", 4, 1)]
+)
+def test_processes_go_on_from_what_one_has_saved(
+  tmp_path, in_one_process, name, count, num_devices
+):
   """Of another layout, too: saved with 8 devices in one process."""
   workdir = tmp_path / "run"
-  kill(workdir, LAYOUTS["data x fsdp x model"], in_mid_save=False)
-  out = run_group(workdir, 4, 1, *FOUR[name])
+  kill(workdir, HYBRID, in_mid_save=False)
+  out = run_group(workdir, count, num_devices, *FOUR[name])
   assert "resuming from the checkpoint of step" in out
   assert_same_numbers(workdir, in_one_process(name))

@@ -69,15 +69,15 @@ def test_names_of_chips(name, parts):
 
 
 @pytest.mark.parametrize(
-  "name, said",
+  "name, message",
   [
     ("v5e", "give KIND-COUNT"), ("k80-8", "a kind of v5e"),
     ("v5e-7", "slices of 1, 4, 8"), ("h100-12", "hosts have 8 GPUs"),
     ("0xv5e-8", "at least one chip"),
   ],
 )  # fmt: skip
-def test_chips_that_there_are_not(name, said):
-  with pytest.raises(ConfigError, match=f"^--chips={name}: .*{said}"):
+def test_chips_that_there_are_not(name, message):
+  with pytest.raises(ConfigError, match=f"^--chips={name}: .*{message}"):
     topologies.find_chips(name)
 
 
@@ -95,10 +95,10 @@ def test_descriptions_of_gpus():
 
 
 def test_what_a_compiler_refuses():
-  said = topologies.out_of_memory(
+  message = topologies.out_of_memory(
     RuntimeError("RESOURCE_EXHAUSTED: E1000: out of HBM (17.3G)\nmore")
   )
-  assert said == "E1000: out of HBM (17.3G)"
+  assert message == "E1000: out of HBM (17.3G)"
   assert (
     topologies.out_of_memory(RuntimeError("INTERNAL: RESOURCE_EXHAUSTED: x")) is None
   )
@@ -152,17 +152,17 @@ def test_the_largest_model_is_found(capsys, tmp_path, monkeypatch):
   matrices = (PARAMETERS_OF_LAYER - vectors) / 8
   assert added == pytest.approx(12 * (matrices + vectors), rel=0.02)
   limit = sizes[4].total
-  code, said = lines(
+  code, message = lines(
     capsys, tmp_path, monkeypatch, "--over=model.num_layers=6,2,4", limit=limit
   )
-  assert code == 0 and said[-1] == "the largest is model.num_layers=4 on each of here-8"
-  assert [x.split(":")[0] for x in said[:3]] == [
+  assert code == 0 and message[-1] == "the largest is model.num_layers=4 on each of here-8"
+  assert [x.split(":")[0] for x in message[:3]] == [
     f"model.num_layers={n}" for n in (2, 4, 6)
   ]
 
 
 @pytest.mark.parametrize(
-  "args, said",
+  "args, message",
   [
     ([], "--config: missing"),
     (["--config", "configs/llama_1b.py"], "--chips: missing; try --chips v5e-16"),
@@ -171,10 +171,10 @@ def test_the_largest_model_is_found(capsys, tmp_path, monkeypatch):
     (["--config=c", "--chips=v5e-17"], "--chips=v5e-17: v5e has slices of"),
   ],
 )
-def test_a_mistake_is_one_line(args, said, capsys):
+def test_a_mistake_is_one_line(args, message, capsys):
   assert cli.main(["plan", *args]) == 2
   (line,) = capsys.readouterr().err.splitlines()
-  assert line.startswith(f"error: {said}")
+  assert line.startswith(f"error: {message}")
 
 
 def test_what_is_tried_are_numbers(capsys, tmp_path, monkeypatch):

@@ -47,8 +47,8 @@ def test_resnet101_for_imagenet_22k():
   size = 7 * 7 * 3 * 64 + 2 * 64
   wide = 64  # channels that enter a stage
   for width, blocks in ((64, 3), (128, 4), (256, 23), (512, 3)):
-    for entering in (wide, *[4 * width] * (blocks - 1)):
-      size += entering * width + 9 * width * width + width * 4 * width
+    for inputs in (wide, *[4 * width] * (blocks - 1)):
+      size += inputs * width + 9 * width * width + width * 4 * width
       size += 2 * (width + width + 4 * width)
     size += wide * 4 * width + 2 * 4 * width  # the shortcut of the first block
     wide = 4 * width
@@ -116,7 +116,7 @@ def test_zero_init_makes_each_block_its_shortcut():
   after = evaluate(changed)
   np.testing.assert_array_equal(before, after)
   scales = [v["bn"]["scale"] for k, v in params.items() if k.startswith("BatchNorm")]
-  assert sum(bool((s == 0).all()) for s in scales) == 2  # one a block
+  assert sum(bool((s == 0).all()) for s in scales) == 2  # one per block
 
 
 def test_the_stride_is_in_the_3x3():
