@@ -42,7 +42,10 @@ def pytest_collection_modifyitems(items):
   files = {}
   for item in items:
     files.setdefault(item.path, []).append(item)
-  waiting = [f for f in files if {"process", "slurm"} & set(f.parts)]
+  slurm, processes = (
+    [f for f in files if f.parent.name == name] for name in ("slurm", "process")
+  )
+  waiting = slurm + processes
   computing = [f for f in files if f not in set(waiting)]
   # Each file's place from 0 to 1 among its own kind.
   place = {

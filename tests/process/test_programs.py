@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from support.cases import all_slow_except
 from support.commands import child_env
 from support.paths import ROOT
 from support.programs import RUNS
@@ -42,10 +41,16 @@ def test_seeds_order_every_two_axes_contrarily():
   assert all(x != y for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("name", all_slow_except(RUNS, "data x fsdp x model"))
-def test_programs_are_the_same_in_every_process(name):
-  a, b = in_processes("tests/support/programs.py", name)
-  assert a == b
-  assert [json.loads(line)["name"] for line in a.splitlines()] == [
-    f"{name}, {what}" for what in ("init", "train", "eval")
+QUICK = ["data x fsdp x model"]
+OTHERS = [name for name in RUNS if name not in QUICK]
+
+
+@pytest.mark.parametrize("names", [QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)])
+def test_programs_are_the_same_in_every_process(names):
+  a, b = (list(map(json.loads, out.splitlines())) for out in in_processes(
+    "tests/support/programs.py", *names))  # fmt: skip
+  for x, y in zip(a, b, strict=True):
+    assert x == y
+  assert [line["name"] for line in a] == [
+    f"{name}, {what}" for name in names for what in ("init", "train", "eval")
   ]
