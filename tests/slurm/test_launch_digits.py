@@ -30,7 +30,7 @@ def test_after_a_good_preflight_it_trains(cli):
   cli("submit", "--real", "--nodes=2", "--preflight", "--name=d", *ONCE)
   assert until(cli, "d", "COMPLETED", 180)[3:5] == ["2", "34/34"]
   checked = cli("logs", "d", "--rank=batch")
-  assert "2 processes on 2 hosts (n1, n2)" in checked
+  assert "2 processes on 2 hosts (n1 and n2)" in checked
   assert "preflight: ready" in checked
 
 

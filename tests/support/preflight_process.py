@@ -84,7 +84,12 @@ def connect(rank, size, port):
   """Sockets as the rendezvous leaves them: to all in process 0, to it elsewhere."""
   if rank:
     return {0: socket.create_connection(("127.0.0.1", port), timeout=None)}
-  with socket.create_server(("127.0.0.1", port), backlog=size) as server:
+  # For IPv4 and IPv6 where there are both, as the rendezvous does.
+  both = socket.has_dualstack_ipv6()
+  family = socket.AF_INET6 if both else socket.AF_INET
+  with socket.create_server(
+    ("", port), family=family, backlog=size, dualstack_ipv6=both
+  ) as server:
     print("listening", flush=True)
     links = [server.accept()[0] for _ in range(size - 1)]
   found = {}
