@@ -16,6 +16,13 @@ if TYPE_CHECKING:  # they import JAX, which is told what to run on before
   from jaxscale.weights import Leaf
 
 
+# What is taken: prefixes of names in a checkpoint, and of paths in a safetensors file.
+_PREFIXES = {
+  "params": (("params/", "params/"), ("model_state/", "")),
+  "average": (("average/0/", "params/"), ("average/1/", "")),
+}
+
+
 class Request(NamedTuple):
   """What a command line asks for; see cli/export.py."""
 
@@ -45,14 +52,23 @@ def export(request: Request) -> str:
   directory = request.workdir.absolute() / "checkpoints" / str(step)
   try:
     manifest = files.read_manifest(directory)["leaves"]
-    take = _take(request, manifest)
+    has_average = any(name.startswith("average/0/") for name in manifest)
+    if request.take == "average" and not has_average:
+      raise ConfigError("--take=average: the run keeps none (Config.ema_decay=None)")
+    take = request.take or ("average" if has_average else "params")
     read = functools.lru_cache(maxsize=3)(files.leaf_reader(directory))
+
+    def part(name: str, layer: int | None) -> Any:
+      return read(name) if layer is None else read(name)[layer]
+
     leaves = {
-      ours: weights.Leaf(
+      ours + name.removeprefix(prefix): weights.Leaf(
         tuple(manifest[name]["shape"]), _dtype(manifest[name]["dtype"]),
-        functools.partial(_part, read, name),
+        functools.partial(part, name),
       )
-      for ours, name in _names(manifest, take).items()
+      for prefix, ours in _PREFIXES[take]
+      for name in manifest
+      if name.startswith(prefix)
     }  # fmt: skip
     said = _hf_fields(request, described, leaves)
     size = weights.export_leaves(
@@ -91,34 +107,6 @@ def _step(request: Request) -> int:
       f"--step={request.step}: not saved, there are {', '.join(map(str, steps))}"
     )
   return steps[-1] if request.step is None else request.step
-
-
-def _take(request: Request, manifest: dict[str, Any]) -> str:
-  has_average = any(name.startswith("average/0/") for name in manifest)
-  if request.take == "average" and not has_average:
-    raise ConfigError("--take=average: the run keeps none (Config.ema_decay=None)")
-  return request.take or ("average" if has_average else "params")
-
-
-def _names(manifest: dict[str, Any], take: str) -> dict[str, str]:
-  """A leaf's path as `weights` has it -> its name in the checkpoint."""
-  prefixes = {
-    "params": ("params/", "model_state/"),
-    "average": ("average/0/", "average/1/"),
-  }
-  params, model_state = prefixes[take]
-  found = {}
-  for name in manifest:
-    if name.startswith(params):
-      found["params/" + name.removeprefix(params)] = name
-    elif name.startswith(model_state):
-      found[name.removeprefix(model_state)] = name
-  return found
-
-
-def _part(read: Any, name: str, layer: int | None) -> Any:
-  leaf = read(name)
-  return leaf if layer is None else leaf[layer]
 
 
 def _dtype(name: str) -> Any:

@@ -18,8 +18,7 @@ import numpy as np
 from jaxscale import metrics
 from jaxscale.config import AdaptiveBatch, Config
 from jaxscale.errors import ConfigError
-from jaxscale.metrics.text import cell
-from jaxscale.metrics.text import table as text_table
+from jaxscale.metrics.text import entries_table
 from jaxscale.studies import trials
 from jaxscale.studies.trials import Outcome, Trial
 
@@ -160,13 +159,17 @@ def summarise(
   # A size where only the lucky seeds reached would bend the curve.
   points = [s for s in sizes if s["reached"] == s["runs"]]
   fit = fit_steps([s["batch_size"] for s in points], [s["target_step"] for s in points])
+  fitted = None if fit is None else fit._asdict()
+  if fitted:  # JSON has no infinity; None: there was no limit
+    ends = (None if np.isinf(x) else x for x in fitted["b_crit_range"])
+    fitted["b_crit_range"] = [*ends]
   return {
     "title": title,
     "target_accuracy": config.target_accuracy,
     "epochs": config.epochs,
     "lr_scaling": config.lr_scaling,
     "sizes": sizes,
-    "fit": None if fit is None else _finite(fit._asdict()),
+    "fit": fitted,
     "notes": _notes(config, sizes, points, fit),
     "runs": [o.as_dict() for o in outcomes],
   }
@@ -195,15 +198,8 @@ def _size(runs: Sequence[Outcome]) -> dict[str, Any]:
   }
 
 
-def _finite(node: dict[str, Any]) -> dict[str, Any]:
-  """JSON has no infinity; None says that there was no limit."""
-  low, high = node["b_crit_range"]
-  ends = [None if np.isinf(x) else x for x in (low, high)]
-  return node | {"b_crit_range": ends}
-
-
 def _notes(config, sizes, points, fit: Fit | None) -> list[str]:
-  """What has to be said beside the numbers."""
+  """What a reader of the numbers has to know."""
   notes = []
   if config.lr_scaling == "none" and len(sizes) > 1:
     notes.append("lr_scaling='none': every size was trained at the same rate")
@@ -239,43 +235,34 @@ def _critical(fit: Fit) -> str:
     f"a curve of two parameters through {fit.num_sizes} points, off by up to "
     f"{fit.error:.0%}, for this target, schedule and rate rule alone"
   )
+  best = f"{fit.b_crit:,.0f} (S_min {fit.s_min:,.0f} steps)"
   if np.isinf(high):
     return (
       f"critical batch size at least {low:,.0f}, and no upper limit: there is none "
-      f"when a size is left out; {fit.b_crit:,.0f} (S_min {fit.s_min:,.0f} steps) "
-      f"with all of them, {curve}"
+      f"when a size is left out; {best} with all of them, {curve}"
     )
-  return (
-    f"critical batch size {fit.b_crit:,.0f} (S_min {fit.s_min:,.0f} steps): "
-    f"{low:,.0f} to {high:,.0f} when a size is left out; {curve}"
-  )
+  left_out = f"{low:,.0f} to {high:,.0f} when a size is left out"
+  return f"critical batch size {best}: {left_out}; {curve}"
+
+
+_COLUMNS = {
+  "batch": ("batch_size", ","), "rate": ("peak_lr", ".4g"), "reached": ("outcomes", ""),
+  "steps": ("target_step", ",.0f"), "epochs": ("target_epochs", ".2f"),
+  "seconds": ("target_seconds", ".1f"), "held-out": ("accuracy", ".2%"),
+  "gap": ("gap", "+.2%"),
+}  # fmt: skip
 
 
 def table(study: dict[str, Any]) -> str:
   """The study for a terminal: one line per size, then the notes."""
-  head = ("batch", "rate", "reached", "steps", "epochs", "seconds", "held-out", "gap")
   rows = []
   for size in study["sizes"]:
-    reached = f"{size['reached']}/{size['runs']}"
-    for name in ("missed", "diverged"):
-      if size[name]:
-        reached += f" ({size[name]} {name})"
-    rows.append(
-      (
-        f"{size['batch_size']:,}",
-        f"{size['peak_lr']:.4g}",
-        reached,
-        cell(size["target_step"], ",.0f"),
-        cell(size["target_epochs"], ".2f"),
-        cell(size["target_seconds"], ".1f"),
-        cell(size["accuracy"], ".2%"),
-        cell(size["gap"], "+.2%"),
-      )
-    )
+    failed = [f" ({size[s]} {s})" for s in ("missed", "diverged") if size[s]]
+    outcomes = f"{size['reached']}/{size['runs']}{''.join(failed)}"
+    rows.append(size | {"outcomes": outcomes})
   title = f"{study['title']}: to {study['target_accuracy']:.2%} in {study['epochs']:g}"
-  return "\n".join(
-    [f"{title} epochs at most", text_table(head, rows, left=()), *study["notes"]]
-  )
+  sizes = entries_table(rows, _COLUMNS)
+  return "\n".join([f"{title} epochs at most", sizes, *study["notes"]])
 
 
 def study(

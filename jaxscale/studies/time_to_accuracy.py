@@ -21,10 +21,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jaxscale import metrics
 from jaxscale.config import Config
-from jaxscale.metrics.text import cell
-from jaxscale.metrics.text import table as text_table
+from jaxscale.metrics.text import entries_table
 from jaxscale.studies import trials
 from jaxscale.studies.trials import Outcome, Trial
 
@@ -99,13 +100,8 @@ def reference(config: Config) -> Reference | None:
   size = config.batch_size
   if not is_reference or not min(REFERENCES) <= size <= max(REFERENCES):
     return None
-  if size in REFERENCES:
-    return REFERENCES[size]
-  low = max(s for s in REFERENCES if s < size)
-  high = min(s for s in REFERENCES if s > size)
-  t = (size - low) / (high - low)
-  pairs = zip(REFERENCES[low], REFERENCES[high], strict=True)
-  return Reference(*(a + t * (b - a) for a, b in pairs))
+  columns = zip(*REFERENCES.values(), strict=True)
+  return Reference(*(float(np.interp(size, [*REFERENCES], y)) for y in columns))
 
 
 def make_trials(config: Config, workdir: Path, seeds: int) -> list[Trial]:
@@ -150,26 +146,21 @@ def summarise(
   }
 
 
+_COLUMNS = {
+  "seed": ("seed", ""), "outcome": ("status", ""), "steps": ("target_step", ","),
+  "epochs": ("target_epochs", ".2f"), "seconds": ("target_seconds", ".1f"),
+  "held-out": ("accuracy", ".2%"),
+}  # fmt: skip
+
+
 def table(result: dict[str, Any]) -> str:
   """The result for a terminal: one line per run, then the result."""
-  head = ("seed", "outcome", "steps", "epochs", "seconds", "held-out")
-  rows = [
-    (
-      str(run["seed"]),
-      run["status"],
-      cell(run["target_step"], ","),
-      cell(run["target_epochs"], ".2f"),
-      cell(run["target_seconds"], ".1f"),
-      cell(run["accuracy"], ".2%"),
-    )
-    for run in result["runs"]
-  ]
   count, reached = len(result["runs"]), result["reached"]
   title = (
     f"{result['title']}: to {result['target_accuracy']:.2%} at batch "
     f"{result['batch_size']:,}, {reached} of {count} reached"
   )
-  return "\n".join([title, text_table(head, rows, left=()), *_verdict(result)])
+  return "\n".join([title, entries_table(result["runs"], _COLUMNS), *_verdict(result)])
 
 
 def _verdict(result: dict[str, Any]) -> list[str]:

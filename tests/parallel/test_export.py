@@ -9,15 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale import models, weights
+from jaxscale import cli, models, weights
 from jaxscale.checkpoint import files
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config.loading import load_config
+from jaxscale.config.record import FORMAT
 from jaxscale.errors import ConfigError
-from jaxscale.experiment import build, parts
+from jaxscale.experiment import build
+from jaxscale.experiment.model import make_model
 from jaxscale.mesh import make_mesh
 from jaxscale.models.stack import stack_logits
-from jaxscale.run import export
 from jaxscale.run.fit import fit
 from jaxscale.run.workdir import describe
 from jaxscale.training.state import TrainState
@@ -38,7 +39,7 @@ def finished(tmp_path_factory):
 
 
 def typed(capsys, *argv):
-  code = export.main([str(arg) for arg in argv])
+  code = cli.main(["export", *map(str, argv)])
   out, err = capsys.readouterr()
   return code, (err or out).rstrip("\n")
 
@@ -104,6 +105,7 @@ def test_a_checkpoint_of_a_resnet_becomes_timms_file(tmp_path, capsys):
   with Checkpoints(tmp_path / "checkpoints") as checkpoints:
     checkpoints.save(made)
   described = {
+    "format": FORMAT,
     "config": {"model": {"class": "ResNet"}},
     "data": {"name": "x", "num_classes": 7, "mean": [0], "std": [1]},
   }
@@ -180,7 +182,7 @@ def spoken(tmp_path_factory):
 
 def logits_of(config, params):
   experiment = build.experiment(config)
-  stack = parts.make_stack(config, experiment.train_data.info)
+  stack = make_model(config, experiment.train_data.info)
   tokens = np.random.default_rng(0).integers(0, 256, (2, 9)).astype(np.int32)
   return jax.jit(lambda p: stack_logits(stack, p, {"tokens": tokens}))(params)
 
@@ -226,7 +228,7 @@ def test_a_folder_for_transformers_says_what_its_parameters_mean(
   for to in (tmp_path / "other.safetensors", workdir / "model.safetensors"):
     kept = (to.parent / "config.json").read_text()
     code, line = typed(capsys, "--workdir", workdir, "--to", to, "--naming=huggingface")
-    assert code == 2 and "give a file in a folder of its own" in line
+    assert code == 2 and "give a path in a folder of its own" in line
     assert (to.parent / "config.json").read_text() == kept and not to.exists()
   # Another model of the same shapes does not take it.
   changes = dict(
@@ -247,7 +249,7 @@ def test_a_folder_for_transformers_says_what_its_parameters_mean(
 
 MISTAKES = {
   "option": (["--too=x"], "did you mean '--to'?"),
-  "no workdir": (["--to=x"], "--workdir: missing; try --workdir runs/digits"),
+  "no workdir": (["--to=x"], "--workdir: missing; try --workdir runs/x"),
   "no file": (["--workdir=x"], "--to: missing"),
   "no value": (["--to", "--workdir=x"], "--to: a value is missing"),
   "naming": (["--to=x", "--workdir=x", "--naming=tim"], "did you mean 'timm'?"),
@@ -294,13 +296,15 @@ def test_what_the_run_has_not_is_one_line(finished, tmp_path, capsys, monkeypatc
 
 
 def test_help_and_choices():
-  assert export.NAMINGS == weights.NAMINGS
   done = subprocess.run(
-    [sys.executable, "-m", "jaxscale.run.export", "--help"], cwd=ROOT,
+    [sys.executable, "-m", "jaxscale", "export", "--help"], cwd=ROOT,
     env=child_env(), capture_output=True, text=True, timeout=60,
   )  # fmt: skip
   assert done.returncode == 0 and "--naming NAMING" in done.stdout
   assert not done.stderr
+  _, parser = cli.load("export")
+  choices = {action.dest: action.choices for action in parser._actions}
+  assert choices["naming"] == weights.NAMINGS
 
 
 def test_every_device_count_reads_what_any_wrote(tmp_path):
