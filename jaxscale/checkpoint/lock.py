@@ -52,9 +52,11 @@ class WorkdirLock:
   """The right to write into one directory, renewed by a thread.
 
   Example:
-    >>> lock = acquire(Path("runs/x"))                      # doctest: +SKIP
-    >>> lock.check()    # before whatever must not come from two runs
-    >>> lock.release()
+    >>> import tempfile
+    >>> with acquire(Path(tempfile.mkdtemp())) as lock:
+    ...   lock.check()    # before whatever must not come from two runs
+    ...   lock.token
+    1
   """
 
   def __init__(self, path: Path, owner: LockOwner, renew_s: float = RENEW_S):
