@@ -241,7 +241,7 @@ def hf_config_path(path: str | os.PathLike) -> Path:
     pass
   raise ConfigError(
     f"{path}: a config.json is written next to it, and {where} is of another file; "
-    "give a path in a folder of its own"
+    "give a file in a folder of its own"
   )
 
 

@@ -162,9 +162,9 @@ def _sources(
   }
   if any(problems.values()):
     counts = (
-      f"{len(set(found))} {what}, first {found[0]}"
-      for what, found in problems.items()
-      if found
+      f"{len(set(arrays))} {what}, first {arrays[0]}"
+      for what, arrays in problems.items()
+      if arrays
     )
     is_head = {ours for ours, _ in misshaped} <= set(names.head) and not (
       missing or unexpected or mistyped

@@ -75,7 +75,9 @@ def with_header(path, header, data=b"\0" * 48):
 GOOD = {"dtype": "F32", "shape": [4, 3], "data_offsets": [0, 48]}
 SECOND = {"dtype": "U8", "shape": [2], "data_offsets": [48, 50]}
 DAMAGE = {
-  "cut in its data": (lambda f: os.truncate(f, f.stat().st_size - 1), "cut short .*not fully"),
+  "cut in its data": (
+    lambda f: os.truncate(f, f.stat().st_size - 1), "cut short .*not full"
+  ),
   "cut in its header": (lambda f: os.truncate(f, 20), "cut short .*header length"),
   "cut in its length": (lambda f: os.truncate(f, 5), "not a safetensors file"),
   "empty": (lambda f: os.truncate(f, 0), "not a safetensors file"),
