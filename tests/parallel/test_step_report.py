@@ -246,7 +246,7 @@ for report in ("False", "True"):
 @pytest.mark.slow
 def test_two_processes_time_themselves_alone(tmp_path):
   code = PROCESS.format(config=CONFIG | MLP, workdir=str(tmp_path))
-  results = run_group([sys.executable, "-c", code])
+  results = run_group([sys.executable, "-c", code], num_devices=2)
   assert [code for *_, code in results] == [0, 0], results[0][1] + results[1][1]
   lines = results[0][0].splitlines()
   at = next(i for i, x in enumerate(lines) if x.startswith("step report: "))

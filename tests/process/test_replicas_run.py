@@ -144,7 +144,7 @@ for bad in ((), (1,), (0, 1)):
 
 
 def test_two_real_processes_name_the_one_that_differs():
-  results = run_group([sys.executable, "-c", PROCESS])
+  results = run_group([sys.executable, "-c", PROCESS], num_devices=2)
   assert [code for *_, code in results] == [0, 0], results
   said = [own_lines(out) for out, *_ in results]
   assert said[0] == said[1]
