@@ -13,6 +13,7 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxscale.cli.commands import COMMANDS, load
 from jaxscale.cli.parser import Parser
 
 # The shell gives the words up to the cursor, and gets the possible last ones. Bash
@@ -63,8 +64,6 @@ def complete(line: str) -> list[str]:
     >>> complete("jaxscale export --naming=ti")
     ['--naming=timm']
   """
-  from jaxscale.cli import COMMANDS, load
-
   *before, word = line.split(" ")[1:] or [""]
   if not before:
     return [n for n in (*COMMANDS, "--help", "--version") if n.startswith(word)]

@@ -138,6 +138,11 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{name}: missing; {hint}")
     return args
 
+  def help_page(self, args: argparse.Namespace) -> str:
+    """The page of `--help`; a command's module can have another `help_page`."""
+    del args
+    return self.format_help()
+
   def _split(self, argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Takes the settings out of a command line."""
     rest, overrides, args = [], {}, list(argv)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,7 +64,8 @@ def curve(config: Config, num_train: int) -> Curve:
   from jaxscale.experiment.optimizer import phase_schedule
 
   # One device and micro-batch: what a batch is divided by changes no rate.
-  derived = derive(_undivided(config), num_train, 1, 1)
+  undivided = dataclasses.replace(config, accumulate_steps=1, noise_scale=False)
+  derived = derive(undivided, num_train, 1, 1)
   epochs, rates = [], []
   for phase in derived.phases:
     steps = np.arange(phase.start, phase.stop)
@@ -71,12 +73,6 @@ def curve(config: Config, num_train: int) -> Curve:
     epochs.append(seen / num_train)
     rates.append(jax.vmap(phase_schedule(config, derived, phase))(steps))
   return Curve(np.concatenate(epochs), np.concatenate(rates))
-
-
-def _undivided(config: Config) -> Config:
-  import dataclasses
-
-  return dataclasses.replace(config, accumulate_steps=1, noise_scale=False)
 
 
 def num_examples(config: Config) -> int:

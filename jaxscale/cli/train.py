@@ -28,9 +28,8 @@ def add_workdir(parser: Parser) -> None:
   )
 
 
-def help_page(args: argparse.Namespace) -> str:
+def help_page(parser: Parser, args: argparse.Namespace) -> str:
   """The options, and every setting: of the config, or of all alternatives."""
-  from jaxscale.cli import load
   from jaxscale.config.choice import own_choices
   from jaxscale.config.files import load_file
   from jaxscale.config.help import settings_help
@@ -41,7 +40,6 @@ def help_page(args: argparse.Namespace) -> str:
     config = load_config(args.config, args.overrides)
     own = own_choices(vars(load_file(Path(args.config.partition(":")[0]))))
   title = "settings:" if config else "settings (--config FILE --help shows the file's):"
-  _, parser = load("train")
   return f"{parser.format_help()}\n{title}\n{settings_help(config, own)}\n"
 
 
