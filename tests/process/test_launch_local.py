@@ -194,6 +194,7 @@ def test_of_a_sweep_only_what_is_not_done_is_resumed(stand_in, tmp_path):
   (tmp_path / "does").write_text("exit 0")
   job.resume()
   assert [len(events(job, i)) for i in range(3) if wait(job)] == [2, 4, 2]
+  assert [row.state for row in job.status()] == ["COMPLETED"] * 3
 
 
 def test_it_starts_again_as_long_as_that_is_of_use(stand_in, tmp_path):
