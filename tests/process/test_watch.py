@@ -275,7 +275,9 @@ def test_who_never_says_where_it_is_may_train_for_days():
 
 
 def test_what_a_program_does_after_a_run_is_its_own():
-  assert not find_hang({0: seen(45, "outside", 0)}, 1e6, Timeouts(startup_timeout_s=math.inf))
+  assert not find_hang(
+    {0: seen(45, "outside", 0)}, 1e6, Timeouts(startup_timeout_s=math.inf)
+  )
   after = {0: seen(45, "outside", 300), 1: seen(45, "outside", 300)}
   assert find_hang(after, 1000.0, LIMITS)  # a command's end has a limit, 600 s
   assert not find_hang(after, 800.0, LIMITS)
