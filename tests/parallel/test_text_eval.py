@@ -10,21 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jaxscale.launch.report import report
 
 from jaxscale import config as cfg
 from jaxscale import data, metrics, models
 from jaxscale.checkpoint.directory import prune
+from jaxscale.cli.train import _done
 from jaxscale.config.loading import load_config
 from jaxscale.data.python_docs import documents
 from jaxscale.data.stream import of_array, windows
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
 from jaxscale.launch import status
+from jaxscale.launch.scaling_report import report
 from jaxscale.mesh import make_mesh
 from jaxscale.metrics.mllog import log_from_record
 from jaxscale.run.fit import fit
-from jaxscale.train import _done
 from jaxscale.training import loop
 from jaxscale.training.step import make_eval_step
 from support.job_script import RUN
