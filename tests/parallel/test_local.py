@@ -1,6 +1,7 @@
 """Local updates: against plain data parallelism, and against float64 numpy."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +65,10 @@ def run(method, tx, steps, *, mesh=None, workers=None, **options):
 
 
 def reference(outer, every, steps, *, lr, momentum, reset, groups=WORKERS):
-  """The same in float64; `outer` is (anchor, averaged pseudo-gradient, its state) -> both anew."""
+  """The same in float64.
+
+  `outer` is (anchor, averaged pseudo-gradient, its state) -> new anchor and state.
+  """
   anchor, state = W0.copy(), np.zeros(DIM)
   w = np.tile(anchor, (groups, 1))
   v = np.zeros_like(w)
@@ -182,7 +186,8 @@ def test_norms_are_of_whole_parameters():
   tx = optim.lars(lambda step: jnp.float32(1.0), weight_decay=1e-3, mask=None)
   method = local.local_sgd(99)
   state = run(method, tx, 4)[-1][0]
-  params, opt_state = init(None)[0], tx.init(init(None)[0])
+  params: Any = init(None)[0]
+  opt_state = tx.init(params)
   for x in data(4):
     rows = x.reshape(WORKERS, -1, DIM)[5]
     grads = jax.grad(
@@ -216,10 +221,8 @@ def test_nothing_crosses_the_network_between_synchronizations():
 
 
 def test_metrics_of_each_device_average_to_the_reduced_ones():
-  tx, method = (
-    optim.sgd(lambda step: 0.05 / (1 + step.astype(jnp.float32))),
-    local.local_sgd(2),
-  )
+  tx = optim.sgd(lambda step: 0.05 / jnp.asarray(1 + step, jnp.float32))
+  method = local.local_sgd(2)
   whole = run(method, tx, 3)
   each = run(method, tx, 3, reduce_metrics=False)
   for (_, a), (_, b) in zip(whole, each, strict=True):
