@@ -46,8 +46,8 @@ job.status()
 job.wait(timeout_s=300)
 
 # %% [markdown]
-# The metrics are a list of dicts, one per logged step: `pandas.DataFrame(job.metrics())`
-# makes a data frame of it.
+# The metrics are a list of dicts, one per logged step;
+# `pandas.DataFrame(job.metrics())` makes a data frame of it.
 
 # %%
 job.metrics()

@@ -14,8 +14,8 @@ Result     published, epochs to 75.9 % top-1 (reference convergence points of
 The rows of the table are tuned one by one: no scaling rule leads from one to
 another, so another batch size has to be tuned as well. The logs count decay steps
 from the end of the warm-up in some rows and from step 0 in others and do not
-state which; read here so that each run ends 2 to 5 epochs after the published mean, which
-one of the two readings does for every row.
+state which; here each row has the reading by which its run ends 2 to 5 epochs after
+the published mean.
 """
 
 from typing import NamedTuple

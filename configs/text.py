@@ -6,8 +6,8 @@ Command    python -m jaxscale.train --config configs/text.py
            --config.mesh.model=4 --config.layout.shard=fsdp
 Hardware   2 CPU cores (Xeon), jax 0.10.2, Python 3.11
 Result     1.967 bits per byte, accuracy 60.5 %, in 1,013 s on one device while
-           other work ran; after 216 steps (epochs=0.4) 3.013 and 41.8 %, under five layouts
-           (docs/parallelism.md)
+           other work ran; after 216 steps (epochs=0.4) 3.013 and 41.8 %, under five
+           layouts (docs/parallelism.md)
 """
 
 from jaxscale.config import (

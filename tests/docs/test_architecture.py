@@ -31,7 +31,8 @@ def test_files_exist(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_each_step_names_what_is_in_its_file(page):
-  steps = re.findall(r"^\d\. `([\w/]+\.py)`: (.*?)(?=^\d\. |^$)", text(page), re.M | re.S)
+  step = r"^\d\. `([\w/]+\.py)`: (.*?)(?=^\d\. |^$)"
+  steps = re.findall(step, text(page), re.M | re.S)
   for file, says in steps:
     source = (CODE / file).read_text()
     for name in re.findall(r"`([A-Za-z_]\w*)`", says):
