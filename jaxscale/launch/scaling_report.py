@@ -145,7 +145,7 @@ def serial_share(kind: Kind, points: Sequence[tuple[float, float]]) -> float | N
     points: (devices, speed-up), both relative to the smallest size.
 
   Example:
-    >>> serial_share("strong", [(1, 1.0), (4, 1 / (0.1 + 0.9 / 4))])
+    >>> round(serial_share("strong", [(1, 1.0), (4, 1 / (0.1 + 0.9 / 4))]), 6)
     0.1
     >>> round(serial_share("weak", [(1, 1.0), (4, 3.7)]), 6)
     0.1
