@@ -247,9 +247,11 @@ def batch_norm_span(
     )
   if span < device_rows:
     if device_rows % span:
+      nearest = _nearest_divisor(device_rows, span, least=2)
+      wanted = '"device"' if nearest == device_rows else nearest
       raise ConfigError(
         f"bn_span={span}: does not divide the {device_rows} examples of a device's "
-        f"micro-batch, give {_divisor_span(device_rows, span)}"
+        f"micro-batch, give {wanted}"
       )
     return BatchNormSpan(group_size=span)
   sharing = span // device_rows
@@ -262,12 +264,6 @@ def batch_norm_span(
   if sharing == data:
     return BatchNormSpan(axis_name=("data",))
   return BatchNormSpan(bn_devices=sharing, axis_name=(BN_AXIS,))
-
-
-def _divisor_span(device_rows: int, span: int) -> str:
-  """The nearest span of 2 examples or more that divides a device's rows."""
-  nearest = _nearest_divisor(device_rows, span, least=2)
-  return '"device"' if nearest == device_rows else str(nearest)
 
 
 def _nearest_divisor(number: int, wanted: float, least: int = 1) -> int:

@@ -239,24 +239,6 @@ def torus_seconds(
   return seconds
 
 
-def algorithm_seconds(
-  algorithm: str,
-  sizes: Mapping[str, int],
-  dims: Sequence[Dim],
-  num_bytes: float,
-  links: Mapping[str, Link],
-) -> float | None:
-  """Predicted seconds of an algorithm on its dimensions; None for `psum`."""
-  if algorithm == "psum":
-    return None
-  seconds = torus_seconds(dims, num_bytes, links)
-  if algorithm == "halving_doubling":
-    for axis, n in sizes.items():
-      if n & (n - 1):
-        seconds += 2 * (links[axis].alpha + links[axis].beta * num_bytes)
-  return seconds
-
-
 @functools.cache
 def factorizations(number: int) -> tuple[tuple[int, ...], ...]:
   """Every way to write a number as an ordered product of factors above 1.
@@ -366,7 +348,12 @@ def plan(
       best_dims(sizes, num_bytes, links) if dims is None else given_dims(dims, sizes)
     ),
   }[algorithm]()
-  seconds = algorithm_seconds(algorithm, sizes, planned, num_bytes, links)
+  if algorithm == "psum":
+    return Plan(algorithm, tuple(sizes), planned, None)
+  seconds = torus_seconds(planned, num_bytes, links)
+  if algorithm == "halving_doubling":  # what is folded is sent there and back
+    folded = [links[axis] for axis, n in sizes.items() if n & (n - 1)]
+    seconds += sum(2 * (link.alpha + link.beta * num_bytes) for link in folded)
   return Plan(algorithm, tuple(sizes), planned, seconds)
 
 

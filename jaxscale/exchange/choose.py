@@ -39,7 +39,10 @@ def all_reduce(chosen: AllReduce, context: ExchangeContext) -> Exchange:
   if chosen.algorithm in ("auto", "torus"):
     context.note(f"exchange by {by}, for {num_bytes / 1e6:.3g} MB at once, {source}")
   if half is not None:
-    options = {"sum_in": getattr(chosen, "sum_in", "float32"), "bucket_bytes": bucket_bytes}
+    options = {
+      "sum_in": getattr(chosen, "sum_in", "float32"),
+      "bucket_bytes": bucket_bytes,
+    }
     return half_precision(axes, half, by=by, **options)
   if by.algorithm == "psum" and bucket_bytes is None:
     bucket_bytes = best_bucket_bytes(context.mesh)

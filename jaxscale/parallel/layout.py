@@ -312,8 +312,19 @@ def opt_state_specs(layout: Layout, tx: optax.GradientTransformation) -> Any:
   """
   if layout.shapes is None:
     return P()
-  state = jax.eval_shape(tx.init, layout.shapes)
-  return like_params(state, layout.shapes, layout.opt_specs)
+  params = jax.tree_util.tree_leaves_with_path(layout.shapes)
+  specs = zip(params, jax.tree.leaves(layout.opt_specs), strict=True)
+  known = {path_name(path): (x.shape, spec) for (path, x), spec in specs}
+
+  def spec_of(path: Any, leaf: Any) -> P:
+    parts = path_name(path).split("/")
+    for i in range(len(parts)):
+      shape, spec = known.get("/".join(parts[i:]), (None, P()))
+      if shape == leaf.shape:
+        return spec
+    return P()
+
+  return jax.tree.map_with_path(spec_of, jax.eval_shape(tx.init, layout.shapes))
 
 
 def opt_state_shardings(layout: Layout, tx: optax.GradientTransformation) -> Any:
@@ -352,27 +363,3 @@ def _moved(opt_state: Any, layout: Layout, space: Any) -> Any:
   return jax.tree.map(
     lambda x: jax.device_put(x, space) if x.ndim >= 2 else x, opt_state
   )
-
-
-def like_params(tree: Any, params: Any, specs: Any) -> Any:
-  """The spec of the parameter that each leaf is like, or `P()`.
-
-  Args:
-    tree: shapes of, say, an optimizer's state.
-    params: shapes of the parameters.
-    specs: one for each parameter.
-  """
-  leaves = zip(
-    jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(specs), strict=True
-  )
-  known = {path_name(path): (x.shape, spec) for (path, x), spec in leaves}
-
-  def spec_of(path: Any, leaf: Any) -> P:
-    parts = path_name(path).split("/")
-    for i in range(len(parts)):
-      shape, spec = known.get("/".join(parts[i:]), (None, None))
-      if spec is not None and shape == leaf.shape:
-        return spec
-    return P()
-
-  return jax.tree.map_with_path(spec_of, tree)

@@ -62,10 +62,10 @@ def make_layout_exchange(exchange: Exchange, layout: Layout) -> Exchange:
 
   def init(grads):
     leaves, structure = jax.tree.flatten(grads)
-    chosen = [group for group in groups if group.is_chosen]
     return {
       group.name: exchange.init(structure.unflatten(_only(leaves, group)))
-      for group in chosen
+      for group in groups
+      if group.is_chosen
     }
 
   def reduce(grads, state):
@@ -77,7 +77,11 @@ def make_layout_exchange(exchange: Exchange, layout: Layout) -> Exchange:
         part = structure.unflatten(_only(vary(leaves, axes), group))
         part, state[group.name] = exchange.exchange(part, state[group.name])
         found = structure.flatten_up_to(part)
-        means = [_without(found[i], group.others) for i in group.places]
+        # The same along axes whose devices had the same to begin with.
+        means = [
+          same_everywhere(x, tuple(a for a in group.others if a in varying(x)))
+          for x in (found[i] for i in group.places)
+        ]
       else:
         size = lax.axis_size(group.after) if group.after else 1
         own = [leaves[i] for i in group.places]
@@ -127,11 +131,6 @@ def exchange_split(layout: Layout | None) -> Split | None:
 def _only(leaves: list[Any], group: _Group) -> list[Any]:
   """The leaves with None for those of other groups."""
   return [leaf if i in group.places else None for i, leaf in enumerate(leaves)]
-
-
-def _without(x: jax.Array, others: tuple[str, ...]) -> jax.Array:
-  """Typed the same along axes whose devices had the same to begin with."""
-  return same_everywhere(x, tuple(axis for axis in others if axis in varying(x)))
 
 
 def _groups(layout: Layout) -> list[_Group]:

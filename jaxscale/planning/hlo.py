@@ -245,8 +245,8 @@ def _walk(
       is_async &= '"is_sync":true' not in instruction.text
       end = _end(module, computation, i, key) if is_async else i + 1
       share = place.times * (before[end] - before[i + 1]) / (program.total or 1.0)
-      one = _collective(program, found, home, home is not computation)
-      yield one._replace(
+      yield _collective(
+        program, found, home, home is not computation,
         name=instruction.name, times=place.times, times_known=place.known,
         conditional=place.conditional, is_async=is_async,
         overlap=float(share) if module.is_scheduled else None,
@@ -344,9 +344,13 @@ def _end(module: Module, computation: Computation, start: int, key: str) -> int:
 
 
 def _collective(
-  program: _Program, found: Instruction, home: Computation, is_wrapped: bool
+  program: _Program,
+  found: Instruction,
+  home: Computation,
+  is_wrapped: bool,
+  **place: Any,
 ) -> Collective:
-  """Kind, bytes and members; the rest is where it stands."""
+  """Kind, bytes and members; `place` has the other fields, of where it is."""
   sent = tuple(a for x in found.operands if x in home for a in home[x].shape)
   sent = sent or found.shape
   kind = found.opcode.removesuffix("-start")
@@ -357,10 +361,15 @@ def _collective(
     kind = "reduce-scatter"
   payload = num_bytes(sent) * (size if kind == "all-gather" else 1)
   return Collective(
-    kind, found.name, tuple(dict.fromkeys(a.dtype for a in sent)), payload,
-    _wire_bytes(kind, payload, size, groups), groups, size, axes,
-    times=1, times_known=True, conditional=False, is_async=False, overlap=None,
-  )  # fmt: skip
+    kind=kind,
+    dtypes=tuple(dict.fromkeys(a.dtype for a in sent)),
+    payload_bytes=payload,
+    wire_bytes=_wire_bytes(kind, payload, size, groups),
+    groups=groups,
+    group_size=size,
+    axes=axes,
+    **place,
+  )
 
 
 def _is_scattered(home: Computation, found: Instruction) -> bool:
