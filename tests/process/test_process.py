@@ -189,7 +189,7 @@ def test_a_process_that_fails_does_not_hang_the_others(tmp_path):
 
 CLI_MISTAKES = {
   "typo in an option": (["--confg=x"], "did you mean '--config'?"),
-  "no config": ([], "try --config configs/digits.py"),
+  "no config": ([], "try --config digits"),
   "no such file": (["--config", "configs/digit.py"], "configs/digits.py"),
   "typo in a field": (["--config.optimizr.lr=1"], "did you mean 'optimizer'?"),
   "wrong type": (["--config.batch_size=big"], "give int"),
