@@ -23,3 +23,17 @@ def scontrol(tmp_path, monkeypatch):
     return asked
 
   return install
+
+
+@pytest.fixture(scope="session")
+def photo():
+  """A photograph of 400 x 600 pixels, RGB."""
+  from skimage import data as photos
+
+  return photos.coffee()
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+  """A cache directory of the test's own, for what is prepared or compiled."""
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -14,12 +14,10 @@ from jaxscale.data import folder, tfrecord
 from jaxscale.data.faults import raise_if_system_error
 from support.images import example, jpeg_bytes, write_folder, write_tfds, write_tfrecord
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # protobuf and TFDS warn
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = [
+  pytest.mark.filterwarnings("ignore"),
+  pytest.mark.usefixtures("own_cache"),
+]  # protobuf and TFDS warn
 
 
 def descriptors():

@@ -12,13 +12,6 @@ from jaxscale.errors import ConfigError
 from support.images import jpeg_bytes
 
 
-@pytest.fixture(scope="module")
-def photo():
-  from skimage import data as photos
-
-  return photos.coffee()
-
-
 @pytest.fixture
 def folder(tmp_path, photo):
   """40 photos of 4 classes; "b/03" … in an order no file system keeps."""

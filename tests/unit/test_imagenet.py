@@ -22,19 +22,10 @@ from support.images import (
 )
 from support.paths import ROOT
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # protobuf and TFDS warn
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.fixture(scope="session")
-def photo():
-  from skimage import data as photos
-
-  return photos.coffee()
+pytestmark = [
+  pytest.mark.filterwarnings("ignore"),
+  pytest.mark.usefixtures("own_cache"),
+]  # protobuf and TFDS warn
 
 
 # Files as TFDS writes them, without TensorFlow and without our own code.

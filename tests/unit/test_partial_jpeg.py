@@ -52,13 +52,6 @@ def bare(tmp_path, monkeypatch):
   partial_jpeg.library.cache_clear()
 
 
-@pytest.fixture(scope="module")
-def photo():
-  from skimage import data as photos
-
-  return photos.coffee()
-
-
 def by_pillow(pixels, **options):
   out = io.BytesIO()
   Image.fromarray(pixels).save(out, "JPEG", quality=90, **options)

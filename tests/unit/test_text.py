@@ -15,15 +15,12 @@ from jaxscale.config.loading import load_config
 from jaxscale.data.python_docs import SHA256, documents
 from jaxscale.data.stream import of_array, of_files, windows
 from jaxscale.errors import ConfigError
-from jaxscale.experiment import parts
+from jaxscale.experiment import build
 from jaxscale.experiment.derive import derive
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 RNG = np.random.default_rng(0)
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(monkeypatch, tmp_path):
-  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def take(batches, n):
@@ -197,7 +194,7 @@ def test_an_example_longer_than_the_text_is_named(tmp_path):
       path=str(tmp_path), sequence_length=length, cache_dir=str(tmp_path)
     )
     chosen = dataclasses.replace(config, data=files)
-    sizes = (d.num_examples for d in parts.make_data(chosen))
+    sizes = (d.num_examples for d in build.make_data(chosen))
     return derive(chosen, *sizes, 1)
 
   assert derived(50).num_train > 8
@@ -209,11 +206,11 @@ def test_an_example_longer_than_the_text_is_named(tmp_path):
 
 def test_data_of_a_config(tmp_path):
   config = load_config("configs/digits.py", {"data": "Text"})
-  train, held_out = parts.make_data(config)
+  train, held_out = build.make_data(config)
   assert train.num_examples == 4320 and held_out.num_examples == 452
   (tmp_path / "val.txt").write_text("x" * 30)
   (tmp_path / "train.txt").write_text("x" * 50)
   files = cfg.TextFiles(path=str(tmp_path), sequence_length=10, cache_dir=str(tmp_path))
   config = load_config("configs/digits.py", {"data": "Text"})
-  train, held_out = parts.make_data(dataclasses.replace(config, data=files))
+  train, held_out = build.make_data(dataclasses.replace(config, data=files))
   assert (train.num_examples, held_out.num_examples) == (6, 4)

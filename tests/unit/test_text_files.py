@@ -17,12 +17,9 @@ from jaxscale.data.tokenizer import byte_tokenizer, read_tokenizer
 from jaxscale.errors import ConfigError
 from support.images import write_array_record, write_tfrecord
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 RNG = np.random.default_rng(0)
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(monkeypatch, tmp_path):
-  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 # Packing.

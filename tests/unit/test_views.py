@@ -7,13 +7,6 @@ from jaxscale.data import jpeg
 from jaxscale.data.augment import shorter_side
 
 
-@pytest.fixture(scope="module")
-def photo():
-  from skimage import data as photos
-
-  return photos.coffee()
-
-
 def matrix(places, length, kernel, reach):
   """Row i has the weights of the input pixels at places[i]; edges repeat."""
   rows = np.zeros((len(places), length))
