@@ -25,7 +25,7 @@ from jaxscale.config import (
 )
 from jaxscale.config import Config as Whole
 from jaxscale.config import Mesh as Grid
-from jaxscale.config.record import to_plain
+from jaxscale.config.record import FORMAT, to_plain
 from jaxscale.errors import ConfigError
 from jaxscale.exchange.local import BlockMomentumState
 from jaxscale.experiment import build
@@ -47,7 +47,7 @@ def config(**fields):
 
 
 def sent(**fields):
-  """What the step sends, without its metrics: kind -> (times, payload bytes, dtypes)."""
+  """What a step sends, but for metrics: kind -> (times, payload bytes, dtypes)."""
   experiment = build.experiment(config(**fields))
   compiled = experiment.lower_train_step().compile()
   found = {}
@@ -206,8 +206,8 @@ MISTAKES = {
     ["sync=BlockMomentum", "ema_decay=None", "optimizer=SGD"],
     "more than the 1,437 there are; give "),
   "statistics": (
-    ["sync=LocalSGD", "sync.sync_every_steps=2", "ema_decay=None", "model.bn_span=global",
-     "model.batch_norm=True"],
+    ["sync=LocalSGD", "sync.sync_every_steps=2", "ema_decay=None",
+     "model.bn_span=global", "model.batch_norm=True"],
     "CNN.bn_span=global: BatchNorm statistics over workers"),
 }  # fmt: skip
 
