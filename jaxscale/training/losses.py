@@ -61,8 +61,8 @@ def smoothed_cross_entropy(
 
 
 def targets_of(batch: dict[str, jax.Array]) -> jax.Array:
-  """A batch's "label", or of text its "targets"."""
-  return batch["label"] if "label" in batch else batch["targets"]
+  """A batch's "label", or of text its "targets", in which padding (-1) is 0 here."""
+  return batch["label"] if "label" in batch else jnp.maximum(batch["targets"], 0)
 
 
 def cross_entropy(label_smoothing: float = 0.0) -> Objective:
@@ -156,24 +156,24 @@ def _inputs(batch: dict[str, jax.Array]) -> jax.Array:
 
 def _sums(loss, metrics, outputs, batch, mask) -> dict[str, jax.Array]:
   """Sums over the examples that count, and their number."""
-  targets = targets_of(batch)
-  one = targets if "targets" in batch else targets.reshape(len(targets), -1)[:, 0]
-  values = {"loss": loss(outputs, batch), **metrics(outputs, batch)}
-  if mask is None:  # made from the rows, so that it varies over devices as they do
-    counts = (one == one) | True
+  # Made from the batch, so that it varies over devices as its rows do.
+  if "targets" in batch:
+    counts = batch["targets"] >= 0
   else:
-    counts = mask = jnp.broadcast_to(
-      jnp.expand_dims(mask, range(1, one.ndim)), one.shape
-    )
+    first = batch["label"].reshape(len(batch["label"]), -1)[:, 0]
+    counts = (first == first) | True
+  if mask is not None:
+    counts &= mask.reshape(-1, *[1] * (counts.ndim - 1))
   totals = {"examples": counts.sum(dtype=jnp.int32)}
+  values = {"loss": loss(outputs, batch), **metrics(outputs, batch)}
   for name, value in values.items():
-    if value.shape != one.shape:
+    if value.shape != counts.shape:
       raise ConfigError(
-        f"Config.loss: {name!r} has shape {value.shape} for examples {one.shape}; give "
-        "one value per example, not their mean or sum"
+        f"Config.loss: {name!r} has shape {value.shape} for examples {counts.shape}; "
+        "give one value per example, not their mean or sum"
       )
-    if mask is not None:
-      value = jnp.where(mask, value, jnp.zeros_like(value))
+    if mask is not None or "targets" in batch:
+      value = jnp.where(counts, value, jnp.zeros_like(value))
     totals[name] = value.sum(dtype=jnp.int32 if value.dtype == bool else None)
   return totals
 
