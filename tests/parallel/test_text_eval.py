@@ -213,9 +213,9 @@ def test_a_run_of_a_language_model(bigram, tmp_path, capsys):
   path = log_from_record(tmp_path)
   assert path is not None and '"status": "success"' in path.read_text()
 
-  row = status.row(RUN._replace(folder=str(tmp_path.parent)), 0, "7", None, False)
+  row = status.status(RUN._replace(folder=str(tmp_path.parent)), 0, "7", None)
   shown = f"ppl {summary['perplexity']:.3f}"
-  assert row.perplexity == summary["perplexity"] and shown in status.table([row])
+  assert row.perplexity == summary["perplexity"] and shown in str(status.StatusTable([row]))
   name = tmp_path.name
   study = report(name, [tmp_path], tmp_path / "x.csv", tmp_path / "x.png")
   assert shown in str(study)
