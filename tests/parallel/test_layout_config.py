@@ -76,7 +76,11 @@ def test_every_model_has_rules_for_all_its_parameters():
     image_shape=(8, 8, 3), num_classes=8, patch=4, width=32, num_layers=2, num_heads=4
   )
   sizes = dict.fromkeys(("fsdp", "stage", "model"), 2)
-  for stack, own in ((lm, [rules.Rule(*r) for r in decoder.SHARDING]), (vit, [rules.Rule(*r) for r in vision_transformer.SHARDING])):
+  for stack, sharding in (
+    (lm, decoder.SHARDING),
+    (vit, vision_transformer.SHARDING),
+  ):
+    own = [rules.Rule(*rule) for rule in sharding]
     params = jax.eval_shape(stack.init, jax.random.key(0))
     specs = partition(params, own, sizes)
     for name in ("q", "k", "v", "up"):

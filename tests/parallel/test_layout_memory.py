@@ -257,8 +257,10 @@ def test_what_waits_on_the_host_trains_the_same():
   assert kinds == {"pinned_host"}
   assert {x.sharding.memory_kind for x in jax.tree.leaves(state.params)} == {"device"}
   # The check of replicas reads it where it is.
-  prints = [replica_check.make_fingerprint(x.params["head"]["kernel"].sharding.mesh, x)(x)
-            for x in map(replica_check.shared, (state, plain_state))]  # fmt: skip
+  prints = []
+  for x in map(replica_check.shared, (state, plain_state)):
+    mesh = x.params["head"]["kernel"].sharding.mesh
+    prints.append(replica_check.make_fingerprint(mesh, x)(x))
   np.testing.assert_array_equal(*prints)
 
 

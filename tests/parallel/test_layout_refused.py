@@ -30,7 +30,8 @@ OWN = {
 
 def made(devices=None, **fields):
   config = tiny_language(**fields)
-  return build.experiment(config, devices=devices, datasets=config.data.abstract(config.batch_size))
+  datasets = config.data.abstract(config.batch_size)
+  return build.experiment(config, devices=devices, datasets=datasets)
 
 
 def ruled(mesh, changes, **options):
@@ -151,7 +152,8 @@ def test_describe_says_what_waits_on_the_host():
 def test_a_run_goes_on_as_a_pipeline(tmp_path):
   """What it needs are micro-batches, which these models compute the same with."""
   before = tiny_language()
-  (tmp_path / "config.json").write_text(json.dumps({"format": FORMAT, "config": to_plain(before)}))
+  described = {"format": FORMAT, "config": to_plain(before)}
+  (tmp_path / "config.json").write_text(json.dumps(described))
   pipeline = {
     "mesh": cfg.Mesh(data=4, stage=2), "layout": cfg.Layout(schedule="1f1b"),
     "accumulate_steps": 4,
@@ -159,7 +161,8 @@ def test_a_run_goes_on_as_a_pipeline(tmp_path):
   claim_workdir(tmp_path, dataclasses.replace(before, **pipeline))
   images = {"model": cfg.CNN(), "data": cfg.Digits()}
   before = tiny_language(**images)
-  (tmp_path / "config.json").write_text(json.dumps({"format": FORMAT, "config": to_plain(before)}))
+  described = {"format": FORMAT, "config": to_plain(before)}
+  (tmp_path / "config.json").write_text(json.dumps(described))
   with pytest.raises(ConfigError, match="accumulate_steps is 1 there and 4 now"):
     claim_workdir(tmp_path, tiny_language(**images, accumulate_steps=4))
 

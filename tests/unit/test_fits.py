@@ -155,7 +155,8 @@ def test_the_largest_model_is_found(capsys, tmp_path, monkeypatch):
   code, message = lines(
     capsys, tmp_path, monkeypatch, "--over=model.num_layers=6,2,4", limit=limit
   )
-  assert code == 0 and message[-1] == "the largest is model.num_layers=4 on each of here-8"
+  assert code == 0
+  assert message[-1] == "the largest is model.num_layers=4 on each of here-8"
   assert [x.split(":")[0] for x in message[:3]] == [
     f"model.num_layers={n}" for n in (2, 4, 6)
   ]
