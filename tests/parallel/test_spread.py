@@ -14,7 +14,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.experiment import build, microbatches
 from jaxscale.experiment.derive import derive, device_summary
 from jaxscale.experiment.microbatches import micro_batches
-from jaxscale.preflight import child
+from jaxscale.preflight import devices
 from jaxscale.run import adaptive_batch
 from jaxscale.run.workdir import claim_workdir, describe, describe_text, start_devices
 from support.digits import BATCH, assert_same, run
@@ -313,8 +313,8 @@ def test_the_preflight_of_a_run_that_goes_on_knows_where_it_began(began):
   changes = {"batch_size": "72", "accumulate_steps": "2", "model": "MLP"}
   workdir = began(config(**changes), 12)
   asked = {"config": "configs/digits.py", "overrides": changes}
-  assert child.fits(**asked, workdir=str(workdir))["bytes"] > 0
-  error = child.fits(**asked, workdir=str(workdir / "other"))["error"]
+  assert devices.fits(**asked, workdir=str(workdir))["bytes"] > 0
+  error = devices.fits(**asked, workdir=str(workdir / "other"))["error"]
   assert "not divisible by 8 devices x 2 accumulate_steps" in error
 
 
