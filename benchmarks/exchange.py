@@ -80,8 +80,8 @@ def processes(asked: argparse.Namespace, link: str) -> Iterator[list[Any]]:
   started = []
   try:
     if private:
-      holder = private_links.switch()
-      started.append(holder)
+      bridge = private_links.switch()
+      started.append(bridge)
     for i in range(asked.procs):
       env = os.environ | {
         "JAX_NUM_CPU_DEVICES": "1",
@@ -93,7 +93,7 @@ def processes(asked: argparse.Namespace, link: str) -> Iterator[list[Any]]:
       pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
       started.append(subprocess.Popen(program, env=env, **pipes))
       if private:
-        private_links.connect(holder, i, started[-1], link)
+        private_links.connect(bridge, i, started[-1], link)
     yield started[-asked.procs :]
   finally:
     for process in reversed(started):  # the coordinator after those who watch it

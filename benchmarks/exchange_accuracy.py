@@ -3,7 +3,7 @@
     python benchmarks/exchange_accuracy.py [SEEDS]      (after `make fashion_mnist`)
 
 Trains names of configs/fashion_mnist_exchange.py on 8 simulated devices with
-seeds 0, 1, ... (3 unless said), in runs/exchange/; runs that are done are not
+seeds 0, 1, ... (default 3), in runs/exchange/; runs that are done are not
 repeated. Prints a table in Markdown and one JSON line. Accuracies are means over the
 seeds with their sample standard deviation, differences to "plain" in points. Bytes
 are those that a device sends in a step, read from the compiled program; of local

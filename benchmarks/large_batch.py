@@ -3,7 +3,7 @@
     python benchmarks/large_batch.py [SEEDS]            (after `make fashion_mnist`)
 
 Trains every name of configs/fashion_mnist_large_batch.py with seeds 0, 1, ...
-(3 unless said) for the same epochs, in runs/large_batch/; runs that are done are
+(default 3) for the same epochs, in runs/large_batch/; runs that are done are
 not repeated. Prints a table in Markdown and one JSON line. Accuracies are means
 over the seeds with their sample standard deviation; the gap is accuracy on the
 training examples less that on the held-out ones, in points; the noise scale is that

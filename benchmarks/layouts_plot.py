@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# Widest first, so that what lies below shows at the sides of what lies on it.
+# Widest first, so that the curves below show at the sides of those above.
 _LOOKS = (
   {"color": "#ccd6e2", "lw": 9},
   {"color": "#e0826d", "lw": 5},

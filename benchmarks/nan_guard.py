@@ -5,7 +5,7 @@
 The same step of one device, about 20 ms on one core, compiled with `skip_bad_steps` and
 without, in turns. What is compared is processor time of one thread, which other
 work on the machine disturbs less than the clock. `ratio` is the median over turns;
-`copies` counts those in the compiled programs, `temp_mb` is what they need beside
+`copies` counts those in the compiled programs, `temp_mb` is what they need next to
 their arguments.
 """
 

@@ -38,10 +38,10 @@ def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def _refusal(row: dict[str, Any]) -> str:
-  said = row.get("error") or row["refusal"] or ""
-  if asked := re.search(r"HLO temporaries \(([\d.]+)G\)", said):
+  reported = row.get("error") or row["refusal"] or ""
+  if asked := re.search(r"HLO temporaries \(([\d.]+)G\)", reported):
     return f"{asked[1]} GiB of temporaries"
-  return said.replace("|", "/")
+  return reported.replace("|", "/")
 
 
 def _memory(rows: Sequence[dict[str, Any]]) -> str:

@@ -43,13 +43,13 @@ def why_not() -> str | None:
 
 def switch() -> subprocess.Popen[str]:
   """A process in whose namespace the bridge is; it ends with its stdin."""
-  holder = subprocess.Popen(
+  bridge = subprocess.Popen(
     ["unshare", "--net", "cat"], stdin=subprocess.PIPE, text=True
   )
-  _wait_for_namespace(holder)
-  _inside(holder, "ip link add br0 type bridge")
-  _inside(holder, "ip link set br0 up")
-  return holder
+  _wait_for_namespace(bridge)
+  _inside(bridge, "ip link add br0 type bridge")
+  _inside(bridge, "ip link set br0 up")
+  return bridge
 
 
 def address(index: int) -> str:
@@ -63,20 +63,20 @@ def command(index: int, program: list[str]) -> list[str]:
   return [*start, address(index), *program]
 
 
-def connect(holder: Any, index: int, process: Any, rate: str) -> None:
+def connect(bridge: Any, index: int, process: Any, rate: str) -> None:
   """Plug a process into the switch, and let it start.
 
   Args:
-    holder: of `switch`.
+    bridge: of `switch`.
     index: of the process.
     process: a `Popen` of `command`, with a pipe for its stdin.
     rate: as `tc` writes it, "1gbit" say.
   """
   _wait_for_namespace(process)
   port, bucket = f"v{index}", f"root tbf rate {rate} {' '.join(BUCKET)}"
-  _inside(holder, f"ip link add {port} type veth peer name eth0 netns {process.pid}")
-  _inside(holder, f"ip link set {port} master br0 up")
-  _inside(holder, f"tc qdisc add dev {port} {bucket}")
+  _inside(bridge, f"ip link add {port} type veth peer name eth0 netns {process.pid}")
+  _inside(bridge, f"ip link set {port} master br0 up")
+  _inside(bridge, f"tc qdisc add dev {port} {bucket}")
   _inside(process, f"ip addr add {address(index)}/24 dev eth0")
   _inside(process, f"tc qdisc add dev eth0 {bucket}")
   _inside(process, "ip link set eth0 up")

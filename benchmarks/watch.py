@@ -3,7 +3,7 @@
     python benchmarks/watch.py [--procs 4] [--turns 41] [--steps 50]
 
 Two runs of the same processes and the same data-parallel step stand side by side:
-one has joined by `cluster.open_session` (heartbeats, agreement on where to stop, signals,
+one has joined by `cluster.open_session` (heartbeats, stop consensus, signals,
 the lock, and the loop's notes of where it is), the other by JAX alone, with a loop
 that notes nothing. They train in turns, one waits while the other trains. `wall` is
 the ratio of their times, turn by turn; `processor` that of the processor time that all
@@ -191,8 +191,8 @@ def turn_of(started: list[Any], what: str = "go") -> tuple[float, float]:
   for process in started:
     process.stdin.write(what + "\n")
     process.stdin.flush()
-  said = read(started)
-  return max(s["wall"] for s in said), sum(s["cpu"] for s in said)
+  reported = read(started)
+  return max(s["wall"] for s in reported), sum(s["cpu"] for s in reported)
 
 
 def quartiles(values: list[float]) -> list[float]:

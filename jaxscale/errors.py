@@ -26,11 +26,11 @@ P = ParamSpec("P")
 
 
 class ConfigError(ValueError):
-  """A setting that cannot be; its one line names field, value and remedy."""
+  """An invalid setting; its message of one line names field, value and remedy."""
 
 
 class GiveUpError(Exception):
-  """To start again would only fail again; the message says why."""
+  """A restart would only fail again; the message says why."""
 
   exit_code = EXIT_GIVE_UP
 
@@ -43,7 +43,7 @@ class UserMessage(NamedTuple):
 
 
 def user_message(error: BaseException) -> UserMessage | None:
-  """The line of an error that is no fault of the program; None: it needs a traceback.
+  """The line for an error that is not the program's; None: it needs a traceback.
 
   Those are ConfigErrors, what disks do, and errors with an `exit_code`, whose
   `advice`, if there is one, ends the line.

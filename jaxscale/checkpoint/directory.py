@@ -78,7 +78,7 @@ def has_damaged(directory: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-  """Delete, under a name that is no step: half a checkpoint must not look whole."""
+  """Delete, under a name that is not a step: half a checkpoint must not look whole."""
   gone = path.with_name(f".{path.name.lstrip('.')}{_REMOVED}")
   with contextlib.suppress(OSError):
     path.rename(gone)

@@ -77,7 +77,7 @@ class Parser(argparse.ArgumentParser):
   def words(
     self, name: str, metavar: str, help: str, missing: str = "", **more: Any
   ) -> None:
-    """Arguments that are no options, any number of them."""
+    """Arguments that are not options, any number of them."""
     options: dict[str, Any] = {"nargs": "*"} | more
     self.add_argument(name, metavar=metavar, help=help, **options)
     if missing:

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxscale.cli.parser import Parser, whole
 
-# Options of `launch.submit` beside those of the site's profile.
+# Options of `launch.submit` in addition to those of the site's profile.
 _OPTIONS = ("name", "runs", "site", "executor", "requeue", "spares", "preflight")
 
 

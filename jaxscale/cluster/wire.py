@@ -72,7 +72,7 @@ class Receiver:
 
     Raises:
       EOFError: the other end is gone, and there is no message left.
-      ValueError: what came is no message, or too long.
+      ValueError: what came is not a message, or too long.
     """
     return self._read(lambda seen: seen.rfind(b"\n") + 1) or []
 
@@ -85,7 +85,7 @@ class Receiver:
     Raises:
       TimeoutError: none came.
       EOFError: the other end is gone.
-      ValueError: what came is no message, or too long.
+      ValueError: what came is not a message, or too long.
     """
     until = None if timeout is None else time.monotonic() + timeout
     while not (messages := self._read(lambda seen: seen.find(b"\n") + 1)):

@@ -10,7 +10,7 @@ s_k is 1 where the axis is a switch, and the stride of the dimension where its
 devices are wired in a ring, whose links messages of that stride share. The other
 algorithms are cases of the torus: hierarchical has one dimension per mesh axis,
 halving_doubling dimensions of two, and 2 (alpha + beta M) more for each axis that
-is no power of two. Hierarchical costs what the torus does, as if XLA's collectives
+is not a power of two. Hierarchical costs what the torus does, as if XLA's collectives
 were rings; of `psum` nothing is known but what was measured.
 (arXiv:1708.02188 as reconstructed; alpha and beta: Thakur et al., 2005.)
 
@@ -133,7 +133,7 @@ def one_ring(sizes: Mapping[str, int]) -> tuple[Dim, ...]:
 def two_by_two(sizes: Mapping[str, int]) -> tuple[Dim, ...]:
   """Dimensions of two, the hypercube of recursive halving and doubling.
 
-  An axis that is no power of two takes part with the largest one below it.
+  An axis that is not a power of two takes part with the largest one below it.
   """
   dims = []
   for axis, n in reversed(list(sizes.items())):
@@ -148,7 +148,7 @@ def two_by_two(sizes: Mapping[str, int]) -> tuple[Dim, ...]:
 def given_dims(
   dims: Sequence[tuple[str, int]], sizes: Mapping[str, int]
 ) -> tuple[Dim, ...]:
-  """Dimensions as somebody writes them: (axis, size), fastest links first.
+  """Dimensions as a user writes them: (axis, size), fastest links first.
 
   Those of one axis have neighbours further apart one after another.
 

@@ -145,7 +145,7 @@ def dtypes(x: jax.Array, payload: Any, accumulate: Any) -> tuple[Any, Any]:
   as they are) and summed in `accumulate` (None: in what is sent).
 
   Raises:
-    ConfigError: a payload or sum that is no float, or one for complex numbers.
+    ConfigError: a payload or sum that is not a float, or one for complex numbers.
   """
   for name, dtype in (("payload", payload), ("accumulate", accumulate)):
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):

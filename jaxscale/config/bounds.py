@@ -1,4 +1,4 @@
-"""Numbers with the bounds that `settings` holds them to, and patterns of paths."""
+"""Types of numbers with a bound, which `settings` checks; patterns of paths."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Count = Annotated[int, ">= 1"]
 
 
 def check_pattern(field: str, pattern: str, remedy: str) -> None:
-  """Refuse what is no regular expression.
+  """Refuse what is not a regular expression.
 
   Args:
     field: for the message, e.g. "LARS.include".
@@ -28,5 +28,5 @@ def check_pattern(field: str, pattern: str, remedy: str) -> None:
     re.compile(pattern)
   except (re.error, OverflowError, RecursionError) as e:
     raise ConfigError(
-      f"{field}={pattern!r}: no regular expression ({e}), {remedy}"
+      f"{field}={pattern!r}: not a regular expression ({e}), {remedy}"
     ) from None

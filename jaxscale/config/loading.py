@@ -116,7 +116,7 @@ def override(
   Args:
     node: a Config, or any other settings.
     overrides: values as text by dotted field.
-    own: classes of the user's that can be chosen by name, beside those of the
+    own: classes of the user's that can be chosen by name, with those of the
       modules whose classes `node` has already.
   """
   tree: dict[str, Any] = {}

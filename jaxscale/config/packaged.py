@@ -1,4 +1,4 @@
-"""The configs that come with jaxscale, found by name: `digits`, `resnet50_lars:4096`."""
+"""Configs that come with jaxscale, found by name: `digits`, `resnet50_lars:4096`."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Phases:
     image_sizes: of the training images of each phase; (): the data's own.
     follow: how the learning rate follows the batch size, from the rate at
       Config.batch_size: "none", "linear", "sqrt", or "neutral" (CNTK's, for
-      SGD): rate an example and time constant of the momentum stay.
+      SGD): rate per example and time constant of the momentum stay.
   """
 
   epochs: Annotated[tuple[float, ...], ">= 0"] = (0.0,)

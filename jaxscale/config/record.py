@@ -173,7 +173,7 @@ def describe_run(workdir: str | Path) -> Described:
   """What a run was of, by its config.json; neither data nor devices are looked at.
 
   Raises:
-    ConfigError: it is no run's directory.
+    ConfigError: it is not a run's directory.
   """
   try:
     described = json.loads((Path(workdir) / "config.json").read_text())

@@ -65,9 +65,9 @@ class Checkpoint:
     keep_last: how many of the newest to keep.
     keep_best: how many with the highest accuracy (language models: with the lowest
       loss) to keep as well.
-    on_failure: when one cannot be written, e.g. because the disk is full: say so,
+    on_failure: when one cannot be written, e.g. because the disk is full: log it,
       "continue" and try again at the next, or "stop". To stop loses what was
-      computed since the last one for certain; to go on loses it only if nobody
+      computed since the last one for certain; to continue loses it only if nobody
       makes room. Either way the run fails if its last one is missing.
   """
 

@@ -24,8 +24,8 @@ def raise_if_system_error(error: Exception, name: str) -> None:
   """Raise, with the example's name, an error that is not the example's own.
 
   Args:
-    error: raised by a read. Readers in C++ give no number: theirs is recognized by
-      the system's message in the text.
+    error: raised by a read. A reader in C++ gives no errno: its error is recognized
+      by the system's message in the text.
     name: of the example.
 
   Raises:

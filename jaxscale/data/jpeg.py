@@ -46,7 +46,7 @@ def decode(
     The pixels, and "JPEG", "CMYK", "odd JPEG", "PNG" and so on.
 
   Raises:
-    ValueError: the bytes are no image, or a damaged one.
+    ValueError: the bytes are not an image, or a damaged one.
   """
   colours, mode, flag = _FORMATS[channels]
   if data[:2] == b"\xff\xd8":
@@ -101,7 +101,7 @@ def decode_view(
     out: uint8 [size, size, channels], contiguous: where to put the view.
 
   Raises:
-    ValueError: the bytes are no image, or a damaged one.
+    ValueError: the bytes are not an image, or a damaged one.
   """
   if draws is not None and channels < 4:
     box = _decode_crop(data, channels, draws)

@@ -35,7 +35,7 @@ static void give_up(j_common_ptr info) {
   longjmp(((struct errors *)info->err)->back, 1);
 }
 
-/* A level below 0 says "corrupt data, going on with a guess": TurboJPEG calls
+/* A level below 0 says "corrupt data, continuing with a guess": TurboJPEG calls
  * that a failure, and so do we. Others are traces. */
 static void hear(j_common_ptr info, int level) {
   if (level < 0) give_up(info);

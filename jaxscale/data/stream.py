@@ -92,7 +92,7 @@ def of_files(
     size = os.fstat(files[-1].descriptor).st_size
     if size % width:
       raise ConfigError(
-        f"{path}: {size} bytes are no whole number of {dtype} tokens of {width} "
+        f"{path}: {size} bytes are not a whole number of {dtype} tokens of {width} "
         "bytes; cut off, or of another dtype"
       )
     ends.append(ends[-1] + size // width)

@@ -16,7 +16,7 @@ def synthetic(
   seed: int = 0,
   first: int = 0,
 ) -> Dataset:
-  """A fixed random pattern a class, under noise of twice its spread.
+  """A fixed random pattern per class, under noise of twice its spread.
 
   Args:
     num_examples: how many.

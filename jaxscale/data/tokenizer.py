@@ -90,7 +90,8 @@ def read_tokenizer(
   except Exception as e:  # the package raises plain Exception
     first = (str(e).splitlines() or ["unreadable"])[0]
     raise ConfigError(
-      f"{field}={name!r}: no tokenizer of Hugging Face ({first}), give a tokenizer.json"
+      f"{field}={name!r}: not a tokenizer of Hugging Face ({first}), "
+      "give a tokenizer.json"
     ) from None
   model.no_truncation()  # such files may cut documents at a model's length
   model.no_padding()
@@ -134,7 +135,7 @@ def _end(vocabulary: dict[str, int], separator: str | None, field: str) -> int:
     )
   if separator not in vocabulary:
     raise ConfigError(
-      f"{setting}={separator!r}: no token of the tokenizer, "
+      f"{setting}={separator!r}: not a token of the tokenizer, "
       + nearest(separator, known or vocabulary)
     )
   return vocabulary[separator]

@@ -72,7 +72,9 @@ def half_precision(
   exponent is derived above.
   """
   if dtype not in ("bfloat16", "float16"):
-    raise ConfigError(f'dtype={dtype!r}: is no payload, give "bfloat16" or "float16"')
+    raise ConfigError(
+      f'dtype={dtype!r}: is not a payload, give "bfloat16" or "float16"'
+    )
   if sum_in not in ("float32", "payload"):
     raise ConfigError(f'sum_in={sum_in!r}: give "float32" or "payload"')
   total = functools.partial(

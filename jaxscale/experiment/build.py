@@ -105,7 +105,7 @@ class Experiment:
     """The state before the first step, on the mesh.
 
     Args:
-      say: is told what parameters it starts from, if they are from a file.
+      say: called with a line about its parameters, if they are from a file.
 
     Raises:
       ConfigError: the file of `Config.init_from` is not of this model.
@@ -369,7 +369,7 @@ def _some(paths: Sequence[str]) -> str:
 
 
 def trust_ratio_metrics(opt_state: Any) -> dict[str, jax.Array]:
-  """The trust ratios in an optimizer's state, a scalar a layer."""
+  """The trust ratios in an optimizer's state, a scalar per layer."""
   found = {}
   for path, ratio in optim.trust_ratios(opt_state).items():
     layers = {path: ratio} if ratio.ndim == 0 else {

@@ -28,9 +28,9 @@ class Derived(NamedTuple):
     num_devices: over all processes.
     row_blocks: in how many parts they split the rows of a batch.
     start_devices: over all processes when the run began; on fewer of them there are
-      more micro-batches a step, so that none is larger than then (spread.py).
-    device_batch_size: examples a device and step (in the first phase).
-    micro_batch_size: examples a device and micro-batch (in the first phase).
+      more micro-batches per step, so that none is larger than then (microbatches.py).
+    device_batch_size: examples per device and step (in the first phase).
+    micro_batch_size: examples per device and micro-batch (in the first phase).
     eval_batch_size: over all devices, rounded up to a multiple of them; no more
       than there are examples.
     phases: stretches of steps of one shape; one, unless something changes.
@@ -82,7 +82,7 @@ def derive(
     4
   """
   start = start_devices or num_devices
-  # What the grid lacks is said by what makes it.
+  # What is wrong with the grid is reported where it is made.
   shape = mesh_shape(num_devices, **dataclasses.asdict(config.mesh))
   blocks, each = shape.row_blocks, shape.stage * shape.model
   start_blocks = max(start // each, 1)
@@ -208,8 +208,8 @@ def _check_text(config: cfg.Config, num_train: int) -> None:
   length = getattr(config.data, "sequence_length", None)
   if length is not None and num_train == 1 < config.batch_size:
     raise ConfigError(
-      f"data.sequence_length={length}: the training text is no longer and makes one "
-      f"example, where a batch has {config.batch_size}; give a smaller length"
+      f"data.sequence_length={length}: the training text is not longer and makes one "
+      f"example, but a batch has {config.batch_size}; give a smaller length"
     )
 
 

@@ -205,7 +205,7 @@ def make_loss(
     config: says how a pipeline goes and what layers keep.
     model: whose smoothing of labels, where it is a stack, is its own.
     layout: of `make_layout`.
-    objective: of `Config.loss`, for models that are no stacks.
+    objective: of `Config.loss`, for models that are not stacks.
   """
   if isinstance(model, models.Stack):
     assert layout is not None

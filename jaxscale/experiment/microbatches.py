@@ -35,7 +35,7 @@ def micro_batches(
   time than at the start; if `keeps` allows none such, the largest that it allows.
 
   Args:
-    batch_size: examples a step.
+    batch_size: examples per step.
     asked: the setting.
     num_devices: there are now.
     start_devices: there were when the run began.
@@ -122,7 +122,7 @@ def summary(
     >>> phase = Phase(0, 10, 0, 1024, 1, None)
     >>> print(summary([phase], [phase._replace(accumulate_steps=2)], 8, 16))
     ... # doctest: +NORMALIZE_WHITESPACE
-    8 devices, 16 at the start: 2 micro-batches a step instead of 1, so that a device
+    8 devices, 16 at the start: 2 micro-batches per step instead of 1, so that a device
     still holds 64 examples at a time; the global batch and the order of examples stay
   """
   before = [s.batch_size // (start_devices * s.accumulate_steps) for s in asked]
@@ -152,6 +152,6 @@ def _nearest(numbers: Iterable[int], near: int) -> str:
 
 
 def _divisors(number: int) -> list[int]:
-  """Rising."""
+  """Divisors of a number, rising."""
   low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
   return sorted({*low, *(number // n for n in low)})

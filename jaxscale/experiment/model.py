@@ -120,7 +120,7 @@ def imported(
     config: of the run.
     num_classes: of its data; models may have more for even parts.
     abstract: where the parameters are to lie.
-    say: is told what they are.
+    say: called with a line about them.
   """
   path = config.init_from
   assert path is not None

@@ -23,8 +23,8 @@ class Phase(NamedTuple):
     start: steps before it.
     stop: steps done at its end.
     examples: examples seen before it.
-    batch_size: examples a step.
-    accumulate_steps: micro-batches a step.
+    batch_size: examples per step.
+    accumulate_steps: micro-batches per step.
     image_size: of its training images; None: the data's own.
     ordinal: its place among the phases asked for; some have room for no step.
   """

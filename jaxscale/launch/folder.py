@@ -214,7 +214,7 @@ def find(name: str, runs: str) -> Path:
 
 
 def find_study(name: str, runs: str) -> tuple[Path, list[Path]] | None:
-  """The folder of a scaling study and those of its runs; None: it is no study.
+  """The folder of a scaling study and those of its runs; None: it is not a study.
 
   Raises:
     ConfigError: its file is damaged, or one of its runs is gone.

@@ -189,7 +189,7 @@ def _check_same(runs: Sequence[MeasuredRun]) -> list[str]:
       if not {name, name.split(".")[0]} & {*_MAY_DIFFER}:
         raise ConfigError(
           f"{runs[0].name} and {run.name} differ in {name} ({old!r} and {new!r}), "
-          "which makes them no scaling study; give runs of one config"
+          "so they are not a scaling study; give runs of one config"
         )
       if name in _NOTED:
         noted[name] = [

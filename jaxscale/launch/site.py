@@ -100,7 +100,7 @@ class Site:
         raise ConfigError(f"Site.{name}={value!r}: give e.g. {example}")
     for pair in self.env:
       if not re.fullmatch(_VARIABLE, name := pair.partition("=")[0]):
-        raise ConfigError(f"Site.env: {name!r} is no variable's name")
+        raise ConfigError(f"Site.env: {name!r} is not a variable's name")
     for name, value in vars(self).items():
       for text in value if isinstance(value, tuple) else (value,):
         if isinstance(text, str) and re.search(

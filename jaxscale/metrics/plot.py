@@ -285,7 +285,7 @@ def _with_quartiles(
   )
   style = {"fmt": "o", "color": POINTS, "ms": 6}
   if any(row["low"] for row in rows):
-    # A median lies between its quartiles; rounding may put it a hair outside.
+    # A median is between its quartiles; rounding may put it a hair outside.
     below = [max(y - a, 0) for y, a in zip(mid, low, strict=True)]
     above = [max(b - y, 0) for y, b in zip(mid, high, strict=True)]
     style |= {"yerr": (below, above), "capsize": 3, "lw": 1.2}

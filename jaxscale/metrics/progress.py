@@ -73,7 +73,7 @@ class Progress:
     self._paused += seconds
 
   def say(self, text: str) -> None:
-    """A line of its own."""
+    """Print a line above the bar."""
     if self._quiet:
       return
     if self._bar is not None:

@@ -9,7 +9,7 @@ memory, float32 [batch, heads, tokens, tokens], and keeps them for the backward 
 unless the layer is rematerialised; it runs everywhere. "cudnn", by
 `jax.nn.dot_product_attention`, keeps no scores and skips what a causal mask hides
 (arXiv:2205.14135), on NVIDIA GPUs and half-precision numbers. Left to itself JAX
-0.10.2 never takes it; so `fastest` chooses, and tells whoever asks.
+0.10.2 never takes it; so `fastest` chooses, and reports it.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def make_transformer(
       layout. The rows behind the vocabulary are 0 and stay it.
     label_smoothing: share of the target spread over all tokens of the vocabulary
       (arXiv:1512.00567, section 7; 0.1 in arXiv:1706.03762, section 5.4); 0 for
-      evaluation. exp of a smoothed loss is no perplexity.
+      evaluation. exp of a smoothed loss is not a perplexity.
     dtype: of activations; parameters are float32, and so are norms, softmax and
       loss inside.
 

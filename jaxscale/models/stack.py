@@ -31,7 +31,7 @@ for queries, MLPs of the usual size), and what it computes again:
     offload   as full, but b waits in the host's memory: the input of a layer is
               copied there and back, while others compute
 
-Gathering a layer's parameters is no product: where a layout does it inside of the
+Gathering a layer's parameters is not a product: where a layout does it inside of the
 layer, each but "none" gathers again.
 """
 

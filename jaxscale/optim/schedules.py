@@ -224,7 +224,7 @@ def scale_learning_rate(
 
   Args:
     rate: learning rate at `reference_batch_size`.
-    batch_size: examples a step.
+    batch_size: examples per step.
     reference_batch_size: the batch size that `rate` was tuned at.
     rule: "linear" (arXiv:1706.02677, §2.1), "sqrt" (arXiv:1404.5997) or "none".
 

@@ -208,8 +208,8 @@ class Optax(Optimizer):
     made = self.make(schedule)
     if not (hasattr(made, "init") and hasattr(made, "update")):
       raise ConfigError(
-        f"Optax.make: gave {type(made).__name__} and no optax transformation; give a "
-        "function of the learning rate, such as optax.adafactor"
+        f"Optax.make: gave {type(made).__name__}, not an optax transformation; "
+        "give a function of the learning rate, such as optax.adafactor"
       )
     return made
 

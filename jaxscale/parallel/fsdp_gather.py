@@ -142,7 +142,7 @@ def save_all_but_gathered(primitive: Any, *_, **params: Any) -> bool:
 def with_gathered_params(function: Any, gathers: Any) -> Any:
   """A function of full parameters as one of a device's shards.
 
-  For models that are no stack of layers: everything is gathered at the start, and
+  For models that are not a stack of layers: everything is gathered at the start, and
   again for the backward pass, when the compiler wants it.
 
   Args:

@@ -176,9 +176,9 @@ def trip_count(
   carried = dict(enumerate(_value(module, computation, x) for x in start.operands))
   for trips in range(_MOST_TRIPS):
     known = {i: x for i, x in carried.items() if x is not None}
-    goes_on = _value(module, condition, _root(condition).name, [known])
-    if not goes_on:
-      return None if goes_on is None else trips
+    continues = _value(module, condition, _root(condition).name, [known])
+    if not continues:
+      return None if continues is None else trips
     carried = {i: _value(module, body, root.operands[i], [known]) for i in known}
   return None
 

@@ -78,8 +78,8 @@ def check(options: Options) -> int:
 
   began = time.monotonic()
   launch = detect.detect(os.environ)
-  met = client.rendezvous(launch)
-  group = make_group(met.process_id, met.hosts, met.links)
+  connected = client.rendezvous(launch)
+  group = make_group(connected.process_id, connected.hosts, connected.links)
   findings = [_launch_finding(group, launch.kind, time.monotonic() - began)]
   findings += run_checks(group, options)
   if group.rank == 0:
@@ -94,8 +94,8 @@ def _launch_finding(group: Group, kind: str, seconds: float) -> Finding:
   hosts = [group.hosts[rank] for rank in group.host_ranks]
   processes = f"{len(group.hosts)} process{'es' * (len(group.hosts) > 1)}"
   text = f"launch: {kind}, {processes} on {plural(len(hosts), 'host')} ({few(hosts)})"
-  met = f", rendezvous in {seconds:.1f} s" if group.peers else ""
-  return Finding(True, text + met)
+  note = f", rendezvous in {seconds:.1f} s" if group.peers else ""
+  return Finding(True, text + note)
 
 
 def run_checks(group: Group, options: Options) -> list[Finding]:

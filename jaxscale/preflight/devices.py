@@ -94,7 +94,7 @@ def why(text: str, code: int) -> str:
     return f"XLA_FLAGS: this jax does not know {found[1].strip()}"
   pattern = r"Couldn't interpret value (\S*) for flag (\S+?)\.?$"
   if found := re.search(pattern, text, re.M):
-    return f"XLA_FLAGS: --{found[2]}={found[1]} is no value of this flag"
+    return f"XLA_FLAGS: --{found[2]}={found[1]} is not a value of this flag"
   if found := re.search(r'Could not open file "(.*?)" to read flags', text):
     return f"XLA_FLAGS={found[1]}: neither flags, which begin with --, nor a file"
   lines = [line.strip() for line in text.splitlines() if line.strip()]

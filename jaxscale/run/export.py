@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxscale.errors import ConfigError
 
-if TYPE_CHECKING:  # they import JAX, which is told what to run on before
+if TYPE_CHECKING:  # they import JAX, whose platform is set before
   from jaxscale.config.record import Described
   from jaxscale.weights import Leaf
 
@@ -70,7 +70,7 @@ def export(request: Request) -> str:
       for name in manifest
       if name.startswith(prefix)
     }  # fmt: skip
-    said = _hf_fields(request, described, leaves)
+    fields = _hf_fields(request, described, leaves)
     size = weights.export_leaves(
       request.to,
       leaves,
@@ -83,9 +83,9 @@ def export(request: Request) -> str:
     raise ConfigError(
       f"checkpoint {step} in {request.workdir} is damaged ({e}); give another --step"
     ) from None
-  if said is not None:
+  if fields is not None:
     try:
-      hf_config.write_hf_config(request.to, said)
+      hf_config.write_hf_config(request.to, fields)
     except OSError as e:
       where = request.to.parent / "config.json"
       raise weights.UnwrittenError(f"{where}: could not be written: {e}") from None

@@ -135,7 +135,7 @@ def language_model(workdir: Path) -> Run:
   """The model of a run, by its config.json; neither data nor devices are looked at.
 
   Raises:
-    ConfigError: it is no run's directory, or its model is none of text.
+    ConfigError: it is not a run's directory, or its model is none of text.
   """
   described = describe_run(workdir)
   if not described.is_text:

@@ -120,7 +120,7 @@ class Reporter:
     info = self.experiment.train_data.info
     if isinstance(info, data.TextInfo):
       perf["tokens_per_s"] = rate * info.sequence_length
-      # exp of a smoothed loss is no perplexity; that of evaluation is exact.
+      # exp of a smoothed loss is not a perplexity; that of evaluation is exact.
       if "loss" in finite and not self._config.loss.label_smoothing:
         finite |= metrics.perplexity_of(finite["loss"], info.bytes_per_token)
     self._write(step, "train", finite | {"epoch": self._epoch(step)})

@@ -28,7 +28,7 @@ class Fit(NamedTuple):
 
   Attributes:
     s_min: steps that no batch size goes below.
-    b_crit: examples a step at which twice s_min steps and twice the fewest
+    b_crit: examples per step at which twice s_min steps and twice the fewest
       examples are needed.
     error: largest relative error of the curve at a size that it was fitted to.
     b_crit_range: smallest and largest b_crit when one size at a time is left out;
@@ -51,7 +51,7 @@ def fit_steps(batch_sizes: Sequence[float], steps: Sequence[float]) -> Fit | Non
   (eq. 2.12).
 
   Args:
-    batch_sizes: examples a step, at least three different ones.
+    batch_sizes: examples per step, at least three different ones.
     steps: to the target at each.
 
   Returns:
@@ -107,7 +107,7 @@ def make_trials(
 
   Args:
     config: with a target; its batch size is replaced.
-    batch_sizes: examples a step, over all devices.
+    batch_sizes: examples per step, over all devices.
     workdir: of the study.
     seeds: runs a size.
     device_batch: the most examples a device works on at once; None: the config's

@@ -160,10 +160,10 @@ def table(result: dict[str, Any]) -> str:
     f"{result['title']}: to {result['target_accuracy']:.2%} at batch "
     f"{result['batch_size']:,}, {reached} of {count} reached"
   )
-  return "\n".join([title, entries_table(result["runs"], _COLUMNS), *_verdict(result)])
+  return "\n".join([title, entries_table(result["runs"], _COLUMNS), *_outcome(result)])
 
 
-def _verdict(result: dict[str, Any]) -> list[str]:
+def _outcome(result: dict[str, Any]) -> list[str]:
   """What counts, in words."""
   if not result["valid"]:
     return [

@@ -34,9 +34,9 @@ class Outcome(NamedTuple):
 
   Attributes:
     status: "reached", "missed" or "diverged".
-    batch_size: examples a step.
+    batch_size: examples per step.
     seed: of the run.
-    accumulate_steps: micro-batches a step.
+    accumulate_steps: micro-batches per step.
     peak_lr: learning rate after the warm-up.
     target: accuracy to reach.
     num_train: examples of an epoch.

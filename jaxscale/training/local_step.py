@@ -18,7 +18,7 @@ steps nothing crosses the network but the metrics, and those need not.
 The condition is inside the one compiled step, so the loop, resuming and the order
 of the data stay as they are. While it is not taken it costs nothing on CPU and TPU;
 in programs for GPU the branch that does nothing copies its operands, six sets
-of parameters a step with block momentum (read from ahead-of-time compiled
+of parameters per step with block momentum (read from ahead-of-time compiled
 programs, jax 0.10.2).
 """
 

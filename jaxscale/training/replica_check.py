@@ -139,7 +139,7 @@ def make_fingerprint(mesh: Mesh, tree: Any = None) -> Any:
   specs = jax.tree.map(lambda x: x.sharding.spec, tree)
   if not any(_split(spec) for spec in jax.tree.leaves(specs)):
     return _fingerprint_of(mesh, P())
-  return _fingerprint_of.__wrapped__(mesh, specs)  # trees are no keys of a cache
+  return _fingerprint_of.__wrapped__(mesh, specs)  # trees are not keys of a cache
 
 
 @functools.cache

@@ -120,7 +120,7 @@ def make_train_step(
     observe: opt_state -> further metrics, scalars.
     skip_bad_steps: a step with NaN or Inf in its loss, gradients, learning rate or
       model state leaves the state as it was, but for the counts of steps; its loss
-      is NaN, and the metric `nan_guard.CODES`, which is no scalar, has what each
+      is NaN, and the metric `nan_guard.CODES`, which is not a scalar, has what each
       device found. The totals of `loss_fn` must have "loss".
     seed: of `keys`.
 

@@ -189,12 +189,12 @@ def _load(leaf: Any, sources: _Sources) -> jax.Array:
   sharding = getattr(leaf, "sharding", None)
   if sharding is None:
     return jnp.asarray(_read(tuple((0, n) for n in shape), dtype, sources))
-  holders: dict[Any, list[Any]] = {}
+  owners: dict[Any, list[Any]] = {}
   for device, index in sharding.addressable_devices_indices_map(shape).items():
     ranges = tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
-    holders.setdefault(ranges, []).append(device)
+    owners.setdefault(ranges, []).append(device)
   parts = []
-  for ranges, devices in holders.items():
+  for ranges, devices in owners.items():
     part = _read(ranges, dtype, sources)
     parts += [jax.device_put(part, device) for device in devices]
     jax.block_until_ready(parts)  # before the host reads another

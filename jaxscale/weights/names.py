@@ -56,7 +56,7 @@ class Arrangement(NamedTuple):
 def _patch_shape(shape: Shape) -> Shape:
   """[p * p * channels, width] -> [width, channels, p, p]; 3 channels, or else 1.
 
-  Unambiguous: no number is both a square and three times a square.
+  Unambiguous: a square is never three times a square.
   """
   rows, width = shape
   for channels in (3, 1):
@@ -194,7 +194,7 @@ class Naming(NamedTuple):
   Attributes:
     name: of the naming.
     links: each of our leaves is in at least one.
-    counters: int64 scalars that are no parameters: ignored where they are read, and
+    counters: int64 scalars that are not parameters: ignored where they are read, and
       0 where they are written.
     derived: ends of names of arrays that follow from the settings; ignored.
     classes: the dim of a leaf that counts classes, or words of a vocabulary, and

@@ -47,7 +47,7 @@ SHAPES = {
 }
 
 
-def stand_in(name, split, **options):
+def fake(name, split, **options):
   """A dataset of the right sizes, without the data."""
   del split
   shape, classes, size = SHAPES[name]
@@ -56,13 +56,13 @@ def stand_in(name, split, **options):
   return data.Dataset(info, size, lambda indices, draws: {})
 
 
-def stand_in_folder(directory, **options):
+def fake_folder(directory, **options):
   """ImageNet-22k of IBM's run, likewise."""
   info = data.DatasetInfo(directory, (224, 224, 3), 21_841, (127.5,), (127.5,))
   return data.Dataset(info, 7_500_000, lambda indices, draws: {})
 
 
-def stand_in_text(directory, split, *, vocab_size, sequence_length, **options):
+def fake_text(directory, split, *, vocab_size, sequence_length, **options):
   """Files of tokens, likewise."""
   info = data.TextInfo(directory, vocab_size, sequence_length)
   return data.Dataset(info, 1_000_000, lambda indices, draws: {})
@@ -74,9 +74,9 @@ ONE_OF_A_FILE = {path.split(":")[0]: path for path in reversed(CONFIGS)}.values(
 
 @pytest.mark.parametrize("path", all_slow_except(CONFIGS, *ONE_OF_A_FILE))
 def test_every_config_traces_and_lowers_for_eight_devices(path, monkeypatch):
-  monkeypatch.setattr(data, "tfds_images", stand_in)
-  monkeypatch.setattr(data, "image_folder", stand_in_folder)
-  monkeypatch.setattr(data, "text_files", stand_in_text)
+  monkeypatch.setattr(data, "tfds_images", fake)
+  monkeypatch.setattr(data, "image_folder", fake_folder)
+  monkeypatch.setattr(data, "text_files", fake_text)
   monkeypatch.setattr(data, "folder_classes", lambda directory: ())
   config = load_config(path)
   # JAX's own attention in half precision is lowered by rules that strict ones refuse.
@@ -100,7 +100,7 @@ def test_a_config_says_command_hardware_and_result(path):
 
 
 def test_the_recipe_of_goyal_et_al_is_theirs(monkeypatch):
-  monkeypatch.setattr(data, "tfds_images", stand_in)
+  monkeypatch.setattr(data, "tfds_images", fake)
   experiment = build.experiment(load_config("configs/resnet50_imagenet.py"))
   derived = experiment.derived
   # Intel Caffe's files of the same recipe: 3.2, 780 warm-up steps, 14,075 in all.

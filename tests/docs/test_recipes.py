@@ -1,6 +1,6 @@
 """Recipes are those of their sources: numbers, schedules, optimizers.
 
-Every number here is from the source that is named beside it, never from the config.
+Every number here is from the source that is named next to it, never from the config.
 """
 
 import dataclasses
@@ -16,8 +16,8 @@ import pytest
 from jaxscale import config as cfg
 from jaxscale import models, optim
 from jaxscale.config.loading import load_config
-from jaxscale.experiment import parts
 from jaxscale.experiment.derive import derive
+from jaxscale.experiment.optimizer import make_optimizer, make_schedule
 
 NUM_TRAIN = 1_281_167  # ImageNet-1k
 
@@ -40,7 +40,7 @@ class Recipe(NamedTuple):
 
 
 # Intel Caffe 44d53638, multinode/alexnet_bn_64nodes: solver.prototxt, and 512
-# examples a node, over which its BatchNorm goes.
+# examples per node, over which its BatchNorm goes.
 ALEXNET = Recipe(
   "LARS", 32, 0.9, 5e-4, "all", 32768, 4000, 400, 512, None, 0.0, 0.0,
 )  # fmt: skip
@@ -57,7 +57,7 @@ NESTEROV = Recipe(
   "SGD", 7.05, 0.976, 5.8e-5, None, 32768, 2512, 638, 64, None, 0.15, 1e-4
 )
 # arXiv:1706.02677, §3.3 and §5.1: 90 and 5 epochs (14,075 and 780 steps in Intel
-# Caffe's default_resnet50_64nodes), 32 images a worker.
+# Caffe's default_resnet50_64nodes), 32 images per worker.
 GOYAL = Recipe("SGD", 0.1, 0.9, 1e-4, None, 8192, 14076, 782, 32, None, 0.0, None)
 # The same numbers; IBM's 20 images on each of 256 GPUs.
 IMAGENET22K = Recipe(
@@ -112,7 +112,7 @@ def test_the_numbers_are_those_of_the_source(path):
   found = Recipe(
     type(o).__name__, o.lr, numbers, o.weight_decay, getattr(o, "include", None),
     config.batch_size, derived.total_steps, derived.warmup_steps, config.model.bn_span,
-    config.clip_norm, config.label_smoothing, getattr(config.schedule, "end_lr", None),
+    config.clip_norm, config.loss.label_smoothing, getattr(config.schedule, "end_lr", None),
   )  # fmt: skip
   assert found._replace(momentum=0) == r._replace(momentum=0)
   np.testing.assert_allclose(numbers, r.momentum, rtol=1e-12)
@@ -162,8 +162,8 @@ def resnet50():
 def made(config, num_train=NUM_TRAIN):
   """The optimizer of a config, as a run makes it."""
   derived = derive(config, num_train, 1, 1)
-  schedule = parts.make_schedule(config, derived)
-  return parts.make_optimizer(config, schedule, derived.warmup_steps, None), schedule
+  schedule = make_schedule(config, derived)
+  return make_optimizer(config, schedule, derived.warmup_steps, None), schedule
 
 
 @pytest.mark.parametrize("path", LARS_ROWS)

@@ -310,7 +310,7 @@ def test_training_at_one_span_is_the_same_on_any_number_of_devices(
     np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
-def test_spans_are_told_apart():
+def test_spans_are_distinguished():
   """What the test above would not see: a span that changes nothing."""
   curves = [[m["loss"] for m in run(span, 1)[3]] for span in (4, 16, 32)]
   for a, b in itertools.pairwise(curves):

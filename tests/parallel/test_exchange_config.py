@@ -148,7 +148,7 @@ def test_workers_that_train_alone():
   assert grouped.sync is not None and grouped.sync.workers == ("replica",)
 
 
-def test_the_plan_is_said():
+def test_the_plan_is_reported():
   (note,) = build.experiment(config(exchange=AllReduce(algorithm="auto"))).notes
   assert note.startswith("exchange by ") and "planned by assumed links" in note
 

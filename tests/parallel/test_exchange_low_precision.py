@@ -139,7 +139,7 @@ def test_int8_codes_whole_numbers_of_steps_exactly():
 @pytest.mark.parametrize(
   ("make", "line"),
   [
-    (lambda: half_precision(AXES, "float8"), "dtype='float8': is no payload"),  # pyright: ignore
+    (lambda: half_precision(AXES, "float8"), "dtype='float8': is not a payload"),  # pyright: ignore
     (lambda: half_precision(AXES, sum_in="x"), "sum_in='x'"),  # pyright: ignore
     (lambda: int8(AXES, block=0), "block=0"),
     (lambda: int8(AXES, block=256, bucket_bytes=1000), "give 1024 or more"),

@@ -126,7 +126,7 @@ def test_a_checkpoint_is_restored_on_another_number_of_devices(
 
 
 @pytest.mark.parametrize("name", ["delayed", "one bit"])
-def test_a_run_goes_on_with_four_devices_and_then_with_eight(name, tmp_path):
+def test_a_run_resumes_with_four_devices_and_then_with_eight(name, tmp_path):
   """Steps 0 to 3 on 8 devices, to 7 on 4, to 11 on 8; and all on 8."""
   losses = {}
   for kind, counts in {"same": (8, 8, 8), "other": (8, 4, 8)}.items():

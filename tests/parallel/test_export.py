@@ -61,14 +61,16 @@ def test_a_run_starts_from_what_another_has_learnt(finished, tmp_path, capsys):
 
   config = tiny_digits(init_from=str(path), seed="7", epochs="2")
   state = build.experiment(config).init_state()
-  (said,) = capsys.readouterr().out.splitlines()
-  assert said.startswith(f"parameters from {path}: 2,410 numbers in 4 arrays, float32")
+  (reported,) = capsys.readouterr().out.splitlines()
+  assert reported.startswith(
+    f"parameters from {path}: 2,410 numbers in 4 arrays, float32"
+  )
   assert same((state.params, state.model_state), result.state.average)
   assert same(state.average, result.state.average) and state.step == 0
   assert all(not np.any(x) for x in jax.tree.leaves(state.opt_state))
-  # It goes on from there, and then from its own checkpoint without the file.
+  # It resumes from there, and then from its own checkpoint without the file.
   again = fit(config, tmp_path / "again")
-  assert said in capsys.readouterr().out
+  assert reported in capsys.readouterr().out
   assert again.summary["accuracy"] > result.summary["accuracy"]
   path.unlink()
   assert fit(config, tmp_path / "again").summary["outcome"] == "done"
@@ -133,10 +135,10 @@ def test_a_classifier_of_other_classes_starts_anew_if_asked_to(tmp_path):
   export_safetensors(path, params)
   with pytest.raises(ConfigError, match="init_head=True starts the classifier anew"):
     build.experiment(tiny_digits(init_from=str(path))).init_state()
-  said = []
+  reported = []
   asked = tiny_digits(init_from=str(path), init_head="True")
-  state = build.experiment(asked).init_state(said.append)
-  assert said[0].endswith("; the classifier starts anew")
+  state = build.experiment(asked).init_state(reported.append)
+  assert reported[0].endswith("; the classifier starts anew")
   assert same(state.params["Dense_0"], params["Dense_0"])
   assert same(state.params["Dense_1"], fresh.params["Dense_1"])
   with pytest.raises(ConfigError, match=r"init_head=True: set init_from too"):
@@ -208,10 +210,10 @@ def test_a_folder_for_transformers_says_what_its_parameters_mean(
   spoken, tmp_path, capsys
 ):
   _, workdir = spoken
-  path, beside = tmp_path / "model.safetensors", tmp_path / "config.json"
+  path, config_json = tmp_path / "model.safetensors", tmp_path / "config.json"
   options = ("--workdir", workdir, "--to", path, "--naming=huggingface")
   assert typed(capsys, *options)[0] == 0
-  said = json.loads(beside.read_text())
+  reported = json.loads(config_json.read_text())
   wanted = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256,
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -219,12 +221,12 @@ def test_a_folder_for_transformers_says_what_its_parameters_mean(
     "rope_theta": 5e3, "rms_norm_eps": 1e-4, "max_position_embeddings": 64,
     "tie_word_embeddings": False, "torch_dtype": "float32", "eos_token_id": 0,
   }  # fmt: skip
-  assert wanted.items() <= said.items()
+  assert wanted.items() <= reported.items()
   entries, _ = read_header(path)
   assert entries["model.embed_tokens.weight"].shape == (256, 32)
   # Its own may be replaced, and no other.
   assert typed(capsys, *options, "--dtype=bfloat16")[0] == 0
-  assert json.loads(beside.read_text()) == said | {"torch_dtype": "bfloat16"}
+  assert json.loads(config_json.read_text()) == reported | {"torch_dtype": "bfloat16"}
   for to in (tmp_path / "other.safetensors", workdir / "model.safetensors"):
     kept = (to.parent / "config.json").read_text()
     code, line = typed(capsys, "--workdir", workdir, "--to", to, "--naming=huggingface")
@@ -239,7 +241,7 @@ def test_a_folder_for_transformers_says_what_its_parameters_mean(
     build.experiment(language(**changes)).init_state()
   assert "\n" not in str(e.value)
   assert str(e.value) == (
-    f"{beside}: of another model: num_attention_heads is 4 there and 8 here, set "
+    f"{config_json}: of another model: num_attention_heads is 4 there and 8 here, set "
     "Transformer.num_heads=4; num_key_value_heads is 2 there and 4 here, set "
     "Transformer.num_kv_heads=2; head_dim is 16 there and 8 here, set "
     "Transformer.head_width=16; rope_theta is 5000.0 there and 10000.0 here, set "
@@ -270,9 +272,9 @@ def test_what_the_run_has_not_is_one_line(finished, tmp_path, capsys, monkeypatc
   step = int(result.state.step)
 
   def line(*argv, code=2):
-    found, said = typed(capsys, "--workdir", workdir, *argv)
-    assert found == code and said.startswith("error: ") and "\n" not in said
-    return said
+    found, reported = typed(capsys, "--workdir", workdir, *argv)
+    assert found == code and reported.startswith("error: ") and "\n" not in reported
+    return reported
 
   assert f"--step=1: not saved, there are {step - 1}, {step}" in line(
     "--to=x", "--step=1"

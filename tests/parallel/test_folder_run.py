@@ -47,11 +47,11 @@ def test_five_damaged_files_are_reported_and_trained_around(tmp_path, capsys):
   assert result.summary["outcome"] == "done"
   assert result.summary["damaged_examples"] == 5
   assert result.summary["accuracy"] == 1.0  # the classes differ in brightness
-  said = [
+  reported = [
     x for x in capsys.readouterr().out.splitlines() if x.startswith("training data")
   ]
-  assert len(said) == 1, said
-  assert said[0].startswith("training data: 5 damaged examples: cat/003.jpg, ")
+  assert len(reported) == 1, reported
+  assert reported[0].startswith("training data: 5 damaged examples: cat/003.jpg, ")
   again = fit(folder_config(tmp_path / "images"), tmp_path / "run")  # it is done
   assert again.summary["damaged_examples"] == 5
 

@@ -200,7 +200,7 @@ def test_forms_of_replica_groups():
   assert parse.replica_groups("mesh<a=2>", 3) is None
 
 
-def test_three_axes_are_told_apart():
+def test_three_axes_are_distinguished():
   mesh = make_mesh(replica=2, bn_devices=2)
   for axes in [("bn",), ("data",), ("replica", "bn"), ("data", "bn")]:
     mapped = jax.shard_map(

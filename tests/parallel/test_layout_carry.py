@@ -108,7 +108,7 @@ def restore(directory, made, say=print):
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_the_same_layout_goes_on_with_every_bit(exchange, tmp_path):
+def test_the_same_layout_resumes_with_every_bit(exchange, tmp_path):
   one = made("data 2 x fsdp 2 x model 2", exchange)
   state, message = filled(one), []
   save(tmp_path, one, state)
@@ -134,7 +134,7 @@ def test_what_splits_gradients_alike_is_the_same_layout_here(there, here, tmp_pa
     ("data 2 x fsdp 2 x model 2", "data 2 x fsdp 2"), ("data 2 x fsdp 2", "fsdp"),
   ],
 )  # fmt: skip
-def test_a_count_of_steps_goes_on_under_any_layout(exchange, there, here, tmp_path):
+def test_a_count_of_steps_resumes_under_any_layout(exchange, there, here, tmp_path):
   saved, message = filled(made(there, exchange)), []
   save(tmp_path, made(there, exchange), saved)
   state = restore(tmp_path, made(here, exchange), message.append)

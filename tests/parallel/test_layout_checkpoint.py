@@ -107,7 +107,7 @@ PAIRS = [f"{a} -> {b}" for a in LAYOUTS for b in LAYOUTS]
 
 
 @pytest.mark.parametrize("pair", all_slow_except(PAIRS, " -> ".join(QUICK)))
-def test_any_layout_goes_on_from_any_other(pair, saved):
+def test_any_layout_resumes_from_any_other(pair, saved):
   there, here = pair.split(" -> ")
   before = saved(there)
   with Checkpoints(before.directory) as checkpoints:

@@ -148,7 +148,7 @@ IN_BACKWARD = cfg.Layout(shard="fsdp", slow_axes="in_backward")
     ({"layout": cfg.Layout(slow_axes="in_backward")}, "set layout.shard to 'zero2'"),
     (
       {"model": cfg.MLP(), "data": cfg.Digits(), "mesh": cfg.Mesh(model=2)},
-      "Mesh.model=2: MLP is no stack of equal layers",
+      "Mesh.model=2: MLP is not a stack of equal layers",
     ),
     (
       {"mesh": cfg.Mesh(fsdp=4), "layout": IN_BACKWARD, "exchange": cfg.Int8()},
@@ -171,7 +171,7 @@ def test_settings_that_do_not_fit_are_refused(fields, says):
   [
     (lambda: cfg.Mesh(data=-1, fsdp=-1), "only one can be the rest"),
     (lambda: cfg.Layout(rules=("layers/.*: rows",)), "give 'PATTERN: axis, axis'"),
-    (lambda: cfg.Layout(rules=("layers/(: fsdp",)), "no regular expression"),
+    (lambda: cfg.Layout(rules=("layers/(: fsdp",)), "not a regular expression"),
   ],
 )
 def test_settings_that_mean_nothing_are_refused(make, says):
@@ -268,4 +268,4 @@ def test_describe_from_the_command_line_trains_nothing(tmp_path):
 
 def test_a_layout_that_cannot_be_is_one_line():
   done = command("--config.mesh.model=2")
-  assert "CNN is no stack of equal layers" in error_line(done, 2)
+  assert "CNN is not a stack of equal layers" in error_line(done, 2)

@@ -149,7 +149,7 @@ def test_describe_says_what_waits_on_the_host():
   assert float(on_device) < 0.05 * float(on_host)
 
 
-def test_a_run_goes_on_as_a_pipeline(tmp_path):
+def test_a_run_resumes_as_a_pipeline(tmp_path):
   """What it needs are micro-batches, which these models compute the same with."""
   before = tiny_language()
   described = {"format": FORMAT, "config": to_plain(before)}

@@ -234,9 +234,13 @@ def test_a_bad_gradient_of_one_device_is_skipped_and_named(case):
   jax.tree.map(np.testing.assert_array_equal, counted, after)
   assert np.isnan(metrics["loss"])
   seen = metrics.pop(nan_guard.CODES)
-  told = nan_guard.describe(seen, state.params, {}, state, backward_sum_axes(layout))
-  assert not told.in_state
-  assert told.text == f"process 0 ({replica_check.platform.node()}), {SPOILT[case]}"
+  diagnosis = nan_guard.describe(
+    seen, state.params, {}, state, backward_sum_axes(layout)
+  )
+  assert not diagnosis.in_state
+  assert (
+    diagnosis.text == f"process 0 ({replica_check.platform.node()}), {SPOILT[case]}"
+  )
   # And what follows is good.
   state, metrics = step(state, rows)
   assert np.isfinite(metrics["loss"])

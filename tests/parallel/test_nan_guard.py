@@ -30,7 +30,7 @@ LEAVES = ("bias", "gain", "kernel")  # in the order of jax.tree
 RATE = optim.warmup_cosine(0.05, 2, 100)
 
 
-def story(metrics, state):
+def diagnose(metrics, state):
   seen = metrics.pop(nan_guard.CODES)
   return nan_guard.describe(seen, state.params, state.model_state, state)
 
@@ -75,10 +75,10 @@ def test_a_bad_gradient_changes_no_bit_of_the_state(name):
   states, metrics, last = train(name, [{}, {}, bad])
   assert_same_bits(states[1], moved_on(states[1], states[2]))
   assert np.isnan(metrics["loss"])
-  told = story(metrics, last)
-  assert told == (nan_guard.Diagnosis(told.text, in_state=False))
-  assert told.text.startswith("process 0 (")
-  assert told.text.endswith("), device 5: gradient of kernel is NaN")
+  diagnosis = diagnose(metrics, last)
+  assert diagnosis == (nan_guard.Diagnosis(diagnosis.text, in_state=False))
+  assert diagnosis.text.startswith("process 0 (")
+  assert diagnosis.text.endswith("), device 5: gradient of kernel is NaN")
   # What follows is good: nothing waits in a residual or in a buffer.
   states, metrics, _ = train(name, [{}, {}, bad, {}, {}])
   assert np.isfinite(metrics["loss"])
@@ -101,18 +101,18 @@ def test_each_of_them_is_found_and_named(what, value, words, micros):
   states, metrics, last = train("plain", [{}, bad], accumulate_steps=micros)
   assert_same_bits(states[0], moved_on(states[0], states[1]))
   assert np.isnan(metrics["loss"])
-  assert story(metrics, last).text.endswith(words)
+  assert diagnose(metrics, last).text.endswith(words)
 
 
 def test_several_devices_are_named_and_all_are_all():
   nan = np.full(ROWS, np.nan, np.float32)
   _, metrics, last = train("plain", [{"gradient": ([0, 9, 30], np.nan)}])
-  assert "devices 0, 2 and 7: gradient of kernel" in story(metrics, last).text
+  assert "devices 0, 2 and 7: gradient of kernel" in diagnose(metrics, last).text
   _, metrics, last = train("plain", [{"loss": (range(ROWS), nan)}])
-  assert story(metrics, last).text == "all 8 devices: loss is NaN"
+  assert diagnose(metrics, last).text == "all 8 devices: loss is NaN"
 
 
-def test_what_is_bad_in_the_state_is_said_to_be_so():
+def test_what_is_bad_in_the_state_is_reported():
   mesh, state, step = made("plain")
   kernel = state.params["kernel"].at[1, 2].set(np.nan)
   kernel = jax.device_put(kernel, state.params["kernel"].sharding)
@@ -120,9 +120,9 @@ def test_what_is_bad_in_the_state_is_said_to_be_so():
     jnp.copy, state._replace(params=state.params | {"kernel": kernel})
   )
   state, metrics = step(state, batch(mesh, 0))
-  told = story(metrics, state)
-  assert told.in_state
-  assert told.text == "all 8 devices: params/kernel is NaN in the state itself"
+  diagnosis = diagnose(metrics, state)
+  assert diagnosis.in_state
+  assert diagnosis.text == "all 8 devices: params/kernel is NaN in the state itself"
 
 
 def test_a_mean_that_overflows_in_the_exchange_is_skipped():
@@ -139,7 +139,9 @@ def test_a_mean_that_overflows_in_the_exchange_is_skipped():
   before = jax.device_get(state)
   state, metrics = step(state, batch(mesh, 0, gradient=(0, 1e10)))
   assert_same_bits(before, jax.device_get(state)._replace(step=before.step))
-  assert story(metrics, state).text.startswith("mean gradient of kernel, after the ex")
+  assert diagnose(metrics, state).text.startswith(
+    "mean gradient of kernel, after the ex"
+  )
 
 
 def test_a_rate_that_is_nan_is_skipped():
@@ -157,7 +159,7 @@ def test_a_rate_that_is_nan_is_skipped():
     assert np.isfinite(state.params["kernel"]).all()
   assert np.isfinite(losses).tolist() == [True, False, True]
   np.testing.assert_allclose(rates, 0.1)  # the second step applied none
-  assert story(metrics, state).text == ""  # nobody's gradient was bad
+  assert diagnose(metrics, state).text == ""  # nobody's gradient was bad
 
 
 def test_the_code_of_the_first_bad_leaf():
@@ -190,7 +192,7 @@ def test_a_worker_sits_a_bad_step_out_and_the_meeting_is_good(workers):
     assert np.isfinite(metrics["loss"]) == (not bad)
     if bad:
       words = "gradient of kernel is NaN" if number == 1 else "loss is NaN"
-      assert story(metrics, state).text.endswith(f"device 2: {words}")
+      assert diagnose(metrics, state).text.endswith(f"device 2: {words}")
     for g in range(groups):
       if bad and g == 9 // own_rows:
         continue
@@ -210,14 +212,14 @@ def test_a_worker_sits_a_bad_step_out_and_the_meeting_is_good(workers):
 
 
 def test_a_meeting_of_bad_ways_moves_nobody():
-  """An exchange that makes NaN of the ways, in the second meeting."""
+  """An exchange whose second synchronization gives NaN."""
   mesh, tx, method = make_mesh(), optax.sgd(0.01), local.local_sgd(2)
 
-  def exchange(ways, meetings):
-    mean, _ = plain(AXES).exchange(ways, ())
-    factor = jnp.where(meetings == 1, jnp.nan, 1.0)
+  def exchange(deltas, times):
+    mean, _ = plain(AXES).exchange(deltas, ())
+    factor = jnp.where(times == 1, jnp.nan, 1.0)
     factor = jax.lax.pmax(factor, AXES)
-    return jax.tree.map(lambda m: m * factor, mean), meetings + 1
+    return jax.tree.map(lambda m: m * factor, mean), times + 1
 
   breaking = Exchange(lambda params: jnp.zeros((), jnp.int32), exchange)
   state = init_local_state(init, tx, mesh, breaking, method)
@@ -227,11 +229,11 @@ def test_a_meeting_of_bad_ways_moves_nobody():
     state, metrics = step(state, batch(mesh, number))
     anchors.append(jax.device_get(state.params))
     losses.append(metrics["loss"].item())
-    # The meeting is not counted, so that it stays the second for ever.
+    # The synchronization is not counted, so that it stays the second for ever.
   assert np.isfinite(losses).tolist() == [True, True, True, False, True, False]
   assert_same_bits(anchors[1], anchors[5])
   assert np.isfinite(state.exchange_state.params["kernel"]).all()
-  assert story(metrics, state).text.startswith("mean gradient of bias")
+  assert diagnose(metrics, state).text.startswith("mean gradient of bias")
 
 
 def test_it_sends_nothing_more():

@@ -85,8 +85,8 @@ def pairs(sums, counts, rows):
   sums, counts = np.asarray(sums, np.float64), np.asarray(counts, np.float64)
   others = ~np.eye(len(counts), dtype=bool)
   signal = (sums @ sums.T)[others].sum() / np.outer(counts, counts)[others].sum()
-  beside = np.square(sums).sum() - np.square(counts).sum() * signal
-  return signal, beside / rows / (counts.sum() / rows) ** 2
+  rest = np.square(sums).sum() - np.square(counts).sum() * signal
+  return signal, rest / rows / (counts.sum() / rows) ** 2
 
 
 def run(loss_fn, init, batches, num_devices, micros):
@@ -189,7 +189,7 @@ def test_averages_are_corrected_for_their_start():
   np.testing.assert_allclose(got["gradient_noise"], noise, rtol=1e-6)
 
 
-def test_what_it_means_is_said():
-  said = noise_scale.describe(1024.0, 256)
-  assert "1,024" in said and "5 times the fewest steps" in said
-  assert "1.25 times the fewest examples" in said
+def test_what_it_means_is_reported():
+  reported = noise_scale.describe(1024.0, 256)
+  assert "1,024" in reported and "5 times the fewest steps" in reported
+  assert "1.25 times the fewest examples" in reported

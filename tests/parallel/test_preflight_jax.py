@@ -41,17 +41,20 @@ def test_flags_devices_and_data_are_named_where_they_differ(tmp_path):
   }
   options = only("devices"), f"--config={config}"
   findings = preflight(HOSTS, *options, rank_env=rank_env)
-  said = wrong(findings)
-  assert said[0] == (
+  reported = wrong(findings)
+  assert reported[0] == (
     "process 1 (n2): XLA_FLAGS: this jax does not know --xla_nonsense=1"
   )
   assert findings[0].remedy.startswith("take it out of XLA_FLAGS")
-  assert said[1] == "devices: 3 x cpu in process 2 (n3), 2 x cpu in the others"
-  assert said[2].startswith("data: process 2 (n3): ") and "none/train" in said[2]
-  assert re.fullmatch(
-    r"data: .* has 1\d \+ 1\d examples in process [03] .*, .* in the others", said[3]
+  assert reported[1] == "devices: 3 x cpu in process 2 (n3), 2 x cpu in the others"
+  assert (
+    reported[2].startswith("data: process 2 (n3): ") and "none/train" in reported[2]
   )
-  assert len(said) == 4  # and no word on whether the config fits
+  assert re.fullmatch(
+    r"data: .* has 1\d \+ 1\d examples in process [03] .*, .* in the others",
+    reported[3],
+  )
+  assert len(reported) == 4  # and no word on whether the config fits
 
 
 def test_a_config_says_how_large_its_checkpoints_are(tmp_path):
@@ -86,7 +89,7 @@ def test_a_config_that_does_not_fit_is_refused():
     ("F1 parse_flags_from_env.cc:234] Unknown flags in XLA_FLAGS: --xla_a=1 --xla_b",
      "XLA_FLAGS: this jax does not know --xla_a=1 --xla_b"),
     ("E1 line_flags.cc:63] Couldn't interpret value abc for flag xla_x.\nusage:",
-     "XLA_FLAGS: --xla_x=abc is no value of this flag"),
+     "XLA_FLAGS: --xla_x=abc is not a value of this flag"),
     ('F1 x.cc:171] Could not open file "junk" to read flags for environment variable',
      "XLA_FLAGS=junk: neither flags, which begin with --, nor a file"),
     ("Traceback\n  at\nRuntimeError: Unable to initialize backend 'cuda'\n\nnoise",
@@ -98,13 +101,15 @@ def test_what_ended_jax_is_read_from_its_words(text, says):
   assert devices.why(text, -6) == says
 
 
-def test_a_gpu_that_jax_does_not_see_is_said(monkeypatch):
+def test_a_gpu_that_jax_does_not_see_is_reported(monkeypatch):
   monkeypatch.delenv("JAX_PLATFORMS")
   monkeypatch.delenv("XLA_FLAGS", raising=False)
   found = {"platform": "cpu", "kind": "cpu", "count": 1, "wrong": []}
-  (said,) = devices.findings([found], [{"gpus": [{}]}], ["n1"])
-  assert said.text == "devices: n1 has GPUs, and JAX runs on its CPU" and not said.ok
-  (said,) = devices.findings([found], [{"gpus": []}], ["n1"])
-  assert said.ok
-  (said,) = devices.findings([found | {"wrong": ["cuda:3: 14335.0"]}], [], ["n1"])
-  assert said.text == "devices: n1 computes wrong results: cuda:3: 14335.0"
+  (reported,) = devices.findings([found], [{"gpus": [{}]}], ["n1"])
+  assert (
+    reported.text == "devices: n1 has GPUs, and JAX runs on its CPU" and not reported.ok
+  )
+  (reported,) = devices.findings([found], [{"gpus": []}], ["n1"])
+  assert reported.ok
+  (reported,) = devices.findings([found | {"wrong": ["cuda:3: 14335.0"]}], [], ["n1"])
+  assert reported.text == "devices: n1 computes wrong results: cuda:3: 14335.0"

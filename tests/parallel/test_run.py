@@ -229,8 +229,8 @@ def test_a_run_stops_at_its_target_and_stays_there(tmp_path, capsys):
   assert 0 < summary["target_seconds"] <= summary["seconds"]
   capsys.readouterr()
   again = fit(tiny_digits(**options), tmp_path).summary
-  said = capsys.readouterr().out
-  assert f"reached its target by step {summary['step']} already" in said
+  reported = capsys.readouterr().out
+  assert f"reached its target by step {summary['step']} already" in reported
   for name in ("step", "target_step", "target_seconds", "accuracy"):
     assert again[name] == summary[name]
 
@@ -271,8 +271,8 @@ def test_a_run_that_waits_for_data_says_so(tmp_path, capsys, monkeypatch):
   monkeypatch.setattr(phases, "train_batches", slow)
   monkeypatch.setattr(reporter, "INPUT_BOUND_SECONDS", 0.02)
   fit(tiny_digits(), tmp_path)
-  said = [x for x in capsys.readouterr().out.splitlines() if "input-bound" in x]
-  assert len(said) == 1 and "input_threads" in said[0]
+  reported = [x for x in capsys.readouterr().out.splitlines() if "input-bound" in x]
+  assert len(reported) == 1 and "input_threads" in reported[0]
   waits = [x["perf/input_wait"] for x in metrics.read_json_lines(
     tmp_path / "metrics.jsonl") if "perf/input_wait" in x]  # fmt: skip
   assert waits[-1] > 0.2

@@ -1,4 +1,4 @@
-"""How a command joins, stops when asked to, and what its job is told."""
+"""How a command joins, stops when asked to, and what its job reports."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""A run on another number of devices: micro-batches, refusals, what it says."""
+"""A run on another number of devices: micro-batches, errors, log lines."""
 
 import dataclasses
 import json
@@ -96,22 +96,24 @@ def test_every_phase_has_its_own():
   for name in set(fewer._fields) - same - {"eval_batch_size"}:
     assert getattr(fewer, name) == getattr(at_start, name), name
   assert device_summary(ramp, fewer) == (
-    "2 devices, 8 at the start: 4, 4 and 8 micro-batches a step instead of 1, 1 and 2, "
-    "so that a device still holds 8, 16 and 16 examples at a time; the global batch "
+    "2 devices, 8 at the start: 4, 4 and 8 micro-batches per step instead of 1, 1 and "
+    "2, so that a device still holds 8, 16 and 16 examples at a time; the global batch "
     "and the order of examples stay"
   )
-  assert over(ramp, 8, 8) == over(ramp, 8, None) and device_summary(ramp, at_start) is None
+  assert (
+    over(ramp, 8, 8) == over(ramp, 8, None) and device_summary(ramp, at_start) is None
+  )
 
 
 STORIES = [
-  (dict(batch_size=1024), 8, 16, "8 devices, 16 at the start: 2 micro-batches a step "
+  (dict(batch_size=1024), 8, 16, "8 devices, 16 at the start: 2 micro-batches per step "
    "instead of 1, so that a device still holds 64 examples at a time; the global batch "
    "and the order of examples stay"),
   (dict(batch_size=64), 1, 2, "1 device, 2 at the start: 2 micro-batches"),
-  (dict(batch_size=64), 8, 2, "8 devices, 2 at the start: 1 micro-batch a step, as "
+  (dict(batch_size=64), 8, 2, "8 devices, 2 at the start: 1 micro-batch per step, as "
    "then, a device holds 8 examples at a time, 32 then; the global batch and the order "
    "of examples stay"),
-  (dict(batch_size=96), 3, 8, "4 micro-batches a step instead of 1, a device holds 8 "
+  (dict(batch_size=96), 3, 8, "4 micro-batches per step instead of 1, a device holds 8 "
    "examples at a time, 12 then; "),
   (dict(batch_size=96, **CNN), 3, 8, "stay; BatchNorm's statistics, of a device's "
    "examples at a time, are others"),
@@ -121,14 +123,14 @@ STORIES = [
 @pytest.mark.parametrize("changes, devices, start, wanted", STORIES)
 def test_what_it_says(changes, devices, start, wanted):
   chosen = config(**changes)
-  said = device_summary(chosen, over(chosen, devices, start)) or ""
-  assert wanted in said and "\n" not in said
-  assert ("BatchNorm" in said) == ("BatchNorm" in wanted)
+  reported = device_summary(chosen, over(chosen, devices, start)) or ""
+  assert wanted in reported and "\n" not in reported
+  assert ("BatchNorm" in reported) == ("BatchNorm" in wanted)
 
 
 REFUSALS = [
   (dict(batch_size=64), 3, 8,
-   "batch_size=64: does not divide over 3 devices, and a run goes on with the batch "
+   "batch_size=64: does not divide over 3 devices, and a run resumes with the batch "
    "that it began with, on 8; give it 1, 2, 4 or 8 devices, or another --workdir"),
   (dict(batch_size=64, accumulate_steps=4), 32, 8,
    "in 4 micro-batches, does not divide over 32 devices"),
@@ -150,12 +152,12 @@ def test_where_it_cannot_be_divided_one_line_says_what_would_do(
   with pytest.raises(ConfigError, match=wanted) as error:
     over(chosen, devices, start)
   assert "\n" not in str(error.value)
-  said = str(error.value).split("give it ")[1].split(" devices")[0]
-  for number in said.replace(" or ", ", ").split(", "):
+  reported = str(error.value).split("give it ")[1].split(" devices")[0]
+  for number in reported.replace(" or ", ", ").split(", "):
     over(chosen, int(number), start)
 
 
-def test_a_grid_that_does_not_fit_is_said_by_the_grid():
+def test_a_grid_that_does_not_fit_is_reported_by_the_grid():
   with pytest.raises(ConfigError, match=r"Mesh.replica=2.* the 3 devices"):
     over(config(batch_size=96, mesh__replica=2), 3, 8)
 
@@ -209,13 +211,13 @@ def test_batch_norm_of_a_device_sees_the_same_examples():
     assert_same(larger, wanted, tolerance=1e-5)
 
 
-def test_sizes_that_an_adaptive_run_chose_go_on():
+def test_sizes_that_an_adaptive_run_chose_resume():
   chosen = config(batch_size=64, phases="AdaptiveBatch", phases__every_epochs=1)
   derived = over(chosen, 2, 8, sizes=(64, 96, 192))
   assert [s.accumulate_steps for s in derived.phases[:4]] == [4] * 4
   assert [s.batch_size for s in derived.phases[:4]] == [64, 96, 192, 192]
-  said = "so that a device still holds 8, 12, 24, 24, "
-  assert said in (device_summary(chosen, derived) or "")
+  reported = "so that a device still holds 8, 12, 24, 24, "
+  assert reported in (device_summary(chosen, derived) or "")
 
 
 @pytest.mark.parametrize(
@@ -303,12 +305,12 @@ def test_config_json_and_the_person_who_reads_have_the_numbers(began, tmp_path):
   assert written["derived"]["phases"][0]["accumulate_steps"] == 2
   numbers = {k: written["derived"][k] for k in ("start_devices", "num_devices")}
   assert numbers == {"start_devices": 16, "num_devices": 8}
-  said = describe_text(experiment, tmp_path)
-  assert said.count("8 devices, 16 at the start: 2 micro-batches a step") == 1
+  reported = describe_text(experiment, tmp_path)
+  assert reported.count("8 devices, 16 at the start: 2 micro-batches per step") == 1
   assert experiment.lower_train_step()  # and it is what the step is made of
 
 
-def test_the_preflight_of_a_run_that_goes_on_knows_where_it_began(began):
+def test_the_preflight_of_a_run_that_resumes_knows_where_it_began(began):
   """72 examples over 8 devices are 3 micro-batches of 3, not 2."""
   changes = {"batch_size": "72", "accumulate_steps": "2", "model": "MLP"}
   workdir = began(config(**changes), 12)

@@ -64,15 +64,15 @@ def test_momentum_is_corrected_until_the_ramp_of_the_rate_ends():
                  schedule__warmup_epochs="2")  # fmt: skip
   experiment = build.experiment(config)
   assert experiment.derived.warmup_steps == 45
-  said = []
+  reported = []
   with pytest.MonkeyPatch.context() as patch:
     real = make_optimizer
     patch.setattr(
       build, "make_optimizer",
-      lambda c, s, warmup, m: said.append(warmup) or real(c, s, warmup, m),
+      lambda c, s, warmup, m: reported.append(warmup) or real(c, s, warmup, m),
     )  # fmt: skip
     build.at_phase(experiment, experiment.derived.phases[1])
-  assert said == [34]  # 23 x 64 + 11 x 128 = 2,880 = 45 x 64
+  assert reported == [34]  # 23 x 64 + 11 x 128 = 2,880 = 45 x 64
 
 
 def test_a_phase_without_room_is_left_out():
@@ -162,7 +162,7 @@ def test_a_batch_ramp_runs_and_follows_the_rate(ramped):
 
 
 @pytest.mark.slow
-def test_a_ramp_goes_on_bit_for_bit(ramped, tmp_path):
+def test_a_ramp_resumes_bit_for_bit(ramped, tmp_path):
   """Stopped in every phase, at its end, and resumed: the same parameters."""
   result, _ = ramped
 
@@ -206,8 +206,8 @@ def test_a_damaged_checkpoint_of_a_later_phase_goes_back_to_the_phase_before(
         file.write_bytes(file.read_bytes()[:100])
   capsys.readouterr()
   again = fit(quick(**RAMP), tmp_path)
-  said = capsys.readouterr().out
-  assert "is damaged" in said and "step 34  from here on batch 256" in said
+  reported = capsys.readouterr().out
+  assert "is damaged" in reported and "step 34  from here on batch 256" in reported
   for a, b in zip(*map(jax.tree.leaves, (again.state, result.state)), strict=True):
     np.testing.assert_array_equal(a, b)
 
@@ -255,7 +255,7 @@ def test_neutral_ramp_follows_momentum_too():
 
 @pytest.mark.slow
 def test_a_batch_that_a_bn_span_does_not_fit_is_no_candidate(tmp_path, capsys):
-  """8 rows a device share statistics at batch 64: not 12 of 96, 16 of 128."""
+  """8 rows per device share statistics at batch 64: not 12 of 96, 16 of 128."""
   changes = {
     "model": "CNN", "model.features": "(4,)", "model.dense": "0",
     "model.batch_norm": "True", "model.bn_span": "8", "phases": "AdaptiveBatch",
@@ -264,8 +264,8 @@ def test_a_batch_that_a_bn_span_does_not_fit_is_no_candidate(tmp_path, capsys):
   }  # fmt: skip
   quick_cnn = {k: v for k, v in QUICK.items() if k not in ("model", "model.hidden")}
   fit(load_config("configs/digits.py", quick_cnn | changes), tmp_path)
-  said = capsys.readouterr().out
-  assert "trial at batch 128" in said and "trial at batch 96" not in said
+  reported = capsys.readouterr().out
+  assert "trial at batch 128" in reported and "trial at batch 96" not in reported
   assert json.loads((tmp_path / "batch_sizes.json").read_text()) == [64, 128]
 
 
@@ -332,7 +332,7 @@ def test_search_stops_at_the_first_loss_and_refuses_nan():
 
 
 @pytest.mark.slow
-def test_an_adaptive_run_grows_its_batch_and_goes_on(tmp_path):
+def test_an_adaptive_run_grows_its_batch_and_resumes(tmp_path):
   changes = {
     "phases": "AdaptiveBatch", "phases.trial_steps": "4", "batch_size": "64",
     "phases.multiple": "32", "phases.margin": "5.0", "phases.max_batch_size": "192",

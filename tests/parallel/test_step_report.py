@@ -177,7 +177,7 @@ def test_a_synchronization_is_paid_for_once_in_so_many_steps(monkeypatch):
 
   monkeypatch.setattr(step_report, "time_exchange", time_exchange)
   report = step_report.measure(made, None, state, batch, rounds=3)
-  assert seen == [True, False]  # the anchor moves where workers meet
+  assert seen == [True, False]  # the anchor moves where workers synchronize
   assert report.exposed == pytest.approx(0.2) and report.compute == 0.2
 
 
@@ -216,8 +216,8 @@ def test_the_run_says_it_and_changes_in_no_bit(tmp_path, capsys):
   for a, b in zip(*map(jax.tree.leaves, finals), strict=True):
     assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
   assert record(tmp_path / "True") == record(tmp_path / "False")
-  said = [x for x in texts[1].splitlines() if x.startswith("step report: ")]
-  assert len(said) == 1 and " of 128 examples on 8 devices" in said[0]
+  reported = [x for x in texts[1].splitlines() if x.startswith("step report: ")]
+  assert len(reported) == 1 and " of 128 examples on 8 devices" in reported[0]
   assert "step report" not in texts[0]
   line = next(
     x for x in metrics.read_json_lines(tmp_path / "True" / "metrics.jsonl")

@@ -84,7 +84,7 @@ def test_the_sum_over_windows_is_the_sum_over_the_stream(table, stream):
     (8, 64, 100), (1, 7, 999), (8, 16, 37), (1, 1, 30_000),
   ):  # fmt: skip
     mesh = make_mesh(devices=jax.devices()[:devices])
-    dataset = windows("held out", of_array(stream, 0), VOCABULARY, length)
+    dataset = windows("held-out", of_array(stream, 0), VOCABULARY, length)
     eval_step = make_eval_step(lambda params, _, batch: totals(params, batch), mesh)
     sums: dict = collections.defaultdict(float)
     counts = []
@@ -106,7 +106,7 @@ def test_the_sum_over_windows_is_the_sum_over_the_stream(table, stream):
 
 
 def test_hosts_have_every_token_once(stream):
-  dataset = windows("held out", of_array(stream, 0), VOCABULARY, 333)
+  dataset = windows("held-out", of_array(stream, 0), VOCABULARY, 333)
   for num_hosts in (1, 2, 4):
     seen = 0
     for i in range(num_hosts):
@@ -202,9 +202,11 @@ def test_a_run_of_a_language_model(bigram, tmp_path, capsys):
   assert any("perf/tokens_per_s" in line for line in lines)
   evaluated = [line["eval/perplexity"] for line in lines if "eval/perplexity" in line]
   assert evaluated[-1] == summary["perplexity"] < evaluated[0]
-  said = capsys.readouterr().out
-  assert f"held-out loss {summary['loss']:.4f}  perplexity" in said
-  assert "accuracy" not in said.partition("derived")[2].replace("target_accuracy", "")
+  reported = capsys.readouterr().out
+  assert f"held-out loss {summary['loss']:.4f}  perplexity" in reported
+  assert "accuracy" not in reported.partition("derived")[2].replace(
+    "target_accuracy", ""
+  )
   done = _done(summary, tmp_path)
   assert "(target loss 3.6: reached)" in done and "bits/byte" in done
 
@@ -215,7 +217,9 @@ def test_a_run_of_a_language_model(bigram, tmp_path, capsys):
 
   row = status.status(RUN._replace(folder=str(tmp_path.parent)), 0, "7", None)
   shown = f"ppl {summary['perplexity']:.3f}"
-  assert row.perplexity == summary["perplexity"] and shown in str(status.StatusTable([row]))
+  assert row.perplexity == summary["perplexity"] and shown in str(
+    status.StatusTable([row])
+  )
   name = tmp_path.name
   study = report(name, [tmp_path], tmp_path / "x.csv", tmp_path / "x.png")
   assert shown in str(study)

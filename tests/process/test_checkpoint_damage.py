@@ -1,4 +1,4 @@
-"""Every kind of damage to every file of a checkpoint: found, said, and survived."""
+"""Every kind of damage to every file of a checkpoint: found, reported, and survived."""
 
 import os
 import re
@@ -50,17 +50,17 @@ def sweep(whole, scratch, flips, devices=2):
       shutil.rmtree(scratch, ignore_errors=True)
       shutil.copytree(whole, scratch)
       do(scratch / file)
-      said = []
-      with Checkpoints(scratch, say=said.append) as checkpoints:
+      reported = []
+      with Checkpoints(scratch, say=reported.append) as checkpoints:
         restored = checkpoints.restore(abstract)
       step = int(restored.step)
       assert_same_bits(restored, expected[step])  # never another value
       if step == 2:
         outcome = "unharmed"
-        assert not said and sorted(os.listdir(scratch)) == ["1", "2"]
+        assert not reported and sorted(os.listdir(scratch)) == ["1", "2"]
       else:
         outcome = "renamed"
-        (line,) = said
+        (line,) = reported
         assert "checkpoint 2 is damaged" in line and "\n" not in line
         assert sorted(os.listdir(scratch)) == ["1", "2.damaged"]
       found.setdefault((kind_of(file), damage), set()).add(outcome)
@@ -68,7 +68,7 @@ def sweep(whole, scratch, flips, devices=2):
 
 
 def show(found):
-  """The outcomes as a table, a line a kind of file."""
+  """The outcomes as a table, a line per kind of file."""
   columns = list(dict.fromkeys(damage for _, damage in found))
   lines = [f"{'file':38}" + "".join(f"{c:>20}" for c in columns)]
   for kind in dict.fromkeys(k for k, _ in found):
@@ -109,9 +109,9 @@ def test_damage_to_every_file(of_one, tmp_path):
   found = sweep(of_one, tmp_path / "scratch", (0.3, 0.8))
   show(found)
   assert_carried(found)
-  said = "checkpoint 2 is damaged (…); renamed to 2.damaged, resuming from 1"
+  reported = "checkpoint 2 is damaged (…); renamed to 2.damaged, resuming from 1"
   fault = "flip, cut, empty, delete, in each file of a checkpoint"
-  measured(fault, None, 0, said, "what the damaged one had")
+  measured(fault, None, 0, reported, "what the damaged one had")
 
 
 @pytest.mark.slow
@@ -141,10 +141,10 @@ def test_a_directory_without_a_checkpoint_is_noticed(of_one, tmp_path):
     shutil.copytree(of_one, scratch)
     shutil.rmtree(scratch / "2" if lost == "everything" else scratch / "2" / "state")
     (scratch / "2").mkdir(exist_ok=True)
-    said = []
-    with Checkpoints(scratch, say=said.append) as checkpoints:
+    reported = []
+    with Checkpoints(scratch, say=reported.append) as checkpoints:
       assert_same_bits(checkpoints.restore(abstract), at_step(state, 1))
-    assert "checkpoint 2 is damaged" in said[0]
+    assert "checkpoint 2 is damaged" in reported[0]
 
 
 def test_a_run_with_nothing_but_damage_never_starts_anew(of_one, tmp_path):

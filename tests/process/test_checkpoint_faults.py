@@ -1,4 +1,4 @@
-"""Disks that are full, and faults that only one process of two meets."""
+"""Disks that are full, and faults that only one process of two has."""
 
 import contextlib
 import errno
@@ -54,19 +54,19 @@ WIDE = dict(hidden=(2000,))  # 1.2 MB with the optimizer's state
 
 def test_a_full_disk_costs_one_checkpoint_and_one_line(tmp_path):
   abstract, state = make_states(2, **WIDE)
-  said = []
+  reported = []
   with small_disk(tmp_path / "disk", "6M") as disk:
-    options = dict(on_failure="continue", say=said.append)
+    options = dict(on_failure="continue", say=reported.append)
     with Checkpoints(disk / "checkpoints", **options) as checkpoints:
       checkpoints.save(at_step(state, 1))
       checkpoints.wait()
       fill(disk, 300_000)
       checkpoints.save(at_step(state, 2))
       checkpoints.wait()
-      assert checkpoints.steps() == [1] and checkpoints.unsaved == said[0].removesuffix(
-        "; training continues"
-      )
-      (line,) = said
+      assert checkpoints.steps() == [1] and checkpoints.unsaved == reported[
+        0
+      ].removesuffix("; training continues")
+      (line,) = reported
       found = re.fullmatch(
         r"checkpoint of step 2 could not be saved: the disk is full, (\S+) KB are "
         r"missing \((\S+) MB needed, (\S+) KB free in \S+\); the newest that is: "
@@ -121,9 +121,9 @@ def test_a_full_disk_may_stop_the_run(tmp_path, capfd):
     checkpoints.save(at_step(state, 1))
     with pytest.raises(UnsavedError, match="KB are missing"):
       checkpoints.wait()
-    checkpoints.wait()  # said once
-  said = capfd.readouterr()
-  assert not said.out and not said.err  # no traceback of a thread either
+    checkpoints.wait()  # logged once
+  reported = capfd.readouterr()
+  assert not reported.out and not reported.err  # no traceback of a thread either
 
 
 def test_a_directory_that_cannot_be_written(tmp_path):
@@ -137,20 +137,20 @@ def test_a_directory_that_cannot_be_written(tmp_path):
 
 
 def test_metrics_wait_for_the_disk(tmp_path):
-  said = []
+  reported = []
   with small_disk(tmp_path / "disk", "200k") as disk:
-    writer = metrics.MetricWriter(disk, say=said.append)
+    writer = metrics.MetricWriter(disk, say=reported.append)
     writer.write(1, {"train/loss": 1.0})
     fill(disk, 0)
     for step in range(2, 400):
       writer.write(step, {"train/loss": 1.0 / step})
-    assert [s.split(": ")[1][:23] for s in said] == ["No space left on device"] * 2
+    assert [s.split(": ")[1][:23] for s in reported] == ["No space left on device"] * 2
     assert len(metrics.read_json_lines(disk / "metrics.jsonl")) < 399
     (disk / "ballast").unlink()
     writer.write(400, {"train/loss": 0.0})
     writer.close()
     lines = metrics.read_json_lines(disk / "metrics.jsonl")
-    assert [line["step"] for line in lines] == [*range(1, 401)] and len(said) == 2
+    assert [line["step"] for line in lines] == [*range(1, 401)] and len(reported) == 2
     fill(disk, 0)
     with pytest.raises(ConfigError, match="No space left"):
       metrics.MetricWriter(disk, start=400)
@@ -158,7 +158,7 @@ def test_metrics_wait_for_the_disk(tmp_path):
 
 
 def test_event_files_are_what_tensorboard_reads(tmp_path):
-  """Of a run that goes on after step 4: the steps after it are to be forgotten."""
+  """Of a run that resumes after step 4: the steps after it are to be forgotten."""
   from tensorboardX.proto.event_pb2 import Event
 
   (tmp_path / "metrics.jsonl").write_text("")
@@ -185,14 +185,14 @@ def assert_full(workdir, code, out, err):
   line = err.removesuffix("\n")
   assert code == 1 and line.startswith("error: ") and "\n" not in line, err
   assert "the disk is full" in line and "are missing" in line
-  assert "step 34/34  held-out accuracy" in out  # it went on to its end
+  assert "step 34/34  held-out accuracy" in out  # it reached its end
   names = checkpoint_names(workdir)
   assert all(name.isdigit() for name in names)  # whole ones, nothing half-written
   assert f"the newest that is: step {max(map(int, names))};" in line
 
 
 @pytest.mark.slow
-def test_a_run_on_a_full_disk_ends_with_one_line_and_goes_on_later(tmp_path):
+def test_a_run_on_a_full_disk_ends_with_one_line_and_resumes_later(tmp_path):
   with small_disk(tmp_path / "disk", "2600k") as disk:
     done = run_train(disk / "run", *ARGS, *FULL)
     assert_full(disk / "run", done.returncode, done.stdout, done.stderr)

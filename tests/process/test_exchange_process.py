@@ -54,7 +54,7 @@ def test_what_was_not_sent_survives_a_kill_bit_for_bit(tmp_path, uninterrupted, 
 
 
 @pytest.mark.slow
-def test_what_was_not_sent_goes_on_with_other_devices(tmp_path, killed):
+def test_what_was_not_sent_resumes_with_other_devices(tmp_path, killed):
   workdir = shutil.copytree(killed, tmp_path / "run")
   done = run_train(workdir, *QUICK, *COMPRESSED, num_devices=2)
   assert done.returncode == 0, done.stderr

@@ -99,10 +99,12 @@ def test_two_processes_join_behind_a_dead_proxy_and_own_their_signals(results):
     got = results(f"proxy-{os.getpid()}-{time.monotonic_ns()}", [env] * 2)
   for rank, ((out, err), code) in enumerate(got):
     assert code == 0, err
-    said = json.loads(own_lines(out)[-1])
-    assert said["total"] == 3 and said["processes"] == 2 and said["devices"] == 1
-    assert said["signals"] == ["TERM"]
-    assert said["heard"] == {"still": 1 - rank}
+    reported = json.loads(own_lines(out)[-1])
+    assert (
+      reported["total"] == 3 and reported["processes"] == 2 and reported["devices"] == 1
+    )
+    assert reported["signals"] == ["TERM"]
+    assert reported["heard"] == {"still": 1 - rank}
     assert "proxy" not in err
   measured("http_proxy to a dead proxy", None, 0, "initialized as usual")
   assert time.monotonic() - began < 90

@@ -31,7 +31,7 @@ source "$(dirname "$0")/does"
 
 
 @pytest.fixture
-def stand_in(tmp_path):
+def fake(tmp_path):
   """Options of a submission whose processes do what is written into `does`."""
   python = tmp_path / "python"
   python.write_text(STAND_IN)
@@ -83,8 +83,8 @@ def test_a_real_run_from_a_notebook(tmp_path, monkeypatch):
     job.resume()
 
 
-def test_several_processes_know_each_other_and_have_files(stand_in):
-  job = launch.submit(DIGITS, nodes=2, tasks_per_node=2, **stand_in)
+def test_several_processes_know_each_other_and_have_files(fake):
+  job = launch.submit(DIGITS, nodes=2, tasks_per_node=2, **fake)
   wait(job)
   for rank in range(4):
     assert f"process {rank} of 4: -m jaxscale.train --config " in job.logs(rank)
@@ -94,12 +94,12 @@ def test_several_processes_know_each_other_and_have_files(stand_in):
     job.logs(4)
 
 
-def test_a_sweep_runs_two_at_a_time(stand_in, tmp_path):
+def test_a_sweep_runs_two_at_a_time(fake, tmp_path):
   running = tmp_path / "running"
   running.mkdir()
   count = f'touch "{running}/$$"; ls "{running}" | wc -l; sleep 0.4; rm "{running}/$$"'
   (tmp_path / "does").write_text(count)
-  job = launch.sweep(DIGITS, [{"seed": i} for i in range(6)], at_most=2, **stand_in)
+  job = launch.sweep(DIGITS, [{"seed": i} for i in range(6)], at_most=2, **fake)
   assert {row.state for row in job.status()} & {"RUNNING", "PENDING"}
   rows = wait(job)
   assert [row.state for row in rows] == ["COMPLETED"] * 6
@@ -110,17 +110,17 @@ def test_a_sweep_runs_two_at_a_time(stand_in, tmp_path):
   assert [line["task"] for line in job.metrics()] == list(range(6))
 
 
-def test_a_study_runs_one_size_after_another(stand_in, tmp_path):
+def test_a_study_runs_one_size_after_another(fake, tmp_path):
   order = tmp_path / "order"
   script = f'sleep 0.3; echo "${{JAXSCALE_NUM_PROCESSES:-1}}" >>"{order}"; sleep 0.3'
   (tmp_path / "does").write_text(script)
-  study = launch.scaling(DIGITS, [2, 4, 1], name="study", **stand_in)
+  study = launch.scaling(DIGITS, [2, 4, 1], name="study", **fake)
   rows = study.wait(60, every_s=0.1)
   assert [(row.run, row.state) for row in rows] == [
     (f"study-{n}n", "COMPLETED") for n in (2, 4, 1)
   ]
   assert order.read_text().split() == ["2"] * 2 + ["4"] * 4 + ["1"]
-  runs = stand_in["runs"]
+  runs = fake["runs"]
   assert launch.study("study", runs) == study
   assert launch.job("study-4n", runs) == study.jobs[1]
   with pytest.raises(ConfigError, match="sturdy: no such study, did you mean 'study'"):
@@ -129,32 +129,32 @@ def test_a_study_runs_one_size_after_another(stand_in, tmp_path):
     study.report()  # the stand-in writes no config.json
 
 
-def test_a_study_is_cancelled_as_one(stand_in, tmp_path, capsys):
+def test_a_study_is_cancelled_as_one(fake, tmp_path, capsys):
   (tmp_path / "does").write_text("while true; do sleep 0.1; done")
   sizes = [2, 4, 1]
-  study = launch.scaling(DIGITS, sizes, batch="grows", name="study", **stand_in)
+  study = launch.scaling(DIGITS, sizes, batch="grows", name="study", **fake)
   batches = [folders.read_spec(j.folder).overrides["batch_size"] for j in study.jobs]
   assert batches == ["128", "256", "64"]
   until(lambda: study.jobs[0].metrics())
   study.jobs[2].cancel()  # which waits
   until(lambda: study.status()[2].state == "CANCELLED")
   assert study.status()[0].state == "RUNNING"
-  runs = f"--runs={stand_in['runs']}"
+  runs = f"--runs={fake['runs']}"
   assert cli.main(["status", "study", runs]) == 0
   assert cli.main(["logs", "study", runs]) == 2
   assert cli.main(["cancel", "study", runs]) == 0
-  said = capsys.readouterr()
-  assert [line.split()[0] for line in said.out.splitlines()] == [
+  reported = capsys.readouterr()
+  assert [line.split()[0] for line in reported.out.splitlines()] == [
     "run",
     *(f"study-{n}n{colon}" for colon in ("", ":") for n in sizes),
   ]
-  assert "study: logs of one run at a time, of study-2n, study-4n" in said.err
+  assert "study: logs of one run at a time, of study-2n, study-4n" in reported.err
   assert [r.state for r in study.wait(30, 0.1)] == ["CANCELLED"] * 3
   assert not (study.jobs[1].folder / "train").exists()  # it never began
 
 
-def test_a_record_is_a_table(stand_in):
-  job = launch.submit(DIGITS, **stand_in)
+def test_a_record_is_a_table(fake):
+  job = launch.submit(DIGITS, **fake)
   assert repr(job.metrics()) == "nothing on record yet"
   wait(job)
   record = job.metrics()
@@ -170,9 +170,9 @@ def test_a_record_is_a_table(stand_in):
   assert "&lt;b&gt;" in Record([{"note": "<b>"}])._repr_html_()
 
 
-def test_cancelled_it_saves_and_then_resumes(stand_in, tmp_path):
+def test_cancelled_it_saves_and_then_resumes(fake, tmp_path):
   (tmp_path / "does").write_text("while true; do sleep 0.1; done")
-  job = launch.submit(DIGITS, **stand_in)
+  job = launch.submit(DIGITS, **fake)
   until(lambda: job.metrics())
   with pytest.raises(ConfigError, match="is RUNNING"):
     job.resume()
@@ -187,9 +187,9 @@ def test_cancelled_it_saves_and_then_resumes(stand_in, tmp_path):
   assert len(read_json_lines(job.folder / "submissions.jsonl")) == 2
 
 
-def test_of_a_sweep_only_what_is_not_done_is_resumed(stand_in, tmp_path):
+def test_of_a_sweep_only_what_is_not_done_is_resumed(fake, tmp_path):
   (tmp_path / "does").write_text('[[ "$workdir" == */1 ]] && exit 1; exit 0')
-  job = launch.sweep(DIGITS, [{"seed": i} for i in range(3)], **stand_in)
+  job = launch.sweep(DIGITS, [{"seed": i} for i in range(3)], **fake)
   assert [r.state for r in wait(job)] == ["COMPLETED", "FAILED", "COMPLETED"]
   (tmp_path / "does").write_text("exit 0")
   job.resume()
@@ -197,51 +197,51 @@ def test_of_a_sweep_only_what_is_not_done_is_resumed(stand_in, tmp_path):
   assert [row.state for row in job.status()] == ["COMPLETED"] * 3
 
 
-def test_it_starts_again_as_long_as_that_is_of_use(stand_in, tmp_path):
+def test_it_starts_again_as_long_as_that_is_of_use(fake, tmp_path):
   """A crash with progress, one request to stop, and a crash without progress."""
   (tmp_path / "does").write_text(r"""
 n=$(ls "$workdir/checkpoints" | wc -l)
 [ $n = 2 ] && [ ! -e "$workdir/told" ] && touch "$workdir/told" && exit 85
 [ $n -lt 2 ] && mkdir "$workdir/checkpoints/$((n + 1))"
 exit 1""")
-  job = launch.submit(DIGITS, **stand_in)
+  job = launch.submit(DIGITS, **fake)
   (row,) = wait(job)
   ends = [(code, next_) for event, code, next_ in events(job) if event == "end"]
   assert ends == [(1, "requeue"), (1, "requeue"), (85, "requeue"), (1, "stop")]
   assert (row.state, row.code, row.restarts) == ("FAILED", 1, 3)
 
 
-def test_not_more_often_than_said(stand_in, tmp_path):
+def test_not_more_often_than_asked(fake, tmp_path):
   (tmp_path / "does").write_text("exit 85")
-  job = launch.submit(DIGITS, requeue=1, **stand_in)
+  job = launch.submit(DIGITS, requeue=1, **fake)
   (row,) = wait(job)
   assert row.state == "PREEMPTED" and row.restarts == 1 and len(events(job)) == 4
 
 
-def test_one_process_that_fails_ends_the_others(stand_in, tmp_path):
+def test_one_process_that_fails_ends_the_others(fake, tmp_path):
   (tmp_path / "does").write_text(
     '[ "$JAXSCALE_PROCESS_ID" = 1 ] && sleep 1 && exit 93\n'
     "while true; do sleep 0.1; done"
   )
-  job = launch.submit(DIGITS, tasks_per_node=4, **stand_in)
+  job = launch.submit(DIGITS, tasks_per_node=4, **fake)
   (row,) = wait(job)
   assert (row.state, row.code) == ("FAILED", 93)
   assert job.logs(0).endswith("saved") and job.logs(2).endswith("saved")
 
 
-def test_it_ended_as_the_first_that_failed_and_says_why(stand_in, tmp_path, capsys):
-  """Not with the code of those that were ended because of it, and said nothing."""
+def test_it_ended_as_the_first_that_failed_and_says_why(fake, tmp_path, capsys):
+  """Not with the code of those that were ended because of it, and printed nothing."""
   (tmp_path / "does").write_text(
     'trap - TERM; [ "$JAXSCALE_PROCESS_ID" = 2 ] && sleep 1 && echo "error: why" &&'
     " exit 2\nexec sleep 60"
   )
   quiet = STAND_IN.replace('echo "process', ': "process')
   (tmp_path / "python").write_text(quiet)
-  job = launch.submit(DIGITS, tasks_per_node=4, name="why", **stand_in)
+  job = launch.submit(DIGITS, tasks_per_node=4, name="why", **fake)
   (row,) = wait(job)
   assert (row.state, row.code) == ("FAILED", 2)
   assert job.logs(0) == ""
-  assert cli.main(["logs", "why", f"--runs={stand_in['runs']}"]) == 0
+  assert cli.main(["logs", "why", f"--runs={fake['runs']}"]) == 0
   assert capsys.readouterr().out == "2: error: why\n"
 
 
@@ -255,9 +255,9 @@ def test_what_minds_no_signal_is_killed_after_the_grace(monkeypatch):
   assert 0.5 < time.monotonic() - began < 5
 
 
-def test_a_supervisor_that_was_killed_is_noticed(stand_in, tmp_path):
+def test_a_supervisor_that_was_killed_is_noticed(fake, tmp_path):
   (tmp_path / "does").write_text("while true; do sleep 0.1; done")
-  job = launch.submit(DIGITS, **stand_in)
+  job = launch.submit(DIGITS, **fake)
   until(lambda: job.metrics())
   (line,) = read_json_lines(job.folder / "supervisor.jsonl")
   (process,) = read_json_lines(job.folder / "processes.jsonl")
@@ -277,22 +277,22 @@ def test_a_number_used_again_is_another_process():
   assert local._born(2**22 + 1) is None
 
 
-def test_it_survives_the_terminal(stand_in):
+def test_it_survives_the_terminal(fake):
   """The supervisor is in a session of its own, and nobody's child."""
-  job = launch.submit(DIGITS, **stand_in)
+  job = launch.submit(DIGITS, **fake)
   pid = read_json_lines(job.folder / "supervisor.jsonl")[-1]["pid"]
   fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
   assert int(fields[3]) == pid and int(fields[1]) != os.getpid()
 
 
-def test_the_commands(stand_in, tmp_path, capsys):
+def test_the_commands(fake, tmp_path, capsys):
   (tmp_path / "does").write_text("echo one; sleep 1; printf two")
-  runs = ["--runs", stand_in["runs"]]
+  runs = ["--runs", fake["runs"]]
   base = [
     "--config",
     DIGITS,
     "--executor=local",
-    f"--python={stand_in['python']}",
+    f"--python={fake['python']}",
     *runs,
   ]
   assert cli.main(["submit", *base, "--name=a"]) == 0
@@ -308,21 +308,21 @@ def test_the_commands(stand_in, tmp_path, capsys):
   assert capsys.readouterr().out == "two\n"
   assert cli.main(["cancel", "a", *runs]) == 0
   assert capsys.readouterr().out == "a: has ended already\n"
-  assert not Path(stand_in["runs"], "a", "cancelled").exists()
+  assert not Path(fake["runs"], "a", "cancelled").exists()
   assert cli.main(["resume", "a", *runs]) == 2
   assert capsys.readouterr().err.startswith("error: a: is done")
   assert cli.main(["submit", *base, "--name=a"]) == 2
   assert "exists; give another name" in capsys.readouterr().err
 
 
-def test_a_scaling_study_is_a_run_for_each_size(stand_in, tmp_path, capsys):
+def test_a_scaling_study_is_a_run_for_each_size(fake, tmp_path, capsys):
   (tmp_path / "does").write_text("exit 0")
   argv = ["scaling", "--config", DIGITS, "--nodes=1,2", "--batch=grows", "--name=s"]
-  argv += ["--executor=local", f"--python={stand_in['python']}"]
-  assert cli.main([*argv, "--runs", stand_in["runs"]]) == 0
+  argv += ["--executor=local", f"--python={fake['python']}"]
+  assert cli.main([*argv, "--runs", fake["runs"]]) == 0
   for name, size in (("s-1n", 128), ("s-2n", 256)):
-    folder = Path(stand_in["runs"], name)
+    folder = Path(fake["runs"], name)
     wait(launch.Job(folder))
-    said = json.loads((folder / "run.json").read_text())
-    assert said["overrides"]["batch_size"] == str(size)
+    reported = json.loads((folder / "run.json").read_text())
+    assert reported["overrides"]["batch_size"] == str(size)
     assert f"--config.batch_size={size}" in launch.Job(folder).logs()

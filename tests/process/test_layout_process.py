@@ -180,7 +180,7 @@ def test_processes_train_as_one_with_as_many_devices(
 @pytest.mark.parametrize(
   ("name", "count", "num_devices"), [("fsdp", 2, 2), ("data x model", 4, 1)]
 )
-def test_processes_go_on_from_what_one_has_saved(
+def test_processes_resume_from_what_one_has_saved(
   tmp_path, in_one_process, name, count, num_devices
 ):
   """Of another layout, too: saved with 8 devices in one process."""

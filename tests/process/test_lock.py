@@ -65,8 +65,8 @@ def test_a_run_that_lives_is_not_disturbed(tmp_path):
       lock.acquire(tmp_path)
     assert time.monotonic() - began < 1
     line = str(error.value)
-    for said in (os.uname().nodename, f"pid {other.pid}", "since 20", "--workdir"):
-      assert said in line
+    for reported in (os.uname().nodename, f"pid {other.pid}", "since 20", "--workdir"):
+      assert reported in line
     assert f"kill {other.pid}" in line and "\n" not in line
     assert names(tmp_path) == ["1"]
     # Once it is gone without a word, nobody waits for its lock to expire.
@@ -102,10 +102,14 @@ def of_another_host(directory, job="", age=0.0):
 
 def test_a_run_elsewhere_is_waited_for_until_its_lock_expires(tmp_path):
   of_another_host(tmp_path)
-  said, began = [], time.monotonic()
-  with lock.acquire(tmp_path, log=said.append, expire_s=2) as held:
+  reported, began = [], time.monotonic()
+  with lock.acquire(tmp_path, log=reported.append, expire_s=2) as held:
     assert held.token == 2 and 1.5 < time.monotonic() - began < 10
-  assert len(said) == 1 and "far-away" in said[0] and "waiting up to 2 s" in said[0]
+  assert (
+    len(reported) == 1
+    and "far-away" in reported[0]
+    and "waiting up to 2 s" in reported[0]
+  )
 
 
 def test_a_lock_that_expired_long_ago_is_acquired_at_once(tmp_path):
@@ -171,13 +175,13 @@ def test_jobs_and_restarts():
   assert lock_owner.job_of(env | array) == "slurm-9_3.0-r0"
   r = lock_owner.is_restart
   assert r("slurm-12.0-r1", "slurm-12.4-r0") and r("slurm-12-r2", "slurm-12.0-r0")
-  assert not r("slurm-12.1-r0", "slurm-12.0-r0")  # may run beside it
+  assert not r("slurm-12.1-r0", "slurm-12.0-r0")  # may run at the same time
   assert not r("slurm-12.0-r0", "slurm-12.0-r1")  # the older comes back
   assert not r("slurm-13.0-r1", "slurm-12.0-r0") and not r("", "")
   assert not r("slurm-9_3.0-r1", "slurm-9_4.0-r0")
 
 
-# A run that is suspended at one moment of a save, and goes on when it is replaced.
+# A run that is suspended at one moment of a save, and continues when it is replaced.
 ZOMBIE = """
 import os, signal, sys, time
 sys.path[:0] = ["tests", "tests/parallel"]
@@ -272,7 +276,7 @@ def contents(workdir):
 
 
 @pytest.mark.slow
-def test_a_second_run_by_mistake_is_refused_and_the_first_goes_on(tmp_path):
+def test_a_second_run_by_mistake_is_refused_and_the_first_resumes(tmp_path):
   workdir = tmp_path / "run"
   first = start(workdir, "--config.epochs=200")
   try:

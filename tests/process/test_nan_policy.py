@@ -1,4 +1,4 @@
-"""Runs that meet a NaN: what they say, where they go on, and that resuming is exact."""
+"""Runs with a NaN: what they log, where they continue, and that resuming is exact."""
 
 import json
 import os
@@ -30,7 +30,7 @@ CONFIG = {
   "checkpoint.every_epochs": "1", "evaluation.every_epochs": "4",
   "log.every_steps": "1", "log.tensorboard": "False",
 }  # fmt: skip
-LABEL = 99  # is no class: its loss is NaN
+LABEL = 99  # is not a class: its loss is NaN
 
 
 def quick(**changes):
@@ -77,13 +77,13 @@ def test_stop_names_device_and_step_and_keeps_the_checkpoint(tmp_path, monkeypat
   assert not (tmp_path / "skipped_steps.json").exists()
 
 
-def test_skip_goes_on_and_counts(tmp_path, monkeypatch, capsys):
+def test_skip_resumes_and_counts(tmp_path, monkeypatch, capsys):
   spoil(monkeypatch, [17, 18, 30])
   result = fit(quick(checks__nan_policy="skip"), tmp_path)
   assert result.summary["outcome"] == "done" and result.summary["skipped_steps"] == 3
-  said = [x for x in capsys.readouterr().out.splitlines() if "skipped: " in x]
-  assert [x.split()[1] for x in said] == ["17", "18", "30"]
-  assert all("process 0 (" in x and "device 6: loss is NaN" in x for x in said)
+  reported = [x for x in capsys.readouterr().out.splitlines() if "skipped: " in x]
+  assert [x.split()[1] for x in reported] == ["17", "18", "30"]
+  assert all("process 0 (" in x and "device 6: loss is NaN" in x for x in reported)
   assert [s["step"] for s in record(tmp_path)["skipped"]] == [17, 18, 30]
   lines = {x["step"]: x for x in metrics.read_json_lines(tmp_path / "metrics.jsonl")
            if "train/skipped_steps" in x}  # fmt: skip
@@ -261,7 +261,7 @@ def run_two(workdir, *args):
 
 def test_both_processes_name_the_one_whose_batch_it_was(tmp_path):
   results = run_two(tmp_path / "stop")
-  line = error_line(results[0], 1)  # said once, for all
+  line = error_line(results[0], 1)  # reported once, for all
   assert results[1].returncode == 1 and not results[1].stderr
   assert line.startswith(f"error: process 1 ({os.uname().nodename}), device ")
   assert ": loss is NaN at step 17; last good checkpoint: step 11 in" in line
@@ -271,7 +271,7 @@ def test_both_processes_name_the_one_whose_batch_it_was(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["skip", "roll_back"])
-def test_both_processes_go_on_together(tmp_path, policy):
+def test_both_processes_resume_together(tmp_path, policy):
   results = run_two(tmp_path, f"--config.checks.nan_policy={policy}")
   assert [done.returncode for done in results] == [0, 0], results
   assert "process 1 (" in results[0].stdout and "loss is NaN" in results[0].stdout

@@ -31,30 +31,32 @@ def doctor(number, *args, **env):
     )  # fmt: skip
     processes.append(process)
   try:
-    said = [process.communicate(timeout=60) for process in processes]
+    reported = [process.communicate(timeout=60) for process in processes]
   finally:
     for process in processes:
       process.kill()
-  assert all("Traceback" not in err for _, err in said), said
-  return [process.returncode for process in processes], said
+  assert all("Traceback" not in err for _, err in reported), reported
+  return [process.returncode for process in processes], reported
 
 
 def test_process_0_prints_and_all_are_ready(tmp_path):
-  codes, said = doctor(3, "--workdir", tmp_path / "runs", "--skip=devices,disk")
+  codes, reported = doctor(3, "--workdir", tmp_path / "runs", "--skip=devices,disk")
   assert codes == [0, 0, 0]
-  lines = said[0][0].splitlines()
+  lines = reported[0][0].splitlines()
   assert lines[0].startswith("ok    launch: ") and "3 processes on 1 host" in lines[0]
   assert lines[-1] == "preflight: ready"
-  assert [out for out, _ in said[1:]] == ["", ""]
+  assert [out for out, _ in reported[1:]] == ["", ""]
 
 
 def test_all_leave_with_2_where_one_is_not_ready(tmp_path):
   (tmp_path / "file").write_text("")
   args = "--workdir", tmp_path / "file" / "runs", "--skip=devices"
-  codes, said = doctor(2, *args)
+  codes, reported = doctor(2, *args)
   assert codes == [2, 2]
-  assert f"not   workdir {tmp_path}/file/runs: Not a directory" in said[0][0]
-  assert said[0][0].splitlines()[-1].startswith("next  give a --workdir that can be")
+  assert f"not   workdir {tmp_path}/file/runs: Not a directory" in reported[0][0]
+  assert (
+    reported[0][0].splitlines()[-1].startswith("next  give a --workdir that can be")
+  )
 
 
 def test_one_process_looks_at_its_own_host(tmp_path):

@@ -90,8 +90,8 @@ def test_a_kill_in_mid_save_and_ctrl_c_change_no_bit(tmp_path, uninterrupted):
   process.communicate()
   assert any("tmp" in name for name in checkpoint_names(workdir))
   out, err = run_until_ctrl_c(workdir)
-  *_, said, last = out.splitlines()
-  assert "Ctrl-C: saving after this step" in out and said
+  *_, reported, last = out.splitlines()
+  assert "Ctrl-C: saving after this step" in out and reported
   assert (
     last.startswith("saved step ") and "to resume: python -m jaxscale train" in last
   )
@@ -107,7 +107,7 @@ def test_a_kill_in_mid_save_and_ctrl_c_change_no_bit(tmp_path, uninterrupted):
 
 
 @pytest.mark.slow
-def test_goes_on_with_another_number_of_devices(tmp_path, uninterrupted):
+def test_resumes_with_another_number_of_devices(tmp_path, uninterrupted):
   """Half on one device, half on four: the same run to float32's rounding."""
   workdir = tmp_path / "run"
   run_until_ctrl_c(workdir)
@@ -132,7 +132,7 @@ def test_two_processes_of_two_devices_equal_one_of_four(tmp_path):
     assert np.linalg.norm(a - b) <= 1e-6 * max(np.linalg.norm(b), 1e-3)
   for a, b in zip(record(two), record(one), strict=True):
     assert a == pytest.approx(b, rel=1e-4)
-  # And a checkpoint of two processes is one that a single process goes on from.
+  # And a checkpoint of two processes is one that a single process resumes from.
   assert "all 57 steps are done" in run_train(two, *ARGS, *short).stdout
 
 
@@ -151,7 +151,7 @@ def get_config():
 
 @pytest.mark.slow
 def test_two_processes_agree_on_stages_noise_and_damage(tmp_path):
-  """Each reads half of the images; the leader knows what the other one met."""
+  """Each reads half of the images; the leader knows what the other one found."""
   rng = np.random.default_rng(0)
   for i in range(96):
     path = tmp_path / "images" / ("val" if i % 4 == 3 else "train") / f"c{i % 2}"

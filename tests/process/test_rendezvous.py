@@ -1,4 +1,4 @@
-"""Processes meet over TCP, whoever else is on the ports."""
+"""Processes connect over TCP, whoever else is on the ports."""
 
 import json
 import os
@@ -15,27 +15,27 @@ from jaxscale.cluster import wire
 from jaxscale.cluster.detect.launch import Launch
 from jaxscale.cluster.rendezvous import network, server
 from jaxscale.cluster.rendezvous.client import rendezvous
-from support import rendezvous as meetings
+from support import rendezvous as starting
 from support.paths import ROOT
 from support.rendezvous import connect, ends, job, the_line, who
 
-start = pytest.fixture(meetings.starter)
+start = pytest.fixture(starting.starter)
 
 
-def test_four_processes_meet_in_any_order_and_can_talk(start):
+def test_four_processes_connect_in_any_order_and_can_talk(start):
   name = job("four")
   late = [0.3, 0, 0.6, 0]
   got = ends([start(r, 4, name, late=late[r]) for r in range(4)], 15)
   assert [code for code, _ in got] == [0] * 4
-  assert all(said["hosts"] == ["n1", "n2", "n3", "n4"] for _, said in got)
-  ports = {said["coordinator"].split(":")[1] for _, said in got}
+  assert all(reported["hosts"] == ["n1", "n2", "n3", "n4"] for _, reported in got)
+  ports = {reported["coordinator"].split(":")[1] for _, reported in got}
   assert len(ports) == 1 and int(ports.pop()) in network.PORTS
   assert {int(r): m["from"] for r, m in got[0][1]["heard"].items()} == {
     1: 1,
     2: 2,
     3: 3,
   }
-  assert all(said["heard"]["0"]["from"] == 0 for _, said in got[1:])
+  assert all(reported["heard"]["0"]["from"] == 0 for _, reported in got[1:])
 
 
 def test_one_process_needs_nobody():
@@ -58,10 +58,10 @@ def test_two_steps_of_a_job_on_one_port_never_cross_connect(start):
   both = [start(r, 3, name) for r in range(3) for name in (one, two)]
   got = ends(both, 20)
   assert [code for code, _ in got] == [0] * 6
-  for i, (_, said) in enumerate(got):
+  for i, (_, reported) in enumerate(got):
     wanted = (one, two)[i % 2]
-    assert {m["job"] for m in said["heard"].values()} == {wanted}
-  assert len({said["coordinator"] for _, said in got}) == 2
+    assert {m["job"] for m in reported["heard"].values()} == {wanted}
+  assert len({reported["coordinator"] for _, reported in got}) == 2
 
 
 @pytest.mark.parametrize("listens", [False, True], ids=["bound", "silent"])
@@ -75,13 +75,13 @@ def test_a_taken_port_is_passed_over(start, listens):
   assert [code for code, _ in got] == [0, 0]
 
 
-def test_the_given_port_is_the_meeting_s_and_jax_gets_another(start):
+def test_the_given_port_is_the_rendezvous_s_and_jax_gets_another(start):
   port, kept = network.free_port(network.ports_of(job("given")))
   kept.close()
   host = f"127.0.0.1:{port}"
   got = ends([start(r, 2, "j", host) for r in range(2)], 15)
   assert [code for code, _ in got] == [0, 0]
-  assert not any(said["coordinator"].endswith(f":{port}") for _, said in got)
+  assert not any(reported["coordinator"].endswith(f":{port}") for _, reported in got)
 
 
 def test_strangers_do_not_disturb(start):
@@ -155,7 +155,7 @@ def test_process_0_raises_the_limit_of_open_files(count, soft, hard, wanted):
     assert done.stdout.split() == [str(wanted), str(hard)], done.stderr
 
 
-def test_more_processes_meet_than_files_may_be_open_at_first(start):
+def test_more_processes_connect_than_files_may_be_open_at_first(start):
   count, name = 120, job("files")
   alike = {"handshake.versions": {"jax": "1"}}
   first = start(0, count, name, files=[64, 4096], set=alike, digests={"config": "a"})
@@ -167,11 +167,11 @@ def test_more_processes_meet_than_files_may_be_open_at_first(start):
   for rank, sock in enumerate(guests, 1):
     receiver = wire.Receiver(sock)
     assert receiver.receive(10) == {"welcome": name}
-    said = receiver.receive(10)
-    assert "go" in said and len(said["hosts"]) == count, said
+    reported = receiver.receive(10)
+    assert "go" in reported and len(reported["hosts"]) == count, reported
     wire.send(sock, {"from": rank, "job": name})
-  ((code, said),) = ends([first], 15)
-  assert code == 0 and len(said["heard"]) == count - 1
+  ((code, reported),) = ends([first], 15)
+  assert code == 0 and len(reported["heard"]) == count - 1
   for sock in guests:
     sock.close()
 
@@ -183,7 +183,7 @@ def test_too_low_a_hard_limit_of_open_files_is_a_line_for_all(start):
   assert "raise the hard limit there" in line
 
 
-def test_a_thousand_processes_meet_in_seconds():
+def test_a_thousand_processes_connect_in_seconds():
   """Their sockets, that is: one thread here plays all of them."""
   count, name = 1000, "thousand"
   own = who(0, count)

@@ -146,9 +146,9 @@ for bad in ((), (1,), (0, 1)):
 def test_two_real_processes_name_the_one_that_differs():
   results = run_group([sys.executable, "-c", PROCESS], num_devices=2)
   assert [code for *_, code in results] == [0, 0], results
-  said = [own_lines(out) for out, *_ in results]
-  assert said[0] == said[1]
-  same, one, all_of_it = said[0]
+  reported = [own_lines(out) for out, *_ in results]
+  assert reported[0] == reported[1]
+  same, one, all_of_it = reported[0]
   assert same == "same"
   assert (
     one.startswith("process 1 (") and ") differs from 3 of 4 devices in dense/w" in one

@@ -192,7 +192,7 @@ def test_what_is_no_study_is_refused(changes, says):
   assert "\n" not in str(e.value)
 
 
-def test_what_may_differ_is_told():
+def test_what_may_differ_is_reported():
   ring = CONFIG | {"exchange": {"class": "AllReduce", "algorithm": "ring"}, "seed": 1}
   other = run(2, 150, config=ring, versions={"jax": "2"})
   text = "\n".join(scaling_report.compare([run(1, 100), other]).notes)
@@ -201,7 +201,7 @@ def test_what_may_differ_is_told():
   assert "losses differ" not in text  # of other seeds that says nothing
 
 
-def test_one_machine_is_told():
+def test_one_machine_is_reported():
   runs = [run(n, 100, nodes=1, hosts="laptop") for n in (1, 2)]
   assert any("on one machine (laptop)" in n for n in scaling_report.compare(runs).notes)
   assert not any(

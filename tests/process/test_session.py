@@ -17,7 +17,7 @@ import jax
 from jaxscale import cluster
 from jaxscale.cluster import detect
 from jaxscale.cluster.detect.launch import Launch
-# A TPU pod whose processes only JAX can count; what its chips say is said here.
+# A TPU pod whose processes only JAX can count; what its chips say is set here.
 detect.detect = lambda env: Launch("tpu", 0, 0)
 found, (address, rank) = jax.distributed.initialize, sys.argv[1:]
 jax.distributed.initialize = lambda **given: found(address, 2, int(rank), **given)
@@ -62,7 +62,7 @@ def line_with(process, word):
   return next(line for line in process.stdout if word in line)
 
 
-def test_where_only_jax_knows_the_others_they_meet_after_it(start):
+def test_where_only_jax_knows_the_others_they_connect_after_it(start):
   port = free_port()
   pair = [start(POD, f"127.0.0.1:{port}", str(rank)) for rank in range(2)]
   for rank, process in enumerate(pair):
@@ -70,9 +70,11 @@ def test_where_only_jax_knows_the_others_they_meet_after_it(start):
   pair[1].send_signal(signal.SIGUSR1)
   ends = [process.communicate(timeout=60) for process in pair]
   assert [process.returncode for process in pair] == [0, 0], ends
-  said = [own_lines(out)[-1] for out, _ in ends]
-  assert said[0] == said[1]
-  assert said[0].startswith(f"stopped SIGUSR1 at process 1 on {os.uname().nodename} ")
+  reported = [own_lines(out)[-1] for out, _ in ends]
+  assert reported[0] == reported[1]
+  assert reported[0].startswith(
+    f"stopped SIGUSR1 at process 1 on {os.uname().nodename} "
+  )
 
 
 EXIT = """
@@ -114,7 +116,7 @@ main()
 
 
 @pytest.mark.parametrize("who", ["both", "one"])
-def test_what_all_say_is_said_once_and_what_one_says_is_said_of_it(start, who):
+def test_what_all_say_is_printed_once_and_what_one_says_has_its_name(start, who):
   common = {
     "JAXSCALE_COORDINATOR": f"127.0.0.1:{free_port()}",
     "JAXSCALE_NUM_PROCESSES": "2",

@@ -154,7 +154,7 @@ sys.exit(why.exit_code)
 
 
 @pytest.mark.parametrize("told", [[2], [0], [0, 1, 2]])
-def test_processes_stop_at_one_step_whoever_is_told(family, told):
+def test_processes_stop_at_one_step_whoever_is_asked(family, told):
   processes = family(STOPS, STOPS, STOPS)
   wait_up(processes)
   for rank in told:
@@ -181,7 +181,7 @@ def test_who_cannot_save_in_time_ends_all_with_85(family):
   )
 
 
-def test_a_suspended_job_goes_on(family):
+def test_a_suspended_job_resumes(family):
   processes = family(STOPS, STOPS, STOPS)
   wait_up(processes)
   # As `scontrol suspend` and `scontrol resume`: longer than any limit of theirs.

@@ -1,4 +1,4 @@
-"""A run that is stopped and goes on with another number of devices, as processes."""
+"""A run that is stopped and resumes with another number of devices, as processes."""
 
 import json
 
@@ -44,7 +44,7 @@ def train_until(workdir, changes, step):
     fit(load_config("configs/digits.py", changes), workdir)
 
 
-def go_on(workdir, changes, num_devices, stop=None):
+def resume(workdir, changes, num_devices, stop=None):
   """As a process; what it printed. It ends like Ctrl-C after step `stop`."""
   args = [f"--config.{name}={value}" for name, value in changes.items()]
   env = {}
@@ -113,17 +113,20 @@ def test_half_the_run_on_two_of_eight_devices_is_the_same_run(whole, tmp_path):
   train_until(workdir, CNN, 24)
   assert derived(workdir)["start_devices"] == 8
 
-  done = go_on(workdir, CNN, 3)
-  said = error_line(done, 2)
-  assert "batch_size=64: does not divide over 3 devices" in said
-  assert "give it 1, 2, 4 or 8 devices" in said and "micro-batches" not in done.stdout
+  done = resume(workdir, CNN, 3)
+  reported = error_line(done, 2)
+  assert "batch_size=64: does not divide over 3 devices" in reported
+  assert (
+    "give it 1, 2, 4 or 8 devices" in reported and "micro-batches" not in done.stdout
+  )
   assert derived(workdir)["num_devices"] == 8  # nothing was written
 
-  done = go_on(workdir, CNN, 2, stop=46)
+  done = resume(workdir, CNN, 2, stop=46)
   assert done.returncode == 130, done.stderr
   line = (
-    "2 devices, 8 at the start: 4 micro-batches a step instead of 1, so that a device "
-    "still holds 8 examples at a time; the global batch and the order of examples stay"
+    "2 devices, 8 at the start: 4 micro-batches per step instead of 1, so that a "
+    "device still holds 8 examples at a time; the global batch and the order of "
+    "examples stay"
   )
   assert done.stdout.count(line) == 1 == done.stdout.count("at the start")
   numbers = derived(workdir)
@@ -131,9 +134,9 @@ def test_half_the_run_on_two_of_eight_devices_is_the_same_run(whole, tmp_path):
   assert (numbers["micro_batch_size"], numbers["device_batch_size"]) == (8, 32)
   assert numbers["phases"][0]["accumulate_steps"] == 4
 
-  done = go_on(workdir, CNN, 8)
+  done = resume(workdir, CNN, 8)
   assert done.returncode == 0, done.stderr
-  assert "going on from the checkpoint of step 4" in done.stdout
+  assert "resuming from the checkpoint of step 4" in done.stdout
   assert "at the start" not in done.stdout  # it is as it was
   assert derived(workdir)["phases"][0]["accumulate_steps"] == 1
   got = last_state(workdir, CNN)
@@ -152,9 +155,9 @@ def test_phases_noise_scale_and_step_report_take_it(tmp_path):
   workdir, whole = tmp_path / "run", tmp_path / "whole"
   wanted = fit(load_config("configs/digits.py", changes), whole)
   train_until(workdir, changes, 15)
-  done = go_on(workdir, changes | {"log.step_report": "True"}, 2)
+  done = resume(workdir, changes | {"log.step_report": "True"}, 2)
   assert done.returncode == 0, done.stderr
-  assert "4, 4 and 8 micro-batches a step instead of 1, 1 and 2" in done.stdout
+  assert "4, 4 and 8 micro-batches per step instead of 1, 1 and 2" in done.stdout
   assert "so that a device still holds 8, 16 and 16 examples at a time" in done.stdout
   assert "step report: " in done.stdout and " on 2 devices" in done.stdout
   assert [s["accumulate_steps"] for s in derived(workdir)["phases"]] == [4, 4, 8]
@@ -173,14 +176,14 @@ def test_an_adaptive_run_chooses_as_it_would_have(tmp_path):
   workdir, whole = tmp_path / "run", tmp_path / "whole"
   wanted = fit(load_config("configs/digits.py", changes), whole)
   train_until(workdir, changes, 15)
-  done = go_on(workdir, changes, 2)
+  done = resume(workdir, changes, 2)
   assert done.returncode == 0, done.stderr
   chosen = [json.loads((w / "batch_sizes.json").read_text()) for w in (workdir, whole)]
   assert chosen[0] == chosen[1] and len({*chosen[0]}) > 1
   got = last_state(workdir, changes)
   assert_same_to_rounding(got.params, wanted.state.params)
   # Started again, it knows the sizes: the last phase has as many micro-batches.
-  done = go_on(workdir, changes, 4)
+  done = resume(workdir, changes, 4)
   assert done.returncode == 0 and "steps are done already" in done.stdout, done.stderr
   phases = derived(workdir)["phases"]
   assert {s["accumulate_steps"] for s in phases} == {2}
@@ -191,7 +194,7 @@ def test_an_adaptive_run_chooses_as_it_would_have(tmp_path):
 def test_what_devices_owe_is_carried_over_as_well(tmp_path):
   changes = MLP | {"exchange": "TopK", "exchange.share": "0.05"}
   train_until(tmp_path, changes, 15)
-  done = go_on(tmp_path, changes, 2)
+  done = resume(tmp_path, changes, 2)
   assert done.returncode == 0, done.stderr
-  assert "2 devices, 8 at the start: 4 micro-batches a step" in done.stdout
+  assert "2 devices, 8 at the start: 4 micro-batches per step" in done.stdout
   assert "carried over from 8 devices to 2" in done.stdout

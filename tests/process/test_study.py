@@ -220,7 +220,7 @@ def test_divergence_is_a_result(tmp_path, monkeypatch, capsys):
   assert json.loads(json.dumps(found, allow_nan=False)) == found
 
 
-def test_an_interrupted_study_says_how_to_go_on(tmp_path, monkeypatch, capsys):
+def test_an_interrupted_study_says_how_to_resume(tmp_path, monkeypatch, capsys):
   def interrupted(config, workdir):
     workdir.mkdir(parents=True)
     return run.Result(None, {"outcome": "interrupted", "step": 3})  # type: ignore

@@ -94,7 +94,7 @@ def test_a_stopped_process_0_ends_the_others(family):
 
 
 def test_who_sleeps_before_the_collective_is_the_culprit(family):
-  # The others went on by what can be in flight, and wait inside a later step.
+  # The others advanced by what can be in flight, and wait inside a later step.
   waits = "train(13); time.sleep(1000)"
   sleeps = "train(10); w.at(11, 'input'); time.sleep(1000)"
   codes, errors = ends(family(waits, waits, sleeps, waits), within=10)
@@ -195,7 +195,7 @@ def seen(step, activity, since, *, steps=100, count=0, left=False, mean=0.02):
     ([(7, "saving", 300), (8, "step", 301)], 0),
     # A compilation may take longer still.
     ([(8, "compiling", 300), (8, "step", 301)], "nobody"),
-    # One that is slow, but goes on, is not hung.
+    # One that is slow, but advances, is not hung.
     ([(9, "step", 940), (8, "step", 999)], "nobody"),
     ([(9, "step", 940), (8, "step", 940)], 1),
     # Batches of an evaluation order those that are in it.

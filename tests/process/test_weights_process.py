@@ -53,7 +53,7 @@ matrices = sum(x.nbytes for x in jax.tree.leaves(whole) if x.ndim == 3)
 rest = sum(x.nbytes for x in jax.tree.leaves(whole) if x.ndim != 3)
 assert sum(taken) == matrices // 2 + rest, (taken, matrices, rest)
 
-# The disk of process 0 is full: it still gathers with the other, and both say so.
+# The disk of process 0 is full: it still gathers with the other, and both report it.
 if jax.process_index() == 0:
   os.symlink("/dev/full", f"{folder}/.b.tmp-{os.getpid()}")
 try:
@@ -78,5 +78,5 @@ def test_each_process_reads_its_part_and_one_writes(tmp_path):
   for process in running:
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert "says " in out and "No space left on device" in out  # beside what gloo says
+    assert "says " in out and "No space left on device" in out  # and what gloo says
   assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors"]

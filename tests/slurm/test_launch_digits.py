@@ -49,14 +49,14 @@ def test_the_preflight_stops_a_bad_allocation_and_names_the_node(cli, slurm):
     seconds = time.monotonic() - began
   finally:
     slurm.run("umount", str(workdir), host="n2")
-  said = cli("logs", "d", "--rank=batch")
+  reported = cli("logs", "d", "--rank=batch")
   print(f"{seconds:.0f} s")
   assert words[3] == "2" and ends(cli, "d") == [(2, "stop")]
-  assert "preflight found this allocation unfit" in said
-  wrong = [line for line in said.splitlines() if line.startswith("not ")]
-  assert wrong and all("n2" in line for line in wrong), said
+  assert "preflight found this allocation unfit" in reported
+  wrong = [line for line in reported.splitlines() if line.startswith("not ")]
+  assert wrong and all("n2" in line for line in wrong), reported
   assert "n2 wrote 0 bytes" in wrong[-1] and "Read-only file system" in wrong[-1]
-  assert "share, or mount it on n2" in said
+  assert "share, or mount it on n2" in reported
   assert seconds < 60
   assert not (workdir / "metrics.jsonl").exists()
 

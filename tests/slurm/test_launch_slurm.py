@@ -68,8 +68,11 @@ def test_an_array_of_six_two_at_a_time(cli):
     now = states(cli, "s")
   assert most == 2 and list(now) == [f"s/{i}" for i in range(6)]
   assert now["s/5"][1][-2:] == ["seed=3", "epochs=4"]
-  said = cli("logs", "s", "--task=5")
-  assert "--config.seed=3 --config.epochs=4 --workdir" in said and "/trials/5" in said
+  reported = cli("logs", "s", "--task=5")
+  assert (
+    "--config.seed=3 --config.epochs=4 --workdir" in reported
+    and "/trials/5" in reported
+  )
 
 
 def test_cancelled_it_saves_and_stays_cancelled(cli):
@@ -146,8 +149,8 @@ def test_warned_it_saves_and_starts_again_so_often(requeued, name):
   assert (words[3], words[-1]) == ("85", "1")  # exit code, restarts
   assert ends(cli, name) == [(85, "requeue"), (85, "stop")]
   assert cli("logs", name).count("stopped by USR1") == 2
-  said = cli("logs", name, "--rank=batch")
-  assert "not restarted: this was start 2 of 2" in said
+  reported = cli("logs", name, "--rank=batch")
+  assert "not restarted: this was start 2 of 2" in reported
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A node is lost, and the job goes on on another of its nodes."""
+"""A node is lost, and the job continues on another of its nodes."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from jaxscale.launch import folder as folders
 from jaxscale.launch import slurm_script
 from jaxscale.metrics import read_json_lines
 from support.commands import child_env, train_command
-from support.job_script import RUN, stand_in
+from support.job_script import RUN, fake
 from support.slurm.cli import (
   FOREVER,
   ends,
@@ -61,7 +61,7 @@ def run_script(tmp_path, does, **changes):
   run = RUN._replace(nodes=2, spares=1, folder=str(tmp_path / "run"), **changes)
   cluster = tmp_path / "cluster"
   for name, text in COMMANDS.items():
-    stand_in(cluster / name, f'cluster="{cluster}"\n{text}')
+    fake(cluster / name, f'cluster="{cluster}"\n{text}')
   (cluster / "nodes").write_text("n1,n2,n3")
   (cluster / "bad").write_text("")
   (cluster / "does").write_text(does)
@@ -114,7 +114,7 @@ def test_two_lost_are_too_many_and_the_job_is_requeued_even_without_progress(tmp
 
 
 @pytest.mark.parametrize("code", [0, 2, 85, 93, 130])
-def test_what_ended_by_itself_does_not_go_on_elsewhere(tmp_path, code):
+def test_what_ended_by_itself_does_not_resume_elsewhere(tmp_path, code):
   does = f"{GONE}; exit {code}"
   done, steps, _, again = run_script(tmp_path, does)
   assert (done.returncode, len(steps), again) == (code, 1, code == 85)
@@ -133,7 +133,7 @@ def test_where_nodes_cannot_be_asked_none_is_given_up(tmp_path):
   assert lines[-1]["next"] == "stop"
 
 
-def test_after_cancel_it_goes_on_nowhere(tmp_path):
+def test_after_cancel_it_resumes_nowhere(tmp_path):
   does = f'touch "{tmp_path}/run/cancelled"; {GONE}; exit 143'
   _, steps, _, again = run_script(tmp_path, does)
   assert (len(steps), again) == (1, False)
@@ -158,7 +158,7 @@ def cli(slurm, tmp_path):
 
 
 @pytest.mark.slow
-def test_training_goes_on_on_the_spare_and_loses_no_bit(cli, slurm, tmp_path):
+def test_training_continues_on_the_spare_and_loses_no_bit(cli, slurm, tmp_path):
   args = [*ARGS, "--config.epochs=12", "--config.checkpoint.every_epochs=1"]
   cli("submit", "--real", "--nodes=2", "--spares=1", "--name=s", *args)
   workdir = cli.runs / "s" / "train"
@@ -176,8 +176,10 @@ def test_training_goes_on_on_the_spare_and_loses_no_bit(cli, slurm, tmp_path):
   assert (move["lost"], move["hosts"], move["nodes"]) == ("n2", "n1,n3", 2)
   assert slurm.job(number(cli, "s"))["Restarts"] == "0"
   assert "node n2 is lost; resumes from step" in cli("logs", "s", "--rank=batch")
-  said = re.search(r"resuming from the checkpoint of step (\d+)", cli("logs", "s"))
-  assert said and int(said[1]) >= before  # or of one more, saved before it was killed
+  reported = re.search(r"resuming from the checkpoint of step (\d+)", cli("logs", "s"))
+  assert (
+    reported and int(reported[1]) >= before
+  )  # or of one more, saved before it was killed
   again = tmp_path / "whole"
   slurm.run("srun", "-N2", "-n2", "-wn1,n3", *train_command(again, *args), timeout=120,
             **child_env(1))  # fmt: skip
@@ -197,5 +199,5 @@ def test_the_job_is_requeued_when_the_node_of_its_script_is_lost(cli, slurm):
   until_ended(cli, "h", seconds=60)
   assert until(cli, "h", "COMPLETED")[-1] == "1"
   assert slurm.job(number(cli, "h"))["NodeList"] == "n[2-4]"
-  said = cli("logs", "h", "--rank=batch")
-  assert "node n1 is lost, and the script with it: the job is requeued" in said
+  reported = cli("logs", "h", "--rank=batch")
+  assert "node n1 is lost, and the script with it: the job is requeued" in reported

@@ -122,7 +122,7 @@ def test_a_requeued_job_starts_again_and_knows_it(slurm):
 
 
 @pytest.mark.slow
-def test_a_dead_node_is_noticed_and_its_job_goes_on_elsewhere(slurm):
+def test_a_dead_node_is_noticed_and_its_job_resumes_elsewhere(slurm):
   lost = slurm.submit("srun sleep 60", "-N3", "--nodelist=n3", "--exclude=n4")
   # Without that node, in the same allocation: --no-kill.
   script = "srun -N3 sleep 60; echo $?; srun -N2 --exclude=n3 hostname; sleep 60"
@@ -184,8 +184,8 @@ def test_nothing_is_left_when_the_runner_ends(number):
     command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
   ) as runner:
     assert runner.stdout is not None and runner.stderr is not None
-    folder = Path(said := runner.stdout.readline().strip())
-    assert said, runner.stderr.read()
+    folder = Path(reported := runner.stdout.readline().strip())
+    assert reported, runner.stderr.read()
     before = slurm_hosts.processes(folder)
     runner.send_signal(number)
   assert len(before) > 10
@@ -235,7 +235,7 @@ def test_digits_on_two_nodes_are_digits_on_one(slurm, tmp_path):
   np.testing.assert_allclose(list(one.values()), list(two.values()), rtol=1e-5)
 
 
-def test_a_batch_script_without_srun_is_told(slurm, tmp_path):
+def test_a_batch_script_without_srun_is_reported(slurm, tmp_path):
   command = shlex.join(train_command(tmp_path / "run", *QUICK))
   job = slurm.submit(f"{command} 2>&1", "-N2", "--ntasks-per-node=1", **child_env(1))
   assert slurm.wait_for(job, "FAILED")["ExitCode"] == "2:0"

@@ -40,21 +40,21 @@ ENDS = {
 
 @pytest.mark.parametrize("fault", ENDS)
 def test_a_fault_ends_the_job_and_is_named(slurm, whole, tmp_path, fault):
-  """With the limits that a user has; then the same command goes on."""
+  """With the limits that a user has; then the same command resumes."""
   rank, code, line = ENDS[fault]
   job = Job(slurm, tmp_path, fault.partition(" the")[0], rank)
   job.end("FAILED")
-  said, saved = job.said(), newest_step(job.workdir)
-  assert re.search(line, error_of(said))
+  reported, saved = job.reported(), newest_step(job.workdir)
+  assert re.search(line, error_of(reported))
   assert job.seconds() < 60
   assert AT - SLACK <= saved <= AT
   assert job.codes() == [code]
   living = {f"process-{r}.txt" for r in range(NODES)} - {f"process-{rank}.txt"}
   assert living <= {p.name for p in (job.workdir / "faults").iterdir()}
-  measured(DONE[fault], job.seconds(), code, error_of(said), AT - saved)
+  measured(DONE[fault], job.seconds(), code, error_of(reported), AT - saved)
   again = Job(slurm, tmp_path)
   again.end("COMPLETED")
-  assert f"resuming from the checkpoint of step {saved}" in again.said()
+  assert f"resuming from the checkpoint of step {saved}" in again.reported()
   assert_same_run(job.workdir, whole)
 
 
@@ -64,9 +64,9 @@ def test_a_node_that_dies_ends_the_job_or_requeues_it(slurm, whole, tmp_path):
   job.has_trained()
   began, saved = time.time(), newest_step(job.workdir)
   slurm.kill_node("n2")
-  job.until(lambda: "process 1 on n2 died" in job.said(), 60)
+  job.until(lambda: "process 1 on n2 died" in job.reported(), 60)
   seconds = time.time() - began
-  line, kept = error_of(job.said()), newest_step(job.workdir)
+  line, kept = error_of(job.reported()), newest_step(job.workdir)
   slurm.start_node("n2")
   state = job.end("COMPLETED", "FAILED", "NODE_FAIL")["JobState"]
   lost = int(re.findall(r"in step (\d+)", line)[0]) - kept
@@ -82,9 +82,9 @@ def test_a_slow_process_is_named_and_lives(slurm, whole, tmp_path):
   limits = "--config.faults.slow_window_s=2", "--config.epochs=20"
   job = Job(slurm, tmp_path, "slow", 2, *limits)
   job.end("COMPLETED")
-  (line, *_) = re.findall(r"process 2 on n3 is slow at step \d+: .*", job.said())
+  (line, *_) = re.findall(r"process 2 on n3 is slow at step \d+: .*", job.reported())
   assert re.search(r"[45]\d ms of its host before each step", line)
-  assert job.codes() == [0] and "error" not in job.said()
+  assert job.codes() == [0] and "error" not in job.reported()
   measured("a slow process", None, 0, line)
 
 
@@ -97,4 +97,4 @@ def test_a_job_that_makes_no_progress_is_given_up(slurm, tmp_path):
     slurm.run("scontrol", "requeue", job.id)
   job.until(lambda: len(job.codes()) == 3)
   assert job.codes() == [137, 137, 93]
-  assert "error: 1 restart without progress, still at step" in job.said()
+  assert "error: 1 restart without progress, still at step" in job.reported()

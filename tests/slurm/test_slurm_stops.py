@@ -1,4 +1,4 @@
-"""What a run under Slurm does when it is asked to stop, and how it goes on."""
+"""What a run under Slurm does when it is asked to stop, and how it resumes."""
 
 import os
 import re
@@ -34,30 +34,30 @@ def test_a_preempted_job_saves_and_is_requeued(slurm, whole, tmp_path, how):
     job.has_trained()
     since = time.time()
     slurm.run(*command, job.id)
-  job.until(lambda: "saved step" in job.said())
+  job.until(lambda: "saved step" in job.reported())
   seconds, codes = job.stopped(since)
   job.end("COMPLETED")
-  (step,) = re.findall(r"saved step (\d+)", job.said())
-  assert f"resuming from the checkpoint of step {step}" in job.said()
+  (step,) = re.findall(r"saved step (\d+)", job.reported())
+  assert f"resuming from the checkpoint of step {step}" in job.reported()
   assert seconds < 60 and codes == {85} and job.codes()[-1] == 0
   assert_same_run(job.workdir, whole)
-  measured(how, seconds, 85, error_or_stop(job.said()))
+  measured(how, seconds, 85, error_or_stop(job.reported()))
 
 
 def test_three_preemptions_change_no_bit(slurm, whole, tmp_path):
   """Each of another kind; the last is the end of the job's time."""
   job = Job(slurm, tmp_path, "usr1", 2)
-  said = r"saved step (\d+)"
-  job.until(lambda: len(re.findall(said, job.said())) == 1)
-  job.until(lambda: "resuming from" in job.said())
+  reported = r"saved step (\d+)"
+  job.until(lambda: len(re.findall(reported, job.reported())) == 1)
+  job.until(lambda: "resuming from" in job.reported())
   first = newest_step(job.workdir)
   job.until(lambda: newest_step(job.workdir) > first)
   slurm.run("scancel", "--signal=TERM", job.id)
-  job.until(lambda: job.said().count("resuming from") == 2)
+  job.until(lambda: job.reported().count("resuming from") == 2)
   second = newest_step(job.workdir)
   slurm.run("scontrol", "requeue", job.id)
   job.end("COMPLETED")
-  assert second < STEPS and job.said().count("resuming from") == 3
+  assert second < STEPS and job.reported().count("resuming from") == 3
   assert_same_run(job.workdir, whole)
 
 
@@ -69,14 +69,14 @@ def test_the_end_of_its_time_is_met_saved(slurm, tmp_path, end):
   job.has_trained()
   if end == "moved":
     slurm.end_at(job.id, 5)  # Slurm looks every 30 s whose time is over
-  job.until(lambda: "all stop together" in job.said(), 90)
-  (why,) = re.findall(r"(.+) at process \d on n\d: all stop together", job.said())
+  job.until(lambda: "all stop together" in job.reported(), 90)
+  (why,) = re.findall(r"(.+) at process \d on n\d: all stop together", job.reported())
   assert "s are left" in why if end == "known" else why == "SIGTERM"
   seconds, codes = job.stopped(time.time())
   assert codes == {85}
-  measured(f"walltime, its end {end}", seconds, 85, error_or_stop(job.said()))
-  job.until(lambda: "is requeued, restart 1" in job.said(), 30)
-  job.until(lambda: "resuming from" in job.said())
+  measured(f"walltime, its end {end}", seconds, 85, error_or_stop(job.reported()))
+  job.until(lambda: "is requeued, restart 1" in job.reported(), 30)
+  job.until(lambda: "resuming from" in job.reported())
   slurm.run("scancel", job.id)
 
 
@@ -86,10 +86,10 @@ def test_what_is_cancelled_saves_and_stays_away(slurm, tmp_path):
   began = time.time()
   slurm.run("scancel", job.id)
   job.end("CANCELLED", seconds=30)
-  job.until(lambda: "saved step" in job.said(), 10)
+  job.until(lambda: "saved step" in job.reported(), 10)
   seconds, codes = job.stopped(began)
-  assert codes == {85} and "not requeued by this run" in job.said()
-  measured("scancel", seconds, 85, error_or_stop(job.said()))
+  assert codes == {85} and "not requeued by this run" in job.reported()
+  measured("scancel", seconds, 85, error_or_stop(job.reported()))
   time.sleep(2)
   assert slurm.job(job.id)["JobState"] == "CANCELLED"
 
@@ -114,23 +114,23 @@ def test_ctrl_c_on_srun_saves(slurm, tmp_path, options):
     if process.poll() is None:
       process.kill()
       process.communicate()
-  said, seconds = error_or_stop(out + err), time.time() - began
-  assert "Ctrl-C at process" in said
+  reported, seconds = error_or_stop(out + err), time.time() - began
+  assert "Ctrl-C at process" in reported
   if options:
     assert process.returncode == 130 and "saved step" in out
-    measured("Ctrl-C on srun --disable-status", seconds, 130, said)
+    measured("Ctrl-C on srun --disable-status", seconds, 130, reported)
   else:
     lost = "since the last save"
-    measured("Ctrl-C twice on srun", seconds, process.returncode, said, lost)
+    measured("Ctrl-C twice on srun", seconds, process.returncode, reported, lost)
 
 
-def test_fewer_nodes_go_on_where_more_have_stopped(slurm, whole, tmp_path):
+def test_fewer_nodes_resume_where_more_have_stopped(slurm, whole, tmp_path):
   job = Job(slurm, tmp_path, "usr1", 1, "--config.faults.max_restarts=0")
   job.end("FAILED")
-  assert job.codes() == [93] and "not again (limit 0)" in job.said()
+  assert job.codes() == [93] and "not again (limit 0)" in job.reported()
   again = Job(slurm, tmp_path, nodes=1)
   again.end("COMPLETED")
-  assert "resuming from the checkpoint of step" in again.said()
+  assert "resuming from the checkpoint of step" in again.reported()
   for a, b in zip(
     *(np.concatenate([np.ravel(x) for x in _leaves(w)]) for w in (job.workdir, whole)),
     strict=True,

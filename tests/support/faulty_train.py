@@ -1,4 +1,4 @@
-"""`python -m jaxscale.train` in which one process meets a fault, for tests.
+"""`python -m jaxscale.train` in which one process has a fault, for tests.
 
     python tests/support/faulty_train.py FAULT RANK STEP NOTE [arguments of the command]
 

@@ -30,7 +30,7 @@ RUNS = {
 }
 
 
-def stand_in(path: Path, text: str) -> None:
+def fake(path: Path, text: str) -> None:
   path.parent.mkdir(exist_ok=True)
   path.write_text(f"#!/bin/bash\n{text}\n")
   path.chmod(0o755)

@@ -16,7 +16,7 @@ from jaxscale.preflight.finding import Finding
 from jaxscale.preflight.group import make_group
 
 HOSTS = ["n1", "n2", "n3", "n4"]
-# A machine with more processes than cores is no network: only what is throttled on
+# A machine with more processes than cores is not a network: only what is throttled on
 # purpose is slow here.
 LIMITS = {"least_trip_s": 0.1, "times_slower": 20.0, "least": 0.0, "seconds": 0.05}
 
@@ -52,22 +52,22 @@ def answers(processes, timeout=60):
   finally:
     for process in processes:
       process.kill()
-  said = []
+  reported = []
   for process, (out, err) in zip(processes, ended, strict=True):
     if process.returncode == 0:
       findings, *rest = json.loads(out.splitlines()[-1])
-      said.append(([Finding(*f) for f in findings], *rest))
+      reported.append(([Finding(*f) for f in findings], *rest))
     else:
       assert process.returncode == 9, err
-  return said
+  return reported
 
 
 def preflight(hosts, *options, patch="", rank_env=None):
   """The findings, which are the same in all processes."""
-  said = answers(start(hosts, options, patch, rank_env))
-  assert len(said) == len(hosts)
-  assert all(findings == said[0][0] for findings, *_ in said)
-  return said[0][0]
+  reported = answers(start(hosts, options, patch, rank_env))
+  assert len(reported) == len(hosts)
+  assert all(findings == reported[0][0] for findings, *_ in reported)
+  return reported[0][0]
 
 
 def wrong(findings):

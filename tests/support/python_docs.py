@@ -15,7 +15,7 @@ from pydoc_data.topics import topics
 
 import numpy as np
 
-SHORTEST = 200  # bytes; less is no document
+SHORTEST = 200  # bytes; less is not a document
 # Windows, tests, what distributions ship apart, and what is not CPython's own.
 LEFT_OUT = {
   "ensurepip", "idlelib", "lib2to3", "pydoc_data", "site-packages", "test", "tests",

@@ -1,4 +1,4 @@
-"""Real processes that meet, for the tests of meetings: no tests in here."""
+"""Real processes that connect, for the tests of the rendezvous: no tests in here."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import time
 from jaxscale.cluster.rendezvous.handshake import Hello
 from support.paths import ROOT
 
-# One process of a run: it meets, says what it got, sends its rank over the links.
+# One process of a run: it connects, prints what it got, sends its rank over the links.
 CHILD = """
 import json, os, resource, socket, sys, time
 from jaxscale.cluster import wire
@@ -80,7 +80,7 @@ def starter():
 
 
 def ends(processes, within):
-  """Exit codes and what was said; nothing else on stderr, all in time."""
+  """Exit codes and what was printed; nothing else on stderr, all in time."""
   deadline = time.monotonic() + within
   results = []
   for process in processes:
@@ -94,7 +94,7 @@ def the_line(processes, within=15):
   """The one line that all of them ended with, with code 2."""
   results = ends(processes, within)
   assert [code for code, _ in results] == [2] * len(results), results
-  lines = {said["error"] for _, said in results}
+  lines = {reported["error"] for _, reported in results}
   assert len(lines) == 1, lines
   assert "\n" not in min(lines)
   return lines.pop()

@@ -27,7 +27,7 @@ def at_step(state, step):
   return bumped._replace(step=jnp.asarray(step, jnp.int32))
 
 
-# One process of two meets a fault, at one moment of a save after the other, and
+# One process of two has a fault, at one moment of a save after the other, and
 # then as both restore; `full` in the place of a function is a disk that is full.
 PAIR = """
 import sys; sys.path[:0] = ["tests"]

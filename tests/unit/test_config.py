@@ -90,7 +90,7 @@ BAD = [
   ({"optimizer": "LARS", "optimizer.include": "["}, "LARS.include='['", "kernel$"),
   ({"optimizer": "LAMB", "optimizer.include": "a{9999999999}"}, "LAMB.inc", "'all'"),
   ({"layer_decay": "0.5", "layer_order": "('(', 'a')"}, "Config.layer_order='('",
-   "no regular expression"),
+   "not a regular expression"),
 ]  # fmt: skip
 
 

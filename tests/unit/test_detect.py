@@ -144,7 +144,7 @@ def test_mpi_over_nodes_asks_mpi():
 
 
 class World:
-  """An MPI of as many ranks as it is told, in which this process is one."""
+  """An MPI of as many ranks as given, in which this process is one."""
 
   def __init__(self, size, rank, initialized):
     self.COMM_WORLD, self.size, self.rank = self, size, rank
@@ -215,7 +215,7 @@ def test_a_tpu_vm_without_variables_is_left_to_jax():
   assert found({}, has_tpu=lambda env: True)[:4] == ("tpu", 0, 0, None)
 
 
-def test_the_shell_of_srun_pty_is_told_what_to_do(tmp_path):
+def test_the_shell_of_srun_pty_gets_advice(tmp_path):
   (start,) = (p for p in STARTS if p.stem == "srun_pty_shell")
   ((env, _),) = tasks(start, tmp_path)
   note = found(env, at_terminal=lambda: True).note
@@ -275,7 +275,7 @@ def test_gpus_are_shared_out(visible, count, wanted):
 @pytest.mark.parametrize(
   ("visible", "count", "error"),
   [
-    (1, 2, "2 processes on this node, but 1 GPU: start one process a GPU"),
+    (1, 2, "2 processes on this node, but 1 GPU: start one process per GPU"),
     (4, 8, "8 processes on this node, but 4 GPUs: .*--ntasks-per-node=4"),
     (4, 3, "3 processes on this node cannot share 4 GPUs evenly: start 1 or 2 or 4"),
   ],

@@ -64,7 +64,7 @@ def test_two_steps_of_a_job_share_a_port(monkeypatch):
   assert len({found(env).job for env in (STEP, other, far, again)}) == 4
 
 
-def test_a_batch_script_is_said_so(tmp_path, monkeypatch):
+def test_a_batch_script_is_reported_so(tmp_path, monkeypatch):
   (env,) = every("sbatch_body", tmp_path)
   assert jax_says(env, monkeypatch) == (None, None, None, None)  # "should be defined"
   with pytest.raises(ValueError, match="start it with srun"):
@@ -114,7 +114,7 @@ def test_whose_gpu_is_whose(name, tmp_path, monkeypatch):
   assert [own(env) for env in envs] == [task["devices"] for task in step]
 
 
-def test_more_tasks_than_gpus_are_said_so(tmp_path, monkeypatch):
+def test_more_tasks_than_gpus_are_reported(tmp_path, monkeypatch):
   for name in ("gpus_oversubscribed", "jax_29669_perlmutter_oversubscribed"):
     env = every(name, tmp_path)[-1]
     beyond = jax_says(env, monkeypatch)[3]

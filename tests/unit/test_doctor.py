@@ -48,26 +48,26 @@ def ask(capsys, *args):
   return code, out.out
 
 
-def next_lines(said):
-  return [line for line in said.splitlines() if line.startswith("next")]
+def next_lines(reported):
+  return [line for line in reported.splitlines() if line.startswith("next")]
 
 
 @pytest.mark.parametrize("file_format", ["tfrecord", "array_record"])
 def test_what_is_prepared_is_ready(tmp_path, capsys, images, file_format):
   prepare(tmp_path, images, file_format)
-  code, said = ask(capsys, "--data-dir", tmp_path)
-  assert code == 0, said
-  assert f"imagenet2012 5.1.0 in {tmp_path}" in said and file_format in said
-  assert "train: 12 examples" in said and "validation: 4 examples" in said
-  assert "train: 2 files" in said and "images/s per core" in said
-  assert "sample of 12: 0 damaged examples" in said
-  assert "next" not in said and said.endswith("imagenet: ready\n")
+  code, reported = ask(capsys, "--data-dir", tmp_path)
+  assert code == 0, reported
+  assert f"imagenet2012 5.1.0 in {tmp_path}" in reported and file_format in reported
+  assert "train: 12 examples" in reported and "validation: 4 examples" in reported
+  assert "train: 2 files" in reported and "images/s per core" in reported
+  assert "sample of 12: 0 damaged examples" in reported
+  assert "next" not in reported and reported.endswith("imagenet: ready\n")
 
 
 def test_nothing_there_says_what_to_download_then_to_prepare(tmp_path, capsys):
-  code, said = ask(capsys, "--data-dir", tmp_path)
-  assert code == 2 and "is not prepared in" in said
-  steps = next_lines(said)
+  code, reported = ask(capsys, "--data-dir", tmp_path)
+  assert code == 2 and "is not prepared in" in reported
+  steps = next_lines(reported)
   assert "register at image-net.org" in steps[-3] and "img_train" in steps[-3]
   assert "register at image-net.org" in steps[-2] and "img_val" in steps[-2]
   assert f"imagenet2012 --manual-dir DIR --data-dir {tmp_path}" in steps[-1]
@@ -88,19 +88,19 @@ def test_a_lost_or_cut_shard_is_not_ready(
 ):
   folder = prepare(tmp_path, images, file_format)
   harm(folder / f"imagenet2012-train.{file_format}-00001-of-00002")
-  code, said = ask(capsys, "--data-dir", tmp_path)
-  assert code == 2 and re.search(says, said) and "copy" in next_lines(said)[0]
-  assert "image-net.org" not in said  # a copy needs no archives
+  code, reported = ask(capsys, "--data-dir", tmp_path)
+  assert code == 2 and re.search(says, reported) and "copy" in next_lines(reported)[0]
+  assert "image-net.org" not in reported  # a copy needs no archives
 
 
 def test_a_subset_or_damage_is_not_ready(tmp_path, capsys, images):
   prepare(tmp_path / "few", images, train=10)
-  code, said = ask(capsys, "--data-dir", tmp_path / "few")
-  assert code == 2 and "train: 10 examples, ImageNet has 12" in said
+  code, reported = ask(capsys, "--data-dir", tmp_path / "few")
+  assert code == 2 and "train: 10 examples, ImageNet has 12" in reported
   images = [*images[:3], b"no image", *images[4:]]
   prepare(tmp_path / "torn", images)
-  code, said = ask(capsys, "--data-dir", tmp_path / "torn")
-  assert code == 2 and "1 damaged example: imagenet2012 'train' example 3" in said
+  code, reported = ask(capsys, "--data-dir", tmp_path / "torn")
+  assert code == 2 and "1 damaged example: imagenet2012 'train' example 3" in reported
 
 
 def test_archives_are_weighed_and_summed(tmp_path, capsys):
@@ -108,20 +108,20 @@ def test_archives_are_weighed_and_summed(tmp_path, capsys):
   train, val = (tmp_path / name for name in imagenet.ARCHIVES)
   train.write_text(train.name)
   val.write_text("short")
-  _, said = ask(capsys, *args)
-  assert f"ok    {train}" in said and "(--md5 sums it)" in said
-  assert f"{val} has 5 bytes, should have {len(val.name)}" in said
+  _, reported = ask(capsys, *args)
+  assert f"ok    {train}" in reported and "(--md5 sums it)" in reported
+  assert f"{val} has 5 bytes, should have {len(val.name)}" in reported
   val.write_text(val.name[::-1])
-  _, said = ask(capsys, *args, "--md5")
-  assert f"ok    {train}" in said and f"not   {val}: md5" in said
+  _, reported = ask(capsys, *args, "--md5")
+  assert f"ok    {train}" in reported and f"not   {val}: md5" in reported
 
 
-def test_a_disk_too_small_is_said(tmp_path, capsys, monkeypatch):
+def test_a_disk_too_small_is_reported(tmp_path, capsys, monkeypatch):
   usage = shutil.disk_usage(tmp_path)._replace(free=10**9)
   monkeypatch.setattr(imagenet.shutil, "disk_usage", lambda path: usage)
-  _, said = ask(capsys, "--data-dir", tmp_path / "not" / "yet")
-  assert f"not   1.0 GB free in {tmp_path}, " in said
-  steps = next_lines(said)
+  _, reported = ask(capsys, "--data-dir", tmp_path / "not" / "yet")
+  assert f"not   1.0 GB free in {tmp_path}, " in reported
+  steps = next_lines(reported)
   assert "make room for 154.6 GB" in steps[0] and "prepare imagenet2012" in steps[-1]
 
 
@@ -139,11 +139,13 @@ def test_archives_to_come_take_space_as_well(tmp_path, capsys, monkeypatch):
   for free, ok in ((to_come + train + val, True), (to_come + train + val - 1, False)):
     usage = shutil.disk_usage(tmp_path)._replace(free=free)
     monkeypatch.setattr(imagenet.shutil, "disk_usage", lambda path, usage=usage: usage)
-    _, said = ask(capsys, "--data-dir", tmp_path / "new", "--manual-dir", tmp_path)
-    assert "the archives still to come take 105.3 GB, preparing writes 154.6" in said
-    assert said.startswith("ok" if ok else "not")
-    assert ok or "make room for 260.0 GB" in next_lines(said)[0]
-    assert f"--manual-dir {tmp_path} --data-dir" in next_lines(said)[-1]
+    _, reported = ask(capsys, "--data-dir", tmp_path / "new", "--manual-dir", tmp_path)
+    assert (
+      "the archives still to come take 105.3 GB, preparing writes 154.6" in reported
+    )
+    assert reported.startswith("ok" if ok else "not")
+    assert ok or "make room for 260.0 GB" in next_lines(reported)[0]
+    assert f"--manual-dir {tmp_path} --data-dir" in next_lines(reported)[-1]
   # On a disk of their own they are asked for there.
   other = tmp_path / "other"
   other.mkdir()
@@ -156,8 +158,8 @@ def test_archives_to_come_take_space_as_well(tmp_path, capsys, monkeypatch):
     type(tmp_path), "stat",
     lambda path, **k: Elsewhere() if path == other else stat(path, **k),
   )  # fmt: skip
-  _, said = ask(capsys, "--data-dir", tmp_path / "new", "--manual-dir", other)
-  rooms = [line for line in said.splitlines() if " free in " in line]
+  _, reported = ask(capsys, "--data-dir", tmp_path / "new", "--manual-dir", other)
+  rooms = [line for line in reported.splitlines() if " free in " in line]
   assert rooms[0].endswith(f"free in {other}, the archives still to come take 154.6 GB")
   assert rooms[1].endswith(f"free in {tmp_path}, preparing writes 154.6 GB")
 
@@ -180,34 +182,40 @@ def unpack(root, images):
 
 def test_a_folder_is_ready_or_says_what_it_lacks(tmp_path, capsys, images):
   unpack(tmp_path, images)
-  code, said = ask(capsys, "--folder", tmp_path)
-  assert code == 0 and "train: 2 classes" in said and "validation: 4 examples" in said
+  code, reported = ask(capsys, "--folder", tmp_path)
+  assert (
+    code == 0
+    and "train: 2 classes" in reported
+    and "validation: 4 examples" in reported
+  )
   (tmp_path / "train" / "n1" / "3.JPEG").write_bytes(images[3][:500])
-  code, said = ask(capsys, "--folder", tmp_path)
-  assert code == 2 and "sample of 12: 1 damaged example: n1/3.JPEG" in said
+  code, reported = ask(capsys, "--folder", tmp_path)
+  assert code == 2 and "sample of 12: 1 damaged example: n1/3.JPEG" in reported
   (tmp_path / "train" / "n1" / "3.JPEG").unlink()
   shutil.move(tmp_path / "val" / "n1", tmp_path / "val" / "n7")
-  code, said = ask(capsys, "--folder", tmp_path)
-  assert code == 2 and "train: 11 examples, ImageNet has 12" in said
-  assert "classes of different names" in said
+  code, reported = ask(capsys, "--folder", tmp_path)
+  assert code == 2 and "train: 11 examples, ImageNet has 12" in reported
+  assert "classes of different names" in reported
   shutil.rmtree(tmp_path / "val")
-  code, said = ask(capsys, "--folder", tmp_path)
-  assert code == 2 and "no such directory" in said and "next  train/WNID" in said
+  code, reported = ask(capsys, "--folder", tmp_path)
+  assert (
+    code == 2 and "no such directory" in reported and "next  train/WNID" in reported
+  )
 
 
 def test_a_folder_that_is_not_there_is_named_itself(tmp_path, capsys, images):
-  code, said = ask(capsys, "--folder", tmp_path / "no")
-  assert code == 2 and said.startswith(f"not   {tmp_path}/no: no such directory\n")
-  assert next_lines(said) == ["next  give the directory that holds train/ and val/ as "
-                              "--folder"]  # fmt: skip
+  code, reported = ask(capsys, "--folder", tmp_path / "no")
+  assert code == 2 and reported.startswith(f"not   {tmp_path}/no: no such directory\n")
+  next_line = "next  give the directory that holds train/ and val/ as --folder"
+  assert next_lines(reported) == [next_line]
   unpack(tmp_path, images)
-  code, said = ask(capsys, "--folder", tmp_path / "train")
-  assert code == 2 and f"{tmp_path}/train: has neither train/ nor val/" in said
-  assert next_lines(said) == [f"next  give {tmp_path} as --folder"]
+  code, reported = ask(capsys, "--folder", tmp_path / "train")
+  assert code == 2 and f"{tmp_path}/train: has neither train/ nor val/" in reported
+  assert next_lines(reported) == [f"next  give {tmp_path} as --folder"]
   shutil.rmtree(tmp_path / "train")
   (tmp_path / "val" / "n0" / "12.JPEG").unlink()
-  _, said = ask(capsys, "--folder", tmp_path)
-  steps = next_lines(said)  # training first, as it is read
+  _, reported = ask(capsys, "--folder", tmp_path)
+  steps = next_lines(reported)  # training first, as it is read
   assert "train/WNID/*.JPEG" in steps[0] and f"into {tmp_path}/val" in steps[1]
 
 
@@ -219,9 +227,9 @@ def test_a_disk_that_fails_is_a_finding(tmp_path, capsys, images, monkeypatch):
 
   unpack(tmp_path, images)
   monkeypatch.setattr(folder, "open", away, raising=False)
-  code, said = ask(capsys, "--folder", tmp_path)
-  assert code == 2 and "train: [Errno 116] Stale file handle" in said
-  assert "do what the line on train says" in next_lines(said)[0]
+  code, reported = ask(capsys, "--folder", tmp_path)
+  assert code == 2 and "train: [Errno 116] Stale file handle" in reported
+  assert "do what the line on train says" in next_lines(reported)[0]
 
 
 def test_the_published_figures():
@@ -237,8 +245,10 @@ def test_the_published_figures():
 
 def test_help_lists_the_checks_and_a_typo_is_named(capsys):
   assert cli.main(["doctor", "--help"]) == 0
-  said = capsys.readouterr().out
-  assert "doctor imagenet" in said and "latency and bandwidth" in " ".join(said.split())
+  reported = capsys.readouterr().out
+  assert "doctor imagenet" in reported and "latency and bandwidth" in " ".join(
+    reported.split()
+  )
   assert cli.main(["doctor", "imagnet"]) == 2
-  said = capsys.readouterr().err
-  assert said == "error: imagnet: did you mean 'imagenet'?\n"
+  reported = capsys.readouterr().err
+  assert reported == "error: imagnet: did you mean 'imagenet'?\n"

@@ -1,4 +1,4 @@
-"""Errors of the system are no damaged examples; splits share one limit of files."""
+"""Errors of the system are not damaged examples; splits share one limit of files."""
 
 import contextlib
 import errno

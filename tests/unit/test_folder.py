@@ -98,7 +98,7 @@ def test_mistakes_with_a_folder_are_one_line(folder, tmp_path):
 
 @pytest.fixture
 def damaged(folder):
-  """Five of the forty: truncated, empty, no image, gone on a link, torn PNG."""
+  """Five of the forty: truncated, empty, no image, broken link, torn PNG."""
   files = sorted(folder.rglob("*.JPEG"))
   whole = files[3].read_bytes()
   files[3].write_bytes(whole[: len(whole) // 2])

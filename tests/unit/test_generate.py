@@ -246,7 +246,7 @@ def of_the_package(path):
   model.save(str(path))
 
 
-@pytest.mark.parametrize("which", ["stand_in", "package"])
+@pytest.mark.parametrize("which", ["fake", "package"])
 def test_a_run_of_a_tokenizer_writes_its_text(which, tmp_path, capsys, monkeypatch):
   path = tmp_path / "tokenizer.json"
   if which == "package":

@@ -17,9 +17,11 @@ TEXT = {"sequence_length": 64}
 HEAD = ("model.embed_tokens.weight", "lm_head.weight")
 
 
-def check(folder, said, *, model=LLAMA, naming="huggingface", names=HEAD, **options):
+def check(
+  folder, reported, *, model=LLAMA, naming="huggingface", names=HEAD, **options
+):
   """The line that says what is another, or None."""
-  (folder / "config.json").write_text(json.dumps(said))
+  (folder / "config.json").write_text(json.dumps(reported))
   try:
     check_hf_config(folder / "x.safetensors", naming, names, model, **TEXT, **options)
   except ConfigError as e:
@@ -32,18 +34,18 @@ def check(folder, said, *, model=LLAMA, naming="huggingface", names=HEAD, **opti
 
 def changed(**fields):
   """What Llama's folder says, but for some fields; None: it does not say."""
-  said = llama_config(LLAMA, **SIZES) | fields
-  return {k: v for k, v in said.items() if k not in fields or v is not None}
+  reported = llama_config(LLAMA, **SIZES) | fields
+  return {k: v for k, v in reported.items() if k not in fields or v is not None}
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("groups", [None, 2])
 def test_what_is_written_for_a_model_is_of_that_model(groups, qk_norm, tmp_path):
   model = cfg.Transformer(width=32, num_kv_heads=groups, qk_norm=qk_norm)
-  said = llama_config(model, **SIZES)
-  assert said["model_type"] == ("qwen3" if qk_norm else "llama")
-  assert check(tmp_path, said, model=model) is None
-  assert check(tmp_path, said) is not None
+  reported = llama_config(model, **SIZES)
+  assert reported["model_type"] == ("qwen3" if qk_norm else "llama")
+  assert check(tmp_path, reported, model=model) is None
+  assert check(tmp_path, reported) is not None
 
 
 TRANSFORMERS_5 = {"rope_type": "default", "rope_theta": 5e5}
@@ -163,7 +165,7 @@ HEADS = "whose heads are 6, and 8 here, set ViT.num_heads=6"
 
 
 @pytest.mark.parametrize(
-  ("model", "said", "says"),
+  ("model", "reported", "says"),
   [
     (S16, {"architecture": "vit_small_patch16_224"}, None),
     (
@@ -185,8 +187,8 @@ HEADS = "whose heads are 6, and 8 here, set ViT.num_heads=6"
     (cfg.ResNet(), {"config": {"model": {"class": "ResNet"}}, "data": {}}, None),
   ],
 )  # fmt: skip
-def test_what_timm_says(model, said, says, tmp_path):
-  assert check(tmp_path, said, model=model, naming="timm", num_classes=7) == says
+def test_what_timm_says(model, reported, says, tmp_path):
+  assert check(tmp_path, reported, model=model, naming="timm", num_classes=7) == says
   assert check(tmp_path, {"num_classes": 8}, model=model, naming="timm") is None
   options = {"naming": "timm", "num_classes": 7, "init_head": True}
   assert check(tmp_path, {"num_classes": 8}, model=model, **options) is None

@@ -289,7 +289,7 @@ def test_norms_of_what_has_none():
     x = jnp.array([1.0 if value else 0.0, value, 0.0])
     np.testing.assert_array_equal(layer_norm(x, LAYER), np.abs(value))
   assert layer_norm(jnp.zeros((0, 3)), LAYER) == 0
-  # A layer beside one that is not finite is not touched by it.
+  # A layer next to one that is not finite is not touched by it.
   rows = jnp.array([[3.0, 4.0], [np.inf, 1.0], [0.0, 0.0], [np.nan, 1.0]])
   norms = layer_norm(rows, Layer(chosen=True, stacked=True))
   np.testing.assert_array_equal(norms[:, 0], [5, np.inf, 0, np.nan])
@@ -353,7 +353,7 @@ def test_a_mask_is_a_function_or_a_tree():
     optim.lars(0.1, stacked=lambda p: True).init(jnp.ones(()))
 
 
-def test_mistakes_are_told():
+def test_mistakes_are_reported():
   with pytest.raises(ConfigError, match=r"LARS.variant='papre': .* one of paper"):
     optim.lars(0.1, variant="papre")  # pyright: ignore
   for variant in set(VARIANTS) - set(IN_VELOCITY):

@@ -42,7 +42,7 @@ def test_a_run_survives_json():
     ('time = "tomorrow"', "give e.g. 24:00:00"),
     ('signal = "USR1 120"', "give e.g. USR1@120"),
     ("[env]\nA = 1.5", "Site.env.A=1.5"),
-    ('[env]\n"A B" = "1"', "no variable's name"),
+    ('[env]\n"A B" = "1"', "not a variable's name"),
     ('[container]\nkind = "docker"\nimage = "x"', "'apptainer' | 'singularity'"),
     ('[container]\nkind = "pyxis"', "Container.image is not set"),
     ('modules = "cuda"', "Site.modules='cuda': give tuple of str"),
@@ -216,7 +216,7 @@ def test_a_dry_run_prints_the_script_and_makes_nothing(tmp_path, capsys):
 
 
 def test_the_folder_holds_the_code_and_its_config(tmp_path):
-  (tmp_path / "configs_beside.py").write_text("RATES = (0.1, 0.2)")
+  (tmp_path / "configs_nearby.py").write_text("RATES = (0.1, 0.2)")
   config = tmp_path / "mine.py"
   config.write_text(SWEEP)
   prepared = launch.jobs.prepare(
@@ -249,7 +249,7 @@ def test_the_folder_holds_the_code_and_its_config(tmp_path):
   with pytest.raises(ConfigError, match="exists; give another name"):
     launch.jobs.prepare(DIGITS, name="x", runs=str(tmp_path / "r"))
   places = {place for _, place in folders.sources(str(config))}
-  assert {"code/config/mine.py", "code/config/configs_beside.py"} <= places
+  assert {"code/config/mine.py", "code/config/configs_nearby.py"} <= places
 
 
 def test_a_run_of_today_never_takes_the_folder_of_another(tmp_path):

@@ -1,4 +1,4 @@
-"""The scripts of runs: word by word, and run by bash beside stand-ins for Slurm.
+"""The scripts of runs: word by word, and run by bash with fake commands for Slurm's.
 
 JAXSCALE_GOLDEN=write makes the golden ones anew, for a diff that a person reads.
 """
@@ -15,7 +15,7 @@ from jaxscale.launch import slurm_script
 from jaxscale.launch.site import Site
 from jaxscale.launch.spec import is_restarted
 from jaxscale.metrics import read_json_lines
-from support.job_script import RUN, RUNS, stand_in
+from support.job_script import RUN, RUNS, fake
 from support.paths import DATA, ROOT
 
 GOLDEN = DATA / "golden"
@@ -34,10 +34,10 @@ def test_the_script_is_the_golden_one(name):
 def job_files(tmp_path, run, *, srun="exit 0", scontrol="echo JobState=RUNNING"):
   """Write a run's script, and commands of Slurm that write down how they are called."""
   bin_ = tmp_path / "bin"
-  stand_in(bin_ / "srun", f'printf "%s\\0" "$@" >>"{tmp_path}/srun"\n{srun}')
-  stand_in(bin_ / "scontrol", f'echo "$@" >>"{tmp_path}/scontrol"; {scontrol}')
-  stand_in(bin_ / "scancel", f'echo "$@" >>"{tmp_path}/scancel"')
-  stand_in(bin_ / "sleep", "exec /bin/sleep 0.05")  # the script looks every second
+  fake(bin_ / "srun", f'printf "%s\\0" "$@" >>"{tmp_path}/srun"\n{srun}')
+  fake(bin_ / "scontrol", f'echo "$@" >>"{tmp_path}/scontrol"; {scontrol}')
+  fake(bin_ / "scancel", f'echo "$@" >>"{tmp_path}/scancel"')
+  fake(bin_ / "sleep", "exec /bin/sleep 0.05")  # the script looks every second
   for name in ("events", "logs"):
     Path(run.folder, name).mkdir(parents=True, exist_ok=True)
   script = Path(run.folder, "job.sbatch")
@@ -182,7 +182,7 @@ def test_only_the_doctor_calls_an_allocation_unfit(tmp_path, code, ends, next_, 
 
 @pytest.mark.parametrize("code", [0, 2, 138, 143])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
-def test_told_to_stop_in_the_preflight_it_goes_on_later(tmp_path, number, code):
+def test_asked_to_stop_in_the_preflight_it_resumes_later(tmp_path, number, code):
   """Whatever the doctor says, that is interrupted too, or has just ended."""
   run = RUN._replace(folder=str(tmp_path / "run"), preflight=True)
   command, env = job_files(
@@ -232,7 +232,7 @@ def test_shell_reads_every_plain_script(path):
 
 
 def test_the_pods_hosts_get_the_words_as_they_were_typed(tmp_path):
-  stand_in(tmp_path / "bin" / "gcloud", 'printf %s "${!#}" | sed "s/--command=//"')
+  fake(tmp_path / "bin" / "gcloud", 'printf %s "${!#}" | sed "s/--command=//"')
   done = subprocess.run(
     ["bash", "launch/tpu_pod.sh", "--config", "a b.py", f"--config.x={AWKWARD}"],
     env={"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "TPU": "pod", "ZONE": "z"},

@@ -1,4 +1,4 @@
-"""Where runs are, out of what Slurm says and what lies in their folders."""
+"""Where runs are, out of what Slurm says and what is in their folders."""
 
 import json
 

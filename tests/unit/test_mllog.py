@@ -50,10 +50,10 @@ def described(optimizer, batch_size=4096, **schedule):
 
 def write_run(path, optimizer, accuracies, division="closed"):
   """The log of a run that is evaluated every 1,251 steps (4 epochs)."""
-  said = described(optimizer)
+  reported = described(optimizer)
   init_ms = time.time() * 1e3 - 5000
   log = metrics.RunLog(
-    path, said, init_ms=init_ms, submission=metrics.Submission(division=division)
+    path, reported, init_ms=init_ms, submission=metrics.Submission(division=division)
   )
   for i, accuracy in enumerate(accuracies, 1):
     step = 1251 * i
@@ -137,13 +137,13 @@ def test_the_settings_are_those_of_the_run():
   ],
 )
 def test_the_span_of_batch_norm(model, span):
-  said = described(SGD)
-  said["config"]["model"] = model
-  assert run_keys(said).get("model_bn_span") == span
-  assert run_keys(said)["submission_benchmark"] == "imagenet2012"
+  reported = described(SGD)
+  reported["config"]["model"] = model
+  assert run_keys(reported).get("model_bn_span") == span
+  assert run_keys(reported)["submission_benchmark"] == "imagenet2012"
 
 
-def test_a_run_is_told_in_order(tmp_path):
+def test_a_run_is_reported_in_order(tmp_path):
   events = write_run(tmp_path / "log", LARS, [0.5, 0.7, 0.76])
   keys = [e["key"] for e in events]
   assert keys[:2] == ["cache_clear", "init_start"]
@@ -168,7 +168,7 @@ def test_a_run_is_told_in_order(tmp_path):
   assert missed[-1]["metadata"]["status"] == "aborted"
 
 
-def test_a_run_that_goes_on_forgets_what_it_will_do_again(tmp_path):
+def test_a_run_that_resumes_forgets_what_it_will_do_again(tmp_path):
   path = tmp_path / "log"
   first = write_run(path, LARS, [0.5, 0.7])
   log = metrics.RunLog(path, described(LARS), start=1251, epoch=4.0)
@@ -191,7 +191,7 @@ def blocks_in_turn(events):
 
 
 @pytest.mark.parametrize("start", [1251, 2000])  # at an evaluation, and between two
-def test_a_run_that_goes_on_ends_no_block_twice(tmp_path, start):
+def test_a_run_that_resumes_ends_no_block_twice(tmp_path, start):
   path, epoch = tmp_path / "log", 4096 / 1_281_167
   log = metrics.RunLog(path, described(LARS))
   log.evaluating(1251, 1251 * epoch)
@@ -215,14 +215,14 @@ def test_a_run_that_goes_on_ends_no_block_twice(tmp_path, start):
 
 def record(workdir, lines, seconds):
   """The files of a run."""
-  said = described(LARS)
-  (workdir / "config.json").write_text(json.dumps(said))
+  reported = described(LARS)
+  (workdir / "config.json").write_text(json.dumps(reported))
   (workdir / "summary.json").write_text(json.dumps({"seconds": seconds}))
   text = "".join(json.dumps(line) + "\n" for line in lines)
   (workdir / "metrics.jsonl").write_text(text)
 
 
-def test_a_finished_run_is_told_from_its_record(tmp_path):
+def test_a_finished_run_is_reported_from_its_record(tmp_path):
   lines = [
     {"step": 50, "train/loss": 6.0, "time": 1010.0},
     {"step": 1251, "eval/accuracy": 0.70, "time": 1100.0},
@@ -266,10 +266,10 @@ def test_epochs_of_an_adaptive_run_are_those_of_the_sizes_it_chose(tmp_path):
   steps = [1, 33, 34, 35, 50, 57, 58, 62, phases[-1].stop]
   lines = [{"step": s, "eval/accuracy": 0.5, "time": 1000.0 + s} for s in steps]
   record(tmp_path, lines, seconds=100.0)
-  said = json.loads((tmp_path / "config.json").read_text())
+  reported = json.loads((tmp_path / "config.json").read_text())
   derived = as_written._asdict() | {"phases": [s._asdict() for s in as_written.phases]}
-  said |= {"config": to_plain(config), "derived": derived}
-  (tmp_path / "config.json").write_text(json.dumps(said))
+  reported |= {"config": to_plain(config), "derived": derived}
+  (tmp_path / "config.json").write_text(json.dumps(reported))
 
   def epochs():
     events = metrics.read_mllog(metrics.log_from_record(tmp_path) or "")

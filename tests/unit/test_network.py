@@ -15,7 +15,7 @@ from jaxscale.errors import ConfigError
 def test_ports_follow_from_the_name_and_differ_between_steps():
   names = [f"slurm-{job}.{step}" for job in range(50) for step in range(20)]
   first = [network.ports_of(name, 1)[0] for name in names]
-  # 1,000 names on 12,768 ports: 37 pairs meet by chance (birthday), not all names.
+  # 1,000 names on 12,768 ports: 37 pairs collide by chance (birthday), not all names.
   assert len(set(first)) > 930
   for name in names[:50]:
     ports = network.ports_of(name)
@@ -30,7 +30,7 @@ def test_ports_are_none_that_linux_gives_away():
   assert network.PORTS.stop <= max(low, 32_768)
 
 
-def test_a_name_resolves_or_is_said_not_to(monkeypatch):
+def test_a_name_resolves_or_is_reported_not_to(monkeypatch):
   assert "127.0.0.1" in network.resolve("localhost")
   monkeypatch.setenv("SLURMD_NODENAME", "n7")
   monkeypatch.delenv("SLURM_JOB_ID", raising=False)
@@ -92,7 +92,7 @@ def test_gloo_s_address_is_the_first_that_can_be_bound(monkeypatch):
   assert network.gloo_address() is None
 
 
-def test_places_are_told_apart_by_network_namespace():
+def test_places_are_distinguished_by_network_namespace():
   own = [
     sys.executable,
     "-c",

@@ -58,7 +58,7 @@ def test_names_of_a_list(text):
 
 @pytest.mark.parametrize("text", MALFORMED)
 @pytest.mark.parametrize("parse", [nodelist.expand, nodelist.hostnames])
-def test_a_malformed_list_is_said(text, parse):
+def test_a_malformed_list_is_reported(text, parse):
   with pytest.raises(ConfigError, match=r"node list .*: .*; give names as in") as e:
     parse(text)
   assert "\n" not in str(e.value) and len(str(e.value)) < 200
@@ -108,7 +108,7 @@ def test_slurm_says_the_same(text, scontrol):
   assert nodelist.hostnames(text) == names
 
 
-def stand_in(tmp_path, monkeypatch, body):
+def fake(tmp_path, monkeypatch, body):
   """A program called scontrol that does what `body` says."""
   path = tmp_path / "scontrol"
   path.write_text(f"#!{sys.executable}\n{body}\n")
@@ -117,9 +117,9 @@ def stand_in(tmp_path, monkeypatch, body):
 
 
 def test_slurm_is_asked_first(tmp_path, monkeypatch):
-  stand_in(tmp_path, monkeypatch, "import sys; print(sys.argv[3], 'said')")
+  fake(tmp_path, monkeypatch, "import sys; print(sys.argv[3], 'asked')")
   assert nodelist.hostnames("n1") == ["n1"]  # nothing to ask
-  stand_in(tmp_path, monkeypatch, "print('as\\nscontrol\\nsays')")
+  fake(tmp_path, monkeypatch, "print('as\\nscontrol\\nsays')")
   assert nodelist.hostnames("n[1-2]") == ["as", "scontrol", "says"]
 
 
@@ -134,7 +134,7 @@ def test_slurm_is_asked_first(tmp_path, monkeypatch):
   ids=["prints nothing", "fails", "prints half a bracket", "hangs"],
 )
 def test_without_slurms_answer_we_parse(tmp_path, monkeypatch, body):
-  stand_in(tmp_path, monkeypatch, body)
+  fake(tmp_path, monkeypatch, body)
   begin = time.monotonic()
   assert nodelist.hostnames("n[1-2]") == ["n1", "n2"]
   assert time.monotonic() - begin < 15

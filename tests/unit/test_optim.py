@@ -238,7 +238,7 @@ def test_lamb_of_stacked_layers_is_lamb_of_each():
     np.testing.assert_allclose(got[i], alone, rtol=1e-12)
 
 
-def test_mistakes_are_told():
+def test_mistakes_are_reported():
   with pytest.raises(ValueError, match="phi_min=2, phi_max=1"):
     optim.lamb(0.1, phi_min=2, phi_max=1)
   with pytest.raises(ValueError, match="needs none"):

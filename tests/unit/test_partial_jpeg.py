@@ -201,24 +201,26 @@ def test_a_dataset_is_the_same_with_the_library_and_without(
     batch = dataset.load(np.arange(12), draws)
     return batch, dataset.damaged.describe()
 
-  ours, said = load()
+  ours, reported = load()
   off = partial_jpeg.Library(None, "")
   monkeypatch.setattr(partial_jpeg, "library", lambda: off)
   plain, same = load()
-  assert said == same and said.startswith("1 damaged example: class1/04.JPEG")
+  assert reported == same and reported.startswith("1 damaged example: class1/04.JPEG")
   np.testing.assert_array_equal(ours["image"], plain["image"])
   np.testing.assert_array_equal(ours["label"], plain["label"])
 
 
-# Building, and what is said when it cannot be.
+# Building, and what is reported when it cannot be.
 
 
 def test_the_command_builds_and_the_doctor_says_so(bare, capsys, monkeypatch):
   if reason := why_not():
     pytest.skip(reason)
   monkeypatch.delenv("CC", raising=False)
-  said = imagenet._decoder()
-  assert said.ok and partial_jpeg.BUILD in said.text and "not built" in said.text
+  reported = imagenet._decoder()
+  assert (
+    reported.ok and partial_jpeg.BUILD in reported.text and "not built" in reported.text
+  )
   assert main(["prepare", "jpeg"]) == 0
   (library,) = bare.iterdir()  # and nothing else is left there
   assert str(library) in capsys.readouterr().out
@@ -226,7 +228,7 @@ def test_the_command_builds_and_the_doctor_says_so(bare, capsys, monkeypatch):
   assert "only the box" in imagenet._decoder().text
 
 
-def test_what_is_missing_is_said_in_one_line(bare, tmp_path, capsys, monkeypatch):
+def test_what_is_missing_is_reported_in_one_line(bare, tmp_path, capsys, monkeypatch):
   def complaint():
     assert main(["prepare", "jpeg"]) == 2
     line = capsys.readouterr().err

@@ -11,11 +11,11 @@ from support.preflight_process import HOSTS, answers, only, preflight, start, wr
 
 def test_a_good_allocation_is_ready_without_jax_within_seconds(tmp_path):
   processes = start(HOSTS, [f"--workdir={tmp_path / 'runs'}", "--skip=devices,disk"])
-  said = answers(processes)
-  findings, seconds, imports_jax = said[0]
+  reported = answers(processes)
+  findings, seconds, imports_jax = reported[0]
   # On a busy machine two of its hosts may be slow to each other.
   refused = [line for line in wrong(findings) if "B/s" not in line]
-  assert len(said) == 4 and not refused and not imports_jax
+  assert len(reported) == 4 and not refused and not imports_jax
   assert seconds < 10  # 1.7 s on two busy cores
   text = "\n".join(f.text for f in findings)
   assert "versions on all processes: python 3." in text and "jax 0." in text
@@ -33,10 +33,10 @@ def test_another_version_on_one_rank_is_named():
     if rank == 1: software.versions = lambda: real | {"libtpu": "0.0.3"}
   """
   findings = preflight(HOSTS, only("software"), patch=patch)
-  said = wrong(findings)
-  assert any(x.startswith("jaxlib 0.9.0 on process 2 (n3), 0.") for x in said)
-  assert "libtpu 0.0.3 on process 1 (n2), none on the others" in said
-  assert len(said) == 2
+  reported = wrong(findings)
+  assert any(x.startswith("jaxlib 0.9.0 on process 2 (n3), 0.") for x in reported)
+  assert "libtpu 0.0.3 on process 1 (n2), none on the others" in reported
+  assert len(reported) == 2
 
 
 THROTTLED = """
@@ -125,8 +125,8 @@ def test_a_clock_that_is_off_is_named():
     clocks.time = types.SimpleNamespace(
       time=lambda: time.time() + off, perf_counter=time.perf_counter)
   """
-  said = wrong(preflight(HOSTS, only("clocks"), patch=patch))
-  assert said == [
+  reported = wrong(preflight(HOSTS, only("clocks"), patch=patch))
+  assert reported == [
     "clock of n2: 5.00 s ahead of n1",
     "clock of n3: 2.50 s behind n1",
   ]
@@ -139,8 +139,8 @@ def test_a_process_that_dies_ends_the_others_with_its_name():
     if rank == 2: network.measure = lambda *a: os._exit(9)
   """
   began = time.monotonic()
-  said = answers(start(HOSTS, [only("clocks", "network")], patch))
-  texts = [findings[0].text for findings, *_ in said]
-  assert len(said) == 3 and time.monotonic() - began < 30
+  reported = answers(start(HOSTS, [only("clocks", "network")], patch))
+  texts = [findings[0].text for findings, *_ in reported]
+  assert len(reported) == 3 and time.monotonic() - began < 30
   assert "process 2 (n3) was lost at 'network" in texts[0]
   assert all("process 0 (n1) left at 'network" in text for text in texts[1:])

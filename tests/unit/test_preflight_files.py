@@ -67,9 +67,13 @@ def test_a_workdir_that_is_not_shared_is_refused(tmp_path):
     if rank == 2: files._make_folder = enter
   """
   hosts = HOSTS[:3]
-  (said,) = preflight(hosts, only("files"), f"--workdir={tmp_path / 'w'}", patch=patch)
-  assert not said.ok and ": n3 and n1 do not see each other's files" in said.text
-  assert "mount it on n3" in said.remedy
+  (reported,) = preflight(
+    hosts, only("files"), f"--workdir={tmp_path / 'w'}", patch=patch
+  )
+  assert (
+    not reported.ok and ": n3 and n1 do not see each other's files" in reported.text
+  )
+  assert "mount it on n3" in reported.remedy
 
 
 def test_a_host_whose_files_process_0_does_not_see_is_named(tmp_path):
@@ -78,15 +82,19 @@ def test_a_host_whose_files_process_0_does_not_see_is_named(tmp_path):
     files.SEEN_S = 0.5
     if rank == 1: files.attempt = lambda action: ""  # writes nothing
   """
-  (said,) = preflight(HOSTS[:2], only("files"), f"--workdir={tmp_path}", patch=patch)
-  assert not said.ok and ": n2 and n1 do not see each other's files" in said.text
+  (reported,) = preflight(
+    HOSTS[:2], only("files"), f"--workdir={tmp_path}", patch=patch
+  )
+  assert (
+    not reported.ok and ": n2 and n1 do not see each other's files" in reported.text
+  )
 
 
 def test_a_workdir_that_cannot_be_made_is_refused(tmp_path):
   (tmp_path / "file").write_text("")
   workdir = tmp_path / "file" / "runs"
-  (said,) = preflight(HOSTS[:2], only("files", "disk"), f"--workdir={workdir}")
-  assert said.text == f"workdir {workdir}: Not a directory" and not said.ok
+  (reported,) = preflight(HOSTS[:2], only("files", "disk"), f"--workdir={workdir}")
+  assert reported.text == f"workdir {workdir}: Not a directory" and not reported.ok
 
 
 def test_a_full_disk_is_found_by_writing(tmp_path):
@@ -96,15 +104,18 @@ def test_a_full_disk_is_found_by_writing(tmp_path):
   if os.getuid() or subprocess.run(mount, capture_output=True).returncode:
     pytest.skip("a small file system needs root that may mount")
   try:
-    said, *_ = preflight(HOSTS[:2], only("disk"), f"--workdir={place}")
-    assert "No space left on device" in said.text and " MB of its part of " in said.text
-    assert not said.ok and "268.4 MB are needed" in said.remedy
+    reported, *_ = preflight(HOSTS[:2], only("disk"), f"--workdir={place}")
+    assert (
+      "No space left on device" in reported.text
+      and " MB of its part of " in reported.text
+    )
+    assert not reported.ok and "268.4 MB are needed" in reported.remedy
     assert not list(place.iterdir())
   finally:
     subprocess.run(["umount", str(place)], check=True)
 
 
-def test_a_disk_too_small_for_all_checkpoints_is_said(tmp_path):
+def test_a_disk_too_small_for_all_checkpoints_is_reported(tmp_path):
   patch = """
     import os as real, types
     from jaxscale.preflight import disk

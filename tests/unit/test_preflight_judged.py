@@ -43,52 +43,54 @@ def speeds(bad=(), hosts=5, rate=GOOD, trip=30e-6, **other):
   return found
 
 
-def judged(found, **limits):
+def findings_of(found, **limits):
   measured = network.Measurement(found, 4, 4)
   return network.findings(measured, HOSTS, network.NetworkLimits(**limits))
 
 
 def test_the_network_is_judged_by_its_median():
-  (said,) = judged(speeds())
-  assert said.ok and "10 pairs of hosts, median 1.0 GB/s" in said.text
-  assert "30 us round trip" in said.text
-  assert not wrong(judged(speeds([(1, 3)], rate=(0.4e9, 1e9))))  # another rack
-  (said,) = wrong(judged(speeds([(1, 3)], rate=(0.2e9, 1e9))))
-  assert said == (
+  (reported,) = findings_of(speeds())
+  assert reported.ok and "10 pairs of hosts, median 1.0 GB/s" in reported.text
+  assert "30 us round trip" in reported.text
+  assert not wrong(findings_of(speeds([(1, 3)], rate=(0.4e9, 1e9))))  # another rack
+  (reported,) = wrong(findings_of(speeds([(1, 3)], rate=(0.2e9, 1e9))))
+  assert reported == (
     "network: n2 and n4: 200.0 MB/s there, 1.0 GB/s back, 30 us round trip; the "
     "median of all pairs is 1.0 GB/s and 30 us"
   )
-  (said,) = wrong(judged(speeds([(1, 3)], trip=2e-3)))
-  assert said.startswith("network: n2 and n4") and "2.0 ms round trip" in said
-  (said,) = wrong(judged(speeds([(1, 3)], error="Connection refused")))
-  assert said == "network: n2 and n4 do not reach each other: Connection refused"
+  (reported,) = wrong(findings_of(speeds([(1, 3)], trip=2e-3)))
+  assert reported.startswith("network: n2 and n4") and "2.0 ms round trip" in reported
+  (reported,) = wrong(findings_of(speeds([(1, 3)], error="Connection refused")))
+  assert reported == "network: n2 and n4 do not reach each other: Connection refused"
 
 
 def test_slow_nodes_are_found_one_by_one():
-  (said,) = wrong(judged(speeds([2], rate=(0.1e9, 0.1e9))))
-  assert said == (
+  (reported,) = wrong(findings_of(speeds([2], rate=(0.1e9, 0.1e9))))
+  assert reported == (
     "network: n3: 4 of 4 pairs are slow, 100.0 MB/s and 30 us where the median has "
     "1.0 GB/s and 30 us"
   )
   # Seven of ten pairs are slow by two nodes, against the three of the rest.
-  both = wrong(judged(speeds([1, 4], error="no answer in 3 s")))
+  both = wrong(findings_of(speeds([1, 4], error="no answer in 3 s")))
   assert [x[:12] for x in both] == ["network: n2:", "network: n5:"]
   assert both[0].endswith("4 of 4 pairs do not connect (no answer in 3 s)")
   # Of two hosts, nobody can say which it is; and there is no median to go by.
   two = speeds(hosts=2, bad=[(0, 1)], rate=(50e6, 1e9))
-  (said,) = wrong(judged(two))
-  assert said.startswith("network: n1 and n2: 50.0 MB/s there")
-  assert not wrong(judged(two, least=40e6))
+  (reported,) = wrong(findings_of(two))
+  assert reported.startswith("network: n1 and n2: 50.0 MB/s there")
+  assert not wrong(findings_of(two, least=40e6))
 
 
-def test_rounds_that_were_left_out_are_said():
+def test_rounds_that_were_left_out_are_reported():
   measured = network.Measurement(speeds(), 64, 1023)
-  (said,) = network.findings(measured, HOSTS, network.NetworkLimits())
-  assert said.text.endswith("64 of 1023 rounds in the time allowed (one TCP stream)")
-  (said,) = network.findings(
+  (reported,) = network.findings(measured, HOSTS, network.NetworkLimits())
+  assert reported.text.endswith(
+    "64 of 1023 rounds in the time allowed (one TCP stream)"
+  )
+  (reported,) = network.findings(
     network.Measurement([], 0, 0), HOSTS[:1], network.NetworkLimits()
   )
-  assert said == Finding(True, "network: all processes are on n1")
+  assert reported == Finding(True, "network: all processes are on n1")
 
 
 def test_a_measurement_takes_about_as_long_as_it_may():
@@ -117,8 +119,8 @@ def test_a_measurement_takes_about_as_long_as_it_may():
 
 def test_a_clock_counts_as_off_only_beyond_what_the_question_took():
   assert not wrong(clocks.findings([clocks.Offset(1, 1.2, 0.6)], HOSTS))
-  (said,) = wrong(clocks.findings([clocks.Offset(1, -1.4, 0.6)], HOSTS))
-  assert said == "clock of n2: 1.40 s behind n1"
+  (reported,) = wrong(clocks.findings([clocks.Offset(1, -1.4, 0.6)], HOSTS))
+  assert reported == "clock of n2: 1.40 s behind n1"
   assert clocks.findings([], HOSTS) == []
 
 
@@ -131,27 +133,31 @@ def has(**other):
 
 
 def test_versions_limits_and_names_are_judged():
-  def said(*found):
+  def reported(*found):
     return wrong(software.findings(found, HOSTS[: len(found)]))
 
-  assert not said(has(), has(hostname="n2"))
-  assert said(has(), has(), has(versions={"jax": "0.10.1"})) == [
+  assert not reported(has(), has(hostname="n2"))
+  assert reported(has(), has(), has(versions={"jax": "0.10.1"})) == [
     "jax 0.10.1 on process 2 (n3), 0.10.2 on the others"
   ]
   found = has(), has(hostname="n2", loopback="127.0.1.1", place="b")
-  (text,) = said(*found)
+  (text,) = reported(*found)
   assert text.startswith("n2: its own name resolves to 127.0.1.1 there")
-  assert not said(has(loopback="127.0.1.1"), has(loopback="127.0.1.1"))  # one host
+  assert not reported(has(loopback="127.0.1.1"), has(loopback="127.0.1.1"))  # one host
   # Two by name alone, as in tests: loopback leads from one to the other.
-  assert not said(has(loopback="127.0.0.11"), has(hostname="n2", loopback="127.0.0.12"))
-  assert said(has(), has(hostname="n2", loopback="nothing (Name or service not known)"))
-  assert "n1: 8.4 MB of memory may be locked" in said(has(locked=1 << 23))[0]
-  assert not said(has(locked=1 << 23, infiniband=False))
-  assert not said(has(files=[200, 4096]))  # a run raises that itself
-  assert "n1: 200 open files are allowed at most" in said(has(files=[99, 200]))[0]
+  assert not reported(
+    has(loopback="127.0.0.11"), has(hostname="n2", loopback="127.0.0.12")
+  )
+  assert reported(
+    has(), has(hostname="n2", loopback="nothing (Name or service not known)")
+  )
+  assert "n1: 8.4 MB of memory may be locked" in reported(has(locked=1 << 23))[0]
+  assert not reported(has(locked=1 << 23, infiniband=False))
+  assert not reported(has(files=[200, 4096]))  # a run raises that itself
+  assert "n1: 200 open files are allowed at most" in reported(has(files=[99, 200]))[0]
   gpu = {"index": "0", "used": 0, "total": 1 << 36, "errors": 0, "processes": []}
-  assert not said(has(gpus=[gpu]))
-  assert "n1: /dev/shm has 67.1 MB" in said(has(gpus=[gpu], shm=1 << 26))[0]
+  assert not reported(has(gpus=[gpu]))
+  assert "n1: /dev/shm has 67.1 MB" in reported(has(gpus=[gpu], shm=1 << 26))[0]
 
 
 SMI = """#!/bin/sh
@@ -196,12 +202,12 @@ def test_a_name_of_the_own_host_is_looked_up(monkeypatch):
 
 def test_findings_become_lines_remedies_and_a_code(capsys):
   remedy = "leave n3 out"
-  said = [Finding(True, "fine"), Finding(False, "n3 is slow", remedy),
+  reported = [Finding(True, "fine"), Finding(False, "n3 is slow", remedy),
           Finding(False, "n3 is off", remedy)]  # fmt: skip
-  assert report("preflight", said) == 2
+  assert report("preflight", reported) == 2
   out = capsys.readouterr().out
   assert out == "ok    fine\nnot   n3 is slow\nnot   n3 is off\nnext  leave n3 out\n"
-  assert report("preflight", said[:1]) == 0
+  assert report("preflight", reported[:1]) == 0
   assert capsys.readouterr().out.endswith("preflight: ready\n")
 
 

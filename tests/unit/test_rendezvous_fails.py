@@ -1,4 +1,4 @@
-"""What keeps processes from meeting is one line, in each of them, in seconds."""
+"""What keeps processes from connecting is one line, in each of them, in seconds."""
 
 import os
 import signal
@@ -13,11 +13,11 @@ from jaxscale.cluster.detect.launch import Launch
 from jaxscale.cluster.rendezvous import network, server
 from jaxscale.cluster.rendezvous.handshake import find_mismatches, versions
 from jaxscale.errors import ConfigError
-from support import rendezvous as meetings
+from support import rendezvous as starting
 from support.fault_table import measured
 from support.rendezvous import connect, ends, job, the_line, who
 
-start = pytest.fixture(meetings.starter)
+start = pytest.fixture(starting.starter)
 
 
 def test_who_never_comes_is_named_with_the_hosts_to_look_at(start):
@@ -52,10 +52,10 @@ def test_a_process_killed_while_it_waits_is_named(start):
 def test_without_process_0_the_others_say_where_they_looked(start):
   name = job("nobody")
   got = ends([start(r, 3, name, timeout=1.5) for r in (1, 2)], 10)
-  for rank, (code, said) in zip((1, 2), got, strict=True):
+  for rank, (code, reported) in zip((1, 2), got, strict=True):
     ports = ", ".join(map(str, network.ports_of(name)))
     assert code == 2
-    assert said["error"].startswith(
+    assert reported["error"].startswith(
       f"process {rank} (n{rank + 1}): no process 0 on 127.0.0.1 (127.0.0.1) for 2 s, "
       f"ports {ports} refused; it has not started, has failed"
     )
@@ -76,7 +76,7 @@ def test_packets_that_are_dropped_look_like_a_firewall(start):
   assert f"ports {address[1]} no answer; is there a firewall" in got[1]["error"]
 
 
-def test_a_name_that_is_another_host_s_is_said_by_process_0(start):
+def test_a_name_that_is_another_host_s_is_reported_by_process_0(start):
   # 203.0.113.0/24 is for documentation (RFC 5737): no address of this host.
   (got,) = ends([start(0, 2, job("else"), "203.0.113.9:23456", timeout=1)], 15)
   assert got[1]["error"] == (
@@ -164,17 +164,19 @@ def test_a_name_that_does_not_resolve(start):
   began = time.monotonic()
   ranks = [start(r, 2, job("name"), "no-such-host.invalid:2345", timeout=1)
            for r in (0, 1)]  # fmt: skip
-  for rank, (code, said) in enumerate(ends(ranks, 20)):
+  for rank, (code, reported) in enumerate(ends(ranks, 20)):
     assert code == 2
-    assert said["error"].startswith(
+    assert reported["error"].startswith(
       "no-such-host.invalid: the name of process 0's host does not resolve on "
       f"n{rank + 1} ("
     )
-    assert "JAXSCALE_COORDINATOR=ADDRESS:PORT" in said["error"]
-  measured("a name that does not resolve", time.monotonic() - began, 2, said["error"])
+    assert "JAXSCALE_COORDINATOR=ADDRESS:PORT" in reported["error"]
+  measured(
+    "a name that does not resolve", time.monotonic() - began, 2, reported["error"]
+  )
 
 
-def test_a_given_port_that_stays_taken_is_said_by_all(start):
+def test_a_given_port_that_stays_taken_is_reported_by_all(start):
   began = time.monotonic()
   with socket.socket() as stranger:
     stranger.bind(("", 0))
@@ -186,12 +188,12 @@ def test_a_given_port_that_stays_taken_is_said_by_all(start):
   assert [code for code, _ in got] == [2, 2]
   assert f"port {port}: Address already in use" in got[0][1]["error"]
   assert f"ports {port} used by another program" in got[1][1]["error"]
-  assert all("free" in said["error"] for _, said in got)
+  assert all("free" in reported["error"] for _, reported in got)
   line = got[0][1]["error"]
   measured("a given port that is taken, for 2 s", time.monotonic() - began, 2, line)
 
 
-def test_no_free_port_for_jax_is_said_by_all(start):
+def test_no_free_port_for_jax_is_reported_by_all(start):
   name = job("coordinator")
   taken = [network.free_port([p])[1] for p in network.ports_of(f"{name}/coordinator")]
   line = the_line([start(r, 2, name) for r in range(2)])
@@ -200,7 +202,7 @@ def test_no_free_port_for_jax_is_said_by_all(start):
     sock.close()
 
 
-def test_a_line_that_was_told_stays_even_if_all_come_after_it():
+def test_a_line_that_was_printed_stays_even_if_all_come_after_it():
   """Who has heard it has gone, so the run must not begin without them."""
   name = job("told")
   port, listener = network.listen(network.ports_of(name))

@@ -51,7 +51,7 @@ def test_the_package_reads_what_we_write_and_we_what_it_writes(tmp_path):
         found.tobytes() == plain[name].tobytes() and found.shape == plain[name].shape
       )
   theirs = tmp_path / "theirs"
-  # The package writes an array's memory as it lies.
+  # The package writes an array's memory as it is.
   whole = {name: np.array(x, order="C") for name, x in plain.items()}
   safetensors.numpy.save_file(whole, theirs, {"a": "b"})
   index = read_index(theirs)
@@ -196,20 +196,22 @@ def test_names_that_do_not_fit_are_named_and_counted(tmp_path):
     return str(e.value)
 
   two = {"scale": jnp.ones(2), "shift": jnp.ones(2)}
-  said = line({"Norm": two, "Dense_0": made["Dense_0"]})
-  assert "2 missing, first params/Norm/scale" in said
-  assert "1 unexpected, first params/Dense_1/kernel" in said
-  assert "give the model settings" in said
-  said = line(made | {"Dense_0": {"kernel": jnp.ones((3, 5)), "bias": jnp.ones(5)}})
-  assert "2 of another shape, first params/Dense_0/bias is [4] there and [5]" in said
-  assert "init_head" not in said
+  reported = line({"Norm": two, "Dense_0": made["Dense_0"]})
+  assert "2 missing, first params/Norm/scale" in reported
+  assert "1 unexpected, first params/Dense_1/kernel" in reported
+  assert "give the model settings" in reported
+  reported = line(made | {"Dense_0": {"kernel": jnp.ones((3, 5)), "bias": jnp.ones(5)}})
+  assert (
+    "2 of another shape, first params/Dense_0/bias is [4] there and [5]" in reported
+  )
+  assert "init_head" not in reported
   wrong = {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(4, jnp.int32)}
   assert "1 of another dtype, first params/Dense_0/bias is float32 there" in line(
     made | {"Dense_0": wrong}
   )
   head = {"kernel": 7 * jnp.ones((4, 9))}
-  said = line(made | {"Dense_1": head})
-  assert said.endswith("init_head=True starts the classifier anew")
+  reported = line(made | {"Dense_1": head})
+  assert reported.endswith("init_head=True starts the classifier anew")
   found = import_safetensors(path, made | {"Dense_1": head}, init_head=True)
   assert found.params["Dense_1"]["kernel"] is head["kernel"]
   assert "the classifier starts anew" in found.summary

@@ -166,6 +166,6 @@ def test_googles_jax_submission(batch, peak, warm, epochs, block):
     (lambda: optim.warmup_steps(1.0, 1, (5,), factor=0), "factor=0: need > 0"),
   ],
 )
-def test_mistakes_are_told(make, message):
+def test_mistakes_are_reported(make, message):
   with pytest.raises(ValueError, match=message):
     make()

@@ -29,14 +29,14 @@ def run(rng: random.Random, num: int, requests: int, points: int = POINTS):
   """
   ends = [socket.socketpair() for _ in range(num)]
   limits = Timeouts(heartbeat_interval_s=0.02, heartbeat_timeout_s=20)
-  said: list[str] = []
+  reported: list[str] = []
   hosts = [f"n{rank}" for rank in range(num)]
   monitor = Monitor(
     {rank: ours for rank, (ours, _) in enumerate(ends)},
     hosts,
     limits,
-    log=said.append,
-    leave=lambda code, folder, rank, line: said.append(line),
+    log=reported.append,
+    leave=lambda code, folder, rank, line: reported.append(line),
   )
   watches = [
     watch.Watch(rank, hosts, theirs, limits, None)
@@ -74,7 +74,7 @@ def run(rng: random.Random, num: int, requests: int, points: int = POINTS):
   for thread in threads + links:
     thread.join(20)
     assert not thread.is_alive()
-  return stopped, said
+  return stopped, reported
 
 
 @pytest.fixture(autouse=True)
@@ -89,26 +89,26 @@ def test_all_stop_at_the_same_point(seed):
   rng = random.Random(seed)
   early = 0
   for _ in range(20):
-    stopped, said = run(rng, rng.randint(2, 6), rng.randint(1, 3))
+    stopped, reported = run(rng, rng.randint(2, 6), rng.randint(1, 3))
     assert len(set(stopped)) == 1, stopped
     early += stopped[0][1] is not None
-    assert not any("error" in line for line in said)
-    # However many ask, one reason is said, once, with who was told.
-    assert sum("all stop together" in line for line in said) <= 1
+    assert not any("error" in line for line in reported)
+    # However many ask, one reason is printed, once, with who was asked.
+    assert sum("all stop together" in line for line in reported) <= 1
   assert early >= 15  # most of them were asked in time
 
 
-def test_the_reason_names_who_was_told():
-  stopped, said = run(random.Random(1), 3, 1)
+def test_the_reason_names_who_was_asked():
+  stopped, reported = run(random.Random(1), 3, 1)
   point, why = stopped[0]
   assert why and point < POINTS
   assert why.cause.startswith("S0 at process ") and " on n" in why.cause
-  assert said == [f"{why}: all stop together, and save"]
+  assert reported == [f"{why}: all stop together, and save"]
 
 
 def test_without_a_request_nobody_stops():
-  stopped, said = run(random.Random(2), 3, 0)
-  assert stopped == [(POINTS, None)] * 3 and said == []
+  stopped, reported = run(random.Random(2), 3, 0)
+  assert stopped == [(POINTS, None)] * 3 and reported == []
 
 
 def test_a_request_when_some_are_done_stops_nobody_short():
@@ -135,7 +135,7 @@ def test_a_held_process_passes_no_point_until_it_is_decided():
   stop.decide(9, StopRequest("later"))
   assert stop.hold() == 5 and stop.poll() == StopRequest(
     "SIGTERM"
-  )  # no second agreement
+  )  # no second decision
 
 
 def test_one_process_alone_stops_at_its_next_point():

@@ -34,7 +34,7 @@ def join(batches, name="targets"):
 # The embedded text.
 
 
-def test_the_embedded_text_is_what_is_said_of_it():
+def test_the_embedded_text_is_as_described():
   found = documents()
   assert hashlib.sha256(b"\0".join(found)).hexdigest() == SHA256
   assert len(found) == 308 and sum(map(len, found)) == 1_221_483 - 307
@@ -153,7 +153,7 @@ def test_files_are_read_as_the_array(tmp_path):
     windows("files", stream, 50, 64).load(np.arange(16), None)
   assert "\n" not in str(error.value)
   paths[1].write_bytes(b"123")
-  with pytest.raises(ConfigError, match=r"1\.bin: 3 bytes are no whole number"):
+  with pytest.raises(ConfigError, match=r"1\.bin: 3 bytes are not a whole number"):
     of_files(paths, "<u2", None)
   with pytest.raises(OSError, match=r"1\.bin has become shorter"):
     stream.read(0, 300)

@@ -94,7 +94,7 @@ def text_dataset(root, file_format, texts):
     }
     return tf_example_pb2.Example(features={"feature": features}).SerializeToString()
 
-  folder = root / "stories" / "1.0.0"
+  folder = root / "essays" / "1.0.0"
   folder.mkdir(parents=True)
   write = {"tfrecord": write_tfrecord, "array_record": write_array_record}[file_format]
   records = [record(i, text) for i, text in enumerate(texts)]
@@ -103,7 +103,7 @@ def text_dataset(root, file_format, texts):
   for split, shards in splits.items():
     for i, part in enumerate(shards):
       end = f"{i:05}-of-{len(shards):05}"
-      write(folder / f"stories-{split}.{file_format}-{end}", part)
+      write(folder / f"essays-{split}.{file_format}-{end}", part)
     described.append(
       {
         "filepathTemplate": "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}",
@@ -112,7 +112,7 @@ def text_dataset(root, file_format, texts):
         "shardLengths": [str(len(part)) for part in shards],
       }
     )
-  info = {"fileFormat": file_format, "name": "stories", "splits": described,
+  info = {"fileFormat": file_format, "name": "essays", "splits": described,
           "version": "1.0.0"}  # fmt: skip
   (folder / "dataset_info.json").write_text(json.dumps(info))
   core = "tensorflow_datasets.core.features."
@@ -140,7 +140,7 @@ def test_tfds_text_by_name(tmp_path, file_format):
   for split, expected in (
     ("train", texts[:10]), ("test", texts[10:]), ("train[2:6]", texts[2:6]),
   ):  # fmt: skip
-    dataset = data.tfds_text("stories", split, **options)
+    dataset = data.tfds_text("essays", split, **options)
     batch = dataset.load(np.arange(dataset.num_examples), None)
     found = batch["targets"][batch["targets"] >= 0].astype(np.uint8).tobytes()
     assert found == b"".join(text + b"\0" for text in expected)
@@ -152,19 +152,19 @@ def test_tfds_text_by_name(tmp_path, file_format):
   ):
     arguments = {"split": "train"} | options | wrong
     with pytest.raises(ConfigError, match=hint) as error:
-      data.tfds_text("stories", **arguments)
+      data.tfds_text("essays", **arguments)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_torn_document_is_one_line(tmp_path):
   root = text_dataset(tmp_path, "tfrecord", [b"some text"] * 14)
-  (file,) = (root / "stories" / "1.0.0").glob("stories-test*")
+  (file,) = (root / "essays" / "1.0.0").glob("essays-test*")
   raw = bytearray(file.read_bytes())
   raw[12:24] = b"\xff" * 12  # the first record's first field
   file.write_bytes(raw)
   with pytest.raises(ConfigError, match="copy or prepare the dataset again") as error:
-    data.tfds_text("stories", "test", data_dir=str(root))
+    data.tfds_text("essays", "test", data_dir=str(root))
   assert "\n" not in str(error.value)
   assert not list((tmp_path / "cache" / "jaxscale" / "text").glob("*.bin"))
 
@@ -187,8 +187,8 @@ def test_text_files_of_every_kind(tmp_path):
   (tmp_path / "train").mkdir()
   for name, text in (("b.txt", "second"), ("a.txt", "first"), ("README.md", "no")):
     (tmp_path / "train" / name).write_text(text)
-  (tmp_path / "val.txt").write_text("held out")
-  for split, expected in (("train", b"first\0second\0"), ("val", b"held out\0")):
+  (tmp_path / "val.txt").write_text("held-out")
+  for split, expected in (("train", b"first\0second\0"), ("val", b"held-out\0")):
     dataset = data.text_files(tmp_path, split, sequence_length=4)
     batch = dataset.load(np.arange(dataset.num_examples), None)
     found = batch["targets"][batch["targets"] >= 0]
@@ -265,10 +265,12 @@ def test_a_tokenizer_file_gives_what_the_package_gives(tokenizer_file, tmp_path)
   ratio = len(documents()[3]) / len(found)
   assert dataset.info.bytes_per_token == pytest.approx(ratio)
   assert read_tokenizer(str(path), "<pad>").separator == model.token_to_id("<pad>")
-  with pytest.raises(ConfigError, match=r"separator='</s>': no token of the tokenizer"):
+  with pytest.raises(
+    ConfigError, match=r"separator='</s>': not a token of the tokenizer"
+  ):
     read_tokenizer(str(path), "</s>", field="TextFiles.tokenizer")
   path.write_text("{}")
-  with pytest.raises(ConfigError, match="no tokenizer of Hugging Face") as error:
+  with pytest.raises(ConfigError, match="not a tokenizer of Hugging Face") as error:
     read_tokenizer(str(path))
   assert "\n" not in str(error.value)
 

@@ -38,7 +38,7 @@ def test_a_line_in_pieces_is_one_message(pair):
   assert receiver.receive(1) == [3]
 
 
-def test_another_receiver_goes_on_where_the_first_one_stopped(pair):
+def test_another_receiver_resumes_where_the_first_one_stopped(pair):
   here, there = pair
   here.sendall(b"1\n2\n3\nrest")
   assert wire.Receiver(there).receive(1) == 1

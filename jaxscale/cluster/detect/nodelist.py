@@ -78,7 +78,7 @@ def _numbers(inside: str, text: str) -> list[str]:
   for piece in inside.split(","):
     match = _RANGE.fullmatch(piece.strip())
     if not match:
-      raise _malformed(text, f"[{inside}] is no list of numbers and ranges")
+      raise _malformed(text, f"[{inside}] is not a list of numbers and ranges")
     first, last = match.group(1), match.group(2) or match.group(1)
     if not 0 <= int(last) - int(first) < _MOST:
       raise _malformed(text, f"no range from {first} to {last}")

@@ -1,7 +1,7 @@
 """JAX's own initialization, once our rendezvous has shown that it will succeed.
 
 `jax.distributed.initialize` with everything given: nothing of it is left to JAX's
-detection of clusters, which mis-parses node lists, binds one device a task, and
+detection of clusters, which mis-parses node lists, binds one device per task, and
 gives two steps of a job one port. Its failures are C++ aborts, so what could fail
 is tried before it is called.
 """

@@ -179,7 +179,7 @@ def listen(ports: Iterable[int]) -> tuple[int, socket.socket]:
   Raises:
     OSError: all are taken.
   """
-  # Connections of an earlier run that have not died down yet are no obstacle; a
+  # Connections of an earlier run that have not died down yet are not an obstacle; a
   # socket that listens is (SO_REUSEADDR in socket(7)).
   return _bind_first(ports, reuse=1, backlog=4096)
 

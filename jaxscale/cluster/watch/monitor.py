@@ -115,7 +115,7 @@ class Monitor:
         messages = receiver.drain()
       except (EOFError, ValueError) as e:
         if isinstance(e, ValueError):
-          self._add_fault(Fault("failed", rank, "sends what is no message"))
+          self._add_fault(Fault("failed", rank, "sends what is not a message"))
         self._close(rank)
         continue
       for message in messages:

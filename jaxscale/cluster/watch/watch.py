@@ -190,16 +190,16 @@ class Watch:
       before = now
       # Process 0 may be starting for as long as this one is not training yet.
       is_early = self._place[1] in ("starting", "compiling")
-      silence_s = silence_limit_s("starting" if is_early else "step", timeouts)
-      if now - heard > silence_s:
-        why = f" for {silence_s:.0f} s (stopped, or its host cut off)"
+      allowed_s = silence_limit_s("starting" if is_early else "step", timeouts)
+      if now - heard > allowed_s:
+        why = f" for {allowed_s:.0f} s (stopped, or its host cut off)"
         self._leave_without_monitor("is silent", EXIT_HANG, why)
       if now >= next_beat:
         next_beat = now + timeouts.heartbeat_interval_s
         self._send(self._heartbeat())
         # A process whose GIL is held sends nothing. Before this ends it, the monitor
         # has found it silent.
-        stacks.arm(1.5 * silence_s + 3 * timeouts.heartbeat_interval_s)
+        stacks.arm(1.5 * allowed_s + 3 * timeouts.heartbeat_interval_s)
       if not is_ready(self._link, next_beat):
         continue
       heard = time.monotonic()

@@ -250,8 +250,8 @@ class SlurmCluster:
       env: variables to set.
 
     Raises:
-      AssertionError: it failed; with all that it said.
-      TimeoutError: it took too long; with all that it said.
+      AssertionError: it failed; with all of its output.
+      TimeoutError: it took too long; with all of its output.
     """
     process, late = self.start(*command, host=host, **env), False
     try:
@@ -259,10 +259,10 @@ class SlurmCluster:
     except subprocess.TimeoutExpired:
       process.kill()
       (out, err), late = process.communicate(), True
-    said = f"{' '.join(command)}: exit status {process.returncode}\n{out}{err}"
+    reported = f"{' '.join(command)}: exit status {process.returncode}\n{out}{err}"
     if late:
-      raise TimeoutError(f"after {timeout} s, {said}")
-    assert not check or process.returncode == 0, said
+      raise TimeoutError(f"after {timeout} s, {reported}")
+    assert not check or process.returncode == 0, reported
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
   def submit(self, script: str, *options: str, **env: str) -> str:
@@ -292,7 +292,7 @@ class SlurmCluster:
     return {job: state for job, state in map(str.split, lines)}
 
   def finished(self) -> list[dict[str, str]]:
-    """What `sacct --completion` knows: a line a job and end, oldest first.
+    """What `sacct --completion` knows: a line per job and end, oldest first.
 
     A requeue is an end too, in state PENDING. Without Slurm's database sacct
     knows no more than this, and says of the exit code always 0:0.
@@ -314,10 +314,10 @@ class SlurmCluster:
     while (shown := self.job(job))["JobState"] not in wanted:
       now, state = time.monotonic(), shown["JobState"]
       ended = (ended or now) if state in _ENDS else None
-      said = f"job {job} is {state}, not {' or '.join(wanted)}: {shown}"
-      assert ended is None or now - ended < 2, said
+      reported = f"job {job} is {state}, not {' or '.join(wanted)}: {shown}"
+      assert ended is None or now - ended < 2, reported
       if now - start > seconds:
-        raise TimeoutError(said)
+        raise TimeoutError(reported)
       time.sleep(0.05)
     return shown
 

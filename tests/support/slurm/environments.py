@@ -33,7 +33,7 @@ pathlib.Path(os.environ["RECORD_TO"], name).write_text(json.dumps(seen))
 """
 
 # name: (what a user types, "srun …", "salloc …", or "sbatch OPTIONS / BODY").
-# SEEN is the task above; SEEN_a and SEEN_b are two that are told apart.
+# SEEN is the task above; SEEN_a and SEEN_b are two different ones.
 CPU = {
   "srun_2_nodes_4_tasks": "srun -N2 -n4 SEEN",
   "srun_1_task": "srun -n1 SEEN",

@@ -44,7 +44,7 @@ def new_net() -> str:
   """The first three numbers of addresses on the loopback net, by chance.
 
   Clusters side by side number their jobs alike, and what a program derives from
-  the number, as a port, must not meet the same of another cluster.
+  the number, as a port, must not be that of another cluster.
   """
   chance = random.SystemRandom()
   return f"127.{chance.randrange(1, 255)}.{chance.randrange(1, 255)}"

@@ -8,7 +8,7 @@ from support.commands import child_env
 from support.tiny_runs import ARGS, newest_step
 
 NODES = 3
-# Small and often saved, but long enough to be met by a fault at step 60.
+# Small and often saved, but long enough to have a fault at step 60.
 CONFIG = (
   "--config", "configs/digits.py", *ARGS, "--config.batch_size=120",
   "--config.log.every_steps=5", "--config.checkpoint.every_epochs=0.5",
@@ -41,7 +41,7 @@ class Job:
       **child_env(1),
     )  # fmt: skip
 
-  def said(self):
+  def reported(self):
     """What all processes have written, process 0's first."""
     return "\n".join(p.read_text() for p in sorted(self.folder.glob("[0-9].out")))
 
@@ -52,7 +52,7 @@ class Job:
   def until(self, condition, seconds=120):
     deadline = time.monotonic() + seconds
     while not condition():
-      assert time.monotonic() < deadline, f"waited too long\n{self.said()[-2000:]}"
+      assert time.monotonic() < deadline, f"waited too long\n{self.reported()[-2000:]}"
       time.sleep(0.05)
 
   def end(self, *states, seconds=150):
@@ -76,11 +76,11 @@ class Job:
     return max(map(float, times)) - began, {int(code) for code in codes}
 
 
-def error_of(said):
-  lines = [line for line in said.splitlines() if line.startswith("error: ")]
-  assert lines, said[-2000:]
+def error_of(reported):
+  lines = [line for line in reported.splitlines() if line.startswith("error: ")]
+  assert lines, reported[-2000:]
   return lines[0]
 
 
-def error_or_stop(said):
-  return next(line for line in said.splitlines() if "all stop together" in line)
+def error_or_stop(reported):
+  return next(line for line in reported.splitlines() if "all stop together" in line)

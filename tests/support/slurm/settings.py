@@ -27,7 +27,7 @@ class Settings(NamedTuple):
 
 # SchedulerParameters: look for work every second. cred_expire: as short as may be
 # (120 s by default, and less than 5 counts as that); a requeued job does not start
-# before. Do not hurry it by `scontrol update StartTime=now`: what is still said of
+# before. Do not hurry it by `scontrol update StartTime=now`: what is still known of
 # the run before then ends this one, 2 times in 100 where it was tried.
 _CONFIGURATION = """\
 ClusterName=tests
