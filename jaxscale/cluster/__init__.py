@@ -15,12 +15,7 @@ from jaxscale.cluster.barrier import (
   on_leader,
   sum_over_processes,
 )
-from jaxscale.cluster.session import (
-  current_watch,
-  initialize,
-  mark_saved,
-  open_session,
-)
+from jaxscale.cluster.session import current_watch, initialize, mark_saved, open_session
 from jaxscale.cluster.timeouts import Timeouts
 
 __all__ = [

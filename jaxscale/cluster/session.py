@@ -35,10 +35,7 @@ _walltime_ended: threading.Event | None = None  # ends the thread that waits for
 
 @contextlib.contextmanager
 def open_session(
-  config: object = None,
-  *,
-  timeouts: Timeouts | None = None,
-  folder: Path | None = None,
+  config: object = None, *, timeouts: Timeouts | None = None, folder: Path | None = None
 ) -> Iterator[Watch]:
   """Inside, this process is one of a run; outside, it has left it in good order.
 
@@ -73,10 +70,7 @@ def open_session(
 
 
 def initialize(
-  config: object = None,
-  *,
-  timeouts: Timeouts | None = None,
-  folder: Path | None = None,
+  config: object = None, *, timeouts: Timeouts | None = None, folder: Path | None = None
 ) -> None:
   """Join the other processes of this run, if any; `open_session` also ends well.
 

@@ -71,31 +71,32 @@ def detect(env: Env = os.environ, **questions: Callable[..., Any]) -> Launch:
   host = Host(env, **(_QUESTIONS | questions))
   given = {name: env.get(name) for name in (COORDINATOR, COUNT, INDEX)}
   if all(given.values()):
-    return _named(env, _explicit(host))
-  alone = Launch("single", local_id=0, local_size=1)
-  if given == {COORDINATOR: None, COUNT: "1", INDEX: None}:
-    return _named(env, alone)
-  if found := next(filter(None, (launcher(host) for launcher in LAUNCHERS)), None):
-    found = _checked(env, _named(env, found))
+    found = _explicit(host)
+  elif given == {COORDINATOR: None, COUNT: "1", INDEX: None}:
+    found = Launch("single", local_id=0, local_size=1)
+  elif found := next(filter(None, (launcher(host) for launcher in LAUNCHERS)), None):
+    found = _checked(env, found)
     if found.num_processes > 1 and found.host is None:
-      return mpi.with_host_of_rank_0(host, found)
-    return found
-  if any(given.values()):
+      found = mpi.with_host_of_rank_0(host, found)
+  elif any(given.values()):
     missing = ", ".join(name for name, value in given.items() if not value)
     raise ConfigError(f"{missing}: not set, but the others are")
-  return _named(env, Launch("tpu", 0, 0, job="tpu") if host.has_tpu(env) else alone)
+  elif host.has_tpu(env):
+    found = Launch("tpu", 0, 0, job="tpu")
+  else:
+    found = Launch("single", local_id=0, local_size=1)
+  return found._replace(job=env.get(JOB) or found.job)
 
 
 def _explicit(host: Host) -> Launch:
   env = host.env
   count, index = env[COUNT], env[INDEX]
-  if not all(n.isascii() and n.isdigit() for n in (count, index)) or not (
-    int(index) < int(count)
-  ):
+  are_numbers = re.fullmatch(r"\d+ \d+", f"{index} {count}", re.ASCII)
+  if not are_numbers or int(index) >= int(count):
     raise ConfigError(f"{INDEX}={index}, {COUNT}={count}: give 0 … n-1 of n")
   name, port = _address(env)
-  found = Launch("explicit", int(index), int(count), name, port=port)
-  found = found._replace(job=f"jaxscale-{name}:{port}")
+  job = f"jaxscale-{name}:{port}"
+  found = Launch("explicit", int(index), int(count), name, job=job, port=port)
   if found.num_processes == 1:
     return found._replace(host=None, local_id=0, local_size=1)
   # Ranks may be a launcher's, written out by hand: it knows who shares this node.
@@ -111,10 +112,8 @@ def _explicit(host: Host) -> Launch:
 
 def _checked(env: Env, found: Launch) -> Launch:
   """What the launcher says, with what the user adds, unless they disagree."""
-  for name, value, other in (
-    (COUNT, found.num_processes, INDEX),
-    (INDEX, found.process_id, COUNT),
-  ):
+  values = {COUNT: (found.num_processes, INDEX), INDEX: (found.process_id, COUNT)}
+  for name, (value, other) in values.items():
     if (given := number(env, name)) is not None and given != value:
       raise ConfigError(
         f"{name}={given}: {found.kind} says {value}; unset it, or set {COORDINATOR} "
@@ -150,7 +149,3 @@ def _address(env: Env) -> tuple[str, int]:
   if not match or not 0 < int(match[2]) < 65536:
     raise ConfigError(f"{COORDINATOR}={text}: give host:port")
   return match[1].strip("[]"), int(match[2])
-
-
-def _named(env: Env, found: Launch) -> Launch:
-  return found._replace(job=env.get(JOB) or found.job)

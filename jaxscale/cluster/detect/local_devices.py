@@ -15,9 +15,9 @@ narrowed for this task alone, by Slurm or by a wrapper script.
 from __future__ import annotations
 
 import glob
+import itertools
 import os
 import re
-import shutil
 import subprocess
 
 from jaxscale.cluster.detect.launch import Env, Launch, number
@@ -104,13 +104,8 @@ def visible_gpus(env: Env = os.environ, *, device_root: str = "/dev") -> int:
   listed = [_count(env[name]) for name in _HIDING if name in env]
   if listed:
     return min(listed)
-  nvidia = [
-    path
-    for path in glob.glob(f"{device_root}/nvidia*")
-    if re.fullmatch(r"nvidia\d+", os.path.basename(path)) and _may_open(path)
-  ]
-  if nvidia:
-    return len(nvidia)
+  if nvidia := sum(map(_may_open, glob.glob(f"{device_root}/nvidia[0-9]*"))):
+    return nvidia
   if os.path.exists(f"{device_root}/kfd"):
     return sum(map(_may_open, glob.glob(f"{device_root}/dri/renderD*")))
   return _nvidia_smi() if os.path.exists(f"{device_root}/dxg") else 0
@@ -119,12 +114,10 @@ def visible_gpus(env: Env = os.environ, *, device_root: str = "/dev") -> int:
 def _is_own(env: Env, num_visible: int) -> bool:
   """Whether what this process sees was cut out for it alone."""
   per_task = re.search(r"(\d+)$", env.get("SLURM_GPUS_PER_TASK", ""))  # or "a100:2"
-  if per_task and num_visible <= int(per_task[1]):
+  is_shared = num_visible == 1 and any(map(env.get, _SHARING))
+  if is_shared or (per_task and num_visible <= int(per_task[1])):
     return True
-  node = number(env, "SLURM_GPUS_ON_NODE")
-  if num_visible == 1 and any(map(env.get, _SHARING)):
-    return True
-  if node is not None:
+  if (node := number(env, "SLURM_GPUS_ON_NODE")) is not None:
     return num_visible < node
   # Without Slurm's count only a wrapper script can have left a single one.
   return num_visible == 1 and any(name in env for name in _HIDING)
@@ -136,12 +129,9 @@ def _count(text: str) -> int:
   Of MIG instances a process can use one only (NVIDIA MIG User Guide, "CUDA Device
   Enumeration").
   """
-  found = []
-  for entry in text.split(","):
-    if not re.fullmatch(r"\d+|(GPU|MIG)-[\w/-]+", entry.strip()):
-      break
-    found.append(entry.strip())
-  return 1 if found and found[0].startswith("MIG-") else len(found)
+  is_device = re.compile(r"\s*(\d+|(GPU|MIG)-[\w/-]+)\s*").fullmatch
+  found = list(itertools.takewhile(is_device, text.split(",")))
+  return 1 if found and found[0].strip().startswith("MIG-") else len(found)
 
 
 def _chosen(text: str, num_visible: int) -> list[int]:
@@ -164,15 +154,10 @@ def _may_open(path: str) -> bool:
   return os.access(path, os.R_OK | os.W_OK)
 
 
-def _nvidia_smi(timeout_s: float = 10.0) -> int:
-  command = shutil.which("nvidia-smi")
-  if not command:
-    return 0
+def _nvidia_smi() -> int:
   try:
-    done = subprocess.run(
-      [command, "-L"], capture_output=True, text=True, timeout=timeout_s,
-      stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+    options = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    done = subprocess.run(["nvidia-smi", "-L"], timeout=10, **options)
   except (OSError, subprocess.TimeoutExpired):
     return 0
   return len(re.findall(r"^GPU \d+:", done.stdout, flags=re.M))

@@ -11,44 +11,31 @@ mpiexec.hydra sets them (recorded, tests/data/cluster); HPE Cray's PALS, mpiexec
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import socket
 from pathlib import Path
-from typing import NamedTuple
 
 from jaxscale.cluster.detect.launch import LOOPBACK, Host, Launch, number
 from jaxscale.errors import ConfigError
 
-
-class _Family(NamedTuple):
-  kind: str
-  rank: str
-  size: str
-  local_rank: str
-  local_size: str
-  job: tuple[str, ...]  # the same in all ranks, another in the next mpirun
-
-
-_FAMILIES = (
-  _Family(
-    "openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
-  ),
-  _Family(
-    "mvapich", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE",
-    "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE", (),
-  ),
-  _Family(
-    "pals", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE",
-    ("PALS_APID",),
-  ),
-  _Family(
-    "hydra", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS",
-    ("I_MPI_HYDRA_UUID",),
-  ),
-)  # fmt: skip
+# kind: variables of the rank, the size, the local rank and the local size; then those
+# that are the same in all ranks, and others in the next mpirun.
+_OMPI, _MV2 = (
+  [f"{mpi}_COMM_WORLD_{n}" for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+  for mpi in ("OMPI", "MV2")
+)
+_FAMILIES = {
+  "openmpi": [*_OMPI, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"],
+  "mvapich": _MV2,
+  "pals": [
+    "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "PALS_APID",
+  ],
+  "hydra": [
+    "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "I_MPI_HYDRA_UUID",
+  ],
+}  # fmt: skip
 _SCHEDULERS_JOB = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 
 
@@ -58,28 +45,27 @@ def detect(host: Host) -> Launch | None:
   Of several nodes the host of process 0 is not known yet: see `with_host_of_rank_0`.
   """
   env = host.env
-  for family in _FAMILIES:
-    rank, size = number(env, family.rank), number(env, family.size)
+  for kind, variables in _FAMILIES.items():
+    rank, size, local_rank, local_size = (number(env, name) for name in variables[:4])
     if rank is None or size is None:
       continue
     # PMI_RANK of `srun --mpi=pmi2` and of Cray: Slurm's own variables say more.
     by_srun = "SLURM_STEP_NODELIST" in env and "MPI_LOCALRANKID" not in env
-    if family.kind == "hydra" and by_srun:
+    if kind == "hydra" and by_srun:
       continue
     if not rank < size:
-      raise ConfigError(f"{family.rank}={rank}, {family.size}={size}: no rank of it")
-    local_rank = number(env, family.local_rank)
-    local_size = number(env, family.local_size)
+      of_rank, of_size = variables[:2]
+      raise ConfigError(f"{of_rank}={rank}, {of_size}={size}: no rank of it")
     if local_rank is None or local_size is None:  # Cray MPICH's PMI calls them so
       local_rank = number(env, "PMI_LOCAL_RANK")
       local_size = number(env, "PMI_LOCAL_SIZE")
     restarts = number(env, "SLURM_RESTART_COUNT") or 0
     # A name of this mpirun; MPICH gives none, then the scheduler's or its size.
-    names = (*family.job, "PMI_JOBID", *_SCHEDULERS_JOB)
+    names = (*variables[4:], "PMI_JOBID", *_SCHEDULERS_JOB)
     name = next((env[n] for n in names if env.get(n)), f"{env.get('USER', '')}{size}")
-    job = f"{family.kind}-{name}" + (f"-r{restarts}" if restarts else "")
+    job = f"{kind}-{name}" + (f"-r{restarts}" if restarts else "")
     at = LOOPBACK if local_size == size > 1 else None
-    return Launch(family.kind, rank, size, at, local_rank, local_size, job, restarts)
+    return Launch(kind, rank, size, at, local_rank, local_size, job, restarts)
   return None
 
 
@@ -117,8 +103,7 @@ def ask_mpi4py(launch: Launch) -> str | None:
     MPI = importlib.import_module("mpi4py.MPI")
   except (ImportError, RuntimeError):  # it finds no MPI library
     return None
-  ours = not MPI.Is_initialized()
-  if ours:
+  if ours := not MPI.Is_initialized():
     MPI.Init()
   world = MPI.COMM_WORLD
   size = world.Get_size()
@@ -137,8 +122,6 @@ def ask_mpi4py(launch: Launch) -> str | None:
 def _first_scheduled(host: Host) -> str | None:
   if nodes := host.env.get("SLURM_JOB_NODELIST"):
     return host.expand(nodes)[0]
-  try:
-    lines = Path(host.env["PBS_NODEFILE"]).read_text().split()
-  except (KeyError, OSError):
-    return None
-  return lines[0] if lines else None
+  with contextlib.suppress(KeyError, OSError):
+    return next(iter(Path(host.env["PBS_NODEFILE"]).read_text().split()), None)
+  return None

@@ -13,6 +13,7 @@ MEGASCALE_*: read as jax/_src/clusters/cloud_tpu_cluster.py (0.10.2) reads them.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import importlib.util
 import re
@@ -54,8 +55,7 @@ def _jax_job(env: Env) -> Launch | None:
   index, count = number(env, "PROCESS_ID"), number(env, "NUM_PROCESSES")
   if index is None or count is None:
     return None
-  job = f"kubernetes-{host}"
-  return Launch("kubernetes", index, count, host, job=job, port=port)
+  return Launch("kubernetes", index, count, host, job=f"kubernetes-{host}", port=port)
 
 
 def detect_tpu(host: Host) -> Launch | None:
@@ -75,10 +75,9 @@ def detect_tpu(host: Host) -> Launch | None:
     )
   count = len(hosts) * slices
   first = re.sub(r":\d+$", "", env.get("MEGASCALE_COORDINATOR_ADDRESS", "")) or hosts[0]
-  return Launch(
-    "tpu", slice_id * len(hosts) + index, count, first if count > 1 else None,
-    job=f"tpu-{first}", nodes=tuple(hosts) if slices == 1 else (),
-  )  # fmt: skip
+  rank, nodes = slice_id * len(hosts) + index, tuple(hosts) if slices == 1 else ()
+  found = Launch("tpu", rank, count, first, job=f"tpu-{first}", nodes=nodes)
+  return found if count > 1 else found._replace(host=None)
 
 
 def on_cloud_tpu(env: Env) -> bool:
@@ -86,11 +85,9 @@ def on_cloud_tpu(env: Env) -> bool:
   if not _wanted(env) or importlib.util.find_spec("libtpu") is None:
     return False
   for path in glob.glob("/sys/bus/pci/devices/*/vendor"):
-    try:
+    with contextlib.suppress(OSError):
       if Path(path).read_text().strip() == _GOOGLE:
         return True
-    except OSError:
-      continue
   return False
 
 

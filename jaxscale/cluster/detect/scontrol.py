@@ -12,15 +12,10 @@ def run_scontrol(*args: str, timeout_s: float = 10.0) -> str | None:
   It waits for a controller that is gone for minutes (MessageTimeout).
   """
   try:
-    done = subprocess.run(
-      ["scontrol", *args],
-      capture_output=True,
-      text=True,
-      timeout=timeout_s,
-      stdin=subprocess.DEVNULL,
-      # Times in one format, whatever the user prefers (scontrol(1)).
-      env=os.environ | {"SLURM_TIME_FORMAT": "standard"},
-    )
+    # Times in one format, whatever the user prefers (scontrol(1)).
+    env = os.environ | {"SLURM_TIME_FORMAT": "standard"}
+    options = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    done = subprocess.run(["scontrol", *args], timeout=timeout_s, env=env, **options)
   except (OSError, subprocess.TimeoutExpired):
     return None
   return done.stdout if done.returncode == 0 else None

@@ -9,6 +9,7 @@ interactive step has the job's SLURM_NTASKS but one task; and with
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -34,13 +35,10 @@ def tasks_per_node(text: str) -> list[int]:
     >>> tasks_per_node("2(x3),1")
     [2, 2, 2, 1]
   """
-  found: list[int] = []
-  for piece in text.split(","):
-    match = _COUNT.fullmatch(piece.strip())
-    if not match:
-      raise ConfigError(f"tasks per node {text!r}: not in Slurm's form, '2(x3),1'")
-    found += [int(match.group(1))] * int(match.group(2) or 1)
-  return found
+  matches = [_COUNT.fullmatch(piece.strip()) for piece in text.split(",")]
+  if None in matches:
+    raise ConfigError(f"tasks per node {text!r}: not in Slurm's form, '2(x3),1'")
+  return [int(m[1]) for m in matches if m for _ in range(int(m[2] or 1))]
 
 
 def detect(host: Host) -> Launch | None:
@@ -103,10 +101,8 @@ def _is_task_of_step(env: Env) -> bool:
 
 def _tasks_of_step(env: Env) -> int | None:
   # SLURM_NTASKS may be the job's: so under the daemons of MPICH's mpirun.
-  for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"):
-    if (count := number(env, name)) is not None:
-      return count
-  return None
+  names = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+  return next((n for name in names if (n := number(env, name)) is not None), None)
 
 
 def _tasks_of_job(env: Env) -> int:
@@ -122,8 +118,7 @@ def _task(host: Host, job: str, restarts: int) -> Launch:
   env = host.env
   rank, count = number(env, "SLURM_PROCID"), _tasks_of_step(env)
   per_node = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or "0")
-  if not count:
-    count = sum(per_node)
+  count = count or sum(per_node)
   if rank is None or rank >= count:
     raise ConfigError(
       f"SLURM_PROCID={rank} of SLURM_STEP_NUM_TASKS={count}: no rank of this step; "
@@ -134,25 +129,21 @@ def _task(host: Host, job: str, restarts: int) -> Launch:
   if node is not None and node < len(per_node) and per_node[node]:
     local_size = per_node[node]
   nodes = tuple(host.expand(env["SLURM_STEP_NODELIST"]))
-  found = Launch("slurm", rank, count, None, local, local_size, job, restarts)
-  if count == 1:
-    return found._replace(nodes=nodes)
-  first = LOOPBACK if len(nodes) == 1 else _host_of_rank_0(host, nodes)
-  return found._replace(host=first, nodes=nodes)
+  first = None
+  if count > 1:
+    first = LOOPBACK if len(nodes) == 1 else _host_of_rank_0(host, nodes)
+  found = Launch("slurm", rank, count, first, local, local_size, job, restarts)
+  return found._replace(nodes=nodes)
 
 
 def _host_of_rank_0(host: Host, nodes: tuple[str, ...]) -> str:
   env = host.env
   if not env.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
     return nodes[0]  # srun(1): block, cyclic and plane fill the first node first
-  path = env.get("SLURM_HOSTFILE", "")
-  try:
-    lines = Path(path).read_text().split() if path else []
-  except OSError:
-    lines = []
-  if not lines:
-    raise ConfigError(
-      f"SLURM_DISTRIBUTION=arbitrary: SLURM_HOSTFILE={path or 'not set'} does not "
-      "say where rank 0 runs, set JAXSCALE_COORDINATOR=host:port"
-    )
-  return host.expand(lines[0])[0]
+  path = env.get("SLURM_HOSTFILE") or "not set"
+  with contextlib.suppress(OSError, IndexError):
+    return host.expand(Path(path).read_text().split()[0])[0]
+  raise ConfigError(
+    f"SLURM_DISTRIBUTION=arbitrary: SLURM_HOSTFILE={path} does not say where rank 0 "
+    "runs, set JAXSCALE_COORDINATOR=host:port"
+  )

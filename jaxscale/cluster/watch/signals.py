@@ -146,9 +146,7 @@ class SignalHandlers:
     self._writing.close()
 
   def attach(
-    self,
-    ask: Callable[[StopRequest], None],
-    fail: Callable[[str, int], None] = leave,
+    self, ask: Callable[[StopRequest], None], fail: Callable[[str, int], None] = leave
   ) -> None:
     """Pass signals on from here, first what was received before.
 
