@@ -129,7 +129,7 @@ def test_replaced_words_are_gone(patterns):
 
 def test_test_files_are_named_as_what_they_test():
   kept = {path.stem for path in (ROOT / "jaxscale").rglob("*.py")} | {"paths"}
-  old = {*OLD_MODULES.split("|"), "joined", "run", "replicas_run", "spread_run"} - kept
+  old = {*OLD_MODULES.split("|"), "joined", "replicas_run", "spread_run"} - kept
   stems = {
     n: n.rpartition("/")[2].partition(".")[0] for n in files() if n[:5] == "tests"
   }
