@@ -55,7 +55,7 @@ def open_session(
     mark_saved()  # SIGTERM's clock must not run while others are waited for
     _watch.close()
   except BaseException as e:
-    if isinstance(e, SystemExit) and not e.code:  # sys.exit() is no fault
+    if isinstance(e, SystemExit) and not e.code:  # sys.exit() is not a fault
       if _watch is not None:
         _watch.close()
     elif _watch is not None and _watch.is_watched:

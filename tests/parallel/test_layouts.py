@@ -125,7 +125,7 @@ def side_by_side(names):
 
 @functools.cache
 def batches():
-  """Some tokens come often: the mean gradient is no small difference."""
+  """Some tokens come often: the mean gradient is not a small difference."""
   rng = np.random.default_rng(SEED)
   share = 1.0 / np.arange(1, VOCAB + 1) ** 2
   made = []

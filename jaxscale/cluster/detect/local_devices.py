@@ -65,14 +65,14 @@ def local_device_ids(env: Env, num_visible: int, launch: Launch) -> list[int] | 
   if num_visible < count:
     raise ConfigError(
       f"{count} processes on this node, but {_gpus(num_visible)}: start one process "
-      f"a GPU (--ntasks-per-node={num_visible}), or set {IDS} if they are to share "
+      f"per GPU (--ntasks-per-node={num_visible}), or set {IDS} if they are to share "
       "one on purpose"
     )
   if num_visible % count:
     fitting = [str(n) for n in range(1, num_visible + 1) if num_visible % n == 0]
     raise ConfigError(
       f"{count} processes on this node cannot share {_gpus(num_visible)} evenly: "
-      f"start {' or '.join(fitting)} a node (--ntasks-per-node), or set {IDS}"
+      f"start {' or '.join(fitting)} per node (--ntasks-per-node), or set {IDS}"
     )
   each = num_visible // count
   return everything[index * each : (index + 1) * each]
@@ -81,7 +81,7 @@ def local_device_ids(env: Env, num_visible: int, launch: Launch) -> list[int] | 
 def visible_gpus(env: Env = os.environ, *, device_root: str = "/dev") -> int:
   """How many GPUs JAX would find in this process, found without JAX.
 
-  JAX must be told its GPUs before it looks, and looking takes seconds. So: none if
+  JAX must be given its GPUs before it looks, and looking takes seconds. So: none if
   JAX_PLATFORMS leaves them out. Else what CUDA_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES
   and HIP_VISIBLE_DEVICES let through: Slurm sets the first two, and a process sees
   no more than the narrowest. Without them, the device files that this process may

@@ -55,7 +55,7 @@ def detect(host: Host) -> Launch | None:
       continue
     if not rank < size:
       of_rank, of_size = variables[:2]
-      raise ConfigError(f"{of_rank}={rank}, {of_size}={size}: no rank of it")
+      raise ConfigError(f"{of_rank}={rank}, {of_size}={size}: not a rank of it")
     if local_rank is None or local_size is None:  # Cray MPICH's PMI calls them so
       local_rank = number(env, "PMI_LOCAL_RANK")
       local_size = number(env, "PMI_LOCAL_SIZE")

@@ -121,7 +121,7 @@ def _task(host: Host, job: str, restarts: int) -> Launch:
   count = count or sum(per_node)
   if rank is None or rank >= count:
     raise ConfigError(
-      f"SLURM_PROCID={rank} of SLURM_STEP_NUM_TASKS={count}: no rank of this step; "
+      f"SLURM_PROCID={rank} of SLURM_STEP_NUM_TASKS={count}: not a rank of this step; "
       "start it with srun, or unset the SLURM_ variables"
     )
   node, local = number(env, "SLURM_NODEID"), number(env, "SLURM_LOCALID")
