@@ -1,4 +1,4 @@
-"""LARS, as its authors and everybody else ran it.
+"""LARS as published, and the variants that others ran.
 
 With |w| and |g| the norms of one layer's weights and gradient, eta the trust
 coefficient, wd the decay, m the momentum, u = g + wd w, and

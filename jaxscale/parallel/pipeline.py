@@ -57,7 +57,7 @@ def bubble(
   *,
   skip: bool = True,
 ) -> float:
-  """The share of a step's time in which a stage does nothing of use.
+  """The share of a step's time in which a stage is idle.
 
   Of GPipe (S-1)/(M+S-1): M of the M+S-1 ticks are of use to a stage, forwards and
   backwards (arXiv:1811.06965, section 2.3). 1F1B has the same (arXiv:2104.04473,
@@ -236,7 +236,7 @@ def one_f_one_b(
   axis: str = "stage",
   skip: bool = True,
 ) -> tuple[dict[str, Any], Totals]:
-  """Gradients and totals of a pipeline that turns each micro-batch round at once.
+  """Gradients and totals by 1F1B: each micro-batch backwards as soon as it can be.
 
   The loss is not differentiated by JAX but here, a stage at a time: a stage keeps
   the inputs of its micro-batches and computes its layers again when the gradient

@@ -42,7 +42,7 @@ class Rule(NamedTuple):
 
 
 def largest(axis: str, least: int = 1024) -> Callable[..., Dims]:
-  """The largest dim that the axis divides is split; none of a small parameter.
+  """Split the largest dim that the axis divides; none of a small parameter.
 
   For models whose parameters have no common shape, such as convolutions.
 

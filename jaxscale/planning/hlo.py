@@ -1,4 +1,4 @@
-"""The collectives of a compiled step: what crosses the network, and behind what.
+"""The collectives of a compiled step: what crosses the network, and what hides it.
 
 `collectives` reads the text of a compiled program (`Compiled.as_text()`), so it
 says what the compiler made of a step, not what was written. For every collective

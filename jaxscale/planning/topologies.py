@@ -53,7 +53,7 @@ class Chips(NamedTuple):
 
 
 class Memory(NamedTuple):
-  """Bytes a device of a compiled program.
+  """Bytes per device of a compiled program.
 
   Attributes:
     arguments: state and batch.

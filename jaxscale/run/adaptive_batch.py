@@ -1,4 +1,4 @@
-"""CNTK's adaptive minibatch: trials choose the batch size as the run goes.
+"""CNTK's adaptive minibatch: trials choose the batch size during the run.
 
 The rules are those of CNTK's SGD.cpp (AdaptiveMinibatchSizing and
 SearchForBestMinibatchSize), but for one: it took a trial whose loss was NaN,

@@ -87,7 +87,7 @@ def choose(
   top_k: int | None = None,
   top_p: float | None = None,
 ) -> jax.Array:
-  """One token a row.
+  """Choose one token per row.
 
   Args:
     logits: float [rows, vocabulary].

@@ -1,4 +1,4 @@
-"""What a run shows while it goes: terminal, metric files, and its warnings."""
+"""What a run shows while it trains: terminal, metric files, and its warnings."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def olympic_mean(values: Sequence[float | None]) -> float | None:
 
 
 def reference(config: Config) -> Reference | None:
-  """The reference convergence point that a config can be held against.
+  """The reference convergence point that a config can be compared with.
 
   Between two batch sizes of the table it is interpolated, as the rules have it.
 
@@ -105,7 +105,7 @@ def reference(config: Config) -> Reference | None:
 
 
 def make_trials(config: Config, workdir: Path, seeds: int) -> list[Trial]:
-  """A trial a seed.
+  """One trial per seed.
 
   Raises:
     ConfigError: the config has no target.
