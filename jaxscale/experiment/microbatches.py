@@ -128,7 +128,7 @@ def summary(
   before = [s.batch_size // (start_devices * s.accumulate_steps) for s in asked]
   rows = [s.batch_size // (num_devices * s.accumulate_steps) for s in phases]
   then, now = ([s.accumulate_steps for s in each] for each in (asked, phases))
-  micros = f"{_each(now)} micro-batch{'es' * (_each(now) != '1')} a step"
+  micros = f"{_each(now)} micro-batch{'es' * (_each(now) != '1')} per step"
   micros += ", as then" if then == now else f" instead of {_each(then)}"
   if rows == before:
     held = f"so that a device still holds {_each(rows)} examples at a time"
