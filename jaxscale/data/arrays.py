@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.data.dataset import Augment, Dataset, DatasetInfo
+from jaxscale.data.augment import Augment
+from jaxscale.data.dataset import Dataset, DatasetInfo
 from jaxscale.errors import ConfigError
 
 

@@ -7,14 +7,26 @@ hosts, and after any restart.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from jaxscale.data.dataset import NUM_DRAWS, Augment
-
 AugmentName = Literal["none", "flip", "shift_flip", "crop"]
 EvalView = Literal["mlperf", "google"]
+NUM_DRAWS = 24  # uniform numbers an example's augmentation may use up at most
+
+
+class Augment(NamedTuple):
+  """A change of decoded images.
+
+  Attributes:
+    apply: (images uint8 [n, h, w, c], draws [n, num_draws]) -> images.
+    num_draws: how many uniform numbers an example takes.
+  """
+
+  apply: Callable[[np.ndarray, np.ndarray], np.ndarray]
+  num_draws: int
 
 
 def uniform(seed: int, positions: np.ndarray, num_draws: int = NUM_DRAWS) -> np.ndarray:
@@ -26,8 +38,7 @@ def uniform(seed: int, positions: np.ndarray, num_draws: int = NUM_DRAWS) -> np.
     num_draws: how many of a position's NUM_DRAWS.
   """
   counters = positions.astype(np.uint64)[:, None] * np.uint64(NUM_DRAWS)
-  counters = counters + np.arange(num_draws, dtype=np.uint64)
-  bits = uniform_bits(seed, counters)
+  bits = uniform_bits(seed, counters + np.arange(num_draws, dtype=np.uint64))
   return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -92,13 +103,11 @@ def compose(first: Augment, second: Augment) -> Augment:
   return Augment(apply, split + second.num_draws)
 
 
-def augment_by_name(name: AugmentName, height: int) -> Augment | None:
+def augment_of(name: AugmentName, height: int) -> Augment | None:
   """What is done to decoded images of a height; crops are cut while decoding."""
-  if name == "flip":
-    return flip()
   if name == "shift_flip":
     return compose(flip(), shift(max(height // 14, 1)))
-  return None
+  return flip() if name == "flip" else None
 
 
 def crop_box(height: int, width: int, draws: np.ndarray) -> tuple[int, int, int, int]:
@@ -143,7 +152,5 @@ def shorter_side(height: int, width: int, size: int) -> tuple[int, int]:
   """
   wanted = np.float32(round(size * 256 / 224))
   scale = wanted / np.float32(min(height, width))
-  return (
-    max(int(np.float32(height) * scale), size),
-    max(int(np.float32(width) * scale), size),
-  )
+  tall, wide = (int(np.float32(length) * scale) for length in (height, width))
+  return max(tall, size), max(wide, size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +15,6 @@ from jaxscale.metrics.text import few, listed, plural
 # "image": uint8 [n, h, w, c] and "label": int32 [n]; of text "tokens" and "targets",
 # int32 [n, sequence_length].
 Batch = dict[str, np.ndarray]
-NUM_DRAWS = 24  # uniform numbers an example's augmentation may use up at most
 
 
 def user_cache() -> Path:
@@ -64,9 +63,7 @@ class TextInfo(NamedTuple):
   bytes_per_token: float | None = None
 
 
-def batch_shapes(
-  info: DatasetInfo | TextInfo, rows: int
-) -> dict[str, tuple[tuple[int, ...], str]]:
+def batch_shapes(info: DatasetInfo | TextInfo, rows: int) -> dict[str, tuple]:
   """Shape and dtype of each array of a training batch, by its name.
 
   Example:
@@ -109,8 +106,8 @@ class DamagedExamples:
 
   def as_dict(self) -> dict[str, dict[str, str]]:
     """As JSON: names of damaged and formats of unusual examples, by index."""
-    found = {"damaged": self._names.copy(), "unusual": self._unusual.copy()}
-    return {k: {str(i): text for i, text in x.items()} for k, x in found.items()}
+    found = {"damaged": self._names, "unusual": self._unusual}
+    return {k: {str(i): text for i, text in x.copy().items()} for k, x in found.items()}
 
   def update(self, other: dict[str, dict[str, str]]) -> None:
     """Add what the `as_dict` of another record returned."""
@@ -145,31 +142,6 @@ class DamagedExamples:
     return f"{line}; also read: {unusual}" if unusual else line
 
 
-class Record(NamedTuple):
-  """An example as it is stored: an encoded image and its class."""
-
-  image: bytes
-  label: int
-
-
-class Source(NamedTuple):
-  """Encoded examples by index, whatever they are stored in.
-
-  Attributes:
-    num_examples: how many.
-    read: indices -> a Record for each, or None where it cannot be read; lazily
-      where that costs nothing, so that bytes are decoded while in the processor's
-      cache. Any thread may call it.
-    name: index -> the example's name in messages.
-    is_jpeg: index -> whether its name or feature says that it is a JPEG.
-  """
-
-  num_examples: int
-  read: Callable[[Sequence[int]], Iterable[Record | None]]
-  name: Callable[[int], str]
-  is_jpeg: Callable[[int], bool]
-
-
 class Dataset(NamedTuple):
   """One split of a dataset.
 
@@ -178,7 +150,7 @@ class Dataset(NamedTuple):
     num_examples: how many there are; of text, windows of `sequence_length` tokens.
     load: (indices [n], draws [n, num_draws] in [0, 1) or None) -> Batch. A pure
       function; it augments from the draws, or shows the plain view for None.
-    num_draws: how many of an example's NUM_DRAWS uniform numbers `load` uses.
+    num_draws: how many uniform numbers `load` uses, at most `augment.NUM_DRAWS`.
     damaged: examples that `load` could not read so far; None: it can read all.
     draws_by_epoch: whether all examples of an epoch have the same draws.
   """
@@ -189,15 +161,3 @@ class Dataset(NamedTuple):
   num_draws: int = 0
   damaged: DamagedExamples | None = None
   draws_by_epoch: bool = False
-
-
-class Augment(NamedTuple):
-  """A change of decoded images.
-
-  Attributes:
-    apply: (images uint8 [n, h, w, c], draws [n, num_draws]) -> images.
-    num_draws: how many uniform numbers an example takes.
-  """
-
-  apply: Callable[[np.ndarray, np.ndarray], np.ndarray]
-  num_draws: int

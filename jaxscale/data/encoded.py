@@ -9,23 +9,14 @@ can only be too low. `Dataset.damaged` counts both.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxscale.data.augment import AugmentName, EvalView, augment_by_name
-from jaxscale.data.dataset import (
-  NUM_DRAWS,
-  Augment,
-  Batch,
-  DamagedExamples,
-  Dataset,
-  DatasetInfo,
-  Record,
-  Source,
-)
+from jaxscale.data.augment import NUM_DRAWS, Augment, AugmentName, EvalView, augment_of
+from jaxscale.data.dataset import Batch, DamagedExamples, Dataset, DatasetInfo
 from jaxscale.errors import ConfigError
 
 # Per channel, over the training images of ImageNet, as every published recipe.
@@ -34,6 +25,31 @@ IMAGENET_STD = (58.395, 57.12, 57.375)
 
 NO_CLASS = -1  # label of a held-out example that cannot be read: always wrong
 _MAX_UNREADABLE = 1000  # so many unreadable examples in a row are no accident
+
+
+class Record(NamedTuple):
+  """An example as it is stored: an encoded image and its class."""
+
+  image: bytes
+  label: int
+
+
+class Source(NamedTuple):
+  """Encoded examples by index, whatever they are stored in.
+
+  Attributes:
+    num_examples: how many.
+    read: indices -> a Record for each, or None where it cannot be read; lazily
+      where that costs nothing, so that bytes are decoded while in the processor's
+      cache. Any thread may call it.
+    name: index -> the example's name in messages.
+    is_jpeg: index -> whether its name or feature says that it is a JPEG.
+  """
+
+  num_examples: int
+  read: Callable[[Sequence[int]], Iterable[Record | None]]
+  name: Callable[[int], str]
+  is_jpeg: Callable[[int], bool]
 
 
 def image_info(
@@ -87,7 +103,7 @@ def from_source(
   if not source.num_examples:
     raise ConfigError(f"{info.name}: there is no example in it")
   crop, damaged = augment == "crop", DamagedExamples()
-  in_arrays = augment_by_name(augment, info.image_shape[0])
+  in_arrays = augment_of(augment, info.image_shape[0])
   loader = _Loader(info, source, damaged, resized, crop, eval_view, in_arrays)
   load = loader.cached() if cache else loader.load
   num_draws = in_arrays.num_draws if in_arrays else 0
@@ -112,13 +128,11 @@ class _Loader(NamedTuple):
     labels = np.empty(len(indices), np.int32)
     wanted = [int(i) for i in indices]
     for i, record in enumerate(self.source.read(wanted)):
-      drawn = None if draws is None else draws[i]
-      if self._read(wanted[i], record, drawn, images[i]) and record is not None:
-        labels[i] = record.label
-      elif draws is not None:
-        labels[i] = self._replacement(wanted[i], drawn, images[i])
-      else:
-        images[i], labels[i] = 0, NO_CLASS
+      at, drawn = (wanted[i], images[i]), None if draws is None else draws[i]
+      if (label := self._read(record, drawn, *at)) is None:
+        images[i] = 0
+        label = NO_CLASS if draws is None else self._replacement(drawn, *at)
+      labels[i] = label
     return self._augmented(images, labels, draws)
 
   def _augmented(
@@ -129,9 +143,9 @@ class _Loader(NamedTuple):
     return {"image": images, "label": labels}
 
   def _read(
-    self, index: int, record: Record | None, draws: np.ndarray | None, out: np.ndarray
-  ) -> bool:
-    """Put the view of one example into `out`; False for a damaged one."""
+    self, record: Record | None, draws: np.ndarray | None, index: int, out: np.ndarray
+  ) -> int | None:
+    """Put the view of one example into `out`: its label, or None if it is damaged."""
     from jaxscale.data import jpeg  # OpenCV loads only where images are decoded
 
     size, _, channels = out.shape
@@ -150,22 +164,22 @@ class _Loader(NamedTuple):
         out[:] = image
     except ValueError:
       self.damaged.add(index, self.source.name(index))
-      return False
+      return None
     if kind in ("CMYK", "odd JPEG"):
       self.damaged.add_unusual(index, kind)
     elif kind != "JPEG" and self.source.is_jpeg(index):
       self.damaged.add_unusual(index, f"{kind} named JPEG")
-    return True
+    return record.label
 
-  def _replacement(self, index: int, draws: np.ndarray | None, out: np.ndarray) -> int:
+  def _replacement(self, draws: np.ndarray | None, index: int, out: np.ndarray) -> int:
     """Put the next readable example after a damaged one into `out`: its label."""
     source = self.source
     tries = min(source.num_examples - 1, _MAX_UNREADABLE)
-    for step in range(1, tries + 1):
-      other = (index + step) % source.num_examples
+    for other in range(index + 1, index + 1 + tries):
+      other %= source.num_examples
       record = next(iter(source.read([other])))
-      if self._read(other, record, draws, out) and record is not None:
-        return record.label
+      if (label := self._read(record, draws, other, out)) is not None:
+        return label
     raise ConfigError(
       f"{self.info.name}: {tries + 1} examples in a row cannot be read, from "
       f"{source.name(index)} on; is the disk there?"
@@ -182,10 +196,10 @@ class _Loader(NamedTuple):
     readable = np.setdiff1d(every, self.damaged.indices)
     if not len(readable):
       raise ConfigError(
-        f"{self.info.name}: none of its {len(every)} examples can be read"
+        f"{self.info.name}: no one of {len(every)} examples is readable"
       )
-    after = np.searchsorted(readable, every) % len(readable)
-    in_training = readable[after]  # itself, or the next readable one
+    # Itself, or the next readable one.
+    in_training = readable[np.searchsorted(readable, every) % len(readable)]
 
     def load(indices: np.ndarray, draws: np.ndarray | None) -> Batch:
       rows = indices if draws is None else in_training[indices]

@@ -13,8 +13,8 @@ import numpy as np
 
 from jaxscale.config.validation import nearest
 from jaxscale.data.augment import AugmentName, EvalView
-from jaxscale.data.dataset import Dataset, Record, Source
-from jaxscale.data.encoded import from_source, image_info
+from jaxscale.data.dataset import Dataset
+from jaxscale.data.encoded import Record, Source, from_source, image_info
 from jaxscale.data.faults import raise_if_system_error
 from jaxscale.errors import ConfigError
 

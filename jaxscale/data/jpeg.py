@@ -6,11 +6,10 @@ scale; Pillow takes what they do not.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import operator
-from collections.abc import Iterable
-from typing import Any
 
 import cv2
 import numpy as np
@@ -103,24 +102,16 @@ def decode_view(
   Raises:
     ValueError: the bytes are not an image, or a damaged one.
   """
-  if draws is not None and channels < 4:
-    box = _decode_crop(data, channels, draws)
-    if box is not None:
-      return _resize(box, size, draws, out), "JPEG"
+  decode_box = partial_jpeg.library().decode
+  is_crop = draws is not None and channels < 4 and data[:2] == b"\xff\xd8"
+  if is_crop and decode_box is not None:
+    with contextlib.suppress(ValueError):  # of a damaged header
+      height, width, *_ = simplejpeg.decode_jpeg_header(data)  # 1 us
+      box = decode_box(data, crop_box(height, width, draws), channels)
+      if box is not None:
+        return _resize(box, size, draws, out), "JPEG"
   pixels, kind = decode(data, channels, exact=draws is None)
   return view(pixels, size, draws, eval_view, out), kind
-
-
-def _decode_crop(data: bytes, channels: int, draws: np.ndarray) -> np.ndarray | None:
-  """The box of a random crop of a JPEG; None: decode the whole image."""
-  if data[:2] != b"\xff\xd8" or partial_jpeg.library().decode is None:
-    return None
-  try:
-    header: tuple[Any, ...] = simplejpeg.decode_jpeg_header(data)  # 1 us
-  except ValueError:
-    return None
-  box = crop_box(header[0], header[1], draws)
-  return partial_jpeg.decode_box(data, box, channels)
 
 
 def view(
@@ -162,10 +153,8 @@ def view(
     # Only the pixels that the crop keeps are ever computed.
     rows = _linear((grid + (tall - size) // 2) * (height / tall), height)
     columns = _linear((grid + (wide - size) // 2) * (width / wide), width)
-  seen = _resample(image, rows, columns)
-  if out is None:
-    return seen
-  out[:] = seen
+  out = np.empty((size, size, image.shape[2]), np.uint8) if out is None else out
+  out[:] = _resample(image, rows, columns)
   return out
 
 
@@ -211,10 +200,7 @@ def _resample(image: np.ndarray, rows: Taps, columns: Taps) -> np.ndarray:
   first = min(int(indices.min()) for indices, _ in columns)
   last = max(int(indices.max()) for indices, _ in columns) + 1
   image = image[:, first:last]
-  tall = _sum(image[i] * w[:, None, None] for i, w in rows)
-  small = _sum(tall.take(i - first, axis=1) * w[:, None] for i, w in columns)
+  add = functools.partial(functools.reduce, operator.iadd)
+  tall = add(image[i] * w[:, None, None] for i, w in rows)
+  small = add(tall.take(i - first, axis=1) * w[:, None] for i, w in columns)
   return np.rint(small, out=small).clip(0, 255).astype(np.uint8)
-
-
-def _sum(terms: Iterable[np.ndarray]) -> np.ndarray:
-  return functools.reduce(operator.iadd, terms)

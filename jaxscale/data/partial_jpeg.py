@@ -35,38 +35,21 @@ BUILD = "jaxscale prepare jpeg"
 _WIDEST_MCU = 32  # pixels, as in the C source
 
 Box = tuple[int, int, int, int]
-# (JPEG, box, 1 or 3 channels) -> the box's pixels, or None: decode the whole image.
+# (JPEG, box (top, left, height, width) within it, 1 or 3 channels) -> its pixels.
 Decode = Callable[[bytes, Box, int], np.ndarray | None]
 
 
 class Library(NamedTuple):
-  """What was found: `jaxscale_jpeg_box` of partial_jpeg.c, and one line about it."""
+  """What was found: `jaxscale_jpeg_box` of partial_jpeg.c, and one line about it.
+
+  `decode` gives the pixels of a box, uint8 [height, width, channels]: those of a whole
+  decode by simplejpeg with `fastdct` and `fastupsample`, bit for bit. The rows are not
+  contiguous in memory. None where the whole image has to be decoded: a stream without
+  its end or that libjpeg-turbo has a warning for on the way to the box, CMYK.
+  """
 
   decode: Decode | None
   text: str
-
-
-def decode_box(data: bytes, box: Box, channels: int) -> np.ndarray | None:
-  """The pixels of a box of a JPEG, uint8 [height, width, channels].
-
-  Those of a whole decode by simplejpeg with `fastdct` and `fastupsample`, bit for
-  bit. The rows are not contiguous in memory.
-
-  Args:
-    data: a JPEG.
-    box: top, left, height, width in pixels, within the image.
-    channels: 1 or 3.
-
-  Returns:
-    None where the whole image has to be decoded: no library, a stream without its
-    end or that libjpeg-turbo has a warning for on the way to the box, CMYK.
-
-  Example:
-    >>> decode_box(data, (10, 20, 100, 200), 3).shape  # doctest: +SKIP
-    (100, 200, 3)
-  """
-  decode = library().decode
-  return None if decode is None else decode(data, box, channels)
 
 
 @functools.cache
@@ -75,13 +58,12 @@ def library() -> Library:
   found = sorted(user_cache().glob(f"partial_jpeg-{_key()}-*.so"), reverse=True)
   why = "not built"
   for path in found:
+    version = path.stem.rsplit("-", 1)[1]
+    text = f"JPEG crops: only the box, by libjpeg-turbo {version}"
     try:
-      decode = _checked(path)
+      return Library(_open(path), text)
     except OSError as e:  # built where another libjpeg is, say
       why = f"{path} {e}"
-      continue
-    version = path.stem.rsplit("-", 1)[1]
-    return Library(decode, f"JPEG crops: only the box, by libjpeg-turbo {version}")
   return Library(None, f"JPEG crops: whole images; faster after `{BUILD}` ({why})")
 
 
@@ -92,9 +74,13 @@ def _key() -> str:
 
 
 def _open(path: Path) -> Decode:
+  """The library's function, if a box of a small JPEG has simplejpeg's pixels."""
   # Its libjpeg is the system's, also where TensorFlow has brought one of its own.
   mode = os.RTLD_LOCAL | getattr(os, "RTLD_DEEPBIND", 0)
-  function = ctypes.CDLL(str(path), mode).jaxscale_jpeg_box  # releases the GIL
+  try:
+    function = ctypes.CDLL(str(path), mode).jaxscale_jpeg_box  # releases the GIL
+  except OSError as e:
+    raise OSError(f"does not load: {str(e).splitlines()[0]}") from None
   number = ctypes.POINTER(ctypes.c_int32)
   size, pointer = ctypes.c_size_t, ctypes.c_void_p
   function.argtypes = [ctypes.c_char_p, size, number, ctypes.c_int, pointer, number]
@@ -106,15 +92,6 @@ def _open(path: Path) -> Decode:
     code = function(data, len(data), place, channels, out.ctypes.data, first)
     return None if code else out[:, first.value : first.value + width]
 
-  return decode
-
-
-def _checked(path: Path) -> Decode:
-  """The library's function, if a box of a small JPEG has simplejpeg's pixels."""
-  try:
-    decode = _open(path)
-  except OSError as e:
-    raise OSError(f"does not load: {str(e).splitlines()[0]}") from None
   y, x = np.mgrid[:40, :56]
   pixels = np.stack([6 * y, 4 * x, (y * x) % 256], axis=-1).astype(np.uint8)
   data = simplejpeg.encode_jpeg(pixels, 90, colorsubsampling="420")
@@ -140,22 +117,20 @@ def build() -> Path:
   found = re.search(r"^#define LIBJPEG_TURBO_VERSION (\S+)", macros, re.MULTILINE)
   if not found:
     raise ConfigError(f"jpeglib.h: not libjpeg-turbo's; {_HOW_TO_GET_IT}")
-  version = found[1]
   # A libjpeg from a module is found again when the module is not loaded.
   folders = [f[2:] for f in ldflags if f.startswith("-L") and f[2:]]
   folders += filter(None, os.environ.get("LIBRARY_PATH", "").split(":"))
   link = [*ldflags, "-ljpeg", *(f"-Wl,-rpath,{folder}" for folder in folders)]
-  target = user_cache() / f"partial_jpeg-{_key()}-{version}.so"
+  target = user_cache() / f"partial_jpeg-{_key()}-{found[1]}.so"
   target.parent.mkdir(parents=True, exist_ok=True)
   with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
     built = Path(scratch) / "built.so"
-    to_library = ["-shared", "-fPIC", str(SOURCE), "-o", str(built)]
-    _compile(["-O3", *cflags, *to_library, *link])
+    _compile(["-O3", *cflags, "-shared", "-fPIC", str(SOURCE), "-o", str(built), *link])
     try:
-      _checked(built)
+      _open(built)
     except OSError as e:
       raise ConfigError(
-        f"libjpeg={version}: what was built {e}; use libjpeg-turbo 2.1 or newer, with "
+        f"libjpeg={found[1]}: what was built {e}; use libjpeg-turbo 2.1 or newer, with "
         "its SIMD code"
       ) from None
     os.replace(built, target)  # no process sees half of it

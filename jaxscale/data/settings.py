@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -36,7 +35,18 @@ class Digits(Data):
     return data.digits("train", augment=self.augment), data.digits("test")
 
 
-class TFDS(Data):
+class _Images(Data):
+  """Encoded images, of which `_split` makes views of a size."""
+
+  def build(self: Any) -> Split:
+    held_out = self._split(self.eval_split, self.image_size, "none")
+    return self.resized(self.image_size), held_out
+
+  def resized(self: Any, image_size: int) -> Dataset:
+    return self._split(self.train_split, image_size, self.augment)
+
+
+class TFDS(_Images):
   """Any image-classification dataset of TensorFlow Datasets, by its name.
 
   Attributes:
@@ -71,15 +81,6 @@ class TFDS(Data):
         "TFDS.cache=True: crops are cut from whole images, set it to False"
       )
 
-  def build(self) -> Split:
-    return (
-      self._split(self.train_split, self.image_size, self.augment),
-      self._split(self.eval_split, self.image_size, "none"),
-    )
-
-  def resized(self, image_size: int) -> Dataset:
-    return self._split(self.train_split, image_size, self.augment)
-
   def _split(self, split: str, image_size: int | None, augment: Any) -> Dataset:
     from jaxscale import data
 
@@ -89,7 +90,7 @@ class TFDS(Data):
     )  # fmt: skip
 
 
-class ImageFolder(Data):
+class ImageFolder(_Images):
   """Image files in one directory a class, as clusters keep ImageNet.
 
   Attributes:
@@ -107,15 +108,6 @@ class ImageFolder(Data):
   image_size: Count = 224
   augment: Literal["none", "flip", "crop"] = "crop"
   eval_view: Literal["mlperf", "google"] = "mlperf"
-
-  def build(self) -> Split:
-    return (
-      self._split(self.train_split, self.image_size, self.augment),
-      self._split(self.eval_split, self.image_size, "none"),
-    )
-
-  def resized(self, image_size: int) -> Dataset:
-    return self._split(self.train_split, image_size, self.augment)
 
   def _split(self, split: str, image_size: int, augment: Any) -> Dataset:
     from jaxscale import data
@@ -185,9 +177,7 @@ class Arrays(Data):
   def build(self) -> Split:
     from jaxscale.data.arrays import array_splits
 
-    return array_splits(
-      **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-    )
+    return array_splits(**vars(self))
 
   def __eq__(self, other: object) -> bool:
     return type(other) is Arrays and self.as_plain() == other.as_plain()
@@ -197,11 +187,10 @@ class Arrays(Data):
 
   def as_plain(self) -> dict[str, Any]:
     """The fields as JSON, of arrays their checksums."""
-    fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-    return {n: _checksum(v) if n in ARRAYS else v for n, v in fields.items()}
+    return {n: _checksum(v) if n in ARRAYS else v for n, v in vars(self).items()}
 
   def __repr__(self) -> str:
-    given = {n: getattr(self, n) for n in ARRAYS if getattr(self, n) is not None}
+    given = {n: v for n in ARRAYS if (v := getattr(self, n)) is not None}
     shapes = [f"{n}={getattr(v, 'shape', len(v))}" for n, v in given.items()]
     return f"Arrays({', '.join(shapes)})"
 
@@ -241,7 +230,39 @@ class Text(Data):
     return _abstract_text(self, 256, batch_size)
 
 
-class TFDSText(Data):
+class _TokenizedText(Data):
+  """Text whose tokens are made once and kept.
+
+  Attributes:
+    tokenizer: "bytes", or the path of a tokenizer.json of Hugging Face.
+    separator: the tokenizer's token between documents; None: by its usual names.
+    sequence_length: tokens of an example.
+    cache_dir: where its tokens are kept; None: ~/.cache/jaxscale/text.
+  """
+
+  tokenizer: str = "bytes"
+  separator: str | None = None
+  sequence_length: Count = 256
+  cache_dir: str | None = None
+
+  def __post_init__(self):
+    if self.separator is not None and self.tokenizer == "bytes":
+      raise ConfigError(
+        f"{type(self).__name__}.separator={self.separator!r}: bytes are separated by "
+        "byte 0, leave it out or give a tokenizer"
+      )
+
+  def _splits(self, make: Any, where: str) -> Split:
+    options = vars(self).copy()
+    names = (where, "train_split", "eval_split")
+    place, train, held_out = (options.pop(name) for name in names)
+    return make(place, train, **options), make(place, held_out, **options)
+
+  def abstract(self, batch_size: int) -> Split:
+    return _abstract_text(self, getattr(self, "vocab_size", None), batch_size)
+
+
+class TFDSText(_TokenizedText):
   """Any text dataset of TensorFlow Datasets, by its name.
 
   Attributes:
@@ -249,75 +270,40 @@ class TFDSText(Data):
     feature: the one that is the text; an example is a document.
     train_split: documents trained on, in TFDS's split notation.
     eval_split: documents evaluated on.
-    tokenizer: "bytes", or the path of a tokenizer.json of Hugging Face.
-    separator: the tokenizer's token between documents; None: by its usual names.
-    sequence_length: tokens of an example.
     data_dir: where it is prepared; None: $TFDS_DATA_DIR or TFDS's own default.
-    cache_dir: where its tokens are kept; None: ~/.cache/jaxscale/text.
   """
 
   name: str
   feature: str = "text"
   train_split: str = "train"
   eval_split: str = "test"
-  tokenizer: str = "bytes"
-  separator: str | None = None
-  sequence_length: Count = 256
   data_dir: str | None = None
-  cache_dir: str | None = None
-
-  def __post_init__(self):
-    _check_separator(self)
 
   def build(self) -> Split:
     from jaxscale import data
 
-    return _text_splits(self, data.tfds_text, "name")
-
-  def abstract(self, batch_size: int) -> Split:
-    return _abstract_text(self, None, batch_size)
+    return self._splits(data.tfds_text, "name")
 
 
-class TextFiles(Data):
+class TextFiles(_TokenizedText):
   """Text in files: NAME.txt, or NAME.bin of tokens as nanoGPT keeps them.
 
   Attributes:
     path: directory of the splits.
     train_split: NAME of a file without its ending, or of a directory of files.
     eval_split: likewise, of what is evaluated on.
-    tokenizer: of .txt files: "bytes", or the path of a tokenizer.json.
-    separator: the tokenizer's token between documents; None: by its usual names.
     vocab_size: of .bin files, whose tokens are below it (uint16 up to 65,536).
-    sequence_length: tokens of an example.
-    cache_dir: where tokens of .txt files are kept; None: ~/.cache/jaxscale/text.
   """
 
   path: str
   train_split: str = "train"
   eval_split: str = "val"
-  tokenizer: str = "bytes"
-  separator: str | None = None
   vocab_size: Annotated[int | None, ">= 1"] = None
-  sequence_length: Count = 256
-  cache_dir: str | None = None
-
-  def __post_init__(self):
-    _check_separator(self)
 
   def build(self) -> Split:
     from jaxscale import data
 
-    return _text_splits(self, data.text_files, "path")
-
-  def abstract(self, batch_size: int) -> Split:
-    return _abstract_text(self, self.vocab_size, batch_size)
-
-
-def _text_splits(d: TFDSText | TextFiles, make: Any, where: str) -> Split:
-  options = {f.name: getattr(d, f.name) for f in dataclasses.fields(d)}
-  place, train = options.pop(where), options.pop("train_split")
-  held_out = options.pop("eval_split")
-  return make(place, train, **options), make(place, held_out, **options)
+    return self._splits(data.text_files, "path")
 
 
 def _abstract_text(d: Any, vocab_size: int | None, batch_size: int) -> Split:
@@ -330,17 +316,5 @@ def _abstract_text(d: Any, vocab_size: int | None, batch_size: int) -> Split:
     vocab_size = read_tokenizer(d.tokenizer, d.separator, field=field).vocab_size
   info = TextInfo(type(d).__name__, vocab_size, d.sequence_length)
   # So long that a run of it has steps: the program does not depend on how many.
-  some = Dataset(info, 1000 * batch_size, _no_rows)
+  some = Dataset(info, 1000 * batch_size, lambda indices, draws: {})
   return some, some
-
-
-def _no_rows(indices: Any, draws: Any) -> Any:
-  raise AssertionError("these data are there for their shape alone")
-
-
-def _check_separator(data: TFDSText | TextFiles) -> None:
-  if data.separator is not None and data.tokenizer == "bytes":
-    raise ConfigError(
-      f"{type(data).__name__}.separator={data.separator!r}: bytes are separated by "
-      "byte 0, leave it out or give a tokenizer"
-    )

@@ -6,6 +6,7 @@ Prepared as array_record, which TFDS reads by index, or as TFRecord, which
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,8 +17,8 @@ import numpy as np
 
 from jaxscale.config.validation import closest, nearest
 from jaxscale.data.augment import AugmentName, EvalView
-from jaxscale.data.dataset import Dataset, Record, Source
-from jaxscale.data.encoded import from_source, image_info
+from jaxscale.data.dataset import Dataset
+from jaxscale.data.encoded import Record, Source, from_source, image_info
 from jaxscale.data.faults import raise_if_system_error
 from jaxscale.data.stream import packed, windows
 from jaxscale.data.tokenizer import read_tokenizer
@@ -100,22 +101,20 @@ def _opened(
   def name_of(index: int) -> str:
     return f"{name} {split!r} example {index}"
 
-  def record(example: Any) -> Record:
-    return Record(example[image_key], int(example[label_key]))
+  def records(found: Iterable[Any]) -> list[Record | None]:
+    return [Record(x[image_key], int(x[label_key])) for x in found]
 
   def read_one(index: int) -> Record | None:
     try:
-      return record(get(index))
+      return records([get(index)])[0]
     except Exception as e:  # each format has its own for damaged bytes
       raise_if_system_error(e, name_of(index))
-      return None
 
   def read(indices: Sequence[int]) -> Iterable[Record | None]:
     if get_many is not None:
-      try:
-        return list(map(record, get_many(list(indices))))
-      except Exception:  # one of them is damaged: find out which
-        pass
+      # One of them is damaged: find out which.
+      with contextlib.suppress(Exception):
+        return records(get_many(list(indices)))
     return map(read_one, indices)
 
   return Source(size, read, name_of, lambda _: jpegs)

@@ -24,9 +24,7 @@ INFO = DatasetInfo("digits", (8, 8, 1), 10, mean=(4.89,), std=(6.01,))
 
 
 def digits(
-  split: Literal["train", "test"],
-  *,
-  augment: Literal["none", "shift"] = "shift",
+  split: Literal["train", "test"], *, augment: Literal["none", "shift"] = "shift"
 ) -> Dataset:
   """The digits: 1,437 to train on or 360 to test on.
 

@@ -9,7 +9,8 @@ from PIL import Image
 from jaxscale import data
 from jaxscale.data import augment, jpeg
 from jaxscale.data.arrays import from_arrays
-from jaxscale.data.dataset import NUM_DRAWS, DatasetInfo
+from jaxscale.data.augment import NUM_DRAWS
+from jaxscale.data.dataset import DatasetInfo
 from jaxscale.errors import ConfigError
 
 
@@ -262,7 +263,7 @@ def test_tfds_by_name(tmp_path, monkeypatch):
 def test_tfds_mistakes_are_one_line(tmp_path):
   for name, hint in (
     ("fashion_mnst", "did you mean 'fashion_mnist'"),
-    ("fashion_mnist", "jaxscale.data.prepare fashion_mnist"),
+    ("fashion_mnist", "jaxscale prepare fashion_mnist"),
     ("glue", "glue"),
   ):
     with pytest.raises(ConfigError, match=hint) as error:

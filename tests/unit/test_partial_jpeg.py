@@ -4,6 +4,7 @@ import io
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -90,6 +91,12 @@ def boxes(height, width, number=25):
     yield int(top), int(left), h, w
 
 
+def decode_box(data, box, channels):
+  decode = partial_jpeg.library().decode
+  assert decode is not None
+  return decode(data, box, channels)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_box_has_the_pixels_of_a_whole_decode(built, photo, kind):
   for height, width in [(120, 150), (48, 64), (37, 53), (17, 9), (70, 3), (1, 1)]:
@@ -98,7 +105,7 @@ def test_a_box_has_the_pixels_of_a_whole_decode(built, photo, kind):
       expected = whole(encoded, channels)
       for top, left, h, w in boxes(height, width):
         np.testing.assert_array_equal(
-          partial_jpeg.decode_box(encoded, (top, left, h, w), channels),
+          decode_box(encoded, (top, left, h, w), channels),
           expected[top : top + h, left : left + w],
           err_msg=f"{kind} {height}x{width}, box {top, left, h, w}",
         )
@@ -165,10 +172,10 @@ def test_damage_below_the_box_does_no_harm(built, photo):
   torn = encoded[:half] + b"\0" * 200 + encoded[half + 200 :]
   with pytest.raises(ValueError):
     whole(torn, 3)
-  box = partial_jpeg.decode_box(torn, (0, 0, 32, 128), 3)
+  box = decode_box(torn, (0, 0, 32, 128), 3)
   np.testing.assert_array_equal(box, whole(encoded, 3)[:32])
-  assert partial_jpeg.decode_box(torn, (0, 0, 128, 128), 3) is None
-  assert partial_jpeg.decode_box(encoded[:-2], (0, 0, 8, 8), 3) is None  # no end
+  assert decode_box(torn, (0, 0, 128, 128), 3) is None
+  assert decode_box(encoded[:-2], (0, 0, 8, 8), 3) is None  # no end
 
 
 def test_what_is_not_for_it_is_left_alone(built, photo):
@@ -177,10 +184,10 @@ def test_what_is_not_for_it_is_left_alone(built, photo):
   Image.fromarray(small).convert("CMYK").save(cmyk, "JPEG")
   Image.fromarray(small).save(png, "PNG")
   for other in (cmyk.getvalue(), png.getvalue(), b"", b"\xff\xd8"):
-    assert partial_jpeg.decode_box(other, (0, 0, 8, 8), 3) is None
+    assert decode_box(other, (0, 0, 8, 8), 3) is None
   encoded = KINDS["420"](small)
   for box in [(0, 0, 41, 8), (33, 0, 8, 8), (0, 40, 1, 1), (0, 0, 0, 8), (-1, 0, 8, 8)]:
-    assert partial_jpeg.decode_box(encoded, box, 3) is None
+    assert decode_box(encoded, box, 3) is None
   view, kind = jpeg.decode_view(cmyk.getvalue(), 16, 3, uniform(0, np.arange(1))[0])
   assert kind == "CMYK" and view.shape == (16, 16, 3)
 
@@ -260,7 +267,8 @@ def test_a_library_that_does_not_fit_is_not_used(bare, photo, monkeypatch):
   partial_jpeg.library.cache_clear()
   found = partial_jpeg.library()
   assert found.decode is None and "does not load" in found.text
-  monkeypatch.setattr(partial_jpeg, "_open", lambda path: lambda *args: 0)
+  other = SimpleNamespace(jaxscale_jpeg_box=lambda *args: 0)
+  monkeypatch.setattr(partial_jpeg.ctypes, "CDLL", lambda path, mode: other)
   partial_jpeg.library.cache_clear()
   found = partial_jpeg.library()
   assert found.decode is None and "other pixels than simplejpeg" in found.text
