@@ -47,7 +47,7 @@ def check_zigzag(tokens: int) -> None:
   """
   if tokens % 2:
     raise ConfigError(
-      f"tokens={tokens} a device: order='zigzag' needs an even number, two pieces"
+      f"tokens={tokens} per device: order='zigzag' needs an even number, two pieces"
     )
 
 

@@ -230,7 +230,7 @@ def test_a_folder_for_transformers_says_what_its_parameters_mean(
   for to in (tmp_path / "other.safetensors", workdir / "model.safetensors"):
     kept = (to.parent / "config.json").read_text()
     code, line = typed(capsys, "--workdir", workdir, "--to", to, "--naming=huggingface")
-    assert code == 2 and "give a path in a folder of its own" in line
+    assert code == 2 and "give a file in a folder of its own" in line
     assert (to.parent / "config.json").read_text() == kept and not to.exists()
   # Another model of the same shapes does not take it.
   changes = dict(

@@ -304,7 +304,7 @@ MISTAKES = {
     lambda q, k: ring_attention(
       q[:, :5], k[:, :5], k[:, :5], axis="model", causal=True, order="zigzag"
     ),
-    r"tokens=5 a device: order='zigzag' needs an even number, two pieces",
+    r"tokens=5 per device: order='zigzag' needs an even number, two pieces",
   ),
   "way": (lambda q, k: split(attend="rings"), r"attend='rings': did you mean 'ring'\?"),
   "order": (
