@@ -32,26 +32,11 @@ from jaxscale.parallel.layout import Layout, local_grad_shapes
 from jaxscale.parallel.layout_exchange import exchange_axes
 from jaxscale.parallel.run_stack import PipelineGrads
 from jaxscale.training import nan_guard
-from jaxscale.training.local_step import (
-  WorkerState,
-  abstract_local_state,
-  init_local_state,
-  make_local_train_step,
-)
-from jaxscale.training.state import (
-  TrainState,
-  abstract_state,
-  init_state,
-  make_init,
-)
-from jaxscale.training.step import (
-  Batch,
-  EvalStep,
-  LossFn,
-  TrainStep,
-  make_eval_step,
-  make_train_step,
-)
+from jaxscale.training import state as states
+from jaxscale.training import step as steps
+from jaxscale.training.local_step import make_local_train_step
+from jaxscale.training.state import TrainState, WorkerState
+from jaxscale.training.step import Batch, EvalStep, LossFn, TrainStep
 from jaxscale.tree_paths import path_name
 
 
@@ -96,7 +81,7 @@ class Experiment:
         loss, self.tx, self.mesh, self.exchange, self.sync.method,
         workers=self.sync.workers, last_step=self.derived.total_steps, **options,
       )  # fmt: skip
-    return make_train_step(
+    return steps.make_train_step(
       loss, self.tx, self.mesh, self.exchange, layout=self.layout,
       ema_decay=config.ema_decay, noise_scale=config.noise_scale, **options,
     )  # fmt: skip
@@ -115,22 +100,21 @@ class Experiment:
       info = self.eval_data.info
       classes = getattr(info, "num_classes", None) or getattr(info, "vocab_size", 0)
       start["given"] = imported(self.config, classes, self.abstract_state(), say)
-    if self.sync is not None:
-      return init_local_state(*self._parts(), self.sync.method, **start)
-    return init_state(*self._parts(), **self._kept(), **start)
+    parts, options = self._init_parts()
+    return states.init_state(*parts, **options, **start)
 
   def abstract_state(self) -> TrainState:
     """Shapes, dtypes and shardings of the state, without computing it."""
-    if self.sync is not None:
-      return abstract_local_state(*self._parts(), self.sync.method)
-    return abstract_state(*self._parts(), **self._kept())
+    parts, options = self._init_parts()
+    return states.abstract_state(*parts, **options)
 
   def lower_init_state(self) -> Any:
     """What makes the state, as `jax.stages.Lowered`."""
     assert self.sync is None, "workers that train alone have whole models"
     key = jax.eval_shape(jax.random.key, self.config.seed)
     key = jax.ShapeDtypeStruct((), key.dtype, sharding=replicated(self.mesh))
-    return make_init(*self._parts(), **self._kept()).lower(key, {})
+    parts, options = self._init_parts()
+    return states.make_init(*parts, **options).lower(key, {})
 
   def abstract_batch(self) -> Batch:
     """Shapes, dtypes and shardings of a global training batch."""
@@ -152,15 +136,14 @@ class Experiment:
     """The train step, compiled ahead of its first call."""
     return one_at_a_time(self.lower_train_step(abstract).compile(), self.mesh)
 
-  def _parts(self):
-    return init_fn(self.model), self.tx, self.mesh, self.exchange
-
-  def _kept(self):
-    config = self.config
-    return {
+  def _init_parts(self):
+    parts = init_fn(self.model), self.tx, self.mesh, self.exchange
+    if self.sync is not None:
+      return parts, {"local": self.sync.method}
+    averages = {"average": self.config.ema_decay is not None}
+    return parts, averages | {
       "layout": self.layout,
-      "average": config.ema_decay is not None,
-      "noise_scale": config.noise_scale,
+      "noise_scale": self.config.noise_scale,
     }
 
 
@@ -199,7 +182,7 @@ def experiment(
   _check_paths(config, model)
   layout = layouts.make_layout(config, mesh, model)
   totals = layouts.make_totals(model, layout, build(config.loss, eval_data.info))
-  eval_step = make_eval_step(totals, mesh, layout)
+  eval_step = steps.make_eval_step(totals, mesh, layout)
   shared = config, derived, mesh, model, layout
   return Experiment(
     config=config, derived=derived, mesh=mesh, eval_data=eval_data, model=model,

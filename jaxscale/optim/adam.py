@@ -19,15 +19,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxscale.optim.layers import (
-  Layer,
-  default_float,
-  in_float32,
-  initial_ratios,
-  layer_norm,
-  layers_of,
-  ratio_tree,
-)
+from jaxscale.optim import layers
+from jaxscale.optim.layers import default_float, in_float32, layer_norm, map_layers
 from jaxscale.optim.masks import Mask, kernels
 from jaxscale.optim.rate import scale_by_rate
 
@@ -77,21 +70,20 @@ def lamb(
     raise ValueError(f"phi_min={phi_min}, phi_max={phi_max}: need 0 <= min <= max")
 
   def init(params):
-    return initial_ratios(params, layers_of(params, mask, stacked))
+    return layers.initial_ratios(params, mask, stacked)
+
+  def scaled(layer, w, r):
+    if not layer.chosen:
+      return r, optax.MaskedNode()
+    top, bottom = jnp.clip(layer_norm(w, layer), phi_min, phi_max), layer_norm(r, layer)
+    defined = (top > 0) & (bottom > 0)
+    ratio = jnp.where(defined, top / jnp.where(defined, bottom, 1.0), 1.0)
+    return ratio * r, layers.kept(ratio)
 
   def scale_by_trust_ratio(updates, state, params=None):
     del state
-    weights, treedef = jax.tree.flatten(params)
-    updates, layers = treedef.flatten_up_to(updates), layers_of(params, mask, stacked)
-    ratios = [
-      _ratio(w, r, layer, phi_min, phi_max) if layer.chosen else None
-      for w, r, layer in zip(weights, updates, layers, strict=True)
-    ]
-    scaled = [
-      r if ratio is None else ratio * r
-      for r, ratio in zip(updates, ratios, strict=True)
-    ]
-    return treedef.unflatten(scaled), ratio_tree(treedef, ratios)
+    updates, ratios = map_layers(2, scaled, params, mask, stacked, updates)
+    return updates, layers.TrustRatios(ratios)
 
   return in_float32(
     optax.chain(
@@ -151,26 +143,26 @@ def _scale_by_adam(
   """
 
   def init(params):
-    zeros = optax.tree.zeros_like
-    return optax.ScaleByAdamState(
-      jnp.zeros([], jnp.int32), zeros(params), zeros(params)
-    )
+    mu, nu = optax.tree.zeros_like((params, params))
+    return optax.ScaleByAdamState(jnp.zeros([], jnp.int32), mu, nu)
 
   def update(updates, state, params=None):
     del params
     count = state.count + 1
     mu = optax.tree.update_moment(updates, state.mu, b1, 1)
     nu = optax.tree.update_moment(updates, state.nu, b2, 2)
+    # 1 - b^t without cancellation.
+    steps = count.astype(default_float())
     c1, c2 = (
-      _one_minus_power(b, count) if bias_correction else jnp.ones([], default_float())
+      -jnp.expm1(steps * math.log(b)) if bias_correction and b else jnp.ones_like(steps)
       for b in (b1, b2)
     )
-    directions = jax.tree.map(
-      lambda m, v: m / c1.astype(m.dtype) / (jnp.sqrt(v / c2.astype(v.dtype)) + eps),
-      mu,
-      nu,
-    )
-    return directions, optax.ScaleByAdamState(count, mu, nu)
+
+    def direction(m, v):
+      return m / c1.astype(m.dtype) / (jnp.sqrt(v / c2.astype(v.dtype)) + eps)
+
+    state = optax.ScaleByAdamState(count, mu, nu)
+    return jax.tree.map(direction, mu, nu), state
 
   return optax.GradientTransformation(init, update)
 
@@ -179,23 +171,6 @@ def _decay(
   weight_decay: float, mask: Mask | None, stacked: Mask | None
 ) -> optax.GradientTransformation:
   def chosen(params):
-    layers = layers_of(params, mask, stacked)
-    return jax.tree.structure(params).unflatten([layer.chosen for layer in layers])
+    return map_layers(1, lambda layer, _: (layer.chosen,), params, mask, stacked)[0]
 
   return optax.add_decayed_weights(weight_decay, mask=chosen)
-
-
-def _one_minus_power(b: float, count: jax.Array) -> jax.Array:
-  """1 - b^count without cancellation."""
-  if b == 0:
-    return jnp.ones([], default_float())
-  return -jnp.expm1(count.astype(default_float()) * math.log(b))
-
-
-def _ratio(
-  w: jax.Array, r: jax.Array, layer: Layer, phi_min: float, phi_max: float | None
-) -> jax.Array:
-  """phi(|w|) / |r|, 1 where one of them is 0."""
-  top, bottom = jnp.clip(layer_norm(w, layer), phi_min, phi_max), layer_norm(r, layer)
-  defined = (top > 0) & (bottom > 0)
-  return jnp.where(defined, top / jnp.where(defined, bottom, 1.0), 1.0)

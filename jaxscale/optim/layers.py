@@ -7,6 +7,7 @@ whatever the dtype of the parameters; float64 stays float64.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -45,18 +46,38 @@ def layers_of(
     ValueError: a leaf is called stacked and has no dims.
   """
   is_stacked = flags_of(stacked, params, default=False)
-
-  def one_layer(leaf: Any, many: bool) -> Any:
-    if not many:
-      return leaf
-    if not leaf.shape:
-      raise ValueError("stacked: a scalar has no first dim to count layers")
-    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
-
   leaves, treedef = jax.tree.flatten(params)
-  single = [one_layer(x, many) for x, many in zip(leaves, is_stacked, strict=True)]
-  chosen = flags_of(mask, jax.tree.unflatten(treedef, single), default=True)
+  for i in (i for i, many in enumerate(is_stacked) if many):
+    if not leaves[i].shape:
+      raise ValueError("stacked: a scalar has no first dim to count layers")
+    leaves[i] = jax.ShapeDtypeStruct(leaves[i].shape[1:], leaves[i].dtype)
+  chosen = flags_of(mask, treedef.unflatten(leaves), default=True)
   return [Layer(*flags) for flags in zip(chosen, is_stacked, strict=True)]
+
+
+def map_layers(
+  outputs: int,
+  function: Callable[..., tuple],
+  params: Any,
+  mask: Mask | Any | None,
+  stacked: Mask | Any | None,
+  *trees: Any,
+) -> list[Any]:
+  """Trees like the parameters, one for each value that `function` gives for a leaf.
+
+  Args:
+    outputs: how many values.
+    function: (layer, leaf of `params`, leaf of each of `trees`) -> values.
+    params: arrays, or anything with shape and dtype.
+    mask: as of `layers_of`.
+    stacked: likewise.
+    trees: like the parameters.
+  """
+  leaves, treedef = jax.tree.flatten(params)
+  columns = [treedef.flatten_up_to(tree) for tree in trees]
+  rows = zip(layers_of(params, mask, stacked), leaves, *columns, strict=True)
+  values = [function(*row) for row in rows]
+  return [treedef.unflatten([row[i] for row in values]) for i in range(outputs)]
 
 
 def flags_of(mask: Mask | Any | None, params: Any, *, default: bool) -> list[bool]:
@@ -130,25 +151,19 @@ class TrustRatios(NamedTuple):
   tree: Any
 
 
-def initial_ratios(params: Any, layers: list[Layer]) -> TrustRatios:
+def initial_ratios(params: Any, mask: Any, stacked: Any) -> TrustRatios:
   """Ones for every chosen layer."""
-  leaves, treedef = jax.tree.flatten(params)
-  ratios = [
-    jnp.ones(leaf.shape[:1] if layer.stacked else ()) if layer.chosen else None
-    for leaf, layer in zip(leaves, layers, strict=True)
-  ]
-  return ratio_tree(treedef, ratios)
+
+  def ones(layer, leaf):
+    shape = leaf.shape[:1] if layer.stacked else ()
+    return (jnp.ones(shape, jnp.float32) if layer.chosen else optax.MaskedNode(),)
+
+  return TrustRatios(*map_layers(1, ones, params, mask, stacked))
 
 
-def ratio_tree(treedef: Any, ratios: list[jax.Array | None]) -> TrustRatios:
-  """Ratios of any float dtype and dims [] or [layers, 1, ...], in leaf order."""
-
-  def keep(ratio: jax.Array | None) -> Any:
-    if ratio is None:
-      return optax.MaskedNode()
-    return (ratio.reshape(-1) if ratio.ndim else ratio).astype(jnp.float32)
-
-  return TrustRatios(jax.tree.unflatten(treedef, [keep(r) for r in ratios]))
+def kept(ratio: jax.Array) -> jax.Array:
+  """As `TrustRatios` keeps a ratio of any float dtype and dims [] or [layers, 1, …]."""
+  return (ratio.reshape(-1) if ratio.ndim else ratio).astype(jnp.float32)
 
 
 def trust_ratios(opt_state: Any) -> dict[str, jax.Array]:

@@ -26,15 +26,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxscale.optim.layers import (
-  Layer,
-  TrustRatios,
-  default_float,
-  in_float32,
-  initial_ratios,
-  layers_of,
-  ratio_tree,
-)
+from jaxscale.optim import layers
+from jaxscale.optim.layers import Layer, TrustRatios, default_float
 from jaxscale.optim.masks import Mask, kernels
 from jaxscale.optim.rate import rate_at
 
@@ -162,21 +155,25 @@ def momentum_rule(
   """
 
   def init(params):
-    layers = layers_of(params, mask, stacked)
-    if ratio is None:
-      layers = [layer._replace(chosen=False) for layer in layers]
+    has_ratio = mask if ratio else jax.tree.map(lambda _: False, params)
     return MomentumState(
       count=jnp.zeros([], jnp.int32),
       learning_rate=jnp.zeros([], default_float()),
       velocity=optax.tree.zeros_like(params),
-      trust_ratios=initial_ratios(params, layers),
+      trust_ratios=layers.initial_ratios(params, has_ratio, stacked),
     )
 
   def update(updates, state, params=None):
     rate = rate_at(learning_rate, state.count)
-    correction = _correction(momentum_correction, rate, state)
+    correction = 1.0  # or lr_t / lr_{t-1}
+    if momentum_correction is not False:
+      before = state.learning_rate
+      usable = before > 0  # 0 also stands for "no step yet"
+      if momentum_correction is not True:
+        usable &= state.count < momentum_correction
+      correction = jnp.where(usable, rate / jnp.where(usable, before, 1.0), 1.0)
 
-    def step(w, g, v, layer):
+    def step(layer, w, g, v):
       """(update, velocity, trust ratio) of one leaf."""
       lr = rate.astype(v.dtype)
       r = ratio(g, w, lr, layer) if ratio and layer.chosen else None
@@ -191,29 +188,11 @@ def momentum_rule(
       v = jnp.asarray(momentum * correction, v.dtype) * v + entered
       # The look-ahead is not corrected: the next step's rate is not known yet.
       moved = outside * (entered + momentum * v if nesterov else v)
-      return -moved, v, r
+      return -moved, v, optax.MaskedNode() if r is None else layers.kept(r)
 
-    leaves, treedef = jax.tree.flatten(params)
-    trees = [treedef.flatten_up_to(t) for t in (updates, state.velocity)]
-    layers = layers_of(params, mask, stacked)
-    steps = [step(*leaf) for leaf in zip(leaves, *trees, layers, strict=True)]
-    return treedef.unflatten([moved for moved, *_ in steps]), MomentumState(
-      count=state.count + 1,
-      learning_rate=rate,
-      velocity=treedef.unflatten([v for _, v, _ in steps]),
-      trust_ratios=ratio_tree(treedef, [r for *_, r in steps]),
+    moved, velocity, ratios = layers.map_layers(
+      3, step, params, mask, stacked, updates, state.velocity
     )
+    return moved, MomentumState(state.count + 1, rate, velocity, TrustRatios(ratios))
 
-  return in_float32(optax.GradientTransformation(init, update))
-
-
-def _correction(
-  wanted: bool | int, rate: jax.Array, state: MomentumState
-) -> jax.Array | float:
-  """lr_t / lr_{t-1}, or 1."""
-  if wanted is False:
-    return 1.0
-  usable = state.learning_rate > 0  # 0 also stands for "no step yet"
-  if wanted is not True:
-    usable &= state.count < wanted
-  return jnp.where(usable, rate / jnp.where(usable, state.learning_rate, 1.0), 1.0)
+  return layers.in_float32(optax.GradientTransformation(init, update))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax
 import optax
 from optax.contrib import MuonDimensionNumbers
 
-from jaxscale.optim.layers import Layer, flags_of, in_float32, layers_of
+from jaxscale.optim.layers import Layer, flags_of, in_float32, map_layers
 from jaxscale.optim.masks import Mask, kernels
 from jaxscale.optim.rate import scale_by_rate
 
@@ -70,25 +71,19 @@ def muon(
   """
 
   def labels(params):
-    leaves, treedef = jax.tree.flatten(params)
-    given = flags_of(by_adam, params, default=False)
-    # In alphabetical order: `learning_rate` reads the kernels' first.
-    labels = [
-      "rest"
-      if _matrix(leaf, layer) is None
-      else "outer kernels"
-      if is_given_to_adam
-      else "kernels"
-      for leaf, layer, is_given_to_adam in zip(
-        leaves, layers_of(params, mask, stacked), given, strict=True
-      )
-    ]
-    return treedef.unflatten(labels)
+    outer = flags_of(by_adam, params, default=False)
+    outer = jax.tree.structure(params).unflatten(outer)
+
+    def label(layer, leaf, is_outer):
+      # In alphabetical order: `learning_rate` reads the kernels' first.
+      if _matrix(layer, leaf)[0] is None:
+        return ("rest",)
+      return ("outer kernels" if is_outer else "kernels",)
+
+    return map_layers(1, label, params, mask, stacked, outer)[0]
 
   def matrices(params):
-    leaves, treedef = jax.tree.flatten(params)
-    pairs = zip(leaves, layers_of(params, mask, stacked), strict=True)
-    return treedef.unflatten([_matrix(*pair) for pair in pairs])
+    return map_layers(1, _matrix, params, mask, stacked)[0]
 
   inside = optax.contrib.muon(
     1.0,  # and -1 of optax: the rate follows
@@ -101,23 +96,20 @@ def muon(
     consistent_rms=consistent_rms,
   )
   rest_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
-
-  def adam(decay: float) -> optax.GradientTransformation:
-    return optax.adamw(
-      rest_rate, b1=b1, b2=b2, eps=eps, nesterov=nesterov, weight_decay=decay
-    )
-
+  adam = functools.partial(
+    optax.adamw, rest_rate, b1=b1, b2=b2, eps=eps, nesterov=nesterov
+  )
   parts: dict[Hashable, optax.GradientTransformation] = {
     "kernels": optax.chain(inside, scale_by_rate(learning_rate, flip_sign=False)),
-    "outer kernels": adam(weight_decay),
-    "rest": adam(0.0),
+    "outer kernels": adam(weight_decay=weight_decay),
+    "rest": adam(weight_decay=0.0),
   }
   return in_float32(optax.partition(parts, labels))
 
 
-def _matrix(leaf: Any, layer: Layer) -> MuonDimensionNumbers | None:
+def _matrix(layer: Layer, leaf: Any) -> tuple[MuonDimensionNumbers | None]:
   """Which dims of a leaf are a matrix's rows and columns; None: it has none."""
   first, last = int(layer.stacked), leaf.ndim - 1
   if not layer.chosen or last - first < 1:
-    return None
-  return MuonDimensionNumbers(tuple(range(first, last)), last)
+    return (None,)
+  return (MuonDimensionNumbers(tuple(range(first, last)), last),)

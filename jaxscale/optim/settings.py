@@ -5,12 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from jaxscale.config.bases import (
-  Optimizer,
-  OptimizerContext,
-  Schedule,
-  ScheduleContext,
-)
+from jaxscale.config.bases import Optimizer, OptimizerContext, Schedule, ScheduleContext
 from jaxscale.config.bounds import Fraction, NonNegative, Positive, check_pattern
 from jaxscale.errors import ConfigError
 
@@ -60,9 +55,7 @@ class SGD(Optimizer):
 
   follows_batch_neutrally = has_resettable_momentum = True
 
-  def build(
-    self, schedule: optax.Schedule, context: OptimizerContext
-  ) -> optax.GradientTransformation:
+  def build(self, schedule: optax.Schedule, context: OptimizerContext):
     from jaxscale import optim
 
     return optim.sgd(schedule, **_options(self, context))
@@ -102,9 +95,7 @@ class LARS(Optimizer):
   def __post_init__(self):
     _check_include(self)
 
-  def build(
-    self, schedule: optax.Schedule, context: OptimizerContext
-  ) -> optax.GradientTransformation:
+  def build(self, schedule: optax.Schedule, context: OptimizerContext):
     from jaxscale import optim
 
     return optim.lars(schedule, **_options(self, context))
@@ -125,9 +116,7 @@ class AdamW(Optimizer):
   eps: Positive = 1e-8
   weight_decay: NonNegative = 1e-4
 
-  def build(
-    self, schedule: optax.Schedule, context: OptimizerContext
-  ) -> optax.GradientTransformation:
+  def build(self, schedule: optax.Schedule, context: OptimizerContext):
     from jaxscale import optim
 
     return optim.adamw(schedule, **_options(self, context))
@@ -151,9 +140,7 @@ class LAMB(AdamW):
   def __post_init__(self):
     _check_include(self)
 
-  def build(
-    self, schedule: optax.Schedule, context: OptimizerContext
-  ) -> optax.GradientTransformation:
+  def build(self, schedule: optax.Schedule, context: OptimizerContext):
     from jaxscale import optim
 
     return optim.lamb(schedule, **_options(self, context))
@@ -177,9 +164,7 @@ class Muon(Optimizer):
   momentum: Fraction = 0.95
   weight_decay: NonNegative = 0.0
 
-  def build(
-    self, schedule: optax.Schedule, context: OptimizerContext
-  ) -> optax.GradientTransformation:
+  def build(self, schedule: optax.Schedule, context: OptimizerContext):
     from jaxscale import optim
 
     options = _options(self, context)
@@ -201,9 +186,7 @@ class Optax(Optimizer):
 
   make: Any
 
-  def build(
-    self, schedule: optax.Schedule, context: OptimizerContext
-  ) -> optax.GradientTransformation:
+  def build(self, schedule: optax.Schedule, context: OptimizerContext):
     del context
     made = self.make(schedule)
     if not (hasattr(made, "init") and hasattr(made, "update")):

@@ -68,14 +68,10 @@ class Report(NamedTuple):
     """The process that the others wait for."""
     return max(self.processes, key=lambda p: p.seconds)
 
-  def median(self) -> float:
-    """Of the processes' seconds."""
-    return statistics.median(p.seconds for p in self.processes)
-
   def spread(self) -> float:
     """From the fastest to the slowest process, as a share of the median."""
     seconds = [p.seconds for p in self.processes]
-    return (max(seconds) - min(seconds)) / self.median()
+    return (max(seconds) - min(seconds)) / statistics.median(seconds)
 
   def metrics(self) -> dict[str, float]:
     """By the names of `metrics.jsonl`, without their "perf/"."""
@@ -110,18 +106,12 @@ def time_exchange(
     With, without, and the last state.
 
   Example:
-    >>> took, without, _ = time_exchange(step, silent_step, copy_state(state, mesh),
-    ...                                  batch)               # doctest: +SKIP
+    >>> took, without, _ = time_exchange(step, silent_step, copy, batch)
+    ...                                                      # doctest: +SKIP
   """
-  calls = _Calls(state, batch)
-  seconds = in_turns(
-    {
-      "with": functools.partial(calls, train_step),
-      "without": functools.partial(calls, silent_step),
-    },
-    rounds,
-  )
-  return seconds["with"], seconds["without"], calls.state
+  steps = {"with": train_step, "without": silent_step}
+  seconds, state = _steps_in_turns(steps, state, batch, rounds)
+  return seconds["with"], seconds["without"], state
 
 
 def time_alone(
@@ -135,17 +125,27 @@ def time_alone(
     batch: likewise; not donated.
     rounds: how many steps, after two that are not counted.
   """
-  calls = _Calls(state, batch)
-  call = functools.partial(calls, local_step)
-  jax.block_until_ready(call())  # compiled before anybody times
+  # Compiled before anybody times.
+  state, _ = jax.block_until_ready(local_step(state, batch))
   cluster.barrier("step report")
-  seconds = in_turns({"alone": call}, rounds)["alone"]
-  return gather_alone(statistics.median(seconds))
+  seconds, _ = _steps_in_turns({"alone": local_step}, state, batch, rounds)
+  return _gather_alone(seconds["alone"])
 
 
-def gather_alone(seconds: float) -> tuple[Alone, ...]:
-  """What every process measured by itself, in their order; all must call it."""
-  own = (jax.process_index(), platform.node(), seconds)
+def _steps_in_turns(steps: dict[str, TrainStep], state, batch, rounds: int):
+  """(seconds of each step by round, the last state): all donate the one state."""
+
+  def call(step):
+    nonlocal state
+    state, metrics = step(state, batch)
+    return state, metrics
+
+  calls = {name: functools.partial(call, step) for name, step in steps.items()}
+  return in_turns(calls, rounds), state
+
+
+def _gather_alone(seconds: Sequence[float]) -> tuple[Alone, ...]:
+  own = jax.process_index(), platform.node(), statistics.median(seconds)
   return tuple(Alone(*found) for found in cluster.gather(own))
 
 
@@ -181,25 +181,23 @@ def text(report: Report, *, rows: int, num_devices: int) -> str:
   """
   exposed = max(report.exposed, 0.0)
   total = report.compute + exposed
-  fastest = min(p.seconds for p in report.processes)
-  slowest, median = report.slowest(), report.median()
   processes = "only one, nobody to wait for"
   if len(report.processes) > 1:
+    seconds = [p.seconds for p in report.processes]
+    slowest, median = report.slowest(), statistics.median(seconds)
     processes = (
-      f"alone on their own devices: {_ms(fastest)} to {_ms(slowest.seconds)}, median "
+      f"alone on their own devices: {_ms(min(seconds))} to {_ms(max(seconds))}, median "
       f"{_ms(median)}; slowest is process {slowest.process} ({slowest.host}), "
       f"{slowest.seconds / median:.0%} of the median"
     )
-  return "\n".join(
-    [
-      f"step report: {_ms(total)} per step of {rows:,} examples on "
-      f"{plural(num_devices, 'device')}, median of {report.rounds} rounds",
-      f"  compute   {_ms(report.compute)}: the same step without its exchange; sums of "
-      "metrics and BatchNorm's means are left in it",
-      f"  exchange  {_ms(exposed)} ({exposed / total:.0%}), give or take "
-      f"{_ms(report.give_or_take)}: communication and compression that is not hidden",
-      f"  processes {processes}",
-    ]
+  return (
+    f"step report: {_ms(total)} per step of {rows:,} examples on "
+    f"{plural(num_devices, 'device')}, median of {report.rounds} rounds\n"
+    f"  compute   {_ms(report.compute)}: the same step without its exchange; sums of "
+    "metrics and BatchNorm's means are left in it\n"
+    f"  exchange  {_ms(exposed)} ({exposed / total:.0%}), give or take "
+    f"{_ms(report.give_or_take)}: communication and compression that is not hidden\n"
+    f"  processes {processes}"
   )
 
 
@@ -232,66 +230,44 @@ def measure(
     rounds: see `time_exchange`.
   """
   mesh, sync, every = experiment.mesh, experiment.sync, 1
-  quiet = experiment.replace(exchange=silent(experiment.exchange, mesh.axis_names))
+  none = silent(experiment.exchange, mesh.axis_names)
+  quiet = experiment.replace(exchange=none)
   if sync is not None:
-
-    def synchronizing(every: int) -> build.Experiment:
-      method = sync.method._replace(every=every)
-      return experiment.replace(sync=sync._replace(method=method))
-
+    often, never = (
+      experiment.replace(sync=sync._replace(method=sync.method._replace(every=steps)))
+      for steps in (1, NEVER)
+    )
     every = sync.method.every
-    train_step = synchronizing(1).compile_train_step()
-    quiet = synchronizing(NEVER)
+    train_step, quiet = often.compile_train_step(), never
   silent_step = quiet.compile_train_step()
-  copy = copy_state(state, mesh)
+  # The same values in memory of their own.
+  copying = functools.partial(jax.tree.map, jnp.copy)
+  copy = jax.jit(copying, out_shardings=state_shardings(mesh))(state)
   # What most steps do is timed, not how the run begins.
   copy = copy._replace(exchange_state=past_warm_start(copy.exchange_state))
-  took, without, copy = time_exchange(
-    train_step, silent_step, copy, batch, rounds=rounds
-  )
+  steps = train_step, silent_step
+  took, without, copy = time_exchange(*steps, copy, batch, rounds=rounds)
   # Workers that train alone pay for a synchronization once in so many steps.
   took = [b + (a - b) / every for a, b in zip(took, without, strict=True)]
   if jax.process_count() == 1:  # its own devices are all there are
-    return make_report(took, without, gather_alone(statistics.median(without)))
+    return make_report(took, without, _gather_alone(without))
   here = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
   own = submesh(mesh, here)
   # Never asked for, but compiled: a real one may fit no other number of devices.
-  none = silent(experiment.exchange, mesh.axis_names)
   local_step = quiet.replace(mesh=own, exchange=none).train_step
   alone = time_alone(local_step, *_on(own, copy, batch), rounds=rounds)
   return make_report(took, without, alone)
 
 
-def copy_state(state: TrainState, mesh: Mesh) -> TrainState:
-  """The same values in memory of their own."""
-  copy = jax.jit(
-    lambda x: jax.tree.map(jnp.copy, x), out_shardings=state_shardings(mesh)
-  )
-  return copy(state)
-
-
 def _on(mesh: Mesh, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
   """What this process's devices hold, as arrays of its own mesh; nothing is copied."""
-  everywhere, spread = replicated(mesh), batch_sharding(mesh)
 
-  def here(x: jax.Array, sharding: Any) -> jax.Array:
+  def here(x: jax.Array, is_spread: bool) -> jax.Array:
     shards = [s.data for s in x.addressable_shards]
-    rows = len(shards) * shards[0].shape[0] if sharding is spread else None
-    shape = x.shape if rows is None else (rows, *x.shape[1:])
+    shape = (len(shards) * len(shards[0]), *x.shape[1:]) if is_spread else x.shape
+    sharding: Any = batch_sharding(mesh) if is_spread else replicated(mesh)
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
-  own = jax.tree.map(lambda x: here(x, spread), (state.exchange_state, batch))
-  shared = state._replace(exchange_state=())
-  shared = jax.tree.map(lambda x: here(x, everywhere), shared)
-  return shared._replace(exchange_state=own[0]), own[1]
-
-
-class _Calls:
-  """Steps one after another on a state that each of them donates."""
-
-  def __init__(self, state: TrainState, batch: Batch):
-    self.state, self.batch = state, batch
-
-  def __call__(self, step: TrainStep) -> Any:
-    self.state, metrics = step(self.state, self.batch)
-    return self.state, metrics
+  spread = TrainState(**{n: n == "exchange_state" for n in TrainState._fields})
+  where = jax.tree.broadcast((spread, True), (state, batch))
+  return jax.tree.map(here, (state, batch), where)

@@ -1,6 +1,3 @@
-from .local_step import WorkerState as WorkerState
-from .local_step import abstract_local_state as abstract_local_state
-from .local_step import init_local_state as init_local_state
 from .local_step import make_local_train_step as make_local_train_step
 from .loop import BadStep as BadStep
 from .loop import Callbacks as Callbacks
@@ -8,6 +5,7 @@ from .loop import NonFiniteError as NonFiniteError
 from .loop import evaluate as evaluate
 from .loop import train as train
 from .state import TrainState as TrainState
+from .state import WorkerState as WorkerState
 from .state import abstract_state as abstract_state
 from .state import init_state as init_state
 from .state import make_init as make_init

@@ -24,8 +24,8 @@ programs, jax 0.10.2).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,6 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxscale import optim
 from jaxscale.collectives import vary
 from jaxscale.collectives.cpu_workarounds import one_at_a_time
 from jaxscale.errors import ConfigError
@@ -42,117 +41,12 @@ from jaxscale.exchange import Exchange
 from jaxscale.exchange.local import LocalUpdate, reset_momentum
 from jaxscale.mesh import replicated
 from jaxscale.training import nan_guard
-from jaxscale.training.state import (
-  TrainState,
-  stack_over_devices,
-  state_shardings,
-  with_given,
-)
-from jaxscale.training.step import (
-  Batch,
-  LossFn,
-  Metrics,
-  TrainStep,
-  means,
-  on_cpu,
-  row_keys,
-  sum_grads,
-)
-
-
-class WorkerState(NamedTuple):
-  """What a device keeps for itself; in the state with a leading dim of devices.
-
-  Attributes:
-    params: w_k, float32; the same on all devices of a worker.
-    model_state: likewise.
-    opt_state: of the inner optimizer.
-    exchange_state: of the exchange of pseudo-gradients.
-  """
-
-  params: Any
-  model_state: Any
-  opt_state: Any
-  exchange_state: Any
-
-
-class Anchor(NamedTuple):
-  """What workers started from, the same on all devices.
-
-  Attributes:
-    params: W.
-    model_state: the mean of the workers'.
-    opt_state: of the outer optimizer.
-  """
-
-  params: Any
-  model_state: Any
-  opt_state: Any
-
-
-def init_local_state(
-  init_fn: Callable[[jax.Array], tuple[Any, Any]],
-  tx: optax.GradientTransformation,
-  mesh: Mesh,
-  exchange: Exchange,
-  method: LocalUpdate,
-  *,
-  seed: int = 0,
-  given: Mapping[str, jax.Array] | None = None,
-) -> TrainState:
-  """The state before the first step: all workers at the anchor.
-
-  Args:
-    init_fn: key -> (params, model_state).
-    tx: the workers' own optimizer.
-    mesh: where the state lives.
-    exchange: of the pseudo-gradients, for its state.
-    method: for the state of its outer optimizer.
-    seed: of the parameters.
-    given: what is not to be initialised; see `state.with_given`.
-
-  Raises:
-    ConfigError: `method` resets a momentum that `tx` does not have.
-  """
-  init = _make_local_init(init_fn, tx, mesh, exchange, method)
-  return init(jax.random.key(seed), given or {})
-
-
-def abstract_local_state(
-  init_fn: Callable[[jax.Array], tuple[Any, Any]],
-  tx: optax.GradientTransformation,
-  mesh: Mesh,
-  exchange: Exchange,
-  method: LocalUpdate,
-) -> TrainState:
-  """Shapes, dtypes and shardings of `init_local_state`, without computing it."""
-  init = _make_local_init(init_fn, tx, mesh, exchange, method)
-  return init.eval_shape(jax.random.key(0), {})
-
-
-def _make_local_init(init_fn, tx, mesh, exchange, method) -> Any:
-  """As `state.make_init`."""
-
-  def init(key, given):
-    params, model_state = with_given(init_fn(key), given)
-    inner = tx.init(params)
-    if method.reset_momentum:
-      reset_momentum(inner)  # raises now what the step would raise
-    worker = WorkerState(params, model_state, inner, exchange.init(params))
-    return TrainState(
-      step=jnp.zeros((), jnp.int32),
-      params=params,
-      model_state=model_state,
-      opt_state=method.outer.init(params),
-      exchange_state=stack_over_devices(worker, mesh),
-      average=(),
-    )
-
-  return jax.jit(init, out_shardings=state_shardings(mesh))
+from jaxscale.training import step as steps
+from jaxscale.training.state import TrainState, WorkerState, state_shardings
 
 
 def make_local_train_step(
-  loss_fn: LossFn,
+  loss_fn: steps.LossFn,
   tx: optax.GradientTransformation,
   mesh: Mesh,
   exchange: Exchange,
@@ -161,17 +55,16 @@ def make_local_train_step(
   workers: tuple[str, ...] | None = None,
   last_step: int | None = None,
   accumulate_steps: int = 1,
-  unroll: bool | None = None,
-  observe: Callable[[Any], Metrics] | None = None,
+  observe: Callable[[Any], steps.Metrics] | None = None,
   reduce_metrics: bool = True,
   skip_bad_steps: bool = False,
   seed: int = 0,
-) -> TrainStep:
+) -> steps.TrainStep:
   """Compile-ready `train_step(state, batch) -> (state, metrics)`.
 
-  The state is that of `init_local_state` and is donated. Metrics are means over
-  the global batch, each worker's at its own parameters; `grad_norm` is the mean of
-  the workers' norms, `learning_rate` of the rates that they applied.
+  The state is that of `init_state(..., local=method)` and is donated. Metrics are
+  means over the global batch, each worker's at its own parameters; `grad_norm` is the
+  mean of the workers' norms, `learning_rate` of the rates that they applied.
 
   Args:
     loss_fn: as of `make_train_step`.
@@ -184,7 +77,7 @@ def make_local_train_step(
       each device is a worker.
     last_step: workers synchronize after it too, so that a run whose number of steps H
       does not divide ends with all that was learned; None: they do not.
-    accumulate_steps, unroll: as of `make_train_step`.
+    accumulate_steps: as of `make_train_step`.
     observe: inner opt_state -> further metrics, averaged over the workers.
     reduce_metrics: False: metrics are [devices], each a device's own, and nothing
       crosses the network between synchronizations; whoever reads them averages.
@@ -204,13 +97,11 @@ def make_local_train_step(
     >>> state, metrics = step(state, batch)   # doctest: +SKIP
   """
   axes = mesh.axis_names
-  unknown = [axis for axis in workers or () if axis not in axes]
-  if unknown:
+  if unknown := [axis for axis in workers or () if axis not in axes]:
     raise ConfigError(f"workers={workers}: the mesh has {axes}, not {unknown[0]!r}")
   within = () if workers is None else tuple(a for a in axes if a not in workers)
-  unroll = on_cpu(mesh) if unroll is None else unroll
   update = _make_worker_update(
-    loss_fn, tx, mesh, within, accumulate_steps, unroll, skip_bad_steps
+    loss_fn, tx, mesh, within, accumulate_steps, skip_bad_steps
   )
   synchronize = _make_synchronize(exchange, method, axes, skip_bad_steps)
 
@@ -221,23 +112,15 @@ def make_local_train_step(
     # One device: the anchor whole, its own state with a leading dim of 1.
     worker = jax.tree.map(lambda x: x[0], worker)
     worker, totals, grad_norm, codes = update(worker, batch, key)
-    observed = {"grad_norm": grad_norm}
-    if (rate := optim.learning_rate(worker.opt_state)) is not None:
-      observed["learning_rate"] = rate
-    if observe is not None:
-      observed |= observe(worker.opt_state)
-    is_due = (step + 1) % method.every == 0
-    if last_step is not None:
-      is_due |= step + 1 == last_step
-    anchor, worker, mean_code = lax.cond(
-      is_due, synchronize, train_apart, anchor, worker
-    )
+    observed = {"grad_norm": grad_norm} | steps.observed(worker.opt_state, observe)
+    is_due = ((step + 1) % method.every == 0) | (step + 1 == (last_step or 0))
+    anchor, worker, code = lax.cond(is_due, synchronize, train_apart, anchor, worker)
     if skip_bad_steps:
-      totals["loss"] = jnp.where(mean_code < 0, totals["loss"], jnp.nan)
-      codes = jnp.append(codes, vary(mean_code, axes))[None]
+      totals["loss"] = jnp.where(code < 0, totals["loss"], jnp.nan)
+      codes = jnp.append(codes, vary(code, axes))[None]
     if reduce_metrics:
       totals, observed = lax.psum(totals, axes), lax.pmean(observed, axes)
-    metrics = means(totals) | observed
+    metrics = steps.means(totals) | observed
     if not reduce_metrics:
       metrics = jax.tree.map(lambda x: x[None], metrics)
     return anchor, jax.tree.map(lambda x: x[None], worker), metrics, codes
@@ -250,18 +133,16 @@ def make_local_train_step(
     check_vma=True,
   )
 
-  def train_step(state: TrainState, batch: Batch):
+  def train_step(state: TrainState, batch: steps.Batch):
     key = jax.random.fold_in(jax.random.key(seed), state.step)
-    anchor = Anchor(state.params, state.model_state, state.opt_state)
-    anchor, workers, metrics, codes = mapped(
+    anchor = state.params, state.model_state, state.opt_state
+    (params, model_state, opt_state), workers, metrics, codes = mapped(
       anchor, state.exchange_state, batch, key, state.step
     )
     if skip_bad_steps:
       metrics[nan_guard.CODES] = codes
-    state = state._replace(
-      step=state.step + 1, exchange_state=workers, **anchor._asdict()
-    )
-    return state, metrics
+    new = TrainState(state.step + 1, params, model_state, opt_state, workers, ())
+    return new, metrics
 
   # Metrics are sharded as they come: replicated, or one per device.
   alike = reduce_metrics and not skip_bad_steps
@@ -270,20 +151,20 @@ def make_local_train_step(
   return one_at_a_time(jitted, mesh)
 
 
-def _make_worker_update(loss_fn, tx, mesh, within, micros, unroll, is_guarded):
+def _make_worker_update(loss_fn, tx, mesh, within, micros, is_guarded):
   """A worker's own step on one device.
 
   Returns:
     (worker, batch, key) -> (worker, totals, norm of its gradient, codes of what the
     device found, () without `is_guarded`).
   """
-  axes = mesh.axis_names
+  axes, on_cpu = mesh.axis_names, steps.on_cpu(mesh)
 
   def update(worker: WorkerState, batch, key):
-    grads, model_state, totals = sum_grads(
-      loss_fn, worker.params, worker.model_state, batch, row_keys(key, batch, axes),
-      micros=micros, unroll=unroll,
-    )  # fmt: skip
+    keys = steps.row_keys(key, batch, axes)
+    grads, model_state, totals = steps.sum_grads(
+      loss_fn, worker.params, worker.model_state, batch, keys, micros, unroll=on_cpu
+    )
     codes: Any = ()
     if is_guarded:
       codes, totals = nan_guard.find_bad(grads, model_state, totals, axes)
@@ -301,9 +182,6 @@ def _make_worker_update(loss_fn, tx, mesh, within, micros, unroll, is_guarded):
       params = optax.apply_updates(worker.params, updates)
       return WorkerState(params, model_state, opt_state, worker.exchange_state)
 
-    def skip():
-      return worker._replace(opt_state=nan_guard.count_steps(worker.opt_state))
-
     if not is_guarded:
       return move(), totals, norm, codes
     loss = totals["loss"]
@@ -311,35 +189,32 @@ def _make_worker_update(loss_fn, tx, mesh, within, micros, unroll, is_guarded):
       loss = vary(lax.psum(loss, within), within)
     is_good = jnp.isfinite(loss) & jnp.isfinite(norm)
     totals["loss"] = jnp.where(is_good, totals["loss"], jnp.nan)
-    worker = nan_guard.if_good(is_good, move, skip, branch=on_cpu(mesh))
+    skipped = worker._replace(opt_state=nan_guard.count_steps(worker.opt_state))
+    worker = nan_guard.if_good(is_good, move, lambda: skipped, branch=on_cpu)
     return worker, totals, norm, codes
 
   return update
 
 
-def _make_synchronize(
-  exchange: Exchange, method: LocalUpdate, axes: tuple[str, ...], is_guarded: bool
-):
+def _make_synchronize(exchange: Exchange, method: LocalUpdate, axes, is_guarded: bool):
   """The outer step on one device: (anchor, worker) -> (anchor, worker, code).
 
-  The code is `nan_guard.first_bad` of the averaged pseudo-gradient, -1 without
-  `is_guarded`.
+  An anchor is params, model state and the outer optimizer's state. The code is
+  `nan_guard.first_bad` of the averaged pseudo-gradient, -1 without `is_guarded`.
   """
 
-  def synchronize(anchor: Anchor, worker: WorkerState):
-    pseudo_grads = jax.tree.map(jnp.subtract, vary(anchor.params, axes), worker.params)
+  def synchronize(anchor: tuple[Any, Any, Any], worker: WorkerState):
+    params, _, outer_state = anchor
+    pseudo_grads = jax.tree.map(jnp.subtract, vary(params, axes), worker.params)
     mean, exchange_state = exchange.exchange(pseudo_grads, worker.exchange_state)
-    updates, outer_state = method.outer.update(mean, anchor.opt_state, anchor.params)
-    params = optax.apply_updates(anchor.params, updates)
+    updates, outer_state = method.outer.update(mean, outer_state, params)
+    params = optax.apply_updates(params, updates)
     model_state = lax.pmean(worker.model_state, axes)
     opt_state = worker.opt_state
     if method.reset_momentum:
       opt_state = reset_momentum(opt_state)
-    start, own_model_state = vary((params, model_state), axes)
-    after = (
-      Anchor(params, model_state, outer_state),
-      WorkerState(start, own_model_state, opt_state, exchange_state),
-    )
+    started = WorkerState(*vary((params, model_state), axes), opt_state, exchange_state)
+    after = (params, model_state, outer_state), started
     if not is_guarded:
       return *after, jnp.full((), -1, jnp.int32)
     # Not every exchange hands NaN on: each device reports its own pseudo-gradient.

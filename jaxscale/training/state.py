@@ -13,13 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale.collectives.cpu_workarounds import one_at_a_time
 from jaxscale.exchange import Exchange
+from jaxscale.exchange.local import LocalUpdate, reset_momentum
 from jaxscale.mesh import replicated
-from jaxscale.parallel.layout import (
-  Layout,
-  local_grad_shapes,
-  opt_state_shardings,
-  shardings,
-)
+from jaxscale.parallel import layout as layouts
+from jaxscale.parallel.layout import Layout
 from jaxscale.parallel.layout_exchange import make_layout_exchange
 from jaxscale.training import noise_scale as noise_scales
 from jaxscale.tree_paths import path_name
@@ -51,6 +48,24 @@ class TrainState(NamedTuple):
     return self.average or (self.params, self.model_state)
 
 
+class WorkerState(NamedTuple):
+  """What a device keeps for itself under local updates, as `exchange_state`.
+
+  In the state with a leading dim of one entry per device.
+
+  Attributes:
+    params: w_k, float32; the same on all devices of a worker.
+    model_state: likewise.
+    opt_state: of the inner optimizer.
+    exchange_state: of the exchange of pseudo-gradients.
+  """
+
+  params: Any
+  model_state: Any
+  opt_state: Any
+  exchange_state: Any
+
+
 def state_shardings(
   mesh: Mesh,
   layout: Layout | None = None,
@@ -71,8 +86,8 @@ def state_shardings(
   parts["exchange_state"] = NamedSharding(mesh, P(mesh.axis_names))
   if layout is not None and layout.shapes is not None:
     assert tx is not None
-    parts["params"] = shardings(layout, layout.param_specs)
-    parts["opt_state"] = opt_state_shardings(layout, tx)
+    parts["params"] = layouts.shardings(layout, layout.param_specs)
+    parts["opt_state"] = layouts.opt_state_shardings(layout, tx)
     if average:
       parts["average"] = (parts["params"], everywhere)
   return TrainState(**parts)
@@ -96,23 +111,21 @@ def init_state(
     mesh: where the state lives.
     exchange: the gradient exchange, for its state; None: `plain`, which has none.
     seed: of the parameters; the same on every mesh.
-    given: what is not to be initialised, e.g. imported; see `with_given`.
-    options: layout, average and noise_scale, as of `make_init`.
+    given: leaves that are not to be initialised, e.g. imported, by path: 0/... of
+      params and 1/... of model_state.
+    options: layout, average, noise_scale and local, as of `make_init`.
   """
   # Sharded, it may have collectives: no step may start while it runs.
   init = one_at_a_time(make_init(init_fn, tx, mesh, exchange, **options), mesh)
   return init(jax.random.key(seed), given or {})
 
 
-def abstract_state(
-  init_fn: Callable[[jax.Array], tuple[Any, Any]],
-  tx: optax.GradientTransformation,
-  mesh: Mesh,
-  exchange: Exchange | None = None,
-  **options: Any,
-) -> TrainState:
-  """Shapes, dtypes and shardings of `init_state`, without computing it."""
-  init: Any = make_init(init_fn, tx, mesh, exchange, **options)
+def abstract_state(*parts: Any, **options: Any) -> TrainState:
+  """Shapes, dtypes and shardings of `init_state`, without computing it.
+
+  The arguments are those of `make_init`.
+  """
+  init: Any = make_init(*parts, **options)
   return init.eval_shape(jax.random.key(0), {})
 
 
@@ -125,6 +138,7 @@ def make_init(
   layout: Layout | None = None,
   average: bool = False,
   noise_scale: bool = False,
+  local: LocalUpdate | None = None,
 ) -> jax.stages.Wrapped:
   """(key, leaves that are given) -> the state before the first step, jitted.
 
@@ -137,6 +151,12 @@ def make_init(
       the part that it holds, and never has the whole.
     average: keep averages of parameters and model state as well.
     noise_scale: keep those of the gradient-noise scale as well.
+    local: for `make_local_train_step`: workers train alone by this method, all from
+      the same parameters. `tx` is their own optimizer, `exchange` is that of the
+      pseudo-gradients and has to be given.
+
+  Raises:
+    ConfigError: `local` resets a momentum that `tx` does not have.
   """
 
   def exchange_state(params):
@@ -144,19 +164,26 @@ def make_init(
       return ()
     if layout is None or layout.shapes is None:
       return exchange.init(params)
-    grads = jax.tree.map(
-      lambda x: jnp.zeros(x.shape, x.dtype), local_grad_shapes(layout)
-    )
+    shapes = layouts.local_grad_shapes(layout)
+    grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     return make_layout_exchange(exchange, layout).init(grads)
 
   def init(key, given):
-    params, model_state = with_given(init_fn(key), given)
+    params, model_state = jax.tree.map_with_path(
+      lambda path, x: given.get(path_name(path), x), init_fn(key)
+    )
+    opt_state, own = tx.init(params), exchange_state(params)
+    if local is not None:
+      if local.reset_momentum:
+        reset_momentum(opt_state)  # raises now what the step would raise
+      own = WorkerState(params, model_state, opt_state, own)
+      opt_state = local.outer.init(params)
     return TrainState(
       step=jnp.zeros((), jnp.int32),
       params=params,
       model_state=model_state,
-      opt_state=tx.init(params),
-      exchange_state=stack_over_devices(exchange_state(params), mesh),
+      opt_state=opt_state,
+      exchange_state=jax.tree.map(lambda x: jnp.stack([x] * mesh.size), own),
       average=jax.tree.map(jnp.copy, (params, model_state)) if average else (),
       noise=noise_scales.init() if noise_scale else (),
     )
@@ -166,18 +193,3 @@ def make_init(
   options = {"xla_backend_optimization_level": 1} if on_cpu else None
   where: Any = state_shardings(mesh, layout, tx, average=average)
   return jax.jit(init, out_shardings=where, compiler_options=options)
-
-
-def stack_over_devices(tree: Any, mesh: Mesh) -> Any:
-  """The same for every device, along a leading dim."""
-  return jax.tree.map(lambda x: jnp.stack([x] * mesh.size), tree)
-
-
-def with_given(made: Any, given: Mapping[str, jax.Array]) -> Any:
-  """(params, model_state) as made, but for the leaves that are given.
-
-  Args:
-    made: what a function of a key gives.
-    given: leaves by path, 0/... of params and 1/... of model_state.
-  """
-  return jax.tree.map_with_path(lambda path, x: given.get(path_name(path), x), made)

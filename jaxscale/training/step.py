@@ -159,7 +159,9 @@ def make_train_step(
       rate = optim.learning_rate(bare_update(state, new).opt_state)
       new = new._replace(metrics=nan_guard.mark_bad(metrics, rate))
     state = update(state, new)
-    metrics = new.metrics | _observed(state, observe)
+    metrics = new.metrics | observed(state.opt_state, observe)
+    if noise_scale:
+      metrics |= noise_scales.metrics(state.noise)
     if skip_bad_steps:
       metrics = lax.with_sharding_constraint(metrics, replicated(mesh))
       metrics[nan_guard.CODES] = nan_guard.all_codes(codes, grads, mesh)
@@ -190,22 +192,23 @@ def _make_local_grads(loss_fn, layout, micros, unroll, noise_scale, is_guarded):
 
     if isinstance(loss_fn, PipelineGrads):
       assert not noise_scale, "it has no gradients of its micro-batches"
-      grads, model_state, totals = loss_fn.grads(
-        shards, full, model_state, batch, micros
-      )
+      found = loss_fn.grads(shards, full, model_state, batch, micros)
     else:
-      grads, model_state, totals = sum_grads(
-        loss_of, shards, model_state, batch, row_keys(key, batch, row_axes),
-        micros=micros, unroll=unroll,
-        observe=noise_scales.observe if noise_scale else None,
-      )  # fmt: skip
+      keys = row_keys(key, batch, row_axes)
+      more = noise_scales.observe if noise_scale else None
+      found = sum_grads(
+        loss_of, shards, model_state, batch, keys, micros, unroll=unroll, observe=more
+      )
+    grads, model_state, totals = found
     codes: Any = ()
     if is_guarded:
       codes, totals = nan_guard.find_bad(grads, model_state, totals, axes)
       codes = codes[None]
     totals = sum_totals(totals, layout.token_axes)
     grads = layouts.scale_for_exchange(grads, layout, totals["examples"])
-    return grads, mean_state(model_state), totals, codes
+    # The mean over the devices that differ in it.
+    model_state = jax.tree.map(lambda x: lax.pmean(x, varying(x)), model_state)
+    return grads, model_state, totals, codes
 
   return jax.shard_map(
     local_grads,
@@ -271,15 +274,11 @@ def with_average(update: Update, decay: float) -> Update:
   return averaged
 
 
-def _observed(
-  state: TrainState, observe: Callable[[Any], Metrics] | None = None
-) -> Metrics:
-  """Metrics of the new state."""
-  rate = optim.learning_rate(state.opt_state)
+def observed(opt_state: Any, observe: Callable[[Any], Metrics] | None) -> Metrics:
+  """The learning rate of a new state, where it is kept, and what `observe` reads."""
+  rate = optim.learning_rate(opt_state)
   found = {} if rate is None else {"learning_rate": rate}
-  if state.noise:
-    found |= noise_scales.metrics(state.noise)
-  return found if observe is None else found | observe(state.opt_state)
+  return found if observe is None else found | observe(opt_state)
 
 
 def on_cpu(mesh: Mesh) -> bool:
@@ -305,19 +304,14 @@ def sum_totals(totals: Totals, axes: tuple[str, ...]) -> Totals:
   return sums
 
 
-def mean_state(model_state: Any) -> Any:
-  """The mean of a model's own state over the devices that differ in it."""
-  return jax.tree.map(lambda x: lax.pmean(x, varying(x)), model_state)
-
-
 def sum_grads(
   loss_fn: LossFn,
   params: Any,
   model_state: Any,
   batch: Batch,
   keys: jax.Array,
-  *,
   micros: int,
+  *,
   unroll: bool,
   observe: Callable[[Any, Totals], Totals] | None = None,
 ) -> tuple[Any, Any, Totals]:

@@ -13,7 +13,6 @@ from jaxscale.errors import ConfigError
 from jaxscale.exchange import local, plain
 from jaxscale.exchange.power_sgd import power_sgd
 from jaxscale.mesh import batch_sharding, make_mesh
-from jaxscale.training.local_step import abstract_local_state, init_local_state
 from jaxscale.training.state import abstract_state, init_state
 from jaxscale.training.step import make_train_step
 from support.exchanges import EXCHANGES
@@ -216,16 +215,16 @@ def test_an_exchange_that_cannot_be_carried_over_says_what_to_do(tmp_path):
 
 def test_workers_of_their_own_are_refused_on_another_number_of_devices(tmp_path):
   tx, method = optax.sgd(0.1, momentum=0.9), local.block_momentum(4, 8)
-  made = init_fn, tx, make_mesh(), plain(AXES), method
-  state = init_local_state(*made)
+  made = init_fn, tx, make_mesh(), plain(AXES)
+  state = init_state(*made, local=method)
   with Checkpoints(tmp_path) as checkpoints:
     checkpoints.save(state._replace(step=state.step + 4))
-  again = restore(tmp_path, abstract_local_state(*made), plain(AXES).resize)
+  again = restore(tmp_path, abstract_state(*made, local=method), plain(AXES).resize)
   assert again is not None
   jax.tree.map(np.testing.assert_array_equal, again.params, state.params)
   # Whatever `resize` the exchange of ways has: means of parameters it must not take.
   mesh = make_mesh(devices=jax.devices()[:4])
-  abstract = abstract_local_state(init_fn, tx, mesh, plain(AXES), method)
+  abstract = abstract_state(init_fn, tx, mesh, plain(AXES), local=method)
   for resize in (None, plain(AXES).resize, EXCHANGES["top k"](4).resize):
     line = refused(tmp_path, abstract, resize)
     assert "saved on 8 devices, here are 4: each worker has its own parameters" in line

@@ -15,12 +15,8 @@ from jaxscale.exchange import local
 from jaxscale.mesh import batch_sharding, make_mesh
 from jaxscale.planning import hlo
 from jaxscale.training import losses
-from jaxscale.training.local_step import (
-  abstract_local_state,
-  init_local_state,
-  make_local_train_step,
-)
-from jaxscale.training.state import init_state
+from jaxscale.training.local_step import make_local_train_step
+from jaxscale.training.state import abstract_state, init_state
 from jaxscale.training.step import make_train_step
 from support.digits import digits_batch
 
@@ -52,7 +48,7 @@ def data(steps):
 def run(method, tx, steps, *, mesh=None, workers=None, **options):
   """The state and metrics after every step on the quadratic."""
   mesh = mesh or make_mesh(replica=2)
-  state = init_local_state(init, tx, mesh, PLAIN, method)
+  state = init_state(init, tx, mesh, PLAIN, local=method)
   step = make_local_train_step(
     quadratic, tx, mesh, PLAIN, method, workers=workers, **options
   )
@@ -161,7 +157,7 @@ def with_a_model(plain: bool, workers=None):
     state = init_state(fns.init, tx, mesh, PLAIN, seed=1)
     step = make_train_step(loss, tx, mesh, PLAIN)
   else:
-    state = init_local_state(fns.init, tx, mesh, PLAIN, method, seed=1)
+    state = init_state(fns.init, tx, mesh, PLAIN, local=method, seed=1)
     step = make_local_train_step(loss, tx, mesh, PLAIN, method, workers=workers)
   history = []
   for i in range(20):
@@ -202,7 +198,7 @@ def test_norms_are_of_whole_parameters():
 def test_nothing_crosses_the_network_between_synchronizations():
   mesh, method = make_mesh(replica=2), local.diloco(5)
   tx = optim.adamw(1e-3)
-  state = abstract_local_state(init, tx, mesh, PLAIN, method)
+  state = abstract_state(init, tx, mesh, PLAIN, local=method)
   batch = {"x": jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32)}
 
   def table(**options):
@@ -260,8 +256,8 @@ def test_micro_batches_change_nothing():
 
 def test_shapes_are_known_without_computing():
   mesh, tx, method = make_mesh(replica=2), optim.sgd(0.1), local.block_momentum(2, 8)
-  state = init_local_state(init, tx, mesh, PLAIN, method)
-  abstract = abstract_local_state(init, tx, mesh, PLAIN, method)
+  state = init_state(init, tx, mesh, PLAIN, local=method)
+  abstract = abstract_state(init, tx, mesh, PLAIN, local=method)
   assert jax.tree.structure(state) == jax.tree.structure(abstract)
   for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True):
     assert (a.shape, a.dtype) == (b.shape, b.dtype)

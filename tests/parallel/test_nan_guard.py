@@ -16,7 +16,7 @@ from jaxscale.exchange import Exchange, local, plain
 from jaxscale.mesh import make_mesh
 from jaxscale.planning import hlo
 from jaxscale.training import nan_guard
-from jaxscale.training.local_step import init_local_state, make_local_train_step
+from jaxscale.training.local_step import make_local_train_step
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_train_step
 from support.bad_values import AXES, ROWS, batch, init, loss_fn
@@ -177,7 +177,7 @@ def test_a_worker_sits_a_bad_step_out_and_the_meeting_is_good(workers):
   """Against float64, where that worker does not move in that step."""
   mesh, every, lr = make_mesh(replica=2), 3, 0.01
   method, tx = local.local_sgd(every), optax.sgd(lr)
-  state = init_local_state(init, tx, mesh, plain(AXES), method)
+  state = init_state(init, tx, mesh, plain(AXES), local=method)
   step = make_local_train_step(
     loss_fn, tx, mesh, plain(AXES), method, workers=workers, skip_bad_steps=True
   )
@@ -222,7 +222,7 @@ def test_a_meeting_of_bad_ways_moves_nobody():
     return jax.tree.map(lambda m: m * factor, mean), times + 1
 
   breaking = Exchange(lambda params: jnp.zeros((), jnp.int32), exchange)
-  state = init_local_state(init, tx, mesh, breaking, method)
+  state = init_state(init, tx, mesh, breaking, local=method)
   step = make_local_train_step(loss_fn, tx, mesh, breaking, method, skip_bad_steps=True)
   anchors, losses = [], []
   for number in range(6):
