@@ -5,7 +5,7 @@ PYTHON ?= python3
 CONFIG ?= configs/digits.py
 ARGS ?=
 # One more than cores: many tests wait. A file in one process, in the order of conftest.py;
-# one that dies ends the run, which else may wait for ever.
+# one that dies ends the run, which otherwise might wait for ever.
 WORKERS ?= 3
 XDIST := --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
