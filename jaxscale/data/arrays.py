@@ -68,7 +68,7 @@ def array_splits(
   """The datasets of `Arrays` in data/settings.py.
 
   Raises:
-    ConfigError: lengths differ, nothing is left to train on, or x has no numbers.
+    ConfigError: lengths differ, nothing is left to train on, or x is not numeric.
   """
   x, y = np.asarray(x), np.asarray(y)
   if (x_eval is None) != (y_eval is None):

@@ -24,7 +24,7 @@ IMAGENET_MEAN = (123.675, 116.28, 103.53)
 IMAGENET_STD = (58.395, 57.12, 57.375)
 
 NO_CLASS = -1  # label of a held-out example that cannot be read: always wrong
-_MAX_UNREADABLE = 1000  # so many unreadable examples in a row are no accident
+_MAX_UNREADABLE = 1000  # so many unreadable examples in a row are not an accident
 
 
 class Record(NamedTuple):

@@ -91,10 +91,10 @@ class TFDS(_Images):
 
 
 class ImageFolder(_Images):
-  """Image files in one directory a class, as clusters keep ImageNet.
+  """Image files in one directory per class, as clusters keep ImageNet.
 
   Attributes:
-    path: directory of the splits, each of one subdirectory a class.
+    path: directory of the splits, each of one subdirectory per class.
     train_split: the subdirectory trained on.
     eval_split: the subdirectory evaluated on.
     image_size: height and width to crop and resize to.
@@ -121,7 +121,7 @@ class ImageFolder(_Images):
 
 
 class Synthetic(Data):
-  """Learnable images made on the fly: a pattern a class, plus noise.
+  """Learnable images made on the fly: a pattern per class, plus noise.
 
   Attributes:
     num_examples: training examples; evaluation has a tenth of them.
@@ -159,7 +159,7 @@ class Arrays(Data):
     x_eval: held-out inputs; None: the last `eval_share` of x, which are then not
       trained on.
     y_eval: their targets.
-    eval_share: of x and y that is held out.
+    eval_share: held-out share of x and y.
     num_classes: classes, or outputs; None: as the targets show.
     mean: per channel, subtracted from the inputs.
     std: per channel, the inputs are divided by it.
