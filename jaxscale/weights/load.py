@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -98,10 +98,7 @@ def import_safetensors(
     raise ConfigError("init_head=True: this model's classifier is not known by name")
   kept = names.head if init_head else ()
   sources = _sources(path, stored, leaves, names, num_classes, kept)
-  done = [
-    leaf if name in kept else _load(leaf, sources[name])
-    for name, leaf in leaves.items()
-  ]
+  done = [x if n in kept else _load(x, sources[n]) for n, x in leaves.items()]
   loaded = dict(jax.tree.unflatten(structure, done))
   params = loaded.pop("params")
   used = {array for found in sources.values() for _, array in found}
@@ -115,7 +112,7 @@ def import_safetensors(
 
 
 # Where a leaf, or each layer of it, is read from.
-_Sources = Sequence[tuple[Link, Stored]]
+_Sources = list[tuple[Link, Stored]]
 
 
 def _sources(
@@ -125,12 +122,13 @@ def _sources(
   names: Naming,
   num_classes: int | None,
   kept: tuple[str, ...],
-) -> dict[str, list[tuple[Link, Stored]]]:
+) -> dict[str, _Sources]:
   """Where each leaf is, by path, if the file has all of them and nothing else."""
-  found: dict[str, list[tuple[Link, Stored]]] = {name: [] for name in leaves}
+  found: dict[str, _Sources] = {name: [] for name in leaves}
   unexpected = set(stored) - set(names.counters) - {link.theirs for link in names.links}
   unexpected = sorted(n for n in unexpected if not n.endswith(names.derived))
-  missing, misshaped, mistyped = [], [], []
+  missing, misshaped, mistyped = [], {}, []
+  classes = {} if num_classes is None else names.classes
   for link in names.links:
     if link.ours in kept:
       continue
@@ -142,35 +140,27 @@ def _sources(
       missing.append(name)
       continue
     wanted = [shape_in_file(link, leaf.shape)]
-    dim = names.classes.get(link.ours)
-    if dim is not None and num_classes is not None:
+    if (dim := classes.get(link.ours)) is not None:
       cut = (*leaf.shape[:dim], num_classes, *leaf.shape[dim + 1 :])
       wanted.insert(0, shape_in_file(link, cut))
     # Numbers mean the same after a cast, but those of 8 bits, which have scales.
     both = {there.dtype, np.dtype(leaf.dtype)}
     if there.shape not in wanted:
       sizes = f"{list(there.shape)} there and {list(wanted[0])} here"
-      misshaped.append((link.ours, f"{name} is {sizes}"))
+      misshaped[f"{name} is {sizes}"] = link.ours
     elif len(both) > 1 and not both <= _FLOATS:
       mistyped.append(f"{name} is {there.dtype} there and {leaf.dtype} here")
     found[link.ours].append((link, there))
   problems = {
     "missing": missing,
     "unexpected": unexpected,
-    "of another shape": [text for _, text in misshaped],
+    "of another shape": list(misshaped),
     "of another dtype": mistyped,
   }
-  if any(problems.values()):
-    counts = (
-      f"{len(set(arrays))} {what}, first {arrays[0]}"
-      for what, arrays in problems.items()
-      if arrays
-    )
-    is_head = {ours for ours, _ in misshaped} <= set(names.head) and not (
-      missing or unexpected or mistyped
-    )
+  counts = [f"{len(set(a))} {what}, first {a[0]}" for what, a in problems.items() if a]
+  if counts:
     advice = "give the model settings that it was made with"
-    if is_head:
+    if len(counts) == 1 and misshaped and {*misshaped.values()} <= {*names.head}:
       advice = "init_head=True starts the classifier anew"
     raise ConfigError(
       f"{path}: not the parameters of this model by {names.name}'s names: "

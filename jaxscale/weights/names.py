@@ -86,7 +86,7 @@ ARRANGEMENTS = {
   # [tokens, width] and [width]; timm adds a batch dim, and a token's.
   "tokens": Arrangement(lambda s: (1, *s), lambda a: a[0], lambda a, _: a[None]),
   "token": Arrangement(
-    lambda s: (1, 1, *s), lambda a: a[0, 0], lambda a, _: a[None, None]
+    lambda s: (1, 1, *s), lambda a: a[0, 0], lambda a, _: a[None][None]
   ),
 }
 
@@ -113,33 +113,21 @@ class Link(NamedTuple):
 
 def shape_in_file(link: Link, shape: tuple[int, ...]) -> tuple[int, ...]:
   """Shape of the array of theirs, from that of our leaf."""
-  own = shape if link.layer is None else shape[1:]
-  first, *rest = ARRANGEMENTS[link.how].shape(own) or (None,)
-  return () if first is None else (first * link.part[1], *rest)
+  own = ARRANGEMENTS[link.how].shape(shape if link.layer is None else shape[1:])
+  return own and (own[0] * link.part[1], *own[1:])
 
 
-class _Row(NamedTuple):
-  """A `Link` of our path below params/, if the model has it.
-
-  "layers/..." are stacked; "{}" in `theirs` is then the layer's number.
-  """
-
-  ours: str
-  theirs: str
-  how: str = "same"
-  part: tuple[int, int] = (0, 1)
-  or_else: str | None = None
+# Of tables: `ours` is below params/; "{}" in `theirs` is the number of a stacked layer.
 
 
-def _dense(ours: str, theirs: str, part: tuple[int, int] = (0, 1)) -> tuple[_Row, _Row]:
-  weight = _Row(f"{ours}/kernel", f"{theirs}.weight", "linear", part)
-  return weight, _Row(f"{ours}/bias", f"{theirs}.bias", "same", part)
+def _dense(ours: str, theirs: str, part: tuple[int, int] = (0, 1)) -> tuple[Link, Link]:
+  weight = Link(f"{ours}/kernel", f"{theirs}.weight", "linear", part=part)
+  return weight, Link(f"{ours}/bias", f"{theirs}.bias", part=part)
 
 
-def _norm(ours: str, theirs: str) -> tuple[_Row, _Row]:
-  return _Row(f"{ours}/scale", f"{theirs}.weight"), _Row(
-    f"{ours}/bias", f"{theirs}.bias"
-  )
+def _norm(ours: str, theirs: str) -> list[Link]:
+  leaves = {"scale": "weight", "bias": "bias"}
+  return [Link(f"{ours}/{a}", f"{theirs}.{b}") for a, b in leaves.items()]
 
 
 # transformers, LlamaForCausalLM; with biases, Qwen2's names; with norms of queries
@@ -148,25 +136,23 @@ _LAYER = "model.layers.{}."
 _HEADS = {name: f"{_LAYER}self_attn.{name}_proj" for name in "qkvo"}
 _MLP = {name: f"{_LAYER}mlp.{name}_proj" for name in ("gate", "up", "down")}
 _LLAMA = (
-  _Row("embed/table", "model.embed_tokens.weight"),
+  Link("embed/table", "model.embed_tokens.weight"),
   *_norm("layers/attn_norm", _LAYER + "input_layernorm"),
   *_norm("layers/q_norm", _LAYER + "self_attn.q_norm"),
   *_norm("layers/k_norm", _LAYER + "self_attn.k_norm"),
-  *(
-    row for name, to in (_HEADS | _MLP).items() for row in _dense(f"layers/{name}", to)
-  ),
+  *(row for n, to in (_HEADS | _MLP).items() for row in _dense(f"layers/{n}", to)),
   *_norm("layers/mlp_norm", _LAYER + "post_attention_layernorm"),
   *_norm("head/norm", "model.norm"),
-  _Row("head/kernel", "lm_head.weight", "linear", or_else="model.embed_tokens.weight"),
+  Link("head/kernel", "lm_head.weight", "linear", or_else="model.embed_tokens.weight"),
 )
 
 # timm, VisionTransformer with a class token; queries, keys and values are one array.
 _BLOCK = "blocks.{}."
 _VIT = (
-  _Row("embed/class_token", "cls_token", "token"),
-  _Row("embed/position", "pos_embed", "tokens"),
-  _Row("embed/patch/kernel", "patch_embed.proj.weight", "patch"),
-  _Row("embed/patch/bias", "patch_embed.proj.bias"),
+  Link("embed/class_token", "cls_token", "token"),
+  Link("embed/position", "pos_embed", "tokens"),
+  Link("embed/patch/kernel", "patch_embed.proj.weight", "patch"),
+  Link("embed/patch/bias", "patch_embed.proj.bias"),
   *_norm("layers/attn_norm", _BLOCK + "norm1"),
   *_dense("layers/q", _BLOCK + "attn.qkv", (0, 3)),
   *_dense("layers/k", _BLOCK + "attn.qkv", (1, 3)),
@@ -299,16 +285,14 @@ def _classes(shapes: Shapes) -> dict[str, int]:
   return {path: dim for path, dim in found.items() if path in shapes}
 
 
-def _table_links(rows: tuple[_Row, ...], shapes: Shapes) -> Iterator[Link]:
+def _table_links(rows: tuple[Link, ...], shapes: Shapes) -> Iterator[Link]:
   for row in rows:
-    path = f"params/{row.ours}"
-    if path not in shapes:
-      continue
-    if not row.ours.startswith("layers/"):
-      yield Link(path, row.theirs, row.how, None, row.part, row.or_else)
-      continue
-    for layer in range(shapes[path][0]):
-      yield Link(path, row.theirs.format(layer), row.how, layer, row.part)
+    row = row._replace(ours=f"params/{row.ours}")
+    if row.ours in shapes and "{}" not in row.theirs:
+      yield row
+    elif row.ours in shapes:
+      for layer in range(shapes[row.ours][0]):
+        yield row._replace(theirs=row.theirs.format(layer), layer=layer)
 
 
 def resnet_modules(shapes: Shapes) -> dict[str, str]:
@@ -340,9 +324,7 @@ def resnet_modules(shapes: Shapes) -> dict[str, str]:
     block += 1
   if len(names) > len(kernels):
     return {}
-  norms = [
-    re.sub(r"conv(?=\d)", "bn", n).replace("sample.0", "sample.1") for n in names
-  ]
+  norms = (re.sub(r"conv(?=\d)", "bn", n).replace("le.0", "le.1") for n in names)
   return {
     **{f"Conv_{i}": name for i, name in enumerate(names)},
     **{f"BatchNorm_{i}": name for i, name in enumerate(norms)},
@@ -361,8 +343,7 @@ def _module_links(modules: Mapping[str, str]) -> Iterator[Link]:
     if ours.startswith("BatchNorm_"):
       for collection, leaf, name in _NORM:
         yield Link(f"{collection}/{ours}/{leaf}", f"{theirs}.{name}")
-      continue
-    how = "conv" if ours.startswith("Conv_") else "linear"
-    yield Link(f"params/{ours}/kernel", f"{theirs}.weight", how)
-    if how == "linear":
-      yield Link(f"params/{ours}/bias", f"{theirs}.bias")
+    elif ours.startswith("Conv_"):
+      yield Link(f"params/{ours}/kernel", f"{theirs}.weight", "conv")
+    else:
+      yield from _dense(f"params/{ours}", theirs)

@@ -87,13 +87,13 @@ def read_index(path: str | os.PathLike) -> dict[str, Stored]:
 
 
 def _read_folder(folder: Path) -> dict[str, Stored]:
-  if not (folder / _INDEX).exists():
-    if not (folder / _ONE).exists():
-      raise ConfigError(
-        f"{folder}: has neither {_ONE} nor {_INDEX}; give a .safetensors file, or "
-        "a folder with one of them"
-      )
+  if not (folder / _INDEX).exists() and (folder / _ONE).exists():
     return read_header(folder / _ONE)[0]
+  if not (folder / _INDEX).exists():
+    raise ConfigError(
+      f"{folder}: has neither {_ONE} nor {_INDEX}; give a .safetensors file, or a "
+      "folder with one of them"
+    )
   try:
     where = json.loads((folder / _INDEX).read_text())["weight_map"]
     files = sorted(set(where.values()))

@@ -104,6 +104,7 @@ def export_leaves(
   """
   path = Path(path)
   names = naming_of(naming, {name: leaf.shape for name, leaf in leaves.items()})
+  classes = {} if num_classes is None else names.classes
 
   def described(links: list[Link]) -> tuple[np.dtype, tuple[int, ...]]:
     """Dtype and shape of an array in the file."""
@@ -111,16 +112,14 @@ def export_leaves(
       return np.dtype(np.int64), ()
     link, leaf = links[0], leaves[links[0].ours]
     shape = list(leaf.shape)
-    dim = names.classes.get(link.ours)
-    if dim is not None and num_classes is not None:
+    if (dim := classes.get(link.ours)) is not None:
       shape[dim] = min(shape[dim], num_classes)
     is_cast = dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating)
     return np.dtype(dtype if is_cast else leaf.dtype), shape_in_file(link, tuple(shape))
 
   def made(name: str) -> np.ndarray | None:
     """An array of the file, in process 0."""
-    to_dtype, shape = layout[name]
-    links = arrays[name]
+    (to_dtype, shape), links = layout[name], arrays[name]
     if not links:
       return np.zeros(shape, to_dtype)
     own_shape = (shape[0] // len(links), *shape[1:]) if len(links) > 1 else shape
@@ -128,8 +127,7 @@ def export_leaves(
     for link in links:
       array = leaves[link.ours].read(link.layer)
       if array is not None:
-        dim = names.classes.get(link.ours)
-        if dim is not None and num_classes is not None:
+        if (dim := classes.get(link.ours)) is not None:
           array = array[(slice(None),) * dim + (slice(num_classes),)]
         array = ARRANGEMENTS[link.how].theirs(array, own_shape)
         parts.append(array.astype(to_dtype, copy=False))
