@@ -59,11 +59,11 @@ _COUNTED = (
   "micro-batches|batch(es)?|examples|images|tokens|numbers|bytes|[MGT]B|seconds|µs|rows?|"
   "pieces|scale|scalar|entry|key|groups|tasks|processes|device|instances|heartbeats|"
   "executions|parameters|branches|inputs|rate|work|dim|dimension|pattern|one|two|line|"
-  "times?"
+  "times?|trial|token"
 )
 _PER = (
   "step|device|GPU|node|row|run|process|class|task|layer|group|epoch|job|kind|trial|byte|"
-  "example|message|mesh axis|worker|host|block"
+  "example|message|mesh axis|worker|host|block|seed"
 )
 _VERBS = "sends|holds|has|have|may|can|works|takes|of this|feeds|could|is|was|does|that"
 
