@@ -15,7 +15,7 @@ import signal
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxscale.cluster.detect.scontrol import run_scontrol
 from jaxscale.errors import EXIT_GIVE_UP, EXIT_PREEMPTED
@@ -87,13 +87,8 @@ def _requeue(job: str, restarts: int) -> str | None:
   # (slurm.conf(5), proctrack/pgid).
   mask = signal.pthread_sigmask(signal.SIG_BLOCK, _TO_THE_JOB)
   try:
-    done = subprocess.run(
-      ["scontrol", "requeue", job],
-      capture_output=True,
-      text=True,
-      start_new_session=True,
-      timeout=_SCONTROL_S,
-    )
+    options: Any = {"capture_output": True, "text": True, "start_new_session": True}
+    done = subprocess.run(["scontrol", "requeue", job], timeout=_SCONTROL_S, **options)
   except OSError as e:
     return f"scontrol: {e.strerror}"
   except subprocess.TimeoutExpired:

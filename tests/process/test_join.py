@@ -112,7 +112,9 @@ def test_two_processes_join_behind_a_dead_proxy_and_own_their_signals(results):
 
 def test_the_coordinator_s_port_is_never_free_for_others(monkeypatch):
   """From the group until JAX listens, though both are in one process."""
-  port, kept = network.free_port(network.ports_of(f"kept-{time.monotonic_ns()}"))
+  port, kept = network.bind_port(
+    network.ports_of(f"kept-{time.monotonic_ns()}"), listen=False
+  )
   bound = []
 
   def initialize(*_, **__):
@@ -132,7 +134,9 @@ def test_the_coordinator_s_port_is_never_free_for_others(monkeypatch):
 @pytest.mark.slow
 def test_plain_jax_hangs_behind_that_proxy():
   proxy, port = dead_port()
-  _, kept = network.free_port(network.ports_of(f"plain-{time.monotonic_ns()}"))
+  _, kept = network.bind_port(
+    network.ports_of(f"plain-{time.monotonic_ns()}"), listen=False
+  )
   coordinator = f"127.0.0.1:{kept.getsockname()[1]}"
   kept.close()
   code = (
@@ -173,7 +177,9 @@ def test_other_numbers_of_devices_are_one_line_in_all(results):
 
 
 def test_a_coordinator_that_cannot_be_reached_is_a_line_not_an_abort():
-  port, kept = network.free_port(network.ports_of(f"no-jax-{time.monotonic_ns()}"))
+  port, kept = network.bind_port(
+    network.ports_of(f"no-jax-{time.monotonic_ns()}"), listen=False
+  )
   with kept:
     group = ProcessGroup(1, 2, ["n1", "n2"], f"127.0.0.1:{port}", {})
     launch = Launch("test", 1, 2, "n1", 0, 1, "j")

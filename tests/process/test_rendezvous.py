@@ -76,7 +76,7 @@ def test_a_taken_port_is_passed_over(start, listens):
 
 
 def test_the_given_port_is_the_rendezvous_s_and_jax_gets_another(start):
-  port, kept = network.free_port(network.ports_of(job("given")))
+  port, kept = network.bind_port(network.ports_of(job("given")), listen=False)
   kept.close()
   host = f"127.0.0.1:{port}"
   got = ends([start(r, 2, "j", host) for r in range(2)], 15)
@@ -187,7 +187,7 @@ def test_a_thousand_processes_connect_in_seconds():
   """Their sockets, that is: one thread here plays all of them."""
   count, name = 1000, "thousand"
   own = who(0, count)
-  port, listener = network.listen(network.ports_of(job(name)))
+  port, listener = network.bind_port(network.ports_of(job(name)), listen=True)
   began, guests = time.monotonic(), []
 
   def come():
@@ -199,7 +199,7 @@ def test_a_thousand_processes_connect_in_seconds():
   thread = threading.Thread(target=come)
   thread.start()
   launch = Launch("test", 0, count, None, 0, 1, name)
-  hosts, links = server.serve(launch, own, listener, 60, coordinator_port=lambda: 4321)
+  hosts, links = server.serve(launch, own, listener, 60, coordinator_port=4321)
   thread.join()
   assert hosts == [f"n{r + 1}" for r in range(count)] and len(links) == count - 1
   receiver = wire.Receiver(guests[-1])

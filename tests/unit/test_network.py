@@ -108,10 +108,10 @@ def test_places_are_distinguished_by_network_namespace():
 
 def test_a_free_port_is_kept_and_refuses_callers():
   ports = network.ports_of("kept-port-test")
-  port, kept = network.free_port(ports)
+  port, kept = network.bind_port(ports, listen=False)
   with kept:
-    for take in (network.free_port, network.listen):
-      other, sock = take(ports)
+    for listen in (False, True):
+      other, sock = network.bind_port(ports, listen)
       sock.close()
       assert other != port
     with pytest.raises(ConnectionRefusedError):
@@ -121,14 +121,14 @@ def test_a_free_port_is_kept_and_refuses_callers():
       other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
       other.bind(("::", port))
     assert e.value.errno == errno.EADDRINUSE
-  with network.free_port([port])[1]:
+  with network.bind_port([port], listen=False)[1]:
     pass
-  with network.listen([port])[1], pytest.raises(OSError):
-    network.listen([port])
+  with network.bind_port([port], listen=True)[1], pytest.raises(OSError):
+    network.bind_port([port], listen=True)
 
 
 def test_a_listener_takes_both_kinds_of_addresses():
-  port, listener = network.listen(network.ports_of("dual-test"))
+  port, listener = network.bind_port(network.ports_of("dual-test"), listen=True)
   with listener:
     for host in ["127.0.0.1"] + ["::1"] * socket.has_dualstack_ipv6():
       with socket.create_connection((host, port), timeout=2) as client:

@@ -195,7 +195,10 @@ def test_a_given_port_that_stays_taken_is_reported_by_all(start):
 
 def test_no_free_port_for_jax_is_reported_by_all(start):
   name = job("coordinator")
-  taken = [network.free_port([p])[1] for p in network.ports_of(f"{name}/coordinator")]
+  taken = [
+    network.bind_port([p], listen=False)[1]
+    for p in network.ports_of(f"{name}/coordinator")
+  ]
   line = the_line([start(r, 2, name) for r in range(2)])
   assert line.startswith("process 0 (n1): no free port for JAX's coordinator among ")
   for sock in taken:
@@ -205,7 +208,7 @@ def test_no_free_port_for_jax_is_reported_by_all(start):
 def test_a_line_that_was_printed_stays_even_if_all_come_after_it():
   """Who has heard it has gone, so the run must not begin without them."""
   name = job("told")
-  port, listener = network.listen(network.ports_of(name))
+  port, listener = network.bind_port(network.ports_of(name), listen=True)
   errors = []
 
   def lead():

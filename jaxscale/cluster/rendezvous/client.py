@@ -43,8 +43,9 @@ _SILENT = f"{_TAKEN}, silent"
 
 
 class _Place(NamedTuple):
-  """Where process 0 listens."""
+  """Where process 0 listens, and what the run is called."""
 
+  job: str
   host: str
   addresses: list[str]
   ports: list[int]
@@ -98,9 +99,11 @@ def rendezvous(
   # A pod's name is known once the pod is ready.
   patience_s = timeout_s if launch.kind == "kubernetes" else min(5.0, timeout_s)
   host = launch.host or LOOPBACK
-  place = _Place(host, network.resolve(host, patience_s), ports)
-  start = _listen if launch.process_id == 0 else _connect
-  group = start(launch, own, place, timeout_s)
+  place = _Place(launch.job, host, network.resolve(host, patience_s), ports)
+  if launch.process_id == 0:
+    group = _listen(launch, own, place, timeout_s)
+  else:
+    group = _connect(own, place, timeout_s)
   # A forked worker that outlives this process must not keep it alive for others.
   os.register_at_fork(after_in_child=lambda: server.close_all(group.links.values()))
   return group
@@ -132,7 +135,7 @@ def _listen(
   launch: Launch, own: Hello, place: _Place, timeout_s: float
 ) -> ProcessGroup:
   """Process 0's way."""
-  host, addresses, ports = place
+  job, host, addresses, ports = place
   note = ""
   if not any(map(network.is_own, addresses)):  # a Service of Kubernetes is fine
     note = f"; they look for process 0 on {host}, but {addresses[0]} is not this host's"
@@ -140,7 +143,7 @@ def _listen(
   deadline = time.monotonic() + (0 if len(ports) > 1 else TAKEN_S / 2)
   while True:
     try:
-      listener = network.listen(ports)[1]
+      listener = network.bind_port(ports, listen=True)[1]
       break
     except OSError as e:
       if time.monotonic() >= deadline:
@@ -149,36 +152,25 @@ def _listen(
           "set JAXSCALE_COORDINATOR=HOST:PORT with a free one"
         ) from e
       time.sleep(0.2)
-  kept: list[socket.socket] = []
-
-  def coordinator_port() -> int:
-    candidates = network.ports_of(f"{launch.job}/coordinator")
-    try:
-      port, reserved = network.free_port(candidates)
-    except OSError as e:
-      raise ConfigError(
-        f"process 0 ({own.node}): no free port for JAX's coordinator among "
-        f"{', '.join(map(str, candidates))} ({e.strerror})"
-      ) from e
-    kept.append(reserved)
-    return port
-
+  port, reserved = 0, None
+  candidates = network.ports_of(f"{job}/coordinator")
   try:
-    hosts, links = server.serve(
-      launch, own, listener, timeout_s, coordinator_port, note
-    )
+    port, reserved = network.bind_port(candidates, listen=False)
+  except OSError as e:  # all are to know it
+    among = f"among {', '.join(map(str, candidates))} ({e.strerror})"
+    own = own._replace(error=f"no free port for JAX's coordinator {among}")
+  try:
+    hosts, links = server.serve(launch, own, listener, timeout_s, port, note)
   except BaseException:
-    server.close_all(kept)
+    server.close_all(filter(None, [reserved]))
     raise
-  address = network.join_address(LOOPBACK, kept[0].getsockname()[1])
-  return ProcessGroup(0, launch.num_processes, hosts, address, links, kept[0])
+  address = network.join_address(LOOPBACK, port)
+  return ProcessGroup(0, launch.num_processes, hosts, address, links, reserved)
 
 
-def _connect(
-  launch: Launch, own: Hello, place: _Place, timeout_s: float
-) -> ProcessGroup:
+def _connect(own: Hello, place: _Place, timeout_s: float) -> ProcessGroup:
   """The way of all others."""
-  sock = _find_process_0(launch, own, place, timeout_s)
+  sock = _find_process_0(own, place, timeout_s)
   try:
     answer = wire.Receiver(sock).receive(timeout_s + GRACE_S)
     if "error" in answer:
@@ -195,12 +187,10 @@ def _connect(
   # JAX by the address that has worked, whatever the name resolves to elsewhere.
   seen = network.plain_address(str(sock.getpeername()[0]))
   coordinator = network.join_address(seen, port)
-  return ProcessGroup(own.rank, launch.num_processes, hosts, coordinator, {0: sock})
+  return ProcessGroup(own.rank, own.num_processes, hosts, coordinator, {0: sock})
 
 
-def _find_process_0(
-  launch: Launch, own: Hello, place: _Place, timeout_s: float
-) -> socket.socket:
+def _find_process_0(own: Hello, place: _Place, timeout_s: float) -> socket.socket:
   """A connection on which process 0 has welcomed us."""
   began = time.monotonic()
   pause, answer_s, taken_since = 0.02, CONNECT_S, None
@@ -208,7 +198,7 @@ def _find_process_0(
     results: dict[int, str] = {}
     for port in place.ports:
       for address in place.addresses:
-        found = _try_port(launch, own, address, port, answer_s)
+        found = _try_port(own, place.job, (address, port), answer_s)
         if isinstance(found, socket.socket):
           return found
         results[port] = found
@@ -225,11 +215,11 @@ def _find_process_0(
 
 
 def _try_port(
-  launch: Launch, own: Hello, address: str, port: int, answer_s: float
+  own: Hello, job: str, address: tuple[str, int], answer_s: float
 ) -> socket.socket | str:
   """A connection on which process 0 has welcomed us, or what there was instead."""
   try:
-    sock = socket.create_connection((address, port), timeout=CONNECT_S)
+    sock = socket.create_connection(address, timeout=CONNECT_S)
   except OSError as e:
     is_dropped = isinstance(e, TimeoutError)
     refused = isinstance(e, ConnectionRefusedError)
@@ -239,13 +229,13 @@ def _try_port(
     if sock.getsockname() == sock.getpeername():
       raise ConnectionRefusedError
     network.tune(sock)
-    wire.send(sock, {"job": launch.job, "hello": own}, timeout=CONNECT_S)
+    wire.send(sock, {"job": job, "hello": own}, timeout=CONNECT_S)
     answer: Any = wire.Receiver(sock, server.HELLO_BYTES).receive(answer_s)
     answer = answer if isinstance(answer, dict) else {}
-    if answer.get("welcome") == launch.job:
+    if answer.get("welcome") == job:
       return sock
-    job = answer.get("other_job")
-    result = f"used by another run, {str(job)[:60]}" if job else _TAKEN
+    other = answer.get("other_job")
+    result = f"used by another run, {str(other)[:60]}" if other else _TAKEN
   except TimeoutError:
     result = _SILENT
   except ConnectionRefusedError:
@@ -260,7 +250,7 @@ def _not_found(
   own: Hello, place: _Place, results: dict[int, str], seconds: float
 ) -> str:
   """Where process 0 was looked for, what was there, and what that may mean."""
-  host, addresses, _ = place
+  _, host, addresses, _ = place
   ports: dict[str, list[str]] = {}
   for port, result in results.items():
     ports.setdefault(result, []).append(str(port))
@@ -268,9 +258,8 @@ def _not_found(
   if not ports.keys() & _UNUSED:
     advice = "set JAXSCALE_COORDINATOR=HOST:PORT with a free port"
   elif _REFUSED in ports:
-    advice = (
-      "it has not started, has failed (see its last lines), or is on another host"
-    )
+    advice = "it has not started, has failed (see its last lines), "
+    advice += "or is on another host"
   else:
     advice = f"is there a firewall, or no route from {own.node} to {host}?"
   with contextlib.suppress(OSError):

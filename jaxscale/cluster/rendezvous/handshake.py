@@ -8,11 +8,12 @@ parameters), so they are refused.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,10 +50,9 @@ def make_hello(
 ) -> Hello:
   """What this process says about itself; the arguments are those of `rendezvous`."""
   gloo = network.gloo_address() if on_cpu else ""
-  return Hello(
-    launch.process_id, launch.num_processes, network.node_name(), os.getpid(),
-    uuid.uuid4().hex, network.place(), gloo, versions(), dict(digests), error,
-  )  # fmt: skip
+  process = network.node_name(), os.getpid(), uuid.uuid4().hex, network.place(), gloo
+  own = launch.process_id, launch.num_processes, *process
+  return Hello(*own, versions(), dict(digests), error)
 
 
 def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
@@ -63,10 +63,8 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
   """
   found = {"python": platform.python_version()}
   for package in packages:
-    try:
+    with contextlib.suppress(metadata.PackageNotFoundError):
       found[package] = metadata.version(package)
-    except metadata.PackageNotFoundError:
-      continue
   return found
 
 
@@ -105,12 +103,11 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
   ranges: list[list[int]] = []
   for rank in sorted(ranks):
     if ranges and rank == ranges[-1][-1] + 1:
-      ranges[-1] = [ranges[-1][0], rank]
+      ranges[-1][1:] = [rank]
     else:
       ranges.append([rank])
-  is_one = len(ranges) == 1 and len(ranges[0]) == 1
   shown = first_of(["–".join(map(str, limits)) for limits in ranges])
-  return f"{'process' if is_one else 'processes'} {shown}"
+  return f"{'process' if shown.isdigit() else 'processes'} {shown}"
 
 
 def ranks_with_hosts(ranks: Iterable[int], nodes: Sequence[str] | None) -> str:
@@ -135,45 +132,38 @@ def find_mismatches(
     addresses: the address of a process as seen from the others, where known.
   """
   nodes = [hellos[r].node if r in hellos else "" for r in range(max(hellos) + 1)]
-  first, everything = hellos[0], hellos.values()
-  lines = []
-  for error in dict.fromkeys(hello.error for hello in everything if hello.error):
+  first, lines = f"process 0 ({hellos[0].node})", []
+
+  def differing(values: Mapping[int, Any]) -> Iterator[tuple[Any, str]]:
+    """Values that are not process 0's, with the processes that have them."""
+    groups: dict[Any, list[int]] = {values[0]: []}
+    for rank, value in values.items():
+      groups.setdefault(value, []).append(rank)
+    for value in [*groups][1:]:
+      yield value, ranks_with_hosts(groups[value], nodes)
+
+  for error in dict.fromkeys(hello.error for hello in hellos.values() if hello.error):
     ranks = [rank for rank, hello in hellos.items() if hello.error == error]
     lines.append(f"{ranks_with_hosts(ranks, nodes)}: {error}")
-
-  def compare(value_of: Callable[[Hello], Any], describe: Callable[[Any], str]) -> None:
-    """One line per value that is not process 0's."""
-    groups: dict[Any, list[int]] = {}
-    for rank, hello in hellos.items():
-      groups.setdefault(value_of(hello), []).append(rank)
-    groups.pop(value_of(first))
-    for value, ranks in groups.items():
-      lines.append(f"{ranks_with_hosts(ranks, nodes)}: {describe(value)}")
-
-  compare(
-    lambda hello: hello.num_processes,
-    lambda count: (
-      f"started as one of {count} processes, process 0 ({first.node}) as one of "
-      f"{first.num_processes}; start all in one step"
-    ),
-  )
-  for name in dict.fromkeys(n for hello in everything for n in hello.versions):
-    compare(
-      lambda hello, name=name: hello.versions.get(name),
-      lambda version, name=name: (
-        f"{name} {version or 'missing'}, process 0 ({first.node}) has "
-        f"{first.versions.get(name) or 'none'}; start all from one environment"
-      ),
+  for count, who in differing({r: h.num_processes for r, h in hellos.items()}):
+    lines.append(
+      f"{who}: started as one of {count} processes, {first} as one of "
+      f"{hellos[0].num_processes}; start all in one step"
     )
-  for name in dict.fromkeys(n for hello in everything for n in hello.digests):
-    compare(
-      lambda hello, name=name: hello.digests.get(name),
-      lambda digest, name=name: (
-        f"another {name} than process 0 ({first.node}), {str(digest)[:12]} not "
-        f"{str(first.digests.get(name))[:12]}; "
-        + _REMEDIES.get(name, f"give all the same {name}")
-      ),
-    )
+  for name in dict.fromkeys(n for hello in hellos.values() for n in hello.versions):
+    versions = {rank: hello.versions.get(name) for rank, hello in hellos.items()}
+    for version, who in differing(versions):
+      lines.append(
+        f"{who}: {name} {version or 'missing'}, {first} has {versions[0] or 'none'}; "
+        "start all from one environment"
+      )
+  for name in dict.fromkeys(n for hello in hellos.values() for n in hello.digests):
+    digests = {rank: hello.digests.get(name) for rank, hello in hellos.items()}
+    for digest, who in differing(digests):
+      lines.append(
+        f"{who}: another {name} than {first}, {str(digest)[:12]} not "
+        f"{str(digests[0])[:12]}; {_REMEDIES.get(name, f'give all the same {name}')}"
+      )
   return lines + _unreachable(hellos, addresses)
 
 

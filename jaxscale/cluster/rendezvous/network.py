@@ -37,13 +37,9 @@ def ports_of(name: str, count: int = 8, among: range = PORTS) -> list[int]:
     >>> set(ports_of("slurm-123.0")) & set(ports_of("slurm-123.1"))
     set()
   """
-  ports: dict[int, None] = {}
-  for i in range(64 * count):
-    digest = hashlib.sha256(f"{name}/{i}".encode()).digest()
-    ports[among[int.from_bytes(digest[:8]) % len(among)]] = None
-    if len(ports) == min(count, len(among)):
-      break
-  return list(ports)
+  digests = (hashlib.sha256(f"{name}/{i}".encode()) for i in range(64 * count))
+  numbers = (int.from_bytes(digest.digest()[:8]) for digest in digests)
+  return list(dict.fromkeys(among[n % len(among)] for n in numbers))[:count]
 
 
 def join_address(host: str, port: int) -> str:
@@ -80,8 +76,10 @@ def resolve(host: str, patience_s: float = 5.0) -> list[str]:
       return list(dict.fromkeys(str(entry[4][0]) for entry in found))
     except (OSError, UnicodeError) as e:  # UnicodeError: a label of > 63 letters
       reason = str(getattr(e, "strerror", None) or e)
-    if "SLURM_JOB_ID" in os.environ and (address := _address_in_slurm(host)):
-      return [address]
+    if "SLURM_JOB_ID" in os.environ and (address := node_address(host)):
+      with contextlib.suppress(OSError):
+        entries = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+        return [str(entries[0][4][0])]
     if time.monotonic() >= deadline:
       raise ConfigError(
         f"{host}: the name of process 0's host does not resolve on {node_name()} "
@@ -89,15 +87,6 @@ def resolve(host: str, patience_s: float = 5.0) -> list[str]:
         "JAXSCALE_COORDINATOR=ADDRESS:PORT"
       )
     time.sleep(min(0.5, patience_s))
-
-
-def _address_in_slurm(node: str) -> str | None:
-  """The numeric NodeAddr of a node of this Slurm, if it has one."""
-  try:
-    entries = socket.getaddrinfo(node_address(node), None, type=socket.SOCK_STREAM)
-  except OSError:
-    return None
-  return str(entries[0][4][0])
 
 
 def own_address_seen_by(peer: str) -> str:
@@ -146,17 +135,12 @@ def gloo_address() -> str | None:
   by gethostname() (gloo/transport/tcp/device.cc, lookupAddrForHostname). None
   where the name does not resolve, and gloo could not start.
   """
-  try:
-    entries = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-  except OSError:
-    return None
-  for family, kind, _, _, address in entries:
-    try:
-      with socket.socket(family, kind) as probe:
+  with contextlib.suppress(OSError):
+    own = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    for family, kind, _, _, address in own:
+      with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
         probe.bind(address)
         return str(address[0])
-    except OSError:
-      continue
   return None
 
 
@@ -173,36 +157,20 @@ def place() -> str:
     return socket.gethostname()
 
 
-def listen(ports: Iterable[int]) -> tuple[int, socket.socket]:
-  """The first of the ports that is free, and a socket that listens on it.
-
-  Raises:
-    OSError: all are taken.
-  """
-  # Connections of an earlier run that have not died down yet are not an obstacle; a
-  # socket that listens is (SO_REUSEADDR in socket(7)).
-  return _bind_first(ports, reuse=1, backlog=4096)
-
-
-def free_port(ports: Iterable[int]) -> tuple[int, socket.socket]:
-  """The first of the ports that is free, and a socket that keeps it so.
-
-  It is bound, but does not listen: nobody else can bind the port, and whoever
-  connects too early is refused at once. Close it just before the port is used.
-
-  Raises:
-    OSError: all are taken.
-  """
-  return _bind_first(ports, reuse=0)
-
-
-def _bind_first(
-  ports: Iterable[int], reuse: int, backlog: int | None = None
-) -> tuple[int, socket.socket]:
-  """The first port that can be bound on all addresses, by nobody else.
+def bind_port(ports: Iterable[int], listen: bool) -> tuple[int, socket.socket]:
+  """The first of the ports that is free on all addresses, and a socket bound to it.
 
   Without SO_REUSEPORT, which JAX's coordinator sets: two of those on one port, of
   two steps of a job, share it, and each gets connections meant for the other.
+
+  Args:
+    ports: to try, in this order.
+    listen: False: the socket only keeps the port. Nobody else can bind it, and
+      whoever connects too early is refused at once. Close it just before the port
+      is used.
+
+  Raises:
+    OSError: all are taken.
   """
   error = OSError("no port was given")
   dual = socket.has_dualstack_ipv6()
@@ -211,10 +179,12 @@ def _bind_first(
     try:
       if dual:
         sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-      sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+      # Connections of an earlier run that have not died down yet are not an obstacle; a
+      # socket that listens is (SO_REUSEADDR in socket(7)).
+      sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, listen)
       sock.bind(("::" if dual else "", port))
-      if backlog is not None:
-        sock.listen(backlog)
+      if listen:
+        sock.listen(4096)
       return port, sock
     except OSError as e:
       sock.close()

@@ -11,9 +11,8 @@ import selectors
 import socket
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, cast
 
 from jaxscale.cluster import wire
 from jaxscale.cluster.detect.launch import Launch
@@ -43,7 +42,7 @@ def serve(
   own: Hello,
   listener: socket.socket,
   timeout_s: float,
-  coordinator_port: Callable[[], int] = lambda: 0,
+  coordinator_port: int = 0,
   note: str = "",
 ) -> tuple[list[str], dict[int, socket.socket]]:
   """Wait for all other processes, and send each "go", or what is wrong.
@@ -52,8 +51,7 @@ def serve(
     own: of this process, rank 0.
     listener: where the others connect; closed before this returns.
     timeout_s: seconds after which missing processes are an error.
-    coordinator_port: called when all is well; the port of JAX's coordinator. A
-      ConfigError that it raises is sent to all.
+    coordinator_port: of JAX's coordinator.
     note: what to add to the line about missing processes.
 
   Returns:
@@ -63,49 +61,37 @@ def serve(
     ConfigError: the line that every process got.
   """
   listener.setblocking(False)
-  with selectors.DefaultSelector() as selector, listener:
-    server = _Server(launch, own, listener, selector)
-    kept = []
+  server = _Server(launch, own, listener)
+  with server.selector, listener:
+    kept = set()
     try:
       server.wait_for_all(timeout_s, note)
       hosts = [server.hellos[rank].node for rank in range(launch.num_processes)]
-      # No process has started yet: whatever goes wrong is everybody's.
-      try:
-        port = coordinator_port()
-      except ConfigError as e:
-        server.send_error(str(e))
-        raise
-      server.send_go(port, hosts)
-      kept = list(server.links.values())
+      server.send_go(coordinator_port, hosts)
+      kept = set(server.links.values())
       return hosts, server.links
     finally:
-      connected = [k.fileobj for k in selector.get_map().values() if k.data]
-      close_all(sock for sock in connected if sock not in kept)  # type: ignore[misc]
+      connected = {k.fileobj for k in server.selector.get_map().values() if k.data}
+      close_all(connected - kept)
 
 
 class _Server:
   """Who is connected, and what is wrong so far."""
 
-  def __init__(
-    self,
-    launch: Launch,
-    own: Hello,
-    listener: socket.socket,
-    selector: selectors.BaseSelector,
-  ):
-    self.launch, self.listener, self.selector = launch, listener, selector
+  def __init__(self, launch: Launch, own: Hello, listener: socket.socket):
+    self.launch, self.listener = launch, listener
+    self.selector = selectors.DefaultSelector()
     self.hellos = {0: own}
     self.links: dict[int, socket.socket] = {}
     self.lost: dict[int, float] = {}  # rank -> when it disconnected
     self.errors: list[str] = []
     self.seen = {own.uuid}  # all processes that sent a hello
-    self.silent: deque[tuple[float, socket.socket]] = deque()
     self.sent_error = ""  # to all
     try:
       _allow_files(launch.num_processes)
     except ConfigError as e:
       self.errors.append(str(e))
-    selector.register(listener, selectors.EVENT_READ, None)
+    self.selector.register(listener, selectors.EVENT_READ, None)
 
   def wait_for_all(self, timeout_s: float, note: str) -> None:
     """Until all are connected and agree."""
@@ -118,6 +104,9 @@ class _Server:
       if now < next_check and len(self.links) < total - 1:
         continue  # thousands may be connecting: not all of this after each
       next_check = now + _CHECK_S
+      for key in list(self.selector.get_map().values()):
+        if key.data and key.data[1] < now:
+          self._drop(key.fileobj)
       missing = [r for r in range(1, total) if r not in self.links]
       errors = self._find_errors(now)
       if not errors and not missing and not self.sent_error:
@@ -158,8 +147,7 @@ class _Server:
     for key in list(self.selector.get_map().values()):
       if key.data and key.data[1] == _WELCOME:
         with contextlib.suppress(OSError):
-          assert isinstance(key.fileobj, socket.socket)
-          wire.send(key.fileobj, {"error": error}, timeout=1)
+          wire.send(cast("socket.socket", key.fileobj), {"error": error}, timeout=1)
 
   def _describe(self, missing: list[int]) -> str:
     """Who is missing, and the hosts to look at, as far as the launcher lists them."""
@@ -192,8 +180,7 @@ class _Server:
       if key.data is None:
         self._accept()
         continue
-      sock, (receiver, until) = key.fileobj, key.data
-      assert isinstance(sock, socket.socket)
+      sock, (receiver, until) = cast("socket.socket", key.fileobj), key.data
       try:
         messages = receiver.drain()
         if messages and until != _WELCOME:
@@ -202,20 +189,14 @@ class _Server:
         self._drop(sock)
 
   def _accept(self) -> None:
-    """Accept all connections, and drop those that were silent for too long."""
-    now = time.monotonic()
+    """Accept all connections."""
+    until = time.monotonic() + HELLO_S
     with contextlib.suppress(OSError):  # no more, gone again, or out of files
       while True:
         sock, _ = self.listener.accept()
         network.tune(sock)
-        data = wire.Receiver(sock, HELLO_BYTES), now + HELLO_S
+        data = wire.Receiver(sock, HELLO_BYTES), until
         self.selector.register(sock, selectors.EVENT_READ, data)
-        self.silent.append((now + HELLO_S, sock))
-    while self.silent and self.silent[0][0] < now:
-      _, sock = self.silent.popleft()
-      key = self.selector.get_map().get(sock) if sock.fileno() >= 0 else None
-      if key and key.data[1] != _WELCOME:
-        self._drop(sock)
 
   def _greet(self, sock: socket.socket, message: Any) -> None:
     """Answer the first message of a connection."""
@@ -250,7 +231,7 @@ class _Server:
       if before:
         self._drop(before)
 
-  def _drop(self, sock: socket.socket) -> None:
+  def _drop(self, sock: Any) -> None:
     """Close a connection; its process may connect again."""
     self.selector.unregister(sock)
     sock.close()
@@ -259,7 +240,7 @@ class _Server:
       self.lost[rank] = time.monotonic()
 
 
-def close_all(sockets: Iterable[socket.socket]) -> None:
+def close_all(sockets: Iterable[Any]) -> None:
   """Close them; no error where they are."""
   for sock in sockets:
     sock.close()

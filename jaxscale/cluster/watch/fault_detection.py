@@ -19,14 +19,18 @@ from typing import NamedTuple
 from jaxscale.cluster.timeouts import Timeouts
 from jaxscale.errors import EXIT_CRASH, EXIT_HANG
 
-# In the order in which a step goes through them. "step" is where a process may
-# wait for others; "input" is all that its host does before it; "preparing" is what
-# is done for the first time after a step, and may compile; "outside" is what a program
-# does by itself after a run.
-ACTIVITIES = (
-  "starting", "compiling", "input", "step", "preparing", "evaluating", "saving",
-  "outside", "leaving",
-)  # fmt: skip
+# In the order in which a step goes through them, and which of `Timeouts` is the limit.
+# "step" is where a process may wait for others; "input" is all that its host does
+# before it; "preparing" is what is done for the first time after a step, and may
+# compile; "outside" is what a program does by itself after a run. In "leaving" the
+# leader may write and plot, and the others wait for it.
+ACTIVITIES = {
+  "starting": "startup_timeout_s", "compiling": "compile_timeout_s",
+  "input": "hang_timeout_s", "step": "hang_timeout_s",
+  "preparing": "compile_timeout_s", "evaluating": "hang_timeout_s",
+  "saving": "save_timeout_s", "outside": "startup_timeout_s",
+  "leaving": "save_timeout_s",
+}  # fmt: skip
 _ORDER = {activity: order for order, activity in enumerate(ACTIVITIES)}
 
 # The longest a step may take, in mean steps of this run: a model whose step
@@ -113,13 +117,9 @@ class Fault(NamedTuple):
 
 def limit_s(state: ProcessState, timeouts: Timeouts) -> float:
   """How long a process may stay where it is."""
-  if state.activity in ("starting", "outside"):
-    return timeouts.startup_timeout_s
-  if state.activity in ("compiling", "preparing"):
-    return timeouts.compile_timeout_s
-  # "leaving": the leader may write and plot, and the others wait for it.
-  if state.activity in ("saving", "leaving"):
-    return timeouts.save_timeout_s
+  name = ACTIVITIES.get(state.activity, "hang_timeout_s")
+  if name != "hang_timeout_s":
+    return getattr(timeouts, name)
   if state.steps - state.steps_before_compile < 2:
     return timeouts.compile_timeout_s
   return max(timeouts.hang_timeout_s, _MEAN_STEPS * state.mean_s)
@@ -134,10 +134,9 @@ def for_size(timeouts: Timeouts, num_processes: int) -> Timeouts:
     >>> for_size(Timeouts(), 4096).heartbeat_interval_s
     4.096
   """
-  enough = max(timeouts.heartbeat_interval_s, num_processes / 1000)
-  return dataclasses.replace(
-    timeouts, heartbeat_interval_s=min(enough, timeouts.heartbeat_timeout_s / 5)
-  )
+  interval_s = max(timeouts.heartbeat_interval_s, num_processes / 1000)
+  interval_s = min(interval_s, timeouts.heartbeat_timeout_s / 5)
+  return dataclasses.replace(timeouts, heartbeat_interval_s=interval_s)
 
 
 def silence_limit_s(activity: str, timeouts: Timeouts) -> float:
@@ -145,10 +144,8 @@ def silence_limit_s(activity: str, timeouts: Timeouts) -> float:
   if activity not in ("starting", "compiling"):  # libraries are loaded in these
     return timeouts.heartbeat_timeout_s
   longer = timeouts.startup_timeout_s
-  return max(
-    timeouts.heartbeat_timeout_s,
-    longer if math.isfinite(longer) else Timeouts.startup_timeout_s,
-  )
+  longer = longer if math.isfinite(longer) else Timeouts.startup_timeout_s
+  return max(timeouts.heartbeat_timeout_s, longer)
 
 
 def find_silent(
@@ -207,11 +204,10 @@ def find_hang(
 
 def find_left(ranks: Mapping[int, ProcessState]) -> Fault | None:
   """A process that has ended while others are at steps that it never made."""
-  left = {rank: state for rank, state in ranks.items() if state.has_left}
-  rank = min(left, key=lambda rank: left[rank].step, default=None)
-  if rank is None or all(s.step <= left[rank].step for s in ranks.values()):
-    return None
-  return _left(rank, left[rank])
+  left = [(state.step, rank) for rank, state in ranks.items() if state.has_left]
+  step, rank = min(left, default=(math.inf, 0))
+  is_behind = any(state.step > step for state in ranks.values())
+  return _left(rank, ranks[rank]) if is_behind else None
 
 
 def _left(rank: int, state: ProcessState) -> Fault:

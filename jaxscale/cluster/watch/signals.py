@@ -109,15 +109,12 @@ class SignalHandlers:
     self._interrupts = 0
     self._before: dict[int, object] = {}
     self._pid = os.getpid()
-    if threading.current_thread() is threading.main_thread():
-      self._install()
-
-  def _install(self) -> None:
+    if threading.current_thread() is not threading.main_thread():
+      return
     self._reading, self._writing = socket.socketpair()
     self._writing.setblocking(False)
-    self._fd_before = signal.set_wakeup_fd(
-      self._writing.fileno(), warn_on_full_buffer=False
-    )
+    descriptor = self._writing.fileno()
+    self._fd_before = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
     for number in (*STOPPING, _SUSPENDING):
       # Without a handler of Python's nothing is written to the descriptor.
       self._before[number] = signal.signal(number, lambda number, frame: None)
@@ -207,9 +204,7 @@ class SignalHandlers:
 
   def _end(self, cause: str, code: int) -> NoReturn:
     """Leave; however long it takes to inform the others, within 2 s."""
-    threading.Thread(
-      target=lambda: (time.sleep(2.0), os._exit(code)), daemon=True
-    ).start()
+    threading.Timer(2.0, os._exit, [code]).start()
     self._fail(cause, code)
     leave(cause, code)
 
@@ -218,10 +213,8 @@ class SignalHandlers:
     if self._before and os.getpid() != self._pid:
       signal.set_wakeup_fd(-1)
       for number in self._before:
-        is_interrupt = number == signal.SIGINT
-        signal.signal(
-          number, signal.default_int_handler if is_interrupt else signal.SIG_DFL
-        )
+        signal.signal(number, signal.SIG_DFL)
+      signal.signal(signal.SIGINT, signal.default_int_handler)
       self._before = {}
 
 

@@ -47,6 +47,7 @@ class StopConsensus:
 
   Attributes:
     agreed: why all stop, once `poll` has returned it; None before.
+    passed: how many points are passed.
 
   Example:
     >>> stop = StopConsensus()
@@ -66,7 +67,7 @@ class StopConsensus:
     """
     self._ask = ask
     self._changed = threading.Condition(threading.Lock())
-    self._passed = 0  # points
+    self.passed = 0
     self._held = False
     self._decision: tuple[int, StopRequest] | None = None  # the point where all stop
 
@@ -75,7 +76,7 @@ class StopConsensus:
     if self._ask:
       self._ask(request)
     else:
-      self.decide(self._passed, request)
+      self.decide(self.passed, request)
 
   def poll(self) -> StopRequest | None:
     """Why to stop here, or None to continue.
@@ -87,17 +88,17 @@ class StopConsensus:
     with self._changed:
       while self._held:
         self._changed.wait()
-      if self._decision and self._passed >= self._decision[0]:
+      if self._decision and self.passed >= self._decision[0]:
         self.agreed = self._decision[1]
-        return self.agreed
-      self._passed += 1
-      return None
+      else:
+        self.passed += 1
+      return self.agreed
 
   def hold(self) -> int:
     """Pass no further point; how many are passed. For the watch's thread."""
     with self._changed:
       self._held = self._decision is None
-      return self._passed
+      return self.passed
 
   def decide(self, point: int, request: StopRequest) -> None:
     """All stop at this point; the first decision counts. For the watch's thread."""
@@ -105,12 +106,6 @@ class StopConsensus:
       self._decision = self._decision or (point, request)
       self._held = False
       self._changed.notify_all()
-
-  @property
-  def passed(self) -> int:
-    """How many points are passed."""
-    with self._changed:
-      return self._passed
 
 
 class StopCoordinator:

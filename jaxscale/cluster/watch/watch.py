@@ -129,17 +129,11 @@ class Watch:
       self._host = (seconds + now - since, steps + 1)
     self._place = (step, activity, 0, now)
 
-  def fail(
-    self,
-    cause: str,
-    code: int = EXIT_CRASH,
-    is_consequence: bool = False,
-    is_user_error: bool = False,
-  ) -> None:
-    """Report a `Failure` to all; with a monitor, never returns."""
+  def fail(self, cause: str, code: int = EXIT_CRASH, *kind: bool) -> None:
+    """Report a `Failure`, of these fields, to all; with a monitor, never returns."""
     if self._link is None or self._ended.is_set():
       return
-    failure = Failure(cause, code, is_consequence, is_user_error)
+    failure = Failure(cause, code, *kind)
     where = describe_place(*self._place[:2])
     if self._send({"fail": failure, "where": where}):
       time.sleep(_DECISION_S)  # the watch's thread leaves before
