@@ -21,6 +21,7 @@ is, as a share of the step's (summed over collectives, so that it can pass 1).
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import subprocess
@@ -182,7 +183,7 @@ def compile_one(name: str, path: Path) -> None:
   case = CASES[name]
   config = load_config(str(ROOT / case.config), case.changes)
   before = time.process_time()
-  make = {"step": fits.compile_for, "init": fits.compile_init}[case.program]
+  make = functools.partial(fits.compile_for, step=case.program == "step")
   fit = make(config, find_chips(case.chips), case.options)
   row = {
     "memory": fit.memory._asdict() if fit.memory else None,

@@ -23,14 +23,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxscale.planning.parse import (
-  Computation,
-  Instruction,
-  Module,
-  attribute,
-  called,
-  num_bytes,
-)
+from jaxscale.planning import parse
+from jaxscale.planning.parse import Computation, Instruction, Module
 
 # TPU v5e: 197 TFLOP/s in bfloat16 over 819 GB/s. An H100 SXM is at 989 / 3.35 = 295.
 FLOPS_PER_BYTE = 240
@@ -48,6 +42,7 @@ _INTEGERS = {
   "add": operator.add, "subtract": operator.sub, "LT": operator.lt, "LE": operator.le,
   "GT": operator.gt, "GE": operator.ge, "EQ": operator.eq, "NE": operator.ne,
 }  # fmt: skip
+_SLICES = {"dynamic-slice", "slice", "gather"}
 _MOST_TRIPS = 10_000  # of a loop whose trips are not written
 
 Cost = Callable[[Computation, Instruction], float]
@@ -69,7 +64,7 @@ def costs(module: Module) -> tuple[Cost, float]:
 
   def cost(computation: Computation, instruction: Instruction) -> float:
     opcode = instruction.opcode
-    inside = [of_computation(name) for name in called(instruction)]
+    inside = [of_computation(name) for name in parse.called(instruction)]
     if opcode == "while":
       trips = trip_count(module, computation, instruction)
       return (1 if trips is None else trips) * sum(inside)
@@ -94,20 +89,17 @@ def _flops(module: Module, computation: Computation, instruction: Instruction) -
   """2 a multiply-add of dots and convolutions, those of vendors' libraries too."""
   opcode = instruction.opcode
   if opcode == "fusion":
-    bodies = [module.computations.get(name, {}) for name in called(instruction)]
+    bodies = [module.computations.get(name, {}) for name in parse.called(instruction)]
     return sum(_flops(module, body, i) for body in bodies for i in body.values())
   shapes = [computation[x].shape for x in instruction.operands if x in computation]
   if len(shapes) < 2 or not all(shapes[:2]) or not instruction.shape:
     return 0.0
   (left, *_), (right, *_), out = shapes[0], shapes[1], instruction.shape[0]
-  summed = re.search(
-    r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', instruction.text
-  )
-  if summed:  # a dot, and cuBLAS's
+  dims = r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)'
+  if summed := re.search(dims, instruction.text):  # a dot, and cuBLAS's
     sizes = (left.dims[int(d)] for d in re.findall(r"\d+", summed.group(1)))
     return 2.0 * math.prod(out.dims) * math.prod(sizes)
-  labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.text)
-  if labels is None:
+  if not (labels := re.search(r"dim_labels=\w+_(\w+)->", instruction.text)):
     return 0.0
   kernel, pixels = right, out
   if "convBackwardFilter" in instruction.text:  # cuDNN's: (x, dy) -> dw
@@ -118,41 +110,32 @@ def _flops(module: Module, computation: Computation, instruction: Instruction) -
   return 2.0 * math.prod(pixels.dims) * math.prod(kernel.dims) / max(features, 1)
 
 
-def _traffic(
-  module: Module, computation: Computation, instruction: Instruction
-) -> float:
+def _traffic(module, computation: Computation, instruction: Instruction) -> float:
   """Bytes that an instruction reads and writes."""
   operands = [computation[x] for x in instruction.operands if x in computation]
-  if instruction.opcode in ("dynamic-slice", "slice", "gather"):
-    return 2.0 * num_bytes(instruction.shape)
+  if instruction.opcode in _SLICES:
+    return 2.0 * parse.num_bytes(instruction.shape)
   if instruction.opcode == "dynamic-update-slice":
-    return 2.0 * sum(num_bytes(x.shape) for x in operands[1:2])
-  whole = num_bytes(instruction.shape) + sum(num_bytes(x.shape) for x in operands)
+    return 2.0 * sum(parse.num_bytes(x.shape) for x in operands[1:2])
+  whole = parse.num_bytes(instruction.shape) + sum(
+    parse.num_bytes(x.shape) for x in operands
+  )
   if instruction.opcode != "fusion":
     return float(whole)
-  body = module.computations.get((called(instruction) or [""])[0], {})
-  saved = 0
-  for inner in body.values():
-    uses = [x for x in body.values() if inner.name in x.operands]
-    if inner.opcode == "parameter" and uses:
-      saved += _unread(inner, uses)
-  return float(max(whole - saved, 0))
+  body = module.computations.get((parse.called(instruction) or [""])[0], {})
+  for parameter in (x for x in body.values() if x.opcode == "parameter"):
+    uses = [x for x in body.values() if parameter.name in x.operands]
+    opcodes, size = {x.opcode for x in uses}, parse.num_bytes(parameter.shape)
+    if opcodes and opcodes <= _SLICES:
+      whole -= max(size - sum(parse.num_bytes(x.shape) for x in uses), 0)
+    elif [(x.opcode, x.operands[0]) for x in uses] == [
+      ("dynamic-update-slice", parameter.name)
+    ]:
+      whole -= 2 * size  # the result is the parameter, of which a part is written
+  return float(max(whole, 0))
 
 
-def _unread(parameter: Instruction, uses: list[Instruction]) -> int:
-  """Bytes of a fusion's parameter that are neither read nor written anew."""
-  size = num_bytes(parameter.shape)
-  if all(x.opcode in ("dynamic-slice", "slice", "gather") for x in uses):
-    return max(size - sum(num_bytes(x.shape) for x in uses), 0)
-  in_place = [x for x in uses if x.opcode == "dynamic-update-slice"]
-  if len(uses) == 1 and in_place and in_place[0].operands[0] == parameter.name:
-    return 2 * size  # the result is the parameter, of which a part is written
-  return 0
-
-
-def trip_count(
-  module: Module, computation: Computation, loop: Instruction
-) -> int | None:
+def trip_count(module: Module, computation: Any, loop: Instruction) -> int | None:
   """Times that the body of a `while` runs; None where the text does not tell.
 
   Args:
@@ -163,7 +146,7 @@ def trip_count(
   if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.text):
     return int(known.group(1))
   condition, body = (
-    module.computations.get((attribute(loop, key) or "").lstrip("%"))
+    module.computations.get((parse.attribute(loop, key) or "").lstrip("%"))
     for key in ("condition", "body")
   )
   start = computation.get(loop.operands[0]) if loop.operands else None
@@ -212,7 +195,7 @@ def _value(
     is_integer = operands and re.fullmatch(r"-?\d+", operands[0])
     return int(operands[0]) if is_integer else None
   if opcode == "get-tuple-element":
-    source, index = operands[0], int(attribute(instruction, "index") or 0)
+    source, index = operands[0], int(parse.attribute(instruction, "index") or 0)
     if source in computation and computation[source].opcode == "tuple":
       return _value(module, computation, computation[source].operands[index], arguments)
     elements = _value(module, computation, source, arguments)
@@ -220,10 +203,10 @@ def _value(
   values = [_value(module, computation, x, arguments) for x in operands]
   if opcode in _SAME and values:
     return values[0]
-  if opcode in ("fusion", "call") and called(instruction):
-    inner = module.computations.get(called(instruction)[0])
+  if opcode in ("fusion", "call") and parse.called(instruction):
+    inner = module.computations.get(parse.called(instruction)[0])
     return _value(module, inner, _root(inner).name, values) if inner else None
-  compute = _INTEGERS.get(attribute(instruction, "direction") or opcode)
+  compute = _INTEGERS.get(parse.attribute(instruction, "direction") or opcode)
   if compute is None or len(values) != 2 or None in values:
     return None
   return compute(*values)

@@ -59,16 +59,14 @@ def _head(experiment: build.Experiment) -> str:
 
 def _parameters(params: Any) -> str:
   """One line for each parameter, and their sum."""
-  rows = [
-    (
-      path_name(path),
-      "x".join(map(str, leaf.shape)) or "-",
-      str(leaf.dtype),
-      _spec(leaf),
-      f"{_bytes(leaf) / 1e6:.3f}",
-    )
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-  ]
+  rows = []
+  for path, leaf in jax.tree.leaves_with_path(params):
+    dims = [*leaf.sharding.spec, *[None] * leaf.ndim][: leaf.ndim]
+    names = ["+".join(a) if isinstance(a, tuple) else a or "-" for a in dims]
+    split = ", ".join(names) if any(dims) else "whole"
+    shape = "x".join(map(str, leaf.shape)) or "-"
+    size = f"{_bytes(leaf) / 1e6:.3f}"
+    rows.append((path_name(path), shape, str(leaf.dtype), split, size))
   leaves = jax.tree.leaves(params)
   count = sum(math.prod(x.shape) for x in leaves)
   total = sum(map(_bytes, leaves)) / 1e6
@@ -112,13 +110,6 @@ def _widened(experiment: build.Experiment) -> str:
     f"XLA on CPU sends {experiment.config.dtype} as float32: accelerators send half "
     "the bytes of those"
   )
-
-
-def _spec(leaf: Any) -> str:
-  """The axes of each dim, as "fsdp, -, model"."""
-  dims = [*leaf.sharding.spec, *[None] * leaf.ndim][: leaf.ndim]
-  names = ["+".join(a) if isinstance(a, tuple) else a or "-" for a in dims]
-  return ", ".join(names) if any(dims) else "whole"
 
 
 def _bytes(leaf: Any) -> int:

@@ -8,6 +8,7 @@ has their names) and reads the memory that it takes on each of them.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -46,7 +47,11 @@ class Fit(NamedTuple):
 
 
 def compile_for(
-  config: cfg.Config, chips: Chips, options: Mapping[str, Any] | None = None
+  config: cfg.Config,
+  chips: Chips,
+  options: Mapping[str, Any] | None = None,
+  *,
+  step: bool = True,
 ) -> Fit:
   """Compile the train step of a config for chips that need not be here.
 
@@ -54,6 +59,7 @@ def compile_for(
     config: of the run; its data are not read where they are text.
     chips: of `planning.topologies.find_chips`.
     options: of the compiler, its flags by name.
+    step: the train step, or what makes the state before the first one.
 
   Raises:
     ConfigError: the config does not fit such devices, whatever their memory.
@@ -64,17 +70,6 @@ def compile_for(
     (6054109184, True)
     >>> print(hlo.summary(hlo.collectives(fit.compiled, fit.mesh)))  # doctest: +SKIP
   """
-  return _compile(config, chips, options, lambda e: e.lower_train_step())
-
-
-def compile_init(
-  config: cfg.Config, chips: Chips, options: Mapping[str, Any] | None = None
-) -> Fit:
-  """Likewise what makes the state before the first step."""
-  return _compile(config, chips, options, lambda e: e.lower_init_state())
-
-
-def _compile(config, chips, options, lower) -> Fit:
   from jaxscale.experiment import build  # JAX: only once it is known what for
 
   experiment = build.experiment(
@@ -83,7 +78,8 @@ def _compile(config, chips, options, lower) -> Fit:
   before = time.perf_counter()
   memory = refusal = compiled = None
   try:
-    compiled = lower(experiment).compile(dict(options or {}))
+    lowered = experiment.lower_train_step() if step else experiment.lower_init_state()
+    compiled = lowered.compile(dict(options or {}))
     memory = memory_of(compiled)
   except RuntimeError as e:
     if "cuDNN not found" in str(e):
@@ -113,12 +109,8 @@ def largest(values: Sequence[Any], fits: Callable[[Any], bool]) -> Any:
     32
   """
   if len(values) <= _FEW:
-    found = None
-    for value in values:
-      if not fits(value):
-        break
-      found = value
-    return found
+    fitting = [*itertools.takewhile(fits, values)]
+    return fitting[-1] if fitting else None
   low, high = -1, len(values)  # fits, does not
   while high - low > 1:
     middle = (low + high) // 2

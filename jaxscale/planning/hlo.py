@@ -33,25 +33,18 @@ compute may be shorter than the transfer, and two transfers may share it.
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxscale.metrics.text import table as text_table
+from jaxscale.planning import parse
 from jaxscale.planning.cost import COLLECTIVES, Cost, costs, trip_count
-from jaxscale.planning.parse import (
-  Computation,
-  Groups,
-  Instruction,
-  Module,
-  attribute,
-  called,
-  modules,
-  num_bytes,
-  replica_groups,
-)
+from jaxscale.planning.parse import Computation, Groups, Instruction, Module
 
 
 class Collective(NamedTuple):
@@ -101,14 +94,6 @@ class Totals(NamedTuple):
   wire_bytes: float
 
 
-class _Place(NamedTuple):
-  """How often a computation runs, and under which condition."""
-
-  times: int
-  known: bool
-  conditional: bool
-
-
 class _Program(NamedTuple):
   module: Module
   sizes: dict[str, int] | None  # of the mesh
@@ -139,11 +124,9 @@ def collectives(compiled: Any, mesh: Any = None) -> list[Collective]:
   text = compiled if isinstance(compiled, str) else compiled.as_text()
   shape: Mapping[str, int] | None = getattr(mesh, "shape", mesh)
   sizes = dict(shape) if shape is not None else None
-  found: list[Collective] = []
-  for module in modules(text):
-    program = _Program(module, sizes, *costs(module))
-    found += _walk(program, module.entry, _Place(1, True, False))
-  return found
+  place = {"times": 1, "times_known": True, "conditional": False}
+  programs = (_Program(module, sizes, *costs(module)) for module in parse.modules(text))
+  return [row for p in programs for row in _walk(p, p.module.entry, place)]
 
 
 def total(
@@ -158,16 +141,10 @@ def total(
     kind: count these alone.
     axis: count those alone whose groups differ along this axis.
   """
-  rows = [
-    row
-    for row in table
-    if kind in (None, row.kind) and (axis is None or axis in (row.axes or ()))
-  ]
-  return Totals(
-    sum(r.times for r in rows),
-    sum(r.times * r.payload_bytes for r in rows),
-    sum(r.times * r.wire_bytes for r in rows),
-  )
+  rows = [row for row in table if kind in (None, row.kind)]
+  rows = [row for row in rows if axis is None or axis in (row.axes or ())]
+  sums = ((r.times, r.times * r.payload_bytes, r.times * r.wire_bytes) for r in rows)
+  return Totals(*map(sum, zip((0, 0, 0), *sums, strict=True)))
 
 
 def summary(table: Sequence[Collective]) -> str:
@@ -214,7 +191,7 @@ def _line(rows: list[Collective]) -> tuple[str, ...]:
 
 
 def _walk(
-  program: _Program, name: str, place: _Place, begun: frozenset[str] = frozenset()
+  program: _Program, name: str, place: dict[str, Any], begun: Set[str] = frozenset()
 ) -> Iterator[Collective]:
   """The collectives of a computation and of those that it runs.
 
@@ -231,58 +208,42 @@ def _walk(
   under_way = set(begun)
   for i, instruction in enumerate(schedule):
     if instruction.opcode in ("while", "call", "conditional"):
-      for inner in called(instruction):
+      for inner in parse.called(instruction):
         inside = _inside(module, computation, instruction, inner, place)
-        yield from _walk(program, inner, inside, frozenset(under_way))
+        yield from _walk(program, inner, inside, under_way)
       continue
     found_in, marks = _collectives_of(module, computation, instruction)
     for found, home in found_in:
       key = _key(found)
-      if not _begins(instruction, key, marks, under_way):
+      if "AsyncCollectiveDone" in marks:
+        under_way.discard(key)
         continue
+      if "AsyncCollectiveStart" in marks:
+        under_way.add(key)
+      elif instruction.opcode == "fusion" and key in under_way:
+        continue  # it carries on what was begun
       is_async = instruction.opcode.endswith("-start") or instruction.opcode == "send"
       is_async |= key in under_way
       is_async &= '"is_sync":true' not in instruction.text
       end = _end(module, computation, i, key) if is_async else i + 1
-      share = place.times * (before[end] - before[i + 1]) / (program.total or 1.0)
-      yield _collective(
-        program, found, home, home is not computation,
-        name=instruction.name, times=place.times, times_known=place.known,
-        conditional=place.conditional, is_async=is_async,
-        overlap=float(share) if module.is_scheduled else None,
-      )  # fmt: skip
+      share = place["times"] * (before[end] - before[i + 1]) / (program.total or 1.0)
+      overlap = float(share) if module.is_scheduled else None
+      here = place | {"name": instruction.name, "is_async": is_async}
+      is_wrapped = home is not computation
+      yield _collective(program, found, home, is_wrapped, **here, overlap=overlap)
 
 
-def _begins(
-  instruction: Instruction, key: str, marks: list[str], under_way: set[str]
-) -> bool:
-  """Whether a collective is one's first; follows in `under_way` those of TPU's fusions.
-
-  Others end a collective that was begun, or carry it on.
-  """
-  if "AsyncCollectiveDone" in marks:
-    under_way.discard(key)
-    return False
-  if "AsyncCollectiveStart" in marks:
-    under_way.add(key)
-    return True
-  return instruction.opcode != "fusion" or key not in under_way
-
-
-def _inside(
-  module: Module, computation: Computation, instruction: Instruction, inner: str,
-  place: _Place,
-) -> _Place:  # fmt: skip
+def _inside(module, computation, instruction, inner, place) -> dict[str, Any]:
   """How often a computation runs that a while, call or conditional runs."""
   if instruction.opcode == "conditional":
-    return place._replace(conditional=True)
+    return place | {"conditional": True}
   if instruction.opcode == "call":
     return place
   trips = trip_count(module, computation, instruction)
   if trips is None:
-    return place._replace(known=False)
-  asks = (attribute(instruction, "condition") or "").lstrip("%") == inner
-  return place._replace(times=place.times * (trips + asks))
+    return place | {"times_known": False}
+  asks = (parse.attribute(instruction, "condition") or "").lstrip("%") == inner
+  return place | {"times": place["times"] * (trips + asks)}
 
 
 def _collectives_of(
@@ -295,11 +256,14 @@ def _collectives_of(
   """
   opcode = instruction.opcode
   kind = opcode.removesuffix("-start")
-  if kind in COLLECTIVES or (kind == "send" and _is_network(instruction)):
+  # A `send` may also go to a callback of this host.
+  is_local = "is_host_transfer=true" in instruction.text
+  is_local &= "megascale" not in instruction.text
+  if kind in COLLECTIVES or (kind == "send" and not is_local):
     return [(instruction, computation)], []
   found, marks = [], []
   if opcode in ("fusion", "call") or opcode.endswith("-start"):
-    for name in called(instruction):
+    for name in parse.called(instruction):
       home = module.computations.get(name, {})
       for inner in home.values():
         marks += re.findall(r'custom_call_target="(\w+)"', inner.text)
@@ -310,11 +274,10 @@ def _collectives_of(
 
 def _key(instruction: Instruction) -> str:
   """What the instructions have in common that begin, carry on and end the same."""
-  rendezvous = re.search(r'_xla_host_transfer_rendezvous="[^"]*"', instruction.text)
-  if rendezvous:
-    return rendezvous.group()
+  if named := re.search(r'_xla_host_transfer_rendezvous="[^"]*"', instruction.text):
+    return named.group()
   chain = re.search(r'chain_id="\w+"', instruction.text)
-  parts = (attribute(instruction, x) for x in ("channel_id", "replica_groups"))
+  parts = (parse.attribute(instruction, x) for x in ("channel_id", "replica_groups"))
   return f"{instruction.opcode} {[*parts]} {chain and chain.group()}"
 
 
@@ -343,13 +306,7 @@ def _end(module: Module, computation: Computation, start: int, key: str) -> int:
   return len(schedule) if end is None else end
 
 
-def _collective(
-  program: _Program,
-  found: Instruction,
-  home: Computation,
-  is_wrapped: bool,
-  **place: Any,
-) -> Collective:
+def _collective(program, found, home, is_wrapped, **place: Any) -> Collective:
   """Kind, bytes and members; `place` has the other fields, of where it is."""
   sent = tuple(a for x in found.operands if x in home for a in home[x].shape)
   sent = sent or found.shape
@@ -357,9 +314,11 @@ def _collective(
   groups, size, axes = _members(found, program.module.num_devices, program.sizes)
   if kind == "send" and (between := _megascale(found)):
     kind, size = between
-  if kind == "all-reduce" and is_wrapped and _is_scattered(home, found):
-    kind = "reduce-scatter"
-  payload = num_bytes(sent) * (size if kind == "all-gather" else 1)
+  if kind == "all-reduce" and is_wrapped:
+    uses = [x.opcode for x in home.values() if found.name in x.operands]
+    if set(uses) == {"dynamic-slice"}:  # nothing but a slice of it is used
+      kind = "reduce-scatter"
+  payload = parse.num_bytes(sent) * (size if kind == "all-gather" else 1)
   return Collective(
     kind=kind,
     dtypes=tuple(dict.fromkeys(a.dtype for a in sent)),
@@ -370,12 +329,6 @@ def _collective(
     axes=axes,
     **place,
   )
-
-
-def _is_scattered(home: Computation, found: Instruction) -> bool:
-  """Whether all that uses an all-reduce is a slice of it."""
-  uses = [x for x in home.values() if found.name in x.operands]
-  return bool(uses) and all(x.opcode == "dynamic-slice" for x in uses)
 
 
 def _members(
@@ -389,28 +342,18 @@ def _members(
     sizes: of the mesh axes, in their order; None: unknown.
   """
   pairs = re.search(r'source_target_pairs="?(\{[\d,{}\s]*\})', found.text)
-  if pairs:
-    groups = replica_groups(pairs.group(1), 0)
-  else:
-    groups = replica_groups(attribute(found, "replica_groups"), num_devices)
+  written = pairs.group(1) if pairs else parse.attribute(found, "replica_groups")
+  groups = parse.replica_groups(written, 0 if pairs else num_devices)
   if groups is None:
     return (), num_devices, _slice_axes(found, num_devices, sizes)
-  axes = None if sizes is None else _axes(groups, sizes)
-  return groups, max(len(group) for group in groups), axes
-
-
-def _axes(groups: Groups, sizes: dict[str, int]) -> tuple[str, ...] | None:
-  """Mesh axes along which the members of some group have different places.
-
-  Ids count the mesh in its order, as XLA's partition ids do under `jit`; those of
-  a program for one slice count that slice, which is the first of the mesh.
-  """
-  shape = tuple(sizes.values())
-  if max(max(group) for group in groups) >= np.prod(shape, dtype=int):
-    return None
-  places = [np.stack(np.unravel_index(group, shape)) for group in groups]
-  differs = [any(np.ptp(place[k]) > 0 for place in places) for k in range(len(shape))]
-  return tuple(axis for axis, is_in in zip(sizes, differs, strict=True) if is_in)
+  size, axes = max(len(group) for group in groups), None
+  # Ids count the mesh in its order, as XLA's partition ids do under `jit`; those of
+  # a program for one slice count that slice, which is the first of the mesh.
+  if sizes and max(max(group) for group in groups) < math.prod(sizes.values()):
+    places = [np.unravel_index(group, tuple(sizes.values())) for group in groups]
+    spread = [any(map(np.ptp, along)) for along in zip(*places, strict=True)]
+    axes = tuple(itertools.compress(sizes, spread))
+  return groups, size, axes
 
 
 def _slice_axes(
@@ -419,7 +362,7 @@ def _slice_axes(
   """Leading mesh axes that a program, written for one slice, leaves out."""
   if sizes is None or "megascale" not in found.text:
     return None
-  left, axes = int(np.prod(list(sizes.values()), dtype=int)), []
+  left, axes = math.prod(sizes.values()), []
   if (_megascale(found) or ("", 0))[1] == left:  # between all, those of a slice too
     return tuple(axis for axis, size in sizes.items() if size > 1)
   for axis, size in sizes.items():
@@ -429,19 +372,13 @@ def _slice_axes(
   return tuple(axes) if left == num_devices else None
 
 
-def _is_network(send: Instruction) -> bool:
-  """Whether a `send` goes to another device, not to a callback of this host."""
-  return "is_host_transfer=true" not in send.text or "megascale" in send.text
-
-
 def _megascale(found: Instruction) -> tuple[str, int] | None:
   """(kind, members) of a transfer between slices of TPUs; None for what is none.
 
   Members are slices, `"{1,2}x{0:3}"`, each device with its like in the others; or,
   of an all-to-all over more than them, single devices, `{{100000,...,200003}}`.
   """
-  kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', found.text)
-  if kind is None:
+  if not (kind := re.search(r'_xla_megascale_transfer_type="(\w+)"', found.text)):
     return None
   name = kind.group(1).lower().replace("_", "-")
   slices = re.search(r'_xla_megascale_target="?\{+([\d,]*)\}', found.text)

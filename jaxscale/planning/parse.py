@@ -105,8 +105,7 @@ def _module(text: str) -> Module:
 
 
 def _instruction(line: str) -> Instruction | None:
-  match = _INSTRUCTION.match(_COMMENT.sub("", line))
-  if match is None:
+  if not (match := _INSTRUCTION.match(_COMMENT.sub("", line))):
     return None
   rest = match.group(3)
   end = _balanced(rest) if rest.startswith("(") else rest.find(" ")
@@ -165,18 +164,15 @@ def num_bytes(shape: tuple[Array, ...]) -> int:
     >>> num_bytes(arrays("(bf16[3,2]{1,0}, pred[5]{0})"))
     17
   """
-  return sum(-(-math.prod(a.dims) * _bits(a.dtype) // 8) for a in shape)
-
-
-def _bits(dtype: str) -> int:
-  digits = re.match(r"[a-z]+(\d+)", dtype)
-  return int(digits.group(1)) if digits else 8
+  digits = (re.match(r"[a-z]+(\d+)", array.dtype) for array in shape)
+  bits = (int(found.group(1)) if found else 8 for found in digits)
+  sizes = (math.prod(array.dims) for array in shape)
+  return sum(-(-n * k // 8) for n, k in zip(sizes, bits, strict=True))
 
 
 def attribute(instruction: Instruction, key: str) -> str | None:
   """The value of an attribute as it is written, brackets included."""
-  match = re.search(rf"(?<![\w\"]){key}=", instruction.text)
-  if match is None:
+  if not (match := re.search(rf"(?<![\w\"]){key}=", instruction.text)):
     return None
   rest = instruction.text[match.end() :]
   if rest.startswith("{"):

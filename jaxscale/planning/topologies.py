@@ -145,12 +145,8 @@ def find_chips(name: str) -> Chips:
 
   if chip.platform == "tpu":
     # No TPU is asked about the slice it is in, and other processes may have one.
-    for variable, value in (
-      ("TPU_SKIP_MDS_QUERY", "1"),
-      ("TPU_WORKER_HOSTNAMES", "localhost"),
-      ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
-    ):
-      os.environ.setdefault(variable, value)
+    alone = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+    os.environ |= alone | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"} | dict(os.environ)
     options: dict[str, Any] = {"topology_name": f"{kind}:{chip.shapes[count]}"}
     if groups > 1:
       options["num_slices"] = groups
@@ -199,15 +195,11 @@ def _parse(name: str) -> tuple[int, str, int]:
 
 
 def _check_installed(name: str, chip: Chip) -> None:
-  needed = {
-    "tpu": (("libtpu",), "libtpu"),
-    "cuda": (
-      ("jax_cuda12_plugin", "jax_cuda13_plugin"),
-      "jax-cuda12-plugin jax-cuda12-pjrt nvidia-cudnn-cu12",
-    ),
-  }
-  modules, packages = needed[chip.platform]
-  if not any(importlib.util.find_spec(module) for module in modules):
+  modules, packages = ["libtpu"], "libtpu"
+  if chip.platform == "cuda":
+    modules = ["jax_cuda12_plugin", "jax_cuda13_plugin"]
+    packages = "jax-cuda12-plugin jax-cuda12-pjrt nvidia-cudnn-cu12"
+  if not any(map(importlib.util.find_spec, modules)):
     raise ConfigError(
       f"--chips={name}: its compiler is not installed; pip install {packages} (no "
       "such hardware is needed)"
