@@ -19,7 +19,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,6 +52,7 @@ class MLLog:
         events from the first with a later `step_num` on, the end of the run, and a
         block that has not ended, are dropped: they will happen again.
     """
+    self.now_ms: float | None = None  # in place of the present, for what is over
     self._file = None
     if path is not None:
       path = Path(path)
@@ -87,7 +88,7 @@ class MLLog:
   def _write(self, event_type, key, value, metadata):
     if self._file is None:
       return
-    time_ms = metadata.pop("time_ms", None)
+    time_ms = metadata.pop("time_ms", self.now_ms)
     line = {
       "namespace": "",
       "time_ms": int(time.time() * 1e3 if time_ms is None else time_ms),
@@ -195,23 +196,19 @@ def _optimizer_keys(config, derived) -> dict[str, Any]:
   """opt_*: the names that the closed division has for each optimizer."""
   optimizer, schedule = config["optimizer"], config["schedule"]
   name = optimizer["class"].lower()
-  keys = {
-    "opt_name": name,
-    "opt_base_learning_rate": derived["peak_lr"],
-    "opt_learning_rate_warmup_epochs": schedule["warmup_epochs"],
-    "opt_weight_decay": optimizer.get("weight_decay", 0.0),
+  common = {
+    "base_learning_rate": derived["peak_lr"],
+    "learning_rate_warmup_epochs": schedule["warmup_epochs"],
+    "weight_decay": optimizer.get("weight_decay", 0.0),
   }
+  keys = {"opt_name": name} | {f"opt_{key}": value for key, value in common.items()}
   if config.get("clip_norm") is not None:
     keys["opt_gradient_clip_norm"] = config["clip_norm"]
   if name in ("sgd", "lars"):
     prefix = f"{name}_opt"
-    keys |= {
-      f"{prefix}_base_learning_rate": derived["peak_lr"],
-      f"{prefix}_end_learning_rate": schedule.get("end_lr", 0.0),
-      f"{prefix}_learning_rate_warmup_epochs": schedule["warmup_epochs"],
-      f"{prefix}_momentum": optimizer["momentum"],
-      f"{prefix}_weight_decay": optimizer["weight_decay"],
-    }
+    keys |= {f"{prefix}_{key}": value for key, value in common.items()}
+    keys[f"{prefix}_end_learning_rate"] = schedule.get("end_lr", 0.0)
+    keys[f"{prefix}_momentum"] = optimizer["momentum"]
     if "power" in schedule:
       # Steps as mlcommons/training's LARS schedule counts them.
       steps = derived["total_steps"] - derived["warmup_steps"] + 1
@@ -262,7 +259,7 @@ class RunLog(MLLog):
     start: int = 0,
     epoch: float = 0.0,
     init_ms: float | None = None,
-    run_ms: float | None = None,
+    now_ms: float | None = None,
     submission: Submission = _UNNAMED,
   ):
     """Log the settings and that the run begins; of a resumed run, only that.
@@ -273,71 +270,65 @@ class RunLog(MLLog):
       start: the step that the run resumes from.
       epoch: likewise.
       init_ms: when the process began, in milliseconds since the epoch.
-      run_ms: when the first batch was asked for; None: now.
+      now_ms: the present, for a run that is over; None: the clock's.
       submission: who runs it.
     """
     config = described["config"]
     self._every, self._epochs = config["evaluation"]["every_epochs"], config["epochs"]
-    self._step, self._epoch = start, epoch
-    self._in_block = False
+    self._step, self._epoch, self._in_block = start, epoch, False
     super().__init__(path, start=start)
+    self.now_ms = now_ms
     if start:
-      self.event("resumed", start, **self._here())
+      self.note("resumed", start)
     else:
-      run_ms = time.time() * 1e3 if run_ms is None else run_ms
-      init_ms = run_ms if init_ms is None else init_ms
+      init_ms = init_ms or now_ms
       self.event("cache_clear", True, time_ms=init_ms)
       self.start("init_start", time_ms=init_ms)
       for key, value in run_keys(described, submission).items():
-        self.event(key, value, time_ms=run_ms)
-      self.end("init_stop", time_ms=run_ms)
-      self.start("run_start", time_ms=run_ms)
-    self._begin_block(run_ms)
+        self.event(key, value)
+      self.end("init_stop")
+      self.start("run_start")
+    self._begin_block()
 
-  def evaluating(
-    self, step: int, epoch: float, *, time_ms: float | None = None
-  ) -> None:
+  def evaluating(self, step: int, epoch: float) -> None:
     """Training pauses after `step`, at `epoch`, for an evaluation."""
     if self._in_block:
-      block = self._block(epoch - self._epoch)
-      self.end("block_stop", **block | {"step_num": step}, time_ms=time_ms)
+      self.end("block_stop", **self._block(epoch - self._epoch) | {"step_num": step})
       self._in_block = False
     self._step, self._epoch = step, epoch
-    self.start("eval_start", **self._here(), time_ms=time_ms)
+    self.start("eval_start", **self._here())
 
-  def evaluated(
-    self, accuracy: float, *, is_last: bool = False, time_ms: float | None = None
-  ) -> None:
+  def evaluated(self, accuracy: float, *, is_last: bool = False) -> None:
     """That evaluation is done; unless it is the last, training continues."""
-    self.event("eval_accuracy", accuracy, **self._here(), time_ms=time_ms)
-    self.end("eval_stop", **self._here(), time_ms=time_ms)
+    self.note("eval_accuracy", accuracy)
+    self.end("eval_stop", **self._here())
     if not is_last:
-      self._begin_block(time_ms)
+      self._begin_block()
 
-  def stop(self, *, success: bool, time_ms: float | None = None) -> None:
+  def stop(self, *, success: bool) -> None:
     """The run is over: it reached its target accuracy, or it did not."""
     status = "success" if success else "aborted"
-    self.end("run_stop", **self._here(), status=status, time_ms=time_ms)
+    self.end("run_stop", **self._here(), status=status)
     self.close()
 
   def note(self, key: str, value: Any = None, **metadata: Any) -> None:
     """Anything else that happened, at the present step."""
     self.event(key, value, **self._here(), **metadata)
 
-  def _begin_block(self, time_ms: float | None) -> None:
+  def _begin_block(self) -> None:
     # Steps do not divide epochs: what is left at the end may be next to nothing.
     planned = min(self._every, self._epochs - self._epoch)
     if planned > 0:
       self._in_block = True
-      self.start("block_start", **self._block(planned), time_ms=time_ms)
+      self.start("block_start", **self._block(planned))
 
   def _here(self) -> dict[str, Any]:
     return {"epoch_num": round(self._epoch, 4), "step_num": self._step}
 
   def _block(self, epochs: float) -> dict[str, Any]:
-    first = round(self._epoch, 4)
-    count = round(epochs, 4)
-    return {"first_epoch_num": first, "epoch_count": count, "step_num": self._step}
+    here = self._here()
+    here["first_epoch_num"] = here.pop("epoch_num")
+    return here | {"epoch_count": round(epochs, 4)}
 
 
 def log_from_record(
@@ -374,54 +365,40 @@ def log_from_record(
   was_resumed = began > lines[0]["time"]
   began_ms = 1e3 * (lines[0]["time"] if was_resumed else began)
   path = workdir / "mllog.txt"
-  log = RunLog(
-    path, described, init_ms=began_ms, run_ms=began_ms, submission=submission
-  )
+  log = RunLog(path, described, now_ms=began_ms, submission=submission)
   if was_resumed:
-    log.note("resumed", True, time_ms=began_ms)
-  epoch = _epochs(described, workdir)
-  success, at = False, began_ms
+    log.note("resumed", True)
+  phases, success = _phases(described, workdir), False
   for line, values in evaluations:
-    at = 1e3 * line["time"]
-    log.evaluating(line["step"], epoch(line["step"]), time_ms=at)
-    success = bool(is_reached(values, *targets))
-    last = success or line is evaluations[-1][0]
-    log.evaluated(mllog_value(values), is_last=last, time_ms=at)
-    if success:
-      break
-  log.stop(success=success, time_ms=at)
-  return path
-
-
-def _epochs(described: Mapping[str, Any], workdir: Path) -> Callable[[int], float]:
-  """A function from a step to the epochs after it, phase by phase."""
-  derived, path = described["derived"], workdir / "batch_sizes.json"
-  phases = [(s["stop"] - s["start"], s["batch_size"]) for s in derived["phases"]]
-  if path.exists():  # config.json was written before they were chosen
-    phases = _adaptive_phases(described, json.loads(path.read_text()))
-
-  def epoch(step: int) -> float:
-    examples = 0
+    log.now_ms = 1e3 * line["time"]
+    step, examples = line["step"], 0
     for steps, batch_size in phases:
       examples += min(step, steps) * batch_size
       step -= min(step, steps)
-    return examples / derived["num_train"]
+    log.evaluating(line["step"], examples / described["derived"]["num_train"])
+    success = bool(is_reached(values, *targets))
+    last = success or line is evaluations[-1][0]
+    log.evaluated(mllog_value(values), is_last=last)
+    if success:
+      break
+  log.stop(success=success)
+  return path
 
-  return epoch
 
-
-def _adaptive_phases(
-  described: Mapping[str, Any], chosen: list[int]
-) -> list[tuple[int, int]]:
-  """(steps, batch size) of each phase, as the run that chose the sizes had them.
+def _phases(described: Mapping[str, Any], workdir: Path) -> list[tuple[int, int]]:
+  """(steps, batch size) of each phase; `AdaptiveBatch` chose its sizes in the run.
 
   A phase ends with the first step that reaches its last example.
   """
-  config, num_train = described["config"], described["derived"]["num_train"]
+  config, derived = described["config"], described["derived"]
+  path = workdir / "batch_sizes.json"
+  if not path.exists():
+    return [(s["stop"] - s["start"], s["batch_size"]) for s in derived["phases"]]
+  chosen = json.loads(path.read_text())
   every, phases, examples = config["phases"]["every_epochs"], [], 0
   for i in range(math.ceil(config["epochs"] / every)):
     size = chosen[min(i, len(chosen) - 1)]
-    end = min((i + 1) * every, config["epochs"]) * num_train
+    end = min((i + 1) * every, config["epochs"]) * derived["num_train"]
     steps = max(math.ceil((end - examples) / size), 0)
     phases.append((steps, size))
     examples += steps * size

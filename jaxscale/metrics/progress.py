@@ -38,7 +38,16 @@ class Progress:
     self._paused = 0.0
     self._bar: Any = None
     if not quiet and sys.stdout.isatty():
-      self._bar, self._task = _live_bar(total_steps, start)
+      from rich import progress
+
+      columns = "step {task.completed}/{task.total}", "{task.fields[text]}"
+      step, text = map(progress.TextColumn, columns)
+      bar = progress.BarColumn(bar_width=24)
+      self._bar = progress.Progress(step, bar, text, transient=True)
+      self._task = self._bar.add_task(
+        "train", True, total_steps, start, text="compiling"
+      )
+      self._bar.start()
 
   def expect(self, total_steps: int, total_examples: int) -> None:
     """The run is going to be this long."""
@@ -85,17 +94,3 @@ class Progress:
     """Leave the terminal as it was."""
     if self._bar is not None:
       self._bar.stop()
-
-
-def _live_bar(total: int, start: int) -> tuple[Any, Any]:
-  from rich import progress
-
-  bar = progress.Progress(
-    progress.TextColumn("step {task.completed}/{task.total}"),
-    progress.BarColumn(bar_width=24),
-    progress.TextColumn("{task.fields[text]}"),
-    transient=True,
-  )
-  task = bar.add_task("train", total=total, completed=start, text="compiling")
-  bar.start()
-  return bar, task
