@@ -20,7 +20,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +87,9 @@ def place_of(config: str) -> str:
   """
   file, _, arg = config.partition(":")
   path = Path(file).absolute()
-  inside = path.is_relative_to(_PACKAGE.parent)
-  place = path.relative_to(_PACKAGE.parent) if inside else Path("config", path.name)
+  root = _PACKAGE.parent
+  inside = path.is_relative_to(root)
+  place = path.relative_to(root) if inside else Path("config", path.name)
   return str(Path("code", place)) + (f":{arg}" if arg else "")
 
 
@@ -108,8 +109,7 @@ def make(
   """
   folder = Path(spec.folder)
   try:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.mkdir()  # atomic: of two submissions one fails here
+    folder.mkdir(parents=True)  # atomic: of two submissions one fails here
     for name in ("code", "events", "logs"):
       (folder / name).mkdir()
     for source, place in sources(None if text else config):
@@ -141,9 +141,8 @@ def sources(config: str | None) -> list[tuple[Path, str]]:
   """
   root = _PACKAGE.parent
   listed = _git("ls-files", "-z", "--cached", "--others", "--exclude-standard")
-  paths: Iterable[Path] = _PACKAGE.rglob("*")
-  if listed:
-    paths = (_PACKAGE / name for name in listed.split("\0") if name)
+  names = filter(None, listed.split("\0"))
+  paths = [_PACKAGE / n for n in names] or _PACKAGE.rglob("*")
   files = [
     (p, str(Path("code", p.relative_to(root))))
     for p in sorted(paths)
@@ -160,9 +159,9 @@ def _git(*args: str) -> str:
   """The output of git in the package; empty without git or a repository."""
   command = ["git", "-C", str(_PACKAGE), *args]
   try:
-    return subprocess.run(
-      command, capture_output=True, text=True, check=True, timeout=20
-    ).stdout
+    return subprocess.check_output(
+      command, stderr=subprocess.DEVNULL, text=True, timeout=20
+    )
   except (OSError, subprocess.SubprocessError):
     return ""
 
@@ -171,6 +170,7 @@ def environment() -> dict[str, Any]:
   """What a run depends on, in addition to its own code, as JSON."""
   found = importlib.metadata.distributions()
   packages = {d.metadata["Name"]: d.version for d in found if d.metadata["Name"]}
+  variables = sorted(os.environ.items())
   return {
     "commit": _git("rev-parse", "HEAD").strip() or None,
     "changed": _git("status", "--porcelain", "--", ".").splitlines(),
@@ -178,9 +178,7 @@ def environment() -> dict[str, Any]:
     "platform": platform.platform(),
     "host": platform.node(),
     "packages": dict(sorted(packages.items(), key=lambda kv: kv[0].lower())),
-    "variables": {
-      k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)
-    },
+    "variables": {k: v for k, v in variables if k.startswith(_VARIABLES)},
   }
 
 
@@ -257,12 +255,6 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
   """Append a line to a file of JSON lines."""
   with path.open("a") as file:
     file.write(json.dumps(line) + "\n")
-
-
-def record_submission(spec: JobSpec, job: str, tasks: Sequence[int] | None) -> None:
-  """Record that a run, or some trials of it, was submitted."""
-  line = {"job": job, "executor": spec.executor, "time": round(time.time(), 3)}
-  append_line(Path(spec.folder, "submissions.jsonl"), line | {"tasks": tasks})
 
 
 def last_job(folder: str | Path, task: int | None = None) -> str:

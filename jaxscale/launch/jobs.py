@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import shutil
 import sys
 import time
@@ -17,7 +18,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.launch import folder as folders
 from jaxscale.launch import logs, sweeps
 from jaxscale.launch.executors import EXECUTORS, choose
-from jaxscale.launch.site import Site, load_site, with_options
+from jaxscale.launch.site import load_site, with_options
 from jaxscale.launch.spec import JobSpec
 from jaxscale.launch.status import ShownAsTable, StatusTable, statuses
 from jaxscale.metrics import read_json_lines, text
@@ -69,7 +70,7 @@ def prepare(
 ) -> Prepared:
   """Check everything that can be checked before a submission; see `submit`."""
   executor = choose(executor)
-  _check_counts(nodes=nodes, spares=spares, requeue=requeue, at_most=at_most)
+  _check_counts(nodes, spares=spares, requeue=requeue, at_most=at_most)
   chosen = with_options(load_site(site), options)
   texts = sweeps.as_texts(overrides or {})
   path, source = _path_and_source(config)
@@ -77,7 +78,11 @@ def prepare(
   load(texts)
   if trials:
     sweeps.check(load, texts, trials)
-  _check_python(chosen)
+  if not (chosen.python or chosen.container or find_spec("jax")):
+    raise ConfigError(
+      f"{sys.executable}: has no jax; submit from the environment that trains, or "
+      "name its interpreter by --python or in the site's profile"
+    )
   folder = folders.new_folder(runs, name, path)
   spec = JobSpec(
     name=folder.name,
@@ -99,20 +104,12 @@ def prepare(
   return Prepared(spec, path, source, EXECUTORS[executor].render(spec))
 
 
-def _check_counts(nodes: int = 1, **others: int) -> None:
+def _check_counts(nodes: int, **others: int) -> None:
   for name, value in {"nodes": nodes, **others}.items():
-    least = 1 if name == "nodes" else 0
+    least = int(name == "nodes")
     if not isinstance(value, int) or value < least:
       option = name.replace("_", "-")
       raise ConfigError(f"--{option}={value}: give a whole number >= {least}")
-
-
-def _check_python(site: Site) -> None:
-  if not (site.python or site.container or find_spec("jax")):
-    raise ConfigError(
-      f"{sys.executable}: has no jax; submit from the environment that trains, or "
-      "name its interpreter by --python or in the site's profile"
-    )
 
 
 def checked_loader(
@@ -125,14 +122,12 @@ def checked_loader(
   """
 
   def load(overrides: Mapping[str, str]) -> Config:
-    if isinstance(config, str):
-      made = load_config(config, overrides)
-    else:
-      made = override(config, overrides)
+    change = load_config if isinstance(config, str) else override
+    made = change(config, overrides)  # pyright: ignore[reportArgumentType]
     sizes = made.phases.batch_sizes if isinstance(made.phases, Phases) else ()
     for size in sizes or (made.batch_size,):
       if over := size % processes:
-        near = [n for n in (size - over, size - over + processes) if n]
+        near = filter(None, (size - over, size - over + processes))
         raise ConfigError(
           f"batch size {size}: not divisible by {processes} processes; give "
           f"{text.listed(near, 'or')}, or another number of nodes"
@@ -174,19 +169,17 @@ def launch(prepared: Prepared, after: Job | None = None) -> Job:
   script = EXECUTORS[spec.executor].SCRIPT, prepared.script
   folders.make(spec, script, prepared.config, prepared.source)
   try:
-    _submit(spec, after=after)
+    _submit(spec, None, after)
   except ConfigError:
     shutil.rmtree(spec.folder)  # nothing ran in it
     raise
   return Job(Path(spec.folder))
 
 
-def _submit(
-  spec: JobSpec, tasks: Sequence[int] | None = None, after: Job | None = None
-) -> None:
-  folder = after.folder if after else None
-  number = EXECUTORS[spec.executor].submit(spec, tasks, folder)
-  folders.record_submission(spec, number, tasks)
+def _submit(spec: JobSpec, tasks: Sequence[int] | None, after: Job | None) -> None:
+  number = EXECUTORS[spec.executor].submit(spec, tasks, after.folder if after else None)
+  line = {"job": number, "executor": spec.executor, "time": round(time.time(), 3)}
+  folders.append_line(Path(spec.folder, "submissions.jsonl"), line | {"tasks": tasks})
 
 
 def submit(config: str | Config, **options: Any) -> Job:
@@ -284,10 +277,9 @@ class Job(NamedTuple):
       raise ConfigError(f"task={task}: give 0 … {len(spec.tasks) - 1}")
     found = Record()
     for i in spec.tasks if task is None else [task]:
-      steps: dict[int, dict[str, Any]] = {}
+      steps = collections.defaultdict(lambda i=i: {"task": i} if spec.trials else {})
       for line in read_json_lines(spec.workdir(i) / "metrics.jsonl"):
-        head = {"task": i} if spec.trials else {}
-        steps.setdefault(line["step"], head).update(line)
+        steps[line["step"]].update(line)
       found.extend(steps[step] for step in sorted(steps))
     return found
 
@@ -302,12 +294,14 @@ class Job(NamedTuple):
     Returns:
       False: it had ended, and nothing was done. A LOST run may have left processes.
     """
-    states = [status.state for status in self.status() if not status.ended]
-    if not states and all(status.state != "LOST" for status in self.status()):
+    states = {
+      row.state for row in self.status() if not row.ended or row.state == "LOST"
+    }
+    if not states:
       return False
     (self.folder / "cancelled").touch()  # the script does not restart it then
     spec = folders.read_spec(self.folder)
-    if states or spec.executor == "local":
+    if states != {"LOST"} or spec.executor == "local":
       EXECUTORS[spec.executor].cancel(spec, folders.last_job(self.folder))
     return True
 
@@ -334,16 +328,15 @@ class Job(NamedTuple):
     tasks = [i for i, row in enumerate(now) if row.state != "COMPLETED"]
     if not tasks:
       raise ConfigError(f"{spec.name}: is done; there is nothing to resume")
-    spec = spec._replace(
-      site=with_options(spec.site, options),
-      nodes=spec.nodes if nodes is None else nodes,
-      spares=spec.spares if spares is None else spares,
-    )
-    _check_counts(nodes=spec.nodes, spares=spec.spares)
+    nodes = spec.nodes if nodes is None else nodes
+    spares = spec.spares if spares is None else spares
+    _check_counts(nodes, spares=spares)
+    site = with_options(spec.site, options)
+    spec = spec._replace(site=site, nodes=nodes, spares=spares)
     executor = EXECUTORS[spec.executor]
     folders.write_spec(spec, (executor.SCRIPT, executor.render(spec)))
     (self.folder / "cancelled").unlink(missing_ok=True)
-    _submit(spec, tasks if spec.trials else None)
+    _submit(spec, tasks if spec.trials else None, None)
     return self
 
   def wait(self, timeout_s: float | None = None, every_s: float = 2.0) -> StatusTable:
@@ -382,14 +375,13 @@ class Record(ShownAsTable):
   def columns(self) -> tuple[list[str], list[list[str]], tuple[()]]:
     """See `ShownAsTable`."""
     names = list(dict.fromkeys(name for row in self for name in row if name != "time"))
-    shown: list[dict[str, Any]] = list(self)
+    shown, half = list(self), _SHOWN // 2
     if len(shown) > _SHOWN:
-      half = _SHOWN // 2
       shown = [*shown[:half], dict.fromkeys(names, "…"), *shown[-half:]]
-    return names, [[_cell(row.get(name)) for name in names] for row in shown], ()
 
+    def cell(value: Any) -> str:
+      is_large = isinstance(value, float) and abs(value) >= 1000
+      form = (",.0f" if is_large else ".4g") if isinstance(value, float) else ""
+      return text.cell(value, form)
 
-def _cell(value: Any) -> str:
-  if not isinstance(value, float):
-    return text.cell(value)
-  return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return names, [[cell(row.get(name)) for name in names] for row in shown], ()

@@ -64,13 +64,12 @@ def submit(
     ConfigError: it does not start.
   """
   job = f"local-{time.time_ns() // 1_000_000}"
-  numbers = map(str, spec.tasks if tasks is None else tasks)
   command = [sys.executable, "-m", "jaxscale.launch.local", spec.folder, job]
+  command += [str(after or ""), *map(str, spec.tasks if tasks is None else tasks)]
   env = {**os.environ, "PYTHONPATH": f"{spec.folder}/code", "PYTHONSAFEPATH": "1"}
   done = subprocess.run(
-    [*command, str(after or ""), *numbers], env=env, cwd=spec.cwd,
-    stdin=subprocess.DEVNULL, capture_output=True, text=True,
-  )  # fmt: skip
+    command, env=env, cwd=spec.cwd, input="", capture_output=True, text=True
+  )
   if done.returncode:
     lines = done.stderr.strip().splitlines() or ["it did not start"]
     raise ConfigError(f"{spec.folder}: {lines[-1]}")
@@ -81,9 +80,7 @@ def queue(runs: Mapping[str, JobSpec]) -> dict[str, QueueEntry]:
   """The tasks that run or wait, of jobs whose supervisor is alive."""
   found = {}
   for job, spec in runs.items():
-    if not is_alive(Path(spec.folder)):
-      continue
-    for task in spec.tasks:
+    for task in spec.tasks if is_alive(Path(spec.folder)) else ():
       last = folders.last_event(spec, job, task)
       if last.get("next") != "stop":
         found[spec.task_id(job, task)] = QueueEntry("RUNNING" if last else "PENDING")
@@ -97,25 +94,22 @@ def cancel(spec: JobSpec, job: str) -> None:
   """
   del job
   folder = Path(spec.folder)
-  if (pid := _supervisor(folder)) is not None:
-    os.kill(pid, signal.SIGTERM)
+  if supervisors := _alive(folder / "supervisor.jsonl"):
+    os.kill(supervisors[-1], signal.SIGTERM)
     return
-  for line in read_json_lines(folder / "processes.jsonl"):
-    if line["host"] == socket.gethostname() and _born(line["pid"]) == line["born"]:
-      os.kill(line["pid"], signal.SIGKILL)
+  for pid in _alive(folder / "processes.jsonl"):
+    os.kill(pid, signal.SIGKILL)
 
 
 def is_alive(folder: Path) -> bool:
   """Whether the supervisor of the last submission runs, on this machine."""
-  return _supervisor(folder) is not None
+  return bool(_alive(folder / "supervisor.jsonl"))
 
 
-def _supervisor(folder: Path) -> int | None:
-  lines = read_json_lines(folder / "supervisor.jsonl")
-  if not lines or lines[-1]["host"] != socket.gethostname():
-    return None
-  pid = lines[-1]["pid"]
-  return pid if _born(pid) == lines[-1]["born"] else None
+def _alive(path: Path) -> list[int]:
+  """The ids of the processes on record that still run on this machine."""
+  own = [x for x in read_json_lines(path) if x["host"] == socket.gethostname()]
+  return [x["pid"] for x in own if _born(x["pid"]) == x["born"]]
 
 
 def _record_process(path: Path, pid: int) -> None:
@@ -169,8 +163,8 @@ def _run_trial(spec: JobSpec, job: str, task: int, stop: threading.Event) -> Non
     before = newest_step(spec.workdir(task))
     code = _run_once(spec, job, task, stop)
     progress = newest_step(spec.workdir(task)) != before
-    again = specs.is_restarted(code, progress) and not stop.is_set()
-    again = again and restarts < spec.requeue
+    again = specs.is_restarted(code, progress) and restarts < spec.requeue
+    again = again and not stop.is_set()
     event |= {"event": "end", "code": code, "next": "requeue" if again else "stop"}
     folders.append_line(spec.events_file(task), event | {"time": round(time.time())})
     if not again:
@@ -186,39 +180,31 @@ def newest_step(workdir: Path) -> int | None:
 def _run_once(spec: JobSpec, job: str, task: int, stop: threading.Event) -> int:
   """Check the machine if asked to, then run all processes; their exit code."""
 
-  def start(command: str, rank: int | str, variables: Mapping[str, str]):
-    return _start(spec, task, command, spec.log_file(job, task, rank), variables)
-
-  if spec.preflight and _wait([start("jaxscale doctor", "batch", {})], stop):
-    return EXIT_USER
-  count, address = spec.processes, f"127.0.0.1:{_free_port()}"
-  common = {"JAXSCALE_COORDINATOR": address, "JAXSCALE_NUM_PROCESSES": str(count)}
-  processes = [
-    start(
-      "jaxscale.train",
-      rank,
-      common | {"JAXSCALE_PROCESS_ID": str(rank)} if count > 1 else {},
-    )
-    for rank in range(count)
-  ]
-  return _wait(processes, stop)
-
-
-def _start(
-  spec: JobSpec, task: int, command: str, output: Path, variables: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
   ours = ("SLURM_", "JAXSCALE_COORDINATOR", "JAXSCALE_NUM_", "JAXSCALE_PROCESS_")
   inherited = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
   trial = specs.as_options(spec.trials[task]) if spec.trials else []
-  words = ["bash", f"{spec.folder}/{SCRIPT}", *command.split()]
-  words += [*spec.train_options(), *trial, "--workdir", str(spec.workdir(task))]
-  with output.open("a") as file:
-    process = subprocess.Popen(
-      words, cwd=spec.cwd, env=inherited | dict(variables), stdin=subprocess.DEVNULL,
-      stdout=file, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-  _record_process(Path(spec.folder, "processes.jsonl"), process.pid)
-  return process
+  options = [*spec.train_options(), *trial, "--workdir", str(spec.workdir(task))]
+
+  def start(command: str, rank: int | str, variables: Mapping[str, str]):
+    words = ["bash", f"{spec.folder}/{SCRIPT}", *command.split(), *options]
+    with spec.log_file(job, task, rank).open("a") as file:
+      process = subprocess.Popen(
+        words, cwd=spec.cwd, env={**inherited, **variables}, stdin=subprocess.DEVNULL,
+        stdout=file, stderr=subprocess.STDOUT,
+      )  # fmt: skip
+    _record_process(Path(spec.folder, "processes.jsonl"), process.pid)
+    return process
+
+  if spec.preflight and _wait([start("jaxscale doctor", "batch", {})], stop):
+    return EXIT_USER
+  if (count := spec.processes) == 1:
+    return _wait([start("jaxscale.train", 0, {})], stop)
+  with socket.create_server(("127.0.0.1", 0)) as free:
+    address = f"127.0.0.1:{free.getsockname()[1]}"
+  common = {"JAXSCALE_COORDINATOR": address, "JAXSCALE_NUM_PROCESSES": str(count)}
+  ids = [{"JAXSCALE_PROCESS_ID": str(rank)} for rank in range(count)]
+  starts = [start("jaxscale.train", rank, common | ids[rank]) for rank in range(count)]
+  return _wait(starts, stop)
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], stop: threading.Event) -> int:
@@ -232,9 +218,11 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], stop: threading.Event) -
     first = first or _worst(codes)
     if deadline is None and (stop.is_set() or first):
       deadline = time.monotonic() + GRACE_S
-      _signal(processes, signal.SIGTERM)
+      for process in processes:
+        process.terminate()  # does nothing if it has ended
     elif deadline is not None and time.monotonic() > deadline:
-      _signal(processes, signal.SIGKILL)
+      for process in processes:
+        process.kill()
     time.sleep(_POLL_S)
   return first or _worst(codes)
 
@@ -242,17 +230,6 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], stop: threading.Event) -
 def _worst(codes: Sequence[int | None]) -> int:
   """The highest code of those that have ended, signals as a shell has them."""
   return max((128 - c if c < 0 else c for c in codes if c is not None), default=0)
-
-
-def _signal(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
-  for process in processes:
-    process.send_signal(number)  # does nothing if it has ended
-
-
-def _free_port() -> int:
-  with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    return s.getsockname()[1]
 
 
 def main(argv: list[str]) -> None:
@@ -263,10 +240,9 @@ def main(argv: list[str]) -> None:
     os._exit(0)
   os.setsid()
   _record_process(Path(folder, "supervisor.jsonl"), os.getpid())
-  output = Path(folder, "logs", f"{job}.batch.out")
-  flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-  for stream in (1, 2):
-    os.dup2(os.open(output, flags), stream)
+  with open(Path(folder, "logs", f"{job}.batch.out"), "a") as output:
+    for stream in (1, 2):
+      os.dup2(output.fileno(), stream)
   supervise(spec, job, [int(t) for t in tasks], after)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -30,10 +31,8 @@ def choose(spec: JobSpec, rank: str, task: int = 0) -> list[tuple[str, Path]]:
   if not (job := folders.last_job(spec.folder, task)):
     raise ConfigError(f"{spec.name}: was never submitted; `resume {spec.name}` does")
   if rank == "all":
-    width = len(str(spec.processes - 1))
-    return [
-      (f"{r:>{width}}: ", spec.log_file(job, task, r)) for r in range(spec.processes)
-    ]
+    width, ranks = len(str(spec.processes - 1)), range(spec.processes)
+    return [(f"{r:>{width}}: ", spec.log_file(job, task, r)) for r in ranks]
   if rank == "batch":  # of the trial, and of the supervisor of all trials here
     supervisor = Path(spec.folder, "logs", f"{job}.batch.out")
     both = dict.fromkeys([spec.log_file(job, task, rank), supervisor])
@@ -63,12 +62,10 @@ def follow(
     ended: whether nothing more will come; asked every tenth time.
     every_s: seconds between two reads.
   """
-  reads = 0
   offsets = {path: 0 for _, path in files}
   rests = {path: b"" for _, path in files}
-  while True:
+  for reads in itertools.count():
     over = reads % _ASK_EVERY == 0 and ended()  # asked before the files are read
-    reads += 1
     for label, path in files:
       if not path.exists():
         continue

@@ -97,15 +97,23 @@ def read(path: Path) -> MeasuredRun:
   workdir, starts = _workdir_and_starts(path)
   record = read_json(workdir / "config.json")
   try:
-    config, derived, processes = (
-      record["config"],
-      record["derived"],
-      record["processes"],
-    )
-    versions = record["versions"] | {"python": record["python"]}
+    config, derived = record["config"], record["derived"]
+    processes, versions = record["processes"], record["versions"]
+    versions |= {"python": record["python"]}
   except KeyError as e:
     raise ConfigError(f"{workdir}/config.json: unreadable, no {e}") from None
-  lines = _since_last_start(read_json_lines(workdir / "metrics.jsonl"), starts)
+  shapes = {(phase["batch_size"], phase["image_size"]) for phase in derived["phases"]}
+  if len(shapes) > 1 or config["phases"]["class"] == "AdaptiveBatch":
+    raise ConfigError(
+      f"{path.name}: the batch or image size changes during the run, which has no "
+      "single throughput; compare runs with --config.phases=Phases"
+    )
+  # Lines of the last start, which an event or else a step report marks. Events have
+  # whole seconds; nothing is logged in the first second of a process.
+  lines = read_json_lines(workdir / "metrics.jsonl")
+  reports = [line["time"] for line in lines if _REPORT in line]
+  begins = max([*reports, *(float(s["time"]) for s in starts)], default=0.0)
+  lines = [x for x in lines if x["time"] >= begins - (begins not in reports)]
   report: Mapping[str, Any] = next((x for x in lines if _REPORT in x), {})
   summary = read_json(workdir / "summary.json")
   scores = summary if summary.get("outcome") == "done" else {}
@@ -119,7 +127,7 @@ def read(path: Path) -> MeasuredRun:
     processes=processes,
     devices=derived["num_devices"],
     kind=summary.get("devices", "").partition(" x ")[2],
-    batch=_batch(path.name, config, derived["phases"]),
+    batch=shapes.pop()[0],
     rates=windows(lines),
     exposed=report.get(_REPORT),
     compute_s=report.get("perf/compute_s"),
@@ -154,16 +162,6 @@ def _workdir_and_starts(path: Path) -> tuple[Path, list[dict[str, Any]]]:
   return spec.workdir(0), [e for e in events if e.get("event") == "start"]
 
 
-def _since_last_start(
-  lines: Sequence[dict[str, Any]], starts: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-  """Lines of the last start, which an event or else a step report marks."""
-  reports = [line["time"] for line in lines if _REPORT in line]
-  begins = max([*reports, *(float(s["time"]) for s in starts)], default=0.0)
-  # Events have whole seconds; nothing is logged in the first second of a process.
-  return [line for line in lines if line["time"] >= begins - (begins not in reports)]
-
-
 def windows(lines: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
   """Examples per second of the windows that count, of one start.
 
@@ -181,17 +179,6 @@ def windows(lines: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
   whole = statistics.median_high(steps)
   counted = zip(steps, found[1:], strict=True)
   return tuple(rate for n, (_, rate) in counted if 2 * n >= whole)
-
-
-def _batch(name: str, config: Mapping[str, Any], phases: Sequence[Any]) -> int:
-  """The batch size; with several there is no throughput of the run."""
-  shapes = {(phase["batch_size"], phase["image_size"]) for phase in phases}
-  if len(shapes) > 1 or config["phases"]["class"] == "AdaptiveBatch":
-    raise ConfigError(
-      f"{name}: the batch or image size changes during the run, which has no single "
-      "throughput; compare runs with --config.phases=Phases"
-    )
-  return shapes.pop()[0]
 
 
 def _missing(run: MeasuredRun, step: int, total: int, *, is_done: bool) -> list[str]:

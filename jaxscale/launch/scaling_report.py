@@ -33,6 +33,7 @@ from jaxscale.metrics import plot_scaling, text
 from jaxscale.metrics.text import NOTHING
 
 Kind = Literal["strong", "weak", "one size"]
+_LAWS = {"strong": "Amdahl", "weak": "Gustafson"}
 
 # What may differ within a study: its subject, and what does not change a step.
 _MAY_DIFFER = (
@@ -42,18 +43,15 @@ _MAY_DIFFER = (
 )  # fmt: skip
 # Of those, what a reader of the table has to know.
 _NOTED = ("accumulate_steps", "seed", "epochs", "exchange.algorithm", "exchange.dims")
-# Columns of the CSV file, and the formats of those that the table shows.
-_FORMATS = {
-  "run": "", "nodes": ",", "processes": ",", "devices": ",", "device_kind": None,
-  "global_batch": ",", "examples_per_s": ",.0f", "examples_per_s_q1": None,
-  "examples_per_s_q3": None, "windows": "", "speed_up": ".2f", "efficiency": ".0%",
-  "exposed_share": ".0%", "compute_s": None, "exposed_s": None, "spread": ".0%",
-  "loss": ".4f", "accuracy": None, "perplexity": None,
+# Columns of the table: a column of the CSV file, or one made of two, and its format.
+_COLUMNS = {
+  "run": ("run", ""), "nodes": ("nodes", ","), "processes": ("processes", ","),
+  "devices": ("devices", ","), "batch": ("global_batch", ","),
+  "examples/s": ("examples_per_s", ",.0f"), "quartiles": ("quartiles", ""),
+  "windows": ("windows", ""), "speed-up": ("speed_up", ".2f"),
+  "efficiency": ("efficiency", ".0%"), "exposed": ("exposed_share", ".0%"),
+  "spread": ("spread", ".0%"), "loss": ("loss", ".4f"), "accuracy": ("quality", ""),
 }  # fmt: skip
-_HEAD = (
-  "run", "nodes", "processes", "devices", "batch", "examples/s", "quartiles", "windows",
-  "speed-up", "efficiency", "exposed", "spread", "loss", "accuracy",
-)  # fmt: skip
 
 
 class ScalingRow(NamedTuple):
@@ -107,21 +105,16 @@ def compare(runs: Sequence[MeasuredRun]) -> Scaling:
   kind = _kind_of(runs)
   base = min((r.devices for r in runs if r.rate), default=0)
   of_base = [r.rate for r in runs if r.rate and r.devices == base]
-  unit = statistics.median(of_base) if of_base else 0.0
-  rows = tuple(_row(run, base, unit) for run in runs)
+  rows = []
+  for run in runs:
+    rates = (run.rate, *(run.quartiles or (None, None)))
+    up, low, high = (r / statistics.median(of_base) if r else None for r in rates)
+    rows.append(ScalingRow(run, up, low, high, up * base / run.devices if up else None))
   points = [(row.run.devices / base, row.speed_up) for row in rows if row.speed_up]
   serial = serial_share(kind, points) if kind != "one size" else None
   is_share = serial is not None and 0 <= serial <= 1
   notes = (*differences, *_notes(kind, rows, serial))
-  return Scaling(kind, rows, base or None, serial if is_share else None, notes)
-
-
-def _row(run: MeasuredRun, base: int, unit: float) -> ScalingRow:
-  if not run.rate:
-    return ScalingRow(run, None, None, None, None)
-  low, high = (q / unit for q in run.quartiles) if run.quartiles else (None, None)
-  speed_up = run.rate / unit
-  return ScalingRow(run, speed_up, low, high, speed_up * base / run.devices)
+  return Scaling(kind, tuple(rows), base or None, serial if is_share else None, notes)
 
 
 def _kind_of(runs: Sequence[MeasuredRun]) -> Kind:
@@ -165,22 +158,22 @@ def law(kind: Kind, serial: float, n: float) -> float:
   return n - serial * (n - 1)
 
 
-def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
+def _flat(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
   """A tree of settings by dotted name."""
-  if not isinstance(node, Mapping):
-    return {prefix: node}
   found = {}
   for name, value in node.items():
-    found |= _flat(value, f"{prefix}.{name}" if prefix else name)
+    is_leaf = not isinstance(value, Mapping)
+    found |= {prefix + name: value} if is_leaf else _flat(value, f"{prefix}{name}.")
   return found
 
 
 def _check_same(runs: Sequence[MeasuredRun]) -> list[str]:
   """Refuse runs that are not one study; allowed differences, as notes."""
-  flat = [_flat(r.config) | {"training examples": r.num_train} for r in runs]
-  kinds = sorted({r.kind for r in runs} - {""})  # "": not on record yet
-  for run, settings in zip(runs, flat, strict=True):
-    settings["devices"] = run.kind or (kinds or [""])[0]
+  kind = min({r.kind for r in runs} - {""}, default="")  # "": not on record yet
+  flat = []
+  for run in runs:
+    others = {"training examples": run.num_train, "devices": run.kind or kind}
+    flat.append(_flat(run.config) | others)
   noted = {}
   for run, settings in zip(runs[1:], flat[1:], strict=True):
     for name in {**flat[0], **settings}:
@@ -206,7 +199,16 @@ def _notes(kind: Kind, rows: Sequence[ScalingRow], serial: float | None) -> list
   notes, runs = [], [row.run for row in rows]
   if serial is not None:
     sizes = len({row.run.devices for row in rows if row.speed_up})
-    notes.append(_law_text(kind, serial, sizes))
+    more = f"at most {1 / serial:,.1f} times as fast, on any number" if serial else ""
+    if kind == "weak":
+      more = f"each additional one adds {1 - serial:.1%} of the ideal"
+    text = f", fitted to {sizes} sizes: {serial:.1%} of the smallest size's time does "
+    text += f"not get shorter with more devices; {more}"
+    if serial <= 0:
+      text = ": no serial share, scaling is ideal or better"
+    elif serial > 1:
+      text = ": does not apply, more devices are slower than the smallest size"
+    notes.append(_LAWS[kind] + text)
   hosts = {r.hosts for r in runs}
   is_shared = {r.nodes for r in runs} == {1} and len(hosts) == 1 and len(runs) > 1
   if is_shared and all(r.kind == "cpu" for r in runs) and kind != "one size":
@@ -220,22 +222,6 @@ def _notes(kind: Kind, rows: Sequence[ScalingRow], serial: float | None) -> list
     apart = max(losses) - min(losses)
     notes.append(f"validation losses differ by at most {apart:.1g}")
   return notes
-
-
-def _law_text(kind: Kind, serial: float, sizes: int) -> str:
-  """What the share means that was fitted to so many sizes."""
-  name = "Amdahl" if kind == "strong" else "Gustafson"
-  if serial <= 0:
-    return f"{name}: no serial share, scaling is ideal or better"
-  if serial > 1:
-    return f"{name}: does not apply, more devices are slower than the smallest size"
-  line = (
-    f"{name}, fitted to {sizes} sizes: {serial:.1%} of the smallest size's time does "
-    "not get shorter with more devices; "
-  )
-  if kind == "strong":
-    return f"{line}at most {1 / serial:,.1f} times as fast, on any number"
-  return f"{line}each additional one adds {1 - serial:.1%} of the ideal"
 
 
 class Report(NamedTuple):
@@ -255,7 +241,7 @@ class Report(NamedTuple):
 
   def __repr__(self) -> str:
     head, *notes = _summary(self.name, self.study)
-    return "\n".join([head, text.table(_HEAD, _cells(self.study)), *notes])
+    return "\n".join([head, text.table([*_COLUMNS], _cells(self.study)), *notes])
 
   __str__ = __repr__
 
@@ -264,7 +250,7 @@ class Report(NamedTuple):
     head, *notes = _summary(self.name, self.study)
     lines = "".join(f"<li>{escape(note)}</li>" for note in notes)
     return (
-      f"<p>{escape(head)}</p>{text.html_table(_HEAD, _cells(self.study))}"
+      f"<p>{escape(head)}</p>{text.html_table([*_COLUMNS], _cells(self.study))}"
       f'<ul>{lines}</ul><img width="960" src="data:image/png;base64,{image}">'
     )
 
@@ -291,12 +277,11 @@ def report(name: str, paths: Sequence[Path], csv_file: Path, png_file: Path) -> 
     raise ConfigError(waiting[0])
   study = compare(runs)
   study = study._replace(notes=(*study.notes, *waiting))
-  file = csv_file
   try:
     csv_file.write_text(as_csv(study))
-    file = png_file
     plot_scaling(as_plot(name, study), png_file)
   except OSError as e:
+    file = e.filename or csv_file
     raise ConfigError(f"{file}: {e.strerror}, give another file") from None
   return Report(name, study, csv_file, png_file)
 
@@ -321,43 +306,46 @@ def _summary(name: str, study: Scaling) -> list[str]:
     size = text.plural(study.base, "device")
     head += f"; speed-up and efficiency relative to {size}"
   missing: dict[str, list[str]] = {}
-  for row in study.rows:
-    for why in row.run.missing:
-      missing.setdefault(why, []).append(row.run.name)
-    if row.run.processes == 1:
-      missing.setdefault("spread: there is one process", []).append(row.run.name)
+  for run in (row.run for row in study.rows):
+    alone = ("spread: there is one process",) * (run.processes == 1)
+    for why in (*run.missing, *alone):
+      missing.setdefault(why, []).append(run.name)
   gaps = [f"{NOTHING} {', '.join(names)}: {why}" for why, names in missing.items()]
   return [head, *study.notes, *gaps]
 
 
 def _values(row: ScalingRow) -> dict[str, Any]:
-  """A row by the columns of the CSV file, which are the keys of `_FORMATS`."""
+  """A row by the columns of the CSV file."""
   run = row.run
-  return dict(zip(_FORMATS, [
-    run.name, run.nodes, run.processes, run.devices, run.kind, run.batch, run.rate,
-    *(run.quartiles or (None, None)), len(run.rates), row.speed_up, row.efficiency,
-    run.exposed, run.compute_s, run.exposed_s, run.spread, run.loss, run.accuracy,
-    run.perplexity,
-  ], strict=True))  # fmt: skip
+  low, high = run.quartiles or (None, None)
+  return {
+    "run": run.name, "nodes": run.nodes, "processes": run.processes,
+    "devices": run.devices, "device_kind": run.kind, "global_batch": run.batch,
+    "examples_per_s": run.rate, "examples_per_s_q1": low, "examples_per_s_q3": high,
+    "windows": len(run.rates), "speed_up": row.speed_up, "efficiency": row.efficiency,
+    "exposed_share": run.exposed, "compute_s": run.compute_s,
+    "exposed_s": run.exposed_s, "spread": run.spread, "loss": run.loss,
+    "accuracy": run.accuracy, "perplexity": run.perplexity,
+  }  # fmt: skip
 
 
 def _cells(study: Scaling) -> list[list[str]]:
   rows = []
   for row in study.rows:
-    values = _values(row).items()
-    cells = [text.cell(v, f) for n, v in values if (f := _FORMATS[n]) is not None]
-    ends = [f"{q:,.0f}" for q in row.run.quartiles or ()]
-    cells.insert(_HEAD.index("quartiles"), " to ".join(ends) or NOTHING)
-    rows.append([*cells, quality(row.run.accuracy, row.run.perplexity) or NOTHING])
+    values, run = _values(row), row.run
+    ends = " to ".join(f"{q:,.0f}" for q in run.quartiles or ())
+    values |= {"quartiles": ends or NOTHING}
+    values |= {"quality": quality(run.accuracy, run.perplexity) or NOTHING}
+    rows.append([text.cell(values[name], form) for name, form in _COLUMNS.values()])
   return rows
 
 
 def as_csv(study: Scaling) -> str:
   """The table in full precision; what is not known is empty."""
-  out = io.StringIO()
-  writer = csv.DictWriter(out, _FORMATS, lineterminator="\n")
+  out, rows = io.StringIO(), [_values(row) for row in study.rows]
+  writer = csv.DictWriter(out, rows[0], lineterminator="\n")
   writer.writeheader()
-  writer.writerows(map(_values, study.rows))
+  writer.writerows(rows)
   return out.getvalue()
 
 
@@ -368,8 +356,7 @@ def as_plot(name: str, study: Scaling) -> dict[str, Any]:
     most = max(row.run.devices for row in study.rows)
     grid = [base * (most / base) ** (i / 60) for i in range(61)]
     curve = [(n, law(study.kind, study.serial, n / base)) for n in grid]
-    who = "Amdahl" if study.kind == "strong" else "Gustafson"
-    label = f"{who}, serial share {study.serial:.1%}"
+    label = f"{_LAWS[study.kind]}, serial share {study.serial:.1%}"
   return {
     "title": _summary(name, study)[0].partition(";")[0],
     "base": base,

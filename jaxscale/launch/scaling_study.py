@@ -70,12 +70,8 @@ def prepare(
   for size in nodes:
     if batch == "grows":
       texts = {**texts, "batch_size": str(first.batch_size * size // nodes[0])}
-    prepared.append(
-      jobs.prepare(
-        config, nodes=size, name=f"{folder.name}-{size}n", overrides=texts, runs=runs,
-        **options,
-      )
-    )  # fmt: skip
+    own = {"nodes": size, "name": f"{folder.name}-{size}n", "overrides": texts}
+    prepared.append(jobs.prepare(config, **own, runs=runs, **options))
   return PreparedStudy(folder, batch, tuple(prepared))
 
 
@@ -90,16 +86,11 @@ def launch(prepared: PreparedStudy) -> Study:
     for run in prepared.runs:
       submitted.append(jobs.launch(run, after=submitted[-1] if submitted else None))
     folder.mkdir()
-    line = {
-      "batch": prepared.batch,
-      "runs": [job.name for job in submitted],
-      "made_by": prepared.runs[0].spec.made_by,
-      "time": round(time.time(), 3),
-    }
-    write_json(folder / "scaling.json", line)
+    made = {"made_by": prepared.runs[0].spec.made_by, "time": round(time.time(), 3)}
+    names = [job.name for job in submitted]
+    write_json(folder / "scaling.json", {"batch": prepared.batch, "runs": names} | made)
   except (ConfigError, OSError) as e:
-    for job in submitted:
-      job.cancel()
+    Study(folder, tuple(submitted)).cancel()
     if isinstance(e, ConfigError):
       raise
     raise ConfigError(f"{folder}: {e.strerror}; give another --runs") from None

@@ -17,12 +17,13 @@ from typing import Annotated, Any, Literal
 from jaxscale.config.validation import hints, nearest, settings
 from jaxscale.errors import ConfigError
 
-# What `--time` may be, as sbatch(1) lists it: minutes, minutes:seconds,
-# hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds.
-_TIME = r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}"
-# "[{R|B}:]<sig_num>[@sig_time]", sbatch(1), --signal.
-_SIGNAL = r"([RB]{1,2}:)?\w+(@\d+)?"
-_VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
+_PATTERNS = {
+  # As sbatch(1) lists it: minutes, minutes:seconds, hours:minutes:seconds, days-hours,
+  # days-hours:minutes, days-hours:minutes:seconds.
+  "time": (r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}", "24:00:00 or 2-12:00:00"),
+  # "[{R|B}:]<sig_num>[@sig_time]", sbatch(1), --signal.
+  "signal": (r"([RB]{1,2}:)?\w+(@\d+)?", "USR1@120"),
+}
 
 
 @settings
@@ -92,20 +93,17 @@ class Site:
   srun: tuple[str, ...] = ()
 
   def __post_init__(self):
-    for name, pattern, example in (
-      ("time", _TIME, "24:00:00 or 2-12:00:00"), ("signal", _SIGNAL, "USR1@120"),
-    ):  # fmt: skip
+    for name, (pattern, example) in _PATTERNS.items():
       value = getattr(self, name)
       if value and not re.fullmatch(pattern, value):
         raise ConfigError(f"Site.{name}={value!r}: give e.g. {example}")
     for pair in self.env:
-      if not re.fullmatch(_VARIABLE, name := pair.partition("=")[0]):
+      if not re.fullmatch(r"[A-Za-z_]\w*", name := pair.partition("=")[0], re.A):
         raise ConfigError(f"Site.env: {name!r} is not a variable's name")
     for name, value in vars(self).items():
+      refused = "\0" if name == "setup" else "[\0\n]"
       for text in value if isinstance(value, tuple) else (value,):
-        if isinstance(text, str) and re.search(
-          "\0" if name == "setup" else "[\0\n]", text
-        ):
+        if isinstance(text, str) and re.search(refused, text):
           raise ConfigError(f"Site.{name}={text!r}: give it in a single line")
 
   @property
@@ -115,10 +113,7 @@ class Site:
 
 
 # Fields that are also options of the command line: --gpus-per-node for gpus_per_node.
-OPTIONS = (
-  "partition", "account", "qos", "constraint", "reservation", "exclude", "mem",
-  "time", "gpus_per_node", "tasks_per_node", "cpus_per_task", "signal", "python",
-)  # fmt: skip
+OPTIONS = tuple(n for n, kind in hints(Site).items() if kind in (str, int, int | None))
 
 
 def site_from(table: Mapping[str, Any]) -> Site:
@@ -134,7 +129,7 @@ def site_from(table: Mapping[str, Any]) -> Site:
   fields = dict(table)
   if isinstance(env := fields.get("env"), Mapping):
     for name, value in env.items():
-      if not isinstance(value, (str, int)) or isinstance(value, bool):
+      if type(value) not in (str, int):
         raise ConfigError(f'Site.env.{name}={value!r}: give text, as in "1"')
     fields["env"] = tuple(f"{name}={value}" for name, value in env.items())
   if isinstance(container := fields.get("container"), Mapping):
@@ -157,16 +152,12 @@ def load_site(name: str | None) -> Site:
     return Site()
   path = Path(name) if name.endswith(".toml") else sites_folder() / f"{name}.toml"
   try:
-    table = tomllib.loads(path.read_text())
+    return site_from(tomllib.loads(path.read_text()))
   except OSError as e:
     known = {p.stem for p in sites_folder().glob("*.toml")}
     hint = nearest(name, known) if known else f"give a FILE.toml, or make {path}"
     raise ConfigError(f"--site={name}: {e.strerror}, {hint}") from None
-  except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
-    raise ConfigError(f"{path}: {e}") from None
-  try:
-    return site_from(table)
-  except ConfigError as e:
+  except ValueError as e:  # no TOML, no UTF-8, or a ConfigError
     raise ConfigError(f"{path}: {e}") from None
 
 
@@ -190,13 +181,12 @@ def with_options(site: Site, options: Mapping[str, Any]) -> Site:
   for name, value in options.items():
     if name not in OPTIONS:
       raise ConfigError(f"{name}={value!r}: not an option, {nearest(name, OPTIONS)}")
-    is_text = hints(Site)[name] is str
-    if is_text and isinstance(value, int):  # time=90 in a notebook
-      value = str(value)
-    elif not is_text and isinstance(value, str):
+    if hints(Site)[name] is str:
+      value = str(value) if isinstance(value, int) else value  # time=90 in a notebook
+    elif isinstance(value, str):
       if not value.isdecimal():
-        flag = f"--{name.replace('_', '-')}"
-        raise ConfigError(f"{flag}={value}: give a whole number")
+        option = name.replace("_", "-")
+        raise ConfigError(f"--{option}={value}: give a whole number")
       value = int(value)
     changes[name] = value
   try:

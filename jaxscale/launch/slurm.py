@@ -24,6 +24,7 @@ _WIDTH = 128
 _NO_CLUSTER = (
   "Could not establish a configuration source", "Unable to contact slurm controller"
 )  # fmt: skip
+_ELSEWHERE = "submit where Slurm runs, or give --executor local"
 
 
 def is_available() -> bool:
@@ -82,22 +83,18 @@ def cancel(spec: JobSpec, job: str) -> None:
 
 def _slurm(*command: str) -> str:
   """The output of a command; its error messages become a ConfigError of one line."""
-  env = {
-    k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k in _KEPT
-  }
+  ours = os.environ.items()
+  env = {k: v for k, v in ours if not k.startswith("SLURM_") or k in _KEPT}
   try:
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
-  except FileNotFoundError:
-    raise ConfigError(
-      f"{command[0]}: not found; submit where Slurm is, or with --executor local"
-    ) from None
-  except subprocess.TimeoutExpired:
-    raise ConfigError(f"{command[0]}: Slurm has not answered in 60 s") from None
-  if done.returncode:
+    if done.returncode == 0:
+      return done.stdout
     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
     message = "; ".join(dict.fromkeys(x.partition("error: ")[2] or x for x in lines))
     if any(words in message for words in _NO_CLUSTER):
-      message = f"reaches no Slurm ({message}); submit where it runs, or give "
-      message += "--executor local"
-    raise ConfigError(f"{command[0]}: {message}")
-  return done.stdout
+      message = f"reaches no Slurm ({message}); {_ELSEWHERE}"
+  except FileNotFoundError:
+    message = f"not found; {_ELSEWHERE}"
+  except subprocess.TimeoutExpired:
+    message = "Slurm has not answered in 60 s"
+  raise ConfigError(f"{command[0]}: {message}")

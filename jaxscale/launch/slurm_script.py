@@ -72,23 +72,20 @@ def _header(spec: JobSpec) -> str:
     "output": _output(spec, "batch"),
     "open-mode": "append",
   }  # fmt: skip
-  lines = [f"--{name}={value}" for name, value in given.items() if value]
-  lines += ["--requeue" if spec.requeue else "--no-requeue"]
-  lines += [*(["--no-kill"] if spec.spares else []), *site.sbatch]
+  options = [f"--{name}={value}" for name, value in given.items() if value]
+  options += ["--requeue" if spec.requeue else "--no-requeue"]
+  options += [*(["--no-kill"] if spec.spares else []), *site.sbatch]
   # A login shell where there are modules: it is what defines `module`.
   shell = "#!/bin/bash -l" if site.modules else "#!/bin/bash"
   made_by = spec.made_by.replace("\n", " ")
-  head = [shell, f"# {spec.name}, made by {made_by}"]
-  return "\n".join(head + [f"#SBATCH {_batch_quote(line)}" for line in lines]) + "\n"
-
-
-def _batch_quote(option: str) -> str:
-  """An option in a #SBATCH line, where " quotes and # begins a comment."""
-  if re.search(r'["\n]', option):
-    raise ConfigError(f"{option}: sbatch takes no double quote or line break")
-  if re.fullmatch(r"[\w=,.:/%@+\-\[\]&|*]+", option):
-    return option
-  return f'"{option}"'
+  lines = [shell, f"# {spec.name}, made by {made_by}"]
+  for option in options:
+    if re.search(r'["\n]', option):
+      raise ConfigError(f"{option}: sbatch takes no double quote or line break")
+    # A double quote quotes there, and # begins a comment.
+    is_plain = re.fullmatch(r"[\w=,.:/%@+\-\[\]&|*]+", option)
+    lines.append(f"#SBATCH {option}" if is_plain else f'#SBATCH "{option}"')
+  return "\n".join(lines) + "\n"
 
 
 def array(tasks: range | list[int], at_most: int) -> str:

@@ -12,20 +12,15 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, NamedTuple
 
-from jaxscale.errors import (
-  EXIT_DONE,
-  EXIT_GIVE_UP,
-  EXIT_HANG,
-  EXIT_INTERRUPTED,
-  EXIT_PREEMPTED,
-  EXIT_USER,
-)
+from jaxscale import errors
 from jaxscale.launch.site import Site, site_from
 
 # Any other exit code is a crash, after which a run is restarted if it has left a
 # newer checkpoint than it found.
-RESTARTED_CODES = (EXIT_PREEMPTED, EXIT_HANG)
-FINAL_CODES = (EXIT_DONE, EXIT_USER, EXIT_GIVE_UP, EXIT_INTERRUPTED)
+RESTARTED_CODES = (errors.EXIT_PREEMPTED, errors.EXIT_HANG)
+FINAL_CODES = (
+  errors.EXIT_DONE, errors.EXIT_USER, errors.EXIT_GIVE_UP, errors.EXIT_INTERRUPTED
+)  # fmt: skip
 
 
 def is_restarted(code: int, progress: bool) -> bool:
@@ -138,15 +133,10 @@ def python_command(spec: JobSpec) -> list[str]:
   python = [site.python or ("python" if site.container else spec.python)]
   if site.container is None or site.container.kind == "pyxis":
     return python
-  return [
-    *(site.container.kind, "exec"),
-    *(["--nv"] if site.gpus_per_node and not site.container.options else []),
-    *(f"--bind={mount}" for mount in container_mounts(spec)),
-    f"--pwd={spec.cwd}",
-    *site.container.options,
-    site.container.image,
-    *python,
-  ]
+  nv = ["--nv"] if site.gpus_per_node and not site.container.options else []
+  binds = [f"--bind={mount}" for mount in container_mounts(spec)]
+  options = [*nv, *binds, f"--pwd={spec.cwd}", *site.container.options]
+  return [site.container.kind, "exec", *options, site.container.image, *python]
 
 
 def container_mounts(spec: JobSpec) -> list[str]:
@@ -159,24 +149,30 @@ def setup_script(spec: JobSpec) -> str:
   """The lines of bash that prepare the environment of a job, or end it."""
   site = spec.site
   lines = [
-    "# The environment of the job; a line that fails ends it.",
-    "set -eo pipefail",
-    "trap 'echo \"error: line $LINENO of $0 failed on $(hostname)\" >&2; exit 2' ERR",
+    _BEFORE_SETUP,
     *(f"module load {quote(module)}" for module in site.modules),
     *site.setup,
     *(f"export {n}={quote(v)}" for n, _, v in (e.partition("=") for e in site.env)),
-    "trap - ERR",
-    "set -u +e",
-    "",
-    "# The copy of the code that the submission made comes first. Without",
-    "# PYTHONSAFEPATH the current directory would, which is last here.",
-    f"run={quote(spec.folder)}",
-    'export PYTHONPATH="$run/code${PYTHONPATH:+:$PYTHONPATH}:$PWD"',
-    "export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1",
-    "# The launcher restarts processes, they do not requeue their job themselves.",
-    "export JAXSCALE_REQUEUE=launcher",
+    _AFTER_SETUP.replace("FOLDER", quote(spec.folder)),
   ]
-  return "\n".join(lines) + "\n"
+  return "\n".join(lines)
+
+
+_BEFORE_SETUP = r"""# The environment of the job; a line that fails ends it.
+set -eo pipefail
+trap 'echo "error: line $LINENO of $0 failed on $(hostname)" >&2; exit 2' ERR"""
+
+_AFTER_SETUP = r"""trap - ERR
+set -u +e
+
+# The copy of the code that the submission made comes first. Without
+# PYTHONSAFEPATH the current directory would, which is last here.
+run=FOLDER
+export PYTHONPATH="$run/code${PYTHONPATH:+:$PYTHONPATH}:$PWD"
+export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
+# The launcher restarts processes, they do not requeue their job themselves.
+export JAXSCALE_REQUEUE=launcher
+"""
 
 
 class QueueEntry(NamedTuple):

@@ -97,8 +97,7 @@ class StatusTable(ShownAsTable):
 
   def columns(self) -> tuple[Sequence[str], list[Sequence[str]], Sequence[int]]:
     """See `ShownAsTable`."""
-    rows = [_cells(status) for status in self]
-    return _HEAD, [[_printable(cell) for cell in row] for row in rows], _LEFT
+    return _HEAD, [_cells(status) for status in self], _LEFT
 
 
 def statuses(folders_of_runs: Sequence[Path]) -> StatusTable:
@@ -137,6 +136,9 @@ def status(spec: JobSpec, task: int, job: str, queued: QueueEntry | None) -> Run
   workdir = spec.workdir(task)
   lines = read_json_lines(workdir / "metrics.jsonl", _TAIL)
   lines = [line for line in lines if "step" in line]
+  latest: dict[str, Any] = {}
+  for line in lines:
+    latest |= line
   total = read_json(workdir / "config.json").get("derived", {}).get("total_steps")
   state = queued.state if queued else _state(spec, last)
   queued = queued or QueueEntry(state)
@@ -152,10 +154,10 @@ def status(spec: JobSpec, task: int, job: str, queued: QueueEntry | None) -> Run
     nodes=queued.nodes or last.get("nodes") or spec.nodes,
     step=max((line["step"] for line in lines), default=None),
     total=total,
-    loss=_latest(lines, "train/loss"),
-    rate=_latest(lines, "perf/examples_per_s"),
-    accuracy=_latest(lines, "eval/accuracy"),
-    perplexity=_latest(lines, "eval/perplexity"),
+    loss=latest.get("train/loss"),
+    rate=latest.get("perf/examples_per_s"),
+    accuracy=latest.get("eval/accuracy"),
+    perplexity=latest.get("eval/perplexity"),
     time_left=queued.time_left if state == "RUNNING" else "",
     to_go=seconds_to_go(lines, total) if state == "RUNNING" else None,
     restarts=max(queued.restarts, last.get("restarts", 0)),
@@ -165,18 +167,14 @@ def status(spec: JobSpec, task: int, job: str, queued: QueueEntry | None) -> Run
 
 def _state(spec: JobSpec, last: Mapping[str, Any]) -> str:
   """The state of a run that its executor does not know any more, by its events."""
-  cancelled = Path(spec.folder, "cancelled").exists()
-  if last.get("event") != "end" or last["next"] == "requeue":
-    return "CANCELLED" if cancelled else "LOST"
-  if last["code"] == EXIT_DONE:
+  ended = last.get("event") == "end" and last["next"] != "requeue"
+  if ended and last["code"] == EXIT_DONE:
     return "COMPLETED"
-  if cancelled:
+  if Path(spec.folder, "cancelled").exists():
     return "CANCELLED"
+  if not ended:
+    return "LOST"
   return "PREEMPTED" if last["code"] == EXIT_PREEMPTED else "FAILED"
-
-
-def _latest(lines: Sequence[Mapping[str, Any]], name: str) -> Any:
-  return next((line[name] for line in reversed(lines) if name in line), None)
 
 
 def seconds_to_go(
@@ -201,26 +199,19 @@ def seconds_to_go(
 
 
 def _cells(s: RunStatus) -> list[str]:
-  total = "?" if s.total is None else f"{s.total:,}"
-  return [
-    s.run,
-    s.job,
-    f"{s.state} {s.code}" if s.state == "FAILED" and s.code else s.state,
-    str(s.nodes),
-    "-" if s.step is None else f"{s.step:,}/{total}",
-    "-" if s.loss is None else f"{s.loss:.4f}",
-    "-" if s.rate is None else f"{s.rate:,.0f}",
-    quality(s.accuracy, s.perplexity) or "-",
-    s.time_left or "-",
-    "-" if s.to_go is None else text.duration(s.to_go),
-    str(s.restarts),
-    s.note,
+  state = f"{s.state} {s.code}" if s.state == "FAILED" and s.code else s.state
+  middle = [
+    s.step is not None and f"{s.step:,}/{'?' if s.total is None else f'{s.total:,}'}",
+    s.loss is not None and f"{s.loss:.4f}",
+    s.rate is not None and f"{s.rate:,.0f}",
+    quality(s.accuracy, s.perplexity),
+    s.time_left,
+    s.to_go is not None and text.duration(s.to_go),
   ]
-
-
-def _printable(text: str) -> str:
-  """Without control characters: run.json may be anybody's."""
-  return "".join(c if c.isprintable() else "?" for c in text)
+  known = [cell or "-" for cell in middle]
+  cells = [s.run, s.job, state, str(s.nodes), *known, str(s.restarts), s.note]
+  # Without control characters: run.json may be anybody's.
+  return ["".join(c if c.isprintable() else "?" for c in cell) for cell in cells]
 
 
 def quality(accuracy: float | None, perplexity: float | None) -> str:

@@ -34,10 +34,8 @@ def product(lists: Sequence[str]) -> list[dict[str, str]]:
     if name in values:
       raise ConfigError(f"--sweep={text}: {name} has a list already")
     values[name] = parts
-  return [
-    dict(zip(values, chosen, strict=True))
-    for chosen in itertools.product(*values.values())
-  ]
+  chosen = itertools.product(*values.values())
+  return [dict(zip(values, one, strict=True)) for one in chosen]
 
 
 def split(text: str) -> list[str]:
@@ -48,18 +46,13 @@ def split(text: str) -> list[str]:
     ['(1,2)', "'a,b'", '3']
   """
   parts: list[str] = []
+  is_closed = True
   for piece in text.split(","):
-    if parts and not _is_closed(parts[-1]):
-      parts[-1] += f",{piece}"
-    else:
-      parts.append(piece)
+    parts = [*parts, piece] if is_closed else [*parts[:-1], f"{parts[-1]},{piece}"]
+    count = parts[-1].count
+    is_closed = all(count(a) == count(b) for a, b in ("()", "[]", "{}"))
+    is_closed = is_closed and not (count("'") % 2 or count('"') % 2)
   return [part.strip() for part in parts]
-
-
-def _is_closed(text: str) -> bool:
-  """Whether every bracket and quote in a text has its partner."""
-  pairs = all(text.count(a) == text.count(b) for a, b in ("()", "[]", "{}"))
-  return pairs and not (text.count("'") % 2 or text.count('"') % 2)
 
 
 def from_file(config: str) -> list[dict[str, str]]:
@@ -83,9 +76,8 @@ def from_file(config: str) -> list[dict[str, str]]:
   texts = []
   for trial in trials:
     if not isinstance(trial, Mapping) or not all(isinstance(k, str) for k in trial):
-      raise ConfigError(
-        f"{config}: get_sweep() yielded {trial!r}, not e.g. {{'optimizer.lr': 0.1}}"
-      )
+      text = f"{config}: get_sweep() yielded {trial!r}, not e.g. "
+      raise ConfigError(text + "{'optimizer.lr': 0.1}")
     texts.append(as_texts(trial))
   return texts
 
@@ -112,13 +104,10 @@ def check(
   """
   if not 1 <= len(trials) <= _MOST:
     raise ConfigError(f"{len(trials)} trials: give 1 to {_MOST}")
-  seen: dict[tuple[tuple[str, str], ...], int] = {}
   for i, trial in enumerate(trials):
     try:
       load({**overrides, **trial})
     except ConfigError as e:
       raise ConfigError(f"trial {i}: {e}") from None
-    key = tuple(sorted(trial.items()))
-    if key in seen:
-      raise ConfigError(f"trial {i} is trial {seen[key]} again: {dict(trial)}")
-    seen[key] = i
+    if (first := trials.index(trial)) < i:
+      raise ConfigError(f"trial {i} is trial {first} again: {dict(trial)}")
