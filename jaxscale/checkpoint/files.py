@@ -61,16 +61,9 @@ def start_writing(directory: Path, state: Any) -> Callable[[], None]:
   args = ocp.args.StandardSave(state, save_args=jax.tree.map(lambda _: small, state))
   saving = handler.async_save(path(directory / _STATE), args=args)
 
-  def copied():
-    loop = asyncio.new_event_loop()
-    try:
-      return loop.run_until_complete(saving) or []
-    finally:
-      loop.close()
-
   # In a thread of its own: a notebook's has a loop that runs already.
   with futures.ThreadPoolExecutor(1) as pool:
-    parts = pool.submit(copied).result()
+    parts = pool.submit(asyncio.run, saving).result() or []
 
   def wait() -> None:
     failed = None
@@ -241,11 +234,10 @@ def check_same_leaves(path: Path, saved: dict[str, Any], wanted: dict[str, Any])
       state has the shapes of the model, which is named first.
   """
 
-  def of_exchange(name):
-    return name.startswith("exchange_state/")
-
-  for name in sorted(saved.keys() | wanted.keys(), key=lambda n: (of_exchange(n), n)):
-    part = "exchange" if of_exchange(name) else "model and optimizer"
+  names = saved.keys() | wanted.keys()
+  of_exchange = {name: name.startswith("exchange_state/") for name in names}
+  for name in sorted(names, key=lambda name: (of_exchange[name], name)):
+    part = "exchange" if of_exchange[name] else "model and optimizer"
     there, here = saved.get(name), wanted.get(name)
     if there is None:
       difference = f"it has no {name}, which this {part} needs"
@@ -256,7 +248,7 @@ def check_same_leaves(path: Path, saved: dict[str, Any], wanted: dict[str, Any])
       difference = f"{name} is {old} there and {new} here"
     else:
       continue
-    remedy = "resume with the exchange it was saved with, or " * of_exchange(name)
+    remedy = "resume with the exchange it was saved with, or " * of_exchange[name]
     raise ConfigError(
       f"{path}: a checkpoint of another experiment, {difference}; {remedy}use another "
       "--workdir"

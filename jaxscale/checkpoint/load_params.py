@@ -51,12 +51,12 @@ def newest_params(workdir: str | Path, abstract: Any) -> LoadedParams:
       "run that has saved one"
     )
   first_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-  abstract = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(
-      x.shape, x.dtype, sharding=getattr(x, "sharding", None) or first_device
-    ),
-    abstract,
-  )
+
+  def sharded(x):
+    sharding = getattr(x, "sharding", None) or first_device
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+  abstract = jax.tree.map(sharded, abstract)
   notes = []
   for step in reversed(steps):
     try:
@@ -69,10 +69,10 @@ def newest_params(workdir: str | Path, abstract: Any) -> LoadedParams:
 
 def _load(path: Path, abstract: Any) -> Any:
   leaves = files.read_manifest(path)["leaves"]
-  averaged = any(name.startswith("average/0/") for name in leaves)
-  # An average is of (params, model_state), of which a stack of layers has none.
-  wanted = {"average": [abstract, {}]} if averaged else {"params": abstract}
-  prefix = "average/0/" if averaged else "params/"
+  prefix, wanted = "params/", {"params": abstract}
+  if averaged := any(name.startswith("average/0/") for name in leaves):
+    # An average is of (params, model_state), of which a stack of layers has none.
+    prefix, wanted = "average/0/", {"average": [abstract, {}]}
   saved = {name: leaf for name, leaf in leaves.items() if name.startswith(prefix)}
   files.check_same_leaves(path, saved, checksum.describe(wanted))
   loaded = files.load(path, wanted, partial=True)

@@ -23,18 +23,12 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from jaxscale import cluster
-from jaxscale.checkpoint.lock_owner import (
-  LockOwner,
-  is_alive,
-  is_restart,
-  job_of,
-  job_parts,
-  this_process,
-)
+from jaxscale.cluster import requeue
 from jaxscale.errors import ConfigError, GiveUpError
 
 RENEW_S = 5.0  # between renewals: one request to the file server
@@ -42,6 +36,90 @@ EXPIRE_S = 60.0  # a lock not renewed for so long is free: 12 renewals missed
 # A later step of the same Slurm job starts because the one before has failed; a node
 # that was lost with it must not cost a minute (3 renewals missed).
 EXPIRE_SAME_JOB_S = 15.0
+
+
+class LockOwner(NamedTuple):
+  """A run, as others see it.
+
+  Attributes:
+    host: its name.
+    pid: of process 0, as numbered on that host.
+    job: as `job_of` gives it; "" for none.
+    since: when it acquired the lock, seconds since the epoch, by its own clock.
+    process: identifies this process among all others, also after a reboot, in
+      containers and where numbers are used again; "" where that is unknown.
+  """
+
+  host: str
+  pid: int
+  job: str
+  since: float
+  process: str
+
+  def __str__(self) -> str:
+    job = f", job {self.job}" if self.job else ""
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+    return f"host {self.host}, pid {self.pid}{job}, since {since}"
+
+
+def job_of(env: Mapping[str, str]) -> str:
+  """The Slurm job, step and restart of this process: "slurm-12.0-r1"; "" if none.
+
+  Of an array task it is "slurm-9_3.0-r1" (srun(1), sbatch(1): SLURM_STEP_ID).
+  """
+  if not (job := requeue.job_name(env)):
+    return ""
+  step = f".{env['SLURM_STEP_ID']}" if "SLURM_STEP_ID" in env else ""
+  return f"slurm-{job}{step}-r{requeue.restarts(env)}"
+
+
+def is_restart(job: str, before: str) -> bool:
+  """Whether `job` is a later restart of the job `before`, which so has ended.
+
+  Example:
+    >>> is_restart("slurm-12.0-r1", "slurm-12.3-r0")
+    True
+    >>> is_restart("slurm-12.1-r0", "slurm-12.0-r0")
+    False
+  """
+  new, old = job_parts(job), job_parts(before)
+  return bool(new and old and new[0] == old[0] and new[1] > old[1])
+
+
+def job_parts(job: str) -> tuple[str, int] | None:
+  """The job without its step, and its restart."""
+  found = re.fullmatch(r"(.+?)(?:\.\w+)?-r(\d+)", job)
+  return (found[1], int(found[2])) if found else None
+
+
+def is_alive(owner: LockOwner) -> bool | None:
+  """Whether its process is there; None if that cannot be known from here."""
+  here = _identity(os.getpid())
+  if not here or not owner.process or owner.host != socket.gethostname():
+    return None
+  if owner.process.split()[:2] != here.split()[:2]:
+    return None  # another machine, another boot, or another container
+  found = _identity(owner.pid)
+  if found is None:
+    try:
+      os.kill(owner.pid, 0)
+    except PermissionError:
+      return None  # another user's process that /proc does not show (hidepid)
+    except OSError:
+      return False
+  return found == owner.process
+
+
+def _identity(pid: int) -> str | None:
+  """Boot, namespace and start of a process, by proc(5); None if there is none."""
+  try:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespace = os.readlink("/proc/self/ns/pid")
+    stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+  except OSError:
+    return None
+  # Field 3 is the state and field 22 the start; the split begins at field 3.
+  return None if stat[0] in "ZX" else f"{boot} {namespace} {stat[19]}"
 
 
 class LockLostError(GiveUpError):
@@ -139,7 +217,7 @@ def acquire(
 
   Args:
     workdir: of the run; it is there.
-    job: as `lock_owner.job_of` gives it.
+    job: as `job_of` gives it.
     log: gets a line about why this waits.
     renew_s: seconds between renewals.
     expire_s: seconds after which a lock that is not renewed is free.
@@ -147,7 +225,8 @@ def acquire(
   Raises:
     ConfigError: a run that is alive has the lock, or it cannot be written.
   """
-  directory, me = workdir / "lock", this_process(job)
+  directory, host, pid = workdir / "lock", socket.gethostname(), os.getpid()
+  me = LockOwner(host, pid, job, time.time(), _identity(pid) or "")
   try:
     directory.mkdir(exist_ok=True)
     while True:
@@ -213,13 +292,7 @@ def is_held(lock: WorkdirLock | None) -> bool:
   return why_lost(lock) is None
 
 
-def _wait_until_free(
-  path: Path,
-  owner: LockOwner,
-  me: LockOwner,
-  log: Callable[[str], None],
-  expire_s: float,
-) -> None:
+def _wait_until_free(path: Path, owner: LockOwner, me: LockOwner, log, expire_s: float):
   """Return once the owner of `path` counts as dead.
 
   Raises:
@@ -234,10 +307,10 @@ def _wait_until_free(
   seen: float | None = None
   while True:
     try:
-      renewed, now = path.stat().st_mtime, _server_time(path.parent)
+      renewed = path.stat().st_mtime
+      age = _server_time(path.parent) - renewed
     except FileNotFoundError:
       return  # it has left, or another one was faster
-    age = now - renewed
     if age >= expire_s:
       return
     if is_there or (seen is not None and renewed > seen):

@@ -138,25 +138,27 @@ class Checkpoints:
     self.wait()
     step = int(state.step)
     token = self._lock.token if self._lock is not None else 0
-    lost, is_there, token = cluster.from_leader(
-      [why_lost(self._lock), step in self.steps(), token]
-    )
+    mine = why_lost(self._lock), step in self.steps(), token
+    lost, is_there, token = cluster.from_leader(mine)
     if lost:
       raise LockLostError(lost)
     if is_there:
       return
     manifest = {"step": step, "metrics": metrics or {}}
     manifest |= {"leaves": checksum.manifest(state)}
-    save = _Save(
-      step,
-      sum(leaf.nbytes for leaf in jax.tree.leaves(state)),
-      checkpoint_dir.partial_path(self.directory, step, token),
-      manifest | reshard.split_as_json(state, self._split),
-    )
+    manifest |= reshard.split_as_json(state, self._split)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    partial = checkpoint_dir.partial_path(self.directory, step, token)
+    save = _Save(step, size, partial, manifest)
     error = None
     if cluster.is_leader():
       try:
-        self._begin(save)
+        if self._lock is not None:
+          self._lock.check()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._remove_partial()
+        self._remove_failed()
+        save.directory.mkdir()
       except Exception as e:
         error = e
     if not self._agree(save, error):
@@ -212,7 +214,7 @@ class Checkpoints:
     self._saving = save
 
   def _agree(self, save: _Save, error: BaseException | None) -> bool:
-    """Whether no process has failed at this save; the failure is dealt with."""
+    """Whether no process has failed at this save; else undo it, log or raise why."""
     mine = None
     if error is not None:
       kind = files.is_of_disk(error), files.is_full(error)
@@ -224,19 +226,13 @@ class Checkpoints:
       return True
     # A successor moves away what this run was writing: then that is the cause.
     check_for_all(self._lock)
-    self._fail(save, *failures[0])
-    return False
-
-  def _fail(
-    self, save: _Save, process: int, of_disk: bool, full: bool, error: str
-  ) -> None:
-    """Undo a save, and log or raise why it failed."""
+    process, of_disk, full, why = failures[0]
     line = None
     if cluster.is_leader():
       self._failed.append(save.directory)
       self._remove_failed()
       parent = self.directory if self.directory.exists() else self.directory.parent
-      line = files.why_unsaved(save.step, full, error, parent, save.size)
+      line = files.why_unsaved(save.step, full, why, parent, save.size)
       if jax.process_count() > 1:
         line += f", in process {process}"
     line = str(cluster.from_leader(line))
@@ -247,15 +243,7 @@ class Checkpoints:
       raise UnsavedError(line)
     if cluster.is_leader():
       self.say(f"{line}; training continues")
-
-  def _begin(self, save: _Save) -> None:
-    """Make room for a save."""
-    if self._lock is not None:
-      self._lock.check()
-    self.directory.mkdir(parents=True, exist_ok=True)
-    self._remove_partial()
-    self._remove_failed()
-    save.directory.mkdir()
+    return False
 
   def _remove_failed(self) -> None:
     """Again at each save: a failed one may have kept writing for a while."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxscale.checkpoint import lock, lock_owner
+from jaxscale.checkpoint import lock
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.errors import ConfigError
 from support.cases import all_slow_except
@@ -93,7 +93,7 @@ def test_a_restart_replaces_what_is_left_of_its_job(tmp_path):
 def of_another_host(directory, job="", age=0.0):
   """A lock as a run on another machine would hold it."""
   (directory / "lock").mkdir(exist_ok=True)
-  who = lock_owner.LockOwner("far-away", 12, job, time.time() - 1000, "boot ns 1")
+  who = lock.LockOwner("far-away", 12, job, time.time() - 1000, "boot ns 1")
   path = directory / "lock" / "1"
   path.write_text(json.dumps(who._asdict()))
   os.utime(path, (time.time() - age,) * 2)
@@ -168,12 +168,12 @@ def test_a_file_server_that_does_not_answer_loses_nothing(tmp_path, monkeypatch)
 
 def test_jobs_and_restarts():
   env = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0"}
-  assert lock_owner.job_of({}) == ""
-  assert lock_owner.job_of(env) == "slurm-12.0-r0"
-  assert lock_owner.job_of(env | {"SLURM_RESTART_COUNT": "2"}) == "slurm-12.0-r2"
+  assert lock.job_of({}) == ""
+  assert lock.job_of(env) == "slurm-12.0-r0"
+  assert lock.job_of(env | {"SLURM_RESTART_COUNT": "2"}) == "slurm-12.0-r2"
   array = {"SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "3"}
-  assert lock_owner.job_of(env | array) == "slurm-9_3.0-r0"
-  r = lock_owner.is_restart
+  assert lock.job_of(env | array) == "slurm-9_3.0-r0"
+  r = lock.is_restart
   assert r("slurm-12.0-r1", "slurm-12.4-r0") and r("slurm-12-r2", "slurm-12.0-r0")
   assert not r("slurm-12.1-r0", "slurm-12.0-r0")  # may run at the same time
   assert not r("slurm-12.0-r0", "slurm-12.0-r1")  # the older comes back
