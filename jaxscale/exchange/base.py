@@ -54,7 +54,7 @@ def stateless(mean: Callable[[Grads], Grads]) -> Exchange:
     mean: local grads -> mean grads, as of `Exchange.exchange`.
   """
   return Exchange(
-    lambda params: (), lambda grads, state: (mean(grads), state), lambda state, _: state
+    lambda _: (), lambda g, state: (mean(g), state), lambda state, _: state
   )
 
 
@@ -100,7 +100,7 @@ def zero_residuals(params: Any) -> Any:
 
   Nothing of a gradient is lost, it is late (arXiv:1809.07599, arXiv:1901.09847).
   """
-  return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+  return jax.tree.map(lambda p: jnp.zeros(jnp.shape(p), jnp.float32), params)
 
 
 def check_devices(name: str, axes: tuple[str, ...], num_devices: int) -> None:

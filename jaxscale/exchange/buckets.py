@@ -80,9 +80,7 @@ def layout(leaves: Sequence[Any], bucket_bytes: int) -> list[list[Piece]]:
       )
     bucket: list[Piece] = []
     room = size
-    for i in order:
-      if np.dtype(leaves[i].dtype) != dtype:
-        continue
+    for i in (i for i in order if np.dtype(leaves[i].dtype) == dtype):
       start, stop = 0, math.prod(leaves[i].shape)
       while start < stop:
         taken = min(room, stop - start)
@@ -143,9 +141,7 @@ def unpack(
     for piece, end in zip(bucket, ends, strict=True):
       parts[piece.leaf].append(array[end - (piece.stop - piece.start) : end])
   return [
-    jnp.concatenate(part).reshape(leaf.shape)
-    if part
-    else jnp.zeros(leaf.shape, leaf.dtype)
+    jnp.concatenate(part or [jnp.zeros(0, leaf.dtype)]).reshape(leaf.shape)
     for part, leaf in zip(parts, leaves, strict=True)
   ]
 
@@ -191,6 +187,13 @@ def exchange_groups(
 def sum_together(arrays: Sequence[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
   """The sums over devices of several arrays, in one `lax.psum` for each dtype."""
   return joined(lambda x: lax.psum(x, axes), list(arrays))
+
+
+def whole_means(xs: dict[int, jax.Array], axes: tuple[str, ...]) -> dict[int, Any]:
+  """(mean, residual of 0) of what is too small to compress, sent at once."""
+  totals, devices = sum_together(list(xs.values()), axes), lax.axis_size(axes)
+  means = zip(xs, totals, strict=True)
+  return {i: (total / devices, jnp.zeros_like(xs[i])) for i, total in means}
 
 
 def bucketed(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxscale import collectives
 from jaxscale.collectives import Link, Measured
@@ -39,9 +39,9 @@ def all_reduce(chosen: AllReduce, context: ExchangeContext) -> Exchange:
   if chosen.algorithm in ("auto", "torus"):
     context.note(f"exchange by {by}, for {num_bytes / 1e6:.3g} MB at once, {source}")
   if half is not None:
-    options = {
-      "sum_in": getattr(chosen, "sum_in", "float32"),
-      "bucket_bytes": bucket_bytes,
+    options: Any = {
+      "sum_in": getattr(chosen, "sum_in", None),
+      "bucket_bytes": chosen.bucket_bytes,
     }
     return half_precision(axes, half, by=by, **options)
   if by.algorithm == "psum" and bucket_bytes is None:

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxscale.errors import ConfigError
+from jaxscale.exchange.base import zero_residuals
 
 # CNTK's SGD block: blockSize = 120000 * #workers samples.
 BLOCK_SAMPLES = 120_000
@@ -134,8 +135,7 @@ def block_momentum(
   ahead = 1 + decay if nesterov else 1.0
 
   def init(params):
-    zeros = (jnp.zeros(jnp.shape(p), jnp.float32) for p in jax.tree.leaves(params))
-    return BlockMomentumState(jax.tree.unflatten(jax.tree.structure(params), zeros))
+    return BlockMomentumState(zero_residuals(params))
 
   def update(updates, state, params=None):  # optax's names; updates are D
     del params
@@ -193,8 +193,10 @@ def check_samples(
     >>> check_samples(1_281_167, every=40, worker_batch=256, num_workers=8)
   """
   block = every * worker_batch * num_workers
-  wanted = block * num_workers
-  fits = max(num_samples // (worker_batch * num_workers**2), 1)
+  wanted, fits = (
+    block * num_workers,
+    max(num_samples // (worker_batch * num_workers**2), 1),
+  )
   if num_samples < block:
     raise ConfigError(
       f"BlockMomentum.sync_every_steps={every}: one block of {num_workers} workers is "

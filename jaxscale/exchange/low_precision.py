@@ -77,20 +77,18 @@ def half_precision(
     )
   if sum_in not in ("float32", "payload"):
     raise ConfigError(f'sum_in={sum_in!r}: give "float32" or "payload"')
-  total = functools.partial(
-    sum_tree,
-    by=by or Plan("psum", axes, (), None),
-    payload=jnp.dtype(dtype),
-    accumulate=jnp.float32 if sum_in == "float32" else None,
-  )
+  by, payload = by or Plan("psum", axes, (), None), jnp.dtype(dtype)
+  accumulate = jnp.float32 if sum_in == "float32" else None
+  total = functools.partial(sum_tree, by=by, payload=payload, accumulate=accumulate)
 
   def reduce(bucket):
     x = bucket.astype(jnp.float32)
     if dtype == "bfloat16":
       return total(x).astype(bucket.dtype)
-    exponent = _fp16_exponent(lax.pmax(jnp.max(jnp.abs(x)), axes), lax.axis_size(axes))
-    summed = jnp.ldexp(total(jnp.ldexp(x, exponent)), -exponent)
-    return summed.astype(bucket.dtype)
+    _, exponent = jnp.frexp(lax.pmax(jnp.max(jnp.abs(x)), axes))  # floor(log2) + 1
+    k = _FP16_EXPONENT - math.ceil(math.log2(lax.axis_size(axes))) - exponent
+    k = jnp.clip(k, -126, 126)  # both 2^k and 2^-k are normal float32
+    return jnp.ldexp(total(jnp.ldexp(x, k)), -k).astype(bucket.dtype)
 
   return bucketed(axes, bucket_bytes=bucket_bytes, reduce=reduce)
 
@@ -138,10 +136,6 @@ def int8(
       f"{4 * block} or more"
     )
 
-  def init(params):
-    del params
-    return {"step": jnp.zeros((), jnp.int32)}
-
   def exchange(grads, state):
     num_devices = lax.axis_size(axes)
     key = jax.random.fold_in(jax.random.key(seed), state["step"])
@@ -168,7 +162,7 @@ def int8(
     )
     return means, {"step": state["step"] + 1}
 
-  return Exchange(init, exchange, same_for_all)
+  return Exchange(lambda _: {"step": jnp.zeros((), jnp.int32)}, exchange, same_for_all)
 
 
 def encode_int8(x: jax.Array, block: int, key: jax.Array) -> jax.Array:
@@ -201,10 +195,3 @@ def decode_int8(payload: jax.Array, block: int) -> jax.Array:
   scale = lax.bitcast_convert_type(sent.reshape(rows, count, 4), jnp.float32)
   blocks = q.reshape(rows, count, block).astype(jnp.float32)
   return (blocks * scale[..., None]).reshape(rows, -1)
-
-
-def _fp16_exponent(largest: jax.Array, num_devices: int) -> jax.Array:
-  """The k of `half_precision`; int32 []."""
-  _, exponent = jnp.frexp(largest)  # floor(log2 largest) + 1
-  k = _FP16_EXPONENT - math.ceil(math.log2(num_devices)) - exponent
-  return jnp.clip(k, -126, 126)  # both 2^k and 2^-k are normal float32

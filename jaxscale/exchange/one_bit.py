@@ -36,14 +36,8 @@ from jax import lax
 
 from jaxscale.collectives import add_rows
 from jaxscale.errors import ConfigError
-from jaxscale.exchange.base import (
-  Exchange,
-  check_devices,
-  copies,
-  mean_for_all,
-  zero_residuals,
-)
-from jaxscale.exchange.buckets import BUCKET_BYTES, exchange_groups, sum_together
+from jaxscale.exchange.base import Exchange, check_devices, mean_for_all, zero_residuals
+from jaxscale.exchange.buckets import BUCKET_BYTES, exchange_groups, whole_means
 
 _VALUES = 8  # bytes of the two float32 of a column
 _SHIFTS = np.arange(7, -1, -1, dtype=np.uint8)[:, None]  # the first of eight highest
@@ -135,11 +129,7 @@ def one_bit(
       large = [i for i in numbers if shrinks(given[i].shape, num_devices)]
       # The others' residuals are 0, but after `resize` from devices where they shrank.
       small = [i for i in numbers if i not in large]
-      totals = sum_together([given[i] for i in small], axes)
-      pairs = {
-        i: (total / num_devices, jnp.zeros_like(given[i]))
-        for i, total in zip(small, totals, strict=True)
-      }
+      pairs = whole_means({i: given[i] for i in small}, axes)
       done = _exchange_group(axes, [given[i] for i in large], [owner[i] for i in large])
       for i, (total, left, own_left) in zip(large, done, strict=True):
         pairs[i], owner[i] = (total / num_devices, left), own_left
@@ -168,19 +158,15 @@ def resize(state: Any, num_devices: int) -> Any:
       cut = jnp.pad(whole * (num_devices / old), ((0, missing), (0, 0)))
       owner = cut.reshape(num_devices, size.own, size.rows)
       return mean_for_all(residual, num_devices), owner
-    left = whole.T.reshape(shape)
     none = jnp.zeros((num_devices, size.own, size.rows), owner.dtype)
-    mean = mean_for_all(residual, num_devices) + copies(left / old, num_devices)
-    return mean, none
+    return mean_for_all(residual, num_devices) + whole.T.reshape(shape) / old, none
 
   residuals, structure = jax.tree.flatten(state["residual"])
   owners = structure.flatten_up_to(state["owner"])
   pairs = [tensor(r, o) for r, o in zip(residuals, owners, strict=True)]
   residual, owner = zip(*pairs, strict=True) if pairs else ((), ())
-  return {
-    "residual": structure.unflatten(residual),
-    "owner": structure.unflatten(owner),
-  }
+  residual, owner = structure.unflatten(residual), structure.unflatten(owner)
+  return {"residual": residual, "owner": owner}
 
 
 def _exchange_group(axes, tensors, owners):
@@ -274,10 +260,7 @@ def _column_sums(*xs: jax.Array) -> tuple[jax.Array, ...]:
   blocks = tuple(x.reshape(*x.shape[:-2], -1, _ROWS, x.shape[-1]) for x in xs)
   for _ in range(2):
     blocks = lax.reduce(
-      blocks,
-      zeros,
-      lambda a, b: tuple(map(lax.add, a, b)),
-      (blocks[0].ndim - 2,),
+      blocks, zeros, lambda a, b: tuple(map(lax.add, a, b)), (blocks[0].ndim - 2,)
     )
   return blocks
 

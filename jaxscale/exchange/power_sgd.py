@@ -25,12 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxscale.errors import ConfigError
-from jaxscale.exchange.base import (
-  Exchange,
-  mean_for_all,
-  same_for_all,
-  zero_residuals,
-)
+from jaxscale.exchange.base import Exchange, mean_for_all, same_for_all, zero_residuals
 from jaxscale.exchange.buckets import BUCKET_BYTES, exchange_groups, sum_together
 
 # Of a column's length; what is left below it of a float32 column is rounding.
@@ -47,8 +42,7 @@ def matrix_shape(shape: tuple[int, ...], rank: int) -> tuple[int, int] | None:
   """
   if len(shape) < 2:
     return None
-  m = shape[-1]
-  n = math.prod(shape[:-1])
+  n, m = math.prod(shape[:-1]), shape[-1]
   return (n, m) if rank * (n + m) < n * m else None
 
 
@@ -98,15 +92,14 @@ def power_sgd(
     qs = dict(zip(shrinking(jax.tree.leaves(grads)), state["q"], strict=True))
 
     def group(numbers, xs):
-      low = {i: x for i, x in zip(numbers, xs, strict=True) if i in qs}
-      whole = {i: x for i, x in zip(numbers, xs, strict=True) if i not in qs}
+      given, devices = dict(zip(numbers, xs, strict=True)), lax.axis_size(axes)
+      low = {i: x for i, x in given.items() if i in qs}
+      whole = [i for i in numbers if i not in qs]
       done, totals = _exchange_group(
-        list(low.values()), [qs[i] for i in low], list(whole.values()), axes
+        list(low.values()), [qs[i] for i in low], [given[i] for i in whole], axes
       )
-      pairs = {
-        i: (total / lax.axis_size(axes), jnp.zeros_like(whole[i]))
-        for i, total in zip(whole, totals, strict=True)
-      }
+      means = zip(whole, totals, strict=True)
+      pairs = {i: (total / devices, jnp.zeros_like(given[i])) for i, total in means}
       for i, (mean, left, q) in zip(low, done, strict=True):
         pairs[i], qs[i] = (mean, left), q
       return [pairs[i] for i in numbers]

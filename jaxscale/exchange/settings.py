@@ -27,7 +27,7 @@ class AllReduce(Exchange):
     algorithm: "psum" (XLA's own), "ring", "torus", "hierarchical",
       "halving_doubling", or "auto": what is fastest by `links`.
     dims: of "torus", as "data:4", fastest links first; (): the planner's.
-    links: file of `python -m jaxscale.cli.bench --json FILE`; None: links
+    links: file of `jaxscale bench --json FILE`; None: links
       are assumed.
     bucket_bytes: gradients travel in flat buckets of this size; None: as tensors,
       or for "psum" between processes on CPUs in buckets of 25 MiB.

@@ -27,20 +27,9 @@ from jax import lax
 
 from jaxscale.collectives.typed import vary, varying
 from jaxscale.errors import ConfigError
-from jaxscale.exchange.base import (
-  Exchange,
-  check_devices,
-  mean_for_all,
-  zero_residuals,
-)
-from jaxscale.exchange.buckets import (
-  BUCKET_BYTES,
-  exchange_groups,
-  layout,
-  pack,
-  sum_together,
-  unpack,
-)
+from jaxscale.exchange import buckets
+from jaxscale.exchange.base import Exchange, check_devices, mean_for_all, zero_residuals
+from jaxscale.exchange.buckets import BUCKET_BYTES, exchange_groups, whole_means
 
 
 def top_k(
@@ -85,9 +74,6 @@ def top_k(
   if per not in ("tensor", "bucket"):
     raise ConfigError(f'per={per!r}: give "tensor" or "bucket"')
 
-  def init(params):
-    return {"residual": zero_residuals(params)}
-
   def exchange(grads, state):
     check_devices("top_k", axes, num_devices)
 
@@ -98,21 +84,18 @@ def top_k(
         for x, (mean, left) in zip(xs, pairs, strict=True)
       ]
 
-    def buckets(_, xs):
+    def by_bucket(_, xs):
       xs = xs[::-1]  # groups have the last leaf first, as `layout` takes them
-      pieces = layout(xs, bucket_bytes)
-      pairs = [_exchange_group([x], share, axes)[0] for x in pack(xs, pieces)]
-      means, left = (unpack(x, pieces, xs) for x in zip(*pairs, strict=True))
+      pieces = buckets.layout(xs, bucket_bytes)
+      pairs = [_exchange_group([x], share, axes)[0] for x in buckets.pack(xs, pieces)]
+      means, left = (buckets.unpack(x, pieces, xs) for x in zip(*pairs, strict=True))
       return list(zip(means, left, strict=True))[::-1]
 
-    means, left = (
-      exchange_groups(tensors, grads, state["residual"], bucket_bytes)
-      if per == "tensor"
-      else exchange_groups(buckets, grads, state["residual"], sys.maxsize)
-    )
+    how = (tensors, bucket_bytes) if per == "tensor" else (by_bucket, sys.maxsize)
+    means, left = exchange_groups(how[0], grads, state["residual"], how[1])
     return means, {"residual": left}
 
-  return Exchange(init, exchange, mean_for_all)
+  return Exchange(lambda p: {"residual": zero_residuals(p)}, exchange, mean_for_all)
 
 
 def _exchange_group(xs, share, axes):
@@ -121,11 +104,7 @@ def _exchange_group(xs, share, axes):
   # Rounded, since 0.07 * 100 is 7.000000000000001.
   counts = [math.ceil(round(share * x.size, 6)) for x in xs]
   sparse = [i for i, k in enumerate(counts) if k * num_devices < xs[i].size]
-  whole = [i for i in range(len(xs)) if i not in sparse]
-  done = {
-    i: (total / num_devices, jnp.zeros_like(xs[i]))
-    for i, total in zip(whole, sum_together([xs[i] for i in whole], axes), strict=True)
-  }
+  done = whole_means({i: x for i, x in enumerate(xs) if i not in sparse}, axes)
   places = [lax.top_k(jnp.abs(xs[i]), counts[i])[1] for i in sparse]
   means = _mean_of_sent([xs[i] for i in sparse], places, axes)
   for i, mean, place in zip(sparse, means, places, strict=True):
@@ -137,12 +116,9 @@ def _mean_of_sent(xs, places, axes):
   """The means over devices of arrays that are zero but at a device's places."""
   if not xs:
     return []
-  num_devices = lax.axis_size(axes)
   starts = [sum(x.size for x in xs[:i]) for i in range(len(xs) + 1)]
   values = jnp.concatenate([x[p] for x, p in zip(xs, places, strict=True)])
-  shifted = jnp.concatenate(
-    [p + start for p, start in zip(places, starts[:-1], strict=True)]
-  )
+  shifted = jnp.concatenate([p + a for p, a in zip(places, starts[:-1], strict=True)])
   sent = jnp.stack([shifted, lax.bitcast_convert_type(values, jnp.int32)])
   received = lax.all_gather(sent, axes, to="invarying")  # int32 [devices, 2, k]
 
@@ -154,5 +130,5 @@ def _mean_of_sent(xs, places, axes):
   # on a GPU, and replicas would drift apart.
   none = vary(jnp.zeros(starts[-1], jnp.float32), varying(received))
   total, _ = lax.scan(add, none, received)
-  mean = total / num_devices
+  mean = total / lax.axis_size(axes)
   return [mean[a:b] for a, b in itertools.pairwise(starts)]

@@ -5,6 +5,7 @@ They wrap any exchange, so `delayed(warm_start(one_bit(...), ...))` is one too.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -97,9 +98,7 @@ def warm_start(
     def early(own):
       return before.exchange(grads, ())[0], own
 
-    def late(own):
-      return inner.exchange(grads, own)
-
+    late = functools.partial(inner.exchange, grads)
     step = lax.pmax(state["step"], axes)
     means, own = lax.cond(step < steps, early, late, state["inner"])
     return means, {"step": state["step"] + 1, "inner": own}
@@ -109,8 +108,7 @@ def warm_start(
 
 def _resize_with(inner: Exchange, key: str, own: Any) -> Any:
   """`resize` of a state {key, "inner"}; None where the inner one has none."""
-  resize = inner.resize
-  if resize is None:
+  if not (resize := inner.resize):
     return None
   return lambda state, num_devices: {
     key: own(state[key], num_devices),
