@@ -40,20 +40,13 @@ if TYPE_CHECKING:
   from jaxscale.optim.settings import *
   from jaxscale.training.settings import *
 
-_OWN = (
-  AdaptiveBatch, Checkpoint, Checks, Config, ConfigError, Data, Evaluation, Exchange,
-  ExchangeContext, Faults, Layout, Log, Loss, Mesh, Model, ModelContext, Optimizer,
-  OptimizerContext, Phases, Schedule, ScheduleContext, Sync, SyncContext,
-)  # fmt: skip
-_BOUNDS = {"Count": Count, "Fraction": Fraction, "NonNegative": NonNegative}
-
 
 def __getattr__(name: str):
   homes = [importlib.import_module(home) for home in dict.fromkeys(HOMES.values())]
   if name == "__all__":
-    built_in = [n for home in homes for n in home.__all__]
-    return [c.__name__ for c in _OWN] + [*_BOUNDS, "Positive"] + built_in
-  for home in homes if not name.startswith("_") else ():
+    own = [n for n in globals() if n[0].isupper() and not n.isupper()]
+    return own + [n for home in homes for n in home.__all__]
+  for home in homes:
     if name in home.__all__:
       return getattr(home, name)
   raise AttributeError(f"module 'jaxscale.config' has no attribute {name!r}")

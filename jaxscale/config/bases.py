@@ -6,6 +6,7 @@ example of each that runs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -84,10 +85,7 @@ class ExchangeContext(NamedTuple):
   @property
   def num_devices(self) -> int:
     """Devices whose gradients are averaged."""
-    size = 1
-    for n in self.sizes.values():
-      size *= n
-    return size
+    return math.prod(self.sizes.values())
 
 
 class SyncContext(NamedTuple):

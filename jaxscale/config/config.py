@@ -11,15 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any, Literal
 
-from jaxscale.config.bases import (
-  Data,
-  Exchange,
-  Loss,
-  Model,
-  Optimizer,
-  Schedule,
-  Sync,
-)
+from jaxscale.config.bases import Data, Exchange, Loss, Model, Optimizer, Schedule, Sync
 from jaxscale.config.bounds import Count, Positive, check_pattern
 from jaxscale.config.layout import Layout, check_layout
 from jaxscale.config.phases import AdaptiveBatch, Phases
@@ -140,10 +132,9 @@ class Config:
         f"Config.target_loss={self.target_loss}: there is a target_accuracy "
         f"({self.target_accuracy}) already, set one of them to None"
       )
-    targets = self.target_accuracy, self.target_loss
-    if self.stop_at_target and targets == (None, None):
+    if self.stop_at_target and {self.target_accuracy, self.target_loss} == {None}:
       raise ConfigError(
-        "Config.stop_at_target=True: set target_accuracy too, or target_loss"
+        "Config.stop_at_target=True: set target_accuracy or target_loss"
       )
     if self.init_head and self.init_from is None:
       raise ConfigError("Config.init_head=True: set init_from too")
@@ -168,10 +159,10 @@ class Config:
 
 def _check_neutral(config: Config) -> None:
   """Batch sizes that change neutrally are for SGD's momentum."""
-  neutral = isinstance(config.phases, AdaptiveBatch) or (
-    config.phases.follow == "neutral" and bool(config.phases.batch_sizes)
-  )
-  if not neutral:
+  phases = config.phases
+  if isinstance(phases, Phases) and (
+    phases.follow != "neutral" or not phases.batch_sizes
+  ):
     return
   if not config.optimizer.follows_batch_neutrally:
     raise ConfigError(
@@ -179,9 +170,8 @@ def _check_neutral(config: Config) -> None:
       "neutrally keep the time constant of SGD's momentum; use SGD, or Phases "
       "with follow='linear' or 'sqrt'"
     )
-  if (
-    correction := getattr(config.optimizer, "momentum_correction", "never")
-  ) != "never":
+  correction = getattr(config.optimizer, "momentum_correction", "never")
+  if correction != "never":
     raise ConfigError(
       f"SGD.momentum_correction={correction!r}: batch "
       "sizes that change neutrally carry the velocity over themselves, use 'never'"
@@ -191,14 +181,11 @@ def _check_neutral(config: Config) -> None:
 def _check_exchange(config: Config) -> None:
   """What is measured of gradients must be of the gradients themselves."""
   exchange = config.exchange
-  if not config.noise_scale:
-    return
-  if not exchange.averages_exactly or exchange.delayed:
+  if config.noise_scale and (not exchange.averages_exactly or exchange.delayed):
+    name = type(exchange).__name__ + ".delayed" * exchange.delayed
     raise ConfigError(
-      f"Config.noise_scale=True: {type(exchange).__name__}"
-      + (".delayed" if exchange.delayed else "")
-      + " does not give the mean of the step's own gradients, which it is measured "
-      "by; use AllReduce or HalfPrecision, not delayed"
+      f"Config.noise_scale=True: {name} does not give the mean of the step's own "
+      "gradients, which it is measured by; use AllReduce or HalfPrecision, not delayed"
     )
 
 
@@ -222,10 +209,7 @@ def _check_local(config: Config) -> None:
       "workers have their own; set noise_scale to False"
     )
   if isinstance(config.phases, AdaptiveBatch):
-    raise ConfigError(
-      f"{name}: trials of AdaptiveBatch compare steps that all take together; use "
-      "Phases"
-    )
+    raise ConfigError(f"{name}: AdaptiveBatch tries steps that all share; use Phases")
   if config.lr_scaling != "none":
     raise ConfigError(
       f"Config.lr_scaling={config.lr_scaling!r}: {name.removeprefix('Config.')} has "
@@ -240,7 +224,6 @@ def _check_local(config: Config) -> None:
   resets = getattr(sync, "reset_momentum", False)
   if resets and not config.optimizer.has_resettable_momentum:
     raise ConfigError(
-      f"BlockMomentum.reset_momentum=True: {type(config.optimizer).__name__}'s "
-      "moments cannot be emptied alone (their bias correction would take them for "
-      "full), set it to False"
+      f"BlockMomentum.reset_momentum=True: {type(config.optimizer).__name__}'s moments "
+      "cannot be emptied alone (bias correction takes them for full), set it to False"
     )

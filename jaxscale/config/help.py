@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import textwrap
 from collections.abc import Mapping
 from typing import Any
@@ -32,10 +33,8 @@ def settings_help(
       bound = f" {bounds(cls)[name]}" if name in bounds(cls) else ""
       shown = "" if node is None else f" = {value!r}"
       lines.append(f"{head}{shown}  ({type_name(annotation)}{bound})")
-      indent = " " * 6
-      lines += textwrap.wrap(
-        docs.get(name, ""), 72, initial_indent=indent, subsequent_indent=indent
-      )
+      text = "\n".join(textwrap.wrap(docs.get(name, ""), 66))
+      lines += textwrap.indent(text, " " * 6).splitlines()
       continue
     lines += ["", f"{head}: {' | '.join(classes)}"]
     for c in classes.values() if node is None else [type(value)]:
@@ -44,18 +43,10 @@ def settings_help(
   return "\n".join(lines)
 
 
-def field_names(
-  node: Any, own: Mapping[str, type] = {}, cls: type = Config, prefix: str = ""
-) -> list[str]:
+def field_names(node: Any, own: Mapping[str, type] = {}) -> list[str]:
   """The dotted names of all settings that `settings_help` shows."""
-  names = []
-  for name, annotation in hints(cls).items():
-    names.append(prefix + name)
-    value = None if node is None else getattr(node, name)
-    classes = choices(annotation, own)
-    for c in classes.values() if node is None else [type(value)] if classes else []:
-      names += field_names(value, own, c, f"{prefix}{name}.")
-  return list(dict.fromkeys(names))
+  found = re.findall(r"^  --config\.([\w.]+)", settings_help(node, own), re.MULTILINE)
+  return list(dict.fromkeys(found))
 
 
 def field_docs(cls: type) -> dict[str, str]:

@@ -73,8 +73,8 @@ def check_layout(config: Any) -> None:
     ConfigError: two settings contradict each other, or one changes nothing.
   """
   layout, mesh = config.layout, config.mesh
-  split = [f"Mesh.{a}={n}" for a in ("stage", "model") if (n := getattr(mesh, a)) != 1]
-  split = ([f"Layout.shard={layout.shard!r}"] * (layout.shard != "none")) + split
+  split = [f"Layout.shard={layout.shard!r}"] * (layout.shard != "none")
+  split += [f"Mesh.{a}={n}" for a in ("stage", "model") if (n := getattr(mesh, a)) != 1]
   model = type(config.model).__name__
   if layout.shard != "none" and mesh.fsdp == 1:
     raise ConfigError(
@@ -110,22 +110,21 @@ def check_layout(config: Any) -> None:
   ):
     if needed and not config.model.is_stack:
       raise ConfigError(
-        f"{what}: {model} is no stack of equal layers; use Transformer or ViT, or "
+        f"{what}: {model} is not a stack of equal layers; use Transformer or ViT, or "
         "split it along fsdp alone"
       )
-  if layout.model != "layers" and not (
-    config.model.is_stack and config.model.takes_text
-  ):
+  splits_text = config.model.is_stack and config.model.takes_text
+  if layout.model != "layers" and not splits_text:
     raise ConfigError(
       f"Layout.model={layout.model!r}: splits the tokens of text, and {model} has "
       "images; use 'layers'"
     )
-  exchange = config.exchange
-  if layout.slow_axes == "in_backward" and not _is_plain(exchange):
+  exchange = type(config.exchange).__name__
+  is_plain = exchange == "AllReduce" and config.exchange == type(config.exchange)()
+  if layout.slow_axes == "in_backward" and not is_plain:
     raise ConfigError(
-      f"Layout.slow_axes='in_backward': sums gradients by itself, and "
-      f"Config.exchange={type(exchange).__name__} would not be asked; use 'after', or "
-      "the exchange AllReduce as it is"
+      f"Layout.slow_axes='in_backward': sums gradients by itself, Config.exchange="
+      f"{exchange} would not be asked; use 'after', or the exchange AllReduce as it is"
     )
   if split:
     _check_whole(config, split[0])
@@ -133,25 +132,13 @@ def check_layout(config: Any) -> None:
 
 def _check_whole(config: Any, split: str) -> None:
   """Refuse what compares or copies whole models, where devices have parts."""
+  is_adaptive = type(config.phases).__name__ == "AdaptiveBatch"
   for what, is_asked, remedy in (
     ("Config.noise_scale=True", config.noise_scale, "set it to False"),
-    (
-      f"Config.sync={type(config.sync).__name__}",
-      config.trains_apart,
-      "use EveryStep",
-    ),
+    (f"Config.sync={type(config.sync).__name__}", config.trains_apart, "use EveryStep"),
     ("Log.step_report=True", config.log.step_report, "set it to False"),
-    (
-      "Config.phases=AdaptiveBatch",
-      type(config.phases).__name__ == "AdaptiveBatch",
-      "use Phases",
-    ),
+    ("Config.phases=AdaptiveBatch", is_adaptive, "use Phases"),
   ):
     if is_asked:
-      raise ConfigError(f"{what}: needs the whole model on each device, {remedy}; "
-                        f"here {split}")  # fmt: skip
-
-
-def _is_plain(exchange: Any) -> bool:
-  """Whether it is the default one."""
-  return type(exchange).__name__ == "AllReduce" and exchange == type(exchange)()
+      needs = "needs the whole model on each device"
+      raise ConfigError(f"{what}: {needs}, {remedy}; here {split}")

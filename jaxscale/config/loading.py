@@ -20,11 +20,10 @@ from typing import Any, Literal, get_args, get_origin
 from jaxscale.config.choice import Choice, own_choices
 from jaxscale.config.config import Config
 from jaxscale.config.files import load_file
-from jaxscale.config.packaged import locate, names
+from jaxscale.config.packaged import locate, similar
 from jaxscale.config.validation import (
   alternatives,
   bounds,
-  closest,
   coerce,
   hints,
   nearest,
@@ -60,15 +59,6 @@ def load_config(path: str, overrides: Mapping[str, str] | None = None) -> Config
   return override(config, overrides or {}, own)
 
 
-def _similar(file: Path) -> str:
-  """The hint for a file that is not there: a file or packaged config of like name."""
-  if str(file) == file.stem:
-    return f" and no packaged config, {nearest(file.stem, names())}"
-  near = {p.stem: p for p in file.parent.glob("*.py")}
-  close = closest(file.stem, near)
-  return f", did you mean {str(near[close])!r}?" if close else ", check the path"
-
-
 def call(path: str, function: str, advice: str) -> Any:
   """What a function of a Python file returns; its faults name file and line.
 
@@ -83,7 +73,7 @@ def call(path: str, function: str, advice: str) -> Any:
   name, _, arg = locate(path).partition(":")
   file = Path(name)
   if not file.is_file():
-    raise ConfigError(f"--config={path}: no such file{_similar(file)}")
+    raise ConfigError(f"--config={path}: no such file{similar(file)}")
   try:
     module = load_file(file)
     found = getattr(module, function, None)
@@ -119,18 +109,12 @@ def override(
     own: classes of the user's that can be chosen by name, with those of the
       modules whose classes `node` has already.
   """
-  tree: dict[str, Any] = {}
+  tree: dict[Any, Any] = {}  # of names; the text of a path is under None at its end
   for path, text in overrides.items():
-    *parents, leaf = path.split(".")
     branch = tree
-    for name in parents:
-      if isinstance(branch.get(name), str):  # --config.optimizer=LARS came first
-        branch[name] = {"": branch[name]}
+    for name in path.split("."):
       branch = branch.setdefault(name, {})
-    if isinstance(branch.get(leaf), dict):
-      branch[leaf][""] = text
-    else:
-      branch[leaf] = text
+    branch[None] = text
   known: dict[str, type] = {}
   for field in dataclasses.fields(node):
     if isinstance(value := getattr(node, field.name), Choice):
@@ -147,47 +131,40 @@ def choices(annotation: Any, own: Mapping[str, type]) -> dict[str, type]:
 
 
 def _changes(
-  cls: Any, node: Any, tree: dict[str, Any], prefix: str, own: Mapping[str, type]
+  cls: Any, node: Any, tree: dict[Any, Any], prefix: str, own: Mapping[str, type]
 ) -> dict[str, Any]:
   """The new values of a branch, for an object of `cls` in the place of `node`."""
   fields = hints(cls)
   changes = {}
-  for name, value in tree.items():
+  for name, branch in tree.items():
     path = f"{prefix}{name}"
     if name not in fields:
+      hint = nearest(name, fields)
       raise ConfigError(
-        f"--config.{path}: {cls.__name__} has no field {name!r}, "
-        + nearest(name, fields)
+        f"--config.{path}: {cls.__name__} has no field {name!r}, {hint}"
       )
-    current, classes = getattr(node, name, None), choices(fields[name], own)
-    branch = value if isinstance(value, dict) else {"": value}
-    if classes:
+    if classes := choices(fields[name], own):
+      current = getattr(node, name, None)
       changes[name] = _branch(classes, current, branch, path, own)
-    elif isinstance(value, dict):
+    elif set(branch) != {None}:
       raise ConfigError(f"--config.{path}: a single value, it has no fields")
     else:
-      changes[name] = _parse(fields[name], value, path)
+      changes[name] = _parse(fields[name], branch[None], path)
   return changes
 
 
 def _branch(
-  classes: dict[str, Any],
-  current: Any,
-  branch: dict[str, Any],
-  path: str,
-  own: Mapping[str, type],
+  classes: dict[str, Any], current: Any, tree: dict, path: str, own: Mapping[str, type]
 ) -> Any:
   """A settings object with other fields, or one of another class.
 
   All of it is put together before the class checks it: what it must have may be
   given in any order.
   """
-  fields = dict(branch)
-  chosen = fields.pop("", None)
+  chosen = tree.pop(None, None)
   if chosen is None:
-    return dataclasses.replace(
-      current, **_changes(type(current), current, fields, f"{path}.", own)
-    )
+    changes = _changes(type(current), current, tree, f"{path}.", own)
+    return dataclasses.replace(current, **changes)
   if chosen not in classes and len(classes) == 1:
     field = next(iter(hints(next(iter(classes.values())))))
     raise ConfigError(
@@ -196,7 +173,7 @@ def _branch(
   if chosen not in classes:
     raise ConfigError(f"--config.{path}={chosen}: {nearest(chosen, classes)}")
   cls = classes[chosen]
-  return cls(**_shared(cls, current) | _changes(cls, current, fields, f"{path}.", own))
+  return cls(**_shared(cls, current) | _changes(cls, current, tree, f"{path}.", own))
 
 
 def _shared(cls: Any, current: Any) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from jaxscale.config.validation import closest, nearest
+
 _PACKAGE = Path(__file__).parent.parent
 # In an installed package; else the repository that the package is imported from.
 _FOLDERS = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
@@ -30,3 +32,12 @@ def locate(path: str) -> str:
     return path
   near = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
   return f"{near}{colon}{arg}"
+
+
+def similar(file: Path) -> str:
+  """The hint for a file that is not there: a file or packaged config of like name."""
+  if str(file) == file.stem:
+    return f" and no packaged config, {nearest(file.stem, names())}"
+  near = {p.stem: p for p in file.parent.glob("*.py")}
+  close = closest(file.stem, near)
+  return f", did you mean {str(near[close])!r}?" if close else ", check the path"

@@ -51,27 +51,19 @@ def class_name(cls: type) -> str:
   return f"{module}:{cls.__name__}"
 
 
-def own_files(config: Config) -> dict[str, Path]:
-  """The files that a config's own classes came from, by the name of their module."""
-  found = {}
+def copy_own_files(config: Config, workdir: Path) -> dict[str, dict[str, str]]:
+  """Copy the files of a config's own classes; what config.json says, by module."""
+  described = {}
   for field in dataclasses.fields(config):
     cls = type(getattr(config, field.name))
-    if ":" in (name := class_name(cls)):
-      file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-      if file:
-        found[name.partition(":")[0]] = Path(file)
-  return found
-
-
-def copy_own_files(config: Config, workdir: Path) -> dict[str, dict[str, str]]:
-  """Copy them into the run; what config.json says of them, by module."""
-  described = {}
-  for module, file in own_files(config).items():
-    copy = workdir / "code" / f"{module}.py"
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    if file.resolve() != copy.resolve():
-      shutil.copyfile(file, copy)
-    described[module] = {"file": str(file), "copy": f"code/{copy.name}"}
+    module, is_own, _ = class_name(cls).partition(":")
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    if is_own and file:
+      copy = workdir / "code" / f"{module}.py"
+      copy.parent.mkdir(parents=True, exist_ok=True)
+      if Path(file).resolve() != copy.resolve():
+        shutil.copyfile(file, copy)
+      described[module] = {"file": file, "copy": f"code/{copy.name}"}
   return described
 
 
@@ -99,11 +91,10 @@ def from_plain(annotation: Any, node: Any, folder: Path | None = None) -> Any:
   if not isinstance(node, dict) or "class" not in node:
     return node
   fields, classes = dict(node), settings_classes(annotation)
-  name = fields.pop("class")
-  cls = _own_class(name, folder) if ":" in str(name) else classes.get(name)
+  name = str(fields.pop("class"))
+  cls = _own_class(name, folder) if ":" in name else classes.get(name)
   if cls is None:
-    hint = nearest(str(name), classes)
-    raise ConfigError(f"{name}: there are no such settings, {hint}")
+    raise ConfigError(f"{name}: there are no such settings, {nearest(name, classes)}")
   values = {k: from_plain(hints(cls).get(k, Any), v, folder) for k, v in fields.items()}
   return cls(**values)
 
@@ -111,13 +102,12 @@ def from_plain(annotation: Any, node: Any, folder: Path | None = None) -> Any:
 def _own_class(name: str, folder: Path | None) -> type:
   """A user's class: from the run's copy of its file, or the module it is in."""
   module, _, cls = name.partition(":")
-  copy = folder / "code" / f"{module}.py" if folder else None
+  where = folder / "code" / f"{module}.py" if folder else module
   try:
-    if copy is not None and copy.is_file():
-      return getattr(load_file(copy), cls)
-    return getattr(importlib.import_module(module), cls)
+    is_copy = isinstance(where, Path) and where.is_file()
+    home = load_file(where) if is_copy else importlib.import_module(module)
+    return getattr(home, cls)
   except Exception as e:
-    where = copy or module
     raise ConfigError(
       f"{name}: cannot be loaded from {where} ({type(e).__name__}: {e}); give the "
       "config file that has the class"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Annotated, Literal
 
 from jaxscale.cluster.timeouts import Timeouts
@@ -31,14 +30,10 @@ class Mesh:
   model: int = 1
 
   def __post_init__(self):
-    rest = []
-    for field in dataclasses.fields(self):
-      size = getattr(self, field.name)
+    for name, size in vars(self).items():
       if size < 1 and size != -1:
-        raise ConfigError(
-          f"Mesh.{field.name}={size}: give a number >= 1, or -1 for the rest"
-        )
-      rest += [f"Mesh.{field.name}=-1"] * (size == -1)
+        raise ConfigError(f"Mesh.{name}={size}: give a number >= 1, or -1 for the rest")
+    rest = [f"Mesh.{name}=-1" for name, size in vars(self).items() if size == -1]
     if len(rest) > 1:
       raise ConfigError(f"{' and '.join(rest)}: only one can be the rest")
 

@@ -125,10 +125,9 @@ def type_name(annotation: Any) -> str:
     return " | ".join(type_name(a) for a in alternatives(annotation))
   if annotation is type(None):
     return "None"
-  if hasattr(annotation, "built_in") and len(names := list(annotation.built_in())) > 1:
-    return (
-      f"{' | '.join(names)}, or a class of yours that extends {annotation.__name__}"
-    )
+  if hasattr(annotation, "built_in") and len(names := annotation.built_in()) > 1:
+    own = f"a class of yours that extends {annotation.__name__}"
+    return f"{' | '.join(names)}, or {own}"
   if typing.get_origin(annotation) is tuple:
     return f"tuple of {type_name(typing.get_args(annotation)[0])}"
   return getattr(annotation, "__name__", str(annotation))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -20,6 +22,19 @@ Batch = dict[str, np.ndarray]
 def user_cache() -> Path:
   """$XDG_CACHE_HOME/jaxscale, or ~/.cache/jaxscale."""
   return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxscale"
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+  """A file to write that takes the place of `path` when it is whole."""
+  number, scratch = tempfile.mkstemp(dir=path.parent)
+  try:
+    with os.fdopen(number, "wb") as file:
+      yield file
+    os.replace(scratch, path)
+  except BaseException:
+    os.unlink(scratch)
+    raise
 
 
 class DatasetInfo(NamedTuple):

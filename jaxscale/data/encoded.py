@@ -106,10 +106,8 @@ def from_source(
   in_arrays = augment_of(augment, info.image_shape[0])
   loader = _Loader(info, source, damaged, resized, crop, eval_view, in_arrays)
   load = loader.cached() if cache else loader.load
-  num_draws = in_arrays.num_draws if in_arrays else 0
-  return Dataset(
-    info, source.num_examples, load, NUM_DRAWS if crop else num_draws, damaged
-  )
+  num_draws = NUM_DRAWS if crop else in_arrays.num_draws if in_arrays else 0
+  return Dataset(info, source.num_examples, load, num_draws, damaged)
 
 
 class _Loader(NamedTuple):
@@ -195,9 +193,7 @@ class _Loader(NamedTuple):
     labels = np.concatenate([part["label"] for part in parts])
     readable = np.setdiff1d(every, self.damaged.indices)
     if not len(readable):
-      raise ConfigError(
-        f"{self.info.name}: no one of {len(every)} examples is readable"
-      )
+      raise ConfigError(f"{self.info.name}: none of {len(every)} examples is readable")
     # Itself, or the next readable one.
     in_training = readable[np.searchsorted(readable, every) % len(readable)]
 

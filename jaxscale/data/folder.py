@@ -135,20 +135,18 @@ def _listing(root: str, classes: tuple[str, ...], changed: tuple[int, ...]) -> F
   with ThreadPoolExecutor(16) as threads:  # they wait for the file system
     found = list(threads.map(images, classes))
   kept = [i for i, names in enumerate(found) if names]  # no class without images
-  files = [os.fsencode(f) for i in kept for f in found[i]]
-  labels = np.repeat(np.arange(len(kept)), [len(found[i]) for i in kept])
-  return Folder(
-    root, tuple(classes[i] for i in kept), np.array(files), labels.astype(np.int32)
+  names = tuple(classes[i] for i in kept)
+  files = np.array([os.fsencode(f) for i in kept for f in found[i]])
+  labels = np.repeat(
+    np.arange(len(kept), dtype=np.int32), [len(found[i]) for i in kept]
   )
+  return Folder(root, names, files, labels)
 
 
 def _source(folder: Folder, labels: np.ndarray) -> Source:
   def name(index: int) -> str:
     file = os.fsdecode(bytes(folder.files[index]))
     return f"{folder.classes[folder.labels[index]]}/{file}"
-
-  def is_jpeg(index: int) -> bool:
-    return name(index).lower().endswith((".jpeg", ".jpg"))
 
   def read(indices: Sequence[int]) -> Iterator[Record | None]:
     for index in indices:
@@ -161,4 +159,5 @@ def _source(folder: Folder, labels: np.ndarray) -> Source:
         record = None
       yield record
 
-  return Source(len(folder.files), read, name, is_jpeg)
+  jpeg = (".jpeg", ".jpg")
+  return Source(len(folder.files), read, name, lambda i: name(i).lower().endswith(jpeg))

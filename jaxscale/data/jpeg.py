@@ -47,13 +47,11 @@ def decode(
   Raises:
     ValueError: the bytes are not an image, or a damaged one.
   """
-  colours, mode, flag = _FORMATS[channels]
+  color, mode, flag = _FORMATS[channels]
   if data[:2] == b"\xff\xd8":
     try:
       # fastdct is TensorFlow's default, too.
-      pixels = simplejpeg.decode_jpeg(
-        data, colours, fastdct=True, fastupsample=not exact
-      )
+      pixels = simplejpeg.decode_jpeg(data, color, fastdct=True, fastupsample=not exact)
       space = simplejpeg.decode_jpeg_header(data)[2]  # 1 us
       return pixels, "CMYK" if space in ("CMYK", "YCCK") else "JPEG"
     except ValueError:

@@ -64,9 +64,7 @@ def train_batches(
     return dataset.load(indices, uniform(seed, drawn, dataset.num_draws))
 
   steps = grain.MapDataset.range(sys.maxsize).map(load)
-  options = grain.ReadOptions(
-    num_threads=num_threads, prefetch_buffer_size=2 * num_threads
-  )
+  options = grain.ReadOptions(num_threads, prefetch_buffer_size=2 * num_threads)
   return iter(steps.to_iter_dataset(options))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from jaxscale import data
 from jaxscale.config.bases import Data
 from jaxscale.config.bounds import Count
 from jaxscale.errors import ConfigError
@@ -30,8 +31,6 @@ class Digits(Data):
   augment: Literal["none", "shift"] = "shift"
 
   def build(self) -> Split:
-    from jaxscale import data
-
     return data.digits("train", augment=self.augment), data.digits("test")
 
 
@@ -77,13 +76,9 @@ class TFDS(_Images):
     if self.augment == "crop" and self.image_size is None:
       raise ConfigError("TFDS.augment='crop': set image_size too, e.g. 224")
     if self.augment == "crop" and self.cache:
-      raise ConfigError(
-        "TFDS.cache=True: crops are cut from whole images, set it to False"
-      )
+      raise ConfigError("TFDS.cache=True: crops need whole images, set it to False")
 
   def _split(self, split: str, image_size: int | None, augment: Any) -> Dataset:
-    from jaxscale import data
-
     return data.tfds_images(
       self.name, split, data_dir=self.data_dir, cache=self.cache,
       image_size=image_size, augment=augment, eval_view=self.eval_view,
@@ -110,8 +105,6 @@ class ImageFolder(_Images):
   eval_view: Literal["mlperf", "google"] = "mlperf"
 
   def _split(self, split: str, image_size: int, augment: Any) -> Dataset:
-    from jaxscale import data
-
     # Labels are those of training, whichever classes evaluation has.
     classes = data.folder_classes(f"{self.path}/{self.train_split}")
     return data.image_folder(
@@ -136,8 +129,6 @@ class Synthetic(Data):
   num_classes: Count = 10
 
   def build(self) -> Split:
-    from jaxscale import data
-
     shape = (self.image_size, self.image_size, self.channels)
     n, held_out = self.num_examples, max(self.num_examples // 10, 1)
     return (
@@ -218,8 +209,6 @@ class Text(Data):
   sequence_length: Count = 256
 
   def build(self) -> Split:
-    from jaxscale import data
-
     train, held_out = (
       data.text(split, sequence_length=self.sequence_length)
       for split in ("train", "test")
@@ -280,8 +269,6 @@ class TFDSText(_TokenizedText):
   data_dir: str | None = None
 
   def build(self) -> Split:
-    from jaxscale import data
-
     return self._splits(data.tfds_text, "name")
 
 
@@ -301,8 +288,6 @@ class TextFiles(_TokenizedText):
   vocab_size: Annotated[int | None, ">= 1"] = None
 
   def build(self) -> Split:
-    from jaxscale import data
-
     return self._splits(data.text_files, "path")
 
 

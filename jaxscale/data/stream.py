@@ -25,14 +25,13 @@ import fcntl
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxscale.data.dataset import Batch, Dataset, TextInfo, user_cache
+from jaxscale.data.dataset import Batch, Dataset, TextInfo, replacing, user_cache
 from jaxscale.data.tfrecord import OpenFile
 from jaxscale.data.tokenizer import Tokenizer, smallest_dtype
 from jaxscale.errors import ConfigError
@@ -146,7 +145,14 @@ def windows(
     for i, index in enumerate(indices):
       first = int(index) * sequence_length
       cut = 0 if draws is None else int(draws[i, 0] * total)
-      _fill(rows[i], stream, first + cut, min(sequence_length, total - first))
+      # The token before and those of the window, of which the last may be short.
+      at, done, count = first + cut - 1, 0, 1 + min(sequence_length, total - first)
+      while done < count:
+        at %= total
+        part = min(count - done, total - at)
+        rows[i, done : done + part] = stream.read(at, at + part)
+        done, at = done + part, at + part
+      rows[i, count:] = NO_TARGET
       if draws is None and first == 0:
         before = stream.separator
         rows[i, :1] = 0 if before is None else before
@@ -161,19 +167,7 @@ def windows(
     return {"tokens": np.maximum(tokens, 0), "targets": np.ascontiguousarray(targets)}
 
   info = TextInfo(name, vocab_size, sequence_length, stream.bytes_per_token)
-  return Dataset(
-    info, -(-total // sequence_length), load, num_draws=1, draws_by_epoch=True
-  )
-
-
-def _fill(row: np.ndarray, stream: Stream, first: int, count: int) -> None:
-  """Put the token before place `first` of the ring and `count` more into a row."""
-  at, done = (first - 1) % stream.num_tokens, 0
-  while done <= count:
-    part = min(count + 1 - done, stream.num_tokens - at)
-    row[done : done + part] = stream.read(at, at + part)
-    done, at = done + part, 0
-  row[done:] = NO_TARGET
+  return Dataset(info, -(-total // sequence_length), load, 1, draws_by_epoch=True)
 
 
 def packed(
@@ -235,21 +229,13 @@ def _write(
 ) -> dict[str, int]:
   """Write both files, the counts last; returns them."""
   counts = {"tokens": 0, "documents": 0, "bytes": 0}
-  number, scratch = tempfile.mkstemp(dir=kept.parent)
-  try:
-    with os.fdopen(number, "wb") as file:
-      for documents in batches:
-        tokens = tokenizer.encode(documents).astype(dtype, copy=False)
-        file.write(tokens.tobytes())
-        counts["tokens"] += len(tokens)
-        counts["documents"] += len(documents)
-        counts["bytes"] += sum(map(len, documents))
-    os.replace(scratch, kept)
-  except BaseException:
-    os.unlink(scratch)
-    raise
-  number, scratch = tempfile.mkstemp(dir=kept.parent)
-  with os.fdopen(number, "w") as file:
-    json.dump(counts, file)
-  os.replace(scratch, kept.with_suffix(".json"))
+  with replacing(kept) as file:
+    for documents in batches:
+      tokens = tokenizer.encode(documents).astype(dtype, copy=False)
+      file.write(tokens.tobytes())
+      counts["tokens"] += len(tokens)
+      counts["documents"] += len(documents)
+      counts["bytes"] += sum(map(len, documents))
+  with replacing(kept.with_suffix(".json")) as file:
+    file.write(json.dumps(counts).encode())
   return counts

@@ -16,7 +16,6 @@ import functools
 import hashlib
 import os
 import resource
-import tempfile
 import weakref
 import zipfile
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxscale.data.dataset import user_cache
+from jaxscale.data.dataset import replacing, user_cache
 from jaxscale.errors import ConfigError
 
 _HEAD, _FOOT = 12, 4  # uint64 length and its uint32 checksum; checksum of the bytes
@@ -67,9 +66,7 @@ def random_access(shards: Sequence[Shard]) -> Callable[[int], bytes]:
     stamps = [(status.st_size, status.st_mtime_ns) for status in found]
     parts = _cached_index(paths, stamps)
   except FileNotFoundError as e:
-    raise ConfigError(
-      f"TFDS: {e.filename} is missing, copy or prepare it again"
-    ) from None
+    raise ConfigError(f"TFDS: {e.filename} is missing, copy it again") from None
   places = [np.zeros((0, 3), np.int64)]
   for number, (shard, part) in enumerate(zip(shards, parts, strict=True)):
     if len(part) != shard.records:
@@ -99,9 +96,7 @@ def index_shard(path: str) -> np.ndarray:
     ConfigError: the chain breaks: a length's checksum is wrong, or the last
       record does not end where the file does.
   """
-  places: list[tuple[int, int]] = []
-  heads: list[bytes] = []
-  file = OpenFile(path)
+  places, heads, file = [], [], OpenFile(path)
   size, at = os.fstat(file.descriptor).st_size, 0
   while at < size:
     head = os.pread(file.descriptor, _HEAD, at)
@@ -159,10 +154,8 @@ def _cached_index(
     kept.parent.mkdir(parents=True, exist_ok=True)
     ends = np.cumsum([len(part) for part in parts])
     # Many processes may do this at once: each writes its own, the last one stays.
-    number, partial = tempfile.mkstemp(dir=kept.parent)
-    with os.fdopen(number, "wb") as file:
+    with replacing(kept) as file:
       np.savez(file, places=np.concatenate(parts), ends=ends)
-    os.replace(partial, kept)
   return parts
 
 

@@ -81,12 +81,9 @@ def split_files(directory: Path, split: str) -> list[Path]:
   """
   if not directory.is_dir():
     raise ConfigError(f"TextFiles.path={str(directory)!r}: no such directory")
-  found = [directory / f"{split}{kind}" for kind in (".bin", ".txt")]
-  found = [path for path in found if path.is_file()]
-  if (directory / split).is_dir():
-    found += sorted(
-      p for p in (directory / split).iterdir() if p.suffix in (".bin", ".txt")
-    )
+  kinds = ".bin", ".txt"
+  found = [p for kind in kinds if (p := directory / f"{split}{kind}").is_file()]
+  found += sorted(p for p in (directory / split).glob("*") if p.suffix in kinds)
   if not found:
     there = sorted({p.stem for p in directory.iterdir()})
     raise ConfigError(

@@ -48,11 +48,9 @@ def byte_tokenizer() -> Tokenizer:
   def encode(documents: Sequence[bytes]) -> np.ndarray:
     return np.frombuffer(b"".join(d + b"\0" for d in documents), np.uint8)
 
-  def decode(tokens: Sequence[int], before: Sequence[int]) -> str:
-    del before
-    return bytes(tokens).decode("utf-8", "replace")
-
-  return Tokenizer("bytes", 256, 0, encode, decode)
+  return Tokenizer(
+    "bytes", 256, 0, encode, lambda t, _: bytes(t).decode(errors="replace")
+  )
 
 
 def read_tokenizer(

@@ -174,13 +174,12 @@ def run_keys(
   config, derived = described["config"], described["derived"]
   data, devices = described["data"]["name"], described["devices"]
   is_reference = config["model"].get("depth") == 50 and data == "imagenet2012"
+  named = submission._replace(
+    benchmark=submission.benchmark or ("resnet" if is_reference else data),
+    platform=submission.platform or f"{len(devices)} x {devices[0]}",
+  )
   keys = {
-    "submission_benchmark": submission.benchmark
-    or ("resnet" if is_reference else data),
-    "submission_org": submission.org,
-    "submission_platform": submission.platform or f"{len(devices)} x {devices[0]}",
-    "submission_division": submission.division,
-    "submission_status": submission.status,
+    **{f"submission_{field}": value for field, value in named._asdict().items()},
     "seed": config["seed"],
     "global_batch_size": config["batch_size"],
     "gradient_accumulation_steps": derived["phases"][0]["accumulate_steps"],

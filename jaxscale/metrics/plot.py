@@ -187,9 +187,8 @@ def _study_curves(steps_axis: Any, examples_axis: Any, study: Mapping[str, Any])
   grid = [low * (high / low) ** (i / 100) for i in range(101)]
   first = min(reached, key=lambda s: s["batch_size"])
   examples = first["target_step"] * first["batch_size"]
-  curves = [
-    ([examples / b for b in grid], "ideal scaling", {"color": IDEAL, "ls": "--"})
-  ]
+  ideal = [examples / b for b in grid]
+  curves = [(ideal, "ideal scaling", {"color": IDEAL, "ls": "--"})]
   if (fit := study.get("fit")) is not None:
     at_least, high_end = fit["b_crit_range"]
     label = f"fit, B_crit = {fit['b_crit']:,.0f}"
@@ -223,20 +222,18 @@ def plot_scaling(study: Mapping[str, Any], path: str | Path) -> Path:
   devices = sorted({row["devices"] for row in rows})
   with figure(path, 1, 3, (12, 4.4), study["title"]) as axes:
     speed_up, efficiency, step = axes[0]
-    _title(
-      speed_up, "Speed-up (and examples/s)", "devices", "against the smallest size"
-    )
-    _title(efficiency, "Efficiency", "devices", "% of the ideal")
-    for axis in (speed_up, efficiency):
+    known = [row for row in rows if row["speed_up"]]
+    for axis, title, unit, draw in (
+      (speed_up, "Speed-up (and examples/s)", "against the smallest size", _speed_up),
+      (efficiency, "Efficiency", "% of the ideal", _efficiency),
+    ):
+      _title(axis, title, "devices", unit)
       axis.set_xscale("log", base=2)
       _size_ticks(axis, devices, 1 / 1.25, 1.4)
-    known = [row for row in rows if row["speed_up"]]
-    if known:
-      _speed_up(speed_up, study, known, devices[-1])
-      _efficiency(efficiency, study, known)
-    else:
-      _empty(speed_up, "no throughput on record")
-      _empty(efficiency, "no throughput on record")
+      if known:
+        draw(axis, study, known)
+      else:
+        _empty(axis, "no throughput on record")
     _step_parts(step, rows)
     speed_up.figure.legend(
       *speed_up.get_legend_handles_labels(), loc="outside lower left", ncols=3,
@@ -245,7 +242,8 @@ def plot_scaling(study: Mapping[str, Any], path: str | Path) -> Path:
   return path
 
 
-def _speed_up(axis: Any, study: Mapping[str, Any], rows: _Rows, most: int) -> None:
+def _speed_up(axis: Any, study: Mapping[str, Any], rows: _Rows) -> None:
+  most = max(row["devices"] for row in study["rows"])
   ideal = most / study["base"]
   axis.plot([study["base"], most], [1, ideal], color=IDEAL, ls="--", label="ideal")
   if study["law"]:
@@ -315,9 +313,8 @@ def _step_parts(axis: Any, rows: _Rows) -> None:
     label = "fastest to slowest process, each alone"
     xs, ys = zip(*spread, strict=True)
     axis.plot(xs, ys, "D", color=POINTS, mfc="white", ms=6, label=label)
-  ticks = [
-    f"{r['devices']:,}\n{1e3 * s:.3g}" for r, s in zip(known, steps, strict=True)
-  ]
+  sizes = [f"{row['devices']:,}" for row in known]
+  ticks = [f"{n}\n{1e3 * s:.3g}" for n, s in zip(sizes, steps, strict=True)]
   axis.set_xticks(range(len(known)), ticks)
   axis.set_xlim(-0.6, max(len(known) - 0.4, 1.6))
   axis.set_ylim(0, 1.35 * max([1, *shares, *(y for _, y in spread)]))

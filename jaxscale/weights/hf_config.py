@@ -105,11 +105,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _rope(found: dict[str, Any]) -> dict[str, Any]:
   """The settings of rotary positions: transformers 5 has one place for them, 4 two."""
-  rope = {"rope_theta": found.get("rope_theta")}
-  for field in ("rope_scaling", "rope_parameters"):
-    inner = found.get(field)
-    rope |= inner if isinstance(inner, dict) else {}
-  return rope
+  places = (found.get("rope_scaling"), found.get("rope_parameters"))
+  first, second = (x if isinstance(x, dict) else {} for x in places)
+  return {"rope_theta": found.get("rope_theta")} | first | second
 
 
 def _llama_fields(model: Any) -> dict[str, tuple[str, Any]]:
@@ -137,10 +135,8 @@ def _llama_differences(found: dict[str, Any], model: Any) -> Iterator[str]:
     there["rope_theta"] = theta
   for field, (setting, here) in _llama_fields(model).items():
     if field in there and (value := there[field]) != here:
-      yield (
-        f"{field} is {value!r} there and {here!r} here, set "
-        f"Transformer.{setting}={value!r}"
-      )
+      both = f"{value!r} there and {here!r} here"
+      yield f"{field} is {both}, set Transformer.{setting}={value!r}"
 
 
 def _unsupported(found: dict[str, Any]) -> Iterator[str]:
@@ -158,9 +154,8 @@ def _unsupported(found: dict[str, Any]) -> Iterator[str]:
     ("mlp_bias", found.get("mlp_bias"), "False"),
   ):
     if differs:
-      yield (
-        f"{field} is {found[field]!r} there and {here} here, which no setting changes"
-      )
+      both = f"{found[field]!r} there and {here} here"
+      yield f"{field} is {both}, which no setting changes"
 
 
 def _vit_differences(found: dict[str, Any], model: Any) -> Iterator[str]:

@@ -14,14 +14,7 @@ import numpy as np
 
 from jaxscale.errors import ConfigError
 from jaxscale.tree_paths import path_name
-from jaxscale.weights.names import (
-  ARRANGEMENTS,
-  Link,
-  Naming,
-  guess,
-  naming_of,
-  shape_in_file,
-)
+from jaxscale.weights.names import ARRANGEMENTS, Link, Naming, guess, naming_of
 from jaxscale.weights.safetensors import Stored, read_index, view
 
 _FLOATS = {np.dtype(d) for d in ("f2", "f4", "f8", ml_dtypes.bfloat16)}
@@ -139,10 +132,10 @@ def _sources(
     if there is None:
       missing.append(name)
       continue
-    wanted = [shape_in_file(link, leaf.shape)]
+    wanted = [link.shape_in_file(leaf.shape)]
     if (dim := classes.get(link.ours)) is not None:
       cut = (*leaf.shape[:dim], num_classes, *leaf.shape[dim + 1 :])
-      wanted.insert(0, shape_in_file(link, cut))
+      wanted.insert(0, link.shape_in_file(cut))
     # Numbers mean the same after a cast, but those of 8 bits, which have scales.
     both = {there.dtype, np.dtype(leaf.dtype)}
     if there.shape not in wanted:

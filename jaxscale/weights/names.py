@@ -110,11 +110,11 @@ class Link(NamedTuple):
   part: tuple[int, int] = (0, 1)
   or_else: str | None = None
 
-
-def shape_in_file(link: Link, shape: tuple[int, ...]) -> tuple[int, ...]:
-  """Shape of the array of theirs, from that of our leaf."""
-  own = ARRANGEMENTS[link.how].shape(shape if link.layer is None else shape[1:])
-  return own and (own[0] * link.part[1], *own[1:])
+  def shape_in_file(self, shape: Shape) -> Shape:
+    """Shape of the array of theirs, from that of our leaf."""
+    own = shape if self.layer is None else shape[1:]
+    own = ARRANGEMENTS[self.how].shape(own)
+    return own and (own[0] * self.part[1], *own[1:])
 
 
 # Of tables: `ours` is below params/; "{}" in `theirs` is the number of a stacked layer.

@@ -28,18 +28,14 @@ from safetensors import SafetensorError, safe_open
 
 from jaxscale.errors import ConfigError
 
+_PLAIN = "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"
 # The format's names of all dtypes that arrays of JAX can have.
 DTYPES = {
   "BOOL": np.dtype(np.bool_),
   "BF16": np.dtype(ml_dtypes.bfloat16),
   "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
   "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-  **{
-    f"{kind.upper()}{8 * n}": np.dtype(f"{kind}{n}")
-    for kind in "iu"
-    for n in (1, 2, 4, 8)
-  },
-  **{f"F{8 * n}": np.dtype(f"f{n}") for n in (2, 4, 8)},
+  **{f"{d[0].upper()}{8 * int(d[1])}": np.dtype(d) for d in _PLAIN},
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _INDEX = "model.safetensors.index.json"  # Hugging Face's, in a folder
@@ -131,12 +127,14 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
         first = 8 + int.from_bytes(start[:8], "little")
         header = json.loads(file.read(first - 8))
       metadata = header.pop("__metadata__", {})
-      found = {
-        name: Stored(
-          path, DTYPES[x["dtype"]], tuple(x["shape"]), first + x["data_offsets"][0]
+      found = {}
+      for name, x in header.items():
+        dtype, shape, begin = (
+          DTYPES[x["dtype"]],
+          tuple(x["shape"]),
+          x["data_offsets"][0],
         )
-        for name, x in header.items()
-      }
+        found[name] = Stored(path, dtype, shape, first + begin)
     except (SafetensorError, KeyError) as e:
       why = str(e).removeprefix("Error while deserializing header: ").splitlines()[0]
       raise ConfigError(

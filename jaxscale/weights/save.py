@@ -21,7 +21,7 @@ from jaxscale import cluster
 from jaxscale.errors import EXIT_CRASH, ConfigError
 from jaxscale.metrics.text import byte_size
 from jaxscale.tree_paths import path_name
-from jaxscale.weights.names import ARRANGEMENTS, Link, naming_of, shape_in_file
+from jaxscale.weights.names import ARRANGEMENTS, Link, naming_of
 from jaxscale.weights.safetensors import write
 
 
@@ -115,7 +115,7 @@ def export_leaves(
     if (dim := classes.get(link.ours)) is not None:
       shape[dim] = min(shape[dim], num_classes)
     is_cast = dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating)
-    return np.dtype(dtype if is_cast else leaf.dtype), shape_in_file(link, tuple(shape))
+    return np.dtype(dtype if is_cast else leaf.dtype), link.shape_in_file(tuple(shape))
 
   def made(name: str) -> np.ndarray | None:
     """An array of the file, in process 0."""

@@ -18,7 +18,7 @@ from jaxscale.mesh import make_mesh
 from jaxscale.models.stack import stack_logits
 from jaxscale.tree_paths import path_name
 from jaxscale.weights import export_safetensors, import_safetensors, load
-from jaxscale.weights.names import naming_of, shape_in_file
+from jaxscale.weights.names import naming_of
 from jaxscale.weights.safetensors import read_header, read_index, view
 from support.paths import DATA
 
@@ -56,7 +56,7 @@ def test_every_published_name_is_accounted_for_and_has_its_shape(name):
   naming, shapes = whole(name)
   theirs = json.loads((RECORDED / f"{name}.json").read_text())["arrays"]
   names = naming_of(naming, shapes)
-  ours = {x.theirs: list(shape_in_file(x, shapes[x.ours])) for x in names.links}
+  ours = {x.theirs: list(x.shape_in_file(shapes[x.ours])) for x in names.links}
   ours |= {key: [] for key in names.counters}
   assert ours == {name: shape for name, (_, shape) in theirs.items()}
   assert {link.ours for link in names.links} == set(shapes)
