@@ -42,8 +42,7 @@ def run(args: argparse.Namespace) -> None:
   """Write the file, and print what is in it."""
   # An accelerator that somebody else uses is left alone.
   os.environ["JAX_PLATFORMS"] = "cpu"
-  from jaxscale.run.export import Request, export
+  from jaxscale.run.export import export
 
-  paths = {"workdir": Path(args.workdir), "to": Path(args.to)}
-  names = ("naming", "step", "take", "dtype")
-  print(export(Request(**paths, **{name: getattr(args, name) for name in names})))
+  options = {name: getattr(args, name) for name in ("step", "take", "dtype")}
+  print(export(Path(args.workdir), Path(args.to), args.naming, **options))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -136,15 +137,16 @@ class Experiment:
     """The train step, compiled ahead of its first call."""
     return one_at_a_time(self.lower_train_step(abstract).compile(), self.mesh)
 
-  def _init_parts(self):
+  def _init_parts(self) -> tuple[Any, dict[str, Any]]:
     parts = init_fn(self.model), self.tx, self.mesh, self.exchange
     if self.sync is not None:
       return parts, {"local": self.sync.method}
-    averages = {"average": self.config.ema_decay is not None}
-    return parts, averages | {
+    options = {
       "layout": self.layout,
+      "average": self.config.ema_decay is not None,
       "noise_scale": self.config.noise_scale,
     }
+    return parts, options
 
 
 def experiment(
@@ -219,16 +221,22 @@ def _phase_parts(
   config: cfg.Config,
   derived: Derived,
   mesh: Mesh,
-  eval_model: Model,
-  layout: Layout | None,
-  train_data: data.Dataset,
-  phase: Phase,
+  eval_model,
+  layout,
+  train_data,
+  phase,
 ) -> dict[str, Any]:
   """The fields of an `Experiment` that differ between phases."""
   if phase.image_size is not None:
     train_data = config.data.resized(phase.image_size)
   model = make_model(config, train_data.info, mesh, bn_span(config, derived, phase))
-  _check_same_params(eval_model, model, phase)
+  if phase.image_size is not None:
+    shapes = [jax.tree.map(lambda x: x.shape, _params(m)) for m in (eval_model, model)]
+    if shapes[0] != shapes[1]:
+      raise ConfigError(
+        f"Phases.image_sizes={phase.image_size}: the parameters of this model depend "
+        "on the image size; use one that pools over the image (ResNet)"
+      )
   # The schedule counts in steps of Config.batch_size, the optimizer in the run's.
   warmup = step_at(derived.phases, derived.warmup_steps * config.batch_size)
   momentum = phase_rate(config, phase)[1]
@@ -296,17 +304,6 @@ def pass_over(state: TrainState, steps: int) -> TrainState:
   return _map_opt_state(state._replace(step=move(state.step)), move)
 
 
-def _check_same_params(model: Model, resized: Model, phase: Phase) -> None:
-  if phase.image_size is None:
-    return
-  shapes = [jax.tree.map(lambda x: x.shape, _params(m)) for m in (model, resized)]
-  if shapes[0] != shapes[1]:
-    raise ConfigError(
-      f"Phases.image_sizes={phase.image_size}: the parameters of this model depend "
-      "on the image size; use one that pools over the image (ResNet)"
-    )
-
-
 def _params(model: Model) -> Any:
   """Shapes and dtypes of the parameters."""
   return jax.eval_shape(init_fn(model), jax.random.key(0))[0]
@@ -314,49 +311,34 @@ def _params(model: Model) -> Any:
 
 def _check_paths(config: cfg.Config, model: Model) -> None:
   """Refuse patterns that no parameter fits: they would change the method silently."""
-  include = getattr(config.optimizer, "include", "all")
-  if include in ("kernels", "all") and not config.layer_order:
+  order, include = config.layer_order, getattr(config.optimizer, "include", "all")
+  fields = {pattern: "Config.layer_order" for pattern in order}
+  if include not in ("kernels", "all"):
+    fields = {include: f"{type(config.optimizer).__name__}.include"} | fields
+  if not fields:
     return
-  params = _params(model)
-  paths = [path_name(path) for path, _ in jax.tree.leaves_with_path(params)]
-
-  def fitting(pattern: str) -> set[str]:
-    chosen = jax.tree.leaves(optim.matching(pattern)(params))
-    return {path for path, is_in in zip(paths, chosen, strict=True) if is_in}
-
-  if include not in ("kernels", "all") and not fitting(include):
-    raise ConfigError(
-      f"{type(config.optimizer).__name__}.include={include!r}: no parameter's path "
-      f"fits it, there are {_some(paths)}"
-    )
-  layers = {pattern: fitting(pattern) for pattern in config.layer_order}
-  for pattern, found in layers.items():
-    if not found:
+  paths = [path_name(path) for path, _ in jax.tree.leaves_with_path(_params(model))]
+  for pattern, field in fields.items():
+    if not any(re.search(pattern, path) for path in paths):
+      # The first, the middle and the last ones.
+      some = sorted({0, 1, len(paths) // 2, len(paths) - 1} & set(range(len(paths))))
       raise ConfigError(
-        f"Config.layer_order={pattern!r}: no parameter's path fits it, there are "
-        + _some(paths)
+        f"{field}={pattern!r}: no parameter's path fits it, there are "
+        + ", ".join(paths[i] for i in some)
       )
-  for path in paths if layers else ():
-    fits = [pattern for pattern in config.layer_order if path in layers[pattern]]
+  for path in paths if order else ():
+    fits = [pattern for pattern in order if re.search(pattern, path)]
     if len(fits) != 1:
       raise ConfigError(
-        f"Config.layer_order={config.layer_order}: {path} fits "
+        f"Config.layer_order={order}: {path} fits "
         f"{' and '.join(map(repr, fits)) or 'none'} of them, it must be exactly one"
       )
 
 
-def _some(paths: Sequence[str]) -> str:
-  """A few of many: the first, the middle and the last ones."""
-  places = sorted({0, 1, len(paths) // 2, len(paths) - 1} & set(range(len(paths))))
-  return ", ".join(paths[i] for i in places)
-
-
 def trust_ratio_metrics(opt_state: Any) -> dict[str, jax.Array]:
   """The trust ratios in an optimizer's state, a scalar per layer."""
-  found = {}
-  for path, ratio in optim.trust_ratios(opt_state).items():
-    layers = {path: ratio} if ratio.ndim == 0 else {
-      f"{path}[{i}]": r for i, r in enumerate(ratio.reshape(-1))
-    }  # fmt: skip
-    found |= {f"trust_ratio/{name}": r for name, r in layers.items()}
-  return found
+  return {
+    f"trust_ratio/{path}" + (f"[{i}]" if ratio.ndim else ""): r
+    for path, ratio in optim.trust_ratios(opt_state).items()
+    for i, r in enumerate(ratio.reshape(-1))
+  }

@@ -10,15 +10,19 @@ devices and then over a device's micro-batches.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
+from jaxscale import config as cfg
 from jaxscale.errors import ConfigError
 from jaxscale.experiment.phases import Phase
+from jaxscale.mesh import batch_norm_span, mesh_shape
 from jaxscale.metrics.text import listed, plural
 
-# (a phase as asked for, devices, micro-batches) -> whether a step keeps its meaning
-Keeps = Callable[[Phase, int, int], bool]
+if TYPE_CHECKING:
+  from jaxscale.experiment.derive import Derived
 
 
 def micro_batches(
@@ -59,85 +63,102 @@ def micro_batches(
 
 
 def over_devices(
-  phases: Sequence[Phase], num_devices: int, start_devices: int, keeps: Keeps
+  config: cfg.Config, phases: Sequence[Phase], num_blocks: int, start_blocks: int
 ) -> tuple[Phase, ...]:
-  """The phases with the micro-batches that a step has on so many devices.
+  """The phases, as asked for, with the micro-batches that a step has here.
 
   Args:
-    phases: as asked for; their batches divide over `start_devices`.
-    num_devices: there are now.
-    start_devices: there were when the run began.
-    keeps: whether a step keeps its meaning.
+    config: says what is to stay as it was.
+    phases: whose batches divide over `start_blocks`.
+    num_blocks: parts that devices split the rows in now.
+    start_blocks: when the run began.
 
   Raises:
     ConfigError: a batch cannot be divided; it says over how many devices it can.
-
-  Example:
-    >>> phase = Phase(0, 10, 0, 64, 1, None)
-    >>> [s.accumulate_steps for s in over_devices(
-    ...   [phase], 2, 8, lambda phase, devices, micros: True)]
-    [4]
   """
+  if num_blocks == start_blocks:
+    return tuple(phases)
+  span = _bn_span(config) or "device"
+
+  def keeps(phase: Phase, devices: int, micros: int) -> bool:
+    if config.noise_scale and devices * micros == 1:
+      return False
+    if span == "global":  # its statistics are over a micro-batch of all devices
+      return micros == phase.accumulate_steps
+    rows = phase.batch_size // (devices * micros)
+    try:
+      grid = dataclasses.asdict(config.mesh) | {"stage": 1, "model": 1}
+      shape = mesh_shape(devices, **grid)
+      batch_norm_span(span, rows, replica=shape.replica, data=shape.data * shape.fsdp)
+    except ConfigError:
+      return False
+    return True
 
   def here(phase: Phase, devices: int) -> int | None:
     size, asked = phase.batch_size, phase.accumulate_steps
     return micro_batches(
-      size, asked, devices, start_devices, lambda n: keeps(phase, devices, n)
+      size, asked, devices, start_blocks, lambda n: keeps(phase, devices, n)
     )
 
-  found = [here(phase, num_devices) for phase in phases]
+  found = [here(phase, num_blocks) for phase in phases]
   if None not in found:
     made = zip(phases, found, strict=True)
     return tuple(s._replace(accumulate_steps=n) for s, n in made if n is not None)
   phase = phases[found.index(None)]
-  most = max(num_devices, start_devices)
+  most = max(num_blocks, start_blocks)
   do = [n for n in range(1, most + 1) if all(here(s, n) is not None for s in phases)]
   wrong = "does not divide over"
-  if phase.batch_size % (num_devices * phase.accumulate_steps) == 0:
+  if phase.batch_size % (num_blocks * phase.accumulate_steps) == 0:
     wrong = "with BatchNorm's statistics and noise scale kept, cannot be divided over"
-  elif num_devices > start_devices and phase.accumulate_steps > 1:
+  elif num_blocks > start_blocks and phase.accumulate_steps > 1:
     wrong = f"in {phase.accumulate_steps} micro-batches, {wrong}"
   raise ConfigError(
-    f"batch_size={phase.batch_size}: {wrong} {plural(num_devices, 'device')}, and a "
-    f"run resumes with the batch that it began with, on {start_devices}; give it "
-    f"{_nearest(do, num_devices)} devices, or another --workdir"
+    f"batch_size={phase.batch_size}: {wrong} {plural(num_blocks, 'device')}, and a "
+    f"run resumes with the batch that it began with, on {start_blocks}; give it "
+    f"{_nearest(do, num_blocks)} devices, or another --workdir"
   )
 
 
-def summary(
-  asked: Sequence[Phase],
-  phases: Sequence[Phase],
-  num_devices: int,
-  start_devices: int,
-) -> str:
-  """One line for the log of a run on another number of devices.
+def device_summary(config: cfg.Config, derived: Derived) -> str | None:
+  """One line for the log, where the run began on another number of devices.
 
-  Args:
-    asked: the phases as the config has them.
-    phases: those of `over_devices`.
-    num_devices: there are now.
-    start_devices: there were when the run began.
-
-  Example:
-    >>> phase = Phase(0, 10, 0, 1024, 1, None)
-    >>> print(summary([phase], [phase._replace(accumulate_steps=2)], 8, 16))
-    ... # doctest: +NORMALIZE_WHITESPACE
-    8 devices, 16 at the start: 2 micro-batches per step instead of 1, so that a device
-    still holds 64 examples at a time; the global batch and the order of examples stay
+  For example "8 devices, 16 at the start: 2 micro-batches per step instead of 1, so that
+  a device still holds 64 examples at a time; the global batch and the order of examples
+  stay".
   """
-  before = [s.batch_size // (start_devices * s.accumulate_steps) for s in asked]
-  rows = [s.batch_size // (num_devices * s.accumulate_steps) for s in phases]
-  then, now = ([s.accumulate_steps for s in each] for each in (asked, phases))
+  each = derived.num_devices // derived.row_blocks  # devices that share their rows
+  here, start = derived.row_blocks, max(derived.start_devices // each, 1)
+  if here == start:
+    return None
+  asked = getattr(config.phases, "accumulate_steps", ())
+  then = [
+    asked[phase.ordinal] if asked else config.accumulate_steps
+    for phase in derived.phases
+  ]
+  now = [phase.accumulate_steps for phase in derived.phases]
+  before, rows = (
+    [s.batch_size // (n * m) for s, m in zip(derived.phases, micros, strict=True)]
+    for n, micros in ((start, then), (here, now))
+  )
   micros = f"{_each(now)} micro-batch{'es' * (_each(now) != '1')} per step"
   micros += ", as then" if then == now else f" instead of {_each(then)}"
   if rows == before:
     held = f"so that a device still holds {_each(rows)} examples at a time"
   else:
     held = f"a device holds {_each(rows)} examples at a time, {_each(before)} then"
-  return (
-    f"{plural(num_devices, 'device')}, {start_devices} at the start: {micros}, {held}; "
+  text = (
+    f"{plural(here, 'device')}, {start} at the start: {micros}, {held}; "
     "the global batch and the order of examples stay"
   )
+  if _bn_span(config) == "device" and {*before} != {*rows}:
+    text += "; BatchNorm's statistics, of a device's examples at a time, are others"
+  return text
+
+
+def _bn_span(config: cfg.Config) -> Any:
+  """As the model has it; None: it has no BatchNorm."""
+  has = getattr(config.model, "batch_norm", True)
+  return getattr(config.model, "bn_span", None) if has else None
 
 
 def _each(values: Sequence[int]) -> str:

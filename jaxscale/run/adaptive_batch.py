@@ -16,11 +16,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jaxscale import cluster, metrics
 from jaxscale.config import AdaptiveBatch
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
-from jaxscale.experiment.derive import over_devices
+from jaxscale.experiment.microbatches import over_devices
 from jaxscale.experiment.optimizer import make_schedule
 from jaxscale.experiment.phases import examples_at, phase_index
 from jaxscale.training.state import TrainState
@@ -28,12 +27,7 @@ from jaxscale.training.step import Batch
 
 
 def candidates(
-  previous: int,
-  initial: int,
-  *,
-  maximum: int,
-  multiple: int,
-  rate_change: float = 1.0,
+  previous: int, initial: int, *, maximum: int, multiple: int, rate_change: float = 1.0
 ) -> list[int]:
   """Batch sizes to try, rising by sqrt(2), without repeats.
 
@@ -73,13 +67,11 @@ def search(
     margin: as a share of the first trial's loss.
     previous: the result if even the loss of the first trial is NaN or Inf.
   """
-  base = trial(sizes[0])
-  if not math.isfinite(base):
-    return previous
-  best = sizes[0]
-  for size in sizes[1:]:
+  best, most = previous, None
+  for size in sizes:
     loss = trial(size)
-    if not math.isfinite(loss) or loss > base + margin * abs(base):
+    most = loss + margin * abs(loss) if most is None else most
+    if not (math.isfinite(loss) and loss <= most):
       break
     best = size
   return best
@@ -108,7 +100,7 @@ def choose(
   step = int(state.step)
   phase = derived.phases[phase_index(derived.phases, step)]
   here, start = derived.num_devices, derived.start_devices
-  asked = config.accumulate_steps
+  asked, previous = config.accumulate_steps, experiment.phase.batch_size
   # A run that resumes on other devices tries the sizes that it would have tried.
   unit = math.lcm(
     settings.multiple, start * asked, here * (asked if here > start else 1)
@@ -124,10 +116,9 @@ def choose(
 
   def trial(size: int) -> float:
     tried = tries[size]
-    train_step = tried.compile_train_step()
+    train_step, losses = tried.compile_train_step(), []
     copy = jax.tree.map(jnp.copy, state)
     copy = build.enter_phase(config, experiment.phase, tried.phase, copy)
-    losses = []
     for batch in itertools.islice(train_batches(tried), settings.trial_steps):
       poll()
       copy, values = train_step(copy, batch)
@@ -139,7 +130,7 @@ def choose(
   done = examples_at(derived.phases, step) / config.batch_size
   rate = jnp.asarray(make_schedule(config, derived)(done)).item()
   sizes = candidates(
-    experiment.phase.batch_size,
+    previous,
     config.batch_size,
     maximum=min(settings.max_batch_size, derived.num_train),
     multiple=unit,
@@ -147,7 +138,6 @@ def choose(
     rate_change=rate / derived.peak_lr if done >= derived.warmup_steps else 1.0,
   )
   tries = {size: tried for size in sizes if (tried := at_size(size)) is not None}
-  previous = experiment.phase.batch_size
   if not set(tries) - {previous}:
     return previous
   return search(list(tries), trial, settings.margin, previous)
@@ -155,11 +145,10 @@ def choose(
 
 def read_chosen(workdir: Path) -> tuple[int, ...]:
   """The batch sizes that this run has chosen so far, one per phase."""
-  path = workdir / "batch_sizes.json"
+  path = chosen_path(workdir)
   return tuple(json.loads(path.read_text())) if path.exists() else ()
 
 
-def write_chosen(workdir: Path, chosen: Sequence[int]) -> None:
-  """Keep them, so that a resumed run needs no second trial."""
-  path = workdir / "batch_sizes.json"
-  cluster.on_leader(lambda: metrics.write_json(path, list(chosen)), "batch sizes")
+def chosen_path(workdir: Path) -> Path:
+  """The file of these sizes."""
+  return workdir / "batch_sizes.json"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
+from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
 from jaxscale import data, metrics
+from jaxscale.checkpoint import lock
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.cluster.watch.stop_consensus import StopRequested
 from jaxscale.cluster.watch.watch import Watch
@@ -22,52 +26,62 @@ from jaxscale.run.reporter import Reporter
 from jaxscale.training import loop, nan_guard, replica_check
 
 
+class Run(NamedTuple):
+  """What a run has from its beginning to its end, whatever phase it is in.
+
+  Attributes:
+    workdir: where it writes.
+    lock: on the workdir, in process 0.
+    checkpoints: where it saves.
+    watch: takes note where it is, and knows when to stop.
+    nan_policy: what follows a skipped step.
+    began: when, seconds since the epoch.
+  """
+
+  workdir: Path
+  lock: lock.WorkdirLock | None
+  checkpoints: Checkpoints
+  watch: Watch
+  nan_policy: NanPolicy
+  began: float
+
+
 class RunCallbacks(loop.Callbacks):
   """Logs, evaluates, checks, saves and stops as the config says, in a phase."""
 
   def __init__(
     self,
+    run: Run,
     reporter: Reporter,
-    checkpoints: Checkpoints,
-    watch: Watch,
     fingerprint: Future[replica_check.Fingerprint] | None = None,
-    nan_policy: NanPolicy | None = None,
   ):
     """Callbacks of the reporter's phase.
 
     Args:
+      run: that they are of.
       reporter: shows what happens.
-      checkpoints: where to save.
-      watch: takes note where the run is, and knows when to stop.
       fingerprint: for the comparison of replicas; None: there is none.
-      nan_policy: what follows a skipped step; None: the run ends.
     """
-    self._reporter, self._checkpoints, self._watch = reporter, checkpoints, watch
-    self._fingerprint, self._nan_policy = fingerprint, nan_policy
+    self._run, self._reporter, self._fingerprint = run, reporter, fingerprint
     experiment = reporter.experiment
     config, derived = experiment.config, experiment.derived
     self._check_every = config.checks.replicas_every_steps
+    every = functools.partial(phases.every, derived.phases, experiment.phase)
 
     def every_epochs(epochs):
-      return phases.every(
-        derived.phases,
-        experiment.phase,
-        lambda phase: steps_of(epochs, derived.num_train, phase),
-      )
+      return every(lambda phase: steps_of(epochs, derived.num_train, phase))
 
     super().__init__(
-      at=watch.at,
-      is_logged=phases.every(
-        derived.phases, experiment.phase, lambda phase: config.log.every_steps
-      ),
+      at=run.watch.at,
+      is_logged=every(lambda phase: config.log.every_steps),
       is_evaluated=every_epochs(config.evaluation.every_epochs),
       is_saved=every_epochs(config.checkpoint.every_epochs),
     )
 
   def log(self, step, metrics):
     """On the terminal and in the files."""
-    if self._nan_policy is not None and self._nan_policy.action == "skip":
-      metrics["skipped_steps"] = float(self._nan_policy.count(step))
+    if self._run.nan_policy.action == "skip":
+      metrics["skipped_steps"] = float(self._run.nan_policy.count(step))
     self._reporter.trained(step, metrics)
 
   def is_checked(self, step):
@@ -77,27 +91,21 @@ class RunCallbacks(loop.Callbacks):
   def check(self, step, state):
     """Compare the replicas."""
     assert self._fingerprint is not None
-    self._watch.at(step, "preparing")
+    self.at(step, "preparing")
     with self._reporter.pause():
-      replica_check.check(
-        replica_check.shared(state),
-        self._fingerprint.result(),
-        step=step,
-        before=step - self._check_every,
-      )
+      shared, fingerprint = replica_check.shared(state), self._fingerprint.result()
+      before = step - self._check_every
+      replica_check.check(shared, fingerprint, step=step, before=before)
 
   def evaluate(self, step, state):
     """On all held-out examples, unless all are asked to stop."""
     reporter, experiment = self._reporter, self._reporter.experiment
     reporter.evaluating(step)
     with reporter.pause():
-      batches = data.eval_batches(
-        experiment.eval_data,
-        experiment.derived.eval_batch_size,
-        shard=host_shard(experiment.mesh),
-      )
+      size, mesh = experiment.derived.eval_batch_size, experiment.mesh
+      batches = data.eval_batches(experiment.eval_data, size, shard=host_shard(mesh))
       activity = "evaluating" if reporter.evaluation else "preparing"
-      on_devices = until_stopped(batches, experiment.mesh, self._watch, step, activity)
+      on_devices = until_stopped(batches, mesh, self._run.watch, step, activity)
       try:
         values = loop.evaluate(experiment.eval_step, *state.evaluated(), on_devices)
       except StopRequested:
@@ -110,36 +118,30 @@ class RunCallbacks(loop.Callbacks):
 
   def save(self, step, state, evaluation):
     """A checkpoint, in the background."""
-    self._watch.at(step, "saving")
+    self.at(step, "saving")
     with self._reporter.pause():
       try:
-        self._checkpoints.save(state, evaluation)
+        self._run.checkpoints.save(state, evaluation)
       except FloatingPointError as e:  # what a delayed exchange has not sent yet
         raise loop.NonFiniteError(step, str(e)) from None
 
   def should_stop(self, step):
     """Whether all processes are asked to stop, or the target is reached."""
     if self.is_logged(step):
-      self._checkpoints.poll()
-    return self._watch.stop.poll() is not None or self._reporter.stops_at_target()
+      self._run.checkpoints.poll()
+    return self._run.watch.stop.poll() is not None or self._reporter.stops_at_target()
 
   def skipped(self, bad):
     """Name the devices that found NaN or Inf; count the step, or end the run."""
     what, in_state = bad.what, False
-    self._watch.at(bad.newest, "preparing")
+    self.at(bad.newest, "preparing")
     with self._reporter.pause():
       if bad.codes is not None:
-        found = nan_guard.describe(
-          bad.codes,
-          bad.state.params,
-          bad.state.model_state,
-          bad.state,
-          backward_sum_axes(self._reporter.experiment.layout),
-        )
+        state, summed = bad.state, backward_sum_axes(self._reporter.experiment.layout)
+        trees = state.params, state.model_state, state
+        found = nan_guard.describe(bad.codes, *trees, summed)
         what, in_state = found.text or what, found.in_state
-      if self._nan_policy is None:
-        raise loop.NonFiniteError(bad.step, what)
-      self._nan_policy.skip(bad.step, what, hopeless=in_state)
+      self._run.nan_policy.skip(bad.step, what, hopeless=in_state)
     self._reporter.say(f"step {bad.step}  skipped: {what}")
 
 

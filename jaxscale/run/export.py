@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from jaxscale.errors import ConfigError
 
@@ -23,19 +22,24 @@ _PREFIXES = {
 }
 
 
-class Request(NamedTuple):
-  """What a command line asks for; see cli/export.py."""
-
-  workdir: Path
-  to: Path
-  naming: str = "jaxscale"
-  step: int | None = None
-  take: str | None = None
-  dtype: str | None = None
-
-
-def export(request: Request) -> str:
+def export(
+  workdir: Path,
+  to: Path,
+  naming: str = "jaxscale",
+  *,
+  step: int | None = None,
+  take: str | None = None,
+  dtype: str | None = None,
+) -> str:
   """Write the file; returns one line of what is in it.
+
+  Args:
+    workdir: of the run.
+    to: the file; cli/export.py describes it and the rest.
+    naming: whose names the arrays get.
+    step: of the checkpoint; None: the newest.
+    take: "params" or "average"; None: the average, where there is one.
+    dtype: of the arrays; None: as they are.
 
   Raises:
     ConfigError: there is no such run or checkpoint, or it is damaged, or the naming
@@ -43,19 +47,27 @@ def export(request: Request) -> str:
     weights.UnwrittenError: the disk failed or is full.
   """
   from jaxscale import weights
+  from jaxscale.checkpoint import directory as directories
   from jaxscale.checkpoint import files
   from jaxscale.config.record import describe_run
   from jaxscale.weights import hf_config
 
-  described = describe_run(request.workdir)
-  step = _step(request)
-  directory = request.workdir.absolute() / "checkpoints" / str(step)
+  described = describe_run(workdir)
+  steps = directories.steps(workdir / "checkpoints")
+  if not steps:
+    raise ConfigError(f"--workdir={workdir}: the run has saved nothing yet")
+  if step not in (None, *steps):
+    raise ConfigError(
+      f"--step={step}: not saved, there are {', '.join(map(str, steps))}"
+    )
+  step = steps[-1] if step is None else step
+  directory = workdir.absolute() / "checkpoints" / str(step)
   try:
     manifest = files.read_manifest(directory)["leaves"]
     has_average = any(name.startswith("average/0/") for name in manifest)
-    if request.take == "average" and not has_average:
+    if take == "average" and not has_average:
       raise ConfigError("--take=average: the run keeps none (Config.ema_decay=None)")
-    take = request.take or ("average" if has_average else "params")
+    take = take or ("average" if has_average else "params")
     read = functools.lru_cache(maxsize=3)(files.leaf_reader(directory))
 
     def part(name: str, layer: int | None) -> Any:
@@ -63,50 +75,35 @@ def export(request: Request) -> str:
 
     leaves = {
       ours + name.removeprefix(prefix): weights.Leaf(
-        tuple(manifest[name]["shape"]), _dtype(manifest[name]["dtype"]),
-        functools.partial(part, name),
+        tuple(leaf["shape"]), _dtype(leaf["dtype"]), functools.partial(part, name)
       )
       for prefix, ours in _PREFIXES[take]
-      for name in manifest
+      for name, leaf in manifest.items()
       if name.startswith(prefix)
-    }  # fmt: skip
-    fields = _hf_fields(request, described, leaves)
+    }
+    fields = None
+    if naming == "huggingface":
+      fields = _hf_fields(to, described, leaves.get("params/layers/gate/kernel"), dtype)
     size = weights.export_leaves(
-      request.to,
+      to,
       leaves,
-      naming=request.naming,
+      naming=naming,
       num_classes=described.num_classes,
-      dtype=None if request.dtype is None else _dtype(request.dtype),
+      dtype=None if dtype is None else _dtype(dtype),
       metadata=_about(described, step, take),
     )
   except files.DamagedError as e:
     raise ConfigError(
-      f"checkpoint {step} in {request.workdir} is damaged ({e}); give another --step"
+      f"checkpoint {step} in {workdir} is damaged ({e}); give another --step"
     ) from None
   if fields is not None:
     try:
-      hf_config.write_hf_config(request.to, fields)
+      hf_config.write_hf_config(to, fields)
     except OSError as e:
-      where = request.to.parent / "config.json"
+      where = to.parent / "config.json"
       raise weights.UnwrittenError(f"{where}: could not be written: {e}") from None
   what = "the average" if take == "average" else "the parameters"
-  return (
-    f"{request.to}: {what} of step {step}, {size / 1e6:,.1f} MB in "
-    f"{request.naming}'s names"
-  )
-
-
-def _step(request: Request) -> int:
-  from jaxscale.checkpoint import directory as checkpoint_dir
-
-  steps = checkpoint_dir.steps(request.workdir / "checkpoints")
-  if not steps:
-    raise ConfigError(f"--workdir={request.workdir}: the run has saved nothing yet")
-  if request.step is not None and request.step not in steps:
-    raise ConfigError(
-      f"--step={request.step}: not saved, there are {', '.join(map(str, steps))}"
-    )
-  return steps[-1] if request.step is None else request.step
+  return f"{to}: {what} of step {step}, {size / 1e6:,.1f} MB in {naming}'s names"
 
 
 def _dtype(name: str) -> Any:
@@ -134,17 +131,16 @@ def _about(described: Described, step: int, take: str) -> dict[str, str]:
 
 
 def _hf_fields(
-  request: Request, described: Described, leaves: Mapping[str, Leaf]
+  to: Path, described: Described, gate: Leaf | None, dtype: str | None
 ) -> dict[str, Any] | None:
   """The fields of the config.json next to the file; None: none is written."""
   from jaxscale import config as cfg
   from jaxscale.data.tokenizer import byte_tokenizer
   from jaxscale.weights import hf_config
 
-  gate = leaves.get("params/layers/gate/kernel")
-  if request.naming != "huggingface" or gate is None or not described.is_text:
+  if gate is None or not described.is_text:
     return None
-  hf_config.hf_config_path(request.to)  # now: the file itself may take long
+  hf_config.hf_config_path(to)  # now: the file itself may take long
   config = described.settings()
   assert isinstance(config.model, cfg.Transformer)
   # Else a tokenizer knows, which need not be here.
@@ -157,6 +153,6 @@ def _hf_fields(
     hidden=gate.shape[-1],
     vocab_size=described.data["vocab_size"],
     sequence_length=described.data["sequence_length"],
-    dtype=request.dtype or str(gate.dtype),
+    dtype=dtype or str(gate.dtype),
     separator=byte_tokenizer().separator if is_bytes else None,
   )

@@ -14,29 +14,16 @@ import jax
 from jaxscale import cluster, metrics
 from jaxscale.checkpoint import lock
 from jaxscale.checkpoint.manager import Checkpoints, UnsavedError
-from jaxscale.config import Config
+from jaxscale.config import AdaptiveBatch, Config
 from jaxscale.experiment import build
 from jaxscale.parallel.layout_exchange import exchange_split
 from jaxscale.run import adaptive_batch
-from jaxscale.run.callbacks import RunCallbacks
-from jaxscale.run.nan_policy import Limits, NanPolicy
-from jaxscale.run.phases import (
-  Compiled,
-  Run,
-  in_background,
-  is_adaptive,
-  phase_at,
-  train_phases,
-)
+from jaxscale.run import workdir as workdirs
+from jaxscale.run.callbacks import Run, RunCallbacks
+from jaxscale.run.nan_policy import NanPolicy
+from jaxscale.run.phases import Compiled, in_background, phase_at, train_phases
 from jaxscale.run.reporter import Reporter
 from jaxscale.run.session import check_progress
-from jaxscale.run.workdir import (
-  claim_workdir,
-  describe,
-  describe_text,
-  experiment_in,
-  write_config,
-)
 from jaxscale.training import loop, noise_scale
 from jaxscale.training.replica_check import ReplicaDivergenceError
 from jaxscale.training.state import TrainState
@@ -81,43 +68,32 @@ def fit(config: Config, workdir: str | os.PathLike) -> Result:
   """
   began = time.time()
   workdir = Path(workdir)
-  experiment = _with_chosen_sizes(workdir, experiment_in(workdir, config))
-  described = describe(experiment)
-  claim_workdir(workdir, config)
+  experiment = _with_chosen_sizes(workdir, workdirs.experiment_in(workdir, config))
+  described = workdirs.describe(experiment)
+  workdirs.claim_workdir(workdir, config)
   held = lock.acquire_for_all(workdir)
   with held or contextlib.nullcontext():
     return _fit(experiment, described, workdir, held, began)
 
 
-def _fit(
-  experiment: build.Experiment,
-  described: dict[str, Any],
-  workdir: Path,
-  held: lock.WorkdirLock | None,
-  began: float,
-) -> Result:
+def _fit(experiment: build.Experiment, described, workdir: Path, held, began) -> Result:
   """`fit`, in a directory that no other run writes to."""
-  if cluster.is_leader():
-    print(describe_text(experiment, workdir))
+  config = experiment.config
+  checks, saving = config.checks, config.checkpoint
+  _print(workdirs.describe_text(experiment, workdir))
   cluster.on_leader(
-    lambda: write_config(workdir, described, experiment.config), "config.json"
+    lambda: workdirs.write_config(workdir, described, config), "config.json"
   )
-  settings, checks = experiment.config.checkpoint, experiment.config.checks
-  limits = Limits(checks.max_skipped_steps, checks.max_consecutive_skipped_steps)
-  nan_policy = NanPolicy(workdir, checks.nan_policy, limits)
+  limits = checks.max_skipped_steps, checks.max_consecutive_skipped_steps
+  nan_policy = NanPolicy(workdir, checks.nan_policy, *limits)
+  kept = {n: getattr(saving, n) for n in ("keep_last", "keep_best", "on_failure")}
+  split = exchange_split(experiment.layout)
   with (
     cluster.current_watch() as watch,
-    Checkpoints(
-      workdir / "checkpoints",
-      keep_last=settings.keep_last,
-      keep_best=settings.keep_best,
-      on_failure=settings.on_failure,
-      lock=held,
-      split=exchange_split(experiment.layout),
-    ) as checkpoints,
+    Checkpoints(workdir / "checkpoints", lock=held, split=split, **kept) as checkpoints,
   ):
     run = Run(workdir, held, checkpoints, watch, nan_policy, began)
-    check_progress(experiment.config, workdir, max(checkpoints.steps(), default=0))
+    check_progress(config, workdir, max(checkpoints.steps(), default=0))
     ended = None
     while ended is None:  # again after each roll back, as a run that resumes
       try:
@@ -138,11 +114,11 @@ def _fit(
       metrics.plot_metrics(workdir)
 
   lock.check_for_all(held)
-  try:
+  # Where checkpoints are unsaved, the summary may fail for the same reason.
+  with (
+    contextlib.suppress(OSError) if checkpoints.unsaved else contextlib.nullcontext()
+  ):
     cluster.on_leader(finish, "summary")
-  except OSError:
-    if not checkpoints.unsaved:  # which is worse, and for the same reason
-      raise
   if checkpoints.unsaved:
     raise UnsavedError(checkpoints.unsaved)
   watch.at(summary["step"], "outside")
@@ -176,13 +152,12 @@ def _train(run: Run, experiment: build.Experiment) -> tuple[TrainState, Reporter
     checkpoints.say = reporter.say
     at_target = reporter.stops_at_target()
     if at_target or start == experiment.derived.total_steps:
-      why = (
-        f"reached its target by step {start}"
-        if at_target
-        else f"all {start} steps are done"
+      target, done = (
+        f"reached its target by step {start}",
+        f"all {start} steps are done",
       )
-      reporter.say(f"{why} already; evaluating")
-      RunCallbacks(reporter, checkpoints, watch).evaluate(start, state)
+      reporter.say(f"{target if at_target else done} already; evaluating")
+      RunCallbacks(run, reporter).evaluate(start, state)
       return state, reporter
     if start:
       reporter.say(f"resuming from the checkpoint of step {start}")
@@ -234,7 +209,7 @@ def _print(line: str) -> None:
 
 def _with_chosen_sizes(workdir: Path, experiment: build.Experiment) -> build.Experiment:
   """With the batch sizes that an adaptive run has chosen by now."""
-  if not is_adaptive(experiment):
+  if not isinstance(experiment.config.phases, AdaptiveBatch):
     return experiment
   chosen = cluster.from_leader(adaptive_batch.read_chosen(workdir))
   return build.with_sizes(experiment, chosen)

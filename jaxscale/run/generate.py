@@ -12,7 +12,7 @@ import itertools
 import re
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -117,66 +117,32 @@ def choose(
   return jnp.take_along_axis(order, rank[:, None], -1)[:, 0].astype(jnp.int32)
 
 
-class Run(NamedTuple):
-  """A language model that a run has trained.
-
-  Attributes:
-    stack: the model.
-    info: of the text.
-    source: settings of the text.
-  """
-
-  stack: Stack
-  info: data.TextInfo
-  source: Any
-
-
-def language_model(workdir: Path) -> Run:
-  """The model of a run, by its config.json; neither data nor devices are looked at.
-
-  Raises:
-    ConfigError: it is not a run's directory, or its model is none of text.
-  """
-  described = describe_run(workdir)
-  if not described.is_text:
-    raise ConfigError(
-      f"--workdir={workdir}: its run is of {described.data['name']}, not of text; "
-      "give one of a language model"
-    )
-  config = described.settings()
-  fields = {k: v for k, v in described.data.items() if k in data.TextInfo._fields}
-  info = data.TextInfo(**fields)
-  model = make_model(config, info)
-  assert isinstance(model, Stack), "what takes text is a stack"
-  return Run(model, info, config.data)
-
-
-def _tokenizer(workdir: Path, run: Run) -> Tokenizer:
+def _tokenizer(workdir: Path, source: Any, info: data.TextInfo) -> Tokenizer:
   """What made tokens of the run's text.
 
   Raises:
     ConfigError: there was none, or it is not there any more.
   """
-  name, why = getattr(run.source, "tokenizer", "bytes"), ""
-  if name == "bytes" and run.info.vocab_size == byte_tokenizer().vocab_size:
+  name, why = getattr(source, "tokenizer", "bytes"), ""
+  if name == "bytes" and info.vocab_size == byte_tokenizer().vocab_size:
     return byte_tokenizer()
   if name != "bytes":
-    field = f"{type(run.source).__name__}.tokenizer"
+    field = f"{type(source).__name__}.tokenizer"
     try:
-      found = read_tokenizer(name, run.source.separator, field=field)
+      found = read_tokenizer(name, source.separator, field=field)
     except ConfigError as e:
       # What it says to give instead is for a run that is yet to be.
       reason = re.sub(r", (or )?give .*", "", str(e))
     else:
-      if found.vocab_size == run.info.vocab_size:
+      if found.vocab_size == info.vocab_size:
         return found
       reason = (
         f"{field}={name!r}: has {found.vocab_size} tokens, and the run's had "
-        f"{run.info.vocab_size}"
+        f"{info.vocab_size}"
       )
     why = f", and their tokenizer cannot be taken ({reason})"
   raise ConfigError(
-    f"--workdir={workdir}: the {run.info.vocab_size} tokens of {run.info.name} are not "
+    f"--workdir={workdir}: the {info.vocab_size} tokens of {info.name} are not "
     f"bytes{why}; give jaxscale.run.generate.sample tokens of your own"
   )
 
@@ -202,26 +168,33 @@ def write(
     ConfigError: the run has no language model, its tokenizer is not there, or no
       checkpoint.
   """
-  run = language_model(workdir)
-  tokenizer = _tokenizer(workdir, run)
-  shapes = jax.eval_shape(run.stack.init, jax.random.key(0))
+  described = describe_run(workdir)
+  if not described.is_text:
+    raise ConfigError(
+      f"--workdir={workdir}: its run is of {described.data['name']}, not of text; "
+      "give one of a language model"
+    )
+  config = described.settings()
+  fields = {k: v for k, v in described.data.items() if k in data.TextInfo._fields}
+  info = data.TextInfo(**fields)
+  stack = make_model(config, info)
+  assert isinstance(stack, Stack), "what takes text is a stack"
+  tokenizer = _tokenizer(workdir, config.data, info)
+  shapes = jax.eval_shape(stack.init, jax.random.key(0))
   found = load_params.newest_params(workdir, shapes)
   # surrogateescape: bytes of the command line that are no UTF-8 stay what they are.
   document = tokenizer.encode([prompt.encode("utf-8", "surrogateescape")])
   tokens = document.tolist()[:-1] or [tokenizer.separator]
-  length, seen = len(tokens) + num_tokens, run.info.sequence_length
-  for note in found.notes:
-    print(f"note: {note}", file=sys.stderr)
+  length, seen, notes = len(tokens) + num_tokens, info.sequence_length, [*found.notes]
   if length > seen:
     unit = "bytes" if tokenizer.key == "bytes" else "tokens"
-    print(
-      f"note: prompt and text are of up to {length} {unit}, and the model has seen "
-      f"{seen} at a time in training: what is further away it may not use well",
-      file=sys.stderr,
+    notes.append(
+      f"prompt and text are of up to {length} {unit}, and the model has seen "
+      f"{seen} at a time in training: what is further away it may not use well"
     )
-  function = jax.jit(
-    functools.partial(sample, run.stack, num_tokens=num_tokens, **choice)
-  )
+  for note in notes:
+    print(f"note: {note}", file=sys.stderr)
+  function = jax.jit(functools.partial(sample, stack, num_tokens=num_tokens, **choice))
   made = function(found.params, jnp.array([tokens], jnp.int32), jax.random.key(seed))
   text = itertools.takewhile(lambda i: i != tokenizer.separator, made[0].tolist())
   return tokenizer.decode(list(text), tokens if prompt else [])

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from jaxscale import cluster, metrics
 from jaxscale.errors import ConfigError
@@ -29,19 +29,6 @@ from jaxscale.training.loop import NonFiniteError
 
 Action = Literal["stop", "skip", "roll_back"]
 FILE = "skipped_steps.json"
-
-
-class Limits(NamedTuple):
-  """How many a run may have; one more ends it.
-
-  Attributes:
-    total: skips, or rolls back.
-    consecutive: skips of steps that follow one another, or rolls back to one
-      checkpoint.
-  """
-
-  total: int = 10
-  consecutive: int = 3
 
 
 class NanPolicy:
@@ -52,21 +39,31 @@ class NanPolicy:
     >>> policy.skip(17, "process 3 (n4), device 6: loss is NaN")  # doctest: +SKIP
   """
 
-  def __init__(self, workdir: Path, action: Action, limits: Limits | None = None):
+  def __init__(
+    self, workdir: Path, action: Action, max_total: int = 10, max_consecutive: int = 3
+  ):
     """Resume with what is on record.
 
     Args:
       workdir: where the record is.
       action: what follows a skipped step.
-      limits: of "skip" and "roll_back"; None: the defaults.
+      max_total: skips, or rolls back, that a run may have; one more ends it.
+      max_consecutive: likewise skips of steps that follow one another, or rolls back
+        to one checkpoint.
 
     Raises:
       ConfigError: the record is unreadable.
     """
-    self.action, self._limits = action, limits or Limits()
+    self.action, self._limits = action, (max_total, max_consecutive)
     self._path = workdir / FILE
-    # The leader's reading is everybody's.
-    found = cluster.from_leader(_read(self._path))
+    try:
+      found = json.loads(self._path.read_text())
+      found = {name: list(found[name]) for name in ("skipped", "passed_over")}
+    except FileNotFoundError:
+      found = {"skipped": [], "passed_over": []}
+    except (OSError, ValueError, KeyError, TypeError):
+      found = None
+    found = cluster.from_leader(found)  # whose reading is everybody's
     if found is None:
       raise ConfigError(f"{self._path}: unreadable; fix it, or use another --workdir")
     self.skipped: list[dict[str, Any]] = found["skipped"]
@@ -108,13 +105,11 @@ class NanPolicy:
     """
     to = max(error.step, last_good + 1)
     what = str(error).partition("; last good")[0]
-    found = {"after": last_good, "to": to, "what": what}
-    self.skipped = [s for s in self.skipped if s["step"] <= last_good]
-    self.passed_over.append(found)
+    self.start_from(last_good)
+    self.passed_over.append({"after": last_good, "to": to, "what": what})
     self._write()
     consecutive = sum(p["after"] == last_good for p in self.passed_over)
-    total = len(self.passed_over)
-    if too_many := self._too_many(total, consecutive):
+    if too_many := self._too_many(len(self.passed_over), consecutive):
       error.args = (f"{error.args[0]}; rolled back {too_many}",)
       raise error
 
@@ -142,22 +137,8 @@ class NanPolicy:
 
   def summary(self) -> dict[str, int]:
     """For `summary.json`."""
-    return {
-      "skipped_steps": len(self.skipped),
-      "rolled_back": len(self.passed_over),
-    }
+    return {"skipped_steps": len(self.skipped), "rolled_back": len(self.passed_over)}
 
   def _write(self) -> None:
     record = {"skipped": self.skipped, "passed_over": self.passed_over}
     cluster.on_leader(lambda: metrics.write_json(self._path, record), FILE)
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-  """The record; None if it cannot be read."""
-  try:
-    found = json.loads(path.read_text())
-    return {name: list(found[name]) for name in ("skipped", "passed_over")}
-  except FileNotFoundError:
-    return {"skipped": [], "passed_over": []}
-  except (OSError, ValueError, KeyError, TypeError):
-    return None

@@ -6,21 +6,16 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
-from jaxscale import cluster, data
-from jaxscale.checkpoint import lock
-from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale import cluster, data, metrics
 from jaxscale.cluster.watch.stop_consensus import StopRequested
-from jaxscale.cluster.watch.watch import Watch
 from jaxscale.config import AdaptiveBatch
 from jaxscale.experiment import build
 from jaxscale.experiment.phases import Phase, examples_at, phase_index
 from jaxscale.mesh import host_shard
 from jaxscale.run import adaptive_batch
-from jaxscale.run.callbacks import RunCallbacks
-from jaxscale.run.nan_policy import NanPolicy
+from jaxscale.run.callbacks import Run, RunCallbacks
 from jaxscale.run.reporter import Reporter
 from jaxscale.training import loop, replica_check
 from jaxscale.training.state import TrainState
@@ -31,33 +26,13 @@ T = TypeVar("T")
 Compiled = dict[Phase, tuple[build.Experiment, Future[TrainStep]]]
 
 
-class Run(NamedTuple):
-  """What a run has from its beginning to its end, whatever phase it is in.
-
-  Attributes:
-    workdir: where it writes.
-    lock: on the workdir, in process 0.
-    checkpoints: where it saves.
-    watch: takes note where it is, and knows when to stop.
-    nan_policy: what follows a skipped step.
-    began: when, seconds since the epoch.
-  """
-
-  workdir: Path
-  lock: lock.WorkdirLock | None
-  checkpoints: Checkpoints
-  watch: Watch
-  nan_policy: NanPolicy
-  began: float
-
-
 def train_phases(
   run: Run, state: TrainState, reporter: Reporter, compiled: Compiled
 ) -> TrainState:
   """Train through every phase that is left, or until asked to stop."""
   experiment, step = reporter.experiment, int(state.step)
   reports_step, fingerprint = experiment.config.log.step_report, None
-  callbacks = RunCallbacks(reporter, run.checkpoints, run.watch)
+  callbacks = RunCallbacks(run, reporter)
   if step and callbacks.is_evaluated(step) and not reporter.has_evaluated(step):
     callbacks.evaluate(step, state)  # what a run that was asked to stop postponed
   while step < experiment.derived.total_steps and not reporter.stops_at_target():
@@ -66,12 +41,12 @@ def train_phases(
     run.watch.at(step + 1, "compiling")
     if 0 < step == phase_at(experiment, step).start:
       try:
-        experiment, state = _enter_phase(run, experiment, state, reporter, compiled)
+        experiment, state = _enter_phase(run, state, reporter, compiled)
       except StopRequested:  # among trials: the same ones are made again
         callbacks.save(step, state, None)
         break
       reporter.enter(experiment)
-      callbacks = RunCallbacks(reporter, run.checkpoints, run.watch)
+      callbacks = RunCallbacks(run, reporter)
     phase = experiment.phase
     if (to := min(run.nan_policy.done_until(step), phase.stop)) > step:
       reporter.say(f"steps {step + 1} to {to} are passed over")
@@ -86,8 +61,12 @@ def train_phases(
         compiled[phase] = experiment, in_background(experiment.compile_train_step)
       train_step = compiled[phase][1].result()
       if reports_step:
+        from jaxscale.run import step_report  # seldom: the first step comes first
+
         reports_step = False
-        _report_step(reporter, train_step, state, first)
+        report = step_report.measure(experiment, train_step, state, first)
+        sizes = {"rows": phase.batch_size, "num_devices": experiment.mesh.size}
+        reporter.measured(step, step_report.text(report, **sizes), report.metrics())
     if fingerprint is None and _compares_replicas(experiment, step):
       fingerprint = in_background(functools.partial(_fingerprint, experiment))
     following = phase_at(experiment, phase.stop)
@@ -100,7 +79,7 @@ def train_phases(
       state,
       train_step,
       reporter.timed(itertools.chain([first], batches)),
-      RunCallbacks(reporter, run.checkpoints, run.watch, fingerprint, run.nan_policy),
+      RunCallbacks(run, reporter, fingerprint),
       start=step,
       total_steps=run.nan_policy.next_after(step, phase.stop),
     )
@@ -137,45 +116,25 @@ def _fingerprint(experiment: build.Experiment) -> replica_check.Fingerprint:
   return fingerprint.lower(shared).compile()
 
 
-def _report_step(
-  reporter: Reporter, train_step: TrainStep, state: TrainState, batch: Batch
-) -> None:
-  """Measure compute and exchange before the first step; changes nothing."""
-  from jaxscale.run import step_report  # seldom needed, and the first step comes first
-
-  experiment = reporter.experiment
-  report = step_report.measure(experiment, train_step, state, batch)
-  text = step_report.text(
-    report, rows=experiment.phase.batch_size, num_devices=experiment.mesh.size
-  )
-  reporter.measured(int(state.step), text, report.metrics())
-
-
 def _enter_phase(
-  run: Run,
-  experiment: build.Experiment,
-  state: TrainState,
-  reporter: Reporter,
-  compiled: Compiled,
+  run: Run, state: TrainState, reporter: Reporter, compiled: Compiled
 ) -> tuple[build.Experiment, TrainState]:
   """The next phase's experiment, and the state as it begins with it."""
-  step, phases = int(state.step), experiment.derived.phases
-  phase = phases[phase_index(phases, step)]
-  before = phases[phase_index(phases, step) - 1]
+  experiment, step = reporter.experiment, int(state.step)
+  before, phase = phase_at(experiment, step - 1), phase_at(experiment, step)
   if is_adaptive(experiment):
     chosen = tuple(cluster.from_leader(adaptive_batch.read_chosen(run.workdir)))
     chosen = chosen or (experiment.config.batch_size,)
     if phase.ordinal >= len(chosen):
+      ended, poll = build.at_phase(experiment, before), lambda: _poll(run, step)
       with reporter.pause():
         size = adaptive_batch.choose(
-          build.at_phase(experiment, before),
-          state,
-          lambda tried: train_batches(tried, step),
-          reporter.say,
-          lambda: _poll(run, step),
+          ended, state, lambda tried: train_batches(tried, step), reporter.say, poll
         )
       chosen += (chosen[-1],) * (phase.ordinal - len(chosen)) + (size,)
-      adaptive_batch.write_chosen(run.workdir, chosen)
+      path = adaptive_batch.chosen_path(run.workdir)
+      # So that a resumed run needs no second trial.
+      cluster.on_leader(lambda: metrics.write_json(path, chosen), "batch sizes")
     experiment = build.with_sizes(experiment, chosen)
     phase = phase_at(experiment, step)
   state = build.enter_phase(experiment.config, before, phase, state)

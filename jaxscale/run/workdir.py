@@ -17,7 +17,7 @@ from jaxscale.checkpoint import directory
 from jaxscale.config import Config
 from jaxscale.config.record import FORMAT, check_format, copy_own_files, to_plain
 from jaxscale.errors import ConfigError
-from jaxscale.experiment import build, derive
+from jaxscale.experiment import build, microbatches
 from jaxscale.metrics import write_json
 
 # What may change when a run resumes: where it runs and what it records.
@@ -52,10 +52,7 @@ def describe(experiment: build.Experiment) -> dict[str, Any]:
 
 def describe_text(experiment: build.Experiment, workdir: Path) -> str:
   """The same for a person: one line per setting and per derived quantity."""
-  lines = [
-    f"jaxscale {metadata.version('jaxscale')}  workdir {workdir}",
-    "config",
-  ]
+  lines = [f"jaxscale {metadata.version('jaxscale')}  workdir {workdir}", "config"]
   for field in dataclasses.fields(experiment.config):
     lines.append(f"  {field.name:24} {getattr(experiment.config, field.name)}")
   lines.append("derived")
@@ -69,7 +66,7 @@ def describe_text(experiment: build.Experiment, workdir: Path) -> str:
     lines.append(
       f"  steps {phase.start + 1:,} to {phase.stop:,}: batch {phase.batch_size:,}{size}"
     )
-  if text := derive.device_summary(experiment.config, experiment.derived):
+  if text := microbatches.device_summary(experiment.config, experiment.derived):
     lines.append(f"  {text}")
   lines += [f"  {note}" for note in experiment.notes]
   return "\n".join(lines)

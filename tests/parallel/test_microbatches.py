@@ -12,8 +12,8 @@ from jaxscale.config import Mesh
 from jaxscale.config.loading import load_config
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build, microbatches
-from jaxscale.experiment.derive import derive, device_summary
-from jaxscale.experiment.microbatches import micro_batches
+from jaxscale.experiment.derive import derive
+from jaxscale.experiment.microbatches import device_summary, micro_batches
 from jaxscale.preflight import devices
 from jaxscale.run import adaptive_batch
 from jaxscale.run.workdir import claim_workdir, describe, describe_text, start_devices

@@ -17,7 +17,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
 from jaxscale.run import phases
 from jaxscale.run.fit import fit
-from jaxscale.run.nan_policy import Limits, NanPolicy
+from jaxscale.run.nan_policy import NanPolicy
 from jaxscale.training import loop
 from jaxscale.training.loop import NonFiniteError
 from support.commands import child_env, error_line, train_command
@@ -188,7 +188,7 @@ def test_a_bad_state_is_not_skipped_for_ever(tmp_path, monkeypatch):
 
 
 def test_what_is_passed_over_and_where_to_pause(tmp_path):
-  policy = NanPolicy(tmp_path, "roll_back", Limits(9, 3))
+  policy = NanPolicy(tmp_path, "roll_back", 9, 3)
   for last_good, bad in [(10, 15), (10, 17), (30, 31), (17, 20)]:
     policy.roll_back(NonFiniteError(bad, "x"), last_good)
   again = NanPolicy(tmp_path, "stop")  # it is the same under any policy

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from concurrent.futures import Future
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +87,8 @@ def test_the_settings_say_when():
   reporter: Any = SimpleNamespace(experiment=experiment, trained=None)
   for fingerprint, wanted in (Future(), [8, 16]), (None, []):
     alone = watch.start({}, 0, ["localhost"])
-    made = callbacks.RunCallbacks(reporter, cast(Any, None), alone, fingerprint)
+    run: Any = SimpleNamespace(watch=alone)
+    made = callbacks.RunCallbacks(run, reporter, fingerprint)
     assert [s for s in range(1, 24) if made.is_checked(s)] == wanted
 
 
@@ -163,10 +164,10 @@ import sys
 from jaxscale import errors, train
 from jaxscale.experiment import build
 from jaxscale.exchange.wrappers import silent
-make = build.make_train_step
+make = build.steps.make_train_step
 def broken(loss, tx, mesh, exchange, **options):
   return make(loss, tx, mesh, silent(exchange, mesh.axis_names), **options)
-build.make_train_step = broken
+build.steps.make_train_step = broken
 sys.argv = sys.argv[1:]
 errors.leave(train.main)
 """
