@@ -278,12 +278,11 @@ def check_for_all(lock: WorkdirLock | None) -> None:
 def why_lost(lock: WorkdirLock | None) -> str | None:
   """What `WorkdirLock.check` raises, if the lock is lost; None: there is no lock."""
   if lock is not None:
-    try:
-      lock.check()
-    except LockLostError as e:
-      return str(e)
-    except OSError:
-      return None  # the write itself will say what is wrong
+    with contextlib.suppress(OSError):  # the write itself will say what is wrong
+      try:
+        lock.check()
+      except LockLostError as e:
+        return str(e)
   return None
 
 

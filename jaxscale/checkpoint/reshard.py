@@ -156,16 +156,14 @@ def _other_devices(leaves: _Leaves, abstract, resize, there, here) -> Reshard | 
   convert = functools.partial(_resized, resize, there, old, here, new)
   if resize is not None and _fits(convert, saved, own):
     return Reshard(old, new, state, convert)
-  same_rest = [s[1:] for s in own_shapes] == [s[1:] for s in shapes]
-  if not same_rest and not _is_local(own):
-    return None
   devices = plural(old, "device")
-  why = "its exchange does not define how its state is resized (Exchange.resize)"
   if _is_local(own):
-    why = (
-      "each worker has its own parameters and momentum, from which no other number of "
-      "workers can resume"
-    )
+    why = "each worker has its own parameters and momentum, from which no other number "
+    why += "of workers can resume"
+  elif [s[1:] for s in own_shapes] == [s[1:] for s in shapes]:
+    why = "its exchange does not define how its state is resized (Exchange.resize)"
+  else:
+    return None
   return Reshard(
     old, new, state, None,
     f"saved on {devices}, here are {new}: {why}; resume with {devices}, or use another "

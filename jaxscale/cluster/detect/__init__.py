@@ -105,8 +105,7 @@ def _explicit(host: Host) -> Launch:
   except ConfigError:
     return found
   if same and same[1:3] == found[1:3]:
-    names = ("local_id", "local_size", "nodes", "restarts")
-    return found._replace(**{name: getattr(same, name) for name in names})
+    return same._replace(kind="explicit", host=name, job=job, port=port, note="")
   return found
 
 

@@ -77,7 +77,13 @@ def with_host_of_rank_0(host: Host, found: Launch) -> Launch:
   """
   if name := host.ask_mpi(found):
     return found._replace(host=name)
-  if name := _first_scheduled(host):
+  name = None
+  if nodes := host.env.get("SLURM_JOB_NODELIST"):
+    name = host.expand(nodes)[0]
+  elif file := host.env.get("PBS_NODEFILE"):
+    with contextlib.suppress(OSError, IndexError):
+      name = Path(file).read_text().split()[0]
+  if name:
     note = f"takes {name}, the first host of the job, for that of MPI's rank 0"
     return found._replace(host=name, note=note)
   raise ConfigError(
@@ -117,11 +123,3 @@ def ask_mpi4py(launch: Launch) -> str | None:
       "another MPI than this mpirun; set JAXSCALE_COORDINATOR=host:port instead"
     )
   return host
-
-
-def _first_scheduled(host: Host) -> str | None:
-  if nodes := host.env.get("SLURM_JOB_NODELIST"):
-    return host.expand(nodes)[0]
-  with contextlib.suppress(KeyError, OSError):
-    return next(iter(Path(host.env["PBS_NODEFILE"]).read_text().split()), None)
-  return None

@@ -80,9 +80,8 @@ def join(
     # the port is never free for anybody else in between.
     group.reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
   else:
-    _wait_for_coordinator(
-      address, int(port), group, timeouts.jax_initialization_timeout_s
-    )
+    limit_s = timeouts.jax_initialization_timeout_s
+    _wait_for_coordinator((address, int(port)), group, limit_s)
   initialize(
     group.coordinator,
     group.num_processes,
@@ -95,9 +94,7 @@ def join(
     group.reserved.close()
 
 
-def _wait_for_coordinator(
-  address: str, port: int, group: ProcessGroup, timeout_s: float
-) -> None:
+def _wait_for_coordinator(address: tuple[str, int], group: ProcessGroup, timeout_s):
   """Wait until JAX's coordinator listens: JAX itself would abort where it never does.
 
   It also saves a second: gRPC waits that long after a first refusal.
@@ -105,7 +102,7 @@ def _wait_for_coordinator(
   deadline = time.monotonic() + timeout_s
   while True:
     try:
-      socket.create_connection((address, port), timeout=_CONNECT_S).close()
+      socket.create_connection(address, timeout=_CONNECT_S).close()
       return
     except OSError as e:
       reason = e
