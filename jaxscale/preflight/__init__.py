@@ -80,22 +80,19 @@ def check(options: Options) -> int:
   launch = detect.detect(os.environ)
   connected = client.rendezvous(launch)
   group = make_group(connected.process_id, connected.hosts, connected.links)
-  findings = [_launch_finding(group, launch.kind, time.monotonic() - began)]
-  findings += run_checks(group, options)
+  hosts = [group.hosts[rank] for rank in group.host_ranks]
+  processes = f"{len(group.hosts)} process{'es' * (len(group.hosts) > 1)}"
+  text = f"launch: {launch.kind}, {processes} on {plural(len(hosts), 'host')} "
+  text += f"({few(hosts)})"
+  if group.peers:
+    text += f", rendezvous in {time.monotonic() - began:.1f} s"
+  findings = [Finding(True, text), *run_checks(group, options)]
   if group.rank == 0:
     report("preflight", findings)
     sys.stdout.flush()
   # A launcher may end all as soon as one fails: not before process 0 has printed.
   barrier(group, "printed")
   return EXIT_DONE if all(f.ok for f in findings) else EXIT_NOT_READY
-
-
-def _launch_finding(group: Group, kind: str, seconds: float) -> Finding:
-  hosts = [group.hosts[rank] for rank in group.host_ranks]
-  processes = f"{len(group.hosts)} process{'es' * (len(group.hosts) > 1)}"
-  text = f"launch: {kind}, {processes} on {plural(len(hosts), 'host')} ({few(hosts)})"
-  note = f", rendezvous in {seconds:.1f} s" if group.peers else ""
-  return Finding(True, text + note)
 
 
 def run_checks(group: Group, options: Options) -> list[Finding]:

@@ -42,17 +42,15 @@ def check(group: Group, options: Any, facts: Any) -> list[Finding]:
     return []
   offsets = []
   for rank in group.host_ranks[1:]:
-    answers = [_ask(group, rank) for _ in range(_QUESTIONS)]
+    answers = []
+    for _ in range(_QUESTIONS):
+      began, sent = time.perf_counter(), time.time()
+      send(group, rank, "clocks", None)
+      there = receive(group, rank, "clocks")
+      trip = time.perf_counter() - began
+      answers.append(Offset(rank, there - (sent + trip / 2), trip))
     offsets.append(min(answers, key=lambda answer: answer.round_trip_s))
   return findings(offsets, group.hosts)
-
-
-def _ask(group: Group, rank: int) -> Offset:
-  began, sent = time.perf_counter(), time.time()
-  send(group, rank, "clocks", None)
-  there = receive(group, rank, "clocks")
-  trip = time.perf_counter() - began
-  return Offset(rank, there - (sent + trip / 2), trip)
 
 
 def findings(offsets: Sequence[Offset], hosts: Sequence[str]) -> list[Finding]:

@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,13 @@ from jaxscale.preflight.finding import Finding, outliers
 from jaxscale.preflight.group import Group, gather
 
 WAIT_S = 90.0  # JAX's import from a cold parallel file system takes long
+_XLA_ERRORS = {
+  r"Unknown flags? in XLA_FLAGS: (.*)": r"XLA_FLAGS: this jax does not know \1",
+  r"Couldn't interpret value (\S*) for flag (\S+?)\.?$":
+    r"XLA_FLAGS: --\2=\1 is not a value of this flag",
+  r'Could not open file "(.*?)" to read flags':
+    r"XLA_FLAGS=\1: neither flags, which begin with --, nor a file",
+}  # fmt: skip
 Found = Sequence[dict[str, Any]]
 
 
@@ -42,11 +49,8 @@ def check(group: Group, options: Any, facts: dict[str, Any]) -> list[Finding]:
   facts |= fits
   text = f"config {options.config}"
   if error := fits.get("error"):
-    remedy = "change the config, or ask for other nodes"
-    return [
-      *result,
-      Finding(False, f"{text} on {plural(total, 'device')}: {error}", remedy),
-    ]
+    text += f" on {plural(total, 'device')}: {error}"
+    return [*result, Finding(False, text, "change the config, or ask for other nodes")]
   size = byte_size(fits["bytes"])
   text += f" fits {plural(total, 'device')}, its checkpoints have {size}"
   return [*result, Finding(True, text)]
@@ -90,13 +94,9 @@ def why(text: str, code: int) -> str:
     >>> why("F1121 x.cc:234] Unknown flag in XLA_FLAGS: --xla_foo=1", -6)
     'XLA_FLAGS: this jax does not know --xla_foo=1'
   """
-  if found := re.search(r"Unknown flags? in XLA_FLAGS: (.*)", text):
-    return f"XLA_FLAGS: this jax does not know {found[1].strip()}"
-  pattern = r"Couldn't interpret value (\S*) for flag (\S+?)\.?$"
-  if found := re.search(pattern, text, re.M):
-    return f"XLA_FLAGS: --{found[2]}={found[1]} is not a value of this flag"
-  if found := re.search(r'Could not open file "(.*?)" to read flags', text):
-    return f"XLA_FLAGS={found[1]}: neither flags, which begin with --, nor a file"
+  for pattern, meaning in _XLA_ERRORS.items():
+    if found := re.search(pattern, text, re.M):
+      return found.expand(meaning).rstrip()
   lines = [line.strip() for line in text.splitlines() if line.strip()]
   errors = [x for x in lines if re.match(r"\S*(Error|Exception)\b|F\d{4} ", x)]
   return (errors or lines or [f"JAX ended with code {code}"])[-1][:300]
@@ -110,7 +110,7 @@ def findings(found: Found, software: Found, hosts: Sequence[str]) -> list[Findin
     software: the results of `software.probe`, by rank; [] if that check was skipped.
     hosts: by rank.
   """
-  wrong = _errors(found, hosts, "error", _remedy)
+  wrong = _errors(found, hosts, "error")
   alive = [rank for rank, each in enumerate(found) if "error" not in each]
   if not alive:
     return wrong
@@ -118,14 +118,10 @@ def findings(found: Found, software: Found, hosts: Sequence[str]) -> list[Findin
   usual, others = outliers(shapes)
   for (count, kind), ranks in others.items():
     text = f"devices: {count} x {kind} in {ranks_with_hosts(ranks, hosts)}, "
-    wrong.append(
-      Finding(
-        False,
-        f"{text}{usual[0]} x {usual[1]} in the others",
-        "ask for the same number of the same kind for every process, e.g. with "
-        "--gpus-per-node and --constraint, or leave these nodes out",
-      )
-    )
+    text += f"{usual[0]} x {usual[1]} in the others"
+    remedy = "ask for the same number of the same kind for every process, e.g. with "
+    remedy += "--gpus-per-node and --constraint, or leave these nodes out"
+    wrong.append(Finding(False, text, remedy))
   for rank in alive:
     if results := found[rank]["wrong"]:
       text = f"devices: {hosts[rank]} computes wrong results: {results[0]}"
@@ -142,46 +138,35 @@ def findings(found: Found, software: Found, hosts: Sequence[str]) -> list[Findin
   return [*wrong, *_data(found, hosts)]
 
 
-def _remedy(error: str) -> str:
-  if error.startswith("XLA_FLAGS"):
-    return "take it out of XLA_FLAGS, or use the version of jax that has it"
-  return "run python -c 'import jax; print(jax.devices())' there"
-
-
 def _data(found: Found, hosts: Sequence[str]) -> list[Finding]:
   """The data of the config: on every host, and the same everywhere."""
-  remedy = "make it available on every node: jaxscale prepare NAME, or a path that all "
-  wrong = _errors(
-    found, hosts, "data_error", lambda _: f"{remedy}nodes share", "data: "
-  )
-  data = {
-    rank: tuple(each["data"]) for rank, each in enumerate(found) if "data" in each
-  }
+  wrong = _errors(found, hosts, "data_error")
+  data = {r: tuple(each["data"]) for r, each in enumerate(found) if "data" in each}
   if not data:
     return wrong
   (name, train, validation), others = outliers(data)
-  for other, ranks in others.items():
-    text = f"data: {other[0]} has {other[1]:,} + {other[2]:,} examples in "
-    text += (
-      f"{ranks_with_hosts(ranks, hosts)}, {train:,} + {validation:,} in the others"
-    )
-    wrong.append(Finding(False, text, "use the same version of the data on every node"))
+  for (other, *counts), ranks in others.items():
+    text = "data: {} has {:,} + {:,} examples in ".format(other, *counts)
+    text += f"{ranks_with_hosts(ranks, hosts)}, {train:,} + {validation:,} in the "
+    remedy = "use the same version of the data on every node"
+    wrong.append(Finding(False, f"{text}others", remedy))
   return wrong or [Finding(True, f"data: {name}, {train:,} + {validation:,} examples")]
 
 
-def _errors(
-  found: Found,
-  hosts: Sequence[str],
-  key: str,
-  remedy: Callable[[str], str],
-  prefix: str = "",
-) -> list[Finding]:
+def _errors(found: Found, hosts: Sequence[str], key: str) -> list[Finding]:
   """A finding for each different text under `key`, with its processes."""
   wrong = []
   for text in dict.fromkeys(each[key] for each in found if key in each):
     ranks = [rank for rank, each in enumerate(found) if each.get(key) == text]
     who = "" if len(found) == 1 else f"{ranks_with_hosts(ranks, hosts)}: "
-    wrong.append(Finding(False, f"{prefix}{who}{text}", remedy(text)))
+    prefix = "data: " if key == "data_error" else ""
+    remedy = "run python -c 'import jax; print(jax.devices())' there"
+    if key == "data_error":
+      remedy = "make it available on every node: jaxscale prepare NAME, or a path that "
+      remedy += "all nodes share"
+    elif text.startswith("XLA_FLAGS"):
+      remedy = "take it out of XLA_FLAGS, or use the version of jax that has it"
+    wrong.append(Finding(False, f"{prefix}{who}{text}", remedy))
   return wrong
 
 

@@ -17,14 +17,14 @@ from jaxscale.preflight.group import Group, barrier, broadcast, gather
 
 _DEFAULT = 256 << 20  # bytes of a checkpoint where no config gives its size
 _MOST = 8 << 30  # bytes written of a larger one: its speed is known by then
+_MOST_S = 10.0  # after which a host stops writing
 _SYNCED = 1 << 26  # bytes between syncs, a multiple of a block
 
 
 def check(group: Group, options: Any, facts: dict[str, Any]) -> list[Finding]:
   """Write a checkpoint's worth; skipped in a workdir that cannot be used."""
-  asked = facts.get("bytes", _DEFAULT), facts.get("unusable", False)
-  size, is_unusable = broadcast(group, "disk: size", asked)
-  if is_unusable:
+  asked = 0 if facts.get("unusable") else facts.get("bytes", _DEFAULT)
+  if not (size := broadcast(group, "disk: size", asked)):
     return []
   found = gather(group, "disk", measure(group, options.workdir, min(size, _MOST)))
   if group.rank:
@@ -33,16 +33,13 @@ def check(group: Group, options: Any, facts: dict[str, Any]) -> list[Finding]:
   return findings(found, group, options.workdir, size, needed)
 
 
-def measure(
-  group: Group, workdir: Path, size: int, *, most_s: float = 10.0
-) -> dict[str, Any]:
+def measure(group: Group, workdir: Path, size: int) -> dict[str, Any]:
   """Write and fsync a checkpoint's worth, every host its part; all call it.
 
   Args:
     group: the processes.
     workdir: of the checkpoints.
     size: bytes of a checkpoint, all hosts' parts together.
-    most_s: seconds after which a host stops writing.
 
   Returns:
     {"bytes", "seconds", "free", "files"} of this host, "error" if it could not
@@ -62,7 +59,7 @@ def measure(
   try:
     free = os.statvfs(workdir)
     with open(path, "wb", buffering=0) as file:
-      while written < part and time.monotonic() - began < most_s:
+      while written < part and time.monotonic() - began < _MOST_S:
         written += file.write(block[: part - written])
         if written % _SYNCED == 0 or written == part:  # so that time stays bounded
           os.fsync(file.fileno())

@@ -8,6 +8,7 @@ is tried, by all hosts at once, in a directory of its own.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -44,16 +45,15 @@ def probe(group: Group, workdir: Path) -> dict[str, Any]:
   if isinstance(folder, str):
     return {"error": folder}
   try:
-    found: dict[str, Any] = {"seen_s": _see(group, folder)}
-    found["won"] = _claim(group, folder)
-    found["torn"] = _watch_renames(group, folder)
-    if group.rank == 0 and not found["torn"]:
-      found["torn"] = _merges(folder)
+    seen_s = _see(group, folder)
+    won, torn = _claim(group, folder), _watch_renames(group, folder)
+    if group.rank == 0 and not torn:
+      torn = _merges(folder)
     barrier(group, "files: done")
   finally:
     if group.rank == 0:
       shutil.rmtree(folder, ignore_errors=True)
-  return found
+  return {"seen_s": seen_s, "won": won, "torn": torn}
 
 
 def _make_folder(group: Group, workdir: Path) -> Path | str:
@@ -81,31 +81,25 @@ def _see(group: Group, folder: Path) -> float | None:
   if group.rank == 0:
     attempt(lambda: (folder / "seen").write_text(key))
   key = broadcast(group, "files: written", key)
-  waited = _wait_for(folder / "seen", key) if group.acts else None
+  until = time.monotonic() + SEEN_S
+  waited = _wait_for(folder / "seen", key, until) if group.acts else None
   # And the other way: process 0 must see what others write, since it decides which
   # checkpoint is complete.
   if waited is not None:
     attempt(lambda: (folder / f"from-{group.rank}").write_text(key))
   wrote = gather(group, "files: seen", waited is not None)
-  until = time.monotonic() + SEEN_S
-  lost = [
-    rank
-    for rank, did in enumerate(wrote)
-    if did and _wait_for(folder / f"from-{rank}", key, until) is None
-  ]
+  until, others = time.monotonic() + SEEN_S, (r for r, did in enumerate(wrote) if did)
+  lost = [r for r in others if _wait_for(folder / f"from-{r}", key, until) is None]
   return None if group.rank in broadcast(group, "files: back", lost) else waited
 
 
-def _wait_for(path: Path, text: str, until: float | None = None) -> float | None:
+def _wait_for(path: Path, text: str, until: float) -> float | None:
   """Seconds until a file has this content; None: not until then."""
   began = time.monotonic()
-  until = began + SEEN_S if until is None else until
   while True:
-    try:
+    with contextlib.suppress(OSError):
       if path.read_text() == text:
         return time.monotonic() - began
-    except OSError:
-      pass
     if time.monotonic() > until:
       return None
     time.sleep(0.05)
@@ -114,12 +108,12 @@ def _wait_for(path: Path, text: str, until: float | None = None) -> float | None
 def _claim(group: Group, folder: Path) -> list[int]:
   """Which of some files this process created exclusively, all hosts at once."""
   barrier(group, "files: claim")
-
-  def create(i: int) -> str:
-    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
-    return attempt(lambda: os.close(os.open(folder / f"claim-{i}", flags)))
-
-  return [i for i in range(_CLAIMS if group.acts else 0) if not create(i)]
+  flags, won = os.O_CREAT | os.O_EXCL | os.O_WRONLY, []
+  for i in range(_CLAIMS if group.acts else 0):
+    with contextlib.suppress(OSError):
+      os.close(os.open(folder / f"claim-{i}", flags))
+      won.append(i)
+  return won
 
 
 def _watch_renames(group: Group, folder: Path) -> str:
@@ -152,8 +146,7 @@ def _rename_often(folder: Path, path: Path) -> None:
     _write_whole(path.with_suffix(".tmp"), turn)
     os.replace(path.with_suffix(".tmp"), path)
     if turn % 10 == 0:
-      tmp = folder / f"tmp-{turn}"
-      tmp.mkdir()
+      (tmp := folder / f"tmp-{turn}").mkdir()
       for i in range(_FILES):
         (tmp / str(i)).write_bytes(b"x" * 4096)
       os.rename(tmp, folder / f"step-{turn}")
@@ -168,15 +161,12 @@ def _read_whole(path: Path) -> int | str:
   """The turn of its content; as text, what is wrong with it."""
   for _ in range(20):
     try:
-      text = path.read_text()
+      return json.loads(path.read_text())["turn"]
     except FileNotFoundError:
       return "missing for a moment"
     except OSError as e:
-      if e.errno == errno.ESTALE:  # NFS, of a file replaced meanwhile: open it again
-        continue
-      return f"unreadable ({e.strerror})"
-    try:
-      return json.loads(text)["turn"]
+      if e.errno != errno.ESTALE:  # NFS, of a file replaced meanwhile: open it again
+        return f"unreadable ({e.strerror})"
     except ValueError:
       return "half-written for a moment"
   return "unreadable (stale file handle)"
@@ -188,9 +178,8 @@ def _merges(folder: Path) -> str:
   for path in (one, other):
     path.mkdir()
     (path / path.name).write_text("")
-  if attempt(lambda: os.rename(one, other)):
-    return ""
-  return "a directory was renamed onto one that is not empty"
+  failed = attempt(lambda: os.rename(one, other))
+  return "" if failed else "a directory was renamed onto one that is not empty"
 
 
 def findings(
@@ -209,9 +198,8 @@ def findings(
   wrong = []
   winners = {sum(i in found[r]["won"] for r in ranks) for i in range(_CLAIMS)}
   if winners != {1}:
-    text = "exclusive creation does not work"
-    if (most := max(winners)) > 1:
-      text = f"exclusive creation gave {most} of {len(ranks)} hosts the same file"
+    text = f"gave {max(winners)} of {len(ranks)} hosts the same file"
+    text = f"exclusive creation {text if max(winners) > 1 else 'does not work'}"
     wrong.append(Finding(False, place + text, remedy))
   for rank in ranks:
     if torn := found[rank]["torn"]:

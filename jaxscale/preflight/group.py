@@ -97,11 +97,10 @@ def receive(group: Group, rank: int, step: str) -> Any:
 
 
 def _lost(group: Group, rank: int, step: str, error: Exception) -> ConfigError:
-  text = f"preflight: {group.name(rank)} "
-  if rank == 0:
-    return ConfigError(f"{text}left at {step!r}; it says why")
-  advice = "look at its output, or leave its node out"
-  return ConfigError(f"{text}was lost at {step!r} ({error}); {advice}")
+  what = f"left at {step!r}; it says why"
+  if rank:
+    what = f"was lost at {step!r} ({error}); look at its output, or leave its node out"
+  return ConfigError(f"preflight: {group.name(rank)} {what}")
 
 
 def gather(group: Group, step: str, value: Any) -> list[Any]:

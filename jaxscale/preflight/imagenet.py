@@ -96,14 +96,11 @@ def _prepared(
   text = f"imagenet2012 {builder.version} in {path}, format {kind}"
   findings = [Finding(kind in ("array_record", "tfrecord"), text, prepare)]
   for split, number in NUM_EXAMPLES.items():
-    if split not in builder.info.splits:
+    if info := builder.info.splits.get(split):
+      count = _count(split, info.num_examples, number, prepare)
+      findings += [count, _shards(split, info)]
+    else:
       findings.append(Finding(False, f"{split}: not there", prepare))
-      continue
-    info = builder.info.splits[split]
-    findings += [
-      _count(split, info.num_examples, number, prepare),
-      _shards(split, info),
-    ]
   if all(f.ok for f in findings):
     for split in NUM_EXAMPLES:
       open_split = partial(data.tfds_images, "imagenet2012", split, data_dir=data_dir)
@@ -119,10 +116,8 @@ def _decoder() -> Finding:
 
 
 def _count(split: str, found: int, wanted: int, remedy: str) -> Finding:
-  text = f"{split}: {found:,} examples"
-  if found == wanted:
-    return Finding(True, text)
-  return Finding(False, f"{text}, ImageNet has {wanted:,}", remedy)
+  more = "" if found == wanted else f", ImageNet has {wanted:,}"
+  return Finding(not more, f"{split}: {found:,} examples{more}", remedy)
 
 
 def _shards(split: str, info: Any) -> Finding:
@@ -145,15 +140,16 @@ def _folder(root: Path, sample: int) -> list[Finding]:
   if not root.is_dir():
     remedy = "give the directory that holds train/ and val/ as --folder"
     return [Finding(False, f"{root}: no such directory", remedy)]
-  if not any((root / name).is_dir() for name in ("train", "val", "validation")):
+  names = ("train", "val", "validation")
+  if not (there := [name for name in names if (root / name).is_dir()]):
     remedy = "give the directory that holds train/WNID/*.JPEG and val/WNID/*.JPEG as "
     remedy += "--folder, or unpack the archives so"
-    if root.name in ("train", "val", "validation"):
+    if root.name in names:
       remedy = f"give {root.absolute().parent} as --folder"
     return [Finding(False, f"{root}: has neither train/ nor val/", remedy)]
   findings = []
   classes: dict[str, tuple[str, ...]] = {}
-  validation = next((n for n in ("val", "validation") if (root / n).is_dir()), "val")
+  validation = next((name for name in there if name != "train"), "val")
   for split, name in {"train": "train", "validation": validation}.items():
     directory = root / name
     try:
@@ -208,14 +204,11 @@ def _archives(data_dir: str | None, manual_dir: str | None, md5: bool) -> list[F
 
   target = Path(data_dir or constants.DATA_DIR).expanduser()
   manual = Path(manual_dir) if manual_dir else target / "downloads" / "manual"
-  lacking = 0
-  for name, archive in ARCHIVES.items():
-    path = manual / name
-    lacking += max(archive.size - (path.stat().st_size if path.is_file() else 0), 0)
-  return [
-    *_room(target, manual, lacking),
-    *(_archive(manual / name, *known, md5) for name, known in ARCHIVES.items()),
-  ]
+  known = {manual / name: archive for name, archive in ARCHIVES.items()}
+  there = {path: path.stat().st_size for path in known if path.is_file()}
+  lacking = sum(max(a.size - there.get(path, 0), 0) for path, a in known.items())
+  archives = [_archive(path, *archive, md5) for path, archive in known.items()]
+  return [*_room(target, manual, lacking), *archives]
 
 
 def _room(target: Path, manual: Path, lacking: int) -> list[Finding]:
@@ -245,8 +238,7 @@ def _archive(path: Path, size: int, md5: str, check_md5: bool) -> Finding:
     remedy = f"register at image-net.org, download {path.name} (ILSVRC2012), and give "
     remedy += "its directory as --manual-dir"
     return Finding(False, f"{path} is not there", remedy)
-  found = path.stat().st_size
-  if found != size:
+  if (found := path.stat().st_size) != size:
     text = f"{path} has {found:,} bytes, should have {size:,}"
     return Finding(False, text, f"download {path.name} again, e.g. with wget -c")
   if not check_md5:

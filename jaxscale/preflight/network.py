@@ -8,6 +8,7 @@ is twice; a host is in one pair at a time by itself, so no barrier separates rou
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
 import statistics
@@ -99,14 +100,6 @@ class Measurement(NamedTuple):
   of_rounds: int
 
 
-class _Listening(NamedTuple):
-  """Where hosts accept connections, (address, port) by rank, and their password."""
-
-  places: list[tuple[str, int]]
-  key: str
-  listener: socket.socket
-
-
 def check(group: Group, options: Any, facts: Any) -> list[Finding]:
   """Measure, and report nodes and pairs that are slow; all processes call it."""
   del facts
@@ -126,9 +119,8 @@ def rounds_of(members: Sequence[int]) -> list[list[Pair]]:
   """
   circle = [*members, *([-1] if len(members) % 2 else [])]
   rounds = []
-  for _ in range(len(circle) - 1):
-    half = len(circle) // 2
-    pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
+  for _ in circle[1:]:
+    pairs = zip(circle[: len(circle) // 2], reversed(circle), strict=False)
     rounds.append(sorted((min(p), max(p)) for p in pairs if -1 not in p))
     circle = [circle[0], *circle[2:], circle[1]]
   return rounds
@@ -136,40 +128,36 @@ def rounds_of(members: Sequence[int]) -> list[list[Pair]]:
 
 def measure(group: Group, limits: NetworkLimits) -> Measurement:
   """Measure all pairs of hosts; all processes call it. Process 0 has the result."""
-  rounds = rounds_of(group.host_ranks) if len(group.host_ranks) > 1 else []
-  if not rounds:
+  if len(group.host_ranks) < 2:
     return Measurement([], 0, 0)
-  began, done = time.monotonic(), 0
+  rounds, began, done = rounds_of(group.host_ranks), time.monotonic(), 0
   speeds: dict[Pair, Speed] = {}
   peer = next(iter(group.peers.values())).sock
+  key = broadcast(group, "network: key", secrets.token_hex(8))
   # Not create_server(), which takes no IPv4 on IPv6 sockets, as the rendezvous does.
   with socket.socket(peer.family) as listener:
     listener.bind(("", 0))
     listener.listen(1024)
-    listening = _exchange_places(group, listener)
+    # The addresses of the connections to process 0, which sees its own from nobody.
+    places = all_gather(group, "network: addresses", _own_place(group, listener))
+    if group.rank:
+      places[0][0] = group.peers[0].sock.getpeername()[0]
+    at = listener, [(address, port) for address, port in places], key
     while done < len(rounds):
       chunk = rounds[done : done + limits.at_once]
       done += len(chunk)
-      speeds |= _measure_rounds(group, listening, chunk, limits)
+      speeds |= _measure_rounds(group, *at, chunk, limits)
       if broadcast(group, "network: time", time.monotonic() - began > limits.total_s):
         break
     # A slow pair may have been a busy moment: the better of two measurements counts.
-    bad = broadcast(group, "network: again", suspects([*speeds.values()], limits))
-    again = [[p for p in pairs if [*p] in map(list, bad)] for pairs in rounds]
-    chunk = list(filter(None, again))[: limits.at_once]
-    second = _measure_rounds(group, listening, chunk, limits) if chunk else {}
+    slow = broadcast(group, "network: again", suspects([*speeds.values()], limits))
+    bad = {tuple(pair) for pair in slow}
+    again = [left for pairs in rounds if (left := [p for p in pairs if p in bad])]
+    chunk = again[: limits.at_once]
+    second = _measure_rounds(group, *at, chunk, limits) if chunk else {}
   still = suspects([*(speeds | second).values()], limits)
   speeds |= {pair: speed for pair, speed in second.items() if pair not in still}
   return Measurement([*speeds.values()], done, len(rounds))
-
-
-def _exchange_places(group: Group, listener: socket.socket) -> _Listening:
-  """Where everybody listens, at the addresses of the connections to process 0."""
-  key = broadcast(group, "network: key", secrets.token_hex(8))
-  places = all_gather(group, "network: addresses", _own_place(group, listener))
-  if group.rank:
-    places[0][0] = group.peers[0].sock.getpeername()[0]
-  return _Listening([(address, port) for address, port in places], key, listener)
 
 
 def _own_place(group: Group, listener: socket.socket) -> list[Any]:
@@ -179,19 +167,23 @@ def _own_place(group: Group, listener: socket.socket) -> list[Any]:
 
 
 def _measure_rounds(
-  group: Group, at: _Listening, rounds: list[list[Pair]], limits: NetworkLimits
-) -> dict[Pair, Speed]:
-  """Connect all pairs of some rounds, then measure one after another."""
+  group: Group, listener: socket.socket, places: list[tuple[str, int]], key: str,
+  rounds: list[list[Pair]], limits: NetworkLimits,
+) -> dict[Pair, Speed]:  # fmt: skip
+  """Connect all pairs of some rounds, then measure one after another.
+
+  `places` are where hosts listen, by rank, and `key` tells them from strangers.
+  """
   mine = [pair for pairs in rounds for pair in pairs if group.rank in pair]
-  below = {first: at.places[first] for first, second in mine if second == group.rank}
-  sockets, errors = _connect(below, _hello(at.key, group.rank), limits.connect_s)
+  below = {first: places[first] for first, second in mine if second == group.rank}
+  sockets, errors = _connect(below, _hello(key, group.rank), limits.connect_s)
   found = {
     (int(first), second): Speed(int(first), second, error=error)
     for second, theirs in enumerate(all_gather(group, "network: connected", errors))
     for first, error in theirs.items()
   }
   above = [p for p in mine if p[0] == group.rank and p not in found]
-  sockets |= _accept(at.listener, at.key, len(above), limits.connect_s)
+  sockets |= _accept(listener, key, len(above), limits.connect_s)
   deadline, own = time.monotonic() + 2 * limits.total_s, []
   for pair in mine:
     if sock := sockets.get(sum(pair) - group.rank):
@@ -244,11 +236,10 @@ def _accept(
     except OSError:
       continue
     sock.settimeout(min(left, 1.0))  # a silent stranger does not block the others
-    try:
-      hello = _exactly(sock, len(_hello(key, 0))).decode()
-    except (OSError, ValueError):
-      hello = ""
-    if not hello.startswith(key):
+    hello = b""
+    with contextlib.suppress(OSError):
+      hello = _exactly(sock, len(_hello(key, 0)))
+    if not hello.startswith(key.encode()):
       sock.close()
       continue
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -378,39 +369,40 @@ def findings(
   speeds = measured.speeds
   if not speeds:
     return [Finding(True, f"network: all processes are on {hosts[0]}")]
-  usual = _usual(speeds)
-  bad = {*suspects(speeds, limits)}
-  found = []
+  usual, bad, found = _usual(speeds), {*suspects(speeds, limits)}, []
+  median = _shown(*usual)
   if usual[0]:
-    text = f"network: {len(speeds)} pairs of hosts, median {_shown(*usual)} round trip"
+    text = f"network: {len(speeds)} pairs of hosts, median {median} round trip"
     if measured.rounds < measured.of_rounds:
       text += f", {measured.rounds} of {measured.of_rounds} rounds in the time allowed"
     found.append(Finding(True, f"{text} (one TCP stream)"))
   nodes = _bad_nodes(speeds, bad)
   for node in nodes:
     own = [s for s in speeds if node in s.pair]
-    text = f"network: {hosts[node]}: {_faults(own, bad, usual)}"
+    cut = [s for s in own if s.error]
+    slow = [s for s in own if not s.error and s.pair in bad]
+    faults = []
+    if cut:
+      faults.append(f"{len(cut)} of {len(own)} pairs do not connect ({cut[0].error})")
+    if slow:
+      text = f"{len(slow)} of {len(own)} pairs are slow, {_shown(*_usual(slow))} where "
+      faults.append(f"{text}the median has {median}")
+    text = f"network: {hosts[node]}: {'; '.join(faults)}"
     remedy = f"leave {hosts[node]} out (--exclude={hosts[node]}) and report it"
     found.append(Finding(False, text, remedy))
-  for speed in speeds:
-    if speed.pair in bad and not {*speed.pair} & {*nodes}:
-      found.append(_slow_pair(speed, hosts, usual))
+  for s in speeds:
+    if s.pair not in bad or {*s.pair} & {*nodes}:
+      continue
+    names = f"{hosts[s.first]} and {hosts[s.second]}"
+    remedy = f"leave one of {names} out, or report the link between them"
+    text = f"network: {names}: {byte_size(s.there)}/s there, {byte_size(s.back)}/s back"
+    text += f", {short_time(s.round_trip_s)} round trip; the median of all pairs is "
+    text += median
+    if s.error:
+      text = f"network: {names} do not reach each other: {s.error}"
+      remedy += "; a firewall?"
+    found.append(Finding(False, text, remedy))
   return found
-
-
-def _faults(own: Sequence[Speed], bad: set[Pair], usual: tuple[float, float]) -> str:
-  """What is wrong with the pairs of one node."""
-  cut = [s for s in own if s.error]
-  slow = [s for s in own if not s.error and s.pair in bad]
-  parts = []
-  if cut:
-    parts.append(f"{len(cut)} of {len(own)} pairs do not connect ({cut[0].error})")
-  if slow:
-    parts.append(
-      f"{len(slow)} of {len(own)} pairs are slow, {_shown(*_usual(slow))} where the "
-      f"median has {_shown(*usual)}"
-    )
-  return "; ".join(parts)
 
 
 def _bad_nodes(speeds: Sequence[Speed], bad: set[Pair]) -> list[int]:
@@ -432,18 +424,5 @@ def _bad_nodes(speeds: Sequence[Speed], bad: set[Pair]) -> list[int]:
   return found
 
 
-def _slow_pair(
-  speed: Speed, hosts: Sequence[str], usual: tuple[float, float]
-) -> Finding:
-  names = f"{hosts[speed.first]} and {hosts[speed.second]}"
-  remedy = f"leave one of {names} out, or report the link between them"
-  if speed.error:
-    text = f"network: {names} do not reach each other: {speed.error}"
-    return Finding(False, text, f"{remedy}; a firewall?")
-  text = f"network: {names}: {byte_size(speed.there)}/s there, "
-  text += f"{_shown(speed.back, speed.round_trip_s, ' back,')} round trip; the "
-  return Finding(False, f"{text}median of all pairs is {_shown(*usual)}", remedy)
-
-
-def _shown(rate: float, trip: float, between: str = " and") -> str:
-  return f"{byte_size(rate)}/s{between} {short_time(trip)}"
+def _shown(rate: float, trip: float) -> str:
+  return f"{byte_size(rate)}/s and {short_time(trip)}"

@@ -89,20 +89,16 @@ def nvidia() -> tuple[str, list[dict[str, Any]]]:
     return "", []
   processes = _smi("compute-apps", "gpu_uuid,pid,used_memory,process_name")
   chosen, found = os.environ.get("CUDA_VISIBLE_DEVICES"), []
-  for index, uuid, name, _, used, total, errors in (r for r in gpus if len(r) == 7):
-    if not _visible(index, uuid, chosen):
+  names = None if chosen is None else re.findall(r"[^,\s]+", chosen)
+  for index, uuid, _, _, used, total, errors in (r for r in gpus if len(r) == 7):
+    starts = (n for n in names or () if n[:4] in ("GPU-", "MIG-"))
+    if names is not None and index not in names and not uuid.startswith((*starts,)):
       continue
     on_it = [row for row in processes if len(row) == 4 and row[0] == uuid]
-    found.append(
-      {
-        "index": index,
-        "name": name,
-        "used": _mib(used),
-        "total": _mib(total),
-        "errors": int(errors) if errors.isdigit() else 0,
-        "processes": [f"{row[1]} ({row[3]}, {row[2]} MiB)" for row in on_it],
-      }
-    )
+    gpu = {"index": index, "used": _mib(used), "total": _mib(total)}
+    gpu["errors"] = int(errors) if errors.isdigit() else 0
+    gpu["processes"] = [f"{row[1]} ({row[3]}, {row[2]} MiB)" for row in on_it]
+    found.append(gpu)
   return gpus[0][3], found
 
 
@@ -116,15 +112,6 @@ def _smi(what: str, fields: str) -> list[list[str]]:
   except (OSError, subprocess.SubprocessError):
     return []
   return [re.split(r",\s*", line.strip()) for line in done.stdout.splitlines() if line]
-
-
-def _visible(index: str, uuid: str, chosen: str | None) -> bool:
-  """Whether CUDA_VISIBLE_DEVICES leaves a GPU visible (indices or UUID prefixes)."""
-  if chosen is None:
-    return True
-  names = [name.strip() for name in chosen.split(",") if name.strip()]
-  return any(name == index or (name[:4] in ("GPU-", "MIG-") and uuid.startswith(name))
-             for name in names)  # fmt: skip
 
 
 def _mib(text: str) -> int:
@@ -146,17 +133,16 @@ def _versions(found: Found, hosts: Sequence[str]) -> list[Finding]:
   """Which processes have other versions than most."""
   wrong, shown = [], []
   for name in dict.fromkeys(name for each in found for name in each["versions"]):
-    versions_by_rank = {
-      rank: each["versions"].get(name, "none") for rank, each in enumerate(found)
-    }
-    usual, others = outliers(versions_by_rank)
+    by_rank = {r: each["versions"].get(name, "none") for r, each in enumerate(found)}
+    usual, others = outliers(by_rank)
     shown.append(f"{name} {usual}")
     remedy = f"use nodes, or an environment, with the same {name}"
     if name in PACKAGES:
       remedy = f"install the same everywhere, e.g. pip install {name}=={usual}"
     for other, ranks in others.items():
-      who = ranks_with_hosts(ranks, hosts)
-      text = f"{name} {other} on {who}, {usual} on the others"
+      text = (
+        f"{name} {other} on {ranks_with_hosts(ranks, hosts)}, {usual} on the others"
+      )
       wrong.append(Finding(False, text, remedy))
   same = "on all processes" if len(found) > 1 else "here"
   return wrong or [Finding(True, f"versions {same}: {', '.join(shown)}")]
@@ -171,13 +157,10 @@ def _names(found: Found, hosts: Sequence[str]) -> Iterator[Finding]:
   for host, each in dict(zip(hosts, found, strict=True)).items():
     address = each["loopback"]
     if address and (apart or address.startswith(_NOTHING)):
-      yield Finding(
-        False,
-        f"{host}: its own name resolves to {address} there, which other hosts cannot "
-        "reach",
-        "take it off the line of 127.0.0.1 or 127.0.1.1 in /etc/hosts, or give it a "
-        f"name that resolves, on {host}",
-      )
+      text = f"{host}: its own name resolves to {address} there, which other hosts "
+      remedy = "take it off the line of 127.0.0.1 or 127.0.1.1 in /etc/hosts, or give "
+      remedy += f"it a name that resolves, on {host}"
+      yield Finding(False, f"{text}cannot reach", remedy)
 
 
 def _limits(found: Found, hosts: Sequence[str]) -> Iterator[Finding]:
@@ -188,25 +171,19 @@ def _limits(found: Found, hosts: Sequence[str]) -> Iterator[Finding]:
   for host, each in dict(zip(reversed(hosts), reversed(found), strict=True)).items():
     hard, locked, shm = each["files"][1], each["locked"], each["shm"]
     if 0 <= hard < needed:
-      yield Finding(
-        False,
-        f"{host}: {hard} open files are allowed at most, {needed} may be needed",
-        "raise the hard limit there (ulimit -Hn, LimitNOFILE of slurmd)",
-      )
+      text = f"{host}: {hard} open files are allowed at most, {needed} may be needed"
+      remedy = "raise the hard limit there (ulimit -Hn, LimitNOFILE of slurmd)"
+      yield Finding(False, text, remedy)
     if each["infiniband"] and locked != -1 and locked < 1 << 30:
-      yield Finding(
-        False,
-        f"{host}: {byte_size(locked)} of memory may be locked, InfiniBand registers "
-        "its buffers",
+      text = f"{host}: {byte_size(locked)} of memory may be locked, InfiniBand "
+      remedy = (
         "let slurmd start with LimitMEMLOCK=infinity, and PropagateResourceLimits"
-        "Except=MEMLOCK in slurm.conf (ulimit -l unlimited)",
       )
+      remedy += "Except=MEMLOCK in slurm.conf (ulimit -l unlimited)"
+      yield Finding(False, f"{text}registers its buffers", remedy)
     if each["gpus"] and shm is not None and shm < _LEAST_SHM:
-      yield Finding(
-        False,
-        f"{host}: /dev/shm has {byte_size(shm)}, NCCL shares buffers there",
-        "start the container with --shm-size=1g or more",
-      )
+      text = f"{host}: /dev/shm has {byte_size(shm)}, NCCL shares buffers there"
+      yield Finding(False, text, "start the container with --shm-size=1g or more")
 
 
 def _gpus(found: Found, hosts: Sequence[str]) -> list[Finding]:

@@ -75,13 +75,8 @@ def fit_steps(batch_sizes: Sequence[float], steps: Sequence[float]) -> Fit | Non
     s, e = _line(np.delete(sizes, i), rest)
     ranges.append(max(e / s, 0.0) if _is_positive(s, rest) else np.inf)
   error = np.abs((s_min + e_min / sizes) / measured - 1).max()
-  return Fit(
-    float(s_min),
-    float(e_min / s_min),
-    float(error),
-    (float(min(ranges)), float(max(ranges))),
-    len(sizes),
-  )
+  limits = float(min(ranges)), float(max(ranges))
+  return Fit(float(s_min), float(e_min / s_min), float(error), limits, len(sizes))
 
 
 def _line(sizes: np.ndarray, steps: np.ndarray) -> np.ndarray:
@@ -96,13 +91,9 @@ def _is_positive(value: float, scale: np.ndarray) -> bool:
 
 
 def make_trials(
-  config: Config,
-  batch_sizes: Sequence[int],
-  workdir: Path,
-  *,
-  seeds: int = 1,
+  config: Config, batch_sizes: Sequence[int], workdir: Path, *, seeds: int = 1,
   device_batch: int | None = None,
-) -> list[Trial]:
+) -> list[Trial]:  # fmt: skip
   """A trial for each batch size and seed, in directories of their own.
 
   Args:
@@ -131,10 +122,7 @@ def make_trials(
       # What the devices do not divide is refused before anything is run.
       rows = max(size // jax.device_count(), 1)
       change["accumulate_steps"] = micro_batches(rows, device_batch)
-    for i in range(seeds):
-      seed = config.seed + i
-      one = trials.prepare(config, **change, seed=seed)
-      made.append(Trial(one, workdir / f"batch-{size}" / f"seed-{seed}"))
+    made += trials.make(config, workdir / f"batch-{size}", seeds, **change)
   return made
 
 
@@ -152,10 +140,10 @@ def summarise(
   config: Config, outcomes: Sequence[Outcome], title: str
 ) -> dict[str, Any]:
   """The study as JSON: its runs, means over the seeds of a size, the fit, caveats."""
-  sizes = [
-    _size([o for o in outcomes if o.batch_size == size])
-    for size in sorted({o.batch_size for o in outcomes})
-  ]
+  by_size: dict[int, list[Outcome]] = {}
+  for outcome in sorted(outcomes, key=lambda o: o.batch_size):
+    by_size.setdefault(outcome.batch_size, []).append(outcome)
+  sizes = [_size(runs) for runs in by_size.values()]
   # A size where only the lucky seeds reached would bend the curve.
   points = [s for s in sizes if s["reached"] == s["runs"]]
   fit = fit_steps([s["batch_size"] for s in points], [s["target_step"] for s in points])
@@ -183,19 +171,14 @@ def _size(runs: Sequence[Outcome]) -> dict[str, Any]:
     return statistics.fmean(values) if values else None
 
   status = [run.status for run in runs]
+  same = ("batch_size", "accumulate_steps", "peak_lr", "eval_every")
   names = (
     "target_step", "target_examples", "target_epochs", "target_seconds", "accuracy",
     "train_accuracy", "gap", "noise_scale",
   )  # fmt: skip
-  return {
-    "batch_size": runs[0].batch_size,
-    "accumulate_steps": runs[0].accumulate_steps,
-    "peak_lr": runs[0].peak_lr,
-    "eval_every": runs[0].eval_every,
-    "runs": len(runs),
-    **{s: status.count(s) for s in ("reached", "missed", "diverged")},
-    **{name: mean(name) for name in names},
-  }
+  found = {name: getattr(runs[0], name) for name in same} | {"runs": len(runs)}
+  found |= {s: status.count(s) for s in ("reached", "missed", "diverged")}
+  return found | {name: mean(name) for name in names}
 
 
 def _notes(config, sizes, points, fit: Fit | None) -> list[str]:
@@ -205,44 +188,29 @@ def _notes(config, sizes, points, fit: Fit | None) -> list[str]:
     notes.append("lr_scaling='none': every size was trained at the same rate")
   if points:
     coarsest = max(s["eval_every"] / s["target_step"] for s in points)
-    notes.append(
-      "steps to target are known to one evaluation, at worst "
-      f"{coarsest:.0%} of them (evaluation.every_epochs)"
-    )
+    text = f"steps to target are known to one evaluation, at worst {coarsest:.0%} of "
+    notes.append(f"{text}them (evaluation.every_epochs)")
   if fit is None:
-    reason = (
-      f"{len(points)} sizes where every run reached, of the 3 it takes"
-      if len(points) < 3
-      else "steps do not bend as S_min (1 + B_crit / B) within these sizes"
-    )
+    reason = "steps do not bend as S_min (1 + B_crit / B) within these sizes"
+    if len(points) < 3:
+      reason = f"{len(points)} sizes where every run reached, of the 3 it takes"
     return [*notes, f"no critical batch size: {reason}"]
-  notes.append(_critical(fit))
-  scales = [s["noise_scale"] for s in sizes if s["noise_scale"] is not None]
-  if scales:
-    scale = statistics.fmean(scales)
-    share = f", {scale / fit.b_crit:.2g} of the critical batch size"
-    notes.append(
-      f"gradient-noise scale {scale:,.0f} examples in the mean over sizes"
-      + ("" if np.isinf(fit.b_crit_range[1]) else share)
-    )
-  return notes
-
-
-def _critical(fit: Fit) -> str:
-  """The critical batch size, and how far it is to be trusted."""
   low, high = fit.b_crit_range
-  curve = (
-    f"a curve of two parameters through {fit.num_sizes} points, off by up to "
-    f"{fit.error:.0%}, for this target, schedule and rate rule alone"
-  )
+  curve = f"a curve of two parameters through {fit.num_sizes} points, off by up to "
+  curve += f"{fit.error:.0%}, for this target, schedule and rate rule alone"
   best = f"{fit.b_crit:,.0f} (S_min {fit.s_min:,.0f} steps)"
-  if np.isinf(high):
-    return (
-      f"critical batch size at least {low:,.0f}, and no upper limit: there is none "
-      f"when a size is left out; {best} with all of them, {curve}"
-    )
-  left_out = f"{low:,.0f} to {high:,.0f} when a size is left out"
-  return f"critical batch size {best}: {left_out}; {curve}"
+  if is_open := np.isinf(high):
+    text = f"at least {low:,.0f}, and no upper limit: there is none when a size is "
+    text += f"left out; {best} with all of them, {curve}"
+  else:
+    text = f"{best}: {low:,.0f} to {high:,.0f} when a size is left out; {curve}"
+  notes.append(f"critical batch size {text}")
+  if scales := [s["noise_scale"] for s in sizes if s["noise_scale"] is not None]:
+    scale = statistics.fmean(scales)
+    text = f"gradient-noise scale {scale:,.0f} examples in the mean over sizes"
+    share = f", {scale / fit.b_crit:.2g} of the critical batch size"
+    notes.append(text if is_open else text + share)
+  return notes
 
 
 _COLUMNS = {
@@ -265,28 +233,16 @@ def table(study: dict[str, Any]) -> str:
   return "\n".join([f"{title} epochs at most", sizes, *study["notes"]])
 
 
-def study(
-  title: str,
-  config: Config,
-  workdir: Path,
-  *,
-  batch_sizes: Sequence[int],
-  seeds: int = 1,
-  device_batch: int | None = None,
-) -> trials.Page:
+def study(title: str, config: Config, workdir: Path, **sizes: Any) -> trials.Page:
   """Train at each size; returns what process 0 writes and prints at the end.
 
   Args:
     title: of table and picture.
-    config: see `make_trials`, as for the arguments that follow.
+    config: see `make_trials`, as for `sizes`.
     workdir: of the study.
-    batch_sizes: examples per step.
-    seeds: runs of each size.
-    device_batch: the most examples that a device works on at once.
+    sizes: `batch_sizes`, `seeds` and `device_batch`.
   """
-  made = make_trials(
-    config, batch_sizes, workdir, seeds=seeds, device_batch=device_batch
-  )
+  made = make_trials(config, workdir=workdir, **sizes)
   found = summarise(config, trials.run_trials(made), title)
 
   def page() -> str:

@@ -73,10 +73,8 @@ def olympic_mean(values: Sequence[float | None]) -> float | None:
     >>> olympic_mean([5, 1, 2, 3, None])
     3.3333333333333335
   """
-  if len(values) < 3:
-    raise ValueError(
-      f"{len(values)} values: best and worst are dropped, give 3 or more"
-    )
+  if (count := len(values)) < 3:
+    raise ValueError(f"{count} values: best and worst are dropped, give 3 or more")
   kept = sorted(math.inf if v is None else v for v in values)[1:-1]
   mean = statistics.fmean(kept)
   return None if math.isinf(mean) else mean
@@ -111,38 +109,32 @@ def make_trials(config: Config, workdir: Path, seeds: int) -> list[Trial]:
     ConfigError: the config has no target.
   """
   log = dataclasses.replace(config.log, mllog=True)
-  return [
-    Trial(trials.prepare(config, seed=seed, log=log), workdir / f"seed-{seed}")
-    for seed in range(config.seed, config.seed + seeds)
-  ]
+  return trials.make(config, workdir, seeds, log=log)
 
 
 def summarise(
   config: Config, outcomes: Sequence[Outcome], title: str
 ) -> dict[str, Any]:
   """The result as JSON."""
-  by_step = [o.target_step for o in outcomes]
-  valid = olympic_mean(by_step) is not None
-  known = valid and all(
-    o.target_seconds is not None for o in outcomes if o.target_step is not None
+  steps, epochs, seconds = (
+    olympic_mean([getattr(o, f"target_{unit}") for o in outcomes])
+    for unit in ("step", "epochs", "seconds")
   )
-  seconds = olympic_mean([o.target_seconds for o in outcomes]) if known else None
+  if any(o.target_seconds is None for o in outcomes if o.target_step is not None):
+    seconds = None
   point = reference(config)
-  epochs = olympic_mean([o.target_epochs for o in outcomes])
   return {
     "title": title,
     "target_accuracy": config.target_accuracy,
     "batch_size": config.batch_size,
     "runs": [o.as_dict() for o in outcomes],
     "reached": sum(o.status == "reached" for o in outcomes),
-    "valid": valid,
-    "steps": olympic_mean(by_step),
+    "valid": steps is not None,
+    "steps": steps,
     "epochs": epochs,
     "seconds": seconds,
     "reference": None if point is None else point._asdict(),
-    "faster_than_reference": (
-      None if point is None or epochs is None else epochs < point.min_epochs
-    ),
+    "faster_than_reference": epochs < point.min_epochs if point and epochs else None,
   }
 
 
@@ -156,37 +148,22 @@ _COLUMNS = {
 def table(result: dict[str, Any]) -> str:
   """The result for a terminal: one line per run, then the result."""
   count, reached = len(result["runs"]), result["reached"]
-  title = (
-    f"{result['title']}: to {result['target_accuracy']:.2%} at batch "
-    f"{result['batch_size']:,}, {reached} of {count} reached"
-  )
-  return "\n".join([title, entries_table(result["runs"], _COLUMNS), *_outcome(result)])
-
-
-def _outcome(result: dict[str, Any]) -> list[str]:
-  """What counts, in words."""
+  title = f"{result['title']}: to {result['target_accuracy']:.2%} at batch "
+  title += f"{result['batch_size']:,}, {reached} of {count} reached"
+  lines = [title, entries_table(result["runs"], _COLUMNS)]
   if not result["valid"]:
-    return [
-      f"no result: {len(result['runs']) - result['reached']} runs missed, one may"
-    ]
-  seconds = result["seconds"]
-  shown = (
-    "time unknown, a run was interrupted" if seconds is None else f"{seconds:.1f} s"
-  )
-  lines = [
-    f"without best and worst: {result['steps']:,.1f} steps, "
-    f"{result['epochs']:.2f} epochs, {shown}"
-  ]
-  if (point := result["reference"]) is not None:
-    lines.append(
-      f"MLPerf's reference needs {point['epochs']:.1f} epochs; "
-      + (
-        f"fewer than {point['min_epochs']:.1f} would not pass as the same training"
-        if result["faster_than_reference"]
-        else "this is not faster than its runs scatter"
-      )
-    )
-  return lines
+    return "\n".join([*lines, f"no result: {count - reached} runs missed, one may"])
+  seconds = "time unknown, a run was interrupted"
+  if result["seconds"] is not None:
+    seconds = f"{result['seconds']:.1f} s"
+  steps, epochs = f"{result['steps']:,.1f} steps", f"{result['epochs']:.2f} epochs"
+  lines.append(f"without best and worst: {steps}, {epochs}, {seconds}")
+  if point := result["reference"]:
+    text = "this is not faster than its runs scatter"
+    if result["faster_than_reference"]:
+      text = f"fewer than {point['min_epochs']:.1f} would not pass as the same training"
+    lines.append(f"MLPerf's reference needs {point['epochs']:.1f} epochs; {text}")
+  return "\n".join(lines)
 
 
 def collect_logs(made: Sequence[Trial], workdir: Path) -> list[Path]:

@@ -8,7 +8,6 @@ killed resumes where it was. That a run diverges or misses is an outcome too.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,11 +98,16 @@ def prepare(config: Config, **changes: Any) -> Config:
     ConfigError: there is no target, or a value is impossible.
   """
   if config.target_accuracy is None:
-    raise ConfigError(
-      "Config.target_accuracy=None: nothing to reach, add e.g. "
-      "--config.target_accuracy=0.9"
-    )
+    advice = "nothing to reach, add e.g. --config.target_accuracy=0.9"
+    raise ConfigError(f"Config.target_accuracy=None: {advice}")
   return dataclasses.replace(config, **changes, stop_at_target=True)
+
+
+def make(config: Config, workdir: Path, seeds: int, **changes: Any) -> list[Trial]:
+  """One trial per seed, from the config's on, each in `workdir`/seed-N."""
+  numbers = range(config.seed, config.seed + seeds)
+  configs = {seed: prepare(config, seed=seed, **changes) for seed in numbers}
+  return [Trial(one, workdir / f"seed-{seed}") for seed, one in configs.items()]
 
 
 def check(trials: Sequence[Trial]) -> None:
@@ -138,24 +142,16 @@ def run_trials(trials: Sequence[Trial]) -> list[Outcome]:
   outcomes = []
   for i, (trial, outcome) in enumerate(zip(trials, known, strict=True), 1):
     if cluster.is_leader():
-      config = trial.config
       state = "done before" if outcome else "running"
-      print(
-        f"== {i} of {len(trials)}: batch {config.batch_size:,}, seed {config.seed}, "
-        f"{state} ({trial.workdir})",
-        flush=True,
-      )
+      text = f"batch {trial.config.batch_size:,}, seed {trial.config.seed}, {state}"
+      print(f"== {i} of {len(trials)}: {text} ({trial.workdir})", flush=True)
     outcomes.append(outcome or run_trial(trial))
   return outcomes
 
 
 def finished(trial: Trial) -> Outcome | None:
   """What a trial left when it was done, if that was with the same settings."""
-  try:
-    saved = json.loads((trial.workdir / "outcome.json").read_text())
-  except (OSError, ValueError):
-    saved = {}
-  saved = cluster.from_leader(saved)
+  saved = cluster.from_leader(metrics.read_json(trial.workdir / "outcome.json"))
   if saved.get("config") != repr(trial.config):
     return None
   return Outcome(**{name: saved[name] for name in Outcome._fields if name in saved})
@@ -173,15 +169,11 @@ def run_trial(trial: Trial) -> Outcome:
   from jaxscale.training.loop import NonFiniteError
 
   config, experiment = trial.config, experiment_in(trial.workdir, trial.config)
-  common = {
-    "batch_size": config.batch_size,
-    "seed": config.seed,
-    "accumulate_steps": config.accumulate_steps,
-    "peak_lr": experiment.derived.peak_lr,
-    "target": config.target_accuracy,
-    "num_train": experiment.derived.num_train,
-    "eval_every": experiment.derived.eval_every,
-  }
+  names = ("batch_size", "seed", "accumulate_steps")
+  common = {name: getattr(config, name) for name in names}
+  names = ("peak_lr", "num_train", "eval_every")
+  common |= {name: getattr(experiment.derived, name) for name in names}
+  common["target"] = config.target_accuracy
   try:
     state, summary = fit(config, trial.workdir)
   except NonFiniteError as e:
