@@ -25,11 +25,11 @@ from jax.sharding import PartitionSpec as P
 from jaxscale import cluster, collectives, models
 from jaxscale.exchange import Exchange, plain
 from jaxscale.exchange.buckets import best_bucket_bytes, bucketed
-from jaxscale.exchange.wrappers import delayed
 from jaxscale.exchange.low_precision import half_precision, int8
 from jaxscale.exchange.one_bit import one_bit
 from jaxscale.exchange.power_sgd import power_sgd
 from jaxscale.exchange.top_k import top_k
+from jaxscale.exchange.wrappers import delayed
 from jaxscale.mesh import make_mesh
 from jaxscale.planning import hlo
 

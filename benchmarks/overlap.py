@@ -61,9 +61,9 @@ from jaxscale.exchange.top_k import top_k
 from jaxscale.exchange.wrappers import delayed, silent
 from jaxscale.mesh import batch_sharding
 from jaxscale.planning import hlo
-from jaxscale.planning.topologies import target_config
 from jaxscale.planning.cost import costs
 from jaxscale.planning.parse import modules
+from jaxscale.planning.topologies import target_config
 from jaxscale.training import losses
 from jaxscale.training.state import abstract_state
 from jaxscale.training.step import make_train_step

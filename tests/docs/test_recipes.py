@@ -112,7 +112,8 @@ def test_the_numbers_are_those_of_the_source(path):
   found = Recipe(
     type(o).__name__, o.lr, numbers, o.weight_decay, getattr(o, "include", None),
     config.batch_size, derived.total_steps, derived.warmup_steps, config.model.bn_span,
-    config.clip_norm, config.loss.label_smoothing, getattr(config.schedule, "end_lr", None),
+    config.clip_norm, config.loss.label_smoothing,
+    getattr(config.schedule, "end_lr", None),
   )  # fmt: skip
   assert found._replace(momentum=0) == r._replace(momentum=0)
   np.testing.assert_allclose(numbers, r.momentum, rtol=1e-12)

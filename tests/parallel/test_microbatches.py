@@ -14,7 +14,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.experiment import build, microbatches
 from jaxscale.experiment.derive import derive
 from jaxscale.experiment.microbatches import device_summary, micro_batches
-from jaxscale.preflight import devices
+from jaxscale.preflight.devices import fits
 from jaxscale.run import adaptive_batch
 from jaxscale.run.workdir import claim_workdir, describe, describe_text, start_devices
 from support.digits import BATCH, assert_same, run
@@ -315,8 +315,8 @@ def test_the_preflight_of_a_run_that_resumes_knows_where_it_began(began):
   changes = {"batch_size": "72", "accumulate_steps": "2", "model": "MLP"}
   workdir = began(config(**changes), 12)
   asked = {"config": "configs/digits.py", "overrides": changes}
-  assert devices.fits(**asked, workdir=str(workdir))["bytes"] > 0
-  error = devices.fits(**asked, workdir=str(workdir / "other"))["error"]
+  assert fits(**asked, workdir=str(workdir))["bytes"] > 0
+  error = fits(**asked, workdir=str(workdir / "other"))["error"]
   assert "not divisible by 8 devices x 2 accumulate_steps" in error
 
 

@@ -60,8 +60,9 @@ def test_all_leave_soon_and_name_the_culprit(child, tmp_path, fault, line):
     ours = server.getsockname()[1]
   # Limits that a machine which is busy with other tests keeps in health.
   quick = "heartbeat_timeout_s=1.2, hang_timeout_s=1.6, compile_timeout_s=1.5"
+  slow = "heartbeat_timeout_s=4, hang_timeout_s=5, compile_timeout_s=100"
   code = (
-    CHILD.replace(quick, "heartbeat_timeout_s=4, hang_timeout_s=5, compile_timeout_s=100")
+    CHILD.replace(quick, slow)
     .replace(
       "socket.socket(fileno=port)  # inherited, and listening",
       'socket.create_server(("127.0.0.1", port))',
