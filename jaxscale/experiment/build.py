@@ -185,11 +185,12 @@ def experiment(
   layout = layouts.make_layout(config, mesh, model)
   totals = layouts.make_totals(model, layout, build(config.loss, eval_data.info))
   eval_step = steps.make_eval_step(totals, mesh, layout)
-  shared = config, derived, mesh, model, layout
+  parts = _phase_parts(
+    config, derived, mesh, model, layout, train_data, derived.phases[0]
+  )
   return Experiment(
     config=config, derived=derived, mesh=mesh, eval_data=eval_data, model=model,
-    layout=layout, eval_step=eval_step,
-    **_phase_parts(*shared, train_data, derived.phases[0]),
+    layout=layout, eval_step=eval_step, **parts,
   )  # fmt: skip
 
 
@@ -213,8 +214,8 @@ def make_data(config: cfg.Config) -> tuple[data.Dataset, data.Dataset]:
 def at_phase(experiment: Experiment, phase: Phase) -> Experiment:
   """The same experiment with the parts of one phase: data, optimizer, step."""
   e = experiment
-  shared = e.config, e.derived, e.mesh, e.model, e.layout
-  return e.replace(**_phase_parts(*shared, e.train_data, phase))
+  shared = e.config, e.derived, e.mesh, e.model, e.layout, e.train_data
+  return e.replace(**_phase_parts(*shared, phase))
 
 
 def _phase_parts(

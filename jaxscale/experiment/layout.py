@@ -152,13 +152,13 @@ def _check_rules(
   for (path, _), spec, expected in specs:
     name = path_name(path)
     for axis in ("stage", "model"):
-      places = [tuple(s).index(axis) if axis in s else None for s in (spec, expected)]
-      if places[0] != places[1]:
-        of = "none" if places[1] is None else f"dim {places[1]}"
+      splits, needs = (
+        f"dim {tuple(s).index(axis)}" if axis in s else "none" for s in (spec, expected)
+      )
+      if splits != needs:
         raise ConfigError(
-          f"Layout.rules: {name} is computed with {of} of its dims split along "
-          f"{axis}, and its rule splits "
-          + ("none" if places[0] is None else f"dim {places[0]}")
+          f"Layout.rules: {name} is computed with {needs} of its dims split along "
+          f"{axis}, and its rule splits {splits}"
         )
     if name.startswith("layers/") and spec[0] == "fsdp":
       raise ConfigError(

@@ -122,9 +122,9 @@ def over_devices(
 def device_summary(config: cfg.Config, derived: Derived) -> str | None:
   """One line for the log, where the run began on another number of devices.
 
-  For example "8 devices, 16 at the start: 2 micro-batches per step instead of 1, so that
-  a device still holds 64 examples at a time; the global batch and the order of examples
-  stay".
+  For example "8 devices, 16 at the start: 2 micro-batches per step instead of 1, so
+  that a device still holds 64 examples at a time; the global batch and the order of
+  examples stay".
   """
   each = derived.num_devices // derived.row_blocks  # devices that share their rows
   here, start = derived.row_blocks, max(derived.start_devices // each, 1)

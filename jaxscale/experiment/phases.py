@@ -100,9 +100,8 @@ def step_at(phases: Sequence[Phase], examples: int) -> int:
     >>> step_at((one, two), 130)
     12
   """
-  inside = (
-    s for s in phases if examples <= s.examples + (s.stop - s.start) * s.batch_size
-  )
+  ends = (s.examples + (s.stop - s.start) * s.batch_size for s in phases)
+  inside = (s for s, end in zip(phases, ends, strict=True) if examples <= end)
   phase = next(inside, phases[-1])
   return phase.start + math.ceil((examples - phase.examples) / phase.batch_size)
 
@@ -191,17 +190,9 @@ def scale_velocity(opt_state: Any, factor: float) -> Any:
   changes, (1 - old) / (1 - new) carries it over, and nothing jumps.
   """
 
-  def has_velocity(node):
-    # NamedTuples of ours or of optax; arrays have a method `trace` as well.
-    fields = getattr(node, "_fields", ())
-    return "velocity" in fields or "trace" in fields
+  def scale(path, x):
+    # Fields of NamedTuples of ours or of optax; names of parameters are keys.
+    fields = {getattr(key, "name", None) for key in path}
+    return x * jnp.asarray(factor, x.dtype) if fields & {"velocity", "trace"} else x
 
-  def scale(node):
-    if not has_velocity(node):
-      return node
-    name = "velocity" if "velocity" in node._fields else "trace"
-    old = getattr(node, name)
-    new = jax.tree.map(lambda v: v * jnp.asarray(factor, v.dtype), old)
-    return node._replace(**{name: new})
-
-  return jax.tree.map(scale, opt_state, is_leaf=has_velocity)
+  return jax.tree.map_with_path(scale, opt_state)

@@ -1,7 +1,6 @@
 from .adam import adamw as adamw
 from .adam import lamb as lamb
 from .depth import layerwise_rate_decay as layerwise_rate_decay
-from .lars_variants import LarsVariant as LarsVariant
 from .lars_variants import lars as lars
 from .layers import TrustRatios as TrustRatios
 from .layers import trust_ratios as trust_ratios
@@ -24,6 +23,7 @@ from .settings import LARS as LARS
 from .settings import SGD as SGD
 from .settings import AdamW as AdamW
 from .settings import Cosine as Cosine
+from .settings import LarsVariant as LarsVariant
 from .settings import Muon as Muon
 from .settings import Optax as Optax
 from .settings import Polynomial as Polynomial

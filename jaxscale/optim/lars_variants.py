@@ -45,11 +45,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.optim.layers import Layer, layer_norm
 from jaxscale.optim.masks import Mask, kernels
 from jaxscale.optim.momentum import Form, momentum_rule
-
-LarsVariant = Literal[
-  "paper", "nvidia", "tf_contrib", "tf_contrib_l2_in_loss", "torch", "optax",
-  "larc_clip", "larc_scale", "nvcaffe_clip", "nvcaffe_scale",
-]  # fmt: skip
+from jaxscale.optim.settings import LarsVariant
 
 
 class _Variant(NamedTuple):
@@ -143,9 +139,7 @@ def lars(
       f"variant={variant!r} does not hold the rate, there is nothing to correct; "
       "leave it out"
     )
-  eta = trust_coefficient
-  if denominator == "gradient":
-    eta = (1 - momentum) * eta
+  eta = trust_coefficient * ((1 - momentum) if denominator == "gradient" else 1)
 
   def ratio(g: jax.Array, w: jax.Array, rate: jax.Array, layer: Layer) -> jax.Array:
     g_norm = layer_norm(g + weight_decay * w if denominator == "decayed" else g, layer)
@@ -164,14 +158,6 @@ def lars(
       clipped &= defined
     return jnp.where(clipped, local / jnp.where(clipped, rate, 1.0), 1.0)
 
-  return momentum_rule(
-    learning_rate,
-    form,
-    momentum=momentum,
-    weight_decay=weight_decay,
-    nesterov=nesterov,
-    ratio=ratio,
-    momentum_correction=variant == "nvidia" or momentum_correction,
-    mask=mask,
-    stacked=stacked,
-  )
+  correction = variant == "nvidia" or momentum_correction
+  rule = momentum, weight_decay, nesterov, correction
+  return momentum_rule(learning_rate, form, ratio, *rule, mask, stacked)

@@ -115,39 +115,31 @@ def sgd(
       f"momentum_correction={momentum_correction}: a velocity without the rate "
       "needs none; leave out rate_in_velocity=False"
     )
-  return momentum_rule(
-    learning_rate,
-    Form(rate_in_velocity=corrected or bool(rate_in_velocity)),
-    momentum=momentum,
-    weight_decay=weight_decay,
-    nesterov=nesterov,
-    momentum_correction=momentum_correction,
-    mask=mask,
-    stacked=stacked,
-  )
+  form = Form(rate_in_velocity=corrected or bool(rate_in_velocity))
+  rule = momentum, weight_decay, nesterov, momentum_correction
+  return momentum_rule(learning_rate, form, None, *rule, mask, stacked)
 
 
 def momentum_rule(
   learning_rate: optax.ScalarOrSchedule,
   form: Form,
-  *,
+  ratio: RatioFn | None,
   momentum: float,
   weight_decay: float,
   nesterov: bool,
-  ratio: RatioFn | None = None,
-  momentum_correction: bool | int = False,
-  mask: Mask | None = None,
-  stacked: Mask | None = None,
+  momentum_correction: bool | int,
+  mask: Mask | None,
+  stacked: Mask | None,
 ) -> optax.GradientTransformation:
   """The update of the module's docstring.
 
   Args:
     learning_rate: a number or a function of the step.
     form: where rate and trust ratio enter.
+    ratio: the trust ratio of a layer; None: there is none.
     momentum: m.
     weight_decay: wd.
     nesterov: look ahead.
-    ratio: the trust ratio of a layer; None: there is none.
     momentum_correction: False: c is 1; True: always lr_t / lr_{t-1}; a number:
       in that many first steps.
     mask: which leaves have decay and trust ratio; None: all.

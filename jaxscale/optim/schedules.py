@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, get_args
 
 import jax.numpy as jnp
 import optax
@@ -67,7 +67,6 @@ def warmup_polynomial(
     >>> float(warmup_polynomial(32, 400, 4000, end=0.0, restart=False)(400))
     25.920000076293945
   """
-  _check(peak, warmup_steps, total_steps, end=end)
   if power <= 0:
     raise ValueError(f"power={power}: need > 0")
   if decay_steps is not None and not (restart and decay_steps > 0):
@@ -82,7 +81,7 @@ def warmup_polynomial(
     left = jnp.clip((last - step) / span, 0.0, 1.0)
     return end + (peak - end) * left**power
 
-  return _after(_ramp(warmup, start, peak, warmup_steps), warmup_steps, decay)
+  return _schedule(decay, warmup, start, peak, warmup_steps, total_steps, end)
 
 
 def warmup_cosine(
@@ -112,14 +111,13 @@ def warmup_cosine(
   Example:
     >>> schedule = warmup_cosine(0.1, 20, 200)
   """
-  _check(peak, warmup_steps, total_steps, end=end)
   span = max(total_steps - warmup_steps, 1e-9)
 
   def decay(step):
     done = jnp.clip((step - warmup_steps) / span, 0.0, 1.0)
     return end + (peak - end) * (1 + jnp.cos(jnp.pi * done)) / 2
 
-  return _after(_ramp(warmup, start, peak, warmup_steps), warmup_steps, decay)
+  return _schedule(decay, warmup, start, peak, warmup_steps, total_steps, end)
 
 
 def warmup_steps(
@@ -150,7 +148,6 @@ def warmup_steps(
   Example:
     >>> goyal = warmup_steps(3.2, 780, (4680, 9360, 12480), start=0.1)
   """
-  _check(peak, warmup_steps, math.inf)
   if factor <= 0:
     raise ValueError(f"factor={factor}: need > 0")
   if any(a > b for a, b in pairwise([0, *boundaries])):
@@ -160,47 +157,19 @@ def warmup_steps(
     passed = sum((step >= b).astype(jnp.float32) for b in boundaries)
     return peak * factor ** jnp.asarray(passed, jnp.float32)
 
-  return _after(_ramp(warmup, start, peak, warmup_steps), warmup_steps, decay)
+  return _schedule(decay, warmup, start, peak, warmup_steps, math.inf)
 
 
-def _ramp(
-  kind: Warmup, start: float, peak: float, warmup_steps: float
+def _schedule(
+  decay: optax.Schedule,
+  warmup: Warmup,
+  start: float,
+  peak: float,
+  warmup_steps: float,
+  total_steps: float,
+  end: float = 0.0,
 ) -> optax.Schedule:
-  """From `start` at step 0 to `peak` at `warmup_steps`, and there it stays."""
-  if not 0 <= start <= peak:
-    raise ValueError(f"start={start}: need 0 <= start <= peak={peak}")
-  if kind not in ("linear", "quadratic", "exponential"):
-    raise ValueError(f"warmup={kind!r}: give 'linear', 'quadratic' or 'exponential'")
-  if kind == "exponential" and not start:
-    raise ValueError("start=0: an exponential warm-up needs start > 0")
-
-  def ramp(step):
-    done = jnp.clip(step / max(warmup_steps, 1e-9), 0.0, 1.0)
-    if kind == "exponential":
-      return start * (peak / start) ** done
-    return start + (peak - start) * (done if kind == "linear" else done * done)
-
-  return ramp
-
-
-def _after(
-  ramp: optax.Schedule, warmup_steps: float, decay: optax.Schedule
-) -> optax.Schedule:
-  """`ramp` before step `warmup_steps`, `decay` from there on, both of the step."""
-
-  def schedule(step):
-    step = jnp.asarray(step, jnp.float32)
-    if not warmup_steps:
-      return decay(step)
-    return jnp.where(step < warmup_steps, ramp(step), decay(step))
-
-  return schedule
-
-
-def _check(
-  peak: float, warmup_steps: float, total_steps: float, *, end: float = 0.0
-) -> None:
-  """One sentence for what cannot be."""
+  """A ramp from `start` before step `warmup_steps`, `decay` from there on."""
   if not 0 < peak < math.inf:
     raise ValueError(f"peak={peak}: need a rate > 0")
   if end < 0:
@@ -212,6 +181,25 @@ def _check(
     )
   if total_steps <= 0:
     raise ValueError(f"total_steps={total_steps}: need > 0")
+  if not 0 <= start <= peak:
+    raise ValueError(f"start={start}: need 0 <= start <= peak={peak}")
+  if warmup not in get_args(Warmup):
+    raise ValueError(f"warmup={warmup!r}: give 'linear', 'quadratic' or 'exponential'")
+  if warmup == "exponential" and not start:
+    raise ValueError("start=0: an exponential warm-up needs start > 0")
+
+  def schedule(step):
+    step = jnp.asarray(step, jnp.float32)
+    if not warmup_steps:
+      return decay(step)
+    done = jnp.clip(step / warmup_steps, 0.0, 1.0)
+    if warmup == "exponential":
+      ramp = start * (peak / start) ** done
+    else:
+      ramp = start + (peak - start) * (done if warmup == "linear" else done * done)
+    return jnp.where(step < warmup_steps, ramp, decay(step))
+
+  return schedule
 
 
 def scale_learning_rate(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from jaxscale import optim  # whose names load when they are asked for
 from jaxscale.config.bases import Optimizer, OptimizerContext, Schedule, ScheduleContext
 from jaxscale.config.bounds import Fraction, NonNegative, Positive, check_pattern
 from jaxscale.errors import ConfigError
@@ -16,11 +17,14 @@ __all__ = [
   "LAMB", "LARS", "SGD", "AdamW", "Cosine", "Muon", "Optax", "Polynomial", "Steps",
 ]  # fmt: skip
 
+LarsVariant = Literal[
+  "paper", "nvidia", "tf_contrib", "tf_contrib_l2_in_loss", "torch", "optax",
+  "larc_clip", "larc_scale", "nvcaffe_clip", "nvcaffe_scale",
+]  # fmt: skip
+
 
 def _options(chosen: Optimizer, context: OptimizerContext) -> dict[str, Any]:
   """The fields as keyword arguments of the functions in `jaxscale.optim`."""
-  from jaxscale.optim.masks import kernels, matching
-
   given = {f.name: getattr(chosen, f.name) for f in dataclasses.fields(chosen)}
   del given["lr"]  # the schedule has it
   if context.momentum is not None and "momentum" in given:
@@ -29,9 +33,9 @@ def _options(chosen: Optimizer, context: OptimizerContext) -> dict[str, Any]:
     correct = {"never": False, "warmup": context.warmup_steps, "always": True}
     given["momentum_correction"] = correct[given["momentum_correction"]]
   if "include" in given:
-    masks = {"kernels": kernels, "all": None}
+    masks = {"kernels": optim.kernels, "all": None}
     include = given.pop("include")
-    given["mask"] = masks[include] if include in masks else matching(include)
+    given["mask"] = masks[include] if include in masks else optim.matching(include)
   if context.stacked is not None:
     given["stacked"] = context.stacked
   return given
@@ -56,8 +60,6 @@ class SGD(Optimizer):
   follows_batch_neutrally = has_resettable_momentum = True
 
   def build(self, schedule: optax.Schedule, context: OptimizerContext):
-    from jaxscale import optim
-
     return optim.sgd(schedule, **_options(self, context))
 
 
@@ -78,10 +80,7 @@ class LARS(Optimizer):
       more), "all", or a regular expression of their paths.
   """
 
-  variant: Literal[
-    "paper", "nvidia", "tf_contrib", "tf_contrib_l2_in_loss", "torch", "optax",
-    "larc_clip", "larc_scale", "nvcaffe_clip", "nvcaffe_scale",
-  ] = "paper"  # fmt: skip
+  variant: LarsVariant = "paper"
   momentum: Fraction = 0.9
   weight_decay: NonNegative = 1e-4
   trust_coefficient: Positive = 1e-3
@@ -96,8 +95,6 @@ class LARS(Optimizer):
     _check_include(self)
 
   def build(self, schedule: optax.Schedule, context: OptimizerContext):
-    from jaxscale import optim
-
     return optim.lars(schedule, **_options(self, context))
 
 
@@ -117,8 +114,6 @@ class AdamW(Optimizer):
   weight_decay: NonNegative = 1e-4
 
   def build(self, schedule: optax.Schedule, context: OptimizerContext):
-    from jaxscale import optim
-
     return optim.adamw(schedule, **_options(self, context))
 
 
@@ -141,8 +136,6 @@ class LAMB(AdamW):
     _check_include(self)
 
   def build(self, schedule: optax.Schedule, context: OptimizerContext):
-    from jaxscale import optim
-
     return optim.lamb(schedule, **_options(self, context))
 
 
@@ -165,8 +158,6 @@ class Muon(Optimizer):
   weight_decay: NonNegative = 0.0
 
   def build(self, schedule: optax.Schedule, context: OptimizerContext):
-    from jaxscale import optim
-
     options = _options(self, context)
     if context.embeddings is not None:
       options["by_adam"] = context.embeddings
@@ -237,8 +228,6 @@ class Cosine(Warmup):
   end_lr: NonNegative = 0.0
 
   def build(self, peak: float, context: ScheduleContext) -> optax.Schedule:
-    from jaxscale import optim
-
     return optim.warmup_cosine(
       peak, context.warmup_steps, context.total_steps, end=self.end_lr,
       **self.rise(peak, context),
@@ -269,8 +258,6 @@ class Polynomial(Cosine):
       )
 
   def build(self, peak: float, context: ScheduleContext) -> optax.Schedule:
-    from jaxscale import optim
-
     epochs = self.decay_epochs
     return optim.warmup_polynomial(
       peak, context.warmup_steps, context.total_steps, end=self.end_lr,
@@ -299,8 +286,6 @@ class Steps(Warmup):
       )
 
   def build(self, peak: float, context: ScheduleContext) -> optax.Schedule:
-    from jaxscale import optim
-
     boundaries = [round(epoch * context.per_epoch) for epoch in self.boundaries]
     return optim.warmup_steps(
       peak, context.warmup_steps, boundaries, factor=self.factor,

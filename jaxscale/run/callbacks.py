@@ -146,11 +146,7 @@ class RunCallbacks(loop.Callbacks):
 
 
 def until_stopped(
-  batches: Iterable[Batch],
-  mesh: Mesh,
-  watch: Watch,
-  step: int,
-  activity: str = "preparing",
+  batches: Iterable[Batch], mesh: Mesh, watch: Watch, step: int, activity="preparing"
 ) -> Iterator[dict[str, jax.Array]]:
   """The batches of an evaluation on the devices, until all are asked to stop.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from jaxscale import cluster, data, metrics
 
@@ -23,10 +23,7 @@ class DamageRecord:
   def __init__(self, workdir: Path, start: int):
     """Resume with what is on record, unless the run starts anew."""
     self._path = workdir / "damaged.json"
-    self._total = {
-      "training": data.DamagedExamples(),
-      "held-out": data.DamagedExamples(),
-    }
+    self._total = {split: data.DamagedExamples() for split in get_args(Split)}
     self._watched: list[tuple[Split, data.DamagedExamples]] = []
     self._reported = ""
     if start and self._path.exists():

@@ -34,9 +34,7 @@ def sample(
   key: jax.Array,
   *,
   num_tokens: int,
-  temperature: float = 1.0,
-  top_k: int | None = None,
-  top_p: float | None = None,
+  **choice: Any,
 ) -> jax.Array:
   """Tokens that follow a prompt; pure, and to be compiled whole.
 
@@ -46,9 +44,7 @@ def sample(
     prompt: int32 [rows, length], at least one token long.
     key: of the choices.
     num_tokens: how many.
-    temperature: as in `choose`.
-    top_k: likewise.
-    top_p: likewise.
+    choice: temperature, top_k and top_p of `choose`.
 
   Returns:
     int32 [rows, num_tokens].
@@ -71,7 +67,7 @@ def sample(
 
   def step(carry, key):
     logits, cache = carry
-    token = choose(logits, key, temperature=temperature, top_k=top_k, top_p=top_p)
+    token = choose(logits, key, **choice)
     return scores(token[:, None], cache), token
 
   keys = jax.random.split(key, num_tokens)

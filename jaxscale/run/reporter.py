@@ -28,19 +28,21 @@ class Reporter:
     experiment: build.Experiment,
     workdir: Path,
     start: int,
-    may_write: Callable[[], bool] = lambda: True,
+    may_write: Callable[[], bool],
   ):
     """Resume the record after step `start`, while `may_write` allows it."""
     config, derived = experiment.config, experiment.derived
-    leader = cluster.is_leader()
     self.experiment = experiment  # the phase that is running
     self.evaluation: dict[str, float] = {}  # the last one
     self.noise_scale: float | None = None
     self._config, self._start = config, start
     self._began = time.perf_counter()
-    self._evaluations: list[tuple[int, dict[str, float], float | None]] = [
-      (step, values, None) for step, values in _evaluated(workdir, start)
-    ]
+    self._evaluations: list[tuple[int, dict[str, float], float | None]] = []
+    lines = metrics.read_json_lines(workdir / "metrics.jsonl") if start else []
+    before = [x for x in lines if "eval/loss" in x and x["step"] <= start]
+    for line in cluster.from_leader(before):
+      values = {n[5:]: v for n, v in line.items() if n.startswith("eval/")}
+      self._evaluations.append((line["step"], values, None))
     self._waited = self._window_waited = 0.0
     self._window = time.perf_counter()
     self._warned = False
@@ -52,31 +54,24 @@ class Reporter:
       start=start,
       examples=examples_at(derived.phases, start),
       total_examples=self._examples(derived.total_steps),
-      quiet=not leader,
+      quiet=not cluster.is_leader(),
     )
     self.say = self._progress.say
     self._mllog: metrics.RunLog | None = None
-    self._writer = (
-      metrics.MetricWriter(
-        workdir,
-        start=start,
-        tensorboard=config.log.tensorboard,
-        may_write=may_write,
-        say=self.say,
+    self._writer, tensorboard = None, config.log.tensorboard
+    if cluster.is_leader():
+      self._writer = metrics.MetricWriter(
+        workdir, start=start, tensorboard=tensorboard, may_write=may_write, say=self.say
       )
-      if leader
-      else None
-    )
 
   def __enter__(self):
     return self
 
   def __exit__(self, *_):
     self._progress.close()
-    if self._mllog is not None:
-      self._mllog.close()
-    if self._writer is not None:
-      self._writer.close()
+    for log in (self._mllog, self._writer):
+      if log is not None:
+        log.close()
 
   def begin_mllog(self, workdir: Path, began: float) -> None:
     """Also write MLPerf's log, from here on.
@@ -98,9 +93,8 @@ class Reporter:
     """Another phase begins."""
     notes = [n for n in experiment.notes if n not in self.experiment.notes]
     self.experiment = experiment
-    total = experiment.derived.total_steps
+    total, phase = experiment.derived.total_steps, experiment.phase
     self._progress.expect(total, self._examples(total))
-    phase = experiment.phase
     size = f", images of {phase.image_size}" if phase.image_size else ""
     self._damage.watch("training", experiment.train_data)
     self.say(f"step {phase.start}  from here on batch {phase.batch_size:,}{size}")
@@ -169,10 +163,10 @@ class Reporter:
   def target(self) -> tuple[int, float | None] | None:
     """(step, seconds or None if resumed) of the first evaluation at the target."""
     targets = self._config.target_accuracy, self._config.target_loss
-    reached = (
-      (s, t) for s, found, t in self._evaluations if metrics.is_reached(found, *targets)
-    )
-    return next(reached, None)
+    for step, found, seconds in self._evaluations:
+      if metrics.is_reached(found, *targets):
+        return step, seconds
+    return None
 
   def stops_at_target(self) -> bool:
     """Whether the run ends here; all processes have the same evaluations."""
@@ -186,9 +180,7 @@ class Reporter:
     """The same batches; how long they are waited for is what `input_wait` says."""
     while True:
       clock = time.perf_counter()
-      try:
-        batch = next(batches)
-      except StopIteration:
+      if (batch := next(batches, None)) is None:
         return
       self._waited += time.perf_counter() - clock
       yield batch
@@ -230,15 +222,3 @@ class Reporter:
   def _write(self, step: int, prefix: str, values: dict[str, float]) -> None:
     if self._writer is not None:
       self._writer.write(step, {f"{prefix}/{k}": v for k, v in values.items()})
-
-
-def _evaluated(workdir: Path, start: int) -> list[tuple[int, dict[str, float]]]:
-  """(step, metrics) of the evaluations on record, as the leader finds them."""
-  lines = metrics.read_json_lines(workdir / "metrics.jsonl") if start else []
-  return cluster.from_leader(
-    [
-      (line["step"], {n[5:]: v for n, v in line.items() if n.startswith("eval/")})
-      for line in lines
-      if "eval/loss" in line and line["step"] <= start
-    ]
-  )

@@ -14,9 +14,6 @@ from jaxscale.cluster.watch.watch import Watch
 from jaxscale.config import Config
 from jaxscale.errors import EXIT_INTERRUPTED, GiveUpError
 
-# By `launch submit`: the job's script starts it again, which sees more than we do.
-_BY_LAUNCHER = "launcher"
-
 
 def open_session(
   config: Config, workdir: Path
@@ -67,8 +64,9 @@ def report_stop(config: Config, request: StopRequest | None, line: str) -> int:
   if not cluster.is_leader():
     return code
   print(line, flush=True)
-  job, launcher = requeue.job_name(), os.environ.get("JAXSCALE_REQUEUE")
-  if job is None or code == EXIT_INTERRUPTED or launcher == _BY_LAUNCHER:
+  # Under `launch submit` the job's script starts it again, which sees more than we do.
+  by_launcher = os.environ.get("JAXSCALE_REQUEUE") == "launcher"
+  if (job := requeue.job_name()) is None or code == EXIT_INTERRUPTED or by_launcher:
     return code
   requeued = requeue.requeue(job, requeue.restarts(), config.faults.max_restarts)
   print(requeued.line, flush=True)

@@ -86,12 +86,7 @@ class Report(NamedTuple):
 
 
 def time_exchange(
-  train_step: TrainStep,
-  silent_step: TrainStep,
-  state: TrainState,
-  batch: Batch,
-  *,
-  rounds: int = ROUNDS,
+  train_step: TrainStep, silent_step: TrainStep, state, batch, *, rounds: int = ROUNDS
 ) -> tuple[list[float], list[float], TrainState]:
   """Seconds of every round with and without the exchange; all processes call it.
 
@@ -206,12 +201,7 @@ def _ms(seconds: float) -> str:
 
 
 def measure(
-  experiment: build.Experiment,
-  train_step: TrainStep,
-  state: TrainState,
-  batch: Batch,
-  *,
-  rounds: int = ROUNDS,
+  experiment: build.Experiment, train_step: TrainStep, state, batch, *, rounds=ROUNDS
 ) -> Report:
   """The report of a phase of a run; every process must call it.
 

@@ -213,8 +213,9 @@ def _make_synchronize(exchange: Exchange, method: LocalUpdate, axes, is_guarded:
     opt_state = worker.opt_state
     if method.reset_momentum:
       opt_state = reset_momentum(opt_state)
-    started = WorkerState(*vary((params, model_state), axes), opt_state, exchange_state)
-    after = (params, model_state, outer_state), started
+    start, own_model_state = vary((params, model_state), axes)
+    worker_after = WorkerState(start, own_model_state, opt_state, exchange_state)
+    after = (params, model_state, outer_state), worker_after
     if not is_guarded:
       return *after, jnp.full((), -1, jnp.int32)
     # Not every exchange hands NaN on: each device reports its own pseudo-gradient.

@@ -43,7 +43,9 @@ if TYPE_CHECKING:
 # of its gradients, loss and model state, and of the mean gradient: -1 if all is
 # finite, else 2 i if the first bad leaf, of index i, holds NaN, 2 i + 1 if Inf.
 CODES = "nan_codes"
-_WHAT = ("gradient of {}", "{}", "new {}", "mean gradient of {}, after the exchange,")
+Sums = Mapping[str, tuple[str, ...]]
+_MEAN = "mean gradient"
+_WHAT = ("gradient of {}", "{}", "new {}", _MEAN + " of {}, after the exchange,")
 
 
 def first_bad(tree: Any) -> jax.Array:
@@ -118,9 +120,8 @@ def skip_bad_steps(update: Update, *, branch: bool) -> Update:
   """
 
   def guarded(state: TrainState, new: Gradients) -> TrainState:
-    skipped = state._replace(
-      step=state.step + 1, opt_state=count_steps(state.opt_state)
-    )
+    opt_state = count_steps(state.opt_state)
+    skipped = state._replace(step=state.step + 1, opt_state=opt_state)
     is_good = jnp.isfinite(new.metrics["loss"])
     after = if_good(is_good, lambda: update(state, new), lambda: skipped, branch=branch)
     # Selected in any case: in a branch XLA would keep both residuals of an exchange.
@@ -138,11 +139,7 @@ def keep(is_good: jax.Array, new: Any, old: Any) -> Any:
 
 
 def if_good(
-  is_good: jax.Array,
-  move: Callable[[], Any],
-  skip: Callable[[], Any],
-  *,
-  branch: bool,
+  is_good: jax.Array, move: Callable[[], Any], skip: Callable[[], Any], *, branch: bool
 ) -> Any:
   """`move()` in a good step, `skip()` in a bad one.
 
@@ -156,9 +153,7 @@ def if_good(
       branches worked in place, without a copy or a byte more. Elsewhere a branch would
       make the host wait: XLA for GPU reads the condition on the host in mid-step.
   """
-  if branch:
-    return lax.cond(is_good, move, skip)
-  return keep(is_good, move(), skip())
+  return lax.cond(is_good, move, skip) if branch else keep(is_good, move(), skip())
 
 
 def count_steps(opt_state: Any, steps: int = 1) -> Any:
@@ -189,7 +184,7 @@ def describe(
   params: Any,
   model_state: Any,
   state: Any,
-  summed: Mapping[str, tuple[str, ...]] | None = None,
+  summed: Sums | None = None,
 ) -> Diagnosis:
   """Which devices found what in a bad step; every process must call it.
 
@@ -212,7 +207,7 @@ def describe(
   """
   rows = sorted(codes.addressable_shards, key=lambda s: s.index[0].start or 0)
   found = {ordinal(s.device): np.asarray(s.data)[0].tolist() for s in rows}
-  before = {ordinal(device): name for device, name in bad_leaves(state).items()}
+  before = bad_leaves(state)
   bad = [
     [device, before.get(device, ""), *own]
     for device, own in found.items()
@@ -220,15 +215,9 @@ def describe(
   ]
   gathered = cluster.gather([platform.node(), len(found), bad])
   summed, of_params = summed or {}, _names(params)
-  names = [
-    [
-      f"{name}, summed over {' and '.join(summed[name])}," if name in summed else name
-      for name in of_params
-    ],
-    ["loss"],
-    _names(model_state),
-    of_params,
-  ]
+  sums = {name: f", summed over {' and '.join(axes)}," for name, axes in summed.items()}
+  own_names = [name + sums.get(name, "") for name in of_params]
+  names = [own_names, ["loss"], _names(model_state), of_params]
   has_bad_loss = any(own[1] >= 0 for _, _, bad in gathered for _, _, *own in bad)
   places: dict[str, list[tuple[int, str, int]]] = {}
   for process, (host, _, bad) in enumerate(gathered):
@@ -236,34 +225,37 @@ def describe(
       is_received = own[0] >= 0 > own[1] and of_params[own[0] // 2] in summed
       if has_bad_loss and is_received and not bad_before:
         continue
-      what = bad_before or _first_finding(own, names)
+      which = next((i for i, code in enumerate(own) if code >= 0), 0)
+      leaf, is_inf = divmod(own[which], 2)
+      finding = _WHAT[which].format(names[which][leaf])
+      what = bad_before or f"{finding} is {'Inf' if is_inf else 'NaN'}"
       places.setdefault(what, []).append((process, host, device))
   # The mean is bad where a device's own gradient is, and then adds nothing.
-  if own := {what: at for what, at in places.items() if not _is_mean(what)}:
+  if own := {what: at for what, at in places.items() if not what.startswith(_MEAN)}:
     places = own
   number = sum(count for _, count, _ in gathered)
-  lines = [
-    _at(places[what], what, number)
-    for what in sorted(places, key=lambda what: len(places[what]))
-  ]
+  rarest_first = sorted(places.items(), key=lambda item: len(item[1]))
+  lines = [_at(at, what, number) for what, at in rarest_first]
   in_state = any(bad_before for _, _, bad in gathered for _, bad_before, *_ in bad)
   more = [f"{len(lines) - 4} more"] if len(lines) > 4 else []
   return Diagnosis("; ".join(lines[:4] + more), in_state)
 
 
-def bad_leaves(tree: Any) -> dict[Any, str]:
-  """Device -> what is bad, of this process's devices that hold such a leaf.
+def bad_leaves(tree: Any) -> dict[int, str]:
+  """Ordinal -> what is bad, of this process's devices that hold such a leaf.
 
   Reads every array of the tree: for when something is wrong.
   """
-  found: dict[Any, str] = {}
+  found: dict[int, str] = {}
   for path, leaf in jax.tree.leaves_with_path(tree):
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
       continue
     for shard in leaf.addressable_shards:
-      if shard.device not in found and not (x := np.isfinite(shard.data)).all():
-        kind = "NaN" if np.isnan(np.asarray(shard.data)[~x]).any() else "Inf"
-        found[shard.device] = f"{path_name(path)} is {kind} in the state itself"
+      if (device := ordinal(shard.device)) in found:
+        continue
+      if not np.isfinite(shard.data).all():
+        kind = "NaN" if np.isnan(shard.data).any() else "Inf"
+        found[device] = f"{path_name(path)} is {kind} in the state itself"
   return found
 
 
@@ -277,21 +269,9 @@ def _names(tree: Any) -> list[str]:
   return [path_name(path) for path, _ in jax.tree.leaves_with_path(tree)]
 
 
-def _first_finding(codes: Sequence[int], names: Sequence[Sequence[str]]) -> str:
-  """The first of a device's codes that is bad, as words."""
-  which = next(i for i, code in enumerate(codes) if code >= 0)
-  leaf, is_inf = divmod(codes[which], 2)
-  what = _WHAT[which].format(names[which][leaf])
-  return f"{what} is {'Inf' if is_inf else 'NaN'}"
-
-
-def _is_mean(what: str) -> bool:
-  return what.startswith("mean gradient")
-
-
 def _at(places: Sequence[tuple[int, str, int]], what: str, number: int) -> str:
   """Which of `number` devices found it, and what."""
-  if _is_mean(what):
+  if what.startswith(_MEAN):
     return what
   if len(places) == number > 1:
     return f"all {number} devices: {what}"

@@ -62,18 +62,6 @@ class NoiseScale(NamedTuple):
   weight: jax.Array
 
 
-class Small(NamedTuple):
-  """What all micro-batches of a step give together.
-
-  Attributes:
-    sq: mean |g_i|^2, with weights n_i^2.
-    share: of the step's batch that a micro-batch has: sum n_i^2 / N^2.
-  """
-
-  sq: jax.Array
-  share: jax.Array
-
-
 def observe(grads: Any, totals: dict[str, jax.Array]) -> dict[str, jax.Array]:
   """Of a micro-batch, what is to be summed over all of them.
 
@@ -83,13 +71,6 @@ def observe(grads: Any, totals: dict[str, jax.Array]) -> dict[str, jax.Array]:
   """
   count = totals["examples"].astype(jnp.float32)
   return {_SQ: optax.tree.norm(grads, squared=True), _COUNT_SQ: count * count}
-
-
-def of_micros(totals: dict[str, jax.Array]) -> Small:
-  """What the sums over all micro-batches of what `observe` gave say."""
-  sq, count_sq = totals[_SQ], totals[_COUNT_SQ]
-  count = totals["examples"].astype(jnp.float32)
-  return Small(sq / count_sq, count_sq / (count * count))
 
 
 def init() -> NoiseScale:
@@ -120,21 +101,20 @@ def update(
   """
   signal, noise = estimate(small_sq, big_sq, small, big)
   usable = jnp.isfinite(signal) & jnp.isfinite(noise)
-  new = (signal, noise, jnp.ones((), jnp.float32))
-  return NoiseScale(
-    *(
-      jnp.where(usable, decay * old + (1 - decay) * x, old)
-      for old, x in zip(state, new, strict=True)
-    )
-  )
+  new = NoiseScale(signal, noise, jnp.ones((), jnp.float32))
+  average = optax.incremental_update(new, state, 1 - decay)
+  return jax.tree.map(lambda x, old: jnp.where(usable, x, old), average, state)
 
 
 def with_noise_scale(update_state: Update) -> Update:
   """An update of the train state that updates its noise scale as well."""
 
   def updated(state: TrainState, new: Gradients) -> TrainState:
-    small, big_sq = of_micros(new.totals), new.metrics["grad_norm"] ** 2
-    noise = update(state.noise, small.sq, big_sq, new.rows * small.share, new.rows)
+    sq, count_sq = new.totals[_SQ], new.totals[_COUNT_SQ]
+    count = new.totals["examples"].astype(jnp.float32)
+    small = new.rows * (count_sq / (count * count))
+    big_sq = new.metrics["grad_norm"] ** 2
+    noise = update(state.noise, sq / count_sq, big_sq, small, new.rows)
     return update_state(state, new)._replace(noise=noise)
 
   return updated

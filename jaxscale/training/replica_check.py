@@ -49,6 +49,7 @@ from jaxscale.training.state import TrainState
 from jaxscale.tree_paths import path_name
 
 Fingerprint = Callable[[Any], jax.Array]  # tree -> uint32 [devices, leaves]
+Splits = Sequence[tuple[str, ...]] | None  # axes that split each leaf
 _GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: neighbours land far from each other
 
 
@@ -134,8 +135,6 @@ def make_fingerprint(mesh: Mesh, tree: Any = None) -> Any:
     >>> make_fingerprint(mesh)({"w": w, "b": b}).shape       # doctest: +SKIP
     (8, 2)
   """
-  if tree is None:
-    return _fingerprint_of(mesh, P())
   specs = jax.tree.map(lambda x: x.sharding.spec, tree)
   if not any(_split(spec) for spec in jax.tree.leaves(specs)):
     return _fingerprint_of(mesh, P())
@@ -146,20 +145,18 @@ def make_fingerprint(mesh: Mesh, tree: Any = None) -> Any:
 def _fingerprint_of(mesh: Mesh, specs: Any) -> Any:
   axes = mesh.axis_names
 
+  def own_hash(x):
+    # The layout may keep the optimizer's state on the host.
+    if jax.typeof(x).memory_space == jax.memory.Space.Host:
+      x = jax.device_put(x, jax.memory.Space.Device)
+    return _hash_bits(x)
+
   def own(tree):
     # Varying: from here on each device reads the copy that it has itself.
-    leaves = [_hash_bits(_on_device(x)) for x in jax.tree.leaves(vary(tree, axes))]
-    return jnp.stack(leaves)[None]
+    return jnp.stack([own_hash(x) for x in jax.tree.leaves(vary(tree, axes))])[None]
 
   hashed = jax.shard_map(own, mesh=mesh, in_specs=(specs,), out_specs=P(axes))
   return jax.jit(hashed)
-
-
-def _on_device(x: jax.Array) -> jax.Array:
-  """What is computed with: the layout may keep the optimizer's state on the host."""
-  if jax.typeof(x).memory_space == jax.memory.Space.Host:
-    return jax.device_put(x, jax.memory.Space.Device)
-  return x
 
 
 def _split(spec: P) -> tuple[str, ...]:
@@ -210,7 +207,7 @@ def find_divergence(
   prints: jax.Array,
   names: Sequence[str],
   mesh: Mesh | None = None,
-  splits: Sequence[tuple[str, ...]] | None = None,
+  splits: Splits = None,
 ) -> str | None:
   """Which devices differ from which, in one line; None if none does.
 
@@ -222,7 +219,17 @@ def find_divergence(
     mesh: in whose order the devices are, for `splits`.
     splits: axes that split each leaf; None: none does.
   """
-  own = _own_replicas(prints, mesh, splits)
+  shards = sorted(prints.addressable_shards, key=lambda s: s.index[0].start or 0)
+  own = [
+    Replica(
+      jax.process_index(),
+      platform.node(),
+      f"{shard.device.platform}:{ordinal(shard.device)}",
+      tuple(np.asarray(shard.data)[0].tolist()),
+      _parts(shard.index[0].start or 0, mesh, splits),
+    )
+    for shard in shards  # in the order of the mesh
+  ]
   digests = {digest for replica in own for digest in _digests(replica, splits)}
   every = set().union(*cluster.gather(sorted(digests)))
   if len({digest.rpartition(" ")[0] for digest in every}) == len(every):
@@ -287,26 +294,7 @@ def _places(replicas: Sequence[Replica]) -> str:
   return few(words, more="more processes")
 
 
-def _own_replicas(
-  prints: jax.Array, mesh: Mesh | None, splits: Sequence[tuple[str, ...]] | None
-) -> list[Replica]:
-  """The rows of this process, in the order of the mesh."""
-  shards = sorted(prints.addressable_shards, key=lambda s: s.index[0].start or 0)
-  return [
-    Replica(
-      jax.process_index(),
-      platform.node(),
-      f"{shard.device.platform}:{ordinal(shard.device)}",
-      tuple(np.asarray(shard.data)[0].tolist()),
-      _parts(shard.index[0].start or 0, mesh, splits),
-    )
-    for shard in shards
-  ]
-
-
-def _parts(
-  row: int, mesh: Mesh | None, splits: Sequence[tuple[str, ...]] | None
-) -> tuple[int, ...]:
+def _parts(row: int, mesh: Mesh | None, splits: Splits) -> tuple[int, ...]:
   """Which part of each leaf a device has, by its place in the mesh."""
   if mesh is None or not any(splits or ()):
     return ()
@@ -314,13 +302,15 @@ def _parts(
   at = dict(zip(mesh.axis_names, place, strict=True))
 
   def part(split):
-    sizes = tuple(mesh.shape[axis] for axis in split)
-    return int(np.ravel_multi_index(tuple(at[axis] for axis in split), sizes))
+    number = 0
+    for axis in split:
+      number = number * mesh.shape[axis] + int(at[axis])
+    return number
 
-  return tuple(part(split) if split else 0 for split in splits or ())
+  return tuple(map(part, splits or ()))
 
 
-def _digests(replica: Replica, splits: Sequence[tuple[str, ...]] | None) -> set[str]:
+def _digests(replica: Replica, splits: Splits) -> set[str]:
   """The hashes of a device in 64 bits, for each kind of sharding.
 
   Each begins with that kind and the device's part: all that begin the same must be
