@@ -34,8 +34,13 @@ def detect_kubernetes(host: Host) -> Launch | None:
   if "KUBERNETES_SERVICE_HOST" not in env:
     return None
   index = number(env, "JOB_COMPLETION_INDEX")
-  if index is None and env.get("COORDINATOR_ADDRESS"):
-    return _jax_job(env)
+  # A worker of Kubeflow's JAXJob: envvar.go of its training operator, 1.9.
+  if index is None and (address := env.get("COORDINATOR_ADDRESS")):
+    rank, count = number(env, "PROCESS_ID"), number(env, "NUM_PROCESSES")
+    if rank is None or count is None:
+      return None
+    job, port = f"kubernetes-{address}", number(env, "COORDINATOR_PORT")
+    return Launch("kubernetes", rank, count, address, job=job, port=port)
   if index is None:
     return Launch("single", note="a pod of no Indexed Job: runs as one process")
   count = number(env, "JAXSCALE_NUM_PROCESSES") or 0
@@ -47,15 +52,6 @@ def detect_kubernetes(host: Host) -> Launch | None:
   # Without a subdomain a pod knows only its own name, and nobody else knows it.
   first = f"{name[1]}-0{full[len(own) :]}" if full.startswith(f"{own}.") else None
   return Launch("kubernetes", index, count, first, job=f"kubernetes-{name[1]}")
-
-
-def _jax_job(env: Env) -> Launch | None:
-  """A worker of Kubeflow's JAXJob: envvar.go of its training operator, 1.9."""
-  host, port = env["COORDINATOR_ADDRESS"], number(env, "COORDINATOR_PORT")
-  index, count = number(env, "PROCESS_ID"), number(env, "NUM_PROCESSES")
-  if index is None or count is None:
-    return None
-  return Launch("kubernetes", index, count, host, job=f"kubernetes-{host}", port=port)
 
 
 def detect_tpu(host: Host) -> Launch | None:

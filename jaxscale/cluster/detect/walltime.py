@@ -72,12 +72,10 @@ def before_end(
 
   def wait() -> None:
     at, began = end(), time.time()
-
-    def left(at: float) -> float:
+    while at is not None:
       margin = min(before_s, max(0.0, _MOST_OF_A_JOB * (at - began)))
-      return max(0.0, at - margin - time.time())
-
-    while at is not None and not ended.wait(left(at)):
+      if ended.wait(max(0.0, at - margin - time.time())):
+        return
       later = again()
       if later is None or later <= at:
         ask(f"walltime: {at - time.time():.0f} s are left")
