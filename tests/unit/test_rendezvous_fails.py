@@ -81,8 +81,8 @@ def test_a_name_that_is_another_host_s_is_reported_by_process_0(start):
   (got,) = ends([start(0, 2, job("else"), "203.0.113.9:23456", timeout=1)], 15)
   assert got[1]["error"] == (
     "process 1 of 2 has not connected within 1 s; look for their last lines, and start "
-    "all in one step; they look for process 0 on 203.0.113.9, but 203.0.113.9 is not this "
-    "host's"
+    "all in one step; they look for process 0 on 203.0.113.9, but 203.0.113.9 is not "
+    "this host's"
   )
 
 
