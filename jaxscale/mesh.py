@@ -104,9 +104,8 @@ def make_mesh(
     OrderedDict({'replica': 1, 'data': 1})
   """
   num_devices = jax.device_count() if devices is None else len(devices)
-  shape = mesh_shape(
-    num_devices, replica=replica, data=data, fsdp=fsdp, stage=stage, model=model
-  )
+  asked = {"replica": replica, "data": data, "fsdp": fsdp, "stage": stage}
+  shape = mesh_shape(num_devices, **asked, model=model)
   sizes = {a: n for a, n in shape._asdict().items() if a in AXES or n > 1}
   # Explicit axes are the default of JAX; jit's own partitioning, which the optimizer
   # stage relies on, needs Auto ones.
@@ -203,11 +202,7 @@ class BatchNormSpan(NamedTuple):
 
 
 def batch_norm_span(
-  span: int | Literal["device", "global"],
-  device_rows: int,
-  *,
-  replica: int,
-  data: int,
+  span: int | Literal["device", "global"], device_rows: int, *, replica: int, data: int
 ) -> BatchNormSpan:
   """How devices share BatchNorm statistics over a given number of examples.
 

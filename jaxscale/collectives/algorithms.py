@@ -32,15 +32,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxscale.collectives import typed
-from jaxscale.collectives.planner import (
-  Dim,
-  axis_dims,
-  given_dims,
-  one_ring,
-  pairs,
-  two_by_two,
-)
+from jaxscale.collectives import planner, typed
+from jaxscale.collectives.planner import Dim
 from jaxscale.errors import ConfigError
 
 Axes = str | Sequence[str]
@@ -165,7 +158,7 @@ def ring(
     Array([1., 1., 1.], dtype=float32)
   """
   sizes = typed.axis_sizes(typed.names(axes))
-  return over_dims(x, sizes, one_ring(sizes), payload, accumulate)
+  return over_dims(x, sizes, planner.one_ring(sizes), payload, accumulate)
 
 
 def torus(
@@ -216,7 +209,7 @@ def halving_doubling(
     ConfigError: as `ring`.
   """
   sizes = typed.axis_sizes(typed.names(axes))
-  return over_dims(x, sizes, two_by_two(sizes), payload, accumulate)
+  return over_dims(x, sizes, planner.two_by_two(sizes), payload, accumulate)
 
 
 def over_dims(
@@ -250,17 +243,12 @@ def over_dims(
     whole = typed.unpadded(typed.from_wire(bits, sent, x.dtype), x.shape)
     return typed.same_everywhere(whole, axes)
 
-  return _with_derivative(total, axes)(typed.vary(x, axes))
+  def back(_, ct):  # every addend gets the cotangent
+    return (lax.pcast(ct, axes, to="varying"),)
 
-
-def _with_derivative(total, axes):
-  """`total` with the derivative of a sum: every addend gets the cotangent."""
   total = jax.custom_vjp(total)
-  total.defvjp(
-    lambda x: (total(x), None),
-    lambda _, ct: (lax.pcast(ct, axes, to="varying"),),
-  )
-  return total
+  total.defvjp(lambda x: (total(x), None), back)
+  return total(typed.vary(x, axes))
 
 
 def reduce_scatter(
@@ -349,7 +337,8 @@ def all_gather(
 def _torus(axes: Axes, dims: Dims | None) -> tuple[dict[str, int], tuple[Dim, ...]]:
   """Sizes of the axes, and the dimensions asked for or one an axis."""
   sizes = typed.axis_sizes(typed.names(axes))
-  return sizes, axis_dims(sizes) if dims is None else given_dims(dims, sizes)
+  made = planner.axis_dims(sizes) if dims is None else planner.given_dims(dims, sizes)
+  return sizes, made
 
 
 def _total_and_place(sizes: dict[str, int], dim: Dim) -> tuple[int, jax.Array]:
@@ -367,7 +356,8 @@ def _scatter_along(flat, sizes, dim, sent):
     return lax.dynamic_index_in_dim(blocks, index % dim.size, keepdims=False)
 
   def from_behind(part, steps):
-    bits = lax.ppermute(typed.to_wire(part, sent), dim.axes, pairs(dim, total, steps))
+    moves = planner.pairs(dim, total, steps)
+    bits = lax.ppermute(typed.to_wire(part, sent), dim.axes, moves)
     return typed.from_wire(bits, sent, part.dtype)
 
   if sent != flat.dtype:  # the owner gets every device's part, rounded once
@@ -384,12 +374,11 @@ def _scatter_along(flat, sizes, dim, sent):
 def _gather_along(bits, sizes, dim):
   """The blocks along one dimension behind one another."""
   total, place = _total_and_place(sizes, dim)
-  blocks = lax.pcast(
-    jnp.zeros((dim.size, bits.size), bits.dtype), tuple(sizes), to="varying"
-  )
+  blocks = jnp.zeros((dim.size, bits.size), bits.dtype)
+  blocks = lax.pcast(blocks, tuple(sizes), to="varying")
   blocks = lax.dynamic_update_index_in_dim(blocks, bits, place, 0)
   for step in range(1, dim.size):
-    bits = lax.ppermute(bits, dim.axes, pairs(dim, total, 1))
+    bits = lax.ppermute(bits, dim.axes, planner.pairs(dim, total, 1))
     blocks = lax.dynamic_update_index_in_dim(blocks, bits, (place - step) % dim.size, 0)
   return blocks.reshape(-1)
 
@@ -403,9 +392,8 @@ def _standing_by(sizes, dims):
 def _folded(flat, sizes, dims, sent):
   """What stands by is added to those that take part."""
   for axis, live, total in _standing_by(sizes, dims):
-    bits = lax.ppermute(
-      typed.to_wire(flat, sent), axis, [(i, i - live) for i in range(live, total)]
-    )
+    moves = [(i, i - live) for i in range(live, total)]
+    bits = lax.ppermute(typed.to_wire(flat, sent), axis, moves)
     flat = flat + typed.from_wire(bits, sent, flat.dtype)
   return flat
 

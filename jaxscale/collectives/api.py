@@ -81,13 +81,13 @@ def payload_bytes(tree: Any, payload: Any = None, *, rows: bool = False) -> int:
     payload: as for `sum_tree`.
     rows: every leaf has a leading dim that is not sent, one row per device.
   """
-  num_bytes = 0
-  for x in jax.tree.leaves(tree):
-    sent = x.dtype
-    if payload is not None and jnp.issubdtype(sent, jnp.floating):
-      sent = np.dtype(payload)
-    num_bytes += int(np.prod(x.shape[1:] if rows else x.shape)) * sent.itemsize
-  return num_bytes
+
+  def size(x):
+    is_cast = payload is not None and jnp.issubdtype(x.dtype, jnp.floating)
+    sent = np.dtype(payload) if is_cast else x.dtype
+    return math.prod(x.shape[1:] if rows else x.shape) * sent.itemsize
+
+  return sum(map(size, jax.tree.leaves(tree)))
 
 
 def all_reduce(
@@ -136,9 +136,8 @@ def all_reduce(
         "device"
       )
   num_bytes = payload_bytes(tree, payload, rows=True)
-  by = plan(
-    dict(mesh.shape), num_bytes, algorithm, dims=dims, links=links, measured=measured
-  )
+  sizes = dict(mesh.shape)
+  by = plan(sizes, num_bytes, algorithm, dims=dims, links=links, measured=measured)
   return reducer(mesh, by, payload, accumulate)(tree)
 
 
@@ -154,8 +153,7 @@ def _reducer(mesh: Mesh, by: Plan, payload: Any, accumulate: Any) -> Any:
     own = jax.tree.map(lambda x: x[0], tree)
     return sum_tree(own, by, payload=payload, accumulate=accumulate)
 
-  mapped = jax.shard_map(
-    local, mesh=mesh, in_specs=P(mesh.axis_names), out_specs=P(), check_vma=True
-  )
+  rows = P(mesh.axis_names)
+  mapped = jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=P(), check_vma=True)
   jitted = jax.jit(mapped, out_shardings=NamedSharding(mesh, P()))
   return one_at_a_time(jitted, mesh)

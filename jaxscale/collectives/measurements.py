@@ -73,12 +73,8 @@ def write_measurements(
     "mesh": dict(sizes),
     "links": {axis: link._asdict() for axis, link in links.items()},
     "measured": [
-      {
-        "num_bytes": m.num_bytes,
-        "algorithm": m.plan.algorithm,
-        "dims": [d._asdict() for d in m.plan.dims],
-        "seconds": m.plan.seconds,
-      }
+      m.plan._asdict()
+      | {"num_bytes": m.num_bytes, "dims": [d._asdict() for d in m.plan.dims]}
       for m in measured
     ],
     **extra,
@@ -121,10 +117,8 @@ def _plan(row: dict[str, Any], sizes: dict[str, int]) -> Plan:
   seconds = float(row["seconds"])
   if row["algorithm"] not in ALGORITHMS or not math.isfinite(seconds):
     raise ValueError(f"{row['algorithm']} took {seconds}")
-  dims = tuple(
-    Dim(tuple(d["axes"]), d["size"], d["stride"], d["live"]) for d in row["dims"]
-  )
-  return Plan(row["algorithm"], tuple(sizes), dims, seconds)
+  dims = (Dim(**d)._replace(axes=tuple(d["axes"])) for d in row["dims"])
+  return Plan(row["algorithm"], tuple(sizes), tuple(dims), seconds)
 
 
 def in_turns(
@@ -185,11 +179,8 @@ def measure_links(
     empties.append(found.pop(None))
     times[num_bytes] = found
   empty = min(empties)
-  links = {
-    a: fit_link(mesh.shape[a], sizes, [max(times[m][a] - empty, 0) for m in sizes])
-    for a in axes
-  }
-  return links, empty
+  own = {a: [max(times[m][a] - empty, 0) for m in sizes] for a in axes}
+  return {a: fit_link(mesh.shape[a], sizes, own[a]) for a in axes}, empty
 
 
 def measure_algorithms(
@@ -205,12 +196,8 @@ def measure_algorithms(
   for num_bytes in payloads:
     plans = {name: plan(sizes, num_bytes, name, links=links) for name in algorithms}
     x = rows(mesh, num_bytes, dtype)
-    calls = {
-      name: functools.partial(reducer(mesh, by), x) for name, by in plans.items()
-    }
+    calls = {a: functools.partial(reducer(mesh, by), x) for a, by in plans.items()}
     took = medians(in_turns(calls, rounds))
-    found += [
-      Measured(sizes, num_bytes, by._replace(seconds=took[name]))
-      for name, by in plans.items()
-    ]
+    done = (by._replace(seconds=took[name]) for name, by in plans.items())
+    found += [Measured(sizes, num_bytes, by) for by in done]
   return found

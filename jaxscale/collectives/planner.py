@@ -138,10 +138,8 @@ def two_by_two(sizes: Mapping[str, int]) -> tuple[Dim, ...]:
   dims = []
   for axis, n in reversed(list(sizes.items())):
     live = 1 << (n.bit_length() - 1)
-    dims += [
-      Dim((axis,), 2, 1 << k, None if live == n else live)
-      for k in range(live.bit_length() - 1)
-    ]
+    steps = range(live.bit_length() - 1)
+    dims += [Dim((axis,), 2, 1 << k, None if live == n else live) for k in steps]
   return tuple(dims)
 
 
@@ -161,27 +159,22 @@ def given_dims(
     Dim(axes=('data',), size=2, stride=2, live=None)
   """
   made, strides = [], dict.fromkeys(sizes, 1)
+  given = "dims=" + ",".join(f"{axis}:{size}" for axis, size in dims)
   for axis, size in dims:
     if axis not in sizes:
-      raise ConfigError(
-        f"dims={_written(dims)}: no axis {axis!r}, {nearest(axis, sizes)}"
-      )
+      raise ConfigError(f"{given}: no axis {axis!r}, {nearest(axis, sizes)}")
     if size < 1:
-      raise ConfigError(f"dims={_written(dims)}: {size} devices, give 1 or more")
+      raise ConfigError(f"{given}: {size} devices, give 1 or more")
     if size > 1:
       made.append(Dim((axis,), size, strides[axis]))
     strides[axis] *= size
   for axis, n in sizes.items():
     if strides[axis] != n:
       raise ConfigError(
-        f"dims={_written(dims)}: those of {axis} multiply to {strides[axis]}, "
+        f"{given}: those of {axis} multiply to {strides[axis]}, "
         f"make them multiply to the {n} devices of the axis"
       )
   return tuple(made)
-
-
-def _written(dims: Sequence[tuple[str, int]]) -> str:
-  return ",".join(f"{axis}:{size}" for axis, size in dims)
 
 
 def pairs(dim: Dim, total: int, shift: int) -> list[tuple[int, int]]:
@@ -196,12 +189,12 @@ def pairs(dim: Dim, total: int, shift: int) -> list[tuple[int, int]]:
     >>> pairs(Dim(("data",), 2, stride=2), 4, 1)
     [(0, 2), (1, 3), (2, 0), (3, 1)]
   """
-  moved = []
-  for source in range(dim.live or total):
+
+  def target(source):
     place = source // dim.stride % dim.size
-    further = (place + shift) % dim.size - place
-    moved.append((source, source + further * dim.stride))
-  return moved
+    return source + ((place + shift) % dim.size - place) * dim.stride
+
+  return [(source, target(source)) for source in range(dim.live or total)]
 
 
 def default_links(axes: Sequence[str]) -> dict[str, Link]:
@@ -228,14 +221,10 @@ def torus_seconds(
   for dim in dims:
     product *= dim.size
     message = num_bytes / product
-    seconds += (
-      2
-      * (dim.size - 1)
-      * max(
-        link.alpha + link.beta * message * (1 if link.switched else dim.stride)
-        for link in (links[a] for a in dim.axes)
-      )
-    )
+    used = (links[a] for a in dim.axes)
+    loads = ((link, 1 if link.switched else dim.stride) for link in used)
+    slowest = max(link.alpha + link.beta * message * load for link, load in loads)
+    seconds += 2 * (dim.size - 1) * slowest
   return seconds
 
 
@@ -268,9 +257,8 @@ def best_dims(
   dimensions of an axis together; then what an axis costs depends on the factors of
   no other.
   """
-  axes = sorted(
-    (a for a in reversed(list(sizes)) if sizes[a] > 1), key=lambda a: links[a].beta
-  )
+  axes = (axis for axis in reversed(list(sizes)) if sizes[axis] > 1)
+  axes = sorted(axes, key=lambda axis: links[axis].beta)
   # Number of dimensions so far -> (seconds, dimensions).
   best: dict[int, tuple[float, tuple[Dim, ...]]] = {0: (0.0, ())}
   message = num_bytes
@@ -361,9 +349,8 @@ def _cheapest(sizes, num_bytes, links) -> Plan:
   """The plan of "auto", by the equations."""
   if math.prod(sizes.values()) == 1:
     return Plan("psum", tuple(sizes), (), 0.0)
-  torus, halving = (
-    plan(sizes, num_bytes, name, links=links) for name in ("torus", "halving_doubling")
-  )
+  torus = plan(sizes, num_bytes, "torus", links=links)
+  halving = plan(sizes, num_bytes, "halving_doubling", links=links)
   # Folding can beat a large prime where only steps count; else it is a torus.
   is_faster = (halving.seconds or 0.0) * (1 + TOLERANCE) < (torus.seconds or 0.0)
   if torus.dims == halving.dims or is_faster:
@@ -394,13 +381,12 @@ def _fastest(sizes, num_bytes, measured: Sequence[Measured]) -> Plan | None:
   here = measured_on(sizes, measured)
   if not here:
     return None
-  size = min(
-    (m.num_bytes for m in here), key=lambda n: abs(math.log((n + 1) / (num_bytes + 1)))
-  )
-  best = min(
-    (m.plan for m in here if m.num_bytes == size), key=lambda p: p.seconds or 0.0
-  )
-  return best._replace(axes=tuple(sizes))
+
+  def cost(m):  # how far from the size in question, then how slow
+    ratio = (m.num_bytes + 1) / (num_bytes + 1)
+    return abs(math.log(ratio)), m.plan.seconds or 0.0
+
+  return min(here, key=cost).plan._replace(axes=tuple(sizes))
 
 
 def _checked_links(sizes, links) -> dict[str, Link]:

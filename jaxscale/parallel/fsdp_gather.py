@@ -66,11 +66,6 @@ class ShardedAndFull(NamedTuple):
   full: Any
 
 
-def is_sharded_and_full(x: Any) -> bool:
-  """For `is_leaf` of tree functions."""
-  return isinstance(x, ShardedAndFull)
-
-
 def gather_params(params: Any, gathers: Any) -> Any:
   """Parameters as a device computes with them, inside `shard_map`.
 
@@ -78,11 +73,15 @@ def gather_params(params: Any, gathers: Any) -> Any:
     params: a tree of this device's shards, or of `ShardedAndFull`.
     gathers: a `Gather` for each.
   """
-  return jax.tree.map(_gather, params, gathers, is_leaf=is_sharded_and_full)
+
+  def is_pair(x):
+    return isinstance(x, ShardedAndFull)
+
+  return jax.tree.map(_gather, params, gathers, is_leaf=is_pair)
 
 
 def _gather(w: Any, how: Gather) -> jax.Array:
-  shard, full = w if is_sharded_and_full(w) else (w, None)
+  shard, full = w if isinstance(w, ShardedAndFull) else (w, None)
   dim = how.scatter
   if dim is None and not how.sum_in_backward:
     return shard
@@ -111,10 +110,8 @@ def _gather(w: Any, how: Gather) -> jax.Array:
 
 def local_shard(w: jax.Array, dim: int) -> jax.Array:
   """A device's part along `fsdp` of a parameter that every device has in full."""
-  size = w.shape[dim] // lax.axis_size(FSDP)
-  return lax.dynamic_slice_in_dim(
-    vary(w, (FSDP,)), lax.axis_index(FSDP) * size, size, dim
-  )
+  size, here = w.shape[dim] // lax.axis_size(FSDP), lax.axis_index(FSDP)
+  return lax.dynamic_slice_in_dim(vary(w, (FSDP,)), here * size, size, dim)
 
 
 # Cheap enough to be made again, wherever they are: what is between the name and the

@@ -27,12 +27,7 @@ from jax.sharding import PartitionSpec as P
 from jaxscale.collectives import vary
 from jaxscale.errors import ConfigError
 from jaxscale.mesh import batch_axes
-from jaxscale.parallel.fsdp_gather import (
-  FSDP,
-  Gather,
-  ShardedAndFull,
-  local_shard,
-)
+from jaxscale.parallel.fsdp_gather import FSDP, Gather, ShardedAndFull, local_shard
 from jaxscale.parallel.rules import Rule, partition
 from jaxscale.tree_paths import path_name
 
@@ -134,9 +129,8 @@ def make_layout(
     token_axes += ("model",)
     del sizes["model"]
   split = partition(shapes, rules, sizes)
-  without_fsdp = jax.tree.map(
-    lambda spec: P(*(None if axis == FSDP else axis for axis in spec)), split
-  )
+  none = {FSDP: None}
+  without_fsdp = jax.tree.map(lambda spec: P(*(none.get(a, a) for a in spec)), split)
   opt_specs = without_fsdp if shard == "none" else split
   _check_used(sizes, opt_specs, shard)
 
@@ -149,28 +143,15 @@ def make_layout(
     if shard not in ("zero2", "fsdp") or FSDP not in dims:
       return Gather(sum_in_exchange=token_axes, dtype=sent)
     slow = tuple(a for a in token_axes if a != FSDP)
-    backward = slow_axes == "in_backward"
-    return Gather(
-      scatter=dims.index(FSDP),
-      is_sharded=shard == "fsdp",
-      sum_in_backward=slow if backward else (),
-      sum_in_exchange=() if backward else slow,
-      dtype=sent,
-    )
+    in_backward, after = (slow, ()) if slow_axes == "in_backward" else ((), slow)
+    return Gather(dims.index(FSDP), shard == "fsdp", in_backward, after, sent)
 
-  return Layout(
-    mesh,
-    shard,
-    token_axes,
-    param_specs=split if shard == "fsdp" else without_fsdp,
-    opt_specs=opt_specs,
-    gathers=jax.tree.map_with_path(gather, shapes, opt_specs),
-    shapes=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes),
-    splits=splits,
-    dtype=dtype,
-    sum_in=sum_in,
-    opt_on_host=opt_on_host,
-  )
+  param_specs = split if shard == "fsdp" else without_fsdp
+  gathers = jax.tree.map_with_path(gather, shapes, opt_specs)
+  types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
+  layout = Layout(mesh, shard, token_axes, param_specs, opt_specs, gathers, types)
+  options: Any = {"dtype": dtype, "sum_in": sum_in, "opt_on_host": opt_on_host}
+  return layout._replace(splits=splits, **options)
 
 
 def _check_used(sizes: dict[str, int], specs: Any, shard: Shard) -> None:
@@ -203,21 +184,21 @@ def shards_and_full(params: Any, layout: Layout) -> tuple[Any, Any]:
   params = jax.tree.map(lambda w, g: vary(w, g.sum_in_exchange), params, gathers)
   if layout.shard != "zero2":
     return params, jax.tree.map(lambda _: None, params)
-  shards = jax.tree.map(
-    lambda w, g: w if g.scatter is None else local_shard(w, g.scatter), params, gathers
-  )
+
+  def shard(w, g):
+    return w if g.scatter is None else local_shard(w, g.scatter)
+
   full = jax.tree.map(lambda w, g: None if g.scatter is None else w, params, gathers)
-  return shards, full
+  return jax.tree.map(shard, params, gathers), full
 
 
 def pair_shards(shards: Any, full: Any) -> Any:
   """The tree that a loss takes, of what `shards_and_full` gave."""
-  return jax.tree.map(
-    lambda shard, w: shard if w is None else ShardedAndFull(shard, w),
-    shards,
-    full,
-    is_leaf=lambda x: x is None,
-  )
+
+  def pair(shard, w):
+    return shard if w is None else ShardedAndFull(shard, w)
+
+  return jax.tree.map(pair, shards, full, is_leaf=lambda x: x is None)
 
 
 def scale_for_exchange(grads: Any, layout: Layout, examples: jax.Array) -> Any:
@@ -259,31 +240,28 @@ def grad_specs(layout: Layout) -> Any:
   """A `PartitionSpec` for each gradient, when all is summed."""
   if layout.shapes is None:
     return layout.param_specs
-  return jax.tree.map(
-    lambda gather, opt, param: param if gather.scatter is None else opt,
-    layout.gathers,
-    layout.opt_specs,
-    layout.param_specs,
-  )
+
+  def spec(gather, opt, param):
+    return param if gather.scatter is None else opt
+
+  return jax.tree.map(spec, layout.gathers, layout.opt_specs, layout.param_specs)
 
 
 def exchange_specs(layout: Layout) -> Any:
   """Likewise after `scale_for_exchange`: a leading dim over axes still to be summed."""
-  return jax.tree.map(
-    lambda gather, spec: P(gather.sum_in_exchange or None, *spec),
-    layout.gathers,
-    grad_specs(layout),
-  )
+
+  def spec(gather, of_grad):
+    return P(gather.sum_in_exchange or None, *of_grad)
+
+  return jax.tree.map(spec, layout.gathers, grad_specs(layout))
 
 
 def local_grad_shapes(layout: Layout) -> Any:
   """Shapes of the part of each gradient that one device has."""
 
-  def local(shape, spec):
-    split = [layout.mesh.shape[a] if a else 1 for a in spec]
-    split += [1] * (shape.ndim - len(split))
-    dims = [n // k for n, k in zip(shape.shape, split, strict=True)]
-    return jax.ShapeDtypeStruct(dims, shape.dtype)
+  def local(x, spec):
+    dims = NamedSharding(layout.mesh, spec).shard_shape(x.shape)
+    return jax.ShapeDtypeStruct(dims, x.dtype)
 
   return jax.tree.map(local, layout.shapes, grad_specs(layout))
 
@@ -360,6 +338,8 @@ def opt_to_host(opt_state: Any, layout: Layout) -> Any:
 def _moved(opt_state: Any, layout: Layout, space: Any) -> Any:
   if not layout.opt_on_host:
     return opt_state
-  return jax.tree.map(
-    lambda x: jax.device_put(x, space) if x.ndim >= 2 else x, opt_state
-  )
+
+  def move(x):
+    return jax.device_put(x, space) if x.ndim >= 2 else x
+
+  return jax.tree.map(move, opt_state)

@@ -157,12 +157,12 @@ def gpipe(
 
   def work(is_work, layers, h):
     if skip:
-      return lax.cond(is_work, run_layers, lambda _, h: _zeros_like(h), layers, h)
+      return lax.cond(is_work, run_layers, lambda _, h: _zeros(h), layers, h)
     # The value is the same; of what is computed without use no gradient is left,
     # not even NaN.
     layers = jax.tree.map(lambda w: jnp.where(is_work, w, lax.stop_gradient(w)), layers)
     h = run_layers(layers, jnp.where(is_work, h, lax.stop_gradient(micros[0])))
-    return jnp.where(is_work, h, _zeros_like(h))
+    return jnp.where(is_work, h, _zeros(h))
 
   if remat:
     work = jax.checkpoint(work, prevent_cse=False)
@@ -177,7 +177,7 @@ def gpipe(
   # as all of them, each tick.
   fill = vary(jnp.zeros((stages - 1, *micros.shape[1:]), micros.dtype), axes)
   ticks = jnp.arange(count + stages - 1), jnp.concatenate([micros, fill])
-  _, out = lax.scan(tick, _zeros_like(micros[0]), ticks)
+  _, out = lax.scan(tick, _zeros(micros[0]), ticks)
   out = jnp.where(stage == stages - 1, out[stages - 1 :], 0)
   if count % stages:
     return lax.psum(out, axis)
@@ -206,12 +206,9 @@ def stage_micros(micros: Any, *, axis: str = "stage") -> Any:
   return jax.tree.map(own, micros)
 
 
-def _carried_axes(
-  run_layers: RunLayers, layers: Any, h: Any, axis: str
-) -> tuple[str, ...]:
+def _carried_axes(run_layers, layers: Any, h: Any, axis: str) -> tuple[str, ...]:
   """The axes over which the activations between the layers vary."""
-  given = _type_axes(h) if isinstance(h, jax.ShapeDtypeStruct) else varying(h)
-  axes = in_mesh_order((axis, *given))
+  axes = in_mesh_order((axis, *_type_axes(h)))
 
   def run():
     return run_layers(layers, vary(jnp.zeros(h.shape, h.dtype), axes))
@@ -265,9 +262,8 @@ def one_f_one_b(
   """
   stages, stage = axis_sizes((axis,))[axis], lax.axis_index(axis)
   count = len(jax.tree.leaves(micros)[0])
-  work, h_type, totals_type = _stage(
-    embed, run_layers, finish, params, micros, axis=axis, skip=skip
-  )
+  work, *types = _stage(embed, run_layers, finish, params, micros, axis, skip)
+  cond: Callable = lax.cond if skip else _where
   # From its forward to its backward, a stage has no more inputs than these.
   slots = min(2 * stages - 1, count)
 
@@ -275,42 +271,33 @@ def one_f_one_b(
     kept, h_received, g_received, sums = carry
     ahead, back = t - stage, t - 2 * (stages - 1) + stage
     goes, comes = (ahead >= 0) & (ahead < count), (back >= 0) & (back < count)
-    h_in = lax.cond(
-      goes & work.is_first,
-      lambda: work.enter(work.ends, _at(work.micros, ahead)),
-      lambda: h_received,
-    )
+
+    def embedded():
+      return work.enter(work.ends, _at(work.micros, ahead))
+
+    def backward():
+      h, micro = _at(kept, back % slots), _at(work.micros, back)
+      return _backward(work, sums, h, g_received, micro)
+
+    h_in = lax.cond(goes & work.is_first, embedded, lambda: h_received)
     # After the last micro-batch the slots belong to those that are on their way.
     h_in = jnp.where(goes, h_in, _at(kept, ahead % slots))
     kept = lax.dynamic_update_index_in_dim(kept, h_in, ahead % slots, 0)
-    h_out = _cond_or_where(  # the last stage's own forward is in its backward
-      goes & ~work.is_last,
-      lambda: run_layers(work.layers, h_in),
-      lambda: h_in,
-      skip=skip,
-    )
-    sums, g_out = _cond_or_where(
-      comes,
-      lambda: _backward(
-        work, sums, _at(kept, back % slots), g_received, _at(work.micros, back)
-      ),
-      lambda: (sums, g_received),
-      skip=skip,
-    )
+    works = goes & ~work.is_last  # the last stage's own forward is in its backward
+    h_out = cond(works, lambda: run_layers(work.layers, h_in), lambda: h_in)
+    sums, g_out = cond(comes, backward, lambda: (sums, g_received))
     return (kept, _pass_on(h_out, axis, +1), _pass_on(g_out, axis, -1), sums), None
 
-  h = _zeros_of(h_type)
+  h, totals = map(_zeros, types)
   kept = vary(jnp.zeros((slots, *h.shape), h.dtype), varying(h))
-  zeros = jax.tree.map(_zeros_like, (work.layers, work.ends))
   ticks = jnp.arange(count + 2 * (stages - 1))
-  start = kept, h, h, (*zeros, _zeros_of(totals_type))
+  start = kept, h, h, (*_zeros((work.layers, work.ends)), totals)
   (_, _, _, (by_layers, by_ends, totals)), _ = lax.scan(tick, start, ticks)
-  by_ends = {
-    name: jax.tree.map(
-      lambda g, p: g if axis in varying(p) else lax.psum(g, axis), g, params[name]
-    )
-    for name, g in by_ends.items()
-  }
+
+  def whole(g, p):
+    return g if axis in varying(p) else lax.psum(g, axis)
+
+  by_ends = jax.tree.map(whole, by_ends, {name: params[name] for name in by_ends})
   return by_ends | {"layers": by_layers}, totals
 
 
@@ -338,10 +325,7 @@ class _Stage(NamedTuple):
   micros: Any
 
 
-def _stage(
-  embed: Callable, run_layers: RunLayers, finish: Callable, params: Any, micros: Any,
-  *, axis: str, skip: bool,
-) -> tuple[_Stage, Any, Any]:  # fmt: skip
+def _stage(embed, run_layers, finish, params, micros, axis, skip) -> Any:
   """The stage, and what `jax.eval_shape` says of h and of the totals."""
   layers = params["layers"]
   ends = {name: p for name, p in params.items() if name != "layers"}
@@ -358,7 +342,7 @@ def _stage(
     return vary(finish(ends | {"layers": layers}, h, micro), (axis,))
 
   h_type = jax.eval_shape(enter, ends, first)
-  h = _zeros_of(h_type)
+  h = _zeros(h_type)
   _check_branch("embed", axis, enter, ends, first)
   _check_branch("finish", axis, leave, ends, h, first)
   if skip:
@@ -369,9 +353,7 @@ def _stage(
   return work, h_type, jax.eval_shape(leave, ends, h, first)
 
 
-def _backward(
-  work: _Stage, sums: Any, h_in: jax.Array, received: jax.Array, micro: Any
-) -> tuple[Any, jax.Array]:
+def _backward(work: _Stage, sums, h_in, received, micro) -> tuple[Any, jax.Array]:
   """A micro-batch through the stage again, and its gradient back.
 
   Args:
@@ -397,9 +379,8 @@ def _backward(
     more, by_h = pull(vary(jnp.ones_like(value), varying(value)))
     return _add(by_ends, more), _add(totals, new), by_h
 
-  by_ends, totals, by_h = lax.cond(
-    work.is_last, turn, lambda: (by_ends, totals, received)
-  )
+  given = by_ends, totals, received
+  by_ends, totals, by_h = lax.cond(work.is_last, turn, lambda: given)
   more, by_h = pull(by_h)
 
   def into_embedding():
@@ -419,40 +400,25 @@ def _add(a: Any, b: Any) -> Any:
   return jax.tree.map(jnp.add, a, b)
 
 
-def _type_axes(struct: Any) -> tuple[str, ...]:
-  """The axes over which the array varies that `jax.eval_shape` describes."""
-  kind = struct.manual_axis_type
+def _type_axes(x: Any) -> tuple[str, ...]:
+  """The axes over which an array varies, or one that `jax.eval_shape` describes."""
+  if not isinstance(x, jax.ShapeDtypeStruct):
+    return varying(x)
+  kind = x.manual_axis_type
   return () if kind is None else in_mesh_order(kind.varying)
 
 
-def _zeros_of(structs: Any) -> Any:
-  """Zeros with the shapes, dtypes and varying axes that `jax.eval_shape` says."""
-  return jax.tree.map(
-    lambda s: vary(jnp.zeros(s.shape, s.dtype), _type_axes(s)), structs
-  )
+def _zeros(tree: Any) -> Any:
+  """Zeros of the same shapes, dtypes and varying axes."""
+  return jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), _type_axes(x)), tree)
 
 
-def _zeros_like(x: jax.Array) -> jax.Array:
-  """Zeros of an array's shape, dtype and varying axes."""
-  return vary(jnp.zeros(x.shape, x.dtype), varying(x))
+def _where(taken: jax.Array, work: Callable, rest: Callable) -> Any:
+  """`work()` where `taken`, else `rest()`: as `lax.cond`, but both run.
 
-
-def _cond_or_where(
-  taken: jax.Array, work: Callable, rest: Callable, *args: Any, skip: bool = True
-) -> Any:
-  """`work(*args)` where `taken`, else `rest(*args)`.
-
-  Args:
-    taken: bool, the same on all devices that `work` has collectives between.
-    work: args -> tree.
-    rest: args -> tree of the same types.
-    args: trees.
-    skip: run the one alone. False: run both and take the one, whatever is in the
-      other.
+  For work with collectives, in which every device must take part.
   """
-  if skip:
-    return lax.cond(taken, work, rest, *args)
-  return jax.tree.map(lambda a, b: jnp.where(taken, a, b), work(*args), rest(*args))
+  return jax.tree.map(lambda a, b: jnp.where(taken, a, b), work(), rest())
 
 
 def _check_branch(name: str, axis: str, work: Callable, *args: Any) -> None:

@@ -143,9 +143,8 @@ def _ring_forward(plan, q, k, v):
 
   never = jnp.full((*q.shape[:-1], 1), _NEVER, jnp.float32)
   nothing = jnp.zeros((*q.shape[:-1], 1), jnp.float32), jnp.zeros(q.shape, jnp.float32)
-  (m, total, acc), _ = _go_round(
-    plan, step, vary((never, *nothing), plan.axes), (k, v), ()
-  )
+  start = vary((never, *nothing), plan.axes)
+  (m, total, acc), _ = _go_round(plan, step, start, (k, v), ())
   out = (acc / total).astype(q.dtype)
   return out, (q, k, v, out, m + jnp.log(total))
 
@@ -156,9 +155,8 @@ def _ring_backward(plan, kept, dout):
   scale = q.shape[-1] ** -0.5
 
   def step(part, dq, kv, grads):
-    queries, back, lse_, delta_, dq_ = (
-      x[..., part.first_query :, :] for x in (q, dout, lse, delta, dq)
-    )
+    by_query = q, dout, lse, delta, dq
+    queries, back, lse_, delta_, dq_ = (x[..., part.first_query :, :] for x in by_query)
 
     def add(dq_, block, start):
       keys, values = block
@@ -171,9 +169,8 @@ def _ring_backward(plan, kept, dout):
 
     block = tuple(x[..., : part.num_keys, :] for x in kv)
     dq_, more = _over_blocks(add, dq_, block, plan.block)
-    grads = tuple(
-      g.at[..., : part.num_keys, :].add(x) for g, x in zip(grads, more, strict=True)
-    )
+    pairs = zip(grads, more, strict=True)
+    grads = tuple(g.at[..., : part.num_keys, :].add(x) for g, x in pairs)
     return _put(dq, dq_, part.first_query), grads
 
   zeros = (jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
@@ -255,9 +252,8 @@ def _over_blocks(add: Callable, sums: Any, arrays: Any, size: int) -> Any:
     return x.reshape(*x.shape[:-3], cut, x.shape[-1])
 
   starts = jnp.arange(full) * size
-  sums, out = lax.scan(
-    lambda sums, now: add(sums, *now), sums, (jax.tree.map(blocks, arrays), starts)
-  )
+  xs = jax.tree.map(blocks, arrays), starts
+  sums, out = lax.scan(lambda sums, now: add(sums, *now), sums, xs)
   out = jax.tree.map(together, out)
   if cut < keys:
     sums, last = add(sums, tuple(x[..., cut:, :] for x in arrays), cut)

@@ -99,9 +99,7 @@ def partition(params: Any, rules: Sequence[Rule], sizes: Mapping[str, int]) -> A
   return jax.tree.map_with_path(spec, params)
 
 
-def _dims(
-  name: str, shape: tuple[int, ...], rule: Rule, sizes: Mapping[str, int]
-) -> Dims:
+def _dims(name: str, shape: tuple[int, ...], rule: Rule, sizes) -> Dims:
   """The axes of a parameter's dims, without those that the mesh has not."""
   dims = rule.dims(shape, sizes) if callable(rule.dims) else rule.dims
   if len(dims) != len(shape):

@@ -106,15 +106,7 @@ def stack_totals(stack: Stack, layout: Layout) -> Any:
   return eval_fn
 
 
-def _run(
-  stack: Stack,
-  layout: Layout,
-  params: Any,
-  batch: Any,
-  micro_batches: int = 1,
-  *,
-  remat: str,
-) -> Totals:
+def _run(stack, layout, params, batch, micro_batches: int = 1, *, remat: str) -> Totals:
   """The totals of a device's rows, inside `shard_map` over the mesh."""
   ops, gathers = layout_ops(layout), layout.gathers
   run_layers = _layers(stack, layout, remat)
@@ -129,9 +121,8 @@ def _run(
   h = lax.map(lambda micro: stack.embed(embed, micro, ops), micros)
   h = gpipe(run_layers, params["layers"], h, skip=_can_skip(layout))
   # The head takes all of a stage's rows at once.
-  h, rows = jax.tree.map(
-    lambda x: x.reshape(-1, *x.shape[2:]), (h, stage_micros(micros))
-  )
+  parts = h, stage_micros(micros)
+  h, rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), parts)
   return stack.finish(gather_params(params["head"], gathers["head"]), h, rows, ops)
 
 
