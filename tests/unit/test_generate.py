@@ -308,7 +308,10 @@ def test_another_tokenizer_in_its_place_is_refused(tmp_path, capsys, monkeypatch
     (["--workdir=RUN", "--temperature=nan"], "--temperature=nan: give a number"),
     (["--workdir=RUN", "--top-k=0"], "--top-k=0: give a whole number >= 1"),
     (["--workdir=RUN", "--top-p=1.5"], "--top-p=1.5: give a number in (0, 1]"),
-    (["--workdir=RUN", "--seed=-1"], "--seed=-1: give a whole number in [0, 429496729"),
+    (
+      ["--workdir=RUN", "--seed=-1"],
+      "--seed=-1: give a whole number in [0, 4294967295]",
+    ),
     (["--workdir=nowhere"], "--workdir=nowhere: no config.json there; give"),
     (["--workdir=EMPTY"], "there is no checkpoint in it"),
     (["--workdir=IMAGES"], "its run is of digits, not of text"),
