@@ -12,23 +12,16 @@ import shlex
 from importlib import metadata
 from typing import NoReturn
 
+from jaxscale import errors
 from jaxscale.cli.commands import COMMANDS, load, overview
 from jaxscale.cli.completion import complete
 from jaxscale.cli.parser import Parser
 from jaxscale.config.validation import nearest
-from jaxscale.errors import (
-  EXIT_DONE,
-  EXIT_INTERRUPTED,
-  EXIT_USER,
-  ConfigError,
-  leave,
-  one_line_errors,
-)
 
 __all__ = ["COMMANDS", "load", "main"]
 
 
-@one_line_errors
+@errors.one_line_errors
 def main(argv: list[str], program: str = "jaxscale") -> int:
   """Run a command; returns the exit code.
 
@@ -39,15 +32,15 @@ def main(argv: list[str], program: str = "jaxscale") -> int:
   name, *rest = argv or [""]
   if name in ("--version", "-V"):
     print(f"jaxscale {metadata.version('jaxscale')}")
-    return EXIT_DONE
+    return errors.EXIT_DONE
   if name in ("", "--help", "-h", "help"):
     print(overview())
-    return EXIT_DONE if name else EXIT_USER
+    return errors.EXIT_DONE if name else errors.EXIT_USER
   if name == "_complete":  # called by the script of `jaxscale completion`
     print("\n".join(complete(*rest)))
-    return EXIT_DONE
+    return errors.EXIT_DONE
   if name not in COMMANDS:
-    raise ConfigError(f"{name}: no such command, {nearest(name, COMMANDS)}")
+    raise errors.ConfigError(f"{name}: no such command, {nearest(name, COMMANDS)}")
   module, parser = load(name)
   args = parser.read(rest)
   args.program = program
@@ -55,13 +48,13 @@ def main(argv: list[str], program: str = "jaxscale") -> int:
   if args.help:
     page = getattr(module, "help_page", Parser.help_page)
     print(page(parser, args), end="")
-    return EXIT_DONE
+    return errors.EXIT_DONE
   try:
-    return module.run(args) or EXIT_DONE
+    return module.run(args) or errors.EXIT_DONE
   except KeyboardInterrupt:
-    return EXIT_INTERRUPTED
+    return errors.EXIT_INTERRUPTED
 
 
 def entry() -> NoReturn:
   """The console script."""
-  leave(main)
+  errors.leave(main)

@@ -16,19 +16,12 @@ from jaxscale.cli.train import default_workdir
 def add_arguments(parser: Parser) -> None:
   """The options."""
   sizes = value(_sizes, "whole numbers with commas between, none twice, e.g. 256,1024")
-  parser.option(
-    "--batch-sizes N,N",
-    "global; the learning rate follows by lr_scaling",
-    sizes,
-    missing="try --batch-sizes 256,1024",
-  )
+  text, hint = "global; the learning rate follows by lr_scaling", "256,1024"
+  parser.option("--batch-sizes N,N", text, sizes, missing=f"try --batch-sizes {hint}")
   add_study_arguments(parser, seeds=1, least=1)
-  parser.option(
-    "--device-batch N",
-    "the most examples a device holds at once: chooses accumulate_steps for each size. "
-    "Where BatchNorm's statistics are a device's, they are a micro-batch's.",
-    whole(1),
-  )
+  text = "the most examples a device holds at once: chooses accumulate_steps for each "
+  text += "size. Where BatchNorm's statistics are a device's, they are a micro-batch's."
+  parser.option("--device-batch N", text, whole(1))
 
 
 def add_study_arguments(parser: Parser, seeds: int, least: int) -> None:
@@ -51,14 +44,9 @@ def run(args: argparse.Namespace) -> int:
   """Run the study."""
   from jaxscale.studies import batch_study
 
-  return run_study(
-    args,
-    "batch-study",
-    batch_study.study,
-    batch_sizes=args.batch_sizes,
-    seeds=args.seeds,
-    device_batch=args.device_batch,
-  )
+  names = ("batch_sizes", "seeds", "device_batch")
+  options = {name: getattr(args, name) for name in names}
+  return run_study(args, "batch-study", batch_study.study, **options)
 
 
 def run_study(args: argparse.Namespace, name: str, study, **options) -> int:

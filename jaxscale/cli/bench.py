@@ -37,16 +37,11 @@ def add_arguments(parser: Parser) -> None:
   shape = value(_shape, "sizes of axes, as 2x4", lambda sizes: min(sizes) > 0)
   sizes = value(_sizes, "bytes, as 4KB,1MB", lambda sizes: min(sizes) > 0)
   parser.option("--mesh AxB", "axes, slowest link first (default: one of all)", shape)
-  parser.option(
-    "--sizes SIZES",
-    "payloads of a device, 1 KB = 1,000 bytes (default: 1KB,64KB,1MB,16MB)",
-    sizes,
-    default=[10**3, 64 * 10**3, 10**6, 16 * 10**6],
-  )
+  text = "payloads of a device, 1 KB = 1,000 bytes"
+  parser.option("--sizes SIZES", text, sizes, default="1KB,64KB,1MB,16MB")
   parser.option("--rounds N", "calls, of which the median counts", whole(1), default=11)
-  parser.option(
-    "--dtype TYPE", f"one of {', '.join(_DTYPES)}", choices=_DTYPES, default="float32"
-  )
+  dtypes = f"one of {', '.join(_DTYPES)}"
+  parser.option("--dtype TYPE", dtypes, choices=_DTYPES, default="float32")
   parser.option("--algorithms NAMES", "some, e.g. ring,psum (default: all)")
   parser.option("--json FILE", "also write it, for read_measurements", _writable)
 
@@ -82,11 +77,9 @@ def make_mesh(shape: tuple[int, ...] | None) -> Any:
   from jax.sharding import AxisType
 
   shape = shape or (jax.device_count(),)
-  if math.prod(shape) != jax.device_count():
-    raise ConfigError(
-      f"--mesh={'x'.join(map(str, shape))}: has {math.prod(shape)} devices, give sizes "
-      f"that multiply to the {jax.device_count()} there are"
-    )
+  if (wanted := math.prod(shape)) != (count := jax.device_count()):
+    text = f"--mesh={'x'.join(map(str, shape))}: has {wanted} devices, give sizes "
+    raise ConfigError(f"{text}that multiply to the {count} there are")
   few = ("replica", "data")[-len(shape) :]
   names = few if len(shape) <= 2 else tuple(f"axis{i}" for i in range(len(shape)))
   return jax.make_mesh(shape, names, (AxisType.Auto,) * len(shape))
@@ -102,11 +95,9 @@ def report(
   for m in measured:
     by = m.plan
     model = plan(m.sizes, m.num_bytes, by.algorithm, links=links).seconds
-    predicted = None if model is None else 1e3 * (model + empty)
-    rows.append((
-      f"{m.num_bytes:,}", by.algorithm, f"{1e3 * (by.seconds or 0.0):.3f}",
-      cell(predicted, ".3f"), " x ".join(map(str, by.dims)),
-    ))  # fmt: skip
+    predicted = cell(None if model is None else 1e3 * (model + empty), ".3f")
+    took, dims = f"{1e3 * (by.seconds or 0.0):.3f}", " x ".join(map(str, by.dims))
+    rows.append((f"{m.num_bytes:,}", by.algorithm, took, predicted, dims))
   head = ("bytes", "algorithm", "measured ms", "model ms", "dims")
   lines = [table(head, rows, left=(1, 4))]
   lines += ["", f"an empty call: {1e6 * empty:.0f} us, in both columns"]
@@ -127,30 +118,24 @@ def measure(args: argparse.Namespace) -> list[str]:
   """Measure what is asked for; returns the lines to print."""
   import jax
 
-  from jaxscale.collectives.measurements import (
-    measure_algorithms,
-    measure_links,
-    write_measurements,
-  )
+  from jaxscale.collectives import measurements as timing
   from jaxscale.collectives.planner import Link
 
   mesh = make_mesh(args.mesh)
   what = (args.sizes, args.dtype, args.rounds)
-  links, empty = measure_links(mesh, *what)
-  measured = measure_algorithms(mesh, args.algorithms, *what, links)
+  links, empty = timing.measure_links(mesh, *what)
+  measured = timing.measure_algorithms(mesh, args.algorithms, *what, links)
   # An axis of one device has no link; nothing is ever sent along it.
   every = {a: links.get(a, Link(0.0, 0.0)) for a in mesh.axis_names}
   device = mesh.devices.flat[0]
   shape = ", ".join(f"{a} {n}" for a, n in mesh.shape.items())
-  head = (
-    f"mesh {shape}; processes {jax.process_count()}; {device.device_kind}; "
-    f"{args.dtype}; median of {args.rounds}"
-  )
+  head = f"mesh {shape}; processes {jax.process_count()}; {device.device_kind}; "
+  head += f"{args.dtype}; median of {args.rounds}"
   if args.json and cluster.is_leader():
     extra = {"dtype": args.dtype, "rounds": args.rounds, "device":
              device.device_kind, "processes": jax.process_count(),
              "empty_seconds": empty}  # fmt: skip
-    write_measurements(args.json, mesh.shape, every, measured, **extra)
+    timing.write_measurements(args.json, mesh.shape, every, measured, **extra)
   return [head, *report(measured, every, empty)]
 
 

@@ -40,14 +40,8 @@ compdef _jaxscale jaxscale""",
 
 def add_arguments(parser: Parser) -> None:
   """The options."""
-  parser.words(
-    "shell",
-    "SHELL",
-    "bash or zsh",
-    missing="give bash or zsh",
-    nargs="?",
-    choices=tuple(_SCRIPTS),
-  )
+  more = {"nargs": "?", "choices": tuple(_SCRIPTS)}
+  parser.words("shell", "SHELL", "bash or zsh", missing="give bash or zsh", **more)
 
 
 def run(args: argparse.Namespace) -> None:

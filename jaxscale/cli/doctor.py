@@ -30,7 +30,8 @@ def add_arguments(parser: Parser) -> None:
   group = parser.add_argument_group("of the preflight")
   parser.option("--workdir DIR", "where the run will write", default=".", group=group)
   parser.config(missing=None, group=group)
-  skip = "checks to leave out: " + "; ".join(f"{k} ({v})" for k, v in CHECKS.items())
+  checks = "; ".join(f"{name} ({check.text})" for name, check in CHECKS.items())
+  skip = f"checks to leave out: {checks}"
   parser.option("--skip NAME,NAME", skip, action="append", default=[], group=group)
   group = parser.add_argument_group("of `doctor imagenet`")
   place = group.add_mutually_exclusive_group()
@@ -51,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
     return report("imagenet", imagenet.check(**asked))
   for name, default in _IMAGENET.items():
     if asked[name] != default:
-      flag = f"--{name.replace('_', '-')}"
-      raise ConfigError(f"{flag}: only of `jaxscale doctor imagenet`")
+      option = name.replace("_", "-")
+      raise ConfigError(f"--{option}: only of `jaxscale doctor imagenet`")
   from jaxscale import preflight
 
   skip = [name for text in args.skip for name in text.split(",")]
@@ -61,6 +62,5 @@ def run(args: argparse.Namespace) -> int:
       raise ConfigError(f"--skip={name}: {nearest(name, CHECKS)}")
   if args.overrides and args.config is None:
     raise ConfigError(f"--config.{next(iter(args.overrides))}: give --config FILE too")
-  return preflight.check(
-    preflight.Options(Path(args.workdir), args.config, args.overrides, tuple(skip))
-  )
+  place = Path(args.workdir), args.config, args.overrides
+  return preflight.check(preflight.Options(*place, tuple(skip)))

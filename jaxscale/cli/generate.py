@@ -14,27 +14,18 @@ from jaxscale.cli.parser import Parser, directory, number, whole
 
 def add_arguments(parser: Parser) -> None:
   """The options."""
-  parser.option(
-    "--workdir DIR", "of a run", directory, missing="try --workdir runs/text"
-  )
+  hint = "try --workdir runs/text"
+  parser.option("--workdir DIR", "of a run", directory, missing=hint)
   parser.option("--prompt TEXT", "what is continued (default: nothing)", default="")
   parser.option("--tokens N", "at most so many bytes or tokens", whole(1), default=256)
-  parser.option(
-    "--temperature T",
-    "what scores are divided by: 0 the likeliest, below 1 safer, above 1 wilder",
-    number(">= 0"),
-    default=1.0,
-  )
+  text = "what scores are divided by: 0 the likeliest, below 1 safer, above 1 wilder"
+  parser.option("--temperature T", text, number(">= 0"), default=1.0)
   parser.option("--top-k K", "choose among the K likeliest (default: all)", whole(1))
-  parser.option(
-    "--top-p P",
-    "choose among the likeliest that together have probability P (default: all)",
-    number("in (0, 1]"),
-  )
+  text = "choose among the likeliest that together have probability P (default: all)"
+  parser.option("--top-p P", text, number("in (0, 1]"))
   seed = number("in [0, 4294967295]", int)
-  parser.option(
-    "--seed S", "of the choices: another one, another text", seed, default=0
-  )
+  text = "of the choices: another one, another text"
+  parser.option("--seed S", text, seed, default=0)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -42,7 +33,6 @@ def run(args: argparse.Namespace) -> None:
   from jaxscale.run import generate
 
   choice = {k: getattr(args, k) for k in ("seed", "temperature", "top_k", "top_p")}
-  text = generate.write(
-    Path(args.workdir), args.prompt, num_tokens=args.tokens, **choice
-  )
+  place = Path(args.workdir)
+  text = generate.write(place, args.prompt, num_tokens=args.tokens, **choice)
   print(args.prompt + text, flush=True)

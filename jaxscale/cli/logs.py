@@ -43,9 +43,8 @@ def run(args: argparse.Namespace) -> None:
     every, batch = (logs.choose(spec, rank, args.task) for rank in ("all", "batch"))
     files = every if _printed(every) else batch
   if not _printed(files):
-    raise ConfigError(
-      f"{spec.name}: nothing printed yet; see `jaxscale status {spec.name}`"
-    )
+    hint = f"see `jaxscale status {spec.name}`"
+    raise ConfigError(f"{spec.name}: nothing printed yet; {hint}")
   for line in logs.last(files, args.lines):
     print(line)
 

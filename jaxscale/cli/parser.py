@@ -64,9 +64,8 @@ class Parser(argparse.ArgumentParser):
     *flags, metavar = names.split()
     if isinstance(default, (int, float, str)) and default != "":
       help += f" (default: {default})"
-    action = (group or self).add_argument(
-      *flags, metavar=metavar, type=kind, default=default, help=help, **more
-    )
+    more |= {"metavar": metavar, "type": kind, "default": default, "help": help}
+    action = (group or self).add_argument(*flags, **more)
     if missing:
       self._required[action.dest] = (flags[-1], missing)
 
@@ -83,24 +82,13 @@ class Parser(argparse.ArgumentParser):
     if missing:
       self._required[name] = (metavar, missing)
 
-  def config(
-    self, missing: str | None = "try --config digits", group: Any = None, **more: Any
-  ) -> None:
-    """--config, and the settings in it."""
-    self.has_settings = True
-    self.option(
-      "--config FILE[:ARG]",
-      "Python file with get_config([ARG]) -> Config, or the name of a packaged config",
-      missing=missing,
-      group=group,
-      **more,
-    )
-    self.option(
-      "--config.FIELD VALUE",
-      "replace a setting, e.g. --config.epochs=3; `jaxscale train --help` lists them",
-      group=group,
-      dest="overrides",
-    )
+  def config(self, missing: str | None = "try --config digits", **more: Any) -> None:
+    """--config, and the settings in it; `more` as for `option`."""
+    self.has_settings, group = True, more.get("group")
+    text = "Python file with get_config([ARG]) -> Config, or the name of a packaged "
+    self.option("--config FILE[:ARG]", f"{text}config", missing=missing, **more)
+    text = "replace a setting, e.g. --config.epochs=3; `jaxscale train --help` lists "
+    self.option("--config.FIELD VALUE", f"{text}them", group=group, dest="overrides")
 
   def read(self, argv: Sequence[str]) -> argparse.Namespace:
     """The values of a command line.
@@ -114,20 +102,16 @@ class Parser(argparse.ArgumentParser):
     """
     rest, overrides = self._split(argv)
     try:
-      if self._get_positional_actions():
-        args, unknown = self.parse_known_intermixed_args(rest)
-      else:
-        args, unknown = self.parse_known_args(rest)
+      args, unknown = self.parse_known_intermixed_args(rest)
     except argparse.ArgumentError as e:
       raise ConfigError(_one_line(e)) from None
-    for arg in unknown:
-      known = [s for a in self._actions for s in a.option_strings if s[:2] == "--"]
-      known = [name for name in known if name != "--config.FIELD"]
-      setting = "; a setting is --config.FIELD=VALUE" if self.has_settings else ""
-      if setting and not arg.startswith("-"):
-        raise ConfigError(f"{arg}: not an option; a config is --config FILE")
-      hint = nearest(arg.partition("=")[0], known)
-      raise ConfigError(f"{arg}: not an option, {hint}{setting}")
+    if unknown:
+      flags = {s for a in self._actions for s in a.option_strings if s[:2] == "--"}
+      hint = nearest(unknown[0].partition("=")[0], flags - {"--config.FIELD"})
+      hint += "; a setting is --config.FIELD=VALUE" * self.has_settings
+      if self.has_settings and not unknown[0].startswith("-"):
+        raise ConfigError(f"{unknown[0]}: not an option; a config is --config FILE")
+      raise ConfigError(f"{unknown[0]}: not an option, {hint}")
     args.overrides = overrides
     if isinstance(found := getattr(args, "config", None), list):
       args.config = [packaged.locate(path) for path in found]
@@ -216,7 +200,6 @@ def whole(least: int = 0) -> Callable[[str], int]:
 def directory(text: str) -> str:
   """A directory of this machine, as the `kind` of an option."""
   if not text or "://" in text:
-    raise argparse.ArgumentTypeError(
-      f"={text}: give a directory" + "; mount a bucket as one" * bool(text)
-    )
+    advice = "give a directory" + "; mount a bucket as one" * bool(text)
+    raise argparse.ArgumentTypeError(f"={text}: {advice}")
   return text

@@ -107,11 +107,8 @@ def plot(curves: dict[str, Curve], path: str | Path) -> Path:
   for axis, (title, c) in zip(axes[:, 0], curves.items(), strict=True):
     axis.plot(c.epochs, c.rates, color="#c8553d")
     peak = int(c.rates.argmax())
-    axis.set_title(
-      f"{title}: peak {c.rates[peak]:.4g} at step {peak:,} of {len(c.rates):,}",
-      loc="left",
-      fontsize=10,
-    )
+    text = f"{title}: peak {c.rates[peak]:.4g} at step {peak:,} of {len(c.rates):,}"
+    axis.set_title(text, loc="left", fontsize=10)
     axis.set_ylim(bottom=0)
     axis.set_ylabel("learning rate")
     axis.grid(alpha=0.25)

@@ -16,9 +16,8 @@ from jaxscale.cli.parser import Parser
 
 def add_arguments(parser: Parser) -> None:
   """The options."""
-  parser.words(
-    "names", "NAME", "a TFDS dataset, or jpeg", missing="try jaxscale prepare mnist"
-  )
+  hint = "try jaxscale prepare mnist"
+  parser.words("names", "NAME", "a TFDS dataset, or jpeg", missing=hint)
   parser.option("--data-dir DIR", "where to write (default: TFDS's own)")
   parser.option("--manual-dir DIR", "where files downloaded by hand are")
 

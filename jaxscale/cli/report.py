@@ -16,9 +16,8 @@ from jaxscale.cli.submit import add_runs
 
 def add_arguments(parser: Parser) -> None:
   """The options."""
-  parser.words(
-    "names", "RUN", "runs or their workdirs, or one scaling study", missing=SEE_STATUS
-  )
+  text = "runs or their workdirs, or one scaling study"
+  parser.words("names", "RUN", text, missing=SEE_STATUS)
   parser.option("--csv FILE", "the whole table (default: scaling.csv of the study)")
   parser.option("--png FILE", "the picture (default: scaling.png of the study)")
   add_runs(parser)
@@ -32,9 +31,6 @@ def run(args: argparse.Namespace) -> None:
   names, runs = args.names, args.runs
   study = folders.find_study(names[0], runs) if len(names) == 1 else None
   place, paths = study or (Path(), [find(name, runs) for name in names])
-  files = (
-    Path(given or place / f"scaling.{kind}")
-    for kind, given in (("csv", args.csv), ("png", args.png))
-  )
-  found = report(place.name or "scaling", paths, *files)
+  csv, png = args.csv or place / "scaling.csv", args.png or place / "scaling.png"
+  found = report(place.name or "scaling", paths, Path(csv), Path(png))
   print(f"{found}\n{found.csv}\n{found.png}")

@@ -15,12 +15,8 @@ def add_arguments(parser: Parser) -> None:
   """The options."""
   sizes = value(_sizes, "several sizes, e.g. 1,2,4,8")
   parser.option("--nodes N,N", "sizes of the runs", sizes, missing="try --nodes 1,2,4")
-  parser.option(
-    "--batch KIND",
-    "fixed: the global batch stays (strong scaling); grows: with the nodes (weak)",
-    choices=("fixed", "grows"),
-    default="fixed",
-  )
+  text = "fixed: the global batch stays (strong scaling); grows: with the nodes (weak)"
+  parser.option("--batch KIND", text, choices=("fixed", "grows"), default="fixed")
   submit.add_job_arguments(parser)
 
 

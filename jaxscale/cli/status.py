@@ -27,9 +27,8 @@ def run(args: argparse.Namespace) -> None:
   from jaxscale.launch.status import statuses
 
   while True:
-    found = statuses(
-      folders.find_all(args.names, args.runs) or folders.all_folders(args.runs)
-    )
+    paths = folders.find_all(args.names, args.runs)
+    found = statuses(paths or folders.all_folders(args.runs))
     if not args.watch:
       print(found)
       return

@@ -33,11 +33,8 @@ def add_job_arguments(parser: Parser) -> None:
   parser.option("--name NAME", "of the run (default: the config's name and the time)")
   add_runs(parser)
   parser.option("--site NAME|FILE.toml", "its profile (default: $JAXSCALE_SITE)")
-  parser.option(
-    "--executor NAME",
-    "slurm or local (default: slurm where there is sbatch)",
-    choices=("slurm", "local"),
-  )
+  text = "slurm or local (default: slurm where there is sbatch)"
+  parser.option("--executor NAME", text, choices=("slurm", "local"))
   parser.option("--requeue N", "at most so many restarts (default: 10)", whole())
   parser.option("--spares N", "more nodes, which train when others are lost", whole())
   parser.flag("--preflight", "run `jaxscale doctor` on the nodes first", default=None)
@@ -55,10 +52,8 @@ def add_site_arguments(parser: Parser) -> None:
   from jaxscale.config.help import field_docs
   from jaxscale.launch.site import OPTIONS, Site
 
-  group = parser.add_argument_group(
-    "for the job, instead of what the site's profile has"
-  )
-  docs = field_docs(Site)
+  title = "for the job, instead of what the site's profile has"
+  group, docs = parser.add_argument_group(title), field_docs(Site)
   for name in OPTIONS:
     parser.option(f"--{name.replace('_', '-')} VALUE", docs.get(name, ""), group=group)
 

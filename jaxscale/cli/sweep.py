@@ -11,14 +11,10 @@ from jaxscale.errors import ConfigError
 
 def add_arguments(parser: Parser) -> None:
   """The options."""
-  parser.option(
-    "--sweep FIELD=V,V",
-    "values of a setting; several: all combinations (default: get_sweep() of FILE)",
-    action="append",
-  )
-  parser.option(
-    "--at-most N", "trials at a time (default: all; on this machine 1)", whole()
-  )
+  text = "values of a setting; several: all combinations (default: get_sweep() of FILE)"
+  parser.option("--sweep FIELD=V,V", text, action="append")
+  text = "trials at a time (default: all; on this machine 1)"
+  parser.option("--at-most N", text, whole())
   submit.add_arguments(parser)
 
 

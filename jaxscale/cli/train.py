@@ -21,11 +21,8 @@ def add_arguments(parser: Parser) -> None:
 
 def add_workdir(parser: Parser) -> None:
   """--workdir, with a default by the config."""
-  parser.option(
-    "--workdir DIR",
-    "checkpoints, metrics and plots go there (default: runs/ and the config's name)",
-    directory,
-  )
+  text = "of checkpoints, metrics and plots (default: runs/ and the config's name)"
+  parser.option("--workdir DIR", text, directory)
 
 
 def help_page(parser: Parser, args: argparse.Namespace) -> str:
@@ -62,12 +59,10 @@ def run(args: argparse.Namespace) -> int | None:
 
     summary = fit(config, workdir).summary
     if summary["outcome"] == "interrupted":
-      line = f"saved step {summary['step']}; to resume: {args.command_line}"
+      text = f"saved step {summary['step']}; to resume"
       if summary["step"] == 0:
-        line = (
-          f"nothing to save before the first step; to start again: {args.command_line}"
-        )
-      return report_stop(config, watch.stop.agreed, line)
+        text = "nothing to save before the first step; to start again"
+      return report_stop(config, watch.stop.agreed, f"{text}: {args.command_line}")
     if cluster.is_leader():
       print(_done(summary, workdir), flush=True)
 
@@ -80,7 +75,5 @@ def _done(summary, workdir: Path) -> str:
   if is_good is not None:
     target = f"loss {loss:g}" if loss is not None else f"accuracy {accuracy:.2%}"
     reached = f" (target {target}: {'reached' if is_good else 'missed'})"
-  return (
-    f"done: held-out {headline(summary)}{reached} after "
-    f"{summary['step']} steps, {summary['seconds']} s; see {workdir}/metrics.png"
-  )
+  after = f"after {summary['step']} steps, {summary['seconds']} s; see "
+  return f"done: held-out {headline(summary)}{reached} {after}{workdir}/metrics.png"

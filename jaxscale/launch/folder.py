@@ -49,9 +49,8 @@ def new_folder(runs: str, name: str | None, config: str) -> Path:
   """
   parent = directory(runs).absolute()
   if re.search(r'[:\\"\n]', str(parent)):
-    raise ConfigError(
-      f"--runs={runs}: a path without colon, backslash, double quote or line break"
-    )
+    wanted = "a path without colon, backslash, double quote or line break"
+    raise ConfigError(f"--runs={runs}: give {wanted}")
   if name is not None:
     if not re.fullmatch(r"[A-Za-z0-9_][\w.+=-]{0,99}", name):
       raise ConfigError(f"--name={name}: give letters, digits and _ . + = - only")
@@ -73,9 +72,8 @@ def directory(runs: str) -> Path:
     ConfigError: it is the address of a bucket.
   """
   if "://" in runs:
-    raise ConfigError(
-      f"--runs={runs}: give a mounted directory that all nodes see, not an address"
-    )
+    advice = "give a mounted directory that all nodes see, not an address"
+    raise ConfigError(f"--runs={runs}: {advice}")
   return Path(runs)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import shutil
 import sys
 import time
@@ -144,14 +145,11 @@ def _path_and_source(config: str | Config) -> tuple[str, str | None]:
   if not isinstance(config, Config):
     raise ConfigError(f"{type(config).__name__}: give a path or a Config")
   source, names = _NOTEBOOK_CONFIG.format(config=config), {}
-  try:
+  with contextlib.suppress(Exception):
     exec(source, names)
-    same = names["get_config"]() == config
-  except Exception:
-    same = False
-  if not same:
-    raise ConfigError("Config: cannot be written to a file, give the path of one")
-  return "notebook.py", source
+    if names["get_config"]() == config:
+      return "notebook.py", source
+  raise ConfigError("Config: cannot be written to a file, give the path of one")
 
 
 def launch(prepared: Prepared, after: Job | None = None) -> Job:

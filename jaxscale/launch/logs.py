@@ -33,13 +33,12 @@ def choose(spec: JobSpec, rank: str, task: int = 0) -> list[tuple[str, Path]]:
   if rank == "all":
     width, ranks = len(str(spec.processes - 1)), range(spec.processes)
     return [(f"{r:>{width}}: ", spec.log_file(job, task, r)) for r in ranks]
+  paths = [spec.log_file(job, task, rank)]
   if rank == "batch":  # of the trial, and of the supervisor of all trials here
-    supervisor = Path(spec.folder, "logs", f"{job}.batch.out")
-    both = dict.fromkeys([spec.log_file(job, task, rank), supervisor])
-    return [("", path) for path in both]
-  if not rank.isdecimal() or int(rank) >= spec.processes:
+    paths.append(Path(spec.folder, "logs", f"{job}.batch.out"))
+  elif not rank.isdecimal() or int(rank) >= spec.processes:
     raise ConfigError(f"--rank={rank}: give 0 … {spec.processes - 1}, all or batch")
-  return [("", spec.log_file(job, task, rank))]
+  return [("", path) for path in dict.fromkeys(paths)]
 
 
 def last(files: list[tuple[str, Path]], count: int | None) -> Iterator[str]:

@@ -150,14 +150,11 @@ def _workdir_and_starts(path: Path) -> tuple[Path, list[dict[str, Any]]]:
       raise ConfigError(f"{path}: no run.json or config.json in it, give a run")
     return path, []
   spec = folders.read_spec(path)
+  name = path.name
   if spec.trials:
-    raise ConfigError(
-      f"{path.name}: is a sweep; give runs, or workdirs as {path}/trials/0"
-    )
+    raise ConfigError(f"{name}: is a sweep; give runs, or workdirs as {path}/trials/0")
   if not (spec.workdir(0) / "config.json").exists():
-    raise NotBegunError(
-      f"{path.name}: has written nothing yet; see `status {path.name}`"
-    )
+    raise NotBegunError(f"{name}: has written nothing yet; see `status {name}`")
   events = read_json_lines(spec.events_file(0))
   return spec.workdir(0), [e for e in events if e.get("event") == "start"]
 

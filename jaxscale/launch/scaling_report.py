@@ -185,9 +185,8 @@ def _check_same(runs: Sequence[MeasuredRun]) -> list[str]:
           "so they are not a scaling study; give runs of one config"
         )
       if name in _NOTED:
-        noted[name] = [
-          f"{s.get(name)} ({r.name})" for r, s in zip(runs, flat, strict=True)
-        ]
+        pairs = zip(runs, flat, strict=True)
+        noted[name] = [f"{s.get(name)} ({r.name})" for r, s in pairs]
   for name in runs[0].versions:
     values = dict.fromkeys(str(r.versions.get(name)) for r in runs)
     if len(values) > 1:
@@ -209,18 +208,16 @@ def _notes(kind: Kind, rows: Sequence[ScalingRow], serial: float | None) -> list
     elif serial > 1:
       text = ": does not apply, more devices are slower than the smallest size"
     notes.append(_LAWS[kind] + text)
-  hosts = {r.hosts for r in runs}
-  is_shared = {r.nodes for r in runs} == {1} and len(hosts) == 1 and len(runs) > 1
-  if is_shared and all(r.kind == "cpu" for r in runs) and kind != "one size":
-    notes.append(
-      f"all sizes ran on one machine ({hosts.pop()}) and shared its processor cores: "
-      "this shows what more processes cost, not what more nodes give"
-    )
+  places = {(r.nodes, r.kind, r.hosts) for r in runs}
+  if len(places) == 1 and kind != "one size" and runs[0].nodes == 1:
+    text = f"all sizes ran on one machine ({runs[0].hosts}) and shared its processor "
+    text += "cores: this shows what more processes cost, not what more nodes give"
+    notes += [text] * (runs[0].kind == "cpu")
   losses = [r.loss for r in runs if r.loss is not None]
   alike = {(r.config["seed"], r.config["epochs"]) for r in runs}
   if kind == "strong" and len(alike) == 1 and len(losses) == len(runs):
-    apart = max(losses) - min(losses)
-    notes.append(f"validation losses differ by at most {apart:.1g}")
+    apart = f"{max(losses) - min(losses):.1g}"
+    notes.append(f"validation losses differ by at most {apart}")
   return notes
 
 
@@ -303,8 +300,7 @@ def _summary(name: str, study: Scaling) -> list[str]:
   }
   head = f"{name}: {kinds[study.kind]}"
   if study.base and study.kind != "one size":
-    size = text.plural(study.base, "device")
-    head += f"; speed-up and efficiency relative to {size}"
+    head += f"; speed-up and efficiency relative to {text.plural(study.base, 'device')}"
   missing: dict[str, list[str]] = {}
   for run in (row.run for row in study.rows):
     alone = ("spread: there is one process",) * (run.processes == 1)

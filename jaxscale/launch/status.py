@@ -77,9 +77,8 @@ class ShownAsTable(list[Any]):
 
   empty = ""
 
-  def columns(self) -> tuple[Sequence[str], list[Sequence[str]], Sequence[int]]:
+  def columns(self) -> Any:
     """Titles, rows of cells, and the columns that are aligned to the left."""
-    raise NotImplementedError
 
   def __repr__(self) -> str:
     return text.table(*self.columns()) if self else self.empty

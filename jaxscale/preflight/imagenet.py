@@ -214,10 +214,9 @@ def _archives(data_dir: str | None, manual_dir: str | None, md5: bool) -> list[F
 def _room(target: Path, manual: Path, lacking: int) -> list[Finding]:
   """Space for what preparing writes and for archives to download, by disk."""
   wants: dict[int, list[tuple[Path, int, str, str]]] = {}
-  for path, size, what, option in (
-    (manual, lacking, "the archives still to come take", "--manual-dir"),
-    (target, _SPACE, "preparing writes", "--data-dir"),
-  ):
+  to_come = manual, lacking, "the archives still to come take", "--manual-dir"
+  written = target, _SPACE, "preparing writes", "--data-dir"
+  for path, size, what, option in (to_come, written):
     there = next(p for p in (path, *path.absolute().parents) if p.exists())
     if size:
       on_disk = wants.setdefault(there.stat().st_dev, [])

@@ -217,10 +217,8 @@ def _connect(
 
   with ThreadPoolExecutor(max(len(places), 1)) as pool:
     made = dict(zip(places, pool.map(connect, places.values()), strict=True))
-  return (
-    {rank: sock for rank, sock in made.items() if not isinstance(sock, str)},
-    {rank: error for rank, error in made.items() if isinstance(error, str)},
-  )
+  errors = {rank: error for rank, error in made.items() if isinstance(error, str)}
+  return {r: s for r, s in made.items() if not isinstance(s, str)}, errors
 
 
 def _accept(
@@ -342,18 +340,15 @@ def suspects(speeds: Sequence[Speed], limits: NetworkLimits) -> list[Pair]:
   rate, trip = _usual(speeds)
   least = max(rate / limits.times_slower, limits.least)
   longest = max(trip * limits.times_longer, limits.least_trip_s)
-  return [
-    s.pair for s in speeds if s.error or s.slower < least or s.round_trip_s > longest
-  ]
+  slow = (s for s in speeds if s.error or s.slower < least or s.round_trip_s > longest)
+  return [s.pair for s in slow]
 
 
 def _usual(speeds: Sequence[Speed]) -> tuple[float, float]:
   """Median bytes/s and round trip of all pairs."""
   good = [s for s in speeds if not s.error] or [Speed(0, 0)]
-  return (
-    statistics.median(s.slower for s in good),
-    statistics.median(s.round_trip_s for s in good),
-  )
+  rate = statistics.median(s.slower for s in good)
+  return rate, statistics.median(s.round_trip_s for s in good)
 
 
 def findings(
@@ -413,11 +408,9 @@ def _bad_nodes(speeds: Sequence[Speed], bad: set[Pair]) -> list[int]:
   """
   left, found = [s.pair for s in speeds], []
   while len(members := sorted({rank for pair in left for rank in pair})) >= 3:
-    share = {
-      m: statistics.fmean(pair in bad for pair in left if m in pair) for m in members
-    }
-    worst = max(members, key=lambda m: share[m])
-    if share[worst] <= 0.5:
+    own = {m: [pair in bad for pair in left if m in pair] for m in members}
+    worst = max(members, key=lambda m: statistics.fmean(own[m]))
+    if statistics.fmean(own[worst]) <= 0.5:
       break
     found.append(worst)
     left = [pair for pair in left if worst not in pair]
