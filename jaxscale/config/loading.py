@@ -79,8 +79,7 @@ def call(path: str, function: str, advice: str) -> Any:
     found = getattr(module, function, None)
     if found is None:
       raise ConfigError(f"{file}: {advice}")
-    takes_arg = bool(inspect.signature(found).parameters)
-    if arg and not takes_arg:
+    if arg and not inspect.signature(found).parameters:
       raise ConfigError(f"{file}:{arg}: its {function}() takes no argument")
     value = found(arg) if arg else found()
     # A generator runs only now, and its faults are the file's as well.
@@ -90,7 +89,6 @@ def call(path: str, function: str, advice: str) -> Any:
   except Exception as e:
     frames = traceback.extract_tb(e.__traceback__)
     lines = [f.lineno for f in frames if Path(f.filename) == file.absolute()]
-    lines = lines or [f.lineno for f in frames if f.filename == str(file)]
     where = f"{file}:{lines[-1]}" if lines else str(file)
     text = str(e) if isinstance(e, ConfigError) else f"{type(e).__name__}: {e}"
     if text.startswith(str(file)):

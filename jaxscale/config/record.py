@@ -102,12 +102,13 @@ def from_plain(annotation: Any, node: Any, folder: Path | None = None) -> Any:
 def _own_class(name: str, folder: Path | None) -> type:
   """A user's class: from the run's copy of its file, or the module it is in."""
   module, _, cls = name.partition(":")
-  where = folder / "code" / f"{module}.py" if folder else module
+  copy = folder / "code" / f"{module}.py" if folder else None
   try:
-    is_copy = isinstance(where, Path) and where.is_file()
-    home = load_file(where) if is_copy else importlib.import_module(module)
-    return getattr(home, cls)
+    if copy is not None and copy.is_file():
+      return getattr(load_file(copy), cls)
+    return getattr(importlib.import_module(module), cls)
   except Exception as e:
+    where = copy or module
     raise ConfigError(
       f"{name}: cannot be loaded from {where} ({type(e).__name__}: {e}); give the "
       "config file that has the class"

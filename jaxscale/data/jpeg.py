@@ -10,6 +10,7 @@ import contextlib
 import functools
 import io
 import operator
+from typing import Any
 
 import cv2
 import numpy as np
@@ -100,12 +101,11 @@ def decode_view(
   Raises:
     ValueError: the bytes are not an image, or a damaged one.
   """
-  decode_box = partial_jpeg.library().decode
-  is_crop = draws is not None and channels < 4 and data[:2] == b"\xff\xd8"
-  if is_crop and decode_box is not None:
+  decode_box = partial_jpeg.library().decode if data[:2] == b"\xff\xd8" else None
+  if draws is not None and channels < 4 and decode_box is not None:
     with contextlib.suppress(ValueError):  # of a damaged header
-      height, width, *_ = simplejpeg.decode_jpeg_header(data)  # 1 us
-      box = decode_box(data, crop_box(height, width, draws), channels)
+      header: tuple[Any, ...] = simplejpeg.decode_jpeg_header(data)  # 1 us
+      box = decode_box(data, crop_box(header[0], header[1], draws), channels)
       if box is not None:
         return _resize(box, size, draws, out), "JPEG"
   pixels, kind = decode(data, channels, exact=draws is None)

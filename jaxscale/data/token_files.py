@@ -91,10 +91,8 @@ def split_files(directory: Path, split: str) -> list[Path]:
       f"{split} of {directory}; there is {', '.join(there[:10]) or 'nothing'}"
     )
   if len({(path.parent, path.suffix) for path in found}) > 1:
-    raise ConfigError(
-      f"TextFiles: {split!r} of {directory} is {found[0].name} and {found[-1].name} at "
-      "once; leave one kind"
-    )
+    both = f"{found[0].name} and {found[-1].name}"
+    raise ConfigError(f"TextFiles: {split!r} of {directory} is {both}; leave one kind")
   return found
 
 

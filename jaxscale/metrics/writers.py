@@ -103,10 +103,8 @@ class MetricWriter:
       _replace(path, "".join(json.dumps(line) + "\n" for line in kept))
       self._lines = _Appender(path, say)
     except OSError as e:
-      raise ConfigError(
-        f"--workdir={workdir}: cannot be written ({e.strerror}), make room or use "
-        "another one"
-      ) from None
+      problem = f"cannot be written ({e.strerror}), make room or use another one"
+      raise ConfigError(f"--workdir={workdir}: {problem}") from None
     self._tensorboard_dir = workdir / "tensorboard" if tensorboard else None
     self._start = start
     self._events: _Appender | None = None
@@ -150,12 +148,11 @@ class MetricWriter:
         self._tensorboard_dir = None
         self._say(f"{directory}: {e.strerror}; training continues without TensorBoard")
         return
+      head = [event.Event(wall_time=now, file_version="brain.Event:2")]
       if self._start:  # TensorBoard forgets what a killed run logged later
-        begin = event.SessionLog(status=event.SessionLog.START)
-        records.insert(
-          0, event.Event(wall_time=now, step=self._start + 1, session_log=begin)
-        )
-      records.insert(0, event.Event(wall_time=now, file_version="brain.Event:2"))
+        log = event.SessionLog(status=event.SessionLog.START)
+        head.append(event.Event(wall_time=now, step=self._start + 1, session_log=log))
+      records = head + records
     self._events.append(b"".join(map(_framed, records)))
 
 

@@ -121,7 +121,6 @@ def _sources(
   unexpected = set(stored) - set(names.counters) - {link.theirs for link in names.links}
   unexpected = sorted(n for n in unexpected if not n.endswith(names.derived))
   missing, misshaped, mistyped = [], {}, []
-  classes = {} if num_classes is None else names.classes
   for link in names.links:
     if link.ours in kept:
       continue
@@ -133,7 +132,7 @@ def _sources(
       missing.append(name)
       continue
     wanted = [link.shape_in_file(leaf.shape)]
-    if (dim := classes.get(link.ours)) is not None:
+    if num_classes is not None and (dim := names.classes.get(link.ours)) is not None:
       cut = (*leaf.shape[:dim], num_classes, *leaf.shape[dim + 1 :])
       wanted.insert(0, link.shape_in_file(cut))
     # Numbers mean the same after a cast, but those of 8 bits, which have scales.

@@ -104,7 +104,6 @@ def export_leaves(
   """
   path = Path(path)
   names = naming_of(naming, {name: leaf.shape for name, leaf in leaves.items()})
-  classes = {} if num_classes is None else names.classes
 
   def described(links: list[Link]) -> tuple[np.dtype, tuple[int, ...]]:
     """Dtype and shape of an array in the file."""
@@ -112,8 +111,8 @@ def export_leaves(
       return np.dtype(np.int64), ()
     link, leaf = links[0], leaves[links[0].ours]
     shape = list(leaf.shape)
-    if (dim := classes.get(link.ours)) is not None:
-      shape[dim] = min(shape[dim], num_classes)
+    if (dim := names.classes.get(link.ours)) is not None:
+      shape[dim] = min(shape[dim], num_classes or shape[dim])
     is_cast = dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating)
     return np.dtype(dtype if is_cast else leaf.dtype), link.shape_in_file(tuple(shape))
 
@@ -127,7 +126,7 @@ def export_leaves(
     for link in links:
       array = leaves[link.ours].read(link.layer)
       if array is not None:
-        if (dim := classes.get(link.ours)) is not None:
+        if (dim := names.classes.get(link.ours)) is not None:
           array = array[(slice(None),) * dim + (slice(num_classes),)]
         array = ARRANGEMENTS[link.how].theirs(array, own_shape)
         parts.append(array.astype(to_dtype, copy=False))
