@@ -188,11 +188,10 @@ def seconds_to_go(
     14.0
   """
   logged = [line for line in lines if "train/loss" in line][-_RATE_OVER:]
-  if total is None or len(logged) < 2:
+  if total is None or not logged:
     return None
-  steps = logged[-1]["step"] - logged[0]["step"]
-  seconds = logged[-1]["time"] - logged[0]["time"]
-  if steps <= 0 or seconds < 0:  # a restart went back to an earlier step
+  steps, seconds = (logged[-1][name] - logged[0][name] for name in ("step", "time"))
+  if steps <= 0 or seconds < 0:  # one line, or a restart from an earlier step
     return None
   return (total - logged[-1]["step"]) * seconds / steps
 
