@@ -53,9 +53,7 @@ def stateless(mean: Callable[[Grads], Grads]) -> Exchange:
   Args:
     mean: local grads -> mean grads, as of `Exchange.exchange`.
   """
-  return Exchange(
-    lambda _: (), lambda g, state: (mean(g), state), lambda state, _: state
-  )
+  return Exchange(lambda _: (), lambda g, own: (mean(g), own), lambda own, _: own)
 
 
 def plain(axes: tuple[str, ...]) -> Exchange:
@@ -66,9 +64,11 @@ def plain(axes: tuple[str, ...]) -> Exchange:
     >>> exchange.init({"w": 0.0})
     ()
   """
-  return stateless(
-    lambda grads: jax.tree.map(lambda g: lax.psum(g, axes) / lax.axis_size(axes), grads)
-  )
+
+  def mean(g):
+    return lax.psum(g, axes) / lax.axis_size(axes)
+
+  return stateless(lambda grads: jax.tree.map(mean, grads))
 
 
 def planned(by: Plan) -> Exchange:

@@ -9,7 +9,7 @@ from jaxscale import collectives
 from jaxscale.collectives import Link, Measured
 from jaxscale.errors import ConfigError
 from jaxscale.exchange.base import Exchange, plain, planned
-from jaxscale.exchange.buckets import best_bucket_bytes, bucketed
+from jaxscale.exchange.buckets import BUCKET_BYTES, best_bucket_bytes, bucketed
 from jaxscale.exchange.low_precision import half_precision
 from jaxscale.mesh import AXES, BN_AXIS
 
@@ -39,11 +39,9 @@ def all_reduce(chosen: AllReduce, context: ExchangeContext) -> Exchange:
   if chosen.algorithm in ("auto", "torus"):
     context.note(f"exchange by {by}, for {num_bytes / 1e6:.3g} MB at once, {source}")
   if half is not None:
-    options: Any = {
-      "sum_in": getattr(chosen, "sum_in", None),
-      "bucket_bytes": chosen.bucket_bytes,
-    }
-    return half_precision(axes, half, by=by, **options)
+    own: Any = chosen
+    size = chosen.bucket_bytes or BUCKET_BYTES
+    return half_precision(axes, half, by=by, sum_in=own.sum_in, bucket_bytes=size)
   if by.algorithm == "psum" and bucket_bytes is None:
     bucket_bytes = best_bucket_bytes(context.mesh)
   if bucket_bytes is not None:

@@ -138,10 +138,11 @@ def block_momentum(
     return BlockMomentumState(zero_residuals(params))
 
   def update(updates, state, params=None):  # optax's names; updates are D
-    del params
-    smoothed = jax.tree.map(
-      lambda s, d: decay * s + rate * d.astype(s.dtype), state.smoothed, updates
-    )
+
+    def smooth(s, d):
+      return decay * s + rate * d.astype(s.dtype)
+
+    smoothed = jax.tree.map(smooth, state.smoothed, updates)
     way = jax.tree.map(lambda s, d: (-ahead * s).astype(d.dtype), smoothed, updates)
     return way, BlockMomentumState(smoothed)
 
@@ -193,10 +194,8 @@ def check_samples(
     >>> check_samples(1_281_167, every=40, worker_batch=256, num_workers=8)
   """
   block = every * worker_batch * num_workers
-  wanted, fits = (
-    block * num_workers,
-    max(num_samples // (worker_batch * num_workers**2), 1),
-  )
+  wanted = block * num_workers
+  fits = max(num_samples // (worker_batch * num_workers**2), 1)
   if num_samples < block:
     raise ConfigError(
       f"BlockMomentum.sync_every_steps={every}: one block of {num_workers} workers is "

@@ -153,14 +153,15 @@ def int8(
       return decode_int8(gathered, block).reshape(-1)[: bucket.size] / num_devices
 
     whole_blocks = bucket_bytes // (4 * block) * 4 * block
-    padded = jax.tree.map(
-      lambda g: jnp.pad(g.reshape(-1).astype(jnp.float32), (0, -g.size % block)), grads
-    )
-    means = map_buckets(mean, padded, whole_blocks)
-    means = jax.tree.map(
-      lambda m, g: m[: g.size].reshape(g.shape).astype(g.dtype), means, grads
-    )
-    return means, {"step": state["step"] + 1}
+
+    def flat(g):
+      return jnp.pad(g.reshape(-1).astype(jnp.float32), (0, -g.size % block))
+
+    def like(mean, g):
+      return mean[: g.size].reshape(g.shape).astype(g.dtype)
+
+    means = map_buckets(mean, jax.tree.map(flat, grads), whole_blocks)
+    return jax.tree.map(like, means, grads), {"step": state["step"] + 1}
 
   return Exchange(lambda _: {"step": jnp.zeros((), jnp.int32)}, exchange, same_for_all)
 

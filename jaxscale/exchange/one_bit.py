@@ -186,9 +186,8 @@ def _exchange_group(axes, tensors, owners):
     for size, places in alike.items()
   ]
   sent = [quantise_columns(x) for x in xs]
-  stripes = [
-    _to_stripes(q, size, num_devices) for q, size in zip(sent, alike, strict=True)
-  ]
+  pairs = zip(sent, alike, strict=True)
+  stripes = [_to_stripes(q, size, num_devices) for q, size in pairs]
   received = lax.all_to_all(_join(stripes), axes, 0, 0)
   ys = [
     add_rows(dequantise_columns(q, size.rows))
@@ -259,9 +258,8 @@ def _column_sums(*xs: jax.Array) -> tuple[jax.Array, ...]:
   zeros = (np.float32(0),) * len(xs)
   blocks = tuple(x.reshape(*x.shape[:-2], -1, _ROWS, x.shape[-1]) for x in xs)
   for _ in range(2):
-    blocks = lax.reduce(
-      blocks, zeros, lambda a, b: tuple(map(lax.add, a, b)), (blocks[0].ndim - 2,)
-    )
+    dim = blocks[0].ndim - 2
+    blocks = lax.reduce(blocks, zeros, lambda a, b: tuple(map(lax.add, a, b)), (dim,))
   return blocks
 
 

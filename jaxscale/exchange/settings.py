@@ -95,9 +95,8 @@ class Int8(Compressed):
   def build(self, context: ExchangeContext) -> exchange.Exchange:
     from jaxscale.exchange.low_precision import int8
 
-    return int8(
-      context.axes, block=self.block, bucket_bytes=self.bucket_bytes, seed=context.seed
-    )
+    size, seed = self.bucket_bytes, context.seed
+    return int8(context.axes, block=self.block, bucket_bytes=size, seed=seed)
 
 
 class OneBit(Compressed):
@@ -112,9 +111,8 @@ class OneBit(Compressed):
   def build(self, context: ExchangeContext) -> exchange.Exchange:
     from jaxscale.exchange.one_bit import one_bit
 
-    return one_bit(
-      context.axes, num_devices=context.num_devices, bucket_bytes=self.bucket_bytes
-    )
+    devices, size = context.num_devices, self.bucket_bytes
+    return one_bit(context.axes, num_devices=devices, bucket_bytes=size)
 
 
 class TopK(OneBit):
@@ -149,9 +147,8 @@ class PowerSGD(OneBit):
   def build(self, context: ExchangeContext) -> exchange.Exchange:
     from jaxscale.exchange.power_sgd import power_sgd
 
-    return power_sgd(
-      context.axes, rank=self.rank, bucket_bytes=self.bucket_bytes, seed=context.seed
-    )
+    size, seed = self.bucket_bytes, context.seed
+    return power_sgd(context.axes, rank=self.rank, bucket_bytes=size, seed=seed)
 
 
 class EveryStep(Sync):
@@ -199,9 +196,8 @@ class DiLoCo(LocalSGD):
     del context
     from jaxscale.exchange.local import diloco
 
-    return diloco(
-      self.sync_every_steps, rate=self.outer_lr, momentum=self.outer_momentum
-    )
+    rate, momentum = self.outer_lr, self.outer_momentum
+    return diloco(self.sync_every_steps, rate=rate, momentum=momentum)
 
 
 class BlockMomentum(LocalSGD):
@@ -226,10 +222,8 @@ class BlockMomentum(LocalSGD):
     from jaxscale.exchange import local
 
     every = self.sync_every_steps or local.block_steps(context.worker_batch)
-    note = local.check_samples(
-      context.num_train, every, context.worker_batch, context.num_workers
-    )
-    if note:
+    given = context.num_train, every, context.worker_batch, context.num_workers
+    if note := local.check_samples(*given):
       context.note(note)
     return local.block_momentum(
       every, context.num_workers, momentum=self.outer_momentum, rate=self.outer_lr,

@@ -10,6 +10,8 @@ Layers, groups, initial values and dropout are those of
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -108,24 +110,16 @@ class AlexNetModule(nn.Module):
 
   def _conv(self, name, width, size, bias, **options) -> nn.Conv:
     """A convolution from N(0, 0.01²); `bias` is the initial one without BatchNorm."""
-    return nn.Conv(
-      width,
-      (size, size),
-      kernel_init=nn.initializers.normal(0.01),
-      bias_init=nn.initializers.constant(0.01 if self.batch_norm else bias),
-      dtype=self.dtype,
-      name=name,
-      **options,
-    )
+    options |= self._options(name, 0.01, 0.01 if self.batch_norm else bias)
+    return nn.Conv(width, (size, size), **options)
 
   def _dense(self, name, width, std, bias) -> nn.Dense:
-    return nn.Dense(
-      width,
-      kernel_init=nn.initializers.normal(std),
-      bias_init=nn.initializers.constant(bias),
-      dtype=self.dtype,
-      name=name,
-    )
+    return nn.Dense(width, **self._options(name, std, bias))
+
+  def _options(self, name, std, bias) -> dict[str, Any]:
+    """Of a layer from N(0, std²) and a constant bias."""
+    kernel, bias = nn.initializers.normal(std), nn.initializers.constant(bias)
+    return {"kernel_init": kernel, "bias_init": bias, "dtype": self.dtype, "name": name}
 
 
 def _max_pool(x: jax.Array) -> jax.Array:

@@ -142,17 +142,11 @@ def make_transformer(
     x = norm(h, p["norm"]["scale"])
     return at_least_float32(linear(x, p["kernel"][:, :vocab_size], h.dtype))
 
-  init = functools.partial(
-    _init,
-    num_layers=num_layers,
-    width=width,
-    vocab_size=vocab_size,
-    padded=-(-vocab_size // pad_vocab_to) * pad_vocab_to,
-    queries=num_heads * each,
-    keys=groups * each,
-    hidden=hidden,
-    qk_norm=each if qk_norm else None,
-  )
+  def init(key):
+    more, normed = -vocab_size % pad_vocab_to, each if qk_norm else None
+    sizes = width, num_heads * each, groups * each, hidden
+    return _init(key, num_layers, vocab_size, more, *sizes, normed)
+
   return Stack(init, embed, layer, finish, logits, num_layers)
 
 
@@ -172,18 +166,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float) -> jax.Array:
   return wide * jax.lax.rsqrt(mean_square + eps) * scale
 
 
-def _init(
-  key: jax.Array,
-  *,
-  num_layers: int,
-  width: int,
-  vocab_size: int,
-  padded: int,
-  queries: int,
-  keys: int,
-  hidden: int,
-  qk_norm: int | None,
-) -> Any:
+def _init(key, num_layers, vocab_size, more, width, queries, keys, hidden, qk_norm):
   """Normal numbers; into the residual stream 1 / sqrt(branches) of them.
 
   GPT-2's scale for the matrices that end a branch, of which there are two per layer
@@ -198,10 +181,8 @@ def _init(
   def layer(key):
     q, k, v, o, gate, up, down = jax.random.split(key, 7)
     ones = {"scale": jnp.ones(width, jnp.float32)}
-    by_head = {} if qk_norm is None else {
-      name: {"scale": jnp.ones(qk_norm, jnp.float32)} for name in ("q_norm", "k_norm")
-    }  # fmt: skip
-    return by_head | {
+    by_head = {"scale": jnp.ones(qk_norm or 1, jnp.float32)}
+    return ({"q_norm": by_head, "k_norm": by_head} if qk_norm else {}) | {
       "attn_norm": ones,
       "q": {"kernel": normal(q, (width, queries))},
       "k": {"kernel": normal(k, (width, keys))},
@@ -213,14 +194,9 @@ def _init(
       "down": {"kernel": normal(down, (hidden, width), into)},
     }
 
-  more = padded - vocab_size
-  return {
-    "embed": {
-      "table": jnp.pad(normal(embed_key, (vocab_size, width)), ((0, more), (0, 0)))
-    },
-    "layers": jax.vmap(layer)(jax.random.split(layers_key, num_layers)),
-    "head": {
-      "norm": {"scale": jnp.ones(width, jnp.float32)},
-      "kernel": jnp.pad(normal(head_key, (width, vocab_size)), ((0, 0), (0, more))),
-    },
-  }
+  table = jnp.pad(normal(embed_key, (vocab_size, width)), ((0, more), (0, 0)))
+  kernel = jnp.pad(normal(head_key, (width, vocab_size)), ((0, 0), (0, more)))
+  norm = {"scale": jnp.ones(width, jnp.float32)}
+  layers = jax.vmap(layer)(jax.random.split(layers_key, num_layers))
+  head = {"norm": norm, "kernel": kernel}
+  return {"embed": {"table": table}, "layers": layers, "head": head}

@@ -77,15 +77,11 @@ def _shift(x, bias):
   return x + bias.astype(x.dtype)
 
 
-def _shift_forward(x, bias):
-  return _shift(x, bias), bias
-
-
 def _shift_backward(bias, g):
   return g, g.reshape(-1, g.shape[-1]).astype(bias.dtype).sum(0)
 
 
-_shift.defvjp(_shift_forward, _shift_backward)
+_shift.defvjp(lambda x, bias: (_shift(x, bias), bias), _shift_backward)
 
 
 def _alike(*arrays: jax.Array) -> list[jax.Array]:

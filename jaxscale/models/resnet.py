@@ -56,16 +56,14 @@ class ResNetModule(nn.Module):
     self, images: jax.Array, train: bool, keys: jax.Array | None = None
   ) -> jax.Array:
     del keys  # nothing is random
-    conv = functools.partial(
-      nn.Conv, use_bias=False, kernel_init=_conv_init, dtype=self.dtype
-    )
+    options = {"use_bias": False, "kernel_init": _conv_init, "dtype": self.dtype}
+    conv = functools.partial(nn.Conv, **options)
     norm = functools.partial(
       BatchNorm, self.bn_axis_name, self.bn_momentum, self.bn_epsilon,
       group_size=self.bn_group_size, dtype=self.dtype,
     )  # fmt: skip
-    last_scale = (
-      nn.initializers.zeros if self.zero_init_residual else nn.initializers.ones
-    )
+    init = nn.initializers
+    last_scale = init.zeros if self.zero_init_residual else init.ones
 
     def block(x, width, stride):
       """x: [n, h, w, c] -> [n, h/stride, w/stride, width (x 4)]."""
@@ -74,14 +72,10 @@ class ResNetModule(nn.Module):
         y = nn.relu(norm()(conv(width, (1, 1))(y), train))
       y = conv(width, (3, 3), (stride, stride), padding=[(1, 1), (1, 1)])(y)
       y = nn.relu(norm()(y, train))
-      if self.bottleneck:
-        y = conv(4 * width, (1, 1))(y)
-      else:
-        y = conv(width, (3, 3))(y)
+      y = (conv(4 * width, (1, 1)) if self.bottleneck else conv(width, (3, 3)))(y)
       y = norm(scale_init=last_scale)(y, train)
       if x.shape != y.shape:
-        x = conv(y.shape[-1], (1, 1), (stride, stride), name=None)(x)
-        x = norm()(x, train)
+        x = norm()(conv(y.shape[-1], (1, 1), (stride, stride))(x), train)
       return nn.relu(x + y)
 
     x = images.astype(self.dtype)

@@ -26,11 +26,11 @@ def _images(model: Model, context: ModelContext) -> dict[str, Any]:
   return {"num_classes": context.info.num_classes, "dtype": context.dtype}
 
 
-def _batch_norm(context: ModelContext) -> dict[str, Any]:
-  return {
-    "bn_axis_name": context.bn_axis_name,
-    "bn_group_size": context.bn_group_size,
-  }
+def _normalised(model: Any, context: ModelContext) -> dict[str, Any]:
+  """What a module with BatchNorm takes: the settings, and who shares statistics."""
+  own = {k: v for k, v in dataclasses.asdict(model).items() if k != "bn_span"}
+  spans = {"bn_axis_name": context.bn_axis_name, "bn_group_size": context.bn_group_size}
+  return own | spans | _images(model, context)
 
 
 def _check_span(owner: str, span: int | str) -> None:
@@ -83,14 +83,13 @@ class CNN(Model):
   def build(self, context: ModelContext) -> Any:
     from jaxscale.models.cnn import CNNModule
 
-    common, pixels = _images(self, context), min(context.info.image_shape[:2])
+    options, pixels = _normalised(self, context), min(context.info.image_shape[:2])
     if pixels >> len(self.features) == 0:
       raise ConfigError(
         f"CNN.features={self.features}: {len(self.features)} stages halve images of "
         f"{pixels} pixels to nothing, give fewer"
       )
-    own = _fields(self, "features", "convs_per_stage", "dense", "batch_norm", "dropout")
-    return CNNModule(**own, **common, **_batch_norm(context))
+    return CNNModule(**options)
 
 
 class AlexNet(Model):
@@ -113,11 +112,7 @@ class AlexNet(Model):
     from jaxscale.models.alexnet import AlexNetModule
     from jaxscale.models.flax_apply import functions
 
-    module = AlexNetModule(
-      **_fields(self, "batch_norm", "dropout"),
-      **_images(self, context),
-      **_batch_norm(context),
-    )
+    module = AlexNetModule(**_normalised(self, context))
     # Caffe's files subtract the mean, and with BatchNorm divide by 256.
     std = (256.0,) if self.batch_norm else (1.0,)
     info = context.info
@@ -151,12 +146,7 @@ class ResNet(Model):
   def build(self, context: ModelContext) -> Any:
     from jaxscale.models.resnet import make_resnet
 
-    own = _fields(
-      self, "width", "stem", "bn_momentum", "bn_epsilon", "zero_init_residual"
-    )
-    return make_resnet(
-      self.depth, **own, **_images(self, context), **_batch_norm(context)
-    )
+    return make_resnet(**_normalised(self, context))
 
 
 class Transformer(Model):
@@ -224,12 +214,8 @@ class Transformer(Model):
     options = dataclasses.asdict(self)
     if self.hidden is None:
       options["hidden"] = -(-8 * self.width // (3 * 256)) * 256
-    return make_transformer(
-      vocab_size=context.info.vocab_size,
-      label_smoothing=context.label_smoothing,
-      dtype=context.dtype,
-      **options,
-    )
+    options |= {"vocab_size": context.info.vocab_size, "dtype": context.dtype}
+    return make_transformer(label_smoothing=context.label_smoothing, **options)
 
 
 class ViT(Model):
@@ -277,18 +263,9 @@ class ViT(Model):
         f"ViT.patch={self.patch}: does not divide the {info.image_shape[0]}x"
         f"{info.image_shape[1]} pixels of {info.name}, give a divisor"
       )
-    return make_vit(
-      image_shape=info.image_shape,
-      mean=info.mean,
-      std=info.std,
-      label_smoothing=context.label_smoothing,
-      **common,
-      **dataclasses.asdict(self),
-    )
-
-
-def _fields(model: Model, *names: str) -> dict[str, Any]:
-  return {name: getattr(model, name) for name in names}
+    common |= {"image_shape": info.image_shape, "mean": info.mean, "std": info.std}
+    common |= dataclasses.asdict(self)
+    return make_vit(label_smoothing=context.label_smoothing, **common)
 
 
 def _check_heads(owner: str, width: int, num_heads: int) -> None:

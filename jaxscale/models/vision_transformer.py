@@ -13,7 +13,7 @@ left out (arXiv:2106.10270, §4.6).
 
 from __future__ import annotations
 
-import functools
+import math
 from typing import Any, Literal
 
 import jax
@@ -142,17 +142,13 @@ def make_vit(
     logits = at_least_float32(linear(pooled(p, h), p["kernel"], h.dtype))
     return (logits + p["bias"])[..., :num_classes]
 
-  init = functools.partial(
-    _init,
-    patch_size=patch * patch * image_shape[2],
-    num_patches=image_shape[0] * image_shape[1] // patch**2,
-    width=width,
-    hidden=4 * width if hidden is None else hidden,
-    num_layers=num_layers,
-    num_classes=num_classes,
-    padded=-(-num_classes // pad_classes_to) * pad_classes_to,
-    has_token=pool == "token",
-  )
+  def init(key):
+    patch_size, pixels = patch * patch * image_shape[2], math.prod(image_shape[:2])
+    units = 4 * width if hidden is None else hidden
+    classes = -(-num_classes // pad_classes_to) * pad_classes_to
+    sizes = pixels // patch**2, width, units, num_layers, classes
+    return _init(key, patch_size, *sizes, has_token=pool == "token")
+
   return Stack(init, embed, layer, finish, logits, num_layers)
 
 
@@ -185,16 +181,7 @@ def patches(images: jax.Array, size: int) -> jax.Array:
 
 
 def _init(
-  key: jax.Array,
-  *,
-  patch_size: int,
-  num_patches: int,
-  width: int,
-  hidden: int,
-  num_layers: int,
-  num_classes: int,
-  padded: int,
-  has_token: bool,
+  key, patch_size, num_patches, width, hidden, num_layers, num_classes, *, has_token
 ) -> Any:
   """As the paper's own code (google-research/vision_transformer, models_vit.py).
 
@@ -213,38 +200,32 @@ def _init(
 
   def dense(key, inputs, outputs, bias_std=0.0):
     key, bias_key = jax.random.split(key)
-    return {
-      "kernel": glorot(key, (inputs, outputs), jnp.float32),
-      "bias": normal(bias_key, (outputs,), bias_std),
-    }
+    kernel = glorot(key, (inputs, outputs), jnp.float32)
+    return {"kernel": kernel, "bias": normal(bias_key, (outputs,), bias_std)}
 
   def layer(key):
     *attend, up, down = jax.random.split(key, 6)
     heads = zip("qkvo", attend, strict=True)
-    return {name: dense(key, width, width) for name, key in heads} | {
-      "attn_norm": norm(),
-      "mlp_norm": norm(),
-      "up": dense(up, width, hidden, 1e-6),
-      "down": dense(down, hidden, width, 1e-6),
-    }
+    layers = {name: dense(key, width, width) for name, key in heads}
+    layers["up"] = dense(up, width, hidden, 1e-6)
+    layers["down"] = dense(down, hidden, width, 1e-6)
+    return layers | {"attn_norm": norm(), "mlp_norm": norm()}
+
+  def zeros(*shape):
+    return jnp.zeros(shape, jnp.float32)
 
   patch_key, position_key, layers_key = jax.random.split(key, 3)
-  token = {"class_token": jnp.zeros(width, jnp.float32)} if has_token else {}
+  kernel = lecun(patch_key, (patch_size, width), jnp.float32)
+  patch = {"kernel": kernel, "bias": zeros(width)}
+  position = normal(position_key, (num_patches + has_token, width), 0.02)
+  embed = {"class_token": zeros(width)} if has_token else {}
+  layers = jax.vmap(layer)(jax.random.split(layers_key, num_layers))
+  kernel, bias = zeros(width, num_classes), zeros(num_classes)
   return {
-    "embed": token | {
-      "patch": {
-        "kernel": lecun(patch_key, (patch_size, width), jnp.float32),
-        "bias": jnp.zeros(width, jnp.float32),
-      },
-      "position": normal(position_key, (num_patches + has_token, width), 0.02),
-    },
-    "layers": jax.vmap(layer)(jax.random.split(layers_key, num_layers)),
-    "head": {
-      "norm": norm(),
-      "kernel": jnp.zeros((width, padded), jnp.float32),
-      "bias": jnp.zeros(padded, jnp.float32),
-    },
-  }  # fmt: skip
+    "embed": embed | {"patch": patch, "position": position},
+    "layers": layers,
+    "head": {"norm": norm(), "kernel": kernel, "bias": bias},
+  }
 
 
 @jax.custom_jvp

@@ -42,7 +42,7 @@ _INTEGERS = {
   "add": operator.add, "subtract": operator.sub, "LT": operator.lt, "LE": operator.le,
   "GT": operator.gt, "GE": operator.ge, "EQ": operator.eq, "NE": operator.ne,
 }  # fmt: skip
-_SLICES = {"dynamic-slice", "slice", "gather"}
+_SLICES, _UPDATE = {"dynamic-slice", "slice", "gather"}, "dynamic-update-slice"
 _MOST_TRIPS = 10_000  # of a loop whose trips are not written
 
 Cost = Callable[[Computation, Instruction], float]
@@ -115,11 +115,9 @@ def _traffic(module, computation: Computation, instruction: Instruction) -> floa
   operands = [computation[x] for x in instruction.operands if x in computation]
   if instruction.opcode in _SLICES:
     return 2.0 * parse.num_bytes(instruction.shape)
-  if instruction.opcode == "dynamic-update-slice":
+  if instruction.opcode == _UPDATE:
     return 2.0 * sum(parse.num_bytes(x.shape) for x in operands[1:2])
-  whole = parse.num_bytes(instruction.shape) + sum(
-    parse.num_bytes(x.shape) for x in operands
-  )
+  whole = sum(parse.num_bytes(x.shape) for x in (instruction, *operands))
   if instruction.opcode != "fusion":
     return float(whole)
   body = module.computations.get((parse.called(instruction) or [""])[0], {})
@@ -128,9 +126,7 @@ def _traffic(module, computation: Computation, instruction: Instruction) -> floa
     opcodes, size = {x.opcode for x in uses}, parse.num_bytes(parameter.shape)
     if opcodes and opcodes <= _SLICES:
       whole -= max(size - sum(parse.num_bytes(x.shape) for x in uses), 0)
-    elif [(x.opcode, x.operands[0]) for x in uses] == [
-      ("dynamic-update-slice", parameter.name)
-    ]:
+    elif opcodes == {_UPDATE} and [x.operands[0] for x in uses] == [parameter.name]:
       whole -= 2 * size  # the result is the parameter, of which a part is written
   return float(max(whole, 0))
 
