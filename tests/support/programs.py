@@ -24,7 +24,7 @@ def laid_out(shard="none", steps=1, bf16=False, optimizer=None, layout=(), **mes
     "layout": cfg.Layout(shard=shard, **dict(layout)),
     "accumulate_steps": steps,
     "dtype": "bfloat16" if bf16 else "float32",
-    "zero1": optimizer or cfg.LAMB(lr=1e-3),
+    "optimizer": optimizer or cfg.LAMB(lr=1e-3),
   }
 
 

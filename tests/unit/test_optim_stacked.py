@@ -11,7 +11,8 @@ import pytest
 
 from jaxscale import config as cfg
 from jaxscale import data, optim
-from jaxscale.experiment import parts
+from jaxscale.experiment.model import make_model
+from jaxscale.experiment.optimizer import make_optimizer
 from jaxscale.tree_paths import path_name
 from support.optimizers import optimize, optimize64
 
@@ -48,12 +49,12 @@ def start(model):
   info = data.TextInfo("words", 60, 8)
   if model == "vit":
     info = data.digits("test").info
-  stack = parts.make_stack(config(model, "sgd"), info)
+  stack = make_model(config(model, "sgd"), info)
   return jax.tree.map(lambda x: x + 0.5, stack.init(jax.random.key(0)))
 
 
 def made(model, optimizer):
-  tx = parts.make_optimizer(config(model, optimizer), lambda step: 0.1, 0, None)
+  tx = make_optimizer(config(model, optimizer), lambda step: 0.1, 0, None)
   return tx._replace(update=jax.jit(tx.update))
 
 
@@ -94,7 +95,7 @@ def test_stacked_layers_decay_as_each_would(make):
 
 def muon_part(params):
   """What Muon's velocities are of, after a step by the config's Muon."""
-  tx = parts.make_optimizer(config("transformer", "muon"), lambda step: 0.1, 0, None)
+  tx = make_optimizer(config("transformer", "muon"), lambda step: 0.1, 0, None)
   is_muon = lambda node: isinstance(node, optax.contrib.MuonState)  # noqa: E731
   found = jax.tree.leaves(tx.init(params), is_leaf=is_muon)
   (state,) = (node for node in found if is_muon(node))
@@ -130,7 +131,7 @@ def test_without_a_rule_muon_has_every_kernel():
   """A model of convolutions has no rule: its optimizer is as it was."""
   model = cfg.MLP(hidden=(8,))
   of = dataclasses.replace(config("vit", "muon"), model=model)
-  tx = parts.make_optimizer(of, lambda step: 0.1, 0, None)
+  tx = make_optimizer(of, lambda step: 0.1, 0, None)
   params = {"head": {"kernel": jnp.ones((4, 4))}, "bias": jnp.ones(4)}
   one = optim.muon(0.1, weight_decay=0.1)
   (found,), _ = optimize(tx, params, [params])
