@@ -33,8 +33,10 @@ def add_job_arguments(parser: Parser) -> None:
   parser.option("--name NAME", "of the run (default: the config's name and the time)")
   add_runs(parser)
   parser.option("--site NAME|FILE.toml", "its profile (default: $JAXSCALE_SITE)")
-  text = "slurm or local (default: slurm where there is sbatch)"
-  parser.option("--executor NAME", text, choices=("slurm", "local"))
+  from jaxscale.launch.executors import EXECUTORS
+
+  text = f"{' or '.join(EXECUTORS)} (default: the first that is here)"
+  parser.option("--executor NAME", text, choices=tuple(EXECUTORS))
   parser.option("--requeue N", "at most so many restarts (default: 10)", whole())
   parser.option("--spares N", "more nodes, which train when others are lost", whole())
   parser.flag("--preflight", "run `jaxscale doctor` on the nodes first", default=None)

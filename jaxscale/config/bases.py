@@ -112,8 +112,8 @@ class Model(Choice):
   `models.ModelFns`, two pure functions; or a `models.Stack` of equal layers.
   """
 
+  batch_norm = False  # normalises over examples; then `bn_span` says over which
   bn_span = "device"  # of models with synchronised BatchNorm it is a field
-  batch_norm = True
   is_stack = False  # build returns a Stack: what layout splits along stage and model
   takes_text = False
 
@@ -200,7 +200,7 @@ class Sync(Choice):
 class Loss(Choice):
   """What training minimizes and evaluation reports.
 
-  `build(info)` returns an `training.losses.Objective`: loss and metrics per example.
+  `build(info)` returns a `training.losses.Objective`: loss and metrics per example.
   """
 
   label_smoothing = 0.0

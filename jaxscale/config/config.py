@@ -3,7 +3,8 @@
 Only primary quantities are settings. What follows from them (steps from epochs, the
 peak rate from the batch size) is computed in `experiment.derive`, printed, and recorded
 with the run. An alternative is a class of its own, so a setting that the chosen
-optimizer does not have cannot be set.
+optimizer does not have cannot be set. The lines under `Attributes:` are what `--help`
+shows.
 """
 
 from __future__ import annotations

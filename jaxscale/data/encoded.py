@@ -1,5 +1,8 @@
 """Encoded images as a dataset: views, augmentation, and damaged examples.
 
+`from_source` makes a `Dataset` of any `Source` of encoded images, such as the files of
+folder.py and the records of tfds.py: images of another kind start here.
+
 A damaged example never stops a run. In training the next readable one takes its
 place (index + 1, wrapping around), which depends on nothing but the files, so
 hosts and restarts agree. A held-out one keeps its place, as a black image of

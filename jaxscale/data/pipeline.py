@@ -107,7 +107,7 @@ def to_device(
 
   Args:
     batches: this host's rows of each global batch.
-    mesh: every axis of it splits the rows.
+    mesh: its axes but `stage` and `model` split the rows.
     ahead: how many batches are on their way while one is used.
   """
   sharding = batch_sharding(mesh)

@@ -13,6 +13,7 @@ from jaxscale.errors import ConfigError
 if TYPE_CHECKING:
   from jaxscale.data.dataset import Dataset
 
+# The names that --config.data= takes (by HOMES in config/choice.py).
 __all__ = [
   "TFDS", "Arrays", "Digits", "ImageFolder", "Synthetic", "TFDSText", "Text",
   "TextFiles",

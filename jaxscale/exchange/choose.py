@@ -1,4 +1,8 @@
-"""The all-reduce that the settings of `AllReduce` and `HalfPrecision` ask for."""
+"""What `AllReduce` and `HalfPrecision` build: the all-reduce that their settings choose.
+
+Where a layout splits gradients (ZeRO-2, FSDP), the sum along fsdp is not here but in
+the backward pass of parallel/fsdp_gather.py.
+"""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
   from jaxscale import exchange
   from jaxscale.exchange.local import LocalUpdate
 
+# The names that --config.exchange= takes (by HOMES in config/choice.py).
 __all__ = [
   "AllReduce", "BlockMomentum", "DiLoCo", "EveryStep", "HalfPrecision", "Int8",
   "LocalSGD", "OneBit", "PowerSGD", "TopK",

@@ -157,8 +157,7 @@ def device_summary(config: cfg.Config, derived: Derived) -> str | None:
 
 def _bn_span(config: cfg.Config) -> Any:
   """As the model has it; None: it has no BatchNorm."""
-  has = getattr(config.model, "batch_norm", True)
-  return getattr(config.model, "bn_span", None) if has else None
+  return config.model.bn_span if config.model.batch_norm else None
 
 
 def _each(values: Sequence[int]) -> str:

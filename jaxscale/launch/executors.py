@@ -1,4 +1,10 @@
-"""What runs jobs: Slurm, or this machine. Another one is a module and a line here."""
+"""What runs jobs: Slurm, or this machine. Another one is a module and a line here.
+
+Also Slurm's alone, and to be written for another scheduler where it is wanted: requeue
+and the count of restarts (cluster/requeue.py), the stop before the time limit
+(cluster/detect/walltime.py), the takeover of a workdir by a restarted job (`job_of` in
+checkpoint/lock.py), and the forms of times and signals in a site's profile (site.py).
+"""
 
 from __future__ import annotations
 
@@ -63,6 +69,7 @@ class Executor(Protocol):
     ...
 
 
+# In the order in which they are tried where none is named; `local` is always there.
 EXECUTORS: dict[str, Executor] = {"slurm": slurm, "local": local}
 
 

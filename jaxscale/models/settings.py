@@ -9,6 +9,7 @@ from jaxscale.config.bases import Model, ModelContext
 from jaxscale.config.bounds import Count, Fraction, Positive
 from jaxscale.errors import ConfigError
 
+# The names that --config.model= takes (by HOMES in config/choice.py).
 __all__ = ["CNN", "MLP", "AlexNet", "ResNet", "Transformer", "ViT"]
 
 # Examples that share BatchNorm statistics: a number, whatever the number of
@@ -139,6 +140,8 @@ class ResNet(Model):
   bn_momentum: Annotated[float, "in (0, 1)"] = 0.9
   bn_epsilon: Positive = 1e-5
   zero_init_residual: bool = True
+
+  batch_norm = True
 
   def __post_init__(self):
     _check_span("ResNet", self.bn_span)

@@ -1,4 +1,12 @@
-"""The learning rate of a step: evaluated once, by the optimizer, and read from it."""
+"""The learning rate of a step: evaluated once, by the optimizer, and read from it.
+
+1. settings.py: `Cosine`, `Polynomial`, `Steps` build a schedule, step -> rate, from the
+   functions in schedules.py; its peak is computed in experiment/derive.py.
+2. Here: an optimizer evaluates it (`rate_at`) and keeps it in its state, by
+   `scale_by_rate`, or in a state of its own (momentum.py).
+3. training/step.py: `observed` reads it from the new state by `learning_rate`.
+4. run/reporter.py: `Reporter` logs it as `train/learning_rate`.
+"""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from jaxscale.errors import ConfigError
 if TYPE_CHECKING:
   import optax
 
+# The names that --config.optimizer= takes (by HOMES in config/choice.py).
 __all__ = [
   "LAMB", "LARS", "SGD", "AdamW", "Cosine", "Muon", "Optax", "Polynomial", "Steps",
 ]  # fmt: skip

@@ -1,4 +1,9 @@
-"""`fit(config, workdir)`: one run from its first step, or from where it was."""
+"""`fit(config, workdir)`: one run from its first step, or from where it was.
+
+The place in the data is one integer and saved with the state: `TrainState.step`.
+`examples_at` (experiment/phases.py) turns it into examples seen, and `train_batches`
+(run/phases.py) starts the pipeline (data/pipeline.py) there.
+"""
 
 from __future__ import annotations
 

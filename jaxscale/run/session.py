@@ -49,7 +49,7 @@ def report_stop(config: Config, request: StopRequest | None, line: str) -> int:
 
   All processes call it, as the last thing inside `open_session`; process 0 prints, and
   asks Slurm to requeue the job, unless it was Ctrl-C, or somebody has cancelled the
-  job, or `launch submit` made it (JAXSCALE_REQUEUE=launcher).
+  job, or `jaxscale submit` made it (JAXSCALE_REQUEUE=launcher).
 
   Args:
     config: says how often a job may be requeued.
@@ -64,7 +64,7 @@ def report_stop(config: Config, request: StopRequest | None, line: str) -> int:
   if not cluster.is_leader():
     return code
   print(line, flush=True)
-  # Under `launch submit` the job's script starts it again, which sees more than we do.
+  # Under `jaxscale submit` the job's script starts it again, which sees more than we do.
   by_launcher = os.environ.get("JAXSCALE_REQUEUE") == "launcher"
   if (job := requeue.job_name()) is None or code == EXIT_INTERRUPTED or by_launcher:
     return code

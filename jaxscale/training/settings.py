@@ -11,6 +11,7 @@ from jaxscale.errors import ConfigError
 if TYPE_CHECKING:
   from jaxscale.training.losses import Objective
 
+# The names that --config.loss= takes (by HOMES in config/choice.py).
 __all__ = ["BinaryCrossEntropy", "CrossEntropy", "Huber", "SquaredError"]
 
 
