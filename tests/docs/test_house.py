@@ -69,10 +69,15 @@ def fake_text(directory, split, *, vocab_size, sequence_length, **options):
 
 
 # One of each file; its other sizes and optimizers are slow.
-ONE_OF_A_FILE = {path.split(":")[0]: path for path in reversed(CONFIGS)}.values()
+# One of each kind of model, optimizer and exchange; the others are slow.
+QUICK = [
+  "configs/digits.py", "configs/fashion_mnist_large_batch.py", "configs/text.py",
+  "configs/resnet50_lars.py", "configs/vit_fashion_mnist.py", "configs/llama_1b.py",
+  "configs/fashion_mnist_exchange.py:one_bit",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("path", all_slow_except(CONFIGS, *ONE_OF_A_FILE))
+@pytest.mark.parametrize("path", all_slow_except(CONFIGS, *QUICK))
 def test_every_config_traces_and_lowers_for_eight_devices(path, monkeypatch):
   monkeypatch.setattr(data, "tfds_images", fake)
   monkeypatch.setattr(data, "image_folder", fake_folder)
@@ -109,6 +114,7 @@ def test_the_recipe_of_goyal_et_al_is_theirs(monkeypatch):
   assert derived.total_steps == pytest.approx(14_075, abs=3)
 
 
+@pytest.mark.slow
 def test_the_quickstart_runs_and_is_short():
   path = ROOT / "colabs" / "quickstart.py"
   lines = [x for x in path.read_text().splitlines() if x and not x.startswith("#")]

@@ -246,6 +246,7 @@ def trained(remat, optimizer):
   return losses, state
 
 
+@pytest.mark.slow
 def test_what_waits_on_the_host_trains_the_same():
   losses, state = trained("offload", "host")
   plain_losses, plain_state = trained("full", "device")

@@ -193,6 +193,7 @@ def two_steps(experiment):
   return losses, state
 
 
+@pytest.mark.slow
 def test_a_head_of_21841_classes_is_split():
   one, _ = two_steps(vit_of_imagenet_22k())
   layout = cfg.Layout(shard="fsdp")

@@ -68,7 +68,7 @@ def moved_on(before, after):
 
 
 @pytest.mark.parametrize(
-  "name", all_slow_except(EXCHANGES, "plain", "int8", "one bit", "top k", "delayed")
+  "name", all_slow_except(EXCHANGES, "plain", "one bit", "delayed")
 )
 def test_a_bad_gradient_changes_no_bit_of_the_state(name):
   bad = {"gradient": (21, np.nan)}  # device 5 of 8, 4 rows each
@@ -284,6 +284,7 @@ for name, tx, by in [
 """
 
 
+@pytest.mark.slow
 def test_without_a_bad_step_no_bit_is_another():
   """On an instruction set without fused multiply-add.
 
