@@ -78,8 +78,9 @@ def test_its_fields_are_settings_and_a_typo_is_one_line(mine, whole, tmp_path):
   for (name, kind), field in CLASSES.items():
     with pytest.raises(ConfigError, match=f"{kind} has no field '{field}s', did you"):
       load_config(str(mine), {f"{name}.{field}s": "1"})
-    changed = load_config(str(mine), {f"{name}.{field}": "1"})
-    assert getattr(getattr(changed, name), field) == 1
+    value = 8 if name == "model" else 0.5
+    changed = load_config(str(mine), {f"{name}.{field}": str(value)})
+    assert getattr(getattr(changed, name), field) == value
   line = error_line(run(mine, whole, "--config.model.width=48"), 2)
   assert "model.width is 32 there and 48 now" in line
   line = error_line(run(mine, tmp_path / "x", "--config.model.widht=9"), 2)
