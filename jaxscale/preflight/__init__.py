@@ -84,7 +84,7 @@ def check(options: Options) -> int:
   processes = f"{len(group.hosts)} process{'es' * (len(group.hosts) > 1)}"
   text = f"launch: {launch.kind}, {processes} on {plural(len(hosts), 'host')} "
   text += f"({few(hosts)})"
-  if group.peers:
+  if group.sockets:
     text += f", rendezvous in {time.monotonic() - began:.1f} s"
   findings = [Finding(True, text), *run_checks(group, options)]
   if group.rank == 0:

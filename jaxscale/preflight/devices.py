@@ -6,6 +6,7 @@ asked in a child process, which runs `look` or `fits` and prints one line of JSO
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -19,7 +20,7 @@ from jaxscale.cluster.rendezvous.handshake import ranks_with_hosts
 from jaxscale.config.loading import load_config
 from jaxscale.errors import ConfigError
 from jaxscale.metrics.text import byte_size, plural
-from jaxscale.preflight.finding import Finding, outliers
+from jaxscale.preflight.finding import Finding, Found, outliers
 from jaxscale.preflight.group import Group, gather
 
 WAIT_S = 90.0  # JAX's import from a cold parallel file system takes long
@@ -30,7 +31,6 @@ _XLA_ERRORS = {
   r'Could not open file "(.*?)" to read flags':
     r"XLA_FLAGS=\1: neither flags, which begin with --, nor a file",
 }  # fmt: skip
-Found = Sequence[dict[str, Any]]
 
 
 def check(group: Group, options: Any, facts: dict[str, Any]) -> list[Finding]:
@@ -76,11 +76,9 @@ def ask(
     )  # fmt: skip
   except subprocess.TimeoutExpired:
     return {"error": f"JAX did not find its devices within {WAIT_S:g} s"}
-  try:
-    if done.returncode == 0:
+  if done.returncode == 0:
+    with contextlib.suppress(IndexError, ValueError):
       return json.loads(done.stdout.splitlines()[-1])
-  except (IndexError, ValueError):
-    pass
   return {"error": why(done.stderr.decode(errors="replace"), done.returncode)}
 
 
@@ -225,11 +223,9 @@ def fits(config: str, overrides: dict[str, str], workdir: str) -> dict[str, Any]
     return {"error": str(e)}
   leaves = jax.tree.leaves(experiment.abstract_state())
   keep = experiment.config.checkpoint
-  return {
-    "bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in leaves),
-    # The next one is written before the oldest is deleted.
-    "kept": keep.keep_last + keep.keep_best + 1,
-  }
+  size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+  # The next one is written before the oldest is deleted.
+  return {"bytes": size, "kept": keep.keep_last + keep.keep_best + 1}
 
 
 def answer() -> None:

@@ -6,13 +6,12 @@ import os
 import secrets
 import statistics
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxscale.metrics.text import byte_size
 from jaxscale.preflight.files import attempt
-from jaxscale.preflight.finding import Finding
+from jaxscale.preflight.finding import Finding, Found
 from jaxscale.preflight.group import Group, barrier, broadcast, gather
 
 _DEFAULT = 256 << 20  # bytes of a checkpoint where no config gives its size
@@ -27,10 +26,8 @@ def check(group: Group, options: Any, facts: dict[str, Any]) -> list[Finding]:
   if not (size := broadcast(group, "disk: size", asked)):
     return []
   found = gather(group, "disk", measure(group, options.workdir, min(size, _MOST)))
-  if group.rank:
-    return []
   needed = size * facts.get("kept", 1)
-  return findings(found, group, options.workdir, size, needed)
+  return [] if group.rank else findings(found, group, options.workdir, size, needed)
 
 
 def measure(group: Group, workdir: Path, size: int) -> dict[str, Any]:
@@ -57,7 +54,7 @@ def measure(group: Group, workdir: Path, size: int) -> dict[str, Any]:
   block = memoryview(secrets.token_bytes(min(part, 1 << 22) or 1))
   began = time.monotonic()
   try:
-    free = os.statvfs(workdir)
+    room = os.statvfs(workdir)
     with open(path, "wb", buffering=0) as file:
       while written < part and time.monotonic() - began < _MOST_S:
         written += file.write(block[: part - written])
@@ -69,17 +66,14 @@ def measure(group: Group, workdir: Path, size: int) -> dict[str, Any]:
   finally:
     seconds = time.monotonic() - began
     attempt(lambda: path.unlink(missing_ok=True))  # fails on a read-only file system
-  return {
-    "bytes": written,
-    "seconds": seconds,
-    "free": free.f_bavail * free.f_frsize,
-    # Some file systems (btrfs) count no inodes and report 0 of 0.
-    "files": free.f_favail if free.f_files else None,
-  }
+  # Some file systems (btrfs) count no inodes and report 0 of 0.
+  files = room.f_favail if room.f_files else None
+  free = room.f_bavail * room.f_frsize
+  return {"bytes": written, "seconds": seconds, "free": free, "files": files}
 
 
 def findings(
-  found: Sequence[dict[str, Any]], group: Group, workdir: Path, size: int, needed: int
+  found: Found, group: Group, workdir: Path, size: int, needed: int
 ) -> list[Finding]:
   """What the results of `measure` mean.
 

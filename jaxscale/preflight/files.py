@@ -15,11 +15,11 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxscale.preflight.finding import Finding
+from jaxscale.preflight.finding import Finding, Found
 from jaxscale.preflight.group import Group, barrier, broadcast, gather
 
 # NFS caches directory entries up to acdirmax = 60 s (man 5 nfs); a run that waits this
@@ -182,9 +182,7 @@ def _merges(folder: Path) -> str:
   return "" if failed else "a directory was renamed onto one that is not empty"
 
 
-def findings(
-  found: Sequence[dict[str, Any]], group: Group, workdir: Path
-) -> list[Finding]:
+def findings(found: Found, group: Group, workdir: Path) -> list[Finding]:
   """What the results of `probe` mean; by rank."""
   hosts, ranks, place = group.hosts, group.host_ranks, f"workdir {workdir}: "
   if error := found[0].get("error"):

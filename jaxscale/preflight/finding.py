@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale.errors import EXIT_DONE, EXIT_USER
 
 EXIT_NOT_READY = EXIT_USER
+Found = Sequence[dict[str, Any]]  # what each process found, by rank
 
 
 class Finding(NamedTuple):
@@ -24,7 +25,7 @@ class Finding(NamedTuple):
   remedy: str = ""
 
 
-def report(name: str, findings: Iterable[Finding]) -> int:
+def report(name: str, findings: Sequence[Finding]) -> int:
   """Print one line per finding, then each remedy once; returns the exit code.
 
   Example:
@@ -33,7 +34,6 @@ def report(name: str, findings: Iterable[Finding]) -> int:
     next  start chronyd on n2
     2
   """
-  findings = list(findings)
   for finding in findings:
     print(("ok    " if finding.ok else "not   ") + finding.text)
   wrong = [f for f in findings if not f.ok]

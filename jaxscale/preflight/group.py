@@ -6,8 +6,8 @@ rendezvous leaves them (`cluster.rendezvous`); nothing here needs JAX.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping, Sequence
+from socket import socket
 from typing import Any, NamedTuple
 
 from jaxscale.cluster import wire
@@ -17,25 +17,20 @@ from jaxscale.errors import ConfigError
 PATIENCE_S = 120.0  # for the slowest part of any check, JAX on a cold file system
 
 
-class Peer(NamedTuple):
-  """A connection to another process."""
-
-  sock: socket.socket
-  receiver: wire.Receiver
-
-
 class Group(NamedTuple):
   """The processes that take part.
 
   Attributes:
     rank: of this process.
     hosts: the host of every process, by rank.
-    peers: connections by rank: to all others in process 0, to process 0 in the others.
+    sockets: by rank, to all others in process 0, to process 0 in the others.
+    receivers: of the messages on each socket.
   """
 
   rank: int
   hosts: tuple[str, ...]
-  peers: Mapping[int, Peer]
+  sockets: Mapping[int, socket]
+  receivers: Mapping[int, wire.Receiver]
 
   @property
   def host_ranks(self) -> tuple[int, ...]:
@@ -52,9 +47,7 @@ class Group(NamedTuple):
     return ranks_with_hosts(ranks, self.hosts)
 
 
-def make_group(
-  rank: int, hosts: Sequence[str], sockets: Mapping[int, socket.socket]
-) -> Group:
+def make_group(rank: int, hosts: Sequence[str], sockets: Mapping[int, socket]) -> Group:
   """A group on open sockets.
 
   Args:
@@ -62,8 +55,8 @@ def make_group(
     hosts: the host of every process, by rank.
     sockets: by rank: of all others in process 0, of process 0 elsewhere.
   """
-  peers = {r: Peer(sock, wire.Receiver(sock)) for r, sock in sockets.items()}
-  return Group(rank, tuple(hosts), peers)
+  receivers = {r: wire.Receiver(sock) for r, sock in sockets.items()}
+  return Group(rank, tuple(hosts), sockets, receivers)
 
 
 def send(group: Group, rank: int, step: str, value: Any) -> None:
@@ -73,7 +66,7 @@ def send(group: Group, rank: int, step: str, value: Any) -> None:
     ConfigError: it is gone.
   """
   try:
-    wire.send(group.peers[rank].sock, {"step": step, "value": value})
+    wire.send(group.sockets[rank], {"step": step, "value": value})
   except OSError as e:
     raise _lost(group, rank, step, e) from None
 
@@ -85,7 +78,7 @@ def receive(group: Group, rank: int, step: str) -> Any:
     ConfigError: it is gone, silent, or in another step.
   """
   try:
-    message = group.peers[rank].receiver.receive(PATIENCE_S)
+    message = group.receivers[rank].receive(PATIENCE_S)
   except (OSError, EOFError, ValueError) as e:
     raise _lost(group, rank, step, e) from None
   if message["step"] != step:
@@ -115,7 +108,7 @@ def broadcast(group: Group, step: str, value: Any = None) -> Any:
   """The value of process 0, everywhere."""
   if group.rank:
     return receive(group, 0, step)
-  for rank in group.peers:
+  for rank in group.sockets:
     send(group, rank, step, value)
   return value
 

@@ -73,15 +73,13 @@ def check(
   return findings
 
 
-def _prepared(
-  data_dir: str | None, manual_dir: str | None, sample: int
-) -> list[Finding]:
+def _prepared(data_dir: str | None, manual: str | None, sample: int) -> list[Finding]:
   """The dataset as TFDS prepared it: version, format, counts, files, images."""
   import tensorflow_datasets as tfds
   from absl import logging
 
   logging.set_verbosity(logging.ERROR)  # what is missing is in our findings
-  prepare = f"{_PREPARE} --manual-dir {manual_dir or 'DIR'}"
+  prepare = f"{_PREPARE} --manual-dir {manual or 'DIR'}"
   prepare += f" --data-dir {data_dir}" if data_dir else ""
   try:
     builder: Any = tfds.builder("imagenet2012", data_dir=data_dir)
@@ -187,15 +185,10 @@ def _sample(split: str, open_split: Callable[..., Any], sample: int) -> list[Fin
     seconds = max(time.process_time() - began, 1e-9)
   except (ConfigError, OSError) as e:
     return [Finding(False, f"{split}: {e}", f"do what the line on {split} says")]
-  damaged = dataset.damaged
-  return [
-    Finding(True, f"{split}: {number / seconds:,.0f} images/s per core, crops of 224"),
-    Finding(
-      not damaged.count,
-      f"{split}, sample of {number}: {damaged.describe()}",
-      "copy these again; training skips them, evaluation counts them as wrong",
-    ),
-  ]
+  speed = f"{split}: {number / seconds:,.0f} images/s per core, crops of 224"
+  text = f"{split}, sample of {number}: {dataset.damaged.describe()}"
+  remedy = "copy these again; training skips them, evaluation counts them as wrong"
+  return [Finding(True, speed), Finding(not dataset.damaged.count, text, remedy)]
 
 
 def _archives(data_dir: str | None, manual_dir: str | None, md5: bool) -> list[Finding]:

@@ -23,6 +23,7 @@ from jaxscale.preflight.finding import Finding
 from jaxscale.preflight.group import Group, all_gather, broadcast, gather
 
 Pair = tuple[int, int]
+Sockets = dict[int, socket.socket]  # by rank of the other end
 _FIRST = 1 << 16  # bytes of the first burst
 _PINGS = 20
 _NUMBER, _SIZE = struct.Struct("!d"), struct.Struct("!Q")
@@ -102,7 +103,6 @@ class Measurement(NamedTuple):
 
 def check(group: Group, options: Any, facts: Any) -> list[Finding]:
   """Measure, and report nodes and pairs that are slow; all processes call it."""
-  del facts
   measured = measure(group, options.limits)
   return [] if group.rank else findings(measured, group.hosts, options.limits)
 
@@ -132,7 +132,7 @@ def measure(group: Group, limits: NetworkLimits) -> Measurement:
     return Measurement([], 0, 0)
   rounds, began, done = rounds_of(group.host_ranks), time.monotonic(), 0
   speeds: dict[Pair, Speed] = {}
-  peer = next(iter(group.peers.values())).sock
+  peer = next(iter(group.sockets.values()))
   key = broadcast(group, "network: key", secrets.token_hex(8))
   # Not create_server(), which takes no IPv4 on IPv6 sockets, as the rendezvous does.
   with socket.socket(peer.family) as listener:
@@ -141,7 +141,7 @@ def measure(group: Group, limits: NetworkLimits) -> Measurement:
     # The addresses of the connections to process 0, which sees its own from nobody.
     places = all_gather(group, "network: addresses", _own_place(group, listener))
     if group.rank:
-      places[0][0] = group.peers[0].sock.getpeername()[0]
+      places[0][0] = group.sockets[0].getpeername()[0]
     at = listener, [(address, port) for address, port in places], key
     while done < len(rounds):
       chunk = rounds[done : done + limits.at_once]
@@ -162,7 +162,7 @@ def measure(group: Group, limits: NetworkLimits) -> Measurement:
 
 def _own_place(group: Group, listener: socket.socket) -> list[Any]:
   """[address, port] of this process, as process 0 sees it."""
-  address = group.peers[0].sock.getsockname()[0] if group.rank else ""
+  address = group.sockets[0].getsockname()[0] if group.rank else ""
   return [address, listener.getsockname()[1]]
 
 
@@ -201,7 +201,7 @@ def _hello(key: str, rank: int) -> bytes:
 
 def _connect(
   places: Mapping[int, tuple[str, int]], hello: bytes, timeout_s: float
-) -> tuple[dict[int, socket.socket], dict[int, str]]:
+) -> tuple[Sockets, dict[int, str]]:
   """Connections to all places at once, and why the others could not be made."""
 
   def connect(place: tuple[str, int]) -> socket.socket | str:
@@ -221,11 +221,9 @@ def _connect(
   return {r: s for r, s in made.items() if not isinstance(s, str)}, errors
 
 
-def _accept(
-  listener: socket.socket, key: str, count: int, timeout_s: float
-) -> dict[int, socket.socket]:
+def _accept(listener: socket.socket, key: str, count: int, timeout_s: float) -> Sockets:
   """The connections of hosts above; strangers, who lack the key, are disconnected."""
-  made: dict[int, socket.socket] = {}
+  made: Sockets = {}
   deadline = time.monotonic() + timeout_s
   while len(made) < count and (left := deadline - time.monotonic()) > 0:
     listener.settimeout(left)
@@ -250,8 +248,7 @@ def _measure_pair(
 ) -> Speed | None:
   """The higher rank leads and reports; the lower one reports only an error."""
   try:
-    left = deadline - time.monotonic()
-    if left <= 0:
+    if (left := deadline - time.monotonic()) <= 0:
       raise TimeoutError("others before it took all the time")
     sock.settimeout(min(limits.total_s, left))  # the other end may be in another pair
     if rank == pair[1]:
@@ -262,7 +259,6 @@ def _measure_pair(
       return Speed(*pair, *lead(sock, limits))
     sock.sendall(b"!")
     follow(sock, limits)
-    return None
   except OSError as e:
     return Speed(*pair, error=str(e) or type(e).__name__)
   finally:

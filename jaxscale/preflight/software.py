@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxscale.cluster.rendezvous import handshake, network
-from jaxscale.cluster.rendezvous.handshake import ranks_with_hosts
 from jaxscale.metrics.text import byte_size
-from jaxscale.preflight.finding import Finding, outliers
+from jaxscale.preflight.finding import Finding, Found, outliers
 from jaxscale.preflight.group import Group, gather
 
 PACKAGES = (
@@ -31,12 +30,8 @@ _LEAST_SHM = 1 << 30
 _NOTHING = "nothing"  # what a name stands for that does not resolve
 
 
-Found = Sequence[dict[str, Any]]
-
-
 def check(group: Group, options: Any, facts: dict[str, Any]) -> list[Finding]:
   """Gather what `probe` finds; process 0 has the findings."""
-  del options
   facts["software"] = gather(group, "software", probe())
   return [] if group.rank else findings(facts["software"], group.hosts)
 
@@ -120,13 +115,7 @@ def _mib(text: str) -> int:
 
 def findings(found: Found, hosts: Sequence[str]) -> list[Finding]:
   """What the results of `probe` mean; both by rank."""
-  limits = [Finding(True, "limits: open files, locked memory, /dev/shm")]
-  return [
-    *_versions(found, hosts),
-    *_names(found, hosts),
-    *(list(_limits(found, hosts)) or limits),
-    *_gpus(found, hosts),
-  ]
+  return [f for part in (_versions, _names, _limits, _gpus) for f in part(found, hosts)]
 
 
 def _versions(found: Found, hosts: Sequence[str]) -> list[Finding]:
@@ -140,9 +129,8 @@ def _versions(found: Found, hosts: Sequence[str]) -> list[Finding]:
     if name in PACKAGES:
       remedy = f"install the same everywhere, e.g. pip install {name}=={usual}"
     for other, ranks in others.items():
-      text = (
-        f"{name} {other} on {ranks_with_hosts(ranks, hosts)}, {usual} on the others"
-      )
+      where = handshake.ranks_with_hosts(ranks, hosts)
+      text = f"{name} {other} on {where}, {usual} on the others"
       wrong.append(Finding(False, text, remedy))
   same = "on all processes" if len(found) > 1 else "here"
   return wrong or [Finding(True, f"versions {same}: {', '.join(shown)}")]
@@ -163,27 +151,27 @@ def _names(found: Found, hosts: Sequence[str]) -> Iterator[Finding]:
       yield Finding(False, f"{text}cannot reach", remedy)
 
 
-def _limits(found: Found, hosts: Sequence[str]) -> Iterator[Finding]:
+def _limits(found: Found, hosts: Sequence[str]) -> list[Finding]:
   """Limits that stop MPI, NCCL or many sockets later, with worse messages."""
   # Two sockets per process, files of data and of checkpoints; a run raises its soft
   # limit itself, up to the hard one.
-  needed = 2 * len(hosts) + 256
+  needed, wrong = 2 * len(hosts) + 256, []
   for host, each in dict(zip(reversed(hosts), reversed(found), strict=True)).items():
     hard, locked, shm = each["files"][1], each["locked"], each["shm"]
     if 0 <= hard < needed:
       text = f"{host}: {hard} open files are allowed at most, {needed} may be needed"
       remedy = "raise the hard limit there (ulimit -Hn, LimitNOFILE of slurmd)"
-      yield Finding(False, text, remedy)
+      wrong.append(Finding(False, text, remedy))
     if each["infiniband"] and locked != -1 and locked < 1 << 30:
       text = f"{host}: {byte_size(locked)} of memory may be locked, InfiniBand "
-      remedy = (
-        "let slurmd start with LimitMEMLOCK=infinity, and PropagateResourceLimits"
-      )
-      remedy += "Except=MEMLOCK in slurm.conf (ulimit -l unlimited)"
-      yield Finding(False, f"{text}registers its buffers", remedy)
+      remedy = "let slurmd start with LimitMEMLOCK=infinity, and PropagateResource"
+      remedy += "LimitsExcept=MEMLOCK in slurm.conf (ulimit -l unlimited)"
+      wrong.append(Finding(False, f"{text}registers its buffers", remedy))
     if each["gpus"] and shm is not None and shm < _LEAST_SHM:
       text = f"{host}: /dev/shm has {byte_size(shm)}, NCCL shares buffers there"
-      yield Finding(False, text, "start the container with --shm-size=1g or more")
+      remedy = "start the container with --shm-size=1g or more"
+      wrong.append(Finding(False, text, remedy))
+  return wrong or [Finding(True, "limits: open files, locked memory, /dev/shm")]
 
 
 def _gpus(found: Found, hosts: Sequence[str]) -> list[Finding]:
