@@ -26,11 +26,11 @@ from typing import Any
 
 from jaxscale.config.validation import nearest
 from jaxscale.errors import ConfigError
-from jaxscale.launch import spec as specs
-from jaxscale.launch.spec import JobSpec
+from jaxscale.launch.spec import JobSpec, from_json, to_json
 from jaxscale.metrics import read_json, read_json_lines, write_json
 
 _PACKAGE = Path(__file__).absolute().parent.parent
+_ROOT = _PACKAGE.parent
 # Variables that change what a run does; no others, which may hold secrets.
 _VARIABLES = ("JAX", "XLA_", "NCCL_", "TF_", "LIBTPU_", "TPU_", "CUDA_VISIBLE")
 _LEFT_OUT = {"__pycache__", ".git", ".ipynb_checkpoints"}
@@ -85,15 +85,12 @@ def place_of(config: str) -> str:
   """
   file, _, arg = config.partition(":")
   path = Path(file).absolute()
-  root = _PACKAGE.parent
-  inside = path.is_relative_to(root)
-  place = path.relative_to(root) if inside else Path("config", path.name)
+  inside = path.is_relative_to(_ROOT)
+  place = path.relative_to(_ROOT) if inside else Path("config", path.name)
   return str(Path("code", place)) + (f":{arg}" if arg else "")
 
 
-def make(
-  spec: JobSpec, script: tuple[str, str], config: str, text: str | None = None
-) -> None:
+def make(spec: JobSpec, script: tuple[str, str], config: str, text: str | None) -> None:
   """Create the folder of a run with everything in it.
 
   Args:
@@ -128,7 +125,7 @@ def make(
 def write_spec(spec: JobSpec, script: tuple[str, str]) -> None:
   """Write run.json and the script, (file name, text)."""
   Path(spec.folder, script[0]).write_text(script[1])
-  write_json(Path(spec.folder, "run.json"), specs.to_json(spec))
+  write_json(Path(spec.folder, "run.json"), to_json(spec))
 
 
 def sources(config: str | None) -> list[tuple[Path, str]]:
@@ -137,15 +134,11 @@ def sources(config: str | None) -> list[tuple[Path, str]]:
   From a git checkout, the files that git tracks or would track; otherwise every file.
   From the config's directory, its Python files: a config may import them.
   """
-  root = _PACKAGE.parent
   listed = _git("ls-files", "-z", "--cached", "--others", "--exclude-standard")
   names = filter(None, listed.split("\0"))
   paths = [_PACKAGE / n for n in names] or _PACKAGE.rglob("*")
-  files = [
-    (p, str(Path("code", p.relative_to(root))))
-    for p in sorted(paths)
-    if p.is_file() and not _LEFT_OUT & {*p.parts[:-1]}
-  ]
+  whole = (p for p in sorted(paths) if p.is_file() and not _LEFT_OUT & {*p.parts[:-1]})
+  files = [(p, str(Path("code", p.relative_to(_ROOT)))) for p in whole]
   if config is not None:
     path = Path(config.partition(":")[0]).absolute()
     if not path.is_relative_to(_PACKAGE):
@@ -157,9 +150,8 @@ def _git(*args: str) -> str:
   """The output of git in the package; empty without git or a repository."""
   command = ["git", "-C", str(_PACKAGE), *args]
   try:
-    return subprocess.check_output(
-      command, stderr=subprocess.DEVNULL, text=True, timeout=20
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    return "" if done.returncode else done.stdout
   except (OSError, subprocess.SubprocessError):
     return ""
 
@@ -189,7 +181,7 @@ def read_spec(folder: Path) -> JobSpec:
   if not (folder / "run.json").is_file():
     raise ConfigError(f"{folder}: no run.json in it, give the folder of a run")
   try:
-    spec = specs.from_json(read_json(folder / "run.json"))
+    spec = from_json(read_json(folder / "run.json"))
     return spec._replace(folder=str(folder.absolute()))
   except (ValueError, KeyError, TypeError) as e:
     raise ConfigError(f"{folder}/run.json: unreadable ({e})") from None

@@ -7,7 +7,7 @@ import contextlib
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,16 +113,14 @@ def _check_counts(nodes: int, **others: int) -> None:
       raise ConfigError(f"--{option}={value}: give a whole number >= {least}")
 
 
-def checked_loader(
-  config: str | Config, processes: int = 1
-) -> Callable[[Mapping[str, str]], Config]:
+def checked_loader(config: str | Config, processes: int = 1) -> sweeps.Loader:
   """A function that makes the config with overrides, as text by dotted field.
 
   It raises ConfigError for batch sizes that every process would refuse later, when
   they know their devices.
   """
 
-  def load(overrides: Mapping[str, str]) -> Config:
+  def load(overrides: sweeps.Texts) -> Config:
     change = load_config if isinstance(config, str) else override
     made = change(config, overrides)  # pyright: ignore[reportArgumentType]
     sizes = made.phases.batch_sizes if isinstance(made.phases, Phases) else ()
@@ -292,9 +290,7 @@ class Job(NamedTuple):
     Returns:
       False: it had ended, and nothing was done. A LOST run may have left processes.
     """
-    states = {
-      row.state for row in self.status() if not row.ended or row.state == "LOST"
-    }
+    states = {r.state for r in self.status() if not r.ended or r.state == "LOST"}
     if not states:
       return False
     (self.folder / "cancelled").touch()  # the script does not restart it then
@@ -326,11 +322,10 @@ class Job(NamedTuple):
     tasks = [i for i, row in enumerate(now) if row.state != "COMPLETED"]
     if not tasks:
       raise ConfigError(f"{spec.name}: is done; there is nothing to resume")
-    nodes = spec.nodes if nodes is None else nodes
-    spares = spec.spares if spares is None else spares
-    _check_counts(nodes, spares=spares)
-    site = with_options(spec.site, options)
-    spec = spec._replace(site=site, nodes=nodes, spares=spares)
+    given = {"nodes": nodes, "spares": spares}
+    spec = spec._replace(**{k: v for k, v in given.items() if v is not None})
+    _check_counts(spec.nodes, spares=spec.spares)
+    spec = spec._replace(site=with_options(spec.site, options))
     executor = EXECUTORS[spec.executor]
     folders.write_spec(spec, (executor.SCRIPT, executor.render(spec)))
     (self.folder / "cancelled").unlink(missing_ok=True)

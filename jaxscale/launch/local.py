@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 from jaxscale.errors import EXIT_USER, ConfigError
 from jaxscale.launch import folder as folders
@@ -55,9 +54,7 @@ def render(spec: JobSpec) -> str:
   return f'{head}{specs.setup_script(spec)}\nexec {python} -m "$@"\n'
 
 
-def submit(
-  spec: JobSpec, tasks: Sequence[int] | None = None, after: Path | None = None
-) -> str:
+def submit(spec: JobSpec, tasks: Sequence[int] | None, after: Path | None) -> str:
   """Start the supervisor of a run, which first waits for the run in folder `after`.
 
   Raises:
@@ -92,13 +89,9 @@ def cancel(spec: JobSpec, job: str) -> None:
 
   If the supervisor was killed and its processes were not, they are killed here.
   """
-  del job
-  folder = Path(spec.folder)
-  if supervisors := _alive(folder / "supervisor.jsonl"):
-    os.kill(supervisors[-1], signal.SIGTERM)
-    return
-  for pid in _alive(folder / "processes.jsonl"):
-    os.kill(pid, signal.SIGKILL)
+  supervisors = _alive(Path(spec.folder, "supervisor.jsonl"))
+  for pid in supervisors[-1:] or _alive(Path(spec.folder, "processes.jsonl")):
+    os.kill(pid, signal.SIGTERM if supervisors else signal.SIGKILL)
 
 
 def is_alive(folder: Path) -> bool:
@@ -157,7 +150,7 @@ def _run_trial(spec: JobSpec, job: str, task: int, stop: threading.Event) -> Non
   for restarts in range(spec.requeue + 1):
     if stop.is_set():
       return
-    event: dict[str, Any] = {"event": "start", "job": job, "restarts": restarts}
+    event = {"event": "start", "job": job, "restarts": restarts}
     event |= {"nodes": 1, "hosts": socket.gethostname(), "code": 0, "next": ""}
     folders.append_line(spec.events_file(task), event | {"time": round(time.time())})
     before = newest_step(spec.workdir(task))
@@ -202,9 +195,8 @@ def _run_once(spec: JobSpec, job: str, task: int, stop: threading.Event) -> int:
   with socket.create_server(("127.0.0.1", 0)) as free:
     address = f"127.0.0.1:{free.getsockname()[1]}"
   common = {"JAXSCALE_COORDINATOR": address, "JAXSCALE_NUM_PROCESSES": str(count)}
-  ids = [{"JAXSCALE_PROCESS_ID": str(rank)} for rank in range(count)]
-  starts = [start("jaxscale.train", rank, common | ids[rank]) for rank in range(count)]
-  return _wait(starts, stop)
+  own = [common | {"JAXSCALE_PROCESS_ID": str(rank)} for rank in range(count)]
+  return _wait([start("jaxscale.train", r, env) for r, env in enumerate(own)], stop)
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], stop: threading.Event) -> int:

@@ -44,22 +44,17 @@ def choose(spec: JobSpec, rank: str, task: int = 0) -> list[tuple[str, Path]]:
 def last(files: list[tuple[str, Path]], count: int | None) -> Iterator[str]:
   """The last `count` lines of each file with its label; None: all lines."""
   for label, path in files:
-    if not path.exists():
-      continue
-    with path.open(errors="replace") as file:
-      for line in deque(file, count):
-        yield label + line.rstrip("\n")
+    if path.exists():
+      with path.open(errors="replace") as file:
+        yield from (label + line.rstrip("\n") for line in deque(file, count))
 
 
-def follow(
-  files: list[tuple[str, Path]], ended: Callable[[], bool], every_s: float = _POLL_S
-) -> Iterator[str]:
+def follow(files: list[tuple[str, Path]], ended: Callable[[], bool]) -> Iterator[str]:
   """Lines as they come, until the run has ended and all is read.
 
   Args:
     files: as from `choose`.
     ended: whether nothing more will come; asked every tenth time.
-    every_s: seconds between two reads.
   """
   offsets = {path: 0 for _, path in files}
   rests = {path: b"" for _, path in files}
@@ -75,8 +70,7 @@ def follow(
       *lines, rests[path] = (rests[path] + chunk).split(b"\n")
       if over and rests[path]:
         lines.append(rests[path])
-      for line in lines:
-        yield label + line.decode(errors="replace")
+      yield from (label + line.decode(errors="replace") for line in lines)
     if over:
       return
-    time.sleep(every_s)
+    time.sleep(_POLL_S)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,7 +67,7 @@ class MeasuredRun(NamedTuple):
   spread: float | None
   loss: float | None
   accuracy: float | None
-  missing: tuple[str, ...]
+  missing: tuple[str, ...] = ()
   perplexity: float | None = None
 
   @property
@@ -97,9 +97,8 @@ def read(path: Path) -> MeasuredRun:
   workdir, starts = _workdir_and_starts(path)
   record = read_json(workdir / "config.json")
   try:
-    config, derived = record["config"], record["derived"]
-    processes, versions = record["processes"], record["versions"]
-    versions |= {"python": record["python"]}
+    names = "config", "derived", "processes", "versions", "python"
+    config, derived, processes, versions, python = (record[name] for name in names)
   except KeyError as e:
     raise ConfigError(f"{workdir}/config.json: unreadable, no {e}") from None
   shapes = {(phase["batch_size"], phase["image_size"]) for phase in derived["phases"]}
@@ -121,7 +120,7 @@ def read(path: Path) -> MeasuredRun:
     name=path.name,
     config=config,
     num_train=derived["num_train"],
-    versions=versions,
+    versions=versions | {"python": python},
     nodes=starts[-1]["nodes"] if starts else None,
     hosts=starts[-1].get("hosts", "") if starts else "",
     processes=processes,
@@ -133,13 +132,10 @@ def read(path: Path) -> MeasuredRun:
     compute_s=report.get("perf/compute_s"),
     exposed_s=report.get("perf/exposed_s"),
     spread=report.get("perf/spread") if processes > 1 else None,
-    loss=scores.get("loss"),
-    accuracy=scores.get("accuracy"),
-    perplexity=scores.get("perplexity"),
-    missing=(),
+    **{name: scores.get(name) for name in ("loss", "accuracy", "perplexity")},
   )
   step = max((line["step"] for line in lines), default=0)
-  missing = _missing(measured, step, derived["total_steps"], is_done=bool(scores))
+  missing = _missing(measured, step, derived["total_steps"], bool(scores))
   return measured._replace(missing=tuple(missing))
 
 
@@ -171,27 +167,23 @@ def windows(lines: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
   """
   found = [(line["step"], line[_RATE]) for line in lines if _RATE in line]
   steps = [b - a for (a, _), (b, _) in itertools.pairwise(found)]
-  if not steps:
-    return ()
-  whole = statistics.median_high(steps)
+  whole = statistics.median_high(steps or [0])
   counted = zip(steps, found[1:], strict=True)
   return tuple(rate for n, (_, rate) in counted if 2 * n >= whole)
 
 
-def _missing(run: MeasuredRun, step: int, total: int, *, is_done: bool) -> list[str]:
+def _missing(run: MeasuredRun, step: int, total: int, is_done: bool) -> Iterator[str]:
   """What is not on record, and why, one line each."""
-  found = []
   every = f"log.every_steps={max(total // 20, 1)}"
   if not run.rates:
-    found.append(f"throughput: no window after the warm-up; {every} logs more often")
+    yield f"throughput: no window after the warm-up; {every} logs more often"
   elif not run.quartiles:
-    found.append(f"quartiles: only {len(run.rates)} windows; {every} logs more often")
+    yield f"quartiles: only {len(run.rates)} windows; {every} logs more often"
   if run.exposed is None:
     is_asked = run.config["log"]["step_report"]
     remedy = "not measured yet" if is_asked else "set log.step_report=True"
-    found.append(f"exposed and spread: no step report, {remedy}")
+    yield f"exposed and spread: no step report, {remedy}"
   if not is_done:
-    found.append(f"loss and accuracy: not done, at step {step:,} of {total:,}")
+    yield f"loss and accuracy: not done, at step {step:,} of {total:,}"
   if run.nodes is None:
-    found.append("nodes: only runs of jaxscale.launch record them")
-  return found
+    yield "nodes: only runs of jaxscale.launch record them"

@@ -26,11 +26,9 @@ from typing import Any, Literal, NamedTuple
 
 from jaxscale.errors import ConfigError
 from jaxscale.launch import folder as folders
-from jaxscale.launch import measured
-from jaxscale.launch.measured import MeasuredRun
+from jaxscale.launch.measured import MeasuredRun, NotBegunError, read
 from jaxscale.launch.status import quality
 from jaxscale.metrics import plot_scaling, text
-from jaxscale.metrics.text import NOTHING
 
 Kind = Literal["strong", "weak", "one size"]
 _LAWS = {"strong": "Amdahl", "weak": "Gustafson"}
@@ -170,10 +168,8 @@ def _flat(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _check_same(runs: Sequence[MeasuredRun]) -> list[str]:
   """Refuse runs that are not one study; allowed differences, as notes."""
   kind = min({r.kind for r in runs} - {""}, default="")  # "": not on record yet
-  flat = []
-  for run in runs:
-    others = {"training examples": run.num_train, "devices": run.kind or kind}
-    flat.append(_flat(run.config) | others)
+  others = ({"training examples": r.num_train, "devices": r.kind or kind} for r in runs)
+  flat = [_flat(r.config) | other for r, other in zip(runs, others, strict=True)]
   noted = {}
   for run, settings in zip(runs[1:], flat[1:], strict=True):
     for name in {**flat[0], **settings}:
@@ -267,8 +263,8 @@ def report(name: str, paths: Sequence[Path], csv_file: Path, png_file: Path) -> 
   runs, waiting = [], []
   for path in paths:
     try:
-      runs.append(measured.read(path))
-    except measured.NotBegunError as e:
+      runs.append(read(path))
+    except NotBegunError as e:
       waiting.append(str(e))
   if waiting and not runs:
     raise ConfigError(waiting[0])
@@ -306,7 +302,7 @@ def _summary(name: str, study: Scaling) -> list[str]:
     alone = ("spread: there is one process",) * (run.processes == 1)
     for why in (*run.missing, *alone):
       missing.setdefault(why, []).append(run.name)
-  gaps = [f"{NOTHING} {', '.join(names)}: {why}" for why, names in missing.items()]
+  gaps = [f"{text.NOTHING} {', '.join(names)}: {why}" for why, names in missing.items()]
   return [head, *study.notes, *gaps]
 
 
@@ -330,8 +326,8 @@ def _cells(study: Scaling) -> list[list[str]]:
   for row in study.rows:
     values, run = _values(row), row.run
     ends = " to ".join(f"{q:,.0f}" for q in run.quartiles or ())
-    values |= {"quartiles": ends or NOTHING}
-    values |= {"quality": quality(run.accuracy, run.perplexity) or NOTHING}
+    values |= {"quartiles": ends or None}
+    values |= {"quality": quality(run.accuracy, run.perplexity) or None}
     rows.append([text.cell(values[name], form) for name, form in _COLUMNS.values()])
   return rows
 
@@ -353,10 +349,6 @@ def as_plot(name: str, study: Scaling) -> dict[str, Any]:
     grid = [base * (most / base) ** (i / 60) for i in range(61)]
     curve = [(n, law(study.kind, study.serial, n / base)) for n in grid]
     label = f"{_LAWS[study.kind]}, serial share {study.serial:.1%}"
-  return {
-    "title": _summary(name, study)[0].partition(";")[0],
-    "base": base,
-    "law": curve,
-    "law_label": label,
-    "rows": [_values(row) | {"low": row.low, "high": row.high} for row in study.rows],
-  }
+  title = _summary(name, study)[0].partition(";")[0]
+  rows = [_values(row) | {"low": row.low, "high": row.high} for row in study.rows]
+  return {"title": title, "base": base, "law": curve, "law_label": label, "rows": rows}

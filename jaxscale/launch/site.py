@@ -185,8 +185,7 @@ def with_options(site: Site, options: Mapping[str, Any]) -> Site:
       value = str(value) if isinstance(value, int) else value  # time=90 in a notebook
     elif isinstance(value, str):
       if not value.isdecimal():
-        option = name.replace("_", "-")
-        raise ConfigError(f"--{option}={value}: give a whole number")
+        raise ConfigError(f"--{name.replace('_', '-')}={value}: give a whole number")
       value = int(value)
     changes[name] = value
   try:

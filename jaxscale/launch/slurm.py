@@ -32,17 +32,13 @@ def is_available() -> bool:
   return shutil.which("sbatch") is not None
 
 
-def submit(
-  spec: JobSpec, tasks: Sequence[int] | None = None, after: Path | None = None
-) -> str:
+def submit(spec: JobSpec, tasks: Sequence[int] | None, after: Path | None) -> str:
   """Queue the script of a run; `after` is ignored, since Slurm has its own queue.
 
   Raises:
     ConfigError: Slurm refuses it, with Slurm's message.
   """
-  del after
-  array = slurm_script.array
-  only = [f"--array={array(list(tasks), spec.at_most)}"] if tasks is not None else []
+  only = (f"--array={slurm_script.array([*tasks], spec.at_most)}",) if tasks else ()
   printed = _slurm("sbatch", "--parsable", *only, str(Path(spec.folder, SCRIPT)))
   return printed.strip().splitlines()[-1].partition(";")[0]
 
@@ -57,9 +53,8 @@ def queue(runs: Mapping[str, JobSpec]) -> dict[str, QueueEntry]:
   """
   if not runs or not is_available():
     return {}
-  form = ",".join(f"{name}:{_WIDTH}" for name in _FIELDS)
-  text = _slurm("squeue", "--me", "--array", "--noheader", "--states=all",
-                f"--Format={form}")  # fmt: skip
+  form = "--Format=" + ",".join(f"{name}:{_WIDTH}" for name in _FIELDS)
+  text = _slurm("squeue", "--me", "--array", "--noheader", "--states=all", form)
   return dict(map(parse_line, filter(str.strip, text.splitlines())))
 
 
@@ -77,7 +72,6 @@ def cancel(spec: JobSpec, job: str) -> None:
   Raises:
     ConfigError: Slurm refuses.
   """
-  del spec
   _slurm("scancel", job)
 
 

@@ -29,12 +29,14 @@ node from it and ends the steps that ran there (sbatch(1)). Observed with Slurm 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from shlex import quote
+import shlex
 
 from jaxscale.errors import EXIT_PREEMPTED, ConfigError
 from jaxscale.launch import spec as specs
 from jaxscale.launch.spec import FINAL_CODES, RESTARTED_CODES, JobSpec
+
+# Exit codes as patterns of bash.
+_FINAL, _RESTARTED = ("|".join(map(str, c)) for c in (FINAL_CODES, RESTARTED_CODES))
 
 
 def render(spec: JobSpec) -> str:
@@ -106,11 +108,6 @@ def _output(spec: JobSpec, rank: str) -> str:
   return f"{folder}/logs/{'%A_%a' if spec.trials else '%j'}.{rank}.out"
 
 
-def _codes(codes: Sequence[int]) -> str:
-  """Exit codes as a pattern of bash."""
-  return "|".join(map(str, codes))
-
-
 def _commands(spec: JobSpec) -> str:
   """Arrays of bash, whose words are never split or quoted again."""
   site = spec.site
@@ -133,7 +130,7 @@ def _commands(spec: JobSpec) -> str:
     "python": specs.python_command(spec),
     "config": spec.train_options(),
   }
-  lines = [f"{name}=({' '.join(map(quote, words))})" for name, words in arrays.items()]
+  lines = [f"{name}=({shlex.join(words)})" for name, words in arrays.items()]
   lines.append(f"max_restarts={spec.requeue}")
   if spec.spares:
     lines += [f"train_nodes={spec.nodes}", f"tasks_per_node={spec.site.tasks}"]
@@ -165,8 +162,7 @@ def _start(spec: JobSpec) -> str:
     "case $task in",
   ]
   for i, trial in enumerate(spec.trials):
-    words = " ".join(map(quote, specs.as_options(trial)))
-    lines.append(f"  {i}) config+=({words}) ;;")
+    lines.append(f"  {i}) config+=({shlex.join(specs.as_options(trial))}) ;;")
   return "\n".join([*lines, "esac", start])
 
 
@@ -257,7 +253,7 @@ _FINISH = r"""finish() {  # requeue the job or end it, by `code`
   fi
   exit "$code"
 }
-""".replace("FINAL", _codes(FINAL_CODES)).replace("RESTARTED", _codes(RESTARTED_CODES))
+""".replace("FINAL", _FINAL).replace("RESTARTED", _RESTARTED)
 
 # Slurm counts requeues only; the events have the moves to spare nodes.
 _COUNT_MOVES = r"""moves="\"event\": \"move\", \"job\": \"$job\""
@@ -348,4 +344,4 @@ while :; do
   restarts=$((restarts + 1))
   moved_to "$(node_list "${nodes[@]:0:train_nodes}")"
 done
-""".replace("FINAL", _codes((*FINAL_CODES, EXIT_PREEMPTED)))
+""".replace("FINAL", f"{_FINAL}|{EXIT_PREEMPTED}")

@@ -135,9 +135,7 @@ def status(spec: JobSpec, task: int, job: str, queued: QueueEntry | None) -> Run
   workdir = spec.workdir(task)
   lines = read_json_lines(workdir / "metrics.jsonl", _TAIL)
   lines = [line for line in lines if "step" in line]
-  latest: dict[str, Any] = {}
-  for line in lines:
-    latest |= line
+  latest = {name: value for line in lines for name, value in line.items()}
   total = read_json(workdir / "config.json").get("derived", {}).get("total_steps")
   state = queued.state if queued else _state(spec, last)
   queued = queued or QueueEntry(state)
@@ -176,18 +174,16 @@ def _state(spec: JobSpec, last: Mapping[str, Any]) -> str:
   return "PREEMPTED" if last["code"] == EXIT_PREEMPTED else "FAILED"
 
 
-def seconds_to_go(
-  lines: Sequence[Mapping[str, Any]], total: int | None
-) -> float | None:
+def seconds_to_go(rows: Sequence[Mapping[str, Any]], total: int | None) -> float | None:
   """Until the last step, at the pace of the last lines (evaluations included).
 
   Example:
-    >>> lines = [{"step": 10, "train/loss": 1.0, "time": 0.0},
-    ...          {"step": 30, "train/loss": 0.9, "time": 4.0}]
-    >>> seconds_to_go(lines, 100)
+    >>> rows = [{"step": 10, "train/loss": 1.0, "time": 0.0},
+    ...         {"step": 30, "train/loss": 0.9, "time": 4.0}]
+    >>> seconds_to_go(rows, 100)
     14.0
   """
-  logged = [line for line in lines if "train/loss" in line][-_RATE_OVER:]
+  logged = [row for row in rows if "train/loss" in row][-_RATE_OVER:]
   if total is None or not logged:
     return None
   steps, seconds = (logged[-1][name] - logged[0][name] for name in ("step", "time"))

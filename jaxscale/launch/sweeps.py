@@ -6,9 +6,12 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from jaxscale.config import Config
 from jaxscale.config.loading import call
 from jaxscale.errors import ConfigError
 
+Texts = Mapping[str, str]  # settings as text by dotted field
+Loader = Callable[[Texts], Config]  # makes a config with overrides, or raises
 _MOST = 1000  # Slurm's own default of MaxArraySize is 1001, slurm.conf(5)
 
 
@@ -87,11 +90,7 @@ def as_texts(values: Mapping[str, Any]) -> dict[str, str]:
   return {k: v if isinstance(v, str) else repr(v) for k, v in values.items()}
 
 
-def check(
-  load: Callable[[Mapping[str, str]], Any],
-  overrides: Mapping[str, str],
-  trials: Sequence[Mapping[str, str]],
-) -> None:
+def check(load: Loader, overrides: Texts, trials: Sequence[Texts]) -> None:
   """Refuse a sweep before anything is submitted.
 
   Args:

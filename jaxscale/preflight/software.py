@@ -101,12 +101,11 @@ def _smi(what: str, fields: str) -> list[list[str]]:
   """Rows of `nvidia-smi --query-...`; [] where there is none."""
   command = ["nvidia-smi", f"--query-{what}={fields}", "--format=csv,noheader,nounits"]
   try:
-    done = subprocess.run(
-      command, capture_output=True, text=True, timeout=_SMI_S, check=True
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_S)
   except (OSError, subprocess.SubprocessError):
     return []
-  return [re.split(r",\s*", line.strip()) for line in done.stdout.splitlines() if line]
+  lines = [] if done.returncode else done.stdout.splitlines()
+  return [re.split(r",\s*", line.strip()) for line in lines if line]
 
 
 def _mib(text: str) -> int:
