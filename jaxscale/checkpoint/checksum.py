@@ -60,9 +60,8 @@ def manifest(tree: Any, shapes: Any = None) -> dict[str, dict[str, Any]]:
   # NumPy warns of an overflow of scalars, which is meant here.
   found = np.zeros((2, len(leaves), 1), np.uint64)
   shapes = tree if shapes is None else shapes
-  for i, ((_, leaf), like) in enumerate(
-    zip(leaves, jax.tree.leaves(shapes), strict=True)
-  ):
+  pairs = zip(leaves, jax.tree.leaves(shapes), strict=True)
+  for i, ((_, leaf), like) in enumerate(pairs):
     for shard in leaf.addressable_shards:
       if shard.replica_id == 0:
         data, index = _within(like.shape, np.asarray(shard.data), shard.index)
@@ -107,8 +106,7 @@ def shard_checksum(
     index: its place in the whole array.
     shape: of the whole array.
   """
-  bits = np.ascontiguousarray(data).reshape(-1)
-  bits = bits.view(f"u{data.dtype.itemsize}")
+  bits = np.ascontiguousarray(data).reshape(-1).view(f"u{data.dtype.itemsize}")
   total, first = np.zeros(1, np.uint64), 0
   for places in _places(index, shape):
     weight = _mix(places) | np.uint64(1)
@@ -124,27 +122,20 @@ def _places(index: tuple[slice, ...], shape: tuple[int, ...]) -> Iterator[np.nda
   Those of all would take more memory than the shard itself.
   """
   spans = [s.indices(size)[:2] for s, size in zip(index, shape, strict=True)]
-  strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-
-  def along(dim: int, start: int, stop: int) -> np.ndarray:
-    return np.arange(start, stop, dtype=np.uint64) * np.uint64(strides[dim])
-
-  # The last dims that make no more than a chunk together, and one dim in blocks.
-  inner, dim = np.zeros(1, np.uint64), len(shape)
-  while dim and inner.size * (spans[dim - 1][1] - spans[dim - 1][0]) <= _CHUNK:
-    dim -= 1
-    inner = np.add.outer(along(dim, *spans[dim]), inner).ravel()
-  if not dim:
-    yield inner
+  sizes = [stop - start for start, stop in spans]
+  if math.prod(sizes) <= _CHUNK:
+    places = np.zeros(1, np.uint64)
+    for (start, stop), size in zip(spans, shape, strict=True):
+      along = np.arange(start, stop, dtype=np.uint64)
+      places = np.add.outer(places * np.uint64(size), along).ravel()
+    yield places
     return
-  outer, rows = np.zeros(1, np.uint64), max(_CHUNK // max(inner.size, 1), 1)
-  for i in range(dim - 1):
-    outer = np.add.outer(outer, along(i, *spans[i])).ravel()
-  start, stop = spans[dim - 1]
-  for first in outer:
-    for i in range(start, stop, rows):
-      block = first + along(dim - 1, i, min(i + rows, stop))
-      yield np.add.outer(block, inner).ravel()
+  # In blocks of the first dim that can be divided.
+  dim = next(dim for dim, size in enumerate(sizes) if size > 1)
+  (first, stop), rows = spans[dim], max(_CHUNK // math.prod(sizes[dim + 1 :]), 1)
+  for start in range(first, stop, rows):
+    block = slice(start, min(start + rows, stop))
+    yield from _places((*index[:dim], block, *index[dim + 1 :]), shape)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:

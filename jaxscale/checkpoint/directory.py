@@ -20,9 +20,8 @@ _PARTIAL, _REMOVED, _DAMAGED = ".tmp-", ".removed", ".damaged"
 
 def steps(directory: Path) -> list[int]:
   """Steps that have a committed checkpoint, oldest first."""
-  if not directory.exists():
-    return []
-  return sorted(int(name) for name in os.listdir(directory) if name.isdigit())
+  names = os.listdir(directory) if directory.exists() else []
+  return sorted(int(name) for name in names if name.isdigit())
 
 
 def partial_path(directory: Path, step: int, token: int) -> Path:

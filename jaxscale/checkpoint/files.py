@@ -12,6 +12,7 @@ dtype and checksum of every leaf, with a checksum of its own.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import functools
 import gc
@@ -66,14 +67,11 @@ def start_writing(directory: Path, state: Any) -> Callable[[], None]:
     parts = pool.submit(asyncio.run, saving).result() or []
 
   def wait() -> None:
-    failed = None
-    for part in parts:  # all of them: one that still writes restores what is removed
-      try:
-        part.result()
-      except Exception as e:
-        failed = failed or e
-    if failed is not None:
-      raise failed
+    # For all of them, also after an error: one that still writes restores what is
+    # removed. The first of them is waited for last, so that its error is raised.
+    with contextlib.ExitStack() as stack:
+      for part in parts:
+        stack.callback(part.result)
 
   return wait
 
@@ -82,9 +80,8 @@ def finish(directory: Path, manifest: dict[str, Any]) -> None:
   """Make one checkpoint of the parts of all processes; one process calls it."""
   ocp, path = _orbax()
   ocp.StandardCheckpointHandler().finalize(path(directory / _STATE))
-  content = {**manifest, "crc32": _crc32(manifest)}
   with (directory / MANIFEST).open("w") as file:
-    json.dump(content, file)
+    json.dump({**manifest, "crc32": _crc32(manifest)}, file)
     file.flush()
     os.fsync(file.fileno())
 
@@ -105,9 +102,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
   return manifest
 
 
-def load(
-  directory: Path, abstract: Any, *, pad: bool = False, partial: bool = False
-) -> Any:
+def load(directory: Path, abstract: Any, *, pad=False, partial=False) -> Any:
   """The arrays, sharded as in `abstract`.
 
   Args:
@@ -233,11 +228,9 @@ def check_same_leaves(path: Path, saved: dict[str, Any], wanted: dict[str, Any])
     ConfigError: names the first that differs, those of the exchange last: its
       state has the shapes of the model, which is named first.
   """
-
   names = saved.keys() | wanted.keys()
-  of_exchange = {name: name.startswith("exchange_state/") for name in names}
-  for name in sorted(names, key=lambda name: (of_exchange[name], name)):
-    part = "exchange" if of_exchange[name] else "model and optimizer"
+  for of_exchange, name in sorted((n.startswith("exchange_state/"), n) for n in names):
+    part = "exchange" if of_exchange else "model and optimizer"
     there, here = saved.get(name), wanted.get(name)
     if there is None:
       difference = f"it has no {name}, which this {part} needs"
@@ -248,7 +241,7 @@ def check_same_leaves(path: Path, saved: dict[str, Any], wanted: dict[str, Any])
       difference = f"{name} is {old} there and {new} here"
     else:
       continue
-    remedy = "resume with the exchange it was saved with, or " * of_exchange[name]
+    remedy = "resume with the exchange it was saved with, or " * of_exchange
     raise ConfigError(
       f"{path}: a checkpoint of another experiment, {difference}; {remedy}use another "
       "--workdir"

@@ -60,8 +60,7 @@ def newest_params(workdir: str | Path, abstract: Any) -> LoadedParams:
   notes = []
   for step in reversed(steps):
     try:
-      params = _load(directory / str(step), abstract)
-      return LoadedParams(params, step, tuple(notes))
+      return LoadedParams(_load(directory / str(step), abstract), step, tuple(notes))
     except DamagedError as damage:
       notes.append(f"checkpoint {step} is damaged ({damage}), skipped")
   raise ConfigError(f"{directory}: no checkpoint there is intact; {notes[-1]}")

@@ -23,7 +23,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -178,36 +178,21 @@ class WorkdirLock:
 
   def _renew(self, every_s: float) -> None:
     while not self._released.wait(every_s):
-      try:
-        self.check()
-      except LockLostError:
+      if why_lost(self):  # not where the file server is away: it may come back
         return
-      except OSError:
-        continue  # the file server may come back; `check` raises before a commit
 
   def _why_lost(self) -> str:
-    directory, owner = self.path.parent, None
+    directory = self.path.parent
+    why = "the lock of this run was removed, so another may be writing there; this one"
     with contextlib.suppress(OSError):
       name, token = _newest(directory)
-      owner = _read(directory / name) if token > self.token else None
-    if owner is None:
-      return (
-        f"{directory.parent}: the lock of this run was removed, so another may be "
-        "writing there; this one writes nothing more"
-      )
-    return (
-      f"{directory.parent}: another run has taken over ({owner}); this one "
-      f"({self.owner}) writes nothing more"
-    )
+      if token > self.token and (owner := _read(directory / name)):
+        why = f"another run has taken over ({owner}); this one ({self.owner})"
+    return f"{directory.parent}: {why} writes nothing more"
 
 
 def acquire(
-  workdir: Path,
-  job: str = "",
-  *,
-  log: Callable[[str], None] = print,
-  renew_s: float = RENEW_S,
-  expire_s: float = EXPIRE_S,
+  workdir: Path, job: str = "", *, log=print, renew_s=RENEW_S, expire_s=EXPIRE_S
 ) -> WorkdirLock:
   """Acquire the lock on the directory for this process, or report who has it.
 
@@ -218,7 +203,7 @@ def acquire(
   Args:
     workdir: of the run; it is there.
     job: as `job_of` gives it.
-    log: gets a line about why this waits.
+    log: is called with a line about why this waits.
     renew_s: seconds between renewals.
     expire_s: seconds after which a lock that is not renewed is free.
 
@@ -277,13 +262,12 @@ def check_for_all(lock: WorkdirLock | None) -> None:
 
 def why_lost(lock: WorkdirLock | None) -> str | None:
   """What `WorkdirLock.check` raises, if the lock is lost; None: there is no lock."""
-  if lock is not None:
-    with contextlib.suppress(OSError):  # the write itself will say what is wrong
-      try:
-        lock.check()
-      except LockLostError as e:
-        return str(e)
-  return None
+  if lock is None:
+    return None
+  # Of an error of the file system the write itself will say what is wrong.
+  with contextlib.suppress(OSError, LockLostError):
+    lock.check()
+  return lock.lost
 
 
 def is_held(lock: WorkdirLock | None) -> bool:

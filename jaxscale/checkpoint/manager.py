@@ -12,6 +12,7 @@ has the lock on the directory (lock.py).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shutil
 from collections.abc import Callable
 from concurrent import futures
@@ -146,7 +147,8 @@ class Checkpoints:
       return
     manifest = {"step": step, "metrics": metrics or {}}
     manifest |= {"leaves": checksum.manifest(state)}
-    manifest |= reshard.split_as_json(state, self._split)
+    if self._split is not None and jax.tree.leaves(state.exchange_state):
+      manifest["split"] = self._split._asdict()
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     partial = checkpoint_dir.partial_path(self.directory, step, token)
     save = _Save(step, size, partial, manifest)
@@ -298,10 +300,8 @@ class Checkpoints:
             f"checkpoint {step} is damaged ({damage}); renamed to {step}.damaged, "
             + (f"resuming from {older[-1]}" if older else "and there is no older one")
           )
-        cluster.on_leader(
-          lambda step=step: checkpoint_dir.mark_damaged(self.directory, step),
-          f"rename checkpoint {step}",
-        )
+        rename = functools.partial(checkpoint_dir.mark_damaged, self.directory, step)
+        cluster.on_leader(rename, f"rename checkpoint {step}")
     if cluster.from_leader(checkpoint_dir.has_damaged(self.directory)):
       raise ConfigError(
         f"{self.directory}: every checkpoint is damaged; use another --workdir "
@@ -330,8 +330,7 @@ class Checkpoints:
       raise ConfigError(f"{path}: {other.why}")
     state = None
     try:
-      wanted = other.to_load(abstract) if other else abstract
-      wanted = reshard.without_empty(wanted)
+      wanted = reshard.without_empty(other.to_load(abstract) if other else abstract)
       state = files.load(path, wanted, pad=other is not None)
     except (DamagedError, OSError) as e:
       problem = str(e)

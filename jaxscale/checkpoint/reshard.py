@@ -57,9 +57,8 @@ class Reshard(NamedTuple):
     def padded(x):
       return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype, sharding=where)
 
-    return abstract._replace(
-      exchange_state=jax.tree.map(padded, self.saved.exchange_state)
-    )
+    own = jax.tree.map(padded, self.saved.exchange_state)
+    return abstract._replace(exchange_state=own)
 
   def apply(self, state: TrainState, abstract: TrainState) -> TrainState:
     """The state of this run, from what was loaded; every process calls it."""
@@ -89,7 +88,7 @@ def find_reshard(
 
   Args:
     manifest: shape and dtype of every leaf, by path, and how gradients were split
-      (`split_as_json`).
+      (`Split` as a dict).
     abstract: the state asked for.
     resize: `Exchange.resize` of this run's exchange.
     here: how gradients are split now.
@@ -104,9 +103,8 @@ def find_reshard(
   there = Split(**manifest["split"]) if manifest.get("split") else None
   if _parts(there) == _parts(here):
     return _other_devices(leaves, abstract, resize, there, here)
-  return _only_counts(leaves, abstract, resize, there, here) or _other_parts(
-    leaves, abstract, there, here
-  )
+  counts = _only_counts(leaves, abstract, resize, there, here)
+  return counts or _other_parts(leaves, abstract, there, here)
 
 
 def without_empty(state: TrainState) -> TrainState:
@@ -115,16 +113,8 @@ def without_empty(state: TrainState) -> TrainState:
   Under layouts it is one empty tree for each of several groups of parameters, and
   Orbax distinguishes one empty tree from another.
   """
-  if jax.tree.leaves(state.exchange_state):
-    return state
-  return state._replace(exchange_state=())
-
-
-def split_as_json(state: TrainState, split: Split | None) -> dict[str, Any]:
-  """What the manifest of a state has about how gradients are split."""
-  if split is None or not jax.tree.leaves(state.exchange_state):
-    return {}
-  return {"split": split._asdict()}
+  has_arrays = jax.tree.leaves(state.exchange_state)
+  return state if has_arrays else state._replace(exchange_state=())
 
 
 def _parts(split: Split | None) -> Any:
@@ -149,9 +139,8 @@ def _other_devices(leaves: _Leaves, abstract, resize, there, here) -> Reshard | 
     return None
   (old,), (new,) = olds.pop(), news.pop()
   dtypes = [leaves[name]["dtype"] for name in wanted]
-  saved = jax.tree.unflatten(
-    jax.tree.structure(own), map(jax.ShapeDtypeStruct, shapes, dtypes)
-  )
+  arrays = map(jax.ShapeDtypeStruct, shapes, dtypes)
+  saved = jax.tree.unflatten(jax.tree.structure(own), arrays)
   state = abstract._replace(exchange_state=saved)
   convert = functools.partial(_resized, resize, there, old, here, new)
   if resize is not None and _fits(convert, saved, own):
@@ -164,11 +153,9 @@ def _other_devices(leaves: _Leaves, abstract, resize, there, here) -> Reshard | 
     why = "its exchange does not define how its state is resized (Exchange.resize)"
   else:
     return None
-  return Reshard(
-    old, new, state, None,
-    f"saved on {devices}, here are {new}: {why}; resume with {devices}, or use another "
-    "--workdir to start anew",
-  )  # fmt: skip
+  advice = f"resume with {devices}, or use another --workdir to start anew"
+  why = f"saved on {devices}, here are {new}: {why}; {advice}"
+  return Reshard(old, new, state, None, why)
 
 
 def _resized(resize, there, old: int, here, new: int, state: Any) -> Any:
@@ -178,10 +165,8 @@ def _resized(resize, there, old: int, here, new: int, state: Any) -> Any:
     return resize(rows, new)
   devices = math.prod(here.mesh[axis] for axis in here.over)
   parts = jax.tree.map(lambda x: _by_parts(x, there), rows)
-  made = {
-    group: jax.vmap(lambda own: resize(own, devices))(own)
-    for group, own in parts.items()
-  }
+  resize_all = jax.vmap(lambda own: resize(own, devices))
+  made = {group: resize_all(own) for group, own in parts.items()}
   return jax.tree.map(lambda x: _by_devices(x, here), made)
 
 

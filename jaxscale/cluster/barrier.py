@@ -20,12 +20,8 @@ def is_leader() -> bool:
 
 def barrier(name: str) -> None:
   """Wait until every process is here."""
-  import jax
-
-  if jax.process_count() > 1:
-    from jax.experimental import multihost_utils
-
-    multihost_utils.sync_global_devices(name)
+  if multihost := _multihost_utils():
+    multihost.sync_global_devices(name)
 
 
 def gather(value: Any) -> list[Any]:
@@ -34,42 +30,34 @@ def gather(value: Any) -> list[Any]:
   Args:
     value: anything that JSON has, and small.
   """
-  import jax
   import numpy as np
 
-  if jax.process_count() == 1:
+  if not (multihost := _multihost_utils()):
     return [value]
-  from jax.experimental.multihost_utils import process_allgather
-
   text = json.dumps(value).encode()
-  longest = int(process_allgather(np.int32(len(text))).max())
+  longest = int(multihost.process_allgather(np.int32(len(text))).max())
   padded = np.frombuffer(text.ljust(longest), np.uint8)  # JSON ignores spaces
-  return [json.loads(row.tobytes()) for row in process_allgather(padded)]
+  return [json.loads(row.tobytes()) for row in multihost.process_allgather(padded)]
 
 
 def any_process(flag: bool) -> bool:
   """Whether the flag is set in any process; all must call this together."""
-  import jax
   import numpy as np
 
-  if jax.process_count() == 1:
+  if not (multihost := _multihost_utils()):
     return flag
-  from jax.experimental.multihost_utils import process_allgather
-
-  return bool(process_allgather(np.array(flag)).any())  # one collective, `gather` two
+  # One collective, where `gather` needs two.
+  return bool(multihost.process_allgather(np.array(flag)).any())
 
 
 def sum_over_processes(values: np.ndarray) -> np.ndarray:
   """Sum of every process's uint64 values, modulo 2^64; all must call it."""
-  import jax
   import numpy as np
 
-  if jax.process_count() == 1:
+  if not (multihost := _multihost_utils()):
     return values
-  from jax.experimental import multihost_utils
-
   # As uint32 halves: without x64, JAX would cut uint64 down to them.
-  halves = multihost_utils.process_allgather(values.view(np.uint32))
+  halves = multihost.process_allgather(values.view(np.uint32))
   return np.ascontiguousarray(halves).view(np.uint64).sum(axis=0, dtype=np.uint64)
 
 
@@ -82,17 +70,14 @@ def from_leader(value: Any) -> Any:
   Args:
     value: anything that JSON has; lists come back for tuples.
   """
-  import jax
   import numpy as np
 
-  if jax.process_count() == 1:
+  if not (multihost := _multihost_utils()):
     return value
-  from jax.experimental.multihost_utils import broadcast_one_to_all
-
   text = np.frombuffer(json.dumps(value if is_leader() else None).encode(), np.uint8)
-  length = int(broadcast_one_to_all(np.int32(len(text))))
+  length = int(multihost.broadcast_one_to_all(np.int32(len(text))))
   sent = text if is_leader() else np.zeros(length, np.uint8)
-  return json.loads(broadcast_one_to_all(sent).tobytes())
+  return json.loads(multihost.broadcast_one_to_all(sent).tobytes())
 
 
 def on_leader(function: Callable[[], None], name: str) -> None:
@@ -110,3 +95,14 @@ def on_leader(function: Callable[[], None], name: str) -> None:
   barrier(name)
   if failed := from_leader(failed):
     raise OSError(*failed)
+
+
+def _multihost_utils() -> Any:
+  """JAX's module of that name; None where this process is alone."""
+  import jax
+
+  if jax.process_count() == 1:
+    return None
+  from jax.experimental import multihost_utils
+
+  return multihost_utils

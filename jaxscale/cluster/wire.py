@@ -118,9 +118,7 @@ class Receiver:
       raise ValueError("nested too deep") from e
 
 
-def is_ready(
-  sock: socket.socket, until: float | None, event: int = select.POLLIN
-) -> bool:
+def is_ready(sock: socket.socket, until: float | None, event=select.POLLIN) -> bool:
   """Wait until something can be read, or sent; whether it can.
 
   Args:

@@ -26,12 +26,7 @@ __all__ = ["LAUNCHERS", "Host", "Launch", "detect", "local_device_ids", "visible
 # Several can be present at once, so the order matters: mpirun, which inside a Slurm
 # job starts its daemons by srun, so that Slurm's variables are those of the daemon;
 # Slurm; a TPU pod, which is also a pod of Kubernetes; Kubernetes.
-LAUNCHERS: tuple[Callable[[Host], Launch | None], ...] = (
-  mpi.detect,
-  slurm.detect,
-  pods.detect_tpu,
-  pods.detect_kubernetes,
-)
+LAUNCHERS = (mpi.detect, slurm.detect, pods.detect_tpu, pods.detect_kubernetes)
 
 COORDINATOR = "JAXSCALE_COORDINATOR"  # host:port of process 0
 COUNT = "JAXSCALE_NUM_PROCESSES"
@@ -118,17 +113,11 @@ def _checked(env: Env, found: Launch) -> Launch:
         f"{name}={given}: {found.kind} says {value}; unset it, or set {COORDINATOR} "
         f"and {other} too"
       )
-  if found.num_processes == 0:  # Kubernetes only
-    raise ConfigError(
-      f"{COUNT}: not set; set it to the Job's number of completions (Kubernetes has "
-      "no variable for it)"
-    )
-  if found.process_id >= found.num_processes:
-    raise ConfigError(
-      f"{COUNT}={found.num_processes}: this is pod {found.process_id} of the Job; "
-      "set it to the Job's number of completions"
-    )
-  if found.num_processes == 1:
+  if (index := found.process_id) >= (count := found.num_processes):  # Kubernetes only
+    why = f"={count}: this is pod {index} of the Job" if count else ": not set"
+    hint = "" if count else " (Kubernetes has no variable for it)"
+    raise ConfigError(f"{COUNT}{why}; set it to the Job's number of completions{hint}")
+  if count == 1:
     return found._replace(host=None)
   if env.get(COORDINATOR):
     host, port = _address(env)

@@ -101,8 +101,7 @@ def visible_gpus(env: Env = os.environ, *, device_root: str = "/dev") -> int:
   platforms = env.get("JAX_PLATFORMS", "")
   if platforms and not re.search(r"\b(cuda|rocm|gpu)\b", platforms):
     return 0
-  listed = [_count(env[name]) for name in _HIDING if name in env]
-  if listed:
+  if listed := [_count(env[name]) for name in _HIDING if name in env]:
     return min(listed)
   if nvidia := sum(map(_may_open, glob.glob(f"{device_root}/nvidia[0-9]*"))):
     return nvidia

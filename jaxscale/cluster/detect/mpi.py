@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import socket
 from pathlib import Path
 
@@ -22,10 +21,8 @@ from jaxscale.errors import ConfigError
 
 # kind: variables of the rank, the size, the local rank and the local size; then those
 # that are the same in all ranks, and others in the next mpirun.
-_OMPI, _MV2 = (
-  [f"{mpi}_COMM_WORLD_{n}" for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
-  for mpi in ("OMPI", "MV2")
-)
+_NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+_OMPI, _MV2 = ([f"{mpi}_COMM_WORLD_{n}" for n in _NAMES] for mpi in ("OMPI", "MV2"))
 _FAMILIES = {
   "openmpi": [*_OMPI, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"],
   "mvapich": _MV2,
@@ -77,7 +74,6 @@ def with_host_of_rank_0(host: Host, found: Launch) -> Launch:
   """
   if name := host.ask_mpi(found):
     return found._replace(host=name)
-  name = None
   if nodes := host.env.get("SLURM_JOB_NODELIST"):
     name = host.expand(nodes)[0]
   elif file := host.env.get("PBS_NODEFILE"):
@@ -101,13 +97,11 @@ def ask_mpi4py(launch: Launch) -> str | None:
   Raises:
     ConfigError: mpi4py belongs to another MPI than the mpirun of this run.
   """
-  if importlib.util.find_spec("mpi4py") is None:
-    return None
   # No dependency of ours: by name, so that nobody misses it who needs no MPI.
   try:
     importlib.import_module("mpi4py").rc.initialize = False
     MPI = importlib.import_module("mpi4py.MPI")
-  except (ImportError, RuntimeError):  # it finds no MPI library
+  except (ImportError, RuntimeError):  # it is not there, or finds no MPI library
     return None
   if ours := not MPI.Is_initialized():
     MPI.Init()

@@ -39,10 +39,8 @@ def expand(text: str) -> list[str]:
   names: list[str] = []
   for item in filter(None, _OUTSIDE_BRACKETS.split(text)):
     # Names and what is in brackets, in turns.
-    parts = [
-      _numbers(part, text) if i % 2 else [part]
-      for i, part in enumerate(_BRACKETS.split(item))
-    ]
+    pieces = enumerate(_BRACKETS.split(item))
+    parts = [_numbers(piece, text) if i % 2 else [piece] for i, piece in pieces]
     if any("[" in name or "]" in name for (name,) in parts[::2]):
       raise _malformed(text, f"brackets do not match at {item[:20]!r}")
     if len(names) + math.prod(map(len, parts)) > _MOST:

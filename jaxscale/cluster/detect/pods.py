@@ -72,8 +72,7 @@ def detect_tpu(host: Host) -> Launch | None:
   count = len(hosts) * slices
   first = re.sub(r":\d+$", "", env.get("MEGASCALE_COORDINATOR_ADDRESS", "")) or hosts[0]
   rank, nodes = slice_id * len(hosts) + index, tuple(hosts) if slices == 1 else ()
-  found = Launch("tpu", rank, count, first, job=f"tpu-{first}", nodes=nodes)
-  return found if count > 1 else found._replace(host=None)
+  return Launch("tpu", rank, count, first, job=f"tpu-{first}", nodes=nodes)
 
 
 def on_cloud_tpu(env: Env) -> bool:

@@ -49,8 +49,7 @@ def detect(host: Host) -> Launch | None:
       or the variables contradict each other.
   """
   env = host.env
-  job = env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID")
-  if not job:
+  if not (job := env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID")):
     return None
   restarts = number(env, "SLURM_RESTART_COUNT") or 0
   again = f"-r{restarts}" if restarts else ""
@@ -132,8 +131,8 @@ def _task(host: Host, job: str, restarts: int) -> Launch:
   first = None
   if count > 1:
     first = LOOPBACK if len(nodes) == 1 else _host_of_rank_0(host, nodes)
-  found = Launch("slurm", rank, count, first, local, local_size, job, restarts)
-  return found._replace(nodes=nodes)
+  own = rank, count, first, local, local_size, job, restarts
+  return Launch("slurm", *own, nodes=nodes)
 
 
 def _host_of_rank_0(host: Host, nodes: tuple[str, ...]) -> str:

@@ -41,17 +41,11 @@ def parse_end_time(shown: str) -> float | None:
     '12:00'
   """
   found = re.search(r"\bEndTime=(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", shown)
-  if not found:
-    return None
-  return time.mktime(time.strptime(found.group(1), "%Y-%m-%dT%H:%M:%S"))
+  return time.mktime(time.strptime(found[1], "%Y-%m-%dT%H:%M:%S")) if found else None
 
 
 def before_end(
-  ask: Callable[[str], None],
-  before_s: float,
-  *,
-  end: Callable[[], float | None] = end_time,
-  again: Callable[[], float | None] = asked_end_time,
+  ask: Callable[[str], None], before_s: float, *, end=end_time, again=asked_end_time
 ) -> threading.Event:
   """Call `ask` some time before the job's end, from a thread.
 
@@ -62,7 +56,7 @@ def before_end(
     ask: asks all processes to stop, for the cause that it gets.
     before_s: seconds before the end: for the step, a save and the way out; of a
       short job at most a quarter of what is left of it.
-    end: when the job ends, in seconds since 1970.
+    end: called for when the job ends, in seconds since 1970; None: unknown.
     again: the same, asked later.
 
   Returns:

@@ -16,6 +16,7 @@ speak this protocol is ignored.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
 import select
@@ -43,9 +44,9 @@ _SILENT = f"{_TAKEN}, silent"
 
 
 class _Place(NamedTuple):
-  """Where process 0 listens, and what the run is called."""
+  """Where process 0 listens, and in which run."""
 
-  job: str
+  launch: Launch
   host: str
   addresses: list[str]
   ports: list[int]
@@ -99,11 +100,8 @@ def rendezvous(
   # A pod's name is known once the pod is ready.
   patience_s = timeout_s if launch.kind == "kubernetes" else min(5.0, timeout_s)
   host = launch.host or LOOPBACK
-  place = _Place(launch.job, host, network.resolve(host, patience_s), ports)
-  if launch.process_id == 0:
-    group = _listen(launch, own, place, timeout_s)
-  else:
-    group = _connect(own, place, timeout_s)
+  place = _Place(launch, host, network.resolve(host, patience_s), ports)
+  group = (_connect if launch.process_id else _listen)(own, place, timeout_s)
   # A forked worker that outlives this process must not keep it alive for others.
   os.register_at_fork(after_in_child=lambda: server.close_all(group.links.values()))
   return group
@@ -131,29 +129,24 @@ def leave_last(group: ProcessGroup, timeout_s: float = 10.0) -> None:
       here.discard(file)
 
 
-def _listen(
-  launch: Launch, own: Hello, place: _Place, timeout_s: float
-) -> ProcessGroup:
+def _listen(own: Hello, place: _Place, timeout_s: float) -> ProcessGroup:
   """Process 0's way."""
-  job, host, addresses, ports = place
+  launch, host, addresses, ports = place
   note = ""
   if not any(map(network.is_own, addresses)):  # a Service of Kubernetes is fine
     note = f"; they look for process 0 on {host}, but {addresses[0]} is not this host's"
   # A port that was given may be free again in a moment.
-  deadline = time.monotonic() + (0 if len(ports) > 1 else TAKEN_S / 2)
-  while True:
-    try:
-      listener = network.bind_port(ports, listen=True)[1]
-      break
-    except OSError as e:
-      if time.monotonic() >= deadline:
-        raise ConfigError(
-          f"process 0 ({own.node}): port {', '.join(map(str, ports))}: {e.strerror}; "
-          "set JAXSCALE_COORDINATOR=HOST:PORT with a free one"
-        ) from e
-      time.sleep(0.2)
+  patience_s = 0 if len(ports) > 1 else TAKEN_S / 2
+  try:
+    bind = functools.partial(network.bind_port, ports, listen=True)
+    listener = network.retry(bind, patience_s, pause_s=0.2)[1]
+  except OSError as e:
+    raise ConfigError(
+      f"process 0 ({own.node}): port {', '.join(map(str, ports))}: {e.strerror}; "
+      "set JAXSCALE_COORDINATOR=HOST:PORT with a free one"
+    ) from e
   port, reserved = 0, None
-  candidates = network.ports_of(f"{job}/coordinator")
+  candidates = network.ports_of(f"{launch.job}/coordinator")
   try:
     port, reserved = network.bind_port(candidates, listen=False)
   except OSError as e:  # all are to know it
@@ -162,7 +155,8 @@ def _listen(
   try:
     hosts, links = server.serve(launch, own, listener, timeout_s, port, note)
   except BaseException:
-    server.close_all(filter(None, [reserved]))
+    if reserved:
+      reserved.close()
     raise
   address = network.join_address(LOOPBACK, port)
   return ProcessGroup(0, launch.num_processes, hosts, address, links, reserved)
@@ -198,7 +192,7 @@ def _find_process_0(own: Hello, place: _Place, timeout_s: float) -> socket.socke
     results: dict[int, str] = {}
     for port in place.ports:
       for address in place.addresses:
-        found = _try_port(own, place.job, (address, port), answer_s)
+        found = _try_port(own, place.launch.job, (address, port), answer_s)
         if isinstance(found, socket.socket):
           return found
         results[port] = found
@@ -246,9 +240,7 @@ def _try_port(
   return result
 
 
-def _not_found(
-  own: Hello, place: _Place, results: dict[int, str], seconds: float
-) -> str:
+def _not_found(own: Hello, place: _Place, results: dict[int, str], for_s: float) -> str:
   """Where process 0 was looked for, what was there, and what that may mean."""
   _, host, addresses, _ = place
   ports: dict[str, list[str]] = {}
@@ -266,5 +258,5 @@ def _not_found(
     advice += f" (looked from {network.own_address_seen_by(addresses[0])})"
   return (
     f"process {own.rank} ({own.node}): no process 0 on {host} "
-    f"({', '.join(addresses[:4])}) for {seconds:.0f} s, ports {tried}; {advice}"
+    f"({', '.join(addresses[:4])}) for {for_s:.0f} s, ports {tried}; {advice}"
   )

@@ -45,6 +45,9 @@ class Hello(NamedTuple):
   error: str  # why it cannot take part, "" if it can
 
 
+_Hellos = Mapping[int, Hello]  # by rank
+
+
 def make_hello(
   launch: Launch, digests: Mapping[str, str], on_cpu: bool, error: str = ""
 ) -> Hello:
@@ -123,9 +126,7 @@ def ranks_with_hosts(ranks: Iterable[int], nodes: Sequence[str] | None) -> str:
   return ranks_in_words(ranks) + (f" ({hosts})" if hosts else "")
 
 
-def find_mismatches(
-  hellos: Mapping[int, Hello], addresses: Mapping[int, str]
-) -> list[str]:
+def find_mismatches(hellos: _Hellos, addresses: Mapping[int, str]) -> list[str]:
   """What is wrong with the processes, one line each; process 0 is the reference.
 
   Args:
@@ -167,9 +168,7 @@ def find_mismatches(
   return lines + _unreachable(hellos, addresses)
 
 
-def _unreachable(
-  hellos: Mapping[int, Hello], addresses: Mapping[int, str]
-) -> list[str]:
+def _unreachable(hellos: _Hellos, addresses: Mapping[int, str]) -> list[str]:
   """Those that gloo could not reach: only it asks the host for its own name."""
   apart = len({hello.place for hello in hellos.values()}) > 1
   lines: dict[tuple[str, str | None], str] = {}

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import math
 import socket
-import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -99,23 +98,18 @@ def _wait_for_coordinator(address: tuple[str, int], group: ProcessGroup, timeout
 
   It also saves a second: gRPC waits that long after a first refusal.
   """
-  deadline = time.monotonic() + timeout_s
-  while True:
-    try:
-      socket.create_connection(address, timeout=_CONNECT_S).close()
-      return
-    except OSError as e:
-      reason = e
-    if time.monotonic() > deadline:
-      refused = isinstance(reason, ConnectionRefusedError)
-      here = group.hosts[group.process_id]
-      raise ConfigError(
-        f"process {group.process_id} ({here}): JAX's coordinator on "
-        f"{group.hosts[0]}, {group.coordinator}, not reached for {timeout_s:g} s ("
-        + ("refused; see the last lines of process 0)" if refused else
-           f"{reason}; is there a firewall between the two?)")
-      ) from reason  # fmt: skip
-    time.sleep(0.02)
+  connect = functools.partial(socket.create_connection, address, timeout=_CONNECT_S)
+  try:
+    network.retry(connect, timeout_s, pause_s=0.02).close()
+  except OSError as e:
+    why = f"{e}; is there a firewall between the two?"
+    if isinstance(e, ConnectionRefusedError):
+      why = "refused; see the last lines of process 0"
+    rank, hosts = group.process_id, group.hosts
+    raise ConfigError(
+      f"process {rank} ({hosts[rank]}): JAX's coordinator on {hosts[0]}, "
+      f"{group.coordinator}, not reached for {timeout_s:g} s ({why})"
+    ) from e
 
 
 def check_devices(group: ProcessGroup) -> None:

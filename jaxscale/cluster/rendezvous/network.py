@@ -13,8 +13,9 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from pathlib import Path
+from typing import TypeVar
 
 from jaxscale.cluster.detect.slurm import node_address
 from jaxscale.errors import ConfigError
@@ -22,6 +23,8 @@ from jaxscale.errors import ConfigError
 # Below the ports that Linux gives to outgoing connections (ip_local_port_range is
 # 32768..60999, ip-sysctl.rst of the kernel), above those of registered services.
 PORTS = range(20_000, 32_768)
+
+T = TypeVar("T")
 
 
 def ports_of(name: str, count: int = 8, among: range = PORTS) -> list[int]:
@@ -192,6 +195,18 @@ def bind_port(ports: Iterable[int], listen: bool) -> tuple[int, socket.socket]:
   raise error
 
 
+def retry(function: Callable[[], T], patience_s: float, pause_s: float) -> T:
+  """What `function` returns, called again until it raises no OSError, or too long."""
+  deadline = time.monotonic() + patience_s
+  while True:
+    try:
+      return function()
+    except OSError:
+      if time.monotonic() >= deadline:
+        raise
+    time.sleep(pause_s)
+
+
 def tune(sock: socket.socket) -> None:
   """Messages leave at once, and a host that is gone is noticed by the kernel.
 
@@ -206,9 +221,7 @@ def tune(sock: socket.socket) -> None:
   sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
-def bypass_proxies(
-  hosts: Iterable[str], env: MutableMapping[str, str] = os.environ
-) -> None:
+def bypass_proxies(hosts: Iterable[str], env: MutableMapping = os.environ) -> None:
   """Let gRPC, and with it JAX, reach these hosts without a proxy.
 
   gRPC sends a connection through $grpc_proxy, $https_proxy or $http_proxy unless
@@ -216,7 +229,6 @@ def bypass_proxies(
   ends with (grpc/doc/environment_variables.md); "*" is no such entry. So the
   hosts are added to whichever counts, and to the one that other libraries read.
   """
-  names = ["no_proxy"] + ["no_grpc_proxy"] * ("no_grpc_proxy" in env)
-  for name in names:
+  for name in ["no_proxy"] + ["no_grpc_proxy"] * ("no_grpc_proxy" in env):
     entries = [e.strip() for e in env.get(name, "").split(",") if e.strip()]
     env[name] = ",".join(dict.fromkeys([*entries, *hosts]))

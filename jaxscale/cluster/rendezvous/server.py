@@ -16,15 +16,8 @@ from typing import Any, cast
 
 from jaxscale.cluster import wire
 from jaxscale.cluster.detect.launch import Launch
-from jaxscale.cluster.rendezvous import network
-from jaxscale.cluster.rendezvous.handshake import (
-  Hello,
-  find_mismatches,
-  first_of,
-  parse_hello,
-  ranks_in_words,
-  ranks_with_hosts,
-)
+from jaxscale.cluster.rendezvous import handshake, network
+from jaxscale.cluster.rendezvous.handshake import Hello
 from jaxscale.errors import ConfigError
 
 HELLO_BYTES = 1 << 16  # a hello is about 600 bytes; no stranger needs more
@@ -153,11 +146,11 @@ class _Server:
     """Who is missing, and the hosts to look at, as far as the launcher lists them."""
     nodes, total = self.launch.nodes, self.launch.num_processes
     if len(nodes) == total:  # one on each, in this order
-      return f"{ranks_with_hosts(missing, nodes)} of {total}"
+      return f"{handshake.ranks_with_hosts(missing, nodes)} of {total}"
     came = {hello.node.partition(".")[0] for hello in self.hellos.values()}
     silent = [node for node in nodes if node.partition(".")[0] not in came]
-    hosts = f" (nobody from {first_of(silent)})" if silent else ""
-    return f"{ranks_in_words(missing)} of {total}{hosts}"
+    hosts = f" (nobody from {handshake.first_of(silent)})" if silent else ""
+    return f"{handshake.ranks_in_words(missing)} of {total}{hosts}"
 
   def _find_errors(self, now: float) -> list[str]:
     """All that is wrong with what is known so far."""
@@ -173,7 +166,7 @@ class _Server:
       for rank, since in self.lost.items()
       if now - since > RECONNECT_S
     ]
-    return self.errors + find_mismatches(self.hellos, addresses) + lost
+    return self.errors + handshake.find_mismatches(self.hellos, addresses) + lost
 
   def _receive(self, timeout: float) -> None:
     for key, _ in self.selector.select(timeout):
@@ -202,7 +195,7 @@ class _Server:
     """Answer the first message of a connection."""
     if not isinstance(message, dict):
       raise ValueError("no message of ours")
-    hello = parse_hello(message.get("hello"))
+    hello = handshake.parse_hello(message.get("hello"))
     if message.get("job") != self.launch.job or hello is None:
       wire.send(sock, {"other_job": self.launch.job}, timeout=1)
       return self._drop(sock)

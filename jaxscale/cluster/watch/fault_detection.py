@@ -115,6 +115,9 @@ class Fault(NamedTuple):
   is_user_error: bool = False
 
 
+_States = Mapping[int, ProcessState]  # by rank
+
+
 def limit_s(state: ProcessState, timeouts: Timeouts) -> float:
   """How long a process may stay where it is."""
   name = ACTIVITIES.get(state.activity, "hang_timeout_s")
@@ -148,9 +151,7 @@ def silence_limit_s(activity: str, timeouts: Timeouts) -> float:
   return max(timeouts.heartbeat_timeout_s, longer)
 
 
-def find_silent(
-  ranks: Mapping[int, ProcessState], now: float, timeouts: Timeouts
-) -> list[Fault]:
+def find_silent(ranks: _States, now: float, timeouts: Timeouts) -> list[Fault]:
   """Processes without a heartbeat for too long."""
   found = []
   for rank, state in ranks.items():
@@ -162,9 +163,7 @@ def find_silent(
   return found
 
 
-def find_hang(
-  ranks: Mapping[int, ProcessState], now: float, timeouts: Timeouts
-) -> Fault | None:
+def find_hang(ranks: _States, now: float, timeouts: Timeouts) -> Fault | None:
   """A run that stands still, and who is to blame.
 
   Nobody is as long as those that are furthest behind may still be where they are,
@@ -202,7 +201,7 @@ def find_hang(
   return Fault("hang", rank, cause, EXIT_HANG)
 
 
-def find_left(ranks: Mapping[int, ProcessState]) -> Fault | None:
+def find_left(ranks: _States) -> Fault | None:
   """A process that has ended while others are at steps that it never made."""
   left = [(state.step, rank) for rank, state in ranks.items() if state.has_left]
   step, rank = min(left, default=(math.inf, 0))

@@ -148,9 +148,7 @@ class Monitor:
       state.has_left = True
       self._answer(rank, message["bye"])
 
-  def _update(
-    self, rank: int, state: ProcessState, beat: Sequence[Any], now: float
-  ) -> None:
+  def _update(self, rank: int, state: ProcessState, beat: list, now: float) -> None:
     """Note what a heartbeat says."""
     state.step, state.activity, state.count, seconds, state.host_s, state.steps = beat
     state.since = now - seconds

@@ -21,12 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from jaxscale.cluster.timeouts import Timeouts
-from jaxscale.cluster.watch import stacks
-from jaxscale.cluster.watch.fault_detection import (
-  describe_place,
-  for_size,
-  silence_limit_s,
-)
+from jaxscale.cluster.watch import fault_detection, stacks
+from jaxscale.cluster.watch.fault_detection import describe_place
 from jaxscale.cluster.watch.monitor import Monitor
 from jaxscale.cluster.watch.stop_consensus import StopConsensus, StopRequest
 from jaxscale.cluster.wire import Receiver, encode, is_ready
@@ -184,7 +180,8 @@ class Watch:
       before = now
       # Process 0 may be starting for as long as this one is not training yet.
       is_early = self._place[1] in ("starting", "compiling")
-      allowed_s = silence_limit_s("starting" if is_early else "step", timeouts)
+      activity = "starting" if is_early else "step"
+      allowed_s = fault_detection.silence_limit_s(activity, timeouts)
       if now - heard > allowed_s:
         why = f" for {allowed_s:.0f} s (stopped, or its host cut off)"
         self._leave_without_monitor("is silent", EXIT_HANG, why)
@@ -275,7 +272,7 @@ def start(
     >>> watch.stop.poll()
     >>> watch.close()
   """
-  timeouts = for_size(timeouts or Timeouts(), len(hosts))
+  timeouts = fault_detection.for_size(timeouts or Timeouts(), len(hosts))
   link, monitor = links.get(0), None
   if rank == 0 and (links or watch_alone):
     link, inner = socket.socketpair()
