@@ -64,11 +64,9 @@ def mesh_shape(num_devices: int, **sizes: int) -> MeshShape:
   if min(shape) < 1 or math.prod(shape) != num_devices:
     given_sizes = {"replica": asked.replica, "data": asked.data}
     given_sizes |= {name: n for name, n in asked._asdict().items() if n != 1}
-    raise ConfigError(
-      ", ".join(f"Mesh.{name}={n}" for name, n in given_sizes.items())
-      + f": they must multiply to the {num_devices} devices there are; -1 stands for "
-      "the rest"
-    )
+    text = ", ".join(f"Mesh.{name}={n}" for name, n in given_sizes.items())
+    text += f": they must multiply to the {num_devices} devices there are; "
+    raise ConfigError(f"{text}-1 stands for the rest")
   return shape
 
 
@@ -107,30 +105,22 @@ def make_mesh(
   asked = {"replica": replica, "data": data, "fsdp": fsdp, "stage": stage}
   shape = mesh_shape(num_devices, **asked, model=model)
   sizes = {a: n for a, n in shape._asdict().items() if a in AXES or n > 1}
+  grid, axes, field = _grid(sizes, devices), (*sizes,), f"bn_devices={bn_devices}"
+  if bn_devices < 1 or shape.data % bn_devices:
+    why = f"does not divide the data axis of {shape.data} devices, give a divisor"
+    raise ConfigError(f"{field}: {why}")
+  if bn_devices > 1 and shape.fsdp > 1:
+    why = f"neighbours are along fsdp here, of {shape.fsdp} devices; share BatchNorm "
+    why += "statistics over all of them or none (bn_span='global' or 'device')"
+    raise ConfigError(f"{field}: {why}")
+  if bn_devices > 1:
+    # The order of the devices is that of the mesh without `bn`, so that each
+    # holds the same rows.
+    grid = grid.reshape(shape.replica, -1, bn_devices, *grid.shape[2:])
+    axes = (*AXES, BN_AXIS, *axes[2:])
   # Explicit axes are the default of JAX; jit's own partitioning, which the optimizer
   # stage relies on, needs Auto ones.
-  types = (AxisType.Auto,) * len(sizes)
-  mesh = Mesh(_grid(sizes, devices), tuple(sizes), axis_types=types)
-  if bn_devices == 1:
-    return mesh
-  if bn_devices < 1 or shape.data % bn_devices:
-    raise ConfigError(
-      f"bn_devices={bn_devices}: does not divide the data axis of {shape.data} "
-      "devices, give a divisor"
-    )
-  if shape.fsdp > 1:
-    raise ConfigError(
-      f"bn_devices={bn_devices}: neighbours are along fsdp here, of {shape.fsdp} "
-      "devices; share BatchNorm statistics over all of them or none (bn_span='global' "
-      "or 'device')"
-    )
-  # The order of the devices is that of the mesh without `bn`, so that each
-  # holds the same rows.
-  others = tuple(a for a in sizes if a not in AXES)
-  split = (shape.replica, -1, bn_devices, *(sizes[a] for a in others))
-  names = (*AXES, BN_AXIS, *others)
-  grid = mesh.devices.reshape(split)
-  return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+  return Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes))
 
 
 def _grid(sizes: dict[str, int], devices: Sequence[Any] | None) -> np.ndarray:
@@ -153,10 +143,8 @@ def _grid(sizes: dict[str, int], devices: Sequence[Any] | None) -> np.ndarray:
       break
   if left > 1:
     axis = list(sizes)[len(between) - 1]
-    raise ConfigError(
-      f"Mesh.{axis}={sizes[axis]}: the devices are {slices} slices, and no slower axis "
-      f"joins them; give Mesh.replica={slices}"
-    )
+    why = f"the devices are {slices} slices, and no slower axis joins them"
+    raise ConfigError(f"Mesh.{axis}={sizes[axis]}: {why}; give Mesh.replica={slices}")
   between += [1] * (len(sizes) - len(between))
   within = [n // k for n, k in zip(sizes.values(), between, strict=True)]
 
@@ -236,26 +224,22 @@ def batch_norm_span(
   if span == "global" or span == all_rows:
     return BatchNormSpan(axis_name=AXES)
   if isinstance(span, str) or not 1 <= span <= all_rows:
-    raise ConfigError(
-      f"bn_span={span!r}: the micro-batches of all devices have {all_rows} examples, "
-      f'give a number from 2 to {all_rows}, "device" or "global"'
-    )
+    why = f"the micro-batches of all devices have {all_rows} examples"
+    wanted = f'a number from 2 to {all_rows}, "device" or "global"'
+    raise ConfigError(f"bn_span={span!r}: {why}, give {wanted}")
   if span < device_rows:
     if device_rows % span:
       nearest = _nearest_divisor(device_rows, span, least=2)
       wanted = '"device"' if nearest == device_rows else nearest
-      raise ConfigError(
-        f"bn_span={span}: does not divide the {device_rows} examples of a device's "
-        f"micro-batch, give {wanted}"
-      )
+      why = f"does not divide the {device_rows} examples of a device's micro-batch"
+      raise ConfigError(f"bn_span={span}: {why}, give {wanted}")
     return BatchNormSpan(group_size=span)
   sharing = span // device_rows
   if span % device_rows or data % sharing:
     wanted = device_rows * _nearest_divisor(data, span / device_rows, 2 // device_rows)
-    raise ConfigError(
-      f"bn_span={span}: is not {device_rows}, the examples of a device's "
-      f"micro-batch, times a divisor of the data axis of {data}; give {wanted}"
-    )
+    why = f"is not {device_rows}, the examples of a device's micro-batch, times a "
+    why += f"divisor of the data axis of {data}; give {wanted}"
+    raise ConfigError(f"bn_span={span}: {why}")
   if sharing == data:
     return BatchNormSpan(axis_name=("data",))
   return BatchNormSpan(bn_devices=sharing, axis_name=(BN_AXIS,))
@@ -312,15 +296,12 @@ def host_shard(mesh: Mesh) -> tuple[int, int]:
   owners = np.array([d.process_index for d in mesh.devices.flat])
   owners = owners.reshape(row_blocks(mesh), -1)
   held = {int(p): np.flatnonzero((owners == p).any(axis=1)) for p in np.unique(owners)}
+  here = f"process {jax.process_index()}"
   mine = held.get(jax.process_index(), np.arange(0))
   if not np.array_equal(mine, np.arange(len(mine)) + (mine[0] if len(mine) else 0)):
-    raise ValueError(
-      f"process {jax.process_index()} owns the mesh positions {mine.tolist()}: "
-      "they must be neighbours; order the devices by process"
-    )
+    advice = "they must be neighbours; order the devices by process"
+    raise ValueError(f"{here} owns the mesh positions {mine.tolist()}: {advice}")
   if any(len(rows) != len(mine) for rows in held.values()) or mine[0] % len(mine):
-    raise ValueError(
-      f"process {jax.process_index()} has {len(mine)} of {len(owners)} blocks of rows "
-      f"over {len(held)} processes: give each process equally many"
-    )
+    has = f"has {len(mine)} of {len(owners)} blocks of rows over {len(held)} processes"
+    raise ValueError(f"{here} {has}: give each process equally many")
   return int(mine[0]) // len(mine), len(owners) // len(mine)

@@ -15,7 +15,6 @@ from typing import NoReturn
 from jaxscale import errors
 from jaxscale.cli.commands import COMMANDS, load, overview
 from jaxscale.cli.completion import complete
-from jaxscale.cli.parser import Parser
 from jaxscale.config.validation import nearest
 
 __all__ = ["COMMANDS", "load", "main"]
@@ -46,7 +45,7 @@ def main(argv: list[str], program: str = "jaxscale") -> int:
   args.program = program
   args.command_line = shlex.join([*program.split(), *argv])
   if args.help:
-    page = getattr(module, "help_page", Parser.help_page)
+    page = getattr(module, "help_page", lambda parser, _: parser.format_help())
     print(page(parser, args), end="")
     return errors.EXIT_DONE
   try:

@@ -6,16 +6,16 @@ DIR/study.json and as DIR/study.png. What is done already is not done again.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-from jaxscale.cli.parser import Parser, directory, value, whole
+from jaxscale.cli.parser import Namespace, Parser, directory, distinct, value, whole
 from jaxscale.cli.train import default_workdir
 
 
 def add_arguments(parser: Parser) -> None:
   """The options."""
-  sizes = value(_sizes, "whole numbers with commas between, none twice, e.g. 256,1024")
+  wanted = "whole numbers with commas between, none twice, e.g. 256,1024"
+  sizes = value(lambda text: sorted(distinct(text)), wanted)
   text, hint = "global; the learning rate follows by lr_scaling", "256,1024"
   parser.option("--batch-sizes N,N", text, sizes, missing=f"try --batch-sizes {hint}")
   add_study_arguments(parser, seeds=1, least=1)
@@ -33,14 +33,7 @@ def add_study_arguments(parser: Parser, seeds: int, least: int) -> None:
   parser.option("--seeds N", seed_help, whole(least), default=seeds)
 
 
-def _sizes(text: str) -> list[int]:
-  sizes = sorted(int(part) for part in text.split(","))
-  if sizes[0] < 1 or len({*sizes}) < len(sizes):
-    raise ValueError
-  return sizes
-
-
-def run(args: argparse.Namespace) -> int:
+def run(args: Namespace) -> int:
   """Run the study."""
   from jaxscale.studies import batch_study
 
@@ -49,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
   return run_study(args, "batch-study", batch_study.study, **options)
 
 
-def run_study(args: argparse.Namespace, name: str, study, **options) -> int:
+def run_study(args: Namespace, name: str, study, **options) -> int:
   """Run a study in its directory, and print what it found.
 
   Args:

@@ -14,13 +14,12 @@ JAX_NUM_CPU_DEVICES=8 simulates eight devices.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxscale import cluster
-from jaxscale.cli.parser import Parser, value, whole
+from jaxscale.cli.parser import Namespace, Parser, value, whole
 from jaxscale.config.validation import nearest
 from jaxscale.errors import ConfigError
 from jaxscale.metrics.text import cell, table
@@ -43,7 +42,9 @@ def add_arguments(parser: Parser) -> None:
   dtypes = f"one of {', '.join(_DTYPES)}"
   parser.option("--dtype TYPE", dtypes, choices=_DTYPES, default="float32")
   parser.option("--algorithms NAMES", "some, e.g. ring,psum (default: all)")
-  parser.option("--json FILE", "also write it, for read_measurements", _writable)
+  # Before anything is measured for it.
+  path = value(str, "a file in a directory that exists", _writable)
+  parser.option("--json FILE", "also write it, for read_measurements", path)
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -58,11 +59,8 @@ def _sizes(text: str) -> list[int]:
   return sizes
 
 
-def _writable(path: str) -> str:
-  # Before anything is measured for it.
-  if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
-    raise argparse.ArgumentTypeError(f"={path}: give a file in a directory that exists")
-  return path
+def _writable(path: str) -> bool:
+  return not Path(path).is_dir() and Path(path).absolute().parent.is_dir()
 
 
 def make_mesh(shape: tuple[int, ...] | None) -> Any:
@@ -114,43 +112,34 @@ def report(
   return lines
 
 
-def measure(args: argparse.Namespace) -> list[str]:
-  """Measure what is asked for; returns the lines to print."""
-  import jax
-
-  from jaxscale.collectives import measurements as timing
-  from jaxscale.collectives.planner import Link
-
-  mesh = make_mesh(args.mesh)
-  what = (args.sizes, args.dtype, args.rounds)
-  links, empty = timing.measure_links(mesh, *what)
-  measured = timing.measure_algorithms(mesh, args.algorithms, *what, links)
-  # An axis of one device has no link; nothing is ever sent along it.
-  every = {a: links.get(a, Link(0.0, 0.0)) for a in mesh.axis_names}
-  device = mesh.devices.flat[0]
-  shape = ", ".join(f"{a} {n}" for a, n in mesh.shape.items())
-  head = f"mesh {shape}; processes {jax.process_count()}; {device.device_kind}; "
-  head += f"{args.dtype}; median of {args.rounds}"
-  if args.json and cluster.is_leader():
-    extra = {"dtype": args.dtype, "rounds": args.rounds, "device":
-             device.device_kind, "processes": jax.process_count(),
-             "empty_seconds": empty}  # fmt: skip
-    timing.write_measurements(args.json, mesh.shape, every, measured, **extra)
-  return [head, *report(measured, every, empty)]
-
-
-def run(args: argparse.Namespace) -> None:
-  """Measure and print."""
-  from jaxscale.collectives.planner import ALGORITHMS
+def run(args: Namespace) -> None:
+  """Measure what is asked for, and print it."""
+  from jaxscale.collectives.planner import ALGORITHMS, Link
 
   args.algorithms = (args.algorithms or ",".join(ALGORITHMS)).split(",")
   for name in args.algorithms:
     if name not in ALGORITHMS:
       raise ConfigError(f"--algorithms={name}: {nearest(name, ALGORITHMS)}")
   with cluster.open_session():
-    try:
-      lines = measure(args)
-    except OSError as e:
-      raise ConfigError(f"--json={args.json}: {e.strerror}") from None
-    if cluster.is_leader():
-      print("\n".join(lines))
+    import jax  # only once all processes have joined
+
+    from jaxscale.collectives import measurements as timing
+
+    mesh, what = make_mesh(args.mesh), (args.sizes, args.dtype, args.rounds)
+    links, empty = timing.measure_links(mesh, *what)
+    measured = timing.measure_algorithms(mesh, args.algorithms, *what, links)
+    if not cluster.is_leader():
+      return
+    # An axis of one device has no link; nothing is ever sent along it.
+    every = {a: links.get(a, Link(0.0, 0.0)) for a in mesh.axis_names}
+    device, count = mesh.devices.flat[0].device_kind, jax.process_count()
+    if args.json:
+      extra = {"dtype": args.dtype, "rounds": args.rounds, "device": device}
+      extra |= {"processes": count, "empty_seconds": empty}
+      try:
+        timing.write_measurements(args.json, mesh.shape, every, measured, **extra)
+      except OSError as e:
+        raise ConfigError(f"--json={args.json}: {e.strerror}") from None
+    shape = ", ".join(f"{a} {n}" for a, n in mesh.shape.items())
+    print(f"mesh {shape}; processes {count}; {device}; {args.dtype}; ", end="")
+    print(f"median of {args.rounds}", *report(measured, every, empty), sep="\n")

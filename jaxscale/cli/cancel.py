@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-
-from jaxscale.cli.parser import Parser
+from jaxscale.cli.parser import Namespace, Parser
 from jaxscale.cli.status import RUN, SEE_STATUS
 from jaxscale.cli.submit import add_runs
 
@@ -15,7 +13,7 @@ def add_arguments(parser: Parser) -> None:
   add_runs(parser)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: Namespace) -> None:
   """Stop each run."""
   from jaxscale.launch import folder as folders
   from jaxscale.launch.jobs import Job

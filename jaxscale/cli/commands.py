@@ -43,8 +43,7 @@ COMMANDS = {
 def load(name: str) -> tuple[ModuleType, Parser]:
   """The module of a command, and its parser."""
   module = importlib.import_module(f"jaxscale.cli.{name.replace('-', '_')}")
-  about = module.__doc__ or COMMANDS[name].summary
-  parser = Parser(name, about.strip())
+  parser = Parser(name, (module.__doc__ or COMMANDS[name].summary).strip())
   module.add_arguments(parser)
   return module, parser
 

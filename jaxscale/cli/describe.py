@@ -5,10 +5,9 @@ Compiles the step for the devices there are, and trains nothing.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-from jaxscale.cli.parser import Parser
+from jaxscale.cli.parser import Namespace, Parser
 from jaxscale.cli.train import add_workdir, default_workdir
 
 
@@ -18,7 +17,7 @@ def add_arguments(parser: Parser) -> None:
   add_workdir(parser)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: Namespace) -> None:
   """Compile the step, and print what it is."""
   from jaxscale import cluster
   from jaxscale.config.loading import load_config

@@ -11,10 +11,9 @@ images: are they there, and whole?
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-from jaxscale.cli.parser import Parser, whole
+from jaxscale.cli.parser import Namespace, Parser, whole
 from jaxscale.config.validation import nearest
 from jaxscale.errors import ConfigError
 from jaxscale.preflight import CHECKS
@@ -42,7 +41,7 @@ def add_arguments(parser: Parser) -> None:
   parser.option("--sample N", "images to decode", whole(1), default=256, group=group)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Namespace) -> int:
   """Check, and print what was found."""
   asked = {name: getattr(args, name) for name in _IMAGENET}
   if args.dataset:

@@ -6,10 +6,9 @@ tokenizer that is still where it was.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-from jaxscale.cli.parser import Parser, directory, number, whole
+from jaxscale.cli.parser import Namespace, Parser, directory, number, whole
 
 
 def add_arguments(parser: Parser) -> None:
@@ -28,7 +27,7 @@ def add_arguments(parser: Parser) -> None:
   parser.option("--seed S", text, seed, default=0)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: Namespace) -> None:
   """Generate, and print."""
   from jaxscale.run import generate
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxscale.cli.parser import Parser, whole
+from jaxscale.cli.parser import Namespace, Parser, whole
 from jaxscale.cli.status import SEE_STATUS
 from jaxscale.cli.submit import add_runs
 from jaxscale.errors import ConfigError
@@ -22,7 +21,7 @@ def add_arguments(parser: Parser) -> None:
   parser.option("-n --lines N", "the last N lines only", whole(1))
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: Namespace) -> None:
   """Print, or follow."""
   from jaxscale.launch import folder as folders
   from jaxscale.launch import logs

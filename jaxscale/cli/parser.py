@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from jaxscale.config.validation import nearest, within
 from jaxscale.errors import ConfigError
 
 EXIT_CODES = "exit code: 0 done, 2 a mistake in what was asked for, 1 anything else"
+
+Kind = Callable[[str], Any]  # makes the value of an option of its text
 
 
 class Parser(argparse.ArgumentParser):
@@ -40,15 +43,7 @@ class Parser(argparse.ArgumentParser):
     self.flag("-h --help", "print this page")
 
   def option(
-    self,
-    names: str,
-    help: str,
-    kind: Callable[[str], Any] = str,
-    *,
-    default: Any = None,
-    missing: str | None = None,
-    group: Any = None,
-    **more: Any,
+    self, names: str, help: str, kind: Kind = str, *, missing: str = "", **more: Any
   ) -> None:
     """An option with a value.
 
@@ -56,16 +51,14 @@ class Parser(argparse.ArgumentParser):
       names: and the value's, e.g. "-n --lines N".
       help: its line; the default is added to it.
       kind: makes the value of a text, as `value` and `whole` do.
-      default: of the option.
       missing: what to give, for the error where it must be given and is not.
-      group: of options, by `add_argument_group`.
-      more: as for `add_argument`.
+      more: as for `add_argument`, and `group`: of options, by `add_argument_group`.
     """
     *flags, metavar = names.split()
+    default, group = more.get("default"), more.pop("group", None) or self
     if isinstance(default, (int, float, str)) and default != "":
       help += f" (default: {default})"
-    more |= {"metavar": metavar, "type": kind, "default": default, "help": help}
-    action = (group or self).add_argument(*flags, **more)
+    action = group.add_argument(*flags, metavar=metavar, type=kind, help=help, **more)
     if missing:
       self._required[action.dest] = (flags[-1], missing)
 
@@ -86,11 +79,12 @@ class Parser(argparse.ArgumentParser):
     """--config, and the settings in it; `more` as for `option`."""
     self.has_settings, group = True, more.get("group")
     text = "Python file with get_config([ARG]) -> Config, or the name of a packaged "
-    self.option("--config FILE[:ARG]", f"{text}config", missing=missing, **more)
+    more |= {"missing": missing or "", "kind": packaged.locate}
+    self.option("--config FILE[:ARG]", f"{text}config", **more)
     text = "replace a setting, e.g. --config.epochs=3; `jaxscale train --help` lists "
     self.option("--config.FIELD VALUE", f"{text}them", group=group, dest="overrides")
 
-  def read(self, argv: Sequence[str]) -> argparse.Namespace:
+  def read(self, argv: Sequence[str]) -> Namespace:
     """The values of a command line.
 
     `overrides` of the result are settings as text by dotted field; `help` says
@@ -113,19 +107,10 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{unknown[0]}: not an option; a config is --config FILE")
       raise ConfigError(f"{unknown[0]}: not an option, {hint}")
     args.overrides = overrides
-    if isinstance(found := getattr(args, "config", None), list):
-      args.config = [packaged.locate(path) for path in found]
-    elif found:
-      args.config = packaged.locate(found)
     for dest, (name, hint) in self._required.items():
       if not args.help and getattr(args, dest) in (None, []):
         raise ConfigError(f"{name}: missing; {hint}")
     return args
-
-  def help_page(self, args: argparse.Namespace) -> str:
-    """The page of `--help`; a command's module can have another `help_page`."""
-    del args
-    return self.format_help()
 
   def _split(self, argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Takes the settings out of a command line."""
@@ -164,9 +149,7 @@ def _one_line(error: argparse.ArgumentError) -> str:
   return error.message.removeprefix("=")
 
 
-def value(
-  kind: Callable[[str], Any], wanted: str, allows: Callable[[Any], bool] = bool
-) -> Callable[[str], Any]:
+def value(kind: Kind, wanted: str, allows: Callable[[Any], bool] = bool) -> Kind:
   """The `kind` of an option.
 
   Args:
@@ -186,15 +169,23 @@ def value(
   return convert
 
 
-def number(bound: str, kind: Callable[[str], Any] = float) -> Callable[[str], Any]:
+def number(bound: str, kind: Kind = float) -> Kind:
   """A number in a bound, e.g. ">= 1" or "in [0, 1)", as the `kind` of an option."""
   wanted = f"a {'whole ' * (kind is int)}number {bound}"
   return value(kind, wanted, lambda x: within(x, bound))
 
 
-def whole(least: int = 0) -> Callable[[str], int]:
+def whole(least: int = 0) -> Kind:
   """A whole number, as the `kind` of an option."""
   return number(f">= {least}", int)
+
+
+def distinct(text: str) -> list[int]:
+  """Positive whole numbers with commas between, none twice, in their order."""
+  numbers = [int(part) for part in text.split(",")]
+  if min(numbers) < 1 or len({*numbers}) < len(numbers):
+    raise ValueError
+  return numbers
 
 
 def directory(text: str) -> str:

@@ -10,10 +10,9 @@ four and more, by bisection: more memory for a larger value is taken for granted
 
 from __future__ import annotations
 
-import argparse
 import os
 
-from jaxscale.cli.parser import Parser, value
+from jaxscale.cli.parser import Namespace, Parser, value
 from jaxscale.errors import EXIT_CRASH, EXIT_DONE
 
 
@@ -32,7 +31,7 @@ def _over(text: str) -> tuple[str, list[str]]:
   return field, sorted(values.split(","), key=float)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Namespace) -> int:
   """Compile, and print what fits."""
   # What compiles needs no device, and one that is here is not to be taken.
   os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxscale.cli.parser import Parser, whole
+from jaxscale.cli.parser import Namespace, Parser, whole
 from jaxscale.config import TFDS, Config
 from jaxscale.config.loading import load_config
 from jaxscale.errors import ConfigError
+from jaxscale.metrics.plot import figure
 
 NUM_IMAGENET = 1_281_167  # training images of ILSVRC 2012
 
@@ -25,7 +25,7 @@ def add_arguments(parser: Parser) -> None:
   parser.option("--num-train N", "training examples, if the data is not here", whole(1))
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: Namespace) -> None:
   """Draw what the command line asks for, and print the picture's name."""
   curves = {}
   if not (paths := args.config + args.files):
@@ -95,26 +95,14 @@ def plot(curves: dict[str, Curve], path: str | Path) -> Path:
     curves: by title.
     path: of the picture; its suffix chooses the format.
   """
-  import matplotlib
-
-  matplotlib.use("agg")
-  from matplotlib import pyplot as plt
-
   rows = len(curves)
-  figure, axes = plt.subplots(
-    rows, 1, figsize=(8, 1.2 + 2 * rows), layout="constrained", squeeze=False
-  )
-  for axis, (title, c) in zip(axes[:, 0], curves.items(), strict=True):
-    axis.plot(c.epochs, c.rates, color="#c8553d")
-    peak = int(c.rates.argmax())
-    text = f"{title}: peak {c.rates[peak]:.4g} at step {peak:,} of {len(c.rates):,}"
-    axis.set_title(text, loc="left", fontsize=10)
-    axis.set_ylim(bottom=0)
-    axis.set_ylabel("learning rate")
-    axis.grid(alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)
-  axes[-1, 0].set_xlabel("epoch")
-  path = Path(path)
-  figure.savefig(path, dpi=120)
-  plt.close(figure)
-  return path
+  with figure(path, rows, 1, (8, 1.2 + 2 * rows)) as axes:
+    for axis, (title, c) in zip(axes[:, 0], curves.items(), strict=True):
+      axis.plot(c.epochs, c.rates, color="#c8553d")
+      peak = int(c.rates.argmax())
+      text = f"{title}: peak {c.rates[peak]:.4g} at step {peak:,} of {len(c.rates):,}"
+      axis.set_title(text, loc="left", fontsize=10)
+      axis.set_ylim(bottom=0)
+      axis.set_ylabel("learning rate")
+    axes[-1, 0].set_xlabel("epoch")
+  return Path(path)

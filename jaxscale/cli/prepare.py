@@ -9,9 +9,7 @@ the decoder a C compiler and libjpeg-turbo's header.
 
 from __future__ import annotations
 
-import argparse
-
-from jaxscale.cli.parser import Parser
+from jaxscale.cli.parser import Namespace, Parser
 
 
 def add_arguments(parser: Parser) -> None:
@@ -22,7 +20,7 @@ def add_arguments(parser: Parser) -> None:
   parser.option("--manual-dir DIR", "where files downloaded by hand are")
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: Namespace) -> None:
   """Prepare, and print where the result is."""
   for name in args.names:
     if name == "jpeg":

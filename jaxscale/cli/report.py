@@ -6,10 +6,9 @@ processes.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-from jaxscale.cli.parser import Parser
+from jaxscale.cli.parser import Namespace, Parser
 from jaxscale.cli.status import SEE_STATUS
 from jaxscale.cli.submit import add_runs
 
@@ -23,7 +22,7 @@ def add_arguments(parser: Parser) -> None:
   add_runs(parser)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: Namespace) -> None:
   """Print the report, and write its files."""
   from jaxscale.launch import folder as folders
   from jaxscale.launch.scaling_report import find, report

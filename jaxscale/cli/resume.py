@@ -5,11 +5,9 @@ Of a sweep, the trials that are not done.
 
 from __future__ import annotations
 
-import argparse
-
 from jaxscale.cli import submit
 from jaxscale.cli.cancel import add_arguments as add_names
-from jaxscale.cli.parser import Parser, whole
+from jaxscale.cli.parser import Namespace, Parser, whole
 
 
 def add_arguments(parser: Parser) -> None:
@@ -20,7 +18,7 @@ def add_arguments(parser: Parser) -> None:
   submit.add_site_arguments(parser)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: Namespace) -> None:
   """Submit each run again."""
   from jaxscale.launch import folder as folders
   from jaxscale.launch.jobs import Job

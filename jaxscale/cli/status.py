@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 
-from jaxscale.cli.parser import Parser, whole
+from jaxscale.cli.parser import Namespace, Parser, whole
 from jaxscale.cli.submit import add_runs
 
 SEE_STATUS = "`jaxscale status` lists them"
@@ -21,7 +20,7 @@ def add_arguments(parser: Parser) -> None:
   parser.option("--every SECONDS", "between two tables", whole(1), default=5)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: Namespace) -> None:
   """Print the table; with --watch until all runs have ended."""
   from jaxscale.launch import folder as folders
   from jaxscale.launch.status import statuses

@@ -6,11 +6,11 @@ writes.
 
 from __future__ import annotations
 
-import argparse
 import shlex
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxscale.cli.parser import Parser, whole
+from jaxscale.cli.parser import Namespace, Parser, whole
 
 # Options of `launch.submit` in addition to those of the site's profile.
 _OPTIONS = ("name", "runs", "site", "executor", "requeue", "spares", "preflight")
@@ -20,11 +20,6 @@ def add_arguments(parser: Parser) -> None:
   """The options."""
   parser.option("--nodes N", "of the run", whole(1), default=1)
   add_job_arguments(parser)
-
-
-def run(args: argparse.Namespace) -> None:
-  """Submit the run."""
-  submit(args)
 
 
 def add_job_arguments(parser: Parser) -> None:
@@ -60,7 +55,7 @@ def add_site_arguments(parser: Parser) -> None:
     parser.option(f"--{name.replace('_', '-')} VALUE", docs.get(name, ""), group=group)
 
 
-def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+def given(args: Namespace, *names: str) -> dict[str, Any]:
   """The options of these names, and of the site, that were given."""
   from jaxscale.launch.site import OPTIONS
 
@@ -68,51 +63,45 @@ def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
   return {name: value for name, value in values.items() if value is not None}
 
 
-def job_options(args: argparse.Namespace) -> dict[str, Any]:
+def job_options(args: Namespace) -> dict[str, Any]:
   """What all submissions have, as `launch.submit` takes it."""
   made = {"overrides": args.overrides, "made_by": args.command_line}
   return given(args, *_OPTIONS) | made
 
 
-def submit(args: argparse.Namespace, **options: Any) -> None:
+def run(args: Namespace, **options: Any) -> None:
   """Submit what was asked for as one job, or print its script."""
   from jaxscale.launch import jobs
 
-  prepared = jobs.prepare(args.config, nodes=args.nodes, **options, **job_options(args))
+  job = jobs.prepare(args.config, nodes=args.nodes, **options, **job_options(args))
+  finish(args, [job], lambda: jobs.launch(job), "status", "logs -f", "cancel")
+
+
+def finish(
+  args: Namespace, prepared: Sequence[Any], launch: Callable[[], Any], *commands: str
+) -> None:
+  """Launch what is prepared, or print what that would make.
+
+  Args:
+    args: the command line.
+    prepared: the jobs, `launch.jobs.Prepared`.
+    launch: makes and submits them; returns the handle of the job or of the study.
+    commands: what one may type next.
+  """
+  from jaxscale.launch import folder as folders
+
+  trials = [f", {len(p.spec.trials)} trials" * bool(p.spec.trials) for p in prepared]
   if args.dry_run:
-    show(prepared)
+    for one, count in zip(prepared, trials, strict=True):
+      spec, files = one.spec, folders.sources(None if one.source else one.config)
+      print(one.script)
+      print(f"# would make {spec.folder} with {len(files)} files of code{count}")
+      print(f"# and submit it to {spec.executor}: {spec.processes} processes")
     return
-  job = jobs.launch(prepared)
-  print_submitted(job, prepared)
-  print(f"  {job.folder}")
-  print_next(args, job.name, "status", "logs -f", "cancel")
-
-
-def show(prepared: Any) -> None:
-  """Print what `--dry-run` does."""
-  from jaxscale.launch import folder as folders
-
-  spec = prepared.spec
-  print(prepared.script)
-  count = len(folders.sources(None if prepared.source else prepared.config))
-  print(f"# would make {spec.folder} with {count} files of code{_trials(spec)}")
-  print(f"# and submit it to {spec.executor}: {spec.processes} processes")
-
-
-def print_submitted(job: Any, prepared: Any) -> None:
-  """Print the number that the executor gave a job."""
-  from jaxscale.launch import folder as folders
-
-  number = folders.last_job(job.folder)
-  print(f"{job.name}: submitted as {number}{_trials(prepared.spec)}")
-
-
-def _trials(spec: Any) -> str:
-  return f", {len(spec.trials)} trials" if spec.trials else ""
-
-
-def print_next(args: argparse.Namespace, name: str, *commands: str) -> None:
-  """Print what one may type next."""
+  made = launch()
+  for job, count in zip(getattr(made, "jobs", [made]), trials, strict=True):
+    print(f"{job.name}: submitted as {folders.last_job(job.folder)}{count}")
+  print(f"  {made.folder}")
   where = "" if args.runs == "runs" else f" --runs {shlex.quote(args.runs)}"
   for command in commands:
-    print(f"  {args.program} {command} {name}{where}")
+    print(f"  {args.program} {command} {made.name}{where}")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
-
 from jaxscale.cli import submit
-from jaxscale.cli.parser import Parser, whole
+from jaxscale.cli.parser import Namespace, Parser, whole
 from jaxscale.errors import ConfigError
 
 
@@ -18,11 +16,11 @@ def add_arguments(parser: Parser) -> None:
   submit.add_arguments(parser)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: Namespace) -> None:
   """Submit the trials."""
   from jaxscale.launch import sweeps
 
   trials = sweeps.product(args.sweep) if args.sweep else sweeps.from_file(args.config)
   if not trials:
     raise ConfigError(f"{args.config}: its get_sweep() yields nothing")
-  submit.submit(args, trials=trials, at_most=args.at_most or 0)
+  submit.run(args, trials=trials, at_most=args.at_most or 0)

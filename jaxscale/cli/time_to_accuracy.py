@@ -8,10 +8,8 @@ DIR/time_to_accuracy.json. What is done already is not done again.
 
 from __future__ import annotations
 
-import argparse
-
 from jaxscale.cli.batch_study import add_study_arguments, run_study
-from jaxscale.cli.parser import Parser
+from jaxscale.cli.parser import Namespace, Parser
 
 
 def add_arguments(parser: Parser) -> None:
@@ -19,7 +17,7 @@ def add_arguments(parser: Parser) -> None:
   add_study_arguments(parser, seeds=5, least=3)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Namespace) -> int:
   """Run the study."""
   from jaxscale.studies import time_to_accuracy
 

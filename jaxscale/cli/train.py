@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-from jaxscale.cli.parser import Parser, directory
+from jaxscale.cli.parser import Namespace, Parser, directory
 
 EXIT_CODES = """\
 exit code: 0 done, 2 a mistake in what was asked for, 85 asked to stop and saved,
@@ -25,7 +24,7 @@ def add_workdir(parser: Parser) -> None:
   parser.option("--workdir DIR", text, directory)
 
 
-def help_page(parser: Parser, args: argparse.Namespace) -> str:
+def help_page(parser: Parser, args: Namespace) -> str:
   """The options, and every setting: of the config, or of all alternatives."""
   from jaxscale.config.choice import own_choices
   from jaxscale.config.files import load_file
@@ -46,7 +45,7 @@ def default_workdir(config: str) -> str:
   return f"runs/{Path(file).stem}" + (f"-{arg}" if arg else "")
 
 
-def run(args: argparse.Namespace) -> int | None:
+def run(args: Namespace) -> int | None:
   """Train, and print in one line how it ended."""
   from jaxscale import cluster
   from jaxscale.config.loading import load_config

@@ -133,10 +133,8 @@ class Data(Choice):
 
   def resized(self, image_size: int) -> Any:
     """The training examples at another size, for `Phases.image_sizes`."""
-    raise ConfigError(
-      f"Phases.image_sizes={image_size}: {type(self).__name__} cannot resize its "
-      "examples, use TFDS or ImageFolder"
-    )
+    why = f"{type(self).__name__} cannot resize its examples, use TFDS or ImageFolder"
+    raise ConfigError(f"Phases.image_sizes={image_size}: {why}")
 
   def abstract(self, batch_size: int) -> Any:
     """Datasets of the same shapes without the data, for `jaxscale plan`; or None."""

@@ -27,6 +27,5 @@ def check_pattern(field: str, pattern: str, remedy: str) -> None:
   try:
     re.compile(pattern)
   except (re.error, OverflowError, RecursionError) as e:
-    raise ConfigError(
-      f"{field}={pattern!r}: not a regular expression ({e}), {remedy}"
-    ) from None
+    why = f"not a regular expression ({e})"
+    raise ConfigError(f"{field}={pattern!r}: {why}, {remedy}") from None

@@ -73,11 +73,8 @@ def build(chosen: Any, *context: Any) -> Any:
     home = sys.modules.get(type(chosen).__module__)
     if type(chosen).__module__.startswith("jaxscale."):
       raise
-    file, frames = (
-      getattr(home, "__file__", None),
-      traceback.extract_tb(e.__traceback__),
-    )
-    lines = [frame.lineno for frame in frames if frame.filename == file]
+    file, frames = getattr(home, "__file__", None), traceback.walk_tb(e.__traceback__)
+    lines = [line for frame, line in frames if frame.f_code.co_filename == file]
     where = f"{file}:{lines[-1]}: " if lines else ""
     what = str(e) if isinstance(e, ConfigError) else f"{type(e).__name__}: {e}"
     raise ConfigError(f"{where}{type(chosen).__name__}.build: {what}") from e

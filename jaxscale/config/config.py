@@ -117,40 +117,31 @@ class Config:
     return type(self.sync).__name__ != "EveryStep"
 
   def __post_init__(self):
-    if self.batch_size % self.accumulate_steps:
-      raise ConfigError(
-        f"Config.batch_size={self.batch_size}: not divisible by "
-        f"accumulate_steps={self.accumulate_steps}, change one of them"
-      )
-    if self.schedule.warmup_epochs >= self.epochs:
-      raise ConfigError(
-        f"{type(self.schedule).__name__}.warmup_epochs="
-        f"{self.schedule.warmup_epochs}: the run has only {self.epochs} epochs, "
-        "make the warm-up shorter than it"
-      )
-    if self.target_accuracy is not None and self.target_loss is not None:
-      raise ConfigError(
-        f"Config.target_loss={self.target_loss}: there is a target_accuracy "
-        f"({self.target_accuracy}) already, set one of them to None"
-      )
-    if self.stop_at_target and {self.target_accuracy, self.target_loss} == {None}:
+    if self.batch_size % (steps := self.accumulate_steps):
+      why = f"not divisible by accumulate_steps={steps}, change one of them"
+      raise ConfigError(f"Config.batch_size={self.batch_size}: {why}")
+    epochs = f"the run has only {self.epochs} epochs"
+    if (warmup := self.schedule.warmup_epochs) >= self.epochs:
+      field = f"{type(self.schedule).__name__}.warmup_epochs={warmup}"
+      raise ConfigError(f"{field}: {epochs}, make the warm-up shorter than it")
+    accuracy, loss = self.target_accuracy, self.target_loss
+    if accuracy is not None and loss is not None:
+      why = f"there is a target_accuracy ({accuracy}) already"
+      raise ConfigError(f"Config.target_loss={loss}: {why}, set one of them to None")
+    if self.stop_at_target and {accuracy, loss} == {None}:
       raise ConfigError(
         "Config.stop_at_target=True: set target_accuracy or target_loss"
       )
     if self.init_head and self.init_from is None:
       raise ConfigError("Config.init_head=True: set init_from too")
     if (self.layer_decay is None) != (not self.layer_order):
-      raise ConfigError(
-        f"Config.layer_decay={self.layer_decay}, layer_order={self.layer_order}: "
-        "set both or neither"
-      )
+      both = f"Config.layer_decay={self.layer_decay}, layer_order={self.layer_order}"
+      raise ConfigError(f"{both}: set both or neither")
     for pattern in self.layer_order:
       check_pattern("Config.layer_order", pattern, "give e.g. '^Conv_0/'")
     if isinstance(self.phases, Phases) and self.phases.epochs[-1] >= self.epochs:
-      raise ConfigError(
-        f"Phases.epochs={self.phases.epochs}: the run has only {self.epochs} epochs, "
-        "leave out the phases that begin later, or set Config.epochs higher"
-      )
+      remedy = "leave out the phases that begin later, or set Config.epochs higher"
+      raise ConfigError(f"Phases.epochs={self.phases.epochs}: {epochs}, {remedy}")
     _check_neutral(self)
     _check_exchange(self)
     if self.trains_apart:
@@ -165,18 +156,16 @@ def _check_neutral(config: Config) -> None:
     phases.follow != "neutral" or not phases.batch_sizes
   ):
     return
+  neutral = "batch sizes that change neutrally"
   if not config.optimizer.follows_batch_neutrally:
-    raise ConfigError(
-      f"Config.optimizer={type(config.optimizer).__name__}: batch sizes that change "
-      "neutrally keep the time constant of SGD's momentum; use SGD, or Phases "
-      "with follow='linear' or 'sqrt'"
-    )
+    field = f"Config.optimizer={type(config.optimizer).__name__}"
+    remedy = "use SGD, or Phases with follow='linear' or 'sqrt'"
+    why = f"{neutral} keep the time constant of SGD's momentum"
+    raise ConfigError(f"{field}: {why}; {remedy}")
   correction = getattr(config.optimizer, "momentum_correction", "never")
   if correction != "never":
-    raise ConfigError(
-      f"SGD.momentum_correction={correction!r}: batch "
-      "sizes that change neutrally carry the velocity over themselves, use 'never'"
-    )
+    why = f"{neutral} carry the velocity over themselves, use 'never'"
+    raise ConfigError(f"SGD.momentum_correction={correction!r}: {why}")
 
 
 def _check_exchange(config: Config) -> None:
@@ -184,47 +173,35 @@ def _check_exchange(config: Config) -> None:
   exchange = config.exchange
   if config.noise_scale and (not exchange.averages_exactly or exchange.delayed):
     name = type(exchange).__name__ + ".delayed" * exchange.delayed
-    raise ConfigError(
-      f"Config.noise_scale=True: {name} does not give the mean of the step's own "
-      "gradients, which it is measured by; use AllReduce or HalfPrecision, not delayed"
-    )
+    why = f"{name} does not give the mean of the step's own gradients, which it is "
+    remedy = "use AllReduce or HalfPrecision, not delayed"
+    raise ConfigError(f"Config.noise_scale=True: {why}measured by; {remedy}")
 
 
 def _check_local(config: Config) -> None:
   """What workers that train alone cannot have."""
-  sync = config.sync
-  name = f"Config.sync={type(sync).__name__}"
+  sync, exchange = f"sync={type(config.sync).__name__}", type(config.exchange).__name__
   if config.exchange.delayed:
-    raise ConfigError(
-      f"{name}: workers wait to synchronize, {type(config.exchange).__name__}."
-      "delayed=True would move them by the one before; set it to False"
-    )
+    why = f"{exchange}.delayed=True would move them by the one before; set it to False"
+    raise ConfigError(f"Config.{sync}: workers wait to synchronize, {why}")
   if config.ema_decay is not None:
-    raise ConfigError(
-      f"{name}: an average over steps (ema_decay) needs parameters that all share in "
-      "every step; set ema_decay to None"
-    )
+    why = "an average over steps (ema_decay) needs parameters that all share in every "
+    raise ConfigError(f"Config.{sync}: {why}step; set ema_decay to None")
   if config.noise_scale:
-    raise ConfigError(
-      f"{name}: the noise scale compares gradients at the same parameters, and "
-      "workers have their own; set noise_scale to False"
-    )
+    why = "the noise scale compares gradients at the same parameters, and workers have "
+    raise ConfigError(f"Config.{sync}: {why}their own; set noise_scale to False")
   if isinstance(config.phases, AdaptiveBatch):
-    raise ConfigError(f"{name}: AdaptiveBatch tries steps that all share; use Phases")
+    why = "AdaptiveBatch tries steps that all share; use Phases"
+    raise ConfigError(f"Config.{sync}: {why}")
   if config.lr_scaling != "none":
-    raise ConfigError(
-      f"Config.lr_scaling={config.lr_scaling!r}: {name.removeprefix('Config.')} has "
-      "rates of one worker and its part of the batch; set it to 'none' and "
-      "optimizer.lr for that part"
-    )
+    why = f"{sync} has rates of one worker and its part of the batch"
+    remedy = "set it to 'none' and optimizer.lr for that part"
+    raise ConfigError(f"Config.lr_scaling={config.lr_scaling!r}: {why}; {remedy}")
   if plain := config.exchange.plain_epochs:
-    raise ConfigError(
-      f"{type(config.exchange).__name__}.plain_epochs={plain}: workers send only when "
-      f"they synchronize ({name.removeprefix('Config.')}), set it to 0"
-    )
-  resets = getattr(sync, "reset_momentum", False)
+    why = f"workers send only when they synchronize ({sync}), set it to 0"
+    raise ConfigError(f"{exchange}.plain_epochs={plain}: {why}")
+  resets = getattr(config.sync, "reset_momentum", False)
   if resets and not config.optimizer.has_resettable_momentum:
-    raise ConfigError(
-      f"BlockMomentum.reset_momentum=True: {type(config.optimizer).__name__}'s moments "
-      "cannot be emptied alone (bias correction takes them for full), set it to False"
-    )
+    why = f"{type(config.optimizer).__name__}'s moments cannot be emptied alone "
+    why += "(bias correction takes them for full), set it to False"
+    raise ConfigError(f"BlockMomentum.reset_momentum=True: {why}")

@@ -52,17 +52,13 @@ class Layout:
 
   def __post_init__(self):
     for rule in self.rules:
-      pattern, colon, dims = rule.rpartition(":")
+      field, (pattern, colon, dims) = f"Layout.rules={rule!r}", rule.rpartition(":")
       axes = [dim.strip() for dim in dims.split(",")]
       if not colon or not set(axes) <= {"-", "fsdp", "stage", "model"}:
-        raise ConfigError(
-          f"Layout.rules={rule!r}: give 'PATTERN: axis, axis', an axis of "
-          "fsdp, stage, model for each dim, or - for one that nothing splits"
-        )
+        form = "'PATTERN: axis, axis', an axis of fsdp, stage, model for each dim"
+        raise ConfigError(f"{field}: give {form}, or - for one that nothing splits")
       if twice := [axis for axis in axes if axis != "-" and axes.count(axis) > 1]:
-        raise ConfigError(
-          f"Layout.rules={rule!r}: {twice[0]} splits two dims; name it once"
-        )
+        raise ConfigError(f"{field}: {twice[0]} splits two dims; name it once")
       check_pattern("Layout.rules", pattern, "give e.g. 'layers/.*/kernel'")
 
 
@@ -73,60 +69,46 @@ def check_layout(config: Any) -> None:
     ConfigError: two settings contradict each other, or one changes nothing.
   """
   layout, mesh = config.layout, config.mesh
-  split = [f"Layout.shard={layout.shard!r}"] * (layout.shard != "none")
-  split += [f"Mesh.{a}={n}" for a in ("stage", "model") if (n := getattr(mesh, a)) != 1]
+  shard = f"Layout.shard={layout.shard!r}"
+  parts = [f"Mesh.{a}={n}" for a in ("stage", "model") if (n := getattr(mesh, a)) != 1]
   model = type(config.model).__name__
   if layout.shard != "none" and mesh.fsdp == 1:
-    raise ConfigError(
-      f"Layout.shard={layout.shard!r}: is split along fsdp, which has one device; set "
-      "mesh.fsdp, e.g. to -1 with mesh.data=1"
-    )
+    remedy = "set mesh.fsdp, e.g. to -1 with mesh.data=1"
+    raise ConfigError(f"{shard}: is split along fsdp, which has one device; {remedy}")
   if layout.shard == "none" and mesh.fsdp != 1:
-    raise ConfigError(
-      f"Mesh.fsdp={mesh.fsdp}: splits nothing while Layout.shard='none'; set "
-      "layout.shard, e.g. to 'fsdp', or use mesh.data"
-    )
+    remedy = "set layout.shard, e.g. to 'fsdp', or use mesh.data"
+    raise ConfigError(f"Mesh.fsdp={mesh.fsdp}: splits nothing while {shard}; {remedy}")
   for field, value, needs, remedy in (
     ("slow_axes", "in_backward", layout.shard in ("zero2", "fsdp"),
      "layout.shard to 'zero2' or 'fsdp'"),
     ("slow_axes", "in_backward", mesh.replica != 1 or mesh.data != 1,
      "mesh.replica or mesh.data to 2 or more"),
     ("schedule", "1f1b", mesh.stage != 1, "mesh.stage to 2 or more"),
-    ("model", "ring", mesh.model != 1, "mesh.model to 2 or more"),
-    ("model", "all_to_all", mesh.model != 1, "mesh.model to 2 or more"),
-    ("model", "layers_and_tokens", mesh.model != 1, "mesh.model to 2 or more"),
+    ("model", layout.model, layout.model == "layers" or mesh.model != 1,
+     "mesh.model to 2 or more"),
     ("sum_in", "dtype", mesh.model != 1 and layout.model.startswith("layers"),
      "mesh.model to 2 or more, and layout.model to 'layers'"),
     ("sum_in", "dtype", config.dtype != "float32", "dtype to 'bfloat16'"),
   ):  # fmt: skip
     if getattr(layout, field) == value and not needs:
-      raise ConfigError(
-        f"Layout.{field}={value!r}: changes nothing here; set {remedy} as well"
-      )
-  for what, needed in (
-    (f"Mesh.stage={mesh.stage}", mesh.stage != 1),
-    (f"Mesh.model={mesh.model}", mesh.model != 1),
-    (f"Layout.remat={layout.remat!r}", layout.remat != "none"),
-  ):
-    if needed and not config.model.is_stack:
-      raise ConfigError(
-        f"{what}: {model} is not a stack of equal layers; use Transformer or ViT, or "
-        "split it along fsdp alone"
-      )
+      why = f"changes nothing here; set {remedy} as well"
+      raise ConfigError(f"Layout.{field}={value!r}: {why}")
+  of_stacks = parts + [f"Layout.remat={layout.remat!r}"] * (layout.remat != "none")
+  if of_stacks and not config.model.is_stack:
+    why = f"{model} is not a stack of equal layers"
+    remedy = "use Transformer or ViT, or split it along fsdp alone"
+    raise ConfigError(f"{of_stacks[0]}: {why}; {remedy}")
   splits_text = config.model.is_stack and config.model.takes_text
   if layout.model != "layers" and not splits_text:
-    raise ConfigError(
-      f"Layout.model={layout.model!r}: splits the tokens of text, and {model} has "
-      "images; use 'layers'"
-    )
+    why = f"splits the tokens of text, and {model} has images; use 'layers'"
+    raise ConfigError(f"Layout.model={layout.model!r}: {why}")
   exchange = type(config.exchange).__name__
   is_plain = exchange == "AllReduce" and config.exchange == type(config.exchange)()
   if layout.slow_axes == "in_backward" and not is_plain:
-    raise ConfigError(
-      f"Layout.slow_axes='in_backward': sums gradients by itself, Config.exchange="
-      f"{exchange} would not be asked; use 'after', or the exchange AllReduce as it is"
-    )
-  if split:
+    why = f"sums gradients by itself, Config.exchange={exchange} would not be asked"
+    remedy = "use 'after', or the exchange AllReduce as it is"
+    raise ConfigError(f"Layout.slow_axes='in_backward': {why}; {remedy}")
+  if split := [shard] * (layout.shard != "none") + parts:
     _check_whole(config, split[0])
 
 
@@ -140,5 +122,5 @@ def _check_whole(config: Any, split: str) -> None:
     ("Config.phases=AdaptiveBatch", is_adaptive, "use Phases"),
   ):
     if is_asked:
-      needs = "needs the whole model on each device"
-      raise ConfigError(f"{what}: {needs}, {remedy}; here {split}")
+      why = "needs the whole model on each device"
+      raise ConfigError(f"{what}: {why}, {remedy}; here {split}")

@@ -8,6 +8,7 @@ and every class checks itself again, so their order does not matter.
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import inspect
 import re
@@ -17,20 +18,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+from jaxscale.config import validation
 from jaxscale.config.choice import Choice, own_choices
 from jaxscale.config.config import Config
 from jaxscale.config.files import load_file
 from jaxscale.config.packaged import locate, similar
-from jaxscale.config.validation import (
-  alternatives,
-  bounds,
-  coerce,
-  hints,
-  nearest,
-  settings_classes,
-  type_name,
-  within,
-)
 from jaxscale.errors import ConfigError
 
 
@@ -51,10 +43,8 @@ def load_config(path: str, overrides: Mapping[str, str] | None = None) -> Config
   """
   config = call(path, "get_config", "define get_config() -> Config in it")
   if not isinstance(config, Config):
-    file = path.partition(":")[0]
-    raise ConfigError(
-      f"{file}: get_config() returned {type(config).__name__}, return a Config"
-    )
+    returned = f"get_config() returned {type(config).__name__}, return a Config"
+    raise ConfigError(f"{path.partition(':')[0]}: {returned}")
   own = own_choices(vars(load_file(Path(locate(path).partition(":")[0]))))
   return override(config, overrides or {}, own)
 
@@ -123,8 +113,8 @@ def override(
 
 def choices(annotation: Any, own: Mapping[str, type]) -> dict[str, type]:
   """The settings classes that a field can have, by name, with the user's `own`."""
-  found = settings_classes(annotation)
-  bases = tuple(a for a in alternatives(annotation) if isinstance(a, type))
+  found = validation.settings_classes(annotation)
+  bases = tuple(a for a in validation.alternatives(annotation) if isinstance(a, type))
   return found | {name: c for name, c in own.items() if found and issubclass(c, bases)}
 
 
@@ -132,15 +122,12 @@ def _changes(
   cls: Any, node: Any, tree: dict[Any, Any], prefix: str, own: Mapping[str, type]
 ) -> dict[str, Any]:
   """The new values of a branch, for an object of `cls` in the place of `node`."""
-  fields = hints(cls)
-  changes = {}
+  fields, changes = validation.hints(cls), {}
   for name, branch in tree.items():
     path = f"{prefix}{name}"
     if name not in fields:
-      hint = nearest(name, fields)
-      raise ConfigError(
-        f"--config.{path}: {cls.__name__} has no field {name!r}, {hint}"
-      )
+      hint = f"{cls.__name__} has no field {name!r}, {validation.nearest(name, fields)}"
+      raise ConfigError(f"--config.{path}: {hint}")
     if classes := choices(fields[name], own):
       current = getattr(node, name, None)
       changes[name] = _branch(classes, current, branch, path, own)
@@ -163,13 +150,12 @@ def _branch(
   if chosen is None:
     changes = _changes(type(current), current, tree, f"{path}.", own)
     return dataclasses.replace(current, **changes)
-  if chosen not in classes and len(classes) == 1:
-    field = next(iter(hints(next(iter(classes.values())))))
-    raise ConfigError(
-      f"--config.{path}={chosen}: has fields, write e.g. --config.{path}.{field}=VALUE"
-    )
   if chosen not in classes:
-    raise ConfigError(f"--config.{path}={chosen}: {nearest(chosen, classes)}")
+    hint = validation.nearest(chosen, classes)
+    if len(classes) == 1:
+      field = next(iter(validation.hints(*classes.values())))
+      hint = f"has fields, write e.g. --config.{path}.{field}=VALUE"
+    raise ConfigError(f"--config.{path}={chosen}: {hint}")
   cls = classes[chosen]
   return cls(**_shared(cls, current) | _changes(cls, current, tree, f"{path}.", own))
 
@@ -177,19 +163,18 @@ def _branch(
 def _shared(cls: Any, current: Any) -> dict[str, Any]:
   """What an object has that another class has as well, and allows."""
   shared = {}
-  for name, annotation in hints(cls).items():
-    try:
-      value = coerce(annotation, getattr(current, name))
-    except (AttributeError, TypeError):
-      continue
-    if name not in bounds(cls) or within(value, bounds(cls)[name]):
-      shared[name] = value
+  bounds = validation.bounds(cls)
+  for name, annotation in validation.hints(cls).items():
+    with contextlib.suppress(AttributeError, TypeError):
+      value = validation.coerce(annotation, getattr(current, name))
+      if name not in bounds or validation.within(value, bounds[name]):
+        shared[name] = value
   return shared
 
 
 def _parse(annotation: Any, text: str, path: str) -> Any:
   """The value that `text` stands for in a field of this type."""
-  choices = alternatives(annotation)
+  choices = validation.alternatives(annotation)
   named = [a for c in choices if get_origin(c) is Literal for a in get_args(c)]
   if text in named or (str in choices and text != "None"):
     return text
@@ -199,9 +184,8 @@ def _parse(annotation: Any, text: str, path: str) -> Any:
     value = ast.literal_eval(text)
     if isinstance(value, (int, float)) and any(get_origin(c) is tuple for c in choices):
       value = (value,)
-    return coerce(annotation, value)
+    return validation.coerce(annotation, value)
   except (TypeError, ValueError, SyntaxError, RecursionError, MemoryError):
-    words = ", as \"('a', 'b')\"" if tuple[str, ...] in choices else ""
-    raise ConfigError(
-      f"--config.{path}={text}: give {type_name(annotation)}{words}"
-    ) from None
+    wanted = validation.type_name(annotation)
+    wanted += ", as \"('a', 'b')\"" * (tuple[str, ...] in choices)
+    raise ConfigError(f"--config.{path}={text}: give {wanted}") from None

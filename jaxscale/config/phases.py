@@ -40,10 +40,8 @@ class Phases:
     for name in ("batch_sizes", "accumulate_steps", "image_sizes"):
       values = getattr(self, name)
       if values and len(values) != len(self.epochs):
-        raise ConfigError(
-          f"Phases.{name}={values}: give one for each of the {len(self.epochs)} "
-          "phases, or ()"
-        )
+        wanted = f"give one for each of the {len(self.epochs)} phases, or ()"
+        raise ConfigError(f"Phases.{name}={values}: {wanted}")
 
 
 @settings

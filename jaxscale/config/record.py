@@ -84,10 +84,8 @@ def from_plain(annotation: Any, node: Any, folder: Path | None = None) -> Any:
     True
   """
   if isinstance(node, dict) and "object" in node:
-    raise ConfigError(
-      f"{node['object']}: an object from a notebook, which a file cannot hold; make "
-      "the config there again"
-    )
+    why = "an object from a notebook, which a file cannot hold; make the config there "
+    raise ConfigError(f"{node['object']}: {why}again")
   if not isinstance(node, dict) or "class" not in node:
     return node
   fields, classes = dict(node), settings_classes(annotation)
@@ -108,11 +106,9 @@ def _own_class(name: str, folder: Path | None) -> type:
       return getattr(load_file(copy), cls)
     return getattr(importlib.import_module(module), cls)
   except Exception as e:
-    where = copy or module
-    raise ConfigError(
-      f"{name}: cannot be loaded from {where} ({type(e).__name__}: {e}); give the "
-      "config file that has the class"
-    ) from None
+    why = f"cannot be loaded from {copy or module} ({type(e).__name__}: {e})"
+    remedy = "give the config file that has the class"
+    raise ConfigError(f"{name}: {why}; {remedy}") from None
 
 
 class Described(NamedTuple):
@@ -153,11 +149,10 @@ class Described(NamedTuple):
 def check_format(described: dict[str, Any], workdir: str | Path) -> None:
   """Refuse the config.json of an earlier version, whose settings had other names."""
   if described.get("format") != FORMAT:
-    raise ConfigError(
-      f"--workdir={workdir}: config.json was written by jaxscale "
-      f"{described.get('versions', {}).get('jaxscale', '0.1')}, whose settings have "
-      "other names (CHANGELOG.md); use that version, or a new --workdir"
-    )
+    version = described.get("versions", {}).get("jaxscale", "0.1")
+    why = f"config.json was written by jaxscale {version}, whose settings have other "
+    why += "names (CHANGELOG.md); use that version, or a new --workdir"
+    raise ConfigError(f"--workdir={workdir}: {why}")
 
 
 def describe_run(workdir: str | Path) -> Described:
@@ -170,15 +165,10 @@ def describe_run(workdir: str | Path) -> Described:
     described = json.loads((Path(workdir) / "config.json").read_text())
     config, data = described["config"], described["data"]
     _ = config["model"]["class"], data["name"]
-  except FileNotFoundError:
-    raise ConfigError(
-      f"--workdir={workdir}: no config.json there; give the directory of a run of "
-      "jaxscale train"
-    ) from None
   except (OSError, ValueError, KeyError, TypeError) as e:
-    raise ConfigError(
-      f"--workdir={workdir}: its config.json cannot be read ({type(e).__name__}); "
-      "give the directory of a run of jaxscale train"
-    ) from None
+    why = f"its config.json cannot be read ({type(e).__name__})"
+    why = "no config.json there" if isinstance(e, FileNotFoundError) else why
+    remedy = "give the directory of a run of jaxscale train"
+    raise ConfigError(f"--workdir={workdir}: {why}; {remedy}") from None
   check_format(described, workdir)
   return Described(Path(workdir), config, data)

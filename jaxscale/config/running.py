@@ -110,11 +110,11 @@ class Faults(Timeouts):
   max_idle_restarts: Count = 3
 
   def __post_init__(self):
-    if self.jax_heartbeat_timeout_s <= self.heartbeat_timeout_s:
+    own, jaxs = self.heartbeat_timeout_s, self.jax_heartbeat_timeout_s
+    if jaxs <= own:
+      why = f"JAX would abort all before heartbeat_timeout_s={own} reports who is "
       raise ConfigError(
-        f"Faults.jax_heartbeat_timeout_s={self.jax_heartbeat_timeout_s}: JAX would "
-        f"abort all before heartbeat_timeout_s={self.heartbeat_timeout_s} reports who "
-        "is silent; give more"
+        f"Faults.jax_heartbeat_timeout_s={jaxs}: {why}silent; give more"
       )
 
 

@@ -88,15 +88,11 @@ def within(value: Any, bound: str) -> bool:
   limits = [(sign, number)] if sign else [
     (">=" if opens == "[" else ">", low), ("<=" if closes == "]" else "<", high)
   ]  # fmt: skip
-  numbers = value if isinstance(value, tuple) else (value,)
-  return all(
-    x is None or (_is_finite(x) and all(_COMPARE[s](x, float(n)) for s, n in limits))
-    for x in numbers
-  )
-
-
-def _is_finite(number: int | float) -> bool:
-  return isinstance(number, int) or math.isfinite(number)  # not every int is a float
+  given = value if isinstance(value, tuple) else (value,)
+  numbers = [x for x in given if x is not None]
+  # Not every int is a float.
+  is_finite = all(isinstance(x, int) or math.isfinite(x) for x in numbers)
+  return is_finite and all(_COMPARE[s](x, float(n)) for x in numbers for s, n in limits)
 
 
 def alternatives(annotation: Any) -> tuple[Any, ...]:
@@ -165,40 +161,33 @@ def coerce(annotation: Any, value: Any) -> Any:
 def settings(cls: type) -> type:
   """A frozen, keyword-only dataclass that refuses unknown names and bad values."""
   cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-  init = cls.__init__
+  init, own = cls.__init__, cls.__name__
 
   def checked_init(self, *args, **values):
     if args:
-      raise ConfigError(
-        f"{cls.__name__}({args[0]!r}): fields are given by name, as in "
-        f"{cls.__name__}({dataclasses.fields(cls)[0].name}={args[0]!r})"
-      )
+      example = f"{own}({dataclasses.fields(cls)[0].name}={args[0]!r})"
+      hint = f"fields are given by name, as in {example}"
+      raise ConfigError(f"{own}({args[0]!r}): {hint}")
     for name in values:
       if name not in hints(cls):
-        raise ConfigError(
-          f"{cls.__name__}.{name}={shown(values[name])}: {cls.__name__} has no such "
-          f"field, {nearest(name, hints(cls))}"
-        )
+        hint = f"{own} has no such field, {nearest(name, hints(cls))}"
+        raise ConfigError(f"{own}.{name}={shown(values[name])}: {hint}")
     for field in dataclasses.fields(cls):
       name, annotation = field.name, hints(cls)[field.name]
       if name not in values:
         if field.default_factory is not dataclasses.MISSING:
           continue
         if field.default is dataclasses.MISSING:
-          raise ConfigError(
-            f"{cls.__name__}.{name} is not set: give {type_name(annotation)}"
-          )
+          raise ConfigError(f"{own}.{name} is not set: give {type_name(annotation)}")
         values[name] = field.default
       try:
         values[name] = coerce(annotation, values[name])
       except TypeError:
-        raise ConfigError(
-          f"{cls.__name__}.{name}={shown(values[name])}: give {type_name(annotation)}"
-        ) from None
-      if name in bounds(cls) and not within(values[name], bounds(cls)[name]):
-        raise ConfigError(
-          f"{cls.__name__}.{name}={values[name]!r}: give a value {bounds(cls)[name]}"
-        )
+        given, wanted = shown(values[name]), type_name(annotation)
+        raise ConfigError(f"{own}.{name}={given}: give {wanted}") from None
+      bound = bounds(cls).get(name)
+      if bound is not None and not within(values[name], bound):
+        raise ConfigError(f"{own}.{name}={values[name]!r}: give a value {bound}")
     init(self, **values)
 
   cls.__init__ = checked_init

@@ -31,15 +31,14 @@ def describe(experiment: build.Experiment) -> str:
   """
   state = experiment.abstract_state()
   compiled: Any = experiment.lower_train_step(state).compile()
-  parts = [
-    _head(experiment),
-    _parameters(state.params),
-    _state(state),
-    _memory(compiled),
-    "collectives of one step, of one device:\n"
-    + hlo.summary(hlo.collectives(compiled, experiment.mesh)),
-    _widened(experiment),
-  ]
+  sent = hlo.summary(hlo.collectives(compiled, experiment.mesh))
+  parts = [_head(experiment), _parameters(state.params), _state(state)]
+  parts += [_memory(compiled), f"collectives of one step, of one device:\n{sent}"]
+  dtype = experiment.config.dtype
+  # These collectives are then not those of an accelerator.
+  if experiment.mesh.devices.flat[0].platform == "cpu" and dtype != "float32":
+    text = f"XLA on CPU sends {dtype} as float32: accelerators send half the bytes of "
+    parts.append(f"{text}those")
   return "\n\n".join(part for part in parts if part)
 
 
@@ -94,22 +93,9 @@ def _memory(compiled: Any) -> str:
     return ""
   m = memory_of(compiled)
   host = f"; {m.host / 1e6:,.1f} MB on the host" if m.host else ""
-  return (
-    f"memory of one device in a step: {m.total / 1e6:,.1f} MB "
-    f"(state and batch {m.arguments / 1e6:,.1f}, temporary {m.temporaries / 1e6:,.1f}, "
-    f"new {(m.outputs - m.aliased) / 1e6:,.1f}){host}"
-  )
-
-
-def _widened(experiment: build.Experiment) -> str:
-  """What these collectives are not: those of an accelerator, on CPU in bfloat16."""
-  is_cpu = experiment.mesh.devices.flat[0].platform == "cpu"
-  if not is_cpu or experiment.config.dtype == "float32":
-    return ""
-  return (
-    f"XLA on CPU sends {experiment.config.dtype} as float32: accelerators send half "
-    "the bytes of those"
-  )
+  parts = f"state and batch {m.arguments / 1e6:,.1f}, temporary "
+  parts += f"{m.temporaries / 1e6:,.1f}, new {(m.outputs - m.aliased) / 1e6:,.1f}"
+  return f"memory of one device in a step: {m.total / 1e6:,.1f} MB ({parts}){host}"
 
 
 def _bytes(leaf: Any) -> int:

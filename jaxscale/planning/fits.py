@@ -83,12 +83,9 @@ def compile_for(
     memory = memory_of(compiled)
   except RuntimeError as e:
     if "cuDNN not found" in str(e):
-      raise ConfigError(
-        f"--chips={chips.name}: attention is cuDNN's there; pip install "
-        "nvidia-cudnn-cu12"
-      ) from None
-    refusal = out_of_memory(e)
-    if refusal is None:
+      advice = "attention is cuDNN's there; pip install nvidia-cudnn-cu12"
+      raise ConfigError(f"--chips={chips.name}: {advice}") from None
+    if (refusal := out_of_memory(e)) is None:
       raise
   seconds = time.perf_counter() - before
   return Fit(memory, refusal, chips.chip.limit, seconds, compiled, experiment.mesh)
@@ -128,8 +125,5 @@ def line(fit: Fit, chips: Chips) -> str:
   m = fit.memory
   host = f", {gib(m.host)} on the host" if m.host else ""
   jax_takes = " that JAX takes" if chip.platform == "cuda" else ""
-  return (
-    f"{result}: {gib(m.total)} of {gib(fit.limit)}{jax_takes} "
-    f"({gib(m.arguments)} state and batch, {gib(m.temporaries)} temporaries{host}; "
-    f"{took})"
-  )
+  parts = f"{gib(m.arguments)} state and batch, {gib(m.temporaries)} temporaries{host}"
+  return f"{result}: {gib(m.total)} of {gib(fit.limit)}{jax_takes} ({parts}; {took})"

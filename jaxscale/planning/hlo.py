@@ -165,10 +165,8 @@ def summary(table: Sequence[Collective]) -> str:
   everything = total(table)
   behind = sum(r.times * r.wire_bytes for r in table if r.overlap)
   share = behind / everything.wire_bytes if everything.wire_bytes else 0.0
-  text.append(
-    f"a device sends {everything.wire_bytes / 1e6:.3f} MB per step, {share:.0%} of it "
-    "with compute between start and end"
-  )
+  sent = f"a device sends {everything.wire_bytes / 1e6:.3f} MB per step"
+  text.append(f"{sent}, {share:.0%} of it with compute between start and end")
   if not all(row.times_known for row in table):
     text.append("some loops do not tell their trips: counted once, at least that")
   return "\n".join(text)

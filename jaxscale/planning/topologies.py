@@ -157,10 +157,9 @@ def find_chips(name: str) -> Chips:
   try:
     found = topologies.get_topology_desc(platform=chip.platform, **options)
   except NotImplementedError:  # JAX has given the plugin up: there is no such hardware
-    raise ConfigError(
-      f"--chips={name}: JAX looked for a GPU and found none; set JAX_PLATFORMS=cpu "
-      "before it is imported"
-    ) from None
+    advice = "set JAX_PLATFORMS=cpu before it is imported"
+    why = "JAX looked for a GPU and found none"
+    raise ConfigError(f"--chips={name}: {why}; {advice}") from None
   return Chips(name, chip, list(found.devices))
 
 
@@ -174,21 +173,16 @@ def _parse(name: str) -> tuple[int, str, int]:
   """(groups, kind, chips in a group)."""
   form = re.fullmatch(r"(?:(\d+)x)?([a-z]+\d+[a-z]*)-(\d+)", name)
   if form is None or form[2] not in CHIPS:
-    known = ", ".join(CHIPS)
-    raise ConfigError(
-      f"--chips={name}: give KIND-COUNT, e.g. v5e-16 or 2xv5e-8, a kind of {known}"
-    )
+    wanted = f"KIND-COUNT, e.g. v5e-16 or 2xv5e-8, a kind of {', '.join(CHIPS)}"
+    raise ConfigError(f"--chips={name}: give {wanted}")
   groups, kind, count = int(form[1] or 1), form[2], int(form[3])
   shapes = CHIPS[kind].shapes
   if shapes and count not in shapes:
-    raise ConfigError(
-      f"--chips={name}: {kind} has slices of {', '.join(map(str, shapes))} chips"
-    )
+    known = ", ".join(map(str, shapes))
+    raise ConfigError(f"--chips={name}: {kind} has slices of {known} chips")
   if not shapes and count > GPUS_PER_HOST and count % GPUS_PER_HOST:
-    raise ConfigError(
-      f"--chips={name}: hosts have {GPUS_PER_HOST} GPUs, give a multiple of them, or "
-      f"2x{kind}-4 for two hosts of 4"
-    )
+    advice = f"give a multiple of them, or 2x{kind}-4 for two hosts of 4"
+    raise ConfigError(f"--chips={name}: hosts have {GPUS_PER_HOST} GPUs, {advice}")
   if groups < 1 or count < 1:
     raise ConfigError(f"--chips={name}: give at least one chip")
   return groups, kind, count
@@ -200,10 +194,8 @@ def _check_installed(name: str, chip: Chip) -> None:
     modules = ["jax_cuda12_plugin", "jax_cuda13_plugin"]
     packages = "jax-cuda12-plugin jax-cuda12-pjrt nvidia-cudnn-cu12"
   if not any(map(importlib.util.find_spec, modules)):
-    raise ConfigError(
-      f"--chips={name}: its compiler is not installed; pip install {packages} (no "
-      "such hardware is needed)"
-    )
+    advice = f"pip install {packages} (no such hardware is needed)"
+    raise ConfigError(f"--chips={name}: its compiler is not installed; {advice}")
 
 
 def memory_of(compiled: Any) -> Memory:

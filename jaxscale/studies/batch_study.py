@@ -111,10 +111,8 @@ def make_trials(
 
   phases = config.phases
   if isinstance(phases, AdaptiveBatch) or phases.batch_sizes:
-    raise ConfigError(
-      f"Config.phases={type(phases).__name__}: a study gives each run one batch "
-      "size, take the batch sizes out of the phases"
-    )
+    why = "a study gives each run one batch size, take the batch sizes out of the "
+    raise ConfigError(f"Config.phases={type(phases).__name__}: {why}phases")
   made = []
   for size in batch_sizes:
     change: dict[str, Any] = {"batch_size": size}
