@@ -1,5 +1,7 @@
 from .arrays import array_info as array_info
+from .arrays import digits as digits
 from .arrays import from_arrays as from_arrays
+from .arrays import synthetic as synthetic
 from .dataset import DamagedExamples as DamagedExamples
 from .dataset import Dataset as Dataset
 from .dataset import DatasetInfo as DatasetInfo
@@ -19,8 +21,6 @@ from .settings import Synthetic as Synthetic
 from .settings import Text as Text
 from .settings import TextFiles as TextFiles
 from .settings import TFDSText as TFDSText
-from .synthetic_images import synthetic as synthetic
 from .tfds import tfds_images as tfds_images
 from .tfds import tfds_text as tfds_text
 from .token_files import text_files as text_files
-from .uci_digits import digits as digits

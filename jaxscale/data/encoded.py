@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxscale.data.arrays import from_arrays
 from jaxscale.data.augment import NUM_DRAWS, Augment, AugmentName, EvalView, augment_of
 from jaxscale.data.dataset import Batch, DamagedExamples, Dataset, DatasetInfo
 from jaxscale.errors import ConfigError
@@ -30,11 +31,7 @@ NO_CLASS = -1  # label of a held-out example that cannot be read: always wrong
 _MAX_UNREADABLE = 1000  # so many unreadable examples in a row are not an accident
 
 
-class Record(NamedTuple):
-  """An example as it is stored: an encoded image and its class."""
-
-  image: bytes
-  label: int
+Record = tuple[bytes, int]  # an example as it is stored: an encoded image, its class
 
 
 class Source(NamedTuple):
@@ -84,11 +81,10 @@ def image_info(
 def from_source(
   info: DatasetInfo,
   source: Source,
-  *,
   resized: bool,
-  augment: AugmentName = "none",
-  cache: bool = False,
-  eval_view: EvalView = "mlperf",
+  augment: AugmentName,
+  cache: bool,
+  eval_view: EvalView,
 ) -> Dataset:
   """A dataset of encoded images, wherever they are stored.
 
@@ -134,11 +130,6 @@ class _Loader(NamedTuple):
         images[i] = 0
         label = NO_CLASS if draws is None else self._replacement(drawn, *at)
       labels[i] = label
-    return self._augmented(images, labels, draws)
-
-  def _augmented(
-    self, images: np.ndarray, labels: np.ndarray, draws: np.ndarray | None
-  ) -> Batch:
     if self.in_arrays is not None and draws is not None:
       images = self.in_arrays.apply(images, draws)
     return {"image": images, "label": labels}
@@ -154,12 +145,11 @@ class _Loader(NamedTuple):
     try:
       if record is None:
         raise ValueError("not to be read")
+      data, label = record
       if self.resized:
-        _, kind = jpeg.decode_view(
-          record.image, size, channels, drawn, self.eval_view, out
-        )
+        _, kind = jpeg.decode_view(data, size, channels, drawn, self.eval_view, out)
       else:
-        image, kind = jpeg.decode(record.image, channels, exact=drawn is None)
+        image, kind = jpeg.decode(data, channels, exact=drawn is None)
         if image.shape != out.shape:
           raise ValueError(f"an image of shape {image.shape}")
         out[:] = image
@@ -170,7 +160,7 @@ class _Loader(NamedTuple):
       self.damaged.add_unusual(index, kind)
     elif kind != "JPEG" and self.source.is_jpeg(index):
       self.damaged.add_unusual(index, f"{kind} named JPEG")
-    return record.label
+    return label
 
   def _replacement(self, draws: np.ndarray | None, index: int, out: np.ndarray) -> int:
     """Put the next readable example after a damaged one into `out`: its label."""
@@ -192,8 +182,8 @@ class _Loader(NamedTuple):
     with ThreadPoolExecutor() as threads:
       chunks = np.array_split(every, -(-len(every) // 2048))
       parts = list(threads.map(lambda chunk: self.load(chunk, None), chunks))
-    images = np.concatenate([part["image"] for part in parts])
-    labels = np.concatenate([part["label"] for part in parts])
+    whole = {k: np.concatenate([part[k] for part in parts]) for k in ("image", "label")}
+    decoded = from_arrays(self.info, whole["image"], whole["label"], self.in_arrays)
     readable = np.setdiff1d(every, self.damaged.indices)
     if not len(readable):
       raise ConfigError(f"{self.info.name}: none of {len(every)} examples is readable")
@@ -201,7 +191,6 @@ class _Loader(NamedTuple):
     in_training = readable[np.searchsorted(readable, every) % len(readable)]
 
     def load(indices: np.ndarray, draws: np.ndarray | None) -> Batch:
-      rows = indices if draws is None else in_training[indices]
-      return self._augmented(images[rows], labels[rows], draws)
+      return decoded.load(indices if draws is None else in_training[indices], draws)
 
     return load

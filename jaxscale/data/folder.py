@@ -88,10 +88,7 @@ def image_folder(
   labels = np.array([names.index(c) for c in folder.classes], np.int32)[labels]
   shape = (image_size, image_size, channels)
   info = image_info(str(directory), shape, len(names), mean, std)
-  return from_source(
-    info, _source(folder, labels), resized=True, augment=augment, cache=cache,
-    eval_view=eval_view,
-  )  # fmt: skip
+  return from_source(info, _source(folder, labels), True, augment, cache, eval_view)
 
 
 def folder_classes(directory: str | os.PathLike[str]) -> tuple[str, ...]:
@@ -133,14 +130,11 @@ def _listing(root: str, classes: tuple[str, ...], changed: tuple[int, ...]) -> F
     return sorted(f for f in found if f[0] != ".")
 
   with ThreadPoolExecutor(16) as threads:  # they wait for the file system
-    found = list(threads.map(images, classes))
-  kept = [i for i, names in enumerate(found) if names]  # no class without images
-  names = tuple(classes[i] for i in kept)
-  files = np.array([os.fsencode(f) for i in kept for f in found[i]])
-  labels = np.repeat(
-    np.arange(len(kept), dtype=np.int32), [len(found[i]) for i in kept]
-  )
-  return Folder(root, names, files, labels)
+    found = zip(classes, threads.map(images, classes), strict=True)
+    kept = {name: files for name, files in found if files}  # no class without images
+  names = np.array([os.fsencode(f) for files in kept.values() for f in files])
+  labels = np.repeat(np.arange(len(kept), dtype=np.int32), [*map(len, kept.values())])
+  return Folder(root, tuple(kept), names, labels)
 
 
 def _source(folder: Folder, labels: np.ndarray) -> Source:
@@ -153,7 +147,7 @@ def _source(folder: Folder, labels: np.ndarray) -> Source:
       path = os.path.join(folder.root, name(index))
       try:
         with open(path, "rb") as file:
-          record = Record(file.read(), int(labels[index]))
+          record = file.read(), int(labels[index])
       except OSError as e:  # missing, no file, or not allowed
         raise_if_system_error(e, path)
         record = None

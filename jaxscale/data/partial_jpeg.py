@@ -55,9 +55,8 @@ class Library(NamedTuple):
 @functools.cache
 def library() -> Library:
   """The library, if it has been built, loads here and gives simplejpeg's pixels."""
-  found = sorted(user_cache().glob(f"partial_jpeg-{_key()}-*.so"), reverse=True)
   why = "not built"
-  for path in found:
+  for path in sorted(user_cache().glob(f"partial_jpeg-{_key()}-*.so"), reverse=True):
     version = path.stem.rsplit("-", 1)[1]
     text = f"JPEG crops: only the box, by libjpeg-turbo {version}"
     try:

@@ -130,12 +130,9 @@ class Synthetic(Data):
   num_classes: Count = 10
 
   def build(self) -> Split:
-    shape = (self.image_size, self.image_size, self.channels)
-    n, held_out = self.num_examples, max(self.num_examples // 10, 1)
-    return (
-      data.synthetic(n, shape, self.num_classes),
-      data.synthetic(held_out, shape, self.num_classes, first=n),
-    )
+    like = (self.image_size, self.image_size, self.channels), self.num_classes
+    n = self.num_examples
+    return data.synthetic(n, *like), data.synthetic(max(n // 10, 1), *like, first=n)
 
 
 class Arrays(Data):
@@ -200,7 +197,28 @@ def _checksum(values: Any) -> dict[str, Any] | None:
   return {"shape": list(array.shape), "dtype": str(array.dtype), "sha256": digest}
 
 
-class Text(Data):
+class _Text(Data):
+  """Windows of text, which say without being read what a model has to know."""
+
+  def abstract(self: Any, batch_size: int) -> Split:
+    from jaxscale.data.dataset import Dataset, TextInfo
+    from jaxscale.data.tokenizer import read_tokenizer
+
+    name, options = type(self).__name__, vars(self)
+    if (vocab_size := options.get("vocab_size")) is None:
+      found = options.get("tokenizer", "bytes"), options.get("separator")
+      vocab_size = read_tokenizer(*found, field=f"{name}.tokenizer").vocab_size
+    # So long that a run of it has steps: the program does not depend on how many.
+    info = TextInfo(name, vocab_size, self.sequence_length)
+    some = Dataset(info, 1000 * batch_size, _no_rows)
+    return some, some
+
+
+def _no_rows(indices: Any, draws: Any) -> Any:
+  raise AssertionError("these data have a shape alone")
+
+
+class Text(_Text):
   """Documentation of Python, byte by byte, embedded in the package (1.1 + 0.1 MB).
 
   Attributes:
@@ -210,17 +228,10 @@ class Text(Data):
   sequence_length: Count = 256
 
   def build(self) -> Split:
-    train, held_out = (
-      data.text(split, sequence_length=self.sequence_length)
-      for split in ("train", "test")
-    )
-    return train, held_out
-
-  def abstract(self, batch_size: int) -> Split:
-    return _abstract_text(self, 256, batch_size)
+    return data.text("train", **vars(self)), data.text("test", **vars(self))
 
 
-class _TokenizedText(Data):
+class _TokenizedText(_Text):
   """Text whose tokens are made once and kept.
 
   Attributes:
@@ -247,9 +258,6 @@ class _TokenizedText(Data):
     names = (where, "train_split", "eval_split")
     place, train, held_out = (options.pop(name) for name in names)
     return make(place, train, **options), make(place, held_out, **options)
-
-  def abstract(self, batch_size: int) -> Split:
-    return _abstract_text(self, getattr(self, "vocab_size", None), batch_size)
 
 
 class TFDSText(_TokenizedText):
@@ -290,21 +298,3 @@ class TextFiles(_TokenizedText):
 
   def build(self) -> Split:
     return self._splits(data.text_files, "path")
-
-
-def _abstract_text(d: Any, vocab_size: int | None, batch_size: int) -> Split:
-  """Text of any length, unread; a tokenizer's file says how many tokens it has."""
-  from jaxscale.data.dataset import Dataset, TextInfo
-  from jaxscale.data.tokenizer import read_tokenizer
-
-  if vocab_size is None:
-    field = f"{type(d).__name__}.tokenizer"
-    vocab_size = read_tokenizer(d.tokenizer, d.separator, field=field).vocab_size
-  info = TextInfo(type(d).__name__, vocab_size, d.sequence_length)
-  # So long that a run of it has steps: the program does not depend on how many.
-  some = Dataset(info, 1000 * batch_size, _no_rows)
-  return some, some
-
-
-def _no_rows(indices: Any, draws: Any) -> Any:
-  raise AssertionError("these data have a shape alone")

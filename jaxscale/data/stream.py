@@ -154,9 +154,8 @@ def windows(
         done, at = done + part, at + part
       rows[i, count:] = NO_TARGET
       if draws is None and first == 0:
-        before = stream.separator
-        rows[i, :1] = 0 if before is None else before
-        rows[i, 1] = NO_TARGET if before is None else rows[i, 1]
+        rows[i, 0] = stream.separator or 0
+        rows[i, 1] = NO_TARGET if stream.separator is None else rows[i, 1]
     most = int(rows.astype(np.uint32)[rows != NO_TARGET].max(initial=0))
     if most >= vocab_size:
       raise ConfigError(

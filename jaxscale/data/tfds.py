@@ -11,7 +11,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -74,14 +74,9 @@ def tfds_images(
     raise ConfigError(
       f"TFDS.image_size=None: images of {name} differ in size, give a size, e.g. 224"
     )
-  height, width = image_size or stored[0], image_size or stored[1]
-  info = image_info(
-    name, (height, width, channels), features[label_key].num_classes, mean, std
-  )
-  return from_source(
-    info, source, resized=image_size is not None, augment=augment, cache=cache,
-    eval_view=eval_view,
-  )  # fmt: skip
+  shape = image_size or stored[0], image_size or stored[1], channels
+  info = image_info(name, shape, features[label_key].num_classes, mean, std)
+  return from_source(info, source, image_size is not None, augment, cache, eval_view)
 
 
 @functools.lru_cache(maxsize=16)
@@ -102,7 +97,7 @@ def _opened(
     return f"{name} {split!r} example {index}"
 
   def records(found: Iterable[Any]) -> list[Record | None]:
-    return [Record(x[image_key], int(x[label_key])) for x in found]
+    return [(x[image_key], int(x[label_key])) for x in found]
 
   def read_one(index: int) -> Record | None:
     try:
@@ -175,11 +170,12 @@ def _is_text(feature: Any) -> bool:
 
 def _documents(examples: Examples, title: str, feature: str) -> Iterator[list[bytes]]:
   """The documents in their order, some at a time."""
-  get_many = examples.get_many or (lambda indices: map(examples.get, indices))
-  for first in range(0, examples.size, _AT_ONCE):
-    indices = list(range(first, min(first + _AT_ONCE, examples.size)))
+  size, get, get_many = examples
+  for first in range(0, size, _AT_ONCE):
+    indices = list(range(first, min(first + _AT_ONCE, size)))
     try:
-      texts = [example[feature] for example in get_many(indices)]
+      found = get_many(indices) if get_many else map(get, indices)
+      texts = [example[feature] for example in found]
     except Exception as e:  # each format has its own for damaged bytes
       why = (str(e).splitlines() or [type(e).__name__])[0]
       raise ConfigError(
@@ -189,18 +185,9 @@ def _documents(examples: Examples, title: str, feature: str) -> Iterator[list[by
     yield [t.encode() if isinstance(t, str) else bytes(t) for t in texts]
 
 
-class Examples(NamedTuple):
-  """The examples of a split, by index, as dicts of features.
-
-  Attributes:
-    size: how many.
-    get: index -> one of them.
-    get_many: indices -> all of them, where that is faster; else None.
-  """
-
-  size: int
-  get: Callable[[int], Any]
-  get_many: Callable[[Sequence[int]], Any] | None
+# Of a split: how many examples, index -> one of them as a dict of features, and
+# indices -> all of them, where that is faster; else None.
+Examples = tuple[int, Callable[[int], Any], Callable[[Sequence[int]], Any] | None]
 
 
 def find_builder(name: str, data_dir: str | None, field: str = "TFDS.name") -> Any:
@@ -261,7 +248,7 @@ def open_split(
   try:
     if formats.ARRAY_RECORD in builder.info.available_file_formats():
       found = builder.as_data_source(split, decoders=decoders)
-      return Examples(len(found), found.__getitem__, found.__getitems__)
+      return len(found), found.__getitem__, found.__getitems__
     if kind == formats.TFRECORD:
       return _open_tfrecord(builder, split, decoders)
   except ConfigError:
@@ -287,4 +274,4 @@ def _open_tfrecord(builder: Any, split: str, decoders: Any) -> Examples:
     shards.append(Shard(str(part.filename), part.examples_in_shard, part.skip, take))
   read, parse = random_access(shards), builder.info.features.deserialize_example_np
   size = sum(shard.take for shard in shards)
-  return Examples(size, lambda index: parse(read(index), decoders=decoders), None)
+  return size, lambda index: parse(read(index), decoders=decoders), None

@@ -59,12 +59,11 @@ def random_access(shards: Sequence[Shard]) -> Callable[[int], bytes]:
     >>> read = random_access([Shard("a.tfrecord", 3, 0, 3)])  # doctest: +SKIP
     >>> read(2)  # doctest: +SKIP
   """
-  paths = [shard.path for shard in shards]
   try:
-    found = [os.stat(path) for path in paths]
-    # Another file in its place has another stamp.
-    stamps = [(status.st_size, status.st_mtime_ns) for status in found]
-    parts = _cached_index(paths, stamps)
+    found = [(shard.path, os.stat(shard.path)) for shard in shards]
+    # Another file in its place has another size or time of change.
+    files = [(path, (status.st_size, status.st_mtime_ns)) for path, status in found]
+    parts = _cached_index(files)
   except FileNotFoundError as e:
     raise ConfigError(f"TFDS: {e.filename} is missing, copy it again") from None
   places = [np.zeros((0, 3), np.int64)]
@@ -74,16 +73,15 @@ def random_access(shards: Sequence[Shard]) -> Callable[[int], bytes]:
         f"TFDS: {shard.path} holds {len(part)} records where dataset_info.json says "
         f"{shard.records}: truncated or of another version, copy it again"
       )
-    part = part[shard.skip : shard.skip + shard.take]
-    places.append(np.insert(part, 0, number, axis=1))
+    places.append(np.insert(part[shard.skip :][: shard.take], 0, number, axis=1))
   table = np.concatenate(places)
 
   def read(index: int) -> bytes:
     number, offset, length = table[index].tolist()
-    file = open_file(paths[number], stamps[number])  # a local, so that it stays open
+    file = open_file(*files[number])  # a local, so that it stays open
     data = os.pread(file.descriptor, length, offset)
     if len(data) != length:
-      raise OSError(f"{paths[number]} ends in the middle of a record")
+      raise OSError(f"{files[number][0]} ends in the middle of a record")
     return data
 
   return read
@@ -136,11 +134,9 @@ def masked_crc32c(data: np.ndarray) -> np.ndarray:
   return ((crc >> np.uint32(15)) | (crc << np.uint32(17))) + np.uint32(0xA282EAD8)
 
 
-def _cached_index(
-  paths: Sequence[str], stamps: Sequence[tuple[int, int]]
-) -> list[np.ndarray]:
+def _cached_index(files: Sequence[tuple[str, tuple[int, int]]]) -> list[np.ndarray]:
   """The index of every file, from the user's cache if the files are the same."""
-  identity = [(os.path.abspath(p), s) for p, s in zip(paths, stamps, strict=True)]
+  identity = [(os.path.abspath(path), stamp) for path, stamp in files]
   key = hashlib.sha256(repr(identity).encode()).hexdigest()[:32]
   kept = user_cache() / "tfrecord" / f"{key}.npz"
   try:
@@ -149,7 +145,7 @@ def _cached_index(
   except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
     pass  # not there yet, or damaged: make it
   with ThreadPoolExecutor(16) as threads:  # they wait for the file system
-    parts = list(threads.map(index_shard, paths))
+    parts = list(threads.map(index_shard, [path for path, _ in files]))
   with contextlib.suppress(OSError):  # a home that is full or read-only
     kept.parent.mkdir(parents=True, exist_ok=True)
     ends = np.cumsum([len(part) for part in parts])

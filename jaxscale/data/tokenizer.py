@@ -69,9 +69,8 @@ def read_tokenizer(
   """
   if name == "bytes":
     return byte_tokenizer()
-  path = Path(name)
   try:
-    content = path.read_bytes()
+    content = Path(name).read_bytes()
   except OSError as e:
     raise ConfigError(
       f"{field}={name!r}: {e.strerror}, give 'bytes' or the path of a tokenizer.json"

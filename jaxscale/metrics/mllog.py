@@ -23,8 +23,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxscale.metrics.reading import read_json, read_json_lines
+from jaxscale.metrics import reading
 from jaxscale.metrics.scoring import is_reached, mllog_value
+from jaxscale.metrics.writers import replace_text
 
 TOKEN = ":::MLLOG "
 _PACKAGE = Path(__file__).parent.parent.parent
@@ -57,9 +58,7 @@ class MLLog:
     if path is not None:
       path = Path(path)
       kept = _until(read_mllog(path), start) if start else []
-      scratch = path.with_name(path.name + ".tmp")
-      scratch.write_text("".join(map(_encode, kept)))
-      os.replace(scratch, path)
+      replace_text(path, "".join(map(_encode, kept)))
       self._file = path.open("a")
 
   def event(self, key: str, value: Any = None, **metadata: Any) -> None:
@@ -103,15 +102,8 @@ class MLLog:
 
 def read_mllog(path: str | os.PathLike) -> list[dict[str, Any]]:
   """The events of a log; other output between, or a line cut short, is left out."""
-  events = []
-  if Path(path).exists():
-    for line in Path(path).read_text().splitlines():
-      _, token, text = line.partition(TOKEN)
-      try:
-        events += [json.loads(text)] if token else []
-      except json.JSONDecodeError:
-        continue
-  return events
+  lines = reading.readable_text(Path(path)).splitlines()
+  return reading.json_objects(line.partition(TOKEN)[2] for line in lines)
 
 
 def _encode(line: dict[str, Any]) -> str:
@@ -135,9 +127,8 @@ def _caller() -> dict[str, Any]:
   while frame.f_back is not None and frame.f_code.co_filename == __file__:
     frame = frame.f_back
   path = Path(frame.f_code.co_filename)
-  inside = path.is_relative_to(_PACKAGE)
-  name = str(path.relative_to(_PACKAGE)) if inside else path.name
-  return {"file": name, "lineno": frame.f_lineno}
+  name = path.relative_to(_PACKAGE) if path.is_relative_to(_PACKAGE) else path.name
+  return {"file": str(name), "lineno": frame.f_lineno}
 
 
 class Submission(NamedTuple):
@@ -187,8 +178,12 @@ def run_keys(
     "eval_samples": derived["num_eval"],
     **_optimizer_keys(config, derived),
   }
-  span = _bn_span(config["model"], derived)
-  return keys if span is None else keys | {"model_bn_span": span}
+  model, micro = config["model"], derived["micro_batch_size"]
+  # Examples that share one BatchNorm's statistics.
+  if model.get("bn_span") is not None and model.get("batch_norm") is not False:
+    spans = {"device": micro, "global": micro * derived["num_devices"]}
+    keys["model_bn_span"] = spans.get(model["bn_span"], model["bn_span"])
+  return keys
 
 
 def _optimizer_keys(config, derived) -> dict[str, Any]:
@@ -226,15 +221,6 @@ def _optimizer_keys(config, derived) -> dict[str, Any]:
       f"opt_{name}_{decay}": optimizer["weight_decay"],
     }
   return keys
-
-
-def _bn_span(model, derived) -> int | None:
-  """Examples that share one BatchNorm's statistics; None without BatchNorm."""
-  span = model.get("bn_span")
-  if span is None or model.get("batch_norm") is False:
-    return None
-  micro = derived["micro_batch_size"]
-  return {"device": micro, "global": micro * derived["num_devices"]}.get(span, span)
 
 
 class RunLog(MLLog):
@@ -349,7 +335,7 @@ def log_from_record(
     The path, or None if no evaluation is recorded.
   """
   workdir = Path(workdir)
-  lines = read_json_lines(workdir / "metrics.jsonl")
+  lines = reading.read_json_lines(workdir / "metrics.jsonl")
   evaluations = [
     (line, {n[5:]: v for n, v in line.items() if n.startswith("eval/")})
     for line in lines
@@ -359,7 +345,7 @@ def log_from_record(
     return None
   described = json.loads((workdir / "config.json").read_text())
   targets = [described["config"].get(f"target_{n}") for n in ("accuracy", "loss")]
-  seconds = read_json(workdir / "summary.json").get("seconds", 0.0)
+  seconds = reading.read_json(workdir / "summary.json").get("seconds", 0.0)
   began = lines[-1]["time"] - seconds
   was_resumed = began > lines[0]["time"]
   began_ms = 1e3 * (lines[0]["time"] if was_resumed else began)

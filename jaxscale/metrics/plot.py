@@ -47,8 +47,7 @@ def figure(
 
 def _title(axis: Any, title: str, x_label: str, y_label: str = "") -> None:
   axis.set_title(title, loc="left", fontsize=11)
-  axis.set_xlabel(x_label)
-  axis.set_ylabel(y_label)
+  axis.set(xlabel=x_label, ylabel=y_label)
 
 
 def _panels(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:

@@ -42,12 +42,10 @@ class Progress:
 
       columns = "step {task.completed}/{task.total}", "{task.fields[text]}"
       step, text = map(progress.TextColumn, columns)
-      bar = progress.BarColumn(bar_width=24)
-      self._bar = progress.Progress(step, bar, text, transient=True)
-      self._task = self._bar.add_task(
-        "train", True, total_steps, start, text="compiling"
-      )
-      self._bar.start()
+      half = progress.BarColumn(bar_width=24)
+      self._bar = bar = progress.Progress(step, half, text, transient=True)
+      self._task = bar.add_task("train", True, total_steps, start, text="compiling")
+      bar.start()
 
   def expect(self, total_steps: int, total_examples: int) -> None:
     """The run is going to be this long."""
@@ -83,11 +81,9 @@ class Progress:
 
   def say(self, text: str) -> None:
     """Print a line above the bar."""
-    if self._quiet:
-      return
-    if self._bar is not None:
+    if self._bar is not None:  # then it is not quiet
       self._bar.console.print(text, highlight=False, markup=False)
-    else:
+    elif not self._quiet:
       print(text, flush=True)
 
   def close(self) -> None:

@@ -5,7 +5,9 @@ What is missing or damaged is left out; callers that cannot do without say so.
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,7 @@ def read_json(path: Path) -> dict[str, Any]:
     >>> read_json(Path("no/such/summary.json"))
     {}
   """
-  found = _objects([_text(path)])
-  return found[0] if found else {}
+  return next(iter(json_objects([readable_text(path)])), {})
 
 
 def read_json_lines(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
@@ -30,10 +31,11 @@ def read_json_lines(path: Path, last_bytes: int | None = None) -> list[dict[str,
     path: the file.
     last_bytes: read only this many bytes from its end; None: all.
   """
-  return _objects(_text(path, last_bytes).splitlines())
+  return json_objects(readable_text(path, last_bytes).splitlines())
 
 
-def _text(path: Path, last_bytes: int | None = None) -> str:
+def readable_text(path: Path, last_bytes: int | None = None) -> str:
+  """A file's text, or its last bytes; empty if it is missing or cannot be read."""
   try:
     with path.open("rb") as file:
       if last_bytes is not None:
@@ -43,13 +45,10 @@ def _text(path: Path, last_bytes: int | None = None) -> str:
     return ""
 
 
-def _objects(texts: list[str]) -> list[dict[str, Any]]:
+def json_objects(texts: Iterable[str]) -> list[dict[str, Any]]:
+  """The JSON objects among texts; the rest is left out."""
   found = []
   for text in texts:
-    try:
-      value = json.loads(text)
-    except (ValueError, RecursionError):
-      continue
-    if isinstance(value, dict):
-      found.append(value)
-  return found
+    with contextlib.suppress(ValueError, RecursionError):
+      found.append(json.loads(text))
+  return [value for value in found if isinstance(value, dict)]

@@ -25,10 +25,11 @@ _MOST_WAITING = 120_000
 
 def write_json(path: Path, value: Any) -> None:
   """Replace a JSON file as a whole: a reader sees the old one or the new one."""
-  _replace(path, json.dumps(value, indent=2) + "\n")
+  replace_text(path, json.dumps(value, indent=2) + "\n")
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str) -> None:
+  """The same for any text."""
   scratch = path.with_name(path.name + ".tmp")
   try:
     scratch.write_text(text)
@@ -52,9 +53,8 @@ class _Appender:
     try:
       while self._waiting:
         written = os.write(self._descriptor, self._waiting[0])
-        self._waiting[0] = self._waiting[0][written:]
-        if not self._waiting[0]:
-          del self._waiting[0]
+        rest = self._waiting[0][written:]
+        self._waiting[:1] = [rest] if rest else []
     except OSError as e:
       if not self._complained:
         self._complained = True
@@ -100,7 +100,7 @@ class MetricWriter:
     path = workdir / "metrics.jsonl"
     kept = [line for line in read_json_lines(path) if line["step"] <= start]
     try:
-      _replace(path, "".join(json.dumps(line) + "\n" for line in kept))
+      replace_text(path, "".join(json.dumps(line) + "\n" for line in kept))
       self._lines = _Appender(path, say)
     except OSError as e:
       problem = f"cannot be written ({e.strerror}), make room or use another one"

@@ -160,8 +160,7 @@ def _unsupported(found: dict[str, Any]) -> Iterator[str]:
 
 def _vit_differences(found: dict[str, Any], model: Any) -> Iterator[str]:
   name = str(found.get("architecture")).partition(".")[0]
-  match = _VIT.fullmatch(name)
-  if match and hasattr(model, "patch"):
+  if (match := _VIT.fullmatch(name)) and hasattr(model, "patch"):
     width, heads = _VITS[match[1]]
     if model.width == width and model.num_heads != heads:
       yield (

@@ -143,13 +143,9 @@ def _sources(
     elif len(both) > 1 and not both <= _FLOATS:
       mistyped.append(f"{name} is {there.dtype} there and {leaf.dtype} here")
     found[link.ours].append((link, there))
-  problems = {
-    "missing": missing,
-    "unexpected": unexpected,
-    "of another shape": list(misshaped),
-    "of another dtype": mistyped,
-  }
-  counts = [f"{len(set(a))} {what}, first {a[0]}" for what, a in problems.items() if a]
+  kinds = "missing", "unexpected", "of another shape", "of another dtype"
+  problems = zip(kinds, (missing, unexpected, [*misshaped], mistyped), strict=True)
+  counts = [f"{len(set(a))} {what}, first {a[0]}" for what, a in problems if a]
   if counts:
     advice = "give the model settings that it was made with"
     if len(counts) == 1 and misshaped and {*misshaped.values()} <= {*names.head}:
@@ -195,11 +191,8 @@ def _read(
       if not start <= link.layer < stop:
         continue
       target = out[link.layer - start]
-    array = view(stored)
-    i, n = link.part
-    if n > 1:
-      rows = len(array) // n
-      array = array[i * rows : (i + 1) * rows]
+    array, (i, n) = view(stored), link.part
+    array = np.split(array, n)[i] if n > 1 else array  # a view of it, too
     # Beyond the file's classes there are none to read, and zeros stay.
     wanted = ARRANGEMENTS[link.how].ours(array)[tuple(slice(*r) for r in inner)]
     target[tuple(slice(n) for n in wanted.shape)] = wanted

@@ -262,13 +262,7 @@ def naming_of(name: str, shapes: Shapes) -> Naming:
   elif name == "timm" and "params/embed/patch/kernel" in shapes:
     links = tuple(_table_links(_VIT, shapes))
   elif name == "timm":
-    modules = resnet_modules(shapes)
-    links = tuple(_module_links(modules))
-    counters = tuple(
-      f"{theirs}.num_batches_tracked"
-      for ours, theirs in modules.items()
-      if ours.startswith("BatchNorm_")
-    )
+    links, counters = _resnet_links(shapes)
   if left := [path for path in shapes if path not in {link.ours for link in links}]:
     raise ConfigError(
       f"naming={name}: has no name for {left[0]} of this model; use naming=jaxscale"
@@ -295,19 +289,19 @@ def _table_links(rows: tuple[Link, ...], shapes: Shapes) -> Iterator[Link]:
         yield row._replace(theirs=row.theirs.format(layer), layer=layer)
 
 
-def resnet_modules(shapes: Shapes) -> dict[str, str]:
-  """Our modules of a ResNet and what they are called in timm's and torchvision's.
+def _resnet_links(shapes: Shapes) -> tuple[tuple[Link, ...], tuple[str, ...]]:
+  """Links and counters of a ResNet, by the names of timm and torchvision.
 
   Ours are numbered in the order of the forward pass, with a block's shortcut last.
   Channels double where a stage begins, and its first block has a shortcut; that of
   the first stage only where blocks widen what they are given (bottlenecks).
 
   Returns:
-    Conv_0 -> conv1, ..., Dense_0 -> fc; nothing, if it is no ResNet.
+    E.g. of Conv_0 and conv1, of Dense_0 and fc; nothing, if it is no ResNet.
   """
   kernels = [shapes[f"params/Conv_{i}/kernel"] for i in range(_count(shapes, "Conv"))]
   if len(kernels) < 3 or _count(shapes, "Dense") != 1:
-    return {}
+    return (), ()
   is_bottleneck = kernels[1][:2] == (1, 1)
   names = ["conv1"]
   stage, block, width = 1, 0, kernels[0][3]
@@ -316,34 +310,29 @@ def resnet_modules(shapes: Shapes) -> dict[str, str]:
     if out == 2 * width:
       stage, block, width = stage + 1, 0, out
     elif out != width:
-      return {}
+      return (), ()
     at = f"layer{stage}.{block}"
     names += [f"{at}.conv{i + 1}" for i in range(3 if is_bottleneck else 2)]
     if block == 0 and (stage > 1 or is_bottleneck):
       names.append(f"{at}.downsample.0")
     block += 1
   if len(names) > len(kernels):
-    return {}
-  norms = (re.sub(r"conv(?=\d)", "bn", n).replace("le.0", "le.1") for n in names)
-  return {
-    **{f"Conv_{i}": name for i, name in enumerate(names)},
-    **{f"BatchNorm_{i}": name for i, name in enumerate(norms)},
-    "Dense_0": "fc",
-  }
+    return (), ()
+  norms = [re.sub(r"conv(?=\d)", "bn", n).replace("le.0", "le.1") for n in names]
+  convs = (
+    Link(f"params/Conv_{i}/kernel", f"{theirs}.weight", "conv")
+    for i, theirs in enumerate(names)
+  )
+  batch_norms = (
+    Link(f"{collection}/BatchNorm_{i}/{leaf}", f"{theirs}.{name}")
+    for i, theirs in enumerate(norms)
+    for collection, leaf, name in _NORM
+  )
+  counters = tuple(f"{theirs}.num_batches_tracked" for theirs in norms)
+  return (*convs, *batch_norms, *_dense("params/Dense_0", "fc")), counters
 
 
 def _count(shapes: Shapes, module: str) -> int:
   """How many numbered modules of a kind there are."""
   numbers = itertools.count()
   return next(i for i in numbers if f"params/{module}_{i}/kernel" not in shapes)
-
-
-def _module_links(modules: Mapping[str, str]) -> Iterator[Link]:
-  for ours, theirs in modules.items():
-    if ours.startswith("BatchNorm_"):
-      for collection, leaf, name in _NORM:
-        yield Link(f"{collection}/{ours}/{leaf}", f"{theirs}.{name}")
-    elif ours.startswith("Conv_"):
-      yield Link(f"params/{ours}/kernel", f"{theirs}.weight", "conv")
-    else:
-      yield from _dense(f"params/{ours}", theirs)

@@ -129,12 +129,8 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
       metadata = header.pop("__metadata__", {})
       found = {}
       for name, x in header.items():
-        dtype, shape, begin = (
-          DTYPES[x["dtype"]],
-          tuple(x["shape"]),
-          x["data_offsets"][0],
-        )
-        found[name] = Stored(path, dtype, shape, first + begin)
+        begin = first + x["data_offsets"][0]
+        found[name] = Stored(path, DTYPES[x["dtype"]], tuple(x["shape"]), begin)
     except (SafetensorError, KeyError) as e:
       why = str(e).removeprefix("Error while deserializing header: ").splitlines()[0]
       raise ConfigError(

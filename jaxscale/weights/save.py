@@ -80,8 +80,7 @@ def export_safetensors(
     Array([1., 1., 1.], dtype=float32)
   """
   tree = {"params": params, **(model_state or {})}
-  flat = jax.tree_util.tree_leaves_with_path(tree)
-  leaves = {path_name(where): _leaf(x) for where, x in flat}
+  leaves = {path_name(p): _leaf(x) for p, x in jax.tree.leaves_with_path(tree)}
   export_leaves(
     path, leaves, naming=naming, num_classes=num_classes, dtype=dtype,
     metadata=metadata,
@@ -130,9 +129,7 @@ def export_leaves(
           array = array[(slice(None),) * dim + (slice(num_classes),)]
         array = ARRANGEMENTS[link.how].theirs(array, own_shape)
         parts.append(array.astype(to_dtype, copy=False))
-    if len(parts) > 1:
-      return np.concatenate(parts)
-    return parts[0] if parts else None
+    return np.concatenate(parts) if len(parts) > 1 else next(iter(parts), None)
 
   arrays: dict[str, list[Link]] = {name: [] for name in names.counters}
   for link in names.links:
@@ -187,9 +184,8 @@ def _copy(sharding: Any, is_layer: bool, is_far: bool) -> Callable[..., jax.Arra
   whole = NamedSharding(sharding.mesh, P()) if is_named and is_far else None
 
   def take(x, layer):
-    if not is_layer:
-      return jnp.copy(x)
-    return lax.dynamic_index_in_dim(x, layer, keepdims=False)
+    in_dim = lax.dynamic_index_in_dim
+    return in_dim(x, layer, keepdims=False) if is_layer else jnp.copy(x)
 
   spec = sharding.spec if is_named else P()
   if not is_layer or not spec or spec[0] is None:
