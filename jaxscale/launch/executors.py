@@ -34,9 +34,11 @@ class Executor(Protocol):
 
   def is_available(self) -> bool:
     """Whether this machine can submit to it."""
+    ...
 
   def render(self, spec: JobSpec) -> str:
     """The script of a run; ConfigError if this executor cannot run it."""
+    ...
 
   def submit(
     self, spec: JobSpec, tasks: Sequence[int] | None, after: Path | None
@@ -52,6 +54,7 @@ class Executor(Protocol):
     Raises:
       ConfigError: the submission is refused.
     """
+    ...
 
   def queue(self, runs: Mapping[str, JobSpec]) -> dict[str, QueueEntry]:
     """What is known of the tasks of runs, by `spec.task_id`; ended ones may be missing.
@@ -59,9 +62,11 @@ class Executor(Protocol):
     Args:
       runs: specs by the number of their last job.
     """
+    ...
 
   def cancel(self, spec: JobSpec, job: str) -> None:
     """End all tasks of a job: SIGTERM, some seconds to save, SIGKILL."""
+    ...
 
 
 # In the order in which they are tried where none is named; `local` is always there.

@@ -80,10 +80,9 @@ def prepare(
   if trials:
     sweeps.check(load, texts, trials)
   if not (chosen.python or chosen.container or find_spec("jax")):
-    raise ConfigError(
-      f"{sys.executable}: has no jax; submit from the environment that trains, or "
-      "name its interpreter by --python or in the site's profile"
-    )
+    advice = "submit from the environment that trains, or name its interpreter by "
+    advice += "--python or in the site's profile"
+    raise ConfigError(f"{sys.executable}: has no jax; {advice}")
   folder = folders.new_folder(runs, name, path)
   spec = JobSpec(
     name=folder.name,
@@ -127,10 +126,9 @@ def checked_loader(config: str | Config, processes: int = 1) -> sweeps.Loader:
     for size in sizes or (made.batch_size,):
       if over := size % processes:
         near = filter(None, (size - over, size - over + processes))
-        raise ConfigError(
-          f"batch size {size}: not divisible by {processes} processes; give "
-          f"{text.listed(near, 'or')}, or another number of nodes"
-        )
+        advice = f"give {text.listed(near, 'or')}, or another number of nodes"
+        message = f"batch size {size}: not divisible by {processes} processes; {advice}"
+        raise ConfigError(message)
     return made
 
   return load
@@ -316,9 +314,8 @@ class Job(NamedTuple):
     """
     spec, now = folders.read_spec(self.folder), self.status()
     if active := [row for row in now if not row.ended]:
-      raise ConfigError(
-        f"{spec.name}: {active[0].job} is {active[0].state}; `cancel {spec.name}` first"
-      )
+      is_active = f"{active[0].job} is {active[0].state}"
+      raise ConfigError(f"{spec.name}: {is_active}; `cancel {spec.name}` first")
     tasks = [i for i, row in enumerate(now) if row.state != "COMPLETED"]
     if not tasks:
       raise ConfigError(f"{spec.name}: is done; there is nothing to resume")

@@ -18,6 +18,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.launch import folder as folders
 from jaxscale.metrics import read_json, read_json_lines
 
+CHANGES = "batch or image size changes during the run, which has no single throughput"
 _RATE, _REPORT = "perf/examples_per_s", "perf/exposed_share"
 
 
@@ -103,10 +104,8 @@ def read(path: Path) -> MeasuredRun:
     raise ConfigError(f"{workdir}/config.json: unreadable, no {e}") from None
   shapes = {(phase["batch_size"], phase["image_size"]) for phase in derived["phases"]}
   if len(shapes) > 1 or config["phases"]["class"] == "AdaptiveBatch":
-    raise ConfigError(
-      f"{path.name}: the batch or image size changes during the run, which has no "
-      "single throughput; compare runs with --config.phases=Phases"
-    )
+    advice = "compare runs with --config.phases=Phases"
+    raise ConfigError(f"{path.name}: the {CHANGES}; {advice}")
   # Lines of the last start, which an event or else a step report marks. Events have
   # whole seconds; nothing is logged in the first second of a process.
   lines = read_json_lines(workdir / "metrics.jsonl")
@@ -116,6 +115,7 @@ def read(path: Path) -> MeasuredRun:
   report: Mapping[str, Any] = next((x for x in lines if _REPORT in x), {})
   summary = read_json(workdir / "summary.json")
   scores = summary if summary.get("outcome") == "done" else {}
+  final: dict[str, Any] = {n: scores.get(n) for n in ("loss", "accuracy", "perplexity")}
   measured = MeasuredRun(
     name=path.name,
     config=config,
@@ -132,7 +132,7 @@ def read(path: Path) -> MeasuredRun:
     compute_s=report.get("perf/compute_s"),
     exposed_s=report.get("perf/exposed_s"),
     spread=report.get("perf/spread") if processes > 1 else None,
-    **{name: scores.get(name) for name in ("loss", "accuracy", "perplexity")},
+    **final,
   )
   step = max((line["step"] for line in lines), default=0)
   missing = _missing(measured, step, derived["total_steps"], bool(scores))

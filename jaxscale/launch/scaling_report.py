@@ -122,10 +122,8 @@ def _kind_of(runs: Sequence[MeasuredRun]) -> Kind:
   if len({r.batch / r.devices for r in runs}) == 1:
     return "weak"
   pairs = ", ".join(f"{r.batch} on {r.devices} ({r.name})" for r in runs)
-  raise ConfigError(
-    f"global batches of {pairs} devices: neither the same (strong scaling) nor the "
-    "same per device (weak); give the runs of one study"
-  )
+  text = f"global batches of {pairs} devices: neither the same (strong scaling) nor "
+  raise ConfigError(f"{text}the same per device (weak); give the runs of one study")
 
 
 def serial_share(kind: Kind, points: Sequence[tuple[float, float]]) -> float | None:
@@ -176,10 +174,9 @@ def _check_same(runs: Sequence[MeasuredRun]) -> list[str]:
       if (old := flat[0].get(name)) == (new := settings.get(name)):
         continue
       if not {name, name.split(".")[0]} & {*_MAY_DIFFER}:
-        raise ConfigError(
-          f"{runs[0].name} and {run.name} differ in {name} ({old!r} and {new!r}), "
-          "so they are not a scaling study; give runs of one config"
-        )
+        text = f"{runs[0].name} and {run.name} differ in {name} ({old!r} and {new!r}), "
+        text += "so they are not a scaling study; give runs of one config"
+        raise ConfigError(text)
       if name in _NOTED:
         pairs = zip(runs, flat, strict=True)
         noted[name] = [f"{s.get(name)} ({r.name})" for r, s in pairs]

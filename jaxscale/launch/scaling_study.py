@@ -18,6 +18,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.launch import folder as folders
 from jaxscale.launch import jobs, sweeps
 from jaxscale.launch.jobs import Job, Prepared
+from jaxscale.launch.measured import CHANGES
 from jaxscale.launch.scaling_report import Report, report
 from jaxscale.launch.status import StatusTable, statuses
 from jaxscale.metrics import write_json
@@ -62,10 +63,7 @@ def prepare(
   first = jobs.checked_loader(config)(texts)
   phases = first.phases
   if isinstance(phases, AdaptiveBatch) or phases.batch_sizes or phases.image_sizes:
-    raise ConfigError(
-      f"{path}: the batch or image size changes during the run, which has no single "
-      "throughput; give --config.phases=Phases"
-    )
+    raise ConfigError(f"{path}: the {CHANGES}; give --config.phases=Phases")
   prepared = []
   for size in nodes:
     if batch == "grows":

@@ -47,9 +47,8 @@ def render(spec: JobSpec) -> str:
   """
   for path in (spec.folder, spec.cwd):
     if re.search(r'[\\"\n]', path):
-      raise ConfigError(
-        f"{path}: Slurm takes no path with a backslash, a double quote or a line break"
-      )
+      refused = "a backslash, a double quote or a line break"
+      raise ConfigError(f"{path}: Slurm takes no path with {refused}")
   parts = [_header(spec), specs.setup_script(spec), _commands(spec), _EVENTS]
   parts += [_start(spec), _MAY_RESTART, _FINISH, _STEP]
   parts += [_PREFLIGHT] if spec.preflight else []

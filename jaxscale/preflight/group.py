@@ -82,10 +82,9 @@ def receive(group: Group, rank: int, step: str) -> Any:
   except (OSError, EOFError, ValueError) as e:
     raise _lost(group, rank, step, e) from None
   if message["step"] != step:
-    raise ConfigError(
-      f"preflight: {group.name(rank)} is at {message['step']!r} where "
-      f"{group.name(group.rank)} is at {step!r}; start the same command everywhere"
-    )
+    theirs = f"{group.name(rank)} is at {message['step']!r}"
+    ours = f"{group.name(group.rank)} is at {step!r}; start the same command everywhere"
+    raise ConfigError(f"preflight: {theirs} where {ours}")
   return message["value"]
 
 
