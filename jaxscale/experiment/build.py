@@ -141,12 +141,8 @@ class Experiment:
     parts = init_fn(self.model), self.tx, self.mesh, self.exchange
     if self.sync is not None:
       return parts, {"local": self.sync.method}
-    options = {
-      "layout": self.layout,
-      "average": self.config.ema_decay is not None,
-      "noise_scale": self.config.noise_scale,
-    }
-    return parts, options
+    average, noise = self.config.ema_decay is not None, self.config.noise_scale
+    return parts, {"layout": self.layout, "average": average, "noise_scale": noise}
 
 
 def experiment(
@@ -173,11 +169,9 @@ def experiment(
   here = jax.device_count() if devices is None else len(devices)
   derived = derive(config, *sizes, here, start_devices=start_devices)
   spans = [bn_span(config, derived, phase) for phase in derived.phases]
-  mesh = make_mesh(
-    **dataclasses.asdict(config.mesh),
-    bn_devices=max(span.bn_devices for span in spans),
-    devices=devices,
-  )
+  grid = dataclasses.asdict(config.mesh)
+  bn_devices = max(span.bn_devices for span in spans)
+  mesh = make_mesh(**grid, bn_devices=bn_devices, devices=devices)
   for phase in derived.phases:  # those to come are refused now
     make_sync(config, derived, phase, mesh)
   model = make_model(config, eval_data.info, mesh, spans[0], train=False)
@@ -185,12 +179,10 @@ def experiment(
   layout = layouts.make_layout(config, mesh, model)
   totals = layouts.make_totals(model, layout, build(config.loss, eval_data.info))
   eval_step = steps.make_eval_step(totals, mesh, layout)
-  parts = _phase_parts(
-    config, derived, mesh, model, layout, train_data, derived.phases[0]
-  )
+  shared = config, derived, mesh, model, layout, train_data
   return Experiment(
     config=config, derived=derived, mesh=mesh, eval_data=eval_data, model=model,
-    layout=layout, eval_step=eval_step, **parts,
+    layout=layout, eval_step=eval_step, **_phase_parts(*shared, derived.phases[0]),
   )  # fmt: skip
 
 
@@ -200,11 +192,9 @@ def make_data(config: cfg.Config) -> tuple[data.Dataset, data.Dataset]:
   Raises:
     ConfigError: they cannot be had, or a class of the user's gave something else.
   """
-  made = build(config.data)
-  if isinstance(made, tuple) and len(made) == 2:
-    train, held_out = made
-    if isinstance(train, data.Dataset) and isinstance(held_out, data.Dataset):
-      return train, held_out
+  match made := build(config.data):
+    case tuple((data.Dataset(), data.Dataset())):
+      return made
   raise ConfigError(
     f"{type(config.data).__name__}.build: gave {type(made).__name__}; return two "
     "data.Dataset, to train on and held-out (data.from_arrays makes one)"
@@ -219,13 +209,7 @@ def at_phase(experiment: Experiment, phase: Phase) -> Experiment:
 
 
 def _phase_parts(
-  config: cfg.Config,
-  derived: Derived,
-  mesh: Mesh,
-  eval_model,
-  layout,
-  train_data,
-  phase,
+  config: cfg.Config, derived: Derived, mesh, eval_model, layout, train_data, phase
 ) -> dict[str, Any]:
   """The fields of an `Experiment` that differ between phases."""
   if phase.image_size is not None:
@@ -265,10 +249,9 @@ def _phase_parts(
 
 def with_sizes(experiment: Experiment, chosen: Sequence[int]) -> Experiment:
   """The experiment when an adaptive run has settled on these batch sizes."""
-  d = experiment.derived
-  derived = derive(
-    experiment.config, d.num_train, d.num_eval, d.num_devices, chosen, d.start_devices
-  )
+  old = experiment.derived
+  sizes = old.num_train, old.num_eval, old.num_devices
+  derived = derive(experiment.config, *sizes, chosen, old.start_devices)
   return experiment.replace(derived=derived)
 
 
@@ -282,8 +265,7 @@ def enter_phase(config: cfg.Config, old: Phase, new: Phase, state: TrainState):
   if before is None or after is None or before == after:
     return state
   scale = functools.partial(scale_velocity, factor=(1 - before) / (1 - after))
-  scale = jax.jit(scale, donate_argnums=0)
-  return _map_opt_state(state, scale)
+  return _map_opt_state(state, jax.jit(scale, donate_argnums=0))
 
 
 def _map_opt_state(state: TrainState, change: Callable[[Any], Any]) -> TrainState:
@@ -328,11 +310,11 @@ def _check_paths(config: cfg.Config, model: Model) -> None:
         + ", ".join(paths[i] for i in some)
       )
   for path in paths if order else ():
-    fits = [pattern for pattern in order if re.search(pattern, path)]
+    fits = [repr(pattern) for pattern in order if re.search(pattern, path)]
     if len(fits) != 1:
       raise ConfigError(
-        f"Config.layer_order={order}: {path} fits "
-        f"{' and '.join(map(repr, fits)) or 'none'} of them, it must be exactly one"
+        f"Config.layer_order={order}: {path} fits {' and '.join(fits) or 'none'} of "
+        "them, it must be exactly one"
       )
 
 

@@ -98,30 +98,24 @@ def derive(
       f"data.sequence_length={length}: the training text is not longer and makes one "
       f"example, but a batch has {config.batch_size}; give a smaller length"
     )
-  size, micros = config.batch_size, config.accumulate_steps
+  size, micros, lr = config.batch_size, config.accumulate_steps, config.optimizer.lr
   _check_batch("Config.batch_size", size, num_train, start_blocks, micros)
   phases = _phases(config, num_train, chosen)
   _check_phases(config, phases, num_train, start_blocks)
   phases = over_devices(config, phases, blocks, start_blocks)
-  warmup_steps = round(config.schedule.warmup_epochs * num_train / config.batch_size)
-  all_steps = config.epochs * num_train / config.batch_size
-  if warmup_steps >= all_steps > 1:
+  warmup_steps = round(config.schedule.warmup_epochs * num_train / size)
+  if warmup_steps >= config.epochs * num_train / size > 1:
     raise ConfigError(
       f"schedule.warmup_epochs={config.schedule.warmup_epochs}: {warmup_steps} "
       f"steps of a run of {phases[-1].stop}, make it shorter"
     )
-  first = phases[0]
+  first, reference = phases[0], config.lr_reference_batch_size
   return Derived(
     num_train=num_train,
     num_eval=num_eval,
     total_steps=phases[-1].stop,
     warmup_steps=warmup_steps,
-    peak_lr=optim.scale_learning_rate(
-      config.optimizer.lr,
-      config.batch_size,
-      config.lr_reference_batch_size,
-      config.lr_scaling,
-    ),
+    peak_lr=optim.scale_learning_rate(lr, size, reference, config.lr_scaling),
     eval_every=steps_of(config.evaluation.every_epochs, num_train, first),
     save_every=steps_of(config.checkpoint.every_epochs, num_train, first),
     num_devices=num_devices,
@@ -177,9 +171,7 @@ def _check_batch(
     )
 
 
-def _phases(
-  config: cfg.Config, num_train: int, chosen: Sequence[int]
-) -> tuple[Phase, ...]:
+def _phases(config: cfg.Config, num_train: int, chosen: Sequence[int]):
   settings = config.phases
   if isinstance(settings, cfg.AdaptiveBatch):
     count = max(math.ceil(config.epochs / settings.every_epochs), 1)
@@ -189,12 +181,7 @@ def _phases(
   else:
     epochs, sizes = settings.epochs, settings.batch_sizes
     micros, images = settings.accumulate_steps, settings.image_sizes
-  n = len(epochs)
-  return plan(
-    epochs,
-    sizes or (config.batch_size,) * n,
-    micros or (config.accumulate_steps,) * n,
-    images or (None,) * n,
-    total_epochs=config.epochs,
-    num_train=num_train,
-  )
+  n, total = len(epochs), config.epochs
+  sizes = sizes or [config.batch_size] * n
+  micros, images = micros or [config.accumulate_steps] * n, images or [None] * n
+  return plan(epochs, sizes, micros, images, total_epochs=total, num_train=num_train)

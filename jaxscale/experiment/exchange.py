@@ -43,17 +43,15 @@ def make_exchange(
     return plain(axes), []
   name = type(chosen).__name__
   try:
-    made = build(
-      chosen, cfg.ExchangeContext(sizes, params, mesh, config.seed, notes.append)
-    )
+    given = cfg.ExchangeContext(sizes, params, mesh, config.seed, notes.append)
+    made = build(chosen, given)
   except ConfigError as e:
     if f"{name}." in str(e):  # a user's own, with its place
       raise
     raise ConfigError(f"{name}.{e}") from None
   if not isinstance(made, Exchange):
-    raise ConfigError(
-      f"{name}.build: gave {type(made).__name__}; return an exchange.Exchange"
-    )
+    kind = type(made).__name__
+    raise ConfigError(f"{name}.build: gave {kind}; return an exchange.Exchange")
   if chosen.plain_epochs:
     examples = math.ceil(chosen.plain_epochs * derived.num_train)
     # The first that a delayed exchange sends are zeros.

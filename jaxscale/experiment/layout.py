@@ -94,8 +94,7 @@ def check_exchange(
   Raises:
     ConfigError: gradients are summed along fsdp, and there is no other device.
   """
-  exchange = config.exchange
-  name = type(exchange).__name__
+  exchange, name = config.exchange, type(config.exchange).__name__
   if layout is None or layout.shard not in ("zero2", "fsdp"):
     return
   if math.prod(sizes.values()) == 1 and (name != "AllReduce" or exchange.delayed):
@@ -115,16 +114,13 @@ def check_memory(config: cfg.Config, device: Any) -> None:
   kinds = [memory.kind for memory in device.addressable_memories()]
   if HOST in kinds:
     return
-  asked = {
-    "remat": config.layout.remat == "offload",
-    "optimizer": config.layout.optimizer == "host",
-  }
+  needs = {"remat": "offload", "optimizer": "host"}
   if not kinds:  # of GPUs that are not here
-    asked["remat"] = False  # compiles all the same
-  for field, is_asked in asked.items():
-    if is_asked:
+    del needs["remat"]  # compiles all the same
+  for field, value in needs.items():
+    if getattr(config.layout, field) == value:
       raise ConfigError(
-        f"Layout.{field}={getattr(config.layout, field)!r}: JAX knows of no memory of "
+        f"Layout.{field}={value!r}: JAX knows of no memory of "
         f"the kind {HOST!r} here ({device.platform}); use another"
       )
 
@@ -223,7 +219,5 @@ def make_totals(model: Model, layout: Layout | None, objective: Objective) -> An
   if isinstance(model, models.Stack):
     assert layout is not None
     return parallel.stack_totals(model, layout)
-  totals = losses.eval_totals(model.apply, objective)
-  return (
-    totals if layout is None else parallel.with_gathered_params(totals, layout.gathers)
-  )
+  made = losses.eval_totals(model.apply, objective)
+  return made if layout is None else parallel.with_gathered_params(made, layout.gathers)

@@ -95,10 +95,8 @@ def over_devices(
     return True
 
   def here(phase: Phase, devices: int) -> int | None:
-    size, asked = phase.batch_size, phase.accumulate_steps
-    return micro_batches(
-      size, asked, devices, start_blocks, lambda n: keeps(phase, devices, n)
-    )
+    sizes = phase.batch_size, phase.accumulate_steps, devices, start_blocks
+    return micro_batches(*sizes, lambda n: keeps(phase, devices, n))
 
   found = [here(phase, num_blocks) for phase in phases]
   if None not in found:
@@ -131,13 +129,11 @@ def device_summary(config: cfg.Config, derived: Derived) -> str | None:
   if here == start:
     return None
   asked = getattr(config.phases, "accumulate_steps", ())
-  then = [
-    asked[phase.ordinal] if asked else config.accumulate_steps
-    for phase in derived.phases
-  ]
-  now = [phase.accumulate_steps for phase in derived.phases]
+  phases, micros = derived.phases, config.accumulate_steps
+  then = [asked[phase.ordinal] if asked else micros for phase in phases]
+  now = [phase.accumulate_steps for phase in phases]
   before, rows = (
-    [s.batch_size // (n * m) for s, m in zip(derived.phases, micros, strict=True)]
+    [s.batch_size // (n * m) for s, m in zip(phases, micros, strict=True)]
     for n, micros in ((start, then), (here, now))
   )
   micros = f"{_each(now)} micro-batch{'es' * (_each(now) != '1')} per step"

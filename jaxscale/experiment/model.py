@@ -30,9 +30,8 @@ def bn_span(config: cfg.Config, derived: Derived, phase: Phase) -> BatchNormSpan
   span: Any = config.model.bn_span if config.model.batch_norm else "device"
   shape = mesh_shape(derived.num_devices, **dataclasses.asdict(config.mesh))
   rows = phase.batch_size // (shape.row_blocks * phase.accumulate_steps)
-  found = batch_norm_span(
-    span, rows, replica=shape.replica, data=shape.data * shape.fsdp
-  )
+  replicas, data_size = shape.replica, shape.data * shape.fsdp
+  found = batch_norm_span(span, rows, replica=replicas, data=data_size)
   if shape.fsdp > 1 and found.axis_name is not None:
     return found._replace(axis_name=(*found.axis_name, "fsdp"))
   return found
@@ -73,16 +72,11 @@ def make_model(
     ConfigError: the model does not fit the data, is not for such data, or its build
       failed or returned something else.
   """
-  kind = type(config.model).__name__
-  made = build(
-    config.model,
-    cfg.ModelContext(
-      info=info,
-      dtype=jnp.dtype(config.dtype),
-      label_smoothing=config.loss.label_smoothing if train else 0.0,
-      **({} if span is None or mesh is None else _bn_options(span, mesh)),
-    ),
-  )
+  kind, dtype = type(config.model).__name__, jnp.dtype(config.dtype)
+  smoothing = config.loss.label_smoothing if train else 0.0
+  bn = {} if span is None or mesh is None else _bn_options(span, mesh)
+  context = cfg.ModelContext(info=info, dtype=dtype, label_smoothing=smoothing, **bn)
+  made = build(config.model, context)
   if isinstance(made, models.Stack):
     if type(config.loss).__name__ != "CrossEntropy":
       raise ConfigError(
@@ -126,16 +120,12 @@ def imported(
   assert path is not None
   heads = {"num_classes": num_classes, "init_head": config.init_head}
   length = getattr(config.data, "sequence_length", None)
-  found = weights.import_safetensors(
-    path,
-    abstract.params,
-    abstract.model_state,
-    **heads,
-    # Before shapes: it says which setting is another.
-    check=lambda naming, names: check_hf_config(
-      path, naming, names, config.model, sequence_length=length, **heads
-    ),
-  )
+
+  def check(naming, names):  # before shapes: it says which setting is another
+    check_hf_config(path, naming, names, config.model, sequence_length=length, **heads)
+
+  into = abstract.params, abstract.model_state
+  found = weights.import_safetensors(path, *into, **heads, check=check)
   say(found.summary)
   leaves = jax.tree.leaves_with_path((found.params, found.model_state))
   return {path_name(p): x for p, x in leaves if isinstance(x, jax.Array)}

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import optax
+from optax import Schedule
 
 from jaxscale import config as cfg
 from jaxscale import optim
@@ -15,7 +16,7 @@ from jaxscale.experiment.derive import Derived
 from jaxscale.experiment.phases import Phase, follow_batch_size, within_phase
 
 
-def make_schedule(config: cfg.Config, derived: Derived) -> optax.Schedule:
+def make_schedule(config: cfg.Config, derived: Derived) -> Schedule:
   """Step, of Config.batch_size examples -> learning rate."""
   per_epoch = derived.num_train / config.batch_size
   total = max(math.ceil(config.epochs * per_epoch), 1)
@@ -34,15 +35,12 @@ def phase_rate(config: cfg.Config, phase: Phase) -> tuple[float, float | None]:
   settings = config.phases
   rule = "neutral" if isinstance(settings, cfg.AdaptiveBatch) else settings.follow
   momentum = getattr(config.optimizer, "momentum", None)
-  factor, new = follow_batch_size(
-    rule, phase.batch_size, config.batch_size, momentum or 0.0
-  )
+  sizes = phase.batch_size, config.batch_size
+  factor, new = follow_batch_size(rule, *sizes, momentum or 0.0)
   return factor, None if momentum is None else new
 
 
-def phase_schedule(
-  config: cfg.Config, derived: Derived, phase: Phase
-) -> optax.Schedule:
+def phase_schedule(config: cfg.Config, derived: Derived, phase: Phase) -> Schedule:
   """Step of the run -> learning rate, inside a phase."""
   schedule = make_schedule(config, derived)
   if len(derived.phases) == 1:
@@ -51,10 +49,7 @@ def phase_schedule(
 
 
 def make_optimizer(
-  config: cfg.Config,
-  schedule: optax.Schedule,
-  warmup_steps: int = 0,
-  momentum: float | None = None,
+  config: cfg.Config, schedule: Schedule, warmup_steps=0, momentum: float | None = None
 ) -> optax.GradientTransformation:
   """Clip by the global norm, optimize, and let lower layers move less.
 
@@ -77,8 +72,7 @@ def make_optimizer(
     chain.insert(0, optax.clip_by_global_norm(config.clip_norm))
   if config.layer_decay is not None:
     chain.append(optim.layerwise_rate_decay(config.layer_decay, config.layer_order))
-  if not type(config.optimizer).__module__.startswith("jaxscale.") or isinstance(
-    config.optimizer, optim.Optax
-  ):
+  is_own = not type(config.optimizer).__module__.startswith("jaxscale.")
+  if is_own or isinstance(config.optimizer, optim.Optax):
     chain.append(optim.keep_rate(schedule))
   return optax.chain(*chain)

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+Rule = Literal["none", "linear", "sqrt", "neutral"]  # how rate and momentum follow
+
 
 class Phase(NamedTuple):
   """A stretch of steps of one shape.
@@ -70,10 +72,8 @@ def plan(
     left = min(end, total_epochs) * num_train - examples
     steps = max(math.ceil(left / batch_size), 0)
     if steps:
-      stop = start + steps
-      phases.append(
-        Phase(start, stop, examples, batch_size, micros, image_size, ordinal)
-      )
+      shape = batch_size, micros, image_size, ordinal
+      phases.append(Phase(start, start + steps, examples, *shape))
     start, examples = start + steps, examples + steps * batch_size
   if not phases:  # a run has a step, however short it is
     phases.append(Phase(0, 1, 0, batch_sizes[0], accumulate_steps[0], image_sizes[0]))
@@ -154,10 +154,7 @@ def within_phase(
 
 
 def follow_batch_size(
-  rule: Literal["none", "linear", "sqrt", "neutral"],
-  batch_size: int,
-  reference: int,
-  momentum: float,
+  rule: Rule, batch_size: int, reference: int, momentum: float
 ) -> tuple[float, float]:
   """(factor of the rate, momentum) when the batch is no longer the reference.
 

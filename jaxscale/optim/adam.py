@@ -81,18 +81,13 @@ def lamb(
     return ratio * r, layers.kept(ratio)
 
   def scale_by_trust_ratio(updates, state, params=None):
-    del state
     updates, ratios = map_layers(2, scaled, params, mask, stacked, updates)
     return updates, layers.TrustRatios(ratios)
 
-  return in_float32(
-    optax.chain(
-      _scale_by_adam(b1, b2, eps, bias_correction),
-      _decay(weight_decay, mask, stacked),
-      optax.GradientTransformation(init, scale_by_trust_ratio),
-      scale_by_rate(learning_rate),
-    )
-  )
+  adam = _scale_by_adam(b1, b2, eps, bias_correction)
+  decay, rate = _decay(weight_decay, mask, stacked), scale_by_rate(learning_rate)
+  ratio = optax.GradientTransformation(init, scale_by_trust_ratio)
+  return in_float32(optax.chain(adam, decay, ratio, rate))
 
 
 def adamw(
@@ -125,18 +120,11 @@ def adamw(
   Example:
     >>> tx = adamw(warmup_cosine(1e-3, 100, 1000), weight_decay=0.05)
   """
-  return in_float32(
-    optax.chain(
-      _scale_by_adam(b1, b2, eps),
-      _decay(weight_decay, mask, stacked),
-      scale_by_rate(learning_rate),
-    )
-  )
+  adam, decay = _scale_by_adam(b1, b2, eps), _decay(weight_decay, mask, stacked)
+  return in_float32(optax.chain(adam, decay, scale_by_rate(learning_rate)))
 
 
-def _scale_by_adam(
-  b1: float, b2: float, eps: float, bias_correction: bool = True
-) -> optax.GradientTransformation:
+def _scale_by_adam(b1: float, b2: float, eps: float, bias_correction: bool = True):
   """`optax.scale_by_adam` with an exact bias correction.
 
   In optax 1 - b^t is computed in float32, where 1 - 0.999 is off by 1e-5 of itself.
@@ -147,7 +135,6 @@ def _scale_by_adam(
     return optax.ScaleByAdamState(jnp.zeros([], jnp.int32), mu, nu)
 
   def update(updates, state, params=None):
-    del params
     count = state.count + 1
     mu = optax.tree.update_moment(updates, state.mu, b1, 1)
     nu = optax.tree.update_moment(updates, state.nu, b2, 2)
@@ -167,9 +154,7 @@ def _scale_by_adam(
   return optax.GradientTransformation(init, update)
 
 
-def _decay(
-  weight_decay: float, mask: Mask | None, stacked: Mask | None
-) -> optax.GradientTransformation:
+def _decay(weight_decay: float, mask: Mask | None, stacked: Mask | None):
   def chosen(params):
     return map_layers(1, lambda layer, _: (layer.chosen,), params, mask, stacked)[0]
 

@@ -43,10 +43,8 @@ def layerwise_rate_decay(
     name = path_name(path)
     hits = [i for i, pattern in enumerate(patterns) if pattern.search(name)]
     if len(hits) != 1:
-      matched = [order[i] for i in hits]
-      raise ValueError(
-        f"order: {name} fits {matched or 'none'} of {list(order)}, need exactly one"
-      )
+      fits = [order[i] for i in hits] or "none"
+      raise ValueError(f"order: {name} fits {fits} of {list(order)}, need exactly one")
     return decay ** (len(patterns) - 1 - hits[0])
 
   def init(params):
@@ -54,7 +52,6 @@ def layerwise_rate_decay(
     return optax.EmptyState()
 
   def update(updates, state, params=None):
-    del params
     scaled = jax.tree.map_with_path(lambda path, u: factor(path) * u, updates)
     return scaled, state
 

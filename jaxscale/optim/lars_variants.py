@@ -129,9 +129,8 @@ def lars(
     ...   weight_decay=5e-4, momentum_correction=400, mask=None)
   """
   if variant not in _VARIANTS:
-    raise ConfigError(
-      f"LARS.variant={variant!r}: not known, give one of {', '.join(_VARIANTS)}"
-    )
+    known = ", ".join(_VARIANTS)
+    raise ConfigError(f"LARS.variant={variant!r}: not known, give one of {known}")
   form, denominator, clip, clips_undefined = _VARIANTS[variant]
   if momentum_correction is not False and not form.rate_in_velocity:
     raise ConfigError(

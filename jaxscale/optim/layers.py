@@ -30,9 +30,7 @@ class Layer(NamedTuple):
   stacked: bool
 
 
-def layers_of(
-  params: Any, mask: Mask | Any | None, stacked: Mask | Any | None
-) -> list[Layer]:
+def layers_of(params: Any, mask: Mask | Any, stacked: Mask | Any) -> list[Layer]:
   """A `Layer` for each leaf, in the order of `jax.tree.leaves`.
 
   Args:
@@ -56,12 +54,7 @@ def layers_of(
 
 
 def map_layers(
-  outputs: int,
-  function: Callable[..., tuple],
-  params: Any,
-  mask: Mask | Any | None,
-  stacked: Mask | Any | None,
-  *trees: Any,
+  outputs: int, function: Callable[..., tuple], params, mask, stacked, *trees: Any
 ) -> list[Any]:
   """Trees like the parameters, one for each value that `function` gives for a leaf.
 

@@ -37,9 +37,7 @@ def matching(pattern: str) -> Mask:
     {'a': {'w': True}, 'b': {'w': False}}
   """
 
-  def mask(params):
-    return jax.tree.map_with_path(
-      lambda path, _: bool(re.search(pattern, path_name(path))), params
-    )
+  def fits(path, _):
+    return bool(re.search(pattern, path_name(path)))
 
-  return mask
+  return lambda params: jax.tree.map_with_path(fits, params)

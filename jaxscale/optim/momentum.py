@@ -148,12 +148,9 @@ def momentum_rule(
 
   def init(params):
     has_ratio = mask if ratio else jax.tree.map(lambda _: False, params)
-    return MomentumState(
-      count=jnp.zeros([], jnp.int32),
-      learning_rate=jnp.zeros([], default_float()),
-      velocity=optax.tree.zeros_like(params),
-      trust_ratios=layers.initial_ratios(params, has_ratio, stacked),
-    )
+    count, rate = jnp.zeros([], jnp.int32), jnp.zeros([], default_float())
+    ratios = layers.initial_ratios(params, has_ratio, stacked)
+    return MomentumState(count, rate, optax.tree.zeros_like(params), ratios)
 
   def update(updates, state, params=None):
     rate = rate_at(learning_rate, state.count)
@@ -182,9 +179,8 @@ def momentum_rule(
       moved = outside * (entered + momentum * v if nesterov else v)
       return -moved, v, optax.MaskedNode() if r is None else layers.kept(r)
 
-    moved, velocity, ratios = layers.map_layers(
-      3, step, params, mask, stacked, updates, state.velocity
-    )
+    trees = updates, state.velocity
+    moved, velocity, ratios = layers.map_layers(3, step, params, mask, stacked, *trees)
     return moved, MomentumState(state.count + 1, rate, velocity, TrustRatios(ratios))
 
   return layers.in_float32(optax.GradientTransformation(init, update))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -76,9 +75,8 @@ def muon(
 
     def label(layer, leaf, is_outer):
       # In alphabetical order: `learning_rate` reads the kernels' first.
-      if _matrix(layer, leaf)[0] is None:
-        return ("rest",)
-      return ("outer kernels" if is_outer else "kernels",)
+      kernel = "outer kernels" if is_outer else "kernels"
+      return (kernel if _matrix(layer, leaf)[0] else "rest",)
 
     return map_layers(1, label, params, mask, stacked, outer)[0]
 
@@ -96,10 +94,9 @@ def muon(
     consistent_rms=consistent_rms,
   )
   rest_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
-  adam = functools.partial(
-    optax.adamw, rest_rate, b1=b1, b2=b2, eps=eps, nesterov=nesterov
-  )
-  parts: dict[Hashable, optax.GradientTransformation] = {
+  options: dict[str, Any] = {"b1": b1, "b2": b2, "eps": eps, "nesterov": nesterov}
+  adam = functools.partial(optax.adamw, rest_rate, **options)
+  parts: dict[Any, Any] = {
     "kernels": optax.chain(inside, scale_by_rate(learning_rate, flip_sign=False)),
     "outer kernels": adam(weight_decay=weight_decay),
     "rest": adam(weight_decay=0.0),
@@ -109,7 +106,5 @@ def muon(
 
 def _matrix(layer: Layer, leaf: Any) -> tuple[MuonDimensionNumbers | None]:
   """Which dims of a leaf are a matrix's rows and columns; None: it has none."""
-  first, last = int(layer.stacked), leaf.ndim - 1
-  if not layer.chosen or last - first < 1:
-    return (None,)
-  return (MuonDimensionNumbers(tuple(range(first, last)), last),)
+  rows, last = tuple(range(layer.stacked, leaf.ndim - 1)), leaf.ndim - 1
+  return (MuonDimensionNumbers(rows, last) if layer.chosen and rows else None,)

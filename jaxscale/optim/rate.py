@@ -37,11 +37,9 @@ def scale_by_rate(
   """`optax.scale_by_learning_rate` whose state keeps the rate, for `learning_rate`."""
 
   def init(params):
-    del params
     return ScaleByRateState(jnp.zeros([], jnp.int32), jnp.zeros([], default_float()))
 
   def update(updates, state, params=None):
-    del params
     rate = rate_at(learning_rate, state.count)
     factor = -rate if flip_sign else rate
     scaled = jax.tree.map(lambda u: factor.astype(u.dtype) * u, updates)
@@ -76,7 +74,6 @@ def keep_rate(schedule: optax.Schedule) -> optax.GradientTransformation:
   """Changes nothing and keeps the rate, for optimizers that do not keep it."""
 
   def update(updates, state, params=None):
-    del params
     return updates, ScaleByRateState(state.count + 1, rate_at(schedule, state.count))
 
   return optax.GradientTransformation(scale_by_rate(schedule).init, update)

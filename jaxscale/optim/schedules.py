@@ -18,12 +18,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 import optax
 
 Warmup = Literal["linear", "quadratic", "exponential"]
+Scaling = Literal["none", "linear", "sqrt"]
 
 
 def warmup_polynomial(
@@ -67,10 +68,9 @@ def warmup_polynomial(
     >>> float(warmup_polynomial(32, 400, 4000, end=0.0, restart=False)(400))
     25.920000076293945
   """
-  if power <= 0:
-    raise ValueError(f"power={power}: need > 0")
-  if decay_steps is not None and not (restart and decay_steps > 0):
-    raise ValueError(f"decay_steps={decay_steps}: need > 0, and restart=True")
+  _need(power > 0, f"power={power}: need > 0")
+  is_usable = decay_steps is None or (restart and decay_steps > 0)
+  _need(is_usable, f"decay_steps={decay_steps}: need > 0, and restart=True")
   span = total_steps - warmup_steps + 1 if decay_steps is None else decay_steps
 
   last, span = (warmup_steps + span, span) if restart else (total_steps, total_steps)
@@ -148,16 +148,20 @@ def warmup_steps(
   Example:
     >>> goyal = warmup_steps(3.2, 780, (4680, 9360, 12480), start=0.1)
   """
-  if factor <= 0:
-    raise ValueError(f"factor={factor}: need > 0")
-  if any(a > b for a, b in pairwise([0, *boundaries])):
-    raise ValueError(f"boundaries={list(boundaries)}: need steps >= 0 that rise")
+  _need(factor > 0, f"factor={factor}: need > 0")
+  rises = all(a <= b for a, b in pairwise([0, *boundaries]))
+  _need(rises, f"boundaries={list(boundaries)}: need steps >= 0 that rise")
 
   def decay(step):
     passed = sum((step >= b).astype(jnp.float32) for b in boundaries)
     return peak * factor ** jnp.asarray(passed, jnp.float32)
 
   return _schedule(decay, warmup, start, peak, warmup_steps, math.inf)
+
+
+def _need(condition: Any, message: str) -> None:
+  if not condition:
+    raise ValueError(message)
 
 
 def _schedule(
@@ -170,23 +174,16 @@ def _schedule(
   end: float = 0.0,
 ) -> optax.Schedule:
   """A ramp from `start` before step `warmup_steps`, `decay` from there on."""
-  if not 0 < peak < math.inf:
-    raise ValueError(f"peak={peak}: need a rate > 0")
-  if end < 0:
-    raise ValueError(f"end={end}: need a rate >= 0")
-  if not 0 <= warmup_steps <= total_steps:
-    raise ValueError(
-      f"warmup_steps={warmup_steps}: need 0 <= warmup_steps <= total_steps"
-      f"={total_steps}"
-    )
-  if total_steps <= 0:
-    raise ValueError(f"total_steps={total_steps}: need > 0")
-  if not 0 <= start <= peak:
-    raise ValueError(f"start={start}: need 0 <= start <= peak={peak}")
-  if warmup not in get_args(Warmup):
-    raise ValueError(f"warmup={warmup!r}: give 'linear', 'quadratic' or 'exponential'")
-  if warmup == "exponential" and not start:
-    raise ValueError("start=0: an exponential warm-up needs start > 0")
+  ramps, bounds = get_args(Warmup), f"0 <= warmup_steps <= total_steps={total_steps}"
+  _need(0 < peak < math.inf, f"peak={peak}: need a rate > 0")
+  _need(end >= 0, f"end={end}: need a rate >= 0")
+  is_within = 0 <= warmup_steps <= total_steps
+  _need(is_within, f"warmup_steps={warmup_steps}: need {bounds}")
+  _need(total_steps > 0, f"total_steps={total_steps}: need > 0")
+  _need(0 <= start <= peak, f"start={start}: need 0 <= start <= peak={peak}")
+  _need(warmup in ramps, f"warmup={warmup!r}: give one of {', '.join(ramps)}")
+  has_start = warmup != "exponential" or start
+  _need(has_start, "start=0: an exponential warm-up needs start > 0")
 
   def schedule(step):
     step = jnp.asarray(step, jnp.float32)
@@ -203,10 +200,7 @@ def _schedule(
 
 
 def scale_learning_rate(
-  rate: float,
-  batch_size: float,
-  reference_batch_size: float,
-  rule: Literal["none", "linear", "sqrt"],
+  rate: float, batch_size: float, reference_batch_size: float, rule: Scaling
 ) -> float:
   """The rate for a batch size, from the rate for a reference batch size.
 
@@ -225,6 +219,5 @@ def scale_learning_rate(
   """
   ratio = batch_size / reference_batch_size
   factors = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}
-  if rule not in factors:
-    raise ValueError(f"rule={rule!r}: give one of {', '.join(factors)}")
+  _need(rule in factors, f"rule={rule!r}: give one of {', '.join(factors)}")
   return rate * factors[rule]

@@ -64,6 +64,11 @@ class SGD(Optimizer):
     return optim.sgd(schedule, **_options(self, context))
 
 
+def _check_include(optimizer: LARS | LAMB) -> None:
+  remedy = "give 'kernels', 'all' or e.g. 'kernel$'"
+  check_pattern(f"{type(optimizer).__name__}.include", optimizer.include, remedy)
+
+
 class LARS(Optimizer):
   """Layer-wise adaptive rate scaling (arXiv:1708.03888), MLPerf's form.
 
@@ -91,9 +96,7 @@ class LARS(Optimizer):
   include: str = "kernels"
 
   has_resettable_momentum = True
-
-  def __post_init__(self):
-    _check_include(self)
+  __post_init__ = _check_include
 
   def build(self, schedule: optax.Schedule, context: OptimizerContext):
     return optim.lars(schedule, **_options(self, context))
@@ -133,16 +136,10 @@ class LAMB(AdamW):
   phi_max: Annotated[float | None, "> 0"] = None
   include: str = "kernels"
 
-  def __post_init__(self):
-    _check_include(self)
+  __post_init__ = _check_include
 
   def build(self, schedule: optax.Schedule, context: OptimizerContext):
     return optim.lamb(schedule, **_options(self, context))
-
-
-def _check_include(optimizer: LARS | LAMB) -> None:
-  remedy = "give 'kernels', 'all' or e.g. 'kernel$'"
-  check_pattern(f"{type(optimizer).__name__}.include", optimizer.include, remedy)
 
 
 class Muon(Optimizer):
@@ -179,7 +176,6 @@ class Optax(Optimizer):
   make: Any
 
   def build(self, schedule: optax.Schedule, context: OptimizerContext):
-    del context
     made = self.make(schedule)
     if not (hasattr(made, "init") and hasattr(made, "update")):
       raise ConfigError(
@@ -229,10 +225,8 @@ class Cosine(Warmup):
   end_lr: NonNegative = 0.0
 
   def build(self, peak: float, context: ScheduleContext) -> optax.Schedule:
-    return optim.warmup_cosine(
-      peak, context.warmup_steps, context.total_steps, end=self.end_lr,
-      **self.rise(peak, context),
-    )  # fmt: skip
+    steps, rise = (context.warmup_steps, context.total_steps), self.rise(peak, context)
+    return optim.warmup_cosine(peak, *steps, end=self.end_lr, **rise)
 
 
 class Polynomial(Cosine):
@@ -282,13 +276,10 @@ class Steps(Warmup):
   def __post_init__(self):
     super().__post_init__()
     if list(self.boundaries) != sorted(set(self.boundaries)):
-      raise ConfigError(
-        f"Steps.boundaries={self.boundaries}: give them in rising order"
-      )
+      given = self.boundaries
+      raise ConfigError(f"Steps.boundaries={given}: give them in rising order")
 
   def build(self, peak: float, context: ScheduleContext) -> optax.Schedule:
     boundaries = [round(epoch * context.per_epoch) for epoch in self.boundaries]
-    return optim.warmup_steps(
-      peak, context.warmup_steps, boundaries, factor=self.factor,
-      **self.rise(peak, context),
-    )  # fmt: skip
+    steps, rise = context.warmup_steps, self.rise(peak, context)
+    return optim.warmup_steps(peak, steps, boundaries, factor=self.factor, **rise)

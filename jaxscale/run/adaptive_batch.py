@@ -25,6 +25,8 @@ from jaxscale.experiment.phases import examples_at, phase_index
 from jaxscale.training.state import TrainState
 from jaxscale.training.step import Batch
 
+FILE = "batch_sizes.json"  # in the workdir: those that an adaptive run has chosen
+
 
 def candidates(
   previous: int, initial: int, *, maximum: int, multiple: int, rate_change: float = 1.0
@@ -102,9 +104,8 @@ def choose(
   here, start = derived.num_devices, derived.start_devices
   asked, previous = config.accumulate_steps, experiment.phase.batch_size
   # A run that resumes on other devices tries the sizes that it would have tried.
-  unit = math.lcm(
-    settings.multiple, start * asked, here * (asked if here > start else 1)
-  )
+  micros = asked if here > start else 1
+  unit = math.lcm(settings.multiple, start * asked, here * micros)
 
   def at_size(size: int) -> build.Experiment | None:
     wanted = phase._replace(batch_size=size, accumulate_steps=asked)
@@ -129,13 +130,11 @@ def choose(
 
   done = examples_at(derived.phases, step) / config.batch_size
   rate = jnp.asarray(make_schedule(config, derived)(done)).item()
+  # As the rate decays, larger batches are worth a trial.
+  change = rate / derived.peak_lr if done >= derived.warmup_steps else 1.0
+  most = min(settings.max_batch_size, derived.num_train)
   sizes = candidates(
-    previous,
-    config.batch_size,
-    maximum=min(settings.max_batch_size, derived.num_train),
-    multiple=unit,
-    # As the rate decays, larger batches are worth a trial.
-    rate_change=rate / derived.peak_lr if done >= derived.warmup_steps else 1.0,
+    previous, config.batch_size, maximum=most, multiple=unit, rate_change=change
   )
   tries = {size: tried for size in sizes if (tried := at_size(size)) is not None}
   if not set(tries) - {previous}:
@@ -145,10 +144,5 @@ def choose(
 
 def read_chosen(workdir: Path) -> tuple[int, ...]:
   """The batch sizes that this run has chosen so far, one per phase."""
-  path = chosen_path(workdir)
+  path = workdir / FILE
   return tuple(json.loads(path.read_text())) if path.exists() else ()
-
-
-def chosen_path(workdir: Path) -> Path:
-  """The file of these sizes."""
-  return workdir / "batch_sizes.json"

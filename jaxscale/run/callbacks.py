@@ -24,6 +24,7 @@ from jaxscale.parallel.layout import backward_sum_axes
 from jaxscale.run.nan_policy import NanPolicy
 from jaxscale.run.reporter import Reporter
 from jaxscale.training import loop, nan_guard, replica_check
+from jaxscale.training.replica_check import Fingerprint
 
 
 class Run(NamedTuple):
@@ -50,10 +51,7 @@ class RunCallbacks(loop.Callbacks):
   """Logs, evaluates, checks, saves and stops as the config says, in a phase."""
 
   def __init__(
-    self,
-    run: Run,
-    reporter: Reporter,
-    fingerprint: Future[replica_check.Fingerprint] | None = None,
+    self, run: Run, reporter: Reporter, fingerprint: Future[Fingerprint] | None = None
   ):
     """Callbacks of the reporter's phase.
 

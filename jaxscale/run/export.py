@@ -57,9 +57,8 @@ def export(
   if not steps:
     raise ConfigError(f"--workdir={workdir}: the run has saved nothing yet")
   if step not in (None, *steps):
-    raise ConfigError(
-      f"--step={step}: not saved, there are {', '.join(map(str, steps))}"
-    )
+    saved = ", ".join(map(str, steps))
+    raise ConfigError(f"--step={step}: not saved, there are {saved}")
   step = steps[-1] if step is None else step
   directory = workdir.absolute() / "checkpoints" / str(step)
   try:
@@ -81,16 +80,12 @@ def export(
       for name, leaf in manifest.items()
       if name.startswith(prefix)
     }
-    fields = None
-    if naming == "huggingface":
-      fields = _hf_fields(to, described, leaves.get("params/layers/gate/kernel"), dtype)
+    gate = leaves.get("params/layers/gate/kernel")
+    fields = _hf_fields(to, described, gate, dtype) if naming == "huggingface" else None
+    classes, about = described.num_classes, _about(described, step, take)
+    cast_to = None if dtype is None else _dtype(dtype)
     size = weights.export_leaves(
-      to,
-      leaves,
-      naming=naming,
-      num_classes=described.num_classes,
-      dtype=None if dtype is None else _dtype(dtype),
-      metadata=_about(described, step, take),
+      to, leaves, naming=naming, num_classes=classes, dtype=cast_to, metadata=about
     )
   except files.DamagedError as e:
     raise ConfigError(
@@ -144,15 +139,11 @@ def _hf_fields(
   config = described.settings()
   assert isinstance(config.model, cfg.Transformer)
   # Else a tokenizer knows, which need not be here.
-  is_bytes = (
-    getattr(config.data, "tokenizer", "bytes") == "bytes"
-    and getattr(config.data, "vocab_size", None) is None
-  )
+  is_bytes = getattr(config.data, "tokenizer", "bytes") == "bytes"
+  is_bytes &= getattr(config.data, "vocab_size", None) is None
+  end = byte_tokenizer().separator if is_bytes else None
+  dtype = dtype or str(gate.dtype)
+  sizes = {name: described.data[name] for name in ("vocab_size", "sequence_length")}
   return hf_config.llama_config(
-    config.model,
-    hidden=gate.shape[-1],
-    vocab_size=described.data["vocab_size"],
-    sequence_length=described.data["sequence_length"],
-    dtype=dtype or str(gate.dtype),
-    separator=byte_tokenizer().separator if is_bytes else None,
+    config.model, hidden=gate.shape[-1], dtype=dtype, separator=end, **sizes
   )

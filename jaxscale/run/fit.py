@@ -86,9 +86,8 @@ def _fit(experiment: build.Experiment, described, workdir: Path, held, began) ->
   config = experiment.config
   checks, saving = config.checks, config.checkpoint
   _print(workdirs.describe_text(experiment, workdir))
-  cluster.on_leader(
-    lambda: workdirs.write_config(workdir, described, config), "config.json"
-  )
+  write = functools.partial(workdirs.write_config, workdir, described, config)
+  cluster.on_leader(write, "config.json")
   limits = checks.max_skipped_steps, checks.max_consecutive_skipped_steps
   nan_policy = NanPolicy(workdir, checks.nan_policy, *limits)
   kept = {n: getattr(saving, n) for n in ("keep_last", "keep_best", "on_failure")}
@@ -120,9 +119,7 @@ def _fit(experiment: build.Experiment, described, workdir: Path, held, began) ->
 
   lock.check_for_all(held)
   # Where checkpoints are unsaved, the summary may fail for the same reason.
-  with (
-    contextlib.suppress(OSError) if checkpoints.unsaved else contextlib.nullcontext()
-  ):
+  with contextlib.suppress(*[OSError] if checkpoints.unsaved else []):
     cluster.on_leader(finish, "summary")
   if checkpoints.unsaved:
     raise UnsavedError(checkpoints.unsaved)
@@ -157,11 +154,8 @@ def _train(run: Run, experiment: build.Experiment) -> tuple[TrainState, Reporter
     checkpoints.say = reporter.say
     at_target = reporter.stops_at_target()
     if at_target or start == experiment.derived.total_steps:
-      target, done = (
-        f"reached its target by step {start}",
-        f"all {start} steps are done",
-      )
-      reporter.say(f"{target if at_target else done} already; evaluating")
+      done = f"reached its target by step {start}" if at_target else ""
+      reporter.say(f"{done or f'all {start} steps are done'} already; evaluating")
       RunCallbacks(run, reporter).evaluate(start, state)
       return state, reporter
     if start:

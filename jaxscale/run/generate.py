@@ -28,13 +28,7 @@ from jaxscale.models.stack import Stack
 
 
 def sample(
-  stack: Stack,
-  params: Any,
-  prompt: jax.Array,
-  key: jax.Array,
-  *,
-  num_tokens: int,
-  **choice: Any,
+  stack: Stack, params, prompt: jax.Array, key: jax.Array, *, num_tokens: int, **choice
 ) -> jax.Array:
   """Tokens that follow a prompt; pure, and to be compiled whole.
 
@@ -132,10 +126,8 @@ def _tokenizer(workdir: Path, source: Any, info: data.TextInfo) -> Tokenizer:
     else:
       if found.vocab_size == info.vocab_size:
         return found
-      reason = (
-        f"{field}={name!r}: has {found.vocab_size} tokens, and the run's had "
-        f"{info.vocab_size}"
-      )
+      has, had = found.vocab_size, info.vocab_size
+      reason = f"{field}={name!r}: has {has} tokens, and the run's had {had}"
     why = f", and their tokenizer cannot be taken ({reason})"
   raise ConfigError(
     f"--workdir={workdir}: the {info.vocab_size} tokens of {info.name} are not "
@@ -144,12 +136,7 @@ def _tokenizer(workdir: Path, source: Any, info: data.TextInfo) -> Tokenizer:
 
 
 def write(
-  workdir: Path,
-  prompt: str = "",
-  *,
-  seed: int = 0,
-  num_tokens: int = 256,
-  **choice: Any,
+  workdir: Path, prompt: str = "", *, seed: int = 0, num_tokens: int = 256, **choice
 ) -> str:
   """The text that a run's model continues a prompt with, to the end of its document.
 

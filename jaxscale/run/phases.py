@@ -132,7 +132,7 @@ def _enter_phase(
           ended, state, lambda tried: train_batches(tried, step), reporter.say, poll
         )
       chosen += (chosen[-1],) * (phase.ordinal - len(chosen)) + (size,)
-      path = adaptive_batch.chosen_path(run.workdir)
+      path = run.workdir / adaptive_batch.FILE
       # So that a resumed run needs no second trial.
       cluster.on_leader(lambda: metrics.write_json(path, chosen), "batch sizes")
     experiment = build.with_sizes(experiment, chosen)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from jaxscale import cluster
@@ -15,9 +15,7 @@ from jaxscale.config import Config
 from jaxscale.errors import EXIT_INTERRUPTED, GiveUpError
 
 
-def open_session(
-  config: Config, workdir: Path
-) -> contextlib.AbstractContextManager[Watch]:
+def open_session(config: Config, workdir: Path) -> AbstractContextManager[Watch]:
   """`cluster.open_session` as the config says.
 
   Args:
@@ -64,7 +62,7 @@ def report_stop(config: Config, request: StopRequest | None, line: str) -> int:
   if not cluster.is_leader():
     return code
   print(line, flush=True)
-  # Under `jaxscale submit` the job's script starts it again, which sees more than we do.
+  # Under `jaxscale submit` the job's script restarts it, which sees more than we do.
   by_launcher = os.environ.get("JAXSCALE_REQUEUE") == "launcher"
   if (job := requeue.job_name()) is None or code == EXIT_INTERRUPTED or by_launcher:
     return code

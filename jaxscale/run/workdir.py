@@ -63,9 +63,8 @@ def describe_text(experiment: build.Experiment, workdir: Path) -> str:
     lines.append(f"  {name:24} {shown}")
   for phase in phases if len(phases) > 1 else ():
     size = f", images of {phase.image_size}" if phase.image_size else ""
-    lines.append(
-      f"  steps {phase.start + 1:,} to {phase.stop:,}: batch {phase.batch_size:,}{size}"
-    )
+    steps, batch = f"{phase.start + 1:,} to {phase.stop:,}", f"{phase.batch_size:,}"
+    lines.append(f"  steps {steps}: batch {batch}{size}")
   if text := microbatches.device_summary(experiment.config, experiment.derived):
     lines.append(f"  {text}")
   lines += [f"  {note}" for note in experiment.notes]
@@ -106,9 +105,8 @@ def start_devices(workdir: Path, config: Any) -> int | None:
       return None
   except (OSError, ValueError, KeyError, TypeError, AttributeError):
     return None
-  if not directory.steps(workdir / "checkpoints"):
-    return max(start, jax.device_count())
-  return start
+  has_saved = directory.steps(workdir / "checkpoints")
+  return start if has_saved else max(start, jax.device_count())
 
 
 def claim_workdir(workdir: Path, config: Any) -> None:
@@ -130,20 +128,17 @@ def claim_workdir(workdir: Path, config: Any) -> None:
     described = json.loads(path.read_text())
     before = described["config"]
   except (ValueError, KeyError, TypeError):
-    raise ConfigError(
-      f"--workdir={workdir}: its config.json is unreadable; use another one"
-    ) from None
+    what = "its config.json is unreadable; use another one"
+    raise ConfigError(f"--workdir={workdir}: {what}") from None
   check_format(described, workdir)
-  if found := _another(before, config):
-    name, old, new = found
+  if another := _another(before, config):
     raise ConfigError(
-      f"--workdir={workdir}: holds another experiment, {name} is {old!r} there "
-      f"and {new!r} now; use another --workdir"
+      f"--workdir={workdir}: holds another experiment, {another}; use another --workdir"
     )
 
 
-def _another(before: dict[str, Any], config: Any) -> tuple[str, Any, Any] | None:
-  """What makes it another experiment: a setting's name, before and now."""
+def _another(before: dict[str, Any], config: Any) -> str | None:
+  """What makes it another experiment: a setting, with its values then and now."""
   defaults = {
     f.name: to_plain(f.default if f.default_factory is MISSING else f.default_factory())
     for f in dataclasses.fields(config)
@@ -159,7 +154,7 @@ def _another(before: dict[str, Any], config: Any) -> tuple[str, Any, Any] | None
     free.add("accumulate_steps")
   for name, (old, new) in _differences(before, now).items():
     if not {name, name.split(".")[0]} & free:
-      return name, old, new
+      return f"{name} is {old!r} there and {new!r} now"
   return None
 
 

@@ -100,9 +100,8 @@ def make_local_train_step(
   if unknown := [axis for axis in workers or () if axis not in axes]:
     raise ConfigError(f"workers={workers}: the mesh has {axes}, not {unknown[0]!r}")
   within = () if workers is None else tuple(a for a in axes if a not in workers)
-  update = _make_worker_update(
-    loss_fn, tx, mesh, within, accumulate_steps, skip_bad_steps
-  )
+  options = within, accumulate_steps, skip_bad_steps
+  update = _make_worker_update(loss_fn, tx, mesh, *options)
   synchronize = _make_synchronize(exchange, method, axes, skip_bad_steps)
 
   def train_apart(anchor, worker):
@@ -125,20 +124,15 @@ def make_local_train_step(
       metrics = jax.tree.map(lambda x: x[None], metrics)
     return anchor, jax.tree.map(lambda x: x[None], worker), metrics, codes
 
-  mapped = jax.shard_map(
-    device_step,
-    mesh=mesh,
-    in_specs=(P(), P(axes), P(axes), P(), P()),
-    out_specs=(P(), P(axes), P() if reduce_metrics else P(axes), P(axes)),
-    check_vma=True,
-  )
+  in_specs = P(), P(axes), P(axes), P(), P()
+  out_specs = P(), P(axes), P() if reduce_metrics else P(axes), P(axes)
+  mapped = jax.shard_map(device_step, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
   def train_step(state: TrainState, batch: steps.Batch):
     key = jax.random.fold_in(jax.random.key(seed), state.step)
     anchor = state.params, state.model_state, state.opt_state
-    (params, model_state, opt_state), workers, metrics, codes = mapped(
-      anchor, state.exchange_state, batch, key, state.step
-    )
+    given = anchor, state.exchange_state, batch, key, state.step
+    (params, model_state, opt_state), workers, metrics, codes = mapped(*given)
     if skip_bad_steps:
       metrics[nan_guard.CODES] = codes
     new = TrainState(state.step + 1, params, model_state, opt_state, workers, ())
@@ -219,9 +213,8 @@ def _make_synchronize(exchange: Exchange, method: LocalUpdate, axes, is_guarded:
     if not is_guarded:
       return *after, jnp.full((), -1, jnp.int32)
     # Not every exchange hands NaN on: each device reports its own pseudo-gradient.
-    code = jnp.maximum(
-      nan_guard.first_bad(mean), lax.pmax(nan_guard.first_bad(pseudo_grads), axes)
-    )
+    code = lax.pmax(nan_guard.first_bad(pseudo_grads), axes)
+    code = jnp.maximum(nan_guard.first_bad(mean), code)
     return *nan_guard.keep(code < 0, after, (anchor, worker)), code
 
   return synchronize

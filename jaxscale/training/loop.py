@@ -21,6 +21,7 @@ from jaxscale.training.nan_guard import CODES
 from jaxscale.training.state import TrainState
 from jaxscale.training.step import Batch, EvalStep, TrainStep
 
+Values = dict[str, float]  # of metrics, by name
 IN_FLIGHT = 4  # steps started whose metrics are not read yet
 
 
@@ -82,7 +83,7 @@ class Callbacks:
     """Whether this step's metrics are logged."""
     return False
 
-  def log(self, step: int, metrics: dict[str, float]) -> None:
+  def log(self, step: int, metrics: Values) -> None:
     """Called with the metrics of a step that is logged, some steps later."""
 
   def is_checked(self, step: int) -> bool:
@@ -96,16 +97,14 @@ class Callbacks:
     """Whether an evaluation follows this step."""
     return False
 
-  def evaluate(self, step: int, state: TrainState) -> dict[str, float] | None:
+  def evaluate(self, step: int, state: TrainState) -> Values | None:
     """Its metrics; None if it was interrupted to stop."""
 
   def is_saved(self, step: int) -> bool:
     """Whether a checkpoint follows this step."""
     return False
 
-  def save(
-    self, step: int, state: TrainState, evaluation: dict[str, float] | None
-  ) -> None:
+  def save(self, step: int, state: TrainState, evaluation: Values | None) -> None:
     """Save a checkpoint, with the metrics of an evaluation at this step if any."""
 
   def should_stop(self, step: int) -> bool:
@@ -156,8 +155,7 @@ def train(
       for name in ("loss", "grad_norm"):
         # item(), not float(): a fifth of the host's time on a fresh CPU scalar.
         if not math.isfinite(value := metrics[name].item()):
-          what = f"{name} is {value}"
-          callbacks.skipped(BadStep(step, what, codes, state, newest))
+          callbacks.skipped(BadStep(step, f"{name} is {value}", codes, state, newest))
           break
       if callbacks.is_logged(step):
         callbacks.log(step, {name: x.item() for name, x in metrics.items()})
@@ -189,7 +187,7 @@ def train(
 
 def evaluate(
   eval_step: EvalStep, params: Any, model_state: Any, batches: Iterator[Batch]
-) -> dict[str, float]:
+) -> Values:
   """Means over every example of the batches, each counted once.
 
   Totals are added up on the host, in Python's integers and doubles.

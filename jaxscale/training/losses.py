@@ -68,17 +68,13 @@ def targets_of(batch: dict[str, jax.Array]) -> jax.Array:
 def cross_entropy(label_smoothing: float = 0.0) -> Objective:
   """Classification: one class per example; smoothed in training alone."""
 
-  def loss(logits, batch):
-    return smoothed_cross_entropy(logits, targets_of(batch), label_smoothing)
+  def loss(logits, batch, smoothing=label_smoothing):
+    return smoothed_cross_entropy(logits, targets_of(batch), smoothing)
 
   def metrics(logits, batch):
     return {"accuracy": logits.argmax(-1) == targets_of(batch)}
 
-  return Objective(
-    loss,
-    metrics,
-    lambda logits, batch: smoothed_cross_entropy(logits, targets_of(batch)),
-  )
+  return Objective(loss, metrics, lambda logits, batch: loss(logits, batch, 0.0))
 
 
 def binary_cross_entropy() -> Objective:
@@ -107,12 +103,13 @@ def regression(of_error: Callable[[jax.Array], jax.Array]) -> Objective:
     targets = batch["label"].astype(jnp.float32).reshape(len(outputs), -1)
     return outputs.astype(jnp.float32).reshape(len(outputs), -1) - targets
 
-  return Objective(
-    lambda outputs, batch: of_error(error(outputs, batch)).sum(-1),
-    lambda outputs, batch: {
-      "mean_absolute_error": jnp.abs(error(outputs, batch)).mean(-1)
-    },
-  )
+  def loss(outputs, batch):
+    return of_error(error(outputs, batch)).sum(-1)
+
+  def metrics(outputs, batch):
+    return {"mean_absolute_error": jnp.abs(error(outputs, batch)).mean(-1)}
+
+  return Objective(loss, metrics)
 
 
 def training_loss(apply: Apply, objective: Objective):

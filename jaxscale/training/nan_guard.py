@@ -20,7 +20,7 @@ in `grad_norm`.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -180,11 +180,7 @@ class Diagnosis(NamedTuple):
 
 
 def describe(
-  codes: jax.Array,
-  params: Any,
-  model_state: Any,
-  state: Any,
-  summed: Sums | None = None,
+  codes: jax.Array, params, model_state, state, summed: Sums | None = None
 ) -> Diagnosis:
   """Which devices found what in a bad step; every process must call it.
 
@@ -208,11 +204,8 @@ def describe(
   rows = sorted(codes.addressable_shards, key=lambda s: s.index[0].start or 0)
   found = {ordinal(s.device): np.asarray(s.data)[0].tolist() for s in rows}
   before = bad_leaves(state)
-  bad = [
-    [device, before.get(device, ""), *own]
-    for device, own in found.items()
-    if max(own) >= 0 or device in before
-  ]
+  named = {device: (before.get(device, ""), *own) for device, own in found.items()}
+  bad = [[device, *own] for device, own in named.items() if own[0] or max(own[1:]) >= 0]
   gathered = cluster.gather([platform.node(), len(found), bad])
   summed, of_params = summed or {}, _names(params)
   sums = {name: f", summed over {' and '.join(axes)}," for name, axes in summed.items()}
@@ -275,11 +268,21 @@ def _at(places: Sequence[tuple[int, str, int]], what: str, number: int) -> str:
     return what
   if len(places) == number > 1:
     return f"all {number} devices: {what}"
-  devices: dict[tuple[int, str], list[int]] = {}
+  shown = by_process(places, lambda own: f"), device{'s' * (len(own) > 1)} {few(own)}")
+  return f"{shown}: {what}"
+
+
+def by_process(
+  places: Iterable[tuple[int, str, Any]], devices_text: Callable[[list[Any]], str]
+) -> str:
+  """Processes, hosts and devices, as words.
+
+  Args:
+    places: process, host and device of each.
+    devices_text: devices of one process -> what follows "process 3 (host".
+  """
+  devices: dict[tuple[int, str], list[Any]] = {}
   for process, host, device in places:
     devices.setdefault((process, host), []).append(device)
-  words = [
-    f"process {process} ({host}), device{'s' * (len(own) > 1)} {few(own)}"
-    for (process, host), own in devices.items()
-  ]
-  return f"{few(words, more='more processes')}: {what}"
+  words = [f"process {p} ({host}{devices_text(d)}" for (p, host), d in devices.items()]
+  return few(words, more="more processes")

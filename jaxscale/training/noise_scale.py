@@ -126,9 +126,8 @@ def metrics(state: NoiseScale) -> dict[str, jax.Array]:
   Where the average of |G|^2 is not positive (all noise) the scale is infinite.
   """
   positive = state.signal > 0
-  scale = jnp.where(
-    positive, state.noise / jnp.where(positive, state.signal, 1.0), jnp.inf
-  )
+  signal = jnp.where(positive, state.signal, 1.0)
+  scale = jnp.where(positive, state.noise / signal, jnp.inf)
   return {
     "noise_scale": scale,
     "gradient_signal": state.signal / state.weight,

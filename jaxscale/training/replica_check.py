@@ -44,7 +44,7 @@ from jaxscale import cluster
 from jaxscale.collectives import vary
 from jaxscale.errors import EXIT_CRASH
 from jaxscale.metrics.text import few
-from jaxscale.training.nan_guard import ordinal
+from jaxscale.training.nan_guard import by_process, ordinal
 from jaxscale.training.state import TrainState
 from jaxscale.tree_paths import path_name
 
@@ -104,12 +104,11 @@ def check(tree: Any, fingerprint: Fingerprint, *, step: int, before: int = 0) ->
   Example:
     >>> check(shared(state), make_fingerprint(mesh), step=1000)  # doctest: +SKIP
   """
-  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  leaves = jax.tree.leaves_with_path(tree)
   names = [path_name(path) for path, _ in leaves]
   splits = [_split(x.sharding.spec) for _, x in leaves]
-  prints = fingerprint(tree)
-  found = find_divergence(prints, names, leaves[0][1].sharding.mesh, splits)
-  if found is not None:
+  mesh = leaves[0][1].sharding.mesh
+  if (found := find_divergence(fingerprint(tree), names, mesh, splits)) is not None:
     raise ReplicaDivergenceError(step, found, before)
 
 
@@ -284,14 +283,7 @@ def describe(replicas: Sequence[Replica], names: Sequence[str]) -> str | None:
 
 def _places(replicas: Sequence[Replica]) -> str:
   """Processes with host and devices, as words."""
-  devices: dict[tuple[int, str], list[str]] = {}
-  for r in replicas:
-    devices.setdefault((r.process, r.host), []).append(r.device)
-  words = [
-    f"process {process} ({host}, {few(found)})"
-    for (process, host), found in devices.items()
-  ]
-  return few(words, more="more processes")
+  return by_process((r[:3] for r in replicas), lambda own: f", {few(own)})")
 
 
 def _parts(row: int, mesh: Mesh | None, splits: Splits) -> tuple[int, ...]:
@@ -302,10 +294,8 @@ def _parts(row: int, mesh: Mesh | None, splits: Splits) -> tuple[int, ...]:
   at = dict(zip(mesh.axis_names, place, strict=True))
 
   def part(split):
-    number = 0
-    for axis in split:
-      number = number * mesh.shape[axis] + int(at[axis])
-    return number
+    sizes = [mesh.shape[axis] for axis in split]
+    return int(np.ravel_multi_index([at[a] for a in split], sizes)) if split else 0
 
   return tuple(map(part, splits or ()))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from jaxscale.config.bases import Loss
@@ -43,20 +44,14 @@ class BinaryCrossEntropy(Loss):
   """
 
   def build(self, info: Any) -> Objective:
-    from jaxscale.training import losses
-
-    _check_targets(self, info)
-    return losses.binary_cross_entropy()
+    return _losses(self, info).binary_cross_entropy()
 
 
 class SquaredError(Loss):
   """Half the squared error, summed over the outputs; reports the mean absolute one."""
 
   def build(self, info: Any) -> Objective:
-    from jaxscale.training import losses
-
-    _check_targets(self, info)
-    return losses.regression(lambda error: 0.5 * error**2)
+    return _losses(self, info).regression(lambda error: 0.5 * error**2)
 
 
 class Huber(Loss):
@@ -71,14 +66,16 @@ class Huber(Loss):
   def build(self, info: Any) -> Objective:
     import optax
 
-    from jaxscale.training import losses
-
-    _check_targets(self, info)
-    return losses.regression(lambda error: optax.huber_loss(error, delta=self.delta))
+    huber = functools.partial(optax.huber_loss, delta=self.delta)
+    return _losses(self, info).regression(huber)
 
 
-def _check_targets(loss: Loss, info: Any) -> None:
+def _losses(loss: Loss, info: Any) -> Any:
+  """The module of objectives, for data whose examples have targets of any shape."""
+  from jaxscale.training import losses
+
   if not hasattr(info, "label_shape"):
     raise ConfigError(
       f"Config.loss={type(loss).__name__}: {info.name} is text, use CrossEntropy"
     )
+  return losses

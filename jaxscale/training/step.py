@@ -210,33 +210,25 @@ def _make_local_grads(loss_fn, layout, micros, unroll, noise_scale, is_guarded):
     model_state = jax.tree.map(lambda x: lax.pmean(x, varying(x)), model_state)
     return grads, model_state, totals, codes
 
-  return jax.shard_map(
-    local_grads,
-    mesh=mesh,
-    in_specs=(layout.param_specs, P(), P(row_axes), P()),
-    out_specs=(layouts.exchange_specs(layout), P(), P(), P(axes)),
-    check_vma=True,
-  )
+  in_specs = layout.param_specs, P(), P(row_axes), P()
+  out_specs = layouts.exchange_specs(layout), P(), P(), P(axes)
+  return jax.shard_map(local_grads, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
 
 def _make_exchange_grads(exchange: Exchange, layout: Layout):
   """(each device's gradients, exchange_state) -> (mean gradients, exchange_state)."""
   whole_exchange = make_layout_exchange(exchange, layout)
   specs, own = layouts.exchange_specs(layout), P(layout.mesh.axis_names)
+  out_specs = layouts.grad_specs(layout), own
 
+  @jax.shard_map(mesh=layout.mesh, in_specs=(specs, own), out_specs=out_specs)
   def exchange_grads(stacked, exchange_state):
     # One device: every leaf has a leading dim of 1, its place in the mesh.
     grads, state = jax.tree.map(lambda x: x[0], (stacked, exchange_state))
     grads, state = whole_exchange.exchange(grads, state)
     return grads, jax.tree.map(lambda x: x[None], state)
 
-  return jax.shard_map(
-    exchange_grads,
-    mesh=layout.mesh,
-    in_specs=(specs, own),
-    out_specs=(layouts.grad_specs(layout), own),
-    check_vma=True,
-  )
+  return exchange_grads
 
 
 def _make_update(tx: optax.GradientTransformation, layout: Layout) -> Update:
@@ -266,9 +258,8 @@ def with_average(update: Update, decay: float) -> Update:
 
   def averaged(state: TrainState, new: Gradients) -> TrainState:
     after = update(state, new)
-    average = optax.incremental_update(
-      (after.params, after.model_state), state.average, step_size=1 - decay
-    )
+    new_values = after.params, after.model_state
+    average = optax.incremental_update(new_values, state.average, step_size=1 - decay)
     return after._replace(average=average)
 
   return averaged
@@ -381,18 +372,13 @@ def make_eval_step(
     layout: of the parameters; None: everything on every device.
   """
   layout = layouts.replicated_layout(mesh) if layout is None else layout
+  in_specs = layout.param_specs, P(), P(batch_axes(mesh))
 
+  @jax.shard_map(mesh=mesh, in_specs=in_specs, out_specs=P())
   def local_totals(params, model_state, batch):
     return sum_totals(eval_fn(params, model_state, batch), layout.token_axes)
 
-  totals = jax.shard_map(
-    local_totals,
-    mesh=mesh,
-    in_specs=(layout.param_specs, P(), P(batch_axes(mesh))),
-    out_specs=P(),
-    check_vma=True,
-  )
-  return one_at_a_time(jax.jit(totals, out_shardings=replicated(mesh)), mesh)
+  return one_at_a_time(jax.jit(local_totals, out_shardings=replicated(mesh)), mesh)
 
 
 def means(totals: Totals) -> dict[str, jax.Array]:
