@@ -21,9 +21,6 @@ d = log2 N with every n_k = 2.
 A value that does not divide is padded with zeros up to a multiple of N.
 """
 
-from __future__ import annotations
-
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -33,11 +30,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxscale.collectives import planner, typed
-from jaxscale.collectives.planner import Dim
+from jaxscale.collectives.planner import Dim, Dims
 from jaxscale.errors import ConfigError
 
 Axes = str | Sequence[str]
-Dims = Sequence[tuple[str, int]]
 
 
 def psum(
@@ -228,18 +224,25 @@ def over_dims(
   """
   axes = tuple(sizes)
   sent, summed = typed.dtypes(x, payload, accumulate)
+  live = {d.axes[0]: d.live for d in dims if d.live is not None}
 
   def total(x):
     if x.size == 0:
       return typed.same_everywhere(x, axes)
-    flat = _folded(x.reshape(-1).astype(summed), sizes, dims, sent)
+    flat = x.reshape(-1).astype(summed)
+    for axis, n in live.items():  # what stands by is added to those that take part
+      moves = [(i, i - n) for i in range(n, sizes[axis])]
+      bits = lax.ppermute(typed.to_wire(flat, sent), axis, moves)
+      flat = flat + typed.from_wire(bits, sent, flat.dtype)
     flat = typed.padded(flat, math.prod(d.size for d in dims))
     for dim in dims:
       flat = _scatter_along(flat, sizes, dim, sent)
     bits = typed.to_wire(flat, sent)
     for dim in reversed(dims):
       bits = _gather_along(bits, sizes, dim)
-    bits = _unfolded(bits, sizes, dims)
+    for axis, n in reversed(live.items()):  # and gets the sum
+      received = lax.ppermute(bits, axis, [(i - n, i) for i in range(n, sizes[axis])])
+      bits = jnp.where(lax.axis_index(axis) >= n, received, bits)
     whole = typed.unpadded(typed.from_wire(bits, sent, x.dtype), x.shape)
     return typed.same_everywhere(whole, axes)
 
@@ -383,39 +386,14 @@ def _gather_along(bits, sizes, dim):
   return blocks.reshape(-1)
 
 
-def _standing_by(sizes, dims):
-  """(axis, devices that take part, devices) of axes that are folded."""
-  live = {d.axes[0]: d.live for d in dims if d.live is not None}
-  return [(axis, n, sizes[axis]) for axis, n in live.items()]
-
-
-def _folded(flat, sizes, dims, sent):
-  """What stands by is added to those that take part."""
-  for axis, live, total in _standing_by(sizes, dims):
-    moves = [(i, i - live) for i in range(live, total)]
-    bits = lax.ppermute(typed.to_wire(flat, sent), axis, moves)
-    flat = flat + typed.from_wire(bits, sent, flat.dtype)
-  return flat
-
-
-def _unfolded(bits, sizes, dims):
-  """And those get the sum."""
-  for axis, live, total in reversed(_standing_by(sizes, dims)):
-    received = lax.ppermute(bits, axis, [(i - live, i) for i in range(live, total)])
-    bits = jnp.where(lax.axis_index(axis) >= live, received, bits)
-  return bits
-
-
 def _reordered(flat, sizes, dims, back: bool = False):
   """Blocks by device index, put in the order that the dimensions leave them in.
 
   The first dimension cuts the vector into the largest pieces, so its place is the
   most significant digit of a block's number; of a device's index it is the least.
   """
-  after = functools.reduce(
-    lambda found, a: {a: 1} | {b: n * sizes[a] for b, n in found.items()},
-    tuple(sizes), {},
-  )  # fmt: skip
+  counts = list(sizes.values())
+  after = {a: math.prod(counts[i + 1 :]) for i, a in enumerate(sizes)}
   strides = [d.stride * after[d.axes[-1]] for d in dims]
   by_index = sorted(range(len(dims)), key=lambda k: -strides[k])
   grid = [dims[k].size for k in by_index]

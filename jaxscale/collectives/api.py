@@ -1,7 +1,5 @@
 """Sums over devices by a plan: of a tree inside `shard_map`, or of global arrays."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -128,13 +126,9 @@ def all_reduce(
     Array([1., 1., 1.], dtype=float32)
   """
   for path, x in jax.tree.leaves_with_path(tree):
-    shape = np.shape(x)
-    if not shape or shape[0] != mesh.size:
-      name = jax.tree_util.keystr(path)
-      raise ConfigError(
-        f"tree{name}.shape={shape}: give a leading dim of {mesh.size}, one row per "
-        "device"
-      )
+    if (shape := np.shape(x))[:1] != (mesh.size,):
+      key = f"tree{jax.tree_util.keystr(path)}.shape={shape}"
+      raise ConfigError(f"{key}: give a leading dim of {mesh.size}, one row per device")
   num_bytes = payload_bytes(tree, payload, rows=True)
   sizes = dict(mesh.shape)
   by = plan(sizes, num_bytes, algorithm, dims=dims, links=links, measured=measured)

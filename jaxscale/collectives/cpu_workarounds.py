@@ -7,8 +7,6 @@ with jax 0.10.2. GPUs and TPUs run the collectives of a program in its order, an
 nothing here touches their programs.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -69,12 +67,9 @@ def numbered(lowered: Any) -> Any:
     nonlocal count
     if "channel_handle" in op.attributes:
       count += 1
-      own = stablehlo.ChannelHandle.get(count, _DEVICE_TO_DEVICE, module.context)
+      own = stablehlo.ChannelHandle.get(count, 1, module.context)  # device to device
       op.attributes["channel_handle"] = own
     return ir.WalkResult.ADVANCE
 
   module.operation.walk(visit)
   return lowered
-
-
-_DEVICE_TO_DEVICE = 1  # the type of a channel in StableHLO

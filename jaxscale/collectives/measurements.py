@@ -1,7 +1,5 @@
 """Measured all-reduces: times on a mesh, alpha and beta of its links, their file."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math
@@ -47,12 +45,10 @@ def fit_link(
   def alone(row: np.ndarray) -> float:
     return float(row.sum() / (row @ row)) if row.any() else 0.0
 
-  steps = 2 * (num_devices - 1)
   times = np.maximum(np.asarray(seconds, float), 1e-9)
   rows = np.stack([np.ones_like(times), np.asarray(num_bytes) / num_devices], axis=1)
-  rows = rows * (steps / times)[:, None]
-  ones = np.ones_like(times)
-  alpha, beta = np.linalg.lstsq(rows, ones, rcond=None)[0]
+  rows = rows * (2 * (num_devices - 1) / times)[:, None]
+  alpha, beta = np.linalg.lstsq(rows, np.ones_like(times), rcond=None)[0]
   # At the edge of what is allowed, one is zero and the other fits alone.
   if alpha < 0:
     alpha, beta = 0.0, alone(rows[:, 1])
@@ -121,9 +117,7 @@ def _plan(row: dict[str, Any], sizes: dict[str, int]) -> Plan:
   return Plan(row["algorithm"], tuple(sizes), tuple(dims), seconds)
 
 
-def in_turns(
-  calls: Mapping[Any, Callable[[], Any]], rounds: int
-) -> dict[Any, list[float]]:
+def in_turns(calls: Mapping[Any, Callable], rounds: int) -> dict[Any, list[float]]:
   """Seconds of every call in every round, one after another within a round."""
   for call in calls.values():  # compile, and once more to be warm
     jax.block_until_ready(call())
@@ -171,15 +165,13 @@ def measure_links(
   """Alpha and beta of every axis of two devices or more, and an empty call's time."""
   axes = [a for a, n in mesh.shape.items() if n > 1]
   functions = {axis: along(mesh, axis) for axis in (None, *axes)}
-  times, empties = {}, []
+  times = []
   for num_bytes in sizes:
     x = rows(mesh, num_bytes, dtype)
     calls = {axis: functools.partial(f, x) for axis, f in functions.items()}
-    found = medians(in_turns(calls, rounds))
-    empties.append(found.pop(None))
-    times[num_bytes] = found
-  empty = min(empties)
-  own = {a: [max(times[m][a] - empty, 0) for m in sizes] for a in axes}
+    times.append(medians(in_turns(calls, rounds)))
+  empty = min(found[None] for found in times)
+  own = {a: [max(found[a] - empty, 0) for found in times] for a in axes}
   return {a: fit_link(mesh.shape[a], sizes, own[a]) for a in axes}, empty
 
 

@@ -25,8 +25,6 @@ beyond a few the gain is smaller than what the equations leave out. The plan has
 fewest dimensions that come within a hundredth of the best.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -36,6 +34,8 @@ from jaxscale.config.validation import nearest
 from jaxscale.errors import ConfigError
 
 TOLERANCE = 0.01  # how much slower a plan of fewer dimensions may be
+Dims = Sequence[tuple[str, int]]  # (axis, size), fastest links first
+Sizes = Mapping[str, int]  # of mesh axes, slowest first
 ALGORITHMS = ("ring", "torus", "hierarchical", "halving_doubling", "psum")
 
 
@@ -53,6 +53,8 @@ class Link(NamedTuple):
   beta: float
   switched: bool = True
 
+
+Links = Mapping[str, Link]  # by axis
 
 # Assumed, not measured: NVLink inside a node and InfiniBand between nodes of 2017,
 # the illustration of IBM DDL's 256 P100. Measure yours with `jaxscale bench`.
@@ -114,7 +116,7 @@ class Measured(NamedTuple):
   plan: Plan
 
 
-def axis_dims(sizes: Mapping[str, int]) -> tuple[Dim, ...]:
+def axis_dims(sizes: Sizes) -> tuple[Dim, ...]:
   """One dimension per mesh axis, the last (fastest) first; none of size 1.
 
   Example:
@@ -124,13 +126,13 @@ def axis_dims(sizes: Mapping[str, int]) -> tuple[Dim, ...]:
   return tuple(Dim((a,), n) for a, n in reversed(list(sizes.items())) if n > 1)
 
 
-def one_ring(sizes: Mapping[str, int]) -> tuple[Dim, ...]:
+def one_ring(sizes: Sizes) -> tuple[Dim, ...]:
   """All axes in one ring."""
   total = math.prod(sizes.values())
   return (Dim(tuple(sizes), total),) if total > 1 else ()
 
 
-def two_by_two(sizes: Mapping[str, int]) -> tuple[Dim, ...]:
+def two_by_two(sizes: Sizes) -> tuple[Dim, ...]:
   """Dimensions of two, the hypercube of recursive halving and doubling.
 
   An axis that is not a power of two takes part with the largest one below it.
@@ -143,9 +145,7 @@ def two_by_two(sizes: Mapping[str, int]) -> tuple[Dim, ...]:
   return tuple(dims)
 
 
-def given_dims(
-  dims: Sequence[tuple[str, int]], sizes: Mapping[str, int]
-) -> tuple[Dim, ...]:
+def given_dims(dims: Dims, sizes: Sizes) -> tuple[Dim, ...]:
   """Dimensions as a user writes them: (axis, size), fastest links first.
 
   Those of one axis have neighbours further apart one after another.
@@ -202,9 +202,7 @@ def default_links(axes: Sequence[str]) -> dict[str, Link]:
   return {a: FAST if a == axes[-1] else SLOW for a in axes}
 
 
-def torus_seconds(
-  dims: Sequence[Dim], num_bytes: float, links: Mapping[str, Link]
-) -> float:
+def torus_seconds(dims: Sequence[Dim], num_bytes: float, links: Links) -> float:
   """2 sum_k (n_k - 1) (alpha_k + beta_k s_k M / P_k), each step as its slowest link.
 
   Args:
@@ -246,10 +244,7 @@ def factorizations(number: int) -> tuple[tuple[int, ...], ...]:
 
 
 def best_dims(
-  sizes: Mapping[str, int],
-  num_bytes: float,
-  links: Mapping[str, Link],
-  tolerance: float = TOLERANCE,
+  sizes: Sizes, num_bytes: float, links: Links, tolerance: float = TOLERANCE
 ) -> tuple[Dim, ...]:
   """The fewest dimensions that come within `tolerance` of the fastest torus.
 
@@ -288,12 +283,12 @@ def _shortest(axis, size, message, links) -> list[tuple[Dim, ...]]:
 
 
 def plan(
-  sizes: Mapping[str, int],
+  sizes: Sizes,
   num_bytes: float,
   algorithm: str = "auto",
   *,
-  dims: Sequence[tuple[str, int]] | None = None,
-  links: Mapping[str, Link] | None = None,
+  dims: Dims | None = None,
+  links: Links | None = None,
   measured: Sequence[Measured] = (),
 ) -> Plan:
   """How to sum `num_bytes` over the devices of some mesh axes.
@@ -327,17 +322,15 @@ def plan(
     raise ConfigError(f"num_bytes={num_bytes}: give 0 or more")
   if algorithm == "auto":
     return _fastest(sizes, num_bytes, measured) or _cheapest(sizes, num_bytes, links)
-  planned = {
-    "ring": lambda: one_ring(sizes),
-    "hierarchical": lambda: axis_dims(sizes),
-    "halving_doubling": lambda: two_by_two(sizes),
-    "psum": lambda: (),
-    "torus": lambda: (
-      best_dims(sizes, num_bytes, links) if dims is None else given_dims(dims, sizes)
-    ),
-  }[algorithm]()
   if algorithm == "psum":
-    return Plan(algorithm, tuple(sizes), planned, None)
+    return Plan(algorithm, tuple(sizes), (), None)
+  forms = {"ring": one_ring, "hierarchical": axis_dims, "halving_doubling": two_by_two}
+  if dims is not None:
+    planned = given_dims(dims, sizes)
+  elif algorithm == "torus":
+    planned = best_dims(sizes, num_bytes, links)
+  else:
+    planned = forms[algorithm](sizes)
   seconds = torus_seconds(planned, num_bytes, links)
   if algorithm == "halving_doubling":  # what is folded is sent there and back
     folded = [links[axis] for axis, n in sizes.items() if n & (n - 1)]
@@ -359,9 +352,7 @@ def _cheapest(sizes, num_bytes, links) -> Plan:
   return torus._replace(algorithm="ring") if len(torus.dims) == 1 else torus
 
 
-def measured_on(
-  sizes: Mapping[str, int], measured: Sequence[Measured]
-) -> list[Measured]:
+def measured_on(sizes: Sizes, measured: Sequence[Measured]) -> list[Measured]:
   """What was measured on a mesh of this shape; axes of one device do not count.
 
   Example:
@@ -395,9 +386,8 @@ def _checked_links(sizes, links) -> dict[str, Link]:
     return default_links(tuple(sizes))
   for axis, link in links.items():
     if axis not in sizes:
-      raise ConfigError(
-        f"links[{axis!r}]: the mesh has no such axis, {nearest(axis, sizes)}"
-      )
+      hint = nearest(axis, sizes)
+      raise ConfigError(f"links[{axis!r}]: the mesh has no such axis, {hint}")
     if not all(math.isfinite(x) and x >= 0 for x in link[:2]):
       raise ConfigError(f"links[{axis!r}]={link}: give alpha and beta of 0 or more")
   for axis, n in sizes.items():

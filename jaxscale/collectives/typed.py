@@ -8,8 +8,6 @@ copied every block to every device they are, bit for bit, and
 `lax.all_gather(..., to="invarying")` instead would move the data once more.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any

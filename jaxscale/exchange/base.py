@@ -12,8 +12,6 @@ on all devices, a count of steps say, is copied. `resize` works on *stacked* sta
 as in `TrainState.exchange_state`: a leading dim of one entry for each device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,6 +24,7 @@ from jaxscale.errors import ConfigError
 
 Grads = Any  # a tree of arrays shaped like the parameters
 ExchangeState = Any  # a tree of arrays, one device's
+Axes = tuple[str, ...]  # names of mesh axes
 
 
 class Exchange(NamedTuple):

@@ -8,8 +8,6 @@ backward pass makes those first. Each bucket is cut from its own tensors alone, 
 its collective depends on no other gradient (arXiv:2006.15704).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -118,10 +116,7 @@ def leaf_groups(leaves: Sequence[Any], bucket_bytes: int) -> list[list[int]]:
 def pack(leaves: Sequence[jax.Array], pieces: list[list[Piece]]) -> list[jax.Array]:
   """The buckets of a layout, each of shape [elements]."""
   flat = [leaf.reshape(-1) for leaf in leaves]
-  return [
-    jnp.concatenate([flat[p.leaf][p.start : p.stop] for p in bucket])
-    for bucket in pieces
-  ]
+  return [jnp.concatenate([flat[i][a:b] for i, a, b in bucket]) for bucket in pieces]
 
 
 def unpack(

@@ -19,8 +19,6 @@ defaults n = 1 - 1/N and b = 1 that is z = 1 on the mean, which is how it is
 defined here. `jaxscale.training.local_step` has the train step.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

@@ -12,8 +12,6 @@ So a value is rounded twice whatever N is, not once per hop, and a device sends
 XLA on CPU widens collectives of bfloat16 to float32, never those of integers.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Literal
@@ -24,13 +22,12 @@ from jax import lax
 
 from jaxscale.collectives import Plan, add_rows, sum_tree
 from jaxscale.errors import ConfigError
-from jaxscale.exchange.base import Exchange, same_for_all
+from jaxscale.exchange.base import Axes, Exchange, same_for_all
 from jaxscale.exchange.buckets import BUCKET_BYTES, bucketed, map_buckets
 
 # Sums of float16 are kept below half of its largest power of two, 2^15: the
 # rounding of a sum of N terms grows it by at most (1 + 2^-11)^N, 2 at N = 1419.
 _FP16_EXPONENT = 15
-_BLOCK = 256  # elements of a scale: 4 bytes for 256 are 1.6 % of the payload
 
 
 def half_precision(
@@ -94,11 +91,7 @@ def half_precision(
 
 
 def int8(
-  axes: tuple[str, ...],
-  *,
-  block: int = _BLOCK,
-  seed: int = 0,
-  bucket_bytes: int = BUCKET_BYTES,
+  axes: Axes, *, block: int = 256, seed: int = 0, bucket_bytes: int = BUCKET_BYTES
 ) -> Exchange:
   """The mean with 8 bits an element, one scale per block and stochastic rounding.
 
@@ -190,8 +183,7 @@ def encode_int8(x: jax.Array, block: int, key: jax.Array) -> jax.Array:
 
 def decode_int8(payload: jax.Array, block: int) -> jax.Array:
   """What `encode_int8` stands for: float32 [rows, elements]."""
-  rows = payload.shape[0]
-  count = payload.shape[1] // (block + 4)
+  rows, count = payload.shape[0], payload.shape[1] // (block + 4)
   q, sent = jnp.split(payload, [count * block], axis=1)
   scale = lax.bitcast_convert_type(sent.reshape(rows, count, 4), jnp.float32)
   blocks = q.reshape(rows, count, block).astype(jnp.float32)

@@ -16,8 +16,6 @@ same all-reduce as P.
 Source: arXiv:1905.13727, algorithms 1 and 2 (error feedback, warm start of Q).
 """
 
-from __future__ import annotations
-
 import math
 
 import jax
@@ -25,7 +23,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxscale.errors import ConfigError
-from jaxscale.exchange.base import Exchange, mean_for_all, same_for_all, zero_residuals
+from jaxscale.exchange import base
+from jaxscale.exchange.base import Axes, Exchange, mean_for_all, zero_residuals
 from jaxscale.exchange.buckets import BUCKET_BYTES, exchange_groups, sum_together
 
 # Of a column's length; what is left below it of a float32 column is rounding.
@@ -47,11 +46,7 @@ def matrix_shape(shape: tuple[int, ...], rank: int) -> tuple[int, int] | None:
 
 
 def power_sgd(
-  axes: tuple[str, ...],
-  *,
-  rank: int = 4,
-  seed: int = 0,
-  bucket_bytes: int = BUCKET_BYTES,
+  axes: Axes, *, rank: int = 4, seed: int = 0, bucket_bytes: int = BUCKET_BYTES
 ) -> Exchange:
   """The mean to a given rank, with error feedback, as the module says.
 
@@ -110,7 +105,7 @@ def power_sgd(
   def resize(state, num_devices):
     return {
       "residual": mean_for_all(state["residual"], num_devices),
-      "q": same_for_all(state["q"], num_devices),
+      "q": base.same_for_all(state["q"], num_devices),
     }
 
   return Exchange(init, exchange, resize)

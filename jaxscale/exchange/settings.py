@@ -156,7 +156,6 @@ class EveryStep(Sync):
   """All devices take every step together."""
 
   def build(self, context: SyncContext) -> LocalUpdate | None:
-    del context
     return None
 
 
@@ -175,7 +174,6 @@ class LocalSGD(Sync):
   workers: Literal["device", "replica"] = "device"
 
   def build(self, context: SyncContext) -> LocalUpdate:
-    del context
     from jaxscale.exchange.local import local_sgd
 
     return local_sgd(self.sync_every_steps)
@@ -194,7 +192,6 @@ class DiLoCo(LocalSGD):
   outer_momentum: Fraction = 0.9
 
   def build(self, context: SyncContext) -> LocalUpdate:
-    del context
     from jaxscale.exchange.local import diloco
 
     rate, momentum = self.outer_lr, self.outer_momentum

@@ -15,8 +15,6 @@ Sources: arXiv:1704.05021 (share of all elements), arXiv:1809.07599 (its memory,
 and why it converges), arXiv:1712.01887 (the share a tensor).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import sys
@@ -78,11 +76,9 @@ def top_k(
     check_devices("top_k", axes, num_devices)
 
     def tensors(_, xs):
-      pairs = _exchange_group([x.reshape(-1) for x in xs], share, axes)
-      return [
-        (mean.reshape(x.shape), left.reshape(x.shape))
-        for x, (mean, left) in zip(xs, pairs, strict=True)
-      ]
+      done = _exchange_group([x.reshape(-1) for x in xs], share, axes)
+      pairs = zip(xs, done, strict=True)
+      return [(a.reshape(x.shape), b.reshape(x.shape)) for x, (a, b) in pairs]
 
     def by_bucket(_, xs):
       xs = xs[::-1]  # groups have the last leaf first, as `layout` takes them

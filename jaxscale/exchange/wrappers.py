@@ -3,8 +3,6 @@
 They wrap any exchange, so `delayed(warm_start(one_bit(...), ...))` is one too.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -8,8 +8,6 @@ Layers, groups, initial values and dropout are those of
   the network of the 32K recipe of arXiv:1709.05011.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import flax.linen as nn
@@ -17,13 +15,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale.errors import ConfigError
-from jaxscale.models.layers import BatchNorm, dropout, local_response_norm
+from jaxscale.models.layers import ImageModule, Keys, dropout, local_response_norm
 
 # conv1 (11, stride 4) and three pools of 3 with stride 2 leave one position.
 MIN_IMAGE_SIZE = 67
 
 
-class AlexNetModule(nn.Module):
+class AlexNetModule(ImageModule):
   """Five convolutions and three dense layers, for NHWC images of 227 x 227.
 
   With 1,000 classes it has 60,965,224 parameters, and 2,240 more with BatchNorm,
@@ -54,20 +52,13 @@ class AlexNetModule(nn.Module):
     >>> fns = functions(AlexNetModule(num_classes=1000), (227, 227, 3))
   """
 
-  num_classes: int
   batch_norm: bool = False
-  bn_axis_name: tuple[str, ...] | None = None
-  bn_group_size: int | None = None
-  bn_momentum: float = 0.9
   bn_epsilon: float = 1e-4
   hidden: int = 4096
   dropout: float = 0.5
-  dtype: jnp.dtype = jnp.float32
 
   @nn.compact
-  def __call__(
-    self, images: jax.Array, train: bool, keys: jax.Array | None = None
-  ) -> jax.Array:
+  def __call__(self, images: jax.Array, train: bool, keys: Keys = None) -> jax.Array:
     if min(images.shape[1:3]) < MIN_IMAGE_SIZE:
       raise ConfigError(
         f"image_size={min(images.shape[1:3])}: AlexNet's pools leave nothing of it, "
@@ -85,15 +76,9 @@ class AlexNetModule(nn.Module):
   def _features(self, x: jax.Array, train: bool) -> jax.Array:
     """[n, h, w, channels] -> [n, h', w', 256]; 6 x 6 of 227 x 227."""
 
-    def norm(x, name):
-      return BatchNorm(
-        self.bn_axis_name, self.bn_momentum, self.bn_epsilon,
-        group_size=self.bn_group_size, dtype=self.dtype, name=name,
-      )(x, train)  # fmt: skip
-
     def norm_and_pool(x, name):
       if self.batch_norm:
-        return norm(_max_pool(x), name)
+        return self.norm(name=name)(_max_pool(x), train)
       return _max_pool(local_response_norm(x))
 
     conv = self._conv
@@ -102,9 +87,9 @@ class AlexNetModule(nn.Module):
     x = nn.relu(conv("conv2", 256, 5, bias=0.1, feature_group_count=2)(x))
     x = norm_and_pool(x, "bn3")
     x = nn.relu(conv("conv3", 384, 3, bias=0.0)(x))
-    x = norm(x, "bn4") if self.batch_norm else x
+    x = self.norm(name="bn4")(x, train) if self.batch_norm else x
     x = nn.relu(conv("conv4", 384, 3, bias=0.1, feature_group_count=2)(x))
-    x = norm(x, "bn5") if self.batch_norm else x
+    x = self.norm(name="bn5")(x, train) if self.batch_norm else x
     x = nn.relu(conv("conv5", 256, 3, bias=0.1, feature_group_count=2)(x))
     return _max_pool(x)
 

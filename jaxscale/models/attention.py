@@ -12,8 +12,6 @@ unless the layer is rematerialised; it runs everywhere. "cudnn", by
 0.10.2 never takes it; so `fastest` chooses, and reports it.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re
@@ -52,11 +50,9 @@ def attention(
     >>> attention(x, x[:, :, :2], x[:, :, :2], causal=True).shape
     (2, 8, 4, 16)
   """
-  chosen = implementation or fastest(q.dtype, q.shape[-1], device)
-  if chosen == "cudnn":
-    return jax.nn.dot_product_attention(
-      q, k, v, is_causal=causal, implementation="cudnn"
-    )
+  by = implementation or fastest(q.dtype, q.shape[-1], device)
+  if by == "cudnn":
+    return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation=by)
   ones = jnp.ones((q.shape[1], k.shape[1]), bool)
   return _attention(q, k, v, jnp.tril(ones) if causal else None)
 

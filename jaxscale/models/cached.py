@@ -5,8 +5,6 @@ here they are such as look into the cache. The layers run in a scan that carries
 whole cache, so that every step writes into it in place.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 
@@ -44,7 +42,6 @@ def empty_cache(stack: Stack, params: Any, rows: int, room: int) -> Cache:
   found = []
 
   def attend(q, k, v, *, causal):
-    del causal
     found.append((k, v))
     return q
 

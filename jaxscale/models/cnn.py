@@ -1,14 +1,10 @@
 """The quickstart's models: an MLP and a small convolutional network."""
 
-from __future__ import annotations
-
-import functools
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxscale.models.layers import BatchNorm, dropout, max_pool_2x2
+from jaxscale.models.layers import ImageModule, Keys, dropout, max_pool_2x2
 
 
 class MLPModule(nn.Module):
@@ -25,10 +21,8 @@ class MLPModule(nn.Module):
   dtype: jnp.dtype = jnp.float32
 
   @nn.compact
-  def __call__(
-    self, images: jax.Array, train: bool, keys: jax.Array | None = None
-  ) -> jax.Array:
-    del train, keys  # the same in training and evaluation
+  def __call__(self, images: jax.Array, train: bool, keys: Keys = None) -> jax.Array:
+    # The same in training and evaluation: `train` and `keys` are not used.
     x = images.reshape(len(images), -1).astype(self.dtype)
     for width in self.hidden:
       x = nn.relu(nn.Dense(width, dtype=self.dtype)(x))
@@ -36,7 +30,7 @@ class MLPModule(nn.Module):
     return x.astype(jnp.float32)
 
 
-class CNNModule(nn.Module):
+class CNNModule(ImageModule):
   """Stages of 3x3 convolutions with ReLU; the last one of each is max-pooled.
 
   Attributes:
@@ -51,23 +45,14 @@ class CNNModule(nn.Module):
     dtype: of activations; parameters are float32, logits too.
   """
 
-  num_classes: int
   features: tuple[int, ...] = (32, 64)
   convs_per_stage: int = 1
   dense: int = 128
   batch_norm: bool = False
-  bn_axis_name: tuple[str, ...] | None = None
-  bn_group_size: int | None = None
   dropout: float = 0.0
-  dtype: jnp.dtype = jnp.float32
 
   @nn.compact
-  def __call__(
-    self, images: jax.Array, train: bool, keys: jax.Array | None = None
-  ) -> jax.Array:
-    norm = functools.partial(
-      BatchNorm, self.bn_axis_name, group_size=self.bn_group_size, dtype=self.dtype
-    )
+  def __call__(self, images: jax.Array, train: bool, keys: Keys = None) -> jax.Array:
     x = images.astype(self.dtype)
     for width in self.features:
       for i in range(self.convs_per_stage):
@@ -76,7 +61,7 @@ class CNNModule(nn.Module):
           # Before the normalisation and ReLU, which then see a quarter.
           x = max_pool_2x2(x)
         if self.batch_norm:
-          x = norm()(x, train)
+          x = self.norm()(x, train)
         x = nn.relu(x)
     x = x.reshape(len(x), -1)
     if self.dense:

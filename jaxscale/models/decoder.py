@@ -14,8 +14,6 @@ different devices and every other layout gathers at different times. Weights tha
 were trained tied are imported by copying the table.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any
@@ -178,9 +176,10 @@ def _init(key, num_layers, vocab_size, more, width, queries, keys, hidden, qk_no
   def normal(key, shape, std=INIT_STD):
     return std * jax.random.normal(key, shape, jnp.float32)
 
+  ones = {"scale": jnp.ones(width, jnp.float32)}
+
   def layer(key):
     q, k, v, o, gate, up, down = jax.random.split(key, 7)
-    ones = {"scale": jnp.ones(width, jnp.float32)}
     by_head = {"scale": jnp.ones(qk_norm or 1, jnp.float32)}
     return ({"q_norm": by_head, "k_norm": by_head} if qk_norm else {}) | {
       "attn_norm": ones,
@@ -196,7 +195,6 @@ def _init(key, num_layers, vocab_size, more, width, queries, keys, hidden, qk_no
 
   table = jnp.pad(normal(embed_key, (vocab_size, width)), ((0, more), (0, 0)))
   kernel = jnp.pad(normal(head_key, (width, vocab_size)), ((0, 0), (0, more)))
-  norm = {"scale": jnp.ones(width, jnp.float32)}
   layers = jax.vmap(layer)(jax.random.split(layers_key, num_layers))
-  head = {"norm": norm, "kernel": kernel}
+  head = {"norm": ones, "kernel": kernel}
   return {"embed": {"table": table}, "layers": layers, "head": head}

@@ -1,7 +1,5 @@
 """A Flax module as the two pure functions that the state and the step take."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any, NamedTuple
 

@@ -1,6 +1,6 @@
 """Pieces that several models share."""
 
-from __future__ import annotations
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxscale.errors import ConfigError
+
+Keys = jax.Array | None  # a key for each row, or None where nothing is random
 
 
 class BatchNorm(nn.Module):
@@ -77,6 +79,30 @@ class BatchNorm(nn.Module):
     }
     y = _normalise(distance, stats, params, self.epsilon, self.dtype)
     return y.reshape(x.shape)
+
+
+class ImageModule(nn.Module, kw_only=True):
+  """What modules of images share: their classes, their BatchNorm and their dtype.
+
+  Attributes:
+    num_classes: classes.
+    bn_axis_name: mesh axes whose devices share BatchNorm's statistics, or None.
+    bn_group_size: rows that share them on a device, or None: all of a micro-batch.
+    bn_momentum, bn_epsilon: of `BatchNorm`.
+    dtype: of activations and matrix products.
+  """
+
+  num_classes: int
+  bn_axis_name: tuple[str, ...] | None = None
+  bn_group_size: int | None = None
+  bn_momentum: float = 0.9
+  bn_epsilon: float = 1e-5
+  dtype: jnp.dtype = jnp.float32
+
+  def norm(self, **options: Any) -> BatchNorm:
+    """A BatchNorm of the module's settings; other fields by name."""
+    given = self.bn_axis_name, self.bn_momentum, self.bn_epsilon
+    return BatchNorm(*given, group_size=self.bn_group_size, dtype=self.dtype, **options)
 
 
 def _grouped(x: jax.Array, group_size: int | None, axis_name) -> jax.Array:
@@ -163,7 +189,7 @@ def local_response_norm(
   return (wide * root * jnp.sqrt(root)).astype(x.dtype)
 
 
-def dropout(x: jax.Array, rate: float, keys: jax.Array | None, layer: int) -> jax.Array:
+def dropout(x: jax.Array, rate: float, keys: Keys, layer: int) -> jax.Array:
   """Dropout whose masks are the same on any number of devices.
 
   Args:

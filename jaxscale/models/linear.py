@@ -7,8 +7,6 @@ with few rows per device the mean gradient of 8 devices was 5e-3 off that of one
 float32 anyway; here the sums are kept so.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -5,8 +5,6 @@ convolutions, the last BatchNorm scale of a block at 0, the classifier from
 N(0, 0.01²) unless `head_init` says otherwise.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -14,13 +12,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxscale.models.layers import BatchNorm
+from jaxscale.models.layers import ImageModule, Keys
 
 # fan_out: He et al. (arXiv:1502.01852) for the backward pass, as torchvision.
 _conv_init = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
 
 
-class ResNetModule(nn.Module):
+class ResNetModule(ImageModule):
   """A residual network on NHWC images.
 
   Attributes:
@@ -38,31 +36,19 @@ class ResNetModule(nn.Module):
     dtype: of activations; parameters are float32, logits too.
   """
 
-  num_classes: int
   stage_sizes: tuple[int, ...]
   bottleneck: bool
   width: int = 64
   stem: str = "imagenet"
-  bn_axis_name: tuple[str, ...] | None = None
-  bn_group_size: int | None = None
-  bn_momentum: float = 0.9
-  bn_epsilon: float = 1e-5
   zero_init_residual: bool = True
   head_init: nn.initializers.Initializer = nn.initializers.normal(0.01)
-  dtype: jnp.dtype = jnp.float32
 
   @nn.compact
-  def __call__(
-    self, images: jax.Array, train: bool, keys: jax.Array | None = None
-  ) -> jax.Array:
-    del keys  # nothing is random
+  def __call__(self, images: jax.Array, train: bool, keys: Keys = None) -> jax.Array:
+    # Nothing is random: `keys` are not used.
     options = {"use_bias": False, "kernel_init": _conv_init, "dtype": self.dtype}
     conv = functools.partial(nn.Conv, **options)
-    norm = functools.partial(
-      BatchNorm, self.bn_axis_name, self.bn_momentum, self.bn_epsilon,
-      group_size=self.bn_group_size, dtype=self.dtype,
-    )  # fmt: skip
-    init = nn.initializers
+    norm, init = self.norm, nn.initializers
     last_scale = init.zeros if self.zero_init_residual else init.ones
 
     def block(x, width, stride):

@@ -1,10 +1,9 @@
 """Settings of the built-in models, and what each builds. Imports no JAX."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Annotated, Any, Literal
 
+from jaxscale import models  # lazy: a name loads when `build` asks for it
 from jaxscale.config.bases import Model, ModelContext
 from jaxscale.config.bounds import Count, Fraction, Positive
 from jaxscale.errors import ConfigError
@@ -52,9 +51,7 @@ class MLP(Model):
   hidden: Annotated[tuple[int, ...], ">= 1"] = (256, 256)
 
   def build(self, context: ModelContext) -> Any:
-    from jaxscale.models.cnn import MLPModule
-
-    return MLPModule(hidden=self.hidden, **_images(self, context))
+    return models.MLPModule(hidden=self.hidden, **_images(self, context))
 
 
 class CNN(Model):
@@ -82,15 +79,13 @@ class CNN(Model):
     _check_span("CNN", self.bn_span)
 
   def build(self, context: ModelContext) -> Any:
-    from jaxscale.models.cnn import CNNModule
-
     options, pixels = _normalised(self, context), min(context.info.image_shape[:2])
     if pixels >> len(self.features) == 0:
       raise ConfigError(
         f"CNN.features={self.features}: {len(self.features)} stages halve images of "
         f"{pixels} pixels to nothing, give fewer"
       )
-    return CNNModule(**options)
+    return models.CNNModule(**options)
 
 
 class AlexNet(Model):
@@ -110,14 +105,11 @@ class AlexNet(Model):
     _check_span("AlexNet", self.bn_span)
 
   def build(self, context: ModelContext) -> Any:
-    from jaxscale.models.alexnet import AlexNetModule
-    from jaxscale.models.flax_apply import functions
-
-    module = AlexNetModule(**_normalised(self, context))
+    module = models.AlexNetModule(**_normalised(self, context))
     # Caffe's files subtract the mean, and with BatchNorm divide by 256.
     std = (256.0,) if self.batch_norm else (1.0,)
     info = context.info
-    return functions(module, info.image_shape, mean=info.mean, std=std)
+    return models.functions(module, info.image_shape, mean=info.mean, std=std)
 
 
 class ResNet(Model):
@@ -147,9 +139,7 @@ class ResNet(Model):
     _check_span("ResNet", self.bn_span)
 
   def build(self, context: ModelContext) -> Any:
-    from jaxscale.models.resnet import make_resnet
-
-    return make_resnet(**_normalised(self, context))
+    return models.make_resnet(**_normalised(self, context))
 
 
 class Transformer(Model):
@@ -207,8 +197,6 @@ class Transformer(Model):
     return SHARDING
 
   def build(self, context: ModelContext) -> Any:
-    from jaxscale.models.decoder import make_transformer
-
     if not hasattr(context.info, "vocab_size"):
       raise ConfigError(
         f"Config.model=Transformer: {context.info.name} has images, give ViT or "
@@ -218,7 +206,7 @@ class Transformer(Model):
     if self.hidden is None:
       options["hidden"] = -(-8 * self.width // (3 * 256)) * 256
     options |= {"vocab_size": context.info.vocab_size, "dtype": context.dtype}
-    return make_transformer(label_smoothing=context.label_smoothing, **options)
+    return models.make_transformer(label_smoothing=context.label_smoothing, **options)
 
 
 class ViT(Model):
@@ -257,8 +245,6 @@ class ViT(Model):
     return SHARDING
 
   def build(self, context: ModelContext) -> Any:
-    from jaxscale.models.vision_transformer import make_vit
-
     info = context.info
     common = _images(self, context)
     if info.image_shape[0] % self.patch or info.image_shape[1] % self.patch:
@@ -268,7 +254,7 @@ class ViT(Model):
       )
     common |= {"image_shape": info.image_shape, "mean": info.mean, "std": info.std}
     common |= dataclasses.asdict(self)
-    return make_vit(label_smoothing=context.label_smoothing, **common)
+    return models.make_vit(label_smoothing=context.label_smoothing, **common)
 
 
 def _check_heads(owner: str, width: int, num_heads: int) -> None:

@@ -35,8 +35,6 @@ Gathering a layer's parameters is not a product: where a layout does it inside o
 layer, each but "none" gathers again.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -11,8 +11,6 @@ arXiv:2010.11929, table 1. There is no dropout: with augmentation or large data 
 left out (arXiv:2106.10270, §4.6).
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, Literal
 
@@ -103,7 +101,7 @@ def make_vit(
   each, dtype = width // num_heads, jnp.dtype(dtype)
 
   def embed(p, batch, ops):
-    del ops  # images are whole on a device
+    # Images are whole on a device: `ops` are not used.
     images = batch["image"].astype(jnp.float32)
     images = (images - jnp.array(mean, jnp.float32)) / jnp.array(std, jnp.float32)
     h = _linear(patches(images.astype(dtype), patch), p["patch"])
@@ -221,11 +219,9 @@ def _init(
   embed = {"class_token": zeros(width)} if has_token else {}
   layers = jax.vmap(layer)(jax.random.split(layers_key, num_layers))
   kernel, bias = zeros(width, num_classes), zeros(num_classes)
-  return {
-    "embed": embed | {"patch": patch, "position": position},
-    "layers": layers,
-    "head": {"norm": norm(), "kernel": kernel, "bias": bias},
-  }
+  embed |= {"patch": patch, "position": position}
+  head = {"norm": norm(), "kernel": kernel, "bias": bias}
+  return {"embed": embed, "layers": layers, "head": head}
 
 
 @jax.custom_jvp

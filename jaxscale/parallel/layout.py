@@ -12,8 +12,6 @@ each. Whatever else splits a parameter (`model`, `stage`) splits its gradient an
 optimizer state with it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 

@@ -10,8 +10,6 @@ exchange may put several in one vector, and what it does to those that are the s
 on all devices along an axis must not depend on those that are not.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

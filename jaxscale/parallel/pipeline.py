@@ -30,8 +30,6 @@ axis: one instruction names all pairs of the mesh, and XLA on CPU waits for ever
 in it. `_check_branch` refuses it before the program hangs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -83,9 +81,7 @@ def bubble(
   """
   if schedule not in ("gpipe", "1f1b"):
     raise ConfigError(f"schedule={schedule!r}: give 'gpipe' or '1f1b'")
-  fill = stages - 1
-  if schedule == "1f1b" and not skip:
-    fill *= 2
+  fill = (stages - 1) * (2 if schedule == "1f1b" and not skip else 1)
   return fill / (micro_batches + fill)
 
 

@@ -21,8 +21,6 @@ branches save energy, no time. In zig-zag order every device has half a block's 
 in each turn.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple

@@ -11,8 +11,6 @@ by their first dim. Vectors are small, and whole but along `model`, where they b
 columns.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -6,8 +6,6 @@ is kept for the backward pass is chosen by name (`models.stack.REMAT`). Where la
 are split over the stages of a pipeline, `pipeline` has the schedules.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 
@@ -46,8 +44,7 @@ def stack_loss(stack: Stack, layout: Layout, *, remat: str = "none") -> Any:
       parameters are never kept, but gathered again.
   """
 
-  def loss_fn(params, model_state, batch, keys):
-    del keys  # nothing is random
+  def loss_fn(params, model_state, batch, keys):  # nothing is random
     totals = _run(stack, layout, params, batch, remat=remat)
     return totals["loss"], (model_state, totals)
 
@@ -98,7 +95,6 @@ def stack_totals(stack: Stack, layout: Layout) -> Any:
   stages = layout.mesh.shape.get("stage", 1)
 
   def eval_fn(params, model_state, batch):
-    del model_state
     rows = len(jax.tree.leaves(batch)[0])
     micro_batches = stages if rows % stages == 0 else 1
     return _run(stack, layout, params, batch, micro_batches, remat="none")
@@ -158,10 +154,8 @@ def layout_ops(layout: Layout) -> Ops:
   if layout.splits == "ring":
     return sequence.split(attend="ring", order="zigzag")
   if layout.splits == "all_to_all":
-    ops = sequence.split(attend="all_to_all")
-    by_heads = functools.partial(
-      sequence.all_to_all_attention, axis="model", attend=attend
-    )
+    ops, by_heads = sequence.split(attend="all_to_all"), sequence.all_to_all_attention
+    by_heads = functools.partial(by_heads, axis="model", attend=attend)
     return ops._replace(attend=by_heads)
   regions = layout.splits == "layers_and_tokens"
   ops = tensor_ops(regions=regions, dtype=layout.dtype, sum_in=layout.sum_in)

@@ -17,8 +17,7 @@ in values (heads over groups), a device sends forwards
 where each device would hold the same, it holds its tokens (arXiv:2205.05198).
 """
 
-from __future__ import annotations
-
+import functools
 from collections.abc import Callable
 from typing import Literal
 
@@ -58,7 +57,8 @@ def split(
   Example:
     >>> ops = split(axis="model", attend="ring")
   """
-  ways = {"ring": ring_attention, "all_to_all": all_to_all_attention}
+  by_ring = functools.partial(ring_attention, order=order)
+  ways = {"ring": by_ring, "all_to_all": all_to_all_attention}
   if attend not in ways:
     raise ConfigError(f"attend={attend!r}: {nearest(attend, ways)}")
   if order not in ("contiguous", "zigzag"):
@@ -69,11 +69,7 @@ def split(
       "tokens; give 'contiguous'"
     )
 
-  def here(q, k, v, *, causal):
-    if attend == "ring":
-      return ring_attention(q, k, v, axis=axis, causal=causal, order=order)
-    return all_to_all_attention(q, k, v, axis=axis, causal=causal)
-
+  here = functools.partial(ways[attend], axis=axis)
   return Ops(attend=here, positions=lambda tokens: places(tokens, axis, order))
 
 

@@ -14,8 +14,6 @@ device gives the rows it has and zeros for others; of the logits [..., classes] 
 has its part, and only maxima and sums of them cross the network.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -31,13 +29,10 @@ from jaxscale.parallel.sequence import gather_tokens, scatter_tokens
 MODEL = "model"
 
 
-def tensor_ops(
-  axis: str = MODEL, *, regions: bool = False, dtype: Any = None, sum_in: Any = None
-) -> Ops:
-  """The operations of a model whose parameters are split along a mesh axis.
+def tensor_ops(*, regions: bool, dtype: Any = None, sum_in: Any = None) -> Ops:
+  """The operations of a model that is split along `MODEL`, inside `shard_map`.
 
   Args:
-    axis: of the mesh, in a `shard_map` over it.
     regions: between branches, where every device would hold the same, each holds its
       part of the tokens (arXiv:2205.05198): as many bytes cross the network, by a
       reduce-scatter and an all-gather in place of an all-reduce.
@@ -48,40 +43,33 @@ def tensor_ops(
 
   def add(x):
     x = x if sum_in is None else x.astype(sum_in)
-    return scatter_tokens(x, axis=axis) if regions else lax.psum(x, axis)
+    return scatter_tokens(x, axis=MODEL) if regions else lax.psum(x, MODEL)
 
   @jax.custom_vjp
   def enter(x):
     if not regions:
-      return vary(x, (axis,))
+      return vary(x, (MODEL,))
     sent = x if dtype is None else x.astype(dtype)
-    return gather_tokens(sent, axis=axis).astype(x.dtype)
+    return gather_tokens(sent, axis=MODEL).astype(x.dtype)
 
   enter.defvjp(lambda x: (enter(x), None), lambda _, g: (add(g).astype(g.dtype),))
-  return Ops(
-    enter=enter,
-    reduce=add,
-    lookup=functools.partial(split_lookup, axis=axis, scatter=regions),
-    classify=functools.partial(split_classify, axis=axis),
-  )
+  lookup = functools.partial(split_lookup, scatter=regions)
+  return Ops(enter=enter, reduce=add, lookup=lookup, classify=split_classify)
 
 
-def split_lookup(
-  table: jax.Array, ids: jax.Array, *, axis: str = MODEL, scatter: bool = False
-) -> jax.Array:
+def split_lookup(table: jax.Array, ids: jax.Array, *, scatter: bool) -> jax.Array:
   """Rows of a table [rows / n, width] that is split by rows, by their numbers.
 
   Args:
     table: this device's rows.
     ids: int [batch, tokens], the same on all devices along the axis.
-    axis: of the mesh.
     scatter: give a device its part of the tokens alone.
   """
-  here = ids - lax.axis_index(axis) * table.shape[0]
+  here = ids - lax.axis_index(MODEL) * table.shape[0]
   is_here = (here >= 0) & (here < table.shape[0])
   rows = table[jnp.where(is_here, here, 0)]
   rows = jnp.where(is_here[..., None], rows, jnp.zeros_like(rows))
-  return scatter_tokens(rows, axis=axis) if scatter else lax.psum(rows, axis)
+  return scatter_tokens(rows, axis=MODEL) if scatter else lax.psum(rows, MODEL)
 
 
 def split_classify(
@@ -93,7 +81,6 @@ def split_classify(
   num_classes: int,
   label_smoothing: float = 0.0,
   dtype: Any = None,
-  axis: str = MODEL,
 ) -> tuple[jax.Array, jax.Array]:
   """`models.stack.classify` for a classifier that is split by classes.
 
@@ -110,7 +97,6 @@ def split_classify(
     num_classes: without padding; what is behind it counts for nothing.
     label_smoothing: e.
     dtype: of the product; None: that of h.
-    axis: of the mesh.
 
   Returns:
     losses float32 [...] and hits bool [...], the same on all devices.
@@ -119,23 +105,23 @@ def split_classify(
   if bias is not None:
     logits = logits + bias.astype(jnp.float32)
   size = kernel.shape[1]
-  first = lax.axis_index(axis) * size
+  first = lax.axis_index(MODEL) * size
   classes = first + jnp.arange(size)
   is_class = classes < num_classes
   logits = jnp.where(is_class, logits, -jnp.inf)
   own_top = lax.stop_gradient(logits.max(-1))
-  top = lax.pmax(own_top, axis)
+  top = lax.pmax(own_top, MODEL)
   of_label = jnp.where(classes == labels[..., None], logits, 0.0).sum(-1)
   exps = jnp.exp(logits - top[..., None]).sum(-1)
   # Everything at once: latency, not bytes.
   sums = [exps, of_label]
   if label_smoothing:
     sums.append(jnp.where(is_class, logits, 0.0).sum(-1))
-  total, of_label, *every = lax.psum(sums, axis)
+  total, of_label, *every = lax.psum(sums, MODEL)
   losses = jnp.log(total) + top - of_label
   if label_smoothing:
     losses = losses + label_smoothing * (of_label - every[0] / num_classes)
   # As argmax: of equal ones the first.
   best = jnp.where(own_top == top, first + logits.argmax(-1), num_classes)
-  best = lax.pmin(vary(best, (axis,)), axis)
+  best = lax.pmin(vary(best, (MODEL,)), MODEL)
   return losses, best == labels
