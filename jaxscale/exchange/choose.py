@@ -1,4 +1,4 @@
-"""What `AllReduce` and `HalfPrecision` build: the all-reduce that their settings choose.
+"""What `AllReduce` and `HalfPrecision` build: the all-reduce that settings choose.
 
 Where a layout splits gradients (ZeRO-2, FSDP), the sum along fsdp is not here but in
 the backward pass of parallel/fsdp_gather.py.
