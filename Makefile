@@ -21,7 +21,7 @@ PINS := $(wildcard requirements/py$(MINOR).txt)
 VENV := .venv$(if $(filter 311,$(MINOR)),,$(MINOR))
 BIN := $(VENV)/bin
 
-.PHONY: benchmarks train test test-slow lint format notebooks env jpeg tfds fashion_mnist lock clean
+.PHONY: benchmarks train test test-slow test-others agreement others lint format notebooks env jpeg tfds fashion_mnist lock licences audit clean
 
 train: env
 	$(BIN)/python -m jaxscale.train --config $(CONFIG) $(ARGS)
@@ -31,6 +31,22 @@ test: env
 
 test-slow: env
 	$(BIN)/python -m pytest -m slow -n $(WORKERS) $(XDIST)
+
+# Against PyTorch, torchvision, timm, transformers and mlperf-logging, in an environment
+# of their own; `agreement` writes what was measured into docs/weights.md.
+test-others: others
+	$(VENV)-others/bin/python -m pytest tests/others
+
+agreement: others
+	PYTHONPATH=tests $(VENV)-others/bin/python -m others.agreement
+
+others: $(VENV)-others/.installed
+
+$(VENV)-others/.installed: pyproject.toml $(PINS)
+	$(PYTHON) -m venv $(VENV)-others
+	$(VENV)-others/bin/python -m pip install --quiet $(if $(PINS),-r $(PINS))
+	$(VENV)-others/bin/python -m pip install --quiet -e '.[others,dev]'
+	touch $@
 
 lint: env
 	$(BIN)/ruff check .
@@ -50,7 +66,7 @@ env: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml $(PINS)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(if $(PINS),-r $(PINS))
+	$(BIN)/python -m pip install --quiet $(if $(PINS),--require-hashes -r $(PINS))
 	$(BIN)/python -m pip install --quiet $(if $(PINS),--no-deps) -e '.[dev]'
 	touch $@
 
@@ -79,15 +95,26 @@ benchmarks: env tfds
 	$(VENV)-tfds/bin/python benchmarks/jpeg_input.py
 	$(VENV)-tfds/bin/python benchmarks/imagenet_input.py
 
-# Pins for every Python we test, without the address of any package index.
+# Pins with hashes for every Python we test, without the address of any package index.
 lock: env
-	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/python -m pip install --quiet uv==0.13.9
 	for v in 3.11 3.12 3.13; do n=$$(echo $$v | tr -d .); \
 	  $(BIN)/uv pip compile pyproject.toml --extra dev --python-version $$v \
-	    --universal --no-header --no-annotate --no-emit-index-url --upgrade -q -o requirements/py$$n.txt && \
+	    --universal --generate-hashes --no-header --no-annotate --upgrade -q -o requirements/py$$n.txt && \
 	  $(BIN)/uv pip compile pyproject.toml --extra tfds --extra dev --python-version $$v \
-	    --universal --no-header --no-annotate --no-emit-index-url --upgrade -q -o requirements/py$$n-tfds.txt \
+	    --universal --generate-hashes --no-header --no-annotate --upgrade -q -o requirements/py$$n-tfds.txt \
 	  || exit 1; done
 
+# What is installed, with its licence, one line per package.
+licences: env
+	$(BIN)/python requirements/licences.py
+
+# Known vulnerabilities of what is pinned, by PyPI's advisories: needs the network. In an
+# environment of its own, which leaves the tested one as it is.
+audit:
+	$(PYTHON) -m venv $(VENV)-audit
+	$(VENV)-audit/bin/python -m pip install --quiet pip-audit==2.10.1
+	$(VENV)-audit/bin/pip-audit --strict --disable-pip --no-deps -r $(PINS)
+
 clean:
-	rm -rf $(VENV) $(VENV)-tfds .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-tfds $(VENV)-others $(VENV)-audit .pytest_cache .ruff_cache .hypothesis

@@ -8,6 +8,16 @@ The names of `__init__.pyi` are the public ones. Each is imported when it is fir
 for, so that `--help`, or a typo in a config, is answered without waiting for JAX.
 """
 
-import lazy_loader
+import sys
+
+try:
+  import lazy_loader
+except ModuleNotFoundError:
+  if sys.argv[:1] != ["-m"]:
+    raise
+  # A newcomer's `python3 -m jaxscale` with a Python that has none of the packages.
+  remedy = "run `make env`, and use .venv/bin/python"
+  print(f"error: {sys.executable} lacks jaxscale's packages; {remedy}", file=sys.stderr)
+  raise SystemExit(2) from None
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

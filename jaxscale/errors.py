@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
-from typing import NamedTuple, NoReturn, ParamSpec
+from typing import Any, NamedTuple, NoReturn, ParamSpec
 
 EXIT_DONE, EXIT_CRASH, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
 EXIT_PREEMPTED = 85  # asked to stop, and saved: requeue
@@ -21,6 +24,10 @@ EXIT_OF_STOP = {"preemption": EXIT_PREEMPTED, "interrupt": EXIT_INTERRUPTED}
 # What a disk or its server does, and not a fault of the program.
 _OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE)
 DISK_ADVICE = "make room, and start it again: it resumes from its newest checkpoint"
+
+# A command stuck in C++, as in a compilation, runs no handler of Ctrl-C: after these
+# seconds a thread ends the process.
+_UNWIND_S = 1.0
 
 P = ParamSpec("P")
 
@@ -35,6 +42,53 @@ class GiveUpError(Exception):
   exit_code = EXIT_GIVE_UP
 
 
+class OutputError(OSError):
+  """Standard output is full, or nobody reads it any more."""
+
+
+class Output:
+  """Standard output, with one place for what goes wrong with it.
+
+  Attributes:
+    on_error: called with the error of a write, which is then lost; None: it is raised.
+  """
+
+  def __init__(self, stream: Any):
+    self._stream, self._is_moved = stream, False
+    self.on_error: Callable[[OSError], None] | None = None
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._stream, name)
+
+  def write(self, text: str) -> int:
+    """As a file's; so is `flush`."""
+    self._guarded(self._stream.write, text)
+    return len(text)
+
+  def flush(self) -> None:
+    """Write out what waits."""
+    self._guarded(self._stream.flush)
+
+  def move(self, *, to_stderr: bool = True) -> None:
+    """From here on, and what waits, to stderr; where that fails as well, nowhere."""
+    with contextlib.suppress(OSError, ValueError):  # a notebook's has no descriptor
+      if to_stderr and not self._is_moved:
+        os.dup2(2, self._stream.fileno())
+      else:
+        with open(os.devnull, "wb") as nowhere:
+          os.dup2(nowhere.fileno(), self._stream.fileno())
+      self._is_moved = True
+
+  def _guarded(self, function: Callable[..., Any], *args: str) -> None:
+    try:
+      function(*args)
+    except OSError as e:
+      if self.on_error is None:
+        self.move(to_stderr=False)  # what waits would fail again at the very end
+        raise OutputError(e.errno, e.strerror) from None
+      self.on_error(e)
+
+
 class UserMessage(NamedTuple):
   """One line about an error for the user, and the exit code."""
 
@@ -42,26 +96,66 @@ class UserMessage(NamedTuple):
   code: int
 
 
+def printable(text: str) -> str:
+  r"""A text of others as a terminal may show it: one line without control characters.
+
+  Example:
+    >>> print(printable("a\x1b[2Jb\nc"))
+    a\x1b[2Jb\nc
+  """
+  return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def user_message(error: BaseException) -> UserMessage | None:
   """The line for an error that is not the program's; None: it needs a traceback.
 
-  Those are ConfigErrors, what disks do, and errors with an `exit_code`, whose
-  `advice`, if there is one, ends the line.
+  Those are ConfigErrors, what disks do, errors with an `exit_code`, whose `advice`, if
+  there is one, ends the line, and what JAX and Python report of the environment.
 
   Example:
     >>> user_message(ConfigError("--sizes=x: give whole numbers"))
     UserMessage(line='--sizes=x: give whole numbers', code=2)
     >>> user_message(KeyError("x"))
   """
+  if (message := _message(error)) is None:
+    return None
+  return message._replace(line=printable(message.line))
+
+
+def _message(error: BaseException) -> UserMessage | None:
   if isinstance(error, ConfigError):
     return UserMessage(str(error), EXIT_USER)
   if code := getattr(error, "exit_code", None):
     advice = getattr(error, "advice", "")
     return UserMessage(f"{error}; {advice}" if advice else str(error), code)
+  if isinstance(error, OutputError) and error.errno != errno.EPIPE:
+    text = f"standard output: {error.strerror}; what it was to hold is lost"
+    return UserMessage(f"{text}, print it elsewhere", EXIT_CRASH)
   if isinstance(error, OSError) and error.errno in _OF_DISKS:
     where = f"{error.filename}: " if error.filename else ""
     return UserMessage(f"{where}{error.strerror}; {DISK_ADVICE}", EXIT_CRASH)
+  if isinstance(error, IsADirectoryError) and error.filename:
+    advice = "a file is to be there, move it away"
+    return UserMessage(f"{error.filename}: {error.strerror}; {advice}", EXIT_CRASH)
+  if line := _of_environment(error):
+    return UserMessage(line, EXIT_USER)
   return None
+
+
+def _of_environment(error: BaseException) -> str | None:
+  """What is wrong with the environment, by an error of Python's or JAX's."""
+  text = " ".join(str(error).split())
+  module = getattr(error, "name", None) or "jaxscale"
+  if isinstance(error, ModuleNotFoundError) and not module.startswith("jaxscale"):
+    remedy = "install jaxscale's packages there (`make env`), or use the Python of its "
+    return f"{module} is not installed for {sys.executable}; {remedy}environment"
+  # A variable JAX_… that it cannot read, and a platform that it cannot start.
+  frames = traceback.extract_tb(error.__traceback__)
+  place = frames[-1].filename.replace(os.sep, "/") if frames else ""
+  if isinstance(error, ValueError) and place.endswith("jax/_src/config.py"):
+    return f"{text}; correct the variable in the environment, or unset it"
+  is_platform = text.startswith("Unable to initialize backend")
+  return text if isinstance(error, RuntimeError) and is_platform else None
 
 
 def one_line_errors(main: Callable[P, int]) -> Callable[P, int]:
@@ -94,17 +188,81 @@ def leave(main: Callable[[list[str]], int]) -> NoReturn:
   One of several processes that fails is ended by `cluster.open_session` before.
   """
   code = EXIT_CRASH
+  _watch_interrupts()
   try:
-    code = main(sys.argv[1:])
-  except BrokenPipeError:  # `--help | head`: the reader has enough
+    sys.stdout = _output(sys.stdout)
+    code = one_line_errors(_flushed(main))(sys.argv[1:])
+  except OutputError:  # `--help | head`: the reader has enough
     os._exit(EXIT_DONE)
+  except KeyboardInterrupt:
+    with contextlib.suppress(OSError):
+      sys.stdout.flush()
+    _leave_interrupted()
   except Exception:
     traceback.print_exc()
-  sys.stdout.flush()
-  sys.stderr.flush()
+  with contextlib.suppress(OSError):  # was reported, or nobody reads it
+    sys.stdout.flush()
+    sys.stderr.flush()
+  if code in (EXIT_CRASH, EXIT_USER):
+    os._exit(code)  # a compilation in the background may take minutes more
   # Slurm sends SIGTERM to what is left of a job as soon as one process has ended or
   # the job is requeued: that must not take the exit code away. (Python gives its own
   # handlers back to the system before it has ended; what is ignored stays ignored.)
-  for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+  for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)
   sys.exit(code)
+
+
+def _output(stream: Any) -> Any:
+  """Standard output, guarded; what its encoding lacks is printed as "?"."""
+  if stream is None:  # it is closed: `>&-`
+    return open(os.devnull, "w")
+  if "utf" not in (stream.encoding or "").lower():
+    stream.reconfigure(errors="replace")
+  return Output(stream)
+
+
+def _flushed(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
+  """A `main` that has printed, or failed to, when it returns."""
+
+  def run(argv: list[str]) -> int:
+    code = main(argv)
+    sys.stdout.flush()
+    return code
+
+  return run
+
+
+def _watch_interrupts() -> None:
+  """End this process some time after Ctrl-C, also where the main thread is in C++.
+
+  What the main thread has to clean up it does meanwhile. A session has handlers of
+  its own (cluster/watch/signals.py).
+  """
+  report = sys.unraisablehook
+
+  def unraisable(error: Any) -> None:
+    # A collection of garbage, or a __del__, was at work, and has swallowed it.
+    if issubclass(error.exc_type, KeyboardInterrupt):
+      _leave_interrupted()
+    report(error)
+
+  sys.unraisablehook = unraisable
+  reading, writing = os.pipe()
+  os.set_blocking(writing, False)
+  signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+
+  def wait() -> None:
+    while signal.SIGINT not in os.read(reading, 64):
+      pass
+    time.sleep(_UNWIND_S)
+    _leave_interrupted()
+
+  threading.Thread(target=wait, name="ctrl-c", daemon=True).start()
+
+
+def _leave_interrupted() -> NoReturn:
+  """Leave after Ctrl-C: at once, since threads that compile have no end to wait for."""
+  with contextlib.suppress(OSError):
+    os.write(2, b"\nerror: Ctrl-C\n")
+  os._exit(EXIT_INTERRUPTED)

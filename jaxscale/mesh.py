@@ -98,8 +98,8 @@ def make_mesh(
       `bn_devices` does not divide `data`.
 
   Example:
-    >>> make_mesh(data=1, devices=jax.devices()[:1]).shape
-    OrderedDict({'replica': 1, 'data': 1})
+    >>> dict(make_mesh(data=1, devices=jax.devices()[:1]).shape)
+    {'replica': 1, 'data': 1}
   """
   num_devices = jax.device_count() if devices is None else len(devices)
   asked = {"replica": replica, "data": data, "fsdp": fsdp, "stage": stage}

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jaxscale.cluster import sum_over_processes
-from jaxscale.tree_paths import path_name
+from jaxscale.optim.tree_paths import path_name
 
 _CHUNK = 1 << 18  # elements at a time: the temporaries stay in cache
 

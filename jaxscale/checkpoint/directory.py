@@ -14,14 +14,28 @@ from pathlib import Path
 
 from jaxscale import metrics
 from jaxscale.checkpoint import files
+from jaxscale.errors import ConfigError
+from jaxscale.files import whole_number
 
 _PARTIAL, _REMOVED, _DAMAGED = ".tmp-", ".removed", ".damaged"
 
 
 def steps(directory: Path) -> list[int]:
-  """Steps that have a committed checkpoint, oldest first."""
-  names = os.listdir(directory) if directory.exists() else []
-  return sorted(int(name) for name in names if name.isdigit())
+  """Steps that have a committed checkpoint, oldest first.
+
+  Raises:
+    ConfigError: it is no directory, or may not be read.
+    OSError: the disk or its server failed.
+  """
+  try:
+    names = os.listdir(directory)
+  except FileNotFoundError:
+    return []
+  except (NotADirectoryError, PermissionError) as e:
+    remedy = "move it away, or use another --workdir"
+    raise ConfigError(f"{directory}: {e.strerror}; {remedy}") from None
+  numbers = ((name, whole_number(name)) for name in names)
+  return sorted(n for name, n in numbers if n is not None and str(n) == name)
 
 
 def partial_path(directory: Path, step: int, token: int) -> Path:

@@ -36,11 +36,15 @@ import numpy as np
 from jaxscale.checkpoint import write_limit
 from jaxscale.checkpoint.checksum import DamagedError, shard_checksum
 from jaxscale.errors import ConfigError
+from jaxscale.files import mismatch, require_json
 from jaxscale.metrics.text import byte_size
-from jaxscale.tree_paths import path_name
+from jaxscale.optim.tree_paths import path_name
 
 MANIFEST = "manifest.json"
 _STATE = "state"
+_SPLIT = {"mesh": {str: int}, "over": [str], "dims": {str: [(str, None)]}}
+_LEAF = {"shape": [int], "dtype": str, "checksum": str}
+_SHAPE = {"step": int, "metrics": {str: float}, "leaves": {str: _LEAF}, "crc32": int}
 # How a full disk or quota looks when it comes through TensorStore, as text.
 _FULL = ("No space left on device", "Disk quota exceeded", "RESOURCE_EXHAUSTED")
 
@@ -93,12 +97,13 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     DamagedError: it is gone or is not what was written.
   """
   try:
-    manifest = json.loads((directory / MANIFEST).read_text())
-    crc32 = manifest.pop("crc32")
-  except (OSError, ValueError, KeyError, AttributeError, TypeError) as e:
-    raise DamagedError(f"its manifest is unreadable: {one_line(e)}") from e
-  if crc32 != _crc32(manifest):
+    manifest = require_json(directory / MANIFEST, _SHAPE, "copy it again")
+  except ConfigError as e:
+    raise DamagedError(f"its manifest is unreadable: {e}") from e
+  if manifest.pop("crc32") != _crc32(manifest):
     raise DamagedError("its manifest has changed")
+  if mismatch(manifest.get("split"), (_SPLIT, None)):
+    raise DamagedError("its manifest has no split of gradients")
   return manifest
 
 

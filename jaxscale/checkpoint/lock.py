@@ -30,12 +30,17 @@ from typing import NamedTuple
 from jaxscale import cluster
 from jaxscale.cluster import requeue
 from jaxscale.errors import ConfigError, GiveUpError
+from jaxscale.files import read_json, whole_number
 
 RENEW_S = 5.0  # between renewals: one request to the file server
 EXPIRE_S = 60.0  # a lock not renewed for so long is free: 12 renewals missed
 # A later step of the same Slurm job starts because the one before has failed; a node
 # that was lost with it must not cost a minute (3 renewals missed).
 EXPIRE_SAME_JOB_S = 15.0
+
+
+_OWNER = {"host": str, "pid": int, "job": str, "since": float, "process": str}
+_LATEST = 1e11  # seconds since the epoch that have a date, of the year 5138
 
 
 class LockOwner(NamedTuple):
@@ -88,7 +93,7 @@ def is_restart(job: str, before: str) -> bool:
 
 def job_parts(job: str) -> tuple[str, int] | None:
   """The job without its step, and its restart."""
-  found = re.fullmatch(r"(.+?)(?:\.\w+)?-r(\d+)", job)
+  found = re.fullmatch(r"(.+?)(?:\.\w+)?-r([0-9]{1,18})", job)
   return (found[1], int(found[2])) if found else None
 
 
@@ -103,7 +108,7 @@ def is_alive(owner: LockOwner) -> bool | None:
   if found is None:
     try:
       os.kill(owner.pid, 0)
-    except PermissionError:
+    except (PermissionError, OverflowError):
       return None  # another user's process that /proc does not show (hidepid)
     except OSError:
       return False
@@ -316,12 +321,12 @@ def _wait_until_free(path: Path, owner: LockOwner, me: LockOwner, log, expire_s:
 
 def _read(path: Path) -> LockOwner | None:
   """Who has or had it; None if it is gone."""
-  try:
-    return LockOwner(**json.loads(path.read_text()))
-  except FileNotFoundError:
+  if not path.exists():
     return None
-  except (ValueError, TypeError):  # created and not yet written
+  owner = read_json(path, _OWNER)
+  if not owner or not 0 <= owner["since"] < _LATEST:  # created and not yet written
     return LockOwner("unknown", 0, "", time.time(), "")
+  return LockOwner(**{name: owner[name] for name in _OWNER})
 
 
 def _newest(directory: Path) -> tuple[str, int]:
@@ -330,9 +335,10 @@ def _newest(directory: Path) -> tuple[str, int]:
 
 
 def _tokens(directory: Path) -> list[tuple[str, int]]:
-  found = [(n, re.fullmatch(r"(\d+)(\.released)?", n)) for n in os.listdir(directory)]
+  names = os.listdir(directory)
+  found = [(name, whole_number(name.removesuffix(".released"))) for name in names]
   # Where a number is both held and released, it is held no more.
-  return sorted(((n, int(m[1])) for n, m in found if m), key=lambda t: -len(t[0]))
+  return sorted(((n, t) for n, t in found if t is not None), key=lambda t: -len(t[0]))
 
 
 def _create(path: Path, owner: LockOwner) -> bool:

@@ -11,6 +11,7 @@ has the lock on the directory (lock.py).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import shutil
@@ -122,6 +123,12 @@ class Checkpoints:
     """Steps that have a committed checkpoint, oldest first; asks the disk."""
     return checkpoint_dir.steps(self.directory)
 
+  def _known_steps(self) -> list[int] | None:
+    """The same; None where the disk fails, which the save that asks will report."""
+    with contextlib.suppress(ConfigError, OSError):
+      return self.steps()
+    return None
+
   def save(self, state: TrainState, metrics: dict[str, float] | None = None) -> None:
     """Start writing the state; returns once it is copied off the devices.
 
@@ -139,7 +146,7 @@ class Checkpoints:
     self.wait()
     step = int(state.step)
     token = self._lock.token if self._lock is not None else 0
-    mine = why_lost(self._lock), step in self.steps(), token
+    mine = why_lost(self._lock), step in (self._known_steps() or ()), token
     lost, is_there, token = cluster.from_leader(mine)
     if lost:
       raise LockLostError(lost)
@@ -238,8 +245,9 @@ class Checkpoints:
       if jax.process_count() > 1:
         line += f", in process {process}"
     line = str(cluster.from_leader(line))
-    kept = cluster.from_leader(self.steps())
-    line += f"; the newest that is: {f'step {kept[-1]}' if kept else 'none'}"
+    kept = cluster.from_leader(self._known_steps())
+    newest = f"step {kept[-1]}" if kept else "unknown" if kept is None else "none"
+    line += f"; the newest that is: {newest}"
     self.unsaved = line
     if self._stops or not of_disk:
       raise UnsavedError(line)

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jaxscale.tree_paths import path_name
+from jaxscale.optim.tree_paths import path_name
 
 CHUNK = 2**22  # bytes; Orbax divides what a device has until it is no larger
 _LEAST = 2**25  # bytes that may be on their way however little a process holds

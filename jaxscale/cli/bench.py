@@ -15,11 +15,10 @@ JAX_NUM_CPU_DEVICES=8 simulates eight devices.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxscale import cluster
-from jaxscale.cli.parser import Namespace, Parser, value, whole
+from jaxscale.cli.parser import Namespace, Parser, file, value, whole
 from jaxscale.config.validation import nearest
 from jaxscale.errors import ConfigError
 from jaxscale.metrics.text import cell, table
@@ -42,9 +41,7 @@ def add_arguments(parser: Parser) -> None:
   dtypes = f"one of {', '.join(_DTYPES)}"
   parser.option("--dtype TYPE", dtypes, choices=_DTYPES, default="float32")
   parser.option("--algorithms NAMES", "some, e.g. ring,psum (default: all)")
-  # Before anything is measured for it.
-  path = value(str, "a file in a directory that exists", _writable)
-  parser.option("--json FILE", "also write it, for read_measurements", path)
+  parser.option("--json FILE", "also write it, for read_measurements", file)
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -57,10 +54,6 @@ def _sizes(text: str) -> list[int]:
     unit = next((u for u in _UNITS if part.endswith(u)), "")
     sizes.append(int(part.removesuffix(unit)) * _UNITS.get(unit, 1))
   return sizes
-
-
-def _writable(path: str) -> bool:
-  return not Path(path).is_dir() and Path(path).absolute().parent.is_dir()
 
 
 def make_mesh(shape: tuple[int, ...] | None) -> Any:
@@ -114,32 +107,42 @@ def report(
 
 def run(args: Namespace) -> None:
   """Measure what is asked for, and print it."""
-  from jaxscale.collectives.planner import ALGORITHMS, Link
+  from jaxscale.collectives.planner import ALGORITHMS
 
   args.algorithms = (args.algorithms or ",".join(ALGORITHMS)).split(",")
   for name in args.algorithms:
     if name not in ALGORITHMS:
       raise ConfigError(f"--algorithms={name}: {nearest(name, ALGORITHMS)}")
   with cluster.open_session():
-    import jax  # only once all processes have joined
+    lines = _measured(args)
+  if lines:  # outside: a table that cannot be printed fails the command
+    print(*lines, sep="\n")
 
-    from jaxscale.collectives import measurements as timing
 
-    mesh, what = make_mesh(args.mesh), (args.sizes, args.dtype, args.rounds)
-    links, empty = timing.measure_links(mesh, *what)
-    measured = timing.measure_algorithms(mesh, args.algorithms, *what, links)
-    if not cluster.is_leader():
-      return
-    # An axis of one device has no link; nothing is ever sent along it.
-    every = {a: links.get(a, Link(0.0, 0.0)) for a in mesh.axis_names}
-    device, count = mesh.devices.flat[0].device_kind, jax.process_count()
-    if args.json:
-      extra = {"dtype": args.dtype, "rounds": args.rounds, "device": device}
-      extra |= {"processes": count, "empty_seconds": empty}
-      try:
-        timing.write_measurements(args.json, mesh.shape, every, measured, **extra)
-      except OSError as e:
-        raise ConfigError(f"--json={args.json}: {e.strerror}") from None
-    shape = ", ".join(f"{a} {n}" for a, n in mesh.shape.items())
-    print(f"mesh {shape}; processes {count}; {device}; {args.dtype}; ", end="")
-    print(f"median of {args.rounds}", *report(measured, every, empty), sep="\n")
+def _measured(args: Namespace) -> list[str]:
+  """The lines to print; [] in all processes but the leader."""
+  import jax  # only once all processes have joined
+
+  from jaxscale.collectives import measurements as timing
+  from jaxscale.collectives.planner import Link
+
+  mesh, what = make_mesh(args.mesh), (args.sizes, args.dtype, args.rounds)
+  links, empty = timing.measure_links(mesh, *what)
+  measured = timing.measure_algorithms(mesh, args.algorithms, *what, links)
+  if not cluster.is_leader():
+    return []
+  # An axis of one device has no link; nothing is ever sent along it.
+  every = {a: links.get(a, Link(0.0, 0.0)) for a in mesh.axis_names}
+  device, count = mesh.devices.flat[0].device_kind, jax.process_count()
+  if args.json:
+    extra = {"dtype": args.dtype, "rounds": args.rounds, "device": device}
+    extra |= {"processes": count, "empty_seconds": empty}
+    try:
+      timing.write_measurements(args.json, mesh.shape, every, measured, **extra)
+    except OSError as e:
+      raise ConfigError(
+        f"--json={args.json}: {e.strerror}; give another file"
+      ) from None
+  shape = ", ".join(f"{a} {n}" for a, n in mesh.shape.items())
+  what = f"mesh {shape}; processes {count}; {device}; {args.dtype}"
+  return [f"{what}; median of {args.rounds}", *report(measured, every, empty)]

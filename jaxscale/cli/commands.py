@@ -38,6 +38,10 @@ COMMANDS = {
   "time-to-accuracy": Command("studies", "time several seeds to a target (MLPerf)"),
   "completion": Command("shell", "print the tab completion for bash or zsh"),
 }  # fmt: skip
+# Those that ask JAX for devices as soon as they run.
+USE_JAX = (
+  "train", "generate", "describe", "bench", "batch-study", "time-to-accuracy",
+)  # fmt: skip
 
 
 def load(name: str) -> tuple[ModuleType, Parser]:

@@ -30,5 +30,6 @@ def run(args: Namespace) -> None:
 
     data = config.data.abstract(config.batch_size)
     page = describe.describe(build.experiment(config, datasets=data))
-    if cluster.is_leader():
-      print(page, flush=True)
+    is_leader = cluster.is_leader()
+  if is_leader:  # outside: a page that cannot be printed fails the command
+    print(page)

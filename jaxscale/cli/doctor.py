@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jaxscale.cli.parser import Namespace, Parser, whole
+from jaxscale.cli.parser import Namespace, Parser, directory, whole
 from jaxscale.config.validation import nearest
 from jaxscale.errors import ConfigError
 from jaxscale.preflight import CHECKS
@@ -27,7 +27,8 @@ def add_arguments(parser: Parser) -> None:
   parser.epilog = "exit code: 0 ready, 2 not ready: the last lines print what to do"
   parser.words("dataset", "imagenet", "check it", nargs="?", choices=("imagenet",))
   group = parser.add_argument_group("of the preflight")
-  parser.option("--workdir DIR", "where the run will write", default=".", group=group)
+  text = "where the run will write"
+  parser.option("--workdir DIR", text, directory, default=".", group=group)
   parser.config(missing=None, group=group)
   checks = "; ".join(f"{name} ({check.text})" for name, check in CHECKS.items())
   skip = f"checks to leave out: {checks}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from jaxscale.cli.parser import Namespace, Parser, directory, whole
+from jaxscale.cli.parser import Namespace, Parser, directory, value, whole
 
 
 def add_arguments(parser: Parser) -> None:
@@ -17,16 +17,21 @@ def add_arguments(parser: Parser) -> None:
   hint = "try --workdir runs/x"
   parser.option("--workdir DIR", "of the run", directory, missing=hint)
   text, hint = "replaced when the new one is whole", "try --to x.safetensors"
-  parser.option("--to FILE", text, missing=hint)
-  text = "jaxscale: for Config.init_from; timm: ResNet (also torchvision) and ViT; "
-  text += "huggingface: Llama, with a config.json in the same directory"
-  namings = ("jaxscale", "timm", "huggingface")
+  is_file = value(str, "a file that ends in .safetensors", _is_safetensors)
+  parser.option("--to FILE", text, is_file, missing=hint)
+  text = "jaxscale: for Config.init_from; timm: ResNet and ViT, huggingface: Llama and "
+  text += "ViT, each with a config.json next to it; torchvision: ResNet and ViT"
+  namings = ("jaxscale", "timm", "torchvision", "huggingface")
   parser.option("--naming NAMING", text, choices=namings, default="jaxscale")
   parser.option("--step N", "of the checkpoint (default: the newest)", whole())
   text = "average (default, where Config.ema_decay keeps one) or params, of the last "
   parser.option("--take WHICH", f"{text}step", choices=("average", "params"))
   types = ("float32", "bfloat16")
   parser.option("--dtype DTYPE", "or bfloat16 (default: float32)", choices=types)
+
+
+def _is_safetensors(path: str) -> bool:
+  return path.endswith(".safetensors") and not os.path.isdir(path)
 
 
 def run(args: Namespace) -> None:

@@ -1,7 +1,9 @@
-"""Print a text and what a language model that RUN has trained continues it with.
+"""Print a text and what a language model continues it with.
 
-The model is that of the newest intact checkpoint; its text must be bytes, or of a
-tokenizer that is still where it was.
+Of a run, the model is that of the newest intact checkpoint; its text must be bytes, or
+of a tokenizer that is still where it was. Of a folder as Hugging Face's, with
+config.json, tokenizer.json and safetensors files, it is a Llama, Mistral, Qwen2 or
+Qwen3.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from jaxscale.cli.parser import Namespace, Parser, directory, number, whole
 def add_arguments(parser: Parser) -> None:
   """The options."""
   hint = "try --workdir runs/text"
-  parser.option("--workdir DIR", "of a run", directory, missing=hint)
+  parser.option(
+    "--workdir DIR", "of a run, or a folder as Hugging Face's", directory, missing=hint
+  )
   parser.option("--prompt TEXT", "what is continued (default: nothing)", default="")
   parser.option("--tokens N", "at most so many bytes or tokens", whole(1), default=256)
   text = "what scores are divided by: 0 the likeliest, below 1 safer, above 1 wilder"

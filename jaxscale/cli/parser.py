@@ -6,6 +6,8 @@ A mistake on the command line is a ConfigError of one line, as one in a config i
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import re
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -159,11 +161,9 @@ def value(kind: Kind, wanted: str, allows: Callable[[Any], bool] = bool) -> Kind
   """
 
   def convert(text: str) -> Any:
-    try:
+    with contextlib.suppress(ValueError, OSError):  # as of a path that is too long
       if allows(found := kind(text)):
         return found
-    except ValueError:
-      pass
     raise argparse.ArgumentTypeError(f"={text}: give {wanted}")
 
   return convert
@@ -188,9 +188,30 @@ def distinct(text: str) -> list[int]:
   return numbers
 
 
+def _can_be_file(path: str) -> bool:
+  folder, name = os.path.split(path)
+  return bool(name) and os.path.isdir(folder or ".") and not os.path.isdir(path)
+
+
+# Files to be written, as the `kind` of an option: looked at before there is anything to
+# write. Matplotlib has more pictures, but is asked for one only then.
+PICTURES = (".png", ".pdf", ".svg", ".jpg")
+file = value(str, "a file in a directory that exists", _can_be_file)
+picture = value(
+  str,
+  f"a file {', '.join(PICTURES[:-1])} or {PICTURES[-1]} in a directory that exists",
+  lambda path: _can_be_file(path) and path.endswith(PICTURES),
+)
+
+
 def directory(text: str) -> str:
   """A directory of this machine, as the `kind` of an option."""
   if not text or "://" in text:
     advice = "give a directory" + "; mount a bucket as one" * bool(text)
     raise argparse.ArgumentTypeError(f"={text}: {advice}")
+  try:
+    os.path.abspath(text).encode()
+  except UnicodeEncodeError:  # a checkpoint cannot be written there
+    advice = "not UTF-8 in this locale; set LC_ALL=C.UTF-8 or PYTHONUTF8=1"
+    raise argparse.ArgumentTypeError(f"={text}: {advice}") from None
   return text

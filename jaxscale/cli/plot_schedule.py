@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxscale.cli.parser import Namespace, Parser, whole
+from jaxscale.cli.parser import Namespace, Parser, picture, whole
 from jaxscale.config import TFDS, Config
 from jaxscale.config.loading import load_config
 from jaxscale.errors import ConfigError
@@ -21,7 +21,7 @@ def add_arguments(parser: Parser) -> None:
   """The options."""
   parser.words("files", "FILE[:ARG]", "configs, also without --config before")
   parser.config(missing=None, action="append", default=[])
-  parser.option("--out FILE", "the picture", default="schedule.png")
+  parser.option("--out FILE", "the picture", picture, default="schedule.png")
   parser.option("--num-train N", "training examples, if the data is not here", whole(1))
 
 
@@ -34,9 +34,10 @@ def run(args: Namespace) -> None:
     config = load_config(path, args.overrides)
     curves[path] = curve(config, args.num_train or num_examples(config))
   try:
-    print(plot(curves, args.out))
-  except (OSError, ValueError) as e:  # no such directory, no such format
-    raise ConfigError(f"--out={args.out}: {e}") from None
+    plot(curves, args.out)
+  except OSError as e:
+    raise ConfigError(f"--out={args.out}: {e.strerror}; give another file") from None
+  print(args.out)
 
 
 class Curve(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jaxscale.cli.parser import Namespace, Parser
+from jaxscale.cli.parser import Namespace, Parser, file, picture
 from jaxscale.cli.status import SEE_STATUS
 from jaxscale.cli.submit import add_runs
 
@@ -17,8 +17,10 @@ def add_arguments(parser: Parser) -> None:
   """The options."""
   text = "runs or their workdirs, or one scaling study"
   parser.words("names", "RUN", text, missing=SEE_STATUS)
-  parser.option("--csv FILE", "the whole table (default: scaling.csv of the study)")
-  parser.option("--png FILE", "the picture (default: scaling.png of the study)")
+  text = "the whole table (default: scaling.csv of the study)"
+  parser.option("--csv FILE", text, file)
+  text = "the picture (default: scaling.png of the study)"
+  parser.option("--png FILE", text, picture)
   add_runs(parser)
 
 
@@ -28,8 +30,10 @@ def run(args: Namespace) -> None:
   from jaxscale.launch.scaling_report import find, report
 
   names, runs = args.names, args.runs
-  study = folders.find_study(names[0], runs) if len(names) == 1 else None
-  place, paths = study or (Path(), [find(name, runs) for name in names])
+  studies = [folders.find_study(name, runs) for name in names]
+  found = (s[1] if s else [find(n, runs)] for n, s in zip(names, studies, strict=True))
+  paths = [path for part in found for path in part]
+  place = studies[0][0] if studies[0] and len(names) == 1 else Path()
   csv, png = args.csv or place / "scaling.csv", args.png or place / "scaling.png"
   found = report(place.name or "scaling", paths, Path(csv), Path(png))
   print(f"{found}\n{found.csv}\n{found.png}")

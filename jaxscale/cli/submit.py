@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxscale.cli.parser import Namespace, Parser, whole
+from jaxscale.cli.parser import Namespace, Parser, directory, whole
 
 # Options of `launch.submit` in addition to those of the site's profile.
 _OPTIONS = ("name", "runs", "site", "executor", "requeue", "spares", "preflight")
@@ -41,7 +41,7 @@ def add_job_arguments(parser: Parser) -> None:
 
 def add_runs(parser: Parser) -> None:
   """--runs, the directory of all runs."""
-  parser.option("--runs DIR", "where the runs are", default="runs")
+  parser.option("--runs DIR", "where the runs are", directory, default="runs")
 
 
 def add_site_arguments(parser: Parser) -> None:

@@ -30,13 +30,18 @@ def help_page(parser: Parser, args: Namespace) -> str:
   from jaxscale.config.files import load_file
   from jaxscale.config.help import settings_help
   from jaxscale.config.loading import load_config
+  from jaxscale.config.validation import UnsetError
 
-  config, own = None, {}
+  config, own, chosen = None, {}, {}
   if args.config:
-    config = load_config(args.config, args.overrides)
+    try:
+      config = load_config(args.config, args.overrides)
+    except UnsetError:  # what must be given is what the page is to show
+      config, chosen = load_config(args.config), args.overrides
     own = own_choices(vars(load_file(Path(args.config.partition(":")[0]))))
   title = "settings:" if config else "settings (--config FILE --help shows the file's):"
-  return f"{parser.format_help()}\n{title}\n{settings_help(config, own)}\n"
+  settings = settings_help(config, own, chosen=chosen)
+  return f"{parser.format_help()}\n{title}\n{settings}\n"
 
 
 def default_workdir(config: str) -> str:

@@ -15,11 +15,17 @@ from jaxscale.cluster.barrier import (
   on_leader,
   sum_over_processes,
 )
-from jaxscale.cluster.session import current_watch, initialize, mark_saved, open_session
+from jaxscale.cluster.session import (
+  current_watch,
+  initialize,
+  is_job,
+  mark_saved,
+  open_session,
+)
 from jaxscale.cluster.timeouts import Timeouts
 
 __all__ = [
   "Timeouts", "any_process", "barrier", "current_watch", "from_leader", "gather",
-  "initialize", "is_leader", "mark_saved", "on_leader", "open_session",
+  "initialize", "is_job", "is_leader", "mark_saved", "on_leader", "open_session",
   "sum_over_processes",
 ]  # fmt: skip

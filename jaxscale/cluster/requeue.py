@@ -7,8 +7,6 @@ extension does, we count starts in a row that found no newer checkpoint.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import re
 import signal
@@ -19,6 +17,7 @@ from typing import Any, NamedTuple
 
 from jaxscale.cluster.detect.scontrol import run_scontrol
 from jaxscale.errors import EXIT_GIVE_UP, EXIT_PREEMPTED
+from jaxscale.files import read_json, whole_number, write_json
 
 _SCONTROL_S = 30.0
 # What a job is signalled with as a whole, by Slurm or from a terminal.
@@ -51,7 +50,7 @@ def job_name(env: Mapping[str, str] = os.environ) -> str | None:
 def restarts(env: Mapping[str, str] = os.environ) -> int:
   """How often this job was requeued before (SLURM_RESTART_COUNT, sbatch(1))."""
   count = env.get("SLURM_RESTART_COUNT", "")
-  return int(count) if count.isdigit() else 0
+  return whole_number(count) or 0
 
 
 def requeue(job: str | None, restarts: int, limit: int) -> Requeued:
@@ -118,7 +117,7 @@ def was_requeued(shown: str, restarts: int) -> bool:
     >>> was_requeued("JobId=7 JobState=RUNNING Reason=None Restarts=1", 1)
     False
   """
-  counts = re.findall(r"\bRestarts=(\d+)", shown)
+  counts = re.findall(r"\bRestarts=(\d{1,9})\b", shown)
   waits = re.search(r"\bJobState=(PENDING|REQUEUE\w*)\b", shown)
   return waits is not None or any(int(count) > restarts for count in counts)
 
@@ -166,16 +165,13 @@ def count_start(workdir: Path, job: str | None, restarts: int, step: int) -> int
   path = workdir / "restarts.json"
   idle, newest = 0, step
   # No file before the first start; a damaged one counts as none.
-  with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-    before = json.loads(path.read_text())
-    last, idle_before = int(before["step"]), int(before["idle"])
-    if before["job"] == job and before["restarts"] < restarts:
-      # A checkpoint that turns out to be damaged makes a step smaller: no progress.
-      newest, idle = max(step, last), idle_before + 1 if step <= last else 0
-  note = {"job": job, "restarts": restarts, "idle": idle, "step": newest}
-  temporary = path.with_suffix(".tmp")
-  temporary.write_text(json.dumps(note))
-  temporary.replace(path)
+  shape = dict.fromkeys(("step", "idle", "restarts"), int) | {"job": (str, None)}
+  before = read_json(path, shape)
+  if before and before["job"] == job and before["restarts"] < restarts:
+    # A checkpoint that turns out to be damaged makes a step smaller: no progress.
+    last = before["step"]
+    newest, idle = max(step, last), before["idle"] + 1 if step <= last else 0
+  write_json(path, {"job": job, "restarts": restarts, "idle": idle, "step": newest})
   return idle
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import secrets
 import sys
 import threading
 import traceback
@@ -106,8 +107,10 @@ def _start(config: object, timeouts: Timeouts | None, folder: Path | None) -> No
   launch = detect.detect(os.environ)
   if launch.note and launch.process_id == 0:
     print(launch.note, flush=True)
+  secret = None
   if launch.num_processes == 0:  # a TPU pod that only JAX knows
     launch = _join_by_jax(launch, timeouts)
+    secret = bytes.fromhex(from_leader(secrets.token_hex(32)))
   is_alone, gpu_ids, error = launch.num_processes == 1, None, ""
   num_gpus = 0 if is_alone else detect.visible_gpus(os.environ)
   try:
@@ -120,6 +123,7 @@ def _start(config: object, timeouts: Timeouts | None, folder: Path | None) -> No
     digests={} if is_alone else handshake.digests_of(config),
     on_cpu=not num_gpus,
     error=error,
+    secret=secret,
   )
   this_watch = _watch = watch.start(
     group.links, group.process_id, group.hosts, timeouts=timeouts, folder=folder,
@@ -128,6 +132,9 @@ def _start(config: object, timeouts: Timeouts | None, folder: Path | None) -> No
   )  # fmt: skip
 
   def ask(request: StopRequest) -> None:
+    # Nothing is trained before a second poll, which may be a long compilation away.
+    if is_alone and request.kind == "interrupt" and this_watch.stop.passed < 2:
+      signals.leave_before_start(request)
     if not this_watch.is_watched:  # else its monitor prints it
       again = "; again to leave at once" if request.kind == "interrupt" else ""
       print(f"\n{request}: saving after this step{again}", flush=True)
@@ -197,6 +204,11 @@ def current_watch() -> Iterator[Watch]:
   handler = signals.first_interrupt(alone.stop.request) if is_alone else None
   with handler or contextlib.nullcontext():
     yield alone
+
+
+def is_job() -> bool:
+  """Whether a launcher has started this process, which is then watched."""
+  return _watch is not None and _watch.is_watched
 
 
 def mark_saved() -> None:

@@ -1,7 +1,6 @@
 """Measured all-reduces: times on a mesh, alpha and beta of its links, their file."""
 
 import functools
-import json
 import math
 import statistics
 import time
@@ -21,6 +20,7 @@ from jaxscale.collectives.api import reducer
 from jaxscale.collectives.cpu_workarounds import one_at_a_time
 from jaxscale.collectives.planner import ALGORITHMS, Dim, Link, Measured, Plan, plan
 from jaxscale.errors import ConfigError
+from jaxscale.files import parse_json, read_bytes, write_json
 
 
 def fit_link(
@@ -75,7 +75,7 @@ def write_measurements(
     ],
     **extra,
   }
-  Path(path).write_text(json.dumps(record, indent=1) + "\n")
+  write_json(Path(path), record)
 
 
 def read_measurements(path: str | Path) -> tuple[dict[str, Link], list[Measured]]:
@@ -92,7 +92,7 @@ def read_measurements(path: str | Path) -> tuple[dict[str, Link], list[Measured]
     >>> plan(mesh.shape, 102e6, links=links, measured=measured)   # doctest: +SKIP
   """
   try:
-    record = json.loads(Path(path).read_text())
+    record = parse_json(read_bytes(Path(path)))
     sizes = {str(a): int(n) for a, n in record["mesh"].items()}
     links = {
       str(a): Link(float(x["alpha"]), float(x["beta"]), bool(x["switched"]))
@@ -102,7 +102,7 @@ def read_measurements(path: str | Path) -> tuple[dict[str, Link], list[Measured]
                 for row in record["measured"]]  # fmt: skip
   except OSError as e:
     raise ConfigError(f"{path}: {e.strerror}, give a file of the benchmark") from None
-  except (ValueError, KeyError, TypeError, AttributeError) as e:
+  except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as e:
     raise ConfigError(
       f"{path}: not a file of jaxscale bench --json ({type(e).__name__}: {e})"
     ) from None

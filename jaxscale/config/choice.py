@@ -78,3 +78,9 @@ def build(chosen: Any, *context: Any) -> Any:
     where = f"{file}:{lines[-1]}: " if lines else ""
     what = str(e) if isinstance(e, ConfigError) else f"{type(e).__name__}: {e}"
     raise ConfigError(f"{where}{type(chosen).__name__}.build: {what}") from e
+
+
+def wrong_product(chosen: Any, made: Any, wanted: str) -> ConfigError:
+  """The error of a `build` that returned something else than its base says."""
+  name, kind = type(chosen).__name__, type(made).__name__
+  return ConfigError(f"{name}.build: gave {kind}; return {wanted}")

@@ -52,14 +52,15 @@ class Config:
     clip_norm: largest global norm of the gradient; None: no clipping.
     ema_decay: decay of an average of parameters and BatchNorm statistics,
       which is then what is evaluated; None: no average.
+    ema_warmup: the decay of step t is 1 - t^(-2/3) until that is above `ema_decay`.
     noise_scale: measure the gradient-noise scale (arXiv:1812.06162) during training,
       in examples as `batch_size` counts them: of text windows, not tokens. Needs two
       devices or micro-batches at least.
     dtype: type of activations; parameters and the exchange stay float32.
     init_from: a safetensors file, or a folder as Hugging Face's, whose parameters
-      training starts from, in the names of timm (ResNet, ViT), Hugging Face
-      (Llama) or `jaxscale export`; None: initialised. How images are
-      normalised for them is in `jaxscale.weights.names`.
+      training starts from, in the names of timm or torchvision (ResNet, ViT),
+      Hugging Face (Llama, Qwen, ViT) or `jaxscale export`; None: initialised. How
+      images are normalised for them is in `jaxscale.weights.names`.
     init_head: initialise the classifier, whatever `init_from` has.
     seed: of initial parameters, order, augmentation and dropout.
     target_accuracy: held-out accuracy that makes the run a success.
@@ -92,6 +93,7 @@ class Config:
   layer_order: tuple[str, ...] = ()
   clip_norm: Annotated[float | None, "> 0"] = None
   ema_decay: Annotated[float | None, "in (0, 1)"] = None
+  ema_warmup: bool = False
   noise_scale: bool = False
   dtype: Literal["float32", "bfloat16"] = "float32"
   init_from: str | None = None
@@ -132,6 +134,8 @@ class Config:
       raise ConfigError(
         "Config.stop_at_target=True: set target_accuracy or target_loss"
       )
+    if self.ema_warmup and self.ema_decay is None:
+      raise ConfigError("Config.ema_warmup=True: set ema_decay too")
     if self.init_head and self.init_from is None:
       raise ConfigError("Config.init_head=True: set init_from too")
     if (self.layer_decay is None) != (not self.layer_order):

@@ -14,7 +14,11 @@ from jaxscale.config.validation import bounds, hints, type_name
 
 
 def settings_help(
-  node: Any, own: Mapping[str, type] = {}, cls: type = Config, prefix: str = ""
+  node: Any,
+  own: Mapping[str, type] = {},
+  cls: type = Config,
+  prefix: str = "",
+  chosen: Mapping[str, str] = {},
 ) -> str:
   """A page of all settings below a class.
 
@@ -23,6 +27,8 @@ def settings_help(
     own: settings classes of the user's.
     cls: of `node`.
     prefix: of the dotted names, e.g. "model.".
+    chosen: alternatives, by field, that take the place of the node's own, and whose
+      fields have no values yet.
   """
   lines, docs = [], field_docs(cls)
   for name, annotation in hints(cls).items():
@@ -37,7 +43,10 @@ def settings_help(
       lines += textwrap.indent(text, " " * 6).splitlines()
       continue
     lines += ["", f"{head}: {' | '.join(classes)}"]
-    for c in classes.values() if node is None else [type(value)]:
+    shown = classes.values() if node is None else [type(value)]
+    if (other := chosen.get(f"{prefix}{name}")) in classes:
+      shown, value = [classes[other]], None
+    for c in shown:
       lines.append(f"    {c.__name__}: {(c.__doc__ or '').partition(chr(10))[0]}")
       lines.append(settings_help(value, own, c, f"{prefix}{name}."))
   return "\n".join(lines)

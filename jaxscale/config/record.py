@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 import re
 import shutil
 import sys
@@ -20,8 +19,14 @@ from jaxscale.config.config import Config
 from jaxscale.config.files import FILE_MODULE, load_file
 from jaxscale.config.validation import hints, nearest, settings_classes
 from jaxscale.errors import ConfigError
+from jaxscale.files import mismatch, replacing, require_json, who_else_writes
 
 FORMAT = 2  # of config.json; 1 was jaxscale 0.1's, which had other names
+# What may not be missing in a config.json, as `files.mismatch` takes it.
+RUN = {"config": {"model": {"class": str}}, "data": {"name": str}}
+# What data may have there.
+_DATA = dict.fromkeys(("vocab_size", "num_classes", "sequence_length"), int)
+_DATA |= {"mean": [float], "std": [float], "image_shape": [int]}
 
 
 def to_plain(node: Any) -> Any:
@@ -62,7 +67,8 @@ def copy_own_files(config: Config, workdir: Path) -> dict[str, dict[str, str]]:
       copy = workdir / "code" / f"{module}.py"
       copy.parent.mkdir(parents=True, exist_ok=True)
       if Path(file).resolve() != copy.resolve():
-        shutil.copyfile(file, copy)
+        with open(file, "rb") as source, replacing(copy) as target:
+          shutil.copyfileobj(source, target)
       described[module] = {"file": file, "copy": f"code/{copy.name}"}
   return described
 
@@ -102,9 +108,18 @@ def _own_class(name: str, folder: Path | None) -> type:
   module, _, cls = name.partition(":")
   copy = folder / "code" / f"{module}.py" if folder else None
   try:
+    if not re.fullmatch(r"[\w.]+", module):
+      raise ConfigError("not the name of a module")
     if copy is not None and copy.is_file():
-      return getattr(load_file(copy), cls)
-    return getattr(importlib.import_module(module), cls)
+      if others := who_else_writes(copy, group=False):
+        raise ConfigError(others)
+      found = getattr(load_file(copy), cls)
+    else:
+      found = getattr(importlib.import_module(module), cls)
+    # Anything else would be called with what the file says: os.system, say.
+    if not (isinstance(found, type) and issubclass(found, Choice)):
+      raise ConfigError("no class of settings")
+    return found
   except Exception as e:
     why = f"cannot be loaded from {copy or module} ({type(e).__name__}: {e})"
     remedy = "give the config file that has the class"
@@ -149,7 +164,8 @@ class Described(NamedTuple):
 def check_format(described: dict[str, Any], workdir: str | Path) -> None:
   """Refuse the config.json of an earlier version, whose settings had other names."""
   if described.get("format") != FORMAT:
-    version = described.get("versions", {}).get("jaxscale", "0.1")
+    known = mismatch(described, {"versions": {"jaxscale": str}}) is None
+    version = described["versions"]["jaxscale"] if known else "0.1"
     why = f"config.json was written by jaxscale {version}, whose settings have other "
     why += "names (CHANGELOG.md); use that version, or a new --workdir"
     raise ConfigError(f"--workdir={workdir}: {why}")
@@ -161,14 +177,13 @@ def describe_run(workdir: str | Path) -> Described:
   Raises:
     ConfigError: it is not a run's directory.
   """
-  try:
-    described = json.loads((Path(workdir) / "config.json").read_text())
-    config, data = described["config"], described["data"]
-    _ = config["model"]["class"], data["name"]
-  except (OSError, ValueError, KeyError, TypeError) as e:
-    why = f"its config.json cannot be read ({type(e).__name__})"
-    why = "no config.json there" if isinstance(e, FileNotFoundError) else why
-    remedy = "give the directory of a run of jaxscale train"
-    raise ConfigError(f"--workdir={workdir}: {why}; {remedy}") from None
+  path, remedy = Path(workdir) / "config.json", "give the directory of a run of "
+  remedy += "jaxscale train"
+  if not path.exists():
+    raise ConfigError(f"--workdir={workdir}: no config.json there; {remedy}")
+  described = require_json(path, {"config": {}, "data": {}}, remedy)
   check_format(described, workdir)
-  return Described(Path(workdir), config, data)
+  there = {name: shape for name, shape in _DATA.items() if name in described["data"]}
+  if why := mismatch(described, RUN) or mismatch(described["data"], there, "data"):
+    raise ConfigError(f"{path}: {why}; {remedy}")
+  return Described(Path(workdir), described["config"], described["data"])

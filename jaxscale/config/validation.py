@@ -46,6 +46,10 @@ def nearest(name: str, choices: typing.Iterable[str]) -> str:
   return f"one of {', '.join(shown)}" + (f" and {more} more" if more > 0 else "")
 
 
+class UnsetError(ConfigError):
+  """A field that must be given is not."""
+
+
 @functools.cache
 def hints(cls: type) -> dict[str, Any]:
   """The type of every field of a settings class."""
@@ -165,9 +169,9 @@ def settings(cls: type) -> type:
 
   def checked_init(self, *args, **values):
     if args:
-      example = f"{own}({dataclasses.fields(cls)[0].name}={args[0]!r})"
-      hint = f"fields are given by name, as in {example}"
-      raise ConfigError(f"{own}({args[0]!r}): {hint}")
+      given, names = shown(args[0]), [f.name for f in dataclasses.fields(cls)]
+      example = [f"fields are given by name, as in {own}({n}={given})" for n in names]
+      raise ConfigError(f"{own}({given}): {[*example, 'it has no fields'][0]}")
     for name in values:
       if name not in hints(cls):
         hint = f"{own} has no such field, {nearest(name, hints(cls))}"
@@ -178,7 +182,7 @@ def settings(cls: type) -> type:
         if field.default_factory is not dataclasses.MISSING:
           continue
         if field.default is dataclasses.MISSING:
-          raise ConfigError(f"{own}.{name} is not set: give {type_name(annotation)}")
+          raise UnsetError(f"{own}.{name} is not set: give {type_name(annotation)}")
         values[name] = field.default
       try:
         values[name] = coerce(annotation, values[name])

@@ -2,6 +2,7 @@ from .arrays import array_info as array_info
 from .arrays import digits as digits
 from .arrays import from_arrays as from_arrays
 from .arrays import synthetic as synthetic
+from .augment import CenterCrop as CenterCrop
 from .dataset import DamagedExamples as DamagedExamples
 from .dataset import Dataset as Dataset
 from .dataset import DatasetInfo as DatasetInfo
@@ -9,6 +10,7 @@ from .dataset import TextInfo as TextInfo
 from .dataset import batch_shapes as batch_shapes
 from .folder import folder_classes as folder_classes
 from .folder import image_folder as image_folder
+from .pipeline import check_readable as check_readable
 from .pipeline import eval_batches as eval_batches
 from .pipeline import to_device as to_device
 from .pipeline import train_batches as train_batches

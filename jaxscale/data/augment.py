@@ -7,14 +7,30 @@ hosts, and after any restart.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 AugmentName = Literal["none", "flip", "shift_flip", "crop"]
-EvalView = Literal["mlperf", "google"]
 NUM_DRAWS = 24  # uniform numbers an example's augmentation may use up at most
+
+
+class CenterCrop(NamedTuple):
+  """What torchvision and timm evaluate on: `centered_crop` has the equations.
+
+  Attributes:
+    interpolation: Pillow's filter, which averages where it downsizes.
+    share: of the resized shorter side that is kept: timm's `crop_pct`; 224 / 256 in
+      torchvision's first weights, 224 / 232 in its second.
+  """
+
+  interpolation: Literal["bilinear", "bicubic"]
+  share: float = 0.875
+
+
+EvalView = Literal["mlperf", "google"] | CenterCrop
 
 
 class Augment(NamedTuple):
@@ -154,3 +170,21 @@ def shorter_side(height: int, width: int, size: int) -> tuple[int, int]:
   scale = wanted / np.float32(min(height, width))
   tall, wide = (int(np.float32(length) * scale) for length in (height, width))
   return max(tall, size), max(wide, size)
+
+
+def centered_crop(
+  height: int, width: int, size: int, share: float
+) -> tuple[int, int, int, int]:
+  """(height, width) to resize to, and top and left of the crop of `size` in it.
+
+  The shorter side becomes size / share, the other keeps the aspect, both rounded
+  down; the crop's corner is rounded half to even (torchvision 0.28
+  transforms/functional.py, `_compute_resized_output_size` and `center_crop`; timm
+  1.0.31 data/transforms_factory.py, `transforms_imagenet_eval`).
+  """
+  wanted, shorter = math.floor(size / share), min(height, width)
+  tall, wide = (
+    wanted if length == shorter else int(wanted * length / shorter)
+    for length in (height, width)
+  )
+  return tall, wide, round((tall - size) / 2), round((wide - size) / 2)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from jaxscale.files import whole_number
 from jaxscale.metrics.text import few, listed, plural
 
 # "image": uint8 [n, h, w, c] and "label": int32 [n]; of text "tokens" and "targets",
@@ -19,22 +18,14 @@ from jaxscale.metrics.text import few, listed, plural
 Batch = dict[str, np.ndarray]
 
 
+# An image of more is refused before it is decoded: Pillow's limit, of 1 GB in memory
+# (Image.MAX_IMAGE_PIXELS: 1 GiB // 4 // 3 bytes, rounded to 89,478,485, twice).
+MAX_PIXELS = 178_956_970
+
+
 def user_cache() -> Path:
   """$XDG_CACHE_HOME/jaxscale, or ~/.cache/jaxscale."""
   return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxscale"
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-  """A file to write that takes the place of `path` when it is whole."""
-  number, scratch = tempfile.mkstemp(dir=path.parent)
-  try:
-    with os.fdopen(number, "wb") as file:
-      yield file
-    os.replace(scratch, path)
-  except BaseException:
-    os.unlink(scratch)
-    raise
 
 
 class DatasetInfo(NamedTuple):
@@ -126,8 +117,9 @@ class DamagedExamples:
 
   def update(self, other: dict[str, dict[str, str]]) -> None:
     """Add what the `as_dict` of another record returned."""
-    self._names |= {int(i): name for i, name in other["damaged"].items()}
-    self._unusual |= {int(i): kind for i, kind in other["unusual"].items()}
+    for known, key in ((self._names, "damaged"), (self._unusual, "unusual")):
+      numbers = ((whole_number(i), text) for i, text in other[key].items())
+      known |= {i: text for i, text in numbers if i is not None}
 
   @property
   def count(self) -> int:
@@ -168,6 +160,7 @@ class Dataset(NamedTuple):
     num_draws: how many uniform numbers `load` uses, at most `augment.NUM_DRAWS`.
     damaged: examples that `load` could not read so far; None: it can read all.
     draws_by_epoch: whether all examples of an epoch have the same draws.
+    notes: worth reading before the first step.
   """
 
   info: DatasetInfo | TextInfo
@@ -176,3 +169,4 @@ class Dataset(NamedTuple):
   num_draws: int = 0
   damaged: DamagedExamples | None = None
   draws_by_epoch: bool = False
+  notes: tuple[str, ...] = ()

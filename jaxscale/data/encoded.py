@@ -20,7 +20,13 @@ import numpy as np
 
 from jaxscale.data.arrays import from_arrays
 from jaxscale.data.augment import NUM_DRAWS, Augment, AugmentName, EvalView, augment_of
-from jaxscale.data.dataset import Batch, DamagedExamples, Dataset, DatasetInfo
+from jaxscale.data.dataset import (
+  MAX_PIXELS,
+  Batch,
+  DamagedExamples,
+  Dataset,
+  DatasetInfo,
+)
 from jaxscale.errors import ConfigError
 
 # Per channel, over the training images of ImageNet, as every published recipe.
@@ -85,6 +91,7 @@ def from_source(
   augment: AugmentName,
   cache: bool,
   eval_view: EvalView,
+  max_pixels: int = MAX_PIXELS,
 ) -> Dataset:
   """A dataset of encoded images, wherever they are stored.
 
@@ -94,7 +101,8 @@ def from_source(
     resized: views of `info.image_shape` are cut; False: images have that shape.
     augment: what training draws change.
     cache: decode everything once, now, and keep it in memory.
-    eval_view: what evaluation sees, "mlperf" or "google".
+    eval_view: what evaluation sees, see `jpeg.view`.
+    max_pixels: larger images are not decoded, and count as damaged.
 
   Raises:
     ConfigError: there is no example, or with `cache` no readable one.
@@ -103,7 +111,9 @@ def from_source(
     raise ConfigError(f"{info.name}: there is no example in it")
   crop, damaged = augment == "crop", DamagedExamples()
   in_arrays = augment_of(augment, info.image_shape[0])
-  loader = _Loader(info, source, damaged, resized, crop, eval_view, in_arrays)
+  loader = _Loader(
+    info, source, damaged, resized, crop, eval_view, in_arrays, max_pixels
+  )
   load = loader.cached() if cache else loader.load
   num_draws = NUM_DRAWS if crop else in_arrays.num_draws if in_arrays else 0
   return Dataset(info, source.num_examples, load, num_draws, damaged)
@@ -119,6 +129,7 @@ class _Loader(NamedTuple):
   crop: bool
   eval_view: EvalView
   in_arrays: Augment | None  # done to decoded images; crops are cut while decoding
+  max_pixels: int
 
   def load(self, indices: np.ndarray, draws: np.ndarray | None) -> Batch:
     images = np.empty((len(indices), *self.info.image_shape), np.uint8)
@@ -138,21 +149,8 @@ class _Loader(NamedTuple):
     self, record: Record | None, draws: np.ndarray | None, index: int, out: np.ndarray
   ) -> int | None:
     """Put the view of one example into `out`: its label, or None if it is damaged."""
-    from jaxscale.data import jpeg  # OpenCV loads only where images are decoded
-
-    size, _, channels = out.shape
-    drawn = draws if self.crop else None
     try:
-      if record is None:
-        raise ValueError("not to be read")
-      data, label = record
-      if self.resized:
-        _, kind = jpeg.decode_view(data, size, channels, drawn, self.eval_view, out)
-      else:
-        image, kind = jpeg.decode(data, channels, exact=drawn is None)
-        if image.shape != out.shape:
-          raise ValueError(f"an image of shape {image.shape}")
-        out[:] = image
+      label, kind = self._decode(record, draws, out)
     except ValueError:
       self.damaged.add(index, self.source.name(index))
       return None
@@ -161,6 +159,26 @@ class _Loader(NamedTuple):
     elif kind != "JPEG" and self.source.is_jpeg(index):
       self.damaged.add_unusual(index, f"{kind} named JPEG")
     return label
+
+  def _decode(
+    self, record: Record | None, draws: np.ndarray | None, out: np.ndarray
+  ) -> tuple[int, str]:
+    """Put the view of one example into `out`: its label and format, or ValueError."""
+    from jaxscale.data import jpeg  # OpenCV loads only where images are decoded
+
+    if record is None:
+      raise ValueError("missing, or not to be read")
+    (data, label), (size, _, channels) = record, out.shape
+    drawn, most = draws if self.crop else None, self.max_pixels
+    if self.resized:
+      seen = self.eval_view
+      found = jpeg.decode_view(data, size, channels, drawn, seen, out, max_pixels=most)
+      return label, found[1]
+    image, kind = jpeg.decode(data, channels, exact=drawn is None, max_pixels=most)
+    if image.shape != out.shape:
+      raise ValueError(f"an image of shape {image.shape}")
+    out[:] = image
+    return label, kind
 
   def _replacement(self, draws: np.ndarray | None, index: int, out: np.ndarray) -> int:
     """Put the next readable example after a damaged one into `out`: its label."""
@@ -171,9 +189,14 @@ class _Loader(NamedTuple):
       record = next(iter(source.read([other])))
       if (label := self._read(record, draws, other, out)) is not None:
         return label
+    why = "it was read at last"
+    try:
+      self._decode(next(iter(source.read([index]))), draws, out)
+    except ValueError as e:
+      why = str(e)
     raise ConfigError(
-      f"{self.info.name}: {tries + 1} examples in a row cannot be read, from "
-      f"{source.name(index)} on; is the disk there?"
+      f"{self.info.name}: {tries + 1} examples in a row cannot be read, the first is "
+      f"{source.name(index)} ({why}); copy them again, or check --config.data"
     )
 
   def cached(self) -> Callable[[np.ndarray, np.ndarray | None], Batch]:

@@ -13,10 +13,11 @@ import numpy as np
 
 from jaxscale.config.validation import nearest
 from jaxscale.data.augment import AugmentName, EvalView
-from jaxscale.data.dataset import Dataset
+from jaxscale.data.dataset import MAX_PIXELS, Dataset
 from jaxscale.data.encoded import Record, Source, from_source, image_info
 from jaxscale.data.faults import raise_if_system_error
 from jaxscale.errors import ConfigError
+from jaxscale.metrics.text import few
 
 # What a file may be called; what it is, its bytes say.
 SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm")
@@ -27,13 +28,15 @@ class Folder(NamedTuple):
 
   Attributes:
     root: the directory.
-    classes: names of the subdirectories, sorted.
+    classes: names of the subdirectories with images, sorted.
+    empty: names of those without.
     files: file names within their class, bytes [n]: by class, then by name.
     labels: int32 [n], index into `classes`.
   """
 
   root: str
   classes: tuple[str, ...]
+  empty: tuple[str, ...]
   files: np.ndarray
   labels: np.ndarray
 
@@ -48,6 +51,7 @@ def image_folder(
   augment: AugmentName = "none",
   cache: bool = False,
   eval_view: EvalView = "mlperf",
+  max_pixels: int = MAX_PIXELS,
   classes: Sequence[str] | None = None,
 ) -> Dataset:
   """A dataset of class subdirectories of image files: DIRECTORY/CLASS/*.JPEG.
@@ -65,7 +69,8 @@ def image_folder(
     std: likewise.
     augment: what training draws change; see `config.TFDS`.
     cache: decode everything once, now, and keep it in memory.
-    eval_view: "mlperf" or "google", see `jpeg.view`.
+    eval_view: "mlperf", "google" or a `CenterCrop`, see `jpeg.view`.
+    max_pixels: larger images are not decoded, and count as damaged.
     classes: names in the order of their labels, e.g. those of another split;
       None: all subdirectories, sorted.
 
@@ -82,13 +87,18 @@ def image_folder(
   for name in folder.classes:
     if name not in names:
       raise ConfigError(
-        f"image_folder.classes: {directory} has a class {name!r} that they lack, "
-        + nearest(name, names)
+        f"{directory}/{name}: not a class that is trained on, {nearest(name, names)}; "
+        "move it away, or add images of it to those"
       )
   labels = np.array([names.index(c) for c in folder.classes], np.int32)[labels]
   shape = (image_size, image_size, channels)
   info = image_info(str(directory), shape, len(names), mean, std)
-  return from_source(info, _source(folder, labels), True, augment, cache, eval_view)
+  source = _source(folder, labels)
+  made = from_source(info, source, True, augment, cache, eval_view, max_pixels)
+  lacking = [name for name in (classes or folder.empty) if name not in folder.classes]
+  what = "never evaluated" if classes else "left out"
+  note = f"{directory}: no image of class {few(lacking)}; "
+  return made._replace(notes=(note + what,) if lacking else ())
 
 
 def folder_classes(directory: str | os.PathLike[str]) -> tuple[str, ...]:
@@ -105,7 +115,7 @@ def listing(directory: str | os.PathLike[str]) -> Folder:
   root = Path(directory)
   if not root.is_dir():
     raise ConfigError(
-      f"image_folder.directory={str(directory)!r}: no such directory; give the one "
+      f"{directory}: no such directory of images; give the one "
       "whose subdirectories are the classes, e.g. ILSVRC2012/train"
     )
   with os.scandir(root) as entries:
@@ -114,7 +124,7 @@ def listing(directory: str | os.PathLike[str]) -> Folder:
   folder = _listing(str(root.absolute()), tuple(classes), changed)
   if not len(folder.files):
     raise ConfigError(
-      f"image_folder.directory={str(directory)!r}: no images in "
+      f"{directory}: no images in "
       f"{len(classes)} subdirectories; it takes CLASS/*.JPEG (or {' '.join(SUFFIXES)})"
     )
   return folder
@@ -134,7 +144,8 @@ def _listing(root: str, classes: tuple[str, ...], changed: tuple[int, ...]) -> F
     kept = {name: files for name, files in found if files}  # no class without images
   names = np.array([os.fsencode(f) for files in kept.values() for f in files])
   labels = np.repeat(np.arange(len(kept), dtype=np.int32), [*map(len, kept.values())])
-  return Folder(root, tuple(kept), names, labels)
+  empty = tuple(name for name in classes if name not in kept)
+  return Folder(root, tuple(kept), empty, names, labels)
 
 
 def _source(folder: Folder, labels: np.ndarray) -> Source:

@@ -18,7 +18,15 @@ import simplejpeg
 from PIL import Image
 
 from jaxscale.data import partial_jpeg
-from jaxscale.data.augment import EvalView, center_box, crop_box, shorter_side
+from jaxscale.data.augment import (
+  CenterCrop,
+  EvalView,
+  center_box,
+  centered_crop,
+  crop_box,
+  shorter_side,
+)
+from jaxscale.data.dataset import MAX_PIXELS
 
 cv2.setNumThreads(0)  # the pipeline's threads are the parallelism
 
@@ -31,39 +39,56 @@ _FORMATS = {
 }
 
 
+# Of a progressive JPEG: libjpeg's own script makes 10, and each costs a pass over the
+# whole image, however short it is.
+_MAX_SCANS = 100
+# What Pillow may be asked to read. It knows more, and starts other programs for some.
+_PILLOW = ("JPEG", "PNG", "BMP", "WEBP", "GIF", "TIFF", "PPM")
+
+
 def decode(
-  data: bytes, channels: int, *, exact: bool = False
+  data: bytes,
+  channels: int,
+  *,
+  exact: bool = False,
+  fast_dct: bool = True,
+  max_pixels: int = MAX_PIXELS,
 ) -> tuple[np.ndarray, str]:
   """Pixels of an encoded image, uint8 [h, w, channels], and its format.
 
   Args:
-    data: JPEG, PNG or anything Pillow reads.
+    data: JPEG, PNG, BMP, WebP, GIF, TIFF or PPM.
     channels: 1, 3, or 4 with an alpha channel.
     exact: interpolate chroma, which makes a JPEG's pixels those of TensorFlow's
       `decode_jpeg`, bit for bit; otherwise repeat it, which is 5 % faster.
+    max_pixels: an image whose header says more is not decoded.
+    fast_dct: as TensorFlow by default; False: with `exact`, the pixels are Pillow's.
 
   Returns:
     The pixels, and "JPEG", "CMYK", "odd JPEG", "PNG" and so on.
 
   Raises:
-    ValueError: the bytes are not an image, or a damaged one.
+    ValueError: the bytes are not an image, or a damaged or too large one.
   """
   color, mode, flag = _FORMATS[channels]
   if data[:2] == b"\xff\xd8":
-    try:
-      # fastdct is TensorFlow's default, too.
-      pixels = simplejpeg.decode_jpeg(data, color, fastdct=True, fastupsample=not exact)
-      space = simplejpeg.decode_jpeg_header(data)[2]  # 1 us
-      return pixels, "CMYK" if space in ("CMYK", "YCCK") else "JPEG"
-    except ValueError:
-      pass  # an unusual stream, which Pillow may read
-  elif data[:4] == b"\x89PNG" and data[-8:-4] == b"IEND" and flag is not None:
-    # A whole file: of others OpenCV writes to stderr.
+    if header := _jpeg_header(data, max_pixels):
+      # An unusual stream Pillow may read.
+      with contextlib.suppress(ValueError, KeyError):
+        options = {"fastdct": fast_dct, "fastupsample": not exact}
+        pixels = simplejpeg.decode_jpeg(data, color, **options)
+        return pixels, "CMYK" if header[2] in ("CMYK", "YCCK") else "JPEG"
+  elif flag is not None and _is_whole_png(data):
+    width, height = (int.from_bytes(data[i : i + 4], "big") for i in (16, 20))
+    _check_size(height, width, max_pixels)
     image = cv2.imdecode(np.frombuffer(data, np.uint8), flag)
     if image is not None:
       return image.reshape(*image.shape[:2], channels), "PNG"
+  elif data[8:12] == b"WEBP":
+    _check_size(*_webp_size(data), max_pixels)
   try:
-    with Image.open(io.BytesIO(data)) as opened:
+    with Image.open(io.BytesIO(data), formats=_PILLOW) as opened:
+      _check_size(opened.height, opened.width, max_pixels)
       kind = opened.format or "unknown"
       if kind == "JPEG":
         kind = "CMYK" if opened.mode == "CMYK" else "odd JPEG"
@@ -71,9 +96,59 @@ def decode(
   except MemoryError:
     raise
   except Exception as e:  # Pillow's plugins raise anything on damaged bytes
-    first = str(e).splitlines()[0] if str(e) else type(e).__name__
+    first = f"{e}\n".splitlines()[0].partition(" <_io.")[0] or type(e).__name__
     raise ValueError(f"{len(data)} bytes that are not a readable image: {first}") from e
   return image.reshape(*image.shape[:2], channels), kind
+
+
+def _is_whole_png(data: bytes) -> bool:
+  """Whether it is a PNG of one picture whose chunks follow each other to its end.
+
+  Of others OpenCV writes to stderr, or takes as much memory as a length says.
+  """
+  at, kind = 8, b""
+  while data[:8] == b"\x89PNG\r\n\x1a\n" and kind not in (b"IEND", b"acTL", b"fcTL"):
+    kind = data[at + 4 : at + 8]
+    at += 12 + int.from_bytes(data[at : at + 4], "big")
+    if at > len(data):
+      return False
+  return kind == b"IEND" and at == len(data)
+
+
+def _webp_size(data: bytes) -> tuple[int, int]:
+  """Height and width of a WebP: Pillow makes room for it before it says (RFC 9649)."""
+  if data[12:16] == b"VP8X":
+    width, height = (int.from_bytes(data[i : i + 3], "little") for i in (24, 27))
+    return height + 1, width + 1
+  if data[12:16] == b"VP8L":
+    bits = int.from_bytes(data[21:25], "little")
+    return (bits >> 14 & 0x3FFF) + 1, (bits & 0x3FFF) + 1
+  width, height = (int.from_bytes(data[i : i + 2], "little") for i in (26, 28))
+  return height & 0x3FFF, width & 0x3FFF
+
+
+def _jpeg_header(data: bytes, max_pixels: int) -> tuple[Any, ...] | None:
+  """Height, width, colour space and subsampling; None: simplejpeg cannot say.
+
+  That is of a damaged header, or a valid one whose subsampling it has no name for.
+
+  Raises:
+    ValueError: it would take too much time or memory to decode.
+  """
+  if (scans := data.count(b"\xff\xda")) > _MAX_SCANS:
+    raise ValueError(f"a JPEG of {scans} scans, where {_MAX_SCANS} are enough")
+  try:
+    header: tuple[Any, ...] = simplejpeg.decode_jpeg_header(data)  # 1 us
+  except (ValueError, KeyError):
+    return None
+  _check_size(header[0], header[1], max_pixels)
+  return header
+
+
+def _check_size(height: int, width: int, max_pixels: int) -> None:
+  if height * width > max_pixels:
+    size = f"{width:,} x {height:,} pixels"
+    raise ValueError(f"{size}, more than --config.data.max_pixels={max_pixels}")
 
 
 def decode_view(
@@ -83,6 +158,7 @@ def decode_view(
   draws: np.ndarray | None,
   eval_view: EvalView = "mlperf",
   out: np.ndarray | None = None,
+  max_pixels: int = MAX_PIXELS,
 ) -> tuple[np.ndarray, str]:
   """A view of an encoded image, uint8 [size, size, channels], and its format.
 
@@ -97,18 +173,22 @@ def decode_view(
       the evaluation view.
     eval_view: which one, see `view`.
     out: uint8 [size, size, channels], contiguous: where to put the view.
+    max_pixels: as of `decode`.
 
   Raises:
-    ValueError: the bytes are not an image, or a damaged one.
+    ValueError: the bytes are not an image, or a damaged or too large one.
   """
   decode_box = partial_jpeg.library().decode if data[:2] == b"\xff\xd8" else None
   if draws is not None and channels < 4 and decode_box is not None:
-    with contextlib.suppress(ValueError):  # of a damaged header
-      header: tuple[Any, ...] = simplejpeg.decode_jpeg_header(data)  # 1 us
+    header = _jpeg_header(data, max_pixels)
+    if header and min(header[:2]) > 0:
       box = decode_box(data, crop_box(header[0], header[1], draws), channels)
       if box is not None:
         return _resize(box, size, draws, out), "JPEG"
-  pixels, kind = decode(data, channels, exact=draws is None)
+  is_eval = draws is None
+  fast_dct = not (is_eval and isinstance(eval_view, CenterCrop))
+  options = {"exact": is_eval, "fast_dct": fast_dct, "max_pixels": max_pixels}
+  pixels, kind = decode(data, channels, **options)
   return view(pixels, size, draws, eval_view, out), kind
 
 
@@ -121,26 +201,37 @@ def view(
 ) -> np.ndarray:
   """A view of decoded pixels at one size, uint8 [size, size, channels].
 
-  Nothing here averages before it downsizes (no antialiasing), because neither
-  published pipeline does:
+  Only the last averages before it downsizes (antialiasing), as the published pipelines
+  do:
 
   - training: Inception's box, bilinear;
   - "mlperf": the shorter side to 256 / 224 of the size, bilinear on the grid
     x = i * scale (TensorFlow 1's), then the centre: the MLPerf reference;
   - "google": the centred 7/8, bicubic (Keys, a = -1/2) on the grid
-    x = (i + 1/2) * scale - 1/2: flax's ImageNet example.
+    x = (i + 1/2) * scale - 1/2: flax's ImageNet example;
+  - `CenterCrop`: by Pillow, to the byte: torchvision's and timm's.
 
   Args:
     image: uint8 [h, w, channels].
     size: height and width of the view, in pixels.
     draws: [NUM_DRAWS] for a random crop and a flip; None for the eval view.
-    eval_view: "mlperf" or "google".
+    eval_view: "mlperf", "google" or a `CenterCrop`.
     out: uint8 [size, size, channels], contiguous: where to put the view.
   """
   height, width, _ = image.shape
   if draws is not None:
     top, left, h, w = crop_box(height, width, draws)
     return _resize(image[top : top + h, left : left + w], size, draws, out)
+  out = np.empty((size, size, image.shape[2]), np.uint8) if out is None else out
+  if isinstance(eval_view, CenterCrop):
+    tall, wide, top, left = centered_crop(height, width, size, eval_view.share)
+    # All of it: Pillow rounds between its two passes, so a part would differ.
+    filter_ = Image.Resampling[eval_view.interpolation.upper()]
+    plane = image[..., 0] if image.shape[2] == 1 else image
+    whole = Image.fromarray(plane).resize((wide, tall), filter_)
+    box = np.asarray(whole)[top : top + size, left : left + size]
+    out[:] = box.reshape(out.shape)
+    return out
   grid = np.arange(size)
   if eval_view == "google":
     top, left, side, _ = center_box(height, width)
@@ -151,7 +242,6 @@ def view(
     # Only the pixels that the crop keeps are ever computed.
     rows = _linear((grid + (tall - size) // 2) * (height / tall), height)
     columns = _linear((grid + (wide - size) // 2) * (width / wide), width)
-  out = np.empty((size, size, image.shape[2]), np.uint8) if out is None else out
   out[:] = _resample(image, rows, columns)
   return out
 

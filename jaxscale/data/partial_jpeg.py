@@ -29,6 +29,7 @@ import simplejpeg
 
 from jaxscale.data.dataset import user_cache
 from jaxscale.errors import ConfigError
+from jaxscale.files import who_else_writes
 
 SOURCE = Path(__file__).with_suffix(".c")
 BUILD = "jaxscale prepare jpeg"
@@ -60,6 +61,8 @@ def library() -> Library:
     version = path.stem.rsplit("-", 1)[1]
     text = f"JPEG crops: only the box, by libjpeg-turbo {version}"
     try:
+      if others := who_else_writes(path):  # whoever can replace it would run as us
+        raise OSError(f"is not loaded: {others}")
       return Library(_open(path), text)
     except OSError as e:  # built where another libjpeg is, say
       why = f"{path} {e}"
@@ -122,6 +125,7 @@ def build() -> Path:
   link = [*ldflags, "-ljpeg", *(f"-Wl,-rpath,{folder}" for folder in folders)]
   target = user_cache() / f"partial_jpeg-{_key()}-{found[1]}.so"
   target.parent.mkdir(parents=True, exist_ok=True)
+  _only_owner_writes(target.parent)
   with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
     built = Path(scratch) / "built.so"
     _compile(["-O3", *cflags, "-shared", "-fPIC", str(SOURCE), "-o", str(built), *link])
@@ -132,8 +136,13 @@ def build() -> Path:
         f"libjpeg={found[1]}: what was built {e}; use libjpeg-turbo 2.1 or newer, with "
         "its SIMD code"
       ) from None
+    _only_owner_writes(built)
     os.replace(built, target)  # no process sees half of it
   return target
+
+
+def _only_owner_writes(path: Path) -> None:
+  path.chmod(path.stat().st_mode & ~0o022)
 
 
 _HOW_TO_GET_IT = (

@@ -68,6 +68,17 @@ def train_batches(
   return iter(steps.to_iter_dataset(options))
 
 
+def check_readable(dataset: Dataset) -> None:
+  """Read an example, if any may be damaged, before minutes go into compiling.
+
+  Raises:
+    ConfigError: it and those that would take its place cannot be read.
+    OSError: the disk or the network is away.
+  """
+  if dataset.damaged is not None:
+    dataset.load(np.zeros(1, np.int64), np.full((1, dataset.num_draws), 0.5))
+
+
 def shuffled(num_examples: int, seed: int, epoch: int) -> np.ndarray:
   """The order of one epoch: a permutation of 0 … num_examples - 1.
 

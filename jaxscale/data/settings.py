@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from jaxscale import data
@@ -11,6 +12,7 @@ from jaxscale.config.bounds import Count
 from jaxscale.errors import ConfigError
 
 if TYPE_CHECKING:
+  from jaxscale.data.augment import EvalView
   from jaxscale.data.dataset import Dataset
 
 # The names that --config.data= takes (by HOMES in config/choice.py).
@@ -36,7 +38,30 @@ class Digits(Data):
 
 
 class _Images(Data):
-  """Encoded images, of which `_split` makes views of a size."""
+  """Encoded images, of which `_split` makes views of a size.
+
+  Attributes:
+    eval_view: what evaluation sees of images that are resized: "mlperf" (shorter
+      side to 256/224 of the size, centre crop), "google" (the centre 7/8, bicubic),
+      or what torchvision and timm do (shorter side to the size / eval_crop,
+      antialiased, centre crop): "bilinear" or "bicubic".
+    eval_crop: share of the resized shorter side that those two keep, timm's crop_pct;
+      None: 0.875, which is 224/256.
+  """
+
+  eval_view: Literal["mlperf", "google", "bilinear", "bicubic"] = "mlperf"
+  eval_crop: Annotated[float | None, "in (0, 1]"] = None
+
+  def __post_init__(self):
+    if self.eval_crop is not None and self.eval_view in ("mlperf", "google"):
+      field = f"{type(self).__name__}.eval_crop={self.eval_crop}"
+      remedy = "use 'bilinear' or 'bicubic', or leave it out"
+      raise ConfigError(f"{field}: eval_view={self.eval_view!r} has its own; {remedy}")
+
+  def _eval_view(self) -> EvalView:
+    if self.eval_view in ("mlperf", "google"):
+      return self.eval_view
+    return data.CenterCrop(self.eval_view, self.eval_crop or 0.875)
 
   def build(self: Any) -> Split:
     held_out = self._split(self.eval_split, self.image_size, "none")
@@ -58,10 +83,8 @@ class TFDS(_Images):
       needs images of one size.
     augment: "none", "flip", "shift_flip" (by up to image/14 pixels) or "crop"
       (random resized crop and flip; needs image_size).
-    eval_view: what evaluation sees of images that are resized: "mlperf" (shorter
-      side to 256/224 of the size, centre crop) or "google" (the centre 7/8,
-      bicubic).
     cache: decode everything once and keep it in memory.
+    max_pixels: larger images are not decoded, and count as damaged.
   """
 
   name: str
@@ -70,10 +93,11 @@ class TFDS(_Images):
   data_dir: str | None = None
   image_size: Annotated[int | None, ">= 1"] = None
   augment: Literal["none", "flip", "shift_flip", "crop"] = "none"
-  eval_view: Literal["mlperf", "google"] = "mlperf"
   cache: bool = False
+  max_pixels: Count = 178_956_970
 
   def __post_init__(self):
+    super().__post_init__()
     if self.augment == "crop" and self.image_size is None:
       raise ConfigError("TFDS.augment='crop': set image_size too, e.g. 224")
     if self.augment == "crop" and self.cache:
@@ -82,7 +106,8 @@ class TFDS(_Images):
   def _split(self, split: str, image_size: int | None, augment: Any) -> Dataset:
     return data.tfds_images(
       self.name, split, data_dir=self.data_dir, cache=self.cache,
-      image_size=image_size, augment=augment, eval_view=self.eval_view,
+      image_size=image_size, augment=augment, eval_view=self._eval_view(),
+      max_pixels=self.max_pixels,
     )  # fmt: skip
 
 
@@ -95,7 +120,7 @@ class ImageFolder(_Images):
     eval_split: the subdirectory evaluated on.
     image_size: height and width to crop and resize to.
     augment: "none", "flip" or "crop" (random resized crop and flip).
-    eval_view: what evaluation sees; see TFDS.
+    max_pixels: larger images are not decoded, and count as damaged.
   """
 
   path: str
@@ -103,15 +128,31 @@ class ImageFolder(_Images):
   eval_split: str = "val"
   image_size: Count = 224
   augment: Literal["none", "flip", "crop"] = "crop"
-  eval_view: Literal["mlperf", "google"] = "mlperf"
+  max_pixels: Count = 178_956_970
 
   def _split(self, split: str, image_size: int, augment: Any) -> Dataset:
-    # Labels are those of training, whichever classes evaluation has.
-    classes = data.folder_classes(f"{self.path}/{self.train_split}")
-    return data.image_folder(
-      f"{self.path}/{split}", classes=classes, image_size=image_size, augment=augment,
-      eval_view=self.eval_view,
-    )  # fmt: skip
+    try:
+      # Labels are those of training, whichever classes evaluation has.
+      classes = None
+      if split != self.train_split:
+        classes = data.folder_classes(f"{self.path}/{self.train_split}")
+      return data.image_folder(
+        f"{self.path}/{split}", classes=classes, image_size=image_size, augment=augment,
+        eval_view=self._eval_view(), max_pixels=self.max_pixels,
+      )  # fmt: skip
+    except ConfigError:
+      self._check_directories()
+      raise
+
+  def _check_directories(self) -> None:
+    """Name the setting, if a directory is not there."""
+    for name in ("path", "train_split", "eval_split"):
+      value = getattr(self, name)
+      inside = "" if name == "path" else value
+      if not os.path.isdir(os.path.join(self.path, inside)):
+        where = f" in {self.path}" * (name != "path")
+        why = f"no such directory{where}; images are PATH/SPLIT/CLASS/*.JPEG"
+        raise ConfigError(f"--config.data.{name}={value}: {why}")
 
 
 class Synthetic(Data):

@@ -25,16 +25,18 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxscale.data.dataset import Batch, Dataset, TextInfo, replacing, user_cache
+from jaxscale.data.dataset import Batch, Dataset, TextInfo, user_cache
 from jaxscale.data.tfrecord import OpenFile
 from jaxscale.data.tokenizer import Tokenizer, smallest_dtype
 from jaxscale.errors import ConfigError
+from jaxscale.files import read_json, replacing, who_else_writes
+from jaxscale.metrics.text import plural
 
 NO_TARGET = -1  # where nothing is to be predicted
 
@@ -169,6 +171,23 @@ def windows(
   return Dataset(info, -(-total // sequence_length), load, 1, draws_by_epoch=True)
 
 
+def text_windows(
+  name: str, stream: Stream, vocab_size: int, sequence_length: int
+) -> Dataset:
+  """`windows` of a text that has at least one whole example.
+
+  Raises:
+    ConfigError: it is shorter: what is measured on some bytes means nothing.
+  """
+  if 0 < stream.num_tokens < sequence_length:
+    raise ConfigError(
+      f"{name}: {plural(stream.num_tokens, 'token')}, fewer than an example of "
+      f"--config.data.sequence_length={sequence_length}; give more text or a smaller "
+      "length"
+    )
+  return windows(name, stream, vocab_size, sequence_length)
+
+
 def packed(
   name: str,
   batches: Iterable[Sequence[bytes]],
@@ -195,10 +214,7 @@ def packed(
   try:
     folder.mkdir(parents=True, exist_ok=True)
     if (counts := _counts(kept, dtype)) is None:
-      with open(folder / f"{key}.lock", "w") as lock:
-        # A file system without locks: then each writes its own, and the last stays.
-        with contextlib.suppress(OSError):
-          fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
+      with _locked(folder / f"{key}.lock"):
         if (counts := _counts(kept, dtype)) is None:  # not written meanwhile
           print(f"packing {name} once into {kept}", flush=True)
           counts = _write(kept, batches, tokenizer, dtype)
@@ -213,12 +229,33 @@ def packed(
   return of_files([kept], dtype, tokenizer.separator, ratio)
 
 
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+  """Wait for others that have this lock; without locks all do their work at once.
+
+  Each then writes its own file, and the last stays.
+  """
+  with contextlib.ExitStack() as stack:
+    # A colleague's lock can be taken but not written to; a link is nobody's lock.
+    for access in (os.O_RDWR, os.O_RDONLY):
+      with contextlib.suppress(OSError):
+        flags = access | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        number = os.open(path, flags, 0o666)
+        stack.callback(os.close, number)  # which releases it
+        fcntl.flock(number, fcntl.LOCK_EX)
+        break
+    yield
+
+
 def _counts(kept: Path, dtype: str) -> dict[str, int] | None:
   """What is in the file, or None if it is missing or not whole."""
+  names = kept.with_suffix(".json"), kept
+  counts = read_json(names[0], dict.fromkeys(("tokens", "documents", "bytes"), int))
   try:
-    counts = json.loads(kept.with_suffix(".json").read_text())
+    if not counts or any(who_else_writes(name, group=False) for name in names):
+      return None
     whole = kept.stat().st_size == counts["tokens"] * np.dtype(dtype).itemsize
-  except (OSError, ValueError, KeyError, TypeError):
+  except OSError:
     return None
   return counts if whole else None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,10 @@ import numpy as np
 
 from jaxscale.config.validation import closest, nearest
 from jaxscale.data.augment import AugmentName, EvalView
-from jaxscale.data.dataset import Dataset
+from jaxscale.data.dataset import MAX_PIXELS, Dataset
 from jaxscale.data.encoded import Record, Source, from_source, image_info
 from jaxscale.data.faults import raise_if_system_error
-from jaxscale.data.stream import packed, windows
+from jaxscale.data.stream import packed, text_windows
 from jaxscale.data.tokenizer import read_tokenizer
 from jaxscale.errors import ConfigError
 
@@ -39,6 +40,7 @@ def tfds_images(
   augment: AugmentName = "none",
   cache: bool = False,
   eval_view: EvalView = "mlperf",
+  max_pixels: int = MAX_PIXELS,
 ) -> Dataset:
   """A split of a prepared TFDS dataset with an image and a label.
 
@@ -56,8 +58,9 @@ def tfds_images(
     std: likewise.
     augment: what training draws change; see `config.TFDS`.
     cache: decode everything once, now, and keep it in memory.
-    eval_view: what evaluation sees of an image that is resized: "mlperf" or
-      "google", see `jpeg.view`.
+    eval_view: what evaluation sees of an image that is resized: "mlperf", "google"
+      or a `CenterCrop`, see `jpeg.view`.
+    max_pixels: larger images are not decoded, and count as damaged.
 
   Raises:
     ConfigError: unknown or unprepared dataset, split or image shape.
@@ -65,7 +68,8 @@ def tfds_images(
   builder = find_builder(name, data_dir)
   image_key, label_key = builder.info.supervised_keys or ("image", "label")
   features = builder.info.features
-  if image_key not in features or not hasattr(features[label_key], "num_classes"):
+  is_there = image_key in features and label_key in features
+  if not (is_there and hasattr(features[label_key], "num_classes")):
     raise ConfigError(f"TFDS.name={name!r}: not an image-classification dataset")
   source = _opened(_identity(builder), name, data_dir, split)
   stored = features[image_key].shape
@@ -76,7 +80,8 @@ def tfds_images(
     )
   shape = image_size or stored[0], image_size or stored[1], channels
   info = image_info(name, shape, features[label_key].num_classes, mean, std)
-  return from_source(info, source, image_size is not None, augment, cache, eval_view)
+  resized = image_size is not None
+  return from_source(info, source, resized, augment, cache, eval_view, max_pixels)
 
 
 @functools.lru_cache(maxsize=16)
@@ -159,7 +164,7 @@ def tfds_text(
   examples = open_split(builder, name, split, field="TFDSText.name")
   documents = _documents(examples, title, feature)
   stream = packed(title, documents, tokens, identity, cache_dir)
-  return windows(title, stream, tokens.vocab_size, sequence_length)
+  return text_windows(title, stream, tokens.vocab_size, sequence_length)
 
 
 def _is_text(feature: Any) -> bool:
@@ -202,21 +207,40 @@ def find_builder(name: str, data_dir: str | None, field: str = "TFDS.name") -> A
     ConfigError: there is no such dataset, or it is not prepared.
   """
   import tensorflow_datasets as tfds  # 0.7 s, only where TFDS is used
+  from absl import logging
 
   try:
     builder = tfds.builder(name, data_dir=data_dir)
-  except tfds.core.DatasetNotFoundError:
+  except Exception as e:  # also ValueErrors, of what is no name and of damaged files
+    if not isinstance(e, tfds.core.DatasetNotFoundError) and _is_there(name, data_dir):
+      why = (str(e).splitlines() or [type(e).__name__])[0]
+      raise ConfigError(
+        f"{field}={name!r}: its dataset_info.json or features.json is damaged "
+        f"({why:.200}); copy or prepare the dataset again"
+      ) from None
     known = tfds.list_builders(with_community_datasets=False)
     close = closest(name, known)
     hint = f"did you mean {close!r}?" if close else "see the TFDS catalogue"
     raise ConfigError(f"{field}={name!r}: no such dataset, {hint}") from None
-  if not builder.is_prepared():
+  level = logging.get_verbosity()
+  logging.set_verbosity(logging.ERROR)  # it warns of what the line below says better
+  is_prepared = builder.is_prepared()
+  logging.set_verbosity(level)
+  if not is_prepared:
     where = f" --data-dir {data_dir}" if data_dir else ""
     raise ConfigError(
       f"{field}={name!r}: not prepared in {builder.data_path}; once, in an "
       f"environment with jaxscale[tfds]: jaxscale prepare {name}{where}"
     )
   return builder
+
+
+def _is_there(name: str, data_dir: str | None) -> bool:
+  """Whether there is a directory for a dataset."""
+  from tensorflow_datasets.core import constants
+
+  own = re.split("[/:]", name)[0]
+  return bool(own) and Path(data_dir or constants.DATA_DIR, own).expanduser().is_dir()
 
 
 def _identity(builder: Any) -> tuple[str, int]:

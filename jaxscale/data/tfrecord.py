@@ -14,18 +14,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import io
 import os
 import resource
 import weakref
-import zipfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxscale.data.dataset import replacing, user_cache
+from jaxscale.data.dataset import user_cache
 from jaxscale.errors import ConfigError
+from jaxscale.files import read_bytes, replacing, who_else_writes
 
 _HEAD, _FOOT = 12, 4  # uint64 length and its uint32 checksum; checksum of the bytes
 
@@ -139,11 +141,8 @@ def _cached_index(files: Sequence[tuple[str, tuple[int, int]]]) -> list[np.ndarr
   identity = [(os.path.abspath(path), stamp) for path, stamp in files]
   key = hashlib.sha256(repr(identity).encode()).hexdigest()[:32]
   kept = user_cache() / "tfrecord" / f"{key}.npz"
-  try:
-    with np.load(kept) as saved:
-      return np.split(saved["places"], saved["ends"][:-1])
-  except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-    pass  # not there yet, or damaged: make it
+  if (parts := _read_index(kept, len(files))) is not None:
+    return parts
   with ThreadPoolExecutor(16) as threads:  # they wait for the file system
     parts = list(threads.map(index_shard, [path for path, _ in files]))
   with contextlib.suppress(OSError):  # a home that is full or read-only
@@ -153,6 +152,23 @@ def _cached_index(files: Sequence[tuple[str, tuple[int, int]]]) -> list[np.ndarr
     with replacing(kept) as file:
       np.savez(file, places=np.concatenate(parts), ends=ends)
   return parts
+
+
+def _read_index(kept: Path, count: int) -> list[np.ndarray] | None:
+  """The index of so many files, if it is there and whole."""
+  try:
+    if who_else_writes(kept, group=False):
+      return None
+    with np.load(io.BytesIO(read_bytes(kept))) as saved:
+      places, ends = (np.asarray(saved[name]) for name in ("places", "ends"))
+  except Exception:  # of zip, of zlib, of numpy's parser: not there yet, or damaged
+    return None
+  is_whole = places.dtype == ends.dtype == np.int64 and ends.shape == (count,)
+  is_whole = is_whole and places.ndim == 2 and places.shape[1] == 2 and count > 0
+  is_whole = is_whole and (np.diff(ends, prepend=0) >= 0).all()
+  if not is_whole or ends[-1] != len(places) or places.min(initial=0) < 0:
+    return None
+  return np.split(places, ends[:-1])
 
 
 class OpenFile:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jaxscale.data.dataset import Dataset
-from jaxscale.data.stream import of_files, packed, windows
+from jaxscale.data.stream import of_files, packed, text_windows
 from jaxscale.data.tokenizer import read_tokenizer
 from jaxscale.errors import ConfigError
 
@@ -61,7 +61,7 @@ def text_files(
         f"TextFiles.tokenizer={tokenizer!r}: {paths[0]} has tokens already, omit it"
       )
     stream = of_files(paths, "<u2" if vocab_size <= 1 << 16 else "<u4", None)
-    return windows(called, stream, vocab_size, sequence_length)
+    return text_windows(called, stream, vocab_size, sequence_length)
   if vocab_size is not None:
     raise ConfigError(
       f"TextFiles.vocab_size={vocab_size}: {paths[0]} is text with the vocabulary "
@@ -70,7 +70,7 @@ def text_files(
   tokens = read_tokenizer(tokenizer, separator, field="TextFiles.tokenizer")
   stamps = [(str(p.absolute()), p.stat().st_size, p.stat().st_mtime_ns) for p in paths]
   stream = packed(called, _documents(paths), tokens, ("files", *stamps), cache_dir)
-  return windows(called, stream, tokens.vocab_size, sequence_length)
+  return text_windows(called, stream, tokens.vocab_size, sequence_length)
 
 
 def split_files(directory: Path, split: str) -> list[Path]:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxscale.config.validation import nearest
 from jaxscale.errors import ConfigError
+from jaxscale.files import read_bytes, require_json
 
 # What tokenizers call the end of a document, in the order of preference.
 _ENDS = (
   "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]",
 )  # fmt: skip
+
+
+# The largest published vocabularies have a million; a model has rows for all numbers.
+_MOST_TOKENS = 1 << 24
 
 
 class Tokenizer(NamedTuple):
@@ -69,11 +74,81 @@ def read_tokenizer(
   """
   if name == "bytes":
     return byte_tokenizer()
-  try:
-    content = Path(name).read_bytes()
-  except OSError as e:
+  content, model = _load(name, field)
+  vocabulary = model.get_vocab(with_added_tokens=True)
+  end = _end(vocabulary, separator, field)
+  if (vocab_size := max(vocabulary.values(), default=0) + 1) > _MOST_TOKENS:
     raise ConfigError(
-      f"{field}={name!r}: {e.strerror}, give 'bytes' or the path of a tokenizer.json"
+      f"{field}={name!r}: it has the token {vocab_size - 1:,}, and {_MOST_TOKENS:,} is "
+      "the most a vocabulary can have; give another tokenizer.json"
+    )
+  dtype = smallest_dtype(vocab_size)
+
+  def encode(documents: Sequence[bytes]) -> np.ndarray:
+    texts = [document.decode(errors="replace") for document in documents]
+    try:
+      found = model.encode_batch(texts, add_special_tokens=False)
+    except Exception as e:  # the package raises plain Exception
+      why = f"it cannot be used ({e})"
+      raise ConfigError(f"{field}={name!r}: {why}, give another one") from None
+    return np.array([i for one in found for i in (*one.ids, end)], dtype)
+
+  key = f"{hashlib.sha256(content).hexdigest()} {end}"
+  return Tokenizer(key, vocab_size, end, encode, _decoder(model, skip_special=False))
+
+
+class PromptTokenizer(NamedTuple):
+  """The tokenizer of a folder as Hugging Face's, as its model expects prompts.
+
+  Attributes:
+    encode: text -> tokens, with the special ones in front that the folder asks for.
+    decode: (tokens, those before them) -> the text that they add, without special ones.
+    special: (role, as "eos") -> the token that tokenizer_config.json names, or None.
+  """
+
+  encode: Callable[[str], list[int]]
+  decode: Callable[[Sequence[int], Sequence[int]], str]
+  special: Callable[[str], int | None]
+
+
+def read_prompt_tokenizer(folder: Path) -> PromptTokenizer:
+  """The tokenizer.json of a folder, and the tokenizer_config.json next to it.
+
+  Raises:
+    ConfigError: as `read_tokenizer`, or the tokenizer_config.json is unreadable.
+  """
+  _, model = _load(str(folder / "tokenizer.json"), "tokenizer")
+  where = folder / "tokenizer_config.json"
+  remedy = "copy it again, or remove it"
+  settings = require_json(where, {}, remedy) if where.exists() else {}
+
+  def special(role: str) -> int | None:
+    name = settings.get(f"{role}_token")
+    name = name.get("content") if isinstance(name, dict) else name
+    # Of a text with half a surrogate pair, which JSON may have, the package raises.
+    is_text = isinstance(name, str) and name.isprintable()
+    return model.token_to_id(name) if is_text else None
+
+  def encode(text: str) -> list[int]:
+    whole = text.encode(errors="surrogateescape").decode(errors="replace")
+    tokens, first = model.encode(whole).ids, special("bos")
+    # Where it is given, it stands above what tokenizer.json adds.
+    wanted = settings.get("add_bos_token")
+    if first is not None and wanted is True and tokens[:1] != [first]:
+      return [first, *tokens]
+    return tokens[1:] if wanted is False and tokens[:1] == [first] else tokens
+
+  return PromptTokenizer(encode, _decoder(model, skip_special=True), special)
+
+
+def _load(name: str, field: str) -> tuple[bytes, Any]:
+  """The bytes of a tokenizer.json, and what the package makes of them."""
+  try:
+    content = read_bytes(Path(name))
+  except (OSError, ValueError) as e:
+    why = getattr(e, "strerror", None) or e
+    raise ConfigError(
+      f"{field}={name!r}: {why}, give 'bytes' or the path of a tokenizer.json"
     ) from None
   try:
     import tokenizers  # pyright: ignore[reportMissingImports]
@@ -84,7 +159,9 @@ def read_tokenizer(
     ) from None
   try:
     model = tokenizers.Tokenizer.from_buffer(content)
-  except Exception as e:  # the package raises plain Exception
+  except (KeyboardInterrupt, SystemExit):
+    raise
+  except BaseException as e:  # plain Exceptions, and the panics of Rust, which are none
     first = (str(e).splitlines() or ["unreadable"])[0]
     raise ConfigError(
       f"{field}={name!r}: not a tokenizer of Hugging Face ({first}), "
@@ -92,26 +169,21 @@ def read_tokenizer(
     ) from None
   model.no_truncation()  # such files may cut documents at a model's length
   model.no_padding()
-  vocabulary = model.get_vocab(with_added_tokens=True)
-  end = _end(vocabulary, separator, field)
-  vocab_size = max(vocabulary.values()) + 1
-  dtype = smallest_dtype(vocab_size)
+  return content, model
 
-  def encode(documents: Sequence[bytes]) -> np.ndarray:
-    texts = [document.decode(errors="replace") for document in documents]
-    found = model.encode_batch(texts, add_special_tokens=False)
-    return np.array([i for one in found for i in (*one.ids, end)], dtype)
+
+def _decoder(model: Any, *, skip_special: bool) -> Callable[..., str]:
+  """(tokens, those before them) -> the text that they add to it."""
 
   def text_of(tokens: Sequence[int]) -> str:
-    return model.decode(list(tokens), skip_special_tokens=False)
+    return model.decode(list(tokens), skip_special_tokens=skip_special)
 
   def decode(tokens: Sequence[int], before: Sequence[int]) -> str:
     # Some write a word without its space where it is the first of what they are given.
     head, whole = text_of(before), text_of([*before, *tokens])
     return whole[len(head) :] if whole.startswith(head) else text_of(tokens)
 
-  key = f"{hashlib.sha256(content).hexdigest()} {end}"
-  return Tokenizer(key, vocab_size, end, encode, decode)
+  return decode
 
 
 def smallest_dtype(vocab_size: int) -> str:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jaxscale import config as cfg
 from jaxscale import data, optim
 from jaxscale.collectives.cpu_workarounds import one_at_a_time
-from jaxscale.config.choice import build
+from jaxscale.config.choice import build, wrong_product
 from jaxscale.errors import ConfigError
 from jaxscale.exchange import Exchange
 from jaxscale.experiment import layout as layouts
@@ -27,18 +27,19 @@ from jaxscale.experiment.derive import Derived, derive
 from jaxscale.experiment.exchange import Synchronization, make_exchange, make_sync
 from jaxscale.experiment.model import Model, bn_span, imported, init_fn, make_model
 from jaxscale.experiment.optimizer import make_optimizer, phase_rate, phase_schedule
-from jaxscale.experiment.phases import Phase, scale_velocity, step_at
+from jaxscale.experiment.phases import Phase, phase_index, scale_velocity, step_at
 from jaxscale.mesh import batch_axes, batch_sharding, make_mesh, replicated
+from jaxscale.optim.tree_paths import path_name
 from jaxscale.parallel.layout import Layout, local_grad_shapes
 from jaxscale.parallel.layout_exchange import exchange_axes
 from jaxscale.parallel.run_stack import PipelineGrads
 from jaxscale.training import nan_guard
 from jaxscale.training import state as states
 from jaxscale.training import step as steps
+from jaxscale.training.flops import training_flops
 from jaxscale.training.local_step import make_local_train_step
 from jaxscale.training.state import TrainState, WorkerState
 from jaxscale.training.step import Batch, EvalStep, LossFn, TrainStep
-from jaxscale.tree_paths import path_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +85,8 @@ class Experiment:
       )  # fmt: skip
     return steps.make_train_step(
       loss, self.tx, self.mesh, self.exchange, layout=self.layout,
-      ema_decay=config.ema_decay, noise_scale=config.noise_scale, **options,
+      ema_decay=config.ema_decay, ema_warmup=config.ema_warmup,
+      noise_scale=config.noise_scale, **options,
     )  # fmt: skip
 
   def init_state(self, say: Callable[[str], None] = print) -> TrainState:
@@ -99,8 +101,7 @@ class Experiment:
     start: dict[str, Any] = {"seed": self.config.seed}
     if self.config.init_from is not None:
       info = self.eval_data.info
-      classes = getattr(info, "num_classes", None) or getattr(info, "vocab_size", 0)
-      start["given"] = imported(self.config, classes, self.abstract_state(), say)
+      start["given"] = imported(self.config, info, self.abstract_state(), say)
     parts, options = self._init_parts()
     return states.init_state(*parts, **options, **start)
 
@@ -116,6 +117,13 @@ class Experiment:
     key = jax.ShapeDtypeStruct((), key.dtype, sharding=replicated(self.mesh))
     parts, options = self._init_parts()
     return states.make_init(*parts, **options).lower(key, {})
+
+  @functools.cached_property
+  def example_flops(self) -> int:
+    """Model FLOPs that an example of this phase is trained with."""
+    arrays = data.batch_shapes(self.train_data.info, 1)
+    one = {name: jax.ShapeDtypeStruct(*array) for name, array in arrays.items()}
+    return training_flops(self.model, one)
 
   def abstract_batch(self) -> Batch:
     """Shapes, dtypes and shardings of a global training batch."""
@@ -180,10 +188,11 @@ def experiment(
   totals = layouts.make_totals(model, layout, build(config.loss, eval_data.info))
   eval_step = steps.make_eval_step(totals, mesh, layout)
   shared = config, derived, mesh, model, layout, train_data
-  return Experiment(
+  made = Experiment(
     config=config, derived=derived, mesh=mesh, eval_data=eval_data, model=model,
     layout=layout, eval_step=eval_step, **_phase_parts(*shared, derived.phases[0]),
   )  # fmt: skip
+  return made.replace(notes=(*train_data.notes, *eval_data.notes, *made.notes))
 
 
 def make_data(config: cfg.Config) -> tuple[data.Dataset, data.Dataset]:
@@ -195,10 +204,8 @@ def make_data(config: cfg.Config) -> tuple[data.Dataset, data.Dataset]:
   match made := build(config.data):
     case tuple((data.Dataset(), data.Dataset())):
       return made
-  raise ConfigError(
-    f"{type(config.data).__name__}.build: gave {type(made).__name__}; return two "
-    "data.Dataset, to train on and held-out (data.from_arrays makes one)"
-  )
+  wanted = "two data.Dataset, to train on and held-out (data.from_arrays makes one)"
+  raise wrong_product(config.data, made, wanted)
 
 
 def at_phase(experiment: Experiment, phase: Phase) -> Experiment:
@@ -255,6 +262,20 @@ def with_sizes(experiment: Experiment, chosen: Sequence[int]) -> Experiment:
   return experiment.replace(derived=derived)
 
 
+def with_epochs(experiment: Experiment, epochs: float) -> Experiment:
+  """The experiment as it was when its run had this length."""
+  config = dataclasses.replace(experiment.config, epochs=epochs)
+  return with_sizes(experiment.replace(config=config), ())
+
+
+def rate_at(experiment: Experiment, step: int) -> float:
+  """The learning rate of the step after `step` steps."""
+  derived = experiment.derived
+  phase = derived.phases[phase_index(derived.phases, step)]
+  rate: Any = phase_schedule(experiment.config, derived, phase)(step)
+  return float(rate)
+
+
 def enter_phase(config: cfg.Config, old: Phase, new: Phase, state: TrainState):
   """The state carried over from one phase into the next.
 
@@ -296,7 +317,7 @@ def _check_paths(config: cfg.Config, model: Model) -> None:
   """Refuse patterns that no parameter fits: they would change the method silently."""
   order, include = config.layer_order, getattr(config.optimizer, "include", "all")
   fields = {pattern: "Config.layer_order" for pattern in order}
-  if include not in ("kernels", "all"):
+  if include not in optim.NAMED:
     fields = {include: f"{type(config.optimizer).__name__}.include"} | fields
   if not fields:
     return

@@ -95,8 +95,8 @@ def derive(
   length = getattr(config.data, "sequence_length", None)
   if length is not None and num_train == 1 < config.batch_size:
     raise ConfigError(  # no batch would be small enough
-      f"data.sequence_length={length}: the training text is not longer and makes one "
-      f"example, but a batch has {config.batch_size}; give a smaller length"
+      f"data.sequence_length={length}: the training text has one example of so many "
+      f"tokens, and a batch has {config.batch_size}; give more text or a smaller length"
     )
   size, micros, lr = config.batch_size, config.accumulate_steps, config.optimizer.lr
   _check_batch("Config.batch_size", size, num_train, start_blocks, micros)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from jax.sharding import Mesh
 
 from jaxscale import config as cfg
-from jaxscale.config.choice import build
+from jaxscale.config.choice import build, wrong_product
 from jaxscale.errors import ConfigError
 from jaxscale.exchange import Exchange, plain
 from jaxscale.exchange.local import LocalUpdate
@@ -50,8 +50,7 @@ def make_exchange(
       raise
     raise ConfigError(f"{name}.{e}") from None
   if not isinstance(made, Exchange):
-    kind = type(made).__name__
-    raise ConfigError(f"{name}.build: gave {kind}; return an exchange.Exchange")
+    raise wrong_product(chosen, made, "an exchange.Exchange")
   if chosen.plain_epochs:
     examples = math.ceil(chosen.plain_epochs * derived.num_train)
     # The first that a delayed exchange sends are zeros.

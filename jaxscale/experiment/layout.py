@@ -13,13 +13,13 @@ from jaxscale import config as cfg
 from jaxscale import models, parallel
 from jaxscale.errors import ConfigError
 from jaxscale.experiment.model import Model, init_fn
+from jaxscale.optim.tree_paths import path_name
 from jaxscale.parallel import rules as sharding_rules
 from jaxscale.parallel.layout import HOST, Layout, Shard
 from jaxscale.parallel.pipeline import bubble
 from jaxscale.parallel.rules import Rule, partition
 from jaxscale.training import losses
 from jaxscale.training.losses import Objective
-from jaxscale.tree_paths import path_name
 
 
 def make_layout(config: cfg.Config, mesh: Mesh, model: Model) -> Layout | None:

@@ -13,14 +13,14 @@ from jax.sharding import Mesh
 
 from jaxscale import config as cfg
 from jaxscale import data, models, weights
-from jaxscale.config.choice import build
+from jaxscale.config.choice import build, wrong_product
 from jaxscale.errors import ConfigError
 from jaxscale.experiment.derive import Derived
 from jaxscale.experiment.phases import Phase
 from jaxscale.mesh import BN_AXIS, BatchNormSpan, batch_norm_span, mesh_shape
+from jaxscale.optim.tree_paths import path_name
 from jaxscale.training.state import TrainState
-from jaxscale.tree_paths import path_name
-from jaxscale.weights.hf_config import check_hf_config
+from jaxscale.weights.check import check_source
 
 Model = models.ModelFns | models.Stack
 
@@ -91,10 +91,8 @@ def make_model(
       made, info.image_shape, mean=info.mean, std=info.std, dtype=info.dtype
     )
   if not isinstance(made, models.ModelFns):
-    raise ConfigError(
-      f"{kind}.build: gave {type(made).__name__}; return a Flax module, a "
-      "models.ModelFns or a models.Stack"
-    )
+    wanted = "a Flax module, a models.ModelFns or a models.Stack"
+    raise wrong_product(config.model, made, wanted)
   return made
 
 
@@ -106,26 +104,32 @@ def init_fn(model: Model) -> Any:
 
 
 def imported(
-  config: cfg.Config, num_classes: int, abstract: TrainState, say: Callable[[str], None]
+  config: cfg.Config,
+  info: data.DatasetInfo | data.TextInfo,
+  abstract: TrainState,
+  say: Callable[[str], None],
 ) -> dict[str, jax.Array]:
   """The parameters of `Config.init_from`, as `init_state` takes them.
 
   Args:
     config: of the run.
-    num_classes: of its data; models may have more for even parts.
+    info: of its data; models may have more classes, or words, for even parts.
     abstract: where the parameters are to lie.
-    say: called with a line about them.
+    say: called with lines about them.
   """
   path = config.init_from
   assert path is not None
-  heads = {"num_classes": num_classes, "init_head": config.init_head}
-  length = getattr(config.data, "sequence_length", None)
+  classes = getattr(info, "num_classes", None) or getattr(info, "vocab_size", 0)
+  notes, head = [], {"init_head": config.init_head}
 
   def check(naming, names):  # before shapes: it says which setting is another
-    check_hf_config(path, naming, names, config.model, sequence_length=length, **heads)
+    notes.extend(check_source(path, naming, names, config.model, info, **head))
 
   into = abstract.params, abstract.model_state
-  found = weights.import_safetensors(path, *into, **heads, check=check)
+  head_of = {"num_classes": classes, **head}
+  found = weights.import_safetensors(path, *into, **head_of, check=check)
   say(found.summary)
+  for note in notes:
+    say(f"note: {note}")
   leaves = jax.tree.leaves_with_path((found.params, found.model_state))
   return {path_name(p): x for p, x in leaves if isinstance(x, jax.Array)}

@@ -10,8 +10,7 @@ from optax import Schedule
 
 from jaxscale import config as cfg
 from jaxscale import optim
-from jaxscale.config.choice import build
-from jaxscale.errors import ConfigError
+from jaxscale.config.choice import build, wrong_product
 from jaxscale.experiment.derive import Derived
 from jaxscale.experiment.phases import Phase, follow_batch_size, within_phase
 
@@ -23,10 +22,7 @@ def make_schedule(config: cfg.Config, derived: Derived) -> Schedule:
   context = cfg.ScheduleContext(total, derived.warmup_steps, per_epoch)
   schedule: Any = build(config.schedule, derived.peak_lr, context)
   if not callable(schedule):
-    raise ConfigError(
-      f"{type(config.schedule).__name__}.build: gave {type(schedule).__name__}; return "
-      "a function of the step"
-    )
+    raise wrong_product(config.schedule, schedule, "a function of the step")
   return schedule  # pyright: ignore[reportReturnType]
 
 
@@ -63,10 +59,7 @@ def make_optimizer(
   context = cfg.OptimizerContext(momentum, warmup_steps, stacked, embeddings)
   made = build(config.optimizer, schedule, context)
   if not (hasattr(made, "init") and hasattr(made, "update")):
-    raise ConfigError(
-      f"{type(config.optimizer).__name__}.build: gave {type(made).__name__}; return an "
-      "optax transformation"
-    )
+    raise wrong_product(config.optimizer, made, "an optax transformation")
   chain = [made]
   if config.clip_norm is not None:
     chain.insert(0, optax.clip_by_global_norm(config.clip_norm))

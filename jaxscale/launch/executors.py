@@ -3,7 +3,8 @@
 Also Slurm's alone, and to be written for another scheduler where it is wanted: requeue
 and the count of restarts (cluster/requeue.py), the stop before the time limit
 (cluster/detect/walltime.py), the takeover of a workdir by a restarted job (`job_of` in
-checkpoint/lock.py), and the forms of times and signals in a site's profile (site.py).
+checkpoint/lock.py, which also names scancel), and the forms of times and signals in a
+site's profile (site.py).
 """
 
 from __future__ import annotations
@@ -21,10 +22,17 @@ from jaxscale.launch.spec import JobSpec, QueueEntry
 class Executor(Protocol):
   """What a module offers that runs jobs; `slurm` and `local` are the examples.
 
-  The script or supervisor also appends to `spec.events_file(task)` one line per start
-  and end, writes the output of process RANK to `spec.log_file(job, task, rank)`,
-  restarts a run where `spec.is_restarted` says so, at most `spec.requeue` times, and
-  not after the file `cancelled` has appeared in the folder.
+  `spec.JobSpec` has all that a script is made of: `setup_script(spec)` and
+  `python_command(spec)` begin it, `spec.train_options()` end the command. The script,
+  or a supervisor, starts `spec.processes` processes for each of `spec.tasks` and
+
+  - appends a line of JSON for each start and end to `spec.events_file(task)`: "event"
+    ("start" or "end"), "job", "restarts", "nodes", "hosts", "code", "next" ("requeue"
+    or "stop" after an end, else ""), "time" (Unix seconds),
+  - writes the output of process RANK to `spec.log_file(job, task, rank)`,
+  - passes SIGTERM on to the processes, which save and leave with 85,
+  - restarts a run where `spec.is_restarted` says so, at most `spec.requeue` times, and
+    not after the file `cancelled` has appeared in the folder.
 
   Attributes:
     SCRIPT: file name of the script in the folder of a run.
@@ -58,6 +66,10 @@ class Executor(Protocol):
 
   def queue(self, runs: Mapping[str, JobSpec]) -> dict[str, QueueEntry]:
     """What is known of the tasks of runs, by `spec.task_id`; ended ones may be missing.
+
+    A `QueueEntry` has `state` in Slurm's words (PENDING, RUNNING, COMPLETED, FAILED,
+    TIMEOUT, CANCELLED; `status` shows others as they are), and where it is known
+    `nodes`, `time_left`, `restarts`, and `reason` for which it waits.
 
     Args:
       runs: specs by the number of their last job.

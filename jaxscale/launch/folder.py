@@ -12,13 +12,11 @@ train/              the workdir: metrics, checkpoints (trials/TASK in a sweep)
 
 from __future__ import annotations
 
-import importlib.metadata
+import contextlib
 import json
 import os
-import platform
 import re
 import shutil
-import subprocess
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -26,13 +24,13 @@ from typing import Any
 
 from jaxscale.config.validation import nearest
 from jaxscale.errors import ConfigError
-from jaxscale.launch.spec import JobSpec, from_json, to_json
-from jaxscale.metrics import read_json, read_json_lines, write_json
+from jaxscale.files import open_to_append, read_json_lines, require_json, write_json
+from jaxscale.launch.spec import SHAPE, JobSpec, from_json, to_json
+from jaxscale.run.provenance import environment, git
 
 _PACKAGE = Path(__file__).absolute().parent.parent
 _ROOT = _PACKAGE.parent
-# Variables that change what a run does; no others, which may hold secrets.
-_VARIABLES = ("JAX", "XLA_", "NCCL_", "TF_", "LIBTPU_", "TPU_", "CUDA_VISIBLE")
+_MOST_PROCESSES = 1 << 20  # of a run
 _LEFT_OUT = {"__pycache__", ".git", ".ipynb_checkpoints"}
 
 
@@ -113,7 +111,7 @@ def make(spec: JobSpec, script: tuple[str, str], config: str, text: str | None) 
     if text:
       path = folder / spec.config
       path.parent.mkdir(parents=True, exist_ok=True)
-      path.write_text(text)
+      path.write_text(text, encoding="utf-8")
     write_json(folder / "environment.json", environment())
     write_spec(spec, script)
   except FileExistsError:
@@ -124,7 +122,7 @@ def make(spec: JobSpec, script: tuple[str, str], config: str, text: str | None) 
 
 def write_spec(spec: JobSpec, script: tuple[str, str]) -> None:
   """Write run.json and the script, (file name, text)."""
-  Path(spec.folder, script[0]).write_text(script[1])
+  Path(spec.folder, script[0]).write_text(script[1], encoding="utf-8")
   write_json(Path(spec.folder, "run.json"), to_json(spec))
 
 
@@ -134,7 +132,7 @@ def sources(config: str | None) -> list[tuple[Path, str]]:
   From a git checkout, the files that git tracks or would track; otherwise every file.
   From the config's directory, its Python files: a config may import them.
   """
-  listed = _git("ls-files", "-z", "--cached", "--others", "--exclude-standard")
+  listed = git("ls-files", "-z", "--cached", "--others", "--exclude-standard")
   names = filter(None, listed.split("\0"))
   paths = [_PACKAGE / n for n in names] or _PACKAGE.rglob("*")
   whole = (p for p in sorted(paths) if p.is_file() and not _LEFT_OUT & {*p.parts[:-1]})
@@ -146,59 +144,43 @@ def sources(config: str | None) -> list[tuple[Path, str]]:
   return files
 
 
-def _git(*args: str) -> str:
-  """The output of git in the package; empty without git or a repository."""
-  command = ["git", "-C", str(_PACKAGE), *args]
-  try:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    return "" if done.returncode else done.stdout
-  except (OSError, subprocess.SubprocessError):
-    return ""
-
-
-def environment() -> dict[str, Any]:
-  """What a run depends on, in addition to its own code, as JSON."""
-  found = importlib.metadata.distributions()
-  packages = {d.metadata["Name"]: d.version for d in found if d.metadata["Name"]}
-  variables = sorted(os.environ.items())
-  return {
-    "commit": _git("rev-parse", "HEAD").strip() or None,
-    "changed": _git("status", "--porcelain", "--", ".").splitlines(),
-    "python": platform.python_version(),
-    "platform": platform.platform(),
-    "host": platform.node(),
-    "packages": dict(sorted(packages.items(), key=lambda kv: kv[0].lower())),
-    "variables": {k: v for k, v in variables if k.startswith(_VARIABLES)},
-  }
-
-
 def read_spec(folder: Path) -> JobSpec:
   """The spec in a folder, with the folder's present path.
 
   Raises:
     ConfigError: there is none, or it is damaged.
   """
-  if not (folder / "run.json").is_file():
+  if not os.path.isfile(folder / "run.json"):
     raise ConfigError(f"{folder}: no run.json in it, give the folder of a run")
+  path, remedy = folder / "run.json", "put it back from a copy, or submit the run anew"
+  table = require_json(path, SHAPE, remedy)
   try:
-    spec = from_json(read_json(folder / "run.json"))
-    return spec._replace(folder=str(folder.absolute()))
-  except (ValueError, KeyError, TypeError) as e:
-    raise ConfigError(f"{folder}/run.json: unreadable ({e})") from None
+    spec = from_json(table)._replace(folder=str(folder.absolute()))
+    least = min(spec.nodes - 1, spec.at_most, spec.spares, spec.requeue)
+    if least < 0 or spec.processes > _MOST_PROCESSES:
+      raise ConfigError(f"{spec.nodes} nodes with {spec.site.tasks} processes each")
+  except (ConfigError, TypeError) as e:
+    raise ConfigError(f"{path}: {e}; {remedy}") from None
+  return spec
 
 
-def find(name: str, runs: str) -> Path:
+def find(name: str, runs: str, others: Iterable[str] = ()) -> Path:
   """The folder of a run, by its path, or by its name in the directory of runs.
+
+  Args:
+    name: or path.
+    runs: the directory of runs.
+    others: names that would have been taken, too.
 
   Raises:
     ConfigError: there is no such run.
   """
   for folder in (directory(runs) / name, Path(name)):
-    if (folder / "run.json").is_file():
+    if os.path.isfile(folder / "run.json"):
       return folder.absolute()
-  known = [p.name for p in all_folders(runs)] + all_studies(runs)
+  known = [*others, *(p.name for p in all_folders(runs)), *all_studies(runs)]
   hint = nearest(name, known) if known else f"there is none in {runs}/"
-  raise ConfigError(f"{name}: no such run, {hint}")
+  raise ConfigError(f"{name or '(an empty name)'}: no such run, {hint}")
 
 
 def find_study(name: str, runs: str) -> tuple[Path, list[Path]] | None:
@@ -208,10 +190,11 @@ def find_study(name: str, runs: str) -> tuple[Path, list[Path]] | None:
     ConfigError: its file is damaged, or one of its runs is gone.
   """
   for folder in (directory(runs) / name, Path(name)):
-    if (folder / "scaling.json").is_file():
-      names = read_json(folder / "scaling.json").get("runs")
-      if not isinstance(names, list):
-        raise ConfigError(f"{folder}/scaling.json: unreadable, it lists no runs")
+    if os.path.isfile(folder / "scaling.json"):
+      path, remedy = folder / "scaling.json", "give the names of its runs"
+      names = require_json(path, {"runs": [str]}, remedy)["runs"]
+      if bad := [n for n in names if n != Path(n).name or "\0" in n]:
+        raise ConfigError(f"{path}: {bad[0]!r} is no name of a run; {remedy}")
       folder = folder.absolute()
       return folder, [find(str(folder.parent / n), runs) for n in names]
   return None
@@ -232,7 +215,13 @@ def find_all(names: Iterable[str], runs: str) -> list[Path]:
 
 def all_folders(runs: str) -> list[Path]:
   """Folders of runs, the oldest first."""
-  files = sorted(directory(runs).glob("*/run.json"), key=lambda p: p.stat().st_mtime)
+
+  def written(path: Path) -> float:
+    with contextlib.suppress(OSError):  # a link that leads nowhere, or just removed
+      return path.stat().st_mtime
+    return 0.0
+
+  files = sorted(directory(runs).glob("*/run.json"), key=written)
   return [p.parent.absolute() for p in files]
 
 
@@ -243,20 +232,29 @@ def all_studies(runs: str) -> list[str]:
 
 def append_line(path: Path, line: Mapping[str, Any]) -> None:
   """Append a line to a file of JSON lines."""
-  with path.open("a") as file:
+  with open(open_to_append(path), "a") as file:
     file.write(json.dumps(line) + "\n")
 
 
 def last_job(folder: str | Path, task: int | None = None) -> str:
   """The number of the last submission, or of the last one of a trial; "": none."""
-  for line in reversed(read_json_lines(Path(folder, "submissions.jsonl"))):
-    tasks = line.get("tasks")
-    if task is None or tasks is None or task in tasks:
+  shape = {"job": str, "tasks": (None, [int])}
+  for line in reversed(read_json_lines(Path(folder, "submissions.jsonl"), None, shape)):
+    tasks = line["tasks"]
+    known = re.fullmatch(r"\w[\w-]{0,39}", line["job"], re.ASCII)
+    if known and (task is None or tasks is None or task in tasks):
       return line["job"]
   return ""
 
 
+def read_events(spec: JobSpec, task: int) -> list[dict[str, Any]]:
+  """The starts and ends of a trial that are on record."""
+  shape = dict.fromkeys(("event", "job", "next"), str)
+  shape |= dict.fromkeys(("restarts", "nodes", "code"), int)
+  return read_json_lines(spec.events_file(task), None, shape)
+
+
 def last_event(spec: JobSpec, job: str, task: int) -> dict[str, Any]:
   """The last start or end of a trial; empty if it is not from this job."""
-  last = (read_json_lines(spec.events_file(task)) or [{}])[-1]
+  last = (read_events(spec, task) or [{}])[-1]
   return last if last.get("job") in (job, spec.task_id(job, task)) else {}

@@ -22,7 +22,7 @@ from jaxscale.launch.executors import EXECUTORS, choose
 from jaxscale.launch.site import load_site, with_options
 from jaxscale.launch.spec import JobSpec
 from jaxscale.launch.status import ShownAsTable, StatusTable, statuses
-from jaxscale.metrics import read_json_lines, text
+from jaxscale.metrics import read_metrics, text
 
 _SHOWN = 20  # rows of a record; the middle of a longer one is left out
 _NOTEBOOK_CONFIG = '''\
@@ -272,7 +272,7 @@ class Job(NamedTuple):
     found = Record()
     for i in spec.tasks if task is None else [task]:
       steps = collections.defaultdict(lambda i=i: {"task": i} if spec.trials else {})
-      for line in read_json_lines(spec.workdir(i) / "metrics.jsonl"):
+      for line in read_metrics(spec.workdir(i) / "metrics.jsonl"):
         steps[line["step"]].update(line)
       found.extend(steps[step] for step in sorted(steps))
     return found
@@ -294,7 +294,7 @@ class Job(NamedTuple):
     (self.folder / "cancelled").touch()  # the script does not restart it then
     spec = folders.read_spec(self.folder)
     if states != {"LOST"} or spec.executor == "local":
-      EXECUTORS[spec.executor].cancel(spec, folders.last_job(self.folder))
+      EXECUTORS[choose(spec.executor)].cancel(spec, folders.last_job(self.folder))
     return True
 
   def resume(
@@ -323,7 +323,7 @@ class Job(NamedTuple):
     spec = spec._replace(**{k: v for k, v in given.items() if v is not None})
     _check_counts(spec.nodes, spares=spec.spares)
     spec = spec._replace(site=with_options(spec.site, options))
-    executor = EXECUTORS[spec.executor]
+    executor = EXECUTORS[choose(spec.executor)]
     folders.write_spec(spec, (executor.SCRIPT, executor.render(spec)))
     (self.folder / "cancelled").unlink(missing_ok=True)
     _submit(spec, tasks if spec.trials else None, None)

@@ -9,6 +9,7 @@ It runs the copy of the code in the run's folder, as the processes do.
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -20,11 +21,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from shlex import quote
 
+from jaxscale.cluster.secret import VARIABLE as SECRET
 from jaxscale.errors import EXIT_USER, ConfigError
+from jaxscale.files import open_to_append, read_json_lines, whole_number
 from jaxscale.launch import folder as folders
 from jaxscale.launch import spec as specs
 from jaxscale.launch.spec import JobSpec, QueueEntry
-from jaxscale.metrics import read_json_lines
 
 SCRIPT: str = "process.sh"
 # Seconds between SIGTERM and SIGKILL; Slurm's KillWait has the same default.
@@ -100,7 +102,8 @@ def is_alive(folder: Path) -> bool:
 
 def _alive(path: Path) -> list[int]:
   """The ids of the processes on record that still run on this machine."""
-  own = [x for x in read_json_lines(path) if x["host"] == socket.gethostname()]
+  lines = read_json_lines(path, None, {"pid": int, "born": int, "host": str})
+  own = [x for x in lines if x["host"] == socket.gethostname() and x["pid"] > 1]
   return [x["pid"] for x in own if _born(x["pid"]) == x["born"]]
 
 
@@ -165,8 +168,8 @@ def _run_trial(spec: JobSpec, job: str, task: int, stop: threading.Event) -> Non
 
 def newest_step(workdir: Path) -> int | None:
   """The step of the newest checkpoint."""
-  found = (p.name for p in workdir.glob("checkpoints/*"))
-  return max((int(name) for name in found if name.isdecimal()), default=None)
+  found = (whole_number(p.name) for p in workdir.glob("checkpoints/*"))
+  return max((step for step in found if step is not None), default=None)
 
 
 def _run_once(spec: JobSpec, job: str, task: int, stop: threading.Event) -> int:
@@ -179,7 +182,7 @@ def _run_once(spec: JobSpec, job: str, task: int, stop: threading.Event) -> int:
 
   def start(command: str, rank: int | str, variables: Mapping[str, str]):
     words = ["bash", f"{spec.folder}/{SCRIPT}", *command.split(), *options]
-    with spec.log_file(job, task, rank).open("a") as file:
+    with open(open_to_append(spec.log_file(job, task, rank)), "a") as file:
       process = subprocess.Popen(
         words, cwd=spec.cwd, env={**inherited, **variables}, stdin=subprocess.DEVNULL,
         stdout=file, stderr=subprocess.STDOUT,
@@ -194,6 +197,7 @@ def _run_once(spec: JobSpec, job: str, task: int, stop: threading.Event) -> int:
   with socket.create_server(("127.0.0.1", 0)) as free:
     address = f"127.0.0.1:{free.getsockname()[1]}"
   common = {"JAXSCALE_COORDINATOR": address, "JAXSCALE_NUM_PROCESSES": str(count)}
+  common[SECRET] = secrets.token_hex(32)  # of this start alone
   own = [common | {"JAXSCALE_PROCESS_ID": str(rank)} for rank in range(count)]
   return _wait([start("jaxscale.train", r, env) for r, env in enumerate(own)], stop)
 
@@ -231,7 +235,7 @@ def main(argv: list[str]) -> None:
     os._exit(0)
   os.setsid()
   _record_process(Path(folder, "supervisor.jsonl"), os.getpid())
-  with open(Path(folder, "logs", f"{job}.batch.out"), "a") as output:
+  with open(open_to_append(Path(folder, "logs", f"{job}.batch.out")), "a") as output:
     for stream in (1, 2):
       os.dup2(output.fileno(), stream)
   supervise(spec, job, [int(t) for t in tasks], after)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jaxscale.errors import ConfigError
+from jaxscale.files import whole_number
 from jaxscale.launch import folder as folders
 from jaxscale.launch.spec import JobSpec
 
@@ -36,7 +37,7 @@ def choose(spec: JobSpec, rank: str, task: int = 0) -> list[tuple[str, Path]]:
   paths = [spec.log_file(job, task, rank)]
   if rank == "batch":  # of the trial, and of the supervisor of all trials here
     paths.append(Path(spec.folder, "logs", f"{job}.batch.out"))
-  elif not rank.isdecimal() or int(rank) >= spec.processes:
+  elif (number := whole_number(rank)) is None or number >= spec.processes:
     raise ConfigError(f"--rank={rank}: give 0 … {spec.processes - 1}, all or batch")
   return [("", path) for path in dict.fromkeys(paths)]
 

@@ -15,10 +15,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxscale.errors import ConfigError
+from jaxscale.files import mismatch, require_json
 from jaxscale.launch import folder as folders
-from jaxscale.metrics import read_json, read_json_lines
+from jaxscale.metrics import read_json, read_metrics
+from jaxscale.run.provenance import last_start
 
 CHANGES = "batch or image size changes during the run, which has no single throughput"
+_PHASE = {"batch_size": int, "image_size": (int, None)}
+_RECORD = {
+  "config": {"phases": {"class": str}, "log": {"step_report": bool}},
+  "derived": {
+    "phases": [_PHASE], "num_train": int, "num_devices": int, "total_steps": int
+  },
+  "processes": int,
+  "versions": {str: str},
+  "python": str,
+}  # fmt: skip
+_REMEDY = "compare other runs"
 _RATE, _REPORT = "perf/examples_per_s", "perf/exposed_share"
 
 
@@ -49,6 +62,7 @@ class MeasuredRun(NamedTuple):
     accuracy: validation accuracy at the end.
     perplexity: validation perplexity at the end, of a language model.
     missing: what is not on record, and why.
+    origin: commit, host and command of the last start.
   """
 
   name: str
@@ -69,6 +83,7 @@ class MeasuredRun(NamedTuple):
   loss: float | None
   accuracy: float | None
   missing: tuple[str, ...] = ()
+  origin: str = ""
   perplexity: float | None = None
 
   @property
@@ -96,33 +111,38 @@ def read(path: Path) -> MeasuredRun:
     ConfigError: it is neither, or a sweep.
   """
   workdir, starts = _workdir_and_starts(path)
-  record = read_json(workdir / "config.json")
-  try:
-    names = "config", "derived", "processes", "versions", "python"
-    config, derived, processes, versions, python = (record[name] for name in names)
-  except KeyError as e:
-    raise ConfigError(f"{workdir}/config.json: unreadable, no {e}") from None
+  record = require_json(workdir / "config.json", _RECORD, _REMEDY)
+  config, derived, processes, versions, python = (record[name] for name in _RECORD)
+  if not derived["phases"]:
+    raise ConfigError(f"{workdir}/config.json: derived.phases is empty; {_REMEDY}")
   shapes = {(phase["batch_size"], phase["image_size"]) for phase in derived["phases"]}
   if len(shapes) > 1 or config["phases"]["class"] == "AdaptiveBatch":
     advice = "compare runs with --config.phases=Phases"
     raise ConfigError(f"{path.name}: the {CHANGES}; {advice}")
   # Lines of the last start, which an event or else a step report marks. Events have
   # whole seconds; nothing is logged in the first second of a process.
-  lines = read_json_lines(workdir / "metrics.jsonl")
+  lines = read_metrics(workdir / "metrics.jsonl")
+  if not lines:
+    raise NotBegunError(f"{path.name}: has trained no step, there is nothing to report")
   reports = [line["time"] for line in lines if _REPORT in line]
-  begins = max([*reports, *(float(s["time"]) for s in starts)], default=0.0)
+  times = [s.get("time") for s in starts]
+  begins = max([*reports, *(t for t in times if isinstance(t, int))], default=0)
   lines = [x for x in lines if x["time"] >= begins - (begins not in reports)]
   report: Mapping[str, Any] = next((x for x in lines if _REPORT in x), {})
-  summary = read_json(workdir / "summary.json")
+  summary = read_json(workdir / "summary.json", {"outcome": str, "devices": str})
   scores = summary if summary.get("outcome") == "done" else {}
-  final: dict[str, Any] = {n: scores.get(n) for n in ("loss", "accuracy", "perplexity")}
+  names = "loss", "accuracy", "perplexity"
+  found = {name: scores.get(name) for name in names}
+  final: dict[str, Any] = {
+    name: None if mismatch(x, float) else x for name, x in found.items()
+  }
   measured = MeasuredRun(
     name=path.name,
     config=config,
     num_train=derived["num_train"],
     versions=versions | {"python": python},
     nodes=starts[-1]["nodes"] if starts else None,
-    hosts=starts[-1].get("hosts", "") if starts else "",
+    hosts=str(starts[-1].get("hosts", "")) if starts else "",
     processes=processes,
     devices=derived["num_devices"],
     kind=summary.get("devices", "").partition(" x ")[2],
@@ -132,6 +152,7 @@ def read(path: Path) -> MeasuredRun:
     compute_s=report.get("perf/compute_s"),
     exposed_s=report.get("perf/exposed_s"),
     spread=report.get("perf/spread") if processes > 1 else None,
+    origin=last_start(workdir),
     **final,
   )
   step = max((line["step"] for line in lines), default=0)
@@ -151,8 +172,8 @@ def _workdir_and_starts(path: Path) -> tuple[Path, list[dict[str, Any]]]:
     raise ConfigError(f"{name}: is a sweep; give runs, or workdirs as {path}/trials/0")
   if not (spec.workdir(0) / "config.json").exists():
     raise NotBegunError(f"{name}: has written nothing yet; see `status {name}`")
-  events = read_json_lines(spec.events_file(0))
-  return spec.workdir(0), [e for e in events if e.get("event") == "start"]
+  events = folders.read_events(spec, 0)
+  return spec.workdir(0), [e for e in events if e["event"] == "start"]
 
 
 def windows(lines: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:

@@ -268,7 +268,7 @@ def report(name: str, paths: Sequence[Path], csv_file: Path, png_file: Path) -> 
   study = compare(runs)
   study = study._replace(notes=(*study.notes, *waiting))
   try:
-    csv_file.write_text(as_csv(study))
+    csv_file.write_text(as_csv(study), encoding="utf-8")
     plot_scaling(as_plot(name, study), png_file)
   except OSError as e:
     file = e.filename or csv_file
@@ -277,10 +277,12 @@ def report(name: str, paths: Sequence[Path], csv_file: Path, png_file: Path) -> 
 
 
 def find(name: str, runs: str) -> Path:
-  """The folder of a run, or a workdir."""
-  if (Path(name) / "config.json").is_file():
-    return Path(name).absolute()
-  return folders.find(name, runs)
+  """The folder of a run, or a workdir, by its path or its name in `runs`."""
+  for path in (Path(name), folders.directory(runs) / name):
+    if (path / "config.json").is_file():
+      return path.absolute()
+  workdirs = [p.parent.name for p in folders.directory(runs).glob("*/config.json")]
+  return folders.find(name, runs, workdirs)
 
 
 def _summary(name: str, study: Scaling) -> list[str]:
@@ -300,7 +302,8 @@ def _summary(name: str, study: Scaling) -> list[str]:
     for why in (*run.missing, *alone):
       missing.setdefault(why, []).append(run.name)
   gaps = [f"{text.NOTHING} {', '.join(names)}: {why}" for why, names in missing.items()]
-  return [head, *study.notes, *gaps]
+  origins = [f"{r.run.name}: {r.run.origin}" for r in study.rows if r.run.origin]
+  return [head, *study.notes, *gaps, *origins]
 
 
 def _values(row: ScalingRow) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 from jaxscale.config.validation import hints, nearest, settings
 from jaxscale.errors import ConfigError
+from jaxscale.files import read_bytes, whole_number
 
 _PATTERNS = {
   # As sbatch(1) lists it: minutes, minutes:seconds, hours:minutes:seconds, days-hours,
@@ -152,11 +153,13 @@ def load_site(name: str | None) -> Site:
     return Site()
   path = Path(name) if name.endswith(".toml") else sites_folder() / f"{name}.toml"
   try:
-    return site_from(tomllib.loads(path.read_text()))
+    return site_from(tomllib.loads(read_bytes(path).decode()))
   except OSError as e:
     known = {p.stem for p in sites_folder().glob("*.toml")}
     hint = nearest(name, known) if known else f"give a FILE.toml, or make {path}"
     raise ConfigError(f"--site={name}: {e.strerror}, {hint}") from None
+  except RecursionError:
+    raise ConfigError(f"{path}: nested too deep, give tables and lists") from None
   except ValueError as e:  # no TOML, no UTF-8, or a ConfigError
     raise ConfigError(f"{path}: {e}") from None
 
@@ -184,9 +187,9 @@ def with_options(site: Site, options: Mapping[str, Any]) -> Site:
     if hints(Site)[name] is str:
       value = str(value) if isinstance(value, int) else value  # time=90 in a notebook
     elif isinstance(value, str):
-      if not value.isdecimal():
+      if (number := whole_number(value)) is None:
         raise ConfigError(f"--{name.replace('_', '-')}={value}: give a whole number")
-      value = int(value)
+      value = number
     changes[name] = value
   try:
     return dataclasses.replace(site, **changes)

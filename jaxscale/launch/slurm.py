@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jaxscale.errors import ConfigError
+from jaxscale.files import whole_number
 from jaxscale.launch import slurm_script
 from jaxscale.launch.spec import JobSpec, QueueEntry
 
@@ -62,8 +63,8 @@ def parse_line(line: str) -> tuple[str, QueueEntry]:
   """A line of squeue, in columns of a fixed width."""
   cells = [line[i * _WIDTH : (i + 1) * _WIDTH].strip() for i in range(len(_FIELDS))]
   job, state, nodes, left, restarts, reason = cells
-  number = int(nodes) if nodes.isdecimal() else 0
-  return job, QueueEntry(state, number, left, int(restarts or 0), reason)
+  number, again = whole_number(nodes) or 0, whole_number(restarts) or 0
+  return job, QueueEntry(state, number, left, again, reason)
 
 
 def cancel(spec: JobSpec, job: str) -> None:

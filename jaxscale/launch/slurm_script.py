@@ -39,6 +39,13 @@ from jaxscale.launch.spec import FINAL_CODES, RESTARTED_CODES, JobSpec
 _FINAL, _RESTARTED = ("|".join(map(str, c)) for c in (FINAL_CODES, RESTARTED_CODES))
 
 
+# That a container's image must not overrule.
+_OWN_VARIABLES = (
+  "PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "JAXSCALE_REQUEUE",
+  "JAXSCALE_SECRET",
+)  # fmt: skip
+
+
 def render(spec: JobSpec) -> str:
   """The script.
 
@@ -49,7 +56,7 @@ def render(spec: JobSpec) -> str:
     if re.search(r'[\\"\n]', path):
       refused = "a backslash, a double quote or a line break"
       raise ConfigError(f"{path}: Slurm takes no path with {refused}")
-  parts = [_header(spec), specs.setup_script(spec), _commands(spec), _EVENTS]
+  parts = [_header(spec), specs.setup_script(spec), _SECRET, _commands(spec), _EVENTS]
   parts += [_start(spec), _MAY_RESTART, _FINISH, _STEP]
   parts += [_PREFLIGHT] if spec.preflight else []
   train = _TRAIN_WITH_SPARES if spec.spares else "train\n"
@@ -120,7 +127,7 @@ def _commands(spec: JobSpec) -> str:
       f"--container-image={site.container.image}",
       f"--container-mounts={','.join(mounts)}",
       f"--container-workdir={spec.cwd}",
-      "--container-env=PYTHONPATH,PYTHONSAFEPATH,PYTHONUNBUFFERED,JAXSCALE_REQUEUE",
+      f"--container-env={','.join(_OWN_VARIABLES)}",
       *site.container.options,
     ]
   arrays = {
@@ -135,6 +142,11 @@ def _commands(spec: JobSpec) -> str:
     lines += [f"train_nodes={spec.nodes}", f"tasks_per_node={spec.site.tasks}"]
   return "\n".join(lines) + "\n"
 
+
+_SECRET = r"""# What the processes prove to each other: made afresh at each start.
+JAXSCALE_SECRET=$(od -vAn -N32 -tx1 /dev/urandom | tr -d ' \n')
+export JAXSCALE_SECRET
+"""
 
 _EVENTS = r"""# One line per start and end, for `status`.
 job=$SLURM_JOB_ID

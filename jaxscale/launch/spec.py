@@ -112,6 +112,18 @@ def as_options(overrides: Mapping[str, str]) -> list[str]:
   return [f"--config.{path}={value}" for path, value in overrides.items()]
 
 
+# What may not be missing in a run.json, as `files.mismatch` takes it.
+SHAPE = {
+  **dict.fromkeys(("name", "folder", "cwd", "config", "executor", "python"), str),
+  **dict.fromkeys(("at_most", "nodes", "requeue"), int),
+  "overrides": {str: str},
+  "trials": [{str: str}],
+  "site": {},
+  "preflight": bool,
+  "made_by": str,
+}
+
+
 def to_json(spec: JobSpec) -> dict[str, Any]:
   """A spec as JSON; `from_json` is the inverse."""
   return spec._asdict() | {"site": dataclasses.asdict(spec.site)}

@@ -6,15 +6,16 @@ folder has both, and the events say how the job ended. Nothing here asks JAX.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxscale.errors import EXIT_DONE, EXIT_PREEMPTED, ConfigError
+from jaxscale.errors import EXIT_DONE, EXIT_PREEMPTED, ConfigError, printable
 from jaxscale.launch import folder as folders
 from jaxscale.launch.executors import EXECUTORS
 from jaxscale.launch.spec import JobSpec, QueueEntry
-from jaxscale.metrics import read_json, read_json_lines, text
+from jaxscale.metrics import read_json, read_metrics, text
 
 # States of squeue(1) after which nothing more happens, and our own: LOST was started,
 # and neither the executor nor the events know of an end; UNREADABLE has no run.json.
@@ -133,10 +134,10 @@ def status(spec: JobSpec, task: int, job: str, queued: QueueEntry | None) -> Run
   """
   last = folders.last_event(spec, job, task)
   workdir = spec.workdir(task)
-  lines = read_json_lines(workdir / "metrics.jsonl", _TAIL)
-  lines = [line for line in lines if "step" in line]
+  lines = read_metrics(workdir / "metrics.jsonl", _TAIL)
   latest = {name: value for line in lines for name, value in line.items()}
-  total = read_json(workdir / "config.json").get("derived", {}).get("total_steps")
+  described = read_json(workdir / "config.json", {"derived": {"total_steps": int}})
+  total = described["derived"]["total_steps"] if described else None
   state = queued.state if queued else _state(spec, last)
   queued = queued or QueueEntry(state)
   trial = spec.trials[task] if spec.trials else {}
@@ -167,7 +168,7 @@ def _state(spec: JobSpec, last: Mapping[str, Any]) -> str:
   ended = last.get("event") == "end" and last["next"] != "requeue"
   if ended and last["code"] == EXIT_DONE:
     return "COMPLETED"
-  if Path(spec.folder, "cancelled").exists():
+  if os.path.exists(Path(spec.folder, "cancelled")):
     return "CANCELLED"
   if not ended:
     return "LOST"
@@ -204,8 +205,7 @@ def _cells(s: RunStatus) -> list[str]:
   ]
   known = [cell or "-" for cell in middle]
   cells = [s.run, s.job, state, str(s.nodes), *known, str(s.restarts), s.note]
-  # Without control characters: run.json may be anybody's.
-  return ["".join(c if c.isprintable() else "?" for c in cell) for cell in cells]
+  return [printable(cell) for cell in cells]
 
 
 def quality(accuracy: float | None, perplexity: float | None) -> str:

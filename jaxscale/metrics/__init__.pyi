@@ -9,6 +9,8 @@ from .plot import plot_study as plot_study
 from .progress import Progress as Progress
 from .reading import read_json as read_json
 from .reading import read_json_lines as read_json_lines
+from .reading import read_metrics as read_metrics
+from .reading import write_json as write_json
 from .scoring import headline as headline
 from .scoring import is_reached as is_reached
 from .scoring import mllog_value as mllog_value
@@ -16,4 +18,3 @@ from .scoring import perplexity_of as perplexity_of
 from .scoring import score as score
 from .text import duration as duration
 from .writers import MetricWriter as MetricWriter
-from .writers import write_json as write_json

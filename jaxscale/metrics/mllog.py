@@ -14,6 +14,7 @@ writes the same lines from its files.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -23,12 +24,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxscale.metrics import reading
+from jaxscale.errors import ConfigError
+from jaxscale.files import (
+  json_objects,
+  mismatch,
+  open_to_append,
+  read_json,
+  readable_text,
+  replace_text,
+  require_json,
+)
+from jaxscale.metrics.reading import read_metrics
 from jaxscale.metrics.scoring import is_reached, mllog_value
-from jaxscale.metrics.writers import replace_text
 
 TOKEN = ":::MLLOG "
 _PACKAGE = Path(__file__).parent.parent.parent
+# What a log takes from a run's config.json, and which may not be missing there.
+_PHASE = dict.fromkeys(("start", "stop", "batch_size", "accumulate_steps"), int)
+_RUN = {
+  "config": {"model": {}, "optimizer": {"class": str}, "schedule": {}},
+  "derived": {"phases": [_PHASE], "num_train": int},
+  "data": {"name": str},
+  "devices": [str],
+}
+
+_MOST_PHASES = 100_000
 
 
 class MLLog:
@@ -59,7 +79,7 @@ class MLLog:
       path = Path(path)
       kept = _until(read_mllog(path), start) if start else []
       replace_text(path, "".join(map(_encode, kept)))
-      self._file = path.open("a")
+      self._file = os.fdopen(open_to_append(path), "a")
 
   def event(self, key: str, value: Any = None, **metadata: Any) -> None:
     """Something that has no duration."""
@@ -102,8 +122,8 @@ class MLLog:
 
 def read_mllog(path: str | os.PathLike) -> list[dict[str, Any]]:
   """The events of a log; other output between, or a line cut short, is left out."""
-  lines = reading.readable_text(Path(path)).splitlines()
-  return reading.json_objects(line.partition(TOKEN)[2] for line in lines)
+  found = (line.partition(TOKEN)[2] for line in readable_text(Path(path)).split("\n"))
+  return json_objects(found, {"key": str})
 
 
 def _encode(line: dict[str, Any]) -> str:
@@ -113,7 +133,12 @@ def _encode(line: dict[str, Any]) -> str:
 
 def _until(events: list[dict[str, Any]], start: int) -> list[dict[str, Any]]:
   """The events of the first `start` steps, without a block that has not ended."""
-  later = (i for i, e in enumerate(events) if e["metadata"].get("step_num", 0) > start)
+  numbered = {"metadata": {"step_num": int}}
+  later = (
+    i
+    for i, event in enumerate(events)
+    if not mismatch(event, numbered) and event["metadata"]["step_num"] > start
+  )
   kept = [e for e in events[: next(later, None)] if e["key"] != "run_stop"]
   blocks = [i for i, e in enumerate(kept) if e["key"] in ("block_start", "block_stop")]
   if blocks and kept[blocks[-1]]["key"] == "block_start":
@@ -158,8 +183,8 @@ def run_keys(
   """What MLPerf requires of a run, from its config.json, by MLPerf's names.
 
   Example:
-    >>> keys = run_keys(json.loads((workdir / "config.json").read_text()))
-    >>> keys["global_batch_size"]                        # doctest: +SKIP
+    >>> described = json.loads((workdir / "config.json").read_text())  # doctest: +SKIP
+    >>> run_keys(described)["global_batch_size"]                       # doctest: +SKIP
     4096
   """
   config, derived = described["config"], described["derived"]
@@ -263,17 +288,20 @@ class RunLog(MLLog):
     self._step, self._epoch, self._in_block = start, epoch, False
     super().__init__(path, start=start)
     self.now_ms = now_ms
-    if start:
-      self.note("resumed", start)
-    else:
-      init_ms = init_ms or now_ms
-      self.event("cache_clear", True, time_ms=init_ms)
-      self.start("init_start", time_ms=init_ms)
-      for key, value in run_keys(described, submission).items():
-        self.event(key, value)
-      self.end("init_stop")
-      self.start("run_start")
-    self._begin_block()
+    with contextlib.ExitStack() as on_error:
+      on_error.callback(self.close)
+      if start:
+        self.note("resumed", start)
+      else:
+        init_ms = init_ms or now_ms
+        self.event("cache_clear", True, time_ms=init_ms)
+        self.start("init_start", time_ms=init_ms)
+        for key, value in run_keys(described, submission).items():
+          self.event(key, value)
+        self.end("init_stop")
+        self.start("run_start")
+      self._begin_block()
+      on_error.pop_all()
 
   def evaluating(self, step: int, epoch: float) -> None:
     """Training pauses after `step`, at `epoch`, for an evaluation."""
@@ -335,7 +363,7 @@ def log_from_record(
     The path, or None if no evaluation is recorded.
   """
   workdir = Path(workdir)
-  lines = reading.read_json_lines(workdir / "metrics.jsonl")
+  lines = read_metrics(workdir / "metrics.jsonl")
   evaluations = [
     (line, {n[5:]: v for n, v in line.items() if n.startswith("eval/")})
     for line in lines
@@ -343,30 +371,52 @@ def log_from_record(
   ]
   if not evaluations:
     return None
-  described = json.loads((workdir / "config.json").read_text())
+  remedy = "give the directory of a run of jaxscale train"
+  described = require_json(workdir / "config.json", _RUN, remedy)
+  try:
+    return _from_record(workdir, described, lines, evaluations, submission)
+  except ConfigError:
+    raise
+  except (LookupError, TypeError, ValueError, ArithmeticError) as e:
+    (workdir / "mllog.txt").unlink(missing_ok=True)  # or half of it would count
+    raise ConfigError(
+      f"{workdir / 'config.json'}: lacks what MLPerf asks for, or has it as another "
+      f"type ({type(e).__name__}: {e!s:.80}); {remedy}"
+    ) from None
+
+
+def _from_record(
+  workdir: Path,
+  described: dict[str, Any],
+  lines: list[dict[str, Any]],
+  evaluations: list[tuple[dict[str, Any], dict[str, float]]],
+  submission: Submission,
+) -> Path:
+  """The same; of a config.json that is no run's it raises many kinds of errors."""
   targets = [described["config"].get(f"target_{n}") for n in ("accuracy", "loss")]
-  seconds = reading.read_json(workdir / "summary.json").get("seconds", 0.0)
+  summary = read_json(workdir / "summary.json", {"seconds": float})
+  seconds = summary.get("seconds", 0.0)
   began = lines[-1]["time"] - seconds
   was_resumed = began > lines[0]["time"]
   began_ms = 1e3 * (lines[0]["time"] if was_resumed else began)
   path = workdir / "mllog.txt"
-  log = RunLog(path, described, now_ms=began_ms, submission=submission)
-  if was_resumed:
-    log.note("resumed", True)
   phases, success = _phases(described, workdir), False
-  for line, values in evaluations:
-    log.now_ms = 1e3 * line["time"]
-    step, examples = line["step"], 0
-    for steps, batch_size in phases:
-      examples += min(step, steps) * batch_size
-      step -= min(step, steps)
-    log.evaluating(line["step"], examples / described["derived"]["num_train"])
-    success = bool(is_reached(values, *targets))
-    last = success or line is evaluations[-1][0]
-    log.evaluated(mllog_value(values), is_last=last)
-    if success:
-      break
-  log.stop(success=success)
+  with RunLog(path, described, now_ms=began_ms, submission=submission) as log:
+    if was_resumed:
+      log.note("resumed", True)
+    for line, values in evaluations:
+      log.now_ms = 1e3 * line["time"]
+      step, examples = line["step"], 0
+      for steps, batch_size in phases:
+        examples += min(step, steps) * batch_size
+        step -= min(step, steps)
+      log.evaluating(line["step"], examples / described["derived"]["num_train"])
+      success = bool(is_reached(values, *targets))
+      last = success or line is evaluations[-1][0]
+      log.evaluated(mllog_value(values), is_last=last)
+      if success:
+        break
+    log.stop(success=success)
   return path
 
 
@@ -379,9 +429,11 @@ def _phases(described: Mapping[str, Any], workdir: Path) -> list[tuple[int, int]
   path = workdir / "batch_sizes.json"
   if not path.exists():
     return [(s["stop"] - s["start"], s["batch_size"]) for s in derived["phases"]]
-  chosen = json.loads(path.read_text())
+  chosen = require_json(path, [int], "copy the run again")
   every, phases, examples = config["phases"]["every_epochs"], [], 0
-  for i in range(math.ceil(config["epochs"] / every)):
+  if (count := math.ceil(config["epochs"] / every)) > _MOST_PHASES:
+    raise ValueError(f"{count} phases")
+  for i in range(count):
     size = chosen[min(i, len(chosen) - 1)]
     end = min((i + 1) * every, config["epochs"]) * derived["num_train"]
     steps = max(math.ceil((end - examples) / size), 0)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import statistics
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxscale.metrics.reading import read_json_lines
+from jaxscale.files import read_json, replacing
+from jaxscale.metrics.reading import read_metrics
 
 POINTS, CURVES, IDEAL = "#c8553d", "#8aa6c8", "#999999"
 _Rows = Sequence[Mapping[str, Any]]
@@ -27,22 +31,32 @@ def figure(
     size: width and height in inches of 120 dots.
     title: above the axes.
   """
-  import matplotlib  # 1 s, and nothing else needs it
+  _import_matplotlib()
+  from matplotlib.figure import Figure  # no pyplot: that opens windows
 
-  matplotlib.use("agg")
-  from matplotlib import pyplot as plt
-
-  drawn, axes = plt.subplots(
-    rows, columns, figsize=size, layout="constrained", squeeze=False
-  )
+  drawn = Figure(figsize=size, layout="constrained")
+  axes = drawn.subplots(rows, columns, squeeze=False)
   for axis in axes.flat:
     axis.grid(alpha=0.25)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
   drawn.suptitle(title, x=0.01, ha="left", fontsize=12)
   yield axes
-  drawn.savefig(path, dpi=120)
-  plt.close(drawn)
+  with replacing(Path(path)) as file:  # through no link that somebody has put there
+    drawn.savefig(file, dpi=120, format=Path(path).suffix[1:] or None)
+
+
+def _import_matplotlib() -> None:
+  """Import it, also where MPLBACKEND names none of its backends."""
+  if "matplotlib" in sys.modules:
+    return
+  chosen = os.environ.pop("MPLBACKEND", None)
+  import matplotlib  # 1 s, and nothing else needs it
+
+  if chosen is not None:
+    os.environ["MPLBACKEND"] = chosen
+    with contextlib.suppress(ValueError):
+      matplotlib.rcParams["backend"] = chosen
 
 
 def _title(axis: Any, title: str, x_label: str, y_label: str = "") -> None:
@@ -60,8 +74,33 @@ def _panels(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
     ("Loss", "nats" if known else "", "loss"),
     (name.replace("_", " ").capitalize(), "%" if name == "accuracy" else "", name),
     ("Learning rate", "", "train/learning_rate"),
-    ("Speed", "examples/s", "perf/examples_per_s"),
+    (f"Speed{_mfu(lines)}", "examples/s", "perf/examples_per_s"),
   ]
+
+
+def _log_formatter() -> Any:
+  """0.6 and 2,000, not 6e-01 and 2x10^3; which ticks have a label stays."""
+  from matplotlib import ticker
+
+  class Formatter(ticker.LogFormatter):
+    def __call__(self, x, pos=None):
+      return f"{x:,.12g}" if super().__call__(x, pos) else ""
+
+  return Formatter()
+
+
+def _mfu(lines: Sequence[Mapping[str, Any]]) -> str:
+  """The median model FLOPs utilization, as words."""
+  found = [line["perf/mfu"] for line in lines if "perf/mfu" in line]
+  return f" (MFU {statistics.median(found):.1%})" if found else ""
+
+
+def _training_label(workdir: Path) -> str:
+  """Of the training loss, which label smoothing lifts above the held-out one."""
+  shape = {"config": {"loss": {"label_smoothing": float}}}
+  described = read_json(workdir / "config.json", shape)
+  smoothing = described["config"]["loss"]["label_smoothing"] if described else 0
+  return f"training (label smoothing {smoothing:g})" if smoothing else "training"
 
 
 def plot_metrics(workdir: str | Path) -> Path | None:
@@ -73,18 +112,17 @@ def plot_metrics(workdir: str | Path) -> Path | None:
     The path of the picture, or None if nothing was logged yet.
   """
   workdir = Path(workdir)
-  lines = read_json_lines(workdir / "metrics.jsonl")
+  lines = read_metrics(workdir / "metrics.jsonl")
   if not lines:
     return None
   path = workdir / "metrics.png"
   with figure(path, 2, 2, (10, 6.4), workdir.name) as axes:
-    from matplotlib import ticker
-
     for axis, (title, unit, metric) in zip(axes.flat, _panels(lines), strict=True):
       _title(axis, title, "step", unit)
       series = {metric: ""}
       if "/" not in metric:
-        series = {f"train/{metric}": "training", f"eval/{metric}": "held-out"}
+        training = _training_label(workdir) if metric == "loss" else "training"
+        series = {f"train/{metric}": training, f"eval/{metric}": "held-out"}
       for (name, label), color in zip(series.items(), (CURVES, POINTS), strict=False):
         points = [(line["step"], line[name]) for line in lines if name in line]
         if points:
@@ -96,8 +134,8 @@ def plot_metrics(workdir: str | Path) -> Path | None:
         axis.set_ylim(top=100.5)
       elif metric in ("loss", "perplexity"):
         axis.set_yscale("log")
-        axis.yaxis.set_major_formatter(ticker.LogFormatter())  # 1.4, not 1.4 x 10^0
-        axis.yaxis.set_minor_formatter(ticker.LogFormatter())
+        axis.yaxis.set_major_formatter(_log_formatter())
+        axis.yaxis.set_minor_formatter(_log_formatter())
       else:
         axis.set_ylim(bottom=0)
       if "/" not in metric and axis.lines:

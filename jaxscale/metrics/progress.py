@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
+from shutil import get_terminal_size
 from typing import Any
 
 from jaxscale.metrics.scoring import headline
 from jaxscale.metrics.text import duration
+
+_WIDE = 100  # columns of a terminal on which a bar and all numbers have room
 
 
 class Progress:
@@ -21,6 +24,7 @@ class Progress:
     start: int = 0,
     examples: int = 0,
     quiet: bool = False,
+    plain: bool = False,
   ):
     """Start the clock.
 
@@ -30,6 +34,7 @@ class Progress:
       start: the step that the run resumes from.
       examples: seen up to there.
       quiet: print nothing (every process but the leader).
+      plain: lines also on a terminal: a job's may be no person's (mpirun's log).
     """
     self.windows = 0  # lines shown so far
     self._quiet = quiet
@@ -37,13 +42,15 @@ class Progress:
     self._since = (examples, time.perf_counter())
     self._paused = 0.0
     self._bar: Any = None
-    if not quiet and sys.stdout.isatty():
-      from rich import progress
+    if not quiet and not plain and sys.stdout.isatty():
+      from rich import progress, table
 
-      columns = "step {task.completed}/{task.total}", "{task.fields[text]}"
-      step, text = map(progress.TextColumn, columns)
-      half = progress.BarColumn(bar_width=24)
-      self._bar = bar = progress.Progress(step, half, text, transient=True)
+      step, text = "step {task.completed}/{task.total}", "{task.fields[text]}"
+      columns = [step, progress.BarColumn(bar_width=24), text]
+      if get_terminal_size().columns < _WIDE:  # the end is cut, not the step
+        cut = table.Column(no_wrap=True, overflow="ellipsis")
+        columns = [progress.TextColumn(f"{step}  {text}", table_column=cut)]
+      self._bar = bar = progress.Progress(*columns, transient=True)
       self._task = bar.add_task("train", True, total_steps, start, text="compiling")
       bar.start()
 
@@ -52,8 +59,24 @@ class Progress:
     self._total, self._total_examples = total_steps, total_examples
     self._width = len(str(total_steps))
 
-  def train(self, step: int, examples: int, metrics: dict[str, float]) -> float:
-    """Show a step; returns examples per second since the last one shown."""
+  def train(
+    self,
+    step: int,
+    examples: int,
+    metrics: dict[str, float],
+    full_rate: float | None = None,
+  ) -> float:
+    """Show a step.
+
+    Args:
+      step: that is done.
+      examples: seen with it.
+      metrics: of it.
+      full_rate: examples per second at the devices' peak; None: not known.
+
+    Returns:
+      Examples per second since the last one shown.
+    """
     now = time.perf_counter()
     done, before = self._since
     seconds = max(now - before - self._paused, 1e-9)
@@ -61,9 +84,10 @@ class Progress:
     self.windows += 1
     rate = (examples - done) / seconds
     left = (self._total_examples - examples) / max(rate, 1e-9)
+    mfu = f"MFU {rate / full_rate:.1%}  " if full_rate else ""
     text = (
       f"loss {metrics['loss']:.4f}  rate {metrics['learning_rate']:.4g}  "
-      f"{rate:,.0f} examples/s  {duration(left)} left"
+      f"{rate:,.0f} examples/s  {mfu}{duration(left)} left"
     )
     if self._bar is not None:
       self._bar.update(self._task, completed=step, text=text)

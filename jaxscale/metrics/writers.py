@@ -17,26 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxscale.errors import ConfigError
-from jaxscale.metrics.reading import read_json_lines
+from jaxscale.files import open_to_append, replace_text
+from jaxscale.metrics.reading import read_metrics
 
 # Lines that wait for a disk: two weeks of one every 10 s, some 40 MB.
 _MOST_WAITING = 120_000
-
-
-def write_json(path: Path, value: Any) -> None:
-  """Replace a JSON file as a whole: a reader sees the old one or the new one."""
-  replace_text(path, json.dumps(value, indent=2) + "\n")
-
-
-def replace_text(path: Path, text: str) -> None:
-  """The same for any text."""
-  scratch = path.with_name(path.name + ".tmp")
-  try:
-    scratch.write_text(text)
-  except OSError as e:
-    scratch.unlink(missing_ok=True)
-    raise OSError(e.errno, e.strerror, str(path)) from None
-  os.replace(scratch, path)
 
 
 class _Appender:
@@ -44,7 +29,7 @@ class _Appender:
 
   def __init__(self, path: Path, say: Callable[[str], None]):
     self._path, self._say, self._complained = path, say, False
-    self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    self._descriptor = open_to_append(path)
     self._waiting: list[bytes] = []
 
   def append(self, record: bytes = b"") -> None:
@@ -98,7 +83,7 @@ class MetricWriter:
       ConfigError: the files cannot be written at all.
     """
     path = workdir / "metrics.jsonl"
-    kept = [line for line in read_json_lines(path) if line["step"] <= start]
+    kept = [line for line in read_metrics(path) if line["step"] <= start]
     try:
       replace_text(path, "".join(json.dumps(line) + "\n" for line in kept))
       self._lines = _Appender(path, say)

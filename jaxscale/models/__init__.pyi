@@ -1,4 +1,5 @@
 from .alexnet import AlexNetModule as AlexNetModule
+from .attention import RopeScaling as RopeScaling
 from .cnn import CNNModule as CNNModule
 from .cnn import MLPModule as MLPModule
 from .decoder import make_transformer as make_transformer

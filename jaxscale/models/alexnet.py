@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale.errors import ConfigError
+from jaxscale.models.convolution import Conv
 from jaxscale.models.layers import ImageModule, Keys, dropout, local_response_norm
 
 # conv1 (11, stride 4) and three pools of 3 with stride 2 leave one position.
@@ -96,7 +97,7 @@ class AlexNetModule(ImageModule):
   def _conv(self, name, width, size, bias, **options) -> nn.Conv:
     """A convolution from N(0, 0.01²); `bias` is the initial one without BatchNorm."""
     options |= self._options(name, 0.01, 0.01 if self.batch_norm else bias)
-    return nn.Conv(width, (size, size), **options)
+    return Conv(width, (size, size), **options)
 
   def _dense(self, name, width, std, bias) -> nn.Dense:
     return nn.Dense(width, **self._options(name, std, bias))

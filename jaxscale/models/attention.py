@@ -15,7 +15,7 @@ unless the layer is rematerialised; it runs everywhere. "cudnn", by
 import functools
 import math
 import re
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -144,7 +144,29 @@ def join_heads(x: jax.Array) -> jax.Array:
   return x.reshape(*x.shape[:-2], -1)
 
 
-def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
+class RopeScaling(NamedTuple):
+  """Llama 3.1's rotary positions for longer texts (`apply_scaling` of its code).
+
+  A pair that turns fewer than `low` times in `length` tokens turns `factor` times
+  slower, one that turns more than `high` times as before; between them it is a mean
+  of both, by how often it turns.
+
+  Attributes:
+    factor: 8 in Llama 3.1, 32 in the small ones of 3.2.
+    low: 1 in both.
+    high: 4 in both.
+    length: tokens that it was first trained on, 8,192 in both.
+  """
+
+  factor: float
+  low: float
+  high: float
+  length: int
+
+
+def rotate(
+  x: jax.Array, positions: jax.Array, theta: float, scaling: RopeScaling | None = None
+) -> jax.Array:
   """Rotary position embedding (RoFormer, arXiv:2104.09864, eq. 34).
 
   Pair i of a head at position p is turned by p * theta^(-2 i / width). Pairs are
@@ -156,6 +178,7 @@ def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
     x: [batch, tokens, heads, width], an even width.
     positions: int32 [tokens].
     theta: 10,000 in the paper; 500,000 in Llama 3 (arXiv:2407.21783, §3.2).
+    scaling: of the angles; None: they are as they are.
 
   Returns:
     As x.
@@ -167,6 +190,10 @@ def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
   """
   half = x.shape[-1] // 2
   rates = jnp.exp(jnp.arange(half, dtype=jnp.float32) * (-math.log(theta) / half))
+  if scaling is not None:
+    turns = rates * (scaling.length / (2 * math.pi))
+    kept = jnp.clip((turns - scaling.low) / (scaling.high - scaling.low), 0, 1)
+    rates = rates * (kept + (1 - kept) / scaling.factor)
   angles = positions.astype(jnp.float32)[:, None, None] * rates  # [tokens, 1, half]
   cos, sin = jnp.cos(angles), jnp.sin(angles)
   a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)

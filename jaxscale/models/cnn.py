@@ -4,6 +4,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxscale.models.convolution import Conv
 from jaxscale.models.layers import ImageModule, Keys, dropout, max_pool_2x2
 
 
@@ -56,7 +57,7 @@ class CNNModule(ImageModule):
     x = images.astype(self.dtype)
     for width in self.features:
       for i in range(self.convs_per_stage):
-        x = nn.Conv(width, (3, 3), use_bias=not self.batch_norm, dtype=self.dtype)(x)
+        x = Conv(width, (3, 3), use_bias=not self.batch_norm, dtype=self.dtype)(x)
         if i == self.convs_per_stage - 1:
           # Before the normalisation and ReLU, which then see a quarter.
           x = max_pool_2x2(x)

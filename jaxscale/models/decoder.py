@@ -3,7 +3,8 @@
 Before each branch RMSNorm (arXiv:1910.07467), in attention rotary positions
 (arXiv:2104.09864) and grouped heads of keys and values (arXiv:2305.13245), SwiGLU
 as the MLP (arXiv:2002.05202), no biases: Llama's choices (arXiv:2302.13971, §2.2;
-arXiv:2307.09288, §2.2). Of layer l, with h the residual stream:
+arXiv:2307.09288, §2.2). With biases of queries, keys and values it is Qwen2
+(arXiv:2407.10671, §2.2.1). Of layer l, with h the residual stream:
 
     h = h + o(attention(rope(q(x)), rope(k(x)), v(x)))   x = rms_norm(h)
     h = h + down(silu(gate(x)) * up(x))                  x = rms_norm(h)
@@ -22,8 +23,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale.errors import ConfigError
-from jaxscale.models.attention import join_heads, rotate, split_heads
-from jaxscale.models.linear import linear
+from jaxscale.models.attention import RopeScaling, join_heads, rotate, split_heads
+from jaxscale.models.linear import dense, linear
 from jaxscale.models.stack import Stack, at_least_float32, rejoin, sum_totals
 
 # GPT-2's initial deviation (its published code; the same in Megatron-LM,
@@ -34,6 +35,7 @@ INIT_STD = 0.02
 SHARDING = (
   ("embed/table", ("model", "fsdp")),
   ("layers/(q|k|v|gate|up)/kernel", ("stage", "fsdp", "model")),
+  ("layers/(q|k|v)/bias", ("stage", "model")),
   ("layers/(o|down)/kernel", ("stage", "model", "fsdp")),
   ("layers/.*norm/scale", ("stage", None)),
   ("head/norm/scale", (None,)),
@@ -51,8 +53,10 @@ def make_transformer(
   num_kv_heads: int | None = None,
   head_width: int | None = None,
   rope_theta: float = 10_000.0,
+  rope_scaling: RopeScaling | None = None,
   norm_eps: float = 1e-5,
   qk_norm: bool = False,
+  qkv_bias: bool = False,
   pad_vocab_to: int = 128,
   label_smoothing: float = 0.0,
   dtype: Any = jnp.float32,
@@ -72,9 +76,11 @@ def make_transformer(
     num_kv_heads: heads of keys and values; None: as many as of queries.
     head_width: of a head; None: width / num_heads.
     rope_theta: base of the rotary positions; 500,000 in Llama 3.
+    rope_scaling: of the rotary positions, as in Llama 3.1; None: none.
     norm_eps: added to the mean square; 1e-5 in Llama 2 and 3.
     qk_norm: normalise queries and keys by head before they are rotated
       (arXiv:2302.05442, §2.1; by RMSNorm, as in Qwen3, arXiv:2505.09388, §2).
+    qkv_bias: add biases to queries, keys and values, as in Qwen2.
     pad_vocab_to: the table and the head have a multiple of this many rows, as in
       Megatron-LM (arXiv:1909.08053, §3), so that they can be split evenly on any
       layout. The rows behind the vocabulary are 0 and stay it.
@@ -114,15 +120,15 @@ def make_transformer(
     # Normalised before `enter`: then only one tensor a branch is communicated.
     x = ops.enter(norm(h, p["attn_norm"]["scale"]))
     to, positions = h.dtype, ops.positions(x.shape[1])
-    q, k, v = (split_heads(linear(x, p[name]["kernel"], to), each) for name in "qkv")
+    q, k, v = (split_heads(dense(x, p[name], to), each) for name in "qkv")
     if "q_norm" in p:
       q = norm(q, p["q_norm"]["scale"]).astype(to)
       k = norm(k, p["k_norm"]["scale"]).astype(to)
-    q, k = rotate(q, positions, rope_theta), rotate(k, positions, rope_theta)
+    q, k = (rotate(x, positions, rope_theta, rope_scaling) for x in (q, k))
     y = join_heads(ops.attend(q, k, v, causal=True))
     h = h + rejoin(y, p["o"]["kernel"], ops)
     x = ops.enter(norm(h, p["mlp_norm"]["scale"]))
-    gate, up = (linear(x, p[name]["kernel"], to) for name in ("gate", "up"))
+    gate, up = (dense(x, p[name], to) for name in ("gate", "up"))
     return h + rejoin(jax.nn.silu(gate) * up, p["down"]["kernel"], ops)
 
   def finish(p, h, batch, ops):
@@ -143,7 +149,11 @@ def make_transformer(
   def init(key):
     more, normed = -vocab_size % pad_vocab_to, each if qk_norm else None
     sizes = width, num_heads * each, groups * each, hidden
-    return _init(key, num_layers, vocab_size, more, *sizes, normed)
+    params = _init(key, num_layers, vocab_size, more, *sizes, normed)
+    for name in "qkv" if qkv_bias else "":
+      kernel = params["layers"][name]["kernel"]
+      params["layers"][name]["bias"] = jnp.zeros_like(kernel, shape=kernel[:, 0].shape)
+    return params
 
   return Stack(init, embed, layer, finish, logits, num_layers)
 

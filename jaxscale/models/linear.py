@@ -35,6 +35,12 @@ def linear(x: jax.Array, kernel: jax.Array, dtype: Any = None) -> jax.Array:
   return checkpoint_name(_linear(given, given, *_alike(x, kernel)), PRODUCT)
 
 
+def dense(x: jax.Array, p: Any, dtype: Any = None) -> jax.Array:
+  """`linear` by p["kernel"], and p["bias"] added, if there is one."""
+  y = linear(x, p["kernel"], dtype)
+  return shift(y, p["bias"]) if "bias" in p else y
+
+
 def linear_sum(x: jax.Array, kernel: jax.Array) -> jax.Array:
   """`linear` before it is rounded to the dtype of x: what a sum over devices adds."""
   wide = jnp.dtype(jnp.float32) if x.dtype.itemsize < 4 else x.dtype

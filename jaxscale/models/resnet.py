@@ -12,6 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxscale.models.convolution import Conv
 from jaxscale.models.layers import ImageModule, Keys
 
 # fan_out: He et al. (arXiv:1502.01852) for the backward pass, as torchvision.
@@ -47,7 +48,7 @@ class ResNetModule(ImageModule):
   def __call__(self, images: jax.Array, train: bool, keys: Keys = None) -> jax.Array:
     # Nothing is random: `keys` are not used.
     options = {"use_bias": False, "kernel_init": _conv_init, "dtype": self.dtype}
-    conv = functools.partial(nn.Conv, **options)
+    conv = functools.partial(Conv, **options)
     norm, init = self.norm, nn.initializers
     last_scale = init.zeros if self.zero_init_residual else init.ones
 
@@ -81,7 +82,7 @@ class ResNetModule(ImageModule):
 
 
 # Blocks in each stage, and whether they are bottlenecks (arXiv:1512.03385, table 1).
-_DEPTHS = {
+DEPTHS = {
   18: ((2, 2, 2, 2), False),
   34: ((3, 4, 6, 3), False),
   50: ((3, 4, 6, 3), True),
@@ -97,5 +98,5 @@ def make_resnet(depth: int, **options: Any) -> ResNetModule:
     >>> make_resnet(50, num_classes=1000).stage_sizes
     (3, 4, 6, 3)
   """
-  stage_sizes, bottleneck = _DEPTHS[depth]
+  stage_sizes, bottleneck = DEPTHS[depth]
   return ResNetModule(stage_sizes=stage_sizes, bottleneck=bottleneck, **options)

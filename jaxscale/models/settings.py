@@ -156,8 +156,14 @@ class Transformer(Model):
       the width would be without the gate (arXiv:2002.05202), rounded up to a
       multiple of 256 (Llama's code).
     rope_theta: base of the rotary positions; 500,000 in Llama 3.
+    rope_factor: a pair of numbers that positions turn slowly turns so many times
+      slower, as in Llama 3.1 (8) for longer texts; None: positions are not scaled.
+    rope_low: turns in `rope_length` tokens below which all of that applies.
+    rope_high: turns above which nothing of it does.
+    rope_length: tokens that such a model was first trained on.
     norm_eps: added to the mean square by RMSNorm.
     qk_norm: normalise queries and keys by head.
+    qkv_bias: add biases to queries, keys and values, as in Qwen2.
     pad_vocab_to: table and head have a multiple of this many rows, so that every
       layout can split them and has the same parameters.
   """
@@ -169,8 +175,13 @@ class Transformer(Model):
   head_width: Annotated[int | None, ">= 1"] = None
   hidden: Annotated[int | None, ">= 1"] = None
   rope_theta: Positive = 10_000.0
+  rope_factor: Annotated[float | None, ">= 1"] = None
+  rope_low: Positive = 1.0
+  rope_high: Positive = 4.0
+  rope_length: Count = 8192
   norm_eps: Positive = 1e-5
   qk_norm: bool = False
+  qkv_bias: bool = False
   pad_vocab_to: Count = 128
 
   def __post_init__(self):
@@ -187,6 +198,11 @@ class Transformer(Model):
       raise ConfigError(
         f"Transformer.num_kv_heads={self.num_kv_heads}: does not divide "
         f"num_heads={self.num_heads}, give a divisor"
+      )
+    if self.rope_low >= self.rope_high:
+      raise ConfigError(
+        f"Transformer.rope_low={self.rope_low}: not below rope_high={self.rope_high}, "
+        "give a smaller one"
       )
 
   is_stack = takes_text = True
@@ -206,6 +222,10 @@ class Transformer(Model):
     if self.hidden is None:
       options["hidden"] = -(-8 * self.width // (3 * 256)) * 256
     options |= {"vocab_size": context.info.vocab_size, "dtype": context.dtype}
+    scaling = models.RopeScaling(
+      *(options.pop(f"rope_{name}") for name in models.RopeScaling._fields)
+    )
+    options["rope_scaling"] = None if self.rope_factor is None else scaling
     return models.make_transformer(label_smoothing=context.label_smoothing, **options)
 
 
@@ -222,6 +242,7 @@ class ViT(Model):
     num_heads: heads of attention.
     hidden: units of the MLP; None: 4 times the width.
     pool: what is classified: a "token" of its own, or the "mean" over the patches.
+    norm_eps: added to the variance by LayerNorm; 1e-12 in Hugging Face's ViTs.
     pad_classes_to: the head has a multiple of this many classes, so that every
       layout can split it and has the same parameters.
   """
@@ -232,6 +253,7 @@ class ViT(Model):
   num_heads: Count = 6
   hidden: Annotated[int | None, ">= 1"] = None
   pool: Literal["token", "mean"] = "token"
+  norm_eps: Positive = 1e-6
   pad_classes_to: Count = 1
 
   def __post_init__(self):

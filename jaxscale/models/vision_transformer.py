@@ -11,6 +11,7 @@ arXiv:2010.11929, table 1. There is no dropout: with augmentation or large data 
 left out (arXiv:2106.10270, §4.6).
 """
 
+import functools
 import math
 from typing import Any, Literal
 
@@ -20,10 +21,8 @@ from jax import lax
 
 from jaxscale.errors import ConfigError
 from jaxscale.models.attention import join_heads, split_heads
-from jaxscale.models.linear import linear, shift
+from jaxscale.models.linear import dense, linear, shift
 from jaxscale.models.stack import Stack, at_least_float32, rejoin, sum_totals
-
-NORM_EPS = 1e-6  # Flax's LayerNorm, with which the published weights were trained
 
 # How a layout splits each parameter: path, axis of each dim (parallel/rules.py).
 SHARDING = (
@@ -53,6 +52,7 @@ def make_vit(
   mean: tuple[float, ...] = (0.0,),
   std: tuple[float, ...] = (1.0,),
   pool: Literal["token", "mean"] = "token",
+  norm_eps: float = 1e-6,
   pad_classes_to: int = 1,
   label_smoothing: float = 0.0,
   dtype: Any = jnp.float32,
@@ -74,6 +74,8 @@ def make_vit(
     std: likewise; the images are divided by it.
     pool: what is classified: a token of its own, or the mean over the patches,
       which then has no such token (arXiv:2205.01580).
+    norm_eps: added to the variance by LayerNorm: 1e-6 in Flax, with which the
+      published weights were trained; 1e-12 in Hugging Face's.
     pad_classes_to: the head has a multiple of this many classes, so that it can be
       split evenly on any layout. Those behind the last are 0 and stay it.
     label_smoothing: share of the target spread over all classes; 0 for evaluation.
@@ -99,12 +101,13 @@ def make_vit(
       f"vit.num_heads={num_heads}: does not divide width={width}, give a divisor"
     )
   each, dtype = width // num_heads, jnp.dtype(dtype)
+  norm = functools.partial(layer_norm, eps=norm_eps)
 
   def embed(p, batch, ops):
     # Images are whole on a device: `ops` are not used.
     images = batch["image"].astype(jnp.float32)
     images = (images - jnp.array(mean, jnp.float32)) / jnp.array(std, jnp.float32)
-    h = _linear(patches(images.astype(dtype), patch), p["patch"])
+    h = dense(patches(images.astype(dtype), patch), p["patch"])
     if "class_token" in p:
       token = p["class_token"].astype(h.dtype)
       token = jnp.broadcast_to(token, (len(h), 1, h.shape[-1]))
@@ -113,19 +116,19 @@ def make_vit(
 
   def layer(p, h, ops):
     # A bias behind `rejoin` counts once, on however many devices the heads are.
-    x = ops.enter(layer_norm(h, p["attn_norm"]))
-    q, k, v = (split_heads(_linear(x, p[name], h.dtype), each) for name in "qkv")
+    x = ops.enter(norm(h, p["attn_norm"]))
+    q, k, v = (split_heads(dense(x, p[name], h.dtype), each) for name in "qkv")
     y = join_heads(ops.attend(q, k, v, causal=False))
     h = h + shift(rejoin(y, p["o"]["kernel"], ops), p["o"]["bias"])
-    x = ops.enter(layer_norm(h, p["mlp_norm"]))
-    y = gelu(_linear(x, p["up"], h.dtype))
+    x = ops.enter(norm(h, p["mlp_norm"]))
+    y = gelu(dense(x, p["up"], h.dtype))
     return h + shift(rejoin(y, p["down"]["kernel"], ops), p["down"]["bias"])
 
   def pooled(p, h):
     """[rows, width] of what is classified."""
     if pool == "token":
-      return layer_norm(h[:, 0], p["norm"])
-    return layer_norm(h, p["norm"]).mean(axis=1)
+      return norm(h[:, 0], p["norm"])
+    return norm(h, p["norm"]).mean(axis=1)
 
   def finish(p, h, batch, ops):
     x, labels = ops.enter(pooled(p, h)), batch["label"]
@@ -150,12 +153,13 @@ def make_vit(
   return Stack(init, embed, layer, finish, logits, num_layers)
 
 
-def layer_norm(x: jax.Array, p: Any) -> jax.Array:
-  """LayerNorm (arXiv:1607.06450): (x - mean) / sqrt(var + 1e-6) * scale + bias.
+def layer_norm(x: jax.Array, p: Any, *, eps: float) -> jax.Array:
+  """LayerNorm (arXiv:1607.06450): (x - mean) / sqrt(var + eps) * scale + bias.
 
   Args:
     x: [..., width].
     p: {"scale": float32 [width], "bias": float32 [width]}.
+    eps: added to the variance.
 
   Returns:
     float32 [..., width].
@@ -163,7 +167,7 @@ def layer_norm(x: jax.Array, p: Any) -> jax.Array:
   wide = at_least_float32(x)
   centred = wide - wide.mean(axis=-1, keepdims=True)
   variance = jnp.square(centred).mean(axis=-1, keepdims=True)
-  return centred * jax.lax.rsqrt(variance + NORM_EPS) * p["scale"] + p["bias"]
+  return centred * jax.lax.rsqrt(variance + eps) * p["scale"] + p["bias"]
 
 
 def patches(images: jax.Array, size: int) -> jax.Array:
@@ -196,7 +200,7 @@ def _init(
   def norm():
     return {"scale": jnp.ones(width, jnp.float32), "bias": jnp.zeros(width)}
 
-  def dense(key, inputs, outputs, bias_std=0.0):
+  def biased(key, inputs, outputs, bias_std=0.0):
     key, bias_key = jax.random.split(key)
     kernel = glorot(key, (inputs, outputs), jnp.float32)
     return {"kernel": kernel, "bias": normal(bias_key, (outputs,), bias_std)}
@@ -204,9 +208,9 @@ def _init(
   def layer(key):
     *attend, up, down = jax.random.split(key, 6)
     heads = zip("qkvo", attend, strict=True)
-    layers = {name: dense(key, width, width) for name, key in heads}
-    layers["up"] = dense(up, width, hidden, 1e-6)
-    layers["down"] = dense(down, hidden, width, 1e-6)
+    layers = {name: biased(key, width, width) for name, key in heads}
+    layers["up"] = biased(up, width, hidden, 1e-6)
+    layers["down"] = biased(down, hidden, width, 1e-6)
     return layers | {"attn_norm": norm(), "mlp_norm": norm()}
 
   def zeros(*shape):
@@ -241,7 +245,3 @@ def _gelu_jvp(primals: Any, tangents: Any) -> Any:
   share = lax.erfc(-wide * jnp.array(0.5**0.5, wide.dtype)) / 2
   density = jnp.exp(-wide * wide / 2) * jnp.array((2 * jnp.pi) ** -0.5, wide.dtype)
   return gelu(x), (tangent * (share + wide * density).astype(x.dtype))
-
-
-def _linear(x: jax.Array, p: Any, dtype: Any = None) -> jax.Array:
-  return shift(linear(x, p["kernel"], dtype), p["bias"])

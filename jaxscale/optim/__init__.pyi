@@ -4,9 +4,12 @@ from .depth import layerwise_rate_decay as layerwise_rate_decay
 from .lars_variants import lars as lars
 from .layers import TrustRatios as TrustRatios
 from .layers import trust_ratios as trust_ratios
+from .masks import NAMED as NAMED
 from .masks import Mask as Mask
+from .masks import including as including
 from .masks import kernels as kernels
 from .masks import matching as matching
+from .masks import timm_kernels as timm_kernels
 from .momentum import MomentumState as MomentumState
 from .momentum import sgd as sgd
 from .orthogonalized import muon as muon

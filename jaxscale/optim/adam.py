@@ -7,6 +7,11 @@
     w = w - lr phi(|w|) / |r| r                        LAMB, arXiv:1904.00962
     phi(z) = min(max(z, phi_min), phi_max)
 
+LAMBC has min(phi(|w|) / |r|, 1) for the trust ratio phi(|w|) / |r| (J. Fong et al.,
+"Improving layer-wise adaptive rate methods using trust ratio clipping",
+arXiv:2011.13584). timm (1.0.31, optim/lamb.py) first divides gradients by max(|g|, 1),
+|g| being the norm of all of them together, and has no ratio where wd is 0.
+
 Moments are float32 at least: bfloat16 has 8 bits, and 0.999 v + 0.001 g^2 would
 not change in it.
 """
@@ -14,6 +19,7 @@ not change in it.
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +34,7 @@ from jaxscale.optim.rate import scale_by_rate
 def lamb(
   learning_rate: optax.ScalarOrSchedule,
   *,
+  variant: Literal["paper", "timm"] = "paper",
   b1: float = 0.9,
   b2: float = 0.999,
   eps: float = 1e-6,
@@ -35,6 +42,7 @@ def lamb(
   bias_correction: bool = True,
   phi_min: float = 0.0,
   phi_max: float | None = None,
+  trust_clip: bool = False,
   mask: Mask | None = kernels,
   stacked: Mask | None = None,
 ) -> optax.GradientTransformation:
@@ -44,6 +52,7 @@ def lamb(
 
   Args:
     learning_rate: a number or a function of the step.
+    variant: "timm": its clip of gradients, and its rule for wd = 0.
     b1: decay of the first moment m.
     b2: decay of the second moment v.
     eps: added to the square root of v_hat.
@@ -51,6 +60,7 @@ def lamb(
     bias_correction: False: m_hat = m and v_hat = v, as in that code.
     phi_min: lower bound of phi.
     phi_max: upper bound of phi; None: no bound.
+    trust_clip: LAMBC: no ratio above 1.
     mask: params -> bool per leaf; a leaf that is False gets neither decay nor
       trust ratio, as in that code, which excludes BatchNorm and nothing else.
       None: all do.
@@ -78,16 +88,20 @@ def lamb(
     top, bottom = jnp.clip(layer_norm(w, layer), phi_min, phi_max), layer_norm(r, layer)
     defined = (top > 0) & (bottom > 0)
     ratio = jnp.where(defined, top / jnp.where(defined, bottom, 1.0), 1.0)
+    ratio = jnp.minimum(ratio, 1.0) if trust_clip else ratio
     return ratio * r, layers.kept(ratio)
 
   def scale_by_trust_ratio(updates, state, params=None):
     updates, ratios = map_layers(2, scaled, params, mask, stacked, updates)
     return updates, layers.TrustRatios(ratios)
 
-  adam = _scale_by_adam(b1, b2, eps, bias_correction)
+  adam = scale_by_adam(b1, b2, eps, bias_correction)
   decay, rate = _decay(weight_decay, mask, stacked), scale_by_rate(learning_rate)
   ratio = optax.GradientTransformation(init, scale_by_trust_ratio)
-  return in_float32(optax.chain(adam, decay, ratio, rate))
+  if variant == "paper":
+    return in_float32(optax.chain(adam, decay, ratio, rate))
+  parts = (adam, decay, ratio, rate) if weight_decay else (adam, rate)
+  return in_float32(optax.chain(optax.clip_by_global_norm(1.0), *parts))
 
 
 def adamw(
@@ -120,14 +134,24 @@ def adamw(
   Example:
     >>> tx = adamw(warmup_cosine(1e-3, 100, 1000), weight_decay=0.05)
   """
-  adam, decay = _scale_by_adam(b1, b2, eps), _decay(weight_decay, mask, stacked)
+  adam, decay = scale_by_adam(b1, b2, eps), _decay(weight_decay, mask, stacked)
   return in_float32(optax.chain(adam, decay, scale_by_rate(learning_rate)))
 
 
-def _scale_by_adam(b1: float, b2: float, eps: float, bias_correction: bool = True):
+def scale_by_adam(
+  b1: float, b2: float, eps: float, bias_correction: bool = True, nesterov: bool = False
+) -> optax.GradientTransformation:
   """`optax.scale_by_adam` with an exact bias correction.
 
   In optax 1 - b^t is computed in float32, where 1 - 0.999 is off by 1e-5 of itself.
+
+  Args:
+    b1: decay of the first moment.
+    b2: decay of the second moment.
+    eps: added to the square root of v_hat.
+    bias_correction: False: m_hat = m and v_hat = v.
+    nesterov: m_hat = b1 m / (1 - b1^(t+1)) + (1 - b1) g / (1 - b1^t), as NAdam (T.
+      Dozat, 2016).
   """
 
   def init(params):
@@ -138,20 +162,27 @@ def _scale_by_adam(b1: float, b2: float, eps: float, bias_correction: bool = Tru
     count = state.count + 1
     mu = optax.tree.update_moment(updates, state.mu, b1, 1)
     nu = optax.tree.update_moment(updates, state.nu, b2, 2)
-    # 1 - b^t without cancellation.
-    steps = count.astype(default_float())
-    c1, c2 = (
-      -jnp.expm1(steps * math.log(b)) if bias_correction and b else jnp.ones_like(steps)
-      for b in (b1, b2)
+    c1, c2, ahead = (
+      one_minus_power(b, t) if bias_correction else jnp.ones([])
+      for b, t in ((b1, count), (b2, count), (b1, count + 1))
     )
 
-    def direction(m, v):
-      return m / c1.astype(m.dtype) / (jnp.sqrt(v / c2.astype(v.dtype)) + eps)
+    def direction(g, m, v):
+      m_hat = m / c1.astype(m.dtype)
+      if nesterov:
+        m_hat = b1 * m / ahead.astype(m.dtype) + (1 - b1) * g / c1.astype(g.dtype)
+      return m_hat / (jnp.sqrt(v / c2.astype(v.dtype)) + eps)
 
     state = optax.ScaleByAdamState(count, mu, nu)
-    return jax.tree.map(direction, mu, nu), state
+    return jax.tree.map(direction, updates, mu, nu), state
 
   return optax.GradientTransformation(init, update)
+
+
+def one_minus_power(base: float, count: jax.Array) -> jax.Array:
+  """1 - base^count without cancellation, in the default float dtype []."""
+  steps = count.astype(default_float())
+  return -jnp.expm1(steps * math.log(base)) if base else jnp.ones_like(steps)
 
 
 def _decay(weight_decay: float, mask: Mask | None, stacked: Mask | None):

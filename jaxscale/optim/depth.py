@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import optax
 
-from jaxscale.tree_paths import path_name
+from jaxscale.optim.tree_paths import path_name
 
 
 def layerwise_rate_decay(

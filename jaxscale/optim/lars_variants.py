@@ -17,14 +17,17 @@ coefficient, wd the decay, m the momentum, u = g + wd w, and
 | larc_clip | NVIDIA apex LARC, clip=True | torch's; min(ratio / lr, 1) for ratio |
 | nvcaffe_scale | NVCaffe LARC | paper's; ratio = (1 - m) eta |w| / (|g| + eps) |
 | nvcaffe_clip | NVCaffe LARC | the same; min(lr, ratio) for lr ratio |
+| timm | timm lars | torch's; no ratio where wd is 0 |
+| timm_clip | timm larc | larc_clip's; no ratio where wd is 0 |
 
 Sources: the code of each, intel/caffe 44d53638 and NVIDIA/caffe 87a25543
 (src/caffe/solvers/sgd_solver.cpp), tensorflow 5c8077a6 (contrib/opt), NVIDIA/apex
-LARC.py, optax 0.2.8 alias.py.
+LARC.py, optax 0.2.8 alias.py, timm 1.0.31 optim/lars.py (whose eps is 1e-8).
 
 The zero-norm rule: where |w| or |g| (optax: |u|) is 0, the layer moves by the bare
-rate (ratio 1) and its decay stays; apex drops the decay too. nvcaffe_clip clips
-here as well, by a ratio of 1: the layer's rate is min(lr, 1). In all others a
+rate (ratio 1) and its decay stays; apex drops the decay too. nvcaffe_clip and
+timm_clip clip here as well, by a ratio of 1: the layer's rate is min(lr, 1). In all
+others a
 kernel that starts at 0 makes a first step of the whole rate, which is 29 in some
 recipes: such a layer is better left out by the mask.
 
@@ -56,12 +59,14 @@ class _Variant(NamedTuple):
     denominator: "sum": |g| + wd |w|; "decayed": |g + wd w|; "gradient": |g|.
     clip: the rate of a layer is min(lr, ratio), and not lr ratio.
     clips_undefined: so it is where a norm is 0, with ratio 1: min(lr, 1).
+    adapts_undecayed: there are ratios also if wd is 0.
   """
 
   form: Form = Form()
   denominator: Literal["sum", "decayed", "gradient"] = "sum"
   clip: bool = False
   clips_undefined: bool = False
+  adapts_undecayed: bool = True
 
 
 _OUTSIDE = Form(rate_in_velocity=False)
@@ -77,6 +82,10 @@ _VARIANTS: dict[str, _Variant] = {
   "larc_scale": _Variant(_OUTSIDE),
   "nvcaffe_clip": _Variant(denominator="gradient", clip=True, clips_undefined=True),
   "nvcaffe_scale": _Variant(denominator="gradient"),
+  "timm": _Variant(_OUTSIDE, adapts_undecayed=False),
+  "timm_clip": _Variant(
+    _OUTSIDE, clip=True, clips_undefined=True, adapts_undecayed=False
+  ),
 }
 
 
@@ -131,7 +140,7 @@ def lars(
   if variant not in _VARIANTS:
     known = ", ".join(_VARIANTS)
     raise ConfigError(f"LARS.variant={variant!r}: not known, give one of {known}")
-  form, denominator, clip, clips_undefined = _VARIANTS[variant]
+  form, denominator, clip, clips_undefined, adapts_undecayed = _VARIANTS[variant]
   if momentum_correction is not False and not form.rate_in_velocity:
     raise ConfigError(
       f"LARS.momentum_correction={momentum_correction}: the velocity of "
@@ -159,4 +168,6 @@ def lars(
 
   correction = variant == "nvidia" or momentum_correction
   rule = momentum, weight_decay, nesterov, correction
-  return momentum_rule(learning_rate, form, ratio, *rule, mask, stacked)
+  adapts = adapts_undecayed or weight_decay > 0
+  chosen = ratio if adapts else None
+  return momentum_rule(learning_rate, form, chosen, *rule, mask, stacked)

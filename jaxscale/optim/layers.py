@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxscale.optim.masks import Mask
-from jaxscale.tree_paths import path_name
+from jaxscale.optim.tree_paths import path_name
 
 
 class Layer(NamedTuple):
@@ -170,8 +170,8 @@ def trust_ratios(opt_state: Any) -> dict[str, jax.Array]:
     stacked ones. A leaf that is excluded is not there.
 
   Example:
-    >>> tx = lars(0.1)
-    >>> trust_ratios(tx.init({"head": {"kernel": w, "bias": b}}))
+    >>> head = {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}
+    >>> trust_ratios(lars(0.1).init({"head": head}))
     {'head/kernel': Array(1., dtype=float32)}
   """
   nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, TrustRatios))

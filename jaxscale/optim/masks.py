@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxscale.tree_paths import path_name
+from jaxscale.optim.tree_paths import path_name
 
 Mask = Callable[[Any], Any]  # params -> a bool per leaf
 
@@ -26,6 +26,23 @@ def kernels(params: Any) -> Any:
   return jax.tree.map(lambda x: x.ndim > 1, params)
 
 
+def timm_kernels(params: Any) -> Any:
+  """`kernels` without tables of positions: what timm decays.
+
+  timm excludes vectors and what a ViT's `no_weight_decay` lists: `pos_embed`, and
+  tokens, which are vectors here (timm 1.0.31, optim/_param_groups.py).
+
+  Example:
+    >>> timm_kernels({"embed": {"position": jnp.ones((5, 4))}, "w": jnp.ones((2, 3))})
+    {'embed': {'position': False}, 'w': True}
+  """
+
+  def decays(path, x):
+    return x.ndim > 1 and not path_name(path).endswith("embed/position")
+
+  return jax.tree.map_with_path(decays, params)
+
+
 def matching(pattern: str) -> Mask:
   r"""A mask that is True where a regular expression finds the leaf's path.
 
@@ -41,3 +58,14 @@ def matching(pattern: str) -> Mask:
     return bool(re.search(pattern, path_name(path)))
 
   return lambda params: jax.tree.map_with_path(fits, params)
+
+
+# By the names that `include` of an optimizer's settings has for them.
+NAMED: dict[str, Mask | None] = {
+  "kernels": kernels, "timm": timm_kernels, "all": None,
+}  # fmt: skip
+
+
+def including(include: str) -> Mask | None:
+  """The mask of a name in `NAMED`, or of a regular expression of paths; None: all."""
+  return NAMED[include] if include in NAMED else matching(include)

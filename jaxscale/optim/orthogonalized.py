@@ -1,28 +1,71 @@
-"""Muon: momentum whose singular values are brought near 1, by optax."""
+"""Muon: momentum whose singular values are brought near 1.
+
+With g the gradient of a matrix w [in, out], velocity v, momentum m, rate lr, decay wd
+and c_t = 1 - m^t in optax's form, 1 in PyTorch's:
+
+    v = m v + (1 - m) g
+    u = v / c_t                                 or, with Nesterov's look-ahead,
+    u = m v / c_{t+1} + (1 - m) g / c_t
+    x = u / (|u| + eps)                         optax
+    x = u / max(|u|, 1e-7)                      PyTorch
+    x = a x + (b s + c s s) x, s = x x^T        ns_steps times: Newton and Schulz's
+    w = w - lr (size x + wd w)
+    size = sqrt(max(1, out / in))               "original"
+    size = 0.2 sqrt(max(in, out))               "match_rms_adamw"
+
+The second size is that of arXiv:2502.16982, §2.2. The rest, and (a, b, c) of
+(3.4445, -4.7750, 2.0315): K. Jordan, "Muon: An optimizer for hidden
+layers in neural networks", 2024. The forms: optax 0.2.8 contrib/_muon.py and torch 2.13
+optim/_muon.py. PyTorch iterates in bfloat16, whatever its parameters are; here it is
+in their dtype, float32 at least.
+
+What is not a matrix inside the network follows Adam, in optax's form with the same
+look-ahead (NAdam: T. Dozat, 2016): m_hat = b1 m / (1 - b1^(t+1)) + (1 - b1) g / (1 -
+b1^t) in adam.py's equations.
+"""
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
-from optax.contrib import MuonDimensionNumbers
 
+from jaxscale.optim.adam import one_minus_power, scale_by_adam
 from jaxscale.optim.layers import Layer, flags_of, in_float32, map_layers
 from jaxscale.optim.masks import Mask, kernels
 from jaxscale.optim.rate import scale_by_rate
+
+NS_COEFFS = (3.4445, -4.7750, 2.0315)
+_TORCH_EPS = 1e-7  # torch.optim.Muon's default
+
+
+class MuonState(NamedTuple):
+  """State of what Muon itself moves.
+
+  Attributes:
+    count: int32 [], steps done.
+    mu: velocities, float32 at least.
+  """
+
+  count: Any
+  mu: Any
 
 
 def muon(
   learning_rate: optax.ScalarOrSchedule,
   *,
+  variant: Literal["optax", "torch"] = "optax",
   momentum: float = 0.95,
   nesterov: bool = True,
   weight_decay: float = 0.0,
   ns_steps: int = 5,
-  consistent_rms: float | None = 0.2,
-  adam_learning_rate: optax.ScalarOrSchedule | None = None,
+  ns_coeffs: Sequence[float] = NS_COEFFS,
+  adjust: Literal["original", "match_rms_adamw"] = "match_rms_adamw",
+  adam_rate_factor: float = 1.0,
   b1: float = 0.9,
   b2: float = 0.999,
   eps: float = 1e-8,
@@ -30,35 +73,35 @@ def muon(
   stacked: Mask | None = None,
   by_adam: Mask | None = None,
 ) -> optax.GradientTransformation:
-  """Muon for kernels, AdamW for the rest: `optax.contrib.muon`.
+  """Muon for kernels, AdamW for the rest (equations in the module).
 
   The state is float32 at least, whatever the parameters are.
 
-  Of a kernel's momentum only the directions are kept: Newton and Schulz's
-  iteration brings its singular values near 1. The last dim of a kernel is the
-  output and all before it are the input, so a convolution [h, w, in, out] is the
-  matrix [h w in, out]. Orthogonalised momentum keeps its data efficiency beyond
-  the batch sizes where AdamW loses it (arXiv:2505.02222).
+  The last dim of a kernel is the output and all before it are the input, so a
+  convolution [h, w, in, out] is the matrix [h w in, out]. Orthogonalised momentum
+  keeps its data efficiency beyond the batch sizes where AdamW loses it
+  (arXiv:2505.02222).
 
   It is for the layers inside a network: tables of embeddings, input and output layers
-  are left to AdamW (K. Jordan, "Muon: An optimizer for hidden layers in neural
-  networks", 2024; arXiv:2502.16982, where what AdamW has decays too). Which ones they
-  are `by_adam` says.
+  are left to AdamW (K. Jordan; arXiv:2502.16982, where what AdamW has decays too).
+  Which ones they are `by_adam` says.
 
   Args:
     learning_rate: a number or a function of the step.
-    momentum: decay of the velocity; 0.95 as in K. Jordan's code and in optax.
+    variant: "optax": `optax.contrib.muon`; "torch": `torch.optim.Muon`, with AdamW
+      for what it does not take.
+    momentum: m; 0.95 as in K. Jordan's code, optax and PyTorch.
     nesterov: look ahead; optax does so in its Adam for the rest as well.
     weight_decay: of kernels, also those of `by_adam`, decoupled, times the rate.
     ns_steps: Newton-Schulz iterations.
-    consistent_rms: scale updates by this times sqrt(max(inputs, outputs)), so
-      that they are as large as AdamW's and one rate serves both; 0.2 in
-      arXiv:2502.16982. None: by sqrt(max(1, outputs / inputs)), Jordan's, whose
-      rates are larger: then give `adam_learning_rate`.
-    adam_learning_rate: for the rest; None: the same.
+    ns_coeffs: (a, b, c) of the iteration.
+    adjust: the size of an update. "match_rms_adamw": as large as AdamW's, so that one
+      rate serves both. "original": K. Jordan's, whose rates are larger: then give
+      `adam_rate_factor`.
+    adam_rate_factor: AdamW's rate, as a multiple of Muon's.
     b1: AdamW's, for the rest, which has no decay but for the kernels of `by_adam`.
     b2: AdamW's.
-    eps: AdamW's, and of the norm before the iteration.
+    eps: AdamW's, and with "optax" of the norm before the iteration.
     mask: params -> bool per leaf of two dims or more: Muon. None: all of those.
     stacked: params -> bool per leaf: its first dim counts layers (of a scan),
       each a matrix of its own. None: none is.
@@ -66,45 +109,91 @@ def muon(
 
   Example:
     >>> tx = muon(warmup_cosine(2e-3, 100, 1000), weight_decay=0.1)
-    >>> tx = muon(2e-3, by_adam=matching("^(embed|head)/"))
+    >>> tx = muon(2e-3, variant="torch", by_adam=matching("^(embed|head)/"))
   """
+
+  def decays(params):
+    return map_layers(1, lambda *leaf: (_is_matrix(*leaf),), params, mask, stacked)[0]
 
   def labels(params):
     outer = flags_of(by_adam, params, default=False)
     outer = jax.tree.structure(params).unflatten(outer)
 
     def label(layer, leaf, is_outer):
-      # In alphabetical order: `learning_rate` reads the kernels' first.
-      kernel = "outer kernels" if is_outer else "kernels"
-      return (kernel if _matrix(layer, leaf)[0] else "rest",)
+      return ("muon" if _is_matrix(layer, leaf) and not is_outer else "adam",)
 
     return map_layers(1, label, params, mask, stacked, outer)[0]
 
-  def matrices(params):
-    return map_layers(1, _matrix, params, mask, stacked)[0]
-
-  inside = optax.contrib.muon(
-    1.0,  # and -1 of optax: the rate follows
-    ns_steps=ns_steps,
-    beta=momentum,
-    eps=eps,
-    weight_decay=weight_decay,
-    nesterov=nesterov,
-    muon_weight_dimension_numbers=matrices,
-    consistent_rms=consistent_rms,
+  of_torch = variant == "torch"
+  inside = _scale_by_muon(
+    momentum, nesterov, ns_steps, ns_coeffs, adjust, None if of_torch else eps, stacked
   )
-  rest_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
-  options: dict[str, Any] = {"b1": b1, "b2": b2, "eps": eps, "nesterov": nesterov}
-  adam = functools.partial(optax.adamw, rest_rate, **options)
-  parts: dict[Any, Any] = {
-    "kernels": optax.chain(inside, scale_by_rate(learning_rate, flip_sign=False)),
-    "outer kernels": adam(weight_decay=weight_decay),
-    "rest": adam(weight_decay=0.0),
-  }
-  return in_float32(optax.partition(parts, labels))
+  adam = scale_by_adam(b1, b2, eps, nesterov=nesterov and not of_torch)
+  parts: dict[Any, Any] = {"muon": inside, "adam": adam}
+  factors: dict[Any, Any] = {
+    "muon": optax.identity(), "adam": optax.scale(adam_rate_factor),
+  }  # fmt: skip
+  decay = optax.add_decayed_weights(weight_decay, mask=decays)
+  moved = optax.chain(optax.partition(parts, labels), decay)
+  of_rate = optax.chain(optax.partition(factors, labels), scale_by_rate(learning_rate))
+  return in_float32(optax.chain(moved, of_rate))
 
 
-def _matrix(layer: Layer, leaf: Any) -> tuple[MuonDimensionNumbers | None]:
-  """Which dims of a leaf are a matrix's rows and columns; None: it has none."""
-  rows, last = tuple(range(layer.stacked, leaf.ndim - 1)), leaf.ndim - 1
-  return (MuonDimensionNumbers(rows, last) if layer.chosen and rows else None,)
+def _is_matrix(layer: Layer, leaf: Any) -> bool:
+  return layer.chosen and leaf.ndim > 1 + layer.stacked
+
+
+def _scale_by_muon(
+  momentum: float,
+  nesterov: bool,
+  ns_steps: int,
+  ns_coeffs: Sequence[float],
+  adjust: str,
+  eps: float | None,
+  stacked: Mask | None,
+) -> optax.GradientTransformation:
+  """Matrices by size x of the module's equations; eps None: PyTorch's form."""
+
+  def init(params):
+    return MuonState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params))
+
+  def update(updates, state, params=None):
+    count = state.count + 1
+    corrections = [jnp.ones([])] * 2
+    if eps is not None:
+      corrections = [one_minus_power(momentum, t) for t in (count, count + 1)]
+
+    def step(layer, _, g, v):
+      now, ahead = (c.astype(v.dtype) for c in corrections)
+      v = momentum * v + (1 - momentum) * g
+      u = v / now
+      if nesterov:
+        u = momentum * v / ahead + (1 - momentum) * g / now
+      matrices = u.reshape(len(u) if layer.stacked else 1, -1, u.shape[-1])
+      x = _orthogonalized(matrices, ns_steps, ns_coeffs, eps)
+      inputs, outputs = matrices.shape[1:]
+      size = math.sqrt(max(1, outputs / inputs))
+      if adjust == "match_rms_adamw":
+        size = 0.2 * math.sqrt(max(inputs, outputs))
+      return size * x.reshape(u.shape), v
+
+    moved, mu = map_layers(2, step, params, None, stacked, updates, state.mu)
+    return moved, MuonState(count, mu)
+
+  return optax.GradientTransformation(init, update)
+
+
+def _orthogonalized(
+  matrices: jax.Array, steps: int, coeffs: Sequence[float], eps: float | None
+) -> jax.Array:
+  """Newton and Schulz's iteration, each of [n, in, out] by itself."""
+  norms = jnp.linalg.norm(matrices, axis=(1, 2), keepdims=True)
+  x = matrices / (jnp.maximum(norms, _TORCH_EPS) if eps is None else norms + eps)
+  tall = x.shape[1] > x.shape[2]
+  if tall:  # s is the smaller of the two products
+    x = x.swapaxes(1, 2)
+  a, b, c = coeffs
+  for _ in range(steps):
+    s = x @ x.swapaxes(1, 2)
+    x = a * x + (b * s + c * s @ s) @ x
+  return x.swapaxes(1, 2) if tall else x

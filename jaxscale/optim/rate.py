@@ -61,8 +61,8 @@ def learning_rate(opt_state: Any) -> jax.Array | None:
   several rates are kept, the first in the order of `jax.tree`.
 
   Example:
-    >>> tx = optax.chain(optax.clip_by_global_norm(1.0), sgd(0.5))
-    >>> _, state = tx.update({"w": w}, tx.init({"w": w}), {"w": w})
+    >>> tx, w = optax.chain(optax.clip_by_global_norm(1.0), sgd(0.5)), jnp.ones(3)
+    >>> _, state = tx.update(w, tx.init(w), w)
     >>> learning_rate(state)
     Array(0.5, dtype=float32)
   """

@@ -65,8 +65,9 @@ def warmup_polynomial(
     ValueError: values that make no schedule.
 
   Example:
-    >>> float(warmup_polynomial(32, 400, 4000, end=0.0, restart=False)(400))
-    25.920000076293945
+    >>> rate = warmup_polynomial(32, 400, 4000, end=0.0, restart=False)
+    >>> round(float(rate(400)), 4)
+    25.92
   """
   _need(power > 0, f"power={power}: need > 0")
   is_usable = decay_steps is None or (restart and decay_steps > 0)
@@ -90,18 +91,24 @@ def warmup_cosine(
   total_steps: float,
   *,
   end: float = 0.0,
+  restart: bool = True,
   warmup: Warmup = "linear",
   start: float = 0.0,
 ) -> optax.Schedule:
   """Warm-up, then end + (peak - end) (1 + cos(pi s / S)) / 2, s of S steps.
 
-  One cycle of arXiv:1608.03983.
+      restart    s = step - I, S = total - I        after the warm-up
+      else       s = step, S = total                on all steps
+
+  One cycle of arXiv:1608.03983. Without restart the rate drops where the warm-up
+  ends, as in timm's CosineLRScheduler (1.0.31) without `warmup_prefix`.
 
   Args:
     peak: rate at the end of the warm-up.
-    warmup_steps: steps to it.
+    warmup_steps: I, steps to it.
     total_steps: of the run.
     end: rate at the end.
+    restart: count the decay from the end of the warm-up.
     warmup: the ramp.
     start: rate of step 0, if there is a warm-up.
 
@@ -111,10 +118,11 @@ def warmup_cosine(
   Example:
     >>> schedule = warmup_cosine(0.1, 20, 200)
   """
-  span = max(total_steps - warmup_steps, 1e-9)
+  first = warmup_steps if restart else 0
+  span = max(total_steps - first, 1e-9)
 
   def decay(step):
-    done = jnp.clip((step - warmup_steps) / span, 0.0, 1.0)
+    done = jnp.clip((step - first) / span, 0.0, 1.0)
     return end + (peak - end) * (1 + jnp.cos(jnp.pi * done)) / 2
 
   return _schedule(decay, warmup, start, peak, warmup_steps, total_steps, end)

@@ -6,8 +6,9 @@ import dataclasses
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from jaxscale import optim  # whose names load when they are asked for
+from jaxscale.config import bounds
 from jaxscale.config.bases import Optimizer, OptimizerContext, Schedule, ScheduleContext
-from jaxscale.config.bounds import Fraction, NonNegative, Positive, check_pattern
+from jaxscale.config.bounds import Count, Fraction, NonNegative, Positive
 from jaxscale.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ __all__ = [
 
 LarsVariant = Literal[
   "paper", "nvidia", "tf_contrib", "tf_contrib_l2_in_loss", "torch", "optax",
-  "larc_clip", "larc_scale", "nvcaffe_clip", "nvcaffe_scale",
+  "larc_clip", "larc_scale", "nvcaffe_clip", "nvcaffe_scale", "timm", "timm_clip",
 ]  # fmt: skip
 
 
@@ -33,22 +34,35 @@ def _options(chosen: Optimizer, context: OptimizerContext) -> dict[str, Any]:
   if "momentum_correction" in given:
     correct = {"never": False, "warmup": context.warmup_steps, "always": True}
     given["momentum_correction"] = correct[given["momentum_correction"]]
-  if "include" in given:
-    masks = {"kernels": optim.kernels, "all": None}
-    include = given.pop("include")
-    given["mask"] = masks[include] if include in masks else optim.matching(include)
+  given["mask"] = optim.including(given.pop("include"))
   if context.stacked is not None:
     given["stacked"] = context.stacked
   return given
 
 
-class SGD(Optimizer):
+class _Decaying(Optimizer):
+  """An optimizer with weight decay.
+
+  Attributes:
+    include: parameters that decay, and have a trust ratio or are Muon's where there
+      is such a thing: "kernels" (two dims or more), "timm" (those without position
+      embeddings, as timm decays), "all", or a regular expression of their paths.
+  """
+
+  include: str = "kernels"
+
+  def __post_init__(self):
+    remedy = "give 'kernels', 'timm', 'all' or e.g. 'kernel$'"
+    bounds.check_pattern(f"{type(self).__name__}.include", self.include, remedy)
+
+
+class SGD(_Decaying):
   """Stochastic gradient descent with momentum; L2 decay in the gradient.
 
   Attributes:
     momentum: decay of the velocity.
     nesterov: look ahead.
-    weight_decay: L2 coefficient, on kernels only.
+    weight_decay: L2 coefficient.
     momentum_correction: momentum times lr_t / lr_{t-1} (arXiv:1706.02677, §3):
       "never", in the "warmup" or "always".
   """
@@ -64,26 +78,20 @@ class SGD(Optimizer):
     return optim.sgd(schedule, **_options(self, context))
 
 
-def _check_include(optimizer: LARS | LAMB) -> None:
-  remedy = "give 'kernels', 'all' or e.g. 'kernel$'"
-  check_pattern(f"{type(optimizer).__name__}.include", optimizer.include, remedy)
-
-
-class LARS(Optimizer):
+class LARS(_Decaying):
   """Layer-wise adaptive rate scaling (arXiv:1708.03888), MLPerf's form.
 
   Attributes:
     variant: whose equations: "paper" (Intel Caffe, Flax, MLPerf), "nvidia",
       "tf_contrib", "tf_contrib_l2_in_loss", "torch", "optax", "larc_clip",
-      "larc_scale" (apex), "nvcaffe_clip" or "nvcaffe_scale"; see `optim.lars`.
+      "larc_scale" (apex), "nvcaffe_clip", "nvcaffe_scale", "timm" or "timm_clip"
+      (timm's lars and larc); see `optim.lars`.
     momentum: decay of the velocity.
     weight_decay: L2 coefficient.
     trust_coefficient: eta of the paper.
     eps: added to the denominator of the trust ratio.
     nesterov: look ahead.
     momentum_correction: "never", in the "warmup" (Intel Caffe) or "always".
-    include: parameters with decay and trust ratio: "kernels" (two dims or
-      more), "all", or a regular expression of their paths.
   """
 
   variant: LarsVariant = "paper"
@@ -93,23 +101,21 @@ class LARS(Optimizer):
   eps: NonNegative = 0.0
   nesterov: bool = False
   momentum_correction: Literal["never", "warmup", "always"] = "never"
-  include: str = "kernels"
 
   has_resettable_momentum = True
-  __post_init__ = _check_include
 
   def build(self, schedule: optax.Schedule, context: OptimizerContext):
     return optim.lars(schedule, **_options(self, context))
 
 
-class AdamW(Optimizer):
+class AdamW(_Decaying):
   """Adam with decoupled weight decay (arXiv:1711.05101).
 
   Attributes:
     b1: decay of the first moment.
     b2: decay of the second moment.
     eps: added to the square root of the second moment.
-    weight_decay: decoupled decay, on kernels only.
+    weight_decay: decoupled decay.
   """
 
   b1: Fraction = 0.9
@@ -125,38 +131,66 @@ class LAMB(AdamW):
   """Layer-wise Adam for large batches (arXiv:1904.00962): AdamW's and more.
 
   Attributes:
+    variant: whose rules: "paper", or "timm", which clips gradients to a global norm
+      of 1 and has no trust ratio without decay.
     bias_correction: divide the moments by 1 - b^t.
     phi_max: the norm of a layer's weights counts as this at most; None: as is.
-    include: parameters with decay and trust ratio; see LARS.
+    trust_clip: no trust ratio above 1 (LAMBC).
   """
 
+  variant: Literal["paper", "timm"] = "paper"
   eps: Positive = 1e-6
   weight_decay: NonNegative = 1e-2
   bias_correction: bool = True
   phi_max: Annotated[float | None, "> 0"] = None
-  include: str = "kernels"
-
-  __post_init__ = _check_include
+  trust_clip: bool = False
 
   def build(self, schedule: optax.Schedule, context: OptimizerContext):
     return optim.lamb(schedule, **_options(self, context))
 
 
-class Muon(Optimizer):
-  """Orthogonalised momentum for kernels, AdamW for the rest (optax.contrib).
+class Muon(_Decaying):
+  """Orthogonalised momentum for kernels, AdamW for the rest.
 
   Embeddings and head of a Transformer or ViT are among the rest; see `optim.muon`.
 
   Attributes:
+    variant: whose equations: "optax" or "torch".
     momentum: decay of the velocity.
-    weight_decay: decoupled decay, on kernels only.
+    nesterov: look ahead.
+    weight_decay: decoupled decay, on kernels.
+    ns_steps: iterations that bring singular values near 1.
+    ns_coeffs: the three coefficients of an iteration.
+    adjust: size of an update: "match_rms_adamw" (0.2 sqrt(max(in, out))) or
+      "original" (sqrt(max(1, out / in)), with rates above AdamW's).
+    adam_lr: peak rate of what AdamW moves; None: that of Muon.
+    b1: AdamW's decay of the first moment.
+    b2: AdamW's decay of the second moment.
+    eps: AdamW's, added to the square root of the second moment.
   """
 
+  variant: Literal["optax", "torch"] = "optax"
   momentum: Fraction = 0.95
+  nesterov: bool = True
   weight_decay: NonNegative = 0.0
+  ns_steps: Count = 5
+  ns_coeffs: tuple[float, ...] = (3.4445, -4.7750, 2.0315)
+  adjust: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
+  adam_lr: Annotated[float | None, "> 0"] = None
+  b1: Fraction = 0.9
+  b2: Fraction = 0.999
+  eps: Positive = 1e-8
+
+  def __post_init__(self):
+    super().__post_init__()
+    if len(self.ns_coeffs) != 3:
+      given = f"Muon.ns_coeffs={self.ns_coeffs}"
+      raise ConfigError(f"{given}: give three, of x, x^3 and x^5")
 
   def build(self, schedule: optax.Schedule, context: OptimizerContext):
     options = _options(self, context)
+    if (adam_lr := options.pop("adam_lr")) is not None:
+      options["adam_rate_factor"] = adam_lr / self.lr
     if context.embeddings is not None:
       options["by_adam"] = context.embeddings
     return optim.muon(schedule, **options)
@@ -220,13 +254,19 @@ class Cosine(Warmup):
 
   Attributes:
     end_lr: rate at the end.
+    restart: the decay counts from the end of the warm-up, or else (timm without
+      warmup_prefix, Intel Caffe) from step 0, so that the rate drops where the
+      warm-up ends.
   """
 
   end_lr: NonNegative = 0.0
+  restart: bool = True
 
   def build(self, peak: float, context: ScheduleContext) -> optax.Schedule:
-    steps, rise = (context.warmup_steps, context.total_steps), self.rise(peak, context)
-    return optim.warmup_cosine(peak, *steps, end=self.end_lr, **rise)
+    return optim.warmup_cosine(
+      peak, context.warmup_steps, context.total_steps, end=self.end_lr,
+      restart=self.restart, **self.rise(peak, context),
+    )  # fmt: skip
 
 
 class Polynomial(Cosine):
@@ -234,14 +274,11 @@ class Polynomial(Cosine):
 
   Attributes:
     power: exponent of the decay.
-    restart: t counts from the end of the warm-up, as in MLPerf, or else (Intel
-      Caffe) from step 0, so that the rate drops where the warm-up ends.
     decay_epochs: epochs of the decay; None: up to the end of the run.
   """
 
   end_lr: NonNegative = 1e-4
   power: Positive = 2.0
-  restart: bool = True
   decay_epochs: Annotated[float | None, "> 0"] = None
 
   def __post_init__(self):

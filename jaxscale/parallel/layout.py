@@ -25,9 +25,9 @@ from jax.sharding import PartitionSpec as P
 from jaxscale.collectives import vary
 from jaxscale.errors import ConfigError
 from jaxscale.mesh import batch_axes
+from jaxscale.optim.tree_paths import path_name
 from jaxscale.parallel.fsdp_gather import FSDP, Gather, ShardedAndFull, local_shard
 from jaxscale.parallel.rules import Rule, partition
-from jaxscale.tree_paths import path_name
 
 Shard = Literal["none", "zero1", "zero2", "fsdp"]
 HOST = "pinned_host"  # JAX's name of the host's memory that devices copy from

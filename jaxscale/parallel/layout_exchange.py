@@ -18,8 +18,8 @@ from jax import lax
 from jaxscale.collectives import same_everywhere, vary
 from jaxscale.collectives.typed import varying
 from jaxscale.exchange import Exchange
+from jaxscale.optim.tree_paths import path_name
 from jaxscale.parallel.layout import Layout, grad_specs
-from jaxscale.tree_paths import path_name
 
 
 class _Group(NamedTuple):

@@ -20,7 +20,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.errors import ConfigError
-from jaxscale.tree_paths import path_name
+from jaxscale.optim.tree_paths import path_name
 
 Dims = tuple[str | None, ...]  # an axis, or None, for each dim
 
@@ -79,8 +79,8 @@ def partition(params: Any, rules: Sequence[Rule], sizes: Mapping[str, int]) -> A
   Example:
     >>> rules = [Rule(".*/kernel", ("fsdp", "model")), Rule(".*/bias", ("model",))]
     >>> w = {"up": {"kernel": jnp.ones((4, 8)), "bias": jnp.ones(8)}}
-    >>> partition(w, rules, {"fsdp": 2})["up"]["kernel"]
-    PartitionSpec('fsdp', None)
+    >>> tuple(partition(w, rules, {"fsdp": 2})["up"]["kernel"])
+    ('fsdp', None)
   """
 
   def spec(path: Any, leaf: Any) -> P:

@@ -14,10 +14,10 @@ import jax
 from jaxscale.experiment import build
 from jaxscale.experiment import layout as layout_parts
 from jaxscale.metrics.text import table
+from jaxscale.optim.tree_paths import path_name
 from jaxscale.parallel.layout import HOST
 from jaxscale.planning import hlo
 from jaxscale.planning.topologies import memory_of
-from jaxscale.tree_paths import path_name
 
 
 def describe(experiment: build.Experiment) -> str:

@@ -171,7 +171,7 @@ def target_config(kind: str) -> str:
 
 def _parse(name: str) -> tuple[int, str, int]:
   """(groups, kind, chips in a group)."""
-  form = re.fullmatch(r"(?:(\d+)x)?([a-z]+\d+[a-z]*)-(\d+)", name)
+  form = re.fullmatch(r"(?:(\d{1,6})x)?([a-z]+\d+[a-z]*)-(\d{1,6})", name, re.ASCII)
   if form is None or form[2] not in CHIPS:
     wanted = f"KIND-COUNT, e.g. v5e-16 or 2xv5e-8, a kind of {', '.join(CHIPS)}"
     raise ConfigError(f"--chips={name}: give {wanted}")

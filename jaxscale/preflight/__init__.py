@@ -20,7 +20,7 @@ from jaxscale.errors import EXIT_DONE
 from jaxscale.metrics.text import few, plural
 from jaxscale.preflight import clocks, devices, disk, files, network, software
 from jaxscale.preflight.finding import EXIT_NOT_READY, Finding, report
-from jaxscale.preflight.group import Group, barrier, broadcast, make_group
+from jaxscale.preflight.group import Group, barrier, broadcast
 from jaxscale.preflight.network import NetworkLimits
 
 __all__ = ["CHECKS", "Check", "Options", "check", "run_checks"]
@@ -79,12 +79,13 @@ def check(options: Options) -> int:
   began = time.monotonic()
   launch = detect.detect(os.environ)
   connected = client.rendezvous(launch)
-  group = make_group(connected.process_id, connected.hosts, connected.links)
-  hosts = [group.hosts[rank] for rank in group.host_ranks]
+  hosts, links = tuple(connected.hosts), connected.links
+  group = Group(connected.process_id, hosts, links, connected.key)
+  acting = [group.hosts[rank] for rank in group.host_ranks]
   processes = f"{len(group.hosts)} process{'es' * (len(group.hosts) > 1)}"
-  text = f"launch: {launch.kind}, {processes} on {plural(len(hosts), 'host')} "
-  text += f"({few(hosts)})"
-  if group.sockets:
+  text = f"launch: {launch.kind}, {processes} on {plural(len(acting), 'host')} "
+  text += f"({few(acting)})"
+  if group.links:
     text += f", rendezvous in {time.monotonic() - began:.1f} s"
   findings = [Finding(True, text), *run_checks(group, options)]
   if group.rank == 0:
@@ -106,7 +107,7 @@ def run_checks(group: Group, options: Options) -> list[Finding]:
     ConfigError: a process was lost.
 
   Example:
-    >>> run_checks(make_group(0, ["n1"], {}), Options(skip=tuple(CHECKS)))
+    >>> run_checks(Group(0, ("n1",), {}), Options(skip=tuple(CHECKS)))
     []
   """
   findings: list[Finding] = []

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxscale.cluster.environment import check_environment
 from jaxscale.cluster.rendezvous.handshake import ranks_with_hosts
 from jaxscale.config.loading import load_config
 from jaxscale.errors import ConfigError
@@ -162,6 +163,8 @@ def _errors(found: Found, hosts: Sequence[str], key: str) -> list[Finding]:
     if key == "data_error":
       remedy = "make it available on every node: jaxscale prepare NAME, or a path that "
       remedy += "all nodes share"
+    elif text.startswith("JAX_"):
+      text, _, remedy = text.partition("; ")
     elif text.startswith("XLA_FLAGS"):
       remedy = "take it out of XLA_FLAGS, or use the version of jax that has it"
     wrong.append(Finding(False, f"{prefix}{who}{text}", remedy))
@@ -191,10 +194,13 @@ def look(config: str | None, overrides: dict[str, str]) -> dict[str, Any]:
   found = {"platform": platform, "kind": kind, "count": len(devices), "wrong": wrong}
   if config is None:
     return found
+  from jaxscale.data import check_readable
   from jaxscale.experiment import build
 
   try:
     train, validation = build.make_data(load_config(config, overrides))
+    for dataset in (train, validation):
+      check_readable(dataset)
   except (ConfigError, OSError) as e:
     return found | {"data_error": str(e)}
   numbers = [train.info.name, train.num_examples, validation.num_examples]
@@ -230,5 +236,9 @@ def fits(config: str, overrides: dict[str, str], workdir: str) -> dict[str, Any]
 
 def answer() -> None:
   """The child process of `ask`."""
+  try:
+    check_environment(os.environ)
+  except ConfigError as e:
+    return print(json.dumps({"error": str(e)}))
   function = {"look": look, "fits": fits}[sys.argv[1]]
   print(json.dumps(function(**json.loads(sys.argv[2]))))

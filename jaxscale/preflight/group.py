@@ -6,12 +6,11 @@ rendezvous leaves them (`cluster.rendezvous`); nothing here needs JAX.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from socket import socket
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jaxscale.cluster import wire
 from jaxscale.cluster.rendezvous.handshake import ranks_with_hosts
+from jaxscale.cluster.wire import Link
 from jaxscale.errors import ConfigError
 
 PATIENCE_S = 120.0  # for the slowest part of any check, JAX on a cold file system
@@ -23,14 +22,14 @@ class Group(NamedTuple):
   Attributes:
     rank: of this process.
     hosts: the host of every process, by rank.
-    sockets: by rank, to all others in process 0, to process 0 in the others.
-    receivers: of the messages on each socket.
+    links: by rank, to all others in process 0, to process 0 in the others.
+    key: which only processes of this run have.
   """
 
   rank: int
   hosts: tuple[str, ...]
-  sockets: Mapping[int, socket]
-  receivers: Mapping[int, wire.Receiver]
+  links: Mapping[int, Link]
+  key: bytes = b""
 
   @property
   def host_ranks(self) -> tuple[int, ...]:
@@ -47,18 +46,6 @@ class Group(NamedTuple):
     return ranks_with_hosts(ranks, self.hosts)
 
 
-def make_group(rank: int, hosts: Sequence[str], sockets: Mapping[int, socket]) -> Group:
-  """A group on open sockets.
-
-  Args:
-    rank: of this process.
-    hosts: the host of every process, by rank.
-    sockets: by rank: of all others in process 0, of process 0 elsewhere.
-  """
-  receivers = {r: wire.Receiver(sock) for r, sock in sockets.items()}
-  return Group(rank, tuple(hosts), sockets, receivers)
-
-
 def send(group: Group, rank: int, step: str, value: Any) -> None:
   """Send a value to a process that is connected to this one.
 
@@ -66,7 +53,7 @@ def send(group: Group, rank: int, step: str, value: Any) -> None:
     ConfigError: it is gone.
   """
   try:
-    wire.send(group.sockets[rank], {"step": step, "value": value})
+    group.links[rank].send([step, value])
   except OSError as e:
     raise _lost(group, rank, step, e) from None
 
@@ -78,14 +65,14 @@ def receive(group: Group, rank: int, step: str) -> Any:
     ConfigError: it is gone, silent, or in another step.
   """
   try:
-    message = group.receivers[rank].receive(PATIENCE_S)
-  except (OSError, EOFError, ValueError) as e:
+    their_step, value = group.links[rank].receive(PATIENCE_S)
+  except (OSError, EOFError, ValueError, TypeError) as e:
     raise _lost(group, rank, step, e) from None
-  if message["step"] != step:
-    theirs = f"{group.name(rank)} is at {message['step']!r}"
+  if their_step != step:
+    theirs = f"{group.name(rank)} is at {their_step!r}"
     ours = f"{group.name(group.rank)} is at {step!r}; start the same command everywhere"
     raise ConfigError(f"preflight: {theirs} where {ours}")
-  return message["value"]
+  return value
 
 
 def _lost(group: Group, rank: int, step: str, error: Exception) -> ConfigError:
@@ -107,7 +94,7 @@ def broadcast(group: Group, step: str, value: Any = None) -> Any:
   """The value of process 0, everywhere."""
   if group.rank:
     return receive(group, 0, step)
-  for rank in group.sockets:
+  for rank in group.links:
     send(group, rank, step, value)
   return value
 

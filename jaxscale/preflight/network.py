@@ -8,16 +8,19 @@ is twice; a host is in one pair at a time by itself, so no barrier separates rou
 
 from __future__ import annotations
 
-import contextlib
-import secrets
 import socket
 import statistics
 import struct
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+from jaxscale.cluster import secret
+from jaxscale.cluster.rendezvous.acceptor import Acceptor
+from jaxscale.cluster.rendezvous.network import bind_port, own_address
+from jaxscale.cluster.wire import parse, typed
+from jaxscale.errors import ConfigError
 from jaxscale.metrics.text import byte_size, short_time
 from jaxscale.preflight.finding import Finding
 from jaxscale.preflight.group import Group, all_gather, broadcast, gather
@@ -55,6 +58,13 @@ class NetworkLimits(NamedTuple):
   times_longer: float = 5.0
   least: float = 0.06e9
   least_trip_s: float = 0.5e-3
+
+
+class _Place(NamedTuple):
+  """Where a host listens."""
+
+  address: str
+  port: int
 
 
 class Speed(NamedTuple):
@@ -103,7 +113,13 @@ class Measurement(NamedTuple):
 
 def check(group: Group, options: Any, facts: Any) -> list[Finding]:
   """Measure, and report nodes and pairs that are slow; all processes call it."""
-  measured = measure(group, options.limits)
+  try:
+    measured = measure(group, options.limits)
+  except ConfigError:
+    raise
+  except ValueError as e:
+    what = f"a process sends what is not a measurement ({e})"
+    raise ConfigError(f"preflight: network: {what}; start all alike") from None
   return [] if group.rank else findings(measured, group.hosts, options.limits)
 
 
@@ -132,17 +148,17 @@ def measure(group: Group, limits: NetworkLimits) -> Measurement:
     return Measurement([], 0, 0)
   rounds, began, done = rounds_of(group.host_ranks), time.monotonic(), 0
   speeds: dict[Pair, Speed] = {}
-  peer = next(iter(group.sockets.values()))
-  key = broadcast(group, "network: key", secrets.token_hex(8))
-  # Not create_server(), which takes no IPv4 on IPv6 sockets, as the rendezvous does.
-  with socket.socket(peer.family) as listener:
-    listener.bind(("", 0))
-    listener.listen(1024)
+  near = own_address(group.links.values())
+  _, (listener,) = bind_port([0], near, listen=True)
+  with Acceptor([listener], group.key, 2 * limits.at_once) as acceptor:
     # The addresses of the connections to process 0, which sees its own from nobody.
-    places = all_gather(group, "network: addresses", _own_place(group, listener))
+    own = _own_place(group, listener)
+    theirs = typed(list[Any], all_gather(group, "network: addresses", own))
+    places = [parse(_Place, place) for place in theirs]
     if group.rank:
-      places[0][0] = group.sockets[0].getpeername()[0]
-    at = listener, [(address, port) for address, port in places], key
+      address = group.links[0].sock.getpeername()[0]
+      places[0] = places[0]._replace(address=address)
+    at = acceptor, places
     while done < len(rounds):
       chunk = rounds[done : done + limits.at_once]
       done += len(chunk)
@@ -150,8 +166,9 @@ def measure(group: Group, limits: NetworkLimits) -> Measurement:
       if broadcast(group, "network: time", time.monotonic() - began > limits.total_s):
         break
     # A slow pair may have been a busy moment: the better of two measurements counts.
-    slow = broadcast(group, "network: again", suspects([*speeds.values()], limits))
-    bad = {tuple(pair) for pair in slow}
+    own = [[*pair] for pair in suspects([*speeds.values()], limits)]
+    slow = broadcast(group, "network: again", own)
+    bad = {tuple(pair) for pair in typed(list[list[int]], slow)}
     again = [left for pairs in rounds if (left := [p for p in pairs if p in bad])]
     chunk = again[: limits.at_once]
     second = _measure_rounds(group, *at, chunk, limits) if chunk else {}
@@ -162,85 +179,79 @@ def measure(group: Group, limits: NetworkLimits) -> Measurement:
 
 def _own_place(group: Group, listener: socket.socket) -> list[Any]:
   """[address, port] of this process, as process 0 sees it."""
-  address = group.sockets[0].getsockname()[0] if group.rank else ""
+  address = group.links[0].sock.getsockname()[0] if group.rank else ""
   return [address, listener.getsockname()[1]]
 
 
 def _measure_rounds(
-  group: Group, listener: socket.socket, places: list[tuple[str, int]], key: str,
+  group: Group, acceptor: Acceptor, places: Sequence[_Place],
   rounds: list[list[Pair]], limits: NetworkLimits,
 ) -> dict[Pair, Speed]:  # fmt: skip
   """Connect all pairs of some rounds, then measure one after another.
 
-  `places` are where hosts listen, by rank, and `key` tells them from strangers.
+  `places` are where hosts listen, by rank.
   """
   mine = [pair for pairs in rounds for pair in pairs if group.rank in pair]
   below = {first: places[first] for first, second in mine if second == group.rank}
-  sockets, errors = _connect(below, _hello(key, group.rank), limits.connect_s)
+  above = {second for first, second in mine if first == group.rank}
+  sockets, errors = _connect(group, acceptor, below, above, limits.connect_s)
   found = {
     (int(first), second): Speed(int(first), second, error=error)
     for second, theirs in enumerate(all_gather(group, "network: connected", errors))
-    for first, error in theirs.items()
+    for first, error in typed(dict[str, str], theirs).items()
   }
-  above = [p for p in mine if p[0] == group.rank and p not in found]
-  sockets |= _accept(listener, key, len(above), limits.connect_s)
   deadline, own = time.monotonic() + 2 * limits.total_s, []
   for pair in mine:
     if sock := sockets.get(sum(pair) - group.rank):
       own.append(_measure_pair(group.rank, pair, sock, limits, deadline))
   for speeds in gather(group, "network: speeds", [s for s in own if s]):
-    for speed in (Speed(*values) for values in speeds):
+    for speed in (parse(Speed, values) for values in typed(list[Any], speeds)):
       if speed.pair not in found or not speed.error:
         found[speed.pair] = speed
+  if strange := found.keys() - {pair for pairs in rounds for pair in pairs}:
+    raise ValueError(f"{min(strange)} is no pair of these rounds")
   return found
 
 
-def _hello(key: str, rank: int) -> bytes:
-  return f"{key}{rank:8}".encode()
-
-
 def _connect(
-  places: Mapping[int, tuple[str, int]], hello: bytes, timeout_s: float
-) -> tuple[Sockets, dict[int, str]]:
-  """Connections to all places at once, and why the others could not be made."""
-
-  def connect(place: tuple[str, int]) -> socket.socket | str:
-    try:
-      sock = socket.create_connection(place, timeout_s)
-      sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-      sock.sendall(hello)
-      return sock
-    except TimeoutError:
-      return f"no answer in {timeout_s:g} s"
-    except OSError as e:
-      return e.strerror or str(e)
-
-  with ThreadPoolExecutor(max(len(places), 1)) as pool:
-    made = dict(zip(places, pool.map(connect, places.values()), strict=True))
-  errors = {rank: error for rank, error in made.items() if isinstance(error, str)}
-  return {r: s for r, s in made.items() if not isinstance(s, str)}, errors
-
-
-def _accept(listener: socket.socket, key: str, count: int, timeout_s: float) -> Sockets:
-  """The connections of hosts above; strangers, who lack the key, are disconnected."""
+  group: Group, acceptor: Acceptor, below: Mapping[int, tuple[str, int]],
+  above: set[int], timeout_s: float,
+) -> tuple[Sockets, dict[int, str]]:  # fmt: skip
+  """Connections to all below, and of all above; why those below could not be made."""
   made: Sockets = {}
-  deadline = time.monotonic() + timeout_s
-  while len(made) < count and (left := deadline - time.monotonic()) > 0:
-    listener.settimeout(left)
-    try:
-      sock, _ = listener.accept()
-    except OSError:
-      continue
-    sock.settimeout(min(left, 1.0))  # a silent stranger does not block the others
-    hello = b""
-    with contextlib.suppress(OSError):
-      hello = _exactly(sock, len(_hello(key, 0)))
-    if not hello.startswith(key.encode()):
-      sock.close()
-      continue
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    made[int(hello[len(key) :])] = sock
-  return made
+  with ThreadPoolExecutor(max(len(below), 1)) as pool:
+    tries: dict[int, Future[socket.socket | str]] = {
+      rank: pool.submit(_connect_one, group, place, timeout_s)
+      for rank, place in below.items()
+    }
+    deadline = time.monotonic() + timeout_s
+    while above - made.keys() and (left := deadline - time.monotonic()) > 0:
+      for link, rank in acceptor.accept(left):
+        if isinstance(rank, int) and rank in above - made.keys():
+          made[rank] = link.sock
+        else:
+          link.close()
+    results = {rank: one.result() for rank, one in tries.items()}
+  errors = {rank: error for rank, error in results.items() if isinstance(error, str)}
+  made |= {r: sock for r, sock in results.items() if not isinstance(sock, str)}
+  return made, errors
+
+
+def _connect_one(
+  group: Group, place: tuple[str, int], timeout_s: float
+) -> socket.socket | str:
+  """A connection to a host that knows who has made it, or why there is none."""
+  try:
+    link = secret.connect(place, group.key, timeout_s)
+    link.send_now(group.rank)
+  except TimeoutError:
+    return f"no answer in {timeout_s:g} s"
+  except OSError as e:
+    return e.strerror or str(e)
+  except (EOFError, ValueError):
+    return "a stranger answers there"
+  link.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+  return link.sock
 
 
 def _measure_pair(
@@ -283,7 +294,7 @@ def lead(sock: socket.socket, limits: NetworkLimits) -> tuple[float, float, floa
   trip = statistics.median(trips)
   sock.sendall(_NUMBER.pack(trip))
   to_it = _send_bursts(sock, limits, trip)
-  _receive_bursts(sock)
+  _receive_bursts(sock, limits)
   return trip, *_NUMBER.unpack(_exactly(sock, _NUMBER.size)), to_it
 
 
@@ -292,7 +303,7 @@ def follow(sock: socket.socket, limits: NetworkLimits) -> None:
   for _ in range(_PINGS):
     sock.sendall(_exactly(sock, 1))
   (trip,) = _NUMBER.unpack(_exactly(sock, _NUMBER.size))
-  _receive_bursts(sock)
+  _receive_bursts(sock, limits)
   sock.sendall(_NUMBER.pack(_send_bursts(sock, limits, trip)))
 
 
@@ -314,8 +325,10 @@ def _send_bursts(sock: socket.socket, limits: NetworkLimits, trip: float) -> flo
   return size / max(took - trip, 1e-9)
 
 
-def _receive_bursts(sock: socket.socket) -> None:
+def _receive_bursts(sock: socket.socket, limits: NetworkLimits) -> None:
   while size := _SIZE.unpack(_exactly(sock, _SIZE.size))[0]:
+    if size > limits.most_bytes:
+      raise ConnectionError("the other end measures with other limits")
     _exactly(sock, size)
     sock.sendall(b".")
 

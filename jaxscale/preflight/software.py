@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxscale.cluster.rendezvous import handshake, network
+from jaxscale.files import whole_number
 from jaxscale.metrics.text import byte_size
 from jaxscale.preflight.finding import Finding, Found, outliers
 from jaxscale.preflight.group import Group, gather
@@ -43,7 +44,7 @@ def probe() -> dict[str, Any]:
     "versions": versions() | ({"NVIDIA driver": driver} if driver else {}),
     "hostname": socket.gethostname(),
     "loopback": loopback(socket.gethostname()),
-    "place": network.place(),
+    "place": network.namespace("net"),
     "files": resource.getrlimit(resource.RLIMIT_NOFILE),
     "locked": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
     "infiniband": any(Path("/sys/class/infiniband").glob("*")),
@@ -80,18 +81,19 @@ def nvidia() -> tuple[str, list[dict[str, Any]]]:
   """
   gpus = _smi("gpu", "index,uuid,name,driver_version,memory.used,memory.total,"
               "ecc.errors.uncorrected.volatile.total")  # fmt: skip
+  gpus = [row for row in gpus if len(row) == 7]
   if not gpus:
     return "", []
   processes = _smi("compute-apps", "gpu_uuid,pid,used_memory,process_name")
   chosen, found = os.environ.get("CUDA_VISIBLE_DEVICES"), []
   names = None if chosen is None else re.findall(r"[^,\s]+", chosen)
-  for index, uuid, _, _, used, total, errors in (r for r in gpus if len(r) == 7):
+  for index, uuid, _, _, used, total, errors in gpus:
     starts = (n for n in names or () if n[:4] in ("GPU-", "MIG-"))
     if names is not None and index not in names and not uuid.startswith((*starts,)):
       continue
     on_it = [row for row in processes if len(row) == 4 and row[0] == uuid]
     gpu = {"index": index, "used": _mib(used), "total": _mib(total)}
-    gpu["errors"] = int(errors) if errors.isdigit() else 0
+    gpu["errors"] = whole_number(errors) or 0
     gpu["processes"] = [f"{row[1]} ({row[3]}, {row[2]} MiB)" for row in on_it]
     found.append(gpu)
   return gpus[0][3], found
@@ -109,7 +111,7 @@ def _smi(what: str, fields: str) -> list[list[str]]:
 
 
 def _mib(text: str) -> int:
-  return int(float(text) * 2**20) if re.fullmatch(r"[\d.]+", text) else 0
+  return int(float(text) * 2**20) if re.fullmatch(r"\d{1,18}(\.\d+)?", text) else 0
 
 
 def findings(found: Found, hosts: Sequence[str]) -> list[Finding]:

@@ -8,7 +8,6 @@ here such a trial is rejected.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from jaxscale.experiment import build
 from jaxscale.experiment.microbatches import over_devices
 from jaxscale.experiment.optimizer import make_schedule
 from jaxscale.experiment.phases import examples_at, phase_index
+from jaxscale.files import require_json
 from jaxscale.training.state import TrainState
 from jaxscale.training.step import Batch
 
@@ -143,6 +143,13 @@ def choose(
 
 
 def read_chosen(workdir: Path) -> tuple[int, ...]:
-  """The batch sizes that this run has chosen so far, one per phase."""
-  path = workdir / FILE
-  return tuple(json.loads(path.read_text())) if path.exists() else ()
+  """The batch sizes that this run has chosen so far, one per phase.
+
+  Raises:
+    ConfigError: the record of them is damaged.
+  """
+  path, remedy = workdir / FILE, "put it back from a copy, or use another --workdir"
+  chosen = require_json(path, [int], remedy) if path.exists() else []
+  if min(chosen, default=1) < 1:
+    raise ConfigError(f"{path}: {min(chosen)} is no batch size; {remedy}")
+  return tuple(chosen)

@@ -26,10 +26,12 @@ class DamageRecord:
     self._total = {split: data.DamagedExamples() for split in get_args(Split)}
     self._watched: list[tuple[Split, data.DamagedExamples]] = []
     self._reported = ""
-    if start and self._path.exists():
-      for split, found in json.loads(self._path.read_text()).items():
-        self._total[split].update(found)
-      self._reported = self._as_json()
+    one = {"damaged": {str: str}, "unusual": {str: str}}
+    if start:  # what is damaged there is counted anew
+      before = metrics.read_json(self._path, dict.fromkeys(self._total, one))
+      for split in self._total if before else ():
+        self._total[split].update(before[split])
+      self._reported = self._as_json() if before else ""
 
   def watch(self, split: Split, dataset: data.Dataset) -> None:
     """Also count what this dataset could not read, in this process."""

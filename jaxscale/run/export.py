@@ -12,7 +12,6 @@ from jaxscale.errors import ConfigError
 
 if TYPE_CHECKING:  # they import JAX, whose platform is set before
   from jaxscale.config.record import Described
-  from jaxscale.weights import Leaf
 
 
 # What is taken: prefixes of names in a checkpoint, and of paths in a safetensors file.
@@ -50,7 +49,7 @@ def export(
   from jaxscale.checkpoint import directory as directories
   from jaxscale.checkpoint import files
   from jaxscale.config.record import describe_run
-  from jaxscale.weights import hf_config
+  from jaxscale.weights import config_json
 
   described = describe_run(workdir)
   steps = directories.steps(workdir / "checkpoints")
@@ -80,8 +79,13 @@ def export(
       for name, leaf in manifest.items()
       if name.startswith(prefix)
     }
-    gate = leaves.get("params/layers/gate/kernel")
-    fields = _hf_fields(to, described, gate, dtype) if naming == "huggingface" else None
+    up = leaves.get("params/layers/up/kernel")
+    fields, note = None, ""
+    if naming == "huggingface" and up is not None:
+      common = {"hidden": up.shape[-1], "dtype": dtype or str(up.dtype)}
+      fields = _hf_fields(to, described, common)
+    elif naming == "timm":
+      fields, note = _timm_fields(to, described)
     classes, about = described.num_classes, _about(described, step, take)
     cast_to = None if dtype is None else _dtype(dtype)
     size = weights.export_leaves(
@@ -93,12 +97,12 @@ def export(
     ) from None
   if fields is not None:
     try:
-      hf_config.write_hf_config(to, fields)
+      config_json.write_config_json(to, fields)
     except OSError as e:
       where = to.parent / "config.json"
       raise weights.UnwrittenError(f"{where}: could not be written: {e}") from None
   what = "the average" if take == "average" else "the parameters"
-  return f"{to}: {what} of step {step}, {size / 1e6:,.1f} MB in {naming}'s names"
+  return f"{to}: {what} of step {step}, {size / 1e6:,.1f} MB in {naming}'s names{note}"
 
 
 def _dtype(name: str) -> Any:
@@ -126,24 +130,38 @@ def _about(described: Described, step: int, take: str) -> dict[str, str]:
 
 
 def _hf_fields(
-  to: Path, described: Described, gate: Leaf | None, dtype: str | None
+  to: Path, described: Described, common: dict[str, Any]
 ) -> dict[str, Any] | None:
   """The fields of the config.json next to the file; None: none is written."""
-  from jaxscale import config as cfg
   from jaxscale.data.tokenizer import byte_tokenizer
-  from jaxscale.weights import hf_config
+  from jaxscale.weights import config_json, hf_config
 
-  if gate is None or not described.is_text:
-    return None
-  hf_config.hf_config_path(to)  # now: the file itself may take long
   config = described.settings()
-  assert isinstance(config.model, cfg.Transformer)
+  is_vit, is_llama = (hasattr(config.model, x) for x in ("patch", "rope_theta"))
+  if not (is_vit or is_llama):
+    return None
+  config_json.config_json_path(to)  # now: the file itself may take long
+  if is_vit:
+    return hf_config.vit_config(config.model, described.data, **common)
   # Else a tokenizer knows, which need not be here.
   is_bytes = getattr(config.data, "tokenizer", "bytes") == "bytes"
   is_bytes &= getattr(config.data, "vocab_size", None) is None
   end = byte_tokenizer().separator if is_bytes else None
-  dtype = dtype or str(gate.dtype)
   sizes = {name: described.data[name] for name in ("vocab_size", "sequence_length")}
-  return hf_config.llama_config(
-    config.model, hidden=gate.shape[-1], dtype=dtype, separator=end, **sizes
-  )
+  return hf_config.llama_config(config.model, separator=end, **sizes, **common)
+
+
+def _timm_fields(to: Path, described: Described) -> tuple[dict[str, Any] | None, str]:
+  """The fields of the config.json next to the file, or None and a note why not."""
+  from jaxscale.weights import config_json, timm_config
+
+  try:
+    config_json.config_json_path(to)
+  except ConfigError:
+    other = "the config.json there is of another file, and timm's is not written"
+    return None, f" ({other})"
+  if "image_shape" in described.data:
+    found = timm_config.timm_config(described.settings().model, described.data)
+    if found is not None:
+      return found, ""
+  return None, " (timm has no such network, and no config.json is written)"

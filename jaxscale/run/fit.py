@@ -16,15 +16,17 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxscale import cluster, metrics
+from jaxscale import cluster, data, metrics
 from jaxscale.checkpoint import lock
 from jaxscale.checkpoint.manager import Checkpoints, UnsavedError
 from jaxscale.config import AdaptiveBatch, Config
+from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
 from jaxscale.parallel.layout_exchange import exchange_split
-from jaxscale.run import adaptive_batch
+from jaxscale.run import adaptive_batch, provenance
 from jaxscale.run import workdir as workdirs
 from jaxscale.run.callbacks import Run, RunCallbacks
+from jaxscale.run.efficiency import find_peak
 from jaxscale.run.nan_policy import NanPolicy
 from jaxscale.run.phases import Compiled, in_background, phase_at, train_phases
 from jaxscale.run.reporter import Reporter
@@ -67,27 +69,26 @@ def fit(config: Config, workdir: str | os.PathLike) -> Result:
       message says up to which step checkpoints are good.
 
   Example:
-    >>> result = fit(load_config("configs/digits.py"), "runs/digits")
-    >>> result.summary["accuracy"] > 0.97                  # doctest: +SKIP
+    >>> config = load_config("configs/digits.py")               # doctest: +SKIP
+    >>> fit(config, "runs/digits").summary["accuracy"] > 0.97   # doctest: +SKIP
     True
   """
   began = time.time()
   workdir = Path(workdir)
   experiment = _with_chosen_sizes(workdir, workdirs.experiment_in(workdir, config))
-  described = workdirs.describe(experiment)
   workdirs.claim_workdir(workdir, config)
   held = lock.acquire_for_all(workdir)
   with held or contextlib.nullcontext():
-    return _fit(experiment, described, workdir, held, began)
+    return _fit(experiment, workdir, held, began)
 
 
-def _fit(experiment: build.Experiment, described, workdir: Path, held, began) -> Result:
+def _fit(experiment: build.Experiment, workdir: Path, held, began: float) -> Result:
   """`fit`, in a directory that no other run writes to."""
   config = experiment.config
   checks, saving = config.checks, config.checkpoint
   _print(workdirs.describe_text(experiment, workdir))
-  write = functools.partial(workdirs.write_config, workdir, described, config)
-  cluster.on_leader(write, "config.json")
+  forget = functools.partial(workdirs.forget_unsaved, workdir, config)
+  cluster.on_leader(forget, "workdir")
   limits = checks.max_skipped_steps, checks.max_consecutive_skipped_steps
   nan_policy = NanPolicy(workdir, checks.nan_policy, *limits)
   kept = {n: getattr(saving, n) for n in ("keep_last", "keep_best", "on_failure")}
@@ -96,8 +97,10 @@ def _fit(experiment: build.Experiment, described, workdir: Path, held, began) ->
     cluster.current_watch() as watch,
     Checkpoints(workdir / "checkpoints", lock=held, split=split, **kept) as checkpoints,
   ):
-    run = Run(workdir, held, checkpoints, watch, nan_policy, began)
+    run = Run(workdir, held, checkpoints, watch, nan_policy, began, find_peak())
     check_progress(config, workdir, max(checkpoints.steps(), default=0))
+    # What git takes the first step does not wait for.
+    recorded = in_background(functools.partial(_record_start, workdir))
     ended = None
     while ended is None:  # again after each roll back, as a run that resumes
       try:
@@ -111,6 +114,7 @@ def _fit(experiment: build.Experiment, described, workdir: Path, held, began) ->
     state, reporter = ended
 
   summary = _summary(run, reporter, state)
+  recorded.result()
 
   def finish():
     metrics.write_json(workdir / "summary.json", summary)
@@ -127,6 +131,12 @@ def _fit(experiment: build.Experiment, described, workdir: Path, held, began) ->
   return Result(state, summary)
 
 
+def _record_start(workdir: Path) -> None:
+  with contextlib.suppress(OSError):  # a full disk costs a line, not the run
+    if cluster.is_leader():
+      provenance.record_start(workdir)
+
+
 def _train(run: Run, experiment: build.Experiment) -> tuple[TrainState, Reporter]:
   """The last state, and what was reported on the way."""
   workdir, checkpoints, watch = run.workdir, run.checkpoints, run.watch
@@ -138,19 +148,30 @@ def _train(run: Run, experiment: build.Experiment) -> tuple[TrainState, Reporter
   # XLA compiles the step while the main thread restores the state.
   compiled: Compiled = {}
   if newest < experiment.derived.total_steps:
+    data.check_readable(experiment.train_data)
     compiling = functools.partial(experiment.compile_train_step, abstract)
     compiled[experiment.phase] = experiment, in_background(compiling)
   state = checkpoints.restore(abstract, experiment.exchange.resize)
   if state is None:
     state = experiment.init_state(_print)
-  start = int(state.step)
+  start, end = int(state.step), experiment.derived.total_steps
+  if start > end:  # config.json, which shows that it is another run, is gone
+    raise ConfigError(
+      f"--workdir={workdir}: its checkpoint is of step {start:,}, and --config has "
+      f"{end:,} steps; give the config of that run, or use another --workdir"
+    )
   run.nan_policy.start_from(start)
   if (phase := phase_at(experiment, start)) != experiment.phase:
     # The newest checkpoint was damaged, and the one before is of another phase.
     experiment = build.at_phase(experiment, phase)
 
+  # Only now: a config whose state cannot be made or restored is not this run's.
+  grown = _growth(workdir, experiment, start)
+  described = workdirs.describe(experiment)
+  write = functools.partial(workdirs.write_config, workdir, described)
+  cluster.on_leader(functools.partial(write, experiment.config), "config.json")
   may_write = functools.partial(lock.is_held, run.lock)
-  with Reporter(experiment, workdir, start, may_write) as reporter:
+  with Reporter(experiment, workdir, start, may_write, run.peak) as reporter:
     checkpoints.say = reporter.say
     at_target = reporter.stops_at_target()
     if at_target or start == experiment.derived.total_steps:
@@ -159,7 +180,7 @@ def _train(run: Run, experiment: build.Experiment) -> tuple[TrainState, Reporter
       RunCallbacks(run, reporter).evaluate(start, state)
       return state, reporter
     if start:
-      reporter.say(f"resuming from the checkpoint of step {start}")
+      reporter.say(f"resuming from the checkpoint of step {start}{grown}")
     if experiment.config.log.mllog:
       reporter.begin_mllog(workdir, run.began)
     try:
@@ -168,10 +189,25 @@ def _train(run: Run, experiment: build.Experiment) -> tuple[TrainState, Reporter
       checkpoints.wait()
     except (loop.NonFiniteError, ReplicaDivergenceError) as e:
       checkpoints.wait()
+      if not checkpoints.steps():  # then the workdir takes another config
+        e.advice = e.advice.replace(", in a new --workdir", "")
       last = _last_good(checkpoints.steps(), e.good_until)
       e.args = (f"{e.args[0]}; last good checkpoint: {last} in {workdir}",)
       raise
   return state, reporter
+
+
+def _growth(workdir: Path, experiment: build.Experiment, start: int) -> str:
+  """What more epochs mean for the schedule of a run that was done; else ""."""
+  config, derived = experiment.config, experiment.derived
+  epochs = cluster.from_leader(workdirs.epochs_before(workdir, config))
+  if not start or epochs == config.epochs:
+    return ""
+  before = _with_chosen_sizes(workdir, build.with_epochs(experiment, epochs))
+  total = f"{before.derived.total_steps:,} to {derived.total_steps:,} steps"
+  rates = build.rate_at(before, start - 1), build.rate_at(experiment, start)
+  schedule = "the schedule is of the new length, the learning rate jumps from "
+  return f": from {total}; {schedule}{rates[0]:.3g} to {rates[1]:.3g}"
 
 
 def _summary(run: Run, reporter: Reporter, state: TrainState) -> dict[str, Any]:
@@ -179,10 +215,12 @@ def _summary(run: Run, reporter: Reporter, state: TrainState) -> dict[str, Any]:
   config, total = experiment.config, experiment.derived.total_steps
   step, seconds = reporter.target() or (None, None)
   is_at_end = done == total or (config.stop_at_target and step is not None)
-  if seconds is None and step is not None:  # only evaluated again, maybe
-    before = metrics.read_json(run.workdir / "summary.json")
-    if before.get("target_step") == step:
-      seconds = before.get("target_seconds")
+  before = metrics.read_json(run.workdir / "summary.json")
+  if seconds is None and before.get("target_step") == step:  # only evaluated again
+    seconds = before.get("target_seconds")
+  took = time.time() - run.began
+  if reporter.start == done == before.get("step"):
+    took = before.get("seconds", took)
   return {
     "outcome": "done" if is_at_end and reporter.has_evaluated(done) else "interrupted",
     "step": done,
@@ -195,7 +233,8 @@ def _summary(run: Run, reporter: Reporter, state: TrainState) -> dict[str, Any]:
     "noise_scale": noise_scale.read(state.noise) if config.noise_scale else None,
     "damaged_examples": reporter.count_damaged(),
     **run.nan_policy.summary(),
-    "seconds": round(time.time() - run.began, 1),
+    **reporter.efficiency.summary(),
+    "seconds": round(took, 1),
     "devices": f"{experiment.mesh.size} x {jax.devices()[0].device_kind}",
     "workdir": str(run.workdir),
   }

@@ -19,16 +19,20 @@ over again, wherever it starts. So resuming is exact under each policy.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
 from jaxscale import cluster, metrics
 from jaxscale.errors import ConfigError
+from jaxscale.files import require_json
 from jaxscale.training.loop import NonFiniteError
 
 Action = Literal["stop", "skip", "roll_back"]
 FILE = "skipped_steps.json"
+_RECORD = {
+  "skipped": [{"step": int, "what": str}],
+  "passed_over": [{"after": int, "to": int, "what": str}],
+}
 
 
 class NanPolicy:
@@ -56,16 +60,17 @@ class NanPolicy:
     """
     self.action, self._limits = action, (max_total, max_consecutive)
     self._path = workdir / FILE
+    found, problem = {"skipped": [], "passed_over": []}, None
     try:
-      found = json.loads(self._path.read_text())
-      found = {name: list(found[name]) for name in ("skipped", "passed_over")}
-    except FileNotFoundError:
-      found = {"skipped": [], "passed_over": []}
-    except (OSError, ValueError, KeyError, TypeError):
-      found = None
-    found = cluster.from_leader(found)  # whose reading is everybody's
-    if found is None:
-      raise ConfigError(f"{self._path}: unreadable; fix it, or use another --workdir")
+      if self._path.exists():
+        found = require_json(self._path, _RECORD, "fix it, or use another --workdir")
+    except ConfigError as e:
+      problem = str(e)
+    found, problem = cluster.from_leader(
+      [found, problem]
+    )  # whose reading is everybody's
+    if problem:
+      raise ConfigError(problem)
     self.skipped: list[dict[str, Any]] = found["skipped"]
     self.passed_over: list[dict[str, Any]] = found["passed_over"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from jaxscale import cluster, data, metrics
 from jaxscale.experiment import build
 from jaxscale.experiment.phases import examples_at
 from jaxscale.run.damaged_examples import DamageRecord
+from jaxscale.run.efficiency import Efficiency, Peak
 from jaxscale.training import noise_scale
 
 # This share of this many seconds spent waiting for data is worth a warning.
@@ -29,16 +29,18 @@ class Reporter:
     workdir: Path,
     start: int,
     may_write: Callable[[], bool],
+    peak: Peak | None = None,
   ):
     """Resume the record after step `start`, while `may_write` allows it."""
     config, derived = experiment.config, experiment.derived
     self.experiment = experiment  # the phase that is running
     self.evaluation: dict[str, float] = {}  # the last one
     self.noise_scale: float | None = None
-    self._config, self._start = config, start
+    self._config, self.start = config, start
+    self.efficiency = Efficiency(peak)
     self._began = time.perf_counter()
     self._evaluations: list[tuple[int, dict[str, float], float | None]] = []
-    lines = metrics.read_json_lines(workdir / "metrics.jsonl") if start else []
+    lines = metrics.read_metrics(workdir / "metrics.jsonl") if start else []
     before = [x for x in lines if "eval/loss" in x and x["step"] <= start]
     for line in cluster.from_leader(before):
       values = {n[5:]: v for n, v in line.items() if n.startswith("eval/")}
@@ -55,6 +57,7 @@ class Reporter:
       examples=examples_at(derived.phases, start),
       total_examples=self._examples(derived.total_steps),
       quiet=not cluster.is_leader(),
+      plain=cluster.is_job(),
     )
     self.say = self._progress.say
     self._mllog: metrics.RunLog | None = None
@@ -80,12 +83,12 @@ class Reporter:
       workdir: `mllog.txt` goes there.
       began: when the process began with this run, seconds since the epoch.
     """
-    described = json.loads((workdir / "config.json").read_text())
+    described = metrics.read_json(workdir / "config.json")
     self._mllog = metrics.RunLog(
       workdir / "mllog.txt" if cluster.is_leader() else None,
       described,
-      start=self._start,
-      epoch=self._epoch(self._start),
+      start=self.start,
+      epoch=self._epoch(self.start),
       init_ms=1e3 * began,
     )
 
@@ -104,13 +107,17 @@ class Reporter:
   def trained(self, step: int, values: dict[str, float]) -> None:
     """Metrics of a training step that is logged."""
     examples = self._examples(step)
-    rate = self._progress.train(step, examples, values)
+    with self.pause():  # the model is traced the first time
+      full_rate = self.efficiency.full_rate(self.experiment)
+    rate = self._progress.train(step, examples, values, full_rate)
     finite = {name: v for name, v in values.items() if math.isfinite(v)}
     ratios = {n: finite.pop(n) for n in list(finite) if n.startswith("trust_ratio/")}
     if scale := finite.get("noise_scale"):
       self.noise_scale = scale
       finite["critical_batch_size"] = scale
     perf = {"examples_per_s": rate, "input_wait": self._input_wait()}
+    perf["step_s"] = self.experiment.phase.batch_size / rate
+    perf |= self.efficiency.measured(self.experiment, rate)
     info = self.experiment.train_data.info
     if isinstance(info, data.TextInfo):
       perf["tokens_per_s"] = rate * info.sequence_length
@@ -146,7 +153,7 @@ class Reporter:
     """Result of an evaluation."""
     self.evaluation = values
     self.count_damaged()
-    seconds = time.perf_counter() - self._began if self._start == 0 else None
+    seconds = time.perf_counter() - self._began if self.start == 0 else None
     self._evaluations.append((step, values, seconds))
     self._write(step, "eval", values)
     self._progress.evaluated(step, values)

@@ -13,6 +13,7 @@ from jaxscale.cluster.watch.stop_consensus import StopRequest
 from jaxscale.cluster.watch.watch import Watch
 from jaxscale.config import Config
 from jaxscale.errors import EXIT_INTERRUPTED, GiveUpError
+from jaxscale.files import whole_number
 
 
 def open_session(config: Config, workdir: Path) -> AbstractContextManager[Watch]:
@@ -37,7 +38,7 @@ def set_cpu_threads() -> None:
   flags = os.environ.get("XLA_FLAGS", "")
   forced = re.findall(r"--xla_force_host_platform_device_count=(\d+)", flags)
   counts = [*forced, os.environ.get("JAX_NUM_CPU_DEVICES", "")]
-  devices = max((int(n) for n in counts if n.isdigit()), default=1)
+  devices = max((whole_number(n) or 1 for n in counts), default=1)
   if devices > 1:
     os.environ.setdefault("NPROC", str(max(8 * devices, os.cpu_count() or 1)))
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import os
 import platform
+import textwrap
 from dataclasses import MISSING
 from importlib import metadata
 from pathlib import Path
@@ -15,17 +16,30 @@ import jax
 from jaxscale import cluster
 from jaxscale.checkpoint import directory
 from jaxscale.config import Config
-from jaxscale.config.record import FORMAT, check_format, copy_own_files, to_plain
+from jaxscale.config.record import (
+  FORMAT,
+  RUN,
+  check_format,
+  class_name,
+  copy_own_files,
+  to_plain,
+)
+from jaxscale.config.validation import shown
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build, microbatches
-from jaxscale.metrics import write_json
+from jaxscale.files import mismatch, read_json, require_json, write_json
+from jaxscale.run import adaptive_batch, nan_policy
 
 # What may change when a run resumes: where it runs and what it records.
 _NOT_IDENTITY = (
   "mesh", "layout", "evaluation", "checkpoint", "checks", "faults", "log",
   "target_accuracy", "target_loss", "stop_at_target", "input_threads",
   "exchange.algorithm", "exchange.dims", "exchange.links", "data.cache_dir",
+  "data.max_pixels",
 )  # fmt: skip
+
+
+_RUN = RUN | {"derived": {"total_steps": int, "num_devices": int}}
 
 
 def write_config(workdir: Path, described: dict[str, Any], config: Config) -> None:
@@ -51,16 +65,16 @@ def describe(experiment: build.Experiment) -> dict[str, Any]:
 
 
 def describe_text(experiment: build.Experiment, workdir: Path) -> str:
-  """The same for a person: one line per setting and per derived quantity."""
-  lines = [f"jaxscale {metadata.version('jaxscale')}  workdir {workdir}", "config"]
-  for field in dataclasses.fields(experiment.config):
-    lines.append(f"  {field.name:24} {getattr(experiment.config, field.name)}")
-  lines.append("derived")
+  """The same for a person: settings that differ from their defaults, and numbers."""
+  lines = [f"jaxscale {metadata.version('jaxscale')}  workdir {workdir}"]
+  lines.append(f"settings other than the defaults (all: {workdir}/config.json)")
+  for name, value in _changed(experiment.config).items():
+    lines.append(f"  {name:24} {_without_defaults(value)}")
   numbers = experiment.derived._asdict()
   phases = numbers.pop("phases")
-  for name, value in numbers.items():
-    shown = f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
-    lines.append(f"  {name:24} {shown}")
+  number = "{} {:,}".format, "{} {:.6g}".format
+  shown = ", ".join(number[isinstance(v, float)](n, v) for n, v in numbers.items())
+  lines += textwrap.wrap(shown, 86, initial_indent="  ", subsequent_indent="  ")
   for phase in phases if len(phases) > 1 else ():
     size = f", images of {phase.image_size}" if phase.image_size else ""
     steps, batch = f"{phase.start + 1:,} to {phase.stop:,}", f"{phase.batch_size:,}"
@@ -69,6 +83,26 @@ def describe_text(experiment: build.Experiment, workdir: Path) -> str:
     lines.append(f"  {text}")
   lines += [f"  {note}" for note in experiment.notes]
   return "\n".join(lines)
+
+
+def _changed(settings: Any) -> dict[str, Any]:
+  """The fields of settings that are not what they are by default."""
+  changed = {}
+  for field in dataclasses.fields(settings):
+    value, default = getattr(settings, field.name), field.default
+    if field.default_factory is not MISSING:
+      default = field.default_factory()
+    if default is MISSING or repr(value) != repr(default):  # arrays have no one ==
+      changed[field.name] = value
+  return changed
+
+
+def _without_defaults(value: Any) -> str:
+  """A setting as it would be written in a config file."""
+  if not dataclasses.is_dataclass(value):
+    return str(value)
+  fields = (f"{n}={_without_defaults(v)}" for n, v in _changed(value).items())
+  return f"{type(value).__name__}({', '.join(fields)})"
 
 
 def experiment_in(workdir: Path, config: Any) -> build.Experiment:
@@ -97,13 +131,14 @@ def start_devices(workdir: Path, config: Any) -> int | None:
   Returns:
     None: it begins now, or what is there is not its own (`claim_workdir` says so).
   """
-  try:
-    described = json.loads((workdir / "config.json").read_text())
-    derived = described["derived"]
-    start = int(derived.get("start_devices") or derived["num_devices"])
-    if _another(described["config"], config):
-      return None
-  except (OSError, ValueError, KeyError, TypeError, AttributeError):
+  described = read_json(workdir / "config.json", _RUN)
+  if not described:
+    return None
+  if _another(described["config"], config, is_done=_is_done(workdir)):
+    return None
+  derived = described["derived"]
+  start = derived.get("start_devices") or derived["num_devices"]
+  if mismatch(start, int) or start < 1:
     return None
   has_saved = directory.steps(workdir / "checkpoints")
   return start if has_saved else max(start, jax.device_count())
@@ -112,39 +147,89 @@ def start_devices(workdir: Path, config: Any) -> int | None:
 def claim_workdir(workdir: Path, config: Any) -> None:
   """Make the directory, or check that what it holds is this experiment.
 
-  A setting that did not exist when the directory was made counts as its default.
+  A setting that did not exist when the directory was made counts as its default. Where
+  nothing was saved, whoever starts a run begins it anew, whatever was tried before; and
+  a run that is done can be given more epochs.
 
   Raises:
-    ConfigError: it cannot be made, or belongs to another experiment.
+    ConfigError: it cannot be made, belongs to another experiment, or has a link of
+      another user, such as from checkpoints/ to a folder of this one.
   """
   try:
     workdir.mkdir(parents=True, exist_ok=True)
+    links = [entry for entry in os.scandir(workdir) if entry.is_symlink()]
+    owners = {entry.path: entry.stat(follow_symlinks=False).st_uid for entry in links}
   except OSError as e:
     raise ConfigError(f"--workdir={workdir}: {e.strerror}, use another one") from None
+  for link, owner in owners.items():
+    if owner not in (os.geteuid(), 0):
+      raise ConfigError(
+        f"{link}: a link that another user (uid {owner}) has put there; remove it, or "
+        "use another --workdir"
+      )
   path = workdir / "config.json"
-  if not path.exists():
+  if not os.path.exists(path):
     return
-  try:
-    described = json.loads(path.read_text())
-    before = described["config"]
-  except (ValueError, KeyError, TypeError):
-    what = "its config.json is unreadable; use another one"
-    raise ConfigError(f"--workdir={workdir}: {what}") from None
+  if not os.path.isfile(path):  # a directory, which none replaces, or a pipe
+    raise ConfigError(f"{path}: not a file; move it away, or use another --workdir")
+  if not _has_saved(workdir):
+    return
+  remedy = "delete it if --config is that of its run, or use another --workdir"
+  described = require_json(path, {"config": {}}, remedy)
   check_format(described, workdir)
-  if another := _another(before, config):
-    raise ConfigError(
-      f"--workdir={workdir}: holds another experiment, {another}; use another --workdir"
-    )
+  if why := mismatch(described, _RUN):
+    raise ConfigError(f"{path}: {why}; {remedy}")
+  if another := _another(described["config"], config, is_done=_is_done(workdir)):
+    grows = another.startswith("epochs is ") and not _is_done(workdir)
+    more = "; a run that is done takes more epochs" * grows
+    what = f"holds another experiment, {another}; use another --workdir{more}"
+    raise ConfigError(f"--workdir={workdir}: {what}")
 
 
-def _another(before: dict[str, Any], config: Any) -> str | None:
-  """What makes it another experiment: a setting, with its values then and now."""
-  defaults = {
-    f.name: to_plain(f.default if f.default_factory is MISSING else f.default_factory())
-    for f in dataclasses.fields(config)
-    if f.default is not MISSING or f.default_factory is not MISSING
-  }
-  before, now = defaults | before, to_plain(config)
+def forget_unsaved(workdir: Path, config: Any) -> None:
+  """Delete what another experiment, which saved nothing, has decided there.
+
+  Only one process may call it, that holds the lock on the directory.
+  """
+  path = workdir / "config.json"
+  if _has_saved(workdir) or not os.path.exists(path):
+    return
+  described = read_json(path, _RUN)  # empty where it is damaged
+  if not described or _another(described["config"], config, is_done=False):
+    for name in (adaptive_batch.FILE, nan_policy.FILE, "summary.json"):
+      (workdir / name).unlink(missing_ok=True)
+
+
+def epochs_before(workdir: Path, config: Any) -> float:
+  """The epochs that a run was done with before it got those of its config."""
+  described = read_json(workdir / "config.json", {"config": {"epochs": float}})
+  is_done = described and _is_done(workdir)
+  return described["config"]["epochs"] if is_done else config.epochs
+
+
+def _has_saved(workdir: Path) -> bool:
+  """Whether there are checkpoints, damaged ones included."""
+  checkpoints = workdir / "checkpoints"
+  return bool(directory.steps(checkpoints)) or directory.has_damaged(checkpoints)
+
+
+def _is_done(workdir: Path) -> bool:
+  """Whether the run was trained to its end, and has not begun to get any further."""
+  summary = read_json(workdir / "summary.json")
+  newest = max(directory.steps(workdir / "checkpoints"), default=0)
+  is_done = summary.get("outcome") == "done"
+  return is_done and newest == summary.get("step") == summary.get("total_steps")
+
+
+def _another(before: dict[str, Any], config: Any, *, is_done: bool) -> str | None:
+  """What makes it another experiment: a setting, with its values then and now.
+
+  Args:
+    before: the config of the run there, as JSON.
+    config: the one now.
+    is_done: the run has been trained to its end.
+  """
+  before, now = _completed(before, config), to_plain(config)
   free: set[str] = set(_NOT_IDENTITY)
   if now["sync"].get("workers") == "replica":
     free.remove("mesh")  # else other devices would be one worker
@@ -152,10 +237,28 @@ def _another(before: dict[str, Any], config: Any) -> str | None:
     # Nothing is random in these, and no statistics are a micro-batch's: a pipeline
     # may resume what was begun without micro-batches.
     free.add("accumulate_steps")
+  epochs = before.get("epochs", 0)
+  if is_done and not mismatch(epochs, float) and 0 < epochs < now["epochs"]:
+    free.add("epochs")
   for name, (old, new) in _differences(before, now).items():
     if not {name, name.split(".")[0]} & free:
-      return f"{name} is {old!r} there and {new!r} now"
+      return f"{name} is {shown(old)} there and {shown(new)} now"
   return None
+
+
+def _completed(before: Any, node: Any) -> Any:
+  """Described settings, with the defaults of those that did not exist then."""
+  if not isinstance(before, dict) or not dataclasses.is_dataclass(node):
+    return before
+  if before.get("class", class_name(type(node))) != class_name(type(node)):
+    return before
+  defaults = {
+    f.name: to_plain(f.default if f.default_factory is MISSING else f.default_factory())
+    for f in dataclasses.fields(node)
+    if f.default is not MISSING or f.default_factory is not MISSING
+  }
+  own = {k: _completed(v, getattr(node, k, None)) for k, v in before.items()}
+  return defaults | own
 
 
 def _differences(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from jaxscale import cluster, metrics
 from jaxscale.cluster.watch.stop_consensus import StopRequested
@@ -151,7 +151,11 @@ def run_trials(trials: Sequence[Trial]) -> list[Outcome]:
 
 def finished(trial: Trial) -> Outcome | None:
   """What a trial left when it was done, if that was with the same settings."""
-  saved = cluster.from_leader(metrics.read_json(trial.workdir / "outcome.json"))
+  path = trial.workdir / "outcome.json"
+  shape: dict[str, Any] = {
+    n: get_args(t) or t for n, t in get_type_hints(Outcome).items()
+  }
+  saved = cluster.from_leader(metrics.read_json(path, shape | {"config": str}))
   if saved.get("config") != repr(trial.config):
     return None
   return Outcome(**{name: saved[name] for name in Outcome._fields if name in saved})

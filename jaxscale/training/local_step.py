@@ -92,9 +92,9 @@ def make_local_train_step(
     ConfigError: `workers` names an axis that the mesh does not have.
 
   Example:
-    >>> method = diloco(every=50)
-    >>> step = make_local_train_step(loss_fn, tx, mesh, plain(AXES), method)
-    >>> state, metrics = step(state, batch)   # doctest: +SKIP
+    >>> step = make_local_train_step(                             # doctest: +SKIP
+    ...   loss_fn, tx, mesh, plain(AXES), diloco(every=50))
+    >>> state, metrics = step(state, batch)                       # doctest: +SKIP
   """
   axes = mesh.axis_names
   if unknown := [axis for axis in workers or () if axis not in axes]:

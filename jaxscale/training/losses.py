@@ -124,7 +124,7 @@ def training_loss(apply: Apply, objective: Objective):
   """
 
   def loss_fn(params, model_state, batch, keys):
-    outputs, model_state = apply(params, model_state, _inputs(batch), True, keys)
+    outputs, model_state = apply(params, model_state, inputs_of(batch), True, keys)
     totals = _sums(objective.loss, objective.metrics, outputs, batch, None)
     return totals["loss"], (model_state, totals)
 
@@ -140,14 +140,15 @@ def eval_totals(apply: Apply, objective: Objective):
   """
 
   def eval_fn(params, model_state, batch):
-    outputs, _ = apply(params, model_state, _inputs(batch), False, None)
+    outputs, _ = apply(params, model_state, inputs_of(batch), False, None)
     loss = objective.eval_loss or objective.loss
     return _sums(loss, objective.metrics, outputs, batch, batch["mask"])
 
   return eval_fn
 
 
-def _inputs(batch: dict[str, jax.Array]) -> jax.Array:
+def inputs_of(batch: dict[str, jax.Array]) -> jax.Array:
+  """A batch's "image", or of text its "tokens"."""
   return batch["image"] if "image" in batch else batch["tokens"]
 
 

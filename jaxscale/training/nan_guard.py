@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec as P
 from jaxscale import cluster
 from jaxscale.collectives import vary
 from jaxscale.metrics.text import few
-from jaxscale.tree_paths import path_name
+from jaxscale.optim.tree_paths import path_name
 
 if TYPE_CHECKING:
   from jaxscale.training.state import TrainState

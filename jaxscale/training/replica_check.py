@@ -44,9 +44,9 @@ from jaxscale import cluster
 from jaxscale.collectives import vary
 from jaxscale.errors import EXIT_CRASH
 from jaxscale.metrics.text import few
+from jaxscale.optim.tree_paths import path_name
 from jaxscale.training.nan_guard import by_process, ordinal
 from jaxscale.training.state import TrainState
-from jaxscale.tree_paths import path_name
 
 Fingerprint = Callable[[Any], jax.Array]  # tree -> uint32 [devices, leaves]
 Splits = Sequence[tuple[str, ...]] | None  # axes that split each leaf

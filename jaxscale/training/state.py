@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -15,11 +16,11 @@ from jaxscale.collectives.cpu_workarounds import one_at_a_time
 from jaxscale.exchange import Exchange
 from jaxscale.exchange.local import LocalUpdate, reset_momentum
 from jaxscale.mesh import replicated
+from jaxscale.optim.tree_paths import path_name
 from jaxscale.parallel import layout as layouts
 from jaxscale.parallel.layout import Layout
 from jaxscale.parallel.layout_exchange import make_layout_exchange
 from jaxscale.training import noise_scale as noise_scales
-from jaxscale.tree_paths import path_name
 
 
 class TrainState(NamedTuple):
@@ -188,8 +189,11 @@ def make_init(
       noise=noise_scales.init() if noise_scale else (),
     )
 
+  # It runs once: a third of the time to compile is worth more than its speed. A level
+  # that is set in XLA_FLAGS counts.
+  level = "xla_backend_optimization_level"
+  is_set = level in os.environ.get("XLA_FLAGS", "")
   on_cpu = mesh.devices.flat[0].platform == "cpu"
-  # It runs once: a third of the time to compile is worth more than its speed.
-  options = {"xla_backend_optimization_level": 1} if on_cpu else None
+  options = {level: 1} if on_cpu and not is_set else None
   where: Any = state_shardings(mesh, layout, tx, average=average)
   return jax.jit(init, out_shardings=where, compiler_options=options)

@@ -84,6 +84,7 @@ def make_train_step(
   accumulate_steps: int = 1,
   unroll: bool | None = None,
   ema_decay: float | None = None,
+  ema_warmup: bool = False,
   noise_scale: bool = False,
   observe: Callable[[Any], Metrics] | None = None,
   skip_bad_steps: bool = False,
@@ -114,6 +115,7 @@ def make_train_step(
       None: on CPU, where XLA canonicalises convolutions only outside of loops:
       inside, the gradient of a 3x3 kernel was 37 times slower.
     ema_decay: of the averages that `init_state(..., average=True)` began.
+    ema_warmup: the decay rises to it, see `with_average`.
     noise_scale: also measure the gradient-noise scale, in rows of the batch, from
       the gradients of the micro-batches and of the whole step; the state was made
       with `init_state(..., noise_scale=True)`.
@@ -125,8 +127,8 @@ def make_train_step(
     seed: of `keys`.
 
   Example:
-    >>> step = make_train_step(loss_fn, optax.sgd(0.1), mesh)
-    >>> state, metrics = step(state, batch)   # doctest: +SKIP
+    >>> step = make_train_step(loss_fn, optax.sgd(0.1), mesh)   # doctest: +SKIP
+    >>> state, metrics = step(state, batch)                     # doctest: +SKIP
   """
   layout = layouts.replicated_layout(mesh) if layout is None else layout
   exchange = plain(exchange_axes(layout)) if exchange is None else exchange
@@ -137,7 +139,7 @@ def make_train_step(
   exchange_grads = _make_exchange_grads(exchange, layout)
   bare_update = update = _make_update(tx, layout)
   if ema_decay is not None:
-    update = with_average(update, ema_decay)
+    update = with_average(update, ema_decay, warmup=ema_warmup)
   if noise_scale:
     update = noise_scales.with_noise_scale(update)
   if skip_bad_steps:
@@ -250,16 +252,25 @@ def _make_update(tx: optax.GradientTransformation, layout: Layout) -> Update:
   return update
 
 
-def with_average(update: Update, decay: float) -> Update:
+def with_average(update: Update, decay: float, *, warmup: bool = False) -> Update:
   """Also average = decay average + (1 - decay) new.
 
   Of the parameters and of the model state, whose BatchNorm statistics must fit them.
+
+  Args:
+    update: what is averaged over.
+    decay: at the end of the warm-up.
+    warmup: in step t, which is 1 at first, min(decay, 1 - t^(-2/3)) is the decay: that
+      of timm's ModelEmaV3 (1.0.31, utils/model_ema.py) with `use_warmup`. The first
+      step's parameters so replace the initial ones.
   """
 
   def averaged(state: TrainState, new: Gradients) -> TrainState:
     after = update(state, new)
-    new_values = after.params, after.model_state
-    average = optax.incremental_update(new_values, state.average, step_size=1 - decay)
+    new_values, share = (after.params, after.model_state), 1 - decay
+    if warmup:
+      share = jnp.maximum(share, after.step.astype(jnp.float32) ** (-2 / 3))
+    average = optax.incremental_update(new_values, state.average, step_size=share)
     return after._replace(average=average)
 
   return averaged

@@ -13,7 +13,9 @@ import ml_dtypes
 import numpy as np
 
 from jaxscale.errors import ConfigError
-from jaxscale.tree_paths import path_name
+from jaxscale.optim.tree_paths import path_name
+from jaxscale.weights.families import settings_of
+from jaxscale.weights.fit import fit
 from jaxscale.weights.names import ARRANGEMENTS, Link, Naming, guess, naming_of
 from jaxscale.weights.safetensors import Stored, read_index, view
 
@@ -48,14 +50,15 @@ def import_safetensors(
 
   Every name is accounted for: none in the file is left over, and none is missing.
   Where a file lacks the classifier's matrix, as Hugging Face's with tied embeddings,
-  it is a copy of the embedding. The module `names` lists the settings that go with
+  it is a copy of the embedding. Position embeddings and stems of other images are made
+  to fit (`weights.fit`). The module `names` lists the settings that go with
   each naming: how images are normalised, epsilons, rotary pairs.
 
   Args:
     path: a .safetensors file, or a folder as Hugging Face's, of one or several.
     params: arrays, or `jax.ShapeDtypeStruct`s with shardings, as the model has them.
     model_state: likewise, e.g. {"batch_stats": ...}.
-    naming: "jaxscale", "timm", "huggingface", or "auto": by the names in the file.
+    naming: one of `NAMINGS`, or "auto": by the names in the file.
     num_classes: of the file, where the model pads classes or words beyond them: the
       rest is zeros.
     init_head: leave the classifier as it is in `params`, whatever the file has.
@@ -71,12 +74,12 @@ def import_safetensors(
       dtype. Also what `check` raises.
 
   Example:
+    >>> from jaxscale.models import functions, make_resnet
     >>> model = functions(make_resnet(50, num_classes=1000), (224, 224, 3))
     >>> like = jax.eval_shape(model.init, jax.random.key(0))
-    >>> got = import_safetensors("resnet50.a1_in1k.safetensors", *like)
-    ... # doctest: +SKIP
-    >>> logits, _ = model.apply(got.params, got.model_state, images, False, None)
-    ... # doctest: +SKIP
+    >>> path = "resnet50.a1_in1k.safetensors"
+    >>> params, state, _ = import_safetensors(path, *like)             # doctest: +SKIP
+    >>> logits, _ = model.apply(params, state, images, False, None)    # doctest: +SKIP
   """
   stored = read_index(path)
   tree = {"params": params, **(model_state or {})}
@@ -90,7 +93,7 @@ def import_safetensors(
   if init_head and not names.head:
     raise ConfigError("init_head=True: this model's classifier is not known by name")
   kept = names.head if init_head else ()
-  sources = _sources(path, stored, leaves, names, num_classes, kept)
+  sources, changes = _sources(path, stored, leaves, names, num_classes, kept)
   done = [x if n in kept else _load(x, sources[n]) for n, x in leaves.items()]
   loaded = dict(jax.tree.unflatten(structure, done))
   params = loaded.pop("params")
@@ -99,7 +102,7 @@ def import_safetensors(
   dtypes = " and ".join(sorted({str(array.dtype) for array in used}))
   summary = (
     f"parameters from {path}: {count:,} numbers in {len(used)} arrays, {dtypes}, "
-    f"{name}'s names{'; the classifier starts anew' if kept else ''}"
+    f"{name}'s names" + "".join(f"; {x}" for x in changes)
   )
   return Imported(params, loaded, summary)
 
@@ -115,12 +118,17 @@ def _sources(
   names: Naming,
   num_classes: int | None,
   kept: tuple[str, ...],
-) -> dict[str, _Sources]:
-  """Where each leaf is, by path, if the file has all of them and nothing else."""
+) -> tuple[dict[str, _Sources], list[str]]:
+  """Where each leaf is, by path, if the file has all of them and nothing else.
+
+  Returns:
+    The sources, and what is changed on the way, in words.
+  """
+  changes = ["the classifier starts anew"] if kept else []
   found: dict[str, _Sources] = {name: [] for name in leaves}
   unexpected = set(stored) - set(names.counters) - {link.theirs for link in names.links}
   unexpected = sorted(n for n in unexpected if not n.endswith(names.derived))
-  missing, misshaped, mistyped = [], {}, []
+  missing, misshaped, mistyped = {}, {}, {}
   for link in names.links:
     if link.ours in kept:
       continue
@@ -129,32 +137,51 @@ def _sources(
       name = link.or_else or name
     there, leaf = stored.get(name), leaves[link.ours]
     if there is None:
-      missing.append(name)
+      missing[name] = link.ours
       continue
     wanted = [link.shape_in_file(leaf.shape)]
     if num_classes is not None and (dim := names.classes.get(link.ours)) is not None:
       cut = (*leaf.shape[:dim], num_classes, *leaf.shape[dim + 1 :])
       wanted.insert(0, link.shape_in_file(cut))
+    change = None
+    if there.shape not in wanted:
+      change = fit(link.ours, link.how, there.shape, wanted[0])
+      sizes = f"{list(there.shape)} there and {list(wanted[0])} here"
+      misshaped |= {} if change else {f"{name} is {sizes}": link.ours}
+    if change is not None:
+      link = link._replace(fit=change[0])
+      changes.append(change[1])
     # Numbers mean the same after a cast, but those of 8 bits, which have scales.
     both = {there.dtype, np.dtype(leaf.dtype)}
-    if there.shape not in wanted:
-      sizes = f"{list(there.shape)} there and {list(wanted[0])} here"
-      misshaped[f"{name} is {sizes}"] = link.ours
-    elif len(both) > 1 and not both <= _FLOATS:
-      mistyped.append(f"{name} is {there.dtype} there and {leaf.dtype} here")
+    if there.shape in wanted and len(both) > 1 and not both <= _FLOATS:
+      mistyped[f"{name} is {there.dtype} there and {leaf.dtype} here"] = link.ours
     found[link.ours].append((link, there))
   kinds = "missing", "unexpected", "of another shape", "of another dtype"
-  problems = zip(kinds, (missing, unexpected, [*misshaped], mistyped), strict=True)
-  counts = [f"{len(set(a))} {what}, first {a[0]}" for what, a in problems if a]
+  problems = zip(kinds, (missing, unexpected, misshaped, mistyped), strict=True)
+  counts = [f"{len(a)} {what}, first {next(iter(a))}" for what, a in problems if a]
   if counts:
-    advice = "give the model settings that it was made with"
-    if len(counts) == 1 and misshaped and {*misshaped.values()} <= {*names.head}:
-      advice = "init_head=True starts the classifier anew"
+    others = {*missing.values(), *misshaped.values()} - {*names.head}
+    is_head = not (others or unexpected or mistyped)
     raise ConfigError(
       f"{path}: not the parameters of this model by {names.name}'s names: "
-      f"{'; '.join(counts)}; {advice}"
+      f"{'; '.join(counts)}; {_advice(names.name, stored, is_head)}"
     )
-  return found
+  return found, changes
+
+
+def _advice(naming: str, stored: Mapping[str, Stored], is_head: bool) -> str:
+  """What to do about a file that does not fit."""
+  if is_head:
+    return "init_head=True starts the classifier anew"
+  if naming == "jaxscale":
+    return "give the model settings that it was made with"
+  shapes = {name: array.shape for name, array in stored.items()}
+  if settings := settings_of(naming, shapes):
+    return f"it is of {settings}, set these"
+  known = "it is of a network that is not among ours, and no settings make it one"
+  if "fc_norm.weight" in stored:
+    return f"{known}: of ViTs that classify a mean, only those of fc_norm=False are"
+  return known
 
 
 def _load(leaf: Any, sources: _Sources) -> jax.Array:
@@ -194,6 +221,8 @@ def _read(
     array, (i, n) = view(stored), link.part
     array = np.split(array, n)[i] if n > 1 else array  # a view of it, too
     # Beyond the file's classes there are none to read, and zeros stay.
-    wanted = ARRANGEMENTS[link.how].ours(array)[tuple(slice(*r) for r in inner)]
+    array = ARRANGEMENTS[link.how].ours(array)
+    array = array if link.fit is None else link.fit(array)
+    wanted = array[tuple(slice(*r) for r in inner)]
     target[tuple(slice(n) for n in wanted.shape)] = wanted
   return out

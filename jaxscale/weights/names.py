@@ -1,10 +1,10 @@
-"""The names of parameters in jaxscale, timm and torchvision, and Hugging Face.
+"""The names of parameters in jaxscale, timm, torchvision and Hugging Face.
 
 A naming is a list of `Link`s, each between one of our leaves (or one layer of it,
 where layers are stacked) and one array of a file (or a part of it, where the file's
-are fused). Tables have the names of our stacked models, as of timm 1.0.31 and
-transformers 5.23.0; `tests/data/state_dicts` has those of whole models, as these
-packages make them. A ResNet's names follow from its shapes.
+are fused). Tables have the names of our stacked models, as of timm 1.0.31,
+torchvision 0.28 and transformers 5.23.0; `tests/data/state_dicts` has those of whole
+models, as these packages make them. A ResNet's names follow from its shapes.
 
 Settings that must agree with the parameters, since nothing in the arrays shows them:
 
@@ -15,9 +15,9 @@ Settings that must agree with the parameters, since nothing in the arrays shows 
                         and cropped: see `pretrained_cfg` in timm, e.g. crop_pct
                         0.95 for resnet50.a1_in1k, and 0.9 for
                         vit_small_patch16_224.augreg_in21k_ft_in1k
-    timm's ViT          LayerNorm epsilon 1e-6, GELU by erf
+    ViTs                GELU by erf; LayerNorm epsilon 1e-6, in Hugging Face's 1e-12
     Hugging Face Llama  rms_norm_eps, rope_theta and the numbers of heads as in the
-                        config.json next to the file, which `hf_config` compares; a
+                        config.json next to the file, which `check` compares; a
                         rotary pair is the numbers i and i + width / 2 of a head
 """
 
@@ -25,17 +25,20 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxscale.config.validation import nearest
 from jaxscale.errors import ConfigError
+from jaxscale.weights.config_json import read_config_json
 
 Shape = tuple[int, ...]
-NAMINGS = ("jaxscale", "timm", "huggingface")
+NAMINGS = ("jaxscale", "timm", "torchvision", "huggingface")
 Shapes = Mapping[str, Shape]  # of our leaves, by path
 
 
@@ -101,6 +104,7 @@ class Link(NamedTuple):
     layer: index in the leaf's first dim; None: the leaf is not stacked.
     part: (i, n): the i-th of n equal parts of theirs along its first dim.
     or_else: what is taken where a file lacks `theirs`.
+    fit: what is done to an array that is read, in our arrangement (`weights.fit`).
   """
 
   ours: str
@@ -109,6 +113,7 @@ class Link(NamedTuple):
   layer: int | None = None
   part: tuple[int, int] = (0, 1)
   or_else: str | None = None
+  fit: Callable[[np.ndarray], np.ndarray] | None = None
 
   def shape_in_file(self, shape: Shape) -> Shape:
     """Shape of the array of theirs, from that of our leaf."""
@@ -120,9 +125,11 @@ class Link(NamedTuple):
 # Of tables: `ours` is below params/; "{}" in `theirs` is the number of a stacked layer.
 
 
-def _dense(ours: str, theirs: str, part: tuple[int, int] = (0, 1)) -> tuple[Link, Link]:
-  weight = Link(f"{ours}/kernel", f"{theirs}.weight", "linear", part=part)
-  return weight, Link(f"{ours}/bias", f"{theirs}.bias", part=part)
+def _dense(
+  ours: str, theirs: str, part: tuple[int, int] = (0, 1), joint: str = "."
+) -> tuple[Link, Link]:
+  weight = Link(f"{ours}/kernel", f"{theirs}{joint}weight", "linear", part=part)
+  return weight, Link(f"{ours}/bias", f"{theirs}{joint}bias", part=part)
 
 
 def _norm(ours: str, theirs: str) -> list[Link]:
@@ -146,24 +153,69 @@ _LLAMA = (
   Link("head/kernel", "lm_head.weight", "linear", or_else="model.embed_tokens.weight"),
 )
 
-# timm, VisionTransformer with a class token; queries, keys and values are one array.
-_BLOCK = "blocks.{}."
-_VIT = (
-  Link("embed/class_token", "cls_token", "token"),
-  Link("embed/position", "pos_embed", "tokens"),
-  Link("embed/patch/kernel", "patch_embed.proj.weight", "patch"),
-  Link("embed/patch/bias", "patch_embed.proj.bias"),
-  *_norm("layers/attn_norm", _BLOCK + "norm1"),
-  *_dense("layers/q", _BLOCK + "attn.qkv", (0, 3)),
-  *_dense("layers/k", _BLOCK + "attn.qkv", (1, 3)),
-  *_dense("layers/v", _BLOCK + "attn.qkv", (2, 3)),
-  *_dense("layers/o", _BLOCK + "attn.proj"),
-  *_norm("layers/mlp_norm", _BLOCK + "norm2"),
-  *_dense("layers/up", _BLOCK + "mlp.fc1"),
-  *_dense("layers/down", _BLOCK + "mlp.fc2"),
-  *_norm("head/norm", "norm"),
-  *_dense("head", "head"),
-)
+
+def _vit(
+  token: str, position: str, patch: str, block: str, layer: str, norm: str, head: str
+) -> tuple[Link, ...]:
+  """The table of a ViT.
+
+  Args:
+    token, position, patch, norm, head: names outside of the layers.
+    block: what the names of a layer begin with.
+    layer: in it the names of both norms, of queries, keys and values (one name, if
+      they are one array), and of `o`, `up` and `down`.
+  """
+  first, second, *qkv, o, up, down = (block + name for name in layer.split())
+  joint = "_" if o.endswith("out_proj") else "."  # PyTorch's MultiheadAttention
+  is_one, heads = len(qkv) == 1, []
+  for i, name in enumerate("qkv"):
+    part = (i, 3) if is_one else (0, 1)
+    heads += _dense(f"layers/{name}", qkv[0 if is_one else i], part, joint)
+  return (
+    Link("embed/class_token", token, "token"),
+    Link("embed/position", position, "tokens"),
+    Link("embed/patch/kernel", f"{patch}.weight", "patch"),
+    Link("embed/patch/bias", f"{patch}.bias"),
+    *_norm("layers/attn_norm", first),
+    *heads,
+    *_dense("layers/o", o),
+    *_norm("layers/mlp_norm", second),
+    *_dense("layers/up", up),
+    *_dense("layers/down", down),
+    *_norm("head/norm", norm),
+    *_dense("head", head),
+  )
+
+
+_WORDS, _PATCHES = "params/embed/table", "params/embed/patch/kernel"
+# (naming, a leaf that only such a model has) -> the table of its names. Class tokens
+# are missing where the mean is classified, which only timm's has.
+_TABLES = {
+  ("huggingface", _WORDS): _LLAMA,
+  ("timm", _PATCHES): _vit(
+    "cls_token", "pos_embed", "patch_embed.proj", "blocks.{}.",
+    "norm1 norm2 attn.qkv attn.proj mlp.fc1 mlp.fc2", "norm", "head",
+  ),
+  ("torchvision", _PATCHES): _vit(
+    "class_token", "encoder.pos_embedding", "conv_proj",
+    "encoder.layers.encoder_layer_{}.",
+    "ln_1 ln_2 self_attention.in_proj self_attention.out_proj mlp.0 mlp.3",
+    "encoder.ln", "heads.head",
+  ),
+  ("huggingface", _PATCHES): _vit(
+    "vit.embeddings.cls_token", "vit.embeddings.position_embeddings",
+    "vit.embeddings.patch_embeddings.projection", "vit.encoder.layer.{}.",
+    "layernorm_before layernorm_after attention.attention.query "
+    "attention.attention.key attention.attention.value attention.output.dense "
+    "intermediate.dense output.dense", "vit.layernorm", "classifier",
+  ),
+}  # fmt: skip
+
+
+def table_of(naming: str, member: str) -> tuple[Link, ...]:
+  """The names of a stacked model; `member` is a leaf that only such a model has."""
+  return _TABLES.get((naming, member), ())
+
 
 # BatchNorm: collection, our name below the module's, the name in the file.
 _NORM = (
@@ -202,16 +254,18 @@ _PYTORCH = {"format": "pt"}  # transformers refuses a file that does not say so
 # What tells a naming by what is in a file.
 _SIGNS = {
   "model.embed_tokens.weight": "huggingface",
+  "vit.embeddings.cls_token": "huggingface",
   "patch_embed.proj.weight": "timm",
+  "conv_proj.weight": "torchvision",
   "layer1.0.conv1.weight": "timm",
 }
 
 
-def guess(path: object, names: Collection[str]) -> str:
+def guess(path: str | os.PathLike, names: Collection[str]) -> str:
   """The naming of a file.
 
   Args:
-    path: of the file, for the message.
+    path: of the file, or of its folder, for the message.
     names: all that is in it.
 
   Raises:
@@ -228,9 +282,19 @@ def guess(path: object, names: Collection[str]) -> str:
       return naming
   some = ", ".join(sorted(names)[:3])
   raise ConfigError(
-    f"{path}: has names of none of {', '.join(NAMINGS)} (but {some}); give "
-    "parameters of a ResNet or ViT of timm's, of a Llama of Hugging Face's, or ours"
+    f"{path}: has names of none of {', '.join(NAMINGS)} (but {some}){_kind(path)}; "
+    "give parameters of a ResNet or ViT of timm's or torchvision's, of a Llama or ViT "
+    "of Hugging Face's, or ours"
   )
+
+
+def _kind(path: Any) -> str:
+  """What the config.json next to a file calls its network, for a message."""
+  fields = "architecture", "model_type", "rotary_pct", "partial_rotary_factor"
+  folder = Path(path) if Path(path).is_dir() else Path(path).parent
+  found = read_config_json(folder / "config.json") or {}
+  stated = ", ".join(f"{k}={found[k]!r}" for k in fields if k in found)
+  return f", and its config.json says {stated}" if stated else ""
 
 
 def naming_of(name: str, shapes: Shapes) -> Naming:
@@ -251,17 +315,18 @@ def naming_of(name: str, shapes: Shapes) -> Naming:
   if name not in NAMINGS:
     raise ConfigError(f"naming={name}: {nearest(name, NAMINGS)}")
   classes = _classes(shapes)
-  head = tuple(path for path in classes if path != "params/embed/table")
+  head = tuple(path for path in classes if path != _WORDS)
   if name == "jaxscale":
     links = tuple(Link(path, path) for path in shapes)
     return Naming(name, links, (), (), classes, head, {"format": "jaxscale"})
   links, counters, derived = (), (), ()
-  if name == "huggingface" and "params/embed/table" in shapes:
-    links = tuple(_table_links(_LLAMA, shapes))
+  if _WORDS in shapes:
+    links = tuple(_table_links(table_of(name, _WORDS), shapes))
     derived = (".rotary_emb.inv_freq",)  # of Llama 2's and older ones
-  elif name == "timm" and "params/embed/patch/kernel" in shapes:
-    links = tuple(_table_links(_VIT, shapes))
-  elif name == "timm":
+  elif _PATCHES in shapes:
+    if name == "timm" or "params/embed/class_token" in shapes:
+      links = tuple(_table_links(table_of(name, _PATCHES), shapes))
+  elif name != "huggingface":
     links, counters = _resnet_links(shapes)
   if left := [path for path in shapes if path not in {link.ours for link in links}]:
     raise ConfigError(

@@ -27,6 +27,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxscale.errors import ConfigError
+from jaxscale.files import parse_json, replacing, require_json
 
 _PLAIN = "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"
 # The format's names of all dtypes that arrays of JAX can have.
@@ -38,6 +39,7 @@ DTYPES = {
   **{f"{d[0].upper()}{8 * int(d[1])}": np.dtype(d) for d in _PLAIN},
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_MOST_DIMS, _MOST_ITEMS = 32, 2**56  # fewer of both than NumPy refuses
 _INDEX = "model.safetensors.index.json"  # Hugging Face's, in a folder
 _ONE = "model.safetensors"
 
@@ -82,6 +84,17 @@ def read_index(path: str | os.PathLike) -> dict[str, Stored]:
     raise ConfigError(f"{e.filename or path}: {e.strerror}; check the path") from None
 
 
+def read_metadata(path: Path) -> dict[str, str]:
+  """The text about a file, or about the only one of a folder; of several there is none.
+
+  Raises:
+    ConfigError: it is not a safetensors file, or not whole.
+    OSError: it cannot be opened.
+  """
+  path = path / _ONE if path.is_dir() else path
+  return read_header(path)[1] if path.exists() else {}
+
+
 def _read_folder(folder: Path) -> dict[str, Stored]:
   if not (folder / _INDEX).exists() and (folder / _ONE).exists():
     return read_header(folder / _ONE)[0]
@@ -90,13 +103,11 @@ def _read_folder(folder: Path) -> dict[str, Stored]:
       f"{folder}: has neither {_ONE} nor {_INDEX}; give a .safetensors file, or a "
       "folder with one of them"
     )
-  try:
-    where = json.loads((folder / _INDEX).read_text())["weight_map"]
-    files = sorted(set(where.values()))
-  except (ValueError, KeyError, TypeError, AttributeError):
-    raise ConfigError(f"{folder / _INDEX}: unreadable; copy it again") from None
+  shape = {"weight_map": {str: str}}
+  where = require_json(folder / _INDEX, shape, "copy it again")["weight_map"]
+  files = sorted(set(where.values()))
   for file in files:
-    if Path(str(file)).name != file:
+    if Path(file).name != file or not file.isprintable():
       raise ConfigError(f"{folder / _INDEX}: {file!r} is not a file's name in there")
   found = {file: read_header(folder / file)[0] for file in files}
   for name, file in where.items():
@@ -125,13 +136,15 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
       with safe_open(path, "numpy"):  # validates header, offsets and size
         file.seek(8)
         first = 8 + int.from_bytes(start[:8], "little")
-        header = json.loads(file.read(first - 8))
+        header = parse_json(file.read(first - 8))
       metadata = header.pop("__metadata__", {})
       found = {}
       for name, x in header.items():
-        begin = first + x["data_offsets"][0]
-        found[name] = Stored(path, DTYPES[x["dtype"]], tuple(x["shape"]), begin)
-    except (SafetensorError, KeyError) as e:
+        begin, shape = first + x["data_offsets"][0], tuple(x["shape"])
+        if len(shape) > _MOST_DIMS or math.prod(n or 1 for n in shape) > _MOST_ITEMS:
+          raise ValueError(f"{name:.40} has a shape that arrays cannot have")
+        found[name] = Stored(path, DTYPES[x["dtype"]], shape, begin)
+    except (SafetensorError, KeyError, ValueError) as e:
       why = str(e).removeprefix("Error while deserializing header: ").splitlines()[0]
       raise ConfigError(
         f"{path}: cut short or with a damaged header ({why}); copy it again"
@@ -158,20 +171,14 @@ def write(
     OSError: the disk is full or the like; nothing is left behind.
   """
   path = Path(path)
-  partial = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-  try:
-    with partial.open("wb") as file:
-      file.write(_header(layout, metadata or {}))
-      for (name, (dtype, shape)), array in zip(layout.items(), arrays, strict=True):
-        assert array is not None and (array.dtype, array.shape) == (dtype, shape), name
-        little = array.astype(dtype.newbyteorder("<"), copy=False)
-        file.write(np.ascontiguousarray(little).reshape(-1).view(np.uint8).data)
-      file.flush()
-      os.fsync(file.fileno())
-    partial.replace(path)
-  finally:
-    with contextlib.suppress(OSError):
-      partial.unlink()
+  with replacing(path) as file:
+    file.write(_header(layout, metadata or {}))
+    for (name, (dtype, shape)), array in zip(layout.items(), arrays, strict=True):
+      assert array is not None and (array.dtype, array.shape) == (dtype, shape), name
+      little = array.astype(dtype.newbyteorder("<"), copy=False)
+      file.write(np.ascontiguousarray(little).reshape(-1).view(np.uint8).data)
+    file.flush()
+    os.fsync(file.fileno())
   with contextlib.suppress(OSError):  # the name too, where the file system can
     handle = os.open(path.parent, os.O_RDONLY)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import math
 import os
@@ -20,9 +21,15 @@ from jax.sharding import PartitionSpec as P
 from jaxscale import cluster
 from jaxscale.errors import EXIT_CRASH, ConfigError
 from jaxscale.metrics.text import byte_size
-from jaxscale.tree_paths import path_name
+from jaxscale.optim.tree_paths import path_name
 from jaxscale.weights.names import ARRANGEMENTS, Link, naming_of
 from jaxscale.weights.safetensors import write
+
+# Errors that another path avoids; those of disks are left.
+_OF_PATHS = (
+  errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS,
+  errno.ELOOP, errno.ENAMETOOLONG,
+)  # fmt: skip
 
 
 class UnwrittenError(Exception):
@@ -75,8 +82,8 @@ def export_safetensors(
     UnwrittenError: the disk failed or is full; nothing is left behind.
 
   Example:
-    >>> export_safetensors("/tmp/x.safetensors", {"w": jnp.ones(3)})
-    >>> import_safetensors("/tmp/x.safetensors", {"w": jnp.zeros(3)}).params["w"]
+    >>> export_safetensors("x.safetensors", {"w": jnp.ones(3)})
+    >>> import_safetensors("x.safetensors", {"w": jnp.zeros(3)}).params["w"]
     Array([1., 1., 1.], dtype=float32)
   """
   tree = {"params": params, **(model_state or {})}
@@ -144,7 +151,7 @@ def export_leaves(
       write(path, layout, turns, {**names.metadata, **(metadata or {})})
     except OSError as e:
       failed = [e.strerror or str(e), None]
-      if os.access(path.parent, os.W_OK):
+      if e.errno not in _OF_PATHS:
         free = byte_size(shutil.disk_usage(path.parent).free)
         failed[1] = f"{byte_size(size)} needed, {free} free in {path.parent}"
   for _ in turns:  # process 0 too, where its disk failed: all gather together

@@ -119,6 +119,7 @@ def test_killed_it_resumes_bit_for_bit(mine, whole, tmp_path):
   assert checksums(tmp_path) == checksums(whole)
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_of_two_devices(mine, tmp_path):
   one = run(mine, tmp_path / "one", num_devices=2)
   assert one.returncode == 0, one.stderr
@@ -131,6 +132,7 @@ def test_two_processes_train_as_one_of_two_devices(mine, tmp_path):
   np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_from_a_notebook(tmp_path):
   (code,) = re.findall(r"```python notebook\n(.*?)```", PAGE, re.S)
   done = subprocess.run(

@@ -29,7 +29,7 @@ class Recipe(NamedTuple):
   lr: float
   momentum: float | tuple  # (b1, b2, eps) of LAMB
   weight_decay: float
-  include: str | None  # None: has no such setting
+  include: str
   batch: int
   steps: int  # of the run, of ImageNet-1k's size
   warmup: int  # steps
@@ -54,14 +54,16 @@ LAMB = Recipe(
 # arXiv:2102.06356, as recalled; 64 examples: virtual_batch_size of init2winit's
 # mlperf_resnet.
 NESTEROV = Recipe(
-  "SGD", 7.05, 0.976, 5.8e-5, None, 32768, 2512, 638, 64, None, 0.15, 1e-4
+  "SGD", 7.05, 0.976, 5.8e-5, "kernels", 32768, 2512, 638, 64, None, 0.15, 1e-4
 )
 # arXiv:1706.02677, §3.3 and §5.1: 90 and 5 epochs (14,075 and 780 steps in Intel
 # Caffe's default_resnet50_64nodes), 32 images per worker.
-GOYAL = Recipe("SGD", 0.1, 0.9, 1e-4, None, 8192, 14076, 782, 32, None, 0.0, None)
+GOYAL = Recipe(
+  "SGD", 0.1, 0.9, 1e-4, "kernels", 8192, 14076, 782, 32, None, 0.0, None
+)  # fmt: skip
 # The same numbers; IBM's 20 images on each of 256 GPUs.
 IMAGENET22K = Recipe(
-  "SGD", 0.1, 0.9, 1e-4, None, 5120, 22521, 1251, 20, None, 0.0, None
+  "SGD", 0.1, 0.9, 1e-4, "kernels", 5120, 22521, 1251, 20, None, 0.0, None
 )
 
 
@@ -110,7 +112,7 @@ def test_the_numbers_are_those_of_the_source(path):
   numbers = (o.b1, o.b2, o.eps) if isinstance(o, cfg.LAMB) else o.momentum
   derived = derive(config, NUM_TRAIN, 50_000, 1)
   found = Recipe(
-    type(o).__name__, o.lr, numbers, o.weight_decay, getattr(o, "include", None),
+    type(o).__name__, o.lr, numbers, o.weight_decay, o.include,
     config.batch_size, derived.total_steps, derived.warmup_steps, config.model.bn_span,
     config.clip_norm, config.loss.label_smoothing,
     getattr(config.schedule, "end_lr", None),

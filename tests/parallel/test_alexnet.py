@@ -68,6 +68,7 @@ def images(n):
   return np.random.default_rng(0).integers(0, 256, (n, SIZE, SIZE, 3)).astype(np.uint8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_norm", [False, True])
 def test_initial_values_are_those_of_the_files(batch_norm):
   _, params, _ = tiny(batch_norm)
@@ -170,6 +171,7 @@ def test_local_response_norm_equals_caffes_loop(dtype):
   assert got == pytest.approx(slope, rel=10 * tolerance)
 
 
+@pytest.mark.slow
 def test_dropout_and_groups_do_not_depend_on_the_devices():
   """A batch in two halves, each as a device has it, is the whole batch."""
   fns, params, state = tiny(True, bn_group_size=2)

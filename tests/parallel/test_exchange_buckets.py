@@ -18,6 +18,7 @@ from jaxscale.exchange.power_sgd import power_sgd
 from jaxscale.exchange.top_k import top_k
 from jaxscale.exchange.wrappers import delayed, warm_start
 from jaxscale.mesh import make_mesh
+from support.cases import all_slow_except
 from support.exchanges import (
   AXES,
   SHAPES,
@@ -96,7 +97,9 @@ def test_what_cannot_be_is_one_line(options, line):
     run(bucketed(AXES, **options), gradients(1))
 
 
-@pytest.mark.parametrize("name", ["delayed", "delayed one bit"])
+@pytest.mark.parametrize(
+  "name", all_slow_except(["delayed", "delayed one bit"], "delayed")
+)
 def test_delayed_is_the_inner_exchange_a_step_late(name):
   grads = gradients(50)
   steps, state = compiled(name)

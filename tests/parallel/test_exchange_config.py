@@ -25,12 +25,13 @@ from jaxscale.config import (
 )
 from jaxscale.config import Config as Whole
 from jaxscale.config import Mesh as Grid
-from jaxscale.config.record import FORMAT, to_plain
+from jaxscale.config.record import to_plain
 from jaxscale.errors import ConfigError
 from jaxscale.exchange.local import BlockMomentumState
 from jaxscale.experiment import build
 from jaxscale.planning import hlo
 from jaxscale.run.workdir import claim_workdir
+from support.configs import recorded
 
 N, HIDDEN = 8, 128
 PARAMS = 64 * HIDDEN + HIDDEN + HIDDEN * 10 + 10
@@ -245,12 +246,19 @@ def test_what_excludes_what():
 def test_whose_directory_it_is(tmp_path):
   """Another algorithm may resume a run, another compression may not."""
   # Written before there were exchanges.
-  before = {"format": FORMAT, "config": {"class": "Config", "batch_size": 64}}
   now = config()
+  before = recorded(now) | {"config": {"class": "Config", "batch_size": 64}}
   for name in ("model", "data", "optimizer", "epochs", "mesh", "log"):
     before["config"][name] = to_plain(getattr(now, name))
   (tmp_path / "config.json").write_text(json.dumps(before))
+  (tmp_path / "checkpoints" / "1").mkdir(parents=True)
   claim_workdir(tmp_path, now)
+  # An optimizer's setting that has come since counts as its default, too.
+  del before["config"]["optimizer"]["momentum"]
+  (tmp_path / "config.json").write_text(json.dumps(before))
+  claim_workdir(tmp_path, now)
+  with pytest.raises(ConfigError, match=r"optimizer.momentum is 0\.9 there and 0\.5"):
+    claim_workdir(tmp_path, config(optimizer=SGD(lr=0.1, momentum=0.5)))
   claim_workdir(tmp_path, config(exchange=AllReduce(algorithm="ring")))
   with pytest.raises(ConfigError, match=r"exchange.class is 'AllReduce' there"):
     claim_workdir(tmp_path, config(exchange=OneBit()))
@@ -261,5 +269,6 @@ def test_whose_directory_it_is(tmp_path):
 def test_a_directory_of_version_0_1_is_refused_in_a_line(tmp_path):
   old = {"config": {"class": "Config", "stages": {}}, "versions": {"jaxscale": "0.1.0"}}
   (tmp_path / "config.json").write_text(json.dumps(old))
+  (tmp_path / "checkpoints" / "1").mkdir(parents=True)
   with pytest.raises(ConfigError, match=r"written by jaxscale 0\.1\.0, .*CHANGELOG"):
     claim_workdir(tmp_path, config())

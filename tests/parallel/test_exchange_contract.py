@@ -19,7 +19,7 @@ from support.exchanges import (
 )
 
 # Those that `make test` takes: one of each kind.
-QUICK = ("bucketed", "bf16", "int8", "one bit", "top k", "delayed")
+QUICK = ("bucketed", "bf16", "one bit", "top k", "delayed")
 
 
 @pytest.mark.parametrize(

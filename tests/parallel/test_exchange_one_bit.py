@@ -120,6 +120,7 @@ def test_the_residual_stays_bounded():
     assert np.abs(state["residual"][name]).max() < 5 * largest
 
 
+@pytest.mark.slow
 def test_the_warm_start_is_plain_then_one_bit_from_nothing():
   grads = gradients(50)
   steps, state = compiled("warm one bit")

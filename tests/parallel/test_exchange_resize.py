@@ -27,7 +27,9 @@ from support.exchanges import (
 AXES = ("replica", "data")
 STATEFUL = [name for name, make in EXCHANGES.items()
             if jax.tree.leaves(make().init({"w": jnp.zeros((9, 7))}))]  # fmt: skip
-LONG = ("delayed one bit", "warm one bit", "top k of buckets", "one bit", "int8")
+LONG = (
+  "delayed one bit", "warm one bit", "top k of buckets", "one bit", "int8", "power sgd",
+)  # fmt: skip
 # From how many devices to how many: fewer, more, no divisor, from one.
 COUNTS = [(8, 4), (4, 8), (8, 6), (1, 8), (5, 3)]
 
@@ -92,7 +94,7 @@ def test_what_is_pending_of_the_mean_is_kept(name):
     pytest.param(name, (8, 4, 8), marks=[pytest.mark.slow] * (name in LONG))
     for name in STATEFUL
   ]
-  + [("one bit", (8, 6, 8))],
+  + [pytest.param("one bit", (8, 6, 8), marks=pytest.mark.slow)],
 )
 def test_nothing_is_lost_over_changes_of_the_number_of_devices(name, counts):
   """Mean sent + mean pending = mean of all gradients, over two changes."""

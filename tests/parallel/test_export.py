@@ -49,6 +49,7 @@ def same(a, b):
   return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_what_another_has_learnt(finished, tmp_path, capsys):
   result, workdir = finished
   path = tmp_path / "digits.safetensors"
@@ -80,7 +81,7 @@ def test_a_run_starts_from_what_another_has_learnt(finished, tmp_path, capsys):
 
 def test_the_parameters_of_the_last_step_can_be_taken(finished, tmp_path, capsys):
   result, workdir = finished
-  path, step = tmp_path / "a", int(result.state.step)
+  path, step = tmp_path / "a.safetensors", int(result.state.step)
   options = ("--workdir", workdir, "--to", path, "--take=params", "--step", step)
   assert typed(capsys, *options)[0] == 0
   found = import_safetensors(path, result.state.params)
@@ -117,12 +118,49 @@ def test_a_checkpoint_of_a_resnet_becomes_timms_file(tmp_path, capsys):
     capsys, "--workdir", tmp_path, "--to", path, "--naming", "timm"
   )  # fmt: skip
   assert code == 0, line
+  assert line.endswith("(the config.json there is of another file, and timm's is not "
+                       "written)")  # fmt: skip
   entries, about = read_header(path)
   assert entries["layer1.1.bn3.running_var"].shape == (16,)
   assert entries["layer2.0.downsample.1.num_batches_tracked"].dtype == np.int64
   assert about["format"] == "pt"
   found = import_safetensors(path, made.params, made.model_state)
   assert same((found.params, found.model_state), made.average)
+
+
+@pytest.mark.parametrize("naming", ["timm", "huggingface"])
+def test_a_folder_of_a_vit_says_what_its_parameters_mean(naming, tmp_path, capsys):
+  config = tiny_digits(
+    model="ViT", model__patch="4", model__width="32", model__num_layers="1",
+    model__num_heads="2",
+  )  # fmt: skip
+  experiment = build.experiment(config)
+  workdir, path = tmp_path / "run", tmp_path / "out" / "model.safetensors"
+  for folder in (workdir, path.parent):
+    folder.mkdir()
+  (workdir / "config.json").write_text(json.dumps(describe(experiment)))
+  with Checkpoints(workdir / "checkpoints") as checkpoints:
+    checkpoints.save(experiment.init_state())
+  code, line = typed(
+    capsys, "--workdir", workdir, "--to", path, "--naming", naming
+  )  # fmt: skip
+  assert code == 0 and line.endswith(f"in {naming}'s names"), line
+  written = json.loads((path.parent / "config.json").read_text())
+  if naming == "timm":
+    assert written["architecture"] == "vit_base_patch16_224"
+    assert written["model_args"]["num_heads"] == 2 and written["num_classes"] == 10
+  else:
+    assert written["architectures"] == ["ViTForImageClassification"]
+    assert written["intermediate_size"] == 128 and written["num_labels"] == 10
+    assert written["image_size"] == 8 and written["num_channels"] == 1
+  # A model of other heads does not take it; that of the run does, without a word more.
+  changes = {"init_from": str(path.parent), "model__num_heads": "4"}
+  like = dict(model="ViT", model__patch="4", model__width="32", model__num_layers="1")
+  with pytest.raises(ConfigError, match=r"_heads is 2 there and 4 here, set ViT"):
+    build.experiment(tiny_digits(**like, **changes)).init_state()
+  reported, changes = [], changes | {"model__num_heads": "2"}
+  build.experiment(tiny_digits(**like, **changes)).init_state(reported.append)
+  assert len(reported) == 1 and reported[0].endswith(f"{naming}'s names")
 
 
 def test_a_classifier_of_other_classes_starts_anew_if_asked_to(tmp_path):
@@ -189,6 +227,7 @@ def logits_of(config, params):
   return jax.jit(lambda p: stack_logits(stack, p, {"tokens": tokens}))(params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("naming", ["jaxscale", "huggingface"])
 def test_a_language_model_starts_from_what_another_has_learnt(
   spoken, naming, tmp_path, capsys
@@ -251,12 +290,21 @@ def test_a_folder_for_transformers_says_what_its_parameters_mean(
 
 MISTAKES = {
   "option": (["--too=x"], "did you mean '--to'?"),
-  "no workdir": (["--to=x"], "--workdir: missing; try --workdir runs/x"),
+  "no workdir": (["--to=x.safetensors"], "--workdir: missing; try --workdir runs/x"),
   "no file": (["--workdir=x"], "--to: missing"),
   "no value": (["--to", "--workdir=x"], "--to: a value is missing"),
-  "naming": (["--to=x", "--workdir=x", "--naming=tim"], "did you mean 'timm'?"),
-  "step": (["--to=x", "--workdir=x", "--step=last"], "--step=last: give a whole"),
-  "no run": (["--to=x", "--workdir=/no"], "--workdir=/no: no config.json there"),
+  "naming": (
+    ["--to=x.safetensors", "--workdir=x", "--naming=tim"],
+    "did you mean 'timm'?",
+  ),
+  "step": (
+    ["--to=x.safetensors", "--workdir=x", "--step=last"],
+    "--step=last: give a whole",
+  ),
+  "no run": (
+    ["--to=x.safetensors", "--workdir=/no"],
+    "--workdir=/no: no config.json there",
+  ),
 }
 
 
@@ -277,22 +325,22 @@ def test_what_the_run_has_not_is_one_line(finished, tmp_path, capsys, monkeypatc
     return reported
 
   assert f"--step=1: not saved, there are {step - 1}, {step}" in line(
-    "--to=x", "--step=1"
+    "--to=x.safetensors", "--step=1"
   )
-  timm = line("--to=x", "--naming=timm")
+  timm = line("--to=x.safetensors", "--naming=timm")
   assert "naming=timm: has no name for params/Dense_0/bias" in timm
-  assert "No such file or directory" in line("--to", tmp_path / "no" / "x")
+  assert "No such file or directory" in line("--to", tmp_path / "no" / "x.safetensors")
   (damaged,) = (workdir / "checkpoints" / str(step) / "state" / "d").iterdir()
   whole = damaged.read_bytes()
   damaged.write_bytes(whole[: len(whole) // 2])
   try:
     assert f"checkpoint {step} in {workdir} is damaged (" in line(
-      "--to", tmp_path / "x"
+      "--to", tmp_path / "x.safetensors"
     )
   finally:
     damaged.write_bytes(whole)
   monkeypatch.setattr(files, "shard_checksum", lambda *_: np.zeros(1, "u8"))
-  flipped = line("--to", tmp_path / "x")
+  flipped = line("--to", tmp_path / "x.safetensors")
   assert "damaged (the checksum of average/0/Dense_0/bias does not match)" in flipped
   assert not list(tmp_path.iterdir())
 

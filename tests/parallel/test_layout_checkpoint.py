@@ -124,6 +124,7 @@ def test_any_layout_resumes_from_any_other(pair, saved):
   assert relative_distance(jax.device_get(state.params), before.end.params) <= 1e-5
 
 
+@pytest.mark.slow
 def test_the_manifest_says_the_same_of_every_layout(saved):
   """Names, shapes and dtypes: nothing in it depends on where the state lay."""
   found = []

@@ -70,7 +70,13 @@ def test_the_largest_dim_is_split_and_small_ones_stay_whole():
 
 def test_every_model_has_rules_for_all_its_parameters():
   lm = models.make_transformer(
-    vocab_size=256, num_layers=2, width=32, num_heads=4, hidden=64, qk_norm=True
+    vocab_size=256,
+    num_layers=2,
+    width=32,
+    num_heads=4,
+    hidden=64,
+    qk_norm=True,
+    qkv_bias=True,
   )
   vit = models.make_vit(
     image_shape=(8, 8, 3), num_classes=8, patch=4, width=32, num_layers=2, num_heads=4
@@ -255,6 +261,7 @@ def command(*args):
   )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_describe_from_the_command_line_trains_nothing(tmp_path):
   workdir = tmp_path / "run"
   done = command(

@@ -97,6 +97,7 @@ def slope(**options):
   return (temporaries(16, **options) - temporaries(4, **options)) / 12
 
 
+@pytest.mark.slow
 def test_a_layer_adds_a_shard_to_the_memory_and_not_itself():
   whole, kept = 4 * OF_LAYER, 4 * ROWS // N * TOKENS * WIDTH
   four, eight, sixteen = (temporaries(n) for n in (4, 8, 16))

@@ -10,13 +10,12 @@ import pytest
 
 from jaxscale import cli
 from jaxscale import config as cfg
-from jaxscale.config.record import FORMAT, to_plain
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
 from jaxscale.mesh import batch_sharding
 from jaxscale.planning.describe import describe
 from jaxscale.run.workdir import claim_workdir
-from support.configs import tiny_language
+from support.configs import recorded, tiny_language
 
 OWN = {
   "embed/table": "model, fsdp",
@@ -151,9 +150,9 @@ def test_describe_says_what_waits_on_the_host():
 
 def test_a_run_resumes_as_a_pipeline(tmp_path):
   """What it needs are micro-batches, which these models compute the same with."""
+  (tmp_path / "checkpoints" / "1").mkdir(parents=True)
   before = tiny_language()
-  described = {"format": FORMAT, "config": to_plain(before)}
-  (tmp_path / "config.json").write_text(json.dumps(described))
+  (tmp_path / "config.json").write_text(json.dumps(recorded(before)))
   pipeline = {
     "mesh": cfg.Mesh(data=4, stage=2), "layout": cfg.Layout(schedule="1f1b"),
     "accumulate_steps": 4,
@@ -161,8 +160,7 @@ def test_a_run_resumes_as_a_pipeline(tmp_path):
   claim_workdir(tmp_path, dataclasses.replace(before, **pipeline))
   images = {"model": cfg.CNN(), "data": cfg.Digits()}
   before = tiny_language(**images)
-  described = {"format": FORMAT, "config": to_plain(before)}
-  (tmp_path / "config.json").write_text(json.dumps(described))
+  (tmp_path / "config.json").write_text(json.dumps(recorded(before)))
   with pytest.raises(ConfigError, match="accumulate_steps is 1 there and 4 now"):
     claim_workdir(tmp_path, tiny_language(**images, accumulate_steps=4))
 

@@ -210,6 +210,7 @@ def assert_pending_kept(before, after):
         np.testing.assert_allclose(pending(b, name), pending(a, name), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_delayed_run_on_half_the_devices_is_the_run(tmp_path):
   old, new = made("data 4 x fsdp 2", "delayed"), made("data 2 x fsdp 2", "delayed")
   state, ends = init_state(*old.parts, layout=old.layout, seed=2), []

@@ -194,6 +194,7 @@ def test_the_noise_scale_has_two_gradients_to_compare():
   assert over(chosen, 1, 2).phases[0].accumulate_steps == 2
 
 
+@pytest.mark.slow
 def test_batch_norm_of_a_device_sees_the_same_examples():
   """4 devices, or 2 with 2 micro-batches: parameters and running averages."""
   model = models.CNNModule(

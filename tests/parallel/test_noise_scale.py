@@ -134,6 +134,7 @@ def test_of_tokens_it_is_near_the_analytic_value_in_rows(unequal):
   assert got["noise_scale"] == pytest.approx(noise / (W**2).sum(), rel=0.15)
 
 
+@pytest.mark.slow
 def test_of_a_language_model_it_is_finite_and_that_of_its_micro_batches():
   stack = make_transformer(
     vocab_size=12, num_layers=1, width=8, num_heads=2, hidden=8, pad_vocab_to=4

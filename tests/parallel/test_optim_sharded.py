@@ -16,7 +16,7 @@ from support.cases import all_slow_except
 
 LARS = [
   "paper", "nvidia", "tf_contrib", "tf_contrib_l2_in_loss", "torch", "optax",
-  "larc_clip", "larc_scale", "nvcaffe_clip", "nvcaffe_scale",
+  "larc_clip", "larc_scale", "nvcaffe_clip", "nvcaffe_scale", "timm", "timm_clip",
 ]  # fmt: skip
 STEPS = 4
 
@@ -36,8 +36,12 @@ OPTIMIZERS = {
   "lamb as released": optim.lamb(
     lambda s: 0.05 * rate(s), bias_correction=False, weight_decay=1.5, phi_max=3.0
   ),
+  "lamb of timm": optim.lamb(lambda s: 0.05 * rate(s), variant="timm", stacked=STACKED),
   "adamw": optim.adamw(lambda s: 0.05 * rate(s), stacked=STACKED),
   "muon": optim.muon(lambda s: 0.05 * rate(s), stacked=STACKED),
+  "muon of torch": optim.muon(
+    lambda s: 0.05 * rate(s), variant="torch", adjust="original", adam_rate_factor=0.5
+  ),
 }
 # Which dim of a leaf is spread over the devices: the first, the last, the middle.
 SHARDED = {

@@ -143,6 +143,7 @@ def ramped(tmp_path_factory):
   return fit(quick(**RAMP), workdir), workdir
 
 
+@pytest.mark.slow
 def test_a_batch_ramp_runs_and_follows_the_rate(ramped):
   result, workdir = ramped
   # 1,437 examples: 23 of 64, then of 128 to epoch 2, then of 256 to epoch 4.

@@ -123,6 +123,7 @@ def executed(schedule, micros, num_stages, **settings):
   return [times[s] for s in range(num_stages)], hlo.collectives(compiled, mesh)
 
 
+@pytest.mark.slow
 def test_stages_without_work_do_none():
   s, m = 4, 5
   # GPipe: forwards, and again in the backward pass. 1F1B: likewise, but for the last
@@ -200,6 +201,7 @@ def temporary(schedule, micros, **settings):
   return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_memory_grows_with_micro_batches_in_gpipe_alone():
   micro = 2 * 16 * 32 * 4  # bytes of the activations between two layers
   # From 2S-1 on; the totals' and counters' few bytes aside.

@@ -1,7 +1,10 @@
 """`fit` and the loop in this process: metrics, evaluation, divergence, workdirs."""
 
+import gc
 import json
 import math
+import os
+import threading
 import time
 
 import jax
@@ -23,8 +26,6 @@ from support.configs import tiny_digits
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
   """One short run, looked at by several tests."""
-  import os
-
   os.chdir(build.__file__.rsplit("/", 3)[0])
   workdir = tmp_path_factory.mktemp("run")
   return fit(tiny_digits(), workdir), workdir
@@ -35,8 +36,7 @@ def test_a_run_leaves_its_record(finished):
   names = {p.name for p in workdir.iterdir()}
   assert names == {
     "checkpoints", "config.json", "metrics.jsonl", "metrics.png", "summary.json",
-    "lock",
-    "tensorboard",
+    "lock", "starts.jsonl", "tensorboard",
   }  # fmt: skip
   assert json.loads((workdir / "summary.json").read_text()) == result.summary
   assert result.summary["outcome"] == "done" and result.summary["step"] == 45
@@ -45,7 +45,17 @@ def test_a_run_leaves_its_record(finished):
   logged = [line["step"] for line in lines if "train/loss" in line]
   assert logged == [*range(5, 46, 5)]
   assert [line["step"] for line in lines if "eval/loss" in line] == [22, 44, 45]
-  assert all(line["perf/examples_per_s"] > 0 for line in lines if "perf" in str(line))
+  perf = [line for line in lines if "perf/mfu" in line]
+  assert [line["step"] for line in perf] == logged
+  model = 3 * 2 * (64 * 32 + 32 * 10)  # FLOPs of an example
+  for line in perf:
+    rate = line["perf/examples_per_s"]
+    assert line["perf/step_s"] == pytest.approx(128 / rate)
+    assert 8 * line["perf/tflops_per_device"] * 1e12 == pytest.approx(model * rate)
+  summary = result.summary
+  ratio = perf[-1]["perf/tflops_per_device"] / perf[-1]["perf/mfu"]
+  assert ratio == pytest.approx(summary["peak_tflops_per_device"], rel=0.05, abs=1e-4)
+  assert summary["peak_source"].startswith("measured") and summary["mfu"] > 0
   assert (workdir / "metrics.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -205,8 +215,16 @@ def test_divergence_keeps_the_last_good_checkpoint(tmp_path, capsys):
   assert all(s < error.value.step for s in steps)
 
 
+def test_where_nothing_was_saved_the_workdir_takes_another_rate(tmp_path, capsys):
+  with pytest.raises(loop.NonFiniteError, match="good checkpoint: none yet") as error:
+    fit(tiny_digits(optimizer__lr="1e9"), tmp_path)
+  advice = error.value.advice
+  assert "clip_norm" in advice and "skip" in advice and "--workdir" not in advice
+  assert fit(tiny_digits(epochs="2"), tmp_path).summary["outcome"] == "done"
+
+
 def test_the_metrics_file_forgets_steps_after_the_checkpoint(tmp_path):
-  with_later = [{"step": s, "train/loss": 1.0} for s in (1, 2, 3)]
+  with_later = [{"step": s, "train/loss": 1.0, "time": 0.0} for s in (1, 2, 3)]
   text = "".join(json.dumps(line) + "\n" for line in with_later) + '{"step": 4, "tr'
   (tmp_path / "metrics.jsonl").write_text(text)
   writer = metrics.MetricWriter(tmp_path, start=2, tensorboard=False)
@@ -235,6 +253,7 @@ def test_a_run_stops_at_its_target_and_stays_there(tmp_path, capsys):
     assert again[name] == summary[name]
 
 
+@pytest.mark.slow
 def test_trust_ratios_and_noise_scale_are_logged(tmp_path):
   options = dict(optimizer="LARS", optimizer__lr="5", log__trust_ratios="True",
                  noise_scale="True", epochs="2")  # fmt: skip
@@ -278,6 +297,7 @@ def test_a_run_that_waits_for_data_says_so(tmp_path, capsys, monkeypatch):
   assert waits[-1] > 0.2
 
 
+@pytest.mark.slow
 def test_the_log_of_mlperf_tells_the_run(tmp_path):
   options = dict(log__mllog="True", target_accuracy="0.1", stop_at_target="True")
   fit(tiny_digits(**options), tmp_path)
@@ -300,3 +320,15 @@ def test_progress_lines(capsys):
   assert first.endswith("left") and "examples/s" in first
   assert second == "step  10/100  held-out accuracy 87.50%  loss 0.2500"
   assert metrics.duration(7) == "0:07" and metrics.duration(11_100) == "3:05:00"
+
+
+@pytest.mark.slow
+def test_many_runs_in_one_process_leave_nothing_behind(tmp_path):
+  """A notebook's: threads, open files, and memory of arrays and programs."""
+  seen = []
+  for number in range(12):
+    fit(tiny_digits(epochs="2"), tmp_path / str(number))
+    gc.collect()
+    arrays = sum(a.nbytes for a in jax.live_arrays())
+    seen.append((threading.active_count(), len(os.listdir("/proc/self/fd")), arrays))
+  assert seen[2:] == [seen[2]] * 10, seen

@@ -104,6 +104,7 @@ def test_attention_is_exact(way, causal, groups):
   assert largest_distance(results, by_hand(groups, causal)) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["ring", "zigzag", "all_to_all"])
 def test_bfloat16_is_as_near_as_on_one_device(way):
   arrays = tuple(jnp.asarray(x, jnp.bfloat16) for x in inputs(4))

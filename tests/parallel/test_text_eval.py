@@ -76,6 +76,7 @@ def counted(table, stream):
   return loss, hits, len(stream)
 
 
+@pytest.mark.slow
 def test_the_sum_over_windows_is_the_sum_over_the_stream(table, stream):
   loss, hits, tokens = counted(table, stream)
   evaluations = []
@@ -178,6 +179,7 @@ def bigram():
   )
 
 
+@pytest.mark.slow
 def test_a_run_of_a_language_model(bigram, tmp_path, capsys):
   (tmp_path / "events").mkdir()
   tmp_path = tmp_path / "train"
@@ -236,7 +238,7 @@ def test_a_model_of_images_does_not_take_text():
 
 
 def test_a_picture_of_a_language_model_has_perplexity(tmp_path, monkeypatch):
-  from matplotlib import pyplot as plt
+  from matplotlib.figure import Figure
 
   lines = [
     {"step": s, "train/loss": 3 / s, "train/accuracy": 0.1, "train/perplexity": 20 / s,
@@ -245,11 +247,10 @@ def test_a_picture_of_a_language_model_has_perplexity(tmp_path, monkeypatch):
   text = "".join(json.dumps(line) + "\n" for line in lines)
   (tmp_path / "metrics.jsonl").write_text(text)
   titles = []
-  close = plt.close
-  monkeypatch.setattr(
-    plt, "close",
-    lambda figure: (titles.extend(a.get_title(loc="left") for a in figure.axes),
-                    close(figure)),
-  )  # fmt: skip
+
+  def save(figure, *_, **__):
+    titles.extend(axis.get_title(loc="left") for axis in figure.axes)
+
+  monkeypatch.setattr(Figure, "savefig", save)
   assert metrics.plot_metrics(tmp_path)
   assert titles == ["Loss", "Perplexity", "Learning rate", "Speed"]

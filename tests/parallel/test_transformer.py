@@ -18,12 +18,13 @@ from jaxscale.exchange import plain
 from jaxscale.experiment import layout as layout_parts
 from jaxscale.experiment.model import init_fn, make_model
 from jaxscale.mesh import batch_sharding, make_mesh
-from jaxscale.models import attention, make_transformer
+from jaxscale.models import RopeScaling, attention, make_transformer
 from jaxscale.models.stack import Ops, hidden_states, run_stack, stack_logits
 from jaxscale.parallel.layout_exchange import exchange_axes
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_eval_step, make_train_step
 from support import golden_models
+from support.cases import all_slow_except
 
 SIZES = {
   "vocab_size": 40, "num_layers": 2, "width": 24, "num_heads": 6, "num_kv_heads": 2,
@@ -75,11 +76,14 @@ def test_parameters_are_as_many_as_published(published, sizes):
     ("hf_llama", {}),
     ("hf_qwen3", {"rope_theta": 1e6, "norm_eps": 1e-6, "qk_norm": True,
                   "head_width": 8}),
+    ("hf_qwen2", {"rope_theta": 1e6, "norm_eps": 1e-6, "qkv_bias": True}),
+    ("hf_llama31", {"rope_theta": 100.0, "num_heads": 2, "num_kv_heads": 1,
+                    "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 64)}),
   ],
 )  # fmt: skip
 def test_is_what_hugging_face_computes(name, settings):
   weights, probes, there = golden_models.load(name)
-  stack = make_transformer(**SIZES, **settings, pad_vocab_to=1)
+  stack = make_transformer(**SIZES | settings, pad_vocab_to=1)
   params = golden_models.from_llama(weights)
   shapes = jax.eval_shape(stack.init, jax.random.key(0))
   assert jax.tree.map(np.shape, params) == jax.tree.map(lambda x: x.shape, shapes)
@@ -209,7 +213,7 @@ def smoothed(model):
   return jax.device_get((metrics, state.params, found))
 
 
-@pytest.mark.parametrize("model", [1, 2])
+@pytest.mark.parametrize("model", all_slow_except([1, 2], 2))
 def test_a_config_smooths_labels_in_training_alone(model):
   """Also where the vocabulary, with its padding, is split over two devices."""
   b = batch(rows=4)
@@ -255,6 +259,7 @@ def test_sees_what_is_before_and_nothing_behind():
   assert np.all(np.abs(before - after)[:, 6:].max(-1) > 1e-4)
 
 
+@pytest.mark.slow
 def test_initial_parameters_are_of_the_published_scale():
   sizes = SIZES | {"num_layers": 8, "width": 192, "hidden": 300}
   p = make_transformer(**sizes).init(jax.random.key(0))
@@ -335,6 +340,7 @@ def assert_close(found, expected):
     np.testing.assert_allclose(a, b, rtol=0, atol=4e-6 * np.abs(b).max())
 
 
+@pytest.mark.slow
 def test_half_precision_is_near():
   stack = make_transformer(**SIZES, pad_vocab_to=16, dtype="bfloat16")
   b = batch()

@@ -170,6 +170,7 @@ def test_half_precision_is_near():
   assert 1e-4 < error < 4e-2  # bfloat16 has 8 bits
 
 
+@pytest.mark.slow
 def test_initial_parameters_are_as_in_the_papers_code():
   sizes = SIZES | {"width": 128, "hidden": 512, "patch": 8, "image_shape": (64, 64, 3)}
   p = make_vit(**sizes).init(jax.random.key(0))
@@ -207,6 +208,7 @@ def config(model, **more):
   )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_config_makes_the_model():
   info = data.digits("test").info
   of = config(cfg.ViT(patch=4, width=16, num_layers=2, num_heads=2, pad_classes_to=8))

@@ -9,7 +9,6 @@ import pytest
 
 from support.commands import child_env
 from support.processes import line_of
-from support.watched import CHILD
 
 pytestmark = pytest.mark.slow
 
@@ -53,31 +52,13 @@ for step in range(1, 10**6):
     ("exit", r"process 2 on n2 left after step 150 while others continue"),
   ],
 )
-def test_all_leave_soon_and_name_the_culprit(child, tmp_path, fault, line):
+def test_all_leave_soon_and_name_the_culprit(family, tmp_path, fault, line):
   with socket.create_server(("127.0.0.1", 0)) as free:
     port = free.getsockname()[1]
-  with socket.create_server(("127.0.0.1", 0)) as server:
-    ours = server.getsockname()[1]
   # Limits that a machine which is busy with other tests keeps in health.
-  quick = "heartbeat_timeout_s=1.2, hang_timeout_s=1.6, compile_timeout_s=1.5"
-  slow = "heartbeat_timeout_s=4, hang_timeout_s=5, compile_timeout_s=100"
-  code = (
-    CHILD.replace(quick, slow)
-    .replace(
-      "socket.socket(fileno=port)  # inherited, and listening",
-      'socket.create_server(("127.0.0.1", port))',
-    )
-    .replace(
-      '  links[0] = socket.create_connection(("127.0.0.1", port))',
-      "  while True:\n    try:\n"
-      '      links[0] = socket.create_connection(("127.0.0.1", port))\n      break\n'
-      "    except OSError:\n      time.sleep(0.05)",
-    )
-  )
-  processes = [
-    child(code + TRAIN, r, 3, ours, tmp_path / "faults", port, fault, env=child_env())
-    for r in range(3)
-  ]
+  limits = "heartbeat_timeout_s=4, hang_timeout_s=5, compile_timeout_s=100"
+  given = {"args": (str(port), fault), "limits": limits, "env": child_env()}
+  processes = family(TRAIN, TRAIN, TRAIN, **given)
   for process in processes:
     assert line_of(process) == "up"
   time.sleep(0.5)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxscale import models
 from jaxscale.mesh import make_mesh
 from jaxscale.models.stack import stack_logits
-from jaxscale.tree_paths import path_name
+from jaxscale.optim.tree_paths import path_name
 from jaxscale.weights import export_safetensors, import_safetensors, load
 from jaxscale.weights.names import naming_of
 from jaxscale.weights.safetensors import read_header, read_index, view

@@ -136,6 +136,28 @@ def test_a_directory_that_cannot_be_written(tmp_path):
     checkpoints.save(at_step(state, 1))
 
 
+def test_a_list_that_the_disk_does_not_give_costs_one_checkpoint(tmp_path, monkeypatch):
+  _, state = make_states(1)
+  listdir, reported = os.listdir, []
+
+  def fail(path):
+    if str(path) == str(tmp_path):
+      raise OSError(errno.EIO, "Input/output error")
+    return listdir(path)
+
+  options = dict(on_failure="continue", say=reported.append)
+  with Checkpoints(tmp_path, **options) as checkpoints:
+    monkeypatch.setattr(os, "listdir", fail)
+    checkpoints.save(at_step(state, 1))
+    checkpoints.wait()
+    monkeypatch.undo()
+    checkpoints.save(at_step(state, 2))
+    checkpoints.wait()
+    assert checkpoints.steps() == [2] and checkpoints.unsaved is None
+  (line,) = reported
+  assert "Input/output error; the newest that is: unknown; training cont" in line
+
+
 def test_metrics_wait_for_the_disk(tmp_path):
   reported = []
   with small_disk(tmp_path / "disk", "200k") as disk:
@@ -216,6 +238,7 @@ def test_two_processes_on_a_full_disk_both_end(tmp_path):
     assert time.monotonic() - began < 200
 
 
+@pytest.mark.slow
 def test_what_one_process_cannot_do_none_waits_for(tmp_path):
   first, second = run_pair(tmp_path, "faults")
   *unsaved, damaged, restored = first

@@ -23,8 +23,8 @@ from support.paths import ROOT
 
 CHILD = """
 import json, os, signal, sys, time
-from jaxscale.cluster import wire
 from jaxscale.cluster.detect.launch import Launch
+from jaxscale.cluster.rendezvous import network
 from jaxscale.cluster.rendezvous.join import check_devices, join
 from jaxscale.cluster.rendezvous.client import rendezvous
 from jaxscale.errors import ConfigError
@@ -32,6 +32,8 @@ a = json.loads(sys.argv[1])
 got = []
 signal.signal(signal.SIGTERM, lambda *_: got.append("TERM"))
 launch = Launch("test", a["rank"], a["of"], a["host"], 0, 1, a["job"])
+if a["apart"]:  # as on two hosts: they see other files
+  network.namespace = lambda kind: f"{a['rank']}" if kind == "mnt" else "one"
 try:
   group = rendezvous(launch, timeout_s=60)
   began = time.monotonic()
@@ -48,11 +50,11 @@ total = process_allgather(np.float32(a["rank"] + 1)).sum()
 os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(0.1)
 link = list(group.links.values())[0]
-wire.send(link, {"still": a["rank"]})
+link.send({"still": a["rank"]})
 print(json.dumps({
   "total": float(total), "processes": jax.process_count(), "signals": got,
   "devices": jax.local_device_count(), "joined": joined,
-  "heard": wire.Receiver(link).receive(10),
+  "heard": link.receive(10), "coordinator": group.coordinator,
 }), flush=True)
 """
 
@@ -62,9 +64,10 @@ def results():
   """Runs processes with JAX; it swallows SIGTERM, so they are killed."""
   running = []
 
-  def run(job, envs, host="127.0.0.1"):
+  def run(job, envs, host="127.0.0.1", apart=False):
     for rank, env in enumerate(envs):
       options = {"rank": rank, "of": len(envs), "job": job, "host": host}
+      options["apart"] = apart
       kept = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
       running.append(subprocess.Popen(
         [sys.executable, "-c", CHILD, json.dumps(options)], text=True, cwd=ROOT,
@@ -96,7 +99,8 @@ def test_two_processes_join_behind_a_dead_proxy_and_own_their_signals(results):
          "JAX_COORDINATOR_PORT": "1"}  # fmt: skip
   began = time.monotonic()
   with proxy:
-    got = results(f"proxy-{os.getpid()}-{time.monotonic_ns()}", [env] * 2)
+    name = f"proxy-{os.getpid()}-{time.monotonic_ns()}"
+    got = results(name, [env] * 2, apart=True)
   for rank, ((out, err), code) in enumerate(got):
     assert code == 0, err
     reported = json.loads(own_lines(out)[-1])
@@ -105,6 +109,7 @@ def test_two_processes_join_behind_a_dead_proxy_and_own_their_signals(results):
     )
     assert reported["signals"] == ["TERM"]
     assert reported["heard"] == {"still": 1 - rank}
+    assert reported["coordinator"].startswith("127.0.0.1:")
     assert "proxy" not in err
   measured("http_proxy to a dead proxy", None, 0, "initialized as usual")
   assert time.monotonic() - began < 90
@@ -112,9 +117,8 @@ def test_two_processes_join_behind_a_dead_proxy_and_own_their_signals(results):
 
 def test_the_coordinator_s_port_is_never_free_for_others(monkeypatch):
   """From the group until JAX listens, though both are in one process."""
-  port, kept = network.bind_port(
-    network.ports_of(f"kept-{time.monotonic_ns()}"), listen=False
-  )
+  ports = network.ports_of(f"kept-{time.monotonic_ns()}")
+  port, (kept,) = network.bind_port(ports, [], listen=False)
   bound = []
 
   def initialize(*_, **__):
@@ -127,16 +131,15 @@ def test_the_coordinator_s_port_is_never_free_for_others(monkeypatch):
 
   monkeypatch.setattr("jax.distributed.initialize", initialize)
   launch = Launch("test", 0, 2, "127.0.0.1", 0, 1, "kept")
-  join(launch, ProcessGroup(0, 2, ["n1", "n2"], f"127.0.0.1:{port}", {}, kept))
+  join(launch, ProcessGroup(0, 2, ["n1", "n2"], f"127.0.0.1:{port}", {}, b"", kept))
   assert bound == [1] and kept.fileno() == -1
 
 
 @pytest.mark.slow
 def test_plain_jax_hangs_behind_that_proxy():
   proxy, port = dead_port()
-  _, kept = network.bind_port(
-    network.ports_of(f"plain-{time.monotonic_ns()}"), listen=False
-  )
+  ports = network.ports_of(f"plain-{time.monotonic_ns()}")
+  _, (kept,) = network.bind_port(ports, [], listen=False)
   coordinator = f"127.0.0.1:{kept.getsockname()[1]}"
   kept.close()
   code = (
@@ -177,9 +180,8 @@ def test_other_numbers_of_devices_are_one_line_in_all(results):
 
 
 def test_a_coordinator_that_cannot_be_reached_is_a_line_not_an_abort():
-  port, kept = network.bind_port(
-    network.ports_of(f"no-jax-{time.monotonic_ns()}"), listen=False
-  )
+  ports = network.ports_of(f"no-jax-{time.monotonic_ns()}")
+  port, (kept,) = network.bind_port(ports, [], listen=False)
   with kept:
     group = ProcessGroup(1, 2, ["n1", "n2"], f"127.0.0.1:{port}", {})
     launch = Launch("test", 1, 2, "n1", 0, 1, "j")

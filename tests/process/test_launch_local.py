@@ -83,6 +83,23 @@ def test_a_real_run_from_a_notebook(tmp_path, monkeypatch):
     job.resume()
 
 
+@pytest.mark.slow
+def test_two_processes_share_a_secret_that_is_in_no_file(tmp_path, monkeypatch):
+  monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+  job = launch.submit(
+    DIGITS, executor="local", runs=str(tmp_path), nodes=1, name="two", tasks_per_node=2,
+    overrides={"epochs": 3, "log.tensorboard": False, "model": "MLP",
+               "model.hidden": (64,)},
+  )  # fmt: skip
+  (row,) = job.wait(240)
+  assert (row.state, row.code, row.restarts) == ("COMPLETED", 0, 0), job.logs("batch")
+  starts = read_json_lines(job.folder / "train" / "starts.jsonl")
+  assert starts and "JAX_PLATFORMS" in starts[0]["variables"]
+  files = [p for p in tmp_path.rglob("*") if p.is_file() and "code" not in p.parts]
+  assert len(files) > 5
+  assert not [p for p in files if b"JAXSCALE_SECRET" in p.read_bytes()]
+
+
 def test_several_processes_know_each_other_and_have_files(fake):
   job = launch.submit(DIGITS, nodes=2, tasks_per_node=2, **fake)
   wait(job)
@@ -258,9 +275,10 @@ def test_what_minds_no_signal_is_killed_after_the_grace(monkeypatch):
 def test_a_supervisor_that_was_killed_is_noticed(fake, tmp_path):
   (tmp_path / "does").write_text("while true; do sleep 0.1; done")
   job = launch.submit(DIGITS, **fake)
-  until(lambda: job.metrics())
+  started = job.folder / "processes.jsonl"  # written after the process has begun
+  until(lambda: job.metrics() and started.exists() and read_json_lines(started))
   (line,) = read_json_lines(job.folder / "supervisor.jsonl")
-  (process,) = read_json_lines(job.folder / "processes.jsonl")
+  (process,) = read_json_lines(started)
   os.kill(line["pid"], signal.SIGKILL)
   until(lambda: job.status()[0].state == "LOST")
   assert local._born(process["pid"]) == process["born"]

@@ -118,6 +118,7 @@ def test_resumes_with_another_number_of_devices(tmp_path, uninterrupted):
     assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
 
 
+@pytest.mark.slow
 def test_two_processes_of_two_devices_equal_one_of_four(tmp_path):
   one, two = tmp_path / "one", tmp_path / "two"
   # 57 steps: rounding has not grown past the bound.

@@ -11,13 +11,23 @@ import time
 
 import pytest
 
-from jaxscale.cluster import wire
+from jaxscale.cluster import secret
 from jaxscale.cluster.detect.launch import Launch
 from jaxscale.cluster.rendezvous import network, server
+from jaxscale.cluster.rendezvous.acceptor import Acceptor
 from jaxscale.cluster.rendezvous.client import rendezvous
 from support import rendezvous as starting
 from support.paths import ROOT
-from support.rendezvous import connect, ends, job, the_line, who
+from support.rendezvous import (
+  connect,
+  ends,
+  greet,
+  job,
+  key_of,
+  ports_of,
+  the_line,
+  who,
+)
 
 start = pytest.fixture(starting.starter)
 
@@ -28,8 +38,8 @@ def test_four_processes_connect_in_any_order_and_can_talk(start):
   got = ends([start(r, 4, name, late=late[r]) for r in range(4)], 15)
   assert [code for code, _ in got] == [0] * 4
   assert all(reported["hosts"] == ["n1", "n2", "n3", "n4"] for _, reported in got)
-  ports = {reported["coordinator"].split(":")[1] for _, reported in got}
-  assert len(ports) == 1 and int(ports.pop()) in network.PORTS
+  (coordinator,) = {reported["coordinator"] for _, reported in got}
+  assert coordinator.startswith("unix:/")  # which no other user reaches
   assert {int(r): m["from"] for r, m in got[0][1]["heard"].items()} == {
     1: 1,
     2: 2,
@@ -45,11 +55,8 @@ def test_one_process_needs_nobody():
 
 def same_port_first(name, other):
   """The first name like `other` whose first port is that of `name`'s."""
-  wanted = network.ports_of(name)[0]
-  return next(
-    f"{other}-{i}" for i in range(10**6)
-    if network.ports_of(f"{other}-{i}", 1) == [wanted]
-  )  # fmt: skip
+  wanted, names = ports_of(name)[0], (f"{other}-{i}" for i in range(10**6))
+  return next(n for n in names if network.ports_of(key_of(n).hex(), 1) == [wanted])
 
 
 def test_two_steps_of_a_job_on_one_port_never_cross_connect(start):
@@ -68,7 +75,7 @@ def test_two_steps_of_a_job_on_one_port_never_cross_connect(start):
 def test_a_taken_port_is_passed_over(start, listens):
   name = job("taken")
   with socket.socket() as stranger:
-    stranger.bind(("", network.ports_of(name)[0]))
+    stranger.bind(("", ports_of(name)[0]))
     if listens:
       stranger.listen()
     got = ends([start(r, 2, name) for r in range(2)], 15)
@@ -76,17 +83,21 @@ def test_a_taken_port_is_passed_over(start, listens):
 
 
 def test_the_given_port_is_the_rendezvous_s_and_jax_gets_another(start):
-  port, kept = network.bind_port(network.ports_of(job("given")), listen=False)
+  port, (kept,) = network.bind_port(ports_of(job("given")), [], listen=False)
   kept.close()
   host = f"127.0.0.1:{port}"
-  got = ends([start(r, 2, "j", host) for r in range(2)], 15)
+  # As on two hosts: they do not see the same files.
+  apart = [{"network.namespace": f"n{r}"} for r in range(2)]
+  got = ends([start(r, 2, "j", host, set=apart[r]) for r in range(2)], 15)
   assert [code for code, _ in got] == [0, 0]
-  assert not any(reported["coordinator"].endswith(f":{port}") for _, reported in got)
+  (coordinator,) = {reported["coordinator"] for _, reported in got}
+  address, _, other = coordinator.partition(":")
+  assert address == "127.0.0.1" and int(other) in set(network.PORTS) - {port}
 
 
 def test_strangers_do_not_disturb(start):
   name = job("strangers")
-  port = network.ports_of(name)[0]
+  port = ports_of(name)[0]
   first = start(0, 2, name)
   bad = [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01" * 99, b"[" * 50_000,
          b"{}\n", b"5\n", b'{"job": 1, "hello": {"rank": []}}\n', b"",
@@ -98,12 +109,11 @@ def test_strangers_do_not_disturb(start):
   with connect(port) as flood, pytest.raises(OSError):
     for _ in range(1000):  # without an end of line: cut off, not collected
       flood.sendall(b"x" * 10_000)
-  other = connect(port)
-  wire.send(other, {"job": "another job", "hello": [1]})
-  assert wire.Receiver(other).receive(5) == {"other_job": name}
+  with pytest.raises((ValueError, EOFError)):  # of the same user, of another run
+    secret.connect(("127.0.0.1", port), key_of("another job"), 5)
   got = ends([first, start(1, 2, name)], 15)
   assert [code for code, _ in got] == [0, 0]
-  for sock in [*strangers, other]:
+  for sock in strangers:
     sock.close()
 
 
@@ -112,15 +122,14 @@ def test_a_forked_worker_does_not_keep_a_dead_process_s_link_open(start):
   child = start(1, 2, name, fork=True, stay=30)
   group = rendezvous(Launch("test", 0, 2, "127.0.0.1", 0, 1, name), timeout_s=15)
   try:
-    sock = group.links[1]
-    wire.send(sock, {})
-    receiver = wire.Receiver(sock)
-    assert receiver.receive(10)["from"] == 1
+    link = group.links[1]
+    link.send({})
+    assert link.receive(10)["from"] == 1
     worker = json.loads(child.stdout.readline())["worker"]
     os.kill(child.pid, signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(EOFError):
-      receiver.receive(10)
+      link.receive(10)
     assert time.monotonic() - began < 1
     os.kill(worker, signal.SIGKILL)
   finally:
@@ -159,21 +168,15 @@ def test_more_processes_connect_than_files_may_be_open_at_first(start):
   count, name = 120, job("files")
   alike = {"handshake.versions": {"jax": "1"}}
   first = start(0, count, name, files=[64, 4096], set=alike, digests={"config": "a"})
-  port = network.ports_of(name)[0]
-  guests = [connect(port)]
-  guests += [socket.create_connection(("127.0.0.1", port)) for _ in range(count - 2)]
-  for rank, sock in enumerate(guests, 1):
-    wire.send(sock, {"job": name, "hello": who(rank, count)})
-  for rank, sock in enumerate(guests, 1):
-    receiver = wire.Receiver(sock)
-    assert receiver.receive(10) == {"welcome": name}
-    reported = receiver.receive(10)
-    assert "go" in reported and len(reported["hosts"]) == count, reported
-    wire.send(sock, {"from": rank, "job": name})
+  guests = [greet(name, who(rank, count)) for rank in range(1, count)]
+  for rank, link in enumerate(guests, 1):
+    _, hosts = link.receive(10)["go"]
+    assert len(hosts) == count
+    link.send({"from": rank, "job": name})
   ((code, reported),) = ends([first], 15)
   assert code == 0 and len(reported["heard"]) == count - 1
-  for sock in guests:
-    sock.close()
+  for link in guests:
+    link.close()
 
 
 def test_too_low_a_hard_limit_of_open_files_is_a_line_for_all(start):
@@ -185,26 +188,24 @@ def test_too_low_a_hard_limit_of_open_files_is_a_line_for_all(start):
 
 def test_a_thousand_processes_connect_in_seconds():
   """Their sockets, that is: one thread here plays all of them."""
-  count, name = 1000, "thousand"
+  count, name = 1000, job("thousand")
   own = who(0, count)
-  port, listener = network.bind_port(network.ports_of(job(name)), listen=True)
+  port, listeners = network.bind_port(ports_of(name), [], listen=True)
   began, guests = time.monotonic(), []
 
   def come():
     for rank in range(1, count):
-      sock = socket.create_connection(("127.0.0.1", port))
-      wire.send(sock, {"job": name, "hello": who(rank, count)})
-      guests.append(sock)
+      guests.append(secret.connect(("127.0.0.1", port), key_of(name), 5))
+      guests[-1].send(who(rank, count))
 
   thread = threading.Thread(target=come)
   thread.start()
   launch = Launch("test", 0, count, None, 0, 1, name)
-  hosts, links = server.serve(launch, own, listener, 60, coordinator_port=4321)
+  with Acceptor(listeners, key_of(name), count) as acceptor:
+    hosts, links, _ = server.serve(launch, own, acceptor, 60, lambda hellos: "4321")
   thread.join()
   assert hosts == [f"n{r + 1}" for r in range(count)] and len(links) == count - 1
-  receiver = wire.Receiver(guests[-1])
-  assert receiver.receive(5) == {"welcome": name}
-  assert receiver.receive(5) == {"go": 4321, "hosts": hosts}
+  assert guests[-1].receive(5) == {"go": ["4321", hosts]}
   assert time.monotonic() - began < 10
-  for sock in [*guests, *links.values()]:
-    sock.close()
+  for link in [*guests, *links.values()]:
+    link.close()

@@ -144,6 +144,7 @@ for bad in ((), (1,), (0, 1)):
 """
 
 
+@pytest.mark.slow
 def test_two_real_processes_name_the_one_that_differs():
   results = run_group([sys.executable, "-c", PROCESS], num_devices=2)
   assert [code for *_, code in results] == [0, 0], results
@@ -173,6 +174,7 @@ errors.leave(train.main)
 """
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_one_line_and_exit_code_1(tmp_path):
   args = [f"--config.{name}={value}" for name, value in CONFIG.items()]
   command = train_command(tmp_path / "run", *args)

@@ -5,9 +5,9 @@ import json
 import math
 
 import jax
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from jaxscale import cli, data, metrics
 from jaxscale.config import LARS, SGD, TFDS, ResNet
@@ -172,7 +172,9 @@ def test_the_picture_shows_each_run(study, tmp_path, monkeypatch):
   _, workdir, found = study
   assert (workdir / "study.png").read_bytes()[:4] == b"\x89PNG"
   figures = []
-  monkeypatch.setattr(plt, "close", figures.append)
+  monkeypatch.setattr(
+    Figure, "savefig", lambda figure, *_, **__: figures.append(figure)
+  )
   diverged = dict(found["runs"][-1], status="diverged", gap=None, batch_size=2048)
   fit = {"s_min": 50.0, "b_crit": 100.0, "b_crit_range": (90.0, 120.0)}
   drawn = found | {"runs": [*found["runs"], diverged], "fit": fit}

@@ -3,7 +3,6 @@
 import math
 import re
 import signal
-import socket
 import time
 
 import pytest
@@ -17,7 +16,6 @@ from jaxscale.cluster.watch.fault_detection import (
   find_slow,
 )
 from jaxscale.cluster.watch.watch import failure_of
-from jaxscale.cluster.wire import MAX_BYTES, Receiver, encode, send
 from support.watched import ends, wait_up
 
 FOREVER = "train(10**6)"
@@ -292,33 +290,3 @@ def test_slow_is_what_others_wait_for():
   assert find_slow({0: 0.001, 1: 0.009}, step_s=0.1) == {}
   # All slow in their own way: no one is.
   assert find_slow({r: 0.1 * r for r in range(8)}, step_s=1.0) == {}
-
-
-def test_messages_come_whole_however_they_are_cut():
-  here, there = socket.socketpair()
-  with here, there:
-    receiver = Receiver(here)
-    data = b"".join(map(encode, [{"a": "é\n"}, [1, None], "x"]))
-    for byte in data[:-1]:
-      there.sendall(bytes([byte]))
-    assert receiver.receive(1) == {"a": "é\n"}
-    assert receiver.receive(1) == [1, None]
-    with pytest.raises(TimeoutError):
-      receiver.receive(0.01)
-    there.sendall(data[-1:])
-    send(there, 5)
-    there.close()
-    assert [receiver.receive(1), receiver.receive(1)] == ["x", 5]
-    with pytest.raises(EOFError):
-      receiver.receive(1)
-
-
-def test_a_line_without_end_is_refused():
-  here, there = socket.socketpair()
-  with here, there:
-    there.setblocking(False)
-    receiver = Receiver(here)
-    with pytest.raises(ValueError, match="without end"):
-      for _ in range(2 * MAX_BYTES // 4096):
-        there.send(b"x" * 4096)
-        receiver.drain()

@@ -192,7 +192,8 @@ def test_the_job_is_requeued_when_the_node_of_its_script_is_lost(cli, slurm):
   cli.does(FOREVER)
   cli("submit", "--nodes=2", "--spares=1", "--name=h")
   until(cli, "h", "RUNNING")
-  wait_until(lambda: "rank 1 of 2 on n3" in cli("logs", "h", "--rank=1"))
+  log = cli.runs / "h" / "logs" / f"{number(cli, 'h')}.1.out"
+  wait_until(lambda: log.exists() and "rank 1 of 2 on n3" in log.read_text())
   slurm.kill_node("n1")
   wait_until(lambda: ends(cli, "h") == [(137, "requeue")], 60)
   cli.does("exit 0")

@@ -91,10 +91,13 @@ def test_a_slow_process_is_named_and_lives(slurm, whole, tmp_path):
 def test_a_job_that_makes_no_progress_is_given_up(slurm, tmp_path):
   """Requeued from outside again and again, it leaves with 93 before it trains."""
   job = Job(slurm, tmp_path, "kill always", 0, "--config.faults.max_idle_restarts=1")
-  for start in (1, 2):  # the first leaves a checkpoint, the second a later one, or none
+  # All are killed at one step. The first leaves a checkpoint; the second none, or the
+  # one that the first had not finished, and then the third none.
+  for start in (1, 2, 3, 4):
     job.until(lambda start=start: len(job.codes()) == start)
+    if job.codes()[-1] == 93:
+      break
     job.end("FAILED")
     slurm.run("scontrol", "requeue", job.id)
-  job.until(lambda: len(job.codes()) == 3)
-  assert job.codes() == [137, 137, 93]
+  assert job.codes() in ([137, 137, 93], [137, 137, 137, 93])
   assert "error: 1 restart without progress, still at step" in job.reported()

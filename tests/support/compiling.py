@@ -10,6 +10,7 @@ _FAST: dict[str, Any] = {
   "xla_backend_optimization_level": 0,
   "xla_cpu_use_fusion_emitters": False,
   "xla_cpu_parallel_codegen_split_count": 1,  # the cores have other tests to run
+  "xla_llvm_disable_expensive_passes": True,
 }
 
 

@@ -1,7 +1,8 @@
-"""Small configs."""
+"""Small configs, and what a run of one records."""
 
 from jaxscale import config as cfg
 from jaxscale.config.loading import load_config
+from jaxscale.config.record import FORMAT, to_plain
 
 
 def tiny_language(**fields):
@@ -33,3 +34,13 @@ def tiny_digits(**changes):
   if "model" in dotted:
     del base["model.hidden"]
   return load_config("configs/digits.py", base | dotted)
+
+
+def recorded(config):
+  """The config.json of a run, as far as one that resumes it must find it."""
+  return {
+    "format": FORMAT,
+    "config": to_plain(config),
+    "data": {"name": "any"},
+    "derived": {"total_steps": 9, "num_devices": 8},
+  }

@@ -47,8 +47,11 @@ EXCHANGES = {
   "delayed one bit": lambda n=N: delayed(one_bit(AXES, num_devices=n)),
   "warm one bit": lambda n=N: warm_start(one_bit(AXES, num_devices=n), AXES, steps=5),
 }
-FEEDBACK = [name for name in EXCHANGES if name.split()[0] not in (
-  "plain", "bucketed", "bf16", "fp16", "int8")]  # fmt: skip
+# Those that send later what they leave out.
+FEEDBACK = [
+  "one bit", "top k", "top k of buckets", "power sgd", "delayed", "delayed one bit",
+  "warm one bit",
+]  # fmt: skip
 
 
 def gradients(steps, seed=0, devices=N, shapes=SHAPES):

@@ -31,8 +31,14 @@ LLAMA = {
   "v/kernel": "self_attn.v_proj", "o/kernel": "self_attn.o_proj",
   "q_norm/scale": "self_attn.q_norm", "k_norm/scale": "self_attn.k_norm",
   "gate/kernel": "mlp.gate_proj", "up/kernel": "mlp.up_proj",
-  "down/kernel": "mlp.down_proj",
+  "down/kernel": "mlp.down_proj", "q/bias": "self_attn.q_proj",
+  "k/bias": "self_attn.k_proj", "v/bias": "self_attn.v_proj",
 }  # fmt: skip
+
+
+def _theirs(ours, layer):
+  leaf = "bias" if ours.endswith("/bias") else "weight"
+  return f"model.layers.{layer}.{LLAMA[ours]}.{leaf}"
 
 
 def nested(flat):
@@ -50,15 +56,13 @@ def nested(flat):
 def from_llama(weights, num_layers=2):
   """Hugging Face's [out, in] matrices of each layer as ours, stacked."""
 
-  def layers(name):
-    found = [weights[f"model.layers.{i}.{name}.weight"].T for i in range(num_layers)]
-    return np.stack(found)
+  def layers(ours):
+    return np.stack([weights[_theirs(ours, i)].T for i in range(num_layers)])
 
-  has = {ours for ours, name in LLAMA.items()
-         if f"model.layers.0.{name}.weight" in weights}  # fmt: skip
+  has = {ours for ours in LLAMA if _theirs(ours, 0) in weights}
   return {
     "embed": {"table": weights["model.embed_tokens.weight"]},
-    "layers": nested({ours: layers(LLAMA[ours]) for ours in has}),
+    "layers": nested({ours: layers(ours) for ours in has}),
     "head": {
       "norm": {"scale": weights["model.norm.weight"]},
       "kernel": weights["lm_head.weight"].T,
@@ -73,11 +77,10 @@ def to_llama(params):
     "model.norm.weight": params["head"]["norm"]["scale"],
     "lm_head.weight": params["head"]["kernel"].T,
   }
-  for ours, name in LLAMA.items():
+  for ours in LLAMA:
     module, leaf = ours.split("/")
-    if module in params["layers"]:
-      for i, of_layer in enumerate(params["layers"][module][leaf]):
-        found[f"model.layers.{i}.{name}.weight"] = of_layer.T
+    for i, of_layer in enumerate(params["layers"].get(module, {}).get(leaf, ())):
+      found[_theirs(ours, i)] = of_layer.T
   return found
 
 

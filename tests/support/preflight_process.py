@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -10,10 +11,11 @@ import time
 from pathlib import Path
 
 from jaxscale import preflight as checks
+from jaxscale.cluster.wire import Link
 from jaxscale.errors import ConfigError
 from jaxscale.preflight import network
 from jaxscale.preflight.finding import Finding
-from jaxscale.preflight.group import make_group
+from jaxscale.preflight.group import Group
 
 HOSTS = ["n1", "n2", "n3", "n4"]
 # A machine with more processes than cores is not a network: only what is throttled on
@@ -112,6 +114,7 @@ def make_options(words, limits):
 
 
 def main(rank, hosts, port, options, patch, limits):
+  signal.alarm(300)  # whoever reads its lines waits no longer
   links = connect(rank, len(hosts), port)
   if rank:
     links[0].sendall(f"{rank:8}".encode())
@@ -119,7 +122,8 @@ def main(rank, hosts, port, options, patch, limits):
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
   exec(patch, {"rank": rank})
   began = time.monotonic()
-  group = make_group(rank, hosts, links)
+  links = {r: Link(sock) for r, sock in links.items()}
+  group = Group(rank, tuple(hosts), links, b"key")
   options = make_options(options, network.NetworkLimits(**limits))
   try:
     findings = checks.run_checks(group, options)

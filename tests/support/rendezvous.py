@@ -8,22 +8,25 @@ import subprocess
 import sys
 import time
 
+from jaxscale.cluster import secret
+from jaxscale.cluster.rendezvous import network
 from jaxscale.cluster.rendezvous.handshake import Hello
 from support.paths import ROOT
 
 # One process of a run: it connects, prints what it got, sends its rank over the links.
 CHILD = """
-import json, os, resource, socket, sys, time
-from jaxscale.cluster import wire
-from jaxscale.cluster.rendezvous import client, handshake, network, server
+import json, os, resource, signal, socket, sys, time
+from jaxscale.cluster.rendezvous import acceptor, client, handshake, network, server
 from jaxscale.cluster.detect.launch import Launch
 from jaxscale.cluster.rendezvous.client import rendezvous
 from jaxscale.errors import ConfigError
+signal.alarm(120)  # whoever reads its lines waits no longer
 a = json.loads(sys.argv[1])
 for name, value in a.get("set", {}).items():
   module, name = name.split(".")
   is_call = module in ("network", "handshake")
-  setattr(globals()[module], name, (lambda value=value: value) if is_call else value)
+  function = lambda *_, value=value: value
+  setattr(globals()[module], name, function if is_call else value)
 time.sleep(a.get("late", 0))
 if "files" in a:
   resource.setrlimit(resource.RLIMIT_NOFILE, a["files"])
@@ -37,13 +40,14 @@ try:
 except ConfigError as e:
   print(json.dumps({"error": str(e)}))
   sys.exit(2)
-for sock in group.links.values():
+for link in group.links.values():
+  sock = link.sock
   assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
   assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
   assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
   assert sock.gettimeout() is None
-  wire.send(sock, {"from": a["rank"], "job": a["job"]})
-heard = {r: wire.Receiver(s).receive(10) for r, s in group.links.items()}
+  link.send({"from": a["rank"], "job": a["job"]})
+heard = {r: link.receive(10) for r, link in group.links.items()}
 assert "jax" not in sys.modules
 worker = os.fork() if a.get("fork") else None
 if worker == 0:
@@ -85,7 +89,8 @@ def ends(processes, within):
   results = []
   for process in processes:
     out, err = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
-    assert not err or err.startswith("waiting for"), err
+    known = "waiting for", "connections refused", "ports passed over"
+    assert not err or err.startswith(known), err
     results.append((process.returncode, json.loads(out)))
   return results
 
@@ -105,6 +110,24 @@ def job(name):
   return f"{name}-{os.getpid()}-{time.monotonic_ns()}"
 
 
+def key_of(name):
+  """The key of a run of this name, as its processes derive it."""
+  return secret.run_key(secret.find_secret(), name)
+
+
+def ports_of(name):
+  """The ports on which process 0 of a run of this name may listen."""
+  return network.ports_of(key_of(name).hex())
+
+
+def greet(name, hello, port=None):
+  """A link to process 0 of a run of this name, which has got this hello."""
+  connect(port or ports_of(name)[0]).close()  # it listens
+  link = secret.connect(("127.0.0.1", port or ports_of(name)[0]), key_of(name), 5)
+  link.send(hello)
+  return link
+
+
 def connect(port, within=10):
   deadline = time.monotonic() + within
   while True:
@@ -118,7 +141,7 @@ def connect(port, within=10):
 def who(rank, of=4, **other):
   known = {
     "node": f"n{rank + 1}", "pid": 7, "uuid": f"me{rank}", "place": "here",
-    "gloo": "", "versions": {"jax": "1"}, "digests": {"config": "a"},
+    "files": "here", "gloo": "", "versions": {"jax": "1"}, "digests": {"config": "a"},
     "error": "",
   }  # fmt: skip
   return Hello(rank, of, **(known | other))

@@ -10,13 +10,16 @@ import pytest
 
 from support.paths import ROOT
 
+QUICK = "heartbeat_timeout_s=1.2, hang_timeout_s=1.6, compile_timeout_s=1.5"
 # What a process of these tests does: join by loopback, then "train".
 CHILD = """
-import ctypes, os, socket, sys, time
+import ctypes, os, signal, socket, sys, time
 from pathlib import Path
 from jaxscale.cluster.timeouts import Timeouts
 from jaxscale.cluster.watch import watch
+from jaxscale.cluster.wire import Link
 
+signal.alarm(300)  # whoever reads its lines waits no longer
 rank, n, port = map(int, sys.argv[1:4])
 folder = sys.argv[4]
 hosts = [f"n{r}" for r in range(n)]
@@ -25,15 +28,13 @@ if rank == 0:
   server = socket.socket(fileno=port)  # inherited, and listening
   for _ in range(n - 1):
     sock, _ = server.accept()
-    links[sock.recv(1)[0]] = sock
+    links[sock.recv(1)[0]] = Link(sock)
   server.close()
 else:
-  links[0] = socket.create_connection(("127.0.0.1", port))
-  links[0].sendall(bytes([rank]))
-LIMITS = Timeouts(
-  heartbeat_timeout_s=1.2, hang_timeout_s=1.6, compile_timeout_s=1.5,
-  heartbeat_interval_s=0.1, slow_window_s=1.0,
-)
+  sock = socket.create_connection(("127.0.0.1", port))
+  sock.sendall(bytes([rank]))
+  links[0] = Link(sock)
+LIMITS = Timeouts(HERE, heartbeat_interval_s=0.1, slow_window_s=1.0)
 w = watch.start(links, rank, hosts, timeouts=LIMITS, folder=Path(folder))
 
 def train(steps, work=0.01, first=1):
@@ -53,14 +54,16 @@ def family(tmp_path):
   """Starts processes of one run; ends what is left of them."""
   started = []
 
-  def start(*bodies: str) -> list[subprocess.Popen]:
+  def start(*bodies, args=(), limits=QUICK, env=None) -> list[subprocess.Popen]:
+    child = CHILD.replace("HERE", limits)
     with socket.create_server(("127.0.0.1", 0)) as server:
       for rank, body in enumerate(bodies):
         argv = [str(rank), str(len(bodies))]
         argv += [str(server.fileno() if rank == 0 else server.getsockname()[1])]
         process = subprocess.Popen(
-          [sys.executable, "-c", CHILD + body, *argv, str(tmp_path / "faults")],
-          env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"},
+          [sys.executable, "-c", child + body, *argv, str(tmp_path / "faults"), *args],
+          env=(env or os.environ)
+          | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"},
           stdout=subprocess.PIPE,
           stderr=subprocess.PIPE,
           text=True,

@@ -98,6 +98,21 @@ def test_the_help_of_train_has_the_settings_of_the_config(capsys):
   assert "--config.optimizer.lr = 0.25  (float > 0)\n      peak learning" in page
 
 
+def test_the_console_script_imports_little_before_it_answers_ctrl_c():
+  """A Ctrl-C in the half second that the parser's import takes was a traceback."""
+  code = (
+    "import sys; from jaxscale.cli import entry\n"
+    "print(*sorted(m for m in sys.modules if m.startswith('jaxscale')))"
+  )
+  done = subprocess.run(
+    [sys.executable, "-c", code], env=child_env(), cwd=ROOT,
+    capture_output=True, text=True, timeout=60,
+  )  # fmt: skip
+  assert done.stdout.split() == [
+    "jaxscale", "jaxscale.cli", "jaxscale.cli.start", "jaxscale.errors",
+  ], done.stderr  # fmt: skip
+
+
 @pytest.mark.parametrize("flags", [[], ["-OO"]], ids=["", "without docstrings"])
 def test_help_and_mistakes_come_without_jax(flags):
   code = (
@@ -111,6 +126,7 @@ def test_help_and_mistakes_come_without_jax(flags):
     capture_output=True, text=True, timeout=60,
   )  # fmt: skip
   assert done.returncode == 0 and "did you mean 'epochs'?" in done.stderr, done.stderr
+  assert ("PYTHONOPTIMIZE=2 strips docstrings" in done.stdout) == bool(flags)
 
 
 def test_packaged_configs_have_names(tmp_path, monkeypatch):

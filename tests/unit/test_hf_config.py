@@ -1,35 +1,42 @@
 """The config.json next to parameters: what of it is compared, and the messages."""
 
+import dataclasses
 import json
 
+import numpy as np
 import pytest
 
 from jaxscale import config as cfg
+from jaxscale.data import DatasetInfo, TextInfo
 from jaxscale.errors import ConfigError
-from jaxscale.weights.hf_config import check_hf_config, llama_config
+from jaxscale.weights.check import check_source
+from jaxscale.weights.hf_config import llama_config, transformer_settings
+from jaxscale.weights.safetensors import write
 
 # Settings that are not the defaults, where transformers and we have the same.
 LLAMA = cfg.Transformer(
   num_layers=2, width=32, num_heads=4, num_kv_heads=2, rope_theta=5e5, norm_eps=1e-5
 )
 SIZES = {"hidden": 64, "vocab_size": 256, "sequence_length": 64, "dtype": "float32"}
-TEXT = {"sequence_length": 64}
+TEXT = TextInfo("words", 256, 64)
+IMAGES = DatasetInfo("photos", (224, 224, 3), 7, (127.5,), (127.5,))
 HEAD = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def check(
-  folder, reported, *, model=LLAMA, naming="huggingface", names=HEAD, **options
+  folder, reported, *, model=LLAMA, naming="huggingface", names=HEAD, info=TEXT, **more
 ):
-  """The line that says what is another, or None."""
+  """The line that says what is another, or the notes, or None."""
   (folder / "config.json").write_text(json.dumps(reported))
+  path = folder / "x.safetensors"
   try:
-    check_hf_config(folder / "x.safetensors", naming, names, model, **TEXT, **options)
+    notes = check_source(path, naming, names, model, info, **more)
   except ConfigError as e:
     where, _, line = str(e).partition(": of another model: ")
     assert where == str(folder / "config.json") and "\n" not in line
-    check_hf_config(folder / "x.safetensors", "jaxscale", names, model, **TEXT)
+    assert check_source(path, "jaxscale", names, model, info) == []
     return line
-  return None
+  return "; ".join(note.removeprefix(f"{folder / 'config.json'}: ") for note in notes)
 
 
 def changed(**fields):
@@ -38,14 +45,27 @@ def changed(**fields):
   return {k: v for k, v in reported.items() if k not in fields or v is not None}
 
 
-@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize(
+  ("options", "kind"),
+  [({}, "llama"), ({"qk_norm": True}, "qwen3"), ({"qkv_bias": True}, "qwen2"),
+   ({"rope_factor": 8.0, "rope_low": 2.0, "rope_length": 32}, "llama")],
+)  # fmt: skip
 @pytest.mark.parametrize("groups", [None, 2])
-def test_what_is_written_for_a_model_is_of_that_model(groups, qk_norm, tmp_path):
-  model = cfg.Transformer(width=32, num_kv_heads=groups, qk_norm=qk_norm)
+def test_what_is_written_for_a_model_is_of_that_model(groups, options, kind, tmp_path):
+  model = cfg.Transformer(width=32, num_kv_heads=groups, **options)
   reported = llama_config(model, **SIZES)
-  assert reported["model_type"] == ("qwen3" if qk_norm else "llama")
-  assert check(tmp_path, reported, model=model) is None
-  assert check(tmp_path, reported) is not None
+  assert reported["model_type"] == kind
+  assert check(tmp_path, reported, model=model) == ""
+  assert "there" in check(tmp_path, reported)
+  stated = {k: value for k, (_, value) in transformer_settings(reported).items()}
+  same = cfg.Transformer(width=32, **stated)
+  assert check(tmp_path, reported, model=same) == ""
+
+
+def test_what_transformers_has_no_model_for_is_not_written():
+  model = cfg.Transformer(qk_norm=True, qkv_bias=True)
+  with pytest.raises(ConfigError, match="no model with both; use --naming jaxscale"):
+    llama_config(model, **SIZES)
 
 
 TRANSFORMERS_5 = {"rope_type": "default", "rope_theta": 5e5}
@@ -62,15 +82,77 @@ TRANSFORMERS_5 = {"rope_type": "default", "rope_theta": 5e5}
     {"hidden_act": "swish"},
     {"tie_word_embeddings": True},
     {"model_type": "mistral", "sliding_window": 64},
-    {"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": False},
-    {"model_type": "qwen2", "sliding_window": 8},
+    {"model_type": "mistral", "sliding_window": 8, "layer_types": ["full_attention"]},
     {"rms_norm_eps": None, "rope_theta": None, "model_type": None},
-    {"quantity": 3},
+    {"quantity": None},
   ],
   ids=str,
 )
 def test_the_same_model_in_other_words(fields, tmp_path):
-  assert check(tmp_path, changed(**fields)) is None
+  assert check(tmp_path, changed(**fields)) == ""
+
+
+QWEN = dataclasses.replace(LLAMA, qkv_bias=True)
+
+
+@pytest.mark.parametrize(
+  "fields", [{"use_sliding_window": False}, {"layer_types": ["full_attention"]}, {}]
+)
+def test_a_window_of_qwen_that_is_not_used(fields, tmp_path):
+  fields |= {"model_type": "qwen2", "sliding_window": 8}
+  assert check(tmp_path, changed(**fields), model=QWEN) == ""
+  assert check(tmp_path, changed(**fields)) == (
+    "model_type is 'qwen2' there, set Transformer.qkv_bias=True"
+  )
+  slides = changed(**fields | {"layer_types": ["full_attention", "sliding_attention"]})
+  assert check(tmp_path, slides, model=QWEN).startswith("sliding_window is 8 there")
+
+
+def test_the_window_that_a_file_of_mistral_does_not_say(tmp_path):
+  long = TextInfo("words", 256, 5000)
+  says = "sliding_window is 4096 there and attention is to all tokens here"
+  assert check(tmp_path, changed(model_type="mistral"), info=long).startswith(says)
+  without = changed(model_type="mistral") | {"sliding_window": None}
+  assert check(tmp_path, without, info=long) == ""
+  for kind, model in (("llama", LLAMA), ("qwen2", QWEN)):
+    assert check(tmp_path, changed(model_type=kind), model=model, info=long) == ""
+
+
+def test_fields_that_are_not_known_are_named(tmp_path):
+  more = {"logit_scale": 0.5, "quantity": 3, "off": None}
+  assert check(tmp_path, changed(**more)) == (
+    "not compared, as their meaning is not known: logit_scale, quantity"
+  )
+  many = {f"x{i}": i for i in range(8)}
+  assert check(tmp_path, changed(**many)).endswith("x0, x1, x2, x3, x4 and 3 more")
+
+
+SCALED = {
+  "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+  "original_max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+def test_scaled_positions_are_settings(tmp_path):
+  scaled = dataclasses.replace(LLAMA, rope_factor=8.0)
+  new = {"rope_theta": None, "rope_parameters": SCALED | {"rope_theta": 5e5}}
+  for fields in (
+    {"rope_scaling": SCALED},
+    {"rope_scaling": {k: v for k, v in SCALED.items() if k != "rope_type"}
+     | {"type": "llama3"}},
+    new,
+  ):  # fmt: skip
+    assert check(tmp_path, changed(**fields), model=scaled) == ""
+    assert check(tmp_path, changed(**fields)) == (
+      "factor is 8.0 there and None here, set Transformer.rope_factor=8.0"
+    )
+  other = {"rope_scaling": SCALED | {"high_freq_factor": 8.0}}
+  assert check(tmp_path, changed(**other), model=scaled) == (
+    "high_freq_factor is 8.0 there and 4.0 here, set Transformer.rope_high=8.0"
+  )
+  assert check(tmp_path, changed(), model=scaled) == (
+    "rope_scaling is None there and 8.0 here, set Transformer.rope_factor=None"
+  )
 
 
 @pytest.mark.parametrize(
@@ -90,12 +172,22 @@ def test_the_same_model_in_other_words(fields, tmp_path):
       "num_key_value_heads is 4 there and 2 here, set Transformer.num_kv_heads=4",
     ),
     (
+      {"num_key_value_heads": None, "model_type": "mistral"},
+      "num_key_value_heads is 8 there and 2 here, set Transformer.num_kv_heads=8",
+    ),
+    (
+      {"num_attention_heads": None, "head_dim": None},
+      "num_attention_heads is 32 there and 4 here, set Transformer.num_heads=32; "
+      "head_dim is 1 there and 8 here, set Transformer.head_width=1",
+    ),
+    (
       {"head_dim": 16},
       "head_dim is 16 there and 8 here, set Transformer.head_width=16",
     ),
     (
       {"head_dim": None, "model_type": "qwen3"},
-      "head_dim is 128 there and 8 here, set Transformer.head_width=128",
+      "head_dim is 128 there and 8 here, set Transformer.head_width=128; model_type is "
+      "'qwen3' there, set Transformer.qk_norm=True",
     ),
     (
       {"rope_theta": None, "rope_parameters": TRANSFORMERS_5 | {"rope_theta": 1e6}},
@@ -113,13 +205,33 @@ def test_the_same_model_in_other_words(fields, tmp_path):
     ),
     (
       {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-      "rope_scaling is {'rope_type': 'llama3', 'factor': 8.0} there and 'default' "
-      "here, which no setting changes",
+      "factor is 8.0 there and None here, set Transformer.rope_factor=8.0; "
+      "rope_scaling has no low_freq_factor there, copy it again",
     ),
     (
       {"rope_parameters": TRANSFORMERS_5 | {"rope_type": "yarn"}},
       "rope_parameters is {'rope_type': 'yarn', 'rope_theta': 500000.0} there and "
-      "'default' here, which no setting changes",
+      "one of default, llama3 here, which no setting changes",
+    ),
+    (
+      {"partial_rotary_factor": 0.25},
+      "partial_rotary_factor is 0.25 there and 1.0 here, which no setting changes",
+    ),
+    (
+      {"rope_parameters": TRANSFORMERS_5 | {"partial_rotary_factor": 0.5}},
+      "rope_parameters.partial_rotary_factor is 0.5 there and 1.0 here, which no "
+      "setting changes",
+    ),
+    (
+      {"rotary_pct": 0.25, "model_type": "gpt_neox"},
+      "model_type is 'gpt_neox' there and none of llama, mistral, qwen2, qwen3, which "
+      "no setting changes; rotary_pct is 0.25 there and 1.0 here, which no setting "
+      "changes",
+    ),
+    (
+      {"quantization_config": {"bits": 4}},
+      "quantization_config is {'bits': 4} there and None here, which no setting "
+      "changes",
     ),
     (
       {"hidden_act": "gelu"},
@@ -135,8 +247,8 @@ def test_the_same_model_in_other_words(fields, tmp_path):
     ),
     (
       {"model_type": "gemma"},
-      "model_type is 'gemma' there and one of llama, mistral, qwen2, qwen3 here, which "
-      "no setting changes",
+      "model_type is 'gemma' there and none of llama, mistral, qwen2, qwen3, which no "
+      "setting changes",
     ),
     (
       {"model_type": "mistral", "sliding_window": 63},
@@ -154,51 +266,82 @@ def test_a_file_without_a_head_is_of_tied_embeddings(tmp_path):
   only = HEAD[:1]
   for tied, says in ((True, None), (False, "tie_word"), (None, "tie_word")):
     line = check(tmp_path, changed(tie_word_embeddings=tied), names=only)
-    assert (line or "None").startswith(str(says))
+    assert line.startswith(says or "") and bool(line) == bool(says)
   untied = changed(tie_word_embeddings=False)
-  assert check(tmp_path, untied, names=only, init_head=True) is None
-  assert check(tmp_path, {"num_hidden_layers": 2}, names=only) is None
+  assert check(tmp_path, untied, names=only, init_head=True) == ""
+  assert check(tmp_path, {"num_hidden_layers": 2}, names=only) == ""
 
 
-S16 = cfg.ViT(width=384, num_layers=12, num_heads=6)
-HEADS = "whose heads are 6, and 8 here, set ViT.num_heads=6"
+VIT = {
+  "model_type": "vit", "num_attention_heads": 6, "layer_norm_eps": 1e-6,
+  "hidden_act": "gelu", "qkv_bias": True, "image_size": 224, "patch_size": 16,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-  ("model", "reported", "says"),
+  ("fields", "says"),
   [
-    (S16, {"architecture": "vit_small_patch16_224"}, None),
-    (
-      cfg.ViT(width=384, num_heads=8),
-      {"architecture": "vit_small_patch16_224.augreg_in21k"},
-      f"architecture is 'vit_small_patch16_224' there, {HEADS}",
-    ),
-    (
-      cfg.ViT(width=384, num_heads=8),
-      {"architecture": "deit_small_patch16_224", "num_classes": 8},
-      f"architecture is 'deit_small_patch16_224' there, {HEADS}; num_classes is 8 "
-      "there and 7 here, init_head=True starts the classifier anew",
-    ),
-    # Not certain: another width, and models of timm's that are built otherwise.
-    (cfg.ViT(width=192, num_heads=4), {"architecture": "vit_small_patch16_224"}, None),
-    (cfg.ViT(num_heads=8), {"architecture": "vit_small_patch16_36x1_224"}, None),
-    (cfg.ViT(num_heads=8), {"architecture": ["vit_small_patch16_224"]}, None),
-    (cfg.ResNet(), {"architecture": "resnet50", "num_classes": 7}, None),
-    (cfg.ResNet(), {"config": {"model": {"class": "ResNet"}}, "data": {}}, None),
+    ({}, ""),
+    ({"qkv_bias": None, "hidden_act": None}, ""),
+    ({"num_attention_heads": 12},
+     "num_attention_heads is 12 there and 6 here, set ViT.num_heads=12"),
+    ({"layer_norm_eps": 1e-12},
+     "layer_norm_eps is 1e-12 there and 1e-06 here, set ViT.norm_eps=1e-12"),
+    ({"layer_norm_eps": None},
+     "layer_norm_eps is 1e-12 there and 1e-06 here, set ViT.norm_eps=1e-12"),
+    ({"hidden_act": "gelu_new"},
+     "hidden_act is 'gelu_new' there and 'gelu' here, which no setting changes"),
+    ({"qkv_bias": False},
+     "qkv_bias is False there and True here, which no setting changes"),
+    ({"model_type": "dinov2"},
+     "model_type is 'dinov2' there and 'vit' here, which no setting changes"),
   ],
 )  # fmt: skip
-def test_what_timm_says(model, reported, says, tmp_path):
-  assert check(tmp_path, reported, model=model, naming="timm", num_classes=7) == says
-  assert check(tmp_path, {"num_classes": 8}, model=model, naming="timm") is None
-  options = {"naming": "timm", "num_classes": 7, "init_head": True}
-  assert check(tmp_path, {"num_classes": 8}, model=model, **options) is None
+def test_a_vit_of_hugging_face(fields, says, tmp_path):
+  reported = {k: v for k, v in (VIT | fields).items() if v is not None}
+  assert check(tmp_path, reported, model=cfg.ViT(), info=IMAGES) == says
+
+
+@pytest.mark.parametrize(
+  ("naming", "model", "says"),
+  [
+    ("huggingface", LLAMA, "numbers of heads, rotary positions and epsilons"),
+    ("timm", cfg.ViT(), "numbers of heads, pooling and epsilons"),
+    ("torchvision", cfg.ViT(), "numbers of heads, pooling and epsilons"),
+    ("timm", cfg.ResNet(), "pooling, anti-aliasing and epsilons"),
+  ],
+)
+def test_without_a_config_one_line_warns(naming, model, says, tmp_path):
+  (note,) = check_source(tmp_path / "x", naming, HEAD, model, TEXT)
+  assert note.startswith(f"{tmp_path / 'x'}: no config.json next to it")
+  assert says in note and "\n" not in note
+  assert check_source(tmp_path / "x", "jaxscale", HEAD, model, TEXT) == []
+
+
+@pytest.mark.parametrize("naming", ["jaxscale", "timm", "huggingface"])
+def test_a_file_of_ours_knows_its_settings(naming, tmp_path):
+  path = tmp_path / "x.safetensors"
+  about = {"class": "Transformer", "num_heads": 8, "rope_theta": 5e5, "hidden": 3}
+  layout = {"a": (np.dtype("f4"), (1,))}
+  write(path, layout, [np.ones(1, "f4")], {"model": json.dumps(about)})
+  same = cfg.Transformer(num_heads=8, rope_theta=5e5)
+  assert check_source(path, naming, HEAD, same, TEXT) == []
+  # Positions may be changed on purpose.
+  (note,) = check_source(path, naming, HEAD, cfg.Transformer(num_heads=8), TEXT)
+  assert note.startswith(f"{path}: rope_theta is 500000.0 there and 10000.0 here, set")
+  with pytest.raises(ConfigError) as e:
+    check_source(path, naming, HEAD, LLAMA, TEXT)
+  assert str(e.value) == (
+    f"{path}: of another model: num_heads is 8 there and 4 here, set "
+    "Transformer.num_heads=8"
+  )
+  assert check_source(path, naming, HEAD, cfg.ViT(num_heads=6), IMAGES) == []
 
 
 def test_one_that_cannot_be_read_is_one_line(tmp_path):
-  check_hf_config(tmp_path, "huggingface", HEAD, LLAMA)  # there is none
   for text in ("{", "[]"):
     (tmp_path / "config.json").write_text(text)
     for naming in ("huggingface", "timm"):
-      with pytest.raises(ConfigError, match=r"config.json: unreadable; copy it again"):
-        check_hf_config(tmp_path, naming, HEAD, LLAMA)
-    check_hf_config(tmp_path, "jaxscale", HEAD, LLAMA)
+      with pytest.raises(ConfigError, match=r"config.json: .*; copy it again"):
+        check_source(tmp_path, naming, HEAD, LLAMA, TEXT)
+    assert check_source(tmp_path, "jaxscale", HEAD, LLAMA, TEXT) == []

@@ -35,7 +35,7 @@ GOLDEN = {  # (variant, step, options): weights
 }
 VARIANTS = [
   "paper", "nvidia", "tf_contrib", "tf_contrib_l2_in_loss", "torch", "optax",
-  "larc_clip", "larc_scale", "nvcaffe_clip", "nvcaffe_scale",
+  "larc_clip", "larc_scale", "nvcaffe_clip", "nvcaffe_scale", "timm", "timm_clip",
 ]  # fmt: skip
 IN_VELOCITY = ["paper", "nvidia", "optax", "nvcaffe_clip", "nvcaffe_scale"]
 
@@ -70,8 +70,8 @@ def reference(variant, w, grads, rates, *, scaled, m, wd, eta, eps, nesterov, fi
     if variant == "optax":
       bottom = norm(u)
     local = lr
-    if scaled and variant == "nvcaffe_clip":
-      local = min(lr, 1.0)  # GetLocalRate is 1 where a norm is 0, and then clipped
+    if scaled and variant in ("nvcaffe_clip", "timm_clip"):
+      local = min(lr, 1.0)  # the ratio is 1 where a norm is 0, and then clipped
     if scaled and top > 0 and bottom > 0:
       if variant == "optax":
         eta_w_g = eta * top / (bottom + eps)
@@ -264,7 +264,8 @@ def test_rates_above_1_where_a_norm_is_0(variant):
   zero, one = jnp.zeros((2, 2)), jnp.ones((2, 2))
   tx = optim.lars(4.0, variant=variant, momentum=0.0, weight_decay=0.125)
   (moved,), _ = optimize(tx, zero, [one])
-  np.testing.assert_array_equal(moved, -1 if variant == "nvcaffe_clip" else -4)
+  clips = variant in ("nvcaffe_clip", "timm_clip")
+  np.testing.assert_array_equal(moved, -1 if clips else -4)
 
 
 SIZES = [1e-36, 1e-24, 1e-12, 1.0, 1e20, 1e36]

@@ -195,8 +195,7 @@ def test_a_bucket_holds_no_runs(argv, capsys):
   assert cli.main([*argv, "--runs", "gs://bucket/runs"]) == 2
   out, err = capsys.readouterr()
   assert out == "" and err == (
-    "error: --runs=gs://bucket/runs: give a mounted directory that all nodes see, "
-    "not an address\n"
+    "error: --runs=gs://bucket/runs: give a directory; mount a bucket as one\n"
   )
 
 

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from jaxscale.errors import ConfigError
 from jaxscale.launch import slurm_script
-from jaxscale.launch.site import Site
+from jaxscale.launch.site import Container, Site
 from jaxscale.launch.spec import is_restarted
 from jaxscale.metrics import read_json_lines
+from support.cases import all_slow_except
 from support.job_script import RUN, RUNS, fake
 from support.paths import DATA, ROOT
 
@@ -82,6 +84,67 @@ def test_nothing_in_the_script_is_split_or_expanded(tmp_path):
     ("end", "7_1", 0, "stop"),
   ]
   assert diary[0]["hosts"] == "n[1-2]"
+
+
+# Each runs `touch PROOF` where a shell, Slurm or printf takes it for more than text.
+PAYLOADS = [
+  "$(touch PROOF)", "`touch PROOF`", "; touch PROOF", "&& touch PROOF", "| touch PROOF",
+  "|| touch PROOF", "& touch PROOF &", "'; touch PROOF; '", '"; touch PROOF; "',
+  "'$(touch PROOF)'", '"$(touch PROOF)"', "\\'; touch PROOF #", "$IFS$(touch PROOF)",
+  "${x:-$(touch PROOF)}", "a[$(touch PROOF)]=1", "<(touch PROOF)", "> PROOF", "%s%n%x",
+  "\ntouch PROOF\n", "EOF\ntouch PROOF\n", "--wrap=touch PROOF", "~/x {a,b} * ? [a-z]",
+]  # fmt: skip
+# Where a user's or a site's text goes into the script.
+PLACES = {
+  "override": lambda text: {"overrides": {"data.path": text}},
+  "trial": lambda text: {"trials": ({"seed": "1"}, {"data.path": text})},
+  "config": lambda text: {"config": f"code/{text}.py"},
+  "python": lambda text: {"python": text},
+  "variable": lambda text: {"site": Site(env=(f"WORDS={text}",))},
+  "module": lambda text: {"site": Site(modules=(text,))},
+  "srun": lambda text: {"site": Site(srun=(text,))},
+  "made by": lambda text: {"made_by": text},
+  "name": lambda text: {"name": text},
+  "working directory": lambda text: {"cwd": f"/tmp/{text}"},
+  "sbatch": lambda text: {"site": Site(sbatch=(text,))},
+  "a field": lambda text: {"overrides": {text: "1"}},
+  **{
+    option: lambda text, option=option: {"site": Site(**{option: text})}
+    for option in (
+      "partition", "account", "qos", "constraint", "reservation", "exclude", "mem",
+    )
+  },
+  **{
+    f"{what} of {kind}": lambda text, kind=kind, what=what: {
+      "site": Site(container=Container(kind=kind, **{"image": "i"} | {
+        what: text if what == "image" else (text,)}))}
+    for kind in ("apptainer", "singularity", "pyxis")
+    for what in ("image", "mounts", "options")
+  },
+}  # fmt: skip
+QUICK_PLACES = (
+  "override", "trial", "config", "python", "variable", "module", "srun", "name",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("place", all_slow_except(PLACES, *QUICK_PLACES))
+def test_no_text_of_a_run_is_executed(tmp_path, place):
+  """What bash would run in it leaves a file; a refusal before is as good."""
+  rendered = 0
+  for number, payload in enumerate(PAYLOADS):
+    proof, here = tmp_path / f"proof{number}", tmp_path / str(number)
+    here.mkdir()
+    text = payload.replace("PROOF", str(proof))
+    try:
+      run = RUN._replace(folder=str(here / "run"), **PLACES[place](text))
+      command, env = job_files(here, run)
+    except ConfigError:
+      continue
+    rendered += 1
+    fake(here / "bin" / "module", "exit 0")
+    subprocess.run(command, env=env, cwd=here, capture_output=True, timeout=60)
+    assert not proof.exists(), payload
+  assert rendered
 
 
 @pytest.mark.parametrize("progress", [False, True])

@@ -1,4 +1,4 @@
-"""MLPerf's log: its format, its order, and what its own checker says of it."""
+"""MLPerf's log: its format and its order."""
 
 import json
 import re
@@ -10,57 +10,13 @@ import pytest
 
 from jaxscale import metrics
 from jaxscale.metrics.mllog import run_keys
+from support.mllog import LARS, SGD, described, write_run
 
 LINE = re.compile(
   r':::MLLOG \{"namespace": "", "time_ms": \d+, "event_type": '
   r'"(POINT_IN_TIME|INTERVAL_START|INTERVAL_END)", "key": "\w+", "value": .*, '
   r'"metadata": \{"file": "[\w./]+", "lineno": \d+.*\}\}'
 )
-
-# What config.json says of configs that MLPerf's closed division allows.
-LARS = {"class": "LARS", "momentum": 0.9, "weight_decay": 2e-4, "eps": 0.0}
-SGD = {"class": "SGD", "momentum": 0.9, "weight_decay": 1e-4, "nesterov": False}
-LAMB = {"class": "LAMB", "b1": 0.9, "b2": 0.999, "eps": 1e-6, "weight_decay": 1e-2}
-
-
-def described(optimizer, batch_size=4096, **schedule):
-  poly = {"class": "Polynomial", "warmup_epochs": 5.0, "end_lr": 1e-4, "power": 2.0}
-  config = {
-    "model": {"class": "ResNet", "depth": 50, "bn_span": 64},
-    "optimizer": optimizer,
-    "schedule": poly | schedule,
-    "evaluation": {"every_epochs": 4.0, "batch_size": 1000},
-    "batch_size": batch_size, "epochs": 12.0, "accumulate_steps": 2, "seed": 3,
-    "target_accuracy": 0.759, "clip_norm": None,
-  }  # fmt: skip
-  steps = -(-12 * 1_281_167 // batch_size)
-  derived = {
-    "num_train": 1_281_167, "num_eval": 50_000, "peak_lr": 10.0,
-    "total_steps": steps, "warmup_steps": round(5 * 1_281_167 / batch_size),
-    "num_devices": 8, "micro_batch_size": 256,
-    "phases": [
-      {"start": 0, "stop": steps, "batch_size": batch_size, "accumulate_steps": 4}
-    ],  # on half of the devices that the run began on
-  }  # fmt: skip
-  data = {"name": "imagenet2012"}
-  return {
-    "config": config, "derived": derived, "data": data, "devices": ["cpu:0"] * 8
-  }  # fmt: skip
-
-
-def write_run(path, optimizer, accuracies, division="closed"):
-  """The log of a run that is evaluated every 1,251 steps (4 epochs)."""
-  reported = described(optimizer)
-  init_ms = time.time() * 1e3 - 5000
-  log = metrics.RunLog(
-    path, reported, init_ms=init_ms, submission=metrics.Submission(division=division)
-  )
-  for i, accuracy in enumerate(accuracies, 1):
-    step = 1251 * i
-    log.evaluating(step, step * 4096 / 1_281_167)
-    log.evaluated(accuracy, is_last=i == len(accuracies))
-  log.stop(success=accuracies[-1] >= 0.759)
-  return metrics.read_mllog(path)
 
 
 def values(events, key):
@@ -281,46 +237,3 @@ def test_epochs_of_an_adaptive_run_are_those_of_the_sizes_it_chose(tmp_path):
   (tmp_path / "batch_sizes.json").unlink()
   fixed = [examples_at(as_written.phases, s) / 1437 for s in steps]
   assert epochs() == pytest.approx(fixed, abs=1e-4) != wanted
-
-
-def compliance(path):
-  """What the checker of MLPerf Training 4.0, ResNet's last round, finds wrong."""
-  pytest.importorskip("mlperf_logging", reason="pip install mlperf-logging")
-  from mlperf_logging.compliance_checker import mlp_compliance
-
-  checker = mlp_compliance.make_checker("training", "4.0.0", False, True)
-  mlp_compliance.main(str(path), "training_4.0.0/common.yaml", checker)
-  return [*checker.overwritable.values(), *checker.not_overwritable]
-
-
-@pytest.mark.parametrize(
-  "optimizer, division", [(LARS, "closed"), (SGD, "closed"), (LAMB, "open")]
-)
-def test_mlperfs_own_checker_finds_nothing_wrong(tmp_path, optimizer, division):
-  write_run(tmp_path / "log", optimizer, [0.5, 0.7, 0.76], division)
-  assert compliance(tmp_path / "log") == []
-
-
-def test_mlperfs_own_checker_would_find_it(tmp_path):
-  path = tmp_path / "log"
-  write_run(path, LARS, [0.5, 0.7])
-  assert "0.7590" in compliance(path)[0]
-  write_run(path, LARS | {"weight_decay": 3e-4}, [0.76])
-  assert "lars_opt_weight_decay" in compliance(path)[0]
-  lines = path.read_text().splitlines(keepends=True)
-  path.write_text("".join(x for x in lines if "run_stop" not in x))
-  assert any("run_stop" in problem for problem in compliance(path))
-
-
-def test_the_reference_convergence_points_are_mlperfs():
-  pytest.importorskip("mlperf_logging", reason="pip install mlperf-logging")
-  from mlperf_logging.rcp_checker.rcp_checker import RCP_Checker
-
-  from jaxscale.studies.time_to_accuracy import REFERENCES
-
-  theirs = RCP_Checker("training", "4.0.0", "resnet", False).rcp_data.values()
-  assert {t["BS"] for t in theirs} == set(REFERENCES)
-  for point in theirs:
-    ours = REFERENCES[point["BS"]]
-    assert ours.epochs == pytest.approx(point["RCP Mean"], abs=1e-3)
-    assert ours.min_epochs == pytest.approx(point["Min Epochs"], abs=1e-3)

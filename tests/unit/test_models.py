@@ -103,6 +103,7 @@ def test_groups_are_normalised_apart(make):
   assert np.abs(whole(images)[0] - logits).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_zero_init_makes_each_block_its_shortcut():
   """With the last scales at 0, no 3x3 kernel of a block can matter."""
   fns = models.functions(tiny_resnet(), (8, 8, 3))

@@ -96,22 +96,22 @@ def test_places_are_distinguished_by_network_namespace():
   own = [
     sys.executable,
     "-c",
-    "from jaxscale.cluster.rendezvous.network import place; print(place())",
+    "from jaxscale.cluster.rendezvous.network import namespace as n; print(n('net'))",
   ]
   run = {"capture_output": True, "text": True}
-  assert subprocess.run(own, **run).stdout.strip() == network.place()
+  assert subprocess.run(own, **run).stdout.strip() == network.namespace("net")
   other = subprocess.run(["unshare", "-rn", *own], **run)
   if other.returncode:
     pytest.skip(f"no network namespace here: {other.stderr.strip()[:80]}")
-  assert other.stdout.strip() != network.place()
+  assert other.stdout.strip() != network.namespace("net")
 
 
 def test_a_free_port_is_kept_and_refuses_callers():
   ports = network.ports_of("kept-port-test")
-  port, kept = network.bind_port(ports, listen=False)
+  port, (kept,) = network.bind_port(ports, [], listen=False)
   with kept:
     for listen in (False, True):
-      other, sock = network.bind_port(ports, listen)
+      other, (sock,) = network.bind_port(ports, [], listen)
       sock.close()
       assert other != port
     with pytest.raises(ConnectionRefusedError):
@@ -121,14 +121,15 @@ def test_a_free_port_is_kept_and_refuses_callers():
       other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
       other.bind(("::", port))
     assert e.value.errno == errno.EADDRINUSE
-  with network.bind_port([port], listen=False)[1]:
+  with network.bind_port([port], [], listen=False)[1][0]:
     pass
-  with network.bind_port([port], listen=True)[1], pytest.raises(OSError):
-    network.bind_port([port], listen=True)
+  with network.bind_port([port], [], listen=True)[1][0], pytest.raises(OSError):
+    network.bind_port([port], [], listen=True)
 
 
 def test_a_listener_takes_both_kinds_of_addresses():
-  port, listener = network.bind_port(network.ports_of("dual-test"), listen=True)
+  ports = network.ports_of("dual-test")
+  port, (listener,) = network.bind_port(ports, [], listen=True)
   with listener:
     for host in ["127.0.0.1"] + ["::1"] * socket.has_dualstack_ipv6():
       with socket.create_connection((host, port), timeout=2) as client:

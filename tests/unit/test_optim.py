@@ -215,7 +215,7 @@ def test_trust_ratios_are_read_out_of_any_state():
 @pytest.mark.parametrize("make", MAKERS)
 def test_the_learning_rate_of_the_last_step_is_in_the_state(make):
   params = {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}
-  options = {"adam_learning_rate": 7.0} if make is optim.muon else {}
+  options = {"adam_rate_factor": 7.0} if make is optim.muon else {}
   tx = optax.chain(optax.clip_by_global_norm(1.0), make(rate, **options))
   state, found = tx.init(params), []
   assert optim.learning_rate(state) == 0
@@ -268,32 +268,37 @@ def test_lamb_without_a_gradient_stands_still(correct):
   assert ratios["zero"] == 1 and ratios["kernel"] != 1
 
 
-def newton_schulz(x, steps=5, eps=0.0):
+def newton_schulz(x, norm, steps, coeffs):
   """Jordan's iteration in float64: steps of an odd polynomial."""
-  x = x / (np.linalg.norm(x) + eps)
-  a, b, c = 3.4445, -4.7750, 2.0315
+  x = x / norm
+  a, b, c = coeffs
   for _ in range(steps):
     s = x @ x.T
     x = a * x + (b * s + c * s @ s) @ x
   return x
 
 
-def numpy_muon(w, grads, rates, m, wd, *, nesterov, rms, steps, eps):
-  """K. Jordan's Muon of a matrix, with optax's bias correction of the velocity."""
+def numpy_muon(w, grads, rates, given):
+  """K. Jordan's Muon of a matrix; optax corrects its velocity's bias."""
+  m, of_torch = given["momentum"], given["variant"] == "torch"
   v = np.zeros_like(w)
   for t, (g, lr) in enumerate(zip(grads, rates, strict=True), 1):
     v = m * v + (1 - m) * g
-    u = v / (1 - m**t)
-    if nesterov:  # Nadam's: the velocity of the next step, were g to come again
-      u = m * v / (1 - m ** (t + 1)) + (1 - m) * g / (1 - m**t)
+    now, ahead = (1, 1) if of_torch else (1 - m**t, 1 - m ** (t + 1))
+    u = v / now
+    if given["nesterov"]:  # the velocity of the next step, were g to come again
+      u = m * v / ahead + (1 - m) * g / now
     flat = u.reshape(-1, u.shape[-1])
     inputs, outputs = flat.shape
-    tall = inputs > outputs
-    turned = newton_schulz(flat.T if tall else flat, steps, eps)
+    tall, norm = inputs > outputs, np.linalg.norm(flat)
+    norm = max(norm, 1e-7) if of_torch else norm + given["eps"]
+    turned = flat.T if tall else flat
+    turned = newton_schulz(turned, norm, given["ns_steps"], given["ns_coeffs"])
     size = np.sqrt(max(1, outputs / inputs))
-    if rms is not None:
-      size = rms * np.sqrt(max(inputs, outputs))
-    w = w - lr * (size * (turned.T if tall else turned).reshape(w.shape) + wd * w)
+    if given["adjust"] == "match_rms_adamw":
+      size = 0.2 * np.sqrt(max(inputs, outputs))
+    x = (turned.T if tall else turned).reshape(w.shape)
+    w = w - lr * (size * x + given["weight_decay"] * w)
   return w
 
 
@@ -310,36 +315,54 @@ def numpy_nadam(w, grads, rates, b1, b2, eps, nesterov):
 
 MUON = {
   "heavy ball": dict(nesterov=False, momentum=0.8, weight_decay=0.2),
-  "jordan's size": dict(consistent_rms=None, ns_steps=3, eps=0.1),
-  "adam's own": dict(adam_learning_rate=lambda s: 2 * rate(s), b1=0.7, b2=0.9),
+  "jordan's size": dict(adjust="original", ns_steps=3, eps=0.1),
+  "adam's own": dict(adam_rate_factor=2.0, b1=0.7, b2=0.9),
   "a mask": dict(mask=optim.matching("^(matrix|bias)$"), weight_decay=0.3),
   "defaults, no mask": dict(mask=None),
+  "torch": dict(variant="torch", weight_decay=0.1),
+  "torch, heavy ball": dict(variant="torch", nesterov=False, adjust="original"),
+  "coefficients": dict(ns_coeffs=(2.0, -1.5, 0.5), ns_steps=7),
 }
 
 
 @pytest.mark.parametrize("name", MUON)
 def test_muon_against_numpy(name):
-  """Every option that is handed to optax, over five steps."""
   options = MUON[name]
-  given = dict(momentum=0.95, weight_decay=0.0, nesterov=True, ns_steps=5, eps=1e-8)
-  given |= dict(consistent_rms=0.2, b1=0.9, b2=0.999) | options
+  given = dict(variant="optax", momentum=0.95, nesterov=True, weight_decay=0.0)
+  given |= dict(ns_steps=5, ns_coeffs=(3.4445, -4.7750, 2.0315), eps=1e-8)
+  given |= dict(adjust="match_rms_adamw", b1=0.9, b2=0.999) | options
   params, grads = random_layers()
   tx = optim.muon(rate, **options)
   got = optimize64(tx._replace(update=jax.jit(tx.update)), params, grads)
   for layer, w in params.items():
     g = [each[layer] for each in grads]
     if w.ndim > 1 and (name != "a mask" or layer == "matrix"):
-      wanted = numpy_muon(
-        w, g, RATES, given["momentum"], given["weight_decay"],
-        nesterov=given["nesterov"], rms=given["consistent_rms"],
-        steps=given["ns_steps"], eps=given["eps"],
-      )  # fmt: skip
+      wanted = numpy_muon(w, g, RATES, given)
     else:  # no decay
       own = [2 * r for r in RATES] if name == "adam's own" else RATES
+      looks_ahead = given["nesterov"] and given["variant"] == "optax"
       wanted = numpy_nadam(
-        w, g, own, given["b1"], given["b2"], given["eps"], given["nesterov"]
+        w, g, own, given["b1"], given["b2"], given["eps"], looks_ahead
       )
     np.testing.assert_allclose(got[layer], wanted, rtol=1e-10, err_msg=layer)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("rms", [None, 0.2])
+def test_the_optax_form_of_muon_is_that_of_optax(nesterov, rms):
+  params, grads = random_layers()
+  flat = {n: w.reshape(-1, w.shape[-1]) if w.ndim > 1 else w for n, w in params.items()}
+  grads = [{n: g[n].reshape(w.shape) for n, w in flat.items()} for g in grads]
+  both = dict(nesterov=nesterov, weight_decay=0.3, ns_steps=4)
+  theirs = optax.contrib.muon(
+    rate, consistent_rms=rms, adam_learning_rate=lambda s: 3 * rate(s), **both
+  )
+  with jax.numpy_dtype_promotion("standard"):
+    wanted = optimize64(theirs, flat, grads)
+  adjust = "original" if rms is None else "match_rms_adamw"
+  ours = optim.muon(rate, adjust=adjust, adam_rate_factor=3.0, **both)
+  for name, got in optimize64(ours, flat, grads).items():
+    np.testing.assert_allclose(got, wanted[name], rtol=1e-9, err_msg=name)
 
 
 def test_muon_of_stacked_layers_is_muon_of_each():

@@ -1,6 +1,8 @@
 """Crops that decode their box alone: the pixels and the damage of a whole decode."""
 
 import io
+import random
+import re
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +16,11 @@ from PIL import Image
 from jaxscale import data
 from jaxscale.cli import main
 from jaxscale.data import jpeg, partial_jpeg
-from jaxscale.data.augment import uniform
+from jaxscale.data.augment import crop_box, uniform
 from jaxscale.preflight import imagenet
+from support import fuzzing
+from support.odd_images import jpeg_441, of_size
+from support.paths import ROOT
 
 
 def why_not() -> str:
@@ -215,6 +220,94 @@ def test_a_dataset_is_the_same_with_the_library_and_without(
   assert reported == same and reported.startswith("1 damaged example: class1/04.JPEG")
   np.testing.assert_array_equal(ours["image"], plain["image"])
   np.testing.assert_array_equal(ours["label"], plain["label"])
+
+
+@pytest.fixture(scope="module")
+def sanitized(tmp_path_factory):
+  """A program that gives JPEGs of a file to our C code, built with sanitizers."""
+  if reason := why_not():
+    pytest.skip(reason)
+  program = tmp_path_factory.mktemp("sanitized") / "cases"
+  sources = [str(partial_jpeg.SOURCE), str(ROOT / "tests/support/jpeg_cases.c")]
+  flags = ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+  command = ["cc", *flags, *sources, "-o", str(program), "-ljpeg"]
+  done = subprocess.run(command, capture_output=True, text=True)
+  if "cannot find" in done.stderr:
+    pytest.skip("no libasan or libubsan")
+  assert done.returncode == 0, done.stderr
+
+  def run(cases, short=0):
+    parts = []
+    for encoded, box, channels in cases:
+      head = np.array([len(encoded), *box, channels, short], np.int32)
+      parts += [head.tobytes(), encoded]
+    (program.parent / "jpegs").write_bytes(b"".join(parts))
+    command = [str(program), str(program.parent / "jpegs")]
+    return subprocess.run(command, capture_output=True, text=True, errors="replace")
+
+  return run
+
+
+def size_of(encoded):
+  """Height and width that a header says; None: it is not given to the C code."""
+  try:
+    if header := jpeg._jpeg_header(encoded, max_pixels=1 << 16):
+      return header[:2]
+  except ValueError:
+    return None
+  # Its subsampling has no name, as 4:4:1: our C code is to be sure of it all the same.
+  sof = re.search(rb"\xff[\xc0-\xc2]..\x08(..)(..)", encoded, re.DOTALL)
+  size = [int.from_bytes(n) for n in sof.groups()] if sof else [0, 0]
+  return size if 0 < size[0] * size[1] <= 1 << 16 else None
+
+
+def mutated(encoded, chance):
+  """A stream with bytes of its header or pixels changed, markers put in, or cut."""
+  found, scan = bytearray(fuzzing.edit(encoded, chance)), encoded.index(b"\xff\xda")
+  values = [0, 1, 0x11, 0x14, 0x41, 0xFF, chance.randrange(256)]
+  for _ in range(chance.randrange(4)):
+    at = chance.randrange(len(found) + 1)
+    match chance.randrange(3):
+      case 0:
+        found[at % scan : at % scan + 1] = bytes([chance.choice(values)])
+      case 1:
+        found[at : at + 1] = bytes([chance.choice(values)])
+      case 2:
+        found[at:at] = bytes([0xFF, chance.randrange(0xC0, 0x100)])
+  # Without an end it is refused at once.
+  return bytes(found) + b"\xff\xd9" * (chance.random() < 0.9)
+
+
+def jpegs_to_mutate(photo):
+  small = photo[:70, :90]
+  cmyk = io.BytesIO()
+  Image.fromarray(small).convert("CMYK").save(cmyk, "JPEG")
+  wide = of_size(48, 64, progressive=True)
+  return [make(small) for make in KINDS.values()] + [cmyk.getvalue(), jpeg_441(), wide]
+
+
+def test_5000_mutated_jpegs_touch_no_memory_that_is_not_theirs(sanitized, photo):
+  chance, wholes, cases = random.Random(0), jpegs_to_mutate(photo), []
+  while len(cases) < 5000:
+    encoded = mutated(chance.choice(wholes), chance)
+    if size := size_of(encoded):
+      draws = np.array([chance.random() for _ in range(64)])
+      box = crop_box(*size, draws)
+      if chance.random() < 0.1:  # whatever box: it is compared with the header
+        box = [chance.choice([-(2**31), -1, 0, 1, 7, 64, 200]) for _ in range(4)]
+      cases.append((encoded, box, chance.choice([1, 3])))
+  done = sanitized(cases)
+  assert done.returncode == 0, done.stderr[-5000:]
+  decoded, damaged, refused = map(int, done.stdout.split())
+  print(f"{decoded} decoded, {damaged} damaged, {refused} refused")
+  assert decoded + damaged + refused == 5000
+  assert min(decoded, damaged, refused) > 300
+
+
+def test_the_search_finds_a_write_beyond_the_pixels(sanitized, photo):
+  encoded = KINDS["444"](photo[:64, :64])
+  assert sanitized([(encoded, (0, 0, 64, 64), 3)]).returncode == 0
+  assert sanitized([(encoded, (0, 0, 64, 64), 3)], short=31 * 3 + 1).returncode != 0
 
 
 # Building, and what is reported when it cannot be.

@@ -28,6 +28,7 @@ from jaxscale.collectives.planner import (
   torus_seconds,
 )
 from jaxscale.errors import ConfigError
+from support.cases import all_slow_except
 from support.commands import child_env, own_lines
 from support.paths import ROOT
 
@@ -232,7 +233,7 @@ def test_help(capsys):
     assert f"--{option}" in text
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", all_slow_except([1, 2], 1))
 def test_the_benchmark_measures_fits_and_plans(processes, tmp_path):
   with socket.socket() as s:
     s.bind(("localhost", 0))

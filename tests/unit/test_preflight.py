@@ -2,10 +2,17 @@
 
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
+from jaxscale.cluster.rendezvous.acceptor import Acceptor
+from jaxscale.cluster.wire import Link
+from jaxscale.errors import ConfigError
 from jaxscale.preflight import network
+from jaxscale.preflight.group import Group
+from support.cases import all_slow_except
 from support.preflight_process import HOSTS, answers, only, preflight, start, wrong
 
 
@@ -57,7 +64,7 @@ THROTTLED = """
 """
 
 
-@pytest.mark.parametrize("direction", ["there", "back"])
+@pytest.mark.parametrize("direction", all_slow_except(["there", "back"], "there"))
 def test_a_slow_pair_is_named(direction):
   rank = {"there": 1, "back": 2}[direction]
   patch = THROTTLED.replace("SLOW", f"pair == (1, 2) and rank == {rank}")
@@ -90,31 +97,79 @@ def test_a_node_that_nobody_reaches_is_named():
   assert summary.ok and not cut.ok
 
 
+GROUP = Group(1, ("n0", "n1"), {}, b"key")
+
+
+ADDRESSES, CONNECTED, SPEEDS = (
+  f"network: {step}" for step in ("addresses", "connected", "speeds")
+)
+NO_MEASUREMENTS = [
+  (1, [[ADDRESSES, 5]]),
+  (1, [[ADDRESSES, [5, ["127.0.0.1", 1]]]]),
+  (1, [[ADDRESSES, [[], ["127.0.0.1", 1]]]]),
+  (0, [[ADDRESSES, ["127.0.0.1", "x"]]]),
+  (0, [[ADDRESSES, ["127.0.0.1", 1]], [CONNECTED, []]]),
+  (0, [[ADDRESSES, ["127.0.0.1", 1]], [CONNECTED, {"9": "x"}], [SPEEDS, []]]),
+  (
+    0,
+    [[ADDRESSES, ["127.0.0.1", 1]], [CONNECTED, {}], [SPEEDS, [[5, 7, 0, 0, 0, ""]]]],
+  ),
+  (0, [[ADDRESSES, ["127.0.0.1", 1]], [CONNECTED, {}], [SPEEDS, [[0, 1, "x"]]]]),
+]
+
+
+@pytest.mark.parametrize(
+  "rank, messages", NO_MEASUREMENTS, ids=range(len(NO_MEASUREMENTS))
+)
+def test_what_is_no_measurement_is_one_line(rank, messages):
+  with socket.create_server(("127.0.0.1", 0)) as server:
+    theirs = Link(socket.create_connection(server.getsockname()))
+    ours = Link(server.accept()[0])
+  for message in messages:
+    theirs.send(message)
+  group = Group(rank, ("n1", "n2"), {1 - rank: ours}, b"key")
+  limits = network.NetworkLimits(connect_s=0.05)
+  with pytest.raises(ConfigError, match=r"sends what is not a measurement \("):
+    network.check(group, SimpleNamespace(limits=limits), None)
+  theirs.close(), ours.close()
+
+
 def test_who_does_not_answer_costs_one_timeout():
-  with socket.socket() as full, socket.socket() as other:
+  with (
+    socket.socket() as full,
+    socket.socket() as other,
+    socket.create_server(("127.0.0.1", 0)) as silent,
+    Acceptor([], b"key", 1) as acceptor,
+  ):
     full.bind(("127.0.0.1", 0))
     full.listen(0)
     other.connect(full.getsockname())  # Linux now lets further ones wait
     began = time.monotonic()
-    place = full.getsockname()
-    made, errors = network._connect({1: place, 2: place}, b"", 0.5)
+    below = {1: full.getsockname(), 2: silent.getsockname()}
+    made, errors = network._connect(GROUP, acceptor, below, set(), 0.5)
     assert not made and errors == {1: "no answer in 0.5 s", 2: "no answer in 0.5 s"}
     assert 0.4 < time.monotonic() - began < 2
 
 
-def test_a_stranger_who_connects_is_let_go():
-  key = "0123456789abcdef"
-  with socket.create_server(("127.0.0.1", 0)) as listener:
-    place = listener.getsockname()
-    with (
-      socket.create_connection(place) as stranger,
-      socket.create_connection(place) as friend,
-    ):
-      stranger.sendall(b"GET / HTTP/1.1\r\nHost: n1\r\n\r\n")
-      friend.sendall(f"{key}{7:8}".encode())
-      found = network._accept(listener, key, 1, 5.0)
-      assert list(found) == [7]
-      found[7].close()
+def test_strangers_keep_no_pair_from_connecting():
+  listener = socket.create_server(("127.0.0.1", 0))
+  place = listener.getsockname()
+  with (
+    Acceptor([listener], b"key", 2) as acceptor,
+    socket.create_connection(place) as silent,
+    socket.create_connection(place) as loud,
+    ThreadPoolExecutor() as pool,
+  ):
+    loud.sendall(b"GET / HTTP/1.1\r\nHost: n1\r\n\r\n")
+    friend = GROUP._replace(rank=7)
+    began = time.monotonic()
+    connecting = pool.submit(network._connect_one, friend, place, 5.0)
+    found, errors = network._connect(GROUP, acceptor, {}, {7}, 5.0)
+    assert list(found) == [7] and not errors
+    assert time.monotonic() - began < 2 and acceptor.refused == {"127.0.0.1": 1}
+    silent.close()
+    for sock in (connecting.result(), found[7]):
+      sock.close()
 
 
 def test_a_clock_that_is_off_is_named():

@@ -137,7 +137,7 @@ def test_a_folder_of_several_files_is_one(tmp_path):
     "lacks": ({"x": "b.safetensors"}, "has no x, which"),
     "gone": ({"x": "c.safetensors"}, "c.safetensors: No such file"),
     "above": ({"x": "../two/b.safetensors"}, "not a file's name"),
-    "number": ({"x": 3}, "not a file's name|unreadable"),
+    "number": ({"x": 3}, "not a file's name|weight_map"),
   }
   for name, (weight_map, says) in bad.items():
     folder = in_folder(tmp_path / name, {"b.safetensors": {"y": y}}, weight_map)
@@ -170,7 +170,16 @@ def test_the_old_file_stays_until_the_new_one_is_whole(tmp_path, monkeypatch):
 def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
   """The kernel's own answer, at the first byte that it has no room for."""
   path = tmp_path / "a.safetensors"
-  (tmp_path / f".{path.name}.tmp-{os.getpid()}").symlink_to("/dev/full")
+  opened = os.open
+
+  def full(path, flags, *mode, **options):
+    number = opened(path, flags, *mode, **options)
+    if flags & os.O_EXCL:
+      os.dup2(disk := opened("/dev/full", os.O_WRONLY), number)
+      os.close(disk)
+    return number
+
+  monkeypatch.setattr(os, "open", full)
   with pytest.raises(UnwrittenError, match="No space left on device"):
     export_safetensors(path, {"w": jnp.ones(100_000)})
   assert not os.listdir(tmp_path)
@@ -221,7 +230,9 @@ def test_names_that_do_not_fit_are_named_and_counted(tmp_path):
   no_head = {"Norm": {"scale": jnp.ones(2)}}
   assert "classifier is not known" in line(no_head, init_head=True)
   write(path, {"a.b": (F4, (1,))}, [np.ones(1, F4)])
-  assert "names of none of jaxscale, timm, huggingface (but a.b)" in line(made)
+  assert "names of none of jaxscale, timm, torchvision, huggingface (but a.b)" in line(
+    made
+  )
 
 
 def test_what_has_a_scale_elsewhere_is_not_cast(tmp_path):
@@ -245,3 +256,11 @@ def test_tied_embeddings_and_derived_buffers_of_hugging_faces(tmp_path):
   arrays["model.layers.1.self_attn.rotary_emb.inv_freq"] = np.ones(1, F4)
   found = import_safetensors(written(path, arrays), params).params
   assert (found["head"]["kernel"] == params["embed"]["table"].T).all()
+
+
+@pytest.mark.parametrize("place", ["nowhere/x.safetensors", "a file/x.safetensors"])
+def test_a_path_that_cannot_be_does_not_blame_the_disk(tmp_path, place):
+  (tmp_path / "a file").touch()
+  with pytest.raises(ConfigError, match="; give a path that can be written") as e:
+    export_safetensors(tmp_path / place, {"w": jnp.ones(3)})
+  assert " free in " not in str(e.value)

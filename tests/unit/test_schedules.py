@@ -19,6 +19,11 @@ def test_corners():
   cosine = optim.warmup_cosine(2.0, 4, 12, end=0.5)
   values = [float(cosine(s)) for s in (0, 2, 4, 8, 12, 99)]
   assert values == pytest.approx([0, 1.0, 2.0, 1.25, 0.5, 0.5])
+  # Without restart: the decay has run from step 0 on.
+  cosine = optim.warmup_cosine(2.0, 4, 12, end=0.5, restart=False)
+  values = [float(cosine(s)) for s in (0, 2, 4, 6, 9, 12, 99)]
+  root = np.sqrt(0.5)
+  assert values == pytest.approx([0, 1.0, 1.625, 1.25, 1.25 - 0.75 * root, 0.5, 0.5])
   steps = optim.warmup_steps(1.0, 2, (4, 6), factor=0.1)
   values = [float(steps(s)) for s in range(8)]
   assert values == pytest.approx([0, 0.5, 1, 1, 0.1, 0.1, 0.01, 0.01])
@@ -34,6 +39,7 @@ SCHEDULES = {
   "absolute": optim.warmup_polynomial(10.0, 5, 20, end=0.0, restart=False),
   "quadratic": optim.warmup_polynomial(10.0, 5, 20, warmup="quadratic", start=1.0),
   "cosine": optim.warmup_cosine(2.0, 4, 12, warmup="exponential", start=0.1),
+  "cosine absolute": optim.warmup_cosine(2.0, 4, 12, end=0.1, restart=False),
   "steps": optim.warmup_steps(1.0, 2, (4, 6), warmup="quadratic"),
 }
 
@@ -49,7 +55,7 @@ def test_pure_functions_of_a_traced_step(name):
   np.testing.assert_array_equal(jax.jit(jax.vmap(schedule))(jnp.arange(24.0)), traced)
   half = np.array([float(schedule(jnp.float32(s + 0.5))) for s in range(23)])
   low, high = np.minimum(alone[1:], alone[:-1]), np.maximum(alone[1:], alone[:-1])
-  ends = {"restart": 5, "absolute": 5, "quadratic": 5, "cosine": 4, "steps": 2}[name]
+  ends = {"cosine": 4, "cosine absolute": 4, "steps": 2}.get(name, 5)
   inside = np.arange(23) != ends - 1  # the ramp's last half step is still the ramp
   assert ((low <= half * (1 + 1e-6)) & (half <= high * (1 + 1e-6)))[inside].all()
   with jax.enable_x64(True):

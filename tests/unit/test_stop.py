@@ -12,12 +12,13 @@ import pytest
 from jaxscale.cluster.timeouts import Timeouts
 from jaxscale.cluster.watch import watch
 from jaxscale.cluster.watch.fault_detection import limit_s
-from jaxscale.cluster.watch.monitor import Monitor
+from jaxscale.cluster.watch.monitor import Heartbeat, Monitor
 from jaxscale.cluster.watch.stop_consensus import (
   StopConsensus,
   StopCoordinator,
   StopRequest,
 )
+from jaxscale.cluster.wire import Link
 
 POINTS = 60
 
@@ -27,7 +28,7 @@ def run(rng: random.Random, num: int, requests: int, points: int = POINTS):
 
   Everything is as between processes: a socket each to a monitor, a link's thread each.
   """
-  ends = [socket.socketpair() for _ in range(num)]
+  ends = [tuple(map(Link, socket.socketpair())) for _ in range(num)]
   limits = Timeouts(heartbeat_interval_s=0.02, heartbeat_timeout_s=20)
   reported: list[str] = []
   hosts = [f"n{rank}" for rank in range(num)]
@@ -168,16 +169,81 @@ def test_healthy_calls_cost_microseconds():
 
 
 def test_another_stage_has_a_first_step_and_a_pace_of_its_own():
-  ours, theirs = socket.socketpair()
+  ours, theirs = map(Link, socket.socketpair())
   monitor = Monitor({0: ours}, ["n0"], Timeouts(), log=print, leave=lambda *_: None)
   seen = monitor._states[0]
   for step, phase, now in ((5, "step", 0.0), (9, "step", 4.0)):
-    monitor._update(0, seen, [step, phase, 0, 0.0, 0.0, step], now)
+    monitor._update(0, seen, Heartbeat(step, phase, 0, 0.0, 0.0, step), now)
   assert seen.mean_s == 1.0
   assert limit_s(seen, Timeouts()) == max(Timeouts().hang_timeout_s, 10.0)
-  monitor._update(0, seen, [10, "compiling", 0, 0.0, 0.0, 9], 5.0)
-  monitor._update(0, seen, [10, "step", 0, 0.0, 0.0, 10], 5.5)
+  monitor._update(0, seen, Heartbeat(10, "compiling", 0, 0.0, 0.0, 9), 5.0)
+  monitor._update(0, seen, Heartbeat(10, "step", 0, 0.0, 0.0, 10), 5.5)
   assert (
     limit_s(seen, Timeouts()) == Timeouts().compile_timeout_s and seen.mean_s == 0.5
   )
   ours.close(), theirs.close()
+
+
+NOT_MESSAGES = [
+  5, None, [], "x", {"beat": 5}, {"beat": [1, 2, 3]}, {"fail": 5}, {"ask": 5},
+  {"ask": ["x", "other"]}, {"held": "x"}, {"held": 10**30}, {"bye": True},
+  {"fail": ["x", 0, "no", False, ""]}, {"beat": [1, "step", 0, float("nan"), 0.0, 1]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("message", NOT_MESSAGES, ids=repr)
+def test_a_process_that_sends_no_messages_is_named_for_it(message):
+  ours, theirs = map(Link, socket.socketpair())
+  own, inner = map(Link, socket.socketpair())
+  left = []
+  monitor = Monitor({0: inner, 1: ours}, ["n0", "n1"], Timeouts(), log=print,
+                    leave=lambda *args: left.append(args))  # fmt: skip
+  theirs.send(message)
+  thread = threading.Thread(target=monitor.run)
+  thread.start()
+  thread.join(10)
+  ((code, _, _, line),) = left
+  assert code == 1 and line.startswith(
+    "error: process 1 on n1 sends what is not a mess"
+  )
+  for link in (ours, theirs, own, inner):
+    link.close()
+
+
+OF_MONITOR = [
+  (5, 1), ({"stop": 5}, 1), ({"stop": ["x", "y", "preemption"]}, 1),
+  ({"stop": [None, "y", "preemption"]}, 1), ({"stop": [1, "y", "z"]}, 1),
+  ({"fault": ["a", 0, True]}, 1), ({"fault": ["a", -5, False]}, 1),
+  ({"fault": ["a", 10**12, False]}, 1), ({"fault": ["a", 86, False]}, 86),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("message, code", OF_MONITOR, ids=repr)
+def test_what_a_monitor_sends_ends_a_process_by_a_code_that_is_no_success(
+  message, code, monkeypatch
+):
+  class Left(Exception):
+    pass
+
+  def leave(code, *_):
+    raise Left(code)
+
+  monkeypatch.setattr(watch.stacks, "leave", leave)
+  ours, theirs = map(Link, socket.socketpair())
+  alone = watch.Watch(1, ["n0", "n1"], ours, Timeouts(), None)
+  theirs.send(message)
+  with pytest.raises(Left) as e:
+    alone._run()
+  assert e.value.args == (code,)
+  watch.stacks.disarm()
+  ours.close(), theirs.close()
+
+
+def test_a_fault_that_nobody_hears_of_ends_by_a_code_that_is_no_success(monkeypatch):
+  left = []
+  monkeypatch.setattr(watch.stacks, "leave", lambda code, *_: left.append(code))
+  ours, theirs = map(Link, socket.socketpair())
+  theirs.close()
+  watch.Watch(1, ["n0", "n1"], ours, Timeouts(), None).fail("a fault", 0)
+  assert left == [1]
+  ours.close()

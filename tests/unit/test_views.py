@@ -1,10 +1,15 @@
 """The published evaluation views, against dense float64 matrices."""
 
+import io
+
 import numpy as np
 import pytest
+from PIL import Image
 
+from jaxscale import data
 from jaxscale.data import jpeg
-from jaxscale.data.augment import shorter_side
+from jaxscale.data.augment import centered_crop, shorter_side
+from jaxscale.errors import ConfigError
 
 
 def matrix(places, length, kernel, reach):
@@ -68,3 +73,63 @@ def test_the_shorter_side_is_rounded_as_in_the_reference():
   lost = [n for n in range(224, 600) if min(shorter_side(n, n + 100, 224)) == 255]
   assert len(lost) > 20  # float32 and truncation; the crop has room for it
   assert shorter_side(3, 5, 2) == (2, 3)
+
+
+# (height, width, size, crop_pct): (height, width) resized to and (top, left), as
+# torchvision 0.28 and timm 1.0.31 have them (tests/others/test_eval_views.py).
+CENTERED = {
+  (375, 500, 224, 0.875): (256, 341, 16, 58),  # 58.5, to even
+  (500, 333, 224, 0.95): (352, 235, 64, 6),
+  (90, 120, 96, 1.0): (96, 128, 0, 16),
+  (256, 256, 224, 224 / 232): (232, 232, 4, 4),
+}
+
+
+@pytest.mark.parametrize("case", CENTERED)
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_the_view_of_torchvision_and_timm_is_that_of_pillow(photo, case, interpolation):
+  """From the file on: Pillow's decoder, filter and rounding."""
+  height, width, size, share = case
+  tall, wide, top, left = CENTERED[case]
+  assert centered_crop(height, width, size, share) == CENTERED[case]
+  image = Image.fromarray(np.resize(photo, (height, width, 3)))
+  file = io.BytesIO()
+  image.save(file, "JPEG", quality=85)
+  resized = Image.open(file).resize(
+    (wide, tall), Image.Resampling[interpolation.upper()]
+  )
+  wanted = np.asarray(resized)[top : top + size, left : left + size]
+  view = data.CenterCrop(interpolation, share)
+  got, kind = jpeg.decode_view(file.getvalue(), size, 3, None, view)
+  assert kind == "JPEG"
+  np.testing.assert_array_equal(got, wanted)
+
+
+def test_views_of_other_channels(photo):
+  grey, alpha = photo[:40, :60, :1], np.dstack([photo[:40, :60], photo[:40, :60, 0]])
+  for image in (grey, alpha):
+    view = jpeg.view(image, 16, None, data.CenterCrop("bilinear"))
+    assert view.shape == (16, 16, image.shape[2])
+  plain = jpeg.view(photo[:40, :60], 16, None, data.CenterCrop("bilinear"))
+  first = jpeg.view(grey, 16, None, data.CenterCrop("bilinear"))
+  np.testing.assert_array_equal(first[..., 0], plain[..., 0])
+
+
+def test_the_setting_of_the_evaluation_view(tmp_path, photo):
+  for split in ("train", "val"):
+    (tmp_path / split / "a").mkdir(parents=True)
+    Image.fromarray(photo[:90, :120]).save(tmp_path / split / "a" / "1.png")
+  views = {}
+  for name, crop in [("mlperf", None), ("bicubic", None), ("bicubic", 0.5)]:
+    chosen = data.ImageFolder(
+      path=str(tmp_path), image_size=32, eval_view=name, eval_crop=crop
+    )
+    views[name, crop] = chosen.build()[1].load(np.array([0]), None)["image"][0]
+  for (name, crop), got in views.items():
+    view = name if name == "mlperf" else data.CenterCrop("bicubic", crop or 0.875)
+    np.testing.assert_array_equal(got, jpeg.view(photo[:90, :120], 32, None, view))
+  assert len({v.tobytes() for v in views.values()}) == 3
+  with pytest.raises(ConfigError, match=r"ImageFolder.eval_crop=0.9: .*'bicubic'"):
+    data.ImageFolder(path="x", eval_crop=0.9)
+  with pytest.raises(ConfigError, match=r"TFDS.eval_crop=0.9: eval_view='google'"):
+    data.TFDS(name="x", eval_view="google", eval_crop=0.9)

@@ -4,8 +4,20 @@
 launcher that started this process. It asks nobody on the network and never JAX,
 whose own detection is wrong in several of these cases (tests/unit/test_detect_jax.py).
 
-A launcher of another kind, such as LSF's jsrun, is one module here with one function,
-`Host -> Launch | None`, and one entry in `LAUNCHERS`.
+A launcher of another kind is one module here with one function and one entry in
+`LAUNCHERS` below, whose order matters. With variables X_… of a launcher "x":
+
+    def detect(host: Host) -> Launch | None:
+      rank, size = (number(host.env, name) for name in ("X_RANK", "X_SIZE"))
+      if rank is None or size is None:
+        return None  # another launcher started this process
+      nodes = tuple(host.env["X_HOSTS"].split())
+      job = f"x-{host.env['X_JOB']}"
+      return Launch("x", rank, size, host=nodes[0], job=job, nodes=nodes)
+
+Where several nodes have no `host` of process 0, MPI is asked for it, then the list of
+Slurm's or PBS's hosts (`mpi.with_host_of_rank_0`). LSF's jsrun sets JSM_NAMESPACE_RANK
+and, for Spectrum MPI, Open MPI's variables: a module for it comes before mpi.
 """
 
 from __future__ import annotations
@@ -86,7 +98,7 @@ def detect(env: Env = os.environ, **questions: Callable[..., Any]) -> Launch:
 def _explicit(host: Host) -> Launch:
   env = host.env
   count, index = env[COUNT], env[INDEX]
-  are_numbers = re.fullmatch(r"\d+ \d+", f"{index} {count}", re.ASCII)
+  are_numbers = re.fullmatch(r"\d{1,9} \d{1,9}", f"{index} {count}", re.ASCII)
   if not are_numbers or int(index) >= int(count):
     raise ConfigError(f"{INDEX}={index}, {COUNT}={count}: give 0 … n-1 of n")
   name, port = _address(env)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from jaxscale.errors import ConfigError
+from jaxscale.files import whole_number
 
 LOOPBACK = "127.0.0.1"
 
@@ -64,6 +65,7 @@ def number(env: Env, name: str) -> int | None:
     3
   """
   text = env.get(name, "").strip()
-  if text and not (text.isascii() and text.isdigit()):
-    raise ConfigError(f"{name}={text}: give a whole number")
-  return int(text) if text else None
+  found = whole_number(text)
+  if text and found is None:
+    raise ConfigError(f"{name}={text:.40}: give a whole number")
+  return found

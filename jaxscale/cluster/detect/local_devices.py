@@ -22,6 +22,7 @@ import subprocess
 
 from jaxscale.cluster.detect.launch import Env, Launch, number
 from jaxscale.errors import ConfigError
+from jaxscale.files import whole_number
 
 IDS = "JAX_LOCAL_DEVICE_IDS"  # JAX's own way to say it, jax/_src/distributed.py
 _HIDING = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
@@ -112,7 +113,8 @@ def visible_gpus(env: Env = os.environ, *, device_root: str = "/dev") -> int:
 
 def _is_own(env: Env, num_visible: int) -> bool:
   """Whether what this process sees was cut out for it alone."""
-  per_task = re.search(r"(\d+)$", env.get("SLURM_GPUS_PER_TASK", ""))  # or "a100:2"
+  # Or "a100:2".
+  per_task = re.search(r"\b(\d{1,9})$", env.get("SLURM_GPUS_PER_TASK", ""))
   is_shared = num_visible == 1 and any(map(env.get, _SHARING))
   if is_shared or (per_task and num_visible <= int(per_task[1])):
     return True
@@ -135,14 +137,15 @@ def _count(text: str) -> int:
 
 def _chosen(text: str, num_visible: int) -> list[int]:
   pieces = [piece.strip() for piece in text.split(",")]
-  if not all(p.isascii() and p.isdigit() and int(p) < num_visible for p in pieces):
+  found = [number for p in pieces if (number := whole_number(p)) is not None]
+  if len(found) < len(pieces) or max(found) >= num_visible:
     raise ConfigError(
       f"{IDS}={text}: give numbers from 0 to {num_visible - 1}, with commas (this "
       f"process sees {_gpus(num_visible)})"
     )
   if len(set(pieces)) < len(pieces):
     raise ConfigError(f"{IDS}={text}: a GPU is named twice; name each once")
-  return [int(p) for p in pieces]
+  return found
 
 
 def _gpus(count: int) -> str:

@@ -11,13 +11,13 @@ mpiexec.hydra sets them (recorded, tests/data/cluster); HPE Cray's PALS, mpiexec
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import socket
 from pathlib import Path
 
 from jaxscale.cluster.detect.launch import LOOPBACK, Host, Launch, number
 from jaxscale.errors import ConfigError
+from jaxscale.files import readable_text
 
 # kind: variables of the rank, the size, the local rank and the local size; then those
 # that are the same in all ranks, and others in the next mpirun.
@@ -77,8 +77,7 @@ def with_host_of_rank_0(host: Host, found: Launch) -> Launch:
   if nodes := host.env.get("SLURM_JOB_NODELIST"):
     name = host.expand(nodes)[0]
   elif file := host.env.get("PBS_NODEFILE"):
-    with contextlib.suppress(OSError, IndexError):
-      name = Path(file).read_text().split()[0]
+    name = next(iter(readable_text(Path(file)).split()), None)
   if name:
     note = f"takes {name}, the first host of the job, for that of MPI's rank 0"
     return found._replace(host=name, note=note)

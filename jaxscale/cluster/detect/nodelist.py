@@ -14,10 +14,10 @@ import re
 from jaxscale.cluster.detect.scontrol import run_scontrol
 from jaxscale.errors import ConfigError
 
-_MOST = 64 * 1024  # hosts in one range: MAX_RANGE of Slurm's hostlist.c
-_OUTSIDE_BRACKETS = re.compile(r"[\s,]+(?![^\[\]]*\])")
+MOST_HOSTS = 64 * 1024  # in one range: MAX_RANGE of Slurm's hostlist.c
+_ITEM = re.compile(r"(?:\[[^\[\]]*\]|[^\s,])+")  # commas in brackets belong to it
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
+_RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
 
 
 def expand(text: str) -> list[str]:
@@ -37,14 +37,14 @@ def expand(text: str) -> list[str]:
     ['rack1n3', 'rack1n5', 'rack2n3', 'rack2n5', 'x0-ib', 'x1-ib']
   """
   names: list[str] = []
-  for item in filter(None, _OUTSIDE_BRACKETS.split(text)):
+  for item in _ITEM.findall(text):
     # Names and what is in brackets, in turns.
     pieces = enumerate(_BRACKETS.split(item))
     parts = [_numbers(piece, text) if i % 2 else [piece] for i, piece in pieces]
     if any("[" in name or "]" in name for (name,) in parts[::2]):
       raise _malformed(text, f"brackets do not match at {item[:20]!r}")
-    if len(names) + math.prod(map(len, parts)) > _MOST:
-      raise _malformed(text, f"more than {_MOST} hosts")
+    if len(names) + math.prod(map(len, parts)) > MOST_HOSTS:
+      raise _too_many(text)
     names += map("".join, itertools.product(*parts))
   if not names:
     raise _malformed(text, "no host in it")
@@ -76,12 +76,18 @@ def _numbers(inside: str, text: str) -> list[str]:
   for piece in inside.split(","):
     match = _RANGE.fullmatch(piece.strip())
     if not match:
-      raise _malformed(text, f"[{inside}] is not a list of numbers and ranges")
+      raise _malformed(text, f"[{inside:.40}] is not a list of numbers and ranges")
     first, last = match.group(1), match.group(2) or match.group(1)
-    if not 0 <= int(last) - int(first) < _MOST:
+    if not 0 <= int(last) - int(first) < MOST_HOSTS:
       raise _malformed(text, f"no range from {first} to {last}")
     found += [str(i).zfill(len(first)) for i in range(int(first), int(last) + 1)]
+    if len(found) > MOST_HOSTS:
+      raise _too_many(text)
   return found
+
+
+def _too_many(text: str) -> ConfigError:
+  return _malformed(text, f"more than {MOST_HOSTS} hosts")
 
 
 def _malformed(text: str, why: str) -> ConfigError:

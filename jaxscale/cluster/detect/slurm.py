@@ -9,20 +9,21 @@ interactive step has the job's SLURM_NTASKS but one task; and with
 
 from __future__ import annotations
 
-import contextlib
 import re
 from pathlib import Path
 
 from jaxscale.cluster.detect.launch import LOOPBACK, Env, Host, Launch, number
+from jaxscale.cluster.detect.nodelist import MOST_HOSTS
 from jaxscale.cluster.detect.scontrol import run_scontrol
 from jaxscale.errors import ConfigError
+from jaxscale.files import readable_text
 
 _INTERACTIVE = "4294967290"  # SLURM_INTERACTIVE_STEP, 0xfffffffa, of slurm.h
 _PTY = (
   "started by srun --pty: if this is its shell, no other rank will come, set "
   "JAXSCALE_NUM_PROCESSES=1"
 )
-_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
+_COUNT = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?", re.ASCII)
 
 
 def tasks_per_node(text: str) -> list[int]:
@@ -36,9 +37,11 @@ def tasks_per_node(text: str) -> list[int]:
     [2, 2, 2, 1]
   """
   matches = [_COUNT.fullmatch(piece.strip()) for piece in text.split(",")]
-  if None in matches:
-    raise ConfigError(f"tasks per node {text!r}: not in Slurm's form, '2(x3),1'")
-  return [int(m[1]) for m in matches if m for _ in range(int(m[2] or 1))]
+  counts = [(int(m[1]), int(m[2] or 1)) for m in matches if m]
+  if None in matches or sum(nodes for _, nodes in counts) > MOST_HOSTS:
+    shown = text if len(text) <= 60 else text[:57] + "…"
+    raise ConfigError(f"tasks per node {shown!r}: not in Slurm's form, '2(x3),1'")
+  return [tasks for tasks, nodes in counts for _ in range(nodes)]
 
 
 def detect(host: Host) -> Launch | None:
@@ -64,7 +67,8 @@ def detect(host: Host) -> Launch | None:
   if tasks == 1:
     return alone
   if "SLURM_PROCID" in env and env.get("SLURM_STEP_ID") != _INTERACTIVE:
-    named = "SLURM_NTASKS" if "SLURM_NTASKS" in env else "SLURM_TASKS_PER_NODE"
+    names = ("SLURM_NTASKS", "SLURM_TASKS_PER_NODE", "SLURM_PROCID")
+    named = next(name for name in names if name in env)
     raise ConfigError(
       f"{named}={env[named]}: this is the batch script, no step of job {job}: start "
       "it with srun (or set JAXSCALE_NUM_PROCESSES=1 to run one process)"
@@ -140,8 +144,8 @@ def _host_of_rank_0(host: Host, nodes: tuple[str, ...]) -> str:
   if not env.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
     return nodes[0]  # srun(1): block, cyclic and plane fill the first node first
   path = env.get("SLURM_HOSTFILE") or "not set"
-  with contextlib.suppress(OSError, IndexError):
-    return host.expand(Path(path).read_text().split()[0])[0]
+  if names := readable_text(Path(path)).split():
+    return host.expand(names[0])[0]
   raise ConfigError(
     f"SLURM_DISTRIBUTION=arbitrary: SLURM_HOSTFILE={path} does not say where rank 0 "
     "runs, set JAXSCALE_COORDINATOR=host:port"

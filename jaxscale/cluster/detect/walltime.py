@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import threading
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from jaxscale.cluster.detect.scontrol import run_scontrol
+from jaxscale.files import whole_number
 
 _MOST_OF_A_JOB = 0.25  # else a job of a minute would stop before it began
 
@@ -20,8 +22,8 @@ def end_time(env: Mapping[str, str] = os.environ) -> float | None:
   environment variables"; Slurm 22.05 does not set it yet); where it is not set,
   `scontrol` is asked. On a large run only one process should ask.
   """
-  given = env.get("SLURM_JOB_END_TIME", "")
-  return float(given) if given.isdigit() else asked_end_time(env)
+  given = whole_number(env.get("SLURM_JOB_END_TIME", ""))
+  return asked_end_time(env) if given is None else float(given)
 
 
 def asked_end_time(env: Mapping[str, str] = os.environ) -> float | None:
@@ -41,7 +43,9 @@ def parse_end_time(shown: str) -> float | None:
     '12:00'
   """
   found = re.search(r"\bEndTime=(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", shown)
-  return time.mktime(time.strptime(found[1], "%Y-%m-%dT%H:%M:%S")) if found else None
+  with contextlib.suppress(ValueError, OverflowError):  # no such day
+    return time.mktime(time.strptime(found[1], "%Y-%m-%dT%H:%M:%S")) if found else None
+  return None
 
 
 def before_end(

@@ -38,7 +38,8 @@ class Hello(NamedTuple):
   node: str
   pid: int
   uuid: str  # differs in two processes of one rank, not in one that reconnects
-  place: str  # equal where loopback connects, network.place
+  place: str  # equal where loopback connects
+  files: str  # equal where the same files are seen
   gloo: str | None  # where gloo would listen; "" where it is not used
   versions: dict[str, str]
   digests: dict[str, str]
@@ -53,8 +54,9 @@ def make_hello(
 ) -> Hello:
   """What this process says about itself; the arguments are those of `rendezvous`."""
   gloo = network.gloo_address() if on_cpu else ""
-  process = network.node_name(), os.getpid(), uuid.uuid4().hex, network.place(), gloo
-  own = launch.process_id, launch.num_processes, *process
+  process = network.node_name(), os.getpid(), uuid.uuid4().hex
+  places = network.namespace("net"), network.namespace("mnt"), gloo
+  own = launch.process_id, launch.num_processes, *process, *places
   return Hello(*own, versions(), dict(digests), error)
 
 
@@ -79,15 +81,6 @@ def digests_of(config: object) -> dict[str, str]:
     code.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
   settings = hashlib.sha256(repr(config).encode())
   return {"config": settings.hexdigest(), "code": code.hexdigest()}
-
-
-def parse_hello(message: Any) -> Hello | None:
-  """The `Hello` in a message, if it is one."""
-  kinds = (int, int, str, int, str, str, str | None, dict, dict, str)
-  if not isinstance(message, list) or len(message) != len(kinds):
-    return None
-  is_hello = all(isinstance(v, kind) for v, kind in zip(message, kinds, strict=True))
-  return Hello(*message) if is_hello else None
 
 
 def first_of(items: Sequence[str]) -> str:

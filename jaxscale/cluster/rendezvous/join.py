@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import functools
 import math
+import shutil
 import socket
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
-from jaxscale.cluster.detect.launch import Launch
+from jaxscale.cluster.detect.launch import LOOPBACK, Launch
 from jaxscale.cluster.rendezvous import network
 from jaxscale.cluster.rendezvous.client import ProcessGroup, leave_last
 from jaxscale.cluster.rendezvous.handshake import ranks_with_hosts
@@ -71,36 +73,48 @@ def join(
     return
   if group.num_processes == 1:
     return
-  address, _, port = group.coordinator.rpartition(":")
-  address = address.strip("[]")  # of IPv6
-  network.bypass_proxies([address, launch.host or address])
-  if group.reserved is not None:
+  is_unix = group.coordinator.startswith("unix:")
+  if not is_unix:
+    address = group.coordinator.rpartition(":")[0].strip("[]")  # of IPv6
+    network.bypass_proxies([address, launch.host or address])
+  if group.process_id:
+    _wait_for_coordinator(group, timeouts.jax_initialization_timeout_s)
+  elif group.reserved is not None:
     # JAX's service takes the port over, and gRPC binds with this option as well: so
     # the port is never free for anybody else in between.
     group.reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-  else:
-    limit_s = timeouts.jax_initialization_timeout_s
-    _wait_for_coordinator((address, int(port)), group, limit_s)
-  initialize(
-    group.coordinator,
-    group.num_processes,
-    group.process_id,
-    cluster_detection_method="deactivate",
-    # Else JAX_COORDINATOR_BIND_ADDRESS would name another port than we do.
-    coordinator_bind_address=f"[::]:{port}",
-  )
-  if group.reserved is not None:
-    group.reserved.close()
+  try:
+    initialize(
+      group.coordinator.replace("[::]", LOOPBACK),
+      group.num_processes,
+      group.process_id,
+      cluster_detection_method="deactivate",
+      # Else JAX_COORDINATOR_BIND_ADDRESS would name another place than we do.
+      coordinator_bind_address=group.coordinator,
+    )
+  finally:
+    if group.reserved is not None:
+      group.reserved.close()
+    if is_unix and group.process_id == 0:  # all are connected, nobody needs its name
+      folder = Path(group.coordinator.removeprefix("unix:")).parent
+      shutil.rmtree(folder, ignore_errors=True)
 
 
-def _wait_for_coordinator(address: tuple[str, int], group: ProcessGroup, timeout_s):
+def _wait_for_coordinator(group: ProcessGroup, timeout_s: float) -> None:
   """Wait until JAX's coordinator listens: JAX itself would abort where it never does.
 
   It also saves a second: gRPC waits that long after a first refusal.
   """
-  connect = functools.partial(socket.create_connection, address, timeout=_CONNECT_S)
+
+  def connect() -> None:
+    if group.coordinator.startswith("unix:"):
+      with socket.socket(socket.AF_UNIX) as sock:
+        return sock.connect(group.coordinator.removeprefix("unix:"))
+    address, _, port = group.coordinator.rpartition(":")
+    socket.create_connection((address.strip("[]"), int(port)), _CONNECT_S).close()
+
   try:
-    network.retry(connect, timeout_s, pause_s=0.02).close()
+    network.retry(connect, timeout_s, pause_s=0.02)
   except OSError as e:
     why = f"{e}; is there a firewall between the two?"
     if isinstance(e, ConnectionRefusedError):

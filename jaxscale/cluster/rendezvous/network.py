@@ -13,9 +13,9 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from jaxscale.cluster.detect.slurm import node_address
 from jaxscale.errors import ConfigError
@@ -100,13 +100,59 @@ def own_address_seen_by(peer: str) -> str:
     return str(probe.getsockname()[0])
 
 
+def addresses_to_listen_on(host: str, addresses: Sequence[str]) -> list[str]:
+  """Where process 0 listens: no further than is sure to be enough.
+
+  Args:
+    host: by which all look for it.
+    addresses: what that is on this host.
+
+  Returns:
+    Addresses of this host; [] for all: elsewhere a name may stand for another address
+    of it than here (several networks, /etc/hosts, a Service of Kubernetes).
+
+  Example:
+    >>> addresses_to_listen_on("localhost", ["127.0.0.1"])
+    ['127.0.0.1']
+    >>> addresses_to_listen_on("n1", ["127.0.1.1"])
+    []
+  """
+  is_sure = host == "localhost" or host in addresses
+  return list(addresses) if is_sure and all(map(is_own, addresses)) else []
+
+
+def peer_address(link: Any) -> str:
+  """The address at the other end of a link; "" where that is gone."""
+  with contextlib.suppress(OSError):
+    return plain_address(str(link.sock.getpeername()[0]))
+  return ""
+
+
+def own_address(links: Iterable[Any]) -> list[str]:
+  """The one address of this host at which all links end; [] where they differ."""
+  found = {plain_address(str(link.sock.getsockname()[0])) for link in links}
+  return list(found) if len(found) == 1 else []
+
+
 def is_own(address: str) -> bool:
   """Whether it is an address of this host: others cannot be bound."""
-  family = socket.AF_INET6 if ":" in address else socket.AF_INET
-  with contextlib.suppress(OSError), socket.socket(family) as probe:
-    probe.bind((address, 0))
-    return True
+  with contextlib.suppress(OSError):
+    family, place = numeric(address, 0)
+    with socket.socket(family) as probe:
+      probe.bind(place)
+      return True
   return False
+
+
+def numeric(address: str, port: int) -> tuple[int, Any]:
+  """The family of an address, and what `bind` and `connect` take, with its scope.
+
+  Raises:
+    OSError: it is none.
+  """
+  numbers = socket.AI_NUMERICHOST
+  found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=numbers)
+  return found[0][0], found[0][4]
 
 
 def is_loopback(address: str) -> bool:
@@ -116,7 +162,10 @@ def is_loopback(address: str) -> bool:
     >>> [is_loopback(a) for a in ("127.0.1.1", "::1", "::ffff:127.0.0.1", "10.0.0.1")]
     [True, True, True, False]
   """
-  parsed = ipaddress.ip_address(address.partition("%")[0])
+  try:
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+  except ValueError:  # a process says what is no address
+    return False
   return (getattr(parsed, "ipv4_mapped", None) or parsed).is_loopback
 
 
@@ -147,52 +196,89 @@ def gloo_address() -> str | None:
   return None
 
 
-def place() -> str:
-  """The same in two processes that reach each other over loopback.
+def namespace(kind: str) -> str:
+  """The same in two processes of one machine and one namespace (namespaces(7)).
 
-  The machine's boot (random(4), boot_id) and the network namespace (namespaces(7)):
-  containers on one machine may well be in different ones.
+  Containers on one machine may well be in different ones; the machine is known by
+  its boot (random(4), boot_id).
+
+  Args:
+    kind: "net": they reach each other over loopback; "mnt": they see the same files.
   """
   try:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/net')}"
+    return f"{boot} {os.readlink(f'/proc/self/ns/{kind}')}"
   except OSError:
     return socket.gethostname()
 
 
-def bind_port(ports: Iterable[int], listen: bool) -> tuple[int, socket.socket]:
-  """The first of the ports that is free on all addresses, and a socket bound to it.
+def bind_port(
+  ports: Iterable[int], addresses: Sequence[str], listen: bool
+) -> tuple[int, list[socket.socket]]:
+  """The first of the ports that is free, and a socket for each address bound to it.
 
   Without SO_REUSEPORT, which JAX's coordinator sets: two of those on one port, of
   two steps of a job, share it, and each gets connections meant for the other.
 
   Args:
     ports: to try, in this order.
-    listen: False: the socket only keeps the port. Nobody else can bind it, and
-      whoever connects too early is refused at once. Close it just before the port
+    addresses: of this host; [] for all that it has, by one socket.
+    listen: False: the sockets only keep the port. Nobody else can bind it, and
+      whoever connects too early is refused at once. Close them just before the port
       is used.
 
   Raises:
     OSError: all are taken.
   """
   error = OSError("no port was given")
-  dual = socket.has_dualstack_ipv6()
+  everywhere = ["::" if socket.has_dualstack_ipv6() else "0.0.0.0"]
   for port in ports:
-    sock = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
+    sockets: list[socket.socket] = []
     try:
-      if dual:
-        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-      # Connections of an earlier run that have not died down yet are not an obstacle; a
-      # socket that listens is (SO_REUSEADDR in socket(7)).
-      sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, listen)
-      sock.bind(("::" if dual else "", port))
-      if listen:
-        sock.listen(4096)
-      return port, sock
+      for address in addresses or everywhere:
+        sockets.append(_bound(address, port, listen))
+      return port, sockets
     except OSError as e:
-      sock.close()
       error = e
+      for sock in sockets:
+        sock.close()
   raise error
+
+
+def _bound(address: str, port: int, listen: bool) -> socket.socket:
+  """A socket on an address; "::" is IPv4's too."""
+  family, place = numeric(address, port)
+  sock = socket.socket(family)
+  try:
+    if family == socket.AF_INET6:
+      sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, address != "::")
+    # Connections of an earlier run that have not died down yet are not an obstacle; a
+    # socket that listens is (SO_REUSEADDR in socket(7)).
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, listen)
+    sock.bind(place)
+    if listen:
+      sock.listen(4096)
+    return sock
+  except OSError:
+    sock.close()
+    raise
+
+
+def describe_taken(ports: Sequence[int]) -> str:
+  """Ports of this host that other programs use, and whose these are where Linux says.
+
+  Example:
+    >>> describe_taken([1])
+    '1'
+  """
+  users: dict[int, str] = {}
+  for table in ("tcp", "tcp6"):
+    with contextlib.suppress(OSError):
+      for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+        _, local, _, state, _, _, _, user, *_ = line.split()  # proc_pid_net(5)
+        if state == "0A":  # it listens
+          users[int(local.rpartition(":")[2], 16)] = f" (uid {user})"
+  return ", ".join(f"{port}{users.get(port, '')}" for port in ports)
 
 
 def retry(function: Callable[[], T], patience_s: float, pause_s: float) -> T:

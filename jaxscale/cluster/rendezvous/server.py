@@ -8,74 +8,75 @@ from __future__ import annotations
 import contextlib
 import resource
 import selectors
-import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 from jaxscale.cluster import wire
 from jaxscale.cluster.detect.launch import Launch
 from jaxscale.cluster.rendezvous import handshake, network
+from jaxscale.cluster.rendezvous.acceptor import Acceptor
 from jaxscale.cluster.rendezvous.handshake import Hello
+from jaxscale.cluster.secret import VARIABLE
+from jaxscale.cluster.wire import Link
 from jaxscale.errors import ConfigError
 
-HELLO_BYTES = 1 << 16  # a hello is about 600 bytes; no stranger needs more
-HELLO_S = 10.0  # seconds until a connection must have sent its hello
 SETTLE_S = 1.0  # after the first error, the same of others may be on its way
 RECONNECT_S = 3.0  # a process that has disconnected may try again
 LINGER_S = 10.0  # how long late processes still get the error
 LOG_S = 10.0  # seconds between two lines about who is missing
 _CHECK_S = 0.1  # seconds between two checks for errors
-_WELCOME = float("inf")  # until when a connection may stay that has sent its hello
 
 
 def serve(
   launch: Launch,
   own: Hello,
-  listener: socket.socket,
+  acceptor: Acceptor,
   timeout_s: float,
-  coordinator_port: int = 0,
+  coordinator: Callable[[Mapping[int, Hello]], str],
   note: str = "",
-) -> tuple[list[str], dict[int, socket.socket]]:
+) -> tuple[list[str], dict[int, Link], str]:
   """Wait for all other processes, and send each "go", or what is wrong.
 
   Args:
     own: of this process, rank 0.
-    listener: where the others connect; closed before this returns.
+    acceptor: takes the connections of the others.
     timeout_s: seconds after which missing processes are an error.
-    coordinator_port: of JAX's coordinator.
+    coordinator: from all hellos, where JAX's coordinator will be.
     note: what to add to the line about missing processes.
 
   Returns:
-    The hosts by rank, and the connections by rank, without 0.
+    The hosts by rank, the connections by rank, without 0, and the coordinator.
 
   Raises:
     ConfigError: the line that every process got.
   """
-  listener.setblocking(False)
-  server = _Server(launch, own, listener)
-  with server.selector, listener:
+  server = _Server(launch, own, acceptor)
+  with server.selector:
     kept = set()
     try:
       server.wait_for_all(timeout_s, note)
       hosts = [server.hellos[rank].node for rank in range(launch.num_processes)]
-      server.send_go(coordinator_port, hosts)
+      chosen = coordinator(server.hellos)
+      server.send_go(chosen, hosts)
       kept = set(server.links.values())
-      return hosts, server.links
+      return hosts, server.links, chosen
     finally:
-      connected = {k.fileobj for k in server.selector.get_map().values() if k.data}
-      close_all(connected - kept)
+      close_all(server.connected - kept)
+      if strangers := acceptor.describe_refused():
+        print(strangers, file=sys.stderr, flush=True)
 
 
 class _Server:
   """Who is connected, and what is wrong so far."""
 
-  def __init__(self, launch: Launch, own: Hello, listener: socket.socket):
-    self.launch, self.listener = launch, listener
+  def __init__(self, launch: Launch, own: Hello, acceptor: Acceptor):
+    self.launch, self.acceptor = launch, acceptor
     self.selector = selectors.DefaultSelector()
+    self.connected: set[Link] = set()
     self.hellos = {0: own}
-    self.links: dict[int, socket.socket] = {}
+    self.links: dict[int, Link] = {}
     self.lost: dict[int, float] = {}  # rank -> when it disconnected
     self.errors: list[str] = []
     self.seen = {own.uuid}  # all processes that sent a hello
@@ -84,7 +85,7 @@ class _Server:
       _allow_files(launch.num_processes)
     except ConfigError as e:
       self.errors.append(str(e))
-    self.selector.register(listener, selectors.EVENT_READ, None)
+    self.selector.register(acceptor, selectors.EVENT_READ)
 
   def wait_for_all(self, timeout_s: float, note: str) -> None:
     """Until all are connected and agree."""
@@ -97,9 +98,6 @@ class _Server:
       if now < next_check and len(self.links) < total - 1:
         continue  # thousands may be connecting: not all of this after each
       next_check = now + _CHECK_S
-      for key in list(self.selector.get_map().values()):
-        if key.data and key.data[1] < now:
-          self._drop(key.fileobj)
       missing = [r for r in range(1, total) if r not in self.links]
       errors = self._find_errors(now)
       if not errors and not missing and not self.sent_error:
@@ -115,19 +113,20 @@ class _Server:
         verb = "has" if len(missing) == 1 else "have"
         self.send_error(
           f"{self._describe(missing)} {verb} not connected within {timeout_s:g} s; "
-          f"look for their last lines, and start all in one step{note}"
+          "look for their last lines, and start all in one step; where hosts share no "
+          f"home directory, give all one {VARIABLE}{note}"
         )
         raise ConfigError(self.sent_error)
       elif now - logged > LOG_S:
         logged = now
         print(f"waiting for {self._describe(missing)}", file=sys.stderr)
 
-  def send_go(self, port: int, hosts: list[str]) -> None:
+  def send_go(self, coordinator: str, hosts: list[str]) -> None:
     """All are connected: let them start."""
-    go = wire.encode({"go": port, "hosts": hosts})
-    for rank, sock in self.links.items():
+    go = wire.encode({"go": [coordinator, hosts]})
+    for rank, link in self.links.items():
       try:
-        wire.send(sock, go, timeout=10)
+        link.send(go, timeout=10)
       except OSError as e:  # those that got it find the links closed
         raise ConfigError(
           f"process {rank} ({hosts[rank]}) has disconnected just before the start "
@@ -137,10 +136,9 @@ class _Server:
   def send_error(self, error: str) -> None:
     """Send what is wrong to all who are connected, and later to those who connect."""
     self.sent_error = error
-    for key in list(self.selector.get_map().values()):
-      if key.data and key.data[1] == _WELCOME:
-        with contextlib.suppress(OSError):
-          wire.send(cast("socket.socket", key.fileobj), {"error": error}, timeout=1)
+    for link in self.connected:
+      with contextlib.suppress(OSError):
+        link.send({"error": error}, timeout=1)
 
   def _describe(self, missing: list[int]) -> str:
     """Who is missing, and the hosts to look at, as far as the launcher lists them."""
@@ -155,11 +153,11 @@ class _Server:
   def _find_errors(self, now: float) -> list[str]:
     """All that is wrong with what is known so far."""
     addresses = {}
-    for rank, sock in self.links.items():
+    for rank, link in self.links.items():
       with contextlib.suppress(OSError):
-        addresses[rank] = network.plain_address(sock.getpeername()[0])
+        addresses[rank] = network.plain_address(link.sock.getpeername()[0])
         if self.hellos[rank].place != self.hellos[0].place:
-          addresses.setdefault(0, network.plain_address(sock.getsockname()[0]))
+          addresses.setdefault(0, network.plain_address(link.sock.getsockname()[0]))
     lost = [
       f"process {rank} ({self.hellos[rank].node}, pid {self.hellos[rank].pid}) has "
       "connected and disconnected; see its last lines"
@@ -170,42 +168,35 @@ class _Server:
 
   def _receive(self, timeout: float) -> None:
     for key, _ in self.selector.select(timeout):
-      if key.data is None:
-        self._accept()
+      if key.fileobj is self.acceptor:
+        for link, message in self.acceptor.accept():
+          self._greet(link, message)
         continue
-      sock, (receiver, until) = cast("socket.socket", key.fileobj), key.data
+      link = cast("Link", key.fileobj)
       try:
-        messages = receiver.drain()
-        if messages and until != _WELCOME:
-          self._greet(sock, messages[0])
-      except (OSError, EOFError, ValueError):
-        self._drop(sock)
+        link.drain()  # nothing is to come yet: it is gone, or damaged
+      except (EOFError, ValueError):
+        self._drop(link)
 
-  def _accept(self) -> None:
-    """Accept all connections."""
-    until = time.monotonic() + HELLO_S
-    with contextlib.suppress(OSError):  # no more, gone again, or out of files
-      while True:
-        sock, _ = self.listener.accept()
-        network.tune(sock)
-        data = wire.Receiver(sock, HELLO_BYTES), until
-        self.selector.register(sock, selectors.EVENT_READ, data)
-
-  def _greet(self, sock: socket.socket, message: Any) -> None:
-    """Answer the first message of a connection."""
-    if not isinstance(message, dict):
-      raise ValueError("no message of ours")
-    hello = handshake.parse_hello(message.get("hello"))
-    if message.get("job") != self.launch.job or hello is None:
-      wire.send(sock, {"other_job": self.launch.job}, timeout=1)
-      return self._drop(sock)
+  def _greet(self, link: Link, message: Any) -> None:
+    """A process has connected, and says who it is."""
+    self.selector.register(link, selectors.EVENT_READ)
+    self.connected.add(link)
+    try:
+      hello = wire.parse(Hello, message)
+    except ValueError as e:
+      who = f"a process on {network.peer_address(link)}"
+      self.errors.append(
+        f"{who} says what this one does not understand ({e}); start all from one "
+        "environment"
+      )
+      return
     self.seen.add(hello.uuid)
-    wire.send(sock, {"welcome": self.launch.job}, timeout=1)
-    self.selector.modify(sock, selectors.EVENT_READ, (wire.Receiver(sock), _WELCOME))
     rank, total = hello.rank, self.launch.num_processes
     there = self.hellos.get(rank)
     if self.sent_error:
-      wire.send(sock, {"error": self.sent_error}, timeout=1)
+      with contextlib.suppress(OSError):
+        link.send({"error": self.sent_error}, timeout=1)
     elif there and there.uuid != hello.uuid and rank not in self.lost:
       self.errors.append(
         f"process {rank} was started twice: on {there.node} (pid {there.pid}) and on "
@@ -219,24 +210,25 @@ class _Server:
       )
     else:
       before = self.links.pop(rank, None)
-      self.hellos[rank], self.links[rank] = hello, sock
+      self.hellos[rank], self.links[rank] = hello, link
       self.lost.pop(rank, None)
       if before:
         self._drop(before)
 
-  def _drop(self, sock: Any) -> None:
+  def _drop(self, link: Link) -> None:
     """Close a connection; its process may connect again."""
-    self.selector.unregister(sock)
-    sock.close()
-    for rank in [r for r, s in self.links.items() if s is sock]:
+    self.selector.unregister(link)
+    self.connected.discard(link)
+    link.close()
+    for rank in [r for r, known in self.links.items() if known is link]:
       del self.links[rank]
       self.lost[rank] = time.monotonic()
 
 
-def close_all(sockets: Iterable[Any]) -> None:
+def close_all(links: Iterable[Any]) -> None:
   """Close them; no error where they are."""
-  for sock in sockets:
-    sock.close()
+  for link in links:
+    link.close()
 
 
 def _allow_files(num_processes: int) -> None:

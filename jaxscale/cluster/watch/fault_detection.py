@@ -115,6 +115,16 @@ class Fault(NamedTuple):
   is_user_error: bool = False
 
 
+def fault_code(code: int) -> int:
+  """The exit code of a fault, which never ends as a success does.
+
+  Example:
+    >>> [fault_code(c) for c in (86, 0, -9, 10**12)]
+    [86, 1, 1, 1]
+  """
+  return code if 0 < code < 256 else EXIT_CRASH
+
+
 _States = Mapping[int, ProcessState]  # by rank
 
 

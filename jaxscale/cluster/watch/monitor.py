@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import selectors
-import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxscale.cluster.timeouts import Timeouts
 from jaxscale.cluster.watch import fault_detection, stacks
 from jaxscale.cluster.watch.fault_detection import Fault, ProcessState
 from jaxscale.cluster.watch.stop_consensus import StopCoordinator, StopRequest
-from jaxscale.cluster.wire import Receiver, encode
+from jaxscale.cluster.wire import Link, encode, parse, typed
 
 # A killed process's neighbours raise 20 ms after it (gloo, measured): what comes
 # within this time is looked at together, to name the one that was first.
@@ -32,6 +31,44 @@ _LAST_MESSAGES_S = 0.6
 _SLOW_AGAIN_S = 600.0  # until the same slow process is logged again
 
 
+class Heartbeat(NamedTuple):
+  """Where a process is.
+
+  Attributes:
+    step: the one it works on, from 1.
+    activity: one of `ACTIVITIES`.
+    count: of the batches, or the like, in it.
+    seconds: for which it has been there.
+    host_s: all that its host spent before steps.
+    steps: how many steps that was for.
+  """
+
+  step: int
+  activity: str
+  count: int
+  seconds: float
+  host_s: float
+  steps: int
+
+
+class Report(NamedTuple):
+  """A `Failure` that a process reports, and where it was."""
+
+  cause: str
+  code: int
+  is_consequence: bool
+  is_user_error: bool
+  where: str
+
+
+class FaultNotice(NamedTuple):
+  """A fault, as all others hear of it."""
+
+  line: str
+  code: int
+  with_stacks: bool
+
+
 class Monitor:
   """Receives heartbeats, names faults, coordinates a stop.
 
@@ -41,7 +78,7 @@ class Monitor:
 
   def __init__(
     self,
-    links: Mapping[int, socket.socket],
+    links: Mapping[int, Link],
     hosts: Sequence[str],
     timeouts: Timeouts,
     folder: Path | None = None,
@@ -51,7 +88,7 @@ class Monitor:
     """A monitor without any heartbeat so far.
 
     Args:
-      links: rank -> socket, for every process.
+      links: rank -> link, for every process.
       hosts: of every process.
       timeouts: how long is too long.
       folder: for stacks; None: none.
@@ -73,8 +110,7 @@ class Monitor:
     self._slow: tuple[float, frozenset[int]] = 0.0, frozenset()
     self._selector = selectors.DefaultSelector()
     for rank, link in links.items():
-      link.setblocking(False)
-      self._selector.register(link, selectors.EVENT_READ, (rank, Receiver(link)))
+      self._selector.register(link, selectors.EVENT_READ, rank)
 
   def run(self) -> None:
     """Receive and check until all have left, or a fault ends it."""
@@ -110,18 +146,18 @@ class Monitor:
 
   def _receive(self, timeout: float) -> None:
     for key, _ in self._selector.select(timeout):
-      rank, receiver = key.data
+      rank = key.data
       try:
-        messages = receiver.drain()
+        for message in self._links[rank].drain():
+          self._handle(rank, message, time.monotonic())
       except (EOFError, ValueError) as e:
         if isinstance(e, ValueError):
-          self._add_fault(Fault("failed", rank, "sends what is not a message"))
-        self._close(rank)
-        continue
-      for message in messages:
-        self._handle(rank, message, time.monotonic())
+          cause = f"sends what is not a message ({e})"
+          self._add_fault(Fault("failed", rank, cause))
+        self._close(rank, is_gone=isinstance(e, EOFError))
 
-  def _handle(self, rank: int, message: dict[str, Any], now: float) -> None:
+  def _handle(self, rank: int, message: Any, now: float) -> None:
+    message = typed(dict[str, Any], message)
     state = self._states[rank]
     state.last_heard = now
     if rank not in self._ready:
@@ -129,26 +165,30 @@ class Monitor:
       if self._stop.is_asking:
         self._send([rank], {"hold": 1})
     if "beat" in message:
-      self._update(rank, state, message["beat"], now)
+      self._update(rank, state, parse(Heartbeat, message["beat"]), now)
     elif "ask" in message:
-      cause, kind = message["ask"]
+      cause, kind = parse(StopRequest, message["ask"])
       if self._stop.ask(StopRequest(f"{cause} at {self._name(rank)}", kind)):
         self._send(self._ready, {"hold": 1})
     elif "held" in message:
       self._answer(rank, message["held"])
     elif "fail" in message:
-      cause, code, is_consequence, is_user_error = message["fail"]
-      if is_user_error:
+      report = parse(Report, message["fail"])
+      cause = report.cause
+      if report.is_user_error:
         self._user_errors.setdefault(cause, set()).add(rank)
       else:
-        cause = f"failed {message['where']}: {cause}"
-      kind = "consequence" if is_consequence else "failed"
-      self._add_fault(Fault(kind, rank, cause, code, is_user_error))
+        cause = f"failed {report.where}: {cause}"
+      kind = "consequence" if report.is_consequence else "failed"
+      code = fault_detection.fault_code(report.code)
+      self._add_fault(Fault(kind, rank, cause, code, report.is_user_error))
     elif "bye" in message:
       state.has_left = True
       self._answer(rank, message["bye"])
 
-  def _update(self, rank: int, state: ProcessState, beat: list, now: float) -> None:
+  def _update(
+    self, rank: int, state: ProcessState, beat: Heartbeat, now: float
+  ) -> None:
     """Note what a heartbeat says."""
     state.step, state.activity, state.count, seconds, state.host_s, state.steps = beat
     state.since = now - seconds
@@ -160,17 +200,17 @@ class Monitor:
       if state.steps > first:
         state.mean_s = (state.since - began) / (state.steps - first)
 
-  def _answer(self, rank: int, count: int) -> None:
-    point = self._stop.answer(rank, count)
+  def _answer(self, rank: int, count: Any) -> None:
+    point = self._stop.answer(rank, typed(int, count))
     if point is not None and (request := self._stop.request):
       self._log(f"{request}: all stop together, and save")
       self._send(self._ready, {"stop": [point, *request]})
 
-  def _close(self, rank: int) -> None:
+  def _close(self, rank: int, *, is_gone: bool) -> None:
     self._closed.add(rank)
     self._selector.unregister(self._links[rank])
     state = self._states[rank]
-    if not state.has_left:
+    if is_gone and not state.has_left:
       cause = f"died, last seen {state.where} (killed, out of memory, or aborted?)"
       self._add_fault(Fault("died", rank, cause))
 
@@ -221,7 +261,7 @@ class Monitor:
     for rank in ranks:
       if rank not in self._closed:
         with contextlib.suppress(OSError):
-          self._links[rank].send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+          self._links[rank].send_now(data)
 
   def _end(self, fault: Fault) -> None:
     """Inform the others, let them leave, and leave."""
@@ -234,7 +274,7 @@ class Monitor:
       line = f"error: {who}{fault.cause}{stacks.note(self._folder)}"
     others = [rank for rank in self._states if rank != 0]
     with_stacks = not fault.is_user_error
-    self._send(others, {"fault": line, "code": fault.code, "stacks": with_stacks})
+    self._send(others, {"fault": FaultNotice(line, fault.code, with_stacks)})
     self._log(line)
     self._wait_for_closed(_LAST_MESSAGES_S)
     self._leave(fault.code, self._folder if with_stacks else None, 0, line)
@@ -251,6 +291,6 @@ class Monitor:
     while self._selector.get_map() and (left := until - time.monotonic()) > 0:
       for key, _ in self._selector.select(left):
         try:
-          key.data[1].drain()
+          self._links[key.data].drain()
         except (EOFError, ValueError):
           self._selector.unregister(key.fileobj)

@@ -4,13 +4,15 @@ The way of a signal, from the handler to the exit code:
 
 1. here: the C handler writes the signal's number into a descriptor, the thread of
    `SignalHandlers` reads it and makes a `StopRequest`, "preemption" or "interrupt".
+   That nobody reads standard output any more takes the same way: Python ignores
+   SIGPIPE, so `errors.Output` reports it, not the system.
    The session has attached `watch.stop.request` (cluster/session.py), so
 2. watch/stop_consensus.py: all processes agree on the step after which they stop;
    `watch.stop.poll()` returns the request there, in every process (watch.py and
    monitor.py only carry the messages).
 3. training/loop.py: after every step the loop calls `callbacks.should_stop`, which
    polls (run/callbacks.py); asked to stop, it saves and ends.
-4. run/session.py: the command calls `report_stop` with the request: it prints what was
+4. run/session.py: the command (cli/train.py) calls `report_stop`: it prints what was
    saved, asks Slurm to requeue the job after a preemption, and returns the exit code.
 5. errors.py: `EXIT_OF_STOP` has the code of each kind, 85 or 130; `leave` exits.
 
@@ -27,6 +29,7 @@ XLA's preemption notifier replaces the handler of SIGTERM when
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -35,19 +38,29 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import Any, NoReturn, cast
 
 from jaxscale.cluster.watch import stacks
 from jaxscale.cluster.watch.stop_consensus import StopRequest
-from jaxscale.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
+from jaxscale.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, Output
 
 # SIGTERM: scancel, a requeue, a preemption, the end of the walltime. SIGUSR1 and
-# SIGUSR2: what `sbatch --signal` mostly sends. SIGINT: Ctrl-C on srun.
-STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+# SIGUSR2: what `sbatch --signal` mostly sends. SIGINT: Ctrl-C on srun. SIGHUP: the
+# terminal was closed, or its connection lost; `nohup` has it ignored, and it stays so.
+STOPPING = (
+  signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP,
+)  # fmt: skip
+# Errors of standard output whose reader, a pipe or a terminal, is gone.
+_CLOSED = (errno.EPIPE, errno.EIO)
 # `scontrol suspend`, two seconds before its SIGSTOP, and Ctrl-Z on a terminal.
 _SUSPENDING = signal.SIGTSTP
 _CLOSE = 0  # no signal has this number
 _INTERRUPT = StopRequest("Ctrl-C", "interrupt")
+_REQUESTS: dict[int, StopRequest] = {
+  signal.SIGINT: _INTERRUPT,
+  signal.SIGHUP: StopRequest("SIGHUP (the terminal is closed)"),
+  signal.SIGPIPE: StopRequest("standard output is closed"),
+}
 
 
 def disable_xla_notifier() -> None:
@@ -68,7 +81,7 @@ def leave(cause: str, code: int) -> NoReturn:
 
 def leave_before_start(request: StopRequest) -> NoReturn:
   """End a process that was asked to stop before there was anything to save."""
-  leave(f"{request} before the run began; nothing to save", request.exit_code)
+  leave(f"{request} before any step was done; nothing to save", request.exit_code)
 
 
 class SignalHandlers:
@@ -107,6 +120,7 @@ class SignalHandlers:
     self._fail: Callable[[str, int], None] = leave
     self._deadline: float | None = None
     self._interrupts = 0
+    self._has_complained = False
     self._before: dict[int, object] = {}
     self._pid = os.getpid()
     if threading.current_thread() is not threading.main_thread():
@@ -116,12 +130,19 @@ class SignalHandlers:
     descriptor = self._writing.fileno()
     self._fd_before = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
     for number in (*STOPPING, _SUSPENDING):
+      if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+        continue
       # Without a handler of Python's nothing is written to the descriptor.
       self._before[number] = signal.signal(number, lambda number, frame: None)
     # A forked child has the same descriptor: a signal to a worker would be ours.
     os.register_at_fork(after_in_child=self._reset_in_child)
     self._thread = threading.Thread(target=self._run, name="signals", daemon=True)
     self._thread.start()
+    self._stdout: Any = sys.stdout
+    if not isinstance(sys.stdout, Output):  # `errors.leave` has no part in this process
+      sys.stdout = cast(Any, Output(sys.stdout))
+    self._output = cast(Any, sys.stdout)
+    self._output.on_error = self._output_failed
 
   def __enter__(self) -> SignalHandlers:
     return self
@@ -137,6 +158,9 @@ class SignalHandlers:
     for number, handler in self._before.items():
       signal.signal(number, handler)  # type: ignore[arg-type]
     self._before = {}
+    self._output.on_error = None
+    if sys.stdout is self._output:  # else somebody else's
+      sys.stdout = self._stdout
     self._writing.send(bytes([_CLOSE]))
     self._thread.join()
     self._reading.close()
@@ -180,7 +204,7 @@ class SignalHandlers:
       for number in self._reading.recv(64):
         if number == _CLOSE:
           return
-        if number in STOPPING:
+        if number in STOPPING or number == signal.SIGPIPE:
           self._receive(number)
         if number == _SUSPENDING:
           # faulthandler's timer runs on while nothing else does.
@@ -188,10 +212,9 @@ class SignalHandlers:
           os.kill(self._pid, signal.SIGSTOP)
 
   def _receive(self, number: int) -> None:
-    is_interrupt = number == signal.SIGINT
-    request = _INTERRUPT if is_interrupt else StopRequest(signal.Signals(number).name)
+    request = _REQUESTS.get(number) or StopRequest(signal.Signals(number).name)
     with self._lock:
-      self._interrupts += is_interrupt
+      self._interrupts += request is _INTERRUPT
       is_first = self.request is None
       self.request = self.request or request
       if number == signal.SIGTERM and self._deadline is None and self._grace_s:
@@ -201,6 +224,16 @@ class SignalHandlers:
       self._end("a second Ctrl-C: left without a save", EXIT_INTERRUPTED)
     elif is_first and ask:
       ask(request)
+
+  def _output_failed(self, error: OSError) -> None:
+    """A line could not be printed; in any thread, which may hold any lock."""
+    if error.errno in _CLOSED:
+      self._output.move()  # to stderr: how to resume is still to be printed
+      self._writing.send(bytes([signal.SIGPIPE]))
+    elif not self._has_complained:  # a disk that is full costs lines, not the run
+      self._has_complained = True
+      text = f"standard output: {error.strerror}; the run continues, lines are lost"
+      stacks.print_line(text)
 
   def _end(self, cause: str, code: int) -> NoReturn:
     """Leave; however long it takes to inform the others, within 2 s."""

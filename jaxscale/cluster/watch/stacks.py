@@ -48,7 +48,8 @@ def leave(code: int, folder: Path | None, rank: int, line: str) -> NoReturn:
     path = folder / f"process-{rank}.txt"
     try:
       folder.mkdir(parents=True, exist_ok=True)
-      with path.open("w") as file:
+      path.unlink(missing_ok=True)
+      with path.open("x") as file:  # through no link that somebody else has put there
         file.write(line + "\n\n")
         file.flush()
         faulthandler.dump_traceback(file, all_threads=True)

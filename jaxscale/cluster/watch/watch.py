@@ -23,9 +23,9 @@ from typing import Any, NamedTuple, NoReturn
 from jaxscale.cluster.timeouts import Timeouts
 from jaxscale.cluster.watch import fault_detection, stacks
 from jaxscale.cluster.watch.fault_detection import describe_place
-from jaxscale.cluster.watch.monitor import Monitor
+from jaxscale.cluster.watch.monitor import FaultNotice, Monitor
 from jaxscale.cluster.watch.stop_consensus import StopConsensus, StopRequest
-from jaxscale.cluster.wire import Receiver, encode, is_ready
+from jaxscale.cluster.wire import Link, is_ready, parse, typed
 from jaxscale.errors import EXIT_CRASH, EXIT_HANG, user_message
 
 # What Gloo, NCCL and gRPC report of a peer that is gone.
@@ -89,7 +89,7 @@ class Watch:
     self,
     rank: int,
     hosts: Sequence[str],
-    link: socket.socket | None,
+    link: Link | None,
     timeouts: Timeouts,
     folder: Path | None,
   ):
@@ -129,9 +129,10 @@ class Watch:
     """Report a `Failure`, of these fields, to all; with a monitor, never returns."""
     if self._link is None or self._ended.is_set():
       return
+    code = fault_detection.fault_code(code)
     failure = Failure(cause, code, *kind)
     where = describe_place(*self._place[:2])
-    if self._send({"fail": failure, "where": where}):
+    if self._send({"fail": [*failure, where]}):
       time.sleep(_DECISION_S)  # the watch's thread leaves before
     name = f"process {self._rank} on {self._hosts[self._rank]}"
     self._leave(code, f"{name} failed {where}: {cause}")
@@ -164,14 +165,14 @@ class Watch:
     """Whether it was sent; a closed connection is found by the watch's thread."""
     assert self._link is not None
     with self._sending, contextlib.suppress(OSError):
-      self._link.sendall(encode(message))
+      self._link.send(message, timeout=1.0)
       return True
     return False
 
   def _run(self) -> None:
     """The watch's thread: send, listen, leave."""
     assert self._link is not None
-    receiver, timeouts = Receiver(self._link), self._timeouts
+    timeouts = self._timeouts
     heard = before = next_beat = time.monotonic()
     while True:
       now = time.monotonic()
@@ -195,24 +196,30 @@ class Watch:
         continue
       heard = time.monotonic()
       try:
-        messages = receiver.drain()
-      except (EOFError, ValueError):
+        if any(self._handle(message) for message in self._link.drain()):
+          return
+      except EOFError:
         why = " (killed, out of memory, or aborted?)"
         self._leave_without_monitor("died", EXIT_CRASH, why)
-      if any(self._handle(message) for message in messages):
-        return
+      except ValueError as e:
+        self._leave_without_monitor(
+          "sends what is not a message", EXIT_CRASH, f" ({e})"
+        )
 
-  def _handle(self, message: dict[str, Any]) -> bool:
+  def _handle(self, message: Any) -> bool:
     """Do what the monitor says; whether it was its last message."""
+    message = typed(dict[str, Any], message)
     if "hold" in message:
       self._send({"held": self.stop.hold()})
     elif "stop" in message:
-      point, *request = message["stop"]
-      self.stop.decide(point, StopRequest(*request))
+      point, *request = typed(list[Any], message["stop"])
+      self.stop.decide(typed(int, point), parse(StopRequest, request))
     elif "fault" in message:
       # The monitor prints the line; here it heads the stacks.
-      folder = self._folder if message["stacks"] else None
-      stacks.leave(message["code"], folder, self._rank, message["fault"])
+      fault = parse(FaultNotice, message["fault"])
+      folder = self._folder if fault.with_stacks else None
+      code = fault_detection.fault_code(fault.code)
+      stacks.leave(code, folder, self._rank, fault.line)
     elif "bye" in message:
       self._ended.set()
       stacks.disarm()
@@ -247,7 +254,7 @@ class Watch:
 
 
 def start(
-  links: Mapping[int, socket.socket],
+  links: Mapping[int, Link],
   rank: int,
   hosts: Sequence[str],
   *,
@@ -258,8 +265,8 @@ def start(
   """Start to watch, after the rendezvous and before JAX is asked for anything.
 
   Args:
-    links: in process 0 the connected sockets of all others by rank, elsewhere
-      {0: socket}; they belong to the watch from here on.
+    links: in process 0 those to all others by rank, elsewhere {0: link}; they belong
+      to the watch from here on.
     rank: of this process.
     hosts: of every process.
     timeouts: None: the defaults.
@@ -275,12 +282,11 @@ def start(
   timeouts = fault_detection.for_size(timeouts or Timeouts(), len(hosts))
   link, monitor = links.get(0), None
   if rank == 0 and (links or watch_alone):
-    link, inner = socket.socketpair()
+    link, inner = map(Link, socket.socketpair())
     monitor = Monitor({0: inner, **links}, hosts, timeouts, folder)
   watch = Watch(rank, hosts, link, timeouts, folder)
   if link is None:
     return watch
-  link.settimeout(1.0)  # for sending; reading waits for what is there
   targets: dict[str, Callable[[], None]] = {"jaxscale-watch": watch._run}
   if monitor:
     targets["jaxscale-monitor"] = functools.partial(_run_monitor, monitor, folder)

@@ -1,4 +1,4 @@
-"""Records what Hugging Face's Llama and Qwen3 and timm's ViT compute, as fixtures.
+"""Records what Hugging Face's Llama, Qwen2, Qwen3 and timm's ViT compute, as fixtures.
 
 python tests/data/golden/record_models.py, where torch, transformers and timm are
 installed (recorded with torch 2.13.0, transformers 5.23.0, timm 1.0.31, on a CPU in
@@ -14,7 +14,14 @@ import numpy as np
 import timm.models.vision_transformer as timm_vit
 import torch
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+  LlamaConfig,
+  LlamaForCausalLM,
+  Qwen2Config,
+  Qwen2ForCausalLM,
+  Qwen3Config,
+  Qwen3ForCausalLM,
+)
 
 HERE = Path(__file__).parent
 
@@ -87,6 +94,16 @@ def main():
   vision("timm_vit_token", generator)
   vision("timm_vit_mean", generator, class_token=False, global_pool="avg",
          fc_norm=False)  # fmt: skip
+  qwen = Qwen2Config(**sizes, rms_norm_eps=1e-6, rope_theta=1e6)
+  language("hf_qwen2", Qwen2ForCausalLM(qwen), generator)
+  scaled = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+  }  # fmt: skip
+  # 24 / 2 = 12 numbers a head: pairs that turn slowly, quickly and between.
+  sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+  llama = LlamaConfig(**sizes, rms_norm_eps=1e-5, rope_theta=100.0, rope_scaling=scaled)
+  language("hf_llama31", LlamaForCausalLM(llama), generator)
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ class SlurmCluster:
     if self._keeper is not None:
       hosts.stop_keeper(self._keeper)
     for daemon in self._daemons.values():
-      daemon.wait()
+      daemon.wait(60)
 
   def _configure(self) -> None:
     """Write the configuration for ports that are free now."""
@@ -182,7 +182,7 @@ class SlurmCluster:
     would say nothing.
     """
     hosts.kill(self.folder, node)
-    self._daemons[node].wait()
+    self._daemons[node].wait(60)
 
   def processes(self, host: str) -> list[int]:
     """Ids of all processes on a host: daemons, steps, tasks, commands."""
@@ -258,7 +258,9 @@ class SlurmCluster:
       out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
       process.kill()
-      (out, err), late = process.communicate(), True
+      late, out, err = True, "", "a child of it keeps its output open"
+      with contextlib.suppress(subprocess.TimeoutExpired):
+        out, err = process.communicate(timeout=10)
     reported = f"{' '.join(command)}: exit status {process.returncode}\n{out}{err}"
     if late:
       raise TimeoutError(f"after {timeout} s, {reported}")

@@ -140,9 +140,8 @@ def stop_keeper(keeper: subprocess.Popen[str]) -> None:
   """Close the keeper's pipe, and wait until all hosts have ended."""
   assert keeper.stdin is not None and keeper.stdout is not None
   keeper.stdin.close()
-  keeper.stdout.read()
   keeper.stdout.close()
-  keeper.wait()
+  keeper.wait(60)
 
 
 def _keep(folder: Path) -> None:

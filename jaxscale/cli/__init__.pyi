@@ -1,0 +1,4 @@
+from .commands import COMMANDS as COMMANDS
+from .commands import load as load
+from .dispatch import main as main
+from .start import entry as entry

@@ -1,0 +1,16 @@
+"""The console script."""
+
+from typing import NoReturn
+
+from jaxscale.errors import leave
+
+
+def entry() -> NoReturn:
+  """Run the command of this process's arguments, and end the process."""
+  leave(_main)
+
+
+def _main(argv: list[str]) -> int:
+  from jaxscale import cli  # here Ctrl-C is one line already
+
+  return cli.main(argv)

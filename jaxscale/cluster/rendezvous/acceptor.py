@@ -1,0 +1,143 @@
+"""Takes the connections of a run's other processes, and keeps strangers out.
+
+A stranger learns nothing and can do nothing but be counted: no connection is waited
+for, none may stay without the secret, and there is a bound on how many are open.
+"""
+
+from __future__ import annotations
+
+import errno
+import selectors
+import socket
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, cast
+
+from jaxscale.cluster import secret
+from jaxscale.cluster.rendezvous import network
+from jaxscale.cluster.wire import MAX_BYTES, Link
+
+FIRST_BYTES = 1 << 16  # of the first message; a hello is about 600 bytes
+PROOF_S = 10.0  # seconds until a connection must have sent it
+_AT_ONCE = 16  # connections that are accepted before others are served
+_SHOWN = 4  # addresses of strangers in one line
+
+
+class Acceptor:
+  """Accepts connections on open listeners.
+
+  Use it as a context, which closes the listeners and whatever has proved nothing.
+
+  Attributes:
+    refused: how many connections of strangers there were, by address.
+  """
+
+  def __init__(self, listeners: Sequence[socket.socket], key: bytes, expected: int):
+    """Nothing is accepted so far.
+
+    Args:
+      listeners: sockets that listen; they belong to this object from here on.
+      key: `secret.run_key`.
+      expected: how many processes there are: that many may connect at the same moment.
+    """
+    self._listeners, self._key = listeners, key
+    self._most = expected + 128
+    self._selector = selectors.DefaultSelector()
+    self._strangers: dict[Link, tuple[float, str]] = {}  # until when, and address
+    self.refused: Counter[str] = Counter()
+    for listener in listeners:
+      listener.setblocking(False)
+      self._selector.register(listener, selectors.EVENT_READ)
+
+  def __enter__(self) -> Acceptor:
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    for key in list(self._selector.get_map().values()):
+      cast("Any", key.fileobj).close()
+    self._selector.close()
+
+  def fileno(self) -> int:
+    """For `select`: it is ready when `accept` has something to do."""
+    return cast("selectors.EpollSelector", self._selector).fileno()
+
+  def accept(self, timeout: float = 0.0) -> list[tuple[Link, Any]]:
+    """Links whose other end has proved that it has the key, with its first message.
+
+    Args:
+      timeout: seconds to wait for something to happen.
+    """
+    came = []
+    ready = [event.fileobj for event, _ in self._selector.select(timeout)]
+    for link in cast("list[Link]", [f for f in ready if f in self._strangers]):
+      try:
+        if (message := self._advance(link)) is not None:
+          self._forget(link)
+          link.max_bytes = MAX_BYTES
+          came.append((link, message))
+      except (OSError, ValueError):
+        self._refuse(link)
+      except EOFError:
+        # One of ours tries all addresses, and leaves all but the first that answers.
+        (self._leave if link.keys else self._refuse)(link)
+    # Who was there before comes first: a flood of others keeps none of them out.
+    for listener in self._listeners:
+      if listener in ready:
+        self._accept_from(listener)
+    now = time.monotonic()
+    while self._strangers and next(iter(self._strangers.values()))[0] < now:
+      self._refuse(next(iter(self._strangers)))  # the one that came first
+    return came
+
+  def describe_refused(self) -> str:
+    """Who was refused, for a log; "" where nobody was."""
+    if not self.refused:
+      return ""
+    most = self.refused.most_common(_SHOWN)
+    shown = ", ".join(f"{count} from {address}" for address, count in most)
+    more = len(self.refused) - len(most)
+    others = f" and from {more} more addresses" if more else ""
+    return f"connections refused that lack this run's secret: {shown}{others}"
+
+  def _accept_from(self, listener: socket.socket) -> None:
+    """Accept some that wait; of too many that are silent, the oldest is refused."""
+    try:
+      for _ in range(_AT_ONCE):
+        sock, address = listener.accept()
+        network.tune(sock)
+        link = Link(sock, max_bytes=secret.GREETING_BYTES)
+        until = time.monotonic() + PROOF_S
+        self._strangers[link] = until, network.plain_address(str(address[0]))
+        self._selector.register(link, selectors.EVENT_READ)
+        if len(self._strangers) > self._most:
+          self._refuse(next(iter(self._strangers)))
+    except OSError as e:  # no more, gone again, or out of files
+      if e.errno in (errno.EMFILE, errno.ENFILE):
+        time.sleep(0.01)
+        if self._strangers:
+          self._refuse(next(iter(self._strangers)))
+
+  def _advance(self, link: Link) -> Any:
+    """Answer a greeting; then the first message that is sealed, None before."""
+    message = link.next()
+    if message is None or link.keys:
+      return message
+    secret.welcome(link, self._key, message)
+    link.max_bytes = FIRST_BYTES
+    return None
+
+  def _forget(self, link: Link) -> str:
+    """It is no stranger any more; its address."""
+    self._selector.unregister(link)
+    return self._strangers.pop(link)[1]
+
+  def _leave(self, link: Link) -> None:
+    self._forget(link)
+    link.close()
+
+  def _refuse(self, link: Link) -> None:
+    address = self._forget(link)
+    if address in self.refused or len(self.refused) < 1000:
+      self.refused[address] += 1
+    link.close()

@@ -1,0 +1,79 @@
+"""Convolutions, and a way around those that XLA's CPU backend is slow at.
+
+With jax 0.10.2 it computes a 3x3 convolution of 512 to 512 channels that gives 2 x 2
+pixels at 1 GFLOP/s a core, and the gradient by the input of one with stride 2 likewise;
+the same as one matrix product runs at 34 to 46 (`benchmarks/cpu_convolutions.py`). GPUs
+and TPUs compute what is written.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_FEW_PIXELS = 9  # of the output; from 4 x 4 on XLA is as fast or faster
+
+
+def convolve(
+  x: jax.Array, kernel: jax.Array, strides: Any, padding: Any, **options: Any
+) -> jax.Array:
+  """`lax.conv_general_dilated`, on CPUs as a matrix product where that is faster.
+
+  Args:
+    x: [rows, height, width, in].
+    kernel: [height, width, in, out].
+    strides: of the kernel on the input.
+    padding: "SAME", "VALID" or pairs.
+    options: others of `lax.conv_general_dilated`.
+
+  Returns:
+    [rows, height, width, out].
+
+  Example:
+    >>> x, kernel = jnp.ones((1, 2, 2, 8)), jnp.ones((3, 3, 8, 4))
+    >>> convolve(x, kernel, (1, 1), "SAME").shape
+    (1, 2, 2, 4)
+  """
+  options = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")} | options
+  whole = functools.partial(
+    lax.conv_general_dilated, window_strides=strides, padding=padding, **options
+  )
+  if not _is_plain(x, options):
+    return whole(x, kernel)
+  if isinstance(padding, str):
+    padding = lax.padtype_to_pads(x.shape[1:3], kernel.shape[:2], strides, padding)
+  out = jax.eval_shape(whole, x, kernel).shape[1:3]
+  if math.prod(out) > _FEW_PIXELS:
+    return whole(x, kernel)
+  given = {"strides": strides, "padding": padding, "out": out}
+  product = functools.partial(_as_product, precision=options.get("precision"), **given)
+  return lax.platform_dependent(x, kernel, cpu=product, default=whole)
+
+
+# Flax's, by `convolve`.
+Conv = functools.partial(nn.Conv, conv_general_dilated=convolve)
+
+
+def _is_plain(x: jax.Array, options: dict[str, Any]) -> bool:
+  """Whether it is of images, without groups or holes."""
+  dilations = (options.get(f"{side}_dilation") or (1,) for side in ("lhs", "rhs"))
+  is_dense = all(n == 1 for dilation in dilations for n in dilation)
+  return x.ndim == 4 and is_dense and options.get("feature_group_count", 1) == 1
+
+
+def _as_product(x, kernel, *, strides, padding, out, precision) -> jax.Array:
+  """All that a pixel of the output sees, side by side, times the kernel."""
+  x = jnp.pad(x, ((0, 0), *padding, (0, 0)))
+  seen = [
+    x[:, i:, j:][:, :: strides[0], :: strides[1]][:, : out[0], : out[1]]
+    for i in range(kernel.shape[0])
+    for j in range(kernel.shape[1])
+  ]
+  taps, kernel = jnp.concatenate(seen, axis=-1), kernel.reshape(-1, kernel.shape[-1])
+  return jnp.matmul(taps, kernel, precision=precision)

@@ -1,0 +1,70 @@
+"""Where a run comes from: its code, command, host and packages; without JAX."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from jaxscale.cluster import secret
+from jaxscale.files import open_to_append, read_json_lines
+
+_PACKAGE = Path(__file__).absolute().parent.parent
+FILE = "starts.jsonl"  # in the workdir: one line per start of the run
+# Variables that change what a run does; no others, which may hold secrets, as one of
+# ours does (`cluster.secret`).
+_VARIABLES = ("JAX", "XLA_", "NCCL_", "TF_", "LIBTPU_", "TPU_", "CUDA_VISIBLE")
+
+
+def git(*args: str) -> str:
+  """The output of git in the package; empty without git or a repository."""
+  command = ["git", "-C", str(_PACKAGE), *args]
+  try:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    return "" if done.returncode else done.stdout
+  except (OSError, subprocess.SubprocessError):
+    return ""
+
+
+def environment() -> dict[str, Any]:
+  """What a run depends on, in addition to its own code, as JSON."""
+  # By their folders, NAME-VERSION.dist-info: their metadata take a tenth of a second.
+  folders = [f.stem for p in reversed(sys.path) for f in Path(p).glob("*.dist-info")]
+  packages = {name: version for name, _, version in (f.partition("-") for f in folders)}
+  variables = sorted(os.environ.items())
+  return {
+    "commit": git("rev-parse", "HEAD").strip() or None,
+    "changed": git("status", "--porcelain", "--", ".").splitlines(),
+    "python": platform.python_version(),
+    "platform": platform.platform(),
+    "host": platform.node(),
+    "packages": dict(sorted(packages.items(), key=lambda kv: kv[0].lower())),
+    "variables": {
+      k: v for k, v in variables if k.startswith(_VARIABLES) and k != secret.VARIABLE
+    },
+  }
+
+
+def record_start(workdir: Path) -> None:
+  """Append this start of a run, its command included, to the record of its workdir."""
+  start = {"time": round(time.time(), 3), "command": shlex.join(sys.orig_argv)}
+  line = json.dumps(start | environment()) + "\n"
+  with open(open_to_append(workdir / FILE), "a") as file:
+    file.write(line)
+
+
+def last_start(workdir: Path) -> str:
+  """The last start on record, as words: commit, host and command; "": there is none."""
+  shape = {"commit": (str, None), "host": str, "command": str}
+  if not (lines := read_json_lines(workdir / FILE, None, shape)):
+    return ""
+  last = lines[-1]
+  code = f"commit {last['commit'][:12]}" if last["commit"] else "no commit"
+  code += ", changed" * bool(last.get("changed"))
+  return f"{code}; {last['host']}; {last['command']}"

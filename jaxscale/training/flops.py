@@ -1,0 +1,139 @@
+"""Floating-point operations of a model, counted in the program that JAX makes of it.
+
+Counted are matrix products and convolutions, two for each multiply-add; all else is
+small. The operations of training are three times those of the forward pass:
+a product's backward pass has two of its size, by its inputs and by its weights
+(arXiv:2204.02311, appendix B, which defines model FLOPs utilization, MFU, by it). So
+recomputation (remat) counts for nothing, causal attention counts whole, and so does a
+convolution's padding, as in published counts.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from jaxscale import models
+from jaxscale.models.attention import attention
+from jaxscale.models.stack import Ops, hidden_states
+from jaxscale.training.losses import inputs_of
+
+_FORWARD_AND_BACKWARD = 3
+
+
+def training_flops(model: models.ModelFns | models.Stack, batch: Any) -> int:
+  """Model FLOPs of a training step: forward and backward, without any recomputation.
+
+  Args:
+    model: of any kind.
+    batch: arrays or their shapes; the count is proportional to its rows.
+
+  Example:
+    >>> from jaxscale import models
+    >>> module = models.MLPModule(hidden=(32,), num_classes=10)
+    >>> mlp = models.functions(module, (8, 8, 1))
+    >>> image = jax.ShapeDtypeStruct((1, 8, 8, 1), "uint8")
+    >>> training_flops(mlp, {"image": image}) == 3 * 2 * (64 * 32 + 32 * 10)
+    True
+  """
+  # On GPUs attention is one opaque call; its plain form has products to count.
+  ops = Ops(attend=functools.partial(attention, implementation="xla"))
+
+  state = jax.eval_shape(model.init, jax.random.key(0))  # Flax computes outputs there
+
+  def forward(state, batch):
+    if isinstance(model, models.Stack):
+      h = hidden_states(model, state, batch, ops)
+      return model.finish(state["head"], h, batch, ops)
+    return model.apply(*state, inputs_of(batch), False, None)
+
+  return _FORWARD_AND_BACKWARD * count_flops(forward, state, batch)
+
+
+def count_flops(function: Callable[..., Any], *args: Any) -> int:
+  """FLOPs of the products and convolutions of a function, without computing it.
+
+  The body of a scan counts once a trip, of a `while` once, and of the branches of a
+  conditional the largest counts.
+
+  Args:
+    function: that JAX can trace.
+    args: arrays or their shapes.
+
+  Example:
+    >>> count_flops(jnp.dot, jnp.ones((2, 3)), jnp.ones((3, 4)))
+    48
+  """
+  return _of_jaxpr(jax.make_jaxpr(function)(*args).jaxpr)
+
+
+def _of_jaxpr(jaxpr: Jaxpr) -> int:
+  return sum(map(_of_equation, jaxpr.eqns))
+
+
+def _of_equation(equation: Any) -> int:
+  name, params = equation.primitive.name, equation.params
+  if name == "dot_general":
+    return _of_product(equation)
+  if name == "conv_general_dilated":
+    return _of_convolution(equation)
+  inside = [_of_jaxpr(jaxpr) for jaxpr in _jaxprs_in(params.values())]
+  if name == "cond":
+    return max(inside)
+  times = params.get("length", 1) if name == "scan" else 1
+  if name == "shard_map":  # its arrays are those of one device
+    times = math.prod(
+      params["mesh"].shape[axis] for axis in params["newly_manual_axes"]
+    )
+  return times * sum(inside)
+
+
+def _jaxprs_in(values: Any) -> Iterator[Jaxpr]:
+  for value in values:
+    if isinstance(value, (list, tuple)):
+      yield from _jaxprs_in(value)
+    elif isinstance(value, (Jaxpr, ClosedJaxpr)):
+      yield value.jaxpr if isinstance(value, ClosedJaxpr) else value
+
+
+def _of_product(equation: Any) -> int:
+  (contracted, _), _ = equation.params["dimension_numbers"]
+  left, out = equation.invars[0].aval, equation.outvars[0].aval
+  return 2 * out.size * math.prod(left.shape[dim] for dim in contracted)
+
+
+def _of_convolution(equation: Any) -> int:
+  params = equation.params
+  numbers, kernel = params["dimension_numbers"], equation.invars[1].aval
+  out = equation.outvars[0].aval
+  places = zip(
+    numbers.out_spec[2:], numbers.rhs_spec[2:], params["window_strides"],
+    params["padding"], params["lhs_dilation"], params["rhs_dilation"], strict=True,
+  )  # fmt: skip
+  taps = math.prod(
+    _taps(out.shape[o], kernel.shape[k], *rest) for o, k, *rest in places
+  )
+  channels = math.prod(out.shape[dim] for dim in numbers.out_spec[:2])
+  return 2 * channels * taps * kernel.shape[numbers.rhs_spec[1]]
+
+
+def _taps(out: int, kernel: int, stride: int, pad: Any, holes: int, apart: int) -> int:
+  """Products along a dim, but for the holes in the input of a transposed convolution.
+
+  Args:
+    out: length of the output.
+    kernel: length of the kernel.
+    stride: of the kernel on the input.
+    pad: before and after the input.
+    holes: from one number of the input to the next (`lhs_dilation`).
+    apart: from one number of the kernel to the next (`rhs_dilation`).
+  """
+  if holes == 1:
+    return out * kernel
+  at = (o * stride + k * apart - pad[0] for o in range(out) for k in range(kernel))
+  return sum(place % holes == 0 for place in at)

@@ -1,0 +1,110 @@
+"""Whether a file's parameters are of the network that they are to be read into."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxscale.errors import ConfigError
+from jaxscale.files import json_objects
+from jaxscale.weights.config_json import Comparison, different, read_config_json
+from jaxscale.weights.hf_config import check_llama, check_vit
+from jaxscale.weights.safetensors import read_metadata
+from jaxscale.weights.timm_config import check_timm, is_timm_config
+
+# Settings of ours that change results, and that neither names nor shapes show.
+_UNSEEN = ("num_heads", "norm_eps", "bn_epsilon")
+# And those that are changed on purpose, for longer texts.
+_POSITIONS = ("rope_theta", "rope_factor", "rope_low", "rope_high", "rope_length")
+
+
+def check_source(
+  path: str | os.PathLike,
+  naming: str,
+  names: Collection[str],
+  model: Any,
+  info: Any,
+  *,
+  init_head: bool = False,
+) -> list[str]:
+  """Compare a model's settings with what is written in and next to a file.
+
+  `jaxscale export` writes its model's settings into the file; others have a
+  config.json next to it.
+
+  Args:
+    path: of the file, or of its folder.
+    naming: of the file.
+    names: of all arrays in it.
+    model: settings, of which those of `config.Transformer`, `config.ViT` and
+      `config.ResNet` are compared.
+    info: of the data: the fields of `data.TextInfo` or `data.DatasetInfo`.
+    init_head: the classifier in the file is not used.
+
+  Returns:
+    Lines for the user: what could not be compared.
+
+  Raises:
+    ConfigError: it is unreadable, or of another network; one line has each field,
+      both values and, where there is one, the setting to change.
+  """
+  where = Path(path)
+  where = (where if where.is_dir() else where.parent) / "config.json"
+  says = naming in ("timm", "huggingface")
+  found = read_config_json(where) if says else None
+  if naming == "timm" and found is not None and not is_timm_config(found):
+    found = None  # a run's
+  if found is None:
+    where, own = Path(path), _own_settings(Path(path))
+    if own is None:
+      return [] if naming == "jaxscale" else [_unsaid(path, model)]
+    changed = _own_differences(own, model, _POSITIONS)
+    outcome = Comparison([*_own_differences(own, model, _UNSEEN)], [*changed])
+  else:
+    try:
+      outcome = _compared(found, naming, names, model, info, init_head)
+    except (TypeError, ValueError) as e:  # text for a number, a list for a name
+      why = f"a field is of another type than such files have ({e})"
+      raise ConfigError(f"{where}: {why}; copy it again, or remove it") from None
+  if outcome.problems:
+    raise ConfigError(f"{where}: of another model: {'; '.join(outcome.problems)}")
+  return [f"{where}: {note}" for note in outcome.notes]
+
+
+def _compared(found, naming, names, model, info, new_head: bool) -> Comparison:
+  if naming == "huggingface" and hasattr(model, "rope_theta"):
+    return check_llama(found, model, info, names, new_head)
+  if naming == "huggingface" and hasattr(model, "patch"):
+    return check_vit(found, model)
+  return check_timm(found, model, info, new_head)
+
+
+def _unsaid(path: str | os.PathLike, model: Any) -> str:
+  """The note where nothing says what the parameters are of."""
+  unseen = "pooling, anti-aliasing and epsilons"
+  if hasattr(model, "num_heads"):
+    unseen = "numbers of heads, pooling and epsilons"
+  if hasattr(model, "rope_theta"):
+    unseen = "numbers of heads, rotary positions and epsilons"
+  return (
+    f"{path}: no config.json next to it says what it is of; names and shapes do not "
+    f"show {unseen}, compare them yourself"
+  )
+
+
+def _own_settings(path: Path) -> dict[str, Any] | None:
+  """The settings of the model that `jaxscale export` wrote into a file."""
+  return next(iter(json_objects([read_metadata(path).get("model", "")])), None)
+
+
+def _own_differences(
+  there: dict[str, Any], model: Any, fields: Collection[str]
+) -> Iterator[str]:
+  kind = type(model).__name__
+  for field in fields if there.get("class") == kind else ():
+    if field in there and hasattr(model, field):
+      value, here = there[field], getattr(model, field)
+      if value != here:
+        yield different(field, value, here, f"{kind}.{field}")

@@ -1,0 +1,90 @@
+"""Arrays of a file that are made to fit a model of other images.
+
+As timm does when it loads them (`resample_abs_pos_embed`, `adapt_input_conv`): position
+embeddings of another number of patches are resized as an image, and a stem of three
+colours takes one channel by the sum of its kernels, which is exact for gray images.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+Shape = tuple[int, ...]
+Fit = tuple[Callable[[np.ndarray], np.ndarray], str]  # (what is done, its words)
+_STEM = "params/Conv_0/kernel"  # of a ResNet
+
+
+def fit(ours: str, how: str, there: Shape, here: Shape) -> Fit | None:
+  """What makes an array of a file fit a model, in our arrangement; None: nothing does.
+
+  Args:
+    ours: path of our leaf.
+    how: its key in `names.ARRANGEMENTS`.
+    there: shape in the file.
+    here: the shape there that our leaf would have.
+
+  Example:
+    >>> _, words = fit("params/embed/position", "tokens", (1, 197, 8), (1, 577, 8))
+    >>> words
+    'position embeddings resized from 14x14 to 24x24 patches'
+  """
+  if len(there) != len(here):
+    return None
+  if how == "tokens" and (there[0], there[2]) == (here[0], here[2]) and there[1] > 0:
+    return _positions(there[1], here[1])
+  is_same = (there[0], *there[2:]) == (here[0], *here[2:])
+  if (how == "patch" or ours == _STEM) and is_same and {there[1], here[1]} == {1, 3}:
+    change = functools.partial(_channels, how=how, first=there[1], last=here[1])
+    return change, f"kernels of {there[1]} channels made for {here[1]}"
+  return None
+
+
+def _positions(there: int, here: int) -> Fit | None:
+  """Of square images, with or without a class token in front."""
+  for prefix in (0, 1):
+    old, new = math.isqrt(there - prefix), math.isqrt(here - prefix)
+    if old * old + prefix == there and new * new + prefix == here and old:
+      change = functools.partial(resize_positions, prefix=prefix, new=new)
+      words = f"position embeddings resized from {old}x{old} to {new}x{new} patches"
+      return change, words
+  return None
+
+
+def resize_positions(x: np.ndarray, *, prefix: int, new: int) -> np.ndarray:
+  """[prefix + old * old, width] -> [prefix + new * new, width], bicubically.
+
+  Args:
+    x: position embeddings; of patches by rows.
+    prefix: those in front that are of no patch, which stay.
+    new: rows and columns of patches.
+  """
+  old = math.isqrt(len(x) - prefix)
+  grid = x[prefix:].astype(np.float64).reshape(old, old, -1)
+  matrix = _bicubic(old, new)
+  grid = np.einsum("ai,bj,ijc->abc", matrix, matrix, grid, optimize=True)
+  return np.concatenate([x[:prefix], grid.reshape(new * new, -1).astype(x.dtype)])
+
+
+def _bicubic(old: int, new: int) -> np.ndarray:
+  """[new, old]: each new pixel as a mean of old ones.
+
+  Keys' kernel (1981, a = -1/2), which is widened where pixels become fewer (as Pillow
+  and PyTorch's `antialias=True`), and whose part behind the border is left out.
+  """
+  scale = old / new
+  centres = (np.arange(new) + 0.5) * scale
+  d = np.abs(np.arange(old) + 0.5 - centres[:, None]) / max(scale, 1.0)
+  near, far = (1.5 * d - 2.5) * d * d + 1, ((-0.5 * d + 2.5) * d - 4) * d + 2
+  weights = np.where(d < 1, near, np.where(d < 2, far, 0.0))
+  return weights / weights.sum(axis=1, keepdims=True)
+
+
+def _channels(x: np.ndarray, *, how: str, first: int, last: int) -> np.ndarray:
+  """The sum over channels, or equal shares of one channel's kernel."""
+  x4 = x.reshape(-1, 1, first, x.shape[-1]) if how == "patch" else x
+  x4 = np.repeat(x4.sum(axis=2, keepdims=True) / last, last, axis=2)
+  return x4.reshape(-1, x.shape[-1]) if how == "patch" else x4

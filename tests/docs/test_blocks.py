@@ -1,0 +1,164 @@
+"""The commands in README.md and docs/ as they stand."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from typing import NamedTuple
+
+import jax
+import pytest
+
+from jaxscale import cli
+from jaxscale.cli.train import default_workdir
+from jaxscale.config.loading import load_config
+from jaxscale.experiment import build
+from jaxscale.run.workdir import claim_workdir
+from support.commands import child_env
+from support.configs import recorded
+from support.paths import ROOT
+
+PAGES = ["README.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+# What a reader fills in, and files of the reader's own.
+BLANKS = {"…": "configs/digits.py", "FILE": "configs/digits.py", "DIR": "/tmp"}
+OWN_FILES = ("mine.py", "digits.py")
+OFFLINE = ("Digits", "Text")  # data that are always there
+
+
+class Command(NamedTuple):
+  """A command line of a page; `argv` begins with the program, as `jaxscale`."""
+
+  page: str
+  env: dict[str, str]
+  argv: tuple[str, ...]
+
+  def __str__(self):
+    return shlex.join(self.argv)
+
+
+def commands(page):
+  """The command lines in a page's blocks that are of a shell."""
+  text, found = (ROOT / page).read_text(), []
+  for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S):
+    if language not in ("", "bash", "sh"):
+      continue
+    exported = {}
+    for line in re.sub(r"\\\n\s*", "", block).splitlines():
+      line = line.strip().removeprefix("$ ").partition("   #")[0]
+      try:
+        words = shlex.split(line)
+      except ValueError:  # a table, or what a program prints
+        continue
+      env = dict(exported)
+      export = words[:1] == ["export"]
+      words = words[export:]
+      while words and re.fullmatch(r"[A-Z]\w+=\S*", words[0]):
+        name, _, value = words.pop(0).partition("=")
+        env[name] = value
+      if export:
+        exported = env
+      if argv := program(words):
+        found.append(Command(page, env, tuple(argv)))
+  return found
+
+
+def program(words):
+  """The words of a command of ours, None of another's, from its name on."""
+  if words[:1] == ["srun"]:
+    return program([w for w in words[1:] if not w.startswith("--ntasks")])
+  first, *rest = [*words, ""]
+  name, rest = first.rpartition("/")[2], [w for w in rest if w]
+  if name == "python" and rest[:2] == ["-m", "jaxscale.train"]:
+    return ["jaxscale", "train", *rest[2:]]
+  if name == "python" and rest[0].endswith(".py"):
+    return ["python", *rest]
+  if name == "jaxscale" and rest and re.fullmatch(r"[a-z-]+", rest[0]):
+    return ["jaxscale", *rest]
+  return None
+
+
+COMMANDS = [c for page in PAGES for c in commands(page)]
+OURS = [c for c in COMMANDS if c.argv[0] == "jaxscale"]
+
+
+def parsed(command):
+  _, name, *rest = command.argv
+  filled = [re.sub(r"(?<![\w/.])(…|FILE|DIR)$", fill, word) for word in rest]
+  return name, cli.load(name)[1].read(filled)
+
+
+def fill(found):
+  return BLANKS[found.group()]
+
+
+def config_of(args):
+  """The config of a command; None where it is a reader's own file, or there is none."""
+  config = getattr(args, "config", None)
+  if not config or isinstance(config, list) or config in OWN_FILES:
+    return None
+  return load_config(config, args.overrides)
+
+
+def test_the_pages_have_commands():
+  assert len(OURS) > 30 and {c.page for c in OURS} >= {"README.md", "docs/exchange.md"}
+
+
+@pytest.mark.parametrize("command", OURS, ids=str)
+def test_options_and_config_exist_and_fit_the_devices(command):
+  name, args = parsed(command)
+  config = config_of(args)
+  if name != "train" or config is None or type(config.data).__name__ not in OFFLINE:
+    return
+  if "exchange.links" in args.overrides:  # the file of a command before
+    return
+  count = int(command.env.get("JAX_NUM_CPU_DEVICES", "1"))
+  build.experiment(config, devices=jax.devices()[:count])
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_command_finds_its_workdir_taken(page, tmp_path):
+  """Typed one after another, each by someone who typed `make train` before."""
+  first = Command(page, {}, ("jaxscale", "train", "--config", "configs/digits.py"))
+  typed = [c for c in commands(page) if c.argv[:2] == first.argv[:2]]
+  for command in [first, *typed]:
+    _, args = parsed(command)
+    if args.help or "…" in command.argv or (config := config_of(args)) is None:
+      continue
+    workdir = tmp_path / (args.workdir or default_workdir(args.config))
+    claim_workdir(workdir, config)
+    (workdir / "checkpoints" / "1").mkdir(parents=True, exist_ok=True)
+    (workdir / "config.json").write_text(json.dumps(recorded(config)))
+
+
+def test_scripts_of_the_pages_have_their_options():
+  for command in COMMANDS:
+    if command.argv[0] == "python":
+      text = (ROOT / command.argv[1]).read_text()
+      for word in command.argv[2:]:
+        assert not word.startswith("--") or f'"{word.partition("=")[0]}"' in text, word
+
+
+# Quick and without the network: the rest trains for minutes, or asks for a cluster.
+RUN = (
+  "jaxscale plot-schedule",
+  "jaxscale bench",
+  "jaxscale describe",
+  "jaxscale train --config configs/digits.py --workdir runs/lars",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "command", [c for c in OURS if str(c).startswith(RUN) and "…" not in str(c)], ids=str
+)
+def test_the_quick_ones_do_what_they_say(command, tmp_path):
+  (tmp_path / "configs").symlink_to(ROOT / "configs")
+  env = child_env(**{"JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT)} | command.env)
+  done = subprocess.run(
+    [sys.executable, "-m", *command.argv], cwd=tmp_path, env=env,
+    capture_output=True, text=True, timeout=300,
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr
+  if command.argv[1] == "train":
+    assert ": reached)" in done.stdout

@@ -1,0 +1,38 @@
+"""Optimizers against those of PyTorch and timm, as they are installed."""
+
+import numpy as np
+import pytest
+
+from jaxscale import optim
+from support.torch_optimizers import CASES, layers, slow_rate, theirs
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("timm")
+
+from others.training import ours, weights
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_are_theirs(name):
+  """In float64, also Muon's iteration, which PyTorch casts to bfloat16."""
+  got, wanted = weights(name)
+  for layer, w in got.items():
+    np.testing.assert_allclose(w, wanted[layer], rtol=1e-9, atol=1e-12, err_msg=layer)
+
+
+def test_muon_of_torch_in_bfloat16_is_near():
+  """As PyTorch runs it: bfloat16's 8 bits apart, and no further."""
+  start, _ = layers()
+  got, wanted = ours(CASES["muon"].ours), theirs(CASES["muon"])
+  for layer in ("matrix", "tall"):
+    moved = np.linalg.norm(wanted[layer] - start[layer])
+    assert 0 < np.linalg.norm(got[layer] - wanted[layer]) < 0.02 * moved
+
+
+def test_the_forms_of_muon_differ():
+  """optax corrects the velocity's bias before it is mixed with the gradient."""
+  start, _ = layers()
+  got = ours(optim.muon(slow_rate, adjust="original", weight_decay=0.1))
+  wanted = theirs(CASES["muon"])
+  moved = np.linalg.norm(wanted["matrix"] - start["matrix"])
+  assert np.linalg.norm(got["matrix"] - wanted["matrix"]) > 0.03 * moved

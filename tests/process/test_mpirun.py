@@ -1,0 +1,49 @@
+"""A run under a real Open MPI: its log, and its end."""
+
+import re
+import shutil
+import signal
+import subprocess
+
+import pytest
+
+from jaxscale import metrics
+from support.commands import child_env
+from support.paths import ROOT
+from support.processes import wait_until
+from support.tiny_runs import ARGS, checkpoint_names, newest_step
+
+pytestmark = [
+  pytest.mark.slow,
+  pytest.mark.skipif(not shutil.which("mpirun"), reason="there is no mpirun"),
+]
+
+# A cluster's own choices: more processes than cores, and a container's user.
+MPI = {
+  "JAXSCALE_MPI_OPTIONS": "--oversubscribe", "OMPI_ALLOW_RUN_AS_ROOT": "1",
+  "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+}  # fmt: skip
+
+
+def test_ctrl_c_of_mpirun_saves_and_its_log_is_plain_lines(tmp_path):
+  """mpirun kills within a second, and gives each process a pseudo-terminal."""
+  workdir = tmp_path / "run"
+  args = ["--config=configs/digits.py", f"--workdir={workdir}", *ARGS]
+  process = subprocess.Popen(
+    ["bash", "launch/mpi.sbatch", *args, "--config.epochs=700"], cwd=ROOT,
+    env=child_env(**MPI), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+  )  # fmt: skip
+  try:
+    wait_until(lambda: newest_step(workdir), process)
+    process.send_signal(signal.SIGINT)
+    log, _ = process.communicate(timeout=100)
+  finally:
+    if process.poll() is None:
+      process.kill()
+  summary = metrics.read_json(workdir / "summary.json")
+  assert summary["outcome"] == "interrupted", log
+  names = checkpoint_names(workdir)
+  assert str(summary["step"]) in names and not any("tmp" in n for n in names), log
+  assert f"saved step {summary['step']}; to resume: " in log
+  assert "\r" not in log and "\x1b" not in log
+  assert len(re.findall(r"^step ", log, re.M)) < 100

@@ -1,0 +1,296 @@
+"""Programs of another user who means harm; run as a script, one of them.
+
+    python tests/support/strangers.py NAME ADDRESS PORT,PORT… SECONDS RECORDED
+
+It gives up root for "nobody" first, prints "ready", and at the end what it heard,
+as JSON. Standard library alone: it knows nothing of the run but where to look for it.
+"""
+
+import contextlib
+import encodings.idna  # noqa: F401  later nobody may read it
+import json
+import os
+import random
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+NOBODY = 65534
+
+
+def connected(place):
+  """A connection, or None."""
+  with contextlib.suppress(OSError):
+    return socket.create_connection(place, timeout=1)
+  return None
+
+
+def heard_from(sock, seconds=0.2):
+  """What a connection says, as text."""
+  sock.settimeout(seconds)
+  with contextlib.suppress(OSError):
+    return sock.recv(4096).decode("latin-1")
+  return ""
+
+
+def open_many(place, until, count):
+  """Connections that may be None, as many as it gets within the time."""
+  return [connected(place) for _ in range(count) if time.monotonic() < until]
+
+
+def scan(place, until):
+  """Connects to every port where a run may listen, and reads."""
+  found = {}
+  while time.monotonic() < until:
+    for port in range(place[1] - 500, place[1] + 500):
+      if sock := connected((place[0], port)):
+        found[port] = found.get(port, "") + heard_from(sock, 0.05)
+        sock.close()
+  return found
+
+
+def idle(place, until, count=1000):
+  """Opens connections, and says nothing."""
+  open_ = open_many(place, until, count)
+  time.sleep(max(0.0, until - time.monotonic()))
+  return [heard_from(sock, 0.001) for sock in open_ if sock]
+
+
+def slow(place, until, count=300):
+  """Says a byte a tenth of a second on each of many connections."""
+  open_ = open_many(place, until, count)
+  while time.monotonic() < until:
+    for sock in filter(None, open_):
+      with contextlib.suppress(OSError):
+        sock.send(b"x")
+    time.sleep(0.1)
+  return []
+
+
+def flood(place, until):
+  """Connects as fast as it can, on many sockets, and leaves at once."""
+  while time.monotonic() < until:
+    some = [socket.socket() for _ in range(100)]
+    for sock in some:
+      sock.setblocking(False)
+      sock.connect_ex(place)
+    for sock in some:
+      sock.close()
+  return []
+
+
+def throng(place, until):
+  """Begins a greeting on as many connections as it can make, and leaves them open."""
+  open_ = []
+  while time.monotonic() < until:
+    with contextlib.suppress(OSError):
+      sock = socket.create_connection(place, timeout=1)
+      open_.append(sock)
+      sock.send(b'"' + b"ab" * 16 + b'"\n')
+    if len(open_) == 2000:
+      for sock in open_[:1000]:
+        sock.close()
+      del open_[:1000]
+  return []
+
+
+def late(place, until):
+  """Is silent for as long as it may be, then says a byte, over and over."""
+  while time.monotonic() < until:
+    open_ = [connected(place) for _ in range(20)]
+    time.sleep(1.1)
+    for sock in filter(None, open_):
+      with contextlib.suppress(OSError):
+        sock.send(b"\n")
+        sock.close()
+  return []
+
+
+def noise(place, until):
+  """A hundred connections a second with random bodies."""
+  rng, heard = random.Random(5), set()
+  starts = [b"", b"[" * 99, b"{", b'"' + b"0" * 32 + b'"\n', b"GET / HTTP/1.1\r\n"]
+  while time.monotonic() < until:
+    if sock := connected(place):
+      with contextlib.suppress(OSError):
+        sock.sendall(rng.choice(starts) + rng.randbytes(rng.randrange(5000)) + b"\n")
+      sock.close()
+    time.sleep(0.01)
+  return sorted(heard)
+
+
+def forge(place, until):
+  """Says hello as each rank, and as process 0's own, without the secret."""
+  heard = []
+  while time.monotonic() < until:
+    for rank in (-1, 0, 1, 2, 99):
+      if sock := connected(place):
+        with sock, contextlib.suppress(OSError):
+          sock.sendall(b'"' + b"ab" * 16 + b'"\n')
+          heard.append(heard_from(sock))
+          for message in ([rank, 3, "n", 1, "u", "p", "f", "", {}, {}, ""],
+                          {"fail": ["x", 0, False, False, "y"]}, {"bye": 0},
+                          {"ask": ["SIGTERM", "preemption"]}):  # fmt: skip
+            sock.sendall(b"0" * 32 + json.dumps(message).encode() + b"\n")
+          heard.append(heard_from(sock))
+    time.sleep(0.01)
+  return heard
+
+
+def replay(place, until):
+  """Repeats what a process of the run has sent at an earlier start."""
+  heard = []
+  while time.monotonic() < until:
+    if sock := connected(place):
+      with sock, contextlib.suppress(OSError):
+        sock.sendall(RECORDED)
+        heard.append(heard_from(sock))
+    time.sleep(0.01)
+  return heard
+
+
+def siege(place, until):
+  """All of the above but the scan and the flood at once, on each port that answers.
+
+  Those two need a core each: what is left to others of a machine with two is no matter
+  of who is believed.
+  """
+  found = set()
+  while time.monotonic() < until:
+    for port in {place[1], *NEXT} - found:
+      if sock := connected((place[0], port)):
+        sock.close()
+        found.add(port)
+        for attack in (idle, slow, late, noise, forge, replay):
+          args = ((place[0], port), until)
+          threading.Thread(target=attack, args=args, daemon=True).start()
+    time.sleep(0.02)
+  return sorted(found)
+
+
+def hunt(place, until):
+  """Looks for every port of a host that answers, and tries all of the above on it."""
+  found, held = set(), []
+  while time.monotonic() < until:
+    for port in range(20_000, 32_768):
+      with socket.socket() as probe:
+        probe.settimeout(0.2)
+        if probe.connect_ex((place[0], port)):
+          continue
+      found.add(port)
+      held += [connected((place[0], port)) for _ in range(20)]
+      moment = time.monotonic() + 0.1
+      forge((place[0], port), moment)
+      noise((place[0], port), moment)
+    held = held[-500:]
+  return sorted(found)
+
+
+def _listen(place):
+  server = socket.socket()
+  server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+  server.bind(place)
+  server.listen(1000)
+  return server
+
+
+def squat(place, until):
+  """Listens where process 0 would, and plays it: two lines, as it sends them."""
+  with _listen(place) as server, selectors.DefaultSelector() as selector:
+    heard = []
+    selector.register(server, selectors.EVENT_READ)
+    while time.monotonic() < until:
+      for key, _ in selector.select(0.1):
+        if key.fileobj is server:
+          sock, _ = server.accept()
+          selector.register(sock, selectors.EVENT_READ)
+          continue
+        line = heard_from(key.fileobj)
+        heard.append(line)
+        with contextlib.suppress(OSError):
+          key.fileobj.sendall(b'"' + b"cd" * 16 + b'"\n' + b"0" * 32 + b'"welcome"\n')
+          key.fileobj.sendall(b"0" * 32 + b'{"error":"you may go"}\n')
+        if not line:
+          selector.unregister(key.fileobj)
+          key.fileobj.close()
+    return heard
+
+
+def silent(place, until):
+  """Listens where process 0 would, and says nothing."""
+  with _listen(place):
+    time.sleep(max(0.0, until - time.monotonic()))
+  return []
+
+
+def relay(place, until):
+  """Listens where process 0 would, and passes all on to where it is, the next port."""
+  heard = []
+
+  def pump(a, b, keep):
+    with contextlib.suppress(OSError):
+      while data := a.recv(4096):
+        if keep:
+          heard.append(data.decode("latin-1"))
+        b.sendall(data)
+      b.shutdown(socket.SHUT_WR)
+
+  def pass_on(client):
+    for port in NEXT:
+      if server := connected((place[0], port)):
+        client.settimeout(None), server.settimeout(None)
+        threading.Thread(target=pump, args=(server, client, False), daemon=True).start()
+        return pump(client, server, True)
+    return client.close()
+
+  with _listen(place) as server:
+    server.settimeout(0.1)
+    while time.monotonic() < until:
+      with contextlib.suppress(TimeoutError):
+        client, _ = server.accept()
+        threading.Thread(target=pass_on, args=(client,), daemon=True).start()
+  return heard
+
+
+def starter():
+  """Starts these as programs of another user, and ends those that are left."""
+  running = []
+
+  def begin(name, ports=(), address="127.0.0.1", seconds=4.0, recorded=b"?\n"):
+    ports = ",".join(map(str, ports or [0]))
+    process = subprocess.Popen(
+      [sys.executable, __file__, name, address, ports, str(seconds), recorded.hex()],
+      stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    running.append(process)
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+  yield begin
+  for process in running:
+    process.terminate()
+    process.communicate(timeout=60)
+
+
+RECORDED = b""  # what is repeated
+NEXT: list[int] = []  # ports at which the true process 0 may be
+CONNECTING = [scan, idle, slow, flood, throng, late, noise, forge]
+LISTENING = [squat, silent, relay]
+
+if __name__ == "__main__":
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+  name, address, ports, seconds, recorded = sys.argv[1:]
+  RECORDED = bytes.fromhex(recorded)
+  signal.alarm(int(float(seconds)) + 60)  # whatever it waits for: nobody waits for it
+  port, *NEXT = map(int, ports.split(","))
+  if os.geteuid() == 0:
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+  print("ready", flush=True)
+  attack = {f.__name__: f for f in [*CONNECTING, *LISTENING, replay, siege, hunt]}[name]
+  print(json.dumps(attack((address, port), time.monotonic() + float(seconds))))

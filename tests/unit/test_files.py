@@ -1,0 +1,419 @@
+"""Files that others can write to: no link is followed, no stranger trusted."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jaxscale import data, metrics
+from jaxscale.checkpoint import lock
+from jaxscale.config.bases import Optimizer
+from jaxscale.config.record import from_plain
+from jaxscale.data import partial_jpeg, stream, tfrecord
+from jaxscale.data.tokenizer import byte_tokenizer
+from jaxscale.errors import ConfigError
+from jaxscale.files import (
+  mismatch,
+  open_to_append,
+  parse_json,
+  read_bytes,
+  replacing,
+  who_else_writes,
+  whole_number,
+  write_json,
+)
+from jaxscale.launch import folder as folders
+from jaxscale.metrics import plot
+from jaxscale.run import provenance
+from jaxscale.run.workdir import claim_workdir
+from jaxscale.weights.safetensors import read_index, view, write
+from support.images import write_tfrecord
+
+
+@pytest.fixture
+def umask():
+  before = os.umask(0o022)
+  yield os.umask
+  os.umask(before)
+
+
+@pytest.fixture
+def victim(tmp_path):
+  path = tmp_path / "victim"
+  path.write_text("precious")
+  yield path
+  assert path.read_text() == "precious"
+
+
+def give_away(path, monkeypatch):
+  """Make a file, and all others, another user's."""
+  if os.geteuid() == 0:
+    os.chown(path, 12345, -1)
+  else:
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+
+
+def draw(path):
+  with plot.figure(path, 1, 1, (1, 1)):
+    pass
+
+
+def test_a_link_of_another_user_in_a_workdir_is_refused(tmp_path, monkeypatch):
+  """Whoever may write to it could have checkpoints put into a folder of its user."""
+  (tmp_path / "checkpoints").symlink_to(tmp_path)
+  claim_workdir(tmp_path, None)  # one's own, to a larger disk
+  if os.geteuid() == 0:
+    os.chown(tmp_path / "checkpoints", 12345, -1, follow_symlinks=False)
+  else:
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+  with pytest.raises(ConfigError, match="checkpoints: a link that another user") as e:
+    claim_workdir(tmp_path, None)
+  assert "\n" not in str(e.value) and "use another --workdir" in str(e.value)
+
+
+def test_what_is_written_replaces_a_link_and_does_not_follow_it(tmp_path, victim):
+  for write_file in (
+    lambda path: write_json(path, {"a": 1}),
+    lambda path: write(path, {"w": (np.dtype("f4"), (2,))}, [np.ones(2, "f4")]),
+    lambda path: metrics.MLLog(path).close(),
+    draw,
+  ):
+    path = tmp_path / "file"
+    path.unlink(missing_ok=True)
+    path.symlink_to(victim)
+    # As programs before wrote, and as whoever knows this one may try.
+    for name in ("file.tmp", f".file.tmp-{os.getpid()}"):
+      (tmp_path / name).unlink(missing_ok=True)
+      (tmp_path / name).symlink_to(victim)
+    write_file(path)
+    assert stat.S_ISREG(path.lstat().st_mode)
+
+
+def test_what_is_appended_is_not_appended_to_another_file(tmp_path, victim):
+  (tmp_path / "link").symlink_to(victim)
+  (tmp_path / provenance.FILE).symlink_to(victim)
+  for append in (
+    open_to_append,
+    lambda path: folders.append_line(path, {}),
+    lambda path: provenance.record_start(path.parent),
+  ):
+    with pytest.raises(OSError, match="symbolic links"):
+      append(tmp_path / "link")
+  workdir = tmp_path / "run"
+  workdir.mkdir()
+  (workdir / "metrics.jsonl").symlink_to(victim)
+  writer = metrics.MetricWriter(workdir, tensorboard=False)
+  writer.write(1, {"a": 1.0})
+  writer.close()
+  assert len(metrics.read_metrics(workdir / "metrics.jsonl")) == 1
+
+
+def test_nothing_is_appended_to_a_pipe(tmp_path):
+  """Where nobody reads, opening it waits for ever."""
+  os.mkfifo(tmp_path / "pipe")
+  reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+  with pytest.raises(OSError, match="not a file"):
+    open_to_append(tmp_path / "pipe")
+  os.close(reader)
+  with pytest.raises(OSError, match="No such device"):
+    open_to_append(tmp_path / "pipe")
+
+
+def test_stacks_replace_a_link(tmp_path, victim):
+  (tmp_path / "process-0.txt").symlink_to(victim)
+  code = "import sys; from jaxscale.cluster.watch.stacks import leave; "
+  code += "from pathlib import Path; leave(86, Path(sys.argv[1]), 0, 'why')"
+  done = subprocess.run([sys.executable, "-c", code, tmp_path])
+  path = tmp_path / "process-0.txt"
+  assert done.returncode == 86 and not path.is_symlink()
+  assert path.read_text().startswith("why")
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path):
+  path = tmp_path / "a"
+  path.write_text("old")
+  with pytest.raises(KeyError), replacing(path) as file:
+    file.write(b"half")
+    raise KeyError
+  assert os.listdir(tmp_path) == ["a"] and path.read_text() == "old"
+  with pytest.raises(FileNotFoundError) as error:
+    write_json(tmp_path / "no" / "a.json", {})
+  assert error.value.filename == str(tmp_path / "no" / "a.json")
+
+
+@pytest.mark.parametrize("mask, mode", [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+def test_the_umask_decides_who_reads_what_is_written(tmp_path, umask, mask, mode):
+  umask(mask)
+  write_json(tmp_path / "a", {})
+  assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == mode
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+  os.mkfifo(tmp_path / "pipe")
+  for path in (tmp_path / "pipe", "/dev/zero"):
+    with pytest.raises(OSError, match="not a file"):
+      read_bytes(path)
+
+
+def test_who_else_writes(tmp_path, umask, monkeypatch):
+  path = tmp_path / "own" / "a"
+  path.parent.mkdir(mode=0o755)
+  path.write_text("")
+  assert who_else_writes(path) is None
+
+  def others(file, folder, *, group):
+    path.chmod(file)
+    path.parent.chmod(folder)
+    return who_else_writes(path, group=group)
+
+  assert others(0o644, 0o755, group=True) is None
+  assert "others can write" in (others(0o664, 0o755, group=True) or "")
+  assert "others can write" in (others(0o644, 0o775, group=True) or "")
+  assert others(0o664, 0o775, group=False) is None
+  assert "others can write" in (others(0o666, 0o755, group=False) or "")
+  assert "others can write" in (others(0o644, 0o777, group=False) or "")
+  assert others(0o644, 0o1777, group=False) is None  # as /tmp is
+  (tmp_path / "link").symlink_to(path)
+  assert "not a file" in (who_else_writes(tmp_path / "link") or "")
+  give_away(path, monkeypatch)
+  assert "another user" in (others(0o644, 0o755, group=True) or "")
+  assert others(0o644, 0o775, group=False) is None  # a colleague's
+  assert "another user" in (others(0o644, 0o1777, group=False) or "")
+
+
+def cached(tmp_path):
+  return stream.packed("t", [[b"abc"]], byte_tokenizer(), ("x",), str(tmp_path))
+
+
+def test_a_cache_of_tokens_is_shared_by_a_group(tmp_path, umask, monkeypatch, capsys):
+  umask(0o002)
+  folder = tmp_path / "cache"
+  folder.mkdir(mode=0o775)
+  assert cached(folder).num_tokens == 4 and "packing" in capsys.readouterr().out
+  for path in folder.iterdir():
+    assert path.stat().st_mode & 0o060 == 0o060
+    give_away(path, monkeypatch)
+  assert cached(folder).num_tokens == 4 and not capsys.readouterr().out
+  # Where anybody can put files, what is another's is made again.
+  folder.chmod(0o1777)
+  assert cached(folder).num_tokens == 4 and "packing" in capsys.readouterr().out
+
+
+def test_a_lock_of_the_cache_is_no_link(tmp_path, victim):
+  folder = tmp_path / "cache"
+  cached(folder)
+  (lock_file,) = folder.glob("*.lock")
+  for path in folder.iterdir():
+    path.unlink()
+  lock_file.symlink_to(victim)
+  assert cached(folder).num_tokens == 4
+
+
+DAMAGED = [b"", b"{", b"[]", b'{"tokens": "4"}', b'{"tokens": 4}', b"[" * 9999, b"\xff"]
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_a_damaged_cache_of_tokens_is_made_again(tmp_path, content, capsys):
+  cached(tmp_path)
+  (counts,) = tmp_path.glob("*.json")
+  counts.write_bytes(content)
+  assert cached(tmp_path).num_tokens == 4
+  assert capsys.readouterr().out.count("packing") == 2
+
+
+def npz(**arrays):
+  def make(path):
+    with path.open("wb") as file:
+      np.savez(file, **arrays)
+
+  return make
+
+
+INDEXES = {
+  "bytes": lambda path: path.write_bytes(b"PK\x03\x04 no zip"),
+  "no places": npz(ends=np.array([2])),
+  "of floats": npz(places=np.ones((2, 2)), ends=np.array([2])),
+  "of one column": npz(places=np.ones((2, 1), int), ends=np.array([2])),
+  "too few": npz(places=np.ones((1, 2), int), ends=np.array([2])),
+  "another number of files": npz(places=np.ones((2, 2), int), ends=np.array([1, 2])),
+  "below zero": npz(places=np.full((2, 2), -5), ends=np.array([2])),
+  "objects": npz(places=np.array([{}, {}], object), ends=np.array([2])),
+  "deflated and damaged": lambda path: path.write_bytes(torn()),
+}
+
+
+def torn():
+  import io
+  import zipfile
+
+  out = io.BytesIO()
+  with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as file:
+    file.writestr("places.npy", b"\0" * 1000)
+    file.writestr("ends.npy", b"\0" * 1000)
+  whole = bytearray(out.getvalue())
+  whole[42:50] = b"\xff" * 8
+  return bytes(whole)
+
+
+@pytest.mark.parametrize("name", INDEXES)
+def test_a_damaged_index_of_records_is_made_again(tmp_path, own_cache, name):
+  write_tfrecord(tmp_path / "a", [b"first", b"second"])
+  shards = [tfrecord.Shard(str(tmp_path / "a"), 2, 0, 2)]
+  assert tfrecord.random_access(shards)(1) == b"second"
+  (kept,) = (tmp_path / "cache/jaxscale/tfrecord").iterdir()
+  INDEXES[name](kept)
+  assert tfrecord.random_access(shards)(0) == b"first"
+
+
+def test_a_library_that_others_can_replace_is_not_loaded(
+  tmp_path, own_cache, monkeypatch, umask
+):
+  folder = tmp_path / "cache" / "jaxscale"
+  folder.mkdir(parents=True, mode=0o755)
+  path = folder / f"partial_jpeg-{partial_jpeg._key()}-3.0.so"
+  path.write_bytes(b"no library")
+  path.chmod(0o755)
+  loaded = []
+  monkeypatch.setattr(partial_jpeg, "_open", lambda p: loaded.append(p))
+
+  def text():
+    partial_jpeg.library.cache_clear()
+    return partial_jpeg.library().text
+
+  try:
+    assert "only the box" in text() and loaded.pop()
+    for mode, of in ((0o775, folder), (0o777, folder), (0o775, path), (0o757, path)):
+      of.chmod(mode)
+      assert "is not loaded: others can write to" in text()
+      of.chmod(0o755)
+    give_away(path, monkeypatch)
+    assert "another user" in text() and not loaded
+  finally:
+    partial_jpeg.library.cache_clear()
+
+
+@pytest.mark.parametrize(
+  "name",
+  ["os:system", "builtins:exec", "../../evil:X", "jaxscale.errors:ConfigError", ":"],
+)
+def test_a_config_json_calls_no_function(name, tmp_path):
+  """`{"class": "os:system", "command": …}` ran a command."""
+  (tmp_path / "evil.py").write_text("raise SystemExit")
+  values = {"command": f"touch {tmp_path}/ran"}
+  with pytest.raises(ConfigError, match="cannot be loaded"):
+    from_plain(Optimizer, {"class": name, **values}, tmp_path / "code" / "x")
+  assert not (tmp_path / "ran").exists()
+
+
+def test_a_class_that_anybody_could_have_written_is_not_run(tmp_path, umask):
+  copy = tmp_path / "code" / "mine.py"
+  copy.parent.mkdir()
+  copy.write_text(
+    "from jaxscale.config import Optimizer\nclass Mine(Optimizer):\n  lr: float = 1.0\n"
+  )
+  assert from_plain(Optimizer, {"class": "mine:Mine"}, tmp_path).lr == 1.0
+  copy.chmod(0o666)
+  with pytest.raises(ConfigError, match="others can write to"):
+    from_plain(Optimizer, {"class": "mine:Mine"}, tmp_path)
+
+
+def header(**arrays):
+  text = json.dumps(arrays).encode()
+  return len(text).to_bytes(8, "little") + text
+
+
+HEADERS = {
+  "65 dims": header(a={"dtype": "F32", "shape": [1] * 65, "data_offsets": [0, 4]})
+  + bytes(4),
+  "an empty array of 2^120": header(
+    a={"dtype": "F32", "shape": [0, 2**60, 2**60], "data_offsets": [0, 0]}
+  ),
+  "no offsets": header(a={"dtype": "F32", "shape": [1]}),
+  "a dtype of its own": header(a={"dtype": "F99", "shape": [], "data_offsets": [0, 0]}),
+  "deep": b"\xff\xff\0\0\0\0\0\0" + b'{"a":' * 13_107,
+  "a length of 2^63": b"\xff" * 7 + b"\x7f{",
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_header_of_impossible_arrays_is_one_line(tmp_path, name):
+  path = tmp_path / "a.safetensors"
+  path.write_bytes(HEADERS[name])
+  with pytest.raises(ConfigError, match=r"damaged header|not a safetensors") as error:
+    view(read_index(path)["a"])
+  assert "\n" not in str(error.value)
+
+
+INDEX = [
+  *DAMAGED,
+  b'{"weight_map": []}',
+  b'{"weight_map": {"a": "x\\u0000"}}',
+  b'{"weight_map": {"a": "../x"}}',
+  b'{"weight_map": {"a": ["x"]}}',
+]
+
+
+@pytest.mark.parametrize("content", INDEX)
+def test_a_damaged_index_of_weights_is_one_line(tmp_path, content):
+  (tmp_path / "model.safetensors.index.json").write_bytes(content)
+  with pytest.raises(ConfigError, match=r"index\.json: ") as error:
+    read_index(tmp_path)
+  assert "\n" not in str(error.value)
+
+
+def test_a_lock_of_a_stranger_is_no_traceback(tmp_path):
+  (tmp_path / "lock").mkdir()
+  for content in (b"[]", b"\xff", b"[" * 9999, b'{"pid": "x"}', b""):
+    (tmp_path / "lock" / "1").write_bytes(content)
+    os.utime(tmp_path / "lock" / "1", (0, 0))
+    with lock.acquire(tmp_path, expire_s=0.01):
+      pass
+  owner = {"host": "h", "pid": 2**62, "job": "", "since": 1e300, "process": ""}
+  assert lock._read(write_owner(tmp_path, owner)).host == "unknown"
+  read = lock._read(write_owner(tmp_path, owner | {"since": 1e9}))
+  assert "pid" in str(read) and lock.is_alive(read) is None
+
+
+def write_owner(folder, owner):
+  (folder / "owner").write_text(json.dumps(owner))
+  return folder / "owner"
+
+
+def test_json_is_bounded():
+  assert parse_json(b"[" * 100 + b"]" * 100)
+  assert parse_json(f"[{','.join(['[]'] * 5000)}]")
+  for text in ("[" * 101 + "]" * 101, '{"a":' * 101 + "1" + "}" * 101, "[" * 10**6):
+    with pytest.raises(ValueError, match="100 deep"):
+      parse_json(text)
+
+
+def test_shapes():
+  for value, shape in (
+    (True, int), (2**63, int), ("1", int), (1.0, int), (10**400, float), (None, float),
+    ({}, {"a": int}), ({"a": {"b": 1}}, {"a": {"b": str}}), ({"a": 1}, {str: str}),
+    ([1, "2"], [int]), ({}, []), ([], {}), (None, (int, str)),
+  ):  # fmt: skip
+    assert mismatch(value, shape)
+  for value, shape in (
+    (1, int), (1, float), (1.5, float), (None, (int, None)), ({"a": 1}, {"a": int}),
+    ({"b": 1, "a": 2}, {"a": int}), ({}, {str: int}), ([[1]], [[int]]), (True, bool),
+  ):  # fmt: skip
+    assert mismatch(value, shape) is None
+
+
+def test_whole_numbers():
+  assert [whole_number(x) for x in ("0", "007", "9" * 18)] == [0, 7, 10**18 - 1]
+  for text in ("", "²", "٣", "-1", "+1", " 1", "1_0", "9" * 19, "9" * 5000, "1\n"):
+    assert whole_number(text) is None
+
+
+@pytest.mark.parametrize("size", [0, 3])
+def test_text_of_a_few_bytes_is_not_evaluated(tmp_path, size, own_cache):
+  """Of an empty file, the perplexity was 257."""
+  (tmp_path / "val.txt").write_text("x" * size)
+  with pytest.raises(ConfigError, match="give more text or a smaller length"):
+    data.text_files(tmp_path, "val", sequence_length=16)

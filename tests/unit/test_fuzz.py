@@ -1,0 +1,281 @@
+"""Every reader of a run's files, given anything: a value, or an error of one line.
+
+    FUZZ_EXAMPLES=10000 .venv/bin/python -m pytest tests/unit/test_fuzz*.py -rP
+
+tries 10,000 inputs for each reader, which takes some minutes, and prints for each what
+it took; without it 50. None may take a second of processor time, and no reader 256 MB.
+What comes from elsewhere is in test_fuzz_data.py, texts and messages in
+test_fuzz_texts.py.
+"""
+
+import contextlib
+import copy
+import functools
+import json
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from jaxscale.checkpoint import lock
+from jaxscale.checkpoint.checksum import DamagedError
+from jaxscale.checkpoint.files import MANIFEST, read_manifest
+from jaxscale.cluster.requeue import count_start
+from jaxscale.collectives.measurements import read_measurements
+from jaxscale.config.loading import load_config
+from jaxscale.config.record import FORMAT, describe_run, to_plain
+from jaxscale.data import stream
+from jaxscale.files import parse_json
+from jaxscale.launch import folder as folders
+from jaxscale.launch import measured, spec, status
+from jaxscale.metrics import MetricWriter, mllog, plot, read_metrics
+from jaxscale.run.adaptive_batch import read_chosen
+from jaxscale.run.damaged_examples import DamageRecord
+from jaxscale.run.nan_policy import NanPolicy
+from jaxscale.run.provenance import last_start
+from jaxscale.run.workdir import claim_workdir, epochs_before, start_devices
+from jaxscale.studies.trials import Trial, finished
+from jaxscale.weights.safetensors import read_index, write
+from support import fuzzing
+from support.bad_files import HUGE
+from support.fuzzing import damaged, one_line
+from support.job_script import RUN
+
+fuzz = fuzzing.fuzz
+limits = pytest.fixture(fuzzing.limits, autouse=True)
+place = pytest.fixture(fuzzing.place, scope="module")
+
+
+@fuzz
+@given(st.one_of(st.binary(max_size=64), damaged({"a": [1, {"b": "c"}], "d": 1.5})))
+@example(b"[" * 9000)
+@example(b'{"a":' * 5000)
+@example(HUGE)
+def test_json(content):
+  with one_line(ValueError):
+    parse_json(content)
+
+
+CONFIG = load_config("configs/digits.py")
+DERIVED = {"total_steps": 9, "num_devices": 8, "start_devices": 8, "num_train": 9}
+DERIVED |= {"phases": [{"batch_size": 8, "image_size": None, "start": 0, "stop": 9}]}
+RUN_JSON = {
+  "format": FORMAT,
+  "config": to_plain(CONFIG),
+  "derived": DERIVED,
+  "data": {"name": "digits", "num_classes": 10, "mean": [1.0], "image_shape": [8, 8]},
+  "versions": {"jaxscale": "0.2"},
+  "processes": 1,
+  "python": "3.11",
+  "devices": ["cpu"],
+}
+
+
+@fuzz
+@given(damaged(RUN_JSON))
+def test_config_json(place, content):
+  """Of a run that is done, and has saved: such a one is asked for the most."""
+  (place / "config.json").write_bytes(content)
+  (place / "checkpoints" / "9").mkdir(parents=True, exist_ok=True)
+  summary = {"outcome": "done", "step": 9, "total_steps": 9}
+  (place / "summary.json").write_text(json.dumps(summary))
+  start_devices(place, CONFIG)
+  epochs_before(place, CONFIG)
+  with one_line():
+    claim_workdir(place, CONFIG)
+  with one_line():
+    run = describe_run(place)
+    assert run.num_classes is None or run.num_classes < 2**63
+    run.settings()
+
+
+LINE = {"step": 5, "time": 1.0, "train/loss": 0.5, "perf/examples_per_s": 9.0}
+
+
+@fuzz
+@given(st.lists(damaged(LINE), max_size=3))
+@example([b'{"step": 1, "time": 1, "train/loss": ' + b"9" * 400 + b"}"])
+@example([b'{"step": 9223372036854775807, "time": 1e308, "train/loss": 1}'] * 2)
+def test_metrics(place, lines):
+  path = place / "metrics.jsonl"
+  path.write_bytes(b"\n".join([json.dumps(LINE).encode(), *lines]))
+  with one_line():
+    found = read_metrics(path)
+    status.seconds_to_go(found, 100)
+  assert all(isinstance(x, (int, float)) for line in found for x in line.values())
+
+
+SPEC = spec.to_json(RUN._replace(executor="local", trials=({"seed": "1"},)))
+EVENT = {"event": "end", "job": "7_0", "restarts": 0, "nodes": 1, "code": 0}
+EVENT |= {"next": "stop", "hosts": "n1", "time": 1}
+FILES = {
+  "run.json": SPEC,
+  "submissions.jsonl": {"job": "7", "tasks": [0], "executor": "local", "time": 1},
+  "events/0.jsonl": EVENT,
+  "supervisor.jsonl": {"pid": 99999, "born": 5, "host": "n1"},
+  "trials/0/metrics.jsonl": LINE,
+  "trials/0/config.json": RUN_JSON,
+}
+ONE_FILE = st.one_of(*(st.tuples(st.just(f), damaged(d)) for f, d in FILES.items()))
+
+
+@fuzz
+@given(st.lists(ONE_FILE, min_size=1, max_size=2))
+def test_status_of_a_folder(place, files):
+  for name in FILES:
+    (place / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+    (place / "run" / name).write_text(json.dumps(FILES[name]))
+  for name, content in files:
+    (place / "run" / name).write_bytes(content)
+  with one_line():
+    text = str(status.statuses(folders.all_folders(str(place))))
+  assert text and not set(text) & {"\x1b", "\r"} and len(text.splitlines()) < 9
+  text.encode()
+
+
+FOR_MLPERF = copy.deepcopy(RUN_JSON)
+FOR_MLPERF["derived"] |= {"num_eval": 9, "peak_lr": 0.1, "micro_batch_size": 1}
+FOR_MLPERF["derived"]["phases"][0]["accumulate_steps"] = 1
+EVALUATED = LINE | {"eval/accuracy": 0.9, "eval/loss": 0.3}
+
+
+@fuzz
+@given(damaged(FOR_MLPERF), damaged({"seconds": 5.0}), damaged([8, 16]))
+def test_a_run_for_mlperf(place, config, summary, sizes):
+  folder = place / "mlperf"
+  folder.mkdir(exist_ok=True)
+  (folder / "metrics.jsonl").write_text(json.dumps(EVALUATED))
+  (folder / "config.json").write_bytes(config)
+  (folder / "summary.json").write_bytes(summary)
+  (folder / "mllog.txt").unlink(missing_ok=True)
+  with one_line():
+    assert mllog.log_from_record(folder)
+  (folder / "batch_sizes.json").write_bytes(sizes)
+  with one_line():
+    mllog.log_from_record(folder)
+  (folder / "batch_sizes.json").unlink()
+
+
+@pytest.fixture(scope="module")
+def plotted(place):
+  """A folder in which a picture was drawn: the first one takes a second."""
+  (folder := place / "plotted").mkdir()
+  (folder / "metrics.jsonl").write_text(json.dumps(EVALUATED))
+  plot.plot_metrics(folder)
+  return folder
+
+
+@functools.partial(fuzz, share=500)  # a picture takes 0.3 s
+@given(st.lists(damaged(EVALUATED), min_size=1, max_size=3))
+@example([b'{"step": 1, "time": 1, "train/loss": 1e308, "eval/accuracy": 1e308}'] * 2)
+@example([b'{"step": 1, "time": 1, "train/loss": -1, "perf/examples_per_s": NaN}'])
+@pytest.mark.filterwarnings("ignore")  # Matplotlib's, of numbers that no loss has
+def test_what_a_run_plots_and_resumes(plotted, lines):
+  folder = plotted
+  (folder / "metrics.jsonl").write_bytes(b"\n".join(lines))
+  with one_line():
+    plot.plot_metrics(folder)
+  MetricWriter(folder, start=5, tensorboard=False).close()
+  assert all(x["step"] <= 5 for x in read_metrics(folder / "metrics.jsonl"))
+
+
+@fuzz
+@given(damaged(RUN_JSON), damaged({"outcome": "done", "devices": "1 x cpu", "loss": 1}))
+def test_a_measured_run(place, config, summary):
+  (place / "config.json").write_bytes(config)
+  (place / "summary.json").write_bytes(summary)
+  (place / "metrics.jsonl").write_text(json.dumps(LINE))
+  (place / "run.json").unlink(missing_ok=True)
+  with one_line():
+    measured.read(place)
+
+
+LEAF = {"shape": [2, 3], "dtype": "float32", "checksum": "00ff"}
+SPLIT = {"mesh": {"data": 8}, "over": ["data"], "dims": {"w": [None, "data"]}}
+SAVED = {"step": 5, "metrics": {"loss": 1.0}, "leaves": {"params/w": LEAF}}
+SAVED |= {"split": SPLIT}
+
+
+@fuzz
+@given(damaged(SAVED))
+@example(b'{"crc32": 1}')
+def test_manifest(place, content):
+  with contextlib.suppress(ValueError, TypeError, RecursionError):  # its checksum known
+    found = json.loads(content)
+    text = json.dumps(found, sort_keys=True).encode()
+    content = json.dumps(found | {"crc32": zlib.crc32(text)}).encode()
+  (place / MANIFEST).write_bytes(content)
+  with one_line(DamagedError):
+    assert read_manifest(place)["leaves"] is not None
+
+
+RECORDS = {
+  "skipped_steps.json": (
+    {"skipped": [{"step": 1, "what": "x"}], "passed_over": [
+      {"after": 1, "to": 2, "what": "x"}]},
+    lambda folder: NanPolicy(folder, "skip").start_from(1),
+  ),
+  "batch_sizes.json": ([8, 16], read_chosen),
+  "damaged.json": (
+    {"training": {"damaged": {"1": "a"}, "unusual": {}},
+     "held-out": {"damaged": {}, "unusual": {"2": "b"}}},
+    lambda folder: DamageRecord(folder, 1).count,
+  ),
+  "restarts.json": (
+    {"step": 1, "idle": 1, "restarts": 1, "job": "7"},
+    lambda folder: count_start(folder, "7", 2, 5),
+  ),
+  "owner": (
+    {"host": "h", "pid": 9, "job": "slurm-7-r1", "since": 1.0, "process": "x"},
+    lambda folder: (str(owner := lock._read(folder / "owner")), lock.is_alive(owner),
+                    lock.is_restart("slurm-7-r2", owner.job)),
+  ),
+  "links.json": (
+    {"mesh": {"data": 2}, "links": {"data": {
+      "alpha": 1.0, "beta": 1.0, "switched": True}}, "measured": []},
+    lambda folder: read_measurements(folder / "links.json"),
+  ),
+  "log": (
+    {"key": "a", "value": 1, "metadata": {"step_num": 5}},
+    lambda folder: mllog._until(mllog.read_mllog(folder / "log"), 4),
+  ),
+  "cached.json": (
+    {"tokens": 5, "documents": 1, "bytes": 5},
+    lambda folder: stream._counts(folder / "cached.bin", "<u1"),
+  ),
+  "starts.jsonl": (
+    {"commit": "ab", "changed": ["x"], "host": "h", "command": "train"}, last_start
+  ),
+  "outcome.json": (
+    {"config": repr(CONFIG), "status": "reached", "batch_size": 8, "seed": 0,
+     "accumulate_steps": 1, "peak_lr": 0.1, "target": 0.9, "num_train": 9,
+     "eval_every": 1, "steps": 9, "target_step": 5, "note": ""},
+    lambda folder: (found := finished(Trial(CONFIG, folder))) and found.as_dict(),
+  ),
+  "scaling.json": ({"runs": ["a", "b"]}, lambda folder: folders.find_study(
+    folder.name, str(folder.parent))),
+  "model.safetensors.index.json": (
+    {"weight_map": {"w": "a.safetensors"}}, read_index
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_records(place, name):
+  document, read = RECORDS[name]
+  folder = place / "records"
+  folder.mkdir(exist_ok=True)
+  (folder / "cached.bin").write_bytes(b"12345")
+  write(folder / "a.safetensors", {"w": (np.dtype("f4"), (2,))}, [np.ones(2, "f4")])
+
+  @fuzz
+  @given(damaged(document))
+  def check(content):
+    prefix = mllog.TOKEN.encode() if name == "log" else b""
+    (folder / name).write_bytes(prefix + content)
+    with one_line():
+      read(folder)
+
+  check()

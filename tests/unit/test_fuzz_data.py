@@ -1,0 +1,366 @@
+"""Every reader of data and parameters, given anything; see test_fuzz.py."""
+
+import contextlib
+import dataclasses
+import functools
+import io
+import json
+import struct
+import zipfile
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from PIL import Image
+
+from jaxscale import models, weights
+from jaxscale.config import ResNet, Transformer, ViT
+from jaxscale.data import TextInfo, array_info, jpeg, tfds, tfrecord, token_files
+from jaxscale.data.tokenizer import (
+  PromptTokenizer,
+  read_prompt_tokenizer,
+  read_tokenizer,
+)
+from jaxscale.errors import ConfigError
+from jaxscale.files import read_json
+from jaxscale.optim.tree_paths import path_name
+from jaxscale.run import generate
+from jaxscale.weights import load
+from jaxscale.weights.check import check_source
+from jaxscale.weights.hf_config import llama_config, transformer_settings
+from jaxscale.weights.names import naming_of
+from jaxscale.weights.safetensors import Stored, read_index, view
+from support import fuzzing, images
+from support.fuzzing import damaged, edit, edited, one_line
+from support.odd_images import TOO_LARGE, jpeg_441, of_size, png_of_size
+
+fuzz = fuzzing.fuzz
+limits = pytest.fixture(fuzzing.limits, autouse=True)
+place = pytest.fixture(fuzzing.place, scope="module")
+
+
+MODEL, VIT, RESNET = Transformer(), ViT(), ResNet()
+TEXT_INFO = TextInfo("text", 256, 64)
+IMAGE_INFO = array_info(np.zeros((2, 8, 8, 3), np.uint8), np.arange(2))
+LLAMA = llama_config(
+  MODEL, hidden=768, vocab_size=256, sequence_length=64, dtype="float32", separator=0
+) | {"sliding_window": 99, "rope_parameters": {"rope_type": "default"},
+     "num_classes": 9, "architecture": "vit_base_patch16_224"}  # fmt: skip
+
+
+@fuzz
+@given(
+  damaged(LLAMA),
+  st.sampled_from([("huggingface", MODEL), ("huggingface", VIT), ("timm", VIT),
+                   ("timm", RESNET)]),
+)  # fmt: skip
+@example(b'{"sliding_window": "4096"}', ("huggingface", MODEL))
+@example(b'{"model_type": []}', ("huggingface", MODEL))
+@example(b'{"num_classes": 3, "pretrained_cfg": {"mean": ["a"]}}', ("timm", RESNET))
+@example(b'{"num_classes": 3, "pretrained_cfg": {"std": [[1]]}}', ("timm", VIT))
+@example(b'{"architecture": "x", "model_args": {"global_pool": []}}', ("timm", VIT))
+@example(b'{"num_classes": 2, "model_args": {"global_pool": [1]}}', ("timm", VIT))
+@example(b'{"num_classes": 2, "mean": ["a", "b", "c"]}', ("timm", RESNET))
+def test_config_of_hugging_face(place, content, kind):
+  naming, model = kind
+  (place / "config.json").write_bytes(content)
+  info = TEXT_INFO if model is MODEL else IMAGE_INFO
+  with one_line():
+    check_source(place, naming, ["lm_head.weight"], model, info)
+    transformer_settings(read_json(place / "config.json"))
+
+
+ARRAYS = {"w": (np.dtype("f4"), (2, 3)), "b": (np.dtype("i1"), (5,))}
+HEADER = {
+  "w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+  "b": {"dtype": "I8", "shape": [5], "data_offsets": [24, 29]},
+  "__metadata__": {"a": "b"},
+}
+
+
+def with_header(text):
+  return len(text).to_bytes(8, "little") + text + bytes(29)
+
+
+@fuzz
+@given(st.one_of(damaged(HEADER).map(with_header),
+                 edited([with_header(json.dumps(HEADER).encode())])))  # fmt: skip
+def test_safetensors(place, content):
+  path = place / "a.safetensors"
+  path.write_bytes(content)
+  with one_line():
+    for stored in read_index(path).values():
+      view(stored).sum()
+
+
+def encoded(kind, mode="RGB", **options):
+  out, pixels = io.BytesIO(), np.arange(24 * 32 * 3).reshape(24, 32, 3).astype(np.uint8)
+  Image.fromarray(pixels).convert(mode).save(out, kind, **options)
+  return out.getvalue()
+
+
+IMAGES = [
+  encoded("JPEG"), encoded("JPEG", progressive=True), encoded("JPEG", "CMYK"),
+  encoded("PNG"), encoded("GIF", "P"), encoded("BMP"), encoded("TIFF"), encoded("PPM"),
+  encoded("WEBP"), jpeg_441(),
+]  # fmt: skip
+DRAWS = np.full(64, 0.4)
+
+
+@fuzz
+@given(st.one_of(edited(IMAGES), st.binary(max_size=40)), st.booleans())
+@example(jpeg_441(), True)
+@example(TOO_LARGE["a JPEG"], True)
+@example(TOO_LARGE["300 scans"], False)
+@example(TOO_LARGE["a PNG of 2^62 pixels"], False)
+@example(of_size(0, 0), True)
+@example(png_of_size(0, 0), False)
+@pytest.mark.filterwarnings("ignore")  # Pillow's, of what it reads all the same
+def test_images(content, crops):
+  with one_line(ValueError):
+    draws = DRAWS if crops else None
+    jpeg.decode_view(content, 16, 3, draws, max_pixels=1 << 20)
+
+
+def record(data):
+  head = struct.pack("<Q", len(data))
+  crc = tfrecord.masked_crc32c(np.frombuffer(head, np.uint8)[None].astype(np.uint32))
+  return head + crc.astype("<u4").tobytes() + data + bytes(4)
+
+
+@fuzz
+@given(st.one_of(edited([record(b"a" * 9) + record(b"") + record(b"b")]), st.binary()))
+@example(b"\xff" * 12)
+@example(record(b"a") + struct.pack("<Q", 2**63) + bytes(4))
+def test_records_of_tensorflow(place, content):
+  (place / "a.tfrecord").write_bytes(content)
+  with one_line():
+    places = tfrecord.index_shard(str(place / "a.tfrecord"))
+    assert (places >= 0).all() and (places.sum(axis=1) <= len(content)).all()
+
+
+TOKENIZER = {
+  "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
+  "added_tokens": [{
+    "id": 3, "content": "</s>", "single_word": False, "lstrip": False, "rstrip": False,
+    "normalized": False, "special": True}],
+  "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None,
+  "model": {"type": "WordLevel", "vocab": {"[UNK]": 0, "a": 1, "b": 2},
+            "unk_token": "[UNK]"},
+}  # fmt: skip
+
+
+SETTINGS = {"bos_token": {"content": "a"}, "eos_token": "</s>", "add_bos_token": True}
+
+
+@fuzz
+@given(damaged(TOKENIZER))
+@example(json.dumps(TOKENIZER).replace('"b": 2', f'"b": {2**32 - 1}').encode())
+def test_tokenizer(place, content):
+  pytest.importorskip("tokenizers")
+  path = place / "tokenizer.json"
+  path.write_bytes(content)
+  with one_line():
+    tokens = read_tokenizer(str(path))
+    tokens.decode(tokens.encode([b"a b c"]).tolist(), [])
+
+
+@fuzz
+@given(damaged(SETTINGS))
+@example(b'{"bos_token": "\\ud800"}')
+def test_settings_of_a_tokenizer(place, content):
+  pytest.importorskip("tokenizers")
+  (place / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+  (place / "tokenizer_config.json").write_bytes(content)
+  with one_line():
+    tokens = read_prompt_tokenizer(place)
+    assert all(isinstance(i, int) for i in tokens.encode("a b \udcff"))
+    tokens.special("eos")
+
+
+def names_and_shapes(naming, params):
+  """Of a file with these parameters."""
+  flat = jax.tree_util.tree_leaves_with_path({"params": params})
+  ours = {path_name(path): leaf.shape for path, leaf in flat}
+  links = naming_of(naming, ours).links
+  return {link.theirs: link.shape_in_file(ours[link.ours]) for link in links}
+
+
+NETWORKS = {
+  "huggingface": models.make_transformer(
+    vocab_size=16, num_layers=1, width=8, num_heads=2, hidden=8, pad_vocab_to=1),
+  "timm": models.make_vit(
+    image_shape=(8, 8, 3), num_classes=3, num_heads=2, patch=4, width=8, num_layers=1,
+    hidden=8),
+}  # fmt: skip
+PARAMS = {n: jax.eval_shape(m.init, jax.random.key(0)) for n, m in NETWORKS.items()}
+SHAPES = {naming: names_and_shapes(naming, tree) for naming, tree in PARAMS.items()}
+
+
+def stored(shapes):
+  """What the header of a file says."""
+  return {n: Stored(Path("a"), np.dtype("f4"), shape, 0) for n, shape in shapes.items()}
+
+
+GENERATION = {"bos_token_id": 0, "eos_token_id": [2, 3]}
+BYTES = PromptTokenizer(lambda text: [3] * len(text), lambda *_: "", lambda role: 1)
+SMALL = dataclasses.replace(MODEL, num_layers=1, width=8, num_heads=2, hidden=8)
+FOLDER = llama_config(
+  SMALL, hidden=8, vocab_size=16, sequence_length=64, dtype="float32", separator=0
+)
+
+
+@functools.partial(fuzz, share=5)  # JAX traces a model
+@given(damaged(FOLDER), damaged(GENERATION), st.sampled_from(["a", ""]))
+@example(json.dumps(FOLDER | {"vocab_size": float("inf")}).encode(), b"{}", "a")
+@example(json.dumps(FOLDER | {"num_hidden_layers": 10**9}).encode(), b"{}", "a")
+@example(json.dumps(FOLDER | {"hidden_size": 2**62}).encode(), b"{}", "a")
+@example(json.dumps(FOLDER | {"max_position_embeddings": "x"}).encode(), b"{}", "a")
+@example(json.dumps(FOLDER | {"vocab_size": 10**17}).encode(), b"{}", "a")
+@example(json.dumps(FOLDER).encode(), b'{"eos_token_id": [[1]]}', "")
+@example(json.dumps(FOLDER).encode(), b'{"bos_token_id": "a"}', "")
+@example(json.dumps(FOLDER).encode(), b'{"bos_token_id": -1}', "")
+@example(json.dumps(FOLDER).encode(), b'{"bos_token_id": []}', "")
+def test_a_folder_to_generate_from(place, content, generation, prompt):
+  (place / "config.json").write_bytes(content)
+  (place / "generation_config.json").write_bytes(generation)
+  with pytest.MonkeyPatch.context() as patch, one_line():
+    patch.setattr(generate, "read_prompt_tokenizer", lambda _: BYTES)
+    patch.setattr(load, "read_index", lambda _: stored(SHAPES["huggingface"]))
+    patch.setattr(load, "_load", lambda *_: None)
+    found = generate._of_folder(place, generate._config_json(place), prompt, 9)
+    assert found.seen < 9 or found.seen >= 9
+    assert all(isinstance(i, int) for i in {*found.ends, *found.prompt})
+
+
+def reshaped(chance):
+  """Names and shapes of a network, some of them others."""
+  naming = chance.choice([*SHAPES])
+  stored = dict(SHAPES[naming])
+  for name in chance.sample([*stored], chance.randrange(1, 3)):
+    shape = [chance.choice([0, 1, 2, 4, 8, 2**40, n]) for n in stored[name]]
+    found = (*shape[chance.randrange(2) :], *[3] * chance.randrange(2))
+    match chance.randrange(6):
+      case 0:
+        del stored[name]
+      case 1:
+        stored[name + chance.choice([".0", "x", "\x1b", ".weight"])] = found
+      case _:
+        stored[name] = found
+  return naming, stored
+
+
+@functools.partial(fuzz, share=5)  # JAX traces a model
+@given(fuzzing.by_chance(reshaped), st.sampled_from(["auto", "huggingface", "timm"]))
+@example(("timm", SHAPES["timm"] | {"pos_embed": (1, 0, 8)}), "timm")
+@example(("timm", SHAPES["timm"] | {"pos_embed": (2, 10, 8)}), "timm")
+def test_names_and_shapes_of_parameters(network, naming):
+  """Of a file that is whole, and of another network."""
+  kind, shapes = network
+  with pytest.MonkeyPatch.context() as patch, one_line():
+    patch.setattr(load, "read_index", lambda _: stored(shapes))
+    patch.setattr(load, "_load", lambda *_: None)
+    weights.import_safetensors("a", PARAMS[kind], naming=naming)
+
+
+def archive(*parts):
+  """A .npz whose parts are these bytes, with checksums that are theirs."""
+  out = io.BytesIO()
+  with zipfile.ZipFile(out, "w") as file:
+    for name, content in zip(("places", "ends"), parts, strict=True):
+      file.writestr(f"{name}.npy", content)
+  return out.getvalue()
+
+
+def npy(array):
+  np.save(out := io.BytesIO(), array)
+  return out.getvalue()
+
+
+PARTS = npy(np.array([[12, 9], [37, 1]])), npy(np.array([2]))
+LARGE = b"(2, 2), }        ", b"(100000000000,2),"
+CLAIMS = (b"(2, 2)", b"(9**99, 2)"), (b"(2, 2)", b"(10**12,2)"), (b"'<i8'", b"'|O'")
+
+
+def index_file(chance):
+  first, second = PARTS
+  match chance.randrange(4):
+    case 0:
+      return edit(archive(first, second), chance)
+    case 1:
+      first = first.replace(*chance.choice(CLAIMS))
+    case 2:
+      second = edit(second, chance)
+    case _:
+      first = edit(first, chance)
+  return archive(first, second)
+
+
+@fuzz
+@given(fuzzing.by_chance(index_file))
+@example(
+  archive(PARTS[0].replace(b"(2, 2), }        ", b"(100000000000,2),"), PARTS[1])
+)
+def test_kept_index_of_records(place, content):
+  path = place / "kept.npz"
+  path.write_bytes(content)
+  path.chmod(0o600)
+  with one_line():
+    found = tfrecord._read_index(path, 1)
+  assert found is None or (found[0].shape[1] == 2 and (found[0] >= 0).all())
+
+
+@functools.partial(fuzz, share=5)  # TFDS reads many files
+@given(st.data())
+def test_metadata_of_tfds(prepared, data):
+  folder, whole = prepared
+  name = data.draw(st.sampled_from([*whole]))
+  for file, content in whole.items():
+    (folder / file).write_text(json.dumps(content))
+  (folder / name).write_bytes(data.draw(damaged(whole[name])))
+  with one_line():
+    where = str(folder.parent.parent)
+    found = tfds.tfds_images("photos", "train", data_dir=where, image_size=8)
+    found.load(np.arange(1), None)
+
+
+@pytest.mark.parametrize("file", ["dataset_info.json", "features.json"])
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"a": 1}'])
+def test_damaged_metadata_of_tfds_is_no_other_name(prepared, file, content):
+  folder, whole = prepared
+  for name, value in whole.items():
+    (folder / name).write_text(content if name == file else json.dumps(value))
+  with pytest.raises(ConfigError, match=r"dataset_info\.json or features\.json is dam"):
+    tfds.tfds_images("photos", "train", data_dir=str(folder.parent.parent))
+
+
+@pytest.fixture(scope="module")
+def prepared(place):
+  """The folder of a dataset, and what its files of JSON hold; TFDS is imported."""
+  pytest.importorskip("tensorflow_datasets")
+  records = [images.example(encoded("JPEG"), 1)]
+  folder = images.write_tfds(place, "photos", "tfrecord", {"train": [records]})
+  files = ("dataset_info.json", "features.json")
+  whole = {name: json.loads((folder / name).read_text()) for name in files}
+  tfds.tfds_images("photos", "train", data_dir=str(place), image_size=8)
+  return folder, whole
+
+
+@fuzz
+@given(st.sampled_from([".txt", ".bin"]), edited([b"a few words", b"\0\1\2\3" * 9]))
+@example(".txt", b"")
+@example(".txt", b"\xff\xfe\0")
+@example(".bin", b"\xff" * 64)
+@example(".bin", b"\0" * 7)
+def test_files_of_text(place, kind, content):
+  folder = place / f"texts{kind}"
+  folder.mkdir(exist_ok=True)
+  (folder / f"train{kind}").write_bytes(content)
+  words = {"vocab_size": 300} if kind == ".bin" else {"cache_dir": str(place / "kept")}
+  with one_line(), contextlib.redirect_stdout(None):
+    found = token_files.text_files(folder, "train", sequence_length=4, **words)
+    batch = found.load(np.arange(min(found.num_examples, 2)), None)
+    assert batch["tokens"].max(initial=0) < found.info.vocab_size

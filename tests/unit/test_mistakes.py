@@ -1,0 +1,340 @@
+"""What users did that was answered wrongly: each is one line, and its remedy."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxscale import cli, cluster, data, metrics
+from jaxscale import config as cfg
+from jaxscale.errors import ConfigError
+from jaxscale.experiment import build
+from jaxscale.preflight import devices
+from jaxscale.run.reporter import Reporter
+from support.configs import tiny_digits
+from support.paths import ROOT
+
+
+def answer(capsys, *argv):
+  """(exit code, stdout, the line on stderr) of a command."""
+  code = cli.main([*map(str, argv)])
+  out, err = capsys.readouterr()
+  assert err.count("\n") <= 1
+  return code, out, err.removesuffix("\n")
+
+
+@pytest.mark.parametrize(
+  "argv",
+  [
+    ["doctor", "--workdir="], ["generate", "--workdir="], ["status", "--runs="],
+    ["submit", "--config=digits", "--runs="],
+  ],
+)  # fmt: skip
+def test_a_variable_that_is_not_set_is_no_directory(argv, capsys):
+  code, out, line = answer(capsys, *argv)
+  assert (code, out, line) == (2, "", f"error: {argv[-1]}: give a directory")
+
+
+@pytest.mark.parametrize("name", ["cifar-10", "mnist/other/thing", "a b"])
+def test_a_name_that_tfds_cannot_read_is_one_line(name):
+  with pytest.raises(ConfigError, match=r"no such dataset, ") as e:
+    data.tfds_images(name, "train")
+  assert "\n" not in str(e.value)
+
+
+def test_a_near_name_of_tfds_is_named():
+  with pytest.raises(ConfigError, match=r"did you mean 'cifar10'\?"):
+    data.tfds_images("cifar-10", "train")
+
+
+def test_a_dataset_that_is_not_prepared_is_one_line(tmp_path, caplog):
+  """TFDS warned before it, of a folder without a dataset."""
+  (tmp_path / "fashion_mnist" / "3.0.1").mkdir(parents=True)
+  with pytest.raises(ConfigError, match=r"not prepared in .*3\.0\.1; once, in"):
+    data.tfds_images("fashion_mnist", "train", data_dir=str(tmp_path))
+  assert not caplog.records
+
+
+def test_the_help_shows_the_fields_that_must_be_given(capsys):
+  argv = ["train", "--config=digits", "--config.data=ImageFolder", "--help"]
+  code, page, _ = answer(capsys, *argv)
+  assert code == 0
+  assert "--config.data.path  (str)\n      directory of the splits" in page
+  assert "--config.data.image_size  (int >= 1)" in page
+  assert "--config.optimizer.lr = 0.1" in page  # the file's own stay
+  code, _, line = answer(capsys, *argv[:-1])
+  assert code == 2 and line == "error: ImageFolder.path is not set: give str"
+
+
+@pytest.mark.parametrize("name", ["x.npz", "x", "."])
+def test_an_export_is_a_safetensors_file(name, capsys, tmp_path):
+  to = tmp_path / name
+  code, _, line = answer(capsys, "export", "--workdir", tmp_path, "--to", to)
+  assert code == 2 and line.endswith(
+    f"--to={to}: give a file that ends in .safetensors"
+  )
+
+
+FILES = {
+  "plot-schedule": ["digits", "--out"],
+  "bench": ["--json"],
+  "report": ["digits", "--csv"],
+}
+
+
+@pytest.mark.parametrize("name", ["", ".", "nowhere/x.png", "x.png/"])
+@pytest.mark.parametrize("command", FILES)
+def test_a_file_that_cannot_be_is_refused_before_the_work(command, name, capsys):
+  """`--out .` wrote a file called .png, and `nowhere/x.png` failed after all of it."""
+  *argv, option = FILES[command]
+  code, out, line = answer(capsys, command, *argv, f"{option}={name}")
+  assert (code, out) == (2, "") and line.startswith(f"error: {option}={name}: give a ")
+  assert line.endswith("in a directory that exists")
+
+
+@pytest.mark.parametrize("argv", [["plot-schedule", "digits", "--out=x.foo"],
+                                  ["report", "digits", "--png=x.foo"]])  # fmt: skip
+def test_a_picture_has_a_known_ending(argv, capsys):
+  code, _, line = answer(capsys, *argv)
+  assert code == 2 and "x.foo: give a file .png, .pdf, .svg or .jpg in" in line
+
+
+@pytest.mark.parametrize("command", ["logs", "cancel", "resume", "report"])
+def test_an_empty_name_is_shown_as_one(command, runs, capsys):
+  code, _, line = answer(capsys, command, "")
+  assert code == 2 and line.startswith("error: (an empty name): no such run, ")
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+  """A workdir `digits` of `train`, and a study `digs`, in runs/."""
+  monkeypatch.chdir(tmp_path)
+  Path("runs/digits").mkdir(parents=True)
+  Path("runs/digits/config.json").write_text(json.dumps(RECORD))
+  Path("runs/digs").mkdir()
+  Path("runs/digs/scaling.json").write_text('{"runs": ["digits"]}')
+
+
+RECORD = {
+  "config": {"phases": {"class": "Phases"}, "log": {"step_report": False}},
+  "derived": {
+    "phases": [{"batch_size": 8, "image_size": None}], "num_train": 9, "num_devices": 8,
+    "total_steps": 9,
+  },
+  "processes": 1, "versions": {}, "python": "3.11",
+}  # fmt: skip
+
+
+def test_a_report_takes_a_workdir_by_its_name_and_knows_near_ones(runs, capsys):
+  for argv in (["digits"], ["runs/digits"]):
+    code, out, line = answer(capsys, "report", *argv)
+    assert (code, out) == (2, "")
+    assert line == "error: digits: has trained no step, there is nothing to report"
+  _, _, line = answer(capsys, "report", "digts")
+  assert line == "error: digts: no such run, did you mean 'digits'?"
+  assert not Path("scaling.csv").exists()
+
+
+def test_a_study_among_runs_is_its_runs(runs, capsys):
+  """It is not answered by its own name: "did you mean 'digs'?"."""
+  Path("runs/digits/run.json").write_text("{}")
+  code, _, line = answer(capsys, "report", "digs", "runs/digits")
+  assert code == 2 and "did you mean" not in line and "digits" in line
+
+
+def test_scaling_does_not_advise_to_resume_what_cannot_be(runs, capsys):
+  """`make train` has made runs/digits: a workdir, which `resume` does not know."""
+  argv = ["scaling", "--config=digits", "--nodes=1,2", "--name=digits"]
+  code, _, line = answer(capsys, *argv)
+  assert code == 2 and line.endswith("runs/digits exists; give another name")
+
+
+@pytest.fixture
+def images(tmp_path):
+  """Classes a to c to train on, of which c is empty and b is missing in val."""
+  for name in ("train/a", "train/b", "train/c", "val/a"):
+    (tmp_path / name).mkdir(parents=True)
+    for i in range(16):
+      if name != "train/c":
+        Image.new("RGB", (8, 8), (i, i, i)).save(tmp_path / name / f"{i}.png")
+  return tmp_path
+
+
+def test_classes_without_images_are_notes_before_the_first_step(images):
+  config = cfg.Config(
+    model=cfg.MLP(hidden=(4,)), data=cfg.ImageFolder(path=str(images), image_size=8),
+    optimizer=cfg.SGD(lr=0.1), schedule=cfg.Cosine(), batch_size=8, epochs=1,
+  )  # fmt: skip
+  notes = build.experiment(config).notes
+  assert notes[:2] == (
+    f"{images}/train: no image of class c; left out",
+    f"{images}/val: no image of class b; never evaluated",
+  )
+
+
+def test_a_relative_path_of_images_is_not_blamed(images, monkeypatch):
+  """Every mistake below it was "no such directory": im/im was looked for."""
+  monkeypatch.chdir(images.parent)
+  os.makedirs(f"{images.name}/empty")
+  folder = {"path": images.name, "image_size": 8}
+  with pytest.raises(ConfigError, match="empty") as e:
+    cfg.ImageFolder(**folder, eval_split="empty").build()
+  assert "no such directory" not in str(e.value)
+  with pytest.raises(ConfigError, match=r"eval_split=test: no such directory in "):
+    cfg.ImageFolder(**folder, eval_split="test").build()
+
+
+def test_the_doctor_reads_an_image(images):
+  """It called a folder of them ready in which none can be read."""
+  for path in images.glob("*/*/*.png"):
+    path.write_bytes(b"no image")
+  overrides = {
+    "data": "ImageFolder", "data.path": str(images), "data.image_size": "8",
+    "model": "MLP", "batch_size": "8",
+  }  # fmt: skip
+  found = devices.look("configs/digits.py", overrides)
+  assert "cannot be read, the first is a/0.png (8 bytes that" in found["data_error"]
+  assert "0x" not in found["data_error"]
+
+
+def test_an_array_in_place_of_data_is_one_short_line(tmp_path, capsys):
+  path = tmp_path / "mine.py"
+  path.write_text(
+    "import numpy as np\nfrom jaxscale.config import *\ndef get_config():\n"
+    "  return Config(model=MLP(), data=np.zeros((1000, 8)), optimizer=SGD(lr=0.1),"
+    " schedule=Cosine(), batch_size=8, epochs=1)"
+  )
+  code, _, line = answer(capsys, "train", "--config", path)
+  assert code == 2 and "mine.py:4: Config.data=array(" in line and len(line) < 400
+
+
+def test_arrays_without_names_are_one_short_line():
+  with pytest.raises(ConfigError) as e:
+    cfg.Arrays(np.zeros((1000, 8)))
+  line = str(e.value)
+  assert "fields are given by name, as in Arrays(x=array(" in line
+  assert "\n" not in line and len(line) < 300
+
+
+def test_a_class_without_fields_takes_no_value():
+  class Bare(cfg.Model):
+    """One without fields."""
+
+  with pytest.raises(ConfigError, match=r"Bare\(5\): it has no fields"):
+    Bare(5)
+
+
+class Doubled(cfg.MLP):
+  """An MLP with a build of its own."""
+
+  def build(self, context):
+    import flax.linen as nn
+
+    class Twice(nn.Module):
+      @nn.compact
+      def __call__(self, x):
+        return nn.Dense(context.info.num_classes, name="own")(x.reshape(len(x), -1))
+
+    return Twice()
+
+
+def test_a_build_of_ones_own_is_what_is_trained():
+  config = cfg.Config(
+    model=Doubled(), data=cfg.Digits(), optimizer=cfg.SGD(lr=0.1),
+    schedule=cfg.Cosine(), batch_size=8, epochs=1,
+  )  # fmt: skip
+  state = build.experiment(config).abstract_state()
+  assert list(state.params) == ["own"]
+
+
+SHOWS = """
+import sys, time
+from jaxscale.metrics import Progress
+progress = Progress(123456, total_examples=10**6, plain="plain" in sys.argv)
+progress.train(1234, 1000, {"loss": 1.0, "learning_rate": 0.1})
+time.sleep(0.3)
+progress.close()
+"""
+
+
+def test_the_axis_of_the_loss_has_one_kind_of_label(tmp_path, monkeypatch):
+  """It mixed "1" and "6e-01"."""
+  from matplotlib.figure import Figure
+
+  drawn, save = [], Figure.savefig
+
+  def saved(figure, *args, **options):
+    save(figure, *args, **options)
+    drawn.append(figure)
+
+  monkeypatch.setattr(Figure, "savefig", saved)
+  lines = [{"step": s, "train/loss": 2 / s, "time": s} for s in range(1, 9)]
+  text = "\n".join(map(json.dumps, lines))
+  (tmp_path / "metrics.jsonl").write_text(text + "\n")
+  metrics.plot_metrics(tmp_path)
+  axis = drawn[0].axes[0].yaxis
+  labels = [t.get_text() for t in axis.get_ticklabels(which="both") if t.get_text()]
+  assert {"0.3", "1", "2"} <= {*labels} and not any("e" in label for label in labels)
+
+
+def on_terminal(columns, *argv):
+  """What a terminal of this width gets."""
+  ours, theirs = pty.openpty()
+  fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+  env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
+  process = subprocess.Popen(
+    [sys.executable, "-c", SHOWS, *argv], stdout=theirs, cwd=ROOT,
+    env=env | {"TERM": "xterm", "PYTHONPATH": str(ROOT)},
+  )  # fmt: skip
+  os.close(theirs)
+  text = b""
+  try:
+    while select.select([ours], [], [], 20)[0] and (more := os.read(ours, 4096)):
+      text += more
+  except OSError:  # EIO: the other end is closed
+    pass
+  os.close(ours)
+  assert process.wait(20) == 0
+  return text.decode()
+
+
+def test_a_narrow_terminal_cuts_the_end_and_not_the_step():
+  text = on_terminal(40)
+  assert "step 1234/123456" in text and "…" in text
+
+
+def test_a_pseudo_terminal_of_a_launcher_gets_plain_lines():
+  text = on_terminal(80, "plain")
+  assert re.fullmatch(r"step +1234/123456  loss 1.0000  rate 0.1 .*left\r\n", text)
+
+
+def test_a_run_of_a_job_is_shown_in_plain_lines(monkeypatch, tmp_path):
+  shown, real = {}, metrics.Progress
+
+  def progress(*args, **options):
+    shown.update(options)
+    return real(*args, **options)
+
+  monkeypatch.setattr(metrics, "Progress", progress)
+  experiment = build.experiment(tiny_digits())
+  for is_job in (False, True):
+    monkeypatch.setattr(cluster, "is_job", lambda answer=is_job: answer)
+    with Reporter(experiment, tmp_path, 0, lambda: True):
+      assert shown["plain"] is is_job
+
+
+def test_images_of_a_split_alone_are_as_before(images):
+  dataset = data.image_folder(images / "val", image_size=8)
+  assert dataset.notes == () and dataset.info.num_classes == 1
+  np.testing.assert_array_equal(dataset.load(np.array([3]), None)["image"][0], 11)

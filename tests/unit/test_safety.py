@@ -1,0 +1,51 @@
+"""What the code never does: execute what others wrote."""
+
+import ast
+
+import pytest
+
+from support.paths import ROOT
+
+# What makes a program of data. `A config is one, of its user (docs/security.md).
+MODULES = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "yaml", "joblib"}
+CALLS = {"eval", "exec", "os.system", "os.popen", "subprocess.getoutput"}
+# Its own text, of a Config that is in memory: whether it can be written to a file.
+ALLOWED = {("jaxscale/launch/jobs.py", "exec")}
+
+
+def places(tree):
+  """(line, what) of each import, call and keyword that is not to be."""
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Import | ast.ImportFrom):
+      names = [alias.name for alias in node.names]
+      names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+      yield from ((node.lineno, n) for n in names if n.split(".")[0] in MODULES)
+    if isinstance(node, ast.Call):
+      name = ast.unparse(node.func)
+      if name in CALLS:
+        yield node.lineno, name
+      for keyword in node.keywords:
+        value = ast.unparse(keyword.value)
+        if (keyword.arg, value) in (("shell", "True"), ("allow_pickle", "True")):
+          yield node.lineno, f"{keyword.arg}={value}"
+
+
+def test_nothing_that_was_read_is_executed():
+  found = [
+    f"{name}:{line}: {what}"
+    for path in sorted((ROOT / "jaxscale").rglob("*.py"))
+    for line, what in places(ast.parse(path.read_text()))
+    if ((name := str(path.relative_to(ROOT))), what) not in ALLOWED
+  ]
+  assert not found, found
+
+
+BAD = [
+  "import pickle", "from yaml import load", "eval('1')", "load(f, allow_pickle=True)",
+  "subprocess.run(x, shell=True)", "import numpy.x as y, joblib",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_the_search_finds_what_it_looks_for(line):
+  assert list(places(ast.parse(line)))

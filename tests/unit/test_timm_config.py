@@ -1,0 +1,168 @@
+"""What timm's config.json says of a network: what is ours, and what is refused."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from jaxscale import config as cfg
+from jaxscale.data import DatasetInfo
+from jaxscale.errors import ConfigError
+from jaxscale.weights.check import check_source
+from jaxscale.weights.timm_config import timm_config
+
+IMAGENET = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
+INFO = DatasetInfo("photos", (224, 224, 3), 7, *IMAGENET)
+S16, B16, RESNET = cfg.ViT(), cfg.ViT(width=768, num_heads=12), cfg.ResNet()
+MEAN = cfg.ViT(width=768, num_heads=16, pool="mean")
+
+
+def check(folder, reported, model, info=INFO, **options):
+  """The clauses that say what is another, or the notes."""
+  (folder / "config.json").write_text(json.dumps(reported))
+  path = folder / "x.safetensors"
+  try:
+    return check_source(path, "timm", (), model, info, **options)
+  except ConfigError as e:
+    where, _, line = str(e).partition(": of another model: ")
+    assert where == str(folder / "config.json") and "\n" not in line
+    return line
+
+
+@pytest.mark.parametrize(
+  ("model", "reported"),
+  [
+    (RESNET, {"architecture": "resnet50"}),
+    (RESNET, {"architecture": "resnet50.a1_in1k", "global_pool": "avg",
+              "num_features": 2048, "num_classes": 7}),
+    (RESNET, {"architecture": "resnet50", "model_args": {
+      "aa_layer": "", "zero_init_last": False, "act_layer": "relu", "in_chans": 1}}),
+    (S16, {"architecture": "vit_small_patch16_224.augreg_in21k"}),
+    (S16, {"architecture": "deit_small_patch16_224", "global_pool": "token"}),
+    (S16, {"architecture": "vit_base_patch16_224", "model_args": {
+      "num_heads": 6, "embed_dim": 384, "img_size": 32, "qkv_bias": True,
+      "drop_path_rate": 0.1, "fc_norm": None}}),
+    (MEAN, {"architecture": "vit_base_patch16_gap_224"}),
+    (MEAN, {"architecture": "vit_base_patch16_gap_224", "global_pool": "avg"}),
+    (dataclasses.replace(B16, pool="mean"), {
+      "architecture": "vit_base_patch16_224", "global_pool": "avg",
+      "model_args": {"class_token": False, "global_pool": "avg", "fc_norm": False}}),
+  ],
+)  # fmt: skip
+def test_networks_that_are_ours(model, reported, tmp_path):
+  assert check(tmp_path, reported, model) == []
+
+
+@pytest.mark.parametrize(
+  ("model", "reported", "says"),
+  [
+    (RESNET, {"architecture": "resnetaa50"},
+     "architecture is 'resnetaa50' there, and only resnet18"),
+    (RESNET, {"architecture": "resnetblur50.bt_in1k"}, "'resnetblur50' there, and"),
+    (RESNET, {"architecture": "resnet101"},
+     "depth is 101 there and 50 here, set ResNet.depth=101"),
+    (RESNET, {"architecture": "resnet50", "model_args": {"aa_layer": "blurpc"}},
+     "model_args.aa_layer is 'blurpc' there and '' here, which no setting changes"),
+    (RESNET, {"architecture": "resnet50", "model_args": {"act_layer": "silu"}},
+     "model_args.act_layer is 'silu' there and 'relu' here"),
+    (RESNET, {"architecture": "resnet50", "model_args": {"output_stride": 16}},
+     "model_args.output_stride is 16 there and 32 here"),
+    (RESNET, {"architecture": "resnet50", "model_args": {"norm_layer": "evonorm"}},
+     "model_args.norm_layer is 'evonorm' there, which is not known here"),
+    (RESNET, {"architecture": "resnet50", "global_pool": "max"},
+     "global_pool is 'max' there and 'avg' here, which no setting changes"),
+    (B16, {"architecture": "vit_base_patch16_gap_224"},
+     "num_heads is 16 there and 12 here, set ViT.num_heads=16; pool is 'mean' there "
+     "and 'token' here, set ViT.pool='mean'"),
+    (B16, {"architecture": "vit_base_patch16_224", "global_pool": "avg"},
+     "global_pool is 'avg' there, with class_token=True and fc_norm=True, which no "
+     "setting gives"),
+    (B16, {"architecture": "vit_base_patch16_224", "global_pool": "avg",
+           "model_args": {"fc_norm": False}},
+     "global_pool is 'avg' there, with class_token=True and fc_norm=False"),
+    (B16, {"global_pool": "avg", "num_classes": 7}, "global_pool is 'avg' there"),
+    (S16, {"architecture": "vit_base_patch16_224"},
+     "num_heads is 12 there and 6 here, set ViT.num_heads=12"),
+    (S16, {"architecture": "vit_small_patch16_224", "model_args": {"num_heads": 8}},
+     "num_heads is 8 there and 6 here, set ViT.num_heads=8"),
+    (dataclasses.replace(RESNET, bn_epsilon=1e-3), {"architecture": "resnet50"},
+     "BatchNorm's epsilon is 1e-05 there and 0.001 here, set ResNet.bn_epsilon=1e-05"),
+    (dataclasses.replace(S16, norm_eps=1e-12), {"architecture": "vit_small_patch8_32"},
+     "LayerNorm's epsilon is 1e-06 there and 1e-12 here, set ViT.norm_eps=1e-06"),
+    (cfg.MLP(), {"architecture": "resnet50"}, "depth is 50 there and None here"),
+    (S16, {"architecture": "vit_small_patch14_dinov2"},
+     "architecture is 'vit_small_patch14_dinov2' there, and only plain ViT and DeiT"),
+    (S16, {"architecture": "vit_small_patch16_224", "model_args": {"reg_tokens": 4}},
+     "model_args.reg_tokens is 4 there and 0 here"),
+    (S16, {"architecture": "vit_small_patch16_224", "num_classes": 8},
+     "num_classes is 8 there and 7 here, init_head=True starts the classifier anew"),
+  ],
+)  # fmt: skip
+def test_networks_of_other_mathematics_are_refused(model, reported, says, tmp_path):
+  assert says in check(tmp_path, reported, model)
+
+
+@pytest.mark.parametrize(
+  "model",
+  [
+    cfg.ResNet(depth=34),
+    S16,
+    MEAN,
+    cfg.ViT(width=96, num_heads=2, hidden=100, patch=7),
+  ],
+)
+@pytest.mark.parametrize("channels", [1, 3])
+def test_what_is_written_is_of_that_model(model, channels, tmp_path):
+  info = INFO._replace(
+    image_shape=(224, 224, channels), mean=INFO.mean[:channels], std=INFO.std[:channels]
+  )
+  written = json.loads(json.dumps(timm_config(model, info._asdict())))
+  assert check(tmp_path, written, model, info) == []
+  assert written["pretrained_cfg"]["input_size"] == [channels, 224, 224]
+  assert written["model_args"]["in_chans"] == channels
+  np.testing.assert_allclose(written["pretrained_cfg"]["mean"][0], 0.485, rtol=1e-6)
+  hidden = int(model.width * written["model_args"].get("mlp_ratio", 1))
+  assert hidden == (getattr(model, "hidden", None) or hidden)
+  other = dataclasses.replace(model, **(
+    {"num_heads": 1} if hasattr(model, "num_heads") else {"depth": 18}
+  ))  # fmt: skip
+  assert "there and" in check(tmp_path, written, other, info)
+
+
+@pytest.mark.parametrize(
+  "model",
+  [cfg.ResNet(width=32), cfg.ResNet(stem="small"), cfg.ResNet(bn_epsilon=1e-3),
+   cfg.ViT(norm_eps=1e-12), cfg.CNN()],
+)  # fmt: skip
+def test_what_timm_has_not_is_not_written(model):
+  assert timm_config(model, INFO._asdict()) is None
+
+
+def test_other_classes_start_anew(tmp_path):
+  reported = {"architecture": "resnet50", "num_classes": 8}
+  assert check(tmp_path, reported, RESNET, init_head=True) == []
+
+
+def test_a_config_of_a_run_is_not_timms(tmp_path):
+  run = {"config": {"model": {"class": "ResNet"}}, "data": {"num_classes": 3}}
+  (note,) = check(tmp_path, run, RESNET)
+  assert "no config.json next to it" in note
+
+
+def test_what_only_images_have_is_a_note(tmp_path):
+  reported = {"architecture": "resnet50", "new": 1}
+  (note,) = check(tmp_path, reported, RESNET)
+  assert note.endswith("not compared, as their meaning is not known: new")
+  cfg_of = {"mean": [0.485, 0.456, 0.406], "std": [0.5, 0.5, 0.5], "crop_pct": 0.9}
+  reported = {"architecture": "resnet50", "pretrained_cfg": cfg_of}
+  (note,) = check(tmp_path, reported, RESNET)
+  # As older versions wrote it.
+  assert check(tmp_path, {"architecture": "resnet50"} | cfg_of, RESNET) == [note]
+  assert note.endswith(
+    "images had std [0.5, 0.5, 0.5] there and have [0.229, 0.224, 0.225] here"
+  )
+  gray = INFO._replace(image_shape=(28, 28, 1), mean=(127.5,), std=(127.5,))
+  (note,) = check(tmp_path, {"architecture": "resnet50", "pretrained_cfg": {
+    "mean": [0.5], "std": [0.4]}}, RESNET, gray)  # fmt: skip
+  assert "images had std [0.4] there and have [0.5] here" in note
