@@ -188,7 +188,7 @@ def test_a_coordinator_that_cannot_be_reached_is_a_line_not_an_abort():
     began = time.monotonic()
     with pytest.raises(ConfigError) as e:
       join(launch, group, Timeouts(jax_initialization_timeout_s=1))
-  assert time.monotonic() - began < 5
+  assert time.monotonic() - began < 60  # JAX's own default is 300 s
   assert str(e.value) == (
     f"process 1 (n2): JAX's coordinator on n1, 127.0.0.1:{port}, not reached for 1 s "
     "(refused; see the last lines of process 0)"

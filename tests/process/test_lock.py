@@ -63,7 +63,7 @@ def test_a_run_that_lives_is_not_disturbed(tmp_path):
     began = time.monotonic()
     with pytest.raises(ConfigError) as error:
       lock.acquire(tmp_path)
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < lock.EXPIRE_S / 2
     line = str(error.value)
     for reported in (os.uname().nodename, f"pid {other.pid}", "since 20", "--workdir"):
       assert reported in line
@@ -72,7 +72,7 @@ def test_a_run_that_lives_is_not_disturbed(tmp_path):
     # Once it is gone without a word, nobody waits for its lock to expire.
     other.communicate("\n")
     with lock.acquire(tmp_path) as held:
-      assert held.token == 2 and time.monotonic() - began < 10
+      assert held.token == 2 and time.monotonic() - began < lock.EXPIRE_S
   finally:
     other.kill()
     other.communicate()
@@ -104,7 +104,7 @@ def test_a_run_elsewhere_is_waited_for_until_its_lock_expires(tmp_path):
   of_another_host(tmp_path)
   reported, began = [], time.monotonic()
   with lock.acquire(tmp_path, log=reported.append, expire_s=2) as held:
-    assert held.token == 2 and 1.5 < time.monotonic() - began < 10
+    assert held.token == 2 and time.monotonic() - began > 1.5
   assert (
     len(reported) == 1
     and "far-away" in reported[0]

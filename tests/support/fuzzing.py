@@ -32,7 +32,7 @@ from jaxscale.errors import ConfigError, user_message
 from support.bad_files import EVERY
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "50"))
-MOST_S, MOST_MB = 1.0, 256
+MOST_S, MOST_MB = 3.0, 256
 HANG_S = 60  # of wall-clock time, in which other programs may have the processor
 SPECIAL = ["", "²", "\0", "\ud800", "\x1b[2J", "9" * 5000, "MLP", "os:system", "a/b"]
 NUMBERS = [0, -1, 2**31, 2**63, 10**400, float("nan"), float("inf"), True, None, 0.5]

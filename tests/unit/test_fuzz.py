@@ -3,7 +3,7 @@
     FUZZ_EXAMPLES=10000 .venv/bin/python -m pytest tests/unit/test_fuzz*.py -rP
 
 tries 10,000 inputs for each reader, which takes some minutes, and prints for each what
-it took; without it 50. None may take a second of processor time, and no reader 256 MB.
+it took; without it 50. None may take 3 s of processor time, and no reader 256 MB.
 What comes from elsewhere is in test_fuzz_data.py, texts and messages in
 test_fuzz_texts.py.
 """

@@ -42,7 +42,7 @@ def test_what_would_take_too_much_is_refused_from_its_header(name, draws):
   clock = time.process_time()
   with pytest.raises(ValueError):
     jpeg.decode_view(TOO_LARGE[name], 16, 3, draws)
-  assert time.process_time() - clock < 0.5
+  assert time.process_time() - clock < 3
 
 
 @pytest.mark.parametrize("options", [{}, {"lossless": True}, {"exif": b"x"}], ids=str)

@@ -129,7 +129,7 @@ def test_slurm_is_asked_first(tmp_path, monkeypatch):
     "",
     "print('n9'); raise SystemExit(1)",
     "print('n]')",
-    "import time; time.sleep(30)",
+    "import time; time.sleep(100)",
   ],
   ids=["prints nothing", "fails", "prints half a bracket", "hangs"],
 )
@@ -137,4 +137,4 @@ def test_without_slurms_answer_we_parse(tmp_path, monkeypatch, body):
   fake(tmp_path, monkeypatch, body)
   begin = time.monotonic()
   assert nodelist.hostnames("n[1-2]") == ["n1", "n2"]
-  assert time.monotonic() - begin < 15
+  assert time.monotonic() - begin < 60
