@@ -44,6 +44,9 @@ def one_at_a_time(function: Any, mesh: Mesh) -> Any:
     return jax.block_until_ready(run(*args))
 
   call.lower = lower  # pyright: ignore
+  for name in ("as_text", "memory_analysis"):  # of `jax.stages.Compiled`
+    if hasattr(function, name):
+      setattr(call, name, getattr(function, name))
   return call
 
 

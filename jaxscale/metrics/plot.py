@@ -9,7 +9,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxscale.files import read_json, replacing
 from jaxscale.metrics.reading import read_metrics
@@ -64,17 +64,43 @@ def _title(axis: Any, title: str, x_label: str, y_label: str = "") -> None:
   axis.set(xlabel=x_label, ylabel=y_label)
 
 
-def _panels(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-  """Title, unit of the y axis and metric of each panel, by what was logged."""
+class _Panel(NamedTuple):
+  """Axes of a run's picture.
+
+  Attributes:
+    title: above it.
+    unit: of the y axis.
+    series: metric -> its label.
+  """
+
+  title: str
+  unit: str
+  series: dict[str, str]
+
+
+def _panels(lines: _Rows, training: str) -> list[_Panel]:
+  """What is drawn of a run, by what was logged.
+
+  Args:
+    lines: of metrics.jsonl.
+    training: the label of the training loss.
+  """
   evaluated = [n[5:] for line in lines for n in line if n.startswith("eval/")]
   others = [name for name in evaluated if name != "loss"] or ["accuracy"]
   known = [name for name in ("perplexity", "accuracy") if name in others]
   name = [*known, *others][0]
+  unit = "%" if name == "accuracy" else ""
+  both = {f"train/{name}": "training", f"eval/{name}": "held-out"}
+  losses = {"train/loss": training, "eval/loss": "held-out"}
+  shares = {"perf/mfu": "model FLOPs utilization", "perf/input_wait": "input wait"}
+  memory = {"perf/memory_gb": "in use", "perf/peak_memory_gb": "peak"}
   return [
-    ("Loss", "nats" if known else "", "loss"),
-    (name.replace("_", " ").capitalize(), "%" if name == "accuracy" else "", name),
-    ("Learning rate", "", "train/learning_rate"),
-    (f"Speed{_mfu(lines)}", "examples/s", "perf/examples_per_s"),
+    _Panel("Loss", "nats" if known else "", losses),
+    _Panel(name.replace("_", " ").capitalize(), unit, both),
+    _Panel("Learning rate", "", {"train/learning_rate": ""}),
+    _Panel("Speed", "examples/s", {"perf/examples_per_s": ""}),
+    _Panel(f"Use of a device{_mfu(lines)}", "%", shares),
+    _Panel("Memory of a device", "GB", memory),
   ]
 
 
@@ -106,7 +132,8 @@ def _training_label(workdir: Path) -> str:
 def plot_metrics(workdir: str | Path) -> Path | None:
   """Draw `workdir/metrics.jsonl` into `workdir/metrics.png`, against the step.
 
-  Loss, accuracy (or perplexity, or another metric), learning rate and speed.
+  Loss, accuracy (or perplexity, or another metric), learning rate, speed, the shares of
+  a device's FLOPs and of the time that waits for input, and memory.
 
   Returns:
     The path of the picture, or None if nothing was logged yet.
@@ -116,31 +143,33 @@ def plot_metrics(workdir: str | Path) -> Path | None:
   if not lines:
     return None
   path = workdir / "metrics.png"
-  with figure(path, 2, 2, (10, 6.4), workdir.name) as axes:
-    for axis, (title, unit, metric) in zip(axes.flat, _panels(lines), strict=True):
-      _title(axis, title, "step", unit)
-      series = {metric: ""}
-      if "/" not in metric:
-        training = _training_label(workdir) if metric == "loss" else "training"
-        series = {f"train/{metric}": training, f"eval/{metric}": "held-out"}
-      for (name, label), color in zip(series.items(), (CURVES, POINTS), strict=False):
-        points = [(line["step"], line[name]) for line in lines if name in line]
-        if points:
-          steps, values = zip(*points, strict=True)
-          values = [100 * v for v in values] if unit == "%" else values
-          marker = "o" if name.startswith("eval/") else None
-          axis.plot(steps, values, color=color, marker=marker, ms=4, label=label)
-      if unit == "%":
-        axis.set_ylim(top=100.5)
-      elif metric in ("loss", "perplexity"):
-        axis.set_yscale("log")
-        axis.yaxis.set_major_formatter(_log_formatter())
-        axis.yaxis.set_minor_formatter(_log_formatter())
-      else:
-        axis.set_ylim(bottom=0)
-      if "/" not in metric and axis.lines:
-        axis.legend(frameon=False)
+  with figure(path, 2, 3, (13.5, 6.4), workdir.name) as axes:
+    for axis, panel in zip(
+      axes.flat, _panels(lines, _training_label(workdir)), strict=True
+    ):
+      _draw_panel(axis, panel, lines)
   return path
+
+
+def _draw_panel(axis: Any, panel: _Panel, lines: _Rows) -> None:
+  _title(axis, panel.title, "step", panel.unit)
+  for (name, label), color in zip(panel.series.items(), (CURVES, POINTS), strict=False):
+    points = [(line["step"], line[name]) for line in lines if name in line]
+    if points:
+      steps, values = zip(*points, strict=True)
+      values = [100 * v for v in values] if panel.unit == "%" else values
+      marker = "o" if name.startswith("eval/") else None
+      axis.plot(steps, values, color=color, marker=marker, ms=4, label=label)
+  if any(name in panel.series for name in ("train/loss", "train/perplexity")):
+    axis.set_yscale("log")
+    axis.yaxis.set_major_formatter(_log_formatter())
+    axis.yaxis.set_minor_formatter(_log_formatter())
+  elif panel.unit == "%" and "eval/accuracy" in panel.series:
+    axis.set_ylim(top=100.5)
+  else:
+    axis.set_ylim(bottom=0)
+  if len(panel.series) > 1 and axis.lines:
+    axis.legend(frameon=False)
 
 
 def plot_study(study: Mapping[str, Any], path: str | Path) -> Path:

@@ -57,6 +57,40 @@ def costs(module: Module) -> tuple[Cost, float]:
   everything = (i for c in module.computations.values() for i in c.values())
   has_cycles = any('"estimated_cycles"' in i.text for i in everything)
 
+  def weight(computation: Computation, instruction: Instruction) -> float:
+    if has_cycles:
+      cycles = re.search(r'"estimated_cycles":"(\d+)"', instruction.text)
+      return float(cycles.group(1)) if cycles else 0.0
+    flops = _flops(module, computation, instruction)
+    return max(flops / FLOPS_PER_BYTE, _traffic(module, computation, instruction))
+
+  return _summed(module, weight)
+
+
+def program_flops(text: str) -> float:
+  """FLOPs of one device in one execution of a compiled program.
+
+  Those of dots and convolutions as the compiler left them, two a multiply-add: also
+  what is computed again in the backward pass, and what only fills a tile or a pipeline.
+  None are counted in calls of a library that the text does not describe.
+
+  Args:
+    text: of `jax.stages.Compiled.as_text()`.
+
+  Example:
+    >>> product = jax.jit(jnp.dot).lower(jnp.ones((2, 3)), jnp.ones((3, 4)))
+    >>> program_flops(product.compile().as_text())
+    48.0
+  """
+  total = 0.0
+  for module in parse.modules(text):
+    total += _summed(module, functools.partial(_flops, module))[1]
+  return total
+
+
+def _summed(module: Module, weight: Cost) -> tuple[Cost, float]:
+  """A weight of instructions, with those that an instruction calls; and of all."""
+
   @functools.cache
   def of_computation(name: str) -> float:
     computation = module.computations.get(name, {})
@@ -76,11 +110,7 @@ def costs(module: Module) -> tuple[Cost, float]:
       opcode in _FREE or opcode in COLLECTIVES or opcode.endswith(("-done", "-update"))
     ):
       return 0.0
-    if has_cycles:
-      cycles = re.search(r'"estimated_cycles":"(\d+)"', instruction.text)
-      return float(cycles.group(1)) if cycles else 0.0
-    flops = _flops(module, computation, instruction)
-    return max(flops / FLOPS_PER_BYTE, _traffic(module, computation, instruction))
+    return weight(computation, instruction)
 
   return cost, of_computation(module.entry)
 
