@@ -30,7 +30,8 @@ test: env
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) $(XDIST)
 
 test-slow: env
-	$(BIN)/python -m pytest -m slow -n $(WORKERS) $(XDIST)
+	$(BIN)/python -m pytest -m "slow and not optimized" -n $(WORKERS) $(XDIST)
+	$(BIN)/python -m pytest -m "slow and optimized" -n $(WORKERS) $(XDIST)
 
 # Against PyTorch, torchvision, timm, transformers and mlperf-logging, in an environment
 # of their own; `agreement` writes what was measured into docs/weights.md.

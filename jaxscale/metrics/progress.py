@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from shutil import get_terminal_size
 from typing import Any
 
 from jaxscale.metrics.scoring import headline
 from jaxscale.metrics.text import duration
 
-_WIDE = 100  # columns of a terminal on which a bar and all numbers have room
+_WIDE = 140  # columns of a terminal on which a bar and all numbers have room
 
 
 class Progress:
@@ -36,7 +37,7 @@ class Progress:
       quiet: print nothing (every process but the leader).
       plain: lines also on a terminal: a job's may be no person's (mpirun's log).
     """
-    self.windows = 0  # lines shown so far
+    self.windows = 0  # rates measured so far
     self._quiet = quiet
     self.expect(total_steps, total_examples)
     self._since = (examples, time.perf_counter())
@@ -59,41 +60,44 @@ class Progress:
     self._total, self._total_examples = total_steps, total_examples
     self._width = len(str(total_steps))
 
-  def train(
-    self,
-    step: int,
-    examples: int,
-    metrics: dict[str, float],
-    full_rate: float | None = None,
-  ) -> float:
-    """Show a step.
+  def rate(self, examples: int) -> float:
+    """Examples per second since the last call, without what was paused.
 
     Args:
-      step: that is done.
-      examples: seen with it.
-      metrics: of it.
-      full_rate: examples per second at the devices' peak; None: not known.
-
-    Returns:
-      Examples per second since the last one shown.
+      examples: seen so far.
     """
     now = time.perf_counter()
     done, before = self._since
     seconds = max(now - before - self._paused, 1e-9)
     self._since, self._paused = (examples, now), 0.0
     self.windows += 1
-    rate = (examples - done) / seconds
+    return (examples - done) / seconds
+
+  def train(
+    self, step: int, metrics: Mapping[str, float], perf: Mapping[str, float]
+  ) -> None:
+    """Show a step.
+
+    Args:
+      step: that is done.
+      metrics: of it.
+      perf: `examples_per_s` and `step_s`; `mfu` and `memory_gb` where they are known.
+    """
+    rate, (examples, _) = perf["examples_per_s"], self._since
     left = (self._total_examples - examples) / max(rate, 1e-9)
-    mfu = f"MFU {rate / full_rate:.1%}  " if full_rate else ""
-    text = (
-      f"loss {metrics['loss']:.4f}  rate {metrics['learning_rate']:.4g}  "
-      f"{rate:,.0f} examples/s  {mfu}{duration(left)} left"
-    )
+    parts = [
+      f"loss {metrics['loss']:.4f}",
+      f"rate {metrics['learning_rate']:.4g}",
+      f"{rate:,.0f} examples/s",
+      f"{1e3 * perf['step_s']:,.3g} ms/step",
+    ]
+    parts += [f"MFU {perf['mfu']:.1%}"] if "mfu" in perf else []
+    parts += [f"{perf['memory_gb']:.3g} GB"] if "memory_gb" in perf else []
+    text = "  ".join([*parts, f"{duration(left)} left"])
     if self._bar is not None:
       self._bar.update(self._task, completed=step, text=text)
     else:
       self.say(f"step {step:>{self._width}}/{self._total}  {text}")
-    return rate
 
   def evaluated(self, step: int, metrics: dict[str, float]) -> None:
     """Show the result of an evaluation."""

@@ -2,15 +2,22 @@
 
     MFU = model FLOPs of an example * examples/s / (devices * peak FLOP/s of one)
 
-as arXiv:2204.02311, appendix B, defines it; `training.flops` counts the model's. The
+as arXiv:2204.02311, appendix B, defines it; `training.flops` counts the model's. HFU,
+hardware FLOPs utilization, is the same of the FLOPs that the compiled step has
+(`planning.cost.program_flops`): more where it computes again (remat), less by the
+gradient of the input, which nobody needs. The
 peak is the maker's for dense bfloat16, whatever dtype the run has; on CPUs, for which
 there is none, that of NumPy's float32 matrix product, measured when the run starts.
 """
 
 from __future__ import annotations
 
+import contextlib
+import re
 import statistics
 import time
+from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +25,8 @@ import numpy as np
 
 from jaxscale.experiment import build
 from jaxscale.metrics.chips import peak_flops
+from jaxscale.planning.cost import program_flops
+from jaxscale.planning.topologies import memory_of
 
 _SIZE, _ROUNDS = 768, 4  # of the products that measure a peak; the first one warms up
 
@@ -62,19 +71,13 @@ class Efficiency:
   def __init__(self, peak: Peak | None):
     """Nothing is measured so far; without a peak there is never an MFU."""
     self.peak = peak
-    self._found: list[float] = []
-
-  def full_rate(self, experiment: build.Experiment) -> float | None:
-    """Examples/s of all devices at their peak; None where that is not known.
-
-    The first call of a phase traces the model.
-    """
-    if self.peak is None or not experiment.example_flops:
-      return None
-    return experiment.mesh.size * self.peak.flops / experiment.example_flops
+    self.program: Future[Program | None] = Future()  # of the phase that trains
+    self._windows: list[dict[str, float]] = []
 
   def measured(self, experiment: build.Experiment, rate: float) -> dict[str, float]:
     """By the names of `metrics.jsonl`, without their "perf/".
+
+    The first call of a phase traces the model.
 
     Args:
       experiment: at the phase that trains.
@@ -82,29 +85,74 @@ class Efficiency:
     """
     per_device = rate * experiment.example_flops / experiment.mesh.size
     values = {"tflops_per_device": per_device / 1e12} | _memory()
-    if full := self.full_rate(experiment):
-      values["mfu"] = rate / full
-      self._found.append(rate / full)
+    if self.peak is not None and per_device:
+      values["mfu"] = per_device / self.peak.flops
+      if self.program.done() and (program := self.program.result()):
+        steps = rate / experiment.phase.batch_size
+        values["hfu"] = steps * program.flops / self.peak.flops
+    self._windows.append(values)
     return values
 
   def summary(self) -> dict[str, Any]:
-    """For summary.json: the median but for the first window, which has the start."""
-    if not self._found or self.peak is None:
-      return {}
-    median = statistics.median(self._found[1:] or self._found)
-    return {
-      "mfu": round(median, 4),
-      "peak_tflops_per_device": round(self.peak.flops / 1e12, 4),
-      "peak_source": self.peak.source,
-    }
+    """For summary.json: medians but for the first window, which has the start."""
+    windows = self._windows[1:] or self._windows
+    found: dict[str, Any] = {}
+    for name in ("mfu", "hfu"):
+      if values := [window[name] for window in windows if name in window]:
+        found[name] = round(statistics.median(values), 4)
+    if "mfu" in found and self.peak is not None:
+      found["peak_tflops_per_device"] = round(self.peak.flops / 1e12, 4)
+      found["peak_source"] = self.peak.source
+    if windows and "peak_memory_gb" in windows[-1]:
+      found["peak_memory_gb"] = round(windows[-1]["peak_memory_gb"], 3)
+    if self.program.done() and (program := self.program.result()):
+      found["program_memory_gb"] = round(program.memory / 1e9, 3)
+    return found
+
+
+class Program(NamedTuple):
+  """What a compiled step says of itself.
+
+  Attributes:
+    flops: of a device in a step.
+    memory: bytes that a device must have.
+  """
+
+  flops: float
+  memory: int
+
+
+def read_program(train_step: Any) -> Program | None:
+  """What a train step takes; takes seconds for a large one.
+
+  Args:
+    train_step: of `Experiment.compile_train_step`.
+
+  Returns:
+    None where this backend's programs say nothing that is known here.
+  """
+  with contextlib.suppress(Exception):  # a text of any compiler: no run ends for it
+    return Program(program_flops(train_step.as_text()), memory_of(train_step).total)
+  return None
 
 
 def _memory() -> dict[str, float]:
-  """Of the fullest device of this process; nothing where the platform does not say."""
-  stats = [s for d in jax.local_devices() if (s := d.memory_stats())]
+  """Of the fullest device of this process, GB; nothing where no one says."""
+  found = [s for d in jax.local_devices() if (s := d.memory_stats())] or _resident()
   names = {"bytes_in_use": "memory_gb", "peak_bytes_in_use": "peak_memory_gb"}
   return {
-    name: max(s[key] for s in stats) / 1e9
+    name: max(s[key] for s in found) / 1e9
     for key, name in names.items()
-    if stats and all(key in s for s in stats)
+    if found and all(key in s for s in found)
   }
+
+
+def _resident() -> list[dict[str, float]]:
+  """Memory of the process, of which every simulated device has its share."""
+  with contextlib.suppress(OSError):  # Linux alone has it
+    status = Path("/proc/self/status").read_text()
+    names = {"VmRSS": "bytes_in_use", "VmHWM": "peak_bytes_in_use"}
+    sizes = re.findall(r"(\w+):\s+(\d+) kB", status)
+    share = 1024 / jax.local_device_count()
+    return [{names[k]: share * int(size) for k, size in sizes if k in names}]
+  return []

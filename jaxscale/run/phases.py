@@ -16,6 +16,7 @@ from jaxscale.experiment.phases import Phase, examples_at, phase_index
 from jaxscale.mesh import host_shard
 from jaxscale.run import adaptive_batch
 from jaxscale.run.callbacks import Run, RunCallbacks
+from jaxscale.run.efficiency import read_program
 from jaxscale.run.reporter import Reporter
 from jaxscale.training import loop, replica_check
 from jaxscale.training.state import TrainState
@@ -60,6 +61,9 @@ def train_phases(
       if phase not in compiled:
         compiled[phase] = experiment, in_background(experiment.compile_train_step)
       train_step = compiled[phase][1].result()
+      if cluster.is_leader():
+        reading = functools.partial(read_program, train_step)
+        reporter.efficiency.program = in_background(reading)
       if reports_step:
         from jaxscale.run import step_report  # seldom: the first step comes first
 

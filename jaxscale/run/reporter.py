@@ -106,18 +106,17 @@ class Reporter:
 
   def trained(self, step: int, values: dict[str, float]) -> None:
     """Metrics of a training step that is logged."""
-    examples = self._examples(step)
+    experiment, rate = self.experiment, self._progress.rate(self._examples(step))
+    perf = {"examples_per_s": rate, "input_wait": self._input_wait()}
+    perf["step_s"] = experiment.phase.batch_size / rate
     with self.pause():  # the model is traced the first time
-      full_rate = self.efficiency.full_rate(self.experiment)
-    rate = self._progress.train(step, examples, values, full_rate)
+      perf |= self.efficiency.measured(experiment, rate)
+    self._progress.train(step, values, perf)
     finite = {name: v for name, v in values.items() if math.isfinite(v)}
     ratios = {n: finite.pop(n) for n in list(finite) if n.startswith("trust_ratio/")}
     if scale := finite.get("noise_scale"):
       self.noise_scale = scale
       finite["critical_batch_size"] = scale
-    perf = {"examples_per_s": rate, "input_wait": self._input_wait()}
-    perf["step_s"] = self.experiment.phase.batch_size / rate
-    perf |= self.efficiency.measured(self.experiment, rate)
     info = self.experiment.train_data.info
     if isinstance(info, data.TextInfo):
       perf["tokens_per_s"] = rate * info.sequence_length

@@ -56,6 +56,11 @@ def test_a_run_leaves_its_record(finished):
   ratio = perf[-1]["perf/tflops_per_device"] / perf[-1]["perf/mfu"]
   assert ratio == pytest.approx(summary["peak_tflops_per_device"], rel=0.05, abs=1e-4)
   assert summary["peak_source"].startswith("measured") and summary["mfu"] > 0
+  # The gradient of the images, 64 x 32, is in the model's FLOPs, not in the step's.
+  program = 3 * 64 * 32 * 2 + 3 * 32 * 10 * 2 - 2 * 64 * 32
+  assert perf[-1]["perf/hfu"] == pytest.approx(perf[-1]["perf/mfu"] * program / model)
+  assert summary["hfu"] > 0 and summary["program_memory_gb"] >= 0
+  assert 0 < perf[-1]["perf/memory_gb"] <= summary["peak_memory_gb"] * 1.01
   assert (workdir / "metrics.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -312,12 +317,16 @@ def test_the_log_of_mlperf_tells_the_run(tmp_path):
 
 def test_progress_lines(capsys):
   progress = metrics.Progress(100, total_examples=3200)
-  progress.train(10, 320, {"loss": 0.5, "learning_rate": 0.1})
+  assert progress.rate(320) > 0
+  perf = {"examples_per_s": 1280.0, "step_s": 0.025, "mfu": 0.5, "memory_gb": 61.234}
+  progress.train(10, {"loss": 0.5, "learning_rate": 0.1}, perf)
   progress.evaluated(10, {"accuracy": 0.875, "loss": 0.25})
   progress.close()
   first, second = capsys.readouterr().out.splitlines()
-  assert first.startswith("step  10/100  loss 0.5000  rate 0.1  ")
-  assert first.endswith("left") and "examples/s" in first
+  assert first == (
+    "step  10/100  loss 0.5000  rate 0.1  1,280 examples/s  25 ms/step  MFU 50.0%  "
+    "61.2 GB  0:02 left"
+  )
   assert second == "step  10/100  held-out accuracy 87.50%  loss 0.2500"
   assert metrics.duration(7) == "0:07" and metrics.duration(11_100) == "3:05:00"
 

@@ -262,7 +262,8 @@ SHOWS = """
 import sys, time
 from jaxscale.metrics import Progress
 progress = Progress(123456, total_examples=10**6, plain="plain" in sys.argv)
-progress.train(1234, 1000, {"loss": 1.0, "learning_rate": 0.1})
+perf = {"examples_per_s": progress.rate(1000), "step_s": 0.1}
+progress.train(1234, {"loss": 1.0, "learning_rate": 0.1}, perf)
 time.sleep(0.3)
 progress.close()
 """
