@@ -1,0 +1,46 @@
+"""The memory that a run reports is what its compiled step says, and the process has."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from support.commands import child_env
+
+# 271 MB of parameters, as many of momentum and gradients, and little else.
+STEPS = """
+import json
+from pathlib import Path
+import jax
+from jaxscale import config as cfg
+from jaxscale.experiment import build
+from jaxscale.run import efficiency, phases
+
+config = cfg.Config(
+  model=cfg.MLP(hidden=(8192, 8192)), data=cfg.Digits(), optimizer=cfg.SGD(lr=0.1),
+  schedule=cfg.Cosine(), batch_size=8, epochs=1,
+)
+experiment = build.experiment(config)
+step = experiment.compile_train_step()
+before = efficiency._memory()
+state = jax.block_until_ready(experiment.init_state())
+batches = phases.train_batches(experiment, 0)
+Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+for _ in range(3):
+  state, metrics = step(state, next(batches))
+  jax.block_until_ready(metrics)
+program = efficiency.read_program(step).memory / 1e9
+print(json.dumps([before["memory_gb"], efficiency._memory()["peak_memory_gb"], program]))
+"""
+
+
+@pytest.mark.slow
+def test_a_cpu_s_memory_is_that_of_the_program():
+  done = subprocess.run(
+    [sys.executable, "-c", STEPS], env=child_env(), check=True, capture_output=True,
+    text=True, timeout=300,
+  )  # fmt: skip
+  before_gb, peak_gb, program_gb = json.loads(done.stdout.splitlines()[-1])
+  assert program_gb > 3 * 4 * (64 * 8192 + 8192**2 + 8192 * 10) / 1e9
+  assert peak_gb - before_gb == pytest.approx(program_gb, rel=0.1)
