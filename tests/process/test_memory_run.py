@@ -31,7 +31,8 @@ for _ in range(3):
   state, metrics = step(state, next(batches))
   jax.block_until_ready(metrics)
 program = efficiency.read_program(step).memory / 1e9
-print(json.dumps([before["memory_gb"], efficiency._memory()["peak_memory_gb"], program]))
+after = efficiency._memory()
+print(json.dumps([before["memory_gb"], after["peak_memory_gb"], program]))
 """
 
 
