@@ -28,12 +28,15 @@ def run(args: Namespace) -> None:
   while True:
     paths = folders.find_all(args.names, args.runs)
     found = statuses(paths or folders.all_folders(args.runs))
+    shown = str(found)
+    if len(found) == 1 and found[0].goodput:
+      shown += f"\n{found[0].goodput}"
     if not args.watch:
-      print(found)
+      print(shown)
       return
     # Home, clear what was there, and the time: a terminal shows one table.
     clear = "\033[H\033[J" if sys.stdout.isatty() else ""
-    print(f"{clear}{found}\n{time.strftime('%H:%M:%S')}", flush=True)
+    print(f"{clear}{shown}\n{time.strftime('%H:%M:%S')}", flush=True)
     if all(row.ended for row in found):
       return
     time.sleep(args.every)

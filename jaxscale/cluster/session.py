@@ -13,6 +13,7 @@ import os
 import secrets
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
   from jaxscale.cluster.watch.watch import Watch
 
 _jax_is_initialized = False  # whether JAX knows of the other processes
+_was_started = False  # whether this is not the first session of this process
 _watch: Watch | None = None
 _handlers: SignalHandlers | None = None
 _walltime_ended: threading.Event | None = None  # ends the thread that waits for it
@@ -94,7 +96,7 @@ def initialize(
 
 
 def _start(config: object, timeouts: Timeouts | None, folder: Path | None) -> None:
-  global _handlers, _watch, _walltime_ended, _jax_is_initialized
+  global _handlers, _watch, _walltime_ended, _jax_is_initialized, _was_started
   from jaxscale.cluster import detect
   from jaxscale.cluster.detect import walltime
   from jaxscale.cluster.rendezvous import client, handshake, join
@@ -128,8 +130,9 @@ def _start(config: object, timeouts: Timeouts | None, folder: Path | None) -> No
   this_watch = _watch = watch.start(
     group.links, group.process_id, group.hosts, timeouts=timeouts, folder=folder,
     # A job that nobody looks at is watched even if it is one process.
-    watch_alone=launch.kind != "single",
+    watch_alone=launch.kind != "single", age_s=0.0 if _was_started else _age_s(),
   )  # fmt: skip
+  _was_started = True
 
   def ask(request: StopRequest) -> None:
     # Nothing is trained before a second poll, which may be a long compilation away.
@@ -152,6 +155,16 @@ def _start(config: object, timeouts: Timeouts | None, folder: Path | None) -> No
       join.join(launch, group, timeouts, local_device_ids=gpu_ids)
       _jax_is_initialized = True
     join.check_devices(group)
+
+
+def _age_s() -> float:
+  """Seconds since this process started, by proc(5); 0 where that does not say it."""
+  try:
+    stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    started_s = int(stat[19]) / os.sysconf("SC_CLK_TCK")  # field 22, since boot
+    return max(time.clock_gettime(time.CLOCK_BOOTTIME) - started_s, 0.0)
+  except (OSError, AttributeError):
+    return 0.0
 
 
 def _join_by_jax(launch: Launch, timeouts: Timeouts) -> Launch:

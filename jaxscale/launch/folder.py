@@ -26,6 +26,7 @@ from jaxscale.config.validation import nearest
 from jaxscale.errors import ConfigError
 from jaxscale.files import open_to_append, read_json_lines, require_json, write_json
 from jaxscale.launch.spec import SHAPE, JobSpec, from_json, to_json
+from jaxscale.run.goodput import Goodput, goodput, is_time, read_activities
 from jaxscale.run.provenance import environment, git
 
 _PACKAGE = Path(__file__).absolute().parent.parent
@@ -252,6 +253,24 @@ def read_events(spec: JobSpec, task: int) -> list[dict[str, Any]]:
   shape = dict.fromkeys(("event", "job", "next"), str)
   shape |= dict.fromkeys(("restarts", "nodes", "code"), int)
   return read_json_lines(spec.events_file(task), None, shape)
+
+
+def read_goodput(spec: JobSpec, task: int) -> Goodput | None:
+  """Where the time of a trial went, its queue included; None: it has not begun."""
+  shape = {"job": str, "time": float}
+  lines = read_json_lines(Path(spec.folder, "submissions.jsonl"), None, shape)
+  queued = {line["job"]: line["time"] for line in lines}
+  waits, ended = [], 0.0
+  for event in filter(lambda e: is_time(e.get("time")), read_events(spec, task)):
+    job, now = event["job"], event["time"]
+    if event["event"] == "start":
+      # A task of an array, JOB_TASK, was submitted as JOB.
+      before = queued.pop(job, None) or queued.pop(job.partition("_")[0], None)
+      waits += [(before, now)] if is_time(before) else []
+    elif event["event"] == "end":
+      ended = now
+      queued |= {job: now} if event["next"] == "requeue" else {}
+  return goodput(read_activities(spec.workdir(task)), waits, ended)
 
 
 def last_event(spec: JobSpec, job: str, task: int) -> dict[str, Any]:

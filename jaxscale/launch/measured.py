@@ -18,6 +18,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.files import mismatch, require_json
 from jaxscale.launch import folder as folders
 from jaxscale.metrics import read_json, read_metrics
+from jaxscale.run.goodput import FILE, Goodput, goodput, read_activities
 from jaxscale.run.provenance import last_start
 
 CHANGES = "batch or image size changes during the run, which has no single throughput"
@@ -61,6 +62,7 @@ class MeasuredRun(NamedTuple):
     loss: validation loss at the end.
     accuracy: validation accuracy at the end.
     perplexity: validation perplexity at the end, of a language model.
+    goodput: where its time went.
     missing: what is not on record, and why.
     origin: commit, host and command of the last start.
   """
@@ -85,6 +87,7 @@ class MeasuredRun(NamedTuple):
   missing: tuple[str, ...] = ()
   origin: str = ""
   perplexity: float | None = None
+  goodput: Goodput | None = None
 
   @property
   def rate(self) -> float | None:
@@ -110,7 +113,7 @@ def read(path: Path) -> MeasuredRun:
     NotBegunError: it has not begun.
     ConfigError: it is neither, or a sweep.
   """
-  workdir, starts = _workdir_and_starts(path)
+  workdir, starts, found_goodput = _files_of(path)
   record = require_json(workdir / "config.json", _RECORD, _REMEDY)
   config, derived, processes, versions, python = (record[name] for name in _RECORD)
   if not derived["phases"]:
@@ -153,6 +156,7 @@ def read(path: Path) -> MeasuredRun:
     exposed_s=report.get("perf/exposed_s"),
     spread=report.get("perf/spread") if processes > 1 else None,
     origin=last_start(workdir),
+    goodput=found_goodput,
     **final,
   )
   step = max((line["step"] for line in lines), default=0)
@@ -160,12 +164,12 @@ def read(path: Path) -> MeasuredRun:
   return measured._replace(missing=tuple(missing))
 
 
-def _workdir_and_starts(path: Path) -> tuple[Path, list[dict[str, Any]]]:
-  """The workdir of a run, and its starts if it is a run of `jaxscale.launch`."""
+def _files_of(path: Path) -> tuple[Path, list[dict[str, Any]], Goodput | None]:
+  """The workdir of a run, its starts if `jaxscale.launch` made it, and its goodput."""
   if not (path / "run.json").exists():
     if not (path / "config.json").exists():
       raise ConfigError(f"{path}: no run.json or config.json in it, give a run")
-    return path, []
+    return path, [], goodput(read_activities(path))
   spec = folders.read_spec(path)
   name = path.name
   if spec.trials:
@@ -173,7 +177,8 @@ def _workdir_and_starts(path: Path) -> tuple[Path, list[dict[str, Any]]]:
   if not (spec.workdir(0) / "config.json").exists():
     raise NotBegunError(f"{name}: has written nothing yet; see `status {name}`")
   events = folders.read_events(spec, 0)
-  return spec.workdir(0), [e for e in events if e["event"] == "start"]
+  starts = [e for e in events if e["event"] == "start"]
+  return spec.workdir(0), starts, folders.read_goodput(spec, 0)
 
 
 def windows(lines: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
@@ -206,5 +211,7 @@ def _missing(run: MeasuredRun, step: int, total: int, is_done: bool) -> Iterator
     yield f"exposed and spread: no step report, {remedy}"
   if not is_done:
     yield f"loss and accuracy: not done, at step {step:,} of {total:,}"
+  if run.goodput is None:
+    yield f"goodput: no {FILE} in the workdir"
   if run.nodes is None:
     yield "nodes: only runs of jaxscale.launch record them"

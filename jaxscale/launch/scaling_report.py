@@ -48,7 +48,8 @@ _COLUMNS = {
   "examples/s": ("examples_per_s", ",.0f"), "quartiles": ("quartiles", ""),
   "windows": ("windows", ""), "speed-up": ("speed_up", ".2f"),
   "efficiency": ("efficiency", ".0%"), "exposed": ("exposed_share", ".0%"),
-  "spread": ("spread", ".0%"), "loss": ("loss", ".4f"), "accuracy": ("quality", ""),
+  "spread": ("spread", ".0%"), "goodput": ("goodput", ".0%"),
+  "loss": ("loss", ".4f"), "accuracy": ("quality", ""),
 }  # fmt: skip
 
 
@@ -302,8 +303,9 @@ def _summary(name: str, study: Scaling) -> list[str]:
     for why in (*run.missing, *alone):
       missing.setdefault(why, []).append(run.name)
   gaps = [f"{text.NOTHING} {', '.join(names)}: {why}" for why, names in missing.items()]
+  times = [f"{r.run.name}: {r.run.goodput}" for r in study.rows if r.run.goodput]
   origins = [f"{r.run.name}: {r.run.origin}" for r in study.rows if r.run.origin]
-  return [head, *study.notes, *gaps, *origins]
+  return [head, *study.notes, *gaps, *times, *origins]
 
 
 def _values(row: ScalingRow) -> dict[str, Any]:
@@ -316,7 +318,8 @@ def _values(row: ScalingRow) -> dict[str, Any]:
     "examples_per_s": run.rate, "examples_per_s_q1": low, "examples_per_s_q3": high,
     "windows": len(run.rates), "speed_up": row.speed_up, "efficiency": row.efficiency,
     "exposed_share": run.exposed, "compute_s": run.compute_s,
-    "exposed_s": run.exposed_s, "spread": run.spread, "loss": run.loss,
+    "exposed_s": run.exposed_s, "spread": run.spread,
+    "goodput": run.goodput.share if run.goodput else None, "loss": run.loss,
     "accuracy": run.accuracy, "perplexity": run.perplexity,
   }  # fmt: skip
 

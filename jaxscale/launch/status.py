@@ -16,6 +16,7 @@ from jaxscale.launch import folder as folders
 from jaxscale.launch.executors import EXECUTORS
 from jaxscale.launch.spec import JobSpec, QueueEntry
 from jaxscale.metrics import read_json, read_metrics, text
+from jaxscale.run.goodput import Goodput
 
 # States of squeue(1) after which nothing more happens, and our own: LOST was started,
 # and neither the executor nor the events know of an end; UNREADABLE has no run.json.
@@ -26,8 +27,8 @@ ENDED = (
 _TAIL = 1 << 16  # bytes of the metrics that are read: hundreds of lines
 _RATE_OVER = 10  # logged lines
 _HEAD = ("run", "job", "state", "nodes", "step", "loss", "examples/s", "accuracy",
-         "time left", "to go", "restarts", "")  # fmt: skip
-_LEFT = (0, 1, 2, 11)  # columns of words
+         "time left", "to go", "goodput", "restarts", "")  # fmt: skip
+_LEFT = (0, 1, 2, 12)  # columns of words
 
 
 class RunStatus(NamedTuple):
@@ -49,6 +50,7 @@ class RunStatus(NamedTuple):
     to_go: seconds until training is done, at the present pace.
     restarts: how many times it was restarted.
     note: why it waits; what a trial varies.
+    goodput: where its time went.
   """
 
   run: str
@@ -66,6 +68,7 @@ class RunStatus(NamedTuple):
   to_go: float | None = None
   restarts: int = 0
   note: str = ""
+  goodput: Goodput | None = None
 
   @property
   def ended(self) -> bool:
@@ -160,6 +163,7 @@ def status(spec: JobSpec, task: int, job: str, queued: QueueEntry | None) -> Run
     to_go=seconds_to_go(lines, total) if state == "RUNNING" else None,
     restarts=max(queued.restarts, last.get("restarts", 0)),
     note=" ".join(notes),
+    goodput=folders.read_goodput(spec, task),
   )
 
 
@@ -202,6 +206,7 @@ def _cells(s: RunStatus) -> list[str]:
     quality(s.accuracy, s.perplexity),
     s.time_left,
     s.to_go is not None and text.duration(s.to_go),
+    s.goodput is not None and text.cell(s.goodput.share, ".0%"),
   ]
   known = [cell or "-" for cell in middle]
   cells = [s.run, s.job, state, str(s.nodes), *known, str(s.restarts), s.note]

@@ -21,6 +21,7 @@ from jaxscale.experiment import phases
 from jaxscale.experiment.derive import steps_of
 from jaxscale.mesh import host_shard
 from jaxscale.parallel.layout import backward_sum_axes
+from jaxscale.run.activity import ActivityRecord
 from jaxscale.run.efficiency import Peak
 from jaxscale.run.nan_policy import NanPolicy
 from jaxscale.run.reporter import Reporter
@@ -39,6 +40,7 @@ class Run(NamedTuple):
     nan_policy: what follows a skipped step.
     began: when, seconds since the epoch.
     peak: FLOP/s of a device (`efficiency.find_peak`); None: not known.
+    activity: the record of what it does.
   """
 
   workdir: Path
@@ -48,6 +50,7 @@ class Run(NamedTuple):
   nan_policy: NanPolicy
   began: float
   peak: Peak | None
+  activity: ActivityRecord
 
 
 class RunCallbacks(loop.Callbacks):
@@ -92,7 +95,7 @@ class RunCallbacks(loop.Callbacks):
   def check(self, step, state):
     """Compare the replicas."""
     assert self._fingerprint is not None
-    self.at(step, "preparing")
+    self.at(step, "checking")
     with self._reporter.pause():
       shared, fingerprint = replica_check.shared(state), self._fingerprint.result()
       before = step - self._check_every
@@ -135,7 +138,7 @@ class RunCallbacks(loop.Callbacks):
   def skipped(self, bad):
     """Name the devices that found NaN or Inf; count the step, or end the run."""
     what, in_state = bad.what, False
-    self.at(bad.newest, "preparing")
+    self.at(bad.newest, "checking")
     with self._reporter.pause():
       if bad.codes is not None:
         state, summed = bad.state, backward_sum_axes(self._reporter.experiment.layout)

@@ -19,12 +19,14 @@ import jax
 from jaxscale import cluster, data, metrics
 from jaxscale.checkpoint import lock
 from jaxscale.checkpoint.manager import Checkpoints, UnsavedError
+from jaxscale.cluster.watch.watch import Watch
 from jaxscale.config import AdaptiveBatch, Config
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
 from jaxscale.parallel.layout_exchange import exchange_split
 from jaxscale.run import adaptive_batch, provenance
 from jaxscale.run import workdir as workdirs
+from jaxscale.run.activity import ActivityRecord
 from jaxscale.run.callbacks import Run, RunCallbacks
 from jaxscale.run.efficiency import find_peak
 from jaxscale.run.nan_policy import NanPolicy
@@ -78,11 +80,22 @@ def fit(config: Config, workdir: str | os.PathLike) -> Result:
   experiment = _with_chosen_sizes(workdir, workdirs.experiment_in(workdir, config))
   workdirs.claim_workdir(workdir, config)
   held = lock.acquire_for_all(workdir)
-  with held or contextlib.nullcontext():
-    return _fit(experiment, workdir, held, began)
+  with (
+    held or contextlib.nullcontext(),
+    cluster.current_watch() as watch,
+    ActivityRecord(workdir, watch, functools.partial(lock.is_held, held)) as activity,
+  ):
+    return _fit(experiment, workdir, held, activity, watch, began)
 
 
-def _fit(experiment: build.Experiment, workdir: Path, held, began: float) -> Result:
+def _fit(
+  experiment: build.Experiment,
+  workdir: Path,
+  held: lock.WorkdirLock | None,
+  activity: ActivityRecord,
+  watch: Watch,
+  began: float,
+) -> Result:
   """`fit`, in a directory that no other run writes to."""
   config = experiment.config
   checks, saving = config.checks, config.checkpoint
@@ -93,11 +106,11 @@ def _fit(experiment: build.Experiment, workdir: Path, held, began: float) -> Res
   nan_policy = NanPolicy(workdir, checks.nan_policy, *limits)
   kept = {n: getattr(saving, n) for n in ("keep_last", "keep_best", "on_failure")}
   split = exchange_split(experiment.layout)
-  with (
-    cluster.current_watch() as watch,
-    Checkpoints(workdir / "checkpoints", lock=held, split=split, **kept) as checkpoints,
-  ):
-    run = Run(workdir, held, checkpoints, watch, nan_policy, began, find_peak())
+  with Checkpoints(
+    workdir / "checkpoints", lock=held, split=split, **kept
+  ) as checkpoints:
+    peak = find_peak()
+    run = Run(workdir, held, checkpoints, watch, nan_policy, began, peak, activity)
     check_progress(config, workdir, max(checkpoints.steps(), default=0))
     # What git takes the first step does not wait for.
     recorded = in_background(functools.partial(_record_start, workdir))
@@ -113,6 +126,7 @@ def _fit(experiment: build.Experiment, workdir: Path, held, began: float) -> Res
         _print(f"{e.args[0]}; rolling back to it")
     state, reporter = ended
 
+  watch.at(int(state.step), "leaving")
   summary = _summary(run, reporter, state)
   recorded.result()
 
@@ -127,6 +141,8 @@ def _fit(experiment: build.Experiment, workdir: Path, held, began: float) -> Res
     cluster.on_leader(finish, "summary")
   if checkpoints.unsaved:
     raise UnsavedError(checkpoints.unsaved)
+  if summary["outcome"] == "done":
+    activity.finish()
   watch.at(summary["step"], "outside")
   return Result(state, summary)
 
@@ -161,6 +177,7 @@ def _train(run: Run, experiment: build.Experiment) -> tuple[TrainState, Reporter
       f"{end:,} steps; give the config of that run, or use another --workdir"
     )
   run.nan_policy.start_from(start)
+  run.activity.resumes(start)
   if (phase := phase_at(experiment, start)) != experiment.phase:
     # The newest checkpoint was damaged, and the one before is of another phase.
     experiment = build.at_phase(experiment, phase)
@@ -234,6 +251,7 @@ def _summary(run: Run, reporter: Reporter, state: TrainState) -> dict[str, Any]:
     "damaged_examples": reporter.count_damaged(),
     **run.nan_policy.summary(),
     **reporter.efficiency.summary(),
+    **run.activity.summary(),
     "seconds": round(took, 1),
     "devices": f"{experiment.mesh.size} x {jax.devices()[0].device_kind}",
     "workdir": str(run.workdir),

@@ -28,7 +28,7 @@ from jaxscale.config.validation import shown
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build, microbatches
 from jaxscale.files import mismatch, read_json, require_json, write_json
-from jaxscale.run import adaptive_batch, nan_policy
+from jaxscale.run import adaptive_batch, goodput, nan_policy
 
 # What may change when a run resumes: where it runs and what it records.
 _NOT_IDENTITY = (
@@ -187,7 +187,7 @@ def claim_workdir(workdir: Path, config: Any) -> None:
 
 
 def forget_unsaved(workdir: Path, config: Any) -> None:
-  """Delete what another experiment, which saved nothing, has decided there.
+  """Delete what another experiment, which saved nothing, has decided and done there.
 
   Only one process may call it, that holds the lock on the directory.
   """
@@ -196,7 +196,8 @@ def forget_unsaved(workdir: Path, config: Any) -> None:
     return
   described = read_json(path, _RUN)  # empty where it is damaged
   if not described or _another(described["config"], config, is_done=False):
-    for name in (adaptive_batch.FILE, nan_policy.FILE, "summary.json"):
+    decided = adaptive_batch.FILE, nan_policy.FILE, "summary.json"
+    for name in (*decided, goodput.FILE):
       (workdir / name).unlink(missing_ok=True)
 
 

@@ -19,6 +19,7 @@ from jaxscale.experiment.derive import derive
 from jaxscale.mesh import make_mesh
 from jaxscale.run import phases, reporter
 from jaxscale.run.fit import fit
+from jaxscale.run.goodput import read_activities
 from jaxscale.training import loop
 from support.configs import tiny_digits
 
@@ -36,10 +37,18 @@ def test_a_run_leaves_its_record(finished):
   names = {p.name for p in workdir.iterdir()}
   assert names == {
     "checkpoints", "config.json", "metrics.jsonl", "metrics.png", "summary.json",
-    "lock", "starts.jsonl", "tensorboard",
+    "lock", "starts.jsonl", "tensorboard", "activity.jsonl",
   }  # fmt: skip
   assert json.loads((workdir / "summary.json").read_text()) == result.summary
   assert result.summary["outcome"] == "done" and result.summary["step"] == 45
+  seconds = result.summary["goodput_seconds"]
+  assert result.summary["goodput"] == pytest.approx(
+    seconds["training"] / sum(seconds.values()), abs=1e-3
+  )
+  last = read_activities(workdir)[-1]
+  assert (last.step, last.resumed, last.done) == (46, [0], True)
+  assert {"starting", "compiling", "input", "step", "saving"} < last.seconds.keys()
+  assert sum(last.seconds.values()) == pytest.approx(last.time - last.start, abs=0.02)
   assert result.summary["accuracy"] > 0.5
   lines = metrics.read_json_lines(workdir / "metrics.jsonl")
   logged = [line["step"] for line in lines if "train/loss" in line]

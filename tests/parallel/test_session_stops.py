@@ -158,8 +158,8 @@ def test_the_loop_says_where_it_is(tmp_path, monkeypatch):
   assert places[places.index((22, "step")) :][:4] == [
     (22, "step"), (22, "preparing"), (22, "saving"), (23, "input"),
   ]  # fmt: skip
-  assert places[-4:] == [
-    (45, "step"), (45, "evaluating"), (45, "saving"), (45, "outside"),
+  assert places[-5:] == [
+    (45, "step"), (45, "evaluating"), (45, "saving"), (45, "leaving"), (45, "outside"),
   ]  # fmt: skip
 
 

@@ -33,6 +33,7 @@ from jaxscale.launch import measured, spec, status
 from jaxscale.metrics import MetricWriter, mllog, plot, read_metrics
 from jaxscale.run.adaptive_batch import read_chosen
 from jaxscale.run.damaged_examples import DamageRecord
+from jaxscale.run.goodput import goodput, read_activities
 from jaxscale.run.nan_policy import NanPolicy
 from jaxscale.run.provenance import last_start
 from jaxscale.run.workdir import claim_workdir, epochs_before, start_devices
@@ -247,6 +248,11 @@ RECORDS = {
   ),
   "starts.jsonl": (
     {"commit": "ab", "changed": ["x"], "host": "h", "command": "train"}, last_start
+  ),
+  "activity.jsonl": (
+    {"start": 5.0, "time": 9.0, "step": 3, "resumed": [1], "seconds": {"step": 4.0},
+     "queued": [1.0, 2.0], "done": False},
+    lambda folder: (found := goodput(read_activities(folder))) and str(found),
   ),
   "outcome.json": (
     {"config": repr(CONFIG), "status": "reached", "batch_size": 8, "seed": 0,

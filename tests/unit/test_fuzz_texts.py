@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jaxscale.cli import commands
 from jaxscale.cluster import detect, secret, wire
 from jaxscale.cluster.detect import launch, nodelist, slurm
-from jaxscale.cluster.detect.walltime import parse_end_time
+from jaxscale.cluster.detect.walltime import parse_time
 from jaxscale.cluster.environment import check_environment
 from jaxscale.cluster.rendezvous import handshake
 from jaxscale.cluster.rendezvous.client import _Go
@@ -194,7 +194,7 @@ QUEUE = "".join(text.ljust(128) for text in COLUMNS)
 def test_what_slurm_prints(shown, line):
   shown, line = (text.decode(errors="surrogateescape") for text in (shown, line))
   with one_line():
-    parse_end_time(shown)
+    parse_time(shown, "EndTime")
     was_requeued(shown, 0), ending_state(shown)
     assert parse_line(line)[1].nodes >= 0
 

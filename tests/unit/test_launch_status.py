@@ -68,11 +68,11 @@ def test_a_status_has_all_that_was_asked_for(tmp_path):
   head, line = str(status.StatusTable([row])).splitlines()
   assert line.split() == [
     "digits-1", "7", "RUNNING", "4", "200/1,200", "1.8000", "12,346", "50.00%",
-    "1:00:00", "1:40", "2",
+    "1:00:00", "1:40", "-", "2",
   ]  # fmt: skip
   assert head.split() == [
     *("run", "job", "state", "nodes", "step", "loss", "examples/s", "accuracy"),
-    *("time", "left", "to", "go", "restarts"),
+    *("time", "left", "to", "go", "goodput", "restarts"),
   ]
 
 

@@ -25,7 +25,7 @@ def test_the_end_of_the_job(scontrol, monkeypatch):
     time.tzset()
   assert asked.read_text() == "show job 12\n"
   assert walltime.end_time({}) is None  # no job
-  assert walltime.parse_end_time("EndTime=Unknown") is None
+  assert walltime.parse_time("EndTime=Unknown", "EndTime") is None
 
 
 def test_no_end_where_scontrol_fails(scontrol):

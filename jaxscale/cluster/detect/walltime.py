@@ -1,4 +1,4 @@
-"""When the time of a Slurm job ends, and a request to stop some time before."""
+"""When a Slurm job is queued, starts and ends, and a request to stop before its end."""
 
 from __future__ import annotations
 
@@ -30,19 +30,35 @@ def asked_end_time(env: Mapping[str, str] = os.environ) -> float | None:
   """What `scontrol show job` says, which knows of later changes; None: nothing."""
   job = env.get("SLURM_JOB_ID")
   shown = run_scontrol("show", "job", job) if job else None
-  return None if shown is None else parse_end_time(shown)
+  return None if shown is None else parse_time(shown, "EndTime")
 
 
-def parse_end_time(shown: str) -> float | None:
-  """The end of the job that `scontrol show job` shows, in the local time zone.
+def asked_queue_times(
+  env: Mapping[str, str] = os.environ,
+) -> tuple[float, float] | None:
+  """When the job was queued the last time, and when it got its nodes after that.
+
+  A requeue is a new SubmitTime (scontrol(1)). None is returned in any step but the
+  first of a job: what the job did before it is not known.
+  """
+  job = env.get("SLURM_JOB_ID")
+  if job is None or env.get("SLURM_STEP_ID") != "0":
+    return None
+  shown = run_scontrol("show", "job", job) or ""
+  queued, started = (parse_time(shown, name) for name in ("SubmitTime", "StartTime"))
+  return None if queued is None or started is None else (queued, started)
+
+
+def parse_time(shown: str, name: str) -> float | None:
+  """A time of the job that `scontrol show job` shows, in the local time zone.
 
   Example:
-    >>> parse_end_time("StartTime=Unknown EndTime=Unknown Deadline=N/A")
-    >>> end = parse_end_time("   StartTime=… EndTime=2026-03-01T12:00:00 Deadline=N/A")
-    >>> time.strftime("%H:%M", time.localtime(end))
+    >>> parse_time("StartTime=Unknown EndTime=Unknown Deadline=N/A", "EndTime")
+    >>> shown = "   StartTime=… EndTime=2026-03-01T12:00:00 Deadline=N/A"
+    >>> time.strftime("%H:%M", time.localtime(parse_time(shown, "EndTime")))
     '12:00'
   """
-  found = re.search(r"\bEndTime=(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", shown)
+  found = re.search(rf"\b{name}=(\d{{4}}-\d\d-\d\dT\d\d:\d\d:\d\d)", shown)
   with contextlib.suppress(ValueError, OverflowError):  # no such day
     return time.mktime(time.strptime(found[1], "%Y-%m-%dT%H:%M:%S")) if found else None
   return None

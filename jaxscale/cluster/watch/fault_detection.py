@@ -21,13 +21,15 @@ from jaxscale.errors import EXIT_CRASH, EXIT_HANG
 
 # In the order in which a step goes through them, and which of `Timeouts` is the limit.
 # "step" is where a process may wait for others; "input" is all that its host does
-# before it; "preparing" is what is done for the first time after a step, and may
-# compile; "outside" is what a program does by itself after a run. In "leaving" the
-# leader may write and plot, and the others wait for it.
+# before it; "checking" is of replicas, or of a step with NaN or Inf, and "preparing" an
+# evaluation that is the first one: both may compile. "outside" is what a program does
+# by itself after a run. In "leaving" the leader may write and plot, and the others wait
+# for it.
 ACTIVITIES = {
   "starting": "startup_timeout_s", "compiling": "compile_timeout_s",
   "input": "hang_timeout_s", "step": "hang_timeout_s",
-  "preparing": "compile_timeout_s", "evaluating": "hang_timeout_s",
+  "checking": "compile_timeout_s", "preparing": "compile_timeout_s",
+  "evaluating": "hang_timeout_s",
   "saving": "save_timeout_s", "outside": "startup_timeout_s",
   "leaving": "save_timeout_s",
 }  # fmt: skip

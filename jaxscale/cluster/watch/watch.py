@@ -75,6 +75,22 @@ def failure_of(error: BaseException) -> Failure:
   return Failure(f"{name}: {first}".removesuffix(": "), EXIT_CRASH, follows)
 
 
+class Spent(NamedTuple):
+  """What the main thread has done so far.
+
+  Attributes:
+    step: that it works on.
+    activity: that it is in.
+    seconds: in each activity, this one until now.
+    time: now, on the monotonic clock.
+  """
+
+  step: int
+  activity: str
+  seconds: dict[str, float]
+  time: float
+
+
 class Watch:
   """What a process notes about itself, and the link that sends it.
 
@@ -92,10 +108,13 @@ class Watch:
     link: Link | None,
     timeouts: Timeouts,
     folder: Path | None,
+    age_s: float = 0.0,
   ):
     self._rank, self._hosts, self._link = rank, hosts, link
     self._timeouts, self._folder = timeouts, folder
     self._place = (0, "starting", 0, time.monotonic())  # one object: read at once
+    self._seconds = {"starting": age_s}
+    self._noting = threading.Lock()  # of place and seconds
     self._host = (0.0, 0)
     self._sending = threading.Lock()
     self._ended = threading.Event()
@@ -115,15 +134,23 @@ class Watch:
       activity: one of `fault_detection.ACTIVITIES`. The same again: the next of
         several, such as batches of an evaluation.
     """
-    now = time.monotonic()
-    step_before, before, count, since = self._place
-    if activity == before and step == step_before:
-      self._place = (step, activity, count + 1, now)
-      return
+    with self._noting:
+      now = time.monotonic()
+      step_before, before, count, since = self._place
+      self._seconds[before] = self._seconds.get(before, 0.0) + now - since
+      is_next = activity == before and step == step_before
+      self._place = (step, activity, count + 1 if is_next else 0, now)
     if before == "input" and activity == "step":
       seconds, steps = self._host
       self._host = (seconds + now - since, steps + 1)
-    self._place = (step, activity, 0, now)
+
+  def spent(self) -> Spent:
+    """What the main thread has done until now, for any thread."""
+    with self._noting:
+      (step, activity, _, since), seconds = self._place, dict(self._seconds)
+      now = time.monotonic()
+    seconds[activity] = seconds.get(activity, 0.0) + now - since
+    return Spent(step, activity, seconds, now)
 
   def fail(self, cause: str, code: int = EXIT_CRASH, *kind: bool) -> None:
     """Report a `Failure`, of these fields, to all; with a monitor, never returns."""
@@ -261,6 +288,7 @@ def start(
   timeouts: Timeouts | None = None,
   folder: Path | None = None,
   watch_alone: bool = False,
+  age_s: float = 0.0,
 ) -> Watch:
   """Start to watch, after the rendezvous and before JAX is asked for anything.
 
@@ -272,6 +300,7 @@ def start(
     timeouts: None: the defaults.
     folder: for stacks, made when there is something to write; None: none.
     watch_alone: a run of one process is watched for hangs too.
+    age_s: seconds that this process has spent "starting" before.
 
   Example:
     >>> watch = start({}, 0, ["localhost"])
@@ -284,7 +313,7 @@ def start(
   if rank == 0 and (links or watch_alone):
     link, inner = map(Link, socket.socketpair())
     monitor = Monitor({0: inner, **links}, hosts, timeouts, folder)
-  watch = Watch(rank, hosts, link, timeouts, folder)
+  watch = Watch(rank, hosts, link, timeouts, folder, age_s)
   if link is None:
     return watch
   targets: dict[str, Callable[[], None]] = {"jaxscale-watch": watch._run}

@@ -1,0 +1,122 @@
+"""The record of what a run has done, second by second: `activity.jsonl`.
+
+A thread of process 0 appends a line from time to time; training never waits for it. A
+line has all that the process has done since its start, so that a line which a full disk
+refused, or somebody damaged, is made up for by the next one. A run that is killed loses
+the time since its last line: 1 s, or 1 % of what it has run, and at most a minute.
+`run.goodput` reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxscale import cluster
+from jaxscale.cluster.detect import walltime
+from jaxscale.cluster.watch.watch import Watch
+from jaxscale.files import open_to_append
+from jaxscale.run.goodput import FILE, Activity, goodput, read_activities
+
+_SHORTEST_S, _LONGEST_S, _SHARE = 1.0, 60.0, 0.01  # from one line to the next
+_WITHIN_A_STEP = ("starting", "compiling", "input", "step")
+
+
+class ActivityRecord:
+  """Writes the record of this start of a run; in process 0, elsewhere nothing."""
+
+  def __init__(self, workdir: Path, watch: Watch, may_write: Callable[[], bool]):
+    """Begin the record.
+
+    Args:
+      workdir: of the run.
+      watch: knows what the main thread does. Its first run began with the process.
+      may_write: called before each line; nothing is written where it is false.
+    """
+    first = watch.spent()
+    is_first = first.seconds.keys() == {"starting"}
+    self._before = {} if is_first else first.seconds
+    self._since_1970 = time.time() - first.time
+    self._start = first.time - (first.seconds["starting"] if is_first else 0.0)
+    self._workdir, self._watch, self._may_write = workdir, watch, may_write
+    self._resumed: list[int] = []
+    self._queued: tuple[float, float] | None = None
+    self._is_done = False
+    self._must_end_line = True  # of whoever wrote there before
+    self._is_on, self._ended = cluster.is_leader(), threading.Event()
+    self._thread = threading.Thread(target=self._run, name="activity", daemon=True)
+
+  def __enter__(self):
+    if self._is_on:
+      self._thread.start()
+    return self
+
+  def __exit__(self, *_):
+    if self._is_on:
+      self._ended.set()
+      self._thread.join(1.0)  # it may be waiting for a disk
+      self._append(self.now())
+
+  def resumes(self, step: int) -> None:
+    """Training begins after this step; all later ones that were done are lost."""
+    if self._is_on:
+      self._append(self.now())  # what comes before belongs to the attempt before
+      self._resumed = [*self._resumed, step]
+
+  def finish(self) -> None:
+    """The whole run is done: what comes after this start is not its time."""
+    self._is_done = True
+
+  def now(self) -> Activity:
+    """What this process has done until now."""
+    spent, before = self._watch.spent(), self._before
+    seconds = {name: s - before.get(name, 0.0) for name, s in spent.seconds.items()}
+    return Activity(
+      start=round(self._start + self._since_1970, 3),
+      time=round(spent.time + self._since_1970, 3),
+      step=spent.step + (spent.activity not in _WITHIN_A_STEP),
+      resumed=self._resumed,
+      seconds={name: round(s, 3) for name, s in seconds.items() if s > 0},
+      queued=self._queued,
+      done=self._is_done,
+    )
+
+  def summary(self) -> dict[str, Any]:
+    """The goodput of all starts so far, for summary.json; empty but in process 0."""
+    if not self._is_on:
+      return {}
+    found = goodput([*read_activities(self._workdir), self.now()])
+    return found.summary() if found else {}
+
+  def _run(self) -> None:
+    """The thread's work."""
+    self._append(self.now())
+    if cluster.is_job():
+      self._queued = walltime.asked_queue_times()
+    while not self._ended.wait(self._pause_s()):
+      self._append(self.now())
+
+  def _pause_s(self) -> float:
+    """Until the next line."""
+    lived = self._watch.spent().time - self._start
+    return min(max(_SHARE * lived, _SHORTEST_S), _LONGEST_S)
+
+  def _append(self, activity: Activity) -> None:
+    """Write a line; where that fails, the next one has all that it had."""
+    if not self._may_write():
+      return
+    line = json.dumps(activity._asdict()).encode() + b"\n"
+    must_end_line, self._must_end_line = self._must_end_line, True
+    with (
+      contextlib.suppress(OSError),
+      open(open_to_append(self._workdir / FILE), "ab", buffering=0) as file,
+    ):
+      if must_end_line and os.fstat(file.fileno()).st_size:
+        line = b"\n" + line
+      self._must_end_line = file.write(line) != len(line)

@@ -1,0 +1,276 @@
+"""Goodput: which share of its time a run has trained, and where the rest went.
+
+`activity.jsonl` in the workdir (run/activity.py) has what process 0 of each start has
+done, and for how long. Together with the times at which jobs were queued it divides the
+time from the first submission to the last line:
+
+    training    steps that counted
+    lost        steps that a later start did again, from an older checkpoint, and their
+                input
+    input       waiting for data
+    compile     waiting for XLA: before the first step, where a phase begins (with the
+                trials of AdaptiveBatch), and in the first evaluation until its second
+                batch
+    evaluation
+    saving      the stall of a save, not its writing in the background
+    start-up    from the job's start, or where that is not known from the process's, to
+                the first step, without compile
+    queue       waiting for nodes, as far as Slurm or the events of a job say it
+    down        from the end of a process to the next one's start, without queue
+    other       comparing replicas, looking into NaN or Inf, the summary and plots
+
+Goodput is training as a share of all but the queue, for which Google's "ML Productivity
+Goodput" (arXiv:2502.06982) has another figure. Steps after the newest checkpoint count
+as training until a restart does them again. The time after the end of a run that was
+done counts for nothing.
+
+The categories are those of Google's ml-goodput-measurement (`BadputType` in
+https://github.com/AI-Hypercomputer/ml-goodput-measurement), for which axlearn records
+its events (axlearn/common/measurement.py), with evaluation and the queue added.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxscale.files import mismatch, read_json_lines
+from jaxscale.metrics import text
+
+FILE = "activity.jsonl"
+CATEGORIES: tuple[str, ...] = (
+  "training", "lost", "input", "compile", "evaluation", "saving", "start-up", "queue",
+  "down", "other",
+)  # fmt: skip
+# By the watch's activities; all others are "other".
+_CATEGORY = {
+  "step": "training", "input": "input", "compiling": "compile", "preparing": "compile",
+  "evaluating": "evaluation", "saving": "saving", "starting": "start-up",
+}  # fmt: skip
+Wait = tuple[float, float]  # when a job was queued and when it got its nodes
+_OF_STEPS = ("step", "input")
+_LATEST = 2.0**40  # seconds since 1970: what is later, or longer, is damaged
+_SHAPE = {
+  "start": float, "time": float, "step": int, "resumed": [int],
+  "seconds": {str: float}, "queued": (None, [float]), "done": bool,
+}  # fmt: skip
+
+
+class Activity(NamedTuple):
+  """What one process has done up to a time; a line of `activity.jsonl`.
+
+  Attributes:
+    start: of the process, seconds since 1970.
+    time: up to which this is known.
+    step: that is in progress, or comes next.
+    resumed: the steps after which it began to train; more than one after a roll back.
+    seconds: in each activity since the start; together `time - start`.
+    queued: of its job; None: not known.
+    done: whether the whole run was.
+  """
+
+  start: float
+  time: float
+  step: int
+  resumed: Sequence[int]
+  seconds: dict[str, float]
+  queued: Wait | None = None
+  done: bool = False
+
+
+class Goodput(NamedTuple):
+  """Where the time of a run went.
+
+  Attributes:
+    seconds: by category, all of `CATEGORIES`.
+  """
+
+  seconds: dict[str, float]
+
+  @property
+  def wall_s(self) -> float:
+    """The sum of all categories."""
+    return sum(self.seconds.values())
+
+  @property
+  def share(self) -> float | None:
+    """Training as a share of all but the queue; None where there is nothing else."""
+    held_s = self.wall_s - self.seconds["queue"]
+    return self.seconds["training"] / held_s if held_s > 0 else None
+
+  def summary(self) -> dict[str, Any]:
+    """For summary.json."""
+    share, seconds = self.share, self.seconds.items()
+    return {
+      "goodput": None if share is None else round(share, 4),
+      "goodput_seconds": {name: round(s, 3) for name, s in seconds},
+    }
+
+  def __str__(self) -> str:
+    queue_s = self.seconds["queue"]
+    by_size = sorted(self.seconds.items(), key=lambda item: -item[1])
+    parts = [
+      f"{name} {text.duration(s)}"
+      for name, s in by_size
+      if name not in ("training", "queue") and s >= 0.5
+    ]
+    parts.insert(0, f"training {text.duration(self.seconds['training'])}")
+    held = f"{text.duration(self.wall_s - queue_s)}: {', '.join(parts)}"
+    queue = f"; queue {text.duration(queue_s)}" if queue_s >= 0.5 else ""
+    return f"goodput {text.cell(self.share, '.0%')} of {held}{queue}"
+
+
+def read_activities(workdir: Path) -> list[Activity]:
+  """What is on record in a workdir; damaged lines are left out."""
+  found = []
+  for line in read_json_lines(workdir / FILE, None, _SHAPE):
+    queued, times = line["queued"], (line["start"], line["time"])
+    seconds = *line["seconds"].values(), times[1] - times[0]
+    if all(map(is_time, (*times, *seconds, *(queued or ())))):
+      line["queued"] = (queued[0], queued[1]) if queued and len(queued) == 2 else None
+      found.append(Activity(**{name: line[name] for name in _SHAPE}))
+  return found
+
+
+def is_time(value: Any) -> bool:
+  """Whether a value out of JSON can be seconds since 1970, or of a run."""
+  return mismatch(value, float) is None and 0 <= value < _LATEST
+
+
+def goodput(
+  activities: Iterable[Activity],
+  waits: Iterable[Wait] = (),
+  until: float = 0.0,
+) -> Goodput | None:
+  """Divide the time of a run.
+
+  Args:
+    activities: of all its starts, in any order.
+    waits: more of them, in seconds since 1970; they may overlap with each other and
+      with those of the activities.
+    until: when its last job ended, if that is known.
+
+  Returns:
+    None where no start is on record.
+
+  Example:
+    >>> first = Activity(0.0, 9.0, 5, [0], {"starting": 4.0, "step": 5.0})
+    >>> again = Activity(12.0, 19.0, 6, [2], {"starting": 3.0, "step": 4.0}, (10, 11))
+    >>> found = goodput([first, again])
+    >>> {name: s for name, s in found.seconds.items() if s}
+    ... # doctest: +NORMALIZE_WHITESPACE
+    {'training': 6.0, 'lost': 3.0, 'start-up': 8.0, 'queue': 1.0, 'down': 1.0}
+  """
+  ordered = sorted(activities, key=lambda a: (a.start, a.time))
+  starts = [list(group) for _, group in itertools.groupby(ordered, lambda a: a.start)]
+  if not starts:
+    return None
+  own = (lines[-1].queued for lines in starts)
+  all_waits = [*filter(None, own), *waits]
+  spent, segments = dict.fromkeys(CATEGORIES, 0.0), []
+  end = min(starts[0][0].start, *(queued for queued, _ in all_waits), math.inf)
+  was_done = False
+  for lines, later in itertools.zip_longest(starts, starts[1:]):
+    begin = lines[0].start
+    if not was_done:
+      _add(spent, _gap(end, begin, all_waits, before_start=True))
+    # Of two processes at a time, the later one has the workdir.
+    segments += _segments(lines, later[0].start if later else math.inf)
+    end = min(lines[-1].time, later[0].start if later else math.inf)
+    was_done = lines[-1].done
+  if until > end and not was_done:
+    _add(spent, _gap(end, until, all_waits))
+  for part in _without_lost(segments):
+    _add(spent, part)
+  return Goodput(spent)
+
+
+def _add(spent: dict[str, float], part: dict[str, float]) -> None:
+  for name, seconds in part.items():
+    spent[name] += seconds
+
+
+def _gap(
+  begin: float,
+  end: float,
+  waits: Sequence[Wait],
+  *,
+  before_start: bool = False,
+) -> dict[str, float]:
+  """What a time was in which no process ran; `before_start`: one starts at its end."""
+  inside = [started for _, started in waits if begin < started <= end]
+  ready = max(inside, default=end) if before_start else end
+  queue_s, covered = 0.0, begin
+  for queued, started in sorted(waits):
+    queue_s += max(min(started, ready) - max(queued, covered), 0.0)
+    covered = max(covered, min(started, ready))
+  return {"queue": queue_s, "start-up": end - ready, "down": ready - begin - queue_s}
+
+
+class _Segment(NamedTuple):
+  """What a process did between two lines.
+
+  Attributes:
+    attempt: start of the process, and its how manieth beginning to train.
+    resumed: after which step that was; None: it has not begun.
+    first: step in progress at the beginning.
+    last: step in progress at the end.
+    seconds: by activity.
+  """
+
+  attempt: tuple[float, int]
+  resumed: int | None
+  first: int
+  last: int
+  seconds: dict[str, float]
+
+
+def _segments(lines: Sequence[Activity], cut: float) -> Iterator[_Segment]:
+  """The segments of one start, up to a time."""
+  start = lines[0].start
+  before = Activity(start, start, 0, (), {})
+  for line in lines:
+    end = min(line.time, cut)
+    length = end - before.time
+    if length < 0:
+      return
+    seconds = {
+      name: max(s - before.seconds.get(name, 0.0), 0.0)
+      for name, s in line.seconds.items()
+    }
+    # Equal but for the milliseconds that were rounded, and what is damaged.
+    recorded = sum(seconds.values())
+    if recorded > 0:
+      seconds = {name: s * (length / recorded) for name, s in seconds.items()}
+    else:
+      seconds = {"": length}
+    resumed = line.resumed[-1] if line.resumed else None
+    is_same = len(line.resumed) == len(before.resumed)
+    first = before.step if is_same else line.resumed[-1] + 1 if line.resumed else 0
+    attempt = start, len(line.resumed)
+    yield _Segment(attempt, resumed, first, max(line.step, first), seconds)
+    before = line
+
+
+def _without_lost(segments: Sequence[_Segment]) -> Iterator[dict[str, float]]:
+  """Each segment's seconds by category.
+
+  Later attempts decide which steps counted. Between two lines all steps are taken to
+  be equally long.
+  """
+  limit, newer = math.inf, None
+  for segment in reversed(segments):
+    if newer and newer.attempt != segment.attempt and newer.resumed is not None:
+      limit = min(limit, newer.resumed)
+    newer = segment
+    steps = segment.last + 1 - segment.first
+    kept = min(max((limit + 1 - segment.first) / steps, 0.0), 1.0)
+    part = dict.fromkeys(CATEGORIES, 0.0)
+    for activity, seconds in segment.seconds.items():
+      counted = seconds * kept if activity in _OF_STEPS else seconds
+      part[_CATEGORY.get(activity, "other")] += counted
+      part["lost"] += seconds - counted
+    yield part
