@@ -14,6 +14,8 @@ from jaxscale.launch import folder as folders
 from jaxscale.launch import measured, scaling_report
 from jaxscale.launch.measured import MeasuredRun
 from jaxscale.metrics import plot_scaling, read_json_lines
+from jaxscale.run import goodput
+from jaxscale.run.goodput import Activity
 from support.commands import child_env
 from support.paths import ROOT
 
@@ -65,12 +67,19 @@ def test_the_warm_up_and_a_short_end_are_no_throughput(tmp_path):
   rates = [1.0, 50.0, 60.0, 70.0, 9999.0]  # the first is warm-up, the last short
   steps = [10, 20, 30, 40, 43]
   lines = [STEP_REPORT, *map(logged, steps, rates)]
-  found = measured.read(workdir(tmp_path / "w", lines))
+  path = workdir(tmp_path / "w", lines)
+  done = Activity(5.0, 9.0, 44, [0], {"starting": 1.0, "step": 3.0}, done=True)
+  (path / goodput.FILE).write_text(json.dumps(done._asdict()))
+  found = measured.read(path)
   assert found.rates == (50.0, 60.0, 70.0)
   assert (found.rate, found.quartiles) == (60.0, (55.0, 65.0))
   assert (found.exposed, found.compute_s, found.spread) == (0.25, 0.03, 0.1)
   assert (found.loss, found.accuracy, found.kind) == (0.5, 0.9, "cpu")
   assert found.missing == ("nodes: only runs of jaxscale.launch record them",)
+  study = scaling_report.compare([found])
+  shown = str(scaling_report.Report("x", study, path, path)).splitlines()
+  assert shown[2].split()[-3:] == ["75%", "0.5000", "90.00%"]
+  assert "w: goodput 75% of 0:04: training 0:03, start-up 0:01" in shown
 
 
 def test_one_process_has_no_spread(tmp_path):
@@ -113,11 +122,12 @@ def test_what_is_missing_has_a_reason(tmp_path):
   text = str(scaling_report.Report("x", study, tmp_path, tmp_path))
   (row,) = [line for line in text.splitlines() if line.startswith("w ")]
   assert row.split() == ["w", "–", "2", "2", "128", "6", "–", "1", "1.00", "100%",
-                         *"––––"]  # fmt: skip
+                         *"–––––"]  # fmt: skip
   for why in (
     "– w: quartiles: only 1 windows; log.every_steps=2 logs more often",
     "– w: exposed and spread: no step report, not measured yet",
     "– w: loss and accuracy: not done, at step 20 of 40",
+    "– w: goodput: no activity.jsonl in the workdir",
     "– w: nodes: only runs of jaxscale.launch record them",
   ):
     assert why in text.splitlines()

@@ -5,12 +5,16 @@ import re
 import signal
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from jaxscale.metrics import read_json
+from jaxscale.run.goodput import goodput, read_activities
 from support.commands import child_env
 from support.fault_table import measured
+from support.faulty_train import LATE_S
 from support.slurm.job import CONFIG, STEPS, Job, error_or_stop
 from support.tiny_runs import assert_same_run, final_state, newest_step, record
 
@@ -44,21 +48,59 @@ def test_a_preempted_job_saves_and_is_requeued(slurm, whole, tmp_path, how):
   measured(how, seconds, 85, error_or_stop(job.reported()))
 
 
-def test_three_preemptions_change_no_bit(slurm, whole, tmp_path):
-  """Each of another kind; the last is the end of the job's time."""
-  job = Job(slurm, tmp_path, "usr1", 2)
-  reported = r"saved step (\d+)"
-  job.until(lambda: len(re.findall(reported, job.reported())) == 1)
-  job.until(lambda: "resuming from" in job.reported())
+def test_two_preemptions_and_a_crash_change_no_bit_and_are_all_accounted_for(
+  slurm, whole, tmp_path
+):
+  """Goodput by the run's own record, against the times of Slurm and of this test."""
+  job = Job(slurm, tmp_path, "kill late", 1)
+  submitted = when(slurm.job(job.id)["SubmitTime"])
+  job.end("FAILED")
   first = newest_step(job.workdir)
+  files = (job.workdir / "checkpoints" / str(first)).rglob("*")
+  saved = min(path.stat().st_mtime for path in files if path.is_file())
+  killed = float(job.note.read_text()) + LATE_S
+  requeued = time.time()
+  slurm.run("scontrol", "requeue", job.id)
   job.until(lambda: newest_step(job.workdir) > first)
   slurm.run("scancel", "--signal=TERM", job.id)
   job.until(lambda: job.reported().count("resuming from") == 2)
   second = newest_step(job.workdir)
+  job.until(lambda: newest_step(job.workdir) > second)
   slurm.run("scontrol", "requeue", job.id)
-  job.end("COMPLETED")
+  last = job.end("COMPLETED")
   assert second < STEPS and job.reported().count("resuming from") == 3
   assert_same_run(job.workdir, whole)
+
+  lines = [line for line in slurm.finished() if line["JobID"] == job.id]
+  starts = [*(when(line["Start"]) for line in lines[:3]), when(last["StartTime"])]
+  firsts = [float(Path(f"{job.note}.{i}.first").read_text()) for i in range(4)]
+  notes = [Path(f"{job.note}.{i}.0").read_text().split() for i in (1, 2, 3)]
+  ends = [killed, *(float(at) for at, _ in notes)]
+  wall = (job.workdir / "metrics.png").stat().st_mtime - submitted
+  found = goodput(read_activities(job.workdir))
+  assert found is not None
+  assert found.wall_s == pytest.approx(sum(found.seconds.values()))
+  assert found.wall_s == pytest.approx(wall, rel=0.01)
+  summary = read_json(job.workdir / "summary.json")
+  assert summary["goodput"] == pytest.approx(found.share, abs=0.02)
+  queued = [submitted, requeued, *ends[1:3]]
+  wanted = {
+    "queue": sum(starts) - sum(queued),
+    "start-up": sum(firsts) - sum(starts),
+    "down": requeued - killed,
+    "lost": killed - saved,
+  }
+  wanted["all else"] = sum(ends) - sum(firsts) - wanted["lost"]
+  seconds = {name: found.seconds[name] for name in wanted if name != "all else"}
+  seconds["all else"] = found.wall_s - sum(seconds.values())
+  print(found, wanted, seconds, wall, sep="\n")
+  assert seconds == pytest.approx(wanted, abs=2.0)
+  assert found.seconds["training"] > 0.2 and found.seconds["lost"] > LATE_S - 2
+
+
+def when(text):
+  """Slurm's time, in seconds since 1970."""
+  return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
 
 
 @pytest.mark.parametrize("end", ["known", "moved"])

@@ -5,7 +5,8 @@
 Process RANK does FAULT before step STEP, on the first start of a job, and writes the
 time into the file NOTE. What it patches is where batches come from, and where a
 checkpoint is written. A process that ends by itself writes the time, and its exit
-code, into NOTE.RESTART.RANK.
+code, into NOTE.RESTART.RANK; process 0 the time of its first batch into
+NOTE.RESTART.first.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from jaxscale import train
 from jaxscale.checkpoint import files
 from jaxscale.errors import leave
 from jaxscale.run import phases
+
+LATE_S = 4.0
 
 
 def rank() -> int:
@@ -42,6 +45,7 @@ def failed() -> None:
 FAULTS: dict[str, Callable[[], object]] = {
   "nothing": lambda: None,
   "kill": signalled(signal.SIGKILL),
+  "kill late": lambda: (time.sleep(LATE_S), signalled(signal.SIGKILL)()),
   "kill always": signalled(signal.SIGKILL),  # on later starts, too
   "kill in save": signalled(signal.SIGKILL),
   "stop": signalled(signal.SIGSTOP),
@@ -60,9 +64,23 @@ def main(argv: list[str]) -> int:
   restart = os.environ.get("SLURM_RESTART_COUNT", "0")
   if rank() == int(who) and (restart == "0" or fault.endswith("always")):
     patch(fault, int(at), Path(note))
+  if rank() == 0:
+    mark_first(Path(f"{note}.{restart}.first"))
   code = train.main(rest)
   Path(f"{note}.{restart}.{rank()}").write_text(f"{time.time()} {code}")
   return code
+
+
+def mark_first(path: Path) -> None:
+  """Write the time at which batches are asked for the first time into a file."""
+  batches = phases.train_batches
+
+  def train_batches(*args: Any) -> Iterator[Any]:
+    if not path.exists():
+      path.write_text(repr(time.time()))
+    return batches(*args)
+
+  phases.train_batches = train_batches
 
 
 def patch(fault: str, at: int, note: Path) -> None:
