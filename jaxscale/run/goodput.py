@@ -214,7 +214,7 @@ class _Segment(NamedTuple):
   """What a process did between two lines.
 
   Attributes:
-    attempt: start of the process, and its how manieth beginning to train.
+    attempt: start of the process, and how many times it had begun to train.
     resumed: after which step that was; None: it has not begun.
     first: step in progress at the beginning.
     last: step in progress at the end.

@@ -17,6 +17,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
 from jaxscale.run import phases
 from jaxscale.run.fit import fit
+from jaxscale.run.goodput import read_activities
 from jaxscale.run.nan_policy import NanPolicy
 from jaxscale.training import loop
 from jaxscale.training.loop import NonFiniteError
@@ -137,6 +138,8 @@ def test_roll_back_passes_over_what_followed_the_checkpoint(
   ]  # fmt: skip
   assert result.summary["rolled_back"] == 3 and result.summary["step"] == 45
   assert saved(tmp_path)[-1] == 45 and result.summary["accuracy"] > 0.3
+  assert read_activities(tmp_path)[-1].resumed == [0, 0, 11, 44]
+  assert result.summary["goodput_seconds"]["lost"] > 0
   out = capsys.readouterr().out
   assert "steps 12 to 17 are passed over" in out and "rolling back to it" in out
   # By hand: the same steps and no others, on the same batches.

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import threading
 import time
 from typing import Any
 
@@ -207,6 +208,24 @@ def test_a_watch_knows_what_the_time_went_into(monkeypatch):
     "starting": 2 + 1 + 2, "input": 4 + 16, "step": 8 + 32, "evaluating": 64 + 128,
     "saving": 0.5,
   }  # fmt: skip
+
+
+def test_other_threads_see_every_second_once():
+  alone, ended = watches.start({}, 0, ["localhost"]), []
+  began = alone._place[3]
+
+  def train():
+    for step in range(20_000):
+      alone.at(step, "input")
+      alone.at(step, "step")
+    ended.append(True)
+
+  thread = threading.Thread(target=train)
+  thread.start()
+  while not ended:
+    spent = alone.spent()
+    assert sum(spent.seconds.values()) == pytest.approx(spent.time - began)
+  thread.join()
 
 
 def record(workdir, watch, **options):

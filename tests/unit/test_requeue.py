@@ -28,6 +28,26 @@ def test_the_end_of_the_job(scontrol, monkeypatch):
   assert walltime.parse_time("EndTime=Unknown", "EndTime") is None
 
 
+def test_when_the_job_was_queued_and_started(scontrol, monkeypatch):
+  asked = scontrol(
+    "echo '   SubmitTime=2026-03-01T11:00:00 EligibleTime=2026-03-01T11:02:00'; "
+    "echo '   StartTime=2026-03-01T12:00:00 EndTime=Unknown Deadline=N/A'"
+  )
+  monkeypatch.setenv("TZ", "UTC")
+  time.tzset()
+  step = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0"}
+  try:
+    assert walltime.asked_queue_times(step) == (1772362800.0, 1772366400.0)
+    for unknown in ({}, {"SLURM_JOB_ID": "12"}, step | {"SLURM_STEP_ID": "1"}):
+      assert walltime.asked_queue_times(unknown) is None
+    assert asked.read_text() == "show job 12\n"
+    scontrol("echo SubmitTime=2026-03-01T11:00:00 StartTime=Unknown")
+    assert walltime.asked_queue_times(step) is None
+  finally:
+    monkeypatch.undo()
+    time.tzset()
+
+
 def test_no_end_where_scontrol_fails(scontrol):
   scontrol("exit 1")
   assert walltime.end_time({"SLURM_JOB_ID": "12"}) is None

@@ -112,9 +112,10 @@ class Watch:
   ):
     self._rank, self._hosts, self._link = rank, hosts, link
     self._timeouts, self._folder = timeouts, folder
-    self._place = (0, "starting", 0, time.monotonic())  # one object: read at once
-    self._seconds = {"starting": age_s}
-    self._noting = threading.Lock()  # of place and seconds
+    # One object, read at once: step, activity, count of the same before, since when,
+    # and the seconds in this activity until then.
+    self._place = (0, "starting", 0, time.monotonic(), age_s)
+    self._seconds: dict[str, float] = {}  # in each activity, until it was left
     self._host = (0.0, 0)
     self._sending = threading.Lock()
     self._ended = threading.Event()
@@ -134,22 +135,23 @@ class Watch:
       activity: one of `fault_detection.ACTIVITIES`. The same again: the next of
         several, such as batches of an evaluation.
     """
-    with self._noting:
-      now = time.monotonic()
-      step_before, before, count, since = self._place
-      self._seconds[before] = self._seconds.get(before, 0.0) + now - since
-      is_next = activity == before and step == step_before
-      self._place = (step, activity, count + 1 if is_next else 0, now)
+    now = time.monotonic()
+    step_before, before, count, since, seconds = self._place
+    self._seconds[before] = seconds + now - since
+    count = count + 1 if activity == before and step == step_before else 0
+    self._place = (step, activity, count, now, self._seconds.get(activity, 0.0))
     if before == "input" and activity == "step":
-      seconds, steps = self._host
-      self._host = (seconds + now - since, steps + 1)
+      self._host = (self._host[0] + now - since, self._host[1] + 1)
 
   def spent(self) -> Spent:
     """What the main thread has done until now, for any thread."""
-    with self._noting:
-      (step, activity, _, since), seconds = self._place, dict(self._seconds)
-      now = time.monotonic()
-    seconds[activity] = seconds.get(activity, 0.0) + now - since
+    while True:
+      place, seconds = self._place, self._seconds.copy()
+      if place is self._place:  # else the main thread has just left it
+        break
+    step, activity, _, since, before = place
+    now = time.monotonic()
+    seconds[activity] = before + now - since
     return Spent(step, activity, seconds, now)
 
   def fail(self, cause: str, code: int = EXIT_CRASH, *kind: bool) -> None:
@@ -183,7 +185,7 @@ class Watch:
     self._send({"ask": request})
 
   def _heartbeat(self) -> dict[str, Any]:
-    step, activity, count, since = self._place
+    step, activity, count, since, _ = self._place
     seconds = round(time.monotonic() - since, 4)
     host, steps = self._host
     return {"beat": [step, activity, count, seconds, round(host, 6), steps]}
