@@ -11,7 +11,8 @@ more, which other work on the machine disturbs less, and `written_s` how long af
 the call the checkpoint was there, to a step, since the loop polls after each; `late`
 counts those that were not before the stretch was over. The state is parameters and
 momentum in float32. All shares the cores of one machine here: where hosts have cores
-to spare, only the call and the copy remain.
+to spare, only the call and the copy remain. `…_steps` are the same as a share of what
+a step takes, of the time or of the processor.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +120,8 @@ def work(asked: argparse.Namespace) -> None:
   for turn in range(asked.turns):
     order = (False, True) if turn % 2 else (True, False)
     took = {with_save: train(asked.steps, with_save) for with_save in order}
-    more = took[True]["processor"] - took[False]["processor"]
-    turns.append(took[True] | {"plain": took[False]["wall"], "processor": more})
+    plain = {f"plain_{name}": took[False][name] for name in ("wall", "processor")}
+    turns.append(took[True] | plain)
   print(MARK + json.dumps({"turns": turns, "size": size}), flush=True)
 
 
@@ -141,10 +143,15 @@ def measure(asked: argparse.Namespace, mb: int, processes: int) -> dict[str, Any
   lines = [next(x for x in o.splitlines() if x.startswith(MARK)) for o in out]
   every = [json.loads(line.removeprefix(MARK)) for line in lines]
   turns, steps = every[0]["turns"], int(command[-1])
-  used = ([t["processor"] for t in x["turns"]] for x in every)
-  processor = [sum(of_all) for of_all in zip(*used, strict=True)]
-  step_s = statistics.median(t["plain"] for t in turns) / steps
-  stalls = [t["wall"] - t["plain"] for t in turns]
+  # Processor time is that of all processes, wall time that of the first.
+  used = [
+    {name: sum(t[name] for t in of_all) for name in ("processor", "plain_processor")}
+    for of_all in zip(*(x["turns"] for x in every), strict=True)
+  ]
+  step_s = statistics.median(t["plain_wall"] for t in turns) / steps
+  step_used = statistics.median(u["plain_processor"] for u in used) / steps
+  stalls = [t["wall"] - t["plain_wall"] for t in turns]
+  more = [u["processor"] - u["plain_processor"] for u in used]
   row = {
     "state_mb": round(every[0]["size"] / 1e6),
     "processes": processes,
@@ -153,7 +160,8 @@ def measure(asked: argparse.Namespace, mb: int, processes: int) -> dict[str, Any
     "call_s": round(statistics.median(t["call"] for t in turns), 3),
     "stall_s": quartiles(stalls),
     "stall_steps": quartiles([s / step_s for s in stalls]),
-    "processor_s": quartiles(processor),
+    "processor_s": quartiles(more),
+    "processor_steps": quartiles([m / step_used for m in more]),
     "written_s": round(statistics.median(t["written"] for t in turns), 2),
     "late": sum(not t["written"] for t in turns),
   }
@@ -161,7 +169,7 @@ def measure(asked: argparse.Namespace, mb: int, processes: int) -> dict[str, Any
   return row
 
 
-def quartiles(values: list[float]) -> list[float]:
+def quartiles(values: Sequence[float]) -> list[float]:
   return [round(q, 2) for q in statistics.quantiles(values, n=4)]
 
 
@@ -176,7 +184,7 @@ def main() -> None:
   if asked.mb:
     work(asked)
     return
-  rows = [measure(asked, mb, n) for mb in SIZES for n in (1, 2)]
+  rows = [measure(asked, mb, n) for n in (1, 2) for mb in SIZES]
   report("checkpoint_stall", rows=rows, batch=asked.rows, turns=asked.turns)
 
 

@@ -155,7 +155,7 @@ def _count_bad(data: np.ndarray) -> int:
     return 0
   flat = np.ascontiguousarray(data).reshape(-1)
   parts = (flat[i : i + _CHUNK] for i in range(0, flat.size, _CHUNK))
-  return sum(part.size - np.count_nonzero(np.isfinite(part)) for part in parts)
+  return sum(part.size - int(np.count_nonzero(np.isfinite(part))) for part in parts)
 
 
 def _within(shape, data: np.ndarray, index: tuple[slice, ...]):

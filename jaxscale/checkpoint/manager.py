@@ -171,40 +171,14 @@ class Checkpoints:
       UnsavedError: it cannot be written.
       LockLostError: another run has taken over the directory.
     """
-    step = int(state.step)
     if not self._finish(math.inf if is_needed else self._max_wait_s):
       assert self._saving is not None
       if cluster.is_leader():
-        before = self._saving.step
-        line = f"checkpoint of step {step} is left out: that of step {before} is"
-        self.say(f"{line} still being written, {self._max_wait_s:g} s later")
+        line = f"checkpoint of step {state.step} is left out: that of step"
+        line += f" {self._saving.step} is still being written,"
+        self.say(f"{line} {self._max_wait_s:g} s later")
       return
-    token = self._lock.token if self._lock is not None else 0
-    mine = why_lost(self._lock), step in (self._known_steps() or ()), token
-    lost, is_there, token = cluster.from_leader(mine)
-    if lost:
-      raise LockLostError(lost)
-    if is_there:
-      return
-    manifest = {"step": step, "metrics": metrics or {}}
-    manifest |= {"leaves": checksum.describe(state)}
-    if self._split is not None and jax.tree.leaves(state.exchange_state):
-      manifest["split"] = self._split._asdict()
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    partial = checkpoint_dir.partial_path(self.directory, step, token)
-    save = _Save(step, size, partial, manifest)
-    error = None
-    if cluster.is_leader():
-      try:
-        if self._lock is not None:
-          self._lock.check()
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._remove_partial()
-        self._remove_failed()
-        save.directory.mkdir()
-      except Exception as e:
-        error = e
-    if not self._agree(save, error):
+    if (save := self._begin(state, metrics)) is None:
       return
     is_alone = jax.process_count() == 1
     try:
@@ -227,6 +201,40 @@ class Checkpoints:
       save.is_last = is_alone
       save.work = self._pool.submit(write)
     self._saving = save
+
+  def _begin(self, state: TrainState, metrics: dict[str, float] | None) -> _Save | None:
+    """A save with a directory to write to; None: there is one, or it has failed."""
+    step, error = int(state.step), None
+    token = self._lock.token if self._lock is not None else 0
+    lost, is_there = why_lost(self._lock), step in (self._known_steps() or ())
+    if cluster.is_leader() and not lost and not is_there:
+      try:
+        self._make_directory(step, token)
+      except Exception as e:
+        error = e
+    mine = lost, is_there, token, error is not None
+    lost, is_there, token, has_failed = cluster.from_leader(mine)
+    if lost:
+      raise LockLostError(lost)
+    if is_there:
+      return None
+    manifest = {"step": step, "metrics": metrics or {}}
+    manifest |= {"leaves": checksum.describe(state)}
+    if self._split is not None and jax.tree.leaves(state.exchange_state):
+      manifest["split"] = self._split._asdict()
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    partial = checkpoint_dir.partial_path(self.directory, step, token)
+    save = _Save(step, size, partial, manifest)
+    return None if has_failed and not self._agree(save, error) else save
+
+  def _make_directory(self, step: int, token: int) -> None:
+    """Where all processes write this step; one process calls it."""
+    if self._lock is not None:
+      self._lock.check()
+    self.directory.mkdir(parents=True, exist_ok=True)
+    self._remove_partial()
+    self._remove_failed()
+    checkpoint_dir.partial_path(self.directory, step, token).mkdir()
 
   def poll(self) -> None:
     """Advance the save that has begun, without waiting for it.
