@@ -1,18 +1,17 @@
 """What a save costs the steps after it.
 
-    python benchmarks/checkpoint_stall.py
+    python benchmarks/checkpoint_stall.py [--processes 2]
 
 An MLP is trained in stretches of some steps, in turns without a save and with one
-after the first step, by one process and by two. `stall_s` is by how much the stretch
-with the save took longer than the one without before or after it (median and
-quartiles), and `stall_steps` the same in steps; `call_s` is the part of it that
-`Checkpoints.save` itself took, `processor_s` what all processes together computed
-more, which other work on the machine disturbs less, and `written_s` how long after
-the call the checkpoint was there, to a step, since the loop polls after each; `late`
-counts those that were not before the stretch was over. The state is parameters and
-momentum in float32. All shares the cores of one machine here: where hosts have cores
-to spare, only the call and the copy remain. `…_steps` are the same as a share of what
-a step takes, of the time or of the processor.
+after the first step. The state is parameters and momentum in float32.
+
+`call_s` is the time in `Checkpoints.save`, where the loop stands still. `stall_s` is by
+how much the stretch with the save took longer than the one without (median and
+quartiles). `processor_s` is by how much all processes together computed longer, which
+other work on the machine disturbs less. `…_steps` are the same in steps. `written_s` is
+how long after the call a process had written its part; `late` counts the stretches that
+ended before. Steps, copy, checksums and writing share the cores of one machine here:
+where hosts have cores to spare, only the call and the copy remain.
 """
 
 from __future__ import annotations
@@ -72,37 +71,33 @@ def trainer(width: int, layers: int, rows: int, directory: Path) -> Any:
   def train(steps: int, with_save: bool) -> dict[str, float]:
     nonlocal state, done
     found, first = {"call": 0.0, "written": 0.0}, done + 1
-    ended, used = time.perf_counter(), time.process_time()
-    began = ended
+    began, used = time.perf_counter(), time.process_time()
 
     def save(step, state, evaluation):
-      nonlocal ended
       before = time.perf_counter()
       checkpoints.save(state)
       ended = time.perf_counter()
       found["call"] = ended - before
 
-    def should_stop(step):
-      if with_save and not found["written"] and step > first:
-        checkpoints.poll()
-        if checkpoints._saving is None:
-          found["written"] = time.perf_counter() - ended
-      return False
+      def written(_):
+        found["written"] = time.perf_counter() - ended
 
-    callbacks = loop.Callbacks(
-      save=save, should_stop=should_stop,
-      is_saved=lambda step: with_save and step == first,
-    )  # fmt: skip
+      assert checkpoints._saving is not None
+      checkpoints._saving.work.add_done_callback(written)
+
+    def is_saved(step):
+      return with_save and step == first
+
+    callbacks = loop.Callbacks(save=save, is_saved=is_saved)
     state, done = loop.train(
       state, train_step, itertools.repeat(batch), callbacks,
       start=done, total_steps=done + steps,
     )  # fmt: skip
     found["wall"] = time.perf_counter() - began
     found["processor"] = time.process_time() - used
-    before = time.perf_counter()
+    at_end = dict(found)
     checkpoints.wait()  # nothing is left of it for a stretch without
-    found["late"] = time.perf_counter() - before
-    return found
+    return at_end
 
   size = sum(x.nbytes for x in jax.tree.leaves(state))
   return train, size
@@ -179,13 +174,16 @@ def main() -> None:
   parser.add_argument("--turns", type=int, default=9)
   parser.add_argument("--steps", type=int, default=10, help="of a stretch, at 1 GB")
   parser.add_argument("--directory", type=Path, help="where checkpoints are written")
+  parser.add_argument("--processes", type=int, default=1)
+  parser.add_argument("--sizes", type=int, nargs="+", choices=SIZES, default=[*SIZES])
   parser.add_argument("--mb", type=int, choices=SIZES, help=argparse.SUPPRESS)
   asked = parser.parse_args()
   if asked.mb:
     work(asked)
     return
-  rows = [measure(asked, mb, n) for n in (1, 2) for mb in SIZES]
-  report("checkpoint_stall", rows=rows, batch=asked.rows, turns=asked.turns)
+  rows = [measure(asked, mb, asked.processes) for mb in asked.sizes]
+  name = "checkpoint_stall" + f"_{asked.processes}" * (asked.processes > 1)
+  report(name, rows=rows, batch=asked.rows, turns=asked.turns)
 
 
 if __name__ == "__main__":
