@@ -61,8 +61,8 @@ def start_writing(directory: Path, state: Any) -> Callable[[], None]:
   """
   ocp, path = _orbax()
   limit: Any = write_limit.limit_to_write(state)
-  # Compressed, weights in float32 take 8 % less of the disk and five times the
-  # processor (benchmarks/checkpoint_stall.py), which the steps meanwhile need.
+  # Compressed, weights in float32 take 8 % less of the disk and about twice the
+  # processor (docs/reliability.md), which the steps meanwhile need.
   handler = ocp.PyTreeCheckpointHandler(save_concurrent_gb=limit, use_compression=False)
   small = ocp.SaveArgs(chunk_byte_size=write_limit.CHUNK)
   args = ocp.args.PyTreeSave(state, save_args=jax.tree.map(lambda _: small, state))
