@@ -15,12 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from common import free_address, report
 
 ROOT = Path(__file__).parent.parent
 PROCESSES, DEVICES = 4, 2
@@ -132,9 +133,6 @@ def work(directory: str, what: str, layout: str, size: dict[str, int]) -> None:
 
 def group(directory: Path, what: str, layout: str, size: dict[str, int]) -> Any:
   """What each process of a group says."""
-  with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    coordinator = f"127.0.0.1:{s.getsockname()[1]}"
   command = [
     sys.executable,
     str(ROOT / "benchmarks" / "checkpoint_memory.py"),
@@ -147,7 +145,7 @@ def group(directory: Path, what: str, layout: str, size: dict[str, int]) -> Any:
   env = os.environ | {
     "JAX_PLATFORMS": "cpu",
     "JAX_NUM_CPU_DEVICES": str(DEVICES),
-    "JAXSCALE_COORDINATOR": coordinator,
+    "JAXSCALE_COORDINATOR": free_address(),
     "JAXSCALE_NUM_PROCESSES": str(PROCESSES),
     "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
   }
@@ -196,8 +194,6 @@ def main() -> None:
   if args.what:
     work(args.directory, args.what, args.layout, args.size)
     return
-  from common import report
-
   report("checkpoint_memory", cases=measure(args.size, CASES), processes=PROCESSES,
          devices_a_process=DEVICES, size=args.size)  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import platform
+import socket
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -45,3 +46,10 @@ def report(name: str, **results) -> None:
   folder.mkdir(exist_ok=True)
   (folder / f"{name}.json").write_text(text + "\n")
   print(text)
+
+
+def free_address() -> str:
+  """A local address that nobody listens on, for the coordinator of processes."""
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    return f"127.0.0.1:{s.getsockname()[1]}"

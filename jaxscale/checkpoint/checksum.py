@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ import numpy as np
 from jaxscale.cluster import sum_over_processes
 from jaxscale.optim.tree_paths import path_name
 
-_CHUNK = 1 << 18  # elements at a time: the temporaries stay in cache
+_CHUNK = 1 << 15  # elements at a time: the temporaries stay in a core's cache
 
 
 class DamagedError(Exception):
@@ -55,27 +55,107 @@ def manifest(tree: Any, shapes: Any = None) -> dict[str, dict[str, Any]]:
   Raises:
     FloatingPointError: a leaf holds NaN or Inf; the message names it.
   """
-  leaves = jax.tree_util.tree_leaves_with_path(tree)
-  # Row 0: checksums; row 1: how many values are not finite. Arrays, because
-  # NumPy warns of an overflow of scalars, which is meant here.
-  found = np.zeros((2, len(leaves), 1), np.uint64)
   shapes = tree if shapes is None else shapes
-  pairs = zip(leaves, jax.tree.leaves(shapes), strict=True)
-  for i, ((_, leaf), like) in enumerate(pairs):
-    for shard in leaf.addressable_shards:
-      if shard.replica_id == 0:
-        data, index = _within(like.shape, np.asarray(shard.data), shard.index)
-        found[0, i] += shard_checksum(data, index, like.shape)
-        if data.dtype.kind not in "iub":  # bfloat16 and its kin are "V" to numpy
-          found[1, i] += np.uint64(data.size - np.isfinite(data).sum())
-  sums, bad = sum_over_processes(found)[..., 0]
+  return with_checksums(describe(shapes), sum_shards(own_shards(tree, shapes)))
+
+
+class Shards(NamedTuple):
+  """The shards of one process that lie in the same place of arrays of one shape.
+
+  They share the weights of their elements: parameters and their momentum do.
+
+  Attributes:
+    leaves: which leaves of the tree they are of.
+    data: one array per leaf, on the host.
+    index: their place in the whole arrays.
+    shape: of the whole arrays.
+  """
+
+  leaves: list[int]
+  data: list[np.ndarray]
+  index: tuple[slice, ...]
+  shape: tuple[int, ...]
+
+
+def own_shards(tree: Any, shapes: Any = None) -> list[Shards]:
+  """The shards that this process adds to the checksums, on the host.
+
+  On CPU they are views of the arrays, which keep the bytes when these are donated.
+
+  Args:
+    tree: of `jax.Array`s.
+    shapes: as of `manifest`.
+  """
+  leaves = jax.tree.leaves(tree)
+  likes = leaves if shapes is None else jax.tree.leaves(shapes)
+  pairs = list(zip(leaves, likes, strict=True))
+  held = [
+    (i, shard, like.shape)
+    for i, (leaf, like) in enumerate(pairs)
+    for shard in leaf.addressable_shards
+    if shard.replica_id == 0
+  ]
+  for _, shard, _ in held:
+    shard.data.copy_to_host_async()
+  found: dict[Any, Shards] = {}
+  for i, shard, shape in held:
+    data, index = _within(shape, np.asarray(shard.data), shard.index)
+    place = shape, tuple((s.start, s.stop) for s in index)
+    group = found.setdefault(place, Shards([], [], index, shape))
+    group.leaves.append(i)
+    group.data.append(data)
+  return list(found.values())
+
+
+def sum_shards(shards: list[Shards]) -> dict[int, tuple[int, int]]:
+  """What this process adds to each leaf: its checksum, and values not finite.
+
+  Nothing here asks JAX or another process: a thread may do it.
+
+  Example:
+    >>> sum_shards(own_shards({"w": jax.numpy.array([1.0, float("nan")])}))[0][1]
+    1
+  """
+  sums: dict[int, tuple[int, int]] = {}
+  for leaves, data, index, shape in shards:
+    totals = shard_checksums(data, index, shape)
+    for i, part, total in zip(leaves, data, totals.tolist(), strict=True):
+      checksum, bad = sums.get(i, (0, 0))
+      sums[i] = (checksum + total) % 2**64, bad + _count_bad(part)
+  return sums
+
+
+def with_checksums(
+  described: dict[str, dict[str, Any]], sums: dict[int, tuple[int, int]]
+) -> dict[str, dict[str, Any]]:
+  """`describe` of a tree, and the checksums of its leaves; all processes call it.
+
+  Args:
+    described: is completed.
+    sums: this process's part (`sum_shards`).
+
+  Raises:
+    FloatingPointError: in all, where any has found a value that is not finite.
+  """
+  found = np.zeros((2, len(described), 1), np.uint64)
+  for i, values in sums.items():
+    found[:, i, 0] = values
+  totals, bad = sum_over_processes(found)[..., 0]
   if bad.any():
-    name = path_name(leaves[int(bad.argmax())][0])
+    name = list(described)[int(bad.argmax())]
     raise FloatingPointError(f"{int(bad.max())} values of {name} are not finite")
-  described = describe(shapes)
-  for leaf, total in zip(described.values(), sums, strict=True):
+  for leaf, total in zip(described.values(), totals, strict=True):
     leaf["checksum"] = f"{total:016x}"
   return described
+
+
+def _count_bad(data: np.ndarray) -> int:
+  """How many values are NaN or Inf."""
+  if data.dtype.kind in "iub":  # bfloat16 and its kin are "V" to numpy
+    return 0
+  flat = np.ascontiguousarray(data).reshape(-1)
+  parts = (flat[i : i + _CHUNK] for i in range(0, flat.size, _CHUNK))
+  return sum(part.size - int(np.count_nonzero(np.isfinite(part))) for part in parts)
 
 
 def _within(shape, data: np.ndarray, index: tuple[slice, ...]):
@@ -96,23 +176,32 @@ def describe(tree: Any) -> dict[str, dict[str, Any]]:
   }
 
 
-def shard_checksum(
-  data: np.ndarray, index: tuple[slice, ...], shape: tuple[int, ...]
+def shard_checksums(
+  data: list[np.ndarray], index: tuple[slice, ...], shape: tuple[int, ...]
 ) -> np.ndarray:
-  """What one shard adds to the checksum of its array, uint64 [1].
+  """What shards of one place add to the checksums of their arrays, uint64 [shards].
 
   Args:
-    data: the shard.
-    index: its place in the whole array.
-    shape: of the whole array.
+    data: the shards.
+    index: their place in the whole arrays.
+    shape: of the whole arrays.
   """
-  bits = np.ascontiguousarray(data).reshape(-1).view(f"u{data.dtype.itemsize}")
-  total, first = np.zeros(1, np.uint64), 0
+  bits = [
+    np.ascontiguousarray(x).reshape(-1).view(f"u{x.dtype.itemsize}") for x in data
+  ]
+  total, first = np.zeros(len(data), np.uint64), 0
+  scratch, values = np.empty((2, _CHUNK), np.uint64)
   for places in _places(index, shape):
-    weight = _mix(places) | np.uint64(1)
-    mixed = _mix(bits[first : first + places.size].astype(np.uint64) + np.uint64(1))
-    total += (mixed * weight).sum(dtype=np.uint64)
-    first += places.size
+    weights, last = _mix(places, scratch), first + places.size
+    weights |= np.uint64(1)
+    mixed = values[: places.size]
+    for i, of_shard in enumerate(bits):
+      mixed[:] = of_shard[first:last]
+      mixed += np.uint64(1)
+      mixed = _mix(mixed, scratch)
+      mixed *= weights
+      total[i : i + 1] += mixed.sum(dtype=np.uint64)  # of scalars, NumPy would warn
+    first = last
   return total
 
 
@@ -138,8 +227,16 @@ def _places(index: tuple[slice, ...], shape: tuple[int, ...]) -> Iterator[np.nda
     yield from _places((*index[:dim], block, *index[dim + 1 :]), shape)
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
-  """MurmurHash3's 64-bit finaliser (A. Appleby, public domain)."""
-  x = (x ^ (x >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
-  x = (x ^ (x >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
-  return x ^ (x >> np.uint64(33))
+def _mix(x: np.ndarray, scratch: np.ndarray) -> np.ndarray:
+  """MurmurHash3's 64-bit finaliser (A. Appleby, public domain), in place.
+
+  Args:
+    x: uint64, no longer than `scratch`, which is overwritten.
+    scratch: uint64.
+  """
+  shifted = scratch[: x.size]
+  for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+    x ^= np.right_shift(x, np.uint64(33), out=shifted)
+    x *= np.uint64(factor)
+  x ^= np.right_shift(x, np.uint64(33), out=shifted)
+  return x

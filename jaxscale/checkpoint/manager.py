@@ -14,7 +14,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import shutil
+import time
 from collections.abc import Callable
 from concurrent import futures
 from pathlib import Path
@@ -30,6 +32,7 @@ from jaxscale.checkpoint.lock import LockLostError, WorkdirLock, check_for_all, 
 from jaxscale.errors import DISK_ADVICE, EXIT_CRASH, ConfigError
 from jaxscale.metrics import score
 from jaxscale.parallel.layout_exchange import Split
+from jaxscale.training.loop import NonFiniteError
 from jaxscale.training.state import TrainState
 
 
@@ -48,9 +51,10 @@ class _Save:
     step: of the state.
     size: bytes of the state.
     directory: where it is written to.
-    manifest: of the checkpoint.
+    manifest: of the checkpoint; its checksums come last.
     work: this process's part of the present phase, writing or committing.
     is_last: whether the save is done when every process has done its part.
+    sums: this process's part of the checksums, once it has been computed.
   """
 
   step: int
@@ -59,6 +63,18 @@ class _Save:
   manifest: dict[str, Any]
   work: futures.Future[None] = dataclasses.field(default_factory=futures.Future)
   is_last: bool = False
+  sums: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+
+  def add_checksums(self) -> None:
+    """Complete the manifest; all processes call it.
+
+    Raises:
+      loop.NonFiniteError: in all, if the state of any holds NaN or Inf.
+    """
+    try:
+      checksum.with_checksums(self.manifest["leaves"], self.sums)
+    except FloatingPointError as e:  # what a delayed exchange has not sent yet
+      raise NonFiniteError(self.step, str(e)) from None
 
 
 class Checkpoints:
@@ -77,6 +93,7 @@ class Checkpoints:
     keep_last: int = 2,
     keep_best: int = 1,
     on_failure: str = "stop",
+    max_wait_s: float = math.inf,
     lock: WorkdirLock | None = None,
     split: Split | None = None,
     say: Callable[[str], None] = print,
@@ -88,6 +105,7 @@ class Checkpoints:
       keep_last: how many of the newest stay.
       keep_best: how many with the best `metrics.score` stay as well.
       on_failure: of a disk in a save: "stop" raises it, "continue" logs it.
+      max_wait_s: seconds that a save waits for the one before; then it is left out.
       lock: on the workdir, in process 0; None: no other run writes there.
       split: how gradients are split that are exchanged
         (`parallel.layout_exchange.exchange_split`).
@@ -98,6 +116,7 @@ class Checkpoints:
     self.unsaved: str | None = None  # why the newest save failed, if it did
     self._keep = keep_last, keep_best
     self._stops = on_failure == "stop"
+    self._max_wait_s = max_wait_s
     self._lock = lock
     self._split = split
     self._scores: dict[int, float | None] = {}
@@ -129,64 +148,93 @@ class Checkpoints:
       return self.steps()
     return None
 
-  def save(self, state: TrainState, metrics: dict[str, float] | None = None) -> None:
+  def save(
+    self,
+    state: TrainState,
+    metrics: dict[str, float] | None = None,
+    *,
+    is_needed: bool = True,
+  ) -> None:
     """Start writing the state; returns once it is copied off the devices.
 
-    Does nothing for a step that is saved already. Waits for the save before.
+    Does nothing for a step that is saved already. Checksums are computed while it is
+    written: a state that holds NaN or Inf is found then, and no checkpoint is made.
 
     Args:
       state: what to save; it may be donated as soon as this returns.
       metrics: of an evaluation at this step; `metrics.score` ranks the best.
+      is_needed: wait for the save before, however long it takes. False: where a slow
+        disk has not done it within `max_wait_s`, leave this one out, and log so.
 
     Raises:
-      FloatingPointError: the state holds NaN or Inf; nothing is written.
-      UnsavedError: it cannot be written, or the save before was not ("stop").
+      NonFiniteError, UnsavedError, LockLostError: as `poll`, of the save before.
+      UnsavedError: it cannot be written.
       LockLostError: another run has taken over the directory.
     """
-    self.wait()
-    step = int(state.step)
-    token = self._lock.token if self._lock is not None else 0
-    mine = why_lost(self._lock), step in (self._known_steps() or ()), token
-    lost, is_there, token = cluster.from_leader(mine)
-    if lost:
-      raise LockLostError(lost)
-    if is_there:
+    if not self._finish(math.inf if is_needed else self._max_wait_s):
+      assert self._saving is not None
+      if cluster.is_leader():
+        line = f"checkpoint of step {state.step} is left out: that of step"
+        line += f" {self._saving.step} is still being written,"
+        self.say(f"{line} {self._max_wait_s:g} s later")
       return
-    manifest = {"step": step, "metrics": metrics or {}}
-    manifest |= {"leaves": checksum.manifest(state)}
-    if self._split is not None and jax.tree.leaves(state.exchange_state):
-      manifest["split"] = self._split._asdict()
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    partial = checkpoint_dir.partial_path(self.directory, step, token)
-    save = _Save(step, size, partial, manifest)
-    error = None
-    if cluster.is_leader():
-      try:
-        if self._lock is not None:
-          self._lock.check()
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._remove_partial()
-        self._remove_failed()
-        save.directory.mkdir()
-      except Exception as e:
-        error = e
-    if not self._agree(save, error):
+    if (save := self._begin(state, metrics)) is None:
       return
     is_alone = jax.process_count() == 1
     try:
       written = files.start_writing(save.directory, reshard.without_empty(state))
+      shards = checksum.own_shards(state)
     except Exception as e:
       save.work.set_exception(e)
     else:
 
       def write():
-        written()
+        try:
+          save.sums = checksum.sum_shards(shards)
+          shards.clear()  # the bytes that only they keep
+        finally:
+          written()
         if is_alone:
+          save.add_checksums()
           self._commit(save)
 
       save.is_last = is_alone
       save.work = self._pool.submit(write)
     self._saving = save
+
+  def _begin(self, state: TrainState, metrics: dict[str, float] | None) -> _Save | None:
+    """A save with a directory to write to; None: there is one, or it has failed."""
+    step, error = int(state.step), None
+    token = self._lock.token if self._lock is not None else 0
+    lost, is_there = why_lost(self._lock), step in (self._known_steps() or ())
+    if cluster.is_leader() and not lost and not is_there:
+      try:
+        self._make_directory(step, token)
+      except Exception as e:
+        error = e
+    mine = lost, is_there, token, error is not None
+    lost, is_there, token, has_failed = cluster.from_leader(mine)
+    if lost:
+      raise LockLostError(lost)
+    if is_there:
+      return None
+    manifest = {"step": step, "metrics": metrics or {}}
+    manifest |= {"leaves": checksum.describe(state)}
+    if self._split is not None and jax.tree.leaves(state.exchange_state):
+      manifest["split"] = self._split._asdict()
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    partial = checkpoint_dir.partial_path(self.directory, step, token)
+    save = _Save(step, size, partial, manifest)
+    return None if has_failed and not self._agree(save, error) else save
+
+  def _make_directory(self, step: int, token: int) -> None:
+    """Where all processes write this step; one process calls it."""
+    if self._lock is not None:
+      self._lock.check()
+    self.directory.mkdir(parents=True, exist_ok=True)
+    self._remove_partial()
+    self._remove_failed()
+    checkpoint_dir.partial_path(self.directory, step, token).mkdir()
 
   def poll(self) -> None:
     """Advance the save that has begun, without waiting for it.
@@ -195,6 +243,7 @@ class Checkpoints:
     further, from written by all to committed.
 
     Raises:
+      NonFiniteError: the state held NaN or Inf.
       UnsavedError: it could not be written ("stop").
       LockLostError: another run has taken over the directory.
     """
@@ -206,21 +255,38 @@ class Checkpoints:
 
   def wait(self) -> None:
     """Until what was saved is committed; raises as `poll` does."""
-    while self._saving is not None:
-      futures.wait([self._saving.work])
-      self._advance(self._saving)
+    self._finish(math.inf)
 
-  def _advance(self, save: _Save) -> None:
-    """Enter the next phase, if every process has done its part of this one."""
+  def _finish(self, within_s: float) -> bool:
+    """Whether what was saved is committed, at the latest after these seconds."""
+    until = time.monotonic() + within_s
+    while (save := self._saving) is not None:
+      left = None if within_s == math.inf else max(until - time.monotonic(), 0)
+      futures.wait([save.work], left)
+      if not self._advance(save):
+        return False
+    return True
+
+  def _advance(self, save: _Save) -> bool:
+    """Enter the next phase; False: a process has not done its part of this one."""
     if cluster.any_process(not save.work.done()):
-      return
+      return False
     self._saving = None
-    if not self._agree(save, save.work.exception()) or save.is_last:
-      return
+    try:
+      error = save.work.exception()
+      if isinstance(error, NonFiniteError):  # of a process that is alone
+        raise error
+      if not self._agree(save, error) or save.is_last:
+        return True
+      save.add_checksums()
+    except NonFiniteError:
+      self._discard(save)
+      raise
     if cluster.is_leader():
       save.work = self._pool.submit(self._commit, save)
     save.is_last = True
     self._saving = save
+    return True
 
   def _agree(self, save: _Save, error: BaseException | None) -> bool:
     """Whether no process has failed at this save; else undo it, log or raise why."""
@@ -237,9 +303,8 @@ class Checkpoints:
     check_for_all(self._lock)
     process, of_disk, full, why = failures[0]
     line = None
+    self._discard(save)
     if cluster.is_leader():
-      self._failed.append(save.directory)
-      self._remove_failed()
       parent = self.directory if self.directory.exists() else self.directory.parent
       line = files.why_unsaved(save.step, full, why, parent, save.size)
       if jax.process_count() > 1:
@@ -254,6 +319,12 @@ class Checkpoints:
     if cluster.is_leader():
       self.say(f"{line}; training continues")
     return False
+
+  def _discard(self, save: _Save) -> None:
+    """Delete what was written of a save that failed."""
+    if cluster.is_leader():
+      self._failed.append(save.directory)
+      self._remove_failed()
 
   def _remove_failed(self) -> None:
     """Again at each save: a failed one may have kept writing for a while."""

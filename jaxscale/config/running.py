@@ -64,12 +64,16 @@ class Checkpoint:
       "continue" and try again at the next, or "stop". To stop loses what was
       computed since the last one for certain; to continue loses it only if nobody
       makes room. Either way the run fails if its last one is missing.
+    max_wait_s: seconds that training waits, when one is due, for the one before,
+      which a slow disk is still writing; then the one that is due is left out. The
+      last of a run, and that of a run that is asked to stop, is never left out.
   """
 
   every_epochs: Positive = 1.0
   keep_last: Count = 2
   keep_best: Annotated[int, ">= 0"] = 1
   on_failure: Literal["continue", "stop"] = "continue"
+  max_wait_s: Annotated[float, ">= 0"] = 10.0
 
 
 @settings

@@ -123,11 +123,11 @@ class RunCallbacks(loop.Callbacks):
   def save(self, step, state, evaluation):
     """A checkpoint, in the background."""
     self.at(step, "saving")
-    with self._reporter.pause():
-      try:
-        self._run.checkpoints.save(state, evaluation)
-      except FloatingPointError as e:  # what a delayed exchange has not sent yet
-        raise loop.NonFiniteError(step, str(e)) from None
+    reporter = self._reporter
+    is_end = step == reporter.experiment.derived.total_steps
+    is_end |= reporter.stops_at_target() or self._run.watch.stop.agreed is not None
+    with reporter.pause():
+      self._run.checkpoints.save(state, evaluation, is_needed=is_end)
 
   def should_stop(self, step):
     """Whether all processes are asked to stop, or the target is reached."""

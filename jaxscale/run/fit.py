@@ -104,7 +104,8 @@ def _fit(
   cluster.on_leader(forget, "workdir")
   limits = checks.max_skipped_steps, checks.max_consecutive_skipped_steps
   nan_policy = NanPolicy(workdir, checks.nan_policy, *limits)
-  kept = {n: getattr(saving, n) for n in ("keep_last", "keep_best", "on_failure")}
+  names = "keep_last", "keep_best", "on_failure", "max_wait_s"
+  kept = {name: getattr(saving, name) for name in names}
   split = exchange_split(experiment.layout)
   with Checkpoints(
     workdir / "checkpoints", lock=held, split=split, **kept

@@ -1,5 +1,7 @@
 """Checkpoints: exact, on any mesh, refused when foreign, distrusted when damaged."""
 
+import os
+import threading
 import tracemalloc
 
 import jax
@@ -8,9 +10,10 @@ import numpy as np
 import pytest
 
 from jaxscale import optim
-from jaxscale.checkpoint import checksum
+from jaxscale.checkpoint import checksum, files
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.errors import ConfigError
+from jaxscale.training.loop import NonFiniteError
 from support.states import at_step, make_states
 from support.trees import assert_same_bits
 
@@ -131,9 +134,56 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path):
   bad = jax.tree.map(lambda x: x, state.params)
   bad["Dense_0"]["kernel"] = bad["Dense_0"]["kernel"].at[3, 4].set(jnp.nan)
   with Checkpoints(tmp_path) as checkpoints:
-    with pytest.raises(FloatingPointError, match="1 values of params/Dense_0/kernel"):
-      checkpoints.save(state._replace(params=bad))
-    assert checkpoints.steps() == []
+    checkpoints.save(at_step(state._replace(params=bad), 3))
+    found = "1 values of params/Dense_0/kernel are not finite at step 3"
+    with pytest.raises(NonFiniteError, match=found) as error:
+      checkpoints.save(at_step(state, 4))
+    assert error.value.good_until == 3
+    checkpoints.wait()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_state_may_be_donated_while_it_is_saved(tmp_path, monkeypatch):
+  """Steps write over what they are given; checksums and bytes are those at the save."""
+  abstract, state = make_states(2)
+  state = at_step(state, 3)
+  before = jax.device_get(jax.tree.map(jnp.copy, state))
+  trained, start, sum_shards = (
+    threading.Event(),
+    files.start_writing,
+    checksum.sum_shards,
+  )
+
+  def late(function):
+    return lambda *args: (trained.wait(60), function(*args))[1]
+
+  monkeypatch.setattr(files, "start_writing", lambda *args: late(start(*args)))
+  monkeypatch.setattr(checksum, "sum_shards", late(sum_shards))
+  train = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
+  with Checkpoints(tmp_path) as checkpoints:
+    checkpoints.save(state)
+    for _ in range(3):
+      state = train(state)
+    jax.block_until_ready(state)
+    trained.set()
+    checkpoints.wait()
+    assert_same_bits(checkpoints.restore(abstract), before)
+  naive = {p: naive_checksum(x) for p, x in jax.tree_util.tree_leaves_with_path(before)}
+  saved = files.read_manifest(tmp_path / "3")["leaves"].values()
+  assert [leaf["checksum"] for leaf in saved] == list(naive.values())
+
+
+def naive_checksum(array):
+  """The checksum in Python's integers, an element at a time."""
+
+  def mixed(x):
+    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+      x = (x ^ (x >> 33)) * factor % 2**64
+    return x ^ (x >> 33)
+
+  bits = array.reshape(-1).view(f"u{array.dtype.itemsize}").tolist()
+  total = sum(mixed(x + 1) * (mixed(place) | 1) for place, x in enumerate(bits))
+  return f"{total % 2**64:016x}"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "uint32", "float16"])
@@ -176,12 +226,12 @@ def test_checksums_do_not_depend_on_how_places_are_made(monkeypatch):
     found = set()
     for chunk in (1, 4, 7, 2**18):
       monkeypatch.setattr(checksum, "_CHUNK", chunk)
-      parts = [checksum.shard_checksum(data, whole, shape)[0]]
+      parts = [checksum.shard_checksums([data], whole, shape)[0]]
       if shape and shape[0] > 1:
         cut = slice(0, 1, None), slice(1, shape[0], None)
         with np.errstate(over="ignore"):
           parts.append(sum(
-            checksum.shard_checksum(data[s], (s, *whole[1:]), shape)[0] for s in cut
+            checksum.shard_checksums([data[s]], (s, *whole[1:]), shape)[0] for s in cut
           ))  # fmt: skip
       found |= {int(x) for x in parts}
     assert len(found) == 1, shape
@@ -191,7 +241,7 @@ def test_a_checksum_takes_little_memory():
   data = np.ones((8, 2**19), np.float32)
   index = tuple(slice(None) for _ in data.shape)
   tracemalloc.start()
-  checksum.shard_checksum(data, index, data.shape)
+  checksum.shard_checksums([data], index, data.shape)
   peak = tracemalloc.get_traced_memory()[1]
   tracemalloc.stop()
   assert peak < data.nbytes

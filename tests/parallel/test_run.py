@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from jaxscale import data, metrics
+from jaxscale.checkpoint import files
+from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
 from jaxscale.experiment.derive import derive
@@ -235,6 +237,28 @@ def test_where_nothing_was_saved_the_workdir_takes_another_rate(tmp_path, capsys
   advice = error.value.advice
   assert "clip_norm" in advice and "skip" in advice and "--workdir" not in advice
   assert fit(tiny_digits(epochs="2"), tmp_path).summary["outcome"] == "done"
+
+
+def test_on_a_slow_disk_a_checkpoint_is_left_out_but_the_last(
+  tmp_path, capsys, monkeypatch
+):
+  start, save, is_fast = files.start_writing, Checkpoints.save, threading.Event()
+
+  def start_slowly(*args):
+    written = start(*args)
+    return lambda: (is_fast.wait(60), written())
+
+  def save_and_wait(self, *args, is_needed):
+    if is_needed:
+      is_fast.set()
+    save(self, *args, is_needed=is_needed)
+
+  monkeypatch.setattr(files, "start_writing", start_slowly)
+  monkeypatch.setattr(Checkpoints, "save", save_and_wait)
+  fit(tiny_digits(checkpoint__max_wait_s="0"), tmp_path)
+  saved = {p.name for p in (tmp_path / "checkpoints").iterdir()}
+  assert saved == {"22", "45"}
+  assert capsys.readouterr().out.count("checkpoint of step 44 is left out") == 1
 
 
 def test_the_metrics_file_forgets_steps_after_the_checkpoint(tmp_path):

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import threading
 import time
 
 import jax
@@ -113,6 +114,33 @@ def test_what_a_failed_save_writes_on_is_removed(tmp_path, monkeypatch):
     write_late()
     assert len(checkpoint_names(tmp_path)) == 2
   assert checkpoint_names(tmp_path) == ["2"]
+
+
+def test_a_save_waits_for_a_slow_disk_only_so_long(tmp_path, monkeypatch):
+  _, state = make_states(1)
+  start, reported, is_fast = files.start_writing, [], threading.Event()
+
+  def start_slowly(*args):
+    written = start(*args)
+    return lambda: (is_fast.wait(60), written())
+
+  monkeypatch.setattr(files, "start_writing", start_slowly)
+  with Checkpoints(tmp_path, max_wait_s=0.01, say=reported.append) as checkpoints:
+    checkpoints.save(at_step(state, 1))
+    checkpoints.poll()  # neither waits
+    checkpoints.save(at_step(state, 2), is_needed=False)
+    assert checkpoints.steps() == [] and len(os.listdir(tmp_path)) == 1
+    assert reported == [
+      "checkpoint of step 2 is left out: that of step 1 is still being written, "
+      "0.01 s later"
+    ]
+    threading.Timer(0.05, is_fast.set).start()
+    checkpoints.save(at_step(state, 3))  # the last one waits
+    assert checkpoints.steps() == [1] and checkpoints.unsaved is None
+    checkpoints.wait()
+    checkpoints.save(at_step(state, 4), is_needed=False)
+    checkpoints.wait()
+    assert checkpoints.steps() == [3, 4] and len(reported) == 1
 
 
 def test_a_full_disk_may_stop_the_run(tmp_path, capfd):
@@ -241,10 +269,12 @@ def test_two_processes_on_a_full_disk_both_end(tmp_path):
 @pytest.mark.slow
 def test_what_one_process_cannot_do_none_waits_for(tmp_path):
   first, second = run_pair(tmp_path, "faults")
-  *unsaved, damaged, restored = first
+  *unsaved, damaged, restored, late, not_finite = first
   for line, step, who in zip(unsaved, (3, 4, 5), (1, 1, 0), strict=True):
     assert f"step {step} could not be saved" in line and f"in process {who}" in line
     assert "the newest that is: step 2; training continues" in line
   assert "checkpoint 2 is damaged ([Errno 28]" in damaged
-  assert [restored] == second == ["restored 1"]
+  assert [restored, not_finite] == second
+  assert restored == "restored 1" and not_finite.endswith("not finite at step 8")
+  assert "step 7 is left out: that of step 6 is still being written, 0.1 s" in late
   assert sorted(os.listdir(tmp_path)) == ["1", "2.damaged", "6"]

@@ -29,29 +29,34 @@ def at_step(state, step):
 
 # One process of two has a fault, at one moment of a save after the other, and
 # then as both restore; `full` in the place of a function is a disk that is full.
+# Then the disk of one is slow, and its state holds NaN.
 PAIR = """
-import sys; sys.path[:0] = ["tests"]
+import sys, threading; sys.path[:0] = ["tests"]
 from jaxscale import cluster
 cluster.initialize()
 import jax; jax.config.update("jax_num_cpu_devices", 1)
 from jaxscale.checkpoint import files
 from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.training.loop import NonFiniteError
 from support.states import at_step, make_states
 
 directory, faults, me = sys.argv[1], sys.argv[2], jax.process_index()
 abstract, state = make_states(2)
 shardings = jax.tree.map(lambda x: x.sharding, state)
 start, finish, load = files.start_writing, files.finish, files.load
+go_on = threading.Event()
 
 def state_at(step):
   return jax.jit(lambda s: at_step(s, step), out_shardings=shardings)(state)
 
 def full(*args, **kwargs): raise OSError(28, "No space left on device")
 def later(*args): start(*args)(); return full
+def slow(*args): written = start(*args); return lambda: (go_on.wait(), written())
 def of_two(path, *args, **kwargs):
   return (full if path.name == "2" else load)(path, *args, **kwargs)
 
-with Checkpoints(directory, on_failure="continue") as checkpoints:
+options = dict(on_failure="continue", max_wait_s=0.1)
+with Checkpoints(directory, **options) as checkpoints:
   for step in (1, 2):
     checkpoints.save(state_at(step)); checkpoints.wait()
   if faults:
@@ -67,8 +72,17 @@ with Checkpoints(directory, on_failure="continue") as checkpoints:
       files.start_writing, files.finish = start, finish
     if me == 1: files.load = of_two
     print("restored", int(checkpoints.restore(abstract).step))
-    checkpoints.save(state_at(6)); checkpoints.wait()
+    if me == 1: files.start_writing = slow
+    checkpoints.save(state_at(6))
+    for _ in range(3): checkpoints.poll()
+    checkpoints.save(state_at(7), is_needed=False)
+    assert checkpoints.steps() == [1]
+    go_on.set(); checkpoints.wait()
     assert not checkpoints.unsaved and checkpoints.steps() == [1, 6]
+    bad = jax.tree.map(lambda x: x * float("nan"), state_at(8).params)
+    checkpoints.save(state_at(8)._replace(params=bad))
+    try: checkpoints.wait()
+    except NonFiniteError as e: print(e)
 cluster.barrier("end")
 """
 

@@ -1,0 +1,190 @@
+"""What a save costs the steps after it.
+
+    python benchmarks/checkpoint_stall.py [--processes 2]
+
+An MLP is trained in stretches of some steps, in turns without a save and with one
+after the first step. The state is parameters and momentum in float32.
+
+`call_s` is the time in `Checkpoints.save`, where the loop stands still. `stall_s` is by
+how much the stretch with the save took longer than the one without (median and
+quartiles). `processor_s` is by how much all processes together computed longer, which
+other work on the machine disturbs less. `…_steps` are the same in steps. `written_s` is
+how long after the call a process had written its part; `late` counts the stretches that
+ended before. Steps, copy, checksums and writing share the cores of one machine here:
+where hosts have cores to spare, only the call and the copy remain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from common import free_address, report
+
+ROOT = Path(__file__).parent.parent
+MARK = "@stall "
+# Width and number of hidden layers, by megabytes of state.
+SIZES = {100: (1024, 12), 1000: (2048, 30)}
+
+
+def trainer(width: int, layers: int, rows: int, directory: Path) -> Any:
+  """A function that trains some steps more, and what checkpoints it writes to."""
+  import jax
+  import numpy as np
+
+  from jaxscale import models, optim
+  from jaxscale.checkpoint.manager import Checkpoints
+  from jaxscale.exchange import plain
+  from jaxscale.mesh import batch_sharding, make_mesh
+  from jaxscale.training import loop, losses
+  from jaxscale.training.state import init_state
+  from jaxscale.training.step import make_train_step
+
+  mesh = make_mesh()
+  module = models.MLPModule(num_classes=10, hidden=(width,) * layers)
+  fns = models.functions(module, (8, 8, 1))
+  tx, exchange = optim.sgd(1e-3), plain(mesh.axis_names)
+  rng = np.random.default_rng(0)
+  batch = jax.tree.map(
+    lambda x: jax.make_array_from_process_local_data(batch_sharding(mesh), x),
+    {
+      "image": rng.integers(0, 17, (rows // mesh.size, 8, 8, 1)).astype(np.uint8),
+      "label": rng.integers(0, 10, rows // mesh.size).astype(np.int32),
+    },
+  )
+  state = init_state(fns.init, tx, mesh, exchange)
+  loss = losses.classification_loss(fns.apply)
+  train_step = make_train_step(loss, tx, mesh, exchange)
+  checkpoints = Checkpoints(directory, keep_last=1, keep_best=0)
+  done = 0
+
+  def train(steps: int, with_save: bool) -> dict[str, float]:
+    nonlocal state, done
+    found, first = {"call": 0.0, "written": 0.0}, done + 1
+    began, used = time.perf_counter(), time.process_time()
+
+    def save(step, state, evaluation):
+      before = time.perf_counter()
+      checkpoints.save(state)
+      ended = time.perf_counter()
+      found["call"] = ended - before
+
+      def written(_):
+        found["written"] = time.perf_counter() - ended
+
+      assert checkpoints._saving is not None
+      checkpoints._saving.work.add_done_callback(written)
+
+    def is_saved(step):
+      return with_save and step == first
+
+    callbacks = loop.Callbacks(save=save, is_saved=is_saved)
+    state, done = loop.train(
+      state, train_step, itertools.repeat(batch), callbacks,
+      start=done, total_steps=done + steps,
+    )  # fmt: skip
+    found["wall"] = time.perf_counter() - began
+    found["processor"] = time.process_time() - used
+    at_end = dict(found)
+    checkpoints.wait()  # nothing is left of it for a stretch without
+    return at_end
+
+  size = sum(x.nbytes for x in jax.tree.leaves(state))
+  return train, size
+
+
+def work(asked: argparse.Namespace) -> None:
+  """One process: train in turns."""
+  from jaxscale import cluster
+
+  cluster.initialize()
+  train, size = trainer(*SIZES[asked.mb], asked.rows, asked.directory)
+  for with_save in (False, True, True):  # compiles, imports, and finds its memory
+    train(3, with_save)
+  turns = []
+  for turn in range(asked.turns):
+    order = (False, True) if turn % 2 else (True, False)
+    took = {with_save: train(asked.steps, with_save) for with_save in order}
+    plain = {f"plain_{name}": took[False][name] for name in ("wall", "processor")}
+    turns.append(took[True] | plain)
+  print(MARK + json.dumps({"turns": turns, "size": size}), flush=True)
+
+
+def measure(asked: argparse.Namespace, mb: int, processes: int) -> dict[str, Any]:
+  """The row of the table for a state of this size and so many processes."""
+  with tempfile.TemporaryDirectory(dir=asked.directory) as folder:
+    command = [sys.executable, __file__, "--mb", str(mb), "--directory", folder]
+    command += ["--rows", str(asked.rows), "--turns", str(asked.turns)]
+    command += ["--steps", str(asked.steps if mb >= 1000 else 3 * asked.steps)]
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    group = {"JAXSCALE_COORDINATOR": free_address()}
+    group |= {"JAXSCALE_NUM_PROCESSES": str(processes)}
+    ranks = [group | {"JAXSCALE_PROCESS_ID": str(i)} for i in range(processes)]
+    started = [
+      subprocess.Popen(command, env=env | rank, text=True, stdout=subprocess.PIPE)
+      for rank in (ranks if processes > 1 else [{}])
+    ]
+    out = [process.communicate()[0] for process in started]
+  lines = [next(x for x in o.splitlines() if x.startswith(MARK)) for o in out]
+  every = [json.loads(line.removeprefix(MARK)) for line in lines]
+  turns, steps = every[0]["turns"], int(command[-1])
+  # Processor time is that of all processes, wall time that of the first.
+  used = [
+    {name: sum(t[name] for t in of_all) for name in ("processor", "plain_processor")}
+    for of_all in zip(*(x["turns"] for x in every), strict=True)
+  ]
+  step_s = statistics.median(t["plain_wall"] for t in turns) / steps
+  step_used = statistics.median(u["plain_processor"] for u in used) / steps
+  stalls = [t["wall"] - t["plain_wall"] for t in turns]
+  more = [u["processor"] - u["plain_processor"] for u in used]
+  row = {
+    "state_mb": round(every[0]["size"] / 1e6),
+    "processes": processes,
+    "steps": steps,
+    "step_s": round(step_s, 3),
+    "call_s": round(statistics.median(t["call"] for t in turns), 3),
+    "stall_s": quartiles(stalls),
+    "stall_steps": quartiles([s / step_s for s in stalls]),
+    "processor_s": quartiles(more),
+    "processor_steps": quartiles([m / step_used for m in more]),
+    "written_s": round(statistics.median(t["written"] for t in turns), 2),
+    "late": sum(not t["written"] for t in turns),
+  }
+  print(row, file=sys.stderr, flush=True)
+  return row
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+  return [round(q, 2) for q in statistics.quantiles(values, n=4)]
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description="What a save costs the steps after it.")
+  parser.add_argument("--rows", type=int, default=64, help="of a batch")
+  parser.add_argument("--turns", type=int, default=9)
+  parser.add_argument("--steps", type=int, default=10, help="of a stretch, at 1 GB")
+  parser.add_argument("--directory", type=Path, help="where checkpoints are written")
+  parser.add_argument("--processes", type=int, default=1)
+  parser.add_argument("--sizes", type=int, nargs="+", choices=SIZES, default=[*SIZES])
+  parser.add_argument("--mb", type=int, choices=SIZES, help=argparse.SUPPRESS)
+  asked = parser.parse_args()
+  if asked.mb:
+    work(asked)
+    return
+  rows = [measure(asked, mb, asked.processes) for mb in asked.sizes]
+  name = "checkpoint_stall" + f"_{asked.processes}" * (asked.processes > 1)
+  report(name, rows=rows, batch=asked.rows, turns=asked.turns)
+
+
+if __name__ == "__main__":
+  main()
