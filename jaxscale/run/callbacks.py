@@ -24,6 +24,7 @@ from jaxscale.parallel.layout import backward_sum_axes
 from jaxscale.run.efficiency import Peak
 from jaxscale.run.nan_policy import NanPolicy
 from jaxscale.run.reporter import Reporter
+from jaxscale.run.tracer import Tracer
 from jaxscale.training import loop, nan_guard, replica_check
 from jaxscale.training.replica_check import Fingerprint
 
@@ -39,6 +40,7 @@ class Run(NamedTuple):
     nan_policy: what follows a skipped step.
     began: when, seconds since the epoch.
     peak: FLOP/s of a device (`efficiency.find_peak`); None: not known.
+    tracer: of this process.
   """
 
   workdir: Path
@@ -48,6 +50,7 @@ class Run(NamedTuple):
   nan_policy: NanPolicy
   began: float
   peak: Peak | None
+  tracer: Tracer
 
 
 class RunCallbacks(loop.Callbacks):
@@ -73,11 +76,22 @@ class RunCallbacks(loop.Callbacks):
       return every(lambda phase: steps_of(epochs, derived.num_train, phase))
 
     super().__init__(
-      at=run.watch.at,
+      is_traced=run.tracer.is_due,
       is_logged=every(lambda phase: config.log.every_steps),
       is_evaluated=every_epochs(config.evaluation.every_epochs),
       is_saved=every_epochs(config.checkpoint.every_epochs),
     )
+
+  def at(self, step, activity):
+    """Note it for the watch, and in a trace."""
+    self._run.watch.at(step, activity)
+    self._run.tracer.at(step, activity)
+
+  def trace(self, step):
+    """Begin or end a trace, which may take a while to write."""
+    self.at(step - 1, "preparing")  # others that wait are at this step already
+    with self._reporter.pause():
+      self._run.tracer.turn(step)
 
   def log(self, step, metrics):
     """On the terminal and in the files."""
@@ -93,7 +107,7 @@ class RunCallbacks(loop.Callbacks):
     """Compare the replicas."""
     assert self._fingerprint is not None
     self.at(step, "preparing")
-    with self._reporter.pause():
+    with self._reporter.pause(), jax.profiler.TraceAnnotation("check"):
       shared, fingerprint = replica_check.shared(state), self._fingerprint.result()
       before = step - self._check_every
       replica_check.check(shared, fingerprint, step=step, before=before)
@@ -101,8 +115,10 @@ class RunCallbacks(loop.Callbacks):
   def evaluate(self, step, state):
     """On all held-out examples, unless all are asked to stop."""
     reporter, experiment = self._reporter, self._reporter.experiment
+    if self._run.tracer.is_complete:
+      self.trace(step + 1)
     reporter.evaluating(step)
-    with reporter.pause():
+    with reporter.pause(), jax.profiler.TraceAnnotation("evaluation"):
       size, mesh = experiment.derived.eval_batch_size, experiment.mesh
       batches = data.eval_batches(experiment.eval_data, size, shard=host_shard(mesh))
       activity = "evaluating" if reporter.evaluation else "preparing"
@@ -120,7 +136,7 @@ class RunCallbacks(loop.Callbacks):
   def save(self, step, state, evaluation):
     """A checkpoint, in the background."""
     self.at(step, "saving")
-    with self._reporter.pause():
+    with self._reporter.pause(), jax.profiler.TraceAnnotation("saving"):
       try:
         self._run.checkpoints.save(state, evaluation)
       except FloatingPointError as e:  # what a delayed exchange has not sent yet
