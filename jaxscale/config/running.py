@@ -10,7 +10,7 @@ from jaxscale.config.validation import settings, shown
 from jaxscale.errors import ConfigError
 from jaxscale.files import whole_number
 
-MOST_TRACED_STEPS = 100  # in one trace: a few hundred MB on eight devices
+MOST_TRACED_STEPS = 100  # in one trace: 40 MB of the digits on eight devices
 
 
 @settings

@@ -86,9 +86,7 @@ def _wait(workdir: Path, folder: Path, request, wait_s: float) -> None:
     if not waiting:
       return
     if not is_alive:
-      raise ConfigError(
-        f"{workdir}: the run has ended, without a trace; start it again"
-      )
+      raise ConfigError(f"{workdir}: the run ended without a trace; start it again")
     if time.monotonic() > deadline:
       late = f"no trace from process {min(waiting)} in {wait_s:.0f} s"
       hint = "it may evaluate, save or compile, or see no file of this host yet"

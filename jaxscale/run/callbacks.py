@@ -76,7 +76,6 @@ class RunCallbacks(loop.Callbacks):
       return every(lambda phase: steps_of(epochs, derived.num_train, phase))
 
     super().__init__(
-      is_traced=run.tracer.is_due,
       is_logged=every(lambda phase: config.log.every_steps),
       is_evaluated=every_epochs(config.evaluation.every_epochs),
       is_saved=every_epochs(config.checkpoint.every_epochs),
@@ -86,6 +85,10 @@ class RunCallbacks(loop.Callbacks):
     """Note it for the watch, and in a trace."""
     self._run.watch.at(step, activity)
     self._run.tracer.at(step, activity)
+
+  def is_traced(self, step):
+    """Whether a trace of this process begins or ends before this step."""
+    return self._run.tracer.is_due(step)
 
   def trace(self, step):
     """Begin or end a trace, which may take a while to write."""

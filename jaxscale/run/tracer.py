@@ -54,7 +54,8 @@ class Tracer:
     if self._rank in log.profile_processes:
       self._planned = log.profiled_steps()
     self._poll_s, self._next_poll = max(_POLL_S, self._count / _POLLS_PER_S), 0.0
-    self._answered, self._asked = "", None  # the last request, and one to come
+    self._answered = ""  # the last request
+    self._next = "", 0  # name and steps of the trace that is due
     self._is_on, self._left, self._first, self._step = False, 0, 0, 0
     self._target = self._scratch = workdir
     self._unwritten: Path | None = None  # of a trace that the profiler still has
@@ -87,14 +88,18 @@ class Tracer:
       self._left -= 1
       return self._left < 0
     if self._planned and self._planned[0] <= step <= self._planned[1]:
+      last, self._planned = self._planned[1], None
+      self._next = f"steps_{step}-{last}", last - step + 1
       return True
     if (now := time.monotonic()) < self._next_poll:
       return False
     self._next_poll = now + self._poll_s
-    found = trace_request.read(self._workdir)
-    is_new = found and found.name != self._answered and self._rank in found.processes
-    self._asked = found if is_new else None
-    return self._asked is not None
+    asked = trace_request.read(self._workdir)
+    if not asked or asked.name == self._answered or self._rank not in asked.processes:
+      return False
+    self._answered, self._next = asked.name, (asked.name, asked.steps)
+    folder = session_folder(self._workdir, asked.name)
+    return not process_file(folder, self._rank).exists()  # from before a restart
 
   @property
   def is_complete(self) -> bool:
@@ -105,17 +110,8 @@ class Tracer:
     """End a trace, or begin one with this step; no step is in flight."""
     if self._is_on:
       self.finish()
-    elif self._planned:
-      first, last = step, self._planned[1]
-      self._planned = None
-      self._begin(f"steps_{first}-{last}", step, last - first + 1)
-    elif self._asked:
-      asked, self._asked = self._asked, None
-      self._answered = asked.name
-      if not process_file(
-        session_folder(self._workdir, asked.name), self._rank
-      ).exists():
-        self._begin(asked.name, step, asked.steps)
+    else:
+      self._begin(step, *self._next)
 
   def at(self, step: int, activity: str) -> None:
     """Name what the host begins to do, while there is a trace."""
@@ -150,7 +146,7 @@ class Tracer:
     finally:
       shutil.rmtree(self._scratch, ignore_errors=True)
 
-  def _begin(self, name: str, step: int, steps: int) -> None:
+  def _begin(self, step: int, name: str, steps: int) -> None:
     self._target = session_folder(self._workdir, name)
     folder = self._workdir / trace_request.FOLDER
     self._scratch = folder / f".{secrets.token_hex(8)}.tmp"
