@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,7 +28,8 @@ def find_workdir(name: str, runs: str, task: int = 0) -> Path:
   Raises:
     ConfigError: there is no such run or trial.
   """
-  if (Path(name) / "config.json").is_file() or (Path(name) / "lock").is_dir():
+  # Not by Path, which raises where a name is too long.
+  if os.path.isfile(f"{name}/config.json") or os.path.isdir(f"{name}/lock"):
     return Path(name).absolute()
   spec = folders.read_spec(folders.find(name, runs))
   if task not in spec.tasks:

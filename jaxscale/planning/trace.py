@@ -30,7 +30,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, printable
 from jaxscale.files import read_bytes
 from jaxscale.metrics.text import few, plural, short_time, table
 from jaxscale.planning.cost import COLLECTIVES
@@ -45,7 +45,8 @@ _PART = re.compile(r"\b(exchange|update|gradients)/")
 _DEVICE = re.compile(r"/device:(?:GPU|TPU|CUSTOM):\d+")
 _CONTROL = ("while", "call", "conditional")  # opcodes
 _WRAPPER = re.compile(r"jit\(|(shard_map|while|body|closed_call|vmap\(\))$")
-_NAME = re.compile(r"%?([\w.\-]+)")  # of "%fusion.3 = f32[8] fusion(...)"
+_WIDEST = 60  # characters of a cell
+_HLO = re.compile(r"%?([\w.\-]+) = ")  # "%fusion.3 = f32[8] fusion(...)"
 
 
 class Op(NamedTuple):
@@ -182,8 +183,11 @@ def text(summary: Summary, most: int = 10) -> str:
   shares = [f"{part} {s / total:.0%}" for part, s in parts if s >= 0.005 * total]
   lines.append(f"devices: {', '.join(shares) or 'no operations'} of their operations")
   rows = [
-    (op.name, short_time(op.seconds), f"{op.seconds / total:.1%}", f"{op.count:,}",
-     op.part, _short(op.where))
+    (
+      printable(op.name)[:_WIDEST], short_time(op.seconds),
+      f"{op.seconds / total:.1%}", f"{op.count:,}",
+      op.part, printable(_short(op.where)),
+    )
     for op in summary.ops[:most]
   ]  # fmt: skip
   head = ("operation", "time", "share", "count", "part", "of")
@@ -205,7 +209,7 @@ def _short(where: str) -> str:
   """The end of a place in the model, which is its most telling part."""
   first = where.partition(":")[0].replace("/(", "/")  # of those that XLA has combined
   names = [name for name in first.split("/") if not _WRAPPER.match(name)]
-  return "/".join(names[-3:])[-60:]
+  return "/".join(names[-3:])[-_WIDEST:]
 
 
 def _part_of(opcode: str, where: str) -> str:
@@ -278,7 +282,7 @@ def _device_events(plane: Any) -> Iterator[tuple[float, float, Any, str, str]]:
     for event in line.events:
       stats = dict(event.stats)
       name = str(stats.get("hlo_op") or event.name)
-      if found := _NAME.match(name):
+      if found := _HLO.match(name):
         name = found[1]
       yield event.start_ns, event.end_ns, None, name, _program(stats)
 

@@ -41,6 +41,7 @@ def viewer_events(workdir, name):
     return [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
 
 
+@pytest.mark.slow
 def test_the_steps_are_in_it_with_their_parts(traced):
   summary = trace.summarize(trace.find(traced[1]))
   assert summary.steps == tuple(range(100, 111))
@@ -55,6 +56,7 @@ def test_the_steps_are_in_it_with_their_parts(traced):
   assert not list((traced[1] / "profile").glob(".*"))
 
 
+@pytest.mark.slow
 def test_its_operations_are_those_of_xlas_own_converter(traced):
   """By name: how often they ran, and how long, but for those with others inside."""
   theirs, ours = ({}, {})
@@ -72,6 +74,7 @@ def test_its_operations_are_those_of_xlas_own_converter(traced):
       assert ours[name][1] > seconds - 1e-8 * count, name
 
 
+@pytest.mark.slow
 def test_the_summary_names_the_most_expensive(traced, capsys):
   assert cli.main(["profile", "--summary", str(traced[1])]) == 0
   lines = capsys.readouterr().out.splitlines()
@@ -82,6 +85,7 @@ def test_the_summary_names_the_most_expensive(traced, capsys):
   assert lines[6].split()[0] == most.name and "all-reduce" in most.name
 
 
+@pytest.mark.slow
 def test_the_program_is_there_as_text(traced):
   found = {p.name: p.read_text() for p in (traced[1] / "hlo").iterdir()}
   assert found.keys() == {"phase_0.stablehlo.txt", "phase_0.optimized.txt"}

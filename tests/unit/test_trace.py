@@ -98,7 +98,7 @@ GPU = plane(
   ],
   Stream_14=[("nccl_all_reduce", 50, 30, op("all-reduce-start.1"))],
   XLA_Modules=[("jit_step", 0, 1000)],
-  Stream_15=[("MemcpyD2H", 95, 25)],
+  Stream_15=[("void cub::Sum<float>(float*)", 95, 25)],
 )
 STEPS = plane(
   "/host:CPU",
@@ -132,7 +132,7 @@ def test_streams_of_a_gpu(tmp_path):
   summary = trace.summarize([written(tmp_path, GPU, STEPS, programs=PROGRAM)])
   assert rows(summary) == [
     ("dot.1", "forward", 40, 1), ("all-reduce-start.1", "exchange", 30, 1),
-    ("MemcpyD2H", "other", 25, 1), ("dot.2", "backward", 20, 1),
+    ("void cub::Sum<float>(float*)", "other", 25, 1), ("dot.2", "backward", 20, 1),
     ("fusion", "update", 10, 1),
   ]  # fmt: skip
   assert summary.steps == (100, 101)
@@ -228,6 +228,12 @@ def test_without_its_programs_a_trace_has_names_still(tmp_path, cut):
   known = trace._programs(path.read_bytes() + damaged)
   assert len(known) < 8
   assert rows(trace.summarize([path]))[0] == ("dot.1", "other", 40, 1)
+
+
+def test_names_of_others_reach_no_terminal(tmp_path):
+  device = plane("/device:GPU:0", Stream_1=[(r"Mem\033[2Jcpy", 0, 5)])
+  shown = trace.text(trace.summarize([written(tmp_path, device)]))
+  assert "\x1b" not in shown and r"Mem\x1b[2Jcpy" in shown
 
 
 def test_the_newest_trace_is_found_and_none_that_is_being_written(tmp_path):

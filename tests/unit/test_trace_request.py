@@ -182,6 +182,7 @@ def test_whether_a_run_trains_is_known_by_its_lock(tmp_path):
   "argv, says",
   [
     (["no/such/run"], "no/such/run: no such run"),
+    (["x" * 300], ": no such run"), (["x\0y", "--summary"], ": no such run"),
     ([], "RUN: missing"), (["--summary"], "RUN: missing"),
     (["{}", "other"], "other: one run at a time"),
     (["{}", "--steps=0"], "--steps=0: give a whole number in [1, 100]"),
