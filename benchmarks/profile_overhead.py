@@ -32,7 +32,7 @@ from jaxscale.mesh import batch_sharding
 from jaxscale.run.tracer import Tracer
 from jaxscale.training import loop
 
-STEPS, TURNS, CALLS = 50, 16, 20_000
+STEPS, TURNS, CALLS = 50, 60, 20_000
 SETTINGS = {"model.features": "(48, 96)"}
 
 
