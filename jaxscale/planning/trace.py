@@ -71,7 +71,8 @@ class Summary(NamedTuple):
   """Of one trace, or of those of several processes.
 
   Attributes:
-    steps: numbers of the steps in it.
+    steps: numbers of the steps in it, of any process.
+    step_s: seconds per step, the mean over processes; 0 without a named step.
     seconds: from its first step or operation to the last one's end; the mean over
       processes.
     idle: share of that in which a device does nothing, by device.
@@ -80,6 +81,7 @@ class Summary(NamedTuple):
   """
 
   steps: tuple[int, ...]
+  step_s: float
   seconds: float
   idle: dict[str, float]
   ops: tuple[Op, ...]
@@ -154,8 +156,10 @@ def summarize(files: Sequence[Path]) -> Summary:
     for part, begin, finish in parts:
       host[part] += 1e-9 * (finish - begin) / len(files)
   ops = [Op(*key, seconds, count) for key, (seconds, count) in totals.items()]
+  each = [1e-9 * (end - start) / len(s) for s, *_, (start, end) in found if s]
   return Summary(
     steps=tuple(sorted({step for steps, *_ in found for step in steps})),
+    step_s=sum(each) / max(len(each), 1),
     seconds=1e-9 * sum(end - start for *_, (start, end) in found) / len(files),
     idle=idle,
     ops=tuple(sorted(ops, key=lambda op: -op.seconds)),
@@ -201,7 +205,7 @@ def _head(summary: Summary) -> str:
   named = f"steps {steps[0]} to {steps[-1]}"
   if len(steps) != steps[-1] - steps[0] + 1:
     named = f"steps {few(steps)}"
-  each = short_time(summary.seconds / len(steps))
+  each = short_time(summary.step_s)
   return f"{named} in {short_time(summary.seconds)}, {each} each"
 
 

@@ -45,9 +45,10 @@ def viewer_events(workdir, name):
 def test_the_steps_are_in_it_with_their_parts(traced):
   summary = trace.summarize(trace.find(traced[1]))
   assert summary.steps == tuple(range(100, 111))
-  dense = [op for op in summary.ops if op.part in ("forward", "backward", "update")]
-  # As often on each device in each step; the evaluation is another program.
-  assert dense and all(op.count % (11 * 8) == 0 for op in dense)
+  dense = [op for op in summary.ops if op.where.endswith("dot_general")]
+  counts = [op.count for op in dense if op.part == "forward"]
+  # Once on each device in each step; a thread may end its last one after the trace.
+  assert counts and all(80 <= count <= 88 for count in counts)
   assert len(summary.idle) == 8 and all(0 <= x < 1 for x in summary.idle.values())
   parts = summary.parts()
   for part in ("forward", "backward", "exchange", "communication", "update"):

@@ -200,13 +200,19 @@ def test_an_operation_of_a_cpu_may_end_in_another_thread(tmp_path):
 
 
 def test_processes_are_added_up(tmp_path):
+  """Which may have begun at other steps."""
+  later = STEPS.replace("int64_value: 10", "int64_value: 30")
   files = [
-    written(tmp_path, GPU, STEPS, name=f"process_{i}", programs=PROGRAM) for i in (0, 1)
+    written(tmp_path, GPU, steps, name=f"process_{i}", programs=PROGRAM)
+    for i, steps in enumerate((STEPS, later))
   ]
   assert trace.find(tmp_path) == files
   summary = trace.summarize(files)
   assert rows(summary)[0] == ("dot.1", "forward", 80, 2)
   assert list(summary.idle) == ["process_0 GPU:0", "process_1 GPU:0"]
+  assert summary.steps == (100, 101, 300, 301)
+  head = trace.text(summary).splitlines()[0]
+  assert head == "steps 100, 101, 300 and 301 in 200 us, 100 us each"
   assert summary.seconds == pytest.approx(200e-6)
   assert summary.host["input"] == pytest.approx(30e-6)
 
