@@ -265,6 +265,27 @@ def check_for_all(lock: WorkdirLock | None) -> None:
     raise LockLostError(why)
 
 
+def running(workdir: Path) -> LockOwner | None:
+  """The run that holds the lock of a workdir; None: none that is alive.
+
+  Of a run on another host its last renewal decides, by the server's clock.
+
+  Raises:
+    OSError: the directory cannot be written, so nobody knows that clock.
+  """
+  directory = workdir / "lock"
+  if not directory.is_dir():
+    return None
+  name, _ = _newest(directory)
+  owner = _read(directory / name) if name.isdigit() else None
+  if owner is None or (is_there := is_alive(owner)) is False:
+    return None
+  with contextlib.suppress(FileNotFoundError):
+    age = _server_time(directory) - (directory / name).stat().st_mtime
+    return owner if is_there or age < EXPIRE_S else None
+  return None
+
+
 def why_lost(lock: WorkdirLock | None) -> str | None:
   """What `WorkdirLock.check` raises, if the lock is lost; None: there is no lock."""
   if lock is None:

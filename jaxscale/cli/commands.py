@@ -31,6 +31,7 @@ COMMANDS = {
   "scaling": Command("jobs", "submit one config at several numbers of nodes"),
   "status": Command("jobs", "show the state of submitted runs"),
   "logs": Command("jobs", "print what a run has printed"),
+  "profile": Command("jobs", "trace steps of a run, and name what takes the time"),
   "cancel": Command("jobs", "stop runs; they save first"),
   "resume": Command("jobs", "submit stopped runs again"),
   "report": Command("studies", "compare runs at several sizes: table and picture"),

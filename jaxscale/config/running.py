@@ -6,8 +6,11 @@ from typing import Annotated, Literal
 
 from jaxscale.cluster.timeouts import Timeouts
 from jaxscale.config.bounds import Count, Positive
-from jaxscale.config.validation import settings
+from jaxscale.config.validation import settings, shown
 from jaxscale.errors import ConfigError
+from jaxscale.files import whole_number
+
+MOST_TRACED_STEPS = 100  # in one trace: 40 MB of the digits on eight devices
 
 
 @settings
@@ -134,6 +137,10 @@ class Log:
     step_report: before the first step, measure how long a step computes, how long
       it waits for the exchange, and how processes differ; costs two compilations
       and some dozens of steps.
+    profile: steps to trace for XProf, as "100:110", both included; at most 100, as
+      traces are large. `jaxscale profile RUN` traces steps of a run that trains.
+    profile_processes: the processes that trace them.
+    dump_hlo: write the step's program, as it is compiled, into hlo/.
   """
 
   every_steps: Count = 50
@@ -141,3 +148,29 @@ class Log:
   trust_ratios: bool = False
   mllog: bool = False
   step_report: bool = False
+  profile: str | None = None
+  profile_processes: Annotated[tuple[int, ...], ">= 0"] = (0,)
+  dump_hlo: bool = False
+
+  def __post_init__(self):
+    self.profiled_steps()
+
+  def profiled_steps(self) -> tuple[int, int] | None:
+    """The first and the last step of `profile`.
+
+    Raises:
+      ConfigError: it does not name such steps.
+    """
+    if self.profile is None:
+      return None
+    first, last = map(whole_number, self.profile.partition(":")[::2])
+    if first is None or last is None:
+      hint = "give the first and the last step, as 100:110"
+    elif not 1 <= first <= last:
+      hint = "steps count from 1, and the last one is not before the first"
+    elif last - first >= MOST_TRACED_STEPS:
+      hint = f"at most {MOST_TRACED_STEPS} steps, traces are large; give {first}:"
+      hint += str(first + MOST_TRACED_STEPS - 1)
+    else:
+      return first, last
+    raise ConfigError(f"Log.profile={shown(self.profile)}: {hint}")

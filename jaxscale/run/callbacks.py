@@ -25,6 +25,7 @@ from jaxscale.run.activity import ActivityRecord
 from jaxscale.run.efficiency import Peak
 from jaxscale.run.nan_policy import NanPolicy
 from jaxscale.run.reporter import Reporter
+from jaxscale.run.tracer import Tracer
 from jaxscale.training import loop, nan_guard, replica_check
 from jaxscale.training.replica_check import Fingerprint
 
@@ -41,6 +42,7 @@ class Run(NamedTuple):
     began: when, seconds since the epoch.
     peak: FLOP/s of a device (`efficiency.find_peak`); None: not known.
     activity: the record of what it does.
+    tracer: of this process.
   """
 
   workdir: Path
@@ -51,6 +53,7 @@ class Run(NamedTuple):
   began: float
   peak: Peak | None
   activity: ActivityRecord
+  tracer: Tracer
 
 
 class RunCallbacks(loop.Callbacks):
@@ -76,11 +79,25 @@ class RunCallbacks(loop.Callbacks):
       return every(lambda phase: steps_of(epochs, derived.num_train, phase))
 
     super().__init__(
-      at=run.watch.at,
       is_logged=every(lambda phase: config.log.every_steps),
       is_evaluated=every_epochs(config.evaluation.every_epochs),
       is_saved=every_epochs(config.checkpoint.every_epochs),
     )
+
+  def at(self, step, activity):
+    """Note it for the watch, and in a trace."""
+    self._run.watch.at(step, activity)
+    self._run.tracer.at(step, activity)
+
+  def is_traced(self, step):
+    """Whether a trace of this process begins or ends before this step."""
+    return self._run.tracer.is_due(step)
+
+  def trace(self, step):
+    """Begin or end a trace, which may take a while to write."""
+    self.at(step - 1, "preparing")  # others that wait are at this step already
+    with self._reporter.pause():
+      self._run.tracer.turn(step)
 
   def log(self, step, metrics):
     """On the terminal and in the files."""
@@ -96,7 +113,7 @@ class RunCallbacks(loop.Callbacks):
     """Compare the replicas."""
     assert self._fingerprint is not None
     self.at(step, "checking")
-    with self._reporter.pause():
+    with self._reporter.pause(), jax.profiler.TraceAnnotation("check"):
       shared, fingerprint = replica_check.shared(state), self._fingerprint.result()
       before = step - self._check_every
       replica_check.check(shared, fingerprint, step=step, before=before)
@@ -104,8 +121,10 @@ class RunCallbacks(loop.Callbacks):
   def evaluate(self, step, state):
     """On all held-out examples, unless all are asked to stop."""
     reporter, experiment = self._reporter, self._reporter.experiment
+    if self._run.tracer.is_complete:
+      self.trace(step + 1)
     reporter.evaluating(step)
-    with reporter.pause():
+    with reporter.pause(), jax.profiler.TraceAnnotation("evaluation"):
       size, mesh = experiment.derived.eval_batch_size, experiment.mesh
       batches = data.eval_batches(experiment.eval_data, size, shard=host_shard(mesh))
       activity = "evaluating" if reporter.evaluation else "preparing"
@@ -126,7 +145,7 @@ class RunCallbacks(loop.Callbacks):
     reporter = self._reporter
     is_end = step == reporter.experiment.derived.total_steps
     is_end |= reporter.stops_at_target() or self._run.watch.stop.agreed is not None
-    with reporter.pause():
+    with reporter.pause(), jax.profiler.TraceAnnotation("saving"):
       self._run.checkpoints.save(state, evaluation, is_needed=is_end)
 
   def should_stop(self, step):

@@ -33,6 +33,7 @@ from jaxscale.run.nan_policy import NanPolicy
 from jaxscale.run.phases import Compiled, in_background, phase_at, train_phases
 from jaxscale.run.reporter import Reporter
 from jaxscale.run.session import check_progress
+from jaxscale.run.tracer import Tracer
 from jaxscale.training import loop, noise_scale
 from jaxscale.training.replica_check import ReplicaDivergenceError
 from jaxscale.training.state import TrainState
@@ -107,11 +108,12 @@ def _fit(
   names = "keep_last", "keep_best", "on_failure", "max_wait_s"
   kept = {name: getattr(saving, name) for name in names}
   split = exchange_split(experiment.layout)
-  with Checkpoints(
-    workdir / "checkpoints", lock=held, split=split, **kept
-  ) as checkpoints:
-    peak = find_peak()
-    run = Run(workdir, held, checkpoints, watch, nan_policy, began, peak, activity)
+  with (
+    Checkpoints(workdir / "checkpoints", lock=held, split=split, **kept) as checkpoints,
+    Tracer(workdir, config.log) as tracer,
+  ):
+    parts = workdir, held, checkpoints, watch, nan_policy, began, find_peak()
+    run = Run(*parts, activity, tracer)
     check_progress(config, workdir, max(checkpoints.steps(), default=0))
     # What git takes the first step does not wait for.
     recorded = in_background(functools.partial(_record_start, workdir))
@@ -191,6 +193,7 @@ def _train(run: Run, experiment: build.Experiment) -> tuple[TrainState, Reporter
   may_write = functools.partial(lock.is_held, run.lock)
   with Reporter(experiment, workdir, start, may_write, run.peak) as reporter:
     checkpoints.say = reporter.say
+    run.tracer.attach(reporter.say, experiment.derived.total_steps)
     at_target = reporter.stops_at_target()
     if at_target or start == experiment.derived.total_steps:
       done = f"reached its target by step {start}" if at_target else ""
@@ -204,6 +207,7 @@ def _train(run: Run, experiment: build.Experiment) -> tuple[TrainState, Reporter
     try:
       state = train_phases(run, state, reporter, compiled)
       watch.at(int(state.step), "saving")
+      run.tracer.finish()
       checkpoints.wait()
     except (loop.NonFiniteError, ReplicaDivergenceError) as e:
       checkpoints.wait()

@@ -16,6 +16,7 @@ from jaxscale.experiment.phases import Phase, examples_at, phase_index
 from jaxscale.mesh import host_shard
 from jaxscale.run import adaptive_batch
 from jaxscale.run.callbacks import Run, RunCallbacks
+from jaxscale.run.dump_hlo import dump_hlo
 from jaxscale.run.efficiency import read_program
 from jaxscale.run.reporter import Reporter
 from jaxscale.training import loop, replica_check
@@ -64,6 +65,8 @@ def train_phases(
       if cluster.is_leader():
         reading = functools.partial(read_program, train_step)
         reporter.efficiency.program = in_background(reading)
+      if experiment.config.log.dump_hlo and cluster.is_leader():
+        dump_hlo(run.workdir, experiment, train_step, reporter.say)
       if reports_step:
         from jaxscale.run import step_report  # seldom: the first step comes first
 

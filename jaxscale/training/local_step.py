@@ -156,7 +156,8 @@ def _make_worker_update(loss_fn, tx, mesh, within, micros, is_guarded):
 
   def update(worker: WorkerState, batch, key):
     keys = steps.row_keys(key, batch, axes)
-    grads, model_state, totals = steps.sum_grads(
+    sum_grads = jax.named_scope("gradients")(steps.sum_grads)
+    grads, model_state, totals = sum_grads(
       loss_fn, worker.params, worker.model_state, batch, keys, micros, unroll=on_cpu
     )
     codes: Any = ()
@@ -171,6 +172,7 @@ def _make_worker_update(loss_fn, tx, mesh, within, micros, is_guarded):
     grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
     norm = optax.tree.norm(grads)
 
+    @jax.named_scope("update")
     def move():
       updates, opt_state = tx.update(grads, worker.opt_state, worker.params)
       params = optax.apply_updates(worker.params, updates)
@@ -197,6 +199,7 @@ def _make_synchronize(exchange: Exchange, method: LocalUpdate, axes, is_guarded:
   `nan_guard.first_bad` of the averaged pseudo-gradient, -1 without `is_guarded`.
   """
 
+  @jax.named_scope("exchange")
   def synchronize(anchor: tuple[Any, Any, Any], worker: WorkerState):
     params, _, outer_state = anchor
     pseudo_grads = jax.tree.map(jnp.subtract, vary(params, axes), worker.params)

@@ -79,6 +79,13 @@ class Callbacks:
   def at(self, step: int, activity: str) -> None:
     """The host begins an activity: one of `cluster`'s `ACTIVITIES`."""
 
+  def is_traced(self, step: int) -> bool:
+    """Whether a trace begins or ends before this step; asked once per step."""
+    return False
+
+  def trace(self, step: int) -> None:
+    """Begin a trace with this step, or end one; no step is in flight."""
+
   def is_logged(self, step: int) -> bool:
     """Whether this step's metrics are logged."""
     return False
@@ -161,6 +168,9 @@ def train(
         callbacks.log(step, {name: x.item() for name, x in metrics.items()})
 
   for step in range(start + 1, total_steps + 1):
+    if callbacks.is_traced(step):
+      read(keep=0)
+      callbacks.trace(step)
     callbacks.at(step, "input")
     batch = next(batches)
     callbacks.at(step, "step")

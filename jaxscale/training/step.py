@@ -5,7 +5,8 @@
     exchange      jax.shard_map: the one place where gradients cross the network
     update        optax on global arrays under plain jit
 
-All three are one `jax.jit`, so the compiler sees the whole step. Parameters are
+All three are one `jax.jit`, so the compiler sees the whole step; traces name them by
+the scopes "gradients", "exchange" and "update" (`planning.trace`). Parameters are
 cast to varying *before* the loss, else `jax.grad` under `check_vma=True` sums
 gradients over devices by itself, in whatever dtype the forward pass cast to.
 
@@ -160,7 +161,8 @@ def make_train_step(
       # Of the optimizer's new state only the rate: XLA never sees the rest.
       rate = optim.learning_rate(bare_update(state, new).opt_state)
       new = new._replace(metrics=nan_guard.mark_bad(metrics, rate))
-    state = update(state, new)
+    with jax.named_scope("update"):
+      state = update(state, new)
     metrics = new.metrics | observed(state.opt_state, observe)
     if noise_scale:
       metrics |= noise_scales.metrics(state.noise)
@@ -184,6 +186,7 @@ def _make_local_grads(loss_fn, layout, micros, unroll, noise_scale, is_guarded):
   """
   mesh, axes, row_axes = layout.mesh, layout.mesh.axis_names, batch_axes(layout.mesh)
 
+  @jax.named_scope("gradients")
   def local_grads(params, model_state, batch, key):
     # One device: its part of the parameters, batch [local rows, ...].
     shards, full = layouts.shards_and_full(params, layout)
@@ -224,6 +227,7 @@ def _make_exchange_grads(exchange: Exchange, layout: Layout):
   out_specs = layouts.grad_specs(layout), own
 
   @jax.shard_map(mesh=layout.mesh, in_specs=(specs, own), out_specs=out_specs)
+  @jax.named_scope("exchange")
   def exchange_grads(stacked, exchange_state):
     # One device: every leaf has a leading dim of 1, its place in the mesh.
     grads, state = jax.tree.map(lambda x: x[0], (stacked, exchange_state))

@@ -1,0 +1,61 @@
+"""Trace the next steps of a run that trains, and name what takes the time.
+
+The trace is for XProf and TensorBoard (`xprof WORKDIR/profile`). What is printed of it
+are the ten most expensive operations of the compiled step, the parts of the step that
+they belong to, and the share of the time in which devices are idle. With --summary
+nothing is asked of a run: RUN is a trace, or a run that has one.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from jaxscale.cli.parser import Namespace, Parser, number, value, whole
+from jaxscale.cli.status import SEE_STATUS
+from jaxscale.cli.submit import add_runs
+from jaxscale.errors import ConfigError
+
+
+def add_arguments(parser: Parser) -> None:
+  """The options."""
+  from jaxscale.config.running import MOST_TRACED_STEPS
+
+  text = "name or directory of a run; with --summary also of a trace"
+  parser.words("names", "RUN", text, missing=SEE_STATUS)
+  parser.flag("--summary", "print the newest trace that is there, and take none")
+  steps = number(f"in [1, {MOST_TRACED_STEPS}]", int)
+  parser.option("--steps N", "to trace", steps, default=10)
+  ranks = value(_ranks, "whole numbers with commas between", lambda found: True)
+  parser.option("--processes LIST", "that trace them, as 0,3", ranks, default="0")
+  parser.option("--timeout SECONDS", "to wait for the trace", whole(1), default=600)
+  parser.option("--task N", "which trial of a sweep", whole(), default=0)
+  add_runs(parser)
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+  ranks = tuple(sorted({int(part) for part in text.split(",")}))
+  if ranks[0] < 0:
+    raise ValueError
+  return ranks
+
+
+def run(args: Namespace) -> None:
+  """Trace, and print the summary."""
+  from jaxscale.launch import profile
+
+  if len(args.names) != 1:
+    raise ConfigError(f"{args.names[1]}: one run at a time, give {args.names[0]} alone")
+  (name,) = args.names
+  if args.summary:
+    is_submitted = not os.path.exists(name) or os.path.exists(f"{name}/run.json")
+    place = (name, args.runs, args.task)
+    folder = profile.find_workdir(*place) if is_submitted else Path(name)
+  else:
+    workdir = profile.find_workdir(name, args.runs, args.task)
+    wanted = args.steps, args.processes, args.timeout
+    folder = profile.trace(workdir, *wanted, say=lambda line: print(line, flush=True))
+    print(folder, flush=True)
+  from jaxscale.planning import trace  # which loads JAX to read it
+
+  print(trace.text(trace.summarize(trace.find(folder))))

@@ -1,0 +1,422 @@
+"""What a trace says of a step's time: operations, parts, and idle devices.
+
+A trace is an XSpace of XLA's profiler (`*.xplane.pb`), as `run.tracer` and
+`jax.profiler.trace` write it: planes of lines of events. `jax.profiler.ProfileData`
+reads the events. An operation of the compiled program is
+
+- on GPUs an event of a stream in a plane "/device:GPU:0", with the name of its HLO
+  instruction as the stat "hlo_op"; what has none, as a copy, has its own name;
+- on TPUs an event of the line "XLA Ops" of its plane;
+- on CPUs an event of any thread with "hlo_op" and "device_ordinal". What it leaves to
+  other threads ends with an event "end: ..." that names it as its producer.
+
+The program itself (HloProto) is in the plane "/host:metadata", which ProfileData does
+not give out; `_programs` reads the few fields that name an instruction's place in the
+model. Their numbers are those of tsl/profiler/protobuf/xplane.proto and
+xla/service/hlo.proto.
+
+A loop, a call or a branch counts for what nothing inside of it covers. A device is
+idle where no operation of its own runs: one that waits for others in a collective
+is busy.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxscale.errors import ConfigError, printable
+from jaxscale.files import read_bytes
+from jaxscale.metrics.text import few, plural, short_time, table
+from jaxscale.planning.cost import COLLECTIVES
+
+# Of the host, in the order of a step (`run.tracer`); of the device, by the scopes of
+# `training.step`, where what a gradient transposes is the backward pass.
+HOST_PARTS = ("input", "step", "check", "evaluation", "saving")
+# "communication" is all that is not the exchange: sums of metrics, BatchNorm's means,
+# gathers of parameters.
+DEVICE_PARTS = ("forward", "backward", "exchange", "communication", "update", "other")
+_PART = re.compile(r"\b(exchange|update|gradients)/")
+_DEVICE = re.compile(r"/device:(?:GPU|TPU|CUSTOM):\d+")
+_CONTROL = ("while", "call", "conditional")  # opcodes
+_WRAPPER = re.compile(r"jit\(|(shard_map|while|body|closed_call|vmap\(\))$")
+_WIDEST = 60  # characters of a cell
+_HLO = re.compile(r"%?([\w.\-]+) = ")  # "%fusion.3 = f32[8] fusion(...)"
+
+
+class Op(NamedTuple):
+  """An operation of the compiled program, summed over the trace.
+
+  Attributes:
+    name: of its HLO instruction.
+    where: it is in the model, as JAX named it; "" where the trace does not say.
+    part: of the step, one of `DEVICE_PARTS`.
+    seconds: over all devices.
+    count: how often it ran, over all devices.
+  """
+
+  name: str
+  where: str
+  part: str
+  seconds: float
+  count: int
+
+
+class Summary(NamedTuple):
+  """Of one trace, or of those of several processes.
+
+  Attributes:
+    steps: numbers of the steps in it, of any process.
+    step_s: seconds per step, the mean over processes; 0 without a named step.
+    seconds: from its first step or operation to the last one's end; the mean over
+      processes.
+    idle: share of that in which a device does nothing, by device.
+    ops: the most expensive first.
+    host: part -> its seconds in the process's main thread, the mean over processes.
+  """
+
+  steps: tuple[int, ...]
+  step_s: float
+  seconds: float
+  idle: dict[str, float]
+  ops: tuple[Op, ...]
+  host: dict[str, float]
+
+  def parts(self) -> dict[str, float]:
+    """Seconds of operations by part of the step, over all devices."""
+    found: dict[str, float] = dict.fromkeys(DEVICE_PARTS, 0.0)
+    for op in self.ops:
+      found[op.part] += op.seconds
+    return {part: seconds for part, seconds in found.items() if seconds}
+
+
+class _Instruction(NamedTuple):
+  opcode: str
+  where: str  # its place in the model
+
+
+class _Event(NamedTuple):
+  start: float  # ns
+  end: float
+  name: str
+  instruction: _Instruction
+
+
+def find(folder: Path) -> list[Path]:
+  """The newest trace in a folder, a file per process.
+
+  Args:
+    folder: of the trace itself, of several, or a workdir; or one file.
+
+  Raises:
+    ConfigError: there is none.
+  """
+  if folder.is_file():
+    return [folder]
+  files = [p for p in sorted(folder.rglob("*.xplane.pb")) if p.is_file()]
+  # A folder begins with "." while the profiler writes it.
+  files = [
+    p for p in files if not any(x[0] == "." for x in p.relative_to(folder).parts)
+  ]
+  if not files:
+    hint = "give a folder with *.xplane.pb in it, as --config.log.profile makes them"
+    raise ConfigError(f"{folder}: no trace, {hint}")
+  newest = max(files, key=lambda p: p.stat().st_mtime).parent
+  return [p for p in files if p.parent == newest]
+
+
+def summarize(files: Sequence[Path]) -> Summary:
+  """Read a trace.
+
+  Args:
+    files: of `find`.
+
+  Raises:
+    ConfigError: a file is no trace, or there is no operation and no step in it.
+  """
+  found = [_read(path) for path in files]
+  totals: dict[tuple[str, str, str], tuple[float, int]] = {}
+  idle: dict[str, float] = {}
+  host: dict[str, float] = collections.defaultdict(float)
+  for path, (_, devices, parts, (start, end)) in zip(files, found, strict=True):
+    process = f"{path.name.removesuffix('.xplane.pb')} " if len(files) > 1 else ""
+    for device, events in devices.items():
+      busy = sum(b - a for a, b in _union((e.start, e.end) for e in events))
+      idle[f"{process}{device}"] = 1 - busy / (end - start)
+      for event, seconds in _own_seconds(events):
+        where = event.instruction.where
+        key = event.name, where, _part_of(*event.instruction)
+        total, count = totals.get(key, (0.0, 0))
+        totals[key] = total + seconds, count + 1
+    for part, begin, finish in parts:
+      host[part] += 1e-9 * (finish - begin) / len(files)
+  ops = [Op(*key, seconds, count) for key, (seconds, count) in totals.items()]
+  each = [1e-9 * (end - start) / len(s) for s, *_, (start, end) in found if s]
+  return Summary(
+    steps=tuple(sorted({step for steps, *_ in found for step in steps})),
+    step_s=sum(each) / max(len(each), 1),
+    seconds=1e-9 * sum(end - start for *_, (start, end) in found) / len(files),
+    idle=idle,
+    ops=tuple(sorted(ops, key=lambda op: -op.seconds)),
+    host={part: host[part] for part in HOST_PARTS if part in host},
+  )
+
+
+def text(summary: Summary, most: int = 10) -> str:
+  """The same for people: steps, idle devices, parts, and the most expensive operations.
+
+  Args:
+    summary: of `summarize`.
+    most: operations that are shown.
+  """
+  total = sum(op.seconds for op in summary.ops) or 1.0
+  lines = [_head(summary)]
+  if summary.idle:
+    low, high = min(summary.idle.values()), max(summary.idle.values())
+    spread = f"{low:.0%}" if len(summary.idle) == 1 else f"{low:.0%} to {high:.0%}"
+    lines.append(f"idle: {spread} of the time, {plural(len(summary.idle), 'device')}")
+  if summary.host:
+    shares = [f"{p} {s / summary.seconds:.0%}" for p, s in summary.host.items()]
+    lines.append(f"host: {', '.join(shares)} of the time")
+  parts = summary.parts().items()
+  shares = [f"{part} {s / total:.0%}" for part, s in parts if s >= 0.005 * total]
+  lines.append(f"devices: {', '.join(shares) or 'no operations'} of their operations")
+  rows = [
+    (
+      printable(op.name)[:_WIDEST], short_time(op.seconds),
+      f"{op.seconds / total:.1%}", f"{op.count:,}",
+      op.part, printable(_short(op.where)),
+    )
+    for op in summary.ops[:most]
+  ]  # fmt: skip
+  head = ("operation", "time", "share", "count", "part", "of")
+  return "\n".join([*lines, "", table(head, rows, left=(0, 4, 5))])
+
+
+def _head(summary: Summary) -> str:
+  steps = summary.steps
+  if not steps:
+    return f"{short_time(summary.seconds)} without a named step"
+  named = f"steps {steps[0]} to {steps[-1]}"
+  if len(steps) != steps[-1] - steps[0] + 1:
+    named = f"steps {few(steps)}"
+  each = short_time(summary.step_s)
+  return f"{named} in {short_time(summary.seconds)}, {each} each"
+
+
+def _short(where: str) -> str:
+  """The end of a place in the model, which is its most telling part."""
+  first = where.partition(":")[0].replace("/(", "/")  # of those that XLA has combined
+  names = [name for name in first.split("/") if not _WRAPPER.match(name)]
+  return "/".join(names[-3:])[-_WIDEST:]
+
+
+def _part_of(opcode: str, where: str) -> str:
+  """One of `DEVICE_PARTS`.
+
+  Example:
+    >>> _part_of("dot", "jit(train_step)/gradients/transpose(jvp(CNN))/dot_general")
+    'backward'
+    >>> _part_of("all-reduce", "jit(train_step)/exchange/psum"), _part_of("copy", "")
+    ('exchange', 'other')
+  """
+  scopes = _PART.findall(where)  # of several instructions, if XLA has combined them
+  if "exchange" in scopes:
+    return "exchange"
+  if opcode.removesuffix("-start").removesuffix("-done") in COLLECTIVES:
+    return "communication"
+  if "gradients" not in scopes:
+    return scopes[0] if scopes else "other"
+  return "backward" if "transpose(" in where else "forward"
+
+
+def _read(path: Path):
+  """Steps, operations by device, parts of the host, and the window: all in ns."""
+  import jax.profiler
+
+  try:
+    content = read_bytes(path)
+    planes = list(jax.profiler.ProfileData.from_serialized_xspace(content).planes)
+  except (OSError, RuntimeError) as e:
+    why = getattr(e, "strerror", None) or "not a trace"
+    raise ConfigError(f"{path}: {why}; give an *.xplane.pb that is whole") from None
+  steps, devices, ends = {}, collections.defaultdict(list), {}
+  parts: list[tuple[str, float, float]] = []  # of the host
+  for plane in planes:
+    if _DEVICE.fullmatch(plane.name):
+      devices[plane.name.removeprefix("/device:")] += _device_events(plane)
+    elif plane.name == "/host:CPU":
+      for line in plane.lines:
+        for event in line.events:
+          _host_event(event, steps, devices, ends, parts)
+  known = _programs(content)
+
+  def operation(start, end, key, name, program):
+    guess = _Instruction(name.partition(".")[0], "")
+    instruction = known.get((program, name), known.get(("", name), guess))
+    return _Event(start, max(end, ends.get(key, 0)), name, instruction)
+
+  operations = {
+    device: sorted((operation(*event) for event in events), key=lambda e: e[:2])
+    for device, events in devices.items()
+    if events
+  }
+  times = [(e.start, e.end) for events in operations.values() for e in events]
+  times += [*steps.values(), *((start, end) for _, start, end in parts)]
+  if not times:
+    advice = "trace steps that train, or give another one"
+    raise ConfigError(f"{path}: no step and no operation in it; {advice}")
+  window = min(a for a, _ in times), max(b for _, b in times)
+  return steps, operations, parts, window
+
+
+def _device_events(plane: Any) -> Iterator[tuple[float, float, Any, str, str]]:
+  """Operations of an accelerator's plane, the derived lines left out."""
+  lines = list(plane.lines)
+  if ours := [line for line in lines if line.name == "XLA Ops"]:
+    lines = ours
+  else:
+    lines = [line for line in lines if line.name.startswith("Stream")]
+  for line in lines:
+    for event in line.events:
+      stats = dict(event.stats)
+      name = str(stats.get("hlo_op") or event.name)
+      if found := _HLO.match(name):
+        name = found[1]
+      yield event.start_ns, event.end_ns, None, name, _program(stats)
+
+
+def _host_event(event: Any, steps, devices, ends, parts) -> None:
+  """Put an event of the host's plane where it belongs."""
+  name, start, end = event.name, event.start_ns, event.end_ns
+  if name in HOST_PARTS:
+    parts.append((name, start, end))
+    return
+  if "::" in name:  # of XLA's own code: the most, and no operation
+    return
+  stats = dict(event.stats)
+  if name.startswith("end: "):
+    ends[stats.get("_ct"), stats.get("_c")] = start
+  elif "hlo_op" in stats:
+    key, device = (stats.get("_pt"), stats.get("_p")), stats.get("device_ordinal", 0)
+    operation = start, end, key, str(stats["hlo_op"]), _program(stats)
+    devices[f"CPU:{device}"].append(operation)
+  elif isinstance(step := stats.get("step_num"), int):
+    steps[step] = (start, end)
+
+
+def _program(stats: dict[str, Any]) -> str:
+  """As "/host:metadata" names it, "jit_train_step(7)"."""
+  return f"{stats.get('hlo_module', '')}({stats.get('program_id', '')})"
+
+
+def _own_seconds(events: Sequence[_Event]) -> Iterator[tuple[_Event, float]]:
+  """Every operation with its time, of loops and the like without what runs in them.
+
+  Args:
+    events: of a device, in their order.
+  """
+  for i, event in enumerate(events):
+    covered = 0.0
+    if event.instruction.opcode in _CONTROL:
+      after = itertools.islice(events, i + 1, None)
+      inside = itertools.takewhile(lambda e, end=event.end: e.start < end, after)
+      spans = ((e.start, min(e.end, event.end)) for e in inside)
+      covered = sum(b - a for a, b in _union(spans))
+    yield event, 1e-9 * (event.end - event.start - covered)
+
+
+def _union(spans: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+  """Spans in their order, those that overlap as one.
+
+  Example:
+    >>> list(_union([(0, 2), (1, 3), (5, 6)]))
+    [(0, 3), (5, 6)]
+  """
+  last = None
+  for a, b in spans:
+    if last is not None and a <= last[1]:
+      last = last[0], max(last[1], b)
+      continue
+    if last is not None:
+      yield last
+    last = a, b
+  if last is not None:
+    yield last
+
+
+def _programs(content: bytes) -> dict[tuple[str, str], _Instruction]:
+  """The instructions of all programs in a trace, by program and name.
+
+  Each is there without its program as well: on TPUs an event does not say which.
+  Empty where the trace has none, or they are of a form that is not known here.
+  """
+  found = {}
+  with contextlib.suppress(ValueError, IndexError):
+    for plane in _fields(memoryview(content), 1):  # XSpace.planes
+      if bytes(dict(_wire(plane)).get(2, b"")) != b"/host:metadata":  # XPlane.name
+        continue
+      for entry in _fields(plane, 4):  # XPlane.event_metadata: a map
+        metadata = dict(_wire(entry)).get(2, b"")
+        program = bytes(dict(_wire(metadata)).get(2, b"")).decode()  # its name
+        for stat in _fields(metadata, 5):  # XEventMetadata.stats
+          for proto in _fields(stat, 6):  # XStat.bytes_value: an HloProto
+            for name, instruction in _instructions(proto):
+              found[program, name] = instruction
+              found.setdefault(("", name), instruction)
+  return found
+
+
+def _instructions(proto: Any) -> Iterator[tuple[str, _Instruction]]:
+  for module in _fields(proto, 1):  # HloProto.hlo_module
+    for computation in _fields(module, 3):  # HloModuleProto.computations
+      for instruction in _fields(computation, 2):  # HloComputationProto.instructions
+        found = dict(_wire(instruction))
+        name, opcode = (bytes(found.get(n, b"")).decode() for n in (1, 2))
+        metadata = dict(_wire(found.get(7, b"")))  # OpMetadata
+        where = bytes(metadata.get(2, b"")).decode()  # its op_name
+        yield name, _Instruction(opcode, where)
+
+
+def _fields(message: Any, number: int) -> Iterator[Any]:
+  """The values of a field that is a message, text or bytes."""
+  return (v for n, v in _wire(message) if n == number and not isinstance(v, int))
+
+
+def _wire(message: Any) -> Iterator[tuple[int, Any]]:
+  """The fields of a message and their values (protobuf.dev, "Encoding").
+
+  Raises:
+    ValueError: it is none.
+    IndexError: it is cut.
+  """
+  at = 0
+
+  def varint() -> int:
+    nonlocal at
+    value = shift = 0
+    while True:
+      byte, at = message[at], at + 1
+      value |= (byte & 127) << shift
+      if byte < 128:
+        return value
+      shift += 7
+
+  while at < len(message):
+    tag = varint()
+    number, kind = tag >> 3, tag & 7
+    if kind == 0:
+      yield number, varint()
+      continue
+    if kind not in (1, 2, 5):
+      raise ValueError(f"wire type {kind}")
+    size = varint() if kind == 2 else {1: 8, 5: 4}[kind]
+    if at + size > len(message):
+      raise IndexError(size)
+    yield number, message[at : at + size]
+    at += size

@@ -1,0 +1,192 @@
+"""Traces of a run's steps, by JAX's profiler: the planned ones, and those asked for.
+
+`Log.profile` names steps before the run; `jaxscale profile RUN` asks while it trains
+(`trace_request`). Each process acts on its own, and nothing here is a collective: one
+that traces a step later than another gives another trace, not a deadlock. What a
+trace costs, its process pays while it is taken and written, and whoever waits for it
+in the next step. Nothing that goes wrong here ends a run.
+
+    WORKDIR/profile/plugins/profile/steps_100-110/process_0.xplane.pb
+                                                  process_0.trace.json.gz
+
+The host's parts are named by the activities of the watch ("input", "step"), and by
+"evaluation", "saving" and "check" (`run.callbacks`); the device's by the scopes of
+`training.step`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+from jaxscale.config.running import Log
+from jaxscale.errors import printable
+from jaxscale.files import replace_text
+from jaxscale.run import trace_request
+from jaxscale.run.trace_request import process_file, session_folder
+
+# Requests are looked for once a second, and by all processes of a large run together at
+# most a hundred times: each look is one question to the file server.
+_POLL_S, _POLLS_PER_S = 1.0, 100
+_SUFFIXES = (".trace.json.gz", ".xplane.pb")  # the last one is waited for
+
+
+class Tracer:
+  """What one process traces.
+
+  Attributes:
+    say: prints a line; process 0's alone is seen.
+  """
+
+  def __init__(self, workdir: Path, log: Log):
+    """Nothing is traced before the first `is_due`."""
+    self.say: Callable[[str], None] = print
+    self._workdir, self._log = workdir, log
+    self._rank, self._count = jax.process_index(), jax.process_count()
+    self._planned = None
+    if self._rank in log.profile_processes:
+      self._planned = log.profiled_steps()
+    self._poll_s, self._next_poll = max(_POLL_S, self._count / _POLLS_PER_S), 0.0
+    self._answered = ""  # the last request
+    self._next = "", 0  # name and steps of the trace that is due
+    self._is_on, self._left, self._first, self._step = False, 0, 0, 0
+    self._target = self._scratch = workdir
+    self._unwritten: Path | None = None  # of a trace that the profiler still has
+    self._in_step, self._in_part = contextlib.ExitStack(), contextlib.ExitStack()
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, error, *_):
+    self.finish()
+    if self._planned and self._step < self._planned[0] and error is None:
+      self._say(f"{self._plan()}: the run ended after step {self._step}; no trace")
+
+  def attach(self, say: Callable[[str], None], total_steps: int) -> None:
+    """Print by `say` from here on, and what the plan has that the run has not."""
+    self.say = say
+    log = self._log
+    missing = [p for p in log.profile_processes if p >= self._count]
+    if log.profile and missing and self._rank == 0:
+      have = f"the processes are 0 to {self._count - 1}"
+      say(f"log.profile_processes={log.profile_processes}: {have}")
+    if self._planned and self._planned[0] > total_steps:
+      self._say(f"{self._plan()}: the run has {total_steps} steps; no trace")
+      self._planned = None
+
+  def is_due(self, step: int) -> bool:
+    """Whether a trace begins or ends before this step; asked once per step."""
+    self._step = step
+    if self._is_on:
+      self._left -= 1
+      return self._left < 0
+    if self._planned and self._planned[0] <= step <= self._planned[1]:
+      last, self._planned = self._planned[1], None
+      self._next = f"steps_{step}-{last}", last - step + 1
+      return True
+    if (now := time.monotonic()) < self._next_poll:
+      return False
+    self._next_poll = now + self._poll_s
+    asked = trace_request.read(self._workdir)
+    if not asked or asked.name == self._answered or self._rank not in asked.processes:
+      return False
+    self._answered, self._next = asked.name, (asked.name, asked.steps)
+    folder = session_folder(self._workdir, asked.name)
+    return not process_file(folder, self._rank).exists()  # from before a restart
+
+  @property
+  def is_complete(self) -> bool:
+    """Whether a trace has all of its steps, and only waits to be ended."""
+    return self._is_on and self._left <= 0
+
+  def turn(self, step: int) -> None:
+    """End a trace, or begin one with this step; no step is in flight."""
+    if self._is_on:
+      self.finish()
+    else:
+      self._begin(step, *self._next)
+
+  def at(self, step: int, activity: str) -> None:
+    """Name what the host begins to do, while there is a trace."""
+    if not self._is_on:
+      return
+    self._in_part.close()
+    if activity != "step":
+      self._in_step.close()
+    if activity == "input":
+      named = jax.profiler.StepTraceAnnotation("train", step_num=step)
+      self._in_step.enter_context(named)
+    if activity in ("input", "step"):
+      self._in_part.enter_context(jax.profiler.TraceAnnotation(activity))
+
+  def finish(self) -> None:
+    """End the trace, if there is one, and put it in its place."""
+    if not self._is_on:
+      return
+    self.at(self._step, "")
+    self._is_on = False
+    last = self._step - (self._left < 0)
+    try:
+      self._unwritten = self._scratch
+      jax.profiler.stop_trace()
+      self._unwritten = None
+      self._keep()
+    except Exception as e:  # JAX's errors have no common class, and none may end a run
+      self._failed(e)
+    else:
+      where = f"`jaxscale profile --summary {self._target}`"
+      self._say(f"traced steps {self._first} to {last}: {where}")
+    finally:
+      shutil.rmtree(self._scratch, ignore_errors=True)
+
+  def _begin(self, step: int, name: str, steps: int) -> None:
+    self._target = session_folder(self._workdir, name)
+    folder = self._workdir / trace_request.FOLDER
+    self._scratch = folder / f".{secrets.token_hex(8)}.tmp"
+    self._first, self._left = step, steps - 1
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # every Python call: slow, and larger than the rest
+    try:
+      self._scratch.mkdir(parents=True)
+      if self._unwritten:  # else the profiler takes no other
+        jax.profiler.stop_trace()
+        shutil.rmtree(self._unwritten, ignore_errors=True)
+        self._unwritten = None
+      jax.profiler.start_trace(self._scratch, profiler_options=options)
+      self._is_on = True
+    except Exception as e:  # also where the user traces the whole program
+      shutil.rmtree(self._scratch, ignore_errors=True)
+      self._failed(e)
+
+  def _keep(self) -> None:
+    """Move what the profiler wrote to its place, each file whole."""
+    self._target.mkdir(parents=True, exist_ok=True)
+    for suffix in _SUFFIXES:
+      (found,) = self._scratch.glob(f"plugins/profile/*/*{suffix}")
+      os.replace(found, process_file(self._target, self._rank, suffix))
+
+  def _failed(self, error: Exception) -> None:
+    what = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, OSError) and error.strerror:
+      what = f"{error.filename or self._target}: {error.strerror}"
+    line = f"step {self._first}  no trace: {printable(what)[:300]}"
+    with contextlib.suppress(OSError):  # whoever asked reads it
+      self._target.mkdir(parents=True, exist_ok=True)
+      replace_text(process_file(self._target, self._rank, ".error"), f"{line}\n")
+    self._say(line)
+
+  def _plan(self) -> str:
+    return f"log.profile={self._log.profile}"
+
+  def _say(self, line: str) -> None:
+    if self._rank == 0:
+      self.say(line)
+    else:
+      print(f"process {self._rank}: {line}", flush=True)

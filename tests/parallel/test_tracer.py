@@ -1,0 +1,259 @@
+"""Traces that runs take: when, of what, and that nothing else changes."""
+
+import contextlib
+import gzip
+import json
+import resource
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxscale import cli
+from jaxscale.config import Log
+from jaxscale.planning import hlo, trace
+from jaxscale.run import trace_request
+from jaxscale.run.fit import fit
+from jaxscale.run.trace_request import session_folder
+from jaxscale.run.tracer import Tracer
+from jaxscale.training import loop
+from support.configs import tiny_digits
+from support.trees import assert_same_bits
+
+# Of 11.2 steps per epoch; an evaluation and a save are among the steps traced.
+SPAN = {"epochs": "10", "evaluation__every_epochs": "9.1"}
+SPAN |= {"checkpoint__every_epochs": "9.1", "log__tensorboard": "False"}
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory):
+  """A run of 112 steps on eight devices, and its workdir."""
+  workdir = tmp_path_factory.mktemp("traced")
+  more = {"log__profile": "100:110", "log__dump_hlo": "True", **SPAN}
+  return fit(tiny_digits(**more), workdir), workdir
+
+
+def viewer_events(workdir, name):
+  """The same trace, as XLA's own converter writes it for trace viewers."""
+  path = session_folder(workdir, name) / "process_0.trace.json.gz"
+  with gzip.open(path) as file:
+    return [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
+
+
+@pytest.mark.slow
+def test_the_steps_are_in_it_with_their_parts(traced):
+  summary = trace.summarize(trace.find(traced[1]))
+  assert summary.steps == tuple(range(100, 111))
+  dense = [op for op in summary.ops if op.where.endswith("dot_general")]
+  counts = [op.count for op in dense if op.part == "forward"]
+  # Once on each device in each step; a thread may end its last one after the trace.
+  assert counts and all(80 <= count <= 88 for count in counts)
+  assert len(summary.idle) == 8 and all(0 <= x < 1 for x in summary.idle.values())
+  parts = summary.parts()
+  for part in ("forward", "backward", "exchange", "communication", "update"):
+    assert parts[part] > 0, part
+  assert list(summary.host) == ["input", "step", "evaluation", "saving"]
+  assert not list((traced[1] / "profile").glob(".*"))
+
+
+@pytest.mark.slow
+def test_its_operations_are_those_of_xlas_own_converter(traced):
+  """By name: how often they ran, and how long, but for those with others inside."""
+  theirs, ours = ({}, {})
+  for event in viewer_events(traced[1], "steps_100-110"):
+    if name := event.get("args", {}).get("hlo_op"):
+      count, seconds = theirs.get(name, (0, 0.0))
+      theirs[name] = count + 1, seconds + 1e-6 * event["dur"]
+  for op in trace.summarize(trace.find(traced[1])).ops:
+    count, seconds = ours.get(op.name, (0, 0.0))
+    ours[op.name] = count + op.count, seconds + op.seconds
+  assert {n: c for n, (c, _) in ours.items()} == {n: c for n, (c, _) in theirs.items()}
+  for name, (count, seconds) in theirs.items():
+    if not name.startswith(("while", "call", "cond")):
+      # Theirs ends where the thread leaves it, ours where the operation is done.
+      assert ours[name][1] > seconds - 1e-8 * count, name
+
+
+@pytest.mark.slow
+def test_the_summary_names_the_most_expensive(traced, capsys):
+  assert cli.main(["profile", "--summary", str(traced[1])]) == 0
+  lines = capsys.readouterr().out.splitlines()
+  assert lines[0].startswith("steps 100 to 110 in ")
+  assert lines[1].endswith(" of the time, 8 devices")
+  assert len(lines) == 4 + 1 + 1 + 10
+  most = trace.summarize(trace.find(traced[1])).ops[0]
+  assert lines[6].split()[0] == most.name and "all-reduce" in most.name
+
+
+@pytest.mark.slow
+def test_the_program_is_there_as_text(traced):
+  found = {p.name: p.read_text() for p in (traced[1] / "hlo").iterdir()}
+  assert found.keys() == {"phase_0.stablehlo.txt", "phase_0.optimized.txt"}
+  assert "stablehlo.dot_general" in found["phase_0.stablehlo.txt"]
+  kinds = {row.kind for row in hlo.collectives(found["phase_0.optimized.txt"])}
+  assert kinds == {"all-reduce"}
+
+
+@pytest.mark.slow
+def test_a_trace_changes_no_bit_of_the_run(traced, tmp_path):
+  assert_same_bits(fit(tiny_digits(**SPAN), tmp_path).state, traced[0].state)
+  assert not (tmp_path / "profile").exists() and not (tmp_path / "hlo").exists()
+
+
+class FakeProfiler:
+  """Notes which steps it sees, and writes what JAX's would."""
+
+  def __init__(self, monkeypatch):
+    self.taken, self.steps, self.folder = [], [], None
+    for name in ("start_trace", "stop_trace", "StepTraceAnnotation"):
+      monkeypatch.setattr(jax.profiler, name, getattr(self, name))
+
+  def start_trace(self, folder, profiler_options):
+    self.folder, self.steps = folder, []
+
+  def stop_trace(self):
+    self.taken.append(self.steps)
+    target = self.folder / "plugins" / "profile" / "now"
+    target.mkdir(parents=True)
+    for suffix in (".xplane.pb", ".trace.json.gz"):
+      (target / f"host{suffix}").write_text("")
+
+  def StepTraceAnnotation(self, name, step_num):
+    self.steps.append(step_num)
+    return contextlib.nullcontext()
+
+
+def walk(tracer, start, total, evaluated=(), stop=None):
+  """The loop with a tracer, as `RunCallbacks` has it; steps read before each turn."""
+  logged, turns = [], []
+
+  def step(state, batch):
+    return state + 1, {"loss": jnp.float32(1), "grad_norm": jnp.float32(1)}
+
+  def turn(at):
+    turns.append(logged[-1] if logged else start)
+    tracer.turn(at)
+
+  def evaluate(at, state):
+    if tracer.is_complete:
+      turn(at + 1)
+
+  made = loop.Callbacks(
+    at=tracer.at, is_traced=tracer.is_due, trace=turn, is_logged=lambda s: True,
+    log=lambda s, m: logged.append(s), is_evaluated=lambda s: s in evaluated,
+    evaluate=evaluate, should_stop=lambda s: s == stop,
+  )  # fmt: skip
+  loop.train(start, step, iter(range(total)), made, start=start, total_steps=total)
+  return turns
+
+
+@pytest.mark.parametrize(
+  "profile, start, total, options, taken, says",
+  [
+    ("3:5", 0, 9, {}, [3, 4, 5], "traced steps 3 to 5: "),
+    ("3:5", 0, 9, {"evaluated": (4, 5)}, [3, 4, 5], "traced steps 3 to 5: "),
+    ("1:1", 0, 9, {}, [1], "traced steps 1 to 1: "),
+    ("8:9", 0, 9, {}, [8, 9], "traced steps 8 to 9: "),
+    ("8:12", 0, 9, {}, [8, 9], "traced steps 8 to 9: "),
+    ("3:5", 3, 9, {}, [4, 5], "traced steps 4 to 5: "),
+    ("3:5", 0, 9, {"stop": 4}, [3, 4], "traced steps 3 to 4: "),
+    ("3:5", 5, 9, {}, None, None),
+    ("10:12", 0, 9, {}, None, "log.profile=10:12: the run has 9 steps; no trace"),
+    ("7:8", 0, 9, {"stop": 4}, None, "log.profile=7:8: the run ended after step 4; no"),
+  ],
+)  # fmt: skip
+def test_when_it_traces(
+  tmp_path, monkeypatch, profile, start, total, options, taken, says
+):
+  fake, lines = FakeProfiler(monkeypatch), []
+  with Tracer(tmp_path, Log(profile=profile)) as tracer:
+    tracer.attach(lines.append, total)
+    turns = walk(tracer, start, total, **options)
+  assert fake.taken == ([taken] if taken else [])
+  assert [line[: len(says)] for line in lines] == ([says] if says else [])
+  # No step is in flight when it begins or ends.
+  assert taken is None or turns[0] == taken[0] - 1
+  assert len(turns) < 2 or turns[1] == taken[-1]
+  if taken:
+    name = f"steps_{taken[0]}-{profile.split(':')[1]}"
+    assert len([*session_folder(tmp_path, name).iterdir()]) == 2
+
+
+def test_it_traces_what_is_asked_for_once(tmp_path, monkeypatch):
+  fake, lines = FakeProfiler(monkeypatch), []
+  monkeypatch.setattr("jaxscale.run.tracer._POLL_S", 0.0)
+  requests = [trace_request.make(n, ranks, 60.0) for n, ranks in ((2, (0,)), (1, (5,)))]
+  for request in requests:  # of the second one, process 5 alone
+    with Tracer(tmp_path, Log(profile="6:7")) as tracer:
+      tracer.attach(lines.append, 9)
+      trace_request.write(tmp_path, request)
+      walk(tracer, 0, 9)
+    trace_request.withdraw(tmp_path, request)
+  assert fake.taken == [[1, 2], [6, 7], [6, 7]]
+  with Tracer(tmp_path, Log()) as tracer:  # a restart, and it waits still
+    trace_request.write(tmp_path, requests[0])
+    walk(tracer, 0, 9)
+  assert len(fake.taken) == 3
+
+
+def test_it_looks_for_a_request_once_a_second(tmp_path, monkeypatch):
+  looks, clock = [], iter(range(1000, 1100))
+  monkeypatch.setattr(trace_request, "read", looks.append)
+  fake_time = SimpleNamespace(monotonic=lambda: next(clock) / 10)
+  monkeypatch.setattr("jaxscale.run.tracer.time", fake_time)
+  tracer = Tracer(tmp_path, Log())
+  assert not any(tracer.is_due(step) for step in range(1, 101))
+  assert len(looks) == 10
+
+
+def test_processes_that_are_not_there_are_named(tmp_path):
+  lines = []
+  with Tracer(tmp_path, Log(profile="1:2", profile_processes=(3,))) as tracer:
+    tracer.attach(lines.append, 9)
+    assert not tracer.is_due(1)
+  assert lines == ["log.profile_processes=(3,): the processes are 0 to 0"]
+
+
+def test_a_full_disk_costs_a_line_and_the_next_trace_is_taken(tmp_path):
+  lines, step = [], jax.jit(lambda x: (x @ x).sum())
+  with Tracer(tmp_path, Log(profile="1:2")) as tracer:
+    tracer.attach(lines.append, 9)
+    assert tracer.is_due(1)
+    tracer.turn(1)
+    step(jnp.ones((9, 9))).block_until_ready()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # EFBIG, for whoever it is
+    try:
+      tracer.finish()
+    finally:
+      resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    (line,) = lines
+    assert line.startswith("step 1  no trace: ") and "\n" not in line
+    assert not list((tmp_path / "profile").glob(".*")), "nothing half-written stays"
+    tracer._planned = (5, 6)
+    assert tracer.is_due(5)
+    tracer.turn(5)
+    step(jnp.ones((9, 9))).block_until_ready()
+    tracer.finish()
+  assert lines[1].startswith("traced steps 5 to ")
+  assert trace.summarize(trace.find(tmp_path)).ops
+
+
+@pytest.mark.parametrize("obstacle", ["a file", "another trace"])
+def test_what_is_in_the_way_costs_a_line(tmp_path, obstacle):
+  lines = []
+  if obstacle == "a file":
+    (tmp_path / "profile").write_text("")
+  else:
+    jax.profiler.start_trace(tmp_path / "mine")
+  with Tracer(tmp_path, Log(profile="1:2")) as tracer:
+    tracer.attach(lines.append, 9)
+    walk(tracer, 0, 4)
+  if obstacle == "another trace":
+    jax.profiler.stop_trace()
+  (line,) = lines
+  what = (
+    "Not a directory" if obstacle == "a file" else "Profile has already been started"
+  )
+  assert line.startswith("step 1  no trace: ") and what in line

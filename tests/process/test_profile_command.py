@@ -1,0 +1,61 @@
+"""A job that trains, of two processes, is asked for a trace as a user asks."""
+
+import subprocess
+import sys
+
+import pytest
+
+from jaxscale import launch
+from jaxscale.metrics import read_metrics
+from jaxscale.planning import trace
+from support.commands import child_env, error_line
+from support.paths import ROOT
+from support.processes import wait_until
+
+
+def profile(*argv):
+  return subprocess.run(
+    [sys.executable, "-m", "jaxscale", "profile", *map(str, argv)],
+    env=child_env(), cwd=ROOT, capture_output=True, text=True, timeout=240,
+  )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_running_job_is_profiled_on_request(tmp_path, monkeypatch):
+  monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+  job = launch.submit(
+    "configs/digits.py", executor="local", runs=str(tmp_path), nodes=2, name="digits",
+    overrides={"epochs": 100_000, "log.every_steps": 4, "log.tensorboard": False,
+               "model": "MLP", "model.hidden": (64,), "evaluation.every_epochs": 1e4,
+               "checkpoint.every_epochs": 1e4},
+  )  # fmt: skip
+  workdir = job.folder / "train"
+  try:
+    wait_until(lambda: read_metrics(workdir / "metrics.jsonl"), seconds=240)
+    options = f"--runs={tmp_path}", "--steps=3", "--processes=0,1"
+    done = profile("digits", *options)
+    assert done.returncode == 0, done.stderr
+    asked, folder, head, *lines = done.stdout.splitlines()
+    assert asked == f"{workdir}: asked for a trace of 3 steps; waiting"
+    files = trace.find(workdir)
+    assert [str(p) for p in files] == [
+      f"{folder}/process_{i}.xplane.pb" for i in (0, 1)
+    ]
+    # Each process begins at the step in which it has read the request.
+    steps = {trace.summarize([path]).steps for path in files}
+    assert all(len(s) == 3 and s[2] - s[0] == 2 for s in steps)
+    summary = trace.summarize(files)
+    assert head.startswith(f"steps {summary.steps[0]}") and head.endswith(" each")
+    devices = [name.split(" CPU:")[0] for name in summary.idle]
+    assert devices == ["process_0", "process_1"]
+    assert summary.ops[0].name in lines[-10] and lines[-11].startswith("operation")
+    assert not (workdir / "profile" / "request.json").exists()
+    last = read_metrics(workdir / "metrics.jsonl")[-1]["step"]
+    wait_until(lambda: read_metrics(workdir / "metrics.jsonl")[-1]["step"] > last)
+  finally:
+    job.cancel()
+    job.wait(120)
+  assert "process 1: traced steps " in job.logs("all")
+  line = error_line(profile("digits", f"--runs={tmp_path}"), 2)
+  assert line.endswith("no run trains there; start it, or print an earlier trace by "
+                       "--summary")  # fmt: skip
