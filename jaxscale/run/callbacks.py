@@ -21,8 +21,8 @@ from jaxscale.experiment import phases
 from jaxscale.experiment.derive import steps_of
 from jaxscale.mesh import host_shard
 from jaxscale.parallel.layout import backward_sum_axes
-from jaxscale.run.efficiency import Peak
 from jaxscale.run.nan_policy import NanPolicy
+from jaxscale.run.programs import Programs
 from jaxscale.run.reporter import Reporter
 from jaxscale.training import loop, nan_guard, replica_check
 from jaxscale.training.replica_check import Fingerprint
@@ -38,7 +38,7 @@ class Run(NamedTuple):
     watch: takes note where it is, and knows when to stop.
     nan_policy: what follows a skipped step.
     began: when, seconds since the epoch.
-    peak: FLOP/s of a device (`efficiency.find_peak`); None: not known.
+    programs: where compiled ones are kept.
   """
 
   workdir: Path
@@ -47,7 +47,7 @@ class Run(NamedTuple):
   watch: Watch
   nan_policy: NanPolicy
   began: float
-  peak: Peak | None
+  programs: Programs
 
 
 class RunCallbacks(loop.Callbacks):

@@ -26,9 +26,15 @@ from jaxscale.parallel.layout_exchange import exchange_split
 from jaxscale.run import adaptive_batch, provenance
 from jaxscale.run import workdir as workdirs
 from jaxscale.run.callbacks import Run, RunCallbacks
-from jaxscale.run.efficiency import find_peak
 from jaxscale.run.nan_policy import NanPolicy
-from jaxscale.run.phases import Compiled, in_background, phase_at, train_phases
+from jaxscale.run.phases import (
+  Compiled,
+  compile_in_background,
+  in_background,
+  phase_at,
+  train_phases,
+)
+from jaxscale.run.programs import Programs, kept_programs
 from jaxscale.run.reporter import Reporter
 from jaxscale.run.session import check_progress
 from jaxscale.training import loop, noise_scale
@@ -77,12 +83,17 @@ def fit(config: Config, workdir: str | os.PathLike) -> Result:
   workdir = Path(workdir)
   experiment = _with_chosen_sizes(workdir, workdirs.experiment_in(workdir, config))
   workdirs.claim_workdir(workdir, config)
-  held = lock.acquire_for_all(workdir)
-  with held or contextlib.nullcontext():
-    return _fit(experiment, workdir, held, began)
+  held, wait_s = lock.acquire_for_all(workdir), config.faults.compile_timeout_s
+  with (
+    held or contextlib.nullcontext(),
+    kept_programs(config.compilation, workdir, _print, wait_s) as programs,
+  ):
+    return _fit(experiment, workdir, held, programs, began)
 
 
-def _fit(experiment: build.Experiment, workdir: Path, held, began: float) -> Result:
+def _fit(
+  experiment: build.Experiment, workdir: Path, held, programs: Programs, began: float
+) -> Result:
   """`fit`, in a directory that no other run writes to."""
   config = experiment.config
   checks, saving = config.checks, config.checkpoint
@@ -97,7 +108,7 @@ def _fit(experiment: build.Experiment, workdir: Path, held, began: float) -> Res
     cluster.current_watch() as watch,
     Checkpoints(workdir / "checkpoints", lock=held, split=split, **kept) as checkpoints,
   ):
-    run = Run(workdir, held, checkpoints, watch, nan_policy, began, find_peak())
+    run = Run(workdir, held, checkpoints, watch, nan_policy, began, programs)
     check_progress(config, workdir, max(checkpoints.steps(), default=0))
     # What git takes the first step does not wait for.
     recorded = in_background(functools.partial(_record_start, workdir))
@@ -149,11 +160,11 @@ def _train(run: Run, experiment: build.Experiment) -> tuple[TrainState, Reporter
   compiled: Compiled = {}
   if newest < experiment.derived.total_steps:
     data.check_readable(experiment.train_data)
-    compiling = functools.partial(experiment.compile_train_step, abstract)
-    compiled[experiment.phase] = experiment, in_background(compiling)
+    compiling = compile_in_background(run, experiment, abstract)
+    compiled[experiment.phase] = experiment, compiling
   state = checkpoints.restore(abstract, experiment.exchange.resize)
   if state is None:
-    state = experiment.init_state(_print)
+    state = experiment.init_state(_print, run.programs.turn())
   start, end = int(state.step), experiment.derived.total_steps
   if start > end:  # config.json, which shows that it is another run, is gone
     raise ConfigError(
@@ -171,7 +182,7 @@ def _train(run: Run, experiment: build.Experiment) -> tuple[TrainState, Reporter
   write = functools.partial(workdirs.write_config, workdir, described)
   cluster.on_leader(functools.partial(write, experiment.config), "config.json")
   may_write = functools.partial(lock.is_held, run.lock)
-  with Reporter(experiment, workdir, start, may_write, run.peak) as reporter:
+  with Reporter(experiment, workdir, start, may_write) as reporter:
     checkpoints.say = reporter.say
     at_target = reporter.stops_at_target()
     if at_target or start == experiment.derived.total_steps:

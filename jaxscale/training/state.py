@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -102,6 +103,7 @@ def init_state(
   *,
   seed: int = 0,
   given: Mapping[str, jax.Array] | None = None,
+  turn: contextlib.AbstractContextManager[Any] | None = None,
   **options: Any,
 ) -> TrainState:
   """The state before the first step, made in place on every device.
@@ -114,11 +116,16 @@ def init_state(
     seed: of the parameters; the same on every mesh.
     given: leaves that are not to be initialised, e.g. imported, by path: 0/... of
       params and 1/... of model_state.
+    turn: entered to compile it; None: any time will do.
     options: layout, average, noise_scale and local, as of `make_init`.
   """
   # Sharded, it may have collectives: no step may start while it runs.
-  init = one_at_a_time(make_init(init_fn, tx, mesh, exchange, **options), mesh)
-  return init(jax.random.key(seed), given or {})
+  init: Any = one_at_a_time(make_init(init_fn, tx, mesh, exchange, **options), mesh)
+  arguments = jax.random.key(seed), given or {}
+  lowered = init.lower(*arguments)
+  with turn or contextlib.nullcontext():
+    init = one_at_a_time(lowered.compile(), mesh)
+  return init(*arguments)
 
 
 def abstract_state(*parts: Any, **options: Any) -> TrainState:
