@@ -103,6 +103,10 @@ class RunCallbacks(loop.Callbacks):
     reporter, experiment = self._reporter, self._reporter.experiment
     reporter.evaluating(step)
     with reporter.pause():
+      if not reporter.evaluation and jax.process_count() > 1:
+        lowered = experiment.lower_eval_step(experiment.abstract_state())
+        with self._run.programs.turn():
+          lowered.compile()  # which the first call finds, in JAX or on disk
       size, mesh = experiment.derived.eval_batch_size, experiment.mesh
       batches = data.eval_batches(experiment.eval_data, size, shard=host_shard(mesh))
       activity = "evaluating" if reporter.evaluation else "preparing"

@@ -19,6 +19,7 @@ import hashlib
 import itertools
 import math
 import os
+import platform
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -101,12 +102,20 @@ def kept_programs(
     say: called with a line where something is in the way; in the leader only.
     wait_s: for the leader, at most, to compile a program.
   """
-  # Set by the user, as by JAX_COMPILATION_CACHE_DIR, or switched off there.
-  is_users = jax.config.jax_compilation_cache_dir is not None
-  is_users |= not jax.config.jax_enable_compilation_cache
-  if is_users or not settings.cache:
-    yield Programs(None, say, wait_s)
-    return
+  with _same_keys_on_cpus():
+    # Set by the user, as by JAX_COMPILATION_CACHE_DIR, or switched off there.
+    is_users = jax.config.jax_compilation_cache_dir is not None
+    is_users |= not jax.config.jax_enable_compilation_cache
+    if is_users or not settings.cache:
+      yield Programs(None, say, wait_s)
+    else:
+      with _own_programs(settings, workdir, say, wait_s) as programs:
+        yield programs
+
+
+@contextlib.contextmanager
+def _own_programs(settings, workdir, say, wait_s) -> Iterator[Programs]:
+  """`kept_programs`, where the user has not said how."""
   opened = _open(settings, workdir) if cluster.is_leader() else None
   found, lines = cluster.from_leader(opened)
   for line in lines:
@@ -128,6 +137,40 @@ def kept_programs(
   finally:
     programs.seal()
     _update(before)
+
+
+@contextlib.contextmanager
+def _same_keys_on_cpus() -> Iterator[None]:
+  """Inside, processes on CPUs of one kind look for a program under the same key.
+
+  JAX's key has a fingerprint of the devices, that of CPUs differs between processes,
+  and only process 0 writes: the others never found anything (jax 0.10.2). What a
+  program is compiled for is their instruction set; devices and their numbers are among
+  the compiler's options, which the key has too.
+  """
+  try:
+    from jax._src import cache_key as keys
+
+    original = keys._hash_accelerator_config
+  except (ImportError, AttributeError):
+    original = None
+  if original is None or jax.process_count() == 1 or jax.default_backend() != "cpu":
+    yield
+    return
+  kind = _cpu_kind()
+  keys._hash_accelerator_config = lambda hashed, devices: hashed.update(kind)
+  try:
+    yield
+  finally:
+    keys._hash_accelerator_config = original
+
+
+def _cpu_kind() -> bytes:
+  """Model and instruction sets of this host's processor."""
+  fields = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+  lines = readable_text(Path("/proc/cpuinfo")).splitlines()
+  found = {x for x in lines if x.partition(":")[0].strip() in fields}
+  return "\n".join([platform.machine(), *sorted(found)]).encode()
 
 
 def _jax_settings(folder: Path) -> dict[str, object]:
