@@ -227,7 +227,7 @@ def _stamps(folder: Path | None) -> dict[str, tuple[int, int]]:
   found = {}
   with contextlib.suppress(OSError):
     for entry in os.scandir(folder) if folder else ():
-      if entry.name.endswith(_PROGRAM):
+      if entry.name.endswith(_PROGRAM) and not entry.is_dir(follow_symlinks=False):
         info = entry.stat(follow_symlinks=False)
         found[entry.name] = info.st_size, info.st_mtime_ns
   return found
@@ -244,7 +244,10 @@ def _drop_damaged(folder: Path) -> int:
     path = folder / name
     wanted = readable_text(path.with_name(name + _SUM)).strip()
     with contextlib.suppress(OSError):  # a pipe, or it cannot be read
+      info = path.lstat()
       if wanted and not path.is_symlink() and _digest(path) == wanted:
+        with contextlib.suppress(OSError):  # a look at all of them is no use of any
+          os.utime(path, ns=(info.st_atime_ns, info.st_mtime_ns))
         continue
     _delete(path)
     damaged += bool(wanted)  # without: a run was killed while it was written
@@ -266,7 +269,6 @@ def _last_use(entry: tuple[os.stat_result, Path]) -> float:
 
 
 def _delete(path: Path) -> None:
-  """A program and its checksum; a directory in its place is in nobody's way."""
-  for doomed in (path, path.with_name(path.name + _SUM)):
-    with contextlib.suppress(FileNotFoundError, IsADirectoryError):
-      doomed.unlink()
+  """A program and its checksum."""
+  path.unlink(missing_ok=True)
+  path.with_name(path.name + _SUM).unlink(missing_ok=True)

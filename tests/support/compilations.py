@@ -1,9 +1,10 @@
-"""Runs the command line, and notes each program that JAX compiles or loads.
+"""Counts of the programs that JAX compiles, and of those that it loads.
 
-python tests/support/compilations.py FILE COMMAND ...; a line of FILE is "compiled NAME"
-or "loaded NAME", of FILE.RANK where there are several processes.
+python tests/support/compilations.py FILE COMMAND ... runs the command line; a line of
+FILE is "compiled NAME" or "loaded NAME", of FILE.RANK where there are several processes.
 """
 
+import contextlib
 import os
 import sys
 import threading
@@ -13,8 +14,9 @@ from pathlib import Path
 _hits = threading.local()
 
 
-def watch(path):
-  """Append to a file from here on."""
+@contextlib.contextmanager
+def watched(note):
+  """Inside, calls note("compiled" or "loaded", name of the program)."""
   from jax import monitoring
 
   def event(name, **_):
@@ -23,17 +25,20 @@ def watch(path):
 
   def duration(name, _, fun_name="", **__):
     if name == "/jax/core/compile/backend_compile_duration":
-      what = "loaded" if getattr(_hits, "any", False) else "compiled"
+      note("loaded" if getattr(_hits, "any", False) else "compiled", fun_name)
       _hits.any = False
-      with open(path, "a") as file:
-        file.write(f"{what} {fun_name}\n")
 
   monitoring.register_event_listener(event)
   monitoring.register_event_duration_secs_listener(duration)
+  try:
+    yield
+  finally:
+    monitoring.unregister_event_listener(event)
+    monitoring.unregister_event_duration_listener(duration)
 
 
 def counts(path) -> dict[str, Counter]:
-  """How often each program was compiled, and loaded."""
+  """How often each program was compiled, and loaded, by a file."""
   found = {"compiled": Counter(), "loaded": Counter()}
   for line in Path(path).read_text().splitlines():
     what, _, name = line.partition(" ")
@@ -41,9 +46,19 @@ def counts(path) -> dict[str, Counter]:
   return found
 
 
-if __name__ == "__main__":
+def main():
   from jaxscale.cli.start import entry
 
   rank = os.environ.get("JAXSCALE_PROCESS_ID")
-  watch(sys.argv.pop(1) + (f".{rank}" if rank else ""))
-  entry()
+  path = sys.argv.pop(1) + (f".{rank}" if rank else "")
+
+  def note(what, name):
+    with open(path, "a") as file:
+      file.write(f"{what} {name}\n")
+
+  with watched(note):
+    entry()
+
+
+if __name__ == "__main__":
+  main()
