@@ -105,25 +105,21 @@ class Experiment:
     Raises:
       ConfigError: the file of `Config.init_from` is not of this model.
     """
-    start: dict[str, Any] = {"seed": self.config.seed, "turn": turn}
-    if self.config.init_from is not None:
-      info = self.eval_data.info
-      start["given"] = imported(self.config, info, self.abstract_state(), say)
-    parts, options = self._init_parts()
-    return states.init_state(*parts, **options, **start)
+    given, config = None, self.config
+    if config.init_from is not None:
+      given = imported(config, self.eval_data.info, self.abstract_state(), say)
+    return states.run_init(self._init, self.mesh, config.seed, given, turn)
 
   def abstract_state(self) -> TrainState:
     """Shapes, dtypes and shardings of the state, without computing it."""
-    parts, options = self._init_parts()
-    return states.abstract_state(*parts, **options)
+    return states.shapes_of(self._init)
 
   def lower_init_state(self) -> Any:
     """What makes the state, as `jax.stages.Lowered`."""
     assert self.sync is None, "workers that train alone have whole models"
     key = jax.eval_shape(jax.random.key, self.config.seed)
     key = jax.ShapeDtypeStruct((), key.dtype, sharding=replicated(self.mesh))
-    parts, options = self._init_parts()
-    return states.make_init(*parts, **options).lower(key, {})
+    return self._init.lower(key, {})
 
   @functools.cached_property
   def example_flops(self) -> int:
@@ -172,12 +168,15 @@ class Experiment:
     step: Any = self.eval_step
     return step.lower(*state.evaluated(), batch)
 
-  def _init_parts(self) -> tuple[Any, dict[str, Any]]:
+  @functools.cached_property
+  def _init(self) -> Any:
+    """What makes the state, jitted: traced once, for its shapes and to run it."""
     parts = init_fn(self.model), self.tx, self.mesh, self.exchange
     if self.sync is not None:
-      return parts, {"local": self.sync.method}
+      return states.make_init(*parts, local=self.sync.method)
     average, noise = self.config.ema_decay is not None, self.config.noise_scale
-    return parts, {"layout": self.layout, "average": average, "noise_scale": noise}
+    options = {"layout": self.layout, "average": average, "noise_scale": noise}
+    return states.make_init(*parts, **options)
 
 
 def experiment(

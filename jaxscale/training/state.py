@@ -103,7 +103,6 @@ def init_state(
   *,
   seed: int = 0,
   given: Mapping[str, jax.Array] | None = None,
-  turn: contextlib.AbstractContextManager[Any] | None = None,
   **options: Any,
 ) -> TrainState:
   """The state before the first step, made in place on every device.
@@ -116,16 +115,35 @@ def init_state(
     seed: of the parameters; the same on every mesh.
     given: leaves that are not to be initialised, e.g. imported, by path: 0/... of
       params and 1/... of model_state.
-    turn: entered to compile it; None: any time will do.
     options: layout, average, noise_scale and local, as of `make_init`.
   """
+  init = make_init(init_fn, tx, mesh, exchange, **options)
+  return run_init(init, mesh, seed, given)
+
+
+def run_init(
+  init: Any,
+  mesh: Mesh,
+  seed: int,
+  given: Mapping[str, jax.Array] | None = None,
+  turn: contextlib.AbstractContextManager[Any] | None = None,
+) -> TrainState:
+  """The same by what `make_init` made.
+
+  Args:
+    init: (key, leaves that are given) -> the state.
+    mesh: where the state lives.
+    seed: of the parameters.
+    given: as of `init_state`.
+    turn: entered to compile it; None: any time will do.
+  """
   # Sharded, it may have collectives: no step may start while it runs.
-  init: Any = one_at_a_time(make_init(init_fn, tx, mesh, exchange, **options), mesh)
+  init = one_at_a_time(init, mesh)
   arguments = jax.random.key(seed), given or {}
   lowered = init.lower(*arguments)
   with turn or contextlib.nullcontext():
-    init = one_at_a_time(lowered.compile(), mesh)
-  return init(*arguments)
+    compiled = one_at_a_time(lowered.compile(), mesh)
+  return compiled(*arguments)
 
 
 def abstract_state(*parts: Any, **options: Any) -> TrainState:
@@ -133,7 +151,11 @@ def abstract_state(*parts: Any, **options: Any) -> TrainState:
 
   The arguments are those of `make_init`.
   """
-  init: Any = make_init(*parts, **options)
+  return shapes_of(make_init(*parts, **options))
+
+
+def shapes_of(init: Any) -> TrainState:
+  """The same of what `make_init` made."""
   return init.eval_shape(jax.random.key(0), {})
 
 
