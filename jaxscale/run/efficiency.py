@@ -31,7 +31,7 @@ from jaxscale.metrics.chips import peak_flops
 from jaxscale.planning.cost import program_flops
 from jaxscale.planning.topologies import memory_of
 
-_SIZE, _ROUNDS = 768, 4  # of the products that measure a peak; the first one warms up
+_SIZE, _ROUNDS = 768, 8  # of the products that measure a peak; the first one warms up
 
 
 class Peak(NamedTuple):

@@ -1,15 +1,15 @@
-"""The compiled programs of a run, kept on disk: what one start has compiled, the next
-one loads.
+"""Compiled programs of a run, kept on disk: what one start compiles, the next loads.
 
 They are JAX's persistent compilation cache (jax.experimental.compilation_cache), in the
-workdir, which a job that is requeued has again and all processes can read. Its keys are
-of the program itself, jaxlib's version, XLA's flags, and the kind and number of devices,
-CPUs' instruction sets included: what was edited, upgraded or moved is compiled again.
+workdir: a job that is requeued has it again, and all processes can read it. Its keys
+are of the program itself, jaxlib's version, XLA's flags, and the kind and number of
+devices, CPUs' instruction sets included: what was edited, upgraded or is on other
+hardware is compiled again.
 
 A program is code that is run. So it is loaded only from a folder that nobody else can
-write to, and if it is what was written: JAX leaves behind what a kill or a full disk has
-cut short, and never writes it again. Next to each program is its SHA-256; what does not
-fit, or has none, is deleted before anything is loaded.
+write to, and if it is what was written: JAX leaves behind what a kill or a full disk
+has cut short, and never writes it again. Next to each program is its SHA-256; what does
+not fit, or has none, is deleted before anything is loaded.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Programs:
 
   @contextlib.contextmanager
   def _turn(self, name: str) -> Iterator[None]:
-    config, first = jax.config, contextlib.nullcontext()
-    is_kept = config.jax_enable_compilation_cache and config.jax_compilation_cache_dir
+    first = contextlib.nullcontext()
+    is_kept = _setting("enable_compilation_cache") and _setting("compilation_cache_dir")
     if is_kept and jax.default_backend() != "gpu":
       first = cluster.leader_first(name, self._wait_s)
     with first:
@@ -104,9 +104,8 @@ def kept_programs(
   """
   with _same_keys_on_cpus():
     # Set by the user, as by JAX_COMPILATION_CACHE_DIR, or switched off there.
-    is_users = jax.config.jax_compilation_cache_dir is not None
-    is_users |= not jax.config.jax_enable_compilation_cache
-    if is_users or not settings.cache:
+    is_users = _setting("compilation_cache_dir") is not None
+    if is_users or not _setting("enable_compilation_cache") or not settings.cache:
       yield Programs(None, say, wait_s)
     else:
       with _own_programs(settings, workdir, say, wait_s) as programs:
@@ -130,8 +129,9 @@ def _own_programs(settings, workdir, say, wait_s) -> Iterator[Programs]:
     return
   # Python's two lines for each program are one of ours, in `seal`.
   warnings.filterwarnings("ignore", "Error (read|writ)ing persistent compilation cache")
-  before = {name: getattr(jax.config, name) for name in _jax_settings(folder)}
-  _update(_jax_settings(folder))
+  wanted = _jax_settings(folder)
+  before = {name: _setting(name) for name in wanted}
+  _update(wanted)
   try:
     yield programs
   finally:
@@ -175,18 +175,22 @@ def _cpu_kind() -> bytes:
 
 def _jax_settings(folder: Path) -> dict[str, object]:
   """What JAX's configuration gets, where the user has set nothing."""
-  wanted: dict[str, object] = {"jax_compilation_cache_dir": str(folder)}
   # Also what takes less than a second: the sum of it is what a start waits for.
-  unless_set = {"jax_persistent_cache_min_compile_time_secs": 0.0}
+  wanted: dict[str, object] = {"persistent_cache_min_compile_time_secs": 0.0}
   if jax.default_backend() != "gpu":
     # Of no use, and its path is in every key: a workdir that is moved would compile.
-    unless_set["jax_persistent_cache_enable_xla_caches"] = ""
-  return wanted | {k: v for k, v in unless_set.items() if k.upper() not in os.environ}
+    wanted["persistent_cache_enable_xla_caches"] = ""
+  wanted = {k: v for k, v in wanted.items() if f"JAX_{k.upper()}" not in os.environ}
+  return wanted | {"compilation_cache_dir": str(folder)}
+
+
+def _setting(name: str) -> object:
+  return getattr(jax.config, f"jax_{name}")
 
 
 def _update(values: dict[str, object]) -> None:
   for name, value in values.items():
-    jax.config.update(name, value)
+    jax.config.update(f"jax_{name}", value)
   compilation_cache.reset_cache()  # which JAX opens but once
 
 

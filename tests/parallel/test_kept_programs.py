@@ -37,9 +37,7 @@ def start(tmp_path):
   def start(workdir=tmp_path, constant=1.5, **settings):
     lines, found = [], []
     with (
-      programs.kept_programs(
-        Compilation(**settings), workdir, lines.append, 1
-      ) as kept,
+      programs.kept_programs(Compilation(**settings), workdir, lines.append, 1) as kept,
       watched(lambda what, _: found.append(what)),
       kept.turn(),
     ):

@@ -1,7 +1,7 @@
 """Counts of the programs that JAX compiles, and of those that it loads.
 
 python tests/support/compilations.py FILE COMMAND ... runs the command line; a line of
-FILE is "compiled NAME" or "loaded NAME", of FILE.RANK where there are several processes.
+FILE, or of FILE.RANK in each of several processes, is "compiled NAME" or "loaded NAME".
 """
 
 import contextlib
