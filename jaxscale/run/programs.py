@@ -114,7 +114,7 @@ def kept_programs(
 
 @contextlib.contextmanager
 def _own_programs(settings, workdir, say, wait_s) -> Iterator[Programs]:
-  """`kept_programs`, where the user has not said how."""
+  """`kept_programs`, where JAX has no cache of the user's."""
   opened = _open(settings, workdir) if cluster.is_leader() else None
   found, lines = cluster.from_leader(opened)
   for line in lines:

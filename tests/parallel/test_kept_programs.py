@@ -182,8 +182,9 @@ def test_a_loaded_step_takes_the_same_steps(tmp_path):
       programs.kept_programs(settings, tmp_path, print, 1) as kept,
       watched(lambda what, name: found.update([(what, name)])),
     ):
-      step = build.at_phase(made, made.phase).compile_train_step(turn=kept.turn())
-      state, batches = made.init_state(print, kept.turn()), train_batches(made, 0)
+      again = build.at_phase(made, made.phase)  # of which JAX has compiled nothing
+      step = again.compile_train_step(turn=kept.turn())
+      state, batches = again.init_state(print, kept.turn()), train_batches(made, 0)
       for _ in range(3):
         state, metrics = step(state, next(batches))
       results.append(jax.device_get((state, metrics)))
