@@ -19,8 +19,9 @@ from support.trees import assert_same_bits
 
 
 @pytest.fixture(autouse=True)
-def _no_cache(own_cache):
+def _no_cache(own_cache, monkeypatch):
   """As where the user has not set JAX's own cache, which all other tests use."""
+  monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", raising=False)
   before = jax.config.jax_compilation_cache_dir
   jax.config.update("jax_compilation_cache_dir", None)
   compilation_cache.reset_cache()

@@ -15,7 +15,8 @@ PROCESSES, MAIN = 4, ("jit(init)", "jit(train_step)", "jit(local_totals)")
 @pytest.fixture
 def start(tmp_path, monkeypatch):
   """A run to its end; of each process what it compiled and what it loaded."""
-  monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+  for name in ("COMPILATION_CACHE_DIR", "PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"):
+    monkeypatch.delenv(f"JAX_{name}", raising=False)
 
   def start(name, *args):
     notes = tmp_path / f"{name}-notes"
