@@ -1,16 +1,21 @@
-"""From process start to the first step of the digits run, against the least.
+"""From process start to the first step: the first time and again, against the least.
 
-    python benchmarks/startup.py
+    python benchmarks/startup.py [digits] [resnet50] [text]
 
-The least is what no run can do without: `import jax`, and tracing and compiling
-that very step, measured in a process of its own. Both in turns; `ratio` is the
-ratio of the medians. The first step counts as done when its loss has been read.
+The second start finds the programs of the first one in its workdir, and no checkpoint.
+The least is what no start can do without: `import jax`, tracing and lowering the step,
+loading it and making the state, in a process of its own. Both in turns; ratios are
+those of the medians, of wall time and of the process's own time, which a busy machine
+changes less. The first step counts as done when its loss has been read; `compile_s` is
+what JAX spent in compiling or loading all programs until then, by threads that run side
+by side.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -20,58 +25,130 @@ from pathlib import Path
 
 from common import report
 
-TURNS = 7
+TURNS = 3
+# Config, devices, and what makes the run short.
+RUNS = {
+  "digits": ("configs/digits.py", 1, ["--config.epochs=3"]),
+  "resnet50": ("benchmarks/startup_resnet.py", 8, []),
+  "text": (
+    "configs/text.py",
+    1,
+    ["--config.epochs=0.01", "--config.schedule.warmup_epochs=0.001"],
+  ),
+}
 LEAST = """
-import time
-began = time.perf_counter()
+import json, sys, time
+def clocks():
+  return time.perf_counter(), time.process_time()
+marks = [clocks()]
 import jax
-imported = time.perf_counter()
+marks.append(clocks())
 from jaxscale.experiment import build
 from jaxscale.config.loading import load_config
-e = build.experiment(load_config("configs/digits.py"))
-abstract = e.abstract_state(), e.abstract_batch()
-ready = time.perf_counter()
-e.train_step.lower(*abstract).compile()
-print(imported - began + time.perf_counter() - ready)
+overrides = dict(x.removeprefix("--config.").split("=", 1) for x in sys.argv[2:])
+e = build.experiment(load_config(sys.argv[1], overrides))
+marks.append(clocks())
+step = e.lower_train_step()
+marks.append(clocks())
+step.compile()
+e.init_state()
+marks.append(clocks())
+spent = [[b - a for a, b in zip(*pair)] for pair in zip(marks, marks[1:])]
+print(json.dumps([spent[0], spent[2], spent[3]]))
+"""
+RUN = """
+import json, os, sys, time
+from jax import monitoring
+from jaxscale.cli.start import entry
+from jaxscale.run.reporter import Reporter
+compiling = []
+def note(name, seconds, **_):
+  if name == "/jax/core/compile/backend_compile_duration":
+    compiling.append(seconds)
+def first(*_):
+  with open(path, "w") as file:
+    json.dump([time.time(), time.process_time(), sum(compiling)], file)
+  os._exit(0)
+monitoring.register_event_duration_secs_listener(note)
+Reporter.trained, path = first, sys.argv.pop(1)
+entry()
 """
 
 
-def environment() -> dict[str, str]:
-  return os.environ | {"JAX_PLATFORMS": "cpu"}
+def environment(devices: int, **more: str) -> dict[str, str]:
+  env = {k: v for k, v in os.environ.items() if "COMPILATION_CACHE" not in k}
+  return env | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)} | more
 
 
-def least() -> float:
-  done = subprocess.run(
-    [sys.executable, "-c", LEAST], env=environment(), capture_output=True, text=True
+def least(name: str, workdir: Path) -> list[list[float]]:
+  """Wall and processor seconds of the import, of lowering, of loading and the state."""
+  config, devices, short = RUNS[name]
+  env = environment(
+    devices,
+    JAX_COMPILATION_CACHE_DIR=f"{workdir.resolve()}/compiled",
+    JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES="",  # as the run has it, for the same keys
   )
-  return float(done.stdout)
+  command = [sys.executable, "-c", LEAST, config, *short]
+  done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+  return json.loads(done.stdout)
 
 
-def first_step() -> float:
-  """Seconds from starting the process to the line of step 1 in its record."""
-  with tempfile.TemporaryDirectory() as workdir:
-    command = [
-      *(sys.executable, "-m", "jaxscale.train", "--config", "configs/digits.py"),
-      *("--workdir", workdir, "--config.log.every_steps=1"),
-      *("--config.log.tensorboard=False", "--config.epochs=3"),
-    ]
-    began = time.time()
-    subprocess.run(command, env=environment(), capture_output=True, check=True)
-    lines = Path(workdir, "metrics.jsonl").read_text().splitlines()
-    return json.loads(lines[0])["time"] - began
+def first_step(name: str, workdir: Path) -> list[float]:
+  """Wall and processor seconds until the first step is done, and those of compiling."""
+  config, devices, short = RUNS[name]
+  kept, aside = workdir / "compiled", workdir.with_suffix(".kept")
+  if workdir.exists():  # of the start before, only what it compiled is left
+    kept.rename(aside)
+    shutil.rmtree(workdir)
+    workdir.mkdir()
+    aside.rename(kept)
+  notes = workdir.with_suffix(".json")
+  command = [
+    *(sys.executable, "-c", RUN, str(notes), "train", "--config", config),
+    *("--workdir", str(workdir), "--config.log.every_steps=1", *short),
+  ]
+  began = time.time()
+  subprocess.run(command, env=environment(devices), capture_output=True, check=True)
+  ended, processor, compiling = json.loads(notes.read_text())
+  return [ended - began, processor, compiling]
+
+
+def measure(name: str) -> dict:
+  with tempfile.TemporaryDirectory() as folder:
+    workdir = Path(folder, "run")
+    cold = first_step(name, workdir)
+    least(name, workdir), first_step(name, workdir)  # fill the page cache
+    turns = [(least(name, workdir), first_step(name, workdir)) for _ in range(TURNS)]
+
+  def median(values):
+    return round(statistics.median(values), 2)
+
+  floors = [[sum(clock) for clock in zip(*parts, strict=True)] for parts, _ in turns]
+  warm = [median(x) for x in zip(*(again for _, again in turns), strict=True)]
+  floor = [median(x) for x in zip(*floors, strict=True)]
+  names = "import_jax", "lower", "load_and_init"
+  clocks = "wall_s", "processor_s", "compile_s"
+  return {
+    "ratio": round(warm[0] / floor[0], 3),
+    "processor_ratio": round(warm[1] / floor[1], 3),
+    "first_time": dict(zip(clocks, (round(x, 2) for x in cold), strict=True)),
+    "again": dict(zip(clocks, warm, strict=True)),
+    "least": {
+      part: {
+        clock: median(parts[i][j] for parts, _ in turns)
+        for j, clock in enumerate(clocks[:2])
+      }
+      for i, part in enumerate(names)
+    },
+    "turns": [
+      [[round(x, 2) for x in least], [round(x, 2) for x in again]]
+      for least, (_, again) in zip(floors, turns, strict=True)
+    ],
+  }
 
 
 def main() -> None:
-  least(), first_step()  # fill the page cache
-  pairs = [(least(), first_step()) for _ in range(TURNS)]
-  floor, ours = (statistics.median(times) for times in zip(*pairs, strict=True))
-  report(
-    "startup",
-    ratio=round(ours / floor, 3),
-    first_step_s=round(ours, 2),
-    import_jax_and_compile_s=round(floor, 2),
-    turns=[[round(a, 2), round(b, 2)] for a, b in pairs],
-  )
+  report("startup", runs={name: measure(name) for name in sys.argv[1:] or RUNS})
 
 
 if __name__ == "__main__":

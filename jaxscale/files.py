@@ -234,11 +234,14 @@ def open_to_append(path: Path) -> int:
   return number
 
 
-def who_else_writes(path: Path, *, group: bool = True) -> str | None:
+def who_else_writes(
+  path: Path, *, group: bool = True, is_folder: bool = False
+) -> str | None:
   """Who can put something else in the place of a file, as words; None: nobody.
 
   Args:
     path: of a file; whoever can write to its folder can replace it.
+    is_folder: it is of a folder, into which nobody else may put anything.
     group: whether the file's group counts. False: whoever shares a folder with a
       group trusts it, and with it the group's members.
 
@@ -247,8 +250,8 @@ def who_else_writes(path: Path, *, group: bool = True) -> str | None:
   """
   me, folder = (os.geteuid(), 0), path.parent.stat()
   file, writers = path.lstat(), 0o022 if group else 0o002
-  if not stat.S_ISREG(file.st_mode):
-    return f"{path} is not a file"
+  if not (stat.S_ISDIR if is_folder else stat.S_ISREG)(file.st_mode):
+    return f"{path} is not a {'folder' if is_folder else 'file'}"
   # Of a folder like /tmp nobody removes what is another's.
   is_shared = folder.st_mode & writers and not folder.st_mode & stat.S_ISVTX
   is_mine = file.st_uid in me and folder.st_uid in me

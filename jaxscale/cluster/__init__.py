@@ -12,6 +12,7 @@ from jaxscale.cluster.barrier import (
   from_leader,
   gather,
   is_leader,
+  leader_first,
   on_leader,
   sum_over_processes,
 )
@@ -26,6 +27,6 @@ from jaxscale.cluster.timeouts import Timeouts
 
 __all__ = [
   "Timeouts", "any_process", "barrier", "current_watch", "from_leader", "gather",
-  "initialize", "is_job", "is_leader", "mark_saved", "on_leader", "open_session",
-  "sum_over_processes",
+  "initialize", "is_job", "is_leader", "leader_first", "mark_saved", "on_leader",
+  "open_session", "sum_over_processes",
 ]  # fmt: skip

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 # JAX takes seconds to import; whoever calls these has it.
@@ -95,6 +96,46 @@ def on_leader(function: Callable[[], None], name: str) -> None:
   barrier(name)
   if failed := from_leader(failed):
     raise OSError(*failed)
+
+
+@contextlib.contextmanager
+def leader_first(name: str, timeout_s: float) -> Iterator[None]:
+  """What is inside begins in the leader, and in the others once it has ended there.
+
+  No collective: it may be in a thread, next to other work of the run. Whatever the
+  leader does, nobody waits for ever.
+
+  Args:
+    name: of this occasion; the same in all processes, and used once.
+    timeout_s: after which the others no longer wait.
+  """
+  client = _coordination_client()
+  if client is not None and not is_leader():
+    import jax
+
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+      client.blocking_key_value_get(f"jaxscale/{name}", int(1000 * timeout_s))
+  try:
+    yield
+  finally:
+    if client is not None and is_leader():
+      client.key_value_set(f"jaxscale/{name}", "done")
+
+
+def _coordination_client() -> Any:
+  """JAX's connection to process 0; None where this process is alone.
+
+  JAX has no public name for it (0.10 to 0.12); without it nobody waits.
+  """
+  import jax
+
+  if jax.process_count() == 1:
+    return None
+  with contextlib.suppress(ImportError, AttributeError):
+    from jax._src import distributed
+
+    return distributed.global_state.client
+  return None
 
 
 def _multihost_utils() -> Any:

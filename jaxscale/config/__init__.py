@@ -30,7 +30,15 @@ from jaxscale.config.choice import HOMES
 from jaxscale.config.config import Config
 from jaxscale.config.layout import Layout
 from jaxscale.config.phases import AdaptiveBatch, Phases
-from jaxscale.config.running import Checkpoint, Checks, Evaluation, Faults, Log, Mesh
+from jaxscale.config.running import (
+  Checkpoint,
+  Checks,
+  Compilation,
+  Evaluation,
+  Faults,
+  Log,
+  Mesh,
+)
 from jaxscale.errors import ConfigError
 
 if TYPE_CHECKING:

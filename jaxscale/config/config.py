@@ -16,7 +16,15 @@ from jaxscale.config.bases import Data, Exchange, Loss, Model, Optimizer, Schedu
 from jaxscale.config.bounds import Count, Positive, check_pattern
 from jaxscale.config.layout import Layout, check_layout
 from jaxscale.config.phases import AdaptiveBatch, Phases
-from jaxscale.config.running import Checkpoint, Checks, Evaluation, Faults, Log, Mesh
+from jaxscale.config.running import (
+  Checkpoint,
+  Checks,
+  Compilation,
+  Evaluation,
+  Faults,
+  Log,
+  Mesh,
+)
 from jaxscale.config.validation import settings
 from jaxscale.errors import ConfigError
 
@@ -71,6 +79,7 @@ class Config:
     layout: how the model is sharded over them.
     exchange: how gradients cross the network.
     sync: when workers synchronize: every step, or now and then.
+    compilation: where compiled programs are kept.
     evaluation: when and how to evaluate.
     checkpoint: when to save and what to keep.
     checks: what to watch during training.
@@ -107,6 +116,7 @@ class Config:
   layout: Layout = Layout()
   exchange: Exchange = built_in(Exchange, "AllReduce")
   sync: Sync = built_in(Sync, "EveryStep")
+  compilation: Compilation = Compilation()
   evaluation: Evaluation = Evaluation()
   checkpoint: Checkpoint = Checkpoint()
   checks: Checks = Checks()

@@ -42,6 +42,25 @@ class Mesh:
 
 
 @settings
+class Compilation:
+  """Compiled programs, which are kept for the next start (`run/programs.py`).
+
+  Where JAX_COMPILATION_CACHE_DIR is set, or `jax.config` says so, JAX's own settings
+  count, and these do not.
+
+  Attributes:
+    cache: keep what is compiled, and load what is kept.
+    cache_dir: a folder that runs share; None: `compiled/` in the workdir or, where
+      others can write to that, in the user's cache.
+    cache_gb: the programs longest out of use are deleted above this size.
+  """
+
+  cache: bool = True
+  cache_dir: str | None = None
+  cache_gb: Positive = 2.0
+
+
+@settings
 class Evaluation:
   """When and how the held-out examples are evaluated, always every one.
 

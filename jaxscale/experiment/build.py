@@ -6,6 +6,7 @@ the parts; here they become an `Experiment`, one phase of it after another.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -40,6 +41,9 @@ from jaxscale.training.flops import training_flops
 from jaxscale.training.local_step import make_local_train_step
 from jaxscale.training.state import TrainState, WorkerState
 from jaxscale.training.step import Batch, EvalStep, LossFn, TrainStep
+
+# What a program is compiled in, for others to wait for: `run.programs.Programs.turn`.
+Turn = contextlib.AbstractContextManager[None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,34 +93,33 @@ class Experiment:
       noise_scale=config.noise_scale, **options,
     )  # fmt: skip
 
-  def init_state(self, say: Callable[[str], None] = print) -> TrainState:
+  def init_state(
+    self, say: Callable[[str], None] = print, turn: Turn | None = None
+  ) -> TrainState:
     """The state before the first step, on the mesh.
 
     Args:
       say: called with a line about its parameters, if they are from a file.
+      turn: entered to compile what makes it; None: any time will do.
 
     Raises:
       ConfigError: the file of `Config.init_from` is not of this model.
     """
-    start: dict[str, Any] = {"seed": self.config.seed}
-    if self.config.init_from is not None:
-      info = self.eval_data.info
-      start["given"] = imported(self.config, info, self.abstract_state(), say)
-    parts, options = self._init_parts()
-    return states.init_state(*parts, **options, **start)
+    given, config = None, self.config
+    if config.init_from is not None:
+      given = imported(config, self.eval_data.info, self.abstract_state(), say)
+    return states.run_init(self._init, self.mesh, config.seed, given, turn)
 
   def abstract_state(self) -> TrainState:
     """Shapes, dtypes and shardings of the state, without computing it."""
-    parts, options = self._init_parts()
-    return states.abstract_state(*parts, **options)
+    return states.shapes_of(self._init)
 
   def lower_init_state(self) -> Any:
     """What makes the state, as `jax.stages.Lowered`."""
     assert self.sync is None, "workers that train alone have whole models"
     key = jax.eval_shape(jax.random.key, self.config.seed)
     key = jax.ShapeDtypeStruct((), key.dtype, sharding=replicated(self.mesh))
-    parts, options = self._init_parts()
-    return states.make_init(*parts, **options).lower(key, {})
+    return self._init.lower(key, {})
 
   @functools.cached_property
   def example_flops(self) -> int:
@@ -141,16 +144,39 @@ class Experiment:
     step: Any = self.train_step
     return step.lower(abstract or self.abstract_state(), self.abstract_batch())
 
-  def compile_train_step(self, abstract: TrainState | None = None) -> TrainStep:
-    """The train step, compiled ahead of its first call."""
-    return one_at_a_time(self.lower_train_step(abstract).compile(), self.mesh)
+  def compile_train_step(
+    self, abstract: TrainState | None = None, turn: Turn | None = None
+  ) -> TrainStep:
+    """The train step, compiled ahead of its first call.
 
-  def _init_parts(self) -> tuple[Any, dict[str, Any]]:
+    Args:
+      abstract: what `abstract_state` gave, if you have it already.
+      turn: entered to compile it, once it is lowered; None: any time will do.
+    """
+    lowered = self.lower_train_step(abstract)
+    with turn or contextlib.nullcontext():
+      return one_at_a_time(lowered.compile(), self.mesh)
+
+  def lower_eval_step(self, state: TrainState) -> Any:
+    """The evaluation step as `jax.stages.Lowered`, for this state."""
+    rows, sharding = self.derived.eval_batch_size, batch_sharding(self.mesh)
+    batch: Any = {
+      name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+      for name, (shape, dtype) in data.batch_shapes(self.eval_data.info, rows).items()
+    }
+    batch["mask"] = jax.ShapeDtypeStruct((rows,), bool, sharding=sharding)
+    step: Any = self.eval_step
+    return step.lower(*state.evaluated(), batch)
+
+  @functools.cached_property
+  def _init(self) -> Any:
+    """What makes the state, jitted: traced once, for its shapes and to run it."""
     parts = init_fn(self.model), self.tx, self.mesh, self.exchange
     if self.sync is not None:
-      return parts, {"local": self.sync.method}
+      return states.make_init(*parts, local=self.sync.method)
     average, noise = self.config.ema_decay is not None, self.config.noise_scale
-    return parts, {"layout": self.layout, "average": average, "noise_scale": noise}
+    options = {"layout": self.layout, "average": average, "noise_scale": noise}
+    return states.make_init(*parts, **options)
 
 
 def experiment(

@@ -22,8 +22,8 @@ from jaxscale.experiment.derive import steps_of
 from jaxscale.mesh import host_shard
 from jaxscale.parallel.layout import backward_sum_axes
 from jaxscale.run.activity import ActivityRecord
-from jaxscale.run.efficiency import Peak
 from jaxscale.run.nan_policy import NanPolicy
+from jaxscale.run.programs import Programs
 from jaxscale.run.reporter import Reporter
 from jaxscale.run.tracer import Tracer
 from jaxscale.training import loop, nan_guard, replica_check
@@ -40,9 +40,9 @@ class Run(NamedTuple):
     watch: takes note where it is, and knows when to stop.
     nan_policy: what follows a skipped step.
     began: when, seconds since the epoch.
-    peak: FLOP/s of a device (`efficiency.find_peak`); None: not known.
     activity: the record of what it does.
     tracer: of this process.
+    programs: where compiled ones are kept.
   """
 
   workdir: Path
@@ -51,9 +51,9 @@ class Run(NamedTuple):
   watch: Watch
   nan_policy: NanPolicy
   began: float
-  peak: Peak | None
   activity: ActivityRecord
   tracer: Tracer
+  programs: Programs
 
 
 class RunCallbacks(loop.Callbacks):
@@ -125,6 +125,10 @@ class RunCallbacks(loop.Callbacks):
       self.trace(step + 1)
     reporter.evaluating(step)
     with reporter.pause(), jax.profiler.TraceAnnotation("evaluation"):
+      if not reporter.evaluation and jax.process_count() > 1:
+        lowered = experiment.lower_eval_step(experiment.abstract_state())
+        with self._run.programs.turn():
+          lowered.compile()  # which the first call finds, in JAX or on disk
       size, mesh = experiment.derived.eval_batch_size, experiment.mesh
       batches = data.eval_batches(experiment.eval_data, size, shard=host_shard(mesh))
       activity = "evaluating" if reporter.evaluation else "preparing"

@@ -7,12 +7,14 @@ hardware FLOPs utilization, is the same of the FLOPs that the compiled step has
 (`planning.cost.program_flops`): more where it computes again (remat), less by the
 gradient of the input, which nobody needs. The
 peak is the maker's for dense bfloat16, whatever dtype the run has; on CPUs, for which
-there is none, that of NumPy's float32 matrix product, measured when the run starts.
+there is none, that of NumPy's float32 matrix product, measured when it is first needed,
+which is not before the first step.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import statistics
 import time
@@ -23,12 +25,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxscale import cluster
 from jaxscale.experiment import build
 from jaxscale.metrics.chips import peak_flops
 from jaxscale.planning.cost import program_flops
 from jaxscale.planning.topologies import memory_of
 
-_SIZE, _ROUNDS = 768, 4  # of the products that measure a peak; the first one warms up
+_SIZE, _ROUNDS = 768, 8  # of the products that measure a peak; the first one warms up
 
 
 class Peak(NamedTuple):
@@ -43,6 +46,7 @@ class Peak(NamedTuple):
   source: str
 
 
+@functools.cache
 def find_peak() -> Peak | None:
   """Of a device of this process; on CPUs it is measured, in some 30 ms."""
   device = jax.local_devices()[0]
@@ -56,6 +60,7 @@ def find_peak() -> Peak | None:
 
 def _measured_peak() -> float:
   """The fastest of a few products; simulated devices share the processor."""
+  jax.block_until_ready(jax.live_arrays())  # steps in flight would share it too
   x, seconds = np.ones((_SIZE, _SIZE), np.float32), []
   out = np.empty_like(x)
   for _ in range(_ROUNDS):
@@ -68,11 +73,15 @@ def _measured_peak() -> float:
 class Efficiency:
   """Of a run, window by window."""
 
-  def __init__(self, peak: Peak | None):
+  def __init__(self):
     """Nothing is measured so far; without a peak there is never an MFU."""
-    self.peak = peak
     self.program: Future[Program | None] = Future()  # of the phase that trains
     self._windows: list[dict[str, float]] = []
+
+  @functools.cached_property
+  def peak(self) -> Peak | None:
+    """In the leader, which alone shows it."""
+    return find_peak() if cluster.is_leader() else None
 
   def measured(self, experiment: build.Experiment, rate: float) -> dict[str, float]:
     """By the names of `metrics.jsonl`, without their "perf/".

@@ -28,9 +28,15 @@ from jaxscale.run import adaptive_batch, provenance
 from jaxscale.run import workdir as workdirs
 from jaxscale.run.activity import ActivityRecord
 from jaxscale.run.callbacks import Run, RunCallbacks
-from jaxscale.run.efficiency import find_peak
 from jaxscale.run.nan_policy import NanPolicy
-from jaxscale.run.phases import Compiled, in_background, phase_at, train_phases
+from jaxscale.run.phases import (
+  Compiled,
+  compile_in_background,
+  in_background,
+  phase_at,
+  train_phases,
+)
+from jaxscale.run.programs import Programs, kept_programs
 from jaxscale.run.reporter import Reporter
 from jaxscale.run.session import check_progress
 from jaxscale.run.tracer import Tracer
@@ -80,13 +86,14 @@ def fit(config: Config, workdir: str | os.PathLike) -> Result:
   workdir = Path(workdir)
   experiment = _with_chosen_sizes(workdir, workdirs.experiment_in(workdir, config))
   workdirs.claim_workdir(workdir, config)
-  held = lock.acquire_for_all(workdir)
+  held, wait_s = lock.acquire_for_all(workdir), config.faults.compile_timeout_s
   with (
     held or contextlib.nullcontext(),
     cluster.current_watch() as watch,
     ActivityRecord(workdir, watch, functools.partial(lock.is_held, held)) as activity,
+    kept_programs(config.compilation, workdir, _print, wait_s) as programs,
   ):
-    return _fit(experiment, workdir, held, activity, watch, began)
+    return _fit(experiment, workdir, held, activity, programs, watch, began)
 
 
 def _fit(
@@ -94,6 +101,7 @@ def _fit(
   workdir: Path,
   held: lock.WorkdirLock | None,
   activity: ActivityRecord,
+  programs: Programs,
   watch: Watch,
   began: float,
 ) -> Result:
@@ -112,8 +120,8 @@ def _fit(
     Checkpoints(workdir / "checkpoints", lock=held, split=split, **kept) as checkpoints,
     Tracer(workdir, config.log) as tracer,
   ):
-    parts = workdir, held, checkpoints, watch, nan_policy, began, find_peak()
-    run = Run(*parts, activity, tracer)
+    parts = workdir, held, checkpoints, watch, nan_policy, began
+    run = Run(*parts, activity, tracer, programs)
     check_progress(config, workdir, max(checkpoints.steps(), default=0))
     # What git takes the first step does not wait for.
     recorded = in_background(functools.partial(_record_start, workdir))
@@ -168,11 +176,11 @@ def _train(run: Run, experiment: build.Experiment) -> tuple[TrainState, Reporter
   compiled: Compiled = {}
   if newest < experiment.derived.total_steps:
     data.check_readable(experiment.train_data)
-    compiling = functools.partial(experiment.compile_train_step, abstract)
-    compiled[experiment.phase] = experiment, in_background(compiling)
+    compiling = compile_in_background(run, experiment, abstract)
+    compiled[experiment.phase] = experiment, compiling
   state = checkpoints.restore(abstract, experiment.exchange.resize)
   if state is None:
-    state = experiment.init_state(_print)
+    state = experiment.init_state(_print, run.programs.turn())
   start, end = int(state.step), experiment.derived.total_steps
   if start > end:  # config.json, which shows that it is another run, is gone
     raise ConfigError(
@@ -191,7 +199,7 @@ def _train(run: Run, experiment: build.Experiment) -> tuple[TrainState, Reporter
   write = functools.partial(workdirs.write_config, workdir, described)
   cluster.on_leader(functools.partial(write, experiment.config), "config.json")
   may_write = functools.partial(lock.is_held, run.lock)
-  with Reporter(experiment, workdir, start, may_write, run.peak) as reporter:
+  with Reporter(experiment, workdir, start, may_write) as reporter:
     checkpoints.say = reporter.say
     run.tracer.attach(reporter.say, experiment.derived.total_steps)
     at_target = reporter.stops_at_target()

@@ -60,7 +60,7 @@ def train_phases(
     with reporter.pause():
       first = next(batches)  # the input starts up while XLA compiles
       if phase not in compiled:
-        compiled[phase] = experiment, in_background(experiment.compile_train_step)
+        compiled[phase] = experiment, compile_in_background(run, experiment)
       train_step = compiled[phase][1].result()
       if cluster.is_leader():
         reading = functools.partial(read_program, train_step)
@@ -75,13 +75,14 @@ def train_phases(
         sizes = {"rows": phase.batch_size, "num_devices": experiment.mesh.size}
         reporter.measured(step, step_report.text(report, **sizes), report.metrics())
     if fingerprint is None and _compares_replicas(experiment, step):
-      fingerprint = in_background(functools.partial(_fingerprint, experiment))
+      turn = run.programs.turn()
+      fingerprint = in_background(functools.partial(_fingerprint, experiment, turn))
     following = phase_at(experiment, phase.stop)
     for old in set(compiled) - {phase, following}:
       del compiled[old]
     if following not in compiled and not is_adaptive(experiment):
       after = build.at_phase(experiment, following)
-      compiled[following] = after, in_background(after.compile_train_step)
+      compiled[following] = after, compile_in_background(run, after)
     state, step = loop.train(
       state,
       train_step,
@@ -116,11 +117,14 @@ def _compares_replicas(experiment: build.Experiment, step: int) -> bool:
   return experiment.derived.total_steps // every > step // every
 
 
-def _fingerprint(experiment: build.Experiment) -> replica_check.Fingerprint:
+def _fingerprint(
+  experiment: build.Experiment, turn: build.Turn
+) -> replica_check.Fingerprint:
   """The function that hashes a state, compiled."""
   shared = replica_check.shared(experiment.abstract_state())
-  fingerprint = replica_check.make_fingerprint(experiment.mesh, shared)
-  return fingerprint.lower(shared).compile()
+  lowered = replica_check.make_fingerprint(experiment.mesh, shared).lower(shared)
+  with turn:
+    return lowered.compile()
 
 
 def _enter_phase(
@@ -166,6 +170,14 @@ def phase_at(experiment: build.Experiment, step: int) -> Phase:
   """The phase of the step after `step`."""
   phases = experiment.derived.phases
   return phases[phase_index(phases, step)]
+
+
+def compile_in_background(
+  run: Run, experiment: build.Experiment, abstract: TrainState | None = None
+) -> Future[TrainStep]:
+  """The train step of this phase; the main threads of all processes start it."""
+  turn = run.programs.turn()
+  return in_background(lambda: experiment.compile_train_step(abstract, turn))
 
 
 def in_background(function: Callable[[], T]) -> Future[T]:

@@ -13,7 +13,7 @@ from jaxscale import cluster, data, metrics
 from jaxscale.experiment import build
 from jaxscale.experiment.phases import examples_at
 from jaxscale.run.damaged_examples import DamageRecord
-from jaxscale.run.efficiency import Efficiency, Peak
+from jaxscale.run.efficiency import Efficiency
 from jaxscale.training import noise_scale
 
 # This share of this many seconds spent waiting for data is worth a warning.
@@ -29,7 +29,6 @@ class Reporter:
     workdir: Path,
     start: int,
     may_write: Callable[[], bool],
-    peak: Peak | None = None,
   ):
     """Resume the record after step `start`, while `may_write` allows it."""
     config, derived = experiment.config, experiment.derived
@@ -37,7 +36,7 @@ class Reporter:
     self.evaluation: dict[str, float] = {}  # the last one
     self.noise_scale: float | None = None
     self._config, self.start = config, start
-    self.efficiency = Efficiency(peak)
+    self.efficiency = Efficiency()
     self._began = time.perf_counter()
     self._evaluations: list[tuple[int, dict[str, float], float | None]] = []
     lines = metrics.read_metrics(workdir / "metrics.jsonl") if start else []

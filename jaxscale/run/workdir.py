@@ -32,8 +32,8 @@ from jaxscale.run import adaptive_batch, goodput, nan_policy
 
 # What may change when a run resumes: where it runs and what it records.
 _NOT_IDENTITY = (
-  "mesh", "layout", "evaluation", "checkpoint", "checks", "faults", "log",
-  "target_accuracy", "target_loss", "stop_at_target", "input_threads",
+  "mesh", "layout", "compilation", "evaluation", "checkpoint", "checks", "faults",
+  "log", "target_accuracy", "target_loss", "stop_at_target", "input_threads",
   "exchange.algorithm", "exchange.dims", "exchange.links", "data.cache_dir",
   "data.max_pixels",
 )  # fmt: skip

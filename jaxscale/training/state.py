@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -116,9 +117,33 @@ def init_state(
       params and 1/... of model_state.
     options: layout, average, noise_scale and local, as of `make_init`.
   """
+  init = make_init(init_fn, tx, mesh, exchange, **options)
+  return run_init(init, mesh, seed, given)
+
+
+def run_init(
+  init: Any,
+  mesh: Mesh,
+  seed: int,
+  given: Mapping[str, jax.Array] | None = None,
+  turn: contextlib.AbstractContextManager[Any] | None = None,
+) -> TrainState:
+  """The same by what `make_init` made.
+
+  Args:
+    init: (key, leaves that are given) -> the state.
+    mesh: where the state lives.
+    seed: of the parameters.
+    given: as of `init_state`.
+    turn: entered to compile it; None: any time will do.
+  """
   # Sharded, it may have collectives: no step may start while it runs.
-  init = one_at_a_time(make_init(init_fn, tx, mesh, exchange, **options), mesh)
-  return init(jax.random.key(seed), given or {})
+  init = one_at_a_time(init, mesh)
+  arguments = jax.random.key(seed), given or {}
+  lowered = init.lower(*arguments)
+  with turn or contextlib.nullcontext():
+    compiled = one_at_a_time(lowered.compile(), mesh)
+  return compiled(*arguments)
 
 
 def abstract_state(*parts: Any, **options: Any) -> TrainState:
@@ -126,7 +151,11 @@ def abstract_state(*parts: Any, **options: Any) -> TrainState:
 
   The arguments are those of `make_init`.
   """
-  init: Any = make_init(*parts, **options)
+  return shapes_of(make_init(*parts, **options))
+
+
+def shapes_of(init: Any) -> TrainState:
+  """The same of what `make_init` made."""
   return init.eval_shape(jax.random.key(0), {})
 
 

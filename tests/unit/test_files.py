@@ -179,6 +179,11 @@ def test_who_else_writes(tmp_path, umask, monkeypatch):
   assert others(0o644, 0o1777, group=False) is None  # as /tmp is
   (tmp_path / "link").symlink_to(path)
   assert "not a file" in (who_else_writes(tmp_path / "link") or "")
+  path.parent.chmod(0o755)
+  assert who_else_writes(path.parent, is_folder=True) is None
+  assert "not a folder" in (who_else_writes(path, is_folder=True) or "")
+  path.parent.chmod(0o775)
+  assert "others can write" in (who_else_writes(path.parent, is_folder=True) or "")
   give_away(path, monkeypatch)
   assert "another user" in (others(0o644, 0o755, group=True) or "")
   assert others(0o644, 0o775, group=False) is None  # a colleague's
