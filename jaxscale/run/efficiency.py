@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxscale import cluster
 from jaxscale.experiment import build
 from jaxscale.metrics.chips import peak_flops
 from jaxscale.planning.cost import program_flops
@@ -80,8 +79,8 @@ class Efficiency:
 
   @functools.cached_property
   def peak(self) -> Peak | None:
-    """In the leader, which alone shows it."""
-    return find_peak() if cluster.is_leader() else None
+    """Of a device; measured, where it is, when it is first needed."""
+    return find_peak()
 
   def measured(self, experiment: build.Experiment, rate: float) -> dict[str, float]:
     """By the names of `metrics.jsonl`, without their "perf/".

@@ -108,8 +108,9 @@ class Reporter:
     experiment, rate = self.experiment, self._progress.rate(self._examples(step))
     perf = {"examples_per_s": rate, "input_wait": self._input_wait()}
     perf["step_s"] = experiment.phase.batch_size / rate
-    with self.pause():  # the model is traced the first time
-      perf |= self.efficiency.measured(experiment, rate)
+    if cluster.is_leader():  # which alone shows it
+      with self.pause():  # the model is traced the first time
+        perf |= self.efficiency.measured(experiment, rate)
     self._progress.train(step, values, perf)
     finite = {name: v for name, v in values.items() if math.isfinite(v)}
     ratios = {n: finite.pop(n) for n in list(finite) if n.startswith("trust_ratio/")}
