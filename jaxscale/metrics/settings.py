@@ -78,6 +78,7 @@ class MLflow(Tracker):
       context.environment,
       self.experiment,
       self.uri,
+      context.note,
     )
 
 

@@ -106,6 +106,7 @@ def mlflow_run(
   environment: dict[str, Any],
   experiment: str,
   uri: str | None,
+  note: Callable[[str], None],
 ) -> Tracker:
   """A run of MLflow, found again by its tag `jaxscale.id`.
 
@@ -117,6 +118,7 @@ def mlflow_run(
     environment: of this start; what is not a tag is in `environment.json`.
     experiment: that it is in.
     uri: of the tracking server or store; None: MLFLOW_TRACKING_URI, if it is set.
+    note: takes a line for the user.
   """
   # Its file store needs no database, which shared disks cannot hold; it is kept, but
   # gets nothing new (mlflow 3.7). Usage reports would need the internet.
@@ -150,7 +152,11 @@ def mlflow_run(
       client.log_batch(run, params=params[i : i + _MLFLOW_PARAMS])
   for tag, of in _MLFLOW_TAGS.items():
     client.set_tag(run, tag, str(environment.get(of))[:_MLFLOW_VALUE])
-  client.log_text(run, json.dumps(environment, indent=2), "environment.json")
+  try:
+    client.log_text(run, json.dumps(environment, indent=2), "environment.json")
+  except Exception as e:  # files may be where this host cannot write
+    why = " ".join(str(e).split())[:200]
+    note(f"MLflow: environment.json is not there: {type(e).__name__}: {why}")
 
   def log(step: int, time: float, values: dict[str, float]) -> None:
     at = int(1000 * time)
