@@ -269,12 +269,12 @@ def test_a_server_that_falls_silent_costs_its_lines_alone(tmp_path):
   server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
   threading.Thread(target=server.serve_forever, daemon=True).start()
   uri = f"http://127.0.0.1:{server.server_port}"
-  said = []
+  printed = []
   source = metrics.TrackerSource(
     "MLflow", lambda note: config.MLflow(uri=uri).build(context(tmp_path, note)), 0.05
   )
   writer = metrics.MetricWriter(
-    tmp_path, tensorboard=False, trackers=[source], say=said.append
+    tmp_path, tensorboard=False, trackers=[source], say=printed.append
   )
   for step in range(1, Server.most + 2):
     writer.write(step, {"train/loss": 1 / step})
@@ -282,7 +282,7 @@ def test_a_server_that_falls_silent_costs_its_lines_alone(tmp_path):
   for step in range(10, 1000):
     writer.write(step, {"train/loss": 1 / step})
   writer.close()
-  assert "MLflow has not finished in 0.05 s" in said[-1]
+  assert "MLflow has not finished in 0.05 s" in printed[-1]
   assert len(recorded(tmp_path)["train/loss"]) == Server.most + 1 + 990
   taken = [(m["step"], m["value"]) for batch in Server.taken for m in batch]
   assert taken == [(step, 1 / step) for step in range(1, Server.most + 1)]

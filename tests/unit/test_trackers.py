@@ -46,14 +46,14 @@ class Fake:
 
 def write(workdir, fake, steps, start=0, outcome="done"):
   """What was printed while a writer with this tracker wrote a line per step."""
-  said = []
+  printed = []
   writer = metrics.MetricWriter(
-    workdir, start=start, tensorboard=False, trackers=[fake.source], say=said.append
+    workdir, start=start, tensorboard=False, trackers=[fake.source], say=printed.append
   )
   for step in steps:
     writer.write(step, {"train/loss": 1 / step})
   writer.close(outcome)
-  return said
+  return printed
 
 
 def lines(*steps):
@@ -99,8 +99,8 @@ def test_one_that_cannot_be_opened_is_reported_once(tmp_path, error):
   def fault(step):
     raise error("no\nroute")
 
-  said = write(tmp_path, Fake(fault), (1, 2))
-  assert said == [
+  printed = write(tmp_path, Fake(fault), (1, 2))
+  assert printed == [
     f"Fake: {error.__name__}: no route; training continues, metrics.jsonl has all",
     f"Fake has not finished; {tmp_path}/metrics.jsonl has all lines",
   ]
@@ -109,9 +109,9 @@ def test_one_that_cannot_be_opened_is_reported_once(tmp_path, error):
 
 def test_one_that_fails_later_gets_every_line_once(tmp_path, no_pause):
   fake = Fake(failing(1, step=2))
-  said = write(tmp_path, fake, range(1, 6))
+  printed = write(tmp_path, fake, range(1, 6))
   if fake.outcome is None:  # the end came first: then it is not opened again
-    assert len(said) == 2 and fake.got == lines(1)
+    assert len(printed) == 2 and fake.got == lines(1)
   # Whatever the order of threads, at the next start it has the rest.
   again = Fake(known=lambda name: max((step for step, _ in fake.got), default=-1))
   write(tmp_path, again, [6], start=5)
@@ -127,16 +127,16 @@ def test_a_line_that_never_arrives_is_left_out(tmp_path, no_pause):
     if step == 3:
       taken.set()
 
-  said, fake = [], Fake(fault)
+  printed, fake = [], Fake(fault)
   writer = metrics.MetricWriter(
-    tmp_path, tensorboard=False, trackers=[fake.source], say=said.append
+    tmp_path, tensorboard=False, trackers=[fake.source], say=printed.append
   )
   for step in (1, 2, 3):
     writer.write(step, {"train/loss": 1 / step, "train/rate": math.nan})
   assert taken.wait(WAIT_S)
   writer.close()
   assert [step for step, _ in fake.got] == [1, 3] and fake.opened == 2
-  assert len([line for line in said if "ValueError: what is this?" in line]) == 1
+  assert len([line for line in printed if "ValueError: what is this?" in line]) == 1
   assert math.isnan(fake.got[-1][1]["train/rate"])
 
 
@@ -150,8 +150,8 @@ def test_the_end_waits_for_one_that_hangs_only_so_long(tmp_path):
 
   fake = Fake(fault, flush_s=0.05)
   (tmp_path / "a").mkdir()
-  said = write(tmp_path / "a", fake, range(1, 100))
-  assert said[-1].startswith("Fake has not finished in 0.05 s")
+  printed = write(tmp_path / "a", fake, range(1, 100))
+  assert printed[-1].startswith("Fake has not finished in 0.05 s")
   assert logged(tmp_path / "a") == [*range(1, 100)]
   assert hangs.wait(WAIT_S) and fake.got == lines(1)
   # `leave` ends the process without what a library would wait for at its exit.
@@ -164,15 +164,15 @@ def test_the_end_waits_for_one_that_hangs_only_so_long(tmp_path):
 def test_one_that_cannot_keep_up_is_caught_up(tmp_path, monkeypatch):
   monkeypatch.setattr(background, "_MOST_WAITING", 5)
   gate = threading.Event()
-  fake, said = Fake(lambda step: gate.wait()), []
+  fake, printed = Fake(lambda step: gate.wait()), []
   writer = metrics.MetricWriter(
-    tmp_path, tensorboard=False, trackers=[fake.source], say=said.append
+    tmp_path, tensorboard=False, trackers=[fake.source], say=printed.append
   )
   for step in range(1, 101):
     writer.write(step, {"train/loss": 1 / step})
   (tracker,) = writer._trackers
   assert tracker._lines.qsize() <= 5
-  assert [line for line in said if "5 lines wait for it" in line] == said[:1]
+  assert [line for line in printed if "5 lines wait for it" in line] == printed[:1]
   gate.set()
   writer.close()
   assert fake.got == lines(*range(1, 101)) and fake.outcome == "done"
