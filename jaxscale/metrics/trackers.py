@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 import re
 import shlex
@@ -132,6 +133,8 @@ def mlflow_run(
     MlflowClient,
   )
 
+  # Each try without a route is a warning there; what fails in the end is one of ours.
+  logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
   text = ""
   if not (uri := uri or os.environ.get("MLFLOW_TRACKING_URI")):
     uri = (workdir.absolute() / "mlruns").as_uri()
