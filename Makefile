@@ -33,8 +33,9 @@ test-slow: env
 	$(BIN)/python -m pytest -m "slow and not optimized" -n $(WORKERS) $(XDIST)
 	$(BIN)/python -m pytest -m "slow and optimized" -n $(WORKERS) $(XDIST)
 
-# Against PyTorch, torchvision, timm, transformers, mlperf-logging and XProf, in an environment
-# of their own; `agreement` writes what was measured into docs/weights.md.
+# Against PyTorch, torchvision, timm, transformers, mlperf-logging and XProf, and with the
+# trackers wandb, mlflow and trackio, in an environment of their own; `agreement` writes
+# what was measured into docs/weights.md.
 test-others: others
 	$(VENV)-others/bin/python -m pytest tests/others
 

@@ -3,6 +3,7 @@ from . import config as config
 from . import data as data
 from . import exchange as exchange
 from . import launch as launch
+from . import metrics as metrics
 from . import models as models
 from . import optim as optim
 from . import training as training

@@ -29,6 +29,9 @@ DISK_ADVICE = "make room, and start it again: it resumes from its newest checkpo
 # seconds a thread ends the process.
 _UNWIND_S = 1.0
 
+# Threads that the end of the process does not wait for: see `abandon`.
+_abandoned: list[threading.Thread] = []
+
 P = ParamSpec("P")
 
 
@@ -182,6 +185,14 @@ def one_line_errors(main: Callable[P, int]) -> Callable[P, int]:
   return guarded
 
 
+def abandon(thread: threading.Thread) -> None:
+  """Let `leave` end the process without what libraries do at its exit.
+
+  For a thread that hangs in a library, whose own wait at exit has no bound (wandb's).
+  """
+  _abandoned.append(thread)
+
+
 def leave(main: Callable[[list[str]], int]) -> NoReturn:
   """End the process with the exit code of a command's `main`.
 
@@ -210,6 +221,10 @@ def leave(main: Callable[[list[str]], int]) -> NoReturn:
   # handlers back to the system before it has ended; what is ignored stays ignored.)
   for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)
+  if any(thread.is_alive() for thread in _abandoned):
+    if jax := sys.modules.get("jax"):
+      jax.distributed.shutdown()  # the others wait for it
+    os._exit(code)
   sys.exit(code)
 
 

@@ -1,9 +1,10 @@
 """Every setting of a run: what can be set, how it is checked, loaded and recorded.
 
-`Config` is the whole; `Model`, `Data`, `Optimizer`, `Schedule`, `Exchange`, `Sync` and
-`Loss` are bases that a user's own classes extend (docs/extending.md). The built-in ones
-(`SGD`, `CNN`, ...) stand with what they build, and are names of this package too, found
-when they are asked for: it imports neither JAX nor anything that it configures.
+`Config` is the whole; `Model`, `Data`, `Optimizer`, `Schedule`, `Exchange`, `Sync`,
+`Loss` and `Tracker` are bases that a user's own classes extend (docs/extending.md). The
+built-in ones (`SGD`, `CNN`, ...) stand with what they build, and are names of this
+package too, found when they are asked for: it imports neither JAX nor anything that it
+configures.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from jaxscale.config.bases import (
   ScheduleContext,
   Sync,
   SyncContext,
+  Tracker,
+  TrackerContext,
 )
 from jaxscale.config.bounds import Count, Fraction, NonNegative, Positive
 from jaxscale.config.choice import HOMES
@@ -44,6 +47,7 @@ from jaxscale.errors import ConfigError
 if TYPE_CHECKING:
   from jaxscale.data.settings import *
   from jaxscale.exchange.settings import *
+  from jaxscale.metrics.settings import *
   from jaxscale.models.settings import *
   from jaxscale.optim.settings import *
   from jaxscale.training.settings import *

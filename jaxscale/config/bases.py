@@ -1,4 +1,4 @@
-"""What a user extends: Model, Data, Optimizer, Schedule, Exchange, Sync and Loss.
+"""What a user extends: Model, Data, Optimizer, Schedule, Exchange, Sync, Loss, Tracker.
 
 Each says what its `build` is given and what it returns. docs/extending.md has an
 example of each that runs.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from jaxscale.config.bounds import NonNegative, Positive
 from jaxscale.config.choice import Choice
@@ -101,6 +102,26 @@ class SyncContext(NamedTuple):
   num_workers: int
   worker_batch: int
   num_train: int
+  note: Callable[[str], None]
+
+
+class TrackerContext(NamedTuple):
+  """The run that a tracker is built for.
+
+  Attributes:
+    id: of ASCII letters, digits, - and _; the same in every start of the run.
+    name: for people: that of the workdir.
+    workdir: of the run.
+    config: as config.json has it.
+    environment: of this start: commit, host, command, packages (`run.provenance`).
+    note: takes a line that the user should read.
+  """
+
+  id: str
+  name: str
+  workdir: Path
+  config: dict[str, Any]
+  environment: dict[str, Any]
   note: Callable[[str], None]
 
 
@@ -202,3 +223,21 @@ class Loss(Choice):
   """
 
   label_smoothing = 0.0
+
+
+class Tracker(Choice):
+  """Where metrics go as well.
+
+  `build(context: TrackerContext)` returns a `metrics.Tracker`. It is called in process
+  0, in the tracker's own thread, and again a minute after a failure; neither it nor
+  what it returns can stop or slow the run.
+
+  Attributes:
+    flush_s: seconds that the end of a run waits for it; at most 5 where it was asked
+      to stop.
+  """
+
+  flush_s: Annotated[float, "in (0, 40]"] = 20.0  # less than Faults.hang_timeout_s
+
+  package = ""  # that build imports: without it no run starts
+  install = ""  # what pip calls it

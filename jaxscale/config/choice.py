@@ -7,9 +7,11 @@ a user's stand in a config file or a notebook, and nothing tells them apart.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import sys
 import traceback
+from collections.abc import Iterator
 from typing import Any, dataclass_transform
 
 from jaxscale.config.validation import settings
@@ -25,6 +27,7 @@ HOMES = {
   "Exchange": "jaxscale.exchange.settings",
   "Sync": "jaxscale.exchange.settings",
   "Loss": "jaxscale.training.settings",
+  "Tracker": "jaxscale.metrics.settings",
 }
 
 
@@ -48,6 +51,17 @@ class Choice:
     home = importlib.import_module(HOMES[cls.__name__])
     members = {name: getattr(home, name) for name in home.__all__}
     return {name: c for name, c in members.items() if issubclass(c, cls)}
+
+
+def chosen(node: Any) -> Iterator[Choice]:
+  """Every choice in a tree of settings, those in tuples included."""
+  if isinstance(node, Choice):
+    yield node
+  inner = node if isinstance(node, tuple) else ()
+  if dataclasses.is_dataclass(node):
+    inner = [getattr(node, field.name) for field in dataclasses.fields(node)]
+  for value in inner:
+    yield from chosen(value)
 
 
 def own_choices(namespace: dict[str, Any]) -> dict[str, type]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxscale.config.config import Config
 from jaxscale.config.loading import choices
-from jaxscale.config.validation import bounds, hints, type_name
+from jaxscale.config.validation import bounds, hints, item_type, type_name
 
 
 def settings_help(
@@ -41,6 +41,7 @@ def settings_help(
       lines.append(f"{head}{shown}  ({type_name(annotation)}{bound})")
       text = "\n".join(textwrap.wrap(docs.get(name, ""), 66))
       lines += textwrap.indent(text, " " * 6).splitlines()
+      lines += _members(value, own, annotation, f"{prefix}{name}.")
       continue
     lines += ["", f"{head}: {' | '.join(classes)}"]
     shown = classes.values() if node is None else [type(value)]
@@ -50,6 +51,20 @@ def settings_help(
       lines.append(f"    {c.__name__}: {(c.__doc__ or '').partition(chr(10))[0]}")
       lines.append(settings_help(value, own, c, f"{prefix}{name}."))
   return "\n".join(lines)
+
+
+def _members(
+  value: Any, own: Mapping[str, type], annotation: Any, prefix: str
+) -> list[str]:
+  """The fields of those in a tuple of settings; without a value of all alternatives."""
+  classes = choices(item_type(annotation), own)
+  held = {type(member).__name__: member for member in value or ()} if classes else {}
+  lines = []
+  for name in classes if value is None else held:
+    cls = type(held[name]) if name in held else classes[name]
+    lines.append(f"    {name}: {(cls.__doc__ or '').partition(chr(10))[0]}")
+    lines.append(settings_help(held.get(name), own, cls, f"{prefix}{name}."))
+  return lines
 
 
 def field_names(node: Any, own: Mapping[str, type] = {}) -> list[str]:

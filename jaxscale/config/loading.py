@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from jaxscale.config import validation
-from jaxscale.config.choice import Choice, own_choices
+from jaxscale.config.choice import chosen, own_choices
 from jaxscale.config.config import Config
 from jaxscale.config.files import load_file
 from jaxscale.config.packaged import locate, similar
@@ -104,9 +104,8 @@ def override(
       branch = branch.setdefault(name, {})
     branch[None] = text
   known: dict[str, type] = {}
-  for field in dataclasses.fields(node):
-    if isinstance(value := getattr(node, field.name), Choice):
-      known |= own_choices(vars(sys.modules[type(value).__module__]))
+  for choice in chosen(node):
+    known |= own_choices(vars(sys.modules[type(choice).__module__]))
   known |= own or {}
   return dataclasses.replace(node, **_changes(type(node), node, tree, "", known))
 
@@ -131,6 +130,9 @@ def _changes(
     if classes := choices(fields[name], own):
       current = getattr(node, name, None)
       changes[name] = _branch(classes, current, branch, path, own)
+    elif classes := choices(validation.item_type(fields[name]), own):
+      held = {type(x).__name__: x for x in getattr(node, name, ())}
+      changes[name] = _several(classes, held, branch, path, own)
     elif set(branch) != {None}:
       raise ConfigError(f"--config.{path}: a single value, it has no fields")
     else:
@@ -158,6 +160,30 @@ def _branch(
     raise ConfigError(f"--config.{path}={chosen}: {hint}")
   cls = classes[chosen]
   return cls(**_shared(cls, current) | _changes(cls, current, tree, f"{path}.", own))
+
+
+def _several(
+  classes: dict[str, Any], held: dict, tree: dict, path: str, own: Mapping[str, type]
+) -> tuple[Any, ...]:
+  """A tuple of settings: of other classes, "A,B", or with other fields of one, `A.x`.
+
+  One of those held now, by name, keeps its other fields.
+  """
+  names, text = list(held), tree.pop(None, None)
+  if text is not None:
+    names = re.findall(r"[^\s,()]+", text)
+  for name in [*names, *tree]:
+    if name not in {**classes, **held}:
+      raise ConfigError(f"--config.{path}={name}: {validation.nearest(name, classes)}")
+    if name not in names:
+      raise ConfigError(f"--config.{path}.{name}: write --config.{path}={name} as well")
+  made = []
+  for name in names:
+    cls = type(held[name]) if name in held else classes[name]
+    changes = _changes(cls, held.get(name), tree.get(name, {}), f"{path}.{name}.", own)
+    before = held.get(name)
+    made.append(dataclasses.replace(before, **changes) if before else cls(**changes))
+  return tuple(made)
 
 
 def _shared(cls: Any, current: Any) -> dict[str, Any]:

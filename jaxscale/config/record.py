@@ -14,10 +14,10 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxscale.config.choice import Choice
+from jaxscale.config.choice import Choice, chosen
 from jaxscale.config.config import Config
 from jaxscale.config.files import FILE_MODULE, load_file
-from jaxscale.config.validation import hints, nearest, settings_classes
+from jaxscale.config.validation import hints, item_type, nearest, settings_classes
 from jaxscale.errors import ConfigError
 from jaxscale.files import mismatch, replacing, require_json, who_else_writes
 
@@ -59,8 +59,7 @@ def class_name(cls: type) -> str:
 def copy_own_files(config: Config, workdir: Path) -> dict[str, dict[str, str]]:
   """Copy the files of a config's own classes; what config.json says, by module."""
   described = {}
-  for field in dataclasses.fields(config):
-    cls = type(getattr(config, field.name))
+  for cls in map(type, chosen(config)):
     module, is_own, _ = class_name(cls).partition(":")
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     if is_own and file:
@@ -92,6 +91,8 @@ def from_plain(annotation: Any, node: Any, folder: Path | None = None) -> Any:
   if isinstance(node, dict) and "object" in node:
     why = "an object from a notebook, which a file cannot hold; make the config there "
     raise ConfigError(f"{node['object']}: {why}again")
+  if isinstance(node, list):
+    return [from_plain(item_type(annotation), item, folder) for item in node]
   if not isinstance(node, dict) or "class" not in node:
     return node
   fields, classes = dict(node), settings_classes(annotation)

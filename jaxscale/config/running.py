@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from jaxscale.cluster.timeouts import Timeouts
+from jaxscale.config.bases import Tracker
 from jaxscale.config.bounds import Count, Positive
 from jaxscale.config.validation import settings, shown
 from jaxscale.errors import ConfigError
@@ -151,6 +152,7 @@ class Log:
   Attributes:
     every_steps: steps between two records of metrics.
     tensorboard: also write TensorBoard event files.
+    trackers: also log to these, e.g. "Wandb,Prometheus", each once.
     trust_ratios: also write each layer's trust ratio (LARS, LAMB).
     mllog: also write `mllog.txt`, the log of MLPerf.
     step_report: before the first step, measure how long a step computes, how long
@@ -164,6 +166,7 @@ class Log:
 
   every_steps: Count = 50
   tensorboard: bool = True
+  trackers: tuple[Tracker, ...] = ()
   trust_ratios: bool = False
   mllog: bool = False
   step_report: bool = False
@@ -173,6 +176,10 @@ class Log:
 
   def __post_init__(self):
     self.profiled_steps()
+    names = [type(tracker).__name__ for tracker in self.trackers]
+    for name in names:
+      if names.count(name) > 1:
+        raise ConfigError(f"Log.trackers: {name} is there twice, leave one out")
 
   def profiled_steps(self) -> tuple[int, int] | None:
     """The first and the last step of `profile`.

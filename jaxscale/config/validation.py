@@ -106,6 +106,12 @@ def alternatives(annotation: Any) -> tuple[Any, ...]:
   return (annotation,)
 
 
+def item_type(annotation: Any) -> Any:
+  """The type of the items where a tuple is among the alternatives; else Any."""
+  tuples = [a for a in alternatives(annotation) if typing.get_origin(a) is tuple]
+  return typing.get_args(tuples[0])[0] if tuples else Any
+
+
 def settings_classes(annotation: Any) -> dict[str, Any]:
   """The settings classes among the alternatives, by name; of a base the built-in."""
   found: dict[str, Any] = {}

@@ -7,6 +7,7 @@ from .plot import plot_metrics as plot_metrics
 from .plot import plot_scaling as plot_scaling
 from .plot import plot_study as plot_study
 from .progress import Progress as Progress
+from .prometheus import prometheus_file as prometheus_file
 from .reading import read_json as read_json
 from .reading import read_json_lines as read_json_lines
 from .reading import read_metrics as read_metrics
@@ -16,5 +17,14 @@ from .scoring import is_reached as is_reached
 from .scoring import mllog_value as mllog_value
 from .scoring import perplexity_of as perplexity_of
 from .scoring import score as score
+from .settings import MLflow as MLflow
+from .settings import Prometheus as Prometheus
+from .settings import Trackio as Trackio
+from .settings import Wandb as Wandb
 from .text import duration as duration
+from .trackers import mlflow_run as mlflow_run
+from .trackers import trackio_run as trackio_run
+from .trackers import wandb_run as wandb_run
+from .tracking import Tracker as Tracker
+from .tracking import TrackerSource as TrackerSource
 from .writers import MetricWriter as MetricWriter

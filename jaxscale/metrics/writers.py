@@ -1,4 +1,4 @@
-"""The record of a run: `metrics.jsonl`, and TensorBoard's event files.
+"""The record of a run: `metrics.jsonl`, TensorBoard's event files, and trackers.
 
 A disk that is full or away costs lines, never the run: what could not be written is
 kept and tried again with the next line.
@@ -12,13 +12,14 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from jaxscale.errors import ConfigError
 from jaxscale.files import open_to_append, replace_text
 from jaxscale.metrics.reading import read_metrics
+from jaxscale.metrics.tracking import BackgroundTracker, Line, TrackerSource
 
 # Lines that wait for a disk: two weeks of one every 10 s, some 40 MB.
 _MOST_WAITING = 120_000
@@ -56,7 +57,7 @@ class _Appender:
 
 
 class MetricWriter:
-  """Appends metrics to `workdir/metrics.jsonl` and to event files."""
+  """Appends metrics to `workdir/metrics.jsonl`, to event files, and to trackers."""
 
   def __init__(
     self,
@@ -64,6 +65,7 @@ class MetricWriter:
     *,
     start: int = 0,
     tensorboard: bool = True,
+    trackers: Iterable[TrackerSource] = (),
     may_write: Callable[[], bool] = lambda: True,
     say: Callable[[str], None] = print,
   ):
@@ -76,8 +78,9 @@ class MetricWriter:
       workdir: where the files are.
       start: the step that the run resumes from.
       tensorboard: also write event files, into `workdir/tensorboard`.
+      trackers: get each line as well, in threads of their own.
       may_write: called before each line; nothing is written where it is false.
-      say: called once when the disk is full or away.
+      say: called once when the disk is full or away, and with what trackers report.
 
     Raises:
       ConfigError: the files cannot be written at all.
@@ -94,21 +97,33 @@ class MetricWriter:
     self._start = start
     self._events: _Appender | None = None
     self._may_write, self._say = may_write, say
+    logged = {name: line["step"] for line in kept for name in line}
+    self._trackers = [BackgroundTracker(t, path, logged, say) for t in trackers]
 
   def write(self, step: int, metrics: dict[str, float]) -> None:
     """One line: the step, the metrics, and seconds since the epoch."""
     if not self._may_write():
       return
-    now = time.time()
-    line = {"step": step, **metrics, "time": round(now, 3)}
+    now = round(time.time(), 3)
+    line = {"step": step, **metrics, "time": now}
     self._lines.append(json.dumps(line).encode() + b"\n")
+    for tracker in self._trackers:
+      tracker.put(Line(step, now, metrics))
     if self._tensorboard_dir is not None:
       self._write_events(self._tensorboard_dir, step, metrics, now)
 
-  def close(self) -> None:
-    """Try once more to write what waits, and close the files."""
+  def close(self, outcome: str = "done") -> None:
+    """Try once more to write what waits, close the files, and let trackers finish.
+
+    Args:
+      outcome: for them: "done", "interrupted" or "failed".
+    """
     for file in filter(None, (self._lines, self._events)):
       file.close()
+    for tracker in self._trackers:
+      tracker.end(outcome)
+    for tracker in self._trackers:
+      tracker.wait()
 
   def _write_events(
     self, directory: Path, step: int, metrics: dict[str, float], now: float

@@ -24,7 +24,7 @@ from jaxscale.config import AdaptiveBatch, Config
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
 from jaxscale.parallel.layout_exchange import exchange_split
-from jaxscale.run import adaptive_batch, provenance
+from jaxscale.run import adaptive_batch, provenance, tracking
 from jaxscale.run import workdir as workdirs
 from jaxscale.run.activity import ActivityRecord
 from jaxscale.run.callbacks import Run, RunCallbacks
@@ -84,6 +84,7 @@ def fit(config: Config, workdir: str | os.PathLike) -> Result:
   """
   began = time.time()
   workdir = Path(workdir)
+  tracking.check_packages(config)
   experiment = _with_chosen_sizes(workdir, workdirs.experiment_in(workdir, config))
   workdirs.claim_workdir(workdir, config)
   held, wait_s = lock.acquire_for_all(workdir), config.faults.compile_timeout_s

@@ -12,6 +12,7 @@ from typing import Any
 from jaxscale import cluster, data, metrics
 from jaxscale.experiment import build
 from jaxscale.experiment.phases import examples_at
+from jaxscale.run import tracking
 from jaxscale.run.damaged_examples import DamageRecord
 from jaxscale.run.efficiency import Efficiency
 from jaxscale.training import noise_scale
@@ -46,7 +47,7 @@ class Reporter:
       self._evaluations.append((line["step"], values, None))
     self._waited = self._window_waited = 0.0
     self._window = time.perf_counter()
-    self._warned = False
+    self._warned = self._is_done = False
     self._damage = DamageRecord(workdir, start)
     self._damage.watch("training", experiment.train_data)
     self._damage.watch("held-out", experiment.eval_data)
@@ -63,17 +64,24 @@ class Reporter:
     self._writer, tensorboard = None, config.log.tensorboard
     if cluster.is_leader():
       self._writer = metrics.MetricWriter(
-        workdir, start=start, tensorboard=tensorboard, may_write=may_write, say=self.say
+        workdir,
+        start=start,
+        tensorboard=tensorboard,
+        trackers=tracking.sources(config, workdir),
+        may_write=may_write,
+        say=self.say,
       )
 
   def __enter__(self):
     return self
 
-  def __exit__(self, *_):
+  def __exit__(self, error: type[BaseException] | None, *_):
     self._progress.close()
-    for log in (self._mllog, self._writer):
-      if log is not None:
-        log.close()
+    if self._mllog is not None:
+      self._mllog.close()
+    if self._writer is not None:
+      outcome = "done" if self._is_done else "interrupted"
+      self._writer.close("failed" if error else outcome)
 
   def begin_mllog(self, workdir: Path, began: float) -> None:
     """Also write MLPerf's log, from here on.
@@ -157,6 +165,7 @@ class Reporter:
     self._write(step, "eval", values)
     self._progress.evaluated(step, values)
     is_last = step == self.experiment.derived.total_steps or self.stops_at_target()
+    self._is_done = is_last
     if is_last and self.noise_scale:
       batch_size = self.experiment.phase.batch_size
       self.say(noise_scale.describe(self.noise_scale, batch_size))

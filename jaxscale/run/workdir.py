@@ -28,7 +28,7 @@ from jaxscale.config.validation import shown
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build, microbatches
 from jaxscale.files import mismatch, read_json, require_json, write_json
-from jaxscale.run import adaptive_batch, goodput, nan_policy
+from jaxscale.run import adaptive_batch, goodput, nan_policy, tracking
 
 # What may change when a run resumes: where it runs and what it records.
 _NOT_IDENTITY = (
@@ -196,7 +196,7 @@ def forget_unsaved(workdir: Path, config: Any) -> None:
     return
   described = read_json(path, _RUN)  # empty where it is damaged
   if not described or _another(described["config"], config, is_done=False):
-    decided = adaptive_batch.FILE, nan_policy.FILE, "summary.json"
+    decided = adaptive_batch.FILE, nan_policy.FILE, tracking.FILE, "summary.json"
     for name in (*decided, goodput.FILE):
       (workdir / name).unlink(missing_ok=True)
 

@@ -70,6 +70,10 @@ def test_it_trains_and_is_recorded(mine, whole):
   assert described["config"]["model"] == {"class": "mine:MyNet", "width": 32}
   assert (whole / described["files"]["mine"]["copy"]).read_text() == mine.read_text()
   rates = [json.loads(x) for x in (whole / "metrics.jsonl").read_text().splitlines()]
+  assert described["config"]["log"]["trackers"][0]["class"] == "mine:Losses"
+  losses = [(x["step"], x["train/loss"]) for x in rates if "train/loss" in x]
+  lines = [x.split(",") for x in (whole / "loss.csv").read_text().splitlines()]
+  assert [(int(step), float(loss)) for step, loss in lines] == losses and losses
   last = [x["train/learning_rate"] for x in rates if "train/learning_rate" in x][-1]
   assert last == pytest.approx(3e-3 * (1 - 0.9 * 23 / 24), rel=1e-4)
 
@@ -81,6 +85,8 @@ def test_its_fields_are_settings_and_a_typo_is_one_line(mine, whole, tmp_path):
     value = 8 if name == "model" else 0.5
     changed = load_config(str(mine), {f"{name}.{field}": str(value)})
     assert getattr(getattr(changed, name), field) == value
+  changed = load_config(str(mine), {"log.trackers.Losses.file": "x.csv"})
+  assert changed.log.trackers[0].file == "x.csv"
   line = error_line(run(mine, whole, "--config.model.width=48"), 2)
   assert "model.width is 32 there and 48 now" in line
   line = error_line(run(mine, tmp_path / "x", "--config.model.widht=9"), 2)

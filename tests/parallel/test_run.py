@@ -1,5 +1,6 @@
 """`fit` and the loop in this process: metrics, evaluation, divergence, workdirs."""
 
+import dataclasses
 import gc
 import json
 import math
@@ -12,18 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale import data, metrics
+from jaxscale import config, data, metrics
 from jaxscale.checkpoint import files
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
 from jaxscale.experiment.derive import derive
 from jaxscale.mesh import make_mesh
-from jaxscale.run import phases, reporter
+from jaxscale.run import phases, reporter, tracking
 from jaxscale.run.fit import fit
 from jaxscale.run.goodput import read_activities
 from jaxscale.training import loop
 from support.configs import tiny_digits
+from support.tiny_runs import record
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +104,51 @@ def test_tensorboard_has_the_same_numbers(finished):
     for name, value in line.items():
       if "/" in name:
         assert (line["step"], name, pytest.approx(value)) in scalars
+
+
+class Keeps(config.Tracker):
+  """Keeps what it gets, by the run's id."""
+
+  def build(self, context):
+    assert context.config["class"] == "Config" and context.environment["python"]
+    got = KEPT.setdefault(context.id, [])
+
+    def log(step, time, values):
+      got.extend((step, name) for name in values)
+
+    return metrics.Tracker(log, finish=got.append)
+
+
+class Hangs(config.Tracker):
+  """Never returns."""
+
+  def build(self, context):
+    RELEASED.wait()
+
+
+class Wrong(config.Tracker):
+  """Returns something else."""
+
+  def build(self, context):
+    return 3
+
+
+KEPT, RELEASED = {}, threading.Event()
+
+
+def test_a_run_is_the_same_with_trackers(finished, tmp_path, capsys):
+  tiny, workdir = tiny_digits(), tmp_path / "a"
+  trackers = (Keeps(), Hangs(flush_s=0.01), Wrong())
+  log = dataclasses.replace(tiny.log, trackers=trackers)
+  fit(dataclasses.replace(tiny, log=log), workdir)
+  RELEASED.set()
+  printed = capsys.readouterr().out
+  assert "Hangs has not finished in 0.01 s" in printed
+  assert "Wrong: ConfigError: Wrong.build: gave int; return a metrics.Track" in printed
+  assert record(workdir) == record(finished[1])
+  lines = metrics.read_metrics(workdir / "metrics.jsonl")
+  wanted = [(x["step"], n) for x in lines for n in x if n not in ("step", "time")]
+  assert {tracking.tracked_id(workdir): [*wanted, "done"]} == KEPT
 
 
 def test_a_finished_run_says_so_and_stays_as_it_is(finished, capsys):

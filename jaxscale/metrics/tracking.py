@@ -1,0 +1,188 @@
+"""Trackers: metrics for other programs, from threads that no run waits for.
+
+A tracker may be slow, hang, raise or lose its network: the run neither stops nor slows,
+and metrics.jsonl, which has every line, is what a tracker is caught up from.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxscale.errors import abandon
+from jaxscale.metrics.reading import read_metrics
+
+_MOST_WAITING = 10_000  # lines: hours of training, a few MB
+_RETRY_S = 60.0  # until what has failed is opened again
+# Of a run that is to stop: Slurm kills it soon (`Timeouts.grace_s`).
+_INTERRUPTED_FLUSH_S = 5.0
+
+
+class Tracker(NamedTuple):
+  """What takes the metrics of a run; `config.Tracker.build` returns it.
+
+  Its functions are called in a thread of its own; they may take long, and may raise.
+
+  Attributes:
+    log: takes a step, the time (seconds since the epoch) and values by name. The same
+      step may come again, with other names.
+    finish: takes how the run ends: "done", "interrupted" (to be resumed) or "failed".
+    known: the last step of which it has a value of this name, -1: none. Later lines of
+      metrics.jsonl are logged to it first. None: it has all from before this start.
+    note: a line to print at the end, such as the command that uploads.
+  """
+
+  log: Callable[[int, float, dict[str, float]], None]
+  finish: Callable[[str], None]
+  known: Callable[[str], int] | None = None
+  note: str = ""
+
+
+class TrackerSource(NamedTuple):
+  """How a tracker is opened, again after each failure.
+
+  Attributes:
+    name: in messages.
+    open: takes a function that takes a line for the user; may hang, and may raise.
+    flush_s: seconds that the end of a run waits for it.
+  """
+
+  name: str
+  open: Callable[[Callable[[str], None]], Tracker]
+  flush_s: float
+
+
+class Line(NamedTuple):
+  """A line of metrics.jsonl."""
+
+  step: int
+  time: float
+  values: dict[str, float]
+
+
+class BackgroundTracker:
+  """Hands lines to a tracker in a daemon thread, which begins with the first line."""
+
+  def __init__(
+    self,
+    source: TrackerSource,
+    record: Path,
+    logged: Mapping[str, int],
+    say: Callable[[str], None],
+  ):
+    """A tracker that is not open yet.
+
+    Args:
+      source: of the tracker.
+      record: metrics.jsonl, which a line is in before `put` gets it.
+      logged: the last step by name of what was in there before this start.
+      say: called in the thread of `put` and `wait`.
+    """
+    self._source, self._record, self._logged = source, record, logged
+    self._say = say
+    self._lines: queue.SimpleQueue[Line | str] = queue.SimpleQueue()
+    self._messages: queue.SimpleQueue[str] = queue.SimpleQueue()
+    self._sent: dict[str, int] = {}  # the last step by name
+    self._failing: tuple[int | str, ...] = ()
+    self._is_behind = self._has_complained = self._is_finished = False
+    self._ends, self._flush_s = threading.Event(), source.flush_s
+    name = f"tracker {source.name}"
+    self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+  def put(self, line: Line) -> None:
+    """Hand over a line; returns at once."""
+    if self._thread.ident is None:
+      self._thread.start()
+    if not self._is_behind:
+      self._lines.put(line)
+      if self._lines.qsize() >= _MOST_WAITING:
+        self._is_behind = True  # until it has taken these, and then reads the record
+        what = f"{_MOST_WAITING:,} lines wait for it, later ones are not kept in memory"
+        self._complain(what)
+    self._print_messages()
+
+  def end(self, outcome: str) -> None:
+    """Begin to finish; `wait` waits for it."""
+    if outcome != "done":
+      self._flush_s = min(self._flush_s, _INTERRUPTED_FLUSH_S)
+    self._deadline = time.monotonic() + self._flush_s
+    self._ends.set()
+    self._lines.put(outcome)
+
+  def wait(self) -> None:
+    """Wait until it has finished, at most for its `flush_s`."""
+    if self._thread.ident is None:
+      return
+    self._thread.join(max(self._deadline - time.monotonic(), 0))
+    if not self._is_finished:
+      name, late = self._source.name, f" in {self._flush_s:g} s"
+      if self._thread.is_alive():
+        abandon(self._thread)
+      else:
+        late = ""
+      self._messages.put(f"{name} has not finished{late}; {self._record} has all lines")
+    self._print_messages()
+
+  def _print_messages(self) -> None:
+    while not self._messages.empty():
+      self._say(self._messages.get())
+
+  def _complain(self, what: str) -> None:
+    if not self._has_complained:
+      self._has_complained = True
+      name = self._source.name
+      self._messages.put(f"{name}: {what}; training continues, metrics.jsonl has all")
+
+  def _run(self) -> None:
+    while not self._is_finished:
+      try:
+        tracker = self._source.open(self._messages.put)
+        self._follow(tracker)
+        self._is_finished = True
+        if tracker.note:
+          self._messages.put(tracker.note)
+      except BaseException as e:  # also what would end a process
+        text = " ".join(str(e).split())
+        self._complain(f"{type(e).__name__}: {text}"[:300])
+        if self._ends.wait(_RETRY_S):
+          return
+
+  def _follow(self, tracker: Tracker) -> None:
+    """Hand over the record, and then line after line until the end."""
+    known = tracker.known or (lambda name: self._logged.get(name, -1))
+    self._replay(tracker, known)
+    while not isinstance(line := self._lines.get(), str):
+      self._hand_over(tracker, line, known)
+      if self._is_behind and self._lines.empty():
+        self._is_behind = False  # first: what comes from here on is in one of both
+        self._replay(tracker, known)
+    if self._is_behind:
+      self._replay(tracker, known)
+    tracker.finish(line)
+
+  def _replay(self, tracker: Tracker, known: Callable[[str], int]) -> None:
+    for line in read_metrics(self._record):
+      values = {k: v for k, v in line.items() if k not in ("step", "time")}
+      self._hand_over(tracker, Line(line["step"], line["time"], values), known)
+
+  def _hand_over(self, tracker: Tracker, line: Line, known: Callable[[str], int]):
+    """Log what the tracker lacks of a line; what fails twice is left out."""
+    lacks = {
+      name: value
+      for name, value in line.values.items()
+      if line.step > max(self._sent.get(name, -1), known(name))
+    }
+    if not lacks:
+      return
+    try:
+      tracker.log(line.step, line.time, lacks)
+    except Exception:
+      this = line.step, *lacks  # not its values: no NaN is equal to another
+      if this != self._failing:
+        self._failing = this
+        raise
+    self._sent.update(dict.fromkeys(lacks, line.step))

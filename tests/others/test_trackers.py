@@ -1,0 +1,347 @@
+"""The trackers themselves: one run of theirs over a kill -9, and no network.
+
+What they hold is read by their own readers: MLflow's client, Trackio's storage, and
+protobufs of W&B in LevelDB's log format (its doc/log_format.md), after 7 bytes of W&B.
+"""
+
+import collections
+import http.server
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from jaxscale import config, metrics
+from jaxscale.config.bases import TrackerContext
+from support.commands import child_env
+from support.processes import free_port, wait_until
+from support.tiny_runs import command, newest_step, start
+
+pytest.importorskip("wandb")
+pytest.importorskip("mlflow")
+pytest.importorskip("trackio")
+
+KEY = "0123456789abcdef0123456789abcdef01234567"
+ALL = (
+  "--config.log.trackers=Wandb,MLflow,Trackio",
+  *(f"--config.log.trackers.{x}.flush_s=40" for x in ("Wandb", "MLflow", "Trackio")),
+)
+# Slow until it is killed, and then as fast as it can.
+PACED = """
+import os, time
+from jaxscale import config
+
+class Paced(config.Digits):
+  def build(self):
+    train, held_out = super().build()
+    def load(indices, draws):
+      time.sleep(float(os.environ.get("PACE", 0)))
+      return train.load(indices, draws)
+    return train._replace(load=load), held_out
+
+def get_config():
+  return config.Config(
+    model=config.MLP(hidden=(16,)), data=Paced(), optimizer=config.SGD(lr=0.1),
+    batch_size=128, epochs=60, input_threads=1,
+    evaluation=config.Evaluation(every_epochs=3),
+    checkpoint=config.Checkpoint(every_epochs=1), log=config.Log(every_steps=3),
+  )
+"""
+
+
+def wandb_files(workdir):
+  return sorted((workdir / "wandb").glob("*run-*/run-*.wandb"))
+
+
+def wandb_records(path):
+  """The records of a .wandb file, up to where it is cut."""
+  from wandb.proto.wandb_internal_pb2 import Record
+
+  content, at, parts = path.read_bytes(), 7, b""
+  while at + 7 <= len(content):
+    left = 32768 - at % 32768
+    if left < 7:  # no header fits in what is left of a block
+      at += left
+      continue
+    size, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+    parts = (b"" if kind in (1, 2) else parts) + content[at + 7 : at + 7 + size]
+    at += 7 + size
+    if kind in (1, 4):  # whole, or the last part
+      yield Record.FromString(parts)
+
+
+def wandb_values(path):
+  """{name: [(step, value), ...]} of a run's history."""
+  found = collections.defaultdict(list)
+  for item in wandb_records(path):
+    if item.WhichOneof("record_type") == "history":
+      row = {(i.key or i.nested_key[0]): i.value_json for i in item.history.item}
+      for name, value in row.items():
+        if not name.startswith("_"):
+          found[name].append((int(row["_step"]), float(value)))
+  return found
+
+
+def mlflow_run(workdir):
+  """(run, {name: [(step, value), ...]}) of the only run in the store."""
+  from mlflow.tracking import MlflowClient
+
+  os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
+  client = MlflowClient(tracking_uri=(workdir / "mlruns").as_uri())
+  group = client.get_experiment_by_name("jaxscale")
+  (run,) = client.search_runs([group.experiment_id])
+  found = {
+    name: [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, name)]
+    for name in run.data.metrics
+  }
+  return run, found
+
+
+READ_TRACKIO = """
+import json, trackio
+from trackio.sqlite_storage import SQLiteStorage
+(run,) = trackio.Api().runs("jaxscale")
+rows = SQLiteStorage.get_logs("jaxscale", run.name, run_id=run.id)
+print(json.dumps([run.name, run.config, rows]))
+"""
+
+
+def trackio_run(folder):
+  """(name, config, {name: [(step, value), ...]}) of the only run in its database."""
+  done = subprocess.run(
+    [sys.executable, "-c", READ_TRACKIO], env=child_env(TRACKIO_DIR=str(folder)),
+    capture_output=True, text=True, check=True,
+  )  # fmt: skip
+  name, settings, rows = json.loads(done.stdout)
+  found = collections.defaultdict(list)
+  for row in rows:
+    for key in row.keys() - {"step", "timestamp"}:
+      found[key].append((row["step"], row[key]))
+  return name, settings, found
+
+
+def recorded(workdir):
+  """The same of metrics.jsonl."""
+  found = collections.defaultdict(list)
+  for line in metrics.read_metrics(workdir / "metrics.jsonl"):
+    for name in line.keys() - {"step", "time"}:
+      found[name].append((line["step"], line[name]))
+  return found
+
+
+def is_taken(workdir, trackio_folder):
+  """Whether each tracker has begun to store lines, and there is a checkpoint."""
+  stored = [*workdir.glob("mlruns/*/*/metrics/train/loss"), *wandb_files(workdir)]
+  is_stored = len(stored) == 2 and (trackio_folder / "jaxscale.db").exists()
+  return is_stored and newest_step(workdir) > 0
+
+
+def steps(found):
+  return {name: [step for step, _ in values] for name, values in found.items()}
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+  """A run that was killed, and the output of the start after that."""
+  workdir = tmp_path_factory.mktemp("resumed") / "run"
+  folder = workdir.parent / "trackio"
+  config = workdir.parent / "paced.py"
+  config.write_text(PACED)
+  env = {"TRACKIO_DIR": str(folder), "WANDB_API_KEY": KEY}
+  process = start(workdir, *ALL, config=str(config), PACE="0.1", **env)
+  wait_until(lambda: is_taken(workdir, folder), process)
+  process.send_signal(signal.SIGKILL)
+  process.communicate()
+  last = newest_step(workdir)
+  again = start(workdir, *ALL, config=str(config), **env)
+  out, err = again.communicate(timeout=300)
+  assert "resuming from the checkpoint of step" in out, err
+  assert again.returncode == 0 and last < newest_step(workdir)
+  return workdir, folder, out
+
+
+def test_wandb_has_one_run_with_every_step_once(resumed):
+  workdir, _, out = resumed
+  (path,) = wandb_files(workdir)  # the folder of the start that was killed is gone
+  assert wandb_values(path) == recorded(workdir)
+  (run,) = [x.run for x in wandb_records(path) if x.WhichOneof("record_type") == "run"]
+  assert run.run_id == metrics.read_json(workdir / "tracking.json")["id"]
+  settings = {item.key: json.loads(item.value_json) for item in run.config.update}
+  assert settings["model"]["class"] == "MLP" and settings["batch_size"] == 128
+  started = metrics.read_json_lines(workdir / "starts.jsonl")[-1]
+  assert settings["environment"]["commit"] == started["commit"]
+  sync = [x for x in out.splitlines() if "wandb sync" in x][-1].partition("wandb sync ")
+  assert Path(sync[2]) == path.parent
+  listed = subprocess.run(
+    [sys.executable, "-m", "wandb", "sync", "--dry-run", sync[2]],
+    env=child_env(), capture_output=True, text=True,
+  )  # fmt: skip
+  assert run.run_id in listed.stdout + listed.stderr
+
+
+def test_mlflow_has_one_run_with_every_step_once(resumed):
+  workdir, *_ = resumed
+  run, found = mlflow_run(workdir)
+  wanted = recorded(workdir)
+  assert steps(found) == steps(wanted)
+  # Steps that were done again are as they were, but for the clock.
+  for name in wanted:
+    assert name.startswith("perf/") or found[name] == wanted[name]
+  assert run.data.params["model.class"] == "MLP" and run.info.status == "FINISHED"
+  started = metrics.read_json_lines(workdir / "starts.jsonl")[-1]
+  assert run.data.tags["mlflow.source.git.commit"] == str(started["commit"])
+  (text,) = workdir.glob("mlruns/*/*/artifacts/environment.json")
+  assert json.loads(text.read_text())["packages"] == started["packages"]
+
+
+def test_trackio_has_one_run_with_every_step_once(resumed):
+  workdir, folder, _ = resumed
+  name, settings, found = trackio_run(folder)
+  assert found == recorded(workdir)
+  assert name == metrics.read_json(workdir / "tracking.json")["id"]
+  assert settings["optimizer"]["class"] == "SGD" and settings["environment"]["host"]
+
+
+def test_no_file_has_the_key(resumed):
+  workdir, folder, out = resumed
+  assert KEY not in out
+  for path in [*workdir.rglob("*"), *folder.rglob("*")]:
+    assert not path.is_file() or KEY.encode() not in path.read_bytes(), path
+
+
+def test_without_a_route_the_run_ends_with_every_step(tmp_path):
+  """W&B online through a proxy that is not there, and MLflow at a dead port."""
+  dead, trackers = f"http://127.0.0.1:{free_port()}", "--config.log.trackers"
+  done = subprocess.run(
+    command(
+      tmp_path, f"{trackers}=Wandb,MLflow", f"{trackers}.Wandb.mode=online",
+      f"{trackers}.MLflow.uri={dead}", f"{trackers}.Wandb.flush_s=1",
+      f"{trackers}.MLflow.flush_s=1",
+    ),
+    env=child_env(HTTPS_PROXY=dead, HTTP_PROXY=dead, WANDB_API_KEY=KEY),
+    capture_output=True, text=True, timeout=300,
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr
+  summary = metrics.read_json(tmp_path / "summary.json")
+  assert summary["outcome"] == "done"
+  logged = [step for step, _ in recorded(tmp_path)["train/loss"]]
+  assert logged == [*range(7, 78, 7), summary["total_steps"]]
+  assert "has not finished in 1 s" in done.stdout and KEY not in done.stdout
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+  """As much of MLflow's REST API as a run uses; after some batches it is silent."""
+
+  protocol_version = "HTTP/1.1"
+  taken, most, silent, released = [], 3, threading.Event(), threading.Event()
+
+  def answer(self):
+    body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+    call = self.path.rpartition("/mlflow/")[2].partition("?")[0]
+    if call == "runs/log-batch" and (values := json.loads(body).get("metrics")):
+      if len(self.taken) == self.most:
+        self.silent.set()
+        self.released.wait()
+      self.taken.append(values)
+    run = {"info": {"run_id": "r", "run_uuid": "r", "experiment_id": "1"}, "data": {}}
+    answers = {
+      "experiments/get-by-name": {"experiment": {"experiment_id": "1", "name": "x"}},
+      "runs/search": {"runs": [run]}, "runs/get": {"run": run},
+    }  # fmt: skip
+    text = json.dumps(answers.get(call, {})).encode()
+    self.send_response(200)
+    self.send_header("Content-Length", str(len(text)))
+    self.end_headers()
+    self.wfile.write(text)
+
+  do_GET = do_POST = do_PUT = answer
+
+  def log_message(self, *args):
+    pass
+
+
+def test_a_server_that_falls_silent_costs_its_lines_alone(tmp_path):
+  server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
+  threading.Thread(target=server.serve_forever, daemon=True).start()
+  uri = f"http://127.0.0.1:{server.server_port}"
+  printed = []
+  source = metrics.TrackerSource(
+    "MLflow", lambda note: config.MLflow(uri=uri).build(context(tmp_path, note)), 0.05
+  )
+  writer = metrics.MetricWriter(
+    tmp_path, tensorboard=False, trackers=[source], say=printed.append
+  )
+  for step in range(1, Server.most + 2):
+    writer.write(step, {"train/loss": 1 / step})
+  assert Server.silent.wait(60)
+  for step in range(10, 1000):
+    writer.write(step, {"train/loss": 1 / step})
+  writer.close()
+  assert "MLflow has not finished in 0.05 s" in printed[-1]
+  assert len(recorded(tmp_path)["train/loss"]) == Server.most + 1 + 990
+  taken = [(m["step"], m["value"]) for batch in Server.taken for m in batch]
+  assert taken == [(step, 1 / step) for step in range(1, Server.most + 1)]
+  Server.released.set()
+  server.shutdown()
+
+
+def context(workdir, note=print):
+  return TrackerContext("run-1", "run", workdir, {"seed": 0}, {"commit": None}, note)
+
+
+def test_a_run_that_is_online_gets_what_its_server_lacks(tmp_path, monkeypatch):
+  """With W&B's own functions replaced: there is no server of it here."""
+  import wandb
+
+  given, lines = {}, []
+
+  class Run:
+    step = 4  # the next one that the server takes
+
+    def log(self, values, step):
+      lines.append((step, values["train/loss"]))
+
+    def finish(self, exit_code):
+      lines.append(exit_code)
+
+  def init(**options):
+    given.update(options)
+    return Run()
+
+  monkeypatch.setattr(wandb, "login", lambda **options: True)
+  monkeypatch.setattr(wandb, "init", init)
+  settings = config.Wandb(mode="online", project="p", entity="team")
+  source = metrics.TrackerSource(
+    "W", lambda n: settings.build(context(tmp_path, n)), 60
+  )
+  before = metrics.MetricWriter(tmp_path, tensorboard=False)
+  for step in range(1, 7):
+    before.write(step, {"train/loss": 1 / step})
+  before.close()
+  writer = metrics.MetricWriter(
+    tmp_path, start=5, tensorboard=False, trackers=[source], say=print
+  )
+  writer.write(6, {"train/loss": 1 / 6})
+  writer.close("failed")
+  assert lines == [(4, 1 / 4), (5, 1 / 5), (6, 1 / 6), 1]
+  wanted = {"mode": "online", "resume": "allow", "id": "run-1", "entity": "team"}
+  assert {k: given[k] for k in wanted} == wanted
+
+
+def test_online_without_a_key_is_offline(tmp_path, monkeypatch):
+  for name in [n for n in os.environ if n.startswith("WANDB_")]:
+    monkeypatch.delenv(name)
+  monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+  notes = []
+  made = config.Wandb(mode="online").build(context(tmp_path, notes.append))
+  made.log(1, 0.0, {"train/loss": 0.5})
+  made.finish("done")
+  assert notes and "no API key (wandb login); this start of the run is" in notes[0]
+  (path,) = wandb_files(tmp_path)
+  # Its own process writes the file, and is waited for when ours ends.
+  wait_until(lambda: wandb_values(path) == {"train/loss": [(1, 0.5)]})

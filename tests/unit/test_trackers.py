@@ -1,0 +1,333 @@
+"""Trackers: whatever one does, the run has its lines, and trackers each line once."""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import sys
+import threading
+
+import pytest
+
+from jaxscale import config, errors, metrics
+from jaxscale.config.loading import load_config
+from jaxscale.config.record import from_plain, to_plain
+from jaxscale.errors import ConfigError
+from jaxscale.metrics import tracking as background
+from jaxscale.metrics.prometheus import exposition
+from jaxscale.run import tracking
+from jaxscale.run.fit import fit
+from support.configs import tiny_digits
+
+WAIT_S = 60  # until what must happen soon counts as hung
+
+
+class Fake:
+  """A tracker that keeps what it gets; `fault` is called first with each step."""
+
+  def __init__(self, fault=lambda step: None, known=None, flush_s=WAIT_S):
+    self.got, self.opened, self.outcome = [], 0, None
+    self.fault, self.known = fault, known
+    self.source = metrics.TrackerSource("Fake", self.open, flush_s)
+
+  def open(self, note):
+    self.opened += 1
+    self.fault(0)
+    return metrics.Tracker(self.log, self.finish, self.known, "the note")
+
+  def log(self, step, time, values):
+    self.fault(step)
+    self.got.append((step, values))
+
+  def finish(self, outcome):
+    self.outcome = outcome
+
+
+def write(workdir, fake, steps, start=0, outcome="done"):
+  """What was printed while a writer with this tracker wrote a line per step."""
+  printed = []
+  writer = metrics.MetricWriter(
+    workdir, start=start, tensorboard=False, trackers=[fake.source], say=printed.append
+  )
+  for step in steps:
+    writer.write(step, {"train/loss": 1 / step})
+  writer.close(outcome)
+  return printed
+
+
+def lines(*steps):
+  return [(step, {"train/loss": 1 / step}) for step in steps]
+
+
+def logged(workdir):
+  found = metrics.read_metrics(workdir / "metrics.jsonl")
+  return [line["step"] for line in found]
+
+
+@pytest.fixture
+def no_pause(monkeypatch):
+  """What has failed is opened again at once."""
+  monkeypatch.setattr(background, "_RETRY_S", 0)
+
+
+def failing(count, step):
+  """A fault that comes so often at a step."""
+  left = [count]
+
+  def fault(at):
+    if at == step and left[0]:
+      left[0] -= 1
+      raise OSError("no route to host")
+
+  return fault
+
+
+def test_each_line_arrives_in_order_and_the_note_is_printed(tmp_path):
+  fake = Fake()
+  assert write(tmp_path, fake, (1, 2, 3), outcome="interrupted") == ["the note"]
+  assert fake.got == lines(1, 2, 3) and fake.outcome == "interrupted"
+
+
+def test_without_a_line_nothing_is_opened(tmp_path):
+  fake = Fake()
+  assert write(tmp_path, fake, ()) == [] and fake.opened == 0
+
+
+@pytest.mark.parametrize("error", [OSError, SystemExit, KeyboardInterrupt])
+def test_one_that_cannot_be_opened_is_reported_once(tmp_path, error):
+  def fault(step):
+    raise error("no\nroute")
+
+  printed = write(tmp_path, Fake(fault), (1, 2))
+  assert printed == [
+    f"Fake: {error.__name__}: no route; training continues, metrics.jsonl has all",
+    f"Fake has not finished; {tmp_path}/metrics.jsonl has all lines",
+  ]
+  assert logged(tmp_path) == [1, 2]
+
+
+def test_one_that_fails_later_gets_every_line_once(tmp_path, no_pause):
+  fake = Fake(failing(1, step=2))
+  printed = write(tmp_path, fake, range(1, 6))
+  if fake.outcome is None:  # the end came first: then it is not opened again
+    assert len(printed) == 2 and fake.got == lines(1)
+  # Whatever the order of threads, at the next start it has the rest.
+  again = Fake(known=lambda name: max((step for step, _ in fake.got), default=-1))
+  write(tmp_path, again, [6], start=5)
+  assert fake.got + again.got == lines(*range(1, 7))
+
+
+def test_a_line_that_never_arrives_is_left_out(tmp_path, no_pause):
+  taken = threading.Event()
+
+  def fault(step):
+    if step == 2:
+      raise ValueError("what is this?")
+    if step == 3:
+      taken.set()
+
+  printed, fake = [], Fake(fault)
+  writer = metrics.MetricWriter(
+    tmp_path, tensorboard=False, trackers=[fake.source], say=printed.append
+  )
+  for step in (1, 2, 3):
+    writer.write(step, {"train/loss": 1 / step, "train/rate": math.nan})
+  assert taken.wait(WAIT_S)
+  writer.close()
+  assert [step for step, _ in fake.got] == [1, 3] and fake.opened == 2
+  assert len([line for line in printed if "ValueError: what is this?" in line]) == 1
+  assert math.isnan(fake.got[-1][1]["train/rate"])
+
+
+def test_the_end_waits_for_one_that_hangs_only_so_long(tmp_path):
+  gate, hangs = threading.Event(), threading.Event()
+
+  def fault(step):
+    if step == 2:
+      hangs.set()
+      gate.wait()
+
+  fake = Fake(fault, flush_s=0.05)
+  (tmp_path / "a").mkdir()
+  printed = write(tmp_path / "a", fake, range(1, 100))
+  assert printed[-1].startswith("Fake has not finished in 0.05 s")
+  assert logged(tmp_path / "a") == [*range(1, 100)]
+  assert hangs.wait(WAIT_S) and fake.got == lines(1)
+  # `leave` ends the process without what a library would wait for at its exit.
+  (thread,) = [t for t in errors._abandoned if t.is_alive()]
+  gate.set()
+  thread.join(WAIT_S)
+  assert fake.got == lines(*range(1, 100))
+
+
+def test_one_that_cannot_keep_up_is_caught_up(tmp_path, monkeypatch):
+  monkeypatch.setattr(background, "_MOST_WAITING", 5)
+  gate = threading.Event()
+  fake, printed = Fake(lambda step: gate.wait()), []
+  writer = metrics.MetricWriter(
+    tmp_path, tensorboard=False, trackers=[fake.source], say=printed.append
+  )
+  for step in range(1, 101):
+    writer.write(step, {"train/loss": 1 / step})
+  (tracker,) = writer._trackers
+  assert tracker._lines.qsize() <= 5
+  assert [line for line in printed if "5 lines wait for it" in line] == printed[:1]
+  gate.set()
+  writer.close()
+  assert fake.got == lines(*range(1, 101)) and fake.outcome == "done"
+
+
+@pytest.mark.parametrize(
+  "known, got",
+  [(None, (3, 4)), (lambda name: -1, (1, 2, 3, 4)), (lambda name: 3, (4,))],
+  ids=["before this start", "nothing", "more than was saved"],
+)
+def test_a_resumed_run_logs_what_the_tracker_lacks(tmp_path, known, got):
+  write(tmp_path, Fake(), (1, 2, 3))
+  fake = Fake(known=known)
+  write(tmp_path, fake, (3, 4), start=2)
+  assert fake.got == lines(*got)
+
+
+# As settings.
+
+
+def test_a_missing_package_is_one_line_at_the_start(tmp_path, monkeypatch):
+  tiny = tiny_digits()
+  log = dataclasses.replace(tiny.log, trackers=(config.Wandb(),))
+  (tmp_path / "wandb").mkdir()  # as W&B leaves it where it runs
+  monkeypatch.chdir(tmp_path)
+  elsewhere = [p for p in sys.path if "site-packages" not in p]
+  monkeypatch.setattr(sys, "path", [str(tmp_path), *elsewhere])
+  for name in [m for m in sys.modules if m.partition(".")[0] == "wandb"]:
+    monkeypatch.delitem(sys.modules, name)
+  with pytest.raises(ConfigError, match=r"pip install 'jaxscale\[wandb\]'") as error:
+    fit(dataclasses.replace(tiny, log=log), tmp_path / "run")
+  assert "Config.log.trackers: Wandb needs the package wandb" in str(error.value)
+  assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+  "content", [None, b"", b"[]", b'{"id": 3}', b'{"id": "../../x"}', b'{"id": ""}']
+)
+def test_the_id_is_kept_and_made_anew_where_it_is_damaged(tmp_path, content):
+  workdir = tmp_path / "a run é"
+  workdir.mkdir()
+  first = tracking.tracked_id(workdir)
+  assert re.fullmatch(r"a-run-[\w-]{8,12}", first, re.ASCII)
+  assert tracking.tracked_id(workdir) == first
+  path = workdir / tracking.FILE
+  path.unlink()
+  path.mkdir() if content is None else path.write_bytes(content)
+  again = tracking.tracked_id(workdir)
+  assert again != first and re.fullmatch(r"[\w-]+", again, re.ASCII)
+  assert content is None or tracking.tracked_id(workdir) == again
+
+
+def test_they_are_chosen_by_name_and_recorded():
+  chosen = {
+    "log.trackers.Wandb.project": "x", "log.trackers": "Prometheus,Wandb",
+    "log.trackers.Prometheus.directory": "/var/lib/node_exporter",
+  }  # fmt: skip
+  loaded = load_config("configs/digits.py", chosen)
+  wanted = (
+    config.Prometheus(directory="/var/lib/node_exporter"), config.Wandb(project="x")
+  )  # fmt: skip
+  assert loaded.log.trackers == wanted
+  plain = json.loads(json.dumps(to_plain(loaded)))
+  assert plain["log"]["trackers"][0]["class"] == "Prometheus"
+  assert from_plain(config.Config, plain) == loaded
+  assert load_config("configs/digits.py", {"log.trackers": "()"}).log.trackers == ()
+
+
+@pytest.mark.parametrize(
+  "chosen, message",
+  [
+    ({"log.trackers": "Wandv"}, "did you mean 'Wandb'"),
+    ({"log.trackers": "Prometheus"}, "Prometheus.directory is not set"),
+    ({"log.trackers": "Wandb,Wandb"}, "Wandb is there twice"),
+    ({"log.trackers.Wandb.project": "x"}, "write --config.log.trackers=Wandb as well"),
+    (
+      {"log.trackers": "Wandb", "log.trackers.Wandb.projcet": "x"},
+      "Wandb has no field 'projcet', did you mean 'project'?",
+    ),
+    (
+      {"log.trackers": "MLflow", "log.trackers.MLflow.uri": "https://me:x@host"},
+      "config.json would hold its password",
+    ),
+  ],
+)
+def test_mistakes_are_one_line(chosen, message):
+  with pytest.raises(ConfigError, match=re.escape(message)) as error:
+    load_config("configs/digits.py", chosen)
+  assert "\n" not in str(error.value)
+
+
+def test_something_else_than_a_tuple_is_refused():
+  with pytest.raises(ConfigError, match=r"give tuple of MLflow \| Prometheus"):
+    config.Log(trackers=config.Wandb())
+
+
+# Prometheus' text format 0.0.4, as "Exposition formats" of its documentation has it.
+
+
+def parsed(text):
+  """{(name, labels): value} of a file that keeps every rule of the format."""
+  assert text.endswith("\n")
+  name = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
+  label = r'[a-zA-Z_][a-zA-Z0-9_]*="(?:[^"\\\n]|\\\\|\\"|\\n)*"'
+  samples, types, closed, current = {}, {}, set(), None
+  for line in text.splitlines():
+    if found := re.fullmatch(rf"# (HELP|TYPE) ({name}) (.*)", line):
+      kind, family, rest = found.groups()
+      if family != current:  # all lines of a metric are one group
+        assert family not in closed
+        closed.add(current)
+        current = family
+      if kind == "TYPE":  # once, and before the first sample
+        assert family not in types and rest == "gauge"
+        types[family] = rest
+      continue
+    # No timestamp may follow: the textfile collector refuses the file.
+    found = re.fullmatch(rf"({name})\{{({label}(?:,{label})*)\}} (\S+)", line)
+    assert found, line
+    family, labels, value = found.groups()
+    assert family == current and family in types and (family, labels) not in samples
+    samples[family, labels] = float(value.replace("Inf", "inf"))
+  return samples
+
+
+def test_the_text_file_is_one_that_prometheus_reads(tmp_path):
+  file = metrics.prometheus_file(tmp_path, "a-1")
+  file.log(50, 1e9, {"train/loss": math.nan, "perf/step_s": 0.25, "perf/mfu": 0.5})
+  values = {
+    "train/loss": math.inf, "perf/peak_memory_gb": 1.5, "perf/examples_per_s": 3.0,
+    "eval/my metric\n": -math.inf, 'trust_ratio/a\\"b"\n/kernel': 2.0,
+    "trust_ratio/x": 3.0,
+  }  # fmt: skip
+  file.log(100, 2e9, values)
+  assert os.listdir(tmp_path) == ["jaxscale_a-1.prom"]
+  found = parsed((tmp_path / "jaxscale_a-1.prom").read_text())
+  run, escaped = 'run="a-1"', 'parameter="a\\\\\\"b\\"\\n/kernel"'
+  assert found == {
+    ("jaxscale_step", run): 100,
+    ("jaxscale_last_log_timestamp_seconds", run): 2e9,
+    ("jaxscale_train_loss", run): math.inf,
+    ("jaxscale_perf_step_seconds", run): 0.25,
+    ("jaxscale_perf_mfu", run): 0.5,
+    ("jaxscale_perf_peak_memory_bytes", run): 1.5e9,
+    ("jaxscale_perf_examples_per_second", run): 3,
+    ("jaxscale_eval_my_metric_", run): -math.inf,
+    ("jaxscale_trust_ratio", f"{run},{escaped}"): 2,
+    ("jaxscale_trust_ratio", f'{run},parameter="x"'): 3,
+  }
+  file.finish("done")
+  file.finish("done")  # somebody may have removed it
+  assert os.listdir(tmp_path) == []
+
+
+def test_names_that_become_one_are_one_sample():
+  found = parsed(exposition({"eval/a b": 1, "eval/a_b": 2, "x": math.nan}, 1, 2, "r"))
+  assert found["jaxscale_eval_a_b", 'run="r"'] == 2
+  assert math.isnan(found["jaxscale_x", 'run="r"'])
