@@ -253,4 +253,5 @@ def test_a_picture_of_a_language_model_has_perplexity(tmp_path, monkeypatch):
 
   monkeypatch.setattr(Figure, "savefig", save)
   assert metrics.plot_metrics(tmp_path)
-  assert titles == ["Loss", "Perplexity", "Learning rate", "Speed"]
+  assert titles[:4] == ["Loss", "Perplexity", "Learning rate", "Speed"]
+  assert titles[4:] == ["Use of a device", "Memory of a device"]
