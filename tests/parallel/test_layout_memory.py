@@ -36,6 +36,8 @@ from jaxscale.training import replica_check
 from jaxscale.training.state import abstract_state, make_init
 from jaxscale.training.step import make_eval_step, make_train_step
 
+pytestmark = pytest.mark.optimized
+
 # Most of the time is the back end's, when memory and collectives are settled.
 QUICK = {"xla_backend_optimization_level": 0}
 N, WIDTH, HIDDEN, TOKENS, ROWS = 8, 128, 512, 8, 8

@@ -262,6 +262,8 @@ from jaxscale.exchange.one_bit import one_bit
 from jaxscale.mesh import make_mesh
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_train_step
+
+pytestmark = pytest.mark.optimized
 mesh = make_mesh()
 exchanges = {
   "bucketed": bucketed(t.AXES, bucket_bytes=4096),

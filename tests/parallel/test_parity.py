@@ -29,6 +29,8 @@ from support.parity import (
   run,
 )
 
+pytestmark = pytest.mark.optimized
+
 QUICK = ("plain", "torus", "bucketed")
 
 
