@@ -14,6 +14,8 @@ from support.states import at_step, make_states, run_pair
 from support.tiny_runs import ARGS, checkpoint_names
 from support.trees import assert_same_bits
 
+pytestmark = pytest.mark.optimized  # what other processes saved is compared bit for bit
+
 
 def flip(path, where):
   content = bytearray(path.read_bytes())
