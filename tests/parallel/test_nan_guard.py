@@ -26,6 +26,7 @@ from support.exchanges import EXCHANGES
 from support.paths import ROOT
 from support.trees import assert_same_bits
 
+pytestmark = pytest.mark.optimized
 LEAVES = ("bias", "gain", "kernel")  # in the order of jax.tree
 RATE = optim.warmup_cosine(0.05, 2, 100)
 
@@ -262,8 +263,6 @@ from jaxscale.exchange.one_bit import one_bit
 from jaxscale.mesh import make_mesh
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_train_step
-
-pytestmark = pytest.mark.optimized
 mesh = make_mesh()
 exchanges = {
   "bucketed": bucketed(t.AXES, bucket_bytes=4096),
