@@ -10,7 +10,9 @@ from support.commands import child_env
 
 # 271 MB of parameters, as many of momentum and gradients, and little else.
 STEPS = """
+import gc
 import json
+import time
 from pathlib import Path
 import jax
 from jaxscale import config as cfg
@@ -23,15 +25,22 @@ config = cfg.Config(
 )
 experiment = build.experiment(config)
 step = experiment.compile_train_step()
-before = efficiency._memory()
-state = jax.block_until_ready(experiment.init_state())
 batches = phases.train_batches(experiment, 0)
-Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
-for _ in range(3):
-  state, metrics = step(state, next(batches))
-  jax.block_until_ready(metrics)
-program = efficiency.read_program(step).memory / 1e9
+
+def train(steps):
+  state = jax.block_until_ready(experiment.init_state())
+  time.sleep(1)  # until XLA's threads have freed what made it
+  Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+  for _ in range(steps):
+    state, metrics = step(state, next(batches))
+    jax.block_until_ready(metrics)
+
+train(1)  # all that is loaded and kept
+gc.collect()
+before = efficiency._memory()
+train(3)
 after = efficiency._memory()
+program = efficiency.read_program(step).memory / 1e9
 print(json.dumps([before["memory_gb"], after["peak_memory_gb"], program]))
 """
 
