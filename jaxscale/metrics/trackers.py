@@ -58,7 +58,7 @@ def wandb_run(
   # It shares the terminal with the run, and its process the cores.
   settings = wandb.Settings(
     silent=True, console="off", disable_git=True, disable_code=True, symlink=False,
-    x_disable_stats=True, init_timeout=30, finish_timeout=flush_s, reinit="create_new",
+    x_disable_stats=True, init_timeout=90, finish_timeout=flush_s, reinit="create_new",
   )  # fmt: skip
   wandb.setup(settings=wandb.Settings(silent=True))
   begin = functools.partial(

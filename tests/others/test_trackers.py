@@ -31,7 +31,7 @@ ALL = (
   "--config.log.trackers=Wandb,MLflow,Trackio",
   *(f"--config.log.trackers.{x}.flush_s=40" for x in ("Wandb", "MLflow", "Trackio")),
 )
-# Slow until it is killed, and then as fast as it can.
+# Slow until it is killed, and then fast enough that trackers are open before its end.
 PACED = """
 import os, time
 from jaxscale import config
@@ -158,10 +158,11 @@ def resumed(tmp_path_factory):
   process.send_signal(signal.SIGKILL)
   process.communicate()
   last = newest_step(workdir)
-  again = start(workdir, *ALL, config=str(config), **env)
+  again = start(workdir, *ALL, config=str(config), PACE="0.02", **env)
   out, err = again.communicate(timeout=300)
   assert "resuming from the checkpoint of step" in out, err
   assert again.returncode == 0 and last < newest_step(workdir)
+  assert "metrics.jsonl has all" not in out and "has not finished" not in out, out
   return workdir, folder, out
 
 
