@@ -1,0 +1,208 @@
+"""A training step on CPU: ours, and PyTorch's of timm and transformers, in turns.
+
+    .venv-others/bin/python benchmarks/cpu_steps.py [--turns 5] [--only text,vit]
+
+`make others` makes that environment. Each model trains with random numbers, here and by
+PyTorch eager with the same sizes and the same kind of optimizer, on one core and then on
+all of them. Both sides are processes that live through the run and step one after the
+other; the first steps of each, which compile, are left out. Milliseconds are of a step,
+the median of the turns: processor time, and wall time, which on a busy machine says
+less. `speed` is theirs / ours of processor time: 1 and above is as fast as PyTorch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from importlib import metadata
+from typing import Any
+
+# The language model is that of configs/text.py.
+TEXT = {"layers": 4, "width": 128, "heads": 8, "hidden": 384, "vocabulary": 256}
+VIT = {"layers": 4, "width": 192, "heads": 3, "patch": 4, "side": 32, "rows": 32}
+RESNET = {"depth": 18, "side": 64, "rows": 16}
+TOKENS, TEXT_ROWS, CLASSES = 128, 16, 10
+SIZES = {"text": TEXT, "vit": VIT, "resnet18": RESNET}
+
+
+def ours(name: str) -> Any:
+  """A function that does one step, and waits for it."""
+  import jax
+  import numpy as np
+
+  from jaxscale import config as cfg
+  from jaxscale import data
+  from jaxscale.experiment.build import experiment
+
+  rng = np.random.default_rng(0)
+  common = {"schedule": cfg.Cosine(), "epochs": 100}
+  if name == "text":
+    sizes = {"num_layers": TEXT["layers"], "num_heads": TEXT["heads"]}
+    model = cfg.Transformer(width=TEXT["width"], hidden=TEXT["hidden"], **sizes)
+    config = cfg.Config(
+      model=model, data=cfg.Text(sequence_length=TOKENS), batch_size=TEXT_ROWS,
+      optimizer=cfg.AdamW(lr=3e-3, b2=0.95, weight_decay=0.1), clip_norm=1.0, **common,
+    )  # fmt: skip
+  else:
+    side, rows = (SIZES[name][key] for key in ("side", "rows"))
+    x = rng.integers(0, 256, (2 * rows, side, side, 3), np.uint8)
+    y = rng.integers(0, CLASSES, 2 * rows).astype(np.int32)
+    shown = data.Arrays(x=x, y=y, x_eval=x, y_eval=y, num_classes=CLASSES)
+    optimizer, model = cfg.SGD(lr=0.1), cfg.ResNet(depth=RESNET["depth"])
+    if name == "vit":
+      sizes = {"num_layers": VIT["layers"], "num_heads": VIT["heads"]}
+      model = cfg.ViT(patch=VIT["patch"], width=VIT["width"], **sizes)
+      optimizer = cfg.AdamW(lr=1e-3)
+    config = cfg.Config(
+      model=model, data=shown, batch_size=rows, optimizer=optimizer, **common
+    )
+  made = experiment(config, devices=jax.devices()[:1])
+  state, train_step = made.init_state(lambda line: None), made.compile_train_step()
+  train, position = made.train_data, {"position": 0, "seed": 0}
+  batch = next(data.train_batches(train, made.phase.batch_size, **position))
+  batch = jax.device_put(batch, made.abstract_batch()[min(batch)].sharding)
+
+  def step() -> None:
+    nonlocal state
+    state, metrics = train_step(state, batch)
+    jax.block_until_ready((state, metrics))
+
+  return step
+
+
+def theirs(name: str) -> Any:
+  """Likewise, by PyTorch."""
+  import torch
+
+  torch.set_num_threads(len(os.sched_getaffinity(0)))
+  torch.manual_seed(0)
+  if name == "text":
+    import transformers
+
+    sizes = {"num_attention_heads": TEXT["heads"], "num_hidden_layers": TEXT["layers"]}
+    config = transformers.LlamaConfig(
+      vocab_size=TEXT["vocabulary"], hidden_size=TEXT["width"],
+      intermediate_size=TEXT["hidden"], use_cache=False, **sizes,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    tokens = torch.randint(0, TEXT["vocabulary"], (TEXT_ROWS, TOKENS))
+  else:
+    import timm
+
+    sizes = SIZES[name]
+    images = torch.randn(sizes["rows"], 3, sizes["side"], sizes["side"])
+    labels = torch.randint(0, CLASSES, (sizes["rows"],))
+    model = timm.create_model("resnet18", num_classes=CLASSES)
+    if name == "vit":
+      model = timm.models.vision_transformer.VisionTransformer(
+        img_size=VIT["side"], patch_size=VIT["patch"], num_classes=CLASSES,
+        embed_dim=VIT["width"], depth=VIT["layers"], num_heads=VIT["heads"],
+      )  # fmt: skip
+  if name == "resnet18":
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+  else:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+  model.train()
+
+  def step() -> None:
+    optimizer.zero_grad()
+    if name == "text":
+      loss = model(input_ids=tokens, labels=tokens).loss
+    else:
+      loss = torch.nn.functional.cross_entropy(model(images), labels)
+    loss.backward()
+    if name == "text":
+      torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    loss.item()
+
+  return step
+
+
+def serve(side: str, name: str) -> None:
+  """A process of one side: a step and its seconds for every line on stdin."""
+  step = {"ours": ours, "theirs": theirs}[side](name)
+  step()  # compiles
+  step()
+  for line in sys.stdin:
+    count = int(line)
+    wall, clock = time.perf_counter(), time.process_time()
+    for _ in range(count):
+      step()
+    cpu_s = (time.process_time() - clock) / count
+    print(json.dumps([cpu_s, (time.perf_counter() - wall) / count]), flush=True)
+
+
+class Side:
+  """A process of one side."""
+
+  def __init__(self, side: str, name: str, cores: set[int]):
+    """Starts it; its first steps are done when the first answer comes."""
+    command = [sys.executable, __file__, "--side", side, "--only", name]
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "NPROC": str(len(cores))}
+    self.process = subprocess.Popen(
+      command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env,
+      preexec_fn=lambda: os.sched_setaffinity(0, cores),
+    )  # fmt: skip
+
+  def steps(self, count: int) -> list[float]:
+    """[processor seconds, wall seconds] of each of so many steps."""
+    assert self.process.stdin and self.process.stdout
+    self.process.stdin.write(f"{count}\n")
+    self.process.stdin.flush()
+    return json.loads(self.process.stdout.readline())
+
+  def close(self) -> None:
+    """End it."""
+    self.process.communicate()
+
+
+def compare(name: str, cores: set[int], turns: int, count: int) -> dict[str, Any]:
+  """Medians of both sides."""
+  sides = {side: Side(side, name, cores) for side in ("ours", "theirs")}
+  took = {side: [] for side in sides}
+  for turn in range(turns + 1):
+    for side, process in sides.items():
+      seconds = process.steps(count)
+      if turn:  # the first one has what only the first steps do
+        took[side].append(seconds)
+  for process in sides.values():
+    process.close()
+  row: dict[str, Any] = {"model": name, "threads": len(cores)}
+  for i, kind in enumerate(("cpu_ms", "wall_ms")):
+    found = {s: statistics.median(x[i] for x in took[s]) for s in sides}
+    row |= {f"{side}_{kind}": round(1e3 * s, 1) for side, s in found.items()}
+    key = "speed" if kind == "cpu_ms" else "speed_wall"
+    row[key] = round(found["theirs"] / found["ours"], 2)
+  return row
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--side", choices=("ours", "theirs"), help=argparse.SUPPRESS)
+  parser.add_argument("--only", default=",".join(SIZES), help="models, by commas")
+  parser.add_argument("--turns", type=int, default=5)
+  parser.add_argument("--steps", type=int, default=3, help="of one turn")
+  args = parser.parse_args()
+  if args.side:
+    serve(args.side, args.only)
+    return
+  everywhere = sorted(os.sched_getaffinity(0))
+  rows = []
+  for cores in ({everywhere[0]}, set(everywhere)):
+    for name in args.only.split(","):
+      rows.append(compare(name, cores, args.turns, args.steps))
+      print(rows[-1], file=sys.stderr, flush=True)
+  from common import report
+
+  versions = {n: metadata.version(n) for n in ("torch", "timm", "transformers")}
+  report("cpu_steps", rows=rows, turns=args.turns, steps=args.steps, **versions)
+
+
+if __name__ == "__main__":
+  main()
