@@ -3,8 +3,8 @@
     .venv-others/bin/python benchmarks/cpu_steps.py [--turns 5] [--only text,vit]
 
 `make others` makes that environment. Each model trains with random numbers, here and by
-PyTorch eager with the same sizes and the same kind of optimizer, on one core and then on
-all of them. Both sides are processes that live through the run and step one after the
+PyTorch eager with the same sizes and the same kind of optimizer, on one core and then
+on all. Both sides are processes that live through the run and step one after the
 other; the first steps of each, which compile, are left out. Milliseconds are of a step,
 the median of the turns: processor time, and wall time, which on a busy machine says
 less. `speed` is theirs / ours of processor time: 1 and above is as fast as PyTorch.
@@ -25,7 +25,7 @@ from typing import Any
 # The language model is that of configs/text.py.
 TEXT = {"layers": 4, "width": 128, "heads": 8, "hidden": 384, "vocabulary": 256}
 VIT = {"layers": 4, "width": 192, "heads": 3, "patch": 4, "side": 32, "rows": 32}
-RESNET = {"depth": 18, "side": 64, "rows": 16}
+RESNET = {"side": 64, "rows": 16}
 TOKENS, TEXT_ROWS, CLASSES = 128, 16, 10
 SIZES = {"text": TEXT, "vit": VIT, "resnet18": RESNET}
 
@@ -42,7 +42,7 @@ def ours(name: str) -> Any:
   rng = np.random.default_rng(0)
   common = {"schedule": cfg.Cosine(), "epochs": 100}
   if name == "text":
-    sizes = {"num_layers": TEXT["layers"], "num_heads": TEXT["heads"]}
+    sizes: Any = {"num_layers": TEXT["layers"], "num_heads": TEXT["heads"]}
     model = cfg.Transformer(width=TEXT["width"], hidden=TEXT["hidden"], **sizes)
     config = cfg.Config(
       model=model, data=cfg.Text(sequence_length=TOKENS), batch_size=TEXT_ROWS,
@@ -53,9 +53,9 @@ def ours(name: str) -> Any:
     x = rng.integers(0, 256, (2 * rows, side, side, 3), np.uint8)
     y = rng.integers(0, CLASSES, 2 * rows).astype(np.int32)
     shown = data.Arrays(x=x, y=y, x_eval=x, y_eval=y, num_classes=CLASSES)
-    optimizer, model = cfg.SGD(lr=0.1), cfg.ResNet(depth=RESNET["depth"])
+    optimizer, model = cfg.SGD(lr=0.1), cfg.ResNet(depth=18)
     if name == "vit":
-      sizes = {"num_layers": VIT["layers"], "num_heads": VIT["heads"]}
+      sizes: Any = {"num_layers": VIT["layers"], "num_heads": VIT["heads"]}
       model = cfg.ViT(patch=VIT["patch"], width=VIT["width"], **sizes)
       optimizer = cfg.AdamW(lr=1e-3)
     config = cfg.Config(
@@ -63,8 +63,8 @@ def ours(name: str) -> Any:
     )
   made = experiment(config, devices=jax.devices()[:1])
   state, train_step = made.init_state(lambda line: None), made.compile_train_step()
-  train, position = made.train_data, {"position": 0, "seed": 0}
-  batch = next(data.train_batches(train, made.phase.batch_size, **position))
+  rows = made.phase.batch_size
+  batch = next(data.train_batches(made.train_data, rows, position=0, seed=0))
   batch = jax.device_put(batch, made.abstract_batch()[min(batch)].sharding)
 
   def step() -> None:
@@ -77,12 +77,12 @@ def ours(name: str) -> Any:
 
 def theirs(name: str) -> Any:
   """Likewise, by PyTorch."""
-  import torch
+  import torch  # pyright: ignore[reportMissingImports]
 
   torch.set_num_threads(len(os.sched_getaffinity(0)))
   torch.manual_seed(0)
   if name == "text":
-    import transformers
+    import transformers  # pyright: ignore[reportMissingImports]
 
     sizes = {"num_attention_heads": TEXT["heads"], "num_hidden_layers": TEXT["layers"]}
     config = transformers.LlamaConfig(
@@ -92,7 +92,7 @@ def theirs(name: str) -> Any:
     model = transformers.LlamaForCausalLM(config)
     tokens = torch.randint(0, TEXT["vocabulary"], (TEXT_ROWS, TOKENS))
   else:
-    import timm
+    import timm  # pyright: ignore[reportMissingImports]
 
     sizes = SIZES[name]
     images = torch.randn(sizes["rows"], 3, sizes["side"], sizes["side"])
@@ -183,7 +183,7 @@ def compare(name: str, cores: set[int], turns: int, count: int) -> dict[str, Any
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = argparse.ArgumentParser()
   parser.add_argument("--side", choices=("ours", "theirs"), help=argparse.SUPPRESS)
   parser.add_argument("--only", default=",".join(SIZES), help="models, by commas")
   parser.add_argument("--turns", type=int, default=5)
