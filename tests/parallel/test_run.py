@@ -73,7 +73,7 @@ def test_a_run_leaves_its_record(finished):
   program = 3 * 64 * 32 * 2 + 3 * 32 * 10 * 2 - 2 * 64 * 32
   assert perf[-1]["perf/hfu"] == pytest.approx(perf[-1]["perf/mfu"] * program / model)
   assert summary["hfu"] > 0 and summary["program_memory_gb"] >= 0
-  assert 0 < perf[-1]["perf/memory_gb"] <= summary["peak_memory_gb"] * 1.01
+  assert 0 < perf[-1]["perf/memory_gb"] <= summary["peak_memory_gb"] + 0.001
   assert (workdir / "metrics.png").read_bytes()[:4] == b"\x89PNG"
 
 
