@@ -109,6 +109,16 @@ def printable(text: str) -> str:
   return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
+def message_of(error: BaseException) -> str:
+  r"""The message of an error on one line.
+
+  Example:
+    >>> message_of(OSError("no\n  route"))
+    'no route'
+  """
+  return " ".join(str(error).split())
+
+
 def user_message(error: BaseException) -> UserMessage | None:
   """The line for an error that is not the program's; None: it needs a traceback.
 
@@ -147,7 +157,7 @@ def _message(error: BaseException) -> UserMessage | None:
 
 def _of_environment(error: BaseException) -> str | None:
   """What is wrong with the environment, by an error of Python's or JAX's."""
-  text = " ".join(str(error).split())
+  text = message_of(error)
   module = getattr(error, "name", None) or "jaxscale"
   if isinstance(error, ModuleNotFoundError) and not module.startswith("jaxscale"):
     remedy = "install jaxscale's packages there (`make env`), or use the Python of its "

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxscale.errors import message_of
 from jaxscale.metrics.tracking import Tracker
 
 # What a call of MLflow's REST API takes (mlflow.utils.validation).
@@ -72,7 +73,7 @@ def wandb_run(
       if not wandb.login(prompt=False, verify=True):
         raise wandb.Error("no API key (wandb login)")
     except wandb.Error as e:
-      why = " ".join(str(e).split())[:200]
+      why = message_of(e)[:200]
       note(f"Weights & Biases: {why}; this start of the run is tracked offline")
       online = False
   text, first = "", -1
@@ -158,7 +159,7 @@ def mlflow_run(
   try:
     client.log_text(run, json.dumps(environment, indent=2), "environment.json")
   except Exception as e:  # files may be where this host cannot write
-    why = " ".join(str(e).split())[:200]
+    why = message_of(e)[:200]
     note(f"MLflow: environment.json is not there: {type(e).__name__}: {why}")
 
   def log(step: int, time: float, values: dict[str, float]) -> None:

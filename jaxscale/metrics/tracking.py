@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxscale.errors import abandon
+from jaxscale.errors import abandon, message_of
 from jaxscale.metrics.reading import read_metrics
 
 _MOST_WAITING = 10_000  # lines: hours of training, a few MB
@@ -146,8 +146,7 @@ class BackgroundTracker:
         if tracker.note:
           self._messages.put(tracker.note)
       except BaseException as e:  # also what would end a process
-        text = " ".join(str(e).split())
-        self._complain(f"{type(e).__name__}: {text}"[:300])
+        self._complain(f"{type(e).__name__}: {message_of(e)}"[:300])
         if self._ends.wait(_RETRY_S):
           return
 

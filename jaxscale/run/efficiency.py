@@ -5,10 +5,9 @@
 as arXiv:2204.02311, appendix B, defines it; `training.flops` counts the model's. HFU,
 hardware FLOPs utilization, is the same of the FLOPs that the compiled step has
 (`planning.cost.program_flops`): more where it computes again (remat), less by the
-gradient of the input, which nobody needs. The
-peak is the maker's for dense bfloat16, whatever dtype the run has; on CPUs, for which
-there is none, that of NumPy's float32 matrix product, measured when it is first needed,
-which is not before the first step.
+gradient of the input, which nobody needs. The peak is the maker's for dense bfloat16,
+whatever dtype the run has; on CPUs, for which there is none, that of NumPy's float32
+matrix product, measured when it is first needed, which is not before the first step.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Peak(NamedTuple):
 
 @functools.cache
 def find_peak() -> Peak | None:
-  """Of a device of this process; on CPUs it is measured, in some 30 ms."""
+  """Of a device of this process; on CPUs it is measured, once, in some 30 ms."""
   device = jax.local_devices()[0]
   if device.platform == "cpu":
     return Peak(_measured_peak(), "measured: NumPy's float32 matrix product")
@@ -79,11 +78,6 @@ class Efficiency:
     self.program: Future[Program | None] = Future()  # of the phase that trains
     self._windows: list[dict[str, float]] = []
 
-  @functools.cached_property
-  def peak(self) -> Peak | None:
-    """Of a device; measured, where it is, when it is first needed."""
-    return find_peak()
-
   def measured(self, experiment: build.Experiment, rate: float) -> dict[str, float]:
     """By the names of `metrics.jsonl`, without their "perf/".
 
@@ -95,11 +89,11 @@ class Efficiency:
     """
     per_device = rate * experiment.example_flops / experiment.mesh.size
     values = {"tflops_per_device": per_device / 1e12} | _memory()
-    if self.peak is not None and per_device:
-      values["mfu"] = per_device / self.peak.flops
-      if self.program.done() and (program := self.program.result()):
+    if per_device and (peak := find_peak()):
+      values["mfu"] = per_device / peak.flops
+      if program := self._known_program():
         steps = rate / experiment.phase.batch_size
-        values["hfu"] = steps * program.flops / self.peak.flops
+        values["hfu"] = steps * program.flops / peak.flops
     self._windows.append(values)
     return values
 
@@ -110,14 +104,17 @@ class Efficiency:
     for name in ("mfu", "hfu"):
       if values := [window[name] for window in windows if name in window]:
         found[name] = round(statistics.median(values), 4)
-    if "mfu" in found and self.peak is not None:
-      found["peak_tflops_per_device"] = round(self.peak.flops / 1e12, 4)
-      found["peak_source"] = self.peak.source
+    if "mfu" in found and (peak := find_peak()):
+      found["peak_tflops_per_device"] = round(peak.flops / 1e12, 4)
+      found["peak_source"] = peak.source
     if windows and "peak_memory_gb" in windows[-1]:
       found["peak_memory_gb"] = round(windows[-1]["peak_memory_gb"], 3)
-    if self.program.done() and (program := self.program.result()):
+    if program := self._known_program():
       found["program_memory_gb"] = round(program.memory / 1e9, 3)
     return found
+
+  def _known_program(self) -> Program | None:
+    return self.program.result() if self.program.done() else None
 
 
 class Program(NamedTuple):

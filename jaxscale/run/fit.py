@@ -121,8 +121,11 @@ def _fit(
     Checkpoints(workdir / "checkpoints", lock=held, split=split, **kept) as checkpoints,
     Tracer(workdir, config.log) as tracer,
   ):
-    parts = workdir, held, checkpoints, watch, nan_policy, began
-    run = Run(*parts, activity, tracer, programs)
+    run = Run(
+      workdir=workdir, lock=held, checkpoints=checkpoints, watch=watch,
+      nan_policy=nan_policy, began=began, activity=activity, tracer=tracer,
+      programs=programs,
+    )  # fmt: skip
     check_progress(config, workdir, max(checkpoints.steps(), default=0))
     # What git takes the first step does not wait for.
     recorded = in_background(functools.partial(_record_start, workdir))

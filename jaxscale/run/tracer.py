@@ -27,7 +27,7 @@ from pathlib import Path
 import jax
 
 from jaxscale.config.running import Log
-from jaxscale.errors import printable
+from jaxscale.errors import message_of, printable
 from jaxscale.files import replace_text
 from jaxscale.run import trace_request
 from jaxscale.run.trace_request import process_file, session_folder
@@ -173,7 +173,7 @@ class Tracer:
       os.replace(found, process_file(self._target, self._rank, suffix))
 
   def _failed(self, error: Exception) -> None:
-    what = " ".join(str(error).split()) or type(error).__name__
+    what = message_of(error) or type(error).__name__
     if isinstance(error, OSError) and error.strerror:
       what = f"{error.filename or self._target}: {error.strerror}"
     line = f"step {self._first}  no trace: {printable(what)[:300]}"
