@@ -10,10 +10,11 @@ change at any.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
-import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -43,8 +44,6 @@ def train_batches(
     shard: (index, count) of this host's block, as `mesh.host_shard` gives it.
     num_threads: threads that load batches ahead; None: one per processor core.
   """
-  import grain  # 0.5 s, which a run spends while its step compiles
-
   index, count = shard
   rows = batch_size // count
   num_threads = num_threads or max(len(os.sched_getaffinity(0)), 2)
@@ -63,9 +62,27 @@ def train_batches(
     drawn = epochs if dataset.draws_by_epoch else positions
     return dataset.load(indices, uniform(seed, drawn, dataset.num_draws))
 
-  steps = grain.MapDataset.range(sys.maxsize).map(load)
-  options = grain.ReadOptions(num_threads, prefetch_buffer_size=2 * num_threads)
-  return iter(steps.to_iter_dataset(options))
+  return load_ahead(load, num_threads)
+
+
+def load_ahead(load: Callable[[int], Batch], num_threads: int) -> Iterator[Batch]:
+  """What `load` returns for 0, 1, 2, … in this order, by threads that work ahead.
+
+  Args:
+    load: called in any thread; what it raises, it raises where its result was due.
+    num_threads: each has about two batches that wait for their turn.
+  """
+  pool = ThreadPoolExecutor(num_threads, "load")
+  waiting: deque[Future[Batch]] = deque()
+  try:
+    for step in itertools.count():
+      waiting.append(pool.submit(load, step))
+      if len(waiting) > 2 * num_threads:
+        yield waiting.popleft().result()
+  finally:
+    for future in waiting:
+      future.cancel()
+    pool.shutdown(wait=False)
 
 
 def check_readable(dataset: Dataset) -> None:
@@ -83,7 +100,7 @@ def shuffled(num_examples: int, seed: int, epoch: int) -> np.ndarray:
   """The order of one epoch: a permutation of 0 … num_examples - 1.
 
   Sorts by one random key per example. As a whole array it costs 0.1 microseconds per
-  example; shuffling index by index, as `grain.MapDataset.shuffle` does, cost 12
+  example; shuffling index by index, as Grain's `MapDataset.shuffle` does, cost 12
   and starved a step of 5 ms.
   """
   keys = uniform_bits(seed, epoch * num_examples + np.arange(num_examples))

@@ -50,7 +50,7 @@ def write_config(workdir: Path, described: dict[str, Any], config: Config) -> No
 
 def describe(experiment: build.Experiment) -> dict[str, Any]:
   """The resolved config, what was derived from it, and the software, as JSON."""
-  packages = ("jaxscale", "jax", "flax", "optax", "orbax-checkpoint", "grain")
+  packages = ("jaxscale", "jax", "flax", "optax", "orbax-checkpoint")
   return {
     "format": FORMAT,
     "config": to_plain(experiment.config),

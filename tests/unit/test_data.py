@@ -1,13 +1,14 @@
 """Input: deterministic, the same for any number of hosts, resumable, exact."""
 
 import io
+import queue
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from jaxscale import data
-from jaxscale.data import augment, jpeg
+from jaxscale.data import augment, jpeg, pipeline
 from jaxscale.data.arrays import from_arrays
 from jaxscale.data.augment import NUM_DRAWS
 from jaxscale.data.dataset import DatasetInfo
@@ -65,6 +66,23 @@ def test_one_integer_resumes(digits):
     resumed = take(data.train_batches(digits, 64, position=64 * start), 30 - start)
     for a, b in zip(whole[start:], resumed, strict=True):
       assert_equal(a, b)
+
+
+def test_threads_load_ahead_of_the_step_and_no_further():
+  started = queue.SimpleQueue()
+
+  def load(step):
+    started.put(step)
+    if step == 6:
+      raise OSError("the disk is away")
+    return {"step": np.array(step)}
+
+  batches = pipeline.load_ahead(load, num_threads=2)
+  assert started.empty()  # until the first is asked for
+  assert [int(batch["step"]) for batch in take(batches, 6)] == list(range(6))
+  with pytest.raises(OSError, match="the disk is away"):
+    next(batches)
+  assert started.qsize() <= 7 + 2 * 2
 
 
 def test_every_epoch_shows_every_example_once_in_a_new_order():
