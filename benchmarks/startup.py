@@ -4,11 +4,11 @@
 
 The second start finds the programs of the first one in its workdir, and no checkpoint.
 The least is what no start can do without: `import jax`, tracing and lowering the step,
-loading it and making the state, in a process of its own. Both in turns; ratios are
-those of the medians, of wall time and of the process's own time, which a busy machine
-changes less. The first step counts as done when its loss has been read; `compile_s` is
-what JAX spent in compiling or loading all programs until then, by threads that run side
-by side.
+loading it and making the state, in a process of its own. Both in turns; `ratio` is that
+of the medians when the loop begins, of wall time and of the process's own time, which a
+busy machine changes less. `first_step_done` is when the first loss has been read, over
+the least with one step; `compile_s` is what JAX spent in compiling or loading all
+programs until then, by threads that run side by side.
 """
 
 from __future__ import annotations
@@ -50,27 +50,38 @@ e = build.experiment(load_config(sys.argv[1], overrides))
 marks.append(clocks())
 step = e.lower_train_step()
 marks.append(clocks())
-step.compile()
-e.init_state()
+step = step.compile()
+state = e.init_state()
+marks.append(clocks())
+from jaxscale import data
+batch = next(data.train_batches(e.train_data, e.phase.batch_size))
+batch = jax.device_put(batch, e.abstract_batch()[min(batch)].sharding)
+jax.block_until_ready(step(state, batch))
 marks.append(clocks())
 spent = [[b - a for a, b in zip(*pair)] for pair in zip(marks, marks[1:])]
-print(json.dumps([spent[0], spent[2], spent[3]]))
+print(json.dumps([spent[0], *spent[2:]]))
 """
 RUN = """
 import json, os, sys, time
 from jax import monitoring
 from jaxscale.cli.start import entry
+from jaxscale.run import phases
 from jaxscale.run.reporter import Reporter
-compiling = []
+compiling, began, train = [], [], phases.loop.train
+def clocks():
+  return [time.time(), time.process_time()]
+def first_call(*args, **options):
+  began.extend(clocks())
+  return train(*args, **options)
 def note(name, seconds, **_):
   if name == "/jax/core/compile/backend_compile_duration":
     compiling.append(seconds)
 def first(*_):
   with open(path, "w") as file:
-    json.dump([time.time(), time.process_time(), sum(compiling)], file)
+    json.dump([*clocks(), sum(compiling), *began], file)
   os._exit(0)
 monitoring.register_event_duration_secs_listener(note)
-Reporter.trained, path = first, sys.argv.pop(1)
+Reporter.trained, path, phases.loop.train = first, sys.argv.pop(1), first_call
 entry()
 """
 
@@ -81,7 +92,7 @@ def environment(devices: int, **more: str) -> dict[str, str]:
 
 
 def least(name: str, workdir: Path) -> list[list[float]]:
-  """Wall and processor seconds of the import, of lowering, of loading and the state."""
+  """Wall and processor seconds of import, lowering, loading and the state, a step."""
   config, devices, short = RUNS[name]
   env = environment(
     devices,
@@ -94,7 +105,10 @@ def least(name: str, workdir: Path) -> list[list[float]]:
 
 
 def first_step(name: str, workdir: Path) -> list[float]:
-  """Wall and processor seconds until the first step is done, and those of compiling."""
+  """Wall and processor seconds until the first step is done, and those of compiling.
+
+  Then the former until the loop begins.
+  """
   config, devices, short = RUNS[name]
   kept, aside = workdir / "compiled", workdir.with_suffix(".kept")
   if workdir.exists():  # of the start before, only what it compiled is left
@@ -109,8 +123,8 @@ def first_step(name: str, workdir: Path) -> list[float]:
   ]
   began = time.time()
   subprocess.run(command, env=environment(devices), capture_output=True, check=True)
-  ended, processor, compiling = json.loads(notes.read_text())
-  return [ended - began, processor, compiling]
+  ended, processor, compiling, ready, ready_processor = json.loads(notes.read_text())
+  return [ended - began, processor, compiling, ready - began, ready_processor]
 
 
 def measure(name: str) -> dict:
@@ -123,26 +137,30 @@ def measure(name: str) -> dict:
   def median(values):
     return round(statistics.median(values), 2)
 
-  floors = [[sum(clock) for clock in zip(*parts, strict=True)] for parts, _ in turns]
   warm = [median(x) for x in zip(*(again for _, again in turns), strict=True)]
-  floor = [median(x) for x in zip(*floors, strict=True)]
-  names = "import_jax", "lower", "load_and_init"
-  clocks = "wall_s", "processor_s", "compile_s"
+  names = "import_jax", "lower", "load_and_init", "step"
+  clocks = "wall_s", "processor_s", "compile_s", "ready_wall_s", "ready_processor_s"
+
+  def floor(clock: int, parts: int) -> float:
+    return median(sum(part[clock] for part in found[:parts]) for found, _ in turns)
+
   return {
-    "ratio": round(warm[0] / floor[0], 3),
-    "processor_ratio": round(warm[1] / floor[1], 3),
+    "ratio": round(warm[3] / floor(0, 3), 3),
+    "processor_ratio": round(warm[4] / floor(1, 3), 3),
+    "first_step_done": round(warm[0] / floor(0, 4), 3),
+    "processor_first_step_done": round(warm[1] / floor(1, 4), 3),
     "first_time": dict(zip(clocks, (round(x, 2) for x in cold), strict=True)),
     "again": dict(zip(clocks, warm, strict=True)),
     "least": {
-      part: {
-        clock: median(parts[i][j] for parts, _ in turns)
+      name: {
+        clock: median(found[i][j] for found, _ in turns)
         for j, clock in enumerate(clocks[:2])
       }
-      for i, part in enumerate(names)
+      for i, name in enumerate(names)
     },
     "turns": [
-      [[round(x, 2) for x in least], [round(x, 2) for x in again]]
-      for least, (_, again) in zip(floors, turns, strict=True)
+      [[[round(x, 2) for x in part] for part in found], [round(x, 2) for x in again]]
+      for found, again in turns
     ],
   }
 
