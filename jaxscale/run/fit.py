@@ -168,10 +168,11 @@ def _record_start(workdir: Path) -> None:
       provenance.record_start(workdir)
 
 
-def _train(run: Run, experiment: build.Experiment) -> tuple[TrainState, Reporter]:
-  """The last state, and what was reported on the way."""
-  workdir, checkpoints, watch = run.workdir, run.checkpoints, run.watch
-  watch.at(0, "starting")
+def _begin(
+  run: Run, experiment: build.Experiment
+) -> tuple[build.Experiment, TrainState, Compiled]:
+  """Where training begins: the state, the experiment at its phase, its compilation."""
+  workdir, checkpoints = run.workdir, run.checkpoints
   experiment = _with_chosen_sizes(workdir, experiment)
   newest = cluster.from_leader(max(checkpoints.steps(), default=0))
   experiment = build.at_phase(experiment, phase_at(experiment, newest))
@@ -191,11 +192,20 @@ def _train(run: Run, experiment: build.Experiment) -> tuple[TrainState, Reporter
       f"--workdir={workdir}: its checkpoint is of step {start:,}, and --config has "
       f"{end:,} steps; give the config of that run, or use another --workdir"
     )
-  run.nan_policy.start_from(start)
-  run.activity.resumes(start)
   if (phase := phase_at(experiment, start)) != experiment.phase:
     # The newest checkpoint was damaged, and the one before is of another phase.
     experiment = build.at_phase(experiment, phase)
+  return experiment, state, compiled
+
+
+def _train(run: Run, experiment: build.Experiment) -> tuple[TrainState, Reporter]:
+  """The last state, and what was reported on the way."""
+  workdir, checkpoints, watch = run.workdir, run.checkpoints, run.watch
+  watch.at(0, "starting")
+  experiment, state, compiled = _begin(run, experiment)
+  start = int(state.step)
+  run.nan_policy.start_from(start)
+  run.activity.resumes(start)
 
   # Only now: a config whose state cannot be made or restored is not this run's.
   grown = _growth(workdir, experiment, start)

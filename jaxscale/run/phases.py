@@ -62,18 +62,10 @@ def train_phases(
       if phase not in compiled:
         compiled[phase] = experiment, compile_in_background(run, experiment)
       train_step = compiled[phase][1].result()
-      if cluster.is_leader():
-        reading = functools.partial(read_program, train_step)
-        reporter.efficiency.program = in_background(reading)
-      if experiment.config.log.dump_hlo and cluster.is_leader():
-        dump_hlo(run.workdir, experiment, train_step, reporter.say)
+      _describe_program(run, experiment, train_step, reporter)
       if reports_step:
-        from jaxscale.run import step_report  # seldom: the first step comes first
-
         reports_step = False
-        report = step_report.measure(experiment, train_step, state, first)
-        sizes = {"rows": phase.batch_size, "num_devices": experiment.mesh.size}
-        reporter.measured(step, step_report.text(report, **sizes), report.metrics())
+        _report_step(experiment, train_step, state, first, reporter)
     if fingerprint is None and _compares_replicas(experiment, step):
       turn = run.programs.turn()
       fingerprint = in_background(functools.partial(_fingerprint, experiment, turn))
@@ -92,6 +84,30 @@ def train_phases(
       total_steps=run.nan_policy.next_after(step, phase.stop),
     )
   return state
+
+
+def _describe_program(
+  run: Run, experiment: build.Experiment, train_step: TrainStep, reporter: Reporter
+) -> None:
+  """Have the leader read the FLOPs of a compiled step, and write it where asked to."""
+  if cluster.is_leader():
+    reading = functools.partial(read_program, train_step)
+    reporter.efficiency.program = in_background(reading)
+    if experiment.config.log.dump_hlo:
+      dump_hlo(run.workdir, experiment, train_step, reporter.say)
+
+
+def _report_step(
+  experiment: build.Experiment, train_step: TrainStep, state: TrainState, batch: Batch,
+  reporter: Reporter,
+) -> None:  # fmt: skip
+  """Say what the parts of a step take (`log.step_report`)."""
+  from jaxscale.run import step_report  # seldom: the first step comes first
+
+  report = step_report.measure(experiment, train_step, state, batch)
+  sizes = {"rows": experiment.phase.batch_size, "num_devices": experiment.mesh.size}
+  text = step_report.text(report, **sizes)
+  reporter.measured(int(state.step), text, report.metrics())
 
 
 def train_batches(experiment: build.Experiment, step: int) -> Iterator[Batch]:
