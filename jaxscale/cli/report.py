@@ -1,7 +1,8 @@
 """Compare runs of one config at several sizes: a table, a CSV file and a picture.
 
 They show throughput, efficiency, exposed communication, and the spread between
-processes.
+processes. With --html, one page of them, or of a single run, with its curves, speed,
+goodput, starts, settings and environment.
 """
 
 from __future__ import annotations
@@ -21,19 +22,27 @@ def add_arguments(parser: Parser) -> None:
   parser.option("--csv FILE", text, file)
   text = "the picture (default: scaling.png of the study)"
   parser.option("--png FILE", text, picture)
+  text = "a page with everything in it; of a single run, nothing else is written"
+  parser.option("--html FILE", text, file)
   add_runs(parser)
 
 
 def run(args: Namespace) -> None:
   """Print the report, and write its files."""
   from jaxscale.launch import folder as folders
+  from jaxscale.launch.page import record, write_page
   from jaxscale.launch.scaling_report import find, report
 
   names, runs = args.names, args.runs
   studies = [folders.find_study(name, runs) for name in names]
   found = (s[1] if s else [find(n, runs)] for n, s in zip(names, studies, strict=True))
   paths = [path for part in found for path in part]
-  place = studies[0][0] if studies[0] and len(names) == 1 else Path()
-  csv, png = args.csv or place / "scaling.csv", args.png or place / "scaling.png"
-  found = report(place.name or "scaling", paths, Path(csv), Path(png))
-  print(f"{found}\n{found.csv}\n{found.png}")
+  study = None
+  if len(paths) > 1 or not args.html:
+    place = studies[0][0] if studies[0] and len(names) == 1 else Path()
+    csv, png = args.csv or place / "scaling.csv", args.png or place / "scaling.png"
+    study = report(place.name or "scaling", paths, Path(csv), Path(png))
+    print(f"{study}\n{study.csv}\n{study.png}")
+  if args.html:
+    write_page(Path(args.html), [record(path) for path in paths], study)
+    print(args.html)

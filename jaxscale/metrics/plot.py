@@ -129,11 +129,15 @@ def _training_label(workdir: Path) -> str:
   return f"training (label smoothing {smoothing:g})" if smoothing else "training"
 
 
-def plot_metrics(workdir: str | Path) -> Path | None:
-  """Draw `workdir/metrics.jsonl` into `workdir/metrics.png`, against the step.
+def plot_metrics(workdir: str | Path, path: str | Path | None = None) -> Path | None:
+  """Draw `workdir/metrics.jsonl` against the step.
 
   Loss, accuracy (or perplexity, or another metric), learning rate, speed, the shares of
   a device's FLOPs and of the time that waits for input, and memory.
+
+  Args:
+    workdir: of a run.
+    path: of the picture, in its suffix's format; None: `workdir/metrics.png`.
 
   Returns:
     The path of the picture, or None if nothing was logged yet.
@@ -142,7 +146,7 @@ def plot_metrics(workdir: str | Path) -> Path | None:
   lines = read_metrics(workdir / "metrics.jsonl")
   if not lines:
     return None
-  path = workdir / "metrics.png"
+  path = Path(path or workdir / "metrics.png")
   with figure(path, 2, 3, (13.5, 6.4), workdir.name) as axes:
     for axis, panel in zip(
       axes.flat, _panels(lines, _training_label(workdir)), strict=True
