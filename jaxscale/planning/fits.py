@@ -31,6 +31,7 @@ class Fit(NamedTuple):
     seconds: that it took to compile.
     compiled: the program, `jax.stages.Compiled`; None: it was refused.
     mesh: that it is for.
+    experiment: that the step is of, `build.Experiment`.
   """
 
   memory: Memory | None
@@ -39,6 +40,7 @@ class Fit(NamedTuple):
   seconds: float
   compiled: Any
   mesh: Any
+  experiment: Any = None
 
   @property
   def is_good(self) -> bool:
@@ -88,7 +90,8 @@ def compile_for(
     if (refusal := out_of_memory(e)) is None:
       raise
   seconds = time.perf_counter() - before
-  return Fit(memory, refusal, chips.chip.limit, seconds, compiled, experiment.mesh)
+  mesh, limit = experiment.mesh, chips.chip.limit
+  return Fit(memory, refusal, limit, seconds, compiled, mesh, experiment)
 
 
 def largest(values: Sequence[Any], fits: Callable[[Any], bool]) -> Any:

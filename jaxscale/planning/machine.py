@@ -90,7 +90,7 @@ class Machine:
 
 
 _COSTS = (
-  "input_rate", "save_rate", "start", "mtbf_hours", "price_chip_hour", "price_kwh",
+  "input_rate", "save_rate", "mtbf_hours", "watts", "price_chip_hour", "price_kwh",
 )  # fmt: skip
 
 
@@ -135,6 +135,11 @@ class Rates(NamedTuple):
   def per_node(self) -> int:
     """Devices of a node."""
     return int(self.constants["per_node"].value)
+
+  @property
+  def devices_per_chip(self) -> int:
+    """Devices that JAX makes of one chip."""
+    return int(self.constants["devices_per_chip"].value)
 
   @property
   def is_calibrated(self) -> bool:

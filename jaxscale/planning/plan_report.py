@@ -1,0 +1,219 @@
+"""A plan for people: a page of text and a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jaxscale.metrics.plot import CURVES, IDEAL, POINTS, figure
+from jaxscale.metrics.text import table
+from jaxscale.planning import plan as plans
+from jaxscale.planning.fits import line
+from jaxscale.planning.job import Job
+from jaxscale.planning.plan import Plan
+from jaxscale.planning.step_plan import Step
+from jaxscale.planning.topologies import gib
+
+
+def text(plan: Plan) -> str:
+  """The page that `jaxscale plan` prints.
+
+  Example:
+    >>> print(text(make_plan(config, "h100-256")))               # doctest: +SKIP
+  """
+  parts = [_head(plan), _memory(plan), _sent(plan), _step(plan)]
+  parts += [_scaling(plan), _run(plan), _constants(plan)]
+  return "\n\n".join(parts)
+
+
+def _head(plan: Plan) -> str:
+  step, chips = plan.step, plan.rates
+  how = "from what the site's file says was measured there"
+  if not chips.is_calibrated:
+    how = "not calibrated: rates are published or assumed, nothing was measured here"
+  sizes = plan.fit.mesh.shape.items()
+  grid = " x ".join(f"{axis} {n}" for axis, n in sizes if n > 1) or "one device"
+  several = " (some simulated, the rows of each the same)"
+  what = f"{step.devices} x {chips.title} in {step.nodes} nodes"
+  compiled = ", ".join(plan.compiled)
+  note = several if len(plan.chips.devices) < step.devices else ""
+  return (
+    f"plan {how}\n{what}, as {grid}; batch {step.batch_size:,}, {step.rows:,} a device\n"
+    f"compiled for {compiled}{note} in {plan.seconds:.0f} s"
+  )
+
+
+def _memory(plan: Plan) -> str:
+  memory = plan.fit.memory
+  most = "the state and the batch"
+  if memory and memory.temporaries > memory.arguments:
+    most = "temporaries: activations, and what is gathered"
+  return f"memory of a device: {line(plan.fit, plan.chips)}\n  most of it: {most}"
+
+
+def _sent(plan: Plan) -> str:
+  rows = [
+    (r["collective"], r["axes"], f"{r['times']:,}", f"{r['bytes'] / 1e6:,.1f}")
+    for r in plans.as_json(plan)["sent"]
+  ]
+  if not rows:
+    return "communication: none"
+  return "a device sends in a step\n" + _indented(
+    table(("collective", "axes", "times", "MB"), rows, left=(0, 1))
+  )
+
+
+def _step(plan: Plan) -> str:
+  step = plan.step
+  rows = [
+    (name, f"{1e3 * s:.3g}", f"{s / step.seconds['expected']:.0%}")
+    for name, s in sorted(step.parts.items(), key=lambda p: -p[1])
+  ]
+  hidden = sum(step.sent.values()) - sum(
+    s for name, s in step.parts.items() if name.startswith("exposed")
+  )
+  lines = [f"a step takes {_range(step, 1e3)} ms"]
+  lines += [_indented(table(("part", "ms", "share"), rows, left=(0,)))]
+  if hidden > 0:
+    lines += [f"  and {1e3 * hidden:.3g} ms of communication beside compute"]
+  need = step.batch_size / step.nodes / step.seconds["expected"]
+  lines += [
+    f"  {step.rate:,.0f} examples/s, {step.rate / step.devices:,.1f} a device; "
+    f"MFU {plan.mfu:.1%}; {step.efficiency:.1%} of a device alone",
+    f"  a node has to load {need:,.0f} examples/s",
+    f"  {plans.bottleneck(plan)[1]}",
+  ]
+  return "\n".join(lines)
+
+
+def _range(step: Step, unit: float = 1.0) -> str:
+  slow, mean, fast = (unit * step.seconds[c] for c in ("low", "expected", "high"))
+  return f"{mean:.4g} ({fast:.4g} to {slow:.4g})"
+
+
+def _scaling(plan: Plan) -> str:
+  weak = {s.devices: s for s in plan.weak}
+  strong = {s.devices: s for s in plan.strong}
+  if not weak:
+    return "scaling: the mesh fits no other number of devices"
+  base = plan.strong[0] if plan.strong else None
+  rows = []
+  for n in sorted({*weak, *strong}):
+    s, w = strong.get(n), weak.get(n)
+    up = s.rate / base.rate * base.devices / n if s and base else None
+    rows.append(
+      (
+        f"{n:,}", f"{(s or w or plan.step).nodes:,}",
+        f"{s.rows:,}" if s else "", f"{1e3 * s.seconds['expected']:.4g}" if s else "",
+        f"{s.rate:,.0f}" if s else "", f"{up:.0%}" if up else "",
+        f"{w.rate:,.0f}" if w else "", f"{w.efficiency:.1%}" if w else "",
+      )  # fmt: skip
+    )
+  head = ("devices", "nodes", "rows", "step ms", "examples/s", "efficiency",
+          "weak examples/s", "weak efficiency")  # fmt: skip
+  title = f"the same batch of {plan.step.batch_size:,} on more devices, and the same "
+  lines = [f"{title}{plan.step.rows:,} rows a device", _indented(table(head, rows))]
+  if plan.knee:
+    lines += [
+      f"  strong scaling ends at {plan.knee:,} devices: twice as many give less "
+      "than 1.4 times the rate"
+    ]
+  elif plan.strong:
+    lines += [f"  strong scaling does not end up to {plan.strong[-1].devices:,} devices"]
+  if plan.skipped:
+    sizes = ", ".join(f"{n:,}" for n in plan.skipped)
+    lines += [f"  the batch, the mesh or the chips do not come in {sizes} devices"]
+  return "\n".join(lines)
+
+
+def _run(plan: Plan) -> str:
+  if plan.job is None or plan.run is None:
+    step = 1000 * plan.step.seconds["expected"] / 3600
+    return f"the run: its text is not here; 1,000 steps take {step:.3g} hours"
+  run, job = plan.run, plan.job
+  lines = [
+    f"the run: {run.steps:,} steps, {run.evaluations:,} evaluations, {run.saves:,} "
+    f"checkpoints of {gib(run.state_bytes)}: {_hours(job)} hours",
+    f"  training {job.train['expected'] / 3600:.3g}, evaluation "
+    f"{job.evaluate['expected'] / 3600:.3g}, checkpoints {job.save / 3600:.3g}, start "
+    f"{job.start['expected'] / 3600:.3g}",
+    f"  ask for {job.limit:.3g} hours; {job.chip_hours:,.1f} chip-hours",
+  ]
+  if plan.rates.machine.mtbf_hours:
+    lines += [f"  {job.restarts:.2g} restarts cost {job.lost / 3600:.2g} hours"]
+  if job.interval:
+    lines += [f"  checkpoints every {job.interval / 60:.3g} minutes lose least"]
+  if job.kwh is not None:
+    lines += [f"  {job.kwh:,.1f} kWh"]
+  if job.price is not None:
+    lines += [f"  price {job.price:,.2f}"]
+  return "\n".join(lines)
+
+
+def _hours(job: Job) -> str:
+  slow, mean, fast = (job.hours[c] for c in ("low", "expected", "high"))
+  return f"{mean:.3g} ({fast:.3g} to {slow:.3g})"
+
+
+def _constants(plan: Plan) -> str:
+  kinds: dict[str, list[str]] = {}
+  for name, constant in sorted(plan.rates.constants.items()):
+    kinds.setdefault(constant.kind, []).append(name)
+  said = {"site": "the site's file"}
+  lines = [f"  {said.get(k, k)}: {', '.join(names)}" for k, names in kinds.items()]
+  return "\n".join(["constants, whose values and sources are in plan.json", *lines])
+
+
+def _indented(lines: str) -> str:
+  return "\n".join(f"  {x}" for x in lines.splitlines())
+
+
+def draw(plan: Plan, path: str | Path) -> None:
+  """The picture: what a step is made of, and how its rate grows with devices.
+
+  Args:
+    plan: of `make_plan`.
+    path: of a picture, whose suffix is its format.
+  """
+  title = f"{plan.step.batch_size:,} examples a step on {plan.rates.title}"
+  with figure(path, 1, 2, (11, 4), title) as axes:
+    _draw_parts(axes[0, 0], plan)
+    _draw_rates(axes[0, 1], plan)
+
+
+def _draw_parts(axis, plan: Plan) -> None:
+  steps = plan.strong or (plan.step,)
+  names = dict.fromkeys(name for s in steps for name in s.parts)
+  places, bottom = range(len(steps)), [0.0] * len(steps)
+  for name in names:
+    heights = [1e3 * s.parts.get(name, 0.0) for s in steps]
+    axis.bar(places, heights, bottom=bottom, label=name, width=0.7)
+    bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
+  slow = [1e3 * s.seconds["low"] - b for s, b in zip(steps, bottom, strict=True)]
+  fast = [b - 1e3 * s.seconds["high"] for s, b in zip(steps, bottom, strict=True)]
+  axis.errorbar(places, bottom, [fast, slow], fmt="none", ecolor="#444444", capsize=3)
+  axis.set_xticks(list(places), [f"{s.devices:,}" for s in steps])
+  axis.set_yscale("log")
+  axis.set_title("What a step is made of", loc="left", fontsize=11)
+  axis.set(xlabel="devices", ylabel="ms, and its range")
+  axis.legend(fontsize=8, frameon=False)
+
+
+def _draw_rates(axis, plan: Plan) -> None:
+  kinds = ((plan.strong, POINTS, "the same batch"), (plan.weak, CURVES, "the same rows"))
+  for steps, color, label in kinds:
+    if steps:
+      devices = [s.devices for s in steps]
+      low, high = ([s.batch_size / s.seconds[c] for s in steps] for c in ("low", "high"))
+      axis.plot(devices, [s.rate for s in steps], "o-", color=color, label=label)
+      axis.fill_between(devices, low, high, color=color, alpha=0.15, lw=0)
+  if plan.weak:
+    one = plan.weak[0]
+    ideal = [s.devices * one.rate / one.devices for s in plan.weak]
+    axis.plot([s.devices for s in plan.weak], ideal, "--", color=IDEAL, label="ideal")
+  if plan.knee:
+    axis.axvline(plan.knee, color=IDEAL, lw=1, ls=":")
+  axis.set_xscale("log", base=2)
+  axis.set_yscale("log")
+  axis.set_title("Examples a second, and their range", loc="left", fontsize=11)
+  axis.set(xlabel="devices")
+  axis.legend(fontsize=8, frameon=False)
