@@ -14,6 +14,7 @@ is taken for granted.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from jaxscale.cli.parser import Namespace, Parser, distinct, file, picture, value
 from jaxscale.errors import EXIT_CRASH, EXIT_DONE
@@ -61,7 +62,7 @@ def _plan(args: Namespace) -> int:
   from jaxscale.planning import plan_report  # NumPy and more: once there is a plan
 
   print(plan_report.text(plan), flush=True)
-  write_json(args.json, as_json(plan))
+  write_json(Path(args.json), as_json(plan))
   plan_report.draw(plan, args.png)
   print(f"{args.json}\n{args.png}")
   return EXIT_DONE if plan.fit.is_good else EXIT_CRASH

@@ -120,7 +120,9 @@ def is_free(instruction: Instruction) -> bool:
   return opcode in _FREE or opcode.endswith(("-done", "-update"))
 
 
-def flops_of(module: Module, computation: Computation, instruction: Instruction) -> float:
+def flops_of(
+  module: Module, computation: Computation, instruction: Instruction
+) -> float:
   """2 a multiply-add of dots and convolutions, those of vendors' libraries too."""
   opcode = instruction.opcode
   if opcode == "fusion":

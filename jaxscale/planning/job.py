@@ -20,6 +20,7 @@ from jaxscale.planning.step_plan import Step
 
 # Of training's three products a layer, evaluation has the first.
 _FORWARD_SHARE = 1 / 3
+_Seconds = dict[Corner, float]
 _MARGIN = 1.1  # of the time limit to ask for, above the slowest that is expected
 
 
@@ -112,12 +113,12 @@ def job_of(run: Run, step: Step, rates: Rates) -> Job:
     2.9
   """
   machine = rates.machine
-  train = {c: run.steps * step.seconds[c] for c in CORNERS}
+  train: _Seconds = {c: run.steps * step.seconds[c] for c in CORNERS}
   share = _FORWARD_SHARE * run.evaluations * run.eval_examples / step.batch_size
-  evaluate = {c: share * step.seconds[c] for c in CORNERS}
+  evaluate: _Seconds = {c: share * step.seconds[c] for c in CORNERS}
   one_save = run.state_bytes / machine.save_rate if machine.save_rate else 0.0
-  start = {c: rates.at(c)["start"] for c in CORNERS}
-  seconds = {
+  start: _Seconds = {c: rates.at(c)["start"] for c in CORNERS}
+  seconds: _Seconds = {
     c: start[c] + train[c] + evaluate[c] + run.saves * one_save for c in CORNERS
   }
   interval, restarts, lost = None, 0.0, 0.0
@@ -127,7 +128,7 @@ def job_of(run: Run, step: Step, rates: Rates) -> Job:
     between = interval or train["expected"] / max(run.saves, 1)
     restarts = seconds["expected"] / mtbf
     lost = restarts * (between / 2 + start["expected"])
-  hours = {c: (s + lost) / 3600 for c, s in seconds.items()}
+  hours: _Seconds = {c: (s + lost) / 3600 for c, s in seconds.items()}
   chip_hours = step.devices / rates.devices_per_chip * hours["expected"]
   kwh = chip_hours * machine.watts / 1000 if machine.watts else None
   limit = _MARGIN * hours["low"]

@@ -9,6 +9,8 @@ to the fastest that the constants of the chip allow.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -152,17 +154,13 @@ def _scaling(config, compiled, rates: Rates, sizes: Sequence[int]):
 
 def _knee(strong: Sequence[Step]) -> int | None:
   """The most devices to which it pays to go."""
-  for step, more in zip(strong, strong[1:], strict=False):
-    gain = (more.rate / step.rate) ** (1 / _doublings(step, more))
+  fitting = [step for step in strong if step.fits]
+  for step, more in itertools.pairwise(fitting):
+    doublings = math.log2(more.devices / step.devices)
+    gain = (more.rate / step.rate) ** (1 / doublings)
     if gain < _GAIN:
       return step.devices
   return None
-
-
-def _doublings(step: Step, more: Step) -> float:
-  import math
-
-  return math.log2(more.devices / step.devices)
 
 
 def bottleneck(plan: Plan) -> tuple[str, str]:
@@ -177,36 +175,35 @@ def bottleneck(plan: Plan) -> tuple[str, str]:
   return name, f"{what} takes {share:.0%} of the step; {advice}"
 
 
+# What would move a part of the step: (what it is, what helps).
+_ADVICE = {
+  "memory": (
+    "memory traffic",
+    "more bandwidth or fewer passes over activations would shorten it",
+  ),
+  "matmul": (
+    "arithmetic of matrix products", "less remat or a faster chip would shorten it",
+  ),
+  "convolution": (
+    "arithmetic of convolutions", "dtype='bfloat16' or a faster chip would shorten it",
+  ),
+  "attention": (
+    "arithmetic of attention", "shorter sequences or a faster chip would shorten it",
+  ),
+  "stragglers": (
+    "waiting for the slowest device", "fewer or steadier nodes would shorten it",
+  ),
+  "input": ("waiting for examples", "more cores or a faster decoder would help"),
+  "host": ("the host between steps", "more rows for each device would hide it"),
+}  # fmt: skip
+
+
 def _advice(name: str) -> tuple[str, str]:
-  if name.startswith("exposed"):
-    axes = name.removeprefix("exposed ")
-    advice = "send less (exchange=HalfPrecision, PowerSGD), give a device more rows, "
-    return f"communication along {axes} that nothing hides", f"{advice}or faster links"
-  return {
-    "memory": (
-      "memory traffic",
-      "more bandwidth or kernels that fuse more would shorten it, more FLOP/s would not",
-    ),
-    "matmul": (
-      "arithmetic of matrix products",
-      "less remat, fewer padded dims or a faster chip would shorten it",
-    ),
-    "convolution": (
-      "arithmetic of convolutions", "dtype='bfloat16' or a faster chip would shorten it",
-    ),
-    "attention": (
-      "arithmetic of attention", "shorter sequences or a faster chip would shorten it",
-    ),
-    "stragglers": (
-      "waiting for the slowest device", "fewer devices or steadier nodes would shorten it"
-    ),
-    "input": (
-      "waiting for examples", "more input_threads, cores or a faster decoder would help",
-    ),
-    "host": (
-      "the host between steps", "a larger batch for each device would hide it",
-    ),
-  }[name]  # fmt: skip
+  if not name.startswith("exposed"):
+    return _ADVICE[name]
+  axes = name.removeprefix("exposed ")
+  advice = "send less (exchange=HalfPrecision, PowerSGD), give a device more rows, "
+  return f"communication along {axes} that nothing hides", f"{advice}or faster links"
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from jaxscale.metrics.plot import CURVES, IDEAL, POINTS, figure
-from jaxscale.metrics.text import table
+from jaxscale.metrics.text import duration, table
 from jaxscale.planning import plan as plans
 from jaxscale.planning.fits import line
 from jaxscale.planning.job import Job
+from jaxscale.planning.machine import CORNERS
 from jaxscale.planning.plan import Plan
 from jaxscale.planning.step_plan import Step
 from jaxscale.planning.topologies import gib
@@ -37,7 +38,8 @@ def _head(plan: Plan) -> str:
   compiled = ", ".join(plan.compiled)
   note = several if len(plan.chips.devices) < step.devices else ""
   return (
-    f"plan {how}\n{what}, as {grid}; batch {step.batch_size:,}, {step.rows:,} a device\n"
+    f"plan {how}\n"
+    f"{what}, as {grid}; batch {step.batch_size:,}, {step.rows:,} a device\n"
     f"compiled for {compiled}{note} in {plan.seconds:.0f} s"
   )
 
@@ -86,7 +88,7 @@ def _step(plan: Plan) -> str:
 
 
 def _range(step: Step, unit: float = 1.0) -> str:
-  slow, mean, fast = (unit * step.seconds[c] for c in ("low", "expected", "high"))
+  slow, mean, fast = (unit * step.seconds[c] for c in CORNERS)
   return f"{mean:.4g} ({fast:.4g} to {slow:.4g})"
 
 
@@ -95,19 +97,8 @@ def _scaling(plan: Plan) -> str:
   strong = {s.devices: s for s in plan.strong}
   if not weak:
     return "scaling: the mesh fits no other number of devices"
-  base = plan.strong[0] if plan.strong else None
-  rows = []
-  for n in sorted({*weak, *strong}):
-    s, w = strong.get(n), weak.get(n)
-    up = s.rate / base.rate * base.devices / n if s and base else None
-    rows.append(
-      (
-        f"{n:,}", f"{(s or w or plan.step).nodes:,}",
-        f"{s.rows:,}" if s else "", f"{1e3 * s.seconds['expected']:.4g}" if s else "",
-        f"{s.rate:,.0f}" if s else "", f"{up:.0%}" if up else "",
-        f"{w.rate:,.0f}" if w else "", f"{w.efficiency:.1%}" if w else "",
-      )  # fmt: skip
-    )
+  base = next((s for s in plan.strong if s.fits), None)
+  rows = [_size(n, strong.get(n), weak.get(n), base) for n in sorted({*weak, *strong})]
   head = ("devices", "nodes", "rows", "step ms", "examples/s", "efficiency",
           "weak examples/s", "weak efficiency")  # fmt: skip
   title = f"the same batch of {plan.step.batch_size:,} on more devices, and the same "
@@ -118,28 +109,48 @@ def _scaling(plan: Plan) -> str:
       "than 1.4 times the rate"
     ]
   elif plan.strong:
-    lines += [f"  strong scaling does not end up to {plan.strong[-1].devices:,} devices"]
+    lines += [
+      f"  strong scaling does not end up to {plan.strong[-1].devices:,} devices"
+    ]
   if plan.skipped:
     sizes = ", ".join(f"{n:,}" for n in plan.skipped)
     lines += [f"  the batch, the mesh or the chips do not come in {sizes} devices"]
   return "\n".join(lines)
 
 
+def _size(
+  devices: int, strong: Step | None, weak: Step | None, base: Step | None
+) -> tuple[str, ...]:
+  """Cells of one number of devices."""
+  cells = ["", "", "", ""]
+  nodes = 0
+  if strong:
+    nodes, up = strong.nodes, "too large"
+    if strong.fits and base:
+      up = f"{strong.rate / base.rate * base.devices / devices:.0%}"
+    took = f"{1e3 * strong.seconds['expected']:.4g}"
+    cells = [f"{strong.rows:,}", took, f"{strong.rate:,.0f}", up]
+  more = ["", ""]
+  if weak:
+    nodes, more = weak.nodes, [f"{weak.rate:,.0f}", f"{weak.efficiency:.1%}"]
+  return (f"{devices:,}", f"{nodes:,}", *cells, *more)
+
+
 def _run(plan: Plan) -> str:
   if plan.job is None or plan.run is None:
-    step = 1000 * plan.step.seconds["expected"] / 3600
-    return f"the run: its text is not here; 1,000 steps take {step:.3g} hours"
+    took = duration(1000 * plan.step.seconds["expected"])
+    return f"the run: its text is not here; 1,000 steps take {took}"
   run, job = plan.run, plan.job
   lines = [
     f"the run: {run.steps:,} steps, {run.evaluations:,} evaluations, {run.saves:,} "
-    f"checkpoints of {gib(run.state_bytes)}: {_hours(job)} hours",
-    f"  training {job.train['expected'] / 3600:.3g}, evaluation "
-    f"{job.evaluate['expected'] / 3600:.3g}, checkpoints {job.save / 3600:.3g}, start "
-    f"{job.start['expected'] / 3600:.3g}",
-    f"  ask for {job.limit:.3g} hours; {job.chip_hours:,.1f} chip-hours",
+    f"checkpoints of {gib(run.state_bytes)}: {_hours(job)}",
+    f"  training {duration(job.train['expected'])}, evaluation "
+    f"{duration(job.evaluate['expected'])}, checkpoints {duration(job.save)}, start "
+    f"{duration(job.start['expected'])}",
+    f"  ask for {duration(3600 * job.limit)}; {job.chip_hours:,.1f} chip-hours",
   ]
   if plan.rates.machine.mtbf_hours:
-    lines += [f"  {job.restarts:.2g} restarts cost {job.lost / 3600:.2g} hours"]
+    lines += [f"  {job.restarts:.2g} restarts cost {duration(job.lost)}"]
   if job.interval:
     lines += [f"  checkpoints every {job.interval / 60:.3g} minutes lose least"]
   if job.kwh is not None:
@@ -150,8 +161,8 @@ def _run(plan: Plan) -> str:
 
 
 def _hours(job: Job) -> str:
-  slow, mean, fast = (job.hours[c] for c in ("low", "expected", "high"))
-  return f"{mean:.3g} ({fast:.3g} to {slow:.3g})"
+  slow, mean, fast = (duration(3600 * job.hours[c]) for c in CORNERS)
+  return f"{mean} ({fast} to {slow})"
 
 
 def _constants(plan: Plan) -> str:
@@ -199,11 +210,16 @@ def _draw_parts(axis, plan: Plan) -> None:
 
 
 def _draw_rates(axis, plan: Plan) -> None:
-  kinds = ((plan.strong, POINTS, "the same batch"), (plan.weak, CURVES, "the same rows"))
+  kinds = (
+    (plan.strong, POINTS, "the same batch"),
+    (plan.weak, CURVES, "the same rows"),
+  )
   for steps, color, label in kinds:
     if steps:
       devices = [s.devices for s in steps]
-      low, high = ([s.batch_size / s.seconds[c] for s in steps] for c in ("low", "high"))
+      low, high = (
+        [s.batch_size / s.seconds[c] for s in steps] for c in ("low", "high")
+      )
       axis.plot(devices, [s.rate for s in steps], "o-", color=color, label=label)
       axis.fill_between(devices, low, high, color=color, alpha=0.15, lw=0)
   if plan.weak:

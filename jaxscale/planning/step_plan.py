@@ -61,6 +61,8 @@ class Step(NamedTuple):
       "stragglers", "input" and "host".
     sent: seconds of communication, hidden or not, by axes, as expected.
     alone: seconds that a device takes with no other, as expected.
+    memory: bytes of a device, by the same straight line.
+    fits: whether they are there.
   """
 
   devices: int
@@ -71,6 +73,8 @@ class Step(NamedTuple):
   parts: Mapping[str, float]
   sent: Mapping[str, float]
   alone: float
+  memory: float
+  fits: bool
 
   @property
   def rate(self) -> float:
@@ -186,7 +190,12 @@ def step_on(
       expected = {"parts": parts, "sent": times.sent}
       expected["alone"] = sum(times.compute.values()) + host
   nodes = -(-devices // rates.per_node)
-  return Step(devices, nodes, rows * blocks, rows, took, **expected)
+  memory = _memory(compiled, rows)
+  fits = memory <= compiled[0].fit.limit
+  batch_size = rows * blocks
+  return Step(
+    devices, nodes, batch_size, rows, took, memory=memory, fits=fits, **expected
+  )
 
 
 def _mesh_sizes(config: cfg.Config, first: Compiled, devices: int) -> dict[str, int]:
@@ -211,6 +220,14 @@ def _interpolated(compiled, rates, corner, sizes, rows, overlap) -> Times:
     return found[0]
   share = (rows - compiled[0].rows) / (compiled[1].rows - compiled[0].rows)
   return Times(*(_between(a, b, share) for a, b in zip(*found, strict=True)))
+
+
+def _memory(compiled: Sequence[Compiled], rows: int) -> float:
+  found = [c.fit.memory.total for c in compiled if c.fit.memory]
+  if len(found) == 1:
+    return float(found[0])
+  share = (rows - compiled[0].rows) / (compiled[1].rows - compiled[0].rows)
+  return found[0] + share * (found[1] - found[0])
 
 
 def _between(a: Mapping[str, float], b: Mapping[str, float], share: float):

@@ -9,7 +9,7 @@ counts as often as it runs.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -67,20 +67,16 @@ class Program:
       overlap: "schedule": what the compiler's lets run together; "backward": as if all
         collectives ran beside the backward pass, as those of PyTorch and Horovod do.
     """
-    compute: Counter = Counter()
-    exposed: Counter = Counter()
-    sent: Counter = Counter()
+    found = _found()
     for module, placed in self._modules:
       walk = _Walk(self, module, placed, rates, transfer)
-      found = walk.computation(module.entry)
-      compute.update(found.compute)
-      exposed.update(found.exposed)
-      sent.update(found.sent)
-    if overlap == "backward" and sent:
+      _add(found, walk.computation(module.entry), 1)
+    compute, exposed, sent = map(dict, found)
+    if overlap == "backward" and sum(sent.values()):
       hidden = _BACKWARD_SHARE * sum(compute.values())
       share = max(1 - hidden / sum(sent.values()), 0.0)
-      exposed = Counter({axes: share * s for axes, s in sent.items()})
-    return Times(dict(compute), dict(exposed), dict(sent))
+      exposed = {axes: share * s for axes, s in sent.items()}
+    return Times(compute, exposed, sent)
 
   def kernel(self, module: Module, name: str, i: Instruction) -> kernels.Kernel:
     """An instruction's, which is the same at all rates."""
@@ -104,10 +100,17 @@ def _by_place(module: Module, mesh: Any) -> _Placed:
   return found
 
 
+_Sums = defaultdict[str, float]
+
+
 class _Found(NamedTuple):
-  compute: Counter
-  exposed: Counter
-  sent: Counter
+  compute: _Sums
+  exposed: _Sums
+  sent: _Sums
+
+
+def _found() -> _Found:
+  return _Found(defaultdict(float), defaultdict(float), defaultdict(float))
 
 
 class _Walk(NamedTuple):
@@ -119,7 +122,7 @@ class _Walk(NamedTuple):
 
   def computation(self, name: str) -> _Found:
     """What a computation takes, gone through once."""
-    found = _Found(Counter(), Counter(), Counter())
+    found = _found()
     home: Computation = self.module.computations.get(name, {})
     clock = free = 0.0
     waiting: dict[int, list[tuple[float, str]]] = {}

@@ -200,7 +200,7 @@ def _simulated(name: str, kind: str, count: int) -> Chips:
 
 
 def target_config(kind: str) -> str:
-  """The description of a GPU that XLA compiles for; of those before Hopper, an H100's."""
+  """The description of a GPU for XLA; of those before Hopper, an H100's."""
   name, bandwidth = _BANDWIDTH.get(kind, _BANDWIDTH["h100"])
   return _HOPPER.format(name=name, memory=CHIPS[kind].memory, bandwidth=bandwidth)
 

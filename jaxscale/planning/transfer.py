@@ -3,9 +3,9 @@
 Devices are counted in the mesh's order, so many to a node. A group along an axis of n
 devices whose neighbours are s places apart has min(n, nodes' size / s) of them in a
 node, and the others in as many nodes. An all-reduce is planned for those two numbers
-as `collectives.planner` plans ours (arXiv:1708.02188); a reduce-scatter or an all-gather
-is half of one. In an all-to-all, and of a permute, what stays in the node goes by its
-links, and the rest by the network's.
+as `collectives.planner` plans ours (arXiv:1708.02188); a reduce-scatter or an
+all-gather is half of one. In an all-to-all, and of a permute, what stays in the node
+goes by its links, and the rest by the network's.
 """
 
 from __future__ import annotations
