@@ -55,10 +55,12 @@ def _plan(args: Namespace) -> int:
   from jaxscale.files import write_json
   from jaxscale.launch.site import load_site
   from jaxscale.planning.plan import as_json, make_plan
+  from jaxscale.planning.topologies import find_chips
 
   machine = load_site(args.site).machine
+  chips = find_chips(args.chips)
   config = load_config(args.config, args.overrides)
-  plan = make_plan(config, args.chips, machine=machine, nodes=args.nodes or ())
+  plan = make_plan(config, chips, machine=machine, nodes=args.nodes or ())
   from jaxscale.planning import plan_report  # NumPy and more: once there is a plan
 
   print(plan_report.text(plan), flush=True)

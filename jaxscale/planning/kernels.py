@@ -102,6 +102,8 @@ def seconds(kernel: Kernel, rates: Mapping[str, float]) -> float:
     is_single = kernel.dtype in ("f32", "f64")
     peak = rates["peak_float32" if is_single else "peak_bfloat16"]
     share = rates[kernel.kind]
+    if is_single:
+      share = rates.get(f"{kernel.kind}_float32", share)
     if kernel.dims:
       share *= _filled(kernel.dims, rates)
     took = max(took, kernel.flops / (peak * share))

@@ -37,7 +37,9 @@ class Machine:
     clock: cycles a second, of TPUs.
     cycles: how many a program takes, as a multiple of the compiler's estimate.
     matmul: share of the peak that large matrix products reach.
-    convolution: share of the peak that large convolutions reach.
+    convolution: share of the peak that large convolutions reach; above 1 by
+      algorithms that multiply less often.
+    convolution_float32: likewise in float32, where that is another share.
     attention: share of the peak that fused attention reaches.
     memory: share of the bandwidth that elementwise kernels reach.
     launch: seconds of the shortest kernel.
@@ -67,7 +69,8 @@ class Machine:
   clock: _Positive = None
   cycles: _Positive = None
   matmul: _Share = None
-  convolution: _Share = None
+  convolution: _Positive = None
+  convolution_float32: _Positive = None
   attention: _Share = None
   memory: _Share = None
   launch: _NotNegative = None

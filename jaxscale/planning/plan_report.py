@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from jaxscale.metrics.plot import CURVES, IDEAL, POINTS, figure
-from jaxscale.metrics.text import duration, table
+from jaxscale.metrics.text import duration, short_time, table
 from jaxscale.planning import plan as plans
 from jaxscale.planning.fits import line
 from jaxscale.planning.job import Job
@@ -67,29 +67,30 @@ def _sent(plan: Plan) -> str:
 def _step(plan: Plan) -> str:
   step = plan.step
   rows = [
-    (name, f"{1e3 * s:.3g}", f"{s / step.seconds['expected']:.0%}")
+    (name, short_time(s), f"{s / step.seconds['expected']:.0%}")
     for name, s in sorted(step.parts.items(), key=lambda p: -p[1])
   ]
   hidden = sum(step.sent.values()) - sum(
     s for name, s in step.parts.items() if name.startswith("exposed")
   )
-  lines = [f"a step takes {_range(step, 1e3)} ms"]
-  lines += [_indented(table(("part", "ms", "share"), rows, left=(0,)))]
-  if hidden > 0:
-    lines += [f"  and {1e3 * hidden:.3g} ms of communication beside compute"]
+  slow, mean, fast = (short_time(step.seconds[c]) for c in CORNERS)
+  lines = [f"a step takes {mean} ({fast} to {slow})"]
+  lines += [_indented(table(("part", "time", "share"), rows, left=(0,)))]
+  if hidden > 1e-6:
+    lines += [f"  and {short_time(hidden)} of communication beside compute"]
   need = step.batch_size / step.nodes / step.seconds["expected"]
   lines += [
-    f"  {step.rate:,.0f} examples/s, {step.rate / step.devices:,.1f} a device; "
+    f"  {_count(step.rate)} examples/s, {_count(step.rate / step.devices)} a device; "
     f"MFU {plan.mfu:.1%}; {step.efficiency:.1%} of a device alone",
-    f"  a node has to load {need:,.0f} examples/s",
+    f"  a node has to load {_count(need)} examples/s",
     f"  {plans.bottleneck(plan)[1]}",
+    f"  forward FLOPs of an example for each parameter: {_count(plan.ratio)}",
   ]
   return "\n".join(lines)
 
 
-def _range(step: Step, unit: float = 1.0) -> str:
-  slow, mean, fast = (unit * step.seconds[c] for c in CORNERS)
-  return f"{mean:.4g} ({fast:.4g} to {slow:.4g})"
+def _count(number: float) -> str:
+  return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
 def _scaling(plan: Plan) -> str:
@@ -99,7 +100,7 @@ def _scaling(plan: Plan) -> str:
     return "scaling: the mesh fits no other number of devices"
   base = next((s for s in plan.strong if s.fits), None)
   rows = [_size(n, strong.get(n), weak.get(n), base) for n in sorted({*weak, *strong})]
-  head = ("devices", "nodes", "rows", "step ms", "examples/s", "efficiency",
+  head = ("devices", "nodes", "rows", "step", "examples/s", "efficiency",
           "weak examples/s", "weak efficiency")  # fmt: skip
   title = f"the same batch of {plan.step.batch_size:,} on more devices, and the same "
   lines = [f"{title}{plan.step.rows:,} rows a device", _indented(table(head, rows))]
@@ -128,11 +129,11 @@ def _size(
     nodes, up = strong.nodes, "too large"
     if strong.fits and base:
       up = f"{strong.rate / base.rate * base.devices / devices:.0%}"
-    took = f"{1e3 * strong.seconds['expected']:.4g}"
-    cells = [f"{strong.rows:,}", took, f"{strong.rate:,.0f}", up]
+    took = short_time(strong.seconds["expected"])
+    cells = [f"{strong.rows:,}", took, f"{_count(strong.rate)}", up]
   more = ["", ""]
   if weak:
-    nodes, more = weak.nodes, [f"{weak.rate:,.0f}", f"{weak.efficiency:.1%}"]
+    nodes, more = weak.nodes, [f"{_count(weak.rate)}", f"{weak.efficiency:.1%}"]
   return (f"{devices:,}", f"{nodes:,}", *cells, *more)
 
 
@@ -199,8 +200,13 @@ def _draw_parts(axis, plan: Plan) -> None:
     heights = [1e3 * s.parts.get(name, 0.0) for s in steps]
     axis.bar(places, heights, bottom=bottom, label=name, width=0.7)
     bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
-  slow = [1e3 * s.seconds["low"] - b for s, b in zip(steps, bottom, strict=True)]
-  fast = [b - 1e3 * s.seconds["high"] for s, b in zip(steps, bottom, strict=True)]
+  # (Sums of the same parts in another order differ by a rounding.)
+  slow = [
+    max(1e3 * s.seconds["low"] - b, 0) for s, b in zip(steps, bottom, strict=True)
+  ]
+  fast = [
+    max(b - 1e3 * s.seconds["high"], 0) for s, b in zip(steps, bottom, strict=True)
+  ]
   axis.errorbar(places, bottom, [fast, slow], fmt="none", ecolor="#444444", capsize=3)
   axis.set_xticks(list(places), [f"{s.devices:,}" for s in steps])
   axis.set_yscale("log")

@@ -115,9 +115,11 @@ def test_the_product_of_a_kernel(line, operands, kind, dims):
 
 
 def test_fused_attention_counts_half_of_a_causal_mask():
-  text = ('(bf16[2,4,256,64], u8[0]) custom-call(%p0), custom_call_target="__cudnn$fmha'
-          'SoftmaxBackward", backend_config={"intermediate_tensor_shape": {"dimensions":'
-          ' ["2", "4", "256", "256"]}, "mask_type": "CAUSAL"}')  # fmt: skip
+  text = (
+    '(bf16[2,4,256,64], u8[0]) custom-call(%p0), custom_call_target="__cudnn$fmhaSoft'
+    'maxBackward", backend_config={"intermediate_tensor_shape": {"dimensions": '
+    '["2", "4", "256", "256"]}, "mask_type": "CAUSAL"}'
+  )
   found = kernel(text, "bf16[2,256,4,64]")
   assert found.kind == "attention" and found.dtype == "bf16"
   assert found.flops == 5 * 2 * (2 * 4 * 256 * 256 * 64) / 2
@@ -193,6 +195,9 @@ def test_constants_say_where_they_are_from(chip):
     took = [kernels.seconds(product, rates.at(c)) for c in CORNERS]
     assert took == sorted(took, reverse=True)
     assert took[2] > 1e12 / rates.constants["peak_bfloat16"].value
+    single = product._replace(kind="convolution", dtype="f32")
+    share = PLAIN | {"convolution_float32": 0.5}
+    assert kernels.seconds(single, share) == 2 * kernels.seconds(single, PLAIN)
 
 
 def test_a_sites_constants_take_the_place_of_a_chips(tmp_path):
