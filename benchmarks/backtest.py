@@ -3,16 +3,17 @@
     pip install libtpu==0.0.51 jax-cuda12-plugin==0.10.2 jax-cuda12-pjrt==0.10.2 \
         nvidia-cudnn-cu12
     python benchmarks/backtest.py             (compiles what is not kept, then compares)
+    python benchmarks/backtest.py --kept      (compares what is kept, compiles nothing)
     python benchmarks/backtest.py --table     (Markdown, of results/backtest.json)
 
 Each row is a published rate, or a published efficiency, of a system that is not ours.
 Our own model is compiled as near to it as our settings allow, for few devices, and
 planned (`jaxscale.planning.step_plan`) on as many as the row has. Constants are those
-of chips.toml; what a row gives beside them is the machine that its source describes.
+of chips.toml; what a row gives in addition is the machine that its source describes.
 
 Rows marked "choose" are those that constants in chips.toml were chosen on; the others
 were predicted with what had come of that, and no row has constants of its own. Systems
-that send gradients beside the backward pass are planned so ("backward"); ours does what
+that send gradients during the backward pass are planned so ("backward"); ours does what
 its compiler's schedule says. Programs are kept in runs/backtest/.
 
 `tag`: "read" in the source that is named; "recalled": numbers of the source that are
@@ -62,8 +63,8 @@ class Row(NamedTuple):
     rate: examples/s of all devices, or tokens/s of language models; None: not given.
     efficiency: against `base` devices; None: not given.
     base: devices that the efficiency is relative to.
-    overlap: "backward" where gradients are sent beside the backward pass.
-    use: "choose" or "held out".
+    overlap: "backward" where gradients are sent during the backward pass.
+    use: "choose" or "held-out".
     tag: "read" or "recalled".
     source: of the numbers.
     machine: what is known of the machine.
@@ -163,64 +164,72 @@ ROWS = [
   Row("TensorFlow, P100", F32, "p100", 1, 64, 219, None, 1, "backward", "choose",
       "read", TF),
   Row("TensorFlow, DGX-1 P100", F32, "p100", 8, 64, 1734, 0.99, 1, "backward",
-      "held out", "read", TF),
+      "held-out", "read", TF),
   nvidia("MXNet, V100 float32", F32, "v100", 1, 96, 384, None, "choose"),
-  nvidia("MXNet, DGX-1 V100 float32", F32, "v100", 8, 96, 3005, 0.978, "held out"),
+  nvidia("MXNet, DGX-1 V100 float32", F32, "v100", 8, 96, 3005, 0.978, "held-out"),
   nvidia("MXNet, V100 float16", BF16, "v100", 1, 192, 1376, None, "choose"),
-  nvidia("MXNet, DGX-1 V100 float16", BF16, "v100", 8, 192, 10723, 0.974, "held out"),
-  nvidia("MXNet, DGX-2 V100 float16", BF16, "v100", 16, 256, 21484, 0.90, "held out",
+  nvidia("MXNet, DGX-1 V100 float16", BF16, "v100", 8, 192, 10723, 0.974, "held-out"),
+  nvidia("MXNet, DGX-2 V100 float16", BF16, "v100", 16, 256, 21484, 0.90, "held-out",
          DGX2),
-  nvidia("MXNet, DGX-2 V100 float32", F32, "v100", 16, 128, 6338, 0.95, "held out",
+  nvidia("MXNet, DGX-2 V100 float32", F32, "v100", 16, 128, 6338, 0.95, "held-out",
          DGX2),
   nvidia("MXNet, A100 float16", BF16, "a100", 1, 256, 2180, None, "choose"),
-  nvidia("MXNet, DGX A100 float16", BF16, "a100", 8, 256, 16925, 0.97, "held out"),
-  nvidia("MXNet, A100 TF32", F32, "a100", 1, 256, 1022, None, "held out"),
+  nvidia("MXNet, DGX A100 float16", BF16, "a100", 8, 256, 16925, 0.97, "held-out"),
+  nvidia("MXNet, A100 TF32", F32, "a100", 1, 256, 1022, None, "held-out"),
   nvidia("MXNet, DGX A100 TF32", F32, "a100", 8, 256, 8001, 0.978, "choose"),
   # Many nodes.
   Row("Goyal et al.", F32, "p100", 256, 32, 90 * EPOCH / 3600, 0.90, 8, "backward",
       "choose", "read", "arXiv:1706.02677, abstract: 90 epochs in an hour, 90 %",
       BIG_BASIN),
-  Row("IBM DDL, Caffe", F32, "p100", 256, 32, None, 0.95, 4, "schedule", "held out",
+  Row("IBM DDL, Caffe", F32, "p100", 256, 32, None, 0.95, 4, "schedule", "held-out",
       "read", "IBM's announcement, 2017 (batch recalled)", MINSKY),
   Row("IBM DDL, Torch", F32, "p100", 256, 32, 90 * EPOCH / 3000, None, 4, "schedule",
-      "held out", "read", "arXiv:1708.02188, abstract: 90 epochs, 50 minutes", MINSKY),
+      "held-out", "read", "arXiv:1708.02188, abstract: 90 epochs, 50 minutes", MINSKY),
   Row("IBM DDL, 22k classes", "resnet101 22k", "p100", 256, 20, None, 0.857, 4,
       "schedule", "choose", "read",
       "IBM Systems blog: 16 days to 7 hours (batch recalled)", MINSKY),
   Row("Horovod, 16 GPUs", "resnet101 float32", "p100", 16, 64, 1656.82, None, 1,
       "backward", "choose", "read", "horovod/horovod, docs/benchmarks.rst", UBER),
   Row("Horovod, 512 GPUs", "resnet101 float32", "p100", 512, 64, None, 0.90, 1,
-      "backward", "held out", "read", "horovod/horovod, docs/benchmarks.rst", UBER),
-  Row("ChainerMN", F32, "p100", 128, 32, None, 0.90, 1, "backward", "held out", "read",
+      "backward", "held-out", "read", "horovod/horovod, docs/benchmarks.rst", UBER),
+  Row("ChainerMN", F32, "p100", 128, 32, None, 0.90, 1, "backward", "held-out", "read",
       "arXiv:1710.11351, abstract (batch and links recalled)", MN1),
   Row("Akiba et al.", F32, "p100", 1024, 32, 90 * EPOCH / 900, None, 1, "backward",
       "choose", "read", "arXiv:1711.04325, abstract: 90 epochs in 15 minutes", MN1),
   Row("Mikami et al.", BF16, "v100", 2176, 16, 90 * EPOCH / 224, None, 1, "backward",
-      "held out", "read",
+      "held-out", "read",
       "arXiv:1811.05233, abstract: 90 epochs in 224 s (batches of 34K and more)", ABCI),
   Row("Yamazaki et al.", BF16, "v100", 2048, 40, 1.73e6, None, 1, "backward",
-      "held out", "read", "arXiv:1903.12650, abstract", ABCI),
+      "held-out", "read", "arXiv:1903.12650, abstract", ABCI),
   Row("You et al., 512 KNL", "resnet50 knl", "knl", 512, 64, 90 * EPOCH / 3600, None, 1,
       "schedule", "choose", "read", "arXiv:1709.05011, press: 90 epochs in 60 minutes"),
   Row("You et al., 2,048 KNL", "resnet50 knl", "knl", 2048, 16, 90 * EPOCH / 1200, None,
-      1, "schedule", "held out", "read",
+      1, "schedule", "held-out", "read",
       "arXiv:1709.05011, abstract: 90 epochs in 20 minutes"),
   Row("You et al., AlexNet", "alexnet knl", "knl", 512, 64, 100 * EPOCH / 1440, None, 1,
-      "schedule", "held out", "read",
+      "schedule", "held-out", "read",
       "arXiv:1709.05011, press: 100 epochs in 24 minutes"),
   # TPUs: what a device is of v3 is a core.
   Row("Ying et al., v3", "resnet50 v3", "v3", 2048, 16, 1.05e6, None, 1, "schedule",
       "choose", "read", "arXiv:1811.06992, abstract: above 1.05 million images/s"),
   Row("MLPerf v0.7 JAX, v3", "resnet50 v3", "v3", 8192, 8, 4.5e6, None, 1, "schedule",
-      "held out", "read", MLPERF.format("v0.7"), Machine(per_node=8192)),
+      "held-out", "read", MLPERF.format("v0.7"), Machine(per_node=8192)),
   Row("MLPerf v2.0, v4", "resnet50 v4", "v4", 4096, 8, 60 * EPOCH / 11.77, None, 1,
-      "schedule", "held out", "read", MLPERF.format("v2.0")),
+      "schedule", "held-out", "read", MLPERF.format("v2.0")),
   # Language models: tokens a second.
   Row("torchtitan 8B, 8 H100", "llama 8B on 8", "h100", 8, 2, 8 * 6667, None, 1,
       "schedule", "choose", "read", TITAN, TETON, 8192),
   Row("torchtitan 8B, 128 H100", "llama 8B on 128", "h100", 128, 2, 128 * 6514, 0.977,
-      8, "schedule", "held out", "read", TITAN, TETON, 8192),
+      8, "schedule", "held-out", "read", TITAN, TETON, 8192),
 ]  # fmt: skip
+
+
+def path_of(key: str, rows: int) -> Path:
+  return KEPT / f"{key.replace(' ', '_')}_{rows}.json.gz"
+
+
+def is_kept(key: str) -> bool:
+  return all(path_of(key, rows).exists() for rows in MODELS[key][2])
 
 
 def programs(key: str) -> list[Compiled]:
@@ -228,7 +237,7 @@ def programs(key: str) -> list[Compiled]:
   make, chips, all_rows = MODELS[key]
   found = []
   for rows in all_rows:
-    path = KEPT / f"{key.replace(' ', '_')}_{rows}.json.gz"
+    path = path_of(key, rows)
     if not path.exists():
       chosen = find_chips(chips)
       made = compile_step(make(rows, chosen.count), chosen)
@@ -282,7 +291,7 @@ def compare(row: Row, compiled: list[Compiled]) -> dict[str, Any]:
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
   """Medians and worst of the errors, of each half."""
   found = {}
-  for use in ("choose", "held out"):
+  for use in ("choose", "held-out"):
     for kind in ("rate_error", "efficiency_error"):
       errors = [abs(r[kind]) for r in rows if r["use"] == use and kind in r]
       if errors:
@@ -322,21 +331,17 @@ HEAD = (
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--table", action="store_true", help="of what is kept")
-  parser.add_argument("--only", help="models, by a part of their names")
+  parser.add_argument("--kept", action="store_true", help="compile nothing")
   args = parser.parse_args()
   path = ROOT / "benchmarks" / "results" / "backtest.json"
   if args.table:
     rows = json.loads(path.read_text())["rows"]
   else:
-    rows = []
-    for key in MODELS:
-      if args.only and args.only not in key:
-        continue
-      compiled = programs(key)
-      rows += [(ROWS.index(r), compare(r, compiled)) for r in ROWS if r.model == key]
-    rows = [row for _, row in sorted(rows, key=lambda pair: pair[0])]
-    if not args.only:
-      report("backtest", rows=rows, summary=summary(rows))
+    models = [key for key in MODELS if not args.kept or is_kept(key)]
+    compiled = {key: programs(key) for key in models}
+    rows = [compare(row, compiled[row.model]) for row in ROWS if row.model in compiled]
+    left_out = [row.name for row in ROWS if row.model not in compiled]
+    report("backtest", rows=rows, summary=summary(rows), not_compiled=left_out)
   for cells in (HEAD, ["---"] * len(HEAD), *map(line, rows)):
     print(f"| {' | '.join(cells)} |")
   print(json.dumps(summary(rows), indent=2))

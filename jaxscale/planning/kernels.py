@@ -92,8 +92,8 @@ def seconds(kernel: Kernel, rates: Mapping[str, float]) -> float:
     >>> product = Kernel("matmul", 2 * 4096.0**3, 1e8, (4096, 4096, 4096, 1), "bf16")
     >>> from jaxscale.planning.machine import rates_of
     >>> rates = rates_of("h100").at("expected")
-    >>> round(1e6 * seconds(product, rates))  # 69 % of the peak
-    208
+    >>> round(1e6 * seconds(product, rates))  # 55 % of the peak
+    253
   """
   if "cycles" in rates:
     return (kernel.cycles or 0.0) * rates["cycles"] / rates["clock"]

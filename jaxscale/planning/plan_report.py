@@ -39,7 +39,7 @@ def _head(plan: Plan) -> str:
   note = several if len(plan.chips.devices) < step.devices else ""
   return (
     f"plan {how}\n"
-    f"{what}, as {grid}; batch {step.batch_size:,}, {step.rows:,} a device\n"
+    f"{what}, as {grid}; batch {step.batch_size:,}, {step.rows:,} per device\n"
     f"compiled for {compiled}{note} in {plan.seconds:.0f} s"
   )
 
@@ -77,7 +77,7 @@ def _step(plan: Plan) -> str:
   lines = [f"a step takes {mean} ({fast} to {slow})"]
   lines += [_indented(table(("part", "time", "share"), rows, left=(0,)))]
   if hidden > 1e-6:
-    lines += [f"  and {short_time(hidden)} of communication beside compute"]
+    lines += [f"  and {short_time(hidden)} of communication during compute"]
   need = step.batch_size / step.nodes / step.seconds["expected"]
   lines += [
     f"  {_count(step.rate)} examples/s, {_count(step.rate / step.devices)} a device; "
@@ -103,7 +103,7 @@ def _scaling(plan: Plan) -> str:
   head = ("devices", "nodes", "rows", "step", "examples/s", "efficiency",
           "weak examples/s", "weak efficiency")  # fmt: skip
   title = f"the same batch of {plan.step.batch_size:,} on more devices, and the same "
-  lines = [f"{title}{plan.step.rows:,} rows a device", _indented(table(head, rows))]
+  lines = [f"{title}{plan.step.rows:,} rows per device", _indented(table(head, rows))]
   if plan.knee:
     lines += [
       f"  strong scaling ends at {plan.knee:,} devices: twice as many give less "
@@ -170,8 +170,9 @@ def _constants(plan: Plan) -> str:
   kinds: dict[str, list[str]] = {}
   for name, constant in sorted(plan.rates.constants.items()):
     kinds.setdefault(constant.kind, []).append(name)
-  said = {"site": "the site's file"}
-  lines = [f"  {said.get(k, k)}: {', '.join(names)}" for k, names in kinds.items()]
+  if "site" in kinds:
+    kinds["the site's file"] = kinds.pop("site")
+  lines = [f"  {kind}: {', '.join(names)}" for kind, names in kinds.items()]
   return "\n".join(["constants, whose values and sources are in plan.json", *lines])
 
 
@@ -186,7 +187,7 @@ def draw(plan: Plan, path: str | Path) -> None:
     plan: of `make_plan`.
     path: of a picture, whose suffix is its format.
   """
-  title = f"{plan.step.batch_size:,} examples a step on {plan.rates.title}"
+  title = f"{plan.step.batch_size:,} examples per step on {plan.rates.title}"
   with figure(path, 1, 2, (11, 4), title) as axes:
     _draw_parts(axes[0, 0], plan)
     _draw_rates(axes[0, 1], plan)

@@ -65,7 +65,7 @@ class Program:
       rates: of `machine.Rates.at`.
       transfer: seconds of a collective.
       overlap: "schedule": what the compiler's lets run together; "backward": as if all
-        collectives ran beside the backward pass, as those of PyTorch and Horovod do.
+        collectives ran during the backward pass, as those of PyTorch and Horovod do.
     """
     found = _found()
     for module, placed in self._modules:

@@ -31,7 +31,7 @@ class Chip(NamedTuple):
     limit: bytes that a program may take of them.
     shapes: of a TPU's slices, by the number of chips.
     cores: devices that a chip is.
-    options: of the topology, beside its name and slices.
+    options: of the topology, other than its name and slices.
   """
 
   platform: str

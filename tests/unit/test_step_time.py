@@ -25,7 +25,7 @@ PLAIN = {
   "half_waves": 0.0, "half_depth": 0.0,
 }  # fmt: skip
 
-# %a takes 2 ms of traffic (1 MB read, 1 MB written); what is sent runs beside %b.
+# %a takes 2 ms of traffic (1 MB read, 1 MB written); what is sent runs while it does.
 STEP = """HloModule step, is_scheduled=true, num_partitions=4
 %body (c: (s32[], f32[250000])) -> (s32[], f32[250000]) {
   %c = (s32[], f32[250000]{0}) parameter(0)
@@ -63,7 +63,7 @@ def times(seconds_of, **options):
 
 
 @pytest.mark.parametrize("sent, exposed", [(1e-3, 0.0), (2e-3, 0.0), (5e-3, 3e-3)])
-def test_what_runs_beside_compute_is_hidden(sent, exposed):
+def test_what_runs_during_compute_is_hidden(sent, exposed):
   found = times({"replica": sent, "data": 4e-3})
   # Each trip of the loop computes 2 ms (and 12 bytes of a counter), then waits.
   assert found.compute["memory"] == pytest.approx(8e-3, rel=1e-4)
@@ -73,7 +73,7 @@ def test_what_runs_beside_compute_is_hidden(sent, exposed):
   assert found.total == pytest.approx(8e-3 + exposed + 12e-3, rel=1e-4)
 
 
-def test_all_beside_the_backward_pass():
+def test_all_during_the_backward_pass():
   # Two thirds of 8 ms of compute hide as much of the 17 ms that are sent.
   found = times({"replica": 5e-3, "data": 4e-3}, overlap="backward")
   exposed = 17e-3 - 2 / 3 * found.compute["memory"]
