@@ -69,6 +69,7 @@ def _step(plan: Plan) -> str:
   rows = [
     (name, short_time(s), f"{s / step.seconds['expected']:.0%}")
     for name, s in sorted(step.parts.items(), key=lambda p: -p[1])
+    if s > 0
   ]
   hidden = sum(step.sent.values()) - sum(
     s for name, s in step.parts.items() if name.startswith("exposed")
@@ -188,55 +189,46 @@ def draw(plan: Plan, path: str | Path) -> None:
     path: of a picture, whose suffix is its format.
   """
   title = f"{plan.step.batch_size:,} examples per step on {plan.rates.title}"
-  with figure(path, 1, 2, (11, 4), title) as axes:
+  with figure(path, 1, 2, (12, 4.2), title) as axes:
     _draw_parts(axes[0, 0], plan)
     _draw_rates(axes[0, 1], plan)
 
 
 def _draw_parts(axis, plan: Plan) -> None:
-  steps = plan.strong or (plan.step,)
-  names = dict.fromkeys(name for s in steps for name in s.parts)
+  """What shares of a step go to what, for each number of devices that it fits."""
+  steps = [s for s in plan.strong if s.fits] or [plan.step]
+  names = dict.fromkeys(n for s in steps for n, took in s.parts.items() if took > 0)
   places, bottom = range(len(steps)), [0.0] * len(steps)
   for name in names:
-    heights = [1e3 * s.parts.get(name, 0.0) for s in steps]
-    axis.bar(places, heights, bottom=bottom, label=name, width=0.7)
-    bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
-  # (Sums of the same parts in another order differ by a rounding.)
-  slow = [
-    max(1e3 * s.seconds["low"] - b, 0) for s, b in zip(steps, bottom, strict=True)
-  ]
-  fast = [
-    max(b - 1e3 * s.seconds["high"], 0) for s, b in zip(steps, bottom, strict=True)
-  ]
-  axis.errorbar(places, bottom, [fast, slow], fmt="none", ecolor="#444444", capsize=3)
+    shares = [100 * s.parts.get(name, 0.0) / s.seconds["expected"] for s in steps]
+    axis.bar(places, shares, bottom=bottom, label=name, width=0.75)
+    bottom = [a + b for a, b in zip(bottom, shares, strict=True)]
+  for place, step in zip(places, steps, strict=True):
+    axis.text(place, 101, short_time(step.seconds["expected"]), ha="center", fontsize=8)
   axis.set_xticks(list(places), [f"{s.devices:,}" for s in steps])
-  axis.set_yscale("log")
-  axis.set_title("What a step is made of", loc="left", fontsize=11)
-  axis.set(xlabel="devices", ylabel="ms, and its range")
-  axis.legend(fontsize=8, frameon=False)
+  axis.set_title("What a step is made of\n", loc="left", fontsize=11)
+  axis.set(xlabel="devices, the same batch", ylabel="% of the step", ylim=(0, 108))
+  axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
 
 
 def _draw_rates(axis, plan: Plan) -> None:
-  kinds = (
-    (plan.strong, POINTS, "the same batch"),
-    (plan.weak, CURVES, "the same rows"),
-  )
-  for steps, color, label in kinds:
-    if steps:
+  """Examples a second of one device: level where scaling is perfect."""
+  strong, weak = (plan.strong, POINTS, "batch"), (plan.weak, CURVES, "rows per device")
+  for all_steps, color, label in (strong, weak):
+    if steps := [s for s in all_steps if s.fits]:
       devices = [s.devices for s in steps]
-      low, high = (
-        [s.batch_size / s.seconds[c] for s in steps] for c in ("low", "high")
+      low, mean, high = (
+        [s.batch_size / s.seconds[c] / s.devices for s in steps] for c in CORNERS
       )
-      axis.plot(devices, [s.rate for s in steps], "o-", color=color, label=label)
+      axis.plot(devices, mean, "o-", color=color, label=f"the same {label}")
       axis.fill_between(devices, low, high, color=color, alpha=0.15, lw=0)
-  if plan.weak:
-    one = plan.weak[0]
-    ideal = [s.devices * one.rate / one.devices for s in plan.weak]
-    axis.plot([s.devices for s in plan.weak], ideal, "--", color=IDEAL, label="ideal")
   if plan.knee:
     axis.axvline(plan.knee, color=IDEAL, lw=1, ls=":")
   axis.set_xscale("log", base=2)
-  axis.set_yscale("log")
-  axis.set_title("Examples a second, and their range", loc="left", fontsize=11)
+  sizes = [s.devices for s in plan.weak or plan.strong or (plan.step,)]
+  axis.set_xticks(sizes, [f"{n:,}" for n in sizes], fontsize=8)
+  axis.set_ylim(bottom=0)
+  title = "Examples per second and device, and their range\n"
+  axis.set_title(title, loc="left", fontsize=11)
   axis.set(xlabel="devices")
-  axis.legend(fontsize=8, frameon=False)
+  axis.legend(fontsize=8, frameon=False, loc="lower left")
