@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale import config as cfg
-from jaxscale.errors import ConfigError
+from jaxscale.errors import EXIT_CRASH, ConfigError
 from jaxscale.planning.topologies import Chips, Memory, gib, memory_of, out_of_memory
 
 # Values above this many are bisected.
@@ -46,6 +46,12 @@ class Fit(NamedTuple):
   def is_good(self) -> bool:
     """Whether the program fits."""
     return self.memory is not None and self.memory.total <= self.limit
+
+
+class RefusedError(Exception):
+  """The compiler refuses a step: the chip has too little memory for it."""
+
+  exit_code = EXIT_CRASH
 
 
 def compile_for(

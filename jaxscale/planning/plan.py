@@ -9,6 +9,7 @@ to the fastest that the constants of the chip allow.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 from jaxscale import config as cfg
 from jaxscale.errors import ConfigError
 from jaxscale.planning import hlo, job, step_plan, topologies
-from jaxscale.planning.fits import Fit
+from jaxscale.planning.fits import Fit, RefusedError
 from jaxscale.planning.machine import Machine, Rates, rates_of
 from jaxscale.planning.step_plan import Step
 from jaxscale.planning.topologies import Chips
@@ -97,7 +98,8 @@ def make_plan(
     nodes: numbers of nodes, or of slices of TPUs, to scale to; (): powers of two.
 
   Raises:
-    ConfigError: an unknown chip, or a step that does not compile for it.
+    ConfigError: an unknown chip, or a config that does not fit so many.
+    RefusedError: the compiler refuses the step.
 
   Example:
     >>> from jaxscale.config.loading import load_config
@@ -110,10 +112,7 @@ def make_plan(
   rates = rates_of(found.kind, machine)
   first = step_plan.compile_step(config, found)
   sizes = _sizes(first.devices, rates.per_node, nodes)
-  compiled = [first]
-  if other := step_plan.second_size(config, found, first, sizes):
-    name = step_plan.sized(found, other) or ""
-    compiled.append(step_plan.compile_step(config, topologies.find_chips(name)))
+  compiled = [first, *_second(config, found, first, sizes)]
   step = step_plan.step_on(config, compiled, rates, first.devices, first.rows)
   strong, weak, skipped = _scaling(config, compiled, rates, sizes)
   run = job.run_of(first.experiment)
@@ -127,6 +126,22 @@ def make_plan(
     compiled=tuple(f"{found.kind} x {c.devices}" for c in compiled),
     seconds=sum(c.fit.seconds for c in compiled),
   )  # fmt: skip
+
+
+def _second(
+  config: cfg.Config,
+  chips: Chips,
+  first: step_plan.Compiled,
+  sizes: Sequence[int],
+) -> list[step_plan.Compiled]:
+  """The program of other rows; [] where there is none, or it does not compile."""
+  other = step_plan.second_size(config, chips, first, sizes)
+  name = step_plan.sized(chips, other) if other else None
+  if name is None:
+    return []
+  with contextlib.suppress(ConfigError, RefusedError):
+    return [step_plan.compile_step(config, topologies.find_chips(name))]
+  return []
 
 
 def _parameters(experiment: Any) -> int:

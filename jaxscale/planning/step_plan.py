@@ -116,7 +116,8 @@ def compile_step(config: cfg.Config, chips: topologies.Chips) -> Compiled:
   """The program of a config's step for some chips.
 
   Raises:
-    ConfigError: the config does not fit them, or the compiler refuses the program.
+    ConfigError: the config does not fit so many devices.
+    RefusedError: the compiler refuses the program.
   """
   asked = chips.count or len(chips.devices)
   here = len(chips.devices)
@@ -129,7 +130,7 @@ def compile_step(config: cfg.Config, chips: topologies.Chips) -> Compiled:
     config = dataclasses.replace(config, batch_size=batch_size)
   fit = fits.compile_for(config, chips)
   if fit.compiled is None:
-    raise ConfigError(f"--chips={chips.name}: the step {fits.line(fit, chips)}")
+    raise fits.RefusedError(f"--chips={chips.name}: the step {fits.line(fit, chips)}")
   rows = fit.experiment.derived.device_batch_size
   program = Program(fit.compiled.as_text(), fit.mesh)
   return Compiled(rows, asked, program, fit, fit.experiment)

@@ -154,6 +154,14 @@ def test_a_plan_and_what_is_kept_of_it(capsys, tmp_path, monkeypatch):
   assert len(plan["compiled_for"]) == 2 and plan["job"] is None
 
 
+def test_a_step_that_the_compiler_refuses(capsys, tmp_path, monkeypatch):
+  refused = fits.Fit(None, "E1000: out of HBM", 10**9, 1.0, None, None)
+  monkeypatch.setattr(fits, "compile_for", lambda *args: refused)
+  code, (line,) = lines(capsys, tmp_path, monkeypatch)
+  assert code == 1
+  assert line.startswith("error: --chips=here-8: the step does not fit in 0.93 GiB: E1")
+
+
 def test_what_does_not_fit(capsys, tmp_path, monkeypatch):
   over = "--over=model.num_layers=2"
   code, (line, _) = lines(capsys, tmp_path, monkeypatch, over)
