@@ -21,7 +21,7 @@ COMMANDS = {
   "generate": Command("models", "print text that a trained language model continues"),
   "export": Command("models", "write a run's parameters as a safetensors file"),
   "describe": Command("before a run", "print memory and collectives of a step"),
-  "plan": Command("before a run", "find the largest model that fits on chips not here"),
+  "plan": Command("before a run", "predict memory, time and cost on chips not here"),
   "plot-schedule": Command("before a run", "draw the learning rates of configs"),
   "doctor": Command("before a run", "check nodes, network and disks, or a dataset"),
   "bench": Command("before a run", "time every all-reduce on the devices"),

@@ -1,19 +1,25 @@
-"""Print the memory that a train step takes on chips that are not here.
+"""Plan a step, a run and a job on chips that are not here; or the largest model there.
 
-The step is compiled for them. Nothing is allocated, and text is not read: vocabulary
+The train step is compiled for the chips. Memory and what is communicated are the
+compiler's; seconds are a model's, with a range, from published and assumed rates of the
+chip, or those of a site's file. Nothing is allocated, and text is not read: vocabulary
 and length of sequences are in the config. (Of image datasets the size of images and
-the number of classes are not: those must be there.)
+the number of classes are not: those must be there, but for ImageNet.)
 
-With --over the values of a setting are tried, from the smallest to the largest; of
-four and more, by bisection: more memory for a larger value is taken for granted.
+With --over only memory is planned: the values of a setting are tried, from the
+smallest to the largest; of four and more, by bisection: more memory for a larger value
+is taken for granted.
 """
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
-from jaxscale.cli.parser import Namespace, Parser, value
+from jaxscale.cli.parser import Namespace, Parser, distinct, file, picture, value
 from jaxscale.errors import EXIT_CRASH, EXIT_DONE
+
+_SIMULATED = "8"  # devices, of chips that XLA's compiler for CPUs compiles for
 
 
 def add_arguments(parser: Parser) -> None:
@@ -21,6 +27,11 @@ def add_arguments(parser: Parser) -> None:
   parser.epilog = "exit code: 0 it fits, 1 it does not, 2 a mistake in the command line"
   parser.config()
   parser.option("--chips KIND-N", "e.g. h100-16", missing="try --chips v5e-16")
+  parser.option("--site NAME|FILE.toml", "whose [machine] has rates and prices")
+  nodes = value(distinct, "whole numbers, as 1,2,4")
+  parser.option("--nodes N,N", "also plan these (default: powers of two)", nodes)
+  parser.option("--json FILE", "the whole plan", file, default="plan.json")
+  parser.option("--png FILE", "its picture", picture, default="plan.png")
   over = value(_over, "FIELD=NUMBER,NUMBER, e.g. model.num_layers=16,24,32")
   parser.option("--over FIELD=N,N", "try these values", over, default=("", [""]))
 
@@ -32,9 +43,36 @@ def _over(text: str) -> tuple[str, list[str]]:
 
 
 def run(args: Namespace) -> int:
-  """Compile, and print what fits."""
+  """Compile, and print what is planned."""
   # What compiles needs no device, and one that is here is not to be taken.
   os.environ.setdefault("JAX_PLATFORMS", "cpu")
+  os.environ.setdefault("JAX_NUM_CPU_DEVICES", _SIMULATED)
+  # JAX writes programs for absent chips to its cache, and warns that none can be read.
+  os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+  return _largest(args) if args.over[0] else _plan(args)
+
+
+def _plan(args: Namespace) -> int:
+  from jaxscale.config.loading import load_config
+  from jaxscale.files import write_json
+  from jaxscale.launch.site import load_site
+  from jaxscale.planning.plan import as_json, make_plan
+  from jaxscale.planning.topologies import find_chips
+
+  machine = load_site(args.site).machine
+  chips = find_chips(args.chips)
+  config = load_config(args.config, args.overrides)
+  plan = make_plan(config, chips, machine=machine, nodes=args.nodes or ())
+  from jaxscale.planning import plan_report  # NumPy and more: once there is a plan
+
+  print(plan_report.text(plan), flush=True)
+  write_json(Path(args.json), as_json(plan))
+  plan_report.draw(plan, args.png)
+  print(f"{args.json}\n{args.png}")
+  return EXIT_DONE if plan.fit.is_good else EXIT_CRASH
+
+
+def _largest(args: Namespace) -> int:
   from jaxscale.config.loading import load_config
   from jaxscale.planning.fits import compile_for, largest, line
   from jaxscale.planning.topologies import find_chips
@@ -43,13 +81,12 @@ def run(args: Namespace) -> int:
   field, values = args.over
 
   def fits(value: str) -> bool:
-    changed = args.overrides | ({field: value} if field else {})
-    fit = compile_for(load_config(args.config, changed), chips)
-    print(f"{field}={value}: " * bool(field) + line(fit, chips), flush=True)
+    config = load_config(args.config, args.overrides | {field: value})
+    fit = compile_for(config, chips)
+    print(f"{field}={value}: {line(fit, chips)}", flush=True)
     return fit.is_good
 
   found = largest(values, fits)
-  if field:
-    answer = "none of them fits" if found is None else f"the largest is {field}={found}"
-    print(f"{answer} on each of {chips.name}")
+  answer = "none of them fits" if found is None else f"the largest is {field}={found}"
+  print(f"{answer} on each of {chips.name}")
   return EXIT_CRASH if found is None else EXIT_DONE

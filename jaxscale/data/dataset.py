@@ -21,6 +21,8 @@ Batch = dict[str, np.ndarray]
 # An image of more is refused before it is decoded: Pillow's limit, of 1 GB in memory
 # (Image.MAX_IMAGE_PIXELS: 1 GiB // 4 // 3 bytes, rounded to 89,478,485, twice).
 MAX_PIXELS = 178_956_970
+# ImageNet's examples by split (arXiv:1409.0575, table 2; TFDS imagenet2012 5.1.0).
+IMAGENET_EXAMPLES = {"train": 1_281_167, "validation": 50_000}
 
 
 def user_cache() -> Path:

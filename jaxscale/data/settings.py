@@ -103,6 +103,19 @@ class TFDS(_Images):
     if self.augment == "crop" and self.cache:
       raise ConfigError("TFDS.cache=True: crops need whole images, set it to False")
 
+  def abstract(self, batch_size: int) -> Split | None:
+    """ImageNet's shapes, of which programs are compiled before it is there."""
+    from jaxscale.data.dataset import IMAGENET_EXAMPLES, Dataset
+    from jaxscale.data.encoded import image_info
+
+    sizes = [IMAGENET_EXAMPLES.get(s) for s in (self.train_split, self.eval_split)]
+    if self.name != "imagenet2012" or self.image_size is None or None in sizes:
+      return None
+    shape = (self.image_size, self.image_size, 3)
+    info = image_info(self.name, shape, 1000, None, None)
+    train, held_out = (Dataset(info, size or 0, _no_rows) for size in sizes)
+    return train, held_out
+
   def _split(self, split: str, image_size: int | None, augment: Any) -> Dataset:
     return data.tfds_images(
       self.name, split, data_dir=self.data_dir, cache=self.cache,

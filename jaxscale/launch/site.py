@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 from jaxscale.config.validation import hints, nearest, settings
 from jaxscale.errors import ConfigError
 from jaxscale.files import read_bytes, whole_number
+from jaxscale.planning.machine import Machine
 
 _PATTERNS = {
   # As sbatch(1) lists it: minutes, minutes:seconds, hours:minutes:seconds, days-hours,
@@ -69,6 +70,7 @@ class Site:
     setup: lines of bash that run before the job, after the modules.
     env: environment variables, a table.
     container: an image to run in; a table.
+    machine: rates of its chips and links, for `jaxscale plan`; a table.
     sbatch: more options of sbatch.
     srun: more options of srun.
   """
@@ -90,6 +92,7 @@ class Site:
   setup: tuple[str, ...] = ()
   env: tuple[str, ...] = ()
   container: Container | None = None
+  machine: Machine | None = None
   sbatch: tuple[str, ...] = ()
   srun: tuple[str, ...] = ()
 
@@ -135,6 +138,8 @@ def site_from(table: Mapping[str, Any]) -> Site:
     fields["env"] = tuple(f"{name}={value}" for name, value in env.items())
   if isinstance(container := fields.get("container"), Mapping):
     fields["container"] = Container(**container)
+  if isinstance(machine := fields.get("machine"), Mapping):
+    fields["machine"] = Machine(**machine)
   return Site(**fields)
 
 

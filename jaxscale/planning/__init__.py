@@ -1,6 +1,8 @@
-"""What a compiled program says of memory, bytes and overlap, before anything runs.
+"""What a compiled program says of memory, bytes and seconds, before anything runs.
 
 `hlo` reads the collectives, `cost` estimates compute, `topologies` has accelerators
-that are not here, `fits` and `describe` are about the step of a config.
+that are not here, `fits` and `describe` are about the step of a config. `plan` predicts
+its seconds, from the rates in `machine`: `kernels` and `transfer` are the parts,
+`timeline` goes through the schedule, `step_plan` scales it, `job` has the hours.
 Nothing is trained.
 """

@@ -61,8 +61,8 @@ def costs(module: Module) -> tuple[Cost, float]:
     if has_cycles:
       cycles = re.search(r'"estimated_cycles":"(\d+)"', instruction.text)
       return float(cycles.group(1)) if cycles else 0.0
-    flops = _flops(module, computation, instruction)
-    return max(flops / FLOPS_PER_BYTE, _traffic(module, computation, instruction))
+    flops = flops_of(module, computation, instruction)
+    return max(flops / FLOPS_PER_BYTE, traffic(module, computation, instruction))
 
   return _summed(module, weight)
 
@@ -84,7 +84,7 @@ def program_flops(text: str) -> float:
   """
   total = 0.0
   for module in parse.modules(text):
-    total += _summed(module, functools.partial(_flops, module))[1]
+    total += _summed(module, functools.partial(flops_of, module))[1]
   return total
 
 
@@ -106,21 +106,28 @@ def _summed(module: Module, weight: Cost) -> tuple[Cost, float]:
       return max(inside, default=0.0)
     if opcode == "call" or opcode.endswith("-start"):
       return sum(inside) if opcode.removesuffix("-start") not in COLLECTIVES else 0.0
-    if (
-      opcode in _FREE or opcode in COLLECTIVES or opcode.endswith(("-done", "-update"))
-    ):
+    if is_free(instruction) or opcode in COLLECTIVES:
       return 0.0
     return weight(computation, instruction)
 
   return cost, of_computation(module.entry)
 
 
-def _flops(module: Module, computation: Computation, instruction: Instruction) -> float:
+def is_free(instruction: Instruction) -> bool:
+  """Whether an instruction names, begins or ends something and computes nothing."""
+  opcode = instruction.opcode
+  # (-update is of what is under way; a dynamic-update-slice writes.)
+  return opcode in _FREE or opcode.endswith(("-done", "-update"))
+
+
+def flops_of(
+  module: Module, computation: Computation, instruction: Instruction
+) -> float:
   """2 a multiply-add of dots and convolutions, those of vendors' libraries too."""
   opcode = instruction.opcode
   if opcode == "fusion":
     bodies = [module.computations.get(name, {}) for name in parse.called(instruction)]
-    return sum(_flops(module, body, i) for body in bodies for i in body.values())
+    return sum(flops_of(module, body, i) for body in bodies for i in body.values())
   shapes = [computation[x].shape for x in instruction.operands if x in computation]
   if len(shapes) < 2 or not all(shapes[:2]) or not instruction.shape:
     return 0.0
@@ -140,7 +147,7 @@ def _flops(module: Module, computation: Computation, instruction: Instruction) -
   return 2.0 * math.prod(pixels.dims) * math.prod(kernel.dims) / max(features, 1)
 
 
-def _traffic(module, computation: Computation, instruction: Instruction) -> float:
+def traffic(module, computation: Computation, instruction: Instruction) -> float:
   """Bytes that an instruction reads and writes."""
   operands = [computation[x] for x in instruction.operands if x in computation]
   if instruction.opcode in _SLICES:

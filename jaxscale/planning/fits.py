@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale import config as cfg
-from jaxscale.errors import ConfigError
+from jaxscale.errors import EXIT_CRASH, ConfigError
 from jaxscale.planning.topologies import Chips, Memory, gib, memory_of, out_of_memory
 
 # Values above this many are bisected.
@@ -31,6 +31,7 @@ class Fit(NamedTuple):
     seconds: that it took to compile.
     compiled: the program, `jax.stages.Compiled`; None: it was refused.
     mesh: that it is for.
+    experiment: that the step is of, `build.Experiment`.
   """
 
   memory: Memory | None
@@ -39,11 +40,18 @@ class Fit(NamedTuple):
   seconds: float
   compiled: Any
   mesh: Any
+  experiment: Any = None
 
   @property
   def is_good(self) -> bool:
     """Whether the program fits."""
     return self.memory is not None and self.memory.total <= self.limit
+
+
+class RefusedError(Exception):
+  """The compiler refuses a step: the chip has too little memory for it."""
+
+  exit_code = EXIT_CRASH
 
 
 def compile_for(
@@ -88,7 +96,8 @@ def compile_for(
     if (refusal := out_of_memory(e)) is None:
       raise
   seconds = time.perf_counter() - before
-  return Fit(memory, refusal, chips.chip.limit, seconds, compiled, experiment.mesh)
+  mesh, limit = experiment.mesh, chips.chip.limit
+  return Fit(memory, refusal, limit, seconds, compiled, mesh, experiment)
 
 
 def largest(values: Sequence[Any], fits: Callable[[Any], bool]) -> Any:

@@ -101,6 +101,22 @@ class _Program(NamedTuple):
   total: float  # cost of a step
 
 
+class Placed(NamedTuple):
+  """A collective, and where it is in the schedule of a computation.
+
+  Attributes:
+    computation: its name.
+    start: index in it of the instruction that begins the collective.
+    end: index of the one that waits for it; start + 1 where it is not asynchronous.
+    collective: what it is.
+  """
+
+  computation: str
+  start: int
+  end: int
+  collective: Collective
+
+
 def collectives(compiled: Any, mesh: Any = None) -> list[Collective]:
   """The collectives of a program, in the order of its text.
 
@@ -122,11 +138,20 @@ def collectives(compiled: Any, mesh: Any = None) -> list[Collective]:
     ('all-reduce', ('data',), 32, 32.0)
   """
   text = compiled if isinstance(compiled, str) else compiled.as_text()
+  return [p.collective for module in parse.modules(text) for p in placed(module, mesh)]
+
+
+def placed(module: Module, mesh: Any = None) -> list[Placed]:
+  """The collectives of one program with their places; see `collectives`.
+
+  Args:
+    module: of `parse.modules`.
+    mesh: whose axes to name.
+  """
   shape: Mapping[str, int] | None = getattr(mesh, "shape", mesh)
   sizes = dict(shape) if shape is not None else None
   place = {"times": 1, "times_known": True, "conditional": False}
-  programs = (_Program(module, sizes, *costs(module)) for module in parse.modules(text))
-  return [row for p in programs for row in _walk(p, p.module.entry, place)]
+  return [*_walk(_Program(module, sizes, *costs(module)), module.entry, place)]
 
 
 def total(
@@ -190,7 +215,7 @@ def _line(rows: list[Collective]) -> tuple[str, ...]:
 
 def _walk(
   program: _Program, name: str, place: dict[str, Any], begun: Set[str] = frozenset()
-) -> Iterator[Collective]:
+) -> Iterator[Placed]:
   """The collectives of a computation and of those that it runs.
 
   Args:
@@ -228,7 +253,8 @@ def _walk(
       overlap = float(share) if module.is_scheduled else None
       here = place | {"name": instruction.name, "is_async": is_async}
       is_wrapped = home is not computation
-      yield _collective(program, found, home, is_wrapped, **here, overlap=overlap)
+      row = _collective(program, found, home, is_wrapped, **here, overlap=overlap)
+      yield Placed(name, i, end, row)
 
 
 def _inside(module, computation, instruction, inner, place) -> dict[str, Any]:

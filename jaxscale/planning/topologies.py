@@ -26,16 +26,20 @@ class Chip(NamedTuple):
   """A kind of accelerator.
 
   Attributes:
-    platform: "tpu" or "cuda".
-    memory: bytes that it has.
+    platform: "tpu", "cuda" or "cpu".
+    memory: bytes that it has; of a TPU that is two devices, those of one.
     limit: bytes that a program may take of them.
     shapes: of a TPU's slices, by the number of chips.
+    cores: devices that a chip is.
+    options: of the topology, other than its name and slices.
   """
 
   platform: str
   memory: int
   limit: int
   shapes: dict[int, str]
+  cores: int = 1
+  options: tuple[tuple[str, Any], ...] = ()
 
 
 class Chips(NamedTuple):
@@ -44,12 +48,17 @@ class Chips(NamedTuple):
   Attributes:
     name: that was asked for.
     chip: what each is.
-    devices: for `mesh.make_mesh` or `build.experiment`.
+    devices: for `mesh.make_mesh` or `build.experiment`; of CPUs as many as JAX
+      simulates, at most.
+    kind: the name of the chip.
+    count: of devices that were asked for; 0: those there are.
   """
 
   name: str
   chip: Chip
   devices: list[Any]
+  kind: str = ""
+  count: int = 0
 
 
 class Memory(NamedTuple):
@@ -84,6 +93,10 @@ _CUBE = {
   4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8",
   256: "4x8x8", 512: "8x8x8", 1024: "8x8x16", 2048: "8x16x16", 4096: "16x16x16",
 }  # fmt: skip
+# Up to 32 x 32 chips of TPU v2 and v3, doi:10.1145/3360307; v4: arXiv:2304.01433.
+_PODS = {n: shape for n, shape in _FLAT.items() if n >= 4} | {
+  512: "16x32", 1024: "32x32",
+}  # fmt: skip
 _GB, _GIB = 10**9, 2**30
 # TPUs: memory is of the same pages; the limit is the "available HBM" of the error with
 # which libtpu 0.0.51 refuses programs that need more.
@@ -94,9 +107,20 @@ CHIPS = {
   "v5e": Chip("tpu", 16 * _GB, int(15.75 * _GIB), _FLAT),
   "v6e": Chip("tpu", 32 * _GB, int(31.24 * _GIB), _FLAT),
   "v5p": Chip("tpu", 95 * _GB, int(95.73 * _GIB), _CUBE),
+  # One that JAX calls a device is a core of v3, a whole chip of v4 ("megacore").
+  "v4": Chip(
+    "tpu", 32 * _GB, int(31.75 * _GIB), _CUBE,
+    options=(("chip_config_name", "megacore"),),
+  ),
+  "v3": Chip("tpu", 16 * _GB, int(15.75 * _GIB), _PODS, cores=2),
   "h100": Chip("cuda", 84_942_979_072, 84_942_979_072 * 3 // 4, {}),
   "h200": Chip("cuda", 151_397_597_184, 151_397_597_184 * 3 // 4, {}),
-}
+  # Sizes of their makers' data sheets.
+  "a100": Chip("cuda", 80 * _GIB, 80 * _GIB * 3 // 4, {}),
+  "v100": Chip("cuda", 16 * _GIB, 16 * _GIB * 3 // 4, {}),
+  "p100": Chip("cuda", 16 * _GIB, 16 * _GIB * 3 // 4, {}),
+  "knl": Chip("cpu", 112 * _GIB, 112 * _GIB, {}),  # 16 GB of it on the chip
+}  # fmt: skip
 GPUS_PER_HOST = 8
 # A Hopper GPU, from openxla/xla, xla/backends/gpu/target_config/specs/h100_sxm.txtpb
 # and h200.txtpb, which differ in the name, the memory and its bandwidth in bytes/s.
@@ -141,6 +165,8 @@ def find_chips(name: str) -> Chips:
   groups, kind, count = _parse(name)
   chip = CHIPS[kind]
   _check_installed(name, chip)
+  if chip.platform == "cpu":
+    return _simulated(name, kind, groups * count)
   from jax.experimental import topologies  # JAX: only once there is something to ask
 
   if chip.platform == "tpu":
@@ -148,6 +174,7 @@ def find_chips(name: str) -> Chips:
     alone = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
     os.environ |= alone | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"} | dict(os.environ)
     options: dict[str, Any] = {"topology_name": f"{kind}:{chip.shapes[count]}"}
+    options |= chip.options
     if groups > 1:
       options["num_slices"] = groups
   else:
@@ -160,18 +187,40 @@ def find_chips(name: str) -> Chips:
     advice = "set JAX_PLATFORMS=cpu before it is imported"
     why = "JAX looked for a GPU and found none"
     raise ConfigError(f"--chips={name}: {why}; {advice}") from None
-  return Chips(name, chip, list(found.devices))
+  return Chips(name, chip, list(found.devices), kind, len(found.devices))
+
+
+def _simulated(name: str, kind: str, count: int) -> Chips:
+  """CPUs: no more than JAX simulates, since all that differs is how many there are."""
+  import jax
+
+  devices = jax.devices("cpu")
+  usable = max(n for n in range(1, len(devices) + 1) if count % n == 0)
+  return Chips(name, CHIPS[kind], devices[:usable], kind, count)
 
 
 def target_config(kind: str) -> str:
-  """The description of a GPU that XLA compiles for, of "h100" or "h200"."""
-  name, bandwidth = _BANDWIDTH[kind]
+  """The description of a GPU for XLA; of those before Hopper, an H100's."""
+  name, bandwidth = _BANDWIDTH.get(kind, _BANDWIDTH["h100"])
   return _HOPPER.format(name=name, memory=CHIPS[kind].memory, bandwidth=bandwidth)
+
+
+def kind_of(name: str) -> str:
+  """The kind of chip of a name, without its compiler.
+
+  Raises:
+    ConfigError: no such name.
+
+  Example:
+    >>> kind_of("2xh100-4")
+    'h100'
+  """
+  return _parse(name)[1]
 
 
 def _parse(name: str) -> tuple[int, str, int]:
   """(groups, kind, chips in a group)."""
-  form = re.fullmatch(r"(?:(\d{1,6})x)?([a-z]+\d+[a-z]*)-(\d{1,6})", name, re.ASCII)
+  form = re.fullmatch(r"(?:(\d{1,6})x)?([a-z]+\d*[a-z]*)-(\d{1,6})", name, re.ASCII)
   if form is None or form[2] not in CHIPS:
     wanted = f"KIND-COUNT, e.g. v5e-16 or 2xv5e-8, a kind of {', '.join(CHIPS)}"
     raise ConfigError(f"--chips={name}: give {wanted}")
@@ -180,7 +229,7 @@ def _parse(name: str) -> tuple[int, str, int]:
   if shapes and count not in shapes:
     known = ", ".join(map(str, shapes))
     raise ConfigError(f"--chips={name}: {kind} has slices of {known} chips")
-  if not shapes and count > GPUS_PER_HOST and count % GPUS_PER_HOST:
+  if CHIPS[kind].platform == "cuda" and count > GPUS_PER_HOST and count % GPUS_PER_HOST:
     advice = f"give a multiple of them, or 2x{kind}-4 for two hosts of 4"
     raise ConfigError(f"--chips={name}: hosts have {GPUS_PER_HOST} GPUs, {advice}")
   if groups < 1 or count < 1:
@@ -189,6 +238,8 @@ def _parse(name: str) -> tuple[int, str, int]:
 
 
 def _check_installed(name: str, chip: Chip) -> None:
+  if chip.platform == "cpu":
+    return
   modules, packages = ["libtpu"], "libtpu"
   if chip.platform == "cuda":
     modules = ["jax_cuda12_plugin", "jax_cuda13_plugin"]

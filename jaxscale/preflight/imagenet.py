@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxscale import data
+from jaxscale.data.dataset import IMAGENET_EXAMPLES
 from jaxscale.data.folder import listing
 from jaxscale.errors import ConfigError
 from jaxscale.metrics.text import byte_size
 from jaxscale.preflight.finding import Finding
 
-# Examples by split (arXiv:1409.0575, table 2; TFDS imagenet2012 5.1.0).
-NUM_EXAMPLES = {"train": 1_281_167, "validation": 50_000}
 NUM_CLASSES = 1000
 
 
@@ -93,14 +92,14 @@ def _prepared(data_dir: str | None, manual: str | None, sample: int) -> list[Fin
   kind = builder.info.file_format.value
   text = f"imagenet2012 {builder.version} in {path}, format {kind}"
   findings = [Finding(kind in ("array_record", "tfrecord"), text, prepare)]
-  for split, number in NUM_EXAMPLES.items():
+  for split, number in IMAGENET_EXAMPLES.items():
     if info := builder.info.splits.get(split):
       count = _count(split, info.num_examples, number, prepare)
       findings += [count, _shards(split, info)]
     else:
       findings.append(Finding(False, f"{split}: not there", prepare))
   if all(f.ok for f in findings):
-    for split in NUM_EXAMPLES:
+    for split in IMAGENET_EXAMPLES:
       open_split = partial(data.tfds_images, "imagenet2012", split, data_dir=data_dir)
       findings += _sample(split, open_split, sample)
   return findings
@@ -162,7 +161,7 @@ def _folder(root: Path, sample: int) -> list[Finding]:
     remedy = f"ImageNet has {NUM_CLASSES:,}: unpack the archive of every class"
     findings.append(Finding(number == NUM_CLASSES, text, remedy))
     remedy = f"unpack what is missing into {directory}"
-    findings.append(_count(split, len(folder.files), NUM_EXAMPLES[split], remedy))
+    findings.append(_count(split, len(folder.files), IMAGENET_EXAMPLES[split], remedy))
     findings += _sample(split, partial(data.image_folder, directory), sample)
   if len(set(classes.values())) > 1:
     text = "train and validation have classes of different names"

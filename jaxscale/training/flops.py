@@ -23,7 +23,7 @@ from jaxscale.models.attention import attention
 from jaxscale.models.stack import Ops, hidden_states
 from jaxscale.training.losses import inputs_of
 
-_FORWARD_AND_BACKWARD = 3
+FORWARD_AND_BACKWARD = 3  # products of training, of each in the forward pass
 
 
 def training_flops(model: models.ModelFns | models.Stack, batch: Any) -> int:
@@ -52,7 +52,7 @@ def training_flops(model: models.ModelFns | models.Stack, batch: Any) -> int:
       return model.finish(state["head"], h, batch, ops)
     return model.apply(*state, inputs_of(batch), False, None)
 
-  return _FORWARD_AND_BACKWARD * count_flops(forward, state, batch)
+  return FORWARD_AND_BACKWARD * count_flops(forward, state, batch)
 
 
 def count_flops(function: Callable[..., Any], *args: Any) -> int:

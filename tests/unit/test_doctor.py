@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # protobuf and TFDS warn
 def small(tmp_path, monkeypatch):
   """ImageNet, were it tiny."""
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-  monkeypatch.setattr(imagenet, "NUM_EXAMPLES", {"train": 12, "validation": 4})
+  monkeypatch.setattr(imagenet, "IMAGENET_EXAMPLES", {"train": 12, "validation": 4})
   monkeypatch.setattr(imagenet, "NUM_CLASSES", 2)
   archives = {
     name: imagenet.Archive(len(name), hashlib.md5(name.encode()).hexdigest())

@@ -1,6 +1,7 @@
 """Which chips there are by name, and what fits on them: on devices of our own."""
 
 import importlib.util
+import json
 import sys
 from types import SimpleNamespace
 
@@ -27,10 +28,10 @@ def get_config():
 PARAMETERS_OF_LAYER = 4 * 32 * 32 + 3 * 32 * 64 + 2 * 32
 
 
-def here(limit):
+def here(limit, count=8):
   """The simulated devices as chips of so much memory."""
   chip = topologies.Chip("cpu", 2 * limit, limit, {})
-  return topologies.Chips("here-8", chip, jax.devices())
+  return topologies.Chips(f"here-{count}", chip, jax.devices()[:count], "knl", count)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +63,7 @@ def test_the_largest_value_that_fits(values, most, tried):
     ("2xv5e-8", (2, "v5e", 8)),
     ("h100-16", (1, "h100", 16)),
     ("2xh100-4", (2, "h100", 4)),
+    ("knl-68", (1, "knl", 68)),
   ],
 )
 def test_names_of_chips(name, parts):
@@ -120,17 +122,52 @@ def lines(capsys, tmp_path, monkeypatch, *args, limit=1 << 40):
   """Exit code and output of the command for our devices."""
   path = tmp_path / "tiny.py"
   path.write_text(CONFIG)
-  monkeypatch.setattr(topologies, "find_chips", lambda name: here(limit))
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(
+    topologies, "find_chips", lambda name: here(limit, 4 if name == "knl-4" else 8)
+  )
   code = cli.main(["plan", "--config", str(path), "--chips", "v5e-16", *args])
   out = capsys.readouterr()
   return code, (out.out + out.err).splitlines()
 
 
-def test_a_config_that_fits_and_one_that_does_not(capsys, tmp_path, monkeypatch):
+def test_a_plan_and_what_is_kept_of_it(capsys, tmp_path, monkeypatch):
+  site = tmp_path / "site.toml"
+  site.write_text("[machine]\nper_node = 2\ninput_rate = 10\n")
+  args = [f"--site={site}", "--nodes=2,4,8"]
+  code, page = lines(capsys, tmp_path, monkeypatch, *args)
+  assert code == 0 and page[0].startswith("plan not calibrated")
+  assert any("memory of a device: fits: " in line for line in page)
+  assert any("waiting for examples takes 9" in line for line in page)
+  assert page[-2:] == ["plan.json", "plan.png"]
+  assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+  plan = json.loads((tmp_path / "plan.json").read_text())
+  step = plan["step"]
+  assert sum(step["parts"].values()) == pytest.approx(step["seconds"]["expected"])
+  assert step["seconds"]["high"] <= step["seconds"]["low"]
+  # Nodes of 2; the batch of 8 rows goes over 4 and 8 devices, and not over 16.
+  assert [s["devices"] for s in plan["strong"]] == [4, 8] and plan["skipped"] == [16]
+  assert [s["devices"] for s in plan["weak"]] == [4, 8, 16]
+  assert [s["rows"] for s in plan["strong"]] == [2, 1]
+  assert plan["constants"]["per_node"]["kind"] == "site"
+  # Two programs were compiled, and each is planned as it is.
+  assert len(plan["compiled_for"]) == 2 and plan["job"] is None
+
+
+def test_a_step_that_the_compiler_refuses(capsys, tmp_path, monkeypatch):
+  refused = fits.Fit(None, "E1000: out of HBM", 10**9, 1.0, None, None)
+  monkeypatch.setattr(fits, "compile_for", lambda *args: refused)
   code, (line,) = lines(capsys, tmp_path, monkeypatch)
-  assert code == 0 and line.startswith("fits: ") and "state and batch" in line
-  code, (line,) = lines(capsys, tmp_path, monkeypatch, limit=1000)
-  assert code == 1 and line.startswith("does not fit: ")
+  assert code == 1
+  assert line.startswith("error: --chips=here-8: the step does not fit in 0.93 GiB: E1")
+
+
+def test_what_does_not_fit(capsys, tmp_path, monkeypatch):
+  over = "--over=model.num_layers=2"
+  code, (line, _) = lines(capsys, tmp_path, monkeypatch, over)
+  assert code == 0 and line.startswith("model.num_layers=2: fits: ")
+  code, (line, _) = lines(capsys, tmp_path, monkeypatch, over, limit=1000)
+  assert code == 1 and line.startswith("model.num_layers=2: does not fit: ")
 
 
 @pytest.mark.slow
@@ -224,7 +261,7 @@ def test_a_program_for_tpus_that_are_absent(tmp_path):
   path.write_text(CONFIG)
   done = subprocess.run(
     [sys.executable, "-m", "jaxscale", "plan", f"--config={path}", "--chips=v5e-8"],
-    capture_output=True, text=True, timeout=500,
+    capture_output=True, text=True, timeout=500, cwd=tmp_path,
   )  # fmt: skip
   assert done.returncode == 0, done.stderr
-  assert done.stdout.startswith("fits: ") and "of 15.75 GiB" in done.stdout
+  assert "memory of a device: fits: " in done.stdout and "of 15.75 GiB" in done.stdout

@@ -1,0 +1,146 @@
+"""A run and its job, from the seconds of a step: hours, restarts, energy, price.
+
+With a mean time M between failures of the job, and checkpoints that cost d seconds
+each, the interval between them that loses least is about
+
+    tau = sqrt(2 d M)
+
+(Young, 1974, doi:10.1145/361147.361115; Daly, 2006, doi:10.1016/j.future.2004.11.016).
+A failure costs half an interval, and a start. With M_node the time between failures of
+one of n nodes, M = M_node / n.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from jaxscale.planning.machine import CORNERS, Corner, Rates
+from jaxscale.planning.step_plan import Step
+
+# Of training's three products a layer, evaluation has the first.
+_FORWARD_SHARE = 1 / 3
+_Seconds = dict[Corner, float]
+_MARGIN = 1.1  # of the time limit to ask for, above the slowest that is expected
+
+
+class Run(NamedTuple):
+  """What a run is made of.
+
+  Attributes:
+    steps: optimizer steps.
+    evaluations: in the run.
+    eval_examples: of one evaluation.
+    saves: checkpoints.
+    state_bytes: of one.
+  """
+
+  steps: int
+  evaluations: int
+  eval_examples: int
+  saves: int
+  state_bytes: int
+
+
+class Job(NamedTuple):
+  """What a run takes on a machine.
+
+  Attributes:
+    train: seconds of steps, by corner.
+    evaluate: seconds of evaluations, by corner.
+    save: seconds that training waits for checkpoints; 0: unknown rate of the disks.
+    start: seconds until the first step, by corner.
+    restarts: that failures make expected; 0: no rate of failures is given.
+    lost: seconds that they cost, in all.
+    interval: seconds between checkpoints that lose least; None: not known.
+    hours: of the whole, by corner.
+    limit: hours to ask the scheduler for.
+    chip_hours: as expected.
+    kwh: of the chips; None: no watts are given.
+    price: in the site's currency; None: none is given.
+  """
+
+  train: dict[Corner, float]
+  evaluate: dict[Corner, float]
+  save: float
+  start: dict[Corner, float]
+  restarts: float
+  lost: float
+  interval: float | None
+  hours: dict[Corner, float]
+  limit: float
+  chip_hours: float
+  kwh: float | None
+  price: float | None
+
+
+def run_of(experiment: Any) -> Run | None:
+  """The run of an experiment; None: its text is not here, and nobody knows how long.
+
+  Args:
+    experiment: `build.Experiment`, at its first phase.
+  """
+  import jax
+
+  from jaxscale.data import TextInfo
+
+  derived = experiment.derived
+  if isinstance(experiment.train_data.info, TextInfo):
+    return None
+  state = experiment.abstract_state()
+  size = sum(math.prod(x.shape) * x.dtype.itemsize for x in _saved(jax, state))
+  steps = derived.total_steps
+  evaluations = -(-steps // derived.eval_every)
+  saves = -(-steps // derived.save_every)
+  return Run(steps, evaluations, derived.num_eval, saves, size)
+
+
+def _saved(jax: Any, state: Any) -> list[Any]:
+  return [x for x in jax.tree.leaves(state) if hasattr(x.dtype, "itemsize")]
+
+
+def job_of(run: Run, step: Step, rates: Rates) -> Job:
+  """What a run takes, and costs.
+
+  Args:
+    run: of `run_of`.
+    step: on the devices of the job.
+    rates: of the machine, and what the site's file adds to them.
+
+  Example:
+    >>> job = job_of(Run(14_076, 18, 50_000, 90, 0), step, rates)    # doctest: +SKIP
+    >>> round(job.hours["expected"], 1)                              # doctest: +SKIP
+    2.9
+  """
+  machine = rates.machine
+  train: _Seconds = {c: run.steps * step.seconds[c] for c in CORNERS}
+  share = _FORWARD_SHARE * run.evaluations * run.eval_examples / step.batch_size
+  evaluate: _Seconds = {c: share * step.seconds[c] for c in CORNERS}
+  one_save = run.state_bytes / machine.save_rate if machine.save_rate else 0.0
+  start: _Seconds = {c: rates.at(c)["start"] for c in CORNERS}
+  seconds: _Seconds = {
+    c: start[c] + train[c] + evaluate[c] + run.saves * one_save for c in CORNERS
+  }
+  interval, restarts, lost = None, 0.0, 0.0
+  if machine.mtbf_hours:
+    mtbf = 3600 * machine.mtbf_hours / step.nodes
+    interval = math.sqrt(2 * one_save * mtbf) if one_save else None
+    between = interval or train["expected"] / max(run.saves, 1)
+    restarts = seconds["expected"] / mtbf
+    lost = restarts * (between / 2 + start["expected"])
+  hours: _Seconds = {c: (s + lost) / 3600 for c, s in seconds.items()}
+  chip_hours = step.devices / rates.devices_per_chip * hours["expected"]
+  kwh = chip_hours * machine.watts / 1000 if machine.watts else None
+  limit = _MARGIN * hours["low"]
+  price = _price(machine, chip_hours, kwh)
+  return Job(
+    train, evaluate, run.saves * one_save, start, restarts, lost, interval, hours,
+    limit, chip_hours, kwh, price,
+  )  # fmt: skip
+
+
+def _price(machine: Any, chip_hours: float, kwh: float | None) -> float | None:
+  of_chips, of_energy = machine.price_chip_hour, machine.price_kwh
+  if of_chips is None and (of_energy is None or kwh is None):
+    return None
+  return chip_hours * (of_chips or 0.0) + (kwh or 0.0) * (of_energy or 0.0)

@@ -1,0 +1,181 @@
+"""Seconds of one kernel, from its FLOPs and bytes and a table of rates.
+
+A kernel takes as long as the slower of its arithmetic and its traffic, and a launch:
+
+    t = max(FLOPs / (peak E), bytes / (bandwidth memory)) + launch
+
+E is what a product of m x k by k x n, b of them, reaches of the peak:
+
+    E = ceiling * (w / (w + half_waves)) * (k / (k + half_depth))
+    w = b ceil(m / 128) ceil(n / 128) / units
+
+Tiles of 128 x 128 fill the units in waves, w of them, and the last is seldom full; and
+each tile begins and ends, whatever its depth. A convolution is the product that it is
+the sum of (m pixels, n features, k taps and channels), with a ceiling of its own. The
+constants and where they are from: chips.toml. On TPUs the compiler's own estimate of
+cycles takes the place of all this.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from jaxscale.planning import cost, parse
+from jaxscale.planning.parse import Computation, Instruction, Module
+
+Kind = Literal["matmul", "convolution", "attention", "memory"]
+KINDS: tuple[Kind, ...] = ("matmul", "convolution", "attention", "memory")
+_TILE = 128
+# Products of fused attention: scores and their mix with the values; backwards those of
+# q, k, v, the probabilities, and the scores again (arXiv:2205.14135, appendix B).
+_FORWARD, _BACKWARD = 2, 5
+
+
+class Kernel(NamedTuple):
+  """An instruction that computes.
+
+  Attributes:
+    kind: of what limits it, where arithmetic does.
+    flops: of products alone.
+    bytes: read and written.
+    dims: (m, n, k, b) of the product; () where it has none.
+    dtype: of what is multiplied, HLO's name.
+    cycles: by the compiler's estimate, of TPUs; None: it has none.
+  """
+
+  kind: Kind
+  flops: float
+  bytes: float
+  dims: tuple[float, ...] = ()
+  dtype: str = "f32"
+  cycles: float | None = None
+
+
+def kernel_of(
+  module: Module, computation: Computation, instruction: Instruction
+) -> Kernel:
+  """What an instruction computes; its calls, but for fusions, are not looked into.
+
+  Args:
+    module: of the instruction.
+    computation: that it is in.
+    instruction: a fusion, a call of a library, or one that is not fused.
+  """
+  traffic = cost.traffic(module, computation, instruction)
+  estimate = re.search(r'"estimated_cycles":"(\d+)"', instruction.text)
+  cycles = float(estimate.group(1)) if estimate else None
+  if "__cudnn$fmha" in instruction.text:
+    flops, dtype = _attention(instruction)
+    return Kernel("attention", flops, traffic, (), dtype, cycles)
+  found = _product(module, computation, instruction)
+  if found is None:
+    return Kernel("memory", 0.0, traffic, cycles=cycles)
+  home, product = found
+  flops = cost.flops_of(module, computation, instruction)
+  kind: Kind = "convolution" if "dim_labels=" in product.text else "matmul"
+  dtype = home[product.operands[0]].shape[0].dtype
+  alone = cost.flops_of(module, home, product)
+  return Kernel(kind, flops, traffic, _dims(home, product, alone), dtype, cycles)
+
+
+def seconds(kernel: Kernel, rates: Mapping[str, float]) -> float:
+  """How long a kernel takes.
+
+  Args:
+    kernel: of `kernel_of`.
+    rates: of `Rates.at`.
+
+  Example:
+    >>> product = Kernel("matmul", 2 * 4096.0**3, 1e8, (4096, 4096, 4096, 1), "bf16")
+    >>> from jaxscale.planning.machine import rates_of
+    >>> rates = rates_of("h100").at("expected")
+    >>> round(1e6 * seconds(product, rates))  # 55 % of the peak
+    253
+  """
+  if "cycles" in rates:
+    return (kernel.cycles or 0.0) * rates["cycles"] / rates["clock"]
+  took = kernel.bytes / (rates["bandwidth"] * rates["memory"])
+  if kernel.flops:
+    is_single = kernel.dtype in ("f32", "f64")
+    peak = rates["peak_float32" if is_single else "peak_bfloat16"]
+    share = rates[kernel.kind]
+    if is_single:
+      share = rates.get(f"{kernel.kind}_float32", share)
+    if kernel.dims:
+      share *= _filled(kernel.dims, rates)
+    took = max(took, kernel.flops / (peak * share))
+  return took + rates["launch"]
+
+
+def _filled(dims: tuple[float, ...], rates: Mapping[str, float]) -> float:
+  m, n, k, b = dims
+  # A narrow side is turned to whichever makes the tiles fuller; its tiles are smaller.
+  tiles = b * max(m / _TILE, 1) * max(n / _TILE, 1)
+  # Where tiles are few, the summed dim is split among the units.
+  waves = max(tiles, min(tiles * max(k / 1024, 1), rates["units"])) / rates["units"]
+  depth = k / (k + rates["half_depth"])
+  narrow = min(m, n) / (math.ceil(min(m, n) / 64) * 64)
+  return waves / (waves + rates["half_waves"]) * depth * max(narrow, 1 / 64)
+
+
+def _product(
+  module: Module, computation: Computation, instruction: Instruction
+) -> tuple[Computation, Instruction] | None:
+  """The largest product of an instruction, with the computation that it is in."""
+  if instruction.opcode != "fusion":
+    is_product = cost.flops_of(module, computation, instruction) > 0
+    return (computation, instruction) if is_product else None
+  best = None
+  for name in parse.called(instruction):
+    body = module.computations.get(name, {})
+    for inner in body.values():
+      found = _product(module, body, inner)
+      if found is not None:
+        flops = cost.flops_of(module, *found)
+        best = max(best or (0.0, found), (flops, found), key=lambda x: x[0])
+  return best[1] if best else None
+
+
+def _dims(home: Computation, product: Instruction, flops: float) -> tuple[float, ...]:
+  """(m, n, k, b): 2 m n k b are its FLOPs."""
+  out = product.shape[0]
+  if labels := re.search(r"dim_labels=\w+->(\w+)", product.text):
+    place = labels.group(1).index("f") if "f" in labels.group(1) else -1
+    features = out.dims[place]
+    if "convBackwardFilter" in product.text:
+      kernel = re.search(r"dim_labels=\w+?_(\w+)->", product.text)
+      features = out.dims[kernel.group(1).index("o")] if kernel else features
+    rows = math.prod(out.dims) / max(features, 1)
+    return rows, features, flops / 2 / max(rows * features, 1), 1
+  left = home[product.operands[0]].shape[0]
+  batch = _sizes(product, r'lhs_batch_dim(?:s=\{|ensions":\[)([\d,"]*)', left.dims)
+  depth = _sizes(
+    product, r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', left.dims
+  )
+  rows = math.prod(left.dims) / max(depth * batch, 1)
+  columns = math.prod(out.dims) / max(rows * batch, 1)
+  return rows, columns, depth, batch
+
+
+def _sizes(product: Instruction, pattern: str, dims: tuple[int, ...]) -> int:
+  found = re.search(pattern, product.text)
+  return (
+    math.prod(dims[int(d)] for d in re.findall(r"\d+", found.group(1))) if found else 1
+  )
+
+
+def _attention(instruction: Instruction) -> tuple[float, str]:
+  """FLOPs of cuDNN's fused attention, and the dtype; of causal masks half of them."""
+  shape = re.search(
+    r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([\d",\s]+)\]', instruction.text
+  )
+  if not shape:
+    return 0.0, "bf16"
+  scores = math.prod(int(d) for d in re.findall(r"\d+", shape.group(1)))
+  products = _BACKWARD if "Backward" in instruction.text else _FORWARD
+  causal = 0.5 if '"mask_type": "CAUSAL"' in instruction.text else 1.0
+  out = instruction.shape[0]
+  return 2.0 * products * causal * scores * out.dims[-1], out.dtype

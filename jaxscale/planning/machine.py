@@ -1,0 +1,232 @@
+"""A machine's constants: what its chips do in a second, and what its links carry.
+
+Those of the chips that are known are in chips.toml, each with where it is from. A
+site's file (`launch.site`) overrides them in its table [machine], by the same names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import tomllib
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+from jaxscale.collectives.planner import Link
+from jaxscale.config.validation import nearest, settings
+from jaxscale.errors import ConfigError
+from jaxscale.metrics.chips import peak_flops
+
+_Share = Annotated[float | None, "in (0, 1]"]
+_Positive = Annotated[float | None, "> 0"]
+_NotNegative = Annotated[float | None, ">= 0"]
+Corner = Literal["low", "expected", "high"]  # of speed: "low" is the slowest
+CORNERS: tuple[Corner, ...] = ("low", "expected", "high")
+
+
+@settings
+class Machine:
+  """What a site has, where that is other than chips.toml says; and what it costs.
+
+  Attributes:
+    per_node: chips of a node, or of a slice of TPUs.
+    peak_bfloat16: FLOP/s of a chip in matrix products, also of float16.
+    peak_float32: likewise.
+    bandwidth: bytes/s of a chip's memory.
+    units: multiprocessors of a chip, or cores.
+    clock: cycles a second, of TPUs.
+    cycles: how many a program takes, as a multiple of the compiler's estimate.
+    matmul: share of the peak that large matrix products reach.
+    convolution: share of the peak that large convolutions reach; above 1 by
+      algorithms that multiply less often.
+    convolution_float32: likewise in float32, where that is another share.
+    attention: share of the peak that fused attention reaches.
+    memory: share of the bandwidth that elementwise kernels reach.
+    launch: seconds of the shortest kernel.
+    half_waves: waves of tiles at which a product is at half its rate.
+    half_depth: length of the summed dim at which a product is at half its rate.
+    node_link: bytes/s that a chip sends to others of its node.
+    node_alpha: seconds of a message, however short, inside a node.
+    network_link: bytes/s that a chip sends to other nodes.
+    network_alpha: seconds of a message, however short, between nodes.
+    link_share: share of a link's rate that collectives reach.
+    jitter: standard deviation of a chip's step, as a share of it.
+    host: seconds between two steps.
+    input_rate: examples/s that a node can load; None: as many as are asked for.
+    save_rate: bytes/s of a checkpoint, of all nodes; None: it costs no time.
+    start: seconds from the start of a job to its first step, compilation included.
+    mtbf_hours: mean time between the failures of one node; None: none fails.
+    watts: of a chip; of a node with all that is in it, its share.
+    price_chip_hour: of a chip, in the site's currency.
+    price_kwh: of energy.
+  """
+
+  per_node: Annotated[int | None, ">= 1"] = None
+  peak_bfloat16: _Positive = None
+  peak_float32: _Positive = None
+  bandwidth: _Positive = None
+  units: Annotated[int | None, ">= 1"] = None
+  clock: _Positive = None
+  cycles: _Positive = None
+  matmul: _Share = None
+  convolution: _Positive = None
+  convolution_float32: _Positive = None
+  attention: _Share = None
+  memory: _Share = None
+  launch: _NotNegative = None
+  half_waves: _NotNegative = None
+  half_depth: _NotNegative = None
+  node_link: _Positive = None
+  node_alpha: _NotNegative = None
+  network_link: _Positive = None
+  network_alpha: _NotNegative = None
+  link_share: _Share = None
+  jitter: Annotated[float | None, "in [0, 1)"] = None
+  host: _NotNegative = None
+  input_rate: _Positive = None
+  save_rate: _Positive = None
+  start: _NotNegative = None
+  mtbf_hours: _Positive = None
+  watts: _Positive = None
+  price_chip_hour: _NotNegative = None
+  price_kwh: _NotNegative = None
+
+
+_COSTS = (
+  "input_rate", "save_rate", "mtbf_hours", "watts", "price_chip_hour", "price_kwh",
+)  # fmt: skip
+
+
+class Constant(NamedTuple):
+  """A number, how far it may be off, and where it is from.
+
+  Attributes:
+    value: as is expected.
+    low: where the machine is slower than that.
+    high: where it is faster.
+    kind: "published", "measured", "assumed", or "site": from the site's file.
+    source: of the number; "" where there is none.
+  """
+
+  value: float
+  low: float
+  high: float
+  kind: str
+  source: str = ""
+
+  def at(self, corner: Corner) -> float:
+    """The value at one end of the range, or in it."""
+    return self.value if corner == "expected" else getattr(self, corner)
+
+
+class Rates(NamedTuple):
+  """Constants by name, and what a site adds to them.
+
+  Attributes:
+    chip: its name in chips.toml.
+    title: its name for people.
+    constants: by the names of `Machine`.
+    machine: what the site's file has.
+  """
+
+  chip: str
+  title: str
+  constants: dict[str, Constant]
+  machine: Machine
+
+  @property
+  def per_node(self) -> int:
+    """Devices of a node."""
+    return int(self.constants["per_node"].value)
+
+  @property
+  def devices_per_chip(self) -> int:
+    """Devices that JAX makes of one chip."""
+    return int(self.constants["devices_per_chip"].value)
+
+  @property
+  def is_calibrated(self) -> bool:
+    """Whether the site has measured what most of a step's time hangs on."""
+    asked = ("cycles",) if "cycles" in self.constants else ("matmul", "memory")
+    given = vars(self.machine)
+    return all(given[name] is not None for name in (*asked, "network_link"))
+
+  def at(self, corner: Corner) -> dict[str, float]:
+    """Every constant at one end of its range."""
+    return {name: c.at(corner) for name, c in self.constants.items()}
+
+
+def links(rates: dict[str, float]) -> tuple[Link, Link]:
+  """What it costs to send inside a node, and between nodes.
+
+  Args:
+    rates: of `Rates.at`.
+
+  Example:
+    >>> node, network = links(rates_of("h100").at("expected"))
+    >>> round(1e-9 / network.beta, 1)  # GB/s
+    37.5
+  """
+  share = rates["link_share"]
+  return (
+    Link(rates["node_alpha"], 1 / (share * rates["node_link"])),
+    Link(rates["network_alpha"], 1 / (share * rates["network_link"])),
+  )
+
+
+@functools.cache
+def _tables() -> dict[str, dict]:
+  return tomllib.loads((Path(__file__).parent / "chips.toml").read_text("utf-8"))
+
+
+def known_chips() -> list[str]:
+  """Names of the chips whose constants are known.
+
+  Example:
+    >>> "h100" in known_chips(), "gpu" in known_chips()
+    (True, False)
+  """
+  return [name for name, table in _tables().items() if "title" in table]
+
+
+def rates_of(chip: str, machine: Machine | None = None) -> Rates:
+  """The constants of a chip, with a site's in place of some.
+
+  Args:
+    chip: a name of `known_chips`.
+    machine: the table [machine] of a site's file.
+
+  Raises:
+    ConfigError: no such chip.
+
+  Example:
+    >>> rates = rates_of("h100", Machine(network_link=25e9))
+    >>> rates.constants["network_link"].kind
+    'site'
+    >>> rates.constants["peak_bfloat16"].kind
+    'published'
+  """
+  if chip not in known_chips():
+    raise ConfigError(f"chip {chip!r}: not known, {nearest(chip, known_chips())}")
+  merged: dict = {}
+  name: str | None = chip
+  while name:
+    table = _tables()[name]
+    merged = table | merged
+    name = table.get("like")
+  constants = {n: _constant(c) for n, c in merged.items() if isinstance(c, dict)}
+  if peak := peak_flops(merged.get("device_kind", "")):
+    source = "its maker's data sheet, dense (metrics/chips.py)"
+    constants["peak_bfloat16"] = Constant(peak, peak, peak, "published", source)
+  machine = machine or Machine()
+  for field in dataclasses.fields(machine):
+    value = getattr(machine, field.name)
+    if value is not None and field.name not in _COSTS:
+      constants[field.name] = Constant(value, value, value, "site")
+  return Rates(chip, merged["title"], constants, machine)
+
+
+def _constant(table: dict) -> Constant:
+  value, source = table["value"], table.get("source", "")
+  low, high = table.get("low", value), table.get("high", value)
+  return Constant(value, low, high, table["kind"], source)

@@ -1,0 +1,265 @@
+"""The seconds of a config's step on any number of chips, from one or two compilations.
+
+The step is compiled for the chips that are asked for and, where batch size and other
+numbers of chips give a device other rows, once more for fewer rows. Both programs are
+gone through (`timeline`) with the links of every size; between them, and beyond, each
+part of the step is a straight line in the rows of a device:
+
+    t(rows) = t_1 + (t_2 - t_1) (rows - rows_1) / (rows_2 - rows_1)
+
+so that compilation costs the same for any number of chips. A synchronous step waits
+for its slowest device. Of N whose compute has the standard deviation s, that one
+takes 1 + s E(N) times the mean, E(N) = F^-1((N - 3/8) / (N + 1/4)) with F the normal
+distribution's (Blom, 1958, of the largest of N).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxscale import config as cfg
+from jaxscale.errors import ConfigError
+from jaxscale.mesh import mesh_shape
+from jaxscale.planning import fits, topologies, transfer
+from jaxscale.planning.machine import CORNERS, Corner, Rates, links
+from jaxscale.planning.timeline import Overlap, Program, Times
+
+_FEWER = 4  # times fewer rows in the second program, where the batch allows
+
+
+class Compiled(NamedTuple):
+  """A step's program, and what it was compiled for.
+
+  Attributes:
+    rows: of a device, examples.
+    devices: that it was meant for.
+    program: to be gone through.
+    fit: its memory.
+    experiment: that it is of.
+  """
+
+  rows: int
+  devices: int
+  program: Program
+  fit: fits.Fit
+  experiment: Any
+
+
+class Step(NamedTuple):
+  """A step on so many devices.
+
+  Attributes:
+    devices: in all.
+    nodes: that they are in.
+    batch_size: examples of a step.
+    rows: of a device.
+    seconds: of the step, by corner.
+    parts: of those seconds by name, as expected: the kinds of kernels, "exposed AXES",
+      "stragglers", "input" and "host".
+    sent: seconds of communication, hidden or not, by axes, as expected.
+    alone: seconds that a device takes with no other, as expected.
+    memory: bytes of a device, by the same straight line.
+    fits: whether they are there.
+  """
+
+  devices: int
+  nodes: int
+  batch_size: int
+  rows: int
+  seconds: Mapping[Corner, float]
+  parts: Mapping[str, float]
+  sent: Mapping[str, float]
+  alone: float
+  memory: float
+  fits: bool
+
+  @property
+  def rate(self) -> float:
+    """Examples a second."""
+    return self.batch_size / self.seconds["expected"]
+
+  @property
+  def efficiency(self) -> float:
+    """Against one device with the same rows that waits for no other."""
+    return self.alone / self.seconds["expected"]
+
+
+def sized(chips: topologies.Chips, devices: int) -> str | None:
+  """The name of so many devices of a kind; None: they come in no such number.
+
+  Example:
+    >>> sized(find_chips("v5e-16"), 512)                           # doctest: +SKIP
+    '2xv5e-256'
+  """
+  chip, kind = chips.chip, chips.kind
+  count, rest = divmod(devices, chip.cores)
+  if rest or not chip.shapes or count in chip.shapes:
+    return None if rest else f"{kind}-{count}"
+  largest = max(chip.shapes)
+  return None if count % largest else f"{count // largest}x{kind}-{largest}"
+
+
+def rows_of(config: cfg.Config, num_train: int, devices: int) -> int | None:
+  """Rows of a device, or None where the batch does not divide over so many."""
+  from jaxscale.experiment.derive import derive
+
+  try:
+    return derive(config, num_train, num_train, devices).device_batch_size
+  except ConfigError:
+    return None
+
+
+def compile_step(config: cfg.Config, chips: topologies.Chips) -> Compiled:
+  """The program of a config's step for some chips.
+
+  Raises:
+    ConfigError: the config does not fit so many devices.
+    RefusedError: the compiler refuses the program.
+  """
+  asked = chips.count or len(chips.devices)
+  here = len(chips.devices)
+  if here < asked:  # CPUs, fewer of which are simulated: the same rows for each
+    if config.batch_size * here % asked:
+      raise ConfigError(
+        f"Config.batch_size={config.batch_size}: not divisible by {asked} devices"
+      )
+    batch_size = config.batch_size * here // asked
+    config = dataclasses.replace(config, batch_size=batch_size)
+  fit = fits.compile_for(config, chips)
+  if fit.compiled is None:
+    raise fits.RefusedError(f"--chips={chips.name}: the step {fits.line(fit, chips)}")
+  rows = fit.experiment.derived.device_batch_size
+  program = Program(fit.compiled.as_text(), fit.mesh)
+  return Compiled(rows, asked, program, fit, fit.experiment)
+
+
+def second_size(
+  config: cfg.Config, chips: topologies.Chips, first: Compiled, sizes: Sequence[int]
+) -> int | None:
+  """Devices to compile for once more; None: all sizes give a device the same rows.
+
+  Args:
+    config: of the run.
+    chips: that were asked for.
+    first: compiled for them.
+    sizes: numbers of devices that are planned.
+  """
+  num_train = first.experiment.derived.num_train
+  found = {n: rows_of(config, num_train, n) for n in sizes if sized(chips, n)}
+  others = {n: rows for n, rows in found.items() if rows and rows != first.rows}
+  if not others:
+    return None
+  wanted = max(first.rows / _FEWER, 1)
+  return min(others, key=lambda n: (abs(others[n] - wanted), n))
+
+
+def step_on(
+  config: cfg.Config,
+  compiled: Sequence[Compiled],
+  rates: Rates,
+  devices: int,
+  rows: int,
+  *,
+  overlap: Overlap = "schedule",
+) -> Step:
+  """The step on so many devices with so many rows each.
+
+  Args:
+    config: of the run: its mesh.
+    compiled: one program, or two of different rows.
+    rates: of the chip and its links.
+    devices: in all.
+    rows: of a device.
+    overlap: of communication with compute: `timeline.Program.times`.
+
+  Raises:
+    ConfigError: the mesh does not fit so many devices.
+  """
+  sizes = _mesh_sizes(config, compiled[0], devices)
+  blocks = mesh_shape(devices, **dataclasses.asdict(config.mesh)).row_blocks
+  took: dict[Corner, float] = {}
+  expected = {}
+  for corner in CORNERS:
+    times = _interpolated(compiled, rates, corner, sizes, rows, overlap)
+    parts = _parts(times, rates, corner, devices, rows * blocks)
+    took[corner] = sum(parts.values())
+    if corner == "expected":
+      host = rates.at(corner)["host"]
+      expected = {"parts": parts, "sent": times.sent}
+      expected["alone"] = sum(times.compute.values()) + host
+  nodes = -(-devices // rates.per_node)
+  memory = _memory(compiled, rows)
+  fits = memory <= compiled[0].fit.limit
+  batch_size = rows * blocks
+  return Step(
+    devices, nodes, batch_size, rows, took, memory=memory, fits=fits, **expected
+  )
+
+
+def _mesh_sizes(config: cfg.Config, first: Compiled, devices: int) -> dict[str, int]:
+  """Sizes of the axes that the program's mesh has, on another number of devices."""
+  shape = mesh_shape(devices, **dataclasses.asdict(config.mesh))._asdict()
+  sizes = dict(first.fit.mesh.shape)
+  if "bn" in sizes:  # a part of `data`
+    shape["bn"] = min(sizes["bn"], shape["data"])
+    shape["data"] //= shape["bn"]
+  return {axis: shape.get(axis, n) for axis, n in sizes.items()}
+
+
+def _interpolated(compiled, rates, corner, sizes, rows, overlap) -> Times:
+  at = rates.at(corner)
+  both = links(at)
+
+  def cost(collective):
+    return transfer.seconds(collective, sizes, rates.per_node, both)
+
+  found = [c.program.times(at, cost, overlap=overlap) for c in compiled]
+  if len(found) == 1:
+    return found[0]
+  share = (rows - compiled[0].rows) / (compiled[1].rows - compiled[0].rows)
+  return Times(*(_between(a, b, share) for a, b in zip(*found, strict=True)))
+
+
+def _memory(compiled: Sequence[Compiled], rows: int) -> float:
+  found = [c.fit.memory.total for c in compiled if c.fit.memory]
+  if len(found) == 1:
+    return float(found[0])
+  share = (rows - compiled[0].rows) / (compiled[1].rows - compiled[0].rows)
+  return found[0] + share * (found[1] - found[0])
+
+
+def _between(a: Mapping[str, float], b: Mapping[str, float], share: float):
+  keys = dict.fromkeys([*a, *b])
+  line = {k: a.get(k, 0.0) + share * (b.get(k, 0.0) - a.get(k, 0.0)) for k in keys}
+  return {k: max(seconds, 0.0) for k, seconds in line.items()}
+
+
+def _parts(
+  times: Times, rates: Rates, corner: Corner, devices: int, batch_size: int
+) -> dict[str, float]:
+  """Seconds of a step by what they go to."""
+  at = rates.at(corner)
+  compute = sum(times.compute.values())
+  parts = dict(times.compute)
+  parts |= {f"exposed {axes}": s for axes, s in times.exposed.items() if s}
+  parts["stragglers"] = compute * at["jitter"] * slowest_of(devices)
+  parts["host"] = at["host"]
+  if rate := rates.machine.input_rate:
+    nodes = -(-devices // rates.per_node)
+    parts["input"] = max(batch_size / nodes / rate - sum(parts.values()), 0.0)
+  return parts
+
+
+def slowest_of(number: int) -> float:
+  """Standard deviations by which the slowest of so many is above their mean.
+
+  Example:
+    >>> slowest_of(1), round(slowest_of(256), 2)
+    (0.0, 2.81)
+  """
+  if number < 2:
+    return 0.0
+  return statistics.NormalDist().inv_cdf((number - 0.375) / (number + 0.25))

@@ -1,0 +1,89 @@
+"""Seconds of a collective, by the links that its mesh axes cross.
+
+Devices are counted in the mesh's order, so many to a node. A group along an axis of n
+devices whose neighbours are s places apart has min(n, nodes' size / s) of them in a
+node, and the others in as many nodes. An all-reduce is planned for those two numbers
+as `collectives.planner` plans ours (arXiv:1708.02188); a reduce-scatter or an
+all-gather is half of one. In an all-to-all, and of a permute, what stays in the node
+goes by its links, and the rest by the network's.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+
+from jaxscale.collectives.planner import Link, plan
+from jaxscale.planning.hlo import Collective
+
+Sizes = Mapping[str, int]  # of mesh axes, slowest first
+
+
+def split(axes: tuple[str, ...] | None, sizes: Sizes, per_node: int) -> tuple[int, int]:
+  """How many devices of a group are in a node, and in how many nodes it is.
+
+  Args:
+    axes: along which the group's devices differ; None: along all.
+    sizes: of the mesh.
+    per_node: devices of a node.
+
+  Example:
+    >>> split(("data",), {"replica": 4, "data": 16}, 8)
+    (8, 2)
+    >>> split(("replica",), {"replica": 4, "data": 16}, 8)
+    (1, 4)
+  """
+  inside, total, stride = 1, 1, 1
+  for axis, size in reversed(list(sizes.items())):
+    if axes is None or axis in axes:
+      here = max(min(per_node // stride, size), 1)
+      inside, total = inside * math.gcd(here, size), total * size
+    stride *= size
+  return inside, total // inside
+
+
+def seconds(
+  collective: Collective, sizes: Sizes, per_node: int, links: tuple[Link, Link]
+) -> float:
+  """How long one execution of a collective takes.
+
+  Args:
+    collective: of a compiled program; its payload and its axes count, not how many
+      devices the program was compiled for.
+    sizes: of the mesh that it runs on.
+    per_node: devices of a node.
+    links: of the node and of the network, `machine.links`.
+
+  Example:
+    >>> from jaxscale.planning import hlo
+    >>> (one,) = hlo.collectives(text, {"data": 8})                # doctest: +SKIP
+    >>> seconds(one, {"data": 8}, 4, (Link(0, 1e-9), Link(0, 1e-8)))  # doctest: +SKIP
+    0.04
+  """
+  inside, nodes = split(collective.axes, sizes, per_node)
+  payload = float(collective.payload_bytes)
+  if inside * nodes == 1:
+    return 0.0
+  kind = collective.kind
+  if kind in ("all-to-all", "ragged-all-to-all"):
+    near, far = links
+    leaves = payload * (nodes - 1) / nodes
+    stays = payload / nodes * (inside - 1) / inside
+    rounds = (near.alpha * (inside - 1), far.alpha * (nodes - 1))
+    return max(stays * near.beta + rounds[0], leaves * far.beta + rounds[1])
+  if kind in ("collective-permute", "send", "collective-broadcast"):
+    moved = any(pair[0] != pair[-1] for pair in collective.groups)
+    link = links[nodes > 1]
+    return link.alpha + link.beta * payload if moved or not collective.groups else 0.0
+  took = _all_reduce(inside, nodes, payload, links)
+  return took if kind == "all-reduce" else took / 2
+
+
+@functools.lru_cache(maxsize=10_000)
+def _all_reduce(
+  inside: int, nodes: int, payload: float, links: tuple[Link, Link]
+) -> float:
+  near, far = links
+  sizes = {"network": nodes, "node": inside}
+  return plan(sizes, payload, links={"network": far, "node": near}).seconds or 0.0
