@@ -103,3 +103,11 @@ def test_every_config_is_a_recipe(generate):
   text = generate["recipes"]()
   for path in (ROOT / "configs").glob("*.py"):
     assert f"## configs/{path.name}\n" in text
+
+
+def test_settings_that_how_to_pages_name_exist():
+  names = {*re.findall(r"^  --config\.([\w.]+)", settings_help(None), re.M)}
+  branches = "|".join({name.partition(".")[0] for name in names if "." in name})
+  for path in sorted((ROOT / "docs" / "howto").glob("*.md")):
+    named = re.findall(rf"[` .]((?:{branches})\.[a-z_]+)(?:=|`)", path.read_text())
+    assert {*named} <= names, path.name
