@@ -32,7 +32,7 @@ _ARXIV = re.compile(r"\barXiv:(\d{4}\.\d{4,5})")
 
 def fill(text: str) -> str:
   """A page with its generated parts."""
-  makers = {"settings": settings, "commands": commands, "api": api, "recipes": recipes}
+  makers = {f.__name__: f for f in (settings, commands, api, recipes, module)}
   marker = re.compile(r"^<!-- generated: (\w+)(?: ([\w.]+))? -->$", re.MULTILINE)
   return marker.sub(lambda m: makers[m[1]](*filter(None, [m[2]])), text)
 
@@ -150,8 +150,8 @@ def commands() -> str:
   for group in dict.fromkeys(c.group for c in COMMANDS.values()):
     out.append(f"## {group.capitalize()}\n")
     for name in [n for n, c in COMMANDS.items() if c.group == group]:
-      module, parser = load(name)
-      out += [f"### jaxscale {name}\n", docstring(module.__doc__ or "") + "\n"]
+      code, parser = load(name)
+      out += [f"### jaxscale {name}\n", docstring(code.__doc__ or "") + "\n"]
       out.append(directive("program", f"jaxscale {name}", ""))
       out += [_option(a) for a in parser._actions if "--help" not in a.option_strings]
       out.append(prose(parser.epilog or "").replace("exit", "Exit", 1) + ".\n")
@@ -170,8 +170,8 @@ def _option(action: argparse.Action) -> str:
 
 def api(package: str) -> str:
   """What a package exports, but for settings, which have a page of their own."""
-  module = importlib.import_module(package)
-  out, again = [docstring(module.__doc__ or "") + "\n"], []
+  text = importlib.import_module(package).__doc__ or ""
+  out, again = [docstring(text) + "\n"], []
   for name, value in public(package):
     if package != "jaxscale" and getattr(jaxscale, name, None) is value:
       again.append(f"`{name}`")
@@ -182,11 +182,18 @@ def api(package: str) -> str:
   return "\n".join(out)
 
 
+def module(name: str) -> str:
+  """What a module says of its mathematics, as it is written there."""
+  return (
+    f"```text\n{inspect.cleandoc(importlib.import_module(name).__doc__ or '')}\n```"
+  )
+
+
 def public(package: str) -> Iterator[tuple[str, Any]]:
   """The names that a package exports, without modules and settings to choose from."""
-  module = importlib.import_module(package)
-  for name in sorted(module.__all__, key=str.lower):
-    value = getattr(module, name)
+  exports = importlib.import_module(package)
+  for name in sorted(exports.__all__, key=str.lower):
+    value = getattr(exports, name)
     is_setting = inspect.isclass(value) and issubclass(value, Choice)
     if not (inspect.ismodule(value) or (is_setting and Choice not in value.__bases__)):
       yield name, value
