@@ -189,7 +189,7 @@ def requeue() -> Picture:
   """A preemption."""
   p = Picture(760, 196, "A job is preempted, saves, is requeued and resumes")
   p.text(24, 34, "first start", "strong")
-  p.text(24, 118, "second start: the same job, folder and seed", "strong")
+  p.text(24, 118, "second start: the same job and folder", "strong")
   p.box(24, 46, 250, 34, "blue", "steps 1 … 334")
   p.box(274, 46, 70, 34, "orange", "save")
   p.text(356, 60, "SIGTERM, SIGUSR1 or walltime: all processes", "small muted")

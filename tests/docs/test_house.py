@@ -184,11 +184,11 @@ def run_python_of(page, tmp_path, monkeypatch, capsys):
   return float(capsys.readouterr().out.splitlines()[-1].split()[-1])
 
 
+@pytest.mark.slow
 def test_the_readme_example_runs(tmp_path, monkeypatch, capsys):
   assert run_python_of("README.md", tmp_path, monkeypatch, capsys) >= 0.93
 
 
-@pytest.mark.slow
 def test_the_example_of_public_functions_runs(tmp_path, monkeypatch, capsys):
   page = "docs/start/notebook.md"
   assert run_python_of(page, tmp_path, monkeypatch, capsys) >= 0.95
