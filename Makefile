@@ -21,7 +21,7 @@ PINS := $(wildcard requirements/py$(MINOR).txt)
 VENV := .venv$(if $(filter 311,$(MINOR)),,$(MINOR))
 BIN := $(VENV)/bin
 
-.PHONY: benchmarks train test test-slow test-others agreement others lint format notebooks env jpeg tfds fashion_mnist lock licences audit clean
+.PHONY: benchmarks train test test-slow test-others agreement others lint format notebooks docs docs-env env jpeg tfds fashion_mnist lock licences audit clean
 
 train: env
 	$(BIN)/python -m jaxscale.train --config $(CONFIG) $(ARGS)
@@ -48,6 +48,19 @@ $(VENV)-others/.installed: pyproject.toml $(PINS)
 	$(PYTHON) -m venv $(VENV)-others
 	$(VENV)-others/bin/python -m pip install --quiet $(if $(PINS),-r $(PINS))
 	$(VENV)-others/bin/python -m pip install --quiet -e '.[others,dev]'
+	touch $@
+
+# The site, in .site/html/index.html: an environment of its own, warnings are errors.
+docs: docs-env
+	JAX_PLATFORMS=cpu $(VENV)-docs/bin/python -m sphinx -W --keep-going -q -j auto \
+	  -c docs -d .site/doctrees . .site/html
+
+docs-env: $(VENV)-docs/.installed
+
+$(VENV)-docs/.installed: pyproject.toml $(PINS)
+	$(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/python -m pip install --quiet $(if $(PINS),-r $(PINS))
+	$(VENV)-docs/bin/python -m pip install --quiet -e '.[docs]'
 	touch $@
 
 lint: env
@@ -119,4 +132,4 @@ audit:
 	$(VENV)-audit/bin/pip-audit --strict --disable-pip --no-deps -r $(PINS)
 
 clean:
-	rm -rf $(VENV) $(VENV)-tfds $(VENV)-others $(VENV)-audit .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-tfds $(VENV)-others $(VENV)-docs $(VENV)-audit .site .pytest_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""SGD, LARS and LAMB on Fashion-MNIST at large batch: the table of the README.
+"""SGD, LARS and LAMB on Fashion-MNIST at large batch: the table of docs/large_batch.md.
 
     python benchmarks/large_batch.py [SEEDS]            (after `make fashion_mnist`)
 
@@ -56,7 +56,7 @@ def summarise(name: str, outcomes: list[Outcome]) -> dict:
 
 
 def markdown(rows: list[dict]) -> str:
-  """The rows as the README shows them."""
+  """The rows as docs/large_batch.md shows them."""
   lines = [
     "| batch | optimizer | peak rate | steps | held-out accuracy "
     "| gap (points) | noise scale (examples) |",

@@ -5,9 +5,10 @@ Command    python benchmarks/large_batch.py runs all of it, three seeds each; on
              --config configs/fashion_mnist_large_batch.py:lars-16384
            after `make fashion_mnist`
 Hardware   2 Xeon cores, 10 to 35 s per run
-Result     held-out accuracy, mean of 3 seeds, 2026-11-21 (all in README.md): 89.90 % at
-           256; at 8,192 SGD diverges with the scaled rate, 85.13 % with a tuned one,
-           LARS 87.08 %, LAMB 88.58 %; at 16,384 the same: 81.76, 85.13, 86.54 %
+Result     held-out accuracy, mean of 3 seeds, 2026-11-21: 89.90 % at 256 (all
+           in docs/large_batch.md); at 8,192 SGD diverges with the scaled rate, 85.13 %
+           with a tuned one, LARS 87.08 %, LAMB 88.58 %; at 16,384 the same: 81.76,
+           85.13, 86.54 %
 """
 
 from jaxscale.config import (

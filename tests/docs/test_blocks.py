@@ -19,10 +19,11 @@ from support.commands import child_env
 from support.configs import recorded
 from support.paths import ROOT
 
-PAGES = ["README.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in DOCS)]
 # What a reader fills in, and files of the reader's own.
 BLANKS = {"…": "configs/digits.py", "FILE": "configs/digits.py", "DIR": "/tmp"}
-OWN_FILES = ("mine.py", "digits.py")
+OWN_FILES = ("mine.py", "digits.py", "storage.py")
 OFFLINE = ("Digits", "Text")  # data that are always there
 
 
@@ -148,10 +149,19 @@ RUN = (
 )
 
 
+# Once, where several pages have it.
+QUICK = {str(c): c for c in OURS if str(c).startswith(RUN) and "…" not in str(c)}
+
+
+def named_on(page):
+  """What a page of the reference has as code, `checkpoints/STEP/` as `checkpoints`."""
+  text = (ROOT / "docs" / "reference" / page).read_text()
+  names = re.findall(r"`([\w./]+)`", text)
+  return {*names, *(name.partition("/")[0] for name in names)}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "command", [c for c in OURS if str(c).startswith(RUN) and "…" not in str(c)], ids=str
-)
+@pytest.mark.parametrize("command", QUICK.values(), ids=str)
 def test_the_quick_ones_do_what_they_say(command, tmp_path):
   (tmp_path / "configs").symlink_to(ROOT / "configs")
   env = child_env(**{"JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT)} | command.env)
@@ -162,3 +172,9 @@ def test_the_quick_ones_do_what_they_say(command, tmp_path):
   assert done.returncode == 0, done.stderr
   if command.argv[1] == "train":
     assert ": reached)" in done.stdout
+    workdir = tmp_path / "runs" / "lars"
+    assert {path.name for path in workdir.iterdir()} <= named_on("files.md")
+    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    written = {name for line in lines for name in line}
+    written |= json.loads((workdir / "summary.json").read_text()).keys()
+    assert len(written) > 30 and written <= named_on("metrics.md")
