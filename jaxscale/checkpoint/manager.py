@@ -327,6 +327,8 @@ class Checkpoints:
       save.add_checksums()
     except NonFiniteError:
       self._discard(save)
+      if self._local:
+        self._local.reports_nan = False  # once is enough
       raise
     if cluster.is_leader():
       save.work = self._pool.submit(self._commit, save)
@@ -345,6 +347,7 @@ class Checkpoints:
       if save.is_last:
         self.unsaved = None
       return True
+    self._until_shared = 0  # the next save tries again
     # A successor moves away what this run was writing: then that is the cause.
     check_for_all(self._lock)
     process, of_disk, full, why = failures[0]

@@ -36,10 +36,10 @@ def node(tmp_path):
 
 
 @contextlib.contextmanager
-def opened(tmp_path, node, said=None, *, killed=False, **options):
+def opened(tmp_path, node, reported=None, *, killed=False, **options):
   """Checkpoints, every third one shared; `killed`: left as by a kill."""
-  said = [] if said is None else said
-  options = dict(shared_every=3, say=said.append) | options
+  reported = [] if reported is None else reported
+  options = dict(shared_every=3, say=reported.append) | options
   checkpoints = Checkpoints(tmp_path / "shared", local=node, **options)
   with checkpoints if not killed else contextlib.nullcontext():
     yield checkpoints
@@ -129,10 +129,10 @@ def test_a_damaged_copy_is_passed_over(left, node, states):
   whole = newest.read_bytes()
   for damage, (do, why) in DAMAGE.items():
     do(newest)
-    said = []
-    with opened(left, node, said, killed=True) as checkpoints:
+    reported = []
+    with opened(left, node, reported, killed=True) as checkpoints:
       assert_same_bits(checkpoints.restore(abstract), at_step(state, 1))
-      (line,) = said
+      (line,) = reported
       assert line.startswith("the local copy of step 3 cannot be used: "), damage
       assert why in line and "(process 0 on " in line, damage
     if damage == "a folder":
@@ -160,6 +160,12 @@ def test_only_what_the_record_names_is_used(left, node, states):
     record.write_text(json.dumps(written | other if other else other))
     with opened(left, node, killed=True) as checkpoints:
       assert_same_bits(checkpoints.restore(abstract), at_step(state, 1))
+  for instead in (os.mkfifo, os.mkdir):
+    record.unlink()
+    instead(record)
+    with opened(left, node, killed=True) as checkpoints:
+      assert checkpoints.newest() == 1
+  record.rmdir()
   record.write_text(json.dumps(written))
   (file,) = node.glob("*/*-3")
   named = file.with_name(file.name.replace("-3", "-2"))
@@ -181,11 +187,11 @@ def test_a_copy_is_of_this_experiment(left, node, states):
     lambda x: jax.ShapeDtypeStruct((*x.shape, 1), x.dtype, sharding=x.sharding),
     abstract,
   )
-  said = []
-  with opened(left, node, said, killed=True) as checkpoints:
+  reported = []
+  with opened(left, node, reported, killed=True) as checkpoints:
     with pytest.raises(ConfigError, match="a checkpoint of another experiment"):
       checkpoints.restore(wide)
-    assert "it is of another model, optimizer or exchange" in said[0]
+    assert "it is of another model, optimizer or exchange" in reported[0]
     (left / "shared" / "1").rename(left / "moved")
     assert checkpoints.newest() == 0 and checkpoints.restore(abstract) is None
     (left / "moved").rename(left / "shared" / "1")
@@ -221,30 +227,30 @@ def test_shards_of_any_dtype_are_what_they_were(tmp_path):
 
 def test_a_full_folder_costs_the_copies_and_one_line(tmp_path, node, states):
   abstract, state = states
-  said = []
+  reported = []
   limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-  with opened(tmp_path, node, said, shared_every=9) as checkpoints:
+  with opened(tmp_path, node, reported, shared_every=9) as checkpoints:
     save(checkpoints, state, 1, 2)
     try:
       resource.setrlimit(resource.RLIMIT_FSIZE, (9000, limits[1]))
       save(checkpoints, state, 3)
     finally:
       resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    (line,) = said
+    (line,) = reported
     assert line.startswith("no more local copies: File too large, in process 0 on ")
     assert copies(node) == ["2"] and checkpoints.newest() == 2
     save(checkpoints, state, 4, 5)
-    assert checkpoints.steps() == [4, 5] and len(said) == 1
+    assert checkpoints.steps() == [4, 5] and len(reported) == 1
     assert_same_bits(checkpoints.restore(abstract), at_step(state, 5))
 
 
 def test_a_folder_that_others_write_to_is_not_used(tmp_path, node, states):
-  said = []
-  with opened(tmp_path, node, said) as checkpoints:
+  reported = []
+  with opened(tmp_path, node, reported) as checkpoints:
     checkpoints._local.folder.mkdir()
     checkpoints._local.folder.chmod(0o777)
     checkpoints.save(at_step(states[1], 1))
-  assert "others can write to" in said[0] and checkpoints.steps() == [1]
+  assert "others can write to" in reported[0] and checkpoints.steps() == [1]
 
 
 def test_nan_makes_no_copy(tmp_path, node, states):
@@ -263,7 +269,7 @@ def test_nan_makes_no_copy(tmp_path, node, states):
 def test_no_save_runs_into_the_next(tmp_path, node, states, monkeypatch):
   """A slow shared disk costs no copy; a slow node costs copies, and no time."""
   _, state = states
-  start, write, said = files.start_writing, local_file.write_copy, []
+  start, write, reported = files.start_writing, local_file.write_copy, []
   shared_ends, copy_ends = threading.Event(), threading.Event()
   copy_ends.set()
   writing, most = [], []
@@ -282,13 +288,13 @@ def test_no_save_runs_into_the_next(tmp_path, node, states, monkeypatch):
   monkeypatch.setattr(files, "start_writing", start_slowly)
   monkeypatch.setattr(local_file, "write_copy", write_slowly)
   options = dict(shared_every=1, max_wait_s=0.01)
-  with opened(tmp_path, node, said, **options) as checkpoints:
+  with opened(tmp_path, node, reported, **options) as checkpoints:
     for step in (1, 2, 3):  # the first is shared, slowly
       checkpoints.save(at_step(state, step), is_needed=False)
       checkpoints._local.finish()
       assert len(os.listdir(tmp_path / "shared")) == 2  # one and the record
       assert max(map(int, copies(node))) == step
-    assert checkpoints.steps() == [] and not said
+    assert checkpoints.steps() == [] and not reported
     shared_ends.set()
     checkpoints.wait()
     checkpoints.save(at_step(state, 4), is_needed=False)
