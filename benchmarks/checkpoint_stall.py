@@ -1,9 +1,11 @@
 """What a save costs the steps after it.
 
-    python benchmarks/checkpoint_stall.py [--processes 2]
+    python benchmarks/checkpoint_stall.py [--processes 2] [--to shared local]
 
 An MLP is trained in stretches of some steps, in turns without a save and with one
-after the first step. The state is parameters and momentum in float32.
+after the first step. The state is parameters and momentum in float32. A save is to the
+shared checkpoints, or only to copies on the node (`checkpoint.local`); both folders are
+in `--directory`.
 
 `call_s` is the time in `Checkpoints.save`, where the loop stands still. `stall_s` is by
 how much the stretch with the save took longer than the one without (median and
@@ -37,8 +39,10 @@ MARK = "@stall "
 SIZES = {100: (1024, 12), 1000: (2048, 30)}
 
 
-def trainer(width: int, layers: int, rows: int, directory: Path) -> Any:
-  """A function that trains some steps more, and what checkpoints it writes to."""
+def trainer(
+  width: int, layers: int, rows: int, directory: Path, *, to_local: bool
+) -> Any:
+  """A function that trains some steps more, and the bytes of the state."""
   import jax
   import numpy as np
 
@@ -65,7 +69,9 @@ def trainer(width: int, layers: int, rows: int, directory: Path) -> Any:
   state = init_state(fns.init, tx, mesh, exchange)
   loss = losses.classification_loss(fns.apply)
   train_step = make_train_step(loss, tx, mesh, exchange)
-  checkpoints = Checkpoints(directory, keep_last=1, keep_best=0)
+  copies = {"local": directory, "shared_every": sys.maxsize} if to_local else {}
+  shared = directory / "shared"
+  checkpoints = Checkpoints(shared, keep_last=1, keep_best=0, **copies)
   done = 0
 
   def train(steps: int, with_save: bool) -> dict[str, float]:
@@ -75,15 +81,17 @@ def trainer(width: int, layers: int, rows: int, directory: Path) -> Any:
 
     def save(step, state, evaluation):
       before = time.perf_counter()
-      checkpoints.save(state)
+      checkpoints.save(state, is_needed=not to_local)
       ended = time.perf_counter()
       found["call"] = ended - before
 
       def written(_):
         found["written"] = time.perf_counter() - ended
 
-      assert checkpoints._saving is not None
-      checkpoints._saving.work.add_done_callback(written)
+      saving, copies = checkpoints._saving, checkpoints._local
+      work = copies._work if copies else saving.work if saving else None
+      assert work is not None
+      work.add_done_callback(written)
 
     def is_saved(step):
       return with_save and step == first
@@ -108,8 +116,10 @@ def work(asked: argparse.Namespace) -> None:
   from jaxscale import cluster
 
   cluster.initialize()
-  train, size = trainer(*SIZES[asked.mb], asked.rows, asked.directory)
-  for with_save in (False, True, True):  # compiles, imports, and finds its memory
+  (to,) = asked.to
+  where = asked.directory
+  train, size = trainer(*SIZES[asked.mb], asked.rows, where, to_local=to == "local")
+  for with_save in (False, True, True, True):  # compiles, imports, and finds its memory
     train(3, with_save)
   turns = []
   for turn in range(asked.turns):
@@ -120,11 +130,13 @@ def work(asked: argparse.Namespace) -> None:
   print(MARK + json.dumps({"turns": turns, "size": size}), flush=True)
 
 
-def measure(asked: argparse.Namespace, mb: int, processes: int) -> dict[str, Any]:
-  """The row of the table for a state of this size and so many processes."""
+def measure(asked: argparse.Namespace, mb: int, to: str) -> dict[str, Any]:
+  """The row of the table for a state of this size, and where it is saved."""
+  processes = asked.processes
   with tempfile.TemporaryDirectory(dir=asked.directory) as folder:
     command = [sys.executable, __file__, "--mb", str(mb), "--directory", folder]
     command += ["--rows", str(asked.rows), "--turns", str(asked.turns)]
+    command += ["--to", to]
     command += ["--steps", str(asked.steps if mb >= 1000 else 3 * asked.steps)]
     env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     group = {"JAXSCALE_COORDINATOR": free_address()}
@@ -149,6 +161,7 @@ def measure(asked: argparse.Namespace, mb: int, processes: int) -> dict[str, Any
   more = [u["processor"] - u["plain_processor"] for u in used]
   row = {
     "state_mb": round(every[0]["size"] / 1e6),
+    "to": to,
     "processes": processes,
     "steps": steps,
     "step_s": round(step_s, 3),
@@ -176,12 +189,14 @@ def main() -> None:
   parser.add_argument("--directory", type=Path, help="where checkpoints are written")
   parser.add_argument("--processes", type=int, default=1)
   parser.add_argument("--sizes", type=int, nargs="+", choices=SIZES, default=[*SIZES])
+  places = "shared", "local"
+  parser.add_argument("--to", nargs="+", choices=places, default=places)
   parser.add_argument("--mb", type=int, choices=SIZES, help=argparse.SUPPRESS)
   asked = parser.parse_args()
   if asked.mb:
     work(asked)
     return
-  rows = [measure(asked, mb, asked.processes) for mb in asked.sizes]
+  rows = [measure(asked, mb, to) for mb in asked.sizes for to in asked.to]
   name = "checkpoint_stall" + f"_{asked.processes}" * (asked.processes > 1)
   report(name, rows=rows, batch=asked.rows, turns=asked.turns)
 

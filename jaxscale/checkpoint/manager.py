@@ -28,7 +28,9 @@ from jaxscale import cluster
 from jaxscale.checkpoint import checksum, files, reshard
 from jaxscale.checkpoint import directory as checkpoint_dir
 from jaxscale.checkpoint.checksum import DamagedError
+from jaxscale.checkpoint.local import LocalCopies, forget
 from jaxscale.checkpoint.lock import LockLostError, WorkdirLock, check_for_all, why_lost
+from jaxscale.checkpoint.restore import restore_step
 from jaxscale.errors import DISK_ADVICE, EXIT_CRASH, ConfigError
 from jaxscale.metrics import score
 from jaxscale.parallel.layout_exchange import Split
@@ -94,6 +96,8 @@ class Checkpoints:
     keep_best: int = 1,
     on_failure: str = "stop",
     max_wait_s: float = math.inf,
+    local: str | Path | None = None,
+    shared_every: int = 1,
     lock: WorkdirLock | None = None,
     split: Split | None = None,
     say: Callable[[str], None] = print,
@@ -106,6 +110,8 @@ class Checkpoints:
       keep_best: how many with the best `metrics.score` stay as well.
       on_failure: of a disk in a save: "stop" raises it, "continue" logs it.
       max_wait_s: seconds that a save waits for the one before; then it is left out.
+      local: a folder of each node that has copies as well (local.py).
+      shared_every: with them, every so many saves one is to `directory`.
       lock: on the workdir, in process 0; None: no other run writes there.
       split: how gradients are split that are exchanged
         (`parallel.layout_exchange.exchange_split`).
@@ -121,6 +127,12 @@ class Checkpoints:
     self._split = split
     self._scores: dict[int, float | None] = {}
     self._saving: _Save | None = None
+    self._shared_every, self._until_shared = shared_every, 0
+    self._local: LocalCopies | None = None
+    if local is not None:
+      whose: dict[str, Any] = {"lock": lock, "split": split}
+      whose["say"] = lambda line: self.say(line)  # which may be another by then
+      self._local = LocalCopies(Path(local), self.directory, **whose)
     self._pool = futures.ThreadPoolExecutor(1, "checkpoint")
     self._is_clean = False
     self._failed: list[Path] = []
@@ -131,16 +143,26 @@ class Checkpoints:
     return self
 
   def __exit__(self, error: type | None, *_):
+    saved = None
     try:
       if error is None:
         self.wait()
+        if self._local:
+          saved = cluster.from_leader(max(self._known_steps() or (), default=None))
     finally:
       self._pool.shutdown(wait=True)
       self._remove_failed()
+      if self._local:
+        self._local.close(saved)
 
   def steps(self) -> list[int]:
     """Steps that have a committed checkpoint, oldest first; asks the disk."""
     return checkpoint_dir.steps(self.directory)
+
+  def newest(self) -> int:
+    """The step that `restore` begins from, 0: none; all processes call it."""
+    shared = cluster.from_leader(max(self.steps(), default=0))
+    return (self._local and self._local.newest(shared)) or shared
 
   def _known_steps(self) -> list[int] | None:
     """The same; None where the disk fails, which the save that asks will report."""
@@ -160,24 +182,42 @@ class Checkpoints:
     Does nothing for a step that is saved already. Checksums are computed while it is
     written: a state that holds NaN or Inf is found then, and no checkpoint is made.
 
+    With copies on the nodes, only every `shared_every`-th save is shared, and the first
+    of a start. One that is due while the one before is still being written does not
+    wait for it: the next one is shared.
+
     Args:
       state: what to save; it may be donated as soon as this returns.
       metrics: of an evaluation at this step; `metrics.score` ranks the best.
-      is_needed: wait for the save before, however long it takes. False: where a slow
-        disk has not done it within `max_wait_s`, leave this one out, and log so.
+      is_needed: share it, and wait for the save before, however long it takes. False:
+        where a slow disk has not done it within `max_wait_s`, leave this one out, and
+        log so.
 
     Raises:
       NonFiniteError, UnsavedError, LockLostError: as `poll`, of the save before.
       UnsavedError: it cannot be written.
       LockLostError: another run has taken over the directory.
     """
-    if not self._finish(math.inf if is_needed else self._max_wait_s):
-      assert self._saving is not None
-      if cluster.is_leader():
-        line = f"checkpoint of step {state.step} is left out: that of step"
-        line += f" {self._saving.step} is still being written,"
-        self.say(f"{line} {self._max_wait_s:g} s later")
+    within_s = math.inf if is_needed else self._max_wait_s
+    has_copy = False
+    if self._local:
+      has_copy = self._local.save(reshard.without_empty(state), within_s)
+      self._until_shared -= 1
+    if has_copy and self._until_shared >= 0 and not is_needed:
       return
+    if has_copy and not is_needed:
+      within_s = 0
+    if self._finish(within_s):
+      self._until_shared = self._shared_every - 1
+      self._start(state, metrics)
+    elif not has_copy and cluster.is_leader():
+      assert self._saving is not None
+      line = f"checkpoint of step {state.step} is left out: that of step"
+      line += f" {self._saving.step} is still being written,"
+      self.say(f"{line} {self._max_wait_s:g} s later")
+
+  def _start(self, state: TrainState, metrics: dict[str, float] | None) -> None:
+    """Start a save to the shared directory, where none is in progress."""
     if (save := self._begin(state, metrics)) is None:
       return
     is_alone = jax.process_count() == 1
@@ -201,6 +241,8 @@ class Checkpoints:
       save.is_last = is_alone
       save.work = self._pool.submit(write)
     self._saving = save
+    if self._local and self._local.step == save.step:
+      self._local.reports_nan = False
 
   def _begin(self, state: TrainState, metrics: dict[str, float] | None) -> _Save | None:
     """A save with a directory to write to; None: there is one, or it has failed."""
@@ -250,11 +292,15 @@ class Checkpoints:
     lost = None if self._lock is None else self._lock.lost
     if cluster.any_process(lost is not None):
       raise LockLostError(cluster.from_leader(lost))
+    if self._local:
+      self._local.advance()
     if self._saving is not None:
       self._advance(self._saving)
 
   def wait(self) -> None:
     """Until what was saved is committed; raises as `poll` does."""
+    if self._local:
+      self._local.finish()
     self._finish(math.inf)
 
   def _finish(self, within_s: float) -> bool:
@@ -281,6 +327,8 @@ class Checkpoints:
       save.add_checksums()
     except NonFiniteError:
       self._discard(save)
+      if self._local:
+        self._local.reports_nan = False  # once is enough
       raise
     if cluster.is_leader():
       save.work = self._pool.submit(self._commit, save)
@@ -299,6 +347,7 @@ class Checkpoints:
       if save.is_last:
         self.unsaved = None
       return True
+    self._until_shared = 0  # the next save tries again
     # A successor moves away what this run was writing: then that is the cause.
     check_for_all(self._lock)
     process, of_disk, full, why = failures[0]
@@ -358,6 +407,9 @@ class Checkpoints:
   ) -> TrainState | None:
     """The newest intact state, sharded as asked for; None if there is none.
 
+    That of the copies on the nodes, where all processes have one of the same newer
+    step, else that of the shared checkpoints.
+
     Args:
       abstract: shapes, dtypes and shardings (`state.abstract_state`); any mesh.
       resize: `Exchange.resize`, for a state that was saved on another number of
@@ -369,9 +421,18 @@ class Checkpoints:
         there is damaged.
     """
     steps = cluster.from_leader(self.steps())
+    if self._local:
+      wanted = reshard.without_empty(abstract)
+      copy = self._local.restore(max(steps, default=0), wanted)
+      if copy is not None:
+        return reshard.with_empty(copy, abstract)
+    if self._lock is not None:
+      forget(self.directory)
     for step in reversed(steps):
       try:
-        return self._restore_step(step, abstract, resize)
+        return restore_step(
+          self.directory / str(step), abstract, resize, self._split, self.say
+        )
       except DamagedError as damage:
         older = [s for s in steps if s < step]
         if cluster.is_leader():
@@ -387,41 +448,3 @@ class Checkpoints:
         "to start anew"
       )
     return None
-
-  def _restore_step(
-    self, step: int, abstract: TrainState, resize: reshard.Resize | None
-  ) -> TrainState:
-    path = self.directory / str(step)
-    manifest, problem = None, None
-    if cluster.is_leader():
-      try:
-        manifest = files.read_manifest(path)
-      except DamagedError as damage:
-        problem = str(damage)
-    manifest, problem = cluster.from_leader([manifest, problem])
-    if problem:
-      raise DamagedError(problem)
-    leaves = manifest["leaves"]
-    other = reshard.find_reshard(manifest, abstract, resize, self._split)
-    saved = other.saved if other else abstract
-    files.check_same_leaves(path, leaves, checksum.describe(saved))
-    if other and other.convert is None:
-      raise ConfigError(f"{path}: {other.why}")
-    state = None
-    try:
-      wanted = reshard.without_empty(other.to_load(abstract) if other else abstract)
-      state = files.load(path, wanted, pad=other is not None)
-    except (DamagedError, OSError) as e:
-      problem = str(e)
-    # What one process cannot read, none may resume from.
-    if problems := [p for p in cluster.gather(problem) if p]:
-      raise DamagedError(problems[0])
-    checksum.verify(state, leaves, reshard.without_empty(saved))
-    assert state is not None
-    if not jax.tree.leaves(abstract.exchange_state):
-      state = state._replace(exchange_state=abstract.exchange_state)
-    if other:
-      state = other.apply(state, abstract)
-      if cluster.is_leader():
-        self.say(f"checkpoint {step}: {other.summary()}")
-    return state

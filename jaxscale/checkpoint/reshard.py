@@ -117,6 +117,13 @@ def without_empty(state: TrainState) -> TrainState:
   return state if has_arrays else state._replace(exchange_state=())
 
 
+def with_empty(state: TrainState, abstract: TrainState) -> TrainState:
+  """A state out of files, with the empty exchange state of this run if it has one."""
+  if jax.tree.leaves(abstract.exchange_state):
+    return state
+  return state._replace(exchange_state=abstract.exchange_state)
+
+
 def _parts(split: Split | None) -> Any:
   """Equal where devices have the same parts of gradients."""
   if split is None:

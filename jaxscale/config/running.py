@@ -90,6 +90,12 @@ class Checkpoint:
     max_wait_s: seconds that training waits, when one is due, for the one before,
       which a slow disk is still writing; then the one that is due is left out. The
       last of a run, and that of a run that is asked to stop, is never left out.
+    local: a folder of each node, in RAM ("/dev/shm") or on a disk of its own, for a
+      copy of each checkpoint, from which a restart on the same nodes resumes; None:
+      there are no copies (docs/reliability.md).
+    shared_every: with copies, every so many checkpoints one is written to the workdir;
+      the first of each start, the last one, and that of a run that is asked to stop
+      always are.
   """
 
   every_epochs: Positive = 1.0
@@ -97,6 +103,16 @@ class Checkpoint:
   keep_best: Annotated[int, ">= 0"] = 1
   on_failure: Literal["continue", "stop"] = "continue"
   max_wait_s: Annotated[float, ">= 0"] = 10.0
+  local: str | None = None
+  shared_every: Count = 1
+
+  def __post_init__(self):
+    if self.local is not None and not self.local.startswith("/"):
+      hint = "give an absolute path, the same on every node, e.g. /dev/shm"
+      raise ConfigError(f"Checkpoint.local={shown(self.local)}: {hint}")
+    if self.local is None and self.shared_every > 1:
+      why = "checkpoints in between would be nowhere; set Checkpoint.local as well"
+      raise ConfigError(f"Checkpoint.shared_every={self.shared_every}: {why}")
 
 
 @settings

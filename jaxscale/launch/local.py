@@ -23,7 +23,7 @@ from shlex import quote
 
 from jaxscale.cluster.secret import VARIABLE as SECRET
 from jaxscale.errors import EXIT_USER, ConfigError
-from jaxscale.files import open_to_append, read_json_lines, whole_number
+from jaxscale.files import open_to_append, read_json, read_json_lines, whole_number
 from jaxscale.launch import folder as folders
 from jaxscale.launch import spec as specs
 from jaxscale.launch.spec import JobSpec, QueueEntry
@@ -168,7 +168,9 @@ def _run_trial(spec: JobSpec, job: str, task: int, stop: threading.Event) -> Non
 
 def newest_step(workdir: Path) -> int | None:
   """The step of the newest checkpoint."""
-  found = (whole_number(p.name) for p in workdir.glob("checkpoints/*"))
+  found = [whole_number(p.name) for p in workdir.glob("checkpoints/*")]
+  copy = read_json(workdir / "checkpoints" / "local.json", {"step": int})
+  found.append(copy.get("step"))  # on the nodes (checkpoint/local.py)
   return max((step for step in found if step is not None), default=None)
 
 

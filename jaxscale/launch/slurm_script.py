@@ -209,8 +209,12 @@ may_restart() {
   [[ $shown == *JobState=RUNNING* || $shown == *Reason=TimeLimit* ]] &&
     [ ! -e "$run/cancelled" ]
 }
-newest() {  # the step of the newest checkpoint
-  ls "$workdir/checkpoints" 2>/dev/null | grep -E '^[0-9]+$' | sort -n | tail -n 1
+newest() {  # the step of the newest checkpoint, in the workdir or on the nodes
+  local copy=$workdir/checkpoints/local.json
+  {
+    ls "$workdir/checkpoints"
+    [ -f "$copy" ] && sed -n 's/.*"step": \([0-9]*\).*/\1/p' "$copy"
+  } 2>/dev/null | grep -E '^[0-9]+$' | sort -n | tail -n 1
 }
 before=$(newest)
 """

@@ -114,8 +114,7 @@ def _fit(
   cluster.on_leader(forget, "workdir")
   limits = checks.max_skipped_steps, checks.max_consecutive_skipped_steps
   nan_policy = NanPolicy(workdir, checks.nan_policy, *limits)
-  names = "keep_last", "keep_best", "on_failure", "max_wait_s"
-  kept = {name: getattr(saving, name) for name in names}
+  kept = {k: v for k, v in vars(saving).items() if k != "every_epochs"}
   split = exchange_split(experiment.layout)
   with (
     Checkpoints(workdir / "checkpoints", lock=held, split=split, **kept) as checkpoints,
@@ -126,7 +125,7 @@ def _fit(
       nan_policy=nan_policy, began=began, activity=activity, tracer=tracer,
       programs=programs,
     )  # fmt: skip
-    check_progress(config, workdir, max(checkpoints.steps(), default=0))
+    check_progress(config, workdir, checkpoints.newest())
     # What git takes the first step does not wait for.
     recorded = in_background(functools.partial(_record_start, workdir))
     ended = None
@@ -137,6 +136,8 @@ def _fit(
         if nan_policy.action != "roll_back":
           raise
         good = [s for s in checkpoints.steps() if s <= e.good_until]
+        newest = checkpoints.newest()
+        good += [newest] * (newest <= e.good_until)
         nan_policy.roll_back(e, cluster.from_leader(max(good, default=0)))
         _print(f"{e.args[0]}; rolling back to it")
     state, reporter = ended
@@ -174,7 +175,7 @@ def _begin(
   """Where training begins: the state, the experiment at its phase, its compilation."""
   workdir, checkpoints = run.workdir, run.checkpoints
   experiment = _with_chosen_sizes(workdir, experiment)
-  newest = cluster.from_leader(max(checkpoints.steps(), default=0))
+  newest = checkpoints.newest()
   experiment = build.at_phase(experiment, phase_at(experiment, newest))
   abstract = experiment.abstract_state()
   # XLA compiles the step while the main thread restores the state.

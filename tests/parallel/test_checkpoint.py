@@ -173,7 +173,7 @@ def test_a_state_may_be_donated_while_it_is_saved(tmp_path, monkeypatch):
   assert [leaf["checksum"] for leaf in saved] == list(naive.values())
 
 
-def naive_checksum(array):
+def naive_checksum(array, mixes=False):
   """The checksum in Python's integers, an element at a time."""
 
   def mixed(x):
@@ -182,8 +182,30 @@ def naive_checksum(array):
     return x ^ (x >> 33)
 
   bits = array.reshape(-1).view(f"u{array.dtype.itemsize}").tolist()
-  total = sum(mixed(x + 1) * (mixed(place) | 1) for place, x in enumerate(bits))
-  return f"{total % 2**64:016x}"
+  values = map(lambda x: mixed(x + 1), bits) if mixes or array.itemsize == 8 else bits
+  total = sum(x * (mixed(place) | 1) for place, x in enumerate(values))
+  return f"{'' if mixes else 'linear-'}{total % 2**64:016x}"
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_checksums_of_now_and_before_are_verified(mixes):
+  """Those of before have no prefix; both equal the naive one."""
+  rng = np.random.default_rng(0)
+  for dtype in (np.uint8, np.float16, np.float32, np.float64):
+    host = rng.integers(0, 100, (3, 50)).astype(dtype)
+    whole = (slice(None),) * 2
+    (total,) = checksum.shard_checksums([host], whole, host.shape, mixes)
+    named = naive_checksum(host, mixes)
+    assert int(named.removeprefix("linear-"), 16) == int(total), dtype
+    assert checksum.is_of(host, named)
+    host.view(np.uint8)[1, 7] ^= 1
+    assert not checksum.is_of(host, named)
+  tree = {"w": jnp.arange(9.0)}
+  leaves = checksum.manifest(tree, mixes=mixes)
+  assert leaves["w"]["checksum"] == naive_checksum(np.asarray(tree["w"]), mixes)
+  checksum.verify(tree, leaves)
+  with pytest.raises(checksum.DamagedError, match="checksum of w does not match"):
+    checksum.verify({"w": tree["w"].at[3].set(7)}, leaves)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "uint32", "float16"])

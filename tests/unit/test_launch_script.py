@@ -151,7 +151,12 @@ def test_no_text_of_a_run_is_executed(tmp_path, place):
 @pytest.mark.parametrize("code", [0, 1, 2, 85, 86, 93, 130, 134, 137])
 def test_the_script_starts_again_what_the_local_executor_does(tmp_path, code, progress):
   run = RUN._replace(folder=str(tmp_path / "run"))
-  step = f'mkdir -p "{run.folder}/train/checkpoints/40"; ' if progress else ""
+  saved = f"{run.folder}/train/checkpoints"
+  step = f'mkdir -p "{saved}/40"; ' if progress else ""
+  if progress and code % 2:  # a copy on the nodes, recorded as `write_json` does
+    step = (
+      f'printf \'{{\\n  "run": "5",\\n  "step": 40\\n}}\' >\'{saved}/local.json\'; '
+    )
   command, env = job_files(tmp_path, run, srun=f"{step}exit {code}")
   (Path(run.folder) / "train" / "checkpoints" / "9").mkdir(parents=True)
   done = subprocess.run(command, env=env, capture_output=True, text=True)

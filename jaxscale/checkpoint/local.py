@@ -1,0 +1,324 @@
+"""Copies of the state in a folder of each node: quick to write, for the next start.
+
+Each process writes all that its devices hold into a file of its own (local_file.py),
+and renames it when it is whole. There are two of them at most: the newest that all
+processes have whole, and the one before, which the next is written over.
+
+`local.json`, with the shared checkpoints, is what counts: the id of the start that has
+written the files, drawn at random, and the step of which all processes have one.
+Process 0 writes it, while it has the lock. So files of another run, or of an older
+start that somebody has suspended, are never restored; nor are those that were passed
+over once, since the record is deleted then.
+
+Nothing here is needed: where a file is missing, damaged or of other devices, the run
+resumes from the shared checkpoint, and where the folder is full, it saves to that only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from concurrent import futures
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxscale import cluster
+from jaxscale.checkpoint import files, local_file
+from jaxscale.checkpoint.checksum import DamagedError
+from jaxscale.checkpoint.lock import WorkdirLock, check_for_all
+from jaxscale.files import read_json, who_else_writes, whole_number, write_json
+from jaxscale.parallel.layout_exchange import Split
+from jaxscale.training.loop import NonFiniteError
+
+RECORD = "local.json"
+_RECORD = {"run": str, "step": int}
+
+
+class LocalCopies:
+  """The copies of one run on this node; every process makes and calls it alike."""
+
+  def __init__(
+    self,
+    folder: Path,
+    directory: Path,
+    *,
+    lock: WorkdirLock | None = None,
+    split: Split | None = None,
+    say: Callable[[str], None] = print,
+  ):
+    """Copies of what is saved in a directory of checkpoints.
+
+    Args:
+      folder: on each node, in which a folder of this run is made.
+      directory: of the shared checkpoints.
+      lock: on the workdir, in process 0.
+      split: how gradients are split, as of `Checkpoints`.
+      say: called in process 0 with lines for the log.
+    """
+    name = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:16]
+    self.folder = folder / f"jaxscale-{os.geteuid()}-{name}"
+    self.say = say
+    self.step = 0  # of the newest state that was, or is being, copied
+    self.reports_nan = True  # False: a save of the same state does
+    self._record, self._lock = directory / RECORD, lock
+    self._split = None if split is None else json.loads(json.dumps(split._asdict()))
+    self._run = ""
+    self._is_off = False
+    self._whole: Path | None = None  # the newest that all processes have
+    self._next: Path | None = None  # what is being written
+    self._spare: Path | None = None  # what may be written over
+    self._pool = futures.ThreadPoolExecutor(1, "local copy")
+    self._work: futures.Future[None] | None = None
+    self._is_last = False  # whether all is done when the work is
+
+  def save(self, state: Any, within_s: float) -> bool:
+    """Begin to copy a state; whether there is a copy of it, or will be.
+
+    Args:
+      state: of `jax.Array`s; may be donated as soon as this returns.
+      within_s: seconds to wait for the copy before, which is left to end otherwise.
+
+    Raises:
+      NonFiniteError, LockLostError: as `advance`, of the copy before.
+    """
+    if self._is_off or not self.finish(within_s) or self._is_off:
+      return False
+    if (step := int(state.step)) == self.step:
+      return True
+    if not self._run:
+      self._run = cluster.from_leader(secrets.token_hex(16))
+    self.step, self.reports_nan = step, True
+    self._is_last = jax.process_count() == 1
+    footer = {"run": self._run, "step": step, "split": self._split}
+    footer |= {"process": jax.process_index(), "processes": jax.process_count()}
+    try:
+      shards = local_file.held_shards(state)
+    except Exception as e:
+      self._work = futures.Future()
+      self._work.set_exception(e)
+    else:
+      self._work = self._pool.submit(self._write, footer, shards)
+    return True
+
+  def _write(self, footer: dict[str, Any], shards: list[local_file.Shard]) -> None:
+    """Write the file of this process; in a thread."""
+    self._open_folder()
+    name = f"{footer['process']}-{footer['run']}"
+    scratch = self.folder / f"{name}.tmp"
+    if self._spare is not None:  # its pages are there, which saves half of the time
+      with contextlib.suppress(FileNotFoundError):
+        self._spare.rename(scratch)
+    self._next = self._spare = scratch
+    local_file.write_copy(scratch, footer, shards)
+    shards.clear()  # the memory that only they keep
+    self._next = self.folder / f"{name}-{footer['step']}"
+    scratch.rename(self._next)
+    if self._is_last:
+      self._commit()
+
+  def _open_folder(self) -> None:
+    """Make the folder, and delete what other starts have left for this process."""
+    if self._spare is not None:
+      return
+    self.folder.mkdir(mode=0o700, exist_ok=True)
+    if who := who_else_writes(self.folder, is_folder=True):
+      raise OSError(None, who)
+    self.folder.chmod(0o700)
+    for path in self.folder.iterdir():
+      process = whole_number(path.name.partition("-")[0])
+      is_mine = process == jax.process_index() or (process or 0) >= jax.process_count()
+      if is_mine and path != self._whole:
+        with contextlib.suppress(OSError):
+          path.unlink()
+
+  def _commit(self) -> None:
+    """Record the copy that all processes have; in a thread of process 0."""
+    if self._lock is not None:
+      self._lock.check()
+    self._record.parent.mkdir(parents=True, exist_ok=True)
+    write_json(self._record, {"run": self._run, "step": self.step})
+
+  def advance(self) -> bool:
+    """Enter the next phase; False: a process has not done its part of this one.
+
+    All processes call it.
+
+    Raises:
+      NonFiniteError: the state held NaN or Inf, and nothing else reports it.
+      LockLostError: another run has taken over.
+    """
+    if self._work is None:
+      return True
+    if cluster.any_process(not self._work.done()):
+      return False
+    work, self._work = self._work, None
+    if not self._agree(work.exception()):
+      return True
+    if self._is_last:
+      self._whole, self._spare = self._next, self._whole or self._spare
+      return True
+    self._is_last = True
+    self._work = self._pool.submit(self._commit) if cluster.is_leader() else work
+    return True
+
+  def _agree(self, error: BaseException | None) -> bool:
+    """Whether no process has failed; else copies end here, and a line has the cause."""
+    mine = None
+    if error is not None:
+      of_state = isinstance(error, FloatingPointError)
+      why = error.strerror if isinstance(error, OSError) else None
+      why = str(error) if of_state else why or files.one_line(error)
+      mine = [of_state, f"{why}, in process {jax.process_index()} on {_host()}"]
+    failures = [f for f in cluster.gather(mine) if f]
+    if not failures:
+      return True
+    check_for_all(self._lock)
+    of_state, why = max(failures)
+    if of_state:
+      if self.reports_nan:
+        raise NonFiniteError(self.step, why.rpartition(", in process")[0])
+      return False
+    self._is_off = True
+    self._remove(self._next)
+    if cluster.is_leader():
+      self.say(f"no more local copies: {why}; all saves are to the shared disk")
+    return False
+
+  def finish(self, within_s: float = math.inf) -> bool:
+    """Whether the copy is whole and recorded, at the latest after these seconds."""
+    until = time.monotonic() + within_s
+    while self._work is not None:
+      left = None if within_s == math.inf else max(until - time.monotonic(), 0)
+      futures.wait([self._work], left)
+      if not self.advance():
+        return False
+    return True
+
+  def newest(self, shared: int) -> int | None:
+    """Step of the copy that all processes have, if it is newer than the shared one.
+
+    All processes call it.
+
+    Args:
+      shared: step of the newest shared checkpoint; 0: there is none, and nothing to
+        say that a copy is of the same experiment.
+    """
+    found, why = self._find(shared)
+    return found["step"] if found and not why else None
+
+  def _find(self, shared: int) -> tuple[dict[str, Any], str]:
+    """The record of a copy that is newer than the shared one, and why it is no use."""
+    is_leader = cluster.is_leader()
+    record = read_json(self._record, _RECORD) if is_leader else None
+    record = cluster.from_leader(record)
+    if not record or not 0 < shared < record["step"]:
+      return {}, ""
+    return record, _first(self._problem(record))
+
+  def _problem(self, record: dict[str, Any]) -> str | None:
+    try:
+      with local_file.open_copy(self._path(record)) as file:
+        self._footer(file, record)
+    except (DamagedError, OSError) as e:
+      return _why(e)
+    return None
+
+  def restore(self, shared: int, abstract: Any) -> Any:
+    """The state of `newest`; None: there is none that can be used, and a line says so.
+
+    All processes call it.
+
+    Args:
+      shared: as of `newest`.
+      abstract: a tree of `jax.ShapeDtypeStruct`s with shardings.
+    """
+    record, why = self._find(shared)
+    if not record:
+      return None
+    state, problem = None, None
+    if not why:
+      try:
+        state = self._load(record, abstract)
+      except (DamagedError, OSError) as e:
+        problem = _why(e)
+      why = _first(problem)
+    if not why:
+      self._whole, self.step = self._path(record), record["step"]
+      return state
+    if cluster.is_leader():
+      self.say(f"the local copy of step {record['step']} cannot be used: {why}")
+    return None
+
+  def _load(self, record: dict[str, Any], abstract: Any) -> Any:
+    with local_file.open_copy(self._path(record)) as file:
+      footer = self._footer(file, record)
+      if footer.get("split") != self._split:
+        raise DamagedError("it is of another layout")
+      return local_file.read_state(file, footer["leaves"], abstract)
+
+  def _footer(self, file: BufferedReader, record: dict[str, Any]) -> dict[str, Any]:
+    """The footer of this process's file, which is as long as that says."""
+    footer = local_file.read_footer(file)
+    own = {"process": jax.process_index(), "processes": jax.process_count()}
+    if any(footer[key] != value for key, value in (record | own).items()):
+      raise DamagedError("it is of another run or step")
+    return footer
+
+  def _path(self, record: dict[str, Any]) -> Path:
+    # The run may be any text where somebody has written the record.
+    name = f"{jax.process_index()}-{record['run']}-{record['step']}"
+    return self.folder / Path(name.replace("\0", "")).name
+
+  def close(self, saved: int | None) -> None:
+    """End the thread; delete the copies if the run has no more use for them.
+
+    Args:
+      saved: step of the newest shared checkpoint, if all went well; None: keep them.
+    """
+    self._pool.shutdown(wait=True)
+    if saved is None or saved < self.step:
+      return
+    for path in (self._whole, self._next, self._spare):
+      self._remove(path)
+    with contextlib.suppress(OSError):  # another process still has files there
+      self.folder.rmdir()
+    if cluster.is_leader():
+      forget(self._record.parent)
+
+  def _remove(self, path: Path | None) -> None:
+    if path is not None:
+      with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def forget(directory: Path) -> None:
+  """Delete the record in a directory of checkpoints: its copies are passed over."""
+  with contextlib.suppress(OSError):
+    (directory / RECORD).unlink()
+
+
+def _first(problem: str | None) -> str:
+  """The first problem of any process, with its place; "": none has one."""
+  where = f"process {jax.process_index()} on {_host()}"
+  found = cluster.gather(problem and f"{problem} ({where})")
+  return next(filter(None, found), "")
+
+
+def _why(error: Exception) -> str:
+  if isinstance(error, FileNotFoundError):
+    return "it is not there"
+  return getattr(error, "strerror", None) or str(error)
+
+
+def _host() -> str:
+  return socket.gethostname()

@@ -1,0 +1,190 @@
+"""The file of one process in a node's folder: what its devices hold of a state.
+
+The bytes of each shard, one after another; a footer in JSON with their places and
+checksums; the footer's length and CRC-32, and a mark. So it is written in one go, and
+one that was cut has no footer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import stat
+import struct
+import zlib
+from collections.abc import Iterator
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxscale.checkpoint import checksum
+from jaxscale.checkpoint.checksum import DamagedError
+from jaxscale.files import mismatch, parse_json
+from jaxscale.optim.tree_paths import path_name
+
+_SHARD = {"bounds": [[int]], "crc32": int}
+_FOOTER = {
+  "run": str, "step": int, "process": int, "processes": int,
+  "leaves": {str: {"shape": [int], "dtype": str, "shards": [_SHARD]}},
+}  # fmt: skip
+_END = struct.Struct("<QI8s")
+_MARK = b"jaxscale"
+_BLOCK = 2**20  # bytes: still in a core's cache when they are written
+_Bounds = tuple[tuple[int, int], ...]  # start and stop along each dim
+
+
+class Shard(NamedTuple):
+  """A part of an array that this process holds, on the host."""
+
+  leaf: str
+  shape: tuple[int, ...]
+  bounds: _Bounds
+  data: np.ndarray
+
+
+def held_shards(state: Any) -> list[Shard]:
+  """Each part of each array that this process's devices hold, once.
+
+  On CPU they are views of the arrays, which keep the bytes when these are donated.
+  """
+  held: dict[tuple[str, _Bounds], tuple[tuple[int, ...], jax.Array]] = {}
+  for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+    for shard in leaf.addressable_shards:
+      key = path_name(path), _bounds(shard.index, leaf.shape)
+      held.setdefault(key, (leaf.shape, shard.data))
+  for _, data in held.values():
+    data.copy_to_host_async()
+  return [
+    Shard(name, shape, bounds, np.asarray(data))
+    for (name, bounds), (shape, data) in held.items()
+  ]
+
+
+def write_copy(path: Path, footer: dict[str, Any], shards: list[Shard]) -> None:
+  """Write a file, or write over one, and have it on the disk.
+
+  Args:
+    path: of the file.
+    footer: what it has other than the shards.
+    shards: of `held_shards`.
+
+  Raises:
+    FloatingPointError: an array holds NaN or Inf; the message names it.
+    OSError: the disk is full, or failed.
+  """
+  leaves: dict[str, Any] = {}
+  flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+  with open(os.open(path, flags, 0o600), "wb") as file:
+    for name, shape, bounds, data in shards:
+      if bad := checksum.count_bad(data):
+        raise FloatingPointError(f"{bad} values of {name} are not finite")
+      crc, left = 0, _bytes_of(np.ascontiguousarray(data))
+      for block in (left[i : i + _BLOCK] for i in range(0, len(left), _BLOCK)):
+        crc = zlib.crc32(block, crc)
+        file.write(block)
+      leaf = {"shape": shape, "dtype": str(data.dtype), "shards": []}
+      shard = {"bounds": bounds, "crc32": crc}
+      leaves.setdefault(name, leaf)["shards"].append(shard)
+    text = json.dumps({**footer, "leaves": leaves}).encode()
+    file.write(text + _END.pack(len(text), zlib.crc32(text), _MARK))
+    file.truncate()
+    file.flush()
+    os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def open_copy(path: Path) -> Iterator[BufferedReader]:
+  """A file of ours to read, and no link to another, pipe or directory."""
+  flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+  with open(os.open(path, flags), "rb") as file:
+    found = os.fstat(file.fileno())
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+      raise DamagedError("it is no file of this user")
+    yield file
+
+
+def read_footer(file: BufferedReader) -> dict[str, Any]:
+  """The footer of a file that is as long as it says.
+
+  Raises:
+    DamagedError: it was cut, or is not what was written.
+  """
+  size = os.fstat(file.fileno()).st_size
+  file.seek(max(size - _END.size, 0))
+  end = file.read(_END.size)
+  if len(end) < _END.size:
+    raise DamagedError("it was cut")
+  length, crc, mark = _END.unpack(end)
+  if mark != _MARK or length > size - _END.size:
+    raise DamagedError("it was cut")
+  file.seek(size - _END.size - length)
+  text = file.read(length)
+  with contextlib.suppress(ValueError):
+    footer = parse_json(text)
+    if zlib.crc32(text) == crc and not mismatch(footer, _FOOTER):
+      return footer
+  raise DamagedError("its footer has changed")
+
+
+def read_state(file: BufferedReader, leaves: dict[str, Any], abstract: Any) -> Any:
+  """The arrays of a file, on this process's devices.
+
+  Raises:
+    DamagedError: it has not all that these devices hold, or something has changed.
+  """
+  wanted = checksum.describe(abstract)
+  for name in wanted.keys() | leaves.keys():
+    keys = "shape", "dtype"
+    there, here = ([x.get(name, {}).get(k) for k in keys] for x in (leaves, wanted))
+    if there != here:
+      raise DamagedError("it is of another model, optimizer or exchange")
+  places = _places(leaves)
+
+  def load(path, x) -> jax.Array:
+    name, parts, on_devices = path_name(path), {}, []
+    for device, index in x.sharding.addressable_devices_indices_map(x.shape).items():
+      bounds = _bounds(index, x.shape)
+      if bounds not in parts:
+        if (place := places.get((name, bounds))) is None:
+          raise DamagedError("it is of other devices, or another layout")
+        parts[bounds] = data = np.empty([b - a for a, b in bounds], x.dtype)
+        if not _read_into(data, file, *place):
+          raise DamagedError(f"the checksum of {name} does not match")
+      on_devices.append(jax.device_put(parts[bounds], device))
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, on_devices)
+
+  return jax.tree_util.tree_map_with_path(load, abstract)
+
+
+def _places(leaves: dict[str, Any]) -> dict[tuple[str, _Bounds], tuple[int, int]]:
+  """Where each part of each array begins in a file, and its checksum."""
+  places, offset = {}, 0
+  for name, leaf in leaves.items():
+    for shard in leaf["shards"]:
+      bounds = tuple((start, stop) for start, stop in shard["bounds"])
+      places[name, bounds] = offset, shard["crc32"]
+      size = math.prod(stop - start for start, stop in bounds)
+      offset += size * np.dtype(leaf["dtype"]).itemsize
+  return places
+
+
+def _read_into(data: np.ndarray, file: BufferedReader, offset: int, crc: int) -> bool:
+  """Whether an array is what was written there."""
+  raw = _bytes_of(data)
+  file.seek(offset)
+  return file.readinto(raw) == len(raw) and zlib.crc32(raw) == crc
+
+
+def _bytes_of(data: np.ndarray) -> memoryview:
+  """The bytes of an array, which is contiguous."""
+  return data.reshape(-1).view(np.uint8).data
+
+
+def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> _Bounds:
+  spans = (s.indices(n) for s, n in zip(index, shape, strict=True))
+  return tuple((start, stop) for start, stop, _ in spans)
