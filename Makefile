@@ -21,7 +21,7 @@ PINS := $(wildcard requirements/py$(MINOR).txt)
 VENV := .venv$(if $(filter 311,$(MINOR)),,$(MINOR))
 BIN := $(VENV)/bin
 
-.PHONY: benchmarks train test test-slow test-others agreement others lint format notebooks env jpeg tfds fashion_mnist lock licences audit clean
+.PHONY: benchmarks train test test-slow test-others agreement others lint format notebooks env jpeg tfds fashion_mnist try-wheel lock licences audit clean
 
 train: env
 	$(BIN)/python -m jaxscale.train --config $(CONFIG) $(ARGS)
@@ -97,7 +97,13 @@ benchmarks: env tfds
 	$(VENV)-tfds/bin/python benchmarks/jpeg_input.py
 	$(VENV)-tfds/bin/python benchmarks/imagenet_input.py
 
-# Pins with hashes for every Python we test, without the address of any package index.
+# The wheel in an empty environment of each Python, outside of the repository.
+PYTHONS ?= python3.11 python3.12 python3.13
+try-wheel:
+	packaging/try_wheel.sh $(PYTHONS)
+
+# Pins with hashes for every Python we test, without the address of any package index; and
+# uv.lock, which `uv sync --extra dev` takes in place of `make env`.
 lock: env
 	$(BIN)/python -m pip install --quiet uv==0.13.9
 	for v in 3.11 3.12 3.13; do n=$$(echo $$v | tr -d .); \
@@ -106,6 +112,7 @@ lock: env
 	  $(BIN)/uv pip compile pyproject.toml --extra tfds --extra dev --python-version $$v \
 	    --universal --generate-hashes --no-header --no-annotate --upgrade -q -o requirements/py$$n-tfds.txt \
 	  || exit 1; done
+	$(BIN)/uv lock --quiet --upgrade
 
 # What is installed, with its licence, one line per package.
 licences: env
