@@ -85,10 +85,19 @@ def component(name: str, file: str, digest: str, version: str) -> str:
 
 
 def source(package: dict) -> tuple[str, str]:
-  """File and SHA-256 of a package of uv.lock: a wheel that fits, or the sdist."""
+  """File and SHA-256 of a package of uv.lock: a wheel that fits, or the sdist.
+
+  As pip does, it prefers a compiled wheel, and of those the one for the newest glibc.
+  """
   wheels = [w for w in package.get("wheels", ()) if FITS.search(w["url"])]
-  chosen = min(wheels, key=lambda w: len(w["url"])) if wheels else package["sdist"]
+  chosen = max(wheels, key=_preference) if wheels else package["sdist"]
   return chosen["url"].rpartition("/")[2], chosen["hash"].removeprefix("sha256:")
+
+
+def _preference(wheel: dict) -> tuple:
+  name = wheel["url"].rpartition("/")[2]
+  glibc = max(map(int, re.findall(r"manylinux_2_(\d+)_", name)), default=0)
+  return f"-cp{TAG}-cp{TAG}-" in name, "-abi3-" in name, glibc, -len(name)
 
 
 def easyconfig(lock: dict, extra: str | None) -> str:
