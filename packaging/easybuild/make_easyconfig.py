@@ -31,6 +31,8 @@ IMPORTS = {
   "protobuf": "google.protobuf", "python-dateutil": "dateutil",
   "tensorboardx": "tensorboardX",
 }  # fmt: skip
+# EasyBuild has an easyblock of this name, which compiles; a wheel is only unpacked.
+COMPILED = "jaxlib", "numpy", "scipy"
 HEADER = '''\
 # Made by packaging/easybuild/make_easyconfig.py from uv.lock: change that, not this.
 # jaxscale's own wheel (`python -m hatchling build`) goes into EasyBuild's source path.
@@ -81,6 +83,8 @@ def component(name: str, file: str, digest: str, version: str) -> str:
   module = False if name.startswith(("nvidia-", "jax-cuda")) else IMPORTS.get(name)
   if module is not None:
     options += f", 'modulename': {module!r}"
+  if name in COMPILED:
+    options += ", 'easyblock': 'PythonPackage'"
   return f"    ('{name}', '{version}', {{{options}}}),\n"
 
 
