@@ -21,7 +21,7 @@ PINS := $(wildcard requirements/py$(MINOR).txt)
 VENV := .venv$(if $(filter 311,$(MINOR)),,$(MINOR))
 BIN := $(VENV)/bin
 
-.PHONY: benchmarks train test test-slow test-others agreement others lint format notebooks docs docs-env env jpeg tfds fashion_mnist lock licences audit clean
+.PHONY: benchmarks train test test-slow test-others agreement others lint format notebooks docs docs-env env jpeg tfds fashion_mnist try-wheel lock licences audit clean
 
 train: env
 	$(BIN)/python -m jaxscale.train --config $(CONFIG) $(ARGS)
@@ -109,6 +109,11 @@ benchmarks: env tfds
 	$(BIN)/python benchmarks/loop_overhead.py
 	$(VENV)-tfds/bin/python benchmarks/jpeg_input.py
 	$(VENV)-tfds/bin/python benchmarks/imagenet_input.py
+
+# The wheel in an empty environment of each Python, outside of the repository.
+PYTHONS ?= python3.11 python3.12 python3.13
+try-wheel:
+	packaging/try_wheel.sh $(PYTHONS)
 
 # Pins with hashes for every Python we test, without the address of any package index.
 lock: env
