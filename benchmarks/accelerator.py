@@ -57,6 +57,7 @@ ORDER = ("resnet50", "layers_8b", "transformer_1b", "vit_b16")
 LIBRARIES = {
   name: "timm" if "side" in SIZES[name] else "transformers" for name in ORDER
 }
+OTHERS = ("torch", "library")
 PACKAGES = ("jax", "jaxlib", "torch", "torchvision", "timm", "transformers")
 
 
@@ -98,7 +99,8 @@ def side(run: Run, share: float = SHARE, **job: Any) -> Iterator[Side]:
   env = os.environ | {"TORCH_MEMORY_FRACTION": str(share)}
   if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in env:
     env["XLA_CLIENT_MEM_FRACTION"] = str(share)
-  # A PyTorch for GPUs on a machine without one has libraries of CUDA to load.
+  if run.tiny:
+    env["OMP_NUM_THREADS"] = "1"  # the sides share the cores
   command = [sys.executable, str(ROOT / "benchmarks/accelerator_sides.py")]
   process = Side([*command, json.dumps(job)], env=env)
   try:
@@ -125,23 +127,34 @@ def is_full(error: SideError) -> bool:
 
 def pairs(run: Run, name: str, size: dict[str, Any]) -> list[dict[str, Any]]:
   """Rows of a size: ours in turns with each of the others."""
-  with side(run, side="ours", name=name, size=size) as our:
-    facts = our.wait_ready(run.left(run.compile_s))
-    alone = in_turns(run, {"ours": our}, facts["step_s"])
-    rows = [row(name, "ours", size, facts, our, alone["ours"])]
+  job = {"name": name, "size": size}
+  packages = {"torch": "torch", "library": LIBRARIES[name]}
+  with contextlib.ExitStack() as stack:
+    our = stack.enter_context(side(run, side="ours", **job))
+    early = {}  # on a CPU nothing disturbs what others compile
+    for other in OTHERS if run.tiny else ():
+      if not left_out(run, packages[other]):
+        early[other] = stack.enter_context(side(run, side=other, **job))
+    our.wait_ready(run.left(run.compile_s))
+    alone = in_turns(run, {"ours": our})
+    rows = [row(name, "ours", size, our, our, alone["ours"])]
     if name == "resnet50":
-      run.found["loop"] = [loop(run, our, facts["step_s"])]
-    for other in ("torch", "library"):
-      package = "torch" if other == "torch" else LIBRARIES[name]
+      run.found["loop"] = [loop(run, our)]
+    for other in OTHERS:
+      package = packages[other]
+      found: dict[str, Any] = {}
       if reason := left_out(run, package):
-        rows.append({"model": name, "side": package, "left_out": reason})
-        continue
-      try:
-        rows.append(against(run, name, size, our, other, package))
-      except SideError as e:
-        if other == "torch" and is_full(e):
-          raise
-        rows.append({"model": name, "side": package, "error": str(e)})
+        found["left_out"] = reason
+      else:
+        try:
+          with contextlib.ExitStack() as own:
+            their = early.get(other) or own.enter_context(side(run, side=other, **job))
+            found = against(run, name, size, our, their, package)
+        except SideError as e:
+          if other == "torch" and is_full(e):
+            raise
+          found["error"] = str(e)
+      rows.append({"model": name, "side": package} | found)
   return rows
 
 
@@ -154,21 +167,20 @@ def left_out(run: Run, package: str) -> str | None:
 
 
 def against(
-  run: Run, name: str, size: dict[str, Any], our: Side, other: str, package: str
+  run: Run, name: str, size: dict[str, Any], our: Side, their: Side, package: str
 ) -> dict[str, Any]:
-  """The row of another side."""
-  with side(run, side=other, name=name, size=size) as their:
-    ready = their.wait_ready(run.left(run.compile_s))
-    took = in_turns(run, {"ours": our, package: their}, our.ready["step_s"])
-    ratios = [b / a for a, b in zip(took["ours"], took[package], strict=True)]
-    facts = our.ready | ready
-    made = row(name, package, size, facts, their, took[package])
-    speeds = {"speed": statistics.median(ratios), "least": min(ratios)}
-    return made | {key: round(value, 3) for key, value in speeds.items()}
+  """The row of another side, in turns with ours."""
+  their.wait_ready(run.left(run.compile_s))
+  took = in_turns(run, {"ours": our, package: their})
+  ratios = [b / a for a, b in zip(took["ours"], took[package], strict=True)]
+  made = row(name, package, size, our, their, took[package])
+  speeds = {"speed": statistics.median(ratios), "least": min(ratios)}
+  return made | {key: round(value, 3) for key, value in speeds.items()}
 
 
-def in_turns(run: Run, sides: dict[str, Side], step_s: float) -> dict[str, list[float]]:
+def in_turns(run: Run, sides: dict[str, Side]) -> dict[str, list[float]]:
   """Wall seconds of a step of each side in each turn; the first turn warms up."""
+  step_s = sides["ours"].ready["step_s"]
   count = 1 if run.tiny else max(3, min(50, round(0.8 / step_s)))
   took: dict[str, list[float]] = {name: [] for name in sides}
   for turn in range(run.turns + 1):
@@ -180,13 +192,13 @@ def in_turns(run: Run, sides: dict[str, Side], step_s: float) -> dict[str, list[
 
 
 def row(
-  name: str, who: str, size: dict[str, Any], facts: dict[str, Any], process: Side,
+  name: str, who: str, size: dict[str, Any], our: Side, process: Side,
   seconds: list[float],
 ) -> dict[str, Any]:  # fmt: skip
-  """A row of the table."""
+  """A row of the table; FLOPs and peak are those that our side knows."""
   step_s = statistics.median(seconds)
   unit, each = ("tokens", size["tokens"]) if "tokens" in size else ("images", 1)
-  peak, flops = facts["peak_flops"], size["rows"] * facts["example_flops"]
+  peak, flops = our.ready["peak_flops"], size["rows"] * our.ready["example_flops"]
   return {
     "model": name,
     "side": who,
@@ -195,14 +207,14 @@ def row(
     f"{unit}_per_s": round(size["rows"] * each / step_s, 1),
     "mfu": round(flops / step_s / peak, 4) if peak else None,
     "peak_memory_gb": round(process.ask("memory", timeout_s=60), 3),
-    "compile_s": facts["compile_s"],
+    "compile_s": process.ready["compile_s"],
     "turns_ms": [round(1e3 * s, 3) for s in seconds],
   }
 
 
-def loop(run: Run, our: Side, step_s: float) -> dict[str, Any]:
+def loop(run: Run, our: Side) -> dict[str, Any]:
   """Our loop around a step against the step alone, in turns in one process."""
-  count = 2 if run.tiny else max(20, min(200, round(1 / step_s)))
+  count = 2 if run.tiny else max(20, min(200, round(1 / our.ready["step_s"])))
   ratios = []
   for turn in range(run.turns + 1):
     bare, looped = (

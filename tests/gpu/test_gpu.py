@@ -34,7 +34,7 @@ def images(**fields):
 
 
 MODELS = {
-  "resnet": lambda: images(model=cfg.ResNet(depth=18, width=16)),
+  "cnn": lambda: images(model=cfg.CNN(batch_norm=True, features=(16, 32))),
   "vit": lambda: images(
     model=cfg.ViT(patch=8, width=32, num_layers=2, num_heads=2)
   ),
