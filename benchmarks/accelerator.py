@@ -239,9 +239,9 @@ def exchange(run: Run) -> list[dict[str, Any]]:
 
 def feed(run: Run) -> list[dict[str, Any]]:
   """Our input, and how much of what the ResNet's step takes it brings."""
-  sizes = {"images": 16, "side": 32, "rows": 8, "batches": 2}
+  sizes = {"images": 16, "size": 32, "rows": 8, "batches": 2}
   if not run.tiny:
-    sizes = {"images": 512, "side": 224, "rows": 256, "batches": 20}
+    sizes = {"images": 512, "size": 224, "rows": 256, "batches": 20}
   with tempfile.TemporaryDirectory() as folder:
     found = once(run, 60, side="feed", directory=folder, **sizes)
   steps = [r for r in run.found.get("resnet50", ()) if r["side"] == "ours"]

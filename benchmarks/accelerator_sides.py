@@ -234,6 +234,8 @@ def theirs(name: str, size: dict[str, Any], side: str) -> Work:
 
 def exchange(names: list[str], tiny: bool) -> Any:
   """Rows of the gradient exchanges on all GPUs here."""
+  if tiny:
+    os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
   import exchange_worker
   import jax
 
@@ -264,7 +266,7 @@ def save(mb: int, steps: int, directory: str) -> Any:
   """What a save costs: benchmarks/checkpoint_stall.py's stretches on this device."""
   from checkpoint_stall import trainer
 
-  width, layers = {1: (32, 2), 100: (1024, 12), 1000: (2048, 30)}[mb]
+  width, layers = {1: (256, 3), 100: (1024, 12), 1000: (2048, 30)}[mb]
   train, size = trainer(width, layers, 64, Path(directory))
   for with_save in (False, True):  # compiles, imports
     train(3, with_save)
@@ -280,7 +282,7 @@ def save(mb: int, steps: int, directory: str) -> Any:
   }
 
 
-def feed(directory: str, images: int, side: int, rows: int, batches: int) -> Any:
+def feed(directory: str, images: int, size: int, rows: int, batches: int) -> Any:
   """Images a second that our input decodes, crops and batches on all cores."""
   import io
   import itertools
@@ -300,12 +302,12 @@ def feed(directory: str, images: int, side: int, rows: int, batches: int) -> Any
     path = root / f"n{i % 4:08}" / f"{i}.JPEG"
     path.parent.mkdir(exist_ok=True)
     total += path.write_bytes(out.getvalue())
-  dataset = data.image_folder(directory, image_size=side, augment="crop")
+  dataset = data.image_folder(directory, image_size=size, augment="crop")
   found = data.train_batches(dataset, rows, position=0, seed=0)
   next(found)
   began = time.perf_counter()
   for batch in itertools.islice(found, batches):
-    assert batch["image"].shape == (rows, side, side, 3)
+    assert batch["image"].shape == (rows, size, size, 3)
   rate = rows * batches / (time.perf_counter() - began)
   cores = len(os.sched_getaffinity(0))
   kb = round(total / images / 1e3)
@@ -314,13 +316,12 @@ def feed(directory: str, images: int, side: int, rows: int, batches: int) -> Any
 
 def main() -> None:
   job = json.loads(sys.argv[1])
-  side, name, size = job.pop("side"), job.pop("name", None), job.pop("size", None)
-  once = {"exchange": exchange, "save": save, "feed": feed}
+  side, once = job.pop("side"), {"exchange": exchange, "save": save, "feed": feed}
   if side in once:
     serve({}, once[side](**job))
     return
   began = time.perf_counter()
-  work = ours(name, size) if side == "ours" else theirs(name, size, side)
+  work = ours(**job) if side == "ours" else theirs(**job, side=side)
   work.step()
   work.wait()
   ready_s = time.perf_counter() - began

