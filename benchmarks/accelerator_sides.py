@@ -73,7 +73,7 @@ def needed(size: dict[str, Any]) -> float:
   """Bytes that a language model of a size trains in, roughly and rather more.
 
   A parameter has 18: float32 itself, its gradient and Adam's moments, and a copy in
-  bfloat16. Of a token a layer keeps about 20 vectors of its width, 4 of its hidden
+  bfloat16. For each token, a layer keeps about 20 vectors of its width, 4 of its hidden
   units in bfloat16 and a few in float32; of logits there are 3 in float32.
   """
   width, hidden, tokens = size["width"], size["hidden"], size["rows"] * size["tokens"]
