@@ -204,7 +204,7 @@ def row(
     "side": who,
     "size": size,
     "step_ms": round(1e3 * step_s, 3),
-    f"{unit}_per_s": round(size["rows"] * each / step_s, 1),
+    f"{unit}_per_s": round(size["rows"] * each / step_s, 2),
     "mfu": round(flops / step_s / peak, 4) if peak else None,
     "peak_memory_gb": round(process.ask("memory", timeout_s=60), 3),
     "compile_s": process.ready["compile_s"],

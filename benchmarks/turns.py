@@ -1,7 +1,7 @@
 """Processes that live through a benchmark and work in turns, asked line by line.
 
-A child calls `serve`, its parent has a `Side` of each. What a child prints in addition to its
-answers, as its libraries do, is left alone.
+A child calls `serve`, its parent has a `Side` of each. What a child prints in addition
+to its answers, as its libraries do, is left alone.
 """
 
 from __future__ import annotations
