@@ -267,7 +267,7 @@ def save(mb: int, steps: int, directory: str) -> Any:
   from checkpoint_stall import trainer
 
   width, layers = {1: (256, 3), 100: (1024, 12), 1000: (2048, 30)}[mb]
-  train, size = trainer(width, layers, 64, Path(directory))
+  train, size = trainer(width, layers, 64, Path(directory), to_local=False)
   for with_save in (False, True):  # compiles, imports
     train(3, with_save)
   turns = [(train(steps, True), train(steps, False)) for _ in range(3)]
