@@ -21,7 +21,7 @@ PINS := $(wildcard requirements/py$(MINOR).txt)
 VENV := .venv$(if $(filter 311,$(MINOR)),,$(MINOR))
 BIN := $(VENV)/bin
 
-.PHONY: benchmarks train test test-slow test-others agreement others lint format notebooks docs docs-env env jpeg tfds fashion_mnist try-wheel lock licences audit clean
+.PHONY: benchmarks train test test-slow test-others test-gpu agreement others lint format notebooks docs docs-env env jpeg tfds fashion_mnist try-wheel lock licences audit clean
 
 train: env
 	$(BIN)/python -m jaxscale.train --config $(CONFIG) $(ARGS)
@@ -38,6 +38,11 @@ test-slow: env
 # what was measured into docs/weights.md.
 test-others: others
 	$(VENV)-others/bin/python -m pytest tests/others
+
+# On the GPUs of this machine, in an environment with the extra cuda12 or cuda13:
+# make test-gpu BIN=.venv/bin. JAXSCALE_GPU_TESTS=cpu tests their code on a CPU.
+test-gpu: env
+	$(BIN)/python -m pytest --confcutdir=tests/gpu tests/gpu
 
 agreement: others
 	PYTHONPATH=tests $(VENV)-others/bin/python -m others.agreement

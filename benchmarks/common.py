@@ -32,8 +32,14 @@ def machine() -> dict[str, str | int]:
   }
 
 
-def report(name: str, **results) -> None:
-  """Print the result as one JSON line, and keep it in benchmarks/results/."""
+def report(name: str, *, keep: bool = True, **results) -> None:
+  """Print the result as one JSON line, and keep it in benchmarks/results/.
+
+  Args:
+    name: of the benchmark, and of its file.
+    keep: write the file; a run at sizes that say nothing only prints.
+    results: what was measured.
+  """
   line = {
     "benchmark": name,
     "date": datetime.date.today().isoformat(),
@@ -42,9 +48,10 @@ def report(name: str, **results) -> None:
     **machine(),
   }
   text = json.dumps(line)
-  folder = Path(__file__).parent / "results"
-  folder.mkdir(exist_ok=True)
-  (folder / f"{name}.json").write_text(text + "\n")
+  if keep:
+    folder = Path(__file__).parent / "results"
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.json").write_text(text + "\n")
   print(text)
 
 

@@ -13,20 +13,20 @@ less. `speed` is theirs / ours of processor time: 1 and above is as fast as PyTo
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
-import time
 from importlib import metadata
 from typing import Any
+
+from turns import Side, seconds_of, serve
 
 # The language model is that of configs/text.py.
 TEXT = {"layers": 4, "width": 128, "heads": 8, "hidden": 384, "vocabulary": 256}
 VIT = {"layers": 4, "width": 192, "heads": 3, "patch": 4, "side": 32, "rows": 32}
 RESNET = {"side": 64, "rows": 16}
 TOKENS, TEXT_ROWS, CLASSES = 128, 16, 10
+TIMEOUT_S = 600.0  # of an answer; the first one compiles
 SIZES = {"text": TEXT, "vit": VIT, "resnet18": RESNET}
 
 
@@ -124,51 +124,30 @@ def theirs(name: str) -> Any:
   return step
 
 
-def serve(side: str, name: str) -> None:
-  """A process of one side: a step and its seconds for every line on stdin."""
+def answer(side: str, name: str) -> None:
+  """A process of one side, which steps when it is asked to."""
   step = {"ours": ours, "theirs": theirs}[side](name)
   step()  # compiles
   step()
-  for line in sys.stdin:
-    count = int(line)
-    wall, clock = time.perf_counter(), time.process_time()
-    for _ in range(count):
-      step()
-    cpu_s = (time.process_time() - clock) / count
-    print(json.dumps([cpu_s, (time.perf_counter() - wall) / count]), flush=True)
+  serve({"steps": lambda count: seconds_of(step, lambda: None, count)})
 
 
-class Side:
-  """A process of one side."""
-
-  def __init__(self, side: str, name: str, cores: set[int]):
-    """Starts it; its first steps are done when the first answer comes."""
-    command = [sys.executable, __file__, "--side", side, "--only", name]
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "NPROC": str(len(cores))}
-    self.process = subprocess.Popen(
-      command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env,
-      preexec_fn=lambda: os.sched_setaffinity(0, cores),
-    )  # fmt: skip
-
-  def steps(self, count: int) -> list[float]:
-    """[processor seconds, wall seconds] of each of so many steps."""
-    assert self.process.stdin and self.process.stdout
-    self.process.stdin.write(f"{count}\n")
-    self.process.stdin.flush()
-    return json.loads(self.process.stdout.readline())
-
-  def close(self) -> None:
-    """End it."""
-    self.process.communicate()
+def started(side: str, name: str, cores: set[int]) -> Side:
+  """A process of one side, on these cores."""
+  command = [sys.executable, __file__, "--side", side, "--only", name]
+  env = os.environ | {"JAX_PLATFORMS": "cpu", "NPROC": str(len(cores))}
+  return Side(command, env=env, preexec_fn=lambda: os.sched_setaffinity(0, cores))
 
 
 def compare(name: str, cores: set[int], turns: int, count: int) -> dict[str, Any]:
   """Medians of both sides."""
-  sides = {side: Side(side, name, cores) for side in ("ours", "theirs")}
+  sides = {side: started(side, name, cores) for side in ("ours", "theirs")}
   took = {side: [] for side in sides}
+  for process in sides.values():
+    process.wait_ready(TIMEOUT_S)
   for turn in range(turns + 1):
     for side, process in sides.items():
-      seconds = process.steps(count)
+      seconds = process.ask("steps", count, timeout_s=TIMEOUT_S)
       if turn:  # the first one has what only the first steps do
         took[side].append(seconds)
   for process in sides.values():
@@ -190,7 +169,7 @@ def main() -> None:
   parser.add_argument("--steps", type=int, default=3, help="of one turn")
   args = parser.parse_args()
   if args.side:
-    serve(args.side, args.only)
+    answer(args.side, args.only)
     return
   everywhere = sorted(os.sched_getaffinity(0))
   rows = []
@@ -200,7 +179,7 @@ def main() -> None:
       print(rows[-1], file=sys.stderr, flush=True)
   from common import report
 
-  versions = {n: metadata.version(n) for n in ("torch", "timm", "transformers")}
+  versions: Any = {n: metadata.version(n) for n in ("torch", "timm", "transformers")}
   report("cpu_steps", rows=rows, turns=args.turns, steps=args.steps, **versions)
 
 

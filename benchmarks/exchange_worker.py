@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale import cluster, collectives, models
 from jaxscale.exchange import Exchange, plain
-from jaxscale.exchange.buckets import best_bucket_bytes, bucketed
+from jaxscale.exchange.buckets import BUCKET_BYTES, bucketed
 from jaxscale.exchange.low_precision import half_precision, int8
 from jaxscale.exchange.one_bit import one_bit
 from jaxscale.exchange.power_sgd import power_sgd
@@ -51,8 +51,8 @@ def gradient_shapes() -> Any:
   return params
 
 
-def exchanges(mesh: Any) -> dict[str, Exchange]:
-  """What is compared, by `NAMES`."""
+def exchanges(mesh: Any, shapes: Any) -> dict[str, Exchange]:
+  """What is compared, by `NAMES`, for gradients of these shapes."""
   axes, n = mesh.axis_names, mesh.size
 
   def psum_of_the_tree(grads, state):
@@ -60,13 +60,13 @@ def exchanges(mesh: Any) -> dict[str, Exchange]:
 
   def whole(algorithm):
     # All gradients as one vector, so that permutes are as many as for one.
-    everything = 4 * sum(x.size for x in jax.tree.leaves(gradient_shapes()))
+    everything = 4 * sum(x.size for x in jax.tree.leaves(shapes))
     reduce = lambda x: algorithm(x, axes)  # noqa: E731
     return bucketed(axes, bucket_bytes=everything, reduce=reduce)
 
   return {
     BASELINE: plain(axes)._replace(exchange=psum_of_the_tree),
-    DEFAULT: bucketed(axes, bucket_bytes=best_bucket_bytes(mesh) or 0),
+    DEFAULT: bucketed(axes, bucket_bytes=BUCKET_BYTES),
     "plain": plain(axes),
     "ring": whole(collectives.ring),
     "torus": whole(collectives.torus),
@@ -98,21 +98,23 @@ def program(exchange: Exchange, mesh: Any) -> Any:
   return jax.jit(mapped, donate_argnums=1)  # as the train step does
 
 
-def gradients(seed: int) -> Any:
-  """Normal numbers, as numpy arrays."""
+def gradients(seed: int, shapes: Any) -> Any:
+  """Normal numbers, as numpy arrays of these shapes."""
   rng = np.random.default_rng(seed)
   return jax.tree.map(
-    lambda x: np.float32(0.01) * rng.standard_normal(x.shape, np.float32),
-    gradient_shapes(),
+    lambda x: np.float32(0.01) * rng.standard_normal(x.shape, np.float32), shapes
   )
 
 
 def one_a_device(mesh: Any, own: Any) -> Any:
-  """The tree of this process's device as part of global arrays [devices, ...]."""
-  rows = NamedSharding(mesh, P(mesh.axis_names))
-  return jax.tree.map(
-    lambda x: jax.make_array_from_process_local_data(rows, np.asarray(x)[None]), own
-  )
+  """The tree of each device of this process as part of arrays [devices, ...]."""
+  rows, count = NamedSharding(mesh, P(mesh.axis_names)), mesh.local_mesh.size
+
+  def repeated(x):
+    same = np.broadcast_to(np.asarray(x), (count, *x.shape))
+    return jax.make_array_from_process_local_data(rows, same)
+
+  return jax.tree.map(repeated, own)
 
 
 def without_names(text: str) -> str:
@@ -122,10 +124,10 @@ def without_names(text: str) -> str:
 
 
 def compile_all(
-  mesh: Any, compared: dict[str, Exchange]
+  mesh: Any, compared: dict[str, Exchange], shapes: Any
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, dict[str, Any]]]:
   """What exchanges the gradients once, and what is known of it, by name."""
-  own = gradients(seed=jax.process_index())
+  own = gradients(jax.process_index(), shapes)
   grads = one_a_device(mesh, own)
   calls, facts, texts = {}, {}, {}
   for name, exchange in compared.items():
@@ -211,10 +213,12 @@ def main() -> None:
   request = json.loads(sys.argv[1])
   cluster.initialize()
   mesh = make_mesh(replica=1 if jax.process_count() % 2 else 2)
-  every = exchanges(mesh)
+  shapes = gradient_shapes()
+  every = exchanges(mesh, shapes)
   answer("ready")
   wait()
-  calls, facts = compile_all(mesh, {name: every[name] for name in request["names"]})
+  some = {name: every[name] for name in request["names"]}
+  calls, facts = compile_all(mesh, some, shapes)
   answer("compiled")
   wait()
   link = neighbour_gbit_s(mesh)

@@ -24,6 +24,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # What JAX keeps is millions of objects, and looking for cycles among them every 700 new
 # ones took a tenth of the time.
 gc.set_threshold(50_000, 50, 1000)
+# Of GPUs, which are hidden here: `make test-gpu`.
+collect_ignore = ["gpu"]
 # XLA's threads: more than all that 8 devices of this process wait in at a time.
 os.environ["NPROC"] = "64"
 

@@ -57,6 +57,11 @@ def _missing(name: str, env: Mapping[str, str]) -> str | None:
   return f"no such platform; give one of {', '.join(sorted(known))}"
 
 
+def has_gpu_plugin() -> bool:
+  """Whether JAX can use GPUs with what is installed."""
+  return bool({"cuda", "rocm"} & _plugins())
+
+
 def _plugins() -> set[str]:
   """Platforms of JAX's plugins: jax_plugins.xla_cuda12 and the like, by their names."""
   names = [point.name for point in metadata.entry_points(group="jax_plugins")]

@@ -38,8 +38,9 @@ _walltime_ended: threading.Event | None = None  # ends the thread that waits for
 
 @contextlib.contextmanager
 def open_session(
-  config: object = None, *, timeouts: Timeouts | None = None, folder: Path | None = None
-) -> Iterator[Watch]:
+  config: object = None, *, timeouts: Timeouts | None = None,
+  folder: Path | None = None, gpu_settings: bool = True,
+) -> Iterator[Watch]:  # fmt: skip
   """Inside, this process is one of a run; outside, it has left it in good order.
 
   An error inside ends all processes with one line; where there are no others, it is
@@ -52,7 +53,7 @@ def open_session(
   from jaxscale.cluster.watch.watch import failure_of
 
   try:
-    _start(config, timeouts, folder)
+    _start(config, timeouts, folder, gpu_settings)
     assert _watch is not None
     yield _watch
     mark_saved()  # SIGTERM's clock must not run while others are waited for
@@ -73,8 +74,9 @@ def open_session(
 
 
 def initialize(
-  config: object = None, *, timeouts: Timeouts | None = None, folder: Path | None = None
-) -> None:
+  config: object = None, *, timeouts: Timeouts | None = None,
+  folder: Path | None = None, gpu_settings: bool = True,
+) -> None:  # fmt: skip
   """Join the other processes of this run, if any; `open_session` also ends well.
 
   Call it before anything asks JAX for devices. From here on signals ask the run to
@@ -85,19 +87,23 @@ def initialize(
     timeouts: None: the defaults, but a program that never notes by `Watch.at` where
       it is may stay there for as long as it likes.
     folder: for the stacks of processes that a fault ends.
+    gpu_settings: choose variables for the GPUs here (`cluster/gpu_settings.py`).
 
   Raises:
     ConfigError: the variables contradict each other, a process is missing or runs
       something else, a GPU is missing, …: one line, in all processes that can get it.
   """
-  _start(config, timeouts, folder)
+  _start(config, timeouts, folder, gpu_settings)
   if _watch is not None and not _watch.is_watched:
     _end()  # a notebook, whose kernel outlives every run: see `current_watch`
 
 
-def _start(config: object, timeouts: Timeouts | None, folder: Path | None) -> None:
+def _start(
+  config: object, timeouts: Timeouts | None, folder: Path | None, gpu_settings: bool
+) -> None:
   global _handlers, _watch, _walltime_ended, _jax_is_initialized, _was_started
   from jaxscale.cluster import detect
+  from jaxscale.cluster import gpu_settings as gpu
   from jaxscale.cluster.detect import walltime
   from jaxscale.cluster.rendezvous import client, handshake, join
   from jaxscale.cluster.watch import signals, watch
@@ -114,15 +120,22 @@ def _start(config: object, timeouts: Timeouts | None, folder: Path | None) -> No
     launch = _join_by_jax(launch, timeouts)
     secret = bytes.fromhex(from_leader(secrets.token_hex(32)))
   is_alone, gpu_ids, error = launch.num_processes == 1, None, ""
-  num_gpus = 0 if is_alone else detect.visible_gpus(os.environ)
+  num_gpus = detect.visible_gpus(os.environ)
   try:
-    gpu_ids = detect.local_device_ids(os.environ, num_gpus, launch)
+    to_divide = 0 if is_alone else num_gpus
+    gpu_ids = detect.local_device_ids(os.environ, to_divide, launch)
   except ConfigError as e:
     error = str(e)  # it may be this host's alone: all are to know it
+  if gpu_settings:
+    choice = gpu.choose_here(launch, num_gpus, gpu_ids)
+    gpu.apply(choice)
+    if launch.process_id == 0:
+      for line in gpu.lines(choice):
+        print(line, flush=True)
   group = client.rendezvous(
     launch,
     timeout_s=timeouts.rendezvous_timeout_s,
-    digests={} if is_alone else handshake.digests_of(config),
+    digests={} if is_alone else handshake.digests_of(config) | gpu.shared(),
     on_cpu=not num_gpus,
     error=error,
     secret=secret,

@@ -75,6 +75,8 @@ class Config:
     target_loss: or the held-out loss.
     stop_at_target: end (and save) at the first evaluation that reaches it.
     input_threads: threads that load and augment; None: one per processor core.
+    gpu_settings: choose environment variables of JAX, CUDA and NCCL for the GPUs that
+      are found, but for those that you have set (docs/accelerators.md).
     mesh: the grid of devices.
     layout: how the model is sharded over them.
     exchange: how gradients cross the network.
@@ -112,6 +114,7 @@ class Config:
   target_loss: Annotated[float | None, "> 0"] = None
   stop_at_target: bool = False
   input_threads: Annotated[int | None, ">= 1"] = None
+  gpu_settings: bool = True
   mesh: Mesh = Mesh()
   layout: Layout = Layout()
   exchange: Exchange = built_in(Exchange, "AllReduce")

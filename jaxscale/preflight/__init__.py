@@ -87,7 +87,8 @@ def check(options: Options) -> int:
   text += f"({few(acting)})"
   if group.links:
     text += f", rendezvous in {time.monotonic() - began:.1f} s"
-  findings = [Finding(True, text), *run_checks(group, options)]
+  findings = [Finding(True, text), *software.check_gpu_settings(group, launch)]
+  findings += run_checks(group, options)
   if group.rank == 0:
     report("preflight", findings)
     sys.stdout.flush()

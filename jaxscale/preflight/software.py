@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxscale.cluster import gpu_settings
+from jaxscale.cluster.detect import Launch, visible_gpus
 from jaxscale.cluster.rendezvous import handshake, network
 from jaxscale.files import whole_number
 from jaxscale.metrics.text import byte_size
@@ -97,6 +99,31 @@ def nvidia() -> tuple[str, list[dict[str, Any]]]:
     gpu["processes"] = [f"{row[1]} ({row[3]}, {row[2]} MiB)" for row in on_it]
     found.append(gpu)
   return gpus[0][3], found
+
+
+def check_gpu_settings(group: Group, launch: Launch) -> list[Finding]:
+  """What a run here would set for its GPUs; process 0 has the findings."""
+  chosen = gpu_settings.choose_here(launch, visible_gpus(os.environ))
+  own = {"missing": chosen.missing, "lines": gpu_settings.lines(chosen, short=True)}
+  found = gather(group, "GPU settings", own)
+  return [] if group.rank else settings_findings(found, group.hosts)
+
+
+def settings_findings(found: Found, hosts: Sequence[str]) -> list[Finding]:
+  """What the results of `check_gpu_settings` mean, by rank."""
+  wrong = []
+  for missing in dict.fromkeys(each["missing"] for each in found if each["missing"]):
+    ranks = [rank for rank, each in enumerate(found) if each["missing"] == missing]
+    text, _, remedy = missing.partition("; ")
+    where = handshake.ranks_with_hosts(ranks, hosts)
+    wrong.append(Finding(False, f"{where}: {text}", remedy))
+  usual, others = outliers({r: "".join(each["lines"]) for r, each in enumerate(found)})
+  for other, ranks in others.items():
+    where = handshake.ranks_with_hosts(ranks, hosts)
+    text = f"{where}: {other or 'no GPU settings'}, unlike the others ({usual})"
+    remedy = "use nodes with the same GPUs and network, or set the variables yourself"
+    wrong.append(Finding(False, text, remedy))
+  return wrong or ([Finding(True, usual)] if usual else [])
 
 
 def _smi(what: str, fields: str) -> list[list[str]]:

@@ -12,14 +12,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jaxscale.cluster import secret
+from jaxscale.cluster import gpu_settings, secret
 from jaxscale.files import open_to_append, read_json_lines
 
 _PACKAGE = Path(__file__).absolute().parent.parent
 FILE = "starts.jsonl"  # in the workdir: one line per start of the run
 # Variables that change what a run does; no others, which may hold secrets, as one of
 # ours does (`cluster.secret`).
-_VARIABLES = ("JAX", "XLA_", "NCCL_", "TF_", "LIBTPU_", "TPU_", "CUDA_VISIBLE")
+_VARIABLES = (
+  "JAX", "XLA_", "NCCL_", "FI_", "TF_", "LIBTPU_", "TPU_", "CUDA_VISIBLE",
+  "CUDA_DEVICE_MAX", "ROCR_VISIBLE", "HIP_VISIBLE", "HSA_",
+)  # fmt: skip
 
 
 def git(*args: str) -> str:
@@ -48,6 +51,7 @@ def environment() -> dict[str, Any]:
     "variables": {
       k: v for k, v in variables if k.startswith(_VARIABLES) and k != secret.VARIABLE
     },
+    "gpu_settings": gpu_settings.applied(),  # those of the variables that are ours
   }
 
 

@@ -24,7 +24,12 @@ def open_session(config: Config, workdir: Path) -> AbstractContextManager[Watch]
     workdir: of the run; stacks of processes that a fault ends go to `faults/`.
   """
   set_cpu_threads()
-  return cluster.open_session(config, timeouts=config.faults, folder=workdir / "faults")
+  return cluster.open_session(
+    config,
+    timeouts=config.faults,
+    folder=workdir / "faults",
+    gpu_settings=config.gpu_settings,
+  )
 
 
 def set_cpu_threads() -> None:

@@ -34,8 +34,8 @@ from jaxscale.run import adaptive_batch, goodput, nan_policy, tracking
 _NOT_IDENTITY = (
   "mesh", "layout", "compilation", "evaluation", "checkpoint", "checks", "faults",
   "log", "target_accuracy", "target_loss", "stop_at_target", "input_threads",
-  "exchange.algorithm", "exchange.dims", "exchange.links", "data.cache_dir",
-  "data.max_pixels",
+  "gpu_settings", "exchange.algorithm", "exchange.dims", "exchange.links",
+  "data.cache_dir", "data.max_pixels",
 )  # fmt: skip
 
 

@@ -395,3 +395,20 @@ def test_cudnn_is_taken_where_it_can_be(
 def test_sizes_that_do_not_go_together_are_refused(sizes):
   with pytest.raises(ConfigError, match="must divide"):
     make_transformer(**SIZES | sizes)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_token_that_fused_attention_needs_is_not_seen(causal):
+  """An odd number of tokens, by the form of JAX that runs here."""
+  keys = jax.random.split(jax.random.key(0), 4)
+  shapes = [(2, 7, heads, 8) for heads in (4, 2, 2, 4)]
+  q, k, v, g = (jax.random.normal(*x) for x in zip(keys, shapes, strict=True))
+
+  def gradients(attend, **options):
+    out, back = jax.vjp(functools.partial(attend, causal=causal, **options), q, k, v)
+    return out, *back(g)
+
+  with jax.numpy_dtype_promotion("standard"):
+    found = gradients(attention.fused_attention, implementation="xla")
+  for x, y in zip(found, gradients(attention.attention), strict=True):
+    np.testing.assert_allclose(x, y, atol=1e-5)

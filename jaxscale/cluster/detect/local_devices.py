@@ -27,7 +27,7 @@ from jaxscale.files import whole_number
 IDS = "JAX_LOCAL_DEVICE_IDS"  # JAX's own way to say it, jax/_src/distributed.py
 _HIDING = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 # Of --ntasks-per-gpu: srun(1), and what 22.05 sets for it.
-_SHARING = ("SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_TRES")
+SHARING = ("SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_TRES")
 
 
 def local_device_ids(env: Env, num_visible: int, launch: Launch) -> list[int] | None:
@@ -115,7 +115,7 @@ def _is_own(env: Env, num_visible: int) -> bool:
   """Whether what this process sees was cut out for it alone."""
   # Or "a100:2".
   per_task = re.search(r"\b(\d{1,9})$", env.get("SLURM_GPUS_PER_TASK", ""))
-  is_shared = num_visible == 1 and any(map(env.get, _SHARING))
+  is_shared = num_visible == 1 and any(map(env.get, SHARING))
   if is_shared or (per_task and num_visible <= int(per_task[1])):
     return True
   if (node := number(env, "SLURM_GPUS_ON_NODE")) is not None:

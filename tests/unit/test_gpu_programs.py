@@ -1,0 +1,115 @@
+"""What our steps are for a GPU: products of bfloat16, channels last, by cuDNN.
+
+The types are read from what JAX hands to the compiler; what that makes of it for an
+H100 is read where a compiler for GPUs is installed, which needs no GPU.
+"""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from jaxscale import config as cfg
+from jaxscale import data
+from jaxscale.experiment import build
+from support.paths import ROOT
+
+
+def images(model):
+  x = np.zeros((8, 64, 64, 3), np.uint8)
+  y = (np.arange(8) % 4).astype(np.int32)
+  shown = data.Arrays(x=x, y=y, x_eval=x, y_eval=y, num_classes=4)
+  common = {"batch_size": 4, "epochs": 1, "dtype": "bfloat16"}
+  return cfg.Config(model=model, data=shown, optimizer=cfg.SGD(lr=0.1), **common)
+
+
+def text():
+  model = cfg.Transformer(num_layers=2, width=128, num_heads=2, hidden=256)
+  tokens = cfg.TextFiles(path="none", vocab_size=256, sequence_length=128)
+  adam = cfg.AdamW(lr=1e-3)
+  return cfg.Config(
+    model=model, data=tokens, optimizer=adam, batch_size=4, epochs=1, dtype="bfloat16"
+  )
+
+
+CONFIGS = {
+  "resnet": lambda: images(cfg.ResNet(depth=18, width=16)),
+  "vit": lambda: images(cfg.ViT(patch=16, width=128, num_layers=2, num_heads=2)),
+  "transformer": text,
+}
+
+
+def lowered(name, devices):
+  config = CONFIGS[name]()
+  datasets = config.data.abstract(4) if name == "transformer" else None
+  made = build.experiment(config, devices=devices, datasets=datasets)
+  return made.lower_train_step()
+
+
+def operands(program):
+  """Element types of the operands of each product and convolution of StableHLO."""
+  form = r"stablehlo\.(dot_general|convolution)\b.*: \((tensor<[^)]*)\) ->"
+  return [
+    tuple(re.findall(r"[x<]([a-z]+\d+)>", types))
+    for _, types in re.findall(form, program)
+  ]
+
+
+# Products of float32: gradients of the scores, which plain attention has in float32 and
+# cuDNN's does not have: of both its products, by both operands.
+PLAIN = {"resnet": 0, "vit": 4, "transformer": 4}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_products_are_of_bfloat16(name):
+  found = operands(lowered(name, jax.devices()[:1]).as_text())
+  wide = [pair for pair in found if pair != ("bf16", "bf16")]
+  assert wide == [("f32", "f32")] * PLAIN[name] and len(found) > 20
+
+
+COMPILE = """
+import json, sys
+from jaxscale.planning.topologies import find_chips
+from unit.test_gpu_programs import CONFIGS, lowered
+program = lowered(sys.argv[1], find_chips("h100-1").devices)
+sys.stdout.write(program.as_text() + "@compiled" + program.compile().as_text())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+  not any(map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))),
+  reason="no compiler for GPUs is installed",
+)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_programs_for_an_h100_that_is_not_here(name):
+  path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+  env = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+  done = subprocess.run(
+    [sys.executable, "-c", COMPILE, name], cwd=ROOT, env=env, capture_output=True,
+    text=True, timeout=600,
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr[-2000:]
+  source, _, compiled = done.stdout.partition("@compiled")
+  assert {*operands(source)} == {("bf16", "bf16")}
+  calls = re.findall(
+    r"%\S+ = \(?(\w+)\[.* custom-call\(.*?custom_call_target=\"(__cu[^\"]+)", compiled
+  )
+  names = [target for _, target in calls]
+  assert calls and {kind for kind, _ in calls} <= {"bf16", "f32"}
+  if name == "resnet":
+    convolutions = [line for line in compiled.splitlines() if '"__cudnn$conv' in line]
+    assert len(convolutions) == 3 * 20 - 1  # but for the gradient of the images
+    for line in convolutions:
+      assert re.search(r"= \(bf16\[", line), line
+      labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", line)
+      assert labels and all(x[-1] in "fio" and x[0] in "bo" for x in labels.groups())
+    assert names.count("__cudnn$convForward") >= 20
+  else:
+    assert names.count("__cudnn$fmhaSoftmax") == 1  # in the body of the scan
+    assert names.count("__cudnn$fmhaSoftmaxBackward") == 1
