@@ -1,13 +1,16 @@
 """A training step on CPU: ours, and PyTorch's of timm and transformers, in turns.
 
     .venv-others/bin/python benchmarks/cpu_steps.py [--turns 5] [--only text,vit]
+        [--before CHECKOUT]
 
 `make others` makes that environment. Each model trains with random numbers, here and by
 PyTorch eager with the same sizes and the same kind of optimizer, on one core and then
-on all. Both sides are processes that live through the run and step one after the
-other; the first steps of each, which compile, are left out. Milliseconds are of a step,
-the median of the turns: processor time, and wall time, which on a busy machine says
-less. `speed` is theirs / ours of processor time: 1 and above is as fast as PyTorch.
+on all. The sides are processes that live through the run and step one after the
+other; the first steps of each, which compile, are left out. `before` is another
+checkout of this repository, as `git worktree add CHECKOUT COMMIT` makes it.
+Milliseconds are of a step, the median of the turns: processor time, and wall time,
+which on a busy machine says less. `speed` is theirs / ours of processor time: 1 and
+above is as fast as PyTorch.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import subprocess
 import sys
 import time
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 # The language model is that of configs/text.py.
@@ -126,7 +130,7 @@ def theirs(name: str) -> Any:
 
 def serve(side: str, name: str) -> None:
   """A process of one side: a step and its seconds for every line on stdin."""
-  step = {"ours": ours, "theirs": theirs}[side](name)
+  step = (theirs if side == "theirs" else ours)(name)
   step()  # compiles
   step()
   for line in sys.stdin:
@@ -141,10 +145,11 @@ def serve(side: str, name: str) -> None:
 class Side:
   """A process of one side."""
 
-  def __init__(self, side: str, name: str, cores: set[int]):
+  def __init__(self, side: str, path: str, name: str, cores: set[int]):
     """Starts it; its first steps are done when the first answer comes."""
     command = [sys.executable, __file__, "--side", side, "--only", name]
     env = os.environ | {"JAX_PLATFORMS": "cpu", "NPROC": str(len(cores))}
+    env["PYTHONPATH"] = path
     self.process = subprocess.Popen(
       command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env,
       preexec_fn=lambda: os.sched_setaffinity(0, cores),
@@ -162,9 +167,11 @@ class Side:
     self.process.communicate()
 
 
-def compare(name: str, cores: set[int], turns: int, count: int) -> dict[str, Any]:
-  """Medians of both sides."""
-  sides = {side: Side(side, name, cores) for side in ("ours", "theirs")}
+def compare(
+  name: str, cores: set[int], turns: int, count: int, paths: dict[str, str]
+) -> dict[str, Any]:
+  """Medians of all sides, whose checkouts are given."""
+  sides = {side: Side(side, path, name, cores) for side, path in paths.items()}
   took = {side: [] for side in sides}
   for turn in range(turns + 1):
     for side, process in sides.items():
@@ -184,7 +191,9 @@ def compare(name: str, cores: set[int], turns: int, count: int) -> dict[str, Any
 
 def main() -> None:
   parser = argparse.ArgumentParser()
-  parser.add_argument("--side", choices=("ours", "theirs"), help=argparse.SUPPRESS)
+  sides = ("ours", "theirs", "before")
+  parser.add_argument("--side", choices=sides, help=argparse.SUPPRESS)
+  parser.add_argument("--before", help="another checkout of this repository")
   parser.add_argument("--only", default=",".join(SIZES), help="models, by commas")
   parser.add_argument("--turns", type=int, default=5)
   parser.add_argument("--steps", type=int, default=3, help="of one turn")
@@ -193,10 +202,14 @@ def main() -> None:
     serve(args.side, args.only)
     return
   everywhere = sorted(os.sched_getaffinity(0))
+  here = str(Path(__file__).resolve().parent.parent)
+  paths = {"ours": here, "theirs": here}
+  if args.before:
+    paths["before"] = str(Path(args.before).resolve())
   rows = []
   for cores in ({everywhere[0]}, set(everywhere)):
     for name in args.only.split(","):
-      rows.append(compare(name, cores, args.turns, args.steps))
+      rows.append(compare(name, cores, args.turns, args.steps, paths))
       print(rows[-1], file=sys.stderr, flush=True)
   from common import report
 
