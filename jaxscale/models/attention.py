@@ -102,7 +102,7 @@ def _attention(
 
 def _attention_forward(q, k, v, sees):
   tokens, groups = q.shape[1], k.shape[2]
-  wide = jnp.promote_types(q.dtype, jnp.float32)
+  wide = jnp.dtype(jnp.float32) if q.dtype.itemsize < 4 else q.dtype
   q, k, v = (_by_group(x, groups) for x in (q, k, v))
   scores = jnp.matmul(q, k.mT, preferred_element_type=wide)
   scores = scores * jnp.asarray(1 / math.sqrt(q.shape[-1]), wide)
