@@ -1,7 +1,7 @@
 """A training step on CPU: ours, and PyTorch's of timm and transformers, in turns.
 
     .venv-others/bin/python benchmarks/cpu_steps.py [--turns 5] [--only text,vit]
-        [--before CHECKOUT]
+        [--before CHECKOUT] [--one-core]
 
 `make others` makes that environment. Each model trains with random numbers, here and by
 PyTorch eager with the same sizes and the same kind of optimizer, on one core and then
@@ -9,8 +9,9 @@ on all. The sides are processes that live through the run and step one after the
 other; the first steps of each, which compile, are left out. `before` is another
 checkout of this repository, as `git worktree add CHECKOUT COMMIT` makes it.
 Milliseconds are of a step, the median of the turns: processor time, and wall time,
-which on a busy machine says less. `speed` is theirs / ours of processor time: 1 and
-above is as fast as PyTorch.
+which on a busy machine says less; and there the threads of PyTorch wait for each other
+in loops, so that only `--one-core` is of use. `speed` is theirs / ours of processor
+time: 1 and above is as fast as PyTorch.
 """
 
 from __future__ import annotations
@@ -195,6 +196,7 @@ def main() -> None:
   parser.add_argument("--side", choices=sides, help=argparse.SUPPRESS)
   parser.add_argument("--before", help="another checkout of this repository")
   parser.add_argument("--only", default=",".join(SIZES), help="models, by commas")
+  parser.add_argument("--one-core", action="store_true")
   parser.add_argument("--turns", type=int, default=5)
   parser.add_argument("--steps", type=int, default=3, help="of one turn")
   args = parser.parse_args()
@@ -207,7 +209,8 @@ def main() -> None:
   if args.before:
     paths["before"] = str(Path(args.before).resolve())
   rows = []
-  for cores in ({everywhere[0]}, set(everywhere)):
+  one = {everywhere[0]}
+  for cores in [one] if args.one_core else [one, set(everywhere)]:
     for name in args.only.split(","):
       rows.append(compare(name, cores, args.turns, args.steps, paths))
       print(rows[-1], file=sys.stderr, flush=True)
