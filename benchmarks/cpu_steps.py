@@ -1,13 +1,17 @@
 """A training step on CPU: ours, and PyTorch's of timm and transformers, in turns.
 
     .venv-others/bin/python benchmarks/cpu_steps.py [--turns 5] [--only text,vit]
+        [--before CHECKOUT] [--one-core]
 
 `make others` makes that environment. Each model trains with random numbers, here and by
 PyTorch eager with the same sizes and the same kind of optimizer, on one core and then
-on all. Both sides are processes that live through the run and step one after the
-other; the first steps of each, which compile, are left out. Milliseconds are of a step,
-the median of the turns: processor time, and wall time, which on a busy machine says
-less. `speed` is theirs / ours of processor time: 1 and above is as fast as PyTorch.
+on all. The sides are processes that live through the run and step one after the
+other; the first steps of each, which compile, are left out. `before` is another
+checkout of this repository, as `git worktree add CHECKOUT COMMIT` makes it.
+Milliseconds are of a step, the median of the turns: processor time, and wall time,
+which on a busy machine says less; and there the threads of PyTorch wait for each other
+in loops, so that only `--one-core` is of use. `speed` is theirs / ours of processor
+time: 1 and above is as fast as PyTorch.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import os
 import statistics
 import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from turns import Side, seconds_of, serve
@@ -126,22 +131,25 @@ def theirs(name: str) -> Any:
 
 def answer(side: str, name: str) -> None:
   """A process of one side, which steps when it is asked to."""
-  step = {"ours": ours, "theirs": theirs}[side](name)
+  step = (theirs if side == "theirs" else ours)(name)
   step()  # compiles
   step()
   serve({"steps": lambda count: seconds_of(step, lambda: None, count)})
 
 
-def started(side: str, name: str, cores: set[int]) -> Side:
-  """A process of one side, on these cores."""
+def started(side: str, path: str, name: str, cores: set[int]) -> Side:
+  """A process of one side, of this checkout, on these cores."""
   command = [sys.executable, __file__, "--side", side, "--only", name]
   env = os.environ | {"JAX_PLATFORMS": "cpu", "NPROC": str(len(cores))}
+  env["PYTHONPATH"] = path
   return Side(command, env=env, preexec_fn=lambda: os.sched_setaffinity(0, cores))
 
 
-def compare(name: str, cores: set[int], turns: int, count: int) -> dict[str, Any]:
-  """Medians of both sides."""
-  sides = {side: started(side, name, cores) for side in ("ours", "theirs")}
+def compare(
+  name: str, cores: set[int], turns: int, count: int, paths: dict[str, str]
+) -> dict[str, Any]:
+  """Medians of all sides, whose checkouts are given."""
+  sides = {side: started(side, path, name, cores) for side, path in paths.items()}
   took = {side: [] for side in sides}
   for process in sides.values():
     process.wait_ready(TIMEOUT_S)
@@ -163,8 +171,11 @@ def compare(name: str, cores: set[int], turns: int, count: int) -> dict[str, Any
 
 def main() -> None:
   parser = argparse.ArgumentParser()
-  parser.add_argument("--side", choices=("ours", "theirs"), help=argparse.SUPPRESS)
+  sides = ("ours", "theirs", "before")
+  parser.add_argument("--side", choices=sides, help=argparse.SUPPRESS)
+  parser.add_argument("--before", help="another checkout of this repository")
   parser.add_argument("--only", default=",".join(SIZES), help="models, by commas")
+  parser.add_argument("--one-core", action="store_true")
   parser.add_argument("--turns", type=int, default=5)
   parser.add_argument("--steps", type=int, default=3, help="of one turn")
   args = parser.parse_args()
@@ -172,10 +183,15 @@ def main() -> None:
     answer(args.side, args.only)
     return
   everywhere = sorted(os.sched_getaffinity(0))
+  here = str(Path(__file__).resolve().parent.parent)
+  paths = {"ours": here, "theirs": here}
+  if args.before:
+    paths["before"] = str(Path(args.before).resolve())
   rows = []
-  for cores in ({everywhere[0]}, set(everywhere)):
+  one = {everywhere[0]}
+  for cores in [one] if args.one_core else [one, set(everywhere)]:
     for name in args.only.split(","):
-      rows.append(compare(name, cores, args.turns, args.steps))
+      rows.append(compare(name, cores, args.turns, args.steps, paths))
       print(rows[-1], file=sys.stderr, flush=True)
   from common import report
 

@@ -279,6 +279,11 @@ def replicated(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, P())
 
 
+def on_cpu(mesh: Mesh) -> bool:
+  """Whether its devices are CPUs."""
+  return mesh.devices.flat[0].platform == "cpu"
+
+
 def batch_sharding(mesh: Mesh) -> NamedSharding:
   """Rows (dim 0) are split along the axes of `batch_axes`."""
   return NamedSharding(mesh, P(batch_axes(mesh)))

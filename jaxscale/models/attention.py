@@ -5,8 +5,8 @@ with fewer heads of keys and values than of queries where there are groups
 (arXiv:2305.13245).
 
 There are two implementations. "xla" writes the scores of all pairs of tokens to
-memory, float32 [batch, heads, tokens, tokens], and keeps them for the backward pass
-unless the layer is rematerialised; it runs everywhere. "cudnn", by
+memory, float32 [batch, heads, tokens, tokens], and keeps their softmax for the backward
+pass unless the layer is rematerialised; it runs everywhere. "cudnn", by
 `jax.nn.dot_product_attention`, keeps no scores and skips what a causal mask hides
 (arXiv:2205.14135), on NVIDIA GPUs and half-precision numbers. Left to itself JAX
 0.10.2 never takes it; so `fastest` chooses, and reports it.
@@ -19,6 +19,9 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+
+from jaxscale.models.linear import alike
 
 Implementation = Literal["xla", "cudnn"]
 
@@ -54,7 +57,7 @@ def attention(
   if by == "cudnn":
     return fused_attention(q, k, v, causal=causal)
   ones = jnp.ones((q.shape[1], k.shape[1]), bool)
-  return _attention(q, k, v, jnp.tril(ones) if causal else None)
+  return _attention(*alike(q, k, v), jnp.tril(ones) if causal else None)
 
 
 def fused_attention(
@@ -108,33 +111,75 @@ def cached_attention(
   """
   places = start + jnp.arange(q.shape[1], dtype=jnp.int32)
   sees = jnp.arange(k.shape[1], dtype=jnp.int32) <= places[:, None]  # [new, room]
-  return _attention(q, k, v, sees)
+  return _attention(*alike(q, k, v), sees)
 
 
+@jax.custom_vjp
 def _attention(
   q: jax.Array, k: jax.Array, v: jax.Array, sees: jax.Array | None
 ) -> jax.Array:
   """Attention by two products and a softmax, which XLA compiles everywhere.
 
-  JAX's own form of it mixes dtypes in the backward pass of half precision, which
-  strict promotion refuses.
+  With a derivative of its own: the softmax's sum over all tokens seen, of weights times
+  their gradients, is that of the output times its gradient (arXiv:2205.14135, appendix
+  B.2). So of scores only the weights are kept; and XLA's CPU backend cannot fuse that
+  sum with the product before it, which took 92 of the 533 ms of a step of
+  configs/text.py. JAX's own form also mixes dtypes in half precision.
 
   Args:
     q: [batch, tokens, heads, width].
     k: [batch, seen, groups, width].
-    v: likewise.
+    v: likewise, and all three varying over the same mesh axes.
     sees: bool [tokens, seen], or None: all see all.
   """
-  groups, width = k.shape[2:]
+  return _attention_forward(q, k, v, sees)[0]
+
+
+def _attention_forward(q, k, v, sees):
+  tokens, groups = q.shape[1], k.shape[2]
   wide = jnp.dtype(jnp.float32) if q.dtype.itemsize < 4 else q.dtype
-  queries = q.reshape(*q.shape[:2], groups, -1, width)
-  scores = jnp.einsum("btgrd,bsgd->bgrts", queries, k, preferred_element_type=wide)
-  scores = scores * jnp.asarray(1 / math.sqrt(width), wide)
+  q, k, v = (_by_group(x, groups) for x in (q, k, v))
+  scores = jnp.matmul(q, k.mT, preferred_element_type=wide)
+  scores = scores * jnp.asarray(1 / math.sqrt(q.shape[-1]), wide)
   if sees is not None:
+    scores = scores.reshape(*scores.shape[:2], -1, *sees.shape)
     scores = jnp.where(sees, scores, jnp.finfo(wide).min)
-  weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-  out = jnp.einsum("bgrts,bsgd->btgrd", weights, v, preferred_element_type=wide)
-  return out.astype(q.dtype).reshape(q.shape)
+    scores = scores.reshape(*q.shape[:3], -1)
+  weights = jax.nn.softmax(scores, axis=-1)
+  out = jnp.matmul(weights.astype(v.dtype), v, preferred_element_type=wide)
+  return _by_token(out, tokens).astype(q.dtype), (q, k, v, weights, out)
+
+
+def _attention_backward(kept, g):
+  q, k, v, weights, out = kept
+  tokens, wide = g.shape[1], out.dtype
+  product = functools.partial(jnp.matmul, preferred_element_type=wide)
+  g = _by_group(g, k.shape[1])
+  by_v = product(weights.astype(g.dtype).mT, g)
+  means = (out * g.astype(wide)).sum(axis=-1, keepdims=True)
+  by_scores = weights * (product(g, v.mT) - means) / math.sqrt(q.shape[-1])
+  by_scores = by_scores.astype(q.dtype)
+  by_q, by_k = product(by_scores, k), product(by_scores.mT, q)
+  by_q, by_k, by_v = (
+    _by_token(x, n).astype(q.dtype)
+    for x, n in ((by_q, tokens), (by_k, k.shape[2]), (by_v, k.shape[2]))
+  )
+  return by_q, by_k, by_v, None
+
+
+_attention.defvjp(_attention_forward, _attention_backward)
+
+
+def _by_group(x: jax.Array, groups: int) -> jax.Array:
+  """[batch, tokens, heads, width] -> [batch, groups, heads / groups * tokens, ...]."""
+  x = x.reshape(*x.shape[:2], groups, -1, x.shape[-1]).transpose(0, 2, 3, 1, 4)
+  return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+
+def _by_token(x: jax.Array, tokens: int) -> jax.Array:
+  """What `_by_group` makes, back as it was."""
+  x = x.reshape(*x.shape[:2], -1, tokens, x.shape[-1]).transpose(0, 3, 1, 2, 4)
+  return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
 def fastest(dtype: Any, width: int, device: Any = None) -> Implementation:
@@ -230,6 +275,24 @@ def rotate(
     kept = jnp.clip((turns - scaling.low) / (scaling.high - scaling.low), 0, 1)
     rates = rates * (kept + (1 - kept) / scaling.factor)
   angles = positions.astype(jnp.float32)[:, None, None] * rates  # [tokens, 1, half]
-  cos, sin = jnp.cos(angles), jnp.sin(angles)
+  cos, sin = _cos_sin(angles)
   a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
   return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+
+
+def _cos_sin(angles: jax.Array) -> tuple[jax.Array, ...]:
+  """Both, computed once.
+
+  XLA's CPU backend fuses them into what they are multiplied with, and computes them
+  again for every row and head; what a loop gives it does not fuse.
+  """
+
+  def looped(angles):
+    is_sin = jnp.array([False, True])
+    both = lax.map(lambda s: jnp.where(s, jnp.sin(angles), jnp.cos(angles)), is_sin)
+    return tuple(both)
+
+  def written(angles):
+    return jnp.cos(angles), jnp.sin(angles)
+
+  return lax.platform_dependent(angles, cpu=looped, default=written)

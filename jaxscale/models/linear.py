@@ -32,7 +32,7 @@ def linear(x: jax.Array, kernel: jax.Array, dtype: Any = None) -> jax.Array:
   """
   given = jnp.dtype(dtype or x.dtype)
   # A policy sees no product in a function that has its own derivative.
-  return checkpoint_name(_linear(given, given, *_alike(x, kernel)), PRODUCT)
+  return checkpoint_name(_linear(given, given, *alike(x, kernel)), PRODUCT)
 
 
 def dense(x: jax.Array, p: Any, dtype: Any = None) -> jax.Array:
@@ -44,12 +44,12 @@ def dense(x: jax.Array, p: Any, dtype: Any = None) -> jax.Array:
 def linear_sum(x: jax.Array, kernel: jax.Array) -> jax.Array:
   """`linear` before it is rounded to the dtype of x: what a sum over devices adds."""
   wide = jnp.dtype(jnp.float32) if x.dtype.itemsize < 4 else x.dtype
-  return _linear(x.dtype, wide, *_alike(x, kernel))
+  return _linear(x.dtype, wide, *alike(x, kernel))
 
 
 def shift(x: jax.Array, bias: jax.Array) -> jax.Array:
   """[..., width] + [width], in the dtype of x; the bias's gradient in its own."""
-  return _shift(*_alike(x, bias))
+  return _shift(*alike(x, bias))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -88,7 +88,7 @@ def _shift_backward(bias, g):
 _shift.defvjp(lambda x, bias: (_shift(x, bias), bias), _shift_backward)
 
 
-def _alike(*arrays: jax.Array) -> list[jax.Array]:
+def alike(*arrays: jax.Array) -> list[jax.Array]:
   """Arrays that are typed varying over the same mesh axes, where there are any.
 
   JAX does so by itself in its own products; the derivative of the cast is the sum

@@ -18,8 +18,8 @@ the input of every layer in any case, b = rows * tokens * width numbers. What JA
 keeps in all (`jax.ad_checkpoint.print_saved_residuals`; heads as many for keys as
 for queries, MLPs of the usual size), and what it computes again:
 
-    none      some 30 b, and with XLA's attention its scores of rows * heads *
-              tokens^2 float32 numbers, three times; nothing is computed again
+    none      some 30 b, and with XLA's attention its weights, rows * heads *
+              tokens^2 float32 numbers; nothing is computed again
     dots      9 or 10 b: the products with weights. Norms, activations and
               attention are computed again; nothing is communicated again
     branches  2 b: what attention added to the stream. The layer is computed again

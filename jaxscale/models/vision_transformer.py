@@ -232,16 +232,23 @@ def _init(
 def gelu(x: jax.Array) -> jax.Array:
   """The normal distribution's function of x, times x (arXiv:1606.08415), exactly.
 
-  `jax.nn.gelu`, with a derivative of its own: JAX 0.12 cannot take that of erf where
+  By erf, as PyTorch computes it: XLA's erfc, in `jax.nn.gelu`, takes three times as
+  long on CPUs. Its derivative is given, for JAX 0.12 cannot take that of erf where
   `shard_map` checks types.
   """
-  return jax.nn.gelu(x, approximate=False)
+  wide = at_least_float32(x)
+  return (wide * _normal_share(wide)).astype(x.dtype)
 
 
 @gelu.defjvp
 def _gelu_jvp(primals: Any, tangents: Any) -> Any:
   (x,), (tangent,) = primals, tangents
   wide = at_least_float32(x)
-  share = lax.erfc(-wide * jnp.array(0.5**0.5, wide.dtype)) / 2
   density = jnp.exp(-wide * wide / 2) * jnp.array((2 * jnp.pi) ** -0.5, wide.dtype)
-  return gelu(x), (tangent * (share + wide * density).astype(x.dtype))
+  slope = _normal_share(wide) + wide * density
+  return gelu(x), tangent * slope.astype(x.dtype)
+
+
+def _normal_share(x: jax.Array) -> jax.Array:
+  """The share of the standard normal distribution that is below x."""
+  return (1 + lax.erf(x * jnp.array(0.5**0.5, x.dtype))) / 2

@@ -14,6 +14,7 @@ from jax import lax
 
 from jaxscale.collectives import vary
 from jaxscale.errors import ConfigError
+from jaxscale.mesh import on_cpu
 from jaxscale.models.attention import attention
 from jaxscale.models.stack import REMAT, Layer, Ops, Stack, Totals
 from jaxscale.parallel import sequence
@@ -21,6 +22,9 @@ from jaxscale.parallel.fsdp_gather import gather_params, save_all_but_gathered
 from jaxscale.parallel.layout import Layout, pair_shards
 from jaxscale.parallel.pipeline import gpipe, one_f_one_b, split_micros, stage_micros
 from jaxscale.parallel.tensor import tensor_ops
+
+_FEW_LAYERS = 6
+_SPLIT = {"model", "stage"}  # axes along which a layer, or what runs it, is split
 
 
 class PipelineGrads(NamedTuple):
@@ -135,9 +139,22 @@ def _layers(stack: Stack, layout: Layout, remat: str) -> Any:
     run = jax.checkpoint(layer, policy=save_all_but_gathered, prevent_cse=False)
 
   def run_layers(layers, h):
-    return lax.scan(lambda h, w: (run(w, h), None), h, layers)[0]
+    count = len(jax.tree.leaves(layers)[0])
+    written_out = count if _is_written_out(layout, remat, count) else 1
+    return lax.scan(lambda h, w: (run(w, h), None), h, layers, unroll=written_out)[0]
 
   return run_layers
+
+
+def _is_written_out(layout: Layout, remat: str, layers: int) -> bool:
+  """Whether layers are written out one after another, not in a loop.
+
+  On CPUs, where a loop also clears and copies all that is kept for the backward pass:
+  of a step of configs/text.py a sixth. Each layer takes its time to compile, so few
+  alone; not where a loop is what keeps XLA from undoing rematerialisation.
+  """
+  is_whole = layout.shard == "none" and set(layout.mesh.axis_names).isdisjoint(_SPLIT)
+  return on_cpu(layout.mesh) and is_whole and remat == "none" and layers <= _FEW_LAYERS
 
 
 def _can_skip(layout: Layout) -> bool:

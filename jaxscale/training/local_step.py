@@ -39,7 +39,7 @@ from jaxscale.collectives.cpu_workarounds import one_at_a_time
 from jaxscale.errors import ConfigError
 from jaxscale.exchange import Exchange
 from jaxscale.exchange.local import LocalUpdate, reset_momentum
-from jaxscale.mesh import replicated
+from jaxscale.mesh import on_cpu, replicated
 from jaxscale.training import nan_guard
 from jaxscale.training import step as steps
 from jaxscale.training.state import TrainState, WorkerState, state_shardings
@@ -152,13 +152,13 @@ def _make_worker_update(loss_fn, tx, mesh, within, micros, is_guarded):
     (worker, batch, key) -> (worker, totals, norm of its gradient, codes of what the
     device found, () without `is_guarded`).
   """
-  axes, on_cpu = mesh.axis_names, steps.on_cpu(mesh)
+  axes, is_cpu = mesh.axis_names, on_cpu(mesh)
 
   def update(worker: WorkerState, batch, key):
     keys = steps.row_keys(key, batch, axes)
     sum_grads = jax.named_scope("gradients")(steps.sum_grads)
     grads, model_state, totals = sum_grads(
-      loss_fn, worker.params, worker.model_state, batch, keys, micros, unroll=on_cpu
+      loss_fn, worker.params, worker.model_state, batch, keys, micros, unroll=is_cpu
     )
     codes: Any = ()
     if is_guarded:
@@ -186,7 +186,7 @@ def _make_worker_update(loss_fn, tx, mesh, within, micros, is_guarded):
     is_good = jnp.isfinite(loss) & jnp.isfinite(norm)
     totals["loss"] = jnp.where(is_good, totals["loss"], jnp.nan)
     skipped = worker._replace(opt_state=nan_guard.count_steps(worker.opt_state))
-    worker = nan_guard.if_good(is_good, move, lambda: skipped, branch=on_cpu)
+    worker = nan_guard.if_good(is_good, move, lambda: skipped, branch=is_cpu)
     return worker, totals, norm, codes
 
   return update

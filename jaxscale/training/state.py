@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxscale.collectives.cpu_workarounds import one_at_a_time
 from jaxscale.exchange import Exchange
 from jaxscale.exchange.local import LocalUpdate, reset_momentum
-from jaxscale.mesh import replicated
+from jaxscale.mesh import on_cpu, replicated
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.parallel import layout as layouts
 from jaxscale.parallel.layout import Layout
@@ -222,7 +222,6 @@ def make_init(
   # that is set in XLA_FLAGS counts.
   level = "xla_backend_optimization_level"
   is_set = level in os.environ.get("XLA_FLAGS", "")
-  on_cpu = mesh.devices.flat[0].platform == "cpu"
-  options = {level: 1} if on_cpu and not is_set else None
+  options = {level: 1} if on_cpu(mesh) and not is_set else None
   where: Any = state_shardings(mesh, layout, tx, average=average)
   return jax.jit(init, out_shardings=where, compiler_options=options)

@@ -31,7 +31,7 @@ from jaxscale.collectives import vary
 from jaxscale.collectives.cpu_workarounds import one_at_a_time
 from jaxscale.collectives.typed import varying
 from jaxscale.exchange import Exchange, plain
-from jaxscale.mesh import batch_axes, replicated
+from jaxscale.mesh import batch_axes, on_cpu, replicated
 from jaxscale.parallel import layout as layouts
 from jaxscale.parallel.layout import Layout
 from jaxscale.parallel.layout_exchange import exchange_axes, make_layout_exchange
@@ -285,11 +285,6 @@ def observed(opt_state: Any, observe: Callable[[Any], Metrics] | None) -> Metric
   rate = optim.learning_rate(opt_state)
   found = {} if rate is None else {"learning_rate": rate}
   return found if observe is None else found | observe(opt_state)
-
-
-def on_cpu(mesh: Mesh) -> bool:
-  """Whether its devices are CPUs."""
-  return mesh.devices.flat[0].platform == "cpu"
 
 
 def sum_totals(totals: Totals, axes: tuple[str, ...]) -> Totals:

@@ -10,8 +10,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.collectives.cpu_workarounds import numbered, one_at_a_time
-from jaxscale.mesh import make_mesh
+from jaxscale.mesh import batch_axes, make_mesh
+from jaxscale.models.attention import rotate
+from jaxscale.parallel import layout as layouts
+from jaxscale.parallel import make_layout, stack_loss
 from jaxscale.run.session import set_cpu_threads
+from support.tiny_stack import RULES, batch, tiny_stack
 
 
 @pytest.fixture
@@ -105,3 +109,53 @@ def test_functions_are_compiled_once_a_shape_and_place():
 def test_a_device_alone_is_left_alone():
   function = jax.jit(jnp.sin)
   assert one_at_a_time(function, make_mesh(devices=jax.devices()[:1])) is function
+
+
+def test_the_angles_of_rotary_positions_are_turned_to_cos_and_sin_once():
+  def scores(q, k, turn):
+    places = jnp.arange(16)
+    return jnp.einsum("bthd,bshd->bhts", turn(q, places), turn(k, places))
+
+  def written(x, places):
+    rates = (100.0 ** (-np.arange(4) / 4)).astype(np.float32)
+    angles = places.astype(np.float32)[:, None, None] * rates
+    a, b = jnp.split(x, 2, axis=-1)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+  q, k = np.random.default_rng(0).normal(size=(2, 3, 16, 2, 8)).astype(np.float32)
+  found = []
+  for turn in (written, lambda x, places: rotate(x, places, 100.0)):
+    compiled = jax.jit(lambda q, k, turn=turn: scores(q, k, turn)).lower(q, k).compile()
+    found.append((compiled(q, k), compiled.as_text().count(" cosine(")))
+  (expected, again), (rotated, once) = found
+  np.testing.assert_allclose(rotated, expected, rtol=1e-5, atol=1e-5)
+  assert once == 1
+  assert again > 1, "XLA does it: delete what we do"
+
+
+@pytest.mark.parametrize(
+  ("is_loop", "layers", "remat", "axes", "shard"),
+  [
+    (False, 3, "none", {}, "none"),
+    (True, 3, "full", {}, "none"),
+    (True, 7, "none", {}, "none"),
+    (True, 3, "none", {"model": 2}, "none"),
+    (True, 3, "none", {"fsdp": 2}, "fsdp"),
+  ],
+)
+def test_few_layers_that_are_whole_are_written_out(is_loop, layers, remat, axes, shard):
+  mesh = make_mesh(devices=jax.devices()[:2], **axes)
+  stack = tiny_stack(num_layers=layers)
+  shapes = jax.eval_shape(stack.init, jax.random.key(0))
+  layout = make_layout(mesh, shapes, RULES, shard=shard)
+  loss_fn = stack_loss(stack, layout, remat=remat)
+
+  def loss(params, batch):
+    params = layouts.pair_shards(*layouts.shards_and_full(params, layout))
+    return jax.lax.psum(loss_fn(params, {}, batch, None)[0], layout.token_axes)
+
+  specs = layout.param_specs, P(batch_axes(mesh))
+  whole = jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=P())
+  lowered = jax.jit(whole).lower(shapes, batch(0, mesh))
+  assert ("stablehlo.while" in lowered.as_text()) == is_loop

@@ -112,8 +112,8 @@ def test_a_layer_adds_a_shard_to_the_memory_and_not_itself():
 
 def test_what_entered_is_not_kept_without_remat():
   # All that a layer's backward pass wants else (models.stack): some 30 of its
-  # inputs, and attention's scores three times.
-  kept = 30 * 4 * ROWS // N * TOKENS * WIDTH + 3 * 8 * TOKENS**2 * 4
+  # inputs, and attention's weights.
+  kept = 30 * 4 * ROWS // N * TOKENS * WIDTH + 8 * TOKENS**2 * 4
   assert slope(remat="none") <= 3 * 4 * OF_LAYER / N + kept
 
 

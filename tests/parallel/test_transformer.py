@@ -353,6 +353,15 @@ def test_half_precision_is_near():
   assert loss.dtype == jnp.float32
 
 
+def written_attention(q, k, v, *, causal):
+  """As JAX differentiates it."""
+  k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+  scores = jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(q.shape[-1])
+  sees = np.tri(*scores.shape[-2:], dtype=bool) | (not causal)
+  weights = jax.nn.softmax(jnp.where(sees, scores, -jnp.inf))
+  return jnp.einsum("bhts,bshd->bthd", weights, v)
+
+
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_is_what_the_equation_says(heads, groups, causal):
@@ -361,6 +370,12 @@ def test_attention_is_what_the_equation_says(heads, groups, causal):
   k, v = rng.normal(size=(2, 2, 5, groups, 8)).astype(np.float32)
   out = attention.attention(q, k, v, causal=causal)
   np.testing.assert_allclose(out, np_attention(q, k, v, causal), 1e-5, 1e-6)
+  found, expected = (
+    jax.vjp(functools.partial(by, causal=causal), q, k, v)[1](out)
+    for by in (attention.attention, written_attention)
+  )
+  for a, b in zip(found, expected, strict=True):
+    np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
   if causal:  # the last two, with room for more behind them
     room = [np.pad(x, ((0, 0), (0, 3), (0, 0), (0, 0))) for x in (k, v)]
     room[0][:, 5:] = 100.0
