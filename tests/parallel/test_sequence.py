@@ -164,7 +164,7 @@ def test_memory_of_a_ring_grows_with_the_tokens():
   """Not with their square, and there are no copies of all keys."""
   short, long = temporary("ring, 16 keys", 512), temporary("ring, 16 keys", 2048)
   assert long < 4.1 * short
-  assert temporary("all_to_all", 2048) > 40 * long
+  assert temporary("all_to_all", 2048) > 25 * long
   # Of a device, in float32: a block's scores and three arrays like them; a token's
   # q, k, v, output, their gradients, and as much again.
   own = 2048 // MESH["model"]
