@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from others.packages import timm, torch, torchvision, transformers
 from support.compiling import fast_compile_env
 from support.paths import ROOT
