@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import sys
 from types import SimpleNamespace
 
@@ -26,6 +27,15 @@ def get_config():
   )
 """
 PARAMETERS_OF_LAYER = 4 * 32 * 32 + 3 * 32 * 64 + 2 * 32
+
+
+@pytest.fixture(autouse=True)
+def environment():
+  """As it was: the command sets variables of its process, which ends with it."""
+  before = dict(os.environ)
+  yield
+  os.environ.clear()
+  os.environ.update(before)
 
 
 def here(limit, count=8):
