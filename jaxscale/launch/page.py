@@ -5,7 +5,6 @@ It loads nothing: pictures are in it, so that the file can be sent to a colleagu
 
 from __future__ import annotations
 
-import re
 import statistics
 import tempfile
 import time
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 from jaxscale.errors import ConfigError
 from jaxscale.files import read_json, read_json_lines, replace_text
 from jaxscale.launch import folder as folders
-from jaxscale.launch.scaling_report import Report
+from jaxscale.launch.scaling_report import Report, flat
 from jaxscale.metrics import plot_metrics, read_metrics, text
 from jaxscale.run import provenance
 from jaxscale.run.goodput import CATEGORIES, Goodput, goodput, read_activities
@@ -125,7 +124,7 @@ def _sections(run: RunRecord, is_alone: bool) -> Iterable[str]:
   yield "<h3>Starts</h3>" + _starts(run)
   described = read_json(run.workdir / "config.json", {"config": {}})
   config = described["config"] if described else {}
-  settings = [[name, str(value)] for name, value in _flat(config)]
+  settings = [[_without_class(name), str(v)] for name, v in flat(config).items()]
   yield _folded("Settings", text.html_table([], settings, left=(0, 1)))
   yield _folded("Environment of the last start", _environment(run.workdir))
 
@@ -231,7 +230,7 @@ def _environment(workdir: Path) -> str:
   last = dict(lines[-1])
   command, packages = last.pop("command"), last.pop("packages", {})
   last.pop("time", None)
-  rows = [[name, str(value)] for name, value in _flat(last) if value not in (None, [])]
+  rows = [[name, str(v)] for name, v in flat(last).items() if v not in (None, [])]
   known = packages.items() if isinstance(packages, dict) else ()
   versions = " ".join(f"{name}=={version}" for name, version in known)
   return (
@@ -240,15 +239,9 @@ def _environment(workdir: Path) -> str:
   )
 
 
-def _flat(node: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
-  """The settings in a JSON object, as a.b and its value; a class stands for itself."""
-  for name, value in node.items() if isinstance(node, dict) else ():
-    if isinstance(value, dict) and value:
-      yield from _flat(value, f"{prefix}{name}.")
-    elif name == "class":
-      yield re.sub(r"\.$", "", prefix) or "Config", value
-    else:
-      yield prefix + name, value
+def _without_class(name: str) -> str:
+  """The name of a setting whose value is a class: of the whole config, Config."""
+  return "Config" if name == "class" else name.removesuffix(".class")
 
 
 def _folded(title: str, content: str) -> str:

@@ -155,12 +155,12 @@ def law(kind: Kind, serial: float, n: float) -> float:
   return n - serial * (n - 1)
 
 
-def _flat(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
   """A tree of settings by dotted name."""
   found = {}
   for name, value in node.items():
     is_leaf = not isinstance(value, Mapping)
-    found |= {prefix + name: value} if is_leaf else _flat(value, f"{prefix}{name}.")
+    found |= {prefix + name: value} if is_leaf else flat(value, f"{prefix}{name}.")
   return found
 
 
@@ -168,18 +168,18 @@ def _check_same(runs: Sequence[MeasuredRun]) -> list[str]:
   """Refuse runs that are not one study; allowed differences, as notes."""
   kind = min({r.kind for r in runs} - {""}, default="")  # "": not on record yet
   others = ({"training examples": r.num_train, "devices": r.kind or kind} for r in runs)
-  flat = [_flat(r.config) | other for r, other in zip(runs, others, strict=True)]
+  every = [flat(r.config) | other for r, other in zip(runs, others, strict=True)]
   noted = {}
-  for run, settings in zip(runs[1:], flat[1:], strict=True):
-    for name in {**flat[0], **settings}:
-      if (old := flat[0].get(name)) == (new := settings.get(name)):
+  for run, settings in zip(runs[1:], every[1:], strict=True):
+    for name in {**every[0], **settings}:
+      if (old := every[0].get(name)) == (new := settings.get(name)):
         continue
       if not {name, name.split(".")[0]} & {*_MAY_DIFFER}:
         text = f"{runs[0].name} and {run.name} differ in {name} ({old!r} and {new!r}), "
         text += "so they are not a scaling study; give runs of one config"
         raise ConfigError(text)
       if name in _NOTED:
-        pairs = zip(runs, flat, strict=True)
+        pairs = zip(runs, every, strict=True)
         noted[name] = [f"{s.get(name)} ({r.name})" for r, s in pairs]
   for name in runs[0].versions:
     values = dict.fromkeys(str(r.versions.get(name)) for r in runs)

@@ -251,7 +251,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     "compile_seconds": round(plan.seconds, 1),
     "memory": plan.fit.memory._asdict() if plan.fit.memory else None,
     "memory_limit": plan.fit.limit,
-    "sent": _sent(plan),
+    "sent": sent(plan),
     "step": _step_json(plan.step),
     "mfu": plan.mfu,
     "flops_per_parameter": plan.ratio,
@@ -272,7 +272,7 @@ def _step_json(step: Step) -> dict[str, Any]:
   return step._asdict() | {"rate": step.rate, "efficiency": step.efficiency}
 
 
-def _sent(plan: Plan) -> list[dict[str, Any]]:
+def sent(plan: Plan) -> list[dict[str, Any]]:
   """Bytes of a device and step, by collective and axes."""
   sums: dict[tuple[str, str], list[float]] = {}
   for row in plan.collectives:

@@ -55,7 +55,7 @@ def _memory(plan: Plan) -> str:
 def _sent(plan: Plan) -> str:
   rows = [
     (r["collective"], r["axes"], f"{r['times']:,}", f"{r['bytes'] / 1e6:,.1f}")
-    for r in plans.as_json(plan)["sent"]
+    for r in plans.sent(plan)
   ]
   if not rows:
     return "communication: none"
