@@ -87,7 +87,9 @@ entry()
 
 
 def environment(devices: int, **more: str) -> dict[str, str]:
-  env = {k: v for k, v in os.environ.items() if "COMPILATION_CACHE" not in k}
+  # Python keeps its bytecode, as it does for users, whatever this shell has set.
+  unset = "JAX_COMPILATION_CACHE_DIR", "PYTHONDONTWRITEBYTECODE"
+  env = {k: v for k, v in os.environ.items() if k not in unset}
   return env | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)} | more
 
 

@@ -52,6 +52,13 @@ def default_workdir(config: str) -> str:
 
 def run(args: Namespace) -> int | None:
   """Train, and print in one line how it ended."""
+  from jaxscale.run.gc_pause import paused_gc
+
+  with paused_gc():
+    return _run(args)
+
+
+def _run(args: Namespace) -> int | None:
   from jaxscale import cluster
   from jaxscale.config.loading import load_config
   from jaxscale.run.session import open_session, report_stop

@@ -18,6 +18,7 @@ from jaxscale.run import adaptive_batch
 from jaxscale.run.callbacks import Run, RunCallbacks
 from jaxscale.run.dump_hlo import dump_hlo
 from jaxscale.run.efficiency import read_program
+from jaxscale.run.gc_pause import resume_gc
 from jaxscale.run.reporter import Reporter
 from jaxscale.training import loop, replica_check
 from jaxscale.training.state import TrainState
@@ -75,6 +76,7 @@ def train_phases(
     if following not in compiled and not is_adaptive(experiment):
       after = build.at_phase(experiment, following)
       compiled[following] = after, compile_in_background(run, after)
+    resume_gc()
     state, step = loop.train(
       state,
       train_step,
