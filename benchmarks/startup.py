@@ -25,7 +25,7 @@ from pathlib import Path
 
 from common import report
 
-TURNS = 3
+TURNS = 7
 # Config, devices, and what makes the run short.
 RUNS = {
   "digits": ("configs/digits.py", 1, ["--config.epochs=3"]),

@@ -18,7 +18,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxscale import config as cfg
-from jaxscale import data, optim
+from jaxscale import data, models, optim
 from jaxscale.collectives.cpu_workarounds import one_at_a_time
 from jaxscale.config.choice import build, wrong_product
 from jaxscale.errors import ConfigError
@@ -336,7 +336,7 @@ def pass_over(state: TrainState, steps: int) -> TrainState:
 
 def _params(model: Model) -> Any:
   """Shapes and dtypes of the parameters."""
-  return jax.eval_shape(init_fn(model), jax.random.key(0))[0]
+  return models.init_shapes(init_fn(model))[0]
 
 
 def _check_paths(config: cfg.Config, model: Model) -> None:

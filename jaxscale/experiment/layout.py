@@ -41,7 +41,7 @@ def make_layout(config: cfg.Config, mesh: Mesh, model: Model) -> Layout | None:
     return None
   own = config.model.sharding()
   rules = tuple(Rule(*r) for r in own) if own else sharding_rules.OTHERS
-  shapes = jax.eval_shape(init_fn(model), jax.random.key(0))[0]
+  shapes = models.init_shapes(init_fn(model))[0]
   check_memory(config, mesh.devices.flat[0])
   half = config.dtype if config.dtype != "float32" else None
   _check_divides(config, mesh, shapes)

@@ -1,9 +1,11 @@
 """A Flax module as the two pure functions that the state and the step take."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 
 
@@ -73,3 +75,13 @@ def functions(
     return outputs, dict(updates)
 
   return ModelFns(init, apply)
+
+
+def init_shapes(init: Callable[[jax.Array], Any]) -> Any:
+  """Shapes and dtypes of what `init(key)` makes; not even a key is computed.
+
+  Example:
+    >>> init_shapes(jax.random.normal).shape
+    ()
+  """
+  return jax.eval_shape(init, jax.eval_shape(jax.random.key, 0))

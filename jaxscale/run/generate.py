@@ -32,6 +32,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.experiment.model import make_model
 from jaxscale.files import mismatch
 from jaxscale.models.cached import advance, empty_cache
+from jaxscale.models.flax_apply import init_shapes
 from jaxscale.models.stack import Stack
 from jaxscale.weights import config_json
 from jaxscale.weights.check import check_source
@@ -233,7 +234,7 @@ def _of_run(workdir: Path, prompt: str) -> _Source:
   stack = make_model(config, info)
   assert isinstance(stack, Stack), "what takes text is a stack"
   tokenizer = _tokenizer(workdir, config.data, info)
-  shapes = jax.eval_shape(stack.init, jax.random.key(0))
+  shapes = init_shapes(stack.init)
   found = load_params.newest_params(workdir, shapes)
   # surrogateescape: bytes of the command line that are no UTF-8 stay what they are.
   document = tokenizer.encode([prompt.encode("utf-8", "surrogateescape")])
@@ -279,7 +280,7 @@ def _of_folder(
   def check(naming, names):
     notes.extend(check_source(folder, naming, names, settings, info))
 
-  into = jax.eval_shape(stack.init, jax.random.key(0))
+  into = init_shapes(stack.init)
   params = weights.import_safetensors(
     folder, into, naming="huggingface", num_classes=words, check=check
   ).params

@@ -44,7 +44,7 @@ def training_flops(model: models.ModelFns | models.Stack, batch: Any) -> int:
   # On GPUs attention is one opaque call; its plain form has products to count.
   ops = Ops(attend=functools.partial(attention, implementation="xla"))
 
-  state = jax.eval_shape(model.init, jax.random.key(0))  # Flax computes outputs there
+  state = models.init_shapes(model.init)  # Flax computes outputs there
 
   def forward(state, batch):
     if isinstance(model, models.Stack):

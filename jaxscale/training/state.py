@@ -156,7 +156,7 @@ def abstract_state(*parts: Any, **options: Any) -> TrainState:
 
 def shapes_of(init: Any) -> TrainState:
   """The same of what `make_init` made."""
-  return init.eval_shape(jax.random.key(0), {})
+  return init.eval_shape(jax.eval_shape(jax.random.key, 0), {})
 
 
 def make_init(

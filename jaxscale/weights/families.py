@@ -67,7 +67,7 @@ def _resnet(stored: Mapping[str, Shape]) -> _Found:
   options: Any = {"num_classes": stored["fc.weight"][0], "width": width, "stem": stem}
   module = models.make_resnet(depth, **options)
   init = models.functions(module, (32, 32, channels)).init
-  params, state = jax.eval_shape(init, jax.random.key(0))
+  params, state = models.init_shapes(init)
   text = f"ResNet(depth={depth}, width={width}, stem={stem!r})"
   return text, {"params": params, **state}
 
@@ -87,7 +87,7 @@ def _vit(stored: Mapping[str, Shape]) -> _Found:
   options: Any = {"image_shape": shape, "num_classes": classes, "num_heads": 1}
   stack = models.make_vit(**options, **sizes)
   text = f"ViT({_text(sizes)}) and images of {side * patch} pixels"
-  return text, {"params": jax.eval_shape(stack.init, jax.random.key(0))}
+  return text, {"params": models.init_shapes(stack.init)}
 
 
 def _transformer(stored: Mapping[str, Shape]) -> _Found:
@@ -106,7 +106,7 @@ def _transformer(stored: Mapping[str, Shape]) -> _Found:
   options: Any = {"vocab_size": vocab_size, "head_width": each, "pad_vocab_to": 1}
   stack = models.make_transformer(**options, **heads, **sizes)
   text = f"Transformer({_text(sizes)}) and {vocab_size} words"
-  return text, {"params": jax.eval_shape(stack.init, jax.random.key(0))}
+  return text, {"params": models.init_shapes(stack.init)}
 
 
 def _theirs(naming: str, member: str, stored: Mapping[str, Shape]) -> dict[str, Shape]:
