@@ -145,15 +145,15 @@ class Experiment:
     return step.lower(abstract or self.abstract_state(), self.abstract_batch())
 
   def compile_train_step(
-    self, abstract: TrainState | None = None, turn: Turn | None = None
+    self, lowered: Any = None, turn: Turn | None = None
   ) -> TrainStep:
     """The train step, compiled ahead of its first call.
 
     Args:
-      abstract: what `abstract_state` gave, if you have it already.
+      lowered: what `lower_train_step` gave, if you have it already.
       turn: entered to compile it, once it is lowered; None: any time will do.
     """
-    lowered = self.lower_train_step(abstract)
+    lowered = lowered or self.lower_train_step()
     with turn or contextlib.nullcontext():
       return one_at_a_time(lowered.compile(), self.mesh)
 

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import os
 import time
+from concurrent import futures
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -178,15 +179,20 @@ def _begin(
   newest = checkpoints.newest()
   experiment = build.at_phase(experiment, phase_at(experiment, newest))
   abstract = experiment.abstract_state()
-  # XLA compiles the step while the main thread restores the state.
+  # XLA compiles the step while the main thread makes or restores the state.
   compiled: Compiled = {}
+  lowering = None
   if newest < experiment.derived.total_steps:
     data.check_readable(experiment.train_data)
-    compiling = compile_in_background(run, experiment, abstract)
+    lowering = in_background(lambda: experiment.lower_train_step(abstract))
+    compiling = compile_in_background(run, experiment, lowering)
     compiled[experiment.phase] = experiment, compiling
   state = checkpoints.restore(abstract, experiment.exchange.resize)
   if state is None:
-    state = experiment.init_state(_print, run.programs.turn())
+    turn = run.programs.turn()
+    if lowering is not None:  # two threads that trace are slower than one
+      futures.wait([lowering])
+    state = experiment.init_state(_print, turn)
   start, end = int(state.step), experiment.derived.total_steps
   if start > end:  # config.json, which shows that it is another run, is gone
     raise ConfigError(

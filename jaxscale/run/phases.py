@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from jaxscale import cluster, data, metrics
 from jaxscale.cluster.watch.stop_consensus import StopRequested
@@ -191,11 +191,21 @@ def phase_at(experiment: build.Experiment, step: int) -> Phase:
 
 
 def compile_in_background(
-  run: Run, experiment: build.Experiment, abstract: TrainState | None = None
+  run: Run, experiment: build.Experiment, lowering: Future[Any] | None = None
 ) -> Future[TrainStep]:
-  """The train step of this phase; the main threads of all processes start it."""
+  """The train step of this phase; the main threads of all processes start it.
+
+  Args:
+    run: whose programs it is among.
+    experiment: at the phase.
+    lowering: of `lower_train_step`, if it has begun.
+  """
   turn = run.programs.turn()
-  return in_background(lambda: experiment.compile_train_step(abstract, turn))
+
+  def compile_step():
+    return experiment.compile_train_step(lowering and lowering.result(), turn)
+
+  return in_background(compile_step)
 
 
 def in_background(function: Callable[[], T]) -> Future[T]:
