@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str):
+  if name != "__all__" and not name[:1].isupper():  # a module: no reason to load all
+    raise AttributeError(f"module 'jaxscale.config' has no attribute {name!r}")
   homes = [importlib.import_module(home) for home in dict.fromkeys(HOMES.values())]
   if name == "__all__":
     own = [n for n in globals() if n[0].isupper() and not n.isupper()]
