@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -131,7 +132,7 @@ def run_init(
   """The same by what `make_init` made.
 
   Args:
-    init: (key, leaves that are given) -> the state.
+    init: (seed, leaves that are given) -> the state.
     mesh: where the state lives.
     seed: of the parameters.
     given: as of `init_state`.
@@ -139,7 +140,7 @@ def run_init(
   """
   # Sharded, it may have collectives: no step may start while it runs.
   init = one_at_a_time(init, mesh)
-  arguments = jax.random.key(seed), given or {}
+  arguments = np.int64(seed), given or {}  # as jax.random.key takes an int
   lowered = init.lower(*arguments)
   with turn or contextlib.nullcontext():
     compiled = one_at_a_time(lowered.compile(), mesh)
@@ -156,7 +157,7 @@ def abstract_state(*parts: Any, **options: Any) -> TrainState:
 
 def shapes_of(init: Any) -> TrainState:
   """The same of what `make_init` made."""
-  return init.eval_shape(jax.eval_shape(jax.random.key, 0), {})
+  return init.eval_shape(np.int64(0), {})
 
 
 def make_init(
@@ -170,7 +171,7 @@ def make_init(
   noise_scale: bool = False,
   local: LocalUpdate | None = None,
 ) -> jax.stages.Wrapped:
-  """(key, leaves that are given) -> the state before the first step, jitted.
+  """(seed, leaves that are given) -> the state before the first step, jitted.
 
   Args:
     init_fn: key -> (params, model_state).
@@ -198,9 +199,10 @@ def make_init(
     grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     return make_layout_exchange(exchange, layout).init(grads)
 
-  def init(key, given):
+  def init(seed, given):
+    made = init_fn(jax.random.key(seed))  # in here: no programs of their own for a key
     params, model_state = jax.tree.map_with_path(
-      lambda path, x: given.get(path_name(path), x), init_fn(key)
+      lambda path, x: given.get(path_name(path), x), made
     )
     opt_state, own = tx.init(params), exchange_state(params)
     if local is not None:

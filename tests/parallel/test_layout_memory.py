@@ -189,7 +189,7 @@ def test_no_device_makes_the_whole_state():
   mesh = make_mesh(data=1, fsdp=N)
   stack = model(16)
   layout = layout_of(stack, mesh, shard="fsdp")
-  lowered = make_init(*parts(stack, layout), layout=layout).lower(jax.random.key(0), {})
+  lowered = make_init(*parts(stack, layout), layout=layout).lower(0, {})
   memory = memory_of(lowered.compile(QUICK))
   held = 12 * num_params(16) / N
   assert memory.outputs == pytest.approx(held, rel=0.02)
