@@ -1,13 +1,14 @@
 """A training step on CPU: ours, and PyTorch's of timm and transformers, in turns.
 
     .venv-others/bin/python benchmarks/cpu_steps.py [--turns 5] [--only text,vit]
-        [--before CHECKOUT] [--one-core]
+        [--before CHECKOUT] [--other PYTHON] [--one-core]
 
 `make others` makes that environment. Each model trains with random numbers, here and by
 PyTorch eager with the same sizes and the same kind of optimizer, on one core and then
 on all. The sides are processes that live through the run and step one after the
 other; the first steps of each, which compile, are left out. `before` is another
-checkout of this repository, as `git worktree add CHECKOUT COMMIT` makes it.
+checkout of this repository, as `git worktree add CHECKOUT COMMIT` makes it. `other` is
+this one with the JAX of another environment, whose interpreter is given.
 Milliseconds are of a step, the median of the turns: processor time, and wall time,
 which on a busy machine says less; and there the threads of PyTorch wait for each other
 in loops, so that only `--one-core` is of use. `speed` is theirs / ours of processor
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -137,19 +139,19 @@ def answer(side: str, name: str) -> None:
   serve({"steps": lambda count: seconds_of(step, lambda: None, count)})
 
 
-def started(side: str, path: str, name: str, cores: set[int]) -> Side:
-  """A process of one side, of this checkout, on these cores."""
-  command = [sys.executable, __file__, "--side", side, "--only", name]
+def started(side: str, python: str, path: str, name: str, cores: set[int]) -> Side:
+  """A process of one side, by an interpreter, of a checkout, on these cores."""
+  command = [python, __file__, "--side", side, "--only", name]
   env = os.environ | {"JAX_PLATFORMS": "cpu", "NPROC": str(len(cores))}
   env["PYTHONPATH"] = path
   return Side(command, env=env, preexec_fn=lambda: os.sched_setaffinity(0, cores))
 
 
 def compare(
-  name: str, cores: set[int], turns: int, count: int, paths: dict[str, str]
+  name: str, cores: set[int], turns: int, count: int, of: dict[str, tuple[str, str]]
 ) -> dict[str, Any]:
-  """Medians of all sides, whose checkouts are given."""
-  sides = {side: started(side, path, name, cores) for side, path in paths.items()}
+  """Medians of all sides, whose interpreters and checkouts are given."""
+  sides = {side: started(side, *where, name, cores) for side, where in of.items()}
   took = {side: [] for side in sides}
   for process in sides.values():
     process.wait_ready(TIMEOUT_S)
@@ -171,9 +173,10 @@ def compare(
 
 def main() -> None:
   parser = argparse.ArgumentParser()
-  sides = ("ours", "theirs", "before")
+  sides = ("ours", "theirs", "before", "other")
   parser.add_argument("--side", choices=sides, help=argparse.SUPPRESS)
   parser.add_argument("--before", help="another checkout of this repository")
+  parser.add_argument("--other", metavar="PYTHON", help="of another environment")
   parser.add_argument("--only", default=",".join(SIZES), help="models, by commas")
   parser.add_argument("--one-core", action="store_true")
   parser.add_argument("--turns", type=int, default=5)
@@ -184,18 +187,23 @@ def main() -> None:
     return
   everywhere = sorted(os.sched_getaffinity(0))
   here = str(Path(__file__).resolve().parent.parent)
-  paths = {"ours": here, "theirs": here}
+  of = {side: (sys.executable, here) for side in ("ours", "theirs")}
   if args.before:
-    paths["before"] = str(Path(args.before).resolve())
+    of["before"] = sys.executable, str(Path(args.before).resolve())
+  if args.other:
+    of["other"] = args.other, here
   rows = []
   one = {everywhere[0]}
   for cores in [one] if args.one_core else [one, set(everywhere)]:
     for name in args.only.split(","):
-      rows.append(compare(name, cores, args.turns, args.steps, paths))
+      rows.append(compare(name, cores, args.turns, args.steps, of))
       print(rows[-1], file=sys.stderr, flush=True)
   from common import report
 
   versions: Any = {n: metadata.version(n) for n in ("torch", "timm", "transformers")}
+  if args.other:
+    ask = "from importlib.metadata import version; print(version('jax'), end='')"
+    versions["other_jax"] = subprocess.check_output([args.other, "-c", ask], text=True)
   report("cpu_steps", rows=rows, turns=args.turns, steps=args.steps, **versions)
 
 
