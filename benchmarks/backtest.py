@@ -30,198 +30,21 @@ import statistics
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
 
 from common import report
+from published import MODELS, ROWS, Row
 
-from jaxscale import config as cfg
 from jaxscale.planning.fits import Fit
-from jaxscale.planning.machine import Machine, rates_of
+from jaxscale.planning.machine import rates_of
 from jaxscale.planning.step_plan import Compiled, Step, compile_step, step_on
 from jaxscale.planning.timeline import Program
 from jaxscale.planning.topologies import CHIPS, Memory, find_chips
 
 ROOT = Path(__file__).parent.parent
 KEPT = ROOT / "runs" / "backtest"
-IMAGENET = cfg.Synthetic(num_examples=1_281_167, image_size=224, num_classes=1000)
-
-
-SGD = cfg.SGD(lr=0.1, momentum=0.9, weight_decay=1e-4)
-
-
-class Row(NamedTuple):
-  """A published result.
-
-  Attributes:
-    name: of the system.
-    model: a key of `MODELS`.
-    chip: a name in chips.toml.
-    devices: as JAX counts them.
-    rows: of a device, examples.
-    rate: examples/s of all devices, or tokens/s of language models; None: not given.
-    efficiency: against `base` devices; None: not given.
-    base: devices that the efficiency is relative to.
-    overlap: "backward" where gradients are sent during the backward pass.
-    use: "choose" or "held-out".
-    tag: "read" or "recalled".
-    source: of the numbers.
-    machine: what is known of the machine.
-    per_example: what `rate` counts in an example, tokens say.
-  """
-
-  name: str
-  model: str
-  chip: str
-  devices: int
-  rows: int
-  rate: float | None
-  efficiency: float | None
-  base: int
-  overlap: Any
-  use: str
-  tag: str
-  source: str
-  machine: Machine | None = None
-  per_example: int = 1
-
-
-def images(model: Any, dtype: Any, data: Any = IMAGENET):
-  """Makes a config of so many rows on so many devices."""
-
-  def make(rows: int, devices: int) -> cfg.Config:
-    return cfg.Config(
-      model=model, data=data, optimizer=SGD, batch_size=rows * devices, epochs=1,
-      dtype=dtype,
-    )  # fmt: skip
-
-  return make
-
-
-def llama(rows: int, devices: int) -> cfg.Config:
-  """Llama 3.1 8B with fully sharded parameters."""
-  return cfg.Config(
-    model=cfg.Transformer(
-      num_layers=32, width=4096, num_heads=32, num_kv_heads=8, hidden=14_336
-    ),
-    data=cfg.TextFiles(path="c4", vocab_size=128_256, sequence_length=8192),
-    optimizer=cfg.AdamW(lr=3e-4), batch_size=rows * devices, epochs=1, dtype="bfloat16",
-    mesh=cfg.Mesh(data=1, fsdp=-1), layout=cfg.Layout(shard="fsdp", remat="dots"),
-  )  # fmt: skip
-
-
-IMAGENET_22K = cfg.Synthetic(num_examples=7_500_000, image_size=224, num_classes=21_841)
-ALEXNET = cfg.Synthetic(num_examples=1_281_167, image_size=227, num_classes=1000)
-# Key: (config of rows and devices, chips to compile for, rows of the programs).
-MODELS: dict[str, tuple[Any, str, tuple[int, ...]]] = {
-  "resnet50 float32": (images(cfg.ResNet(depth=50), "float32"), "h100-16", (32, 128)),
-  "resnet50 bfloat16": (images(cfg.ResNet(depth=50), "bfloat16"), "h100-16", (64, 192)),
-  "resnet101 float32": (images(cfg.ResNet(depth=101), "float32"), "h100-16", (64,)),
-  "resnet101 22k": (
-    images(cfg.ResNet(depth=101), "float32", IMAGENET_22K), "h100-16", (20,)
-  ),
-  "llama 8B on 8": (llama, "h100-8", (2,)),
-  "llama 8B on 128": (llama, "h100-128", (2,)),
-  "resnet50 v3": (images(cfg.ResNet(depth=50), "bfloat16"), "v3-16", (8, 16)),
-  "resnet50 v4": (images(cfg.ResNet(depth=50), "bfloat16"), "v4-16", (8,)),
-  "resnet50 knl": (images(cfg.ResNet(depth=50), "float32"), "knl-8", (16, 64)),
-  "alexnet knl": (
-    images(cfg.AlexNet(batch_norm=True), "float32", ALEXNET),
-    "knl-8", (64,),
-  ),
-}  # fmt: skip
-
-NVIDIA = "NVIDIA/DeepLearningExamples, MxNet/Classification/RN50v1.5/README.md"
-TITAN = "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
-MLPERF = "mlcommons/training_results_{}, log of the run"
-# Grand Teton: HBM2e, 2.4 TB/s, 400 Gb/s a GPU; 500 W of the 700 that the peak is at.
-TETON = Machine(bandwidth=2.4e12)
-ABCI = Machine(per_node=4, network_link=6.25e9)  # recalled: 2 x 100 Gb/s for 4 GPUs
-MINSKY = Machine(per_node=4, network_link=3.125e9)  # recalled: 100 Gb/s for 4 GPUs
-BIG_BASIN = Machine(per_node=8, network_link=0.78e9)  # recalled: 50 Gb/s for 8 GPUs
-UBER = Machine(
-  per_node=4, network_link=0.78e9, node_link=12e9
-)  # 25 Gb/s; PCIe recalled
-MN1 = Machine(
-  per_node=8, network_link=1.75e9, node_link=12e9
-)  # 2 x 56 Gb/s; PCIe recalled
-DGX2 = Machine(per_node=16)
-EPOCH = 1_281_167
-
-
-def nvidia(name, model, chip, devices, rows, rate, efficiency, use, machine=None):
-  return Row(
-    name, model, chip, devices, rows, rate, efficiency, 1, "backward", use, "read",
-    NVIDIA, machine,
-  )  # fmt: skip
-
-
-TF = "tensorflow.org/performance/benchmarks (2017), synthetic, batch 64 a GPU"
-F32, BF16 = "resnet50 float32", "resnet50 bfloat16"
-ROWS = [
-  # One node: rates, and the efficiency inside it.
-  Row("TensorFlow, P100", F32, "p100", 1, 64, 219, None, 1, "backward", "choose",
-      "read", TF),
-  Row("TensorFlow, DGX-1 P100", F32, "p100", 8, 64, 1734, 0.99, 1, "backward",
-      "held-out", "read", TF),
-  nvidia("MXNet, V100 float32", F32, "v100", 1, 96, 384, None, "choose"),
-  nvidia("MXNet, DGX-1 V100 float32", F32, "v100", 8, 96, 3005, 0.978, "held-out"),
-  nvidia("MXNet, V100 float16", BF16, "v100", 1, 192, 1376, None, "choose"),
-  nvidia("MXNet, DGX-1 V100 float16", BF16, "v100", 8, 192, 10723, 0.974, "held-out"),
-  nvidia("MXNet, DGX-2 V100 float16", BF16, "v100", 16, 256, 21484, 0.90, "held-out",
-         DGX2),
-  nvidia("MXNet, DGX-2 V100 float32", F32, "v100", 16, 128, 6338, 0.95, "held-out",
-         DGX2),
-  nvidia("MXNet, A100 float16", BF16, "a100", 1, 256, 2180, None, "choose"),
-  nvidia("MXNet, DGX A100 float16", BF16, "a100", 8, 256, 16925, 0.97, "held-out"),
-  nvidia("MXNet, A100 TF32", F32, "a100", 1, 256, 1022, None, "held-out"),
-  nvidia("MXNet, DGX A100 TF32", F32, "a100", 8, 256, 8001, 0.978, "choose"),
-  # Many nodes.
-  Row("Goyal et al.", F32, "p100", 256, 32, 90 * EPOCH / 3600, 0.90, 8, "backward",
-      "choose", "read", "arXiv:1706.02677, abstract: 90 epochs in an hour, 90 %",
-      BIG_BASIN),
-  Row("IBM DDL, Caffe", F32, "p100", 256, 32, None, 0.95, 4, "schedule", "held-out",
-      "read", "IBM's announcement, 2017 (batch recalled)", MINSKY),
-  Row("IBM DDL, Torch", F32, "p100", 256, 32, 90 * EPOCH / 3000, None, 4, "schedule",
-      "held-out", "read", "arXiv:1708.02188, abstract: 90 epochs, 50 minutes", MINSKY),
-  Row("IBM DDL, 22k classes", "resnet101 22k", "p100", 256, 20, None, 0.857, 4,
-      "schedule", "choose", "read",
-      "IBM Systems blog: 16 days to 7 hours (batch recalled)", MINSKY),
-  Row("Horovod, 16 GPUs", "resnet101 float32", "p100", 16, 64, 1656.82, None, 1,
-      "backward", "choose", "read", "horovod/horovod, docs/benchmarks.rst", UBER),
-  Row("Horovod, 512 GPUs", "resnet101 float32", "p100", 512, 64, None, 0.90, 1,
-      "backward", "held-out", "read", "horovod/horovod, docs/benchmarks.rst", UBER),
-  Row("ChainerMN", F32, "p100", 128, 32, None, 0.90, 1, "backward", "held-out", "read",
-      "arXiv:1710.11351, abstract (batch and links recalled)", MN1),
-  Row("Akiba et al.", F32, "p100", 1024, 32, 90 * EPOCH / 900, None, 1, "backward",
-      "choose", "read", "arXiv:1711.04325, abstract: 90 epochs in 15 minutes", MN1),
-  Row("Mikami et al.", BF16, "v100", 2176, 16, 90 * EPOCH / 224, None, 1, "backward",
-      "held-out", "read",
-      "arXiv:1811.05233, abstract: 90 epochs in 224 s (batches of 34K and more)", ABCI),
-  Row("Yamazaki et al.", BF16, "v100", 2048, 40, 1.73e6, None, 1, "backward",
-      "held-out", "read", "arXiv:1903.12650, abstract", ABCI),
-  Row("You et al., 512 KNL", "resnet50 knl", "knl", 512, 64, 90 * EPOCH / 3600, None, 1,
-      "schedule", "choose", "read", "arXiv:1709.05011, press: 90 epochs in 60 minutes"),
-  Row("You et al., 2,048 KNL", "resnet50 knl", "knl", 2048, 16, 90 * EPOCH / 1200, None,
-      1, "schedule", "held-out", "read",
-      "arXiv:1709.05011, abstract: 90 epochs in 20 minutes"),
-  Row("You et al., AlexNet", "alexnet knl", "knl", 512, 64, 100 * EPOCH / 1440, None, 1,
-      "schedule", "held-out", "read",
-      "arXiv:1709.05011, press: 100 epochs in 24 minutes"),
-  # TPUs: what a device is of v3 is a core.
-  Row("Ying et al., v3", "resnet50 v3", "v3", 2048, 16, 1.05e6, None, 1, "schedule",
-      "choose", "read", "arXiv:1811.06992, abstract: above 1.05 million images/s"),
-  Row("MLPerf v0.7 JAX, v3", "resnet50 v3", "v3", 8192, 8, 4.5e6, None, 1, "schedule",
-      "held-out", "read", MLPERF.format("v0.7"), Machine(per_node=8192)),
-  Row("MLPerf v2.0, v4", "resnet50 v4", "v4", 4096, 8, 60 * EPOCH / 11.77, None, 1,
-      "schedule", "held-out", "read", MLPERF.format("v2.0")),
-  # Language models: tokens a second.
-  Row("torchtitan 8B, 8 H100", "llama 8B on 8", "h100", 8, 2, 8 * 6667, None, 1,
-      "schedule", "choose", "read", TITAN, TETON, 8192),
-  Row("torchtitan 8B, 128 H100", "llama 8B on 128", "h100", 128, 2, 128 * 6514, 0.977,
-      8, "schedule", "held-out", "read", TITAN, TETON, 8192),
-]  # fmt: skip
 
 
 def path_of(key: str, rows: int) -> Path:
@@ -260,18 +83,20 @@ def programs(key: str) -> list[Compiled]:
   return found
 
 
-def predict(row: Row, compiled: list[Compiled], devices: int) -> Step:
-  config = MODELS[row.model][0](row.rows, devices)
+def predict(row: Row, compiled: list[Compiled], devices: int, rows: int) -> Step:
+  config = MODELS[row.model][0](rows, devices)
   rates = rates_of(row.chip, row.machine)
-  return step_on(config, compiled, rates, devices, row.rows, overlap=row.overlap)
+  return step_on(config, compiled, rates, devices, rows, overlap=row.overlap)
 
 
 def compare(row: Row, compiled: list[Compiled]) -> dict[str, Any]:
   """A row with what is planned, and how far it is off."""
-  step, base = (predict(row, compiled, n) for n in (row.devices, row.base))
+  step = predict(row, compiled, row.devices, row.rows)
+  base = predict(row, compiled, row.base, row.base_rows or row.rows)
   found: dict[str, Any] = {
     "name": row.name, "chip": row.chip, "devices": row.devices, "rows": row.rows,
-    "overlap": row.overlap, "use": row.use, "tag": row.tag, "source": row.source,
+    "overlap": row.overlap, "use": row.use, "round": row.round, "tag": row.tag,
+    "source": row.source, "differs": row.differs,
     "step_ms": 1e3 * step.seconds["expected"],
     "parts_ms": {name: 1e3 * s for name, s in step.parts.items()},
   }  # fmt: skip
