@@ -41,7 +41,7 @@ from jaxscale.planning.fits import Fit
 from jaxscale.planning.machine import rates_of
 from jaxscale.planning.step_plan import Compiled, Step, compile_step, step_on
 from jaxscale.planning.timeline import Program
-from jaxscale.planning.topologies import CHIPS, Memory, find_chips
+from jaxscale.planning.topologies import CHIPS, Memory, find_chips, kind_of
 
 ROOT = Path(__file__).parent.parent
 KEPT = ROOT / "runs" / "backtest"
@@ -73,7 +73,7 @@ def programs(key: str) -> list[Compiled]:
       path.write_bytes(gzip.compress(json.dumps(kept).encode()))
       print(f"{path.name}: {made.fit.seconds:.0f} s", file=sys.stderr, flush=True)
     kept = json.loads(gzip.decompress(path.read_bytes()))
-    limit = CHIPS[chips.split("-")[0]].limit
+    limit = CHIPS[kind_of(chips)].limit
     mesh = SimpleNamespace(shape=kept["mesh"])
     memory = Memory(*kept["memory"])
     fit = Fit(memory, None, limit, kept["seconds"], None, mesh)
