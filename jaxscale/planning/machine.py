@@ -50,6 +50,7 @@ class Machine:
     network_link: bytes/s that a chip sends to other nodes.
     network_alpha: seconds of a message, however short, between nodes.
     link_share: share of a link's rate that collectives reach.
+    contention: seconds that compute loses to a second of communication beside it.
     jitter: standard deviation of a chip's step, as a share of it.
     host: seconds between two steps.
     input_rate: examples/s that a node can load; None: as many as are asked for.
@@ -81,6 +82,7 @@ class Machine:
   network_link: _Positive = None
   network_alpha: _NotNegative = None
   link_share: _Share = None
+  contention: Annotated[float | None, "in [0, 1)"] = None
   jitter: Annotated[float | None, "in [0, 1)"] = None
   host: _NotNegative = None
   input_rate: _Positive = None

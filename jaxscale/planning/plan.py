@@ -224,6 +224,10 @@ _ADVICE = {
   "attention": (
     "arithmetic of attention", "shorter sequences or a faster chip would shorten it",
   ),
+  "contention": (
+    "compute that communication slows",
+    "sending less, or a larger share of the chip for compute, would shorten it",
+  ),
   "stragglers": (
     "waiting for the slowest device", "fewer or steadier nodes would shorten it",
   ),

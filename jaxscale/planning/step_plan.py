@@ -10,7 +10,8 @@ part of the step is a straight line in the rows of a device:
 so that compilation costs the same for any number of chips. A synchronous step waits
 for its slowest device. Of N whose compute has the standard deviation s, that one
 takes 1 + s E(N) times the mean, E(N) = F^-1((N - 3/8) / (N + 1/4)) with F the normal
-distribution's (Blom, 1958, of the largest of N).
+distribution's (Blom, 1958, of the largest of N). What is sent during compute is not
+free on GPUs: a second of it costs compute a share of a second (arXiv:2507.03114).
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Step(NamedTuple):
     rows: of a device.
     seconds: of the step, by corner.
     parts: of those seconds by name, as expected: the kinds of kernels, "exposed AXES",
-      "stragglers", "input" and "host".
+      "contention" (compute that communication slows), "stragglers", "input", "host".
     sent: seconds of communication, hidden or not, by axes, as expected.
     alone: seconds that a device takes with no other, as expected.
     memory: bytes of a device, by the same straight line.
@@ -245,6 +246,9 @@ def _parts(
   compute = sum(times.compute.values())
   parts = dict(times.compute)
   parts |= {f"exposed {axes}": s for axes, s in times.exposed.items() if s}
+  beside = max(sum(times.sent.values()) - sum(times.exposed.values()), 0.0)
+  if lost := at["contention"] * beside:
+    parts["contention"] = lost
   parts["stragglers"] = compute * at["jitter"] * slowest_of(devices)
   parts["host"] = at["host"]
   if rate := rates.machine.input_rate:
