@@ -1,4 +1,4 @@
-"""The plan's seconds against published results, of 2017 to 2025. No hardware.
+"""The plan's seconds against published results, of 2017 to 2026. No hardware.
 
     pip install libtpu==0.0.51 jax-cuda12-plugin==0.10.2 jax-cuda12-pjrt==0.10.2 \
         nvidia-cudnn-cu12
@@ -6,18 +6,12 @@
     python benchmarks/backtest.py --kept      (compares what is kept, compiles nothing)
     python benchmarks/backtest.py --table     (Markdown, of results/backtest.json)
 
-Each row is a published rate, or a published efficiency, of a system that is not ours.
-Our own model is compiled as near to it as our settings allow, for few devices, and
-planned (`jaxscale.planning.step_plan`) on as many as the row has. Constants are those
-of chips.toml; what a row gives in addition is the machine that its source describes.
-
-Rows marked "choose" are those that constants in chips.toml were chosen on; the others
-were predicted with what had come of that, and no row has constants of its own. Systems
-that send gradients during the backward pass are planned so ("backward"); ours does what
-its compiler's schedule says. Programs are kept in runs/backtest/.
-
-`tag`: "read" in the source that is named; "recalled": numbers of the source that are
-from memory, and could not be checked here. Machines whose links are recalled say so.
+Each row of published.py is a rate or an efficiency of a system that is not ours. Our
+own model is compiled as near to it as our settings allow, for few devices, and planned
+(`jaxscale.planning.step_plan`) on as many as the row has, with the constants of
+chips.toml. Systems that send gradients during the backward pass are planned so
+("backward"); ours does what its compiler's schedule says. Programs are kept in
+runs/backtest/.
 """
 
 from __future__ import annotations
@@ -26,7 +20,6 @@ import argparse
 import gzip
 import json
 import os
-import statistics
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,10 +27,11 @@ from typing import Any
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
 
+from backtest_table import summary, tables
 from common import report
 from published import MODELS, ROWS, Row
 
-from jaxscale.planning.fits import Fit
+from jaxscale.planning.fits import Fit, RefusedError
 from jaxscale.planning.machine import rates_of
 from jaxscale.planning.step_plan import Compiled, Step, compile_step, step_on
 from jaxscale.planning.timeline import Program
@@ -113,46 +107,6 @@ def compare(row: Row, compiled: list[Compiled]) -> dict[str, Any]:
   return found
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-  """Medians and worst of the errors, of each half."""
-  found = {}
-  for use in ("choose", "held-out"):
-    for kind in ("rate_error", "efficiency_error"):
-      errors = [abs(r[kind]) for r in rows if r["use"] == use and kind in r]
-      if errors:
-        median, worst = statistics.median(errors), max(errors)
-        of = {"rows": len(errors), "median": median, "worst": worst}
-        found[f"{use}: {kind}"] = of
-    ranged = [r["in_range"] for r in rows if r["use"] == use and "in_range" in r]
-    found[f"{use}: in_range"] = f"{sum(ranged)} of {len(ranged)}"
-  return found
-
-
-def line(row: dict[str, Any]) -> list[str]:
-  """Cells of the Markdown table."""
-  cells = [row["name"], f"{row['devices']:,} {row['chip']}", f"{row['rows']}"]
-  if "rate" in row:
-    share = (
-      f"{row['planned_rate']:,.0f} ({row['slowest']:,.0f} to {row['fastest']:,.0f})"
-    )
-    cells += [f"{row['rate']:,.0f}", share, f"{row['rate_error']:+.0%}"]
-  else:
-    cells += ["-", "-", "-"]
-  if "efficiency" in row:
-    off = f"{100 * row['efficiency_error']:+.1f}"
-    planned = f"{row['planned_efficiency']:.1%}"
-    cells += [f"{row['efficiency']:.1%}", planned, off]
-  else:
-    cells += ["-", "-", "-"]
-  return [*cells, row["use"]]
-
-
-HEAD = (
-  "result", "devices", "rows", "published /s", "planned /s (range)", "error",
-  "efficiency", "planned", "points", "use",
-)  # fmt: skip
-
-
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--table", action="store_true", help="of what is kept")
@@ -162,14 +116,17 @@ def main() -> None:
   if args.table:
     rows = json.loads(path.read_text())["rows"]
   else:
-    models = [key for key in MODELS if not args.kept or is_kept(key)]
-    compiled = {key: programs(key) for key in models}
+    compiled = {}
+    for key in MODELS:
+      try:
+        if not args.kept or is_kept(key):
+          compiled[key] = programs(key)
+      except RefusedError as e:
+        print(f"{key}: {e}", file=sys.stderr)
     rows = [compare(row, compiled[row.model]) for row in ROWS if row.model in compiled]
     left_out = [row.name for row in ROWS if row.model not in compiled]
     report("backtest", rows=rows, summary=summary(rows), not_compiled=left_out)
-  for cells in (HEAD, ["---"] * len(HEAD), *map(line, rows)):
-    print(f"| {' | '.join(cells)} |")
-  print(json.dumps(summary(rows), indent=2))
+  print(*tables(rows).values(), sep="\n\n")
 
 
 if __name__ == "__main__":

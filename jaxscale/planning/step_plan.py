@@ -133,8 +133,19 @@ def compile_step(config: cfg.Config, chips: topologies.Chips) -> Compiled:
   if fit.compiled is None:
     raise fits.RefusedError(f"--chips={chips.name}: the step {fits.line(fit, chips)}")
   rows = fit.experiment.derived.device_batch_size
-  program = Program(fit.compiled.as_text(), fit.mesh)
+  program = Program(_text(fit, chips), fit.mesh)
   return Compiled(rows, asked, program, fit, fit.experiment)
+
+
+def _text(fit: fits.Fit, chips: topologies.Chips) -> str:
+  try:
+    return fit.compiled.as_text()
+  except RuntimeError as e:  # of asynchronous collectives of TPU v5p and v6e
+    why = str(e).split("\n", 1)[0]
+    raise fits.RefusedError(
+      f"--chips={chips.name}: the step compiles, but JAX cannot read its program, and "
+      f"without it no time is planned; another layout or chip may do: {why}"
+    ) from None
 
 
 def second_size(

@@ -3,19 +3,31 @@
 import dataclasses
 import itertools
 import math
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
+from jaxscale import config as cfg
 from jaxscale import models
 from jaxscale.collectives.planner import Dim, Link, torus_seconds
 from jaxscale.errors import ConfigError
 from jaxscale.launch.site import load_site
-from jaxscale.planning import kernels, machine, parse, step_plan, timeline, transfer
+from jaxscale.planning import (
+  fits,
+  kernels,
+  machine,
+  parse,
+  step_plan,
+  timeline,
+  transfer,
+)  # fmt: skip
+from jaxscale.planning.fits import Fit, RefusedError
 from jaxscale.planning.job import Run, job_of
 from jaxscale.planning.machine import CORNERS, Machine, rates_of
-from jaxscale.planning.step_plan import Step
+from jaxscale.planning.step_plan import Compiled, Step, compile_step, step_on
+from jaxscale.planning.topologies import Chips, Memory
 from jaxscale.training.flops import count_flops
 
 # A chip of 1 TFLOP/s and 1 GB/s, of which kernels reach all, and no other seconds.
@@ -225,6 +237,49 @@ def test_a_damaged_site_is_one_line(text, message, tmp_path):
   path.write_bytes(text)
   with pytest.raises(ConfigError, match=message) as e:
     load_site(str(path))
+  assert "\n" not in str(e.value)
+
+
+def compiled_step():
+  """STEP on four devices, as if it had been compiled for them."""
+  mesh, memory = SimpleNamespace(shape=MESH), Memory(1, 0, 0, 0)
+  fit = Fit(memory, None, 1, 0.0, None, mesh)
+  return Compiled(1, 4, timeline.Program(STEP, MESH), fit, None)
+
+
+def a_config(**mesh):
+  return cfg.Config(
+    model=cfg.MLP(), data=cfg.Digits(), optimizer=cfg.SGD(lr=0.1), batch_size=16,
+    epochs=1, mesh=cfg.Mesh(**mesh),
+  )  # fmt: skip
+
+
+def test_communication_slows_compute_beside_it():
+  config, alone = a_config(replica=2), {}
+  for share in (0.0, 0.5):
+    rates = rates_of("h100", Machine(contention=share))
+    alone[share] = step_on(config, [compiled_step()], rates, 4, 1, overlap="backward")
+  parts = alone[0.5].parts
+  exposed = sum(s for name, s in parts.items() if name.startswith("exposed"))
+  hidden = sum(alone[0.5].sent.values()) - exposed
+  assert hidden > 0
+  assert parts["contention"] == pytest.approx(hidden / 2)
+  assert "contention" not in alone[0.0].parts
+  took = [alone[share].seconds["expected"] for share in (0.0, 0.5)]
+  assert took[1] - took[0] == pytest.approx(hidden / 2)
+
+
+def test_a_program_that_cannot_be_read_is_one_line(monkeypatch):
+  class Unreadable:
+    def as_text(self):
+      raise RuntimeError("INTERNAL: 1 operands but sees 3\n*** Begin stack trace ***")
+
+  derived = SimpleNamespace(derived=SimpleNamespace(device_batch_size=1))
+  fit = Fit(None, None, 1, 0.0, Unreadable(), None, derived)
+  monkeypatch.setattr(fits, "compile_for", lambda *_: fit)
+  chips = Chips("v6e-16", None, [0] * 16)
+  with pytest.raises(RefusedError, match="v6e-16: the step compiles") as e:
+    compile_step(a_config(), chips)
   assert "\n" not in str(e.value)
 
 
