@@ -50,7 +50,7 @@ class Machine:
     network_link: bytes/s that a chip sends to other nodes.
     network_alpha: seconds of a message, however short, between nodes.
     link_share: share of a link's rate that collectives reach.
-    contention: seconds that compute loses to a second of communication beside it.
+    contention: seconds that compute loses to a second of communication meanwhile.
     jitter: standard deviation of a chip's step, as a share of it.
     host: seconds between two steps.
     input_rate: examples/s that a node can load; None: as many as are asked for.

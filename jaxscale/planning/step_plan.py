@@ -257,8 +257,8 @@ def _parts(
   compute = sum(times.compute.values())
   parts = dict(times.compute)
   parts |= {f"exposed {axes}": s for axes, s in times.exposed.items() if s}
-  beside = max(sum(times.sent.values()) - sum(times.exposed.values()), 0.0)
-  if lost := at["contention"] * beside:
+  hidden = max(sum(times.sent.values()) - sum(times.exposed.values()), 0.0)
+  if lost := at["contention"] * hidden:
     parts["contention"] = lost
   parts["stragglers"] = compute * at["jitter"] * slowest_of(devices)
   parts["host"] = at["host"]

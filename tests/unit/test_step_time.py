@@ -254,7 +254,7 @@ def a_config(**mesh):
   )  # fmt: skip
 
 
-def test_communication_slows_compute_beside_it():
+def test_communication_slows_compute_at_the_same_time():
   config, alone = a_config(replica=2), {}
   for share in (0.0, 0.5):
     rates = rates_of("h100", Machine(contention=share))
