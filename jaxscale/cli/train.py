@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from jaxscale.cli.parser import Namespace, Parser, directory
 
@@ -16,6 +17,8 @@ def add_arguments(parser: Parser) -> None:
   parser.epilog = EXIT_CODES
   parser.config()
   add_workdir(parser)
+  text = "of this run, by `jaxscale plan`: `report` and `status` compare it with that"
+  parser.option("--plan FILE.json", text)
 
 
 def add_workdir(parser: Parser) -> None:
@@ -65,10 +68,11 @@ def _run(args: Namespace) -> int | None:
 
   config = load_config(args.config, args.overrides)
   workdir = Path(args.workdir or default_workdir(args.config))
+  plan = _plan_in(args.plan) if args.plan else None
   with open_session(config, workdir) as watch:
     from jaxscale.run.fit import fit  # JAX: only once all processes have joined
 
-    summary = fit(config, workdir).summary
+    summary = fit(config, workdir, plan=plan).summary
     if summary["outcome"] == "interrupted":
       text = f"saved step {summary['step']}; to resume"
       if summary["step"] == 0:
@@ -76,6 +80,19 @@ def _run(args: Namespace) -> int | None:
       return report_stop(config, watch.stop.agreed, f"{text}: {args.command_line}")
     if cluster.is_leader():
       print(_done(summary, workdir), flush=True)
+
+
+def _plan_in(file: str) -> dict[str, Any]:
+  """What is in a plan's file.
+
+  Raises:
+    ConfigError: it is none.
+  """
+  from jaxscale.metrics import read_json
+  from jaxscale.planning import stored
+
+  stored.read_plan(Path(file))
+  return read_json(Path(file))
 
 
 def _done(summary, workdir: Path) -> str:

@@ -13,10 +13,11 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxscale.config.record import flat
 from jaxscale.errors import ConfigError
 from jaxscale.files import read_json, read_json_lines, replace_text
 from jaxscale.launch import folder as folders
-from jaxscale.launch.scaling_report import Report, flat
+from jaxscale.launch.scaling_report import Report
 from jaxscale.metrics import plot_metrics, read_metrics, text
 from jaxscale.run import provenance
 from jaxscale.run.goodput import CATEGORIES, Goodput, goodput, read_activities

@@ -24,6 +24,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from jaxscale.config.record import flat
 from jaxscale.errors import ConfigError
 from jaxscale.launch import folder as folders
 from jaxscale.launch.measured import MeasuredRun, NotBegunError, read
@@ -153,15 +154,6 @@ def law(kind: Kind, serial: float, n: float) -> float:
   if kind == "strong":
     return 1 / (serial + (1 - serial) / n)
   return n - serial * (n - 1)
-
-
-def flat(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-  """A tree of settings by dotted name."""
-  found = {}
-  for name, value in node.items():
-    is_leaf = not isinstance(value, Mapping)
-    found |= {prefix + name: value} if is_leaf else flat(value, f"{prefix}{name}.")
-  return found
 
 
 def _check_same(runs: Sequence[MeasuredRun]) -> list[str]:
