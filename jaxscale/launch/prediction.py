@@ -10,12 +10,15 @@ step report leaves in "compute" what is sent within the model (along `fsdp`, `mo
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import NamedTuple
 
+from jaxscale.errors import ConfigError
 from jaxscale.launch.corrections import Correction, corrections, paste
-from jaxscale.launch.measured import MeasuredRun
+from jaxscale.launch.measured import MeasuredRun, read
 from jaxscale.metrics import text
 from jaxscale.planning.machine import CORNERS
 from jaxscale.planning.stored import FILE, PlannedStep
@@ -106,12 +109,10 @@ def compare(run: MeasuredRun) -> Comparison | None:
     return Comparison(run.name, "", "the run has no rate after its warm-up yet")
   parts = [*_step(run, found.step, step_s), *_memory(run, found.step)]
   parts += [*_utilization(run, found.step), *_whole(run)]
-  if not found.plan.calibrated:
-    how = "not calibrated"
-  else:
-    how = "calibrated"
+  how = "calibrated" if found.plan.calibrated else "not calibrated"
   step = found.step
-  plan = f"{found.plan.chips}, {how}; batch {step.batch_size:,} on {step.devices:,}"
+  where = text.plural(step.devices, "device")
+  plan = f"{found.plan.chips}, {how}; batch {step.batch_size:,} on {where}"
   verdict, is_slower = judge(step, parts)
   notes = []
   if not found.is_whole and found.plan.job and run.is_done:
@@ -123,6 +124,26 @@ def compare(run: MeasuredRun) -> Comparison | None:
   return Comparison(
     run.name, plan, "", found_parts, verdict, is_slower, offered, tuple(notes)
   )
+
+
+def comparison(path: Path, plan: Path | None = None) -> Comparison | None:
+  """`compare` of what is in a folder; None where it has no plan, or no record yet.
+
+  Args:
+    path: folder of a run, or workdir.
+    plan: a plan's file; None: plan.json of the workdir.
+  """
+  try:
+    return compare(read(path, plan))
+  except ConfigError as e:
+    if plan is None and not has_plan(path):
+      return None
+    return Comparison(path.name, "", str(e).removeprefix(f"{path.name}: "))
+
+
+def has_plan(path: Path) -> bool:
+  """Whether there is a plan in a workdir, or in that of a run's folder."""
+  return any(os.path.lexists(path / place / FILE) for place in (".", "train"))
 
 
 def _step_s(run: MeasuredRun) -> float | None:
@@ -149,7 +170,8 @@ def _step(run: MeasuredRun, step: PlannedStep, step_s: float) -> Iterator[Part]:
     yield Part("input", step.parts.get("input", 0.0), waits, of_step=True)
     return
   yield Part("compute", compute, run.compute_s, of_step=True)
-  yield from _exchange(sent, run.exposed_s)
+  if step.devices > 1:
+    yield from _exchange(sent, run.exposed_s)
   yield Part("input", step.parts.get("input", 0.0), waits, of_step=True)
   left = step_s - run.compute_s - run.exposed_s - (waits or 0.0)
   yield Part("host, and the rest", host, left, of_step=True)
@@ -245,7 +267,7 @@ def _cell(part: Part, value: float | None) -> str:
     return text.byte_size(value)
   if part.kind == "share":
     return f"{value:.1%}"
-  if part.kind == "long":
+  if part.kind == "long" and value >= 60:
     return text.duration(value)
   sign = "-" if value < 0 else ""
   return sign + text.short_time(abs(value)) if abs(value) >= 5e-7 else "0"
