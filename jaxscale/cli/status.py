@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 import time
 
@@ -20,6 +22,13 @@ def add_arguments(parser: Parser) -> None:
   parser.option("--every SECONDS", "between two tables", whole(1), default=5)
 
 
+def _width() -> int | None:
+  """Columns of the terminal; None where there is none, and nothing is cut."""
+  if not sys.stdout.isatty() and not os.environ.get("COLUMNS"):
+    return None
+  return max(shutil.get_terminal_size().columns, 40)
+
+
 def run(args: Namespace) -> None:
   """Print the table; with --watch until all runs have ended."""
   from jaxscale.launch import folder as folders
@@ -28,7 +37,7 @@ def run(args: Namespace) -> None:
   while True:
     paths = folders.find_all(args.names, args.runs)
     found = statuses(paths or folders.all_folders(args.runs))
-    shown = str(found)
+    shown = found.shown(_width())
     if len(found) == 1 and found[0].goodput:
       shown += f"\n{found[0].goodput}"
     if not args.watch:

@@ -47,9 +47,10 @@ pre { background: var(--faint); padding: .7em; overflow-x: auto; border-radius: 
 .bar > div { flex: none }
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26em), 1fr));
   gap: 1em; margin: 1em 0 } .grid figure { margin: 0 }
-.cards { display: flex; flex-wrap: wrap; gap: .6em 2.4em; margin: 1.2em 0 }
+.cards { display: flex; flex-wrap: wrap; gap: .6em 2em; margin: 1.2em 0 }
 .cards b { display: block; font-size: 1.7em; line-height: 1.2 }
 .cards span { opacity: .75; font-size: .9em }
+.dense { font-size: .8em } .dense td, .dense th { padding-right: .7em !important }
 .notes { font-size: .9em; overflow-wrap: anywhere; padding-left: 1.3em }
 """
 

@@ -16,7 +16,7 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, printable
 from jaxscale.launch.corrections import Correction, corrections, paste
 from jaxscale.launch.measured import MeasuredRun, read
 from jaxscale.metrics import text
@@ -71,6 +71,7 @@ class Comparison(NamedTuple):
     is_slower: the step is slower than the slowest that was planned.
     corrections: of the machine's constants.
     notes: what a reader must know, a line each.
+    seconds: of the whole run as planned, fast, expected and slow; (): not planned.
   """
 
   run: str
@@ -81,6 +82,7 @@ class Comparison(NamedTuple):
   is_slower: bool = False
   corrections: tuple[Correction, ...] = ()
   notes: tuple[str, ...] = ()
+  seconds: tuple[float, ...] = ()
 
   def __str__(self) -> str:
     if self.why:
@@ -120,9 +122,10 @@ def compare(run: MeasuredRun) -> Comparison | None:
   if run.compute_s is None:
     notes.append("log.step_report=True measures compute and exchange apart")
   offered = corrections(run, found, step_s)
-  found_parts = tuple(parts)
+  hours = found.plan.job["hours"] if found.plan.job and found.is_whole else {}
+  seconds = tuple(3600 * hours[c] for c in reversed(CORNERS)) if hours else ()
   return Comparison(
-    run.name, plan, "", found_parts, verdict, is_slower, offered, tuple(notes)
+    run.name, plan, "", tuple(parts), verdict, is_slower, offered, tuple(notes), seconds
   )
 
 
@@ -284,10 +287,35 @@ def _cells(part: Part, indent: bool = True) -> list[str]:
     off = f"{ratio - 1:+.0%}" if ratio < 10 else f"{ratio:,.0f} times"
   name = "  " * (indent and part.of_step) + part.name
   measured = _cell(part, part.measured) or text.NOTHING
-  return [name, _cell(part, part.planned), ends, measured, off]
+  return [name, _cell(part, part.planned), measured, off, ends]
 
 
-_HEAD = ("", "planned", "range", "measured", "off by")
+def status_line(found: Comparison, to_go: float | None, spent: float | None) -> str:
+  """How a run does against its plan, in one line for `jaxscale status`.
+
+  Args:
+    found: of `compare`.
+    to_go: seconds until training is done; None: not known, or it is.
+    spent: seconds of the run so far, without the queue; None: not known.
+  """
+  if found.why:
+    return printable(f"{FILE}: {found.why}; nothing is compared with it")
+  step, *rest = found.parts
+  line = f"{_cell(step, step.measured)} per step, planned {_cell(step, step.planned)} "
+  line += f"({_cell(step, step.low)} to {_cell(step, step.high)})"
+  word = found.verdict.removeprefix("the step is ")
+  if found.is_slower:
+    line = f"SLOWER THAN PLANNED{word.removeprefix('slower than planned')}; {line}"
+  else:
+    line = f"{word}; {line}"
+  if found.seconds and to_go is not None and spent is not None:
+    low, mean, high = (text.duration(s) for s in found.seconds)
+    took = text.duration(spent + to_go)
+    line += f"; {took} in all expected, {mean} planned ({low} to {high})"
+  return line
+
+
+_HEAD = ("", "planned", "measured", "off by", "planned range")
 
 
 def _table(parts: Sequence[Part]) -> str:

@@ -21,7 +21,6 @@ class Published(NamedTuple):
     what: was trained, and on what.
     source: of the number.
     short: the source in a word or two, for a picture.
-    below: points that its label is above its mark.
   """
 
   name: str
@@ -32,14 +31,13 @@ class Published(NamedTuple):
   what: str
   source: str
   short: str
-  below: int = 5
 
   def as_plot(self) -> dict[str, Any]:
     """What `metrics.plot_scaling` draws of it."""
     label = f"{self.name}, {self.devices:,}: {self.efficiency:.0%}, {self.kind} "
     return {
       "label": f"{label}({self.short})", "times": self.devices / self.base,
-      "efficiency": self.efficiency, "below": self.below,
+      "efficiency": self.efficiency,
     }  # fmt: skip
 
   def __str__(self) -> str:
@@ -55,13 +53,13 @@ PUBLISHED = (
   ),
   Published(
     "Goyal et al.", 8, 256, 0.9, "weak", "ResNet-50 on P100",
-    "arXiv:1706.02677, abstract: about 90 %", "arXiv:1706.02677", -18,
+    "arXiv:1706.02677, abstract: about 90 %", "arXiv:1706.02677",
   ),
   Published(
     "You et al.", 512, 2048, 0.75, "strong",
     "ResNet-50 at batch 32,768 on Knights Landing nodes of TACC",
     "arXiv:1709.05011: 90 epochs in 60 minutes on 512 and 20 on 2,048, divided",
-    "arXiv:1709.05011", -14,
+    "arXiv:1709.05011",
   ),
   Published(
     "torchtitan", 8, 128, 833_792 / 53_336 / 16, "weak", "Llama 3.1 8B on H100",
@@ -69,6 +67,6 @@ PUBLISHED = (
   ),
   Published(
     "Megatron-LM", 96, 4608, 42 / 47, "strong", "GPT-3 175B at batch 1,152 on H100",
-    "NVIDIA/Megatron-LM, README.md: MFU from 47 % to 42 %", "its README", -30,
+    "NVIDIA/Megatron-LM, README.md: MFU from 47 % to 42 %", "its README",
   ),
 )  # fmt: skip

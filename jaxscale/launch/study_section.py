@@ -21,11 +21,12 @@ def study_section(found: Report) -> Iterator[str]:
   """
   study = found.study
   head, *notes = summary(found.name, study)
-  yield f"<p>{escape(head)}.</p>"
+  about = head.partition(": ")[2]
+  yield f"<p>{escape(about[:1].upper() + about[1:])}.</p>"
   yield _findings(found)
   figures = "".join(f"<figure>{_svg(found, name)}</figure>" for name in PANELS)
   yield f"<div class='grid'>{figures}</div>"
-  yield text.html_table(*table(study))
+  yield f"<div class='dense'>{text.html_table(*table(study))}</div>"
   items = "".join(f"<li>{escape(note)}</li>" for note in notes)
   yield f"<ul class='notes'>{items}</ul>" if items else ""
   if study.kind != "one size":

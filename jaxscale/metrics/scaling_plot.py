@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxscale.metrics.plot import CURVES, IDEAL, POINTS, figure, size_ticks, titled
+from jaxscale.metrics.text import plural
 
 PLANNED, PUBLISHED = "#3d8b6f", "#9a9a9a"
 _SIZES = ("#8aa6c8", "#c8553d", "#5b9f8f", "#8a6fb0", "#e0a458", "#666666")
@@ -31,7 +32,7 @@ def plot_scaling(
       (shares), and "evaluations", (epochs, loss); "base", the devices of the smallest
       size; "law", (devices, speed-up) of a curve, and its "law_label"; "plan",
       (devices, speed-up as expected, slowest, fastest); "published", each with "label",
-      "times" (devices by those it is relative to), "efficiency" and "below".
+      "times" (devices by those it is relative to) and "efficiency".
     path: of the picture.
     panels: names in `PANELS`; (): all, and the title above them.
 
@@ -106,8 +107,7 @@ def _efficiency(axis: Any, study: Mapping[str, Any]) -> None:
     _empty(axis, "no throughput on record")
     return
   base = study["base"]
-  for found in study["published"]:
-    _published(axis, found)
+  _published(axis, study["published"])
   axis.axhline(100, color=IDEAL, ls="--", lw=1)
   if study["law"]:
     curve = [(n / base, 100 * s * base / n) for n, s in study["law"]]
@@ -123,13 +123,20 @@ def _efficiency(axis: Any, study: Mapping[str, Any]) -> None:
   axis.set_ylim(0, max(axis.get_ylim()[1], 108))
 
 
-def _published(axis: Any, found: Mapping[str, Any]) -> None:
-  times, efficiency = found["times"], 100 * found["efficiency"]
-  axis.plot([1, times], [100, efficiency], color=PUBLISHED, lw=0.8, ls=":", zorder=1)
-  axis.plot(times, efficiency, "D", color=PUBLISHED, mfc="white", ms=4, zorder=2)
-  offset = (-6, found["below"])
-  _annotate(axis, found["label"], (times, efficiency), offset, color="#777777",
-            fontsize=7, ha="right")  # fmt: skip
+def _published(axis: Any, every: _Rows) -> None:
+  """A letter at each mark, and what it stands for where the panel is empty."""
+  lines = []
+  for letter, found in zip("abcdefghij", every, strict=False):
+    times, efficiency = found["times"], 100 * found["efficiency"]
+    axis.plot([1, times], [100, efficiency], color=PUBLISHED, lw=0.8, ls=":", zorder=1)
+    axis.plot(times, efficiency, "D", color=PUBLISHED, mfc="white", ms=4, zorder=2)
+    place = {"color": "#777777", "ha": "center", "va": "top"}
+    _annotate(axis, letter, (times, efficiency), (0, -4), **place)
+    lines.append(f"{letter}  {found['label']}")
+  if lines:
+    style = {"fontsize": 7, "color": "#777777", "transform": axis.transAxes}
+    text = "\n".join(["published by others, not measured here:", *lines])
+    axis.text(0.98, 0.03, text, ha="right", va="bottom", linespacing=1.35, **style)
 
 
 def _with_quartiles(
@@ -172,7 +179,7 @@ def _step_parts(axis: Any, study: Mapping[str, Any]) -> None:
   planned = [
     (i - 0.1, 100 * r["planned_exposed"])
     for i, r in enumerate(known)
-    if r["planned_exposed"] is not None
+    if r["planned_exposed"] is not None and r["devices"] > 1
   ]
   for points, mark, color, label in (
     (planned, "s", PLANNED, "exposed exchange, planned"),
@@ -200,9 +207,11 @@ def _loss(axis: Any, study: Mapping[str, Any]) -> None:
     return
   for i, row in enumerate(known):
     epochs, losses = zip(*row["evaluations"], strict=True)
-    color = _SIZES[i % len(_SIZES)]
-    label = f"{row['devices']:,} devices, batch {row['global_batch']:,}"
-    axis.plot(epochs, losses, "o-", color=color, ms=3.5, lw=1.4, label=label)
+    # Those that are drawn later, on top, are thinner: equal ones show below.
+    width = 1.2 + 1.6 * (len(known) - 1 - i)
+    style = {"color": _SIZES[i % len(_SIZES)], "lw": width, "ms": 2.5 + width}
+    label = f"{plural(row['devices'], 'device')}, batch {row['global_batch']:,}"
+    axis.plot(epochs, losses, "o-", label=label, **style)
   every = [loss for row in known for _, loss in row["evaluations"]]
   if min(every) > 0 and max(every) > 4 * min(every):
     axis.set_yscale("log")
