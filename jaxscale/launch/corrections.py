@@ -71,9 +71,7 @@ def _is_same(found: Correction) -> bool:
   return bool(known) and abs(found.value / found.was - 1) < _SAME  # pyright: ignore
 
 
-def _share(
-  run: MeasuredRun, plan: StoredPlan, step: PlannedStep
-) -> Correction | None:
+def _share(run: MeasuredRun, plan: StoredPlan, step: PlannedStep) -> Correction | None:
   """The share of the peak, or of the bandwidth, that kernels of one kind reach."""
   planned = {k: step.parts[k] for k in _KINDS if step.parts.get(k)}
   compute = sum(planned.values())
@@ -118,7 +116,9 @@ def _link(
   run: MeasuredRun, plan: StoredPlan, step: PlannedStep
 ) -> Iterator[Correction]:
   """The rate of the links that gradients cross, where nothing hides them."""
-  sent = {axes: s for axes, s in step.sent.items() if s > 1e-3 * sum(step.parts.values())}
+  sent = {
+    axes: s for axes, s in step.sent.items() if s > 1e-3 * sum(step.parts.values())
+  }
   if not sent or step.devices < 2:
     return
   per_node = plan.constants.get("per_node", 1)
@@ -193,7 +193,9 @@ def _saving(run: MeasuredRun, found: Match) -> Iterator[Correction]:
   elif seconds["lost"] or seconds["down"]:
     yield Correction(name, None, was, "the run was restarted, and saved more often")
   else:
-    why = f"training waited {text.duration(waited)} for {planned['saves']:,} checkpoints"
+    why = (
+      f"training waited {text.duration(waited)} for {planned['saves']:,} checkpoints"
+    )
     why += f" of {text.byte_size(size)}"
     yield Correction(name, planned["saves"] * size / waited, was, why)
 
@@ -206,8 +208,8 @@ def paste(run: str, found: Sequence[Correction]) -> str:
     found: of `corrections`.
 
   Example:
-    >>> print(paste("first", [Correction("start", 42.0, 180.0, "0:42 to the first step")]))
-    ... # doctest: +ELLIPSIS
+    >>> found = Correction("start", 42.0, 180.0, "0:42 to the first step")
+    >>> print(paste("first", [found]))  # doctest: +ELLIPSIS
     # of run first, ...
     [machine]
     start = 42.0  # was 180: 0:42 to the first step
@@ -219,7 +221,9 @@ def paste(run: str, found: Sequence[Correction]) -> str:
       lines.append(f"{c.name} = {_number(c.value)}  # {was}: {c.why}")
   if not lines:
     return ""
-  return "\n".join([f"# of run {run}, {time.strftime('%Y-%m-%d')}", "[machine]", *lines])
+  return "\n".join(
+    [f"# of run {run}, {time.strftime('%Y-%m-%d')}", "[machine]", *lines]
+  )
 
 
 def _number(value: float) -> str:

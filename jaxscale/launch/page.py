@@ -45,8 +45,9 @@ img, svg { max-width: 100%; height: auto } figure { margin: 1em 0; background: #
 .keys span { margin-right: 1.4em; white-space: nowrap }
 pre { background: var(--faint); padding: .7em; overflow-x: auto; border-radius: 4px }
 .bar > div { flex: none }
-.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26em), 1fr));
-  gap: 1em; margin: 1em 0 } .grid figure { margin: 0 }
+.grid { display: grid; gap: 1em; margin: 1em 0;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 26em), 1fr)) }
+.grid figure { margin: 0 }
 .cards { display: flex; flex-wrap: wrap; gap: .6em 2em; margin: 1.2em 0 }
 .cards b { display: block; font-size: 1.7em; line-height: 1.2 }
 .cards span { opacity: .75; font-size: .9em }

@@ -300,7 +300,7 @@ def status_line(found: Comparison, to_go: float | None, spent: float | None) -> 
   """
   if found.why:
     return printable(f"{FILE}: {found.why}; nothing is compared with it")
-  step, *rest = found.parts
+  step = found.parts[0]
   line = f"{_cell(step, step.measured)} per step, planned {_cell(step, step.planned)} "
   line += f"({_cell(step, step.low)} to {_cell(step, step.high)})"
   word = found.verdict.removeprefix("the step is ")

@@ -19,7 +19,7 @@ import base64
 import csv
 import io
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, Literal, NamedTuple

@@ -59,6 +59,7 @@ def _import_matplotlib() -> None:
 
 
 def titled(axis: Any, title: str, x_label: str, y_label: str = "") -> None:
+  """Write a title above axes, and their labels."""
   axis.set_title(title, loc="left", fontsize=11)
   axis.set(xlabel=x_label, ylabel=y_label)
 
@@ -224,6 +225,7 @@ def _round_tick(value: float, _: Any) -> str:
 
 
 def size_ticks(axis: Any, sizes: Sequence[int], below: float, above: float) -> None:
+  """Ticks at these sizes alone, and room below the first and above the last one."""
   axis.set_xlim(sizes[0] * below, sizes[-1] * above)
   axis.set_xticks(sizes, [f"{size:,}" for size in sizes])
   axis.set_xticks([], minor=True)

@@ -29,8 +29,9 @@ from jaxscale.config.record import FORMAT, describe_run, to_plain
 from jaxscale.data import stream
 from jaxscale.files import parse_json
 from jaxscale.launch import folder as folders
-from jaxscale.launch import measured, spec, status
+from jaxscale.launch import measured, prediction, scaling_report, spec, status
 from jaxscale.metrics import MetricWriter, mllog, plot, read_metrics
+from jaxscale.planning import stored
 from jaxscale.run.adaptive_batch import read_chosen
 from jaxscale.run.damaged_examples import DamageRecord
 from jaxscale.run.goodput import goodput, read_activities
@@ -43,6 +44,7 @@ from support import fuzzing
 from support.bad_files import HUGE
 from support.fuzzing import damaged, one_line
 from support.job_script import RUN
+from support.plans import PLAN, workdir
 
 fuzz = fuzzing.fuzz
 limits = pytest.fixture(fuzzing.limits, autouse=True)
@@ -191,6 +193,21 @@ def test_a_measured_run(place, config, summary):
   (place / "run.json").unlink(missing_ok=True)
   with one_line():
     measured.read(place)
+
+
+@fuzz
+@given(damaged(PLAN))
+def test_a_run_with_a_plan(place, content):
+  if not (path := place / "planned").exists():
+    workdir(path)
+  (path / "plan.json").write_bytes(content)
+  with one_line():
+    stored.read_plan(path / "plan.json")
+  found = prediction.comparison(path)
+  assert found is not None and (found.parts or len(str(found).splitlines()) == 1)
+  prediction.html(found)
+  assert len(prediction.status_line(found, 5.0, 5.0).splitlines()) == 1
+  scaling_report.as_plot("x", scaling_report.compare([measured.read(path)]))
 
 
 LEAF = {"shape": [2, 3], "dtype": "float32", "checksum": "00ff"}
