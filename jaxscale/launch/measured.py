@@ -151,7 +151,8 @@ def read(path: Path, plan: Path | None = None) -> MeasuredRun:
   times = [s.get("time") for s in starts]
   begins = max([*reports, *(t for t in times if isinstance(t, int))], default=0)
   lines = [x for x in lines if x["time"] >= begins - (begins not in reports)]
-  report: Mapping[str, Any] = next((x for x in lines if _REPORT in x), {})
+  found_report = next((x for x in lines if _REPORT in x), {})
+  report = {name: x for name, x in found_report.items() if math.isfinite(x)}
   summary = read_json(workdir / "summary.json", {"outcome": str, "devices": str})
   scores = summary if summary.get("outcome") == "done" else {}
   names = "loss", "accuracy", "perplexity"

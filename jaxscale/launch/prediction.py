@@ -308,10 +308,10 @@ def status_line(found: Comparison, to_go: float | None, spent: float | None) -> 
     line = f"SLOWER THAN PLANNED{word.removeprefix('slower than planned')}; {line}"
   else:
     line = f"{word}; {line}"
-  if found.seconds and to_go is not None and spent is not None:
+  took = math.nan if to_go is None or spent is None else spent + to_go
+  if found.seconds and math.isfinite(took):
     low, mean, high = (text.duration(s) for s in found.seconds)
-    took = text.duration(spent + to_go)
-    line += f"; {took} in all expected, {mean} planned ({low} to {high})"
+    line += f"; {text.duration(took)} in all expected, {mean} planned ({low} to {high})"
   return line
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -119,7 +120,7 @@ def read_plan(path: Path) -> StoredPlan:
   table = require_json(path, SHAPE, _REMEDY)
   steps = [table["step"], *table["strong"], *table["weak"]]
   why = next(filter(None, map(_impossible, _numbers(table, steps))), None)
-  if why:
+  if why := why or _odd_name(table, steps):
     raise ConfigError(f"{path}: {why}; {_REMEDY}")
   step, *others = (PlannedStep(**{n: s[n] for n in _STEP}) for s in steps)
   strong = len(table["strong"])
@@ -145,6 +146,14 @@ def _numbers(table: dict, steps: list[dict]) -> Iterator[tuple[str, float, float
   job = {n: (table["job"] or {}).get(n, 0.0) for n in _JOB}
   yield from ((f"job{n}", x, 0) for n, x in flat({"": job}).items() if x is not None)
   yield from ((n, c["value"], 0) for n, c in table["constants"].items())
+
+
+def _odd_name(table: dict, steps: list[dict]) -> str | None:
+  """A name that no plan has; they are shown, and are not to be anything else."""
+  names = [table["chips"], *table["constants"], *(x["axes"] for x in table["sent"])]
+  names += [name for step in steps for name in (*step["parts"], *step["sent"])]
+  odd = (n for n in names if not re.fullmatch(r"[\w +.-]{1,80}", n, re.ASCII))
+  return next((f"{printable(repr(name)):.40} is no name in it" for name in odd), None)
 
 
 def _impossible(number: tuple[str, float, float]) -> str | None:

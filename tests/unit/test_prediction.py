@@ -133,12 +133,24 @@ def test_a_damaged_plan_is_one_line(tmp_path, content, capsys):
   described = json.loads((path / "config.json").read_text())
   line = stored.expectation(stored.of_workdir(path, described))
   assert line.startswith("plan.json: ") and "\n" not in line
+  if content not in ("", "{"):
+    return  # the command draws pictures, which takes its time
   files = [f"--csv={tmp_path}/t.csv", f"--png={tmp_path}/t.png"]
   page = f"--html={tmp_path}/p.html"
   assert main(["report", str(path), *files, page]) == 0
   assert "nothing is compared with it" in capsys.readouterr().out
   assert main(["report", str(path), *files, f"--plan={path}/plan.json"]) == 2
   assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_training_with_no_plan_is_a_mistake(tmp_path, capsys):
+  (tmp_path / "plan.json").write_text("{}")
+  for name, why in (("none.json", "No such file"), ("plan.json", "no chips in it")):
+    asked = ["--config=configs/digits.py", f"--plan={tmp_path}/{name}"]
+    assert main(["train", *asked, f"--workdir={tmp_path}/run"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert why in line and line.endswith("write it anew with `jaxscale plan`")
+  assert not (tmp_path / "run").exists()
 
 
 def test_a_folder_in_place_of_a_plan_is_one_line(tmp_path):
@@ -203,7 +215,7 @@ def test_input_start_and_checkpoints(tmp_path):
 
 def test_the_lines_go_into_a_site_s_file(tmp_path):
   found = against_plan(tmp_path, compute=1.54, exposed=0.4, wait=0.5, step_s=2.0)
-  lines = paste("first", found.corrections)
+  lines = paste(found.run, found.corrections)
   assert {*tomllib.loads(lines)["machine"]} == {
     "matmul", "network_link", "input_rate", "start", "save_rate"
   }  # fmt: skip
