@@ -106,7 +106,8 @@ def _share(run: MeasuredRun, plan: StoredPlan, step: PlannedStep) -> Correction 
     return Correction(" and ".join(kinds[:2]), None, None, why + both)
   value = was * planned[kind] / (took - others)
   if kind in _AT_MOST_ONE and value > 1:
-    why = f"{reason}, which is more than the chip's published peak allows"
+    most = "bandwidth" if kind == "memory" else "peak"
+    why = f"{reason}, which is more than the chip's {most} allows"
     return Correction(name, None, was, why)
   share = f"{planned[kind] / compute:.0%} of it planned as {kind}"
   return Correction(name, value, was, f"{reason}, {share}")

@@ -33,7 +33,7 @@ def study_section(found: Report) -> Iterator[str]:
     items = "".join(f"<li>{escape(str(x))}</li>" for x in PUBLISHED)
     why = "Of other models, chips and networks, published by others; not measured here:"
     title = "Published results in the picture (grey)"
-    yield f"<h3>{title}</h3><p>{why}</p><ul class='notes'>{items}</ul>"
+    yield f"<h3>{title}</h3><p>{why}</p><ol type='a' class='notes'>{items}</ol>"
 
 
 def _findings(found: Report) -> str:

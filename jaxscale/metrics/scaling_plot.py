@@ -136,7 +136,8 @@ def _published(axis: Any, every: _Rows) -> None:
   if lines:
     style = {"fontsize": 7, "color": "#777777", "transform": axis.transAxes}
     text = "\n".join(["published by others, not measured here:", *lines])
-    axis.text(0.98, 0.03, text, ha="right", va="bottom", linespacing=1.35, **style)
+    style |= {"ha": "right", "va": "bottom", "multialignment": "left"}
+    axis.text(0.98, 0.03, text, linespacing=1.35, **style)
 
 
 def _with_quartiles(

@@ -40,7 +40,10 @@ def test_a_run_as_planned(tmp_path):
   planned = sum(p.planned for p in found.parts if p.of_step)
   assert planned == pytest.approx(sum(STEP["parts"].values()))
   assert part(found, "memory of a device")[1:3] == (40e9, 44e9)
-  assert part(found, "MFU")[1:3] == (pytest.approx(0.4), pytest.approx(0.4))
+  assert part(found, "MFU, of the plan's peak")[1:3] == (
+    pytest.approx(0.4),
+    pytest.approx(0.4),
+  )
   whole = part(found, "whole run")
   assert whole.planned == pytest.approx(288) and whole.measured == pytest.approx(170)
   assert part(found, "start-up and compiling")[1:3] == (180, pytest.approx(60))
@@ -178,7 +181,7 @@ def test_a_share_of_the_peak_is_what_explains_the_compute(tmp_path):
       {"parts": {"matmul": 0.4, "memory": 0.3, "host": 0.03}}, {},
       "matmul and memory", "does not tell them apart",
     ),
-    ({}, {"compute": 0.3}, "matmul", "more than the chip's published peak allows"),
+    ({}, {"compute": 0.3}, "matmul", "more than the chip's peak allows"),
     (
       {"parts": STEP["parts"] | {"exposed fsdp": 0.3}}, {},
       "matmul", "what is sent within the model",
