@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import textwrap
 from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ _TAIL = 1 << 16  # bytes of the metrics that are read: hundreds of lines
 _RATE_OVER = 10  # logged lines
 _HEAD = ("run", "job", "state", "nodes", "step", "loss", "examples/s", "accuracy",
          "time left", "to go", "goodput", "restarts", "")  # fmt: skip
-_ALWAYS = 3  # first columns: run, job and state
+_ALWAYS = 3  # first columns, which are not left out for want of a value
 _LEAST_MISSED = ("restarts", "job", "nodes", "accuracy", "goodput", "time left")
 _LEFT = (0, 1, 2, 12)  # columns of words
 
@@ -133,13 +134,26 @@ class StatusTable(ShownAsTable):
     aligned = [n for n, i in enumerate(kept) if i in left]
     lines = text.table([head[i] for i in kept], cells, aligned).splitlines()
     lines = [_cut(line, width) for line in lines]
-    for run in self:
-      if run.against_plan and (not run.ended or len(self) == 1):
-        lines += textwrap.wrap(
-          f"{printable(run.run)}: {run.against_plan}", width or 10_000,
-          subsequent_indent="  ",
-        )  # fmt: skip
+    for line in self._plans():
+      lines += textwrap.wrap(line, width or 10_000, subsequent_indent="  ")
     return "\n".join(lines)
+
+  def _plans(self) -> list[str]:
+    """A line for each run that was planned; of several, for those that still run."""
+    return [
+      f"{printable(run.run)}: {run.against_plan}"
+      for run in self
+      if run.against_plan and (not run.ended or len(self) == 1)
+    ]
+
+  def __repr__(self) -> str:
+    return self.shown()
+
+  __str__ = __repr__
+
+  def _repr_html_(self) -> str:
+    lines = (f"<p>{escape(line)}</p>" for line in self._plans())
+    return super()._repr_html_() + "".join(lines)
 
 
 def _width(head: Sequence[str], rows: list[Sequence[str]], kept: list[int]) -> int:
