@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import textwrap
 import time
 
 from jaxscale.cli.parser import Namespace, Parser, whole
@@ -39,7 +40,8 @@ def run(args: Namespace) -> None:
     found = statuses(paths or folders.all_folders(args.runs))
     shown = found.shown(_width())
     if len(found) == 1 and found[0].goodput:
-      shown += f"\n{found[0].goodput}"
+      lines = textwrap.wrap(str(found[0].goodput), _width() or 10_000)
+      shown = "\n".join([shown, *lines])
     if not args.watch:
       print(shown)
       return
