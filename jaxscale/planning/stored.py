@@ -39,7 +39,7 @@ _SENT = {"collective": str, "axes": str, "times": int, "bytes": float}
 SHAPE = {
   "chips": str, "calibrated": bool, "mfu": float, "config": {"class": str},
   "step": _STEP, "strong": [_STEP], "weak": [_STEP], "sent": [_SENT],
-  "run": (None, _RUN), "job": (None, _JOB), "constants": {str: {"value": float}},
+  "run": (None, _RUN), "job": (None, _JOB), "constants": {},
 }  # fmt: skip
 
 # Settings that do not set the seconds of a step, the first word of their names; the
@@ -118,8 +118,14 @@ def read_plan(path: Path) -> StoredPlan:
     ConfigError: it is missing, damaged, or no plan.
   """
   table = require_json(path, SHAPE, _REMEDY)
+  # Those that are one number; a table of rates is for the planner alone.
+  constants = {
+    name: c["value"]
+    for name, c in table["constants"].items()
+    if mismatch(c, {"value": float}) is None
+  }
   steps = [table["step"], *table["strong"], *table["weak"]]
-  why = next(filter(None, map(_impossible, _numbers(table, steps))), None)
+  why = next(filter(None, map(_impossible, _numbers(table, steps, constants))), None)
   if why := why or _odd_name(table, steps):
     raise ConfigError(f"{path}: {why}; {_REMEDY}")
   step, *others = (PlannedStep(**{n: s[n] for n in _STEP}) for s in steps)
@@ -127,12 +133,14 @@ def read_plan(path: Path) -> StoredPlan:
   return StoredPlan(
     step=step, strong=tuple(others[:strong]), weak=tuple(others[strong:]),
     sent=tuple(table["sent"]),
-    constants={name: c["value"] for name, c in table["constants"].items()},
+    constants=constants,
     **{n: table[n] for n in ("chips", "calibrated", "config", "mfu", "run", "job")},
   )  # fmt: skip
 
 
-def _numbers(table: dict, steps: list[dict]) -> Iterator[tuple[str, float, float]]:
+def _numbers(
+  table: dict, steps: list[dict], constants: dict[str, float]
+) -> Iterator[tuple[str, float, float]]:
   """(name, value, smallest that it may be) of all numbers that are divided by."""
   for step in steps:
     yield from (("seconds", s, 1e-12) for s in step["seconds"].values())
@@ -145,7 +153,7 @@ def _numbers(table: dict, steps: list[dict]) -> Iterator[tuple[str, float, float
   yield from ((f"run.{n}", x, 0) for n, x in flat({"": table["run"] or {}}).items())
   job = {n: (table["job"] or {}).get(n, 0.0) for n in _JOB}
   yield from ((f"job{n}", x, 0) for n, x in flat({"": job}).items() if x is not None)
-  yield from ((n, c["value"], 0) for n, c in table["constants"].items())
+  yield from ((n, value, 0) for n, value in constants.items())
 
 
 def _odd_name(table: dict, steps: list[dict]) -> str | None:
