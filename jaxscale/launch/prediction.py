@@ -94,7 +94,8 @@ class Comparison(NamedTuple):
     lines += [self.verdict, *self.notes]
     if offered := paste(self.run, self.corrections):
       lines += ["", "for the table [machine] of the site's file:", offered]
-    lines += [f"  {c.name}: {c.why}" for c in self.corrections if c.value is None]
+    if rest := [f"  {c.name}: {c.why}" for c in self.corrections if c.value is None]:
+      lines += ["", "not determined by this run:", *rest]
     return "\n".join(lines)
 
 
