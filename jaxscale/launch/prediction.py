@@ -70,7 +70,7 @@ class Comparison(NamedTuple):
     plan: what was planned, in a line.
     why: nothing is compared; "" where it is.
     parts: numbers, the step first.
-    verdict: in a sentence, whether the step is as planned, and if not where.
+    outcome: in a sentence, whether the step is as planned, and if not where.
     is_slower: the step is slower than the slowest that was planned.
     corrections: of the machine's constants.
     notes: what a reader must know, a line each.
@@ -81,7 +81,7 @@ class Comparison(NamedTuple):
   plan: str
   why: str
   parts: tuple[Part, ...] = ()
-  verdict: str = ""
+  outcome: str = ""
   is_slower: bool = False
   corrections: tuple[Correction, ...] = ()
   notes: tuple[str, ...] = ()
@@ -91,7 +91,7 @@ class Comparison(NamedTuple):
     if self.why:
       return f"{self.run}: {FILE}: {self.why}; nothing is compared with it"
     lines = [f"{self.run} against its plan: {self.plan}", _table(self.parts)]
-    lines += [self.verdict, *self.notes]
+    lines += [self.outcome, *self.notes]
     if offered := paste(self.run, self.corrections):
       lines += ["", "for the table [machine] of the site's file:", offered]
     if rest := [f"  {c.name}: {c.why}" for c in self.corrections if c.value is None]:
@@ -119,7 +119,7 @@ def compare(run: MeasuredRun) -> Comparison | None:
   step = found.step
   where = text.plural(step.devices, "device")
   plan = f"{found.plan.chips}, {how}; batch {step.batch_size:,} on {where}"
-  verdict, is_slower = judge(step, parts)
+  outcome, is_slower = check_step(step, parts)
   notes = []
   if not found.is_whole and found.plan.job and run.is_done:
     notes.append("hours are not compared: the plan's run is another one")
@@ -129,7 +129,7 @@ def compare(run: MeasuredRun) -> Comparison | None:
   hours = found.plan.job["hours"] if found.plan.job and found.is_whole else {}
   seconds = tuple(3600 * hours[c] for c in reversed(CORNERS)) if hours else ()
   return Comparison(
-    run.name, plan, "", tuple(parts), verdict, is_slower, offered, tuple(notes), seconds
+    run.name, plan, "", tuple(parts), outcome, is_slower, offered, tuple(notes), seconds
   )
 
 
@@ -245,7 +245,7 @@ def _whole(run: MeasuredRun) -> Iterator[Part]:
     yield Part(f"  {name}", planned["expected"], measured, *ends, "long")
 
 
-def judge(step: PlannedStep, parts: Sequence[Part]) -> tuple[str, bool]:
+def check_step(step: PlannedStep, parts: Sequence[Part]) -> tuple[str, bool]:
   """Whether a step is as planned, and if not in which part; whether it is slower.
 
   Args:
@@ -309,7 +309,7 @@ def status_line(found: Comparison, to_go: float | None, spent: float | None) -> 
   step = found.parts[0]
   line = f"{_cell(step, step.measured)} per step, planned {_cell(step, step.planned)} "
   line += f"({_cell(step, step.low)} to {_cell(step, step.high)})"
-  word = found.verdict.removeprefix("the step is ")
+  word = found.outcome.removeprefix("the step is ")
   if found.is_slower:
     line = f"SLOWER THAN PLANNED{word.removeprefix('slower than planned')}; {line}"
   else:
@@ -334,7 +334,7 @@ def html(found: Comparison) -> str:
     why = f"{FILE}: {found.why}; nothing is compared with it"
     return f"<p>{escape(why)}</p>"
   rows = [[c.replace("  ", "\u2003") for c in _cells(part)] for part in found.parts]
-  lines = [f"<p>{escape(found.plan)}. {escape(_sentence(found.verdict))}</p>"]
+  lines = [f"<p>{escape(found.plan)}. {escape(_sentence(found.outcome))}</p>"]
   lines += [_bars(found.parts), text.html_table(_HEAD, rows)]
   lines += [f"<p>{escape(_sentence(note))}</p>" for note in found.notes]
   if offered := paste(found.run, found.corrections):

@@ -1,7 +1,7 @@
 """Scaling efficiencies that others published, drawn next to what was measured.
 
 Other models, chips and networks: they show what has been reached, not what a study
-should reach. A base that a source leaves open is said to be recalled.
+should reach. Where a source leaves its base open, it is from memory ("recalled").
 """
 
 from __future__ import annotations

@@ -84,7 +84,9 @@ def _speed_up(axis: Any, study: Mapping[str, Any]) -> None:
   axis.legend(frameon=False, fontsize=8, loc="upper left")
 
 
-def _plan_curve(axis: Any, plan: _Rows, scale: Callable[[float, float], float]) -> None:
+def _plan_curve(
+  axis: Any, plan: Sequence[Sequence[float]], scale: Callable[[float, float], float]
+) -> None:
   """The plan as a curve, and its range."""
   if not plan:
     return
@@ -116,7 +118,7 @@ def _efficiency(axis: Any, study: Mapping[str, Any]) -> None:
   most = max([most, *(x["times"] for x in study["published"])])
   plan = [(n / base, *s) for n, *s in study["plan"] if n / base <= most]
   _plan_curve(axis, plan, lambda n, s: 100 * s / n)
-  scaled = [row | {"devices": row["devices"] / base} for row in rows]
+  scaled = [{**row, "devices": row["devices"] / base} for row in rows]
   _with_quartiles(axis, scaled, [100 / row["devices"] for row in scaled], None)
   ticks = [2**i for i in range(math.ceil(math.log2(most)) + 1)]
   size_ticks(axis, ticks or [1], 1 / 1.2, 1.3)

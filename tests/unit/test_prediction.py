@@ -1,4 +1,4 @@
-"""A run against its plan: parts, verdicts, and the constants that it determines."""
+"""A run against its plan: parts, outcomes, and the constants that it determines."""
 
 import json
 import tomllib
@@ -27,7 +27,7 @@ def part(found, name):
 
 def test_a_run_as_planned(tmp_path):
   found = against_plan(tmp_path, step_s=1.01)
-  assert found.verdict == "the step is as planned, within the range (+1%)"
+  assert found.outcome == "the step is as planned, within the range (+1%)"
   assert not found.is_slower and not found.why
   step, compute = part(found, "step"), part(found, "compute")
   assert (step.planned, step.measured) == (1.0, pytest.approx(1.01))
@@ -62,13 +62,13 @@ def test_a_run_as_planned(tmp_path):
 def test_a_slower_run_says_in_which_part(tmp_path, run, where):
   found = against_plan(tmp_path, step_s=1.7, **run)
   assert found.is_slower
-  assert found.verdict.endswith(f"beyond the range (+70%), most of it in {where}")
+  assert found.outcome.endswith(f"beyond the range (+70%), most of it in {where}")
 
 
 def test_a_faster_run_is_one_too(tmp_path):
   found = against_plan(tmp_path, step_s=0.5, compute=0.2)
-  assert not found.is_slower and "faster than planned" in found.verdict
-  assert "compute: 200.0 ms for 770.0 ms" in found.verdict
+  assert not found.is_slower and "faster than planned" in found.outcome
+  assert "compute: 200.0 ms for 770.0 ms" in found.outcome
 
 
 def test_what_is_sent_within_the_model_counts_as_compute(tmp_path):
@@ -81,7 +81,7 @@ def test_what_is_sent_within_the_model_counts_as_compute(tmp_path):
   assert part(found, "replica")[1:3] == (0.05, None)
 
 
-# A setting of the run, and what is said of it.
+# A setting of the run, and what is reported of it.
 OTHERS = [
   ({"dtype": "float32"}, "dtype is 'bfloat16' there and 'float32' in the run"),
   ({"model": {"class": "MLP", "width": 4096}}, "model.class is 'Transformer' there"),
@@ -247,7 +247,7 @@ def test_status_says_when_a_run_is_slower_than_planned(tmp_path):
   assert "restarts" in status.StatusTable([row]).shown(200)
 
 
-def test_without_a_plan_nothing_is_said(tmp_path):
+def test_without_a_plan_nothing_is_reported(tmp_path):
   assert prediction.comparison(workdir(tmp_path / "run")) is None
   found = measured.read(tmp_path / "run")
   assert found.planned is None
