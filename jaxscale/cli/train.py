@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from jaxscale.cli.parser import Namespace, Parser, directory
 
@@ -68,7 +67,11 @@ def _run(args: Namespace) -> int | None:
 
   config = load_config(args.config, args.overrides)
   workdir = Path(args.workdir or default_workdir(args.config))
-  plan = _plan_in(args.plan) if args.plan else None
+  plan = None
+  if args.plan:
+    from jaxscale.planning.stored import load_plan
+
+    plan = load_plan(Path(args.plan))
   with open_session(config, workdir) as watch:
     from jaxscale.run.fit import fit  # JAX: only once all processes have joined
 
@@ -80,19 +83,6 @@ def _run(args: Namespace) -> int | None:
       return report_stop(config, watch.stop.agreed, f"{text}: {args.command_line}")
     if cluster.is_leader():
       print(_done(summary, workdir), flush=True)
-
-
-def _plan_in(file: str) -> dict[str, Any]:
-  """What is in a plan's file.
-
-  Raises:
-    ConfigError: it is none.
-  """
-  from jaxscale.metrics import read_json
-  from jaxscale.planning import stored
-
-  stored.read_plan(Path(file))
-  return read_json(Path(file))
 
 
 def _done(summary, workdir: Path) -> str:

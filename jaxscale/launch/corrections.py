@@ -84,6 +84,9 @@ def _share(run: MeasuredRun, plan: StoredPlan, step: PlannedStep) -> Correction 
     name = f"{kind}_float32"
   if run.compute_s is None:
     return Correction(name, None, None, "log.step_report=True measures compute")
+  if plan.has_tables:
+    why = "kernels were planned by tables of a calibration"
+    return Correction(name, None, None, f"{why}; `plan --calibrate` measures them anew")
   within = sum(
     s for n, s in step.parts.items()
     if n.startswith("exposed") and not {*n[8:].split("+")} <= {"replica", "data", "bn"}

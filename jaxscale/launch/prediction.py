@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from jaxscale.errors import ConfigError, printable
 from jaxscale.launch.corrections import Correction, corrections, paste
-from jaxscale.launch.measured import MeasuredRun, read
+from jaxscale.launch.measured import MeasuredRun, NotBegunError, read
 from jaxscale.metrics import text
 from jaxscale.planning.machine import CORNERS
 from jaxscale.planning.stored import FILE, PlannedStep
@@ -142,6 +142,8 @@ def comparison(path: Path, plan: Path | None = None) -> Comparison | None:
   """
   try:
     return compare(read(path, plan))
+  except NotBegunError:
+    return None
   except ConfigError as e:
     if plan is None and not has_plan(path):
       return None

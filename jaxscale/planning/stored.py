@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from jaxscale.config.record import flat
 from jaxscale.config.validation import shown
 from jaxscale.errors import ConfigError, printable
-from jaxscale.files import mismatch, require_json, write_json
+from jaxscale.files import mismatch, read_json, require_json, write_json
 from jaxscale.metrics import text
 from jaxscale.metrics.chips import peak_flops
 from jaxscale.planning.machine import CORNERS, Corner, chip_kind
@@ -39,7 +39,7 @@ _SENT = {"collective": str, "axes": str, "times": int, "bytes": float}
 SHAPE = {
   "chips": str, "calibrated": bool, "mfu": float, "config": {"class": str},
   "step": _STEP, "strong": [_STEP], "weak": [_STEP], "sent": [_SENT],
-  "run": (None, _RUN), "job": (None, _JOB), "constants": {},
+  "run": (None, _RUN), "job": (None, _JOB), "constants": {}, "machine": {},
 }  # fmt: skip
 
 # Settings that do not set the seconds of a step, the first word of their names; the
@@ -89,6 +89,7 @@ class StoredPlan(NamedTuple):
     run: what it is made of; None: not known.
     job: what it takes; None likewise.
     constants: values of the chip and its links, by name.
+    has_tables: whether kernels were planned by a calibration's tables of rates.
   """
 
   chips: str
@@ -102,6 +103,7 @@ class StoredPlan(NamedTuple):
   run: dict[str, int] | None
   job: dict[str, Any] | None
   constants: dict[str, float]
+  has_tables: bool
 
   def on(self, devices: int, batch_size: int) -> PlannedStep | None:
     """The step on so many devices with that batch; None: it was not planned."""
@@ -129,11 +131,12 @@ def read_plan(path: Path) -> StoredPlan:
   if why := why or _odd_name(table, steps):
     raise ConfigError(f"{path}: {why}; {_REMEDY}")
   step, *others = (PlannedStep(**{n: s[n] for n in _STEP}) for s in steps)
-  strong = len(table["strong"])
+  strong, machine = len(table["strong"]), table["machine"]
   return StoredPlan(
     step=step, strong=tuple(others[:strong]), weak=tuple(others[strong:]),
     sent=tuple(table["sent"]),
     constants=constants,
+    has_tables=bool(machine.get("tables") or machine.get("loops")),
     **{n: table[n] for n in ("chips", "calibrated", "config", "mfu", "run", "job")},
   )  # fmt: skip
 
@@ -168,6 +171,16 @@ def _impossible(number: tuple[str, float, float]) -> str | None:
   name, value, least = number
   is_number = isinstance(value, int | float) and least <= value < 1e30
   return None if is_number and math.isfinite(value) else f"{name} is {value!r:.40}"
+
+
+def load_plan(path: Path) -> dict[str, Any]:
+  """A plan as its file has it, to be stored with a run.
+
+  Raises:
+    ConfigError: as `read_plan`.
+  """
+  read_plan(path)
+  return read_json(path)
 
 
 def store(plan: Mapping[str, Any], workdir: Path) -> None:

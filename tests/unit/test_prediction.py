@@ -8,7 +8,7 @@ import pytest
 from jaxscale.cli import main
 from jaxscale.errors import ConfigError
 from jaxscale.launch import folder as folders
-from jaxscale.launch import measured, prediction, scaling_report, site, status
+from jaxscale.launch import jobs, measured, prediction, scaling_report, site, status
 from jaxscale.launch.corrections import paste
 from jaxscale.launch.spec import QueueEntry
 from jaxscale.planning import stored
@@ -247,6 +247,18 @@ def test_status_says_when_a_run_is_slower_than_planned(tmp_path):
   assert "restarts" in status.StatusTable([row]).shown(200)
 
 
+def test_before_the_first_steps_nothing_is_compared(tmp_path):
+  path = workdir(tmp_path / "run", PLAN)
+  (path / "metrics.jsonl").write_text("")
+  assert prediction.comparison(path) is None
+  run = RUN._replace(folder=str(tmp_path / "waits"))
+  (tmp_path / "waits" / "train").mkdir(parents=True)
+  (tmp_path / "waits" / "train" / "plan.json").write_text(json.dumps(PLAN))
+  folders.write_spec(run, ("job.sbatch", ""))
+  row = status.status(run, 0, "7", QueueEntry("PENDING", 2, "", 0, "Priority"))
+  assert row.against_plan == "" and not row.is_slow
+
+
 def test_without_a_plan_nothing_is_reported(tmp_path):
   assert prediction.comparison(workdir(tmp_path / "run")) is None
   found = measured.read(tmp_path / "run")
@@ -274,3 +286,19 @@ def test_a_study_has_its_plan_s_curve(tmp_path):
   other = measured.read(workdir(tmp_path / "o", PLAN, changes={"dtype": "float32"}))
   study = scaling_report.compare([other])
   assert study.planned.plan is None and "another config" in study.notes[-1]
+
+
+def test_kernels_of_a_calibration_s_tables_are_no_share(tmp_path):
+  tables = plan_with(machine={"tables": [{"kind": "matmul"}]})
+  found = corrected(against_plan(tmp_path, tables, compute=1.5, step_s=1.8))
+  assert found["matmul"].value is None and "calibrat" in found["matmul"].why
+
+
+def test_a_job_is_submitted_with_its_plan(tmp_path, monkeypatch):
+  (tmp_path / "plan.json").write_text(json.dumps(PLAN))
+  monkeypatch.setattr(jobs, "_submit", lambda *_: None)
+  given = {"executor": "local", "runs": str(tmp_path / "runs")}
+  job = jobs.submit("configs/digits.py", plan=tmp_path / "plan.json", **given)
+  assert json.loads((job.folder / "train" / "plan.json").read_text()) == PLAN
+  with pytest.raises(ConfigError, match="No such file"):
+    jobs.submit("configs/digits.py", plan=tmp_path / "none.json", **given)
