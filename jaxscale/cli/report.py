@@ -24,6 +24,8 @@ def add_arguments(parser: Parser) -> None:
   parser.option("--png FILE", text, picture)
   text = "a page with everything in it; of a single run, nothing else is written"
   parser.option("--html FILE", text, file)
+  text = "to compare the runs with (default: plan.json of each workdir, if it has one)"
+  parser.option("--plan FILE.json", text)
   add_runs(parser)
 
 
@@ -31,9 +33,14 @@ def run(args: Namespace) -> None:
   """Print the report, and write its files."""
   from jaxscale.launch import folder as folders
   from jaxscale.launch.page import record, write_page
+  from jaxscale.launch.prediction import comparison
   from jaxscale.launch.scaling_report import find, report
+  from jaxscale.planning.stored import read_plan
 
   names, runs = args.names, args.runs
+  plan = Path(args.plan) if args.plan else None
+  if plan:
+    read_plan(plan)  # a mistake in the command line
   studies = [folders.find_study(name, runs) for name in names]
   found = (s[1] if s else [find(n, runs)] for n, s in zip(names, studies, strict=True))
   paths = [path for part in found for path in part]
@@ -41,8 +48,10 @@ def run(args: Namespace) -> None:
   if len(paths) > 1 or not args.html:
     place = studies[0][0] if studies[0] and len(names) == 1 else Path()
     csv, png = args.csv or place / "scaling.csv", args.png or place / "scaling.png"
-    study = report(place.name or "scaling", paths, Path(csv), Path(png))
+    study = report(place.name or "scaling", paths, Path(csv), Path(png), plan)
     print(f"{study}\n{study.csv}\n{study.png}")
+  if len(paths) == 1 and (found := comparison(paths[0], plan)):
+    print(f"\n{found}")
   if args.html:
-    write_page(Path(args.html), [record(path) for path in paths], study)
+    write_page(Path(args.html), [record(path, plan) for path in paths], study)
     print(args.html)

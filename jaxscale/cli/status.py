@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
+import textwrap
 import time
 
 from jaxscale.cli.parser import Namespace, Parser, whole
@@ -20,6 +23,13 @@ def add_arguments(parser: Parser) -> None:
   parser.option("--every SECONDS", "between two tables", whole(1), default=5)
 
 
+def _width() -> int | None:
+  """Columns of the terminal; None where there is none, and nothing is cut."""
+  if not sys.stdout.isatty() and not os.environ.get("COLUMNS"):
+    return None
+  return max(shutil.get_terminal_size().columns, 40)
+
+
 def run(args: Namespace) -> None:
   """Print the table; with --watch until all runs have ended."""
   from jaxscale.launch import folder as folders
@@ -28,9 +38,10 @@ def run(args: Namespace) -> None:
   while True:
     paths = folders.find_all(args.names, args.runs)
     found = statuses(paths or folders.all_folders(args.runs))
-    shown = str(found)
+    shown = found.shown(_width())
     if len(found) == 1 and found[0].goodput:
-      shown += f"\n{found[0].goodput}"
+      lines = textwrap.wrap(str(found[0].goodput), _width() or 10_000)
+      shown = "\n".join([shown, *lines])
     if not args.watch:
       print(shown)
       return

@@ -16,6 +16,8 @@ def add_arguments(parser: Parser) -> None:
   parser.epilog = EXIT_CODES
   parser.config()
   add_workdir(parser)
+  text = "of this run, by `jaxscale plan`: `report` and `status` compare it with that"
+  parser.option("--plan FILE.json", text)
 
 
 def add_workdir(parser: Parser) -> None:
@@ -65,10 +67,15 @@ def _run(args: Namespace) -> int | None:
 
   config = load_config(args.config, args.overrides)
   workdir = Path(args.workdir or default_workdir(args.config))
+  plan = None
+  if args.plan:
+    from jaxscale.planning.stored import load_plan
+
+    plan = load_plan(Path(args.plan))
   with open_session(config, workdir) as watch:
     from jaxscale.run.fit import fit  # JAX: only once all processes have joined
 
-    summary = fit(config, workdir).summary
+    summary = fit(config, workdir, plan=plan).summary
     if summary["outcome"] == "interrupted":
       text = f"saved step {summary['step']}; to resume"
       if summary["step"] == 0:

@@ -11,6 +11,7 @@ import importlib
 import re
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +47,20 @@ def to_plain(node: Any) -> Any:
     return node
   kind: Any = node if hasattr(node, "__qualname__") else type(node)
   return {"object": f"{kind.__module__}.{kind.__qualname__}"}
+
+
+def flat(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+  """A tree of settings by dotted name.
+
+  Example:
+    >>> flat({"class": "Config", "model": {"class": "MLP"}})
+    {'class': 'Config', 'model.class': 'MLP'}
+  """
+  found = {}
+  for name, value in node.items():
+    is_leaf = not isinstance(value, Mapping)
+    found |= {prefix + name: value} if is_leaf else flat(value, f"{prefix}{name}.")
+  return found
 
 
 def class_name(cls: type) -> str:

@@ -23,6 +23,7 @@ from jaxscale.launch.site import load_site, with_options
 from jaxscale.launch.spec import JobSpec
 from jaxscale.launch.status import ShownAsTable, StatusTable, statuses
 from jaxscale.metrics import read_metrics, text
+from jaxscale.planning.stored import load_plan, store
 
 _SHOWN = 20  # rows of a record; the middle of a longer one is left out
 _NOTEBOOK_CONFIG = '''\
@@ -44,12 +45,14 @@ class Prepared(NamedTuple):
     config: `FILE[:arg]` as it was given.
     source: of the config, if it was given as an object.
     script: what the executor will run.
+    plan: of it, which becomes plan.json in its workdir; None: it has none.
   """
 
   spec: JobSpec
   config: str
   source: str | None
   script: str
+  plan: dict[str, Any] | None = None
 
 
 def prepare(
@@ -67,10 +70,12 @@ def prepare(
   preflight: bool = False,
   runs: str = "runs",
   made_by: str = "jaxscale.launch.submit",
+  plan: str | Path | None = None,
   **options: Any,
 ) -> Prepared:
   """Check everything that can be checked before a submission; see `submit`."""
   executor = choose(executor)
+  planned = load_plan(Path(plan)) if plan else None
   _check_counts(nodes, spares=spares, requeue=requeue, at_most=at_most)
   chosen = with_options(load_site(site), options)
   texts = sweeps.as_texts(overrides or {})
@@ -101,7 +106,7 @@ def prepare(
     made_by=made_by,
     spares=spares,
   )
-  return Prepared(spec, path, source, EXECUTORS[executor].render(spec))
+  return Prepared(spec, path, source, EXECUTORS[executor].render(spec), planned)
 
 
 def _check_counts(nodes: int, **others: int) -> None:
@@ -163,10 +168,16 @@ def launch(prepared: Prepared, after: Job | None = None) -> Job:
   script = EXECUTORS[spec.executor].SCRIPT, prepared.script
   folders.make(spec, script, prepared.config, prepared.source)
   try:
+    if prepared.plan is not None:
+      for task in spec.tasks:
+        store(prepared.plan, spec.workdir(task))
     _submit(spec, None, after)
   except ConfigError:
     shutil.rmtree(spec.folder)  # nothing ran in it
     raise
+  except OSError as e:  # of the plan
+    shutil.rmtree(spec.folder)
+    raise ConfigError(f"{spec.folder}: {e.strerror}; give another --runs") from None
   return Job(Path(spec.folder))
 
 
@@ -184,8 +195,8 @@ def submit(config: str | Config, **options: Any) -> Job:
     options: `nodes`; `spares`, additional nodes that replace lost ones; `name` of the
       folder; `overrides` by dotted field; `site`, a profile; `executor`, "slurm" or
       "local" (default: Slurm if there is sbatch); `requeue`, the most restarts;
-      `preflight`; `runs`, the directory of all runs; and any of `site.OPTIONS`, as
-      time="24:00:00".
+      `preflight`; `plan`, a file of `jaxscale plan` to compare the run with; `runs`,
+      the directory of all runs; and any of `site.OPTIONS`, as time="24:00:00".
 
   Raises:
     ConfigError: an option is not possible; nothing was submitted.

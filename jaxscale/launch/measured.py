@@ -9,16 +9,19 @@ start counts: earlier ones may have had other devices.
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jaxscale.errors import ConfigError
 from jaxscale.files import mismatch, require_json
 from jaxscale.launch import folder as folders
 from jaxscale.metrics import read_json, read_metrics
-from jaxscale.run.goodput import FILE, Goodput, goodput, read_activities
+from jaxscale.planning.stored import Match, of_workdir
+from jaxscale.run.goodput import FILE, Activity, Goodput, goodput, read_activities
 from jaxscale.run.provenance import last_start
 
 CHANGES = "batch or image size changes during the run, which has no single throughput"
@@ -61,10 +64,18 @@ class MeasuredRun(NamedTuple):
     spread: from the fastest to the slowest process, as a share of their median.
     loss: validation loss at the end.
     accuracy: validation accuracy at the end.
-    perplexity: validation perplexity at the end, of a language model.
-    goodput: where its time went.
     missing: what is not on record, and why.
     origin: commit, host and command of the last start.
+    perplexity: validation perplexity at the end, of a language model.
+    goodput: where its time went.
+    medians: of the windows that count, by the names of metrics.jsonl.
+    exposed_noise_s: how far half of the step report's rounds are from its median.
+    evaluations: (epochs, validation loss) of each.
+    program_bytes: that the compiled step takes of a device.
+    peak_bytes: that the fullest device had in use; None on CPUs.
+    start_s: from the first process's start to its first steps, compilation included.
+    is_done: whether it was trained to its end.
+    planned: its plan; None: it has none.
   """
 
   name: str
@@ -88,6 +99,14 @@ class MeasuredRun(NamedTuple):
   origin: str = ""
   perplexity: float | None = None
   goodput: Goodput | None = None
+  medians: Mapping[str, float] = MappingProxyType({})
+  exposed_noise_s: float | None = None
+  evaluations: tuple[tuple[float, float], ...] = ()
+  program_bytes: float | None = None
+  peak_bytes: float | None = None
+  start_s: float | None = None
+  is_done: bool = False
+  planned: Match | None = None
 
   @property
   def rate(self) -> float | None:
@@ -103,11 +122,12 @@ class MeasuredRun(NamedTuple):
     return low, high
 
 
-def read(path: Path) -> MeasuredRun:
+def read(path: Path, plan: Path | None = None) -> MeasuredRun:
   """Read what a run left.
 
   Args:
     path: folder of a run of `jaxscale.launch`, or workdir of `jaxscale.train`.
+    plan: a plan's file; None: plan.json of its workdir, if it has one.
 
   Raises:
     NotBegunError: it has not begun.
@@ -131,7 +151,8 @@ def read(path: Path) -> MeasuredRun:
   times = [s.get("time") for s in starts]
   begins = max([*reports, *(t for t in times if isinstance(t, int))], default=0)
   lines = [x for x in lines if x["time"] >= begins - (begins not in reports)]
-  report: Mapping[str, Any] = next((x for x in lines if _REPORT in x), {})
+  found_report = next((x for x in lines if _REPORT in x), {})
+  report = {name: x for name, x in found_report.items() if math.isfinite(x)}
   summary = read_json(workdir / "summary.json", {"outcome": str, "devices": str})
   scores = summary if summary.get("outcome") == "done" else {}
   names = "loss", "accuracy", "perplexity"
@@ -148,20 +169,33 @@ def read(path: Path) -> MeasuredRun:
     hosts=str(starts[-1].get("hosts", "")) if starts else "",
     processes=processes,
     devices=derived["num_devices"],
-    kind=summary.get("devices", "").partition(" x ")[2],
+    kind=summary.get("devices", "").partition(" x ")[2] or _kind(record),
     batch=shapes.pop()[0],
     rates=windows(lines),
+    medians=_medians(lines),
     exposed=report.get(_REPORT),
     compute_s=report.get("perf/compute_s"),
     exposed_s=report.get("perf/exposed_s"),
     spread=report.get("perf/spread") if processes > 1 else None,
     origin=last_start(workdir),
     goodput=found_goodput,
+    exposed_noise_s=report.get("perf/exposed_noise_s"),
+    evaluations=_evaluations(workdir, derived["num_train"], record),
+    start_s=_start_s(read_activities(workdir)),
+    is_done=bool(scores),
+    planned=of_workdir(workdir, record, plan),
+    **_memory(summary),
     **final,
   )
   step = max((line["step"] for line in lines), default=0)
   missing = _missing(measured, step, derived["total_steps"], bool(scores))
   return measured._replace(missing=tuple(missing))
+
+
+def _kind(record: Mapping[str, Any]) -> str:
+  """Of the devices, of a run that is not done."""
+  kind = record.get("device_kind")
+  return kind if isinstance(kind, str) else ""
 
 
 def _files_of(path: Path) -> tuple[Path, list[dict[str, Any]], Goodput | None]:
@@ -191,11 +225,63 @@ def windows(lines: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
     >>> windows([{"step": s, "perf/examples_per_s": 10.0 * s} for s in (5, 10, 15, 17)])
     (100.0, 150.0)
   """
-  found = [(line["step"], line[_RATE]) for line in lines if _RATE in line]
-  steps = [b - a for (a, _), (b, _) in itertools.pairwise(found)]
+  return tuple(line[_RATE] for line in _counted(lines))
+
+
+def _counted(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+  """The lines at the ends of windows that count."""
+  found = [line for line in lines if _RATE in line]
+  steps = [b["step"] - a["step"] for a, b in itertools.pairwise(found)]
   whole = statistics.median_high(steps or [0])
   counted = zip(steps, found[1:], strict=True)
-  return tuple(rate for n, (_, rate) in counted if 2 * n >= whole)
+  return [line for n, line in counted if 2 * n >= whole]
+
+
+def _medians(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+  """Of what each window has, of those that count."""
+  found: dict[str, list[float]] = {}
+  for line in _counted(lines):
+    for name in ("perf/input_wait", "perf/tflops_per_device"):
+      if math.isfinite(line.get(name, math.nan)):
+        found.setdefault(name, []).append(line[name])
+  return {name: statistics.median(values) for name, values in found.items()}
+
+
+def _evaluations(
+  workdir: Path, num_train: int, record: Mapping[str, Any]
+) -> tuple[tuple[float, float], ...]:
+  """(epochs, validation loss), of all starts; of steps done twice, what came last."""
+  batch = record["derived"]["phases"][0]["batch_size"]
+  found = {
+    line["step"]: line["eval/loss"]
+    for line in read_metrics(workdir / "metrics.jsonl")
+    if math.isfinite(line.get("eval/loss", math.nan))
+  }
+  if num_train < 1:
+    return ()
+  return tuple((step * batch / num_train, loss) for step, loss in sorted(found.items()))
+
+
+def _start_s(activities: Sequence[Activity]) -> float | None:
+  """Of the first process, until it has done a step; None: that is not on record."""
+  first = min(activities, key=lambda a: a.start, default=None)
+  for found in sorted(activities, key=lambda a: a.time):
+    if first and found.start == first.start and found.seconds.get("step"):
+      names = "starting", "compiling", "preparing"
+      return sum(found.seconds.get(name, 0.0) for name in names)
+  return None
+
+
+def _memory(summary: Mapping[str, Any]) -> dict[str, float | None]:
+  """Bytes of a device, as far as the summary has them."""
+  program, peak = (summary.get(f"{n}_memory_gb") for n in ("program", "peak"))
+  if "cpu" in summary.get("devices", "cpu"):
+    peak = None  # of the process
+  known = {"program_bytes": program, "peak_bytes": peak}
+  return {
+    name: None if mismatch(gb, float) else 1e9 * gb  # pyright: ignore
+    for name, gb in known.items()
+  }
 
 
 def _missing(run: MeasuredRun, step: int, total: int, is_done: bool) -> Iterator[str]:

@@ -13,10 +13,14 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxscale.config.record import flat
 from jaxscale.errors import ConfigError
 from jaxscale.files import read_json, read_json_lines, replace_text
 from jaxscale.launch import folder as folders
-from jaxscale.launch.scaling_report import Report, flat
+from jaxscale.launch.prediction import Comparison, comparison
+from jaxscale.launch.prediction import html as against_plan
+from jaxscale.launch.scaling_report import Report
+from jaxscale.launch.study_section import study_section
 from jaxscale.metrics import plot_metrics, read_metrics, text
 from jaxscale.run import provenance
 from jaxscale.run.goodput import CATEGORIES, Goodput, goodput, read_activities
@@ -40,6 +44,15 @@ img, svg { max-width: 100%; height: auto } figure { margin: 1em 0; background: #
   margin-right: .4em }
 .keys span { margin-right: 1.4em; white-space: nowrap }
 pre { background: var(--faint); padding: .7em; overflow-x: auto; border-radius: 4px }
+.bar > div { flex: none }
+.grid { display: grid; gap: 1em; margin: 1em 0;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 26em), 1fr)) }
+.grid figure { margin: 0 }
+.cards { display: flex; flex-wrap: wrap; gap: .6em 2em; margin: 1.2em 0 }
+.cards b { display: block; font-size: 1.7em; line-height: 1.2 }
+.cards span { opacity: .75; font-size: .9em }
+.dense { font-size: .8em } .dense td, .dense th { padding-right: .7em !important }
+.notes { font-size: .9em; overflow-wrap: anywhere; padding-left: 1.3em }
 """
 
 
@@ -51,19 +64,22 @@ class RunRecord(NamedTuple):
     workdir: of it.
     events: starts and ends of its jobs, of a run of `jaxscale.launch`.
     goodput: where its time went.
+    comparison: of it with its plan; None: it has none.
   """
 
   name: str
   workdir: Path
   events: Sequence[Mapping[str, Any]]
   goodput: Goodput | None
+  comparison: Comparison | None = None
 
 
-def record(path: Path) -> RunRecord:
+def record(path: Path, plan: Path | None = None) -> RunRecord:
   """Find what there is of a run.
 
   Args:
     path: folder of a run of `jaxscale.launch`, or workdir of `jaxscale.train`.
+    plan: a plan's file; None: plan.json of its workdir, if it has one.
 
   Raises:
     ConfigError: it is a sweep, or has written nothing.
@@ -79,11 +95,11 @@ def record(path: Path) -> RunRecord:
     found = RunRecord(path.name, spec.workdir(0), events, folders.read_goodput(spec, 0))
   if not (found.workdir / "config.json").exists():
     raise ConfigError(f"{path.name}: has written nothing yet; see `status {path.name}`")
-  return found
+  return found._replace(comparison=comparison(path, plan))
 
 
 def write_page(file: Path, runs: Sequence[RunRecord], study: Report | None) -> None:
-  """Write the page.
+  """Write the page; each run has a section, with its plan if it has one.
 
   Args:
     file: that is written, or replaced.
@@ -96,7 +112,7 @@ def write_page(file: Path, runs: Sequence[RunRecord], study: Report | None) -> N
   title = study.name if study else ", ".join(run.name for run in runs)
   body = [f"<h1>{escape(title)}</h1>"]
   if study:
-    body.append(study._repr_html_())
+    body += study_section(study)
   body += [part for run in runs for part in _sections(run, is_alone=len(runs) == 1)]
   made = time.strftime("%Y-%m-%d %H:%M %Z")
   head = f"<meta charset='utf-8'><title>{escape(title)}</title><style>{_STYLE}</style>"
@@ -119,6 +135,8 @@ def _sections(run: RunRecord, is_alone: bool) -> Iterable[str]:
   yield f"<p>{escape(_outcome(summary, lines))}</p>"
   yield _curves(run.workdir) if lines else ""
   yield "<h3>Speed</h3>" + _speed(lines, summary)
+  if run.comparison:
+    yield "<h3>Against the plan</h3>" + against_plan(run.comparison)
   if run.goodput:
     yield "<h3>Where the time went</h3>" + _time_bar(run.goodput)
   yield "<h3>Starts</h3>" + _starts(run)

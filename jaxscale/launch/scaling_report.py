@@ -19,14 +19,17 @@ import base64
 import csv
 import io
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from jaxscale.config.record import flat
 from jaxscale.errors import ConfigError
 from jaxscale.launch import folder as folders
 from jaxscale.launch.measured import MeasuredRun, NotBegunError, read
+from jaxscale.launch.planned_scaling import PlannedScaling, exposed_share, plan_of
+from jaxscale.launch.published import PUBLISHED
 from jaxscale.launch.status import quality
 from jaxscale.metrics import plot_scaling, text
 
@@ -47,7 +50,8 @@ _COLUMNS = {
   "devices": ("devices", ","), "batch": ("global_batch", ","),
   "examples/s": ("examples_per_s", ",.0f"), "quartiles": ("quartiles", ""),
   "windows": ("windows", ""), "speed-up": ("speed_up", ".2f"),
-  "efficiency": ("efficiency", ".0%"), "exposed": ("exposed_share", ".0%"),
+  "efficiency": ("efficiency", ".0%"), "planned": ("planned_efficiency", ".0%"),
+  "exposed": ("exposed_share", ".0%"),
   "spread": ("spread", ".0%"), "goodput": ("goodput", ".0%"),
   "loss": ("loss", ".4f"), "accuracy": ("quality", ""),
 }  # fmt: skip
@@ -81,6 +85,7 @@ class Scaling(NamedTuple):
     serial: the fitted share, or None: fewer than two sizes, or outside 0 to 1, where
       the law does not apply.
     notes: what a reader must know, one line each.
+    planned: what the plan of its runs says, if they have one.
   """
 
   kind: Kind
@@ -88,6 +93,7 @@ class Scaling(NamedTuple):
   base: int | None
   serial: float | None
   notes: tuple[str, ...]
+  planned: PlannedScaling = PlannedScaling()
 
 
 def compare(runs: Sequence[MeasuredRun]) -> Scaling:
@@ -112,8 +118,10 @@ def compare(runs: Sequence[MeasuredRun]) -> Scaling:
   points = [(row.run.devices / base, row.speed_up) for row in rows if row.speed_up]
   serial = serial_share(kind, points) if kind != "one size" else None
   is_share = serial is not None and 0 <= serial <= 1
-  notes = (*differences, *_notes(kind, rows, serial))
-  return Scaling(kind, tuple(rows), base or None, serial if is_share else None, notes)
+  planned = plan_of(runs, base or None)
+  notes = (*differences, *_notes(kind, rows, serial), *planned.notes)
+  law_share = serial if is_share else None
+  return Scaling(kind, tuple(rows), base or None, law_share, notes, planned)
 
 
 def _kind_of(runs: Sequence[MeasuredRun]) -> Kind:
@@ -153,15 +161,6 @@ def law(kind: Kind, serial: float, n: float) -> float:
   if kind == "strong":
     return 1 / (serial + (1 - serial) / n)
   return n - serial * (n - 1)
-
-
-def flat(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-  """A tree of settings by dotted name."""
-  found = {}
-  for name, value in node.items():
-    is_leaf = not isinstance(value, Mapping)
-    found |= {prefix + name: value} if is_leaf else flat(value, f"{prefix}{name}.")
-  return found
 
 
 def _check_same(runs: Sequence[MeasuredRun]) -> list[str]:
@@ -231,22 +230,28 @@ class Report(NamedTuple):
   png: Path
 
   def __repr__(self) -> str:
-    head, *notes = _summary(self.name, self.study)
-    return "\n".join([head, text.table([*_COLUMNS], _cells(self.study)), *notes])
+    head, *notes = summary(self.name, self.study)
+    return "\n".join([head, text.table(*table(self.study)), *notes])
 
   __str__ = __repr__
 
   def _repr_html_(self) -> str:
     image = base64.b64encode(self.png.read_bytes()).decode()
-    head, *notes = _summary(self.name, self.study)
+    head, *notes = summary(self.name, self.study)
     lines = "".join(f"<li>{escape(note)}</li>" for note in notes)
     return (
-      f"<p>{escape(head)}</p>{text.html_table([*_COLUMNS], _cells(self.study))}"
+      f"<p>{escape(head)}</p>{text.html_table(*table(self.study))}"
       f'<ul>{lines}</ul><img width="960" src="data:image/png;base64,{image}">'
     )
 
 
-def report(name: str, paths: Sequence[Path], csv_file: Path, png_file: Path) -> Report:
+def report(
+  name: str,
+  paths: Sequence[Path],
+  csv_file: Path,
+  png_file: Path,
+  plan: Path | None = None,
+) -> Report:
   """Read runs, and write the table and the picture of their comparison.
 
   Args:
@@ -254,6 +259,7 @@ def report(name: str, paths: Sequence[Path], csv_file: Path, png_file: Path) -> 
     paths: folders of runs, or workdirs.
     csv_file: file of the table, which is written.
     png_file: file of the picture, which is written.
+    plan: a plan's file; None: those of the runs, if they have any.
 
   Raises:
     ConfigError: they are not one study, or a file cannot be written.
@@ -261,7 +267,7 @@ def report(name: str, paths: Sequence[Path], csv_file: Path, png_file: Path) -> 
   runs, waiting = [], []
   for path in paths:
     try:
-      runs.append(read(path))
+      runs.append(read(path, plan))
     except NotBegunError as e:
       waiting.append(str(e))
   if waiting and not runs:
@@ -286,7 +292,7 @@ def find(name: str, runs: str) -> Path:
   return folders.find(name, runs, workdirs)
 
 
-def _summary(name: str, study: Scaling) -> list[str]:
+def summary(name: str, study: Scaling) -> list[str]:
   """The heading, then the notes, then what is missing and why."""
   first = study.rows[0].run
   kinds = {
@@ -308,9 +314,10 @@ def _summary(name: str, study: Scaling) -> list[str]:
   return [head, *study.notes, *gaps, *times, *origins]
 
 
-def _values(row: ScalingRow) -> dict[str, Any]:
+def _values(row: ScalingRow, planned: PlannedScaling) -> dict[str, Any]:
   """A row by the columns of the CSV file."""
   run = row.run
+  step = run.planned.step if run.planned else None
   low, high = run.quartiles or (None, None)
   return {
     "run": run.name, "nodes": run.nodes, "processes": run.processes,
@@ -321,23 +328,31 @@ def _values(row: ScalingRow) -> dict[str, Any]:
     "exposed_s": run.exposed_s, "spread": run.spread,
     "goodput": run.goodput.share if run.goodput else None, "loss": run.loss,
     "accuracy": run.accuracy, "perplexity": run.perplexity,
+    "planned_examples_per_s": step.rate() if step else None,
+    "planned_efficiency": planned.efficiency(run.devices) if step else None,
+    "planned_exposed": exposed_share(step) if step else None,
   }  # fmt: skip
 
 
-def _cells(study: Scaling) -> list[list[str]]:
+def table(study: Scaling) -> tuple[list[str], list[list[str]]]:
+  """Titles and rows of cells; without a plan, without its column."""
+  columns = dict(_COLUMNS)
+  if study.planned.plan is None:
+    del columns["planned"]
   rows = []
   for row in study.rows:
-    values, run = _values(row), row.run
+    values, run = _values(row, study.planned), row.run
     ends = " to ".join(f"{q:,.0f}" for q in run.quartiles or ())
     values |= {"quartiles": ends or None}
     values |= {"quality": quality(run.accuracy, run.perplexity) or None}
-    rows.append([text.cell(values[name], form) for name, form in _COLUMNS.values()])
-  return rows
+    rows.append([text.cell(values[name], form) for name, form in columns.values()])
+  return [*columns], rows
 
 
 def as_csv(study: Scaling) -> str:
   """The table in full precision; what is not known is empty."""
-  out, rows = io.StringIO(), [_values(row) for row in study.rows]
+  rows = [_values(row, study.planned) for row in study.rows]
+  out = io.StringIO()
   writer = csv.DictWriter(out, rows[0], lineterminator="\n")
   writer.writeheader()
   writer.writerows(rows)
@@ -352,6 +367,14 @@ def as_plot(name: str, study: Scaling) -> dict[str, Any]:
     grid = [base * (most / base) ** (i / 60) for i in range(61)]
     curve = [(n, law(study.kind, study.serial, n / base)) for n in grid]
     label = f"{_LAWS[study.kind]}, serial share {study.serial:.1%}"
-  title = _summary(name, study)[0].partition(";")[0]
-  rows = [_values(row) | {"low": row.low, "high": row.high} for row in study.rows]
-  return {"title": title, "base": base, "law": curve, "law_label": label, "rows": rows}
+  title = summary(name, study)[0].partition(";")[0]
+  rows = [
+    _values(row, study.planned)
+    | {"low": row.low, "high": row.high, "evaluations": row.run.evaluations}
+    for row in study.rows
+  ]
+  published = [x.as_plot() for x in PUBLISHED] if study.kind != "one size" else []
+  return {
+    "title": title, "base": base, "law": curve, "law_label": label, "rows": rows,
+    "plan": study.planned.curve, "published": published,
+  }  # fmt: skip

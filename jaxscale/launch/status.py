@@ -7,12 +7,15 @@ folder has both, and the events say how the job ended. Nothing here asks JAX.
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxscale.errors import EXIT_DONE, EXIT_PREEMPTED, ConfigError, printable
 from jaxscale.launch import folder as folders
+from jaxscale.launch import prediction
 from jaxscale.launch.executors import EXECUTORS
 from jaxscale.launch.spec import JobSpec, QueueEntry
 from jaxscale.metrics import read_json, read_metrics, text
@@ -28,6 +31,8 @@ _TAIL = 1 << 16  # bytes of the metrics that are read: hundreds of lines
 _RATE_OVER = 10  # logged lines
 _HEAD = ("run", "job", "state", "nodes", "step", "loss", "examples/s", "accuracy",
          "time left", "to go", "goodput", "restarts", "")  # fmt: skip
+_ALWAYS = 3  # first columns, which are not left out for want of a value
+_LEAST_MISSED = ("restarts", "job", "nodes", "accuracy", "goodput", "time left")
 _LEFT = (0, 1, 2, 12)  # columns of words
 
 
@@ -51,6 +56,8 @@ class RunStatus(NamedTuple):
     restarts: how many times it was restarted.
     note: why it waits; what a trial varies.
     goodput: where its time went.
+    against_plan: how it does against its plan, one line; "" where it has none.
+    is_slow: it is slower than the slowest that was planned.
   """
 
   run: str
@@ -69,6 +76,8 @@ class RunStatus(NamedTuple):
   restarts: int = 0
   note: str = ""
   goodput: Goodput | None = None
+  against_plan: str = ""
+  is_slow: bool = False
 
   @property
   def ended(self) -> bool:
@@ -101,6 +110,61 @@ class StatusTable(ShownAsTable):
   def columns(self) -> tuple[Sequence[str], list[Sequence[str]], Sequence[int]]:
     """See `ShownAsTable`."""
     return _HEAD, [_cells(status) for status in self], _LEFT
+
+  def shown(self, width: int | None = None) -> str:
+    """The table, and a line for each run that was planned.
+
+    Args:
+      width: columns of the terminal; None: any. In a narrow one, columns without a
+        value and those that are missed least are left out, and notes are cut.
+    """
+    if not self:
+      return self.empty
+    head, rows, left = self.columns()
+    kept = list(range(len(head)))
+    for name in ("", *_LEAST_MISSED):
+      if width is None or _width(head, rows, kept) <= width:
+        break
+      if name:
+        kept = [i for i in kept if head[i] != name]
+      else:  # the last column is of notes
+        values = {i: {row[i] for row in rows} for i in kept}
+        kept = [i for i in kept if i < _ALWAYS or values[i] - {"-", "0", ""}]
+    cells = [[row[i] for i in kept] for row in rows]
+    aligned = [n for n, i in enumerate(kept) if i in left]
+    lines = text.table([head[i] for i in kept], cells, aligned).splitlines()
+    lines = [_cut(line, width) for line in lines]
+    for line in self._plans():
+      lines += textwrap.wrap(line, width or 10_000, subsequent_indent="  ")
+    return "\n".join(lines)
+
+  def _plans(self) -> list[str]:
+    """A line for each run that was planned; of several, for those that still run."""
+    return [
+      f"{printable(run.run)}: {run.against_plan}"
+      for run in self
+      if run.against_plan and (not run.ended or len(self) == 1)
+    ]
+
+  def __repr__(self) -> str:
+    return self.shown()
+
+  __str__ = __repr__
+
+  def _repr_html_(self) -> str:
+    lines = (f"<p>{escape(line)}</p>" for line in self._plans())
+    return super()._repr_html_() + "".join(lines)
+
+
+def _width(head: Sequence[str], rows: list[Sequence[str]], kept: list[int]) -> int:
+  """Columns that a table takes without its notes."""
+  named = [i for i in kept if head[i]]
+  widest = (max(len(row[i]) for row in [head, *rows]) for i in named)
+  return sum(widest) + 2 * (len(named) - 1)
+
+
+def _cut(line: str, width: int | None) -> str:
+  return line if width is None or len(line) <= width else f"{line[: width - 1]}…"
 
 
 def statuses(folders_of_runs: Sequence[Path]) -> StatusTable:
@@ -147,6 +211,9 @@ def status(spec: JobSpec, task: int, job: str, queued: QueueEntry | None) -> Run
   notes = [f"{name}={value}" for name, value in trial.items()]
   if state == "PENDING" and queued.reason != "None":
     notes.insert(0, f"({queued.reason})")
+  to_go = seconds_to_go(lines, total) if state == "RUNNING" else None
+  spent = folders.read_goodput(spec, task)
+  plan = _against_plan(spec, task, to_go, spent)
   return RunStatus(
     run=f"{spec.name}/{task}" if spec.trials else spec.name,
     job=spec.task_id(job, task),
@@ -160,11 +227,27 @@ def status(spec: JobSpec, task: int, job: str, queued: QueueEntry | None) -> Run
     accuracy=latest.get("eval/accuracy"),
     perplexity=latest.get("eval/perplexity"),
     time_left=queued.time_left if state == "RUNNING" else "",
-    to_go=seconds_to_go(lines, total) if state == "RUNNING" else None,
+    to_go=to_go,
     restarts=max(queued.restarts, last.get("restarts", 0)),
     note=" ".join(notes),
-    goodput=folders.read_goodput(spec, task),
+    goodput=spent,
+    against_plan=plan[0],
+    is_slow=plan[1],
   )
+
+
+def _against_plan(
+  spec: JobSpec, task: int, to_go: float | None, spent: Goodput | None
+) -> tuple[str, bool]:
+  """A line about a run that was planned, and whether it is slower; ("", False)."""
+  path = spec.workdir(task)
+  if not prediction.has_plan(path):
+    return "", False
+  found = prediction.comparison(path if spec.trials else Path(spec.folder))
+  if found is None:
+    return "", False
+  held = spent.wall_s - spent.seconds["queue"] if spent else None
+  return prediction.status_line(found, to_go, held), found.is_slower
 
 
 def _state(spec: JobSpec, last: Mapping[str, Any]) -> str:

@@ -4,7 +4,6 @@ from .mllog import Submission as Submission
 from .mllog import log_from_record as log_from_record
 from .mllog import read_mllog as read_mllog
 from .plot import plot_metrics as plot_metrics
-from .plot import plot_scaling as plot_scaling
 from .plot import plot_study as plot_study
 from .progress import Progress as Progress
 from .prometheus import prometheus_file as prometheus_file
@@ -12,6 +11,7 @@ from .reading import read_json as read_json
 from .reading import read_json_lines as read_json_lines
 from .reading import read_metrics as read_metrics
 from .reading import write_json as write_json
+from .scaling_plot import plot_scaling as plot_scaling
 from .scoring import headline as headline
 from .scoring import is_reached as is_reached
 from .scoring import mllog_value as mllog_value

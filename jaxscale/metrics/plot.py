@@ -1,9 +1,8 @@
-"""Pictures: a run against its steps, a batch-size study, a scaling study."""
+"""Pictures: a run against its steps, and a batch-size study."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import statistics
 import sys
@@ -59,7 +58,8 @@ def _import_matplotlib() -> None:
       matplotlib.rcParams["backend"] = chosen
 
 
-def _title(axis: Any, title: str, x_label: str, y_label: str = "") -> None:
+def titled(axis: Any, title: str, x_label: str, y_label: str = "") -> None:
+  """Write a title above axes, and their labels."""
   axis.set_title(title, loc="left", fontsize=11)
   axis.set(xlabel=x_label, ylabel=y_label)
 
@@ -156,7 +156,7 @@ def plot_metrics(workdir: str | Path, path: str | Path | None = None) -> Path | 
 
 
 def _draw_panel(axis: Any, panel: _Panel, lines: _Rows) -> None:
-  _title(axis, panel.title, "step", panel.unit)
+  titled(axis, panel.title, "step", panel.unit)
   for (name, label), color in zip(panel.series.items(), (CURVES, POINTS), strict=False):
     points = [(line["step"], line[name]) for line in lines if name in line]
     if points:
@@ -202,10 +202,10 @@ def plot_study(study: Mapping[str, Any], path: str | Path) -> Path:
   }
   with figure(path, 2, 2, (10, 7.2), study["title"]) as axes:
     for axis, (name, title) in zip(axes.flat, panels.items(), strict=True):
-      _title(axis, title, "batch size (examples)")
+      titled(axis, title, "batch size (examples)")
       _study_points(axis, runs, name)
       axis.set_xscale("log")
-      _size_ticks(axis, sizes, 1 / 1.3, 1.3)
+      size_ticks(axis, sizes, 1 / 1.3, 1.3)
       if name == "gap":
         axis.axhline(0, color=IDEAL, lw=0.8)
       else:
@@ -224,7 +224,8 @@ def _round_tick(value: float, _: Any) -> str:
   return f"{value:,.12g}" if f"{value:e}"[0] in "125" else ""
 
 
-def _size_ticks(axis: Any, sizes: Sequence[int], below: float, above: float) -> None:
+def size_ticks(axis: Any, sizes: Sequence[int], below: float, above: float) -> None:
+  """Ticks at these sizes alone, and room below the first and above the last one."""
   axis.set_xlim(sizes[0] * below, sizes[-1] * above)
   axis.set_xticks(sizes, [f"{size:,}" for size in sizes])
   axis.set_xticks([], minor=True)
@@ -272,131 +273,3 @@ def _study_curves(steps_axis: Any, examples_axis: Any, study: Mapping[str, Any])
   for steps, label, style in curves:
     steps_axis.plot(grid, steps, label=label, **style)
     examples_axis.plot(grid, [s * b for s, b in zip(steps, grid, strict=True)], **style)
-
-
-def plot_scaling(study: Mapping[str, Any], path: str | Path) -> Path:
-  """Draw a scaling study: speed-up, efficiency and the parts of a step.
-
-  Args:
-    study: "title"; "rows", each with "devices", and with None for what is not known
-      "examples_per_s", "speed_up", its quartiles "low" and "high", "efficiency",
-      "compute_s" and "exposed_s" (seconds of a step), and "spread" (a share); "base",
-      the devices of the smallest size; "law", (devices, speed-up) of a curve, and its
-      "law_label".
-    path: of the picture.
-
-  Returns:
-    The path.
-  """
-  rows, path = study["rows"], Path(path)
-  devices = sorted({row["devices"] for row in rows})
-  with figure(path, 1, 3, (12, 4.4), study["title"]) as axes:
-    speed_up, efficiency, step = axes[0]
-    known = [row for row in rows if row["speed_up"]]
-    for axis, title, unit, draw in (
-      (speed_up, "Speed-up (and examples/s)", "against the smallest size", _speed_up),
-      (efficiency, "Efficiency", "% of the ideal", _efficiency),
-    ):
-      _title(axis, title, "devices", unit)
-      axis.set_xscale("log", base=2)
-      _size_ticks(axis, devices, 1 / 1.25, 1.4)
-      if known:
-        draw(axis, study, known)
-      else:
-        _empty(axis, "no throughput on record")
-    _step_parts(step, rows)
-    speed_up.figure.legend(
-      *speed_up.get_legend_handles_labels(), loc="outside lower left", ncols=3,
-      frameon=False, fontsize=9,
-    )  # fmt: skip
-  return path
-
-
-def _speed_up(axis: Any, study: Mapping[str, Any], rows: _Rows) -> None:
-  most = max(row["devices"] for row in study["rows"])
-  ideal = most / study["base"]
-  axis.plot([study["base"], most], [1, ideal], color=IDEAL, ls="--", label="ideal")
-  if study["law"]:
-    axis.plot(*zip(*study["law"], strict=True), color=CURVES, label=study["law_label"])
-  _with_quartiles(axis, rows, [1] * len(rows), "measured")
-  for row in rows:
-    rate, at = row["examples_per_s"], (row["devices"], row["speed_up"])
-    power = next((p for p in (2, 1) if rate >= 1e3**p), 0)
-    text = f"{rate / 1e3**power:.3g}{['', 'k', 'M'][power]}"
-    _annotate(axis, text, at, (7, -12), color=POINTS)
-  axis.set_yscale("log", base=2)
-  values = [v for r in rows for v in (r["speed_up"], r["low"], r["high"]) if v]
-  low = math.floor(min(0, math.log2(min(values))))
-  ticks = [2.0**i for i in range(low, math.ceil(math.log2(max(ideal, *values))) + 1)]
-  axis.set_yticks(ticks, [f"{t:g}" for t in ticks])
-  axis.set_ylim(min(*values, 1) / 1.25, max(*values, ideal) * 1.15)
-
-
-def _efficiency(axis: Any, study: Mapping[str, Any], rows: _Rows) -> None:
-  base = study["base"]
-  axis.axhline(100, color=IDEAL, ls="--", lw=1)
-  if study["law"]:
-    curve = [(n, 100 * s * base / n) for n, s in study["law"]]
-    axis.plot(*zip(*curve, strict=True), color=CURVES)
-  _with_quartiles(axis, rows, [100 * base / row["devices"] for row in rows], None)
-  axis.set_ylim(0, max(axis.get_ylim()[1], 108))
-
-
-def _with_quartiles(
-  axis: Any, rows: _Rows, scales: Sequence[float], label: str | None
-) -> None:
-  """One mark per size: its scaled speed-up, with the quartiles where known."""
-  devices = [row["devices"] for row in rows]
-  low, mid, high = (
-    [s * (row[k] or row["speed_up"]) for row, s in zip(rows, scales, strict=True)]
-    for k in ("low", "speed_up", "high")
-  )
-  style = {"fmt": "o", "color": POINTS, "ms": 6}
-  if any(row["low"] for row in rows):
-    # A median is between its quartiles; rounding may put it a hair outside.
-    below = [max(y - a, 0) for y, a in zip(mid, low, strict=True)]
-    above = [max(b - y, 0) for y, b in zip(mid, high, strict=True)]
-    style |= {"yerr": (below, above), "capsize": 3, "lw": 1.2}
-    label = label and f"{label}: median and quartiles"
-  axis.errorbar(devices, mid, label=label, **style)
-
-
-def _step_parts(axis: Any, rows: _Rows) -> None:
-  """Bars: what of a step its exchange adds; marks: how far processes are apart."""
-  _title(axis, "What a step waits for (step report)", "devices, and ms per step")
-  axis.set_ylabel("% of a step")
-  axis.grid(False, axis="x")
-  known = [row for row in rows if row["compute_s"] is not None]
-  if not known:
-    axis.set_xticks([])
-    _empty(axis, "no step report on record")
-    return
-  steps = [row["compute_s"] + row["exposed_s"] for row in known]
-  shares = [100 * r["exposed_s"] / s for r, s in zip(known, steps, strict=True)]
-  places = [i - 0.1 for i in range(len(known))]
-  axis.bar(places, shares, 0.45, color=CURVES, label="exposed exchange")
-  for place, share in zip(places, shares, strict=True):
-    text = f"{share:.2g}" if share else "0"
-    _annotate(axis, text, (place, share), (0, 2), color="#5b7aa3", ha="center")
-  spread = [(i + 0.26, 100 * r["spread"]) for i, r in enumerate(known) if r["spread"]]
-  if spread:
-    label = "fastest to slowest process, each alone"
-    xs, ys = zip(*spread, strict=True)
-    axis.plot(xs, ys, "D", color=POINTS, mfc="white", ms=6, label=label)
-  sizes = [f"{row['devices']:,}" for row in known]
-  ticks = [f"{n}\n{1e3 * s:.3g}" for n, s in zip(sizes, steps, strict=True)]
-  axis.set_xticks(range(len(known)), ticks)
-  axis.set_xlim(-0.6, max(len(known) - 0.4, 1.6))
-  axis.set_ylim(0, 1.35 * max([1, *shares, *(y for _, y in spread)]))
-  axis.legend(frameon=False, fontsize=9, loc="upper left")
-
-
-def _annotate(axis: Any, text: str, at: Any, offset: Any, **style: Any) -> None:
-  options = {"textcoords": "offset points", "fontsize": 8} | style
-  axis.annotate(text, at, xytext=offset, **options)
-
-
-def _empty(axis: Any, text: str) -> None:
-  axis.set_yticks([])
-  place = {"ha": "center", "va": "center", "transform": axis.transAxes}
-  axis.text(0.5, 0.5, text, color=IDEAL, **place)

@@ -191,6 +191,16 @@ def known_chips() -> list[str]:
   return [name for name, table in _tables().items() if "title" in table]
 
 
+def chip_kind(chip: str) -> str:
+  """Words of a chip's `jax.Device.device_kind`; "" of CPUs.
+
+  Example:
+    >>> chip_kind("h100"), chip_kind("knl")
+    ('H100', '')
+  """
+  return _tables().get(chip, {}).get("device_kind", "")
+
+
 def rates_of(chip: str, machine: Machine | None = None) -> Rates:
   """The constants of a chip, with a site's in place of some.
 

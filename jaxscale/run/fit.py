@@ -11,6 +11,7 @@ import contextlib
 import functools
 import os
 import time
+from collections.abc import Mapping
 from concurrent import futures
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,6 +46,8 @@ from jaxscale.training import loop, noise_scale
 from jaxscale.training.replica_check import ReplicaDivergenceError
 from jaxscale.training.state import TrainState
 
+_PLAN = "plan.json"
+
 
 class Result(NamedTuple):
   """How a run ended.
@@ -58,7 +61,12 @@ class Result(NamedTuple):
   summary: dict[str, Any]
 
 
-def fit(config: Config, workdir: str | os.PathLike) -> Result:
+def fit(
+  config: Config,
+  workdir: str | os.PathLike,
+  *,
+  plan: Mapping[str, Any] | None = None,
+) -> Result:
   """Train, evaluate and save as the config says; resume if there is a checkpoint.
 
   Writes config.json, metrics.jsonl, tensorboard/, checkpoints/, summary.json
@@ -67,6 +75,8 @@ def fit(config: Config, workdir: str | os.PathLike) -> Result:
   Args:
     config: the experiment.
     workdir: its own directory, made if need be.
+    plan: of it, as `planning.plan.as_json` gives; it becomes plan.json, with which
+      `jaxscale report` and `status` compare the run.
 
   Raises:
     ConfigError: config, data, devices and workdir do not fit each other.
@@ -95,6 +105,8 @@ def fit(config: Config, workdir: str | os.PathLike) -> Result:
     ActivityRecord(workdir, watch, functools.partial(lock.is_held, held)) as activity,
     kept_programs(config.compilation, workdir, _print, wait_s) as programs,
   ):
+    if plan is not None:
+      cluster.on_leader(functools.partial(_store_plan, plan, workdir), _PLAN)
     return _fit(experiment, workdir, held, activity, programs, watch, began)
 
 
@@ -223,6 +235,8 @@ def _train(run: Run, experiment: build.Experiment) -> tuple[TrainState, Reporter
   with Reporter(experiment, workdir, start, may_write) as reporter:
     checkpoints.say = reporter.say
     run.tracer.attach(reporter.say, experiment.derived.total_steps)
+    if cluster.is_leader() and (line := _planned(workdir, described)):
+      reporter.say(line)
     at_target = reporter.stops_at_target()
     if at_target or start == experiment.derived.total_steps:
       done = f"reached its target by step {start}" if at_target else ""
@@ -246,6 +260,22 @@ def _train(run: Run, experiment: build.Experiment) -> tuple[TrainState, Reporter
       e.args = (f"{e.args[0]}; last good checkpoint: {last} in {workdir}",)
       raise
   return state, reporter
+
+
+def _store_plan(plan: Mapping[str, Any], workdir: Path) -> None:
+  from jaxscale.planning import stored  # seldom: the first step comes first
+
+  stored.store(plan, workdir)
+
+
+def _planned(workdir: Path, described: dict[str, Any]) -> str | None:
+  """What the plan in the workdir has of this run, as a line; None: there is none."""
+  if not os.path.lexists(workdir / _PLAN):
+    return None
+  from jaxscale.planning import stored
+
+  found = stored.of_workdir(workdir, described)
+  return stored.expectation(found) if found else None
 
 
 def _growth(workdir: Path, experiment: build.Experiment, start: int) -> str:

@@ -80,6 +80,7 @@ class Report(NamedTuple):
       "compute_s": self.compute,
       "exposed_s": exposed,
       "exposed_share": exposed / (self.compute + exposed),
+      "exposed_noise_s": self.give_or_take,
       "slowest_process": self.slowest().process,
       "spread": self.spread(),
     }

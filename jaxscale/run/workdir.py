@@ -60,6 +60,7 @@ def describe(experiment: build.Experiment) -> dict[str, Any]:
     "python": platform.python_version(),
     "versions": {name: metadata.version(name) for name in packages},
     "devices": [str(d) for d in jax.devices()],
+    "device_kind": jax.devices()[0].device_kind,
     "processes": jax.process_count(),
   }
 

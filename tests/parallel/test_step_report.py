@@ -10,14 +10,17 @@ from jaxscale import data, metrics
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.collectives import measurements
 from jaxscale.config.loading import load_config
+from jaxscale.config.record import to_plain
 from jaxscale.exchange import plain
 from jaxscale.exchange.wrappers import delayed, past_warm_start, silent, warm_start
 from jaxscale.experiment import build
+from jaxscale.launch import prediction
 from jaxscale.mesh import batch_sharding, make_mesh, submesh
 from jaxscale.planning import hlo
 from jaxscale.run import fit, step_report
 from jaxscale.run.step_report import Alone
 from support.digits import digits_batch
+from support.plans import plan_with
 from support.processes import run_group
 from support.tiny_runs import record
 
@@ -211,7 +214,10 @@ def test_the_run_says_it_and_changes_in_no_bit(tmp_path, capsys):
     config = load_config(
       "configs/digits.py", CONFIG | MLP | {"log.step_report": report}
     )
-    finals.append(fit.fit(config, tmp_path / report).state)
+    step = {"devices": 8, "batch_size": 128}
+    plan = plan_with(chips="knl-8", config=to_plain(config), step=step)
+    kept = plan if report == "True" else None
+    finals.append(fit.fit(config, tmp_path / report, plan=kept).state)
     texts.append(capsys.readouterr().out)
   for a, b in zip(*map(jax.tree.leaves, finals), strict=True):
     assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
@@ -226,8 +232,17 @@ def test_the_run_says_it_and_changes_in_no_bit(tmp_path, capsys):
   assert line["step"] == 0 and line["perf/compute_s"] > 0
   assert {x for x in line if x.startswith("perf/")} == {
     f"perf/{name}"
-    for name in ("compute_s", "exposed_s", "exposed_share", "slowest_process", "spread")
-  }
+    for name in ("compute_s", "exposed_s", "exposed_share", "exposed_noise_s",
+                 "slowest_process", "spread")
+  }  # fmt: skip
+  assert "planned: 1.0 s per step (800.0 ms to 1.4 s)" in texts[1]
+  found = prediction.comparison(tmp_path / "True")
+  names = [part.name for part in found.parts if part.of_step]
+  assert names == ["compute", "exposed data", "input", "host, and the rest"]
+  assert found.parts[0].measured == pytest.approx(
+    sum(part.measured for part in found.parts if part.of_step)
+  )
+  assert prediction.comparison(tmp_path / "False") is None
 
 
 PROCESS = """

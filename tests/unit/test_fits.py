@@ -14,7 +14,7 @@ from jaxscale import cli, data
 from jaxscale import config as cfg
 from jaxscale.errors import ConfigError
 from jaxscale.mesh import make_mesh
-from jaxscale.planning import fits, topologies
+from jaxscale.planning import fits, stored, topologies
 
 CONFIG = """from jaxscale import config as cfg
 
@@ -162,6 +162,12 @@ def test_a_plan_and_what_is_kept_of_it(capsys, tmp_path, monkeypatch):
   assert plan["constants"]["per_node"]["kind"] == "site"
   # Two programs were compiled, and each is planned as it is.
   assert len(plan["compiled_for"]) == 2 and plan["job"] is None
+  # A run of it reads it again: the same numbers, on all sizes.
+  kept = stored.read_plan(tmp_path / "plan.json")
+  assert kept.step._asdict() == {n: step[n] for n in kept.step._fields}
+  assert kept.on(4, 8).seconds == plan["strong"][0]["seconds"]
+  found = stored.match(kept, plan["config"], devices=8, batch_size=8)
+  assert found.step == kept.step and not found.why
 
 
 def test_a_step_that_the_compiler_refuses(capsys, tmp_path, monkeypatch):

@@ -29,8 +29,9 @@ from jaxscale.config.record import FORMAT, describe_run, to_plain
 from jaxscale.data import stream
 from jaxscale.files import parse_json
 from jaxscale.launch import folder as folders
-from jaxscale.launch import measured, spec, status
+from jaxscale.launch import measured, prediction, scaling_report, spec, status
 from jaxscale.metrics import MetricWriter, mllog, plot, read_metrics
+from jaxscale.planning import stored
 from jaxscale.run.adaptive_batch import read_chosen
 from jaxscale.run.damaged_examples import DamageRecord
 from jaxscale.run.goodput import goodput, read_activities
@@ -43,6 +44,7 @@ from support import fuzzing
 from support.bad_files import HUGE
 from support.fuzzing import damaged, one_line
 from support.job_script import RUN
+from support.plans import PLAN, workdir
 
 fuzz = fuzzing.fuzz
 limits = pytest.fixture(fuzzing.limits, autouse=True)
@@ -191,6 +193,30 @@ def test_a_measured_run(place, config, summary):
   (place / "run.json").unlink(missing_ok=True)
   with one_line():
     measured.read(place)
+
+
+MEASURED = {"step": 0, "time": 1e9, "perf/compute_s": 0.7, "perf/exposed_s": 0.2}
+MEASURED |= {"perf/exposed_share": 0.2, "perf/examples_per_s": 64.0}
+MEASURED |= {"perf/input_wait": 0.1, "perf/tflops_per_device": 400.0, "eval/loss": 2.0}
+
+
+@fuzz
+@given(damaged(PLAN), st.lists(damaged(MEASURED), max_size=3))
+def test_a_run_with_a_plan(place, content, lines):
+  if not (path := place / "planned").exists():
+    workdir(path)
+    (path / "whole").write_bytes((path / "metrics.jsonl").read_bytes())
+  (path / "plan.json").write_bytes(content)
+  whole = (path / "whole").read_bytes()
+  (path / "metrics.jsonl").write_bytes(b"\n".join([*lines, whole]))
+  with one_line():
+    stored.read_plan(path / "plan.json")
+  found = prediction.comparison(path)
+  assert found is not None and (found.parts or len(str(found).splitlines()) == 1)
+  prediction.html(found)
+  assert len(prediction.status_line(found, 5.0, 5.0).splitlines()) == 1
+  assert not set(str(found)) & {"\x1b", "\r"}
+  scaling_report.as_plot("x", scaling_report.compare([measured.read(path)]))
 
 
 LEAF = {"shape": [2, 3], "dtype": "float32", "checksum": "00ff"}
