@@ -5,9 +5,9 @@
 Every layout that the settings offer is considered (`candidates`). What does not divide
 is refused by the same checks that refuse a run, what cannot fit by arithmetic, and the
 others are compiled, the best by estimate (`estimate`) first, until the rest is no
-better even where estimates were furthest off, or the minutes are over. What is compiled is
-planned as `jaxscale plan` does, and that decides. Each layout keeps the reason for what
-became of it.
+better even where estimates were furthest off, or the minutes are over. What is compiled
+is planned as `jaxscale plan` does, and that decides. Each layout keeps the reason for
+what became of it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ _LAYOUTS_SHARE = (
   0.6  # of the minutes for one of each layout; then the best ones' others
 )
 _FINALISTS = 6  # layouts whose other variants are compiled
-_TRUSTED = (
-  8  # compiled steps, from which on estimates are corrected by the lowest ratio
-)
+# Compiled steps, from which on estimates are trusted as far as their lowest ratio.
+_TRUSTED = 8
+# Exchanges that keep nothing between steps.
+_STATELESS = ("AllReduce", "HalfPrecision", "Int8")
 Say = Callable[[str], None]
 
 
@@ -228,7 +229,7 @@ class _Search:
     self.count += len(found)
     limit = self.chips[family.devices].chip.limit
     done = {c.candidate for c in layout.compiled}
-    guesses = [(estimate(facts, one, self.rates), one) for one in found]
+    guesses = self._guesses(facts, found, limit)
     least = min(guess.least for guess, _ in guesses)
     if least > limit:
       text = f"cannot fit: at least {gib(least)} of {gib(limit)}"
@@ -240,19 +241,38 @@ class _Search:
       if guess.least <= limit and one not in done
     ]
     # What is likely to be too large comes behind what is not.
-    layout.waiting = sorted(fitting, key=lambda f: (f[1].memory > limit, f[0]))
+    layout.waiting = sorted(fitting, key=lambda f: _likely(f[1], limit, f[0]))
     if not layout.compiled and fitting:
       hours, guess, one = layout.waiting[0]
       layout.state = "estimated"
       layout.reason = f"{self._shown(hours)}, {gib(guess.memory)}: {one.variant}"
 
+  def _guesses(
+    self, facts: Facts, found: Sequence[Candidate], limit: int
+  ) -> list[tuple[Estimate, Candidate]]:
+    """Estimates of a layout's candidates, but for those with too many micro-batches.
+
+    Where one needs half of the memory, more parts of it only send more and multiply
+    smaller matrices; a pipeline idles less with more of them.
+    """
+    guesses, small = [], set()
+    for one in found:
+      remat = one.layout.remat
+      if remat in small and one.mesh.stage == 1:
+        continue
+      guess = estimate(facts, one, self.rates)
+      guesses.append((guess, one))
+      if guess.memory < limit / 2:
+        small.add(remat)
+    return guesses
+
   def _facts(self, one: Candidate) -> Facts | ConfigError:
     """Shapes of a layout, or why it is refused: by what would refuse the run."""
     from jaxscale.experiment import build
 
-    layout = one.layout
-    kind = layout.model, layout.sum_in, layout.slow_axes, layout.schedule
-    key = one.devices, one.batch_size, one.mesh, layout.shard, kind, one.exchange
+    layout, exchange = one.layout, type(one.exchange).__name__
+    keeps = exchange if exchange not in _STATELESS else ""
+    key = one.devices, one.batch_size, one.mesh, layout.shard, layout.model, keeps
     if key not in self.facts:
       try:
         config = one.config(self.config)
@@ -295,14 +315,28 @@ class _Search:
 
   def _order(self, layout: Considered) -> tuple[bool, float]:
     hours, guess, one = layout.waiting[0]
-    return guess.memory > self.chips[one.devices].chip.limit, hours
+    ratios = self._ratios(one)
+    corrected = hours * (sum(ratios) / len(ratios) if ratios else 1.0)
+    return _likely(guess, self.chips[one.devices].chip.limit, corrected)
+
+  def _ratios(self, one: Candidate) -> list[float]:
+    """Planned by estimated, of what was compiled of the same kind."""
+
+    def kind(x: Candidate) -> tuple[str, bool]:
+      return x.layout.model if x.mesh.model > 1 else "", x.mesh.stage > 1
+
+    return [
+      c.hours / c.guess
+      for x in self.layouts.values()
+      for c in x.compiled
+      if c.step and c.guess and kind(c.candidate) == kind(one)
+    ]
 
   def _compile_all(self, order: Iterator[Considered], share: float) -> None:
     """Compiles until nothing better is expected, or the time is over."""
     for layout in order:
-      if self._is_worse(layout.waiting[0][0]):
+      if self._is_worse(layout):
         self.ended = "nothing that is left is estimated to be better"
-        layout.waiting.clear() if layout.compiled else None
         return
       spent = time.monotonic() - self.began
       if spent + self.longest > share * self.limit_s:
@@ -311,12 +345,13 @@ class _Search:
       _, guess, one = layout.waiting.pop(0)
       self._compile(layout, one, guess, "")
 
-  def _is_worse(self, hours: float) -> bool:
+  def _is_worse(self, layout: Considered) -> bool:
     """Whether an estimate, were it as far off as any was, is above the best."""
     good = [c for x in self.layouts.values() for c in x.compiled if c.step and c.guess]
     if len(good) < _TRUSTED:
       return False
-    ratio = min(c.hours / c.guess for c in good)
+    hours, _, one = layout.waiting[0]
+    ratio = min(self._ratios(one) or (c.hours / c.guess for c in good))
     return hours * ratio >= min(c.hours for c in good)
 
   def _compile(
@@ -399,6 +434,12 @@ class _Search:
     if layout.state == "compiled":
       return 1, 0.0
     return (2, layout.waiting[0][0]) if layout.waiting else (3, 0.0)
+
+
+def _likely(guess: Estimate, limit: int, hours: float) -> tuple[bool, float]:
+  """An order: what is likely to fit by hours, and then the rest by memory."""
+  is_large = guess.memory > limit
+  return is_large, guess.memory if is_large else hours
 
 
 def _keeps_as_much(one: Candidate, other: Candidate) -> bool:
