@@ -1,4 +1,4 @@
-"""The layouts of docs/parallelism.md for the 7B model on 64 H100, and what a search chose.
+"""Hand-made layouts of the 7B model on 64 H100, and what a search chose.
 
     jaxscale plan --config configs/llama_7b.py:h100 --chips h100-64 --search
     python benchmarks/search_layouts.py plan.json
