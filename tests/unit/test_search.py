@@ -196,12 +196,12 @@ def test_images_have_no_layers_to_split():
 
 
 def test_the_best_is_no_worse_than_what_was_given_or_asked_for():
-  said: list[str] = []
+  told: list[str] = []
   also = [GIVEN[0], GIVEN[3]]
-  found = search(config(), here(), minutes=0.02, also=also, say=said.append)
+  found = search(config(), here(), minutes=0.02, also=also, say=told.append)
   compiled = [c for x in found.layouts for c in x.compiled]
-  assert len(said) == len(compiled) >= 3
-  assert "(as given)" in said[0] and sum("(asked for)" in line for line in said) == 2
+  assert len(told) == len(compiled) >= 3
+  assert "(as given)" in told[0] and sum("(asked for)" in line for line in told) == 2
   assert found.best.hours == min(c.hours for c in compiled)
   assert found.best.hours > 0 and found.layouts[0].best == found.best
   assert found.ended == "its 0.02 minutes were over"
