@@ -48,6 +48,7 @@ class Compiled(NamedTuple):
     hours: or chip-hours, what is ranked by.
     guess: what was estimated of that.
     reason: what there is to say, in a line.
+    chosen: by the search; or else it was given.
   """
 
   candidate: Candidate
@@ -55,6 +56,7 @@ class Compiled(NamedTuple):
   hours: float
   guess: float
   reason: str
+  chosen: bool
 
 
 class Considered:
@@ -72,6 +74,11 @@ class Considered:
     self.family, self.state, self.reason = family, state, reason
     self.waiting: list[tuple[float, Estimate, Candidate]] = []
     self.compiled: list[Compiled] = []
+
+  @property
+  def has_chosen(self) -> bool:
+    """Whether one that fits was compiled for its estimate, and not as it was given."""
+    return any(c.step and c.chosen for c in self.compiled)
 
   @property
   def best(self) -> Compiled | None:
@@ -306,7 +313,7 @@ class _Search:
 
   def _first_of_each(self, layouts: list[Considered]) -> Iterator[Considered]:
     """One layout after another, by estimate; again where one was too large."""
-    while layouts := [x for x in layouts if x.waiting and not x.best]:
+    while layouts := [x for x in layouts if x.waiting and not x.has_chosen]:
       yield min(layouts, key=self._order)
 
   def _others(self, layouts: list[Considered]) -> Iterator[Considered]:
@@ -365,7 +372,7 @@ class _Search:
       guess = estimate(facts, one, self.rates) if isinstance(facts, Facts) else None
     guessed = self._measure(one, guess.seconds) if guess else 0.0
     reason = f"{reason}{f' ({note})' * bool(note)}"
-    layout.compiled.append(Compiled(one, step, hours, guessed, reason))
+    layout.compiled.append(Compiled(one, step, hours, guessed, reason, not note))
     if step is None:
       layout.waiting = [w for w in layout.waiting if not _keeps_as_much(w[2], one)]
     shown = layout.best or layout.compiled[-1]
