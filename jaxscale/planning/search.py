@@ -98,6 +98,7 @@ class Search(NamedTuple):
     chips: that it is for.
     seconds: that the search took.
     candidates: with remat and micro-batches, how many there were.
+    steps: at the config's batch size, that hours are of.
     ended: why it ended, in a line.
   """
 
@@ -108,6 +109,7 @@ class Search(NamedTuple):
   chips: Chips
   seconds: float
   candidates: int
+  steps: int
   ended: str
 
 
@@ -432,7 +434,7 @@ class _Search:
     one = best.candidate
     return Search(
       self.goal, tuple(layouts), best, one.config(self.config), self.chips[one.devices],
-      time.monotonic() - self.began, self.count, self.ended or "all were compiled",
+      time.monotonic() - self.began, self.count, self.base_steps, self.ended or "all were compiled",
     )  # fmt: skip
 
   def _rank(self, layout: Considered) -> tuple[int, float]:

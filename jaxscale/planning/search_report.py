@@ -31,7 +31,8 @@ def text(search: Search) -> str:
     f"searched {len(search.layouts):,} layouts, {search.candidates:,} with remat and "
     f"micro-batches, in {search.seconds:.0f} s: {states['refused']:,} refused, "
     f"{states['estimated']:,} estimated only, {states['compiled']:,} compiled "
-    f"({made} programs); {search.ended}"
+    f"({made} programs); {search.ended}; {search.goal.title} of {search.steps:,} steps "
+    "of the config's batch"
   )
   return "\n\n".join([head, _compiled(search), _estimated(search), _refused(search)])
 
@@ -92,6 +93,7 @@ def as_json(search: Search) -> dict[str, Any]:
     "least_steps": search.goal.least_steps,
     "seconds": round(search.seconds, 1),
     "candidates": search.candidates,
+    "steps": search.steps,
     "ended": search.ended,
     "best": search.best.candidate.name,
     "layouts": [_layout(x) for x in search.layouts],
