@@ -74,13 +74,16 @@ class Candidate(NamedTuple):
     return f"remat {self.layout.remat}, {self.micros} micro-batches"
 
   def config(self, base: cfg.Config) -> cfg.Config:
-    """The run with these settings.
+    """The run with these settings; an axis that was -1 stays so, for other devices.
 
     Raises:
       ConfigError: they contradict the rest of it.
     """
+    rest = [a for a in _AXES if getattr(base.mesh, a) == -1]
+    mesh = {a: -1 for a in rest if a == "data" or getattr(self.mesh, a) > 1}
     return dataclasses.replace(
-      base, batch_size=self.batch_size, mesh=self.mesh, layout=self.layout,
+      base, batch_size=self.batch_size, layout=self.layout,
+      mesh=dataclasses.replace(self.mesh, **mesh),
       exchange=self.exchange, accumulate_steps=self.micros,
     )  # fmt: skip
 

@@ -434,7 +434,8 @@ class _Search:
     one = best.candidate
     return Search(
       self.goal, tuple(layouts), best, one.config(self.config), self.chips[one.devices],
-      time.monotonic() - self.began, self.count, self.base_steps, self.ended or "all were compiled",
+      time.monotonic() - self.began, self.count, self.base_steps,
+      self.ended or "all were compiled",
     )  # fmt: skip
 
   def _rank(self, layout: Considered) -> tuple[int, float]:
