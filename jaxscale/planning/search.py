@@ -443,7 +443,10 @@ class _Search:
       return 0, best.hours
     if layout.state == "compiled":
       return 1, 0.0
-    return (2, layout.waiting[0][0]) if layout.waiting else (3, 0.0)
+    if not layout.waiting:
+      return 4, 0.0
+    is_large, order = self._order(layout)
+    return 2 + is_large, order
 
 
 def _likely(guess: Estimate, limit: int, hours: float) -> tuple[bool, float]:
