@@ -15,6 +15,8 @@ import os
 import sys
 from pathlib import Path
 
+from common import report
+
 CONFIG, CHIPS = "configs/llama_7b.py:h100", "h100-64"
 # As docs/parallelism.md has them, on 64 devices; rows per micro-batch so that they fit.
 HAND_MADE = {
@@ -50,7 +52,7 @@ HAND_MADE = {
 
 
 def main(path: str) -> None:
-  """Print the table, and write benchmarks/results/search_7b.json."""
+  """Print the table, and write benchmarks/results/search_layouts.json."""
   os.environ.setdefault("JAX_PLATFORMS", "cpu")
   os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
   from jaxscale.config.loading import load_config
@@ -83,9 +85,7 @@ def main(path: str) -> None:
   states = [x["state"] for x in search["layouts"]]
   kept["layouts"] = {s: states.count(s) for s in sorted({*states})}
   kept |= {"seconds_of_step": chosen, "overrides": found["submit"]["overrides"]}
-  result = {"chips": CHIPS, "chosen": kept, "compiled": compiled, "hand_made": rows}
-  results = Path(__file__).parent / "results" / "search_7b.json"
-  results.write_text(json.dumps(result, indent=1) + "\n")
+  report("search_layouts", chips=CHIPS, chosen=kept, compiled=compiled, hand_made=rows)
 
 
 if __name__ == "__main__":
