@@ -37,7 +37,7 @@ _SENT_BYTES = {
   "TopK": 0.5,
   "PowerSGD": 0.2,
 }
-# Forward passes by remat, beside the two of a backward pass.
+# Forward passes by remat, next to the two of a backward pass.
 _PASSES = {"none": 1.0, "dots": 1.02, "branches": 1.9, "full": 2.0, "offload": 2.0}
 
 
@@ -54,7 +54,7 @@ class Facts(NamedTuple):
     other_elements: of its other parameters, likewise.
     width: of the residual stream.
     tokens: of an example.
-    flops: forwards, of an example, beside those products.
+    flops: forwards, of an example, other than those products.
     all_flops: forwards, of an example.
     itemsize: bytes of an activation.
   """
