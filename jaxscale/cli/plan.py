@@ -6,6 +6,11 @@ chip, or those of a site's file. Nothing is allocated, and text is not read: voc
 and length of sequences are in the config. (Of image datasets the size of images and
 the number of classes are not: those must be there, but for ImageNet.)
 
+With --search every layout that the settings offer is considered: mesh, what is split,
+remat, micro-batches, exchange, and --nodes. What cannot be is refused before it is
+compiled, the best by estimate are compiled until --minutes are over, and the best of
+those is planned. `jaxscale submit --plan plan.json` submits it.
+
 With --over only memory is planned: the values of a setting are tried, from the
 smallest to the largest; of four and more, by bisection: more memory for a larger value
 is taken for granted.
@@ -14,10 +19,21 @@ is taken for granted.
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
+from typing import Any
 
-from jaxscale.cli.parser import Namespace, Parser, distinct, file, picture, value
-from jaxscale.errors import EXIT_CRASH, EXIT_DONE
+from jaxscale.cli.parser import (
+  Namespace,
+  Parser,
+  distinct,
+  file,
+  number,
+  picture,
+  value,
+)
+from jaxscale.config.validation import nearest
+from jaxscale.errors import EXIT_CRASH, EXIT_DONE, ConfigError
 
 _SIMULATED = "8"  # devices, of chips that XLA's compiler for CPUs compiles for
 
@@ -32,8 +48,30 @@ def add_arguments(parser: Parser) -> None:
   parser.option("--nodes N,N", "also plan these (default: powers of two)", nodes)
   parser.option("--json FILE", "the whole plan", file, default="plan.json")
   parser.option("--png FILE", "its picture", picture, default="plan.png")
+  _add_search(parser)
   over = value(_over, "FIELD=NUMBER,NUMBER, e.g. model.num_layers=16,24,32")
   parser.option("--over FIELD=N,N", "try these values", over, default=("", [""]))
+
+
+def _add_search(parser: Parser) -> None:
+  from jaxscale.planning.goal import RANKS
+
+  group = parser.add_argument_group("with --search")
+  parser.flag(
+    "--search", "find the best layout; --nodes are then to choose from", group
+  )
+  text = "by what: time, chip-hours, or hours to a target"
+  parser.option("--rank RANK", text, choices=RANKS, default="time", group=group)
+  sizes = value(distinct, "whole numbers, as 512,1024")
+  text = "to choose from, with --rank target"
+  parser.option("--batch-sizes N,N", text, sizes, group=group)
+  text = "examples, as a run logs it with noise_scale=True"
+  parser.option("--noise-scale N", text, number("> 0"), group=group)
+  parser.option("--study FILE", "a batch-study's study.json, instead", group=group)
+  text = "to choose from (default: the config's, and HalfPrecision)"
+  parser.option("--exchanges NAME,NAME", text, group=group)
+  text = "after which no more is compiled"
+  parser.option("--minutes N", text, number("> 0"), default=10, group=group)
 
 
 def _over(text: str) -> tuple[str, list[str]]:
@@ -61,15 +99,48 @@ def _plan(args: Namespace) -> int:
 
   machine = load_site(args.site).machine
   chips = find_chips(args.chips)
-  config = load_config(args.config, args.overrides)
-  plan = make_plan(config, chips, machine=machine, nodes=args.nodes or ())
-  from jaxscale.planning import plan_report  # NumPy and more: once there is a plan
+  base = config = load_config(args.config, args.overrides)
+  nodes, found = args.nodes or (), {}
+  if args.search:
+    config, chips, found = _search(args, config, chips, machine)
+    nodes = ()
+  plan = make_plan(config, chips, machine=machine, nodes=nodes)
+  from jaxscale.planning import (
+    plan_report,
+    search_report,
+  )  # NumPy: once there is a plan
 
   print(plan_report.text(plan), flush=True)
-  write_json(Path(args.json), as_json(plan))
+  job = search_report.submission(plan, base, args.config, args.overrides, args.site)
+  write_json(Path(args.json), as_json(plan) | {"submit": job} | found)
   plan_report.draw(plan, args.png)
+  if args.search:
+    submit = f"jaxscale submit --plan {shlex.quote(args.json)}"
+    print(f"\nto submit it: {submit}, which is\n  {search_report.command(job)}\n")
   print(f"{args.json}\n{args.png}")
   return EXIT_DONE if plan.fit.is_good else EXIT_CRASH
+
+
+def _search(args: Namespace, config: Any, chips: Any, machine: Any) -> Any:
+  """(config, chips, JSON) of the best layout; prints what was considered."""
+  from jaxscale import config as cfg
+  from jaxscale.planning import search_report
+  from jaxscale.planning.goal import goal_of
+  from jaxscale.planning.search import search
+
+  known = cfg.Exchange.built_in()
+  names = args.exchanges.split(",") if args.exchanges else []
+  for name in names:
+    if name not in known:
+      raise ConfigError(f"--exchanges={name}: {nearest(name, known)}")
+  found = search(
+    config, chips, machine=machine, nodes=args.nodes or (),
+    batch_sizes=args.batch_sizes or (), exchanges=[known[name]() for name in names],
+    goal=goal_of(args.rank, args.noise_scale, args.study), minutes=args.minutes,
+    say=lambda line: print(line, flush=True),
+  )  # fmt: skip
+  print(f"\n{search_report.text(found)}\n", flush=True)
+  return found.config, found.chips, {"search": search_report.as_json(found)}
 
 
 def _largest(args: Namespace) -> int:

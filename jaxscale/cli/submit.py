@@ -1,16 +1,18 @@
 """Submit a run of `jaxscale train` to Slurm, or to the background of this machine.
 
 The run has a directory of its own, runs/NAME, with a copy of the code and all that it
-writes.
+writes. With --plan it is the run of a plan: its config, settings, nodes and time limit.
 """
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxscale.cli.parser import Namespace, Parser, directory, whole
+from jaxscale.errors import ConfigError
 
 # Options of `launch.submit` in addition to those of the site's profile.
 _OPTIONS = ("name", "runs", "site", "executor", "requeue", "spares", "preflight")
@@ -18,13 +20,16 @@ _OPTIONS = ("name", "runs", "site", "executor", "requeue", "spares", "preflight"
 
 def add_arguments(parser: Parser) -> None:
   """The options."""
-  parser.option("--nodes N", "of the run", whole(1), default=1)
-  add_job_arguments(parser)
+  parser.option("--plan FILE", "the plan.json of `jaxscale plan`, in place of --config")
+  parser.option("--nodes N", "of the run (default: the plan's, or 1)", whole(1))
+  add_job_arguments(parser, missing=None)
 
 
-def add_job_arguments(parser: Parser) -> None:
+def add_job_arguments(
+  parser: Parser, missing: str | None = "try --config digits"
+) -> None:
   """The options of every command that submits runs."""
-  parser.config()
+  parser.config(missing)
   parser.option("--name NAME", "of the run (default: the config's name and the time)")
   add_runs(parser)
   parser.option("--site NAME|FILE.toml", "its profile (default: $JAXSCALE_SITE)")
@@ -73,8 +78,35 @@ def run(args: Namespace, **options: Any) -> None:
   """Submit what was asked for as one job, or print its script."""
   from jaxscale.launch import jobs
 
-  job = jobs.prepare(args.config, nodes=args.nodes, **options, **job_options(args))
+  if plan := getattr(args, "plan", None):  # `sweep` has none
+    _take_plan(args)
+  elif not args.config:
+    raise ConfigError("--config: missing; try --config digits, or --plan plan.json")
+  nodes = args.nodes or 1
+  options |= job_options(args)
+  job = jobs.prepare(args.config, nodes=nodes, plan=plan, **options)
   finish(args, [job], lambda: jobs.launch(job), "status", "logs -f", "cancel")
+
+
+def _take_plan(args: Namespace) -> None:
+  """What a plan says of its run, where the command line does not.
+
+  Raises:
+    ConfigError: it is no plan, or there is a --config as well.
+  """
+  from jaxscale.files import require_json
+
+  if args.config:
+    raise ConfigError(f"--config={args.config}: --plan has its own; give one of them")
+  shape = {"submit": {"config": str, "overrides": {str: str}, "nodes": int}}
+  remedy = "give the plan.json of `jaxscale plan`"
+  submit = require_json(Path(args.plan), shape, remedy)["submit"]
+  args.config = submit["config"]
+  args.overrides = submit["overrides"] | args.overrides
+  args.nodes = args.nodes or submit["nodes"]
+  for name in ("site", "time"):
+    if getattr(args, name) is None and isinstance(submit.get(name), str):
+      setattr(args, name, submit[name])
 
 
 def finish(

@@ -13,7 +13,8 @@ def add_arguments(parser: Parser) -> None:
   parser.option("--sweep FIELD=V,V", text, action="append")
   text = "trials at a time (default: all; on this machine 1)"
   parser.option("--at-most N", text, whole())
-  submit.add_arguments(parser)
+  parser.option("--nodes N", "of each run", whole(1), default=1)
+  submit.add_job_arguments(parser)
 
 
 def run(args: Namespace) -> None:

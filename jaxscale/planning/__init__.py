@@ -4,5 +4,6 @@
 that are not here, `fits` and `describe` are about the step of a config. `plan` predicts
 its seconds, from the rates in `machine`: `kernels` and `transfer` are the parts,
 `timeline` goes through the schedule, `step_plan` scales it, `job` has the hours.
-Nothing is trained.
+`search` compares layouts (`candidates`), ordered by arithmetic (`estimate`) and ranked
+by a `goal`. Nothing is trained.
 """
