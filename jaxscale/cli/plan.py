@@ -11,6 +11,11 @@ remat, micro-batches, exchange, and --nodes. What cannot be is refused before it
 compiled, the best by estimate are compiled until --minutes are over, and the best of
 those is planned. `jaxscale submit --plan plan.json` submits it.
 
+With --calibrate the chip that it runs on is measured, and, of several processes (under
+srun, or with JAXSCALE_COORDINATOR, JAXSCALE_NUM_PROCESSES and JAXSCALE_PROCESS_ID), the
+links between them: --site is the file whose table [machine] then has it. What else the
+file has stays.
+
 With --over only memory is planned: the values of a setting are tried, from the
 smallest to the largest; of four and more, by bisection: more memory for a larger value
 is taken for granted.
@@ -41,9 +46,10 @@ _SIMULATED = "8"  # devices, of chips that XLA's compiler for CPUs compiles for
 def add_arguments(parser: Parser) -> None:
   """The options."""
   parser.epilog = "exit code: 0 it fits, 1 it does not, 2 a mistake in the command line"
-  parser.config()
-  parser.option("--chips KIND-N", "e.g. h100-16", missing="try --chips v5e-16")
+  parser.config(missing=None)
+  parser.option("--chips KIND-N", "e.g. h100-16")
   parser.option("--site NAME|FILE.toml", "whose [machine] has rates and prices")
+  parser.flag("--calibrate", "measure chip and links here, into the file of --site")
   nodes = value(distinct, "whole numbers, as 1,2,4")
   parser.option("--nodes N,N", "also plan these (default: powers of two)", nodes)
   parser.option("--json FILE", "the whole plan", file, default="plan.json")
@@ -81,13 +87,39 @@ def _over(text: str) -> tuple[str, list[str]]:
 
 
 def run(args: Namespace) -> int:
-  """Compile, and print what is planned."""
+  """Compile, and print what is planned; or measure."""
+  if args.calibrate:
+    return _calibrate(args)
+  for name, hint in (
+    ("config", "try --config digits"),
+    ("chips", "try --chips v5e-16"),
+  ):
+    if not getattr(args, name):
+      raise ConfigError(f"--{name}: missing; {hint}")
   # What compiles needs no device, and one that is here is not to be taken.
   os.environ.setdefault("JAX_PLATFORMS", "cpu")
   os.environ.setdefault("JAX_NUM_CPU_DEVICES", _SIMULATED)
   # JAX writes programs for absent chips to its cache, and warns that none can be read.
   os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
   return _largest(args) if args.over[0] else _plan(args)
+
+
+def _calibrate(args: Namespace) -> int:
+  from jaxscale import cluster
+
+  if not (args.site or "").endswith(".toml"):
+    raise ConfigError("--site: give the FILE.toml that is to be written")
+  with cluster.open_session():
+    from jaxscale.launch.site_file import write_machine
+    from jaxscale.planning.calibrate import calibrate
+
+    fields = calibrate(f"jaxscale plan --calibrate --site {args.site}")
+    found = fields["calibrated"]
+    if cluster.is_leader():
+      write_machine(args.site, fields)
+      links = f", links of {found.processes} processes" if found.processes > 1 else ""
+      print(f"{args.site}: {found.machine}{links}; repeated to {found.spread:.1%}")
+  return EXIT_DONE
 
 
 def _plan(args: Namespace) -> int:

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 from jaxscale.config.validation import hints, nearest, settings
 from jaxscale.errors import ConfigError
 from jaxscale.files import read_bytes, whole_number
+from jaxscale.planning import measured
 from jaxscale.planning.machine import Machine
 
 _PATTERNS = {
@@ -139,7 +140,7 @@ def site_from(table: Mapping[str, Any]) -> Site:
   if isinstance(container := fields.get("container"), Mapping):
     fields["container"] = Container(**container)
   if isinstance(machine := fields.get("machine"), Mapping):
-    fields["machine"] = Machine(**machine)
+    fields["machine"] = Machine(**measured.read(machine))
   return Site(**fields)
 
 

@@ -93,8 +93,7 @@ def compile_for(
     if "cuDNN not found" in str(e):
       advice = "attention is cuDNN's there; pip install nvidia-cudnn-cu12"
       raise ConfigError(f"--chips={chips.name}: {advice}") from None
-    if (refusal := out_of_memory(e)) is None:
-      raise
+    refusal = out_of_memory(e) or str(e).split("\n", 1)[0]
   seconds = time.perf_counter() - before
   mesh, limit = experiment.mesh, chips.chip.limit
   return Fit(memory, refusal, limit, seconds, compiled, mesh, experiment)

@@ -69,6 +69,8 @@ class Collective(NamedTuple):
     is_async: whether it has a start and an end with, perhaps, compute between.
     overlap: share of the step's compute between start and end, over all
       executions; None where the program is not scheduled.
+    parts: bytes of each array, where one collective has several: a CPU sends one
+      after another.
   """
 
   kind: str
@@ -84,6 +86,7 @@ class Collective(NamedTuple):
   conditional: bool
   is_async: bool
   overlap: float | None
+  parts: tuple[int, ...] = ()
 
 
 class Totals(NamedTuple):
@@ -342,7 +345,8 @@ def _collective(program, found, home, is_wrapped, **place: Any) -> Collective:
     uses = [x.opcode for x in home.values() if found.name in x.operands]
     if set(uses) == {"dynamic-slice"}:  # nothing but a slice of it is used
       kind = "reduce-scatter"
-  payload = parse.num_bytes(sent) * (size if kind == "all-gather" else 1)
+  copies = size if kind == "all-gather" else 1
+  payload = parse.num_bytes(sent) * copies
   return Collective(
     kind=kind,
     dtypes=tuple(dict.fromkeys(a.dtype for a in sent)),
@@ -351,6 +355,7 @@ def _collective(program, found, home, is_wrapped, **place: Any) -> Collective:
     groups=groups,
     group_size=size,
     axes=axes,
+    parts=tuple(parse.num_bytes((a,)) * copies for a in sent) if sent[1:] else (),
     **place,
   )
 

@@ -16,6 +16,7 @@ from jaxscale.collectives.planner import Link
 from jaxscale.config.validation import nearest, settings
 from jaxscale.errors import ConfigError
 from jaxscale.metrics.chips import peak_flops
+from jaxscale.planning.measured import Calibrated, Cost, Measured, Table
 
 _Share = Annotated[float | None, "in (0, 1]"]
 _Positive = Annotated[float | None, "> 0"]
@@ -60,6 +61,9 @@ class Machine:
     watts: of a chip; of a node with all that is in it, its share.
     price_chip_hour: of a chip, in the site's currency.
     price_kwh: of energy.
+    tables: rates by shape that were measured, in place of those above.
+    loops: costs of a CPU's loops that were measured.
+    calibrated: when and where; None: it was not.
   """
 
   per_node: Annotated[int | None, ">= 1"] = None
@@ -92,10 +96,14 @@ class Machine:
   watts: _Positive = None
   price_chip_hour: _NotNegative = None
   price_kwh: _NotNegative = None
+  tables: tuple[Table, ...] = ()
+  loops: tuple[Cost, ...] = ()
+  calibrated: Calibrated | None = None
 
 
 _COSTS = (
   "input_rate", "save_rate", "mtbf_hours", "watts", "price_chip_hour", "price_kwh",
+  "tables", "loops", "calibrated",
 )  # fmt: skip
 
 
@@ -146,11 +154,25 @@ class Rates(NamedTuple):
     """Devices that JAX makes of one chip."""
     return int(self.constants["devices_per_chip"].value)
 
+  def measured(self, corner: Corner) -> Measured | None:
+    """What the site has measured of this chip; None: nothing.
+
+    The range is of two standard deviations of repeated measurements.
+    """
+    machine, calibrated = self.machine, self.machine.calibrated
+    if calibrated is None or calibrated.chip != self.chip:
+      return None
+    two = min(2 * calibrated.spread, 0.9)
+    slower = {"low": 1 + two, "expected": 1.0, "high": 1 - two}[corner]
+    return Measured(machine.tables, machine.loops, slower)
+
   @property
   def is_calibrated(self) -> bool:
     """Whether the site has measured what most of a step's time hangs on."""
     asked = ("cycles",) if "cycles" in self.constants else ("matmul", "memory")
     given = vars(self.machine)
+    if (calibrated := self.machine.calibrated) and calibrated.chip != self.chip:
+      return False  # of another chip
     return all(given[name] is not None for name in (*asked, "network_link"))
 
   def at(self, corner: Corner) -> dict[str, float]:
@@ -199,6 +221,12 @@ def chip_kind(chip: str) -> str:
     ('H100', '')
   """
   return _tables().get(chip, {}).get("device_kind", "")
+
+
+def device_kinds() -> dict[str, str]:
+  """JAX's name of each chip that is known, by ours."""
+  tables = {name: _tables()[name] for name in known_chips()}
+  return {n: t["device_kind"] for n, t in tables.items() if "device_kind" in t}
 
 
 def rates_of(chip: str, machine: Machine | None = None) -> Rates:

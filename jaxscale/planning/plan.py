@@ -10,6 +10,7 @@ to the fastest that the constants of the chip allow.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -266,10 +267,15 @@ def as_json(plan: Plan) -> dict[str, Any]:
     "knee": plan.knee,
     "run": plan.run._asdict() if plan.run else None,
     "job": plan.job._asdict() if plan.job else None,
-    "machine": {n: v for n, v in vars(plan.rates.machine).items() if v is not None},
+    "machine": _given(plan.rates.machine),
     "constants": {n: c._asdict() for n, c in sorted(plan.rates.constants.items())},
     "config": to_plain(plan.config),
   }
+
+
+def _given(machine: Machine) -> dict[str, Any]:
+  """What a site's file has, as plain values."""
+  return {n: v for n, v in dataclasses.asdict(machine).items() if v not in (None, ())}
 
 
 def _step_json(step: Step) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from jaxscale.metrics.text import duration, short_time, table
 from jaxscale.planning import plan as plans
 from jaxscale.planning.fits import line
 from jaxscale.planning.job import Job
-from jaxscale.planning.machine import CORNERS
+from jaxscale.planning.machine import CORNERS, Rates
 from jaxscale.planning.plan import Plan
 from jaxscale.planning.step_plan import Step
 from jaxscale.planning.topologies import gib
@@ -28,9 +28,7 @@ def text(plan: Plan) -> str:
 
 def _head(plan: Plan) -> str:
   step, chips = plan.step, plan.rates
-  how = "from what the site's file says was measured there"
-  if not chips.is_calibrated:
-    how = "not calibrated: rates are published or assumed, nothing was measured here"
+  how = calibrated(chips)
   sizes = plan.fit.mesh.shape.items()
   grid = " x ".join(f"{axis} {n}" for axis, n in sizes if n > 1) or "one device"
   several = " (some simulated, the rows of each the same)"
@@ -42,6 +40,23 @@ def _head(plan: Plan) -> str:
     f"{what}, as {grid}; batch {step.batch_size:,}, {step.rows:,} per device\n"
     f"compiled for {compiled}{note} in {plan.seconds:.0f} s"
   )
+
+
+def calibrated(rates: Rates) -> str:
+  """What was measured, when and where; the end of the first line."""
+  found = rates.machine.calibrated
+  if found is None and rates.is_calibrated:
+    return "from what the site's file says was measured there"
+  if found is None:
+    return "not calibrated: rates are published or assumed, nothing was measured here"
+  if found.chip != rates.chip:
+    return (
+      f"not calibrated: the site's file has measured {found.chip or 'another chip'}"
+    )
+  what = "chip measured, links not"
+  if any(t.form in ("node", "network") for t in rates.machine.tables):
+    what = f"chip and links of {found.processes} processes measured"
+  return f"calibrated {found.date} on {found.machine}: {what}"
 
 
 def _memory(plan: Plan) -> str:

@@ -103,6 +103,8 @@ _GB, _GIB = 10**9, 2**30
 # GPUs: device_memory_size in XLA's descriptions (below). JAX takes 75 % of it unless
 # XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
 # (docs.jax.dev/en/latest/gpu_memory_allocation.html).
+# Of the processors of this machine: all that it has, as each process may take it.
+_CPU_MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 CHIPS = {
   "v5e": Chip("tpu", 16 * _GB, int(15.75 * _GIB), _FLAT),
   "v6e": Chip("tpu", 32 * _GB, int(31.24 * _GIB), _FLAT),
@@ -119,6 +121,7 @@ CHIPS = {
   "a100": Chip("cuda", 80 * _GIB, 80 * _GIB * 3 // 4, {}),
   "v100": Chip("cuda", 16 * _GIB, 16 * _GIB * 3 // 4, {}),
   "p100": Chip("cuda", 16 * _GIB, 16 * _GIB * 3 // 4, {}),
+  "cpu": Chip("cpu", _CPU_MEMORY, _CPU_MEMORY, {}),
   "knl": Chip("cpu", 112 * _GIB, 112 * _GIB, {}),  # 16 GB of it on the chip
 }  # fmt: skip
 GPUS_PER_HOST = 8

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 
 from jaxscale.collectives.planner import Link, plan
 from jaxscale.planning.hlo import Collective
+from jaxscale.planning.measured import Measured
 
 Sizes = Mapping[str, int]  # of mesh axes, slowest first
 
@@ -44,7 +45,11 @@ def split(axes: tuple[str, ...] | None, sizes: Sizes, per_node: int) -> tuple[in
 
 
 def seconds(
-  collective: Collective, sizes: Sizes, per_node: int, links: tuple[Link, Link]
+  collective: Collective,
+  sizes: Sizes,
+  per_node: int,
+  links: tuple[Link, Link],
+  measured: Measured | None = None,
 ) -> float:
   """How long one execution of a collective takes.
 
@@ -54,6 +59,8 @@ def seconds(
     sizes: of the mesh that it runs on.
     per_node: devices of a node.
     links: of the node and of the network, `machine.links`.
+    measured: tables of collectives that take the place of the links, where the group
+      is all in a node, or has one device of each.
 
   Example:
     >>> from jaxscale.planning import hlo
@@ -66,6 +73,11 @@ def seconds(
   if inside * nodes == 1:
     return 0.0
   kind = collective.kind
+  if measured is not None and 1 in (inside, nodes):
+    link, parts = ("node", "network")[nodes > 1], collective.parts or (payload,)
+    took = [measured.seconds(kind, link, inside * nodes, float(x)) for x in parts]
+    if all(x is not None for x in took):
+      return sum(x for x in took if x is not None)
   if kind in ("all-to-all", "ragged-all-to-all"):
     near, far = links
     leaves = payload * (nodes - 1) / nodes
