@@ -155,7 +155,8 @@ def _as_processes(config: cfg.Config, chips: topologies.Chips) -> cfg.Config:
   Between them gradients travel in buckets (`exchange.buckets.best_bucket_bytes`).
   """
   exchange: Any = config.exchange
-  if chips.chip.platform != "cpu" or len(chips.devices) < 2:
+  chip = topologies.CHIPS.get(chips.kind)
+  if chip is None or chip.platform != "cpu" or len(chips.devices) < 2:
     return config
   if type(exchange).__name__ != "AllReduce" or exchange.algorithm != "psum":
     return config
