@@ -102,7 +102,7 @@ def seconds_of(case: Case, turns: int, budget_s: float) -> list[float]:
   state, step = made.init_state(lambda line: None), made.compile_train_step()
   rows = made.phase.batch_size
   batch = next(data.train_batches(made.train_data, rows, position=0, seed=0))
-  placed = {
+  placed: dict[str, Any] = {
     name: jax.make_array_from_callback(
       x.shape, made.abstract_batch()[name].sharding, lambda index, x=x: x[index]
     )

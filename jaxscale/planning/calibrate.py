@@ -18,7 +18,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -173,8 +173,8 @@ def fit_loops(
     parts = amounts * np.exp(logs)
     return parts / parts.sum(axis=1, keepdims=True)
 
-  bounds = (start - 12, start + 3)
-  found = least_squares(errors, start, slopes, bounds, loss="soft_l1", f_scale=0.3)
+  bounds, jac = (start - 12, start + 3), cast("Any", slopes)
+  found = least_squares(errors, start, jac, bounds, loss="soft_l1", f_scale=0.3)
   off = float(np.median(np.abs(np.expm1(errors(found.x)))))
   pairs = zip(names, np.exp(found.x), strict=True)
   return [Cost(name=n, seconds=float(f"{x:.4g}")) for n, x in pairs], off
@@ -224,7 +224,7 @@ def _convolutions(form, dtype, sizes: Sizes, empty: float, spreads) -> Table:
   side, *others = sizes.convolutions
   values = []
   for shape in micro_kernels.grid(sizes.convolutions):
-    micro = micro_kernels.convolution(form, dtype, *shape, sizes.images)
+    micro = micro_kernels.convolution(form, dtype, *shape, rows=sizes.images)
     found = timed(micro, sizes.turns)
     spreads.append(_spread(found.seconds))
     (module,) = parse.modules(found.text)

@@ -93,7 +93,10 @@ def compile_for(
     if "cuDNN not found" in str(e):
       advice = "attention is cuDNN's there; pip install nvidia-cudnn-cu12"
       raise ConfigError(f"--chips={chips.name}: {advice}") from None
-    refusal = out_of_memory(e) or str(e).split("\n", 1)[0]
+    if (refusal := out_of_memory(e)) is None:
+      why = str(e).split("\n", 1)[0]
+      text = f"--chips={chips.name}: the step does not compile: {why}"
+      raise RefusedError(text) from None
   seconds = time.perf_counter() - before
   mesh, limit = experiment.mesh, chips.chip.limit
   return Fit(memory, refusal, limit, seconds, compiled, mesh, experiment)
