@@ -378,12 +378,13 @@ def _where(command: str, spread: float) -> Calibrated:
 
 def chip_of(device: Any) -> str:
   """The name that --chips has for a device; "" for one that is not known."""
-  from jaxscale.planning.machine import device_kinds
+  from jaxscale.planning.machine import chip_kind, known_chips
 
   if device.platform == "cpu":
     return "cpu"
   words = device.device_kind.lower()
-  found = [name for name, kind in device_kinds().items() if kind.lower() in words]
+  kinds = {name: chip_kind(name).lower() for name in known_chips()}
+  found = [name for name, kind in kinds.items() if kind and kind in words]
   return max(found, key=len, default="")
 
 

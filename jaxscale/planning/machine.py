@@ -223,12 +223,6 @@ def chip_kind(chip: str) -> str:
   return _tables().get(chip, {}).get("device_kind", "")
 
 
-def device_kinds() -> dict[str, str]:
-  """JAX's name of each chip that is known, by ours."""
-  tables = {name: _tables()[name] for name in known_chips()}
-  return {n: t["device_kind"] for n, t in tables.items() if "device_kind" in t}
-
-
 def rates_of(chip: str, machine: Machine | None = None) -> Rates:
   """The constants of a chip, with a site's in place of some.
 
