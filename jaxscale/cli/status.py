@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import textwrap
@@ -25,7 +24,7 @@ def add_arguments(parser: Parser) -> None:
 
 def _width() -> int | None:
   """Columns of the terminal; None where there is none, and nothing is cut."""
-  if not sys.stdout.isatty() and not os.environ.get("COLUMNS"):
+  if not sys.stdout.isatty():
     return None
   return max(shutil.get_terminal_size().columns, 40)
 

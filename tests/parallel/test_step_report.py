@@ -68,6 +68,7 @@ def test_compute_and_exposed_by_a_clock_of_our_own(monkeypatch):
   assert report.metrics() == {
     "compute_s": 10.0,
     "exposed_s": 3.0,
+    "exposed_noise_s": 1.0,
     "exposed_share": pytest.approx(3 / 13),
     "slowest_process": 0,
     "spread": 0.0,

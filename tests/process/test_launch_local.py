@@ -170,9 +170,13 @@ def test_a_study_is_cancelled_as_one(fake, tmp_path, capsys):
   assert not (study.jobs[1].folder / "train").exists()  # it never began
 
 
-def test_a_record_is_a_table(fake):
+def test_a_record_is_a_table(fake, tmp_path):
+  python, go = tmp_path / "python", tmp_path / "go"
+  shebang, _, rest = python.read_text().partition("\n")
+  python.write_text(f"{shebang}\nuntil [ -e '{go}' ]; do sleep 0.05; done\n{rest}")
   job = launch.submit(DIGITS, **fake)
   assert repr(job.metrics()) == "nothing on record yet"
+  go.touch()
   wait(job)
   record = job.metrics()
   assert record == [{"step": 3, "train/loss": 0.5, "time": 1}]
