@@ -114,8 +114,8 @@ true = means["plain"][0]
 
 # %% [markdown]
 # The first step's kernel, 64 inputs by 128 outputs, and the mean of the first 16 steps.
-# One bit has two values per column; rank 4 is smooth. After 16 steps both look like the
-# gradient.
+# One bit leaves two values per column, rank 4 the sum of four patterns. After 16 steps
+# both look like the gradient.
 
 # %%
 figure, panels = plt.subplots(2, 3, figsize=(10, 4.4), dpi=150, layout="constrained")
@@ -189,12 +189,14 @@ for name in ("1-bit", "PowerSGD, rank 4"):
   error = np.linalg.norm(so_far - true, axis=(1, 2)) / np.linalg.norm(true)
   late.loglog(steps, 100 * error, "o-", ms=3, label=name)
 late.set(xlabel="steps", ylabel="error of the mean (%)")
+late.set_xticks([1, 2, 4, 8, 16, 32], [1, 2, 4, 8, 16, 32])
+late.set_yticks([8, 16, 32, 64], [8, 16, 32, 64])
+late.minorticks_off()
 late.legend(frameon=False)
 names = list(results)[::-1]
 bars = saved.barh(names, [results[name][0] / 1e3 for name in names], color="#4c72b0")
 labels = [f"held-out {results[name][1]:.1%}" for name in names]
 saved.bar_label(bars, labels, padding=4, fontsize=8)
-saved.set(xscale="log", xlabel="kB that a device sends in a step")
-saved.set_xlim(right=20 * whole / 1e3)
+saved.set(xlabel="kB that a device sends in a step", xlim=(0, 1.5 * whole / 1e3))
 for axis in (late, saved):
   axis.spines[["top", "right"]].set_visible(False)

@@ -36,7 +36,7 @@ from IPython.display import Image
 jax.config.update("jax_num_cpu_devices", 8)  # to compile for; a plan runs nothing
 
 import jaxscale as jxs
-from jaxscale import data, launch, models, optim
+from jaxscale import config, data, launch, models, optim
 from jaxscale.planning import plan_report
 from jaxscale.planning.plan import bottleneck, make_plan
 
@@ -50,10 +50,11 @@ from jaxscale.planning.plan import bottleneck, make_plan
 settings = jxs.Config(
   model=models.CNN(features=(32, 64), dense=128),
   data=data.Digits(),
-  optimizer=optim.LARS(lr=20.0),
-  schedule=optim.Cosine(warmup_epochs=2),
+  optimizer=optim.LARS(lr=3.0, trust_coefficient=0.01),
+  schedule=optim.Cosine(warmup_epochs=6),
   batch_size=1024,
-  epochs=8,
+  epochs=30,
+  log=config.Log(every_steps=5),
 )
 plan = make_plan(settings, "knl-64")
 print(plan_report.text(plan))
@@ -83,14 +84,8 @@ for size in plan.strong:
 # this machine. On a cluster `nodes=[1, 2, 4, …]` are nodes.
 
 # %%
-study = launch.scaling(
-  settings,
-  [1, 2],
-  executor="local",
-  runs=tempfile.mkdtemp(),
-  overrides={"epochs": 60, "log.every_steps": 10},
-)
-study.wait(timeout_s=110)
+study = launch.scaling(settings, [1, 2], executor="local", runs=tempfile.mkdtemp())
+study.wait(timeout_s=300)
 
 # %%
 report = study.report()
