@@ -14,7 +14,19 @@
 # `jaxscale submit` and its like as functions that return handles. Runs are submitted
 # to Slurm where `sbatch` is installed; here `executor="local"` runs them in the
 # background of this machine. They do not end with the notebook: `launch.job(name)` in
-# another session finds them again.
+# another session finds them again. At the end: how one config scales, as a report with
+# its picture.
+
+# %% tags=["hide-input"]
+# Where jaxscale is missing, as in Colab: install it, from this repository if there.
+import importlib.util
+import pathlib
+import subprocess
+import sys
+
+if importlib.util.find_spec("jaxscale") is None:
+  source = ".." if pathlib.Path("../pyproject.toml").exists() else "jaxscale"
+  subprocess.run([sys.executable, "-m", "pip", "install", "-q", source], check=True)
 
 # %%
 from jaxscale import launch

@@ -22,7 +22,13 @@ exclude_patterns = ["README.md"]
 
 myst_enable_extensions = ["deflist", "colon_fence"]
 myst_heading_anchors = 4
-nb_execution_mode = "off"  # the tests run them
+# Here alone notebooks are executed, in CI too: one that fails is an error.
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_in_temp = True
+nb_execution_timeout = 300  # seconds that a cell may take, on a busy machine
+nb_merge_streams = True
+nb_output_stderr = "remove"
 # Two packages have a `Layout`: types in signatures are linked to one of them.
 suppress_warnings = ["ref.python"]
 
