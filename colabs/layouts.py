@@ -134,12 +134,12 @@ for name, (size, sent, losses) in results.items():
 # %%
 def draw(axis, leaf):
   """A rectangle for each part, coloured by the first device that holds it."""
-  holders = {}
+  owners = {}
   for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
     ends = tuple(s.indices(n)[:2] for s, n in zip(index, leaf.shape, strict=True))
-    holders.setdefault(ends, []).append(device.id)
+    owners.setdefault(ends, []).append(device.id)
   layers, rows, columns = leaf.shape
-  for (layer, row, column), devices in holders.items():
+  for (layer, row, column), devices in owners.items():
     for i in range(*layer):
       corner = (i * 1.15 + column[0] / columns, row[0] / rows)
       size = ((column[1] - column[0]) / columns, (row[1] - row[0]) / rows)
