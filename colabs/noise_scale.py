@@ -110,20 +110,24 @@ sizes = np.array([s["batch_size"] for s in study["sizes"]])
 steps = np.array([s["target_step"] for s in study["sizes"]], float)
 
 figure, axes = plt.subplots(1, 3, figsize=(11, 3.4), dpi=150, layout="constrained")
-for axis, needed, label in zip(
-  axes, (steps, steps * sizes), ("steps", "examples"), strict=False
-):
-  axis.loglog(sizes, needed, "o", color="#4c72b0")
-  axis.set(xlabel="batch size", ylabel=f"{label} to 85 %")
-axes[2].semilogy(*zip(*measured, strict=True), color="#dd8452", label="noise scale")
-axes[2].set(xlabel="step of the run at batch 64", ylabel="examples")
+axes[0].loglog(sizes, steps, "o")
+axes[0].set(xlabel="batch size", ylabel="steps to 85 %")
+axes[0].set_yticks([50, 100, 200], [50, 100, 200])
+axes[1].loglog(sizes, steps * sizes, "o")
+axes[1].set(xlabel="batch size", ylabel="examples to 85 %")
+axes[1].set_yticks([5_000, 10_000, 20_000], ["5,000", "10,000", "20,000"])
+axes[2].plot(*zip(*measured, strict=True), color="C1", label="noise scale")
+axes[2].set(xlabel="step of the run at batch 64", ylabel="examples", ylim=(0, None))
 if fit := study["fit"]:
   grid = np.geomspace(sizes[0], sizes[-1])
   curve = fit["s_min"] * (1 + fit["b_crit"] / grid)
   axes[0].plot(grid, curve, color="gray", lw=1, label="fitted")
   axes[1].plot(grid, curve * grid, color="gray", lw=1)
   axes[0].legend(frameon=False)
-  axes[2].axhline(fit["b_crit"], color="gray", lw=1, label="study: critical batch size")
-axes[2].legend(frameon=False, fontsize=8)
+  axes[2].axhline(fit["b_crit"], color="gray", lw=1, label="critical batch size")
+axes[2].legend(frameon=False)
 for axis in axes:
   axis.spines[["top", "right"]].set_visible(False)
+for axis in axes[:2]:
+  axis.set_xticks(sizes, sizes)
+  axis.minorticks_off()
