@@ -137,10 +137,8 @@ def _plan(args: Namespace) -> int:
     config, chips, found = _search(args, config, chips, machine)
     nodes = ()
   plan = make_plan(config, chips, machine=machine, nodes=nodes)
-  from jaxscale.planning import (
-    plan_report,
-    search_report,
-  )  # NumPy: once there is a plan
+  # NumPy and more: once there is a plan.
+  from jaxscale.planning import plan_report, search_report
 
   print(plan_report.text(plan), flush=True)
   job = search_report.submission(plan, base, args.config, args.overrides, args.site)

@@ -21,7 +21,7 @@ from jaxscale.launch.corrections import Correction, corrections, paste
 from jaxscale.launch.measured import MeasuredRun, NotBegunError, read
 from jaxscale.metrics import text
 from jaxscale.planning.machine import CORNERS
-from jaxscale.planning.stored import FILE, PlannedStep
+from jaxscale.planning.stored import FILE, PlannedStep, not_compared
 
 # Axes that the exchange of gradients sends along; others are the model's.
 _EXCHANGE = {"replica", "data", "bn", "all"}
@@ -89,7 +89,7 @@ class Comparison(NamedTuple):
 
   def __str__(self) -> str:
     if self.why:
-      return f"{self.run}: {FILE}: {self.why}; nothing is compared with it"
+      return f"{self.run}: {not_compared(self.why)}"
     lines = [f"{self.run} against its plan: {self.plan}", _table(self.parts)]
     lines += [self.outcome, *self.notes]
     if offered := paste(self.run, self.corrections):
@@ -307,7 +307,7 @@ def status_line(found: Comparison, to_go: float | None, spent: float | None) -> 
     spent: seconds of the run so far, without the queue; None: not known.
   """
   if found.why:
-    return printable(f"{FILE}: {found.why}; nothing is compared with it")
+    return printable(not_compared(found.why))
   step = found.parts[0]
   line = f"{_cell(step, step.measured)} per step, planned {_cell(step, step.planned)} "
   line += f"({_cell(step, step.low)} to {_cell(step, step.high)})"
@@ -333,8 +333,7 @@ def _table(parts: Sequence[Part]) -> str:
 def html(found: Comparison) -> str:
   """A section of a page: the table, two bars, and the corrected constants."""
   if found.why:
-    why = f"{FILE}: {found.why}; nothing is compared with it"
-    return f"<p>{escape(why)}</p>"
+    return f"<p>{escape(not_compared(found.why))}</p>"
   rows = [[c.replace("  ", "\u2003") for c in _cells(part)] for part in found.parts]
   lines = [f"<p>{escape(found.plan)}. {escape(_sentence(found.outcome))}</p>"]
   lines += [_bars(found.parts), text.html_table(_HEAD, rows)]

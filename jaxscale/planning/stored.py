@@ -331,6 +331,11 @@ def of_workdir(
   )  # fmt: skip
 
 
+def not_compared(why: str) -> str:
+  """The line of a plan that a run is not compared with."""
+  return f"{FILE}: {why}; nothing is compared with it"
+
+
 def expectation(found: Match) -> str:
   """One line at the start of a run: what was planned, or why that is of no use.
 
@@ -339,7 +344,7 @@ def expectation(found: Match) -> str:
     'plan.json: the plan has no batch 8 on 1 device; nothing is compared with it'
   """
   if found.step is None or found.plan is None:
-    return f"{FILE}: {found.why}; nothing is compared with it"
+    return not_compared(found.why)
   slow, mean, fast = (text.short_time(found.step.seconds[c]) for c in CORNERS)
   line = f"planned: {mean} per step ({fast} to {slow})"
   if found.is_whole and found.plan.job:
