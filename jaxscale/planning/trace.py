@@ -258,8 +258,10 @@ def _read(path: Path):
 
   def operation(start, end, key, name, program):
     guess = _Instruction(name.partition(".")[0], "")
-    instruction = known.get((program, name), known.get(("", name), guess))
-    return _Event(start, max(end, ends.get(key, 0)), name, instruction)
+    # One from the compilation cache goes by its old number in events, not in metadata.
+    programs = (program, program.partition("(")[0])
+    found = (known[p, name] for p in programs if (p, name) in known)
+    return _Event(start, max(end, ends.get(key, 0)), name, next(found, guess))
 
   operations = {
     device: sorted((operation(*event) for event in events), key=lambda e: e[:2])
@@ -311,8 +313,9 @@ def _host_event(event: Any, steps, devices, ends, parts) -> None:
 
 
 def _program(stats: dict[str, Any]) -> str:
-  """As "/host:metadata" names it, "jit_train_step(7)"."""
-  return f"{stats.get('hlo_module', '')}({stats.get('program_id', '')})"
+  """As "/host:metadata" names it, "jit_train_step(7)"; "" where it is not said."""
+  number = stats.get("program_id", "")
+  return f"{name}({number})" if (name := stats.get("hlo_module")) else ""
 
 
 def _own_seconds(events: Sequence[_Event]) -> Iterator[tuple[_Event, float]]:
@@ -353,7 +356,8 @@ def _union(spans: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]
 def _programs(content: bytes) -> dict[tuple[str, str], _Instruction]:
   """The instructions of all programs in a trace, by program and name.
 
-  Each is there without its program as well: on TPUs an event does not say which.
+  Each is there without its program's number as well, and without its program: on TPUs
+  an event does not say which.
   Empty where the trace has none, or they are of a form that is not known here.
   """
   found = {}
@@ -368,6 +372,7 @@ def _programs(content: bytes) -> dict[tuple[str, str], _Instruction]:
           for proto in _fields(stat, 6):  # XStat.bytes_value: an HloProto
             for name, instruction in _instructions(proto):
               found[program, name] = instruction
+              found.setdefault((program.partition("(")[0], name), instruction)
               found.setdefault(("", name), instruction)
   return found
 

@@ -232,8 +232,21 @@ def test_without_its_programs_a_trace_has_names_still(tmp_path, cut):
   damaged = PROGRAM[:-cut] + bytes([255]) * cut
   path = written(tmp_path, GPU, STEPS, programs=b"")
   known = trace._programs(path.read_bytes() + damaged)
-  assert len(known) < 8
+  assert len(known) < 12
   assert rows(trace.summarize([path]))[0] == ("dot.1", "other", 40, 1)
+
+
+def test_a_program_of_the_compilation_cache_goes_by_its_old_number(tmp_path):
+  """And an operation of another program is not taken for its own."""
+  where = "jit(step)/shard_map/gradients/jvp(MLP)/dot_general"
+  programs = program("jit_step(9)", **{"dot.1": ("fusion", where)})
+  events = [
+    ("gemm", 0, 40, op("dot.1")),
+    ("gemm", 40, 20, op("dot.1", hlo_module="jit_evaluate")),
+  ]
+  device = plane("/device:GPU:0", Stream_1=events)
+  summary = trace.summarize([written(tmp_path, device, programs=programs)])
+  assert rows(summary) == [("dot.1", "forward", 40, 1), ("dot.1", "other", 20, 1)]
 
 
 def test_names_of_others_reach_no_terminal(tmp_path):
