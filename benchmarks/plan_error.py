@@ -27,10 +27,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import private_links
 from common import free_address, report
-from plan_error_cases import CASES, MARK, PROCS, Case, config_of
+from plan_error_cases import CASES, LOOPBACK, MARK, PROCS, Case, config_of
 
 FOLDER = Path("runs/plan_error")
-LOOPBACK = "loopback"
 
 
 def chip() -> None:

@@ -7,10 +7,12 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 MARK = "@plan "
 PROCS = 2
+LOOPBACK = "loopback"
 
 
 class Case(NamedTuple):
@@ -35,16 +37,16 @@ class Case(NamedTuple):
 
 
 CASES = (
-  Case("cnn", "plain", "loopback", True),
-  Case("text", "fsdp", "loopback", True),
+  Case("cnn", "plain", LOOPBACK, True),
+  Case("text", "fsdp", LOOPBACK, True),
   Case("cnn", "1-bit", "1gbit", True),
   Case("text", "plain", "1gbit", True),
   Case("text", "tensor", "1gbit", True),
   Case("cnn", "buckets", "100mbit", True),
   Case("text", "PowerSGD", "100mbit", True),
-  Case("resnet18", "buckets", "loopback", False),
-  Case("mlp", "1-bit", "loopback", False),
-  Case("wide text", "tensor", "loopback", False),
+  Case("resnet18", "buckets", LOOPBACK, False),
+  Case("mlp", "1-bit", LOOPBACK, False),
+  Case("wide text", "tensor", LOOPBACK, False),
   Case("resnet18", "plain", "1gbit", False),
   Case("mlp", "PowerSGD", "1gbit", False),
   Case("wide text", "fsdp", "1gbit", False),
@@ -91,8 +93,8 @@ def config_of(case: Case) -> Any:
   )  # fmt: skip
 
 
-def seconds_of(case: Case, turns: int, budget_s: float) -> list[float]:
-  """Seconds of a step in each turn, the batch being on the device."""
+def stepper(case: Case) -> Callable[[int], float]:
+  """Takes a number of steps and says how long each took; the batch is in place."""
   import jax
 
   from jaxscale import data
@@ -118,8 +120,14 @@ def seconds_of(case: Case, turns: int, budget_s: float) -> list[float]:
     return (time.perf_counter() - began) / count
 
   some(2)
+  return some
+
+
+def seconds_of(case: Case, turns: int, budget_s: float) -> list[float]:
+  """Seconds of a step in each turn."""
   from jaxscale import cluster
 
+  some = stepper(case)
   one = max(cluster.gather(some(2)))
   count = max(int(budget_s / turns / one), 2)
   return [some(count) for _ in range(turns)]

@@ -32,6 +32,16 @@ with cluster.open_session() as watch:
   print("stopped", why, step, flush=True)
 """
 
+BATCH = """
+import os, sys
+from jaxscale import cluster
+with cluster.open_session():
+  from jax.experimental.multihost_utils import process_allgather
+  process_allgather(1.0)  # Gloo's threads have begun
+  threads = map(int, os.listdir("/proc/self/task"))
+  print(*{os.sched_getscheduler(thread) for thread in threads}, flush=True)
+"""
+
 
 @pytest.fixture
 def start():
@@ -133,3 +143,17 @@ def test_what_all_say_is_printed_once_and_what_one_says_has_its_name(start, who)
   assert [process.returncode for process in pair] == [2, 2] and not other, other
   of = "" if who == "both" else f"process 1 on {os.uname().nodename}: "
   assert told == f"error: {of}--config.x=1: no good\n"
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux's")
+@pytest.mark.parametrize("policy", ["SCHED_OTHER", "SCHED_IDLE"])
+def test_cpu_processes_are_under_the_batch_policy_or_the_user_s(start, policy):
+  """A collective of a process with one core took a tick of the scheduler."""
+  own, address = getattr(os, policy), f"127.0.0.1:{free_port()}"
+  code = f"import os; os.sched_setscheduler(0, {own}, os.sched_param(0))\n{BATCH}"
+  group = {"JAXSCALE_COORDINATOR": address, "JAXSCALE_NUM_PROCESSES": "2"}
+  two = [start(code, **group, JAXSCALE_PROCESS_ID=str(rank)) for rank in range(2)]
+  expected = os.SCHED_BATCH if policy == "SCHED_OTHER" else own
+  for process in two:
+    out, err = process.communicate(timeout=100)
+    assert out.split()[-1:] == [str(expected)] and process.returncode == 0, err
