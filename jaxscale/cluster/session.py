@@ -102,7 +102,7 @@ def _start(
   config: object, timeouts: Timeouts | None, folder: Path | None, gpu_settings: bool
 ) -> None:
   global _handlers, _watch, _walltime_ended, _jax_is_initialized, _was_started
-  from jaxscale.cluster import detect, scheduling
+  from jaxscale.cluster import cpu_settings, detect
   from jaxscale.cluster import gpu_settings as gpu
   from jaxscale.cluster.detect import walltime
   from jaxscale.cluster.rendezvous import client, handshake, join
@@ -132,6 +132,7 @@ def _start(
     if launch.process_id == 0:
       for line in gpu.lines(choice):
         print(line, flush=True)
+  cpu_settings.keep_memory(num_gpus=num_gpus)
   group = client.rendezvous(
     launch,
     timeout_s=timeouts.rendezvous_timeout_s,
@@ -168,7 +169,7 @@ def _start(
       join.join(launch, group, timeouts, local_device_ids=gpu_ids)
       _jax_is_initialized = True
     join.check_devices(group)
-    scheduling.use_batch_policy()
+    cpu_settings.use_batch_policy()
 
 
 def _age_s() -> float:

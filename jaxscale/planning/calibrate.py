@@ -48,7 +48,7 @@ class Sizes(NamedTuple):
   """
 
   turns: int = 3
-  products: micro_kernels.Grid = ((16, 128, 1024),) * 3
+  products: micro_kernels.Grid = ((16, 128, 1024), *((4, 16, 128, 1024),) * 2)
   forms: tuple[str, ...] = ("nn", "nt", "tn")
   convolutions: micro_kernels.Grid = ((4, 32), (3, 32, 128), (32, 128), (1, 3))
   shapes: tuple[str, ...] = ("plain", "stride", "input", "kernel", "kernel stride")

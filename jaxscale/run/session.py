@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 from jaxscale import cluster
-from jaxscale.cluster import requeue
+from jaxscale.cluster import cpu_settings, requeue
 from jaxscale.cluster.watch.stop_consensus import StopRequest
 from jaxscale.cluster.watch.watch import Watch
 from jaxscale.config import Config
 from jaxscale.errors import EXIT_INTERRUPTED, GiveUpError
-from jaxscale.files import whole_number
 
 
 def open_session(config: Config, workdir: Path) -> AbstractContextManager[Watch]:
@@ -40,11 +38,7 @@ def set_cpu_threads() -> None:
   collectives, the others none, and XLA aborted the process after 40 s (jax 0.10.2).
   The client reads the size of its pool from NPROC; what is set there stays.
   """
-  flags = os.environ.get("XLA_FLAGS", "")
-  forced = re.findall(r"--xla_force_host_platform_device_count=(\d+)", flags)
-  counts = [*forced, os.environ.get("JAX_NUM_CPU_DEVICES", "")]
-  devices = max((whole_number(n) or 1 for n in counts), default=1)
-  if devices > 1:
+  if (devices := cpu_settings.simulated_devices()) > 1:
     os.environ.setdefault("NPROC", str(max(8 * devices, os.cpu_count() or 1)))
 
 

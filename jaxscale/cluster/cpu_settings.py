@@ -1,0 +1,87 @@
+"""What a process that trains on CPUs asks of the system: its scheduler and its memory.
+
+Both are measured by `benchmarks/cpu_settings.py` (Linux 6.18, glibc 2.36, jax 0.10.2).
+Neither takes the place of what the user has set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import re
+from collections.abc import Mapping
+
+from jaxscale.files import whole_number
+
+# malloc.h of glibc.
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
+
+
+def simulated_devices(env: Mapping[str, str] = os.environ) -> int:
+  """How many devices the variables make of this process's cores.
+
+  Example:
+    >>> simulated_devices({"JAX_NUM_CPU_DEVICES": "8"}), simulated_devices({})
+    (8, 1)
+  """
+  flags = env.get("XLA_FLAGS", "")
+  forced = re.findall(r"--xla_force_host_platform_device_count=(\d+)", flags)
+  counts = [*forced, env.get("JAX_NUM_CPU_DEVICES", "")]
+  return max((whole_number(n) or 1 for n in counts), default=1)
+
+
+def keep_memory(env: Mapping[str, str] = os.environ, *, num_gpus: int = 0) -> bool:
+  """Let glibc keep what arrays free, for the next step; before JAX's first array.
+
+  A step's temporaries and results otherwise go back to the system and come again page
+  by page, which takes a tenth to a quarter of its time. One arena: those of threads
+  give large blocks back whatever is set (mallopt(3)). Several devices would wait for
+  each other at it, so a process that simulates them stays as it is.
+
+  Args:
+    env: the environment variables.
+    num_gpus: that are visible.
+
+  Returns:
+    Whether it was done: not on accelerators, where the user's variables are about
+    malloc, and with another C library.
+  """
+  import jax
+
+  platforms = getattr(jax.config, "jax_platforms", None) or env.get("JAX_PLATFORMS", "")
+  asked = platforms.partition(",")[0]
+  has_tpu = asked != "cpu" and importlib.util.find_spec("libtpu") is not None
+  has_accelerator = has_tpu or (num_gpus > 0 and asked != "cpu")
+  devices = max(simulated_devices(env), getattr(jax.config, "jax_num_cpu_devices", 1))
+  is_user_s = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in env)
+  if has_accelerator or devices > 1 or is_user_s:
+    return False
+  mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+  values = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1), (_M_ARENA_MAX, 1))
+  return mallopt is not None and all([mallopt(*each) for each in values])
+
+
+def use_batch_policy() -> None:
+  """Put a process that trains on CPUs, with all of its threads, under SCHED_BATCH.
+
+  Gloo, which carries JAX's collectives between CPUs, has a thread for its sockets.
+  Under the usual policy, SCHED_OTHER, that thread preempts the one that computes
+  whenever it is woken, and polls until the next tick of the scheduler: with a single
+  core each collective takes a tick, 4 ms at 250 Hz. Under SCHED_BATCH a thread that
+  is woken waits until the other gives way (sched(7)): 0.1 to 0.3 ms.
+
+  Nothing happens on accelerators, where the user chose another policy than the usual
+  one (chrt(1)), where the system forbids it, and on systems other than Linux.
+  """
+  import jax
+
+  if jax.default_backend() != "cpu" or not hasattr(os, "SCHED_BATCH"):
+    return
+  with contextlib.suppress(OSError):
+    for thread in map(int, os.listdir("/proc/self/task")):
+      # One may have ended by now.
+      with contextlib.suppress(ProcessLookupError):
+        if os.sched_getscheduler(thread) == os.SCHED_OTHER:
+          os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
