@@ -1,7 +1,7 @@
-"""What a process that trains on CPUs asks of the system: its scheduler and its memory.
+"""What a process that trains on CPUs asks of the system: its memory and its scheduler.
 
-Both are measured by `benchmarks/cpu_settings.py` (Linux 6.18, glibc 2.36, jax 0.10.2).
-Neither takes the place of what the user has set.
+Measured by `benchmarks/cpu_steps.py --before` and `benchmarks/batch_policy.py` (Linux
+6.18, glibc 2.36, jax 0.10.2). Neither takes the place of what the user has set.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from jaxscale.files import whole_number
 
 # malloc.h of glibc.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
+_keeps = False  # whether this process does
 
 
 def simulated_devices(env: Mapping[str, str] = os.environ) -> int:
@@ -45,22 +46,35 @@ def keep_memory(env: Mapping[str, str] = os.environ, *, num_gpus: int = 0) -> bo
     num_gpus: that are visible.
 
   Returns:
-    Whether it was done: not on accelerators, where the user's variables are about
+    Whether it was done: not on accelerators, where the user has set a variable of
     malloc, and with another C library.
   """
+  global _keeps
+  if not _is_single_cpu(env, num_gpus):
+    return False
+  if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in env):
+    return False
+  mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+  values = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1), (_M_ARENA_MAX, 1))
+  _keeps = mallopt is not None and all([mallopt(*each) for each in values])
+  return _keeps
+
+
+def _is_single_cpu(env: Mapping[str, str], num_gpus: int) -> bool:
+  """Whether the only device of this process will be a CPU."""
   import jax
 
   platforms = getattr(jax.config, "jax_platforms", None) or env.get("JAX_PLATFORMS", "")
   asked = platforms.partition(",")[0]
-  has_tpu = asked != "cpu" and importlib.util.find_spec("libtpu") is not None
-  has_accelerator = has_tpu or (num_gpus > 0 and asked != "cpu")
-  devices = max(simulated_devices(env), getattr(jax.config, "jax_num_cpu_devices", 1))
-  is_user_s = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in env)
-  if has_accelerator or devices > 1 or is_user_s:
+  if asked != "cpu" and (num_gpus or importlib.util.find_spec("libtpu")):
     return False
-  mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-  values = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1), (_M_ARENA_MAX, 1))
-  return mallopt is not None and all([mallopt(*each) for each in values])
+  return max(simulated_devices(env), getattr(jax.config, "jax_num_cpu_devices", 1)) < 2
+
+
+def give_memory_back() -> None:
+  """Return what is free to the system, once nothing trains: a notebook lives on."""
+  if _keeps:
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def use_batch_policy() -> None:

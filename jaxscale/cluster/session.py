@@ -206,6 +206,9 @@ def _end() -> None:
   sends at once to what it requeues, must not take away the exit code.
   """
   global _watch, _handlers, _walltime_ended
+  from jaxscale.cluster import cpu_settings
+
+  cpu_settings.give_memory_back()
   if _walltime_ended is not None:
     _walltime_ended.set()
   if _handlers is not None and not (_watch is not None and _watch.is_watched):

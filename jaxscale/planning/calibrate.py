@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import math
 import os
 import platform
 import resource
@@ -50,7 +51,7 @@ class Sizes(NamedTuple):
   turns: int = 3
   products: micro_kernels.Grid = ((16, 128, 1024), *((4, 16, 128, 1024),) * 2)
   forms: tuple[str, ...] = ("nn", "nt", "tn")
-  convolutions: micro_kernels.Grid = ((4, 32), (3, 32, 128), (32, 128), (1, 3))
+  convolutions: micro_kernels.Grid = ((4, 8, 32), (3, 32, 128), (32, 128), (1, 3))
   shapes: tuple[str, ...] = ("plain", "stride", "input", "kernel", "kernel stride")
   images: int = 16
   flops: float = 2e7
@@ -67,6 +68,9 @@ TINY = Sizes(
 )  # fmt: skip
 _SHORTEST = 2e-3  # seconds of calls that are timed together
 _SEVERAL, _LARGE, _SQUARE = 16, 2**20, 256  # collectives in a program; bytes; a product
+# Costs that are not of an element, and log(seconds) that no element takes: what few of
+# the programs have would else stand for all that is wrong with them.
+_WHOLE, _SLOWEST = ("call", "kernel", "buffer", "page"), math.log(1e-8)
 _COLLECTIVES = (
   "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute",
 )  # fmt: skip
@@ -152,8 +156,8 @@ def fit_loops(
 
   Example:
     >>> (one, two), error = fit_loops(
-    ...   [({"a": 1.0}, 2e-6), ({"b": 4.0}, 4e-6), ({"a": 1.0, "b": 1.0}, 3e-6)])
-    >>> round(1e6 * one.seconds, 3), round(1e6 * two.seconds, 3)
+    ...   [({"a": 1e3}, 2e-6), ({"b": 4e3}, 4e-6), ({"a": 1e3, "b": 1e3}, 3e-6)])
+    >>> round(1e9 * one.seconds, 3), round(1e9 * two.seconds, 3)
     (2.0, 1.0)
   """
   from scipy.optimize import least_squares
@@ -165,6 +169,8 @@ def fit_loops(
   # Begin where each cost alone would take a part of its cheapest program.
   each = np.exp(wanted)[:, None] / np.where(amounts > 0, amounts, np.nan)
   start = np.log(np.nanmin(each, axis=0) / 3)
+  highest = np.array([math.inf if n in _WHOLE else _SLOWEST for n in names])
+  start = np.minimum(start, highest - 1)
 
   def errors(logs):
     return np.log(amounts @ np.exp(logs)) - wanted
@@ -173,7 +179,8 @@ def fit_loops(
     parts = amounts * np.exp(logs)
     return parts / parts.sum(axis=1, keepdims=True)
 
-  bounds, jac = (start - 12, start + 3), cast("Any", slopes)
+  bounds = start - 12, np.minimum(start + 3, highest)
+  jac = cast("Any", slopes)
   found = least_squares(errors, start, jac, bounds, loss="soft_l1", f_scale=0.3)
   off = float(np.median(np.abs(np.expm1(errors(found.x)))))
   pairs = zip(names, np.exp(found.x), strict=True)

@@ -174,6 +174,8 @@ def _count(found, mode, body, inner, demand, is_turned) -> None:
   if opcode == "parameter":
     if _size(inner) > 1:
       far = _cache(parse.num_bytes(inner.shape))
+      # One that is read again and again, as a vector of features, is near anyhow.
+      is_turned = is_turned and demand <= _size(inner)
       found[f"turned.{far}" if is_turned else f"{mode}.load"] += demand
   elif opcode == "reduce":
     along = "minor" if mode != "y" and _is_minor(body, inner) else "major"

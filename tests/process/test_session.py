@@ -1,6 +1,7 @@
 """`cluster.open_session` in real processes: how it begins, and how it ends."""
 
 import os
+import platform
 import signal
 import socket
 import subprocess
@@ -40,6 +41,24 @@ with cluster.open_session():
   process_allgather(1.0)  # Gloo's threads have begun
   threads = map(int, os.listdir("/proc/self/task"))
   print(*{os.sched_getscheduler(thread) for thread in threads}, flush=True)
+"""
+
+ARRAYS = """
+import resource
+from concurrent.futures import ThreadPoolExecutor
+import numpy as np
+from jaxscale import cluster
+
+def pages():
+  return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+with cluster.open_session(), ThreadPoolExecutor(2) as threads:
+  for _ in range(4):  # all that is ever in use at a time
+    list(threads.map(np.ones, [2**21, 2**23]))
+  before = pages()
+  for _ in range(4):
+    list(threads.map(np.ones, [2**21, 2**23]))
+  print(pages() - before, flush=True)
 """
 
 
@@ -157,3 +176,19 @@ def test_cpu_processes_are_under_the_batch_policy_or_the_user_s(start, policy):
   for process in two:
     out, err = process.communicate(timeout=100)
     assert out.split()[-1:] == [str(expected)] and process.returncode == 0, err
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc's")
+@pytest.mark.parametrize(
+  ("env", "is_kept"),
+  [
+    ({}, True),
+    ({"MALLOC_ARENA_MAX": "8"}, False),
+    ({"JAX_NUM_CPU_DEVICES": "2"}, False),
+    ({"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}, False),
+  ],
+)
+def test_a_process_with_one_cpu_device_keeps_its_memory(start, env, is_kept):
+  """80 MB of arrays, four times: their pages were 20,000 each time."""
+  out, err = start(ARRAYS, **env).communicate(timeout=100)
+  assert int(out.split()[-1]) < 8_000 if is_kept else int(out.split()[-1]) > 70_000, err

@@ -1,8 +1,8 @@
 """Steps of two processes on CPUs under SCHED_BATCH and under SCHED_OTHER, in turns.
 
-    python benchmarks/batch_scheduling.py            (Linux, two cores)
+    python benchmarks/batch_policy.py            (Linux, two cores)
 
-Each process has a core; then both share two. `cluster/scheduling.py` sets the policy.
+Each process has a core; then both share two. `cluster/cpu_settings.py` sets the policy.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def main() -> None:
     row = found | {"batch_ms": round(1e3 * batch, 2), "other_ms": round(1e3 * other, 2)}
     rows.append(row | {"ratio": round(other / batch, 2)})
     print(rows[-1], file=sys.stderr)
-  report("batch_scheduling", rows=rows)
+  report("batch_policy", rows=rows)
 
 
 if __name__ == "__main__":
