@@ -30,7 +30,7 @@ _CLASSES = {
   "exponential-minus-one": "exp", "logistic": "exp", "log": "log",
   "log-plus-one": "log", "tanh": "tanh", "erf": "tanh", "power": "power",
   "sine": "trig", "cosine": "trig", "remainder": "divide", "sort": "sort",
-  "cbrt": "power", "atan2": "trig",
+  "cbrt": "power", "atan2": "trig", "convert": "convert",
 }  # fmt: skip
 _UNEVEN = ("pad", "concatenate", "gather", "scatter", "dynamic-slice", "reduce-window")
 _APART = ("dot", "convolution")  # timed by tables

@@ -25,9 +25,6 @@ Overlap = Literal["schedule", "backward"]
 # A backward pass has two of the three products of each layer, and what is sent of its
 # last layer finds nothing to hide behind.
 _BACKWARD_SHARE = 2 / 3
-# glibc gives what is larger back to the system when it is freed, and every page of it
-# is filled in again (mallopt(3): M_MMAP_THRESHOLD rises to 32 MiB, never above).
-_MAPPED, _PAGE = 32 * 2**20, 4096
 
 
 class Times(NamedTuple):
@@ -54,7 +51,6 @@ class Program:
 
   def __init__(self, text: str, mesh: Any, memory: Memory | None = None):
     """Args: text of `Compiled.as_text()`; mesh, or its sizes; what memory it takes."""
-    self._temporaries = memory.temporaries if memory else 0
     self._footprint = memory.total if memory else 0
     self._modules = [(m, _by_place(m, mesh)) for m in parse.modules(text)]
     self._kernels: dict[tuple[int, str, str], kernels.Kernel] = {}
@@ -98,8 +94,6 @@ class Program:
       root = next((i for i in entry.values() if i.is_root), None)
       buffers = len(given) + (len(root.shape) if root else 0)
       found.compute["host"] += buffers * costs.get("buffer", 0.0)
-    if self._temporaries > _MAPPED:
-      found.compute["memory"] += self._temporaries / _PAGE * costs.get("page", 0.0)
 
   def work(self, module: Module, name: str, i: Instruction) -> loops.Work:
     """What an instruction's loops do, which is the same at all costs."""
