@@ -118,7 +118,8 @@ def _calibrate(args: Namespace) -> int:
     if cluster.is_leader():
       write_machine(args.site, fields)
       links = f", links of {found.processes} processes" if found.processes > 1 else ""
-      print(f"{args.site}: {found.machine}{links}; repeated to {found.spread:.1%}")
+      off = f", loops within {found.off:.0%}" if found.off else ""
+      print(f"{args.site}: {found.machine}{links}; repeated to {found.spread:.1%}{off}")
   return EXIT_DONE
 
 

@@ -187,16 +187,19 @@ def fit_loops(
   return [Cost(name=n, seconds=float(f"{x:.4g}")) for n, x in pairs], off
 
 
-def measure_chip(sizes: Sizes = USUAL) -> dict[str, Any]:
-  """Fields of `machine.Machine` that one device of this process has.
+def measure_chip(sizes: Sizes = USUAL) -> tuple[dict[str, Any], float]:
+  """What one device of this process has.
 
   Args:
     sizes: of what is measured.
+
+  Returns:
+    Fields of `machine.Machine`, and `Calibrated.off`.
   """
   is_cpu = jax.devices()[0].platform == "cpu"
   call = timed(Micro("empty", lambda x: x, [((1,), "float32")]), sizes.turns)
   dtypes = ("float32",) if is_cpu else ("float32", "bfloat16")
-  tables, spreads = [], []
+  tables, spreads, off = [], [], 0.0
   for dtype in dtypes:
     for form in sizes.forms:
       tables.append(_products(form, dtype, sizes, call.median, spreads))
@@ -209,13 +212,13 @@ def measure_chip(sizes: Sizes = USUAL) -> dict[str, Any]:
   if is_cpu:
     some = itertools.islice(micro_kernels.loops(sizes.loops), sizes.most)
     found = [timed(micro, sizes.turns) for micro in some]
-    costs, _ = fit_loops((work_of(t), t.median) for t in found)
+    costs, off = fit_loops((work_of(t), t.median) for t in found)
     # A run keeps its memory (`cluster.cpu_settings`), and has no new pages in a step.
     costs = [cost for cost in costs if cost.name != "page"]
     fields |= {"loops": costs, "matmul": 1.0, "memory": 1.0}
     fields |= {"peak_float32": fastest, "peak_bfloat16": fastest}
   fields["jitter"] = statistics.median(spreads)
-  return fields
+  return fields, off
 
 
 def _products(form, dtype, sizes: Sizes, empty: float, spreads: list[float]) -> Table:
@@ -365,13 +368,13 @@ def calibrate(command: str, sizes: Sizes = USUAL) -> dict[str, Any]:
     command: that measures, for the file.
     sizes: of what is measured.
   """
-  fields = measure_chip(sizes)
+  fields, off = measure_chip(sizes)
   links = measure_links(sizes)
   fields["tables"] += links.pop("tables", [])
-  return fields | links | {"calibrated": _where(command, fields["jitter"])}
+  return fields | links | {"calibrated": _where(command, fields["jitter"], off)}
 
 
-def _where(command: str, spread: float) -> Calibrated:
+def _where(command: str, spread: float, off: float) -> Calibrated:
   device = jax.devices()[0]
   kind = chip_of(device)
   name = device.device_kind
@@ -382,6 +385,7 @@ def _where(command: str, spread: float) -> Calibrated:
   return Calibrated(
     date=date, machine=name, command=command, chip=kind,
     processes=jax.process_count(), spread=min(round(spread, 4), 0.99),
+    off=min(round(off, 4), 0.99),
   )  # fmt: skip
 
 

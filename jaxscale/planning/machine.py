@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import tomllib
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -157,13 +158,14 @@ class Rates(NamedTuple):
   def measured(self, corner: Corner) -> Measured | None:
     """What the site has measured of this chip; None: nothing.
 
-    The range is of two standard deviations of repeated measurements.
+    The range is of two standard deviations of repeated measurements, and of the error
+    of the costs that were fitted.
     """
     machine, calibrated = self.machine, self.machine.calibrated
     if calibrated is None or calibrated.chip != self.chip:
       return None
-    two = min(2 * calibrated.spread, 0.9)
-    slower = {"low": 1 + two, "expected": 1.0, "high": 1 - two}[corner]
+    wide = min(math.hypot(2 * calibrated.spread, calibrated.off), 0.9)
+    slower = {"low": 1 + wide, "expected": 1.0, "high": 1 - wide}[corner]
     return Measured(machine.tables, machine.loops, slower)
 
   @property

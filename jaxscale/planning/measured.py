@@ -76,6 +76,8 @@ class Calibrated:
     chip: the kind that was measured, as --chips has it.
     processes: that took part; of one there are no links.
     spread: standard deviation of repeated measurements, as a share.
+    off: error of the costs of loops, the median of the programs that they were fitted
+      to, as a share.
   """
 
   date: str
@@ -84,6 +86,7 @@ class Calibrated:
   chip: str
   processes: Annotated[int, ">= 1"] = 1
   spread: Annotated[float, "in [0, 1)"] = 0.0
+  off: Annotated[float, "in [0, 1)"] = 0.0
 
 
 class Measured:
