@@ -54,14 +54,21 @@ def test_a_table_of_one_size_and_a_collective_beyond_its_table():
 
 def test_costs_are_found_again():
   rng = np.random.default_rng(0)
-  true = {"a": 1e-9, "b": 3e-7, "c": 2e-5}
-  works = [{n: float(rng.integers(0, 1000)) for n in true} for _ in range(40)]
-  works += [{"c": 1.0}]
+  true = {"a": 1e-11, "b": 3e-9, "call": 2e-5}
+  works = [{n: float(rng.integers(0, 100_000)) for n in true} for _ in range(40)]
+  works = [work | {"call": 1.0} for work in works] + [{"call": 1.0}]
   costs, error = calibrate.fit_loops(
     (w, sum(true[n] * x for n, x in w.items())) for w in works
   )
   assert error < 1e-3
   assert {c.name: c.seconds for c in costs} == pytest.approx(true, rel=0.02)
+
+
+def test_what_one_program_has_does_not_stand_for_all_its_seconds():
+  """Hundreds of nanoseconds of a division, otherwise; some of a whole call."""
+  works = [({"call": 1.0}, 1e-5), ({"call": 1.0, "y.divide": 1000.0}, 4e-4)]
+  costs, _ = calibrate.fit_loops(works)
+  assert {c.name: c.seconds for c in costs}["y.divide"] == pytest.approx(1e-8)
 
 
 TEXT = """HloModule m, is_scheduled=true
