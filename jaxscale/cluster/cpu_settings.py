@@ -11,6 +11,7 @@ import ctypes
 import importlib.util
 import os
 import re
+import sys
 from collections.abc import Mapping
 
 from jaxscale.files import whole_number
@@ -34,7 +35,7 @@ def simulated_devices(env: Mapping[str, str] = os.environ) -> int:
 
 
 def keep_memory(env: Mapping[str, str] = os.environ, *, num_gpus: int = 0) -> bool:
-  """Let glibc keep what arrays free, for the next step; before JAX's first array.
+  """Let glibc keep what arrays free, for the next step; before there are threads.
 
   A step's temporaries and results otherwise go back to the system and come again page
   by page, which takes a tenth to a quarter of its time. One arena: those of threads
@@ -62,13 +63,12 @@ def keep_memory(env: Mapping[str, str] = os.environ, *, num_gpus: int = 0) -> bo
 
 def _is_single_cpu(env: Mapping[str, str], num_gpus: int) -> bool:
   """Whether the only device of this process will be a CPU."""
-  import jax
-
-  platforms = getattr(jax.config, "jax_platforms", None) or env.get("JAX_PLATFORMS", "")
+  config = getattr(sys.modules.get("jax"), "config", None)  # if it was imported
+  platforms = getattr(config, "jax_platforms", None) or env.get("JAX_PLATFORMS", "")
   asked = platforms.partition(",")[0]
   if asked != "cpu" and (num_gpus or importlib.util.find_spec("libtpu")):
     return False
-  return max(simulated_devices(env), getattr(jax.config, "jax_num_cpu_devices", 1)) < 2
+  return max(simulated_devices(env), getattr(config, "jax_num_cpu_devices", 1)) < 2
 
 
 def give_memory_back() -> None:

@@ -109,6 +109,8 @@ def _start(
   from jaxscale.cluster.watch import signals, watch
   from jaxscale.cluster.watch.stop_consensus import StopRequest
 
+  num_gpus = detect.visible_gpus(os.environ)
+  cpu_settings.keep_memory(num_gpus=num_gpus)  # before there are threads
   timeouts = timeouts or Timeouts(startup_timeout_s=math.inf)
   _handlers = signals.SignalHandlers(grace_s=timeouts.grace_s)
   _handlers.attach(signals.leave_before_start)
@@ -120,7 +122,6 @@ def _start(
     launch = _join_by_jax(launch, timeouts)
     secret = bytes.fromhex(from_leader(secrets.token_hex(32)))
   is_alone, gpu_ids, error = launch.num_processes == 1, None, ""
-  num_gpus = detect.visible_gpus(os.environ)
   try:
     to_divide = 0 if is_alone else num_gpus
     gpu_ids = detect.local_device_ids(os.environ, to_divide, launch)
@@ -132,7 +133,6 @@ def _start(
     if launch.process_id == 0:
       for line in gpu.lines(choice):
         print(line, flush=True)
-  cpu_settings.keep_memory(num_gpus=num_gpus)
   group = client.rendezvous(
     launch,
     timeout_s=timeouts.rendezvous_timeout_s,
