@@ -313,7 +313,7 @@ def _host_event(event: Any, steps, devices, ends, parts) -> None:
 
 
 def _program(stats: dict[str, Any]) -> str:
-  """As "/host:metadata" names it, "jit_train_step(7)"; "" where it is not said."""
+  """As "/host:metadata" names it, "jit_train_step(7)"; "" where the trace lacks it."""
   number = stats.get("program_id", "")
   return f"{name}({number})" if (name := stats.get("hlo_module")) else ""
 
