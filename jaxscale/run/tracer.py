@@ -155,8 +155,9 @@ class Tracer:
     options.python_tracer_level = 0  # every Python call: slow, and larger than the rest
     try:
       self._scratch.mkdir(parents=True)
-      if self._unwritten:  # else the profiler takes no other
-        jax.profiler.stop_trace()
+      if self._unwritten:  # else the profiler of jax 0.10 takes no other
+        with contextlib.suppress(RuntimeError):  # 0.12 has forgotten it
+          jax.profiler.stop_trace()
         shutil.rmtree(self._unwritten, ignore_errors=True)
         self._unwritten = None
       jax.profiler.start_trace(self._scratch, profiler_options=options)

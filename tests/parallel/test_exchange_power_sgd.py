@@ -68,8 +68,8 @@ def test_a_gradient_of_low_rank_goes_whole_also_after_one_of_lower_rank():
   grads = {"w": np.stack([np.stack([g] * N) for g in steps])}
   means, state = run(power_sgd(AXES, rank=3), grads)
   for mean, g in zip(means["w"], steps, strict=True):
-    np.testing.assert_allclose(mean, g, atol=2e-4)
-  assert np.abs(state["residual"]["w"]).max() < 2e-4
+    np.testing.assert_allclose(mean, g, atol=5e-4)  # of numbers up to 6
+  assert np.abs(state["residual"]["w"]).max() < 5e-4
 
 
 def test_columns_are_orthonormal_or_zero():
