@@ -5,8 +5,8 @@
     python benchmarks/plan_error.py predict
 
 `chip` is `jaxscale plan --calibrate` in two processes with a core each. `measure`
-starts two such processes, joined by a link (private_links.py), and measures the link
-and then the steps of all cases of it.
+starts two such processes, joined by a link (private_links.py), and measures the link;
+and two more for each of its cases, whose step they measure.
 `predict` plans each case, with what was measured of chip and link alone, and prints
 both. None of the cases is calibrated on. Errors of those marked "seen" were looked
 at while the planner was made, those of the others only at the end.
@@ -57,11 +57,19 @@ def joined(coordinator: str, index: int) -> dict[str, str]:
 
 
 def measure(link: str, only: str) -> None:
-  """Measures a link and the cases of it, by two processes."""
-  names = [c.name for c in CASES if c.link == link and only in c.name]
-  private = link != LOOPBACK
-  if private and (reason := private_links.why_not()):
+  """Measures a link and the cases of it."""
+  if link != LOOPBACK and (reason := private_links.why_not()):
     raise SystemExit(f"{link} left out: {reason}")
+  names = [c.name for c in CASES if c.link == link and only in c.name]
+  # Each in processes of its own, as a run is: what others leave in a process's memory
+  # slows a step.
+  for cases in ([], *([name] for name in names)):
+    together(link, cases)
+
+
+def together(link: str, cases: list[str]) -> None:
+  """Two processes measure cases; the link, if there are none."""
+  private = link != LOOPBACK
   port = free_address().rpartition(":")[2]
   host = private_links.address(0) if private else "127.0.0.1"
   started: list[Any] = []
@@ -69,7 +77,7 @@ def measure(link: str, only: str) -> None:
     bridge = private_links.switch() if private else None
     started += [bridge] * private
     for i in range(PROCS):
-      request = {"core": i, "cases": names, "turns": 5, "budget_s": 2.0}
+      request = {"core": i, "cases": cases, "turns": 5, "budget_s": 2.0}
       worker = [sys.executable, str(Path(__file__).with_name("plan_error_cases.py"))]
       worker.append(json.dumps(request))
       env = os.environ | joined(f"{host}:{port}", i)

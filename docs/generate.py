@@ -1,7 +1,8 @@
 """Pages of the site that are made from the program: settings, commands, API, recipes.
 
 Each function returns Markdown for MyST. `conf.py` puts it where a page has the line
-`<!-- generated: NAME [ARGUMENT] -->`, so that nothing made is kept, and nothing drifts.
+``*`make docs` fills in: NAME [ARGUMENT]*``, so that nothing made is kept, and nothing
+drifts.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _ARXIV = re.compile(r"\barXiv:(\d{4}\.\d{4,5})")
 def fill(text: str) -> str:
   """A page with its generated parts."""
   makers = {f.__name__: f for f in (settings, commands, api, recipes, module)}
-  marker = re.compile(r"^<!-- generated: (\w+)(?: ([\w.]+))? -->$", re.MULTILINE)
+  marker = re.compile(r"^\*`make docs` fills in: (\w+)(?: ([\w.]+))?\*$", re.MULTILINE)
   return marker.sub(lambda m: makers[m[1]](*filter(None, [m[2]])), text)
 
 

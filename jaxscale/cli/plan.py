@@ -130,7 +130,8 @@ def _plan(args: Namespace) -> int:
   from jaxscale.planning.plan import as_json, make_plan
   from jaxscale.planning.topologies import find_chips
 
-  machine = load_site(args.site).machine
+  site = load_site(args.site)
+  machine = site.machine
   chips = find_chips(args.chips)
   base = config = load_config(args.config, args.overrides)
   nodes, found = args.nodes or (), {}
@@ -142,7 +143,8 @@ def _plan(args: Namespace) -> int:
   from jaxscale.planning import plan_report, search_report
 
   print(plan_report.text(plan), flush=True)
-  job = search_report.submission(plan, base, args.config, args.overrides, args.site)
+  asked = args.config, args.overrides, args.site
+  job = search_report.submission(plan, base, *asked, site.gpus_per_node)
   write_json(Path(args.json), as_json(plan) | {"submit": job} | found)
   plan_report.draw(plan, args.png)
   if args.search:

@@ -104,8 +104,8 @@ def _take_plan(args: Namespace) -> None:
   args.config = submit["config"]
   args.overrides = submit["overrides"] | args.overrides
   args.nodes = args.nodes or submit["nodes"]
-  for name in ("site", "time"):
-    if getattr(args, name) is None and isinstance(submit.get(name), str):
+  for name, kind in (("site", str), ("time", str), ("gpus_per_node", int)):
+    if getattr(args, name) is None and isinstance(submit.get(name), kind):
       setattr(args, name, submit[name])
 
 

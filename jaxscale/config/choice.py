@@ -7,6 +7,7 @@ a user's stand in a config file or a notebook, and nothing tells them apart.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import sys
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any, dataclass_transform
 
 from jaxscale.config.validation import settings
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, message_of
 
 # Where the built-in alternatives of each base are. By name: config is imported before
 # what it configures, and without JAX.
@@ -69,10 +70,13 @@ def own_choices(namespace: dict[str, Any]) -> dict[str, type]:
   return {
     name: c
     for name, c in namespace.items()
-    if isinstance(c, type)
-    and issubclass(c, Choice)
-    and not c.__module__.startswith("jaxscale.")
+    if isinstance(c, type) and issubclass(c, Choice) and not is_built_in(c)
   }
+
+
+def is_built_in(kind: type) -> bool:
+  """Whether a settings class is of the package."""
+  return kind.__module__.startswith("jaxscale.")
 
 
 def build(chosen: Any, *context: Any) -> Any:
@@ -81,17 +85,33 @@ def build(chosen: Any, *context: Any) -> Any:
   Raises:
     ConfigError: by a built-in class itself, or for any fault in a user's.
   """
-  try:
+  with faults_of(chosen, ".build"):
     return chosen.build(*context)
+
+
+@contextlib.contextmanager
+def faults_of(chosen: Any, doing: str) -> Iterator[None]:
+  """Any fault in a user's own class becomes one line with its place.
+
+  Args:
+    chosen: the settings whose code runs.
+    doing: what, as it follows the name of the class.
+
+  Raises:
+    ConfigError: that line. What a built-in class raises stays.
+  """
+  try:
+    yield
   except Exception as e:
-    home = sys.modules.get(type(chosen).__module__)
-    if type(chosen).__module__.startswith("jaxscale."):
+    if is_built_in(type(chosen)):
       raise
+    home = sys.modules.get(type(chosen).__module__)
     file, frames = getattr(home, "__file__", None), traceback.walk_tb(e.__traceback__)
     lines = [line for frame, line in frames if frame.f_code.co_filename == file]
     where = f"{file}:{lines[-1]}: " if lines else ""
-    what = str(e) if isinstance(e, ConfigError) else f"{type(e).__name__}: {e}"
-    raise ConfigError(f"{where}{type(chosen).__name__}.build: {what}") from e
+    message = message_of(e)
+    what = message if isinstance(e, ConfigError) else f"{type(e).__name__}: {message}"
+    raise ConfigError(f"{where}{type(chosen).__name__}{doing}: {what}") from e
 
 
 def wrong_product(chosen: Any, made: Any, wanted: str) -> ConfigError:

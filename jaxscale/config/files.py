@@ -19,7 +19,7 @@ def load_file(file: Path) -> ModuleType:
   """A Python file as a module, run once for each of its contents.
 
   Its classes are so the same however often it is loaded, and its annotations can be
-  resolved.
+  resolved. It can import modules from its folder.
 
   Raises:
     ConfigError: it is no Python file. What it raises itself is raised.
@@ -34,6 +34,8 @@ def load_file(file: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    if str(file.parent) not in sys.path:  # at the end: it hides nothing installed
+      sys.path.append(str(file.parent))
     try:
       spec.loader.exec_module(module)
     except BaseException:

@@ -48,7 +48,7 @@ def settings_help(
     if (other := chosen.get(f"{prefix}{name}")) in classes:
       shown, value = [classes[other]], None
     for c in shown:
-      lines.append(f"    {c.__name__}: {(c.__doc__ or '').partition(chr(10))[0]}")
+      lines.append(f"    {c.__name__}: {_summary(c)}")
       lines.append(settings_help(value, own, c, f"{prefix}{name}."))
   return "\n".join(lines)
 
@@ -62,9 +62,15 @@ def _members(
   lines = []
   for name in classes if value is None else held:
     cls = type(held[name]) if name in held else classes[name]
-    lines.append(f"    {name}: {(cls.__doc__ or '').partition(chr(10))[0]}")
+    lines.append(f"    {name}: {_summary(cls)}")
     lines.append(settings_help(held.get(name), own, cls, f"{prefix}{name}."))
   return lines
+
+
+def _summary(cls: type) -> str:
+  """The first line of a class's docstring; dataclasses make one up, of its fields."""
+  text = (cls.__doc__ or "").partition("\n")[0]
+  return "" if text.startswith(f"{cls.__name__}(") else text
 
 
 def field_names(node: Any, own: Mapping[str, type] = {}) -> list[str]:

@@ -36,11 +36,19 @@ def from_arrays(
     targets: [n, ...], for classes integers [n].
     augment: done to the inputs in training.
 
+  Raises:
+    ConfigError: there are not as many targets as inputs.
+
   Example:
     >>> x, y = np.zeros((4, 3), "float32"), np.array([0, 1, 1, 0])
     >>> from_arrays(array_info(x, y), x, y).num_examples
     4
   """
+  if len(inputs) != len(targets):
+    raise ConfigError(
+      f"from_arrays: {len(inputs):,} inputs and {len(targets):,} targets; give as many "
+      "of both"
+    )
   targets = targets.astype(info.label_dtype)
 
   def load(indices, draws):

@@ -26,7 +26,15 @@ from jaxscale.exchange import Exchange
 from jaxscale.experiment import layout as layouts
 from jaxscale.experiment.derive import Derived, derive
 from jaxscale.experiment.exchange import Synchronization, make_exchange, make_sync
-from jaxscale.experiment.model import Model, bn_span, imported, init_fn, make_model
+from jaxscale.experiment.model import (
+  Model,
+  bn_span,
+  check_model,
+  imported,
+  init_fn,
+  make_model,
+  rows_of_device,
+)
 from jaxscale.experiment.optimizer import make_optimizer, phase_rate, phase_schedule
 from jaxscale.experiment.phases import Phase, phase_index, scale_velocity, step_at
 from jaxscale.mesh import batch_axes, batch_sharding, make_mesh, replicated
@@ -208,6 +216,8 @@ def experiment(
   for phase in derived.phases:  # those to come are refused now
     make_sync(config, derived, phase, mesh)
   model = make_model(config, eval_data.info, mesh, spans[0], train=False)
+  rows = rows_of_device(derived, derived.phases[0])
+  notes = check_model(config, model, eval_data.info, mesh, rows)
   _check_paths(config, model)
   layout = layouts.make_layout(config, mesh, model)
   totals = layouts.make_totals(model, layout, build(config.loss, eval_data.info))
@@ -217,7 +227,7 @@ def experiment(
     config=config, derived=derived, mesh=mesh, eval_data=eval_data, model=model,
     layout=layout, eval_step=eval_step, **_phase_parts(*shared, derived.phases[0]),
   )  # fmt: skip
-  return made.replace(notes=(*train_data.notes, *eval_data.notes, *made.notes))
+  return made.replace(notes=(*train_data.notes, *eval_data.notes, *notes, *made.notes))
 
 
 def make_data(config: cfg.Config) -> tuple[data.Dataset, data.Dataset]:

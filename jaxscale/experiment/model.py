@@ -10,15 +10,17 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from jaxscale import config as cfg
 from jaxscale import data, models, weights
-from jaxscale.config.choice import build, wrong_product
+from jaxscale.config.choice import build, faults_of, is_built_in, wrong_product
 from jaxscale.errors import ConfigError
 from jaxscale.experiment.derive import Derived
 from jaxscale.experiment.phases import Phase
 from jaxscale.mesh import BN_AXIS, BatchNormSpan, batch_norm_span, mesh_shape
 from jaxscale.optim.tree_paths import path_name
+from jaxscale.training.losses import inputs_of
 from jaxscale.training.state import TrainState
 from jaxscale.weights.check import check_source
 
@@ -29,12 +31,17 @@ def bn_span(config: cfg.Config, derived: Derived, phase: Phase) -> BatchNormSpan
   """How devices share BatchNorm statistics in a phase."""
   span: Any = config.model.bn_span if config.model.batch_norm else "device"
   shape = mesh_shape(derived.num_devices, **dataclasses.asdict(config.mesh))
-  rows = phase.batch_size // (shape.row_blocks * phase.accumulate_steps)
+  rows = rows_of_device(derived, phase)
   replicas, data_size = shape.replica, shape.data * shape.fsdp
   found = batch_norm_span(span, rows, replica=replicas, data=data_size)
   if shape.fsdp > 1 and found.axis_name is not None:
     return found._replace(axis_name=(*found.axis_name, "fsdp"))
   return found
+
+
+def rows_of_device(derived: Derived, phase: Phase) -> int:
+  """Examples that a device has at a time."""
+  return phase.batch_size // (derived.row_blocks * phase.accumulate_steps)
 
 
 def _bn_options(span: BatchNormSpan, mesh: Mesh) -> dict[str, Any]:
@@ -96,6 +103,63 @@ def make_model(
   return made
 
 
+def check_model(
+  config: cfg.Config,
+  model: Model,
+  info: data.DatasetInfo | data.TextInfo,
+  mesh: Mesh,
+  rows: int,
+) -> list[str]:
+  """Calls a model of the user's own as a step does, without computing anything.
+
+  Args:
+    config: whose `model` it is.
+    model: of `make_model`.
+    info: of the data.
+    mesh: whose axes it may name.
+    rows: of a device, a call.
+
+  Returns:
+    What of it depends on the number of devices, one line each.
+
+  Raises:
+    ConfigError: it cannot be called so, or has fewer outputs than the data classes.
+  """
+  kind = type(config.model)
+  if is_built_in(kind) or not isinstance(model, models.ModelFns):
+    return []
+  batch = {
+    name: jax.ShapeDtypeStruct(*array)
+    for name, array in data.batch_shapes(info, rows).items()
+  }
+  keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
+
+  def call(state, batch, keys):
+    return model.apply(*state, inputs_of(batch), True, keys)[0]
+
+  everywhere: Any = P()
+  called = jax.shard_map(
+    call, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False
+  )
+  with faults_of(config.model, ", called as in training"):
+    state = models.init_shapes(model.init)
+    outputs, found = models.by_device(
+      lambda: jax.eval_shape(called, state, batch, keys), rows
+    )
+  given, wanted = outputs.shape[-1] if outputs.shape else 0, num_classes(info)
+  if type(config.loss).__name__ == "CrossEntropy" and given < wanted:
+    raise ConfigError(
+      f"{kind.__name__}.build: its model gives {given} outputs, {info.name} has "
+      f"{wanted} classes; let the last layer have context.info.num_classes"
+    )
+  return [f"{kind.__name__}: {line}" for line in found]
+
+
+def num_classes(info: data.DatasetInfo | data.TextInfo) -> int:
+  """Classes of the data, or of text the size of the vocabulary."""
+  return getattr(info, "num_classes", None) or getattr(info, "vocab_size", 0)
+
+
 def init_fn(model: Model) -> Any:
   """The function key -> (params, model_state) of any model."""
   if isinstance(model, models.Stack):
@@ -119,14 +183,13 @@ def imported(
   """
   path = config.init_from
   assert path is not None
-  classes = getattr(info, "num_classes", None) or getattr(info, "vocab_size", 0)
   notes, head = [], {"init_head": config.init_head}
 
   def check(naming, names):  # before shapes: it says which setting is another
     notes.extend(check_source(path, naming, names, config.model, info, **head))
 
   into = abstract.params, abstract.model_state
-  head_of = {"num_classes": classes, **head}
+  head_of = {"num_classes": num_classes(info), **head}
   found = weights.import_safetensors(path, *into, **head_of, check=check)
   say(found.summary)
   for note in notes:

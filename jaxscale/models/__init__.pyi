@@ -4,8 +4,11 @@ from .cnn import CNNModule as CNNModule
 from .cnn import MLPModule as MLPModule
 from .decoder import make_transformer as make_transformer
 from .flax_apply import ModelFns as ModelFns
+from .flax_apply import by_device as by_device
 from .flax_apply import functions as functions
 from .flax_apply import init_shapes as init_shapes
+from .layers import BatchNorm as BatchNorm
+from .layers import dropout as dropout
 from .resnet import ResNetModule as ResNetModule
 from .resnet import make_resnet as make_resnet
 from .settings import CNN as CNN

@@ -181,7 +181,10 @@ def _count(found, mode, body, inner, demand, is_turned) -> None:
     along = "minor" if mode != "y" and _is_minor(body, inner) else "major"
     if mode == "y":
       along = "rows" if _is_minor(body, inner) else "columns"
-    found[f"reduce.{along}"] += demand * _summed(body, inner)
+    arrays = 1
+    if len(inner.shape) > 1 and along == "major":  # the index of a maximum is "minor"
+      along, arrays = "several", len(inner.shape)
+    found[f"reduce.{along}"] += demand * arrays * _summed(body, inner)
   elif opcode == "reduce-window":
     found["window"] += _needed(inner, body[inner.operands[0]], demand)
   elif opcode in ("gather", "scatter", "sort", "pad", "concatenate", "dynamic-slice"):

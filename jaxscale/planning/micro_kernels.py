@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 Grid = tuple[tuple[int, ...], ...]
@@ -171,7 +172,7 @@ def _matrices(rows: int, columns: int) -> Iterator[Micro]:
     "slices": lambda x: x[:, 1:-1] * 2,
     "stack": lambda x: jnp.concatenate([x, x * 2], 0),
     "by row": _by_row, "fill": lambda x: jnp.zeros_like(x) + x[0, 0],
-    "pack": _pack, "mask": _mask,
+    "pack": _pack, "mask": _mask, "together": _together,
   }  # fmt: skip
   for key, function in each.items():
     yield Micro(f"{key} {name}", function, shape)
@@ -190,6 +191,14 @@ def _by_row(x):
 
 def _mask(x):
   return jnp.where(jnp.tri(*x.shape, dtype=bool), x, -9.0)
+
+
+def _together(x):
+  x = x.reshape(-1, min(len(x), 32), x.shape[1])
+  large, zero = x > 1, jnp.zeros_like(x)
+  given = jnp.where(large, x, zero), jnp.where(large, zero, x), large.astype(x.dtype)
+  zeros = (np.float32(0),) * len(given)
+  return lax.reduce(given, zeros, lambda a, b: tuple(map(lax.add, a, b)), (1,))
 
 
 def _halves(x):

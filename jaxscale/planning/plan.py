@@ -206,7 +206,7 @@ def bottleneck(plan: Plan) -> tuple[str, str]:
   """
   name, seconds = max(plan.step.parts.items(), key=lambda part: part[1])
   share = seconds / plan.step.seconds["expected"]
-  what, advice = _advice(name)
+  what, advice = _advice(name, plan.config.dtype)
   return name, f"{what} takes {share:.0%} of the step; {advice}"
 
 
@@ -220,7 +220,7 @@ _ADVICE = {
     "arithmetic of matrix products", "less remat or a faster chip would shorten it",
   ),
   "convolution": (
-    "arithmetic of convolutions", "dtype='bfloat16' or a faster chip would shorten it",
+    "arithmetic of convolutions", "a faster chip would shorten it",
   ),
   "attention": (
     "arithmetic of attention", "shorter sequences or a faster chip would shorten it",
@@ -237,7 +237,9 @@ _ADVICE = {
 }  # fmt: skip
 
 
-def _advice(name: str) -> tuple[str, str]:
+def _advice(name: str, dtype: str) -> tuple[str, str]:
+  if name in ("matmul", "convolution") and dtype == "float32":
+    return _ADVICE[name][0], "dtype='bfloat16' or a faster chip would shorten it"
   if not name.startswith("exposed"):
     return _ADVICE[name]
   axes = name.removeprefix("exposed ")
@@ -253,6 +255,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     "chips": plan.chips.name,
     "calibrated": plan.rates.is_calibrated,
     "compiled_for": list(plan.compiled),
+    "compiler": topologies.compiler(plan.chips.chip.platform),
     "compile_seconds": round(plan.seconds, 1),
     "memory": plan.fit.memory._asdict() if plan.fit.memory else None,
     "memory_limit": plan.fit.limit,

@@ -12,7 +12,9 @@ from jaxscale.planning.job import Job
 from jaxscale.planning.machine import CORNERS, Rates
 from jaxscale.planning.plan import Plan
 from jaxscale.planning.step_plan import Step
-from jaxscale.planning.topologies import gib
+from jaxscale.planning.topologies import compiler, gib
+
+_WITHOUT_BFLOAT16 = ("p100", "v100")  # of the generations before Ampere
 
 
 def text(plan: Plan) -> str:
@@ -35,11 +37,17 @@ def _head(plan: Plan) -> str:
   what = f"{step.devices} x {chips.title} in {step.nodes} nodes"
   compiled = ", ".join(plan.compiled)
   note = several if len(plan.chips.devices) < step.devices else ""
-  return (
-    f"plan {how}\n"
-    f"{what}, as {grid}; batch {step.batch_size:,}, {step.rows:,} per device\n"
-    f"compiled for {compiled}{note} in {plan.seconds:.0f} s"
-  )
+  by = compiler(plan.chips.chip.platform)
+  lines = [
+    f"plan {how}",
+    f"{what}, as {grid}; batch {step.batch_size:,}, {step.rows:,} per device",
+    f"compiled for {compiled}{note} by {by} in {plan.seconds:.0f} s",
+  ]
+  if plan.chips.kind in _WITHOUT_BFLOAT16 and plan.config.dtype == "bfloat16":
+    lines += ["it has no bfloat16: rates and bytes are those of float16"]
+  if not plan.fit.is_good:
+    lines += ["it does not fit: times are those of chips that had the memory"]
+  return "\n".join(lines)
 
 
 def calibrated(rates: Rates) -> str:

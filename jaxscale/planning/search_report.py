@@ -61,9 +61,21 @@ def _estimated(search: Search) -> str:
   if not found:
     return "estimated and not compiled: none"
   lines = [f"  {x.family.name}: {x.reason}" for x in found[:_ESTIMATED]]
+  title = f"estimated and not compiled, the best first{_how_far(search)}"
   more = len(found) - len(lines)
   lines += [f"  and {more:,} more, in plan.json"] * (more > 0)
-  return "\n".join(["estimated and not compiled, the best first", *lines])
+  return "\n".join([title, *lines])
+
+
+def _how_far(search: Search) -> str:
+  """How far estimates were off where the layout was compiled as well."""
+  compiled = [c for x in search.layouts for c in x.compiled]
+  off = [c.hours / c.guess for c in compiled if c.step and c.guess]
+  if not off:
+    return ""
+  failed = sum(not c.step for c in compiled)
+  text = f"; of those compiled, {failed} of {len(compiled)} did not fit or compile, "
+  return f"{text}others take {min(off):.2g} to {max(off):.2g} times their estimate"
 
 
 def _refused(search: Search) -> str:
@@ -128,6 +140,7 @@ def submission(
   config: str,
   overrides: Mapping[str, str],
   site: str | None,
+  gpus_per_node: int = 0,
 ) -> dict[str, Any]:
   """What `jaxscale submit --plan` takes: the run of a plan.
 
@@ -137,12 +150,15 @@ def submission(
     config: `FILE[:ARG]` that it is from.
     overrides: that it was given.
     site: its profile, if one was given.
+    gpus_per_node: that the profile has; 0: those of the plan's nodes are asked for.
   """
   changed = candidates.overrides(base, plan.config)
   found: dict[str, Any] = {"config": config, "overrides": {**overrides, **changed}}
   found["nodes"] = plan.step.nodes
   if site:
     found["site"] = site
+  if not gpus_per_node and plan.chips.chip.platform == "cuda":
+    found["gpus_per_node"] = min(plan.rates.per_node, plan.step.devices)
   if plan.job:
     minutes = -(-int(3600 * plan.job.limit) // 60)
     found["time"] = f"{minutes // 60}:{minutes % 60:02}:00"
@@ -158,7 +174,8 @@ def command(submit: Mapping[str, Any]) -> str:
   """
   words = ["jaxscale", "submit", "--config", submit["config"]]
   words += ["--nodes", str(submit["nodes"])]
-  for name in ("site", "time"):
-    words += [f"--{name}", submit[name]] if name in submit else []
+  for name in ("site", "time", "gpus_per_node"):
+    option = f"--{name.replace('_', '-')}"
+    words += [option, str(submit[name])] if name in submit else []
   words += [f"--config.{name}={value}" for name, value in submit["overrides"].items()]
   return shlex.join(words)

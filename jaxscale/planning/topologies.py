@@ -13,6 +13,8 @@ memory and of what is communicated; it says nothing of seconds.
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import importlib.util
 import math
 import os
@@ -191,6 +193,20 @@ def find_chips(name: str) -> Chips:
     why = "JAX looked for a GPU and found none"
     raise ConfigError(f"--chips={name}: {why}; {advice}") from None
   return Chips(name, chip, list(found.devices), kind, len(found.devices))
+
+
+def compiler(platform: str) -> str:
+  """The package that compiles for a platform, and its version: memory hangs on it.
+
+  Example:
+    >>> compiler("cpu") == f"jaxlib {importlib.metadata.version('jaxlib')}"
+    True
+  """
+  names = {"tpu": ("libtpu",), "cuda": ("jax-cuda13-plugin", "jax-cuda12-plugin")}
+  for name in names.get(platform, ()):
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+      return f"{name} {importlib.metadata.version(name)}"
+  return f"jaxlib {importlib.metadata.version('jaxlib')}"
 
 
 def _simulated(name: str, kind: str, count: int) -> Chips:

@@ -140,7 +140,9 @@ def _fit(
     )  # fmt: skip
     check_progress(config, workdir, checkpoints.newest())
     # What git takes the first step does not wait for.
-    recorded = in_background(functools.partial(_record_start, workdir))
+    recorded = in_background(
+      functools.partial(_record_start, workdir, workdirs.devices_of(experiment))
+    )
     ended = None
     while ended is None:  # again after each roll back, as a run that resumes
       try:
@@ -176,10 +178,10 @@ def _fit(
   return Result(state, summary)
 
 
-def _record_start(workdir: Path) -> None:
+def _record_start(workdir: Path, devices: str) -> None:
   with contextlib.suppress(OSError):  # a full disk costs a line, not the run
     if cluster.is_leader():
-      provenance.record_start(workdir)
+      provenance.record_start(workdir, devices)
 
 
 def _begin(

@@ -55,9 +55,15 @@ def environment() -> dict[str, Any]:
   }
 
 
-def record_start(workdir: Path) -> None:
-  """Append this start of a run, its command included, to the record of its workdir."""
-  start = {"time": round(time.time(), 3), "command": shlex.join(sys.orig_argv)}
+def record_start(workdir: Path, devices: str) -> None:
+  """Append this start of a run, its command included, to the record of its workdir.
+
+  Args:
+    workdir: of the run.
+    devices: that it trains on, in words.
+  """
+  start: dict[str, Any] = {"time": round(time.time(), 3), "devices": devices}
+  start["command"] = shlex.join(sys.orig_argv)
   line = json.dumps(start | environment()) + "\n"
   with open(open_to_append(workdir / FILE), "a") as file:
     file.write(line)

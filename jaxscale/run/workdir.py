@@ -15,6 +15,7 @@ import jax
 
 from jaxscale import cluster
 from jaxscale.checkpoint import directory
+from jaxscale.cluster.detect.fabric import nvidia_models
 from jaxscale.config import Config
 from jaxscale.config.record import (
   FORMAT,
@@ -71,8 +72,11 @@ def describe_text(experiment: build.Experiment, workdir: Path) -> str:
   lines.append(f"settings other than the defaults (all: {workdir}/config.json)")
   for name, value in _changed(experiment.config).items():
     lines.append(f"  {name:24} {_without_defaults(value)}")
+  lines.append(f"on {devices_of(experiment)}")
   numbers = experiment.derived._asdict()
   phases = numbers.pop("phases")
+  for name in ("num_devices", "row_blocks", "start_devices"):
+    numbers.pop(name)
   number = "{} {:,}".format, "{} {:.6g}".format
   shown = ", ".join(number[isinstance(v, float)](n, v) for n, v in numbers.items())
   lines += textwrap.wrap(shown, 86, initial_indent="  ", subsequent_indent="  ")
@@ -84,6 +88,22 @@ def describe_text(experiment: build.Experiment, workdir: Path) -> str:
     lines.append(f"  {text}")
   lines += [f"  {note}" for note in experiment.notes]
   return "\n".join(lines)
+
+
+def devices_of(experiment: build.Experiment) -> str:
+  """How many devices of what kind, and of how many processes.
+
+  Of a CPU where there are NVIDIA's GPUs it says so: JAX itself takes the CPU silently
+  when its plugin for them is missing or fails.
+  """
+  devices = experiment.mesh.devices.ravel()
+  kind, n = devices[0].device_kind, jax.process_count()
+  text = f"{len(devices)} x {kind}" + f", {n} processes" * (n > 1)
+  asked = "cpu" in os.environ.get("JAX_PLATFORMS", "")
+  if devices[0].platform == "cpu" and not asked and nvidia_models():
+    remedy = "install jaxscale[cuda12], or set JAX_PLATFORMS=cpu if that is meant"
+    text += f"; JAX does not use the GPUs of this node: {remedy}"
+  return text
 
 
 def _changed(settings: Any) -> dict[str, Any]:

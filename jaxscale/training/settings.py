@@ -34,6 +34,11 @@ class CrossEntropy(Loss):
         f"Config.loss=CrossEntropy: {info.name} has {info.label_shape} targets per "
         "example and not one class; use BinaryCrossEntropy or SquaredError"
       )
+    if "int" not in str(getattr(info, "label_dtype", "int32")):
+      raise ConfigError(
+        f"Config.loss=CrossEntropy: the targets of {info.name} are {info.label_dtype}; "
+        "give integers, or choose SquaredError"
+      )
     return losses.cross_entropy(self.label_smoothing)
 
 

@@ -1,7 +1,7 @@
 """The head of 21,841 classes: one step of ResNet-101 in bounded memory."""
 
 import json
-import resource
+import os
 import subprocess
 import sys
 
@@ -19,20 +19,20 @@ OVERRIDES = {
 
 
 @pytest.mark.slow
-def test_a_step_of_resnet101_with_21841_classes_fits_in_8_gib(tmp_path):
+def test_a_step_of_resnet101_with_21841_classes_fits_in_4_gib(tmp_path):
   overrides = [f"--config.{name}={value}" for name, value in OVERRIDES.items()]
   command = train_command(
     tmp_path / "run", *overrides, config="configs/resnet101_imagenet22k.py"
   )
-  done = subprocess.run(
-    command, env=child_env(1), cwd=ROOT, capture_output=True, text=True, timeout=900
-  )
-  assert done.returncode == 0, done.stderr
-  assert "params" not in done.stderr
+  with open(tmp_path / "errors", "w+") as errors:
+    child = subprocess.Popen(command, env=child_env(1), cwd=ROOT, stderr=errors)
+    # Of this child alone: RUSAGE_CHILDREN has the largest of all that this worker had.
+    _, status, used = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+  text = (tmp_path / "errors").read_text()
+  assert child.returncode == 0, text
+  assert "params" not in text
   summary = json.loads((tmp_path / "run" / "summary.json").read_text())
   assert summary["step"] == 1 and summary["loss"] > 0
-  # The largest resident set of any child so far, in KiB on Linux.
-  if sys.platform == "linux":
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    assert peak < 8 * 2**20, f"{peak / 2**20:.2f} GiB"
-    print(f"peak {peak / 2**20:.2f} GiB")
+  if sys.platform == "linux":  # in KiB there; 2.9 GiB were measured
+    assert used.ru_maxrss < 4 * 2**20, f"{used.ru_maxrss / 2**20:.2f} GiB"

@@ -5,6 +5,7 @@ import json
 import math
 import os
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
@@ -217,6 +218,7 @@ def test_the_best_is_no_worse_than_what_was_given_or_asked_for():
   assert all(x.reason for x in found.layouts)
   page = search_report.text(found)
   assert "compiled, the best first" in page and "refused before compilation" in page
+  assert " times their estimate" in page
   assert len(search_report.as_json(found)["layouts"]) == len(found.layouts) >= 30
 
 
@@ -268,10 +270,18 @@ def test_mistakes(argv, says, tmp_path, monkeypatch, capsys):
 def test_the_time_limit_of_a_plan():
   base = config()
   job = SimpleNamespace(limit=2.51)
-  plan = SimpleNamespace(config=base, step=SimpleNamespace(nodes=3), job=job)
-  found = search_report.submission(plan, base, "a.py", {}, "alps")  # pyright: ignore
+  chips = SimpleNamespace(chip=SimpleNamespace(platform="cuda"))
+  plan: Any = SimpleNamespace(
+    config=base, step=SimpleNamespace(nodes=3, devices=24), job=job, chips=chips,
+    rates=SimpleNamespace(per_node=8),
+  )  # fmt: skip
+  found = search_report.submission(plan, base, "a.py", {}, "alps", gpus_per_node=4)
   assert found == {
     "config": "a.py", "overrides": {}, "nodes": 3, "site": "alps", "time": "2:31:00",
   }  # fmt: skip
   line = "jaxscale submit --config a.py --nodes 3 --site alps --time 2:31:00"
   assert search_report.command(found) == line
+  # Where no profile says how many GPUs a node has, the plan does.
+  found = search_report.submission(plan, base, "a.py", {}, None)
+  assert found["gpus_per_node"] == 8
+  assert "--nodes 3 --time 2:31:00 --gpus-per-node 8" in search_report.command(found)

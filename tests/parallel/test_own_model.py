@@ -1,0 +1,211 @@
+"""Models of a user's own: the same on any number of devices, or named if not."""
+
+import dataclasses
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxscale import config as cfg
+from jaxscale import data, models
+from jaxscale.errors import ConfigError
+from jaxscale.experiment.build import experiment
+from support.paths import ROOT
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(64, 6)).astype("float32")
+Y = RNG.integers(0, 3, 64)
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+
+
+class Block(nn.Module):
+  rate: float = 0.5
+  broadcast: tuple[int, ...] = ()
+
+  @nn.compact
+  def __call__(self, x, train):
+    x = nn.relu(nn.Dense(16)(x))
+    return nn.Dropout(self.rate, self.broadcast, deterministic=not train)(x)
+
+
+class Plain(nn.Module):
+  again: bool = False
+
+  @nn.compact
+  def __call__(self, x, train):
+    block = nn.remat(Block, static_argnums=(2,)) if self.again else Block
+    x = block()(block()(x, train), train)
+    return nn.Dense(3)(x)
+
+
+class Layers(nn.Module):
+  """Layers of a scan, whose random numbers Flax splits itself."""
+
+  @nn.compact
+  def __call__(self, x, train):
+    layer = nn.scan(
+      lambda block, x, _: (block(x, train), None), variable_axes={"params": 0},
+      split_rngs={"params": True, "dropout": True}, length=2,
+    )  # fmt: skip
+    x, _ = layer(Block(), nn.Dense(16)(x), None)
+    return nn.Dense(3)(x)
+
+
+class Norm(nn.Module):
+  @nn.compact
+  def __call__(self, x, train):
+    return nn.Dense(3)(nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x)))
+
+
+class Own(cfg.Model):
+  """A module that is given.
+
+  Attributes:
+    module: it.
+  """
+
+  module: object
+
+  def build(self, context):
+    return self.module
+
+
+def config_of(model, **other):
+  return cfg.Config(
+    model=model, data=cfg.Arrays(x=X, y=Y, eval_share=0.5), batch_size=16, epochs=9,
+    optimizer=cfg.SGD(lr=0.1), schedule=cfg.Steps(), **other,
+  )  # fmt: skip
+
+
+def trained(model, num_devices, **other):
+  """Notes, and parameters after four steps."""
+  made = experiment(config_of(model, **other), devices=jax.devices()[:num_devices])
+  state, step = made.init_state(lambda line: None), made.compile_train_step()
+  batches = data.train_batches(made.train_data, 16, position=0, seed=0)
+  for _ in range(4):
+    batch = {
+      k: jax.device_put(v, made.abstract_batch()[k].sharding)
+      for k, v in next(batches).items()
+    }
+    state, metrics = step(state, batch)
+  assert np.isfinite(float(metrics["loss"]))
+  return made.notes, jax.tree.map(np.asarray, jax.device_get(state.params))
+
+
+def furthest(a, b):
+  pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+  return max(np.abs(x - y).max() for x, y in pairs)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["plain", "remat"])
+def test_flax_dropout_is_the_same_on_any_number_of_devices(again):
+  notes, one = trained(Own(module=Plain(again=again)), 1)
+  more, eight = trained(Own(module=Plain(again=again)), 8)
+  assert furthest(one, eight) < 1e-6 and not notes and not more
+  _, without = trained(Own(module=nn.Sequential([nn.Dense(16), nn.Dense(3)])), 1)
+  assert furthest(one["Dense_0"], without["layers_1"]) > 1e-3
+
+
+def masks(module, rows=4096, width=16):
+  """What a module with dropout makes of ones, each row with a key of its own."""
+  fns = models.functions(module, (width,), dtype="float32")
+  state = fns.init(jax.random.key(0))
+  keys = jax.random.split(jax.random.key(1), rows)
+  ones = jnp.ones((rows, width))
+  return [np.asarray(fns.apply(*state, ones, t, keys)[0]) for t in (True, False)]
+
+
+class Twice(nn.Module):
+  """Two dropouts of ones, next to each other."""
+
+  rate: float = 0.3
+  dims: tuple[int, ...] = ()
+
+  @nn.compact
+  def __call__(self, x, train):
+    drops = [nn.Dropout(self.rate, self.dims, deterministic=not train) for _ in "ab"]
+    self.param("unused", nn.initializers.zeros, (1,))
+    return jnp.concatenate([drop(x) for drop in drops], -1)
+
+
+def test_masks_are_of_the_rate_and_differ_by_row_and_layer():
+  dropped, kept = masks(Twice())
+  assert (kept == 1).all()
+  is_kept = dropped > 0
+  np.testing.assert_allclose(dropped[is_kept], 1 / 0.7, rtol=1e-6)
+  assert is_kept.mean() == pytest.approx(0.7, abs=0.005)
+  first, second = is_kept[:, :16], is_kept[:, 16:]
+  both = (first & second).mean()
+  assert both == pytest.approx(0.49, abs=0.01)  # of independent ones
+  assert (is_kept[:-1] & is_kept[1:]).mean() == pytest.approx(0.49, abs=0.01)
+  shared, _ = masks(Twice(dims=(1,)))
+  assert set(np.unique((shared[:, :16] > 0).mean(1))) == {0.0, 1.0}
+
+
+def test_what_depends_on_the_number_of_devices_is_named():
+  for module, what in (
+    (Norm(), "Own: BatchNorm_0 (nn.BatchNorm; take models.BatchNorm"),
+    (Layers(), "nn.Dropout, whose input has not"),
+    (Block(broadcast=(0,)), "Own: Dropout_0 (nn.Dropout, whose input"),
+  ):
+    made = experiment(config_of(Own(module=module)), devices=jax.devices()[:2])
+    (note,) = made.notes
+    assert what in note and "results depend on how many there are" in note
+  notes, one = trained(Own(module=Layers()), 1)
+  assert notes and furthest(one, trained(Own(module=Layers()), 8)[1]) > 1e-4
+
+
+def test_the_page_s_batch_norm_is_the_same_on_any_number_of_devices():
+  (code,) = re.findall(r"```python norm\n(.*?)```", PAGE, re.S)
+  home = {"nn": nn, "config": cfg, "__name__": __name__}
+  exec(code, home)  # as a user's file; its class is in this module's name
+  model = home["MyNormNet"](bn_span=8)
+  notes, one = trained(model, 1)
+  assert furthest(one, trained(model, 8)[1]) < 1e-6 and not notes
+  assert furthest(one, trained(home["MyNormNet"](bn_span=16), 1)[1]) > 1e-4
+
+
+class Asks(nn.Module):
+  @nn.compact
+  def __call__(self, x, training):
+    return nn.Dense(3)(x) * training
+
+
+class Breaks(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return nn.Dense(3)(x.reshape(7, -1))
+
+
+class NormOfUnknown(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return nn.Dense(3)(nn.BatchNorm()(x))
+
+
+@pytest.mark.parametrize(
+  ("module", "line"),
+  [
+    (Asks(), r"^Asks.__call__: nothing gives it 'training'; it is called with"),
+    (Breaks(), rf"^{__file__}:\d+: Own, called as in training: TypeError: .*reshape"),
+    (NormOfUnknown(), rf"^{__file__}:\d+: Own, called as in training: .*running_av"),
+    (nn.Dense(2), "Own.build: its model gives 2 outputs, Arrays has 3 classes; let"),
+  ],
+  ids=["training", "shape", "norm", "outputs"],
+)
+def test_a_model_that_cannot_be_called_is_one_line(module, line):
+  with pytest.raises(ConfigError) as error:
+    experiment(config_of(Own(module=module)), devices=jax.devices()[:1])
+  assert re.search(line, str(error.value)) and "\n" not in str(error.value)
+
+
+def test_targets_that_do_not_fit_are_one_line():
+  info = data.array_info(X, Y)
+  with pytest.raises(ConfigError, match="64 inputs and 60 targets; give as many"):
+    data.from_arrays(info, X, Y[:60])
+  arrays = cfg.Arrays(x=X, y=X[:, 0], eval_share=0.5)
+  with pytest.raises(ConfigError, match="the targets of Arrays are float32; give"):
+    experiment(dataclasses.replace(config_of(cfg.MLP()), data=arrays))
