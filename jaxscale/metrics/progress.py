@@ -92,7 +92,7 @@ class Progress:
       f"{1e3 * perf['step_s']:,.3g} ms/step",
     ]
     parts += [f"MFU {perf['mfu']:.1%}"] if "mfu" in perf else []
-    parts += [f"{perf['memory_gb']:.3g} GB"] if "memory_gb" in perf else []
+    parts += [f"memory {perf['memory_gb']:.3g} GB"] if "memory_gb" in perf else []
     text = "  ".join([*parts, f"{duration(left)} left"])
     if self._bar is not None:
       self._bar.update(self._task, completed=step, text=text)

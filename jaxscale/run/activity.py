@@ -25,6 +25,7 @@ from jaxscale.files import open_to_append
 from jaxscale.run.goodput import FILE, Activity, goodput, read_activities
 
 _SHORTEST_S, _LONGEST_S, _SHARE = 1.0, 60.0, 0.01  # from one line to the next
+_WAIT_S = 1.0  # for the other thread, which may wait for a disk
 _WITHIN_A_STEP = ("starting", "compiling", "input", "step")
 
 
@@ -49,6 +50,7 @@ class ActivityRecord:
     self._queued: tuple[float, float] | None = None
     self._is_done = False
     self._must_end_line = True  # of whoever wrote there before
+    self._lock = threading.Lock()
     self._is_on, self._ended = cluster.is_leader(), threading.Event()
     self._thread = threading.Thread(target=self._run, name="activity", daemon=True)
 
@@ -60,7 +62,7 @@ class ActivityRecord:
   def __exit__(self, *_):
     if self._is_on:
       self._ended.set()
-      self._thread.join(1.0)  # it may be waiting for a disk
+      self._thread.join(_WAIT_S)  # it may be waiting for a disk
       self._append(self.now())
 
   def resumes(self, step: int) -> None:
@@ -111,7 +113,20 @@ class ActivityRecord:
     """Write a line; where that fails, the next one has all that it had."""
     if not self._may_write():
       return
-    line = json.dumps(activity._asdict()).encode() + b"\n"
+    with self._alone():
+      self._write(json.dumps(activity._asdict()).encode() + b"\n")
+
+  @contextlib.contextmanager
+  def _alone(self):
+    """One thread writes at a time, but nobody waits for long: a disk may hang."""
+    is_alone = self._lock.acquire(timeout=_WAIT_S)
+    try:
+      yield
+    finally:
+      if is_alone:
+        self._lock.release()
+
+  def _write(self, line: bytes) -> None:
     must_end_line, self._must_end_line = self._must_end_line, True
     with (
       contextlib.suppress(OSError),

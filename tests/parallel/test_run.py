@@ -406,7 +406,7 @@ def test_progress_lines(capsys):
   first, second = capsys.readouterr().out.splitlines()
   assert first == (
     "step  10/100  loss 0.5000  rate 0.1  1,280 examples/s  25 ms/step  MFU 50.0%  "
-    "61.2 GB  0:02 left"
+    "memory 61.2 GB  0:02 left"
   )
   assert second == "step  10/100  held-out accuracy 87.50%  loss 0.2500"
   assert metrics.duration(7) == "0:07" and metrics.duration(11_100) == "3:05:00"

@@ -99,7 +99,7 @@ def test_what_is_appended_is_not_appended_to_another_file(tmp_path, victim):
   for append in (
     open_to_append,
     lambda path: folders.append_line(path, {}),
-    lambda path: provenance.record_start(path.parent),
+    lambda path: provenance.record_start(path.parent, "8 x cpu"),
   ):
     with pytest.raises(OSError, match="symbolic links"):
       append(tmp_path / "link")
