@@ -7,6 +7,7 @@ writes. With --plan it is the run of a plan: its config, settings, nodes and tim
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,9 @@ def _take_plan(args: Namespace) -> None:
   shape = {"submit": {"config": str, "overrides": {str: str}, "nodes": int}}
   remedy = "give the plan.json of `jaxscale plan`"
   submit = require_json(Path(args.plan), shape, remedy)["submit"]
+  if "tpus" in submit:
+    what = f"note: {submit['tpus']} are TPUs, whose hosts Slurm does not know"
+    print(f"{what}; on a pod use launch/tpu_pod.sh", file=sys.stderr)
   args.config = submit["config"]
   args.overrides = submit["overrides"] | args.overrides
   args.nodes = args.nodes or submit["nodes"]

@@ -37,7 +37,8 @@ def from_arrays(
     augment: done to the inputs in training.
 
   Raises:
-    ConfigError: there are not as many targets as inputs.
+    ConfigError: there are not as many targets as inputs, they are not of the shapes of
+      `info`, or classes are not among those that it has.
 
   Example:
     >>> x, y = np.zeros((4, 3), "float32"), np.array([0, 1, 1, 0])
@@ -49,6 +50,15 @@ def from_arrays(
       f"from_arrays: {len(inputs):,} inputs and {len(targets):,} targets; give as many "
       "of both"
     )
+  for name, array, wanted in (
+    ("inputs", inputs, info.image_shape), ("targets", targets, info.label_shape)
+  ):  # fmt: skip
+    if array.shape[1:] != tuple(wanted):
+      raise ConfigError(
+        f"from_arrays: {name} of {array.shape[1:]} each, and {tuple(wanted)} in info; "
+        "make it of the same arrays (`array_info`)"
+      )
+  _check_classes(info, targets)
   targets = targets.astype(info.label_dtype)
 
   def load(indices, draws):
@@ -58,6 +68,19 @@ def from_arrays(
     return {"image": batch, "label": targets[indices]}
 
   return Dataset(info, len(inputs), load, augment.num_draws if augment else 0)
+
+
+def _check_classes(info: DatasetInfo, targets: np.ndarray) -> None:
+  """Integer targets, one for each example, are classes from 0 on."""
+  if targets.ndim != 1 or not len(targets) or targets.dtype.kind not in "iu":
+    return
+  low, high = int(targets.min()), int(targets.max())
+  if low < 0 or high >= info.num_classes:
+    wrong = low if low < 0 else high
+    raise ConfigError(
+      f"{info.name}: the target {wrong} is no class of 0 to {info.num_classes - 1}; "
+      "correct it, or num_classes; numbers that are no classes give as floats"
+    )
 
 
 def array_info(

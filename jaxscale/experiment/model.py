@@ -149,9 +149,12 @@ def check_model(
   given, wanted = outputs.shape[-1] if outputs.shape else 0, num_classes(info)
   if type(config.loss).__name__ == "CrossEntropy" and given < wanted:
     raise ConfigError(
-      f"{kind.__name__}.build: its model gives {given} outputs, {info.name} has "
-      f"{wanted} classes; let the last layer have context.info.num_classes"
+      f"{kind.__name__}.build: its model gives {given} outputs, "
+      f"{type(config.data).__name__} has {wanted} classes; let the last layer have "
+      "context.info.num_classes"
     )
+  if type(config.loss).__name__ == "CrossEntropy" and given > wanted:
+    found.append(f"{given} outputs for {wanted} classes")
   return [f"{kind.__name__}: {line}" for line in found]
 
 

@@ -147,6 +147,7 @@ def read(path: Path, plan: Path | None = None) -> MeasuredRun:
   lines = read_metrics(workdir / "metrics.jsonl")
   if not lines:
     raise NotBegunError(f"{path.name}: has trained no step, there is nothing to report")
+  newest = max(line["step"] for line in lines)
   reports = [line["time"] for line in lines if _REPORT in line]
   times = [s.get("time") for s in starts]
   begins = max([*reports, *(t for t in times if isinstance(t, int))], default=0)
@@ -187,8 +188,7 @@ def read(path: Path, plan: Path | None = None) -> MeasuredRun:
     **_memory(summary),
     **final,
   )
-  step = max((line["step"] for line in lines), default=0)
-  missing = _missing(measured, step, derived["total_steps"], bool(scores))
+  missing = _missing(measured, newest, derived["total_steps"], bool(scores))
   return measured._replace(missing=tuple(missing))
 
 
@@ -286,11 +286,13 @@ def _memory(summary: Mapping[str, Any]) -> dict[str, float | None]:
 
 def _missing(run: MeasuredRun, step: int, total: int, is_done: bool) -> Iterator[str]:
   """What is not on record, and why, one line each."""
-  every = f"log.every_steps={max(total // 20, 1)}"
+  now, enough = run.config["log"].get("every_steps"), max(total // 20, 1)
+  is_enough = isinstance(now, int) and now <= enough
+  remedy = ", so far" if is_enough else f"; log.every_steps={enough} logs more often"
   if not run.rates:
-    yield f"throughput: no window after the warm-up; {every} logs more often"
+    yield f"throughput: no window after the warm-up{remedy}"
   elif not run.quartiles:
-    yield f"quartiles: only {len(run.rates)} windows; {every} logs more often"
+    yield f"quartiles: only {len(run.rates)} windows{remedy}"
   if run.exposed is None:
     is_asked = run.config["log"]["step_report"]
     remedy = "not measured yet" if is_asked else "set log.step_report=True"

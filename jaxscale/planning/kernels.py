@@ -81,9 +81,7 @@ def kernel_of(
     return Kernel("memory", 0.0, traffic, cycles=cycles)
   home, product = found
   flops = cost.flops_of(module, computation, instruction)
-  # XLA writes products as convolutions of no dim of space, on TPUs all of them.
-  has_space = re.search(r"dim_labels=\w*\d", product.text)
-  kind: Kind = "convolution" if has_space else "matmul"
+  kind: Kind = "convolution" if "dim_labels=" in product.text else "matmul"
   dtype = home[product.operands[0]].shape[0].dtype
   alone = cost.flops_of(module, home, product)
   dims = _dims(home, product, alone)

@@ -206,7 +206,7 @@ def bottleneck(plan: Plan) -> tuple[str, str]:
   """
   name, seconds = max(plan.step.parts.items(), key=lambda part: part[1])
   share = seconds / plan.step.seconds["expected"]
-  what, advice = _advice(name, plan.config.dtype)
+  what, advice = _advice(name, plan)
   return name, f"{what} takes {share:.0%} of the step; {advice}"
 
 
@@ -237,9 +237,16 @@ _ADVICE = {
 }  # fmt: skip
 
 
-def _advice(name: str, dtype: str) -> tuple[str, str]:
-  if name in ("matmul", "convolution") and dtype == "float32":
-    return _ADVICE[name][0], "dtype='bfloat16' or a faster chip would shorten it"
+def _advice(name: str, plan: Plan) -> tuple[str, str]:
+  if name in ("matmul", "convolution"):
+    what, advice = _ADVICE[name]
+    if plan.chips.chip.platform == "tpu":  # XLA makes convolutions of products there
+      what, advice = (
+        "arithmetic of matrix products and convolutions",
+        _ADVICE["matmul"][1],
+      )
+    is_single = plan.config.dtype == "float32"
+    return what, f"dtype='bfloat16', {advice}" if is_single else advice
   if not name.startswith("exposed"):
     return _ADVICE[name]
   axes = name.removeprefix("exposed ")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from jaxscale.metrics.plot import CURVES, IDEAL, POINTS, figure
-from jaxscale.metrics.text import duration, short_time, table
+from jaxscale.metrics.text import duration, plural, short_time, table
 from jaxscale.planning import plan as plans
 from jaxscale.planning.fits import line
 from jaxscale.planning.job import Job
@@ -34,7 +34,8 @@ def _head(plan: Plan) -> str:
   sizes = plan.fit.mesh.shape.items()
   grid = " x ".join(f"{axis} {n}" for axis, n in sizes if n > 1) or "one device"
   several = " (some simulated, the rows of each the same)"
-  what = f"{step.devices} x {chips.title} in {step.nodes} nodes"
+  place = "slice" if plan.chips.chip.platform == "tpu" else "node"
+  what = f"{step.devices} x {chips.title} in {plural(step.nodes, place)}"
   compiled = ", ".join(plan.compiled)
   note = several if len(plan.chips.devices) < step.devices else ""
   by = compiler(plan.chips.chip.platform)

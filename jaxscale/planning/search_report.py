@@ -34,6 +34,11 @@ def text(search: Search) -> str:
     f"({made} programs); {search.ended}; {search.goal.title} of {search.steps:,} steps "
     "of the config's batch"
   )
+  if states["compiled"] < 2:
+    head += (
+      "\nnothing was compared: one layout was compiled, and estimates of others say "
+      "nothing next to its plan; give more --minutes"
+    )
   return "\n\n".join([head, _compiled(search), _estimated(search), _refused(search)])
 
 
@@ -159,6 +164,8 @@ def submission(
     found["site"] = site
   if not gpus_per_node and plan.chips.chip.platform == "cuda":
     found["gpus_per_node"] = min(plan.rates.per_node, plan.step.devices)
+  if plan.chips.chip.platform == "tpu":
+    found["tpus"] = plan.chips.name
   if plan.job:
     minutes = -(-int(3600 * plan.job.limit) // 60)
     found["time"] = f"{minutes // 60}:{minutes % 60:02}:00"

@@ -264,7 +264,8 @@ def _check_installed(name: str, chip: Chip) -> None:
     modules = ["jax_cuda12_plugin", "jax_cuda13_plugin"]
     packages = "jax-cuda12-plugin jax-cuda12-pjrt nvidia-cudnn-cu12"
   if not any(map(importlib.util.find_spec, modules)):
-    advice = f"pip install {packages} (no such hardware is needed)"
+    advice = f"pip install {packages} (no such hardware is needed; best in an "
+    advice += "environment of its own, as JAX looks for the hardware at every start)"
     raise ConfigError(f"--chips={name}: its compiler is not installed; {advice}")
 
 

@@ -36,8 +36,8 @@ class CrossEntropy(Loss):
       )
     if "int" not in str(getattr(info, "label_dtype", "int32")):
       raise ConfigError(
-        f"Config.loss=CrossEntropy: the targets of {info.name} are {info.label_dtype}; "
-        "give integers, or choose SquaredError"
+        f"Config.loss=CrossEntropy: the data's targets are {info.label_dtype}; give "
+        "integers, or choose SquaredError"
       )
     return losses.cross_entropy(self.label_smoothing)
 

@@ -152,8 +152,9 @@ def test_what_depends_on_the_number_of_devices_is_named():
     (Block(broadcast=(0,)), "Own: Dropout_0 (nn.Dropout, whose input"),
   ):
     made = experiment(config_of(Own(module=module)), devices=jax.devices()[:2])
-    (note,) = made.notes
-    assert what in note and "results depend on how many there are" in note
+    (note,) = (x for x in made.notes if "results depend on how many there are" in x)
+    assert what in note
+  assert "Own: 16 outputs for 3 classes" in made.notes
   notes, one = trained(Own(module=Layers()), 1)
   assert notes and furthest(one, trained(Own(module=Layers()), 8)[1]) > 1e-4
 
@@ -206,6 +207,14 @@ def test_targets_that_do_not_fit_are_one_line():
   info = data.array_info(X, Y)
   with pytest.raises(ConfigError, match="64 inputs and 60 targets; give as many"):
     data.from_arrays(info, X, Y[:60])
+  with pytest.raises(ConfigError, match=r"targets of \(1,\) each, and \(\) in info"):
+    data.from_arrays(info, X, Y[:, None])
+  for wrong in (-1, 3):
+    with pytest.raises(
+      ConfigError, match=f"target {wrong} is no class of 0 to 2; corr"
+    ):
+      data.from_arrays(info, X, np.where(np.arange(64) == 5, wrong, Y))
+  data.from_arrays(data.array_info(X, -X), X, -X)  # numbers may be anything
   arrays = cfg.Arrays(x=X, y=X[:, 0], eval_share=0.5)
-  with pytest.raises(ConfigError, match="the targets of Arrays are float32; give"):
+  with pytest.raises(ConfigError, match="the data's targets are float32; give"):
     experiment(dataclasses.replace(config_of(cfg.MLP()), data=arrays))

@@ -285,3 +285,5 @@ def test_the_time_limit_of_a_plan():
   found = search_report.submission(plan, base, "a.py", {}, None)
   assert found["gpus_per_node"] == 8
   assert "--nodes 3 --time 2:31:00 --gpus-per-node 8" in search_report.command(found)
+  chips.chip, chips.name = SimpleNamespace(platform="tpu"), "v5e-16"
+  assert search_report.submission(plan, base, "a.py", {}, None)["tpus"] == "v5e-16"
