@@ -15,6 +15,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
 from jaxscale.metrics import read_json_lines
 from jaxscale.run import provenance
+from jaxscale.run import workdir as workdirs
 from jaxscale.run.fit import fit
 from jaxscale.run.phases import phase_at, train_batches
 from jaxscale.run.workdir import describe_text
@@ -138,6 +139,7 @@ def test_each_start_is_on_record_with_its_code_and_command(done):
 
 def test_what_is_printed_before_a_run_is_what_is_not_a_default(tmp_path):
   page = describe_text(build.experiment(tiny_digits()), tmp_path)
+  assert "\non 8 x cpu\n" in page and "row_blocks" not in page
   lines = page.splitlines()
   assert len(lines) < 22
   assert lines[1].endswith(f"(all: {tmp_path}/config.json)")
@@ -151,3 +153,12 @@ def test_evaluating_again_keeps_the_seconds_of_training(done):
   summary = json.loads(path.read_text()) | {"seconds": 1234.5}
   path.write_text(json.dumps(summary))
   assert fit(tiny_digits(**SHORT), done).summary["seconds"] == 1234.5
+
+
+def test_a_run_says_that_it_does_not_use_the_gpus_that_are_there(monkeypatch, tmp_path):
+  made = build.experiment(tiny_digits())
+  monkeypatch.setattr(workdirs, "nvidia_models", lambda: ("NVIDIA H100",))
+  assert workdirs.devices_of(made) == "8 x cpu"  # JAX_PLATFORMS=cpu: that is meant
+  monkeypatch.delenv("JAX_PLATFORMS")
+  line = workdirs.devices_of(made)
+  assert line.startswith("8 x cpu; JAX does not use the GPUs of this node: install jax")

@@ -278,3 +278,26 @@ def test_the_span_that_is_advised_is_one_that_is_taken(span, rows, data, remedy)
   advised = "device" if remedy == '"device"' else int(remedy)
   batch_norm_span(advised, rows, replica=1, data=data)
   cfg.ResNet(bn_span=advised)
+
+
+OWN = """
+import width_of_mine
+from jaxscale import config
+
+class Undocumented(config.Model):
+  width: config.Count = width_of_mine.WIDTH
+
+def get_config():
+  return config.Config(
+    model=Undocumented(), data=config.Digits(), optimizer=config.SGD(lr=0.1),
+    batch_size=8, epochs=1,
+  )
+"""
+
+
+def test_a_config_file_imports_from_its_folder_and_needs_no_docstring(tmp_path):
+  (tmp_path / "mine.py").write_text(OWN)
+  (tmp_path / "width_of_mine.py").write_text("WIDTH = 24\n")
+  config = load_config(str(tmp_path / "mine.py"))
+  assert config.model.width == 24  # pyright: ignore[reportAttributeAccessIssue]
+  assert "\n    Undocumented: \n" in settings_help(config)
