@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxscale.data.augment import Augment, shift, uniform_bits
-from jaxscale.data.dataset import Dataset, DatasetInfo
+from jaxscale.data.dataset import NO_CLASS, Dataset, DatasetInfo
 from jaxscale.errors import ConfigError
 
 # Mean and standard deviation of the 1,437 training images.
@@ -58,7 +58,8 @@ def from_arrays(
         f"from_arrays: {name} of {array.shape[1:]} each, and {tuple(wanted)} in info; "
         "make it of the same arrays (`array_info`)"
       )
-  _check_classes(info, targets)
+  if targets.ndim == 1 and targets.dtype.kind in "iu":
+    _check_classes(info.name, targets, NO_CLASS, info.num_classes)
   targets = targets.astype(info.label_dtype)
 
   def load(indices, draws):
@@ -70,16 +71,13 @@ def from_arrays(
   return Dataset(info, len(inputs), load, augment.num_draws if augment else 0)
 
 
-def _check_classes(info: DatasetInfo, targets: np.ndarray) -> None:
+def _check_classes(name: str, targets: np.ndarray, lowest: int, count: int) -> None:
   """Integer targets, one for each example, are classes from 0 on."""
-  if targets.ndim != 1 or not len(targets) or targets.dtype.kind not in "iu":
-    return
-  low, high = int(targets.min()), int(targets.max())
-  if low < 0 or high >= info.num_classes:
-    wrong = low if low < 0 else high
+  wrong = targets[(targets < lowest) | (targets >= count)]
+  if len(wrong):
     raise ConfigError(
-      f"{info.name}: the target {wrong} is no class of 0 to {info.num_classes - 1}; "
-      "correct it, or num_classes; numbers that are no classes give as floats"
+      f"{name}: the target {wrong[0]} is no class of 0 to {count - 1}; correct it, or "
+      "num_classes; numbers that are no classes give as floats"
     )
 
 
@@ -91,8 +89,14 @@ def array_info(
   mean: tuple[float, ...] = (0.0,),
   std: tuple[float, ...] = (1.0,),
 ) -> DatasetInfo:
-  """What a model has to know of arrays; integer targets [n] are classes."""
+  """What a model has to know of arrays; integer targets [n] are classes.
+
+  Raises:
+    ConfigError: one of them is negative.
+  """
   is_class = y.ndim == 1 and np.issubdtype(y.dtype, np.integer)
+  if is_class:
+    _check_classes("Arrays", y, 0, num_classes or int(y.max()) + 1)
   outputs = int(y.max()) + 1 if is_class else (1 if y.ndim == 1 else y.shape[-1])
   dtype, label_dtype = ("float32" if a.dtype.kind == "f" else "int32" for a in (x, y))
   return DatasetInfo(

@@ -13,6 +13,7 @@ import numpy as np
 from jaxscale.files import whole_number
 from jaxscale.metrics.text import few, listed, plural
 
+NO_CLASS = -1  # label of a held-out example that cannot be read: always wrong
 # "image": uint8 [n, h, w, c] and "label": int32 [n]; of text "tokens" and "targets",
 # int32 [n, sequence_length].
 Batch = dict[str, np.ndarray]

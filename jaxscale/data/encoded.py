@@ -22,6 +22,7 @@ from jaxscale.data.arrays import from_arrays
 from jaxscale.data.augment import NUM_DRAWS, Augment, AugmentName, EvalView, augment_of
 from jaxscale.data.dataset import (
   MAX_PIXELS,
+  NO_CLASS,
   Batch,
   DamagedExamples,
   Dataset,
@@ -33,7 +34,6 @@ from jaxscale.errors import ConfigError
 IMAGENET_MEAN = (123.675, 116.28, 103.53)
 IMAGENET_STD = (58.395, 57.12, 57.375)
 
-NO_CLASS = -1  # label of a held-out example that cannot be read: always wrong
 _MAX_UNREADABLE = 1000  # so many unreadable examples in a row are not an accident
 
 

@@ -209,11 +209,15 @@ def test_targets_that_do_not_fit_are_one_line():
     data.from_arrays(info, X, Y[:60])
   with pytest.raises(ConfigError, match=r"targets of \(1,\) each, and \(\) in info"):
     data.from_arrays(info, X, Y[:, None])
-  for wrong in (-1, 3):
-    with pytest.raises(
-      ConfigError, match=f"target {wrong} is no class of 0 to 2; corr"
-    ):
-      data.from_arrays(info, X, np.where(np.arange(64) == 5, wrong, Y))
+  for wrong in (-2, 3):
+    targets, line = (
+      np.where(np.arange(64) == 5, wrong, Y),
+      f"target {wrong} is no class",
+    )
+    with pytest.raises(ConfigError, match=f"{line} of 0 to 2; correct it"):
+      data.from_arrays(info, X, targets)
+  with pytest.raises(ConfigError, match="target -1 is no class of 0 to 2; correct it"):
+    data.array_info(X, Y - (np.arange(64) == 5) * (Y + 1))
   data.from_arrays(data.array_info(X, -X), X, -X)  # numbers may be anything
   arrays = cfg.Arrays(x=X, y=X[:, 0], eval_share=0.5)
   with pytest.raises(ConfigError, match="the data's targets are float32; give"):
