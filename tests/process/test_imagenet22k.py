@@ -31,13 +31,15 @@ def peak_kib(pid: int) -> int:
 
 
 @pytest.mark.slow
-def test_a_step_of_resnet101_with_21841_classes_fits_in_8_gib(tmp_path):
+def test_a_step_of_resnet101_with_21841_classes_fits_in_4_gib(tmp_path):
   overrides = [f"--config.{name}={value}" for name, value in OVERRIDES.items()]
   command = train_command(
     tmp_path / "run", *overrides, config="configs/resnet101_imagenet22k.py"
   )
+  # Each thread of XLA has memory of its own: 64 of them, as in other tests, took 8 GiB.
+  env = child_env(1) | {"NPROC": "2"}
   with open(tmp_path / "errors", "w+") as errors:
-    child = subprocess.Popen(command, env=child_env(1), cwd=ROOT, stderr=errors)
+    child = subprocess.Popen(command, env=env, cwd=ROOT, stderr=errors)
     # What rusage has of a child is at least what this process itself took at its start.
     peak = 0
     while child.poll() is None:
@@ -48,5 +50,5 @@ def test_a_step_of_resnet101_with_21841_classes_fits_in_8_gib(tmp_path):
   assert "params" not in text
   summary = json.loads((tmp_path / "run" / "summary.json").read_text())
   assert summary["step"] == 1 and summary["loss"] > 0
-  if sys.platform == "linux":  # 6.4 GiB were measured
-    assert 2**20 < peak < 8 * 2**20, f"{peak / 2**20:.2f} GiB"
+  if sys.platform == "linux":  # 3.1 GiB were measured
+    assert 2**20 < peak < 4 * 2**20, f"{peak / 2**20:.2f} GiB"
