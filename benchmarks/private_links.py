@@ -19,9 +19,11 @@ import time
 from typing import Any
 
 NET = "10.77.0."  # exists in the namespaces alone
-# Above one segment of 64 KB as TCP hands it down, else tbf cuts it into packets and
-# the processor is what is measured; 50 ms is the queue of a switch's port.
-BUCKET = ("burst", "256k", "latency", "50ms")
+# TCP hands down segments of 64 KB, and a bucket below that cuts them into packets, so
+# that the processor is what is measured. What a full bucket has is sent at once, which
+# is much for the small messages of a step: hence smaller segments, and a bucket above
+# one of them. 50 ms is the queue of a switch's port.
+SEGMENT, BUCKET = "16000", ("burst", "24k", "latency", "50ms")
 # gloo listens on what the host's name resolves to: the address itself.
 START = 'hostname "$0" && read go && exec "$@"'
 
@@ -75,11 +77,11 @@ def connect(bridge: Any, index: int, process: Any, rate: str) -> None:
   _wait_for_namespace(process)
   port, bucket = f"v{index}", f"root tbf rate {rate} {' '.join(BUCKET)}"
   _inside(bridge, f"ip link add {port} type veth peer name eth0 netns {process.pid}")
-  _inside(bridge, f"ip link set {port} master br0 up")
+  _inside(bridge, f"ip link set {port} gso_max_size {SEGMENT} master br0 up")
   _inside(bridge, f"tc qdisc add dev {port} {bucket}")
   _inside(process, f"ip addr add {address(index)}/24 dev eth0")
   _inside(process, f"tc qdisc add dev eth0 {bucket}")
-  _inside(process, "ip link set eth0 up")
+  _inside(process, f"ip link set eth0 gso_max_size {SEGMENT} up")
   _inside(process, "ip link set lo up")
   process.stdin.write("go\n")
   process.stdin.flush()
