@@ -241,10 +241,7 @@ def _advice(name: str, plan: Plan) -> tuple[str, str]:
   if name in ("matmul", "convolution"):
     what, advice = _ADVICE[name]
     if plan.chips.chip.platform == "tpu":  # XLA makes convolutions of products there
-      what, advice = (
-        "arithmetic of matrix products and convolutions",
-        _ADVICE["matmul"][1],
-      )
+      what, advice = f"{_ADVICE['matmul'][0]} and convolutions", _ADVICE["matmul"][1]
     is_single = plan.config.dtype == "float32"
     return what, f"dtype='bfloat16', {advice}" if is_single else advice
   if not name.startswith("exposed"):

@@ -127,7 +127,7 @@ class Twice(nn.Module):
   @nn.compact
   def __call__(self, x, train):
     drops = [nn.Dropout(self.rate, self.dims, deterministic=not train) for _ in "ab"]
-    self.param("unused", nn.initializers.zeros, (1,))
+    self.param("unused", nn.initializers.zeros, (1,))  # `functions` wants parameters
     return jnp.concatenate([drop(x) for drop in drops], -1)
 
 
@@ -210,11 +210,9 @@ def test_targets_that_do_not_fit_are_one_line():
   with pytest.raises(ConfigError, match=r"targets of \(1,\) each, and \(\) in info"):
     data.from_arrays(info, X, Y[:, None])
   for wrong in (-2, 3):
-    targets, line = (
-      np.where(np.arange(64) == 5, wrong, Y),
-      f"target {wrong} is no class",
-    )
-    with pytest.raises(ConfigError, match=f"{line} of 0 to 2; correct it"):
+    targets = np.where(np.arange(64) == 5, wrong, Y)
+    line = f"target {wrong} is no class of 0 to 2; correct it"
+    with pytest.raises(ConfigError, match=line):
       data.from_arrays(info, X, targets)
   with pytest.raises(ConfigError, match="target -1 is no class of 0 to 2; correct it"):
     data.array_info(X, Y - (np.arange(64) == 5) * (Y + 1))
