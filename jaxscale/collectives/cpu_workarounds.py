@@ -50,7 +50,7 @@ def one_at_a_time(function: Any, mesh: Mesh) -> Any:
   return call
 
 
-def numbered(lowered: Any) -> Any:
+def numbered(lowered: Any, *, apart: bool = True) -> Any:
   """The lowered program, with a number of its own for every collective, in place.
 
   JAX gives all of them the same, and devices rendezvous by number, kind and group.
@@ -62,6 +62,8 @@ def numbered(lowered: Any) -> Any:
   Args:
     lowered: `jax.stages.Lowered`. No function with collectives may be called from
       two places of it.
+    apart: False: the same number for all, as a process with one device has it. What is
+      gathered twice is then gathered once.
   """
   module = lowered.compiler_ir("stablehlo")
   count = 0
@@ -69,7 +71,7 @@ def numbered(lowered: Any) -> Any:
   def visit(op):
     nonlocal count
     if "channel_handle" in op.attributes:
-      count += 1
+      count += apart or not count
       own = stablehlo.ChannelHandle.get(count, 1, module.context)  # device to device
       op.attributes["channel_handle"] = own
     return ir.WalkResult.ADVANCE

@@ -94,7 +94,7 @@ def one_bit(
 
   Returns:
     State: "residual", r, shaped like the parameters, float32; "owner", R, of each
-    tensor's stripe, float32 [columns, rows].
+    tensor's stripe, float32 [rows, columns].
 
   Raises:
     ConfigError: the mesh has another number of devices.
@@ -102,7 +102,7 @@ def one_bit(
   Example:
     >>> exchange = one_bit(("replica", "data"), num_devices=8)
     >>> exchange.init({"w": jnp.zeros((64, 20))})["owner"]["w"].shape
-    (3, 64)
+    (64, 3)
   """
   if num_devices < 1:
     raise ConfigError(f"num_devices={num_devices}: give mesh.size, >= 1")
@@ -110,7 +110,7 @@ def one_bit(
   def init(params):
     def owner(p):
       _, rows, own = columns(p.shape, num_devices)
-      return jnp.zeros((own, rows), jnp.float32)
+      return jnp.zeros((rows, own), jnp.float32)
 
     return {"residual": zero_residuals(params), "owner": jax.tree.map(owner, params)}
 
@@ -146,14 +146,14 @@ def resize(state: Any, num_devices: int) -> Any:
   def tensor(residual, owner):
     shape, old = residual.shape[1:], len(owner)
     size = columns(shape, num_devices)
-    whole = owner.reshape(-1, size.rows)[: size.count]  # one row per column
+    whole = jnp.moveaxis(owner, 0, 1).reshape(size.rows, -1)[:, : size.count]
     if shrinks(shape, num_devices):
       missing = num_devices * size.own - size.count
-      cut = jnp.pad(whole * (num_devices / old), ((0, missing), (0, 0)))
-      owner = cut.reshape(num_devices, size.own, size.rows)
+      cut = jnp.pad(whole * (num_devices / old), ((0, 0), (0, missing)))
+      owner = jnp.moveaxis(cut.reshape(size.rows, num_devices, size.own), 1, 0)
       return mean_for_all(residual, num_devices), owner
-    none = jnp.zeros((num_devices, size.own, size.rows), owner.dtype)
-    return mean_for_all(residual, num_devices) + whole.T.reshape(shape) / old, none
+    none = jnp.zeros((num_devices, size.rows, size.own), owner.dtype)
+    return mean_for_all(residual, num_devices) + whole.reshape(shape) / old, none
 
   residuals, structure = jax.tree.flatten(state["residual"])
   owners = structure.flatten_up_to(state["owner"])
@@ -183,8 +183,7 @@ def _exchange_group(axes, tensors, owners):
   stripes = [_to_stripes(q, size, num_devices) for q, size in pairs]
   received = lax.all_to_all(_join(stripes), axes, 0, 0)
   ys = [
-    add_rows(dequantise_columns(q, size.rows))
-    + jnp.stack([owners[i].T for i in places])
+    add_rows(dequantise_columns(q, size.rows)) + jnp.stack([owners[i] for i in places])
     for q, (size, places) in zip(_split(received, stripes), alike.items(), strict=True)
   ]
   passed = [quantise_columns(y) for y in ys]
@@ -200,7 +199,7 @@ def _exchange_group(axes, tensors, owners):
     own_left = y - dequantise_columns(p, size.rows)
     for k, i in enumerate(places):
       shape = tensors[i].shape
-      done[i] = summed[k].reshape(shape), left[k].reshape(shape), own_left[k].T
+      done[i] = summed[k].reshape(shape), left[k].reshape(shape), own_left[k]
   return done
 
 

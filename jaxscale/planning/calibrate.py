@@ -304,7 +304,9 @@ def _collective_seconds(mesh: Any, kind: str, sizes: Sizes) -> list[float]:
   """Seconds of one, as a step has them: each after some compute that it waits for.
 
   A process with a single core has its sockets served only when the scheduler gives way
-  to that thread, which costs milliseconds, or nothing: the mean of several counts.
+  to that thread, which costs milliseconds, or nothing: the mean of several counts. All
+  begin together: of gloo's that send before they ask for what they receive, one that
+  comes late has the other's data wait behind its own, and takes up to twice as long.
   """
   n, took = mesh.size, []
   for size in sizes.payloads:
@@ -322,7 +324,8 @@ def _collective_seconds(mesh: Any, kind: str, sizes: Sizes) -> list[float]:
 def _chained(
   mesh: Any, send: Callable[[Any], Any], count: int, repeats: int
 ) -> Callable[[], Any]:
-  """So many collectives of `count` float32 a device, one after another."""
+  """So many collectives of `count` float32 a device, one after another; all devices
+  begin together."""
   from jax.sharding import NamedSharding
   from jax.sharding import PartitionSpec as P
 
@@ -331,7 +334,7 @@ def _chained(
   square = jnp.full((_SQUARE, _SQUARE), 1e-3)
 
   def local(x, square):
-    y = square
+    y = square * jax.lax.pmax(square[0, 0], "data")
     for _ in range(repeats):
       y = y @ square
       y = y + send(x * y[0, 0])[0]

@@ -43,6 +43,11 @@ _INTEGERS = {
   "GT": operator.gt, "GE": operator.ge, "EQ": operator.eq, "NE": operator.ne,
 }  # fmt: skip
 _SLICES, _UPDATE = {"dynamic-slice", "slice", "gather"}, "dynamic-update-slice"
+# An element of these needs others than the one in its place.
+_MIXED = {
+  "dot", "convolution", "reduce", "reduce-window", "scatter", "sort", "pad", "fusion",
+  "call", "custom-call", "while", "conditional", _UPDATE,
+}  # fmt: skip
 _MOST_TRIPS = 10_000  # of a loop whose trips are not written
 
 Cost = Callable[[Computation, Instruction], float]
@@ -160,12 +165,36 @@ def traffic(module, computation: Computation, instruction: Instruction) -> float
   body = module.computations.get((parse.called(instruction) or [""])[0], {})
   for parameter in (x for x in body.values() if x.opcode == "parameter"):
     uses = [x for x in body.values() if parameter.name in x.operands]
-    opcodes, size = {x.opcode for x in uses}, parse.num_bytes(parameter.shape)
-    if opcodes and opcodes <= _SLICES:
-      whole -= max(size - sum(parse.num_bytes(x.shape) for x in uses), 0)
-    elif opcodes == {_UPDATE} and [x.operands[0] for x in uses] == [parameter.name]:
+    size = parse.num_bytes(parameter.shape)
+    if {x.opcode for x in uses} == {_UPDATE} and all(
+      x.operands[0] == parameter.name for x in uses
+    ):
       whole -= 2 * size  # the result is the parameter, of which a part is written
+    else:
+      whole -= (1 - _share_read(body, parameter)) * size
   return float(max(whole, 0))
+
+
+def _share_read(body: Computation, value: Instruction) -> float:
+  """Of a value's elements, how many a fusion reads: of one that is only sliced, the
+  slices, also where each element is scaled before it is sliced."""
+  uses = [x for x in body.values() if value.name in x.operands]
+  size = _elements(value)
+  if value.is_root or not uses or not size:
+    return 1.0
+  share = 0.0
+  for use in uses:
+    if use.opcode in _SLICES:
+      share += _elements(use) / size
+    elif _elements(use) == size and use.opcode not in _MIXED:
+      share += _share_read(body, use)
+    else:
+      return 1.0
+  return min(share, 1.0)
+
+
+def _elements(instruction: Instruction) -> int:
+  return math.prod(instruction.shape[0].dims) if len(instruction.shape) == 1 else 0
 
 
 def trip_count(module: Module, computation: Any, loop: Instruction) -> int | None:

@@ -78,7 +78,9 @@ def compile_for(
     (6054109184, True)
     >>> print(hlo.summary(hlo.collectives(fit.compiled, fit.mesh)))  # doctest: +SKIP
   """
-  from jaxscale.experiment import build  # JAX: only once it is known what for
+  # JAX: only once it is known what for.
+  from jaxscale.collectives.cpu_workarounds import numbered
+  from jaxscale.experiment import build
 
   experiment = build.experiment(
     config, devices=chips.devices, datasets=config.data.abstract(config.batch_size)
@@ -87,6 +89,8 @@ def compile_for(
   memory = refusal = compiled = None
   try:
     lowered = experiment.lower_train_step() if step else experiment.lower_init_state()
+    if chips.chip.platform == "cpu":  # simulated here, each of a process there
+      lowered = numbered(lowered, apart=False)
     compiled = lowered.compile(dict(options or {}))
     memory = memory_of(compiled)
   except RuntimeError as e:

@@ -126,9 +126,23 @@ def _moves_minor(instruction: Instruction) -> bool:
   return bool(kept) and kept[-1] != max(kept)
 
 
+def _merges(body: Computation, reshape: Instruction) -> bool:
+  """Whether it joins dims that a transpose brought together.
+
+  Elements in a row come from several places then, and nothing is vectorized.
+  """
+  source = body.get(reshape.operands[0]) if reshape.operands else None
+  while source is not None and source.opcode == "copy":
+    source = body.get(source.operands[0])
+  if source is None or source.opcode != "transpose" or _moves_minor(source):
+    return False
+  return source.shape[0].dims[-1:] != reshape.shape[0].dims[-1:]
+
+
 def _demands(body: Computation):
   """(instruction, elements of it that are computed, whether across its minor dim)."""
   wanted: defaultdict[str, float] = defaultdict(float)
+  sliced: defaultdict[str, float] = defaultdict(float)
   turned: defaultdict[str, bool] = defaultdict(bool)
   found = list(body.values())
   for inner in found:
@@ -141,6 +155,8 @@ def _demands(body: Computation):
     yield inner, demand, turned[inner.name]
     for x in (body[n] for n in inner.operands if n in body):
       need = _needed(inner, x, demand)
+      if inner.opcode == "slice":  # each of other elements
+        need = sliced[x.name] = sliced[x.name] + need
       wanted[x.name] = max(wanted[x.name], need)
       if turned[inner.name] or (inner.opcode == "transpose" and _moves_minor(inner)):
         turned[x.name] = True
@@ -194,6 +210,8 @@ def _count(found, mode, body, inner, demand, is_turned) -> None:
     if opcode == "sort":
       size = demand * math.log2(max(inner.shape[0].dims[-1], 2))
     found[opcode] += size
+  elif opcode in ("bitcast", "reshape") and _merges(body, inner):
+    found["merge"] += demand
   elif opcode in _APART or opcode in _SAME:
     return
   elif opcode == "dynamic-update-slice":

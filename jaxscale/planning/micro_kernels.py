@@ -183,6 +183,11 @@ def _matrices(rows: int, columns: int) -> Iterator[Micro]:
   cube = [((max(rows // 64, 1), 64, 4, columns // 4), "float32")]
   yield Micro(f"heads {name}", lambda x: x.transpose(0, 2, 1, 3) * 2, cube)
   yield Micro(f"far heads {name}", lambda x: x.transpose(0, 2, 3, 1) * 2, cube)
+  yield Micro(f"merge {name}", _merge, cube)
+
+
+def _merge(x):
+  return x.transpose(0, 2, 1, 3).reshape(len(x), x.shape[2], -1) * 2
 
 
 def _by_row(x):
