@@ -93,7 +93,7 @@ def one_bit(
     bucket_bytes: of gradients that are sent at once.
 
   Returns:
-    State: "residual", r, shaped like the parameters, float32; "owner", R, of each
+    State: "residual", r, shaped like the parameters, float32; "stripe", R, of each
     tensor's stripe, float32 [rows, columns].
 
   Raises:
@@ -101,7 +101,7 @@ def one_bit(
 
   Example:
     >>> exchange = one_bit(("replica", "data"), num_devices=8)
-    >>> exchange.init({"w": jnp.zeros((64, 20))})["owner"]["w"].shape
+    >>> exchange.init({"w": jnp.zeros((64, 20))})["stripe"]["w"].shape
     (64, 3)
   """
   if num_devices < 1:
@@ -112,12 +112,12 @@ def one_bit(
       _, rows, own = columns(p.shape, num_devices)
       return jnp.zeros((rows, own), jnp.float32)
 
-    return {"residual": zero_residuals(params), "owner": jax.tree.map(owner, params)}
+    return {"residual": zero_residuals(params), "stripe": jax.tree.map(owner, params)}
 
   def exchange(grads, state):
     check_devices("one_bit", axes, num_devices)
     structure = jax.tree.structure(grads)
-    owner = structure.flatten_up_to(state["owner"])
+    owner = structure.flatten_up_to(state["stripe"])
 
     def group(numbers, xs):
       given = dict(zip(numbers, xs, strict=True))
@@ -130,7 +130,7 @@ def one_bit(
       return [pairs[i] for i in numbers]
 
     means, left = exchange_groups(group, grads, state["residual"], bucket_bytes)
-    return means, {"residual": left, "owner": structure.unflatten(owner)}
+    return means, {"residual": left, "stripe": structure.unflatten(owner)}
 
   return Exchange(init, exchange, resize)
 
@@ -156,10 +156,10 @@ def resize(state: Any, num_devices: int) -> Any:
     return mean_for_all(residual, num_devices) + whole.reshape(shape) / old, none
 
   residuals, structure = jax.tree.flatten(state["residual"])
-  owners = structure.flatten_up_to(state["owner"])
+  owners = structure.flatten_up_to(state["stripe"])
   pairs = [tensor(r, o) for r, o in zip(residuals, owners, strict=True)]
   residual, owner = (structure.unflatten([p[i] for p in pairs]) for i in (0, 1))
-  return {"residual": residual, "owner": owner}
+  return {"residual": residual, "stripe": owner}
 
 
 def _exchange_group(axes, tensors, owners):

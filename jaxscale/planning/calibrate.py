@@ -324,8 +324,7 @@ def _collective_seconds(mesh: Any, kind: str, sizes: Sizes) -> list[float]:
 def _chained(
   mesh: Any, send: Callable[[Any], Any], count: int, repeats: int
 ) -> Callable[[], Any]:
-  """So many collectives of `count` float32 a device, one after another; all devices
-  begin together."""
+  """So many collectives of `count` float32, in turn; all devices begin together."""
   from jax.sharding import NamedSharding
   from jax.sharding import PartitionSpec as P
 

@@ -176,8 +176,10 @@ def traffic(module, computation: Computation, instruction: Instruction) -> float
 
 
 def _share_read(body: Computation, value: Instruction) -> float:
-  """Of a value's elements, how many a fusion reads: of one that is only sliced, the
-  slices, also where each element is scaled before it is sliced."""
+  """How many of a value's elements a fusion reads, as a share.
+
+  Of one that is only sliced, the slices, also where it is scaled before.
+  """
   uses = [x for x in body.values() if value.name in x.operands]
   size = _elements(value)
   if value.is_root or not uses or not size:

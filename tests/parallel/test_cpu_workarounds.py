@@ -88,6 +88,7 @@ def test_every_collective_has_a_number_of_its_own():
   assert len(set(channels(lowered))) == 1, "JAX does it: delete what we do"
   assert channels(numbered(lowered)) == [1, 2, 3, 4]
   assert channels(numbered(lowered)) == [1, 2, 3, 4]
+  assert channels(numbered(lowered, apart=False)) == [1, 1, 1, 1]
   compiled = numbered(lowered).compile()
   kept = re.findall(r"all-reduce\(.*channel_id=(\d+)", compiled.as_text())
   assert len(set(kept)) == len(kept) >= 3  # those after the loops become one

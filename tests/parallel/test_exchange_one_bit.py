@@ -68,7 +68,7 @@ def test_three_steps_are_the_reference():
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6 * scale)
     got = np.asarray(state["residual"][name]).reshape(residual.shape)
     np.testing.assert_allclose(got, residual, rtol=1e-5, atol=1e-5 * scale)
-    got = np.asarray(state["owner"][name]).reshape(-1, rows)[:count].T
+    got = np.moveaxis(state["stripe"][name], 0, 1).reshape(rows, -1)[:, :count]
     np.testing.assert_allclose(got, owner, rtol=1e-5, atol=1e-5 * scale)
 
 
@@ -163,5 +163,5 @@ def test_tensors_of_equal_columns_stay_apart():
     np.testing.assert_allclose(np.reshape(means[name], wanted.shape), wanted, **close)
     left = np.reshape(state["residual"][name], residual.shape)
     np.testing.assert_allclose(left, residual, **close)
-    own = np.asarray(state["owner"][name]).reshape(-1, owner.shape[0])
-    np.testing.assert_allclose(own[: owner.shape[1]].T, owner, **close)
+    own = np.moveaxis(state["stripe"][name], 0, 1).reshape(len(owner), -1)[:, :count]
+    np.testing.assert_allclose(own, owner, **close)

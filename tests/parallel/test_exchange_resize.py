@@ -156,8 +156,8 @@ def test_one_bit_sends_what_is_left_of_a_tensor_that_shrinks_no_longer(old, new)
 
 
 def unsent_of(state, shape):
-  stripes = state["owner"]["w"].reshape(-1, *shape)[:1]
-  return state["residual"]["w"].sum(0, dtype=np.float64) + stripes[0]
+  stripe = state["stripe"]["w"][0, :, 0].reshape(shape)
+  return state["residual"]["w"].sum(0, dtype=np.float64) + stripe
 
 
 def test_what_cannot_be_carried_over_says_so():

@@ -174,8 +174,8 @@ def refused(directory, abstract, resize=None):
 def test_another_exchange_is_refused_in_a_line_that_names_it(tmp_path):
   saved_on("one bit", 8, tmp_path)
   for name, difference in {
-    "plain": "it has exchange_state/owner/b, which this exchange does not keep",
-    "power sgd": "it has exchange_state/owner/b, which this exchange does not keep",
+    "plain": "it has exchange_state/residual/b, which this exchange does not keep",
+    "power sgd": "it has no exchange_state/q/0, which this exchange needs",
     "delayed one bit": "it has no exchange_state/grads/b, which this exchange needs",
   }.items():
     for count in (8, 4):

@@ -196,12 +196,11 @@ def assert_pending_kept(before, after):
   """1/N (sum of residuals + what owners keep of their stripes), of each tensor."""
 
   def pending(own, name):
-    residual, owner = own["residual"][name], own["owner"][name]
-    whole = owner.reshape(-1, owner.shape[-1])
+    residual, stripe = own["residual"][name], own["stripe"][name]
+    whole = np.moveaxis(stripe, 0, 1).reshape(stripe.shape[1], -1)
     total = residual.sum(0, dtype=np.float64)
-    columns = total.shape[-1]
-    stripes = whole[:columns].T.reshape(total.shape) if total.ndim > 1 else whole[0]
-    return (total + stripes) / len(residual)
+    columns = total.shape[-1] if total.ndim > 1 else 1
+    return (total + whole[:, :columns].reshape(total.shape)) / len(residual)
 
   for part in before["residual"]:
     a, b = ({k: own[k][part] for k in own} for own in (before, after))

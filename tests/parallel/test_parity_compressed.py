@@ -109,7 +109,7 @@ WORSE = {
   "fp16": ["bf16"],
   "bf16": ["int8"],
   "int8": ["1-bit"],
-  "1-bit": ["1-bit without residual", "1-bit without owner"],
+  "1-bit": ["1-bit without residual", "1-bit without stripe"],
   "top-k": ["top-k without residual"],
   "PowerSGD": ["PowerSGD without residual"],
 }
@@ -130,11 +130,11 @@ def unaccounted(found: Run, optimizer: str) -> float:
     given = sum(own[optimizer][leaf].sum(0, dtype=np.float64) for own in found.own)
     came = N * sum(np.float64(mean[optimizer][leaf]) for mean in found.means)
     left = found.kept["residual"][optimizer][leaf].sum(0, dtype=np.float64)
-    if "owner" in found.kept:
-      stripes = np.asarray(found.kept["owner"][optimizer][leaf], np.float64)
-      count = columns(shape, N).count
-      all_columns = stripes.reshape(-1, stripes.shape[-1])[:count]
-      left = left + all_columns.T.reshape(shape)
+    if "stripe" in found.kept:
+      stripes = np.asarray(found.kept["stripe"][optimizer][leaf], np.float64)
+      _, rows, _ = size = columns(shape, N)
+      whole = np.moveaxis(stripes, 0, 1).reshape(rows, -1)[:, : size.count]
+      left = left + whole.reshape(shape)
     error = np.linalg.norm(came + left - given)
     worst = max(worst, float(error / np.linalg.norm(given)))
   return worst

@@ -50,7 +50,7 @@ def test_what_was_not_sent_survives_a_kill_bit_for_bit(tmp_path, uninterrupted, 
   assert "resuming from the checkpoint of step" in done.stdout
   assert checksums(workdir) == checksums(uninterrupted)
   names = checksums(workdir)[1]
-  assert any(name.startswith("exchange_state/inner/inner/owner") for name in names)
+  assert any(name.startswith("exchange_state/inner/inner/stripe") for name in names)
 
 
 @pytest.mark.slow

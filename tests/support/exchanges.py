@@ -128,8 +128,9 @@ def unsent(state, name):
     total = total + np.sum(state["grads"][name], axis=0, dtype=np.float64)
   if "residual" in state:
     total = total + np.sum(state["residual"][name], axis=0, dtype=np.float64)
-  if "owner" in state:
-    rows = state["owner"][name].shape[-1]
-    stripes = np.asarray(state["owner"][name], np.float64).reshape(-1, rows)
-    total = total + stripes[: total.size // rows].T.reshape(total.shape)
+  if "stripe" in state:
+    stripes = np.asarray(state["stripe"][name], np.float64)  # [device, rows, columns]
+    rows = stripes.shape[1]
+    whole = np.moveaxis(stripes, 0, 1).reshape(rows, -1)[:, : total.size // rows]
+    total = total + whole.reshape(total.shape)
   return total

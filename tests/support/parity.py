@@ -90,7 +90,7 @@ FEEDBACK = {
 BROKEN = {
   "one device's": lambda: of_device(3),
   "1-bit without residual": lambda: forgetting(FEEDBACK["1-bit"](), "residual"),
-  "1-bit without owner": lambda: forgetting(FEEDBACK["1-bit"](), "owner"),
+  "1-bit without stripe": lambda: forgetting(FEEDBACK["1-bit"](), "stripe"),
   "top-k without residual": lambda: forgetting(FEEDBACK["top-k"](), "residual"),
   "PowerSGD without residual": lambda: forgetting(FEEDBACK["PowerSGD"](), "residual"),
 }

@@ -95,6 +95,45 @@ def test_a_fused_exponential_is_computed_for_every_element():
   assert found["bytes.near"] == 4 * (32 + 32 + 8)
 
 
+# What a device of two gets of both: the halves of columns are put side by side, after
+# a mean that was moved behind the slices.
+PARTS = """HloModule parts, is_scheduled=true
+%fused (p: f32[100], q: f32[2,6,8], r: f32[100]) -> f32[6,16] {
+  %p = f32[100]{0} parameter(0)
+  %r = f32[100]{0} parameter(2)
+  %half = f32[] constant(0.5)
+  %halves = f32[100]{0} broadcast(%half), dimensions={}
+  %mean = f32[100]{0} multiply(%p, %halves)
+  %low = f32[16]{0} slice(%mean), slice={[0:16]}
+  %high = f32[16]{0} slice(%mean), slice={[16:32]}
+  %rest = f32[16]{0} slice(%r), slice={[0:16]}
+  %both = f32[16]{0} add(%low, %high)
+  %row = f32[16]{0} add(%both, %rest)
+  %q = f32[2,6,8]{2,1,0} parameter(1)
+  %t = f32[6,2,8]{2,1,0} transpose(%q), dimensions={1,0,2}
+  %copied = f32[6,2,8]{2,1,0} copy(%t)
+  %joined = f32[6,16]{1,0} bitcast(%copied)
+  %rows = f32[6,16]{1,0} broadcast(%row), dimensions={1}
+  ROOT %sum = f32[6,16]{1,0} add(%joined, %rows)
+}
+ENTRY %main (p: f32[100], q: f32[2,6,8], r: f32[100]) -> f32[6,16] {
+  %p = f32[100]{0} parameter(0)
+  %q = f32[2,6,8]{2,1,0} parameter(1)
+  %r = f32[100]{0} parameter(2)
+  ROOT %z = f32[6,16]{1,0} fusion(%p, %q, %r), kind=kLoop, calls=%fused
+}"""
+
+
+def test_what_is_sliced_is_read_in_part_and_what_is_joined_is_not_vectorized():
+  (module,) = parse.modules(PARTS)
+  home = module.computations["main"]
+  found = work(module, home, home["z"])
+  assert found["bytes.near"] == 4 * (96 + 96 + 2 * 16 + 16)
+  # A row is needed again for each of six: of p its two slices, of r its one.
+  assert found["v.load"] == 6 * 16 * 3 + 96
+  assert found["merge"] == 96
+
+
 def test_measured_rates_take_the_place_of_a_roofline():
   table = Table(
     kind="matmul", form="nn", grid=((64.0,), (64.0,), (64.0,)), values=(1e9,)

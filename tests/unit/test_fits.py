@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import sys
 from types import SimpleNamespace
 
@@ -42,6 +43,18 @@ def here(limit, count=8):
   """The simulated devices as chips of so much memory."""
   chip = topologies.Chip("cpu", 2 * limit, limit, {})
   return topologies.Chips(f"here-{count}", chip, jax.devices()[:count], "knl", count)
+
+
+def test_a_step_of_processes_gathers_no_parameter_twice():
+  """One process with a device each compiles another program than two devices here."""
+  config = cfg.Config(
+    model=cfg.MLP(hidden=(32, 32)), data=cfg.Synthetic(num_examples=64),
+    optimizer=cfg.SGD(lr=0.1), batch_size=8, epochs=1, mesh=cfg.Mesh(data=1, fsdp=-1),
+    layout=cfg.Layout(shard="fsdp"),
+  )  # fmt: skip
+  text = fits.compile_for(config, here(1 << 40, 2)).compiled.as_text()
+  gathered = re.findall(r" all-gather\((\S+)\)", text)
+  assert len(gathered) == len(set(gathered)) > 1
 
 
 @pytest.mark.parametrize(
