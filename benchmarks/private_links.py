@@ -26,12 +26,12 @@ NET = "10.77.0."  # exists in the namespaces alone
 SEGMENT, BUCKET = "16000", ("burst", "24k", "limit", "2mb")
 # TCP as every Linux has it, whatever this machine's is set to: of BBR, say, a message
 # takes 351 or 413 ms, as its phase is.
-TCP = {"tcp_congestion_control": "reno", "tcp_limit_output_bytes": 2**20}
-# gloo listens on what the host's name resolves to: the address itself.
-START = " && ".join(
-  [f"echo {x} > /proc/sys/net/ipv4/{name}" for name, x in TCP.items()]
-  + ['hostname "$0"', "read go", 'exec "$@"']
+TCP = " && ".join(
+  f"echo {value} > /proc/sys/net/ipv4/tcp_{name}"
+  for name, value in {"congestion_control": "reno", "limit_output_bytes": 2**20}.items()
 )
+# gloo listens on what the host's name resolves to: the address itself.
+START = f'{TCP} && hostname "$0" && read go && exec "$@"'
 
 
 def why_not() -> str | None:
@@ -41,8 +41,11 @@ def why_not() -> str | None:
     return f"no {', '.join(missing)} here"
   if os.geteuid() != 0:
     return "network namespaces need root"
-  probe = "ip link add eth0 type veth peer name eth1 && ip link add br0 type bridge"
-  probe += f" && tc qdisc add dev eth0 root tbf rate 1gbit {' '.join(BUCKET)}"
+  steps = (
+    TCP, "ip link add eth0 type veth peer name eth1", "ip link add br0 type bridge",
+    f"tc qdisc add dev eth0 root tbf rate 1gbit {' '.join(BUCKET)}",
+  )  # fmt: skip
+  probe = " && ".join(steps)
   done = subprocess.run(
     ["unshare", "--net", "--uts", "sh", "-c", probe], capture_output=True, text=True
   )
