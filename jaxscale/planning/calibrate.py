@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxscale import cluster
 from jaxscale.collectives.measurements import fit_link, in_turns, medians
 from jaxscale.planning import loops, micro_kernels, parse
 from jaxscale.planning.cost import flops_of, is_free
@@ -98,7 +99,11 @@ class Timed(NamedTuple):
 
 
 def timed(micro: Micro, turns: int) -> Timed:
-  """Compiles a program and calls it in turns."""
+  """Compiles a program and calls it in turns.
+
+  All processes call it: those of a node share its memory, and do the same at the same
+  time in a step too.
+  """
   values = micro_kernels.arguments(micro)
   compiled = jax.jit(micro.function).lower(*values).compile()
 
@@ -109,6 +114,7 @@ def timed(micro: Micro, turns: int) -> Timed:
   began = time.perf_counter()
   jax.block_until_ready(call())
   count = max(int(_SHORTEST / max(time.perf_counter() - began, 1e-7)), 1)
+  cluster.barrier("calibrate")
   _seconds(call, count)
   before = _pages()
   seconds = [_seconds(call, count) for _ in range(turns)]

@@ -163,36 +163,35 @@ def traffic(module, computation: Computation, instruction: Instruction) -> float
   if instruction.opcode != "fusion":
     return float(whole)
   body = module.computations.get((parse.called(instruction) or [""])[0], {})
+  shares = _shares_read(body)
   for parameter in (x for x in body.values() if x.opcode == "parameter"):
     uses = [x for x in body.values() if parameter.name in x.operands]
     size = parse.num_bytes(parameter.shape)
-    if {x.opcode for x in uses} == {_UPDATE} and all(
-      x.operands[0] == parameter.name for x in uses
-    ):
+    if {(x.opcode, x.operands[0]) for x in uses} == {(_UPDATE, parameter.name)}:
       whole -= 2 * size  # the result is the parameter, of which a part is written
     else:
-      whole -= (1 - _share_read(body, parameter)) * size
+      whole -= (1 - shares[parameter.name]) * size
   return float(max(whole, 0))
 
 
-def _share_read(body: Computation, value: Instruction) -> float:
-  """How many of a value's elements a fusion reads, as a share.
+def _shares_read(body: Computation) -> dict[str, float]:
+  """How many of the elements of each value a fusion reads, as a share.
 
   Of one that is only sliced, the slices, also where it is scaled before.
   """
-  uses = [x for x in body.values() if value.name in x.operands]
-  size = _elements(value)
-  if value.is_root or not uses or not size:
-    return 1.0
-  share = 0.0
-  for use in uses:
-    if use.opcode in _SLICES:
-      share += _elements(use) / size
-    elif _elements(use) == size and use.opcode not in _MIXED:
-      share += _share_read(body, use)
-    else:
-      return 1.0
-  return min(share, 1.0)
+  found: dict[str, float] = {}
+  used = {name: [0.0, 0.0] for name in body}  # whole or in place; by slices together
+  for user in reversed(body.values()):
+    share = 1.0 if user.is_root else min(max(used[user.name]), 1.0)
+    found[user.name], size = share, _elements(user)
+    for x in (body[name] for name in user.operands if name in body):
+      shares, own = used[x.name], max(_elements(x), 1)
+      if user.opcode in _SLICES:
+        shares[1] += share * size / own
+      else:
+        is_in_place = size == own and user.opcode not in _MIXED
+        shares[0] = max(shares[0], share if is_in_place else 1.0)
+  return found
 
 
 def _elements(instruction: Instruction) -> int:
