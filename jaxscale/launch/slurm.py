@@ -25,7 +25,7 @@ _WIDTH = 128
 _NO_CLUSTER = (
   "Could not establish a configuration source", "Unable to contact slurm controller"
 )  # fmt: skip
-_ELSEWHERE = "submit where Slurm runs, or give --executor local"
+_ELSEWHERE = {"sbatch": "submit where Slurm runs, or give --executor local"}
 
 
 def is_available() -> bool:
@@ -79,6 +79,7 @@ def cancel(spec: JobSpec, job: str) -> None:
 def _slurm(*command: str) -> str:
   """The output of a command; its error messages become a ConfigError of one line."""
   ours = os.environ.items()
+  advice = _ELSEWHERE.get(command[0], "run this where Slurm runs")
   env = {k: v for k, v in ours if not k.startswith("SLURM_") or k in _KEPT}
   try:
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
@@ -87,9 +88,9 @@ def _slurm(*command: str) -> str:
     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
     message = "; ".join(dict.fromkeys(x.partition("error: ")[2] or x for x in lines))
     if any(words in message for words in _NO_CLUSTER):
-      message = f"reaches no Slurm ({message}); {_ELSEWHERE}"
+      message = f"reaches no Slurm ({message}); {advice}"
   except FileNotFoundError:
-    message = f"not found; {_ELSEWHERE}"
+    message = f"not found; {advice}"
   except subprocess.TimeoutExpired:
     message = "Slurm has not answered in 60 s"
   raise ConfigError(f"{command[0]}: {message}")

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from jaxscale.errors import ConfigError
 from jaxscale.launch import folder as folders
 from jaxscale.launch import slurm, spec, status
 from jaxscale.launch.spec import QueueEntry
@@ -81,6 +82,26 @@ def test_a_long_record_is_read_from_its_end(tmp_path):
   path.write_text("".join(f'{{"step": {i}, "x": "é"}}\n' for i in range(20_000)))
   found = read_json_lines(path, 1 << 16)
   assert found[-1]["step"] == 19_999 and 1000 < len(found) < 5000
+
+
+@pytest.mark.parametrize(
+  "command, advice",
+  [("sbatch", "or give --executor local"), ("squeue", "run this where Slurm runs")],
+)
+def test_where_no_cluster_answers_the_advice_is_of_the_command(
+  command, advice, tmp_path, monkeypatch
+):
+  """Slurm's commands are installed on many machines that are of no cluster."""
+  path = tmp_path / command
+  path.write_text(
+    "#!/bin/sh\necho x: error: Unable to contact slurm controller >&2;exit 1"
+  )
+  path.chmod(0o755)
+  monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+  with pytest.raises(ConfigError) as error:
+    slurm._slurm(command)
+  line = str(error.value)
+  assert line.startswith(f"{command}: reaches no Slurm (Unable to") and advice in line
 
 
 def test_a_line_of_squeue_may_be_long():
