@@ -71,7 +71,7 @@ def numbered(lowered: Any, *, apart: bool = True) -> Any:
   def visit(op):
     nonlocal count
     if "channel_handle" in op.attributes:
-      count += apart or not count
+      count = count + 1 if apart else 1
       own = stablehlo.ChannelHandle.get(count, 1, module.context)  # device to device
       op.attributes["channel_handle"] = own
     return ir.WalkResult.ADVANCE

@@ -146,12 +146,10 @@ def resize(state: Any, num_devices: int) -> Any:
   def tensor(residual, owner):
     shape, old = residual.shape[1:], len(owner)
     size = columns(shape, num_devices)
-    whole = jnp.moveaxis(owner, 0, 1).reshape(size.rows, -1)[:, : size.count]
+    whole = _from_stripes(owner[:, None], size)
     if shrinks(shape, num_devices):
-      missing = num_devices * size.own - size.count
-      cut = jnp.pad(whole * (num_devices / old), ((0, 0), (0, missing)))
-      owner = jnp.moveaxis(cut.reshape(size.rows, num_devices, size.own), 1, 0)
-      return mean_for_all(residual, num_devices), owner
+      cut = _to_stripes(whole * (num_devices / old), size, num_devices)
+      return mean_for_all(residual, num_devices), cut[:, 0]
     none = jnp.zeros((num_devices, size.rows, size.own), owner.dtype)
     return mean_for_all(residual, num_devices) + whole.reshape(shape) / old, none
 
@@ -250,10 +248,10 @@ def dequantise_columns(q: jax.Array, rows: int) -> jax.Array:
 
 
 def _to_stripes(q: jax.Array, size: Columns, num_devices: int) -> jax.Array:
-  """[tensors, bytes, columns] by owner, the missing columns zero.
+  """[tensors, rows, columns] by owner, the missing columns zero.
 
   Returns:
-    uint8 [devices, tensors, bytes, own].
+    [devices, tensors, rows, own].
   """
   missing = num_devices * size.own - size.count
   q = jnp.pad(q, ((0, 0), (0, 0), (0, missing)))

@@ -183,19 +183,15 @@ def _shares_read(body: Computation) -> dict[str, float]:
   used = {name: [0.0, 0.0] for name in body}  # whole or in place; by slices together
   for user in reversed(body.values()):
     share = 1.0 if user.is_root else min(max(used[user.name]), 1.0)
-    found[user.name], size = share, _elements(user)
+    found[user.name], size = share, parse.num_elements(user.shape)
     for x in (body[name] for name in user.operands if name in body):
-      shares, own = used[x.name], max(_elements(x), 1)
+      shares, own = used[x.name], max(parse.num_elements(x.shape), 1)
       if user.opcode in _SLICES:
         shares[1] += share * size / own
       else:
         is_in_place = size == own and user.opcode not in _MIXED
         shares[0] = max(shares[0], share if is_in_place else 1.0)
   return found
-
-
-def _elements(instruction: Instruction) -> int:
-  return math.prod(instruction.shape[0].dims) if len(instruction.shape) == 1 else 0
 
 
 def trip_count(module: Module, computation: Any, loop: Instruction) -> int | None:

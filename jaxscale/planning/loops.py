@@ -86,7 +86,7 @@ def _cache(num_bytes: float) -> str:
 
 
 def _size(instruction: Instruction) -> int:
-  return math.prod(instruction.shape[0].dims) if instruction.shape else 0
+  return parse.num_elements(instruction.shape)
 
 
 def _mode(instruction: Instruction, body: Computation) -> str:

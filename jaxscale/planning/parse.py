@@ -170,6 +170,11 @@ def num_bytes(shape: tuple[Array, ...]) -> int:
   return sum(-(-n * k // 8) for n, k in zip(sizes, bits, strict=True))
 
 
+def num_elements(shape: tuple[Array, ...]) -> int:
+  """Of an array, or of the first in a tuple."""
+  return math.prod(shape[0].dims) if shape else 0
+
+
 def attribute(instruction: Instruction, key: str) -> str | None:
   """The value of an attribute as it is written, brackets included."""
   if not (match := re.search(rf"(?<![\w\"]){key}=", instruction.text)):

@@ -18,7 +18,16 @@ from jaxscale.exchange.one_bit import (
 )
 from jaxscale.exchange.wrappers import warm_start
 from jaxscale.mesh import make_mesh
-from support.exchanges import AXES, EXCHANGES, SHAPES, N, compiled, gradients, run
+from support.exchanges import (
+  AXES,
+  EXCHANGES,
+  SHAPES,
+  N,
+  compiled,
+  gradients,
+  joined,
+  run,
+)
 
 
 def quantised(column):
@@ -68,7 +77,7 @@ def test_three_steps_are_the_reference():
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6 * scale)
     got = np.asarray(state["residual"][name]).reshape(residual.shape)
     np.testing.assert_allclose(got, residual, rtol=1e-5, atol=1e-5 * scale)
-    got = np.moveaxis(state["stripe"][name], 0, 1).reshape(rows, -1)[:, :count]
+    got = joined(state["stripe"][name], count)
     np.testing.assert_allclose(got, owner, rtol=1e-5, atol=1e-5 * scale)
 
 
@@ -163,5 +172,4 @@ def test_tensors_of_equal_columns_stay_apart():
     np.testing.assert_allclose(np.reshape(means[name], wanted.shape), wanted, **close)
     left = np.reshape(state["residual"][name], residual.shape)
     np.testing.assert_allclose(left, residual, **close)
-    own = np.moveaxis(state["stripe"][name], 0, 1).reshape(len(owner), -1)[:, :count]
-    np.testing.assert_allclose(own, owner, **close)
+    np.testing.assert_allclose(joined(state["stripe"][name], count), owner, **close)

@@ -21,6 +21,7 @@ from jaxscale.parallel import Rule, make_layout, stack_loss
 from jaxscale.parallel.layout_exchange import exchange_axes, exchange_split
 from jaxscale.training.state import abstract_state, init_state
 from jaxscale.training.step import make_train_step
+from support.exchanges import joined
 from support.tiny_stack import RULES, batch, tiny_stack
 from support.trees import assert_same_bits, relative_distance
 
@@ -197,10 +198,9 @@ def assert_pending_kept(before, after):
 
   def pending(own, name):
     residual, stripe = own["residual"][name], own["stripe"][name]
-    whole = np.moveaxis(stripe, 0, 1).reshape(stripe.shape[1], -1)
     total = residual.sum(0, dtype=np.float64)
     columns = total.shape[-1] if total.ndim > 1 else 1
-    return (total + whole[:, :columns].reshape(total.shape)) / len(residual)
+    return (total + joined(stripe, columns).reshape(total.shape)) / len(residual)
 
   for part in before["residual"]:
     a, b = ({k: own[k][part] for k in own} for own in (before, after))

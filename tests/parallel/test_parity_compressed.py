@@ -10,6 +10,7 @@ import pytest
 
 from jaxscale.exchange.one_bit import columns
 from support.cases import all_slow_except
+from support.exchanges import joined
 from support.parity import (
   BLOCK,
   FEEDBACK,
@@ -132,9 +133,7 @@ def unaccounted(found: Run, optimizer: str) -> float:
     left = found.kept["residual"][optimizer][leaf].sum(0, dtype=np.float64)
     if "stripe" in found.kept:
       stripes = np.asarray(found.kept["stripe"][optimizer][leaf], np.float64)
-      _, rows, _ = size = columns(shape, N)
-      whole = np.moveaxis(stripes, 0, 1).reshape(rows, -1)[:, : size.count]
-      left = left + whole.reshape(shape)
+      left = left + joined(stripes, columns(shape, N).count).reshape(shape)
     error = np.linalg.norm(came + left - given)
     worst = max(worst, float(error / np.linalg.norm(given)))
   return worst

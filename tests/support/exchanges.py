@@ -129,8 +129,12 @@ def unsent(state, name):
   if "residual" in state:
     total = total + np.sum(state["residual"][name], axis=0, dtype=np.float64)
   if "stripe" in state:
-    stripes = np.asarray(state["stripe"][name], np.float64)  # [device, rows, columns]
-    rows = stripes.shape[1]
-    whole = np.moveaxis(stripes, 0, 1).reshape(rows, -1)[:, : total.size // rows]
+    stripes = np.asarray(state["stripe"][name], np.float64)
+    whole = joined(stripes, total.size // stripes.shape[1])
     total = total + whole.reshape(total.shape)
   return total
+
+
+def joined(stripes, count):
+  """The columns of 1-bit stripes, [devices, rows, own], side by side."""
+  return np.moveaxis(stripes, 0, 1).reshape(stripes.shape[1], -1)[:, :count]
