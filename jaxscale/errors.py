@@ -39,6 +39,24 @@ class ConfigError(ValueError):
   """An invalid setting; its message of one line names field, value and remedy."""
 
 
+def invalid(field: str, value: Any, why: str, fix: str) -> ConfigError:
+  """Return the error for an invalid value: `field=value why; fix`.
+
+  Args:
+    field: the setting, option or file that the user gave.
+    value: its value, shortened where it is long; `...` leaves it out.
+    why: what is wrong with it, a predicate such as "is not divisible by 8 devices".
+    fix: what to do, an imperative.
+
+  Example:
+    >>> print(invalid("batch_size", 100, "is not divisible by 8 devices", "use 96"))
+    batch_size=100 is not divisible by 8 devices; use 96
+  """
+  text = value if isinstance(value, str) else repr(value)
+  shown = "" if value is ... else f"={text if len(text) <= 80 else text[:77] + '...'}"
+  return ConfigError(f"{field}{shown} {why}; {fix}")
+
+
 class GiveUpError(Exception):
   """A restart would only fail again; the message says why."""
 
