@@ -22,8 +22,15 @@ EXIT_GIVE_UP = 93  # do not requeue: it would only fail again
 EXIT_OF_STOP = {"preemption": EXIT_PREEMPTED, "interrupt": EXIT_INTERRUPTED}
 
 # What a disk or its server does, and not a fault of the program.
-_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE)
-DISK_ADVICE = "make room, and start it again: it resumes from its newest checkpoint"
+_DISK_ADVICE = {
+  errno.ENOSPC: "make room",
+  errno.EDQUOT: "make room, or have the quota raised",
+  errno.EROFS: "have it mounted for writing (dmesg says why it is not)",
+  errno.EMFILE: "raise the limit on open files (ulimit -n)",
+  errno.ENFILE: "raise the system's limit on open files (sysctl fs.file-max)",
+  errno.EIO: "have the disk or its server checked (dmesg)",
+  errno.ESTALE: "have the file system mounted again",
+}
 
 # A command stuck in C++, as in a compilation, runs no handler of Ctrl-C: after these
 # seconds a thread ends the process.
@@ -110,6 +117,27 @@ class Output:
       self.on_error(e)
 
 
+def disk_advice(number: int | None, folder: str | os.PathLike[str] = ".") -> str:
+  """The end of a line about an error of a disk: what to do.
+
+  Args:
+    number: `OSError.errno`; None: not known.
+    folder: on that disk.
+  """
+  advice = _DISK_ADVICE.get(number or 0, "correct this")
+  if number == errno.ENOSPC and lacks_inodes(folder):
+    advice = "delete files there, or have their number raised"
+  return f"{advice}, and start it again: it resumes from its newest checkpoint"
+
+
+def lacks_inodes(folder: str | os.PathLike[str]) -> bool:
+  """Whether a disk can hold no more files, however much room there is."""
+  with contextlib.suppress(OSError):
+    found = os.statvfs(folder)
+    return found.f_files > 0 and found.f_favail == 0
+  return False
+
+
 class UserMessage(NamedTuple):
   """One line about an error for the user, and the exit code."""
 
@@ -162,9 +190,10 @@ def _message(error: BaseException) -> UserMessage | None:
   if isinstance(error, OutputError) and error.errno != errno.EPIPE:
     text = f"standard output: {error.strerror}; what it was to hold is lost"
     return UserMessage(f"{text}, print it elsewhere", EXIT_CRASH)
-  if isinstance(error, OSError) and error.errno in _OF_DISKS:
+  if isinstance(error, OSError) and error.errno in _DISK_ADVICE:
     where = f"{error.filename}: " if error.filename else ""
-    return UserMessage(f"{where}{error.strerror}; {DISK_ADVICE}", EXIT_CRASH)
+    advice = disk_advice(error.errno, os.path.dirname(str(error.filename or "")) or ".")
+    return UserMessage(f"{where}{error.strerror}; {advice}", EXIT_CRASH)
   if isinstance(error, IsADirectoryError) and error.filename:
     advice = "a file is to be there, move it away"
     return UserMessage(f"{error.filename}: {error.strerror}; {advice}", EXIT_CRASH)

@@ -184,12 +184,34 @@ def read_bytes(path: Path, last_bytes: int | None = None) -> bytes:
     return file.read()
 
 
+def sync(path: Path) -> None:
+  """Have the disk keep a file or folder, so that it survives a loss of power.
+
+  Raises:
+    OSError: it is not there, or the disk failed.
+  """
+  is_folder = path.is_dir()
+  with contextlib.suppress(*([PermissionError] if is_folder else [])):
+    number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+      os.fsync(number)
+    except OSError as e:  # some file systems keep folders by themselves
+      if not is_folder or e.errno not in (errno.EINVAL, errno.ENOTSUP):
+        raise
+    finally:
+      os.close(number)
+
+
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
   """A file to write that takes the place of `path` when it is whole.
 
   It is a new one: no link that somebody has put there is followed. The umask decides
   who may read it, as of any file.
+
+  Args:
+    path: of the file.
+    durable: have the disk keep it, too: a loss of power leaves the old or the new one.
 
   Raises:
     OSError: nothing is left behind; it names `path`.
@@ -200,7 +222,12 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
   try:
     with open(os.open(scratch, flags, 0o666), "wb") as file:
       yield file
+      if durable:
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(scratch, path)
+    if durable:
+      sync(path.parent)
   except BaseException as e:
     with contextlib.suppress(OSError):
       scratch.unlink()
@@ -210,13 +237,16 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_json(path: Path, value: Any) -> None:
-  """Replace a JSON file as a whole: a reader sees the old one or the new one."""
-  replace_text(path, json.dumps(value, indent=2) + "\n")
+  """Replace a JSON file as a whole: a reader sees the old one or the new one.
+
+  So does who reads it after a loss of power: runs cannot resume without some of them.
+  """
+  replace_text(path, json.dumps(value, indent=2) + "\n", durable=True)
 
 
-def replace_text(path: Path, text: str) -> None:
-  """The same for any text."""
-  with replacing(path) as file:
+def replace_text(path: Path, text: str, *, durable: bool = False) -> None:
+  """Replace a file by a text; `durable` as of `replacing`."""
+  with replacing(path, durable=durable) as file:
     file.write(text.encode())
 
 

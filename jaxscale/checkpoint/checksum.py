@@ -138,6 +138,7 @@ def with_checksums(
   described: dict[str, dict[str, Any]],
   sums: dict[int, tuple[int, int]],
   mixes: bool = False,
+  stored: dict[int, int] | None = None,
 ) -> dict[str, dict[str, Any]]:
   """`describe` of a tree, and the checksums of its leaves; all processes call it.
 
@@ -145,17 +146,24 @@ def with_checksums(
     described: is completed.
     sums: this process's part (`sum_shards`).
     mixes: how it was summed.
+    stored: this process's part of the checksums on the disk (`read_back.stored_sums`).
 
   Raises:
     FloatingPointError: in all, where any has found a value that is not finite.
+    DamagedError: in all, where the disk has another checksum.
   """
-  found = np.zeros((2, len(described), 1), np.uint64)
+  found = np.zeros((3, len(described), 1), np.uint64)
   for i, values in sums.items():
-    found[:, i, 0] = values
-  totals, bad = sum_over_processes(found)[..., 0]
+    found[:2, i, 0] = values
+  for i, total in (stored or {}).items():
+    found[2, i, 0] = total
+  totals, bad, on_disk = sum_over_processes(found)[..., 0]
   if bad.any():
     name = list(described)[int(bad.argmax())]
     raise FloatingPointError(f"{int(bad.max())} values of {name} are not finite")
+  if stored is not None and (differs := totals != on_disk).any():
+    name = list(described)[int(differs.argmax())]
+    raise DamagedError(f"{name} is not on the disk as it was in memory")
   for leaf, total in zip(described.values(), totals, strict=True):
     leaf["checksum"] = _as_text(total, mixes)
   return described

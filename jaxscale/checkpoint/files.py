@@ -20,6 +20,7 @@ import inspect
 import json
 import logging
 import os
+import re
 import shutil
 import sys
 import traceback
@@ -34,9 +35,10 @@ import jax
 import numpy as np
 
 from jaxscale.checkpoint import write_limit
-from jaxscale.checkpoint.checksum import DamagedError, is_of
-from jaxscale.errors import ConfigError
-from jaxscale.files import mismatch, require_json
+from jaxscale.checkpoint.checksum import DamagedError, Shards, is_of
+from jaxscale.checkpoint.read_back import check_complete, stored_sums
+from jaxscale.errors import ConfigError, lacks_inodes
+from jaxscale.files import mismatch, require_json, sync, whole_number
 from jaxscale.metrics.text import byte_size
 from jaxscale.optim.tree_paths import path_name
 
@@ -82,14 +84,67 @@ def start_writing(directory: Path, state: Any) -> Callable[[], None]:
   return wait
 
 
+def read_back(
+  directory: Path,
+  manifest: dict[str, Any],
+  shards: list[Shards],
+  sums: dict[int, tuple[int, int]],
+) -> dict[int, int]:
+  """Have the disk keep what this process has written, and sum it as it is there.
+
+  Args:
+    directory: of the checkpoint.
+    manifest: with shape and dtype of each array.
+    shards: as of `read_back.stored_sums`.
+    sums: likewise.
+
+  Raises:
+    DamagedError: the disk has something else, or a file is empty.
+  """
+  state, name = directory / _STATE, f"process_{jax.process_index()}"
+  sync_tree(state / f"ocdbt.{name}")
+  sync_tree(state / "array_metadatas", name)
+  return stored_sums(state, manifest["leaves"], shards, sums)
+
+
 def finish(directory: Path, manifest: dict[str, Any]) -> None:
   """Make one checkpoint of the parts of all processes; one process calls it."""
+  merge(directory)
+  check_complete(directory / _STATE, manifest["leaves"])
+  (directory / MANIFEST).write_text(json.dumps(manifest | {"crc32": _crc32(manifest)}))
+  sync_tree(directory)
+
+
+def merge(directory: Path) -> None:
+  """Make one index of those of all processes."""
   ocp, path = _orbax()
   ocp.StandardCheckpointHandler().finalize(path(directory / _STATE))
-  with (directory / MANIFEST).open("w") as file:
-    json.dump({**manifest, "crc32": _crc32(manifest)}, file)
-    file.flush()
-    os.fsync(file.fileno())
+
+
+def is_unmerged(directory: Path) -> bool:
+  """Whether `merge` never did its work, as below folders with brackets in their name.
+
+  Until November 2026 such checkpoints were committed; they have all of the arrays.
+  """
+  state = directory / _STATE
+  is_missing = not (state / "manifest.ocdbt").exists()
+  return is_missing and any(state.glob("ocdbt.process_*"))
+
+
+def sync_tree(folder: Path, only: str = "") -> None:
+  """Have the disk keep a folder with all files below it, or only those of one name.
+
+  TensorStore syncs its own; Orbax's others would be empty after a loss of power.
+
+  Raises:
+    DamagedError: a file is empty.
+  """
+  for parent, _, names in os.walk(folder, topdown=False):
+    for path in (Path(parent, name) for name in names if only in ("", name)):
+      if not path.stat().st_size:
+        raise DamagedError(f"{path.name} is empty")
+      sync(path)
+    sync(Path(parent))
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
@@ -106,6 +161,9 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     raise DamagedError("its manifest has changed")
   if mismatch(manifest.get("split"), (_SPLIT, None)):
     raise DamagedError("its manifest has no split of gradients")
+  name = whole_number(directory.name)
+  if name is not None and name != manifest["step"]:
+    raise DamagedError(f"a copy, or another name, of that of step {manifest['step']}")
   return manifest
 
 
@@ -183,17 +241,19 @@ def leaf_reader(directory: Path) -> Callable[[str], np.ndarray]:
   return read
 
 
-def why_unsaved(step: int, full: bool, why: str, directory: Path, size: int) -> str:
+def why_unsaved(step: int, lack: str, why: str, directory: Path, size: int) -> str:
   """One line of why a checkpoint could not be written.
 
   Args:
     step: of the checkpoint.
-    full: whether there was no room (`is_full`).
+    lack: of what (`lack_of`).
     why: what was raised, as one line.
     directory: of the checkpoints; what was written there is removed by now.
     size: bytes of the state.
   """
-  if full:
+  if lack == "inodes":
+    why = f"no inodes (files) were left in {directory}"
+  elif lack:
     free = shutil.disk_usage(directory).free
     why = f"the disk or a quota was full ({byte_size(size)} needed, now "
     if free < size:
@@ -205,15 +265,26 @@ def why_unsaved(step: int, full: bool, why: str, directory: Path, size: int) -> 
 
 def is_of_disk(error: BaseException) -> bool:
   """Whether a disk or its server failed, and not the program."""
+  return isinstance(error, OSError) or error_number(error) is not None
+
+
+def error_number(error: BaseException) -> int | None:
+  """The system's number of an error, also of one that TensorStore gives as text."""
+  if isinstance(error, OSError):
+    return error.errno
+  if isinstance(error, DamagedError):  # it has not kept what it was given
+    return errno.EIO
   # TensorStore's errors end like "Input/output error [os_error_code='5']".
-  return isinstance(error, OSError) or is_full(error) or "os_error_code" in str(error)
+  if number := re.search(r"os_error_code='(\d+)'", str(error)):
+    return int(number[1])
+  return errno.ENOSPC if any(text in str(error) for text in _FULL) else None
 
 
-def is_full(error: BaseException) -> bool:
-  """Whether it says that there is no room left on a disk, or in a quota."""
-  if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-    return True
-  return any(text in str(error) for text in _FULL)
+def lack_of(error: BaseException, directory: Path) -> str:
+  """What a disk lacked, "room" or "inodes"; "": neither was missing."""
+  if error_number(error) not in (errno.ENOSPC, errno.EDQUOT):
+    return ""
+  return "inodes" if lacks_inodes(directory) else "room"
 
 
 def one_line(error: BaseException) -> str:
@@ -267,11 +338,17 @@ def _orbax() -> tuple[Any, Any]:
   import orbax.checkpoint as ocp
   from etils import epath
 
+  class PlainPath(type(epath.Path())):
+    """A path whose own characters are no pattern: `runs/hidden=[8]`."""
+
+    def glob(self, pattern: str):
+      return map(type(self), Path(self).glob(pattern))
+
   for logger in ("absl", "asyncio"):
     logging.getLogger(logger).addFilter(_is_not_raised_too)
   report = sys.unraisablehook
   sys.unraisablehook = lambda error: None if _is_left_over(error) else report(error)
-  return ocp, epath.Path
+  return ocp, PlainPath
 
 
 def _is_not_raised_too(record: logging.LogRecord) -> bool:

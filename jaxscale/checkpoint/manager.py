@@ -31,7 +31,8 @@ from jaxscale.checkpoint.checksum import DamagedError
 from jaxscale.checkpoint.local import LocalCopies, forget
 from jaxscale.checkpoint.lock import LockLostError, WorkdirLock, check_for_all, why_lost
 from jaxscale.checkpoint.restore import restore_step
-from jaxscale.errors import DISK_ADVICE, EXIT_CRASH, ConfigError
+from jaxscale.errors import EXIT_CRASH, ConfigError, disk_advice
+from jaxscale.files import sync
 from jaxscale.metrics import score
 from jaxscale.parallel.layout_exchange import Split
 from jaxscale.training.loop import NonFiniteError
@@ -42,7 +43,6 @@ class UnsavedError(Exception):
   """A checkpoint could not be written; the message says why."""
 
   exit_code = EXIT_CRASH
-  advice = DISK_ADVICE
 
 
 @dataclasses.dataclass
@@ -57,6 +57,7 @@ class _Save:
     work: this process's part of the present phase, writing or committing.
     is_last: whether the save is done when every process has done its part.
     sums: this process's part of the checksums, once it has been computed.
+    stored: the same of what it has written, as it is on the disk.
   """
 
   step: int
@@ -66,15 +67,18 @@ class _Save:
   work: futures.Future[None] = dataclasses.field(default_factory=futures.Future)
   is_last: bool = False
   sums: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+  stored: dict[int, int] = dataclasses.field(default_factory=dict)
 
   def add_checksums(self) -> None:
     """Complete the manifest; all processes call it.
 
     Raises:
       loop.NonFiniteError: in all, if the state of any holds NaN or Inf.
+      DamagedError: in all, if the disk does not have what was to be saved.
     """
+    leaves = self.manifest["leaves"]
     try:
-      checksum.with_checksums(self.manifest["leaves"], self.sums)
+      checksum.with_checksums(leaves, self.sums, stored=self.stored)
     except FloatingPointError as e:  # what a delayed exchange has not sent yet
       raise NonFiniteError(self.step, str(e)) from None
 
@@ -231,9 +235,10 @@ class Checkpoints:
       def write():
         try:
           save.sums = checksum.sum_shards(shards)
-          shards.clear()  # the bytes that only they keep
         finally:
           written()
+        save.stored = files.read_back(save.directory, save.manifest, shards, save.sums)
+        shards.clear()  # the bytes that only they keep
         if is_alone:
           save.add_checksums()
           self._commit(save)
@@ -330,6 +335,9 @@ class Checkpoints:
       if self._local:
         self._local.reports_nan = False  # once is enough
       raise
+    except DamagedError as e:
+      self._agree(save, e)
+      return True
     if cluster.is_leader():
       save.work = self._pool.submit(self._commit, save)
     save.is_last = True
@@ -340,7 +348,10 @@ class Checkpoints:
     """Whether no process has failed at this save; else undo it, log or raise why."""
     mine = None
     if error is not None:
-      kind = files.is_of_disk(error), files.is_full(error)
+      # Before what was written is removed, which frees inodes again.
+      folder = next(p for p in save.directory.parents if p.exists())
+      advice = disk_advice(files.error_number(error), folder)
+      kind = files.is_of_disk(error), files.lack_of(error, folder), advice
       mine = [jax.process_index(), *kind, files.one_line(error)]
     failures = [f for f in cluster.gather(mine) if f]
     if not failures:
@@ -350,21 +361,21 @@ class Checkpoints:
     self._until_shared = 0  # the next save tries again
     # A successor moves away what this run was writing: then that is the cause.
     check_for_all(self._lock)
-    process, of_disk, full, why = failures[0]
+    process, of_disk, lack, advice, why = failures[0]
     line = None
     self._discard(save)
     if cluster.is_leader():
       parent = self.directory if self.directory.exists() else self.directory.parent
-      line = files.why_unsaved(save.step, full, why, parent, save.size)
+      line = files.why_unsaved(save.step, lack, why, parent, save.size)
       if jax.process_count() > 1:
         line += f", in process {process}"
     line = str(cluster.from_leader(line))
     kept = cluster.from_leader(self._known_steps())
     newest = f"step {kept[-1]}" if kept else "unknown" if kept is None else "none"
     line += f"; the newest that is: {newest}"
-    self.unsaved = line
+    self.unsaved = f"{line}; {advice}"
     if self._stops or not of_disk:
-      raise UnsavedError(line)
+      raise UnsavedError(self.unsaved)
     if cluster.is_leader():
       self.say(f"{line}; training continues")
     return False
@@ -383,6 +394,8 @@ class Checkpoints:
   def _commit(self, save: _Save) -> None:
     """Make a checkpoint of what all have written, then delete those not kept."""
     files.finish(save.directory, save.manifest)
+    with contextlib.suppress(FileNotFoundError):  # whose lines up to this step count
+      sync(self.directory.parent / "metrics.jsonl")
     if self._lock is not None:
       self._lock.check()
     # From here on a successor may have taken over, but not have seen this step
@@ -393,6 +406,9 @@ class Checkpoints:
       if self._lock is not None:
         self._lock.check()
       raise
+    # The entry of a folder is in its parent: those of a new run are new, too.
+    for folder in (self.directory, *self.directory.parents[:2]):
+      sync(folder)
     self._scores[save.step] = score(save.manifest["metrics"])
     checkpoint_dir.prune(self.directory, *self._keep, self._scores)
 

@@ -65,7 +65,9 @@ def _read_manifest(path: Path) -> dict:
   if cluster.is_leader():
     try:
       manifest = files.read_manifest(path)
-    except DamagedError as damage:
+      if files.is_unmerged(path):
+        files.merge(path)
+    except (DamagedError, OSError) as damage:
       problem = str(damage)
   manifest, problem = cluster.from_leader([manifest, problem])
   if problem:

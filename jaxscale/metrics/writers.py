@@ -88,7 +88,8 @@ class MetricWriter:
     path = workdir / "metrics.jsonl"
     kept = [line for line in read_metrics(path) if line["step"] <= start]
     try:
-      replace_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+      text = "".join(json.dumps(line) + "\n" for line in kept)
+      replace_text(path, text, durable=True)
       self._lines = _Appender(path, say)
     except OSError as e:
       problem = f"cannot be written ({e.strerror}), make room or use another one"

@@ -1,6 +1,7 @@
 """Checkpoints: exact, on any mesh, refused when foreign, distrusted when damaged."""
 
 import os
+import shutil
 import threading
 import tracemalloc
 
@@ -11,7 +12,7 @@ import pytest
 
 from jaxscale import optim
 from jaxscale.checkpoint import checksum, files
-from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.checkpoint.manager import Checkpoints, UnsavedError
 from jaxscale.errors import ConfigError
 from jaxscale.training.loop import NonFiniteError
 from support.states import at_step, make_states
@@ -171,6 +172,144 @@ def test_a_state_may_be_donated_while_it_is_saved(tmp_path, monkeypatch):
   naive = {p: naive_checksum(x) for p, x in jax.tree_util.tree_leaves_with_path(before)}
   saved = files.read_manifest(tmp_path / "3")["leaves"].values()
   assert [leaf["checksum"] for leaf in saved] == list(naive.values())
+
+
+@pytest.mark.parametrize("name", ["hidden=[8]", "r?", "r*", "[", "[!a]", "a\nb[c]*"])
+def test_no_character_of_a_path_is_a_pattern(tmp_path, name):
+  """Orbax looked for `[8]` among files, found none, and committed empty checkpoints."""
+  abstract, state = make_states(2)
+  decoy = tmp_path / "rb" / "c"  # what `r?` and `r*` match
+  with Checkpoints(decoy) as checkpoints:
+    checkpoints.save(at_step(state, 1))
+  (decoy / "1").rename(decoy / "2.tmp-0")
+  local = tmp_path / f"{name} local"
+  local.mkdir()
+  with Checkpoints(tmp_path / name / "c", local=local) as checkpoints:
+    checkpoints.save(at_step(state, 2))
+    checkpoints.wait()
+    assert_same_bits(checkpoints.restore(abstract), at_step(state, 2))
+  with Checkpoints(tmp_path / name / "c") as checkpoints:
+    assert_same_bits(checkpoints.restore(abstract), at_step(state, 2))
+    leaf = files.leaf_reader(tmp_path / name / "c" / "2")("params/Dense_0/bias")
+    np.testing.assert_array_equal(leaf, at_step(state, 2).params["Dense_0"]["bias"])
+
+
+def test_a_checkpoint_whose_parts_were_never_merged_is_completed(tmp_path):
+  """As runs below folders with brackets in their name have left them."""
+  abstract, state = make_states(2)
+  with Checkpoints(tmp_path) as checkpoints:
+    checkpoints.save(at_step(state, 1))
+  (tmp_path / "1" / "state" / "manifest.ocdbt").unlink()
+  shutil.rmtree(tmp_path / "1" / "state" / "d")
+  with Checkpoints(tmp_path) as checkpoints:
+    assert_same_bits(checkpoints.restore(abstract), at_step(state, 1))
+
+
+def data_of(state):
+  """The largest file with arrays in it, as this process has written it."""
+  files = [p for p in state.glob("ocdbt.process_*/d/*") if p.is_file()]
+  return max(files, key=lambda p: p.stat().st_size)
+
+
+# What goes wrong after a process has written its part: what the line says of it.
+LOST = {
+  "flipped": (lambda s: flip_bit(data_of(s), 0.5), "not on the disk as it was"),
+  "cut": (lambda s: os.truncate(data_of(s), 9000), "cannot be read"),
+  "emptied": (lambda s: os.truncate(data_of(s), 0), "is empty"),
+  "zeroed": (
+    lambda s: data_of(s).write_bytes(bytes(data_of(s).stat().st_size)),
+    "cannot be read",
+  ),
+  "gone": (lambda s: data_of(s).unlink(), "could not be saved"),
+  "metadata emptied": (lambda s: os.truncate(s / "_METADATA", 0), "_METADATA is empty"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lost", LOST)
+def test_what_the_disk_does_not_have_is_not_committed(tmp_path, monkeypatch, lost):
+  _, state = make_states(2)
+  start, reported = files.start_writing, []
+
+  def start_and_lose(directory, state):
+    written = start(directory, state)
+    return lambda: (written(), LOST[lost][0](directory / "state"))
+
+  options = dict(keep_last=1, on_failure="continue", say=reported.append)
+  with Checkpoints(tmp_path, **options) as checkpoints:
+    checkpoints.save(at_step(state, 1))
+    checkpoints.wait()
+    monkeypatch.setattr(files, "start_writing", start_and_lose)
+    checkpoints.save(at_step(state, 2))
+    checkpoints.wait()
+    assert checkpoints.steps() == [1] and os.listdir(tmp_path) == ["1"]
+    (line,) = reported
+    assert line.startswith("checkpoint of step 2 could not be saved: "), line
+    assert LOST[lost][1] in line and "\n" not in line and "make room" not in line
+    monkeypatch.undo()
+    checkpoints.save(at_step(state, 3))
+    checkpoints.wait()
+    assert checkpoints.steps() == [3] and checkpoints.unsaved is None
+
+
+def test_a_merge_that_finds_nothing_is_noticed(tmp_path, monkeypatch):
+  _, state = make_states(1)
+  monkeypatch.setattr(files, "merge", lambda directory: None)
+  with Checkpoints(tmp_path) as checkpoints:
+    checkpoints.save(at_step(state, 1))
+    with pytest.raises(UnsavedError):
+      checkpoints.wait()
+    assert checkpoints.steps() == []
+
+
+def test_an_array_that_is_missing_is_noticed(tmp_path, monkeypatch):
+  _, state = make_states(1)
+  start = files.start_writing
+
+  def without_bias(directory, state):
+    params = {"Dense_0": {"kernel": state.params["Dense_0"]["kernel"]}}
+    return start(directory, state._replace(params=params))
+
+  monkeypatch.setattr(files, "start_writing", without_bias)
+  with Checkpoints(tmp_path) as checkpoints:
+    checkpoints.save(at_step(state, 1))
+    with pytest.raises(UnsavedError, match="params/Dense_0/bias is not on the disk"):
+      checkpoints.wait()
+
+
+def test_all_is_synced_before_the_commit_and_older_ones_deleted_after(
+  tmp_path, monkeypatch
+):
+  """A loss of power at any moment leaves the newest checkpoint that was committed."""
+  _, state = make_states(2)
+  events, fsync, rename = [], os.fsync, type(tmp_path).rename
+
+  def sync(number):
+    fsync(number)
+    events.append(("sync", os.readlink(f"/proc/self/fd/{number}")))
+
+  def move(path, target):
+    if str(path).endswith((".tmp-0", "/1")):
+      files = [p for p in path.rglob("*") if p.is_file()]
+      events.append(("rename", str(path), [str(p) for p in (path, *files)]))
+    return rename(path, target)
+
+  with Checkpoints(tmp_path / "run" / "c", keep_last=1) as checkpoints:
+    checkpoints.save(at_step(state, 1))
+    checkpoints.wait()
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(type(tmp_path), "rename", move)
+    checkpoints.save(at_step(state, 2))
+    checkpoints.wait()
+  partial = str(tmp_path / "run" / "c" / "2.tmp-0")
+  commit, prune = (i for i, event in enumerate(events) if event[0] == "rename")
+  assert events[commit][1] == partial and events[prune][1].endswith("/c/1")
+  synced = {event[1] for event in events[:commit] if event[0] == "sync"}
+  there = set(events[commit][2])
+  small = {"_METADATA", "process_0", "manifest.ocdbt", "manifest.json"}
+  assert small <= {os.path.basename(p) for p in there}
+  assert there <= synced, there - synced
+  parents = {event[1] for event in events[commit + 1 : prune]}
+  assert {str(tmp_path / "run" / "c"), str(tmp_path / "run")} <= parents
 
 
 def naive_checksum(array, mixes=False):

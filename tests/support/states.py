@@ -52,6 +52,13 @@ def state_at(step):
 def full(*args, **kwargs): raise OSError(28, "No space left on device")
 def later(*args): start(*args)(); return full
 def slow(*args): written = start(*args); return lambda: (go_on.wait(), written())
+def lose(*args):
+  written = start(*args)
+  def lost():
+    written()
+    for p in args[0].glob(f"state/ocdbt.process_{me}/d/*"):
+      p.write_bytes(bytes(len(p.read_bytes())))
+  return lost
 def of_two(path, *args, **kwargs):
   return (full if path.name == "2" else load)(path, *args, **kwargs)
 
@@ -62,7 +69,7 @@ with Checkpoints(directory, **options) as checkpoints:
   if faults:
     for step, who, name, fault in (
       (3, 1, "start_writing", full), (4, 1, "start_writing", later),
-      (5, 0, "finish", full),
+      (5, 0, "finish", full), (5, 1, "start_writing", lose),
     ):
       if me == who: setattr(files, name, fault)
       checkpoints.save(state_at(step))

@@ -1,0 +1,206 @@
+"""Arrays of a checkpoint compared with what is on the disk, before it is committed.
+
+Each process reads again what it has written: the bytes are compared with those on the
+host, or their checksum is added to that of the other processes where this process does
+not hold them (replicas share the work of writing). Process 0 then looks for each chunk
+of each array among the merged ones. So arrays and chunks that are missing, cut, swapped
+or wrong are found. The bytes come from the system's cache: a medium that loses what it
+has confirmed is noticed only when the checkpoint is restored.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxscale.checkpoint import checksum
+from jaxscale.checkpoint.checksum import DamagedError, Shards
+
+_Index = tuple[slice, ...]
+
+
+class _Chunk(NamedTuple):
+  """A part of an array on the disk: its place, and its bytes or where they are."""
+
+  index: _Index
+  shape: tuple[int, ...]
+  value: bytes | tuple[Path, int, int]
+
+  @property
+  def size(self) -> int:
+    return math.prod(s.stop - s.start for s in self.index)
+
+  def read(self, itemsize: int) -> np.ndarray:
+    """The elements as unsigned integers; fewer of them where the file was cut."""
+    if isinstance(self.value, bytes):
+      data = np.frombuffer(self.value, f"u{itemsize}")
+    else:
+      file, offset, length = self.value
+      data = np.fromfile(file, f"u{itemsize}", length // itemsize, offset=offset)
+    if data.size != math.prod(self.shape):
+      raise DamagedError("a file was cut")
+    # Chunks are whole also at the edge of an array.
+    return data.reshape(self.shape)[tuple(slice(s.stop - s.start) for s in self.index)]
+
+
+def check_complete(state: Path, leaves: dict[str, dict[str, Any]]) -> None:
+  """Find each array of a merged checkpoint, whole.
+
+  Args:
+    state: the folder that Orbax has written.
+    leaves: shape and dtype of each array (`checksum.describe`).
+
+  Raises:
+    DamagedError: an array or a chunk is missing, or has another shape or dtype.
+  """
+  entries = _entries(state)
+  metas = {
+    _name(k): json.loads(v) for k, v in entries.items() if k.endswith(b".zarray")
+  }
+  for name, leaf in leaves.items():
+    if (meta := metas.get(name.replace("/", "."))) is None:
+      raise DamagedError(f"{name} is not on the disk")
+    there = {"shape": meta["shape"], "dtype": np.dtype(meta["dtype"]).name}
+    if any(leaf[key] != there[key] for key in there):
+      old, new = (f"{x['dtype']}{x['shape']}" for x in (there, leaf))
+      raise DamagedError(f"{name} is {old} on the disk, not {new}")
+  shapes = {name: meta["chunks"] for name, meta in metas.items()}
+  chunks = _chunks(state, entries, leaves, shapes)
+  for name, leaf in leaves.items():
+    if sum(c.size for c in chunks.get(name, ())) != math.prod(leaf["shape"]):
+      raise DamagedError(f"{name} is not complete on the disk")
+
+
+def stored_sums(
+  state: Path,
+  leaves: dict[str, dict[str, Any]],
+  shards: list[Shards],
+  sums: dict[int, tuple[int, int]],
+) -> dict[int, int]:
+  """Checksums of what this process has written, by leaf, as it is on the disk.
+
+  Args:
+    state: the folder that Orbax has written.
+    leaves: shape and dtype of each array.
+    shards: those that this process has summed (`checksum.own_shards`).
+    sums: their checksums (`checksum.sum_shards`).
+
+  Raises:
+    DamagedError: an array is not what was to be written.
+  """
+  who = f"process_{jax.process_index()}"
+  shapes, part, chunks, stored = {}, state / f"ocdbt.{who}", {}, {}
+  if part.exists():
+    # Only process 0 writes `.zarray`.
+    text = (state / "array_metadatas" / who).read_text()
+    metas = [x["array_metadata"] for x in json.loads(text)["array_metadatas"]]
+    shapes = {x["param_name"].replace("/", "."): x["chunk_shape"] for x in metas}
+    chunks = _chunks(part, _entries(part), leaves, shapes)
+  held: dict[int, list[tuple[_Index, np.ndarray]]] = {}
+  for group in shards:
+    for i, data in zip(group.leaves, group.data, strict=True):
+      index = [
+        slice(*s.indices(n)) for s, n in zip(group.index, group.shape, strict=True)
+      ]
+      held.setdefault(i, []).append((tuple(index), data))
+  for i, (name, leaf) in enumerate(leaves.items()):
+    of_leaf, whole = chunks.get(name, []), tuple(leaf["shape"])
+    pairs = [(chunk, _part_of(held.get(i, ()), chunk.index)) for chunk in of_leaf]
+    # Chunks are disjoint: as many elements as this process holds are all of them.
+    size = sum(data.size for _, data in held.get(i, ()))
+    is_held = all(data is not None for _, data in pairs)
+    if is_held and size == sum(chunk.size for chunk in of_leaf):
+      if not all(_is_same(chunk, data) for chunk, data in pairs):
+        raise DamagedError(f"{name} is not on the disk as it was in memory")
+      total = sums.get(i, (0, 0))[0]
+    else:
+      itemsize, total = np.dtype(leaf["dtype"]).itemsize, 0
+      for chunk in of_leaf:
+        data = [chunk.read(itemsize)]
+        total += int(checksum.shard_checksums(data, chunk.index, whole)[0])
+    stored[i] = total % 2**64
+  return stored
+
+
+def _is_same(chunk: _Chunk, data: np.ndarray | None) -> bool:
+  assert data is not None
+  unsigned = data.view(f"u{data.dtype.itemsize}")
+  return np.array_equal(chunk.read(data.dtype.itemsize), unsigned)
+
+
+def _part_of(held: Any, index: _Index) -> np.ndarray | None:
+  """The bytes of a chunk in memory; None: this process has not summed them."""
+  for outer, data in held:
+    pairs = list(zip(outer, index, strict=True))
+    if all(o.start <= s.start and s.stop <= o.stop for o, s in pairs):
+      return data[tuple(slice(s.start - o.start, s.stop - o.start) for o, s in pairs)]
+  return None
+
+
+def _chunks(
+  folder: Path,
+  entries: dict[bytes, Any],
+  leaves: dict[str, dict[str, Any]],
+  shapes: dict[str, list[int]],
+) -> dict[str, list[_Chunk]]:
+  """The chunks among entries, by the name of their array in `leaves`.
+
+  Args:
+    folder: with the entries.
+    entries: of `_entries`.
+    leaves: shape of each array.
+    shapes: of the chunks of each array, by Orbax's name for it.
+  """
+  names = {name.replace("/", "."): name for name in leaves}
+  found: dict[str, list[_Chunk]] = {}
+  for key, value in entries.items():
+    place = key.decode().rpartition("/")[2]
+    if place.startswith(".") or (name := names.get(_name(key))) is None:
+      continue
+    chunk, whole = shapes[_name(key)], leaves[name]["shape"]
+    starts = map(int, place.split("."))
+    bounds = zip(starts, chunk, whole, strict=False)  # a scalar's is "0"
+    index = tuple(slice(i * c, min((i + 1) * c, n)) for i, c, n in bounds)
+    if not isinstance(value, bytes):
+      value = (folder / value[0], *value[1:])
+    found.setdefault(name, []).append(_Chunk(index, tuple(chunk), value))
+  return found
+
+
+def _name(key: bytes) -> str:
+  """The array of an entry, with points between the parts of its name."""
+  return key.decode().rpartition("/")[0].replace("/", ".")
+
+
+def _entries(folder: Path) -> dict[bytes, Any]:
+  """The newest entries: their values, or the file, offset and length of these.
+
+  Raises:
+    DamagedError: there are none, or they are not readable.
+  """
+  import tensorstore as ts
+
+  store = ts.KvStore.open({"driver": "file", "path": f"{folder}/"}).result()
+
+  def below(location: str, prefix: bytes) -> Iterator[Any]:
+    for entry in ts.ocdbt.dump(store, location).result()["entries"]:
+      if "location" in entry:
+        common = prefix + entry.get("subtree_common_prefix", b"")
+        yield from below(entry["location"], common)
+      elif "inline_value" in entry:
+        yield prefix + entry["key"], entry["inline_value"]
+      else:
+        _, base, file, offset, length = entry["indirect_value"].split(":")
+        yield prefix + entry["key"], (base + file, int(offset), int(length))
+
+  try:
+    newest = ts.ocdbt.dump(store).result()["versions"][-1]
+    return dict(below(newest["root"]["location"], b""))
+  except (ValueError, LookupError) as e:
+    raise DamagedError(f"its index cannot be read: {e}") from e
