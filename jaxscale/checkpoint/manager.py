@@ -123,6 +123,7 @@ class Checkpoints:
     """
     self.directory = Path(directory).absolute()
     self.say = say
+    self.identity: dict[str, Any] | None = None  # of data and code, for manifests
     self.unsaved: str | None = None  # why the newest save failed, if it did
     self._keep = keep_last, keep_best
     self._stops = on_failure == "stop"
@@ -266,7 +267,7 @@ class Checkpoints:
     if is_there:
       return None
     manifest = {"step": step, "metrics": metrics or {}}
-    manifest |= {"leaves": checksum.describe(state)}
+    manifest |= {"leaves": checksum.describe(state), "identity": self.identity}
     if self._split is not None and jax.tree.leaves(state.exchange_state):
       manifest["split"] = self._split._asdict()
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from jaxscale.cli import submit
 from jaxscale.cli.cancel import add_arguments as add_names
 from jaxscale.cli.parser import Namespace, Parser, whole
+from jaxscale.cli.train import add_accept_changes
 
 
 def add_arguments(parser: Parser) -> None:
@@ -15,6 +16,7 @@ def add_arguments(parser: Parser) -> None:
   add_names(parser)
   parser.option("--nodes N", "another number of nodes", whole(1))
   parser.option("--spares N", "another number of spare nodes", whole())
+  add_accept_changes(parser)
   submit.add_site_arguments(parser)
 
 
@@ -24,5 +26,6 @@ def run(args: Namespace) -> None:
   from jaxscale.launch.jobs import Job
 
   for path in folders.find_all(args.names, args.runs):
-    Job(path).resume(**submit.given(args, "nodes", "spares"))
+    options = submit.given(args, "nodes", "spares", "accept_changes")
+    Job(path).resume(**options)
     print(f"{path.name}: submitted again as {folders.last_job(path)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jaxscale.cli.parser import Namespace, Parser, directory
+from jaxscale.cli.parser import Namespace, Parser, directory, value
 
 EXIT_CODES = """\
 exit code: 0 done, 2 a mistake in what was asked for, 85 asked to stop and saved,
@@ -18,6 +18,20 @@ def add_arguments(parser: Parser) -> None:
   add_workdir(parser)
   text = "of this run, by `jaxscale plan`: `report` and `status` compare it with that"
   parser.option("--plan FILE.json", text)
+  add_accept_changes(parser)
+
+
+def add_accept_changes(parser: Parser) -> None:
+  """--accept-changes, of what a run was trained on."""
+  is_known = {"data", "code"}.issuperset
+  kinds = value(
+    lambda text: tuple(text.split(",")), "data, code or data,code", is_known
+  )
+  text = (
+    "resume although these have changed since the run began: data (examples, class "
+  )
+  text += "names, tokenizer), code (of your own classes) or data,code"
+  parser.option("--accept-changes KINDS", text, kinds, default=())
 
 
 def add_workdir(parser: Parser) -> None:
@@ -75,7 +89,8 @@ def _run(args: Namespace) -> int | None:
   with open_session(config, workdir) as watch:
     from jaxscale.run.fit import fit  # JAX: only once all processes have joined
 
-    summary = fit(config, workdir, plan=plan).summary
+    accept = args.accept_changes
+    summary = fit(config, workdir, plan=plan, accept_changes=accept).summary
     if summary["outcome"] == "interrupted":
       text = f"saved step {summary['step']}; to resume"
       if summary["step"] == 0:

@@ -83,7 +83,8 @@ def initialize(
   stop; a process that is alone keeps its own.
 
   Args:
-    config: what all processes must be given alike; its `repr` is compared.
+    config: what all processes must be given alike: the settings and own code of a
+      `Config` are compared, of anything else the `repr`.
     timeouts: None: the defaults, but a program that never notes by `Watch.at` where
       it is may stay there for as long as it likes.
     folder: for the stacks of processes that a fault ends.

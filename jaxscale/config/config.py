@@ -131,6 +131,12 @@ class Config:
     """Whether workers take steps of their own between synchronizations."""
     return type(self.sync).__name__ != "EveryStep"
 
+  def shared(self) -> dict[str, str]:
+    """Texts that must be the same in all processes of a run, by name."""
+    from jaxscale.config.record import shared_texts  # which imports this module
+
+    return shared_texts(self)
+
   def __post_init__(self):
     if self.batch_size % (steps := self.accumulate_steps):
       why = f"not divisible by accumulate_steps={steps}, change one of them"
@@ -164,6 +170,9 @@ class Config:
     if self.trains_apart:
       _check_local(self)
     check_layout(self)
+    from jaxscale.config.record import check_forms  # which imports this module
+
+    check_forms(self)
 
 
 def _check_neutral(config: Config) -> None:

@@ -9,13 +9,14 @@ bit. The file is in order of writing; the last 360 images (a fifth) are held-out
 
 from __future__ import annotations
 
+import functools
 from importlib import resources
 from typing import Any, Literal
 
 import numpy as np
 
 from jaxscale.data.augment import Augment, shift, uniform_bits
-from jaxscale.data.dataset import NO_CLASS, Dataset, DatasetInfo
+from jaxscale.data.dataset import NO_CLASS, Dataset, DatasetInfo, array_identity
 from jaxscale.errors import ConfigError
 
 # Mean and standard deviation of the 1,437 training images.
@@ -68,7 +69,9 @@ def from_arrays(
       batch = augment.apply(batch, draws)
     return {"image": batch, "label": targets[indices]}
 
-  return Dataset(info, len(inputs), load, augment.num_draws if augment else 0)
+  num_draws = augment.num_draws if augment else 0
+  identity = functools.partial(array_identity, inputs, targets)
+  return Dataset(info, len(inputs), load, num_draws, identity=identity)
 
 
 def _check_classes(name: str, targets: np.ndarray, lowest: int, count: int) -> None:

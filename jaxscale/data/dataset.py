@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,6 +44,7 @@ class DatasetInfo(NamedTuple):
     dtype: of "image", as loaded.
     label_shape: of one example's "label"; () for a class.
     label_dtype: of "label".
+    class_names: names of the classes in the order of their labels, where there are any.
   """
 
   name: str
@@ -53,6 +55,7 @@ class DatasetInfo(NamedTuple):
   dtype: str = "uint8"
   label_shape: tuple[int, ...] = ()
   label_dtype: str = "int32"
+  class_names: tuple[str, ...] = ()
 
 
 class TextInfo(NamedTuple):
@@ -86,6 +89,60 @@ def batch_shapes(info: DatasetInfo | TextInfo, rows: int) -> dict[str, tuple]:
     "image": ((rows, *info.image_shape), info.dtype),
     "label": ((rows, *info.label_shape), info.label_dtype),
   }
+
+
+# The contents of files and arrays are hashed whole up to so many bytes; of larger ones
+# as much in blocks that are spread evenly.
+_HASHED, _BLOCK = 8 << 20, 1 << 16
+_MAX_SIZES = 1024  # files whose size is asked for: a cluster's file system is slow
+
+
+def file_identity(paths: Sequence[Path]) -> dict[str, Any]:
+  """Sizes and contents of a few files one after another, wherever they are."""
+  sizes = [path.stat().st_size for path in paths]
+  total, starts = sum(sizes), np.cumsum([0, *sizes])
+  digest = hashlib.sha256(repr(sizes).encode())
+  for begin in _block_starts(total):
+    index = int(np.searchsorted(starts, begin, "right")) - 1
+    with open(paths[index], "rb") as file:
+      file.seek(begin - int(starts[index]))
+      digest.update(file.read(_BLOCK))
+  return {"bytes": total, "content": digest.hexdigest()[:16]}
+
+
+def _block_starts(total: int) -> list[int]:
+  """The first bytes of the blocks that are hashed, the last one at the very end."""
+  count = -(-min(total, _HASHED) // _BLOCK)
+  if total <= _HASHED:
+    return [i * _BLOCK for i in range(count)]
+  return np.linspace(0, total - _BLOCK, count).astype(np.int64).tolist()
+
+
+def names_identity(names: np.ndarray, size_of: Callable[[int], int]) -> dict[str, Any]:
+  """Names of many files in their order, and the sizes of up to 1,024 of them.
+
+  Args:
+    names: bytes [n].
+    size_of: index -> the size of a file.
+  """
+  some = np.unique(np.linspace(0, len(names) - 1, _MAX_SIZES).astype(int))
+  sizes = ",".join(str(size_of(int(i))) for i in some)
+  return {
+    "files": hashlib.sha256(names.tobytes()).hexdigest()[:16],
+    "sizes": hashlib.sha256(sizes.encode()).hexdigest()[:16],
+  }
+
+
+def array_identity(*arrays: np.ndarray) -> dict[str, Any]:
+  """Contents of arrays, of large ones rows that are spread evenly."""
+  digest = hashlib.sha256()
+  for array in arrays:
+    digest.update(f"{array.shape} {array.dtype}".encode())
+    if array.nbytes > _HASHED:
+      rows = max(_HASHED * len(array) // array.nbytes, 1)
+      array = array[np.linspace(0, len(array) - 1, rows).astype(int)]
+    digest.update(np.ascontiguousarray(array).view(np.uint8).data)
+  return {"content": digest.hexdigest()[:16]}
 
 
 class DamagedExamples:
@@ -164,6 +221,9 @@ class Dataset(NamedTuple):
     damaged: examples that `load` could not read so far; None: it can read all.
     draws_by_epoch: whether all examples of an epoch have the same draws.
     notes: worth reading before the first step.
+    identity: what tells its contents from others', as JSON, or a function that
+      returns that; a run does not resume on contents of another identity. None:
+      by the number of examples alone.
   """
 
   info: DatasetInfo | TextInfo
@@ -173,3 +233,4 @@ class Dataset(NamedTuple):
   damaged: DamagedExamples | None = None
   draws_by_epoch: bool = False
   notes: tuple[str, ...] = ()
+  identity: str | Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None

@@ -7,13 +7,13 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxscale.config.validation import nearest
 from jaxscale.data.augment import AugmentName, EvalView
-from jaxscale.data.dataset import MAX_PIXELS, Dataset
+from jaxscale.data.dataset import MAX_PIXELS, Dataset, names_identity
 from jaxscale.data.encoded import Record, Source, from_source, image_info
 from jaxscale.data.faults import raise_if_system_error
 from jaxscale.errors import ConfigError
@@ -93,12 +93,28 @@ def image_folder(
   labels = np.array([names.index(c) for c in folder.classes], np.int32)[labels]
   shape = (image_size, image_size, channels)
   info = image_info(str(directory), shape, len(names), mean, std)
+  info = info._replace(class_names=names)
   source = _source(folder, labels)
   made = from_source(info, source, True, augment, cache, eval_view, max_pixels)
   lacking = [name for name in (classes or folder.empty) if name not in folder.classes]
   what = "never evaluated" if classes else "left out"
   note = f"{directory}: no image of class {few(lacking)}; "
-  return made._replace(notes=(note + what,) if lacking else ())
+  identity = functools.partial(_identity, folder, source)
+  return made._replace(notes=(note + what,) if lacking else (), identity=identity)
+
+
+def _identity(folder: Folder, source: Source) -> dict[str, Any]:
+  """Names and sizes of the files, and how many each class has."""
+
+  def size_of(index: int) -> int:
+    try:
+      return os.stat(os.path.join(folder.root, source.name(index))).st_size
+    except OSError:  # a damaged example
+      return -1
+
+  counts = np.bincount(folder.labels).tolist()
+  per_class = dict(zip(folder.classes, counts, strict=True))
+  return {"classes": per_class} | names_identity(folder.files, size_of)
 
 
 def folder_classes(directory: str | os.PathLike[str]) -> tuple[str, ...]:

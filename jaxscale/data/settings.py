@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from jaxscale import data
 from jaxscale.config.bases import Data
 from jaxscale.config.bounds import Count
+from jaxscale.config.record import to_plain
 from jaxscale.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ class Arrays(Data):
 
   Targets are classes (integers [n]), several of them (0 and 1, [n, classes]) or numbers
   (floats [n] or [n, outputs]); the `Loss` must be for such. config.json keeps a
-  checksum of the arrays in their place.
+  checksum of the arrays in their place, or `identity`.
 
   Attributes:
     x: inputs [n, ...], uint8, another integer or float32.
@@ -206,6 +206,8 @@ class Arrays(Data):
     num_classes: classes, or outputs; None: as the targets show.
     mean: per channel, subtracted from the inputs.
     std: per channel, the inputs are divided by it.
+    identity: a name of the arrays' contents that is recorded in place of their
+      checksums, for arrays too large to be read at each start; None: checksums.
   """
 
   x: Any
@@ -216,21 +218,31 @@ class Arrays(Data):
   num_classes: Annotated[int | None, ">= 1"] = None
   mean: tuple[float, ...] = (0.0,)
   std: tuple[float, ...] = (1.0,)
+  identity: str | None = None
 
   def build(self) -> Split:
     from jaxscale.data.arrays import array_splits
 
-    return array_splits(**vars(self))
+    options = {name: v for name, v in vars(self).items() if name != "identity"}
+    return array_splits(**options)
 
   def __eq__(self, other: object) -> bool:
-    return type(other) is Arrays and self.as_plain() == other.as_plain()
+    return type(other) is Arrays and to_plain(self) == to_plain(other)
 
   def __hash__(self) -> int:
     return id(self)
 
   def as_plain(self) -> dict[str, Any]:
-    """The fields as JSON, of arrays their checksums."""
-    return {n: _checksum(v) if n in ARRAYS else v for n, v in vars(self).items()}
+    """The fields, as `to_plain` records them."""
+    import numpy as np
+
+    def plain(value: Any) -> Any:
+      array = None if value is None else np.asarray(value)
+      if array is None or self.identity is None:
+        return array
+      return {"shape": [*array.shape], "dtype": str(array.dtype)}
+
+    return {n: plain(v) if n in ARRAYS else v for n, v in vars(self).items()}
 
   def __repr__(self) -> str:
     given = {n: v for n in ARRAYS if (v := getattr(self, n)) is not None}
@@ -239,16 +251,6 @@ class Arrays(Data):
 
 
 ARRAYS = ("x", "y", "x_eval", "y_eval")
-
-
-def _checksum(values: Any) -> dict[str, Any] | None:
-  if values is None:
-    return None
-  import numpy as np
-
-  array = np.ascontiguousarray(values)
-  digest = hashlib.sha256(array.view(np.uint8).data).hexdigest()
-  return {"shape": list(array.shape), "dtype": str(array.dtype), "sha256": digest}
 
 
 class _Text(Data):

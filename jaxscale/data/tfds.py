@@ -79,9 +79,20 @@ def tfds_images(
       f"TFDS.image_size=None: images of {name} differ in size, give a size, e.g. 224"
     )
   shape = image_size or stored[0], image_size or stored[1], channels
-  info = image_info(name, shape, features[label_key].num_classes, mean, std)
+  label = features[label_key]
+  info = image_info(name, shape, label.num_classes, mean, std)
+  if getattr(label, "_int2str", None):  # else TFDS makes names of the numbers
+    info = info._replace(class_names=tuple(label.names))
   resized = image_size is not None
-  return from_source(info, source, resized, augment, cache, eval_view, max_pixels)
+  made = from_source(info, source, resized, augment, cache, eval_view, max_pixels)
+  return made._replace(identity=_content(builder, split))
+
+
+def _content(builder: Any, split: str) -> dict[str, Any]:
+  """Version of a prepared dataset, and the examples in the files of its split."""
+  names, splits = re.findall(r"[\w.]+", split), builder.info.splits
+  shards = {name: splits[name].shard_lengths for name in names if name in splits}
+  return {"version": builder.info.full_name, "shards": shards}
 
 
 @functools.lru_cache(maxsize=16)
@@ -164,7 +175,9 @@ def tfds_text(
   examples = open_split(builder, name, split, field="TFDSText.name")
   documents = _documents(examples, title, feature)
   stream = packed(title, documents, tokens, identity, cache_dir)
-  return text_windows(title, stream, tokens.vocab_size, sequence_length)
+  made = text_windows(title, stream, tokens.vocab_size, sequence_length)
+  content = _content(builder, split) | {"tokenizer": tokens.key}
+  return made._replace(identity=content | {"tokens": stream.num_tokens})
 
 
 def _is_text(feature: Any) -> bool:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from jaxscale.data.dataset import Dataset
+from jaxscale.data.dataset import Dataset, file_identity
 from jaxscale.data.stream import of_files, packed, text_windows
 from jaxscale.data.tokenizer import read_tokenizer
 from jaxscale.errors import ConfigError
@@ -60,8 +61,10 @@ def text_files(
       raise ConfigError(
         f"TextFiles.tokenizer={tokenizer!r}: {paths[0]} has tokens already, omit it"
       )
-    stream = of_files(paths, "<u2" if vocab_size <= 1 << 16 else "<u4", None)
-    return text_windows(called, stream, vocab_size, sequence_length)
+    dtype = "<u2" if vocab_size <= 1 << 16 else "<u4"
+    stream = of_files(paths, dtype, None)
+    made, kind = text_windows(called, stream, vocab_size, sequence_length), dtype
+    return _identified(made, paths, {"tokens": stream.num_tokens, "dtype": kind})
   if vocab_size is not None:
     raise ConfigError(
       f"TextFiles.vocab_size={vocab_size}: {paths[0]} is text with the vocabulary "
@@ -70,7 +73,13 @@ def text_files(
   tokens = read_tokenizer(tokenizer, separator, field="TextFiles.tokenizer")
   stamps = [(str(p.absolute()), p.stat().st_size, p.stat().st_mtime_ns) for p in paths]
   stream = packed(called, _documents(paths), tokens, ("files", *stamps), cache_dir)
-  return text_windows(called, stream, tokens.vocab_size, sequence_length)
+  made = text_windows(called, stream, tokens.vocab_size, sequence_length)
+  facts = {"tokens": stream.num_tokens, "tokenizer": tokens.key}
+  return _identified(made, paths, facts)
+
+
+def _identified(made: Dataset, paths: Sequence[Path], facts: dict[str, Any]) -> Dataset:
+  return made._replace(identity=lambda: facts | file_identity(paths))
 
 
 def split_files(directory: Path, split: str) -> list[Path]:

@@ -7,7 +7,7 @@ import contextlib
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -309,7 +309,12 @@ class Job(NamedTuple):
     return True
 
   def resume(
-    self, *, nodes: int | None = None, spares: int | None = None, **options: Any
+    self,
+    *,
+    nodes: int | None = None,
+    spares: int | None = None,
+    accept_changes: Collection[str] = (),
+    **options: Any,
   ) -> Job:
     """Submit the same folder again; it resumes from its last checkpoint.
 
@@ -318,6 +323,7 @@ class Job(NamedTuple):
     Args:
       nodes: another number of nodes.
       spares: another number of spare nodes.
+      accept_changes: as for `fit`, in this job.
       options: other values of any of `site.OPTIONS`.
 
     Raises:
@@ -330,7 +336,7 @@ class Job(NamedTuple):
     tasks = [i for i, row in enumerate(now) if row.state != "COMPLETED"]
     if not tasks:
       raise ConfigError(f"{spec.name}: is done; there is nothing to resume")
-    given = {"nodes": nodes, "spares": spares}
+    given = {"nodes": nodes, "spares": spares, "accept_changes": [*accept_changes]}
     spec = spec._replace(**{k: v for k, v in given.items() if v is not None})
     _check_counts(spec.nodes, spares=spec.spares)
     spec = spec._replace(site=with_options(spec.site, options))

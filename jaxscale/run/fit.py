@@ -11,7 +11,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent import futures
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
 from jaxscale.parallel.layout_exchange import exchange_split
 from jaxscale.run import adaptive_batch, provenance, tracking
+from jaxscale.run import identity as identities
 from jaxscale.run import workdir as workdirs
 from jaxscale.run.activity import ActivityRecord
 from jaxscale.run.callbacks import Run, RunCallbacks
@@ -66,6 +67,7 @@ def fit(
   workdir: str | os.PathLike,
   *,
   plan: Mapping[str, Any] | None = None,
+  accept_changes: Collection[str] = (),
 ) -> Result:
   """Train, evaluate and save as the config says; resume if there is a checkpoint.
 
@@ -77,9 +79,12 @@ def fit(
     workdir: its own directory, made if need be.
     plan: of it, as `planning.plan.as_json` gives; it becomes plan.json, with which
       `jaxscale report` and `status` compare the run.
+    accept_changes: resume although these have changed: "data" (examples, class names,
+      tokenizer) or "code" (of your own classes). The run records it.
 
   Raises:
-    ConfigError: config, data, devices and workdir do not fit each other.
+    ConfigError: config, data, devices and workdir do not fit each other, or data or
+      code have changed since the run began, or differ between processes.
     loop.NonFiniteError: a step's loss or gradient was NaN or Inf, and `config.checks`
       says to stop, or there were too many; the checkpoints are good ones.
     UnsavedError: the last checkpoint could not be written; all else was done.
@@ -96,8 +101,13 @@ def fit(
   began = time.time()
   workdir = Path(workdir)
   tracking.check_packages(config)
-  experiment = _with_chosen_sizes(workdir, workdirs.experiment_in(workdir, config))
-  workdirs.claim_workdir(workdir, config)
+  accept = accept_changes
+  experiment = workdirs.experiment_in(workdir, config, accept)
+  experiment = _with_chosen_sizes(workdir, experiment)
+  identity = identities.identity_of(experiment)
+  identities.check_alike(identity)
+  changed = workdirs.claim_workdir(workdir, config, identity, accept)
+  experiment = experiment.replace(notes=(*experiment.notes, *changed))
   held, wait_s = lock.acquire_for_all(workdir), config.faults.compile_timeout_s
   with (
     held or contextlib.nullcontext(),
@@ -107,11 +117,12 @@ def fit(
   ):
     if plan is not None:
       cluster.on_leader(functools.partial(_store_plan, plan, workdir), _PLAN)
-    return _fit(experiment, workdir, held, activity, programs, watch, began)
+    return _fit(experiment, identity, workdir, held, activity, programs, watch, began)
 
 
 def _fit(
   experiment: build.Experiment,
+  identity: dict[str, Any],
   workdir: Path,
   held: lock.WorkdirLock | None,
   activity: ActivityRecord,
@@ -133,6 +144,7 @@ def _fit(
     Checkpoints(workdir / "checkpoints", lock=held, split=split, **kept) as checkpoints,
     Tracer(workdir, config.log) as tracer,
   ):
+    checkpoints.identity = identity
     run = Run(
       workdir=workdir, lock=held, checkpoints=checkpoints, watch=watch,
       nan_policy=nan_policy, began=began, activity=activity, tracer=tracer,
@@ -140,9 +152,7 @@ def _fit(
     )  # fmt: skip
     check_progress(config, workdir, checkpoints.newest())
     # What git takes the first step does not wait for.
-    recorded = in_background(
-      functools.partial(_record_start, workdir, workdirs.devices_of(experiment))
-    )
+    recorded = in_background(functools.partial(_record_start, workdir, experiment))
     ended = None
     while ended is None:  # again after each roll back, as a run that resumes
       try:
@@ -178,10 +188,12 @@ def _fit(
   return Result(state, summary)
 
 
-def _record_start(workdir: Path, devices: str) -> None:
+def _record_start(workdir: Path, experiment: build.Experiment) -> None:
+  devices = workdirs.devices_of(experiment)
+  accepted = [x for x in experiment.notes if x.startswith(workdirs.ACCEPTED)]
   with contextlib.suppress(OSError):  # a full disk costs a line, not the run
     if cluster.is_leader():
-      provenance.record_start(workdir, devices)
+      provenance.record_start(workdir, devices, accepted)
 
 
 def _begin(
@@ -230,7 +242,7 @@ def _train(run: Run, experiment: build.Experiment) -> tuple[TrainState, Reporter
 
   # Only now: a config whose state cannot be made or restored is not this run's.
   grown = _growth(workdir, experiment, start)
-  described = workdirs.describe(experiment)
+  described = workdirs.describe(experiment, checkpoints.identity)
   write = functools.partial(workdirs.write_config, workdir, described)
   cluster.on_leader(functools.partial(write, experiment.config), "config.json")
   may_write = functools.partial(lock.is_held, run.lock)
@@ -321,6 +333,7 @@ def _summary(run: Run, reporter: Reporter, state: TrainState) -> dict[str, Any]:
     "seconds": round(took, 1),
     "devices": f"{experiment.mesh.size} x {jax.devices()[0].device_kind}",
     "workdir": str(run.workdir),
+    "class_names": list(getattr(experiment.train_data.info, "class_names", ())),
   }
 
 

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +56,18 @@ def environment() -> dict[str, Any]:
   }
 
 
-def record_start(workdir: Path, devices: str) -> None:
+def record_start(workdir: Path, devices: str, accepted: Sequence[str] = ()) -> None:
   """Append this start of a run, its command included, to the record of its workdir.
 
   Args:
     workdir: of the run.
     devices: that it trains on, in words.
+    accepted: changes of data or code that it resumes in spite of.
   """
   start: dict[str, Any] = {"time": round(time.time(), 3), "devices": devices}
   start["command"] = shlex.join(sys.orig_argv)
+  if accepted:
+    start["accepted_changes"] = list(accepted)
   line = json.dumps(start | environment()) + "\n"
   with open(open_to_append(workdir / FILE), "a") as file:
     file.write(line)

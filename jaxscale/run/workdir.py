@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import os
 import platform
 import textwrap
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING
 from importlib import metadata
 from pathlib import Path
@@ -14,9 +17,10 @@ from typing import Any
 import jax
 
 from jaxscale import cluster
-from jaxscale.checkpoint import directory
+from jaxscale.checkpoint import directory, files
 from jaxscale.cluster.detect.fabric import nvidia_models
 from jaxscale.config import Config
+from jaxscale.config.choice import is_built_in
 from jaxscale.config.record import (
   FORMAT,
   RUN,
@@ -26,10 +30,13 @@ from jaxscale.config.record import (
   to_plain,
 )
 from jaxscale.config.validation import shown
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, invalid
 from jaxscale.experiment import build, microbatches
 from jaxscale.files import mismatch, read_json, require_json, write_json
+from jaxscale.metrics.text import plural
 from jaxscale.run import adaptive_batch, goodput, nan_policy, tracking
+from jaxscale.run.identity import SHAPE as IDENTITY
+from jaxscale.run.identity import Change, changes, other_environment
 
 # What may change when a run resumes: where it runs and what it records.
 _NOT_IDENTITY = (
@@ -38,6 +45,11 @@ _NOT_IDENTITY = (
   "gpu_settings", "exchange.algorithm", "exchange.dims", "exchange.links",
   "data.cache_dir", "data.max_pixels",
 )  # fmt: skip
+# Likewise, of a run that knows what its data contain: where they are.
+_PLACES = "data.path", "data.data_dir", "data.tokenizer"
+ACCEPTED = "accepted: "  # what the line of an accepted change begins with
+# The contents of values without a form in JSON, as `to_plain` records them.
+_CONTENTS = "shape", "dtype", "sha256", "fingerprint", "identity"
 
 
 _RUN = RUN | {"derived": {"total_steps": int, "num_devices": int}}
@@ -49,20 +61,34 @@ def write_config(workdir: Path, described: dict[str, Any], config: Config) -> No
   write_json(workdir / "config.json", described | ({"files": files} if files else {}))
 
 
-def describe(experiment: build.Experiment) -> dict[str, Any]:
-  """The resolved config, what was derived from it, and the software, as JSON."""
-  packages = ("jaxscale", "jax", "flax", "optax", "orbax-checkpoint")
+def describe(
+  experiment: build.Experiment, identity: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+  """The resolved config, what was derived from it, and the software, as JSON.
+
+  Args:
+    experiment: of the run.
+    identity: from `identity_of`.
+  """
   return {
     "format": FORMAT,
     "config": to_plain(experiment.config),
     "derived": experiment.derived._asdict()
     | {"phases": [phase._asdict() for phase in experiment.derived.phases]},
     "data": experiment.train_data.info._asdict(),
+    **_software(),
+    "devices": [str(d) for d in jax.devices()],
+    "processes": jax.process_count(),
+  } | ({} if identity is None else {"identity": identity})
+
+
+def _software() -> dict[str, Any]:
+  """What arithmetic depends on, apart from settings."""
+  packages = ("jaxscale", "jax", "flax", "optax", "orbax-checkpoint")
+  return {
     "python": platform.python_version(),
     "versions": {name: metadata.version(name) for name in packages},
-    "devices": [str(d) for d in jax.devices()],
     "device_kind": jax.devices()[0].device_kind,
-    "processes": jax.process_count(),
   }
 
 
@@ -126,7 +152,9 @@ def _without_defaults(value: Any) -> str:
   return f"{type(value).__name__}({', '.join(fields)})"
 
 
-def experiment_in(workdir: Path, config: Any) -> build.Experiment:
+def experiment_in(
+  workdir: Path, config: Any, accept: Collection[str] = ()
+) -> build.Experiment:
   """`build.experiment` for the run of a directory; all processes call it.
 
   Where the run began on another number of devices, its batches are spread over
@@ -135,10 +163,13 @@ def experiment_in(workdir: Path, config: Any) -> build.Experiment:
   Raises:
     ConfigError: data or devices do not fit the config, or the run.
   """
-  return build.experiment(config, cluster.from_leader(start_devices(workdir, config)))
+  began_on = start_devices(workdir, config, accept)
+  return build.experiment(config, cluster.from_leader(began_on))
 
 
-def start_devices(workdir: Path, config: Any) -> int | None:
+def start_devices(
+  workdir: Path, config: Any, accept: Collection[str] = ()
+) -> int | None:
   """Devices on which the run of a directory began, by its config.json.
 
   Until it has saved, whoever starts it begins anew: then it is the largest number
@@ -148,6 +179,7 @@ def start_devices(workdir: Path, config: Any) -> int | None:
   Args:
     workdir: of the run.
     config: of the run that resumes there.
+    accept: kinds of changes that are accepted, "data" and "code".
 
   Returns:
     None: it begins now, or what is there is not its own (`claim_workdir` says so).
@@ -155,7 +187,7 @@ def start_devices(workdir: Path, config: Any) -> int | None:
   described = read_json(workdir / "config.json", _RUN)
   if not described:
     return None
-  if _another(described["config"], config, is_done=_is_done(workdir)):
+  if _refused(_changed_settings(workdir, described, config), accept):
     return None
   derived = described["derived"]
   start = derived.get("start_devices") or derived["num_devices"]
@@ -165,16 +197,31 @@ def start_devices(workdir: Path, config: Any) -> int | None:
   return start if has_saved else max(start, jax.device_count())
 
 
-def claim_workdir(workdir: Path, config: Any) -> None:
+def claim_workdir(
+  workdir: Path,
+  config: Any,
+  identity: Mapping[str, Any] | None = None,
+  accept: Collection[str] = (),
+) -> list[str]:
   """Make the directory, or check that what it holds is this experiment.
 
   A setting that did not exist when the directory was made counts as its default. Where
   nothing was saved, whoever starts a run begins it anew, whatever was tried before; and
   a run that is done can be given more epochs.
 
+  Args:
+    workdir: of the run.
+    config: of the run that begins or resumes there.
+    identity: from `identity_of`; None: not compared.
+    accept: kinds of changes that are accepted, "data" and "code".
+
+  Returns:
+    What has changed and was accepted, and what cannot be compared, as lines.
+
   Raises:
-    ConfigError: it cannot be made, belongs to another experiment, or has a link of
-      another user, such as from checkpoints/ to a folder of this one.
+    ConfigError: it cannot be made, belongs to another experiment, was trained on other
+      data or by other code, or has a link of another user, such as from checkpoints/
+      to a folder of this one.
   """
   try:
     workdir.mkdir(parents=True, exist_ok=True)
@@ -190,21 +237,69 @@ def claim_workdir(workdir: Path, config: Any) -> None:
       )
   path = workdir / "config.json"
   if not os.path.exists(path):
-    return
+    before = _saved_identity(workdir) if identity and _has_saved(workdir) else {}
+    return _accepted(workdir, [*changes(before, identity or {})], accept)
   if not os.path.isfile(path):  # a directory, which none replaces, or a pipe
     raise ConfigError(f"{path}: not a file; move it away, or use another --workdir")
   if not _has_saved(workdir):
-    return
+    return []
   remedy = "delete it if --config is that of its run, or use another --workdir"
   described = require_json(path, {"config": {}}, remedy)
   check_format(described, workdir)
   if why := mismatch(described, _RUN):
     raise ConfigError(f"{path}: {why}; {remedy}")
-  if another := _another(described["config"], config, is_done=_is_done(workdir)):
-    grows = another.startswith("epochs is ") and not _is_done(workdir)
-    more = "; a run that is done takes more epochs" * grows
-    what = f"holds another experiment, {another}; use another --workdir{more}"
-    raise ConfigError(f"--workdir={workdir}: {what}")
+  found = _changed_settings(workdir, described, config)
+  if identity is None:
+    return _accepted(workdir, found, accept)
+  before = described.get("identity") or _saved_identity(workdir)
+  lines = _accepted(workdir, [*found, *changes(before, identity)], accept)
+  if not before:
+    lines.append(
+      "note: config.json has no identity of data and code, as jaxscale wrote it before "
+      "0.3; they are not compared"
+    )
+  elif other := other_environment(described, {"identity": identity} | _software()):
+    lines.append(f"note: resuming with {other}; numbers may differ in rounding")
+  return lines
+
+
+def _saved_identity(workdir: Path) -> dict[str, Any]:
+  """The identity in the newest checkpoint that has one; else nothing."""
+  for step in reversed(directory.steps(workdir / "checkpoints")):
+    with contextlib.suppress(files.DamagedError):
+      manifest = files.read_manifest(workdir / "checkpoints" / str(step))
+      found = manifest.get("identity") or {}
+      if not mismatch(found, IDENTITY):
+        return found
+  return {}
+
+
+def _accepted(workdir: Path, found: list[Change], accept: Collection[str]) -> list[str]:
+  """What was accepted, as lines; refuses the rest in one line.
+
+  Raises:
+    ConfigError: that line.
+  """
+  if not (refused := _refused(found, accept)):
+    return [f"{ACCEPTED}{change.text}" for change in found]
+  kind, field = refused[0].kind, "--workdir"
+  if kind == "settings":
+    more = "; a run that is done takes more epochs"
+    grows = refused[0].text.startswith("epochs is ") and not _is_done(workdir)
+    why = f"holds another experiment, {refused[0].text}"
+    raise ConfigError(f"{field}={workdir}: {why}; use another {field}{more * grows}")
+  if kind == "x64":
+    why = f"cannot resume: {refused[0].text}"
+    raise invalid(field, str(workdir), why, f"set it as it was, or use another {field}")
+  kinds = list(dict.fromkeys(change.kind for change in refused))
+  texts = [change.text for change in refused if change.kind in kinds]
+  more = f", and {plural(len(texts) - 2, 'more change')}" * (len(texts) > 2)
+  differs = " and ".join({"data": "other data", "code": "other code"}[k] for k in kinds)
+  raise invalid(
+    field, str(workdir), f"was trained with {differs} ({', '.join(texts[:2])}{more})",
+    f"restore the {' and '.join(kinds)}, use another {field}, or resume with "
+    f"--accept-changes={','.join(kinds)}"
+  )  # fmt: skip
 
 
 def forget_unsaved(workdir: Path, config: Any) -> None:
@@ -216,7 +311,7 @@ def forget_unsaved(workdir: Path, config: Any) -> None:
   if _has_saved(workdir) or not os.path.exists(path):
     return
   described = read_json(path, _RUN)  # empty where it is damaged
-  if not described or _another(described["config"], config, is_done=False):
+  if not described or _changed_settings(workdir, described, config):
     decided = adaptive_batch.FILE, nan_policy.FILE, tracking.FILE, "summary.json"
     for name in (*decided, goodput.FILE):
       (workdir / name).unlink(missing_ok=True)
@@ -243,13 +338,45 @@ def _is_done(workdir: Path) -> bool:
   return is_done and newest == summary.get("step") == summary.get("total_steps")
 
 
+def _refused(found: list[Change], accept: Collection[str]) -> list[Change]:
+  """The changes that are not accepted; settings and x64 first, which cannot be."""
+  refused = [change for change in found if change.kind not in accept]
+  return sorted(
+    refused, key=lambda c: ("settings", "x64", "data", "code").index(c.kind)
+  )
+
+
+def _changed_settings(
+  workdir: Path, described: dict[str, Any], config: Any
+) -> list[Change]:
+  """What differs from the settings of a run, with the values then and now.
+
+  Args:
+    workdir: of the run.
+    described: its config.json.
+    config: the one now.
+  """
+  is_known = bool(described.get("identity"))
+  before, is_done = described["config"], _is_done(workdir)
+  return [*_setting_changes(before, config, is_done=is_done, is_known=is_known)]
+
+
 def _another(before: dict[str, Any], config: Any, *, is_done: bool) -> str | None:
-  """What makes it another experiment: a setting, with its values then and now.
+  """What makes it another experiment: a setting, with its values then and now."""
+  found = _setting_changes(before, config, is_done=is_done, is_known=False)
+  return next((change.text for change in found), None)
+
+
+def _setting_changes(
+  before: dict[str, Any], config: Any, *, is_done: bool, is_known: bool
+) -> Iterator[Change]:
+  """Yield the settings that make it another experiment.
 
   Args:
     before: the config of the run there, as JSON.
     config: the one now.
     is_done: the run has been trained to its end.
+    is_known: the run has the identity of its data, wherever they are.
   """
   before, now = _completed(before, config), to_plain(config)
   free: set[str] = set(_NOT_IDENTITY)
@@ -262,10 +389,15 @@ def _another(before: dict[str, Any], config: Any, *, is_done: bool) -> str | Non
   epochs = before.get("epochs", 0)
   if is_done and not mismatch(epochs, float) and 0 < epochs < now["epochs"]:
     free.add("epochs")
+  if is_known and is_built_in(type(config.data)):
+    free |= set(_PLACES)
   for name, (old, new) in _differences(before, now).items():
     if not {name, name.split(".")[0]} & free:
-      return f"{name} is {shown(old)} there and {shown(new)} now"
-  return None
+      kind = "code" if name.endswith(".source") else None
+      if name.startswith("data.") and name.rpartition(".")[2] in _CONTENTS:
+        kind = "data"
+      text = f"{name} is {shown(old)} there and {shown(new)} now"
+      yield Change(kind or "settings", text)
 
 
 def _completed(before: Any, node: Any) -> Any:
@@ -284,10 +416,14 @@ def _completed(before: Any, node: Any) -> Any:
 
 
 def _differences(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
+  if isinstance(old, dict) and [*old] == ["object"] and ":" not in str(old["object"]):
+    return {}  # earlier versions recorded nothing but the type
   if isinstance(old, dict) and isinstance(new, dict):
     found = {}
     for name in {**old, **new}:
       path = f"{prefix}.{name}" if prefix else name
       found |= _differences(old.get(name), new.get(name), path)
     return found
-  return {} if old == new else {prefix: (old, new)}
+  if old == new or json.dumps(old) == json.dumps(new):  # NaN equals nothing
+    return {}
+  return {prefix: (old, new)}

@@ -74,13 +74,19 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
 
 
 def digests_of(config: object) -> dict[str, str]:
-  """Of a config, by its `repr`, and of every file of this package."""
+  """Digests of a config and its own code, and of every file of this package.
+
+  Args:
+    config: has a function `shared`, whose texts by name are compared; else its `repr`.
+  """
+  shared: Any = getattr(config, "shared", lambda: {"config": repr(config)})
+  texts: Mapping[str, str] = shared()
   package = Path(__file__).parents[2]
   code = hashlib.sha256()
   for path in sorted(package.rglob("*.py")):
     code.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
-  settings = hashlib.sha256(repr(config).encode())
-  return {"config": settings.hexdigest(), "code": code.hexdigest()}
+  digests = {n: hashlib.sha256(t.encode()).hexdigest() for n, t in texts.items()}
+  return digests | {"code": code.hexdigest()}
 
 
 def first_of(items: Sequence[str]) -> str:

@@ -1,0 +1,363 @@
+"""Identity of a user's own code: the definitions that a config's classes use.
+
+Hashed are syntax trees without comments, docstrings and positions, of what is reachable
+by name from a class or function, through every module that is not installed. So a
+config file counts by the classes that it defines, not by the settings in `get_config`.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import inspect
+import linecache
+import re
+import sys
+import sysconfig
+import types
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxscale.config.files import FILE_MODULE
+
+_INSTALLED = "site-packages", "dist-packages"
+_STDLIB = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
+_PACKAGE = str(Path(__file__).parents[1])
+_FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda
+_PLAIN = bool, int, float, complex, str, bytes, type(None)
+_IMPORTS = ast.Import, ast.ImportFrom
+
+
+class OwnCode(NamedTuple):
+  """The user's code that a config uses.
+
+  Attributes:
+    hashes: of each definition, by `module:name`.
+    files: of each module that is read from a file.
+  """
+
+  hashes: dict[str, str]
+  files: dict[str, Path]
+
+
+def module_name(name: str) -> str:
+  """The name of a module, of a config file that of the file."""
+  return re.sub(rf"^{FILE_MODULE}\w{{12}}_", "", name)
+
+
+def is_own(module: str | None) -> bool:
+  """Return whether a module is the user's: neither jaxscale's nor installed."""
+  if module is None or module in sys.builtin_module_names:
+    return False
+  if module.partition(".")[0] == "jaxscale":
+    return False
+  file = getattr(sys.modules.get(module), "__file__", None)
+  return (file is None and module == "__main__") or (
+    file is not None and _is_own_file(file)
+  )
+
+
+def _is_own_file(file: str) -> bool:
+  is_installed = any(part in _INSTALLED for part in Path(file).parts)
+  return not (is_installed or file.startswith((*_STDLIB, _PACKAGE)))
+
+
+def own_code(roots: Iterable[Any]) -> OwnCode:
+  """Return the definitions that classes and functions of the user's reach by name."""
+  search = _Search()
+  for root in roots:
+    search.visit(root.__module__, root.__qualname__, root)
+  return OwnCode(dict(sorted(search.hashes.items())), search.files)
+
+
+def source_hash(function: Any) -> str:
+  """Hash the syntax tree of one function or class; without source, its bytecode."""
+  function = inspect.unwrap(function)
+  return _digest(map(ast.dump, _nodes_of(function))) or _bytecode_hash(function)
+
+
+def _digest(texts: Iterable[str]) -> str:
+  text = "\n".join(texts)
+  return hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
+
+
+def _bytecode_hash(value: Any) -> str:
+  """Hash what runs where there is no source, as of a program read from stdin."""
+  functions = [value, *vars(value).values()] if isinstance(value, type) else [value]
+
+  def texts(code: types.CodeType) -> Iterator[str]:
+    yield f"{code.co_code.hex()} {code.co_names}"
+    for constant in code.co_consts:
+      is_code = isinstance(constant, types.CodeType)
+      yield from texts(constant) if is_code else [repr(constant)]
+
+  codes = [f.__code__ for f in functions if hasattr(f, "__code__")]
+  return _digest(text for code in codes for text in texts(code)) or "none"
+
+
+class _WithoutDocstrings(ast.NodeTransformer):
+  def generic_visit(self, node: ast.AST) -> ast.AST:
+    super().generic_visit(node)
+    body = getattr(node, "body", None)
+    if isinstance(body, list):
+      kept = [n for n in body if not _is_text(n)]
+      node.body = kept or body[:1]  # pyright: ignore[reportAttributeAccessIssue]
+    return node
+
+
+def _is_text(node: ast.AST) -> bool:
+  return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _parse(text: str) -> ast.Module | None:
+  try:
+    return _WithoutDocstrings().visit(ast.parse(text))
+  except SyntaxError:
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def _parse_file(file: str, size: int, changed_ns: int) -> ast.Module | None:
+  del size, changed_ns  # of another content
+  return _parse(Path(file).read_text(encoding="utf-8", errors="replace"))
+
+
+def _tree_of(file: str) -> ast.Module | None:
+  """The syntax tree of a file, or of a notebook's cell."""
+  try:
+    stat = Path(file).stat()
+    return _parse_file(file, stat.st_size, stat.st_mtime_ns)
+  except (OSError, ValueError):
+    return _parse("".join(linecache.getlines(file)))
+
+
+def _nodes_of(value: Any) -> list[ast.AST]:
+  """The definitions of a class or function in its file or cell."""
+  functions = list(vars(value).values()) if isinstance(value, type) else [value]
+  functions = [inspect.unwrap(f) for f in functions if callable(f)]
+  codes = [
+    f.__code__
+    for f in functions
+    if hasattr(f, "__code__") and f.__module__ == value.__module__
+  ]
+  for code in codes:
+    if (tree := _tree_of(code.co_filename)) is None:
+      continue
+    if isinstance(value, type):
+      found = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
+      found = [n for n in found if n.name == value.__name__][-1:]
+    else:
+      found = [n for n in ast.walk(tree) if isinstance(n, _FUNCTIONS)]
+      found = [n for n in found if _first_line(n) == code.co_firstlineno]
+    if found:
+      return list(found)
+  return []
+
+
+def _first_line(node: Any) -> int:
+  return min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
+
+
+def _bound(node: ast.AST) -> set[str]:
+  """The names that a statement of a module binds, those inside of `if` included."""
+  names: set[str] = set()
+  if isinstance(node, (ast.ClassDef, *_FUNCTIONS[:2])):
+    return {node.name}
+  if isinstance(node, _IMPORTS):
+    return {a.asname or a.name.partition(".")[0] for a in node.names}
+  for child in ast.iter_child_nodes(node):
+    is_target = isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store)
+    names |= {child.id} if is_target else _bound(child)  # pyright: ignore
+  return names
+
+
+def _is_main_guard(node: ast.AST) -> bool:
+  return isinstance(node, ast.If) and "__name__" in _used(node.test)[0]
+
+
+def _used(node: ast.AST) -> tuple[set[str], set[str]]:
+  """The names and the attributes that occur in a statement."""
+  nodes = list(ast.walk(node))
+  names = {n.id for n in nodes if isinstance(n, ast.Name)}
+  return names, {n.attr for n in nodes if isinstance(n, ast.Attribute)}
+
+
+class _Search:
+  """A walk from definition to definition."""
+
+  def __init__(self) -> None:
+    self.hashes: dict[str, str] = {}
+    self.files: dict[str, Path] = {}
+    self._seen: set[str] = set()
+    self._used: dict[str, set[str]] = {}  # attributes that are used, by module
+
+  def visit(self, module: str, name: str, value: Any = None) -> None:
+    """Add a definition and what it uses.
+
+    Args:
+      module: the one that it is in.
+      name: its qualified name.
+      value: the class or function itself, where it is known.
+    """
+    key = f"{module_name(module)}:{name}"
+    if key in self._seen:
+      return
+    self._seen.add(key)
+    file = self._file_of(module)
+    if file is None:
+      self._visit_cell(module, name, value, key)
+      return
+    if file.suffix != ".py":
+      self.hashes[key] = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+      return
+    tree = _tree_of(str(file))
+    body = [] if tree is None else [n for n in tree.body if not _is_main_guard(n)]
+    if "<locals>" in name and value is not None:
+      nodes = _nodes_of(value)
+      self._visit_closure(value)
+    else:
+      nodes = [n for n in body if name.partition(".")[0] in _bound(n)]
+    # Not by name alone: `Net.scale = 2` and `setattr(Net, "scale", 2)`.
+    nodes += [n for n in body if not _bound(n) and name in _used(n)[0]]
+    self._add(module, key, nodes, name)
+    for star in (n for n in body if isinstance(n, ast.ImportFrom)):
+      if not nodes and star.names[0].name == "*":
+        self._visit_import(module, star, star.names[0], {name})
+
+  def _add(self, module: str, key: str, nodes: list[Any], name: str) -> None:
+    """Hash the statements that define a name, and visit what they use."""
+    texts = []
+    for node in nodes:
+      if isinstance(node, _IMPORTS):
+        aliases = [a for a in node.names if name in (a.asname, a.name.split(".")[0])]
+        texts += [f"{getattr(node, 'module', '')} {a.name}" for a in aliases]
+        continue
+      texts.append(ast.dump(node))
+      names, attributes = _used(node)
+      self._used.setdefault(module, set()).update(attributes)
+      inner = [n for n in ast.walk(node) if isinstance(n, _IMPORTS)]
+      for statement in inner:
+        for alias in statement.names:
+          self._visit_import(module, statement, alias, attributes)
+      for used in names - {name}:
+        self._visit_name(module, used, attributes)
+    if texts:  # else a builtin, a parameter or a local name
+      self.hashes[key] = _digest(texts)
+
+  def _visit_name(self, module: str, name: str, attributes: set[str]) -> None:
+    """Visit a name that is used in a module; an imported one where it is defined."""
+    file = self._file_of(module)
+    tree = None if file is None or file.suffix != ".py" else _tree_of(str(file))
+    for node in [] if tree is None else tree.body:
+      for part in ast.walk(node) if name in _bound(node) else ():
+        for alias in part.names if isinstance(part, _IMPORTS) else ():
+          if name == (alias.asname or alias.name.partition(".")[0]):
+            self._visit_import(module, part, alias, attributes)
+    self.visit(module, name)
+
+  def _visit_import(
+    self, module: str, node: Any, alias: ast.alias, attributes: set[str]
+  ) -> None:
+    """Visit what is used of another module of the user's."""
+    base = getattr(node, "module", None) or ""
+    if level := getattr(node, "level", 0):
+      package = module_name(module).split(".")
+      file = self._file_of(module)
+      is_package = file is not None and file.stem == "__init__"
+      base = ".".join([*package[: len(package) - level + is_package], base]).strip(".")
+    if isinstance(node, ast.Import):
+      parts = alias.name.split(".")
+      for n in range(1, len(parts) + 1):
+        self._visit_module(".".join(parts[:n]), attributes)
+    elif alias.name == "*":
+      self._visit_module(base, attributes)
+    elif self._file_of(submodule := f"{base}.{alias.name}".strip(".")) is not None:
+      self._visit_module(submodule, attributes)
+    elif self._file_of(base) is not None:
+      self._visit_name(base, alias.name, attributes)
+
+  def _visit_module(self, module: str, names: set[str]) -> None:
+    file = self._file_of(module)
+    if file is None:
+      return
+    tree = _tree_of(str(file)) if file.suffix == ".py" else None
+    if tree is None:
+      self.visit(module, "*")
+      return
+    bound = set().union(*map(_bound, tree.body))
+    for name in sorted(names & bound):
+      self._visit_name(module, name, names)
+
+  def _file_of(self, module: str) -> Path | None:
+    """The file of a module of the user's, whether it is imported already or not."""
+    if module_name(module) in self.files:
+      return self.files[module_name(module)]
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None and module not in sys.modules and module:
+      path = module.replace(".", "/")
+      folders = [f.parent for f in self.files.values()] + [Path(p) for p in sys.path]
+      ends = f"{path}.py", f"{path}/__init__.py"
+      places = (folder / end for folder in folders for end in ends)
+      file = next((str(p) for p in places if p.is_file()), None)
+    is_there = file is not None and Path(file).is_file()
+    if not is_there or not _is_own_file(str(file)):
+      return None
+    self.files[module_name(module)] = Path(str(file))
+    return Path(str(file))
+
+  def _visit_closure(self, value: Any) -> None:
+    """Visit what functions of a local class or function take from around them."""
+    inner = vars(value).values() if isinstance(value, type) else [value]
+    for function in inner:
+      for cell in getattr(function, "__closure__", None) or ():
+        try:
+          self._visit_value(cell.cell_contents, f"{value.__qualname__}.<closure>")
+        except ValueError:  # not bound yet
+          continue
+
+  def _visit_cell(self, module: str, name: str, value: Any, key: str) -> None:
+    """Add a definition of a module without a file: a notebook's, of any cell."""
+    space = vars(sys.modules[module]) if module in sys.modules else {}
+    value = space.get(name) if value is None else value
+    if value is not None or name in space:
+      self._visit_value(value, key)
+
+  def _visit_value(self, value: Any, key: str) -> None:
+    """Add an object of a module without a file, or of a closure."""
+    module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
+    if isinstance(value, types.ModuleType):
+      self.hashes[key] = value.__name__
+      if is_own(value.__name__):
+        self._visit_module(value.__name__, set().union(*self._used.values()))
+    elif isinstance(value, type) or inspect.isroutine(value) or name:
+      if not is_own(module) or name is None:
+        self.hashes[key] = f"{module}:{name}"
+        return
+      qualified = f"{module_name(str(module))}:{value.__qualname__}"
+      if qualified in self.hashes:
+        return
+      if self._file_of(str(module)) is not None:
+        self.visit(str(module), value.__qualname__, value)
+        return
+      self.hashes[qualified] = source_hash(value)
+      self._visit_closure(value)
+      for base in getattr(value, "__bases__", ()):
+        if is_own(base.__module__):
+          self._visit_value(base, base.__qualname__)
+      for node in _nodes_of(inspect.unwrap(value)):
+        names, attributes = _used(node)
+        self._used.setdefault(str(module), set()).update(attributes)
+        for used in sorted(names - {name}):
+          self.visit(str(module), used)
+    elif _is_plain(value):
+      self.hashes[key] = _digest([repr(value)])
+
+
+def _is_plain(value: Any) -> bool:
+  if isinstance(value, dict):
+    return all(map(_is_plain, [*value, *value.values()]))
+  if isinstance(value, (tuple, list)):
+    return all(map(_is_plain, value))
+  return isinstance(value, _PLAIN)

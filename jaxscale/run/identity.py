@@ -1,0 +1,134 @@
+"""What a run is trained on: its data, the user's own code, and JAX's arithmetic.
+
+Recorded in config.json and in each checkpoint, and compared when the run resumes and
+between the processes of a start. Paths and times of files are no part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxscale import cluster, data
+from jaxscale.config.record import code_of, flat
+from jaxscale.config.validation import shown
+from jaxscale.errors import ConfigError
+from jaxscale.experiment import build
+from jaxscale.files import mismatch
+
+ACCEPTABLE = "data", "code"
+# Settings of JAX that change numbers; only x64 changes the types of the state.
+_SETTINGS = (
+  "jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl",
+  "jax_threefry_partitionable",
+)  # fmt: skip
+SHAPE = {"data": {}, "code": {str: str}, "environment": {}}
+
+
+class Change(NamedTuple):
+  """A difference between a run as it was and as it is now.
+
+  Attributes:
+    kind: "data", "code", "x64" or "settings".
+    text: what differs, with both values.
+  """
+
+  kind: str
+  text: str
+
+
+def identity_of(experiment: build.Experiment) -> dict[str, Any]:
+  """Return the identity of a run, as JSON."""
+  train, evaluation = experiment.train_data, experiment.eval_data
+  facts = {"train": _facts(train), "evaluation": _facts(evaluation)}
+  if names := getattr(train.info, "class_names", ()):
+    facts |= {"class_names": list(names)}
+  environment = {name: getattr(jax.config, name, None) for name in _SETTINGS}
+  code = code_of(experiment.config).hashes
+  return {"data": facts, "code": code, "environment": environment}
+
+
+def _facts(dataset: data.Dataset) -> dict[str, Any]:
+  content = dataset.identity() if callable(dataset.identity) else dataset.identity
+  if not isinstance(content, Mapping):
+    content = {} if content is None else {"identity": content}
+  return {"examples": dataset.num_examples, **content}
+
+
+def check_alike(identity: dict[str, Any]) -> None:
+  """Refuse processes of one start that differ; all call it.
+
+  Raises:
+    ConfigError: in all of them, one line with the processes and what differs.
+  """
+  first, *others = cluster.gather(identity)
+  for process, other in enumerate(others, 1):
+    if differing := [*changes(first, other)]:
+      text = "; ".join(change.text for change in differing[:3])
+      text = text.replace(" there and ", " in process 0 and ")
+      text = text.replace(" now", f" in process {process}")
+      fix = "let all processes read the same data and code, with the same settings"
+      raise ConfigError(f"processes 0 and {process} differ: {text}; {fix} of JAX")
+
+
+def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
+  """Yield what differs between two identities, data first."""
+  if mismatch(old, SHAPE):
+    return
+  old_data, new_data = dict(old["data"]), dict(new["data"])
+  names = [x.pop("class_names", None) for x in (old_data, new_data)]
+  if names[0] != names[1] and all(isinstance(x, list) for x in names):
+    yield Change("data", _renamed(*names))
+  yield from _differing("data", flat(old_data), flat(new_data), str)
+  yield from _differing("code", old["code"], new["code"], _code_name)
+  x64 = [bool(x["environment"].get("jax_enable_x64")) for x in (old, new)]
+  if x64[0] != x64[1]:
+    text = "JAX_ENABLE_X64 is {:d} there and {:d} now".format(*x64)
+    yield Change("x64", text)
+
+
+def _renamed(old: list[str], new: list[str]) -> str:
+  if len(old) != len(new):
+    return f"there are {len(old)} classes there and {len(new)} now"
+  at = next(i for i, (a, b) in enumerate(zip(old, new, strict=True)) if a != b)
+  return f"class {at} is {shown(old[at])} there and {shown(new[at])} now"
+
+
+def _code_name(key: str) -> str:
+  return "{1} in {0}".format(*key.split(":", 1))
+
+
+def _differing(
+  kind: str, old: Mapping[str, Any], new: Mapping[str, Any], name: Callable[[str], str]
+) -> Iterator[Change]:
+  for key in {**old, **new}:
+    before, now = old.get(key, "missing"), new.get(key, "missing")
+    if before == now:
+      continue
+    is_text = all(isinstance(x, str) and x != "missing" for x in (before, now))
+    text = "differs" if is_text else f"is {shown(before)} there and {shown(now)} now"
+    yield Change(kind, f"{name(key)} {text.replace(repr('missing'), 'missing')}")
+
+
+def other_environment(described: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+  """Describe what may change rounding or random numbers, in one line; "": nothing.
+
+  Args:
+    described: config.json of the run.
+    now: what it would be now.
+  """
+  sides = []
+  for side in (described, now):
+    settings = (side.get("identity") or {}).get("environment", {})
+    versions = side.get("versions", {})
+    kind = {"devices": side.get("device_kind"), "python": side.get("python")}
+    sides.append(kind | {**versions} | {**settings})
+  old, new = sides
+  texts = [
+    f"{name} {old[name]} then and {new.get(name)} now"
+    for name in old
+    if name in new and old[name] != new[name] and name != "jax_enable_x64"
+  ]
+  return ", ".join(texts)
