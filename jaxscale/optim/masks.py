@@ -10,7 +10,9 @@ import jax
 
 from jaxscale.optim.tree_paths import path_name
 
-Mask = Callable[[Any], Any]  # params -> a bool per leaf
+# params -> a bool per leaf, or its name or pattern as of `including`. Defaults are
+# names: `optax.inject_hyperparams` would call a function as a schedule.
+Mask = str | Callable[[Any], Any]
 
 
 def kernels(params: Any) -> Any:
