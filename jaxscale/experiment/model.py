@@ -167,7 +167,7 @@ def check_model(
   }
   keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
 
-  def call(state, batch, keys):
+  def call(state: Any, batch: Any, keys):
     outputs, _ = model.apply(*state, inputs_of(batch), True, keys)
     losses.training_loss(lambda *_: (outputs, {}), objective)(*state, batch, keys)
     mask = jnp.ones(rows, bool)
