@@ -223,6 +223,7 @@ class Loss(Choice):
   """
 
   label_smoothing = 0.0
+  takes_numbers = False  # integer targets [n] are numbers, one output each
 
 
 class Tracker(Choice):

@@ -92,15 +92,16 @@ def array_info(
   mean: tuple[float, ...] = (0.0,),
   std: tuple[float, ...] = (1.0,),
 ) -> DatasetInfo:
-  """What a model has to know of arrays; integer targets [n] are classes.
+  """What a model has to know of arrays; integer and bool targets [n] are classes.
 
   Raises:
     ConfigError: one of them is negative.
   """
-  is_class = y.ndim == 1 and np.issubdtype(y.dtype, np.integer)
+  is_class = y.ndim == 1 and y.dtype.kind in "iub"
+  outputs = 1 if y.ndim == 1 else y.shape[-1]
   if is_class:
-    _check_classes("Arrays", y, 0, num_classes or int(y.max()) + 1)
-  outputs = int(y.max()) + 1 if is_class else (1 if y.ndim == 1 else y.shape[-1])
+    outputs = int(y.max(initial=y.dtype.kind == "b")) + 1
+    _check_classes("Arrays", y, 0, num_classes or outputs)
   dtype, label_dtype = ("float32" if a.dtype.kind == "f" else "int32" for a in (x, y))
   return DatasetInfo(
     "Arrays", x.shape[1:], num_classes or outputs, mean, std,

@@ -33,6 +33,7 @@ from jaxscale.experiment.model import (
   imported,
   init_fn,
   make_model,
+  make_objective,
   rows_of_device,
 )
 from jaxscale.experiment.optimizer import make_optimizer, phase_rate, phase_schedule
@@ -217,10 +218,11 @@ def experiment(
     make_sync(config, derived, phase, mesh)
   model = make_model(config, eval_data.info, mesh, spans[0], train=False)
   rows = rows_of_device(derived, derived.phases[0])
-  notes = check_model(config, model, eval_data.info, mesh, rows)
+  objective = make_objective(config, eval_data.info)
+  notes = check_model(config, model, objective, eval_data.info, mesh, rows)
   _check_paths(config, model)
   layout = layouts.make_layout(config, mesh, model)
-  totals = layouts.make_totals(model, layout, build(config.loss, eval_data.info))
+  totals = layouts.make_totals(model, layout, objective)
   eval_step = steps.make_eval_step(totals, mesh, layout)
   shared = config, derived, mesh, model, layout, train_data
   made = Experiment(
@@ -277,7 +279,7 @@ def _phase_parts(
   exchange, notes = make_exchange(config, derived, sizes, params, mesh)
   sync, more = make_sync(config, derived, phase, mesh)
   schedule = phase_schedule(config, derived, phase)
-  objective = build(config.loss, train_data.info)
+  objective = make_objective(config, train_data.info)
   return {
     "phase": phase,
     "train_data": train_data,

@@ -14,13 +14,14 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale import config as cfg
 from jaxscale import data, models, weights
-from jaxscale.config.choice import build, faults_of, is_built_in, wrong_product
+from jaxscale.config.choice import build, guarded, is_built_in, wrong_product
 from jaxscale.errors import ConfigError
 from jaxscale.experiment.derive import Derived
 from jaxscale.experiment.phases import Phase
 from jaxscale.mesh import BN_AXIS, BatchNormSpan, batch_norm_span, mesh_shape
 from jaxscale.optim.tree_paths import path_name
-from jaxscale.training.losses import inputs_of
+from jaxscale.training import losses
+from jaxscale.training.losses import Objective, inputs_of
 from jaxscale.training.state import TrainState
 from jaxscale.weights.check import check_source
 
@@ -80,6 +81,7 @@ def make_model(
       failed or returned something else.
   """
   kind, dtype = type(config.model).__name__, jnp.dtype(config.dtype)
+  info = _seen_by_loss(config, info)
   smoothing = config.loss.label_smoothing if train else 0.0
   bn = {} if span is None or mesh is None else _bn_options(span, mesh)
   context = cfg.ModelContext(info=info, dtype=dtype, label_smoothing=smoothing, **bn)
@@ -93,28 +95,58 @@ def make_model(
     return made
   if isinstance(made, nn.Module):
     if isinstance(info, data.TextInfo):
-      return models.functions(made, (info.sequence_length,), dtype="int32")
-    return models.functions(
-      made, info.image_shape, mean=info.mean, std=info.std, dtype=info.dtype
-    )
+      made = models.functions(made, (info.sequence_length,), dtype="int32")
+    else:
+      made = models.functions(
+        made, info.image_shape, mean=info.mean, std=info.std, dtype=info.dtype
+      )
   if not isinstance(made, models.ModelFns):
     wanted = "a Flax module, a models.ModelFns or a models.Stack"
     raise wrong_product(config.model, made, wanted)
-  return made
+  parts = made._asdict().items()
+  return models.ModelFns(
+    *(guarded(config.model, f", called by {name}", f) for name, f in parts)
+  )
+
+
+def _seen_by_loss(config: cfg.Config, info: Any) -> Any:
+  """The data as a model is to predict it: one output where targets are numbers."""
+  is_class = hasattr(info, "num_classes") and not info.label_shape
+  return (
+    info._replace(num_classes=1) if config.loss.takes_numbers and is_class else info
+  )
+
+
+def make_objective(config: cfg.Config, info: Any) -> Objective:
+  """Loss and metrics of each example, by `Config.loss`.
+
+  Raises:
+    ConfigError: its build failed or returned something else.
+  """
+  made = build(config.loss, info)
+  if not isinstance(made, Objective):
+    wanted = "a training.losses.Objective, loss and metrics of each example"
+    raise wrong_product(config.loss, made, wanted)
+  parts = made._asdict().items()
+  return Objective(
+    *(f and guarded(config.loss, f", its {name}", f) for name, f in parts)
+  )
 
 
 def check_model(
   config: cfg.Config,
   model: Model,
+  objective: Objective,
   info: data.DatasetInfo | data.TextInfo,
   mesh: Mesh,
   rows: int,
 ) -> list[str]:
-  """Calls a model of the user's own as a step does, without computing anything.
+  """Call a model or a loss of the user's own as steps do, computing nothing.
 
   Args:
     config: whose `model` it is.
     model: of `make_model`.
+    objective: of `make_objective`.
     info: of the data.
     mesh: whose axes it may name.
     rows: of a device, a call.
@@ -125,8 +157,9 @@ def check_model(
   Raises:
     ConfigError: it cannot be called so, or has fewer outputs than the data classes.
   """
-  kind = type(config.model)
-  if is_built_in(kind) or not isinstance(model, models.ModelFns):
+  kind, info = type(config.model), _seen_by_loss(config, info)
+  is_own = not (is_built_in(kind) and is_built_in(type(config.loss)))
+  if not is_own or not isinstance(model, models.ModelFns):
     return []
   batch = {
     name: jax.ShapeDtypeStruct(*array)
@@ -134,19 +167,22 @@ def check_model(
   }
   keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
 
-  def call(state, batch, keys):
-    return model.apply(*state, inputs_of(batch), True, keys)[0]
+  def call(state: Any, batch: Any, keys):
+    outputs, _ = model.apply(*state, inputs_of(batch), True, keys)
+    losses.training_loss(lambda *_: (outputs, {}), objective)(*state, batch, keys)
+    mask = jnp.ones(rows, bool)
+    losses.eval_totals(model.apply, objective)(*state, batch | {"mask": mask})
+    return outputs
 
   everywhere: Any = P()
   called = jax.shard_map(
     call, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False
   )
-  with faults_of(config.model, ", called as in training"):
-    state = models.init_shapes(model.init)
-    outputs, found = models.by_device(
-      lambda: jax.eval_shape(called, state, batch, keys), rows
-    )
-  given, wanted = outputs.shape[-1] if outputs.shape else 0, num_classes(info)
+  state = models.init_shapes(model.init)
+  outputs, found = models.by_device(
+    lambda: jax.eval_shape(called, state, batch, keys), rows
+  )
+  given, wanted = getattr(outputs, "shape", (0,))[-1], num_classes(info)
   if type(config.loss).__name__ == "CrossEntropy" and given < wanted:
     raise ConfigError(
       f"{kind.__name__}.build: its model gives {given} outputs, "
@@ -192,7 +228,7 @@ def imported(
     notes.extend(check_source(path, naming, names, config.model, info, **head))
 
   into = abstract.params, abstract.model_state
-  head_of = {"num_classes": num_classes(info), **head}
+  head_of = {"num_classes": num_classes(_seen_by_loss(config, info)), **head}
   found = weights.import_safetensors(path, *into, **head_of, check=check)
   say(found.summary)
   for note in notes:

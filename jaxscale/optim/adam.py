@@ -26,8 +26,14 @@ import jax.numpy as jnp
 import optax
 
 from jaxscale.optim import layers
-from jaxscale.optim.layers import default_float, in_float32, layer_norm, map_layers
-from jaxscale.optim.masks import Mask, kernels
+from jaxscale.optim.layers import (
+  default_float,
+  in_float32,
+  is_injected,
+  layer_norm,
+  map_layers,
+)
+from jaxscale.optim.masks import Mask
 from jaxscale.optim.rate import scale_by_rate
 
 
@@ -43,7 +49,7 @@ def lamb(
   phi_min: float = 0.0,
   phi_max: float | None = None,
   trust_clip: bool = False,
-  mask: Mask | None = kernels,
+  mask: Mask | None = "kernels",
   stacked: Mask | None = None,
 ) -> optax.GradientTransformation:
   """LAMB (arXiv:1904.00962, algorithm 2; equations in the module).
@@ -76,7 +82,8 @@ def lamb(
     >>> tx = lamb(schedule, weight_decay=1.5, bias_correction=False,
     ...           mask=matching("kernel$|^Dense_0/bias$"))
   """
-  if phi_min < 0 or (phi_max is not None and phi_max < phi_min):
+  bounds = [x for x in (phi_min, phi_max) if isinstance(x, int | float)]
+  if bounds != sorted(bounds) or min(bounds, default=0) < 0:
     raise ValueError(f"phi_min={phi_min}, phi_max={phi_max}: need 0 <= min <= max")
 
   def init(params):
@@ -87,6 +94,8 @@ def lamb(
       return r, optax.MaskedNode()
     top, bottom = jnp.clip(layer_norm(w, layer), phi_min, phi_max), layer_norm(r, layer)
     defined = (top > 0) & (bottom > 0)
+    if variant == "timm":
+      defined &= weight_decay > 0
     ratio = jnp.where(defined, top / jnp.where(defined, bottom, 1.0), 1.0)
     ratio = jnp.minimum(ratio, 1.0) if trust_clip else ratio
     return ratio * r, layers.kept(ratio)
@@ -100,7 +109,8 @@ def lamb(
   ratio = optax.GradientTransformation(init, scale_by_trust_ratio)
   if variant == "paper":
     return in_float32(optax.chain(adam, decay, ratio, rate))
-  parts = (adam, decay, ratio, rate) if weight_decay else (adam, rate)
+  decays = is_injected(weight_decay) or weight_decay
+  parts = (adam, decay, ratio, rate) if decays else (adam, rate)
   return in_float32(optax.chain(optax.clip_by_global_norm(1.0), *parts))
 
 
@@ -111,7 +121,7 @@ def adamw(
   b2: float = 0.999,
   eps: float = 1e-8,
   weight_decay: float = 1e-4,
-  mask: Mask | None = kernels,
+  mask: Mask | None = "kernels",
   stacked: Mask | None = None,
 ) -> optax.GradientTransformation:
   """AdamW (arXiv:1711.05101), decaying kernels only by default.
@@ -182,6 +192,8 @@ def scale_by_adam(
 def one_minus_power(base: float, count: jax.Array) -> jax.Array:
   """1 - base^count without cancellation, in the default float dtype []."""
   steps = count.astype(default_float())
+  if is_injected(base):
+    return -jnp.expm1(steps * jnp.log(base))
   return -jnp.expm1(steps * math.log(base)) if base else jnp.ones_like(steps)
 
 

@@ -45,8 +45,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxscale.errors import ConfigError
-from jaxscale.optim.layers import Layer, layer_norm
-from jaxscale.optim.masks import Mask, kernels
+from jaxscale.optim.layers import Layer, is_injected, layer_norm
+from jaxscale.optim.masks import Mask
 from jaxscale.optim.momentum import Form, momentum_rule
 from jaxscale.optim.settings import LarsVariant
 
@@ -99,7 +99,7 @@ def lars(
   eps: float = 0.0,
   nesterov: bool = False,
   momentum_correction: bool | int = False,
-  mask: Mask | None = kernels,
+  mask: Mask | None = "kernels",
   stacked: Mask | None = None,
 ) -> optax.GradientTransformation:
   """LARS as published, and as run by others (equations in the module).
@@ -156,6 +156,8 @@ def lars(
     if denominator == "sum":
       bottom = bottom + weight_decay * w_norm
     defined = (w_norm > 0) & (g_norm > 0)
+    if not adapts_undecayed:
+      defined &= weight_decay > 0
     # The inner `where` keeps 0 / 0 out, also under jax_debug_nans.
     local = eta * w_norm / jnp.where(defined, bottom, 1.0)
     local = jnp.where(defined, local, 1.0)
@@ -168,6 +170,6 @@ def lars(
 
   correction = variant == "nvidia" or momentum_correction
   rule = momentum, weight_decay, nesterov, correction
-  adapts = adapts_undecayed or weight_decay > 0
+  adapts = adapts_undecayed or is_injected(weight_decay) or weight_decay > 0
   chosen = ratio if adapts else None
   return momentum_rule(learning_rate, form, chosen, *rule, mask, stacked)

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxscale.optim.masks import Mask
+from jaxscale.errors import invalid
+from jaxscale.optim.masks import Mask, including
 from jaxscale.optim.tree_paths import path_name
 
 
@@ -75,8 +76,12 @@ def map_layers(
 
 def flags_of(mask: Mask | Any | None, params: Any, *, default: bool) -> list[bool]:
   """A bool for each leaf, `default` where there is no mask."""
+  mask = including(mask) if isinstance(mask, str) else mask
   if mask is None:
     return [default] * len(jax.tree.leaves(params))
+  if isinstance(mask, bool | jax.Array):
+    why = "was called as a schedule by optax.inject_hyperparams"
+    raise invalid("mask or stacked", ..., why, "add static_args=('mask', 'stacked')")
   tree = mask(params) if callable(mask) else mask
   return [bool(flag) for flag in jax.tree.leaves(jax.tree.broadcast(tree, params))]
 
@@ -84,6 +89,11 @@ def flags_of(mask: Mask | Any | None, params: Any, *, default: bool) -> list[boo
 def wide(dtype: Any) -> Any:
   """The dtype that norms and states have: float32 at least."""
   return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
+
+
+def is_injected(value: Any) -> bool:
+  """True for a number of `optax.inject_hyperparams`, which a branch cannot read."""
+  return isinstance(value, jax.Array)
 
 
 def default_float() -> Any:

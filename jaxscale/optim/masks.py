@@ -10,7 +10,10 @@ import jax
 
 from jaxscale.optim.tree_paths import path_name
 
-Mask = Callable[[Any], Any]  # params -> a bool per leaf
+# params -> a bool per leaf, or its name or pattern as of `including`. Defaults are
+# names: `optax.inject_hyperparams` would call a function as a schedule.
+MaskFn = Callable[[Any], Any]
+Mask = str | MaskFn
 
 
 def kernels(params: Any) -> Any:
@@ -43,7 +46,7 @@ def timm_kernels(params: Any) -> Any:
   return jax.tree.map_with_path(decays, params)
 
 
-def matching(pattern: str) -> Mask:
+def matching(pattern: str) -> MaskFn:
   r"""A mask that is True where a regular expression finds the leaf's path.
 
   Args:
@@ -61,11 +64,11 @@ def matching(pattern: str) -> Mask:
 
 
 # By the names that `include` of an optimizer's settings has for them.
-NAMED: dict[str, Mask | None] = {
+NAMED: dict[str, MaskFn | None] = {
   "kernels": kernels, "timm": timm_kernels, "all": None,
 }  # fmt: skip
 
 
-def including(include: str) -> Mask | None:
+def including(include: str) -> MaskFn | None:
   """The mask of a name in `NAMED`, or of a regular expression of paths; None: all."""
   return NAMED[include] if include in NAMED else matching(include)

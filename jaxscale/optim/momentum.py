@@ -28,7 +28,7 @@ import optax
 
 from jaxscale.optim import layers
 from jaxscale.optim.layers import Layer, TrustRatios, default_float
-from jaxscale.optim.masks import Mask, kernels
+from jaxscale.optim.masks import Mask
 from jaxscale.optim.rate import rate_at
 
 # (gradient, weights, rate, layer) -> trust ratio, [] or [layers, 1, ...]
@@ -73,7 +73,7 @@ def sgd(
   weight_decay: float = 0.0,
   momentum_correction: bool | int = False,
   rate_in_velocity: bool | None = None,
-  mask: Mask | None = kernels,
+  mask: Mask | None = "kernels",
   stacked: Mask | None = None,
 ) -> optax.GradientTransformation:
   """Momentum SGD: v = m v + g + wd w; w = w - lr v (or lr (g + wd w + m v)).
@@ -147,7 +147,7 @@ def momentum_rule(
   """
 
   def init(params):
-    has_ratio = mask if ratio else jax.tree.map(lambda _: False, params)
+    has_ratio = mask if ratio else (lambda _: False)
     count, rate = jnp.zeros([], jnp.int32), jnp.zeros([], default_float())
     ratios = layers.initial_ratios(params, has_ratio, stacked)
     return MomentumState(count, rate, optax.tree.zeros_like(params), ratios)

@@ -35,8 +35,14 @@ import jax.numpy as jnp
 import optax
 
 from jaxscale.optim.adam import one_minus_power, scale_by_adam
-from jaxscale.optim.layers import Layer, flags_of, in_float32, map_layers
-from jaxscale.optim.masks import Mask, kernels
+from jaxscale.optim.layers import (
+  Layer,
+  flags_of,
+  in_float32,
+  is_injected,
+  map_layers,
+)
+from jaxscale.optim.masks import Mask
 from jaxscale.optim.rate import scale_by_rate
 
 NS_COEFFS = (3.4445, -4.7750, 2.0315)
@@ -69,7 +75,7 @@ def muon(
   b1: float = 0.9,
   b2: float = 0.999,
   eps: float = 1e-8,
-  mask: Mask | None = kernels,
+  mask: Mask | None = "kernels",
   stacked: Mask | None = None,
   by_adam: Mask | None = None,
 ) -> optax.GradientTransformation:
@@ -193,7 +199,14 @@ def _orthogonalized(
   if tall:  # s is the smaller of the two products
     x = x.swapaxes(1, 2)
   a, b, c = coeffs
-  for _ in range(steps):
+
+  def iterate(_, x):
     s = x @ x.swapaxes(1, 2)
-    x = a * x + (b * s + c * s @ s) @ x
+    return a * x + (b * s + c * s @ s) @ x
+
+  if is_injected(steps):
+    x = jax.lax.fori_loop(0, steps, iterate, x)
+  else:
+    for i in range(steps):
+      x = iterate(i, x)
   return x.swapaxes(1, 2) if tall else x

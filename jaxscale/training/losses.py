@@ -11,6 +11,7 @@ where every token counts as an example.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, invalid
 
 Apply = Callable[..., tuple[jax.Array, Any]]
 PerExample = Callable[[jax.Array, dict[str, jax.Array]], Any]
@@ -51,7 +52,16 @@ def smoothed_cross_entropy(
     logits: [batch, classes], any float dtype.
     labels: int [batch].
     label_smoothing: e.
+
+  Raises:
+    ConfigError: logits are not one vector per label, or labels are not integers.
   """
+  shape = getattr(logits, "shape", ())
+  if shape[:-1] != labels.shape or not shape:
+    raise _mismatch(logits, f"one vector of classes for each of {labels.shape} labels")
+  if not jnp.issubdtype(labels.dtype, jnp.integer):
+    why = f"takes classes, and the labels are {labels.dtype}"
+    raise invalid("Config.loss", ..., why, "give integers, or choose SquaredError")
   logits = logits.astype(jnp.float32)
   loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
   if label_smoothing:
@@ -78,14 +88,15 @@ def cross_entropy(label_smoothing: float = 0.0) -> Objective:
 
 
 def binary_cross_entropy() -> Objective:
-  """Multi-label classification: "label" is 0 or 1, [rows, classes]."""
+  """Multi-label classification: "label" is 0 or 1, [rows] or [rows, classes]."""
 
   def loss(logits, batch):
-    logits, targets = logits.astype(jnp.float32), batch["label"].astype(jnp.float32)
-    return optax.sigmoid_binary_cross_entropy(logits, targets).sum(-1)
+    pair = _aligned(logits, batch["label"])
+    return optax.sigmoid_binary_cross_entropy(*pair).sum(-1)
 
   def metrics(logits, batch):
-    return {"accuracy": ((logits > 0) == (batch["label"] > 0)).all(-1)}
+    logits, targets = _aligned(logits, batch["label"])
+    return {"accuracy": ((logits > 0) == (targets > 0)).all(-1)}
 
   return Objective(loss, metrics)
 
@@ -100,8 +111,7 @@ def regression(of_error: Callable[[jax.Array], jax.Array]) -> Objective:
   """
 
   def error(outputs, batch):
-    targets = batch["label"].astype(jnp.float32).reshape(len(outputs), -1)
-    return outputs.astype(jnp.float32).reshape(len(outputs), -1) - targets
+    return jnp.subtract(*_aligned(outputs, batch["label"]))
 
   def loss(outputs, batch):
     return of_error(error(outputs, batch)).sum(-1)
@@ -110,6 +120,36 @@ def regression(of_error: Callable[[jax.Array], jax.Array]) -> Objective:
     return {"mean_absolute_error": jnp.abs(error(outputs, batch)).mean(-1)}
 
   return Objective(loss, metrics)
+
+
+def _aligned(outputs: Any, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Outputs and targets as float32 [rows, n], which cannot broadcast.
+
+  Raises:
+    ConfigError: there is not one output for each target.
+  """
+  shape = getattr(outputs, "shape", ())
+  dims, wanted = ([n for n in s[1:] if n > 1] for s in (shape, targets.shape))
+  is_flat = dims == [math.prod(wanted)]
+  if shape[:1] != targets.shape[:1] or not (dims == wanted or is_flat):
+    raise _mismatch(outputs, f"one output for each of the targets {targets.shape}")
+  outputs, targets = (
+    x.astype(jnp.float32).reshape(len(targets), -1) for x in (outputs, targets)
+  )
+  return outputs, targets
+
+
+def _mismatch(outputs: Any, wanted: str) -> ConfigError:
+  """The error of outputs that a built-in loss is not made for."""
+  match outputs:
+    case dict():
+      what = f"a dict of {', '.join(map(repr, outputs))}"
+    case tuple() | list():
+      what = f"a {type(outputs).__name__} of {len(outputs)}"
+    case _:
+      what = f"{jnp.shape(outputs)}"
+  fix = "return one array of that shape, or write a config.Loss for these outputs"
+  return invalid("Config.loss", ..., f"takes {wanted}, and the model gives {what}", fix)
 
 
 def training_loss(apply: Apply, objective: Objective):
@@ -163,13 +203,19 @@ def _sums(loss, metrics, outputs, batch, mask) -> dict[str, jax.Array]:
   if mask is not None:
     counts &= mask.reshape(-1, *[1] * (counts.ndim - 1))
   totals = {"examples": counts.sum(dtype=jnp.int32)}
-  values = {"loss": loss(outputs, batch), **metrics(outputs, batch)}
-  for name, value in values.items():
-    if value.shape != counts.shape:
-      raise ConfigError(
-        f"Config.loss: {name!r} has shape {value.shape} for examples {counts.shape}; "
-        "give one value per example, not their mean or sum"
-      )
+  values, more = {"loss": loss(outputs, batch)}, metrics(outputs, batch)
+  if not isinstance(more, dict) or {"loss", "examples"} & more.keys():
+    why = f"gives metrics {', '.join(more) if isinstance(more, dict) else type(more)}"
+    fix = "return a dict of names other than 'loss' and 'examples'"
+    raise invalid("Config.loss", ..., why, fix)
+  for name, value in (values | more).items():
+    shape, dtype = jnp.shape(value), jnp.result_type(value)
+    if shape != counts.shape:
+      why = f"gives {name!r} of shape {shape} for examples {counts.shape}"
+      fix = "give one value per example, not their mean or sum"
+      raise invalid("Config.loss", ..., why, fix)
+    if name == "loss" and not jnp.issubdtype(dtype, jnp.floating):
+      raise invalid("Config.loss", ..., f"gives a loss of {dtype}", "return floats")
     if mask is not None or "targets" in batch:
       value = jnp.where(counts, value, jnp.zeros_like(value))
     totals[name] = value.sum(dtype=jnp.int32 if value.dtype == bool else None)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxscale.config.bases import Loss
 from jaxscale.config.bounds import Fraction, Positive
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, invalid
 
 if TYPE_CHECKING:
   from jaxscale.training.losses import Objective
@@ -48,12 +48,20 @@ class BinaryCrossEntropy(Loss):
   Its accuracy is the share of examples with every class right.
   """
 
+  takes_numbers = True
+
   def build(self, info: Any) -> Objective:
+    classes = 0 if getattr(info, "label_shape", ()) else getattr(info, "num_classes", 0)
+    if classes > 2 and "int" in info.label_dtype:
+      why = f"takes 0 or 1, and {info.name} has {classes} classes"
+      raise invalid("Config.loss", type(self).__name__, why, "use CrossEntropy")
     return _losses(self, info).binary_cross_entropy()
 
 
 class SquaredError(Loss):
   """Half the squared error, summed over the outputs; reports the mean absolute one."""
+
+  takes_numbers = True
 
   def build(self, info: Any) -> Objective:
     return _losses(self, info).regression(lambda error: 0.5 * error**2)
@@ -67,6 +75,8 @@ class Huber(Loss):
   """
 
   delta: Positive = 1.0
+
+  takes_numbers = True
 
   def build(self, info: Any) -> Objective:
     import optax

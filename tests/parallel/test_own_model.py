@@ -191,8 +191,8 @@ class NormOfUnknown(nn.Module):
   ("module", "line"),
   [
     (Asks(), r"^Asks.__call__: nothing gives it 'training'; it is called with"),
-    (Breaks(), rf"^{__file__}:\d+: Own, called as in training: TypeError: .*reshape"),
-    (NormOfUnknown(), rf"^{__file__}:\d+: Own, called as in training: .*running_av"),
+    (Breaks(), rf"^{__file__}:\d+: Own, called by \w+: TypeError: .*reshape"),
+    (NormOfUnknown(), rf"^{__file__}:\d+: Own, called by \w+: .*running_av"),
     (nn.Dense(2), "Own.build: its model gives 2 outputs, Arrays has 3 classes; let"),
   ],
   ids=["training", "shape", "norm", "outputs"],

@@ -1,13 +1,20 @@
 """Built-in losses and their metrics are those of plain float64 numpy."""
 
+import re
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxscale import config
 from jaxscale.config import BinaryCrossEntropy, CrossEntropy, Huber, SquaredError
-from jaxscale.data import array_info
+from jaxscale.data import array_info, eval_batches, train_batches
 from jaxscale.errors import ConfigError
-from jaxscale.training.losses import eval_totals, training_loss
+from jaxscale.experiment.build import experiment
+from jaxscale.mesh import batch_sharding
+from jaxscale.models import ModelFns
+from jaxscale.training.losses import Objective, eval_totals, training_loss
 
 ROWS, OUTPUTS = 6, 4
 RNG = np.random.default_rng(5)
@@ -74,3 +81,182 @@ def test_sums_are_those_of_the_formulas(name):
 def test_a_class_is_not_several():
   with pytest.raises(ConfigError, match="use BinaryCrossEntropy or SquaredError"):
     CrossEntropy().build(info(SEVERAL))
+
+
+def digit_run(loss, x, y, **other):
+  return experiment(
+    config.Config(
+      model=config.MLP(hidden=(8,)), data=config.Arrays(x=x, y=y), loss=loss,
+      optimizer=config.SGD(lr=0.1), batch_size=16, epochs=9, **other,
+    ), devices=jax.devices()[:2],
+  )  # fmt: skip
+
+
+def losses_of(loss, y):
+  """Training and evaluation losses, and metrics, of four steps on two devices."""
+  made = digit_run(loss, INPUTS, y)
+  state, seen = made.init_state(lambda line: None), []
+  for _, batch in zip(range(4), train_batches(made.train_data, 16), strict=False):
+    state, metrics = made.train_step(state, to_mesh(batch, made))
+    seen.append({k: v for k, v in metrics.items() if not v.ndim})
+  (batch,) = eval_batches(made.eval_data, 8)
+  totals = made.eval_step(*state.evaluated(), to_mesh(batch, made))
+  return jax.tree.map(float, [seen, totals])
+
+
+def to_mesh(batch, made):
+  return jax.device_put(batch, batch_sharding(made.mesh))
+
+
+INPUTS = RNG.normal(size=(80, 3)).astype("float32")
+POSITIVE = INPUTS[:, 0] > 0
+COUNTS = (INPUTS[:, 1] ** 2 * 3).astype(int)
+
+
+@pytest.mark.parametrize(
+  ("loss", "y"),
+  [
+    (BinaryCrossEntropy(), POSITIVE), (SquaredError(), COUNTS), (Huber(), COUNTS),
+    (SquaredError(), POSITIVE),
+  ],
+  ids=["binary", "counts", "huber", "bool"],
+)  # fmt: skip
+def test_targets_of_any_shape_and_dtype_are_the_same_numbers(loss, y):
+  """Neither all pairs of [n] and [n, 1], nor an output for each count."""
+  wanted = losses_of(loss, y[:, None].astype("float32"))
+  assert wanted[0][0]["loss"] > 0
+  kinds = [y, y.astype(int), y.astype("float32"), y[:, None], y.astype("uint8")]
+  for kind in kinds:
+    got = losses_of(loss, kind)
+    assert jax.tree.all(jax.tree.map(lambda a, b: a == b, got, wanted)), kind.dtype
+
+
+def test_bool_targets_are_two_classes():
+  assert losses_of(CrossEntropy(), POSITIVE) == losses_of(CrossEntropy(), POSITIVE + 0)
+  assert array_info(INPUTS, POSITIVE).num_classes == 2
+  assert array_info(INPUTS, np.zeros(80, bool)).num_classes == 2
+
+
+def test_numbers_of_classes_can_be_learned():
+  """`--config.loss=SquaredError` on the digits has one output, not ten."""
+  made = digit_run(SquaredError(), INPUTS, CLASSES[RNG.integers(0, ROWS, 80)])
+  kernels = jax.tree.leaves(made.abstract_state().params)
+  assert [w.shape for w in kernels][-1] == (8, 1)
+
+
+class Outputs(config.Model):
+  """A model with any outputs.
+
+  Attributes:
+    make: of the hidden units.
+  """
+
+  make: object
+
+  def build(self, context):
+    def init(key):
+      return {"w": jax.random.normal(key, (3, 4))}, {}
+
+    def apply(params, model_state, inputs, train, keys):
+      return self.make(inputs @ params["w"]), model_state
+
+    return ModelFns(init, apply)
+
+
+class Given(config.Loss):
+  """A loss with any build.
+
+  Attributes:
+    made: by `build`.
+  """
+
+  made: object
+
+  def build(self, info):
+    return self.made
+
+
+def per_row(function):
+  return Given(made=Objective(function))
+
+
+def one(outputs, batch):
+  return (outputs[:, 0] - batch["label"]) ** 2
+
+
+def same(h):
+  return h
+
+
+NO_METRICS = dict.fromkeys(["x"], 0)
+PAIR = INPUTS[:, :2]
+
+
+@pytest.mark.parametrize(
+  ("make", "loss", "y", "line"),
+  [
+    (lambda h: {"class": h, "aux": h}, SquaredError(), PAIR,
+     "the model gives a dict of 'class', 'aux'; return one array"),
+    (lambda h: (h, h), CrossEntropy(), COUNTS, "the model gives a tuple of 2; return"),
+    (lambda h: [h], BinaryCrossEntropy(), PAIR, "the model gives a list of 1; return"),
+    (lambda h: h.mean(), SquaredError(), PAIR, r"the model gives \(\); return"),
+    (lambda h: h.sum(0), CrossEntropy(), COUNTS, r"the model gives \(4,\); return"),
+    (lambda h: h[:1], SquaredError(), PAIR, r"the model gives \(1, 4\); return"),
+    (same, SquaredError(), PAIR, r"targets \(8, 2\), and the model gives \(8, 4\)"),
+    (same, BinaryCrossEntropy(), POSITIVE, r"targets \(8,\), and the model gives"),
+    (lambda h: h[:, :, None] * h[:, None], CrossEntropy(), COUNTS, "one vector of cl"),
+    (same, BinaryCrossEntropy(), COUNTS, "takes 0 or 1, and Arrays has .* classes"),
+    (same, Given(made=one), PAIR[:, 0], "Given.build: gave function; return a train"),
+    (same, Given(made=(one, dict)), PAIR, "Given.build: gave tuple; return a train"),
+    (same, Given(made=None), PAIR, "Given.build: gave NoneType; return a training"),
+    (same, per_row(lambda o, b: one(o, b).mean()), PAIR[:, 0],
+     r"gives 'loss' of shape \(\) for examples \(8,\); give one value per example"),
+    (same, per_row(lambda o, b: 1), PAIR[:, 0], r"gives 'loss' of shape \(\) for exam"),
+    (same, per_row(lambda o, b: jnp.ones(len(o), int)), PAIR, "gives a loss of int32"),
+    (same, per_row(lambda o, b: one(o, b) * b["weight"]), PAIR[:, 0],
+     rf"{__file__}:\d+: Given, its loss: KeyError: 'weight'"),
+    (same, per_row(lambda o, b: jax.lax.psum(one(o, b), "rows")), PAIR[:, 0],
+     rf"{__file__}:\d+: Given, its loss: NameError: .*rows"),
+    (same, per_row(lambda o, b: o - b["label"]), PAIR[:, 0],
+     rf"{__file__}:\d+: Given, its loss: \w+Error: .*shapes"),
+    (same, Given(made=Objective(one, lambda o, b: {"mae": 3.0})), PAIR[:, 0],
+     r"gives 'mae' of shape \(\) for examples \(8,\); give one value per example"),
+    (same, Given(made=Objective(one, lambda o, b: one(o, b))), PAIR[:, 0],
+     "return a dict of names other than 'loss' and 'examples'"),
+    (same, Given(made=Objective(one, lambda o, b: {"loss": one(o, b)})), PAIR[:, 0],
+     "return a dict of names other than 'loss' and 'examples'"),
+    (same, Given(made=Objective(one, dict, lambda o, b: b["labels"])), PAIR[:, 0],
+     "Given, its metrics: TypeError: dict expected"),
+    (same, Given(made=Objective(one, lambda o, b: {}, lambda o, b: b["labels"])),
+     PAIR[:, 0], rf"{__file__}:\d+: Given, its eval_loss: KeyError: 'labels'"),
+    (lambda h: h.no_such, SquaredError(), PAIR, rf"{__file__}:\d+: Outputs, .*no_such"),
+  ],
+)  # fmt: skip
+def test_what_a_loss_is_not_made_for_is_refused_in_one_line(make, loss, y, line):
+  settings = config.Config(
+    model=Outputs(make=make), data=config.Arrays(x=INPUTS, y=y), loss=loss,
+    optimizer=config.SGD(lr=0.1), batch_size=16, epochs=9,
+  )  # fmt: skip
+  with pytest.raises(ConfigError) as error:
+    experiment(settings, devices=jax.devices()[:2])
+  assert re.search(line, str(error.value)) and "\n" not in str(error.value)
+
+
+def test_a_loss_of_ones_own_takes_a_dict():
+  settings = config.Config(
+    model=Outputs(make=lambda h: {"a": h, "b": h[:, :1]}),
+    data=config.Arrays(x=INPUTS, y=PAIR[:, 0]),
+    loss=per_row(lambda o, b: one(o["b"], b)),
+    optimizer=config.SGD(lr=0.1), batch_size=16, epochs=9,
+  )  # fmt: skip
+  experiment(settings, devices=jax.devices()[:2]).lower_train_step()
+
+
+def test_flat_outputs_are_those_of_a_field():
+  objective, field = SquaredError().build(info(NUMBERS)), jnp.ones((6, 2, 3, 1))
+  want = objective.loss(field, {"label": 2 * field})
+  np.testing.assert_array_equal(
+    objective.loss(field.reshape(6, 6), {"label": 2 * field}), want
+  )
+  with pytest.raises(ConfigError, match="one output for each of the targets"):
+    objective.loss(field.reshape(6, 3, 2), {"label": field})

@@ -1,5 +1,7 @@
 """SGD, AdamW, LAMB, Muon, masks and ratios: float64 numpy and closed forms."""
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import optax
 import pytest
 
 from jaxscale import optim
+from jaxscale.errors import ConfigError
 from support.optimizers import optimize, optimize64
 
 
@@ -226,6 +229,54 @@ def test_the_learning_rate_of_the_last_step_is_in_the_state(make):
   given = optax.inject_hyperparams(optax.adam)(learning_rate=0.25).init(params)
   assert optim.learning_rate(given) == 0.25
   assert optim.learning_rate(optax.sgd(0.1, momentum=0.9).init(params)) is None
+
+
+INJECTED = {
+  **{f"lars {v}": (optim.lars, {"variant": v}) for v in get_args(optim.LarsVariant)},
+  "lars corrected": (optim.lars, {"momentum_correction": 3}),
+  "lars of no decay": (optim.lars, {"variant": "timm", "weight_decay": 0.0}),
+  "lamb": (optim.lamb, {"phi_max": 2.0}),
+  "lamb timm": (optim.lamb, {"variant": "timm"}),
+  "lamb timm without decay": (optim.lamb, {"variant": "timm", "weight_decay": 0.0}),
+  "adamw": (optim.adamw, {"weight_decay": 1.0}),
+  "sgd": (optim.sgd, {"weight_decay": 1.0}),
+  "sgd corrected": (optim.sgd, {"momentum_correction": 3}),
+  "muon": (optim.muon, {"weight_decay": 1.0}),
+  "muon torch": (optim.muon, {"variant": "torch"}),
+  "masked": (optim.lars, {"mask": "^(matrix|bias)$"}),
+  "rate": (optim.scale_by_rate, {}),
+  "by layers": (lambda learning_rate: optax.chain(
+    optim.adamw(learning_rate),
+    optim.layerwise_rate_decay(0.5, ["matrix", "bias", "conv", "zero"]),
+  ), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])
+@pytest.mark.parametrize("name", INJECTED)
+def test_inject_hyperparams_changes_no_update(name, jitted):
+  make, options = INJECTED[name]
+  params, grads = jax.tree.map(jnp.float32, random_layers())
+
+  def last(tx):
+    update = jax.jit(tx.update) if jitted else tx.update
+    return optimize(optax.GradientTransformation(tx.init, update), params, grads)[0][-1]
+
+  wanted = last(make(learning_rate=rate, **options))
+  got = last(optax.inject_hyperparams(make)(learning_rate=rate, **options))
+  for layer, w in wanted.items():
+    np.testing.assert_allclose(got[layer], w, rtol=1e-5, atol=1e-6, err_msg=layer)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("name", ["mask", "stacked"])
+def test_a_mask_that_was_called_as_a_schedule_is_refused(make, name):
+  params, _ = jax.tree.map(jnp.float32, random_layers())
+  options = {"learning_rate": 0.1, name: optim.matching("^conv$")}
+  with pytest.raises(ConfigError, match=r"add static_args=\('mask', 'stacked'\)"):
+    optimize(optax.inject_hyperparams(make)(**options), params, [params])
+  static = optax.inject_hyperparams(make, static_args=("mask", "stacked"))
+  optimize(static(**options), params, [params])
 
 
 def test_lamb_of_stacked_layers_is_lamb_of_each():
