@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxscale.cli.parser import Namespace, Parser, whole
 from jaxscale.cli.status import SEE_STATUS
 from jaxscale.cli.submit import add_runs
 from jaxscale.errors import ConfigError
+
+if TYPE_CHECKING:
+  from jaxscale.launch.spec import JobSpec
 
 
 def add_arguments(parser: Parser) -> None:
@@ -36,6 +40,7 @@ def run(args: Namespace) -> None:
   if args.follow:
     for line in logs.follow(files, lambda: all(r.ended for r in Job(path).status())):
       print(line, flush=True)
+    _print_failure(spec, args)
     return
   if not _printed(files) and args.rank is None:
     # Another rank may say why this one was ended, or the script why none began.
@@ -45,6 +50,14 @@ def run(args: Namespace) -> None:
     hint = f"see `jaxscale status {spec.name}`"
     raise ConfigError(f"{spec.name}: nothing printed yet; {hint}")
   for line in logs.last(files, args.lines):
+    print(line)
+  _print_failure(spec, args)
+
+
+def _print_failure(spec: JobSpec, args: Namespace) -> None:
+  from jaxscale.launch.logs import failure
+
+  if args.rank is None and (line := failure(spec, args.task)):
     print(line)
 
 

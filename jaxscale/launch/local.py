@@ -8,6 +8,8 @@ It runs the copy of the code in the run's folder, as the processes do.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import secrets
 import signal
@@ -20,11 +22,13 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 from jaxscale.cluster.secret import VARIABLE as SECRET
-from jaxscale.errors import EXIT_USER, ConfigError
+from jaxscale.errors import EXIT_PREEMPTED, EXIT_USER, ConfigError
 from jaxscale.files import open_to_append, read_json, read_json_lines, whole_number
 from jaxscale.launch import folder as folders
+from jaxscale.launch import logs
 from jaxscale.launch import spec as specs
 from jaxscale.launch.spec import JobSpec, QueueEntry
 
@@ -32,6 +36,7 @@ SCRIPT: str = "process.sh"
 # Seconds between SIGTERM and SIGKILL; Slurm's KillWait has the same default.
 GRACE_S = 30.0
 _POLL_S = 0.1
+_ASKED = (EXIT_PREEMPTED, *specs.SIGNAL_CODES)  # of processes that SIGTERM has ended
 
 
 def is_available() -> bool:
@@ -108,8 +113,16 @@ def _alive(path: Path) -> list[int]:
 
 
 def _record_process(path: Path, pid: int) -> None:
-  line = {"pid": pid, "born": _born(pid), "host": socket.gethostname()}
-  folders.append_line(path, line)
+  _record(path, {"pid": pid, "born": _born(pid), "host": socket.gethostname()})
+
+
+def _record(path: Path, line: Mapping[str, Any]) -> None:
+  """Append a line; a full disk must not end a supervisor whose processes run."""
+  try:
+    folders.append_line(path, line)
+  except OSError as e:
+    with contextlib.suppress(OSError):
+      print(f"{path}: {e.strerror}; lost: {json.dumps(line)}", flush=True)
 
 
 def _born(pid: int) -> int | None:
@@ -154,14 +167,14 @@ def _run_trial(spec: JobSpec, job: str, task: int, stop: threading.Event) -> Non
       return
     event = {"event": "start", "job": job, "restarts": restarts}
     event |= {"nodes": 1, "hosts": socket.gethostname(), "code": 0, "next": ""}
-    folders.append_line(spec.events_file(task), event | {"time": round(time.time())})
+    _record(spec.events_file(task), event | {"time": round(time.time())})
     before = newest_step(spec.workdir(task))
     code = _run_once(spec, job, task, stop)
     progress = newest_step(spec.workdir(task)) != before
     again = specs.is_restarted(code, progress) and restarts < spec.requeue
     again = again and not stop.is_set()
     event |= {"event": "end", "code": code, "next": "requeue" if again else "stop"}
-    folders.append_line(spec.events_file(task), event | {"time": round(time.time())})
+    _record(spec.events_file(task), event | {"time": round(time.time())})
     if not again:
       return
 
@@ -192,27 +205,40 @@ def _run_once(spec: JobSpec, job: str, task: int, stop: threading.Event) -> int:
     _record_process(Path(spec.folder, "processes.jsonl"), process.pid)
     return process
 
-  if spec.preflight and _wait([start("jaxscale doctor", "batch", {})], stop):
+  if spec.preflight and _wait([start("jaxscale doctor", "batch", {})], stop)[0]:
     return EXIT_USER
   if (count := spec.processes) == 1:
-    return _wait([start("jaxscale.train", 0, {})], stop)
+    return _wait([start("jaxscale.train", 0, {})], stop)[0]
   with socket.create_server(("127.0.0.1", 0)) as free:
     address = f"127.0.0.1:{free.getsockname()[1]}"
   common = {"JAXSCALE_COORDINATOR": address, "JAXSCALE_NUM_PROCESSES": str(count)}
   common[SECRET] = secrets.token_hex(32)  # of this start alone
   own = [common | {"JAXSCALE_PROCESS_ID": str(rank)} for rank in range(count)]
-  return _wait([start("jaxscale.train", r, env) for r, env in enumerate(own)], stop)
+  code, rank = _wait(
+    [start("jaxscale.train", r, env) for r, env in enumerate(own)], stop
+  )
+  if rank is not None:
+    last = "".join(logs.last([("", spec.log_file(job, task, rank))], 1))
+    line = f"error: process {rank} failed first (exit code {code}): {last}\n"
+    batch = spec.log_file(job, task, "batch")
+    with contextlib.suppress(OSError), open(open_to_append(batch), "a") as file:
+      file.write(line)
+  return code
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], stop: threading.Event) -> int:
+def _wait(
+  processes: Sequence[subprocess.Popen[bytes]], stop: threading.Event
+) -> tuple[int, int | None]:
   """Wait for all; one that fails, or `stop`, ends the others, as srun does it.
 
   Returns:
-    0, or the exit code of the first that failed: the others were ended because of it.
+    0, or the exit code of the first that failed; and its rank, where it had failed
+    before the others knew of it, so that SIGTERM ended them.
   """
-  deadline, first = None, 0
+  deadline, first, rank = None, 0, None
   while None in (codes := [p.poll() for p in processes]):
-    first = first or _worst(codes)
+    if not first and (first := _worst(codes)):
+      rank = next(i for i, code in enumerate(codes) if code)
     if deadline is None and (stop.is_set() or first):
       deadline = time.monotonic() + GRACE_S
       for process in processes:
@@ -221,7 +247,8 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], stop: threading.Event) -
       for process in processes:
         process.kill()
     time.sleep(_POLL_S)
-  return first or _worst(codes)
+  is_alone = first not in _ASKED and any(_worst([c]) in _ASKED for c in codes)
+  return first or _worst(codes), rank if is_alone else None
 
 
 def _worst(codes: Sequence[int | None]) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from jaxscale.errors import ConfigError
+from jaxscale.errors import EXIT_DONE, ConfigError
 from jaxscale.files import whole_number
 from jaxscale.launch import folder as folders
 from jaxscale.launch.spec import JobSpec
@@ -48,6 +49,23 @@ def last(files: list[tuple[str, Path]], count: int | None) -> Iterator[str]:
     if path.exists():
       with path.open(errors="replace") as file:
         yield from (label + line.rstrip("\n") for line in deque(file, count))
+
+
+def failure(spec: JobSpec, task: int) -> str | None:
+  """The script's line about the process that failed before process 0 knew of it.
+
+  None if the last start of the trial has not ended so.
+  """
+  job = folders.last_job(spec.folder, task)
+  if folders.last_event(spec, job, task).get("code") in (None, EXIT_DONE):
+    return None
+  line = None
+  for text in last([("", spec.log_file(job, task, "batch"))], None):
+    if re.match(r"error: process \d+ failed first ", text):
+      line = text
+    elif re.match(r"exit code \d+: restarted from ", text):
+      line = None
+  return line
 
 
 def follow(files: list[tuple[str, Path]], ended: Callable[[], bool]) -> Iterator[str]:

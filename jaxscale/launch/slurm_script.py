@@ -33,10 +33,17 @@ import shlex
 
 from jaxscale.errors import EXIT_PREEMPTED, ConfigError
 from jaxscale.launch import spec as specs
-from jaxscale.launch.spec import FINAL_CODES, RESTARTED_CODES, JobSpec
+from jaxscale.launch.spec import (
+  FINAL_CODES,
+  RESTARTED_CODES,
+  SIGNAL_CODES,
+  JobSpec,
+)
 
 # Exit codes as patterns of bash.
-_FINAL, _RESTARTED = ("|".join(map(str, c)) for c in (FINAL_CODES, RESTARTED_CODES))
+_FINAL, _RESTARTED, _SIGNALS = (
+  "|".join(map(str, codes)) for codes in (FINAL_CODES, RESTARTED_CODES, SIGNAL_CODES)
+)
 
 
 # That a container's image must not overrule.
@@ -152,11 +159,10 @@ _EVENTS = r"""# One line per start and end, for `status`.
 job=$SLURM_JOB_ID
 restarts=${SLURM_RESTART_COUNT:-0}
 record() {  # EVENT CODE NEXT
-  printf '{"event": "%s", "job": "%s", "restarts": %d, "nodes": %d, "hosts": "%s", ' \
-    "$1" "$job" "$restarts" "$SLURM_JOB_NUM_NODES" "$SLURM_JOB_NODELIST" \
-    >>"$run/events/$task.jsonl"
-  printf '"code": %d, "next": "%s", "time": %d}\n' "$2" "$3" "$(date +%s)" \
-    >>"$run/events/$task.jsonl"
+  local line='{"event": "%s", "job": "%s", "restarts": %d, "nodes": %d, "hosts": "%s", '
+  line+='"code": %d, "next": "%s", "time": %d}\n'
+  printf "$line" "$1" "$job" "$restarts" "$SLURM_JOB_NUM_NODES" \
+    "$SLURM_JOB_NODELIST" "$2" "$3" "$(date +%s)" >>"$run/events/$task.jsonl"
 }
 """
 
@@ -187,7 +193,7 @@ nodes=$SLURM_JOB_NUM_NODES
 step "${srun[@]}" --kill-on-bad-exit=0 \
   --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 \
   "${python[@]}" -m jaxscale doctor "${config[@]}" --workdir "$workdir"
-case $code in 138|140|143) stopped=yes ;; esac
+case $code in SIGNALS) stopped=yes ;; esac
 if [ -n "$stopped" ]; then
   echo "stopped by a signal in the preflight: nothing to save"
   code=85
@@ -199,13 +205,20 @@ elif [ "$code" != 0 ]; then
   echo "error: the preflight itself failed, exit code $code, see above" >&2
   finish
 fi
-"""
+""".replace("SIGNALS", _SIGNALS)
 
 _MAY_RESTART = r"""# Slurm requeues even what was cancelled. A job that it has ended is
 # COMPLETING, and its reason names a time limit and nothing else.
 may_restart() {
-  local shown
-  shown=$(scontrol show job "$job")
+  local shown tries=0
+  until shown=$(scontrol show job "$job"); do
+    [ $((tries += 1)) -lt 6 ] || break
+    sleep 3
+  done
+  [ -n "$shown" ] || echo "error: not restarted: Slurm's controller does not answer"
+  # `scontrol requeue` by somebody else, or a preemption: Slurm starts it again.
+  [[ $shown =~ Restarts=([0-9]+) ]] &&
+    [ "${BASH_REMATCH[1]}" -gt "${SLURM_RESTART_COUNT:-0}" ] && is_requeued=yes
   [[ $shown == *JobState=RUNNING* || $shown == *Reason=TimeLimit* ]] &&
     [ ! -e "$run/cancelled" ]
 }
@@ -217,27 +230,28 @@ newest() {  # the step of the newest checkpoint, in the workdir or on the nodes
   } 2>/dev/null | grep -E '^[0-9]+$' | sort -n | tail -n 1
 }
 before=$(newest)
+is_requeued=
 """
 
 _STEP = r"""# bash must survive the signals that ask the tasks to save. It handles none
 # until the command that it waits for has ended, hence the loop; and not `wait`, whose
 # status bash 5.2 loses when SIGCONT and a trapped signal coincide.
-code_file="$run/events/$task.code"
+exec {codes}<> <(:)  # a pipe: a file would be empty where the disk is full
 stopped=
 step() {  # COMMAND; sets `code`, and `stopped` if a signal came
-  rm -f "$code_file"
+  log_bytes=$(stat -c %s "$log" 2>/dev/null || echo 0)
   trap '' TERM USR1 USR2
   (
     trap : TERM USR1 USR2
     "$@"
-    echo $? >"$code_file"
+    echo $? >&"$codes"
   ) &
   child=$!
   trap stopped=yes TERM
   trap 'stopped=yes; scancel --signal=USR1 "$job"' USR1
   trap 'stopped=yes; scancel --signal=USR2 "$job"' USR2
   while kill -0 "$child" 2>/dev/null; do sleep 1; done
-  code=$(cat "$code_file" || echo 137)
+  read -r -t 1 -u "$codes" code || code=137
 }
 """
 
@@ -247,7 +261,32 @@ _TRAIN = r"""train() {  # OPTIONS of srun
 }
 """
 
-_FINISH = r"""finish() {  # requeue the job or end it, by `code`
+# srun returns the highest code, which is that of the tasks that it ended by SIGTERM
+# because another one had failed before they knew of each other. It prints them all.
+_FINISH = (
+  r"""log="$run/logs/$job.batch.out"
+first_failure() {  # sets `code` to that of the task that failed by itself
+  local ends first how rank
+  ends=$(tail -c "+$((log_bytes + 1))" "$log" 2>/dev/null |
+    grep -E '^srun: error: .*: tasks? [0-9]')
+  local asked=': (Terminated|Hangup|User defined signal [12]|Exited with exit code '
+  asked+='(85|SIGNALS))$'
+  grep -Eq "$asked" <<<"$ends" || return
+  first=$(grep -Evm 1 "$asked" <<<"$ends") || return
+  how=${first##*: }
+  case $how in
+    Exited*) code=${how##* } ;;
+    Abort*) code=134 ;;
+    Killed* | Out*) code=137 ;;
+    Segm*) code=139 ;;
+    *) code=1 ;;
+  esac
+  [[ $first =~ tasks?\ ([0-9]+) ]] && rank=${BASH_REMATCH[1]}
+  echo "error: process $rank failed first ($how):" \
+    "$(tail -n 1 "$run/logs/$job.$rank.out")"
+}
+finish() {  # requeue the job or end it, by `code`
+  [ -n "$stopped" ] || first_failure
   case $code in
     RESTARTED) next=requeue ;;
     FINAL) next=stop ;;
@@ -255,7 +294,7 @@ _FINISH = r"""finish() {  # requeue the job or end it, by `code`
   esac
   if [ $next = requeue ]; then
     if ! may_restart; then
-      next=stop
+      [ -n "$is_requeued" ] || next=stop
     elif [ "$restarts" -ge "$max_restarts" ]; then
       next=stop
       echo "not restarted: this was start $((restarts + 1)) of $((max_restarts + 1))"
@@ -264,11 +303,14 @@ _FINISH = r"""finish() {  # requeue the job or end it, by `code`
   record end "$code" "$next"
   if [ $next = requeue ]; then
     echo "exit code $code: restarted from step $(newest), restart $((restarts + 1))"
-    scontrol requeue "$job"
+    [ -n "$is_requeued" ] || scontrol requeue "$job"
   fi
   exit "$code"
 }
-""".replace("FINAL", _FINAL).replace("RESTARTED", _RESTARTED)
+""".replace("FINAL", _FINAL)
+  .replace("RESTARTED", _RESTARTED)
+  .replace("SIGNALS", _SIGNALS)
+)
 
 # Slurm counts requeues only; the events have the moves to spare nodes.
 _COUNT_MOVES = r"""moves="\"event\": \"move\", \"job\": \"$job\""

@@ -17,7 +17,10 @@ from jaxscale.launch.site import Site, site_from
 
 # Any other exit code is a crash, after which a run is restarted if it has left a
 # newer checkpoint than it found.
-RESTARTED_CODES = (errors.EXIT_PREEMPTED, errors.EXIT_HANG)
+# Of processes that SIGHUP, SIGUSR1, SIGUSR2 or SIGTERM ended before they had handlers:
+# they were asked to stop, as with 85.
+SIGNAL_CODES = (129, 138, 140, 143)
+RESTARTED_CODES = (errors.EXIT_PREEMPTED, errors.EXIT_HANG, *SIGNAL_CODES)
 FINAL_CODES = (
   errors.EXIT_DONE, errors.EXIT_USER, errors.EXIT_GIVE_UP, errors.EXIT_INTERRUPTED
 )  # fmt: skip

@@ -101,6 +101,47 @@ def test_what_scancel_ended_is_not_started_again(cli, slurm):
   assert ends(cli, "c") == [(85, "stop")]
 
 
+def test_what_fails_before_the_others_know_is_shown_and_not_started_again(cli):
+  """An import error, a file that one node lacks: srun ends process 0 by SIGTERM."""
+  cli.does(f"""
+[ $SLURM_PROCID = 0 ] && touch "$workdir/up"
+[ $SLURM_PROCID = 1 ] && {{
+  until [ -e "$workdir/up" ]; do sleep 0.1; done
+  echo "error: libfoo.so is missing"; exit 2; }}
+{FOREVER}""")
+  cli("submit", "--nodes=2", "--name=b")
+  assert until(cli, "b", "FAILED")[3] == "2"  # exit code
+  assert ends(cli, "b") == [(2, "stop")]
+  lines = cli("logs", "b").splitlines()
+  first = "error: process 1 failed first (Exited with exit code 2): "
+  assert lines[-2:] == ["stopped by TERM", f"{first}error: libfoo.so is missing"]
+
+
+def test_a_signal_before_there_are_handlers_starts_it_again(cli, slurm):
+  up = '"$workdir/up.$SLURM_RESTART_COUNT.$SLURM_PROCID"'
+  cli.does(f"trap - TERM USR1; touch {up}; [ -n \"$SLURM_RESTART_COUNT\" ] && exit 0\n"
+           f"{FOREVER}")  # fmt: skip
+  names = {"USR1": 138, "TERM": 143}
+  for name in names:
+    cli("submit", "--nodes=2", f"--name={name}")
+  for name in names:
+    folder = cli.runs / name / "train"
+    wait_until(lambda f=folder: len([*f.glob("up.*")]) == 2, 300)
+    slurm.run("scancel", f"--signal={name}", number(cli, name))
+  for name, code in names.items():
+    until_ended(cli, name, seconds=300)
+    assert ends(cli, name) == [(code, "requeue"), (0, "stop")]
+
+
+def test_what_an_operator_requeues_is_requeued_on_record(cli, slurm):
+  cli.does(f'[ -n "$SLURM_RESTART_COUNT" ] && exit 0\n{FOREVER}')
+  cli("submit", "--name=o")
+  wait_until(lambda: is_up(cli, "o"), 300)
+  slurm.run("scontrol", "requeue", number(cli, "o"))
+  until_ended(cli, "o", seconds=300)
+  assert ends(cli, "o") == [(85, "requeue"), (0, "stop")]
+
+
 class Requeued(NamedTuple):
   """Jobs that were started again: a requeue takes 6 s, all of them together too."""
 

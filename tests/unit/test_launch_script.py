@@ -3,6 +3,7 @@
 JAXSCALE_GOLDEN=write makes the golden ones anew, for a diff that a person reads.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from jaxscale.errors import ConfigError
 from jaxscale.launch import slurm_script
 from jaxscale.launch.site import Container, Site
-from jaxscale.launch.spec import is_restarted
+from jaxscale.launch.spec import SIGNAL_CODES, is_restarted
 from jaxscale.metrics import read_json_lines
 from support.cases import all_slow_except
 from support.job_script import RUN, RUNS, fake
@@ -190,6 +191,96 @@ def test_what_was_cancelled_or_often_enough_is_not_started_again(
   assert subprocess.run(command, env=env, capture_output=True).returncode == 85
   asked = tmp_path / "scontrol"
   assert (asked.exists() and "requeue 7" in asked.read_text()) == again
+
+
+def end_of(tmp_path, srun, code, scontrol="echo JobState=RUNNING"):
+  """The script's end on record where srun prints lines and returns a code."""
+  run = RUN._replace(folder=str(tmp_path / "run"), nodes=2)
+  lines = "\n".join(["srun: job 7 has been allocated resources", *srun])
+  command, env = job_files(
+    tmp_path, run, srun=f"cat >&2 <<'X'\n{lines}\nX\nexit {code}", scontrol=scontrol
+  )
+  for rank in (0, 1):
+    Path(run.folder, "logs", f"7.{rank}.out").write_text(f"error: line of {rank}\n")
+  with open(Path(run.folder, "logs", "7.batch.out"), "a") as log:
+    log.write("srun: error: n3: task 5: Exited with exit code 3\n")  # of another start
+    log.flush()
+    done = subprocess.run(command, env=env, stdout=log, stderr=log)
+  last = read_json_lines(Path(run.folder, "events", "0.jsonl"))[-1]
+  assert done.returncode == last["code"]
+  return last["code"], last["next"], Path(log.name).read_text()
+
+
+TERMINATED = "srun: error: n1: task 0: Terminated"
+SAVED = "srun: error: n1: task 0: Exited with exit code 85"
+
+
+@pytest.mark.parametrize(
+  "how, code",
+  [
+    ("Exited with exit code 1", 1),
+    ("Exited with exit code 2", 2),
+    ("Exited with exit code 127", 127),
+    ("Segmentation fault (core dumped)", 139),
+    ("Killed", 137),
+    ("Out Of Memory", 137),
+    ("Aborted", 134),
+    ("Bus error", 1),
+  ],
+)
+@pytest.mark.parametrize("other, highest", [(SAVED, 85), (TERMINATED, 143)])
+def test_a_process_that_fails_before_the_others_know_is_the_one_that_counts(
+  tmp_path, how, code, other, highest
+):
+  """srun returns the code of those that it ended by SIGTERM because of it."""
+  lines = f"srun: error: n2: task 1: {how}", "srun: Terminating StepId=7.0", other
+  ended = end_of(tmp_path, lines, max(code, highest))
+  assert ended[:2] == (code, "stop")
+  assert f"error: process 1 failed first ({how}): error: line of 1\n" in ended[2]
+
+
+@pytest.mark.parametrize("code", [85, *SIGNAL_CODES])
+def test_a_signal_to_all_before_they_have_handlers_restarts_them(tmp_path, code):
+  how = {129: "Hangup", 138: "User defined signal 1", 140: "User defined signal 2"}
+  line = f"srun: error: n[1-2]: tasks 0-1: {how.get(code, 'Terminated')}"
+  assert end_of(tmp_path, [SAVED, line], code)[:2] == (code, "requeue")
+  assert "requeue 7" in (tmp_path / "scontrol").read_text()
+
+
+def test_what_somebody_requeues_is_on_record_as_requeued(tmp_path):
+  shown = "echo JobState=COMPLETING Reason=None Restarts=1"
+  assert end_of(tmp_path, [SAVED], 85, shown)[:2] == (85, "requeue")
+  assert "requeue 7" not in (tmp_path / "scontrol").read_text()
+
+
+def test_a_controller_that_does_not_answer_is_asked_again(tmp_path):
+  asked = f'[ "$(grep -c show "{tmp_path}/scontrol")" -gt 2 ]'
+  does = f"{asked} && echo JobState=RUNNING Reason=None"
+  assert end_of(tmp_path, [SAVED], 85, does)[:2] == (85, "requeue")
+  never = tmp_path / "never"
+  never.mkdir()
+  code, after, log = end_of(never, [SAVED], 85, "exit 1")
+  assert (code, after) == (85, "stop")
+  assert "error: not restarted: Slurm's controller does not answer" in log
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 85, 86, 93, 130])
+def test_every_exit_code_is_on_record_where_the_disk_is_full(tmp_path, code):
+  run = RUN._replace(folder=str(tmp_path / "run"), requeue=0)
+  full = f'dd if=/dev/zero of="{run.folder}/fill" bs=4k 2>/dev/null; exit {code}'
+  command, env = job_files(tmp_path, run, srun=full)
+  script = Path(command[1]).read_text()
+  private = ["unshare", "--user", "--map-root-user", "--mount", "bash", "-c"]
+  if subprocess.run([*private, "mount -t tmpfs none /mnt"]).returncode:
+    pytest.skip("no mount namespaces")
+  within = (
+    f'mount -t tmpfs -o size=64k none "{run.folder}" && cd "{run.folder}" &&'
+    ' mkdir events logs && printf %s "$0" >job.sbatch && bash job.sbatch; code=$?;'
+    " cat events/0.jsonl; exit $code"
+  )
+  done = subprocess.run([*private, within, script], env=env, capture_output=True)
+  ends = [json.loads(line) for line in done.stdout.splitlines() if b'"end"' in line]
+  assert [end["code"] for end in ends] == [done.returncode] == [code], done
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
