@@ -5,9 +5,10 @@
 Trains names of configs/fashion_mnist_exchange.py on 8 simulated devices with
 seeds 0, 1, ... (default 3), in runs/exchange/; runs that are done are not
 repeated. Prints a table in Markdown and one JSON line. Accuracies are means over the
-seeds with their sample standard deviation, differences to "plain" in points. Bytes
-are those that a device sends in a step, read from the compiled program; of local
-updates the bytes of a synchronization are divided by the steps between two.
+seeds with their sample standard deviation, differences to "plain" in points with their
+standard error. Bytes are those that a device sends in a step, read from the compiled
+program; of local updates the bytes of a synchronization are divided by the steps
+between two.
 """
 
 from __future__ import annotations
@@ -59,11 +60,10 @@ def markdown(rows: list[dict]) -> str:
   ]
   plain = rows[0]
   for row in rows:
-    difference = 100 * (row["accuracy"] - plain["accuracy"])
     lines.append(
       f"| {LABELS[row['name']]} | {row['bytes']:,} | "
       f"{row['bytes'] / plain['bytes']:.1%} | {seeds.percent(row)} | "
-      + ("" if row is plain else f"{difference:+.2f}")
+      + ("" if row is plain else seeds.difference(row, plain))
       + " |"
     )
   return "\n".join(lines)

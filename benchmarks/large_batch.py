@@ -6,9 +6,10 @@ Trains every name of configs/fashion_mnist_large_batch.py with seeds 0, 1, ...
 (default 3) for the same epochs, in runs/large_batch/; runs that are done are
 not repeated. Prints a table in Markdown and one JSON line. Accuracies are means
 over the seeds with their sample standard deviation; the gap is accuracy on the
-training examples less that on the held-out ones, in points; the noise scale is that
-at the end of the run, in examples; both are means over the seeds. A run that diverged
-counts as 10 %, what guessing gives.
+training examples less that on the held-out ones, in points, a mean over the seeds. The
+noise scale, in examples, is that at the end of the run: the harmonic mean over the
+seeds (an infinite one counts), and the lowest and highest end of their 95 % intervals.
+A run that diverged counts as 10 %, what guessing gives.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import os
 import statistics
 import sys
+from math import inf
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -24,7 +26,7 @@ from common import report
 
 from jaxscale.config.loading import load_config
 from jaxscale.errors import EXIT_DONE, one_line_errors
-from jaxscale.studies.trials import Outcome
+from jaxscale.studies.trials import Outcome, mean_noise_scale
 
 CONFIG = "configs/fashion_mnist_large_batch.py"
 NAMES = (
@@ -51,7 +53,11 @@ def summarise(name: str, outcomes: list[Outcome]) -> dict:
     "steps": done[0].steps if done else None,
     **seeds.accuracy(outcomes),
     "gap": round(mean([o.gap or 0.0 for o in done]), 5) if done else None,
-    "noise_scale": round(mean([o.noise_scale or 0.0 for o in done])) if done else None,
+    "noise_scale": seeds.finite(mean_noise_scale(done)),
+    "noise_scale_low": min((o.noise_scale_low or 0.0 for o in done), default=None),
+    "noise_scale_high": seeds.finite(
+      max((o.noise_scale_high or inf for o in done), default=None)
+    ),
   }
 
 
@@ -68,7 +74,9 @@ def markdown(rows: list[dict]) -> str:
       diverged = f"{row['diverged']} of {len(row['accuracies'])} diverged"
       accuracy = f"{accuracy} ({diverged})" if row["steps"] else diverged
     gap = "" if row["gap"] is None else f"{100 * row['gap']:.2f}"
-    noise = "" if row["noise_scale"] is None else f"{row['noise_scale']:,}"
+    names = ("noise_scale", "noise_scale_low", "noise_scale_high")
+    digits = (seeds.two_digits(row[name]) for name in names)
+    noise = "{} ({} to {})".format(*digits) if row["steps"] else ""
     steps = "" if row["steps"] is None else f"{row['steps']:,}"
     lines.append(
       f"| {row['batch_size']:,} | {row['optimizer']} | {row['peak_lr']:.4g} | "

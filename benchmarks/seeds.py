@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from scipy import stats
 
 from jaxscale.config.loading import load_config
 from jaxscale.studies.trials import Outcome, Trial, run_trials
@@ -41,6 +44,30 @@ def accuracy(outcomes: Sequence[Outcome]) -> dict:
     "accuracies": each,
     "diverged": sum(o.status == "diverged" for o in outcomes),
   }
+
+
+def finite(value: float | None) -> float | None:
+  """Return the number for JSON, which has no infinity: None."""
+  return None if value is None or math.isinf(value) else value
+
+
+def two_digits(value: float | None) -> str:
+  """Return a number of which no more is known; None is infinite."""
+  return "∞" if value is None else f"{float(f'{value:.2g}'):,.0f}"
+
+
+def difference(row: dict, base: dict) -> str:
+  """Return the difference of two rows in points, its standard error, and a note.
+
+  "Within noise": by Welch's test two equal means differ so much in 1 of 20 cases.
+  """
+  points = 100 * (row["accuracy"] - base["accuracy"])
+  if None in (row["spread"], base["spread"]):
+    return f"{points:+.2f}, one seed"
+  parts = (r["spread"] ** 2 / len(r["accuracies"]) for r in (row, base))
+  error = 100 * math.sqrt(sum(parts))
+  _, p_value = stats.ttest_ind(row["accuracies"], base["accuracies"], equal_var=False)
+  return f"{points:+.2f} ± {error:.2f}" + ", within noise" * bool(p_value > 0.05)
 
 
 def percent(row: dict) -> str:

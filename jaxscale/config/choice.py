@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import sys
 import traceback
 from collections.abc import Iterator
-from typing import Any, dataclass_transform
+from typing import Any, ClassVar, dataclass_transform
 
 from jaxscale.config.validation import settings
 from jaxscale.errors import ConfigError, message_of
@@ -36,9 +37,37 @@ HOMES = {
 class Choice:
   """A class of settings with a `build`; subclasses are frozen dataclasses."""
 
+  # Not in vars(self), which are fields. `set_explicitly`: names of the fields that
+  # were given when the object was made, which are not always other than the default.
+  __slots__ = ("set_explicitly",)
+  set_explicitly: tuple[str, ...]
+
+  not_shared: ClassVar[tuple[str, ...]] = ()  # fields with another meaning elsewhere
+
   def __init_subclass__(cls) -> None:
     super().__init_subclass__()
     settings(cls)
+
+  def __new__(cls, *args: Any, **values: Any):
+    """Remember which fields are set."""
+    self = super().__new__(cls)
+    caller = sys._getframe(1)
+    if caller.f_globals.get("__name__") == "dataclasses":  # replace() gives all fields
+      old = next(iter(caller.f_locals.values()))
+      changed = {n for n, v in values.items() if v is not getattr(old, n, v)}
+      values = {n: values[n] for n in values if n in {*old.set_explicitly, *changed}}
+    object.__setattr__(self, "set_explicitly", tuple(values))
+    return self
+
+  def __reduce__(self):  # copies and pickles know what was set, too
+    return functools.partial(type(self), **self._explicit_values()), ()
+
+  def __repr__(self) -> str:
+    values = (f"{n}={v!r}" for n, v in self._explicit_values().items())
+    return f"{type(self).__name__}({', '.join(values)})"
+
+  def _explicit_values(self) -> dict[str, Any]:
+    return {name: getattr(self, name) for name in self.set_explicitly}
 
   def build(self, *context: Any) -> Any:
     """What the settings stand for; each base says what it is given and returns."""

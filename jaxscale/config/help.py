@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import textwrap
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from typing import Any
 
 from jaxscale.config.config import Config
 from jaxscale.config.loading import choices
-from jaxscale.config.validation import bounds, hints, item_type, type_name
+from jaxscale.config.validation import bounds, field_docs, hints, item_type, type_name
 
 
 def settings_help(
@@ -77,18 +76,3 @@ def field_names(node: Any, own: Mapping[str, type] = {}) -> list[str]:
   """The dotted names of all settings that `settings_help` shows."""
   found = re.findall(r"^  --config\.([\w.]+)", settings_help(node, own), re.MULTILINE)
   return list(dict.fromkeys(found))
-
-
-def field_docs(cls: type) -> dict[str, str]:
-  """The text of each entry under `Attributes:`, base classes' included."""
-  docs: dict[str, str] = {}
-  for c in reversed(cls.__mro__):
-    _, _, section = (c.__doc__ or "").partition("Attributes:")
-    name = ""
-    for line in inspect.cleandoc(section).splitlines() if section else []:
-      if not line.startswith(" ") and ":" in line:
-        name, _, text = line.partition(":")
-        docs[name] = text.strip()
-      elif name:
-        docs[name] += " " + line.strip()
-  return docs

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import functools
 import inspect
 import re
 import sys
@@ -18,8 +19,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+from jaxscale.cluster.detect import detect
 from jaxscale.config import validation
-from jaxscale.config.choice import chosen, own_choices
+from jaxscale.config.choice import Choice, chosen, own_choices
 from jaxscale.config.config import Config
 from jaxscale.config.files import load_file
 from jaxscale.config.packaged import locate, similar
@@ -149,7 +151,7 @@ def _branch(
   given in any order.
   """
   chosen = tree.pop(None, None)
-  if chosen is None:
+  if chosen is None or classes.get(chosen) is type(current):
     changes = _changes(type(current), current, tree, f"{path}.", own)
     return dataclasses.replace(current, **changes)
   if chosen not in classes:
@@ -159,7 +161,8 @@ def _branch(
       hint = f"has fields, write e.g. --config.{path}.{field}=VALUE"
     raise ConfigError(f"--config.{path}={chosen}: {hint}")
   cls = classes[chosen]
-  return cls(**_shared(cls, current) | _changes(cls, current, tree, f"{path}.", own))
+  changes = _changes(cls, current, tree, f"{path}.", own)
+  return cls(**_shared(cls, current, changes, path) | changes)
 
 
 def _several(
@@ -186,16 +189,45 @@ def _several(
   return tuple(made)
 
 
-def _shared(cls: Any, current: Any) -> dict[str, Any]:
-  """What an object has that another class has as well, and allows."""
-  shared = {}
-  bounds = validation.bounds(cls)
-  for name, annotation in validation.hints(cls).items():
-    with contextlib.suppress(AttributeError, TypeError):
-      value = validation.coerce(annotation, getattr(current, name))
-      if name not in bounds or validation.within(value, bounds[name]):
+def _shared(cls: Any, old: Any, changes: Mapping[str, Any], path: str) -> dict:
+  """Carry fields that were set explicitly over to another class; print which.
+
+  Args:
+    cls: the other class, which takes those that it has as well and allows.
+    old: the settings that it replaces.
+    changes: fields that are overridden.
+    path: dotted name of the settings.
+  """
+  if not isinstance(old, Choice):
+    return {}
+  hints, bounds, shared, notes = validation.hints(cls), validation.bounds(cls), {}, []
+  docs, old_docs = validation.field_docs(cls), validation.field_docs(type(old))
+  is_alike = isinstance(old, cls) or issubclass(cls, type(old))
+  other = () if is_alike else (*old.not_shared, *cls.not_shared)
+  for name in old.set_explicitly:
+    with contextlib.suppress(TypeError, KeyError):
+      value = validation.coerce(hints[name], getattr(old, name))
+      is_allowed = name not in bounds or validation.within(value, bounds[name])
+      if name in changes or not is_allowed:
+        continue
+      is_same = docs.get(name) == old_docs.get(name)
+      meaning = "" if is_same else f" ({docs.get(name, '').rstrip('.')})"
+      if name not in other:
         shared[name] = value
+      text = f"{'not ' * (name in other)}{name}={validation.shown(value)}{meaning}"
+      notes.append(text)
+  if notes:
+    _note(f"{path}={cls.__name__} keeps of {type(old).__name__}: {', '.join(notes)}")
   return shared
+
+
+@functools.cache
+def _note(line: str) -> None:
+  """Print a line once, in process 0 alone where there are several."""
+  with contextlib.suppress(ConfigError):  # the start of the run reports it
+    if detect().process_id:
+      return
+  print(f"note: {line}", file=sys.stderr)
 
 
 def _parse(annotation: Any, text: str, path: str) -> Any:

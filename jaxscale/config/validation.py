@@ -10,6 +10,7 @@ import collections.abc
 import dataclasses
 import difflib
 import functools
+import inspect
 import math
 import operator
 import re
@@ -70,6 +71,21 @@ def bounds(cls: type) -> dict[str, str]:
       if hasattr(annotation, "__metadata__"):
         found[name] = annotation.__metadata__[0]
   return found
+
+
+def field_docs(cls: type) -> dict[str, str]:
+  """The text of each entry under `Attributes:`, base classes' included."""
+  docs: dict[str, str] = {}
+  for c in reversed(cls.__mro__):
+    _, _, section = (c.__doc__ or "").partition("Attributes:")
+    name = ""
+    for line in inspect.cleandoc(section).splitlines() if section else []:
+      if not line.startswith(" ") and ":" in line:
+        name, _, text = line.partition(":")
+        docs[name] = text.strip()
+      elif name:
+        docs[name] += " " + line.strip()
+  return docs
 
 
 _BOUND = re.compile(r"(>=|>|<=|<) (\S+)|in ([\[(])(\S+), (\S+)([\])])")
@@ -170,7 +186,8 @@ def coerce(annotation: Any, value: Any) -> Any:
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def settings(cls: type) -> type:
   """A frozen, keyword-only dataclass that refuses unknown names and bad values."""
-  cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+  repr_ = cls.__repr__ is object.__repr__
+  cls = dataclasses.dataclass(frozen=True, kw_only=True, repr=repr_)(cls)
   init, own = cls.__init__, cls.__name__
 
   def checked_init(self, *args, **values):

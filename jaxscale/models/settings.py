@@ -134,6 +134,7 @@ class ResNet(Model):
   zero_init_residual: bool = True
 
   batch_norm = True
+  not_shared = ("width",)
 
   def __post_init__(self):
     _check_span("ResNet", self.bn_span)

@@ -103,6 +103,7 @@ class LARS(_Decaying):
   momentum_correction: Literal["never", "warmup", "always"] = "never"
 
   has_resettable_momentum = True
+  not_shared = ("eps",)  # that of the others is added to a moment
 
   def build(self, schedule: optax.Schedule, context: OptimizerContext):
     return optim.lars(schedule, **_options(self, context))

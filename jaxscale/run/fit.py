@@ -325,7 +325,7 @@ def _summary(run: Run, reporter: Reporter, state: TrainState) -> dict[str, Any]:
     "target_loss": config.target_loss,
     "target_step": step,
     "target_seconds": None if seconds is None else round(seconds, 1),
-    "noise_scale": noise_scale.read(state.noise) if config.noise_scale else None,
+    **noise_scale.read(state.noise),
     "damaged_examples": reporter.count_damaged(),
     **run.nan_policy.summary(),
     **reporter.efficiency.summary(),

@@ -35,7 +35,7 @@ class Reporter:
     config, derived = experiment.config, experiment.derived
     self.experiment = experiment  # the phase that is running
     self.evaluation: dict[str, float] = {}  # the last one
-    self.noise_scale: float | None = None
+    self.noise_scale: tuple[float, float, float] | None = None  # scale, low, high
     self._config, self.start = config, start
     self.efficiency = Efficiency()
     self._began = time.perf_counter()
@@ -122,9 +122,12 @@ class Reporter:
     self._progress.train(step, values, perf)
     finite = {name: v for name, v in values.items() if math.isfinite(v)}
     ratios = {n: finite.pop(n) for n in list(finite) if n.startswith("trust_ratio/")}
-    if scale := finite.get("noise_scale"):
-      self.noise_scale = scale
-      finite["critical_batch_size"] = scale
+    if "noise_scale" in values:
+      names = ("noise_scale", "noise_scale_low", "noise_scale_high")
+      scale, low, high = (values[name] for name in names)
+      self.noise_scale = scale, low, high
+      if math.isfinite(scale):
+        finite["critical_batch_size"] = scale
     info = self.experiment.train_data.info
     if isinstance(info, data.TextInfo):
       perf["tokens_per_s"] = rate * info.sequence_length
@@ -168,7 +171,7 @@ class Reporter:
     self._is_done = is_last
     if is_last and self.noise_scale:
       batch_size = self.experiment.phase.batch_size
-      self.say(noise_scale.describe(self.noise_scale, batch_size))
+      self.say(noise_scale.describe(*self.noise_scale, batch_size))
     if self._mllog is not None:
       self._mllog.evaluated(metrics.mllog_value(values), is_last=is_last)
       if is_last:

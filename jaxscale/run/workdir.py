@@ -139,7 +139,8 @@ def _changed(settings: Any) -> dict[str, Any]:
     value, default = getattr(settings, field.name), field.default
     if field.default_factory is not MISSING:
       default = field.default_factory()
-    if default is MISSING or repr(value) != repr(default):  # arrays have no one ==
+    # Text, as arrays have no one ==; a choice's repr has defaults that were given.
+    if default is MISSING or _without_defaults(value) != _without_defaults(default):
       changed[field.name] = value
   return changed
 

@@ -8,6 +8,7 @@ spend and the learning rate by the config's `lr_scaling`, and shows what it took
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from jaxscale.config import AdaptiveBatch, Config
 from jaxscale.errors import ConfigError
 from jaxscale.metrics.text import entries_table
 from jaxscale.studies import trials
-from jaxscale.studies.trials import Outcome, Trial
+from jaxscale.studies.trials import Outcome, Trial, mean_noise_scale
 
 
 class Fit(NamedTuple):
@@ -156,7 +157,7 @@ def summarise(
     "lr_scaling": config.lr_scaling,
     "sizes": sizes,
     "fit": fitted,
-    "notes": _notes(config, sizes, points, fit),
+    "notes": _notes(config, sizes, points, fit, mean_noise_scale(outcomes)),
     "runs": [o.as_dict() for o in outcomes],
   }
 
@@ -172,14 +173,16 @@ def _size(runs: Sequence[Outcome]) -> dict[str, Any]:
   same = ("batch_size", "accumulate_steps", "peak_lr", "eval_every")
   names = (
     "target_step", "target_examples", "target_epochs", "target_seconds", "accuracy",
-    "train_accuracy", "gap", "noise_scale",
+    "train_accuracy", "gap",
   )  # fmt: skip
   found = {name: getattr(runs[0], name) for name in same} | {"runs": len(runs)}
   found |= {s: status.count(s) for s in ("reached", "missed", "diverged")}
-  return found | {name: mean(name) for name in names}
+  found |= {name: mean(name) for name in names}
+  scale = mean_noise_scale(runs)  # JSON has no infinity
+  return found | {"noise_scale": None if scale == math.inf else scale}
 
 
-def _notes(config, sizes, points, fit: Fit | None) -> list[str]:
+def _notes(config, sizes, points, fit: Fit | None, scale: float | None) -> list[str]:
   """What a reader of the numbers has to know."""
   notes = []
   if config.lr_scaling == "none" and len(sizes) > 1:
@@ -203,9 +206,8 @@ def _notes(config, sizes, points, fit: Fit | None) -> list[str]:
   else:
     text = f"{best}: {low:,.0f} to {high:,.0f} when a size is left out; {curve}"
   notes.append(f"critical batch size {text}")
-  if scales := [s["noise_scale"] for s in sizes if s["noise_scale"] is not None]:
-    scale = statistics.fmean(scales)
-    text = f"gradient-noise scale {scale:,.0f} examples in the mean over sizes"
+  if scale is not None:
+    text = f"gradient-noise scale {scale:,.3g} examples in the harmonic mean over runs"
     share = f", {scale / fit.b_crit:.2g} of the critical batch size"
     notes.append(text if is_open else text + share)
   return notes

@@ -8,6 +8,7 @@ killed resumes where it was. That a run diverges or misses is an outcome too.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
@@ -48,7 +49,10 @@ class Outcome(NamedTuple):
     accuracy: held-out, after the last step; None if it diverged.
     train_accuracy: of the training examples as they are stored, without
       augmentation, by the same parameters; None if it diverged.
-    noise_scale: gradient-noise scale in examples, where the run measured it.
+    noise_scale: gradient-noise scale in examples; None where it is infinite, or was
+      not measured.
+    noise_scale_low: lower end of its interval; None where it was not measured.
+    noise_scale_high: upper end; None where it is infinite, or was not measured.
     note: why it diverged.
   """
 
@@ -67,6 +71,8 @@ class Outcome(NamedTuple):
   accuracy: float | None = None
   train_accuracy: float | None = None
   noise_scale: float | None = None
+  noise_scale_low: float | None = None
+  noise_scale_high: float | None = None
   note: str = ""
 
   @property
@@ -85,6 +91,13 @@ class Outcome(NamedTuple):
   def as_dict(self) -> dict[str, Any]:
     """As JSON, what follows from it included."""
     return self._asdict() | {"target_epochs": self.target_epochs, "gap": self.gap}
+
+
+def mean_noise_scale(outcomes: Sequence[Outcome]) -> float | None:
+  """Return the harmonic mean, in which an infinite scale counts; None: not measured."""
+  measured = [o for o in outcomes if (o.noise_scale, o.noise_scale_low) != (None, None)]
+  shares = [1 / o.noise_scale if o.noise_scale else 0.0 for o in measured]
+  return (len(shares) / sum(shares) if any(shares) else math.inf) if measured else None
 
 
 class Interrupted(Exception):
@@ -196,6 +209,8 @@ def run_trial(trial: Trial) -> Outcome:
       accuracy=summary["accuracy"],
       train_accuracy=accuracy_on(experiment, state, experiment.train_data),
       noise_scale=summary.get("noise_scale"),
+      noise_scale_low=summary.get("noise_scale_low"),
+      noise_scale_high=summary.get("noise_scale_high"),
     )
   kept = outcome.as_dict() | {"config": repr(config)}
   cluster.on_leader(

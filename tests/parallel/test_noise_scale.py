@@ -177,6 +177,49 @@ def test_the_estimates_are_unbiased():
   assert noise == pytest.approx(DIM * SIGMA**2, rel=0.02)
 
 
+@pytest.mark.parametrize("steps", [20, 600])
+@pytest.mark.parametrize("times", [1 / 18, 1.0, 20.0, 66.5])
+def test_the_interval_covers_the_true_scale(times, steps):
+  """95 % in 400 runs each, whose batch the scale is some times as large as."""
+  big, micros, dim, runs = 256, 4, 60, 400
+  truth, small = times * big, big // micros
+  mean = np.full(dim, np.sqrt(dim / truth / dim))  # S = dim, |G|^2 = dim / truth
+  rng = np.random.default_rng(7)
+
+  @jax.jit
+  @jax.vmap
+  def run(small_sq, big_sq):
+    def step(state, squares):
+      return noise_scale.update(state, squares[0], squares[1], small, big), None
+
+    state, _ = jax.lax.scan(step, noise_scale.init(), (small_sq, big_sq))
+    return noise_scale.metrics(state)
+
+  covered, infinite = [], []
+  for _ in range(runs // 50):
+    grads = mean + rng.standard_normal((50, steps, micros, dim)) / np.sqrt(small)
+    big_sq = (grads.mean(2) ** 2).sum(-1)
+    got = run((grads**2).sum(-1).mean(-1).astype("f4"), big_sq.astype("f4"))
+    low, high = np.asarray(got["noise_scale_low"]), np.asarray(got["noise_scale_high"])
+    covered += [*((low <= truth) & (truth <= high))]
+    infinite += [*np.isinf(high)]
+    assert (low >= 0).all() and (low <= got["noise_scale"]).all()
+    assert (got["noise_scale"] <= high).all()
+  assert 0.92 <= np.mean(covered) <= 0.99
+  if steps == 600:  # it is known where the batch is large, and not where it is small
+    assert (
+      np.mean(infinite) == 0 if times < 1 else np.mean(infinite) > 0.5 or times < 60
+    )
+
+
+def test_one_step_has_no_interval():
+  state = noise_scale.update(noise_scale.init(), 2.0, 1.5, 1, 4)
+  got = noise_scale.read(state)
+  assert got["noise_scale"] is not None
+  assert (got["noise_scale_low"], got["noise_scale_high"]) == (0.0, None)
+  assert set(noise_scale.read(noise_scale.init()).values()) == {None}
+
+
 def test_pure_noise_has_an_infinite_scale():
   state = noise_scale.update(noise_scale.init(), 1.0, 0.05, 1, 16)
   assert np.isinf(noise_scale.metrics(state)["noise_scale"])
@@ -191,6 +234,10 @@ def test_averages_are_corrected_for_their_start():
 
 
 def test_what_it_means_is_reported():
-  reported = noise_scale.describe(1024.0, 256)
-  assert "1,024" in reported and "5 times the fewest steps" in reported
+  reported = noise_scale.describe(1024.0, 600.0, 2048.0, 256)
+  assert "1.02e+03 (95 %: 600 to 2.05e+03)" in reported
+  assert "5 times the fewest steps" in reported
   assert "1.25 times the fewest examples" in reported
+  for scale in (1024.0, np.inf):
+    reported = noise_scale.describe(scale, 600.0, np.inf, 256)
+    assert "above 600 (95 %)" in reported and "times the fewest" not in reported

@@ -266,7 +266,16 @@ def test_the_noise_scale_is_held_against_the_fit():
   runs = [outcome(b, s, noise_scale=320.0) for b, s in steps.items()]
   notes = batch_study.summarise(quick(), runs, "x")["notes"]
   assert any(n.startswith("critical batch size 640 (S_min 100 steps)") for n in notes)
-  assert "noise scale 320 examples in the mean over sizes, 0.5 of" in notes[-1]
+  assert "scale 320 examples in the harmonic mean over runs, 0.5 of" in notes[-1]
+
+
+def test_an_infinite_noise_scale_is_not_left_out_of_a_mean():
+  infinite = outcome(noise_scale_low=900.0)
+  runs = [outcome(noise_scale=300.0), infinite, outcome()]
+  assert trials.mean_noise_scale(runs) == pytest.approx(600)
+  assert trials.mean_noise_scale([infinite]) == np.inf
+  assert trials.mean_noise_scale([outcome()]) is None
+  assert batch_study.summarise(quick(), runs, "x")["sizes"][0]["noise_scale"] == 600
 
 
 def test_a_range_without_an_end_leads_the_note():
@@ -279,7 +288,7 @@ def test_a_range_without_an_end_leads_the_note():
   (note,) = [n for n in found["notes"] if "critical batch size" in n]
   assert note.startswith(f"critical batch size at least {low:,.0f}, and no upper limit")
   assert f"; {found['fit']['b_crit']:,.0f} (S_min" in note
-  assert found["notes"][-1].endswith("320 examples in the mean over sizes")
+  assert found["notes"][-1].endswith("320 examples in the harmonic mean over runs")
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,20 @@
 """Settings refuse what cannot be, in one line that says what to do."""
 
+import copy
 import dataclasses
 from typing import Annotated
 
 import pytest
 
 from jaxscale import config as cfg
+from jaxscale.config import loading
 from jaxscale.config.help import settings_help
 from jaxscale.config.loading import load_config, override
 from jaxscale.config.validation import bounds, closest, nearest, settings
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
 from jaxscale.experiment.derive import derive
+from jaxscale.launch.jobs import _path_and_source
 from jaxscale.mesh import batch_norm_span
 
 GOOD = [
@@ -48,6 +51,79 @@ def test_overrides_that_are_taken(overrides, path, value):
   for name in path.split("."):
     node = getattr(node, name)
   assert node == value and type(node) is type(value)
+
+
+TEXT, DIGITS = "configs/text.py", "configs/digits.py"
+CARRIER = """
+import dataclasses
+from jaxscale.config import *
+
+class Sign(Optimizer):
+  \"\"\"Its own default of nesterov, and all of its fields set.\"\"\"
+  nesterov: bool = False
+
+def get_config(arg=""):
+  chosen = {
+    "all": Sign(lr=1.0, nesterov=False),
+    "eps": AdamW(lr=1.0, eps=1e-6),
+    "replaced": dataclasses.replace(SGD(lr=1.0, nesterov=True), lr=2.0),
+    "default": dataclasses.replace(Sign(lr=1.0), lr=2.0),
+  }
+  model = ResNet(width=32)
+  return Config(model=model, data=Digits(), batch_size=8, epochs=9,
+                optimizer=chosen[arg],
+                schedule=Cosine(warmup_epochs=1, restart=False),
+                exchange=OneBit(bucket_bytes=4096), sync=EveryStep())
+"""
+# What the file sets, with which class instead, and what that then has.
+CARRIED = [
+  (TEXT, {"optimizer": "LARS"}, dict(lr=3e-3, weight_decay=0.1, eps=0.0)),
+  (TEXT, {"optimizer": "LAMB"}, dict(b1=0.9, b2=0.95, weight_decay=0.1, eps=1e-6)),
+  (DIGITS, {"optimizer": "LARS"}, dict(nesterov=False, weight_decay=5e-4)),
+  (DIGITS, {"optimizer": "LARS", "optimizer.lr": "9"}, dict(lr=9.0, momentum=0.9)),
+  ("all", {"optimizer": "SGD"}, dict(lr=1.0, nesterov=False, momentum=0.9)),
+  ("eps", {"optimizer": "LAMB"}, dict(eps=1e-6)),
+  ("eps", {"optimizer": "LARS"}, dict(eps=0.0)),
+  ("replaced", {"optimizer": "LARS"}, dict(lr=2.0, nesterov=True)),
+  ("default", {"optimizer": "SGD"}, dict(lr=2.0, nesterov=True)),
+  ("eps", {"schedule": "Polynomial"},
+   dict(warmup_epochs=1.0, restart=False, end_lr=1e-4)),
+  ("eps", {"model": "ViT"}, dict(width=cfg.ViT().width)),
+  ("eps", {"exchange": "TopK"}, dict(bucket_bytes=4096, plain_epochs=0.0)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("source", ["file", "object"])
+@pytest.mark.parametrize("name, overrides, wanted", CARRIED)
+def test_only_what_was_set_is_carried_over(tmp_path, source, name, overrides, wanted):
+  file = tmp_path / "own.py"
+  file.write_text(CARRIER)
+  path = name if name.endswith(".py") else f"{file}:{name}"
+  config = load_config(path, overrides)
+  if source == "object":  # copied, and written to a file as a notebook's job does
+    made = copy.deepcopy(load_config(path))
+    if name not in ("all", "default"):  # whose class only the file has
+      exec(str(_path_and_source(made)[1]), names := {})
+      made = names["get_config"]()
+    config = override(made, overrides)
+  (field,) = (name for name in overrides if "." not in name)
+  new = getattr(config, field)
+  assert {name: getattr(new, name) for name in wanted} == wanted
+
+
+def test_what_is_carried_over_is_printed(tmp_path, capfd):
+  file = tmp_path / "own.py"
+  file.write_text(CARRIER)
+  loading._note.cache_clear()
+  load_config(f"{file}:eps", {"optimizer": "LARS", "optimizer.weight_decay": "0.5"})
+  load_config(TEXT, {"optimizer": "LARS"})
+  load_config(TEXT, {"optimizer.lr": "0.5"})
+  load_config(TEXT, {"optimizer": "AdamW"})  # as it is
+  assert capfd.readouterr().err.splitlines() == [
+    "note: optimizer=LARS keeps of AdamW: lr=1.0, not eps=1e-06 (added to the "
+    "denominator of the trust ratio)",
+    "note: optimizer=LARS keeps of AdamW: lr=0.003, weight_decay=0.1 (L2 coefficient)",
+  ]
 
 
 BAD = [
