@@ -335,7 +335,7 @@ def test_the_last_evaluation_is_on_record_once(tmp_path):
     evaluated = [line["step"] for line in lines if "eval/loss" in line]
     wanted = wanted or sorted({*evaluated})
     assert evaluated == wanted and wanted[-1] == summary["step"]
-  events = sum(map(events_of, (tmp_path / "tensorboard").iterdir()), [])
+  events = [e for path in (tmp_path / "tensorboard").iterdir() for e in events_of(path)]
   steps = [e.step for e in events if [v.tag for v in e.summary.value] == ["eval/loss"]]
   assert sorted(steps) == wanted
 

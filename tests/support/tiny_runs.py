@@ -108,7 +108,7 @@ def events_of(path):
 
 
 def shown_by_tensorboard(workdir):
-  """(step, tag) of all points, as its EventAccumulator keeps them: START drops later."""
+  """(step, tag) of all points, as its EventAccumulator keeps them; START drops."""
   points = []
   for path in sorted((workdir / "tensorboard").iterdir()):
     for event in events_of(path):
