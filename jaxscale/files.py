@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, invalid
 
 _DEEPEST = 100  # levels of JSON: what walks over it may recurse
 _MOST_DIGITS = 18  # of a whole number in text: any such number has 64 bits
@@ -200,6 +200,32 @@ def sync(path: Path) -> None:
         raise
     finally:
       os.close(number)
+
+
+def expand(path: str | os.PathLike) -> str:
+  """Return a path with the home directory in place of a leading `~`.
+
+  Shells leave it in `--workdir=~/x`, and in variables of a job script.
+
+  Raises:
+    ConfigError: there is no home directory, or no such user.
+  """
+  text = os.path.expanduser(path)
+  if text.startswith("~") and os.sep in text:
+    fix = "set HOME, or write the whole path (./~ for a folder of that name)"
+    raise invalid("path", text, "has no home directory", fix)
+  return text
+
+
+def output_path(path: str | os.PathLike) -> Path:
+  """Return the path of a file that the user asked for, with its parents made.
+
+  Raises:
+    OSError: they cannot be made.
+  """
+  path = Path(expand(path))
+  path.parent.mkdir(parents=True, exist_ok=True)
+  return path
 
 
 @contextlib.contextmanager

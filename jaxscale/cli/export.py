@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from jaxscale.cli.parser import Namespace, Parser, directory, value, whole
+from jaxscale.cli.parser import Namespace, Parser, can_be_file, directory, value, whole
+from jaxscale.files import expand
 
 
 def add_arguments(parser: Parser) -> None:
@@ -17,7 +18,7 @@ def add_arguments(parser: Parser) -> None:
   hint = "try --workdir runs/x"
   parser.option("--workdir DIR", "of the run", directory, missing=hint)
   text, hint = "replaced when the new one is whole", "try --to x.safetensors"
-  is_file = value(str, "a file that ends in .safetensors", _is_safetensors)
+  is_file = value(expand, "a file that ends in .safetensors", _is_safetensors)
   parser.option("--to FILE", text, is_file, missing=hint)
   text = "jaxscale: for Config.init_from; timm: ResNet and ViT, huggingface: Llama and "
   text += "ViT, each with a config.json next to it; torchvision: ResNet and ViT"
@@ -31,7 +32,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def _is_safetensors(path: str) -> bool:
-  return path.endswith(".safetensors") and not os.path.isdir(path)
+  return path.endswith(".safetensors") and can_be_file(path)
 
 
 def run(args: Namespace) -> None:

@@ -19,7 +19,8 @@ def add_arguments(parser: Parser) -> None:
   parser.option(
     "--workdir DIR", "of a run, or a folder as Hugging Face's", directory, missing=hint
   )
-  parser.option("--prompt TEXT", "what is continued (default: nothing)", default="")
+  text = "what is continued (default: nothing)"
+  parser.option("--prompt TEXT", text, str, default="")
   parser.option("--tokens N", "at most so many bytes or tokens", whole(1), default=256)
   text = "what scores are divided by: 0 the likeliest, below 1 safer, above 1 wilder"
   parser.option("--temperature T", text, number(">= 0"), default=1.0)

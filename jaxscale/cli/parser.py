@@ -16,6 +16,7 @@ from typing import Any
 from jaxscale.config import packaged
 from jaxscale.config.validation import nearest, within
 from jaxscale.errors import ConfigError
+from jaxscale.files import expand
 
 EXIT_CODES = "exit code: 0 done, 2 a mistake in what was asked for, 1 anything else"
 
@@ -45,14 +46,21 @@ class Parser(argparse.ArgumentParser):
     self.flag("-h --help", "print this page")
 
   def option(
-    self, names: str, help: str, kind: Kind = str, *, missing: str = "", **more: Any
+    self,
+    names: str,
+    help: str,
+    kind: Kind | None = None,
+    *,
+    missing: str = "",
+    **more: Any,
   ) -> None:
     """An option with a value.
 
     Args:
       names: and the value's, e.g. "-n --lines N".
       help: its line; the default is added to it.
-      kind: makes the value of a text, as `value` and `whole` do.
+      kind: makes the value of a text, as `value` and `whole` do; the default expands
+        a leading `~`, `str` leaves it as it is.
       missing: what to give, for the error where it must be given and is not.
       more: as for `add_argument`, and `group`: of options, by `add_argument_group`.
     """
@@ -60,7 +68,9 @@ class Parser(argparse.ArgumentParser):
     default, group = more.get("default"), more.pop("group", None) or self
     if isinstance(default, (int, float, str)) and default != "":
       help += f" (default: {default})"
-    action = group.add_argument(*flags, metavar=metavar, type=kind, help=help, **more)
+    action = group.add_argument(
+      *flags, metavar=metavar, type=kind or path, help=help, **more
+    )
     if missing:
       self._required[action.dest] = (flags[-1], missing)
 
@@ -72,7 +82,7 @@ class Parser(argparse.ArgumentParser):
     self, name: str, metavar: str, help: str, missing: str = "", **more: Any
   ) -> None:
     """Arguments that are not options, any number of them."""
-    options: dict[str, Any] = {"nargs": "*"} | more
+    options: dict[str, Any] = {"nargs": "*", "type": path} | more
     self.add_argument(name, metavar=metavar, help=help, **options)
     if missing:
       self._required[name] = (metavar, missing)
@@ -188,19 +198,26 @@ def distinct(text: str) -> list[int]:
   return numbers
 
 
-def _can_be_file(path: str) -> bool:
+# A text in which a leading `~` is the home directory, as the `kind` of an option.
+path = value(expand, "a path without ~: no such home directory", lambda _: True)
+
+
+def can_be_file(path: str) -> bool:
+  """Whether a file can be written there, once its missing parents are made."""
   folder, name = os.path.split(path)
+  while folder and not os.path.lexists(folder):
+    folder = os.path.dirname(folder)
   return bool(name) and os.path.isdir(folder or ".") and not os.path.isdir(path)
 
 
 # Files to be written, as the `kind` of an option: looked at before there is anything to
 # write. Matplotlib has more pictures, but is asked for one only then.
 PICTURES = (".png", ".pdf", ".svg", ".jpg")
-file = value(str, "a file in a directory that exists", _can_be_file)
+file = value(expand, "a file in a directory", can_be_file)
 picture = value(
-  str,
-  f"a file {', '.join(PICTURES[:-1])} or {PICTURES[-1]} in a directory that exists",
-  lambda path: _can_be_file(path) and path.endswith(PICTURES),
+  expand,
+  f"a file {', '.join(PICTURES[:-1])} or {PICTURES[-1]} in a directory",
+  lambda path: can_be_file(path) and path.endswith(PICTURES),
 )
 
 
@@ -210,7 +227,7 @@ def directory(text: str) -> str:
     advice = "give a directory" + "; mount a bucket as one" * bool(text)
     raise argparse.ArgumentTypeError(f"={text}: {advice}")
   try:
-    os.path.abspath(text).encode()
+    os.path.abspath(text := path(text)).encode()
   except UnicodeEncodeError:  # a checkpoint cannot be written there
     advice = "not UTF-8 in this locale; set LC_ALL=C.UTF-8 or PYTHONUTF8=1"
     raise argparse.ArgumentTypeError(f"={text}: {advice}") from None

@@ -9,7 +9,7 @@ the number of classes are not: those must be there, but for ImageNet.)
 With --search every layout that the settings offer is considered: mesh, what is split,
 remat, micro-batches, exchange, and --nodes. What cannot be is refused before it is
 compiled, the best by estimate are compiled until --minutes are over, and the best of
-those is planned. `jaxscale submit --plan plan.json` submits it.
+those is planned. With --json plan.json, `jaxscale submit --plan plan.json` submits it.
 
 With --calibrate the chip that it runs on is measured, and, of several processes (under
 srun, or with JAXSCALE_COORDINATOR, JAXSCALE_NUM_PROCESSES and JAXSCALE_PROCESS_ID), the
@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import os
 import shlex
-from pathlib import Path
 from typing import Any
 
 from jaxscale.cli.parser import (
@@ -52,8 +51,8 @@ def add_arguments(parser: Parser) -> None:
   parser.flag("--calibrate", "measure chip and links here, into the file of --site")
   nodes = value(distinct, "whole numbers, as 1,2,4")
   parser.option("--nodes N,N", "also plan these (default: powers of two)", nodes)
-  parser.option("--json FILE", "the whole plan", file, default="plan.json")
-  parser.option("--png FILE", "its picture", picture, default="plan.png")
+  parser.option("--json FILE", "the whole plan, for submit, train and report", file)
+  parser.option("--png FILE", "its picture", picture)
   _add_search(parser)
   over = value(_over, "FIELD=NUMBER,NUMBER, e.g. model.num_layers=16,24,32")
   parser.option("--over FIELD=N,N", "try these values", over, default=("", [""]))
@@ -125,7 +124,7 @@ def _calibrate(args: Namespace) -> int:
 
 def _plan(args: Namespace) -> int:
   from jaxscale.config.loading import load_config
-  from jaxscale.files import write_json
+  from jaxscale.files import output_path, write_json
   from jaxscale.launch.site import load_site
   from jaxscale.planning.plan import as_json, make_plan
   from jaxscale.planning.topologies import find_chips
@@ -145,12 +144,14 @@ def _plan(args: Namespace) -> int:
   print(plan_report.text(plan), flush=True)
   asked = args.config, args.overrides, args.site
   job = search_report.submission(plan, base, *asked, site.gpus_per_node)
-  write_json(Path(args.json), as_json(plan) | {"submit": job} | found)
-  plan_report.draw(plan, args.png)
   if args.search:
-    submit = f"jaxscale submit --plan {shlex.quote(args.json)}"
-    print(f"\nto submit it: {submit}, which is\n  {search_report.command(job)}\n")
-  print(f"{args.json}\n{args.png}")
+    print(f"\nto submit it:\n  {search_report.command(job)}\n")
+  if args.json:
+    write_json(output_path(args.json), as_json(plan) | {"submit": job} | found)
+    print(f"{args.json}: `jaxscale submit --plan {shlex.quote(args.json)}` submits it")
+  if args.png:
+    plan_report.draw(plan, args.png)
+    print(args.png)
   return EXIT_DONE if plan.fit.is_good else EXIT_CRASH
 
 

@@ -12,6 +12,7 @@ from jaxscale.cli.parser import Namespace, Parser, picture, whole
 from jaxscale.config import TFDS, Config
 from jaxscale.config.loading import load_config
 from jaxscale.errors import ConfigError
+from jaxscale.files import output_path
 from jaxscale.metrics.plot import figure
 
 NUM_IMAGENET = 1_281_167  # training images of ILSVRC 2012
@@ -21,7 +22,8 @@ def add_arguments(parser: Parser) -> None:
   """The options."""
   parser.words("files", "FILE[:ARG]", "configs, also without --config before")
   parser.config(missing=None, action="append", default=[])
-  parser.option("--out FILE", "the picture", picture, default="schedule.png")
+  hint = "try --out schedule.png"
+  parser.option("--out FILE", "the picture", picture, missing=hint)
   parser.option("--num-train N", "training examples, if the data is not here", whole(1))
 
 
@@ -97,7 +99,7 @@ def plot(curves: dict[str, Curve], path: str | Path) -> Path:
     path: of the picture; its suffix chooses the format.
   """
   rows = len(curves)
-  with figure(path, rows, 1, (8, 1.2 + 2 * rows)) as axes:
+  with figure(output_path(path), rows, 1, (8, 1.2 + 2 * rows)) as axes:
     for axis, (title, c) in zip(axes[:, 0], curves.items(), strict=True):
       axis.plot(c.epochs, c.rates, color="#c8553d")
       peak = int(c.rates.argmax())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jaxscale.cli.parser import Namespace, Parser, file, picture
+from jaxscale.cli.parser import Namespace, Parser, directory, file, picture
 from jaxscale.cli.status import SEE_STATUS
 from jaxscale.cli.submit import add_runs
 
@@ -18,11 +18,13 @@ def add_arguments(parser: Parser) -> None:
   """The options."""
   text = "runs or their workdirs, or one scaling study"
   parser.words("names", "RUN", text, missing=SEE_STATUS)
-  text = "the whole table (default: scaling.csv of the study)"
+  text = "a folder for scaling.csv and scaling.png (default: that of a study; of other "
+  parser.option("--to DIR", f"{text}runs nothing is written)", directory)
+  text = "the whole table (default: scaling.csv there)"
   parser.option("--csv FILE", text, file)
-  text = "the picture (default: scaling.png of the study)"
+  text = "the picture (default: scaling.png there)"
   parser.option("--png FILE", text, picture)
-  text = "a page with everything in it; of a single run, nothing else is written"
+  text = "a page with everything in it"
   parser.option("--html FILE", text, file)
   text = "to compare the runs with (default: plan.json of each workdir, if it has one)"
   parser.option("--plan FILE.json", text)
@@ -46,10 +48,13 @@ def run(args: Namespace) -> None:
   paths = [path for part in found for path in part]
   study = None
   if len(paths) > 1 or not args.html:
-    place = studies[0][0] if studies[0] and len(names) == 1 else Path()
-    csv, png = args.csv or place / "scaling.csv", args.png or place / "scaling.png"
-    study = report(place.name or "scaling", paths, Path(csv), Path(png), plan)
-    print(f"{study}\n{study.csv}\n{study.png}")
+    folder = studies[0][0] if studies[0] and len(names) == 1 else None
+    title, folder = folder.name if folder else "scaling", args.to or folder
+    csv, png = args.csv, args.png
+    if folder:
+      csv, png = csv or f"{folder}/scaling.csv", png or f"{folder}/scaling.png"
+    study = report(title, paths, csv, png, plan)
+    print(study, *filter(None, (csv, png)), sep="\n")
   if len(paths) == 1 and (found := comparison(paths[0], plan)):
     print(f"\n{found}")
   if args.html:

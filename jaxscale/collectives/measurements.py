@@ -20,7 +20,7 @@ from jaxscale.collectives.api import reducer
 from jaxscale.collectives.cpu_workarounds import one_at_a_time
 from jaxscale.collectives.planner import ALGORITHMS, Dim, Link, Measured, Plan, plan
 from jaxscale.errors import ConfigError
-from jaxscale.files import parse_json, read_bytes, write_json
+from jaxscale.files import output_path, parse_json, read_bytes, write_json
 
 
 def fit_link(
@@ -75,7 +75,7 @@ def write_measurements(
     ],
     **extra,
   }
-  write_json(Path(path), record)
+  write_json(output_path(path), record)
 
 
 def read_measurements(path: str | Path) -> tuple[dict[str, Link], list[Measured]]:

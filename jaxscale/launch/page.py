@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from jaxscale.config.record import flat
 from jaxscale.errors import ConfigError
-from jaxscale.files import read_json, read_json_lines, replace_text
+from jaxscale.files import output_path, read_json, read_json_lines, replace_text
 from jaxscale.launch import folder as folders
 from jaxscale.launch.prediction import Comparison, comparison
 from jaxscale.launch.prediction import html as against_plan
@@ -120,7 +120,7 @@ def write_page(file: Path, runs: Sequence[RunRecord], study: Report | None) -> N
   page = f"<!doctype html><html lang='en'><head>{head}{view}</head><body>"
   page += "\n".join(body) + f"<p>jaxscale report, {made}</p></body></html>\n"
   try:
-    replace_text(file, page)
+    replace_text(output_path(file), page)
   except OSError as e:
     raise ConfigError(f"{file}: {e.strerror}, give another file") from None
 

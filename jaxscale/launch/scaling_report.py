@@ -26,6 +26,7 @@ from typing import Any, Literal, NamedTuple
 
 from jaxscale.config.record import flat
 from jaxscale.errors import ConfigError
+from jaxscale.files import output_path, replace_text
 from jaxscale.launch import folder as folders
 from jaxscale.launch.measured import MeasuredRun, NotBegunError, read
 from jaxscale.launch.planned_scaling import PlannedScaling, exposed_share, plan_of
@@ -207,7 +208,7 @@ def _notes(kind: Kind, rows: Sequence[ScalingRow], serial: float | None) -> list
     text += "cores: this shows what more processes cost, not what more nodes give"
     notes += [text] * (runs[0].kind == "cpu")
   losses = [r.loss for r in runs if r.loss is not None]
-  alike = {(r.config["seed"], r.config["epochs"]) for r in runs}
+  alike = {(r.config.get("seed"), r.config.get("epochs")) for r in runs}
   if kind == "strong" and len(alike) == 1 and len(losses) == len(runs):
     apart = f"{max(losses) - min(losses):.1g}"
     notes.append(f"validation losses differ by at most {apart}")
@@ -220,14 +221,14 @@ class Report(NamedTuple):
   Attributes:
     name: name of the study.
     study: its numbers.
-    csv: file of the table.
-    png: file of the picture.
+    csv: file of the table; None: it is not written.
+    png: file of the picture, likewise.
   """
 
   name: str
   study: Scaling
-  csv: Path
-  png: Path
+  csv: Path | None = None
+  png: Path | None = None
 
   def __repr__(self) -> str:
     head, *notes = summary(self.name, self.study)
@@ -236,29 +237,30 @@ class Report(NamedTuple):
   __str__ = __repr__
 
   def _repr_html_(self) -> str:
-    image = base64.b64encode(self.png.read_bytes()).decode()
+    image = base64.b64encode(self.png.read_bytes()).decode() if self.png else ""
+    image = f'<img width="960" src="data:image/png;base64,{image}">' if image else ""
     head, *notes = summary(self.name, self.study)
     lines = "".join(f"<li>{escape(note)}</li>" for note in notes)
     return (
       f"<p>{escape(head)}</p>{text.html_table(*table(self.study))}"
-      f'<ul>{lines}</ul><img width="960" src="data:image/png;base64,{image}">'
+      f"<ul>{lines}</ul>{image}"
     )
 
 
 def report(
   name: str,
   paths: Sequence[Path],
-  csv_file: Path,
-  png_file: Path,
+  csv_file: str | Path | None = None,
+  png_file: str | Path | None = None,
   plan: Path | None = None,
 ) -> Report:
-  """Read runs, and write the table and the picture of their comparison.
+  """Read runs and compare them; write the table and the picture that are asked for.
 
   Args:
     name: name of the study, for the headings.
     paths: folders of runs, or workdirs.
-    csv_file: file of the table, which is written.
-    png_file: file of the picture, which is written.
+    csv_file: file of the table; None: it is not written.
+    png_file: file of the picture, likewise.
     plan: a plan's file; None: those of the runs, if they have any.
 
   Raises:
@@ -275,12 +277,16 @@ def report(
   study = compare(runs)
   study = study._replace(notes=(*study.notes, *waiting))
   try:
-    csv_file.write_text(as_csv(study), encoding="utf-8")
-    plot_scaling(as_plot(name, study), png_file)
+    table_file = output_path(csv_file) if csv_file else None
+    picture = output_path(png_file) if png_file else None
+    if table_file:
+      replace_text(table_file, as_csv(study))
+    if picture:
+      plot_scaling(as_plot(name, study), picture)
   except OSError as e:
     file = e.filename or csv_file
     raise ConfigError(f"{file}: {e.strerror}, give another file") from None
-  return Report(name, study, csv_file, png_file)
+  return Report(name, study, table_file, picture)
 
 
 def find(name: str, runs: str) -> Path:

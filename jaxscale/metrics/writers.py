@@ -149,11 +149,11 @@ class MetricWriter:
         self._tensorboard_dir = None
         self._say(f"{directory}: {e.strerror}; training continues without TensorBoard")
         return
-      head = [event.Event(wall_time=now, file_version="brain.Event:2")]
-      if self._start:  # TensorBoard forgets what a killed run logged later
-        log = event.SessionLog(status=event.SessionLog.START)
-        head.append(event.Event(wall_time=now, step=self._start + 1, session_log=log))
-      records = head + records
+      version = event.Event(wall_time=now, file_version="brain.Event:2")
+      # TensorBoard forgets what a run that was killed, or another one, logged later.
+      log = event.SessionLog(status=event.SessionLog.START)
+      begin = event.Event(wall_time=now, step=self._start + 1, session_log=log)
+      records = [version, begin, *records]
     self._events.append(b"".join(map(_framed, records)))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from jaxscale.files import output_path
 from jaxscale.metrics.plot import CURVES, IDEAL, POINTS, figure
 from jaxscale.metrics.text import duration, plural, short_time, table
 from jaxscale.planning import plan as plans
@@ -198,7 +199,7 @@ def _constants(plan: Plan) -> str:
   if "site" in kinds:
     kinds["the site's file"] = kinds.pop("site")
   lines = [f"  {kind}: {', '.join(names)}" for kind, names in kinds.items()]
-  return "\n".join(["constants, whose values and sources are in plan.json", *lines])
+  return "\n".join(["constants, whose values and sources --json has", *lines])
 
 
 def _indented(lines: str) -> str:
@@ -213,7 +214,7 @@ def draw(plan: Plan, path: str | Path) -> None:
     path: of a picture, whose suffix is its format.
   """
   title = f"{plan.step.batch_size:,} examples per step on {plan.rates.title}"
-  with figure(path, 1, 2, (12, 4.2), title) as axes:
+  with figure(output_path(path), 1, 2, (12, 4.2), title) as axes:
     _draw_parts(axes[0, 0], plan)
     _draw_rates(axes[0, 1], plan)
 

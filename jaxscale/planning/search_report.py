@@ -68,7 +68,7 @@ def _estimated(search: Search) -> str:
   lines = [f"  {x.family.name}: {x.reason}" for x in found[:_ESTIMATED]]
   title = f"estimated and not compiled, the best first{_how_far(search)}"
   more = len(found) - len(lines)
-  lines += [f"  and {more:,} more, in plan.json"] * (more > 0)
+  lines += [f"  and {more:,} more, which --json has"] * (more > 0)
   return "\n".join([title, *lines])
 
 
@@ -92,7 +92,7 @@ def _refused(search: Search) -> str:
   ordered = sorted(kinds.values(), key=len, reverse=True)
   lines = [f"  {len(k):,} as {k[0].family.name}: {k[0].reason}" for k in ordered]
   more = len(lines) - _EXAMPLES
-  lines = lines[:_EXAMPLES] + [f"  and {more:,} more reasons, in plan.json"] * (
+  lines = lines[:_EXAMPLES] + [f"  and {more:,} more reasons, which --json has"] * (
     more > 0
   )
   return "\n".join(["refused before compilation", *lines])

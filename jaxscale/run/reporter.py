@@ -164,8 +164,9 @@ class Reporter:
     self.evaluation = values
     self.count_damaged()
     seconds = time.perf_counter() - self._began if self.start == 0 else None
-    self._evaluations.append((step, values, seconds))
-    self._write(step, "eval", values)
+    if not self.has_evaluated(step):  # else a run that is done was started again
+      self._evaluations.append((step, values, seconds))
+      self._write(step, "eval", values)
     self._progress.evaluated(step, values)
     is_last = step == self.experiment.derived.total_steps or self.stops_at_target()
     self._is_done = is_last

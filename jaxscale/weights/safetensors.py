@@ -27,7 +27,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxscale.errors import ConfigError
-from jaxscale.files import parse_json, replacing, require_json
+from jaxscale.files import expand, output_path, parse_json, replacing, require_json
 
 _PLAIN = "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"
 # The format's names of all dtypes that arrays of JAX can have.
@@ -77,7 +77,7 @@ def read_index(path: str | os.PathLike) -> dict[str, Stored]:
     >>> view(read_index("/tmp/a.safetensors")["w"])
     array([1., 1.], dtype=float32)
   """
-  path = Path(path)
+  path = Path(expand(path))
   try:
     return _read_folder(path) if path.is_dir() else read_header(path)[0]
   except OSError as e:
@@ -170,7 +170,7 @@ def write(
   Raises:
     OSError: the disk is full or the like; nothing is left behind.
   """
-  path = Path(path)
+  path = output_path(path)
   with replacing(path) as file:
     file.write(_header(layout, metadata or {}))
     for (name, (dtype, shape)), array in zip(layout.items(), arrays, strict=True):

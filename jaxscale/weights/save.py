@@ -28,7 +28,7 @@ from jaxscale.weights.safetensors import write
 # Errors that another path avoids; those of disks are left.
 _OF_PATHS = (
   errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS,
-  errno.ELOOP, errno.ENAMETOOLONG,
+  errno.ELOOP, errno.ENAMETOOLONG, errno.EEXIST,
 )  # fmt: skip
 
 
@@ -152,8 +152,9 @@ def export_leaves(
     except OSError as e:
       failed = [e.strerror or str(e), None]
       if e.errno not in _OF_PATHS:
-        free = byte_size(shutil.disk_usage(path.parent).free)
-        failed[1] = f"{byte_size(size)} needed, {free} free in {path.parent}"
+        folder = next(p for p in path.absolute().parents if p.exists())
+        free = byte_size(shutil.disk_usage(folder).free)
+        failed[1] = f"{byte_size(size)} needed, {free} free in {folder}"
   for _ in turns:  # process 0 too, where its disk failed: all gather together
     pass
   if failed := cluster.from_leader(failed):

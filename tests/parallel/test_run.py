@@ -25,7 +25,7 @@ from jaxscale.run.fit import fit
 from jaxscale.run.goodput import read_activities
 from jaxscale.training import loop
 from support.configs import tiny_digits
-from support.tiny_runs import record
+from support.tiny_runs import events_of, record
 
 
 @pytest.fixture(scope="module")
@@ -322,6 +322,22 @@ def test_the_metrics_file_forgets_steps_after_the_checkpoint(tmp_path):
     (2, 1),
     (3, 0.5),
   ]
+
+
+def test_the_last_evaluation_is_on_record_once(tmp_path):
+  """However often a run that is done is started, and also without its summary.json."""
+  summary, wanted = fit(tiny_digits(), tmp_path).summary, None
+  for lost in ("nothing", "summary.json", "summary.json"):
+    (tmp_path / lost).unlink(missing_ok=True)
+    again = fit(tiny_digits(), tmp_path).summary
+    assert (again["outcome"], again["loss"]) == ("done", summary["loss"])
+    lines = metrics.read_metrics(tmp_path / "metrics.jsonl")
+    evaluated = [line["step"] for line in lines if "eval/loss" in line]
+    wanted = wanted or sorted({*evaluated})
+    assert evaluated == wanted and wanted[-1] == summary["step"]
+  events = [e for path in (tmp_path / "tensorboard").iterdir() for e in events_of(path)]
+  steps = [e.step for e in events if [v.tag for v in e.summary.value] == ["eval/loss"]]
+  assert sorted(steps) == wanted
 
 
 def test_a_run_stops_at_its_target_and_stays_there(tmp_path, capsys):

@@ -20,7 +20,13 @@ from jaxscale.errors import ConfigError
 from support.commands import run_train
 from support.fault_table import measured
 from support.states import at_step, make_states, run_pair
-from support.tiny_runs import ARGS, checkpoint_names, run_processes
+from support.tiny_runs import (
+  ARGS,
+  checkpoint_names,
+  events_of,
+  run_processes,
+  shown_by_tensorboard,
+)
 from support.trees import assert_same_bits
 
 
@@ -209,23 +215,31 @@ def test_metrics_wait_for_the_disk(tmp_path):
 
 def test_event_files_are_what_tensorboard_reads(tmp_path):
   """Of a run that resumes after step 4: the steps after it are to be forgotten."""
-  from tensorboardX.proto.event_pb2 import Event
-
   (tmp_path / "metrics.jsonl").write_text("")
   writer = metrics.MetricWriter(tmp_path, start=4)
   writer.write(5, {"train/loss": 0.5})
   writer.close()
   (path,) = (tmp_path / "tensorboard").iterdir()
-  content, events = path.read_bytes(), []
-  while content:  # TFRecord: length, its crc, the record, its crc
-    length = int.from_bytes(content[:8], "little")
-    events.append(Event.FromString(content[12 : 12 + length]))
-    content = content[16 + length :]
-  version, start, loss = events
+  version, start, loss = events_of(path)
   assert version.file_version == "brain.Event:2"
   assert start.step == 5 and start.session_log.status == start.session_log.START
   assert loss.step == 5 and loss.summary.value[0].tag == "train/loss"
   assert loss.summary.value[0].simple_value == 0.5
+
+
+@pytest.mark.parametrize("starts", [[0, 0], [0, 3, 0], [0, 3, 3], [0, 5, 2, 0]])
+def test_each_step_is_drawn_once_whatever_was_killed(tmp_path, starts, monkeypatch):
+  """Killed before the first checkpoint, all steps were drawn twice."""
+  for clock, start in enumerate(starts):  # a file is named by the time
+    monkeypatch.setattr("jaxscale.metrics.writers.time.time", lambda at=clock: at)
+    writer = metrics.MetricWriter(tmp_path, start=start)
+    for step in range(start + 1, 7):
+      writer.write(step, {"train/loss": 1.0})
+    writer.write(6, {"eval/loss": 1.0})
+  points = shown_by_tensorboard(tmp_path)
+  assert points == [*((s, "train/loss") for s in range(1, 7)), (6, "eval/loss")]
+  lines = metrics.read_metrics(tmp_path / "metrics.jsonl")
+  assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 6]
 
 
 FULL = ["--config.model.hidden=(1500,)", "--config.epochs=3"]  # 1.3 MB a checkpoint

@@ -101,7 +101,7 @@ def test_a_full_disk_is_one_line(argv):
 @pytest.mark.slow
 @pytest.mark.parametrize("argv", [
   ["describe", "--config=digits"], ["bench", "--mesh=1", "--sizes=1KB", "--rounds=1"],
-  ["plot-schedule", "digits"],
+  ["plot-schedule", "digits", "--out=x.png"],
 ], ids=lambda argv: argv[0])  # fmt: skip
 def test_a_result_that_cannot_be_printed_fails_its_command(argv, tmp_path):
   """Not as a run does, whose results are files: it ended with 0, or blamed --out."""

@@ -93,3 +93,26 @@ def checksums(workdir):
   step = newest_step(workdir)
   leaves = read_manifest(workdir / "checkpoints" / str(step))["leaves"]
   return step, {name: leaf["checksum"] for name, leaf in leaves.items()}
+
+
+def events_of(path):
+  """The events in a file of TensorBoard's: TFRecords of length, crc, event, crc."""
+  from tensorboardX.proto.event_pb2 import Event
+
+  content, events = path.read_bytes(), []
+  while content:
+    length = int.from_bytes(content[:8], "little")
+    events.append(Event.FromString(content[12 : 12 + length]))
+    content = content[16 + length :]
+  return events
+
+
+def shown_by_tensorboard(workdir):
+  """(step, tag) of all points, as its EventAccumulator keeps them; START drops."""
+  points = []
+  for path in sorted((workdir / "tensorboard").iterdir()):
+    for event in events_of(path):
+      if event.session_log.status == event.session_log.START:
+        points = [point for point in points if point[0] < event.step]
+      points += [(event.step, value.tag) for value in event.summary.value]
+  return points

@@ -157,14 +157,17 @@ def lines(capsys, tmp_path, monkeypatch, *args, limit=1 << 40):
 def test_a_plan_and_what_is_kept_of_it(capsys, tmp_path, monkeypatch):
   site = tmp_path / "site.toml"
   site.write_text("[machine]\nper_node = 2\ninput_rate = 10\n")
-  args = [f"--site={site}", "--nodes=2,4,8"]
+  args = [f"--site={site}", "--nodes=2,4,8", "--json=a/plan.json", "--png=b/plan.png"]
+  code, page = lines(capsys, tmp_path, monkeypatch, *args[:1], "--nodes=2")
+  assert code == 0 and not [*tmp_path.glob("plan.*")]  # nobody asked for them
   code, page = lines(capsys, tmp_path, monkeypatch, *args)
   assert code == 0 and page[0].startswith("plan not calibrated")
   assert any("memory of a device: fits: " in line for line in page)
   assert any("waiting for examples takes 9" in line for line in page)
-  assert page[-2:] == ["plan.json", "plan.png"]
-  assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-  plan = json.loads((tmp_path / "plan.json").read_text())
+  json_line = "a/plan.json: `jaxscale submit --plan a/plan.json` submits it"
+  assert page[-2:] == [json_line, "b/plan.png"]
+  assert (tmp_path / "b" / "plan.png").read_bytes().startswith(b"\x89PNG")
+  plan = json.loads((tmp_path / "a" / "plan.json").read_text())
   step = plan["step"]
   assert sum(step["parts"].values()) == pytest.approx(step["seconds"]["expected"])
   assert step["seconds"]["high"] <= step["seconds"]["low"]
@@ -176,7 +179,7 @@ def test_a_plan_and_what_is_kept_of_it(capsys, tmp_path, monkeypatch):
   # Two programs were compiled, and each is planned as it is.
   assert len(plan["compiled_for"]) == 2 and plan["job"] is None
   # A run of it reads it again: the same numbers, on all sizes.
-  kept = stored.read_plan(tmp_path / "plan.json")
+  kept = stored.read_plan(tmp_path / "a" / "plan.json")
   assert kept.step._asdict() == {n: step[n] for n in kept.step._fields}
   assert kept.on(4, 8).seconds == plan["strong"][0]["seconds"]
   found = stored.match(kept, plan["config"], devices=8, batch_size=8)

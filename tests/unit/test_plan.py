@@ -214,7 +214,7 @@ def test_calls_take_turns():
     (["--rounds", "0"], "give a whole number >= 1"),
     (["--dtype=float33"], "did you mean 'float32'?"),
     (["--algorithms=ring,psun"], "did you mean 'psum'?"),
-    (["--json=/no/such/place.json"], "a directory that exists"),
+    (["--json=/dev/null/place.json"], "give a file in a directory"),
     (["--size=1KB"], "did you mean '--sizes'?"),
     (["--json"], "a value is missing"),
   ],

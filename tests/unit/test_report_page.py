@@ -113,9 +113,14 @@ def test_damaged_records_are_left_out(tmp_path, content):
 
 def test_what_cannot_be_shown_is_one_line(tmp_path, capsys):
   path = workdir(tmp_path / "run")
-  asked = ["report", str(path), "--html", str(tmp_path / "none" / "page.html")]
+  asked = [
+    "report",
+    str(path),
+    "--html",
+    str(tmp_path / "run" / "config.json" / "page.html"),
+  ]
   for command, why in (
-    (asked, "give a file in a directory that exists"),
+    (asked, "give a file in a directory"),
     (["report", str(tmp_path / "gone"), "--html", "x.html"], "no such run"),
   ):
     assert main(command) == 2

@@ -185,9 +185,10 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
   assert not os.listdir(tmp_path)
 
 
-def test_a_path_that_cannot_be_is_the_users(tmp_path):
-  with pytest.raises(ConfigError, match="No such file or directory; give a path"):
-    export_safetensors(tmp_path / "no" / "a", {"w": jnp.ones(1)})
+def test_missing_folders_are_made_and_a_tilde_is_the_home(tmp_path, monkeypatch):
+  monkeypatch.setenv("HOME", str(tmp_path))
+  export_safetensors("~/new/folder/a", {"w": jnp.ones(1)})
+  assert import_safetensors("~/new/folder/a", {"w": jnp.zeros(1)}).params["w"] == 1
 
 
 def test_names_that_do_not_fit_are_named_and_counted(tmp_path):
@@ -258,7 +259,7 @@ def test_tied_embeddings_and_derived_buffers_of_hugging_faces(tmp_path):
   assert (found["head"]["kernel"] == params["embed"]["table"].T).all()
 
 
-@pytest.mark.parametrize("place", ["nowhere/x.safetensors", "a file/x.safetensors"])
+@pytest.mark.parametrize("place", ["a file/x.safetensors", "a file/no/x.safetensors"])
 def test_a_path_that_cannot_be_does_not_blame_the_disk(tmp_path, place):
   (tmp_path / "a file").touch()
   with pytest.raises(ConfigError, match="; give a path that can be written") as e:

@@ -229,7 +229,12 @@ def test_a_search_is_submitted(tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(topologies, "find_chips", simulated)
   argv = ["plan", "--config", "tiny.py", "--chips", "v5e-16", "--search"]
-  argv += ["--site=site.toml", "--minutes=0.01", "--config.clip_norm=1.0"]
+  argv += [
+    "--json=plan.json",
+    "--site=site.toml",
+    "--minutes=0.01",
+    "--config.clip_norm=1.0",
+  ]
   assert cli.main(argv) == 0
   out = capsys.readouterr().out
   assert "searched " in out and "jaxscale submit --plan plan.json" in out
