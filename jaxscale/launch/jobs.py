@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxscale.config import Config, Phases
+from jaxscale.config.choice import chosen, is_built_in
 from jaxscale.config.loading import load_config, override
 from jaxscale.config.packaged import locate
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, invalid
 from jaxscale.launch import folder as folders
 from jaxscale.launch import logs, sweeps
 from jaxscale.launch.executors import EXECUTORS, choose
@@ -150,7 +151,13 @@ def _path_and_source(config: str | Config) -> tuple[str, str | None]:
     exec(source, names)
     if names["get_config"]() == config:
       return "notebook.py", source
-  raise ConfigError("Config: cannot be written to a file, give the path of one")
+  kinds = {type(x) for x in chosen(config)}
+  own = {k.__name__ for k in kinds if not is_built_in(k) or hasattr(k, "as_plain")}
+  why = (
+    f"cannot be written to a file, as {text.listed(sorted(own)) or 'a value'} is of "
+  )
+  fix = "define it in a file with get_config, and give the path of that file"
+  raise invalid("Config", ..., f"{why}this program alone", fix)
 
 
 def launch(prepared: Prepared, after: Job | None = None) -> Job:
@@ -336,7 +343,11 @@ class Job(NamedTuple):
     tasks = [i for i, row in enumerate(now) if row.state != "COMPLETED"]
     if not tasks:
       raise ConfigError(f"{spec.name}: is done; there is nothing to resume")
-    given = {"nodes": nodes, "spares": spares, "accept_changes": [*accept_changes]}
+    given = {
+      "nodes": nodes,
+      "spares": spares,
+      "accept_changes": ",".join(accept_changes),
+    }
     spec = spec._replace(**{k: v for k, v in given.items() if v is not None})
     _check_counts(spec.nodes, spares=spec.spares)
     spec = spec._replace(site=with_options(spec.site, options))

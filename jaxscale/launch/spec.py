@@ -7,7 +7,7 @@ Python is started, and after which exit codes a run is restarted.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from shlex import quote
 from typing import Any, NamedTuple
@@ -56,7 +56,7 @@ class JobSpec(NamedTuple):
     python: the interpreter that submits, for a site that names none.
     made_by: the command line, for readers of the script.
     spares: additional nodes of the job that replace lost ones.
-    accept_changes: kinds of changes that are accepted when it resumes.
+    accept_changes: kinds of changes that are accepted when it resumes, "data,code".
   """
 
   name: str
@@ -74,7 +74,7 @@ class JobSpec(NamedTuple):
   python: str
   made_by: str
   spares: int = 0
-  accept_changes: Sequence[str] = ()
+  accept_changes: str = ""
 
   @property
   def tasks(self) -> range:
@@ -104,8 +104,8 @@ class JobSpec(NamedTuple):
 
   def train_options(self) -> list[str]:
     """The options of `jaxscale.train` that all trials have."""
-    accept = [f"--accept-changes={','.join(self.accept_changes)}"]
-    options = accept * bool(self.accept_changes) + as_options(self.overrides)
+    accept = [f"--accept-changes={self.accept_changes}"] * bool(self.accept_changes)
+    options = *accept, *as_options(self.overrides)
     return ["--config", f"{self.folder}/{self.config}", *options]
 
 

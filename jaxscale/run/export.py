@@ -116,14 +116,14 @@ def _about(described: Described, step: int, take: str) -> dict[str, str]:
   """What whoever finds the file may want to know; all text."""
   data = described.data
   # As they are called in the file, and in the run's config.json.
-  names = {"image_mean": "mean", "image_std": "std"}
+  names = {"image_mean": "mean", "image_std": "std", "class_names": "class_names"}
   if described.is_text:
     names = {"vocab_size": "vocab_size", "sequence_length": "sequence_length"}
   return {
     "jaxscale": metadata.version("jaxscale"),
     "model": json.dumps(described.config["model"]),
     "data": data["name"],
-    **{name: json.dumps(data[key]) for name, key in names.items() if key in data},
+    **{name: json.dumps(data[key]) for name, key in names.items() if data.get(key)},
     "step": str(step),
     "take": take,
   }

@@ -282,7 +282,7 @@ def vit_config(
 
   Args:
     model: settings with the fields of `config.ViT`, with a class token.
-    info: of the data: `image_shape` and `num_classes`.
+    info: of the data: `image_shape`, `num_classes` and perhaps `class_names`.
     hidden: units of its MLP.
     dtype: of the parameters in the file.
 
@@ -292,7 +292,10 @@ def vit_config(
     10
   """
   height, width, channels = info["image_shape"]
-  return {
+  names = info.get("class_names") or ()
+  labels: dict[str, Any] = {"id2label": {str(i): name for i, name in enumerate(names)}}
+  labels |= {"label2id": {name: i for i, name in enumerate(names)}}
+  return (labels if names else {}) | {
     "architectures": ["ViTForImageClassification"],
     "model_type": "vit",
     "hidden_size": model.width,

@@ -191,9 +191,11 @@ def timm_config(model: Any, info: Mapping[str, Any]) -> dict[str, Any] | None:
   if info["dtype"] == "uint8":  # timm's are of images in [0, 1]
     for name in ("mean", "std"):
       cfg[name] = (np.broadcast_to(info[name], channels) / 255).tolist()
+  names = {"label_names": list(info["class_names"])} if info.get("class_names") else {}
   return {
     "architecture": architecture,
     "num_classes": classes,
+    **names,
     "num_features": features,
     "global_pool": args.get("global_pool", "avg"),
     "model_args": args | {"num_classes": classes, "in_chans": channels},
