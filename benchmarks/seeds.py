@@ -7,6 +7,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from scipy import stats
 
@@ -66,8 +67,8 @@ def difference(row: dict, base: dict) -> str:
     return f"{points:+.2f}, one seed"
   parts = (r["spread"] ** 2 / len(r["accuracies"]) for r in (row, base))
   error = 100 * math.sqrt(sum(parts))
-  _, p_value = stats.ttest_ind(row["accuracies"], base["accuracies"], equal_var=False)
-  return f"{points:+.2f} ± {error:.2f}" + ", within noise" * bool(p_value > 0.05)
+  test: Any = stats.ttest_ind(row["accuracies"], base["accuracies"], equal_var=False)
+  return f"{points:+.2f} ± {error:.2f}" + ", within noise" * bool(test.pvalue > 0.05)
 
 
 def percent(row: dict) -> str:
