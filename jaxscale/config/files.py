@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import os
 import sys
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -26,7 +29,7 @@ def load_file(file: Path) -> ModuleType:
   """
   if file.suffix != ".py":
     raise ConfigError(f"{file}: not a Python file, give one that ends in .py")
-  file = file.absolute()
+  named, file = file, file.absolute()
   digest = hashlib.sha256(os.fsencode(file) + file.read_bytes()).hexdigest()
   name = f"{FILE_MODULE}{digest[:12]}_{file.stem}"
   if name not in sys.modules:
@@ -37,8 +40,43 @@ def load_file(file: Path) -> ModuleType:
     if str(file.parent) not in sys.path:  # at the end: it hides nothing installed
       sys.path.append(str(file.parent))
     try:
-      spec.loader.exec_module(module)
+      with running(named):
+        spec.loader.exec_module(module)
     except BaseException:
       del sys.modules[name]
       raise
   return sys.modules[name]
+
+
+@contextlib.contextmanager
+def running(file: Path) -> Iterator[None]:
+  """Run code of a config file: it neither sees our command line nor ends the process.
+
+  Raises:
+    ConfigError: it calls `sys.exit`, or changes the working directory, which relative
+      paths of the command line start from.
+  """
+  argv, folder = sys.argv, os.stat(".")
+  sys.argv = [str(file)]
+  try:
+    yield
+  except SystemExit as e:
+    names = {Path(f.filename).stem for f in traceback.extract_tb(e.__traceback__)}
+    code = "" if e.code is None else repr(e.code)
+    what = f"calls sys.exit({code}); remove it"
+    if "argparse" in names:
+      what = "parses a command line; use the argument of get_config(arg), which is the "
+      what += "ARG of --config FILE:ARG"
+    raise ConfigError(f"{position(file, e)}: {what}") from e
+  finally:
+    sys.argv = argv
+  if not os.path.samestat(folder, os.stat(".")):
+    fix = "remove os.chdir, and build paths from Path(__file__).parent"
+    raise ConfigError(f"{file}: changes the working directory to {os.getcwd()}; {fix}")
+
+
+def position(file: Path, error: BaseException) -> str:
+  """Return `FILE:LINE` of the line in a config file that an error comes from."""
+  frames = traceback.extract_tb(error.__traceback__)
+  lines = [f.lineno for f in frames if Path(f.filename) == file.absolute()]
+  return f"{file}:{lines[-1]}" if lines else str(file)

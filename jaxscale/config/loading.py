@@ -23,9 +23,9 @@ from jaxscale.cluster.detect import detect
 from jaxscale.config import validation
 from jaxscale.config.choice import Choice, chosen, own_choices
 from jaxscale.config.config import Config
-from jaxscale.config.files import load_file
+from jaxscale.config.files import load_file, position, running
 from jaxscale.config.packaged import locate, similar
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, invalid
 
 
 def load_config(path: str, overrides: Mapping[str, str] | None = None) -> Config:
@@ -73,19 +73,32 @@ def call(path: str, function: str, advice: str) -> Any:
       raise ConfigError(f"{file}: {advice}")
     if arg and not inspect.signature(found).parameters:
       raise ConfigError(f"{file}:{arg}: its {function}() takes no argument")
-    value = found(arg) if arg else found()
-    # A generator runs only now, and its faults are the file's as well.
-    return list(value) if inspect.isgenerator(value) else value
+    with running(file):
+      value = found(arg) if arg else found()
+      # A generator runs only now, and its faults are the file's as well.
+      return list(value) if inspect.isgenerator(value) else value
   except SyntaxError as e:
     raise ConfigError(f"{e.filename}:{e.lineno}: {e.msg}") from None
   except Exception as e:
-    frames = traceback.extract_tb(e.__traceback__)
-    lines = [f.lineno for f in frames if Path(f.filename) == file.absolute()]
-    where = f"{file}:{lines[-1]}" if lines else str(file)
     text = str(e) if isinstance(e, ConfigError) else f"{type(e).__name__}: {e}"
     if text.startswith(str(file)):
       raise
-    raise ConfigError(f"{where}: {text}") from None
+    raise ConfigError(f"{position(file, e)}: {text}{_meant(e)}") from None
+
+
+def _meant(error: Exception) -> str:
+  """Return the hint for a name that is misspelt in a config file."""
+  if isinstance(error, AttributeError):
+    names = dir(error.obj)
+  elif isinstance(error, NameError):
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    names = frame.f_globals | frame.f_locals
+  else:
+    return ""
+  name = error.name or ""
+  alike = [n for n in names if n[:1].isupper() == name[:1].isupper()]  # SGD, not sgd
+  close = validation.closest(name, alike)
+  return f", did you mean {close!r}?" if close else ""
 
 
 def override(
@@ -127,8 +140,7 @@ def _changes(
   for name, branch in tree.items():
     path = f"{prefix}{name}"
     if name not in fields:
-      hint = f"{cls.__name__} has no field {name!r}, {validation.nearest(name, fields)}"
-      raise ConfigError(f"--config.{path}: {hint}")
+      raise ConfigError(f"--config.{path}: {validation.no_such_field(cls, name)}")
     if classes := choices(fields[name], own):
       current = getattr(node, name, None)
       changes[name] = _branch(classes, current, branch, path, own)
@@ -162,7 +174,14 @@ def _branch(
     raise ConfigError(f"--config.{path}={chosen}: {hint}")
   cls = classes[chosen]
   changes = _changes(cls, current, tree, f"{path}.", own)
-  return cls(**_shared(cls, current, changes, path) | changes)
+  values = _shared(cls, current, changes, path) | changes
+  for field in dataclasses.fields(cls):
+    is_set = field.name in values or field.default is not dataclasses.MISSING
+    if validation.hints(cls)[field.name] is Any and not is_set:
+      why = f"has {field.name}, which a command line has no form for"
+      fix = f"write it in the config file: {chosen}({field.name}=...)"
+      raise invalid(f"--config.{path}", chosen, why, fix)
+  return cls(**values)
 
 
 def _several(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from jaxscale.config.validation import closest, nearest
+from jaxscale.files import expand
 
 _PACKAGE = Path(__file__).parent.parent
 # In an installed package; else the repository that the package is imported from.
@@ -26,7 +27,7 @@ def locate(path: str) -> str:
     >>> Path(locate("resnet50_lars:4096")).name
     'resnet50_lars.py:4096'
   """
-  name, colon, arg = path.partition(":")
+  name, colon, arg = (path := expand(path)).partition(":")
   file = names().get(name)
   if file is None or Path(name).is_file():
     return path

@@ -13,6 +13,7 @@ import functools
 import inspect
 import math
 import operator
+import os
 import re
 import sys
 import types
@@ -20,6 +21,7 @@ import typing
 from typing import Any, Literal, dataclass_transform
 
 from jaxscale.errors import ConfigError
+from jaxscale.files import expand
 
 _SHOWN = 40  # choices in one line; some have a thousand
 
@@ -176,16 +178,46 @@ def coerce(annotation: Any, value: Any) -> Any:
     if origin is None:
       if choice is float and type(value) is int and abs(value) <= sys.float_info.max:
         return float(value)
+      if choice is str and isinstance(value, (str, os.PathLike)):
+        text = os.fspath(value)  # only a path has "~" and "/", not a separator "~"
+        return expand(text) if "/" in text else text
       if isinstance(value, choice) and not (
         choice in (int, float) and isinstance(value, bool)
       ):
-        return value
-  raise TypeError
+        return float(value) if choice is float else value
+  # Numbers and arrays of NumPy and JAX, which `tolist` converts exactly.
+  plain = getattr(value, "tolist", lambda: value)()
+  if type(plain) is type(value):
+    raise TypeError
+  return coerce(annotation, plain)
+
+
+def no_such_field(cls: type, name: str) -> str:
+  """Return what is wrong with the name of a field, and what to write."""
+  own, value = cls.__name__, vars(cls).get(name)
+  if isinstance(value, (bool, int, float, str, tuple)):
+    kind = type(value).__name__
+    return f"{own}.{name} has no type, write `{name}: {kind} = {value!r}` in the class"
+  if known := hints(cls):
+    return f"{own} has no field {name!r}, {nearest(name, known)}"
+  return f"{own} has no fields, write e.g. `{name}: int = 3` in the class"
+
+
+def _instance_hint(annotation: Any, value: Any) -> str:
+  """Return the hint for a class, or its name, in place of its settings; else ""."""
+  classes = settings_classes(annotation)
+  name = closest(value, classes) if isinstance(value, str) else None
+  if isinstance(value, type) and hasattr(value, "built_in"):
+    name = value.__name__
+  return f", did you mean {name}()?" if name and classes else ""
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def settings(cls: type) -> type:
   """A frozen, keyword-only dataclass that refuses unknown names and bad values."""
+  if "__init__" in vars(cls):
+    why = "has no place in settings; write fields with types, as `width: int = 3`, "
+    raise ConfigError(f"{cls.__name__}.__init__ {why}and check them in __post_init__")
   repr_ = cls.__repr__ is object.__repr__
   cls = dataclasses.dataclass(frozen=True, kw_only=True, repr=repr_)(cls)
   init, own = cls.__init__, cls.__name__
@@ -197,7 +229,7 @@ def settings(cls: type) -> type:
       raise ConfigError(f"{own}({given}): {[*example, 'it has no fields'][0]}")
     for name in values:
       if name not in hints(cls):
-        hint = f"{own} has no such field, {nearest(name, hints(cls))}"
+        hint = no_such_field(cls, name)
         raise ConfigError(f"{own}.{name}={shown(values[name])}: {hint}")
     for field in dataclasses.fields(cls):
       name, annotation = field.name, hints(cls)[field.name]
@@ -211,6 +243,7 @@ def settings(cls: type) -> type:
         values[name] = coerce(annotation, values[name])
       except TypeError:
         given, wanted = shown(values[name]), type_name(annotation)
+        wanted += _instance_hint(annotation, values[name])
         raise ConfigError(f"{own}.{name}={given}: give {wanted}") from None
       bound = bounds(cls).get(name)
       if bound is not None and not within(values[name], bound):

@@ -2,11 +2,18 @@
 
 import copy
 import dataclasses
+import os
+import shutil
+import sys
+from pathlib import Path
 from typing import Annotated
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxscale import config as cfg
+from jaxscale.cli.parser import Parser, directory, file
 from jaxscale.config import loading
 from jaxscale.config.help import settings_help
 from jaxscale.config.loading import load_config, override
@@ -182,6 +189,7 @@ def test_overrides_that_are_refused(overrides, where, remedy):
   assert where in message and remedy in message and "\n" not in message
 
 
+MODEL = "from jaxscale.config import *\nclass My(Model):\n"
 FILES = [
   ("def get_config(:", ":1: ", "invalid syntax"),
   ("x = 1", "define get_config", ""),
@@ -198,6 +206,26 @@ FILES = [
   ("import dataclasses\nfrom jaxscale.config import *\ndef get_config():\n"
    "  return dataclasses.replace(SGD(lr=1), momentm=2)",
    ":4: SGD.momentm=2", "did you mean 'momentum'?"),
+  ("import sys\nsys.exit(3)", ":2: ", "calls sys.exit(3); remove it"),
+  ("def get_config():\n  raise SystemExit", ":2: ", "calls sys.exit(); remove it"),
+  ("def get_config():\n  exit('no GPU')", ":2: ", "calls sys.exit('no GPU')"),
+  ("import sys\ndef get_config():\n  return sys.argv[1]", ":3: IndexError", ""),
+  ("import argparse\np = argparse.ArgumentParser()\np.add_argument('lr')\n"
+   "def get_config():\n  return p.parse_args()", ":5: ", "get_config(arg)"),
+  ("import os\nos.chdir('/')\ndef get_config(): return 3",
+   "changes the working directory", "os.chdir"),
+  ("import jaxscale\ndef get_config():\n  return jaxscale.models.MPL()", ":3: ",
+   "did you mean 'MLP'?"),
+  ("from jaxscale import optim\ndef get_config():\n  return optim.SDG(lr=1)", ":3: ",
+   "did you mean 'SGD'?"),
+  ("momentum = 1\ndef get_config():\n  return momentun", ":3: ",
+   "did you mean 'momentum'?"),
+  (f"{MODEL}  width = 3\ndef get_config():\n  return My(width=5)", ":5: My.width=5",
+   "write `width: int = 3`"),
+  (f"{MODEL}  n: list = [1]", ":2: ", "mutable default"),
+  (f"{MODEL}  def __init__(self, width): pass", ":2: My.__init__", "__post_init__"),
+  (f"{MODEL}  pass\ndef get_config(): return My(4)", "My(4)", "it has no fields"),
+  (f"{MODEL}  pass\ndef get_config(): return My(n=4)", "My.n=4", "`n: int = 3`"),
 ]  # fmt: skip
 
 
@@ -210,6 +238,114 @@ def test_files_that_are_refused(tmp_path, text, where, remedy):
   message = str(error.value)
   assert "c.py" in message and where in message and remedy in message
   assert "\n" not in message
+
+
+CHOSEN = [
+  ("models.MLP", "did you mean MLP()?"), ("'MLP'", "did you mean MLP()?"),
+  ("'MPL'", "did you mean MLP()?"), ("Mine", "did you mean Mine()?"),
+  ("models.MLPModule", "a class of yours"), ("3", "a class of yours"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("model, remedy", CHOSEN)
+def test_a_class_in_place_of_its_settings_is_refused(tmp_path, model, remedy):
+  (tmp_path / "c.py").write_text(
+    "from jaxscale import config, models\nclass Mine(config.Model):\n  n: int = 3\n"
+    f"def get_config():\n  return config.Config(model={model})"
+  )
+  with pytest.raises(ConfigError, match=r"c.py:5: Config\.model=") as error:
+    load_config(str(tmp_path / "c.py"))
+  assert remedy in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_file_is_run_as_if_it_were_alone(tmp_path, monkeypatch):
+  """Its argparse read jaxscale's command line, and blamed the user for it."""
+  (tmp_path / "c.py").write_text(
+    "import argparse\np = argparse.ArgumentParser()\np.add_argument('--lr', type=float,"
+    "default=0.5)\nlr = p.parse_args().lr\n" + OWN
+  )
+  (tmp_path / "width_of_mine.py").write_text("WIDTH = 24\n")
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(sys, "argv", asked := ["jaxscale", "train", "--config", "c.py"])
+  assert load_config("c.py").batch_size == 8 and sys.argv is asked
+
+
+NUMBERS = [
+  ("batch_size", np.int64(64), 64), ("batch_size", np.uint8(64), 64),
+  ("batch_size", np.array(64), 64), ("epochs", np.float32(2.5), 2.5),
+  ("epochs", np.float64(2.5), 2.5), ("epochs", np.int32(3), 3.0),
+  ("epochs", jnp.bfloat16(2.5), 2.5), ("epochs", jnp.float32(2.5), 2.5),
+  ("noise_scale", np.bool_(True), True), ("seed", jnp.int32(7), 7),
+  ("init_from", Path("a"), "a"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("field, value, plain", NUMBERS, ids=lambda x: repr(x))
+def test_numbers_of_numpy_are_taken(field, value, plain):
+  config = dataclasses.replace(load_config("configs/digits.py"), **{field: value})
+  found = getattr(config, field)
+  assert found == plain and type(found) is type(plain)
+
+
+def test_arrays_are_tuples():
+  assert cfg.Log(profile_processes=np.array([0, 1])).profile_processes == (0, 1)
+  x = np.linspace(0, 1, 3, dtype=np.float32)
+  assert cfg.Phases(epochs=x, batch_sizes=np.array([1, 2, 3])) == cfg.Phases(
+    epochs=tuple(x.tolist()), batch_sizes=(1, 2, 3)
+  )
+
+
+@pytest.mark.parametrize("field, value", [
+  ("batch_size", np.float64(64)), ("batch_size", np.array([64])), ("epochs", "3"),
+  ("batch_size", np.bool_(True)), ("epochs", np.complex64(3)), ("epochs", np.ones(2)),
+])  # fmt: skip
+def test_numbers_of_another_kind_are_refused(field, value):
+  with pytest.raises(ConfigError, match=f"^Config.{field}=.*: give (int|float)$"):
+    dataclasses.replace(load_config("configs/digits.py"), **{field: value})
+
+
+@pytest.mark.parametrize("name", ["optimizer=Optax", "data=Arrays"])
+def test_what_a_command_line_cannot_say_is_refused(name):
+  field, _, chosen = name.partition("=")
+  with pytest.raises(ConfigError) as error:
+    load_config("configs/digits.py", {field: chosen})
+  assert str(error.value).startswith(f"--config.{name} ")
+  assert "write it in the config file" in str(error.value)
+
+
+def test_a_tilde_is_the_home_wherever_a_path_is(tmp_path, monkeypatch):
+  """`--workdir=~/x`, which no shell expands, made a folder named ~."""
+  monkeypatch.setenv("HOME", str(tmp_path))
+  shutil.copy("configs/digits.py", tmp_path)
+  changes = {"init_from": "~/w", "checkpoint.local": "~/fast", "data": "ImageFolder",
+             "data.path": "~/photos", "data.image_size": "8"}  # fmt: skip
+  config = load_config("~/digits.py", changes)
+  assert (
+    config.init_from == f"{tmp_path}/w" and config.data.path == f"{tmp_path}/photos"
+  )
+  assert config.checkpoint.local == f"{tmp_path}/fast"
+  assert cfg.Wandb(project="~").project == "~"  # no path
+  args = Parser("x", "x")
+  args.option("--workdir DIR", "", directory)
+  args.option("--out FILE", "", file)
+  args.option("--plan FILE", "")
+  args.option("--prompt TEXT", "", str)
+  args.words("names", "RUN", "")
+  given = args.read(["--workdir=~/a", "--out=~/b", "--plan=~/c", "--prompt=~/d", "~/e"])
+  found = given.workdir, given.out, given.plan, given.prompt, *given.names
+  home = str(tmp_path)
+  assert found == (f"{home}/a", f"{home}/b", f"{home}/c", "~/d", f"{home}/e")
+
+
+@pytest.mark.parametrize("path", ["~nobody-of-this-name/x", "~/x"])
+def test_a_tilde_without_a_home_is_refused(path, monkeypatch):
+  monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+  with pytest.raises(ConfigError, match="has no home directory"):
+    load_config("configs/digits.py", {"init_from": path})
+  args = Parser("x", "x")
+  args.option("--workdir DIR", "", directory)
+  with pytest.raises(ConfigError, match=f"^--workdir={path}: give a path without ~"):
+    args.read([f"--workdir={path}"])
 
 
 def test_file_arguments():
