@@ -14,7 +14,7 @@ import importlib
 import sys
 import traceback
 from collections.abc import Iterator
-from typing import Any, ClassVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, dataclass_transform
 
 from jaxscale.config.validation import settings
 from jaxscale.errors import ConfigError, message_of
@@ -40,7 +40,8 @@ class Choice:
   # Not in vars(self), which are fields. `set_explicitly`: names of the fields that
   # were given when the object was made, which are not always other than the default.
   __slots__ = ("set_explicitly",)
-  set_explicitly: tuple[str, ...]
+  if TYPE_CHECKING:  # else it were a field's annotation
+    set_explicitly: tuple[str, ...]
 
   not_shared: ClassVar[tuple[str, ...]] = ()  # fields with another meaning elsewhere
 
