@@ -18,11 +18,13 @@ class Timeouts:
 
   Attributes:
     heartbeat_interval_s: between two heartbeats of a process.
-    heartbeat_timeout_s: without a heartbeat, until a process counts as stopped. (Not
-      before the first compilation: loading libraries holds the GIL, and from a
-      file system that a thousand processes ask at once it may take minutes.)
-    hang_timeout_s: in one step, or one batch of an evaluation, or in ten mean steps of
-      this run, whichever is longer, until a process hangs.
+    heartbeat_timeout_s: without a heartbeat, until a process counts as stopped or cut
+      off. Before and in a compilation a process that runs may keep Python's lock for
+      `startup_timeout_s`: libraries that a thousand processes load at once from one
+      file system take minutes.
+    hang_timeout_s: in one step, one batch of an evaluation, or one comparison of
+      replicas, or in ten mean steps of this run, whichever is longer, until a process
+      hangs.
     grace_s: from SIGTERM until a process leaves without a save (Slurm's KillWait,
       after which it kills, is 30 by default, slurm.conf(5)).
     stop_before_end_s: before the end of a Slurm job, to save; of a short job at most a
@@ -31,7 +33,7 @@ class Timeouts:
       last.
     startup_timeout_s: before the first compilation, as for the data to be found, and
       after the run; inf: no limit, but for silence the default.
-    compile_timeout_s: in a compilation, and in the first step after it.
+    compile_timeout_s: in a compilation, and in the first two steps after it.
     save_timeout_s: in a save.
     slow_window_s: over which slow processes are looked for.
     jax_initialization_timeout_s: for JAX's coordinator to listen, and as long again

@@ -53,10 +53,12 @@ class Link:
   messages went before in this direction and of the message. One that another program
   has made, repeated, left out or changed is a ValueError.
 
-  It reads nothing that follows the last message it gave.
+  It reads nothing that follows the last message it gave. An empty line on a sealed link
+  is no message: it shows that the process at the other end runs (`watch/beats.py`).
 
   Attributes:
     sock: the connected stream socket.
+    heard: when anything came the last time, on the clock `time.monotonic`.
     keys: None: messages are not sealed, as inside one process.
     max_bytes: of one message that is received.
 
@@ -75,6 +77,7 @@ class Link:
     self, sock: socket.socket, keys: Keys | None = None, max_bytes: int = MAX_BYTES
   ):
     self.sock, self.keys, self.max_bytes = sock, keys, max_bytes
+    self.heard = time.monotonic()
     self._sent = self._received = 0  # messages
     self._begun = b""  # a line whose end has not come yet
 
@@ -185,13 +188,14 @@ class Link:
       raise EOFError(str(e)) from None
     if not seen:
       raise EOFError("closed by the other end")
+    self.heard = time.monotonic()
     *lines, rest = self._begun.split(b"\n")
     if max(map(len, [*lines, rest])) > self.max_bytes:
       raise ValueError("a line without end")
     if not end:
       return []
     self._begun = b""
-    return [self._open(line + b"\n") for line in lines]
+    return [self._open(line + b"\n") for line in lines if line or not self.keys]
 
 
 def _tag(key: bytes, count: int, line: bytes) -> bytes:

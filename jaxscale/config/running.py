@@ -8,7 +8,7 @@ from jaxscale.cluster.timeouts import Timeouts
 from jaxscale.config.bases import Tracker
 from jaxscale.config.bounds import Count, Positive
 from jaxscale.config.validation import settings, shown
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, invalid
 from jaxscale.files import whole_number
 
 MOST_TRACED_STEPS = 100  # in one trace: 40 MB of the digits on eight devices
@@ -153,12 +153,10 @@ class Faults(Timeouts):
   max_idle_restarts: Count = 3
 
   def __post_init__(self):
-    own, jaxs = self.heartbeat_timeout_s, self.jax_heartbeat_timeout_s
-    if jaxs <= own:
-      why = f"JAX would abort all before heartbeat_timeout_s={own} reports who is "
-      raise ConfigError(
-        f"Faults.jax_heartbeat_timeout_s={jaxs}: {why}silent; give more"
-      )
+    silent_s, jax_s = self.heartbeat_timeout_s, self.jax_heartbeat_timeout_s
+    if jax_s < (least := 1.2 * silent_s):  # time for the report
+      why = f"aborts all before heartbeat_timeout_s={silent_s} reports who is silent"
+      raise invalid("Faults.jax_heartbeat_timeout_s", jax_s, why, f"give {least:g}")
 
 
 @settings

@@ -39,7 +39,7 @@ class Run(NamedTuple):
     checkpoints: where it saves.
     watch: takes note where it is, and knows when to stop.
     nan_policy: what follows a skipped step.
-    began: when, seconds since the epoch.
+    began: when, on the clock `time.monotonic`, which nobody sets.
     activity: the record of what it does.
     tracer: of this process.
     programs: where compiled ones are kept.
@@ -112,9 +112,10 @@ class RunCallbacks(loop.Callbacks):
   def check(self, step, state):
     """Compare the replicas."""
     assert self._fingerprint is not None
-    self.at(step, "checking")
+    self.at(step, "inspecting")
     with self._reporter.pause(), jax.profiler.TraceAnnotation("check"):
       shared, fingerprint = replica_check.shared(state), self._fingerprint.result()
+      self.at(step, "checking")
       before = step - self._check_every
       replica_check.check(shared, fingerprint, step=step, before=before)
 
@@ -125,14 +126,15 @@ class RunCallbacks(loop.Callbacks):
       self.trace(step + 1)
     reporter.evaluating(step)
     with reporter.pause(), jax.profiler.TraceAnnotation("evaluation"):
-      if not reporter.evaluation and jax.process_count() > 1:
+      if not reporter.evaluation:
+        self.at(step, "preparing")
         lowered = experiment.lower_eval_step(experiment.abstract_state())
         with self._run.programs.turn():
           lowered.compile()  # which the first call finds, in JAX or on disk
       size, mesh = experiment.derived.eval_batch_size, experiment.mesh
       batches = data.eval_batches(experiment.eval_data, size, shard=host_shard(mesh))
-      activity = "evaluating" if reporter.evaluation else "preparing"
-      on_devices = until_stopped(batches, mesh, self._run.watch, step, activity)
+      # From the first batch on: what hangs now is the input, not a compilation.
+      on_devices = until_stopped(batches, mesh, self._run.watch, step, "evaluating")
       try:
         values = loop.evaluate(experiment.eval_step, *state.evaluated(), on_devices)
       except StopRequested:
@@ -161,7 +163,7 @@ class RunCallbacks(loop.Callbacks):
   def skipped(self, bad):
     """Name the devices that found NaN or Inf; count the step, or end the run."""
     what, in_state = bad.what, False
-    self.at(bad.newest, "checking")
+    self.at(bad.newest, "inspecting")
     with self._reporter.pause():
       if bad.codes is not None:
         state, summed = bad.state, backward_sum_axes(self._reporter.experiment.layout)

@@ -98,7 +98,7 @@ def fit(
     >>> fit(config, "runs/digits").summary["accuracy"] > 0.97   # doctest: +SKIP
     True
   """
-  began = time.time()
+  began = time.monotonic()
   workdir = Path(workdir)
   tracking.check_packages(config)
   accept = accept_changes
@@ -260,7 +260,7 @@ def _train(run: Run, experiment: build.Experiment) -> tuple[TrainState, Reporter
     if start:
       reporter.say(f"resuming from the checkpoint of step {start}{grown}")
     if experiment.config.log.mllog:
-      reporter.begin_mllog(workdir, run.began)
+      reporter.begin_mllog(workdir, time.time() - (time.monotonic() - run.began))
     try:
       state = train_phases(run, state, reporter, compiled)
       watch.at(int(state.step), "saving")
@@ -313,7 +313,7 @@ def _summary(run: Run, reporter: Reporter, state: TrainState) -> dict[str, Any]:
   before = metrics.read_json(run.workdir / "summary.json")
   if seconds is None and before.get("target_step") == step:  # only evaluated again
     seconds = before.get("target_seconds")
-  took = time.time() - run.began
+  took = time.monotonic() - run.began
   if reporter.start == done == before.get("step"):
     took = before.get("seconds", took)
   return {

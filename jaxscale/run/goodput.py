@@ -9,8 +9,8 @@ time from the first submission to the last line:
                 input
     input       waiting for data
     compile     waiting for XLA: before the first step, where a phase begins (with the
-                trials of AdaptiveBatch and the step report), and in the first
-                evaluation until its second batch
+                trials of AdaptiveBatch and the step report), and before the first
+                evaluation
     evaluation
     saving      the stall of a save, not its writing in the background
     start-up    from the job's start, or where that is not known from the process's, to

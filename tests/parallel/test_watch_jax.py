@@ -9,6 +9,7 @@ import pytest
 
 from support.commands import child_env
 from support.processes import line_of
+from support.watched import CALM
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +57,7 @@ def test_all_leave_soon_and_name_the_culprit(family, tmp_path, fault, line):
   with socket.create_server(("127.0.0.1", 0)) as free:
     port = free.getsockname()[1]
   # Limits that a machine which is busy with other tests keeps in health.
-  limits = "heartbeat_timeout_s=4, hang_timeout_s=5, compile_timeout_s=100"
+  limits = str(CALM | {"heartbeat_timeout_s": 6, "hang_timeout_s": 9})
   given = {"args": (str(port), fault), "limits": limits, "env": child_env()}
   processes = family(TRAIN, TRAIN, TRAIN, **given)
   for process in processes:

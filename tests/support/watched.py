@@ -5,21 +5,26 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from support.paths import ROOT
 
-QUICK = "heartbeat_timeout_s=1.2, hang_timeout_s=1.6, compile_timeout_s=1.5"
+# Healthy processes keep these on any machine; a test of one limit makes that one short.
+CALM = {"heartbeat_timeout_s": 200, "hang_timeout_s": 200, "compile_timeout_s": 200}
+SILENT = str(CALM | {"heartbeat_timeout_s": 6})
+HANGING = str(CALM | {"hang_timeout_s": 5, "compile_timeout_s": 60})
 # What a process of these tests does: join by loopback, then "train".
 CHILD = """
 import ctypes, os, signal, socket, sys, time
 from pathlib import Path
 from jaxscale.cluster.timeouts import Timeouts
 from jaxscale.cluster.watch import watch
-from jaxscale.cluster.wire import Link
+from jaxscale.cluster.wire import Keys, Link
 
-signal.alarm(300)  # whoever reads its lines waits no longer
+KEYS = Keys(b"tests", b"tests")
+signal.alarm(400)  # whoever reads its lines waits no longer
 rank, n, port = map(int, sys.argv[1:4])
 folder = sys.argv[4]
 hosts = [f"n{r}" for r in range(n)]
@@ -28,13 +33,13 @@ if rank == 0:
   server = socket.socket(fileno=port)  # inherited, and listening
   for _ in range(n - 1):
     sock, _ = server.accept()
-    links[sock.recv(1)[0]] = Link(sock)
+    links[sock.recv(1)[0]] = Link(sock, KEYS)
   server.close()
 else:
   sock = socket.create_connection(("127.0.0.1", port))
   sock.sendall(bytes([rank]))
-  links[0] = Link(sock)
-LIMITS = Timeouts(HERE, heartbeat_interval_s=0.1, slow_window_s=1.0)
+  links[0] = Link(sock, KEYS)
+LIMITS = Timeouts(**HERE, heartbeat_interval_s=0.1, slow_window_s=1.0)
 w = watch.start(links, rank, hosts, timeouts=LIMITS, folder=Path(folder))
 
 def train(steps, work=0.01, first=1):
@@ -54,7 +59,7 @@ def family(tmp_path):
   """Starts processes of one run; ends what is left of them."""
   started = []
 
-  def start(*bodies, args=(), limits=QUICK, env=None) -> list[subprocess.Popen]:
+  def start(*bodies, args=(), limits=str(CALM), env=None) -> list[subprocess.Popen]:
     child = CHILD.replace("HERE", limits)
     with socket.create_server(("127.0.0.1", 0)) as server:
       for rank, body in enumerate(bodies):
@@ -78,7 +83,7 @@ def family(tmp_path):
     process.communicate()
 
 
-def ends(processes, within):
+def ends(processes, within=200):
   """Exit codes and stderr of all, which have to end within so many seconds."""
   until = time.monotonic() + within
   errors = [
@@ -90,4 +95,9 @@ def ends(processes, within):
 def wait_up(processes):
   for process in processes:
     assert process.stdout.readline() == "up\n"
-  time.sleep(0.3)  # three heartbeats: the monitor knows it too
+
+
+def children(process):
+  """Ids of the processes that a process has started, and that run."""
+  text = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+  return [int(pid) for pid in text.split()]

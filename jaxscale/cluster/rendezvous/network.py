@@ -23,6 +23,7 @@ from jaxscale.errors import ConfigError
 # Below the ports that Linux gives to outgoing connections (ip_local_port_range is
 # 32768..60999, ip-sysctl.rst of the kernel), above those of registered services.
 PORTS = range(20_000, 32_768)
+_TCP_RTO_MAX_MS = 44  # include/uapi/linux/tcp.h; Python has no name for it
 
 T = TypeVar("T")
 
@@ -297,7 +298,9 @@ def tune(sock: socket.socket) -> None:
   """Messages leave at once, and a host that is gone is noticed by the kernel.
 
   After 30 s of silence it asks 3 times, 10 s apart (tcp(7)): a minute in all,
-  where the default is two hours.
+  where the default is two hours. What the other end does not acknowledge is sent again
+  each second, where the kernel can (Linux 6.15); others double the pause, so that a
+  link which was cut off for 13 s is used again after 26.
   """
   sock.settimeout(None)
   sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -305,6 +308,8 @@ def tune(sock: socket.socket) -> None:
   sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
   sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
   sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+  with contextlib.suppress(OSError):
+    sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, 1000)
 
 
 def bypass_proxies(hosts: Iterable[str], env: MutableMapping = os.environ) -> None:

@@ -21,15 +21,15 @@ from jaxscale.errors import EXIT_CRASH, EXIT_HANG
 
 # In the order in which a step goes through them, and which of `Timeouts` is the limit.
 # "step" is where a process may wait for others; "input" is all that its host does
-# before it; "checking" is of replicas, or of a step with NaN or Inf, and "preparing" an
-# evaluation that is the first one: both may compile. "outside" is what a program does
-# by itself after a run. In "leaving" the leader may write and plot, and the others wait
-# for it.
+# before it; "inspecting" is before a check of replicas, or of a step with NaN or Inf,
+# and "preparing" before the first evaluation: both may compile. "outside" is what a
+# program does by itself after a run. In "leaving" the leader may write and plot, and
+# the others wait for it.
 ACTIVITIES = {
   "starting": "startup_timeout_s", "compiling": "compile_timeout_s",
   "input": "hang_timeout_s", "step": "hang_timeout_s",
-  "checking": "compile_timeout_s", "preparing": "compile_timeout_s",
-  "evaluating": "hang_timeout_s",
+  "inspecting": "compile_timeout_s", "checking": "hang_timeout_s",
+  "preparing": "compile_timeout_s", "evaluating": "hang_timeout_s",
   "saving": "save_timeout_s", "outside": "startup_timeout_s",
   "leaving": "save_timeout_s",
 }  # fmt: skip
@@ -65,7 +65,7 @@ class ProcessState:
   """What is known of a process. Times are the reader's monotonic seconds.
 
   Attributes:
-    last_heard: when its last message came.
+    last_heard: when its last message came, which one of its threads sends.
     step: the step it works on, from 1.
     activity: one of `ACTIVITIES`.
     count: of the batches, or the like, in this activity.
@@ -75,6 +75,9 @@ class ProcessState:
     mean_s: of its steps so far; 0 before the second.
     has_left: it has closed its watch.
     steps_before_compile: its steps before the last compilation.
+    last_alive: when anything came of it, also of its child process (`beats`).
+    callback: the function of the model that JAX has called on its host and that has
+      not returned for a while; "": there is none.
   """
 
   last_heard: float
@@ -87,11 +90,18 @@ class ProcessState:
   mean_s: float = 0.0
   has_left: bool = False
   steps_before_compile: int = 0
+  last_alive: float = 0.0
+  callback: str = ""
 
   @property
-  def position(self) -> tuple[int, int, int]:
-    """What orders processes by how far they are."""
-    return self.step, _ORDER.get(self.activity, 0), self.count
+  def position(self) -> tuple[int, int, int, bool]:
+    """Order of processes by how far they are.
+
+    Of two in one step, the one whose callback does not return is who the other waits
+    for in a collective.
+    """
+    order = _ORDER.get(self.activity, 0)
+    return self.step, order, self.count, not self.callback
 
   @property
   def where(self) -> str:
@@ -103,7 +113,8 @@ class Fault(NamedTuple):
   """What ends a run.
 
   Attributes:
-    kind: "died", "failed", "left", "consequence", "silent" or "hang".
+    kind: "alone" (a process has left because it heard nothing of process 0), "died",
+      "failed", "left", "consequence", "silent" or "hang".
     rank: the culprit; None where nobody is.
     cause: what happened to it, after "process 3 on n4 ".
     code: the exit code of all.
@@ -155,7 +166,7 @@ def for_size(timeouts: Timeouts, num_processes: int) -> Timeouts:
 
 
 def silence_limit_s(activity: str, timeouts: Timeouts) -> float:
-  """How long a process in this activity may be silent."""
+  """Seconds for which no thread of a process in this activity needs to run."""
   if activity not in ("starting", "compiling"):  # libraries are loaded in these
     return timeouts.heartbeat_timeout_s
   longer = timeouts.startup_timeout_s
@@ -165,14 +176,52 @@ def silence_limit_s(activity: str, timeouts: Timeouts) -> float:
 
 def find_silent(ranks: _States, now: float, timeouts: Timeouts) -> list[Fault]:
   """Processes without a heartbeat for too long."""
-  found = []
+  silent = []
   for rank, state in ranks.items():
-    silent_s = now - state.last_heard
-    if silent_s > silence_limit_s(state.activity, timeouts):
-      how = f"is silent for {silent_s:.0f} s, last {state.where}"
-      cause = f"{how} (stopped, or its host is gone)"
-      found.append(Fault("silent", rank, cause, EXIT_HANG))
-  return found
+    allowed_s = silence_limit_s(state.activity, timeouts)
+    if reason := silence(now, state.last_heard, state.last_alive, allowed_s, timeouts):
+      for_s = f"for {now - state.last_heard:.0f} s"
+      cause = f"is silent {for_s}, last {state.where} ({reason})"
+      silent.append(Fault("silent", rank, cause, EXIT_HANG))
+  return silent
+
+
+def silence(
+  now: float, heard: float, alive: float, allowed_s: float, timeouts: Timeouts
+) -> str:
+  """Reason why a process has been silent for too long; "": it has not.
+
+  Args:
+    now: on the clock of `ProcessState`, as the next two.
+    heard: when its last message came.
+    alive: when its child process (`beats`) was heard.
+    allowed_s: `silence_limit_s`.
+    timeouts: how long is too long.
+  """
+  if now - max(heard, alive) > timeouts.heartbeat_timeout_s:
+    return "stopped, or its host is gone or cut off"
+  if now - heard > allowed_s:
+    return "it runs, but some code keeps Python's lock"
+  return ""
+
+
+def find_blocker(
+  ranks: _States, reporter: int, now: float, timeouts: Timeouts
+) -> int | None:
+  """Return the process that keeps another from reaching its save, if one stands out.
+
+  Args:
+    ranks: every process.
+    reporter: which could not save.
+    now: on the clock of `ProcessState`.
+    timeouts: how often processes send.
+  """
+  others = [rank for rank in ranks if rank != reporter and not ranks[rank].has_left]
+  oldest = min(others, key=lambda rank: ranks[rank].last_heard, default=reporter)
+  if now - ranks[oldest].last_heard > 5 * timeouts.heartbeat_interval_s:
+    return oldest
+  last = min(others, key=lambda rank: ranks[rank].position, default=reporter)
+  return last if ranks[last].position < ranks[reporter].position else None
 
 
 def find_hang(ranks: _States, now: float, timeouts: Timeouts) -> Fault | None:
@@ -201,8 +250,11 @@ def find_hang(ranks: _States, now: float, timeouts: Timeouts) -> Fault | None:
     return _left(left[0], ranks[left[0]])
   if not waiting and len(ranks) > 1:
     everyone = f"all {len(going)} processes hang {state.where} for {still_s}"
-    return Fault("hang", None, f"{everyone}: the network, or a device", EXIT_HANG)
+    reason = state.callback or "the network, a device, or code of the model"
+    return Fault("hang", None, f"{everyone}: {reason}; see the stacks", EXIT_HANG)
   cause = f"hangs {state.where} for {still_s}"
+  if state.callback:
+    cause += f" in {state.callback}"
   if (quiet_s := now - state.last_heard) > 5 * timeouts.heartbeat_interval_s:
     cause += f", silent for {quiet_s:.0f} s"
   if others := [str(rank) for rank in behind][1:]:
@@ -231,7 +283,7 @@ def root_cause(faults: Sequence[Fault]) -> Fault:
   A process that is killed makes its neighbours raise, and may make others stand
   still; one that raises makes nobody die. Of one kind, the first was first.
   """
-  order = ("died", "failed", "left", "consequence", "silent", "hang")
+  order = ("alone", "died", "failed", "left", "consequence", "silent", "hang")
   return min(faults, key=lambda fault: order.index(fault.kind))
 
 

@@ -19,6 +19,7 @@ from jaxscale.cluster.watch import fault_detection, stacks
 from jaxscale.cluster.watch.fault_detection import Fault, ProcessState
 from jaxscale.cluster.watch.stop_consensus import StopCoordinator, StopRequest
 from jaxscale.cluster.wire import Link, encode, parse, typed
+from jaxscale.errors import EXIT_HANG, EXIT_PREEMPTED
 
 # A killed process's neighbours raise 20 ms after it (gloo, measured): what comes
 # within this time is looked at together, to name the one that was first.
@@ -41,6 +42,7 @@ class Heartbeat(NamedTuple):
     seconds: for which it has been there.
     host_s: all that its host spent before steps.
     steps: how many steps that was for.
+    callback: as in `ProcessState`.
   """
 
   step: int
@@ -49,6 +51,7 @@ class Heartbeat(NamedTuple):
   seconds: float
   host_s: float
   steps: int
+  callback: str = ""
 
 
 class Report(NamedTuple):
@@ -107,6 +110,8 @@ class Monitor:
     self._user_errors: dict[str, set[int]] = {}  # message -> who reported it
     self._stop = StopCoordinator(len(links))
     self._window = now, {rank: (0.0, 0) for rank in links}
+    # When processes were checked; after this one stood still, when they will be.
+    self._checked, self._stood_still_s = now, 0.0
     self._slow: tuple[float, frozenset[int]] = 0.0, frozenset()
     self._selector = selectors.DefaultSelector()
     for rank, link in links.items():
@@ -116,24 +121,26 @@ class Monitor:
     """Receive and check until all have left, or a fault ends it."""
     interval_s = self._timeouts.heartbeat_interval_s
     timeout_s = self._timeouts.heartbeat_timeout_s
-    before = checked = sent = time.monotonic()
+    before = sent = time.monotonic()
     while len(self._closed) < len(self._links):
       # While a fault settles the wait is only a moment.
-      self._receive(_SETTLE_S / 6 if self._faults else min(0.5, interval_s / 2))
+      wait_s = _SETTLE_S / 6 if self._faults else min(0.5, interval_s / 2)
+      ready = self._selector.select(wait_s)
       now = time.monotonic()
       if now - before > timeout_s / 2:
         # Nobody is to blame for a time in which this process itself was stopped,
         # such as by `scontrol suspend`; first the others send again.
-        checked = now + timeout_s / 2
+        self._stood_still_s, self._checked = now - before, now + timeout_s / 2
       before = now
+      self._receive(ready)
       if self._faults:
         if now >= self._settled_at or self._is_common_error():
           self._end(fault_detection.root_cause(self._faults))
           return
-      elif now - checked >= interval_s:
-        checked = now
+      elif now - self._checked >= interval_s:
+        self._checked, self._stood_still_s = now, 0.0
         self._check(now)
-      if now - sent >= timeout_s / 4:
+      if now - sent >= interval_s:
         sent = now
         self._send(self._ready, {"beat": 1})
       if all(state.has_left for state in self._states.values()):
@@ -144,12 +151,13 @@ class Monitor:
         self._selector.close()
         return
 
-  def _receive(self, timeout: float) -> None:
-    for key, _ in self._selector.select(timeout):
+  def _receive(self, ready: Iterable[tuple[selectors.SelectorKey, int]]) -> None:
+    for key, _ in ready:
       rank = key.data
       try:
         for message in self._links[rank].drain():
           self._handle(rank, message, time.monotonic())
+        self._states[rank].last_alive = self._links[rank].heard
       except (EOFError, ValueError) as e:
         if isinstance(e, ValueError):
           cause = f"sends what is not a message ({e})"
@@ -179,9 +187,13 @@ class Monitor:
         self._user_errors.setdefault(cause, set()).add(rank)
       else:
         cause = f"failed {report.where}: {cause}"
+        if report.code == EXIT_PREEMPTED:
+          cause += self._describe_blocker(rank, now)
       kind = "consequence" if report.is_consequence else "failed"
       code = fault_detection.fault_code(report.code)
       self._add_fault(Fault(kind, rank, cause, code, report.is_user_error))
+    elif "alone" in message:
+      self._add_alone(rank, typed(float, message["alone"]))
     elif "bye" in message:
       state.has_left = True
       self._answer(rank, message["bye"])
@@ -190,7 +202,8 @@ class Monitor:
     self, rank: int, state: ProcessState, beat: Heartbeat, now: float
   ) -> None:
     """Note what a heartbeat says."""
-    state.step, state.activity, state.count, seconds, state.host_s, state.steps = beat
+    state.step, state.activity, state.count, seconds, *rest = beat
+    state.host_s, state.steps, state.callback = rest
     state.since = now - seconds
     if state.activity == "compiling":  # another phase, whose steps take another time
       state.steps_before_compile, state.mean_s = state.steps, 0.0
@@ -212,7 +225,31 @@ class Monitor:
     state = self._states[rank]
     if is_gone and not state.has_left:
       cause = f"died, last seen {state.where} (killed, out of memory, or aborted?)"
+      if self._stood_still_s:
+        cause += f" while process 0 stood still for {self._stood_still_s:.0f} s"
       self._add_fault(Fault("died", rank, cause))
+
+  def _add_alone(self, rank: int, silent_s: float) -> None:
+    """A process has left because it heard nothing of this one."""
+    culprit = rank
+    cause = f"has left: it heard nothing of process 0 for {silent_s:.0f} s (process 0 "
+    cause += "was stopped, or the network between the two was cut)"
+    if self._stood_still_s:
+      culprit, still_s = 0, f"{self._stood_still_s:.0f} s"
+      cause = f"stood still for {still_s} (stopped?); {self._name(rank)} has left"
+    self._add_fault(Fault("alone", culprit, cause, EXIT_HANG))
+
+  def _describe_blocker(self, reporter: int, now: float) -> str:
+    """Who kept a process from reaching its save, for the end of a line."""
+    states = self._states
+    rank = fault_detection.find_blocker(states, reporter, now, self._timeouts)
+    if rank is None:
+      return ""
+    state = states[rank]
+    silent_s, for_s = now - state.last_heard, now - state.since
+    if silent_s > 5 * self._timeouts.heartbeat_interval_s:
+      return f"; {self._name(rank)} is silent for {silent_s:.0f} s, last {state.where}"
+    return f"; it waits for {self._name(rank)}, {state.where} for {for_s:.0f} s"
 
   def _add_fault(self, fault: Fault) -> None:
     if not self._faults:

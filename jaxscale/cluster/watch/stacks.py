@@ -13,6 +13,7 @@ import faulthandler
 import os
 import sys
 import threading
+import traceback
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,6 +21,8 @@ _STDERR = 2  # the descriptor: a notebook's sys.stderr has none
 # Writing stacks to a dead file system must not keep a process that has to go.
 _DUMP_S = 0.8
 _FLUSH_S = 0.1
+# JAX runs every host callback in this function (jax/_src/callback.py, 0.10 to 0.12).
+_JAX, _CALLBACK = os.path.join("jax", "_src", ""), "_wrapped_callback"
 
 
 def print_line(line: str) -> None:
@@ -57,6 +60,23 @@ def leave(code: int, folder: Path | None, rank: int, line: str) -> NoReturn:
       print_line(f"{path}: stacks cannot be written ({e.strerror})")
   flush()
   os._exit(code)
+
+
+def find_callback() -> str:
+  """Return which function JAX has called on the host, in whatever thread; "": none.
+
+  A host callback of a model, such as `jax.pure_callback`, that does not return makes
+  all processes wait in a step.
+  """
+  for frame in sys._current_frames().values():
+    outermost = ""  # inside of what is looked at, and not JAX's own
+    for inner, line in traceback.walk_stack(frame):
+      code = inner.f_code
+      if code.co_name == _CALLBACK and _JAX in code.co_filename and outermost:
+        return f"a callback of the model ({outermost})"
+      if _JAX not in code.co_filename:
+        outermost = f"{code.co_name} in {code.co_filename}:{line}"
+  return ""
 
 
 def flush() -> None:

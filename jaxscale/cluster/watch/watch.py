@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from jaxscale.cluster.timeouts import Timeouts
-from jaxscale.cluster.watch import fault_detection, stacks
+from jaxscale.cluster.watch import beats, fault_detection, stacks
 from jaxscale.cluster.watch.fault_detection import describe_place
 from jaxscale.cluster.watch.monitor import FaultNotice, Monitor
 from jaxscale.cluster.watch.stop_consensus import StopConsensus, StopRequest
@@ -121,6 +121,7 @@ class Watch:
     self._ended = threading.Event()
     self._is_closing = False
     self._threads: list[threading.Thread] = []
+    self._stop_beats: Callable[[], None] = lambda: None
     self.stop = StopConsensus(self._ask if link else None)
     self.is_watched = link is not None
 
@@ -188,7 +189,9 @@ class Watch:
     step, activity, count, since, _ = self._place
     seconds = round(time.monotonic() - since, 4)
     host, steps = self._host
-    return {"beat": [step, activity, count, seconds, round(host, 6), steps]}
+    is_late = seconds > self._timeouts.hang_timeout_s / 2
+    callback = stacks.find_callback() if is_late else ""
+    return {"beat": [step, activity, count, seconds, round(host, 6), steps, callback]}
 
   def _send(self, message: object) -> bool:
     """Whether it was sent; a closed connection is found by the watch's thread."""
@@ -205,16 +208,20 @@ class Watch:
     heard = before = next_beat = time.monotonic()
     while True:
       now = time.monotonic()
-      if now - before > timeouts.heartbeat_timeout_s / 2:
-        heard += now - before  # suspended and continued: nobody was silent
+      if (gap_s := now - before) > timeouts.heartbeat_timeout_s / 2:
+        heard += gap_s  # suspended and continued: nobody was silent
+        self._link.heard += gap_s
       before = now
       # Process 0 may be starting for as long as this one is not training yet.
       is_early = self._place[1] in ("starting", "compiling")
       activity = "starting" if is_early else "step"
       allowed_s = fault_detection.silence_limit_s(activity, timeouts)
-      if now - heard > allowed_s:
-        why = f" for {allowed_s:.0f} s (stopped, or its host cut off)"
-        self._leave_without_monitor("is silent", EXIT_HANG, why)
+      alive = self._link.heard
+      if reason := fault_detection.silence(now, heard, alive, allowed_s, timeouts):
+        # When it goes on, it is to know why this process has left.
+        self._send({"alone": round(now - heard, 1)})
+        reason = f" for {now - heard:.0f} s ({reason})"
+        self._leave_without_monitor("is silent", EXIT_HANG, reason)
       if now >= next_beat:
         next_beat = now + timeouts.heartbeat_interval_s
         self._send(self._heartbeat())
@@ -223,9 +230,10 @@ class Watch:
         stacks.arm(1.5 * allowed_s + 3 * timeouts.heartbeat_interval_s)
       if not is_ready(self._link, next_beat):
         continue
-      heard = time.monotonic()
       try:
-        if any(self._handle(message) for message in self._link.drain()):
+        messages = self._link.drain()
+        heard = time.monotonic() if messages else heard
+        if any(map(self._handle, messages)):
           return
       except EOFError:
         why = " (killed, out of memory, or aborted?)"
@@ -253,6 +261,7 @@ class Watch:
       self._ended.set()
       stacks.disarm()
       assert self._link is not None
+      self._stop_beats()  # the child has the link open, too
       self._link.close()
       return True
     return False
@@ -318,6 +327,9 @@ def start(
   watch = Watch(rank, hosts, link, timeouts, folder, age_s)
   if link is None:
     return watch
+  if links:
+    files = [link.fileno() for link in links.values()]
+    watch._stop_beats = beats.start(files, timeouts.heartbeat_interval_s)
   targets: dict[str, Callable[[], None]] = {"jaxscale-watch": watch._run}
   if monitor:
     targets["jaxscale-monitor"] = functools.partial(_run_monitor, monitor, folder)
