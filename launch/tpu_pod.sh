@@ -16,4 +16,4 @@ set -euo pipefail
 # Quoted once more: a shell on each host takes the line apart again.
 printf -v arguments '%q ' "$@"
 exec gcloud compute tpus tpu-vm ssh "$TPU" --zone="$ZONE" --worker=all \
-  --command="cd ~/jaxscale && exec .venv/bin/python -m jaxscale.train $arguments"
+  --command="cd ~/jaxscale && exec .venv/bin/python -P -m jaxscale.train $arguments"

@@ -67,7 +67,9 @@ def submit(spec: JobSpec, tasks: Sequence[int] | None, after: Path | None) -> st
     ConfigError: it does not start.
   """
   job = f"local-{time.time_ns() // 1_000_000}"
-  command = [sys.executable, "-m", "jaxscale.launch.local", spec.folder, job]
+  # Not by `-m`: that warns of a module which its package has imported already.
+  start = "import sys; from jaxscale.launch import local; local.main(sys.argv[1:])"
+  command = [sys.executable, "-c", start, spec.folder, job]
   command += [str(after or ""), *map(str, spec.tasks if tasks is None else tasks)]
   env = {**os.environ, "PYTHONPATH": f"{spec.folder}/code", "PYTHONSAFEPATH": "1"}
   done = subprocess.run(
@@ -268,7 +270,3 @@ def main(argv: list[str]) -> None:
     for stream in (1, 2):
       os.dup2(output.fileno(), stream)
   supervise(spec, job, [int(t) for t in tasks], after)
-
-
-if __name__ == "__main__":
-  main(sys.argv[1:])

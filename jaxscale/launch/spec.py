@@ -184,10 +184,10 @@ trap 'echo "error: line $LINENO of $0 failed on $(hostname)" >&2; exit 2' ERR"""
 _AFTER_SETUP = r"""trap - ERR
 set -u +e
 
-# The copy of the code that the submission made comes first. Without
-# PYTHONSAFEPATH the current directory would, which is last here.
+# The copy of the code that the submission made comes first. Without PYTHONSAFEPATH the
+# current directory would, which jaxscale adds behind Python's own modules.
 run=FOLDER
-export PYTHONPATH="$run/code${PYTHONPATH:+:$PYTHONPATH}:$PWD"
+export PYTHONPATH="$run/code${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
 # The launcher restarts processes, they do not requeue their job themselves.
 export JAXSCALE_REQUEUE=launcher

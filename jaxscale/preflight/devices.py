@@ -68,10 +68,12 @@ def ask(
     env: variables that differ from ours; "" removes one.
   """
   whole = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | (env or {})
-  code = "from jaxscale.preflight import devices; devices.answer()"
+  # With our path: `-c` alone would put the current directory before Python's modules.
+  code = f"import sys; sys.path[:] = {sys.path}; "
+  code += "from jaxscale.preflight import devices; devices.answer()"
   try:
     done = subprocess.run(
-      [sys.executable, "-c", code, what, json.dumps(options)],
+      [sys.executable, "-P", "-c", code, what, json.dumps(options)],
       env={name: value for name, value in whole.items() if value},
       stdin=subprocess.DEVNULL, capture_output=True, timeout=WAIT_S,
     )  # fmt: skip
@@ -159,7 +161,7 @@ def _errors(found: Found, hosts: Sequence[str], key: str) -> list[Finding]:
     ranks = [rank for rank, each in enumerate(found) if each.get(key) == text]
     who = "" if len(found) == 1 else f"{ranks_with_hosts(ranks, hosts)}: "
     prefix = "data: " if key == "data_error" else ""
-    remedy = "run python -c 'import jax; print(jax.devices())' there"
+    remedy = "run python -P -c 'import jax; print(jax.devices())' there"
     if key == "data_error":
       remedy = "make it available on every node: jaxscale prepare NAME, or a path that "
       remedy += "all nodes share"

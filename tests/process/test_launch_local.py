@@ -4,8 +4,10 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from jaxscale.launch import folder as folders
 from jaxscale.launch import local
 from jaxscale.launch.jobs import Record
 from jaxscale.metrics import read_json_lines
+from support.commands import child_env
 
 DIGITS = "configs/digits.py"
 
@@ -84,6 +87,67 @@ def test_a_real_run_from_a_notebook(tmp_path, monkeypatch):
   assert "COMPLETED" in repr(job.status())
   with pytest.raises(ConfigError, match="digits: is done"):
     job.resume()
+
+
+# Imported by Python itself before any program: only `python -P` survives these.
+PYTHONS = {
+  "collections", "contextlib", "functools", "importlib", "keyword", "operator",
+  "reprlib", "types", "warnings",
+}  # fmt: skip
+
+
+@pytest.fixture
+def shadowed(tmp_path):
+  """A folder whose files have the names of Python's modules and of our packages."""
+  taken = set(sys.builtin_module_names) | PYTHONS
+  names = [n for n in sys.stdlib_module_names - taken if find_spec(n)]
+  for name in (*names, "jax", "numpy", "optax", "flax", "lazy_loader"):
+    (tmp_path / f"{name}.py").write_text(f"raise ImportError('shadowed {name}')")
+  (tmp_path / "mine.py").write_text("EPOCHS = 1")
+  (tmp_path / "digits.py").write_text("""
+import jaxscale as jxs
+from mine import EPOCHS
+def get_config(arg=None):
+  return jxs.Config(model=jxs.models.MLP(hidden=(8,)), data=jxs.data.Digits(),
+                    optimizer=jxs.optim.SGD(lr=0.1), batch_size=128, epochs=EPOCHS)
+""")
+  return tmp_path
+
+
+def in_folder(folder, *words, **env):
+  done = subprocess.run(
+    [sys.executable, *words], cwd=folder, env=child_env(1, JAX_PLATFORMS="cpu", **env),
+    capture_output=True, text=True, timeout=600,
+  )  # fmt: skip
+  assert done.returncode == 0, done.stdout + done.stderr
+  return done.stdout
+
+
+def test_files_called_like_pythons_modules_hide_none(shadowed):
+  config = "--config=digits.py"
+  out = in_folder(shadowed, "-m", "jaxscale.train", config, "--workdir=a")
+  assert "done: " in out
+  checks = "--skip=network,clocks"
+  assert "ready" in in_folder(shadowed, "-m", "jaxscale", "doctor", config, checks)
+
+
+@pytest.mark.parametrize("verb", ["submit", "sweep"])
+def test_jobs_of_a_folder_with_such_files_run(shadowed, verb):
+  words = ["--config=digits.py", "--executor=local", "--name=j"]
+  words += ["--sweep=seed=1,2"] if verb == "sweep" else []
+  in_folder(shadowed, "-m", "jaxscale", verb, *words)
+  job = launch.job("j", str(shadowed / "runs"))
+  assert {row.state for row in wait(job)} == {"COMPLETED"}, job.logs()
+
+
+def test_the_current_folder_is_last_on_the_path_of_our_modules_alone(tmp_path):
+  code = "import sys, os; print(sys.path.index(os.getcwd()) + 1, len(sys.path))"
+  (tmp_path / "c.py").write_text(f"{code}\nraise SystemExit(0)")
+  for options in ([], ["-P"]):
+    out = in_folder(tmp_path, *options, "-m", "jaxscale.train", "--config=c.py")
+    assert len(set(out.split())) == 1, out
+  (tmp_path / "other.py").write_text(f"import jaxscale\n{code}")
+  assert in_folder(tmp_path, "-m", "other").split()[0] == "1"
 
 
 @pytest.mark.slow

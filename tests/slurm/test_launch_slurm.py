@@ -251,7 +251,7 @@ def test_plain_scripts_run_what_they_say(slurm, tmp_path, name):
   slurm.wait_for(job, "COMPLETED")
   out = slurm.output(job)
   cores = "1" if name == "array" else "2"
-  assert out.startswith(f"{cores} cores: -m jaxscale.train"), out
+  assert out.startswith(f"{cores} cores: -P -m jaxscale.train"), out
   if name == "array":
     assert "--config.seed=3" in out
 

@@ -397,7 +397,7 @@ def test_the_pods_hosts_get_the_words_as_they_were_typed(tmp_path):
     env={"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "TPU": "pod", "ZONE": "z"},
     capture_output=True, text=True,
   )  # fmt: skip
-  head = "cd ~/jaxscale && exec .venv/bin/python -m jaxscale.train"
+  head = "cd ~/jaxscale && exec .venv/bin/python -P -m jaxscale.train"
   assert done.stdout.startswith(head), done.stderr
   words = subprocess.run(
     ["bash", "-c", f"printf '%s\\0' {done.stdout.removeprefix(head)}"],
