@@ -32,7 +32,7 @@ from jaxscale.checkpoint.local import LocalCopies, forget
 from jaxscale.checkpoint.lock import LockLostError, WorkdirLock, check_for_all, why_lost
 from jaxscale.checkpoint.restore import restore_step
 from jaxscale.errors import EXIT_CRASH, ConfigError, disk_advice
-from jaxscale.files import sync
+from jaxscale.files import expand, sync
 from jaxscale.metrics import score
 from jaxscale.parallel.layout_exchange import Split
 from jaxscale.training.loop import NonFiniteError
@@ -121,7 +121,7 @@ class Checkpoints:
         (`parallel.layout_exchange.exchange_split`).
       say: called in process 0 with lines for the log.
     """
-    self.directory = Path(directory).absolute()
+    self.directory = Path(expand(directory)).absolute()
     self.say = say
     self.identity: dict[str, Any] | None = None  # of data and code, for manifests
     self.unsaved: str | None = None  # why the newest save failed, if it did

@@ -185,9 +185,10 @@ def number(bound: str, kind: Kind = float) -> Kind:
   return value(kind, wanted, lambda x: within(x, bound))
 
 
-def whole(least: int = 0) -> Kind:
+def whole(least: int = 0, most: int = 10**9) -> Kind:
   """A whole number, as the `kind` of an option."""
-  return number(f">= {least}", int)
+  at_least, at_most = number(f">= {least}", int), number(f"<= {most}", int)
+  return lambda text: at_least(text) and at_most(text)
 
 
 def distinct(text: str) -> list[int]:

@@ -12,7 +12,7 @@ def add_arguments(parser: Parser) -> None:
   text = "values of a setting; several: all combinations (default: get_sweep() of FILE)"
   parser.option("--sweep FIELD=V,V", text, action="append")
   text = "trials at a time (default: all; on this machine 1)"
-  parser.option("--at-most N", text, whole())
+  parser.option("--at-most N", text, whole(1))
   parser.option("--nodes N", "of each run", whole(1), default=1)
   submit.add_job_arguments(parser)
 

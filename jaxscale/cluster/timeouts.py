@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated
 
-Seconds = Annotated[float, "> 0"]
+Seconds = Annotated[float, "in (0, 1000000000]"]  # threads wait for no longer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Timeouts:
   heartbeat_timeout_s: Seconds = 30.0
   hang_timeout_s: Seconds = 50.0
   grace_s: Seconds = 25.0
-  stop_before_end_s: Annotated[float, ">= 0"] = 60.0
+  stop_before_end_s: Annotated[float, "in [0, 1000000000]"] = 60.0
   rendezvous_timeout_s: Seconds = 120.0
   startup_timeout_s: Seconds = 600.0
   compile_timeout_s: Seconds = 3600.0

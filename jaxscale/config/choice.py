@@ -11,6 +11,8 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import inspect
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -116,6 +118,13 @@ def build(chosen: Any, *context: Any) -> Any:
     ConfigError: by a built-in class itself, or for any fault in a user's.
   """
   with faults_of(chosen, ".build"):
+    try:
+      inspect.signature(chosen.build).bind(*context)
+    except TypeError as e:
+      base = next(c for c in type(chosen).__mro__ if Choice in c.__bases__)
+      found = re.search(r"`build\((.*?)\)`", base.__doc__ or "")
+      names = f"self, {found[1]}".removesuffix(", ") if found else "self, *context"
+      raise ConfigError(f"{e}; write def build({names})") from None
     return chosen.build(*context)
 
 
@@ -150,6 +159,9 @@ def faults_of(chosen: Any, doing: str) -> Iterator[None]:
     home = sys.modules.get(type(chosen).__module__)
     file, frames = getattr(home, "__file__", None), traceback.walk_tb(e.__traceback__)
     lines = [line for frame, line in frames if frame.f_code.co_filename == file]
+    code = getattr(type(chosen).build, "__code__", None)
+    if not lines and code is not None and code.co_filename == file:
+      lines = [code.co_firstlineno]
     where = f"{file}:{lines[-1]}: " if lines else ""
     message = message_of(e)
     what = message if isinstance(e, ConfigError) else f"{type(e).__name__}: {message}"

@@ -113,7 +113,7 @@ class Config:
   target_accuracy: Annotated[float | None, "in (0, 1]"] = None
   target_loss: Annotated[float | None, "> 0"] = None
   stop_at_target: bool = False
-  input_threads: Annotated[int | None, ">= 1"] = None
+  input_threads: Annotated[int | None, "in [1, 1024]"] = None
   gpu_settings: bool = True
   mesh: Mesh = Mesh()
   layout: Layout = Layout()

@@ -102,7 +102,7 @@ class Checkpoint:
   keep_last: Count = 2
   keep_best: Annotated[int, ">= 0"] = 1
   on_failure: Literal["continue", "stop"] = "continue"
-  max_wait_s: Annotated[float, ">= 0"] = 10.0
+  max_wait_s: Annotated[float, "in [0, 1000000000]"] = 10.0
   local: str | None = None
   shared_every: Count = 1
 

@@ -24,7 +24,13 @@ from typing import Any
 
 from jaxscale.config.validation import nearest
 from jaxscale.errors import ConfigError
-from jaxscale.files import open_to_append, read_json_lines, require_json, write_json
+from jaxscale.files import (
+  expand,
+  open_to_append,
+  read_json_lines,
+  require_json,
+  write_json,
+)
 from jaxscale.launch.spec import SHAPE, JobSpec, from_json, to_json
 from jaxscale.run.goodput import Goodput, goodput, is_time, read_activities
 from jaxscale.run.provenance import environment, git
@@ -73,7 +79,7 @@ def directory(runs: str) -> Path:
   if "://" in runs:
     advice = "give a mounted directory that all nodes see, not an address"
     raise ConfigError(f"--runs={runs}: {advice}")
-  return Path(runs)
+  return Path(expand(runs))
 
 
 def place_of(config: str) -> str:

@@ -110,12 +110,16 @@ def prepare(
   return Prepared(spec, path, source, EXECUTORS[executor].render(spec), planned)
 
 
+MOST_NODES = 2**16  # as in the largest clusters of Slurm; likewise of trials, restarts
+
+
 def _check_counts(nodes: int, **others: int) -> None:
   for name, value in {"nodes": nodes, **others}.items():
-    least = int(name == "nodes")
+    option, least = f"--{name.replace('_', '-')}={value}", int(name == "nodes")
     if not isinstance(value, int) or value < least:
-      option = name.replace("_", "-")
-      raise ConfigError(f"--{option}={value}: give a whole number >= {least}")
+      raise ConfigError(f"{option}: give a whole number >= {least}")
+    if value > MOST_NODES:
+      raise ConfigError(f"{option}: give a whole number <= {MOST_NODES}")
 
 
 def checked_loader(config: str | Config, processes: int = 1) -> sweeps.Loader:

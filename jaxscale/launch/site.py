@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from jaxscale.config.validation import hints, nearest, settings
 from jaxscale.errors import ConfigError
-from jaxscale.files import read_bytes, whole_number
+from jaxscale.files import expand, read_bytes, whole_number
 from jaxscale.planning import measured
 from jaxscale.planning.machine import Machine
 
@@ -84,9 +84,9 @@ class Site:
   exclude: str = ""
   mem: str = ""
   time: str = ""
-  gpus_per_node: Annotated[int, ">= 0"] = 0
-  tasks_per_node: Annotated[int | None, ">= 1"] = None
-  cpus_per_task: Annotated[int | None, ">= 1"] = None
+  gpus_per_node: Annotated[int, "in [0, 1024]"] = 0
+  tasks_per_node: Annotated[int | None, "in [1, 1024]"] = None
+  cpus_per_task: Annotated[int | None, "in [1, 65536]"] = None
   signal: str = "USR1@120"
   python: str = ""
   modules: tuple[str, ...] = ()
@@ -154,7 +154,7 @@ def load_site(name: str | None) -> Site:
   Raises:
     ConfigError: no such profile, or a mistake in it.
   """
-  name = name or os.environ.get("JAXSCALE_SITE")
+  name = expand(name or os.environ.get("JAXSCALE_SITE") or "")
   if not name:
     return Site()
   path = Path(name) if name.endswith(".toml") else sites_folder() / f"{name}.toml"
@@ -172,8 +172,8 @@ def load_site(name: str | None) -> Site:
 
 def sites_folder() -> Path:
   """The folder of named profiles (XDG Base Directory Specification)."""
-  config = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-  return Path(config) / "jaxscale" / "sites"
+  config = os.environ.get("XDG_CONFIG_HOME") or os.path.join("~", ".config")
+  return Path(os.path.expanduser(config)) / "jaxscale" / "sites"
 
 
 def with_options(site: Site, options: Mapping[str, Any]) -> Site:

@@ -23,8 +23,10 @@ from jaxscale.checkpoint import lock
 from jaxscale.checkpoint.manager import Checkpoints, UnsavedError
 from jaxscale.cluster.watch.watch import Watch
 from jaxscale.config import AdaptiveBatch, Config
-from jaxscale.errors import ConfigError
+from jaxscale.config.loading import load_config
+from jaxscale.errors import ConfigError, invalid
 from jaxscale.experiment import build
+from jaxscale.files import expand
 from jaxscale.parallel.layout_exchange import exchange_split
 from jaxscale.run import adaptive_batch, provenance, tracking
 from jaxscale.run import identity as identities
@@ -63,7 +65,7 @@ class Result(NamedTuple):
 
 
 def fit(
-  config: Config,
+  config: Config | str | os.PathLike,
   workdir: str | os.PathLike,
   *,
   plan: Mapping[str, Any] | None = None,
@@ -75,7 +77,7 @@ def fit(
   and metrics.png into the workdir.
 
   Args:
-    config: the experiment.
+    config: the experiment, or its file (`load_config`).
     workdir: its own directory, made if need be.
     plan: of it, as `planning.plan.as_json` gives; it becomes plan.json, with which
       `jaxscale report` and `status` compare the run.
@@ -99,7 +101,12 @@ def fit(
     True
   """
   began = time.monotonic()
-  workdir = Path(workdir)
+  workdir = Path(expand(workdir))
+  if isinstance(config, str | os.PathLike):
+    config = load_config(os.fspath(config))
+  if not isinstance(config, Config):
+    fix = "give a Config, or the path of a config file"
+    raise invalid("config", config, f"is a {type(config).__name__}", fix)
   tracking.check_packages(config)
   accept = accept_changes
   experiment = workdirs.experiment_in(workdir, config, accept)

@@ -19,9 +19,11 @@ from PIL import Image
 
 from jaxscale import cli, cluster, data, metrics
 from jaxscale import config as cfg
+from jaxscale.config.loading import load_config
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
 from jaxscale.preflight import devices
+from jaxscale.run.fit import fit
 from jaxscale.run.reporter import Reporter
 from support.commands import child_env
 from support.configs import tiny_digits
@@ -318,6 +320,77 @@ def test_a_build_of_ones_own_is_what_is_trained():
   )  # fmt: skip
   state = build.experiment(config).abstract_state()
   assert list(state.params) == ["own"]
+
+
+BUILDS = [
+  ("models.Model", "self", "model", "def build(self, context: ModelContext)"),
+  ("models.Model", "self, a, b", "model", "def build(self, context: ModelContext)"),
+  ("config.Data", "self, context", "data", "def build(self)"),
+  ("config.Loss", "self", "loss", "def build(self, info)"),
+  ("config.Optimizer", "self, schedule", "optimizer",
+   "def build(self, schedule, context: OptimizerContext)"),
+  ("config.Schedule", "self", "schedule",
+   "def build(self, peak, context: ScheduleContext)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("base, arguments, field, remedy", BUILDS)
+def test_a_build_with_other_arguments_names_file_and_line(
+  base, arguments, field, remedy, tmp_path
+):
+  """It was "takes 1 positional argument but 2 were given", of no file and no line."""
+  lr = "lr=0.1" if "Optimizer" in base else ""
+  (tmp_path / "mine.py").write_text(
+    "import dataclasses\nfrom jaxscale import config\n"
+    "from jaxscale.config.loading import load_config\n"
+    f"class Mine({base.replace('models', 'config')}):\n"
+    f"  def build({arguments}):\n    return 1\ndef get_config():\n"
+    f"  base = load_config('digits')\n"
+    f"  return dataclasses.replace(base, {field}=Mine({lr}))\n"
+  )
+  config = load_config(str(tmp_path / "mine.py"))
+  with pytest.raises(ConfigError) as e:
+    build.experiment(config)
+  line = str(e.value)
+  assert line.startswith(f"{tmp_path}/mine.py:5: Mine.build: "), line
+  assert line.endswith(f"; write {remedy}") and "\n" not in line
+
+
+@pytest.mark.parametrize("config, says", [
+  ("no.py", "--config=no.py: no such file"), ({"epochs": 3}, "config={'epochs': 3} is"),
+  (None, "config=None is a NoneType; give a Config, or the path of a config file"),
+])  # fmt: skip
+def test_fit_takes_a_config_or_its_file(config, says, tmp_path):
+  with pytest.raises(ConfigError) as e:
+    fit(config, tmp_path / "run")
+  assert str(e.value).startswith(says) and not (tmp_path / "run").exists()
+
+
+def test_fit_takes_a_file_and_a_tilde(tmp_path, monkeypatch):
+  monkeypatch.setenv("HOME", str(tmp_path))
+  source = Path("configs/digits.py").read_text()
+  (tmp_path / "mine.py").write_text(source.replace("epochs=40", "epochs=3"))
+  monkeypatch.chdir(tmp_path)
+  result = fit("~/mine.py", "~/run")
+  assert result.summary["outcome"] == "done"
+  assert {p.name for p in tmp_path.iterdir()} >= {"run"} and not Path("~").exists()
+
+
+@pytest.mark.parametrize("argv, says", [
+  (["sweep", "--at-most=0"], "--at-most=0: give a whole number >= 1"),
+  (["submit", "--nodes=99999999"], "--nodes=99999999: give a whole number <= 65536"),
+  (["submit", "--tasks-per-node=99999"], "--tasks-per-node=99999: give a value in ["),
+  (["status", "--every=99999999999"], "--every=99999999999: give a whole number <= "),
+  (["train", "--config.input_threads=100000"], "Config.input_threads=100000: give a v"),
+  (["train", "--config.faults.hang_timeout_s=1e300"], "Faults.hang_timeout_s=1e+300: "),
+  (["train", "--config.checkpoint.max_wait_s=1e300"], "Checkpoint.max_wait_s=1e+300: "),
+])  # fmt: skip
+def test_numbers_beyond_reason_are_refused(argv, says, runs, capsys):
+  """100,000 threads were started for 34 s, and --at-most 0 was run as 1."""
+  config = [] if argv[0] == "status" else ["--config=digits", "--config.epochs=3"]
+  sweep = ["--sweep=seed=1,2"] if argv[0] == "sweep" else []
+  code, _, line = answer(capsys, *argv, *config, *sweep)
+  assert code == 2 and line.startswith(f"error: {says}")
 
 
 SHOWS = """
