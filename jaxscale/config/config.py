@@ -16,6 +16,7 @@ from jaxscale.config.bases import Data, Exchange, Loss, Model, Optimizer, Schedu
 from jaxscale.config.bounds import Count, Positive, check_pattern
 from jaxscale.config.layout import Layout, check_layout
 from jaxscale.config.phases import AdaptiveBatch, Phases
+from jaxscale.config.plain import check_forms, shared_texts
 from jaxscale.config.running import (
   Checkpoint,
   Checks,
@@ -133,8 +134,6 @@ class Config:
 
   def shared(self) -> dict[str, str]:
     """Texts that must be the same in all processes of a run, by name."""
-    from jaxscale.config.record import shared_texts  # which imports this module
-
     return shared_texts(self)
 
   def __post_init__(self):
@@ -170,8 +169,6 @@ class Config:
     if self.trains_apart:
       _check_local(self)
     check_layout(self)
-    from jaxscale.config.record import check_forms  # which imports this module
-
     check_forms(self)
 
 

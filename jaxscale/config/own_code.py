@@ -150,14 +150,21 @@ def _nodes_of(value: Any) -> list[ast.AST]:
       found = [n for n in found if n.name == value.__name__][-1:]
     else:
       found = [n for n in ast.walk(tree) if isinstance(n, _FUNCTIONS)]
-      found = [n for n in found if _first_line(n) == code.co_firstlineno]
+      found = [n for n in found if _is_at(n, code)]
     if found:
       return list(found)
   return []
 
 
-def _first_line(node: Any) -> int:
-  return min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
+def _is_at(node: Any, code: types.CodeType) -> bool:
+  """Return whether a function is that of a code; one line may have several."""
+  decorators = getattr(node, "decorator_list", ())
+  if min(n.lineno for n in (node, *decorators)) != code.co_firstlineno:
+    return False
+  start, end = (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
+  places = [(p[0], p[2]) for p in code.co_positions() if None not in p and p[3]]
+  is_lambda = isinstance(node, ast.Lambda)
+  return not is_lambda or all(start <= place < end for place in places)
 
 
 def _bound(node: ast.AST) -> set[str]:

@@ -6,28 +6,19 @@ it came from, of which the run keeps a copy in `code/`.
 
 from __future__ import annotations
 
-import dataclasses
-import datetime
-import decimal
-import enum
-import fractions
-import functools
-import hashlib
 import importlib
-import inspect
-import json
 import re
 import shutil
-import sys
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from jaxscale.config.choice import Choice
 from jaxscale.config.config import Config
 from jaxscale.config.files import load_file
-from jaxscale.config.own_code import OwnCode, is_own, module_name, own_code, source_hash
+from jaxscale.config.plain import class_name as class_name
+from jaxscale.config.plain import code_of
+from jaxscale.config.plain import to_plain as to_plain
 from jaxscale.config.validation import (
   alternatives,
   hints,
@@ -35,7 +26,7 @@ from jaxscale.config.validation import (
   nearest,
   settings_classes,
 )
-from jaxscale.errors import ConfigError, invalid
+from jaxscale.errors import ConfigError
 from jaxscale.files import mismatch, replacing, require_json, who_else_writes
 
 FORMAT = 2  # of config.json; 1 was jaxscale 0.1's, which had other names
@@ -44,188 +35,6 @@ RUN = {"config": {"model": {"class": str}}, "data": {"name": str}}
 # What data may have there.
 _DATA = dict.fromkeys(("vocab_size", "num_classes", "sequence_length"), int)
 _DATA |= {"mean": [float], "std": [float], "image_shape": [int], "class_names": [str]}
-
-
-def to_plain(node: Any) -> Any:
-  """A settings tree as JSON; "class" tells which alternative was chosen.
-
-  What JSON has no form for, such as a function, has "object", its name, and what tells
-  two of them apart: such a config cannot be made again from the JSON.
-
-  Raises:
-    ConfigError: a value has no form, and no `identity`.
-  """
-  return _Conversion().convert(node, "config")
-
-
-def check_forms(config: Config) -> None:
-  """Refuse values whose change a resumed run could not recognize.
-
-  Raises:
-    ConfigError: as `to_plain`; arrays are not summed.
-  """
-  _Conversion(sums=False).convert(config, "config")
-
-
-def code_of(config: Any) -> OwnCode:
-  """Return the user's own code that a config uses."""
-  conversion = _Conversion(sums=False)
-  conversion.convert(config, "config")
-  return own_code(conversion.own)
-
-
-def shared_texts(config: Config) -> dict[str, str]:
-  """Settings and own code of a config as texts, by what an error calls them."""
-  texts = {"config": json.dumps(to_plain(config), sort_keys=True)}
-  for key, code in code_of(config).hashes.items():
-    name = f"own code {key.partition(':')[0]}"
-    texts[name] = f"{texts.get(name, '')} {key}={code}"
-  return texts
-
-
-class _Conversion:
-  """From settings to JSON.
-
-  Attributes:
-    own: the user's classes and functions on the way.
-  """
-
-  def __init__(self, *, sums: bool = True):
-    self.own: list[Any] = []
-    self._sums = sums
-    self._inside: list[int] = []  # a function may be in its own closure
-
-  def convert(self, node: Any, where: str) -> Any:
-    if node is None or isinstance(node, (bool, int, float, str)):
-      return node.value if isinstance(node, enum.Enum) else node
-    if isinstance(node, Path):
-      return str(node)
-    if id(node) in self._inside:
-      return {"object": "recursive"}
-    self._inside.append(id(node))
-    try:
-      return self._convert(node, where)
-    finally:
-      self._inside.pop()
-
-  def _convert(self, node: Any, where: str) -> Any:
-    kind: Any = type(node)
-    self.own += [kind] * is_own(kind.__module__)
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
-      return {"class": class_name(kind)} | self._fields(node, where)
-    if isinstance(node, (list, tuple)) and not hasattr(node, "_fields"):
-      return [self.convert(value, f"{where}[{i}]") for i, value in enumerate(node)]
-    if isinstance(node, dict) and all(isinstance(key, str) for key in node):
-      return {key: self.convert(v, f"{where}.{key}") for key, v in node.items()}
-    if callable(node) and (plain := self._callable(node, where)):
-      return plain
-    numpy, value = sys.modules.get("numpy"), cast(Any, node)
-    if numpy and isinstance(node, numpy.generic) and value.dtype.kind in "biuf":
-      return value.item()
-    if hasattr(node, "__array__") and hasattr(node, "dtype"):
-      return checksum(node, where) if self._sums else None
-    return {"object": _name(kind)} | self._contents(node, where)
-
-  def _fields(self, node: Any, where: str) -> dict[str, Any]:
-    """The fields of a dataclass; a module of Flax hides its parent from `repr`."""
-    if as_plain := getattr(node, "as_plain", None):
-      values = as_plain()
-    else:
-      fields = [f for f in dataclasses.fields(node) if f.repr]
-      values = {f.name: getattr(node, f.name) for f in fields}
-    identity = values.get("identity") or getattr(node, "identity", None)
-    plain = {}
-    for name, value in values.items():
-      try:
-        plain[name] = self.convert(value, f"{where}.{name}")
-      except ConfigError:
-        if not isinstance(identity, str):
-          raise
-        plain[name] = {"object": _name(type(value)), "identity": identity}
-    return plain
-
-  def _contents(self, node: Any, where: str) -> dict[str, Any]:
-    """What tells two objects of a class without a form in JSON apart."""
-    for name in ("identity", "_fingerprint"):  # the latter is a `datasets.Dataset`'s
-      if isinstance(identity := getattr(node, name, None), str):
-        return {name.strip("_"): identity}
-    if isinstance(node, (list, tuple)):
-      return {"values": self.convert(list(node), where)}
-    if isinstance(node, (set, frozenset)):
-      values = self.convert(list(node), where)
-      return {"values": sorted(values, key=lambda v: json.dumps(v, sort_keys=True))}
-    if isinstance(node, dict):
-      return {"values": self.convert([*node.items()], where)}
-    if isinstance(node, (bytes, bytearray)):
-      return {"sha256": hashlib.sha256(node).hexdigest()}
-    if isinstance(node, enum.Enum):
-      return {"value": node.name}
-    if isinstance(node, functools.partial):
-      return {"values": self.convert([node.func, node.args, node.keywords], where)}
-    if isinstance(node, _BY_REPR) or _name(type(node)).startswith("numpy.dtype"):
-      return {"value": repr(node)}
-    raise invalid(
-      where, node, f"({_name(type(node))}) has no form in JSON, so that a run could "
-      "not tell whether it has changed when it resumes", "give it, or the settings "
-      "that hold it, an attribute `identity`, a text that changes whenever it does"
-    )  # fmt: skip
-
-  def _callable(self, node: Any, where: str) -> dict[str, Any] | None:
-    """A function, a class or a method: its name, source and what it has bound."""
-    if isinstance(identity := getattr(node, "identity", None), str):
-      return {"object": _name(node), "identity": identity}
-    if isinstance(node, functools.partial) or not hasattr(node, "__name__"):
-      return None
-    plain: dict[str, Any] = {"object": _name(node)}
-    function = inspect.unwrap(getattr(node, "__func__", node))
-    owner = getattr(node, "__self__", None)
-    if owner is not None and not inspect.ismodule(owner):
-      plain["self"] = self.convert(owner, f"{where}.__self__")
-    if is_own(getattr(function, "__module__", None)):
-      self.own.append(function)
-      plain["source"] = source_hash(function)
-    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
-    cells = map(_content, getattr(function, "__closure__", None) or ())
-    bound: dict[str, Any] = dict(zip(names, cells, strict=False))
-    for name in ("__defaults__", "__kwdefaults__"):
-      if value := getattr(function, name, None):
-        bound[name] = value
-    bound = {n: self.convert(v, f"{where}.{n}") for n, v in bound.items()}
-    return plain | ({"bound": bound} if bound else {})
-
-
-# Values of the standard library that their `repr` tells apart.
-_BY_REPR = (
-  complex, range, slice, datetime.date, datetime.time, datetime.timedelta,
-  decimal.Decimal, fractions.Fraction, uuid.UUID, re.Pattern, type(...),
-)  # fmt: skip
-
-
-def _content(cell: Any) -> Any:
-  try:
-    return cell.cell_contents
-  except ValueError:  # not bound yet
-    return None
-
-
-def _name(value: Any) -> str:
-  name = getattr(value, "__qualname__", None) or value.__name__
-  return f"{module_name(str(getattr(value, '__module__', '')))}:{name}"
-
-
-def checksum(values: Any, where: str) -> dict[str, Any]:
-  """Shape, dtype and SHA-256 of an array."""
-  import numpy as np
-
-  try:
-    array = np.ascontiguousarray(values)
-  except TypeError:  # JAX's random keys
-    array = np.array(None)
-  if array.dtype.hasobject:
-    fix = "give numbers, or an attribute `identity`"
-    raise invalid(where, ..., "is an array of objects, which has no checksum", fix)
-  digest = hashlib.sha256(array.view(np.uint8).data).hexdigest()
-  return {"shape": list(array.shape), "dtype": str(array.dtype), "sha256": digest}
 
 
 def flat(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -240,13 +49,6 @@ def flat(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     is_leaf = not isinstance(value, Mapping)
     found |= {prefix + name: value} if is_leaf else flat(value, f"{prefix}{name}.")
   return found
-
-
-def class_name(cls: type) -> str:
-  """`Class` of a built-in one, `module:Class` of a user's."""
-  if not issubclass(cls, Choice) or cls.__module__.startswith("jaxscale."):
-    return cls.__name__
-  return f"{module_name(cls.__module__)}:{cls.__name__}"
 
 
 def copy_own_files(config: Config, workdir: Path) -> dict[str, dict[str, str]]:

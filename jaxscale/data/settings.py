@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from jaxscale import data
 from jaxscale.config.bases import Data
 from jaxscale.config.bounds import Count
-from jaxscale.config.record import to_plain
+from jaxscale.config.plain import to_plain
 from jaxscale.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -108,7 +108,7 @@ def fit(
     fix = "give a Config, or the path of a config file"
     raise invalid("config", config, f"is a {type(config).__name__}", fix)
   tracking.check_packages(config)
-  accept = accept_changes
+  accept = identities.accepted(accept_changes)
   experiment = workdirs.experiment_in(workdir, config, accept)
   experiment = _with_chosen_sizes(workdir, experiment)
   identity = identities.identity_of(experiment)

@@ -6,15 +6,16 @@ between the processes of a start. Paths and times of files are no part of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 
 from jaxscale import cluster, data
-from jaxscale.config.record import code_of, flat
+from jaxscale.config.plain import code_of
+from jaxscale.config.record import flat
 from jaxscale.config.validation import shown
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, invalid
 from jaxscale.experiment import build
 from jaxscale.files import mismatch
 
@@ -37,6 +38,19 @@ class Change(NamedTuple):
 
   kind: str
   text: str
+
+
+def accepted(kinds: Collection[str]) -> set[str]:
+  """Return the kinds of changes to accept.
+
+  Raises:
+    ConfigError: there is no such kind.
+  """
+  kinds = {*(kinds.split(",") if isinstance(kinds, str) else kinds)}
+  if unknown := sorted(kinds.difference(ACCEPTABLE)):
+    fix = f"give some of {', '.join(ACCEPTABLE)}"
+    raise invalid("accept_changes", unknown[0], "is not a kind of change", fix)
+  return kinds
 
 
 def identity_of(experiment: build.Experiment) -> dict[str, Any]:

@@ -1,0 +1,523 @@
+"""What may change between stop and resume: refused, said or harmless."""
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxscale.checkpoint.files import read_manifest
+from jaxscale.cluster.rendezvous.handshake import digests_of
+from jaxscale.config import MLP, SGD, Arrays, Checkpoint, Config, Cosine, Mesh
+from jaxscale.config.loading import load_config
+from jaxscale.data import token_files
+from jaxscale.data.tokenizer import byte_tokenizer
+from jaxscale.errors import ConfigError
+from jaxscale.metrics import read_json, read_json_lines, write_json
+from jaxscale.run import identity as identities
+from jaxscale.run import workdir as workdirs
+from jaxscale.run.fit import fit
+
+CONFIG = '''"""A user's config."""
+import flax.linen as nn
+import helper
+from jaxscale import config, data, optim
+from jaxscale.config import Checkpoint, Config, Log, Mesh
+
+SCALE = 1.0
+EPOCHS = 2.0
+
+
+class Net(nn.Module):
+  """A net."""
+  outputs: int
+
+  @nn.compact
+  def __call__(self, x, train):
+    from late import narrow  # not loaded before
+    x = narrow(x.reshape(len(x), -1))
+    return nn.Dense(self.outputs)(helper.scaled(SCALE * x))
+
+
+class Own(config.Model):
+  hidden: int = 8
+
+  def build(self, context):
+    return Net(context.info.num_classes)
+
+
+def get_config():
+  # A comment.
+  images = data.ImageFolder(path=FOLDER + "/set", image_size=8, augment="flip")
+  text = data.TextFiles(
+    path=FOLDER + "/text", tokenizer=FOLDER + "/tokenizer", sequence_length=16
+  )
+  tokens = data.TextFiles(path=FOLDER + "/bin", vocab_size=300, sequence_length=16)
+  of_images = KIND == "images"
+  words = config.Transformer(num_layers=1, width=16, num_heads=2)
+  return Config(
+    model=Own() if of_images else words,
+    data={"images": images, "text": text, "tokens": tokens}[KIND],
+    optimizer=optim.SGD(lr=0.1), batch_size=8, epochs=EPOCHS, mesh=Mesh(data=8),
+    checkpoint=Checkpoint(every_epochs=1), log=Log(every_steps=50),
+  )
+'''
+HELPER = '''"""Of a user's own."""
+def doubled(x):
+  """Twice."""
+  return 2 * x  # of all
+
+
+def scaled(x):
+  return doubled(x)
+
+
+def unused(x):
+  return x
+'''
+
+
+def write_images(folder, split, name, count, level):
+  where = folder / "set" / split / name
+  where.mkdir(parents=True, exist_ok=True)
+  pixels = np.arange(10 * 10 * 3, dtype=np.uint8).reshape(10, 10, 3) // 3 + level
+  for i in range(count):
+    Image.fromarray(pixels + i).save(where / f"{i}.png")
+
+
+def stand_in(name, separator=None, *, field=""):
+  """A tokenizer whose key is the hash of its file, as of Hugging Face's."""
+  content = Path(name).read_bytes()
+  return byte_tokenizer()._replace(key=hashlib.sha256(content).hexdigest())
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+  """A folder with a config, its helper, and images, text and tokens."""
+  monkeypatch.setattr(token_files, "read_tokenizer", stand_in)
+  monkeypatch.setattr(sys, "path", [*sys.path])
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+  for name in ("helper", "late"):
+    monkeypatch.delitem(sys.modules, name, raising=False)
+  folder = tmp_path / "project"
+  for split, count in (("train", 12), ("val", 8)):
+    for level, name in enumerate(("ant", "bee")):
+      write_images(folder, split, name, count, 100 * level)
+  for split in ("train", "val"):
+    for name in ("text", "bin"):
+      (folder / name).mkdir(exist_ok=True)
+    (folder / "text" / f"{split}.txt").write_text("To be, or not to be. " * 50)
+    tokens = np.arange(2000) % 300
+    tokens.astype("<u2").tofile(folder / "bin" / f"{split}.bin")
+  (folder / "tokenizer").write_text("{}")
+  (folder / "helper.py").write_text(HELPER)
+  (folder / "late.py").write_text("def narrow(x):\n  return x / 255\n")
+  return folder
+
+
+def load(folder, kind="images", edit=lambda text: text, overrides=None):
+  head = f"FOLDER, KIND = {str(folder)!r}, {kind!r}\n"
+  text = edit(CONFIG).replace("class Net(", f"{head}\n\nclass Net(", 1)
+  (folder / "own.py").write_text(text)
+  return load_config(str(folder / "own.py"), overrides or {})
+
+
+def began(workdir, config):
+  """A workdir as a run leaves it that has saved; nothing is trained."""
+  experiment = workdirs.experiment_in(workdir, config)
+  described = workdirs.describe(experiment, identities.identity_of(experiment))
+  (workdir / "checkpoints" / "5").mkdir(parents=True)
+  workdirs.write_config(workdir, described, config)
+
+
+def resumed(workdir, config, accept=()):
+  """The notes of a start in the same workdir; raises what refuses it."""
+  experiment = workdirs.experiment_in(workdir, config, accept)
+  identity = identities.identity_of(experiment)
+  return workdirs.claim_workdir(workdir, config, identity, accept)
+
+
+def edit(name, old, new):
+  """Edits a file of the project, "own.py" included."""
+
+  def change(folder):
+    if name == "own.py":
+      return {"edit": lambda text: text.replace(old, new)}
+    text = (folder / name).read_text()
+    assert old in text
+    (folder / name).write_text(text.replace(old, new))
+
+  return change
+
+
+def rename_class(folder):
+  for split in ("train", "val"):
+    (folder / "set" / split / "ant").rename(folder / "set" / split / "cat")
+
+
+def other_pixels(folder):
+  path = folder / "set" / "train" / "ant" / "3.png"
+  pixels = np.random.default_rng(0).integers(0, 255, (30, 30, 3)).astype("uint8")
+  Image.fromarray(pixels).save(path)
+
+
+def touch(folder):
+  for path in folder.rglob("*.*"):
+    os.utime(path, (1e9, 1e9))
+
+
+def longer(name):
+  def change(folder):
+    path = folder / name
+    path.write_bytes(2 * path.read_bytes())
+
+  return change
+
+
+def swap_tokens(folder):
+  tokens = np.fromfile(folder / "bin" / "train.bin", "<u2")
+  tokens[1000:1002] = tokens[[1001, 1000]]
+  tokens.tofile(folder / "bin" / "train.bin")
+
+
+def moved(folder):
+  target = folder.with_name("elsewhere")
+  folder.rename(target)
+  return {"folder": target}
+
+
+def settings(**overrides):
+  return lambda _: {
+    "overrides": {k.replace("__", "."): v for k, v in overrides.items()}
+  }
+
+
+def recorded(*path, to):
+  """What config.json says of the run as it began."""
+
+  def change(folder):
+    where = folder.parent / "run" / "config.json"
+    described = read_json(where)
+    node = described
+    for key in path[:-1]:
+      node = node[key]
+    node[path[-1]] = to
+    write_json(where, described)
+
+  return change
+
+
+def without_identity(folder):
+  where = folder.parent / "run" / "config.json"
+  described = read_json(where)
+  del described["identity"]
+  write_json(where, described)
+
+
+DATA = r"was trained with other data \(.*{}.*; restore the data, .*=data$"
+CODE = r"was trained with other code \(.*{}.*; restore the code, .*=code$"
+SETTING = "holds another experiment, {}"
+SAID = "note: resuming with {}"
+
+
+def class_more(folder):
+  for split in ("train", "val"):
+    write_images(folder, split, "cow", 8, 9)
+
+
+def rename_image(folder):
+  path = folder / "set" / "train" / "ant" / "0.png"
+  path.rename(path.with_name("z.png"))
+
+
+def data_and_code(folder):
+  rename_class(folder)
+  edit("helper.py", "2 * x", "3 * x")(folder)
+
+
+def comments(folder):
+  edit("helper.py", "# of all", "# of each")(folder)
+  edit("helper.py", '"""Twice."""', '"""Two times."""')(folder)
+  return edit("own.py", '"""A net."""', '"""The net."""')(folder)
+
+
+# Kind of run, change, and if there are any: the error, or "" and the note.
+CHANGES: dict[str, tuple] = {
+  "nothing": ("images", lambda _: None),
+  # Data.
+  "a class renamed": (
+    "images",
+    rename_class,
+    DATA.format("class 0 is 'ant' there and 'bee"),
+  ),
+  "a class more": (
+    "images",
+    class_more,
+    DATA.format("there are 2 classes there and 3 now"),
+  ),
+  "images more": (
+    "images",
+    lambda f: write_images(f, "train", "ant", 20, 0),
+    DATA.format("train.examples is 24 there and 32 now"),
+  ),
+  "an image less in validation": (
+    "images",
+    lambda f: (f / "set/val/ant/0.png").unlink(),
+    DATA.format("evaluation.examples is 16 there and 15"),
+  ),
+  "an image renamed, which reorders": (
+    "images",
+    rename_image,
+    DATA.format("train.files differs"),
+  ),
+  "another image under a name": (
+    "images",
+    other_pixels,
+    DATA.format("train.sizes differs"),
+  ),
+  "text longer": (
+    "text",
+    longer("text/train.txt"),
+    DATA.format("train.tokens is 1051 there and 2101 now"),
+  ),
+  "text of the same length": (
+    "text",
+    edit("text/train.txt", "not", "but"),
+    DATA.format("train.content differs"),
+  ),
+  "another tokenizer": (
+    "text",
+    edit("tokenizer", "{}", "{ }"),
+    DATA.format("train.tokenizer differs"),
+  ),
+  "tokens longer": (
+    "tokens",
+    longer("bin/train.bin"),
+    DATA.format("train.examples is 125 there and 250 now"),
+  ),
+  "two tokens swapped": ("tokens", swap_tokens, DATA.format("train.content differs")),
+  "dtype of tokens": (
+    "tokens",
+    settings(data__vocab_size="70000"),
+    SETTING.format("data.vocab_size is 300"),
+  ),
+  "data and code": (
+    "images",
+    data_and_code,
+    r"other data and other code .*--accept-changes=data,code$",
+  ),
+  "files touched": ("images", touch),
+  "data in another folder": ("images", moved),
+  "text in another folder": ("text", moved),
+  # The user's own code.
+  "a constant of the model": (
+    "images",
+    edit("own.py", "SCALE = 1.0", "SCALE = 3.0"),
+    CODE.format("SCALE in own"),
+  ),
+  "the model": (
+    "images",
+    edit("own.py", "nn.Dense(self.outputs)(", "nn.Dense(self.outputs)(1 + "),
+    CODE.format("Net in own differs"),
+  ),
+  "a helper": (
+    "images",
+    edit("helper.py", "2 * x", "3 * x"),
+    CODE.format("doubled in helper differs"),
+  ),
+  "a helper that is imported late": (
+    "images",
+    edit("late.py", "255", "256"),
+    CODE.format("narrow in late differs"),
+  ),
+  "a model patched": (
+    "images",
+    edit("own.py", "def get_config", "Net.outputs = 2\n\n\ndef get_config"),
+    CODE.format("Net in own differs"),
+  ),
+  "comments and docstrings": ("images", comments),
+  "code that is not used": ("images", edit("helper.py", "return x\n", "return -x\n")),
+  "how the config is written": (
+    "images",
+    edit("own.py", "EPOCHS = 2.0", "EPOCHS = 1 + 1.0"),
+  ),
+  # Settings.
+  "another rate": (
+    "images",
+    settings(optimizer__lr="0.2"),
+    SETTING.format("optimizer.lr is 0.1"),
+  ),
+  "more epochs before the end": (
+    "images",
+    settings(epochs="3"),
+    SETTING.format("epochs is 2.0"),
+  ),
+  "a seed": ("images", settings(seed="1"), SETTING.format("seed is 0")),
+  "activations in bfloat16": (
+    "images",
+    settings(dtype="bfloat16"),
+    SETTING.format("dtype is 'float32'"),
+  ),
+  "what is logged and saved": (
+    "images",
+    settings(
+      log__every_steps="1", checkpoint__keep_last="5", evaluation__every_epochs="1"
+    ),
+  ),
+  # Environment.
+  "x64": (
+    "images",
+    recorded("identity", "environment", "jax_enable_x64", to=True),
+    "JAX_ENABLE_X64 is 1 there and 0 now; set it as it was",
+  ),
+  "precision of products": (
+    "images",
+    recorded("identity", "environment", "jax_default_matmul_precision", to="highest"),
+    "",
+    SAID.format("jax_default_matmul_precision highest then and None now"),
+  ),
+  "version of JAX": (
+    "images",
+    recorded("versions", "jax", to="0.9.0"),
+    "",
+    SAID.format("jax 0.9.0 then and "),
+  ),
+  "version of jaxscale": (
+    "images",
+    recorded("versions", "jaxscale", to="0.0.9"),
+    "",
+    SAID.format("jaxscale 0.0.9 then and "),
+  ),
+  "kind of devices": (
+    "images",
+    recorded("device_kind", to="TPU v4"),
+    "",
+    SAID.format("devices TPU v4 then and cpu now"),
+  ),
+  "number of devices": ("images", recorded("derived", "num_devices", to=4)),
+  "number of processes": ("images", recorded("processes", to=2)),
+  "a run of an earlier version": (
+    "images",
+    without_identity,
+    "",
+    "note: config.json has no identity of data and code",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_between_stop_and_resume(name, project, tmp_path):
+  kind, change, error, note = (*CHANGES[name], "", "")[:4]
+  began(tmp_path / "run", load(project, kind))
+  for module in ("helper", "late"):
+    sys.modules.pop(module, None)  # a resumed run is another process
+  options = change(project) or {}
+  config = load(options.pop("folder", project), kind, **options)
+  if error:
+    with pytest.raises(ConfigError, match=error) as refused:
+      resumed(tmp_path / "run", config)
+    assert "\n" not in str(refused.value)
+    return
+  notes = resumed(tmp_path / "run", config)
+  assert [note] == [line[: len(note)] for line in notes] if note else notes == []
+
+
+@pytest.mark.parametrize("name", ["a class renamed", "a helper", "data and code"])
+def test_an_accepted_change_resumes(name, project, tmp_path):
+  began(tmp_path / "run", load(project))
+  CHANGES[name][1](project)
+  config = load(project)
+  kinds = {"a class renamed": ["data"], "a helper": ["code"]}.get(
+    name, ["data", "code"]
+  )
+  for wrong in {"data", "code"} - {*kinds} or {"data"}:
+    with pytest.raises(ConfigError, match="--accept-changes"):
+      resumed(tmp_path / "run", config, {wrong})
+  notes = resumed(tmp_path / "run", config, kinds)
+  assert notes and all(line.startswith("accepted: ") for line in notes)
+
+
+# Through `fit`, and from one process to another.
+
+
+def arrays_config(x, **fields):
+  return Config(
+    model=MLP(hidden=(4,)),
+    data=Arrays(x=x, y=(x[:, 0] > 0).astype("int32")),
+    optimizer=SGD(lr=0.1),
+    schedule=Cosine(),
+    batch_size=8,
+    epochs=fields.pop("epochs", 1),
+    mesh=Mesh(data=8),
+    checkpoint=Checkpoint(every_epochs=1),
+    **fields,
+  )
+
+
+def test_a_run_on_arrays_resumes_and_knows_them(tmp_path, capsys):
+  """A notebook's cell that is run twice, with more epochs, and with other arrays."""
+  x = np.random.default_rng(0).standard_normal((44, 3)).astype("float32")
+  first = fit(arrays_config(x), tmp_path)
+  assert first.summary["outcome"] == "done"
+  assert fit(arrays_config(x.copy()), tmp_path).summary["step"] == first.summary["step"]
+  more = fit(arrays_config(x, epochs=2), tmp_path)
+  assert more.summary["step"] == 2 * first.summary["step"]
+  with pytest.raises(ConfigError, match=r"other data \(data.x.sha256 is .*=data$"):
+    fit(arrays_config(x + 1, epochs=3), tmp_path)
+  # Without config.json the checkpoint knows.
+  (tmp_path / "config.json").unlink()
+  manifest = read_manifest(tmp_path / "checkpoints" / str(more.summary["step"]))
+  assert manifest["identity"]["data"]["train"]["examples"] == 40
+  with pytest.raises(ConfigError, match=r"other data \(train.content differs"):
+    fit(arrays_config(x + 1, epochs=3), tmp_path)
+  capsys.readouterr()
+  done = fit(arrays_config(x + 1, epochs=3), tmp_path, accept_changes=["data"])
+  assert done.summary["step"] == 3 * first.summary["step"]
+  assert "accepted: train.content differs" in capsys.readouterr().out
+  (start,) = [
+    line["accepted_changes"]
+    for line in read_json_lines(tmp_path / "starts.jsonl")
+    if "accepted_changes" in line
+  ]
+  assert start[0] == "accepted: train.content differs"
+  # Recorded, the change is one no longer.
+  assert fit(arrays_config(x + 1, epochs=3), tmp_path).summary["outcome"] == "done"
+
+
+def test_class_names_reach_the_summary_and_config_json(project, tmp_path):
+  config = load(project, overrides={"epochs": "1", "log.tensorboard": "False"})
+  summary = fit(config, tmp_path / "run").summary
+  described = read_json(tmp_path / "run" / "config.json")
+  assert summary["class_names"] == described["data"]["class_names"] == ["ant", "bee"]
+  files = {path.name for path in (tmp_path / "run" / "code").iterdir()}
+  assert files == {"own.py", "helper.py", "late.py"}
+
+
+def test_processes_of_one_start_compare_settings_and_own_code(project):
+  first = digests_of(load(project))
+  assert digests_of(load(project)) == first
+  assert {"own code own", "own code helper", "own code late"} < first.keys()
+  edit("helper.py", "2 * x", "3 * x")(project)
+  second = digests_of(load(project))
+  assert {n for n in first if first[n] != second[n]} == {"own code helper"}
+  x = np.zeros((40, 3), "float32")
+  a, b = (digests_of(arrays_config(array)) for array in (x, x + 1))
+  assert {n for n in a if a[n] != b[n]} == {"config"}
+
+
+def test_processes_of_one_start_compare_their_data(project, monkeypatch):
+  experiment = workdirs.experiment_in(project, load(project))
+  alike = identities.identity_of(experiment)
+  other = json.loads(json.dumps(alike))
+  monkeypatch.setattr(identities.cluster, "gather", lambda mine: [mine, alike, other])
+  identities.check_alike(alike)
+  other["data"]["train"]["examples"] = 25
+  with pytest.raises(ConfigError) as error:
+    identities.check_alike(alike)
+  assert str(error.value).startswith(
+    "processes 0 and 2 differ: train.examples is 24 in process 0 and 25 in process 2; "
+  )

@@ -1,0 +1,175 @@
+"""What config.json records of settings, and of the code behind them."""
+
+import dataclasses
+import decimal
+import enum
+import functools
+import json
+import linecache
+import pathlib
+import sys
+import threading
+import types
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxscale import config as cfg
+from jaxscale.config.plain import code_of, to_plain
+from jaxscale.config.record import from_plain
+from jaxscale.errors import ConfigError
+
+
+class Holds(cfg.Data):
+  """Data of any value."""
+
+  value: Any = None
+  sizes: tuple[int, ...] = (1, 2)
+  path: pathlib.Path | None = None
+  identity: str | None = None
+
+
+class Colour(enum.Enum):
+  RED, BLUE = 1, 2
+
+
+class Pair(tuple):
+  _fields = "a", "b"
+
+
+class Prints:
+  """An object of the user's own, without a form in JSON."""
+
+
+class FromHub:
+  """Like a `datasets.Dataset`."""
+
+  def __init__(self, fingerprint):
+    self._fingerprint = fingerprint
+
+
+def config_of(**fields):
+  return cfg.Config(
+    model=cfg.MLP(), data=Holds(**fields), optimizer=cfg.SGD(lr=0.1), batch_size=8,
+    epochs=1,
+  )  # fmt: skip
+
+
+def scaled(factor):
+  return lambda x: factor * x
+
+
+def with_identity(name):
+  value = Prints()
+  value.identity = name
+  return value
+
+
+# Two values of each kind, which must not be recorded alike.
+DIFFERENT = {
+  "numpy scalars": (np.float32(0.1), np.float32(0.2)),
+  "numpy integers": (np.int64(1), np.int64(2)),
+  "arrays": (np.arange(3), np.arange(3) + 1),
+  "arrays of another dtype": (np.zeros(3, "int32"), np.zeros(3, "float32")),
+  "arrays of JAX": (jax.numpy.arange(3), jax.numpy.arange(3) + 1),
+  "paths": (pathlib.Path("a"), pathlib.Path("b")),
+  "sets": ({1, 2}, {1, 3}),
+  "bytes": (b"a", b"b"),
+  "tuples": ((1, (2, 3)), (1, (2, 4))),
+  "named tuples": (Pair((1, 2)), Pair((1, 3))),
+  "dictionaries": ({"a": (1,)}, {"a": (2,)}),
+  "dictionaries of numbers": ({1: 2}, {1: 3}),
+  "enumerations": (Colour.RED, Colour.BLUE),
+  "decimals": (decimal.Decimal("0.1"), decimal.Decimal("0.2")),
+  "complex numbers": (1j, 2j),
+  "slices": (slice(1), slice(2)),
+  "dtypes": (np.dtype("int8"), np.dtype("int16")),
+  "classes": (Prints, FromHub),
+  "functions of a library": (jax.nn.relu, jax.nn.gelu),
+  "initializers": (jax.nn.initializers.normal(1), jax.nn.initializers.normal(2)),
+  "closures": (scaled(1), scaled(2)),
+  "lambdas": (lambda x: x, lambda x: -x),
+  "defaults": (lambda x=1: x, lambda x=2: x),
+  "partials": (functools.partial(scaled, 1), functools.partial(scaled, 2)),
+  "methods": (pathlib.Path("a").exists, pathlib.Path("b").exists),
+  "fingerprints": (FromHub("a"), FromHub("b")),
+  "identities": (with_identity("a"), with_identity("b")),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_values_are_recorded_by_what_they_are(name):
+  first, second = (to_plain(config_of(value=value)) for value in DIFFERENT[name])
+  assert first != second
+  again = to_plain(config_of(value=DIFFERENT[name][0]))
+  # Compared with what has been a file.
+  assert json.loads(json.dumps(first)) == first == again
+
+
+@pytest.mark.parametrize(
+  "value",
+  [
+    Prints(),
+    threading.Lock(),
+    np.random.default_rng(0),
+    np.array([Prints()]),
+    iter([]),
+  ],
+  ids=lambda value: type(value).__name__,
+)
+def test_a_value_without_a_form_is_refused_when_the_config_is_made(value):
+  with pytest.raises(
+    ConfigError, match=r"^config.data.value.*; give.* `identity`"
+  ) as e:
+    config_of(value=value)
+  assert "\n" not in str(e.value)
+  # The settings that hold it may say what it is.
+  first, second = (to_plain(config_of(value=value, identity=name)) for name in "ab")
+  assert first["data"]["value"] != second["data"]["value"]
+
+
+def test_own_settings_are_made_again():
+  made = from_plain(Holds, to_plain(Holds(path=pathlib.Path("x"), sizes=(3,))), None)
+  assert (made.path, made.sizes) == (pathlib.Path("x"), (3,))
+
+
+CELL = '''
+class Cell(config.Model):
+  """A model of a notebook."""
+  def build(self, context):
+    return half(FACTOR * context)
+'''
+
+
+def run_cell(text, number, space):
+  """Run a cell as IPython does, with its source known by the name of a file."""
+  name = f"/tmp/ipykernel_1/{number}.py"
+  linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
+  exec(compile(text, name, "exec"), space)
+
+
+def test_a_class_of_a_notebook_counts_by_its_source(monkeypatch):
+  notebook = types.ModuleType("__main__")
+  monkeypatch.setitem(sys.modules, "__main__", notebook)
+  space = vars(notebook)
+
+  def codes(number, *cells):
+    for i, cell in enumerate(cells):
+      run_cell(cell, 10 * number + i, space)
+    model = dataclasses.replace(config_of(), model=space["Cell"]())
+    return code_of(model).hashes
+
+  setup = "from jaxscale import config\nFACTOR = 2\ndef half(x):\n  return x / 2\n"
+  first = codes(1, setup, CELL)
+  assert {"__main__:Cell", "__main__:half", "__main__:FACTOR"} <= first.keys()
+  assert codes(2, setup, CELL.replace("A model", "The model")) == first
+  changed = {
+    "__main__:Cell": ("FACTOR *", "FACTOR +"),
+    "__main__:half": ("x / 2", "x / 3"),
+    "__main__:FACTOR": ("FACTOR = 2", "FACTOR = 3"),
+  }
+  for number, (key, (old, new)) in enumerate(changed.items(), 3):
+    second = codes(number, setup.replace(old, new), CELL.replace(old, new))
+    assert {k for k in first if first[k] != second.get(k)} == {key}
