@@ -154,7 +154,7 @@ class _Loader(NamedTuple):
     except ValueError:
       self.damaged.add(index, self.source.name(index))
       return None
-    if kind in ("CMYK", "odd JPEG"):
+    if kind == "CMYK" or " " in kind:  # "odd JPEG", "16-bit PNG"
       self.damaged.add_unusual(index, kind)
     elif kind != "JPEG" and self.source.is_jpeg(index):
       self.damaged.add_unusual(index, f"{kind} named JPEG")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+import re
+import unicodedata
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,13 +17,25 @@ import numpy as np
 from jaxscale.config.validation import nearest
 from jaxscale.data.augment import AugmentName, EvalView
 from jaxscale.data.dataset import MAX_PIXELS, Dataset, names_identity
+from jaxscale.data.directory import is_visible, kinds, left_out_note, tree
 from jaxscale.data.encoded import Record, Source, from_source, image_info
 from jaxscale.data.faults import raise_if_system_error
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, invalid
 from jaxscale.metrics.text import few
 
-# What a file may be called; what it is, its bytes say.
-SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm")
+# What a file may be called; what it is, its bytes say. A name may have no ending.
+SUFFIXES = (
+  ".jpeg", ".jpg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".gif", ".avif",
+  ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm",
+)  # fmt: skip
+# How the files begin that `jpeg.decode` reads.
+_MAGIC = re.compile(
+  rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|BM.{4}\0{4}|RIFF.{4}WEBP|II[*+]\0|MM\0[*+]"
+  rb"|P[1-6]\s+[\d#]|.{4}ftypavif",
+  re.DOTALL,
+)
+_TAKEN = f"images end in {' '.join(SUFFIXES)}, or have no ending"
+_MOST_LISTINGS = 16
 
 
 class Folder(NamedTuple):
@@ -30,8 +45,9 @@ class Folder(NamedTuple):
     root: the directory.
     classes: names of the subdirectories with images, sorted.
     empty: names of those without.
-    files: file names within their class, bytes [n]: by class, then by name.
+    files: paths within their class, bytes [n]: by class, folder and name.
     labels: int32 [n], index into `classes`.
+    left_out: kind of file that is no image of a class -> how many.
   """
 
   root: str
@@ -39,6 +55,7 @@ class Folder(NamedTuple):
   empty: tuple[str, ...]
   files: np.ndarray
   labels: np.ndarray
+  left_out: Counter[str]
 
 
 def image_folder(
@@ -54,11 +71,13 @@ def image_folder(
   max_pixels: int = MAX_PIXELS,
   classes: Sequence[str] | None = None,
 ) -> Dataset:
-  """A dataset of class subdirectories of image files: DIRECTORY/CLASS/*.JPEG.
+  """A dataset of class subdirectories of image files: DIRECTORY/CLASS/**/*.JPEG.
 
-  Sorted by class, then by file name (by code point, whatever the locale), so the
-  order is the same on every machine. Another `image_size` of the same directory
-  costs nothing: the listing is kept until a subdirectory changes.
+  Files in folders of a class are images of it. The order is torchvision's, by class,
+  folder and file name (by code point, whatever the locale), so it is the same on every
+  machine. Hidden files are skipped; a note counts files of other endings. Another
+  `image_size` of the same directory costs nothing: the listing is kept until a
+  subdirectory changes.
 
   Args:
     directory: with one subdirectory per class, e.g. "ILSVRC2012/train".
@@ -83,24 +102,30 @@ def image_folder(
     1281167
   """
   folder = listing(directory)
-  names, labels = tuple(classes or folder.classes), folder.labels
-  for name in folder.classes:
-    if name not in names:
+  names = tuple(classes or folder.classes)
+  # macOS writes the same name with other code points than Linux.
+  labels_of = {unicodedata.normalize("NFC", name): i for i, name in enumerate(names)}
+  normal = [unicodedata.normalize("NFC", name) for name in folder.classes]
+  for name, known in zip(folder.classes, normal, strict=True):
+    if known not in labels_of:
       raise ConfigError(
         f"{directory}/{name}: not a class that is trained on, {nearest(name, names)}; "
-        "move it away, or add images of it to those"
+        "move it away, or its images into the directories of their classes"
       )
-  labels = np.array([names.index(c) for c in folder.classes], np.int32)[labels]
+  labels = np.array([labels_of[known] for known in normal], np.int32)[folder.labels]
   shape = (image_size, image_size, channels)
   info = image_info(str(directory), shape, len(names), mean, std)
   info = info._replace(class_names=names)
   source = _source(folder, labels)
   made = from_source(info, source, True, augment, cache, eval_view, max_pixels)
-  lacking = [name for name in (classes or folder.empty) if name not in folder.classes]
+  lacking = [n for n in labels_of if n not in normal] if classes else folder.empty
   what = "never evaluated" if classes else "left out"
   note = f"{directory}: no image of class {few(lacking)}; "
-  identity = functools.partial(_identity, folder, source)
-  return made._replace(notes=(note + what,) if lacking else (), identity=identity)
+  left_out = left_out_note(directory, folder.left_out, _TAKEN)
+  notes = (note + what,) * bool(lacking) + left_out
+  return made._replace(
+    notes=notes, identity=functools.partial(_identity, folder, source)
+  )
 
 
 def _identity(folder: Folder, source: Source) -> dict[str, Any]:
@@ -134,34 +159,99 @@ def listing(directory: str | os.PathLike[str]) -> Folder:
       f"{directory}: no such directory of images; give the one "
       "whose subdirectories are the classes, e.g. ILSVRC2012/train"
     )
-  with os.scandir(root) as entries:
-    classes = sorted(e.name for e in entries if e.is_dir() and e.name[0] != ".")
-  changed = tuple(os.stat(root / name).st_mtime_ns for name in classes)
-  folder = _listing(str(root.absolute()), tuple(classes), changed)
+  folder = _kept_listing(str(root.absolute()))
   if not len(folder.files):
+    count = len(folder.empty)
     raise ConfigError(
-      f"{directory}: no images in "
-      f"{len(classes)} subdirectories; it takes CLASS/*.JPEG (or {' '.join(SUFFIXES)})"
+      f"{directory}: no images in {count} subdirectories{_but(folder.left_out)}; it "
+      f"takes CLASS/**/*.JPEG (or {' '.join(SUFFIXES)})"
     )
   return folder
 
 
-@functools.lru_cache(maxsize=16)
-def _listing(root: str, classes: tuple[str, ...], changed: tuple[int, ...]) -> Folder:
-  del changed  # a file more or less changes it, and so what the cache finds
+def _but(left_out: Counter[str]) -> str:
+  return f" but {few(f'{n:,} {kind}' for kind, n in left_out.items())}" * bool(left_out)
 
-  def images(name: str) -> list[str]:
-    with os.scandir(os.path.join(root, name)) as entries:
-      found = [e.name for e in entries if e.name.lower().endswith(SUFFIXES)]
-    return sorted(f for f in found if f[0] != ".")
 
+# Directory -> times of change of all its folders, and what is in them.
+_listings: dict[str, tuple[dict[str, int], Folder]] = {}
+
+
+def _kept_listing(root: str) -> Folder:
+  """Return the listing of a directory, from before if no folder of it has changed."""
+  folders, folder = _listings.get(root, ({}, None))
+  try:
+    if folder and all(os.stat(p).st_mtime_ns == t for p, t in folders.items()):
+      return folder
+  except OSError:  # a folder is gone
+    pass
+  if len(_listings) >= _MOST_LISTINGS:
+    _listings.clear()
+  folders, folder = _listings[root] = _listed(root)
+  return folder
+
+
+def _listed(root: str) -> tuple[dict[str, int], Folder]:
+  folders, left_out = {root: os.stat(root).st_mtime_ns}, Counter()
+  with os.scandir(root) as entries:
+    shown = [(e.name, e.is_dir()) for e in entries if is_visible(e.name)]
+  classes = sorted(name for name, is_folder in shown if is_folder)
+  if outside := len(shown) - len(classes):
+    left_out["outside of class directories"] = outside
+
+  def images(name: str) -> tuple[list[str], Counter[str], dict[str, int]]:
+    found = tree(os.path.join(root, name), is_named)
+    files = [f for f in found.files if is_image(os.path.join(root, name, f))]
+    others = kinds(set(found.files) - set(files)) if files != found.files else Counter()
+    return files, found.left_out + others, found.folders
+
+  def is_named(name: str) -> bool:
+    return name.lower().endswith(SUFFIXES)
+
+  def is_image(path: str) -> bool:
+    return is_named(path) or (
+      "." not in os.path.basename(path) and _begins_as_image(path)
+    )
+
+  kept: dict[str, list[str]] = {}
   with ThreadPoolExecutor(16) as threads:  # they wait for the file system
-    found = zip(classes, threads.map(images, classes), strict=True)
-    kept = {name: files for name, files in found if files}  # no class without images
+    for name, found in zip(classes, threads.map(images, classes), strict=True):
+      files, others, times = found
+      kept |= {name: files} if files else {}  # no class without images
+      left_out += others
+      folders |= times
+  _check_classes(root, kept)
   names = np.array([os.fsencode(f) for files in kept.values() for f in files])
   labels = np.repeat(np.arange(len(kept), dtype=np.int32), [*map(len, kept.values())])
   empty = tuple(name for name in classes if name not in kept)
-  return Folder(root, tuple(kept), empty, names, labels)
+  return folders, Folder(root, tuple(kept), empty, names, labels, left_out)
+
+
+def _begins_as_image(path: str) -> bool:
+  try:
+    with open(path, "rb") as file:
+      return _MAGIC.match(file.read(32)) is not None
+  except OSError:
+    return False
+
+
+def _check_classes(root: str, kept: dict[str, list[str]]) -> None:
+  """Refuse subdirectories that cannot be the classes that they look like."""
+  same: dict[str, str] = {}
+  for name in kept:
+    if (other := same.setdefault(unicodedata.normalize("NFC", name), name)) != name:
+      raise invalid(
+        f"{root}/{name}", ..., f"has the same name as {other!a} in another "
+        f"Unicode form ({name!a})", "merge the two directories"
+      )  # fmt: skip
+  inner = {f.partition("/")[0] for files in kept.values() for f in files if "/" in f}
+  if len(kept) == 1 and len(inner) > 1:
+    ((name, files),) = kept.items()
+    if all("/" in file for file in files):
+      raise invalid(
+        root, ..., f"has the one class {name}, whose images are all in subdirectories "
+        f"of it ({few(sorted(inner))})", f"give {root}/{name} if those are the classes"
+      )  # fmt: skip
 
 
 def _source(folder: Folder, labels: np.ndarray) -> Source:
@@ -180,5 +270,5 @@ def _source(folder: Folder, labels: np.ndarray) -> Source:
         record = None
       yield record
 
-  jpeg = (".jpeg", ".jpg")
+  jpeg = (".jpeg", ".jpg", ".jpe", ".jfif")
   return Source(len(folder.files), read, name, lambda i: name(i).lower().endswith(jpeg))

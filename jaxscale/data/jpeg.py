@@ -1,7 +1,9 @@
 """Encoded bytes to pixels: decode, crop, resize, flip, one image at a time.
 
 simplejpeg (libjpeg-turbo) and OpenCV's resize release the GIL, so threads
-scale; Pillow takes what they do not.
+scale; Pillow takes what they do not. All give the same pixels for the same picture:
+EXIF orientation is not applied, as in torchvision and timm, and pixels of more than 8
+bits are scaled by the range of their type, floats from 0 … 1.
 """
 
 from __future__ import annotations
@@ -10,12 +12,13 @@ import contextlib
 import functools
 import io
 import operator
+import re
 from typing import Any
 
 import cv2
 import numpy as np
 import simplejpeg
-from PIL import Image
+from PIL import Image, TiffImagePlugin
 
 from jaxscale.data import partial_jpeg
 from jaxscale.data.augment import (
@@ -29,13 +32,16 @@ from jaxscale.data.augment import (
 from jaxscale.data.dataset import MAX_PIXELS
 
 cv2.setNumThreads(0)  # the pipeline's threads are the parallelism
+# Else it writes several lines to stderr for every damaged TIFF.
+cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
 
 
-# Channels -> the names of simplejpeg, Pillow and OpenCV (None: Pillow reads it).
+# Channels -> the names of simplejpeg, Pillow and OpenCV, and the colour types of PNG
+# that OpenCV converts as Pillow does; Pillow reads the others.
 _FORMATS = {
-  1: ("GRAY", "L", cv2.IMREAD_GRAYSCALE),
-  3: ("RGB", "RGB", cv2.IMREAD_COLOR_RGB),
-  4: ("RGBA", "RGBA", None),
+  1: ("GRAY", "L", cv2.IMREAD_GRAYSCALE, (0, 4)),
+  3: ("RGB", "RGB", cv2.IMREAD_COLOR_RGB, (0, 2, 3, 4, 6)),
+  4: ("RGBA", "RGBA", 0, ()),
 }
 
 
@@ -43,7 +49,19 @@ _FORMATS = {
 # whole image, however short it is.
 _MAX_SCANS = 100
 # What Pillow may be asked to read. It knows more, and starts other programs for some.
-_PILLOW = ("JPEG", "PNG", "BMP", "WEBP", "GIF", "TIFF", "PPM")
+_PILLOW = ("JPEG", "PNG", "BMP", "WEBP", "GIF", "TIFF", "PPM", "AVIF")
+_PNG = b"\x89PNG\r\n\x1a\n"
+_TIFF = b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"
+_SPACE = rb"(?:\s|#[^\n]*\n)+"
+# Width, height and largest value, of a greyscale or a colour picture.
+_PPM = re.compile(rb"P[56]" + rb"(\d{1,9})".join([_SPACE] * 3) + rb"(\d{3,5})\s")
+# What undoes the orientation that Pillow and OpenCV apply to every TIFF, by its number.
+_UNDO = {
+  2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180,
+  4: Image.Transpose.FLIP_TOP_BOTTOM, 5: Image.Transpose.TRANSPOSE,
+  6: Image.Transpose.ROTATE_90, 7: Image.Transpose.TRANSVERSE,
+  8: Image.Transpose.ROTATE_270,
+}  # fmt: skip
 
 
 def decode(
@@ -57,7 +75,7 @@ def decode(
   """Pixels of an encoded image, uint8 [h, w, channels], and its format.
 
   Args:
-    data: JPEG, PNG, BMP, WebP, GIF, TIFF or PPM.
+    data: JPEG, PNG, BMP, WebP, GIF, TIFF, PPM or AVIF.
     channels: 1, 3, or 4 with an alpha channel.
     exact: interpolate chroma, which makes a JPEG's pixels those of TensorFlow's
       `decode_jpeg`, bit for bit; otherwise repeat it, which is 5 % faster.
@@ -65,12 +83,12 @@ def decode(
     fast_dct: as TensorFlow by default; False: with `exact`, the pixels are Pillow's.
 
   Returns:
-    The pixels, and "JPEG", "CMYK", "odd JPEG", "PNG" and so on.
+    The pixels, and "JPEG", "CMYK", "odd JPEG", "PNG", "16-bit PNG" and so on.
 
   Raises:
     ValueError: the bytes are not an image, or a damaged or too large one.
   """
-  color, mode, flag = _FORMATS[channels]
+  color, mode, flag, color_types = _FORMATS[channels]
   if data[:2] == b"\xff\xd8":
     if header := _jpeg_header(data, max_pixels):
       # An unusual stream Pillow may read.
@@ -78,21 +96,17 @@ def decode(
         options = {"fastdct": fast_dct, "fastupsample": not exact}
         pixels = simplejpeg.decode_jpeg(data, color, **options)
         return pixels, "CMYK" if header[2] in ("CMYK", "YCCK") else "JPEG"
-  elif flag is not None and _is_whole_png(data):
-    width, height = (int.from_bytes(data[i : i + 4], "big") for i in (16, 20))
-    _check_size(height, width, max_pixels)
-    image = cv2.imdecode(np.frombuffer(data, np.uint8), flag)
+  elif data[24:25] == b"\x08" and data[25] in color_types and _is_whole_png(data):
+    _check_png(data, max_pixels)
+    flags = flag | cv2.IMREAD_IGNORE_ORIENTATION
+    image = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
     if image is not None:
       return image.reshape(*image.shape[:2], channels), "PNG"
   elif data[8:12] == b"WEBP":
     _check_size(*_webp_size(data), max_pixels)
   try:
-    with Image.open(io.BytesIO(data), formats=_PILLOW) as opened:
-      _check_size(opened.height, opened.width, max_pixels)
-      kind = opened.format or "unknown"
-      if kind == "JPEG":
-        kind = "CMYK" if opened.mode == "CMYK" else "odd JPEG"
-      image = np.asarray(opened.convert(mode))
+    image, kind = _deep(data, max_pixels) or _by_pillow(data, max_pixels)
+    image = np.asarray(image.convert(mode))
   except MemoryError:
     raise
   except Exception as e:  # Pillow's plugins raise anything on damaged bytes
@@ -101,13 +115,108 @@ def decode(
   return image.reshape(*image.shape[:2], channels), kind
 
 
+def _by_pillow(data: bytes, max_pixels: int) -> tuple[Image.Image, str]:
+  with Image.open(io.BytesIO(data), formats=_PILLOW) as opened:
+    _check_size(opened.height, opened.width, max_pixels)
+    kind = opened.format or "unknown"
+    turned = _UNDO.get(getattr(opened, "tag_v2", {}).get(274, 1))
+    opened.load()
+    image = opened if turned is None else opened.transpose(turned)
+    if image.mode.startswith(("I", "F")):  # `convert` would clip them
+      most = 65535 if kind == "PPM" and image.mode == "I" else None
+      bits = 16 if most or "16" in image.mode else 32
+      levels, depth = _to_levels(np.asarray(image), bits, most)
+      return Image.fromarray(levels), f"{depth} {kind}"
+    if kind == "JPEG":
+      kind = "CMYK" if opened.mode == "CMYK" else "odd JPEG"
+    return image, kind
+
+
+def _deep(data: bytes, max_pixels: int) -> tuple[Image.Image, str] | None:
+  """Decode by OpenCV what has more than 8 bits; Pillow has no such colours."""
+  tags, bits, most = {}, 16, None
+  if data[:8] == _PNG and data[24:25] == b"\x10" and _is_whole_png(data):
+    kind, (width, height) = "PNG", _check_png(data, max_pixels)
+  elif data[:4] in _TIFF:
+    kind, tags = "TIFF", _tiff_tags(data)
+    width, height, bits = (tags.get(i, 0) for i in (256, 257, 258))
+    bits = max(bits or (1,))
+    # CMYK, say, Pillow reads.
+    if bits <= 8 or tags.get(262) not in (0, 1, 2) or not (width and height):
+      return None
+  elif (header := _PPM.match(data)) and int(header[3]) > 255:
+    kind, (width, height, most) = "PPM", map(int, header.groups())
+  else:
+    return None
+  _check_size(height, width, max_pixels)
+  flags = cv2.IMREAD_UNCHANGED | cv2.IMREAD_IGNORE_ORIENTATION
+  pixels = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
+  if pixels is None:
+    raise ValueError(f"a {kind} of {bits} bits that OpenCV cannot read")
+  if pixels.dtype == np.uint8:  # of 16 bits and two channels, converted already
+    levels, depth = pixels, f"{bits}-bit"
+  else:
+    levels, depth = _to_levels(pixels, bits, most)
+    levels = ~levels if tags.get(262) == 0 and depth != "float" else levels  # 0: white
+  if levels.ndim == 3:
+    levels = levels[..., [2, 1, 0, 3][: levels.shape[2]]]  # OpenCV has blue first
+  image = Image.fromarray(np.ascontiguousarray(levels))
+  turned = _UNDO.get(tags.get(274, 1))
+  return image if turned is None else image.transpose(turned), f"{depth} {kind}"
+
+
+def _to_levels(
+  pixels: np.ndarray, bits: int, most: int | None = None
+) -> tuple[np.ndarray, str]:
+  """Scale pixels to 0 … 255 by the range of their type; the levels, and its name.
+
+  Args:
+    pixels: integers from 0 to `most`, or floats from 0 to 1.
+    bits: of a pixel as it is stored.
+    most: the largest value; None: that of the type.
+
+  Raises:
+    ValueError: values are outside of that, or would all become 0.
+  """
+  is_float = pixels.dtype.kind == "f"
+  name = "float" if is_float else f"{bits}-bit"
+  top = 1 if is_float else most or np.iinfo(pixels.dtype).max
+  low, high = pixels.min(initial=0), pixels.max(initial=0)
+  if not (low >= 0 and high <= top):  # also of NaN
+    raise ValueError(f"{name} pixels from {low:g} to {high:g}, not from 0 to {top:g}")
+  if is_float:
+    levels = np.rint(pixels * 255)
+  else:
+    levels = pixels.astype(np.uint64) * np.uint64(256) // np.uint64(top + 1)
+  if high > 0 and not levels.any():
+    raise ValueError(f"{name} pixels up to {high:g}, which are black as 8 bits")
+  return levels.astype(np.uint8), name
+
+
+def _tiff_tags(data: bytes) -> Any:
+  """Read the tags of a TIFF's first picture, also of one that Pillow cannot decode."""
+  file = io.BytesIO(data)
+  tags = TiffImagePlugin.ImageFileDirectory_v2(
+    file.read(16 if b"+" in data[2:4] else 8)
+  )
+  file.seek(tags.next)
+  tags.load(file)
+  return tags
+
+
+def _check_png(data: bytes, max_pixels: int) -> tuple[int, int]:
+  width, height = (int.from_bytes(data[i : i + 4], "big") for i in (16, 20))
+  _check_size(height, width, max_pixels)
+  return width, height
+
+
 def _is_whole_png(data: bytes) -> bool:
   """Whether it is a PNG of one picture whose chunks follow each other to its end.
 
   Of others OpenCV writes to stderr, or takes as much memory as a length says.
   """
   at, kind = 8, b""
-  while data[:8] == b"\x89PNG\r\n\x1a\n" and kind not in (b"IEND", b"acTL", b"fcTL"):
+  while data[:8] == _PNG and kind not in (b"IEND", b"acTL", b"fcTL"):
     kind = data[at + 4 : at + 8]
     at += 12 + int.from_bytes(data[at : at + 4], "big")
     if at > len(data):

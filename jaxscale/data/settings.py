@@ -127,6 +127,9 @@ class TFDS(_Images):
 class ImageFolder(_Images):
   """Image files in one directory per class, as clusters keep ImageNet.
 
+  Images in folders of a class count, too. EXIF orientation is not applied. Pixels of
+  more than 8 bits are scaled by the range of their type, floats from 0 … 1.
+
   Attributes:
     path: directory of the splits, each of one subdirectory per class.
     train_split: the subdirectory trained on.
@@ -338,19 +341,26 @@ class TFDSText(_TokenizedText):
 
 
 class TextFiles(_TokenizedText):
-  """Text in files: NAME.txt, or NAME.bin of tokens as nanoGPT keeps them.
+  """Text in files: NAME.txt, or tokens in NAME.bin or NAME.npy.
 
   Attributes:
     path: directory of the splits.
     train_split: NAME of a file without its ending, or of a directory of files.
-    eval_split: likewise, of what is evaluated on.
-    vocab_size: of .bin files, whose tokens are below it (uint16 up to 65,536).
+    eval_split: NAME of what is evaluated on.
+    vocab_size: of .bin and .npy files, whose tokens are below it.
+    dtype: NumPy's name of the type of tokens in .bin files, e.g. "uint32", or ">u2" for
+      big-endian; "auto" takes that of llm.c's header, else uint16 for a vocabulary up
+      to 65,536, else uint32. A .npy file has its own.
+    encoding: the encoding of .txt files, by Python's name, e.g. "latin-1"; "bytes",
+      with the tokenizer of this name, takes them as they are.
   """
 
   path: str
   train_split: str = "train"
   eval_split: str = "val"
   vocab_size: Annotated[int | None, ">= 1"] = None
+  dtype: str = "auto"
+  encoding: str = "utf-8"
 
   def build(self) -> Split:
     return self._splits(data.text_files, "path")

@@ -66,44 +66,57 @@ def of_array(
   return Stream(len(tokens), lambda a, b: tokens[a:b], separator, bytes_per_token)
 
 
+class TokenFile(NamedTuple):
+  """A file of tokens.
+
+  Attributes:
+    path: of the file.
+    dtype: NumPy's name of the tokens' type, as "<u2".
+    offset: bytes before the first token.
+  """
+
+  path: Path
+  dtype: str
+  offset: int = 0
+
+
 def of_files(
-  paths: Sequence[Path],
-  dtype: str,
+  files: Sequence[TokenFile],
   separator: int | None,
   bytes_per_token: float | None = None,
 ) -> Stream:
   """The tokens of files, one file after another, read where they are asked for.
 
   Args:
-    paths: files of nothing but tokens.
-    dtype: theirs, as "<u2".
+    files: in their order.
     separator: as in `Stream`.
     bytes_per_token: as in `Stream`.
 
   Raises:
     ConfigError: a file is not there, or holds no whole number of tokens.
   """
-  width = np.dtype(dtype).itemsize
-  files, ends = [], [0]
-  for path in paths:
+  opened, ends = [], [0]
+  for path, dtype, offset in files:
     try:
-      files.append(OpenFile(str(path)))
+      opened.append(OpenFile(str(path)))
     except OSError as e:
       raise ConfigError(f"{path}: {e.strerror}, give a file of tokens") from None
-    size = os.fstat(files[-1].descriptor).st_size
-    if size % width:
+    size, width = os.fstat(opened[-1].descriptor).st_size, np.dtype(dtype).itemsize
+    if (size - offset) % width:
       raise ConfigError(
         f"{path}: {size} bytes are not a whole number of {dtype} tokens of {width} "
         "bytes; cut off, or of another dtype"
       )
-    ends.append(ends[-1] + size // width)
+    ends.append(ends[-1] + (size - offset) // width)
 
   def read(start: int, stop: int) -> np.ndarray:
     pieces = []
-    for file, path, first, end in zip(files, paths, ends, ends[1:], strict=False):
-      a, b = max(start, first), min(stop, end)
+    for i, (path, dtype, offset) in enumerate(files):
+      a, b = max(start, ends[i]), min(stop, ends[i + 1])
       if a < b:
-        data = os.pread(file.descriptor, (b - a) * width, (a - first) * width)
+        width = np.dtype(dtype).itemsize
+        place = offset + (a - ends[i]) * width
+        data = os.pread(opened[i].descriptor, (b - a) * width, place)
         if len(data) != (b - a) * width:
           raise OSError(f"{path} has become shorter while it was read")
         pieces.append(np.frombuffer(data, dtype))
@@ -142,6 +155,16 @@ def windows(
   if not total:
     raise ConfigError(f"{name}: there is no text in it")
 
+  def read(start: int, stop: int) -> np.ndarray:
+    tokens = stream.read(start, stop)  # of any width: checked before they become int32
+    for token in (tokens.min(), tokens.max()):
+      if not 0 <= token < vocab_size:
+        raise ConfigError(
+          f"{name}: token {token} where the vocabulary has {vocab_size:,}; give the "
+          "vocab_size of the tokenizer that made it (or it is of another dtype)"
+        )
+    return tokens
+
   def load(indices: np.ndarray, draws: np.ndarray | None) -> Batch:
     rows = np.empty((len(indices), sequence_length + 1), np.int32)
     for i, index in enumerate(indices):
@@ -152,18 +175,12 @@ def windows(
       while done < count:
         at %= total
         part = min(count - done, total - at)
-        rows[i, done : done + part] = stream.read(at, at + part)
+        rows[i, done : done + part] = read(at, at + part)
         done, at = done + part, at + part
       rows[i, count:] = NO_TARGET
       if draws is None and first == 0:
         rows[i, 0] = stream.separator or 0
         rows[i, 1] = NO_TARGET if stream.separator is None else rows[i, 1]
-    most = int(rows.astype(np.uint32)[rows != NO_TARGET].max(initial=0))
-    if most >= vocab_size:
-      raise ConfigError(
-        f"{name}: token {most} where the vocabulary has {vocab_size:,}; give the "
-        "vocab_size of the tokenizer that made it (or it is of another dtype)"
-      )
     tokens, targets = rows[:, :-1], rows[:, 1:]
     return {"tokens": np.maximum(tokens, 0), "targets": np.ascontiguousarray(targets)}
 
@@ -226,7 +243,7 @@ def packed(
   is_bytes = tokenizer.key == "bytes"
   # A byte 0 between documents counts as a byte where bytes are the tokens.
   ratio = 1.0 if is_bytes else counts["bytes"] / max(counts["tokens"], 1)
-  return of_files([kept], dtype, tokenizer.separator, ratio)
+  return of_files([TokenFile(kept, dtype)], tokenizer.separator, ratio)
 
 
 @contextlib.contextmanager

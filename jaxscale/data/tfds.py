@@ -23,7 +23,7 @@ from jaxscale.data.encoded import Record, Source, from_source, image_info
 from jaxscale.data.faults import raise_if_system_error
 from jaxscale.data.stream import packed, text_windows
 from jaxscale.data.tokenizer import read_tokenizer
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, invalid
 
 _AT_ONCE = 1024  # documents
 
@@ -173,7 +173,7 @@ def tfds_text(
   title = f"{name} {split!r}"
   identity = "tfds", *_identity(builder), split, feature
   examples = open_split(builder, name, split, field="TFDSText.name")
-  documents = _documents(examples, title, feature)
+  documents = _documents(examples, title, feature, is_text=tokenizer != "bytes")
   stream = packed(title, documents, tokens, identity, cache_dir)
   made = text_windows(title, stream, tokens.vocab_size, sequence_length)
   content = _content(builder, split) | {"tokenizer": tokens.key}
@@ -186,8 +186,10 @@ def _is_text(feature: Any) -> bool:
   return shape == () and dtype is not None and np.dtype(dtype).kind in "OSU"
 
 
-def _documents(examples: Examples, title: str, feature: str) -> Iterator[list[bytes]]:
-  """The documents in their order, some at a time."""
+def _documents(
+  examples: Examples, title: str, feature: str, is_text: bool
+) -> Iterator[list[bytes]]:
+  """The documents in their order, some at a time; text has to be UTF-8."""
   size, get, get_many = examples
   for first in range(0, size, _AT_ONCE):
     indices = list(range(first, min(first + _AT_ONCE, size)))
@@ -200,7 +202,15 @@ def _documents(examples: Examples, title: str, feature: str) -> Iterator[list[by
         f"{title}: an example from {indices[0]} to {indices[-1]} cannot be read "
         f"({why}); copy or prepare the dataset again"
       ) from None
-    yield [t.encode() if isinstance(t, str) else bytes(t) for t in texts]
+    documents = [t.encode() if isinstance(t, str) else bytes(t) for t in texts]
+    for index, document in zip(indices, documents if is_text else (), strict=False):
+      try:
+        document.decode()
+      except UnicodeDecodeError as e:
+        why = f"is not UTF-8 at byte {e.start:,} of {feature!r}"
+        fix = "prepare the dataset as UTF-8, or use tokenizer='bytes'"
+        raise invalid(f"{title} example {index}", ..., why, fix) from None
+    yield documents
 
 
 # Of a split: how many examples, index -> one of them as a dict of features, and

@@ -1,25 +1,52 @@
-"""Text in files: plain .txt, or .bin of tokens, as nanoGPT keeps them.
+"""Text in files: plain .txt, or .bin and .npy of tokens.
 
-A split is `NAME.bin`, `NAME.txt` or a directory NAME of such files, in the order of
-their names. A .txt file is one document. A .bin file is tokens and nothing else,
-uint16 or, where the vocabulary has more than 65,536, uint32, little-endian, and is read
-in place. The token that separates documents there is not known, so the first token of
-all is not predicted.
+A split is `NAME.bin`, `NAME.npy`, `NAME.txt` or a directory NAME of such files, in the
+order of their names, those of its folders too. A .txt file is one document of UTF-8,
+or of the `encoding` that is set.
+
+A .bin file is tokens and nothing else, as nanoGPT keeps them: uint16 or, where the
+vocabulary has more than 65,536, uint32, little-endian, or of the `dtype` that is set;
+a file that looks like another type is refused. np.save's header and llm.c's say their
+own type. Tokens are read in place. The token that separates documents there is not
+known, so the first token of all is not predicted.
 """
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxscale.data.dataset import Dataset, file_identity
-from jaxscale.data.stream import of_files, packed, text_windows
+from jaxscale.data.directory import is_visible, kinds, left_out_note, tree
+from jaxscale.data.stream import TokenFile, of_files, packed, text_windows
 from jaxscale.data.tokenizer import read_tokenizer
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, invalid
+from jaxscale.metrics.text import few, listed
 
 _AT_ONCE = 64 << 20  # bytes of text
+_TOKENS = ".bin", ".npy"
+_ENDINGS = (*_TOKENS, ".txt")
+# First number of llm.c's header of 256 int32, and the type of the tokens after it: of
+# GPT-2 and of Llama 3 (karpathy/llm.c, dev/data/data_common.py).
+_LLM_C = {20240520: "<u2", 20240801: "<u4"}
+_LLM_C_HEADER = 1024  # bytes
+_NPY = b"\x93NUMPY"
+# How other files begin, and their remedies.
+_OTHERS = {
+  b"\x1f\x8b": ("gzip", "gunzip it"),
+  b"\x28\xb5\x2f\xfd": ("zstd", "unzstd it"),
+  b"PK\x03\x04": ("a zip archive, as .npz and PyTorch's are", "save its array as .npy"),
+  b"\x80\x04": ("a pickle", "save its array as .npy"),
+}
+_SAMPLE = 1 << 18  # bytes of a .bin file that are looked at before training
+_ENOUGH = 16  # tokens that show a type
 
 
 def text_files(
@@ -29,6 +56,8 @@ def text_files(
   tokenizer: str = "bytes",
   separator: str | None = None,
   vocab_size: int | None = None,
+  dtype: str = "auto",
+  encoding: str = "utf-8",
   sequence_length: int = 256,
   cache_dir: str | None = None,
 ) -> Dataset:
@@ -39,19 +68,26 @@ def text_files(
     split: name of a file without its ending, or of a directory of files.
     tokenizer: of .txt files: "bytes" or the path of a tokenizer.json.
     separator: the tokenizer's token between documents; None: by its usual names.
-    vocab_size: of .bin files, whose tokens are below it.
+    vocab_size: of .bin and .npy files, whose tokens are below it.
+    dtype: NumPy's name of the type of tokens in .bin files without a header, as
+      "uint32", or ">u2" for big-endian; "auto": uint16 for a vocabulary up to 65,536,
+      else uint32.
+    encoding: Python's name of the encoding of .txt files; "bytes", with the tokenizer
+      of this name: they are taken as they are.
     sequence_length: tokens of an example.
     cache_dir: where tokens of .txt files are kept; None: the user's cache.
 
   Raises:
-    ConfigError: no such files, both kinds of them, or settings of the other kind.
+    ConfigError: no such files, both kinds of them, settings of the other kind, or
+      files that are of another type or encoding.
 
   Example:
     >>> text_files("data/openwebtext", "val", vocab_size=50257)   # doctest: +SKIP
   """
-  paths = split_files(Path(directory), split)
+  paths, left_out = split_files(Path(directory), split)
   called = str(Path(directory) / split)
-  if paths[0].suffix == ".bin":
+  notes = left_out_note(called, left_out, f"text files end in {', '.join(_ENDINGS)}")
+  if paths[0].suffix.lower() in _TOKENS:
     if vocab_size is None:
       raise ConfigError(
         f"TextFiles.vocab_size=None: {paths[0]} has numbers of tokens; give how many "
@@ -61,60 +97,243 @@ def text_files(
       raise ConfigError(
         f"TextFiles.tokenizer={tokenizer!r}: {paths[0]} has tokens already, omit it"
       )
-    dtype = "<u2" if vocab_size <= 1 << 16 else "<u4"
-    stream = of_files(paths, dtype, None)
-    made, kind = text_windows(called, stream, vocab_size, sequence_length), dtype
-    return _identified(made, paths, {"tokens": stream.num_tokens, "dtype": kind})
+    files = [_token_file(path, dtype, vocab_size) for path in paths]
+    if types := {np.dtype(file.dtype).name for file in files if file.offset}:
+      notes += (f"{called}: tokens of {listed(sorted(types))}, as headers say",)
+    stream = of_files(files, None)
+    facts = {
+      "tokens": stream.num_tokens,
+      "dtype": ",".join({f.dtype: 0 for f in files}),
+    }
+    made = text_windows(called, stream, vocab_size, sequence_length)
+    return _identified(made, paths, facts, notes)
   if vocab_size is not None:
     raise ConfigError(
       f"TextFiles.vocab_size={vocab_size}: {paths[0]} is text with the vocabulary "
       "of the tokenizer; leave it out"
     )
   tokens = read_tokenizer(tokenizer, separator, field="TextFiles.tokenizer")
-  stamps = [(str(p.absolute()), p.stat().st_size, p.stat().st_mtime_ns) for p in paths]
-  stream = packed(called, _documents(paths), tokens, ("files", *stamps), cache_dir)
+  _check_encoding(encoding, tokenizer)
+  stamps = [(str(p.absolute()), *_stamp(p)) for p in paths]
+  identity = "files", encoding, *stamps
+  documents = _documents(paths, encoding, tokenizer)
+  stream = packed(called, documents, tokens, identity, cache_dir)
   made = text_windows(called, stream, tokens.vocab_size, sequence_length)
   facts = {"tokens": stream.num_tokens, "tokenizer": tokens.key}
-  return _identified(made, paths, facts)
+  return _identified(made, paths, facts, notes)
 
 
-def _identified(made: Dataset, paths: Sequence[Path], facts: dict[str, Any]) -> Dataset:
-  return made._replace(identity=lambda: facts | file_identity(paths))
+def _identified(
+  made: Dataset, paths: Sequence[Path], facts: dict[str, Any], notes: tuple[str, ...]
+) -> Dataset:
+  return made._replace(identity=lambda: facts | file_identity(paths), notes=notes)
 
 
-def split_files(directory: Path, split: str) -> list[Path]:
-  """The files of a split, by name, all .bin or all .txt.
+def split_files(directory: Path, split: str) -> tuple[list[Path], Counter[str]]:
+  """The files of a split, by name, all of tokens or all of text, and what is left out.
 
   Raises:
     ConfigError: there are none, or there are both.
   """
   if not directory.is_dir():
     raise ConfigError(f"TextFiles.path={str(directory)!r}: no such directory")
-  kinds = ".bin", ".txt"
-  found = [p for kind in kinds if (p := directory / f"{split}{kind}").is_file()]
-  found += sorted(p for p in (directory / split).glob("*") if p.suffix in kinds)
+  place = directory / split
+  beside = sorted(os.listdir(place.parent)) if place.parent.is_dir() else []
+  found = [place.parent / name for name in beside if Path(name).stem == place.name]
+  found = [p for p in found if p.suffix.lower() in _ENDINGS and not p.is_dir()]
+  left_out: Counter[str] = Counter()
+  if place.is_dir():
+    inside = tree(str(place))
+    names = [name for name in inside.files if name.lower().endswith(_ENDINGS)]
+    left_out = inside.left_out + kinds(set(inside.files) - set(names))
+    found += [place / name for name in names]
   if not found:
-    there = sorted({p.stem for p in directory.iterdir()})
+    shown = [name for name in beside if is_visible(name)]
+    others = f", and {split} has {', '.join(left_out)}" if left_out else ""
     raise ConfigError(
-      f"TextFiles: neither {split}.bin, {split}.txt nor such files in a directory "
-      f"{split} of {directory}; there is {', '.join(there[:10]) or 'nothing'}"
+      f"TextFiles: neither {', '.join(split + e for e in _ENDINGS)} nor such files in "
+      f"a directory {split} of {directory}; there is {few(shown, 10) or 'nothing'}"
+      f"{others}; write text to .txt, or tokens to .bin or .npy"
     )
-  if len({(path.parent, path.suffix) for path in found}) > 1:
+  sources = {path if path.parent == place.parent else place for path in found}
+  if len(sources) > 1 or len({path.suffix.lower() in _TOKENS for path in found}) > 1:
     both = f"{found[0].name} and {found[-1].name}"
     raise ConfigError(f"TextFiles: {split!r} of {directory} is {both}; leave one kind")
-  return found
+  return found, left_out
 
 
-def _documents(paths: Sequence[Path]) -> Iterator[list[bytes]]:
-  """The files' contents in their order, some at a time."""
+def _token_file(path: Path, dtype: str, vocab_size: int) -> TokenFile:
+  """Return how a file of tokens is read: by its header, the setting or its size.
+
+  Raises:
+    ConfigError: the file is of another type, or no file of tokens.
+  """
+  if dtype != "auto":
+    _check_integer("TextFiles.dtype", dtype, dtype)
+  try:
+    with open(path, "rb") as file:
+      head, size = file.read(_SAMPLE), os.fstat(file.fileno()).st_size
+  except OSError as e:
+    raise invalid(
+      str(path), ..., f"cannot be read: {e.strerror}", "restore it"
+    ) from None
+  if head.startswith(_NPY):
+    return _with_header(path, dtype, *_npy(path))
+  if path.suffix.lower() == ".npy":
+    raise invalid(str(path), ..., "has no header of np.save", "rename it to .bin")
+  for magic, (kind, fix) in _OTHERS.items():
+    if head.startswith(magic) and dtype == "auto":
+      raise invalid(str(path), ..., f"is {kind}", f"{fix}, or set TextFiles.dtype")
+  numbers = np.frombuffer(head[: len(head) // 4 * 4], "<i4")
+  if len(head) >= _LLM_C_HEADER and (kind := _LLM_C.get(int(numbers[0]))):
+    count = (size - _LLM_C_HEADER) // np.dtype(kind).itemsize
+    if numbers[2] != count:
+      why = f"holds {count:,} tokens where its header says {numbers[2]:,}"
+      raise invalid(str(path), ..., why, "copy it again")
+    return _with_header(path, dtype, kind, _LLM_C_HEADER)
+  if dtype == "auto":
+    dtype = "<u2" if vocab_size <= 1 << 16 else "<u4"
+    _check_type(path, head, dtype, vocab_size)
+  return TokenFile(path, np.dtype(dtype).str)
+
+
+def _with_header(path: Path, dtype: str, kind: str, offset: int) -> TokenFile:
+  if dtype != "auto" and np.dtype(dtype) != np.dtype(kind):
+    raise invalid(
+      "TextFiles.dtype", dtype, f"is not {np.dtype(kind)}, which {path} says in its "
+      "header", "leave it out"
+    )  # fmt: skip
+  return TokenFile(path, kind, offset)
+
+
+def _npy(path: Path) -> tuple[str, int]:
+  """Return the type of the tokens in a file of np.save, and where they begin."""
+  try:
+    array = np.load(path, mmap_mode="r", allow_pickle=False)
+  except Exception as e:  # NumPy's parser raises anything on damaged headers
+    why = f"is damaged ({(str(e).splitlines() or ['no header'])[0]})"
+    raise invalid(str(path), ..., why, "save the tokens again") from None
+  if array.ndim != 1:
+    why = f"has the shape {array.shape}"
+    raise invalid(str(path), ..., why, "save one dimension (.ravel())")
+  _check_integer(str(path), ..., array.dtype.str)
+  return array.dtype.str, array.offset
+
+
+def _check_integer(field: str, value: object, dtype: str) -> None:
+  try:
+    is_integer = np.dtype(dtype).kind in "iu"
+  except TypeError:
+    is_integer = False
+  if not is_integer:
+    fix = "use uint8, uint16, uint32, int32 or int64, or '>u2' for big-endian"
+    raise invalid(field, value, f"is not a type of integers ({dtype})", fix)
+
+
+def _check_type(path: Path, head: bytes, dtype: str, vocab_size: int) -> None:
+  """Refuse tokens that look like another type than the one that is assumed."""
+  if len(head) < _ENOUGH * np.dtype(dtype).itemsize:
+    return
+  with contextlib.suppress(UnicodeDecodeError):
+    if b"\0" not in head and codecs.getincrementaldecoder("utf-8")().decode(head):
+      fix = "rename it to .txt, or set TextFiles.dtype"
+      raise invalid(str(path), ..., "is text, and no tokens", fix)
+  if _looks_like(dtype, head, vocab_size):
+    return
+  shown = {np.dtype(kind): kind for kind in ("uint8", "uint16", "uint32", "int64")}
+  others = [*shown, *map(np.dtype, (">u2", ">u4", ">i8"))]
+  fitting = [o for o in others if _looks_like(o.str, head, vocab_size)]
+  name = np.dtype(dtype).name
+  if not fitting:
+    most = int(np.frombuffer(head[: len(head) // 8 * 8], dtype).max())
+    why = f"as {name} has the token {most:,} where the vocabulary has {vocab_size:,}"
+    raise invalid(str(path), ..., why, "set TextFiles.vocab_size, or TextFiles.dtype")
+  # Bytes in the wrong order make larger numbers.
+  own = min(fitting, key=lambda o: np.frombuffer(head[: len(head) // 8 * 8], o).max())
+  best = shown.get(own, own.str)
+  fix = f"set TextFiles.dtype={best!r} if it is, else {name!r}"
+  raise invalid(str(path), ..., f"looks like {best}, and not {name}", fix)
+
+
+def _looks_like(dtype: str, head: bytes, vocab_size: int) -> bool:
+  """Return whether bytes may be tokens of a type."""
+  tokens = np.frombuffer(head[: len(head) // 8 * 8], dtype)
+  # Halves of wider numbers: every second one is 0, or one of a few.
+  halves = tokens[::2], tokens[1::2]
+  kinds = [len(np.unique(half)) for half in halves]
+  is_wider = max(kinds) > 4 * min(kinds) or halves[0].any() != halves[1].any()
+  is_narrower = tokens.itemsize == 1 and vocab_size > 256  # bytes of anything
+  is_token = tokens.min() >= 0 and tokens.max() < vocab_size
+  return is_token and not is_wider and not is_narrower
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+  """Return size and time of change of a file."""
+  try:
+    status = path.stat()
+  except OSError as e:
+    why = f"cannot be read: {e.strerror}"
+    raise invalid(str(path), ..., why, "restore it, or remove it") from None
+  return status.st_size, status.st_mtime_ns
+
+
+def _check_encoding(encoding: str, tokenizer: str) -> None:
+  try:
+    if encoding != "bytes" or tokenizer != "bytes":
+      "".encode(encoding)
+  except LookupError:  # also of "base64", which is no encoding of text
+    fix = "use 'utf-8', 'utf-16', 'latin-1' or 'cp1252'"
+    why = "is not an encoding of text"
+    if encoding == "bytes":
+      why, fix = "needs TextFiles.tokenizer='bytes'", f"{fix} with {tokenizer}"
+    raise invalid("TextFiles.encoding", encoding, why, fix) from None
+
+
+def _documents(
+  paths: Sequence[Path], encoding: str, tokenizer: str
+) -> Iterator[list[bytes]]:
+  """The files' contents as UTF-8 in their order, some at a time."""
   waiting: list[bytes] = []
   for path in paths:
     try:
-      waiting.append(path.read_bytes())
+      content = path.read_bytes()
     except OSError as e:
       raise ConfigError(f"{path}: {e.strerror}") from None
+    is_text = encoding != "bytes"
+    waiting.append(_utf8(path, content, encoding, tokenizer) if is_text else content)
     if sum(map(len, waiting)) >= _AT_ONCE:
       yield waiting
       waiting = []
   if waiting:
     yield waiting
+
+
+def _utf8(path: Path, content: bytes, encoding: str, tokenizer: str) -> bytes:
+  """Decode a text, without its byte order mark.
+
+  Raises:
+    ConfigError: it is of another encoding.
+  """
+  name = codecs.lookup(encoding).name
+  decoder, parts = codecs.getincrementaldecoder(encoding)(), []
+  for first in range(0, len(content), _AT_ONCE):
+    begin = first - len(decoder.getstate()[0])  # bytes of half a character wait there
+    part = content[first : first + _AT_ONCE]
+    try:
+      text = decoder.decode(part, final=first + _AT_ONCE >= len(content))
+      parts += [] if name == "utf-8" else [text.encode()]
+    except UnicodeError as e:
+      place = (
+        f" at byte {begin + e.start:,}" if isinstance(e, UnicodeDecodeError) else ""
+      )
+      fixes = [fix for magic, (_, fix) in _OTHERS.items() if content.startswith(magic)]
+      guess = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin-1"
+      remedy = f"set TextFiles.encoding, e.g. {guess!r}"
+      if tokenizer == "bytes":
+        remedy += ", or 'bytes' to take them as they are"
+      remedy = fixes[0] if fixes else remedy
+      raise invalid(str(path), ..., f"is not {encoding}{place}", remedy) from None
+  if name == "utf-8" and content.count(0) > len(content) // 8:  # valid, but no text
+    fix = "set TextFiles.encoding='utf-16-le' if it is text"
+    raise invalid(str(path), ..., "has many bytes 0, as UTF-16 has", fix)
+  return (b"".join(parts) if parts else content).removeprefix(codecs.BOM_UTF8)

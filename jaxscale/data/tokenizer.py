@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxscale.config.validation import nearest
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, invalid
 from jaxscale.files import read_bytes, require_json
 
 # What tokenizers call the end of a document, in the order of preference.
@@ -31,7 +31,8 @@ class Tokenizer(NamedTuple):
     vocab_size: tokens are below it.
     separator: the token after each document.
     encode: documents (UTF-8) -> the tokens of all of them, each followed by the
-      separator, in the smallest dtype that holds them.
+      separator, in the smallest dtype that holds them; ConfigError for one that is not
+      UTF-8, unless tokens are bytes.
     decode: (tokens, those before them) -> the text that they add to it.
   """
 
@@ -85,7 +86,12 @@ def read_tokenizer(
   dtype = smallest_dtype(vocab_size)
 
   def encode(documents: Sequence[bytes]) -> np.ndarray:
-    texts = [document.decode(errors="replace") for document in documents]
+    try:
+      texts = [document.decode() for document in documents]
+    except UnicodeDecodeError as e:
+      before = e.object[max(e.start - 40, 0) : e.start].decode(errors="ignore")
+      why = f"takes UTF-8, and a document is not at byte {e.start:,}, after {before!r}"
+      raise invalid(field, name, why, "convert the text, or use 'bytes'") from None
     try:
       found = model.encode_batch(texts, add_special_tokens=False)
     except Exception as e:  # the package raises plain Exception

@@ -1,6 +1,7 @@
 """Class subdirectories of image files, and files of them that are damaged."""
 
 import io
+import os
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from PIL import Image
 
 from jaxscale import data
 from jaxscale.data import augment, encoded, jpeg
+from jaxscale.data.folder import listing
 from jaxscale.errors import ConfigError
 from support.images import jpeg_bytes
 
@@ -41,16 +43,116 @@ def test_a_folder_is_sorted_by_class_and_name(folder):
 
 
 def test_another_size_reads_nothing_again_and_a_new_file_is_seen(folder, photo):
-  from jaxscale.data.folder import _listing
-
+  before = listing(folder)
   data.image_folder(folder, image_size=16, augment="crop")
-  before = _listing.cache_info().misses
   larger = data.image_folder(folder, image_size=24, augment="crop")
-  assert _listing.cache_info().misses == before
+  assert listing(folder) is before
   draws = augment.uniform(0, np.arange(2))
   assert larger.load(np.arange(2), draws)["image"].shape == (2, 24, 24, 3)
   (folder / "a" / "99.JPEG").write_bytes(jpeg_bytes(photo[:48, :64]))
   assert data.image_folder(folder, image_size=16).num_examples == 41
+  (folder / "a" / "more").mkdir()
+  assert data.image_folder(folder, image_size=16).num_examples == 41
+  (folder / "a" / "more" / "00.JPEG").write_bytes(jpeg_bytes(photo[:48, :64]))
+  assert data.image_folder(folder, image_size=16).num_examples == 42
+
+
+def put(root, *names, kind="JPEG"):
+  """Files of a small image."""
+  for name in names:
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.full((20, 20, 3), 9, np.uint8)).save(root / name, kind)
+
+
+IMAGES = (
+  "0.jpg", "3.JFIF", "4.jpe", "5", "b/1.jpg", "b/b/2.jpeg", "b-c/0.jpg", "z y/1.JPG",
+)  # fmt: skip
+HIDDEN = (
+  "._0.jpg", ".DS_Store", "Thumbs.db", "desktop.ini", "__MACOSX/0.jpg", "b/._1.jpg",
+)  # fmt: skip
+
+
+def test_images_in_folders_of_a_class_are_its_images(tmp_path):
+  put(tmp_path, *(f"{c}/{name}" for c in "ab" for name in IMAGES))
+  put(tmp_path, "__MACOSX/a/0.jpg", ".git/a/0.jpg", *(f"a/{n}" for n in HIDDEN))
+  put(tmp_path, "a/b/6.avif", kind="AVIF")
+  put(tmp_path, "a/7.pgm", kind="PPM")
+  (tmp_path / "a" / "loop").symlink_to(tmp_path / "a")
+  (tmp_path / "b" / "link").symlink_to(tmp_path / "a" / "b" / "b")
+  made = data.image_folder(tmp_path, image_size=8)
+  found = listing(tmp_path)
+  assert found.classes == ("a", "b") and made.damaged.count == 0
+  names = [
+    f"{found.classes[label]}/{file.decode()}"
+    for label, file in zip(found.labels, found.files, strict=True)
+  ]
+  expected = [f"a/{n}" for n in (*IMAGES, "7.pgm", "b/6.avif")]
+  expected += [f"b/{n}" for n in (*IMAGES, "link/2.jpeg")]
+  # torchvision 0.28 datasets/folder.py, `make_dataset`, visits folders in this order.
+  assert names == sorted(expected, key=lambda n: n.rpartition("/")[::2])
+  labels = made.load(np.arange(made.num_examples), None)["label"]
+  np.testing.assert_array_equal(labels, found.labels)
+  assert made.damaged.count == 0 and not made.damaged.unusual
+
+
+def test_a_note_counts_what_a_folder_of_images_leaves_out(folder):
+  (folder / "b" / "more").mkdir()
+  for name in ("b/more/x.heic", "b/y.HEIC", "b/LICENSE", "b/.secret", "list.csv"):
+    (folder / name).write_bytes(b"BM, P5 and other words")
+  (folder / "b" / "._y.heic").touch()
+  os.mkfifo(folder / "b" / "pipe.jpg")
+  made = data.image_folder(folder, image_size=16)
+  note = made.notes[-1]
+  assert made.num_examples == 40 and f"{folder}: 7 files left out (2 .heic, " in note
+  assert note.endswith("or have no ending")
+  assert listing(folder).left_out == {
+    ".heic": 2, "without an ending": 1, ".txt": 1, "hidden": 1, "device or pipe": 1,
+    "outside of class directories": 1,
+  }  # fmt: skip
+
+
+def test_classes_one_level_deeper_are_named(tmp_path):
+  put(tmp_path, "tiny/n1/images/0.JPEG", "tiny/n2/images/0.JPEG")
+  (tmp_path / "tiny" / "n1" / "n1_boxes.txt").touch()
+  tiny = data.image_folder(tmp_path / "tiny", image_size=8)  # Tiny ImageNet's layout
+  assert tiny.num_examples == 2 and "1 .txt" in tiny.notes[0]
+  put(tmp_path, "val/images/0.JPEG")
+  with pytest.raises(ConfigError, match="into the directories of their classes"):
+    data.image_folder(
+      tmp_path / "val", image_size=8, classes=tiny.info and ("n1", "n2")
+    )
+  put(tmp_path, "zip/train/a/0.jpg", "zip/train/b/0.jpg")
+  with pytest.raises(ConfigError, match=r"give .*zip/train if those are the classes"):
+    data.image_folder(tmp_path / "zip", image_size=8)
+  put(tmp_path, "flat/0.jpg", "flat/1.jpg")
+  with pytest.raises(ConfigError, match="2 outside of class directories"):
+    data.image_folder(tmp_path / "flat", image_size=8)
+
+
+def test_a_class_has_one_name_in_both_unicode_forms(tmp_path):
+  composed, parts = "b\u00fccher", "bu\u0308cher"
+  put(tmp_path, f"train/{composed}/0.jpg", "train/a/0.jpg")
+  put(tmp_path, f"val/{parts}/0.jpg", "val/a/0.jpg")
+  classes = data.folder_classes(tmp_path / "train")
+  made = data.image_folder(tmp_path / "val", image_size=8, classes=classes)
+  assert made.load(np.arange(2), None)["label"].tolist() == [0, 1] and not made.notes
+  put(tmp_path, f"val/{composed}/0.jpg")
+  with pytest.raises(ConfigError, match=r"b\\xfccher.*merge the two directories"):
+    data.image_folder(tmp_path / "val", image_size=8, classes=classes)
+
+
+def test_a_folder_that_may_not_be_read_is_one_line(tmp_path, monkeypatch):
+  put(tmp_path, "a/0.jpg", "a/in/0.jpg")
+  scandir = os.scandir
+
+  def refuse(path):
+    if str(path).endswith("in"):
+      raise PermissionError(13, "Permission denied", path)
+    return scandir(path)
+
+  monkeypatch.setattr(os, "scandir", refuse)  # root may read everything
+  with pytest.raises(ConfigError, match="a/in may not be read; chmod it"):
+    data.image_folder(tmp_path, image_size=8)
 
 
 @pytest.mark.parametrize(("channels", "mode"), [(1, "L"), (3, "RGB"), (4, "RGBA")])

@@ -13,7 +13,7 @@ from jaxscale import config as cfg
 from jaxscale import data
 from jaxscale.config.loading import load_config
 from jaxscale.data.python_docs import SHA256, documents
-from jaxscale.data.stream import of_array, of_files, windows
+from jaxscale.data.stream import TokenFile, of_array, of_files, windows
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
 from jaxscale.experiment.derive import derive
@@ -140,7 +140,8 @@ def test_files_are_read_as_the_array(tmp_path):
   paths = [tmp_path / f"{i}.bin" for i in range(4)]
   for path, part in zip(paths, np.split(tokens, [0, 300, 301]), strict=True):
     path.write_bytes(part.tobytes())
-  stream = of_files(paths, "<u2", None)
+  files = [TokenFile(path, "<u2") for path in paths]
+  stream = of_files(files, None)
   assert stream.num_tokens == 1000
   for start, stop in ((0, 1000), (299, 302), (300, 301), (990, 1000), (0, 1)):
     np.testing.assert_array_equal(stream.read(start, stop), tokens[start:stop])
@@ -154,7 +155,7 @@ def test_files_are_read_as_the_array(tmp_path):
   assert "\n" not in str(error.value)
   paths[1].write_bytes(b"123")
   with pytest.raises(ConfigError, match=r"1\.bin: 3 bytes are not a whole number"):
-    of_files(paths, "<u2", None)
+    of_files(files, None)
   with pytest.raises(OSError, match=r"1\.bin has become shorter"):
     stream.read(0, 300)
 

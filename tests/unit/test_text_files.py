@@ -1,5 +1,7 @@
 """Text of TFDS and of files, packed once; tokenizers."""
 
+import gzip
+import io
 import json
 import re
 import sys
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 
 from jaxscale import data
+from jaxscale.data import token_files
 from jaxscale.data.python_docs import documents
 from jaxscale.data.stream import packed
 from jaxscale.data.tokenizer import byte_tokenizer, read_tokenizer
@@ -215,7 +218,7 @@ def test_mistakes_with_text_files_are_one_line(tmp_path):
     ({"split": "train"}, "TextFiles.vocab_size=None"),
     ({"split": "train", "vocab_size": 9, "tokenizer": "x.json"}, "omit it"),
     ({"split": "val", "vocab_size": 9}, "is text with the vocabulary"),
-    ({"split": "test"}, "there is both, none, train, val"),
+    ({"split": "test"}, "there is both, none.txt, train.bin and val.txt"),
     ({"split": "both"}, "leave one kind"),
     ({"split": "val", "directory": tmp_path / "no"}, "no such directory"),
     ({"split": "val", "tokenizer": "no.json"}, "TextFiles.tokenizer='no.json'"),
@@ -223,6 +226,190 @@ def test_mistakes_with_text_files_are_one_line(tmp_path):
     with pytest.raises(ConfigError, match=re.escape(hint)) as error:
       data.text_files(**{"directory": tmp_path} | arguments)
     assert "\n" not in str(error.value)
+
+
+def text_of(dataset):
+  """The bytes that are predicted."""
+  batch = dataset.load(np.arange(dataset.num_examples), None)
+  return batch["targets"][batch["targets"] >= 0].astype(np.uint8).tobytes()
+
+
+def test_a_folder_of_text_has_the_rule_of_one_of_images(tmp_path):
+  train = tmp_path / "train"
+  for name in ("b/2.txt", "a.txt", "E.TXT", "b/._2.txt", "._a.txt", ".DS_Store",
+               "__MACOSX/a.txt", "c.jsonl", "d.txt.gz", "e.jsonl", ".f"):  # fmt: skip
+    (train / name).parent.mkdir(parents=True, exist_ok=True)
+    (train / name).write_text(name)
+  dataset = data.text_files(tmp_path, "train", sequence_length=4)
+  assert text_of(dataset) == b"E.TXT\0a.txt\0b/2.txt\0"
+  assert dataset.notes == (
+    f"{train}: 4 files left out (2 .jsonl, 1 .gz and 1 hidden); "
+    "text files end in .bin, .npy, .txt",
+  )
+  (train / "z.txt").symlink_to("/nonexistent")
+  with pytest.raises(ConfigError, match=r"z\.txt cannot be read: No such file"):
+    data.text_files(tmp_path, "train", sequence_length=4)
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train/0.jsonl", "train.npz"])
+def test_files_of_other_endings_are_named_whole(name, tmp_path):
+  (tmp_path / name).parent.mkdir(exist_ok=True)
+  (tmp_path / name).touch()
+  shown = "train" if "/" in name else re.escape(name)
+  with pytest.raises(ConfigError, match=f"there is {shown}.*; write text to .txt") as e:
+    data.text_files(tmp_path, "train")
+  assert "/" not in name or "train has .jsonl" in str(e.value)
+
+
+# Types of tokens.
+
+TOKENS = RNG.integers(0, 50_257, 4096)
+TOKENS[:3] = 50_256, 300, 9
+
+
+def llm_c(magic, version, count, dtype):
+  head = np.zeros(256, "<i4")
+  head[:3] = magic, version, count
+  return head.tobytes() + TOKENS.astype(dtype).tobytes()
+
+
+def npy(dtype):
+  np.save(out := io.BytesIO(), TOKENS.astype(dtype))
+  return out.getvalue()
+
+
+def seen(directory, split, **options):
+  """The tokens that are predicted: all but the first."""
+  options = {"vocab_size": 50_257, "sequence_length": 64} | options
+  dataset = data.text_files(directory, split, **options)
+  batch = dataset.load(np.arange(dataset.num_examples), None)
+  return batch["targets"][batch["targets"] >= 0]
+
+
+@pytest.mark.parametrize(("name", "content"), [
+  ("uint16.bin", TOKENS.astype("<u2").tobytes()),
+  ("llm_c.bin", llm_c(20240520, 1, 4096, "<u2")),
+  ("llama.bin", llm_c(20240801, 7, 4096, "<u4")),
+  ("named_otherwise.bin", npy("<i8")),
+  *((f"{kind[1:]}{kind[0] == '>'}.npy", npy(kind))
+    for kind in ("<u2", ">u2", "<u4", "<i4", "<i8", ">i8", "<u8")),
+], ids=range(11))  # fmt: skip
+def test_tokens_say_their_type_in_a_header(name, content, tmp_path):
+  (tmp_path / name).write_bytes(content)
+  np.testing.assert_array_equal(seen(tmp_path, Path(name).stem), TOKENS[1:])
+  (*notes,) = data.text_files(tmp_path, Path(name).stem, vocab_size=50_257).notes
+  assert [note.endswith(", as headers say") for note in notes] == [True] * (
+    name != "uint16.bin"
+  )
+
+
+@pytest.mark.parametrize("vocab_size", [50_257, 128_256])
+@pytest.mark.parametrize(
+  "kind", ["<u2", "<u4", "<i4", "<i8", "<u8", ">u2", ">u4", ">i8"]
+)
+def test_tokens_of_another_width_are_refused_with_their_own(kind, vocab_size, tmp_path):
+  tokens = RNG.integers(0, vocab_size if kind[1:] != "u2" else 50_257, 4096)
+  tokens.astype(kind).tofile(tmp_path / "a.bin")
+  assumed = "uint16" if vocab_size == 50_257 else "uint32"
+  options = {"vocab_size": vocab_size}
+  if np.dtype(kind) not in (assumed, np.dtype("i4") if assumed == "uint32" else ""):
+    with pytest.raises(ConfigError, match=r"looks like .*, and not uint") as error:
+      seen(tmp_path, "a", **options)
+    options["dtype"] = re.search(r"TextFiles.dtype='(.*?)' ", str(error.value))[1]
+  np.testing.assert_array_equal(seen(tmp_path, "a", **options), tokens[1:])
+  for own in (kind, np.dtype(kind).name if kind[0] == "<" else kind):
+    options["dtype"] = own
+    np.testing.assert_array_equal(seen(tmp_path, "a", **options), tokens[1:])
+
+
+@pytest.mark.parametrize(("content", "hint"), [
+  (gzip.compress(TOKENS.astype("<u2").tobytes(), mtime=0), "is gzip; gunzip it"),
+  (b"plain words, and more of them " * 9, "is text, and no tokens; rename it to .txt"),
+  (RNG.random(999).astype("f4").tobytes(), "where the vocabulary has 50,257"),
+  (llm_c(20240520, 1, 4097, "<u2"), "holds 4,096 tokens where its header says 4,097"),
+  (npy("f4"), "is not a type of integers"),
+  (npy("<i8")[:-9], "is damaged ("),
+  (RNG.integers(0, 65_536, 999).astype("<u2").tobytes(), "set TextFiles.vocab_size"),
+], ids=range(7))  # fmt: skip
+def test_what_are_no_tokens_is_one_line(content, hint, tmp_path):
+  (tmp_path / "a.bin").write_bytes(content)
+  with pytest.raises(ConfigError, match=re.escape(hint)) as error:
+    seen(tmp_path, "a")
+  assert "\n" not in str(error.value)
+
+
+def test_a_type_that_a_header_contradicts_is_refused(tmp_path):
+  (tmp_path / "a.npy").write_bytes(npy("<i8"))
+  np.save(tmp_path / "b.npy", TOKENS.reshape(64, 64))
+  for split, dtype, hint in (
+    ("a", "uint16", "dtype=uint16 is not int64"), ("a", "float32", "of integers"),
+    ("a", "u17", "of integers"), ("b", "auto", "has the shape (64, 64); save one"),
+  ):  # fmt: skip
+    with pytest.raises(ConfigError, match=re.escape(hint)):
+      seen(tmp_path, split, dtype=dtype)
+
+
+@pytest.mark.parametrize(("kind", "token"), [("<i8", -1), ("<i8", 2**32), ("<u4", -1)])
+def test_a_token_that_int32_does_not_hold_is_no_other_token(kind, token, tmp_path):
+  """-1 was taken for a target that is not learned, 2**32 for 0."""
+  tokens = TOKENS.copy()
+  tokens[3000] = token
+  np.save(tmp_path / "a.npy", tokens.astype(kind))
+  with pytest.raises(ConfigError, match="where the vocabulary has 50,257"):
+    seen(tmp_path, "a")
+
+
+# Encodings.
+
+GERMAN = "größe und Maß, " * 30
+
+
+@pytest.mark.parametrize("encoding", [
+  "utf-8", "utf-8-sig", "latin-1", "cp1252", "utf-16", "utf-16-le", "utf-32", "utf-7",
+])  # fmt: skip
+def test_text_is_read_by_its_encoding(encoding, tmp_path, monkeypatch):
+  monkeypatch.setattr(token_files, "_AT_ONCE", 7)  # characters are cut
+  (tmp_path / "a.txt").write_bytes(GERMAN.encode(encoding))
+  (tmp_path / "b.txt").write_bytes(("\ufeff" + GERMAN).encode(encoding, "ignore"))
+  for split in "ab":
+    options = {"encoding": encoding, "sequence_length": 16}
+    dataset = data.text_files(tmp_path, split, **options)
+    assert text_of(dataset).decode() == GERMAN + "\0"
+  (tmp_path / "c.txt").write_bytes(b"\xef\xbb\xbf" + GERMAN.encode())
+  dataset = data.text_files(tmp_path, "c", sequence_length=16)
+  assert text_of(dataset).decode() == GERMAN + "\0"
+
+
+@pytest.mark.parametrize(("content", "hint"), [
+  (b"a" * 99 + "größe".encode("latin-1"), "at byte 101; set TextFiles.enc"),
+  (GERMAN.encode("utf-16"), "is not utf-8 at byte 0; set TextFiles.encoding, e"),
+  (GERMAN.encode("utf-16-le"), "a.txt"),
+  (("plain words " * 9).encode("utf-16-le"), "set TextFiles.encoding='utf-16-le'"),
+  (gzip.compress(b"words", mtime=0), "is not utf-8 at byte 1; gunzip it"),
+  ("größe".encode()[:-1] + b"\xc3", "is not utf-8 at byte 6"),
+], ids=range(6))  # fmt: skip
+def test_text_that_is_not_utf8_is_refused_with_its_place(content, hint, tmp_path):
+  (tmp_path / "a.txt").write_bytes(content)
+  with pytest.raises(ConfigError, match=re.escape(hint)) as error:
+    data.text_files(tmp_path, "a", sequence_length=4)
+  assert "\n" not in str(error.value) and str(tmp_path / "a.txt") in str(error.value)
+  dataset = data.text_files(tmp_path, "a", sequence_length=4, encoding="bytes")
+  assert text_of(dataset) == content + b"\0"
+
+
+@pytest.mark.parametrize("encoding", ["utf-9", "base64", "rot13", "bytes"])
+def test_an_encoding_of_no_text_is_refused(encoding, tmp_path, tokenizer_file):
+  (tmp_path / "a.txt").write_text("words")
+  options = {"tokenizer": str(tokenizer_file[0])} if encoding == "bytes" else {}
+  with pytest.raises(ConfigError, match=f"TextFiles.encoding={encoding} ") as error:
+    data.text_files(tmp_path, "a", encoding=encoding, **options)
+  assert "\n" not in str(error.value)
+
+
+def test_a_tokenizer_takes_no_text_that_is_not_utf8(tokenizer_file):
+  tokens = read_tokenizer(str(tokenizer_file[0]), field="TFDSText.tokenizer")
+  with pytest.raises(ConfigError, match="not at byte 6, after 'the gr'"):
+    tokens.encode([b"fine", "the größe".encode("latin-1")])
 
 
 # Tokenizers.

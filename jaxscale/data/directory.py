@@ -1,0 +1,106 @@
+"""The files below a directory: one rule for every reader of folders."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from jaxscale.errors import invalid
+from jaxscale.metrics.text import few, plural
+
+# Files and folders that macOS, Windows and NFS put next to a user's.
+_LITTER = {".ds_store", "__macosx", "thumbs.db", "ehthumbs.db", "desktop.ini"}
+_LITTER_STARTS = ("._", ".nfs")
+
+
+class Tree(NamedTuple):
+  """The files below a directory, without hidden ones.
+
+  Attributes:
+    files: relative paths, sorted by folder, then by name (by code point).
+    folders: path of each folder that was read -> its time of change.
+    left_out: kind of what is no visible file -> how many.
+  """
+
+  files: list[str]
+  folders: dict[str, int]
+  left_out: Counter[str]
+
+
+def is_visible(name: str) -> bool:
+  """Return whether a name is neither hidden nor of an operating system's own.
+
+  Example:
+    >>> [is_visible(name) for name in ("a.jpg", "._a.jpg", "Thumbs.db")]
+    [True, False, False]
+  """
+  return name[0] != "." and name.lower() not in _LITTER
+
+
+def tree(root: str, is_file: Callable[[str], bool] = lambda name: False) -> Tree:
+  """List the files below a directory; links to folders are followed.
+
+  Args:
+    root: the directory.
+    is_file: whether a link of this name is taken for a file without a look at its
+      target, which takes a request to the file system for each.
+
+  Raises:
+    ConfigError: a folder may not be read.
+  """
+  found = Tree([], {}, Counter())
+
+  def visit(inner: str, above: frozenset[tuple[int, int]]) -> None:
+    path = os.path.join(root, inner) if inner else root
+    status = os.stat(path)
+    if (identity := (status.st_dev, status.st_ino)) in above:
+      return  # a link to a folder that it lies in
+    found.folders[path] = status.st_mtime_ns
+    with os.scandir(path) as entries:
+      for entry in entries:
+        name = os.path.join(inner, entry.name)
+        if not is_visible(entry.name):
+          litter = entry.name.lower() in _LITTER
+          if not litter and not entry.name.startswith(_LITTER_STARTS):
+            found.left_out["hidden"] += 1
+        elif entry.is_dir(follow_symlinks=not is_file(entry.name)):
+          visit(name, above | {identity})
+        elif entry.is_file(follow_symlinks=False) or entry.is_symlink():
+          found.files.append(name)
+        else:
+          found.left_out["device or pipe"] += 1
+
+  try:
+    visit("", frozenset())
+  except PermissionError as e:
+    raise invalid(str(e.filename), ..., "may not be read", "chmod it") from None
+  found.files.sort(key=os.path.split)
+  return found
+
+
+def kinds(files: Iterable[str]) -> Counter[str]:
+  """Count files by their ending.
+
+  Example:
+    >>> kinds(["a/x.TXT", "y.txt", "LICENSE"])
+    Counter({'.txt': 2, 'without an ending': 1})
+  """
+  endings = (os.path.splitext(file)[1].lower() for file in files)
+  return Counter(ending or "without an ending" for ending in endings)
+
+
+def left_out_note(where: object, counts: Counter[str], taken: str) -> tuple[str, ...]:
+  """Return the note about what a reader of a folder leaves out, if it does.
+
+  Args:
+    where: the folder.
+    counts: kind of file -> how many.
+    taken: what the reader takes.
+  """
+  if not counts:
+    return ()
+  ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+  named = few(f"{count:,} {kind}" for kind, count in ordered)
+  return (f"{where}: {plural(counts.total(), 'file')} left out ({named}); {taken}",)
