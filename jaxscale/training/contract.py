@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxscale.collectives.typed import varying
+from jaxscale.collectives.typed import vary, varying
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.optim.tree_paths import path_name
 
@@ -104,11 +104,12 @@ def check_sums(
     mesh=Mesh(one, axes), in_specs=(P(), P(), P(axes), P(axes)), out_specs=P()
   )
   def sums(params, model_state, batch, keys):
+    params, model_state = vary((params, model_state), axes)  # as in a step
     loss, (_, totals) = loss_fn(params, model_state, batch, keys)
     named = {"the loss": loss} | {f"total {k!r}": x for k, x in totals.items()}
     return {k: lax.psum(x, varying(x)) for k, x in named.items()}
 
-  with jax.ensure_compile_time_eval():
+  with jax.core.eval_context():  # a step is being traced
     values = _example_values(params, model_state, batch)
 
     def grown(times: int) -> dict[str, float]:

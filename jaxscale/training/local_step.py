@@ -164,8 +164,7 @@ def _make_worker_update(loss_fn, tx, mesh, within, micros, is_guarded):
   def update(worker: WorkerState, batch, key):
     keys = steps.row_keys(key, batch, axes)
     arguments = worker.params, worker.model_state, batch, keys
-    others = frozenset(axes)
-    check_agrees(lambda *args: loss_fn(*args)[1][0], arguments, micros, others)
+    check_agrees(lambda *args: loss_fn(*args)[1][0], arguments, micros, axes)
     sum_grads = jax.named_scope("gradients")(steps.sum_grads)
     grads, model_state, totals = sum_grads(
       loss_fn, worker.params, worker.model_state, batch, keys, micros, unroll=is_cpu

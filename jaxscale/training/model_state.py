@@ -81,7 +81,10 @@ def agree(model_state: Any, axes: tuple[str, ...], *, apart: bool = False) -> An
 
 
 def check_agrees(
-  new_state: Callable[..., Any], arguments: Sequence[Any], micros: int, axes: Axes
+  new_state: Callable[..., Any],
+  arguments: Sequence[Any],
+  micros: int,
+  over: tuple[str, ...],
 ) -> None:
   """Refuse state that devices or micro-batches have values of their own of.
 
@@ -91,7 +94,7 @@ def check_agrees(
     new_state: (params, model_state, batch, keys) -> the new model state.
     arguments: those of one device, of all its micro-batches.
     micros: micro-batches.
-    axes: along which devices have other rows.
+    over: mesh axes along which devices have other rows.
 
   Raises:
     ConfigError: a leaf that is not averaged depends on a device's own rows.
@@ -105,9 +108,9 @@ def check_agrees(
     return new_state(params, model_state, batch, keys)
 
   jaxpr = jax.make_jaxpr(of_first)(*arguments).jaxpr
-  own = [Axes((*axes, _ROWS))] * len(jax.tree.leaves(rows))
+  axes = Axes(over)
+  own = [axes | {_ROWS}] * len(jax.tree.leaves(rows))
   inputs = [Axes()] * (len(jaxpr.invars) - len(own)) + own
-  over = ", ".join(map(repr, axes))
   remedy = f"or keep floats that are to be averaged below a key {_AVERAGED!r}"
   flags = jax.tree.leaves(averaged(model_state))
   leaves = jax.tree.leaves_with_path(model_state)
@@ -118,7 +121,7 @@ def check_agrees(
       continue
     name = f"model state {path_name(path)}"
     if depends & axes:
-      fix = f"make it of all rows by jax.lax.all_gather or psum over ({over}), {remedy}"
+      fix = f"make it of all rows by jax.lax.all_gather or psum over {over}, {remedy}"
       raise invalid(name, ..., "differs between devices", fix)
     if micros > 1 and _ROWS in depends:
       why = f"depends on the rows, which are computed in {micros} micro-batches"

@@ -208,8 +208,8 @@ def _make_local_grads(loss_fn, layout, micros, unroll, noise_scale, is_guarded):
     else:
       keys = row_keys(key, batch, row_axes)
       arguments = shards, model_state, batch, keys
-      others = frozenset(layout.token_axes)
-      check_agrees(lambda *args: loss_of(*args)[1][0], arguments, micros, others)
+      new_state = lambda *args: loss_of(*args)[1][0]  # noqa: E731
+      check_agrees(new_state, arguments, micros, layout.token_axes)
       more = noise_scales.observe if noise_scale else None
       found = sum_grads(
         loss_of, shards, model_state, batch, keys, micros, unroll=unroll, observe=more
