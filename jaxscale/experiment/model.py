@@ -105,7 +105,7 @@ def make_model(
     raise wrong_product(config.model, made, wanted)
   parts = made._asdict().items()
   return models.ModelFns(
-    *(guarded(config.model, f", called by {name}", f) for name, f in parts)
+    **{name: guarded(config.model, f", called by {name}", f) for name, f in parts}
   )
 
 
@@ -129,7 +129,7 @@ def make_objective(config: cfg.Config, info: Any) -> Objective:
     raise wrong_product(config.loss, made, wanted)
   parts = made._asdict().items()
   return Objective(
-    *(f and guarded(config.loss, f", its {name}", f) for name, f in parts)
+    **{name: f and guarded(config.loss, f", its {name}", f) for name, f in parts}
   )
 
 
@@ -167,11 +167,12 @@ def check_model(
   }
   keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
 
-  def call(state: Any, batch: Any, keys):
-    outputs, _ = model.apply(*state, inputs_of(batch), True, keys)
-    losses.training_loss(lambda *_: (outputs, {}), objective)(*state, batch, keys)
+  def call(state, batch, keys):
+    params, own = state
+    outputs, _ = model.apply(params, own, inputs_of(batch), True, keys)
+    losses.training_loss(lambda *_: (outputs, own), objective)(params, own, batch, keys)
     mask = jnp.ones(rows, bool)
-    losses.eval_totals(model.apply, objective)(*state, batch | {"mask": mask})
+    losses.eval_totals(model.apply, objective)(params, own, batch | {"mask": mask})
     return outputs
 
   everywhere: Any = P()

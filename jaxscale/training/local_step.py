@@ -42,6 +42,9 @@ from jaxscale.exchange.local import LocalUpdate, reset_momentum
 from jaxscale.mesh import on_cpu, replicated
 from jaxscale.training import nan_guard
 from jaxscale.training import step as steps
+from jaxscale.training.contract import check_sums, checked
+from jaxscale.training.losses import IS_SUM
+from jaxscale.training.model_state import agree, check_agrees
 from jaxscale.training.state import TrainState, WorkerState, state_shardings
 
 
@@ -100,6 +103,8 @@ def make_local_train_step(
   if unknown := [axis for axis in workers or () if axis not in axes]:
     raise ConfigError(f"workers={workers}: the mesh has {axes}, not {unknown[0]!r}")
   within = () if workers is None else tuple(a for a in axes if a not in workers)
+  is_sum = getattr(loss_fn, IS_SUM, False)
+  loss_fn = checked(loss_fn)
   options = within, accumulate_steps, skip_bad_steps
   update = _make_worker_update(loss_fn, tx, mesh, *options)
   synchronize = _make_synchronize(exchange, method, axes, skip_bad_steps)
@@ -129,6 +134,8 @@ def make_local_train_step(
   mapped = jax.shard_map(device_step, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
   def train_step(state: TrainState, batch: steps.Batch):
+    if not is_sum:
+      check_sums(loss_fn, state.params, state.model_state, batch, mesh)
     key = jax.random.fold_in(jax.random.key(seed), state.step)
     anchor = state.params, state.model_state, state.opt_state
     given = anchor, state.exchange_state, batch, key, state.step
@@ -156,6 +163,8 @@ def _make_worker_update(loss_fn, tx, mesh, within, micros, is_guarded):
 
   def update(worker: WorkerState, batch, key):
     keys = steps.row_keys(key, batch, axes)
+    arguments = worker.params, worker.model_state, batch, keys
+    check_agrees(lambda *args: loss_fn(*args)[1][0], arguments, micros, axes)
     sum_grads = jax.named_scope("gradients")(steps.sum_grads)
     grads, model_state, totals = sum_grads(
       loss_fn, worker.params, worker.model_state, batch, keys, micros, unroll=is_cpu
@@ -166,7 +175,7 @@ def _make_worker_update(loss_fn, tx, mesh, within, micros, is_guarded):
     examples = totals["examples"]
     if within:
       # The same within the worker, and typed as each device's own all the same.
-      sums = lax.psum((grads, examples), within), lax.pmean(model_state, within)
+      sums = lax.psum((grads, examples), within), agree(model_state, within)
       (grads, examples), model_state = vary(sums, within)
     scale = 1 / examples.astype(jnp.float32)
     grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
@@ -206,7 +215,7 @@ def _make_synchronize(exchange: Exchange, method: LocalUpdate, axes, is_guarded:
     mean, exchange_state = exchange.exchange(pseudo_grads, worker.exchange_state)
     updates, outer_state = method.outer.update(mean, outer_state, params)
     params = optax.apply_updates(params, updates)
-    model_state = lax.pmean(worker.model_state, axes)
+    model_state = agree(worker.model_state, axes, apart=True)
     opt_state = worker.opt_state
     if method.reset_momentum:
       opt_state = reset_momentum(opt_state)

@@ -22,6 +22,8 @@ import optax
 from jaxscale.errors import ConfigError, invalid
 
 Apply = Callable[..., tuple[jax.Array, Any]]
+# Set on a loss whose sums over rows need no check (`contract.check_sums`).
+IS_SUM = "is_sum"
 PerExample = Callable[[jax.Array, dict[str, jax.Array]], Any]
 
 
@@ -168,6 +170,8 @@ def training_loss(apply: Apply, objective: Objective):
     totals = _sums(objective.loss, objective.metrics, outputs, batch, None)
     return totals["loss"], (model_state, totals)
 
+  own = getattr(objective.loss, "__module__", None) or ""
+  setattr(loss_fn, IS_SUM, own.startswith("jaxscale."))
   return loss_fn
 
 

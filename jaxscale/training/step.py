@@ -17,7 +17,7 @@ What is optional wraps the update (`with_average`, `noise_scale.with_noise_scale
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,9 @@ from jaxscale.parallel.layout_exchange import exchange_axes, make_layout_exchang
 from jaxscale.parallel.run_stack import PipelineGrads
 from jaxscale.training import nan_guard
 from jaxscale.training import noise_scale as noise_scales
+from jaxscale.training.contract import check_sums, checked, without_examples
+from jaxscale.training.losses import IS_SUM
+from jaxscale.training.model_state import agree, check_agrees, map_averaged
 from jaxscale.training.state import TrainState, state_shardings
 
 Batch = dict[str, jax.Array]
@@ -131,8 +134,10 @@ def make_train_step(
     >>> step = make_train_step(loss_fn, optax.sgd(0.1), mesh)   # doctest: +SKIP
     >>> state, metrics = step(state, batch)                     # doctest: +SKIP
   """
+  is_sum = layout is not None or getattr(loss_fn, IS_SUM, False)
   layout = layouts.replicated_layout(mesh) if layout is None else layout
   exchange = plain(exchange_axes(layout)) if exchange is None else exchange
+  loss_fn = loss_fn if isinstance(loss_fn, PipelineGrads) else checked(loss_fn)
   local_grads = _make_local_grads(
     loss_fn, layout, accumulate_steps, on_cpu(mesh) if unroll is None else unroll,
     noise_scale, skip_bad_steps,
@@ -149,6 +154,8 @@ def make_train_step(
     update = nan_guard.skip_bad_steps(update, branch=branch)
 
   def train_step(state: TrainState, batch: Batch):
+    if not is_sum:
+      check_sums(cast(LossFn, loss_fn), state.params, state.model_state, batch, mesh)
     key = jax.random.fold_in(jax.random.key(seed), state.step)
     grads, model_state, totals, codes = local_grads(
       state.params, state.model_state, batch, key
@@ -200,6 +207,9 @@ def _make_local_grads(loss_fn, layout, micros, unroll, noise_scale, is_guarded):
       found = loss_fn.grads(shards, full, model_state, batch, micros)
     else:
       keys = row_keys(key, batch, row_axes)
+      arguments = shards, model_state, batch, keys
+      new_state = lambda *args: loss_of(*args)[1][0]  # noqa: E731
+      check_agrees(new_state, arguments, micros, layout.token_axes)
       more = noise_scales.observe if noise_scale else None
       found = sum_grads(
         loss_of, shards, model_state, batch, keys, micros, unroll=unroll, observe=more
@@ -211,8 +221,7 @@ def _make_local_grads(loss_fn, layout, micros, unroll, noise_scale, is_guarded):
       codes = codes[None]
     totals = sum_totals(totals, layout.token_axes)
     grads = layouts.scale_for_exchange(grads, layout, totals["examples"])
-    # The mean over the devices that differ in it.
-    model_state = jax.tree.map(lambda x: lax.pmean(x, varying(x)), model_state)
+    model_state = agree(model_state, axes)
     return grads, model_state, totals, codes
 
   in_specs = layout.param_specs, P(), P(row_axes), P()
@@ -259,7 +268,8 @@ def _make_update(tx: optax.GradientTransformation, layout: Layout) -> Update:
 def with_average(update: Update, decay: float, *, warmup: bool = False) -> Update:
   """Also average = decay average + (1 - decay) new.
 
-  Of the parameters and of the model state, whose BatchNorm statistics must fit them.
+  Of the parameters and of BatchNorm's statistics, which must fit them. Other model
+  state is that of the newest step.
 
   Args:
     update: what is averaged over.
@@ -271,11 +281,17 @@ def with_average(update: Update, decay: float, *, warmup: bool = False) -> Updat
 
   def averaged(state: TrainState, new: Gradients) -> TrainState:
     after = update(state, new)
-    new_values, share = (after.params, after.model_state), 1 - decay
+    share = 1 - decay
     if warmup:
       share = jnp.maximum(share, after.step.astype(jnp.float32) ** (-2 / 3))
-    average = optax.incremental_update(new_values, state.average, step_size=share)
-    return after._replace(average=average)
+
+    def mean(new, old):
+      return optax.incremental_update(new, old, step_size=share)
+
+    params, model_state = state.average
+    params = mean(after.params, params)
+    model_state = map_averaged(mean, after.model_state, model_state)
+    return after._replace(average=(params, model_state))
 
   return averaged
 
@@ -295,6 +311,8 @@ def sum_totals(totals: Totals, axes: tuple[str, ...]) -> Totals:
   (`nan_guard.find_bad`) also differs along axes whose devices computed the same: it
   counts once.
   """
+  if "examples" not in totals:
+    raise without_examples(totals)
   totals = vary(totals, axes)
   counted = varying(totals["examples"])
   sums = {}
@@ -329,7 +347,7 @@ def sum_grads(
     observe: gradients and totals of a micro-batch -> further totals.
 
   Returns:
-    Sums of gradients, the mean of the model states, sums of totals.
+    Sums of gradients, the model state (means of what is averaged), sums of totals.
   """
 
   def micro_grads(micro):
@@ -343,7 +361,9 @@ def sum_grads(
     return micro_grads((batch, keys))
 
   def add_micro(sums, micro):
-    return jax.tree.map(jnp.add, sums, micro_grads(micro)), None
+    (grads, state, totals), (more, new_state, also) = sums, micro_grads(micro)
+    grads, totals = jax.tree.map(jnp.add, (grads, totals), (more, also))
+    return (grads, map_averaged(jnp.add, state, new_state), totals), None
 
   # The first micro-batch gives the sums their shapes; the scan adds the rest.
   # All start from the step's own model state: the mean of their new ones decays
@@ -352,7 +372,7 @@ def sum_grads(
   first = micro_grads(jax.tree.map(lambda x: x[0], parts))
   rest = jax.tree.map(lambda x: x[1:], parts)
   (grads, states, totals), _ = lax.scan(add_micro, first, rest, unroll=unroll)
-  return grads, jax.tree.map(lambda x: x / micros, states), totals
+  return grads, map_averaged(lambda x: x / micros, states), totals
 
 
 def row_keys(key: jax.Array, batch: Batch, axes: tuple[str, ...]) -> jax.Array:

@@ -92,7 +92,7 @@ def test_a_bad_gradient_changes_no_bit_of_the_state(name):
   [
     ("gradient", np.inf, "device 2: gradient of kernel is Inf"),
     ("loss", np.nan, "device 2: loss is NaN"),
-    ("state", -np.inf, "device 2: new mean is Inf"),
+    ("state", -np.inf, "device 2: new batch_stats/mean is Inf"),
   ],
 )
 @pytest.mark.parametrize("micros", [1, 4])

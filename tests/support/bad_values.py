@@ -7,7 +7,7 @@ import numpy as np
 from jaxscale.mesh import batch_sharding
 
 AXES, ROWS, DIM, OUT = ("replica", "data"), 32, 12, 5
-WHERE = {"gradient": "kernel", "loss": "loss", "state": "mean"}
+WHERE = {"gradient": "kernel", "loss": "loss", "state": "batch_stats/mean"}
 
 
 @jax.custom_vjp
@@ -23,7 +23,7 @@ spoilt.defvjp(lambda w, by: (w, by), lambda by, g: (g * by.mean(), jnp.zeros_lik
 def init(key):
   kernel = 0.1 * jax.random.normal(key, (DIM, OUT))
   params = {"kernel": kernel, "bias": jnp.zeros(OUT), "gain": jnp.ones(OUT)}
-  return params, {"mean": jnp.zeros(DIM)}
+  return params, {"batch_stats": {"mean": jnp.zeros(DIM)}}
 
 
 def loss_fn(params, model_state, batch, keys):
@@ -31,10 +31,11 @@ def loss_fn(params, model_state, batch, keys):
   kernel = spoilt(params["kernel"], batch["gradient"])
   out = (batch["x"] @ kernel + params["bias"]) * params["gain"]
   loss = jnp.sum((out - batch["y"]) ** 2)
-  mean = 0.9 * model_state["mean"] + 0.1 * batch["x"].mean(0) * batch["state"].mean()
+  mean = model_state["batch_stats"]["mean"]
+  mean = 0.9 * mean + 0.1 * batch["x"].mean(0) * batch["state"].mean()
   examples = (batch["x"][:, 0] < jnp.inf).sum(dtype=jnp.int32)
   totals = {"loss": loss * batch["loss"].mean(), "examples": examples}
-  return loss, ({"mean": mean}, totals)
+  return loss, ({"batch_stats": {"mean": mean}}, totals)
 
 
 def batch(mesh, step, **bad):

@@ -1,0 +1,168 @@
+"""What a step asks of a loss, checked while the step is traced: sums, state, dtypes.
+
+A `step.LossFn` returns sums over its rows: the step adds them up over micro-batches and
+devices and divides by the sum of "examples". A mean would make gradients that grow with
+the number of devices, so `check_sums` computes the loss of a few rows and of the same
+rows twice: every total must double.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxscale.collectives.typed import vary, varying
+from jaxscale.errors import ConfigError, invalid
+from jaxscale.optim.tree_paths import path_name
+
+_WANTED = "(loss, (model_state, totals)), totals a dict with 'examples', sums over rows"
+_ELEMENTS = 2**28  # of parameters: 1 GiB; larger models are not computed here
+_TOLERANCE = 1e-3
+
+
+def checked(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+  """`loss_fn`, whose result is what a step can use, or refused in one line."""
+
+  @functools.wraps(loss_fn)
+  def call(params, model_state, batch, keys):
+    match loss_fn(params, model_state, batch, keys):
+      case loss, (new_state, dict(totals)):
+        pass
+      case result:
+        kind = type(result).__name__
+        raise invalid("loss_fn", ..., f"returns {kind}", f"return {_WANTED}")
+    if "examples" not in totals:
+      raise without_examples(totals)
+    totals = {name: jnp.asarray(x) for name, x in ({"loss": loss} | totals).items()}
+    for name, x in {**totals, "loss": jnp.asarray(loss)}.items():
+      is_float = jnp.issubdtype(x.dtype, jnp.floating)
+      if x.shape or (name == "loss" and not is_float):
+        why = f"returns {name!r} as {x.dtype}{list(x.shape)}"
+        raise invalid("loss_fn", ..., why, "return a scalar, the sum over the rows")
+    _check_state(model_state, new_state)
+    return loss, (new_state, totals)
+
+  return call
+
+
+def without_examples(totals: dict[str, Any]) -> ConfigError:
+  """The error of totals that do not count their rows."""
+  why = f"has totals {', '.join(map(repr, totals))} and no 'examples'"
+  return invalid("loss_fn", ..., why, "add the number of rows, such as len(keys)")
+
+
+def _check_state(old: Any, new: Any) -> None:
+  """Refuse a new model state of other leaves, shapes or dtypes."""
+  leaves = [dict(jax.tree.leaves_with_path(tree)) for tree in (old, new)]
+  before, after = ({path_name(path): x for path, x in t.items()} for t in leaves)
+  fix = "return the state as init makes it"
+  if before.keys() != after.keys() or jax.tree.structure(old) != jax.tree.structure(
+    new
+  ):
+    changed = ", ".join(sorted(before.keys() ^ after.keys())) or "its containers"
+    raise invalid("model state", ..., f"has other leaves after a step: {changed}", fix)
+  for name, x in before.items():
+    kinds = [f"{jnp.result_type(y)}{list(jnp.shape(y))}" for y in (x, after[name])]
+    if kinds[0] != kinds[1]:
+      why = f"is {kinds[0]}, and {kinds[1]} after a step"
+      raise invalid(f"model state {name}", ..., why, fix)
+
+
+def check_sums(
+  loss_fn: Callable[..., Any], params: Any, model_state: Any, batch: Any, mesh: Mesh
+) -> None:
+  """Refuse totals that are means, or contain a part that is not per row.
+
+  Computes the loss of random parameters and inputs on one device. A loss that cannot
+  be called with so few rows is not checked, nor is one of a huge model.
+
+  Args:
+    loss_fn: a `step.LossFn`.
+    params: shapes and dtypes, or arrays.
+    model_state: likewise.
+    batch: likewise, with any number of rows.
+    mesh: whose axes the loss may name.
+
+  Raises:
+    ConfigError: a total does not double with the rows, as "examples" does.
+  """
+  if sum(x.size for x in jax.tree.leaves((params, model_state))) > _ELEMENTS:
+    return
+  axes = mesh.axis_names
+  one = np.array(jax.local_devices()[:1]).reshape((1,) * len(axes))
+
+  @jax.jit
+  @jax.shard_map(
+    mesh=Mesh(one, axes), in_specs=(P(), P(), P(axes), P(axes)), out_specs=P()
+  )
+  def sums(params, model_state, batch, keys):
+    params, model_state = vary((params, model_state), axes)  # as in a step
+    loss, (_, totals) = loss_fn(params, model_state, batch, keys)
+    named = {"the loss": loss} | {f"total {k!r}": x for k, x in totals.items()}
+    return {k: lax.psum(x, varying(x)) for k, x in named.items()}
+
+  with jax.core.eval_context():  # a step is being traced
+    values = _example_values(params, model_state, batch)
+
+    def grown(times: int) -> dict[str, float]:
+      rows = jax.tree.map(lambda x: jnp.concatenate([x] * times), values[2:])
+      return {k: float(x) for k, x in sums(*values[:2], *rows).items()}
+
+    try:
+      single = {k: x for k, x in grown(1).items() if x}
+      double = grown(2)
+      # Of InfoNCE each row's loss grows with the rows; a constant part stays as it is.
+      if all(_is_near(double[k], 2 * x) for k, x in single.items()):
+        return
+      fourfold = grown(4)
+    except Exception:  # a batch of another size than the loss is written for
+      return
+  constant = {
+    k
+    for k, x in single.items()
+    if not _is_near(double[k], 2 * x)
+    and np.isclose(fourfold[k] - 4 * x, 3 * (double[k] - 2 * x), rtol=0.1)
+  }
+  if (count := "total 'examples'") in constant:
+    # A mean of each device that counts as one example is right as well.
+    constant = {count} if len(constant) < len(single) else set()
+  for name in [k for k in single if k in constant][:1]:
+    why = f"returns {name} {single[name]:.6g} of some rows, {double[name]:.6g} of twice"
+    fix = "sum over the rows; times their number, where a part is not per row"
+    raise invalid("loss_fn", ..., why, fix)
+
+
+def _example_values(params: Any, model_state: Any, batch: Any, rows: int = 2) -> Any:
+  """Random parameters and rows, and a state of ones, of the shapes that are given."""
+  rng = np.random.default_rng(0)
+
+  def value(x, shape, spread=1.0):
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+      return jnp.broadcast_to(jax.random.key(0), shape)
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+      return (spread * rng.standard_normal(shape)).astype(x.dtype)
+    return rng.integers(0, 2, shape).astype(x.dtype)
+
+  def unit(x):  # a variance may be among them
+    is_float = jnp.issubdtype(x.dtype, jnp.inexact)
+    return np.ones(x.shape, x.dtype) if is_float else value(x, x.shape)
+
+  return (
+    jax.tree.map(lambda x: value(x, x.shape, 0.1), params),
+    jax.tree.map(unit, model_state),
+    jax.tree.map(lambda x: value(x, (rows, *x.shape[1:])), batch),
+    jax.random.split(jax.random.key(0), rows),
+  )
+
+
+def _is_near(a: float, b: float) -> bool:
+  """Equal but for rounding; NaN and Inf, which say nothing, count as equal."""
+  return not np.isfinite([a, b]).all() or abs(a - b) <= _TOLERANCE * (abs(a) + abs(b))

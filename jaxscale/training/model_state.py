@@ -1,0 +1,186 @@
+"""State that a model updates itself: which leaves are averaged, and which must agree.
+
+Running statistics are averaged over devices and micro-batches. A leaf counts as such if
+it is a float below a key "batch_stats" (Flax's collection of that name) or an
+`nnx.BatchStat`. All other leaves (counts, flags, keys, queues, a teacher's parameters)
+keep their dtype, and every device must compute the same value, which `check_agrees`
+finds out from the traced program: `jax.typeof` does not tell, as `lax.all_gather` gives
+every device the same and is typed varying.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Literal
+
+from jaxscale.collectives import same_everywhere
+from jaxscale.collectives.typed import names, varying
+from jaxscale.errors import invalid
+from jaxscale.optim.tree_paths import path_name
+
+_AVERAGED = "batch_stats"
+_ROWS = "rows of the batch"  # next to mesh axes; no collective takes it away
+_AGREEING = {
+  "psum",
+  "psum_invariant",
+  "pmax",
+  "pmin",
+  "all_gather",
+  "all_gather_invariant",
+}
+_DIFFERING = {"axis_index", "ppermute", "all_to_all", "reduce_scatter"}
+Axes = frozenset[str]
+
+
+def averaged(model_state: Any) -> Any:
+  """A bool for each leaf: True for running statistics, which are averaged.
+
+  Example:
+    >>> averaged({"batch_stats": {"mean": jnp.ones(3)}, "count": jnp.ones((), int)})
+    {'batch_stats': {'mean': True}, 'count': False}
+  """
+
+  def is_statistic(node):
+    return type(node).__name__ == "BatchStat"  # without an import of nnx
+
+  def flags(path, node):
+    is_declared = is_statistic(node) or _AVERAGED in path_name(path).split("/")
+    return jax.tree.map(
+      lambda x: is_declared and jnp.issubdtype(x.dtype, jnp.inexact), node
+    )
+
+  return jax.tree.map_with_path(flags, model_state, is_leaf=is_statistic)
+
+
+def map_averaged(function: Callable[..., Any], *states: Any) -> Any:
+  """`function` of the averaged leaves; the first tree's own leaves elsewhere."""
+  flags = averaged(states[0])
+  return jax.tree.map(lambda f, *x: function(*x) if f else x[0], flags, *states)
+
+
+def agree(model_state: Any, axes: tuple[str, ...], *, apart: bool = False) -> Any:
+  """The state that all devices along `axes` have, after `check_agrees`.
+
+  Args:
+    model_state: a device's own.
+    axes: mesh axes.
+    apart: devices had parameters of their own, so that all floats are averaged.
+  """
+
+  def one(is_mean, x):
+    is_mean |= apart and jnp.issubdtype(x.dtype, jnp.inexact)
+    over = tuple(axis for axis in varying(x) if axis in axes)
+    return lax.pmean(x, over) if is_mean else same_everywhere(x, over)
+
+  return jax.tree.map(one, averaged(model_state), model_state)
+
+
+def check_agrees(
+  new_state: Callable[..., Any],
+  arguments: Sequence[Any],
+  micros: int,
+  over: tuple[str, ...],
+) -> None:
+  """Refuse state that devices or micro-batches have values of their own of.
+
+  Called inside `shard_map`, while a step is traced; adds nothing to the program.
+
+  Args:
+    new_state: (params, model_state, batch, keys) -> the new model state.
+    arguments: those of one device, of all its micro-batches.
+    micros: micro-batches.
+    over: mesh axes along which devices have other rows.
+
+  Raises:
+    ConfigError: a leaf that is not averaged depends on a device's own rows.
+  """
+  model_state, rows = arguments[1], arguments[2:]
+  if jax.tree.all(averaged(model_state)):
+    return
+
+  def of_first(params, model_state, batch, keys):
+    batch, keys = jax.tree.map(lambda x: x[: len(x) // micros], (batch, keys))
+    return new_state(params, model_state, batch, keys)
+
+  jaxpr = jax.make_jaxpr(of_first)(*arguments).jaxpr
+  axes = Axes(over)
+  own = [axes | {_ROWS}] * len(jax.tree.leaves(rows))
+  inputs = [Axes()] * (len(jaxpr.invars) - len(own)) + own
+  remedy = f"or keep floats that are to be averaged below a key {_AVERAGED!r}"
+  flags = jax.tree.leaves(averaged(model_state))
+  leaves = jax.tree.leaves_with_path(model_state)
+  for (path, _), is_mean, depends in zip(
+    leaves, flags, differences(jaxpr, inputs), strict=True
+  ):
+    if is_mean:
+      continue
+    name = f"model state {path_name(path)}"
+    if depends & axes:
+      fix = f"make it of all rows by jax.lax.all_gather or psum over {over}, {remedy}"
+      raise invalid(name, ..., "differs between devices", fix)
+    if micros > 1 and _ROWS in depends:
+      why = f"depends on the rows, which are computed in {micros} micro-batches"
+      raise invalid(name, ..., why, f"set accumulate_steps=1, {remedy}")
+
+
+def differences(jaxpr: Any, inputs: Sequence[Axes]) -> list[Axes]:
+  """The axes along which devices have different values of each output.
+
+  Args:
+    jaxpr: of a function inside `shard_map`.
+    inputs: those of each of its arguments; what it closes over is the same everywhere.
+  """
+  known = dict(zip(jaxpr.invars, inputs, strict=True))
+
+  def read(variable):
+    return Axes() if isinstance(variable, Literal) else known.get(variable, Axes())
+
+  for equation in jaxpr.eqns:
+    outputs = _of_equation(equation, [read(v) for v in equation.invars])
+    known.update(zip(equation.outvars, outputs, strict=True))
+  return [read(v) for v in jaxpr.outvars]
+
+
+def _of_equation(equation: Any, inputs: list[Axes]) -> list[Axes]:
+  name, params = equation.primitive.name, equation.params
+  every = Axes().union(*inputs)
+  axes = Axes(names(params.get("axes", params.get("axis_name", ()))))
+  if name in _AGREEING and params.get("axis_index_groups") is None:
+    return [every - axes] * len(equation.outvars)
+  if name in _AGREEING | _DIFFERING:
+    return [every | axes] * len(equation.outvars)
+  if name == "cond":
+    each = [differences(b.jaxpr, inputs[1:]) for b in params["branches"]]
+    return [inputs[0].union(*outputs) for outputs in zip(*each, strict=True)]
+  if name in ("scan", "while"):
+    return _of_loop(name, params, inputs)
+  for value in params.values():
+    inner = getattr(value, "jaxpr", value)
+    if hasattr(inner, "eqns") and len(inner.invars) == len(inputs):
+      return differences(inner, inputs)
+  return [every] * len(equation.outvars)
+
+
+def _of_loop(name: str, params: Any, inputs: list[Axes]) -> list[Axes]:
+  """Of a scan's or a while's outputs, once another trip adds nothing."""
+  is_scan = name == "scan"
+  until = [] if is_scan else inputs[: params["cond_nconsts"]]
+  inputs = inputs[len(until) :]
+  num_consts = params["num_consts" if is_scan else "body_nconsts"]
+  end = num_consts + params["num_carry"] if is_scan else len(inputs)
+  consts, carry, rest = inputs[:num_consts], inputs[num_consts:end], inputs[end:]
+  body = params["jaxpr" if is_scan else "body_jaxpr"].jaxpr
+  while True:
+    outputs = differences(body, consts + carry + rest)
+    stops = Axes()
+    if not is_scan:
+      (stops,) = differences(params["cond_jaxpr"].jaxpr, until + carry)
+    after = [a | b | stops for a, b in zip(carry, outputs, strict=False)]
+    if after == carry:
+      return carry + outputs[len(carry) :]
+    carry = after
