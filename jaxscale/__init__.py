@@ -13,8 +13,8 @@ import os
 import sys
 
 if sys.argv[:1] == ["-m"] and "jaxscale" in sys.orig_argv[-len(sys.argv)]:
-  # The current directory is first on the path of `python -m jaxscale`: a random.py in it
-  # would be imported in place of Python's. At the end it hides nothing.
+  # The current directory is first on the path of `python -m jaxscale`: a random.py in
+  # it would be imported in place of Python's. At the end it hides nothing.
   if not sys.flags.safe_path:
     del sys.path[0]
   with contextlib.suppress(OSError):  # it was deleted

@@ -304,8 +304,7 @@ def _open_closed() -> None:
         os.open(os.devnull, os.O_RDWR), True
       )  # takes the lowest number
     if getattr(sys, name) is None:
-      mode = "w" if number else "r"
-      setattr(sys, name, open(number, mode, closefd=False))
+      setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
 def _output(stream: Any) -> Any:
