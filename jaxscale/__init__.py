@@ -8,18 +8,17 @@ The names of `__init__.pyi` are the public ones. Each is imported when it is fir
 for, so that `--help`, or a typo in a config, is answered without waiting for JAX.
 """
 
+import contextlib
 import os
 import sys
 
 if sys.argv[:1] == ["-m"] and "jaxscale" in sys.orig_argv[-len(sys.argv)]:
-  # The current directory is first on the path of `python -m jaxscale`: a random.py there
-  # would be imported in place of Python's. At the end it hides nothing.
+  # The current directory is first on the path of `python -m jaxscale`: a random.py in
+  # it would be imported in place of Python's. At the end it hides nothing.
   if not sys.flags.safe_path:
     del sys.path[0]
-  try:
+  with contextlib.suppress(OSError):  # it was deleted
     sys.path.append(os.getcwd())
-  except OSError:  # it was deleted
-    pass
 
 try:
   import lazy_loader

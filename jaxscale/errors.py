@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import functools
@@ -35,6 +36,8 @@ _DISK_ADVICE = {
 # A command stuck in C++, as in a compilation, runs no handler of Ctrl-C: after these
 # seconds a thread ends the process.
 _UNWIND_S = 1.0
+# For threads of a config that are not daemons, after the end of its run.
+_THREADS_S = 30.0
 
 # Threads that the end of the process does not wait for: see `abandon`.
 _abandoned: list[threading.Thread] = []
@@ -256,7 +259,11 @@ def leave(main: Callable[[list[str]], int]) -> NoReturn:
   One of several processes that fails is ended by `cluster.open_session` before.
   """
   code = EXIT_CRASH
+  _open_closed()
   _watch_interrupts()
+  errors = Output(sys.stderr)
+  errors.on_error = lambda error: None  # a full disk under it costs lines, no exit code
+  sys.stderr = errors
   try:
     sys.stdout = _output(sys.stdout)
     code = one_line_errors(_flushed(main))(sys.argv[1:])
@@ -268,9 +275,10 @@ def leave(main: Callable[[list[str]], int]) -> NoReturn:
     _leave_interrupted()
   except Exception:
     traceback.print_exc()
-  with contextlib.suppress(OSError):  # was reported, or nobody reads it
-    sys.stdout.flush()
-    sys.stderr.flush()
+  errors.on_error = None  # what waits must not fail again at the very end
+  for stream in (sys.stdout, sys.stderr):
+    with contextlib.suppress(OSError):  # was reported, or nobody reads it
+      stream.flush()
   if code in (EXIT_CRASH, EXIT_USER):
     os._exit(code)  # a compilation in the background may take minutes more
   # Slurm sends SIGTERM to what is left of a job as soon as one process has ended or
@@ -279,16 +287,57 @@ def leave(main: Callable[[list[str]], int]) -> NoReturn:
   for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)
   if any(thread.is_alive() for thread in _abandoned):
-    if jax := sys.modules.get("jax"):
-      jax.distributed.shutdown()  # the others wait for it
-    os._exit(code)
+    _leave_now(code)
+  _bound_exit(code)
   sys.exit(code)
+
+
+def _leave_now(code: int) -> NoReturn:
+  """Leave without what libraries do at the exit of a process."""
+  if jax := sys.modules.get("jax"):
+    jax.distributed.shutdown()  # the others wait for it
+  os._exit(code)
+
+
+def _bound_exit(code: int) -> None:
+  """Leave some time from here on, where Python still waits for threads of the config.
+
+  It waits for those that are not daemons, and then calls what atexit has, the last
+  function first.
+  """
+
+  def leave_behind() -> None:
+    others = {threading.main_thread(), threading.current_thread()}
+    alive = [t for t in threading.enumerate() if not t.daemon and t not in others]
+    names = ", ".join(thread.name for thread in alive)
+    text = f"note: left while threads still ran ({names}); start them with daemon=True"
+    print(printable(text), file=sys.stderr)
+    _leave_now(code)
+
+  timer = threading.Timer(_THREADS_S, leave_behind)
+  timer.daemon = True
+  timer.start()
+  atexit.register(timer.cancel)
+
+
+def _open_closed() -> None:
+  """Open the null device where standard streams were closed, as by `2>&-`.
+
+  Else the next file or socket would be number 2, into which C++ writes its logs.
+  """
+  for number, name in enumerate(("stdin", "stdout", "stderr")):
+    try:
+      os.fstat(number)
+    except OSError:
+      os.set_inheritable(
+        os.open(os.devnull, os.O_RDWR), True
+      )  # takes the lowest number
+    if getattr(sys, name) is None:
+      setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
 def _output(stream: Any) -> Any:
   """Standard output, guarded; what its encoding lacks is printed as "?"."""
-  if stream is None:  # it is closed: `>&-`
-    return open(os.devnull, "w")
   if "utf" not in (stream.encoding or "").lower():
     stream.reconfigure(errors="replace")
   return Output(stream)

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from jaxscale import cluster
 from jaxscale.cluster import requeue
-from jaxscale.errors import ConfigError, GiveUpError
+from jaxscale.errors import ConfigError, GiveUpError, invalid
 from jaxscale.files import read_json, whole_number
 
 RENEW_S = 5.0  # between renewals: one request to the file server
@@ -37,6 +37,7 @@ EXPIRE_S = 60.0  # a lock not renewed for so long is free: 12 renewals missed
 # A later step of the same Slurm job starts because the one before has failed; a node
 # that was lost with it must not cost a minute (3 renewals missed).
 EXPIRE_SAME_JOB_S = 15.0
+_TRIES = 5  # of a process to see the lock of process 0, a second apart
 
 
 _OWNER = {"host": str, "pid": int, "job": str, "since": float, "process": str}
@@ -242,7 +243,8 @@ def acquire_for_all(workdir: Path) -> WorkdirLock | None:
   """`acquire` in process 0; None in the others. All must call it.
 
   Raises:
-    ConfigError: in all, as `acquire` in process 0.
+    ConfigError: in all, as `acquire` in process 0, or because the directory of
+      another process is not the same.
   """
   lock, error = None, None
   if cluster.is_leader():
@@ -250,9 +252,36 @@ def acquire_for_all(workdir: Path) -> WorkdirLock | None:
       lock = acquire(workdir, job_of(os.environ))
     except ConfigError as e:
       error = str(e)
-  if error := cluster.from_leader(error):
+  mine = lock and (lock.path.name, lock.owner._asdict())
+  error, newest = cluster.from_leader([error, mine])
+  if error:
     raise ConfigError(error)
+  is_seen = _is_seen(workdir / "lock", newest[0], LockOwner(**newest[1]))
+  hosts = cluster.gather("" if is_seen else socket.gethostname())
+  if blind := [f"process {i} on {host}" for i, host in enumerate(hosts) if host]:
+    if lock:
+      lock.release()
+    others = f" and {len(blind) - 1} more" if len(blind) > 1 else ""
+    why = f"is not shared: {blind[0]}{others} does not see lock/{newest[0]}, which "
+    why += f"process 0 on {newest[1]['host']} wrote there"
+    raise invalid(
+      "--workdir", str(workdir), why, "use a directory that all nodes mount"
+    )
   return lock
+
+
+def _is_seen(directory: Path, name: str, owner: LockOwner) -> bool:
+  """Whether the lock that process 0 has just created is in this process's directory."""
+  for attempt in range(_TRIES):
+    time.sleep(min(attempt, 1))
+    with contextlib.suppress(OSError):
+      # Asks the server, so that an NFS client forgets that there was no such directory.
+      directory.mkdir(parents=True, exist_ok=True)
+      _server_time(directory)
+    with contextlib.suppress(OSError):
+      if _read(directory / name) == owner:
+        return True
+  return False
 
 
 def check_for_all(lock: WorkdirLock | None) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from support.cases import all_slow_except
 from support.commands import child_env, error_line, run_train
 from support.paths import ROOT
 from support.processes import line_of, wait_until
@@ -83,6 +84,58 @@ def test_a_full_disk_under_standard_output_costs_lines_alone(child):
     _, error = process.communicate("x\nx\n", timeout=20)
   why = "standard output: No space left on device; the run continues, lines are lost"
   assert error.startswith(f"{why}\n") and "asked" not in error
+
+
+TINY = "--config.model=MLP --config.model.hidden=8, --config.epochs=3"
+STREAMS = ["2>&-", ">&-", "<&-", ">&- 2>&-", "<&- >&- 2>&-", "2>/dev/full"]
+
+
+@pytest.mark.parametrize("streams", all_slow_except(STREAMS, "2>&-"))
+def test_closed_and_full_streams_cost_no_exit_code(streams, tmp_path):
+  """As daemons start programs: done is 0, and a mistake 2."""
+  for more, code in ((TINY, 0), ("--config.epochs=x", 2)):
+    command = f"{sys.executable} -m jaxscale.train --config configs/digits.py {more}"
+    script = f"{command} --workdir {tmp_path}/run {streams}"
+    done = subprocess.run(
+      ["bash", "-c", script], cwd=ROOT, env=child_env(), capture_output=True, text=True
+    )
+    assert done.returncode == code, done
+  assert ("error: " in done.stderr) == ("2>" not in streams)
+
+
+@pytest.mark.parametrize("streams", [">&- 2>&-", "2>/dev/full"])
+def test_asked_to_stop_without_streams_it_saves(streams, tmp_path):
+  command = f"{sys.executable} -m jaxscale.train --config configs/digits.py {TINY}"
+  command += f" --config.epochs=2000 --workdir {tmp_path}/run"
+  process = subprocess.Popen(
+    ["bash", "-c", f"exec {command} {streams}"], cwd=ROOT, env=child_env(),
+    stdout=subprocess.DEVNULL,
+  )  # fmt: skip
+  while not newest_step(tmp_path / "run"):
+    assert process.poll() is None
+    time.sleep(0.05)
+  process.terminate()
+  assert process.wait(300) == 85
+
+
+THREADS = """
+import sys, threading, time
+from jaxscale import errors
+errors._THREADS_S = float(sys.argv[1])
+def main(argv):
+  threading.Thread(target={target}, name="uploads").start()
+  return 85
+errors.leave(main)
+"""
+
+
+def test_a_thread_of_a_config_does_not_keep_a_run_that_is_done(child):
+  process = child(THREADS.format(target="threading.Event().wait"), "0.1")
+  code, error = ended(process)
+  line = "note: left while threads still ran (uploads); start them with daemon=True\n"
+  assert (code, error) == (85, line)
+  process = child(THREADS.format(target="lambda: time.sleep(0.1)"), "600")
+  assert ended(process) == (85, "")
 
 
 @pytest.mark.parametrize(

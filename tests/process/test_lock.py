@@ -17,7 +17,7 @@ from support.cases import all_slow_except
 from support.commands import child_env, error_line, run_train
 from support.fault_table import measured
 from support.paths import ROOT
-from support.processes import wait_until
+from support.processes import run_group, wait_until
 from support.tiny_runs import ARGS, assert_same_run, checkpoint_names, start
 
 
@@ -313,3 +313,39 @@ def test_a_suspended_run_wakes_up_beside_its_requeue(tmp_path):
   finally:
     zombie.kill()
     zombie.communicate()
+
+
+@pytest.mark.parametrize("other", ["none", "a lock of its own"])
+def test_a_workdir_that_is_not_shared_is_refused_at_the_start(tmp_path, other):
+  """Each process has a folder of that name for itself, as on disks of nodes."""
+  if other != "none":
+    (tmp_path / "run1").mkdir()
+    lock.acquire(tmp_path / "run1")._released.set()
+  words = [sys.executable, "-m", "jaxscale.train", "--config", "configs/digits.py"]
+  words += [*ARGS, f"--workdir={tmp_path}/run"]
+  script = f'exec {" ".join(words)}"$JAXSCALE_PROCESS_ID"'
+  ends = run_group(["bash", "-c", script])
+  assert [code for *_, code in ends] == [2, 2], ends
+  errors = "".join(error for _, error, _ in ends).splitlines()
+  (line,) = [x for x in errors if x.startswith("error: ")]
+  assert f"--workdir={tmp_path}/run" in line and "is not shared: process 1 on " in line
+  assert "does not see lock/1, which process 0 on " in line
+  assert line.endswith("use a directory that all nodes mount")
+  assert names(tmp_path / "run0") == ["1.released"]
+
+
+def test_a_directory_that_is_seen_late_is_shared(tmp_path, monkeypatch):
+  """An NFS client may say for some time that there is no such directory."""
+  held, asked = lock.acquire(tmp_path), []
+  read = lock._read
+
+  def late(path):
+    asked.append(path)
+    return read(path) if len(asked) > 2 else None
+
+  monkeypatch.setattr(lock, "_read", late)
+  monkeypatch.setattr(lock.time, "sleep", lambda s: None)
+  assert lock._is_seen(tmp_path / "lock", "1", held.owner) and len(asked) == 3
+  other = held.owner._replace(pid=1)
+  assert not lock._is_seen(tmp_path / "lock", "1", other)
+  held.release()

@@ -119,6 +119,7 @@ def test_the_name_of_a_run_can_be_given():
       {"OMPI_COMM_WORLD_RANK": "4", "OMPI_COMM_WORLD_SIZE": "4"},
       "OMPI_COMM_WORLD_RANK=4, OMPI_COMM_WORLD_SIZE=4",
     ),
+    ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is no rank of WORLD_SIZE=2; start it"),
     (
       {"TPU_WORKER_ID": "2", "TPU_WORKER_HOSTNAMES": "a,b"},
       "TPU_WORKER_ID=2: TPU_WORKER_HOSTNAMES names 2 hosts",

@@ -28,17 +28,22 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from jaxscale.cluster.detect import mpi, nodelist, pods, slurm
+from jaxscale.cluster.detect import mpi, nodelist, pods, schedulers, slurm, torchrun
 from jaxscale.cluster.detect.launch import Env, Host, Launch, number
 from jaxscale.cluster.detect.local_devices import local_device_ids, visible_gpus
 from jaxscale.errors import ConfigError
 
 __all__ = ["LAUNCHERS", "Host", "Launch", "detect", "local_device_ids", "visible_gpus"]
 
-# Several can be present at once, so the order matters: mpirun, which inside a Slurm
-# job starts its daemons by srun, so that Slurm's variables are those of the daemon;
-# Slurm; a TPU pod, which is also a pod of Kubernetes; Kubernetes.
-LAUNCHERS = (mpi.detect, slurm.detect, pods.detect_tpu, pods.detect_kubernetes)
+# Several can be present at once, so the order matters: torchrun, whose agent srun or
+# mpirun may have started; mpirun, which inside a Slurm job starts its daemons by srun,
+# so that Slurm's variables are those of the daemon; Flux and Slurm; a TPU pod, which is
+# also a pod of Kubernetes; torchrun's variables without it, which a script has set or,
+# in pods, Kubeflow; Kubernetes; what a scheduler runs without a launcher.
+LAUNCHERS = (
+  torchrun.detect_agent, mpi.detect, schedulers.detect_flux, slurm.detect,
+  pods.detect_tpu, torchrun.detect, pods.detect_kubernetes, schedulers.detect_script,
+)  # fmt: skip
 
 COORDINATOR = "JAXSCALE_COORDINATOR"  # host:port of process 0
 COUNT = "JAXSCALE_NUM_PROCESSES"

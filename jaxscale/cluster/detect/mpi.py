@@ -46,9 +46,9 @@ def detect(host: Host) -> Launch | None:
     rank, size, local_rank, local_size = (number(env, name) for name in variables[:4])
     if rank is None or size is None:
       continue
-    # PMI_RANK of `srun --mpi=pmi2` and of Cray: Slurm's own variables say more.
-    by_srun = "SLURM_STEP_NODELIST" in env and "MPI_LOCALRANKID" not in env
-    if kind == "hydra" and by_srun:
+    # PMI_RANK of `srun --mpi=pmi2`, of Cray and of Flux: their own variables say more.
+    by_scheduler = {"SLURM_STEP_NODELIST", "FLUX_TASK_RANK"} & env.keys()
+    if kind == "hydra" and by_scheduler and "MPI_LOCALRANKID" not in env:
       continue
     if not rank < size:
       of_rank, of_size = variables[:2]
@@ -81,8 +81,9 @@ def with_host_of_rank_0(host: Host, found: Launch) -> Launch:
   if name:
     note = f"takes {name}, the first host of the job, for that of MPI's rank 0"
     return found._replace(host=name, note=note)
+  starter = "Flux (`flux hostlist` has its hosts)" if found.kind == "flux" else "mpirun"
   raise ConfigError(
-    "JAXSCALE_COORDINATOR: not set, and mpirun does not say on which host rank 0 "
+    f"JAXSCALE_COORDINATOR: not set, and {starter} does not say on which host rank 0 "
     "runs: set it to host:port of that host, or install mpi4py"
   )
 

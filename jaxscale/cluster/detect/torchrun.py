@@ -1,0 +1,50 @@
+"""Under PyTorch's torchrun, or what sets the same variables.
+
+They are those of "torchrun (Elastic Launch)", "Environment Variables", in PyTorch's
+documentation; DeepSpeed, Accelerate and Kubeflow's PyTorchJob set them too.
+"""
+
+from __future__ import annotations
+
+from jaxscale.cluster.detect.launch import Host, Launch, number
+from jaxscale.errors import invalid
+
+_REMEDY = "start it with torchrun, or unset RANK and WORLD_SIZE"
+
+
+def detect_agent(host: Host) -> Launch | None:
+  """Who this process is under torchrun, which srun or mpirun may have started."""
+  return detect(host) if "TORCHELASTIC_RUN_ID" in host.env else None
+
+
+def detect(host: Host) -> Launch | None:
+  """Who this process is by RANK and WORLD_SIZE; None where they are not set.
+
+  Raises:
+    ConfigError: the variables are incomplete or contradict each other.
+  """
+  env = host.env
+  rank, size = number(env, "RANK"), number(env, "WORLD_SIZE")
+  if rank is None or size is None:
+    return None
+  if not rank < size:
+    raise invalid("RANK", rank, f"is no rank of WORLD_SIZE={size}", _REMEDY)
+  run, restarts = (
+    env.get("TORCHELASTIC_RUN_ID"),
+    number(env, "TORCHELASTIC_RESTART_COUNT"),
+  )
+  if size == 1 and run is None:
+    return None
+  if not (address := env.get("MASTER_ADDR")) and size > 1:
+    raise invalid("MASTER_ADDR", ..., f"is not set, but WORLD_SIZE={size} is", _REMEDY)
+  port = number(env, "MASTER_PORT")
+  again = f"-r{restarts}" if restarts else ""
+  job = f"torchrun-{run or ''}-{address}:{port}{again}"
+  # torchrun's agent listens there itself.
+  is_taken = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+  local = number(env, "LOCAL_RANK"), number(env, "LOCAL_WORLD_SIZE")
+  return Launch(
+    "torchrun", rank, size, address if size > 1 else None, *local, job, restarts or 0,
+    note="" if run else f"WORLD_SIZE={size} and RANK, as torchrun sets them: one run",
+    port=None if is_taken or size == 1 else port,
+  )  # fmt: skip
