@@ -48,6 +48,10 @@ class Augment(NamedTuple):
 def uniform(seed: int, positions: np.ndarray, num_draws: int = NUM_DRAWS) -> np.ndarray:
   """Numbers in [0, 1) by position, float64 [n, num_draws].
 
+  The keys of `pipeline.shuffled` have the same counters, so a position's draws are the
+  order keys of other examples. No effect is known, and a key of their own would change
+  the augmentation of runs that resume.
+
   Args:
     seed: any non-negative int.
     positions: int [n], places in the stream of examples.

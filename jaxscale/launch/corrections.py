@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from jaxscale.launch.measured import MeasuredRun
 from jaxscale.metrics import text
+from jaxscale.planning.machine import hosts
 from jaxscale.planning.stored import Match, PlannedStep, StoredPlan
 
 _KINDS = ("matmul", "convolution", "attention", "memory")
@@ -61,7 +62,7 @@ def corrections(
   if plan is None or step is None:
     return ()
   every = [_share(run, plan, step), *_link(run, plan, step)]
-  every += [_input(run, step), _start(run, plan), *_saving(run, found)]
+  every += [_input(run, step, plan), _start(run, plan), *_saving(run, found)]
   kept = [c for c in every if c is not None]
   return tuple(c for c in kept if not _is_same(c))
 
@@ -164,13 +165,13 @@ def _class(node: object) -> str:
   return str(node.get("class")) if isinstance(node, Mapping) else ""
 
 
-def _input(run: MeasuredRun, step: PlannedStep) -> Correction | None:
-  """What a node loads, where training waits for it."""
+def _input(run: MeasuredRun, step: PlannedStep, plan: StoredPlan) -> Correction | None:
+  """What a host loads, where training waits for it."""
   wait, rate = run.medians.get("perf/input_wait"), run.rate
   if wait is None or not rate or wait < _INPUT_BOUND:
     return None
   why = f"training waits for input {wait:.0%} of its time"
-  return Correction("input_rate", rate / step.nodes, None, why)
+  return Correction("input_rate", rate / hosts(step.devices, plan.constants), None, why)
 
 
 def _start(run: MeasuredRun, plan: StoredPlan) -> Correction | None:

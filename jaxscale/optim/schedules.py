@@ -122,8 +122,9 @@ def warmup_cosine(
   span = max(total_steps - first, 1e-9)
 
   def decay(step):
-    done = jnp.clip((step - first) / span, 0.0, 1.0)
-    return end + (peak - end) * (1 + jnp.cos(jnp.pi * done)) / 2
+    # The same as (1 + cos(pi done)) / 2, which in float32 is 0 long before the end.
+    left = jnp.clip((first + span - step) / span, 0.0, 1.0)
+    return end + (peak - end) * jnp.sin(jnp.pi / 2 * left) ** 2
 
   return _schedule(decay, warmup, start, peak, warmup_steps, total_steps, end)
 

@@ -6,8 +6,8 @@ each, the interval between them that loses least is about
     tau = sqrt(2 d M)
 
 (Young, 1974, doi:10.1145/361147.361115; Daly, 2006, doi:10.1016/j.future.2004.11.016).
-A failure costs half an interval, and a start. With M_node the time between failures of
-one of n nodes, M = M_node / n.
+A failure costs half an interval, and a start. With M_host the time between failures of
+one of n hosts, M = M_host / n.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from jaxscale.planning.machine import CORNERS, Corner, Rates
+from jaxscale.planning.machine import CORNERS, Corner, Rates, hosts
 from jaxscale.planning.step_plan import Step
 
 # Of training's three products a layer, evaluation has the first.
@@ -123,7 +123,7 @@ def job_of(run: Run, step: Step, rates: Rates) -> Job:
   }
   interval, restarts, lost = None, 0.0, 0.0
   if machine.mtbf_hours:
-    mtbf = 3600 * machine.mtbf_hours / step.nodes
+    mtbf = 3600 * machine.mtbf_hours / hosts(step.devices, rates.at("expected"))
     interval = math.sqrt(2 * one_save * mtbf) if one_save else None
     between = interval or train["expected"] / max(run.saves, 1)
     restarts = seconds["expected"] / mtbf

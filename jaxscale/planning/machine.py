@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -32,6 +33,7 @@ class Machine:
 
   Attributes:
     per_node: chips of a node, or of a slice of TPUs.
+    per_host: devices of a host of a slice of TPUs; elsewhere a host is a node.
     peak_bfloat16: FLOP/s of a chip in matrix products, also of float16.
     peak_float32: likewise.
     bandwidth: bytes/s of a chip's memory.
@@ -55,10 +57,10 @@ class Machine:
     contention: seconds that compute loses to a second of communication meanwhile.
     jitter: standard deviation of a chip's step, as a share of it.
     host: seconds between two steps.
-    input_rate: examples/s that a node can load; None: as many as are asked for.
+    input_rate: examples/s that a host can load; None: as many as are asked for.
     save_rate: bytes/s of a checkpoint, of all nodes; None: it costs no time.
     start: seconds from the start of a job to its first step, compilation included.
-    mtbf_hours: mean time between the failures of one node; None: none fails.
+    mtbf_hours: mean time between the failures of one host; None: none fails.
     watts: of a chip; of a node with all that is in it, its share.
     price_chip_hour: of a chip, in the site's currency.
     price_kwh: of energy.
@@ -68,6 +70,7 @@ class Machine:
   """
 
   per_node: Annotated[int | None, ">= 1"] = None
+  per_host: Annotated[int | None, ">= 1"] = None
   peak_bfloat16: _Positive = None
   peak_float32: _Positive = None
   bandwidth: _Positive = None
@@ -180,6 +183,23 @@ class Rates(NamedTuple):
   def at(self, corner: Corner) -> dict[str, float]:
     """Every constant at one end of its range."""
     return {name: c.at(corner) for name, c in self.constants.items()}
+
+
+def hosts(devices: int, rates: Mapping[str, float]) -> int:
+  """Return how many hosts load data, and fail, for so many devices.
+
+  Args:
+    devices: of all slices or nodes.
+    rates: of `Rates.at`, or the constants of a stored plan.
+
+  Example:
+    >>> v5e, h100 = (rates_of(chip).at("expected") for chip in ("v5e", "h100"))
+    >>> hosts(8, v5e), hosts(256, v5e), hosts(256, h100)
+    (1, 64, 32)
+  """
+  per_host = rates.get("per_host", rates["per_node"])
+  is_one = devices <= rates.get("largest_host", per_host)
+  return 1 if is_one else -(-devices // int(per_host))
 
 
 def links(rates: dict[str, float]) -> tuple[Link, Link]:

@@ -10,7 +10,7 @@ from jaxscale.metrics.text import duration, plural, short_time, table
 from jaxscale.planning import plan as plans
 from jaxscale.planning.fits import line
 from jaxscale.planning.job import Job
-from jaxscale.planning.machine import CORNERS, Rates
+from jaxscale.planning.machine import CORNERS, Rates, hosts
 from jaxscale.planning.plan import Plan
 from jaxscale.planning.step_plan import Step
 from jaxscale.planning.topologies import compiler, gib
@@ -35,8 +35,7 @@ def _head(plan: Plan) -> str:
   sizes = plan.fit.mesh.shape.items()
   grid = " x ".join(f"{axis} {n}" for axis, n in sizes if n > 1) or "one device"
   several = " (some simulated, the rows of each the same)"
-  place = "slice" if plan.chips.chip.platform == "tpu" else "node"
-  what = f"{step.devices} x {chips.title} in {plural(step.nodes, place)}"
+  what = f"{step.devices} x {chips.title} in {plural(step.nodes, _place(plan))}"
   compiled = ", ".join(plan.compiled)
   note = several if len(plan.chips.devices) < step.devices else ""
   by = compiler(plan.chips.chip.platform)
@@ -104,11 +103,12 @@ def _step(plan: Plan) -> str:
   lines += [_indented(table(("part", "time", "share"), rows, left=(0,)))]
   if hidden > 1e-6:
     lines += [f"  and {short_time(hidden)} of communication during compute"]
-  need = step.batch_size / step.nodes / step.seconds["expected"]
+  loading = hosts(step.devices, plan.rates.at("expected"))
+  need = step.batch_size / loading / step.seconds["expected"]
   lines += [
     f"  {_count(step.rate)} examples/s, {_count(step.rate / step.devices)} a device; "
     f"MFU {plan.mfu:.1%}; {step.efficiency:.1%} of a device alone",
-    f"  a node has to load {_count(need)} examples/s",
+    f"  a host has to load {_count(need)} examples/s",
     f"  {plans.bottleneck(plan)[1]}",
     f"  forward FLOPs of an example for each parameter: {_count(plan.ratio)}",
   ]
@@ -119,6 +119,10 @@ def _count(number: float) -> str:
   return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
+def _place(plan: Plan) -> str:
+  return "slice" if plan.chips.chip.platform == "tpu" else "node"
+
+
 def _scaling(plan: Plan) -> str:
   weak = {s.devices: s for s in plan.weak}
   strong = {s.devices: s for s in plan.strong}
@@ -126,7 +130,7 @@ def _scaling(plan: Plan) -> str:
     return "scaling: the mesh fits no other number of devices"
   base = next((s for s in plan.strong if s.fits), None)
   rows = [_size(n, strong.get(n), weak.get(n), base) for n in sorted({*weak, *strong})]
-  head = ("devices", "nodes", "rows", "step", "examples/s", "efficiency",
+  head = ("devices", f"{_place(plan)}s", "rows", "step", "examples/s", "efficiency",
           "weak examples/s", "weak efficiency")  # fmt: skip
   title = f"the same batch of {plan.step.batch_size:,} on more devices, and the same "
   lines = [f"{title}{plan.step.rows:,} rows per device", _indented(table(head, rows))]

@@ -26,7 +26,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.exchange.buckets import BUCKET_BYTES
 from jaxscale.mesh import mesh_shape
 from jaxscale.planning import fits, topologies, transfer
-from jaxscale.planning.machine import CORNERS, Corner, Rates, links
+from jaxscale.planning.machine import CORNERS, Corner, Rates, hosts, links
 from jaxscale.planning.timeline import Overlap, Program, Times
 
 _FEWER = 4  # times fewer rows in the second program, where the batch allows
@@ -282,8 +282,8 @@ def _parts(
   parts["stragglers"] = compute * at["jitter"] * slowest_of(devices)
   parts["host"] = parts.get("host", 0.0) + at["host"]
   if rate := rates.machine.input_rate:
-    nodes = -(-devices // rates.per_node)
-    parts["input"] = max(batch_size / nodes / rate - sum(parts.values()), 0.0)
+    load = batch_size / hosts(devices, at) / rate
+    parts["input"] = max(load - sum(parts.values()), 0.0)
   return parts
 
 

@@ -34,6 +34,26 @@ def test_corners():
     assert np.isfinite(float(make(1.0, 1, 1)(1)))
 
 
+@pytest.mark.parametrize("restart", [True, False])
+@pytest.mark.parametrize("make", [optim.warmup_cosine, optim.warmup_polynomial])
+def test_the_last_of_many_steps_have_a_rate(make, restart):
+  """Each rate to 1e-6 of itself, not of the peak: 1e-13 of it at the last step."""
+  total, first, peak = 3_000_000, 1000, 0.5
+  schedule = make(peak, first, total, end=0.0, restart=restart)
+  begin, span = (first, total - first) if restart else (0, total)
+  last = total
+  if make is optim.warmup_polynomial and restart:
+    last, span = total + 1, span + 1
+  for step in (first, first + 1, total // 2, total - 1000, total - 2, total - 1):
+    left = (last - step) / span
+    wanted = (
+      left**2 if make is optim.warmup_polynomial else np.sin(np.pi / 2 * left) ** 2
+    )
+    assert float(schedule(step)) == pytest.approx(peak * wanted, rel=1e-6), step
+  if make is optim.warmup_cosine:
+    assert float(schedule(total)) == 0.0 and float(schedule(begin + 10 * span)) == 0.0
+
+
 SCHEDULES = {
   "restart": optim.warmup_polynomial(10.0, 5, 20),
   "absolute": optim.warmup_polynomial(10.0, 5, 20, end=0.0, restart=False),

@@ -25,7 +25,7 @@ from jaxscale.planning import (
 )  # fmt: skip
 from jaxscale.planning.fits import Fit, RefusedError
 from jaxscale.planning.job import Run, job_of
-from jaxscale.planning.machine import CORNERS, Machine, rates_of
+from jaxscale.planning.machine import CORNERS, Machine, hosts, rates_of
 from jaxscale.planning.step_plan import Compiled, Step, compile_step, step_on
 from jaxscale.planning.topologies import Chips, Memory
 from jaxscale.training.flops import count_flops
@@ -316,6 +316,31 @@ def test_a_job_with_failures_and_a_price():
   assert job.price == pytest.approx(2 * 64 * hours)
   free = job_of(run, a_step(), rates_of("h100"))
   assert (free.interval, free.restarts, free.kwh, free.price) == (None, 0, None, None)
+
+
+@pytest.mark.parametrize(
+  ("chip", "devices", "number"),
+  [
+    ("v5e", 256, 64), ("v5e", 8, 1), ("v5e", 16, 4), ("v6e", 512, 128), ("v4", 32, 8),
+    ("v5p", 4, 1), ("v3", 64, 8), ("h100", 64, 8), ("knl", 64, 64),
+  ],
+)  # fmt: skip
+def test_hosts_load_and_fail_not_slices(chip, devices, number):
+  at = Machine(save_rate=1e9, mtbf_hours=800, input_rate=100.0)
+  rates = rates_of(chip, at)
+  run = Run(steps=36_000, evaluations=1, eval_examples=1, saves=20, state_bytes=10**10)
+  job = job_of(run, a_step(devices), rates)
+  seconds = job.hours["expected"] * 3600 - job.lost
+  assert job.restarts == pytest.approx(seconds * number / (3600 * 800))
+  times = step_plan.Times({}, {}, {})
+  parts = step_plan._parts(times, rates, "expected", devices, 1024)
+  assert sum(parts.values()) == pytest.approx(1024 / number / 100)
+
+
+def test_a_site_sets_its_hosts():
+  at = rates_of("v4", Machine(per_host=2)).at("expected")
+  assert hosts(32, at) == 16
+  assert hosts(64, rates_of("h100", Machine(per_node=4)).at("expected")) == 16
 
 
 @pytest.mark.parametrize(
