@@ -48,19 +48,21 @@ def prune(
 ) -> None:
   """Delete checkpoints that are neither among the last nor among the best.
 
+  One that is damaged, or a copy under another number, neither counts nor is deleted.
+
   Args:
     directory: of the checkpoints.
     keep_last: how many of the newest stay.
     keep_best: how many of those with the highest score stay as well.
     scores: `metrics.score` by step, as far as known; missing ones are added.
   """
-  there = steps(directory)
-  for step in there:
-    if step not in scores:
-      scores[step] = None
-      with contextlib.suppress(files.DamagedError):
+  there = []
+  for step in steps(directory):
+    with contextlib.suppress(files.DamagedError):
+      if step not in scores:
         manifest = files.read_manifest(directory / str(step))
         scores[step] = metrics.score(manifest["metrics"])
+      there.append(step)
   ranked = sorted((x, s) for s in there if (x := scores[s]) is not None)
   best = {step for _, step in ranked[max(len(ranked) - keep_best, 0) :]}
   for step in set(there) - set(there[-keep_last:]) - best:
@@ -95,4 +97,6 @@ def _remove(path: Path) -> None:
   gone = path.with_name(f".{path.name.lstrip('.')}{_REMOVED}")
   with contextlib.suppress(OSError):
     path.rename(gone)
+  with contextlib.suppress(OSError):
+    gone.unlink()  # a link, or a file that somebody has put there
   shutil.rmtree(gone, ignore_errors=True)

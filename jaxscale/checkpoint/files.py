@@ -26,7 +26,7 @@ import sys
 import traceback
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,8 @@ _STATE = "state"
 _SPLIT = {"mesh": {str: int}, "over": [str], "dims": {str: [(str, None)]}}
 _LEAF = {"shape": [int], "dtype": str, "checksum": str}
 _SHAPE = {"step": int, "metrics": {str: float}, "leaves": {str: _LEAF}, "crc32": int}
+# Characters of a path that Orbax or TensorStore take for something else, or refuse.
+_MISTAKABLE = re.compile(r"[\[\]?*\\\ud800-\udfff]")
 # How a full disk or quota looks when it comes through TensorStore, as text.
 _FULL = ("No space left on device", "Disk quota exceeded", "RESOURCE_EXHAUSTED")
 
@@ -68,16 +70,19 @@ def start_writing(directory: Path, state: Any) -> Callable[[], None]:
   handler = ocp.PyTreeCheckpointHandler(save_concurrent_gb=limit, use_compression=False)
   small = ocp.SaveArgs(chunk_byte_size=write_limit.CHUNK)
   args = ocp.args.PyTreeSave(state, save_args=jax.tree.map(lambda _: small, state))
-  saving = handler.async_save(path(directory / _STATE), args=args)
+  with contextlib.ExitStack() as opened:
+    where = path(opened.enter_context(_unmistakable(directory)) / _STATE)
+    saving = handler.async_save(where, args=args)
 
-  # In a thread of its own: a notebook's has a loop that runs already.
-  with futures.ThreadPoolExecutor(1) as pool:
-    parts = pool.submit(asyncio.run, saving).result() or []
+    # In a thread of its own: a notebook's has a loop that runs already.
+    with futures.ThreadPoolExecutor(1) as pool:
+      parts = pool.submit(asyncio.run, saving).result() or []
+    remains = opened.pop_all()
 
   def wait() -> None:
     # For all of them, also after an error: one that still writes restores what is
     # removed. The first of them is waited for last, so that its error is raised.
-    with contextlib.ExitStack() as stack:
+    with remains as stack:
       for part in parts:
         stack.callback(part.result)
 
@@ -104,13 +109,15 @@ def read_back(
   state, name = directory / _STATE, f"process_{jax.process_index()}"
   sync_tree(state / f"ocdbt.{name}")
   sync_tree(state / "array_metadatas", name)
-  return stored_sums(state, manifest["leaves"], shards, sums)
+  with _unmistakable(directory) as where:
+    return stored_sums(where / _STATE, manifest["leaves"], shards, sums)
 
 
 def finish(directory: Path, manifest: dict[str, Any]) -> None:
   """Make one checkpoint of the parts of all processes; one process calls it."""
   merge(directory)
-  check_complete(directory / _STATE, manifest["leaves"])
+  with _unmistakable(directory) as where:
+    check_complete(where / _STATE, manifest["leaves"])
   (directory / MANIFEST).write_text(json.dumps(manifest | {"crc32": _crc32(manifest)}))
   sync_tree(directory)
 
@@ -118,7 +125,25 @@ def finish(directory: Path, manifest: dict[str, Any]) -> None:
 def merge(directory: Path) -> None:
   """Make one index of those of all processes."""
   ocp, path = _orbax()
-  ocp.StandardCheckpointHandler().finalize(path(directory / _STATE))
+  with _unmistakable(directory) as where:
+    ocp.StandardCheckpointHandler().finalize(path(where / _STATE))
+
+
+@contextlib.contextmanager
+def _unmistakable(directory: Path) -> Iterator[Path]:
+  """Path to a folder that Orbax and TensorStore do not take for another.
+
+  Orbax looks for files by `glob` of a whole path, so that `runs/hidden=[8]` has none,
+  and TensorStore takes a backslash for a slash: it writes into the wrong folder.
+  """
+  if not _MISTAKABLE.search(str(directory)):
+    yield directory
+    return
+  number = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+  try:
+    yield Path(f"/proc/self/fd/{number}")
+  finally:
+    os.close(number)
 
 
 def is_unmerged(directory: Path) -> bool:
@@ -181,7 +206,6 @@ def load(directory: Path, abstract: Any, *, pad=False, partial=False) -> Any:
     DamagedError: something cannot be read.
   """
   ocp, path = _orbax()
-  where = path(directory / _STATE)
   handler, args = ocp.StandardCheckpointHandler, ocp.args.StandardRestore
   options: dict[str, Any] = {"strict": not pad}
   if partial:
@@ -191,9 +215,11 @@ def load(directory: Path, abstract: Any, *, pad=False, partial=False) -> Any:
   # Where one read fails, others end unfinished, and Python warns of each.
   with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
     try:
-      limit: Any = write_limit.limit_to_read(abstract, _chunks(ocp, where))
-      reader = handler(restore_concurrent_gb=limit)
-      return reader.restore(where, args=args(abstract, **options))
+      with _unmistakable(directory) as plain:
+        where = path(plain / _STATE)
+        limit: Any = write_limit.limit_to_read(abstract, _chunks(ocp, where))
+        reader = handler(restore_concurrent_gb=limit)
+        return reader.restore(where, args=args(abstract, **options))
     except Exception as e:
       problem = one_line(e)
     gc.collect()
@@ -214,10 +240,11 @@ def leaf_reader(directory: Path) -> Callable[[str], np.ndarray]:
     DamagedError: it cannot be read; of a leaf: when that is asked for.
   """
   ocp, path = _orbax()
-  handler, where = ocp.PyTreeCheckpointHandler(), path(directory / _STATE)
+  handler = ocp.PyTreeCheckpointHandler()
   manifest = read_manifest(directory)["leaves"]
   try:
-    tree: Any = handler.metadata(where)
+    with _unmistakable(directory) as where:
+      tree: Any = handler.metadata(path(where / _STATE))
     flat, structure = jax.tree_util.tree_flatten_with_path(getattr(tree, "tree", tree))
   except Exception as e:
     raise DamagedError(one_line(e)) from e
@@ -230,7 +257,8 @@ def leaf_reader(directory: Path) -> Callable[[str], np.ndarray]:
     item = jax.tree.unflatten(structure, wanted)
     args = ocp.args.PyTreeRestore(item=item, restore_args=restore_args)
     try:
-      restored = handler.restore(where, args=args)
+      with _unmistakable(directory) as where:
+        restored = handler.restore(path(where / _STATE), args=args)
     except Exception as e:
       raise DamagedError(one_line(e)) from e
     (leaf,) = (x for x in jax.tree.leaves(restored) if x is not ocp.PLACEHOLDER)
@@ -290,6 +318,8 @@ def lack_of(error: BaseException, directory: Path) -> str:
 def one_line(error: BaseException) -> str:
   """An error as one line of at most some 140 characters."""
   text = str(error).strip().splitlines()
+  if not isinstance(error, OSError) and "os_error_code" in str(error):
+    text = [f"{os.strerror(error_number(error) or 0)}: {text[0]}"]  # its end is cut off
   return f"{type(error).__name__}: {text[0][:120] if text else ''}"
 
 
@@ -338,17 +368,11 @@ def _orbax() -> tuple[Any, Any]:
   import orbax.checkpoint as ocp
   from etils import epath
 
-  class PlainPath(type(epath.Path())):
-    """A path whose own characters are no pattern: `runs/hidden=[8]`."""
-
-    def glob(self, pattern: str):
-      return map(type(self), Path(self).glob(pattern))
-
   for logger in ("absl", "asyncio"):
     logging.getLogger(logger).addFilter(_is_not_raised_too)
   report = sys.unraisablehook
   sys.unraisablehook = lambda error: None if _is_left_over(error) else report(error)
-  return ocp, PlainPath
+  return ocp, epath.Path
 
 
 def _is_not_raised_too(record: logging.LogRecord) -> bool:

@@ -8,8 +8,8 @@ hardware is compiled again.
 
 A program is code that is run. So it is loaded only from a folder that nobody else can
 write to, and if it is what was written: JAX leaves behind what a kill or a full disk
-has cut short, and never writes it again. Next to each program is its SHA-256; what does
-not fit, or has none, is deleted before anything is loaded.
+has cut short, and never writes it again. Next to each program is a SHA-256 of it and
+its name; what does not fit, or has none, is deleted before anything is loaded.
 """
 
 from __future__ import annotations
@@ -238,7 +238,8 @@ def _stamps(folder: Path | None) -> dict[str, tuple[int, int]]:
 
 
 def _digest(path: Path) -> str:
-  return hashlib.sha256(read_bytes(path)).hexdigest()
+  """SHA-256 of a program and its name: under another's it must not be loaded."""
+  return hashlib.sha256(path.name.encode() + b"\0" + read_bytes(path)).hexdigest()
 
 
 def _drop_damaged(folder: Path) -> int:

@@ -48,6 +48,40 @@ def test_keeps_the_last_and_the_best(tmp_path):
     assert checkpoints.steps() == [2, 5, 6]
 
 
+def test_a_copy_under_another_number_is_set_aside(tmp_path, capsys):
+  """It would be the newest for ever, and each start begin at its step again."""
+  abstract, state = make_states(1)
+  with Checkpoints(tmp_path, keep_last=1) as checkpoints:
+    checkpoints.save(at_step(state, 1))
+    checkpoints.wait()
+    shutil.copytree(tmp_path / "1", tmp_path / "500")
+    checkpoints.save(at_step(state, 2))
+    checkpoints.wait()
+    assert checkpoints.steps() == [2, 500]  # it does not count as the last one kept
+  for name in ("500", "7"):  # a copy, and another name
+    with Checkpoints(tmp_path) as checkpoints:
+      restored = checkpoints.restore(abstract)
+      assert_same_bits(restored, at_step(state, 2))
+    line = f"checkpoint {name} is damaged (a copy, or another name, of that of step"
+    assert line in capsys.readouterr().out
+    assert sorted(checkpoints.steps()) == [2]
+    (tmp_path / f"{name}.damaged").rename(tmp_path / "7")
+
+
+def test_a_link_or_file_in_the_place_of_a_step_leaves_nothing(tmp_path):
+  _, state = make_states(1)
+  (tmp_path / "c").mkdir()
+  (tmp_path / "c" / "x.removed").write_text("")
+  with Checkpoints(tmp_path / "c", keep_last=1) as checkpoints:
+    checkpoints.save(at_step(state, 1))
+    checkpoints.wait()
+    (tmp_path / "c" / "1").rename(tmp_path / "elsewhere")
+    (tmp_path / "c" / "1").symlink_to(tmp_path / "elsewhere")
+    checkpoints.save(at_step(state, 2))
+    checkpoints.wait()
+  assert os.listdir(tmp_path / "c") == ["2"] and (tmp_path / "elsewhere").is_dir()
+
+
 def array_files(directory):
   """The files that hold array bytes, largest first."""
   files = [p for p in directory.rglob("d/*") if p.is_file()]

@@ -111,6 +111,20 @@ def test_a_damaged_program_is_compiled_again(name, start, tmp_path):
   assert start() == (LOADED, [])
 
 
+def test_a_program_under_the_name_of_another_is_compiled_again(start, tmp_path):
+  """It would be run in its place, as one with another learning rate."""
+  start()
+  start(constant=2.5)
+  pair = kept_in(tmp_path / "compiled")
+  for paths in (pair, [p.with_name(f"{p.name}.sha256") for p in pair]):
+    contents = [p.read_bytes() for p in paths]
+    for path, content in zip(paths, reversed(contents), strict=True):
+      path.write_bytes(content)
+  line = f"{tmp_path}/compiled: 2 damaged, deleted; compiling again"
+  assert start() == (COMPILED, [line])
+  assert start(constant=2.5) == (COMPILED, [])
+
+
 def test_what_a_kill_has_cut_short_is_compiled_again(start, tmp_path):
   start()
   (path,) = kept_in(tmp_path / "compiled")

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxscale import cli
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
@@ -22,6 +23,7 @@ from jaxscale.run.workdir import describe_text
 from jaxscale.training.loop import NonFiniteError
 from support.configs import tiny_digits
 from support.processes import wait_until
+from support.states import at_step, make_states
 from support.trees import assert_same_bits
 
 SHORT, LONG = {"epochs": "2", "evaluation__every_epochs": "1"}, {"epochs": "4"}
@@ -162,3 +164,44 @@ def test_a_run_says_that_it_does_not_use_the_gpus_that_are_there(monkeypatch, tm
   monkeypatch.delenv("JAX_PLATFORMS")
   line = workdirs.devices_of(made)
   assert line.startswith("8 x cpu; JAX does not use the GPUs of this node: install jax")
+
+
+PRINTABLE = "".join(map(chr, range(32, 127))).replace("/", "")
+WORKDIRS = {
+  "ascii": PRINTABLE,
+  "unicode": "ünï-模型-Ω-🚀-e\u0301\u200f",
+  "long": "x" * 200 + "/" + "y" * 200,
+  "newlines": "a\nb\r\n\tc\x1b[1m",
+  "brackets": "proj [2024]/hidden=[8]/[!x]-?-*",
+  "spaces": "  a  b  ",
+  "formats": "%s{0}$HOME`id`",
+}
+
+
+@pytest.mark.parametrize("name", WORKDIRS)
+def test_a_workdir_of_any_name_is_saved_resumed_and_reported(tmp_path, name, capsys):
+  workdir = tmp_path / WORKDIRS[name] / "run"
+  for other in ("hidden=8", "a", "ax"):  # what a pattern would find
+    (workdir.parent / other / "checkpoints").mkdir(parents=True)
+  fit(tiny_digits(**SHORT), workdir)
+  changes = SHORT | LONG
+  result = fit(tiny_digits(**changes), workdir)
+  assert "resuming from the checkpoint of step" in capsys.readouterr().out
+  whole = fit(tiny_digits(**changes), tmp_path / "plain").summary
+  assert result.summary["step"] == whole["step"] > 0
+  assert Checkpoints(workdir / "checkpoints").steps()[-1] == whole["step"]
+  page = workdir.parent / "page.html"
+  assert cli.main(["report", "--html", str(page), str(workdir)], program="x") == 0
+  assert f"{whole['step']:,}" in page.read_text()
+
+
+def test_any_character_is_one_of_a_path(tmp_path):
+  """Each alone, where what a pattern would find is there as well."""
+  abstract, state = make_states(1)
+  for i, character in enumerate(PRINTABLE + "\udcff"):
+    path = tmp_path / f"a{character}b" / f"{character}c"
+    with Checkpoints(path) as checkpoints:
+      checkpoints.save(at_step(state, i + 1))
+    with Checkpoints(path) as checkpoints:
+      restored = checkpoints.restore(abstract)
+    assert restored is not None and int(restored.step) == i + 1, character

@@ -31,10 +31,11 @@ from support.trees import assert_same_bits
 
 
 @contextlib.contextmanager
-def small_disk(path, size):
+def small_disk(path, size, **options):
   """A file system of so many bytes."""
   path.mkdir()
-  mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(path)]
+  words = ",".join(f"{k}={v}" for k, v in {"size": size, **options}.items())
+  mount = ["mount", "-t", "tmpfs", "-o", words, "none", str(path)]
   done = subprocess.run(mount, capture_output=True, text=True)
   if done.returncode:
     pytest.skip(f"cannot mount a tmpfs: {done.stderr.strip()}")
@@ -70,10 +71,10 @@ def test_a_full_disk_costs_one_checkpoint_and_one_line(tmp_path):
       fill(disk, 300_000)
       checkpoints.save(at_step(state, 2))
       checkpoints.wait()
-      assert checkpoints.steps() == [1] and checkpoints.unsaved == reported[
-        0
-      ].removesuffix("; training continues")
       (line,) = reported
+      again = "start it again: it resumes from its newest checkpoint"
+      line_at_end = line.replace("training continues", f"make room, and {again}")
+      assert checkpoints.steps() == [1] and checkpoints.unsaved == line_at_end
       found = re.fullmatch(
         r"checkpoint of step 2 could not be saved: the disk is full, (\S+) KB are "
         r"missing \((\S+) MB needed, (\S+) KB free in \S+\); the newest that is: "
@@ -90,6 +91,77 @@ def test_a_full_disk_costs_one_checkpoint_and_one_line(tmp_path):
       checkpoints.save(at_step(state, 3))
       checkpoints.wait()
       assert checkpoints.unsaved is None and checkpoints.steps() == [1, 3]
+
+
+def no_inodes(disk):
+  with contextlib.suppress(OSError):
+    for i in range(1000):
+      (disk / f"file-{i}").touch()
+  for i in range(4):
+    (disk / f"file-{i}").unlink()
+
+
+def read_only(disk):
+  subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+
+
+# What a save lacks, and what is said of it: the reason, and what to do.
+LACKS = {
+  "inodes": (no_inodes, "no inodes (files) were left in ", "delete files there, or"),
+  "writing": (read_only, "Read-only file system", "have it mounted for writing"),
+}
+
+
+@pytest.mark.parametrize("lack", LACKS)
+def test_each_fault_of_a_save_has_its_own_remedy(tmp_path, lack):
+  _, state = make_states(1)
+  do, reason, remedy = LACKS[lack]
+  options = dict(on_failure="continue", say=lambda line: None)
+  with (
+    small_disk(tmp_path / "disk", "20M", nr_inodes=200) as disk,
+    Checkpoints(disk / "c", **options) as checkpoints,
+  ):
+    checkpoints.save(at_step(state, 1))
+    checkpoints.wait()
+    do(disk)
+    checkpoints.save(at_step(state, 2))
+    checkpoints.wait()
+    line = checkpoints.unsaved
+    assert line and line.startswith("checkpoint of step 2 could not be saved: ")
+    assert reason in line and f"; {remedy}" in line, line
+    assert "make room" not in line and checkpoints.steps() == [1]
+
+
+# TensorStore's words for open files: its kind of error is that of a full disk.
+FILES = (
+  'RESOURCE_EXHAUSTED: Error opening "zarr" driver: Error reading "step/.zarray": '
+  "Failed to open: Too many open files [os_error_code='24'] [source locations='x.cc:1']"
+)
+ERRORS = {
+  "value": (ValueError("No such type"), "ValueError: No such type", "correct this"),
+  "files": (OSError(errno.EMFILE, "Too many open files"), "open files", "raise the"),
+  "files in text": (ValueError(FILES), "Too many open files", "raise the limit"),
+  "quota": (OSError(errno.EDQUOT, "Disk quota"), "quota was full", "make room, or"),
+  "disk": (OSError(errno.EIO, "Input/output error"), "Input/output", "have the"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_only_where_room_is_missing_is_it_asked_for(tmp_path, monkeypatch, name):
+  error, reason, remedy = ERRORS[name]
+
+  def fail(*args):
+    raise error
+
+  _, state = make_states(1)
+  monkeypatch.setattr(files, "start_writing", fail)
+  with Checkpoints(tmp_path) as checkpoints:
+    checkpoints.save(at_step(state, 1))
+    with pytest.raises(UnsavedError) as raised:
+      checkpoints.wait()
+  line = str(raised.value)
+  assert reason in line and f"; {remedy}" in line, line
+  assert ("room" in line) == (name == "quota") and "\n" not in line
 
 
 def test_what_a_failed_save_writes_on_is_removed(tmp_path, monkeypatch):
