@@ -1,4 +1,4 @@
-"""What may change between stop and resume: refused, said or harmless."""
+"""What may change between stop and resume: refused, reported or harmless."""
 
 import hashlib
 import json
@@ -89,7 +89,7 @@ def write_images(folder, split, name, count, level):
     Image.fromarray(pixels + i).save(where / f"{i}.png")
 
 
-def stand_in(name, separator=None, *, field=""):
+def fake_tokenizer(name, separator=None, *, field=""):
   """A tokenizer whose key is the hash of its file, as of Hugging Face's."""
   content = Path(name).read_bytes()
   return byte_tokenizer()._replace(key=hashlib.sha256(content).hexdigest())
@@ -98,7 +98,7 @@ def stand_in(name, separator=None, *, field=""):
 @pytest.fixture
 def project(tmp_path, monkeypatch):
   """A folder with a config, its helper, and images, text and tokens."""
-  monkeypatch.setattr(token_files, "read_tokenizer", stand_in)
+  monkeypatch.setattr(token_files, "read_tokenizer", fake_tokenizer)
   monkeypatch.setattr(sys, "path", [*sys.path])
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
   for name in ("helper", "late"):
@@ -221,7 +221,7 @@ def without_identity(folder):
 DATA = r"was trained with other data \(.*{}.*; restore the data, .*=data$"
 CODE = r"was trained with other code \(.*{}.*; restore the code, .*=code$"
 SETTING = "holds another experiment, {}"
-SAID = "note: resuming with {}"
+REPORTED = "note: resuming with {}"
 
 
 def class_more(folder):
@@ -378,25 +378,25 @@ CHANGES: dict[str, tuple] = {
     "images",
     recorded("identity", "environment", "jax_default_matmul_precision", to="highest"),
     "",
-    SAID.format("jax_default_matmul_precision highest then and None now"),
+    REPORTED.format("jax_default_matmul_precision highest then and None now"),
   ),
   "version of JAX": (
     "images",
     recorded("versions", "jax", to="0.9.0"),
     "",
-    SAID.format("jax 0.9.0 then and "),
+    REPORTED.format("jax 0.9.0 then and "),
   ),
   "version of jaxscale": (
     "images",
     recorded("versions", "jaxscale", to="0.0.9"),
     "",
-    SAID.format("jaxscale 0.0.9 then and "),
+    REPORTED.format("jaxscale 0.0.9 then and "),
   ),
   "kind of devices": (
     "images",
     recorded("device_kind", to="TPU v4"),
     "",
-    SAID.format("devices TPU v4 then and cpu now"),
+    REPORTED.format("devices TPU v4 then and cpu now"),
   ),
   "number of devices": ("images", recorded("derived", "num_devices", to=4)),
   "number of processes": ("images", recorded("processes", to=2)),
