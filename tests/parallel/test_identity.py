@@ -50,6 +50,11 @@ class Own(config.Model):
     return Net(context.info.num_classes)
 
 
+class Mine(config.Tracker):
+  def build(self, *context):
+    return None
+
+
 def get_config():
   # A comment.
   images = data.ImageFolder(path=FOLDER + "/set", image_size=8, augment="flip")
@@ -63,7 +68,7 @@ def get_config():
     model=Own() if of_images else words,
     data={"images": images, "text": text, "tokens": tokens}[KIND],
     optimizer=optim.SGD(lr=0.1), batch_size=8, epochs=EPOCHS, mesh=Mesh(data=8),
-    checkpoint=Checkpoint(every_epochs=1), log=Log(every_steps=50),
+    checkpoint=Checkpoint(every_epochs=1), log=Log(every_steps=50, trackers=(Mine(),)),
   )
 '''
 HELPER = '''"""Of a user's own."""
@@ -184,6 +189,12 @@ def swap_tokens(folder):
   tokens.tofile(folder / "bin" / "train.bin")
 
 
+def wider(folder):
+  for path in [*(folder / "bin").iterdir()]:
+    np.save(path.with_suffix(".npy"), np.fromfile(path, "<u2").astype("<u4"))
+    path.unlink()
+
+
 def moved(folder):
   target = folder.with_name("elsewhere")
   folder.rename(target)
@@ -300,9 +311,11 @@ CHANGES: dict[str, tuple] = {
     DATA.format("train.examples is 125 there and 250 now"),
   ),
   "two tokens swapped": ("tokens", swap_tokens, DATA.format("train.content differs")),
-  "dtype of tokens": (
+  "dtype of tokens": ("tokens", wider, DATA.format("train.dtype differs")),
+  "dtype of tokens by name": ("tokens", settings(data__dtype="uint16")),
+  "the vocabulary": (
     "tokens",
-    settings(data__vocab_size="70000"),
+    settings(data__vocab_size="301"),
     SETTING.format("data.vocab_size is 300"),
   ),
   "data and code": (
@@ -340,6 +353,7 @@ CHANGES: dict[str, tuple] = {
     CODE.format("Net in own differs"),
   ),
   "comments and docstrings": ("images", comments),
+  "a tracker": ("images", edit("own.py", "return None", "return 1")),
   "code that is not used": ("images", edit("helper.py", "return x\n", "return -x\n")),
   "how the config is written": (
     "images",
