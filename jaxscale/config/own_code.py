@@ -8,6 +8,7 @@ config file counts by the classes that it defines, not by the settings in `get_c
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -296,6 +297,12 @@ class _Search:
     bound = set().union(*map(_bound, tree.body))
     for name in sorted(names & bound):
       self._visit_name(module, name, names)
+    left, key = names - bound, f"{module}:* {sorted(names)}"
+    if key not in self._seen:
+      self._seen.add(key)
+      for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+          self._visit_import(module, node, node.names[0], left)
 
   def _file_of(self, module: str) -> Path | None:
     """The file of a module of the user's, whether it is imported already or not."""
@@ -318,11 +325,17 @@ class _Search:
     """Visit what functions of a local class or function take from around them."""
     inner = vars(value).values() if isinstance(value, type) else [value]
     for function in inner:
-      for cell in getattr(function, "__closure__", None) or ():
-        try:
-          self._visit_value(cell.cell_contents, f"{value.__qualname__}.<closure>")
-        except ValueError:  # not bound yet
-          continue
+      code = getattr(function, "__code__", None)
+      if (
+        code is None
+        or code.co_filename == "<string>"
+        or not is_own(function.__module__)
+      ):
+        continue  # a method that `settings` or a dataclass has added
+      for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # not bound yet
+          key = f"{module_name(value.__module__)}:{value.__qualname__}.{name}"
+          self._visit_value(cell.cell_contents, key)
 
   def _visit_cell(self, module: str, name: str, value: Any, key: str) -> None:
     """Add a definition of a module without a file: a notebook's, of any cell."""

@@ -315,6 +315,7 @@ def _growth(workdir: Path, experiment: build.Experiment, start: int) -> str:
 def _summary(run: Run, reporter: Reporter, state: TrainState) -> dict[str, Any]:
   experiment, done = reporter.experiment, int(state.step)
   config, total = experiment.config, experiment.derived.total_steps
+  names = getattr(experiment.train_data.info, "class_names", ())
   step, seconds = reporter.target() or (None, None)
   is_at_end = done == total or (config.stop_at_target and step is not None)
   before = metrics.read_json(run.workdir / "summary.json")
@@ -340,7 +341,7 @@ def _summary(run: Run, reporter: Reporter, state: TrainState) -> dict[str, Any]:
     "seconds": round(took, 1),
     "devices": f"{experiment.mesh.size} x {jax.devices()[0].device_kind}",
     "workdir": str(run.workdir),
-    "class_names": list(getattr(experiment.train_data.info, "class_names", ())),
+    **({"class_names": list(names)} if names else {}),
   }
 
 

@@ -6,6 +6,7 @@ between the processes of a start. Paths and times of files are no part of it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -60,7 +61,9 @@ def identity_of(experiment: build.Experiment) -> dict[str, Any]:
   if names := getattr(train.info, "class_names", ()):
     facts |= {"class_names": list(names)}
   environment = {name: getattr(jax.config, name, None) for name in _SETTINGS}
-  code = code_of(experiment.config).hashes
+  config = experiment.config
+  trains = dataclasses.replace(config, log=type(config.log)())  # not trackers
+  code = code_of(trains).hashes
   return {"data": facts, "code": code, "environment": environment}
 
 

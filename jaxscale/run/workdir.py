@@ -45,8 +45,8 @@ _NOT_IDENTITY = (
   "gpu_settings", "exchange.algorithm", "exchange.dims", "exchange.links",
   "data.cache_dir", "data.max_pixels",
 )  # fmt: skip
-# Likewise, of a run that knows what its data contain: where they are.
-_PLACES = "data.path", "data.data_dir", "data.tokenizer"
+# Likewise, of a run that knows what its data contain: where they are, and how.
+_PLACES = "data.path", "data.data_dir", "data.tokenizer", "data.dtype"
 ACCEPTED = "accepted: "  # what the line of an accepted change begins with
 # The contents of values without a form in JSON, as `to_plain` records them.
 _CONTENTS = "shape", "dtype", "sha256", "fingerprint", "identity"

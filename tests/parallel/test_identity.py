@@ -1,4 +1,4 @@
-"""What may change between stop and resume: refused, said or harmless."""
+"""What may change between stop and resume: refused, reported or harmless."""
 
 import hashlib
 import json
@@ -50,6 +50,11 @@ class Own(config.Model):
     return Net(context.info.num_classes)
 
 
+class Mine(config.Tracker):
+  def build(self, *context):
+    return None
+
+
 def get_config():
   # A comment.
   images = data.ImageFolder(path=FOLDER + "/set", image_size=8, augment="flip")
@@ -63,7 +68,7 @@ def get_config():
     model=Own() if of_images else words,
     data={"images": images, "text": text, "tokens": tokens}[KIND],
     optimizer=optim.SGD(lr=0.1), batch_size=8, epochs=EPOCHS, mesh=Mesh(data=8),
-    checkpoint=Checkpoint(every_epochs=1), log=Log(every_steps=50),
+    checkpoint=Checkpoint(every_epochs=1), log=Log(every_steps=50, trackers=(Mine(),)),
   )
 '''
 HELPER = '''"""Of a user's own."""
@@ -89,7 +94,7 @@ def write_images(folder, split, name, count, level):
     Image.fromarray(pixels + i).save(where / f"{i}.png")
 
 
-def stand_in(name, separator=None, *, field=""):
+def fake_tokenizer(name, separator=None, *, field=""):
   """A tokenizer whose key is the hash of its file, as of Hugging Face's."""
   content = Path(name).read_bytes()
   return byte_tokenizer()._replace(key=hashlib.sha256(content).hexdigest())
@@ -98,7 +103,7 @@ def stand_in(name, separator=None, *, field=""):
 @pytest.fixture
 def project(tmp_path, monkeypatch):
   """A folder with a config, its helper, and images, text and tokens."""
-  monkeypatch.setattr(token_files, "read_tokenizer", stand_in)
+  monkeypatch.setattr(token_files, "read_tokenizer", fake_tokenizer)
   monkeypatch.setattr(sys, "path", [*sys.path])
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
   for name in ("helper", "late"):
@@ -184,6 +189,12 @@ def swap_tokens(folder):
   tokens.tofile(folder / "bin" / "train.bin")
 
 
+def wider(folder):
+  for path in [*(folder / "bin").iterdir()]:
+    np.save(path.with_suffix(".npy"), np.fromfile(path, "<u2").astype("<u4"))
+    path.unlink()
+
+
 def moved(folder):
   target = folder.with_name("elsewhere")
   folder.rename(target)
@@ -221,7 +232,7 @@ def without_identity(folder):
 DATA = r"was trained with other data \(.*{}.*; restore the data, .*=data$"
 CODE = r"was trained with other code \(.*{}.*; restore the code, .*=code$"
 SETTING = "holds another experiment, {}"
-SAID = "note: resuming with {}"
+REPORTED = "note: resuming with {}"
 
 
 def class_more(folder):
@@ -300,9 +311,11 @@ CHANGES: dict[str, tuple] = {
     DATA.format("train.examples is 125 there and 250 now"),
   ),
   "two tokens swapped": ("tokens", swap_tokens, DATA.format("train.content differs")),
-  "dtype of tokens": (
+  "dtype of tokens": ("tokens", wider, DATA.format("train.dtype differs")),
+  "dtype of tokens by name": ("tokens", settings(data__dtype="uint16")),
+  "the vocabulary": (
     "tokens",
-    settings(data__vocab_size="70000"),
+    settings(data__vocab_size="301"),
     SETTING.format("data.vocab_size is 300"),
   ),
   "data and code": (
@@ -340,6 +353,7 @@ CHANGES: dict[str, tuple] = {
     CODE.format("Net in own differs"),
   ),
   "comments and docstrings": ("images", comments),
+  "a tracker": ("images", edit("own.py", "return None", "return 1")),
   "code that is not used": ("images", edit("helper.py", "return x\n", "return -x\n")),
   "how the config is written": (
     "images",
@@ -378,25 +392,25 @@ CHANGES: dict[str, tuple] = {
     "images",
     recorded("identity", "environment", "jax_default_matmul_precision", to="highest"),
     "",
-    SAID.format("jax_default_matmul_precision highest then and None now"),
+    REPORTED.format("jax_default_matmul_precision highest then and None now"),
   ),
   "version of JAX": (
     "images",
     recorded("versions", "jax", to="0.9.0"),
     "",
-    SAID.format("jax 0.9.0 then and "),
+    REPORTED.format("jax 0.9.0 then and "),
   ),
   "version of jaxscale": (
     "images",
     recorded("versions", "jaxscale", to="0.0.9"),
     "",
-    SAID.format("jaxscale 0.0.9 then and "),
+    REPORTED.format("jaxscale 0.0.9 then and "),
   ),
   "kind of devices": (
     "images",
     recorded("device_kind", to="TPU v4"),
     "",
-    SAID.format("devices TPU v4 then and cpu now"),
+    REPORTED.format("devices TPU v4 then and cpu now"),
   ),
   "number of devices": ("images", recorded("derived", "num_devices", to=4)),
   "number of processes": ("images", recorded("processes", to=2)),

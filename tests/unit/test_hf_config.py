@@ -9,6 +9,7 @@ import pytest
 from jaxscale import config as cfg
 from jaxscale.data import DatasetInfo, TextInfo
 from jaxscale.errors import ConfigError
+from jaxscale.weights import hf_config
 from jaxscale.weights.check import check_source
 from jaxscale.weights.hf_config import llama_config, transformer_settings
 from jaxscale.weights.safetensors import write
@@ -345,3 +346,13 @@ def test_one_that_cannot_be_read_is_one_line(tmp_path):
       with pytest.raises(ConfigError, match=r"config.json: .*; copy it again"):
         check_source(tmp_path, naming, HEAD, LLAMA, TEXT)
     assert check_source(tmp_path, "jaxscale", HEAD, LLAMA, TEXT) == []
+
+
+def test_class_names_are_written():
+  names = {"class_names": ("ant", "bee", "cat", "dog", "eel", "fox", "gnu")}
+  found = hf_config.vit_config(
+    cfg.ViT(), IMAGES._asdict() | names, hidden=8, dtype="float32"
+  )
+  assert found["id2label"]["6"] == "gnu" and found["label2id"]["ant"] == 0
+  found = hf_config.vit_config(cfg.ViT(), IMAGES._asdict(), hidden=8, dtype="float32")
+  assert "id2label" not in found

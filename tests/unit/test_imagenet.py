@@ -197,6 +197,20 @@ def test_another_size_opens_no_tfds_split_again(prepared):
   assert _opened.cache_info().misses == before
 
 
+def test_a_tfds_split_is_known_by_its_version_and_shards(prepared):
+  where = {name: str(path) for name, path in prepared.items()}
+
+  def identity(split, name="tfrecord"):
+    options = {"data_dir": where[name], "image_size": 8}
+    return data.tfds_images("photos", split, **options).identity
+
+  train = identity("train[:90%]")
+  assert train == identity("train", "array_record")  # how many is counted apart
+  assert train["shards"] == {"train": [9, 8, 6]} and "photos" in train["version"]
+  both = identity("train+validation")["shards"]
+  assert both == {"train": [9, 8, 6], "validation": [6]}
+
+
 @pytest.mark.parametrize("file_format", ["array_record", "tfrecord"])
 def test_a_damaged_record_is_damage_not_the_end(tmp_path, photo, file_format):
   good = [example(jpeg_bytes(photo[: 40 + i, :60]), i) for i in range(6)]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from jaxscale import cli, launch
+from jaxscale import config as cfg
 from jaxscale.config.loading import load_config
 from jaxscale.errors import ConfigError
 from jaxscale.launch import folder as folders
@@ -287,3 +288,23 @@ def test_the_profile_of_the_page_about_jobs_is_right(tmp_path):
   (tmp_path / "here.toml").write_text(text)
   site = load_site(str(tmp_path / "here.toml"))
   assert (site.partition, site.tasks, site.env) == ("main", 1, ("JAX_PLATFORMS=cpu",))
+
+
+def test_a_class_that_a_job_cannot_import_is_named(tmp_path):
+  class OfANotebook(cfg.Model):
+    def build(self, context):
+      return None
+
+  config = cfg.Config(
+    model=OfANotebook(), data=cfg.Digits(), optimizer=cfg.SGD(lr=0.1), batch_size=8,
+    epochs=1,
+  )  # fmt: skip
+  with pytest.raises(ConfigError, match="as OfANotebook is of this program alone; "):
+    launch.submit(config, runs=tmp_path)
+
+
+def test_accepted_changes_are_of_the_job_that_resumes():
+  run = RUN
+  assert not any("accept" in option for option in run.train_options())
+  accepts = run._replace(accept_changes="data,code")
+  assert "--accept-changes=data,code" in accepts.train_options()

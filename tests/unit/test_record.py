@@ -6,6 +6,7 @@ import enum
 import functools
 import json
 import linecache
+import os
 import pathlib
 import sys
 import threading
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 
 from jaxscale import config as cfg
+from jaxscale.config.loading import load_config
 from jaxscale.config.plain import code_of, to_plain
 from jaxscale.config.record import from_plain
 from jaxscale.errors import ConfigError
@@ -133,6 +135,67 @@ def test_a_value_without_a_form_is_refused_when_the_config_is_made(value):
 def test_own_settings_are_made_again():
   made = from_plain(Holds, to_plain(Holds(path=pathlib.Path("x"), sizes=(3,))), None)
   assert (made.path, made.sizes) == (pathlib.Path("x"), (3,))
+
+
+PACKAGE = {
+  "mylib/__init__.py": "",
+  "mylib/nets/__init__.py": "from .core import *\n",
+  "mylib/nets/core.py": """
+from ..consts import SCALE
+__all__ = ["build"]
+def act(x):
+  return SCALE * x
+def build(x):
+  return act(x)
+""",
+  "mylib/consts.py": "SCALE = 2.0\nUNUSED = 1\n",
+  "configs/c.py": """
+from jaxscale import config, data, optim
+import mylib.nets as nets
+def get_config():
+  width, epochs = 3, 1
+  class Local(config.Model):
+    def build(self, context):
+      return nets.build(width)
+  sgd = optim.SGD(lr=0.1)
+  return config.Config(
+    model=Local(), data=data.Digits(), optimizer=sgd, batch_size=8, epochs=epochs
+  )
+""",
+}
+
+
+@pytest.mark.parametrize(
+  ("file", "old", "new", "differs"),
+  [
+    ("mylib/consts.py", "2.0", "3.0", {"mylib.consts:SCALE"}),
+    ("mylib/nets/core.py", "SCALE * x", "SCALE + x", {"mylib.nets.core:act"}),
+    ("configs/c.py", "= 3, 1", "= 4, 1", {"c:get_config.<locals>.Local.width"}),
+    ("configs/c.py", "build(width)", "build(-width)", {"c:get_config.<locals>.Local"}),
+    ("configs/c.py", "= 3, 1", "= 3, 2", set()),
+    ("configs/c.py", "lr=0.1", "lr=0.2", set()),
+    ("mylib/consts.py", "UNUSED = 1", "UNUSED = 2  # or so", set()),
+  ],
+)
+def test_a_package_counts_by_what_is_used_of_it(
+  tmp_path, monkeypatch, file, old, new, differs
+):
+  """Star imports, relative ones, a class inside of `get_config`."""
+  monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+
+  def hashes():
+    for name in [n for n in sys.modules if n.partition(".")[0] == "mylib"]:
+      monkeypatch.delitem(sys.modules, name)
+    return code_of(load_config(str(tmp_path / "configs" / "c.py"))).hashes
+
+  for name, text in PACKAGE.items():
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text(text)
+  first = hashes()
+  (tmp_path / file).write_text(PACKAGE[file].replace(old, new))
+  os.utime(tmp_path / file, (1e9, 1e9))  # else Python takes the bytecode of before
+  second = hashes()
+  assert {k for k in {**first, **second} if first.get(k) != second.get(k)} == differs
 
 
 CELL = '''

@@ -166,3 +166,10 @@ def test_what_only_images_have_is_a_note(tmp_path):
   (note,) = check(tmp_path, {"architecture": "resnet50", "pretrained_cfg": {
     "mean": [0.5], "std": [0.4]}}, RESNET, gray)  # fmt: skip
   assert "images had std [0.4] there and have [0.5] here" in note
+
+
+def test_class_names_are_written():
+  names = tuple(f"class {i}" for i in range(7))
+  found = timm_config(RESNET, INFO._replace(class_names=names)._asdict())
+  assert found is not None and found["label_names"] == list(names)
+  assert "label_names" not in (timm_config(RESNET, INFO._asdict()) or {})
