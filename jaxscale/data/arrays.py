@@ -190,7 +190,7 @@ def as_array(field: str, values: Any) -> np.ndarray:
   """Return values as an array of numbers.
 
   Raises:
-    ConfigError: they are no array, have rows of different lengths, or no numbers.
+    ConfigError: they are no array, have rows of different lengths, or other values than numbers.
   """
   fix = "give a NumPy array of numbers [n, ...]"
   try:
@@ -223,7 +223,7 @@ def _pair(name: str, x: Any, labels: str, y: Any) -> tuple[np.ndarray, np.ndarra
 
 
 def _check_same_scale(x: np.ndarray, x_eval: np.ndarray) -> None:
-  """Refuse fractions from 0 to 1 beside whole numbers such as pixels."""
+  """Refuse fractions from 0 to 1 together with whole numbers such as pixels."""
   a, b = (x, x_eval) if x.dtype.kind == "f" else (x_eval, x)
   if a.dtype.kind == "f" != b.dtype.kind and np.abs(a).max() <= 1 < b.max():
     shown = [f"{v.dtype} from {v.min():g} to {v.max():g}" for v in (x, x_eval)]

@@ -310,7 +310,7 @@ ARRAYS = {"x": X, "y": Y}
   ({"y": Y.astype("u8") + np.uint64(2**63)}, "Arrays.y has 9223372036854775808"),
   ({"y": Y * 1e300}, "targets has 1e+300"),
   ({"x": X + np.array([1, np.nan] * 4)}, "Arrays.x has NaN or infinite"),
-  ({"x_eval": X[:3] + np.array([[0.0], [0], [np.inf]]), "y_eval": Y[:3]}, "first in row 2"),
+  ({"x_eval": np.diag([1.0, 2, np.inf] + [4] * 5), "y_eval": Y[:8]}, "first in row 2"),
   ({"x": {"a": X}}, "Arrays.x=dict is not an array; give a NumPy array"),
   ({"x": (row for row in X)}, "Arrays.x=generator is not an array"),
   ({"x": 3}, "Arrays.x=int is not an array"),
