@@ -17,7 +17,8 @@ import numpy as np
 
 from jaxscale.data.augment import Augment, shift, uniform_bits
 from jaxscale.data.dataset import NO_CLASS, Dataset, DatasetInfo, array_identity
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, invalid
+from jaxscale.metrics.text import few
 
 # Mean and standard deviation of the 1,437 training images.
 INFO = DatasetInfo("digits", (8, 8, 1), 10, mean=(4.89,), std=(6.01,))
@@ -61,7 +62,7 @@ def from_arrays(
       )
   if targets.ndim == 1 and targets.dtype.kind in "iu":
     _check_classes(info.name, targets, NO_CLASS, info.num_classes)
-  targets = targets.astype(info.label_dtype)
+  targets = cast(f"{info.name}: targets", targets, info.label_dtype)
 
   def load(indices, draws):
     batch = inputs[indices]
@@ -84,6 +85,49 @@ def _check_classes(name: str, targets: np.ndarray, lowest: int, count: int) -> N
     )
 
 
+def cast(field: str, array: np.ndarray, dtype: Any) -> np.ndarray:
+  """Return an array as another dtype; floats may be rounded, no value may be lost.
+
+  Raises:
+    ConfigError: a value is out of the range of the dtype, or a fraction would be cut.
+  """
+  kind, dtype = array.dtype.kind, np.dtype(dtype)
+  if np.can_cast(array.dtype, dtype, "safe"):
+    return array.astype(dtype, copy=False)
+  with np.errstate(all="ignore"):
+    changed = array.astype(dtype)
+    if kind == dtype.kind == "f":
+      lost = np.isinf(changed) & np.isfinite(array)
+    elif dtype.kind == "f":  # whole numbers beyond 2^24
+      lost = changed.astype(np.float64) != array
+    else:
+      limits = np.iinfo(dtype)
+      lost = (array < limits.min) | (array > limits.max)
+      lost |= array != np.rint(array) if kind == "f" else False
+  if lost.any():
+    why = f"has {array[lost][0]}, which {dtype} does not hold"
+    raise invalid(
+      field, ..., why, f"subtract an offset, scale it or give it as {dtype}"
+    )
+  return changed
+
+
+def check_scaling(
+  owner: str, mean: tuple[float, ...], std: tuple[float, ...], channels: int
+) -> None:
+  """Refuse a mean or a deviation that does not fit the channels.
+
+  Raises:
+    ConfigError: neither one number nor one per channel, or a deviation is not above 0.
+  """
+  for name, values in (("mean", mean), ("std", std)):
+    is_valid = len(values) in (1, channels) and np.isfinite(values).all()
+    if not is_valid or (name == "std" and min(values) <= 0):
+      fix = f"give one number, or {channels} for {channels} channels"
+      fix += ", all above 0" if name == "std" else ""
+      raise ConfigError(f"{owner}{name}={values}: {fix}")
+
+
 def array_info(
   x: np.ndarray,
   y: np.ndarray,
@@ -95,8 +139,9 @@ def array_info(
   """What a model has to know of arrays; integer and bool targets [n] are classes.
 
   Raises:
-    ConfigError: one of them is negative.
+    ConfigError: one of them is negative, or mean or std do not fit the last dim of x.
   """
+  check_scaling("Arrays.", mean, std, x.shape[-1] if x.ndim > 1 else 1)
   is_class = y.ndim == 1 and y.dtype.kind in "iub"
   outputs = 1 if y.ndim == 1 else y.shape[-1]
   if is_class:
@@ -117,24 +162,85 @@ def array_splits(
   Raises:
     ConfigError: lengths differ, nothing is left to train on, or x is not numeric.
   """
-  x, y = np.asarray(x), np.asarray(y)
   if (x_eval is None) != (y_eval is None):
     raise ConfigError("Arrays.x_eval, y_eval: give both or neither")
+  x, y = _pair("x", x, "y", y)
+  hint = ""
   if x_eval is None:
     kept = len(x) - max(round(len(x) * eval_share), 1)
+    if not kept:
+      why = "leaves no example to train on"
+      raise invalid("Arrays.eval_share", eval_share, why, "give more examples")
     x, x_eval, y, y_eval = x[:kept], x[kept:], y[:kept], y[kept:]
-  x_eval, y_eval = np.asarray(x_eval), np.asarray(y_eval)
-  for name, a, b in (("x, y", x, y), ("x_eval, y_eval", x_eval, y_eval)):
-    if a.ndim == 0 or len(a) != len(b) or not len(a):
-      raise ConfigError(
-        f"Arrays.{name}: shapes {a.shape} and {b.shape}; give as many targets as "
-        "inputs, one of each at least"
-      )
-    if a.dtype.kind not in "uifb" or b.dtype.kind not in "uifb":
-      raise ConfigError(f"Arrays.{name}: {a.dtype} and {b.dtype}; give numbers")
+    hint = "; they are the last ones: shuffle x and y together"
+  else:
+    x_eval, y_eval = _pair("x_eval", x_eval, "y_eval", y_eval)
+  _check_same_scale(x, x_eval)
   info = array_info(x, np.concatenate([y, y_eval]), **options)
-  x, x_eval = (a.astype(info.dtype, copy=False) for a in (x, x_eval))
-  return from_arrays(info, x, y), from_arrays(info, x_eval, y_eval)
+  x, x_eval = (
+    cast(f"Arrays.{name}", a, info.dtype) for name, a in (("x", x), ("x_eval", x_eval))
+  )
+  made = from_arrays(info, x, y), from_arrays(info, x_eval, y_eval)
+  is_class = y.ndim == 1 and info.label_dtype == "int32"
+  notes = _class_notes(y, y_eval, hint) if is_class else ()
+  return made[0]._replace(notes=notes), made[1]
+
+
+def as_array(field: str, values: Any) -> np.ndarray:
+  """Return values as an array of numbers.
+
+  Raises:
+    ConfigError: they are no array, have rows of different lengths, or other values than numbers.
+  """
+  fix = "give a NumPy array of numbers [n, ...]"
+  try:
+    array = np.asarray(values)
+  except (ValueError, TypeError) as e:
+    why = "has rows of different lengths" if isinstance(e, ValueError) else str(e)
+    raise invalid(field, ..., why, fix) from None
+  if array.ndim == 0:
+    raise invalid(field, type(values).__name__, "is not an array", fix)
+  if array.dtype.kind not in "uifb":
+    raise invalid(field, ..., f"has the dtype {array.dtype}", fix)
+  return array
+
+
+def _pair(name: str, x: Any, labels: str, y: Any) -> tuple[np.ndarray, np.ndarray]:
+  """Return inputs and their targets, as many of one as of the other."""
+  x, y = as_array(f"Arrays.{name}", x), as_array(f"Arrays.{labels}", y)
+  if len(x) != len(y) or not len(x):
+    raise ConfigError(
+      f"Arrays.{name}, {labels}: shapes {x.shape} and {y.shape}; give as many targets "
+      "as inputs, one of each at least"
+    )
+  if x.dtype.kind == "f" and not (is_finite := np.isfinite(x)).all():
+    row = int(np.argmin(is_finite.reshape(len(x), -1).all(axis=1)))
+    why = f"has NaN or infinite values, first in row {row}"
+    raise invalid(f"Arrays.{name}", ..., why, "replace them, e.g. by np.nan_to_num")
+  if y.dtype.kind in "iu":
+    y = cast(f"Arrays.{labels}", y, np.int32)
+  return x, y
+
+
+def _check_same_scale(x: np.ndarray, x_eval: np.ndarray) -> None:
+  """Refuse fractions from 0 to 1 together with whole numbers such as pixels."""
+  a, b = (x, x_eval) if x.dtype.kind == "f" else (x_eval, x)
+  if a.dtype.kind == "f" != b.dtype.kind and np.abs(a).max() <= 1 < b.max():
+    shown = [f"{v.dtype} from {v.min():g} to {v.max():g}" for v in (x, x_eval)]
+    why = f"is {shown[1]}, and Arrays.x {shown[0]}"
+    raise invalid("Arrays.x_eval", ..., why, "scale both alike")
+
+
+def _class_notes(y: np.ndarray, y_eval: np.ndarray, hint: str) -> tuple[str, ...]:
+  """Return what to say about targets that only one of the two sets has."""
+  new, unseen = np.setdiff1d(y_eval, y), np.setdiff1d(y, y_eval)
+  notes = ()
+  if len(new):
+    share = f"{np.isin(y_eval, new).sum():,} of {len(y_eval):,} held-out examples"
+    notes += (f"Arrays: no training example has the target {few(new)}, {share} do",)
+  if len(unseen):
+    notes += (f"Arrays: no held-out example has the target {few(unseen)}",)
+  return tuple(note + hint for note in notes)
 
 
 def digits(

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxscale.data.arrays import from_arrays
+from jaxscale.data.arrays import check_scaling, from_arrays
 from jaxscale.data.augment import NUM_DRAWS, Augment, AugmentName, EvalView, augment_of
 from jaxscale.data.dataset import (
   MAX_PIXELS,
@@ -75,12 +75,7 @@ def image_info(
   channels = shape[-1]
   mean = mean or (IMAGENET_MEAN if channels == 3 else (127.5,))
   std = std or (IMAGENET_STD if channels == 3 else (127.5,))
-  for setting, values in (("mean", mean), ("std", std)):
-    if len(values) not in (1, channels) or (setting == "std" and min(values) <= 0):
-      raise ConfigError(
-        f"{setting}={values}: give one number, or {channels} for {channels} channels"
-        + (", all above 0" if setting == "std" else "")
-      )
+  check_scaling("", mean, std, channels)
   return DatasetInfo(name, shape, num_classes, tuple(mean), tuple(std))
 
 

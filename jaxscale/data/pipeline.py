@@ -20,9 +20,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxscale.data.arrays import cast
 from jaxscale.data.augment import uniform, uniform_bits
-from jaxscale.data.dataset import Batch, Dataset
+from jaxscale.data.dataset import Batch, Dataset, batch_shapes
+from jaxscale.errors import invalid
 from jaxscale.mesh import batch_sharding
+from jaxscale.metrics.text import listed
 
 
 def train_batches(
@@ -86,14 +89,30 @@ def load_ahead(load: Callable[[int], Batch], num_threads: int) -> Iterator[Batch
 
 
 def check_readable(dataset: Dataset) -> None:
-  """Read an example, if any may be damaged, before minutes go into compiling.
+  """Load an example before minutes go into compiling, and compare it with `info`.
 
   Raises:
-    ConfigError: it and those that would take its place cannot be read.
+    ConfigError: it and those that would take its place cannot be read, or `load`
+      returns something else than `info` says.
     OSError: the disk or the network is away.
   """
-  if dataset.damaged is not None:
-    dataset.load(np.zeros(1, np.int64), np.full((1, dataset.num_draws), 0.5))
+  batch = dataset.load(np.zeros(1, np.int64), np.full((1, dataset.num_draws), 0.5))
+  field, names = f"{dataset.info.name}: load", batch_shapes(dataset.info, 1)
+  if not isinstance(batch, dict) or not names.keys() <= batch.keys():
+    keys = sorted(batch) if isinstance(batch, dict) else type(batch).__name__
+    fix = f"return a dict of arrays, {listed(map(repr, names))}"
+    raise invalid(field, ..., f"returned {keys}", fix)
+  for name, (shape, dtype) in names.items():
+    array = np.asarray(batch[name])
+    if array.shape != shape or _held(array.dtype) != _held(np.dtype(dtype)):
+      why = f"returned {name!r} of {array.shape}, {array.dtype} for one example"
+      fix = f"return {shape}, {dtype}, or correct the dataset's info"
+      raise invalid(field, ..., why, fix)
+
+
+def _held(dtype: np.dtype) -> np.dtype:
+  """Return the dtype of an array on a device: of 32 bits, but with JAX_ENABLE_X64."""
+  return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
 
 
 def shuffled(num_examples: int, seed: int, epoch: int) -> np.ndarray:
@@ -137,10 +156,19 @@ def to_device(
     batches: this host's rows of each global batch.
     mesh: its axes but `stage` and `model` split the rows.
     ahead: how many batches are on their way while one is used.
+
+  Raises:
+    ConfigError: a device's 32 bits do not hold a value of 64.
   """
   sharding = batch_sharding(mesh)
   waiting: deque = deque()
   for batch in batches:
+    batch = {
+      name: cast(f"batch[{name!r}]", array, _held(array.dtype))
+      if isinstance(array, np.ndarray) and array.dtype.kind in "iuf"
+      else array
+      for name, array in batch.items()
+    }
     waiting.append(jax.make_array_from_process_local_data(sharding, batch))
     if len(waiting) > ahead:
       yield waiting.popleft()

@@ -223,6 +223,13 @@ class Arrays(Data):
   std: tuple[float, ...] = (1.0,)
   identity: str | None = None
 
+  def __post_init__(self):
+    from jaxscale.data.arrays import as_array
+
+    for name in ARRAYS:
+      if (values := getattr(self, name)) is not None:
+        as_array(f"Arrays.{name}", values)
+
   def build(self) -> Split:
     from jaxscale.data.arrays import array_splits
 

@@ -138,8 +138,8 @@ def split_files(directory: Path, split: str) -> tuple[list[Path], Counter[str]]:
   if not directory.is_dir():
     raise ConfigError(f"TextFiles.path={str(directory)!r}: no such directory")
   place = directory / split
-  beside = sorted(os.listdir(place.parent)) if place.parent.is_dir() else []
-  found = [place.parent / name for name in beside if Path(name).stem == place.name]
+  entries = sorted(os.listdir(place.parent)) if place.parent.is_dir() else []
+  found = [place.parent / name for name in entries if Path(name).stem == place.name]
   found = [p for p in found if p.suffix.lower() in _ENDINGS and not p.is_dir()]
   left_out: Counter[str] = Counter()
   if place.is_dir():
@@ -148,7 +148,7 @@ def split_files(directory: Path, split: str) -> tuple[list[Path], Counter[str]]:
     left_out = inside.left_out + kinds(set(inside.files) - set(names))
     found += [place / name for name in names]
   if not found:
-    shown = [name for name in beside if is_visible(name)]
+    shown = [name for name in entries if is_visible(name)]
     others = f", and {split} has {', '.join(left_out)}" if left_out else ""
     raise ConfigError(
       f"TextFiles: neither {', '.join(split + e for e in _ENDINGS)} nor such files in "

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from jaxscale import models  # lazy: a name loads when `build` asks for it
 from jaxscale.config.bases import Model, ModelContext
 from jaxscale.config.bounds import Count, Fraction, Positive
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, invalid
 
 # The names that --config.model= takes (by HOMES in config/choice.py).
 __all__ = ["CNN", "MLP", "AlexNet", "ResNet", "Transformer", "ViT"]
@@ -23,6 +23,10 @@ def _images(model: Model, context: ModelContext) -> dict[str, Any]:
       f"Config.model={type(model).__name__}: a model of images, and "
       f"{context.info.name} is text; use Transformer, or other data"
     )
+  if (shape := context.info.image_shape)[2:] == () and not isinstance(model, MLP):
+    name = f"Config.model={type(model).__name__}"
+    why = f"takes images [n, height, width, channels], not {['n', *shape]}"
+    raise invalid(name, ..., why.replace("'", ""), "use MLP, or reshape the inputs")
   return {"num_classes": context.info.num_classes, "dtype": context.dtype}
 
 

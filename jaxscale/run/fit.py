@@ -216,7 +216,8 @@ def _begin(
   compiled: Compiled = {}
   lowering = None
   if newest < experiment.derived.total_steps:
-    data.check_readable(experiment.train_data)
+    for dataset in (experiment.train_data, experiment.eval_data):
+      data.check_readable(dataset)
     lowering = in_background(lambda: experiment.lower_train_step(abstract))
     compiling = compile_in_background(run, experiment, lowering)
     compiled[experiment.phase] = experiment, compiling

@@ -287,3 +287,107 @@ def test_tfds_mistakes_are_one_line(tmp_path):
     with pytest.raises(ConfigError, match=hint) as error:
       data.tfds_images(name, "train", data_dir=str(tmp_path))
     assert "\n" not in str(error.value)
+
+
+# Arrays.
+
+X = np.random.default_rng(0).integers(0, 255, (40, 8)).astype(np.uint8)
+Y = np.arange(40) % 3
+ARRAYS = {"x": X, "y": Y}
+
+
+@pytest.mark.parametrize(("changed", "hint"), [
+  ({"x": X.astype("i8") + 1_700_000_000_000}, "Arrays.x has 1700000000"),
+  ({"x": np.full((40, 8), 3_000_000_000, "u4")}, "Arrays.x has 3000000000"),
+  ({"x": X.astype("f8") * 1e300}, "which float32 does not hold; subtract an offset"),
+  ({"x_eval": (X / 255).astype("f4"), "y_eval": Y}, "x_eval is float32 from 0 to"),
+  ({"x": X / 255, "x_eval": X, "y_eval": Y}, "and Arrays.x float64 from 0 to "),
+  ({"x_eval": X + 0.5, "y_eval": Y}, "which uint8 does not hold"),
+  ({"x_eval": X.astype("i4") + 9, "y_eval": Y}, "Arrays.x_eval has 25"),
+  ({"x_eval": X.astype("i4") - 9, "y_eval": Y}, "which uint8 does not hold"),
+  ({"x": X * 1.0, "x_eval": X.astype("i8") + 2**24, "y_eval": Y}, "x_eval has 167"),
+  ({"y": Y + 2**31}, "Arrays.y has 2147483648, which int32 does not hold"),
+  ({"y": Y.astype("u8") + np.uint64(2**63)}, "Arrays.y has 9223372036854775808"),
+  ({"y": Y * 1e300}, "targets has 1e+300"),
+  ({"x": X + np.array([1, np.nan] * 4)}, "Arrays.x has NaN or infinite"),
+  ({"x_eval": np.diag([1.0, 2, np.inf] + [4] * 5), "y_eval": Y[:8]}, "first in row 2"),
+  ({"x": {"a": X}}, "Arrays.x=dict is not an array; give a NumPy array"),
+  ({"x": (row for row in X)}, "Arrays.x=generator is not an array"),
+  ({"x": 3}, "Arrays.x=int is not an array"),
+  ({"x": [[1, 2], [3]]}, "Arrays.x has rows of different lengths"),
+  ({"x": [["a"], ["b"]]}, "Arrays.x has the dtype <U1"),
+  ({"y": Y[:39]}, "Arrays.x, y: shapes (40, 8) and (39,); give as many targets"),
+  ({"x_eval": X, "y_eval": Y[:9]}, "x_eval, y_eval: shapes (40, 8) and (9,)"),
+  ({"x": X[:1], "y": Y[:1]}, "leaves no example to train on"),
+  ({"std": (0.0,)}, "Arrays.std=(0.0,): give one number, or 8 for 8 ch"),
+  ({"mean": (1.0, 2.0)}, "Arrays.mean=(1.0, 2.0): give one number, or 8"),
+  ({"std": (float("nan"),)}, "Arrays.std=(nan,)"),
+  ({"mean": ()}, "Arrays.mean=()"),
+], ids=range(26))  # fmt: skip
+def test_arrays_that_would_be_changed_are_refused_in_one_line(changed, hint):
+  with pytest.raises(ConfigError) as error:
+    data.Arrays(**ARRAYS | changed).build()
+  assert hint in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("x", [
+  X, X.astype("i8"), X.astype("u8"), X / 7, X.astype("f2"), X > 9, X.tolist(),
+], ids=range(7))  # fmt: skip
+def test_arrays_that_lose_nothing_are_taken(x):
+  train, held_out = data.Arrays(x=x, y=Y.astype("u8")).build()
+  loaded = [d.load(np.arange(d.num_examples), None) for d in (train, held_out)]
+  known = np.asarray(x)
+  known = known.astype("f4") if known.dtype.kind == "f" else known
+  np.testing.assert_array_equal(join(loaded)["image"], known)
+  assert loaded[0]["label"].dtype == np.int32 and train.notes == ()
+
+
+def test_sorted_arrays_say_what_is_not_trained_on():
+  train, _ = data.Arrays(x=X, y=np.arange(40) // 4).build()
+  assert train.notes == (
+    "Arrays: no training example has the target 9, 4 of 4 held-out examples do; they "
+    "are the last ones: shuffle x and y together",
+    "Arrays: no held-out example has the target 0, 1, 2, 3 and 5 more; they are the "
+    "last ones: shuffle x and y together",
+  )
+  train, _ = data.Arrays(x=X, y=Y, x_eval=X, y_eval=Y + 1).build()
+  assert train.notes[0].endswith("has the target 3, 13 of 40 held-out examples do")
+  assert data.Arrays(x=X, y=X[:, 0] * 1.0).build()[0].notes == ()  # numbers
+
+
+@pytest.mark.parametrize(("load", "hint"), [
+  (lambda i, d: (X[i], Y[i]), "mine: load returned tuple; return a dict"),
+  (lambda i, d: {"image": X[i]}, "returned ['image']; return"),
+  (lambda i, d: {"image": X[i, :4], "label": Y[i]}, "'image' of (1, 4), uint8 for one"),
+  (lambda i, d: {"image": X[i] / 9, "label": Y[i]}, "float64 for one example"),
+  (lambda i, d: {"image": X[i], "label": Y[i][:, None]}, "'label' of (1, 1), int64"),
+], ids=range(5))  # fmt: skip
+def test_a_load_that_returns_something_else_is_one_line(load, hint):
+  info = data.array_info(X, Y)._replace(name="mine")
+  data.check_readable(
+    data.Dataset(info, 40, lambda i, d: {"image": X[i], "label": Y[i]})
+  )
+  with pytest.raises(ConfigError) as error:
+    data.check_readable(data.Dataset(info, 40, load))
+  assert hint in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_batch_that_a_device_does_not_hold_is_refused():
+  from jaxscale.mesh import make_mesh
+
+  batch = {"image": np.zeros((8, 2)), "label": np.arange(8), "mask": np.ones(8, bool)}
+  (held,) = data.to_device([batch], make_mesh())
+  assert held["label"].dtype == np.int32
+  for name, value in (("image", 1e300), ("label", 2**31), ("label", -(2**40))):
+    wrong = batch | {name: np.full_like(batch[name], value)}
+    with pytest.raises(ConfigError, match=rf"batch\['{name}'\] has .* does not hold"):
+      list(data.to_device([wrong], make_mesh()))
+
+
+@pytest.mark.parametrize("model", ["CNN", "AlexNet", "ResNet", "ViT"])
+def test_a_model_of_images_takes_no_rows_of_numbers(model):
+  from jaxscale import config as cfg
+
+  context = cfg.ModelContext(info=data.array_info(X, Y))
+  with pytest.raises(ConfigError, match=f"{model} takes images .*not .n, 8.; use MLP"):
+    getattr(cfg, model)().build(context)
