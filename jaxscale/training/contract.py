@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import eval_context
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -109,7 +110,7 @@ def check_sums(
     named = {"the loss": loss} | {f"total {k!r}": x for k, x in totals.items()}
     return {k: lax.psum(x, varying(x)) for k, x in named.items()}
 
-  with jax.core.eval_context():  # a step is being traced
+  with eval_context():  # a step is being traced
     values = _example_values(params, model_state, batch)
 
     def grown(times: int) -> dict[str, float]:
