@@ -78,7 +78,13 @@ def _check_state(old: Any, new: Any) -> None:
 
 
 def check_sums(
-  loss_fn: Callable[..., Any], params: Any, model_state: Any, batch: Any, mesh: Mesh
+  loss_fn: Callable[..., Any],
+  params: Any,
+  model_state: Any,
+  batch: Any,
+  mesh: Mesh,
+  *,
+  name: str = "loss_fn",
 ) -> None:
   """Refuse totals that are means, or contain a part that is not per row.
 
@@ -91,6 +97,7 @@ def check_sums(
     model_state: likewise.
     batch: likewise, with any number of rows.
     mesh: whose axes the loss may name.
+    name: of the loss, for the error.
 
   Raises:
     ConfigError: a total does not double with the rows, as "examples" does.
@@ -135,10 +142,10 @@ def check_sums(
   if (count := "total 'examples'") in constant:
     # A mean of each device that counts as one example is right as well.
     constant = {count} if len(constant) < len(single) else set()
-  for name in [k for k in single if k in constant][:1]:
-    why = f"returns {name} {single[name]:.6g} of some rows, {double[name]:.6g} of twice"
+  for k in [k for k in single if k in constant][:1]:
+    why = f"returns {k} {single[k]:.6g} of some rows, {double[k]:.6g} of twice"
     fix = "sum over the rows; times their number, where a part is not per row"
-    raise invalid("loss_fn", ..., why, fix)
+    raise invalid(name, ..., why, fix)
 
 
 def _example_values(params: Any, model_state: Any, batch: Any, rows: int = 2) -> Any:
