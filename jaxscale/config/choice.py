@@ -163,7 +163,7 @@ def faults_of(chosen: Any, doing: str) -> Iterator[None]:
     if not lines and code is not None and code.co_filename == file:
       lines = [code.co_firstlineno]
     where = f"{file}:{lines[-1]}: " if lines else ""
-    message = message_of(e)
+    message = message_of(e) or f"in {traceback.extract_tb(e.__traceback__)[-1].name}()"
     what = message if isinstance(e, ConfigError) else f"{type(e).__name__}: {message}"
     raise ConfigError(f"{where}{type(chosen).__name__}{doing}: {what}") from e
 

@@ -219,7 +219,9 @@ def experiment(
   model = make_model(config, eval_data.info, mesh, spans[0], train=False)
   rows = rows_of_device(derived, derived.phases[0])
   objective = make_objective(config, eval_data.info)
-  notes = check_model(config, model, objective, eval_data.info, mesh, rows)
+  notes = check_model(
+    config, model, objective, eval_data.info, mesh, rows, compute=datasets is None
+  )
   _check_paths(config, model)
   layout = layouts.make_layout(config, mesh, model)
   totals = layouts.make_totals(model, layout, objective)

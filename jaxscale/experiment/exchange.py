@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from jax.sharding import Mesh
 
 from jaxscale import config as cfg
-from jaxscale.config.choice import build, wrong_product
+from jaxscale.config.choice import build, guarded, wrong_product
 from jaxscale.errors import ConfigError
 from jaxscale.exchange import Exchange, plain
 from jaxscale.exchange.local import LocalUpdate
@@ -51,6 +51,8 @@ def make_exchange(
     raise ConfigError(f"{name}.{e}") from None
   if not isinstance(made, Exchange):
     raise wrong_product(chosen, made, "an exchange.Exchange")
+  own = guarded(chosen, ", its exchange", made.exchange)
+  made = made._replace(exchange=own, init=guarded(chosen, ", its init", made.init))
   if chosen.plain_epochs:
     examples = math.ceil(chosen.plain_epochs * derived.num_train)
     # The first that a delayed exchange sends are zeros.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,13 +15,22 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale import config as cfg
 from jaxscale import data, models, weights
+from jaxscale.collectives import vary
 from jaxscale.config.choice import build, guarded, is_built_in, wrong_product
 from jaxscale.errors import ConfigError
 from jaxscale.experiment.derive import Derived
 from jaxscale.experiment.phases import Phase
-from jaxscale.mesh import BN_AXIS, BatchNormSpan, batch_norm_span, mesh_shape
+from jaxscale.experiment.row_mixing import mixes_rows
+from jaxscale.mesh import (
+  BN_AXIS,
+  BatchNormSpan,
+  batch_axes,
+  batch_norm_span,
+  mesh_shape,
+)
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.training import losses
+from jaxscale.training.contract import check_sums
 from jaxscale.training.losses import Objective, inputs_of
 from jaxscale.training.state import TrainState
 from jaxscale.weights.check import check_source
@@ -140,8 +150,10 @@ def check_model(
   info: data.DatasetInfo | data.TextInfo,
   mesh: Mesh,
   rows: int,
+  *,
+  compute: bool = True,
 ) -> list[str]:
-  """Call a model or a loss of the user's own as steps do, computing nothing.
+  """Call a model or a loss of the user's own as steps do.
 
   Args:
     config: whose `model` it is.
@@ -150,6 +162,7 @@ def check_model(
     info: of the data.
     mesh: whose axes it may name.
     rows: of a device, a call.
+    compute: also compute a few rows, on one device.
 
   Returns:
     What of it depends on the number of devices, one line each.
@@ -161,28 +174,37 @@ def check_model(
   is_own = not (is_built_in(kind) and is_built_in(type(config.loss)))
   if not is_own or not isinstance(model, models.ModelFns):
     return []
+  axes = batch_axes(mesh)
+  whole = rows * math.prod(mesh.shape[axis] for axis in axes)
   batch = {
     name: jax.ShapeDtypeStruct(*array)
-    for name, array in data.batch_shapes(info, rows).items()
+    for name, array in data.batch_shapes(info, whole).items()
   }
-  keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
+  keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), whole))
 
   def call(state, batch, keys):
-    params, own = state
+    params, own = vary(state, axes)
     outputs, _ = model.apply(params, own, inputs_of(batch), True, keys)
     losses.training_loss(lambda *_: (outputs, own), objective)(params, own, batch, keys)
     mask = jnp.ones(rows, bool)
     losses.eval_totals(model.apply, objective)(params, own, batch | {"mask": mask})
     return outputs
 
-  everywhere: Any = P()
-  called = jax.shard_map(
-    call, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False
-  )
+  specs = P(), P(axes), P(axes)
+  called = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P(axes))
   state = models.init_shapes(model.init)
   outputs, found = models.by_device(
     lambda: jax.eval_shape(called, state, batch, keys), rows
   )
+  if compute and not is_built_in(type(config.loss)):
+    of_outputs, inputs = _of_outputs(objective), {"outputs": outputs, **batch}
+    check_sums(of_outputs, {}, {}, inputs, mesh, name="Config.loss")
+  is_tested = is_built_in(kind) or found or config.model.batch_norm or not compute
+  if not is_tested and _mixes_rows(config, model, batch, mesh):
+    found.append(
+      "its model mixes the rows of each device: results depend on how many there are; "
+      "draw random numbers from `keys`, and take no statistics of the batch"
+    )
   given, wanted = getattr(outputs, "shape", (0,))[-1], num_classes(info)
   if type(config.loss).__name__ == "CrossEntropy" and given < wanted:
     raise ConfigError(
@@ -193,6 +215,27 @@ def check_model(
   if type(config.loss).__name__ == "CrossEntropy" and given > wanted:
     found.append(f"{given} outputs for {wanted} classes")
   return [f"{kind.__name__}: {line}" for line in found]
+
+
+def _of_outputs(objective: Objective) -> Any:
+  """The sums of an objective as a `step.LossFn`, of batches with "outputs"."""
+
+  def loss_fn(params, model_state, batch, keys):
+    batch = dict(batch)
+    outputs = batch.pop("outputs")
+    loss = losses.training_loss(lambda *_: (outputs, model_state), objective)
+    return loss(params, model_state, batch, keys)
+
+  return loss_fn
+
+
+def _mixes_rows(config: cfg.Config, model: models.ModelFns, batch, mesh) -> bool:
+  """True if `mixes_rows`; False where the model cannot be called with two rows."""
+  tolerance = 1e-3 if config.dtype == "float32" else 0.05
+  try:
+    return mixes_rows(model, batch, mesh, tolerance)
+  except Exception:  # its shapes are those of one batch size
+    return False
 
 
 def num_classes(info: data.DatasetInfo | data.TextInfo) -> int:

@@ -10,7 +10,7 @@ from optax import Schedule
 
 from jaxscale import config as cfg
 from jaxscale import optim
-from jaxscale.config.choice import build, wrong_product
+from jaxscale.config.choice import build, guarded, wrong_product
 from jaxscale.experiment.derive import Derived
 from jaxscale.experiment.phases import Phase, follow_batch_size, within_phase
 
@@ -23,7 +23,7 @@ def make_schedule(config: cfg.Config, derived: Derived) -> Schedule:
   schedule: Any = build(config.schedule, derived.peak_lr, context)
   if not callable(schedule):
     raise wrong_product(config.schedule, schedule, "a function of the step")
-  return schedule  # pyright: ignore[reportReturnType]
+  return guarded(config.schedule, ", its schedule", schedule)
 
 
 def phase_rate(config: cfg.Config, phase: Phase) -> tuple[float, float | None]:
@@ -60,6 +60,10 @@ def make_optimizer(
   made = build(config.optimizer, schedule, context)
   if not (hasattr(made, "init") and hasattr(made, "update")):
     raise wrong_product(config.optimizer, made, "an optax transformation")
+  if isinstance(made, optax.GradientTransformation):  # keeps what takes more arguments
+    parts = made._asdict().items()
+    own = {name: guarded(config.optimizer, f", its {name}", f) for name, f in parts}
+    made = made._replace(**own)
   chain = [made]
   if config.clip_norm is not None:
     chain.insert(0, optax.clip_by_global_norm(config.clip_norm))

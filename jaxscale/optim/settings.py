@@ -9,7 +9,7 @@ from jaxscale import optim  # whose names load when they are asked for
 from jaxscale.config import bounds
 from jaxscale.config.bases import Optimizer, OptimizerContext, Schedule, ScheduleContext
 from jaxscale.config.bounds import Count, Fraction, NonNegative, Positive
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, invalid, message_of
 
 if TYPE_CHECKING:
   import optax
@@ -211,11 +211,17 @@ class Optax(Optimizer):
   make: Any
 
   def build(self, schedule: optax.Schedule, context: OptimizerContext):
-    made = self.make(schedule)
+    fix = "give a function of the learning rate, such as optax.adafactor"
+    if not callable(self.make):
+      raise invalid("Optax.make", type(self.make).__name__, "is not a function", fix)
+    try:
+      made = self.make(schedule)
+    except Exception as e:
+      why = f"failed, {type(e).__name__}: {message_of(e)}"
+      raise invalid("Optax.make", ..., why, fix) from e
     if not (hasattr(made, "init") and hasattr(made, "update")):
       raise ConfigError(
-        f"Optax.make: gave {type(made).__name__}, not an optax transformation; "
-        "give a function of the learning rate, such as optax.adafactor"
+        f"Optax.make: gave {type(made).__name__}, not an optax transformation; {fix}"
       )
     return made
 

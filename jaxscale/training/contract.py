@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import eval_context
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -77,7 +78,13 @@ def _check_state(old: Any, new: Any) -> None:
 
 
 def check_sums(
-  loss_fn: Callable[..., Any], params: Any, model_state: Any, batch: Any, mesh: Mesh
+  loss_fn: Callable[..., Any],
+  params: Any,
+  model_state: Any,
+  batch: Any,
+  mesh: Mesh,
+  *,
+  name: str = "loss_fn",
 ) -> None:
   """Refuse totals that are means, or contain a part that is not per row.
 
@@ -90,6 +97,7 @@ def check_sums(
     model_state: likewise.
     batch: likewise, with any number of rows.
     mesh: whose axes the loss may name.
+    name: of the loss, for the error.
 
   Raises:
     ConfigError: a total does not double with the rows, as "examples" does.
@@ -109,7 +117,7 @@ def check_sums(
     named = {"the loss": loss} | {f"total {k!r}": x for k, x in totals.items()}
     return {k: lax.psum(x, varying(x)) for k, x in named.items()}
 
-  with jax.core.eval_context():  # a step is being traced
+  with eval_context():  # a step is being traced
     values = _example_values(params, model_state, batch)
 
     def grown(times: int) -> dict[str, float]:
@@ -134,10 +142,10 @@ def check_sums(
   if (count := "total 'examples'") in constant:
     # A mean of each device that counts as one example is right as well.
     constant = {count} if len(constant) < len(single) else set()
-  for name in [k for k in single if k in constant][:1]:
-    why = f"returns {name} {single[name]:.6g} of some rows, {double[name]:.6g} of twice"
+  for k in [k for k in single if k in constant][:1]:
+    why = f"returns {k} {single[k]:.6g} of some rows, {double[k]:.6g} of twice"
     fix = "sum over the rows; times their number, where a part is not per row"
-    raise invalid("loss_fn", ..., why, fix)
+    raise invalid(name, ..., why, fix)
 
 
 def _example_values(params: Any, model_state: Any, batch: Any, rows: int = 2) -> Any:

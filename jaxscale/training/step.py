@@ -29,9 +29,12 @@ from jax.sharding import PartitionSpec as P
 from jaxscale import optim
 from jaxscale.collectives import vary
 from jaxscale.collectives.cpu_workarounds import one_at_a_time
+from jaxscale.collectives.typed import names as names_of
 from jaxscale.collectives.typed import varying
+from jaxscale.errors import invalid
 from jaxscale.exchange import Exchange, plain
 from jaxscale.mesh import batch_axes, on_cpu, replicated
+from jaxscale.optim.tree_paths import path_name
 from jaxscale.parallel import layout as layouts
 from jaxscale.parallel.layout import Layout
 from jaxscale.parallel.layout_exchange import exchange_axes, make_layout_exchange
@@ -240,10 +243,30 @@ def _make_exchange_grads(exchange: Exchange, layout: Layout):
   def exchange_grads(stacked, exchange_state):
     # One device: every leaf has a leading dim of 1, its place in the mesh.
     grads, state = jax.tree.map(lambda x: x[0], (stacked, exchange_state))
-    grads, state = whole_exchange.exchange(grads, state)
-    return grads, jax.tree.map(lambda x: x[None], state)
+    means, state = whole_exchange.exchange(grads, state)
+    _check_means(grads, means, layout)
+    return means, jax.tree.map(lambda x: x[None], state)
 
   return exchange_grads
+
+
+def _check_means(grads: Any, means: Any, layout: Layout) -> None:
+  """Refuse an exchange that did not give every device the mean of each gradient."""
+  names = [path_name(path) for path, _ in jax.tree.leaves_with_path(grads)]
+  if jax.tree.structure(grads) != jax.tree.structure(means):
+    why, fix = "returns other leaves than the gradients", "return (means, state)"
+    raise invalid("exchange", ..., why, fix)
+  specs = jax.tree.broadcast(layouts.grad_specs(layout), grads)
+  leaves = map(jax.tree.leaves, (grads, means, specs))
+  for name, grad, mean, spec in zip(names, *leaves, strict=True):
+    kinds = [f"{jnp.result_type(x)}{list(jnp.shape(x))}" for x in (grad, mean)]
+    if kinds[0] != kinds[1]:
+      why = f"returns {kinds[1]} for the gradient of {name}, {kinds[0]}"
+      raise invalid("exchange", ..., why, "return the mean of each gradient")
+    split = {a for entry in spec for a in names_of(entry or ())}
+    if own := tuple(a for a in varying(mean) if a not in split):
+      why = f"leaves the gradient of {name} different along {own}"
+      raise invalid("exchange", ..., why, "average it by jax.lax.pmean over these axes")
 
 
 def _make_update(tx: optax.GradientTransformation, layout: Layout) -> Update:

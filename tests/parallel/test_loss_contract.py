@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 from jaxscale.errors import ConfigError
-from jaxscale.exchange import plain
+from jaxscale.exchange import Exchange, plain
 from jaxscale.exchange.local import local_sgd
 from jaxscale.mesh import batch_sharding, make_mesh
 from jaxscale.training.local_step import make_local_train_step
@@ -348,3 +348,20 @@ def test_workers_that_train_alone_keep_the_dtypes_of_the_state():
   with pytest.raises(ConfigError, match=r"^loss_fn returns .*; sum over the rows"):
     state = init_state(init(), tx, mesh, exchange, local=method)
     make_local_train_step(LOSSES["mean"], tx, mesh, exchange, method)(state, batch)
+
+
+@pytest.mark.parametrize(
+  ("exchange", "line"),
+  [
+    (lambda g, s: (g, s), "leaves the gradient of w different along .*pmean"),
+    (lambda g, s: (lax.pmean(g, "replica"), s), "of w different along .'data',.; av"),
+    (lambda g, s: (lax.pmean(list(g.values()), AXES), s), "returns other leaves than"),
+    (lambda g, s: (jax.tree.map(lambda x: lax.pmean(x.sum(), AXES), g), s),
+     r"returns float32\[\] for the gradient of w, float32\[6, 3\]; return the mean"),
+    (lambda g, s: (jax.tree.map(lambda x: lax.psum(x.astype("bfloat16"), AXES), g), s),
+     "returns bfloat16"),
+  ],
+)  # fmt: skip
+def test_an_exchange_that_gives_no_means_is_refused(exchange, line):
+  with pytest.raises(ConfigError, match=f"^exchange .*{line}"):
+    train(summed, exchange=Exchange(lambda params: (), exchange))

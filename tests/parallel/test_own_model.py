@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxscale import config as cfg
 from jaxscale import data, models
@@ -220,3 +221,131 @@ def test_targets_that_do_not_fit_are_one_line():
   arrays = cfg.Arrays(x=X, y=X[:, 0], eval_share=0.5)
   with pytest.raises(ConfigError, match="the data's targets are float32; give"):
     experiment(dataclasses.replace(config_of(cfg.MLP()), data=arrays))
+
+
+class Functions(cfg.Model):
+  """Two functions.
+
+  Attributes:
+    name: in `MODELS`.
+  """
+
+  name: str
+
+  def build(self, context):
+    return MODELS[self.name](context)
+
+
+def plain(hidden, state=None, head=0.3):
+  """Two layers; `hidden` is called with the hidden units, the state and the keys."""
+
+  def init(key):
+    a, b = jax.random.split(key)
+    params = {
+      "w": 0.3 * jax.random.normal(a, (6, 8)),
+      "head": head * jax.random.normal(b, (8, 3)),
+    }
+    return params, state or {}
+
+  def apply(params, model_state, x, train, keys):
+    h = x @ params["w"]
+    return (hidden(h, model_state, keys) if train else h) @ params["head"], model_state
+
+  return lambda context: models.ModelFns(init, apply)
+
+
+def of_nnx(*layers):
+  """An NNX model of these layers between two linear ones."""
+
+  class Net(nnx.Module):
+    def __init__(self, rngs):
+      self.first, self.last = nnx.Linear(6, 8, rngs=rngs), nnx.Linear(8, 3, rngs=rngs)
+      self.layers = nnx.List([layer(rngs) for layer in layers])
+
+    def __call__(self, x):
+      x = self.first(x)
+      for layer in self.layers:
+        x = layer(x)
+      return self.last(x)
+
+  def make(context):
+    kinds = nnx.Param, nnx.BatchStat, ...
+    graph, _, _, rest = nnx.split(Net(nnx.Rngs(0)), *kinds)
+
+    def init(key):
+      _, params, stats, _ = nnx.split(Net(nnx.Rngs(key)), *kinds)
+      return params, stats
+
+    def apply(params, stats, x, train, keys):
+      net = nnx.merge(graph, params, stats, rest, copy=True)
+      if train:
+        net.train()
+        nnx.reseed(net, dropout=keys[0])
+      else:
+        net.eval()
+      return net(x), nnx.state(net, nnx.BatchStat)
+
+    return models.ModelFns(init, apply)
+
+  return make
+
+
+def drop(key, h):
+  return h * jax.random.bernoulli(key, 0.5, h.shape).astype(h.dtype)
+
+
+MIXING = {
+  "mean": plain(lambda h, s, k: h - h.mean(0)),
+  "behind a head of zeros": plain(lambda h, s, k: h - h.mean(0), head=0.0),
+  "maximum": plain(lambda h, s, k: h / jnp.abs(h).max()),
+  "the row before": plain(lambda h, s, k: h + jnp.roll(h, 1, 0)),
+  "one mask by the first key": plain(lambda h, s, k: drop(k[0], h)),
+  "one mask by the last key": plain(lambda h, s, k: drop(k[-1], h)),
+  "a mask by the place": plain(lambda h, s, k: drop(jax.random.key(0), h)),
+  "a mask of the state": plain(
+    lambda h, s, k: drop(s["key"], h), {"key": jax.random.key(3)}
+  ),
+  "nnx.BatchNorm": of_nnx(lambda rngs: nnx.BatchNorm(8, rngs=rngs)),
+  "nnx.Dropout": of_nnx(lambda rngs: nnx.Dropout(0.5, rngs=rngs)),
+}
+ALONE = {
+  "rows": plain(lambda h, s, k: h - h.mean(1, keepdims=True)),
+  "a mask of each row": plain(lambda h, s, k: models.dropout(h, 0.5, k, 0)),
+  "nnx.LayerNorm": of_nnx(lambda rngs: nnx.LayerNorm(8, rngs=rngs)),
+}
+
+
+MODELS = MIXING | ALONE
+MODELS["fixed"] = plain(lambda h, s, k: h.reshape(16, 8) - h.mean(0))
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_functions_that_mix_rows_are_named(name):
+  """A row depends on the others: what it is in depends on the number of devices."""
+  config = config_of(Functions(name=name))
+  made = experiment(config, devices=jax.devices()[:2])
+  assert any(
+    x.startswith("Functions: its model mixes the rows of each device: results")
+    for x in made.notes
+  )
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_functions_of_each_row_are_the_same_on_any_number_of_devices(name):
+  notes, one = trained(Functions(name=name), 1)
+  assert furthest(one, trained(Functions(name=name), 8)[1]) < 1e-6 and not notes
+
+
+def test_linen_code_that_mixes_rows_is_named():
+  class Centred(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      return nn.Dense(3)(x - x.mean(0))
+
+  made = experiment(config_of(Own(module=Centred())), devices=jax.devices()[:2])
+  assert "its model mixes the rows" in made.notes[0]
+
+
+def test_a_model_for_one_batch_size_is_not_tested():
+  made = experiment(config_of(Functions(name="fixed")), devices=jax.devices()[:1])
+  assert not made.notes

@@ -14,10 +14,11 @@ import termios
 from pathlib import Path
 
 import numpy as np
+import optax
 import pytest
 from PIL import Image
 
-from jaxscale import cli, cluster, data, metrics
+from jaxscale import cli, cluster, data, metrics, optim
 from jaxscale import config as cfg
 from jaxscale.config.loading import load_config
 from jaxscale.errors import ConfigError
@@ -474,3 +475,17 @@ def test_images_of_a_split_alone_are_as_before(images):
   dataset = data.image_folder(images / "val", image_size=8)
   assert dataset.notes == () and dataset.info.num_classes == 1
   np.testing.assert_array_equal(dataset.load(np.array([3]), None)["image"][0], 11)
+
+
+@pytest.mark.parametrize(
+  ("make", "line"),
+  [
+    (optax.adam(1e-3), "Optax.make=.* is not a function; give a function of the learn"),
+    ("adam", "Optax.make=str is not a function; give a function of the learning rate"),
+    (lambda: optax.adam(1e-3), "Optax.make failed, TypeError: .*; give a function of"),
+    (lambda rate: rate, "Optax.make: gave function, not an optax transformation; give"),
+  ],
+)
+def test_an_optimizer_that_is_none_is_one_line(make, line):
+  with pytest.raises(ConfigError, match=line):
+    optim.Optax(make=make, lr=0.1).build(lambda step: 0.1, cfg.OptimizerContext())
