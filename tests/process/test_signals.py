@@ -40,7 +40,7 @@ def test_sigterm_reaches_a_stuck_process_and_has_a_deadline(child):
   began = time.monotonic()
   process.send_signal(signal.SIGTERM)
   assert line_of(process) == "asked SIGTERM"
-  _, error = process.communicate(timeout=30)
+  _, error = process.communicate(timeout=200)
   assert time.monotonic() - began > 0.5
   assert process.returncode == 85
   assert error == "error: SIGTERM 1 s ago, and it could not save since\n"
@@ -54,7 +54,7 @@ def test_usr1_has_no_deadline_until_sigterm_follows(child):
   with pytest.raises(subprocess.TimeoutExpired):
     process.wait(1.0)
   process.send_signal(signal.SIGTERM)  # no second request, but the clock
-  out, _ = process.communicate(timeout=30)
+  out, _ = process.communicate(timeout=200)
   assert process.returncode == 85 and out == ""
 
 
@@ -64,7 +64,7 @@ def test_the_second_ctrl_c_leaves_at_once(child):
   process.send_signal(signal.SIGINT)
   assert line_of(process) == "asked Ctrl-C"
   process.send_signal(signal.SIGINT)
-  _, error = process.communicate(timeout=30)
+  _, error = process.communicate(timeout=200)
   assert process.returncode == 130
   assert error == "error: a second Ctrl-C: left without a save\n"
 
@@ -133,7 +133,7 @@ print(os.WEXITSTATUS(ended_by(signal.SIGINT)), asked)
 
 
 def test_a_worker_dies_of_its_own_signal(child):
-  out, error = child(FORKS).communicate(timeout=20)
+  out, error = child(FORKS).communicate(timeout=200)
   assert out == f"{int(signal.SIGTERM)} []\n7 []\n", error
 
 
