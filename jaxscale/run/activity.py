@@ -93,7 +93,7 @@ class ActivityRecord:
     """The goodput of all starts so far, for summary.json; empty but in process 0."""
     if not self._is_on:
       return {}
-    found = goodput([*read_activities(self._workdir), self.now()])
+    found = goodput(read_activities(self._workdir, self.now()))
     return found.summary() if found else {}
 
   def _run(self) -> None:

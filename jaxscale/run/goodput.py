@@ -123,16 +123,28 @@ class Goodput(NamedTuple):
     return f"goodput {text.cell(self.share, '.0%')} of {held}{queue}"
 
 
-def read_activities(workdir: Path) -> list[Activity]:
-  """What is on record in a workdir; damaged lines are left out."""
-  found = []
+def read_activities(workdir: Path, *more: Activity) -> list[Activity]:
+  """Return what is on record in a workdir, without damaged lines, and then `more`.
+
+  Lines are in the order in which they were written. A start whose first line is older
+  than the line before had its clock set back: it counts from that line on.
+  """
+  activities: list[Activity] = []
   for line in read_json_lines(workdir / FILE, None, _SHAPE):
     queued, times = line["queued"], (line["start"], line["time"])
     seconds = *line["seconds"].values(), times[1] - times[0]
     if all(map(is_time, (*times, *seconds, *(queued or ())))):
       line["queued"] = (queued[0], queued[1]) if queued and len(queued) == 2 else None
-      found.append(Activity(**{name: line[name] for name in _SHAPE}))
-  return found
+      activities.append(Activity(**{name: line[name] for name in _SHAPE}))
+  shifts: dict[float, float] = {}
+  latest = 0.0
+  shifted = []
+  for activity in [*activities, *more]:
+    start, now = activity.start, activity.time
+    shift = shifts.setdefault(start, latest - start if now < latest else 0.0)
+    latest = max(latest, now + shift)
+    shifted.append(activity._replace(start=start + shift, time=now + shift))
+  return shifted
 
 
 def is_time(value: Any) -> bool:

@@ -3,11 +3,13 @@
 import dataclasses
 import itertools
 import signal
+import time
 
 import jax
 import pytest
 
 from jaxscale import cluster
+from jaxscale.cluster.watch import fault_detection
 from jaxscale.cluster.watch import watch as watches
 from jaxscale.cluster.watch.stop_consensus import StopRequest, StopRequested
 from jaxscale.config import Config, Faults
@@ -156,11 +158,54 @@ def test_the_loop_says_where_it_is(tmp_path, monkeypatch):
   assert places[:4] == [(0, "starting"), (1, "compiling"), (1, "input"), (1, "step")]
   places = [place for place, _ in itertools.groupby(places)]
   assert places[places.index((22, "step")) :][:4] == [
-    (22, "step"), (22, "preparing"), (22, "saving"), (23, "input"),
+    (22, "step"), (22, "preparing"), (22, "evaluating"), (22, "saving"),
   ]  # fmt: skip
   assert places[-5:] == [
     (45, "step"), (45, "evaluating"), (45, "saving"), (45, "leaving"), (45, "outside"),
   ]  # fmt: skip
+
+
+def test_input_and_checks_that_hang_have_the_hang_limit(tmp_path, monkeypatch):
+  """The first evaluation's had that of a compilation, an hour; so had every check."""
+  alone, seen = watches.start({}, 0, ["localhost"]), []
+  monkeypatch.setattr("jaxscale.cluster.session._watch", alone)
+  load, compare = callbacks.data.eval_batches, callbacks.replica_check.check
+
+  def eval_batches(*args, **options):
+    for batch in load(*args, **options):
+      seen.append(("batch", alone.spent().activity))
+      yield batch
+
+  def check(*args, **options):
+    seen.append(("check", alone.spent().activity))
+    return compare(*args, **options)
+
+  monkeypatch.setattr(callbacks.data, "eval_batches", eval_batches)
+  monkeypatch.setattr(callbacks.replica_check, "check", check)
+  checks = dataclasses.replace(tiny_digits().checks, replicas_every_steps=20)
+  fit(dataclasses.replace(tiny_digits(), checks=checks), tmp_path)
+  assert {*seen} == {("batch", "evaluating"), ("check", "checking")}
+  limits = {fault_detection.ACTIVITIES[activity] for _, activity in seen}
+  assert limits == {"hang_timeout_s"}
+
+
+@pytest.mark.parametrize("jump_s", [-3600.0, 7200.0])
+def test_a_clock_that_jumps_changes_no_duration(tmp_path, monkeypatch, jump_s):
+  """`after 120 steps, -3589.8 s`."""
+  now, load, jumped = time.time, callbacks.data.eval_batches, []
+
+  def eval_batches(*args, **options):
+    jumped.append(jump_s)
+    return load(*args, **options)
+
+  monkeypatch.setattr(callbacks.data, "eval_batches", eval_batches)
+  monkeypatch.setattr(time, "time", lambda: now() + sum(jumped[:1]))
+  began = time.monotonic()
+  summary = fit(tiny_digits(), tmp_path).summary
+  took = time.monotonic() - began
+  assert jumped and 0 < summary["seconds"] <= took + 0.1
+  seconds = summary["goodput_seconds"].values()
+  assert min(seconds) >= 0 and summary["goodput_seconds"]["down"] == 0
 
 
 @pytest.mark.slow

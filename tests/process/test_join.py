@@ -74,7 +74,7 @@ def results():
         env=kept | {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1"} | env,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
       ))  # fmt: skip
-    return [(p.communicate(timeout=100), p.returncode) for p in running]
+    return [(p.communicate(timeout=200), p.returncode) for p in running]
 
   yield run
   for process in running:

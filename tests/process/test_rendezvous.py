@@ -35,7 +35,7 @@ start = pytest.fixture(starting.starter)
 def test_four_processes_connect_in_any_order_and_can_talk(start):
   name = job("four")
   late = [0.3, 0, 0.6, 0]
-  got = ends([start(r, 4, name, late=late[r]) for r in range(4)], 15)
+  got = ends([start(r, 4, name, late=late[r]) for r in range(4)])
   assert [code for code, _ in got] == [0] * 4
   assert all(reported["hosts"] == ["n1", "n2", "n3", "n4"] for _, reported in got)
   (coordinator,) = {reported["coordinator"] for _, reported in got}
@@ -63,7 +63,7 @@ def test_two_steps_of_a_job_on_one_port_never_cross_connect(start):
   one = job("slurm-123.0")
   two = same_port_first(one, "slurm-123.1")
   both = [start(r, 3, name) for r in range(3) for name in (one, two)]
-  got = ends(both, 20)
+  got = ends(both)
   assert [code for code, _ in got] == [0] * 6
   for i, (_, reported) in enumerate(got):
     wanted = (one, two)[i % 2]
@@ -78,7 +78,7 @@ def test_a_taken_port_is_passed_over(start, listens):
     stranger.bind(("", ports_of(name)[0]))
     if listens:
       stranger.listen()
-    got = ends([start(r, 2, name) for r in range(2)], 15)
+    got = ends([start(r, 2, name) for r in range(2)])
   assert [code for code, _ in got] == [0, 0]
 
 
@@ -88,7 +88,7 @@ def test_the_given_port_is_the_rendezvous_s_and_jax_gets_another(start):
   host = f"127.0.0.1:{port}"
   # As on two hosts: they do not see the same files.
   apart = [{"network.namespace": f"n{r}"} for r in range(2)]
-  got = ends([start(r, 2, "j", host, set=apart[r]) for r in range(2)], 15)
+  got = ends([start(r, 2, "j", host, set=apart[r]) for r in range(2)])
   assert [code for code, _ in got] == [0, 0]
   (coordinator,) = {reported["coordinator"] for _, reported in got}
   address, _, other = coordinator.partition(":")
@@ -111,7 +111,7 @@ def test_strangers_do_not_disturb(start):
       flood.sendall(b"x" * 10_000)
   with pytest.raises((ValueError, EOFError)):  # of the same user, of another run
     secret.connect(("127.0.0.1", port), key_of("another job"), 5)
-  got = ends([first, start(1, 2, name)], 15)
+  got = ends([first, start(1, 2, name)])
   assert [code for code, _ in got] == [0, 0]
   for sock in strangers:
     sock.close()
@@ -171,7 +171,7 @@ def test_more_processes_connect_than_files_may_be_open_at_first(start):
     _, hosts = link.receive(10)["go"]
     assert len(hosts) == count
     link.send({"from": rank, "job": name})
-  ((code, reported),) = ends([first], 15)
+  ((code, reported),) = ends([first])
   assert code == 0 and len(reported["heard"]) == count - 1
   for link in guests:
     link.close()

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import threading
@@ -17,7 +18,6 @@ from jaxscale.errors import ConfigError
 from support import rendezvous as starting
 from support.fault_table import measured
 from support.rendezvous import (
-  connect,
   ends,
   greet,
   job,
@@ -33,37 +33,41 @@ start = pytest.fixture(starting.starter)
 def test_who_never_comes_is_named_with_the_hosts_to_look_at(start):
   began = time.monotonic()
   name, nodes = job("missing"), ["n1", "n2", "n7", "n8", "n9"]
-  here = [start(r, 5, name, timeout=2, nodes=nodes) for r in (0, 1)]
-  line = the_line(here, 10)
+  first = start(0, 5, name, timeout=5, nodes=nodes)
+  link = greet(name, who(1, 5, versions=versions(), digests={}))
+  line = the_line([first])
+  assert link.receive(200) == {"error": line}
+  link.close()
   assert line.startswith(
-    "processes 2–4 (n7, n8, n9) of 5 have not connected within 2 s"
+    "processes 2–4 (n7, n8, n9) of 5 have not connected within 5 s"
   )
   seconds = time.monotonic() - began
-  measured("tasks missing, faults.rendezvous_timeout_s=2", seconds, 2, line)
+  measured("tasks missing, faults.rendezvous_timeout_s=5", seconds, 2, line)
   nodes = ["n1.site", "n2.site", "n7.site"]  # two on each, or some other way
   here = [start(0, 5, job("nodes"), timeout=2, nodes=nodes)]
-  line = the_line(here, 10)
+  line = the_line(here)
   assert line.startswith("processes 1–4 of 5 (nobody from n2.site, n7.site) have not")
 
 
 def test_a_process_killed_while_it_waits_is_named(start):
   name = job("killed")
-  quick = {"server.RECONNECT_S": 1, "server.LINGER_S": 1}
-  here = [start(r, 4, name, timeout=60, set=quick) for r in (0, 1)]
-  greet(name, who(2, 4, versions=versions(), digests={})).close()
-  line = the_line(here, 20)
+  patient = {"server.RECONNECT_S": 1, "server.LINGER_S": 200}
+  here = [start(r, 3, name, set=patient) for r in (0, 1)]
+  greet(name, who(2, 3, versions=versions(), digests={})).close()
+  line = the_line(here)
   assert line.startswith("process 2 (n3, pid 7) has connected and disconnected")
 
 
 def test_without_process_0_the_others_say_where_they_looked(start):
   name = job("nobody")
-  got = ends([start(r, 3, name, timeout=1.5) for r in (1, 2)], 10)
+  got = ends([start(r, 3, name, timeout=1.5) for r in (1, 2)])
   for rank, (code, reported) in zip((1, 2), got, strict=True):
     ports = ", ".join(map(str, ports_of(name)))
     assert code == 2
-    assert reported["error"].startswith(
-      f"process {rank} (n{rank + 1}): no process 0 on 127.0.0.1 (127.0.0.1) for 2 s, "
-      f"ports {ports} refused; it has not started, has failed"
+    assert re.match(
+      rf"process {rank} \(n{rank + 1}\): no process 0 on 127.0.0.1 \(127.0.0.1\) "
+      rf"for \d+ s, ports {ports} refused; it has not started, has failed",
+      reported["error"],
     )
 
 
@@ -76,7 +80,7 @@ def test_packets_that_are_dropped_look_like_a_firewall(start):
     for sock in queue:
       sock.setblocking(False)
       sock.connect_ex(address)
-    (got,) = ends([start(1, 2, job("far"), f"127.0.0.1:{address[1]}", timeout=1)], 15)
+    (got,) = ends([start(1, 2, job("far"), f"127.0.0.1:{address[1]}", timeout=1)])
     for sock in queue:
       sock.close()
   assert f"ports {address[1]} no answer; is there a firewall" in got[1]["error"]
@@ -84,7 +88,7 @@ def test_packets_that_are_dropped_look_like_a_firewall(start):
 
 def test_a_name_that_is_another_host_s_is_reported_by_process_0(start):
   # 203.0.113.0/24 is for documentation (RFC 5737): no address of this host.
-  (got,) = ends([start(0, 2, job("else"), "203.0.113.9:23456", timeout=1)], 15)
+  (got,) = ends([start(0, 2, job("else"), "203.0.113.9:23456", timeout=1)])
   assert got[1]["error"] == (
     "process 1 of 2 has not connected within 1 s; look for their last lines, and start "
     "all in one step; where hosts share no home directory, give all one "
@@ -95,12 +99,12 @@ def test_a_name_that_is_another_host_s_is_reported_by_process_0(start):
 
 def test_a_process_0_that_fails_is_not_waited_for(start):
   name = job("leader")
-  others = [start(1, 3, name, timeout=60)]
-  first = start(0, 3, name, timeout=60)
-  connect(ports_of(name)[0]).close()
-  time.sleep(1)
+  others = [start(1, 3, name, timeout=200)]
+  first = start(0, 3, name, set={"server.LOG_S": 0.1})
+  while "waiting for process 2 of 3" not in first.stderr.readline():
+    pass  # process 1 has not come yet
   os.kill(first.pid, signal.SIGKILL)
-  (got,) = ends(others, 10)
+  (got,) = ends(others)
   assert (
     got[0] == 2
     and "process 0 on 127.0.0.1 left before all had connected" in (got[1]["error"])
@@ -119,12 +123,12 @@ def test_a_process_0_that_is_not_understood_is_a_line(start):
   for answer in ODD:
     name = job("odd")
     _, listeners = network.bind_port(ports_of(name), [], listen=True)
-    other = start(1, 2, name, timeout=60)
+    other = start(1, 2, name, timeout=200)
     with Acceptor(listeners, key_of(name), 2) as acceptor:
       while not (came := acceptor.accept(1.0)):
         pass
       came[0][0].send(answer)
-      ((code, reported),) = ends([other], 15)
+      ((code, reported),) = ends([other])
     came[0][0].close()
     assert code == 2, answer
     assert "process 0 on 127.0.0.1 left before all had connected" in reported["error"]
@@ -136,13 +140,13 @@ def test_a_process_that_is_not_understood_is_a_line_for_all(start):
   link = greet(name, [1, "x"])
   line = the_line(ranks)
   assert line.startswith("a process on 127.0.0.1 says what this one does not unders")
-  assert link.receive(5) == {"error": line}
+  assert link.receive(200) == {"error": line}
   link.close()
   name = job("address")
   first = start(0, 2, name, set={"network.gloo_address": "10.0.0.1"}, on_cpu=True)
   link = greet(name, who(1, 2, gloo="garbage", place="elsewhere", versions=versions(),
                          digests={}))  # fmt: skip
-  assert "go" in link.receive(5)  # where gloo listens is not ours to know
+  assert "go" in link.receive(200)  # where gloo listens is not ours to know
   link.close()
   first.kill()
 
@@ -211,7 +215,7 @@ def test_a_name_that_does_not_resolve(start):
   began = time.monotonic()
   ranks = [start(r, 2, job("name"), "no-such-host.invalid:2345", timeout=1)
            for r in (0, 1)]  # fmt: skip
-  for rank, (code, reported) in enumerate(ends(ranks, 20)):
+  for rank, (code, reported) in enumerate(ends(ranks)):
     assert code == 2
     assert reported["error"].startswith(
       "no-such-host.invalid: the name of process 0's host does not resolve on "
@@ -231,7 +235,7 @@ def test_a_given_port_that_stays_taken_is_reported_by_all(start):
     port = stranger.getsockname()[1]
     ranks = [start(r, 2, "j", f"127.0.0.1:{port}", timeout=60,
                    set={"client.TAKEN_S": 2}) for r in (0, 1)]  # fmt: skip
-    got = ends(ranks, 25)
+    got = ends(ranks)
   assert [code for code, _ in got] == [2, 2]
   line = got[0][1]["error"]
   assert f"port {port} (uid {os.getuid()}): Address already in use" in line
@@ -269,7 +273,7 @@ def test_a_line_that_was_printed_stays_even_if_all_come_after_it():
   thread.start()
   for rank, config in ((1, "b"), (1, "a"), (2, "a")):
     link = greet(name, who(rank, 3, digests={"config": config}), port)
-    assert "process 1 (n2): another config" in link.receive(5)["error"]
+    assert "process 1 (n2): another config" in link.receive(200)["error"]
     link.close()
   thread.join()
   assert len(errors) == 1

@@ -97,7 +97,7 @@ def test_where_only_jax_knows_the_others_they_connect_after_it(start):
   for rank, process in enumerate(pair):
     assert f"up {rank}" in line_with(process, "up")
   pair[1].send_signal(signal.SIGUSR1)
-  ends = [process.communicate(timeout=60) for process in pair]
+  ends = [process.communicate(timeout=200) for process in pair]
   assert [process.returncode for process in pair] == [0, 0], ends
   reported = [own_lines(out)[-1] for out, _ in ends]
   assert reported[0] == reported[1]
@@ -123,7 +123,7 @@ def test_who_exits_has_its_exit_code(start, code):
   pair = [
     start(EXIT, str(code), **common, JAXSCALE_PROCESS_ID=str(rank)) for rank in range(2)
   ]
-  ends = [process.communicate(timeout=60) for process in pair]
+  ends = [process.communicate(timeout=200) for process in pair]
   assert [process.returncode for process in pair] == [code, code], ends
   assert "error" not in ends[0][1] or code
 
@@ -158,7 +158,7 @@ def test_what_all_say_is_printed_once_and_what_one_says_has_its_name(start, who)
   for process in pair:
     process.stdin.write("go\n")
     process.stdin.flush()
-  (_, told), (_, other) = (process.communicate(timeout=60) for process in pair)
+  (_, told), (_, other) = (process.communicate(timeout=200) for process in pair)
   assert [process.returncode for process in pair] == [2, 2] and not other, other
   of = "" if who == "both" else f"process 1 on {os.uname().nodename}: "
   assert told == f"error: {of}--config.x=1: no good\n"
@@ -174,7 +174,7 @@ def test_cpu_processes_are_under_the_batch_policy_or_the_user_s(start, policy):
   two = [start(code, **group, JAXSCALE_PROCESS_ID=str(rank)) for rank in range(2)]
   expected = os.SCHED_BATCH if policy == "SCHED_OTHER" else own
   for process in two:
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=200)
     assert out.split()[-1:] == [str(expected)] and process.returncode == 0, err
 
 
@@ -191,6 +191,6 @@ def test_cpu_processes_are_under_the_batch_policy_or_the_user_s(start, policy):
 def test_a_process_with_one_cpu_device_keeps_its_memory(start, env, is_kept):
   """An array of 64 MiB, which has 16,384 pages, and a smaller one, four times."""
   env = env | {"NUMPY_MADVISE_HUGEPAGE": "0"}
-  out, err = start(ARRAYS, **env).communicate(timeout=100)
+  out, err = start(ARRAYS, **env).communicate(timeout=200)
   pages = int(out.split()[-1])
   assert pages < 8_000 if is_kept else pages > 60_000, err

@@ -183,7 +183,7 @@ def test_all_inside_one_step_is_nobodys_fault(family):
   codes, errors = ends(family(waits, waits, limits=HANGING))
   assert codes == [86, 86]
   assert "all 2 processes hang in step 13 for" in errors[0]
-  assert ": the network, a device, or code of the model; see the stacks" in errors[0]
+  assert ": the network, a device, or code of the model; stacks in" in errors[0]
 
 
 # What JAX's runtime calls, and what that calls, by their names.

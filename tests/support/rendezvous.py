@@ -20,7 +20,7 @@ from jaxscale.cluster.rendezvous import acceptor, client, handshake, network, se
 from jaxscale.cluster.detect.launch import Launch
 from jaxscale.cluster.rendezvous.client import rendezvous
 from jaxscale.errors import ConfigError
-signal.alarm(120)  # whoever reads its lines waits no longer
+signal.alarm(300)  # whoever reads its lines waits no longer
 a = json.loads(sys.argv[1])
 for name, value in a.get("set", {}).items():
   module, name = name.split(".")
@@ -35,7 +35,7 @@ launch = Launch("test", a["rank"], a["of"], host, 0, 1, a["job"],
                 port=int(port) if port else None,
                 nodes=tuple(a.get("nodes", [])))
 try:
-  group = rendezvous(launch, timeout_s=a.get("timeout", 20),
+  group = rendezvous(launch, timeout_s=a.get("timeout", 200),
                      digests=a.get("digests", {}), on_cpu=a.get("on_cpu", False))
 except ConfigError as e:
   print(json.dumps({"error": str(e)}))
@@ -47,7 +47,7 @@ for link in group.links.values():
   assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
   assert sock.gettimeout() is None
   link.send({"from": a["rank"], "job": a["job"]})
-heard = {r: link.receive(10) for r, link in group.links.items()}
+heard = {r: link.receive(200) for r, link in group.links.items()}
 assert "jax" not in sys.modules
 worker = os.fork() if a.get("fork") else None
 if worker == 0:
@@ -83,7 +83,7 @@ def starter():
     process.communicate()
 
 
-def ends(processes, within):
+def ends(processes, within=200):
   """Exit codes and what was printed; nothing else on stderr, all in time."""
   deadline = time.monotonic() + within
   results = []
@@ -95,7 +95,7 @@ def ends(processes, within):
   return results
 
 
-def the_line(processes, within=15):
+def the_line(processes, within=200):
   """The one line that all of them ended with, with code 2."""
   results = ends(processes, within)
   assert [code for code, _ in results] == [2] * len(results), results
@@ -128,11 +128,11 @@ def greet(name, hello, port=None):
   return link
 
 
-def connect(port, within=10):
+def connect(port, within=200):
   deadline = time.monotonic() + within
   while True:
     try:
-      return socket.create_connection(("127.0.0.1", port), timeout=5)
+      return socket.create_connection(("127.0.0.1", port), timeout=200)
     except ConnectionRefusedError:
       assert time.monotonic() < deadline
       time.sleep(0.02)

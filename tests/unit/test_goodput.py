@@ -320,6 +320,24 @@ def test_damaged_lines_are_left_out(tmp_path):
   assert found is not None and found.wall_s == 2.0
 
 
+@pytest.mark.parametrize("back_s", [0.0, 12.0, 3600.0])
+def test_a_clock_that_is_set_back_between_two_starts_takes_no_time_away(
+  tmp_path, back_s
+):
+  """The later start seemed to be the earlier one, and cut off the other's steps."""
+  first = [Activity(10000.0, 10000.0 + t, t, [0], {"step": float(t)}) for t in (4, 9)]
+  start = 10010.0 - back_s
+  second = Activity(start, start + 7.0, 12, [8], {"step": 7.0})
+  later = second._replace(time=start + 8.0, seconds={"step": 8.0})
+  put(
+    tmp_path / FILE,
+    "\n".join(json.dumps(a._asdict()) for a in (*first, second)).encode(),
+  )
+  found = goodput(read_activities(tmp_path, later))
+  assert found is not None
+  assert found.seconds["training"] + found.seconds["lost"] == pytest.approx(17.0)
+
+
 def test_the_age_of_a_process_is_that_of_ps():
   with open("/proc/uptime") as file:
     since_boot = float(file.read().split()[0])

@@ -83,6 +83,22 @@ def test_what_is_no_message_is_refused(pair, noise):
       there.drain()
 
 
+def test_an_empty_line_is_no_message_but_shows_that_somebody_lives(pair):
+  here, there = sealed(*pair)
+  heard = there.heard
+  here.send(1)
+  here.sock.sendall(b"\n\n")
+  here.send(2)
+  here.sock.sendall(b"\n")
+  assert there.receive(1) == 1 and there.drain() == [2] and there.drain() == []
+  assert there.heard > heard
+  with pytest.raises(ValueError):  # of a stranger, who has proved nothing yet
+    stranger, link = map(Link, socket.socketpair())
+    stranger.sock.sendall(b"\n")
+    link.drain()
+  stranger.close(), link.close()
+
+
 def test_a_line_without_end_is_refused(pair):
   here, there = pair
   with pytest.raises(ValueError, match="without end"):

@@ -92,6 +92,10 @@ def join(
       # Else JAX_COORDINATOR_BIND_ADDRESS would name another place than we do.
       coordinator_bind_address=group.coordinator,
     )
+    ports = [link.sock.getpeername()[1] for link in group.links.values()]
+    if not is_unix:
+      ports.append(int(group.coordinator.rpartition(":")[2]))
+    network.endure(ports, 10 * timeouts.heartbeat_timeout_s)
   finally:
     if group.reserved is not None:
       group.reserved.close()

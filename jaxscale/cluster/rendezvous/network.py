@@ -13,7 +13,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -298,9 +298,7 @@ def tune(sock: socket.socket) -> None:
   """Messages leave at once, and a host that is gone is noticed by the kernel.
 
   After 30 s of silence it asks 3 times, 10 s apart (tcp(7)): a minute in all,
-  where the default is two hours. What the other end does not acknowledge is sent again
-  each second, where the kernel can (Linux 6.15); others double the pause, so that a
-  link which was cut off for 13 s is used again after 26.
+  where the default is two hours.
   """
   sock.settimeout(None)
   sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -308,8 +306,29 @@ def tune(sock: socket.socket) -> None:
   sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
   sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
   sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-  with contextlib.suppress(OSError):
-    sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, 1000)
+
+
+def endure(ports: Collection[int], seconds: float) -> None:
+  """Keep connections of this process that are cut off for less than so many seconds.
+
+  gRPC, and so JAX's coordinator, gives a connection up after 20 s, which may be before
+  TCP tries again after a cut of 13 s. What is not acknowledged is sent again each
+  second where the kernel can (Linux 6.15); others double the pause, and try after 26 s.
+
+  Args:
+    ports: of connections that are meant, at either end.
+    seconds: until the kernel gives up; whoever watches has decided before.
+  """
+  tcp = socket.IPPROTO_TCP
+  for name in os.listdir("/proc/self/fd"):
+    with (
+      # No socket, none of the internet, or an older kernel.
+      contextlib.suppress(OSError, IndexError),
+      socket.fromfd(int(name), socket.AF_INET, socket.SOCK_STREAM) as sock,
+    ):
+      if {sock.getsockname()[1], sock.getpeername()[1]} & {*ports}:
+        sock.setsockopt(tcp, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
+        sock.setsockopt(tcp, _TCP_RTO_MAX_MS, 1000)
 
 
 def bypass_proxies(hosts: Iterable[str], env: MutableMapping = os.environ) -> None:

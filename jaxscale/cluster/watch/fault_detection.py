@@ -251,7 +251,7 @@ def find_hang(ranks: _States, now: float, timeouts: Timeouts) -> Fault | None:
   if not waiting and len(ranks) > 1:
     everyone = f"all {len(going)} processes hang {state.where} for {still_s}"
     reason = state.callback or "the network, a device, or code of the model"
-    return Fault("hang", None, f"{everyone}: {reason}; see the stacks", EXIT_HANG)
+    return Fault("hang", None, f"{everyone}: {reason}", EXIT_HANG)
   cause = f"hangs {state.where} for {still_s}"
   if state.callback:
     cause += f" in {state.callback}"

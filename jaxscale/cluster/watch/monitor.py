@@ -202,9 +202,9 @@ class Monitor:
     self, rank: int, state: ProcessState, beat: Heartbeat, now: float
   ) -> None:
     """Note what a heartbeat says."""
-    state.step, state.activity, state.count, seconds, *rest = beat
-    state.host_s, state.steps, state.callback = rest
-    state.since = now - seconds
+    state.step, state.activity, state.count = beat.step, beat.activity, beat.count
+    state.host_s, state.steps, state.callback = beat.host_s, beat.steps, beat.callback
+    state.since = now - beat.seconds
     if state.activity == "compiling":  # another phase, whose steps take another time
       state.steps_before_compile, state.mean_s = state.steps, 0.0
       self._first_step.pop(rank, None)

@@ -328,7 +328,7 @@ def start(
   if link is None:
     return watch
   if links:
-    files = [link.fileno() for link in links.values()]
+    files = [each.fileno() for each in links.values()]
     watch._stop_beats = beats.start(files, timeouts.heartbeat_interval_s)
   targets: dict[str, Callable[[], None]] = {"jaxscale-watch": watch._run}
   if monitor:
