@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxscale.config.validation import nearest
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, invalid
 from jaxscale.files import open_to_append, read_json_lines, require_json, write_json
 from jaxscale.launch.spec import SHAPE, JobSpec, from_json, to_json
 from jaxscale.run.goodput import Goodput, goodput, is_time, read_activities
@@ -179,6 +179,9 @@ def find(name: str, runs: str, others: Iterable[str] = ()) -> Path:
   for folder in (directory(runs) / name, Path(name)):
     if os.path.isfile(folder / "run.json"):
       return folder.absolute()
+  if name in unsubmitted(runs):
+    remedy = f"see `jaxscale report {directory(runs) / name}`"
+    raise invalid(name, ..., "was not submitted, so it has no job", remedy)
   known = [*others, *(p.name for p in all_folders(runs)), *all_studies(runs)]
   hint = nearest(name, known) if known else f"there is none in {runs}/"
   raise ConfigError(f"{name or '(an empty name)'}: no such run, {hint}")
@@ -224,6 +227,12 @@ def all_folders(runs: str) -> list[Path]:
 
   files = sorted(directory(runs).glob("*/run.json"), key=written)
   return [p.parent.absolute() for p in files]
+
+
+def unsubmitted(runs: str) -> list[str]:
+  """Names of directories of runs that `jaxscale train` wrote, without a job."""
+  found = sorted(p.parent for p in directory(runs).glob("*/config.json"))
+  return [p.name for p in found if not (p / "run.json").exists()]
 
 
 def all_studies(runs: str) -> list[str]:
