@@ -29,14 +29,14 @@ if importlib.util.find_spec("jaxscale") is None:
   subprocess.run([sys.executable, "-m", "pip", "install", "-q", source], check=True)
 
 # %%
-import os
-
-os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # eight devices, on any processor
-
 import itertools
 import time
 
 import jax
+
+jax.config.update("jax_platforms", "cpu")  # simulated, on any machine
+jax.config.update("jax_num_cpu_devices", 8)
+
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np

@@ -29,13 +29,13 @@ if importlib.util.find_spec("jaxscale") is None:
   subprocess.run([sys.executable, "-m", "pip", "install", "-q", source], check=True)
 
 # %%
-import os
-
-os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
-
 import itertools
 
 import jax
+
+jax.config.update("jax_platforms", "cpu")  # on eight accelerators: without these two
+jax.config.update("jax_num_cpu_devices", 8)
+
 import matplotlib.pyplot as plt
 
 import jaxscale as jxs

@@ -38,6 +38,7 @@ import io
 import json
 import tempfile
 
+import jax
 import matplotlib.pyplot as plt
 import numpy as np
 
@@ -50,7 +51,8 @@ folder = pathlib.Path(tempfile.mkdtemp())
 # %% [markdown]
 # ## Measured while training
 # `noise_scale=True` compares the squared norm of each device's gradient with that of
-# their mean. Both are there anyway, so it costs next to nothing.
+# their mean. Both are there anyway, so it costs next to nothing. On fewer than eight
+# devices micro-batches take their place.
 
 # %%
 settings = jxs.Config(
@@ -60,6 +62,7 @@ settings = jxs.Config(
   schedule=optim.Cosine(warmup_epochs=1),
   batch_size=64,
   epochs=12,
+  accumulate_steps=max(8 // jax.device_count(), 1),
   noise_scale=True,
   log=config.Log(every_steps=4, tensorboard=False),
 )

@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+import sys
 
 import jax
 import pytest
@@ -126,6 +127,18 @@ def test_the_notebook_is_its_script(name):
   kinds = [cell["cell_type"] for cell in cells]
   assert kinds[:2] == ["markdown", "code"] and kinds[-1] == "code"
   assert '"pip", "install"' in "".join(cells[1]["source"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_runs_on_one_device(name, tmp_path):
+  """As on Colab, or a workstation with one GPU, where nothing is simulated."""
+  env = {"JAX_NUM_CPU_DEVICES": "1", "MPLBACKEND": "agg"}
+  command = [sys.executable, ROOT / "colabs" / f"{name}.py"]
+  done = subprocess.run(
+    command, env=child_env(**env), cwd=tmp_path, capture_output=True, text=True
+  )
+  assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_every_notebook_is_executed_and_on_the_site():

@@ -33,7 +33,7 @@ def test_eight_devices_equal_one(optimizer):
   assert_same(run(fns, optimizer, num_devices=8), reference(optimizer))
 
 
-@pytest.mark.parametrize("optimizer", all_slow_except(["sgd", "lars"], "lars"))
+@pytest.mark.parametrize("optimizer", all_slow_except(OPTIMIZERS, "lars"))
 def test_global_batch_norm_equals_one_device(optimizer):
   fns = cnn(batch_norm=True, bn_axis_name=("replica", "data"), dropout=0.5)
   got = run(fns, optimizer, num_devices=8)
