@@ -36,6 +36,9 @@ _DISK_ADVICE = {
 # seconds a thread ends the process.
 _UNWIND_S = 1.0
 
+# Other threads that are no daemons are waited for at exit, at most so long.
+_THREADS_S = 5.0
+
 # Threads that the end of the process does not wait for: see `abandon`.
 _abandoned: list[threading.Thread] = []
 
@@ -282,7 +285,24 @@ def leave(main: Callable[[list[str]], int]) -> NoReturn:
     if jax := sys.modules.get("jax"):
       jax.distributed.shutdown()  # the others wait for it
     os._exit(code)
+  waiting = threading.Thread(target=_end_threads, args=(code,), daemon=True)
+  waiting.start()
   sys.exit(code)
+
+
+def _end_threads(code: int) -> None:
+  """End the process where threads of the user's code, no daemons, would keep it."""
+  time.sleep(_THREADS_S)
+  main = threading.main_thread()
+  left = [t.name for t in threading.enumerate() if not t.daemon and t is not main]
+  if left:  # else the main thread is at work in what libraries do at exit
+    with contextlib.suppress(OSError, AttributeError):  # stderr is closed
+      line = f"thread {left[0]!r} does not end, it is stopped; make it a daemon thread"
+      sys.stderr.write(f"note: {line}\n")
+      sys.stderr.flush()
+    if jax := sys.modules.get("jax"):
+      jax.distributed.shutdown()
+    os._exit(code)
 
 
 def _output(stream: Any) -> Any:

@@ -272,3 +272,28 @@ def test_a_package_that_is_missing_is_named(tmp_path):
   done = run_train(tmp_path / "run", PYTHONPATH=str(tmp_path))
   line = error_line(done, 2)
   assert line.startswith("error: no_such_library is not installed for ")
+
+
+THREAD = """
+import threading
+from jaxscale.config.loading import load_config
+
+threading.Thread(target=threading.Event().wait, name="of mine"%s).start()
+threading.Thread(target=print, args=("ended",)).start()
+
+def get_config():
+  return load_config("digits", {"epochs": "3", "model": "MLP"})
+"""
+
+
+@pytest.mark.parametrize("daemon", ["", ", daemon=True"])
+def test_a_thread_of_a_config_file_does_not_keep_a_run(daemon, tmp_path):
+  """It printed `done:` and never ended."""
+  (tmp_path / "mine.py").write_text(THREAD % daemon)
+  command = [sys.executable, "-m", "jaxscale", "train", "--config=mine.py"]
+  done = subprocess.run(
+    command, cwd=tmp_path, env=child_env(PYTHONPATH=str(ROOT)), capture_output=True,
+    text=True, timeout=200,
+  )  # fmt: skip
+  assert done.returncode == 0 and "done: " in done.stdout, done.stderr
+  assert ("thread 'of mine' does not end" in done.stderr) == (not daemon)
