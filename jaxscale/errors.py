@@ -36,6 +36,7 @@ _DISK_ADVICE = {
 # A command stuck in C++, as in a compilation, runs no handler of Ctrl-C: after these
 # seconds a thread ends the process.
 _UNWIND_S = 1.0
+
 # For threads of a config that are not daemons, after the end of its run.
 _THREADS_S = 30.0
 

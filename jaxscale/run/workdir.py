@@ -150,7 +150,7 @@ def _without_defaults(value: Any) -> str:
   if hasattr(value, "shape"):
     return f"{value.dtype}{list(value.shape)}"
   if not dataclasses.is_dataclass(value):
-    return str(value)
+    return text if len(text := str(value)) <= 300 else shown(value)
   fields = (f"{n}={_without_defaults(v)}" for n, v in _changed(value).items())
   return f"{type(value).__name__}({', '.join(fields)})"
 
