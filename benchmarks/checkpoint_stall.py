@@ -1,6 +1,7 @@
 """What a save costs the steps after it.
 
     python benchmarks/checkpoint_stall.py [--processes 2] [--to shared local]
+    python benchmarks/checkpoint_stall.py --against CHECKOUT [--directory DIR]
 
 An MLP is trained in stretches of some steps, in turns without a save and with one
 after the first step. The state is parameters and momentum in float32. A save is to the
@@ -14,6 +15,10 @@ other work on the machine disturbs less. `…_steps` are the same in steps. `wri
 how long after the call a process had written its part; `late` counts the stretches that
 ended before. Steps, copy, checksums and writing share the cores of one machine here:
 where hosts have cores to spare, only the call and the copy remain.
+
+With `--against`, a save from its call to its commit is compared with that of another
+checkout, in turns, while nothing is trained: `wall` and `processor` are the quartiles
+of the ratio, turn by turn.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from common import free_address, report
+from turns import Side, serve
 
 ROOT = Path(__file__).parent.parent
 MARK = "@stall "
@@ -109,6 +115,65 @@ def trainer(
 
   size = sum(x.nbytes for x in jax.tree.leaves(state))
   return train, size
+
+
+def saver(mb: int, directory: Path) -> None:
+  """One side of a comparison: saves when it is asked to, and says what it took."""
+  import jax
+  import numpy as np
+
+  from jaxscale import models, optim
+  from jaxscale.checkpoint.manager import Checkpoints
+  from jaxscale.exchange import plain
+  from jaxscale.mesh import make_mesh
+  from jaxscale.training.state import init_state
+
+  mesh, (width, layers) = make_mesh(), SIZES[mb]
+  module = models.MLPModule(num_classes=10, hidden=(width,) * layers)
+  fns, exchange = models.functions(module, (8, 8, 1)), plain(mesh.axis_names)
+  state = jax.block_until_ready(init_state(fns.init, optim.sgd(1e-3), mesh, exchange))
+  checkpoints, steps = (
+    Checkpoints(directory, keep_last=1, keep_best=0),
+    itertools.count(1),
+  )
+
+  def save() -> tuple[float, float]:
+    numbered = state._replace(step=jax.numpy.asarray(next(steps), np.int32))
+    began, used = time.perf_counter(), time.process_time()
+    checkpoints.save(numbered)
+    checkpoints.wait()
+    return time.perf_counter() - began, time.process_time() - used
+
+  serve({"save": save}, sum(x.nbytes for x in jax.tree.leaves(state)))
+
+
+def compare(asked: argparse.Namespace, mb: int) -> dict[str, Any]:
+  """The cost of a save here and in another checkout, in turns."""
+  took: list[list[tuple[float, float]]] = [[], []]
+  with tempfile.TemporaryDirectory(dir=asked.directory) as folder:
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    sides = [
+      Side(
+        [sys.executable, __file__, "--mb", str(mb), "--side", f"{folder}/{i}"],
+        env=env | {"PYTHONPATH": str(checkout)},
+      )
+      for i, checkout in enumerate((ROOT, asked.against.resolve()))
+    ]
+    size, _ = [side.wait_ready(600) for side in sides]
+    for turn in range(-2, asked.turns):  # the first ones import, and find their memory
+      for i in (0, 1) if turn % 2 else (1, 0):
+        seconds = sides[i].ask("save", timeout_s=600)
+        if turn >= 0:
+          took[i].append(seconds)
+    for side in sides:
+      side.close()
+  row: dict[str, Any] = {"state_mb": round(size / 1e6)}
+  for i, name in enumerate(("wall", "processor")):
+    ours, theirs = ([t[i] for t in side] for side in took)
+    row[name] = quartiles([a / b for a, b in zip(ours, theirs, strict=True)])
+    row[f"{name}_s"] = [round(statistics.median(x), 3) for x in (ours, theirs)]
+  print(row, file=sys.stderr, flush=True)
+  return row
 
 
 def work(asked: argparse.Namespace) -> None:
@@ -191,10 +256,19 @@ def main() -> None:
   parser.add_argument("--sizes", type=int, nargs="+", choices=SIZES, default=[*SIZES])
   places = "shared", "local"
   parser.add_argument("--to", nargs="+", choices=places, default=places)
+  parser.add_argument("--against", type=Path, help="another checkout")
   parser.add_argument("--mb", type=int, choices=SIZES, help=argparse.SUPPRESS)
+  parser.add_argument("--side", type=Path, help=argparse.SUPPRESS)
   asked = parser.parse_args()
+  if asked.side:
+    saver(asked.mb, asked.side)
+    return
   if asked.mb:
     work(asked)
+    return
+  if asked.against:
+    rows = [compare(asked, mb) for mb in asked.sizes]
+    report("checkpoint_cost", rows=rows, turns=asked.turns)
     return
   rows = [measure(asked, mb, to) for mb in asked.sizes for to in asked.to]
   name = "checkpoint_stall" + f"_{asked.processes}" * (asked.processes > 1)

@@ -321,9 +321,9 @@ class Chain:
     text = run.text()
     if "damaged" in text:
       raise FaultError(f"a checkpoint was found damaged: {text[-2000:]}")
-    said = re.search(r"resuming from the checkpoint of step (\d+)", text)
-    if said and int(said[1]) < durable:
-      raise FaultError(f"resumed from {said[1]}, {durable} was durable")
+    resumed = re.search(r"resuming from the checkpoint of step (\d+)", text)
+    if resumed and int(resumed[1]) < durable:
+      raise FaultError(f"resumed from {resumed[1]}, {durable} was durable")
 
 
 @contextlib.contextmanager

@@ -101,7 +101,7 @@ def read_back(
     directory: of the checkpoint.
     manifest: with shape and dtype of each array.
     shards: as of `read_back.stored_sums`.
-    sums: likewise.
+    sums: as of `read_back.stored_sums`.
 
   Raises:
     DamagedError: the disk has something else, or a file is empty.

@@ -105,7 +105,7 @@ def read_only(disk):
   subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
 
 
-# What a save lacks, and what is said of it: the reason, and what to do.
+# What a save lacks, and its line: the reason, and what to do.
 LACKS = {
   "inodes": (no_inodes, "no inodes (files) were left in ", "delete files there, or"),
   "writing": (read_only, "Read-only file system", "have it mounted for writing"),
