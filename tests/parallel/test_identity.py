@@ -477,6 +477,7 @@ def test_a_run_on_arrays_resumes_and_knows_them(tmp_path, capsys):
   x = np.random.default_rng(0).standard_normal((44, 3)).astype("float32")
   first = fit(arrays_config(x), tmp_path)
   assert first.summary["outcome"] == "done"
+  assert "Arrays(x=float32[44, 3], y=int32[44])" in capsys.readouterr().out
   assert fit(arrays_config(x.copy()), tmp_path).summary["step"] == first.summary["step"]
   more = fit(arrays_config(x, epochs=2), tmp_path)
   assert more.summary["step"] == 2 * first.summary["step"]
