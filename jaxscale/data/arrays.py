@@ -190,7 +190,7 @@ def as_array(field: str, values: Any) -> np.ndarray:
   """Return values as an array of numbers.
 
   Raises:
-    ConfigError: they are no array, have rows of different lengths, or other values than numbers.
+    ConfigError: they are no array of numbers, or rows differ in length.
   """
   fix = "give a NumPy array of numbers [n, ...]"
   try:

@@ -39,9 +39,9 @@ cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
 # Channels -> the names of simplejpeg, Pillow and OpenCV, and the colour types of PNG
 # that OpenCV converts as Pillow does; Pillow reads the others.
 _FORMATS = {
-  1: ("GRAY", "L", cv2.IMREAD_GRAYSCALE, (0, 4)),
-  3: ("RGB", "RGB", cv2.IMREAD_COLOR_RGB, (0, 2, 3, 4, 6)),
-  4: ("RGBA", "RGBA", 0, ()),
+  1: ("GRAY", "L", cv2.IMREAD_GRAYSCALE, b"\0\4"),
+  3: ("RGB", "RGB", cv2.IMREAD_COLOR_RGB, b"\0\2\3\4\6"),
+  4: ("RGBA", "RGBA", 0, b""),
 }
 
 
@@ -96,7 +96,7 @@ def decode(
         options = {"fastdct": fast_dct, "fastupsample": not exact}
         pixels = simplejpeg.decode_jpeg(data, color, **options)
         return pixels, "CMYK" if header[2] in ("CMYK", "YCCK") else "JPEG"
-  elif data[24:25] == b"\x08" and data[25] in color_types and _is_whole_png(data):
+  elif data[24:25] == b"\x08" and data[25:26] in color_types and _is_whole_png(data):
     _check_png(data, max_pixels)
     flags = flag | cv2.IMREAD_IGNORE_ORIENTATION
     image = cv2.imdecode(np.frombuffer(data, np.uint8), flags)

@@ -118,6 +118,7 @@ DRAWS = np.full(64, 0.4)
 @example(TOO_LARGE["a PNG of 2^62 pixels"], False)
 @example(of_size(0, 0), True)
 @example(png_of_size(0, 0), False)
+@example(png_of_size(8, 8)[:25], False)  # up to the depth, 8, and no colour type
 @pytest.mark.filterwarnings("ignore")  # Pillow's, of what it reads all the same
 def test_images(content, crops):
   with one_line(ValueError):
