@@ -17,7 +17,7 @@ from jaxscale import config as cfg
 from jaxscale import data, models, weights
 from jaxscale.collectives import vary
 from jaxscale.config.choice import build, guarded, is_built_in, wrong_product
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, invalid
 from jaxscale.experiment.derive import Derived
 from jaxscale.experiment.phases import Phase
 from jaxscale.experiment.row_mixing import mixes_rows
@@ -193,6 +193,13 @@ def check_model(
   specs = P(), P(axes), P(axes)
   called = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P(axes))
   state = models.init_shapes(model.init)
+  for path, leaf in jax.tree.leaves_with_path(state[1]):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+      why, fix = (
+        "is a typed key, which no checkpoint holds",
+        "keep its jax.random.key_data",
+      )
+      raise invalid(f"model state {path_name(path)}", ..., why, fix)
   outputs, found = models.by_device(
     lambda: jax.eval_shape(called, state, batch, keys), rows
   )

@@ -303,7 +303,7 @@ MIXING = {
   "one mask by the last key": plain(lambda h, s, k: drop(k[-1], h)),
   "a mask by the place": plain(lambda h, s, k: drop(jax.random.key(0), h)),
   "a mask of the state": plain(
-    lambda h, s, k: drop(s["key"], h), {"key": jax.random.key(3)}
+    lambda h, s, k: drop(s["key"], h), {"key": jax.random.PRNGKey(3)}
   ),
   "nnx.BatchNorm": of_nnx(lambda rngs: nnx.BatchNorm(8, rngs=rngs)),
   "nnx.Dropout": of_nnx(lambda rngs: nnx.Dropout(0.5, rngs=rngs)),
@@ -349,3 +349,9 @@ def test_linen_code_that_mixes_rows_is_named():
 def test_a_model_for_one_batch_size_is_not_tested():
   made = experiment(config_of(Functions(name="fixed")), devices=jax.devices()[:1])
   assert not made.notes
+
+
+def test_a_typed_key_in_the_state_is_refused_before_it_is_saved():
+  MODELS["key"] = plain(lambda h, s, k: h, {"key": jax.random.key(3)})
+  with pytest.raises(ConfigError, match=r"state key is a typed key.*random.key_data"):
+    experiment(config_of(Functions(name="key")), devices=jax.devices()[:1])
