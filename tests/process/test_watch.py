@@ -133,7 +133,7 @@ def test_no_child_outlives_its_process(family):
 
 @pytest.mark.parametrize("bodies", [[FOREVER] * 3, [STARTS] * 3], ids=["step", "start"])
 def test_process_0_that_stood_still_is_named_by_all(family, bodies):
-  """It said that the others had died, which had left because it was silent."""
+  """The line was that the others had died, which had left because it was silent."""
   processes = family(*bodies, limits=SILENT)
   wait_up(processes)
   processes[0].send_signal(signal.SIGSTOP)
