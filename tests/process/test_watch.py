@@ -370,6 +370,7 @@ def test_loading_libraries_is_no_silence():
   assert "keeps Python's lock" in silent(1600.0, 1599.0)[0]
   assert "keeps Python's lock" in silent(1000.0, 999.0, 3, "step")[0]
   assert "stopped, or its host is gone" in silent(1000.0, 0.0)[0]
+  assert "stopped, or its host is gone" in silent(1000.0, 981.0, 3, "step")[0]
   assert "stopped, or its host is gone" in silent(1000.0, 0.0, 3, "step")[0]
 
 
