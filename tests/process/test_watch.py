@@ -133,7 +133,7 @@ def test_no_child_outlives_its_process(family):
 
 @pytest.mark.parametrize("bodies", [[FOREVER] * 3, [STARTS] * 3], ids=["step", "start"])
 def test_process_0_that_stood_still_is_named_by_all(family, bodies):
-  """It said that the others had died, which had left because it was silent."""
+  """The line was that the others had died, which had left because it was silent."""
   processes = family(*bodies, limits=SILENT)
   wait_up(processes)
   processes[0].send_signal(signal.SIGSTOP)
@@ -370,6 +370,7 @@ def test_loading_libraries_is_no_silence():
   assert "keeps Python's lock" in silent(1600.0, 1599.0)[0]
   assert "keeps Python's lock" in silent(1000.0, 999.0, 3, "step")[0]
   assert "stopped, or its host is gone" in silent(1000.0, 0.0)[0]
+  assert "stopped, or its host is gone" in silent(1000.0, 981.0, 3, "step")[0]
   assert "stopped, or its host is gone" in silent(1000.0, 0.0, 3, "step")[0]
 
 

@@ -198,11 +198,13 @@ def silence(
     allowed_s: `silence_limit_s`.
     timeouts: how long is too long.
   """
-  if now - max(heard, alive) > timeouts.heartbeat_timeout_s:
+  quiet_s = now - max(heard, alive)
+  if quiet_s <= timeouts.heartbeat_timeout_s and now - heard <= allowed_s:
+    return ""
+  # What a cut link brought last may have been of either.
+  if quiet_s > timeouts.heartbeat_timeout_s / 2:
     return "stopped, or its host is gone or cut off"
-  if now - heard > allowed_s:
-    return "it runs, but some code keeps Python's lock"
-  return ""
+  return "it runs, but some code keeps Python's lock"
 
 
 def find_blocker(

@@ -218,7 +218,7 @@ class Watch:
       allowed_s = fault_detection.silence_limit_s(activity, timeouts)
       alive = self._link.heard
       if reason := fault_detection.silence(now, heard, alive, allowed_s, timeouts):
-        # When it goes on, it is to know why this process has left.
+        # When it continues, it is to know why this process has left.
         self._send({"alone": round(now - heard, 1)})
         reason = f" for {now - heard:.0f} s ({reason})"
         self._leave_without_monitor("is silent", EXIT_HANG, reason)
