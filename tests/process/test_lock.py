@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -323,7 +324,7 @@ def test_a_workdir_that_is_not_shared_is_refused_at_the_start(tmp_path, other):
     lock.acquire(tmp_path / "run1")._released.set()
   words = [sys.executable, "-m", "jaxscale.train", "--config", "configs/digits.py"]
   words += [*ARGS, f"--workdir={tmp_path}/run"]
-  script = f'exec {" ".join(words)}"$JAXSCALE_PROCESS_ID"'
+  script = f'exec {shlex.join(words)}"$JAXSCALE_PROCESS_ID"'
   ends = run_group(["bash", "-c", script])
   assert [code for *_, code in ends] == [2, 2], ends
   errors = "".join(error for _, error, _ in ends).splitlines()
