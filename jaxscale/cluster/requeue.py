@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +22,9 @@ from jaxscale.errors import EXIT_GIVE_UP, EXIT_PREEMPTED
 from jaxscale.files import read_json, whole_number, write_json
 
 _SCONTROL_S = 30.0
+# A controller that restarts is back within seconds. Slurm may kill this process sooner,
+# KillWait after its SIGTERM.
+_ASK_S, _PAUSE_S = 60.0, 5.0
 # What a job is signalled with as a whole, by Slurm or from a terminal.
 _TO_THE_JOB = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -71,11 +76,25 @@ def requeue(job: str | None, restarts: int, limit: int) -> Requeued:
     line = f"job {job} was requeued {restarts} times, and not again (limit {limit})"
   elif state := ending_state(run_scontrol("show", "job", job) or ""):
     line = f"job {job} is {state} already: not requeued by this run"
-  elif error := _requeue(job, restarts):
+  elif error := _requeue_or_wait(job, restarts):
     line = f"job {job} is saved, not requeued: {error}"
   else:
     line = f"job {job} is requeued, restart {restarts + 1}"
   return Requeued(code, line)
+
+
+def _requeue_or_wait(job: str, restarts: int) -> str | None:
+  """`_requeue`, asked again while Slurm's controller is down; None: it is requeued."""
+  ends_s = time.monotonic() + _ASK_S
+  while error := _requeue(job, restarts):
+    if run_scontrol("ping") is not None or shutil.which("scontrol") is None:
+      return error  # it answers: that is its refusal
+    if time.monotonic() > ends_s:
+      return f"Slurm's controller does not answer ({error}); submit it again to resume"
+    line = f"job {job} is saved; Slurm's controller does not answer, it is asked again"
+    print(line, flush=True)
+    time.sleep(_PAUSE_S)
+  return None
 
 
 def _requeue(job: str, restarts: int) -> str | None:

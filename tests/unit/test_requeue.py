@@ -138,8 +138,27 @@ def test_what_somebody_cancelled_is_not_revived(scontrol, state):
     assert asked.read_text() == "show job 12\n"
 
 
+def test_a_controller_that_is_down_is_asked_again(scontrol, monkeypatch, capsys):
+  monkeypatch.setattr(requeue, "_PAUSE_S", 0.0)
+  down = "echo 'Unexpected message received for job 12' >&2; exit 1"
+  count = 'grep -c requeue "$(dirname "$0")/../asked"'
+  asked = scontrol(f'[ "$({count})" -gt 2 ] || {{ {down}; }}')
+  assert requeue.requeue("12", 0, limit=3) == (85, "job 12 is requeued, restart 1")
+  assert asked.read_text().count("requeue 12") == 3
+  reported = "job 12 is saved; Slurm's controller does not answer, it is asked again\n"
+  assert capsys.readouterr().out == 2 * reported
+  monkeypatch.setattr(requeue, "_ASK_S", 0.0)
+  scontrol(down)
+  line = (
+    "job 12 is saved, not requeued: Slurm's controller does not answer (Unexpected "
+  )
+  line += "message received for job 12); submit it again to resume"
+  assert requeue.requeue("12", 0, limit=3) == (85, line)
+
+
 def test_a_requeue_that_slurm_refuses_says_why(scontrol, monkeypatch, tmp_path):
-  scontrol("echo 'Requested operation is presently disabled' >&2; exit 1")
+  scontrol("[ $1 = ping ] || { echo 'Requested operation is presently disabled' >&2; "
+           "exit 1; }")  # fmt: skip
   done = requeue.requeue("12", 0, limit=3)
   assert done.code == 85 and done.line == (
     "job 12 is saved, not requeued: Requested operation is presently disabled"
@@ -155,6 +174,7 @@ def test_the_requeue_signals_also_who_asks_for_it(scontrol, name, after, tmp_pat
   sent = tmp_path / "sent"
   shows = f'echo "JobState={after}"' if after else "exit 1"
   scontrol(f"""
+    [ $1 = ping ] && exit
     if [ $1 = show ]; then
       [ -e {sent} ] || {{ echo "JobState=RUNNING Reason=None Restarts=0"; exit; }}
       {shows}; exit
