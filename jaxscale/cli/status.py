@@ -6,9 +6,11 @@ import shutil
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 from jaxscale.cli.parser import Namespace, Parser, whole
 from jaxscale.cli.submit import add_runs
+from jaxscale.errors import printable
 
 SEE_STATUS = "`jaxscale status` lists them"
 RUN = "name or directory of a run, or of a scaling study for all of its runs"
@@ -38,6 +40,12 @@ def run(args: Namespace) -> None:
     paths = folders.find_all(args.names, args.runs)
     found = statuses(paths or folders.all_folders(args.runs))
     shown = found.shown(_width())
+    if not paths and (others := folders.unsubmitted(args.runs)):
+      note = (
+        f"without a job, by `jaxscale train`: {', '.join(map(printable, others))}; "
+      )
+      note += f"see `jaxscale report {Path(args.runs, others[0])}`"
+      shown = f"{shown}\n{note}" if found else note
     if len(found) == 1 and found[0].goodput:
       lines = textwrap.wrap(str(found[0].goodput), _width() or 10_000)
       shown = "\n".join([shown, *lines])

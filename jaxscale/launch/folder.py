@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxscale.config.validation import nearest
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, invalid
 from jaxscale.files import (
   expand,
   open_to_append,
@@ -185,6 +185,9 @@ def find(name: str, runs: str, others: Iterable[str] = ()) -> Path:
   for folder in (directory(runs) / name, Path(name)):
     if os.path.isfile(folder / "run.json"):
       return folder.absolute()
+  if name in unsubmitted(runs):
+    remedy = f"see `jaxscale report {directory(runs) / name}`"
+    raise invalid(name, ..., "was not submitted, so it has no job", remedy)
   known = [*others, *(p.name for p in all_folders(runs)), *all_studies(runs)]
   hint = nearest(name, known) if known else f"there is none in {runs}/"
   raise ConfigError(f"{name or '(an empty name)'}: no such run, {hint}")
@@ -230,6 +233,12 @@ def all_folders(runs: str) -> list[Path]:
 
   files = sorted(directory(runs).glob("*/run.json"), key=written)
   return [p.parent.absolute() for p in files]
+
+
+def unsubmitted(runs: str) -> list[str]:
+  """Names of directories of runs that `jaxscale train` wrote, without a job."""
+  found = sorted(p.parent for p in directory(runs).glob("*/config.json"))
+  return [p.name for p in found if not (p / "run.json").exists()]
 
 
 def all_studies(runs: str) -> list[str]:

@@ -19,7 +19,9 @@ render = slurm_script.render
 # job that we may be in (a notebook), and sbatch would take them as options.
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT")
 # Fields of squeue(1), --Format; a colon sets the width, or long ones are cut.
-_FIELDS = ("JobArrayID", "State", "NumNodes", "TimeLeft", "RestartCnt", "Reason")
+_FIELDS = (
+  "JobArrayID", "State", "NumNodes", "TimeLeft", "RestartCnt", "Reason", "TimeLimit",
+)  # fmt: skip
 _WIDTH = 128
 # What Slurm 22.05 prints where its commands are installed and no cluster is.
 _NO_CLUSTER = (
@@ -62,8 +64,9 @@ def queue(runs: Mapping[str, JobSpec]) -> dict[str, QueueEntry]:
 def parse_line(line: str) -> tuple[str, QueueEntry]:
   """A line of squeue, in columns of a fixed width."""
   cells = [line[i * _WIDTH : (i + 1) * _WIDTH].strip() for i in range(len(_FIELDS))]
-  job, state, nodes, left, restarts, reason = cells
+  job, state, nodes, left, restarts, reason, limit = cells
   number, again = whole_number(nodes) or 0, whole_number(restarts) or 0
+  left = "" if limit == "UNLIMITED" else left  # Slurm counts down from a year
   return job, QueueEntry(state, number, left, again, reason)
 
 

@@ -183,7 +183,7 @@ SHOWN = (
   "JobId=7 JobName=x JobState=RUNNING Reason=None Dependency=(null) Restarts=1 "
   "EndTime=2026-03-01T12:00:00 Deadline=N/A NodeAddr=n1"
 )
-COLUMNS = ("7_1", "RUNNING", "4", "1:00", "0", "None")
+COLUMNS = ("7_1", "RUNNING", "4", "1:00", "0", "None", "5:00")
 QUEUE = "".join(text.ljust(128) for text in COLUMNS)
 
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from jaxscale import cli
 from jaxscale.errors import ConfigError
 from jaxscale.launch import folder as folders
 from jaxscale.launch import slurm, spec, status
@@ -106,12 +107,37 @@ def test_where_no_cluster_answers_the_advice_is_of_the_command(
 
 def test_a_line_of_squeue_may_be_long():
   reason = "(ReqNodeNotAvail, UnavailableNodes:n[1-4])"
-  cells = ["12_3", "PENDING", "64", "2-00:00:00", "1", reason]
-  line = "".join(cell.ljust(128) for cell in cells)
-  assert slurm.parse_line(line) == (
-    "12_3",
-    QueueEntry("PENDING", 64, "2-00:00:00", 1, reason),
-  )
+  for limit, left in (("2-00:00:00", "1-23:59:00"), ("UNLIMITED", "")):
+    cells = ["12_3", "PENDING", "64", left or "364-23:59:59", "1", reason, limit]
+    line = "".join(cell.ljust(128) for cell in cells)
+    assert slurm.parse_line(line) == (
+      "12_3",
+      QueueEntry("PENDING", 64, left, 1, reason),
+    )
+
+
+def test_a_run_without_a_job_is_named(tmp_path, capsys):
+  """Of `make train`: there is nothing to cancel, and it is no run of `submit`."""
+  runs = f"--runs={tmp_path}"
+  for name in ("digits", "other"):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "config.json").write_text("{}")
+  assert cli.main(["status", runs]) == 0
+  note = "without a job, by `jaxscale train`: digits, other; "
+  out = capsys.readouterr().out
+  assert out == f"{note}see `jaxscale report {tmp_path}/digits`\n"
+  for verb in ("status", "cancel", "logs", "resume"):
+    assert cli.main([verb, "digits", runs]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: digits was not submitted, so it has no job; ")
+    assert f"jaxscale report {tmp_path}/digits" in error and error.count("\n") == 1
+  folder = tmp_path / "good"
+  folder.mkdir()
+  good = json.dumps(spec.to_json(RUN._replace(executor="local")))
+  (folder / "run.json").write_text(good)
+  assert cli.main(["status", runs]) == 0
+  out = capsys.readouterr().out.splitlines()
+  assert len(out) == 3 and out[-1].startswith(note)
 
 
 def test_a_damaged_folder_hides_no_other_run(tmp_path):
