@@ -171,7 +171,7 @@ def test_the_launch_script_starts_the_same_command(tmp_path):
     env=child_env(JAXSCALE_VENV=str(tmp_path)), capture_output=True, text=True,
   )  # fmt: skip
   assert done.returncode == 0, done.stderr
-  wanted = "python -m jaxscale.train --config configs/x.py --config.a=b c"
+  wanted = "python -P -m jaxscale.train --config configs/x.py --config.a=b c"
   assert done.stdout.strip() == f"--kill-on-bad-exit=1 {wanted}"
 
 
