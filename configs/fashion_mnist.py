@@ -4,7 +4,7 @@ Command    python -m jaxscale.train --config configs/fashion_mnist.py (SGD at 25
            the same with configs/fashion_mnist.py:lars (LARS at 4,096)
            after `make fashion_mnist`
 Hardware   2 CPU cores (Xeon), jax 0.10.2, Python 3.11
-Time       SGD 457 s, LARS 1,168 s, both while other work ran; 2026-11-21
+Time       SGD 457 s, LARS 1,168 s, the latter while other work ran; 2026-11-21
 Result     test accuracy SGD 93.34 %, LARS 92.73 %; one run each, seed 0
 """
 

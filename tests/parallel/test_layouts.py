@@ -5,6 +5,7 @@ each with an optimizer of its own, train side by side in one program, so that a 
 is compiled once for all cells of its row.
 """
 
+import copy
 import functools
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from jaxscale.training.step import make_train_step
 from support.cases import all_slow_except
 from support.compiling import fast_compile_options
 from support.tiny_stack import LENGTH, RULES, VOCAB, tiny_stack
-from support.trees import relative_distance
+from support.trees import relative_distance, worst_leaf
 
 STEPS, ROWS, SEED = 10, 128, 3
 IS_STACKED = optim.matching("^layers/")
@@ -100,9 +101,6 @@ CASES = {
 }
 
 QUICK = "data x fsdp x model"
-# In half precision, one without norms and one with: an optimizer sees float32 gradients
-# in any dtype, and every optimizer is crossed with every layout in float32.
-IN_HALF = ("sgd", "lamb")
 
 
 def side_by_side(names):
@@ -184,7 +182,7 @@ def together(found):
 
 def runs(case: Case, dtype: str, devices: int, *starts: Any) -> list[Run]:
   """Ten steps for each start: None, one after another, or each from a state given."""
-  names = tuple(OPTIMIZERS) if dtype == "float32" else IN_HALF
+  names = tuple(OPTIMIZERS)
   mesh = make_mesh(devices=jax.devices()[:devices], **case.mesh)
   stack = tiny_stack(dtype=jnp.dtype(dtype))
   rules = [r._replace(pattern=f"({'|'.join(names)})/{r.pattern}") for r in RULES]
@@ -243,47 +241,55 @@ def eight_in_half(name):
   return runs(CASES[name], "bfloat16", 8, one_device("bfloat16").states, None)
 
 
-def assert_same(found: Run, wanted: Run, optimizer: str, bound: float):
+def assert_same(found: Run, wanted: Run, optimizer: str, bound: float, leaf: float):
+  """Losses, and gradients over all leaves, to `bound`; each leaf's to `leaf`.
+
+  Parameters leaf by leaf to twice `bound`. Of a single leaf's gradient the ring's
+  other order of sums moves 2.2e-3 in bfloat16 (measured, jax 0.10.2, CPU).
+  """
   for i in range(STEPS):
     a, b = found.losses[i][optimizer], wanted.losses[i][optimizer]
     assert a == pytest.approx(b, rel=bound), f"loss of step {i}"
+    grads = found.grads[i][optimizer], wanted.grads[i][optimizer]
+    assert relative_distance(*grads) <= bound
+    assert worst_leaf(*grads) <= leaf
     assert (
-      relative_distance(found.grads[i][optimizer], wanted.grads[i][optimizer]) <= bound
-    )
-    assert (
-      relative_distance(found.params[i][optimizer], wanted.params[i][optimizer])
-      <= bound
+      worst_leaf(found.params[i][optimizer], wanted.params[i][optimizer]) <= 2 * bound
     )
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", all_slow_except(CASES, QUICK))
 def test_eight_devices_train_as_one(name, optimizer):
-  assert_same(eight(name), one_device("float32"), optimizer, 1e-6)
+  assert_same(eight(name), one_device("float32"), optimizer, 1e-6, 2e-6)
 
 
-@pytest.mark.parametrize("optimizer", IN_HALF)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", all_slow_except(CASES))
 def test_in_half_precision_steps_are_those_of_one_device(name, optimizer):
   """From the same state: of another, in the last bit, roundings fall otherwise."""
   (each, _), wanted = eight_in_half(name), one_device("bfloat16")
-  assert_same(each, wanted, optimizer, 2e-3)
+  assert_same(each, wanted, optimizer, 2e-3, 1e-2)
 
 
-@pytest.mark.parametrize("optimizer", IN_HALF)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", all_slow_except(CASES))
 def test_in_half_precision_a_run_goes_where_one_device_goes(name, optimizer):
   (_, found), wanted = eight_in_half(name), one_device("bfloat16")
   for i in range(STEPS):
     loss = wanted.losses[i][optimizer]
     assert found.losses[i][optimizer] == pytest.approx(loss, rel=2e-3)
-    apart = relative_distance(found.params[i][optimizer], wanted.params[i][optimizer])
+    apart = worst_leaf(found.params[i][optimizer], wanted.params[i][optimizer])
     assert apart <= 2e-3
 
 
 def test_a_step_that_forgets_is_found():
   """The bound is worth something: what is wrong by little fails it."""
   found, wanted = eight(QUICK), one_device("float32")
-  grads = [jax.tree.map(lambda g: g * np.float32(1 + 3e-6), g) for g in found.grads]
+  grads = [jax.tree.map(lambda g: g * np.float32(1 + 1e-5), g) for g in found.grads]
   with pytest.raises(AssertionError):
-    assert_same(found._replace(grads=grads), wanted, "sgd", 1e-6)
+    assert_same(found._replace(grads=grads), wanted, "sgd", 1e-6, 2e-6)
+  params = copy.deepcopy(found.params)  # of one leaf, 1 to 2 % of the tree
+  params[-1]["sgd"]["layers"]["down_bias"] *= np.float32(1 + 1e-5)
+  with pytest.raises(AssertionError):
+    assert_same(found._replace(params=params), wanted, "sgd", 1e-6, 2e-6)

@@ -21,6 +21,20 @@ def relative_distance(tree, expected):
   return np.linalg.norm(a - b) / np.linalg.norm(b)
 
 
+def worst_leaf(tree, expected, floor=0.01):
+  """The largest distance of two leaves, by the norm of the second and a floor.
+
+  The floor is a share of the norm of the whole tree: leaves far smaller than that are
+  compared with it, as their last bits come from sums of larger ones.
+  """
+  pairs = [
+    (np.asarray(a, np.float64), np.asarray(b, np.float64))
+    for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True)
+  ]
+  least = floor * np.sqrt(sum(np.sum(b * b) for _, b in pairs))
+  return max(np.linalg.norm(a - b) / (np.linalg.norm(b) + least) for a, b in pairs)
+
+
 def largest_distance(tree, expected):
   """The largest relative distance of two leaves; NaN if any is."""
 
