@@ -57,7 +57,7 @@ class UnsetError(ConfigError):
 def hints(cls: type) -> dict[str, Any]:
   """The type of every field of a settings class."""
   found = typing.get_type_hints(cls)
-  return {n: t for n, t in found.items() if typing.get_origin(t) is not typing.ClassVar}
+  return {field.name: found[field.name] for field in dataclasses.fields(cls)}
 
 
 @functools.cache
