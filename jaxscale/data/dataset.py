@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import hashlib
 import os
+import shutil
+import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,8 +33,21 @@ IMAGENET_EXAMPLES = {"train": 1_281_167, "validation": 50_000}
 
 
 def user_cache() -> Path:
-  """$XDG_CACHE_HOME/jaxscale, or ~/.cache/jaxscale."""
-  return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxscale"
+  """$XDG_CACHE_HOME/jaxscale, or ~/.cache/jaxscale; without a home a temporary one."""
+  folder = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
+  if (folder := os.path.expanduser(folder)).startswith("~"):
+    return Path(_temporary_cache())
+  return Path(folder) / "jaxscale"
+
+
+@functools.cache
+def _temporary_cache() -> str:
+  """Make the cache of a user without a home, as in a container; it ends with us."""
+  made = tempfile.mkdtemp(prefix="jaxscale-")
+  atexit.register(shutil.rmtree, made, ignore_errors=True)
+  line = f"no home directory, caches are in {made} until the end; set HOME"
+  print(f"note: {line}, or XDG_CACHE_HOME", file=sys.stderr)
+  return made
 
 
 class DatasetInfo(NamedTuple):

@@ -263,7 +263,9 @@ def _is_there(name: str, data_dir: str | None) -> bool:
   from tensorflow_datasets.core import constants
 
   own = re.split("[/:]", name)[0]
-  return bool(own) and Path(data_dir or constants.DATA_DIR, own).expanduser().is_dir()
+  return bool(own) and os.path.isdir(
+    os.path.expanduser(os.path.join(data_dir or constants.DATA_DIR, own))
+  )
 
 
 def _identity(builder: Any) -> tuple[str, int]:

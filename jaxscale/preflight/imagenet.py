@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -194,7 +195,7 @@ def _archives(data_dir: str | None, manual_dir: str | None, md5: bool) -> list[F
   """What preparing needs: space on the disk, and the archives, whole."""
   from tensorflow_datasets.core import constants
 
-  target = Path(data_dir or constants.DATA_DIR).expanduser()
+  target = Path(os.path.expanduser(data_dir or constants.DATA_DIR))
   manual = Path(manual_dir) if manual_dir else target / "downloads" / "manual"
   known = {manual / name: archive for name, archive in ARCHIVES.items()}
   there = {path: path.stat().st_size for path in known if path.is_file()}

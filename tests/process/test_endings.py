@@ -325,3 +325,52 @@ def test_a_package_that_is_missing_is_named(tmp_path):
   done = run_train(tmp_path / "run", PYTHONPATH=str(tmp_path))
   line = error_line(done, 2)
   assert line.startswith("error: no_such_library is not installed for ")
+
+
+HOMELESS = """
+import os, pwd, sys
+
+def nobody(uid):
+  raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+pwd.getpwuid = nobody
+for name in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "MPLCONFIGDIR"):
+  os.environ.pop(name, None)
+from jaxscale import cli
+from jaxscale.data.dataset import user_cache
+
+code = cli.main(sys.argv[1:])
+assert user_cache().is_dir() and user_cache() == user_cache()
+sys.exit(code)
+"""
+
+
+OF_TEXT = """
+from jaxscale import config as c
+
+def get_config():
+  return c.Config(
+    model=c.Transformer(num_layers=1, width=16, num_heads=2, hidden=8),
+    data=c.TextFiles(path=".", sequence_length=8), optimizer=c.SGD(lr=0.1),
+    batch_size=16, epochs=0.5,
+  )
+"""
+
+
+@pytest.mark.parametrize("config", ["digits", "of_text.py"])
+def test_a_user_without_a_home_trains_with_one_note(config, tmp_path):
+  """In a container whose user has no passwd entry: 20 lines of traceback."""
+  (tmp_path / "of_text.py").write_text(OF_TEXT)
+  for name in ("train", "val"):
+    (tmp_path / f"{name}.txt").write_text("some text " * 100)
+  env = child_env(PYTHONPATH=str(ROOT))
+  env.pop("JAX_COMPILATION_CACHE_DIR", None)
+  argv = ["train", f"--config={config}", "--workdir=run"]
+  argv += ["--config.epochs=3", "--config.model=MLP"] * (config == "digits")
+  done = subprocess.run(
+    [sys.executable, "-c", HOMELESS, *argv], cwd=tmp_path, env=env, timeout=200,
+    capture_output=True, text=True,
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr
+  assert done.stderr.count("note: no home directory, caches are in ") == 1
+  assert "Traceback" not in done.stderr and not (tmp_path / "~").exists()
