@@ -28,6 +28,7 @@ from jaxscale.data.directory import is_visible, kinds, left_out_note, tree
 from jaxscale.data.stream import TokenFile, of_files, packed, text_windows
 from jaxscale.data.tokenizer import read_tokenizer
 from jaxscale.errors import ConfigError, invalid
+from jaxscale.files import refuse_pointer
 from jaxscale.metrics.text import few, listed
 
 _AT_ONCE = 64 << 20  # bytes of text
