@@ -173,7 +173,7 @@ def read_bytes(path: Path, last_bytes: int | None = None) -> bytes:
 
   Raises:
     OSError: it cannot be read, or is a pipe or a device, which may never end.
-    ValueError: there is no such path: a NUL is in it.
+    ValueError: there is no such path: a NUL is in it. Or as `refuse_pointer`.
   """
   number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
   with open(number, "rb") as file:
@@ -181,7 +181,19 @@ def read_bytes(path: Path, last_bytes: int | None = None) -> bytes:
       raise OSError(None, "not a file", str(path))
     if last_bytes is not None:
       file.seek(max(file.seek(0, 2) - last_bytes, 0))
-    return file.read()
+    return refuse_pointer(path, file.read())
+
+
+def refuse_pointer(path: object, content: bytes) -> bytes:
+  """Return the content of a file, or its beginning, unless Git LFS has the file.
+
+  Raises:
+    ConfigError: it is a pointer, as of a repository cloned without Git LFS.
+  """
+  if content.startswith(b"version https://git-lfs."):
+    fix = "run `git lfs pull` in its repository, or download the file itself"
+    raise invalid(str(path), ..., "is a pointer of Git LFS, not the file", fix)
+  return content
 
 
 def sync(path: Path) -> None:

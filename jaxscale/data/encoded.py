@@ -29,6 +29,7 @@ from jaxscale.data.dataset import (
   DatasetInfo,
 )
 from jaxscale.errors import ConfigError
+from jaxscale.files import refuse_pointer
 
 # Per channel, over the training images of ImageNet, as every published recipe.
 IMAGENET_MEAN = (123.675, 116.28, 103.53)
@@ -144,6 +145,8 @@ class _Loader(NamedTuple):
     self, record: Record | None, draws: np.ndarray | None, index: int, out: np.ndarray
   ) -> int | None:
     """Put the view of one example into `out`: its label, or None if it is damaged."""
+    if record is not None:
+      refuse_pointer(f"{self.info.name}/{self.source.name(index)}", record[0])
     try:
       label, kind = self._decode(record, draws, out)
     except ValueError:

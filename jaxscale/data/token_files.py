@@ -28,6 +28,7 @@ from jaxscale.data.directory import is_visible, kinds, left_out_note, tree
 from jaxscale.data.stream import TokenFile, of_files, packed, text_windows
 from jaxscale.data.tokenizer import read_tokenizer
 from jaxscale.errors import ConfigError, invalid
+from jaxscale.files import refuse_pointer
 from jaxscale.metrics.text import few, listed
 
 _AT_ONCE = 64 << 20  # bytes of text
@@ -159,6 +160,9 @@ def split_files(directory: Path, split: str) -> tuple[list[Path], Counter[str]]:
   if len(sources) > 1 or len({path.suffix.lower() in _TOKENS for path in found}) > 1:
     both = f"{found[0].name} and {found[-1].name}"
     raise ConfigError(f"TextFiles: {split!r} of {directory} is {both}; leave one kind")
+  for path in found:
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+      refuse_pointer(path, file.read(64))
   return found, left_out
 
 

@@ -147,7 +147,7 @@ def _changed(settings: Any) -> dict[str, Any]:
 
 def _without_defaults(value: Any) -> str:
   """A setting as it would be written in a config file."""
-  if hasattr(value, "shape"):
+  if hasattr(value, "dtype") and hasattr(value, "shape"):
     return f"{value.dtype}{list(value.shape)}"
   if not dataclasses.is_dataclass(value):
     return text if len(text := str(value)) <= 300 else shown(value)

@@ -21,12 +21,15 @@ from jaxscale.weights.names import Naming, Shape, Shapes, naming_of, table_of
 _Found = tuple[str, Any]  # what to set, and the shapes of that model
 
 
-def settings_of(naming: str, stored: Mapping[str, Shape]) -> str | None:
+def settings_of(
+  naming: str, stored: Mapping[str, Shape], num_classes: int | None = None
+) -> str | None:
   """Settings whose model has exactly these names and shapes; None: there are none.
 
   Args:
     naming: of the file, one of `NAMINGS`.
     stored: shapes of all its arrays, by name.
+    num_classes: classes or words of the data, where they are known.
 
   Returns:
     E.g. "ResNet(depth=50, width=64)". Numbers of heads are not in the arrays.
@@ -35,7 +38,9 @@ def settings_of(naming: str, stored: Mapping[str, Shape]) -> str | None:
     if "layer1.0.conv1.weight" in stored:
       found, shapes = _resnet(stored)
     elif "model.embed_tokens.weight" in stored:
-      found, shapes = _transformer(_theirs(naming, "params/embed/table", stored))
+      found, shapes = _transformer(
+        _theirs(naming, "params/embed/table", stored), num_classes
+      )
     else:
       found, shapes = _vit(_theirs(naming, "params/embed/patch/kernel", stored))
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
@@ -90,7 +95,7 @@ def _vit(stored: Mapping[str, Shape]) -> _Found:
   return text, {"params": models.init_shapes(stack.init)}
 
 
-def _transformer(stored: Mapping[str, Shape]) -> _Found:
+def _transformer(stored: Mapping[str, Shape], num_words: int | None) -> _Found:
   vocab_size, width = stored["embed/table"]
   queries, keys = (stored[f"layers/{x}/kernel/0"][0] for x in "qk")
   has_norm = "layers/q_norm/scale/0" in stored
@@ -106,6 +111,8 @@ def _transformer(stored: Mapping[str, Shape]) -> _Found:
   options: Any = {"vocab_size": vocab_size, "head_width": each, "pad_vocab_to": 1}
   stack = models.make_transformer(**options, **heads, **sizes)
   text = f"Transformer({_text(sizes)}) and {vocab_size} words"
+  if num_words is not None and num_words < vocab_size:  # as Qwen's tables
+    text = f"Transformer({_text(sizes | {'pad_vocab_to': vocab_size})})"
   return text, {"params": models.init_shapes(stack.init)}
 
 

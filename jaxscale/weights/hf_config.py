@@ -152,7 +152,13 @@ def check_llama(
       "copy it again or set init_head=True"
     )
   compared = {field for field, _ in transformer_settings(found).values()}
-  return Comparison(problems, unknown(found, _HARMLESS | compared | set(_FIXED)))
+  notes = unknown(found, _HARMLESS | compared | set(_FIXED))
+  if is_tied and not new_head and "lm_head.weight" in names:
+    notes.append(
+      "tie_word_embeddings is True there, but the file has an lm_head.weight of its "
+      "own, which is used, as transformers 5 does"
+    )
+  return Comparison(problems, notes)
 
 
 def check_vit(found: Mapping[str, Any], model: Any) -> Comparison:

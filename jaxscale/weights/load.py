@@ -81,7 +81,7 @@ def import_safetensors(
     >>> params, state, _ = import_safetensors(path, *like)             # doctest: +SKIP
     >>> logits, _ = model.apply(params, state, images, False, None)    # doctest: +SKIP
   """
-  stored = read_index(path)
+  stored = _without_wrappers(read_index(path))
   tree = {"params": params, **(model_state or {})}
   flat, structure = jax.tree_util.tree_flatten_with_path(tree)
   leaves = {path_name(where): leaf for where, leaf in flat}
@@ -164,19 +164,28 @@ def _sources(
     is_head = not (others or unexpected or mistyped)
     raise ConfigError(
       f"{path}: not the parameters of this model by {names.name}'s names: "
-      f"{'; '.join(counts)}; {_advice(names.name, stored, is_head)}"
+      f"{'; '.join(counts)}; {_advice(names.name, stored, is_head, num_classes)}"
     )
   return found, changes
 
 
-def _advice(naming: str, stored: Mapping[str, Stored], is_head: bool) -> str:
+def _without_wrappers(stored: dict[str, Stored]) -> dict[str, Stored]:
+  """Remove what `torch.compile` and DistributedDataParallel put before names."""
+  stored = {name.replace("_orig_mod.", ""): x for name, x in stored.items()}
+  is_wrapped = all(name.startswith("module.") for name in stored)
+  return {n.removeprefix("module.") if is_wrapped else n: x for n, x in stored.items()}
+
+
+def _advice(
+  naming: str, stored: Mapping[str, Stored], is_head: bool, num_classes: int | None
+) -> str:
   """What to do about a file that does not fit."""
   if is_head:
     return "init_head=True starts the classifier anew"
   if naming == "jaxscale":
     return "give the model settings that it was made with"
   shapes = {name: array.shape for name, array in stored.items()}
-  if settings := settings_of(naming, shapes):
+  if settings := settings_of(naming, shapes, num_classes):
     return f"it is of {settings}, set these"
   known = "it is of a network that is not among ours, and no settings make it one"
   if "fc_norm.weight" in stored:

@@ -27,7 +27,14 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxscale.errors import ConfigError
-from jaxscale.files import expand, output_path, parse_json, replacing, require_json
+from jaxscale.files import (
+  expand,
+  output_path,
+  parse_json,
+  refuse_pointer,
+  replacing,
+  require_json,
+)
 
 _PLAIN = "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"
 # The format's names of all dtypes that arrays of JAX can have.
@@ -126,7 +133,7 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     OSError: it cannot be opened.
   """
   with path.open("rb") as file:
-    start = file.read(9)
+    start = refuse_pointer(path, file.read(64))[:9]
     if start[8:] != b"{":
       advice = "give one"
       if start.startswith((b"PK\x03\x04", b"\x80\x02")):  # as zip, as pickle

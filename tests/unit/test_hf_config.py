@@ -46,6 +46,14 @@ def changed(**fields):
   return {k: v for k, v in reported.items() if k not in fields or v is not None}
 
 
+def test_a_head_beside_tied_embeddings_is_noted(tmp_path):
+  """The file's own is used, as transformers 5 does, which warns."""
+  tied = changed(tie_word_embeddings=True)
+  assert "has an lm_head.weight of its own, which is used" in check(tmp_path, tied)
+  assert check(tmp_path, tied, names=HEAD[:1]) == ""
+  assert check(tmp_path, tied, init_head=True) == ""
+
+
 @pytest.mark.parametrize(
   ("options", "kind"),
   [({}, "llama"), ({"qk_norm": True}, "qwen3"), ({"qkv_bias": True}, "qwen2"),
@@ -81,7 +89,6 @@ TRANSFORMERS_5 = {"rope_type": "default", "rope_theta": 5e5}
     {"rope_theta": None, "rope_parameters": TRANSFORMERS_5},
     {"rope_scaling": {"type": "default"}},
     {"hidden_act": "swish"},
-    {"tie_word_embeddings": True},
     {"model_type": "mistral", "sliding_window": 64},
     {"model_type": "mistral", "sliding_window": 8, "layer_types": ["full_attention"]},
     {"rms_norm_eps": None, "rope_theta": None, "model_type": None},

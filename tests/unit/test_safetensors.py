@@ -11,9 +11,13 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
+from PIL import Image
 
+from jaxscale import config, models
+from jaxscale.data.tokenizer import read_tokenizer
 from jaxscale.errors import ConfigError
 from jaxscale.weights import UnwrittenError, export_safetensors, import_safetensors
+from jaxscale.weights.config_json import read_config_json
 from jaxscale.weights.safetensors import (
   DTYPES,
   read_header,
@@ -265,3 +269,78 @@ def test_a_path_that_cannot_be_does_not_blame_the_disk(tmp_path, place):
   with pytest.raises(ConfigError, match="; give a path that can be written") as e:
     export_safetensors(tmp_path / place, {"w": jnp.ones(3)})
   assert " free in " not in str(e.value)
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod."])
+def test_prefixes_of_wrapped_modules_are_left_out(tmp_path, prefix):
+  """`torch.compile` and DistributedDataParallel put them before all names."""
+  params = {
+    "embed": {"table": jnp.arange(12.0).reshape(4, 3)},
+    "layers": {"attn_norm": {"scale": jnp.ones((2, 3))}},
+    "head": {"norm": {"scale": jnp.ones(3)}, "kernel": jnp.ones((3, 4))},
+  }
+  export_safetensors(tmp_path / "a", params, naming="huggingface")
+  index = read_index(tmp_path / "a")
+  wrapped = {f"{prefix}{name}": np.array(view(x)) for name, x in index.items()}
+  zeros = jax.tree.map(jnp.zeros_like, params)
+  found = import_safetensors(written(tmp_path / "b", wrapped), zeros).params
+  assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), found, params))
+
+
+def test_a_padded_vocabulary_names_its_setting(tmp_path):
+  """Qwen's tables have 151,936 rows, and its tokenizers fewer tokens."""
+  sizes = dict(num_layers=1, width=16, num_heads=2, hidden=32)
+
+  def params_of(words, rows):
+    stack = models.make_transformer(vocab_size=words, pad_vocab_to=rows, **sizes)
+    return stack.init(jax.random.key(0))
+
+  export_safetensors(tmp_path / "a", params_of(272, 1), naming="huggingface")
+  with pytest.raises(ConfigError, match=r"pad_vocab_to=272\), set these"):
+    import_safetensors(tmp_path / "a", params_of(256, 128), num_classes=256)
+  import_safetensors(tmp_path / "a", params_of(256, 272), num_classes=256)
+  with pytest.raises(ConfigError, match="and 272 words, set these"):
+    import_safetensors(tmp_path / "a", params_of(300, 1), num_classes=300)
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 123\n"
+
+
+def of_text(folder):
+  config.TextFiles(path=str(folder), sequence_length=8, vocab_size=None).build()
+
+
+def of_photos(folder):
+  train, _ = config.ImageFolder(path=str(folder), image_size=8).build()
+  train.load(np.arange(1), np.zeros((1, train.num_draws)))
+
+
+LFS = {
+  "model.safetensors": import_safetensors,
+  "model.safetensors.index.json": import_safetensors,
+  "tokenizer.json": lambda folder: read_tokenizer(str(folder / "tokenizer.json")),
+  "config.json": lambda folder: read_config_json(folder / "config.json"),
+  "train.txt": of_text,
+  "train.bin": lambda folder: config.TextFiles(
+    path=str(folder), sequence_length=8, vocab_size=9
+  ).build(),
+  "train/cat/1.jpg": of_photos,
+}
+
+
+@pytest.mark.parametrize("name", LFS)
+def test_a_pointer_of_git_lfs_is_named(tmp_path, name):
+  """The package says HeaderTooLarge; a picture was a damaged one."""
+  for split in ("train", "val"):
+    (tmp_path / split / "cat").mkdir(parents=True)
+    if name.startswith("train."):
+      (tmp_path / split / "cat").rmdir()
+      (tmp_path / split).rmdir()
+      (tmp_path / f"{split}.{name[6:]}").write_bytes(b"some text" * 20)
+    else:
+      Image.new("RGB", (9, 9)).save(tmp_path / split / "cat" / "2.jpg")
+  (tmp_path / name).write_bytes(POINTER)
+  read = LFS[name]
+  with pytest.raises(ConfigError, match=r"pointer of Git LFS.* `git lfs pull`") as e:
+    read(tmp_path, {"w": jnp.ones(1)}) if "safe" in name else read(tmp_path)
+  assert str(tmp_path) in str(e.value) and "\n" not in str(e.value)
