@@ -267,6 +267,7 @@ class Chain:
     self.number, self.processes = number, 1 + number % 2
     self.on_disk = kinds > 1 and number // 2 % 2 == 0
     self.scratch, self.cache, self.kills = scratch, cache, []
+    self.safe = 0  # the newest step that no loss of power takes
 
   def run(self, most: int, disk: Disk | None) -> dict[str, Any]:
     """Kill it at most so often; the outcome."""
@@ -277,30 +278,31 @@ class Chain:
       log = self.scratch / f"log-{self.number}-{starts}"
       log.unlink(missing_ok=True)
       run, starts = Started(workdir, self.processes, self.cache, log), starts + 1
-      killed = len(self.kills) < most and self._kill(run, workdir, disk, durable)
+      killed = len(self.kills) < most and self._kill(run, workdir, disk)
       if not killed:
         run.wait()
       self._check(run, durable, workdir)
       if not killed:
         break
-      durable = self.kills[-1]["durable"]
+      durable = self.kills[-1]["kept"]
     if set(run.codes.values()) != {0}:
       raise FaultError(f"ended with {run.codes}: {run.text()[-2000:]}")
     found = outcome(workdir, self.scratch)
     shutil.rmtree(workdir, ignore_errors=True)
     return found
 
-  def _kill(self, run: Started, workdir: Path, disk: Disk | None, before: int) -> bool:
+  def _kill(self, run: Started, workdir: Path, disk: Disk | None) -> bool:
     moment = self.rng.choice(MOMENTS)
     loses_power = bool(disk) and self.on_disk and self.rng.random() < 0.5
     if not wait_for(moment, self.rng, workdir, run):
       return False
     steps, partial = listing(workdir)
     kill = {"moment": moment, "power": loses_power, "writing": bool(partial)}
+    # The newest may not be on the disk yet: only then is an older one deleted.
+    self.safe = max(self.safe, steps[0] if len(steps) > 1 else 0)
     if loses_power:
       assert disk
-      # The first of all may not be on the disk yet, nor be deleted for a newer one.
-      kill["durable"] = steps[0] if len(steps) > 1 or before else 0
+      kill["durable"] = self.safe
       disk.lose_power()
       run.kill(run.running())
       run.wait()
@@ -315,6 +317,7 @@ class Chain:
     if newest < kill["durable"]:
       raise FaultError(f"step {kill['durable']} was durable, {newest} is the newest")
     kill["kept"] = newest
+    self.safe = newest if loses_power else self.safe
     return True
 
   def _check(self, run: Started, durable: int, workdir: Path) -> None:
