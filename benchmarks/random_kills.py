@@ -332,6 +332,8 @@ class Chain:
 @contextlib.contextmanager
 def scratch_folder(directory: Path | None) -> Iterator[tuple[Path, Disk | None]]:
   # Not a TemporaryDirectory, which forked processes would delete at their ends.
+  if directory:
+    directory.mkdir(parents=True, exist_ok=True)
   folder = Path(tempfile.mkdtemp(dir=directory))
   disk = open_disk(folder)
   try:

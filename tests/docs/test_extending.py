@@ -149,4 +149,4 @@ def test_from_a_notebook(tmp_path):
   assert float(done.stdout.splitlines()[-1]) < 1.5
   described = json.loads((tmp_path / "runs" / "notebook" / "config.json").read_text())
   assert described["config"]["data"]["x"]["shape"] == [512, 8]
-  assert described["config"]["optimizer"]["make"]["object"].endswith(".adafactor")
+  assert described["config"]["optimizer"]["make"]["object"].endswith(":adafactor")
