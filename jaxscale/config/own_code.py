@@ -13,6 +13,7 @@ import functools
 import hashlib
 import inspect
 import linecache
+import os
 import re
 import sys
 import sysconfig
@@ -25,10 +26,12 @@ from jaxscale.config.files import FILE_MODULE
 
 _INSTALLED = "site-packages", "dist-packages"
 _STDLIB = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
-_PACKAGE = str(Path(__file__).parents[1])
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda
 _PLAIN = bool, int, float, complex, str, bytes, type(None)
 _IMPORTS = ast.Import, ast.ImportFrom
+# Statements around others, which may change what they do not bind.
+_BLOCKS = ast.For, ast.While, ast.If, ast.With, ast.Try, ast.TryStar, ast.Match
 
 
 class OwnCode(NamedTuple):
@@ -76,7 +79,7 @@ def own_code(roots: Iterable[Any]) -> OwnCode:
 def source_hash(function: Any) -> str:
   """Hash the syntax tree of one function or class; without source, its bytecode."""
   function = inspect.unwrap(function)
-  return _digest(map(ast.dump, _nodes_of(function))) or _bytecode_hash(function)
+  return _digest(map(_dump, _nodes_of(function))) or _bytecode_hash(function)
 
 
 def _digest(texts: Iterable[str]) -> str:
@@ -104,25 +107,42 @@ class _WithoutDocstrings(ast.NodeTransformer):
     body = getattr(node, "body", None)
     if isinstance(body, list):
       kept = [n for n in body if not _is_text(n)]
-      node.body = kept or body[:1]  # pyright: ignore[reportAttributeAccessIssue]
+      if isinstance(node, ast.ClassDef):  # the order of methods has no meaning
+        kept.sort(key=lambda n: n.name if isinstance(n, _FUNCTIONS[:2]) else "")
+      node.body = kept or [ast.Pass()]  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(node, ast.JoinedStr):  # Python 3.12 ends some formats with ""
+      node.values = [v for v in node.values if getattr(v, "value", None) != ""]
     return node
+
+
+def _dump(node: Any) -> str:
+  """Write out a syntax tree, the same in every version of Python.
+
+  Later versions have fields that earlier ones lack; they are empty.
+  """
+  if isinstance(node, list):
+    return f"[{', '.join(map(_dump, node))}]"
+  if not isinstance(node, ast.AST):
+    return repr(node)
+  fields = [(n, v) for n, v in ast.iter_fields(node) if v is not None and v != []]
+  return f"{type(node).__name__}({', '.join(f'{n}={_dump(v)}' for n, v in fields)})"
 
 
 def _is_text(node: ast.AST) -> bool:
   return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
-def _parse(text: str) -> ast.Module | None:
+def _parse(text: str | bytes) -> ast.Module | None:
   try:
     return _WithoutDocstrings().visit(ast.parse(text))
-  except SyntaxError:
+  except (SyntaxError, ValueError):
     return None
 
 
 @functools.lru_cache(maxsize=256)
 def _parse_file(file: str, size: int, changed_ns: int) -> ast.Module | None:
   del size, changed_ns  # of another content
-  return _parse(Path(file).read_text(encoding="utf-8", errors="replace"))
+  return _parse(Path(file).read_bytes())  # by its byte order mark or its cookie
 
 
 def _tree_of(file: str) -> ast.Module | None:
@@ -148,6 +168,8 @@ def _nodes_of(value: Any) -> list[ast.AST]:
       continue
     if isinstance(value, type):
       found = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
+      line = code.co_firstlineno  # two functions may each define a class of one name
+      found = [n for n in found if n.lineno <= line <= (n.end_lineno or 0)]
       found = [n for n in found if n.name == value.__name__][-1:]
     else:
       found = [n for n in ast.walk(tree) if isinstance(n, _FUNCTIONS)]
@@ -228,7 +250,8 @@ class _Search:
     else:
       nodes = [n for n in body if name.partition(".")[0] in _bound(n)]
     # Not by name alone: `Net.scale = 2` and `setattr(Net, "scale", 2)`.
-    nodes += [n for n in body if not _bound(n) and name in _used(n)[0]]
+    changing = [n for n in body if isinstance(n, _BLOCKS) or not _bound(n)]
+    nodes += [n for n in changing if n not in nodes and name in _used(n)[0]]
     self._add(module, key, nodes, name)
     for star in (n for n in body if isinstance(n, ast.ImportFrom)):
       if not nodes and star.names[0].name == "*":
@@ -242,7 +265,7 @@ class _Search:
         aliases = [a for a in node.names if name in (a.asname, a.name.split(".")[0])]
         texts += [f"{getattr(node, 'module', '')} {a.name}" for a in aliases]
         continue
-      texts.append(ast.dump(node))
+      texts.append(_dump(node))
       names, attributes = _used(node)
       self._used.setdefault(module, set()).update(attributes)
       inner = [n for n in ast.walk(node) if isinstance(n, _IMPORTS)]
@@ -263,6 +286,9 @@ class _Search:
         for alias in part.names if isinstance(part, _IMPORTS) else ():
           if name == (alias.asname or alias.name.partition(".")[0]):
             self._visit_import(module, part, alias, attributes)
+    value = getattr(sys.modules.get(module), name, None)
+    if isinstance(value, types.ModuleType):  # also of `importlib.import_module`
+      self._visit_module(value.__name__, attributes)
     self.visit(module, name)
 
   def _visit_import(

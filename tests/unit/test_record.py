@@ -4,6 +4,7 @@ import dataclasses
 import decimal
 import enum
 import functools
+import importlib
 import json
 import linecache
 import os
@@ -19,6 +20,7 @@ import pytest
 
 from jaxscale import config as cfg
 from jaxscale.config.loading import load_config
+from jaxscale.config.own_code import is_own
 from jaxscale.config.plain import code_of, to_plain
 from jaxscale.config.record import from_plain
 from jaxscale.errors import ConfigError
@@ -196,6 +198,93 @@ def test_a_package_counts_by_what_is_used_of_it(
   os.utime(tmp_path / file, (1e9, 1e9))  # else Python takes the bytecode of before
   second = hashes()
   assert {k for k in {**first, **second} if first.get(k) != second.get(k)} == differs
+
+
+OWN = """
+from jaxscale import config, data, optim
+import importlib
+helper = importlib.import_module("by_name_helper")
+SCALE, TABLE = 1.0, {}
+for k in range(3):
+  TABLE[k] = k * 2
+class Marker:
+  "A docstring alone."
+def first():
+  class Net:
+    def build(self): return 1
+  return Net
+def second():
+  class Net:
+    def build(self): return 2
+  return Net
+def make(of):
+  class Own(config.Model):
+    def build(self, context): return of, Marker
+    def scaled(self): return SCALE * TABLE[1] + helper.half(3)
+    def shown(self, n=3): return f"{SCALE:{n}}"
+  return Own
+Own = make(first())
+def get_config():
+  return config.Config(
+    model=Own(), data=data.Digits(), optimizer=optim.SGD(lr=0.1), batch_size=8, epochs=1
+  )
+"""
+
+
+def test_only_what_a_program_does_counts(tmp_path, monkeypatch):
+  monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+  half = "def half(x):\n  return x / 2\n"
+
+  def hashes(text=OWN, helper=half, folder="a"):
+    monkeypatch.delitem(sys.modules, "by_name_helper", raising=False)
+    importlib.invalidate_caches()
+    (tmp_path / "by_name_helper.py").write_text(helper)
+    os.utime(tmp_path / "by_name_helper.py", (1e9 + len(helper), 1e9))
+    path = tmp_path / folder / "own.py"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    return code_of(load_config(str(path))).hashes
+
+  before = hashes()
+  methods = "    def scaled(self): return SCALE * TABLE[1] + helper.half(3)\n"
+  moved = OWN.replace(methods, "").replace("  return Own\n", methods + "  return Own\n")
+  harmless = {
+    "docstring": OWN.replace("A docstring alone.", "Another."),
+    "pass": OWN.replace('"A docstring alone."', "pass"),
+    "methods": moved,
+    "byte order mark": "\ufeff" + OWN,
+    "a class of the same name": OWN.replace("return 2", "return 3"),
+  }
+  assert {name: hashes(text) == before for name, text in harmless.items()} == (
+    dict.fromkeys(harmless, True)
+  )
+  assert hashes(folder="b") == before
+  changed = {
+    "loop": (OWN.replace("k * 2", "k * 3"), half),
+    "closure": (OWN.replace("return 1", "return 3"), half),
+    "behind a byte order mark": ("\ufeff" + OWN.replace("= 1.0", "= 2.0"), half),
+    "import by name": (OWN, half.replace("x / 2", "x // 2")),
+  }
+  assert {name: hashes(*texts) == before for name, texts in changed.items()} == (
+    dict.fromkeys(changed, False)
+  )
+
+
+def test_hashes_are_those_of_every_version_of_python(tmp_path):
+  """As written by 3.11: 3.12 and 3.13 have other fields in their syntax trees."""
+  text = OWN.replace('importlib.import_module("by_name_helper")', "None")
+  (tmp_path / "own.py").write_text(text)
+  found = code_of(load_config(str(tmp_path / "own.py"))).hashes
+  assert found["own:make.<locals>.Own"] == "0f32267f860f8faa"
+
+
+def test_a_folder_beside_the_package_is_the_users(monkeypatch):
+  module = types.ModuleType("nets")
+  module.__file__ = f"{pathlib.Path(cfg.__file__).parents[1]}_nets/nets.py"
+  monkeypatch.setitem(sys.modules, "nets", module)
+  assert is_own("nets")
+  module.__file__ = cfg.__file__
+  assert not is_own("nets")
 
 
 CELL = '''
