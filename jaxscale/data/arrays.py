@@ -175,6 +175,7 @@ def array_splits(
     hint = "; they are the last ones: shuffle x and y together"
   else:
     x_eval, y_eval = _pair("x_eval", x_eval, "y_eval", y_eval)
+  _check_alike(x, y, x_eval, y_eval)
   _check_same_scale(x, x_eval)
   info = array_info(x, np.concatenate([y, y_eval]), **options)
   x, x_eval = (
@@ -183,6 +184,11 @@ def array_splits(
   made = from_arrays(info, x, y), from_arrays(info, x_eval, y_eval)
   is_class = y.ndim == 1 and info.label_dtype == "int32"
   notes = _class_notes(y, y_eval, hint) if is_class else ()
+  if is_class and options.get("num_classes") is None:
+    classes = np.arange(info.num_classes)
+    if len(lacking := np.setdiff1d(classes, np.concatenate([y, y_eval]))):
+      why = f"the {info.num_classes:,} classes are all up to the largest target"
+      notes += (f"Arrays: no example has the target {few(lacking)}; {why}",)
   return made[0]._replace(notes=notes), made[1]
 
 
@@ -193,6 +199,8 @@ def as_array(field: str, values: Any) -> np.ndarray:
     ConfigError: they are no array of numbers, or rows differ in length.
   """
   fix = "give a NumPy array of numbers [n, ...]"
+  if np.ma.is_masked(values):
+    raise invalid(field, ..., "has masked values", "replace them, e.g. by .filled(0)")
   try:
     array = np.asarray(values)
   except (ValueError, TypeError) as e:
@@ -208,27 +216,49 @@ def as_array(field: str, values: Any) -> np.ndarray:
 def _pair(name: str, x: Any, labels: str, y: Any) -> tuple[np.ndarray, np.ndarray]:
   """Return inputs and their targets, as many of one as of the other."""
   x, y = as_array(f"Arrays.{name}", x), as_array(f"Arrays.{labels}", y)
-  if len(x) != len(y) or not len(x):
+  if len(x) != len(y) or not x.size or not y.size:
     raise ConfigError(
       f"Arrays.{name}, {labels}: shapes {x.shape} and {y.shape}; give as many targets "
-      "as inputs, one of each at least"
+      "as inputs, one of each at least, and none of them empty"
     )
-  if x.dtype.kind == "f" and not (is_finite := np.isfinite(x)).all():
-    row = int(np.argmin(is_finite.reshape(len(x), -1).all(axis=1)))
-    why = f"has NaN or infinite values, first in row {row}"
-    raise invalid(f"Arrays.{name}", ..., why, "replace them, e.g. by np.nan_to_num")
+  for field, array in ((name, x), (labels, y)):
+    if array.dtype.kind == "f" and not (is_finite := np.isfinite(array)).all():
+      row = int(np.argmin(is_finite.reshape(len(array), -1).all(axis=1)))
+      why = f"has NaN or infinite values, first in row {row}"
+      fix = "replace them, e.g. by np.nan_to_num, or leave these rows out"
+      raise invalid(f"Arrays.{field}", ..., why, fix)
   if y.dtype.kind in "iu":
     y = cast(f"Arrays.{labels}", y, np.int32)
   return x, y
 
 
+def _check_alike(
+  x: np.ndarray, y: np.ndarray, x_eval: np.ndarray, y_eval: np.ndarray
+) -> None:
+  """Refuse held-out examples of another shape, or targets of another kind."""
+  for name, a, b in (("x", x, x_eval), ("y", y, y_eval)):
+    if a.shape[1:] != b.shape[1:]:
+      why = f"has examples of shape {b.shape[1:]}, and Arrays.{name} of {a.shape[1:]}"
+      raise invalid(f"Arrays.{name}_eval", ..., why, "give both the same shape")
+  if (y.dtype.kind == "f") != (y_eval.dtype.kind == "f"):
+    why = f"is {y_eval.dtype}, and Arrays.y {y.dtype}"
+    fix = "give both as integers (classes) or both as floats (numbers)"
+    raise invalid("Arrays.y_eval", ..., why, fix)
+
+
 def _check_same_scale(x: np.ndarray, x_eval: np.ndarray) -> None:
   """Refuse fractions from 0 to 1 together with whole numbers such as pixels."""
-  a, b = (x, x_eval) if x.dtype.kind == "f" else (x_eval, x)
-  if a.dtype.kind == "f" != b.dtype.kind and np.abs(a).max() <= 1 < b.max():
+  largest = [max(float(v.max()), -float(v.min())) for v in (x, x_eval)]
+  a, b = (x, x_eval) if largest[0] <= largest[1] else (x_eval, x)
+  is_small = a.dtype.kind == "f" and min(largest) <= 1 < b.max()
+  if is_small and (b.dtype.kind != "f" or (_is_whole(b) and not _is_whole(a))):
     shown = [f"{v.dtype} from {v.min():g} to {v.max():g}" for v in (x, x_eval)]
     why = f"is {shown[1]}, and Arrays.x {shown[0]}"
     raise invalid("Arrays.x_eval", ..., why, "scale both alike")
+
+
+def _is_whole(array: np.ndarray) -> bool:
+  return bool((array == np.rint(array)).all())
 
 
 def _class_notes(y: np.ndarray, y_eval: np.ndarray, hint: str) -> tuple[str, ...]:

@@ -323,7 +323,17 @@ ARRAYS = {"x": X, "y": Y}
   ({"mean": (1.0, 2.0)}, "Arrays.mean=(1.0, 2.0): give one number, or 8"),
   ({"std": (float("nan"),)}, "Arrays.std=(nan,)"),
   ({"mean": ()}, "Arrays.mean=()"),
-], ids=range(26))  # fmt: skip
+  ({"x": np.ma.masked_less(X, 9)}, "Arrays.x has masked values"),
+  ({"y": np.ma.masked_less(Y, 1)}, "Arrays.y has masked values"),
+  ({"y": np.where(Y == 1, np.nan, Y)}, "Arrays.y has NaN or infinite values, first in"),
+  ({"x_eval": X, "y_eval": np.diag([np.inf] * 40)}, "Arrays.y_eval has NaN"),
+  ({"x": X[:, :0]}, "shapes (40, 0) and (40,); give"),
+  ({"x_eval": X[:, :3], "y_eval": Y}, "Arrays.x_eval has examples of shape (3,), and"),
+  ({"x_eval": X, "y_eval": Y[:, None]}, "Arrays.y_eval has examples of shape (1,)"),
+  ({"x_eval": X, "y_eval": Y / 2}, "Arrays.y_eval is float64, and Arrays.y int32"),
+  ({"y": Y / 2, "x_eval": X, "y_eval": Y}, "Arrays.y_eval is int32, and Arrays.y flo"),
+  ({"x": X / 255, "x_eval": X * 1.0, "y_eval": Y}, "Arrays.x float64 from 0 to 0"),
+], ids=range(36))  # fmt: skip
 def test_arrays_that_would_be_changed_are_refused_in_one_line(changed, hint):
   with pytest.raises(ConfigError) as error:
     data.Arrays(**ARRAYS | changed).build()
@@ -353,6 +363,12 @@ def test_sorted_arrays_say_what_is_not_trained_on():
   train, _ = data.Arrays(x=X, y=Y, x_eval=X, y_eval=Y + 1).build()
   assert train.notes[0].endswith("has the target 3, 13 of 40 held-out examples do")
   assert data.Arrays(x=X, y=X[:, 0] * 1.0).build()[0].notes == ()  # numbers
+  train, _ = data.Arrays(x=X, y=Y + 1).build()
+  assert train.notes == (
+    "Arrays: no example has the target 0; the 4 classes are all up to the largest "
+    "target",
+  )
+  assert data.Arrays(x=X, y=Y + 1, num_classes=4).build()[0].notes == ()
 
 
 @pytest.mark.parametrize(("load", "hint"), [
