@@ -65,7 +65,7 @@ def tree(root: str, is_file: Callable[[str], bool] = lambda name: False) -> Tree
           litter = entry.name.lower() in _LITTER
           if not litter and not entry.name.startswith(_LITTER_STARTS):
             found.left_out["hidden"] += 1
-        elif entry.is_dir(follow_symlinks=not is_file(entry.name)):
+        elif is_folder(entry, follow_symlinks=not is_file(entry.name)):
           visit(name, above | {identity})
         elif entry.is_file(follow_symlinks=False) or entry.is_symlink():
           found.files.append(name)
@@ -78,6 +78,14 @@ def tree(root: str, is_file: Callable[[str], bool] = lambda name: False) -> Tree
     raise invalid(str(e.filename), ..., "may not be read", "chmod it") from None
   found.files.sort(key=os.path.split)
   return found
+
+
+def is_folder(entry: os.DirEntry[str], *, follow_symlinks: bool = True) -> bool:
+  """Return whether an entry is a folder, or a link to one."""
+  try:
+    return entry.is_dir(follow_symlinks=follow_symlinks)
+  except OSError:  # a link to itself, which is a file that cannot be read
+    return False
 
 
 def kinds(files: Iterable[str]) -> Counter[str]:

@@ -17,7 +17,7 @@ import numpy as np
 from jaxscale.config.validation import nearest
 from jaxscale.data.augment import AugmentName, EvalView
 from jaxscale.data.dataset import MAX_PIXELS, Dataset, names_identity
-from jaxscale.data.directory import is_visible, kinds, left_out_note, tree
+from jaxscale.data.directory import is_folder, is_visible, kinds, left_out_note, tree
 from jaxscale.data.encoded import Record, Source, from_source, image_info
 from jaxscale.data.faults import raise_if_system_error
 from jaxscale.errors import ConfigError, invalid
@@ -194,7 +194,7 @@ def _kept_listing(root: str) -> Folder:
 def _listed(root: str) -> tuple[dict[str, int], Folder]:
   folders, left_out = {root: os.stat(root).st_mtime_ns}, Counter()
   with os.scandir(root) as entries:
-    shown = [(e.name, e.is_dir()) for e in entries if is_visible(e.name)]
+    shown = [(e.name, is_folder(e)) for e in entries if is_visible(e.name)]
   classes = sorted(name for name, is_folder in shown if is_folder)
   if outside := len(shown) - len(classes):
     left_out["outside of class directories"] = outside

@@ -43,6 +43,9 @@ _NPY = b"\x93NUMPY"
 _OTHERS = {
   b"\x1f\x8b": ("gzip", "gunzip it"),
   b"\x28\xb5\x2f\xfd": ("zstd", "unzstd it"),
+  b"\xfd7zXZ\0": ("xz", "unxz it"),
+  b"BZh": ("bzip2", "bunzip2 it"),
+  b"\x04\x22\x4d\x18": ("lz4", "unlz4 it"),
   b"PK\x03\x04": ("a zip archive, as .npz and PyTorch's are", "save its array as .npy"),
   b"\x80\x04": ("a pickle", "save its array as .npy"),
 }
@@ -94,10 +97,13 @@ def text_files(
         f"TextFiles.vocab_size=None: {paths[0]} has numbers of tokens; give how many "
         "there are, e.g. 50257 for GPT-2's"
       )
-    if tokenizer != "bytes":
-      raise ConfigError(
-        f"TextFiles.tokenizer={tokenizer!r}: {paths[0]} has tokens already, omit it"
-      )
+    for name, value, default in (
+      ("tokenizer", tokenizer, "bytes"), ("separator", separator, None),
+      ("encoding", encoding, "utf-8"),
+    ):  # fmt: skip
+      if value != default:
+        why = f"is of text, and {paths[0]} has tokens already"
+        raise invalid(f"TextFiles.{name}", value, why, "omit it")
     files = [_token_file(path, dtype, vocab_size) for path in paths]
     if types := {np.dtype(file.dtype).name for file in files if file.offset}:
       notes += (f"{called}: tokens of {listed(sorted(types))}, as headers say",)
@@ -113,6 +119,9 @@ def text_files(
       f"TextFiles.vocab_size={vocab_size}: {paths[0]} is text with the vocabulary "
       "of the tokenizer; leave it out"
     )
+  if dtype != "auto":
+    why = f"is of .bin files, and {paths[0]} is text"
+    raise invalid("TextFiles.dtype", dtype, why, "leave it out")
   tokens = read_tokenizer(tokenizer, separator, field="TextFiles.tokenizer")
   _check_encoding(encoding, tokenizer)
   stamps = [(str(p.absolute()), *_stamp(p)) for p in paths]
@@ -285,7 +294,7 @@ def _check_encoding(encoding: str, tokenizer: str) -> None:
   try:
     if encoding != "bytes" or tokenizer != "bytes":
       "".encode(encoding)
-  except LookupError:  # also of "base64", which is no encoding of text
+  except (LookupError, ValueError):  # also of "base64", which is no encoding of text
     fix = "use 'utf-8', 'utf-16', 'latin-1' or 'cp1252'"
     why = "is not an encoding of text"
     if encoding == "bytes":
@@ -333,6 +342,8 @@ def _utf8(path: Path, content: bytes, encoding: str, tokenizer: str) -> bytes:
       fixes = [fix for magic, (_, fix) in _OTHERS.items() if content.startswith(magic)]
       guess = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin-1"
       remedy = f"set TextFiles.encoding, e.g. {guess!r}"
+      if codecs.lookup(guess).name == name:
+        remedy = "repair the file, or set another TextFiles.encoding"
       if tokenizer == "bytes":
         remedy += ", or 'bytes' to take them as they are"
       remedy = fixes[0] if fixes else remedy

@@ -1,8 +1,10 @@
 """Text of TFDS and of files, packed once; tokenizers."""
 
+import bz2
 import gzip
 import io
 import json
+import lzma
 import re
 import sys
 import threading
@@ -249,6 +251,10 @@ def test_a_folder_of_text_has_the_rule_of_one_of_images(tmp_path):
   (train / "z.txt").symlink_to("/nonexistent")
   with pytest.raises(ConfigError, match=r"z\.txt cannot be read: No such file"):
     data.text_files(tmp_path, "train", sequence_length=4)
+  (train / "z.txt").unlink()
+  (train / "z.txt").symlink_to("z.txt")
+  with pytest.raises(ConfigError, match=r"z\.txt cannot be read: Too many levels"):
+    data.text_files(tmp_path, "train", sequence_length=4)
 
 
 @pytest.mark.parametrize("name", ["train.jsonl", "train/0.jsonl", "train.npz"])
@@ -386,8 +392,10 @@ def test_text_is_read_by_its_encoding(encoding, tmp_path, monkeypatch):
   (GERMAN.encode("utf-16-le"), "a.txt"),
   (("plain words " * 9).encode("utf-16-le"), "set TextFiles.encoding='utf-16-le'"),
   (gzip.compress(b"words", mtime=0), "is not utf-8 at byte 1; gunzip it"),
+  (lzma.compress(b"words"), "is not utf-8 at byte 0; unxz it"),
+  (bz2.compress(b"words"), "; bunzip2 it"),
   ("größe".encode()[:-1] + b"\xc3", "is not utf-8 at byte 6"),
-], ids=range(6))  # fmt: skip
+], ids=range(8))  # fmt: skip
 def test_text_that_is_not_utf8_is_refused_with_its_place(content, hint, tmp_path):
   (tmp_path / "a.txt").write_bytes(content)
   with pytest.raises(ConfigError, match=re.escape(hint)) as error:
@@ -397,13 +405,40 @@ def test_text_that_is_not_utf8_is_refused_with_its_place(content, hint, tmp_path
   assert text_of(dataset) == content + b"\0"
 
 
-@pytest.mark.parametrize("encoding", ["utf-9", "base64", "rot13", "bytes"])
+@pytest.mark.parametrize(
+  "encoding", ["utf-9", "base64", "rot13", "bytes", "undefined", "a\0b"]
+)
 def test_an_encoding_of_no_text_is_refused(encoding, tmp_path, tokenizer_file):
   (tmp_path / "a.txt").write_text("words")
   options = {"tokenizer": str(tokenizer_file[0])} if encoding == "bytes" else {}
   with pytest.raises(ConfigError, match=f"TextFiles.encoding={encoding} ") as error:
     data.text_files(tmp_path, "a", encoding=encoding, **options)
   assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("encoding", ["undefined", "a\0b", ""])
+def test_a_name_of_no_encoding_is_one_line(encoding, tmp_path):
+  (tmp_path / "a.txt").write_text("words")
+  with pytest.raises(ConfigError, match="is not an encoding of text"):
+    data.text_files(tmp_path, "a", encoding=encoding)
+
+
+def test_a_remedy_is_not_the_encoding_that_is_set(tmp_path):
+  (tmp_path / "a.txt").write_bytes("words".encode("utf-16") + b"a")
+  with pytest.raises(ConfigError, match="is not utf-16 at byte 12; repair the file"):
+    data.text_files(tmp_path, "a", encoding="utf-16")
+
+
+@pytest.mark.parametrize(("name", "options", "hint"), [
+  ("a.txt", {"dtype": "uint32"}, "TextFiles.dtype=uint32 is of .bin files, and "),
+  ("a.bin", {"encoding": "latin-1"}, "TextFiles.encoding=latin-1 is of text, and "),
+  ("a.bin", {"separator": "<s>"}, "TextFiles.separator=<s> is of text, and "),
+], ids=range(3))  # fmt: skip
+def test_a_setting_of_other_files_is_not_ignored(name, options, hint, tmp_path):
+  (tmp_path / name).write_bytes(b"\1\0" * 99)
+  sizes = {"vocab_size": 9} if name == "a.bin" else {}
+  with pytest.raises(ConfigError, match=re.escape(f"{hint}{tmp_path / name}")):
+    data.text_files(tmp_path, "a", **sizes, **options)
 
 
 def test_a_tokenizer_takes_no_text_that_is_not_utf8(tokenizer_file):
