@@ -176,7 +176,7 @@ def check_model(
     return []
   axes = batch_axes(mesh)
   whole = rows * math.prod(mesh.shape[axis] for axis in axes)
-  batch = {
+  batch: dict[str, Any] = {
     name: jax.ShapeDtypeStruct(*array)
     for name, array in data.batch_shapes(info, whole).items()
   }
@@ -200,14 +200,31 @@ def check_model(
         "keep its jax.random.key_data",
       )
       raise invalid(f"model state {path_name(path)}", ..., why, fix)
+  of_loss: list[str] = []
   outputs, found = models.by_device(
     lambda: jax.eval_shape(called, state, batch, keys), rows
   )
   if compute and not is_built_in(type(config.loss)):
     of_outputs, inputs = _of_outputs(objective), {"outputs": outputs, **batch}
     check_sums(of_outputs, {}, {}, inputs, mesh, name="Config.loss")
+
+    def loss_of(_, batch, keys):
+      batch = dict(batch)
+      return objective.loss(batch.pop("outputs"), batch)
+
+    if _mixes_rows(config, loss_of, lambda key: ({}, {}), inputs, mesh):
+      of_loss = [
+        f"{type(config.loss).__name__}: mixes the rows of each device: results depend "
+        "on how many there are, unless it gathers the rows of all"
+      ]
   is_tested = is_built_in(kind) or found or config.model.batch_norm or not compute
-  if not is_tested and _mixes_rows(config, model, batch, mesh):
+
+  def outputs_of(state, inputs, keys):
+    return model.apply(*state, inputs, True, keys)[0]
+
+  if not is_tested and _mixes_rows(
+    config, outputs_of, model.init, inputs_of(batch), mesh
+  ):
     found.append(
       "its model mixes the rows of each device: results depend on how many there are; "
       "draw random numbers from `keys`, and take no statistics of the batch"
@@ -221,7 +238,7 @@ def check_model(
     )
   if type(config.loss).__name__ == "CrossEntropy" and given > wanted:
     found.append(f"{given} outputs for {wanted} classes")
-  return [f"{kind.__name__}: {line}" for line in found]
+  return [*(f"{kind.__name__}: {line}" for line in found), *of_loss]
 
 
 def _of_outputs(objective: Objective) -> Any:
@@ -236,11 +253,11 @@ def _of_outputs(objective: Objective) -> Any:
   return loss_fn
 
 
-def _mixes_rows(config: cfg.Config, model: models.ModelFns, batch, mesh) -> bool:
-  """True if `mixes_rows`; False where the model cannot be called with two rows."""
+def _mixes_rows(config: cfg.Config, function, init, rows, mesh) -> bool:
+  """True if `mixes_rows`; False where the function cannot be called with two rows."""
   tolerance = 1e-3 if config.dtype == "float32" else 0.05
   try:
-    return mixes_rows(model, batch, mesh, tolerance)
+    return mixes_rows(function, init, rows, mesh, tolerance)
   except Exception:  # its shapes are those of one batch size
     return False
 

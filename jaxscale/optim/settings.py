@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from jaxscale import optim  # whose names load when they are asked for
@@ -211,19 +213,35 @@ class Optax(Optimizer):
   make: Any
 
   def build(self, schedule: optax.Schedule, context: OptimizerContext):
+    import optax
+
     fix = "give a function of the learning rate, such as optax.adafactor"
     if not callable(self.make):
       raise invalid("Optax.make", type(self.make).__name__, "is not a function", fix)
-    try:
-      made = self.make(schedule)
-    except Exception as e:
-      why = f"failed, {type(e).__name__}: {message_of(e)}"
-      raise invalid("Optax.make", ..., why, fix) from e
+    made = _one_line("Optax.make", fix)(self.make)(schedule)
     if not (hasattr(made, "init") and hasattr(made, "update")):
       raise ConfigError(
         f"Optax.make: gave {type(made).__name__}, not an optax transformation; {fix}"
       )
-    return made
+    if not isinstance(made, optax.GradientTransformation):
+      return made
+    fix = "give a transformation of these parameters"
+    parts = made._asdict().items()
+    return made._replace(
+      **{name: _one_line(f"Optax.make, its {name}", fix)(f) for name, f in parts}
+    )
+
+
+@contextlib.contextmanager
+def _one_line(what: str, fix: str) -> Iterator[None]:
+  """Any fault of the user's function, which this decorates, in one line."""
+  try:
+    yield
+  except ConfigError:
+    raise
+  except Exception as e:
+    why = f"failed, {type(e).__name__}: {message_of(e)}"
+    raise invalid(what, ..., why, fix) from e
 
 
 class Warmup(Schedule):

@@ -213,7 +213,14 @@ def _sums(loss, metrics, outputs, batch, mask) -> dict[str, jax.Array]:
     fix = "return a dict of names other than 'loss' and 'examples'"
     raise invalid("Config.loss", ..., why, fix)
   for name, value in (values | more).items():
-    shape, dtype = jnp.shape(value), jnp.result_type(value)
+    try:
+      shape, dtype = jnp.shape(value), jnp.result_type(value)
+    except TypeError:
+      why, fix = (
+        f"gives {name!r} as {type(value).__name__}",
+        "give one number per example",
+      )
+      raise invalid("Config.loss", ..., why, fix) from None
     if shape != counts.shape:
       why = f"gives {name!r} of shape {shape} for examples {counts.shape}"
       fix = "give one value per example, not their mean or sum"

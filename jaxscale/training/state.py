@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.collectives.cpu_workarounds import one_at_a_time
+from jaxscale.errors import invalid
 from jaxscale.exchange import Exchange
 from jaxscale.exchange.local import LocalUpdate, reset_momentum
 from jaxscale.mesh import on_cpu, replicated
@@ -160,6 +161,15 @@ def shapes_of(init: Any) -> TrainState:
   return init.eval_shape(np.int64(0), {})
 
 
+def _check_keys(opt_state: Any) -> None:
+  """Refuse what no checkpoint holds before the first step, not at the first save."""
+  for path, leaf in jax.tree.leaves_with_path(opt_state):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+      why = "is a typed key, which no checkpoint holds"
+      fix = "keep its jax.random.key_data, or use an optimizer without random numbers"
+      raise invalid(f"optimizer state {path_name(path)}", ..., why, fix)
+
+
 def make_init(
   init_fn: Callable[[jax.Array], tuple[Any, Any]],
   tx: optax.GradientTransformation,
@@ -187,7 +197,8 @@ def make_init(
       pseudo-gradients and has to be given.
 
   Raises:
-    ConfigError: `local` resets a momentum that `tx` does not have.
+    ConfigError: `local` resets a momentum that `tx` does not have, or the state of
+      `tx` has a typed key.
   """
 
   def exchange_state(params):
@@ -205,6 +216,7 @@ def make_init(
       lambda path, x: given.get(path_name(path), x), made
     )
     opt_state, own = tx.init(params), exchange_state(params)
+    _check_keys(opt_state)
     if local is not None:
       if local.reset_momentum:
         reset_momentum(opt_state)  # raises now what the step would raise

@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -14,6 +15,7 @@ from jaxscale import config as cfg
 from jaxscale import data, models
 from jaxscale.errors import ConfigError
 from jaxscale.experiment.build import experiment
+from jaxscale.training.losses import Objective, cross_entropy
 from support.paths import ROOT
 
 RNG = np.random.default_rng(0)
@@ -346,6 +348,36 @@ def test_linen_code_that_mixes_rows_is_named():
   assert "its model mixes the rows" in made.notes[0]
 
 
+class Mixed(cfg.Loss):
+  """A loss of any function of the cross entropies.
+
+  Attributes:
+    of: it.
+  """
+
+  of: object
+
+  def build(self, info):
+    entropy = cross_entropy().loss
+    return Objective(lambda outputs, batch: self.of(entropy(outputs, batch)))
+
+
+@pytest.mark.parametrize(
+  ("of", "is_noted"),
+  [
+    (lambda x: x * (x - x.mean()), True),
+    (lambda x: x - jnp.median(x), True),
+    (lambda x: jnp.sort(x), True),
+    (lambda x: x**2, False),
+  ],
+)
+def test_a_loss_that_mixes_rows_is_named(of, is_noted):
+  config = config_of(cfg.MLP(), loss=Mixed(of=of))
+  notes = experiment(config, devices=jax.devices()[:2]).notes
+  line = "Mixed: mixes the rows of each device: results depend on how many there are"
+  assert any(note.startswith(line) for note in notes) == is_noted
+
+
 def test_a_model_for_one_batch_size_is_not_tested():
   made = experiment(config_of(Functions(name="fixed")), devices=jax.devices()[:1])
   assert not made.notes
@@ -355,3 +387,13 @@ def test_a_typed_key_in_the_state_is_refused_before_it_is_saved():
   MODELS["key"] = plain(lambda h, s, k: h, {"key": jax.random.key(3)})
   with pytest.raises(ConfigError, match=r"state key is a typed key.*random.key_data"):
     experiment(config_of(Functions(name="key")), devices=jax.devices()[:1])
+
+
+def test_an_optimizer_that_keeps_a_typed_key_is_refused_before_it_is_saved():
+  config = dataclasses.replace(
+    config_of(cfg.MLP()),
+    optimizer=cfg.Optax(lr=0.1, make=lambda rate: optax.noisy_sgd(rate, key=0)),
+  )
+  made = experiment(config, devices=jax.devices()[:1])
+  with pytest.raises(ConfigError, match=r"optimizer state .* is a typed key.*key_data"):
+    made.abstract_state()

@@ -225,6 +225,8 @@ PAIR = INPUTS[:, :2]
      "return a dict of names other than 'loss' and 'examples'"),
     (same, Given(made=Objective(one, lambda o, b: {"loss": one(o, b)})), PAIR[:, 0],
      "return a dict of names other than 'loss' and 'examples'"),
+    (same, Given(made=Objective(one, lambda o, b: {"mae": "x"})), PAIR[:, 0],
+     "gives 'mae' as str; give one number per example"),
     (same, Given(made=Objective(one, dict, lambda o, b: b["labels"])), PAIR[:, 0],
      "Given, its metrics: TypeError: dict expected"),
     (same, Given(made=Objective(one, lambda o, b: {}, lambda o, b: b["labels"])),

@@ -489,3 +489,24 @@ def test_images_of_a_split_alone_are_as_before(images):
 def test_an_optimizer_that_is_none_is_one_line(make, line):
   with pytest.raises(ConfigError, match=line):
     optim.Optax(make=make, lr=0.1).build(lambda step: 0.1, cfg.OptimizerContext())
+
+
+@pytest.mark.parametrize(
+  ("make", "line"),
+  [
+    (
+      lambda rate: optax.multi_transform({"a": optax.sgd(rate)}, lambda _: {"w": "b"}),
+      "Optax.make, its init failed, ValueError: .*'b'.*; give a transformation of the",
+    ),
+    (
+      lambda rate: optax.stateless(lambda updates, params: updates["no such"]),
+      "Optax.make, its update failed, KeyError: 'no such'; give a transformation",
+    ),
+  ],
+)
+def test_a_transformation_that_fails_is_one_line(make, line):
+  made = optim.Optax(make=make, lr=0.1).build(lambda step: 0.1, cfg.OptimizerContext())
+  params = {"w": np.ones(3, np.float32)}
+  with pytest.raises(ConfigError, match=line) as error:
+    made.update(params, made.init(params), params)
+  assert "\n" not in str(error.value)
