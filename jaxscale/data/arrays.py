@@ -213,10 +213,11 @@ def _pair(name: str, x: Any, labels: str, y: Any) -> tuple[np.ndarray, np.ndarra
       f"Arrays.{name}, {labels}: shapes {x.shape} and {y.shape}; give as many targets "
       "as inputs, one of each at least"
     )
-  if x.dtype.kind == "f" and not (is_finite := np.isfinite(x)).all():
-    row = int(np.argmin(is_finite.reshape(len(x), -1).all(axis=1)))
-    why = f"has NaN or infinite values, first in row {row}"
-    raise invalid(f"Arrays.{name}", ..., why, "replace them, e.g. by np.nan_to_num")
+  for field, array in ((name, x), (labels, y)):
+    if array.dtype.kind == "f" and not (is_finite := np.isfinite(array)).all():
+      row = int(np.argmin(is_finite.reshape(len(array), -1).all(axis=1)))
+      why = f"has NaN or infinite values, first in row {row}"
+      raise invalid(f"Arrays.{field}", ..., why, "replace them, e.g. by np.nan_to_num")
   if y.dtype.kind in "iu":
     y = cast(f"Arrays.{labels}", y, np.int32)
   return x, y

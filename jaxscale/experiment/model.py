@@ -30,7 +30,7 @@ from jaxscale.mesh import (
 )
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.training import losses
-from jaxscale.training.contract import check_sums
+from jaxscale.training.contract import check_sums, one_line
 from jaxscale.training.losses import Objective, inputs_of
 from jaxscale.training.state import TrainState
 from jaxscale.weights.check import check_source
@@ -203,15 +203,16 @@ def check_model(
   outputs, found = models.by_device(
     lambda: jax.eval_shape(called, state, batch, keys), rows
   )
+  notes: list[str] = []
   if compute and not is_built_in(type(config.loss)):
     of_outputs, inputs = _of_outputs(objective), {"outputs": outputs, **batch}
-    check_sums(of_outputs, {}, {}, inputs, mesh, name="Config.loss")
+    reason = check_sums(of_outputs, {}, {}, inputs, mesh, name="Config.loss")
+    if reason:
+      why = f"not tested whether its loss is a sum over rows: {reason}"
+      notes.append(f"{type(config.loss).__name__}: {why}")
   is_tested = is_built_in(kind) or found or config.model.batch_norm or not compute
-  if not is_tested and _mixes_rows(config, model, batch, mesh):
-    found.append(
-      "its model mixes the rows of each device: results depend on how many there are; "
-      "draw random numbers from `keys`, and take no statistics of the batch"
-    )
+  if not is_tested:
+    found += _mixing_notes(config, model, batch, mesh, rows)
   given, wanted = getattr(outputs, "shape", (0,))[-1], num_classes(info)
   if type(config.loss).__name__ == "CrossEntropy" and given < wanted:
     raise ConfigError(
@@ -221,7 +222,7 @@ def check_model(
     )
   if type(config.loss).__name__ == "CrossEntropy" and given > wanted:
     found.append(f"{given} outputs for {wanted} classes")
-  return [f"{kind.__name__}: {line}" for line in found]
+  return notes + [f"{kind.__name__}: {line}" for line in found]
 
 
 def _of_outputs(objective: Objective) -> Any:
@@ -236,13 +237,23 @@ def _of_outputs(objective: Objective) -> Any:
   return loss_fn
 
 
-def _mixes_rows(config: cfg.Config, model: models.ModelFns, batch, mesh) -> bool:
-  """True if `mixes_rows`; False where the model cannot be called with two rows."""
-  tolerance = 1e-3 if config.dtype == "float32" else 0.05
-  try:
-    return mixes_rows(model, batch, mesh, tolerance)
-  except Exception:  # its shapes are those of one batch size
-    return False
+def _mixing_notes(
+  config: cfg.Config, model: models.ModelFns, batch: Any, mesh: Mesh, rows: int
+) -> list[str]:
+  """What `mixes_rows` finds, with two rows or with those of a device."""
+  tolerance, mixes = 1e-3 if config.dtype == "float32" else 0.05, False
+  for count in dict.fromkeys((2, max(rows, 2))):  # shapes may be those of one size
+    try:
+      mixes = mixes_rows(model, batch, mesh, tolerance, count)
+      break
+    except Exception as e:
+      mixes = one_line(e)
+  if isinstance(mixes, str):
+    return [f"not tested whether its model mixes the rows of a device: {mixes}"]
+  return mixes * [
+    "its model mixes the rows of each device: results depend on how many there are; "
+    "draw random numbers from `keys`, and take no statistics of the batch"
+  ]
 
 
 def num_classes(info: data.DatasetInfo | data.TextInfo) -> int:

@@ -310,6 +310,7 @@ ARRAYS = {"x": X, "y": Y}
   ({"y": Y.astype("u8") + np.uint64(2**63)}, "Arrays.y has 9223372036854775808"),
   ({"y": Y * 1e300}, "targets has 1e+300"),
   ({"x": X + np.array([1, np.nan] * 4)}, "Arrays.x has NaN or infinite"),
+  ({"y": np.where(np.arange(len(X)) == 3, np.nan, 0.5)}, "Arrays.y has NaN or"),
   ({"x_eval": np.diag([1.0, 2, np.inf] + [4] * 5), "y_eval": Y[:8]}, "first in row 2"),
   ({"x": {"a": X}}, "Arrays.x=dict is not an array; give a NumPy array"),
   ({"x": (row for row in X)}, "Arrays.x=generator is not an array"),
@@ -323,7 +324,7 @@ ARRAYS = {"x": X, "y": Y}
   ({"mean": (1.0, 2.0)}, "Arrays.mean=(1.0, 2.0): give one number, or 8"),
   ({"std": (float("nan"),)}, "Arrays.std=(nan,)"),
   ({"mean": ()}, "Arrays.mean=()"),
-], ids=range(26))  # fmt: skip
+], ids=range(27))  # fmt: skip
 def test_arrays_that_would_be_changed_are_refused_in_one_line(changed, hint):
   with pytest.raises(ConfigError) as error:
     data.Arrays(**ARRAYS | changed).build()
