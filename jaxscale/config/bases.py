@@ -225,6 +225,11 @@ class Loss(Choice):
   label_smoothing = 0.0
   takes_numbers = False  # integer targets [n] are numbers, one output each
 
+  def target_range(self, info: Any) -> tuple[int, int] | None:
+    """The lowest and the highest target that the loss takes; None: any."""
+    del info
+    return None
+
 
 class Tracker(Choice):
   """Where metrics go as well.

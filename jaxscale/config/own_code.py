@@ -73,6 +73,7 @@ def own_code(roots: Iterable[Any]) -> OwnCode:
   search = _Search()
   for root in roots:
     search.visit(root.__module__, root.__qualname__, root)
+    search.follow()
   return OwnCode(dict(sorted(search.hashes.items())), search.files)
 
 
@@ -222,6 +223,9 @@ class _Search:
     self.files: dict[str, Path] = {}
     self._seen: set[str] = set()
     self._used: dict[str, set[str]] = {}  # attributes that are used, by module
+    # Names that are used: visited in a loop, as modules may import each other and
+    # chains of definitions be longer than Python's stack.
+    self._waiting: list[tuple[str, str, set[str]]] = []
 
   def visit(self, module: str, name: str, value: Any = None) -> None:
     """Add a definition and what it uses.
@@ -278,7 +282,17 @@ class _Search:
       self.hashes[key] = _digest(texts)
 
   def _visit_name(self, module: str, name: str, attributes: set[str]) -> None:
-    """Visit a name that is used in a module; an imported one where it is defined."""
+    """Have a name visited that is used in a module, with attributes of it."""
+    if (key := f"{module} {name} {sorted(attributes)}") not in self._seen:
+      self._seen.add(key)
+      self._waiting.append((module, name, attributes))
+
+  def follow(self) -> None:
+    """Visit all that was used; an imported name where it is defined."""
+    while self._waiting:
+      self._follow(*self._waiting.pop())
+
+  def _follow(self, module: str, name: str, attributes: set[str]) -> None:
     file = self._file_of(module)
     tree = None if file is None or file.suffix != ".py" else _tree_of(str(file))
     for node in [] if tree is None else tree.body:

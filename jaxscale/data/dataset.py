@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxscale.errors import invalid
 from jaxscale.files import whole_number
 from jaxscale.metrics.text import few, listed, plural
 
@@ -252,3 +253,37 @@ class Dataset(NamedTuple):
   draws_by_epoch: bool = False
   notes: tuple[str, ...] = ()
   identity: str | Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None
+
+
+def check_targets(name: str, targets: np.ndarray, limits: tuple[int, int]) -> None:
+  """Refuse targets that a loss does not take: they would train on a wrong class.
+
+  Args:
+    name: of the targets, for the error.
+    targets: [n, ...].
+    limits: the lowest and the highest one.
+
+  Raises:
+    ConfigError: one is outside, or NaN.
+  """
+  low, high = limits
+  if len(targets) and not (targets.min() >= low and targets.max() <= high):
+    wrong = targets[~((targets >= low) & (targets <= high))][0]
+    fix = "correct the targets or num_classes, or choose another loss"
+    raise invalid(name, wrong.item(), f"is out of range [{low}, {high}]", fix)
+
+
+def with_target_range(dataset: Dataset, limits: tuple[int, int]) -> Dataset:
+  """A dataset that checks the targets of each batch (`check_targets`)."""
+  info = dataset.info
+  key = "targets" if isinstance(info, TextInfo) else "label"
+
+  def load(indices, draws):
+    batch = dataset.load(indices, draws)
+    if isinstance(batch, dict) and key in batch:  # else `check_readable` refuses it
+      has_none = key == "targets" or (draws is None and dataset.damaged is not None)
+      low = NO_CLASS if has_none else limits[0]
+      check_targets(f"{info.name}: {key}", np.asarray(batch[key]), (low, limits[1]))
+    return batch
+
+  return dataset._replace(load=load)

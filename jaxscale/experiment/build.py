@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -21,6 +22,7 @@ from jaxscale import config as cfg
 from jaxscale import data, models, optim
 from jaxscale.collectives.cpu_workarounds import one_at_a_time
 from jaxscale.config.choice import build, wrong_product
+from jaxscale.data.dataset import check_targets, with_target_range
 from jaxscale.errors import ConfigError
 from jaxscale.exchange import Exchange
 from jaxscale.experiment import layout as layouts
@@ -223,6 +225,13 @@ def experiment(
     config, model, objective, eval_data.info, mesh, rows, compute=datasets is None
   )
   _check_paths(config, model)
+  if limits := config.loss.target_range(eval_data.info):
+    train_data, eval_data = (
+      with_target_range(dataset, limits) for dataset in (train_data, eval_data)
+    )
+    for name in ("y", "y_eval") if isinstance(config.data, cfg.Arrays) else ():
+      if (targets := getattr(config.data, name)) is not None and datasets is None:
+        check_targets(f"Arrays.{name}", np.asarray(targets), limits)
   layout = layouts.make_layout(config, mesh, model)
   totals = layouts.make_totals(model, layout, objective)
   eval_step = steps.make_eval_step(totals, mesh, layout)

@@ -211,6 +211,7 @@ def make_loss(
     piped = {"gpipe": parallel.gpipe_grads, "1f1b": parallel.one_f_one_b_grads}
     return piped[config.layout.schedule](model, layout, remat=remat)
   loss = losses.training_loss(model.apply, objective)
+  setattr(loss, losses.IS_SUM, True)  # `check_model` has checked the user's own
   return loss if layout is None else parallel.with_gathered_params(loss, layout.gathers)
 
 

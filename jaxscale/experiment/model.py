@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +31,7 @@ from jaxscale.mesh import (
 )
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.training import losses
-from jaxscale.training.contract import check_sums
+from jaxscale.training.contract import check_sums, one_line
 from jaxscale.training.losses import Objective, inputs_of
 from jaxscale.training.state import TrainState
 from jaxscale.weights.check import check_source
@@ -200,35 +201,21 @@ def check_model(
         "keep its jax.random.key_data",
       )
       raise invalid(f"model state {path_name(path)}", ..., why, fix)
-  of_loss: list[str] = []
   outputs, found = models.by_device(
     lambda: jax.eval_shape(called, state, batch, keys), rows
   )
+  mixing = functools.partial(_mixing_notes, config.dtype, mesh, rows)
+  notes: list[str] = []
   if compute and not is_built_in(type(config.loss)):
-    of_outputs, inputs = _of_outputs(objective), {"outputs": outputs, **batch}
-    check_sums(of_outputs, {}, {}, inputs, mesh, name="Config.loss")
-
-    def loss_of(_, batch, keys):
-      batch = dict(batch)
-      return objective.loss(batch.pop("outputs"), batch)
-
-    if _mixes_rows(config, loss_of, lambda key: ({}, {}), inputs, mesh):
-      of_loss = [
-        f"{type(config.loss).__name__}: mixes the rows of each device: results depend "
-        "on how many there are, unless it gathers the rows of all"
-      ]
+    notes = _loss_notes(objective, {"outputs": outputs, **batch}, mesh, mixing)
+    notes = [f"{type(config.loss).__name__}: {line}" for line in notes]
   is_tested = is_built_in(kind) or found or config.model.batch_norm or not compute
 
   def outputs_of(state, inputs, keys):
     return model.apply(*state, inputs, True, keys)[0]
 
-  if not is_tested and _mixes_rows(
-    config, outputs_of, model.init, inputs_of(batch), mesh
-  ):
-    found.append(
-      "its model mixes the rows of each device: results depend on how many there are; "
-      "draw random numbers from `keys`, and take no statistics of the batch"
-    )
+  if not is_tested:
+    found += mixing("its model", outputs_of, model.init, inputs_of(batch))
   given, wanted = getattr(outputs, "shape", (0,))[-1], num_classes(info)
   if type(config.loss).__name__ == "CrossEntropy" and given < wanted:
     raise ConfigError(
@@ -238,7 +225,22 @@ def check_model(
     )
   if type(config.loss).__name__ == "CrossEntropy" and given > wanted:
     found.append(f"{given} outputs for {wanted} classes")
-  return [*(f"{kind.__name__}: {line}" for line in found), *of_loss]
+  return notes + [f"{kind.__name__}: {line}" for line in found]
+
+
+def _loss_notes(
+  objective: Objective, inputs: Any, mesh: Mesh, mixing: Callable[..., list[str]]
+) -> list[str]:
+  """What is found of a loss by computing it, of batches with "outputs"."""
+  reason = check_sums(_of_outputs(objective), {}, {}, inputs, mesh, name="Config.loss")
+  notes = (
+    [f"not tested whether its loss is a sum over rows: {reason}"] if reason else []
+  )
+
+  def loss_of(_, batch, keys):
+    return objective.loss(batch["outputs"], batch)
+
+  return notes + mixing("its loss", loss_of, lambda key: ({}, {}), inputs)
 
 
 def _of_outputs(objective: Objective) -> Any:
@@ -253,13 +255,23 @@ def _of_outputs(objective: Objective) -> Any:
   return loss_fn
 
 
-def _mixes_rows(config: cfg.Config, function, init, rows, mesh) -> bool:
-  """True if `mixes_rows`; False where the function cannot be called with two rows."""
-  tolerance = 1e-3 if config.dtype == "float32" else 0.05
-  try:
-    return mixes_rows(function, init, rows, mesh, tolerance)
-  except Exception:  # its shapes are those of one batch size
-    return False
+def _mixing_notes(
+  dtype: str, mesh: Mesh, rows: int, what: str, function: Any, init: Any, inputs: Any
+) -> list[str]:
+  """What `mixes_rows` finds, with two rows or with those of a device."""
+  tolerance, mixes = 1e-3 if dtype == "float32" else 0.05, False
+  for count in dict.fromkeys((2, max(rows, 2))):  # shapes may be those of one size
+    try:
+      mixes = mixes_rows(function, init, inputs, mesh, tolerance, count)
+      break
+    except Exception as e:
+      mixes = one_line(e)
+  if isinstance(mixes, str):
+    return [f"not tested whether {what} mixes the rows of a device: {mixes}"]
+  return mixes * [
+    f"{what} mixes the rows of each device: results depend on how many there are; "
+    "draw random numbers from `keys`, and take no statistics of the batch"
+  ]
 
 
 def num_classes(info: data.DatasetInfo | data.TextInfo) -> int:

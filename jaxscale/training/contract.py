@@ -9,6 +9,8 @@ rows twice: every total must double.
 from __future__ import annotations
 
 import functools
+import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -85,11 +87,10 @@ def check_sums(
   mesh: Mesh,
   *,
   name: str = "loss_fn",
-) -> None:
+) -> str:
   """Refuse totals that are means, or contain a part that is not per row.
 
-  Computes the loss of random parameters and inputs on one device. A loss that cannot
-  be called with so few rows is not checked, nor is one of a huge model.
+  Computes the loss of random parameters and inputs on one device.
 
   Args:
     loss_fn: a `step.LossFn`.
@@ -99,15 +100,17 @@ def check_sums(
     mesh: whose axes the loss may name.
     name: of the loss, for the error.
 
+  Returns:
+    Why it was not checked; "": it was.
+
   Raises:
     ConfigError: a total does not double with the rows, as "examples" does.
   """
-  if sum(x.size for x in jax.tree.leaves((params, model_state))) > _ELEMENTS:
-    return
+  if reason := too_large((params, model_state)):
+    return reason
   axes = mesh.axis_names
   one = np.array(jax.local_devices()[:1]).reshape((1,) * len(axes))
 
-  @jax.jit
   @jax.shard_map(
     mesh=Mesh(one, axes), in_specs=(P(), P(), P(axes), P(axes)), out_specs=P()
   )
@@ -118,21 +121,23 @@ def check_sums(
     return {k: lax.psum(x, varying(x)) for k, x in named.items()}
 
   with eval_context():  # a step is being traced
-    values = _example_values(params, model_state, batch)
+    values = example_values(params, model_state, batch, rows=2)
 
     def grown(times: int) -> dict[str, float]:
       rows = jax.tree.map(lambda x: jnp.concatenate([x] * times), values[2:])
-      return {k: float(x) for k, x in sums(*values[:2], *rows).items()}
+      arguments = *values[:2], *rows
+      return {k: float(x) for k, x in compiled(sums, *arguments)(*arguments).items()}
 
     try:
       single = {k: x for k, x in grown(1).items() if x}
       double = grown(2)
       # Of InfoNCE each row's loss grows with the rows; a constant part stays as it is.
       if all(_is_near(double[k], 2 * x) for k, x in single.items()):
-        return
+        is_finite = np.isfinite([*single.values(), *double.values()]).all()
+        return "" if is_finite else "of random numbers it is not finite"
       fourfold = grown(4)
-    except Exception:  # a batch of another size than the loss is written for
-      return
+    except Exception as e:  # a batch of another size than the loss is written for
+      return one_line(e)
   constant = {
     k
     for k, x in single.items()
@@ -146,25 +151,64 @@ def check_sums(
     why = f"returns {k} {single[k]:.6g} of some rows, {double[k]:.6g} of twice"
     fix = "sum over the rows; times their number, where a part is not per row"
     raise invalid(name, ..., why, fix)
+  return ""
 
 
-def _example_values(params: Any, model_state: Any, batch: Any, rows: int = 2) -> Any:
-  """Random parameters and rows, and a state of ones, of the shapes that are given."""
+def warn_unchecked(reason: str) -> None:
+  """Warn that a loss was not checked, if there is a reason."""
+  if reason:
+    warnings.warn(
+      f"loss_fn was not tested to be a sum over rows: {reason}", stacklevel=3
+    )
+
+
+def too_large(state: Any) -> str:
+  """Why a model of so many parameters is not computed before the first step, or ""."""
+  size = sum(x.size for x in jax.tree.leaves(state))
+  return f"it has {size:,} parameters, over {_ELEMENTS:,}" if size > _ELEMENTS else ""
+
+
+def one_line(error: Exception) -> str:
+  """An exception as the end of a note."""
+  kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+  text = kind + " ".join(str(error).split())
+  return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def compiled(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+  """Compile a function for these arguments: quickly, and not well."""
+  is_cpu = jax.default_backend() == "cpu"
+  options: Any = {"xla_backend_optimization_level": 0} if is_cpu else {}
+  return jax.jit(function).lower(*args).compile(compiler_options=options)
+
+
+def example_values(params: Any, model_state: Any, batch: Any, rows: int) -> Any:
+  """Random parameters and rows, a state of ones, and keys of the rows.
+
+  Args:
+    params: shapes and dtypes.
+    model_state: likewise.
+    batch: likewise, with any number of rows.
+    rows: how many to make.
+  """
   rng = np.random.default_rng(0)
 
   def value(x, shape, spread=1.0):
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
       return jnp.broadcast_to(jax.random.key(0), shape)
     if jnp.issubdtype(x.dtype, jnp.inexact):
-      return (spread * rng.standard_normal(shape)).astype(x.dtype)
-    return rng.integers(0, 2, shape).astype(x.dtype)
+      return (spread * rng.standard_normal(shape, np.float32)).astype(x.dtype)
+    return rng.integers(0, 256 if x.dtype == np.uint8 else 2, shape).astype(x.dtype)
+
+  def weight(x):  # so that the outputs of a layer are as large as its inputs
+    return value(x, x.shape, max(math.prod(x.shape[:-1]), 1) ** -0.5)
 
   def unit(x):  # a variance may be among them
     is_float = jnp.issubdtype(x.dtype, jnp.inexact)
     return np.ones(x.shape, x.dtype) if is_float else value(x, x.shape)
 
   return (
-    jax.tree.map(lambda x: value(x, x.shape, 0.1), params),
+    jax.tree.map(weight, params),
     jax.tree.map(unit, model_state),
     jax.tree.map(lambda x: value(x, (rows, *x.shape[1:])), batch),
     jax.random.split(jax.random.key(0), rows),

@@ -42,7 +42,7 @@ from jaxscale.exchange.local import LocalUpdate, reset_momentum
 from jaxscale.mesh import on_cpu, replicated
 from jaxscale.training import nan_guard
 from jaxscale.training import step as steps
-from jaxscale.training.contract import check_sums, checked
+from jaxscale.training.contract import check_sums, checked, warn_unchecked
 from jaxscale.training.losses import IS_SUM
 from jaxscale.training.model_state import agree, check_agrees
 from jaxscale.training.state import TrainState, WorkerState, state_shardings
@@ -134,12 +134,13 @@ def make_local_train_step(
   mapped = jax.shard_map(device_step, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
   def train_step(state: TrainState, batch: steps.Batch):
-    if not is_sum:
-      check_sums(loss_fn, state.params, state.model_state, batch, mesh)
     key = jax.random.fold_in(jax.random.key(seed), state.step)
     anchor = state.params, state.model_state, state.opt_state
     given = anchor, state.exchange_state, batch, key, state.step
     (params, model_state, opt_state), workers, metrics, codes = mapped(*given)
+    if not is_sum:
+      tried = loss_fn, state.params, state.model_state, batch, mesh
+      warn_unchecked(check_sums(*tried))
     if skip_bad_steps:
       metrics[nan_guard.CODES] = codes
     new = TrainState(state.step + 1, params, model_state, opt_state, workers, ())

@@ -41,6 +41,9 @@ class CrossEntropy(Loss):
       )
     return losses.cross_entropy(self.label_smoothing)
 
+  def target_range(self, info: Any) -> tuple[int, int]:
+    return 0, (getattr(info, "num_classes", None) or info.vocab_size) - 1
+
 
 class BinaryCrossEntropy(Loss):
   """Cross entropy of several classes per example, each there or not (0 or 1).
@@ -56,6 +59,9 @@ class BinaryCrossEntropy(Loss):
       why = f"takes 0 or 1, and {info.name} has {classes} classes"
       raise invalid("Config.loss", type(self).__name__, why, "use CrossEntropy")
     return _losses(self, info).binary_cross_entropy()
+
+  def target_range(self, info: Any) -> tuple[int, int]:
+    return 0, 1
 
 
 class SquaredError(Loss):

@@ -41,7 +41,12 @@ from jaxscale.parallel.layout_exchange import exchange_axes, make_layout_exchang
 from jaxscale.parallel.run_stack import PipelineGrads
 from jaxscale.training import nan_guard
 from jaxscale.training import noise_scale as noise_scales
-from jaxscale.training.contract import check_sums, checked, without_examples
+from jaxscale.training.contract import (
+  check_sums,
+  checked,
+  warn_unchecked,
+  without_examples,
+)
 from jaxscale.training.losses import IS_SUM
 from jaxscale.training.model_state import agree, check_agrees, map_averaged
 from jaxscale.training.state import TrainState, state_shardings
@@ -157,12 +162,13 @@ def make_train_step(
     update = nan_guard.skip_bad_steps(update, branch=branch)
 
   def train_step(state: TrainState, batch: Batch):
-    if not is_sum:
-      check_sums(cast(LossFn, loss_fn), state.params, state.model_state, batch, mesh)
     key = jax.random.fold_in(jax.random.key(seed), state.step)
     grads, model_state, totals, codes = local_grads(
       state.params, state.model_state, batch, key
     )
+    if not is_sum:
+      tried = cast(LossFn, loss_fn), state.params, state.model_state, batch, mesh
+      warn_unchecked(check_sums(*tried))
     grads, exchange_state = exchange_grads(grads, state.exchange_state)
     metrics = means(totals) | {"grad_norm": optax.tree.norm(grads)}
     rows = len(jax.tree.leaves(batch)[0])

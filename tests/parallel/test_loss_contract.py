@@ -7,11 +7,15 @@ import optax
 import pytest
 from jax import lax
 
+from jaxscale import config
 from jaxscale.errors import ConfigError
 from jaxscale.exchange import Exchange, plain
 from jaxscale.exchange.local import local_sgd
+from jaxscale.experiment.build import experiment
 from jaxscale.mesh import batch_sharding, make_mesh
+from jaxscale.training import contract
 from jaxscale.training.local_step import make_local_train_step
+from jaxscale.training.losses import Objective
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_eval_step, make_train_step
 
@@ -94,6 +98,65 @@ def test_a_loss_that_is_no_sum_is_refused(name):
   for num_devices, micros in ((1, 1), (4, 2)):
     with pytest.raises(ConfigError, match=r"^loss_fn returns .*; sum over the rows"):
       train(LOSSES[name], num_devices, accumulate_steps=micros)
+
+
+def test_a_loss_that_cannot_be_checked_is_named(monkeypatch):
+  def for_eight(params, model_state, batch, keys):
+    return summed(params, model_state, batch | {"k": keys.reshape(8)}, keys)
+
+  def not_finite(params, model_state, batch, keys):
+    loss = errors(params, batch).sum() * jnp.log(-1 - (params["w"] ** 2).sum())
+    return loss, ({}, {"loss": loss, "examples": len(keys)})
+
+  for loss, reason in ((for_eight, "reshape"), (not_finite, "is not finite")):
+    with pytest.warns(UserWarning, match=f"^loss_fn was not tested to be.*{reason}"):
+      train(loss)
+  monkeypatch.setattr(contract, "_ELEMENTS", 2)
+  with pytest.warns(UserWarning, match="it has 18 parameters, over 2"):
+    train(summed)
+
+
+class PerRow(config.Loss):
+  """An objective.
+
+  Attributes:
+    loss: of each row.
+  """
+
+  loss: object
+
+  def build(self, info):
+    return Objective(self.loss)
+
+
+def of_config(loss):
+  arrays = config.Arrays(x=BATCH["image"], y=BATCH["label"], eval_share=0.5)
+  settings = config.Config(
+    model=config.MLP(), data=arrays, loss=PerRow(loss=loss), batch_size=16, epochs=9,
+    optimizer=config.SGD(lr=0.1), schedule=config.Steps(),
+  )  # fmt: skip
+  return experiment(settings, devices=jax.devices()[:2])
+
+
+def each(outputs, batch):
+  loss = optax.softmax_cross_entropy_with_integer_labels
+  return loss(outputs.astype("float32"), batch["label"])
+
+
+def test_an_objective_divided_by_the_rows_is_refused():
+  for wrong in (
+    lambda o, b: each(o, b) / len(o),
+    lambda o, b: jnp.full(len(o), each(o, b).mean() / len(o)),
+    lambda o, b: jax.nn.softmax(each(o, b)),
+    lambda o, b: each(o, b) / jnp.ones(len(o)).sum(),
+  ):
+    with pytest.raises(ConfigError, match=r"^Config.loss returns .*; sum") as error:
+      of_config(wrong)
+    assert "\n" not in str(error.value)
+  assert not of_config(each).notes
+  (note,) = of_config(lambda o, b: each(o.reshape(8, -1), b)).notes
+  assert note.startswith("PerRow: not tested whether its loss is a sum over rows: ")
+  assert "reshape" in note and "\n" not in note
 
 
 RIGHT = {

@@ -15,6 +15,7 @@ from jaxscale import config as cfg
 from jaxscale import data, models
 from jaxscale.errors import ConfigError
 from jaxscale.experiment.build import experiment
+from jaxscale.training import contract
 from jaxscale.training.losses import Objective, cross_entropy
 from support.paths import ROOT
 
@@ -374,13 +375,31 @@ class Mixed(cfg.Loss):
 def test_a_loss_that_mixes_rows_is_named(of, is_noted):
   config = config_of(cfg.MLP(), loss=Mixed(of=of))
   notes = experiment(config, devices=jax.devices()[:2]).notes
-  line = "Mixed: mixes the rows of each device: results depend on how many there are"
+  line = "Mixed: its loss mixes the rows of each device: results depend on how many"
   assert any(note.startswith(line) for note in notes) == is_noted
 
 
-def test_a_model_for_one_batch_size_is_not_tested():
+def test_a_model_for_one_batch_size_is_tested_with_it():
   made = experiment(config_of(Functions(name="fixed")), devices=jax.devices()[:1])
-  assert not made.notes
+  assert "its model mixes the rows" in made.notes[0]
+
+
+def test_a_model_that_cannot_be_tested_is_named(monkeypatch):
+  def log(h, state, keys):
+    return h * jnp.log(-1 - h**2)
+
+  def count(h, state, keys):
+    return h.reshape(16 // jax.lax.axis_size("data"), 8)
+
+  MODELS["log"], MODELS["count"] = plain(log), plain(count)
+  for name, reason in (("log", "are not finite"), ("count", "reshape")):
+    config = config_of(Functions(name=name))
+    (note,) = experiment(config, devices=jax.devices()[:2]).notes
+    assert note.startswith("Functions: not tested whether its model mixes the rows")
+    assert reason in note and "\n" not in note
+  monkeypatch.setattr(contract, "_ELEMENTS", 20)
+  (note,) = experiment(config_of(Functions(name="rows")), devices=jax.devices()).notes
+  assert "Functions: not tested whether its model mixes" in note and "over 20" in note
 
 
 def test_a_typed_key_in_the_state_is_refused_before_it_is_saved():

@@ -310,6 +310,7 @@ ARRAYS = {"x": X, "y": Y}
   ({"y": Y.astype("u8") + np.uint64(2**63)}, "Arrays.y has 9223372036854775808"),
   ({"y": Y * 1e300}, "targets has 1e+300"),
   ({"x": X + np.array([1, np.nan] * 4)}, "Arrays.x has NaN or infinite"),
+  ({"y": np.where(np.arange(len(X)) == 3, np.nan, 0.5)}, "Arrays.y has NaN or"),
   ({"x_eval": np.diag([1.0, 2, np.inf] + [4] * 5), "y_eval": Y[:8]}, "first in row 2"),
   ({"x": {"a": X}}, "Arrays.x=dict is not an array; give a NumPy array"),
   ({"x": (row for row in X)}, "Arrays.x=generator is not an array"),
@@ -333,7 +334,7 @@ ARRAYS = {"x": X, "y": Y}
   ({"x_eval": X, "y_eval": Y / 2}, "Arrays.y_eval is float64, and Arrays.y int32"),
   ({"y": Y / 2, "x_eval": X, "y_eval": Y}, "Arrays.y_eval is int32, and Arrays.y flo"),
   ({"x": X / 255, "x_eval": X * 1.0, "y_eval": Y}, "Arrays.x float64 from 0 to 0"),
-], ids=range(36))  # fmt: skip
+], ids=range(37))  # fmt: skip
 def test_arrays_that_would_be_changed_are_refused_in_one_line(changed, hint):
   with pytest.raises(ConfigError) as error:
     data.Arrays(**ARRAYS | changed).build()

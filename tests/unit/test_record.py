@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 
 from jaxscale import config as cfg
+from jaxscale.config.files import load_file
 from jaxscale.config.loading import load_config
-from jaxscale.config.own_code import is_own
+from jaxscale.config.own_code import is_own, own_code
 from jaxscale.config.plain import code_of, to_plain
 from jaxscale.config.record import from_plain
 from jaxscale.errors import ConfigError
@@ -198,6 +199,30 @@ def test_a_package_counts_by_what_is_used_of_it(
   os.utime(tmp_path / file, (1e9, 1e9))  # else Python takes the bytecode of before
   second = hashes()
   assert {k for k in {**first, **second} if first.get(k) != second.get(k)} == differs
+
+
+def test_modules_that_import_each_other_and_long_chains_are_walked(
+  tmp_path, monkeypatch
+):
+  """The walk recursed: 2,000 lines of a RecursionError."""
+  monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+  chain = "".join(f"def f{i}(): return f{i + 1}()\n" for i in range(2000))
+  files = {
+    "ring/__init__.py": "from ring.ops import scale\n",
+    "ring/ops.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n"
+    "  from ring import scale\ndef scale(x): return scale(x - 1) + f0()\n"
+    f"{chain}def f2000(): return 1\n",
+    "c.py": "from jaxscale import config as c\nfrom jaxscale.config.loading import "
+    "load_config\nfrom ring import scale\nclass Mine(c.Tracker):\n"
+    "  def build(self, context): return scale(3)\n"
+    "def get_config():\n  return load_config('digits')\n",
+  }
+  for name, text in files.items():
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(text)
+  mine = load_file(tmp_path / "c.py").Mine
+  hashes = own_code([mine]).hashes
+  assert {"ring.ops:scale", "ring.ops:f0", "ring.ops:f2000"} <= hashes.keys()
 
 
 OWN = """
