@@ -208,6 +208,8 @@ def _message(error: BaseException) -> UserMessage | None:
 
 def _of_environment(error: BaseException) -> str | None:
   """What is wrong with the environment, by an error of Python's or JAX's."""
+  if isinstance(error, FileNotFoundError) and os.stat(".").st_nlink == 0:
+    return "the current folder was deleted; cd to one that exists"
   text = message_of(error)
   module = getattr(error, "name", None) or "jaxscale"
   if isinstance(error, ModuleNotFoundError) and not module.startswith("jaxscale"):

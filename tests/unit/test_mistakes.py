@@ -87,7 +87,7 @@ def test_an_export_is_a_safetensors_file(name, capsys, tmp_path):
   to = tmp_path / name
   code, _, line = answer(capsys, "export", "--workdir", tmp_path, "--to", to)
   assert code == 2 and line.endswith(
-    f"--to={to}: give a file that ends in .safetensors"
+    f"--to={to}: give a file in a directory, ending in .safetensors"
   )
 
 
@@ -202,6 +202,19 @@ def test_no_command_writes_into_the_current_folder(argv, trained):
   )  # fmt: skip
   assert done.returncode == (2 if argv[0] == "plot-schedule" else 0), done.stderr
   assert "Traceback" not in done.stderr and files_of() == before
+
+
+@pytest.mark.parametrize("argv", [
+  ["describe", "--config=digits"], ["status"], ["report", "x"],
+], ids=lambda argv: argv[0])  # fmt: skip
+def test_a_current_folder_that_was_deleted_is_one_line(
+  argv, tmp_path, monkeypatch, capsys
+):
+  (tmp_path / "gone").mkdir()
+  monkeypatch.chdir(tmp_path / "gone")
+  (tmp_path / "gone").rmdir()
+  code, _, line = answer(capsys, *argv)
+  assert code == 2 and "the current folder was deleted; cd to one that exists" in line
 
 
 def test_missing_folders_of_a_file_are_made(trained, capsys):
