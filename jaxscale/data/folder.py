@@ -129,17 +129,14 @@ def image_folder(
 
 
 def _identity(folder: Folder, source: Source) -> dict[str, Any]:
-  """Names and sizes of the files, and how many each class has."""
+  """Names, sizes and contents of the files, and how many each class has."""
 
-  def size_of(index: int) -> int:
-    try:
-      return os.stat(os.path.join(folder.root, source.name(index))).st_size
-    except OSError:  # a damaged example
-      return -1
+  def path_of(index: int) -> str:
+    return os.path.join(folder.root, source.name(index))
 
   counts = np.bincount(folder.labels).tolist()
   per_class = dict(zip(folder.classes, counts, strict=True))
-  return {"classes": per_class} | names_identity(folder.files, size_of)
+  return {"classes": per_class} | names_identity(folder.files, path_of)
 
 
 def folder_classes(directory: str | os.PathLike[str]) -> tuple[str, ...]:

@@ -297,3 +297,15 @@ def test_a_disk_that_is_gone_stops_the_run(folder):
     next(data.train_batches(dataset, 8))
   with pytest.raises(ConfigError, match="no images in"):
     data.image_folder(folder, image_size=16, cache=True)
+
+
+def test_pictures_of_one_size_are_known_by_their_pixels(tmp_path):
+  found = []
+  for level in (0, 0, 90):
+    for name in ("a/0.bmp", "a/1.bmp", "b/0.bmp"):
+      (tmp_path / name).parent.mkdir(exist_ok=True)
+      pixels = np.full((20, 20, 3), level + 9, np.uint8)
+      Image.fromarray(pixels).save(tmp_path / name, "BMP")
+    found.append(data.image_folder(tmp_path, image_size=8).identity())
+  assert found[0] == found[1] and found[0]["sizes"] == found[2]["sizes"]
+  assert found[0] != found[2]
