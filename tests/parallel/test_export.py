@@ -329,7 +329,9 @@ def test_what_the_run_has_not_is_one_line(finished, tmp_path, capsys, monkeypatc
   )
   timm = line("--to=x.safetensors", "--naming=timm")
   assert "naming=timm: has no name for params/Dense_0/bias" in timm
-  assert "No such file or directory" in line("--to", tmp_path / "no" / "x.safetensors")
+  (tmp_path / "file").touch()
+  in_file = tmp_path / "file" / "x.safetensors"
+  assert "give a file in a directory, ending in .safetensors" in line("--to", in_file)
   (damaged,) = (workdir / "checkpoints" / str(step) / "state" / "d").iterdir()
   whole = damaged.read_bytes()
   damaged.write_bytes(whole[: len(whole) // 2])

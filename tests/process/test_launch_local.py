@@ -142,7 +142,7 @@ def test_jobs_of_a_folder_with_such_files_run(shadowed, verb):
 
 def test_the_current_folder_is_last_on_the_path_of_our_modules_alone(tmp_path):
   code = "import sys, os; print(sys.path.index(os.getcwd()) + 1, len(sys.path))"
-  (tmp_path / "c.py").write_text(f"{code}\nraise SystemExit(0)")
+  (tmp_path / "c.py").write_text(f"{code}\nsys.stdout.flush(); os._exit(0)")
   for options in ([], ["-P"]):
     out = in_folder(tmp_path, *options, "-m", "jaxscale.train", "--config=c.py")
     assert len(set(out.split())) == 1, out

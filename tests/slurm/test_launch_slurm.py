@@ -130,7 +130,9 @@ def test_a_signal_before_there_are_handlers_starts_it_again(cli, slurm):
     slurm.run("scancel", f"--signal={name}", number(cli, name))
   for name, code in names.items():
     until_ended(cli, name, seconds=300)
-    assert ends(cli, name) == [(code, "requeue"), (0, "stop")]
+    (first, decision), last = ends(cli, name)
+    # Of the task that is second srun's own SIGTERM may be first.
+    assert first in (code, 143) and (decision, last) == ("requeue", (0, "stop"))
 
 
 def test_what_an_operator_requeues_is_requeued_on_record(cli, slurm):

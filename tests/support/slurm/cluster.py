@@ -138,7 +138,7 @@ class SlurmCluster:
     if self._keeper is not None:
       hosts.stop_keeper(self._keeper)
     for daemon in self._daemons.values():
-      daemon.wait(60)
+      daemon.wait(300)
 
   def _configure(self) -> None:
     """Write the configuration for ports that are free now."""
@@ -182,7 +182,7 @@ class SlurmCluster:
     would say nothing.
     """
     hosts.kill(self.folder, node)
-    self._daemons[node].wait(60)
+    self._daemons[node].wait(300)
 
   def processes(self, host: str) -> list[int]:
     """Ids of all processes on a host: daemons, steps, tasks, commands."""
@@ -272,7 +272,7 @@ class SlurmCluster:
     path = self.folder / f"{time.monotonic_ns()}.sh"
     path.write_text(script if script.startswith("#!") else f"#!/bin/sh\n{script}\n")
     command = ["sbatch", "--parsable", f"--output={self.folder}/job-%j.out", *options]
-    done = self.run(*command, str(path), timeout=30, check=True, host="login", **env)
+    done = self.run(*command, str(path), timeout=300, check=True, host="login", **env)
     return done.stdout.strip()
 
   def job(self, job: str) -> dict[str, str]:
