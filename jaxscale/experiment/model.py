@@ -28,6 +28,7 @@ from jaxscale.mesh import (
   batch_norm_span,
   mesh_shape,
 )
+from jaxscale.models.stack import stack_logits
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.training import losses
 from jaxscale.training.contract import check_sums, one_line
@@ -172,6 +173,9 @@ def check_model(
   """
   kind, info = type(config.model), _seen_by_loss(config, info)
   is_own = not (is_built_in(kind) and is_built_in(type(config.loss)))
+  if is_own and compute and isinstance(model, models.Stack):
+    notes = _mixing_notes(config, _stack_functions(model), info, mesh, rows)
+    return [f"{kind.__name__}: {line}" for line in notes]
   if not is_own or not isinstance(model, models.ModelFns):
     return []
   axes = batch_axes(mesh)
@@ -212,7 +216,7 @@ def check_model(
       notes.append(f"{type(config.loss).__name__}: {why}")
   is_tested = is_built_in(kind) or found or config.model.batch_norm or not compute
   if not is_tested:
-    found += _mixing_notes(config, model, batch, mesh, rows)
+    found += _mixing_notes(config, model, info, mesh, rows)
   given, wanted = getattr(outputs, "shape", (0,))[-1], num_classes(info)
   if type(config.loss).__name__ == "CrossEntropy" and given < wanted:
     raise ConfigError(
@@ -237,10 +241,22 @@ def _of_outputs(objective: Objective) -> Any:
   return loss_fn
 
 
+def _stack_functions(stack: models.Stack) -> models.ModelFns:
+  """A stack as functions of its inputs, to compare outputs."""
+
+  def apply(params, model_state, inputs, train, keys):
+    batch = {"image": inputs, "tokens": inputs}
+    return stack_logits(stack, params, batch), model_state
+
+  return models.ModelFns(init_fn(stack), apply)
+
+
 def _mixing_notes(
-  config: cfg.Config, model: models.ModelFns, batch: Any, mesh: Mesh, rows: int
+  config: cfg.Config, model: models.ModelFns, info: Any, mesh: Mesh, rows: int
 ) -> list[str]:
   """What `mixes_rows` finds, with two rows or with those of a device."""
+  shapes = data.batch_shapes(info, rows)
+  batch = {name: jax.ShapeDtypeStruct(*array) for name, array in shapes.items()}
   tolerance, mixes = 1e-3 if config.dtype == "float32" else 0.05, False
   for count in dict.fromkeys((2, max(rows, 2))):  # shapes may be those of one size
     try:
