@@ -226,7 +226,8 @@ def test_a_mistake_ends_before_anything_is_compiled(
   argv = ["--config", "configs/digits.py", "--workdir", str(tmp_path / "w")]
   assert train.main(argv + [f"--config.{s}" for s in settings]) == 2
   out, err = capsys.readouterr()
-  (line,) = err.splitlines()
+  *notes, line = err.splitlines()  # what another class of settings keeps is noted
+  assert all(note.startswith("note: ") for note in notes)
   assert line.startswith("error: ") and remedy in line and not out
   assert not (tmp_path / "w").exists()
 
