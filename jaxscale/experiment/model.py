@@ -29,6 +29,7 @@ from jaxscale.mesh import (
   batch_norm_span,
   mesh_shape,
 )
+from jaxscale.models.stack import stack_logits
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.training import losses
 from jaxscale.training.contract import check_sums, one_line
@@ -173,6 +174,10 @@ def check_model(
   """
   kind, info = type(config.model), _seen_by_loss(config, info)
   is_own = not (is_built_in(kind) and is_built_in(type(config.loss)))
+  mixing = functools.partial(_mixing_notes, config.dtype, mesh, rows)
+  if is_own and compute and isinstance(model, models.Stack):
+    notes = _model_notes(mixing, _stack_functions(model), info, rows)
+    return [f"{kind.__name__}: {line}" for line in notes]
   if not is_own or not isinstance(model, models.ModelFns):
     return []
   axes = batch_axes(mesh)
@@ -204,18 +209,13 @@ def check_model(
   outputs, found = models.by_device(
     lambda: jax.eval_shape(called, state, batch, keys), rows
   )
-  mixing = functools.partial(_mixing_notes, config.dtype, mesh, rows)
   notes: list[str] = []
   if compute and not is_built_in(type(config.loss)):
     notes = _loss_notes(objective, {"outputs": outputs, **batch}, mesh, mixing)
     notes = [f"{type(config.loss).__name__}: {line}" for line in notes]
   is_tested = is_built_in(kind) or found or config.model.batch_norm or not compute
-
-  def outputs_of(state, inputs, keys):
-    return model.apply(*state, inputs, True, keys)[0]
-
   if not is_tested:
-    found += mixing("its model", outputs_of, model.init, inputs_of(batch))
+    found += _model_notes(mixing, model, info, rows)
   given, wanted = getattr(outputs, "shape", (0,))[-1], num_classes(info)
   if type(config.loss).__name__ == "CrossEntropy" and given < wanted:
     raise ConfigError(
@@ -253,6 +253,29 @@ def _of_outputs(objective: Objective) -> Any:
     return loss(params, model_state, batch, keys)
 
   return loss_fn
+
+
+def _stack_functions(stack: models.Stack) -> models.ModelFns:
+  """A stack as functions of its inputs, to compare outputs."""
+
+  def apply(params, model_state, inputs, train, keys):
+    batch = {"image": inputs, "tokens": inputs}
+    return stack_logits(stack, params, batch), model_state
+
+  return models.ModelFns(init_fn(stack), apply)
+
+
+def _model_notes(
+  mixing: Callable[..., list[str]], model: models.ModelFns, info: Any, rows: int
+) -> list[str]:
+  """What `mixing` finds of a model, of rows like the data's."""
+  shapes = data.batch_shapes(info, rows)
+  batch = {name: jax.ShapeDtypeStruct(*array) for name, array in shapes.items()}
+
+  def outputs_of(state, inputs, keys):
+    return model.apply(*state, inputs, True, keys)[0]
+
+  return mixing("its model", outputs_of, model.init, inputs_of(batch))
 
 
 def _mixing_notes(

@@ -13,11 +13,13 @@ from flax import nnx
 
 from jaxscale import config as cfg
 from jaxscale import data, models
+from jaxscale.data.stream import of_array, text_windows
 from jaxscale.errors import ConfigError
 from jaxscale.experiment.build import experiment
 from jaxscale.training import contract
 from jaxscale.training.losses import Objective, cross_entropy
 from support.paths import ROOT
+from support.tiny_stack import VOCAB, tiny_stack
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(64, 6)).astype("float32")
@@ -416,3 +418,38 @@ def test_an_optimizer_that_keeps_a_typed_key_is_refused_before_it_is_saved():
   made = experiment(config, devices=jax.devices()[:1])
   with pytest.raises(ConfigError, match=r"optimizer state .* is a typed key.*key_data"):
     made.abstract_state()
+
+
+class Layered(cfg.Model):
+  """A stack.
+
+  Attributes:
+    mixes: whether a layer takes the mean of the rows.
+  """
+
+  is_stack = True
+  takes_text = True
+  mixes: bool
+
+  def build(self, context):
+    stack = tiny_stack()
+
+    def layer(params, h, ops):
+      h = stack.layer(params, h, ops)
+      return h - h.mean(0) if self.mixes else h
+
+    return stack._replace(layer=layer)
+
+
+@pytest.mark.parametrize("mixes", [True, False])
+def test_a_stack_that_mixes_rows_is_named(mixes):
+  tokens = np.arange(2000, dtype=np.uint16) % VOCAB
+
+  class Text(cfg.Data):
+    def build(self):
+      return 2 * (text_windows("mine", of_array(tokens, None), VOCAB, 8),)
+
+  config = dataclasses.replace(config_of(Layered(mixes=mixes)), data=Text())
+  notes = experiment(config, devices=jax.devices()[:2]).notes
+  named = [note for note in notes if "mixes the rows" in note]
+  assert len(named) == mixes, notes
