@@ -267,7 +267,9 @@ class Checkpoints:
     if is_there:
       return None
     manifest = {"step": step, "metrics": metrics or {}}
-    manifest |= {"leaves": checksum.describe(state), "identity": self.identity}
+    manifest |= {"leaves": checksum.describe(state)}
+    if self.identity is not None:
+      manifest["identity"] = self.identity
     if self._split is not None and jax.tree.leaves(state.exchange_state):
       manifest["split"] = self._split._asdict()
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))

@@ -270,7 +270,7 @@ def _model_notes(
 ) -> list[str]:
   """What `mixing` finds of a model, of rows like the data's."""
   shapes = data.batch_shapes(info, rows)
-  batch = {name: jax.ShapeDtypeStruct(*array) for name, array in shapes.items()}
+  batch: Any = {name: jax.ShapeDtypeStruct(*array) for name, array in shapes.items()}
 
   def outputs_of(state, inputs, keys):
     return model.apply(*state, inputs, True, keys)[0]
