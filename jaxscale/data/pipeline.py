@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from jaxscale.data.arrays import cast
 from jaxscale.data.augment import uniform, uniform_bits
 from jaxscale.data.dataset import Batch, Dataset, batch_shapes
-from jaxscale.errors import invalid
+from jaxscale.errors import ConfigError, invalid, message_of
 from jaxscale.mesh import batch_sharding
 from jaxscale.metrics.text import listed
 
@@ -96,14 +96,23 @@ def check_readable(dataset: Dataset) -> None:
       returns something else than `info` says.
     OSError: the disk or the network is away.
   """
-  batch = dataset.load(np.zeros(1, np.int64), np.full((1, dataset.num_draws), 0.5))
   field, names = f"{dataset.info.name}: load", batch_shapes(dataset.info, 1)
-  if not isinstance(batch, dict) or not names.keys() <= batch.keys():
+  try:
+    batch = dataset.load(np.zeros(1, np.int64), np.full((1, dataset.num_draws), 0.5))
+  except Exception as e:
+    if isinstance(e, ConfigError) or getattr(e, "errno", None):  # a disk's
+      raise
+    why = f"failed with {type(e).__name__}: {message_of(e)}"
+    raise invalid(field, ..., why, "have it load example 0") from e
+  if not isinstance(batch, dict) or names.keys() != batch.keys():
     keys = sorted(batch) if isinstance(batch, dict) else type(batch).__name__
     fix = f"return a dict of arrays, {listed(map(repr, names))}"
     raise invalid(field, ..., f"returned {keys}", fix)
   for name, (shape, dtype) in names.items():
-    array = np.asarray(batch[name])
+    array = batch[name]
+    if not isinstance(array, np.ndarray | jax.Array):
+      why = f"returned {name!r} as {type(array).__name__}"
+      raise invalid(field, ..., why, "return arrays")
     if array.shape != shape or _held(array.dtype) != _held(np.dtype(dtype)):
       why = f"returned {name!r} of {array.shape}, {array.dtype} for one example"
       fix = f"return {shape}, {dtype}, or correct the dataset's info"

@@ -209,8 +209,8 @@ def claim_workdir(
   """Make the directory, or check that what it holds is this experiment.
 
   A setting that did not exist when the directory was made counts as its default. Where
-  nothing was saved, whoever starts a run begins it anew, whatever was tried before; and
-  a run that is done can be given more epochs.
+  nothing was saved, whoever starts a run begins it anew, whatever was tried before. A
+  run can be given more epochs.
 
   Args:
     workdir: of the run.
@@ -287,10 +287,8 @@ def _accepted(workdir: Path, found: list[Change], accept: Collection[str]) -> li
     return [f"{ACCEPTED}{change.text}" for change in found]
   kind, field = refused[0].kind, "--workdir"
   if kind == "settings":
-    more = "; a run that is done takes more epochs"
-    grows = refused[0].text.startswith("epochs is ") and not _is_done(workdir)
     why = f"holds another experiment, {refused[0].text}"
-    raise ConfigError(f"{field}={workdir}: {why}; use another {field}{more * grows}")
+    raise ConfigError(f"{field}={workdir}: {why}; use another {field}")
   if kind == "x64":
     why = f"cannot resume: {refused[0].text}"
     raise invalid(field, str(workdir), why, f"set it as it was, or use another {field}")
@@ -321,24 +319,15 @@ def forget_unsaved(workdir: Path, config: Any) -> None:
 
 
 def epochs_before(workdir: Path, config: Any) -> float:
-  """The epochs that a run was done with before it got those of its config."""
+  """The epochs that a run had before it got those of its config."""
   described = read_json(workdir / "config.json", {"config": {"epochs": float}})
-  is_done = described and _is_done(workdir)
-  return described["config"]["epochs"] if is_done else config.epochs
+  return described["config"]["epochs"] if described else config.epochs
 
 
 def _has_saved(workdir: Path) -> bool:
   """Whether there are checkpoints, damaged ones included."""
   checkpoints = workdir / "checkpoints"
   return bool(directory.steps(checkpoints)) or directory.has_damaged(checkpoints)
-
-
-def _is_done(workdir: Path) -> bool:
-  """Whether the run was trained to its end, and has not begun to get any further."""
-  summary = read_json(workdir / "summary.json")
-  newest = max(directory.steps(workdir / "checkpoints"), default=0)
-  is_done = summary.get("outcome") == "done"
-  return is_done and newest == summary.get("step") == summary.get("total_steps")
 
 
 def _refused(found: list[Change], accept: Collection[str]) -> list[Change]:
@@ -360,25 +349,17 @@ def _changed_settings(
     config: the one now.
   """
   is_known = bool(described.get("identity"))
-  before, is_done = described["config"], _is_done(workdir)
-  return [*_setting_changes(before, config, is_done=is_done, is_known=is_known)]
-
-
-def _another(before: dict[str, Any], config: Any, *, is_done: bool) -> str | None:
-  """What makes it another experiment: a setting, with its values then and now."""
-  found = _setting_changes(before, config, is_done=is_done, is_known=False)
-  return next((change.text for change in found), None)
+  return [*_setting_changes(described["config"], config, is_known=is_known)]
 
 
 def _setting_changes(
-  before: dict[str, Any], config: Any, *, is_done: bool, is_known: bool
+  before: dict[str, Any], config: Any, *, is_known: bool
 ) -> Iterator[Change]:
   """Yield the settings that make it another experiment.
 
   Args:
     before: the config of the run there, as JSON.
     config: the one now.
-    is_done: the run has been trained to its end.
     is_known: the run has the identity of its data, wherever they are.
   """
   before, now = _completed(before, config), to_plain(config)
@@ -390,7 +371,7 @@ def _setting_changes(
     # may resume what was begun without micro-batches.
     free.add("accumulate_steps")
   epochs = before.get("epochs", 0)
-  if is_done and not mismatch(epochs, float) and 0 < epochs < now["epochs"]:
+  if not mismatch(epochs, float) and 0 < epochs < now["epochs"]:
     free.add("epochs")
   if is_known and is_built_in(type(config.data)):
     free |= set(_PLACES)

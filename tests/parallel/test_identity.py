@@ -365,9 +365,10 @@ CHANGES: dict[str, tuple] = {
     settings(optimizer__lr="0.2"),
     SETTING.format("optimizer.lr is 0.1"),
   ),
-  "more epochs before the end": (
+  "more epochs before the end": ("images", settings(epochs="3")),
+  "fewer epochs": (
     "images",
-    settings(epochs="3"),
+    settings(epochs="1"),
     SETTING.format("epochs is 2.0"),
   ),
   "a seed": ("images", settings(seed="1"), SETTING.format("seed is 0")),

@@ -112,7 +112,7 @@ def test_more_epochs_continue_a_run_that_is_done_exactly(done, capsys):
   np.testing.assert_allclose(build.rate_at(experiment, 23), cosine, rtol=1e-3)
 
 
-def test_only_a_run_that_is_done_takes_more_epochs(done):
+def test_a_run_takes_more_epochs_and_says_so(done, capsys):
   with pytest.raises(ConfigError, match=r"epochs is 2.0 there and 1.5 now"):
     fit(tiny_digits(epochs="1.5"), done)
   with pytest.raises(ConfigError, match=r"optimizer.lr is 0.1 there"):
@@ -120,8 +120,9 @@ def test_only_a_run_that_is_done_takes_more_epochs(done):
   summary = json.loads((done / "summary.json").read_text())
   changed = summary | {"outcome": "interrupted"}
   (done / "summary.json").write_text(json.dumps(changed))
-  with pytest.raises(ConfigError, match="a run that is done takes more epochs"):
-    fit(tiny_digits(**LONG), done)
+  fit(tiny_digits(**LONG), done)
+  line = "resuming from the checkpoint of step 23: from 23 to 45 steps; the schedule is"
+  assert line in capsys.readouterr().out
 
 
 def test_each_start_is_on_record_with_its_code_and_command(done):

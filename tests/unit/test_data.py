@@ -375,10 +375,13 @@ def test_sorted_arrays_say_what_is_not_trained_on():
 @pytest.mark.parametrize(("load", "hint"), [
   (lambda i, d: (X[i], Y[i]), "mine: load returned tuple; return a dict"),
   (lambda i, d: {"image": X[i]}, "returned ['image']; return"),
+  (lambda i, d: {"image": X[i], "label": Y[i], "w": Y[i]}, "['image', 'label', 'w']"),
+  (lambda i, d: {"image": X[i].tolist(), "label": Y[i]}, "returned 'image' as list"),
+  (lambda i, d: int("no"), "load failed with ValueError: invalid literal"),
   (lambda i, d: {"image": X[i, :4], "label": Y[i]}, "'image' of (1, 4), uint8 for one"),
   (lambda i, d: {"image": X[i] / 9, "label": Y[i]}, "float64 for one example"),
   (lambda i, d: {"image": X[i], "label": Y[i][:, None]}, "'label' of (1, 1), int64"),
-], ids=range(5))  # fmt: skip
+], ids=range(8))  # fmt: skip
 def test_a_load_that_returns_something_else_is_one_line(load, hint):
   info = data.array_info(X, Y)._replace(name="mine")
   data.check_readable(
