@@ -61,7 +61,7 @@ def shared_texts(config: Any) -> dict[str, str]:
   """Settings and own code of a config as texts, by what an error calls them."""
   texts = {"config": json.dumps(to_plain(config), sort_keys=True)}
   for key, code in code_of(config).hashes.items():
-    name = f"own code {key.partition(':')[0]}"
+    name = f"own code in {key.partition(':')[0]}"
     texts[name] = f"{texts.get(name, '')} {key}={code}"
   return texts
 

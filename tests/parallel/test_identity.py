@@ -516,10 +516,10 @@ def test_class_names_reach_the_summary_and_config_json(project, tmp_path):
 def test_processes_of_one_start_compare_settings_and_own_code(project):
   first = digests_of(load(project))
   assert digests_of(load(project)) == first
-  assert {"own code own", "own code helper", "own code late"} < first.keys()
+  assert {"own code in own", "own code in helper", "own code in late"} < first.keys()
   edit("helper.py", "2 * x", "3 * x")(project)
   second = digests_of(load(project))
-  assert {n for n in first if first[n] != second[n]} == {"own code helper"}
+  assert {n for n in first if first[n] != second[n]} == {"own code in helper"}
   x = np.zeros((40, 3), "float32")
   a, b = (digests_of(arrays_config(array)) for array in (x, x + 1))
   assert {n for n in a if a[n] != b[n]} == {"config"}
