@@ -135,7 +135,7 @@ def disk_advice(number: int | None, folder: str | os.PathLike[str] = ".") -> str
 
 
 def lacks_inodes(folder: str | os.PathLike[str]) -> bool:
-  """Whether a disk can hold no more files, however much room there is."""
+  """Return whether a disk can hold no more files, however much room there is."""
   with contextlib.suppress(OSError):
     found = os.statvfs(folder)
     return found.f_files > 0 and found.f_favail == 0

@@ -147,7 +147,7 @@ def _unmistakable(directory: Path) -> Iterator[Path]:
 
 
 def is_unmerged(directory: Path) -> bool:
-  """Whether `merge` never did its work, as below folders with brackets in their name.
+  """Return whether `merge` never did its work, as below folders with brackets.
 
   Until November 2026 such checkpoints were committed; they have all of the arrays.
   """
@@ -309,7 +309,7 @@ def error_number(error: BaseException) -> int | None:
 
 
 def lack_of(error: BaseException, directory: Path) -> str:
-  """What a disk lacked, "room" or "inodes"; "": neither was missing."""
+  """Name what a disk lacked, "room" or "inodes"; "": neither was missing."""
   if error_number(error) not in (errno.ENOSPC, errno.EDQUOT):
     return ""
   return "inodes" if lacks_inodes(directory) else "room"

@@ -271,7 +271,7 @@ def acquire_for_all(workdir: Path) -> WorkdirLock | None:
 
 
 def _is_seen(directory: Path, name: str, owner: LockOwner) -> bool:
-  """Whether the lock that process 0 has just created is in this process's directory."""
+  """Return whether this process's directory has the lock that process 0 created."""
   for attempt in range(_TRIES):
     time.sleep(min(attempt, 1))
     with contextlib.suppress(OSError):

@@ -204,7 +204,7 @@ path = value(expand, "a path without ~: no such home directory", lambda _: True)
 
 
 def can_be_file(path: str) -> bool:
-  """Whether a file can be written there, once its missing parents are made."""
+  """Return whether a file can be written there, once its missing parents are made."""
   folder, name = os.path.split(path)
   while folder and not os.path.lexists(folder):
     folder = os.path.dirname(folder)

@@ -129,7 +129,7 @@ class _Conversion:
     return plain
 
   def _contents(self, node: Any, where: str) -> dict[str, Any]:
-    """What tells two objects of a class without a form in JSON apart."""
+    """Return what tells two objects of a class without a form in JSON apart."""
     for name in ("identity", "_fingerprint"):  # the latter is a `datasets.Dataset`'s
       if isinstance(identity := getattr(node, name, None), str):
         return {name.strip("_"): identity}

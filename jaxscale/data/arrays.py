@@ -136,7 +136,7 @@ def array_info(
   mean: tuple[float, ...] = (0.0,),
   std: tuple[float, ...] = (1.0,),
 ) -> DatasetInfo:
-  """What a model has to know of arrays; integer and bool targets [n] are classes.
+  """Describe arrays to a model; integer and bool targets [n] are classes.
 
   Raises:
     ConfigError: one of them is negative, or mean or std do not fit the last dim of x.

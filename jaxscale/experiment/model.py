@@ -231,7 +231,7 @@ def check_model(
 def _loss_notes(
   objective: Objective, inputs: Any, mesh: Mesh, mixing: Callable[..., list[str]]
 ) -> list[str]:
-  """What is found of a loss by computing it, of batches with "outputs"."""
+  """Compute a loss and list what is found, of batches with "outputs"."""
   reason = check_sums(_of_outputs(objective), {}, {}, inputs, mesh, name="Config.loss")
   notes = (
     [f"not tested whether its loss is a sum over rows: {reason}"] if reason else []
@@ -268,7 +268,7 @@ def _stack_functions(stack: models.Stack) -> models.ModelFns:
 def _model_notes(
   mixing: Callable[..., list[str]], model: models.ModelFns, info: Any, rows: int
 ) -> list[str]:
-  """What `mixing` finds of a model, of rows like the data's."""
+  """List what `mixing` finds of a model, of rows like the data's."""
   shapes = data.batch_shapes(info, rows)
   batch: Any = {name: jax.ShapeDtypeStruct(*array) for name, array in shapes.items()}
 
@@ -281,7 +281,7 @@ def _model_notes(
 def _mixing_notes(
   dtype: str, mesh: Mesh, rows: int, what: str, function: Any, init: Any, inputs: Any
 ) -> list[str]:
-  """What `mixes_rows` finds, with two rows or with those of a device."""
+  """List what `mixes_rows` finds, with two rows or with those of a device."""
   tolerance, mixes = 1e-3 if dtype == "float32" else 0.05, False
   for count in dict.fromkeys((2, max(rows, 2))):  # shapes may be those of one size
     try:

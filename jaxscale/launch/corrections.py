@@ -166,7 +166,7 @@ def _class(node: object) -> str:
 
 
 def _input(run: MeasuredRun, step: PlannedStep, plan: StoredPlan) -> Correction | None:
-  """What a host loads, where training waits for it."""
+  """Return what a host loads, where training waits for it."""
   wait, rate = run.medians.get("perf/input_wait"), run.rate
   if wait is None or not rate or wait < _INPUT_BOUND:
     return None

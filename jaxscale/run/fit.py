@@ -301,7 +301,7 @@ def _planned(workdir: Path, described: dict[str, Any]) -> str | None:
 
 
 def _growth(workdir: Path, experiment: build.Experiment, start: int) -> str:
-  """What more epochs than before mean for the schedule; else ""."""
+  """Describe what more epochs than before mean for the schedule; else ""."""
   config, derived = experiment.config, experiment.derived
   epochs = cluster.from_leader(workdirs.epochs_before(workdir, config))
   if not start or epochs == config.epochs:

@@ -1,4 +1,4 @@
-"""What a run is trained on: its data, the user's own code, and JAX's arithmetic.
+"""Identity of a run: its data, the user's own code, and JAX's arithmetic.
 
 Recorded in config.json and in each checkpoint, and compared when the run resumes and
 between the processes of a start. Paths and times of files are no part of it.

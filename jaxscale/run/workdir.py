@@ -83,7 +83,7 @@ def describe(
 
 
 def _software() -> dict[str, Any]:
-  """What arithmetic depends on, apart from settings."""
+  """Return what arithmetic depends on, apart from settings."""
   packages = ("jaxscale", "jax", "flax", "optax", "orbax-checkpoint")
   return {
     "python": platform.python_version(),
@@ -278,7 +278,7 @@ def _saved_identity(workdir: Path) -> dict[str, Any]:
 
 
 def _accepted(workdir: Path, found: list[Change], accept: Collection[str]) -> list[str]:
-  """What was accepted, as lines; refuses the rest in one line.
+  """Return what was accepted, as lines; refuse the rest in one line.
 
   Raises:
     ConfigError: that line.
@@ -341,7 +341,7 @@ def _refused(found: list[Change], accept: Collection[str]) -> list[Change]:
 def _changed_settings(
   workdir: Path, described: dict[str, Any], config: Any
 ) -> list[Change]:
-  """What differs from the settings of a run, with the values then and now.
+  """List what differs from the settings of a run, with the values then and now.
 
   Args:
     workdir: of the run.

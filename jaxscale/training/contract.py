@@ -1,4 +1,4 @@
-"""What a step asks of a loss, checked while the step is traced: sums, state, dtypes.
+"""Contract of a step with a loss, checked while the step is traced: sums and state.
 
 A `step.LossFn` returns sums over its rows: the step adds them up over micro-batches and
 devices and divides by the sum of "examples". A mean would make gradients that grow with

@@ -167,7 +167,7 @@ def _of_equation(equation: Any, inputs: list[Axes]) -> list[Axes]:
 
 
 def _of_loop(name: str, params: Any, inputs: list[Axes]) -> list[Axes]:
-  """Of a scan's or a while's outputs, once another trip adds nothing."""
+  """Find the axes of a scan's or a while's outputs, once another trip adds nothing."""
   is_scan = name == "scan"
   until = [] if is_scan else inputs[: params["cond_nconsts"]]
   inputs = inputs[len(until) :]

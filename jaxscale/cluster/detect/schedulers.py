@@ -24,7 +24,7 @@ _SCHEDULERS = {
 
 
 def detect_flux(host: Host) -> Launch | None:
-  """Who this task of `flux run` is; on several nodes its host of task 0 is None."""
+  """Identify this task of `flux run`; on several nodes its host of task 0 is None."""
   env = host.env
   rank, size = number(env, "FLUX_TASK_RANK"), number(env, "FLUX_JOB_SIZE")
   if rank is None or size is None:

@@ -13,12 +13,12 @@ _REMEDY = "start it with torchrun, or unset RANK and WORLD_SIZE"
 
 
 def detect_agent(host: Host) -> Launch | None:
-  """Who this process is under torchrun, which srun or mpirun may have started."""
+  """Identify this process under torchrun, which srun or mpirun may have started."""
   return detect(host) if "TORCHELASTIC_RUN_ID" in host.env else None
 
 
 def detect(host: Host) -> Launch | None:
-  """Who this process is by RANK and WORLD_SIZE; None where they are not set.
+  """Identify this process by RANK and WORLD_SIZE; None where they are not set.
 
   Raises:
     ConfigError: the variables are incomplete or contradict each other.

@@ -162,7 +162,7 @@ def find_mismatches(hellos: _Hellos, addresses: Mapping[int, str]) -> list[str]:
     for digest, who in differing(digests):
       lines.append(
         f"{who}: another {name} than {first}, {str(digest)[:12]} not "
-        f"{str(digests[0])[:12]}; {_REMEDIES.get(name, f'give all processes the same {name}')}"
+        f"{str(digests[0])[:12]}; {_REMEDIES.get(name, f'give all the same {name}')}"
       )
   return lines + _unreachable(hellos, addresses)
 

@@ -51,7 +51,7 @@ def start(files: Sequence[int], interval_s: float) -> Callable[[], None]:
 
 
 def _is_stopped(pid: int) -> bool:
-  """Whether a process is stopped by a signal or a debugger, where proc(5) says it."""
+  """Return whether a process is stopped by a signal or a debugger (proc(5))."""
   try:
     with open(f"/proc/{pid}/stat") as file:
       return file.read().rpartition(")")[2].split()[0] in "tT"

@@ -240,7 +240,7 @@ class Monitor:
     self._add_fault(Fault("alone", culprit, cause, EXIT_HANG))
 
   def _describe_blocker(self, reporter: int, now: float) -> str:
-    """Who kept a process from reaching its save, for the end of a line."""
+    """Name who kept a process from reaching its save, for the end of a line."""
     states = self._states
     rank = fault_detection.find_blocker(states, reporter, now, self._timeouts)
     if rank is None:
