@@ -134,6 +134,14 @@ def sum_shards(shards: list[Shards], mixes=False) -> dict[int, tuple[int, int]]:
   return sums
 
 
+def unlike(name: str) -> str:
+  """Describe an array whose values on the disk are not those of the devices."""
+  why = (
+    "the disk failed, or devices hold different values (checks.replicas_every_steps)"
+  )
+  return f"{name} is not on the disk as it was in memory: {why}"
+
+
 def with_checksums(
   described: dict[str, dict[str, Any]],
   sums: dict[int, tuple[int, int]],
@@ -163,7 +171,7 @@ def with_checksums(
     raise FloatingPointError(f"{int(bad.max())} values of {name} are not finite")
   if stored is not None and (differs := totals != on_disk).any():
     name = list(described)[int(differs.argmax())]
-    raise DamagedError(f"{name} is not on the disk as it was in memory")
+    raise DamagedError(unlike(name))
   for leaf, total in zip(described.values(), totals, strict=True):
     leaf["checksum"] = _as_text(total, mixes)
   return described

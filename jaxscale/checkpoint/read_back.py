@@ -117,7 +117,7 @@ def stored_sums(
     is_held = all(data is not None for _, data in pairs)
     if is_held and size == sum(chunk.size for chunk in of_leaf):
       if not all(_is_same(chunk, data) for chunk, data in pairs):
-        raise DamagedError(f"{name} is not on the disk as it was in memory")
+        raise DamagedError(checksum.unlike(name))
       total = sums.get(i, (0, 0))[0]
     else:
       itemsize, total = np.dtype(leaf["dtype"]).itemsize, 0
