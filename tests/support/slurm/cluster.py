@@ -136,7 +136,7 @@ class SlurmCluster:
     for daemon in self._daemons.values():
       daemon.kill()
     if self._keeper is not None:
-      hosts.stop_keeper(self._keeper)
+      hosts.stop_keeper(self._keeper, self.folder)
     for daemon in self._daemons.values():
       daemon.wait(300)
 

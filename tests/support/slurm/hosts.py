@@ -136,12 +136,17 @@ def start_keeper(folder: Path, host: str) -> subprocess.Popen[str]:
   return keeper
 
 
-def stop_keeper(keeper: subprocess.Popen[str]) -> None:
-  """Close the keeper's pipe, and wait until all hosts have ended."""
+def stop_keeper(keeper: subprocess.Popen[str], folder: Path) -> None:
+  """End all hosts, the keeper's too.
+
+  Closing its pipe is not enough: a process that was forked from this one may have it.
+  """
   assert keeper.stdin is not None and keeper.stdout is not None
   keeper.stdin.close()
   keeper.stdout.close()
-  keeper.wait(60)
+  kill(folder)
+  keeper.wait(300)
+  _remove(folder)
 
 
 def _keep(folder: Path) -> None:
@@ -150,6 +155,10 @@ def _keep(folder: Path) -> None:
   print("ready", flush=True)
   sys.stdin.read()
   kill(folder)
+  _remove(folder)
+
+
+def _remove(folder: Path) -> None:
   if not (folder / "keep").exists():
     shutil.rmtree(folder, ignore_errors=True)
 
