@@ -136,9 +136,7 @@ def sum_shards(shards: list[Shards], mixes=False) -> dict[int, tuple[int, int]]:
 
 def unlike(name: str) -> str:
   """Describe an array whose values on the disk are not those of the devices."""
-  why = (
-    "the disk failed, or devices hold different values (checks.replicas_every_steps)"
-  )
+  why = "the disk failed, or devices hold different values"
   return f"{name} is not on the disk as it was in memory: {why}"
 
 
