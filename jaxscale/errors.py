@@ -128,10 +128,21 @@ def disk_advice(number: int | None, folder: str | os.PathLike[str] = ".") -> str
     number: `OSError.errno`; None: not known.
     folder: on that disk.
   """
-  advice = _DISK_ADVICE.get(number or 0, "correct this")
-  if number == errno.ENOSPC and lacks_inodes(folder):
-    advice = "delete files there, or have their number raised"
+  advice = _disk_remedy(number, folder) or "correct this"
   return f"{advice}, and start it again: it resumes from its newest checkpoint"
+
+
+def unwritable(workdir: str | os.PathLike[str], error: OSError) -> ConfigError:
+  """Return the error for a workdir that a run cannot begin in, with what to do."""
+  remedy = _disk_remedy(error.errno, workdir)
+  fix = f"{remedy}, or use another one" if remedy else "use another one"
+  return invalid("--workdir", str(workdir), f"cannot be written: {error.strerror}", fix)
+
+
+def _disk_remedy(number: int | None, folder: str | os.PathLike[str]) -> str | None:
+  if number == errno.ENOSPC and lacks_inodes(folder):
+    return "delete files there, or have their number raised"
+  return _DISK_ADVICE.get(number or 0)
 
 
 def lacks_inodes(folder: str | os.PathLike[str]) -> bool:

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from jaxscale import cluster
 from jaxscale.cluster import requeue
-from jaxscale.errors import ConfigError, GiveUpError, invalid
+from jaxscale.errors import ConfigError, GiveUpError, invalid, unwritable
 from jaxscale.files import read_json, whole_number
 
 RENEW_S = 5.0  # between renewals: one request to the file server
@@ -233,9 +233,7 @@ def acquire(
       if number <= token:
         (directory / name).unlink(missing_ok=True)
   except OSError as e:
-    raise ConfigError(
-      f"--workdir={workdir}: cannot be written ({e.strerror}), use another one"
-    ) from None
+    raise unwritable(workdir, e) from None
   return WorkdirLock(path, me, renew_s)
 
 

@@ -247,7 +247,10 @@ def settings(cls: type) -> type:
         raise ConfigError(f"{own}.{name}={given}: give {wanted}") from None
       bound = bounds(cls).get(name)
       if bound is not None and not within(values[name], bound):
-        raise ConfigError(f"{own}.{name}={values[name]!r}: give a value {bound}")
+        finite = "finite " * (values[name] in (math.inf, -math.inf))
+        raise ConfigError(
+          f"{own}.{name}={values[name]!r}: give a {finite}value {bound}"
+        )
     init(self, **values)
 
   cls.__init__ = checked_init

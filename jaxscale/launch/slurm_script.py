@@ -302,7 +302,8 @@ finish() {  # requeue the job or end it, by `code`
   fi
   record end "$code" "$next"
   if [ $next = requeue ]; then
-    echo "exit code $code: restarted from step $(newest), restart $((restarts + 1))"
+    step=$(newest)
+    echo "exit code $code: restarted from step ${step:-0}, restart $((restarts + 1))"
     [ -n "$is_requeued" ] || scontrol requeue "$job"
   fi
   exit "$code"

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from jaxscale.errors import ConfigError
+from jaxscale.errors import unwritable
 from jaxscale.files import open_to_append, replace_text
 from jaxscale.metrics.reading import read_metrics
 from jaxscale.metrics.tracking import BackgroundTracker, Line, TrackerSource
@@ -92,8 +92,7 @@ class MetricWriter:
       replace_text(path, text, durable=True)
       self._lines = _Appender(path, say)
     except OSError as e:
-      problem = f"cannot be written ({e.strerror}), make room or use another one"
-      raise ConfigError(f"--workdir={workdir}: {problem}") from None
+      raise unwritable(workdir, e) from None
     self._tensorboard_dir = workdir / "tensorboard" if tensorboard else None
     self._start = start
     self._events: _Appender | None = None

@@ -30,7 +30,7 @@ from jaxscale.config.record import (
   to_plain,
 )
 from jaxscale.config.validation import shown
-from jaxscale.errors import ConfigError, invalid
+from jaxscale.errors import ConfigError, invalid, unwritable
 from jaxscale.experiment import build, microbatches
 from jaxscale.files import mismatch, read_json, require_json, write_json
 from jaxscale.metrics.text import plural
@@ -231,7 +231,7 @@ def claim_workdir(
     links = [entry for entry in os.scandir(workdir) if entry.is_symlink()]
     owners = {entry.path: entry.stat(follow_symlinks=False).st_uid for entry in links}
   except OSError as e:
-    raise ConfigError(f"--workdir={workdir}: {e.strerror}, use another one") from None
+    raise unwritable(workdir, e) from None
   for link, owner in owners.items():
     if owner not in (os.geteuid(), 0):
       raise ConfigError(
@@ -321,7 +321,8 @@ def forget_unsaved(workdir: Path, config: Any) -> None:
 def epochs_before(workdir: Path, config: Any) -> float:
   """The epochs that a run had before it got those of its config."""
   described = read_json(workdir / "config.json", {"config": {"epochs": float}})
-  return described["config"]["epochs"] if described else config.epochs
+  has_begun = described and _has_saved(workdir)
+  return described["config"]["epochs"] if has_begun else config.epochs
 
 
 def _has_saved(workdir: Path) -> bool:

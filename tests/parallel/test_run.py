@@ -1,6 +1,7 @@
 """`fit` and the loop in this process: metrics, evaluation, divergence, workdirs."""
 
 import dataclasses
+import errno
 import gc
 import json
 import math
@@ -171,6 +172,30 @@ def test_a_workdir_of_another_experiment_is_refused(finished):
   assert (workdir / "config.json").read_text() == before
   # Where it runs and what it logs may change.
   fit(tiny_digits(mesh__data="8", log__every_steps="50"), workdir)
+
+
+@pytest.mark.parametrize(
+  "number, remedy",
+  [
+    (errno.ENOSPC, "make room, or use another one"),
+    (errno.EROFS, "have it mounted for writing (dmesg says why it is not), or use"),
+    (errno.EACCES, "use another one"),
+  ],
+)
+@pytest.mark.parametrize(
+  "fails", ["checkpoint.lock._create", "metrics.writers.replace_text"]
+)
+def test_a_disk_that_takes_no_run_is_named_with_its_remedy(
+  tmp_path, monkeypatch, fails, number, remedy
+):
+  def fail(*_, **__):
+    raise OSError(number, os.strerror(number))
+
+  monkeypatch.setattr(f"jaxscale.{fails}", fail)
+  with pytest.raises(ConfigError) as error:
+    fit(tiny_digits(), tmp_path / "run")
+  line = f"--workdir={tmp_path}/run cannot be written: {os.strerror(number)}; {remedy}"
+  assert str(error.value).startswith(line)
 
 
 def test_a_workdir_that_cannot_be_made_is_refused(tmp_path):

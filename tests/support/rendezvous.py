@@ -90,7 +90,7 @@ def ends(processes, within=200):
   for process in processes:
     out, err = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
     known = "waiting for", "connections refused", "ports passed over"
-    assert not err or err.startswith(known), err
+    assert all(line.startswith(known) for line in err.splitlines()), err
     results.append((process.returncode, json.loads(out)))
   return results
 

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 import os
 import shutil
 import sys
@@ -409,6 +410,8 @@ def test_a_class_keeps_the_bounds_of_the_one_it_extends():
   for value in ({"a": -1.0}, {"b": 0}):
     with pytest.raises(ConfigError, match="give a value >"):
       Other(**value)
+  with pytest.raises(ConfigError, match=r"a=inf: give a finite value > 0"):
+    Other(a=math.inf)
 
 
 def test_a_class_is_chosen_without_what_it_does_not_allow():
