@@ -71,7 +71,7 @@ def test_data_is_chosen_on_the_command_line(tmp_path):
   done = subprocess.run(
     [sys.executable, "-m", "jaxscale.train", "--config", DIGITS, *overrides,
      "--workdir", str(tmp_path / "run")],
-    env=child_env(), cwd=ROOT, capture_output=True, text=True, timeout=120,
+    env=child_env(), cwd=ROOT, capture_output=True, text=True, timeout=300,
   )  # fmt: skip
   assert done.returncode == 2
   says = f"--config.data.path={tmp_path}/photos: no such directory"

@@ -253,7 +253,7 @@ LOST = {
   "emptied": (lambda s: os.truncate(data_of(s), 0), "is empty"),
   "zeroed": (
     lambda s: data_of(s).write_bytes(bytes(data_of(s).stat().st_size)),
-    "cannot be read",
+    "cannot be read|not on the disk as it was",  # a file of the index, or of data
   ),
   "gone": (lambda s: data_of(s).unlink(), "could not be saved"),
   "metadata emptied": (lambda s: os.truncate(s / "_METADATA", 0), "_METADATA is empty"),

@@ -351,7 +351,7 @@ def test_what_the_run_has_not_is_one_line(finished, tmp_path, capsys, monkeypatc
 def test_help_and_choices():
   done = subprocess.run(
     [sys.executable, "-m", "jaxscale", "export", "--help"], cwd=ROOT,
-    env=child_env(), capture_output=True, text=True, timeout=60,
+    env=child_env(), capture_output=True, text=True, timeout=300,
   )  # fmt: skip
   assert done.returncode == 0 and "--naming NAMING" in done.stdout
   assert not done.stderr

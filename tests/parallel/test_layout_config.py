@@ -257,7 +257,7 @@ def test_describe_says_what_every_device_holds_and_sends():
 def command(*args):
   return subprocess.run(
     [sys.executable, "-m", "jaxscale", "describe", "--config", "digits", *args],
-    cwd=ROOT, env=child_env(8), capture_output=True, text=True, timeout=120,
+    cwd=ROOT, env=child_env(8), capture_output=True, text=True, timeout=300,
   )  # fmt: skip
 
 

@@ -296,7 +296,7 @@ def test_without_a_bad_step_no_bit_is_another():
   env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
   done = subprocess.run(
     [sys.executable, "-c", SAME], env=env, cwd=ROOT, capture_output=True, text=True,
-    timeout=120,
+    timeout=300,
   )  # fmt: skip
   assert done.returncode == 0, done.stderr
   assert done.stdout.count("same") == 4

@@ -70,7 +70,7 @@ def test_all_leave_soon_and_name_the_culprit(family, tmp_path, fault, line):
     victim.send_signal(signal.SIGSTOP)
   began = time.monotonic()
   others = [p for p in processes if p is not victim]
-  errors = [p.communicate(timeout=60)[1] for p in others]
+  errors = [p.communicate(timeout=300)[1] for p in others]
   seconds = time.monotonic() - began
   print(fault, round(seconds, 2), [p.returncode for p in others])
   assert seconds < 50  # JAX's own exit barrier takes 300 s

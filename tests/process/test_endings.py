@@ -162,14 +162,14 @@ def test_a_result_that_cannot_be_printed_fails_its_command(argv, tmp_path):
   options = {"cwd": tmp_path, "env": child_env(PYTHONPATH=str(ROOT)), "text": True}
   with open("/dev/full", "w") as full:
     done = subprocess.run(
-      command, stdout=full, stderr=subprocess.PIPE, timeout=100, **options
+      command, stdout=full, stderr=subprocess.PIPE, timeout=300, **options
     )
   assert "error: standard output: No space left on" in error_line(done, 1)
   reading, writing = os.pipe()
   os.close(reading)
   with open(writing, "w") as closed:
     done = subprocess.run(
-      command, stdout=closed, stderr=subprocess.PIPE, timeout=100, **options
+      command, stdout=closed, stderr=subprocess.PIPE, timeout=300, **options
     )
   assert (done.returncode, done.stderr) == (0, "")
 
@@ -272,7 +272,7 @@ def test_the_doctor_names_the_variable(tmp_path):
   done = subprocess.run(
     [sys.executable, "-m", "jaxscale", "doctor", "--workdir", str(tmp_path),
      "--skip=network,disk"], env=child_env(JAX_PLATFORMS="foo"), cwd=ROOT,
-    capture_output=True, text=True, timeout=120,
+    capture_output=True, text=True, timeout=300,
   )  # fmt: skip
   assert done.returncode == 2, done.stderr
   assert "JAX_PLATFORMS=foo: no such platform" in done.stdout

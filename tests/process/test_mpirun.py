@@ -36,7 +36,7 @@ def test_ctrl_c_of_mpirun_saves_and_its_log_is_plain_lines(tmp_path):
   try:
     wait_until(lambda: newest_step(workdir), process)
     process.send_signal(signal.SIGINT)
-    log, _ = process.communicate(timeout=100)
+    log, _ = process.communicate(timeout=300)
   finally:
     if process.poll() is None:
       process.kill()

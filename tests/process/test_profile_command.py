@@ -54,7 +54,7 @@ def test_a_running_job_is_profiled_on_request(tmp_path, monkeypatch):
     wait_until(lambda: read_metrics(workdir / "metrics.jsonl")[-1]["step"] > last)
   finally:
     job.cancel()
-    job.wait(120)
+    job.wait(300)
   assert "process 1: traced steps " in job.logs("all")
   line = error_line(profile("digits", f"--runs={tmp_path}"), 2)
   assert line.endswith("no run trains there; start it, or print an earlier trace by "

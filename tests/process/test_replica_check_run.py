@@ -180,7 +180,7 @@ def test_the_command_ends_with_one_line_and_exit_code_1(tmp_path):
   command = train_command(tmp_path / "run", *args)
   done = subprocess.run(
     [command[0], "-c", BROKEN_TRAIN, *command[2:]],
-    env=child_env(2), cwd=ROOT, capture_output=True, text=True, timeout=120,
+    env=child_env(2), cwd=ROOT, capture_output=True, text=True, timeout=300,
   )  # fmt: skip
   line = error_line(done, 1)
   assert line.startswith("error: process 0 (")

@@ -246,7 +246,7 @@ def command(*argv):
   """`jaxscale report`."""
   done = subprocess.run(
     [sys.executable, "-m", "jaxscale", "report", *argv], cwd=ROOT, env=child_env(),
-    capture_output=True, text=True, timeout=60,
+    capture_output=True, text=True, timeout=300,
   )  # fmt: skip
   return done.returncode, done.stdout, done.stderr
 

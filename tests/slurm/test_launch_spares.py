@@ -75,7 +75,7 @@ def run_script(tmp_path, does, **changes):
     "SLURMD_NODENAME": "n1",
   }  # fmt: skip
   done = subprocess.run(
-    ["bash", str(script)], env=env, capture_output=True, text=True, timeout=30
+    ["bash", str(script)], env=env, capture_output=True, text=True, timeout=300
   )
   steps = (cluster / "steps").read_text().split()
   asked = (cluster / "asked").read_text()
@@ -181,7 +181,7 @@ def test_training_continues_on_the_spare_and_loses_no_bit(cli, slurm, tmp_path):
     reported and int(reported[1]) >= before
   )  # or of one more, saved before it was killed
   again = tmp_path / "whole"
-  slurm.run("srun", "-N2", "-n2", "-wn1,n3", *train_command(again, *args), timeout=120,
+  slurm.run("srun", "-N2", "-n2", "-wn1,n3", *train_command(again, *args), timeout=300,
             **child_env(1))  # fmt: skip
   assert_same_run(workdir, again)
 

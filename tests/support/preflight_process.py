@@ -47,7 +47,7 @@ def start(hosts, options, patch="", rank_env=None):
   return processes
 
 
-def answers(processes, timeout=60):
+def answers(processes, timeout=300):
   """(findings, seconds, whether JAX was imported) of each that says something."""
   try:
     ended = [process.communicate(timeout=timeout) for process in processes]

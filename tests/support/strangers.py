@@ -273,7 +273,7 @@ def starter():
   yield begin
   for process in running:
     process.terminate()
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
 
 
 RECORDED = b""  # what is repeated

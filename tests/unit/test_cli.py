@@ -106,7 +106,7 @@ def test_the_console_script_imports_little_before_it_answers_ctrl_c():
   )
   done = subprocess.run(
     [sys.executable, "-c", code], env=child_env(), cwd=ROOT,
-    capture_output=True, text=True, timeout=60,
+    capture_output=True, text=True, timeout=300,
   )  # fmt: skip
   assert done.stdout.split() == [
     "jaxscale", "jaxscale.cli", "jaxscale.cli.start", "jaxscale.errors",
@@ -123,7 +123,7 @@ def test_help_and_mistakes_come_without_jax(flags):
   )
   done = subprocess.run(
     [sys.executable, *flags, "-c", code], env=child_env(), cwd=ROOT,
-    capture_output=True, text=True, timeout=60,
+    capture_output=True, text=True, timeout=300,
   )  # fmt: skip
   assert done.returncode == 0 and "did you mean 'epochs'?" in done.stderr, done.stderr
   assert ("PYTHONOPTIMIZE=2 strips docstrings" in done.stdout) == bool(flags)
@@ -180,6 +180,6 @@ def test_bash_completes_behind_an_equals_sign(tmp_path):
   env = child_env(PYTHONPATH=str(ROOT))
   done = subprocess.run(
     ["bash", "-c", script], env=env | {"PATH": f"{tmp_path}:{env['PATH']}"},
-    capture_output=True, text=True, timeout=60,
+    capture_output=True, text=True, timeout=300,
   )  # fmt: skip
   assert done.stdout == "timm\n", done.stderr

@@ -257,7 +257,7 @@ def test_a_run_sets_them_before_jax_starts(tmp_path):
   def start(setting):
     done = subprocess.run(
       [sys.executable, "-c", START, setting, str(tmp_path)],
-      env=env, capture_output=True, text=True, timeout=120,
+      env=env, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

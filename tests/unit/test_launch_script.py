@@ -143,7 +143,7 @@ def test_no_text_of_a_run_is_executed(tmp_path, place):
       continue
     rendered += 1
     fake(here / "bin" / "module", "exit 0")
-    subprocess.run(command, env=env, cwd=here, capture_output=True, timeout=60)
+    subprocess.run(command, env=env, cwd=here, capture_output=True, timeout=300)
     assert not proof.exists(), payload
   assert rendered
 
@@ -295,7 +295,7 @@ def test_the_script_outlives_a_signal_and_hands_the_warning_on(tmp_path, number)
   for one in (number, signal.SIGCONT, number):
     job.send_signal(one)
     time.sleep(0.1)
-  out, _ = job.communicate(timeout=20)
+  out, _ = job.communicate(timeout=300)
   assert job.returncode == 85 and "exit code 85: restarted" in out
   handed_on = tmp_path / "scancel"
   if number == signal.SIGTERM:  # Slurm tells the tasks itself
@@ -351,7 +351,7 @@ def test_asked_to_stop_in_the_preflight_it_resumes_later(tmp_path, number, code)
   while not (tmp_path / "up").exists():
     time.sleep(0.02)
   job.send_signal(number)
-  out, _ = job.communicate(timeout=20)
+  out, _ = job.communicate(timeout=300)
   assert job.returncode == 85 and "stopped by a signal in the preflight" in out
   assert "jaxscale.train" not in called(tmp_path)
   assert "requeue 7" in (tmp_path / "scontrol").read_text()

@@ -455,7 +455,7 @@ def on_terminal(columns, *argv):
   except OSError:  # EIO: the other end is closed
     pass
   os.close(ours)
-  assert process.wait(20) == 0
+  assert process.wait(300) == 0
   return text.decode()
 
 

@@ -251,7 +251,7 @@ def test_the_benchmark_measures_fits_and_plans(processes, tmp_path):
     )
     for i in range(processes)
   ]  # fmt: skip
-  done = [p.communicate(timeout=120) for p in started]
+  done = [p.communicate(timeout=300) for p in started]
   assert [p.returncode for p in started] == [0] * processes, done
   text = done[0][0]
   assert f"mesh replica 2, data 2; processes {processes};" in text

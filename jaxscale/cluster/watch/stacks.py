@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import NoReturn
 
 _STDERR = 2  # the descriptor: a notebook's sys.stderr has none
-# Writing stacks to a dead file system must not keep a process that has to go.
-_DUMP_S = 0.8
+# Writing stacks to a dead file system must not keep a process that has to go. On a host
+# with twenty times more to do than cores, 0.8 s were too few, and the exit code was lost.
+_DUMP_S = 5.0
 _FLUSH_S = 0.1
 # JAX runs every host callback in this function (jax/_src/callback.py, 0.10 to 0.12).
 _JAX, _CALLBACK = os.path.join("jax", "_src", ""), "_wrapped_callback"
@@ -38,7 +39,7 @@ def note(folder: Path | None) -> str:
 
 
 def leave(code: int, folder: Path | None, rank: int, line: str) -> NoReturn:
-  """End this process within a second, from any thread.
+  """End this process within seconds, from any thread.
 
   Args:
     code: the exit code. (1 where the folder's file system does not answer.)
