@@ -56,13 +56,17 @@ def test_without_process_0_everyone_says_so(family):
 
 
 def test_an_exception_is_the_cause_though_neighbours_raise_too(family):
-  raises = "train(20); raise KeyError('no such class')"
+  raises = (
+    "train(20)\nwhile not Path(folder + '.go').exists():\n  time.sleep(0.01)\n"
+    "raise KeyError('no such class')"
+  )
+  patient = "from jaxscale.cluster.watch import monitor; monitor._SETTLE_S = 10\n"
   # As when a collective breaks: this process's error comes first.
   victim = (
-    "train(19)\n"
+    "train(19)\nPath(folder + '.go').touch()\n"
     "raise ValueError('UNKNOWN: Gloo AllGather failed: Connection reset by peer')"
   )
-  processes = family(FOREVER, victim, raises)
+  processes = family(patient + FOREVER, victim, raises)
   codes, errors = ends(processes)
   assert codes == [1, 1, 1]
   assert errors[0].startswith(

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import NoReturn
 
 _STDERR = 2  # the descriptor: a notebook's sys.stderr has none
-# Writing stacks to a dead file system must not keep a process that has to go. On a host
-# with twenty times more to do than cores, 0.8 s were too few, and the exit code was lost.
+# Writing stacks to a dead file system must not keep a process that has to go. At a load
+# of twenty a core, 0.8 s were too few, and the exit code was lost.
 _DUMP_S = 5.0
 _FLUSH_S = 0.1
 # JAX runs every host callback in this function (jax/_src/callback.py, 0.10 to 0.12).
