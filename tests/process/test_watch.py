@@ -60,7 +60,7 @@ def test_an_exception_is_the_cause_though_neighbours_raise_too(family):
     "train(20)\nwhile not Path(folder + '.go').exists():\n  time.sleep(0.01)\n"
     "raise KeyError('no such class')"
   )
-  patient = "from jaxscale.cluster.watch import monitor; monitor._SETTLE_S = 10\n"
+  patient = "from jaxscale.cluster.watch import monitor; monitor._SETTLE_S = 3\n"
   # As when a collective breaks: this process's error comes first.
   victim = (
     "train(19)\nPath(folder + '.go').touch()\n"
