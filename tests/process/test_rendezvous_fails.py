@@ -64,13 +64,16 @@ def test_without_process_0_the_others_say_where_they_looked(start):
   name = job("nobody")
   got = ends([start(r, 3, name, timeout=1.5) for r in (1, 2)])
   for rank, (code, reported) in zip((1, 2), got, strict=True):
-    ports = ", ".join(map(str, ports_of(name)))
     assert code == 2
+    line = reported["error"]
     assert re.match(
       rf"process {rank} \(n{rank + 1}\): no process 0 on 127.0.0.1 \(127.0.0.1\) "
-      rf"for \d+ s, ports {ports} refused; it has not started, has failed",
-      reported["error"],
+      r"for \d+ s, ports [\d, ]+ refused; ",
+      line,
     )
+    assert "it has not started, has failed" in line
+    # Another program of this machine may use one of them.
+    assert all(str(port) in line for port in ports_of(name))
 
 
 def test_packets_that_are_dropped_look_like_a_firewall(start):
