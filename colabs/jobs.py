@@ -55,7 +55,7 @@ job.status()
 # would save and end it, and `job.resume()` would resume it.
 
 # %%
-job.wait(timeout_s=300)
+job.wait(timeout_s=1200)
 
 # %% [markdown]
 # The metrics are a list of dicts, one per logged step;
@@ -73,7 +73,7 @@ print(job.logs(lines=3))
 
 # %%
 trials = launch.sweep(config, [{"seed": 0}, {"seed": 1}], executor="local")
-trials.wait(timeout_s=300)
+trials.wait(timeout_s=1200)
 
 # %% [markdown]
 # ## How does it scale?
@@ -83,5 +83,5 @@ trials.wait(timeout_s=300)
 
 # %%
 study = launch.scaling(config, [1, 2], executor="local")
-study.wait(timeout_s=300)
+study.wait(timeout_s=1200)
 study.report()

@@ -85,7 +85,7 @@ for size in plan.strong:
 
 # %%
 study = launch.scaling(settings, [1, 2], executor="local", runs=tempfile.mkdtemp())
-study.wait(timeout_s=300)
+study.wait(timeout_s=1200)
 
 # %%
 report = study.report()
