@@ -32,6 +32,14 @@ def machine() -> dict[str, str | int]:
   }
 
 
+def _shown(word: str) -> str:
+  """Return a word of the command line, an absolute path by its last part alone.
+
+  Results are kept in the repository, where folders of one machine have no meaning.
+  """
+  return Path(word).name if word.startswith("/") else word
+
+
 def report(name: str, *, keep: bool = True, **results) -> None:
   """Print the result as one JSON line, and keep it in benchmarks/results/.
 
@@ -43,7 +51,7 @@ def report(name: str, *, keep: bool = True, **results) -> None:
   line = {
     "benchmark": name,
     "date": datetime.date.today().isoformat(),
-    "command": " ".join(["python", *sys.argv]),
+    "command": " ".join(["python", *(_shown(word) for word in sys.argv)]),
     **results,
     **machine(),
   }

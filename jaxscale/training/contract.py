@@ -95,8 +95,8 @@ def check_sums(
   Args:
     loss_fn: a `step.LossFn`.
     params: shapes and dtypes, or arrays.
-    model_state: likewise.
-    batch: likewise, with any number of rows.
+    model_state: shapes and dtypes, or arrays.
+    batch: shapes and dtypes, or arrays, with any number of rows.
     mesh: whose axes the loss may name.
     name: of the loss, for the error.
 
@@ -187,8 +187,8 @@ def example_values(params: Any, model_state: Any, batch: Any, rows: int) -> Any:
 
   Args:
     params: shapes and dtypes.
-    model_state: likewise.
-    batch: likewise, with any number of rows.
+    model_state: shapes and dtypes.
+    batch: shapes and dtypes, with any number of rows.
     rows: how many to make.
   """
   rng = np.random.default_rng(0)
