@@ -22,7 +22,7 @@ def dump_hlo(
   """Write what JAX gave to XLA (StableHLO), and what XLA made of it.
 
   `hlo/phase_0.stablehlo.txt` and `hlo/phase_0.optimized.txt`, of the phase of batch
-  size that `experiment` is at. `planning.hlo` reads the second one.
+  size that `experiment` is at. `hlo` reads the second one.
 
   Args:
     workdir: of the run.

@@ -6,7 +6,7 @@ import json
 import jax
 import pytest
 
-from jaxscale import train
+from jaxscale import hlo, train
 from jaxscale.config import (
   LAMB,
   MLP,
@@ -29,7 +29,6 @@ from jaxscale.config.record import to_plain
 from jaxscale.errors import ConfigError
 from jaxscale.exchange.local import BlockMomentumState
 from jaxscale.experiment import build
-from jaxscale.planning import hlo
 from jaxscale.run.workdir import claim_workdir
 from support.configs import recorded
 

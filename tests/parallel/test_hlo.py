@@ -11,10 +11,11 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxscale import hlo
 from jaxscale.exchange import plain
+from jaxscale.hlo import parse
+from jaxscale.hlo.cost import FLOPS_PER_BYTE, costs
 from jaxscale.mesh import make_mesh
-from jaxscale.planning import hlo, parse
-from jaxscale.planning.cost import FLOPS_PER_BYTE, costs
 from jaxscale.training.state import abstract_state
 from jaxscale.training.step import make_train_step
 from support.paths import DATA

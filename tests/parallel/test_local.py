@@ -9,11 +9,10 @@ import numpy as np
 import optax
 import pytest
 
-from jaxscale import exchange, models, optim
+from jaxscale import exchange, hlo, models, optim
 from jaxscale.errors import ConfigError
 from jaxscale.exchange import local
 from jaxscale.mesh import batch_sharding, make_mesh
-from jaxscale.planning import hlo
 from jaxscale.training import losses
 from jaxscale.training.local_step import make_local_train_step
 from jaxscale.training.state import abstract_state, init_state

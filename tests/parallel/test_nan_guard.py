@@ -11,10 +11,9 @@ import numpy as np
 import optax
 import pytest
 
-from jaxscale import optim
+from jaxscale import hlo, optim
 from jaxscale.exchange import Exchange, local, plain
 from jaxscale.mesh import make_mesh
-from jaxscale.planning import hlo
 from jaxscale.training import nan_guard
 from jaxscale.training.local_step import make_local_train_step
 from jaxscale.training.state import init_state

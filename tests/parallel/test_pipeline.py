@@ -10,12 +10,12 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxscale import hlo
 from jaxscale.collectives import vary
 from jaxscale.errors import ConfigError
 from jaxscale.models.attention import attention
 from jaxscale.parallel.pipeline import bubble, one_f_one_b, split_micros, stage_micros
 from jaxscale.parallel.sequence import split
-from jaxscale.planning import hlo
 from support import tiny_pipeline as tiny
 from support.cases import all_slow_except
 from support.trees import largest_distance

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxscale import data, metrics
+from jaxscale import data, hlo, metrics
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.collectives import measurements
 from jaxscale.config.loading import load_config
@@ -16,7 +16,6 @@ from jaxscale.exchange.wrappers import delayed, past_warm_start, silent, warm_st
 from jaxscale.experiment import build
 from jaxscale.launch import prediction
 from jaxscale.mesh import batch_sharding, make_mesh, submesh
-from jaxscale.planning import hlo
 from jaxscale.run import fit, step_report
 from jaxscale.run.step_report import Alone
 from support.digits import digits_batch

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxscale import cli
+from jaxscale import cli, hlo
 from jaxscale.config import Log
-from jaxscale.planning import hlo, trace
+from jaxscale.planning import trace
 from jaxscale.run import trace_request
 from jaxscale.run.fit import fit
 from jaxscale.run.trace_request import session_folder

@@ -14,6 +14,7 @@ import pytest
 from jaxscale import cli, data
 from jaxscale import config as cfg
 from jaxscale.errors import ConfigError
+from jaxscale.hlo import out_of_memory
 from jaxscale.mesh import make_mesh
 from jaxscale.planning import fits, stored, topologies
 
@@ -120,13 +121,11 @@ def test_descriptions_of_gpus():
 
 
 def test_what_a_compiler_refuses():
-  message = topologies.out_of_memory(
+  message = out_of_memory(
     RuntimeError("RESOURCE_EXHAUSTED: E1000: out of HBM (17.3G)\nmore")
   )
   assert message == "E1000: out of HBM (17.3G)"
-  assert (
-    topologies.out_of_memory(RuntimeError("INTERNAL: RESOURCE_EXHAUSTED: x")) is None
-  )
+  assert out_of_memory(RuntimeError("INTERNAL: RESOURCE_EXHAUSTED: x")) is None
 
 
 def test_text_is_not_read():
