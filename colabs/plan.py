@@ -89,7 +89,7 @@ study.wait(timeout_s=300)
 
 # %%
 report = study.report()
-for row in (r for r in report.study.rows if r.speed_up):
+for row in (r for r in report.rows if r.speed_up):
   run = row.run
   print(
     f"{run.devices} devices: {run.rate:8,.0f} examples/s, speed-up {row.speed_up:.2f}"

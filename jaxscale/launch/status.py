@@ -7,9 +7,7 @@ folder has both, and the events say how the job ended. Nothing here asks JAX.
 from __future__ import annotations
 
 import os
-import textwrap
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,10 +52,8 @@ class RunStatus(NamedTuple):
     time_left: until the time limit, as Slurm writes it.
     to_go: seconds until training is done, at the present pace.
     restarts: how many times it was restarted.
-    note: why it waits; what a trial varies.
+    note: why it waits; what a trial varies; its step's time against its plan.
     goodput: where its time went.
-    against_plan: how it does against its plan, one line; "" where it has none.
-    is_slow: it is slower than the slowest that was planned.
   """
 
   run: str
@@ -76,8 +72,6 @@ class RunStatus(NamedTuple):
   restarts: int = 0
   note: str = ""
   goodput: Goodput | None = None
-  against_plan: str = ""
-  is_slow: bool = False
 
   @property
   def ended(self) -> bool:
@@ -112,7 +106,7 @@ class StatusTable(ShownAsTable):
     return _HEAD, [_cells(status) for status in self], _LEFT
 
   def shown(self, width: int | None = None) -> str:
-    """The table, and a line for each run that was planned.
+    """Return the table.
 
     Args:
       width: columns of the terminal; None: any. In a narrow one, columns without a
@@ -133,27 +127,12 @@ class StatusTable(ShownAsTable):
     cells = [[row[i] for i in kept] for row in rows]
     aligned = [n for n, i in enumerate(kept) if i in left]
     lines = text.table([head[i] for i in kept], cells, aligned).splitlines()
-    lines = [_cut(line, width) for line in lines]
-    for line in self._plans():
-      lines += textwrap.wrap(line, width or 10_000, subsequent_indent="  ")
-    return "\n".join(lines)
-
-  def _plans(self) -> list[str]:
-    """A line for each run that was planned; of several, for those that still run."""
-    return [
-      f"{printable(run.run)}: {run.against_plan}"
-      for run in self
-      if run.against_plan and (not run.ended or len(self) == 1)
-    ]
+    return "\n".join(_cut(line, width) for line in lines)
 
   def __repr__(self) -> str:
     return self.shown()
 
   __str__ = __repr__
-
-  def _repr_html_(self) -> str:
-    lines = (f"<p>{escape(line)}</p>" for line in self._plans())
-    return super()._repr_html_() + "".join(lines)
 
 
 def _width(head: Sequence[str], rows: list[Sequence[str]], kept: list[int]) -> int:
@@ -211,9 +190,8 @@ def status(spec: JobSpec, task: int, job: str, queued: QueueEntry | None) -> Run
   notes = [f"{name}={value}" for name, value in trial.items()]
   if state == "PENDING" and queued.reason != "None":
     notes.insert(0, f"({queued.reason})")
-  to_go = seconds_to_go(lines, total) if state == "RUNNING" else None
-  spent = folders.read_goodput(spec, task)
-  plan = _against_plan(spec, task, to_go, spent)
+  if described and (compared := prediction.comparison(workdir)):
+    notes.append(compared.note())
   return RunStatus(
     run=f"{spec.name}/{task}" if spec.trials else spec.name,
     job=spec.task_id(job, task),
@@ -227,27 +205,11 @@ def status(spec: JobSpec, task: int, job: str, queued: QueueEntry | None) -> Run
     accuracy=latest.get("eval/accuracy"),
     perplexity=latest.get("eval/perplexity"),
     time_left=queued.time_left if state == "RUNNING" else "",
-    to_go=to_go,
+    to_go=seconds_to_go(lines, total) if state == "RUNNING" else None,
     restarts=max(queued.restarts, last.get("restarts", 0)),
     note=" ".join(notes),
-    goodput=spent,
-    against_plan=plan[0],
-    is_slow=plan[1],
+    goodput=folders.read_goodput(spec, task),
   )
-
-
-def _against_plan(
-  spec: JobSpec, task: int, to_go: float | None, spent: Goodput | None
-) -> tuple[str, bool]:
-  """A line about a run that was planned, and whether it is slower; ("", False)."""
-  path = spec.workdir(task)
-  if not prediction.has_plan(path):
-    return "", False
-  found = prediction.comparison(path if spec.trials else Path(spec.folder))
-  if found is None:
-    return "", False
-  held = spent.wall_s - spent.seconds["queue"] if spent else None
-  return prediction.status_line(found, to_go, held), found.is_slower
 
 
 def _state(spec: JobSpec, last: Mapping[str, Any]) -> str:
