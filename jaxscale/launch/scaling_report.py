@@ -19,7 +19,7 @@ import csv
 import io
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -60,53 +60,48 @@ _COLUMNS = {
 }  # fmt: skip
 
 
-class ScalingRow(NamedTuple):
-  """A run of a study; None is what is not known.
-
-  Attributes:
-    run: the measured run.
-    speed_up: speed-up relative to the smallest size.
-    efficiency: speed-up divided by that of the devices.
-    planned: the same efficiency by the run's plan.
-  """
-
-  run: MeasuredRun
-  speed_up: float | None
-  efficiency: float | None
-  planned: float | None
-
-
 class Report(NamedTuple):
   """Runs of one config at several sizes, shown as a table and with a picture.
 
   Attributes:
     name: name of the study.
     kind: strong or weak scaling.
-    rows: one per run, sorted by devices.
+    rows: one per run, sorted by devices: its values by the columns of the CSV file, and
+      its "evaluations"; None is what is not known.
     base: devices that speed-ups are relative to; None: no run has a throughput.
     serial: the fitted share, or None: fewer than two sizes, or outside 0 to 1, where
       the law does not apply.
-    notes: what a reader must know, one line each.
+    notes: what a reader must know, then what is missing and why, one line each.
   """
 
   name: str
   kind: Kind
-  rows: tuple[ScalingRow, ...]
+  rows: tuple[dict[str, Any], ...]
   base: int | None
   serial: float | None
   notes: tuple[str, ...]
 
+  def heading(self) -> str:
+    """Return the name, the kind of scaling and what it is relative to."""
+    if self.kind == "one size":
+      return f"{self.name}: one size, nothing to compare it with"
+    batch, devices = self.rows[0]["global_batch"], self.rows[0]["devices"]
+    size = f"global batch {batch:,}"
+    if self.kind == "weak":
+      size = f"batch {batch // devices:,} per device"
+    base = text.plural(self.base or 0, "device")
+    relative = f"; speed-up and efficiency relative to {base}" * bool(self.base)
+    return f"{self.name}: {self.kind} scaling, {size}{relative}"
+
   def __repr__(self) -> str:
-    head, *notes = summary(self)
-    return "\n".join([head, text.table(*table(self)), *notes])
+    return "\n".join([self.heading(), text.table(*table(self)), *self.notes])
 
   __str__ = __repr__
 
   def _repr_html_(self) -> str:
-    head, *notes = summary(self)
-    lines = "".join(f"<li>{escape(note)}</li>" for note in notes)
+    lines = "".join(f"<li>{escape(note)}</li>" for note in self.notes)
     image = svg(lambda path: plot_scaling(as_plot(self), path))
-    page = f"<p>{escape(head)}</p>{text.html_table(*table(self))}"
+    page = f"<p>{escape(self.heading())}</p>{text.html_table(*table(self))}"
     return f"{page}<ul>{lines}</ul>{image}"
 
 
@@ -123,24 +118,46 @@ def compare(runs: Sequence[MeasuredRun], name: str = "scaling") -> Report:
   notes, kind = _check_same(runs), _kind_of(runs)
   base = min((r.devices for r in runs if r.rate), default=0)
   smallest = [r for r in runs if r.rate and r.devices == base]
-  first = next((r.planned_step for r in smallest if r.planned_step), None)
-  rows = []
-  for run in runs:
-    up = planned = None
-    if run.rate:
-      up = run.rate / statistics.median(r.rate for r in smallest if r.rate)
-    if first and (step := run.planned_step):
-      planned = step.rate() / first.rate() * base / run.devices
-    rows.append(ScalingRow(run, up, up and up * base / run.devices, planned))
-  points = [(row.run.devices / base, row.speed_up) for row in rows if row.speed_up]
+  rate = statistics.median(r.rate or 0.0 for r in smallest) if smallest else 0.0
+  planned = next((r.planned_step.rate() for r in smallest if r.planned_step), 0.0)
+  rows = [_row(run, base, rate, planned) for run in runs]
+  points = [(row["devices"] / base, row["speed_up"]) for row in rows if row["speed_up"]]
   serial = serial_share(kind, points) if kind != "one size" else None
-  notes += _notes(kind, rows, serial)
-  for run in runs:
-    if run.planned and not run.planned_step:
-      notes.append(f"{run.name}: {not_compared(run.planned.reason)}")
-  is_share = serial is not None and 0 <= serial <= 1
-  share = serial if is_share else None
+  if serial is not None:
+    notes.append(_law_note(kind, serial, len({n for n, _ in points})))
+  notes += [*_limits(kind, runs), *_gaps(runs)]
+  share = serial if serial is not None and 0 <= serial <= 1 else None
   return Report(name, kind, tuple(rows), base or None, share, tuple(notes))
+
+
+def _row(run: MeasuredRun, base: int, rate: float, planned: float) -> dict[str, Any]:
+  """Return a run by the columns of the CSV file, and its evaluations.
+
+  Args:
+    run: the run.
+    base: devices of the smallest size.
+    rate: examples per second on them.
+    planned: planned examples per second on them; 0: not planned.
+  """
+  report, step = run.step_report, run.planned_step
+  low, high = run.quartiles or (None, None)
+  up = run.rate / rate if run.rate else None
+  planned_up = step.rate() / planned if step and planned else None
+  return {
+    "run": run.name, "nodes": run.nodes, "processes": run.processes,
+    "devices": run.devices, "device_kind": run.kind, "global_batch": run.batch,
+    "examples_per_s": run.rate, "examples_per_s_q1": low, "examples_per_s_q3": high,
+    "windows": len(run.rates), "speed_up": up,
+    "efficiency": up and up * base / run.devices,
+    "exposed_share": report.get("exposed_share"), "compute_s": report.get("compute_s"),
+    "exposed_s": report.get("exposed_s"),
+    "spread": report.get("spread") if run.processes > 1 else None,
+    "goodput": run.goodput.share if run.goodput else None,
+    **{name: run.summary.get(name) for name in ("loss", "accuracy", "perplexity")},
+    "planned_examples_per_s": step.rate() if step else None,
+    "planned_efficiency": planned_up and planned_up * base / run.devices,
+    "evaluations": run.evaluations,
+  }  # fmt: skip
 
 
 def _kind_of(runs: Sequence[MeasuredRun]) -> Kind:
@@ -206,33 +223,47 @@ def _check_same(runs: Sequence[MeasuredRun]) -> list[str]:
   return [*notes.values()]
 
 
-def _notes(kind: Kind, rows: Sequence[ScalingRow], serial: float | None) -> list[str]:
-  """Return the fitted law, and what limits the comparison."""
-  notes, runs = [], [row.run for row in rows]
-  if serial is not None:
-    sizes = len({row.run.devices for row in rows if row.speed_up})
-    text = f", fitted to {sizes} sizes: {serial:.1%} of the smallest size's time does "
-    text += "not get shorter with more devices; "
-    if serial <= 0:
-      text = ": no serial share, scaling is ideal or better"
-    elif serial > 1:
-      text = ": does not apply, more devices are slower than the smallest size"
-    elif kind == "weak":
-      text += f"each additional one adds {1 - serial:.1%} of the ideal"
-    else:
-      text += f"at most {1 / serial:,.1f} times as fast, on any number"
-    notes.append(_LAWS[kind] + text)
+def _law_note(kind: Kind, serial: float, sizes: int) -> str:
+  """Say what the fitted share means."""
+  text = f", fitted to {sizes} sizes: {serial:.1%} of the smallest size's time does "
+  text += "not get shorter with more devices; "
+  if serial <= 0:
+    text = ": no serial share, scaling is ideal or better"
+  elif serial > 1:
+    text = ": does not apply, more devices are slower than the smallest size"
+  elif kind == "weak":
+    text += f"each additional one adds {1 - serial:.1%} of the ideal"
+  else:
+    text += f"at most {1 / serial:,.1f} times as fast, on any number"
+  return _LAWS[kind] + text
+
+
+def _limits(kind: Kind, runs: Sequence[MeasuredRun]) -> Iterator[str]:
+  """Yield what limits the comparison, one line each."""
   machines = {(r.nodes, r.kind, r.hosts) for r in runs}
   if machines == {(1, "cpu", runs[0].hosts)} and kind != "one size":
     text = f"all sizes ran on one machine ({runs[0].hosts}) and shared its processor "
-    text += "cores: this shows what more processes cost, not what more nodes give"
-    notes.append(text)
+    yield f"{text}cores: this shows what more processes cost, not what more nodes give"
   losses = [r.summary["loss"] for r in runs if "loss" in r.summary]
   alike = {(r.config.get("seed"), r.config.get("epochs")) for r in runs}
   if kind == "strong" and len(alike) == 1 and len(losses) == len(runs):
-    apart = f"{max(losses) - min(losses):.1g}"
-    notes.append(f"validation losses differ by at most {apart}")
-  return notes
+    yield f"validation losses differ by at most {max(losses) - min(losses):.1g}"
+  for run in runs:
+    if run.planned and not run.planned_step:
+      yield f"{run.name}: {not_compared(run.planned.reason)}"
+
+
+def _gaps(runs: Sequence[MeasuredRun]) -> Iterator[str]:
+  """Yield what is missing and why, then each run's goodput and origin."""
+  missing: dict[str, list[str]] = {}
+  for run in runs:
+    alone = ("spread: there is one process",) * (run.processes == 1)
+    for reason in (*run.missing, *alone):
+      missing.setdefault(reason, []).append(run.name)
+  for reason, names in missing.items():
+    yield f"{text.NOTHING} {', '.join(names)}: {reason}"
+  yield from (f"{run.name}: {run.goodput}" for run in runs if run.goodput)
+  yield from (f"{run.name}: {run.origin}" for run in runs if run.origin)
 
 
 def svg(draw: Callable[[Path], Any]) -> str:
@@ -293,82 +324,38 @@ def find(name: str, runs: str) -> Path:
   return folders.find(name, runs, workdirs)
 
 
-def summary(study: Report) -> list[str]:
-  """Return the heading, then the notes, then what is missing and why."""
-  runs = [row.run for row in study.rows]
-  first = runs[0]
-  kinds = {
-    "strong": f"strong scaling, global batch {first.batch:,}",
-    "weak": f"weak scaling, batch {first.batch // first.devices:,} per device",
-    "one size": "one size, nothing to compare it with",
-  }
-  head = f"{study.name}: {kinds[study.kind]}"
-  if study.base and study.kind != "one size":
-    head += f"; speed-up and efficiency relative to {text.plural(study.base, 'device')}"
-  missing: dict[str, list[str]] = {}
-  for run in runs:
-    alone = ("spread: there is one process",) * (run.processes == 1)
-    for reason in (*run.missing, *alone):
-      missing.setdefault(reason, []).append(run.name)
-  gaps = [f"{text.NOTHING} {', '.join(names)}: {why}" for why, names in missing.items()]
-  times = [f"{run.name}: {run.goodput}" for run in runs if run.goodput]
-  origins = [f"{run.name}: {run.origin}" for run in runs if run.origin]
-  return [head, *study.notes, *gaps, *times, *origins]
-
-
-def _values(row: ScalingRow) -> dict[str, Any]:
-  """Return a row by the columns of the CSV file."""
-  run, report = row.run, row.run.step_report
-  low, high = run.quartiles or (None, None)
-  step = run.planned_step
-  return {
-    "run": run.name, "nodes": run.nodes, "processes": run.processes,
-    "devices": run.devices, "device_kind": run.kind, "global_batch": run.batch,
-    "examples_per_s": run.rate, "examples_per_s_q1": low, "examples_per_s_q3": high,
-    "windows": len(run.rates), "speed_up": row.speed_up, "efficiency": row.efficiency,
-    "exposed_share": report.get("exposed_share"), "compute_s": report.get("compute_s"),
-    "exposed_s": report.get("exposed_s"),
-    "spread": report.get("spread") if run.processes > 1 else None,
-    "goodput": run.goodput.share if run.goodput else None,
-    **{name: run.summary.get(name) for name in ("loss", "accuracy", "perplexity")},
-    "planned_examples_per_s": step.rate() if step else None,
-    "planned_efficiency": row.planned,
-  }  # fmt: skip
-
-
 def table(study: Report) -> tuple[list[str], list[list[str]]]:
   """Return titles and rows of cells; without a plan, without its column."""
   columns = dict(_COLUMNS)
-  if all(row.planned is None for row in study.rows):
+  if all(row["planned_efficiency"] is None for row in study.rows):
     del columns["planned"]
   rows = []
   for row in study.rows:
-    values = _values(row)
-    ends = " to ".join(f"{q:,.0f}" for q in row.run.quartiles or ())
-    values |= {"quartiles": ends or None}
-    values |= {"quality": quality(values["accuracy"], values["perplexity"]) or None}
+    ends = [row[f"examples_per_s_{q}"] for q in ("q1", "q3")]
+    quartiles = None if None in ends else " to ".join(f"{q:,.0f}" for q in ends)
+    good = quality(row["accuracy"], row["perplexity"]) or None
+    values = row | {"quartiles": quartiles, "quality": good}
     rows.append([text.cell(values[name], form) for name, form in columns.values()])
   return [*columns], rows
 
 
 def as_csv(study: Report) -> str:
   """Return the table in full precision; what is not known is empty."""
-  rows = [_values(row) for row in study.rows]
   out = io.StringIO()
-  writer = csv.DictWriter(out, rows[0], lineterminator="\n")
+  names = [name for name in study.rows[0] if name != "evaluations"]
+  writer = csv.DictWriter(out, names, lineterminator="\n", extrasaction="ignore")
   writer.writeheader()
-  writer.writerows(rows)
+  writer.writerows(study.rows)
   return out.getvalue()
 
 
 def as_plot(study: Report) -> dict[str, Any]:
   """Return what `plot_scaling` draws."""
-  curve, label, base = [], "", study.base
+  curve, label, base, rows = [], "", study.base, study.rows
   if base and study.serial is not None:
-    most = max(row.run.devices for row in study.rows)
-    grid = [base * (most / base) ** (i / 60) for i in range(61)]
-    curve = [(n, law(study.kind, study.serial, n / base)) for n in grid]
+    most = max(row["devices"] for row in rows) / base
+    grid = [most ** (i / 60) for i in range(61)]
+    curve = [(base * n, law(study.kind, study.serial, n)) for n in grid]
     label = f"{_LAWS[study.kind]}, serial share {study.serial:.1%}"
-  title = summary(study)[0].partition(";")[0]
-  rows = [_values(row) | {"evaluations": row.run.evaluations} for row in study.rows]
+  title = study.heading().partition(";")[0]
   return {"title": title, "base": base, "law": curve, "law_label": label, "rows": rows}
