@@ -36,21 +36,21 @@ def run(args: Namespace) -> None:
   from jaxscale.launch import folder as folders
   from jaxscale.launch.page import write_page
   from jaxscale.launch.prediction import comparison
-  from jaxscale.launch.scaling_report import find, report
+  from jaxscale.launch.scaling_report import report
   from jaxscale.planning.stored import read_plan
 
   names, runs = args.names, args.runs
   plan = Path(args.plan) if args.plan else None
   if plan:
     read_plan(plan)  # a mistake in the command line
-  studies = [folders.find_study(name, runs) for name in names]
-  paths: list[Path] = []
-  for name, study in zip(names, studies, strict=True):
-    paths += study[1] if study else [find(name, runs)]
+  paths = folders.find_all(names, runs, workdirs=True)
   compared = None
   if len(paths) > 1 or not args.html:
-    folder = studies[0][0] if studies[0] and len(names) == 1 else None
-    title, folder = folder.name if folder else "scaling", args.to or folder
+    study = folders.find_study(names[0], runs) if len(names) == 1 else None
+    title, folder = (
+      study[0].name if study else "scaling",
+      args.to or (study and study[0]),
+    )
     csv, png = args.csv, args.png
     if folder:
       csv, png = csv or f"{folder}/scaling.csv", png or f"{folder}/scaling.png"

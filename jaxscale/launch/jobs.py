@@ -289,8 +289,8 @@ class Job(NamedTuple):
       ConfigError: there is no such trial.
     """
     spec = folders.read_spec(self.folder)
-    if task is not None and task not in spec.tasks:
-      raise ConfigError(f"task={task}: give 0 … {len(spec.tasks) - 1}")
+    if task is not None:
+      spec.check_task(task)
     found = Record()
     for i in spec.tasks if task is None else [task]:
       steps = collections.defaultdict(lambda i=i: {"task": i} if spec.trials else {})

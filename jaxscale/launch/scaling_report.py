@@ -27,7 +27,6 @@ from typing import Any, Literal, NamedTuple
 from jaxscale.config.record import flat
 from jaxscale.errors import ConfigError
 from jaxscale.files import output_path, replace_text
-from jaxscale.launch import folder as folders
 from jaxscale.launch.measured import MeasuredRun, NotBegunError, read
 from jaxscale.launch.status import quality
 from jaxscale.metrics import plot_scaling, text
@@ -313,15 +312,6 @@ def report(
     file = e.filename or csv_file
     raise ConfigError(f"{file}: {e.strerror}, give another file") from None
   return study
-
-
-def find(name: str, runs: str) -> Path:
-  """The folder of a run, or a workdir, by its path or its name in `runs`."""
-  for path in (Path(name), folders.directory(runs) / name):
-    if (path / "config.json").is_file():
-      return path.absolute()
-  workdirs = [p.parent.name for p in folders.directory(runs).glob("*/config.json")]
-  return folders.find(name, runs, workdirs)
 
 
 def table(study: Report) -> tuple[list[str], list[list[str]]]:

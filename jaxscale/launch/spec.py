@@ -13,6 +13,7 @@ from shlex import quote
 from typing import Any, NamedTuple
 
 from jaxscale import errors
+from jaxscale.errors import ConfigError
 from jaxscale.launch.site import Site, site_from
 
 # Any other exit code is a crash, after which a run is restarted if it has left a
@@ -85,6 +86,11 @@ class JobSpec(NamedTuple):
   def processes(self) -> int:
     """Number of processes of each trial."""
     return self.nodes * self.site.tasks
+
+  def check_task(self, task: int) -> None:
+    """Raise ConfigError unless there is such a trial."""
+    if task not in self.tasks:
+      raise ConfigError(f"--task={task}: give 0 … {len(self.tasks) - 1}")
 
   def task_id(self, job: str, task: int) -> str:
     """The job number of one trial: JOB_TASK in a sweep, as Slurm numbers arrays."""
