@@ -83,7 +83,7 @@ def directory(runs: str) -> Path:
 
 
 def place_of(config: str) -> str:
-  """Where the copy of a config, `FILE[:arg]`, is in a run's folder.
+  """Return the path of the copy of a config, `FILE[:arg]`, in a run's folder.
 
   A config in the source tree of jaxscale keeps its relative path, so that configs may
   import each other; a config from elsewhere goes into code/config/.
@@ -274,7 +274,7 @@ def read_events(spec: JobSpec, task: int) -> list[dict[str, Any]]:
 
 
 def read_goodput(spec: JobSpec, task: int) -> Goodput | None:
-  """Where the time of a trial went, its queue included; None: it has not begun."""
+  """Return the goodput of a trial, its queue included; None: it has not begun."""
   shape = {"job": str, "time": float}
   lines = read_json_lines(Path(spec.folder, "submissions.jsonl"), None, shape)
   queued = {line["job"]: line["time"] for line in lines}

@@ -1,4 +1,4 @@
-"""What the processes of a run printed, whole or as it comes."""
+"""The output of the processes of a run, whole or as it comes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one run of a scaling study left behind, read from its files.
+"""One run of a scaling study, read from the files that it left.
 
 Throughput is the median over windows, the intervals between two logged steps. The first
 window after a start is warm-up, and one of fewer than half as many steps as the others
@@ -237,7 +237,7 @@ def _evaluations(
 
 
 def _missing(run: MeasuredRun, step: int, total: int) -> Iterator[str]:
-  """What is not on record, and why, one line each."""
+  """Yield what is not on record, and why, one line each."""
   now, enough = run.config["log"].get("every_steps"), max(total // 20, 1)
   is_enough = isinstance(now, int) and now <= enough
   remedy = ", so far" if is_enough else f"; log.every_steps={enough} logs more often"

@@ -160,7 +160,7 @@ def _row(run: MeasuredRun, base: int, rate: float, planned: float) -> dict[str, 
 
 
 def _kind_of(runs: Sequence[MeasuredRun]) -> Kind:
-  """Which kind of scaling the batch sizes are; ConfigError: neither."""
+  """Return the kind of scaling that the batch sizes are; ConfigError: neither."""
   if len({r.batch for r in runs}) == 1:
     return "one size" if len({r.devices for r in runs}) == 1 else "strong"
   if len({r.batch / r.devices for r in runs}) == 1:

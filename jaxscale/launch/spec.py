@@ -1,4 +1,4 @@
-"""What a run is: all that its script is made of, as one value that JSON can hold.
+"""A run as one value that JSON can hold: all that its script is made of.
 
 Also what the scripts of every executor share: how the environment is set up, how
 Python is started, and after which exit codes a run is restarted.
@@ -28,7 +28,7 @@ FINAL_CODES = (
 
 
 def is_restarted(code: int, progress: bool) -> bool:
-  """Whether a run that ended is started again; batch scripts repeat this in bash.
+  """Return whether a run that ended is started again; batch scripts do it in bash.
 
   Args:
     code: the exit code of the run.
@@ -97,7 +97,7 @@ class JobSpec(NamedTuple):
     return f"{job}_{task}" if self.trials else job
 
   def workdir(self, task: int) -> Path:
-    """Where a trial writes its checkpoints and metrics."""
+    """Return the folder where a trial writes its checkpoints and metrics."""
     return Path(self.folder, *(("trials", str(task)) if self.trials else ("train",)))
 
   def events_file(self, task: int) -> Path:
@@ -201,7 +201,7 @@ export JAXSCALE_REQUEUE=launcher
 
 
 class QueueEntry(NamedTuple):
-  """What an executor reports about a job, or about one task of an array.
+  """Report of an executor about a job, or about one task of an array.
 
   Attributes:
     state: in Slurm's words: PENDING, RUNNING, COMPLETED, …

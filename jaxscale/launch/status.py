@@ -75,7 +75,7 @@ class RunStatus(NamedTuple):
 
   @property
   def ended(self) -> bool:
-    """Whether nothing more will happen by itself."""
+    """True if nothing more will happen by itself."""
     return self.state in ENDED
 
 
@@ -259,7 +259,7 @@ def _cells(s: RunStatus) -> list[str]:
 
 
 def quality(accuracy: float | None, perplexity: float | None) -> str:
-  """How good a model is, in a cell; empty if it is not known.
+  """Return a model's quality as a cell; empty if it is not known.
 
   Example:
     >>> quality(0.9, None), quality(0.5, 3.4567), quality(None, None)
