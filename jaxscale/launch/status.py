@@ -29,9 +29,8 @@ _TAIL = 1 << 16  # bytes of the metrics that are read: hundreds of lines
 _RATE_OVER = 10  # logged lines
 _HEAD = ("run", "job", "state", "nodes", "step", "loss", "examples/s", "accuracy",
          "time left", "to go", "goodput", "restarts", "")  # fmt: skip
-_ALWAYS = 3  # first columns, which are not left out for want of a value
 _LEAST_MISSED = ("restarts", "job", "nodes", "accuracy", "goodput", "time left")
-_LEFT = (0, 1, 2, 12)  # columns of words
+_WORDS = ("run", "job", "state", "")  # these columns are aligned to the left
 
 
 class RunStatus(NamedTuple):
@@ -103,7 +102,8 @@ class StatusTable(ShownAsTable):
 
   def columns(self) -> tuple[Sequence[str], list[Sequence[str]], Sequence[int]]:
     """See `ShownAsTable`."""
-    return _HEAD, [_cells(status) for status in self], _LEFT
+    left = [i for i, name in enumerate(_HEAD) if name in _WORDS]
+    return _HEAD, [_cells(status) for status in self], left
 
   def shown(self, width: int | None = None) -> str:
     """Return the table.
@@ -112,38 +112,24 @@ class StatusTable(ShownAsTable):
       width: columns of the terminal; None: any. In a narrow one, columns without a
         value and those that are missed least are left out, and notes are cut.
     """
-    if not self:
-      return self.empty
-    head, rows, left = self.columns()
-    kept = list(range(len(head)))
-    for name in ("", *_LEAST_MISSED):
-      if width is None or _width(head, rows, kept) <= width:
-        break
-      if name:
-        kept = [i for i in kept if head[i] != name]
-      else:  # the last column is of notes
-        values = {i: {row[i] for row in rows} for i in kept}
-        kept = [i for i in kept if i < _ALWAYS or values[i] - {"-", "0", ""}]
-    cells = [[row[i] for i in kept] for row in rows]
-    aligned = [n for n, i in enumerate(kept) if i in left]
-    lines = text.table([head[i] for i in kept], cells, aligned).splitlines()
-    return "\n".join(_cut(line, width) for line in lines)
-
-  def __repr__(self) -> str:
-    return self.shown()
-
-  __str__ = __repr__
+    if width is None or not self:
+      return repr(self)
+    head, rows, _ = self.columns()
+    columns = list(zip(head, *rows, strict=True))
+    if _width(columns) > width:
+      columns = [c for c in columns if c[0] in _WORDS or {*c[1:]} - {"-", "0", ""}]
+    for name in _LEAST_MISSED:
+      if _width(columns) > width:
+        columns = [c for c in columns if c[0] != name]
+    head, *rows = zip(*columns, strict=True)
+    left = [i for i, name in enumerate(head) if name in _WORDS]
+    lines = text.table(head, rows, left).splitlines()
+    return "\n".join(x if len(x) <= width else f"{x[: width - 1]}…" for x in lines)
 
 
-def _width(head: Sequence[str], rows: list[Sequence[str]], kept: list[int]) -> int:
-  """Columns that a table takes without its notes."""
-  named = [i for i in kept if head[i]]
-  widest = (max(len(row[i]) for row in [head, *rows]) for i in named)
-  return sum(widest) + 2 * (len(named) - 1)
-
-
-def _cut(line: str, width: int | None) -> str:
-  return line if width is None or len(line) <= width else f"{line[: width - 1]}…"
+def _width(columns: Sequence[Sequence[str]]) -> int:
+  """Return the width of a table without its notes."""
+  return sum(2 + max(map(len, column)) for column in columns if column[0]) - 2
 
 
 def statuses(folders_of_runs: Sequence[Path]) -> StatusTable:
