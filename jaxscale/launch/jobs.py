@@ -24,7 +24,7 @@ from jaxscale.launch.site import load_site, with_options
 from jaxscale.launch.spec import JobSpec
 from jaxscale.launch.status import ShownAsTable, StatusTable, statuses
 from jaxscale.metrics import read_metrics, text
-from jaxscale.planning.stored import load_plan, store
+from jaxscale.planning.stored import read_plan, store
 
 _SHOWN = 20  # rows of a record; the middle of a longer one is left out
 _NOTEBOOK_CONFIG = '''\
@@ -76,7 +76,7 @@ def prepare(
 ) -> Prepared:
   """Check everything that can be checked before a submission; see `submit`."""
   executor = choose(executor)
-  planned = load_plan(Path(plan)) if plan else None
+  planned = read_plan(Path(plan)) if plan else None
   _check_counts(nodes, spares=spares, requeue=requeue, at_most=at_most)
   chosen = with_options(load_site(site), options)
   texts = sweeps.as_texts(overrides or {})

@@ -80,14 +80,14 @@ def compare(run: MeasuredRun) -> Comparison | None:
   """Compare a run with its plan; None: it has no plan."""
   if run.planned is None:
     return None
-  plan, step, reason, _ = run.planned
-  if plan is None or step is None:
+  step, reason, chips, _ = run.planned
+  if step is None:
     return Comparison(run.name, reason)
   if not (run.rate and run.rate > 0):
     return Comparison(run.name, "the run has no rate after its warm-up yet")
   low, high = (text.short_time(step.seconds[c]) for c in ("high", "low"))
   devices = text.plural(step.devices, "device")
-  about = f"{plan.chips}, batch {step.batch_size:,} on {devices}; "
+  about = f"{chips}, batch {step.batch_size:,} on {devices}; "
   about += f"a step in {low} to {high}"
   return Comparison(run.name, "", about, tuple(_rows(run)))
 

@@ -118,7 +118,7 @@ def compare(runs: Sequence[MeasuredRun], name: str = "scaling") -> Report:
   base = min((r.devices for r in runs if r.rate), default=0)
   smallest = [r for r in runs if r.rate and r.devices == base]
   rate = statistics.median(r.rate or 0.0 for r in smallest) if smallest else 0.0
-  planned = next((r.planned_step.rate() for r in smallest if r.planned_step), 0.0)
+  planned = next((r.planned_step.rate for r in smallest if r.planned_step), 0.0)
   rows = [_row(run, base, rate, planned) for run in runs]
   points = [(row["devices"] / base, row["speed_up"]) for row in rows if row["speed_up"]]
   serial = serial_share(kind, points) if kind != "one size" else None
@@ -141,7 +141,7 @@ def _row(run: MeasuredRun, base: int, rate: float, planned: float) -> dict[str, 
   report, step = run.step_report, run.planned_step
   low, high = run.quartiles or (None, None)
   up = run.rate / rate if run.rate else None
-  planned_up = step.rate() / planned if step and planned else None
+  planned_up = step.rate / planned if step and planned else None
   return {
     "run": run.name, "nodes": run.nodes, "processes": run.processes,
     "devices": run.devices, "device_kind": run.kind, "global_batch": run.batch,
@@ -153,7 +153,7 @@ def _row(run: MeasuredRun, base: int, rate: float, planned: float) -> dict[str, 
     "spread": report.get("spread") if run.processes > 1 else None,
     "goodput": run.goodput.share if run.goodput else None,
     **{name: run.summary.get(name) for name in ("loss", "accuracy", "perplexity")},
-    "planned_examples_per_s": step.rate() if step else None,
+    "planned_examples_per_s": step.rate if step else None,
     "planned_efficiency": planned_up and planned_up * base / run.devices,
     "evaluations": run.evaluations,
   }  # fmt: skip

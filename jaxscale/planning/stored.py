@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from jaxscale.config.record import flat
 from jaxscale.config.validation import shown
 from jaxscale.errors import ConfigError, printable
-from jaxscale.files import read_json, require_json, write_json
+from jaxscale.files import require_json, write_json
 from jaxscale.metrics import text
 from jaxscale.metrics.chips import peak_flops
 from jaxscale.planning.machine import CORNERS, Corner, chip_kind
@@ -25,8 +25,8 @@ FILE = "plan.json"
 _REMEDY = "write it anew with `jaxscale plan`"
 _CORNERS = dict.fromkeys(CORNERS, float)
 _STEP = {
-  "devices": int, "batch_size": int, "rows": int, "seconds": _CORNERS,
-  "parts": {str: float}, "memory": float,
+  "devices": int, "batch_size": int, "seconds": _CORNERS, "parts": {str: float},
+  "memory": float,
 }  # fmt: skip
 _SHAPE = {
   "chips": str, "config": {"class": str}, "step": _STEP, "strong": [_STEP],
@@ -52,59 +52,35 @@ class PlannedStep(NamedTuple):
 
   devices: int
   batch_size: int
-  rows: int
   seconds: Mapping[Corner, float]
   parts: Mapping[str, float]
   memory: float
 
-  def rate(self, corner: Corner = "expected") -> float:
-    """Examples per second."""
-    return self.batch_size / self.seconds[corner]
+  @property
+  def rate(self) -> float:
+    """Examples per second, as expected."""
+    return self.batch_size / self.seconds["expected"]
 
 
-class StoredPlan(NamedTuple):
-  """A plan as its file has it.
-
-  Attributes:
-    chips: the chips that were asked for, such as "h100-256".
-    config: the config of the planned run, as JSON.
-    sizes: the step on those chips, then on other numbers of devices, with the same
-      batch and with the same rows per device.
-    steps: the steps of the whole run; None: not known.
-    hours: the hours of the whole run, by corner; None: not known.
-  """
-
-  chips: str
-  config: dict[str, Any]
-  sizes: tuple[PlannedStep, ...]
-  steps: int | None
-  hours: Mapping[Corner, float] | None
-
-
-def read_plan(path: Path) -> StoredPlan:
-  """Read the plan in a file.
+def read_plan(path: Path) -> dict[str, Any]:
+  """Return a plan as its file has it.
 
   Raises:
     ConfigError: the file is missing or damaged, or is not a plan.
   """
-  table = require_json(path, _SHAPE, _REMEDY)
-  rows = table["step"], *table["strong"], *table["weak"]
-  sizes = tuple(PlannedStep(**{name: row[name] for name in _STEP}) for row in rows)
-  steps, hours = (table["run"] or {}).get("steps"), (table["job"] or {}).get("hours")
-  numbers = [x for size in sizes for x in (size.batch_size, *size.seconds.values())]
-  if not all(0 < x < 1e12 for x in (*numbers, *(hours or {}).values())):
+  plan = require_json(path, _SHAPE, _REMEDY)
+  numbers = [*(plan["job"] or {"hours": {}})["hours"].values()]
+  for size in _sizes(plan):
+    numbers += [size.batch_size, *size.seconds.values()]
+  if not all(0 < x < 1e12 for x in numbers):
     raise ConfigError(f"{path}: a batch size or a time is not above 0; {_REMEDY}")
-  return StoredPlan(table["chips"], table["config"], sizes, steps, hours)
+  return plan
 
 
-def load_plan(path: Path) -> dict[str, Any]:
-  """Return a plan as its file has it, to be stored with a run.
-
-  Raises:
-    ConfigError: the file is missing or damaged, or is not a plan.
-  """
-  read_plan(path)
-  return read_json(path)
+def _sizes(plan: Mapping[str, Any]) -> list[PlannedStep]:
+  """Return the step on the planned chips, then on other numbers of devices."""
+  steps = plan["step"], *plan["strong"], *plan["weak"]
+  return [PlannedStep(**{name: step[name] for name in _STEP}) for step in steps]
 
 
 def store(plan: Mapping[str, Any], workdir: Path) -> None:
@@ -117,20 +93,20 @@ class Match(NamedTuple):
   """A plan's counterpart of a run.
 
   Attributes:
-    plan: the plan; None: its file cannot be read.
     step: the planned step; None: the run cannot be compared with the plan.
     reason: why it cannot, in one line; "" where it can.
+    chips: the chips that were planned for, such as "h100-256".
     hours: the planned hours of a run that is as long, by corner; None: it is not.
   """
 
-  plan: StoredPlan | None = None
   step: PlannedStep | None = None
   reason: str = ""
+  chips: str = ""
   hours: Mapping[Corner, float] | None = None
 
 
 def match(
-  plan: StoredPlan,
+  plan: Mapping[str, Any],
   config: Mapping[str, Any],
   *,
   devices: int,
@@ -141,31 +117,32 @@ def match(
   """Find the step of a plan that a run takes, or the reason why there is none.
 
   Args:
-    plan: the plan.
+    plan: the plan, of `read_plan`.
     config: the run's config, as in config.json.
     devices: the run's devices.
     batch_size: the examples of a step.
     kind: `jax.Device.device_kind` of the devices; "": not known.
     steps: the steps of the whole run; None: not known.
   """
-  if kind and (other := _other_chip(plan.chips, kind)):
-    return Match(plan, reason=f"the plan is for {other}, the run is on {kind}")
-  planned, settings = _of_step(plan.config), _of_step(config)
+  if kind and (other := _other_chip(plan["chips"], kind)):
+    return Match(reason=f"the plan is for {other}, the run is on {kind}")
+  planned, settings = _of_step(plan["config"]), _of_step(config)
   if planned.get("data.class") == "Synthetic":  # stands for any data
     planned["data.class"] = settings.get("data.class")
   for name in {**planned, **settings}:
     if (old := planned.get(name)) != (new := settings.get(name)):
       both = f"{name} is {shown(old)} in the plan and {shown(new)} in the run"
-      return Match(plan, reason=f"the plan has a different config: {both}")
-  size = devices, batch_size
-  steps_of_size = [s for s in plan.sizes if (s.devices, s.batch_size) == size]
-  if not steps_of_size:
-    what = f"batch {batch_size:,} on {text.plural(devices, 'device')}"
-    return Match(plan, reason=f"the plan has no {what}")
-  step = steps_of_size[0]
-  is_whole = step == plan.sizes[0] and steps in (None, plan.steps)
-  is_whole &= all(plan.config.get(name) == config.get(name) for name in _LENGTH)
-  return Match(plan, step, hours=plan.hours if is_whole else None)
+      return Match(reason=f"the plan has a different config: {both}")
+  first, *others = _sizes(plan)
+  for step in (first, *others):
+    if (step.devices, step.batch_size) == (devices, batch_size):
+      is_whole = step == first and plan["job"] and plan["run"]
+      is_whole = is_whole and steps in (None, plan["run"]["steps"])
+      alike = all(plan["config"].get(name) == config.get(name) for name in _LENGTH)
+      hours = plan["job"]["hours"] if is_whole and alike else None
+      return Match(step, "", plan["chips"], hours)
+  size = f"batch {batch_size:,} on {text.plural(devices, 'device')}"
+  return Match(reason=f"the plan has no {size}")
 
 
 def _other_chip(chips: str, kind: str) -> str | None:
@@ -210,7 +187,7 @@ def of_workdir(
   derived, config = described["derived"], described["config"]
   sizes = {(x["batch_size"], x["image_size"]) for x in derived["phases"]}
   if len(sizes) != 1 or config["phases"]["class"] == "AdaptiveBatch":
-    return Match(plan, reason="batch or image size changes during the run")
+    return Match(reason="batch or image size changes during the run")
   return match(
     plan, config, devices=derived["num_devices"], batch_size=sizes.pop()[0],
     kind=str(described.get("device_kind") or ""), steps=derived["total_steps"],

@@ -3,12 +3,11 @@
 import csv
 import json
 import statistics
-import subprocess
-import sys
 
 import pytest
 
 from jaxscale import launch
+from jaxscale.cli import main
 from jaxscale.errors import ConfigError
 from jaxscale.launch import folder as folders
 from jaxscale.launch import measured, scaling_report
@@ -16,8 +15,6 @@ from jaxscale.launch.measured import MeasuredRun
 from jaxscale.metrics import plot_scaling, read_json_lines
 from jaxscale.run import goodput
 from jaxscale.run.goodput import Activity
-from support.commands import child_env
-from support.paths import ROOT
 
 CONFIG = {
   "model": {"class": "CNN", "dense": 128}, "optimizer": {"class": "SGD", "lr": 0.1},
@@ -247,31 +244,24 @@ def test_csv_and_picture_of_what_is_known_and_what_is_not(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def command(*argv):
-  """`jaxscale report`."""
-  done = subprocess.run(
-    [sys.executable, "-m", "jaxscale", "report", *argv], cwd=ROOT, env=child_env(),
-    capture_output=True, text=True, timeout=60,
-  )  # fmt: skip
-  return done.returncode, done.stdout, done.stderr
-
-
-def test_the_command_reads_workdirs(tmp_path):
+def test_the_command_reads_workdirs(tmp_path, capsys):
   lines = [STEP_REPORT, *(logged(s, 10.0 * s) for s in (10, 20, 30, 40))]
   names = [
     str(workdir(tmp_path / n, lines, devices=d)) for n, d in (("a", 1), ("b", 2))
   ]
   files = [f"--csv={tmp_path}/t.csv", "--png", f"{tmp_path}/t.png"]
-  code, out, err = command(*names, *files)
-  assert code == 0, err
+  assert main(["report", *names, *files]) == 0
+  out = capsys.readouterr().out
   assert out.startswith("scaling: strong scaling, global batch 128; speed-up and eff")
   assert (tmp_path / "t.csv").exists() and (tmp_path / "t.png").exists()
-  code, out, err = command(names[0], "--cvs=x")
-  assert (code, out) == (2, "") and "did you mean '--csv'?" in err
-  code, _, err = command("nothing-here", f"--runs={tmp_path}")
-  assert code == 2 and err == "error: nothing-here: no such run, one of a, b\n"
-  code, _, err = command()
-  assert code == 2 and err.count("\n") == 1
+  for argv, says in (
+    ([names[0], "--cvs=x"], "did you mean '--csv'?"),
+    (["nothing-here", f"--runs={tmp_path}"], "nothing-here: no such run, one of a, b"),
+    ([], "RUN"),
+  ):
+    assert main(["report", *argv]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ CONFIG = {
 }  # fmt: skip
 SECONDS = {"low": 1.4, "expected": 1.0, "high": 0.8}
 STEP = {
-  "devices": 16, "batch_size": 64, "rows": 4, "seconds": SECONDS, "memory": 40e9,
+  "devices": 16, "batch_size": 64, "seconds": SECONDS, "memory": 40e9,
   "parts": {"matmul": 0.63, "memory": 0.07, "exposed data": 0.2, "stragglers": 0.07,
             "host": 0.03},
 }  # fmt: skip
@@ -24,7 +24,7 @@ def on(devices, batch_size, seconds):
   """The step on other devices."""
   times = {c: seconds * s for c, s in SECONDS.items()}
   more = {"devices": devices, "batch_size": batch_size}
-  return STEP | more | {"rows": batch_size // devices, "seconds": times}
+  return STEP | more | {"seconds": times}
 
 
 PLAN = {
