@@ -34,29 +34,30 @@ def add_arguments(parser: Parser) -> None:
 def run(args: Namespace) -> None:
   """Print the report, and write its files."""
   from jaxscale.launch import folder as folders
-  from jaxscale.launch.page import record, write_page
+  from jaxscale.launch.page import write_page
   from jaxscale.launch.prediction import comparison
-  from jaxscale.launch.scaling_report import find, report
+  from jaxscale.launch.scaling_report import report
   from jaxscale.planning.stored import read_plan
 
   names, runs = args.names, args.runs
   plan = Path(args.plan) if args.plan else None
   if plan:
     read_plan(plan)  # a mistake in the command line
-  studies = [folders.find_study(name, runs) for name in names]
-  found = (s[1] if s else [find(n, runs)] for n, s in zip(names, studies, strict=True))
-  paths = [path for part in found for path in part]
-  study = None
+  paths = folders.find_all(names, runs, workdirs=True)
+  compared = None
   if len(paths) > 1 or not args.html:
-    folder = studies[0][0] if studies[0] and len(names) == 1 else None
-    title, folder = folder.name if folder else "scaling", args.to or folder
+    study = folders.find_study(names[0], runs) if len(names) == 1 else None
+    title, folder = (
+      study[0].name if study else "scaling",
+      args.to or (study and study[0]),
+    )
     csv, png = args.csv, args.png
     if folder:
       csv, png = csv or f"{folder}/scaling.csv", png or f"{folder}/scaling.png"
-    study = report(title, paths, csv, png, plan)
-    print(study, *filter(None, (csv, png)), sep="\n")
-  if len(paths) == 1 and (found := comparison(paths[0], plan)):
-    print(f"\n{found}")
+    compared = report(title, paths, csv, png, plan)
+    print(compared, *filter(None, (csv, png)), sep="\n")
+  if len(paths) == 1 and (planned := comparison(paths[0], plan)):
+    print(f"\n{planned}")
   if args.html:
-    write_page(Path(args.html), [record(path, plan) for path in paths], study)
+    write_page(Path(args.html), paths, compared, plan)
     print(args.html)

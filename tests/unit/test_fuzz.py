@@ -212,11 +212,10 @@ def test_a_run_with_a_plan(place, content, lines):
   with one_line():
     stored.read_plan(path / "plan.json")
   found = prediction.comparison(path)
-  assert found is not None and (found.parts or len(str(found).splitlines()) == 1)
-  prediction.html(found)
-  assert len(prediction.status_line(found, 5.0, 5.0).splitlines()) == 1
+  assert found is not None and (found.rows or len(str(found).splitlines()) == 1)
+  assert len(found.note().splitlines()) == 1
   assert not set(str(found)) & {"\x1b", "\r"}
-  scaling_report.as_plot("x", scaling_report.compare([measured.read(path)]))
+  scaling_report.as_plot(scaling_report.compare([measured.read(path)]))
 
 
 LEAF = {"shape": [2, 3], "dtype": "float32", "checksum": "00ff"}
