@@ -41,7 +41,7 @@ _LAWS = {"strong": "Amdahl", "weak": "Gustafson"}
 _MAY_DIFFER = (
   "batch_size", "mesh", "accumulate_steps", "seed", "epochs", "target_accuracy",
   "stop_at_target", "input_threads", "evaluation", "checkpoint", "checks", "log",
-  "exchange.algorithm", "exchange.dims", "exchange.links",
+  "exchange.algorithm", "exchange.dims",
 )  # fmt: skip
 # Of those, what a reader of the table has to know.
 _NOTED = ("accumulate_steps", "seed", "epochs", "exchange.algorithm", "exchange.dims")
