@@ -14,9 +14,7 @@ from .planner import ALGORITHMS as ALGORITHMS
 from .planner import Dim as Dim
 from .planner import Link as Link
 from .planner import Plan as Plan
-from .planner import default_links as default_links
 from .planner import plan as plan
-from .planner import torus_seconds as torus_seconds
 from .typed import add_rows as add_rows
 from .typed import same_everywhere as same_everywhere
 from .typed import vary as vary
