@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxscale.collectives import typed
 from jaxscale.collectives.algorithms import hierarchical, over_dims, psum
 from jaxscale.collectives.cpu_workarounds import one_at_a_time
-from jaxscale.collectives.planner import Link, Measured, Plan, plan
+from jaxscale.collectives.planner import Link, Plan, plan
 from jaxscale.errors import ConfigError
 
 
@@ -95,7 +95,6 @@ def all_reduce(
   *,
   dims: Sequence[tuple[str, int]] | None = None,
   links: Mapping[str, Link] | None = None,
-  measured: Sequence[Measured] = (),
   payload: Any = None,
   accumulate: Any = None,
 ) -> Any:
@@ -110,7 +109,7 @@ def all_reduce(
     mesh: all its axes are summed over, slowest link first.
     algorithm: "ring", "torus", "hierarchical", "halving_doubling", "psum", or
       "auto": what `plan` makes of links and sizes.
-    dims, links, measured: as for `plan`.
+    dims, links: as for `plan`.
     payload, accumulate: as for `ring`.
 
   Returns:
@@ -131,7 +130,7 @@ def all_reduce(
       raise ConfigError(f"{key}: give a leading dim of {mesh.size}, one row per device")
   num_bytes = payload_bytes(tree, payload, rows=True)
   sizes = dict(mesh.shape)
-  by = plan(sizes, num_bytes, algorithm, dims=dims, links=links, measured=measured)
+  by = plan(sizes, num_bytes, algorithm, dims=dims, links=links)
   return reducer(mesh, by, payload, accumulate)(tree)
 
 

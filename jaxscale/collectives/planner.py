@@ -11,7 +11,7 @@ devices are wired in a ring, whose links messages of that stride share. The othe
 algorithms are cases of the torus: hierarchical has one dimension per mesh axis,
 halving_doubling dimensions of two, and 2 (alpha + beta M) more for each axis that
 is not a power of two. Hierarchical costs what the torus does, as if XLA's collectives
-were rings; of `psum` nothing is known but what was measured.
+were rings; of `psum` nothing is known.
 (arXiv:1708.02188 as reconstructed; alpha and beta: Thakur et al., 2005.)
 
 N devices are seen as a grid n_1 x ... x n_d, the dimension of the fastest links
@@ -88,7 +88,7 @@ class Plan(NamedTuple):
     algorithm: one of `ALGORITHMS`.
     axes: the mesh axes to sum over, slowest first.
     dims: of the torus, in the order they are reduced; () for `psum`.
-    seconds: predicted, or measured where that decided; None: nothing is known.
+    seconds: predicted, or measured by `measure_algorithms`; None: not known.
   """
 
   algorithm: str
@@ -100,20 +100,6 @@ class Plan(NamedTuple):
     shape = " x ".join(map(str, self.dims))
     took = "" if self.seconds is None else f", {1e3 * self.seconds:.4g} ms"
     return self.algorithm + (f" {shape}" if shape else "") + took
-
-
-class Measured(NamedTuple):
-  """What one plan took.
-
-  Attributes:
-    sizes: of the mesh axes, slowest first.
-    num_bytes: of the payload of one device.
-    plan: with the seconds that were measured.
-  """
-
-  sizes: dict[str, int]
-  num_bytes: int
-  plan: Plan
 
 
 def axis_dims(sizes: Sizes) -> tuple[Dim, ...]:
@@ -289,18 +275,15 @@ def plan(
   *,
   dims: Dims | None = None,
   links: Links | None = None,
-  measured: Sequence[Measured] = (),
 ) -> Plan:
   """How to sum `num_bytes` over the devices of some mesh axes.
 
   Args:
     sizes: of the axes, slowest first, as `mesh.shape`.
     num_bytes: of the payload of one device.
-    algorithm: one of `ALGORITHMS`, or "auto": whatever costs least.
+    algorithm: one of `ALGORITHMS`, or "auto": whatever costs least on the links.
     dims: of "torus", (axis, size) pairs, fastest links first; None: the planner's.
     links: by axis; None: `default_links`.
-    measured: what the benchmark found, `read_measurements`; "auto" then takes the
-      fastest at the nearest size, if any was measured on axes of these sizes.
 
   Raises:
     ConfigError: an unknown algorithm or axis, a link without sense, or dims that do
@@ -321,7 +304,7 @@ def plan(
   if not (math.isfinite(num_bytes) and num_bytes >= 0):
     raise ConfigError(f"num_bytes={num_bytes}: give 0 or more")
   if algorithm == "auto":
-    return _fastest(sizes, num_bytes, measured) or _cheapest(sizes, num_bytes, links)
+    return _cheapest(sizes, num_bytes, links)
   if algorithm == "psum":
     return Plan(algorithm, tuple(sizes), (), None)
   forms = {"ring": one_ring, "hierarchical": axis_dims, "halving_doubling": two_by_two}
@@ -350,34 +333,6 @@ def _cheapest(sizes, num_bytes, links) -> Plan:
     return halving
   # A torus of one dimension goes by its shorter name.
   return torus._replace(algorithm="ring") if len(torus.dims) == 1 else torus
-
-
-def measured_on(sizes: Sizes, measured: Sequence[Measured]) -> list[Measured]:
-  """What was measured on a mesh of this shape; axes of one device do not count.
-
-  Example:
-    >>> one = Measured({"data": 8}, 4, Plan("psum", ("data",), (), 1e-3))
-    >>> len(measured_on({"replica": 1, "data": 8}, [one]))
-    1
-  """
-
-  def shape(axes):
-    return {axis: n for axis, n in axes.items() if n > 1}
-
-  return [m for m in measured if shape(m.sizes) == shape(sizes)]
-
-
-def _fastest(sizes, num_bytes, measured: Sequence[Measured]) -> Plan | None:
-  """The fastest of what was measured on such a mesh, at the nearest size."""
-  here = measured_on(sizes, measured)
-  if not here:
-    return None
-
-  def cost(m):  # how far from the size in question, then how slow
-    ratio = (m.num_bytes + 1) / (num_bytes + 1)
-    return abs(math.log(ratio)), m.plan.seconds or 0.0
-
-  return min(here, key=cost).plan._replace(axes=tuple(sizes))
 
 
 def _checked_links(sizes, links) -> dict[str, Link]:

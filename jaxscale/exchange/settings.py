@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+import functools
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from jaxscale.config.bases import Exchange, ExchangeContext, Sync, SyncContext
 from jaxscale.config.bounds import Count, Fraction, NonNegative, Positive
@@ -10,6 +11,7 @@ from jaxscale.errors import ConfigError
 
 if TYPE_CHECKING:
   from jaxscale import exchange
+  from jaxscale.collectives import Plan
   from jaxscale.exchange.local import LocalUpdate
 
 # The names that --config.exchange= takes (by HOMES in config/choice.py).
@@ -26,19 +28,17 @@ class AllReduce(Exchange):
 
   Attributes:
     algorithm: "psum" (XLA's own), "ring", "torus", "hierarchical",
-      "halving_doubling", or "auto": what is fastest by `links`.
-    dims: of "torus", as "data:4", fastest links first; (): the planner's.
-    links: file of `jaxscale bench --json FILE`; None: links
-      are assumed.
+      or "halving_doubling".
+    dims: of "torus", as "data:4", fastest links first, which `jaxscale bench` prints
+      for your links; (): planned for assumed links.
     bucket_bytes: gradients travel in flat buckets of this size; None: as tensors,
       or for "psum" between processes on CPUs in buckets of 25 MiB.
   """
 
-  algorithm: Literal[
-    "psum", "ring", "torus", "hierarchical", "halving_doubling", "auto"
-  ] = "psum"
+  algorithm: Literal["psum", "ring", "torus", "hierarchical", "halving_doubling"] = (
+    "psum"
+  )
   dims: tuple[str, ...] = ()
-  links: str | None = None
   bucket_bytes: Annotated[int | None, ">= 4"] = None
 
   averages_exactly = True
@@ -55,9 +55,37 @@ class AllReduce(Exchange):
         raise ConfigError(f"{name}.dims={self.dims}: give axis:size, as 'data:4'")
 
   def build(self, context: ExchangeContext) -> exchange.Exchange:
-    from jaxscale.exchange.choose import all_reduce
+    from jaxscale.collectives import sum_tree
+    from jaxscale.exchange import base, buckets
 
-    return all_reduce(self, context)
+    by, size = self.plan(context), self.bucket_bytes
+    if by.algorithm == "psum" and size is None:
+      size = buckets.best_bucket_bytes(context.mesh)
+    if size is not None:
+      reduce = functools.partial(sum_tree, by=by)
+      return buckets.bucketed(context.axes, bucket_bytes=size, reduce=reduce)
+    return base.plain(context.axes) if by.algorithm == "psum" else base.planned(by)
+
+  def plan(self, context: ExchangeContext, payload: Any = None) -> Plan:
+    """Return the all-reduce by `algorithm`; `payload` is the dtype that is sent.
+
+    Raises:
+      ConfigError: `dims` do not fit the devices.
+    """
+    from jaxscale import collectives
+
+    num_bytes, is_planned = 0, self.algorithm == "torus" and not self.dims
+    if is_planned:
+      num_bytes = collectives.payload_bytes(context.params(), payload)
+      if self.bucket_bytes is not None:  # of float32, whatever is sent
+        num_bytes = min(num_bytes, self.bucket_bytes // (2 if payload else 1))
+    dims = [(axis, int(n)) for axis, _, n in (d.partition(":") for d in self.dims)]
+    sizes, dims = context.sizes, dims or None
+    by = collectives.plan(sizes, num_bytes, self.algorithm, dims=dims)
+    if is_planned:
+      size = f"{num_bytes / 1e6:.3g} MB at once"
+      context.note(f"exchange by {by}, for {size} on assumed links")
+    return by
 
 
 class HalfPrecision(AllReduce):
@@ -72,6 +100,14 @@ class HalfPrecision(AllReduce):
   dtype: Literal["bfloat16", "float16"] = "bfloat16"
   sum_in: Literal["float32", "payload"] = "float32"
   bucket_bytes: Annotated[int, ">= 4"] = _BUCKET
+
+  def build(self, context: ExchangeContext) -> exchange.Exchange:
+    from jaxscale.exchange.low_precision import half_precision
+
+    return half_precision(
+      context.axes, self.dtype, by=self.plan(context, self.dtype), sum_in=self.sum_in,
+      bucket_bytes=self.bucket_bytes,
+    )  # fmt: skip
 
 
 class Compressed(Exchange):

@@ -39,7 +39,7 @@ _LAWS = {"strong": "Amdahl", "weak": "Gustafson"}
 _MAY_DIFFER = (
   "batch_size", "mesh", "accumulate_steps", "seed", "epochs", "target_accuracy",
   "stop_at_target", "input_threads", "evaluation", "checkpoint", "checks", "log",
-  "exchange.algorithm", "exchange.dims", "exchange.links", "versions",
+  "exchange.algorithm", "exchange.dims", "versions",
 )  # fmt: skip
 # Those of them that a reader of the table has to know.
 _NOTED = (

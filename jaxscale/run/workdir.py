@@ -42,7 +42,7 @@ from jaxscale.run.identity import Change, changes, other_environment
 _NOT_IDENTITY = (
   "mesh", "layout", "compilation", "evaluation", "checkpoint", "checks", "faults",
   "log", "target_accuracy", "target_loss", "stop_at_target", "input_threads",
-  "gpu_settings", "exchange.algorithm", "exchange.dims", "exchange.links",
+  "gpu_settings", "exchange.algorithm", "exchange.dims",
   "data.cache_dir", "data.max_pixels",
 )  # fmt: skip
 # Likewise, of a run that knows what its data contain: where they are, and how.

@@ -23,7 +23,6 @@ from jaxscale.checkpoint import lock
 from jaxscale.checkpoint.checksum import DamagedError
 from jaxscale.checkpoint.files import MANIFEST, read_manifest
 from jaxscale.cluster.requeue import count_start
-from jaxscale.collectives.measurements import read_measurements
 from jaxscale.config.loading import load_config
 from jaxscale.config.record import FORMAT, describe_run, to_plain
 from jaxscale.data import stream
@@ -257,11 +256,6 @@ RECORDS = {
     {"host": "h", "pid": 9, "job": "slurm-7-r1", "since": 1.0, "process": "x"},
     lambda folder: (str(owner := lock._read(folder / "owner")), lock.is_alive(owner),
                     lock.is_restart("slurm-7-r2", owner.job)),
-  ),
-  "links.json": (
-    {"mesh": {"data": 2}, "links": {"data": {
-      "alpha": 1.0, "beta": 1.0, "switched": True}}, "measured": []},
-    lambda folder: read_measurements(folder / "links.json"),
   ),
   "log": (
     {"key": "a", "value": 1, "metadata": {"step_num": 5}},
