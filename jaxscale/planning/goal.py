@@ -89,7 +89,8 @@ def goal_of(
     return Goal(rank)
   if study is not None:
     path, remedy = Path(study), "give the study.json of a `jaxscale batch-study`"
-    fit = require_json(path, {"sizes": [], "fit": ({}, None)}, remedy)["fit"]
+    shape = {"sizes": [{}], "fit": ({"b_crit": float, "s_min": float}, None)}
+    fit = require_json(path, shape, remedy)["fit"]
     if fit is None:
       why = "found no critical batch size; train more sizes, or give --noise-scale"
       raise ConfigError(f"--study={study}: {why}")
