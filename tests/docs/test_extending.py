@@ -59,10 +59,10 @@ def whole(mine, tmp_path_factory):
 
 
 def test_each_is_short():
-  """25 lines, and 50 for MLPerf's log, which begins with who submits what."""
+  """25 lines, and 55 for MLPerf's log, which begins with who submits what."""
   for block in blocks():
     lines = [line for line in block.splitlines() if line.strip()]
-    assert len(lines) <= (50 if "MLPerf" in block else 25), block
+    assert len(lines) <= (55 if "MLPerf" in block else 25), block
 
 
 def test_it_trains_and_is_recorded(mine, whole):

@@ -249,7 +249,7 @@ def test_they_are_chosen_by_name_and_recorded():
     ),
     (
       {"log.trackers": "MLflow", "log.trackers.MLflow.uri": "https://me:x@host"},
-      "config.json would hold its password",
+      "holds a password, which config.json would keep",
     ),
   ],
 )
