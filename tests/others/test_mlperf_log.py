@@ -14,7 +14,7 @@ pytest.importorskip("mlperf_logging")
 
 TRAINED = {
   "log.trackers": "MLPerf", "log.trackers.MLPerf.flush_s": "40", "epochs": "2",
-  "log.tensorboard": "False", "exchange": "AllReduce", "target_accuracy": "0.1",
+  "log.tensorboard": "False", "schedule": "Cosine", "target_accuracy": "0.1",
 }  # fmt: skip
 RUN = {
   "config": {"seed": 3, "batch_size": 64, "target_accuracy": 0.7},
