@@ -327,10 +327,9 @@ def _notes(
   notes = []
   if config["lr_scaling"] == "none" and len(sizes) > 1:
     notes.append("lr_scaling='none': every size was trained at the same learning rate")
-  if points:
-    coarsest = max(s["eval_every"] / s["target_step"] for s in points)
-    known = f"steps to target are known to one evaluation, at worst {coarsest:.0%} of "
-    notes.append(f"{known}them (evaluation.every_epochs)")
+  if shares := [s["eval_every"] / s["target_step"] for s in points if s["eval_every"]]:
+    known = f"steps to target are known to one evaluation, at worst {max(shares):.0%} "
+    notes.append(f"{known}of them (evaluation.every_epochs)")
   return notes
 
 

@@ -433,7 +433,7 @@ def test_progress_lines(capsys):
   progress.close()
   first, second = capsys.readouterr().out.splitlines()
   assert first == (
-    "step  10/100  loss 0.5000  rate 0.1  1,280 examples/s  25 ms/step  MFU 50.0%  "
+    "step  10/100  loss 0.5000  lr 0.1  1,280 examples/s  25 ms/step  MFU 50.0%  "
     "memory 61.2 GB  0:02 left"
   )
   assert second == "step  10/100  held-out accuracy 87.50%  loss 0.2500"

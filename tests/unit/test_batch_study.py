@@ -225,6 +225,13 @@ def test_a_study_that_has_not_begun_and_a_sweep_of_something_else(tmp_path):
       batch_study.read(folder)
 
 
+def test_a_trial_whose_record_is_damaged_keeps_what_its_summary_says(tmp_path):
+  folder = write_study(tmp_path / "study", outcome(64, 100), outcome(256, 40))
+  (folder / "trials" / "1" / "config.json").write_text("{")
+  last = batch_study.read(folder)["sizes"][-1]
+  assert (last["reached"], last["target_step"], last["peak_lr"]) == (1, 40, None)
+
+
 def test_a_target_may_be_a_loss(tmp_path):
   config = CONFIG | {"target_accuracy": None, "target_loss": 0.5, "lr_scaling": "none"}
   found = summarised(tmp_path, outcome(accuracy=None), outcome(128), config=config)
