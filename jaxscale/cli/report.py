@@ -2,7 +2,8 @@
 
 They show throughput, efficiency, exposed communication, and the spread between
 processes. With --html, one page of them, or of a single run, with its curves, speed,
-goodput, starts, settings and environment.
+goodput, starts, settings and environment. Of a batch study: what each size took, the
+critical batch size, and study.json.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from pathlib import Path
 from jaxscale.cli.parser import Namespace, Parser, directory, file, picture
 from jaxscale.cli.status import SEE_STATUS
 from jaxscale.cli.submit import add_runs
+from jaxscale.errors import invalid
 
 
 def add_arguments(parser: Parser) -> None:
   """The options."""
-  text = "runs or their workdirs, or one scaling study"
+  text = "runs or their workdirs, or one scaling study or batch study"
   parser.words("names", "RUN", text, missing=SEE_STATUS)
   text = "a folder for scaling.csv and scaling.png (default: that of a study; of other "
   parser.option("--to DIR", f"{text}runs nothing is written)", directory)
@@ -33,6 +35,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: Namespace) -> None:
   """Print the report, and write its files."""
+  from jaxscale.launch import batch_study
   from jaxscale.launch import folder as folders
   from jaxscale.launch.page import write_page
   from jaxscale.launch.prediction import comparison
@@ -40,6 +43,12 @@ def run(args: Namespace) -> None:
   from jaxscale.planning.stored import read_plan
 
   names, runs = args.names, args.runs
+  if folder := batch_study.find(names, runs):
+    for option in filter(vars(args).get, ("to", "csv", "png", "html", "plan")):
+      why = "is not for a batch study, whose report is a table and study.json"
+      raise invalid(f"--{option}", getattr(args, option), why, "leave it out")
+    print(batch_study.report(folder))
+    return
   plan = Path(args.plan) if args.plan else None
   if plan:
     read_plan(plan)  # a mistake in the command line

@@ -166,9 +166,8 @@ class Log:
   Attributes:
     every_steps: steps between two records of metrics.
     tensorboard: also write TensorBoard event files.
-    trackers: also log to these, e.g. "Wandb,Prometheus", each once.
+    trackers: also log to these, e.g. "Wandb,MLflow", each once.
     trust_ratios: also write each layer's trust ratio (LARS, LAMB).
-    mllog: also write `mllog.txt`, the log of MLPerf.
     step_report: before the first step, measure how long a step computes, how long
       it waits for the exchange, and how processes differ; costs two compilations
       and some dozens of steps.
@@ -182,7 +181,6 @@ class Log:
   tensorboard: bool = True
   trackers: tuple[Tracker, ...] = ()
   trust_ratios: bool = False
-  mllog: bool = False
   step_report: bool = False
   profile: str | None = None
   profile_processes: Annotated[tuple[int, ...], ">= 0"] = (0,)

@@ -124,7 +124,6 @@ class RunCallbacks(loop.Callbacks):
     reporter, experiment = self._reporter, self._reporter.experiment
     if self._run.tracer.is_complete:
       self.trace(step + 1)
-    reporter.evaluating(step)
     with reporter.pause(), jax.profiler.TraceAnnotation("evaluation"):
       if not reporter.evaluation:
         self.at(step, "preparing")

@@ -424,19 +424,6 @@ def test_a_run_that_waits_for_data_says_so(tmp_path, capsys, monkeypatch):
   assert waits[-1] > 0.2
 
 
-@pytest.mark.slow
-def test_the_log_of_mlperf_tells_the_run(tmp_path):
-  options = dict(log__mllog="True", target_accuracy="0.1", stop_at_target="True")
-  fit(tiny_digits(**options), tmp_path)
-  events = metrics.read_mllog(tmp_path / "mllog.txt")
-  keys = [event["key"] for event in events]
-  assert keys.index("init_start") < keys.index("run_start") < keys.index("eval_start")
-  assert keys[-1] == "run_stop" and events[-1]["metadata"]["status"] == "success"
-  before = (tmp_path / "mllog.txt").read_text()
-  fit(tiny_digits(**options), tmp_path)  # it is done: nothing to add
-  assert (tmp_path / "mllog.txt").read_text() == before
-
-
 def test_progress_lines(capsys):
   progress = metrics.Progress(100, total_examples=3200)
   assert progress.rate(320) > 0
@@ -446,7 +433,7 @@ def test_progress_lines(capsys):
   progress.close()
   first, second = capsys.readouterr().out.splitlines()
   assert first == (
-    "step  10/100  loss 0.5000  rate 0.1  1,280 examples/s  25 ms/step  MFU 50.0%  "
+    "step  10/100  loss 0.5000  lr 0.1  1,280 examples/s  25 ms/step  MFU 50.0%  "
     "memory 61.2 GB  0:02 left"
   )
   assert second == "step  10/100  held-out accuracy 87.50%  loss 0.2500"
