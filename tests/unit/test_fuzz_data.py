@@ -20,11 +20,10 @@ from jaxscale.config import ResNet, Transformer, ViT
 from jaxscale.data import TextInfo, array_info, jpeg, tfds, tfrecord, token_files
 from jaxscale.data.tokenizer import read_tokenizer
 from jaxscale.errors import ConfigError
-from jaxscale.files import read_json
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.weights import load
 from jaxscale.weights.check import check_source
-from jaxscale.weights.hf_config import llama_config, transformer_settings
+from jaxscale.weights.hf_config import llama_config
 from jaxscale.weights.names import naming_of
 from jaxscale.weights.safetensors import Stored, read_index, view
 from support import fuzzing, images
@@ -64,7 +63,6 @@ def test_config_of_hugging_face(place, content, kind):
   info = TEXT_INFO if model is MODEL else IMAGE_INFO
   with one_line():
     check_source(place, naming, ["lm_head.weight"], model, info)
-    transformer_settings(read_json(place / "config.json"))
 
 
 ARRAYS = {"w": (np.dtype("f4"), (2, 3)), "b": (np.dtype("i1"), (5,))}
