@@ -174,7 +174,6 @@ class Log:
     profile: steps to trace for XProf, as "100:110", both included; at most 100, as
       traces are large. `jaxscale profile RUN` traces steps of a run that trains.
     profile_processes: the processes that trace them.
-    dump_hlo: write the step's program, as it is compiled, into hlo/.
   """
 
   every_steps: Count = 50
@@ -184,7 +183,6 @@ class Log:
   step_report: bool = False
   profile: str | None = None
   profile_processes: Annotated[tuple[int, ...], ">= 0"] = (0,)
-  dump_hlo: bool = False
 
   def __post_init__(self):
     self.profiled_steps()
