@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from jaxscale.config.bases import Exchange, ExchangeContext, Sync, SyncContext
@@ -10,6 +11,7 @@ from jaxscale.errors import ConfigError
 
 if TYPE_CHECKING:
   from jaxscale import exchange
+  from jaxscale.collectives import Link, Measured, Plan
   from jaxscale.exchange.local import LocalUpdate
 
 # The names that --config.exchange= takes (by HOMES in config/choice.py).
@@ -55,9 +57,45 @@ class AllReduce(Exchange):
         raise ConfigError(f"{name}.dims={self.dims}: give axis:size, as 'data:4'")
 
   def build(self, context: ExchangeContext) -> exchange.Exchange:
-    from jaxscale.exchange.choose import all_reduce
+    from jaxscale import collectives, exchange
+    from jaxscale.exchange import buckets
 
-    return all_reduce(self, context)
+    plan, size = self._plan(context, None), self.bucket_bytes
+    if plan.algorithm == "psum" and size is None:
+      size = buckets.best_bucket_bytes(context.mesh)
+    if size is not None:
+      reduce = functools.partial(collectives.sum_tree, by=plan)
+      return buckets.bucketed(context.axes, bucket_bytes=size, reduce=reduce)
+    if plan.algorithm == "psum":
+      return exchange.plain(context.axes)
+    return exchange.planned(plan)
+
+  def _plan(self, context: ExchangeContext, dtype: str | None) -> Plan:
+    """Plan the all-reduce of gradients that are sent as `dtype`, None: their own.
+
+    Where a layout splits gradients (ZeRO-2, FSDP), the sum along fsdp is not part of
+    it: that is in the backward pass (parallel/fsdp_gather.py).
+
+    Raises:
+      ConfigError: the algorithm does not fit the devices, or the file of links is not
+        one.
+    """
+    from jaxscale import collectives
+
+    links, measured, source = _links(self.links, context.sizes)
+    shapes = () if self.algorithm == "psum" else context.params()
+    num_bytes = collectives.payload_bytes(shapes, dtype)
+    if self.bucket_bytes is not None:  # of float32, whatever is sent
+      num_bytes = min(num_bytes, self.bucket_bytes // (2 if dtype else 1))
+    dims = [(axis, int(n)) for axis, _, n in (d.partition(":") for d in self.dims)]
+    plan = collectives.plan(
+      context.sizes, num_bytes, self.algorithm, dims=dims or None, links=links,
+      measured=measured,
+    )  # fmt: skip
+    if self.algorithm in ("auto", "torus"):
+      size = f"{num_bytes / 1e6:.3g} MB at once"
+      context.note(f"exchange by {plan}, for {size}, {source}")
+    return plan
 
 
 class HalfPrecision(AllReduce):
@@ -72,6 +110,14 @@ class HalfPrecision(AllReduce):
   dtype: Literal["bfloat16", "float16"] = "bfloat16"
   sum_in: Literal["float32", "payload"] = "float32"
   bucket_bytes: Annotated[int, ">= 4"] = _BUCKET
+
+  def build(self, context: ExchangeContext) -> exchange.Exchange:
+    from jaxscale.exchange.low_precision import half_precision
+
+    return half_precision(
+      context.axes, self.dtype, by=self._plan(context, self.dtype),
+      sum_in=self.sum_in, bucket_bytes=self.bucket_bytes,
+    )  # fmt: skip
 
 
 class Compressed(Exchange):
@@ -227,3 +273,34 @@ class BlockMomentum(LocalSGD):
       every, context.num_workers, momentum=self.outer_momentum, rate=self.outer_lr,
       nesterov=self.nesterov, reset_momentum=self.reset_momentum,
     )  # fmt: skip
+
+
+def _links(
+  file: str | None, sizes: dict[str, int]
+) -> tuple[dict[str, Link], list[Measured], str]:
+  """Return links of the mesh's axes, measurements on such a mesh, and their source."""
+  from jaxscale import collectives
+  from jaxscale.mesh import AXES, BN_AXIS
+
+  if file is None:
+    found, measured = collectives.default_links(AXES), []
+    source = "planned by assumed links"
+  else:
+    try:
+      found, measured = collectives.read_measurements(file)
+    except ConfigError as e:
+      raise ConfigError(f"links={e}") from None
+    measured = collectives.measured_on(sizes, measured)
+    source = f"as measured in {file}" if measured else (
+      f"planned by the links of {file}: no mesh of this shape was measured"
+    )  # fmt: skip
+  # Neighbours of that axis, where they were not measured apart.
+  for axis in (BN_AXIS, "fsdp", "model"):
+    if axis in sizes and axis not in found and "data" in found:
+      found = found | {axis: found["data"]}
+  if missing := [axis for axis, n in sizes.items() if n > 1 and axis not in found]:
+    raise ConfigError(
+      f"links={file}: has no {missing[0]!r}, measure it on the mesh of the "
+      f"run: --mesh {'x'.join(str(sizes[a]) for a in AXES)}"
+    )
+  return {axis: found[axis] for axis in found if axis in sizes}, measured, source
