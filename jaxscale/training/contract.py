@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jaxscale.collectives.typed import vary, varying
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.optim.tree_paths import path_name
+from jaxscale.training.losses import IS_SUM
 
 _WANTED = "(loss, (model_state, totals)), totals a dict with 'examples', sums over rows"
 _ELEMENTS = 2**28  # of parameters: 1 GiB; larger models are not computed here
@@ -154,9 +155,16 @@ def check_sums(
   return ""
 
 
-def warn_unchecked(reason: str) -> None:
-  """Warn that a loss was not checked, if there is a reason."""
-  if reason:
+def check_loss(
+  loss_fn: Callable[..., Any], params: Any, model_state: Any, batch: Any, mesh: Mesh
+) -> None:
+  """Check the loss of a step by `check_sums`; warn where that is not possible.
+
+  Losses of this package, marked by `losses.IS_SUM`, need no check.
+  """
+  if getattr(loss_fn, IS_SUM, False):
+    return
+  if reason := check_sums(loss_fn, params, model_state, batch, mesh):
     warnings.warn(
       f"loss_fn was not tested to be a sum over rows: {reason}", stacklevel=3
     )

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,10 +34,7 @@ from jaxscale import cluster
 from jaxscale.collectives import vary
 from jaxscale.metrics.text import few
 from jaxscale.optim.tree_paths import path_name
-
-if TYPE_CHECKING:
-  from jaxscale.training.state import TrainState
-  from jaxscale.training.step import Gradients, Metrics, Update
+from jaxscale.training.types import Metrics, StepOutputs, TrainState, Update
 
 # The metric with what each device found, int32 [devices, 4], sharded over them. Codes
 # of its gradients, loss and model state, and of the mean gradient: -1 if all is
@@ -104,10 +101,10 @@ def all_codes(codes: jax.Array, grads: Any, mesh: Mesh) -> jax.Array:
   return lax.with_sharding_constraint(codes, NamedSharding(mesh, P(mesh.axis_names)))
 
 
-def mark_bad(metrics: Metrics, rate: jax.Array | None = None) -> Metrics:
-  """The metrics, with a loss of NaN if "grad_norm" or the learning rate is bad."""
-  checked = [metrics["loss"], metrics["grad_norm"], *([] if rate is None else [rate])]
-  is_good = jnp.isfinite(jnp.stack(checked)).all()
+def mark_bad(metrics: Metrics) -> Metrics:
+  """Set the loss to NaN where "grad_norm" or the learning rate is NaN or Inf."""
+  names = [n for n in ("loss", "grad_norm", "learning_rate") if n in metrics]
+  is_good = jnp.isfinite(jnp.stack([metrics[name] for name in names])).all()
   return metrics | {"loss": jnp.where(is_good, metrics["loss"], jnp.nan)}
 
 
@@ -119,15 +116,17 @@ def skip_bad_steps(update: Update, *, branch: bool) -> Update:
     branch: see `if_good`.
   """
 
-  def guarded(state: TrainState, new: Gradients) -> TrainState:
+  def guarded(state: TrainState, outputs: StepOutputs) -> TrainState:
     opt_state = count_steps(state.opt_state)
     skipped = state._replace(step=state.step + 1, opt_state=opt_state)
-    is_good = jnp.isfinite(new.metrics["loss"])
-    after = if_good(is_good, lambda: update(state, new), lambda: skipped, branch=branch)
+    is_good = jnp.isfinite(outputs.metrics["loss"])
+    after = if_good(
+      is_good, lambda: update(state, outputs), lambda: skipped, branch=branch
+    )
     # Selected in any case: in a branch XLA would keep both residuals of an exchange.
     return after._replace(
-      model_state=keep(is_good, new.model_state, state.model_state),
-      exchange_state=keep(is_good, new.exchange_state, state.exchange_state),
+      model_state=keep(is_good, outputs.model_state, state.model_state),
+      exchange_state=keep(is_good, outputs.exchange_state, state.exchange_state),
     )
 
   return guarded

@@ -46,7 +46,7 @@ from jaxscale.errors import EXIT_CRASH
 from jaxscale.metrics.text import few
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.training.nan_guard import by_process, ordinal
-from jaxscale.training.state import TrainState
+from jaxscale.training.types import TrainState
 
 Fingerprint = Callable[[Any], jax.Array]  # tree -> uint32 [devices, leaves]
 Splits = Sequence[tuple[str, ...]] | None  # axes that split each leaf

@@ -1,11 +1,11 @@
-"""What a train step carries from one step to the next."""
+"""Initial state of a run, made in place on the devices, and how a state is sharded."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,50 +24,7 @@ from jaxscale.parallel import layout as layouts
 from jaxscale.parallel.layout import Layout
 from jaxscale.parallel.layout_exchange import make_layout_exchange
 from jaxscale.training import noise_scale as noise_scales
-
-
-class TrainState(NamedTuple):
-  """A tree of global arrays: all that a checkpoint keeps.
-
-  Attributes:
-    step: int32 [], optimizer steps done; also the position in the data.
-    params: float32 parameters.
-    model_state: what the model updates itself, e.g. BatchNorm statistics.
-    opt_state: optax's state (momenta, average of parameters).
-    exchange_state: a leading dim of one entry per device, sharded over them.
-    average: exponential averages of (params, model_state), or () without.
-    noise: running averages of the gradient-noise scale, or () without.
-  """
-
-  step: Any
-  params: Any
-  model_state: Any
-  opt_state: Any
-  exchange_state: Any
-  average: Any
-  noise: Any = ()
-
-  def evaluated(self) -> tuple[Any, Any]:
-    """(params, model_state) to evaluate: the averages where there are some."""
-    return self.average or (self.params, self.model_state)
-
-
-class WorkerState(NamedTuple):
-  """What a device keeps for itself under local updates, as `exchange_state`.
-
-  In the state with a leading dim of one entry per device.
-
-  Attributes:
-    params: w_k, float32; the same on all devices of a worker.
-    model_state: likewise.
-    opt_state: of the inner optimizer.
-    exchange_state: of the exchange of pseudo-gradients.
-  """
-
-  params: Any
-  model_state: Any
-  opt_state: Any
-  exchange_state: Any
+from jaxscale.training.types import TrainState, WorkerState
 
 
 def state_shardings(

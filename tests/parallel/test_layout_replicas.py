@@ -22,6 +22,7 @@ from jaxscale.training.replica_check import (
 )
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_train_step
+from jaxscale.training.types import StepOptions
 from support.bad_values import flipped, spoilt
 from support.cases import all_slow_except
 from support.tiny_stack import RULES, batch, tiny_stack
@@ -183,7 +184,10 @@ def spoilt_step(name, what):
   made = tx, mesh, exchange
   state = init_state(lambda key: (stack.init(key), {}), *made, layout=layout)
   step = make_train_step(
-    stack_loss(stack, layout), *made, layout=layout, skip_bad_steps=True
+    stack_loss(stack, layout),
+    *made,
+    layout=layout,
+    options=StepOptions(skip_bad_steps=True),
   )
   return mesh, layout, state, step
 

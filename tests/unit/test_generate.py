@@ -25,7 +25,7 @@ from jaxscale.models.cached import advance, empty_cache
 from jaxscale.models.stack import stack_logits
 from jaxscale.run import generate
 from jaxscale.run.generate import choose, sample
-from jaxscale.training.state import TrainState
+from jaxscale.training.types import TrainState
 from jaxscale.weights import export_safetensors
 from jaxscale.weights.config_json import write_config_json
 from jaxscale.weights.hf_config import llama_config
