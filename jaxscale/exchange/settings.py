@@ -12,7 +12,7 @@ from jaxscale.errors import ConfigError
 if TYPE_CHECKING:
   from jaxscale import exchange
   from jaxscale.collectives import Link, Measured, Plan
-  from jaxscale.exchange.local import LocalUpdate
+  from jaxscale.exchange.local_updates import LocalUpdate
 
 # The names that --config.exchange= takes (by HOMES in config/choice.py).
 __all__ = [
@@ -201,6 +201,8 @@ class PowerSGD(OneBit):
 class EveryStep(Sync):
   """All devices take every step together."""
 
+  is_local_sgd = False
+
   def build(self, context: SyncContext) -> LocalUpdate | None:
     return None
 
@@ -220,7 +222,7 @@ class LocalSGD(Sync):
   workers: Literal["device", "replica"] = "device"
 
   def build(self, context: SyncContext) -> LocalUpdate:
-    from jaxscale.exchange.local import local_sgd
+    from jaxscale.exchange.local_updates import local_sgd
 
     return local_sgd(self.sync_every_steps)
 
@@ -238,7 +240,7 @@ class DiLoCo(LocalSGD):
   outer_momentum: Fraction = 0.9
 
   def build(self, context: SyncContext) -> LocalUpdate:
-    from jaxscale.exchange.local import diloco
+    from jaxscale.exchange.local_updates import diloco
 
     rate, momentum = self.outer_lr, self.outer_momentum
     return diloco(self.sync_every_steps, rate=rate, momentum=momentum)
@@ -263,13 +265,13 @@ class BlockMomentum(LocalSGD):
   reset_momentum: bool = True
 
   def build(self, context: SyncContext) -> LocalUpdate:
-    from jaxscale.exchange import local
+    from jaxscale.exchange import local_updates
 
-    every = self.sync_every_steps or local.block_steps(context.worker_batch)
+    every = self.sync_every_steps or local_updates.block_steps(context.worker_batch)
     given = context.num_train, every, context.worker_batch, context.num_workers
-    if note := local.check_samples(*given):
+    if note := local_updates.check_samples(*given):
       context.note(note)
-    return local.block_momentum(
+    return local_updates.block_momentum(
       every, context.num_workers, momentum=self.outer_momentum, rate=self.outer_lr,
       nesterov=self.nesterov, reset_momentum=self.reset_momentum,
     )  # fmt: skip

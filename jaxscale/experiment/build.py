@@ -42,9 +42,9 @@ from jaxscale.experiment.optimizer import make_optimizer, phase_rate, phase_sche
 from jaxscale.experiment.phases import Phase, phase_index, scale_velocity, step_at
 from jaxscale.mesh import batch_axes, batch_sharding, make_mesh, replicated
 from jaxscale.optim.tree_paths import path_name
-from jaxscale.parallel.layout import Layout, local_grad_shapes
 from jaxscale.parallel.layout_exchange import exchange_axes
 from jaxscale.parallel.run_stack import PipelineGrads
+from jaxscale.parallel.specs import Layout, local_grad_shapes
 from jaxscale.training import nan_guard
 from jaxscale.training import state as states
 from jaxscale.training import step as steps

@@ -19,7 +19,7 @@ from jaxscale.collectives import same_everywhere, vary
 from jaxscale.collectives.typed import varying
 from jaxscale.exchange import Exchange
 from jaxscale.optim.tree_paths import path_name
-from jaxscale.parallel.layout import Layout, grad_specs
+from jaxscale.parallel.specs import Layout, grad_specs
 
 
 class _Group(NamedTuple):

@@ -19,8 +19,14 @@ from jaxscale.models.attention import attention
 from jaxscale.models.stack import REMAT, Layer, Ops, Stack, Totals
 from jaxscale.parallel import sequence
 from jaxscale.parallel.fsdp_gather import gather_params, save_all_but_gathered
-from jaxscale.parallel.layout import Layout, pair_shards
-from jaxscale.parallel.pipeline import gpipe, one_f_one_b, split_micros, stage_micros
+from jaxscale.parallel.pipeline import (
+  gpipe,
+  one_f_one_b,
+  split_microbatches,
+  stage_microbatches,
+)
+from jaxscale.parallel.placement import pair_shards
+from jaxscale.parallel.specs import Layout
 from jaxscale.parallel.tensor import tensor_ops
 
 _FEW_LAYERS = 6
@@ -58,10 +64,10 @@ def stack_loss(stack: Stack, layout: Layout, *, remat: str = "none") -> Any:
 def gpipe_grads(stack: Stack, layout: Layout, *, remat: str = "none") -> PipelineGrads:
   """The gradients of a step by GPipe; arguments as of `stack_loss`."""
 
-  def grads(shards, full, model_state, batch, micro_batches):
+  def grads(shards, full, model_state, batch, num_microbatches):
     def loss(shards):
       params = pair_shards(shards, full)
-      totals = _run(stack, layout, params, batch, micro_batches, remat=remat)
+      totals = _run(stack, layout, params, batch, num_microbatches, remat=remat)
       return totals["loss"], totals
 
     found, totals = jax.grad(loss, has_aux=True)(shards)
@@ -76,7 +82,7 @@ def one_f_one_b_grads(
   """The gradients of a step by 1F1B; arguments as of `stack_loss`."""
   ops = layout_ops(layout)
 
-  def grads(shards, full, model_state, batch, micro_batches):
+  def grads(shards, full, model_state, batch, num_microbatches):
     def gathered(part, params):
       return gather_params(pair_shards(params[part], full[part]), layout.gathers[part])
 
@@ -86,7 +92,7 @@ def one_f_one_b_grads(
       lambda layers, h: run_layers(pair_shards(layers, full["layers"]), h),
       lambda params, h, micro: stack.finish(gathered("head", params), h, micro, ops),
       shards,
-      split_micros(local_tokens(batch, layout), micro_batches),
+      split_microbatches(local_tokens(batch, layout), num_microbatches),
       skip=_can_skip(layout),
     )
     return found, model_state, totals
@@ -100,13 +106,15 @@ def stack_totals(stack: Stack, layout: Layout) -> Any:
 
   def eval_fn(params, model_state, batch):
     rows = len(jax.tree.leaves(batch)[0])
-    micro_batches = stages if rows % stages == 0 else 1
-    return _run(stack, layout, params, batch, micro_batches, remat="none")
+    num_microbatches = stages if rows % stages == 0 else 1
+    return _run(stack, layout, params, batch, num_microbatches, remat="none")
 
   return eval_fn
 
 
-def _run(stack, layout, params, batch, micro_batches: int = 1, *, remat: str) -> Totals:
+def _run(
+  stack, layout, params, batch, num_microbatches: int = 1, *, remat: str
+) -> Totals:
   """The totals of a device's rows, inside `shard_map` over the mesh."""
   ops, gathers = layout_ops(layout), layout.gathers
   run_layers = _layers(stack, layout, remat)
@@ -115,13 +123,13 @@ def _run(stack, layout, params, batch, micro_batches: int = 1, *, remat: str) ->
     h = stack.embed(gather_params(params["embed"], gathers["embed"]), batch, ops)
     h = run_layers(params["layers"], h)
     return stack.finish(gather_params(params["head"], gathers["head"]), h, batch, ops)
-  micros = split_micros(batch, micro_batches)
+  microbatches = split_microbatches(batch, num_microbatches)
   # Varying, so that gradients of the table cross the stages, not of all activations.
   embed = vary(gather_params(params["embed"], gathers["embed"]), ("stage",))
-  h = lax.map(lambda micro: stack.embed(embed, micro, ops), micros)
+  h = lax.map(lambda micro: stack.embed(embed, micro, ops), microbatches)
   h = gpipe(run_layers, params["layers"], h, skip=_can_skip(layout))
   # The head takes all of a stage's rows at once.
-  parts = h, stage_micros(micros)
+  parts = h, stage_microbatches(microbatches)
   h, rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), parts)
   return stack.finish(gather_params(params["head"], gathers["head"]), h, rows, ops)
 

@@ -96,7 +96,7 @@ def facts_of(experiment: Any) -> Facts:
   import jax
 
   from jaxscale.optim.tree_paths import path_name
-  from jaxscale.parallel.layout import HOST
+  from jaxscale.parallel.placement import HOST
   from jaxscale.training.flops import FORWARD_AND_BACKWARD
 
   state = experiment.abstract_state()

@@ -12,8 +12,8 @@ so checkpoints and evaluation need nothing new. A device's own parameters are
 whole, and its optimizer runs inside `jax.shard_map` on them: norms, as of LARS, are
 right there. Every H steps, in a `lax.cond` on the step's number, workers synchronize:
 the exchange averages their pseudo-gradients, anchor - parameters, and the outer
-optimizer moves the anchor; `jaxscale.exchange.local` has the equations. In all other
-steps nothing crosses the network but the metrics, and those need not.
+optimizer moves the anchor; `jaxscale.exchange.local_updates` has the equations. In all
+other steps nothing crosses the network but the metrics, and those need not.
 
 The condition is inside the one compiled step, so the loop, resuming and the order
 of the data stay as they are. While it is not taken it costs nothing on CPU and TPU;
@@ -38,7 +38,7 @@ from jaxscale.collectives import vary
 from jaxscale.collectives.cpu_workarounds import one_at_a_time
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.exchange import Exchange
-from jaxscale.exchange.local import LocalUpdate, reset_momentum
+from jaxscale.exchange.local_updates import LocalUpdate, reset_momentum
 from jaxscale.mesh import on_cpu, replicated
 from jaxscale.training import nan_guard
 from jaxscale.training.contract import check_loss, checked

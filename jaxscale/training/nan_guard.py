@@ -193,7 +193,7 @@ def describe(
     model_state: likewise.
     state: before the step; where it is bad itself, its leaf is named.
     summed: axes that a gradient is summed over before a device checks it, by the
-      path of its parameter (`parallel.layout.backward_sum_axes`).
+      path of its parameter (`parallel.specs.backward_sum_axes`).
 
   Example:
     >>> describe(metrics[CODES], state.params, state.model_state, state).text

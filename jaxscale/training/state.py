@@ -17,12 +17,12 @@ from jax.sharding import PartitionSpec as P
 from jaxscale.collectives.cpu_workarounds import one_at_a_time
 from jaxscale.errors import invalid
 from jaxscale.exchange import Exchange
-from jaxscale.exchange.local import LocalUpdate, reset_momentum
+from jaxscale.exchange.local_updates import LocalUpdate, reset_momentum
 from jaxscale.mesh import on_cpu, replicated
 from jaxscale.optim.tree_paths import path_name
-from jaxscale.parallel import layout as layouts
-from jaxscale.parallel.layout import Layout
+from jaxscale.parallel import placement, specs
 from jaxscale.parallel.layout_exchange import make_layout_exchange
+from jaxscale.parallel.specs import Layout
 from jaxscale.training import noise_scale as noise_scales
 from jaxscale.training.types import TrainState, WorkerState
 
@@ -47,8 +47,8 @@ def state_shardings(
   parts["exchange_state"] = NamedSharding(mesh, P(mesh.axis_names))
   if layout is not None and layout.shapes is not None:
     assert tx is not None
-    parts["params"] = layouts.shardings(layout, layout.param_specs)
-    parts["opt_state"] = layouts.opt_state_shardings(layout, tx)
+    parts["params"] = placement.shardings(layout, layout.param_specs)
+    parts["opt_state"] = placement.opt_state_shardings(layout, tx)
     if average:
       parts["average"] = (parts["params"], everywhere)
   return TrainState(**parts)
@@ -163,7 +163,7 @@ def make_init(
       return ()
     if layout is None or layout.shapes is None:
       return exchange.init(params)
-    shapes = layouts.local_grad_shapes(layout)
+    shapes = specs.local_grad_shapes(layout)
     grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     return make_layout_exchange(exchange, layout).init(grads)
 

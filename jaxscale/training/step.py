@@ -31,10 +31,10 @@ from jaxscale.errors import invalid
 from jaxscale.exchange import Exchange, plain
 from jaxscale.mesh import batch_axes, on_cpu, replicated
 from jaxscale.optim.tree_paths import path_name
-from jaxscale.parallel import layout as layouts
-from jaxscale.parallel.layout import Layout
+from jaxscale.parallel import placement, specs
 from jaxscale.parallel.layout_exchange import exchange_axes, make_layout_exchange
 from jaxscale.parallel.run_stack import PipelineGrads
+from jaxscale.parallel.specs import Layout
 from jaxscale.training import nan_guard
 from jaxscale.training import noise_scale as noise_scales
 from jaxscale.training.contract import check_loss, checked, without_examples
@@ -92,7 +92,7 @@ def make_train_step(
     >>> step = make_train_step(loss_fn, optax.sgd(0.1), mesh)   # doctest: +SKIP
     >>> state, metrics = step(state, batch)                     # doctest: +SKIP
   """
-  has_layout, layout = layout is not None, layout or layouts.replicated_layout(mesh)
+  has_layout, layout = layout is not None, layout or specs.replicated_layout(mesh)
   loss_fn = loss_fn if isinstance(loss_fn, PipelineGrads) else checked(loss_fn)
   local_grads = _make_local_grads(loss_fn, layout, options)
   reduce_grads = _make_reduce(exchange or plain(exchange_axes(layout)), layout)
@@ -157,12 +157,12 @@ def _make_local_grads(
       codes, totals = nan_guard.find_bad(grads, model_state, totals, axes)
       codes = codes[None]
     totals = sum_totals(totals, layout.token_axes)
-    grads = layouts.scale_for_exchange(grads, layout, totals["examples"])
+    grads = placement.scale_for_exchange(grads, layout, totals["examples"])
     model_state = agree(model_state, axes)
     return grads, model_state, totals, codes
 
   in_specs = layout.param_specs, P(), P(row_axes), P()
-  out_specs = layouts.exchange_specs(layout), P(), P(), P(axes)
+  out_specs = specs.exchange_specs(layout), P(), P(), P(axes)
   return jax.shard_map(local_grads, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
 
@@ -175,13 +175,13 @@ def _make_device_grads(
   observe = noise_scales.observe if options.measure_noise_scale else None
 
   def device_grads(params: Tree, model_state: Tree, batch: Batch, key: jax.Array):
-    shards, full = layouts.shards_and_full(params, layout)
+    shards, full = placement.shards_and_full(params, layout)
     if isinstance(loss_fn, PipelineGrads):
       assert observe is None, "a pipeline has no gradients of its micro-batches"
       return loss_fn.grads(shards, full, model_state, batch, num_microbatches)
 
     def loss_of(shards: Tree, *rest: Any):
-      return cast(LossFn, loss_fn)(layouts.pair_shards(shards, full), *rest)
+      return cast(LossFn, loss_fn)(placement.pair_shards(shards, full), *rest)
 
     arguments = shards, model_state, batch, row_keys(key, batch, row_axes)
     check_agrees(loss_of, arguments, num_microbatches, layout.token_axes)
@@ -197,8 +197,8 @@ def _make_reduce(
 ) -> Callable[[Tree, Tree], tuple[Tree, Tree]]:
   """Return (each device's gradients, exchange_state) -> (means, exchange_state)."""
   whole_exchange = make_layout_exchange(exchange, layout)
-  grad_specs, state_specs = layouts.exchange_specs(layout), P(layout.mesh.axis_names)
-  out_specs = layouts.grad_specs(layout), state_specs
+  grad_specs, state_specs = specs.exchange_specs(layout), P(layout.mesh.axis_names)
+  out_specs = specs.grad_specs(layout), state_specs
 
   @jax.shard_map(
     mesh=layout.mesh, in_specs=(grad_specs, state_specs), out_specs=out_specs
@@ -220,16 +220,16 @@ def _check_means(grads: Any, means: Any, layout: Layout) -> None:
   if jax.tree.structure(grads) != jax.tree.structure(means):
     why, fix = "returns other leaves than the gradients", "return (means, state)"
     raise invalid("exchange", ..., why, fix)
-  specs = jax.tree.broadcast(layouts.grad_specs(layout), grads)
-  leaves = map(jax.tree.leaves, (grads, means, specs))
+  split_like = jax.tree.broadcast(specs.grad_specs(layout), grads)
+  leaves = map(jax.tree.leaves, (grads, means, split_like))
   for name, grad, mean, spec in zip(names, *leaves, strict=True):
     kinds = [f"{jnp.result_type(x)}{list(jnp.shape(x))}" for x in (grad, mean)]
     if kinds[0] != kinds[1]:
       why = f"returns {kinds[1]} for the gradient of {name}, {kinds[0]}"
       raise invalid("exchange", ..., why, "return the mean of each gradient")
     split = {a for entry in spec for a in names_of(entry or ())}
-    if own := tuple(a for a in varying(mean) if a not in split):
-      why = f"leaves the gradient of {name} different along {own}"
+    if differing := tuple(a for a in varying(mean) if a not in split):
+      why = f"leaves the gradient of {name} different along {differing}"
       raise invalid("exchange", ..., why, "average it by jax.lax.pmean over these axes")
 
 
@@ -240,15 +240,15 @@ def _make_update(
 
   def update(state: TrainState, outputs: StepOutputs) -> TrainState:
     trees = outputs.grads, state.params
-    grads, params = layouts.shard_like_optimizer(trees, layout)
-    opt_state = layouts.opt_to_device(state.opt_state, layout)
+    grads, params = placement.shard_like_optimizer(trees, layout)
+    opt_state = placement.opt_to_device(state.opt_state, layout)
     updates, opt_state = tx.update(grads, opt_state, params)
-    params = layouts.shard_like_params(optax.apply_updates(params, updates), layout)
+    params = placement.shard_like_params(optax.apply_updates(params, updates), layout)
     return state._replace(
       step=state.step + 1,
       params=params,
       model_state=outputs.model_state,
-      opt_state=layouts.opt_to_host(opt_state, layout),
+      opt_state=placement.opt_to_host(opt_state, layout),
       exchange_state=outputs.exchange_state,
     )
 
@@ -257,7 +257,7 @@ def _make_update(
   if options.measure_noise_scale:
     update = noise_scales.with_noise_scale(update)
   if options.skip_bad_steps:
-    # The host's memory can be read in a branch alone (`layouts.opt_to_device`).
+    # The host's memory can be read in a branch alone (`placement.opt_to_device`).
     branch = on_cpu(layout.mesh) or layout.opt_on_host
     update = nan_guard.skip_bad_steps(update, branch=branch)
   return jax.named_scope("update")(update)
@@ -394,7 +394,7 @@ def make_eval_step(
     mesh: its axes but `stage` and `model` split the batch.
     layout: of the parameters; None: everything on every device.
   """
-  layout = layout or layouts.replicated_layout(mesh)
+  layout = layout or specs.replicated_layout(mesh)
   in_specs = layout.param_specs, P(), P(batch_axes(mesh))
 
   @jax.shard_map(mesh=mesh, in_specs=in_specs, out_specs=P())

@@ -11,8 +11,9 @@ from jaxscale import optim
 from jaxscale.exchange import plain
 from jaxscale.mesh import make_mesh
 from jaxscale.parallel import make_layout, stack_loss
-from jaxscale.parallel.layout import backward_sum_axes, shard_like_params
 from jaxscale.parallel.layout_exchange import exchange_axes
+from jaxscale.parallel.placement import shard_like_params
+from jaxscale.parallel.specs import backward_sum_axes
 from jaxscale.planning import hlo
 from jaxscale.training import nan_guard, replica_check
 from jaxscale.training.replica_check import (

@@ -11,7 +11,7 @@ import pytest
 
 from jaxscale import exchange, models, optim
 from jaxscale.errors import ConfigError
-from jaxscale.exchange import local
+from jaxscale.exchange import local_updates as local
 from jaxscale.mesh import batch_sharding, make_mesh
 from jaxscale.planning import hlo
 from jaxscale.training import losses
@@ -98,7 +98,11 @@ def nesterov(anchor, mean, v, rate=0.7, m=0.9):
 
 
 CASES = {
-  "block momentum": (local.block_momentum(3, WORKERS), bmuf(1 - 1 / WORKERS), True),
+  "block momentum": (
+    local.block_momentum(3, WORKERS),
+    bmuf(1 - 1 / WORKERS),
+    True,
+  ),
   "its options": (
     local.block_momentum(
       3, WORKERS, momentum=0.6, rate=0.5, nesterov=False, reset_momentum=False
@@ -258,7 +262,11 @@ def test_micro_batches_change_nothing():
 
 
 def test_shapes_are_known_without_computing():
-  mesh, tx, method = make_mesh(replica=2), optim.sgd(0.1), local.block_momentum(2, 8)
+  mesh, tx, method = (
+    make_mesh(replica=2),
+    optim.sgd(0.1),
+    local.block_momentum(2, 8),
+  )
   state = init_state(init, tx, mesh, PLAIN, local=method)
   abstract = abstract_state(init, tx, mesh, PLAIN, local=method)
   assert jax.tree.structure(state) == jax.tree.structure(abstract)

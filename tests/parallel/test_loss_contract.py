@@ -10,7 +10,7 @@ from jax import lax
 from jaxscale import config
 from jaxscale.errors import ConfigError
 from jaxscale.exchange import Exchange, plain
-from jaxscale.exchange.local import local_sgd
+from jaxscale.exchange.local_updates import local_sgd
 from jaxscale.experiment.build import experiment
 from jaxscale.mesh import batch_sharding, make_mesh
 from jaxscale.training import contract

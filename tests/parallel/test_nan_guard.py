@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from jaxscale import optim
-from jaxscale.exchange import Exchange, local, plain
+from jaxscale.exchange import Exchange, local_updates, plain
 from jaxscale.mesh import make_mesh
 from jaxscale.planning import hlo
 from jaxscale.training import nan_guard
@@ -182,7 +182,7 @@ def test_the_code_of_the_first_bad_leaf():
 def test_a_worker_sits_a_bad_step_out_and_the_meeting_is_good(workers):
   """Against float64, where that worker does not move in that step."""
   mesh, every, lr = make_mesh(replica=2), 3, 0.01
-  method, tx = local.local_sgd(every), optax.sgd(lr)
+  method, tx = local_updates.local_sgd(every), optax.sgd(lr)
   state = init_state(init, tx, mesh, plain(AXES), local=method)
   step = make_local_train_step(
     loss_fn, tx, mesh, plain(AXES), method, workers=workers, options=SKIPS
@@ -219,7 +219,7 @@ def test_a_worker_sits_a_bad_step_out_and_the_meeting_is_good(workers):
 
 def test_a_meeting_of_bad_ways_moves_nobody():
   """An exchange whose second synchronization gives NaN."""
-  mesh, tx, method = make_mesh(), optax.sgd(0.01), local.local_sgd(2)
+  mesh, tx, method = make_mesh(), optax.sgd(0.01), local_updates.local_sgd(2)
 
   def exchange(deltas, times):
     mean, _ = plain(AXES).exchange(deltas, ())
