@@ -40,7 +40,7 @@ ALGORITHMS = ("ring", "torus", "hierarchical", "halving_doubling", "psum")
 
 
 class Link(NamedTuple):
-  """What it costs to send along an axis.
+  """Cost of sending along an axis.
 
   Attributes:
     alpha: seconds of a message however short.
@@ -82,7 +82,7 @@ class Dim(NamedTuple):
 
 
 class Plan(NamedTuple):
-  """How a sum over devices is made.
+  """Algorithm of a sum over devices.
 
   Attributes:
     algorithm: one of `ALGORITHMS`.
@@ -190,7 +190,7 @@ def pairs(dim: Dim, total: int, shift: int) -> list[tuple[int, int]]:
     [(0, 2), (1, 3), (2, 0), (3, 1)]
   """
 
-  def target(source):
+  def target(source: int):
     place = source // dim.stride % dim.size
     return source + ((place + shift) % dim.size - place) * dim.stride
 
@@ -271,7 +271,9 @@ def best_dims(
   return best[min(enough)][1]
 
 
-def _shortest(axis, size, message, links) -> list[tuple[Dim, ...]]:
+def _shortest(
+  axis: str, size: int, message: float, links: Mapping[str, Link]
+) -> list[tuple[Dim, ...]]:
   """For each number of factors of an axis, the dimensions that cost least."""
   found: dict[int, tuple[float, tuple[Dim, ...]]] = {}
   for factors in factorizations(size):
@@ -291,7 +293,7 @@ def plan(
   links: Links | None = None,
   measured: Sequence[Measured] = (),
 ) -> Plan:
-  """How to sum `num_bytes` over the devices of some mesh axes.
+  """Plan the sum of `num_bytes` over the devices of some mesh axes.
 
   Args:
     sizes: of the axes, slowest first, as `mesh.shape`.
@@ -338,7 +340,7 @@ def plan(
   return Plan(algorithm, tuple(sizes), planned, seconds)
 
 
-def _cheapest(sizes, num_bytes, links) -> Plan:
+def _cheapest(sizes: Sizes, num_bytes: float, links: dict[str, Link]) -> Plan:
   """The plan of "auto", by the equations."""
   if math.prod(sizes.values()) == 1:
     return Plan("psum", tuple(sizes), (), 0.0)
@@ -361,26 +363,28 @@ def measured_on(sizes: Sizes, measured: Sequence[Measured]) -> list[Measured]:
     1
   """
 
-  def shape(axes):
+  def shape(axes: Mapping[str, int]):
     return {axis: n for axis, n in axes.items() if n > 1}
 
   return [m for m in measured if shape(m.sizes) == shape(sizes)]
 
 
-def _fastest(sizes, num_bytes, measured: Sequence[Measured]) -> Plan | None:
+def _fastest(
+  sizes: Sizes, num_bytes: float, measured: Sequence[Measured]
+) -> Plan | None:
   """The fastest of what was measured on such a mesh, at the nearest size."""
   here = measured_on(sizes, measured)
   if not here:
     return None
 
-  def cost(m):  # how far from the size in question, then how slow
+  def cost(m: Measured):  # how far from the size in question, then how slow
     ratio = (m.num_bytes + 1) / (num_bytes + 1)
     return abs(math.log(ratio)), m.plan.seconds or 0.0
 
   return min(here, key=cost).plan._replace(axes=tuple(sizes))
 
 
-def _checked_links(sizes, links) -> dict[str, Link]:
+def _checked_links(sizes: Sizes, links: Mapping[str, Link] | None) -> dict[str, Link]:
   """A link for every axis: those given, which must make sense, or assumed ones."""
   if links is None:
     return default_links(tuple(sizes))

@@ -121,7 +121,7 @@ class HalfPrecision(AllReduce):
 
 
 class Compressed(Exchange):
-  """What compressed exchanges share.
+  """Settings that compressed exchanges share.
 
   Attributes:
     bucket_bytes: of gradients that travel together.

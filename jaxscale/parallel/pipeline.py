@@ -92,7 +92,7 @@ def split_microbatches(batch: Any, num_microbatches: int) -> Any:
     ConfigError: they do not divide.
   """
 
-  def split(x):
+  def split(x: jax.Array):
     if len(x) % num_microbatches:
       raise ConfigError(
         f"num_microbatches={num_microbatches}: does not divide the {len(x)} rows of a "
@@ -152,7 +152,7 @@ def gpipe(
   if skip:
     _check_branch("run_layers", axis, run_layers, layers, microbatches[0])
 
-  def work(is_work, layers, h):
+  def work(is_work: jax.Array, layers: Any, h: jax.Array):
     if skip:
       return lax.cond(is_work, run_layers, lambda _, h: _zeros(h), layers, h)
     # The value is the same; of what is computed without use no gradient is left,
@@ -164,7 +164,7 @@ def gpipe(
   if remat:
     work = jax.checkpoint(work, prevent_cse=False)
 
-  def tick(received, now):
+  def tick(received: Any, now: Any):
     t, fresh = now
     is_work = (stage <= t) & (t < stage + count)
     h = work(is_work, layers, jnp.where(stage == 0, fresh, received))
@@ -195,7 +195,7 @@ def stage_microbatches(microbatches: Any, *, axis: str = "stage") -> Any:
   """
   stages = axis_sizes((axis,))[axis]
 
-  def own(x):
+  def own(x: jax.Array):
     if len(x) % stages:
       return x
     size = len(x) // stages
@@ -205,7 +205,9 @@ def stage_microbatches(microbatches: Any, *, axis: str = "stage") -> Any:
   return jax.tree.map(own, microbatches)
 
 
-def _carried_axes(run_layers, layers: Any, h: Any, axis: str) -> tuple[str, ...]:
+def _carried_axes(
+  run_layers: RunLayers, layers: Any, h: Any, axis: str
+) -> tuple[str, ...]:
   """The axes over which the activations between the layers vary."""
   axes = in_mesh_order((axis, *_type_axes(h)))
 
@@ -262,11 +264,11 @@ def one_f_one_b(
   stages, stage = axis_sizes((axis,))[axis], lax.axis_index(axis)
   count = len(jax.tree.leaves(microbatches)[0])
   work, *types = _stage(embed, run_layers, finish, params, microbatches, axis, skip)
-  cond: Callable = lax.cond if skip else _where
+  cond: Callable[..., Any] = lax.cond if skip else _where
   # From its forward to its backward, a stage has no more inputs than these.
   slots = min(2 * stages - 1, count)
 
-  def tick(carry, t):
+  def tick(carry: Any, t: jax.Array):
     kept, h_received, g_received, sums = carry
     ahead, back = t - stage, t - 2 * (stages - 1) + stage
     goes, comes = (ahead >= 0) & (ahead < count), (back >= 0) & (back < count)
@@ -293,7 +295,7 @@ def one_f_one_b(
   start = kept, h, h, (*_zeros((work.layers, work.ends)), totals)
   (_, _, _, (by_layers, by_ends, totals)), _ = lax.scan(tick, start, ticks)
 
-  def whole(g, p):
+  def whole(g: jax.Array, p: jax.Array):
     return g if axis in varying(p) else lax.psum(g, axis)
 
   by_ends = jax.tree.map(whole, by_ends, {name: params[name] for name in by_ends})
@@ -301,7 +303,7 @@ def one_f_one_b(
 
 
 class _Stage(NamedTuple):
-  """What a stage works with.
+  """Parameters, functions and micro-batches of a stage.
 
   Attributes:
     is_first: bool.
@@ -324,7 +326,15 @@ class _Stage(NamedTuple):
   microbatches: Any
 
 
-def _stage(embed, run_layers, finish, params, microbatches, axis, skip) -> Any:
+def _stage(
+  embed: Callable[[Any, Any], jax.Array],
+  run_layers: RunLayers,
+  finish: Callable[[Any, jax.Array, Any], Totals],
+  params: dict[str, Any],
+  microbatches: Any,
+  axis: str,
+  skip: bool,
+) -> Any:
   """The stage, and what `jax.eval_shape` says of h and of the totals."""
   layers = params["layers"]
   ends = {name: p for name, p in params.items() if name != "layers"}
@@ -334,10 +344,10 @@ def _stage(embed, run_layers, finish, params, microbatches, axis, skip) -> Any:
   h = jax.eval_shape(lambda: embed(ends | {"layers": layers}, first))
   axes = _carried_axes(run_layers, layers, h, axis)
 
-  def enter(ends, micro):
+  def enter(ends: Any, micro: Any):
     return vary(embed(ends | {"layers": layers}, micro), axes)
 
-  def leave(ends, h, micro):
+  def leave(ends: Any, h: jax.Array, micro: Any):
     return vary(finish(ends | {"layers": layers}, h, micro), (axis,))
 
   h_type = jax.eval_shape(enter, ends, first)
@@ -354,7 +364,9 @@ def _stage(embed, run_layers, finish, params, microbatches, axis, skip) -> Any:
   return work, h_type, jax.eval_shape(leave, ends, h, first)
 
 
-def _backward(work: _Stage, sums, h_in, received, micro) -> tuple[Any, jax.Array]:
+def _backward(
+  work: _Stage, sums: Any, h_in: jax.Array, received: jax.Array, micro: Any
+) -> tuple[Any, jax.Array]:
   """A micro-batch through the stage again, and its gradient back.
 
   Args:
@@ -372,7 +384,7 @@ def _backward(work: _Stage, sums, h_in, received, micro) -> tuple[Any, jax.Array
   h, pull = jax.vjp(work.run_layers, work.layers, h_in)
 
   def turn():
-    def loss(ends, h):
+    def loss(ends: Any, h: jax.Array):
       totals = work.leave(ends, h, micro)
       return totals["loss"], totals
 
@@ -414,7 +426,7 @@ def _zeros(tree: Any) -> Any:
   return jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), _type_axes(x)), tree)
 
 
-def _where(taken: jax.Array, work: Callable, rest: Callable) -> Any:
+def _where(taken: jax.Array, work: Callable[[], Any], rest: Callable[[], Any]) -> Any:
   """`work()` where `taken`, else `rest()`: as `lax.cond`, but both run.
 
   For work with collectives, in which every device must take part.
@@ -422,7 +434,7 @@ def _where(taken: jax.Array, work: Callable, rest: Callable) -> Any:
   return jax.tree.map(lambda a, b: jnp.where(taken, a, b), work(), rest())
 
 
-def _check_branch(name: str, axis: str, work: Callable, *args: Any) -> None:
+def _check_branch(name: str, axis: str, work: Callable[..., Any], *args: Any) -> None:
   """Refuse work that may not stand in a branch that some stages do not take.
 
   The derivatives are not looked at: what is sent backwards by rules of its own is
@@ -456,7 +468,7 @@ def _check_branch(name: str, axis: str, work: Callable, *args: Any) -> None:
 def _equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
   """Those of a program and of all programs in it."""
 
-  def is_program(x):
+  def is_program(x: Any):
     return isinstance(x, core.Jaxpr | core.ClosedJaxpr)
 
   for eqn in jaxpr.eqns:

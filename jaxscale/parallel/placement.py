@@ -15,14 +15,14 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from jaxscale.collectives import vary
-from jaxscale.parallel.fsdp_gather import ShardedAndFull, local_shard
+from jaxscale.parallel.fsdp_gather import Gather, ShardedAndFull, local_shard
 from jaxscale.parallel.specs import Layout, opt_state_specs
 
 HOST = "pinned_host"  # JAX's name of the host's memory that devices copy from
 
 
 def shards_and_full(params: Any, layout: Layout) -> tuple[Any, Any]:
-  """What a step differentiates by, inside `shard_map`, and what it computes with.
+  """Return parameters to differentiate by, inside `shard_map`, and full ones.
 
   Parameters are cast to varying over the axes that the exchange will sum over: else
   the derivative would sum over them by itself.
@@ -36,7 +36,7 @@ def shards_and_full(params: Any, layout: Layout) -> tuple[Any, Any]:
   if layout.shard != "zero2":
     return params, jax.tree.map(lambda _: None, params)
 
-  def shard(w, g):
+  def shard(w: jax.Array, g: Gather):
     return w if g.scatter is None else local_shard(w, g.scatter)
 
   full = jax.tree.map(lambda w, g: None if g.scatter is None else w, params, gathers)
@@ -46,7 +46,7 @@ def shards_and_full(params: Any, layout: Layout) -> tuple[Any, Any]:
 def pair_shards(shards: Any, full: Any) -> Any:
   """The tree that a loss takes, of what `shards_and_full` gave."""
 
-  def pair(shard, w):
+  def pair(shard: Any, w: Any):
     return shard if w is None else ShardedAndFull(shard, w)
 
   return jax.tree.map(pair, shards, full, is_leaf=lambda x: x is None)
@@ -64,7 +64,7 @@ def scale_for_exchange(grads: Any, layout: Layout, examples: jax.Array) -> Any:
     examples: over all devices.
   """
 
-  def leave(g, gather):
+  def leave(g: jax.Array, gather: Gather):
     axes = gather.sum_in_exchange
     scale = (lax.axis_size(axes) if axes else 1) / examples.astype(jnp.float32)
     return (g * scale.astype(g.dtype))[None]
@@ -126,7 +126,7 @@ def _moved(opt_state: Any, layout: Layout, space: Any) -> Any:
   if not layout.opt_on_host:
     return opt_state
 
-  def move(x):
+  def move(x: jax.Array):
     return jax.device_put(x, space) if x.ndim >= 2 else x
 
   return jax.tree.map(move, opt_state)

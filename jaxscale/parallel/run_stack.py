@@ -54,7 +54,9 @@ def stack_loss(stack: Stack, layout: Layout, *, remat: str = "none") -> Any:
       parameters are never kept, but gathered again.
   """
 
-  def loss_fn(params, model_state, batch, keys):  # nothing is random
+  def loss_fn(
+    params: Any, model_state: Any, batch: Any, keys: jax.Array
+  ):  # nothing is random
     totals = _run(stack, layout, params, batch, remat=remat)
     return totals["loss"], (model_state, totals)
 
@@ -64,8 +66,10 @@ def stack_loss(stack: Stack, layout: Layout, *, remat: str = "none") -> Any:
 def gpipe_grads(stack: Stack, layout: Layout, *, remat: str = "none") -> PipelineGrads:
   """The gradients of a step by GPipe; arguments as of `stack_loss`."""
 
-  def grads(shards, full, model_state, batch, num_microbatches):
-    def loss(shards):
+  def grads(
+    shards: Any, full: Any, model_state: Any, batch: Any, num_microbatches: int
+  ):
+    def loss(shards: Any):
       params = pair_shards(shards, full)
       totals = _run(stack, layout, params, batch, num_microbatches, remat=remat)
       return totals["loss"], totals
@@ -82,8 +86,10 @@ def one_f_one_b_grads(
   """The gradients of a step by 1F1B; arguments as of `stack_loss`."""
   ops = layout_ops(layout)
 
-  def grads(shards, full, model_state, batch, num_microbatches):
-    def gathered(part, params):
+  def grads(
+    shards: Any, full: Any, model_state: Any, batch: Any, num_microbatches: int
+  ):
+    def gathered(part: str, params: Any):
       return gather_params(pair_shards(params[part], full[part]), layout.gathers[part])
 
     run_layers = _layers(stack, layout, remat)
@@ -104,7 +110,7 @@ def stack_totals(stack: Stack, layout: Layout) -> Any:
   """The totals of an eval step (`step.EvalFn`), with or without a pipeline."""
   stages = layout.mesh.shape.get("stage", 1)
 
-  def eval_fn(params, model_state, batch):
+  def eval_fn(params: Any, model_state: Any, batch: Any):
     rows = len(jax.tree.leaves(batch)[0])
     num_microbatches = stages if rows % stages == 0 else 1
     return _run(stack, layout, params, batch, num_microbatches, remat="none")
@@ -113,7 +119,13 @@ def stack_totals(stack: Stack, layout: Layout) -> Any:
 
 
 def _run(
-  stack, layout, params, batch, num_microbatches: int = 1, *, remat: str
+  stack: Stack,
+  layout: Layout,
+  params: Any,
+  batch: Any,
+  num_microbatches: int = 1,
+  *,
+  remat: str,
 ) -> Totals:
   """The totals of a device's rows, inside `shard_map` over the mesh."""
   ops, gathers = layout_ops(layout), layout.gathers
@@ -146,7 +158,7 @@ def _layers(stack: Stack, layout: Layout, remat: str) -> Any:
   if remat == "none" and layout.shard in ("zero2", "fsdp"):
     run = jax.checkpoint(layer, policy=save_all_but_gathered, prevent_cse=False)
 
-  def run_layers(layers, h):
+  def run_layers(layers: Any, h: jax.Array):
     count = len(jax.tree.leaves(layers)[0])
     written_out = count if _is_written_out(layout, remat, count) else 1
     return lax.scan(lambda h, w: (run(w, h), None), h, layers, unroll=written_out)[0]
@@ -155,7 +167,7 @@ def _layers(stack: Stack, layout: Layout, remat: str) -> Any:
 
 
 def _is_written_out(layout: Layout, remat: str, layers: int) -> bool:
-  """Whether layers are written out one after another, not in a loop.
+  """Return whether layers are written out one after another, not in a loop.
 
   On CPUs, where a loop also clears and copies all that is kept for the backward pass:
   of a step of configs/text.py a sixth. Each layer takes its time to compile, so few
@@ -166,7 +178,7 @@ def _is_written_out(layout: Layout, remat: str, layers: int) -> bool:
 
 
 def _can_skip(layout: Layout) -> bool:
-  """Whether work of no use can be in a branch: a ring may not."""
+  """Return whether idle work can be in a branch, which a ring may not."""
   return layout.splits != "ring" or "model" not in layout.mesh.axis_names
 
 
@@ -199,12 +211,12 @@ def local_tokens(batch: Any, layout: Layout) -> Any:
   order = "zigzag" if layout.splits == "ring" else "contiguous"
   pieces = size * (2 if order == "zigzag" else 1)  # equal ones, of a sequence
 
-  def local(x):
+  def local(x: jax.Array):
     if x.shape[1] % pieces:
       raise ConfigError(
         f"tokens={x.shape[1]}: layout.model={layout.splits!r} gives the {size} devices "
         f"of 'model' equal parts of a sequence; give a multiple of {pieces}"
       )
-    return x[:, sequence.places(x.shape[1] // size, "model", order)]
+    return x[:, sequence.token_positions(x.shape[1] // size, "model", order)]
 
   return {k: local(x) if k in ("tokens", "targets") else x for k, x in batch.items()}

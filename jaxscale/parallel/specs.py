@@ -36,7 +36,7 @@ Splits = Literal["layers", "layers_and_tokens", "ring", "all_to_all"]
 
 
 class Layout(NamedTuple):
-  """How a model is sharded. Trees are like the parameters, or a prefix of them.
+  """Sharding of a model. Trees are like the parameters, or a prefix of them.
 
   Attributes:
     mesh: where.
@@ -170,16 +170,16 @@ def grad_specs(layout: Layout) -> Any:
   if layout.shapes is None:
     return layout.param_specs
 
-  def spec(gather, opt, param):
+  def spec(gather: Gather, opt: P, param: P):
     return param if gather.scatter is None else opt
 
   return jax.tree.map(spec, layout.gathers, layout.opt_specs, layout.param_specs)
 
 
 def exchange_specs(layout: Layout) -> Any:
-  """Likewise after `scale_for_exchange`: a leading dim over axes still to be summed."""
+  """Return the specs of gradients with a leading dim, over axes still to be summed."""
 
-  def spec(gather, of_grad):
+  def spec(gather: Gather, of_grad: P):
     return P(gather.sum_in_exchange or None, *of_grad)
 
   return jax.tree.map(spec, layout.gathers, grad_specs(layout))
@@ -188,7 +188,7 @@ def exchange_specs(layout: Layout) -> Any:
 def local_grad_shapes(layout: Layout) -> Any:
   """Shapes of the part of each gradient that one device has."""
 
-  def local(x, spec):
+  def local(x: Any, spec: P):
     dims = NamedSharding(layout.mesh, spec).shard_shape(x.shape)
     return jax.ShapeDtypeStruct(dims, x.dtype)
 

@@ -151,15 +151,14 @@ def make_local_train_step(
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     key = jax.random.fold_in(jax.random.key(options.seed), state.step)
-    anchor = state.params, state.model_state, state.opt_state
-    (params, model_state, opt_state), workers, metrics, codes = mapped(
+    anchor: Anchor = state.params, state.model_state, state.opt_state
+    anchor, workers, metrics, codes = mapped(
       anchor, state.exchange_state, batch, key, state.step
     )
     check_loss(loss_fn, state.params, state.model_state, batch, mesh)
     if options.skip_bad_steps:
       metrics[nan_guard.CODES] = codes
-    new = TrainState(state.step + 1, params, model_state, opt_state, workers, ())
-    return new, metrics
+    return TrainState(state.step + 1, *anchor, workers, ()), metrics
 
   # Metrics are sharded as they come: replicated, or one per device.
   alike = reduce_metrics and not options.skip_bad_steps
@@ -190,10 +189,10 @@ def _make_worker_update(
   ) -> tuple[Tree, Tree, Totals, Any]:
     arguments = worker.params, worker.model_state, batch, row_keys(key, batch, axes)
     check_agrees(loss_fn, arguments, options.num_microbatches, axes)
-    scoped = jax.named_scope("gradients")(sum_grads)
-    grads, model_state, totals = scoped(
-      loss_fn, *arguments, options.num_microbatches, unroll=is_cpu
-    )
+    with jax.named_scope("gradients"):
+      grads, model_state, totals = sum_grads(
+        loss_fn, *arguments, options.num_microbatches, unroll=is_cpu
+      )
     codes: Any = ()
     if options.skip_bad_steps:
       codes, totals = nan_guard.find_bad(grads, model_state, totals, axes)

@@ -46,10 +46,10 @@ def averaged(model_state: Any) -> Any:
     {'batch_stats': {'mean': True}, 'count': False}
   """
 
-  def is_statistic(node):
+  def is_statistic(node: Any):
     return type(node).__name__ == "BatchStat"  # without an import of nnx
 
-  def flags(path, node):
+  def flags(path: Any, node: Any):
     is_declared = is_statistic(node) or _AVERAGED in path_name(path).split("/")
     return jax.tree.map(
       lambda x: is_declared and jnp.issubdtype(x.dtype, jnp.inexact), node
@@ -73,7 +73,7 @@ def agree(model_state: Any, axes: tuple[str, ...], *, apart: bool = False) -> An
     apart: devices had parameters of their own, so that all floats are averaged.
   """
 
-  def one(is_mean, x):
+  def one(is_mean: bool, x: jax.Array):
     is_mean |= apart and jnp.issubdtype(x.dtype, jnp.inexact)
     over = tuple(axis for axis in varying(x) if axis in axes)
     return lax.pmean(x, over) if is_mean else same_everywhere(x, over)
@@ -140,7 +140,7 @@ def differences(jaxpr: Any, inputs: Sequence[Axes]) -> list[Axes]:
   """
   known = dict(zip(jaxpr.invars, inputs, strict=True))
 
-  def read(variable):
+  def read(variable: Any):
     return Axes() if isinstance(variable, Literal) else known.get(variable, Axes())
 
   for equation in jaxpr.eqns:

@@ -76,7 +76,7 @@ def first_bad(tree: Any) -> jax.Array:
 def find_bad(
   grads: Any, model_state: Any, totals: Metrics, axes: tuple[str, ...]
 ) -> tuple[jax.Array, Metrics]:
-  """What a device finds in its own step, inside `shard_map`.
+  """Check a device's own step for NaN and Inf, inside `shard_map`.
 
   Args:
     grads: its gradients, of all its micro-batches: what is bad in one stays so in
@@ -167,7 +167,7 @@ def count_steps(opt_state: Any, steps: int = 1) -> Any:
 
 
 class Diagnosis(NamedTuple):
-  """Which devices found what.
+  """Report of a bad step.
 
   Attributes:
     text: in one line.
@@ -179,9 +179,13 @@ class Diagnosis(NamedTuple):
 
 
 def describe(
-  codes: jax.Array, params, model_state, state, summed: Sums | None = None
+  codes: jax.Array,
+  params: Any,
+  model_state: Any,
+  state: Any,
+  summed: Sums | None = None,
 ) -> Diagnosis:
-  """Which devices found what in a bad step; every process must call it.
+  """Report the devices of a bad step and their findings; every process calls it.
 
   All get the same. A gradient that is summed in the backward pass is bad on all
   devices that have a part of the sum: where the loss of one of them is bad, that is
@@ -252,7 +256,7 @@ def bad_leaves(tree: Any) -> dict[int, str]:
 
 
 def ordinal(device: Any) -> int:
-  """As its host counts its devices, where it does."""
+  """Return the device's number on its host, where the host counts its devices."""
   number = device.local_hardware_id
   return device.id if number is None else number
 
@@ -262,7 +266,7 @@ def _names(tree: Any) -> list[str]:
 
 
 def _at(places: Sequence[tuple[int, str, int]], what: str, number: int) -> str:
-  """Which of `number` devices found it, and what."""
+  """Return a finding with the devices, of `number`, that have it."""
   if what.startswith(_MEAN):
     return what
   if len(places) == number > 1:

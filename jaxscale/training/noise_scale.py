@@ -73,7 +73,7 @@ class NoiseScale(NamedTuple):
 
 
 def observe(grads: Any, totals: dict[str, jax.Array]) -> dict[str, jax.Array]:
-  """Of a micro-batch, what is to be summed over all of them.
+  """Return totals of a micro-batch, to be summed over all micro-batches.
 
   Args:
     grads: summed over its examples, as `totals["examples"]` counts them.
@@ -89,7 +89,7 @@ def init() -> NoiseScale:
   return NoiseScale(signal, noise, weight, jnp.zeros((2, 2), jnp.float32))
 
 
-def estimate(small_sq, big_sq, small, big: float):
+def estimate(small_sq: jax.Array, big_sq: jax.Array, small: jax.Array, big: float):
   """Unbiased (|G|^2, S) of one step.
 
   Args:
@@ -103,7 +103,13 @@ def estimate(small_sq, big_sq, small, big: float):
   return signal, noise
 
 
-def update(state: NoiseScale, small_sq, big_sq, small, big: float) -> NoiseScale:
+def update(
+  state: NoiseScale,
+  small_sq: jax.Array,
+  big_sq: jax.Array,
+  small: jax.Array,
+  big: float,
+) -> NoiseScale:
   """Add a step, unless its estimate is NaN or Inf; arguments as of `estimate`."""
   values = jnp.stack(estimate(small_sq, big_sq, small, big)).astype(jnp.float32)
   # Welford's product, with weights that decay: no difference of large squares.

@@ -34,7 +34,7 @@ def state_shardings(
   *,
   average: bool = False,
 ) -> TrainState:
-  """How a state is sharded: replicated, but for each device's own and by a layout.
+  """Return how a state is sharded: replicated, except each device's own and a layout's.
 
   Args:
     mesh: where.
@@ -87,7 +87,7 @@ def run_init(
   given: Mapping[str, jax.Array] | None = None,
   turn: contextlib.AbstractContextManager[Any] | None = None,
 ) -> TrainState:
-  """The same by what `make_init` made.
+  """Make the state before the first step by the result of `make_init`.
 
   Args:
     init: (seed, leaves that are given) -> the state.
@@ -114,7 +114,7 @@ def abstract_state(*parts: Any, **options: Any) -> TrainState:
 
 
 def shapes_of(init: Any) -> TrainState:
-  """The same of what `make_init` made."""
+  """Return shapes, dtypes and shardings of the state that `make_init` would make."""
   return init.eval_shape(np.int64(0), {})
 
 
@@ -158,7 +158,7 @@ def make_init(
       `tx` has a typed key.
   """
 
-  def exchange_state(params):
+  def exchange_state(params: Any):
     if exchange is None:
       return ()
     if layout is None or layout.shapes is None:
@@ -167,24 +167,25 @@ def make_init(
     grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     return make_layout_exchange(exchange, layout).init(grads)
 
-  def init(seed, given):
-    made = init_fn(jax.random.key(seed))  # in here: no programs of their own for a key
+  def init(seed: Any, given: Mapping[str, jax.Array]):
+    # The key is made in here, so that it has no program of its own.
+    initial = init_fn(jax.random.key(seed))
     params, model_state = jax.tree.map_with_path(
-      lambda path, x: given.get(path_name(path), x), made
+      lambda path, x: given.get(path_name(path), x), initial
     )
-    opt_state, own = tx.init(params), exchange_state(params)
+    opt_state, device_state = tx.init(params), exchange_state(params)
     _check_keys(opt_state)
     if local is not None:
       if local.reset_momentum:
         reset_momentum(opt_state)  # raises now what the step would raise
-      own = WorkerState(params, model_state, opt_state, own)
+      device_state = WorkerState(params, model_state, opt_state, device_state)
       opt_state = local.outer.init(params)
     return TrainState(
       step=jnp.zeros((), jnp.int32),
       params=params,
       model_state=model_state,
       opt_state=opt_state,
-      exchange_state=jax.tree.map(lambda x: jnp.stack([x] * mesh.size), own),
+      exchange_state=jax.tree.map(lambda x: jnp.stack([x] * mesh.size), device_state),
       average=jax.tree.map(jnp.copy, (params, model_state)) if average else (),
       noise=noise_scales.init() if noise_scale else (),
     )

@@ -1,9 +1,9 @@
 """The train step: local gradients, their exchange, the update.
 
-    local_grads    jax.shard_map: each device's own gradients, micro-batches in a
-                   scan, sums and counts of the metrics
-    reduce_grads   jax.shard_map: the one place where gradients cross the network
-    update         optax on global arrays under plain jit
+    local_grads     jax.shard_map: each device's own gradients, micro-batches in a
+                    scan, sums and counts of the metrics
+    exchange_grads  jax.shard_map: the one place where gradients cross the network
+    update          optax on global arrays under plain jit
 
 All three are one `jax.jit`, so the compiler sees the whole step; traces name them by
 the scopes "gradients", "exchange" and "update" (`planning.trace`). Parameters are
@@ -95,7 +95,9 @@ def make_train_step(
   has_layout, layout = layout is not None, layout or specs.replicated_layout(mesh)
   loss_fn = loss_fn if isinstance(loss_fn, PipelineGrads) else checked(loss_fn)
   local_grads = _make_local_grads(loss_fn, layout, options)
-  reduce_grads = _make_reduce(exchange or plain(exchange_axes(layout)), layout)
+  exchange_grads = _make_exchange_grads(
+    exchange or plain(exchange_axes(layout)), layout
+  )
   update = _make_update(tx, layout, options)
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -105,7 +107,7 @@ def make_train_step(
     )
     if not (has_layout or isinstance(loss_fn, PipelineGrads)):
       check_loss(loss_fn, state.params, state.model_state, batch, mesh)
-    grads, exchange_state = reduce_grads(grads, state.exchange_state)
+    grads, exchange_state = exchange_grads(grads, state.exchange_state)
 
     metrics = means(totals) | {"grad_norm": optax.tree.norm(grads)}
     if schedule is not None:
@@ -192,7 +194,7 @@ def _make_device_grads(
   return device_grads
 
 
-def _make_reduce(
+def _make_exchange_grads(
   exchange: Exchange, layout: Layout
 ) -> Callable[[Tree, Tree], tuple[Tree, Tree]]:
   """Return (each device's gradients, exchange_state) -> (means, exchange_state)."""
@@ -204,14 +206,14 @@ def _make_reduce(
     mesh=layout.mesh, in_specs=(grad_specs, state_specs), out_specs=out_specs
   )
   @jax.named_scope("exchange")
-  def reduce_grads(stacked: Tree, exchange_state: Tree):
+  def exchange_grads(stacked: Tree, exchange_state: Tree):
     # One device: every leaf has a leading dim of 1, its position in the mesh.
     grads, state = jax.tree.map(lambda x: x[0], (stacked, exchange_state))
     means, state = whole_exchange.exchange(grads, state)
     _check_means(grads, means, layout)
     return means, jax.tree.map(lambda x: x[None], state)
 
-  return reduce_grads
+  return exchange_grads
 
 
 def _check_means(grads: Any, means: Any, layout: Layout) -> None:
@@ -238,7 +240,7 @@ def _make_update(
 ) -> Update:
   """Return the optimizer's step, on gradients and parameters sharded like its state."""
 
-  def update(state: TrainState, outputs: StepOutputs) -> TrainState:
+  def optimize(state: TrainState, outputs: StepOutputs) -> TrainState:
     trees = outputs.grads, state.params
     grads, params = placement.shard_like_optimizer(trees, layout)
     opt_state = placement.opt_to_device(state.opt_state, layout)
@@ -252,6 +254,7 @@ def _make_update(
       exchange_state=outputs.exchange_state,
     )
 
+  update: Update = optimize
   if options.ema_decay is not None:
     update = with_average(update, options.ema_decay, warmup=options.ema_warmup)
   if options.measure_noise_scale:
@@ -341,7 +344,7 @@ def sum_grads(
     Sums of gradients, the model state (means of what is averaged), sums of totals.
   """
 
-  def micro_grads(micro):
+  def micro_grads(micro: tuple[Batch, jax.Array]):
     (_, (new_state, totals)), grads = jax.value_and_grad(loss_fn, has_aux=True)(
       params, model_state, *micro
     )
@@ -351,7 +354,7 @@ def sum_grads(
   if num_microbatches == 1:
     return micro_grads((batch, keys))
 
-  def add_micro(sums, micro):
+  def add_micro(sums: Any, micro: tuple[Batch, jax.Array]):
     (grads, state, totals), (more, new_state, also) = sums, micro_grads(micro)
     grads, totals = jax.tree.map(jnp.add, (grads, totals), (more, also))
     return (grads, map_averaged(jnp.add, state, new_state), totals), None
@@ -398,7 +401,7 @@ def make_eval_step(
   in_specs = layout.param_specs, P(), P(batch_axes(mesh))
 
   @jax.shard_map(mesh=mesh, in_specs=in_specs, out_specs=P())
-  def local_totals(params, model_state, batch):
+  def local_totals(params: Tree, model_state: Tree, batch: Batch):
     return sum_totals(eval_fn(params, model_state, batch), layout.token_axes)
 
   return one_at_a_time(jax.jit(local_totals, out_shardings=replicated(mesh)), mesh)
