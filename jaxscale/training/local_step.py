@@ -122,9 +122,6 @@ def make_local_train_step(
   update = _make_worker_update(loss_fn, tx, mesh, within, options)
   synchronize = _make_synchronize(exchange, method, axes, options.skip_bad_steps)
 
-  def stay(anchor: Anchor, worker: WorkerState):
-    return anchor, worker, jnp.full((), -1, jnp.int32)
-
   def device_step(
     anchor: Anchor, stacked: WorkerState, batch: Batch, key: jax.Array, step: jax.Array
   ):
@@ -132,7 +129,7 @@ def make_local_train_step(
     worker = jax.tree.map(lambda x: x[0], stacked)
     worker, totals, metrics, codes = update(worker, batch, key)
     is_due = ((step + 1) % method.every == 0) | (step + 1 == (last_step or 0))
-    anchor, worker, code = lax.cond(is_due, synchronize, stay, anchor, worker)
+    anchor, worker, code = lax.cond(is_due, synchronize, _stay, anchor, worker)
     if options.skip_bad_steps:
       totals["loss"] = jnp.where(code < 0, totals["loss"], jnp.nan)
       codes = jnp.append(codes, vary(code, axes))[None]
@@ -151,14 +148,15 @@ def make_local_train_step(
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     key = jax.random.fold_in(jax.random.key(options.seed), state.step)
-    anchor: Anchor = state.params, state.model_state, state.opt_state
-    anchor, workers, metrics, codes = mapped(
+    anchor = state.params, state.model_state, state.opt_state
+    (params, model_state, opt_state), workers, metrics, codes = mapped(
       anchor, state.exchange_state, batch, key, state.step
     )
     check_loss(loss_fn, state.params, state.model_state, batch, mesh)
     if options.skip_bad_steps:
       metrics[nan_guard.CODES] = codes
-    return TrainState(state.step + 1, *anchor, workers, ()), metrics
+    new = TrainState(state.step + 1, params, model_state, opt_state, workers, ())
+    return new, metrics
 
   # Metrics are sharded as they come: replicated, or one per device.
   alike = reduce_metrics and not options.skip_bad_steps
@@ -265,3 +263,8 @@ def _make_synchronize(
     return *nan_guard.keep(code < 0, after, (anchor, worker)), code
 
   return synchronize
+
+
+def _stay(anchor: Anchor, worker: WorkerState) -> tuple[Anchor, WorkerState, jax.Array]:
+  """Stand in for `synchronize` between synchronizations: nothing changes."""
+  return anchor, worker, jnp.full((), -1, jnp.int32)

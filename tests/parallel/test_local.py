@@ -306,3 +306,12 @@ def test_mistakes_are_one_line(make, match):
   with pytest.raises(ConfigError, match=match) as error:
     make()
   assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("options", [{"ema_decay": 0.9}, {"measure_noise_scale": True}])
+def test_options_of_synchronous_training_are_refused(options):
+  method, mesh = local.local_sgd(2), make_mesh()
+  with pytest.raises(ConfigError, match=r"^options need synchronous training; unset"):
+    make_local_train_step(
+      quadratic, optax.sgd(0.1), mesh, PLAIN, method, options=StepOptions(**options)
+    )

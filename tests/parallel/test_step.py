@@ -227,3 +227,24 @@ def test_eval_step_ignores_padding():
   assert {k: v.item() for k, v in totals.items()} == {
     k: v.item() for k, v in same.items()
   }
+
+
+@pytest.mark.parametrize("make", [optim.sgd, optax.inject_hyperparams(optax.sgd)])
+def test_the_learning_rate_is_the_one_that_the_optimizer_applied(make):
+  mesh, schedule = make_mesh(), optim.warmup_cosine(0.1, 3, 30)
+  tx = make(schedule)
+
+  def loss_fn(params, model_state, batch, keys):
+    loss = jnp.square(batch["x"] - params["w"]).sum()
+    return loss, (model_state, {"loss": loss, "examples": len(keys)})
+
+  state = init_state(lambda key: ({"w": jnp.ones(4)}, {}), tx, mesh)
+  step = make_train_step(loss_fn, tx, mesh, schedule=schedule)
+  batch = jax.device_put({"x": np.zeros((8, 4), np.float32)}, batch_sharding(mesh))
+  rates = []
+  for _ in range(5):
+    state, metrics = step(state, batch)
+    rates.append(metrics["learning_rate"].item())
+    applied = optim.learning_rate(state.opt_state).item()
+    assert rates[-1] == pytest.approx(applied, rel=1e-6)
+  assert rates[0] < rates[1] < rates[2]
