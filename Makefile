@@ -72,6 +72,7 @@ lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/pyright --project pyright-strict.json --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/jupytext --test --to py:percent colabs/*.ipynb >/dev/null
 

@@ -53,7 +53,9 @@ def fit_link(
   return Link(float(alpha), float(beta))
 
 
-def in_turns(calls: Mapping[Any, Callable], rounds: int) -> dict[Any, list[float]]:
+def in_turns(
+  calls: Mapping[Any, Callable[[], Any]], rounds: int
+) -> dict[Any, list[float]]:
   """Seconds of every call in every round, one after another within a round."""
   for call in calls.values():  # compile, and once more to be warm
     jax.block_until_ready(call())
@@ -87,7 +89,7 @@ def along(mesh: Mesh, axis: str | None) -> Any:
   """A jitted sum of rows by a ring along one axis; None: an empty call."""
   others = tuple(a for a in mesh.axis_names if a != axis)
 
-  def local(x):
+  def local(x: jax.Array):
     return x[:, :1] if axis is None else ring(x, axis)
 
   out = P(mesh.axis_names if axis is None else others)

@@ -40,7 +40,7 @@ ALGORITHMS = ("ring", "torus", "hierarchical", "halving_doubling", "psum")
 
 
 class Link(NamedTuple):
-  """What it costs to send along an axis.
+  """Cost of sending along an axis.
 
   Attributes:
     alpha: seconds of a message however short.
@@ -82,7 +82,7 @@ class Dim(NamedTuple):
 
 
 class Plan(NamedTuple):
-  """How a sum over devices is made.
+  """Algorithm of a sum over devices.
 
   Attributes:
     algorithm: one of `ALGORITHMS`.
@@ -176,7 +176,7 @@ def pairs(dim: Dim, total: int, shift: int) -> list[tuple[int, int]]:
     [(0, 2), (1, 3), (2, 0), (3, 1)]
   """
 
-  def target(source):
+  def target(source: int):
     place = source // dim.stride % dim.size
     return source + ((place + shift) % dim.size - place) * dim.stride
 
@@ -257,7 +257,9 @@ def best_dims(
   return best[min(enough)][1]
 
 
-def _shortest(axis, size, message, links) -> list[tuple[Dim, ...]]:
+def _shortest(
+  axis: str, size: int, message: float, links: Mapping[str, Link]
+) -> list[tuple[Dim, ...]]:
   """For each number of factors of an axis, the dimensions that cost least."""
   found: dict[int, tuple[float, tuple[Dim, ...]]] = {}
   for factors in factorizations(size):
@@ -276,7 +278,7 @@ def plan(
   dims: Dims | None = None,
   links: Links | None = None,
 ) -> Plan:
-  """How to sum `num_bytes` over the devices of some mesh axes.
+  """Plan the sum of `num_bytes` over the devices of some mesh axes.
 
   Args:
     sizes: of the axes, slowest first, as `mesh.shape`.
@@ -321,7 +323,7 @@ def plan(
   return Plan(algorithm, tuple(sizes), planned, seconds)
 
 
-def _cheapest(sizes, num_bytes, links) -> Plan:
+def _cheapest(sizes: Sizes, num_bytes: float, links: dict[str, Link]) -> Plan:
   """The plan of "auto", by the equations."""
   if math.prod(sizes.values()) == 1:
     return Plan("psum", tuple(sizes), (), 0.0)
@@ -335,7 +337,7 @@ def _cheapest(sizes, num_bytes, links) -> Plan:
   return torus._replace(algorithm="ring") if len(torus.dims) == 1 else torus
 
 
-def _checked_links(sizes, links) -> dict[str, Link]:
+def _checked_links(sizes: Sizes, links: Mapping[str, Link] | None) -> dict[str, Link]:
   """A link for every axis: those given, which must make sense, or assumed ones."""
   if links is None:
     return default_links(tuple(sizes))

@@ -12,7 +12,7 @@ from jaxscale.errors import ConfigError
 if TYPE_CHECKING:
   from jaxscale import exchange
   from jaxscale.collectives import Plan
-  from jaxscale.exchange.local import LocalUpdate
+  from jaxscale.exchange.local_updates import LocalUpdate
 
 # The names that --config.exchange= takes (by HOMES in config/choice.py).
 __all__ = [
@@ -111,7 +111,7 @@ class HalfPrecision(AllReduce):
 
 
 class Compressed(Exchange):
-  """What compressed exchanges share.
+  """Settings that compressed exchanges share.
 
   Attributes:
     bucket_bytes: of gradients that travel together.
@@ -191,6 +191,8 @@ class PowerSGD(OneBit):
 class EveryStep(Sync):
   """All devices take every step together."""
 
+  is_local_sgd = False
+
   def build(self, context: SyncContext) -> LocalUpdate | None:
     return None
 
@@ -210,7 +212,7 @@ class LocalSGD(Sync):
   workers: Literal["device", "replica"] = "device"
 
   def build(self, context: SyncContext) -> LocalUpdate:
-    from jaxscale.exchange.local import local_sgd
+    from jaxscale.exchange.local_updates import local_sgd
 
     return local_sgd(self.sync_every_steps)
 
@@ -228,7 +230,7 @@ class DiLoCo(LocalSGD):
   outer_momentum: Fraction = 0.9
 
   def build(self, context: SyncContext) -> LocalUpdate:
-    from jaxscale.exchange.local import diloco
+    from jaxscale.exchange.local_updates import diloco
 
     rate, momentum = self.outer_lr, self.outer_momentum
     return diloco(self.sync_every_steps, rate=rate, momentum=momentum)
@@ -253,13 +255,44 @@ class BlockMomentum(LocalSGD):
   reset_momentum: bool = True
 
   def build(self, context: SyncContext) -> LocalUpdate:
-    from jaxscale.exchange import local
+    from jaxscale.exchange import local_updates
 
-    every = self.sync_every_steps or local.block_steps(context.worker_batch)
+    every = self.sync_every_steps or local_updates.block_steps(context.worker_batch)
     given = context.num_train, every, context.worker_batch, context.num_workers
-    if note := local.check_samples(*given):
+    if note := local_updates.check_samples(*given):
       context.note(note)
-    return local.block_momentum(
+    return local_updates.block_momentum(
       every, context.num_workers, momentum=self.outer_momentum, rate=self.outer_lr,
       nesterov=self.nesterov, reset_momentum=self.reset_momentum,
     )  # fmt: skip
+
+
+def _links(
+  file: str | None, sizes: dict[str, int]
+) -> tuple[dict[str, Link], list[Measured], str]:
+  """Return links of the mesh's axes, measurements on such a mesh, and their source."""
+  from jaxscale import collectives
+  from jaxscale.mesh import AXES, BN_AXIS
+
+  if file is None:
+    found, measured = collectives.default_links(AXES), []
+    source = "planned by assumed links"
+  else:
+    try:
+      found, measured = collectives.read_measurements(file)
+    except ConfigError as e:
+      raise ConfigError(f"links={e}") from None
+    measured = collectives.measured_on(sizes, measured)
+    source = f"as measured in {file}" if measured else (
+      f"planned by the links of {file}: no mesh of this shape was measured"
+    )  # fmt: skip
+  # Neighbours of that axis, where they were not measured apart.
+  for axis in (BN_AXIS, "fsdp", "model"):
+    if axis in sizes and axis not in found and "data" in found:
+      found = found | {axis: found["data"]}
+  if missing := [axis for axis, n in sizes.items() if n > 1 and axis not in found]:
+    raise ConfigError(
+      f"links={file}: has no {missing[0]!r}, measure it on the mesh of the "
+      f"run: --mesh {'x'.join(str(sizes[a]) for a in AXES)}"
+    )
+  return {axis: found[axis] for axis in found if axis in sizes}, measured, source

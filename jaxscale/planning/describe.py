@@ -16,7 +16,7 @@ from jaxscale.experiment import build
 from jaxscale.experiment import layout as layout_parts
 from jaxscale.metrics.text import table
 from jaxscale.optim.tree_paths import path_name
-from jaxscale.parallel.layout import HOST
+from jaxscale.parallel.placement import HOST
 
 
 def describe(experiment: build.Experiment) -> str:

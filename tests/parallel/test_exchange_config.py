@@ -27,7 +27,7 @@ from jaxscale.config import Config as Whole
 from jaxscale.config import Mesh as Grid
 from jaxscale.config.record import to_plain
 from jaxscale.errors import ConfigError
-from jaxscale.exchange.local import BlockMomentumState
+from jaxscale.exchange.local_updates import BlockMomentumState
 from jaxscale.experiment import build
 from jaxscale.run.workdir import claim_workdir
 from support.configs import recorded

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxscale import cli, hlo
+from jaxscale import cli
 from jaxscale.config import Log
 from jaxscale.planning import trace
 from jaxscale.run import trace_request

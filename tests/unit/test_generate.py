@@ -24,7 +24,7 @@ from jaxscale.models.cached import advance, empty_cache
 from jaxscale.models.stack import stack_logits
 from jaxscale.run import generate
 from jaxscale.run.generate import choose, sample
-from jaxscale.training.state import TrainState
+from jaxscale.training.types import TrainState
 from support.cases import all_slow_except
 
 MODEL = cfg.Transformer(
