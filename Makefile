@@ -33,8 +33,8 @@ test-slow: env
 	$(BIN)/python -m pytest -m "slow and not optimized" -n $(WORKERS) $(XDIST)
 	$(BIN)/python -m pytest -m "slow and optimized" -n $(WORKERS) $(XDIST)
 
-# Against PyTorch, torchvision, timm, transformers, mlperf-logging and XProf, and with the
-# trackers wandb, mlflow and trackio, in an environment of their own; `agreement` writes
+# Against PyTorch, torchvision, timm, transformers and XProf, and with trackers (wandb,
+# mlflow, trackio, mlperf-logging), in an environment of their own; `agreement` writes
 # what was measured into docs/weights.md.
 test-others: others
 	$(VENV)-others/bin/python -m pytest tests/others
@@ -72,6 +72,7 @@ lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/pyright --project pyright-strict.json --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/jupytext --test --to py:percent colabs/*.ipynb >/dev/null
 

@@ -31,11 +31,12 @@ from backtest_table import summary, tables
 from common import report
 from published import MODELS, ROWS, Row
 
+from jaxscale.hlo import Memory
 from jaxscale.planning.fits import Fit, RefusedError
 from jaxscale.planning.machine import rates_of
 from jaxscale.planning.step_plan import Compiled, Step, compile_step, step_on
 from jaxscale.planning.timeline import Program
-from jaxscale.planning.topologies import CHIPS, Memory, find_chips, kind_of
+from jaxscale.planning.topologies import CHIPS, find_chips, kind_of
 
 ROOT = Path(__file__).parent.parent
 KEPT = ROOT / "runs" / "backtest"

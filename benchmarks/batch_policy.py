@@ -12,19 +12,69 @@ import os
 import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 from common import free_address, report
-from plan_error import joined
-from plan_error_cases import LOOPBACK, MARK, PROCS, Case, answer, stepper
 
-CASES = [
-  Case(model, way, LOOPBACK, True)
-  for model, way in [("mlp", "plain"), ("cnn", "plain"), ("text", "fsdp")]
-]
+MARK, PROCS = "@policy ", 2
 TURNS, STEPS = 7, 10
+
+
+def cases() -> dict[str, Any]:
+  """The configs whose steps are timed."""
+  from jaxscale import config as cfg
+
+  images = cfg.Synthetic(num_examples=256, image_size=32)
+  common: Any = {"schedule": cfg.Cosine(), "epochs": 100}
+  return {
+    "mlp plain": cfg.Config(
+      model=cfg.MLP(hidden=(768, 512)), data=images, batch_size=128,
+      optimizer=cfg.SGD(lr=0.1), **common,
+    ),
+    "cnn plain": cfg.Config(
+      model=cfg.CNN(batch_norm=True), data=images, batch_size=64,
+      optimizer=cfg.SGD(lr=0.1), **common,
+    ),
+    "text fsdp": cfg.Config(
+      model=cfg.Transformer(width=128, hidden=384, num_layers=2),
+      data=cfg.Text(sequence_length=128), batch_size=16, optimizer=cfg.AdamW(lr=1e-3),
+      layout=cfg.Layout(shard="fsdp"), mesh=cfg.Mesh(data=1, fsdp=PROCS), **common,
+    ),
+  }  # fmt: skip
+
+
+def stepper(config: Any) -> Callable[[int], float]:
+  """Return a function that takes steps and returns the seconds of each, on average."""
+  import jax
+
+  from jaxscale import data
+  from jaxscale.experiment.build import experiment
+
+  built = experiment(config, devices=jax.devices())
+  state, step = built.init_state(lambda line: None), built.compile_train_step()
+  rows = built.phase.batch_size
+  batch = next(data.train_batches(built.train_data, rows, position=0, seed=0))
+  placed: dict[str, Any] = {
+    name: jax.make_array_from_callback(
+      x.shape, built.abstract_batch()[name].sharding, lambda index, x=x: x[index]
+    )
+    for name, x in batch.items()
+  }
+
+  def some(count: int) -> float:
+    nonlocal state
+    began = time.perf_counter()
+    for _ in range(count):
+      state, metrics = step(state, placed)
+      jax.block_until_ready(metrics)
+    return (time.perf_counter() - began) / count
+
+  some(2)
+  return some
 
 
 def worker(pinned: bool) -> None:
@@ -34,27 +84,31 @@ def worker(pinned: bool) -> None:
   if pinned:
     os.sched_setaffinity(0, {int(os.environ["JAXSCALE_PROCESS_ID"])})
   with cluster.open_session():
-    for case in CASES:
-      some, seconds = stepper(case), {"SCHED_BATCH": [], "SCHED_OTHER": []}
+    for case, config in cases().items():
+      some, seconds = stepper(config), {"SCHED_BATCH": [], "SCHED_OTHER": []}
       for turn in range(2 * TURNS):
         name = list(seconds)[turn % 2]
         for thread in map(int, os.listdir("/proc/self/task")):
           os.sched_setscheduler(thread, getattr(os, name), os.sched_param(0))
         some(2)
         seconds[name].append(max(cluster.gather(some(STEPS))))
-      answer({"case": f"{case.model} {case.way}", "pinned": pinned} | seconds)
+      found = {"case": case, "pinned": pinned} | seconds
+      print("\n" + MARK + json.dumps(found), flush=True)
 
 
 def measure(pinned: bool) -> list[dict[str, Any]]:
   """What both processes found, by case."""
   address = free_address()
   command = [sys.executable, __file__, "--worker", *["--pinned"] * pinned]
-  started = [
-    subprocess.Popen(
-      command, env=os.environ | joined(address, i), stdout=subprocess.PIPE, text=True
+  started = []
+  for i in range(PROCS):
+    env = {
+      "JAX_NUM_CPU_DEVICES": "1", "NPROC": "1", "JAXSCALE_COORDINATOR": address,
+      "JAXSCALE_NUM_PROCESSES": str(PROCS), "JAXSCALE_PROCESS_ID": str(i),
+    }  # fmt: skip
+    started.append(
+      subprocess.Popen(command, env=os.environ | env, stdout=subprocess.PIPE, text=True)
     )
-    for i in range(PROCS)
-  ]
   lines = started[0].communicate()[0].splitlines()
   if any([process.wait() for process in started]):
     raise SystemExit("a process failed: see above")

@@ -23,11 +23,11 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 import seeds
 from common import report
 
+from jaxscale import hlo
 from jaxscale.config import Config
 from jaxscale.config.loading import load_config
 from jaxscale.errors import EXIT_DONE, one_line_errors
 from jaxscale.experiment import build
-from jaxscale.planning import hlo
 
 CONFIG = "configs/fashion_mnist_exchange.py"
 LABELS = {

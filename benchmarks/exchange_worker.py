@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxscale import cluster, collectives, models
+from jaxscale import cluster, collectives, hlo, models
 from jaxscale.exchange import Exchange, plain
 from jaxscale.exchange.buckets import BUCKET_BYTES, bucketed
 from jaxscale.exchange.low_precision import half_precision, int8
@@ -31,7 +31,6 @@ from jaxscale.exchange.power_sgd import power_sgd
 from jaxscale.exchange.top_k import top_k
 from jaxscale.exchange.wrappers import delayed
 from jaxscale.mesh import make_mesh
-from jaxscale.planning import hlo
 
 MARK = "@exchange "
 BASELINE, DEFAULT = "psum of the tree", "default: buckets of 25 MiB"

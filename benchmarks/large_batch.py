@@ -26,7 +26,7 @@ from common import report
 
 from jaxscale.config.loading import load_config
 from jaxscale.errors import EXIT_DONE, one_line_errors
-from jaxscale.studies.trials import Outcome, mean_noise_scale
+from jaxscale.launch.batch_study import mean_noise_scale
 
 CONFIG = "configs/fashion_mnist_large_batch.py"
 NAMES = (
@@ -40,10 +40,10 @@ LABELS = {
 BASELINE = "256"
 
 
-def summarise(name: str, outcomes: list[Outcome]) -> dict:
+def summarise(name: str, outcomes: list[seeds.Outcome]) -> dict:
   """One row of the table."""
   kind, batch = name.split("-")
-  done = [o for o in outcomes if o.status != "diverged"]
+  done = [o for o in outcomes if o.accuracy is not None]
   mean = statistics.fmean
   return {
     "name": name,
@@ -52,8 +52,8 @@ def summarise(name: str, outcomes: list[Outcome]) -> dict:
     "peak_lr": outcomes[0].peak_lr,
     "steps": done[0].steps if done else None,
     **seeds.accuracy(outcomes),
-    "gap": round(mean([o.gap or 0.0 for o in done]), 5) if done else None,
-    "noise_scale": seeds.finite(mean_noise_scale(done)),
+    "gap": round(mean([o.gap for o in done]), 5) if done else None,
+    "noise_scale": seeds.finite(mean_noise_scale([o._asdict() for o in done])),
     "noise_scale_low": min((o.noise_scale_low or 0.0 for o in done), default=None),
     "noise_scale_high": seeds.finite(
       max((o.noise_scale_high or inf for o in done), default=None)

@@ -33,6 +33,7 @@ from jaxscale.mesh import batch_sharding, make_mesh
 from jaxscale.training import losses
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_train_step
+from jaxscale.training.types import StepOptions
 
 STEPS, TURNS = 3, 40
 AXES = ("replica", "data")
@@ -70,7 +71,7 @@ def main() -> None:
     for skips in (False, True):
       state = init_state(fns.init, tx, mesh, exchange)
       step = make_train_step(
-        loss, tx, mesh, exchange, skip_bad_steps=skips
+        loss, tx, mesh, exchange, options=StepOptions(skip_bad_steps=skips)
       ).lower(state, batch).compile()  # pyright: ignore # fmt: skip
       runs[skips], programs[skips] = (step, state), step
     seconds = {False: [], True: []}

@@ -5,7 +5,7 @@
     python benchmarks/overlap.py --table     (Markdown, of results/overlap.json)
 
 Compiles the train step ahead of time, for devices that are not here, and reads the
-programs with `jaxscale.planning.hlo`; nothing is run, so there is no time of a step
+programs with `jaxscale.hlo`; nothing is run, so there is no time of a step
 here but the compiler's own. Each program is compiled in a process of its own, one
 after the other; rows are kept in runs/overlap/ with the programs, and what is there
 is not compiled again, but read again: the result has all that is kept there, also
@@ -51,7 +51,7 @@ from jax import lax
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
-from jaxscale import collectives, models
+from jaxscale import collectives, hlo, models
 from jaxscale.exchange import Exchange, plain
 from jaxscale.exchange.buckets import bucketed
 from jaxscale.exchange.low_precision import half_precision, int8
@@ -59,10 +59,9 @@ from jaxscale.exchange.one_bit import one_bit
 from jaxscale.exchange.power_sgd import power_sgd
 from jaxscale.exchange.top_k import top_k
 from jaxscale.exchange.wrappers import delayed, silent
+from jaxscale.hlo.cost import costs
+from jaxscale.hlo.parse import modules
 from jaxscale.mesh import batch_sharding
-from jaxscale.planning import hlo
-from jaxscale.planning.cost import costs
-from jaxscale.planning.parse import modules
 from jaxscale.planning.topologies import target_config
 from jaxscale.training import losses
 from jaxscale.training.state import abstract_state

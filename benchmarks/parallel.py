@@ -7,12 +7,12 @@
 
 Compiles train steps of configs/llama_1b.py and configs/llama_7b.py, under several
 layouts, for chips that are not here (`jaxscale plan`), and reads the programs with
-`jaxscale.planning.hlo`. Nothing is run: there is no time of a step here. Each program
+`jaxscale.hlo`. Nothing is run: there is no time of a step here. Each program
 is compiled in a process of its own, one after the other; rows are kept in
 runs/parallel/ with the programs, and what is there is not compiled again, but read
 again. A case that does not compile is a row that says why.
 
-Of a device and a step: bytes of `planning.topologies.Memory`; by kind of collective and
+Of a device and a step: bytes of `hlo.Memory`; by kind of collective and
 mesh axes `times`, `wire_mb` that the device sends, `hidden_mb` the part of it with
 any compute scheduled between start and end, and `overlap`, how much compute that
 is, as a share of the step's (summed over collectives, so that it can pass 1).
@@ -38,8 +38,9 @@ from common import report
 from overlap import version
 from parallel_table import tables
 
+from jaxscale import hlo
 from jaxscale.config.loading import load_config
-from jaxscale.planning import fits, hlo
+from jaxscale.planning import fits
 from jaxscale.planning.topologies import find_chips
 
 ROOT = Path(__file__).parent.parent

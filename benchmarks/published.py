@@ -67,13 +67,18 @@ class Row(NamedTuple):
   differs: str = ""
 
 
-def images(model: Any, dtype: Any, data: Any = IMAGENET):
+ALL_REDUCE = cfg.AllReduce()
+# Between processes of processors gradients travel in buckets (`exchange.buckets`).
+IN_BUCKETS = cfg.AllReduce(bucket_bytes=25 * 2**20)
+
+
+def images(model: Any, dtype: Any, data: Any = IMAGENET, exchange: Any = ALL_REDUCE):
   """Makes a config of so many rows on so many devices."""
 
   def make(rows: int, devices: int) -> cfg.Config:
     return cfg.Config(
       model=model, data=data, optimizer=SGD, batch_size=rows * devices, epochs=1,
-      dtype=dtype,
+      dtype=dtype, exchange=exchange,
     )  # fmt: skip
 
   return make
@@ -170,9 +175,11 @@ MODELS: dict[str, tuple[Any, str, tuple[int, ...]]] = {
   "llama 8B on 128": (llama, "h100-128", (2,)),
   "resnet50 v3": (images(cfg.ResNet(depth=50), "bfloat16"), "v3-16", (8, 16)),
   "resnet50 v4": (images(cfg.ResNet(depth=50), "bfloat16"), "v4-16", (8,)),
-  "resnet50 knl": (images(cfg.ResNet(depth=50), "float32"), "knl-8", (16, 64)),
+  "resnet50 knl": (
+    images(cfg.ResNet(depth=50), "float32", exchange=IN_BUCKETS), "knl-8", (16, 64)
+  ),
   "alexnet knl": (
-    images(cfg.AlexNet(batch_norm=True), "float32", ALEXNET),
+    images(cfg.AlexNet(batch_norm=True), "float32", ALEXNET, IN_BUCKETS),
     "knl-8", (64,),
   ),
   "llama2 7B on A3": (

@@ -79,13 +79,10 @@ def main(path: str) -> None:
     note = "" if step.fits else ", does not fit"
     print(f"{name}: {step.seconds['expected']:.2f} s, {slower:.2f} of the choice, "
           f"{gib:.1f} GiB{note}", flush=True)  # fmt: skip
-  search = found["search"]
-  kept = {k: search[k] for k in ("rank", "seconds", "candidates", "ended", "best")}
-  compiled = [x for x in search["layouts"] if x["state"] == "compiled"]
-  states = [x["state"] for x in search["layouts"]]
-  kept["layouts"] = {s: states.count(s) for s in sorted({*states})}
-  kept |= {"seconds_of_step": chosen, "overrides": found["submit"]["overrides"]}
-  report("search_layouts", chips=CHIPS, chosen=kept, compiled=compiled, hand_made=rows)
+  search = found["search"] | {
+    "seconds_of_step": chosen, "overrides": found["submit"]["overrides"]
+  }  # fmt: skip
+  report("search_layouts", chips=CHIPS, search=search, hand_made=rows)
 
 
 if __name__ == "__main__":

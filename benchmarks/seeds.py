@@ -7,14 +7,59 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from scipy import stats
 
+from jaxscale import data
+from jaxscale.config import Config
 from jaxscale.config.loading import load_config
-from jaxscale.studies.trials import Outcome, Trial, run_trials
+from jaxscale.run.fit import fit
+from jaxscale.run.workdir import experiment_in
+from jaxscale.training import loop
 
 CHANCE = 0.1  # a run that diverged counts as guessing among ten classes
+
+
+class Outcome(NamedTuple):
+  """What came of a run.
+
+  Attributes:
+    peak_lr: learning rate after the warm-up.
+    steps: steps that were done; where it diverged, the step of the NaN or Inf.
+    accuracy: validation accuracy after the last step; None: the run diverged.
+    gap: accuracy on the training examples, without augmentation, less that.
+    noise_scale: gradient-noise scale in examples; None: infinite, or not measured.
+    noise_scale_low: lower end of its interval; None: not measured.
+    noise_scale_high: upper end of its interval; None: infinite, or not measured.
+  """
+
+  peak_lr: float
+  steps: int
+  accuracy: float | None = None
+  gap: float = 0.0
+  noise_scale: float | None = None
+  noise_scale_low: float | None = None
+  noise_scale_high: float | None = None
+
+
+def run(config: Config, workdir: Path) -> Outcome:
+  """Train, or resume; a run that is done is only evaluated."""
+  experiment = experiment_in(workdir, config)
+  peak_lr = experiment.derived.peak_lr
+  try:
+    state, summary = fit(config, workdir)
+  except loop.NonFiniteError as e:
+    return Outcome(peak_lr, e.step)
+  dataset, size = experiment.train_data, experiment.derived.eval_batch_size
+  batches = data.to_device(data.eval_batches(dataset, size), experiment.mesh)
+  values = loop.evaluate(experiment.eval_step, *state.evaluated(), batches)
+  names = ("noise_scale", "noise_scale_low", "noise_scale_high")
+  scale = {name: summary.get(name) for name in names}
+  accuracy = summary["accuracy"]
+  return Outcome(
+    peak_lr, summary["step"], accuracy, values["accuracy"] - accuracy, **scale
+  )
 
 
 def train(config: str, names: Sequence[str], folder: str) -> dict[str, list[Outcome]]:
@@ -24,16 +69,12 @@ def train(config: str, names: Sequence[str], folder: str) -> dict[str, list[Outc
   still compares; runs that are done in `folder` are not repeated.
   """
   seeds = range(int(sys.argv[1]) if len(sys.argv) > 1 else 3)
-  trials = [
-    Trial(
-      load_config(f"{config}:{name}", {"seed": str(seed)}),
-      Path(folder, f"{name}-{seed}"),
-    )
-    for seed in seeds
-    for name in names
-  ]
-  outcomes = run_trials(trials)
-  return {name: outcomes[i :: len(names)] for i, name in enumerate(names)}
+  outcomes: dict[str, list[Outcome]] = {name: [] for name in names}
+  for seed in seeds:
+    for name in names:
+      made = load_config(f"{config}:{name}", {"seed": str(seed)})
+      outcomes[name].append(run(made, Path(folder, f"{name}-{seed}")))
+  return outcomes
 
 
 def accuracy(outcomes: Sequence[Outcome]) -> dict:
@@ -43,7 +84,7 @@ def accuracy(outcomes: Sequence[Outcome]) -> dict:
     "accuracy": round(statistics.fmean(each), 5),
     "spread": round(statistics.stdev(each), 5) if len(each) > 1 else None,
     "accuracies": each,
-    "diverged": sum(o.status == "diverged" for o in outcomes),
+    "diverged": sum(o.accuracy is None for o in outcomes),
   }
 
 

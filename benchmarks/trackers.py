@@ -2,7 +2,7 @@
 
     python benchmarks/trackers.py
 
-Needs the extras wandb, mlflow and trackio. One compiled step of about 5 ms, logged
+Needs the extras wandb and mlflow. One compiled step of about 5 ms, logged
 every tenth time; each tracker in turns with a writer that has none, after it has been
 opened, or has begun to try. `rate` is the median over pairs of turns of the rate with
 the tracker as a share of that without; `lines` is what metrics.jsonl has of all that
@@ -21,7 +21,6 @@ from importlib import metadata
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("TRACKIO_DIR", tempfile.mkdtemp())
 
 import jax
 from common import report
@@ -53,7 +52,6 @@ def trackers(dead: str) -> dict[str, config.Tracker]:
     "wandb, offline": config.Wandb(flush_s=FLUSH_S),
     "mlflow, files": config.MLflow(flush_s=FLUSH_S),
     "mlflow, no route": config.MLflow(flush_s=FLUSH_S, uri=dead),
-    "trackio": config.Trackio(flush_s=FLUSH_S),
     "one that hangs": Hangs(flush_s=FLUSH_S),
     "wandb online, no route": config.Wandb(flush_s=FLUSH_S, mode="online"),
   }
@@ -117,7 +115,7 @@ def main() -> None:
     rate={name: round(statistics.median(r), 3) for name, r in shares.items()},
     turns={name: [round(x, 3) for x in r] for name, r in shares.items()},
     lines=sorted(lines),
-    versions={p: metadata.version(p) for p in ("wandb", "mlflow-skinny", "trackio")},
+    versions={p: metadata.version(p) for p in ("wandb", "mlflow-skinny")},
   )
   os._exit(0)  # wandb's own wait at exit, without a route
 

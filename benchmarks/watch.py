@@ -104,6 +104,7 @@ def trainer(watch: Any, steps: int) -> Any:
   from jaxscale.training import loop, losses
   from jaxscale.training.state import init_state
   from jaxscale.training.step import make_train_step
+  from jaxscale.training.types import StepOptions
 
   mesh, rate = make_mesh(), optim.warmup_cosine(0.05, 10, 10_000)
   fns = models.functions(models.MLPModule(num_classes=10, hidden=HIDDEN), (8, 8, 1))
@@ -118,7 +119,8 @@ def trainer(watch: Any, steps: int) -> Any:
     },
   )
   state = init_state(fns.init, tx, mesh, exchange)
-  step = make_train_step(loss, tx, mesh, exchange, skip_bad_steps=True)
+  options = StepOptions(skip_bad_steps=True)
+  step = make_train_step(loss, tx, mesh, exchange, options=options)
   done = 0
 
   def should_stop(_: int) -> bool:

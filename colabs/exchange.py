@@ -47,7 +47,7 @@ from jaxscale import data, exchange, models, optim
 from jaxscale.experiment import build
 from jaxscale.exchange.one_bit import one_bit
 from jaxscale.exchange.power_sgd import power_sgd
-from jaxscale.planning import hlo
+from jaxscale import hlo
 
 # %% [markdown]
 # ## One gradient

@@ -71,7 +71,7 @@ def run(name):
   with contextlib.redirect_stdout(io.StringIO()):  # a line per logged step
     try:
       summary = jxs.fit(settings, folder / name).summary
-    except jxs.training.NonFiniteError:
+    except jxs.NonFiniteError:
       return f"{name:18} {batch_size:6,}  diverged"
   steps, accuracy = summary["step"], summary["accuracy"]
   return f"{name:18} {batch_size:6,} {steps:6,} {accuracy:9.1%}"

@@ -41,7 +41,7 @@ import matplotlib.pyplot as plt
 import jaxscale as jxs
 from jaxscale import config, data, models, optim
 from jaxscale.experiment import build
-from jaxscale.planning import hlo
+from jaxscale import hlo
 
 # %% [markdown]
 # ## Five layouts

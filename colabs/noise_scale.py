@@ -35,7 +35,6 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 
 import contextlib
 import io
-import json
 import tempfile
 
 import jax
@@ -43,8 +42,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import jaxscale as jxs
-from jaxscale import config, data, models, optim
-from jaxscale.studies import batch_study
+from jaxscale import config, data, launch, models, optim
+from jaxscale.launch import batch_study
 
 folder = pathlib.Path(tempfile.mkdtemp())
 
@@ -80,8 +79,9 @@ for step, scale in measured[:: len(measured) // 6]:
 # want a small batch, late ones a larger one.
 #
 # ## The long way
-# The same network to 85 % of the held-out digits, at six batch sizes.
-# By the same model, steps fall as S = S_min (1 + B_crit / B); B_crit is fitted.
+# The same network to 85 % of the validation digits, at six batch sizes: a sweep in the
+# background of this machine. By the same model, steps fall as
+# S = S_min (1 + B_crit / B); B_crit is fitted.
 
 # %%
 study_config = jxs.Config(
@@ -97,10 +97,11 @@ study_config = jxs.Config(
   evaluation=config.Evaluation(every_epochs=0.25),
   log=config.Log(tensorboard=False),
 )
-sizes = [16, 32, 64, 128, 256, 512]
-with contextlib.redirect_stdout(io.StringIO()):
-  page = batch_study.study("digits", study_config, folder, batch_sizes=sizes)
-print(page())
+trials = batch_study.trials(study_config, [16, 32, 64, 128, 256, 512])
+job = launch.sweep(study_config, trials, executor="local", runs=str(folder))
+job.wait(timeout_s=1800)
+study = batch_study.read(job.folder)
+print(batch_study.table(study))
 
 # %% [markdown]
 # ## Both in one picture
@@ -108,7 +109,6 @@ print(page())
 # the run above, with the critical batch size of the study where it could be fitted.
 
 # %%
-study = json.loads((folder / "study.json").read_text())
 sizes = np.array([s["batch_size"] for s in study["sizes"]])
 steps = np.array([s["target_step"] for s in study["sizes"]], float)
 

@@ -89,11 +89,10 @@ study.wait(timeout_s=1200)
 
 # %%
 report = study.report()
-for row in (r for r in report.study.rows if r.speed_up):
-  run = row.run
-  print(
-    f"{run.devices} devices: {run.rate:8,.0f} examples/s, speed-up {row.speed_up:.2f}"
-  )
+for row in report.rows:
+  devices, rate, up = row["devices"], row["examples_per_s"], row["speed_up"]
+  if up:
+    print(f"{devices} devices: {rate:8,.0f} examples/s, speed-up {up:.2f}")
 
 # %% [markdown]
 # `report` in the last cell is the page that `jaxscale report` prints, with its

@@ -74,6 +74,26 @@ class GiveUpError(Exception):
   exit_code = EXIT_GIVE_UP
 
 
+class NonFiniteError(FloatingPointError):
+  """A step whose loss or gradient is NaN or Inf.
+
+  Attributes:
+    step: number of the step.
+    good_until: checkpoints up to this step are good.
+    advice: what to do, for the end of the line.
+  """
+
+  exit_code = EXIT_CRASH
+  advice = (
+    "lower optimizer.lr or set clip_norm, in a new --workdir, or resume without such "
+    "steps by --config.checks.nan_policy=skip"
+  )
+
+  def __init__(self, step: int, what: str):
+    super().__init__(f"{what} at step {step}")
+    self.step = self.good_until = step
+
+
 class OutputError(OSError):
   """Standard output is full, or nobody reads it any more."""
 

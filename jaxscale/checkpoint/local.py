@@ -36,9 +36,9 @@ from jaxscale import cluster
 from jaxscale.checkpoint import files, local_file
 from jaxscale.checkpoint.checksum import DamagedError
 from jaxscale.checkpoint.lock import WorkdirLock, check_for_all
+from jaxscale.errors import NonFiniteError
 from jaxscale.files import read_json, who_else_writes, whole_number, write_json
 from jaxscale.parallel.layout_exchange import Split
-from jaxscale.training.loop import NonFiniteError
 
 RECORD = "local.json"
 _RECORD = {"run": str, "step": int}

@@ -31,12 +31,11 @@ from jaxscale.checkpoint.checksum import DamagedError
 from jaxscale.checkpoint.local import LocalCopies, forget
 from jaxscale.checkpoint.lock import LockLostError, WorkdirLock, check_for_all, why_lost
 from jaxscale.checkpoint.restore import restore_step
-from jaxscale.errors import EXIT_CRASH, ConfigError, disk_advice
+from jaxscale.errors import EXIT_CRASH, ConfigError, NonFiniteError, disk_advice
 from jaxscale.files import expand, sync
 from jaxscale.metrics import score
 from jaxscale.parallel.layout_exchange import Split
-from jaxscale.training.loop import NonFiniteError
-from jaxscale.training.state import TrainState
+from jaxscale.training.types import TrainState
 
 
 class UnsavedError(Exception):
@@ -73,7 +72,7 @@ class _Save:
     """Complete the manifest; all processes call it.
 
     Raises:
-      loop.NonFiniteError: in all, if the state of any holds NaN or Inf.
+      NonFiniteError: in all, if the state of any holds NaN or Inf.
       DamagedError: in all, if the disk does not have what was to be saved.
     """
     leaves = self.manifest["leaves"]

@@ -24,7 +24,7 @@ import numpy as np
 from jaxscale.checkpoint import checksum
 from jaxscale.metrics.text import plural
 from jaxscale.parallel.layout_exchange import Split
-from jaxscale.training.state import TrainState
+from jaxscale.training.types import TrainState
 
 # (exchange state with a leading dim of N devices, N') -> the same for N' devices
 Resize = Callable[[Any, int], Any]

@@ -10,7 +10,7 @@ from jaxscale.checkpoint import checksum, files, reshard
 from jaxscale.checkpoint.checksum import DamagedError
 from jaxscale.errors import ConfigError
 from jaxscale.parallel.layout_exchange import Split
-from jaxscale.training.state import TrainState
+from jaxscale.training.types import TrainState
 
 
 def restore_step(

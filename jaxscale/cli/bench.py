@@ -1,11 +1,10 @@
 """Time every all-reduce on the devices of all processes, and print plans by size.
 
-First a ring along each axis alone, at every size: alpha and beta of the axis are
-fitted to it. Then all algorithms, the torus with the dimensions that are best on
-those links, at every size. In both, calls take turns, so that other load on the
+First a ring along each axis alone, at every size: alpha (seconds per message) and beta
+(seconds per byte) of the axis are fitted to it. Then all algorithms, the torus with the
+dimensions that are best on those links. Calls take turns, so that other load on the
 machine affects all alike; the figure of each is its median, that of the slowest
-process. The time of an empty call is measured in the same turns and subtracted
-before fitting, not from the table.
+process. The time of an empty call is subtracted before fitting, not from the table.
 
 Several processes: start one on each host with srun, or set JAXSCALE_COORDINATOR,
 JAXSCALE_NUM_PROCESSES and JAXSCALE_PROCESS_ID. On a CPU,
@@ -14,17 +13,18 @@ JAX_NUM_CPU_DEVICES=8 simulates eight devices.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxscale import cluster
-from jaxscale.cli.parser import Namespace, Parser, file, value, whole
+from jaxscale.cli.parser import Namespace, Parser, value, whole
 from jaxscale.config.validation import nearest
 from jaxscale.errors import ConfigError
 from jaxscale.metrics.text import cell, table
 
 if TYPE_CHECKING:
-  from jaxscale.collectives.planner import Link, Measured
+  from jaxscale.collectives.planner import Link, Plan
 
 _DTYPES = ("float32", "bfloat16", "float16", "int32")
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1}
@@ -41,7 +41,6 @@ def add_arguments(parser: Parser) -> None:
   dtypes = f"one of {', '.join(_DTYPES)}"
   parser.option("--dtype TYPE", dtypes, choices=_DTYPES, default="float32")
   parser.option("--algorithms NAMES", "some, e.g. ring,psum (default: all)")
-  parser.option("--json FILE", "also write it, for read_measurements", file)
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -56,14 +55,37 @@ def _sizes(text: str) -> list[int]:
   return sizes
 
 
+def run(args: Namespace) -> None:
+  """Measure what is asked for, and print it."""
+  from jaxscale.collectives.planner import ALGORITHMS
+
+  algorithms = (args.algorithms or ",".join(ALGORITHMS)).split(",")
+  for name in algorithms:
+    if name not in ALGORITHMS:
+      raise ConfigError(f"--algorithms={name}: {nearest(name, ALGORITHMS)}")
+  with cluster.open_session():
+    import jax  # only once all processes have joined
+
+    from jaxscale.collectives import measurements
+
+    mesh, what = make_mesh(args.mesh), (args.sizes, args.dtype, args.rounds)
+    links, empty = measurements.measure_links(mesh, *what)
+    measured = measurements.measure_algorithms(mesh, algorithms, *what, links)
+    count, is_leader = jax.process_count(), cluster.is_leader()
+  if is_leader:  # outside: a table that cannot be printed fails the command
+    shape = ", ".join(f"{a} {n}" for a, n in mesh.shape.items())
+    device = mesh.devices.flat[0].device_kind
+    title = f"mesh {shape}; processes {count}; {device}; {args.dtype}"
+    print(f"{title}; median of {args.rounds}")
+    print(*report(mesh.shape, measured, links, empty), sep="\n")
+
+
 def make_mesh(shape: tuple[int, ...] | None) -> Any:
   """The mesh asked for, over all devices of all processes.
 
   Raises:
     ConfigError: the sizes do not multiply to the number of devices.
   """
-  import math
-
   import jax
   from jax.sharding import AxisType
 
@@ -77,72 +99,36 @@ def make_mesh(shape: tuple[int, ...] | None) -> Any:
 
 
 def report(
-  measured: Sequence[Measured], links: Mapping[str, Link], empty: float
+  sizes: Mapping[str, int],
+  measured: Sequence[tuple[int, Plan]],
+  links: Mapping[str, Link],
+  empty: float,
 ) -> list[str]:
-  """Lines to print: times with predictions, links, plans."""
+  """Lines to print: times with predictions, links, the fastest at each size."""
   from jaxscale.collectives.planner import plan
 
-  rows = []
-  for m in measured:
-    by = m.plan
-    model = plan(m.sizes, m.num_bytes, by.algorithm, links=links).seconds
+  rows: list[tuple[str, ...]] = []
+  best: dict[int, Plan] = {}
+  for num_bytes, by in measured:
+    model = plan(sizes, num_bytes, by.algorithm, links=links).seconds
     predicted = cell(None if model is None else 1e3 * (model + empty), ".3f")
-    took, dims = f"{1e3 * (by.seconds or 0.0):.3f}", " x ".join(map(str, by.dims))
-    rows.append((f"{m.num_bytes:,}", by.algorithm, took, predicted, dims))
-  head = ("bytes", "algorithm", "measured ms", "model ms", "dims")
-  lines = [table(head, rows, left=(1, 4))]
+    took, dims = f"{1e3 * _seconds(by):.3f}", " x ".join(map(str, by.dims))
+    rows.append((f"{num_bytes:,}", by.algorithm, took, predicted, dims))
+    best[num_bytes] = min(best.get(num_bytes, by), by, key=_seconds)
+  lines = [
+    table(("bytes", "algorithm", "measured ms", "model ms", "dims"), rows, (1, 4))
+  ]
   lines += ["", f"an empty call: {1e6 * empty:.0f} us, in both columns"]
   for axis, link in links.items():
     rate = f"{1e-9 / link.beta:.3g} GB/s" if link.beta else "no seconds per byte"
     took = f"alpha {1e6 * link.alpha:.1f} us, beta {link.beta:.3g} s/byte"
     lines.append(f"{axis}: {took} ({rate})")
   lines.append("")
-  for num_bytes in dict.fromkeys(m.num_bytes for m in measured):
-    sizes = measured[0].sizes
+  for num_bytes, by in best.items():
     model = plan(sizes, num_bytes, links=links)
-    best = plan(sizes, num_bytes, links=links, measured=measured)
-    lines.append(f"plan for {num_bytes:,} bytes: {best} measured; by the model {model}")
+    lines.append(f"plan for {num_bytes:,} bytes: {by} measured; by the model {model}")
   return lines
 
 
-def run(args: Namespace) -> None:
-  """Measure what is asked for, and print it."""
-  from jaxscale.collectives.planner import ALGORITHMS
-
-  args.algorithms = (args.algorithms or ",".join(ALGORITHMS)).split(",")
-  for name in args.algorithms:
-    if name not in ALGORITHMS:
-      raise ConfigError(f"--algorithms={name}: {nearest(name, ALGORITHMS)}")
-  with cluster.open_session():
-    lines = _measured(args)
-  if lines:  # outside: a table that cannot be printed fails the command
-    print(*lines, sep="\n")
-
-
-def _measured(args: Namespace) -> list[str]:
-  """The lines to print; [] in all processes but the leader."""
-  import jax  # only once all processes have joined
-
-  from jaxscale.collectives import measurements as timing
-  from jaxscale.collectives.planner import Link
-
-  mesh, what = make_mesh(args.mesh), (args.sizes, args.dtype, args.rounds)
-  links, empty = timing.measure_links(mesh, *what)
-  measured = timing.measure_algorithms(mesh, args.algorithms, *what, links)
-  if not cluster.is_leader():
-    return []
-  # An axis of one device has no link; nothing is ever sent along it.
-  every = {a: links.get(a, Link(0.0, 0.0)) for a in mesh.axis_names}
-  device, count = mesh.devices.flat[0].device_kind, jax.process_count()
-  if args.json:
-    extra = {"dtype": args.dtype, "rounds": args.rounds, "device": device}
-    extra |= {"processes": count, "empty_seconds": empty}
-    try:
-      timing.write_measurements(args.json, mesh.shape, every, measured, **extra)
-    except OSError as e:
-      raise ConfigError(
-        f"--json={args.json}: {e.strerror}; give another file"
-      ) from None
-  shape = ", ".join(f"{a} {n}" for a, n in mesh.shape.items())
-  what = f"mesh {shape}; processes {count}; {device}; {args.dtype}"
-  return [f"{what}; median of {args.rounds}", *report(measured, every, empty)]
+def _seconds(measured: Plan) -> float:
+  return measured.seconds or 0.0

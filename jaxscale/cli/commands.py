@@ -35,14 +35,11 @@ COMMANDS = {
   "cancel": Command("jobs", "stop runs; they save first"),
   "resume": Command("jobs", "submit stopped runs again"),
   "report": Command("studies", "compare runs at several sizes: table and picture"),
-  "batch-study": Command("studies", "train at several batch sizes to a target"),
-  "time-to-accuracy": Command("studies", "time several seeds to a target (MLPerf)"),
+  "batch-study": Command("studies", "submit runs at several batch sizes to a target"),
   "completion": Command("shell", "print the tab completion for bash or zsh"),
 }  # fmt: skip
 # Those that ask JAX for devices as soon as they run.
-USE_JAX = (
-  "train", "generate", "describe", "bench", "batch-study", "time-to-accuracy",
-)  # fmt: skip
+USE_JAX = ("train", "generate", "describe", "bench")
 
 
 def load(name: str) -> tuple[ModuleType, Parser]:

@@ -9,7 +9,6 @@ from importlib import metadata
 
 from jaxscale import errors
 from jaxscale.cli.commands import COMMANDS, USE_JAX, load, overview
-from jaxscale.cli.completion import complete
 from jaxscale.cluster.environment import check_environment
 from jaxscale.config.validation import nearest
 
@@ -29,9 +28,6 @@ def main(argv: list[str], program: str = "jaxscale") -> int:
   if name in ("", "--help", "-h", "help"):
     print(overview())
     return errors.EXIT_DONE if name else errors.EXIT_USER
-  if name == "_complete":  # called by the script of `jaxscale completion`
-    print("\n".join(complete(*rest)))
-    return errors.EXIT_DONE
   if name not in COMMANDS:
     raise errors.ConfigError(f"{name}: no such command, {nearest(name, COMMANDS)}")
   module, parser = load(name)

@@ -1,9 +1,6 @@
-"""Print a text and what a language model continues it with.
+"""Continue a text with a run's language model, from its newest intact checkpoint.
 
-Of a run, the model is that of the newest intact checkpoint; its text must be bytes, or
-of a tokenizer that is still where it was. Of a folder as Hugging Face's, with
-config.json, tokenizer.json and safetensors files, it is a Llama, Mistral, Qwen2 or
-Qwen3.
+The run's text must be bytes, or of a tokenizer that is still where it was.
 """
 
 from __future__ import annotations
@@ -16,9 +13,7 @@ from jaxscale.cli.parser import Namespace, Parser, directory, number, whole
 def add_arguments(parser: Parser) -> None:
   """The options."""
   hint = "try --workdir runs/text"
-  parser.option(
-    "--workdir DIR", "of a run, or a folder as Hugging Face's", directory, missing=hint
-  )
+  parser.option("--workdir DIR", "directory of the run", directory, missing=hint)
   text = "what is continued (default: nothing)"
   parser.option("--prompt TEXT", text, str, default="")
   parser.option("--tokens N", "at most so many bytes or tokens", whole(1), default=256)

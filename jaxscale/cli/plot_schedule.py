@@ -11,11 +11,10 @@ import numpy as np
 from jaxscale.cli.parser import Namespace, Parser, picture, whole
 from jaxscale.config import TFDS, Config
 from jaxscale.config.loading import load_config
+from jaxscale.data.dataset import IMAGENET_EXAMPLES
 from jaxscale.errors import ConfigError
 from jaxscale.files import output_path
 from jaxscale.metrics.plot import figure
-
-NUM_IMAGENET = 1_281_167  # training images of ILSVRC 2012
 
 
 def add_arguments(parser: Parser) -> None:
@@ -87,7 +86,7 @@ def num_examples(config: Config) -> int:
   from jaxscale.experiment import build
 
   if isinstance(config.data, TFDS) and config.data.name == "imagenet2012":
-    return NUM_IMAGENET
+    return IMAGENET_EXAMPLES["train"]
   return build.make_data(config)[0].num_examples
 
 

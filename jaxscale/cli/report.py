@@ -2,7 +2,8 @@
 
 They show throughput, efficiency, exposed communication, and the spread between
 processes. With --html, one page of them, or of a single run, with its curves, speed,
-goodput, starts, settings and environment.
+goodput, starts, settings and environment. Of a batch study: what each size took, the
+critical batch size, and study.json.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from pathlib import Path
 from jaxscale.cli.parser import Namespace, Parser, directory, file, picture
 from jaxscale.cli.status import SEE_STATUS
 from jaxscale.cli.submit import add_runs
+from jaxscale.errors import invalid
 
 
 def add_arguments(parser: Parser) -> None:
   """The options."""
-  text = "runs or their workdirs, or one scaling study"
+  text = "runs or their workdirs, or one scaling study or batch study"
   parser.words("names", "RUN", text, missing=SEE_STATUS)
   text = "a folder for scaling.csv and scaling.png (default: that of a study; of other "
   parser.option("--to DIR", f"{text}runs nothing is written)", directory)
@@ -33,30 +35,38 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: Namespace) -> None:
   """Print the report, and write its files."""
+  from jaxscale.launch import batch_study
   from jaxscale.launch import folder as folders
-  from jaxscale.launch.page import record, write_page
+  from jaxscale.launch.page import write_page
   from jaxscale.launch.prediction import comparison
-  from jaxscale.launch.scaling_report import find, report
+  from jaxscale.launch.scaling_report import report
   from jaxscale.planning.stored import read_plan
 
   names, runs = args.names, args.runs
+  if folder := batch_study.find(names, runs):
+    for option in filter(vars(args).get, ("to", "csv", "png", "html", "plan")):
+      why = "is not for a batch study, whose report is a table and study.json"
+      raise invalid(f"--{option}", getattr(args, option), why, "leave it out")
+    print(batch_study.report(folder))
+    return
   plan = Path(args.plan) if args.plan else None
   if plan:
     read_plan(plan)  # a mistake in the command line
-  studies = [folders.find_study(name, runs) for name in names]
-  found = (s[1] if s else [find(n, runs)] for n, s in zip(names, studies, strict=True))
-  paths = [path for part in found for path in part]
-  study = None
+  paths = folders.find_all(names, runs, workdirs=True)
+  compared = None
   if len(paths) > 1 or not args.html:
-    folder = studies[0][0] if studies[0] and len(names) == 1 else None
-    title, folder = folder.name if folder else "scaling", args.to or folder
+    study = folders.find_study(names[0], runs) if len(names) == 1 else None
+    title, folder = (
+      study[0].name if study else "scaling",
+      args.to or (study and study[0]),
+    )
     csv, png = args.csv, args.png
     if folder:
       csv, png = csv or f"{folder}/scaling.csv", png or f"{folder}/scaling.png"
-    study = report(title, paths, csv, png, plan)
-    print(study, *filter(None, (csv, png)), sep="\n")
-  if len(paths) == 1 and (found := comparison(paths[0], plan)):
-    print(f"\n{found}")
+    compared = report(title, paths, csv, png, plan)
+    print(compared, *filter(None, (csv, png)), sep="\n")
+  if len(paths) == 1 and (planned := comparison(paths[0], plan)):
+    print(f"\n{planned}")
   if args.html:
-    write_page(Path(args.html), [record(path, plan) for path in paths], study)
+    write_page(Path(args.html), paths, compared, plan)
     print(args.html)

@@ -45,6 +45,14 @@ def add_job_arguments(
   add_site_arguments(parser)
 
 
+def add_sweep_arguments(parser: Parser) -> None:
+  """The options of every command that submits several trials as one job."""
+  text = "trials at a time (default: all; on this machine 1)"
+  parser.option("--at-most N", text, whole(1))
+  parser.option("--nodes N", "of each run", whole(1), default=1)
+  add_job_arguments(parser)
+
+
 def add_runs(parser: Parser) -> None:
   """--runs, the directory of all runs."""
   parser.option("--runs DIR", "where the runs are", directory, default="runs")
@@ -75,8 +83,14 @@ def job_options(args: Namespace) -> dict[str, Any]:
   return given(args, *_OPTIONS) | made
 
 
-def run(args: Namespace, **options: Any) -> None:
-  """Submit what was asked for as one job, or print its script."""
+def run(args: Namespace, *commands: str, **options: Any) -> None:
+  """Submit what was asked for as one job, or print its script.
+
+  Args:
+    args: the command line.
+    commands: what one may type next, after the usual ones.
+    options: further ones of `launch.submit`.
+  """
   from jaxscale.launch import jobs
 
   if plan := getattr(args, "plan", None):  # `sweep` has none
@@ -86,7 +100,8 @@ def run(args: Namespace, **options: Any) -> None:
   nodes = args.nodes or 1
   options |= job_options(args)
   job = jobs.prepare(args.config, nodes=nodes, plan=plan, **options)
-  finish(args, [job], lambda: jobs.launch(job), "status", "logs -f", "cancel")
+  following = "status", "logs -f", "cancel", *commands
+  finish(args, [job], lambda: jobs.launch(job), *following)
 
 
 def _take_plan(args: Namespace) -> None:

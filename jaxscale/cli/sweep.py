@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxscale.cli import submit
-from jaxscale.cli.parser import Namespace, Parser, whole
+from jaxscale.cli.parser import Namespace, Parser
 from jaxscale.errors import ConfigError
 
 
@@ -11,10 +11,7 @@ def add_arguments(parser: Parser) -> None:
   """The options."""
   text = "values of a setting; several: all combinations (default: get_sweep() of FILE)"
   parser.option("--sweep FIELD=V,V", text, action="append")
-  text = "trials at a time (default: all; on this machine 1)"
-  parser.option("--at-most N", text, whole(1))
-  parser.option("--nodes N", "of each run", whole(1), default=1)
-  submit.add_job_arguments(parser)
+  submit.add_sweep_arguments(parser)
 
 
 def run(args: Namespace) -> None:

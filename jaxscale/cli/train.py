@@ -83,9 +83,9 @@ def _run(args: Namespace) -> int | None:
   workdir = Path(args.workdir or default_workdir(args.config))
   plan = None
   if args.plan:
-    from jaxscale.planning.stored import load_plan
+    from jaxscale.planning.stored import read_plan
 
-    plan = load_plan(Path(args.plan))
+    plan = read_plan(Path(args.plan))
   with open_session(config, workdir) as watch:
     from jaxscale.run.fit import fit  # JAX: only once all processes have joined
 

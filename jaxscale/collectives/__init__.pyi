@@ -10,16 +10,11 @@ from .api import joined as joined
 from .api import payload_bytes as payload_bytes
 from .api import reducer as reducer
 from .api import sum_tree as sum_tree
-from .measurements import read_measurements as read_measurements
 from .planner import ALGORITHMS as ALGORITHMS
 from .planner import Dim as Dim
 from .planner import Link as Link
-from .planner import Measured as Measured
 from .planner import Plan as Plan
-from .planner import default_links as default_links
-from .planner import measured_on as measured_on
 from .planner import plan as plan
-from .planner import torus_seconds as torus_seconds
 from .typed import add_rows as add_rows
 from .typed import same_everywhere as same_everywhere
 from .typed import vary as vary

@@ -103,7 +103,7 @@ def hierarchical(
   return _gathered(block, fast, sent, x)
 
 
-def _block_of_sum(flat, axes, sent, summed):
+def _block_of_sum(flat: jax.Array, axes: Axes, sent: Any, summed: Any):
   """The device's block of the sum, in `summed`."""
   if sent == summed:
     return lax.psum_scatter(flat, axes, tiled=True)
@@ -112,7 +112,7 @@ def _block_of_sum(flat, axes, sent, summed):
   return typed.add_rows(typed.from_wire(parts, sent, summed))
 
 
-def _gathered(block, axes, sent, like):
+def _gathered(block: jax.Array, axes: Axes, sent: Any, like: jax.Array):
   """All blocks as an array like `like`, typed invariant over `axes`."""
   bits = lax.all_gather(typed.to_wire(block, sent), axes, tiled=True, to="invarying")
   return typed.unpadded(typed.from_wire(bits, sent, like.dtype), like.shape)
@@ -226,7 +226,7 @@ def over_dims(
   sent, summed = typed.dtypes(x, payload, accumulate)
   live = {d.axes[0]: d.live for d in dims if d.live is not None}
 
-  def total(x):
+  def total(x: jax.Array):
     if x.size == 0:
       return typed.same_everywhere(x, axes)
     flat = x.reshape(-1).astype(summed)
@@ -246,7 +246,7 @@ def over_dims(
     whole = typed.unpadded(typed.from_wire(bits, sent, x.dtype), x.shape)
     return typed.same_everywhere(whole, axes)
 
-  def back(_, ct):  # every addend gets the cotangent
+  def back(_: None, ct: jax.Array):  # every addend gets the cotangent
     return (lax.pcast(ct, axes, to="varying"),)
 
   total = jax.custom_vjp(total)
@@ -319,7 +319,7 @@ def all_gather(
   if math.prod(wanted) > num_values:
     raise ConfigError(f"shape={shape}: the blocks have {num_values} values, give fewer")
 
-  def whole(block):
+  def whole(block: jax.Array):
     bits = typed.to_wire(block.reshape(-1), sent)
     for dim in reversed(made) if bits.size else ():
       bits = _gather_along(bits, sizes, dim)
@@ -327,7 +327,7 @@ def all_gather(
     values = typed.unpadded(typed.from_wire(bits, sent, block.dtype), wanted)
     return typed.same_everywhere(values, names)
 
-  def own(_, ct):
+  def own(_: None, ct: jax.Array):
     flat = typed.padded(ct, num_values) if num_values else ct.reshape(-1)
     start = lax.axis_index(names) * block.size
     return (lax.dynamic_slice(flat, (start,), (block.size,)).reshape(block.shape),)
@@ -344,52 +344,55 @@ def _torus(axes: Axes, dims: Dims | None) -> tuple[dict[str, int], tuple[Dim, ..
   return sizes, made
 
 
-def _total_and_place(sizes: dict[str, int], dim: Dim) -> tuple[int, jax.Array]:
-  """Devices along a dimension's axes, and this device's place along the dimension."""
-  place = lax.axis_index(dim.axes) // dim.stride % dim.size
-  return math.prod(sizes[a] for a in dim.axes), place
+def _total_and_position(sizes: dict[str, int], dim: Dim) -> tuple[int, jax.Array]:
+  """Return the devices along a dimension's axes, and this device's position on it."""
+  position = lax.axis_index(dim.axes) // dim.stride % dim.size
+  return math.prod(sizes[a] for a in dim.axes), position
 
 
-def _scatter_along(flat, sizes, dim, sent):
+def _scatter_along(flat: jax.Array, sizes: dict[str, int], dim: Dim, sent: Any):
   """The block of the sum along one dimension that is this device's."""
-  total, place = _total_and_place(sizes, dim)
+  total, position = _total_and_position(sizes, dim)
   blocks = flat.reshape(dim.size, -1)
 
-  def block(index):
+  def block(index: jax.Array):
     return lax.dynamic_index_in_dim(blocks, index % dim.size, keepdims=False)
 
-  def from_behind(part, steps):
+  def from_behind(part: jax.Array, steps: int):
     moves = planner.pairs(dim, total, steps)
     bits = lax.ppermute(typed.to_wire(part, sent), dim.axes, moves)
     return typed.from_wire(bits, sent, part.dtype)
 
   if sent != flat.dtype:  # the owner gets every device's part, rounded once
-    part = block(place)
+    part = block(position)
     for steps in range(1, dim.size):
-      part = part + from_behind(block(place + steps), steps)
+      part = part + from_behind(block(position + steps), steps)
     return part
-  part = block(place - 1)
+  part = block(position - 1)
   for step in range(1, dim.size):
-    part = from_behind(part, 1) + block(place - 1 - step)
+    part = from_behind(part, 1) + block(position - 1 - step)
   return part
 
 
-def _gather_along(bits, sizes, dim):
+def _gather_along(bits: jax.Array, sizes: dict[str, int], dim: Dim):
   """The blocks along one dimension behind one another."""
-  total, place = _total_and_place(sizes, dim)
+  total, position = _total_and_position(sizes, dim)
   blocks = jnp.zeros((dim.size, bits.size), bits.dtype)
   blocks = lax.pcast(blocks, tuple(sizes), to="varying")
-  blocks = lax.dynamic_update_index_in_dim(blocks, bits, place, 0)
+  blocks = lax.dynamic_update_index_in_dim(blocks, bits, position, 0)
   for step in range(1, dim.size):
     bits = lax.ppermute(bits, dim.axes, planner.pairs(dim, total, 1))
-    blocks = lax.dynamic_update_index_in_dim(blocks, bits, (place - step) % dim.size, 0)
+    index = (position - step) % dim.size
+    blocks = lax.dynamic_update_index_in_dim(blocks, bits, index, 0)
   return blocks.reshape(-1)
 
 
-def _reordered(flat, sizes, dims, back: bool = False):
+def _reordered(
+  flat: jax.Array, sizes: dict[str, int], dims: Sequence[Dim], back: bool = False
+):
   """Blocks by device index, put in the order that the dimensions leave them in.
 
-  The first dimension cuts the vector into the largest pieces, so its place is the
+  The first dimension cuts the vector into the largest pieces, so its position is the
   most significant digit of a block's number; of a device's index it is the least.
   """
   counts = list(sizes.values())

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxscale.collectives import typed
 from jaxscale.collectives.algorithms import hierarchical, over_dims, psum
 from jaxscale.collectives.cpu_workarounds import one_at_a_time
-from jaxscale.collectives.planner import Link, Measured, Plan, plan
+from jaxscale.collectives.planner import Link, Plan, plan
 from jaxscale.errors import ConfigError
 
 
@@ -44,7 +44,7 @@ def sum_tree(
   if by.algorithm != "psum" and covered != devices:
     raise ConfigError(f"plan={by}: made for another mesh than {sizes}, plan again")
 
-  def total(x):
+  def total(x: jax.Array):
     if own := {"psum": psum, "hierarchical": hierarchical}.get(by.algorithm):
       return own(x, by.axes, payload=payload, accumulate=accumulate)
     return over_dims(x, sizes, by.dims, payload, accumulate)
@@ -58,16 +58,16 @@ def joined(total: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
   leaves, treedef = jax.tree.flatten(tree)
   leaves = [jnp.asarray(x) for x in leaves]
   kinds: dict[Any, list[int]] = {}
-  for place, leaf in enumerate(leaves):
-    kinds.setdefault(leaf.dtype, []).append(place)
-  for places in kinds.values():
-    if len(places) == 1:
-      leaves[places[0]] = total(leaves[places[0]])
+  for index, leaf in enumerate(leaves):
+    kinds.setdefault(leaf.dtype, []).append(index)
+  for indices in kinds.values():
+    if len(indices) == 1:
+      leaves[indices[0]] = total(leaves[indices[0]])
       continue
-    sums = total(jnp.concatenate([leaves[i].reshape(-1) for i in places]))
-    ends = np.cumsum([leaves[i].size for i in places])
-    for place, part in zip(places, jnp.split(sums, ends[:-1]), strict=True):
-      leaves[place] = part.reshape(leaves[place].shape)
+    sums = total(jnp.concatenate([leaves[i].reshape(-1) for i in indices]))
+    ends = np.cumsum([leaves[i].size for i in indices])
+    for index, part in zip(indices, jnp.split(sums, ends[:-1]), strict=True):
+      leaves[index] = part.reshape(leaves[index].shape)
   return jax.tree.unflatten(treedef, leaves)
 
 
@@ -80,7 +80,7 @@ def payload_bytes(tree: Any, payload: Any = None, *, rows: bool = False) -> int:
     rows: every leaf has a leading dim that is not sent, one row per device.
   """
 
-  def size(x):
+  def size(x: Any):
     is_cast = payload is not None and jnp.issubdtype(x.dtype, jnp.floating)
     sent = np.dtype(payload) if is_cast else x.dtype
     return math.prod(x.shape[1:] if rows else x.shape) * sent.itemsize
@@ -95,7 +95,6 @@ def all_reduce(
   *,
   dims: Sequence[tuple[str, int]] | None = None,
   links: Mapping[str, Link] | None = None,
-  measured: Sequence[Measured] = (),
   payload: Any = None,
   accumulate: Any = None,
 ) -> Any:
@@ -110,7 +109,7 @@ def all_reduce(
     mesh: all its axes are summed over, slowest link first.
     algorithm: "ring", "torus", "hierarchical", "halving_doubling", "psum", or
       "auto": what `plan` makes of links and sizes.
-    dims, links, measured: as for `plan`.
+    dims, links: as for `plan`.
     payload, accumulate: as for `ring`.
 
   Returns:
@@ -131,7 +130,7 @@ def all_reduce(
       raise ConfigError(f"{key}: give a leading dim of {mesh.size}, one row per device")
   num_bytes = payload_bytes(tree, payload, rows=True)
   sizes = dict(mesh.shape)
-  by = plan(sizes, num_bytes, algorithm, dims=dims, links=links, measured=measured)
+  by = plan(sizes, num_bytes, algorithm, dims=dims, links=links)
   return reducer(mesh, by, payload, accumulate)(tree)
 
 
@@ -143,7 +142,7 @@ def reducer(mesh: Mesh, by: Plan, payload: Any = None, accumulate: Any = None) -
 
 @functools.lru_cache(maxsize=256)
 def _reducer(mesh: Mesh, by: Plan, payload: Any, accumulate: Any) -> Any:
-  def local(tree):
+  def local(tree: Any):
     own = jax.tree.map(lambda x: x[0], tree)
     return sum_tree(own, by, payload=payload, accumulate=accumulate)
 

@@ -1,4 +1,4 @@
-"""What XLA's CPU backend wants of programs with collectives on simulated devices.
+"""Workarounds for XLA's CPU backend, with collectives on simulated devices.
 
 It runs what a program has independent of each other at the same time, in threads of a
 pool that all devices of a process share, and a collective keeps its thread until all
@@ -28,10 +28,10 @@ def one_at_a_time(function: Any, mesh: Mesh) -> Any:
     return function
   compiled: dict[Any, Any] = {}
 
-  def lower(*args):
+  def lower(*args: Any):
     return numbered(function.lower(*args))
 
-  def call(*args):
+  def call(*args: Any):
     run, (leaves, structure) = function, jax.tree.flatten(args)
     if any(isinstance(x, Tracer) for x in leaves):
       return function(*args)
@@ -68,7 +68,7 @@ def numbered(lowered: Any, *, apart: bool = True) -> Any:
   module = lowered.compiler_ir("stablehlo")
   count = 0
 
-  def visit(op):
+  def visit(op: Any):
     nonlocal count
     if "channel_handle" in op.attributes:
       count = count + 1 if apart else 1

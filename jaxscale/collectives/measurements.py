@@ -1,11 +1,9 @@
-"""Measured all-reduces: times on a mesh, alpha and beta of its links, their file."""
+"""Measured all-reduces: times on a mesh, alpha and beta of its links."""
 
 import functools
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,9 +16,7 @@ from jaxscale import cluster
 from jaxscale.collectives.algorithms import ring
 from jaxscale.collectives.api import reducer
 from jaxscale.collectives.cpu_workarounds import one_at_a_time
-from jaxscale.collectives.planner import ALGORITHMS, Dim, Link, Measured, Plan, plan
-from jaxscale.errors import ConfigError
-from jaxscale.files import output_path, parse_json, read_bytes, write_json
+from jaxscale.collectives.planner import Link, Plan, plan
 
 
 def fit_link(
@@ -57,67 +53,9 @@ def fit_link(
   return Link(float(alpha), float(beta))
 
 
-def write_measurements(
-  path: str | Path,
-  sizes: Mapping[str, int],
-  links: Mapping[str, Link],
-  measured: Sequence[Measured],
-  **extra: Any,
-) -> None:
-  """Write what the benchmark found, as JSON."""
-  record = {
-    "mesh": dict(sizes),
-    "links": {axis: link._asdict() for axis, link in links.items()},
-    "measured": [
-      m.plan._asdict()
-      | {"num_bytes": m.num_bytes, "dims": [d._asdict() for d in m.plan.dims]}
-      for m in measured
-    ],
-    **extra,
-  }
-  write_json(output_path(path), record)
-
-
-def read_measurements(path: str | Path) -> tuple[dict[str, Link], list[Measured]]:
-  """Links and measurements of a file that the benchmark wrote, for `plan`.
-
-  Args:
-    path: of `jaxscale bench --json PATH`.
-
-  Raises:
-    ConfigError: no such file, or not one of the benchmark's.
-
-  Example:
-    >>> links, measured = read_measurements("links.json")   # doctest: +SKIP
-    >>> plan(mesh.shape, 102e6, links=links, measured=measured)   # doctest: +SKIP
-  """
-  try:
-    record = parse_json(read_bytes(Path(path)))
-    sizes = {str(a): int(n) for a, n in record["mesh"].items()}
-    links = {
-      str(a): Link(float(x["alpha"]), float(x["beta"]), bool(x["switched"]))
-      for a, x in record["links"].items()
-    }
-    measured = [Measured(sizes, int(row["num_bytes"]), _plan(row, sizes))
-                for row in record["measured"]]  # fmt: skip
-  except OSError as e:
-    raise ConfigError(f"{path}: {e.strerror}, give a file of the benchmark") from None
-  except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as e:
-    raise ConfigError(
-      f"{path}: not a file of jaxscale bench --json ({type(e).__name__}: {e})"
-    ) from None
-  return links, measured
-
-
-def _plan(row: dict[str, Any], sizes: dict[str, int]) -> Plan:
-  seconds = float(row["seconds"])
-  if row["algorithm"] not in ALGORITHMS or not math.isfinite(seconds):
-    raise ValueError(f"{row['algorithm']} took {seconds}")
-  dims = (Dim(**d)._replace(axes=tuple(d["axes"])) for d in row["dims"])
-  return Plan(row["algorithm"], tuple(sizes), tuple(dims), seconds)
-
-
-def in_turns(calls: Mapping[Any, Callable], rounds: int) -> dict[Any, list[float]]:
+def in_turns(
+  calls: Mapping[Any, Callable[[], Any]], rounds: int
+) -> dict[Any, list[float]]:
   """Seconds of every call in every round, one after another within a round."""
   for call in calls.values():  # compile, and once more to be warm
     jax.block_until_ready(call())
@@ -151,7 +89,7 @@ def along(mesh: Mesh, axis: str | None) -> Any:
   """A jitted sum of rows by a ring along one axis; None: an empty call."""
   others = tuple(a for a in mesh.axis_names if a != axis)
 
-  def local(x):
+  def local(x: jax.Array):
     return x[:, :1] if axis is None else ring(x, axis)
 
   out = P(mesh.axis_names if axis is None else others)
@@ -181,15 +119,18 @@ def measure_algorithms(
   payloads: Sequence[int],
   dtype: str,
   rounds: int,
-  links: Mapping[str, Link],
-) -> list[Measured]:
-  """Every algorithm at every size; the torus with its best dimensions there."""
-  sizes, found = dict(mesh.shape), []
+  links: Mapping[str, Link] | None = None,
+) -> list[tuple[int, Plan]]:
+  """Time every algorithm at every size; the torus with its best dimensions on `links`.
+
+  Returns:
+    Pairs of payload bytes and a plan, whose seconds are measured.
+  """
+  measured = []
   for num_bytes in payloads:
-    plans = {name: plan(sizes, num_bytes, name, links=links) for name in algorithms}
+    plans = {a: plan(mesh.shape, num_bytes, a, links=links) for a in algorithms}
     x = rows(mesh, num_bytes, dtype)
     calls = {a: functools.partial(reducer(mesh, by), x) for a, by in plans.items()}
     took = medians(in_turns(calls, rounds))
-    done = (by._replace(seconds=took[name]) for name, by in plans.items())
-    found += [Measured(sizes, num_bytes, by) for by in done]
-  return found
+    measured += [(num_bytes, by._replace(seconds=took[a])) for a, by in plans.items()]
+  return measured

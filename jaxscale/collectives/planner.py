@@ -11,7 +11,7 @@ devices are wired in a ring, whose links messages of that stride share. The othe
 algorithms are cases of the torus: hierarchical has one dimension per mesh axis,
 halving_doubling dimensions of two, and 2 (alpha + beta M) more for each axis that
 is not a power of two. Hierarchical costs what the torus does, as if XLA's collectives
-were rings; of `psum` nothing is known but what was measured.
+were rings; of `psum` nothing is known.
 (arXiv:1708.02188 as reconstructed; alpha and beta: Thakur et al., 2005.)
 
 N devices are seen as a grid n_1 x ... x n_d, the dimension of the fastest links
@@ -40,7 +40,7 @@ ALGORITHMS = ("ring", "torus", "hierarchical", "halving_doubling", "psum")
 
 
 class Link(NamedTuple):
-  """What it costs to send along an axis.
+  """Cost of sending along an axis.
 
   Attributes:
     alpha: seconds of a message however short.
@@ -82,13 +82,13 @@ class Dim(NamedTuple):
 
 
 class Plan(NamedTuple):
-  """How a sum over devices is made.
+  """Algorithm of a sum over devices.
 
   Attributes:
     algorithm: one of `ALGORITHMS`.
     axes: the mesh axes to sum over, slowest first.
     dims: of the torus, in the order they are reduced; () for `psum`.
-    seconds: predicted, or measured where that decided; None: nothing is known.
+    seconds: predicted, or measured by `measure_algorithms`; None: not known.
   """
 
   algorithm: str
@@ -100,20 +100,6 @@ class Plan(NamedTuple):
     shape = " x ".join(map(str, self.dims))
     took = "" if self.seconds is None else f", {1e3 * self.seconds:.4g} ms"
     return self.algorithm + (f" {shape}" if shape else "") + took
-
-
-class Measured(NamedTuple):
-  """What one plan took.
-
-  Attributes:
-    sizes: of the mesh axes, slowest first.
-    num_bytes: of the payload of one device.
-    plan: with the seconds that were measured.
-  """
-
-  sizes: dict[str, int]
-  num_bytes: int
-  plan: Plan
 
 
 def axis_dims(sizes: Sizes) -> tuple[Dim, ...]:
@@ -190,7 +176,7 @@ def pairs(dim: Dim, total: int, shift: int) -> list[tuple[int, int]]:
     [(0, 2), (1, 3), (2, 0), (3, 1)]
   """
 
-  def target(source):
+  def target(source: int):
     place = source // dim.stride % dim.size
     return source + ((place + shift) % dim.size - place) * dim.stride
 
@@ -271,7 +257,9 @@ def best_dims(
   return best[min(enough)][1]
 
 
-def _shortest(axis, size, message, links) -> list[tuple[Dim, ...]]:
+def _shortest(
+  axis: str, size: int, message: float, links: Mapping[str, Link]
+) -> list[tuple[Dim, ...]]:
   """For each number of factors of an axis, the dimensions that cost least."""
   found: dict[int, tuple[float, tuple[Dim, ...]]] = {}
   for factors in factorizations(size):
@@ -289,18 +277,15 @@ def plan(
   *,
   dims: Dims | None = None,
   links: Links | None = None,
-  measured: Sequence[Measured] = (),
 ) -> Plan:
-  """How to sum `num_bytes` over the devices of some mesh axes.
+  """Plan the sum of `num_bytes` over the devices of some mesh axes.
 
   Args:
     sizes: of the axes, slowest first, as `mesh.shape`.
     num_bytes: of the payload of one device.
-    algorithm: one of `ALGORITHMS`, or "auto": whatever costs least.
+    algorithm: one of `ALGORITHMS`, or "auto": whatever costs least on the links.
     dims: of "torus", (axis, size) pairs, fastest links first; None: the planner's.
     links: by axis; None: `default_links`.
-    measured: what the benchmark found, `read_measurements`; "auto" then takes the
-      fastest at the nearest size, if any was measured on axes of these sizes.
 
   Raises:
     ConfigError: an unknown algorithm or axis, a link without sense, or dims that do
@@ -321,7 +306,7 @@ def plan(
   if not (math.isfinite(num_bytes) and num_bytes >= 0):
     raise ConfigError(f"num_bytes={num_bytes}: give 0 or more")
   if algorithm == "auto":
-    return _fastest(sizes, num_bytes, measured) or _cheapest(sizes, num_bytes, links)
+    return _cheapest(sizes, num_bytes, links)
   if algorithm == "psum":
     return Plan(algorithm, tuple(sizes), (), None)
   forms = {"ring": one_ring, "hierarchical": axis_dims, "halving_doubling": two_by_two}
@@ -338,7 +323,7 @@ def plan(
   return Plan(algorithm, tuple(sizes), planned, seconds)
 
 
-def _cheapest(sizes, num_bytes, links) -> Plan:
+def _cheapest(sizes: Sizes, num_bytes: float, links: dict[str, Link]) -> Plan:
   """The plan of "auto", by the equations."""
   if math.prod(sizes.values()) == 1:
     return Plan("psum", tuple(sizes), (), 0.0)
@@ -352,35 +337,7 @@ def _cheapest(sizes, num_bytes, links) -> Plan:
   return torus._replace(algorithm="ring") if len(torus.dims) == 1 else torus
 
 
-def measured_on(sizes: Sizes, measured: Sequence[Measured]) -> list[Measured]:
-  """What was measured on a mesh of this shape; axes of one device do not count.
-
-  Example:
-    >>> one = Measured({"data": 8}, 4, Plan("psum", ("data",), (), 1e-3))
-    >>> len(measured_on({"replica": 1, "data": 8}, [one]))
-    1
-  """
-
-  def shape(axes):
-    return {axis: n for axis, n in axes.items() if n > 1}
-
-  return [m for m in measured if shape(m.sizes) == shape(sizes)]
-
-
-def _fastest(sizes, num_bytes, measured: Sequence[Measured]) -> Plan | None:
-  """The fastest of what was measured on such a mesh, at the nearest size."""
-  here = measured_on(sizes, measured)
-  if not here:
-    return None
-
-  def cost(m):  # how far from the size in question, then how slow
-    ratio = (m.num_bytes + 1) / (num_bytes + 1)
-    return abs(math.log(ratio)), m.plan.seconds or 0.0
-
-  return min(here, key=cost).plan._replace(axes=tuple(sizes))
-
-
-def _checked_links(sizes, links) -> dict[str, Link]:
+def _checked_links(sizes: Sizes, links: Mapping[str, Link] | None) -> dict[str, Link]:
   """A link for every axis: those given, which must make sense, or assumed ones."""
   if links is None:
     return default_links(tuple(sizes))

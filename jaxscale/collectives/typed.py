@@ -1,4 +1,4 @@
-"""What the collectives share: types, flat vectors, bits on the wire.
+"""Helpers of the collectives: types, flat vectors, bits on the wire.
 
 `shard_map` follows which values may differ between devices (they are *varying*
 over mesh axes) and which are the same on all (*invariant*). JAX has no cast from
@@ -26,7 +26,7 @@ _same_everywhere.def_impl(lambda x, *, axes: x)
 
 
 @_same_everywhere.def_abstract_eval
-def _drop_axes(x, *, axes):
+def _drop_axes(x: Any, *, axes: tuple[str, ...]):
   varying = frozenset(x.mat.varying) - set(axes)
   return x.update(manual_axis_type=x.mat.update(varying=varying))
 
@@ -70,7 +70,7 @@ def varying(x: jax.Array) -> tuple[str, ...]:
 def vary(tree: Any, axes: tuple[str, ...]) -> Any:
   """A tree, typed varying over `axes` as well as over what it already is."""
 
-  def cast(x):
+  def cast(x: jax.Array):
     missing = tuple(a for a in axes if a not in varying(x))
     return lax.pcast(x, missing, to="varying") if missing else x
 
@@ -130,14 +130,14 @@ def to_wire(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def from_wire(bits: jax.Array, payload: Any, dtype: Any) -> jax.Array:
-  """What `to_wire(…, payload)` made, as `dtype`."""
+  """Decode the result of `to_wire(…, payload)` as `dtype`."""
   if bits.dtype != np.dtype(payload):
     bits = lax.bitcast_convert_type(bits, np.dtype(payload))
   return bits.astype(dtype)
 
 
 def dtypes(x: jax.Array, payload: Any, accumulate: Any) -> tuple[Any, Any]:
-  """What is sent and what sums are made in.
+  """Return the dtype that is sent and the dtype of sums.
 
   Integers are sent and summed as they are. Floats are sent as `payload` (None:
   as they are) and summed in `accumulate` (None: in what is sent).

@@ -209,10 +209,11 @@ class Exchange(Choice):
 class Sync(Choice):
   """When workers synchronize their parameters.
 
-  `build(context: SyncContext)` returns an `exchange.local.LocalUpdate`, or None: all
-  devices take every step together.
+  `build(context: SyncContext)` returns an `exchange.local_updates.LocalUpdate`, or None
+  where all devices take every step together.
   """
 
+  is_local_sgd = True  # workers train alone in between: `build` does not return None
   workers = "device"
 
 

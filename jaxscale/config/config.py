@@ -128,9 +128,9 @@ class Config:
   log: Log = Log()
 
   @property
-  def trains_apart(self) -> bool:
+  def is_local_sgd(self) -> bool:
     """Whether workers take steps of their own between synchronizations."""
-    return type(self.sync).__name__ != "EveryStep"
+    return self.sync.is_local_sgd
 
   def shared(self) -> dict[str, str]:
     """Texts that must be the same in all processes of a run, by name."""
@@ -166,7 +166,7 @@ class Config:
       raise ConfigError(f"Phases.epochs={self.phases.epochs}: {epochs}, {remedy}")
     _check_neutral(self)
     _check_exchange(self)
-    if self.trains_apart:
+    if self.is_local_sgd:
       _check_local(self)
     check_layout(self)
     check_forms(self)

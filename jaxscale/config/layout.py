@@ -117,7 +117,7 @@ def _check_whole(config: Any, split: str) -> None:
   is_adaptive = type(config.phases).__name__ == "AdaptiveBatch"
   for what, is_asked, remedy in (
     ("Config.noise_scale=True", config.noise_scale, "set it to False"),
-    (f"Config.sync={type(config.sync).__name__}", config.trains_apart, "use EveryStep"),
+    (f"Config.sync={type(config.sync).__name__}", config.is_local_sgd, "use EveryStep"),
     ("Log.step_report=True", config.log.step_report, "set it to False"),
     ("Config.phases=AdaptiveBatch", is_adaptive, "use Phases"),
   ):

@@ -147,13 +147,16 @@ class Described(NamedTuple):
     return self.data.get("vocab_size" if self.is_text else "num_classes")
 
   def settings(self) -> Config:
-    """The config itself.
+    """Return the config itself, with the default of `log`.
+
+    What a run logs changes nothing that it made, and other versions log other things.
 
     Raises:
       ConfigError: it is of another version of jaxscale, which had other settings.
     """
     try:
-      return from_plain(Config, self.config, self.workdir)
+      plain = {name: value for name, value in self.config.items() if name != "log"}
+      return from_plain(Config, plain, self.workdir)
     except ConfigError as e:
       raise ConfigError(f"--workdir={self.workdir}: its config.json has {e}") from None
 

@@ -166,27 +166,23 @@ class Log:
   Attributes:
     every_steps: steps between two records of metrics.
     tensorboard: also write TensorBoard event files.
-    trackers: also log to these, e.g. "Wandb,Prometheus", each once.
+    trackers: also log to these, e.g. "Wandb,MLflow", each once.
     trust_ratios: also write each layer's trust ratio (LARS, LAMB).
-    mllog: also write `mllog.txt`, the log of MLPerf.
     step_report: before the first step, measure how long a step computes, how long
       it waits for the exchange, and how processes differ; costs two compilations
       and some dozens of steps.
     profile: steps to trace for XProf, as "100:110", both included; at most 100, as
       traces are large. `jaxscale profile RUN` traces steps of a run that trains.
     profile_processes: the processes that trace them.
-    dump_hlo: write the step's program, as it is compiled, into hlo/.
   """
 
   every_steps: Count = 50
   tensorboard: bool = True
   trackers: tuple[Tracker, ...] = ()
   trust_ratios: bool = False
-  mllog: bool = False
   step_report: bool = False
   profile: str | None = None
   profile_processes: Annotated[tuple[int, ...], ">= 0"] = (0,)
-  dump_hlo: bool = False
 
   def __post_init__(self):
     self.profiled_steps()

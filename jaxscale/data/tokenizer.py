@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxscale.config.validation import nearest
 from jaxscale.errors import ConfigError, invalid
-from jaxscale.files import read_bytes, require_json
+from jaxscale.files import read_bytes
 
 # What tokenizers call the end of a document, in the order of preference.
 _ENDS = (
@@ -100,51 +100,7 @@ def read_tokenizer(
     return np.array([i for one in found for i in (*one.ids, end)], dtype)
 
   key = f"{hashlib.sha256(content).hexdigest()} {end}"
-  return Tokenizer(key, vocab_size, end, encode, _decoder(model, skip_special=False))
-
-
-class PromptTokenizer(NamedTuple):
-  """The tokenizer of a folder as Hugging Face's, as its model expects prompts.
-
-  Attributes:
-    encode: text -> tokens, with the special ones in front that the folder asks for.
-    decode: (tokens, those before them) -> the text that they add, without special ones.
-    special: (role, as "eos") -> the token that tokenizer_config.json names, or None.
-  """
-
-  encode: Callable[[str], list[int]]
-  decode: Callable[[Sequence[int], Sequence[int]], str]
-  special: Callable[[str], int | None]
-
-
-def read_prompt_tokenizer(folder: Path) -> PromptTokenizer:
-  """The tokenizer.json of a folder, and the tokenizer_config.json next to it.
-
-  Raises:
-    ConfigError: as `read_tokenizer`, or the tokenizer_config.json is unreadable.
-  """
-  _, model = _load(str(folder / "tokenizer.json"), "tokenizer")
-  where = folder / "tokenizer_config.json"
-  remedy = "copy it again, or remove it"
-  settings = require_json(where, {}, remedy) if where.exists() else {}
-
-  def special(role: str) -> int | None:
-    name = settings.get(f"{role}_token")
-    name = name.get("content") if isinstance(name, dict) else name
-    # Of a text with half a surrogate pair, which JSON may have, the package raises.
-    is_text = isinstance(name, str) and name.isprintable()
-    return model.token_to_id(name) if is_text else None
-
-  def encode(text: str) -> list[int]:
-    whole = text.encode(errors="surrogateescape").decode(errors="replace")
-    tokens, first = model.encode(whole).ids, special("bos")
-    # Where it is given, it stands above what tokenizer.json adds.
-    wanted = settings.get("add_bos_token")
-    if first is not None and wanted is True and tokens[:1] != [first]:
-      return [first, *tokens]
-    return tokens[1:] if wanted is False and tokens[:1] == [first] else tokens
-
-  return PromptTokenizer(encode, _decoder(model, skip_special=True), special)
+  return Tokenizer(key, vocab_size, end, encode, _decoder(model))
 
 
 def _load(name: str, field: str) -> tuple[bytes, Any]:
@@ -178,11 +134,11 @@ def _load(name: str, field: str) -> tuple[bytes, Any]:
   return content, model
 
 
-def _decoder(model: Any, *, skip_special: bool) -> Callable[..., str]:
+def _decoder(model: Any) -> Callable[..., str]:
   """(tokens, those before them) -> the text that they add to it."""
 
   def text_of(tokens: Sequence[int]) -> str:
-    return model.decode(list(tokens), skip_special_tokens=skip_special)
+    return model.decode(list(tokens), skip_special_tokens=False)
 
   def decode(tokens: Sequence[int], before: Sequence[int]) -> str:
     # Some write a word without its space where it is the first of what they are given.

@@ -1,4 +1,4 @@
-"""What an exchange is, the plain ones, and what those that keep a state share.
+"""The interface of exchanges, the plain ones, and helpers for those with a state.
 
 What an exchange did not send yet must arrive all the same. With r_i what device i
 keeps of the gradients, it is late in the mean of N devices by 1/N sum_i r_i, so
@@ -28,7 +28,7 @@ Axes = tuple[str, ...]  # names of mesh axes
 
 
 class Exchange(NamedTuple):
-  """How gradients are averaged over the devices.
+  """A way to average gradients over the devices.
 
   Attributes:
     init: params -> one device's exchange state.
@@ -64,7 +64,7 @@ def plain(axes: tuple[str, ...]) -> Exchange:
     ()
   """
 
-  def mean(g):
+  def mean(g: jax.Array):
     return lax.psum(g, axes) / lax.axis_size(axes)
 
   return stateless(lambda grads: jax.tree.map(mean, grads))
@@ -83,7 +83,7 @@ def planned(by: Plan) -> Exchange:
     ()
   """
 
-  def mean(grads):
+  def mean(grads: Grads):
     num_devices = lax.axis_size(by.axes)
     return jax.tree.map(lambda g: g / num_devices, sum_tree(grads, by))
 
@@ -135,7 +135,7 @@ def mean_for_all(state: Any, num_devices: int) -> Any:
            [3.]], dtype=float32)}
   """
 
-  def mean(x):
+  def mean(x: jax.Array):
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return copies((jnp.sum(wide, axis=0) / len(x)).astype(x.dtype), num_devices)
 

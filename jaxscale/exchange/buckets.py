@@ -52,7 +52,7 @@ class Piece(NamedTuple):
 
 
 def layout(leaves: Sequence[Any], bucket_bytes: int) -> list[list[Piece]]:
-  """Which pieces of which leaves make each bucket.
+  """Return the pieces of leaves that make each bucket.
 
   A bucket has one dtype, and all but the last of a dtype are full.
 
@@ -221,7 +221,7 @@ def bucketed(
     raise ConfigError(f"bucket_bytes={bucket_bytes}: give the bytes of a bucket, >= 1")
   sum_over = reduce or (lambda x: lax.psum(x, axes))
 
-  def mean(_, bucket):
+  def mean(_: int, bucket: jax.Array):
     return sum_over(bucket) / lax.axis_size(axes)
 
   return stateless(lambda grads: map_buckets(mean, grads, bucket_bytes))

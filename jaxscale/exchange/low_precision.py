@@ -14,7 +14,7 @@ XLA on CPU widens collectives of bfloat16 to float32, never those of integers.
 
 import functools
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +78,7 @@ def half_precision(
   accumulate = jnp.float32 if sum_in == "float32" else None
   total = functools.partial(sum_tree, by=by, payload=payload, accumulate=accumulate)
 
-  def reduce(bucket):
+  def reduce(bucket: jax.Array):
     x = bucket.astype(jnp.float32)
     if dtype == "bfloat16":
       return total(x).astype(bucket.dtype)
@@ -100,7 +100,7 @@ def int8(
   E[q s] = x, so the mean is unbiased without a residual, and each of the two
   roundings errs by less than s: the mean by less than (mean_i max |x_i| +
   max |mean|) / 127 in a block. `u` has 16 bits, a bias of at most s 2^-17. Keys
-  come from the seed, the step counted in the state, the device's place in the
+  come from the seed, the step counted in the state, the device's position in the
   mesh, the bucket and the stage. Blocks do not cross tensors, whose gradients may
   differ by orders of magnitude: a tensor is filled up to a multiple of a block. The
   four bytes of a scale travel in the same collective as the payload.
@@ -129,12 +129,12 @@ def int8(
       f"{4 * block} or more"
     )
 
-  def exchange(grads, state):
+  def exchange(grads: Any, state: Any):
     num_devices = lax.axis_size(axes)
     key = jax.random.fold_in(jax.random.key(seed), state["step"])
     key = jax.random.fold_in(key, lax.axis_index(axes))
 
-    def mean(number, bucket):
+    def mean(number: int, bucket: jax.Array):
       first, second = jax.random.split(jax.random.fold_in(key, number))
       chunk = -(-bucket.size // (num_devices * block)) * block
       rows = jnp.pad(bucket, (0, num_devices * chunk - bucket.size))
@@ -147,10 +147,10 @@ def int8(
 
     whole_blocks = bucket_bytes // (4 * block) * 4 * block
 
-    def flat(g):
+    def flat(g: jax.Array):
       return jnp.pad(g.reshape(-1).astype(jnp.float32), (0, -g.size % block))
 
-    def like(mean, g):
+    def like(mean: jax.Array, g: jax.Array):
       return mean[: g.size].reshape(g.shape).astype(g.dtype)
 
     means = map_buckets(mean, jax.tree.map(flat, grads), whole_blocks)
@@ -182,7 +182,7 @@ def encode_int8(x: jax.Array, block: int, key: jax.Array) -> jax.Array:
 
 
 def decode_int8(payload: jax.Array, block: int) -> jax.Array:
-  """What `encode_int8` stands for: float32 [rows, elements]."""
+  """Decode a payload of `encode_int8`: float32 [rows, elements]."""
   rows, count = payload.shape[0], payload.shape[1] // (block + 4)
   q, sent = jnp.split(payload, [count * block], axis=1)
   scale = lax.bitcast_convert_type(sent.reshape(rows, count, 4), jnp.float32)

@@ -34,7 +34,13 @@ from jax import lax
 
 from jaxscale.collectives import add_rows
 from jaxscale.errors import ConfigError
-from jaxscale.exchange.base import Exchange, check_devices, mean_for_all, zero_residuals
+from jaxscale.exchange.base import (
+  Axes,
+  Exchange,
+  check_devices,
+  mean_for_all,
+  zero_residuals,
+)
 from jaxscale.exchange.buckets import BUCKET_BYTES, exchange_groups, whole_means
 
 _VALUES = 8  # bytes of the two float32 of a column
@@ -46,12 +52,12 @@ class Columns(NamedTuple):
   """A tensor as columns, spread over the devices.
 
   Attributes:
-    count: columns there are.
+    number: columns there are.
     rows: elements of a column.
     own: columns of a device's stripe; the last stripes are filled with zeros.
   """
 
-  count: int
+  number: int
   rows: int
   own: int
 
@@ -61,14 +67,14 @@ def columns(shape: tuple[int, ...], num_devices: int) -> Columns:
 
   Example:
     >>> columns((3, 3, 64, 128), 8)
-    Columns(count=128, rows=576, own=16)
+    Columns(number=128, rows=576, own=16)
   """
   count = shape[-1] if len(shape) > 1 else 1
   return Columns(count, math.prod(shape) // max(count, 1), -(-count // num_devices))
 
 
 def shrinks(shape: tuple[int, ...], num_devices: int) -> bool:
-  """Whether the quantised stripes of a tensor are smaller than its float32."""
+  """Return whether the quantised stripes of a tensor are smaller than its float32."""
   _, rows, own = columns(shape, num_devices)
   stripe = own * (-(-rows // 8) + _VALUES)
   return stripe * num_devices < 4 * math.prod(shape)
@@ -107,19 +113,19 @@ def one_bit(
   if num_devices < 1:
     raise ConfigError(f"num_devices={num_devices}: give mesh.size, >= 1")
 
-  def init(params):
-    def owner(p):
+  def init(params: Any):
+    def owner(p: jax.Array):
       _, rows, own = columns(p.shape, num_devices)
       return jnp.zeros((rows, own), jnp.float32)
 
     return {"residual": zero_residuals(params), "stripe": jax.tree.map(owner, params)}
 
-  def exchange(grads, state):
+  def exchange(grads: Any, state: Any):
     check_devices("one_bit", axes, num_devices)
     structure = jax.tree.structure(grads)
     owner = structure.flatten_up_to(state["stripe"])
 
-    def group(numbers, xs):
+    def group(numbers: list[int], xs: list[jax.Array]):
       given = dict(zip(numbers, xs, strict=True))
       large = [i for i in numbers if shrinks(given[i].shape, num_devices)]
       # The others' residuals are 0, but after `resize` from devices where they shrank.
@@ -143,7 +149,7 @@ def resize(state: Any, num_devices: int) -> Any:
     num_devices: the new number, N'.
   """
 
-  def tensor(residual, owner):
+  def tensor(residual: jax.Array, owner: jax.Array):
     shape, old = residual.shape[1:], len(owner)
     size = columns(shape, num_devices)
     whole = _from_stripes(owner[:, None], size)
@@ -160,7 +166,7 @@ def resize(state: Any, num_devices: int) -> Any:
   return {"residual": residual, "stripe": owner}
 
 
-def _exchange_group(axes, tensors, owners):
+def _exchange_group(axes: Axes, tensors: list[jax.Array], owners: list[jax.Array]):
   """[(sum over devices, residual, owner's residual)] of tensors sent at once.
 
   Tensors with the same columns are one array [tensors, rows, columns], so that they
@@ -173,29 +179,29 @@ def _exchange_group(axes, tensors, owners):
   for i, x in enumerate(tensors):
     alike.setdefault(columns(x.shape, num_devices), []).append(i)
   xs = [
-    jnp.stack([tensors[i].reshape(size.rows, size.count) for i in places])
-    for size, places in alike.items()
+    jnp.stack([tensors[i].reshape(size.rows, size.number) for i in indices])
+    for size, indices in alike.items()
   ]
   sent = [quantise_columns(x) for x in xs]
   pairs = zip(sent, alike, strict=True)
   stripes = [_to_stripes(q, size, num_devices) for q, size in pairs]
   received = lax.all_to_all(_join(stripes), axes, 0, 0)
   ys = [
-    add_rows(dequantise_columns(q, size.rows)) + jnp.stack([owners[i] for i in places])
-    for q, (size, places) in zip(_split(received, stripes), alike.items(), strict=True)
+    add_rows(dequantise_columns(q, size.rows)) + jnp.stack([owners[i] for i in indices])
+    for q, (size, indices) in zip(_split(received, stripes), alike.items(), strict=True)
   ]
   passed = [quantise_columns(y) for y in ys]
   own = [q[None] for q in passed]
   gathered = lax.all_gather(_join(own), axes, tiled=True, to="invarying")
   done: list[Any] = list(tensors)
   totals = _split(gathered, own)
-  for x, q, y, p, total, (size, places) in zip(
+  for x, q, y, p, total, (size, indices) in zip(
     xs, sent, ys, passed, totals, alike.items(), strict=True
   ):
     summed = dequantise_columns(_from_stripes(total, size), size.rows)
     left = x - dequantise_columns(q, size.rows)
     own_left = y - dequantise_columns(p, size.rows)
-    for k, i in enumerate(places):
+    for k, i in enumerate(indices):
       shape = tensors[i].shape
       done[i] = summed[k].reshape(shape), left[k].reshape(shape), own_left[k]
   return done
@@ -238,7 +244,7 @@ def quantise_columns(x: jax.Array) -> jax.Array:
 
 
 def dequantise_columns(q: jax.Array, rows: int) -> jax.Array:
-  """What `quantise_columns` stands for: float32 [..., rows, columns]."""
+  """Decode the result of `quantise_columns`: float32 [..., rows, columns]."""
   *batch, _, count = q.shape
   values = q[..., -_VALUES:, :].reshape(*batch, 2, 4, count)
   means = lax.bitcast_convert_type(jnp.moveaxis(values, -2, -1), jnp.float32)
@@ -253,7 +259,7 @@ def _to_stripes(q: jax.Array, size: Columns, num_devices: int) -> jax.Array:
   Returns:
     [devices, tensors, rows, own].
   """
-  missing = num_devices * size.own - size.count
+  missing = num_devices * size.own - size.number
   q = jnp.pad(q, ((0, 0), (0, 0), (0, missing)))
   return jnp.moveaxis(q.reshape(*q.shape[:2], num_devices, size.own), 2, 0)
 
@@ -261,11 +267,11 @@ def _to_stripes(q: jax.Array, size: Columns, num_devices: int) -> jax.Array:
 def _from_stripes(q: jax.Array, size: Columns) -> jax.Array:
   """The inverse of `_to_stripes`."""
   q = jnp.moveaxis(q, 0, 2)
-  return q.reshape(*q.shape[:2], -1)[..., : size.count]
+  return q.reshape(*q.shape[:2], -1)[..., : size.number]
 
 
 def _join(parts: list[jax.Array]) -> jax.Array:
-  """What goes to each device, end to end: uint8 [devices, bytes]."""
+  """Concatenate the parts for each device: uint8 [devices, bytes]."""
   return jnp.concatenate([p.reshape(len(p), -1) for p in parts], axis=1)
 
 

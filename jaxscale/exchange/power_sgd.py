@@ -17,6 +17,7 @@ Source: arXiv:1905.13727, algorithms 1 and 2 (error feedback, warm start of Q).
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,10 +72,10 @@ def power_sgd(
   if rank < 1:
     raise ConfigError(f"rank={rank}: give the columns of P and Q, >= 1")
 
-  def shrinking(leaves):
+  def shrinking(leaves: list[Any]):
     return [i for i, x in enumerate(leaves) if matrix_shape(x.shape, rank)]
 
-  def init(params):
+  def init(params: Any):
     leaves = jax.tree.leaves(params)
     key = jax.random.key(seed)
     qs = tuple(
@@ -83,10 +84,10 @@ def power_sgd(
     )
     return {"residual": zero_residuals(params), "q": qs}
 
-  def exchange(grads, state):
+  def exchange(grads: Any, state: Any):
     qs = dict(zip(shrinking(jax.tree.leaves(grads)), state["q"], strict=True))
 
-    def group(numbers, xs):
+    def group(numbers: list[int], xs: list[jax.Array]):
       given, devices = dict(zip(numbers, xs, strict=True)), lax.axis_size(axes)
       low = {i: x for i, x in given.items() if i in qs}
       whole = [i for i in numbers if i not in qs]
@@ -102,7 +103,7 @@ def power_sgd(
     means, left = exchange_groups(group, grads, state["residual"], bucket_bytes)
     return means, {"residual": left, "q": tuple(qs.values())}
 
-  def resize(state, num_devices):
+  def resize(state: Any, num_devices: int):
     return {
       "residual": mean_for_all(state["residual"], num_devices),
       "q": base.same_for_all(state["q"], num_devices),
@@ -111,7 +112,9 @@ def power_sgd(
   return Exchange(init, exchange, resize)
 
 
-def _exchange_group(xs, qs, whole, axes):
+def _exchange_group(
+  xs: list[jax.Array], qs: list[jax.Array], whole: list[jax.Array], axes: Axes
+):
   """([(mean, residual, next Q)] of the tensors xs, sums of the tensors `whole`)."""
   num_devices = lax.axis_size(axes)
   matrices = [x.reshape(-1, x.shape[-1]) for x in xs]
@@ -129,7 +132,7 @@ def _exchange_group(xs, qs, whole, axes):
   return done, sums[len(ps) :]
 
 
-def _orthonormal(ps):
+def _orthonormal(ps: list[jax.Array]):
   """`orthonormalise` of matrices [n, rank] of several n, with code for one.
 
   Rows of zeros are added to the shorter ones and change nothing of the others. Of

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+import functools
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from jaxscale.config.bases import Exchange, ExchangeContext, Sync, SyncContext
 from jaxscale.config.bounds import Count, Fraction, NonNegative, Positive
@@ -10,7 +11,8 @@ from jaxscale.errors import ConfigError
 
 if TYPE_CHECKING:
   from jaxscale import exchange
-  from jaxscale.exchange.local import LocalUpdate
+  from jaxscale.collectives import Plan
+  from jaxscale.exchange.local_updates import LocalUpdate
 
 # The names that --config.exchange= takes (by HOMES in config/choice.py).
 __all__ = [
@@ -26,19 +28,17 @@ class AllReduce(Exchange):
 
   Attributes:
     algorithm: "psum" (XLA's own), "ring", "torus", "hierarchical",
-      "halving_doubling", or "auto": what is fastest by `links`.
-    dims: of "torus", as "data:4", fastest links first; (): the planner's.
-    links: file of `jaxscale bench --json FILE`; None: links
-      are assumed.
+      or "halving_doubling".
+    dims: of "torus", as "data:4", fastest links first, which `jaxscale bench` prints
+      for your links; (): planned for assumed links.
     bucket_bytes: gradients travel in flat buckets of this size; None: as tensors,
       or for "psum" between processes on CPUs in buckets of 25 MiB.
   """
 
-  algorithm: Literal[
-    "psum", "ring", "torus", "hierarchical", "halving_doubling", "auto"
-  ] = "psum"
+  algorithm: Literal["psum", "ring", "torus", "hierarchical", "halving_doubling"] = (
+    "psum"
+  )
   dims: tuple[str, ...] = ()
-  links: str | None = None
   bucket_bytes: Annotated[int | None, ">= 4"] = None
 
   averages_exactly = True
@@ -55,9 +55,37 @@ class AllReduce(Exchange):
         raise ConfigError(f"{name}.dims={self.dims}: give axis:size, as 'data:4'")
 
   def build(self, context: ExchangeContext) -> exchange.Exchange:
-    from jaxscale.exchange.choose import all_reduce
+    from jaxscale.collectives import sum_tree
+    from jaxscale.exchange import base, buckets
 
-    return all_reduce(self, context)
+    by, size = self.plan(context), self.bucket_bytes
+    if by.algorithm == "psum" and size is None:
+      size = buckets.best_bucket_bytes(context.mesh)
+    if size is not None:
+      reduce = functools.partial(sum_tree, by=by)
+      return buckets.bucketed(context.axes, bucket_bytes=size, reduce=reduce)
+    return base.plain(context.axes) if by.algorithm == "psum" else base.planned(by)
+
+  def plan(self, context: ExchangeContext, payload: Any = None) -> Plan:
+    """Return the all-reduce by `algorithm`; `payload` is the dtype that is sent.
+
+    Raises:
+      ConfigError: `dims` do not fit the devices.
+    """
+    from jaxscale import collectives
+
+    num_bytes, is_planned = 0, self.algorithm == "torus" and not self.dims
+    if is_planned:
+      num_bytes = collectives.payload_bytes(context.params(), payload)
+      if self.bucket_bytes is not None:  # of float32, whatever is sent
+        num_bytes = min(num_bytes, self.bucket_bytes // (2 if payload else 1))
+    dims = [(axis, int(n)) for axis, _, n in (d.partition(":") for d in self.dims)]
+    sizes, dims = context.sizes, dims or None
+    by = collectives.plan(sizes, num_bytes, self.algorithm, dims=dims)
+    if is_planned:
+      size = f"{num_bytes / 1e6:.3g} MB at once"
+      context.note(f"exchange by {by}, for {size} on assumed links")
+    return by
 
 
 class HalfPrecision(AllReduce):
@@ -73,9 +101,17 @@ class HalfPrecision(AllReduce):
   sum_in: Literal["float32", "payload"] = "float32"
   bucket_bytes: Annotated[int, ">= 4"] = _BUCKET
 
+  def build(self, context: ExchangeContext) -> exchange.Exchange:
+    from jaxscale.exchange.low_precision import half_precision
+
+    return half_precision(
+      context.axes, self.dtype, by=self.plan(context, self.dtype), sum_in=self.sum_in,
+      bucket_bytes=self.bucket_bytes,
+    )  # fmt: skip
+
 
 class Compressed(Exchange):
-  """What compressed exchanges share.
+  """Settings that compressed exchanges share.
 
   Attributes:
     bucket_bytes: of gradients that travel together.
@@ -155,6 +191,8 @@ class PowerSGD(OneBit):
 class EveryStep(Sync):
   """All devices take every step together."""
 
+  is_local_sgd = False
+
   def build(self, context: SyncContext) -> LocalUpdate | None:
     return None
 
@@ -174,7 +212,7 @@ class LocalSGD(Sync):
   workers: Literal["device", "replica"] = "device"
 
   def build(self, context: SyncContext) -> LocalUpdate:
-    from jaxscale.exchange.local import local_sgd
+    from jaxscale.exchange.local_updates import local_sgd
 
     return local_sgd(self.sync_every_steps)
 
@@ -192,7 +230,7 @@ class DiLoCo(LocalSGD):
   outer_momentum: Fraction = 0.9
 
   def build(self, context: SyncContext) -> LocalUpdate:
-    from jaxscale.exchange.local import diloco
+    from jaxscale.exchange.local_updates import diloco
 
     rate, momentum = self.outer_lr, self.outer_momentum
     return diloco(self.sync_every_steps, rate=rate, momentum=momentum)
@@ -217,13 +255,44 @@ class BlockMomentum(LocalSGD):
   reset_momentum: bool = True
 
   def build(self, context: SyncContext) -> LocalUpdate:
-    from jaxscale.exchange import local
+    from jaxscale.exchange import local_updates
 
-    every = self.sync_every_steps or local.block_steps(context.worker_batch)
+    every = self.sync_every_steps or local_updates.block_steps(context.worker_batch)
     given = context.num_train, every, context.worker_batch, context.num_workers
-    if note := local.check_samples(*given):
+    if note := local_updates.check_samples(*given):
       context.note(note)
-    return local.block_momentum(
+    return local_updates.block_momentum(
       every, context.num_workers, momentum=self.outer_momentum, rate=self.outer_lr,
       nesterov=self.nesterov, reset_momentum=self.reset_momentum,
     )  # fmt: skip
+
+
+def _links(
+  file: str | None, sizes: dict[str, int]
+) -> tuple[dict[str, Link], list[Measured], str]:
+  """Return links of the mesh's axes, measurements on such a mesh, and their source."""
+  from jaxscale import collectives
+  from jaxscale.mesh import AXES, BN_AXIS
+
+  if file is None:
+    found, measured = collectives.default_links(AXES), []
+    source = "planned by assumed links"
+  else:
+    try:
+      found, measured = collectives.read_measurements(file)
+    except ConfigError as e:
+      raise ConfigError(f"links={e}") from None
+    measured = collectives.measured_on(sizes, measured)
+    source = f"as measured in {file}" if measured else (
+      f"planned by the links of {file}: no mesh of this shape was measured"
+    )  # fmt: skip
+  # Neighbours of that axis, where they were not measured apart.
+  for axis in (BN_AXIS, "fsdp", "model"):
+    if axis in sizes and axis not in found and "data" in found:
+      found = found | {axis: found["data"]}
+  if missing := [axis for axis, n in sizes.items() if n > 1 and axis not in found]:
+    raise ConfigError(
+      f"links={file}: has no {missing[0]!r}, measure it on the mesh of the "
+      f"run: --mesh {'x'.join(str(sizes[a]) for a in AXES)}"
+    )
+  return {axis: found[axis] for axis in found if axis in sizes}, measured, source

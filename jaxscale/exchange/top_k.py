@@ -1,13 +1,13 @@
 """The largest elements alone, with error feedback.
 
 Of x = g + r, the gradient plus what was not sent before, a device sends the k
-elements of largest magnitude with their places:
+elements of largest magnitude with their indices:
 
     S = the k indices of largest |x|
     result = 1/N sum_i x_i [on S_i],   r' = x [off S]
 
 k is a share of each tensor, or of each bucket of tensors laid end to end. One
-all_gather carries places (int32) and values (float32): each device sends 8 k bytes,
+all_gather carries indices (int32) and values (float32): each device sends 8 k bytes,
 and N times that it receives. A plain all-reduce moves 8 bytes an element through
 every device, so the exchange is smaller only while share < 1 / N.
 
@@ -18,15 +18,22 @@ and why it converges), arXiv:1712.01887 (the share a tensor).
 import itertools
 import math
 import sys
-from typing import Literal
+from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxscale.collectives.typed import vary, varying
 from jaxscale.errors import ConfigError
 from jaxscale.exchange import buckets
-from jaxscale.exchange.base import Exchange, check_devices, mean_for_all, zero_residuals
+from jaxscale.exchange.base import (
+  Axes,
+  Exchange,
+  check_devices,
+  mean_for_all,
+  zero_residuals,
+)
 from jaxscale.exchange.buckets import BUCKET_BYTES, exchange_groups, whole_means
 
 
@@ -72,15 +79,15 @@ def top_k(
   if per not in ("tensor", "bucket"):
     raise ConfigError(f'per={per!r}: give "tensor" or "bucket"')
 
-  def exchange(grads, state):
+  def exchange(grads: Any, state: Any):
     check_devices("top_k", axes, num_devices)
 
-    def tensors(_, xs):
+    def tensors(_: list[int], xs: list[jax.Array]):
       done = _exchange_group([x.reshape(-1) for x in xs], share, axes)
       pairs = zip(xs, done, strict=True)
       return [(a.reshape(x.shape), b.reshape(x.shape)) for x, (a, b) in pairs]
 
-    def by_bucket(_, xs):
+    def by_bucket(_: list[int], xs: list[jax.Array]):
       xs = xs[::-1]  # groups have the last leaf first, as `layout` takes them
       pieces = buckets.layout(xs, bucket_bytes)
       pairs = [_exchange_group([x], share, axes)[0] for x in buckets.pack(xs, pieces)]
@@ -94,35 +101,35 @@ def top_k(
   return Exchange(lambda p: {"residual": zero_residuals(p)}, exchange, mean_for_all)
 
 
-def _exchange_group(xs, share, axes):
+def _exchange_group(xs: list[jax.Array], share: float, axes: Axes):
   """[(mean, residual)] of flat arrays that are sent at once."""
   num_devices = lax.axis_size(axes)
   # Rounded, since 0.07 * 100 is 7.000000000000001.
   counts = [math.ceil(round(share * x.size, 6)) for x in xs]
   sparse = [i for i, k in enumerate(counts) if k * num_devices < xs[i].size]
   done = whole_means({i: x for i, x in enumerate(xs) if i not in sparse}, axes)
-  places = [lax.top_k(jnp.abs(xs[i]), counts[i])[1] for i in sparse]
-  means = _mean_of_sent([xs[i] for i in sparse], places, axes)
-  for i, mean, place in zip(sparse, means, places, strict=True):
-    done[i] = mean, xs[i].at[place].set(0.0, unique_indices=True)
+  indices = [lax.top_k(jnp.abs(xs[i]), counts[i])[1] for i in sparse]
+  means = _mean_of_sent([xs[i] for i in sparse], indices, axes)
+  for i, mean, index in zip(sparse, means, indices, strict=True):
+    done[i] = mean, xs[i].at[index].set(0.0, unique_indices=True)
   return [done[i] for i in range(len(xs))]
 
 
-def _mean_of_sent(xs, places, axes):
-  """The means over devices of arrays that are zero but at a device's places."""
+def _mean_of_sent(xs: list[jax.Array], indices: list[jax.Array], axes: Axes):
+  """The means over devices of arrays that are zero but at a device's indices."""
   if not xs:
     return []
   starts = [sum(x.size for x in xs[:i]) for i in range(len(xs) + 1)]
-  values = jnp.concatenate([x[p] for x, p in zip(xs, places, strict=True)])
-  shifted = jnp.concatenate([p + a for p, a in zip(places, starts[:-1], strict=True)])
+  values = jnp.concatenate([x[p] for x, p in zip(xs, indices, strict=True)])
+  shifted = jnp.concatenate([p + a for p, a in zip(indices, starts[:-1], strict=True)])
   sent = jnp.stack([shifted, lax.bitcast_convert_type(values, jnp.int32)])
   received = lax.all_gather(sent, axes, to="invarying")  # int32 [devices, 2, k]
 
-  def add(total, one):
-    place, value = one[0], lax.bitcast_convert_type(one[1], jnp.float32)
-    return total.at[place].add(value, unique_indices=True), None
+  def add(total: jax.Array, one: jax.Array):
+    index, value = one[0], lax.bitcast_convert_type(one[1], jnp.float32)
+    return total.at[index].add(value, unique_indices=True), None
 
-  # One device after another: a scatter to one place twice adds in any order
+  # One device after another: a scatter to one index twice adds in any order
   # on a GPU, and replicas would drift apart.
   none = vary(jnp.zeros(starts[-1], jnp.float32), varying(received))
   total, _ = lax.scan(add, none, received)

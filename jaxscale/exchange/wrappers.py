@@ -39,10 +39,10 @@ def delayed(inner: Exchange) -> Exchange:
   Source: CNTK's `bufferedAsyncGradientAggregation`.
   """
 
-  def init(params):
+  def init(params: Any):
     return {"grads": jax.tree.map(jnp.zeros_like, params), "inner": inner.init(params)}
 
-  def exchange(grads, state):
+  def exchange(grads: Any, state: Any):
     means, own = inner.exchange(state["grads"], state["inner"])
     return means, {"grads": grads, "inner": own}
 
@@ -87,13 +87,13 @@ def warm_start(
     return inner
   before = first or plain(axes)
 
-  def init(params):
+  def init(params: Any):
     if jax.tree.leaves(before.init(params)):
       raise ConfigError("warm_start.first: keeps a state, give one without, as plain")
     return {"step": jnp.zeros((), jnp.int32), "inner": inner.init(params)}
 
-  def exchange(grads, state):
-    def early(own):
+  def exchange(grads: Any, state: Any):
+    def early(own: Any):
       return before.exchange(grads, ())[0], own
 
     late = functools.partial(inner.exchange, grads)
@@ -126,10 +126,10 @@ def past_warm_start(state: Any) -> Any:
     True
   """
 
-  def is_counted(node):
+  def is_counted(node: Any):
     return isinstance(node, dict) and node.keys() == {"step", "inner"}
 
-  def past(node):
+  def past(node: Any):
     # Half of what an int32 counts: far past, and far from the end.
     return node | {"step": node["step"] * 0 + 2**30} if is_counted(node) else node
 
@@ -151,7 +151,7 @@ def silent(inner: Exchange, axes: tuple[str, ...]) -> Exchange:
     axes: mesh axes that it averages over.
   """
 
-  def exchange(grads, state):
+  def exchange(grads: Any, state: Any):
     return jax.tree.map(lambda g: same_everywhere(g, axes), grads), state
 
   return Exchange(inner.init, exchange)

@@ -42,16 +42,23 @@ from jaxscale.experiment.optimizer import make_optimizer, phase_rate, phase_sche
 from jaxscale.experiment.phases import Phase, phase_index, scale_velocity, step_at
 from jaxscale.mesh import batch_axes, batch_sharding, make_mesh, replicated
 from jaxscale.optim.tree_paths import path_name
-from jaxscale.parallel.layout import Layout, local_grad_shapes
 from jaxscale.parallel.layout_exchange import exchange_axes
 from jaxscale.parallel.run_stack import PipelineGrads
+from jaxscale.parallel.specs import Layout, local_grad_shapes
 from jaxscale.training import nan_guard
 from jaxscale.training import state as states
 from jaxscale.training import step as steps
 from jaxscale.training.flops import training_flops
 from jaxscale.training.local_step import make_local_train_step
-from jaxscale.training.state import TrainState, WorkerState
-from jaxscale.training.step import Batch, EvalStep, LossFn, TrainStep
+from jaxscale.training.types import (
+  Batch,
+  EvalStep,
+  LossFn,
+  StepOptions,
+  TrainState,
+  TrainStep,
+  WorkerState,
+)
 
 # What a program is compiled in, for others to wait for: `run.programs.Programs.turn`.
 Turn = contextlib.AbstractContextManager[None]
@@ -74,6 +81,7 @@ class Experiment:
   layout: Layout | None  # None: everything on every device
   loss: LossFn | PipelineGrads
   tx: optax.GradientTransformation
+  schedule: optax.Schedule  # step of the run -> learning rate, in this phase
   exchange: Exchange
   sync: Synchronization | None  # of workers that train alone
   eval_step: EvalStep
@@ -87,21 +95,23 @@ class Experiment:
   def train_step(self) -> TrainStep:
     """The train step that the other parts make."""
     config, loss = self.config, cast(LossFn, self.loss)
-    options = {
-      "accumulate_steps": self.phase.accumulate_steps,
-      "observe": trust_ratio_metrics if config.log.trust_ratios else None,
-      "skip_bad_steps": True,
-      "seed": config.seed,
-    }
-    if self.sync is not None:
-      return make_local_train_step(
-        loss, self.tx, self.mesh, self.exchange, self.sync.method,
-        workers=self.sync.workers, last_step=self.derived.total_steps, **options,
-      )  # fmt: skip
-    return steps.make_train_step(
-      loss, self.tx, self.mesh, self.exchange, layout=self.layout,
-      ema_decay=config.ema_decay, ema_warmup=config.ema_warmup,
-      noise_scale=config.noise_scale, **options,
+    options = StepOptions(
+      num_microbatches=self.phase.accumulate_steps,
+      ema_decay=config.ema_decay,
+      ema_warmup=config.ema_warmup,
+      measure_noise_scale=config.noise_scale,
+      skip_bad_steps=True,
+      observe=trust_ratio_metrics if config.log.trust_ratios else None,
+      seed=config.seed,
+    )
+    parts = loss, self.tx, self.mesh, self.exchange
+    if self.sync is None:
+      return steps.make_train_step(
+        *parts, schedule=self.schedule, layout=self.layout, options=options
+      )
+    return make_local_train_step(
+      *parts, self.sync.method, schedule=self.schedule, workers=self.sync.workers,
+      last_step=self.derived.total_steps, options=options,
     )  # fmt: skip
 
   def init_state(
@@ -295,6 +305,7 @@ def _phase_parts(
     "phase": phase,
     "train_data": train_data,
     "tx": make_optimizer(config, schedule, warmup, momentum),
+    "schedule": schedule,
     "loss": layouts.make_loss(config, model, layout, objective),
     "exchange": exchange,
     "sync": sync,

@@ -10,9 +10,10 @@ from typing import NamedTuple
 from jaxscale import config as cfg
 from jaxscale import optim
 from jaxscale.errors import ConfigError
-from jaxscale.experiment.microbatches import over_devices
+from jaxscale.experiment.microbatches import bn_span_of, over_devices
 from jaxscale.experiment.phases import Phase, plan
 from jaxscale.mesh import mesh_shape
+from jaxscale.metrics.text import listed, plural
 
 
 class Derived(NamedTuple):
@@ -185,3 +186,42 @@ def _phases(config: cfg.Config, num_train: int, chosen: Sequence[int]):
   sizes = sizes or [config.batch_size] * n
   micros, images = micros or [config.accumulate_steps] * n, images or [None] * n
   return plan(epochs, sizes, micros, images, total_epochs=total, num_train=num_train)
+
+
+def device_summary(config: cfg.Config, derived: Derived) -> str | None:
+  """Return a line for the log, where the run began on another number of devices.
+
+  For example "8 devices, 16 at the start: 2 micro-batches per step instead of 1, so
+  that a device still holds 64 examples at a time; the global batch and the order of
+  examples stay".
+  """
+  each = derived.num_devices // derived.row_blocks  # devices that share their rows
+  here, start = derived.row_blocks, max(derived.start_devices // each, 1)
+  if here == start:
+    return None
+  asked = getattr(config.phases, "accumulate_steps", ())
+  phases, micros = derived.phases, config.accumulate_steps
+  then = [asked[phase.ordinal] if asked else micros for phase in phases]
+  now = [phase.accumulate_steps for phase in phases]
+  before, rows = (
+    [s.batch_size // (n * m) for s, m in zip(phases, micros, strict=True)]
+    for n, micros in ((start, then), (here, now))
+  )
+  micros = f"{_each(now)} micro-batch{'es' * (_each(now) != '1')} per step"
+  micros += ", as then" if then == now else f" instead of {_each(then)}"
+  if rows == before:
+    held = f"so that a device still holds {_each(rows)} examples at a time"
+  else:
+    held = f"a device holds {_each(rows)} examples at a time, {_each(before)} then"
+  text = (
+    f"{plural(here, 'device')}, {start} at the start: {micros}, {held}; "
+    "the global batch and the order of examples stay"
+  )
+  if bn_span_of(config) == "device" and {*before} != {*rows}:
+    text += "; BatchNorm's statistics, of a device's examples at a time, are others"
+  return text
+
+
+def _each(values: Sequence[int]) -> str:
+  """One value for all phases, or one for each."""
+  return listed(f"{v:,}" for v in (values if len(set(values)) > 1 else values[:1]))

@@ -12,7 +12,7 @@ from jaxscale import config as cfg
 from jaxscale.config.choice import build, guarded, wrong_product
 from jaxscale.errors import ConfigError
 from jaxscale.exchange import Exchange, plain
-from jaxscale.exchange.local import LocalUpdate
+from jaxscale.exchange.local_updates import LocalUpdate
 from jaxscale.exchange.wrappers import delayed, warm_start
 from jaxscale.experiment.derive import Derived
 from jaxscale.experiment.model import bn_span
@@ -77,7 +77,7 @@ def make_sync(
     ConfigError: workers are to share BatchNorm statistics, or there are too few
       examples for block momentum.
   """
-  if not config.trains_apart:
+  if not config.is_local_sgd:
     return None, []
   sync, notes = config.sync, []
   alone = None if sync.workers == "device" else ("replica",)

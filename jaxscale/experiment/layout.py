@@ -15,9 +15,10 @@ from jaxscale.errors import ConfigError
 from jaxscale.experiment.model import Model, init_fn
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.parallel import rules as sharding_rules
-from jaxscale.parallel.layout import HOST, Layout, Shard
 from jaxscale.parallel.pipeline import bubble
+from jaxscale.parallel.placement import HOST
 from jaxscale.parallel.rules import Rule, partition
+from jaxscale.parallel.specs import Layout, Shard
 from jaxscale.training import losses
 from jaxscale.training.losses import Objective
 

@@ -13,16 +13,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxscale import config as cfg
 from jaxscale.errors import ConfigError
 from jaxscale.experiment.phases import Phase
 from jaxscale.mesh import batch_norm_span, mesh_shape
 from jaxscale.metrics.text import listed, plural
-
-if TYPE_CHECKING:
-  from jaxscale.experiment.derive import Derived
 
 
 def micro_batches(
@@ -78,7 +75,7 @@ def over_devices(
   """
   if num_blocks == start_blocks:
     return tuple(phases)
-  span = _bn_span(config) or "device"
+  span = bn_span_of(config) or "device"
 
   def keeps(phase: Phase, devices: int, micros: int) -> bool:
     if config.noise_scale and devices * micros == 1:
@@ -117,48 +114,9 @@ def over_devices(
   )
 
 
-def device_summary(config: cfg.Config, derived: Derived) -> str | None:
-  """One line for the log, where the run began on another number of devices.
-
-  For example "8 devices, 16 at the start: 2 micro-batches per step instead of 1, so
-  that a device still holds 64 examples at a time; the global batch and the order of
-  examples stay".
-  """
-  each = derived.num_devices // derived.row_blocks  # devices that share their rows
-  here, start = derived.row_blocks, max(derived.start_devices // each, 1)
-  if here == start:
-    return None
-  asked = getattr(config.phases, "accumulate_steps", ())
-  phases, micros = derived.phases, config.accumulate_steps
-  then = [asked[phase.ordinal] if asked else micros for phase in phases]
-  now = [phase.accumulate_steps for phase in phases]
-  before, rows = (
-    [s.batch_size // (n * m) for s, m in zip(phases, micros, strict=True)]
-    for n, micros in ((start, then), (here, now))
-  )
-  micros = f"{_each(now)} micro-batch{'es' * (_each(now) != '1')} per step"
-  micros += ", as then" if then == now else f" instead of {_each(then)}"
-  if rows == before:
-    held = f"so that a device still holds {_each(rows)} examples at a time"
-  else:
-    held = f"a device holds {_each(rows)} examples at a time, {_each(before)} then"
-  text = (
-    f"{plural(here, 'device')}, {start} at the start: {micros}, {held}; "
-    "the global batch and the order of examples stay"
-  )
-  if _bn_span(config) == "device" and {*before} != {*rows}:
-    text += "; BatchNorm's statistics, of a device's examples at a time, are others"
-  return text
-
-
-def _bn_span(config: cfg.Config) -> Any:
-  """As the model has it; None: it has no BatchNorm."""
+def bn_span_of(config: cfg.Config) -> Any:
+  """Return the model's `bn_span`; None: the model has no BatchNorm."""
   return config.model.bn_span if config.model.batch_norm else None
-
-
-def _each(values: Sequence[int]) -> str:
-  """One value for all phases, or one for each."""
-  return listed(f"{v:,}" for v in (values if len(set(values)) > 1 else values[:1]))
 
 
 def _nearest(numbers: Iterable[int], near: int) -> str:

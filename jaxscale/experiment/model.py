@@ -34,7 +34,7 @@ from jaxscale.optim.tree_paths import path_name
 from jaxscale.training import losses
 from jaxscale.training.contract import check_sums, one_line
 from jaxscale.training.losses import Objective, inputs_of
-from jaxscale.training.state import TrainState
+from jaxscale.training.types import TrainState
 from jaxscale.weights.check import check_source
 
 Model = models.ModelFns | models.Stack

@@ -47,11 +47,7 @@ def phase_schedule(config: cfg.Config, derived: Derived, phase: Phase) -> Schedu
 def make_optimizer(
   config: cfg.Config, schedule: Schedule, warmup_steps=0, momentum: float | None = None
 ) -> optax.GradientTransformation:
-  """Clip by the global norm, optimize, and let lower layers move less.
-
-  Its state keeps the learning rate (`optim.learning_rate`), also where the user's own
-  optimizer does not.
-  """
+  """Clip by the global norm, optimize, and let lower layers move less."""
   stacked = embeddings = None
   if config.model.is_stack:
     stacked = optim.matching("^layers/")
@@ -69,7 +65,4 @@ def make_optimizer(
     chain.insert(0, optax.clip_by_global_norm(config.clip_norm))
   if config.layer_decay is not None:
     chain.append(optim.layerwise_rate_decay(config.layer_decay, config.layer_order))
-  is_own = not type(config.optimizer).__module__.startswith("jaxscale.")
-  if is_own or isinstance(config.optimizer, optim.Optax):
-    chain.append(optim.keep_rate(schedule))
   return optax.chain(*chain)

@@ -1,4 +1,4 @@
-"""What runs jobs: Slurm, or this machine. Another one is a module and a line here.
+"""Executors of jobs: Slurm, or this machine. A further one is a module and a line.
 
 Also Slurm's alone, and to be written for another scheduler where it is wanted: requeue
 and the count of restarts (cluster/requeue.py), the stop before the time limit
@@ -20,7 +20,7 @@ from jaxscale.launch.spec import JobSpec, QueueEntry
 
 
 class Executor(Protocol):
-  """What a module offers that runs jobs; `slurm` and `local` are the examples.
+  """Interface of a module that runs jobs; `slurm` and `local` are the examples.
 
   `spec.JobSpec` has all that a script is made of: `setup_script(spec)` and
   `python_command(spec)` begin it, `spec.train_options()` end the command. The script,
@@ -41,7 +41,7 @@ class Executor(Protocol):
   SCRIPT: str
 
   def is_available(self) -> bool:
-    """Whether this machine can submit to it."""
+    """Return whether this machine can submit to it."""
     ...
 
   def render(self, spec: JobSpec) -> str:
@@ -65,7 +65,7 @@ class Executor(Protocol):
     ...
 
   def queue(self, runs: Mapping[str, JobSpec]) -> dict[str, QueueEntry]:
-    """What is known of the tasks of runs, by `spec.task_id`; ended ones may be missing.
+    """Return the known tasks of runs by `spec.task_id`; ended ones may be missing.
 
     A `QueueEntry` has `state` in Slurm's words (PENDING, RUNNING, COMPLETED, FAILED,
     TIMEOUT, CANCELLED; `status` shows others as they are), and where it is known

@@ -83,7 +83,7 @@ def directory(runs: str) -> Path:
 
 
 def place_of(config: str) -> str:
-  """Where the copy of a config, `FILE[:arg]`, is in a run's folder.
+  """Return the path of the copy of a config, `FILE[:arg]`, in a run's folder.
 
   A config in the source tree of jaxscale keeps its relative path, so that configs may
   import each other; a config from elsewhere goes into code/config/.
@@ -171,24 +171,27 @@ def read_spec(folder: Path) -> JobSpec:
   return spec
 
 
-def find(name: str, runs: str, others: Iterable[str] = ()) -> Path:
-  """The folder of a run, by its path, or by its name in the directory of runs.
+def find(name: str, runs: str, *, workdirs: bool = False) -> Path:
+  """Find the folder of a run, by its path, or by its name in the directory of runs.
 
   Args:
-    name: or path.
+    name: name or path of the run.
     runs: the directory of runs.
-    others: names that would have been taken, too.
+    workdirs: whether a workdir of `jaxscale train` will do as well.
 
   Raises:
     ConfigError: there is no such run.
   """
+  files = ("run.json", "config.json") if workdirs else ("run.json",)
   for folder in (directory(runs) / name, Path(name)):
-    if os.path.isfile(folder / "run.json"):
+    if any(os.path.isfile(folder / file) for file in files):
       return folder.absolute()
-  if name in unsubmitted(runs):
+  others = unsubmitted(runs)
+  if name in others:
     remedy = f"see `jaxscale report {directory(runs) / name}`"
     raise invalid(name, ..., "was not submitted, so it has no job", remedy)
-  known = [*others, *(p.name for p in all_folders(runs)), *all_studies(runs)]
+  known = [*(p.name for p in all_folders(runs)), *all_studies(runs)]
+  known += others if workdirs else ()
   hint = nearest(name, known) if known else f"there is none in {runs}/"
   raise ConfigError(f"{name or '(an empty name)'}: no such run, {hint}")
 
@@ -210,17 +213,17 @@ def find_study(name: str, runs: str) -> tuple[Path, list[Path]] | None:
   return None
 
 
-def find_all(names: Iterable[str], runs: str) -> list[Path]:
-  """The folders of runs; the name of a study stands for all of its runs.
+def find_all(names: Iterable[str], runs: str, *, workdirs: bool = False) -> list[Path]:
+  """Find the folders of runs, as `find`; a study's name stands for all of its runs.
 
   Raises:
     ConfigError: there is no such run.
   """
-  found: list[Path] = []
+  paths: list[Path] = []
   for name in names:
     study = find_study(name, runs)
-    found += study[1] if study else [find(name, runs)]
-  return found
+    paths += study[1] if study else [find(name, runs, workdirs=workdirs)]
+  return paths
 
 
 def all_folders(runs: str) -> list[Path]:
@@ -271,7 +274,7 @@ def read_events(spec: JobSpec, task: int) -> list[dict[str, Any]]:
 
 
 def read_goodput(spec: JobSpec, task: int) -> Goodput | None:
-  """Where the time of a trial went, its queue included; None: it has not begun."""
+  """Return the goodput of a trial, its queue included; None: it has not begun."""
   shape = {"job": str, "time": float}
   lines = read_json_lines(Path(spec.folder, "submissions.jsonl"), None, shape)
   queued = {line["job"]: line["time"] for line in lines}

@@ -24,7 +24,7 @@ from jaxscale.launch.site import load_site, with_options
 from jaxscale.launch.spec import JobSpec
 from jaxscale.launch.status import ShownAsTable, StatusTable, statuses
 from jaxscale.metrics import read_metrics, text
-from jaxscale.planning.stored import load_plan, store
+from jaxscale.planning.stored import read_plan, store
 
 _SHOWN = 20  # rows of a record; the middle of a longer one is left out
 _NOTEBOOK_CONFIG = '''\
@@ -76,7 +76,7 @@ def prepare(
 ) -> Prepared:
   """Check everything that can be checked before a submission; see `submit`."""
   executor = choose(executor)
-  planned = load_plan(Path(plan)) if plan else None
+  planned = read_plan(Path(plan)) if plan else None
   _check_counts(nodes, spares=spares, requeue=requeue, at_most=at_most)
   chosen = with_options(load_site(site), options)
   texts = sweeps.as_texts(overrides or {})
@@ -289,8 +289,8 @@ class Job(NamedTuple):
       ConfigError: there is no such trial.
     """
     spec = folders.read_spec(self.folder)
-    if task is not None and task not in spec.tasks:
-      raise ConfigError(f"task={task}: give 0 … {len(spec.tasks) - 1}")
+    if task is not None:
+      spec.check_task(task)
     found = Record()
     for i in spec.tasks if task is None else [task]:
       steps = collections.defaultdict(lambda i=i: {"task": i} if spec.trials else {})

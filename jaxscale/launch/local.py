@@ -103,7 +103,7 @@ def cancel(spec: JobSpec, job: str) -> None:
 
 
 def is_alive(folder: Path) -> bool:
-  """Whether the supervisor of the last submission runs, on this machine."""
+  """Return whether the supervisor of the last submission runs on this machine."""
   return bool(_alive(folder / "supervisor.jsonl"))
 
 

@@ -1,4 +1,4 @@
-"""What the processes of a run printed, whole or as it comes."""
+"""The output of the processes of a run, whole or as it comes."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ def choose(spec: JobSpec, rank: str, task: int = 0) -> list[tuple[str, Path]]:
   Raises:
     ConfigError: there is no such rank or trial, or nothing was submitted.
   """
-  if task not in spec.tasks:
-    raise ConfigError(f"--task={task}: give 0 … {len(spec.tasks) - 1}")
+  spec.check_task(task)
   if not (job := folders.last_job(spec.folder, task)):
     raise ConfigError(f"{spec.name}: was never submitted; `resume {spec.name}` does")
   if rank == "all":

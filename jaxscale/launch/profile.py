@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,22 +17,21 @@ _POLL_S, _CHECK_EVERY = 0.2, 25  # whether the run is alive, every five seconds
 
 
 def find_workdir(name: str, runs: str, task: int = 0) -> Path:
-  """The workdir of a run.
+  """Find the workdir of a run.
 
   Args:
-    name: its path, or the name or the folder of a run that was submitted.
+    name: path of the workdir, or the name or the folder of a run.
     runs: the directory of all runs.
-    task: of a sweep, which trial.
+    task: which trial of a sweep.
 
   Raises:
     ConfigError: there is no such run or trial.
   """
-  # Not by Path, which raises where a name is too long.
-  if os.path.isfile(f"{name}/config.json") or os.path.isdir(f"{name}/lock"):
-    return Path(name).absolute()
-  spec = folders.read_spec(folders.find(name, runs))
-  if task not in spec.tasks:
-    raise ConfigError(f"--task={task}: give 0 … {len(spec.tasks) - 1}")
+  folder = folders.find(name, runs, workdirs=True)
+  if not (folder / "run.json").exists():
+    return folder
+  spec = folders.read_spec(folder)
+  spec.check_task(task)
   return spec.workdir(task)
 
 

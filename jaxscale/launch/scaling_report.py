@@ -15,11 +15,11 @@ report explains it.
 
 from __future__ import annotations
 
-import base64
 import csv
 import io
 import statistics
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -27,12 +27,10 @@ from typing import Any, Literal, NamedTuple
 from jaxscale.config.record import flat
 from jaxscale.errors import ConfigError
 from jaxscale.files import output_path, replace_text
-from jaxscale.launch import folder as folders
 from jaxscale.launch.measured import MeasuredRun, NotBegunError, read
-from jaxscale.launch.planned_scaling import PlannedScaling, exposed_share, plan_of
-from jaxscale.launch.published import PUBLISHED
 from jaxscale.launch.status import quality
 from jaxscale.metrics import plot_scaling, text
+from jaxscale.planning.stored import not_compared
 
 Kind = Literal["strong", "weak", "one size"]
 _LAWS = {"strong": "Amdahl", "weak": "Gustafson"}
@@ -41,10 +39,13 @@ _LAWS = {"strong": "Amdahl", "weak": "Gustafson"}
 _MAY_DIFFER = (
   "batch_size", "mesh", "accumulate_steps", "seed", "epochs", "target_accuracy",
   "stop_at_target", "input_threads", "evaluation", "checkpoint", "checks", "log",
-  "exchange.algorithm", "exchange.dims", "exchange.links",
+  "exchange.algorithm", "exchange.dims", "versions",
 )  # fmt: skip
-# Of those, what a reader of the table has to know.
-_NOTED = ("accumulate_steps", "seed", "epochs", "exchange.algorithm", "exchange.dims")
+# Those of them that a reader of the table has to know.
+_NOTED = (
+  "accumulate_steps", "seed", "epochs", "exchange.algorithm", "exchange.dims",
+  "versions",
+)  # fmt: skip
 # Columns of the table: a column of the CSV file, or one made of two, and its format.
 _COLUMNS = {
   "run": ("run", ""), "nodes": ("nodes", ","), "processes": ("processes", ","),
@@ -58,47 +59,53 @@ _COLUMNS = {
 }  # fmt: skip
 
 
-class ScalingRow(NamedTuple):
-  """A run of a study; None is what is not known.
+class Report(NamedTuple):
+  """Runs of one config at several sizes, shown as a table and with a picture.
 
   Attributes:
-    run: what was measured.
-    speed_up: relative to the smallest size.
-    low: speed-up of the first quartile of the windows.
-    high: speed-up of the third quartile.
-    efficiency: speed-up divided by that of the devices.
-  """
-
-  run: MeasuredRun
-  speed_up: float | None
-  low: float | None
-  high: float | None
-  efficiency: float | None
-
-
-class Scaling(NamedTuple):
-  """Runs of one config at several sizes.
-
-  Attributes:
+    name: name of the study.
     kind: strong or weak scaling.
-    rows: one per run, sorted by devices.
+    rows: one per run, sorted by devices: its values by the columns of the CSV file, and
+      its "evaluations"; None is what is not known.
     base: devices that speed-ups are relative to; None: no run has a throughput.
     serial: the fitted share, or None: fewer than two sizes, or outside 0 to 1, where
       the law does not apply.
-    notes: what a reader must know, one line each.
-    planned: what the plan of its runs says, if they have one.
+    notes: what a reader must know, then what is missing and why, one line each.
   """
 
+  name: str
   kind: Kind
-  rows: tuple[ScalingRow, ...]
+  rows: tuple[dict[str, Any], ...]
   base: int | None
   serial: float | None
   notes: tuple[str, ...]
-  planned: PlannedScaling = PlannedScaling()
+
+  def heading(self) -> str:
+    """Return the name, the kind of scaling and what it is relative to."""
+    if self.kind == "one size":
+      return f"{self.name}: one size, nothing to compare it with"
+    batch, devices = self.rows[0]["global_batch"], self.rows[0]["devices"]
+    size = f"global batch {batch:,}"
+    if self.kind == "weak":
+      size = f"batch {batch // devices:,} per device"
+    base = text.plural(self.base or 0, "device")
+    relative = f"; speed-up and efficiency relative to {base}" * bool(self.base)
+    return f"{self.name}: {self.kind} scaling, {size}{relative}"
+
+  def __repr__(self) -> str:
+    return "\n".join([self.heading(), text.table(*table(self)), *self.notes])
+
+  __str__ = __repr__
+
+  def _repr_html_(self) -> str:
+    lines = "".join(f"<li>{escape(note)}</li>" for note in self.notes)
+    image = svg(lambda path: plot_scaling(as_plot(self), path))
+    page = f"<p>{escape(self.heading())}</p>{text.html_table(*table(self))}"
+    return f"{page}<ul>{lines}</ul>{image}"
 
 
-def compare(runs: Sequence[MeasuredRun]) -> Scaling:
-  """A study from its runs.
+def compare(runs: Sequence[MeasuredRun], name: str = "scaling") -> Report:
+  """Compare the runs of a study.
 
   Raises:
     ConfigError: they are not one study: other models, data, optimizers, devices, or
@@ -107,26 +114,53 @@ def compare(runs: Sequence[MeasuredRun]) -> Scaling:
   if not runs:
     raise ConfigError("no runs to compare, give the names of some")
   runs = sorted(runs, key=lambda r: (r.devices, r.nodes or 0, r.name))
-  differences = _check_same(runs)
-  kind = _kind_of(runs)
+  notes, kind = _check_same(runs), _kind_of(runs)
   base = min((r.devices for r in runs if r.rate), default=0)
-  of_base = [r.rate for r in runs if r.rate and r.devices == base]
-  rows = []
-  for run in runs:
-    rates = (run.rate, *(run.quartiles or (None, None)))
-    up, low, high = (r / statistics.median(of_base) if r else None for r in rates)
-    rows.append(ScalingRow(run, up, low, high, up * base / run.devices if up else None))
-  points = [(row.run.devices / base, row.speed_up) for row in rows if row.speed_up]
+  smallest = [r for r in runs if r.rate and r.devices == base]
+  rate = statistics.median(r.rate or 0.0 for r in smallest) if smallest else 0.0
+  planned = next((r.planned_step.rate for r in smallest if r.planned_step), 0.0)
+  rows = [_row(run, base, rate, planned) for run in runs]
+  points = [(row["devices"] / base, row["speed_up"]) for row in rows if row["speed_up"]]
   serial = serial_share(kind, points) if kind != "one size" else None
-  is_share = serial is not None and 0 <= serial <= 1
-  planned = plan_of(runs, base or None)
-  notes = (*differences, *_notes(kind, rows, serial), *planned.notes)
-  law_share = serial if is_share else None
-  return Scaling(kind, tuple(rows), base or None, law_share, notes, planned)
+  if serial is not None:
+    notes.append(_law_note(kind, serial, len({n for n, _ in points})))
+  notes += [*_limits(kind, runs), *_gaps(runs)]
+  share = serial if serial is not None and 0 <= serial <= 1 else None
+  return Report(name, kind, tuple(rows), base or None, share, tuple(notes))
+
+
+def _row(run: MeasuredRun, base: int, rate: float, planned: float) -> dict[str, Any]:
+  """Return a run by the columns of the CSV file, and its evaluations.
+
+  Args:
+    run: the run.
+    base: devices of the smallest size.
+    rate: examples per second on them.
+    planned: planned examples per second on them; 0: not planned.
+  """
+  report, step = run.step_report, run.planned_step
+  low, high = run.quartiles or (None, None)
+  up = run.rate / rate if run.rate else None
+  planned_up = step.rate / planned if step and planned else None
+  return {
+    "run": run.name, "nodes": run.nodes, "processes": run.processes,
+    "devices": run.devices, "device_kind": run.kind, "global_batch": run.batch,
+    "examples_per_s": run.rate, "examples_per_s_q1": low, "examples_per_s_q3": high,
+    "windows": len(run.rates), "speed_up": up,
+    "efficiency": up and up * base / run.devices,
+    "exposed_share": report.get("exposed_share"), "compute_s": report.get("compute_s"),
+    "exposed_s": report.get("exposed_s"),
+    "spread": report.get("spread") if run.processes > 1 else None,
+    "goodput": run.goodput.share if run.goodput else None,
+    **{name: run.summary.get(name) for name in ("loss", "accuracy", "perplexity")},
+    "planned_examples_per_s": step.rate if step else None,
+    "planned_efficiency": planned_up and planned_up * base / run.devices,
+    "evaluations": run.evaluations,
+  }  # fmt: skip
 
 
 def _kind_of(runs: Sequence[MeasuredRun]) -> Kind:
-  """Which kind of scaling the batch sizes are; ConfigError: neither."""
+  """Return the kind of scaling that the batch sizes are; ConfigError: neither."""
   if len({r.batch for r in runs}) == 1:
     return "one size" if len({r.devices for r in runs}) == 1 else "strong"
   if len({r.batch / r.devices for r in runs}) == 1:
@@ -165,11 +199,14 @@ def law(kind: Kind, serial: float, n: float) -> float:
 
 
 def _check_same(runs: Sequence[MeasuredRun]) -> list[str]:
-  """Refuse runs that are not one study; allowed differences, as notes."""
+  """Refuse runs that are not one study; return allowed differences as notes."""
   kind = min({r.kind for r in runs} - {""}, default="")  # "": not on record yet
-  others = ({"training examples": r.num_train, "devices": r.kind or kind} for r in runs)
-  every = [flat(r.config) | other for r, other in zip(runs, others, strict=True)]
-  noted = {}
+  every = [
+    flat({**run.config, "versions": run.versions})
+    | {"training examples": run.num_train, "devices": run.kind or kind}
+    for run in runs
+  ]
+  notes = {}
   for run, settings in zip(runs[1:], every[1:], strict=True):
     for name in {**every[0], **settings}:
       if (old := every[0].get(name)) == (new := settings.get(name)):
@@ -178,73 +215,63 @@ def _check_same(runs: Sequence[MeasuredRun]) -> list[str]:
         text = f"{runs[0].name} and {run.name} differ in {name} ({old!r} and {new!r}), "
         text += "so they are not a scaling study; give runs of one config"
         raise ConfigError(text)
-      if name in _NOTED:
+      if {name, name.split(".")[0]} & {*_NOTED}:
         pairs = zip(runs, every, strict=True)
-        noted[name] = [f"{s.get(name)} ({r.name})" for r, s in pairs]
-  for name in runs[0].versions:
-    values = dict.fromkeys(str(r.versions.get(name)) for r in runs)
-    if len(values) > 1:
-      noted[name] = list(values)
-  return [f"{n} is not the same in all: {', '.join(v)}" for n, v in noted.items()]
+        values = ", ".join(f"{s.get(name)} ({r.name})" for r, s in pairs)
+        notes[name] = f"{name} is not the same in all: {values}"
+  return [*notes.values()]
 
 
-def _notes(kind: Kind, rows: Sequence[ScalingRow], serial: float | None) -> list[str]:
-  notes, runs = [], [row.run for row in rows]
-  if serial is not None:
-    sizes = len({row.run.devices for row in rows if row.speed_up})
-    more = f"at most {1 / serial:,.1f} times as fast, on any number" if serial else ""
-    if kind == "weak":
-      more = f"each additional one adds {1 - serial:.1%} of the ideal"
-    text = f", fitted to {sizes} sizes: {serial:.1%} of the smallest size's time does "
-    text += f"not get shorter with more devices; {more}"
-    if serial <= 0:
-      text = ": no serial share, scaling is ideal or better"
-    elif serial > 1:
-      text = ": does not apply, more devices are slower than the smallest size"
-    notes.append(_LAWS[kind] + text)
-  places = {(r.nodes, r.kind, r.hosts) for r in runs}
-  if len(places) == 1 and kind != "one size" and runs[0].nodes == 1:
+def _law_note(kind: Kind, serial: float, sizes: int) -> str:
+  """Say what the fitted share means."""
+  text = f", fitted to {sizes} sizes: {serial:.1%} of the smallest size's time does "
+  text += "not get shorter with more devices; "
+  if serial <= 0:
+    text = ": no serial share, scaling is ideal or better"
+  elif serial > 1:
+    text = ": does not apply, more devices are slower than the smallest size"
+  elif kind == "weak":
+    text += f"each additional one adds {1 - serial:.1%} of the ideal"
+  else:
+    text += f"at most {1 / serial:,.1f} times as fast, on any number"
+  return _LAWS[kind] + text
+
+
+def _limits(kind: Kind, runs: Sequence[MeasuredRun]) -> Iterator[str]:
+  """Yield what limits the comparison, one line each."""
+  machines = {(r.nodes, r.kind, r.hosts) for r in runs}
+  if machines == {(1, "cpu", runs[0].hosts)} and kind != "one size":
     text = f"all sizes ran on one machine ({runs[0].hosts}) and shared its processor "
-    text += "cores: this shows what more processes cost, not what more nodes give"
-    notes += [text] * (runs[0].kind == "cpu")
-  losses = [r.loss for r in runs if r.loss is not None]
+    yield f"{text}cores: this shows what more processes cost, not what more nodes give"
+  losses = [r.summary["loss"] for r in runs if "loss" in r.summary]
   alike = {(r.config.get("seed"), r.config.get("epochs")) for r in runs}
   if kind == "strong" and len(alike) == 1 and len(losses) == len(runs):
-    apart = f"{max(losses) - min(losses):.1g}"
-    notes.append(f"validation losses differ by at most {apart}")
-  return notes
+    yield f"validation losses differ by at most {max(losses) - min(losses):.1g}"
+  for run in runs:
+    if run.planned and not run.planned_step:
+      yield f"{run.name}: {not_compared(run.planned.reason)}"
 
 
-class Report(NamedTuple):
-  """A study that was measured, as table and picture.
+def _gaps(runs: Sequence[MeasuredRun]) -> Iterator[str]:
+  """Yield what is missing and why, then each run's goodput and origin."""
+  missing: dict[str, list[str]] = {}
+  for run in runs:
+    alone = ("spread: there is one process",) * (run.processes == 1)
+    for reason in (*run.missing, *alone):
+      missing.setdefault(reason, []).append(run.name)
+  for reason, names in missing.items():
+    yield f"{text.NOTHING} {', '.join(names)}: {reason}"
+  yield from (f"{run.name}: {run.goodput}" for run in runs if run.goodput)
+  yield from (f"{run.name}: {run.origin}" for run in runs if run.origin)
 
-  Attributes:
-    name: name of the study.
-    study: its numbers.
-    csv: file of the table; None: it is not written.
-    png: file of the picture, likewise.
-  """
 
-  name: str
-  study: Scaling
-  csv: Path | None = None
-  png: Path | None = None
-
-  def __repr__(self) -> str:
-    head, *notes = summary(self.name, self.study)
-    return "\n".join([head, text.table(*table(self.study)), *notes])
-
-  __str__ = __repr__
-
-  def _repr_html_(self) -> str:
-    image = base64.b64encode(self.png.read_bytes()).decode() if self.png else ""
-    image = f'<img width="960" src="data:image/png;base64,{image}">' if image else ""
-    head, *notes = summary(self.name, self.study)
-    lines = "".join(f"<li>{escape(note)}</li>" for note in notes)
-    return (
-      f"<p>{escape(head)}</p>{text.html_table(*table(self.study))}"
-      f"<ul>{lines}</ul>{image}"
-    )
+def svg(draw: Callable[[Path], Any]) -> str:
+  """Return the SVG element that `draw` writes to a path, for an HTML page."""
+  with tempfile.TemporaryDirectory() as folder:
+    image = Path(folder, "picture.svg")
+    draw(image)
+    content = image.read_text(encoding="utf-8") if image.exists() else ""
+  return content[content.find("<svg") :]
 
 
 def report(
@@ -260,7 +287,7 @@ def report(
     name: name of the study, for the headings.
     paths: folders of runs, or workdirs.
     csv_file: file of the table; None: it is not written.
-    png_file: file of the picture, likewise.
+    png_file: file of the picture; None: it is not written.
     plan: a plan's file; None: those of the runs, if they have any.
 
   Raises:
@@ -274,113 +301,51 @@ def report(
       waiting.append(str(e))
   if waiting and not runs:
     raise ConfigError(waiting[0])
-  study = compare(runs)
+  study = compare(runs, name)
   study = study._replace(notes=(*study.notes, *waiting))
   try:
-    table_file = output_path(csv_file) if csv_file else None
-    picture = output_path(png_file) if png_file else None
-    if table_file:
-      replace_text(table_file, as_csv(study))
-    if picture:
-      plot_scaling(as_plot(name, study), picture)
+    if csv_file:
+      replace_text(output_path(csv_file), as_csv(study))
+    if png_file:
+      plot_scaling(as_plot(study), output_path(png_file))
   except OSError as e:
     file = e.filename or csv_file
     raise ConfigError(f"{file}: {e.strerror}, give another file") from None
-  return Report(name, study, table_file, picture)
+  return study
 
 
-def find(name: str, runs: str) -> Path:
-  """The folder of a run, or a workdir, by its path or its name in `runs`."""
-  for path in (Path(name), folders.directory(runs) / name):
-    if (path / "config.json").is_file():
-      return path.absolute()
-  workdirs = [p.parent.name for p in folders.directory(runs).glob("*/config.json")]
-  return folders.find(name, runs, workdirs)
-
-
-def summary(name: str, study: Scaling) -> list[str]:
-  """The heading, then the notes, then what is missing and why."""
-  first = study.rows[0].run
-  kinds = {
-    "strong": f"strong scaling, global batch {first.batch:,}",
-    "weak": f"weak scaling, batch {first.batch // first.devices:,} per device",
-    "one size": "one size, nothing to compare it with",
-  }
-  head = f"{name}: {kinds[study.kind]}"
-  if study.base and study.kind != "one size":
-    head += f"; speed-up and efficiency relative to {text.plural(study.base, 'device')}"
-  missing: dict[str, list[str]] = {}
-  for run in (row.run for row in study.rows):
-    alone = ("spread: there is one process",) * (run.processes == 1)
-    for why in (*run.missing, *alone):
-      missing.setdefault(why, []).append(run.name)
-  gaps = [f"{text.NOTHING} {', '.join(names)}: {why}" for why, names in missing.items()]
-  times = [f"{r.run.name}: {r.run.goodput}" for r in study.rows if r.run.goodput]
-  origins = [f"{r.run.name}: {r.run.origin}" for r in study.rows if r.run.origin]
-  return [head, *study.notes, *gaps, *times, *origins]
-
-
-def _values(row: ScalingRow, planned: PlannedScaling) -> dict[str, Any]:
-  """A row by the columns of the CSV file."""
-  run = row.run
-  step = run.planned.step if run.planned else None
-  low, high = run.quartiles or (None, None)
-  return {
-    "run": run.name, "nodes": run.nodes, "processes": run.processes,
-    "devices": run.devices, "device_kind": run.kind, "global_batch": run.batch,
-    "examples_per_s": run.rate, "examples_per_s_q1": low, "examples_per_s_q3": high,
-    "windows": len(run.rates), "speed_up": row.speed_up, "efficiency": row.efficiency,
-    "exposed_share": run.exposed, "compute_s": run.compute_s,
-    "exposed_s": run.exposed_s, "spread": run.spread,
-    "goodput": run.goodput.share if run.goodput else None, "loss": run.loss,
-    "accuracy": run.accuracy, "perplexity": run.perplexity,
-    "planned_examples_per_s": step.rate() if step else None,
-    "planned_efficiency": planned.efficiency(run.devices) if step else None,
-    "planned_exposed": exposed_share(step) if step else None,
-  }  # fmt: skip
-
-
-def table(study: Scaling) -> tuple[list[str], list[list[str]]]:
-  """Titles and rows of cells; without a plan, without its column."""
+def table(study: Report) -> tuple[list[str], list[list[str]]]:
+  """Return titles and rows of cells; without a plan, without its column."""
   columns = dict(_COLUMNS)
-  if study.planned.plan is None:
+  if all(row["planned_efficiency"] is None for row in study.rows):
     del columns["planned"]
   rows = []
   for row in study.rows:
-    values, run = _values(row, study.planned), row.run
-    ends = " to ".join(f"{q:,.0f}" for q in run.quartiles or ())
-    values |= {"quartiles": ends or None}
-    values |= {"quality": quality(run.accuracy, run.perplexity) or None}
+    ends = [row[f"examples_per_s_{q}"] for q in ("q1", "q3")]
+    quartiles = None if None in ends else " to ".join(f"{q:,.0f}" for q in ends)
+    good = quality(row["accuracy"], row["perplexity"]) or None
+    values = row | {"quartiles": quartiles, "quality": good}
     rows.append([text.cell(values[name], form) for name, form in columns.values()])
   return [*columns], rows
 
 
-def as_csv(study: Scaling) -> str:
-  """The table in full precision; what is not known is empty."""
-  rows = [_values(row, study.planned) for row in study.rows]
+def as_csv(study: Report) -> str:
+  """Return the table in full precision; what is not known is empty."""
   out = io.StringIO()
-  writer = csv.DictWriter(out, rows[0], lineterminator="\n")
+  names = [name for name in study.rows[0] if name != "evaluations"]
+  writer = csv.DictWriter(out, names, lineterminator="\n", extrasaction="ignore")
   writer.writeheader()
-  writer.writerows(rows)
+  writer.writerows(study.rows)
   return out.getvalue()
 
 
-def as_plot(name: str, study: Scaling) -> dict[str, Any]:
-  """What `plot_scaling` draws."""
-  curve, label, base = [], "", study.base
+def as_plot(study: Report) -> dict[str, Any]:
+  """Return what `plot_scaling` draws."""
+  curve, label, base, rows = [], "", study.base, study.rows
   if base and study.serial is not None:
-    most = max(row.run.devices for row in study.rows)
-    grid = [base * (most / base) ** (i / 60) for i in range(61)]
-    curve = [(n, law(study.kind, study.serial, n / base)) for n in grid]
+    most = max(row["devices"] for row in rows) / base
+    grid = [most ** (i / 60) for i in range(61)]
+    curve = [(base * n, law(study.kind, study.serial, n)) for n in grid]
     label = f"{_LAWS[study.kind]}, serial share {study.serial:.1%}"
-  title = summary(name, study)[0].partition(";")[0]
-  rows = [
-    _values(row, study.planned)
-    | {"low": row.low, "high": row.high, "evaluations": row.run.evaluations}
-    for row in study.rows
-  ]
-  published = [x.as_plot() for x in PUBLISHED] if study.kind != "one size" else []
-  return {
-    "title": title, "base": base, "law": curve, "law_label": label, "rows": rows,
-    "plan": study.planned.curve, "published": published,
-  }  # fmt: skip
+  title = study.heading().partition(";")[0]
+  return {"title": title, "base": base, "law": curve, "law_label": label, "rows": rows}

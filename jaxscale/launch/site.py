@@ -17,7 +17,6 @@ from typing import Annotated, Any, Literal
 from jaxscale.config.validation import hints, nearest, settings
 from jaxscale.errors import ConfigError
 from jaxscale.files import expand, read_bytes, whole_number
-from jaxscale.planning import measured
 from jaxscale.planning.machine import Machine
 
 _PATTERNS = {
@@ -140,7 +139,7 @@ def site_from(table: Mapping[str, Any]) -> Site:
   if isinstance(container := fields.get("container"), Mapping):
     fields["container"] = Container(**container)
   if isinstance(machine := fields.get("machine"), Mapping):
-    fields["machine"] = Machine(**measured.read(machine))
+    fields["machine"] = Machine(**machine)
   return Site(**fields)
 
 

@@ -31,7 +31,7 @@ _ELSEWHERE = {"sbatch": "submit where Slurm runs, or give --executor local"}
 
 
 def is_available() -> bool:
-  """Whether this machine can submit to Slurm."""
+  """Return whether this machine can submit to Slurm."""
   return shutil.which("sbatch") is not None
 
 

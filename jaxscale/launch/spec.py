@@ -1,4 +1,4 @@
-"""What a run is: all that its script is made of, as one value that JSON can hold.
+"""A run as one value that JSON can hold: all that its script is made of.
 
 Also what the scripts of every executor share: how the environment is set up, how
 Python is started, and after which exit codes a run is restarted.
@@ -13,6 +13,7 @@ from shlex import quote
 from typing import Any, NamedTuple
 
 from jaxscale import errors
+from jaxscale.errors import ConfigError
 from jaxscale.launch.site import Site, site_from
 
 # Any other exit code is a crash, after which a run is restarted if it has left a
@@ -27,7 +28,7 @@ FINAL_CODES = (
 
 
 def is_restarted(code: int, progress: bool) -> bool:
-  """Whether a run that ended is started again; batch scripts repeat this in bash.
+  """Return whether a run that ended is started again; batch scripts do it in bash.
 
   Args:
     code: the exit code of the run.
@@ -86,12 +87,17 @@ class JobSpec(NamedTuple):
     """Number of processes of each trial."""
     return self.nodes * self.site.tasks
 
+  def check_task(self, task: int) -> None:
+    """Raise ConfigError unless there is such a trial."""
+    if task not in self.tasks:
+      raise ConfigError(f"--task={task}: give 0 … {len(self.tasks) - 1}")
+
   def task_id(self, job: str, task: int) -> str:
     """The job number of one trial: JOB_TASK in a sweep, as Slurm numbers arrays."""
     return f"{job}_{task}" if self.trials else job
 
   def workdir(self, task: int) -> Path:
-    """Where a trial writes its checkpoints and metrics."""
+    """Return the folder where a trial writes its checkpoints and metrics."""
     return Path(self.folder, *(("trials", str(task)) if self.trials else ("train",)))
 
   def events_file(self, task: int) -> Path:
@@ -195,7 +201,7 @@ export JAXSCALE_REQUEUE=launcher
 
 
 class QueueEntry(NamedTuple):
-  """What an executor reports about a job, or about one task of an array.
+  """Report of an executor about a job, or about one task of an array.
 
   Attributes:
     state: in Slurm's words: PENDING, RUNNING, COMPLETED, …

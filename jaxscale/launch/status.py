@@ -7,9 +7,7 @@ folder has both, and the events say how the job ended. Nothing here asks JAX.
 from __future__ import annotations
 
 import os
-import textwrap
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,9 +29,8 @@ _TAIL = 1 << 16  # bytes of the metrics that are read: hundreds of lines
 _RATE_OVER = 10  # logged lines
 _HEAD = ("run", "job", "state", "nodes", "step", "loss", "examples/s", "accuracy",
          "time left", "to go", "goodput", "restarts", "")  # fmt: skip
-_ALWAYS = 3  # first columns, which are not left out for want of a value
 _LEAST_MISSED = ("restarts", "job", "nodes", "accuracy", "goodput", "time left")
-_LEFT = (0, 1, 2, 12)  # columns of words
+_WORDS = ("run", "job", "state", "")  # these columns are aligned to the left
 
 
 class RunStatus(NamedTuple):
@@ -54,10 +51,8 @@ class RunStatus(NamedTuple):
     time_left: until the time limit, as Slurm writes it.
     to_go: seconds until training is done, at the present pace.
     restarts: how many times it was restarted.
-    note: why it waits; what a trial varies.
+    note: why it waits; what a trial varies; its step's time against its plan.
     goodput: where its time went.
-    against_plan: how it does against its plan, one line; "" where it has none.
-    is_slow: it is slower than the slowest that was planned.
   """
 
   run: str
@@ -76,12 +71,10 @@ class RunStatus(NamedTuple):
   restarts: int = 0
   note: str = ""
   goodput: Goodput | None = None
-  against_plan: str = ""
-  is_slow: bool = False
 
   @property
   def ended(self) -> bool:
-    """Whether nothing more will happen by itself."""
+    """True if nothing more will happen by itself."""
     return self.state in ENDED
 
 
@@ -109,62 +102,34 @@ class StatusTable(ShownAsTable):
 
   def columns(self) -> tuple[Sequence[str], list[Sequence[str]], Sequence[int]]:
     """See `ShownAsTable`."""
-    return _HEAD, [_cells(status) for status in self], _LEFT
+    left = [i for i, name in enumerate(_HEAD) if name in _WORDS]
+    return _HEAD, [_cells(status) for status in self], left
 
   def shown(self, width: int | None = None) -> str:
-    """The table, and a line for each run that was planned.
+    """Return the table.
 
     Args:
       width: columns of the terminal; None: any. In a narrow one, columns without a
         value and those that are missed least are left out, and notes are cut.
     """
-    if not self:
-      return self.empty
-    head, rows, left = self.columns()
-    kept = list(range(len(head)))
-    for name in ("", *_LEAST_MISSED):
-      if width is None or _width(head, rows, kept) <= width:
-        break
-      if name:
-        kept = [i for i in kept if head[i] != name]
-      else:  # the last column is of notes
-        values = {i: {row[i] for row in rows} for i in kept}
-        kept = [i for i in kept if i < _ALWAYS or values[i] - {"-", "0", ""}]
-    cells = [[row[i] for i in kept] for row in rows]
-    aligned = [n for n, i in enumerate(kept) if i in left]
-    lines = text.table([head[i] for i in kept], cells, aligned).splitlines()
-    lines = [_cut(line, width) for line in lines]
-    for line in self._plans():
-      lines += textwrap.wrap(line, width or 10_000, subsequent_indent="  ")
-    return "\n".join(lines)
-
-  def _plans(self) -> list[str]:
-    """A line for each run that was planned; of several, for those that still run."""
-    return [
-      f"{printable(run.run)}: {run.against_plan}"
-      for run in self
-      if run.against_plan and (not run.ended or len(self) == 1)
-    ]
-
-  def __repr__(self) -> str:
-    return self.shown()
-
-  __str__ = __repr__
-
-  def _repr_html_(self) -> str:
-    lines = (f"<p>{escape(line)}</p>" for line in self._plans())
-    return super()._repr_html_() + "".join(lines)
+    if width is None or not self:
+      return repr(self)
+    head, rows, _ = self.columns()
+    columns = list(zip(head, *rows, strict=True))
+    if _width(columns) > width:
+      columns = [c for c in columns if c[0] in _WORDS or {*c[1:]} - {"-", "0", ""}]
+    for name in _LEAST_MISSED:
+      if _width(columns) > width:
+        columns = [c for c in columns if c[0] != name]
+    head, *rows = zip(*columns, strict=True)
+    left = [i for i, name in enumerate(head) if name in _WORDS]
+    lines = text.table(head, rows, left).splitlines()
+    return "\n".join(x if len(x) <= width else f"{x[: width - 1]}…" for x in lines)
 
 
-def _width(head: Sequence[str], rows: list[Sequence[str]], kept: list[int]) -> int:
-  """Columns that a table takes without its notes."""
-  named = [i for i in kept if head[i]]
-  widest = (max(len(row[i]) for row in [head, *rows]) for i in named)
-  return sum(widest) + 2 * (len(named) - 1)
-
-
-def _cut(line: str, width: int | None) -> str:
-  return line if width is None or len(line) <= width else f"{line[: width - 1]}…"
+def _width(columns: Sequence[Sequence[str]]) -> int:
+  """Return the width of a table without its notes."""
+  return sum(2 + max(map(len, column)) for column in columns if column[0]) - 2
 
 
 def statuses(folders_of_runs: Sequence[Path]) -> StatusTable:
@@ -211,9 +176,8 @@ def status(spec: JobSpec, task: int, job: str, queued: QueueEntry | None) -> Run
   notes = [f"{name}={value}" for name, value in trial.items()]
   if state == "PENDING" and queued.reason != "None":
     notes.insert(0, f"({queued.reason})")
-  to_go = seconds_to_go(lines, total) if state == "RUNNING" else None
-  spent = folders.read_goodput(spec, task)
-  plan = _against_plan(spec, task, to_go, spent)
+  if described and (compared := prediction.comparison(workdir)):
+    notes.append(compared.note())
   return RunStatus(
     run=f"{spec.name}/{task}" if spec.trials else spec.name,
     job=spec.task_id(job, task),
@@ -227,27 +191,11 @@ def status(spec: JobSpec, task: int, job: str, queued: QueueEntry | None) -> Run
     accuracy=latest.get("eval/accuracy"),
     perplexity=latest.get("eval/perplexity"),
     time_left=queued.time_left if state == "RUNNING" else "",
-    to_go=to_go,
+    to_go=seconds_to_go(lines, total) if state == "RUNNING" else None,
     restarts=max(queued.restarts, last.get("restarts", 0)),
     note=" ".join(notes),
-    goodput=spent,
-    against_plan=plan[0],
-    is_slow=plan[1],
+    goodput=folders.read_goodput(spec, task),
   )
-
-
-def _against_plan(
-  spec: JobSpec, task: int, to_go: float | None, spent: Goodput | None
-) -> tuple[str, bool]:
-  """A line about a run that was planned, and whether it is slower; ("", False)."""
-  path = spec.workdir(task)
-  if not prediction.has_plan(path):
-    return "", False
-  found = prediction.comparison(path if spec.trials else Path(spec.folder))
-  if found is None:
-    return "", False
-  held = spent.wall_s - spent.seconds["queue"] if spent else None
-  return prediction.status_line(found, to_go, held), found.is_slower
 
 
 def _state(spec: JobSpec, last: Mapping[str, Any]) -> str:
@@ -297,7 +245,7 @@ def _cells(s: RunStatus) -> list[str]:
 
 
 def quality(accuracy: float | None, perplexity: float | None) -> str:
-  """How good a model is, in a cell; empty if it is not known.
+  """Return a model's quality as a cell; empty if it is not known.
 
   Example:
     >>> quality(0.9, None), quality(0.5, 3.4567), quality(None, None)

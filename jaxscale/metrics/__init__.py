@@ -1,8 +1,8 @@
 """What a person sees of a run: metrics.jsonl, TensorBoard, a progress line, pictures.
 
 Process 0 alone writes. `metrics.jsonl` is the record; TensorBoard's event files,
-trackers, MLPerf's log and the pictures are the same for other readers. Only
-`settings.py` knows what a `Config` chooses from.
+trackers and the pictures show the same to other readers. Only `settings.py` knows what
+a `Config` chooses from.
 Names load when they are first asked for.
 """
 

@@ -1,4 +1,4 @@
-"""Pictures: a run against its steps, and a batch-size study."""
+"""The picture of a run: its metrics against the step."""
 
 from __future__ import annotations
 
@@ -176,100 +176,8 @@ def _draw_panel(axis: Any, panel: _Panel, lines: _Rows) -> None:
     axis.legend(frameon=False)
 
 
-def plot_study(study: Mapping[str, Any], path: str | Path) -> Path:
-  """Draw a batch-size study: steps, examples and seconds to the target, and the gap.
-
-  With the line of ideal scaling and the fitted curve. A run that missed the target is
-  drawn where it ended, as an open triangle; one that diverged as a cross.
-
-  Args:
-    study: as in study.json: "runs", each with "status", "batch_size", "steps",
-      "target_step", "target_examples", "target_seconds" and "gap"; "sizes", each
-      with "batch_size" and "target_step"; "fit" or None, with "s_min" (steps),
-      "b_crit" and "b_crit_range" (examples; no upper end: None); "title".
-    path: of the picture.
-
-  Returns:
-    The path.
-  """
-  runs, path = study["runs"], Path(path)
-  sizes = sorted({run["batch_size"] for run in runs})
-  panels = {
-    "target_step": "Steps to target",
-    "target_examples": "Examples to target",
-    "target_seconds": "Seconds to target",
-    "gap": "Generalization gap, training - held-out (points)",
-  }
-  with figure(path, 2, 2, (10, 7.2), study["title"]) as axes:
-    for axis, (name, title) in zip(axes.flat, panels.items(), strict=True):
-      titled(axis, title, "batch size (examples)")
-      _study_points(axis, runs, name)
-      axis.set_xscale("log")
-      size_ticks(axis, sizes, 1 / 1.3, 1.3)
-      if name == "gap":
-        axis.axhline(0, color=IDEAL, lw=0.8)
-      else:
-        axis.set_yscale("log")
-        axis.yaxis.set_major_formatter(_round_tick)
-        axis.yaxis.set_minor_formatter(_round_tick)
-    _study_curves(axes[0, 0], axes[0, 1], study)
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    once = dict(zip(labels, handles, strict=True))
-    axes[0, 0].legend(once.values(), once.keys(), frameon=False, fontsize=9)
-  return path
-
-
-def _round_tick(value: float, _: Any) -> str:
-  """A tick as a number, where it is 1, 2 or 5 times a power of ten."""
-  return f"{value:,.12g}" if f"{value:e}"[0] in "125" else ""
-
-
 def size_ticks(axis: Any, sizes: Sequence[int], below: float, above: float) -> None:
   """Ticks at these sizes alone, and room below the first and above the last one."""
   axis.set_xlim(sizes[0] * below, sizes[-1] * above)
   axis.set_xticks(sizes, [f"{size:,}" for size in sizes])
   axis.set_xticks([], minor=True)
-
-
-def _study_points(axis: Any, runs: _Rows, name: str) -> None:
-  """One mark per run: what it measured, or where it ended without the target."""
-  for run in runs:
-    at, value, status = run["batch_size"], run[name], run["status"]
-    style: dict[str, Any] = {"color": POINTS, "mfc": "none"}
-    if value is not None:
-      if status == "reached":
-        style |= {"mfc": POINTS, "label": "reached"}
-      axis.plot(at, value * (100 if name == "gap" else 1), "o", ms=6, **style)
-    elif name in ("target_step", "target_examples"):
-      ended = run["steps"] * (1 if name == "target_step" else at)
-      if status == "missed":
-        axis.plot(at, ended, "^", ms=8, label="not reached by then", **style)
-      elif status == "diverged":
-        axis.plot(at, ended, "x", color="black", ms=8, label="diverged then")
-
-
-def _study_curves(steps_axis: Any, examples_axis: Any, study: Mapping[str, Any]):
-  """Ideal scaling from the smallest size that reached the target, and the fit."""
-  reached = [s for s in study["sizes"] if s["target_step"] is not None]
-  if not reached:
-    return
-  sizes = [run["batch_size"] for run in study["runs"]]
-  low, high = min(sizes) / 1.2, max(sizes) * 1.2
-  grid = [low * (high / low) ** (i / 100) for i in range(101)]
-  first = min(reached, key=lambda s: s["batch_size"])
-  examples = first["target_step"] * first["batch_size"]
-  ideal = [examples / b for b in grid]
-  curves = [(ideal, "ideal scaling", {"color": IDEAL, "ls": "--"})]
-  if (fit := study.get("fit")) is not None:
-    at_least, high_end = fit["b_crit_range"]
-    label = f"fit, B_crit = {fit['b_crit']:,.0f}"
-    if high_end is None:  # without one of the sizes, the curve does not bend
-      label = f"fit, B_crit at least {at_least:,.0f}"
-    steps = [fit["s_min"] * (1 + fit["b_crit"] / b) for b in grid]
-    curves.append((steps, label, {"color": CURVES}))
-    if low < fit["b_crit"] < high:
-      for axis in (steps_axis, examples_axis):
-        axis.axvline(fit["b_crit"], color=CURVES, lw=0.8, ls=":")
-  for steps, label, style in curves:
-    steps_axis.plot(grid, steps, label=label, **style)
-    examples_axis.plot(grid, [s * b for s, b in zip(steps, grid, strict=True)], **style)

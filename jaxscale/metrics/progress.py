@@ -87,7 +87,7 @@ class Progress:
     left = (self._total_examples - examples) / max(rate, 1e-9)
     parts = [
       f"loss {metrics['loss']:.4f}",
-      f"rate {metrics['learning_rate']:.4g}",
+      f"lr {metrics['learning_rate']:.4g}",
       f"{rate:,.0f} examples/s",
       f"{1e3 * perf['step_s']:,.3g} ms/step",
     ]

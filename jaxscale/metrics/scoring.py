@@ -56,15 +56,6 @@ def is_reached(
   return None if accuracy is None else values["accuracy"] >= accuracy
 
 
-def mllog_value(values: Mapping[str, float]) -> float:
-  """The value of MLPerf's `eval_accuracy`: of language models it is the loss.
-
-  GPT-3's submissions to MLPerf Training log their log perplexity, of which the target
-  is 2.69, under that name (training_results_v4.1, Google's MaxText).
-  """
-  return values["loss"] if "perplexity" in values else values.get("accuracy", math.nan)
-
-
 def headline(values: Mapping[str, float]) -> str:
   """An evaluation in words.
 

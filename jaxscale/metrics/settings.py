@@ -1,17 +1,38 @@
-"""Settings of the built-in trackers; they load without the packages of any."""
+"""Built-in trackers, by their public interfaces; they load without the packages of any.
+
+Each keeps one run of theirs per run of ours, over restarts. What W&B keeps on this disk
+is written anew from metrics.jsonl at each start: so it has every step once, also after
+a kill, which takes what their buffers hold, and after a roll-back, which changes steps.
+"""
 
 from __future__ import annotations
 
+import functools
+import json
+import logging
+import os
+import re
+import shlex
+import shutil
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from jaxscale import metrics  # whose names load when they are asked for
 from jaxscale.config.bases import Tracker, TrackerContext
-from jaxscale.errors import ConfigError
+from jaxscale.config.record import flat
+from jaxscale.errors import invalid, message_of
 
 # The names that --config.log.trackers= takes (by HOMES in config/choice.py).
-__all__ = ["MLflow", "Prometheus", "Trackio", "Wandb"]
+__all__ = ["MLflow", "Wandb"]
+
+# What a call of MLflow's REST API takes (mlflow.utils.validation).
+_MLFLOW_METRICS, _MLFLOW_PARAMS, _MLFLOW_VALUE = 1000, 100, 500
+_MLFLOW_TAGS = {  # and what they have of the environment
+  "mlflow.source.git.commit": "commit",
+  "mlflow.source.name": "command",
+  "jaxscale.host": "host",
+}
 
 
 class Wandb(Tracker):
@@ -35,19 +56,65 @@ class Wandb(Tracker):
   package, install = "wandb", "jaxscale[wandb]"
 
   def build(self, context: TrackerContext):
-    return metrics.wandb_run(
-      context.workdir,
-      context.id,
-      context.config | {"environment": context.environment},
-      self.mode == "online",
-      context.note,
-      self.flush_s,
-      name=context.name,
-      project=self.project,
-      entity=self.entity,
-      group=self.group,
-      tags=self.tags,
-    )
+    """Open the run in `workdir/wandb`; where online fails, it is offline.
+
+    Offline, each start writes a new folder with all steps: of two folders of one run,
+    `wandb sync` uploads the second over the first (wandb/wandb#5865, #3841).
+    """
+    import wandb  # pyright: ignore[reportMissingImports]
+
+    # It shares the terminal with the run, and its process the cores.
+    settings = wandb.Settings(
+      silent=True, console="off", disable_git=True, disable_code=True, symlink=False,
+      x_disable_stats=True, init_timeout=90, finish_timeout=self.flush_s,
+      reinit="create_new",
+    )  # fmt: skip
+    wandb.setup(settings=wandb.Settings(silent=True))
+    begin = functools.partial(
+      wandb.init, id=context.id, dir=str(context.workdir), settings=settings,
+      config=context.config | {"environment": context.environment},
+      name=context.name, project=self.project, entity=self.entity, group=self.group,
+      tags=self.tags, allow_val_change=True,
+    )  # fmt: skip
+    text, first = "", -1
+    if self.mode == "online" and _is_reached(wandb, context):
+      run = begin(mode="online", resume="allow")
+      first = run.step - 1  # its server drops lines of steps before
+    else:
+      run = begin(mode="offline")
+      folder = Path(run.dir).parent
+      for old in folder.parent.glob(f"offline-run-*-{context.id}"):
+        if old != folder:
+          shutil.rmtree(old, ignore_errors=True)
+      text = "Weights & Biases: to upload the run, from a machine with internet: "
+      text += f"wandb sync {shlex.quote(str(folder))}"
+
+    def log(step: int, time: float, values: dict[str, float]) -> None:
+      run.log(values | {"_timestamp": time}, step=step)
+
+    def finish(outcome: str) -> None:
+      if outcome == "interrupted":
+        run.mark_preempting()
+      run.finish(exit_code=int(outcome == "failed"))
+
+    return metrics.Tracker(log, finish, lambda name: first, text)
+
+
+def _is_reached(wandb: Any, context: TrackerContext) -> bool:
+  """Return whether W&B's server takes the key; a note says why it does not.
+
+  Asked before a run begins: there W&B would ask a terminal for a key that is missing,
+  and a run that did not reach its server cannot begin again offline.
+  """
+  try:
+    if not wandb.login(prompt=False, verify=True):
+      raise wandb.Error("no API key (wandb login)")
+  except wandb.Error as e:
+    why = message_of(e)[:200]
+    tracked = "this start of the run is tracked offline"
+    context.note(f"Weights & Biases: {why}; {tracked}")
+    return False
+  return True
 
 
 class MLflow(Tracker):
@@ -66,46 +133,77 @@ class MLflow(Tracker):
 
   def __post_init__(self):
     if self.uri and urlsplit(self.uri).password:
-      why = "config.json would hold its password; set MLFLOW_TRACKING_USERNAME and "
-      raise ConfigError(f"MLflow.uri: {why}MLFLOW_TRACKING_PASSWORD")
+      why = "holds a password, which config.json would keep"
+      fix = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+      raise invalid("MLflow.uri", ..., why, fix)
 
   def build(self, context: TrackerContext):
-    return metrics.mlflow_run(
-      context.workdir,
-      context.id,
-      context.name,
-      context.config,
-      context.environment,
-      self.experiment,
-      self.uri,
-      context.note,
-    )
+    """Open the run that has the tag `jaxscale.id`, or make it."""
+    # Its file store needs no database, which shared disks cannot hold; it is kept, but
+    # gets nothing new (mlflow 3.7). Usage reports would need the internet.
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
+    from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
+
+    # Each try without a route is a warning there; what fails in the end is one of ours.
+    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
+    text, uri = "", self.uri or os.environ.get("MLFLOW_TRACKING_URI")
+    if not uri:
+      files = context.workdir / "mlruns"
+      uri = files.absolute().as_uri()
+      show = "MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri"
+      text = f"MLflow: to see the run: {show} {shlex.quote(str(files))}"
+    client = MlflowClient(tracking_uri=uri)
+    run = self._run(client, context)
+    for tag, name in _MLFLOW_TAGS.items():
+      client.set_tag(run, tag, str(context.environment.get(name))[:_MLFLOW_VALUE])
+    try:
+      client.log_text(
+        run, json.dumps(context.environment, indent=2), "environment.json"
+      )
+    except Exception as e:  # files may be where this host cannot write
+      why = f"{type(e).__name__}: {message_of(e)[:200]}"
+      context.note(f"MLflow: environment.json is not there: {why}")
+
+    def log(step: int, time: float, values: dict[str, float]) -> None:
+      at = int(1000 * time)
+      batch = [Metric(_mlflow_name(n), x, at, step) for n, x in values.items()]
+      for i in range(0, len(batch), _MLFLOW_METRICS):
+        client.log_batch(run, metrics=batch[i : i + _MLFLOW_METRICS])
+
+    @functools.cache
+    def known(name: str) -> int:
+      history = client.get_metric_history(run, _mlflow_name(name))
+      return max((m.step for m in history), default=-1)
+
+    def finish(outcome: str) -> None:
+      status = {"done": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
+      client.set_tag(run, "jaxscale.outcome", outcome)
+      client.set_terminated(run, status[outcome])
+
+    return metrics.Tracker(log, finish, known, text)
+
+  def _run(self, client: Any, context: TrackerContext) -> str:
+    """Return MLflow's id of the run; its parameters are those of the first start."""
+    from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
+
+    known = client.get_experiment_by_name(self.experiment)
+    group = known.experiment_id if known else client.create_experiment(self.experiment)
+    runs = client.search_runs([group], f"tags.`jaxscale.id` = '{context.id}'")
+    if runs:
+      run = runs[0].info.run_id
+      client.update_run(run, status="RUNNING")
+      return run
+    tags = {"jaxscale.id": context.id}
+    run = client.create_run(group, tags=tags, run_name=context.name).info.run_id
+    settings = flat(context.config)
+    params = [Param(name, str(x)[:_MLFLOW_VALUE]) for name, x in settings.items()]
+    for i in range(0, len(params), _MLFLOW_PARAMS):
+      client.log_batch(run, params=params[i : i + _MLFLOW_PARAMS])
+    return run
 
 
-class Trackio(Tracker):
-  """Trackio, in its database in TRACKIO_DIR (~/.cache/huggingface/trackio).
-
-  Attributes:
-    project: that the run is in.
-  """
-
-  project: str = "jaxscale"
-
-  package, install = "trackio", "jaxscale[trackio]"
-
-  def build(self, context: TrackerContext):
-    config = context.config | {"environment": context.environment}
-    return metrics.trackio_run(context.id, config, self.project)
-
-
-class Prometheus(Tracker):
-  """The newest values as a text file for Prometheus' node_exporter.
-
-  Attributes:
-    directory: of its textfile collector, on the host of process 0.
-  """
-
-  directory: str
-
-  def build(self, context: TrackerContext):
-    return metrics.prometheus_file(Path(self.directory), context.id)
+def _mlflow_name(name: str) -> str:
+  """Replace what MLflow takes in no name of a metric."""
+  return re.sub(r"[^\w\-./: ]", "_", name)[:250]

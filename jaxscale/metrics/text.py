@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from html import escape
-from typing import Any
 
 NOTHING = "–"  # a cell whose value is not known
 _CELL = "text-align: {}; white-space: nowrap; font-variant-numeric: tabular-nums"
@@ -63,21 +62,6 @@ def cell(value: float | str | None, form: str = "") -> str:
     ('50.0%', '–')
   """
   return NOTHING if value is None else format(value, form)
-
-
-def entries_table(
-  rows: Iterable[Mapping[str, Any]], columns: Mapping[str, tuple[str, str]]
-) -> str:
-  """A table of numbers out of dicts; `columns` has (key, format) by title.
-
-  Example:
-    >>> print(entries_table([{"n": 3}, {"n": None}], {"steps": ("n", ",")}))
-    steps
-        3
-        –
-  """
-  cells = [[cell(row[key], form) for key, form in columns.values()] for row in rows]
-  return table(list(columns), cells, left=())
 
 
 def byte_size(number: float) -> str:

@@ -17,6 +17,7 @@ were trained tied are imported by copying the table.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ import jax.numpy as jnp
 from jaxscale.errors import ConfigError
 from jaxscale.models.attention import RopeScaling, join_heads, rotate, split_heads
 from jaxscale.models.linear import dense, linear
-from jaxscale.models.stack import Stack, at_least_float32, rejoin, sum_totals
+from jaxscale.models.stack import Ops, Stack, at_least_float32, rejoin, sum_totals
 
 # GPT-2's initial deviation (its published code; the same in Megatron-LM,
 # arXiv:1909.08053, §4.1), for all matrices and the table.
@@ -117,19 +118,10 @@ def make_transformer(
     return ops.lookup(p["table"], batch["tokens"]).astype(dtype)
 
   def layer(p, h, ops):
-    # Normalised before `enter`: then only one tensor a branch is communicated.
-    x = ops.enter(norm(h, p["attn_norm"]["scale"]))
-    to, positions = h.dtype, ops.positions(x.shape[1])
-    q, k, v = (split_heads(dense(x, p[name], to), each) for name in "qkv")
-    if "q_norm" in p:
-      q = norm(q, p["q_norm"]["scale"]).astype(to)
-      k = norm(k, p["k_norm"]["scale"]).astype(to)
-    q, k = (rotate(x, positions, rope_theta, rope_scaling) for x in (q, k))
-    y = join_heads(ops.attend(q, k, v, causal=True))
-    h = h + rejoin(y, p["o"]["kernel"], ops)
-    x = ops.enter(norm(h, p["mlp_norm"]["scale"]))
-    gate, up = (dense(x, p[name], to) for name in ("gate", "up"))
-    return h + rejoin(jax.nn.silu(gate) * up, p["down"]["kernel"], ops)
+    def turn(x, positions):
+      return rotate(x, positions, rope_theta, rope_scaling)
+
+    return _layer(p, h, ops, norm=norm, turn=turn, head_width=each)
 
   def finish(p, h, batch, ops):
     x, targets = ops.enter(norm(h, p["norm"]["scale"])), batch["targets"]
@@ -156,6 +148,30 @@ def make_transformer(
     return params
 
   return Stack(init, embed, layer, finish, logits, num_layers)
+
+
+def _layer(
+  p: Any,
+  h: jax.Array,
+  ops: Ops,
+  *,
+  norm: Callable[..., jax.Array],
+  turn: Callable[[jax.Array, jax.Array], jax.Array],
+  head_width: int,
+) -> jax.Array:
+  """Attention and MLP of one layer on [rows, tokens, width]; `turn` is RoPE."""
+  # Normalised before `enter`: then only one tensor a branch is communicated.
+  x = ops.enter(norm(h, p["attn_norm"]["scale"]))
+  to, positions = h.dtype, ops.positions(x.shape[1])
+  q, k, v = (split_heads(dense(x, p[name], to), head_width) for name in "qkv")
+  if "q_norm" in p:
+    q = norm(q, p["q_norm"]["scale"]).astype(to)
+    k = norm(k, p["k_norm"]["scale"]).astype(to)
+  y = join_heads(ops.attend(turn(q, positions), turn(k, positions), v, causal=True))
+  h = h + rejoin(y, p["o"]["kernel"], ops)
+  x = ops.enter(norm(h, p["mlp_norm"]["scale"]))
+  gate, up = (dense(x, p[name], to) for name in ("gate", "up"))
+  return h + rejoin(jax.nn.silu(gate) * up, p["down"]["kernel"], ops)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float) -> jax.Array:

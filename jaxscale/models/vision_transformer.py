@@ -13,6 +13,7 @@ left out (arXiv:2106.10270, §4.6).
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -22,7 +23,7 @@ from jax import lax
 from jaxscale.errors import ConfigError
 from jaxscale.models.attention import join_heads, split_heads
 from jaxscale.models.linear import dense, linear, shift
-from jaxscale.models.stack import Stack, at_least_float32, rejoin, sum_totals
+from jaxscale.models.stack import Ops, Stack, at_least_float32, rejoin, sum_totals
 
 # How a layout splits each parameter: path, axis of each dim (parallel/rules.py).
 SHARDING = (
@@ -100,8 +101,8 @@ def make_vit(
     raise ConfigError(
       f"vit.num_heads={num_heads}: does not divide width={width}, give a divisor"
     )
-  each, dtype = width // num_heads, jnp.dtype(dtype)
-  norm = functools.partial(layer_norm, eps=norm_eps)
+  norm, dtype = functools.partial(layer_norm, eps=norm_eps), jnp.dtype(dtype)
+  layer = functools.partial(_layer, norm=norm, head_width=width // num_heads)
 
   def embed(p, batch, ops):
     # Images are whole on a device: `ops` are not used.
@@ -113,16 +114,6 @@ def make_vit(
       token = jnp.broadcast_to(token, (len(h), 1, h.shape[-1]))
       h = jnp.concatenate([token, h], axis=1)
     return h + p["position"].astype(h.dtype)
-
-  def layer(p, h, ops):
-    # A bias behind `rejoin` counts once, on however many devices the heads are.
-    x = ops.enter(norm(h, p["attn_norm"]))
-    q, k, v = (split_heads(dense(x, p[name], h.dtype), each) for name in "qkv")
-    y = join_heads(ops.attend(q, k, v, causal=False))
-    h = h + shift(rejoin(y, p["o"]["kernel"], ops), p["o"]["bias"])
-    x = ops.enter(norm(h, p["mlp_norm"]))
-    y = gelu(dense(x, p["up"], h.dtype))
-    return h + shift(rejoin(y, p["down"]["kernel"], ops), p["down"]["bias"])
 
   def pooled(p, h):
     """[rows, width] of what is classified."""
@@ -151,6 +142,20 @@ def make_vit(
     return _init(key, patch_size, *sizes, has_token=pool == "token")
 
   return Stack(init, embed, layer, finish, logits, num_layers)
+
+
+def _layer(
+  p: Any, h: jax.Array, ops: Ops, *, norm: Callable[..., jax.Array], head_width: int
+) -> jax.Array:
+  """Attention and MLP of one layer on [rows, tokens, width]."""
+  # A bias behind `rejoin` counts once, on however many devices the heads are.
+  x = ops.enter(norm(h, p["attn_norm"]))
+  q, k, v = (split_heads(dense(x, p[name], h.dtype), head_width) for name in "qkv")
+  y = join_heads(ops.attend(q, k, v, causal=False))
+  h = h + shift(rejoin(y, p["o"]["kernel"], ops), p["o"]["bias"])
+  x = ops.enter(norm(h, p["mlp_norm"]))
+  y = gelu(dense(x, p["up"], h.dtype))
+  return h + shift(rejoin(y, p["down"]["kernel"], ops), p["down"]["bias"])
 
 
 def layer_norm(x: jax.Array, p: Any, *, eps: float) -> jax.Array:

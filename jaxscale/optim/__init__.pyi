@@ -13,7 +13,6 @@ from .masks import timm_kernels as timm_kernels
 from .momentum import MomentumState as MomentumState
 from .momentum import sgd as sgd
 from .orthogonalized import muon as muon
-from .rate import keep_rate as keep_rate
 from .rate import learning_rate as learning_rate
 from .rate import scale_by_rate as scale_by_rate
 from .schedules import Warmup as Warmup

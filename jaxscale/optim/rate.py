@@ -1,10 +1,10 @@
-"""The learning rate of a step: evaluated once, by the optimizer, and read from it.
+"""The learning rate of a step, in the optimizer and in the metrics.
 
 1. settings.py: `Cosine`, `Polynomial`, `Steps` build a schedule, step -> rate, from the
    functions in schedules.py; its peak is computed in experiment/derive.py.
 2. Here: an optimizer evaluates it (`rate_at`) and keeps it in its state, by
    `scale_by_rate`, or in a state of its own (momentum.py).
-3. training/step.py: `observed` reads it from the new state by `learning_rate`.
+3. training/step.py: the step evaluates the same schedule for its metrics.
 4. run/reporter.py: `Reporter` logs it as `train/learning_rate`.
 """
 
@@ -68,12 +68,3 @@ def learning_rate(opt_state: Any) -> jax.Array | None:
   """
   found = optax.tree.get_all_with_path(opt_state, "learning_rate")
   return jnp.asarray(found[0][1], jnp.float32) if found else None
-
-
-def keep_rate(schedule: optax.Schedule) -> optax.GradientTransformation:
-  """Changes nothing and keeps the rate, for optimizers that do not keep it."""
-
-  def update(updates, state, params=None):
-    return updates, ScaleByRateState(state.count + 1, rate_at(schedule, state.count))
-
-  return optax.GradientTransformation(scale_by_rate(schedule).init, update)

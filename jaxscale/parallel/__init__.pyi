@@ -1,7 +1,4 @@
 from .fsdp_gather import with_gathered_params as with_gathered_params
-from .layout import Layout as Layout
-from .layout import make_layout as make_layout
-from .layout import replicated_layout as replicated_layout
 from .rules import Rule as Rule
 from .rules import largest as largest
 from .rules import partition as partition
@@ -10,3 +7,6 @@ from .run_stack import gpipe_grads as gpipe_grads
 from .run_stack import one_f_one_b_grads as one_f_one_b_grads
 from .run_stack import stack_loss as stack_loss
 from .run_stack import stack_totals as stack_totals
+from .specs import Layout as Layout
+from .specs import make_layout as make_layout
+from .specs import replicated_layout as replicated_layout

@@ -1,4 +1,4 @@
-"""Where FSDP gathers: a parameter from its shards, and its gradient back to them.
+"""FSDP's gathers: a parameter from its shards, and its gradient back to them.
 
 With a parameter that is sharded along `fsdp`,
 
@@ -34,7 +34,7 @@ GATHERED = "gathered"  # the name of gathered parameters, to remat policies
 
 @dataclasses.dataclass(frozen=True)
 class Gather:
-  """How one parameter is gathered; a leaf of trees shaped like the parameters.
+  """Description of one parameter's gather; a leaf of trees like the parameters.
 
   Attributes:
     scatter: dim along which its gradient is split over `fsdp`; None: it is not.
@@ -54,7 +54,7 @@ class Gather:
   dtype: Any = None
 
   def for_layer(self) -> Gather:
-    """Of one layer, where the parameter's first dim counts layers."""
+    """Return the gather of one layer, where the parameter's first dim counts layers."""
     scatter = None if self.scatter is None else self.scatter - 1
     return dataclasses.replace(self, scatter=scatter)
 
@@ -74,7 +74,7 @@ def gather_params(params: Any, gathers: Any) -> Any:
     gathers: a `Gather` for each.
   """
 
-  def is_pair(x):
+  def is_pair(x: Any):
     return isinstance(x, ShardedAndFull)
 
   return jax.tree.map(_gather, params, gathers, is_leaf=is_pair)
@@ -86,7 +86,7 @@ def _gather(w: Any, how: Gather) -> jax.Array:
   if dim is None and not how.sum_in_backward:
     return shard
 
-  def forward(shard, full):
+  def forward(shard: jax.Array, full: jax.Array | None):
     axes = how.sum_in_backward + ((FSDP,) if dim is not None else ())
     if full is not None or not how.is_sharded:
       # As varying as the shard is, which the gradient is of.
@@ -98,7 +98,7 @@ def _gather(w: Any, how: Gather) -> jax.Array:
     # Named in here as well: to a policy this is one operation, known by what is in it.
     return checkpoint_name(out, GATHERED)
 
-  def backward(_, g):
+  def backward(_: None, g: jax.Array):
     if dim is not None:
       g = lax.psum_scatter(g, FSDP, scatter_dimension=dim, tiled=True)
     return lax.psum(g, how.sum_in_backward) if how.sum_in_backward else g, None
@@ -119,7 +119,7 @@ def local_shard(w: jax.Array, dim: int) -> jax.Array:
 _CASTS = ("convert_element_type", "pvary", "pcast")
 
 
-def save_all_but_gathered(primitive: Any, *_, **params: Any) -> bool:
+def save_all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
   """A remat policy: all is kept but gathered parameters.
 
   The one place that looks at primitives. `save_anything_except_these_names` would
@@ -133,7 +133,8 @@ def save_all_but_gathered(primitive: Any, *_, **params: Any) -> bool:
       return not any(eqn.params.get("name") == GATHERED for eqn in eqns)
     case "all_gather":
       return FSDP not in params["axis_name"]
-  return primitive.name not in _CASTS
+    case name:
+      return name not in _CASTS
 
 
 def with_gathered_params(function: Any, gathers: Any) -> Any:
@@ -147,7 +148,7 @@ def with_gathered_params(function: Any, gathers: Any) -> Any:
     gathers: a `Gather` for each parameter.
   """
 
-  def on_shards(params, *args):
+  def on_shards(params: Any, *args: Any):
     return function(gather_params(params, gathers), *args)
 
   return jax.checkpoint(on_shards, policy=save_all_but_gathered)

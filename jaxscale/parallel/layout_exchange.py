@@ -18,8 +18,9 @@ from jax import lax
 from jaxscale.collectives import same_everywhere, vary
 from jaxscale.collectives.typed import varying
 from jaxscale.exchange import Exchange
+from jaxscale.exchange.base import Axes
 from jaxscale.optim.tree_paths import path_name
-from jaxscale.parallel.layout import Layout, grad_specs
+from jaxscale.parallel.specs import Layout, grad_specs
 
 
 class _Group(NamedTuple):
@@ -27,14 +28,14 @@ class _Group(NamedTuple):
 
   Attributes:
     name: of its part of the state.
-    places: which leaves.
+    indices: numbers of the leaves.
     after: axes that they are summed over.
     others: axes along which all devices have the same of them.
     is_chosen: by the exchange that was asked for, or else by `lax.psum`.
   """
 
   name: str
-  places: list[int]
+  indices: list[int]
   after: tuple[str, ...]
   others: tuple[str, ...]
   is_chosen: bool
@@ -58,7 +59,7 @@ def make_layout_exchange(exchange: Exchange, layout: Layout) -> Exchange:
     return exchange
   groups, axes = _groups(layout), layout.mesh.axis_names
 
-  def init(grads):
+  def init(grads: Any):
     leaves, structure = jax.tree.flatten(grads)
     return {
       group.name: exchange.init(structure.unflatten(_only(leaves, group)))
@@ -66,7 +67,7 @@ def make_layout_exchange(exchange: Exchange, layout: Layout) -> Exchange:
       if group.is_chosen
     }
 
-  def reduce(grads, state):
+  def reduce(grads: Any, state: Any):
     leaves, structure = jax.tree.flatten(grads)
     state = dict(state)
     for group in groups:
@@ -78,15 +79,15 @@ def make_layout_exchange(exchange: Exchange, layout: Layout) -> Exchange:
         # The same along axes whose devices had the same to begin with.
         means = [
           same_everywhere(x, tuple(a for a in group.others if a in varying(x)))
-          for x in (found[i] for i in group.places)
+          for x in (found[i] for i in group.indices)
         ]
       else:
         size = lax.axis_size(group.after) if group.after else 1
-        own = [leaves[i] for i in group.places]
-        sums = lax.psum(own, group.after) if group.after else own
+        parts = [leaves[i] for i in group.indices]
+        sums = lax.psum(parts, group.after) if group.after else parts
         means = [x / size for x in sums]
-      for place, mean in zip(group.places, means, strict=True):
-        leaves[place] = mean
+      for index, mean in zip(group.indices, means, strict=True):
+        leaves[index] = mean
     return structure.unflatten(leaves), state
 
   # What becomes of it on other devices depends on the layouts (`checkpoint.reshard`).
@@ -94,7 +95,7 @@ def make_layout_exchange(exchange: Exchange, layout: Layout) -> Exchange:
 
 
 class Split(NamedTuple):
-  """What an exchange's state depends on, apart from the exchange; JSON can have it.
+  """Split of the gradients that an exchange's state depends on, as JSON can have it.
 
   Attributes:
     mesh: devices along each axis, in the order of the mesh.
@@ -110,7 +111,7 @@ class Split(NamedTuple):
 
 
 def exchange_split(layout: Layout | None) -> Split | None:
-  """How the gradients that are exchanged are split; None: they are not.
+  """Return the split of the gradients that are exchanged; None: there is none.
 
   Then the state of `make_layout_exchange` is that of the exchange itself.
   """
@@ -128,22 +129,22 @@ def exchange_split(layout: Layout | None) -> Split | None:
 
 def _only(leaves: list[Any], group: _Group) -> list[Any]:
   """The leaves with None for those of other groups."""
-  return [leaf if i in group.places else None for i, leaf in enumerate(leaves)]
+  return [leaf if i in group.indices else None for i, leaf in enumerate(leaves)]
 
 
 def _groups(layout: Layout) -> list[_Group]:
   """In the order of the parameters."""
   axes = exchange_axes(layout)
-  found: dict[tuple, list[int]] = {}
+  found: dict[tuple[Axes, Axes], list[int]] = {}
   specs = jax.tree.leaves(grad_specs(layout))
   entries = jax.tree.leaves(layout.gathers)
   for i, (entry, spec) in enumerate(zip(entries, specs, strict=True)):
     split = tuple(a for a in layout.mesh.axis_names if a in spec)
     found.setdefault((entry.sum_in_exchange, split), []).append(i)
   made = []
-  for (after, split), places in found.items():
+  for (after, split), indices in found.items():
     name = "_".join(split) or "whole"
     others = tuple(a for a in layout.mesh.axis_names if a not in (*after, *split))
     is_chosen = bool(after) and after == axes
-    made.append(_Group(name, places, after, others, is_chosen))
+    made.append(_Group(name, indices, after, others, is_chosen))
   return made

@@ -51,7 +51,7 @@ _COLLECTIVES = ("psum", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_
 def bubble(
   schedule: Literal["gpipe", "1f1b"],
   stages: int,
-  micro_batches: int,
+  num_microbatches: int,
   *,
   skip: bool = True,
 ) -> float:
@@ -68,7 +68,7 @@ def bubble(
   Args:
     schedule: "gpipe" or "1f1b".
     stages: S.
-    micro_batches: M, of one device.
+    num_microbatches: M, of one device.
     skip: as of `one_f_one_b`; of no effect on GPipe's time, where in every tick
       some stage has work.
 
@@ -82,23 +82,23 @@ def bubble(
   if schedule not in ("gpipe", "1f1b"):
     raise ConfigError(f"schedule={schedule!r}: give 'gpipe' or '1f1b'")
   fill = (stages - 1) * (2 if schedule == "1f1b" and not skip else 1)
-  return fill / (micro_batches + fill)
+  return fill / (num_microbatches + fill)
 
 
-def split_micros(batch: Any, micro_batches: int) -> Any:
+def split_microbatches(batch: Any, num_microbatches: int) -> Any:
   """A device's rows [rows, ...] as micro-batches [M, rows/M, ...].
 
   Raises:
     ConfigError: they do not divide.
   """
 
-  def split(x):
-    if len(x) % micro_batches:
+  def split(x: jax.Array):
+    if len(x) % num_microbatches:
       raise ConfigError(
-        f"micro_batches={micro_batches}: does not divide the {len(x)} rows of a "
+        f"num_microbatches={num_microbatches}: does not divide the {len(x)} rows of a "
         "device, give a divisor"
       )
-    return x.reshape(micro_batches, -1, *x.shape[1:])
+    return x.reshape(num_microbatches, -1, *x.shape[1:])
 
   return jax.tree.map(split, batch)
 
@@ -106,25 +106,25 @@ def split_micros(batch: Any, micro_batches: int) -> Any:
 def gpipe(
   run_layers: RunLayers,
   layers: Any,
-  micros: jax.Array,
+  microbatches: jax.Array,
   *,
   axis: str = "stage",
   skip: bool = True,
   remat: bool = True,
 ) -> jax.Array:
-  """What comes out of all stages' layers, shared out over the stages.
+  """Return the outputs of all stages' layers, shared out over the stages.
 
-  With `stage_micros` the head and the loss are shared out likewise: each stage works
+  With `stage_microbatches` the head and the loss are shared out too: each stage works
   on M/S of the micro-batches, and a sum over `axis` makes the totals. Where S does
   not divide M, all stages have all outputs, typed invariant over `axis`, and do the
-  same work on them; differentiation counts it once. What is made of `micros` and of
-  parameters that are invariant over `axis` has the right gradients, by the types.
+  same work on them; differentiation counts it once. Results of `microbatches` and of
+  parameters that are invariant over `axis` have the right gradients, by the types.
 
   Args:
     run_layers: (layers, h) -> h, for this device's layers; shape, dtype and type of
       h stay.
     layers: this device's, of which every leaf varies over `axis`.
-    micros: [M, rows, tokens, width], what goes into the first layer; the same on all
+    microbatches: [M, rows, tokens, width], inputs of the first layer; the same on all
       stages, and only the first one's is used.
     axis: mesh axis of the stages.
     skip: leave out the ticks without work by a branch. It saves no time, but energy
@@ -135,35 +135,36 @@ def gpipe(
       pass, as the paper does (section 2.3). False: keep what `run_layers` keeps.
 
   Returns:
-    [M/S, rows, tokens, width], of `stage_micros`; [M, ...] where S does not divide M.
+    [M/S, rows, tokens, width], those of `stage_microbatches`; [M, ...] where S does
+    not divide M.
 
   Raises:
     ConfigError: no such axis; or `skip`, and the layers permute.
 
   Example:
     >>> h = gpipe(run, params["layers"], embedded)         # doctest: +SKIP
-    >>> totals = finish(h, stage_micros(batch))              # doctest: +SKIP
+    >>> totals = finish(h, stage_microbatches(batch))              # doctest: +SKIP
   """
   stages, stage = axis_sizes((axis,))[axis], lax.axis_index(axis)
-  count = len(micros)
-  axes = _carried_axes(run_layers, layers, micros[0], axis)
-  micros = vary(micros, axes)
+  count = len(microbatches)
+  axes = _carried_axes(run_layers, layers, microbatches[0], axis)
+  microbatches = vary(microbatches, axes)
   if skip:
-    _check_branch("run_layers", axis, run_layers, layers, micros[0])
+    _check_branch("run_layers", axis, run_layers, layers, microbatches[0])
 
-  def work(is_work, layers, h):
+  def work(is_work: jax.Array, layers: Any, h: jax.Array):
     if skip:
       return lax.cond(is_work, run_layers, lambda _, h: _zeros(h), layers, h)
     # The value is the same; of what is computed without use no gradient is left,
     # not even NaN.
     layers = jax.tree.map(lambda w: jnp.where(is_work, w, lax.stop_gradient(w)), layers)
-    h = run_layers(layers, jnp.where(is_work, h, lax.stop_gradient(micros[0])))
+    h = run_layers(layers, jnp.where(is_work, h, lax.stop_gradient(microbatches[0])))
     return jnp.where(is_work, h, _zeros(h))
 
   if remat:
     work = jax.checkpoint(work, prevent_cse=False)
 
-  def tick(received, now):
+  def tick(received: Any, now: Any):
     t, fresh = now
     is_work = (stage <= t) & (t < stage + count)
     h = work(is_work, layers, jnp.where(stage == 0, fresh, received))
@@ -171,20 +172,22 @@ def gpipe(
 
   # The inputs are scanned over, not indexed: the gradient of an index is as large
   # as all of them, each tick.
-  fill = vary(jnp.zeros((stages - 1, *micros.shape[1:]), micros.dtype), axes)
-  ticks = jnp.arange(count + stages - 1), jnp.concatenate([micros, fill])
-  _, out = lax.scan(tick, _zeros(micros[0]), ticks)
+  fill = vary(
+    jnp.zeros((stages - 1, *microbatches.shape[1:]), microbatches.dtype), axes
+  )
+  ticks = jnp.arange(count + stages - 1), jnp.concatenate([microbatches, fill])
+  _, out = lax.scan(tick, _zeros(microbatches[0]), ticks)
   out = jnp.where(stage == stages - 1, out[stages - 1 :], 0)
   if count % stages:
     return lax.psum(out, axis)
   return lax.psum_scatter(out, axis, scatter_dimension=0, tiled=True)
 
 
-def stage_micros(micros: Any, *, axis: str = "stage") -> Any:
+def stage_microbatches(microbatches: Any, *, axis: str = "stage") -> Any:
   """Those micro-batches whose outputs `gpipe` hands to this stage.
 
   Args:
-    micros: tree of [M, ...], the same on all stages.
+    microbatches: tree of [M, ...], the same on all stages.
     axis: mesh axis of the stages.
 
   Returns:
@@ -192,17 +195,19 @@ def stage_micros(micros: Any, *, axis: str = "stage") -> Any:
   """
   stages = axis_sizes((axis,))[axis]
 
-  def own(x):
+  def own(x: jax.Array):
     if len(x) % stages:
       return x
     size = len(x) // stages
     start = lax.axis_index(axis) * size
     return lax.dynamic_slice_in_dim(vary(x, (axis,)), start, size)
 
-  return jax.tree.map(own, micros)
+  return jax.tree.map(own, microbatches)
 
 
-def _carried_axes(run_layers, layers: Any, h: Any, axis: str) -> tuple[str, ...]:
+def _carried_axes(
+  run_layers: RunLayers, layers: Any, h: Any, axis: str
+) -> tuple[str, ...]:
   """The axes over which the activations between the layers vary."""
   axes = in_mesh_order((axis, *_type_axes(h)))
 
@@ -224,7 +229,7 @@ def one_f_one_b(
   run_layers: RunLayers,
   finish: Callable[[Any, jax.Array, Any], Totals],
   params: dict[str, Any],
-  micros: Any,
+  microbatches: Any,
   *,
   axis: str = "stage",
   skip: bool = True,
@@ -241,7 +246,7 @@ def one_f_one_b(
     finish: (params, h, micro-batch) -> totals, of which "loss" is differentiated.
     params: whose "layers" are this device's and vary over `axis`. Cast the rest to
       varying over the axes whose sums are to be made elsewhere.
-    micros: tree of [M, ...], the same on all stages.
+    microbatches: tree of [M, ...], the same on all stages.
     axis: mesh axis of the stages. `embed` and `finish` may not speak along it.
     skip: leave out forwards and backwards without work by branches. False where the
       layers permute, as a ring does; see `bubble` for what it costs.
@@ -257,22 +262,22 @@ def one_f_one_b(
       speaks along `axis`.
   """
   stages, stage = axis_sizes((axis,))[axis], lax.axis_index(axis)
-  count = len(jax.tree.leaves(micros)[0])
-  work, *types = _stage(embed, run_layers, finish, params, micros, axis, skip)
-  cond: Callable = lax.cond if skip else _where
+  count = len(jax.tree.leaves(microbatches)[0])
+  work, *types = _stage(embed, run_layers, finish, params, microbatches, axis, skip)
+  cond: Callable[..., Any] = lax.cond if skip else _where
   # From its forward to its backward, a stage has no more inputs than these.
   slots = min(2 * stages - 1, count)
 
-  def tick(carry, t):
+  def tick(carry: Any, t: jax.Array):
     kept, h_received, g_received, sums = carry
     ahead, back = t - stage, t - 2 * (stages - 1) + stage
     goes, comes = (ahead >= 0) & (ahead < count), (back >= 0) & (back < count)
 
     def embedded():
-      return work.enter(work.ends, _at(work.micros, ahead))
+      return work.enter(work.ends, _at(work.microbatches, ahead))
 
     def backward():
-      h, micro = _at(kept, back % slots), _at(work.micros, back)
+      h, micro = _at(kept, back % slots), _at(work.microbatches, back)
       return _backward(work, sums, h, g_received, micro)
 
     h_in = lax.cond(goes & work.is_first, embedded, lambda: h_received)
@@ -290,7 +295,7 @@ def one_f_one_b(
   start = kept, h, h, (*_zeros((work.layers, work.ends)), totals)
   (_, _, _, (by_layers, by_ends, totals)), _ = lax.scan(tick, start, ticks)
 
-  def whole(g, p):
+  def whole(g: jax.Array, p: jax.Array):
     return g if axis in varying(p) else lax.psum(g, axis)
 
   by_ends = jax.tree.map(whole, by_ends, {name: params[name] for name in by_ends})
@@ -298,7 +303,7 @@ def one_f_one_b(
 
 
 class _Stage(NamedTuple):
-  """What a stage works with.
+  """Parameters, functions and micro-batches of a stage.
 
   Attributes:
     is_first: bool.
@@ -308,7 +313,7 @@ class _Stage(NamedTuple):
     ends: the other parameters, varying over the stages.
     enter: (ends, micro-batch) -> h.
     leave: (ends, h, micro-batch) -> totals.
-    micros: tree of [M, ...].
+    microbatches: tree of [M, ...].
   """
 
   is_first: jax.Array
@@ -318,23 +323,31 @@ class _Stage(NamedTuple):
   ends: Any
   enter: Callable[[Any, Any], jax.Array]
   leave: Callable[[Any, jax.Array, Any], Totals]
-  micros: Any
+  microbatches: Any
 
 
-def _stage(embed, run_layers, finish, params, micros, axis, skip) -> Any:
+def _stage(
+  embed: Callable[[Any, Any], jax.Array],
+  run_layers: RunLayers,
+  finish: Callable[[Any, jax.Array, Any], Totals],
+  params: dict[str, Any],
+  microbatches: Any,
+  axis: str,
+  skip: bool,
+) -> Any:
   """The stage, and what `jax.eval_shape` says of h and of the totals."""
   layers = params["layers"]
   ends = {name: p for name, p in params.items() if name != "layers"}
   # Else the sums over the stages that make gradients would stand in branches.
-  ends, micros = vary((ends, micros), (axis,))
-  first = jax.tree.map(lambda x: x[0], micros)
+  ends, microbatches = vary((ends, microbatches), (axis,))
+  first = jax.tree.map(lambda x: x[0], microbatches)
   h = jax.eval_shape(lambda: embed(ends | {"layers": layers}, first))
   axes = _carried_axes(run_layers, layers, h, axis)
 
-  def enter(ends, micro):
+  def enter(ends: Any, micro: Any):
     return vary(embed(ends | {"layers": layers}, micro), axes)
 
-  def leave(ends, h, micro):
+  def leave(ends: Any, h: jax.Array, micro: Any):
     return vary(finish(ends | {"layers": layers}, h, micro), (axis,))
 
   h_type = jax.eval_shape(enter, ends, first)
@@ -345,11 +358,15 @@ def _stage(embed, run_layers, finish, params, micros, axis, skip) -> Any:
     _check_branch("run_layers", axis, run_layers, layers, h)
   stage = lax.axis_index(axis)
   is_last = stage == lax.axis_size(axis) - 1
-  work = _Stage(stage == 0, is_last, run_layers, layers, ends, enter, leave, micros)
+  work = _Stage(
+    stage == 0, is_last, run_layers, layers, ends, enter, leave, microbatches
+  )
   return work, h_type, jax.eval_shape(leave, ends, h, first)
 
 
-def _backward(work: _Stage, sums, h_in, received, micro) -> tuple[Any, jax.Array]:
+def _backward(
+  work: _Stage, sums: Any, h_in: jax.Array, received: jax.Array, micro: Any
+) -> tuple[Any, jax.Array]:
   """A micro-batch through the stage again, and its gradient back.
 
   Args:
@@ -367,7 +384,7 @@ def _backward(work: _Stage, sums, h_in, received, micro) -> tuple[Any, jax.Array
   h, pull = jax.vjp(work.run_layers, work.layers, h_in)
 
   def turn():
-    def loss(ends, h):
+    def loss(ends: Any, h: jax.Array):
       totals = work.leave(ends, h, micro)
       return totals["loss"], totals
 
@@ -409,7 +426,7 @@ def _zeros(tree: Any) -> Any:
   return jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), _type_axes(x)), tree)
 
 
-def _where(taken: jax.Array, work: Callable, rest: Callable) -> Any:
+def _where(taken: jax.Array, work: Callable[[], Any], rest: Callable[[], Any]) -> Any:
   """`work()` where `taken`, else `rest()`: as `lax.cond`, but both run.
 
   For work with collectives, in which every device must take part.
@@ -417,7 +434,7 @@ def _where(taken: jax.Array, work: Callable, rest: Callable) -> Any:
   return jax.tree.map(lambda a, b: jnp.where(taken, a, b), work(), rest())
 
 
-def _check_branch(name: str, axis: str, work: Callable, *args: Any) -> None:
+def _check_branch(name: str, axis: str, work: Callable[..., Any], *args: Any) -> None:
   """Refuse work that may not stand in a branch that some stages do not take.
 
   The derivatives are not looked at: what is sent backwards by rules of its own is
@@ -451,7 +468,7 @@ def _check_branch(name: str, axis: str, work: Callable, *args: Any) -> None:
 def _equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
   """Those of a program and of all programs in it."""
 
-  def is_program(x):
+  def is_program(x: Any):
     return isinstance(x, core.Jaxpr | core.ClosedJaxpr)
 
   for eqn in jaxpr.eqns:

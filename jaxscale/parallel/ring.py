@@ -70,7 +70,7 @@ def ring_attention(
     v: likewise.
     axis: mesh axis of the tokens, n devices.
     causal: a token sees itself and those before it.
-    order: which tokens each device has, see `jaxscale.parallel.sequence.places`.
+    order: which tokens each device has, see `sequence.token_positions`.
     block: keys whose scores are in memory at once.
 
   Returns:
@@ -97,7 +97,7 @@ def ring_attention(
 
 
 class _Plan(NamedTuple):
-  """What does not depend on the arrays."""
+  """Settings of a ring, apart from its arrays."""
 
   axis: str
   axes: tuple[str, ...]  # over which they vary
@@ -108,11 +108,11 @@ class _Plan(NamedTuple):
 
 
 class _Part(NamedTuple):
-  """Which queries see which keys of a block."""
+  """Queries that see keys of a block, and these keys."""
 
   first_query: int
   num_keys: int
-  masked: bool  # the block is the device's own: a query sees keys up to its place
+  masked: bool  # the block is the device's own: a query sees keys up to its position
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -120,12 +120,12 @@ def _ring(plan: _Plan, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
   return _ring_forward(plan, q, k, v)[0]
 
 
-def _ring_forward(plan, q, k, v):
+def _ring_forward(plan: _Plan, q: jax.Array, k: jax.Array, v: jax.Array):
   # q: [rows, groups, heads of a group, t, width]; k, v: [rows, groups, t, width]
-  def step(part, kept, kv, _):
+  def step(part: _Part, kept: Any, kv: Any, _: Any):
     queries = q[..., part.first_query :, :]
 
-    def add(sums, block, start):
+    def add(sums: Any, block: Any, start: jax.Array):
       m, total, acc = sums
       keys, values = block
       s = _scores(queries, keys, start, part.masked)
@@ -147,16 +147,16 @@ def _ring_forward(plan, q, k, v):
   return out, (q, k, v, out, m + jnp.log(total))
 
 
-def _ring_backward(plan, kept, dout):
+def _ring_backward(plan: _Plan, kept: Any, dout: jax.Array):
   q, k, v, out, lse = kept
   delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1, keepdims=True)
   scale = q.shape[-1] ** -0.5
 
-  def step(part, dq, kv, grads):
+  def step(part: _Part, dq: Any, kv: Any, grads: Any):
     by_query = q, dout, lse, delta, dq
     queries, back, lse_, delta_, dq_ = (x[..., part.first_query :, :] for x in by_query)
 
-    def add(dq_, block, start):
+    def add(dq_: jax.Array, block: Any, start: jax.Array):
       keys, values = block
       p = jnp.exp(_scores(queries, keys, start, part.masked) - lse_)
       dv = _dot("bgrqk,bgrqd->bgkd", p.astype(back.dtype), back)
@@ -180,7 +180,9 @@ def _ring_backward(plan, kept, dout):
 _ring.defvjp(_ring_forward, _ring_backward)
 
 
-def _go_round(plan: _Plan, step: Callable, kept: Any, kv: Any, grads: Any) -> Any:
+def _go_round(
+  plan: _Plan, step: Callable[..., Any], kept: Any, kv: Any, grads: Any
+) -> Any:
   """A step on every block, which comes with the sums of those who had it before.
 
   Args:
@@ -202,18 +204,18 @@ def _go_round(plan: _Plan, step: Callable, kept: Any, kv: Any, grads: Any) -> An
     earlier = functools.partial(step, _Part(0, tokens // 2, masked=False))
     later = functools.partial(step, _Part(tokens // 2, tokens, masked=False))
 
-  def attend(turn, *args):
+  def attend(turn: Any, *args: Any):
     if not plan.causal:
       return whole(*args)
     source = (here - turn) % n
     which = jnp.where(source == here, 0, jnp.where(source < here, 1, 2))
     return lax.switch(which, (own, earlier, later), *args)
 
-  def send(tree):
+  def send(tree: Any):
     pairs = [(i, (i + 1) % n) for i in range(n)]
     return jax.tree.map(lambda x: lax.ppermute(x, plan.axis, pairs), tree)
 
-  def turn(carry, t):
+  def turn(carry: Any, t: jax.Array):
     kept, kv, grads = carry
     coming = send(kv)  # nothing in this turn waits for it
     kept, grads = attend(t, kept, kv, grads)
@@ -224,7 +226,7 @@ def _go_round(plan: _Plan, step: Callable, kept: Any, kv: Any, grads: Any) -> An
   return kept, send(grads)
 
 
-def _over_blocks(add: Callable, sums: Any, arrays: Any, size: int) -> Any:
+def _over_blocks(add: Callable[..., Any], sums: Any, arrays: Any, size: int) -> Any:
   """`add(sums, block, start) -> (sums, out)` over keys, `size` at a time.
 
   Args:
@@ -241,11 +243,11 @@ def _over_blocks(add: Callable, sums: Any, arrays: Any, size: int) -> Any:
   full = keys // size
   cut = full * size
 
-  def blocks(x):
+  def blocks(x: jax.Array):
     x = x[..., :cut, :].reshape(*x.shape[:-2], full, size, x.shape[-1])
     return jnp.moveaxis(x, -3, 0)
 
-  def together(x):
+  def together(x: jax.Array):
     x = jnp.moveaxis(x, 0, -3)
     return x.reshape(*x.shape[:-3], cut, x.shape[-1])
 
@@ -265,8 +267,8 @@ def _scores(q: jax.Array, k: jax.Array, start: Any, masked: bool) -> jax.Array:
   Args:
     q: [rows, groups, heads of a group, queries, width].
     k: [rows, groups, keys, width].
-    start: place of the first key, counted from the first query's.
-    masked: a query sees keys up to its own place.
+    start: position of the first key, counted from the first query's.
+    masked: a query sees keys up to its own position.
   """
   s = _dot("bgrqd,bgkd->bgrqk", q, k) * q.shape[-1] ** -0.5
   if not masked:

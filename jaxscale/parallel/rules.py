@@ -26,7 +26,7 @@ Dims = tuple[str | None, ...]  # an axis, or None, for each dim
 
 
 class Rule(NamedTuple):
-  """How the parameters of some paths are split.
+  """Split of the parameters whose paths match a pattern.
 
   Attributes:
     pattern: a regular expression that must fit all of a path, "layers/.*/bias" say.
@@ -97,7 +97,9 @@ def partition(params: Any, rules: Sequence[Rule], sizes: Mapping[str, int]) -> A
   return jax.tree.map_with_path(spec, params)
 
 
-def _dims(name: str, shape: tuple[int, ...], rule: Rule, sizes) -> Dims:
+def _dims(
+  name: str, shape: tuple[int, ...], rule: Rule, sizes: Mapping[str, int]
+) -> Dims:
   """The axes of a parameter's dims, without those that the mesh has not."""
   dims = rule.dims(shape, sizes) if callable(rule.dims) else rule.dims
   if len(dims) != len(shape):

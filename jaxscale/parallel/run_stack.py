@@ -19,8 +19,14 @@ from jaxscale.models.attention import attention
 from jaxscale.models.stack import REMAT, Layer, Ops, Stack, Totals
 from jaxscale.parallel import sequence
 from jaxscale.parallel.fsdp_gather import gather_params, save_all_but_gathered
-from jaxscale.parallel.layout import Layout, pair_shards
-from jaxscale.parallel.pipeline import gpipe, one_f_one_b, split_micros, stage_micros
+from jaxscale.parallel.pipeline import (
+  gpipe,
+  one_f_one_b,
+  split_microbatches,
+  stage_microbatches,
+)
+from jaxscale.parallel.placement import pair_shards
+from jaxscale.parallel.specs import Layout
 from jaxscale.parallel.tensor import tensor_ops
 
 _FEW_LAYERS = 6
@@ -48,7 +54,9 @@ def stack_loss(stack: Stack, layout: Layout, *, remat: str = "none") -> Any:
       parameters are never kept, but gathered again.
   """
 
-  def loss_fn(params, model_state, batch, keys):  # nothing is random
+  def loss_fn(
+    params: Any, model_state: Any, batch: Any, keys: jax.Array
+  ):  # nothing is random
     totals = _run(stack, layout, params, batch, remat=remat)
     return totals["loss"], (model_state, totals)
 
@@ -58,10 +66,12 @@ def stack_loss(stack: Stack, layout: Layout, *, remat: str = "none") -> Any:
 def gpipe_grads(stack: Stack, layout: Layout, *, remat: str = "none") -> PipelineGrads:
   """The gradients of a step by GPipe; arguments as of `stack_loss`."""
 
-  def grads(shards, full, model_state, batch, micro_batches):
-    def loss(shards):
+  def grads(
+    shards: Any, full: Any, model_state: Any, batch: Any, num_microbatches: int
+  ):
+    def loss(shards: Any):
       params = pair_shards(shards, full)
-      totals = _run(stack, layout, params, batch, micro_batches, remat=remat)
+      totals = _run(stack, layout, params, batch, num_microbatches, remat=remat)
       return totals["loss"], totals
 
     found, totals = jax.grad(loss, has_aux=True)(shards)
@@ -76,8 +86,10 @@ def one_f_one_b_grads(
   """The gradients of a step by 1F1B; arguments as of `stack_loss`."""
   ops = layout_ops(layout)
 
-  def grads(shards, full, model_state, batch, micro_batches):
-    def gathered(part, params):
+  def grads(
+    shards: Any, full: Any, model_state: Any, batch: Any, num_microbatches: int
+  ):
+    def gathered(part: str, params: Any):
       return gather_params(pair_shards(params[part], full[part]), layout.gathers[part])
 
     run_layers = _layers(stack, layout, remat)
@@ -86,7 +98,7 @@ def one_f_one_b_grads(
       lambda layers, h: run_layers(pair_shards(layers, full["layers"]), h),
       lambda params, h, micro: stack.finish(gathered("head", params), h, micro, ops),
       shards,
-      split_micros(local_tokens(batch, layout), micro_batches),
+      split_microbatches(local_tokens(batch, layout), num_microbatches),
       skip=_can_skip(layout),
     )
     return found, model_state, totals
@@ -98,15 +110,23 @@ def stack_totals(stack: Stack, layout: Layout) -> Any:
   """The totals of an eval step (`step.EvalFn`), with or without a pipeline."""
   stages = layout.mesh.shape.get("stage", 1)
 
-  def eval_fn(params, model_state, batch):
+  def eval_fn(params: Any, model_state: Any, batch: Any):
     rows = len(jax.tree.leaves(batch)[0])
-    micro_batches = stages if rows % stages == 0 else 1
-    return _run(stack, layout, params, batch, micro_batches, remat="none")
+    num_microbatches = stages if rows % stages == 0 else 1
+    return _run(stack, layout, params, batch, num_microbatches, remat="none")
 
   return eval_fn
 
 
-def _run(stack, layout, params, batch, micro_batches: int = 1, *, remat: str) -> Totals:
+def _run(
+  stack: Stack,
+  layout: Layout,
+  params: Any,
+  batch: Any,
+  num_microbatches: int = 1,
+  *,
+  remat: str,
+) -> Totals:
   """The totals of a device's rows, inside `shard_map` over the mesh."""
   ops, gathers = layout_ops(layout), layout.gathers
   run_layers = _layers(stack, layout, remat)
@@ -115,13 +135,13 @@ def _run(stack, layout, params, batch, micro_batches: int = 1, *, remat: str) ->
     h = stack.embed(gather_params(params["embed"], gathers["embed"]), batch, ops)
     h = run_layers(params["layers"], h)
     return stack.finish(gather_params(params["head"], gathers["head"]), h, batch, ops)
-  micros = split_micros(batch, micro_batches)
+  microbatches = split_microbatches(batch, num_microbatches)
   # Varying, so that gradients of the table cross the stages, not of all activations.
   embed = vary(gather_params(params["embed"], gathers["embed"]), ("stage",))
-  h = lax.map(lambda micro: stack.embed(embed, micro, ops), micros)
+  h = lax.map(lambda micro: stack.embed(embed, micro, ops), microbatches)
   h = gpipe(run_layers, params["layers"], h, skip=_can_skip(layout))
   # The head takes all of a stage's rows at once.
-  parts = h, stage_micros(micros)
+  parts = h, stage_microbatches(microbatches)
   h, rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), parts)
   return stack.finish(gather_params(params["head"], gathers["head"]), h, rows, ops)
 
@@ -138,7 +158,7 @@ def _layers(stack: Stack, layout: Layout, remat: str) -> Any:
   if remat == "none" and layout.shard in ("zero2", "fsdp"):
     run = jax.checkpoint(layer, policy=save_all_but_gathered, prevent_cse=False)
 
-  def run_layers(layers, h):
+  def run_layers(layers: Any, h: jax.Array):
     count = len(jax.tree.leaves(layers)[0])
     written_out = count if _is_written_out(layout, remat, count) else 1
     return lax.scan(lambda h, w: (run(w, h), None), h, layers, unroll=written_out)[0]
@@ -147,7 +167,7 @@ def _layers(stack: Stack, layout: Layout, remat: str) -> Any:
 
 
 def _is_written_out(layout: Layout, remat: str, layers: int) -> bool:
-  """Whether layers are written out one after another, not in a loop.
+  """Return whether layers are written out one after another, not in a loop.
 
   On CPUs, where a loop also clears and copies all that is kept for the backward pass:
   of a step of configs/text.py a sixth. Each layer takes its time to compile, so few
@@ -158,7 +178,7 @@ def _is_written_out(layout: Layout, remat: str, layers: int) -> bool:
 
 
 def _can_skip(layout: Layout) -> bool:
-  """Whether work of no use can be in a branch: a ring may not."""
+  """Return whether idle work can be in a branch, which a ring may not."""
   return layout.splits != "ring" or "model" not in layout.mesh.axis_names
 
 
@@ -191,12 +211,12 @@ def local_tokens(batch: Any, layout: Layout) -> Any:
   order = "zigzag" if layout.splits == "ring" else "contiguous"
   pieces = size * (2 if order == "zigzag" else 1)  # equal ones, of a sequence
 
-  def local(x):
+  def local(x: jax.Array):
     if x.shape[1] % pieces:
       raise ConfigError(
         f"tokens={x.shape[1]}: layout.model={layout.splits!r} gives the {size} devices "
         f"of 'model' equal parts of a sequence; give a multiple of {pieces}"
       )
-    return x[:, sequence.places(x.shape[1] // size, "model", order)]
+    return x[:, sequence.token_positions(x.shape[1] // size, "model", order)]
 
   return {k: local(x) if k in ("tokens", "targets") else x for k, x in batch.items()}

@@ -48,8 +48,8 @@ def split(
   Args:
     axis: mesh axis of the tokens.
     attend: "ring" or "all_to_all".
-    order: which tokens each device has, as of `places`. "zigzag" is for the ring; the
-      tokens must have been put in `zigzag_order`.
+    order: which tokens each device has, as of `token_positions`. "zigzag" is for the
+      ring; the tokens must have been put in `zigzag_order`.
 
   Raises:
     ConfigError: there is no such way, or not in this order.
@@ -70,16 +70,16 @@ def split(
     )
 
   here = functools.partial(ways[attend], axis=axis)
-  return Ops(attend=here, positions=lambda tokens: places(tokens, axis, order))
+  return Ops(attend=here, positions=lambda tokens: token_positions(tokens, axis, order))
 
 
-def places(tokens: int, axis: str, order: Order = "contiguous") -> jax.Array:
-  """Where in the sequence this device's tokens are.
+def token_positions(tokens: int, axis: str, order: Order = "contiguous") -> jax.Array:
+  """Return the positions of this device's tokens in the sequence.
 
   Args:
     tokens: t, how many this device has.
     axis: mesh axis of the tokens, n devices.
-    order: "contiguous": device i has places i t to (i+1) t. "zigzag": of 2n equal
+    order: "contiguous": device i has positions i t to (i+1) t. "zigzag": of 2n equal
       pieces the i-th from the front and the i-th from the back.
 
   Returns:
@@ -151,7 +151,7 @@ def all_to_all_attention(
         f"devices of {axis!r}, give attend='ring' or a divisor of them"
       )
 
-  def to_heads(x):
+  def to_heads(x: jax.Array):
     return lax.all_to_all(x, axis, split_axis=2, concat_axis=1, tiled=True)
 
   out = attend(to_heads(q), to_heads(k), to_heads(v), causal=causal)

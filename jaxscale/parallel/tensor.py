@@ -41,12 +41,12 @@ def tensor_ops(*, regions: bool, dtype: Any = None, sum_in: Any = None) -> Ops:
       float32, so that a layer that is split gives what a whole one does.
   """
 
-  def add(x):
+  def add(x: jax.Array):
     x = x if sum_in is None else x.astype(sum_in)
     return scatter_tokens(x, axis=MODEL) if regions else lax.psum(x, MODEL)
 
   @jax.custom_vjp
-  def enter(x):
+  def enter(x: jax.Array):
     if not regions:
       return vary(x, (MODEL,))
     sent = x if dtype is None else x.astype(dtype)

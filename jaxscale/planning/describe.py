@@ -11,13 +11,12 @@ from typing import Any
 
 import jax
 
+from jaxscale import hlo
 from jaxscale.experiment import build
 from jaxscale.experiment import layout as layout_parts
 from jaxscale.metrics.text import table
 from jaxscale.optim.tree_paths import path_name
-from jaxscale.parallel.layout import HOST
-from jaxscale.planning import hlo
-from jaxscale.planning.topologies import memory_of
+from jaxscale.parallel.placement import HOST
 
 
 def describe(experiment: build.Experiment) -> str:
@@ -91,7 +90,7 @@ def _memory(compiled: Any) -> str:
   """What the compiler says of a device's memory, where it does."""
   if compiled.memory_analysis() is None:
     return ""
-  m = memory_of(compiled)
+  m = hlo.memory_of(compiled)
   host = f"; {m.host / 1e6:,.1f} MB on the host" if m.host else ""
   parts = f"state and batch {m.arguments / 1e6:,.1f}, temporary "
   parts += f"{m.temporaries / 1e6:,.1f}, new {(m.outputs - m.aliased) / 1e6:,.1f}"

@@ -1,323 +1,240 @@
-"""Memory and seconds of a layout by arithmetic, to know what is worth compiling.
+"""Memory and seconds of a layout by arithmetic: what to compile, and in which order.
 
-State is exact: shapes and shardings are those that the run would make, and each
-device's part is summed. What a backward pass keeps is bounded from below,
+The least that a device needs is its part of the state, and what a backward pass keeps:
 
-    kept >= layers tokens (width + half of what products with weights give) itemsize
+    kept >= layers tokens (width + half of the products' outputs) itemsize
 
-the second only where `remat` keeps products; so what does not fit by this does not fit.
-
-Seconds are those of the products of a layer by their local sizes (`kernels`), memory
-traffic in passes over the residual stream, and what is sent by `transfer`. They only
-order what is compiled: the plan of a program takes their place.
+the second only where `remat` keeps products. Programs take more, so that nothing that
+fits is left out. The likely memory and the seconds (products at the chip's usual share
+of its peak, collectives by `transfer`) only order what is compiled.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jaxscale.planning import kernels, transfer
-from jaxscale.planning.candidates import Candidate
-from jaxscale.planning.hlo import Collective
-from jaxscale.planning.kernels import Kernel
+from jaxscale import config as cfg
+from jaxscale.hlo import Collective
+from jaxscale.planning import transfer
 from jaxscale.planning.machine import Rates, links
 
-# Passes over the residual stream of a layer, of which those within its branches are
-# split along model: chosen on compiled steps of llama_1b and llama_7b, docs/plan.md.
-_STREAM_PASSES, _BRANCH_PASSES = 67, 33
 _HIDDEN_DURING = 0.9  # of compute, that FSDP's collectives may take
-_GRADIENT_BYTES = 4
-# Of a gradient's element, by the exchange; with the sizes that it has by default.
-_SENT_BYTES = {
-  "HalfPrecision": 2,
-  "Int8": 1,
-  "OneBit": 0.2,
-  "TopK": 0.5,
-  "PowerSGD": 0.2,
-}
 # Forward passes by remat, next to the two of a backward pass.
 _PASSES = {"none": 1.0, "dots": 1.02, "branches": 1.9, "full": 2.0, "offload": 2.0}
+# Times the products' outputs that a layer keeps without remat: 78 GiB of llama_7b on 64
+# H100 with rows of 2 in a micro-batch.
+_KEPT_BY_NONE = 4.8
 
 
-class Facts(NamedTuple):
-  """What is known of a layout's shapes before it is compiled.
+class Candidate(NamedTuple):
+  """Settings that a search tries.
 
   Attributes:
-    state: bytes of a device between steps.
-    gradients: elements of a device.
-    products: (k, n, times) of a device: products of its layers with weights.
-    head: (k, n, times) of the head.
-    layers: of a device; 0: the model is no stack.
-    layer_elements: of a device's layers, were nothing split along fsdp.
-    other_elements: of its other parameters, likewise.
+    mesh: sizes of its axes, none of them -1.
+    layout: what is split along them.
+    num_microbatches: in a step.
+  """
+
+  mesh: cfg.Mesh
+  layout: cfg.Layout
+  num_microbatches: int
+
+  @property
+  def rows_over(self) -> int:
+    """Parts that the rows of a step are split into."""
+    mesh = self.mesh
+    return mesh.replica * mesh.data * mesh.fsdp * self.num_microbatches
+
+
+class Shapes(NamedTuple):
+  """Sizes of a model, of all devices together.
+
+  Attributes:
+    parameters: elements.
+    others: of these, the elements outside the stack of layers.
+    moments: bytes of the optimizer's state.
+    layers: in the stack; 1 if the model has none.
+    outputs: of a token in all products with weights of the stack, elements; 0 if the
+      model is not a stack.
+    vocab: outputs of the head for a token; 0 if it is unknown.
     width: of the residual stream.
     tokens: of an example.
-    flops: forwards, of an example, other than those products.
-    all_flops: forwards, of an example.
+    flops: of an example's forward pass.
     itemsize: bytes of an activation.
   """
 
-  state: int
-  gradients: int
-  products: tuple[tuple[int, int, int], ...]
-  head: tuple[tuple[int, int, int], ...]
+  parameters: int
+  others: int
+  moments: int
   layers: int
-  layer_elements: int
-  other_elements: int
+  outputs: int
+  vocab: int
   width: int
   tokens: int
   flops: float
-  all_flops: float
   itemsize: int
 
 
 class Estimate(NamedTuple):
-  """Of one candidate.
-
-  Attributes:
-    least: bytes of a device that it takes at least.
-    memory: bytes that it may take.
-    seconds: of a step.
-  """
+  """Bytes of a device that are needed at least and probably, and seconds of a step."""
 
   least: float
   memory: float
   seconds: float
 
 
-def facts_of(experiment: Any) -> Facts:
-  """Shapes and shardings of an experiment that is not compiled.
+def shapes_of(experiment: Any) -> Shapes:
+  """Return the sizes of an experiment's model; nothing is compiled.
 
   Args:
-    experiment: `build.Experiment`, for devices that need not be here.
+    experiment: `build.Experiment`, for devices that need not be present.
   """
   import jax
 
   from jaxscale.optim.tree_paths import path_name
-  from jaxscale.parallel.layout import HOST
   from jaxscale.training.flops import FORWARD_AND_BACKWARD
 
-  state = experiment.abstract_state()
-  arrays = [x for x in jax.tree.leaves(state) if hasattr(x.dtype, "itemsize")]
-  size = sum(
-    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-    for x in arrays
-    if x.sharding.memory_kind != HOST
-  )
+  config, state = experiment.config, experiment.abstract_state()
+  moments = [
+    x for x in jax.tree.leaves(state.opt_state) if hasattr(x.dtype, "itemsize")
+  ]
   leaves = jax.tree_util.tree_leaves_with_path(state.params)
-  local = [(path_name(path), _without(x, "fsdp")) for path, x in leaves]
-  stack = [(name, shape) for name, shape in local if name.startswith("layers/")]
-  config, model = experiment.config, experiment.config.model
-  products = tuple((*s[1:], s[0]) for _, s in stack if len(s) == 3)
-  head = tuple((*s, 1) for name, s in local if name == "head/kernel" and len(s) == 2)
-  tokens = getattr(config.data, "sequence_length", 1)
-  forward = experiment.example_flops / FORWARD_AND_BACKWARD
-  shards = [math.prod(x.sharding.shard_shape(x.shape)) for _, x in leaves]
-  splits = config.layout.shard in ("zero2", "fsdp")
-  blocks = _size(experiment.mesh, "fsdp") if splits else 1
-  whole = sum(math.prod(shape) for _, shape in local)
-  in_layers = sum(math.prod(shape) for _, shape in stack)
-  if not config.model.is_stack:
-    products, stack, head, tokens = (), [], (), 1
-  else:
-    tokens = tokens if model.takes_text else _patches(experiment, products)
-  dense = 2 * tokens * sum(k * n * t for k, n, t in (*products, *head))
-  devices = _size(experiment.mesh, "stage") * _size(experiment.mesh, "model")
-  return Facts(
-    state=size,
-    gradients=min(sum(shards), -(-whole // blocks)) if blocks > 1 else whole,
-    products=products, head=head,
-    layers=stack[0][1][0] if stack else 0,
-    layer_elements=in_layers, other_elements=whole - in_layers,
-    width=getattr(model, "width", 1), tokens=tokens,
-    flops=max(forward - dense * devices, 0.0) if products else forward,
-    all_flops=forward, itemsize=2 if config.dtype == "bfloat16" else 4,
+  params = [(path_name(path), x.shape) for path, x in leaves]
+  stack = [shape for name, shape in params if name.startswith("layers/")]
+  parameters = sum(math.prod(shape) for _, shape in params)
+  flops = experiment.example_flops / FORWARD_AND_BACKWARD
+  tokens = 1
+  if config.model.is_stack:
+    products = 2 * sum(math.prod(shape) for shape in stack if len(shape) == 3)
+    tokens = getattr(config.data, "sequence_length", 0) or max(int(flops / products), 1)
+  return Shapes(
+    parameters=parameters,
+    moments=sum(math.prod(x.shape) * x.dtype.itemsize for x in moments),
+    others=parameters - sum(math.prod(shape) for shape in stack),
+    layers=stack[0][0] if stack else 1,
+    outputs=sum(shape[0] * shape[2] for shape in stack if len(shape) == 3),
+    vocab=getattr(config.data, "vocab_size", None) or 0,
+    width=getattr(config.model, "width", 1), tokens=tokens, flops=flops,
+    itemsize=2 if config.dtype == "bfloat16" else 4,
   )  # fmt: skip
 
 
-def _patches(experiment: Any, products: Any) -> int:
-  """Tokens of an image, by the FLOPs of its products."""
-  from jaxscale.training.flops import FORWARD_AND_BACKWARD
-
-  each = 2 * sum(k * n * t for k, n, t in products)
-  each *= _size(experiment.mesh, "stage") * _size(experiment.mesh, "model")
-  forward = experiment.example_flops / FORWARD_AND_BACKWARD
-  return max(int(forward / max(each, 1)), 1)
-
-
-def _size(mesh: Any, axis: str) -> int:
-  return dict(mesh.shape).get(axis, 1)
-
-
-def _without(x: Any, axis: str) -> tuple[int, ...]:
-  """The shape of a device's part, were it not split along one axis."""
-  spec = tuple(x.sharding.spec) + (None,) * (len(x.shape) - len(x.sharding.spec))
-  sizes, shape = dict(x.sharding.mesh.shape), []
-  for n, axes in zip(x.shape, spec, strict=True):
-    names = axes if isinstance(axes, tuple) else (axes,) if axes else ()
-    shape.append(n // math.prod(sizes[a] for a in names if a != axis))
-  return tuple(shape)
-
-
-def estimate(facts: Facts, one: Candidate, rates: Rates) -> Estimate:
-  """Memory and seconds of a candidate.
+def estimate(shapes: Shapes, one: Candidate, batch_size: int, rates: Rates) -> Estimate:
+  """Return memory and seconds of a candidate.
 
   Args:
-    facts: of its layout.
+    shapes: of the model.
     one: the candidate, whose rows divide.
+    batch_size: examples of a step.
     rates: of the chip and its links.
   """
-  mesh = one.mesh
-  rows = one.batch_size // (mesh.replica * mesh.data * mesh.fsdp * one.micros)
-  least, memory = _bytes(facts, one, rows)
-  if facts.layers == 0:
-    return Estimate(least, memory, _whole_model(facts, one, rows, rates))
-  at = rates.at("expected")
-  passes = 2 + _PASSES[one.layout.remat] + (mesh.stage > 1)
-  compute = passes * _forward(facts, one, rows, at)
-  compute += _traffic(facts, one, rows, at)
-  took = _sent(facts, one, rows, rates)
-  ticks = _ticks(one)
-  hidden = _HIDDEN_DURING * compute * ticks
-  seconds = compute * ticks + took["model"] * ticks + took["stage"] * ticks
-  seconds += max(took["fsdp"] * ticks - hidden, 0.0) + took["once"]
-  update = 7 * 4 * facts.state / 16 / (at["bandwidth"] * at.get("memory", 1.0))
-  return Estimate(least, memory, seconds + update + at["host"])
-
-
-def _ticks(one: Candidate) -> int:
-  """Times that a micro-batch's work is done, with the bubbles of a pipeline."""
-  if one.mesh.stage == 1:
-    return one.micros
-  idle = one.mesh.stage - 1
-  return one.micros + (2 if one.layout.schedule == "1f1b" else 1) * idle
-
-
-def _tokens(facts: Facts, one: Candidate, rows: float) -> float:
-  """Of a device, between the branches of a layer."""
-  splits = one.layout.model != "layers"
-  return rows * facts.tokens / (one.mesh.model if splits else 1)
-
-
-def _bytes(facts: Facts, one: Candidate, rows: float) -> tuple[float, float]:
-  """(least, likely) bytes of a device."""
-  gradients = _GRADIENT_BYTES * facts.gradients
-  tokens, size = _tokens(facts, one, rows), facts.itemsize
-  inputs = tokens * facts.width * size  # of one layer
-  is_split = one.layout.model in ("ring", "all_to_all")
-  inside = tokens if is_split else rows * facts.tokens
-  outs = inside * size * sum(n * t for _, n, t in facts.products)
-  kept = facts.layers * inputs
-  if one.layout.remat in ("none", "dots"):
-    kept += outs / 2
-  if one.mesh.stage > 1:  # a stage is computed again from its input
-    stages, parts = one.mesh.stage, one.micros
-    held = parts if one.layout.schedule == "gpipe" else min(parts, 2 * stages - 1)
-    least_kept, kept = held * inputs, held * inputs + kept
-  else:
-    least_kept = kept
-  least = facts.state + max(least_kept, gradients)
-  layers = max(facts.layers, 1)
-  more = 2.5 if one.layout.remat == "none" else 1.0
-  logits = 8 * inside * sum(n for _, n, _ in facts.head)
-  gathered = 4 * facts.layer_elements / layers + 4 * facts.other_elements
-  working = 4 * outs / layers + logits + gathered
-  return least, facts.state + 1.2 * (more * kept + gradients) + working
-
-
-def _forward(facts: Facts, one: Candidate, rows: float, at: Mapping[str, float]):
-  """Seconds of the products and the attention of one forward pass of a micro-batch."""
-  splits = one.layout.model in ("ring", "all_to_all")
-  tokens = rows * facts.tokens / (one.mesh.model if splits else 1)
-  took = 0.0
-  for k, n, times in (*facts.products, *facts.head):
-    flops = 2.0 * tokens * k * n
-    traffic = float(facts.itemsize * (tokens * (k + n) + k * n))
-    dtype = "bf16" if facts.itemsize == 2 else "f32"
-    dims = (tokens, float(n), float(k), 1.0)
-    took += times * _seconds(Kernel("matmul", flops, traffic, dims, dtype), at)
-  peak = at["peak_bfloat16"] * at.get("attention", 0.5)
-  return took + rows * facts.flops / (one.mesh.stage * one.mesh.model) / peak
-
-
-def _seconds(kernel: Kernel, at: Mapping[str, float]) -> float:
-  if "cycles" not in at:
-    return kernels.seconds(kernel, at)
-  took = kernel.flops / at["peak_bfloat16"] * at["cycles"]  # of a TPU
-  return max(took, kernel.bytes / at["bandwidth"])
-
-
-def _traffic(facts: Facts, one: Candidate, rows: float, at: Mapping[str, float]):
-  """Seconds of elementwise kernels in a micro-batch, forwards and backwards."""
-  each = facts.width * facts.itemsize * facts.layers
-  each /= at["bandwidth"] * at.get("memory", 1.0)
-  inside = rows * facts.tokens / one.mesh.model
-  return each * (_STREAM_PASSES * _tokens(facts, one, rows) + _BRANCH_PASSES * inside)
-
-
-def _sent(facts: Facts, one: Candidate, rows: float, rates: Rates):
-  """Seconds of collectives: a micro-batch's by axis, and those of a step ("once")."""
-  at = rates.at("expected")
+  part = _Part(shapes, one, batch_size)
+  at, ticks = rates.at("expected"), part.ticks
+  peak = at["peak_bfloat16" if shapes.itemsize == 2 else "peak_float32"]
+  peak *= at.get("matmul" if shapes.outputs else "convolution", 0.5)
+  passes = 2 + _PASSES[one.layout.remat] + (one.mesh.stage > 1)
+  splits = one.mesh.stage * one.mesh.model
+  compute = ticks * passes * part.rows * shapes.flops / splits / peak
+  exposed = hidden = 0.0
   sizes = {a: getattr(one.mesh, a) for a in ("data", "fsdp", "stage", "model")}
-
-  def took(kind: str, axes: tuple[str, ...], payload: float) -> float:
-    one = Collective(
+  for kind, axes, payload, times in _sent(part):
+    sent = Collective(
       kind, "", (), int(payload), payload, (), 1, axes, 1, True, False, False, None
     )
-    return transfer.seconds(one, sizes, rates.per_node, links(at))
+    took = times * transfer.seconds(sent, sizes, rates.per_node, links(at))
+    if axes == ("fsdp",) and times > 1:
+      hidden += took
+    else:
+      exposed += took
+  exposed += max(hidden - _HIDDEN_DURING * compute, 0.0) + at["contention"] * hidden
+  least, memory = part.bytes()
+  return Estimate(least, memory, compute + exposed + at["host"])
 
-  layout, elements = one.layout, facts.layer_elements + facts.other_elements
-  size = facts.itemsize
-  found = dict.fromkeys(("model", "stage", "fsdp", "once"), 0.0)
+
+class _Part:
+  """One device's part of a step, in elements and bytes."""
+
+  def __init__(self, shapes: Shapes, one: Candidate, batch_size: int):
+    mesh, layout = one.mesh, one.layout
+    self.shapes, self.one = shapes, one
+    self.rows = batch_size / one.rows_over
+    is_whole = layout.model in ("ring", "all_to_all")  # parameters along the axis model
+    self.blocks = mesh.stage * (1 if is_whole else mesh.model)
+    self.parameters = shapes.parameters / self.blocks
+    self.grads = self.parameters
+    if layout.shard in ("zero2", "fsdp"):
+      self.grads /= mesh.fsdp
+    self.state = (
+      shapes.moments / self.blocks / (mesh.fsdp if layout.shard != "none" else 1)
+    )
+    self.state += 4 * self.parameters / (mesh.fsdp if layout.shard == "fsdp" else 1)
+    self.tokens = self.rows * shapes.tokens / (mesh.model if is_whole else 1)
+    self.between = self.rows * shapes.tokens  # branches
+    self.between /= mesh.model if layout.model != "layers" else 1
+
+  @property
+  def ticks(self) -> int:
+    """Times that a micro-batch's work is done, with the bubbles of a pipeline."""
+    idle = self.one.mesh.stage - 1
+    return self.one.num_microbatches + idle * (1 + (self.one.layout.schedule == "1f1b"))
+
+  def bytes(self) -> tuple[float, float]:
+    """(least, likely) bytes of a device."""
+    shapes, mesh, layout = self.shapes, self.one.mesh, self.one.layout
+    inputs = self.between * shapes.width * shapes.itemsize  # of one layer
+    outputs = self.tokens * shapes.itemsize * shapes.outputs / self.blocks
+    kept = 0.0 if shapes.outputs == 0 else shapes.layers / mesh.stage * inputs
+    if layout.remat in ("none", "dots"):
+      kept += outputs / 2
+    least = kept
+    if mesh.stage > 1:  # a stage is computed again from its input
+      held = self.one.num_microbatches
+      if layout.schedule == "1f1b":
+        held = min(held, 2 * mesh.stage - 1)
+      least, kept = held * inputs, held * inputs + kept
+    kept *= _KEPT_BY_NONE if layout.remat == "none" else 1.0
+    logits = 8 * self.tokens * shapes.vocab / mesh.model
+    layer = (shapes.parameters - shapes.others) / shapes.layers + shapes.others
+    working = (
+      4 * outputs * mesh.stage / shapes.layers + logits + 4 * layer / self.blocks
+    )
+    likely = self.state + 1.2 * (kept + 4 * self.grads) + working
+    return self.state + max(least, 4 * self.grads), likely
+
+
+def _sent(part: _Part) -> Iterator[tuple[str, tuple[str, ...], float, float]]:
+  """(collective, axes, bytes, times) of a step."""
+  shapes, layout, mesh = part.shapes, part.one.layout, part.one.mesh
+  size, micros, ticks = shapes.itemsize, part.one.num_microbatches, part.ticks
   if layout.shard == "fsdp":
-    found["fsdp"] += 2 * took("all-gather", ("fsdp",), size * elements)
+    yield "all-gather", ("fsdp",), size * part.parameters, 2 * ticks
   if layout.shard in ("fsdp", "zero2"):
-    found["fsdp"] += took("reduce-scatter", ("fsdp",), 4 * elements)
+    yield "reduce-scatter", ("fsdp",), 4 * part.parameters, ticks
   if layout.shard in ("zero1", "zero2"):
-    found["once"] += took("all-gather", ("fsdp",), 4 * elements)
-  part = 4 * elements / (sizes["fsdp"] if layout.shard in ("fsdp", "zero2") else 1)
-  part *= _SENT_BYTES.get(type(one.exchange).__name__, 4) / 4
-  whole = ("data",) if layout.shard in ("fsdp", "zero2") else ("data", "fsdp")
-  if layout.slow_axes == "in_backward":
-    found["model"] += took("all-reduce", whole, part)
-  else:
-    found["once"] += took("all-reduce", whole, part)
-  found["model"] += _along_model(facts, one, rows, took)
-  stream = _tokens(facts, one, rows) * facts.width * size
-  if sizes["stage"] > 1:
-    found["stage"] = 2 * took("collective-permute", ("stage",), stream)
-  return found
-
-
-def _along_model(facts: Facts, one: Candidate, rows: float, took: Any) -> float:
-  """Seconds that a micro-batch's layers wait for the axis model."""
-  if one.mesh.model == 1:
-    return 0.0
-  layout, axes, again = one.layout, ("model",), one.layout.remat in ("full", "branches")
-  whole = rows * facts.tokens * facts.width
-  sums = whole * (4 if layout.sum_in == "float32" else facts.itemsize)
-  times = facts.layers * (5 if again else 4)
+    yield "all-gather", ("fsdp",), 4 * part.parameters, 1
+  axes = ("data",) if layout.shard in ("fsdp", "zero2") else ("data", "fsdp")
+  times = micros if layout.slow_axes == "in_backward" else 1
+  yield "all-reduce", axes, 4 * part.grads, times
+  if mesh.stage > 1:
+    stream = part.between * shapes.width * size
+    yield "collective-permute", ("stage",), stream, 2 * ticks
+  if mesh.model == 1:
+    return
+  axes, again = ("model",), layout.remat in ("full", "branches")
+  whole = part.rows * shapes.tokens * shapes.width
+  sums = whole * (4 if layout.sum_in == "float32" else size)
+  times = ticks * shapes.layers / mesh.stage * (5 if again else 4)
   if layout.model == "layers":
-    return times * took("all-reduce", axes, sums)
-  if layout.model == "layers_and_tokens":
-    scatter = took("reduce-scatter", axes, sums)
-    return times * (scatter + took("all-gather", axes, facts.itemsize * whole))
-  part = whole * facts.itemsize / one.mesh.model
-  gradients = took("all-reduce", axes, 4.0 * facts.gradients)  # parameters are whole
-  if layout.model == "all_to_all":
-    return times * 2 * took("all-to-all", axes, part) + gradients
-  rounds = facts.layers * (one.mesh.model - 1) * (4 if again else 3)
-  return rounds * 2 * took("collective-permute", axes, part) + gradients
-
-
-def _whole_model(facts: Facts, one: Candidate, rows: float, rates: Rates) -> float:
-  """Seconds of a step of a model that is no stack of layers."""
-  at = rates.at("expected")
-  peak = at["peak_bfloat16" if facts.itemsize == 2 else "peak_float32"]
-  share = at.get("convolution", 0.5)
-  compute = 3 * one.micros * rows * facts.all_flops / (peak * share)
-  took = _sent(facts._replace(layers=0), one, rows, rates)
-  exposed = max(one.micros * took["fsdp"] - _HIDDEN_DURING * compute, 0.0)
-  return compute + exposed + took["model"] * one.micros + took["once"] + at["host"]
+    yield "all-reduce", axes, sums, times
+  elif layout.model == "layers_and_tokens":
+    yield "reduce-scatter", axes, sums, times
+    yield "all-gather", axes, size * whole, times
+  else:
+    yield "all-reduce", axes, 4 * part.grads, 1
+    block = whole * size / mesh.model
+    if layout.model == "all_to_all":
+      yield "all-to-all", axes, block, 2 * times
+    else:
+      yield "collective-permute", axes, block, 2 * times * (mesh.model - 1) * 0.8

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from jaxscale import config as cfg
 from jaxscale.errors import EXIT_CRASH, ConfigError
-from jaxscale.planning.topologies import Chips, Memory, gib, memory_of, out_of_memory
+from jaxscale.hlo.memory import Memory, memory_of, out_of_memory
+from jaxscale.planning.topologies import Chips, gib
 
 # Values above this many are bisected.
 _FEW = 3

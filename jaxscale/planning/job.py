@@ -13,8 +13,11 @@ one of n hosts, M = M_host / n.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxscale.errors import invalid
+from jaxscale.files import require_json
 from jaxscale.planning.machine import CORNERS, Corner, Rates, hosts
 from jaxscale.planning.step_plan import Step
 
@@ -24,7 +27,7 @@ _Seconds = dict[Corner, float]
 _MARGIN = 1.1  # of the time limit to ask for, above the slowest that is expected
 
 
-class Run(NamedTuple):
+class RunLength(NamedTuple):
   """What a run is made of.
 
   Attributes:
@@ -74,7 +77,7 @@ class Job(NamedTuple):
   price: float | None
 
 
-def run_of(experiment: Any) -> Run | None:
+def run_of(experiment: Any) -> RunLength | None:
   """The run of an experiment; None: its text is not here, and nobody knows how long.
 
   Args:
@@ -92,14 +95,34 @@ def run_of(experiment: Any) -> Run | None:
   steps = derived.total_steps
   evaluations = -(-steps // derived.eval_every)
   saves = -(-steps // derived.save_every)
-  return Run(steps, evaluations, derived.num_eval, saves, size)
+  return RunLength(steps, evaluations, derived.num_eval, saves, size)
 
 
 def _saved(jax: Any, state: Any) -> list[Any]:
   return [x for x in jax.tree.leaves(state) if hasattr(x.dtype, "itemsize")]
 
 
-def job_of(run: Run, step: Step, rates: Rates) -> Job:
+def target_steps(study: str | Path, batch_size: int) -> float:
+  """Return the steps to a study's target at a batch size.
+
+  S = S_min (1 + B_crit / B), arXiv:1812.06162, equations 2.7 and 2.11.
+
+  Args:
+    study: the study.json of a `jaxscale batch-study`.
+    batch_size: examples of a step.
+
+  Raises:
+    ConfigError: the file is not one, or has no fit.
+  """
+  remedy = "give the study.json of a `jaxscale batch-study`"
+  fit = require_json(Path(study), {"sizes": [], "fit": ({}, None)}, remedy)["fit"]
+  if fit is None:
+    why = "has no critical batch size"
+    raise invalid("--study", study, why, "train more sizes with `jaxscale batch-study`")
+  return float(fit["s_min"]) * (1 + float(fit["b_crit"]) / batch_size)
+
+
+def job_of(run: RunLength, step: Step, rates: Rates) -> Job:
   """What a run takes, and costs.
 
   Args:
@@ -108,7 +131,8 @@ def job_of(run: Run, step: Step, rates: Rates) -> Job:
     rates: of the machine, and what the site's file adds to them.
 
   Example:
-    >>> job = job_of(Run(14_076, 18, 50_000, 90, 0), step, rates)    # doctest: +SKIP
+    >>> run = RunLength(14_076, 18, 50_000, 90, 0)
+    >>> job = job_of(run, step, rates)                               # doctest: +SKIP
     >>> round(job.hours["expected"], 1)                              # doctest: +SKIP
     2.9
   """

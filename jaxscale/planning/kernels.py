@@ -23,9 +23,8 @@ import re
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-from jaxscale.planning import cost, parse
-from jaxscale.planning.measured import Measured
-from jaxscale.planning.parse import Computation, Instruction, Module
+from jaxscale.hlo import cost, parse
+from jaxscale.hlo.parse import Computation, Instruction, Module
 
 Kind = Literal["matmul", "convolution", "attention", "memory"]
 KINDS: tuple[Kind, ...] = ("matmul", "convolution", "attention", "memory")
@@ -33,7 +32,6 @@ _TILE = 128
 # Products of fused attention: scores and their mix with the values; backwards those of
 # q, k, v, the probabilities, and the scores again (arXiv:2205.14135, appendix B).
 _FORWARD, _BACKWARD = 2, 5
-_TRAFFIC = (".load", ".near", ".middle")  # names of costs, at their ends
 
 
 class Kernel(NamedTuple):
@@ -46,8 +44,6 @@ class Kernel(NamedTuple):
     dims: (m, n, k, b) of the product; () where it has none.
     dtype: of what is multiplied, HLO's name.
     cycles: by the compiler's estimate, of TPUs; None: it has none.
-    form: which of its kind, as a table of measured rates has it.
-    shape: of the product, as the grid of that table has it.
   """
 
   kind: Kind
@@ -56,8 +52,6 @@ class Kernel(NamedTuple):
   dims: tuple[float, ...] = ()
   dtype: str = "f32"
   cycles: float | None = None
-  form: str = ""
-  shape: tuple[float, ...] = ()
 
 
 def kernel_of(
@@ -84,24 +78,15 @@ def kernel_of(
   kind: Kind = "convolution" if "dim_labels=" in product.text else "matmul"
   dtype = home[product.operands[0]].shape[0].dtype
   alone = cost.flops_of(module, home, product)
-  dims = _dims(home, product, alone)
-  form, shape = _form(home, product, dims)
-  return Kernel(kind, flops, traffic, dims, dtype, cycles, form, shape)
+  return Kernel(kind, flops, traffic, _dims(home, product, alone), dtype, cycles)
 
 
-def seconds(
-  kernel: Kernel,
-  rates: Mapping[str, float],
-  measured: Measured | None = None,
-  work: Mapping[str, float] | None = None,
-) -> float:
-  """How long a kernel takes.
+def seconds(kernel: Kernel, rates: Mapping[str, float]) -> float:
+  """Return how long a kernel takes.
 
   Args:
     kernel: of `kernel_of`.
     rates: of `Rates.at`.
-    measured: tables that take the place of the rates, where they have the like.
-    work: of `loops.work`, of a CPU whose loops were measured.
 
   Example:
     >>> product = Kernel("matmul", 2 * 4096.0**3, 1e8, (4096, 4096, 4096, 1), "bf16")
@@ -112,8 +97,6 @@ def seconds(
   """
   if "cycles" in rates:
     return (kernel.cycles or 0.0) * rates["cycles"] / rates["clock"]
-  if measured is not None and (found := _measured(kernel, rates, measured, work)):
-    return found
   took = kernel.bytes / (rates["bandwidth"] * rates["memory"])
   if kernel.flops:
     is_single = kernel.dtype in ("f32", "f64")
@@ -125,30 +108,6 @@ def seconds(
       share *= _filled(kernel.dims, rates)
     took = max(took, kernel.flops / (peak * share))
   return took + rates["launch"]
-
-
-def _measured(
-  kernel: Kernel, rates: Mapping[str, float], measured: Measured, work
-) -> float | None:
-  """By tables and costs alone; None: they lack what this kernel is."""
-  loops = 0.0
-  if work is not None:
-    # Loads of a product are in the rate that was measured of it, from a cache.
-    is_apart = bool(kernel.flops)
-    loops = sum(
-      measured.costs.get(name, 0.0) * amount
-      for name, amount in work.items()
-      if not (is_apart and name.endswith(_TRAFFIC))
-    )
-  if kernel.flops:
-    rate = measured.rate(kernel.kind, kernel.form, kernel.dtype, kernel.shape)
-    if rate is None:
-      return None
-    return kernel.flops / rate + (loops if work is not None else rates["launch"])
-  if work is not None:
-    return loops
-  rate = measured.rate("memory", "", "f32", (max(kernel.bytes, 1.0),))
-  return None if rate is None else kernel.bytes / rate + rates["launch"]
 
 
 def _filled(dims: tuple[float, ...], rates: Mapping[str, float]) -> float:
@@ -199,38 +158,6 @@ def _dims(home: Computation, product: Instruction, flops: float) -> tuple[float,
   rows = math.prod(left.dims) / max(depth * batch, 1)
   columns = math.prod(out.dims) / max(rows * batch, 1)
   return rows, columns, depth, batch
-
-
-def _form(
-  home: Computation, product: Instruction, dims: tuple[float, ...]
-) -> tuple[str, tuple[float, ...]]:
-  """(form, shape) as `micro_kernels` makes and `calibrate` measures them."""
-  if "dim_labels=" not in product.text:
-    left, right = (
-      re.search(rf'{side}_contracting_dim(?:s=\{{|ensions":\[)"?(\d+)', product.text)
-      for side in ("lhs", "rhs")
-    )
-    sizes = [home[x].shape[0].dims for x in product.operands[:2]]
-    last = [len(s) - 1 for s in sizes]
-    turned = left is not None and int(left.group(1)) != last[0]
-    other = right is not None and int(right.group(1)) == last[1] and last[1] > 0
-    return ("tn" if turned else "nt" if other else "nn"), dims[:3]
-  labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", product.text)
-  if labels is None:
-    return "", ()
-  places, text = labels.groups(), product.text
-  image, kernel = (home[x].shape[0].dims for x in product.operands[:2])
-  out = product.shape[0].dims
-  window = math.prod(
-    n for n, at in zip(kernel, places[1], strict=False) if at.isdigit()
-  )
-  pixels = math.prod(n for n, at in zip(out, places[2], strict=False) if at.isdigit())
-  features = kernel[places[1].index("o")]
-  if window > 1 and pixels <= window:  # a gradient by the kernel
-    form = "kernel stride" if "rhs_dilate" in text else "kernel"
-    return form, (window, image[places[0].index("b")], features, pixels)
-  form = "input" if "lhs_dilate" in text else "stride" if "stride=" in text else "plain"
-  return form, (pixels, kernel[places[1].index("i")], features, window)
 
 
 def _sizes(product: Instruction, pattern: str, dims: tuple[int, ...]) -> int:

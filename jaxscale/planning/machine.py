@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +17,6 @@ from jaxscale.collectives.planner import Link
 from jaxscale.config.validation import nearest, settings
 from jaxscale.errors import ConfigError
 from jaxscale.metrics.chips import peak_flops
-from jaxscale.planning.measured import Calibrated, Cost, Measured, Table
 
 _Share = Annotated[float | None, "in (0, 1]"]
 _Positive = Annotated[float | None, "> 0"]
@@ -64,9 +62,7 @@ class Machine:
     watts: of a chip; of a node with all that is in it, its share.
     price_chip_hour: of a chip, in the site's currency.
     price_kwh: of energy.
-    tables: rates by shape that were measured, in place of those above.
-    loops: costs of a CPU's loops that were measured.
-    calibrated: when and where; None: it was not.
+    chip: the kind of chip that was measured, as `--chips` has it; "" if none was.
   """
 
   per_node: Annotated[int | None, ">= 1"] = None
@@ -100,14 +96,12 @@ class Machine:
   watts: _Positive = None
   price_chip_hour: _NotNegative = None
   price_kwh: _NotNegative = None
-  tables: tuple[Table, ...] = ()
-  loops: tuple[Cost, ...] = ()
-  calibrated: Calibrated | None = None
+  chip: str = ""
 
 
 _COSTS = (
   "input_rate", "save_rate", "mtbf_hours", "watts", "price_chip_hour", "price_kwh",
-  "tables", "loops", "calibrated",
+  "chip",
 )  # fmt: skip
 
 
@@ -158,27 +152,14 @@ class Rates(NamedTuple):
     """Devices that JAX makes of one chip."""
     return int(self.constants["devices_per_chip"].value)
 
-  def measured(self, corner: Corner) -> Measured | None:
-    """What the site has measured of this chip; None: nothing.
-
-    The range is of two standard deviations of repeated measurements, and of the error
-    of the costs that were fitted.
-    """
-    machine, calibrated = self.machine, self.machine.calibrated
-    if calibrated is None or calibrated.chip != self.chip:
-      return None
-    wide = min(math.hypot(2 * calibrated.spread, calibrated.off), 0.9)
-    slower = {"low": 1 + wide, "expected": 1.0, "high": 1 - wide}[corner]
-    return Measured(machine.tables, machine.loops, slower)
-
   @property
   def is_calibrated(self) -> bool:
-    """Whether the site has measured what most of a step's time hangs on."""
+    """Whether the site has measured this chip, and what most of a step depends on."""
     asked = ("cycles",) if "cycles" in self.constants else ("matmul", "memory")
-    given = vars(self.machine)
-    if (calibrated := self.machine.calibrated) and calibrated.chip != self.chip:
-      return False  # of another chip
-    return all(given[name] is not None for name in (*asked, "network_link"))
+    measured = vars(self.machine)
+    if self.machine.chip not in ("", self.chip):
+      return False
+    return all(measured[name] is not None for name in (*asked, "network_link"))
 
   def at(self, corner: Corner) -> dict[str, float]:
     """Every constant at one end of its range."""

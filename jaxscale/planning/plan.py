@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxscale import config as cfg
+from jaxscale import hlo
 from jaxscale.errors import ConfigError
-from jaxscale.planning import hlo, job, step_plan, topologies
+from jaxscale.planning import job, step_plan, topologies
 from jaxscale.planning.fits import Fit, RefusedError
 from jaxscale.planning.machine import Machine, Rates, rates_of
 from jaxscale.planning.step_plan import Step
@@ -63,7 +64,7 @@ class Plan(NamedTuple):
   weak: tuple[Step, ...]
   skipped: tuple[int, ...]
   knee: int | None
-  run: job.Run | None
+  run: job.RunLength | None
   job: job.Job | None
   compiled: tuple[str, ...]
   seconds: float
@@ -206,49 +207,29 @@ def bottleneck(plan: Plan) -> tuple[str, str]:
   """
   name, seconds = max(plan.step.parts.items(), key=lambda part: part[1])
   share = seconds / plan.step.seconds["expected"]
-  what, advice = _advice(name, plan)
-  return name, f"{what} takes {share:.0%} of the step; {advice}"
-
-
-# What would move a part of the step: (what it is, what helps).
-_ADVICE = {
-  "memory": (
-    "memory traffic",
-    "more bandwidth or fewer passes over activations would shorten it",
-  ),
-  "matmul": (
-    "arithmetic of matrix products", "less remat or a faster chip would shorten it",
-  ),
-  "convolution": (
-    "arithmetic of convolutions", "a faster chip would shorten it",
-  ),
-  "attention": (
-    "arithmetic of attention", "shorter sequences or a faster chip would shorten it",
-  ),
-  "contention": (
-    "compute that communication slows",
-    "sending less, or a larger share of the chip for compute, would shorten it",
-  ),
-  "stragglers": (
-    "waiting for the slowest device", "fewer or steadier nodes would shorten it",
-  ),
-  "input": ("waiting for examples", "more cores or a faster decoder would help"),
-  "host": ("the host between steps", "more rows for each device would hide it"),
-}  # fmt: skip
-
-
-def _advice(name: str, plan: Plan) -> tuple[str, str]:
-  if name in ("matmul", "convolution"):
-    what, advice = _ADVICE[name]
-    if plan.chips.chip.platform == "tpu":  # XLA makes convolutions of products there
-      what, advice = f"{_ADVICE['matmul'][0]} and convolutions", _ADVICE["matmul"][1]
-    is_single = plan.config.dtype == "float32"
-    return what, f"dtype='bfloat16', {advice}" if is_single else advice
-  if not name.startswith("exposed"):
-    return _ADVICE[name]
   axes = name.removeprefix("exposed ")
-  advice = "send less (exchange=HalfPrecision, PowerSGD), give a device more rows, "
-  return f"communication along {axes} that nothing hides", f"{advice}or faster links"
+  sends = f"communication along {axes} that nothing hides; more rows for each device, "
+  text = _ADVICE.get(
+    name, f"{sends}less to send (exchange=HalfPrecision) or faster links"
+  )
+  what, _, advice = text.partition("; ")
+  if text == _ARITHMETIC and plan.config.dtype == "float32":
+    advice = f"dtype='bfloat16', {advice}"
+  return name, f"{what} takes {share:.0%} of the step; {advice} would shorten it"
+
+
+# What a part of the step is; and what would move it.
+_ARITHMETIC = "arithmetic of products and convolutions; less remat or a faster chip"
+_ADVICE = {
+  "memory": "memory traffic; more bandwidth or fewer passes over activations",
+  "matmul": _ARITHMETIC,
+  "convolution": _ARITHMETIC,
+  "attention": "arithmetic of attention; shorter sequences or a faster chip",
+  "contention": "compute that communication slows; sending less",
+  "stragglers": "waiting for the slowest device; fewer or steadier nodes",
+  "input": "waiting for examples; more cores or a faster decoder",
+  "host": "the host between steps; more rows for each device",
+}
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

@@ -52,20 +52,12 @@ def _head(plan: Plan) -> str:
 
 
 def calibrated(rates: Rates) -> str:
-  """What was measured, when and where; the end of the first line."""
-  found = rates.machine.calibrated
-  if found is None and rates.is_calibrated:
+  """Where the rates are from; the end of the first line."""
+  if rates.machine.chip not in ("", rates.chip):
+    return f"not calibrated: the site's file has measured {rates.machine.chip}"
+  if rates.is_calibrated:
     return "from what the site's file says was measured there"
-  if found is None:
-    return "not calibrated: rates are published or assumed, nothing was measured here"
-  if found.chip != rates.chip:
-    return (
-      f"not calibrated: the site's file has measured {found.chip or 'another chip'}"
-    )
-  what = "chip measured, links not"
-  if any(t.form in ("node", "network") for t in rates.machine.tables):
-    what = f"chip and links of {found.processes} processes measured"
-  return f"calibrated {found.date} on {found.machine}: {what}"
+  return "not calibrated: rates are published or assumed, nothing was measured here"
 
 
 def _memory(plan: Plan) -> str:
@@ -110,7 +102,6 @@ def _step(plan: Plan) -> str:
     f"MFU {plan.mfu:.1%}; {step.efficiency:.1%} of a device alone",
     f"  a host has to load {_count(need)} examples/s",
     f"  {plans.bottleneck(plan)[1]}",
-    f"  forward FLOPs of an example for each parameter: {_count(plan.ratio)}",
   ]
   return "\n".join(lines)
 

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 from jaxscale import config as cfg
 from jaxscale.errors import ConfigError
-from jaxscale.exchange.buckets import BUCKET_BYTES
 from jaxscale.mesh import mesh_shape
 from jaxscale.planning import fits, topologies, transfer
 from jaxscale.planning.machine import CORNERS, Corner, Rates, hosts, links
@@ -130,11 +129,11 @@ def compile_step(config: cfg.Config, chips: topologies.Chips) -> Compiled:
       )
     batch_size = config.batch_size * here // asked
     config = dataclasses.replace(config, batch_size=batch_size)
-  fit = fits.compile_for(_as_processes(config, chips), chips)
+  fit = fits.compile_for(config, chips)
   if fit.compiled is None:
     raise fits.RefusedError(f"--chips={chips.name}: the step {fits.line(fit, chips)}")
   rows = fit.experiment.derived.device_batch_size
-  program = Program(_text(fit, chips), fit.mesh, fit.memory)
+  program = Program(_text(fit, chips), fit.mesh)
   return Compiled(rows, asked, program, fit, fit.experiment)
 
 
@@ -147,23 +146,6 @@ def _text(fit: fits.Fit, chips: topologies.Chips) -> str:
       f"--chips={chips.name}: the step compiles, but JAX cannot read its program, and "
       f"without it no time is planned; another layout or chip may do: {why}"
     ) from None
-
-
-def _as_processes(config: cfg.Config, chips: topologies.Chips) -> cfg.Config:
-  """The config as processes of one CPU each have it, whose devices are simulated here.
-
-  Between them gradients travel in buckets (`exchange.buckets.best_bucket_bytes`).
-  """
-  exchange: Any = config.exchange
-  chip = topologies.CHIPS.get(chips.kind)
-  if chip is None or chip.platform != "cpu" or len(chips.devices) < 2:
-    return config
-  if type(exchange).__name__ != "AllReduce" or exchange.algorithm != "psum":
-    return config
-  if exchange.bucket_bytes is not None:
-    return config
-  in_buckets = dataclasses.replace(exchange, bucket_bytes=BUCKET_BYTES)
-  return dataclasses.replace(config, exchange=in_buckets)
 
 
 def second_size(
@@ -241,13 +223,12 @@ def _mesh_sizes(config: cfg.Config, first: Compiled, devices: int) -> dict[str, 
 
 def _interpolated(compiled, rates, corner, sizes, rows, overlap) -> Times:
   at = rates.at(corner)
-  both, measured = links(at), rates.measured(corner)
+  both = links(at)
 
   def cost(collective):
-    return transfer.seconds(collective, sizes, rates.per_node, both, measured)
+    return transfer.seconds(collective, sizes, rates.per_node, both)
 
-  given: Any = {"overlap": overlap, "measured": measured}
-  found = [c.program.times(at, cost, **given) for c in compiled]
+  found = [c.program.times(at, cost, overlap=overlap) for c in compiled]
   if len(found) == 1:
     return found[0]
   share = (rows - compiled[0].rows) / (compiled[1].rows - compiled[0].rows)
@@ -280,7 +261,7 @@ def _parts(
   if lost := at["contention"] * hidden:
     parts["contention"] = lost
   parts["stragglers"] = compute * at["jitter"] * slowest_of(devices)
-  parts["host"] = parts.get("host", 0.0) + at["host"]
+  parts["host"] = at["host"]
   if rate := rates.machine.input_rate:
     load = batch_size / hosts(devices, at) / rate
     parts["input"] = max(load - sum(parts.values()), 0.0)

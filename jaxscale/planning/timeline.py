@@ -13,12 +13,11 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from jaxscale.planning import hlo, kernels, loops, parse
-from jaxscale.planning.cost import COLLECTIVES, is_free, trip_count
-from jaxscale.planning.hlo import Collective
-from jaxscale.planning.measured import Measured
-from jaxscale.planning.parse import Computation, Instruction, Module
-from jaxscale.planning.topologies import Memory
+from jaxscale import hlo
+from jaxscale.hlo import Collective, parse
+from jaxscale.hlo.cost import COLLECTIVES, is_free, trip_count
+from jaxscale.hlo.parse import Computation, Instruction, Module
+from jaxscale.planning import kernels
 
 Transfer = Callable[[Collective], float]  # seconds of one execution
 Overlap = Literal["schedule", "backward"]
@@ -49,12 +48,10 @@ class Times(NamedTuple):
 class Program:
   """A compiled step, read once, for any rates and links."""
 
-  def __init__(self, text: str, mesh: Any, memory: Memory | None = None):
-    """Args: text of `Compiled.as_text()`; mesh, or its sizes; what memory it takes."""
-    self._footprint = memory.total if memory else 0
+  def __init__(self, text: str, mesh: Any):
+    """Args: text of `Compiled.as_text()`; mesh, or its sizes."""
     self._modules = [(m, _by_place(m, mesh)) for m in parse.modules(text)]
     self._kernels: dict[tuple[int, str, str], kernels.Kernel] = {}
-    self._work: dict[tuple[int, str, str], loops.Work] = {}
 
   def times(
     self,
@@ -62,7 +59,6 @@ class Program:
     transfer: Transfer,
     *,
     overlap: Overlap = "schedule",
-    measured: Measured | None = None,
   ) -> Times:
     """The seconds of a step.
 
@@ -71,38 +67,17 @@ class Program:
       transfer: seconds of a collective.
       overlap: "schedule": what the compiler's lets run together; "backward": as if all
         collectives ran during the backward pass, as those of PyTorch and Horovod do.
-      measured: of the chip; None: nothing was.
     """
     found = _found()
     for module, placed in self._modules:
-      walk = _Walk(self, module, placed, rates, transfer, measured)
+      walk = _Walk(self, module, placed, rates, transfer)
       _add(found, walk.computation(module.entry), 1)
-    if measured is not None and measured.costs:
-      self._add_call(found, measured.costs)
     compute, exposed, sent = map(dict, found)
     if overlap == "backward" and sum(sent.values()):
       hidden = _BACKWARD_SHARE * sum(compute.values())
       share = max(1 - hidden / sum(sent.values()), 0.0)
       exposed = {axes: share * s for axes, s in sent.items()}
     return Times(compute, exposed, sent)
-
-  def _add_call(self, found: _Found, costs: Mapping[str, float]) -> None:
-    """What a call of the program takes but for its kernels."""
-    for module, _ in self._modules:
-      entry = module.computations[module.entry]
-      given = [i for i in entry.values() if i.opcode == "parameter"]
-      root = next((i for i in entry.values() if i.is_root), None)
-      buffers = len(given) + (len(root.shape) if root else 0)
-      found.compute["host"] += buffers * costs.get("buffer", 0.0)
-
-  def work(self, module: Module, name: str, i: Instruction) -> loops.Work:
-    """What an instruction's loops do, which is the same at all costs."""
-    key = id(module), name, i.name
-    if key not in self._work:
-      self._work[key] = loops.work(
-        module, module.computations[name], i, self._footprint
-      )
-    return self._work[key]
 
   def kernel(self, module: Module, name: str, i: Instruction) -> kernels.Kernel:
     """An instruction's, which is the same at all rates."""
@@ -145,7 +120,6 @@ class _Walk(NamedTuple):
   placed: _Placed
   rates: Mapping[str, float]
   transfer: Transfer
-  measured: Measured | None = None
 
   def computation(self, name: str) -> _Found:
     """What a computation takes, gone through once."""
@@ -185,10 +159,7 @@ class _Walk(NamedTuple):
     if is_free(instruction) or opcode.removesuffix("-start") in COLLECTIVES:
       return 0.0
     kernel = self.program.kernel(self.module, name, instruction)
-    work = None
-    if self.measured is not None and self.measured.costs:
-      work = self.program.work(self.module, name, instruction)
-    took = kernels.seconds(kernel, self.rates, self.measured, work)
+    took = kernels.seconds(kernel, self.rates)
     found.compute[_kind(kernel, took, self.rates)] += took
     return took
 

@@ -63,29 +63,6 @@ class Chips(NamedTuple):
   count: int = 0
 
 
-class Memory(NamedTuple):
-  """Bytes per device of a compiled program.
-
-  Attributes:
-    arguments: state and batch.
-    outputs: what is given back.
-    aliased: of those, what takes the place of donated arguments.
-    temporaries: all else, while it runs.
-    host: in the host's memory, of state and temporaries, a device.
-  """
-
-  arguments: int
-  outputs: int
-  aliased: int
-  temporaries: int
-  host: int = 0
-
-  @property
-  def total(self) -> int:
-    """What the device must have."""
-    return self.arguments + self.outputs - self.aliased + self.temporaries
-
-
 # Chips of a slice, as Google sells them: cloud.google.com/tpu/docs/{v5e,v6e,v5p}.
 _FLAT = {
   1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16",
@@ -267,44 +244,6 @@ def _check_installed(name: str, chip: Chip) -> None:
     advice = f"pip install {packages} (no such hardware is needed; best in an "
     advice += "environment of its own, as JAX looks for the hardware at every start)"
     raise ConfigError(f"--chips={name}: its compiler is not installed; {advice}")
-
-
-def memory_of(compiled: Any) -> Memory:
-  """Bytes that a compiled program takes on each device.
-
-  Args:
-    compiled: `jax.jit(f).lower(...).compile()`.
-  """
-  m = compiled.memory_analysis()
-  return Memory(
-    m.argument_size_in_bytes,
-    m.output_size_in_bytes,
-    m.alias_size_in_bytes,
-    m.temp_size_in_bytes,
-    # Outputs on the host take the place of arguments there, as on the device.
-    m.host_argument_size_in_bytes
-    + m.host_output_size_in_bytes
-    - m.host_alias_size_in_bytes
-    + m.host_temp_size_in_bytes,
-  )
-
-
-def out_of_memory(error: Exception) -> str | None:
-  """The compiler's line, where the memory is too small for a program.
-
-  Args:
-    error: of `compile`.
-
-  Returns:
-    One line; None: it is something else.
-
-  Example:
-    >>> out_of_memory(RuntimeError("RESOURCE_EXHAUSTED: E1000: Ran out of memory"))
-    'E1000: Ran out of memory'
-  """
-  line = str(error).split("\n", 1)[0]
-  code, found, rest = line.partition("RESOURCE_EXHAUSTED: ")
-  return rest if found and not code else None
 
 
 def gib(num_bytes: float) -> str:

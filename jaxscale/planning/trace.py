@@ -32,8 +32,8 @@ from typing import Any, NamedTuple
 
 from jaxscale.errors import ConfigError, printable
 from jaxscale.files import read_bytes
+from jaxscale.hlo.cost import COLLECTIVES
 from jaxscale.metrics.text import few, plural, short_time, table
-from jaxscale.planning.cost import COLLECTIVES
 
 # Of the host, in the order of a step (`run.tracer`); of the device, by the scopes of
 # `training.step`, where what a gradient transposes is the backward pass.

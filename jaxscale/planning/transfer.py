@@ -15,8 +15,7 @@ import math
 from collections.abc import Mapping
 
 from jaxscale.collectives.planner import Link, plan
-from jaxscale.planning.hlo import Collective
-from jaxscale.planning.measured import Measured
+from jaxscale.hlo import Collective
 
 Sizes = Mapping[str, int]  # of mesh axes, slowest first
 
@@ -49,9 +48,8 @@ def seconds(
   sizes: Sizes,
   per_node: int,
   links: tuple[Link, Link],
-  measured: Measured | None = None,
 ) -> float:
-  """How long one execution of a collective takes.
+  """Return how long one execution of a collective takes.
 
   Args:
     collective: of a compiled program; its payload and its axes count, not how many
@@ -59,11 +57,9 @@ def seconds(
     sizes: of the mesh that it runs on.
     per_node: devices of a node.
     links: of the node and of the network, `machine.links`.
-    measured: tables of collectives that take the place of the links, where the group
-      is all in a node, or has one device of each.
 
   Example:
-    >>> from jaxscale.planning import hlo
+    >>> from jaxscale import hlo
     >>> (one,) = hlo.collectives(text, {"data": 8})                # doctest: +SKIP
     >>> seconds(one, {"data": 8}, 4, (Link(0, 1e-9), Link(0, 1e-8)))  # doctest: +SKIP
     0.04
@@ -73,11 +69,6 @@ def seconds(
   if inside * nodes == 1:
     return 0.0
   kind = collective.kind
-  if measured is not None and 1 in (inside, nodes):
-    link, parts = ("node", "network")[nodes > 1], collective.parts or (payload,)
-    took = [measured.seconds(kind, link, inside * nodes, float(x)) for x in parts]
-    if all(x is not None for x in took):
-      return sum(x for x in took if x is not None)
   if kind in ("all-to-all", "ragged-all-to-all"):
     near, far = links
     leaves = payload * (nodes - 1) / nodes

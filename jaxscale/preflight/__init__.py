@@ -21,7 +21,6 @@ from jaxscale.metrics.text import few, plural
 from jaxscale.preflight import clocks, devices, disk, files, network, software
 from jaxscale.preflight.finding import EXIT_NOT_READY, Finding, report
 from jaxscale.preflight.group import Group, barrier, broadcast
-from jaxscale.preflight.network import NetworkLimits
 
 __all__ = ["CHECKS", "Check", "Options", "check", "run_checks"]
 
@@ -34,14 +33,12 @@ class Options(NamedTuple):
     config: `FILE[:arg]` of the run; None: any.
     overrides: of the config, as text by dotted field.
     skip: checks to leave out, names in `CHECKS`.
-    limits: of the network.
   """
 
   workdir: Path = Path()
   config: str | None = None
   overrides: Mapping[str, str] = {}
   skip: tuple[str, ...] = ()
-  limits: NetworkLimits = NetworkLimits()
 
 
 class Check(NamedTuple):
@@ -60,13 +57,13 @@ class Check(NamedTuple):
 CHECKS = {
   "software": Check("versions, system limits, GPUs that others use", software.check),
   "clocks": Check("offset of every host's clock to process 0", clocks.check),
-  "network": Check("latency and bandwidth between all pairs of hosts", network.check),
   "files": Check(
     "the workdir is shared, renames atomically, creates exclusively", files.check
   ),
   "devices": Check(
     "number, kind and a tiny program on each; XLA's flags; the data", devices.check
   ),
+  "network": Check("rate of an all-reduce between all processes", network.check),
   "disk": Check("room for checkpoints and how fast one is written", disk.check),
 }
 

@@ -1,52 +1,38 @@
 """The check `devices`: devices, XLA's flags, the data and the config.
 
-Only JAX knows them, and XLA ends a process that has a flag it does not know: so each is
-asked in a child process, which runs `look` or `fits` and prints one line of JSON.
+Only JAX knows them: `look` and `fits` run in child processes.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxscale.cluster.environment import check_environment
 from jaxscale.cluster.rendezvous.handshake import ranks_with_hosts
 from jaxscale.config.loading import load_config
 from jaxscale.errors import ConfigError
 from jaxscale.metrics.text import byte_size, plural
-from jaxscale.preflight.finding import Finding, Found, outliers
+from jaxscale.preflight.child import ask
+from jaxscale.preflight.finding import Finding, Found, outliers, texts_by_process
 from jaxscale.preflight.group import Group, gather
-
-WAIT_S = 90.0  # JAX's import from a cold parallel file system takes long
-_XLA_ERRORS = {
-  r"Unknown flags? in XLA_FLAGS: (.*)": r"XLA_FLAGS: this jax does not know \1",
-  r"Couldn't interpret value (\S*) for flag (\S+?)\.?$":
-    r"XLA_FLAGS: --\2=\1 is not a value of this flag",
-  r'Could not open file "(.*?)" to read flags':
-    r"XLA_FLAGS=\1: neither flags, which begin with --, nor a file",
-}  # fmt: skip
 
 
 def check(group: Group, options: Any, facts: dict[str, Any]) -> list[Finding]:
   """Ask JAX in all processes; process 0 has the findings, and asks about the config."""
   asked = {"config": options.config, "overrides": dict(options.overrides)}
-  found = gather(group, "devices", ask("look", asked))
+  found = gather(group, "devices", ask("devices.look", asked))
   if group.rank:
     return []
   result = findings(found, facts["software"], group.hosts)
-  if options.config is None or not all(f.ok for f in result):
+  facts["has_devices"] = all(f.ok for f in result)
+  if options.config is None or not facts["has_devices"]:
     return result
   # The experiment of the config on so many devices, simulated on the CPU.
   total = sum(each["count"] for each in found)
   env = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(total), "XLA_FLAGS": ""}
-  fits = ask("fits", asked | {"workdir": str(options.workdir)}, env)
+  fits = ask("devices.fits", asked | {"workdir": str(options.workdir)}, env)
   facts |= fits
   text = f"config {options.config}"
   if error := fits.get("error"):
@@ -55,52 +41,6 @@ def check(group: Group, options: Any, facts: dict[str, Any]) -> list[Finding]:
   size = byte_size(fits["bytes"])
   text += f" fits {plural(total, 'device')}, its checkpoints have {size}"
   return [*result, Finding(True, text)]
-
-
-def ask(
-  what: str, options: dict[str, Any], env: dict[str, str] | None = None
-) -> dict[str, Any]:
-  """The result of `look` or `fits` in a child process; {"error": text} if it fails.
-
-  Args:
-    what: name of the function.
-    options: its arguments.
-    env: variables that differ from ours; "" removes one.
-  """
-  whole = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | (env or {})
-  # With our path: `-c` alone would put the current directory before Python's modules.
-  code = f"import sys; sys.path[:] = {sys.path}; "
-  code += "from jaxscale.preflight import devices; devices.answer()"
-  try:
-    done = subprocess.run(
-      [sys.executable, "-P", "-c", code, what, json.dumps(options)],
-      env={name: value for name, value in whole.items() if value},
-      stdin=subprocess.DEVNULL, capture_output=True, timeout=WAIT_S,
-    )  # fmt: skip
-  except subprocess.TimeoutExpired:
-    return {"error": f"JAX did not find its devices within {WAIT_S:g} s"}
-  if done.returncode == 0:
-    with contextlib.suppress(IndexError, ValueError):
-      return json.loads(done.stdout.splitlines()[-1])
-  return {"error": why(done.stderr.decode(errors="replace"), done.returncode)}
-
-
-def why(text: str, code: int) -> str:
-  """Why JAX or XLA ended a process, by its stderr.
-
-  The sentences are those of XLA's parse_flags_from_env.cc and command_line_flags.cc, as
-  jaxlib 0.10.2 writes them.
-
-  Example:
-    >>> why("F1121 x.cc:234] Unknown flag in XLA_FLAGS: --xla_foo=1", -6)
-    'XLA_FLAGS: this jax does not know --xla_foo=1'
-  """
-  for pattern, meaning in _XLA_ERRORS.items():
-    if found := re.search(pattern, text, re.M):
-      return found.expand(meaning).rstrip()
-  lines = [line.strip() for line in text.splitlines() if line.strip()]
-  errors = [x for x in lines if re.match(r"\S*(Error|Exception)\b|F\d{4} ", x)]
-  return (errors or lines or [f"JAX ended with code {code}"])[-1][:300]
 
 
 def findings(found: Found, software: Found, hosts: Sequence[str]) -> list[Finding]:
@@ -157,14 +97,11 @@ def _data(found: Found, hosts: Sequence[str]) -> list[Finding]:
 def _errors(found: Found, hosts: Sequence[str], key: str) -> list[Finding]:
   """A finding for each different text under `key`, with its processes."""
   wrong = []
-  for text in dict.fromkeys(each[key] for each in found if key in each):
-    ranks = [rank for rank, each in enumerate(found) if each.get(key) == text]
-    who = "" if len(found) == 1 else f"{ranks_with_hosts(ranks, hosts)}: "
-    prefix = "data: " if key == "data_error" else ""
-    remedy = "run python -P -c 'import jax; print(jax.devices())' there"
+  for who, text in texts_by_process(found, hosts, key):
+    prefix, remedy = "", "run python -P -c 'import jax; print(jax.devices())' there"
     if key == "data_error":
-      remedy = "make it available on every node: jaxscale prepare NAME, or a path that "
-      remedy += "all nodes share"
+      prefix, remedy = "data: ", "make it available on every node: jaxscale prepare "
+      remedy += "NAME, or a path that all nodes share"
     elif text.startswith("JAX_"):
       text, _, remedy = text.partition("; ")
     elif text.startswith("XLA_FLAGS"):
@@ -234,13 +171,3 @@ def fits(config: str, overrides: dict[str, str], workdir: str) -> dict[str, Any]
   size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
   # The next one is written before the oldest is deleted.
   return {"bytes": size, "kept": keep.keep_last + keep.keep_best + 1}
-
-
-def answer() -> None:
-  """The child process of `ask`."""
-  try:
-    check_environment(os.environ)
-  except ConfigError as e:
-    return print(json.dumps({"error": str(e)}))
-  function = {"look": look, "fits": fits}[sys.argv[1]]
-  print(json.dumps(function(**json.loads(sys.argv[2]))))

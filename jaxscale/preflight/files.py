@@ -32,42 +32,38 @@ _FILES = 4
 
 def check(group: Group, options: Any, facts: dict[str, Any]) -> list[Finding]:
   """Try what checkpoints need; all processes call it, the first of each host acts."""
-  found = gather(group, "files", probe(group, options.workdir))
+  answers = gather(group, "files", probe(group, options.workdir))
   if group.rank:
     return []
-  facts["unusable"] = "error" in found[0]
-  return findings(found, group, options.workdir)
+  facts["unusable"] = "error" in answers[0]
+  return findings(answers, group, options.workdir)
 
 
 def probe(group: Group, workdir: Path) -> dict[str, Any]:
-  """What this process finds; "error" alone if the directory cannot be used."""
+  """Return what this process sees; "error" alone if the directory cannot be used."""
   folder = _make_folder(group, workdir)
   if isinstance(folder, str):
     return {"error": folder}
   try:
-    seen_s = _see(group, folder)
+    unseen, seconds = _see(group, folder)
     won, torn = _claim(group, folder), _watch_renames(group, folder)
-    if group.rank == 0 and not torn:
-      torn = _merges(folder)
     barrier(group, "files: done")
   finally:
     if group.rank == 0:
       shutil.rmtree(folder, ignore_errors=True)
-  return {"seen_s": seen_s, "won": won, "torn": torn}
+  return {"unseen": unseen, "seconds": seconds, "won": won, "torn": torn}
 
 
 def _make_folder(group: Group, workdir: Path) -> Path | str:
-  """A directory for the trials, or, in all processes, why there is none."""
-  made: list[str] = ["", ""]
-  if group.rank == 0:
-    folder = workdir.absolute() / f".preflight-{secrets.token_hex(4)}"
-    made = [str(folder), attempt(lambda: folder.mkdir(parents=True))]
-  path, error = broadcast(group, "files: directory", made)
+  """Return a directory for the trials, or, in all processes, why there is none."""
+  folder = workdir.absolute() / f".preflight-{secrets.token_hex(4)}"
+  error = "" if group.rank else attempt(lambda: folder.mkdir(parents=True))
+  path, error = broadcast(group, "files: directory", [str(folder), error])
   return error or Path(path)
 
 
 def attempt(action: Callable[[], Any]) -> str:
-  """Why an operation on files failed, or ""."""
+  """Return why an operation on files failed, or ""."""
   try:
     action()
   except OSError as e:
@@ -75,38 +71,27 @@ def attempt(action: Callable[[], Any]) -> str:
   return ""
 
 
-def _see(group: Group, folder: Path) -> float | None:
-  """Seconds until this host sees a file of process 0; None: it never does."""
-  key = secrets.token_hex(8)
-  if group.rank == 0:
-    attempt(lambda: (folder / "seen").write_text(key))
-  key = broadcast(group, "files: written", key)
-  until = time.monotonic() + SEEN_S
-  waited = _wait_for(folder / "seen", key, until) if group.acts else None
-  # And the other way: process 0 must see what others write, since it decides which
-  # checkpoint is complete.
-  if waited is not None:
-    attempt(lambda: (folder / f"from-{group.rank}").write_text(key))
-  wrote = gather(group, "files: seen", waited is not None)
-  until, others = time.monotonic() + SEEN_S, (r for r, did in enumerate(wrote) if did)
-  lost = [r for r in others if _wait_for(folder / f"from-{r}", key, until) is None]
-  return None if group.rank in broadcast(group, "files: back", lost) else waited
+def _see(group: Group, folder: Path) -> tuple[list[int], float]:
+  """Return whose files this host does not see, and the seconds until it saw the rest.
 
-
-def _wait_for(path: Path, text: str, until: float) -> float | None:
-  """Seconds until a file has this content; None: not until then."""
-  began = time.monotonic()
-  while True:
-    with contextlib.suppress(OSError):
-      if path.read_text() == text:
-        return time.monotonic() - began
-    if time.monotonic() > until:
-      return None
-    time.sleep(0.05)
+  Process 0 decides which checkpoint is complete: it must see the files of all hosts,
+  and they must see its files.
+  """
+  if group.acts:
+    attempt(lambda: _write(folder / f"from-{group.rank}", group.rank))
+  barrier(group, "files: written")
+  began, unseen = time.monotonic(), []
+  for rank in group.host_ranks if group.rank == 0 else [0] * group.acts:
+    while _read(folder / f"from-{rank}") != rank:
+      if time.monotonic() - began > SEEN_S:
+        unseen.append(rank)
+        break
+      time.sleep(0.05)
+  return unseen, time.monotonic() - began
 
 
 def _claim(group: Group, folder: Path) -> list[int]:
-  """Which of some files this process created exclusively, all hosts at once."""
+  """Return which files this process created exclusively, all hosts at once."""
   barrier(group, "files: claim")
   flags, won = os.O_CREAT | os.O_EXCL | os.O_WRONLY, []
   for i in range(_CLAIMS if group.acts else 0):
@@ -117,22 +102,22 @@ def _claim(group: Group, folder: Path) -> list[int]:
 
 
 def _watch_renames(group: Group, folder: Path) -> str:
-  """What this process saw while process 0 renamed; "" if all of it was whole.
+  """Return what was not whole while process 0 renamed; "" if everything was.
 
   A file is replaced again and again: every reader must find one of its whole contents.
   A directory is renamed into its place: once it is there, all its files are.
   """
   path = folder / "renamed"
   if group.rank == 0:
-    _write_whole(path, 0)
+    _write(path, 0)
   barrier(group, "files: rename")
   if group.rank == 0:
-    return attempt(lambda: _rename_often(folder, path))
+    return attempt(lambda: _rename_often(folder, path)) or _replace_full(folder)
   until, torn, turn = time.monotonic() + SEEN_S, "", 0
   while group.acts and turn != _RENAMES and time.monotonic() < until:
-    turn = _read_whole(path)
+    turn = _read(path)
     if isinstance(turn, str):
-      if not path.parent.exists():
+      if not folder.exists():
         return ""  # not shared, which is reported elsewhere
       return f"a file that is replaced was {turn}"
     for step in folder.glob("step-*"):
@@ -143,7 +128,7 @@ def _watch_renames(group: Group, folder: Path) -> str:
 
 def _rename_often(folder: Path, path: Path) -> None:
   for turn in range(1, _RENAMES + 1):
-    _write_whole(path.with_suffix(".tmp"), turn)
+    _write(path.with_suffix(".tmp"), turn)
     os.replace(path.with_suffix(".tmp"), path)
     if turn % 10 == 0:
       (tmp := folder / f"tmp-{turn}").mkdir()
@@ -153,15 +138,25 @@ def _rename_often(folder: Path, path: Path) -> None:
     time.sleep(0.002)
 
 
-def _write_whole(path: Path, turn: int) -> None:
-  path.write_text(json.dumps({"turn": turn, "pad": "x" * 20_000}))
+def _replace_full(folder: Path) -> str:
+  """Return what went wrong if a directory can be renamed onto one that holds files."""
+  one, other = folder / "one", folder / "other"
+  for path in (one, other):
+    path.mkdir()
+    (path / path.name).write_text("")
+  failed = attempt(lambda: os.rename(one, other))
+  return "" if failed else "a directory was renamed onto one that is not empty"
 
 
-def _read_whole(path: Path) -> int | str:
-  """The turn of its content; as text, what is wrong with it."""
+def _write(path: Path, number: int) -> None:
+  path.write_text(json.dumps({"number": number, "pad": "x" * 20_000}))
+
+
+def _read(path: Path) -> int | str:
+  """Return the number in a file; what is wrong with it, where it is not whole."""
   for _ in range(20):
     try:
-      return json.loads(path.read_text())["turn"]
+      return json.loads(path.read_text())["number"]
     except FileNotFoundError:
       return "missing for a moment"
     except OSError as e:
@@ -172,39 +167,30 @@ def _read_whole(path: Path) -> int | str:
   return "unreadable (stale file handle)"
 
 
-def _merges(folder: Path) -> str:
-  """Whether a directory can be renamed onto one that holds files."""
-  one, other = folder / "one", folder / "other"
-  for path in (one, other):
-    path.mkdir()
-    (path / path.name).write_text("")
-  failed = attempt(lambda: os.rename(one, other))
-  return "" if failed else "a directory was renamed onto one that is not empty"
-
-
-def findings(found: Found, group: Group, workdir: Path) -> list[Finding]:
-  """What the results of `probe` mean; by rank."""
+def findings(answers: Found, group: Group, workdir: Path) -> list[Finding]:
+  """Judge the results of `probe`; by rank."""
   hosts, ranks, place = group.hosts, group.host_ranks, f"workdir {workdir}: "
-  if error := found[0].get("error"):
+  if error := answers[0].get("error"):
     remedy = "give a --workdir that can be written, on a file system of all nodes"
     return [Finding(False, place + error, remedy)]
-  if blind := ", ".join(hosts[r] for r in ranks if found[r]["seen_s"] is None):
+  unseen = {*answers[0]["unseen"], *(r for r in ranks[1:] if answers[r]["unseen"])}
+  if blind := ", ".join(hosts[rank] for rank in sorted(unseen)):
     text = f"{blind} and {hosts[0]} do not see each other's files within {SEEN_S:g} s"
     remedy = "give a --workdir on a file system that all nodes share, or mount it on "
     return [Finding(False, place + text, remedy + blind)]
   remedy = "give a --workdir on another file system (Lustre, GPFS, NFS or a local disk)"
   wrong = []
-  winners = {sum(i in found[r]["won"] for r in ranks) for i in range(_CLAIMS)}
+  winners = {sum(i in answers[r]["won"] for r in ranks) for i in range(_CLAIMS)}
   if winners != {1}:
     text = f"gave {max(winners)} of {len(ranks)} hosts the same file"
     text = f"exclusive creation {text if max(winners) > 1 else 'does not work'}"
     wrong.append(Finding(False, place + text, remedy))
   for rank in ranks:
-    if torn := found[rank]["torn"]:
+    if torn := answers[rank]["torn"]:
       text = f"rename is not atomic, {hosts[rank]} reports: {torn}"
       wrong.append(Finding(False, place + text, remedy))
   text = f"{place}rename is atomic, creation exclusive"
   if len(ranks) > 1:
-    slowest = max(found[r]["seen_s"] for r in ranks)
+    slowest = max(answers[rank]["seconds"] for rank in ranks)
     text += f", all {len(ranks)} hosts see each other's files in {slowest:.2f} s"
   return wrong or [Finding(True, text)]

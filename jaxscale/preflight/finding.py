@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jaxscale.cluster.rendezvous.handshake import ranks_with_hosts
 from jaxscale.errors import EXIT_DONE, EXIT_USER
 
 EXIT_NOT_READY = EXIT_USER
@@ -42,6 +43,26 @@ def report(name: str, findings: Sequence[Finding]) -> int:
   if not wrong:
     print(f"{name}: ready")
   return EXIT_NOT_READY if wrong else EXIT_DONE
+
+
+def texts_by_process(
+  found: Found, hosts: Sequence[str], key: str
+) -> list[tuple[str, str]]:
+  """Return each different text under `key`, and the processes that have it.
+
+  Example:
+    >>> texts_by_process([{}, {"error": "no GPU"}], ["n1", "n2"], "error")
+    [('process 1 (n2): ', 'no GPU')]
+  """
+  ranks: dict[str, list[int]] = {}
+  for rank, each in enumerate(found):
+    if key in each:
+      ranks.setdefault(each[key], []).append(rank)
+  is_alone = len(found) == 1
+  return [
+    ("" if is_alone else f"{ranks_with_hosts(ranks[text], hosts)}: ", text)
+    for text in ranks
+  ]
 
 
 def outliers(values: Mapping[int, Any]) -> tuple[Any, dict[Any, list[int]]]:

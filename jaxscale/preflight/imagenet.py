@@ -1,15 +1,12 @@
-"""Whether ImageNet is complete, and what to do next: `jaxscale doctor imagenet`."""
+"""Check ImageNet by counts and a sample of its images: `jaxscale doctor imagenet`."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-import shutil
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -23,63 +20,35 @@ from jaxscale.preflight.finding import Finding
 NUM_CLASSES = 1000
 
 
-class Archive(NamedTuple):
-  """A file from image-net.org, for registered users.
-
-  Attributes:
-    size: bytes (TFDS 4.9.10, datasets/imagenet2012/checksums.tsv).
-    md5: of the file (torchvision/datasets/imagenet.py, ARCHIVE_META).
-  """
-
-  size: int
-  md5: str
-
-
-ARCHIVES = {
-  "ILSVRC2012_img_train.tar": Archive(
-    147_897_477_120, "1d675b47d978889d74fa0da5fadfb00e"
-  ),
-  "ILSVRC2012_img_val.tar": Archive(6_744_924_160, "29b22e2961454d5413ddabcf34fc5622"),
-}
-# TFDS writes a second copy of what the archives hold.
-_SPACE = sum(archive.size for archive in ARCHIVES.values())
-_PREPARE = "jaxscale prepare imagenet2012"
-
-
 def check(
-  data_dir: str | None = None,
-  folder: str | None = None,
-  manual_dir: str | None = None,
-  md5: bool = False,
-  sample: int = 256,
+  data_dir: str | None = None, folder: str | None = None, sample: int = 256
 ) -> list[Finding]:
-  """ImageNet's 1.28 million training and 50,000 validation images.
+  """Check ImageNet's 1.28 million training and 50,000 validation images.
 
   Args:
     data_dir: where TFDS has it; None: TFDS's own.
     folder: instead of that, a directory with train/CLASS/*.JPEG and val/.
-    manual_dir: where the downloaded archives are.
-    md5: whether to sum the archives, too.
     sample: images to decode.
 
   Returns:
     In the order in which a user has to act on them.
   """
-  if folder:
-    return [*_folder(Path(folder), sample), _decoder()]
-  findings = [*_prepared(data_dir, manual_dir, sample), _decoder()]
-  if manual_dir or any(_PREPARE in f.remedy for f in findings if not f.ok):
-    findings = [*_archives(data_dir, manual_dir, md5), *findings]
-  return findings
+  from jaxscale.data import partial_jpeg
+
+  findings = _folder(Path(folder), sample) if folder else _prepared(data_dir, sample)
+  # Decoding whole images instead of crops is slower, but correct.
+  return [*findings, Finding(True, partial_jpeg.library().text)]
 
 
-def _prepared(data_dir: str | None, manual: str | None, sample: int) -> list[Finding]:
+def _prepared(data_dir: str | None, sample: int) -> list[Finding]:
   """The dataset as TFDS prepared it: version, format, counts, files, images."""
   import tensorflow_datasets as tfds
   from absl import logging
 
   logging.set_verbosity(logging.ERROR)  # what is missing is in our findings
-  prepare = f"{_PREPARE} --manual-dir {manual or 'DIR'}"
+  prepare = "register at image-net.org, download ILSVRC2012_img_train.tar and "
+  prepare += "ILSVRC2012_img_val.tar into DIR, then, with jaxscale[tfds] (make tfds): "
+  prepare += "jaxscale prepare imagenet2012 --manual-dir DIR"
   prepare += f" --data-dir {data_dir}" if data_dir else ""
   try:
     builder: Any = tfds.builder("imagenet2012", data_dir=data_dir)
@@ -88,8 +57,7 @@ def _prepared(data_dir: str | None, manual: str | None, sample: int) -> list[Fin
     return [Finding(False, f"imagenet2012 does not open: {first}", prepare)]
   path = Path(str(builder.data_path))
   if not builder.is_prepared():
-    remedy = f"in an environment with jaxscale[tfds] (make tfds): {prepare}"
-    return [Finding(False, f"imagenet2012 is not prepared in {path}", remedy)]
+    return [Finding(False, f"imagenet2012 is not prepared in {path}", prepare)]
   kind = builder.info.file_format.value
   text = f"imagenet2012 {builder.version} in {path}, format {kind}"
   findings = [Finding(kind in ("array_record", "tfrecord"), text, prepare)]
@@ -104,13 +72,6 @@ def _prepared(data_dir: str | None, manual: str | None, sample: int) -> list[Fin
       open_split = partial(data.tfds_images, "imagenet2012", split, data_dir=data_dir)
       findings += _sample(split, open_split, sample)
   return findings
-
-
-def _decoder() -> Finding:
-  """How crops of JPEGs are decoded; decoding whole images is slower, but correct."""
-  from jaxscale.data import partial_jpeg
-
-  return Finding(True, partial_jpeg.library().text)
 
 
 def _count(split: str, found: int, wanted: int, remedy: str) -> Finding:
@@ -189,55 +150,3 @@ def _sample(split: str, open_split: Callable[..., Any], sample: int) -> list[Fin
   text = f"{split}, sample of {number}: {dataset.damaged.describe()}"
   remedy = "copy these again; training skips them, evaluation counts them as wrong"
   return [Finding(True, speed), Finding(not dataset.damaged.count, text, remedy)]
-
-
-def _archives(data_dir: str | None, manual_dir: str | None, md5: bool) -> list[Finding]:
-  """What preparing needs: space on the disk, and the archives, whole."""
-  from tensorflow_datasets.core import constants
-
-  target = Path(os.path.expanduser(data_dir or constants.DATA_DIR))
-  manual = Path(manual_dir) if manual_dir else target / "downloads" / "manual"
-  known = {manual / name: archive for name, archive in ARCHIVES.items()}
-  there = {path: path.stat().st_size for path in known if path.is_file()}
-  lacking = sum(max(a.size - there.get(path, 0), 0) for path, a in known.items())
-  archives = [_archive(path, *archive, md5) for path, archive in known.items()]
-  return [*_room(target, manual, lacking), *archives]
-
-
-def _room(target: Path, manual: Path, lacking: int) -> list[Finding]:
-  """Space for what preparing writes and for archives to download, by disk."""
-  wants: dict[int, list[tuple[Path, int, str, str]]] = {}
-  to_come = manual, lacking, "the archives still to come take", "--manual-dir"
-  written = target, _SPACE, "preparing writes", "--data-dir"
-  for path, size, what, option in (to_come, written):
-    there = next(p for p in (path, *path.absolute().parents) if p.exists())
-    if size:
-      on_disk = wants.setdefault(there.stat().st_dev, [])
-      on_disk.append((there, size, f"{what} {byte_size(size)}", option))
-  findings = []
-  for on_disk in wants.values():
-    needed, (there, *_, option) = sum(size for _, size, *_ in on_disk), on_disk[-1]
-    free = shutil.disk_usage(there).free
-    parts = ", ".join(part for _, _, part, _ in on_disk)
-    text = f"{byte_size(free)} free in {there}, {parts}"
-    remedy = f"make room for {byte_size(needed)} in {there}, or give another {option}"
-    findings.append(Finding(free >= needed, text, remedy))
-  return findings
-
-
-def _archive(path: Path, size: int, md5: str, check_md5: bool) -> Finding:
-  if not path.is_file():
-    remedy = f"register at image-net.org, download {path.name} (ILSVRC2012), and give "
-    remedy += "its directory as --manual-dir"
-    return Finding(False, f"{path} is not there", remedy)
-  if (found := path.stat().st_size) != size:
-    text = f"{path} has {found:,} bytes, should have {size:,}"
-    return Finding(False, text, f"download {path.name} again, e.g. with wget -c")
-  if not check_md5:
-    return Finding(True, f"{path}: {byte_size(size)}, as published (--md5 sums it)")
-  with open(path, "rb") as file:
-    digest = hashlib.file_digest(file, "md5").hexdigest()
-  if digest != md5:
-    text = f"{path}: md5 {digest}, should be {md5}"
-    return Finding(False, text, f"download {path.name} again")
-  return Finding(True, f"{path}: {byte_size(size)} and md5 as published")

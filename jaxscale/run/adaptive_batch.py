@@ -22,8 +22,7 @@ from jaxscale.experiment.microbatches import over_devices
 from jaxscale.experiment.optimizer import make_schedule
 from jaxscale.experiment.phases import examples_at, phase_index
 from jaxscale.files import require_json
-from jaxscale.training.state import TrainState
-from jaxscale.training.step import Batch
+from jaxscale.training.types import Batch, TrainState
 
 FILE = "batch_sizes.json"  # in the workdir: those that an adaptive run has chosen
 

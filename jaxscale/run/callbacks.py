@@ -20,7 +20,7 @@ from jaxscale.data.dataset import Batch
 from jaxscale.experiment import phases
 from jaxscale.experiment.derive import steps_of
 from jaxscale.mesh import host_shard
-from jaxscale.parallel.layout import backward_sum_axes
+from jaxscale.parallel.specs import backward_sum_axes
 from jaxscale.run.activity import ActivityRecord
 from jaxscale.run.nan_policy import NanPolicy
 from jaxscale.run.programs import Programs
@@ -124,7 +124,6 @@ class RunCallbacks(loop.Callbacks):
     reporter, experiment = self._reporter, self._reporter.experiment
     if self._run.tracer.is_complete:
       self.trace(step + 1)
-    reporter.evaluating(step)
     with reporter.pause(), jax.profiler.TraceAnnotation("evaluation"):
       if not reporter.evaluation:
         self.at(step, "preparing")

@@ -4,7 +4,7 @@
 
 as arXiv:2204.02311, appendix B, defines it; `training.flops` counts the model's. HFU,
 hardware FLOPs utilization, is the same of the FLOPs that the compiled step has
-(`planning.cost.program_flops`): more where it computes again (remat), less by the
+(`hlo.program_flops`): more where it computes again (remat), less by the
 gradient of the input, which nobody needs. The peak is the maker's for dense bfloat16,
 whatever dtype the run has; on CPUs, for which there is none, that of NumPy's float32
 matrix product, measured when it is first needed, which is not before the first step,
@@ -25,9 +25,8 @@ import jax
 import numpy as np
 
 from jaxscale.experiment import build
+from jaxscale.hlo import memory_of, program_flops
 from jaxscale.metrics.chips import peak_flops
-from jaxscale.planning.cost import program_flops
-from jaxscale.planning.topologies import memory_of
 
 _SIZE, _ROUNDS = 768, 8  # of the products that measure a peak; the first one warms up
 

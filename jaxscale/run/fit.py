@@ -267,8 +267,6 @@ def _train(run: Run, experiment: build.Experiment) -> tuple[TrainState, Reporter
       return state, reporter
     if start:
       reporter.say(f"resuming from the checkpoint of step {start}{grown}")
-    if experiment.config.log.mllog:
-      reporter.begin_mllog(workdir, time.time() - (time.monotonic() - run.began))
     try:
       state = train_phases(run, state, reporter, compiled)
       watch.at(int(state.step), "saving")

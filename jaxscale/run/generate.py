@@ -1,4 +1,4 @@
-"""Text from a language model: of a run, or of a folder as Hugging Face's.
+"""Text from a run's language model.
 
     jaxscale generate --workdir DIR [--prompt TEXT] [--tokens N] ...
 
@@ -11,34 +11,21 @@ import functools
 import itertools
 import re
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxscale import config as cfg
-from jaxscale import data, weights
+from jaxscale import data
 from jaxscale.checkpoint import load_params
 from jaxscale.config.record import describe_run
-from jaxscale.data.tokenizer import (
-  Tokenizer,
-  byte_tokenizer,
-  read_prompt_tokenizer,
-  read_tokenizer,
-)
+from jaxscale.data.tokenizer import Tokenizer, byte_tokenizer, read_tokenizer
 from jaxscale.errors import ConfigError
 from jaxscale.experiment.model import make_model
-from jaxscale.files import mismatch
 from jaxscale.models.cached import advance, empty_cache
 from jaxscale.models.flax_apply import init_shapes
 from jaxscale.models.stack import Stack
-from jaxscale.weights import config_json
-from jaxscale.weights.check import check_source
-from jaxscale.weights.hf_config import transformer_settings
-
-_MOST_LAYERS = 1000  # each is some ten names; Llama 3 405B has 126
 
 
 def sample(
@@ -149,79 +136,22 @@ def _tokenizer(workdir: Path, source: Any, info: data.TextInfo) -> Tokenizer:
   )
 
 
-class _Source(NamedTuple):
-  """A language model, and a prompt as its tokens.
-
-  Attributes:
-    stack: the model.
-    params: its parameters.
-    prompt: tokens.
-    has_text: whether the prompt has text: what follows an empty one begins a document.
-    ends: tokens that end a document.
-    decode: as of a `Tokenizer`.
-    seen: tokens at a time in training.
-    unit: what tokens are called.
-    notes: lines for the user.
-  """
-
-  stack: Stack
-  params: Any
-  prompt: list[int]
-  has_text: bool
-  ends: frozenset[int]
-  decode: Callable[[Sequence[int], Sequence[int]], str]
-  seen: int
-  unit: str
-  notes: list[str]
-
-
 def write(
-  place: Path, prompt: str = "", *, seed: int = 0, num_tokens: int = 256, **choice
+  workdir: Path, prompt: str = "", *, seed: int = 0, num_tokens: int = 256, **choice
 ) -> str:
-  """The text that a model continues a prompt with, to the end of its document.
+  """Continue a prompt with a run's language model, to the end of its document.
 
   Args:
-    place: directory of a run, or a folder as Hugging Face's: config.json,
-      tokenizer.json and files of parameters.
+    workdir: of the run, whose newest intact checkpoint is used.
     prompt: "": a new document.
     seed: of the choices.
     num_tokens: at most so many.
     choice: as in `choose`.
 
   Raises:
-    ConfigError: there is no language model, its tokenizer is not there, or no
-      checkpoint.
+    ConfigError: the run has no language model, its tokenizer is not there, or it has
+      no checkpoint.
   """
-  found = _config_json(place)
-  if "model_type" in found:
-    source = _of_folder(place, found, prompt, num_tokens)
-  else:
-    source = _of_run(place, prompt)
-  length, notes = len(source.prompt) + num_tokens, source.notes
-  if length > source.seen:
-    notes.append(
-      f"prompt and text are of up to {length} {source.unit}, and the model has seen "
-      f"{source.seen} at a time in training: what is further away it may not use well"
-    )
-  for note in notes:
-    print(f"note: {note}", file=sys.stderr)
-  function = functools.partial(sample, source.stack, num_tokens=num_tokens, **choice)
-  tokens = jnp.array([source.prompt], jnp.int32)
-  made = jax.jit(function)(source.params, tokens, jax.random.key(seed))
-  text = itertools.takewhile(lambda i: i not in source.ends, made[0].tolist())
-  return source.decode(list(text), source.prompt if source.has_text else [])
-
-
-def _config_json(place: Path) -> dict[str, Any]:
-  """What is in the config.json; that of a run is read again, with its own messages."""
-  try:
-    return config_json.read_config_json(place / "config.json") or {}
-  except ConfigError:
-    return {}
-
-
-def _of_run(workdir: Path, prompt: str) -> _Source:
-  """The newest intact checkpoint of a run."""
   described = describe_run(workdir)
   if not described.is_text:
     raise ConfigError(
@@ -234,79 +164,22 @@ def _of_run(workdir: Path, prompt: str) -> _Source:
   stack = make_model(config, info)
   assert isinstance(stack, Stack), "what takes text is a stack"
   tokenizer = _tokenizer(workdir, config.data, info)
-  shapes = init_shapes(stack.init)
-  found = load_params.newest_params(workdir, shapes)
+  checkpoint = load_params.newest_params(workdir, init_shapes(stack.init))
   # surrogateescape: bytes of the command line that are no UTF-8 stay what they are.
   document = tokenizer.encode([prompt.encode("utf-8", "surrogateescape")])
   tokens = document.tolist()[:-1] or [tokenizer.separator]
-  unit = "bytes" if tokenizer.key == "bytes" else "tokens"
-  return _Source(
-    stack, found.params, tokens, bool(prompt), frozenset({tokenizer.separator}),
-    tokenizer.decode, info.sequence_length, unit, [*found.notes],
-  )  # fmt: skip
-
-
-def _of_folder(
-  folder: Path, found: dict[str, Any], prompt: str, num_tokens: int
-) -> _Source:
-  """A folder as Hugging Face's."""
-  tokenizer = read_prompt_tokenizer(folder)
-  generation = config_json.read_config_json(folder / "generation_config.json") or {}
-
-  def tokens_of(role: str) -> list[int]:
-    field = f"{role}_token_id"
-    value = next(
-      (c[field] for c in (generation, found) if c.get(field) is not None), None
+  length, notes = len(tokens) + num_tokens, [*checkpoint.notes]
+  if length > info.sequence_length:
+    unit = "bytes" if tokenizer.key == "bytes" else "tokens"
+    notes.append(
+      f"prompt and text are of up to {length} {unit}, and the model has seen "
+      f"{info.sequence_length} at a time in training: what is further away it may not "
+      "use well"
     )
-    value = tokenizer.special(role) if value is None else value
-    values = value if isinstance(value, list) else [] if value is None else [value]
-    if mismatch(values, [int]) or min(values, default=0) < 0:
-      raise ConfigError(f"{folder}: {field} is {value!r:.40}; copy its files again")
-    return values
-
-  tokens = tokenizer.encode(prompt) or tokens_of("bos")[:1]
-  if not tokens:
-    raise ConfigError(f"{folder}: its documents begin with no token; give --prompt")
-  settings, words = _settings(folder, found)
-  info = data.TextInfo(folder.name, words, len(tokens) + num_tokens)
-  if max(tokens) >= words:
-    raise ConfigError(
-      f"{folder}: its tokenizer has the token {max(tokens)}, and its model {words} "
-      "words; copy both again"
-    )
-  context = cfg.ModelContext(info=info, dtype=jnp.dtype("float32"), label_smoothing=0.0)
-  stack, notes = settings.build(context), []
-
-  def check(naming, names):
-    notes.extend(check_source(folder, naming, names, settings, info))
-
-  into = init_shapes(stack.init)
-  params = weights.import_safetensors(
-    folder, into, naming="huggingface", num_classes=words, check=check
-  ).params
-  seen = found.get("max_position_embeddings", 0)
-  seen = info.sequence_length if mismatch(seen, int) or seen < 1 else seen
-  return _Source(
-    stack, params, tokens, bool(prompt), frozenset(tokens_of("eos")), tokenizer.decode,
-    seen, "tokens", notes,
-  )  # fmt: skip
-
-
-def _settings(folder: Path, found: dict[str, Any]) -> tuple[cfg.Transformer, int]:
-  """The model that a config.json describes, and its words."""
-  sizes = {
-    "num_layers": "num_hidden_layers",
-    "width": "hidden_size",
-    "hidden": "intermediate_size",
-  }
-  options = {k: v for k, (_, v) in transformer_settings(found).items()}
-  problem = mismatch(found, dict.fromkeys((*sizes.values(), "vocab_size"), int))
-  if not problem and found["num_hidden_layers"] > _MOST_LAYERS:
-    problem = f"num_hidden_layers is {found['num_hidden_layers']}"
-  if problem:
-    raise ConfigError(
-      f"{folder / 'config.json'}: of no language model, {problem}; give the folder "
-      "of a Llama, Mistral, Qwen2 or Qwen3"
-    )
-  options |= {setting: found[field] for setting, field in sizes.items()}
-  return cfg.Transformer(**options, pad_vocab_to=1), found["vocab_size"]
+  for note in notes:
+    print(f"note: {note}", file=sys.stderr)
+  function = functools.partial(sample, stack, num_tokens=num_tokens, **choice)
+  batch = jnp.array([tokens], jnp.int32)
+  sampled = jax.jit(function)(checkpoint.params, batch, jax.random.key(seed))
+  text = itertools.takewhile(lambda i: i != tokenizer.separator, sampled[0].tolist())
+  return tokenizer.decode(list(text), tokens if prompt else [])

@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxscale import cluster, metrics
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, NonFiniteError
 from jaxscale.files import require_json
-from jaxscale.training.loop import NonFiniteError
 
 Action = Literal["stop", "skip", "roll_back"]
 FILE = "skipped_steps.json"

@@ -16,7 +16,6 @@ from jaxscale.experiment.phases import Phase, examples_at, phase_index
 from jaxscale.mesh import host_shard
 from jaxscale.run import adaptive_batch
 from jaxscale.run.callbacks import Run, RunCallbacks
-from jaxscale.run.dump_hlo import dump_hlo
 from jaxscale.run.efficiency import read_program
 from jaxscale.run.gc_pause import resume_gc
 from jaxscale.run.reporter import Reporter
@@ -63,7 +62,7 @@ def train_phases(
       if phase not in compiled:
         compiled[phase] = experiment, compile_in_background(run, experiment)
       train_step = compiled[phase][1].result()
-      _describe_program(run, experiment, train_step, reporter)
+      _describe_program(train_step, reporter)
       if reports_step:
         reports_step = False
         _report_step(experiment, train_step, state, first, reporter)
@@ -88,15 +87,11 @@ def train_phases(
   return state
 
 
-def _describe_program(
-  run: Run, experiment: build.Experiment, train_step: TrainStep, reporter: Reporter
-) -> None:
-  """Have the leader read the FLOPs of a compiled step, and write it where asked to."""
+def _describe_program(train_step: TrainStep, reporter: Reporter) -> None:
+  """Have the leader read the FLOPs of a compiled step."""
   if cluster.is_leader():
     reading = functools.partial(read_program, train_step)
     reporter.efficiency.program = in_background(reading)
-    if experiment.config.log.dump_hlo:
-      dump_hlo(run.workdir, experiment, train_step, reporter.say)
 
 
 def _report_step(

@@ -51,7 +51,6 @@ class Programs:
     """
     self._folder, self._say, self._wait_s = folder, say, wait_s
     self._lock = threading.Lock()
-    self._sealed = _stamps(folder)
 
   def turn(self) -> contextlib.AbstractContextManager[None]:
     """To compile one program in: the leader compiles it, then the others load it.
@@ -73,21 +72,18 @@ class Programs:
       self.seal()
 
   def seal(self) -> None:
-    """Note the checksums of programs that were written since the last time."""
+    """Write the checksums of programs that have none, or one of before."""
     if self._folder is None or not cluster.is_leader():
       return
     with self._lock:
-      for name, stamp in _stamps(self._folder).items():
-        if self._sealed.get(name) == stamp:
-          continue
-        try:
-          path = self._folder / name
-          replace_text(path.with_name(name + _SUM), _digest(path) + "\n")
-          self._sealed[name] = stamp
-        except OSError as e:
-          self._say(f"compiled programs are not kept in {self._folder}: {e.strerror}")
-          self._folder = None
-          return
+      try:
+        for path in _programs(self._folder):
+          stored, written = _sum_of(path), path.stat().st_mtime_ns
+          if not stored.exists() or stored.stat().st_mtime_ns < written:
+            replace_text(stored, _digest(path) + "\n")
+      except OSError as e:
+        self._say(f"compiled programs are not kept in {self._folder}: {e.strerror}")
+        self._folder = None
 
 
 @contextlib.contextmanager
@@ -102,41 +98,35 @@ def kept_programs(
     say: called with a line where something is in the way; in the leader only.
     wait_s: for the leader, at most, to compile a program.
   """
+  # Set by the user, as by JAX_COMPILATION_CACHE_DIR, or switched off there.
+  is_users = _setting("compilation_cache_dir") is not None
+  is_off = not _setting("enable_compilation_cache") or not settings.cache
+  folder = None if is_users or is_off else _folder_for_all(settings, workdir, say)
+  programs, wanted = Programs(folder, say, wait_s), {}
+  if folder is not None:
+    # Python's two lines for each program are one of ours, in `seal`.
+    warnings.filterwarnings("ignore", "Error (read|writ)ing persistent compilation")
+    wanted = _jax_settings(folder)
+  before = {name: _setting(name) for name in wanted}
   with _same_keys_on_cpus():
-    # Set by the user, as by JAX_COMPILATION_CACHE_DIR, or switched off there.
-    is_users = _setting("compilation_cache_dir") is not None
-    if is_users or not _setting("enable_compilation_cache") or not settings.cache:
-      yield Programs(None, say, wait_s)
-    else:
-      with _own_programs(settings, workdir, say, wait_s) as programs:
-        yield programs
+    _update(wanted)
+    try:
+      yield programs
+    finally:
+      programs.seal()
+      _update(before)
 
 
-@contextlib.contextmanager
-def _own_programs(settings, workdir, say, wait_s) -> Iterator[Programs]:
-  """`kept_programs`, where JAX has no cache of the user's."""
+def _folder_for_all(settings, workdir: Path, say: Callable[[str], None]) -> Path | None:
+  """The leader's folder, in processes where nobody else can write to it."""
   opened = _open(settings, workdir) if cluster.is_leader() else None
-  found, lines = cluster.from_leader(opened)
+  folder, lines = cluster.from_leader(opened)
   for line in lines:
     say(line)
-  folder = Path(found) if found else None
-  # The others look for themselves: another host may have other users.
-  if folder and not cluster.is_leader() and _problem(folder):
-    folder = None
-  programs = Programs(folder, say, wait_s)
-  if folder is None:
-    yield programs
-    return
-  # Python's two lines for each program are one of ours, in `seal`.
-  warnings.filterwarnings("ignore", "Error (read|writ)ing persistent compilation cache")
-  wanted = _jax_settings(folder)
-  before = {name: _setting(name) for name in wanted}
-  _update(wanted)
-  try:
-    yield programs
-  finally:
-    programs.seal()
-    _update(before)
+  with contextlib.suppress(OSError):  # another host may have other users
+    if folder and not who_else_writes(Path(folder), is_folder=True):
+      return Path(folder)
+  return None
 
 
 @contextlib.contextmanager
@@ -191,89 +181,70 @@ def _setting(name: str) -> object:
 def _update(values: dict[str, object]) -> None:
   for name, value in values.items():
     jax.config.update(f"jax_{name}", value)
-  compilation_cache.reset_cache()  # which JAX opens but once
+  if values:
+    compilation_cache.reset_cache()  # which JAX opens but once
 
 
 def _open(settings: Compilation, workdir: Path) -> tuple[str | None, list[str]]:
   """The folder, with what is whole in it, and lines to show; in the leader."""
   if settings.cache_dir:
-    places = [Path(settings.cache_dir).expanduser().absolute()]
+    folders = [Path(settings.cache_dir).expanduser().absolute()]
   else:
-    places = [workdir.absolute() / FOLDER, user_cache().absolute() / FOLDER]
-  problem = ""
-  for place in places:
-    with contextlib.suppress(OSError):  # `_problem` says what there is instead
-      place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folders = [workdir.absolute() / FOLDER, user_cache().absolute() / FOLDER]
+  first = ""
+  for folder in folders:
     try:
-      if why := _problem(place):
-        problem = problem or why
-        continue
-      lines = [f"{problem}: compiled programs are kept in {place}"] if problem else []
-      if damaged := _drop_damaged(place):
-        lines.append(f"{place}: {damaged} damaged, deleted; compiling again")
-      _drop_oldest(place, math.ceil(1e9 * settings.cache_gb))
-      return str(place), lines
+      with contextlib.suppress(FileExistsError):  # it is no folder, as is seen below
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+      if not (problem := who_else_writes(folder, is_folder=True)):
+        damaged = _clean(folder, math.ceil(1e9 * settings.cache_gb))
+        lines = [f"{first}: compiled programs are kept in {folder}"] if first else []
+        if damaged:
+          lines.append(f"{folder}: {damaged} damaged, deleted; compiling again")
+        return str(folder), lines
     except OSError as e:
-      problem = problem or f"{place}: {e.strerror}"
-  return None, [f"{problem}: compiled programs are not kept (compilation.cache_dir)"]
+      problem = f"{folder}: {e.strerror}"
+    first = first or problem
+  return None, [f"{first}: compiled programs are not kept (compilation.cache_dir)"]
 
 
-def _problem(folder: Path) -> str | None:
-  """Why nothing may be loaded from there, as words."""
-  try:
-    return who_else_writes(folder, is_folder=True)
-  except OSError as e:
-    return f"{folder}: {e.strerror}"
+def _clean(folder: Path, max_bytes: int) -> int:
+  """Delete what is not as it was written, and what is longest out of use.
+
+  Returns:
+    How many were damaged; those without a checksum, which a kill leaves, do not count.
+  """
+  total = num_damaged = 0
+  found = [(path.lstat(), path) for path in _programs(folder)]
+  for info, path in sorted(found, key=_last_use, reverse=True):
+    expected, is_whole = readable_text(_sum_of(path)).strip(), False
+    with contextlib.suppress(OSError):  # a pipe, or it cannot be read
+      is_whole = not path.is_symlink() and _digest(path) == expected
+    total += info.st_size * is_whole
+    if is_whole and total <= max_bytes:
+      with contextlib.suppress(OSError):  # a look at all of them is no use of any
+        os.utime(path, ns=(info.st_atime_ns, info.st_mtime_ns))
+      continue
+    num_damaged += bool(expected) and not is_whole
+    path.unlink(missing_ok=True)
+    _sum_of(path).unlink(missing_ok=True)
+  return num_damaged
 
 
-def _stamps(folder: Path | None) -> dict[str, tuple[int, int]]:
-  """Size and time of writing of each program, by its file's name."""
-  found = {}
-  with contextlib.suppress(OSError):
-    for entry in os.scandir(folder) if folder else ():
-      if entry.name.endswith(_PROGRAM) and not entry.is_dir(follow_symlinks=False):
-        info = entry.stat(follow_symlinks=False)
-        found[entry.name] = info.st_size, info.st_mtime_ns
-  return found
+def _last_use(entry: tuple[os.stat_result, Path]) -> float:
+  """Time of the last use, as far as the file system keeps it."""
+  return max(entry[0].st_atime, entry[0].st_mtime)
+
+
+def _programs(folder: Path) -> list[Path]:
+  paths = folder.glob(f"*{_PROGRAM}")
+  return [path for path in paths if path.is_symlink() or not path.is_dir()]
+
+
+def _sum_of(path: Path) -> Path:
+  return path.with_name(path.name + _SUM)
 
 
 def _digest(path: Path) -> str:
   """SHA-256 of a program and its name: under another's it must not be loaded."""
   return hashlib.sha256(path.name.encode() + b"\0" + read_bytes(path)).hexdigest()
-
-
-def _drop_damaged(folder: Path) -> int:
-  """Delete the programs that are not as they were written; how many there were."""
-  damaged = 0
-  for name in _stamps(folder):
-    path = folder / name
-    wanted = readable_text(path.with_name(name + _SUM)).strip()
-    with contextlib.suppress(OSError):  # a pipe, or it cannot be read
-      info = path.lstat()
-      if wanted and not path.is_symlink() and _digest(path) == wanted:
-        with contextlib.suppress(OSError):  # a look at all of them is no use of any
-          os.utime(path, ns=(info.st_atime_ns, info.st_mtime_ns))
-        continue
-    _delete(path)
-    damaged += bool(wanted)  # without: a run was killed while it was written
-  return damaged
-
-
-def _drop_oldest(folder: Path, max_bytes: int) -> None:
-  """Delete the programs longest out of use, as far as the file system knows."""
-  left = 0
-  paths = [folder / name for name in _stamps(folder)]
-  for info, path in sorted(((p.stat(), p) for p in paths), key=_last_use, reverse=True):
-    left += info.st_size
-    if left > max_bytes:
-      _delete(path)
-
-
-def _last_use(entry: tuple[os.stat_result, Path]) -> float:
-  return max(entry[0].st_atime, entry[0].st_mtime)
-
-
-def _delete(path: Path) -> None:
-  """A program and its checksum."""
-  path.unlink(missing_ok=True)
-  path.with_name(path.name + _SUM).unlink(missing_ok=True)

@@ -60,7 +60,6 @@ class Reporter:
       plain=cluster.is_job(),
     )
     self.say = self._progress.say
-    self._mllog: metrics.RunLog | None = None
     self._writer, tensorboard = None, config.log.tensorboard
     if cluster.is_leader():
       self._writer = metrics.MetricWriter(
@@ -77,27 +76,9 @@ class Reporter:
 
   def __exit__(self, error: type[BaseException] | None, *_):
     self._progress.close()
-    if self._mllog is not None:
-      self._mllog.close()
     if self._writer is not None:
       outcome = "done" if self._is_done else "interrupted"
       self._writer.close("failed" if error else outcome)
-
-  def begin_mllog(self, workdir: Path, began: float) -> None:
-    """Also write MLPerf's log, from here on.
-
-    Args:
-      workdir: `mllog.txt` goes there.
-      began: when the process began with this run, seconds since the epoch.
-    """
-    described = metrics.read_json(workdir / "config.json")
-    self._mllog = metrics.RunLog(
-      workdir / "mllog.txt" if cluster.is_leader() else None,
-      described,
-      start=self.start,
-      epoch=self._epoch(self.start),
-      init_ms=1e3 * began,
-    )
 
   def enter(self, experiment: build.Experiment) -> None:
     """Another phase begins."""
@@ -145,11 +126,6 @@ class Reporter:
       self.say(line)
     self._write(step, "perf", values)
 
-  def evaluating(self, step: int) -> None:
-    """Training pauses for an evaluation."""
-    if self._mllog is not None:
-      self._mllog.evaluating(step, self._epoch(step))
-
   def count_damaged(self) -> int:
     """Distinct examples that no process could read; says which, if some are new.
 
@@ -173,11 +149,6 @@ class Reporter:
     if is_last and self.noise_scale:
       batch_size = self.experiment.phase.batch_size
       self.say(noise_scale.describe(*self.noise_scale, batch_size))
-    if self._mllog is not None:
-      self._mllog.evaluated(metrics.mllog_value(values), is_last=is_last)
-      if is_last:
-        self._mllog.stop(success=self.target() is not None)
-        self._mllog = None
 
   def target(self) -> tuple[int, float | None] | None:
     """(step, seconds or None if resumed) of the first evaluation at the target."""

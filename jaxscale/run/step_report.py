@@ -32,8 +32,8 @@ from jaxscale.exchange.wrappers import past_warm_start, silent
 from jaxscale.experiment import build
 from jaxscale.mesh import batch_sharding, replicated, submesh
 from jaxscale.metrics.text import plural
-from jaxscale.training.state import TrainState, state_shardings
-from jaxscale.training.step import Batch, TrainStep
+from jaxscale.training.state import state_shardings
+from jaxscale.training.types import Batch, TrainState, TrainStep
 
 ROUNDS = 10
 NEVER = 2**31 - 1  # steps

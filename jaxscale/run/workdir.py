@@ -31,7 +31,7 @@ from jaxscale.config.record import (
 )
 from jaxscale.config.validation import shown
 from jaxscale.errors import ConfigError, invalid, unwritable
-from jaxscale.experiment import build, microbatches
+from jaxscale.experiment import build, derive
 from jaxscale.files import mismatch, read_json, require_json, write_json
 from jaxscale.metrics.text import plural
 from jaxscale.run import adaptive_batch, goodput, nan_policy, tracking
@@ -42,7 +42,7 @@ from jaxscale.run.identity import Change, changes, other_environment
 _NOT_IDENTITY = (
   "mesh", "layout", "compilation", "evaluation", "checkpoint", "checks", "faults",
   "log", "target_accuracy", "target_loss", "stop_at_target", "input_threads",
-  "gpu_settings", "exchange.algorithm", "exchange.dims", "exchange.links",
+  "gpu_settings", "exchange.algorithm", "exchange.dims",
   "data.cache_dir", "data.max_pixels",
 )  # fmt: skip
 # Likewise, of a run that knows what its data contain: where they are, and how.
@@ -110,7 +110,7 @@ def describe_text(experiment: build.Experiment, workdir: Path) -> str:
     size = f", images of {phase.image_size}" if phase.image_size else ""
     steps, batch = f"{phase.start + 1:,} to {phase.stop:,}", f"{phase.batch_size:,}"
     lines.append(f"  steps {steps}: batch {batch}{size}")
-  if text := microbatches.device_summary(experiment.config, experiment.derived):
+  if text := derive.device_summary(experiment.config, experiment.derived):
     lines.append(f"  {text}")
   lines += [f"  {note}" for note in experiment.notes]
   return "\n".join(lines)

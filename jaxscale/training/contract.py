@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jaxscale.collectives.typed import vary, varying
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.optim.tree_paths import path_name
+from jaxscale.training.losses import IS_SUM
 
 _WANTED = "(loss, (model_state, totals)), totals a dict with 'examples', sums over rows"
 _ELEMENTS = 2**28  # of parameters: 1 GiB; larger models are not computed here
@@ -35,7 +36,7 @@ def checked(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
   """`loss_fn`, whose result is what a step can use, or refused in one line."""
 
   @functools.wraps(loss_fn)
-  def call(params, model_state, batch, keys):
+  def call(params: Any, model_state: Any, batch: Any, keys: jax.Array):
     match loss_fn(params, model_state, batch, keys):
       case loss, (new_state, dict(totals)):
         pass
@@ -114,7 +115,7 @@ def check_sums(
   @jax.shard_map(
     mesh=Mesh(one, axes), in_specs=(P(), P(), P(axes), P(axes)), out_specs=P()
   )
-  def sums(params, model_state, batch, keys):
+  def sums(params: Any, model_state: Any, batch: Any, keys: jax.Array):
     params, model_state = vary((params, model_state), axes)  # as in a step
     loss, (_, totals) = loss_fn(params, model_state, batch, keys)
     named = {"the loss": loss} | {f"total {k!r}": x for k, x in totals.items()}
@@ -154,9 +155,16 @@ def check_sums(
   return ""
 
 
-def warn_unchecked(reason: str) -> None:
-  """Warn that a loss was not checked, if there is a reason."""
-  if reason:
+def check_loss(
+  loss_fn: Callable[..., Any], params: Any, model_state: Any, batch: Any, mesh: Mesh
+) -> None:
+  """Check the loss of a step by `check_sums`; warn where that is not possible.
+
+  Losses of this package, marked by `losses.IS_SUM`, need no check.
+  """
+  if getattr(loss_fn, IS_SUM, False):
+    return
+  if reason := check_sums(loss_fn, params, model_state, batch, mesh):
     warnings.warn(
       f"loss_fn was not tested to be a sum over rows: {reason}", stacklevel=3
     )
@@ -193,17 +201,17 @@ def example_values(params: Any, model_state: Any, batch: Any, rows: int) -> Any:
   """
   rng = np.random.default_rng(0)
 
-  def value(x, shape, spread=1.0):
+  def value(x: Any, shape: tuple[int, ...], spread: float = 1.0):
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
       return jnp.broadcast_to(jax.random.key(0), shape)
     if jnp.issubdtype(x.dtype, jnp.inexact):
       return (spread * rng.standard_normal(shape, np.float32)).astype(x.dtype)
     return rng.integers(0, 256 if x.dtype == np.uint8 else 2, shape).astype(x.dtype)
 
-  def weight(x):  # so that the outputs of a layer are as large as its inputs
+  def weight(x: Any):  # so that the outputs of a layer are as large as its inputs
     return value(x, x.shape, max(math.prod(x.shape[:-1]), 1) ** -0.5)
 
-  def unit(x):  # a variance may be among them
+  def unit(x: Any):  # a variance may be among them
     is_float = jnp.issubdtype(x.dtype, jnp.inexact)
     return np.ones(x.shape, x.dtype) if is_float else value(x, x.shape)
 

@@ -46,7 +46,7 @@ def training_flops(model: models.ModelFns | models.Stack, batch: Any) -> int:
 
   state = models.init_shapes(model.init)  # Flax computes outputs there
 
-  def forward(state, batch):
+  def forward(state: Any, batch: Any):
     if isinstance(model, models.Stack):
       h = hidden_states(model, state, batch, ops)
       return model.finish(state["head"], h, batch, ops)
@@ -111,13 +111,11 @@ def _of_convolution(equation: Any) -> int:
   params = equation.params
   numbers, kernel = params["dimension_numbers"], equation.invars[1].aval
   out = equation.outvars[0].aval
-  places = zip(
+  dims = zip(
     numbers.out_spec[2:], numbers.rhs_spec[2:], params["window_strides"],
     params["padding"], params["lhs_dilation"], params["rhs_dilation"], strict=True,
   )  # fmt: skip
-  taps = math.prod(
-    _taps(out.shape[o], kernel.shape[k], *rest) for o, k, *rest in places
-  )
+  taps = math.prod(_taps(out.shape[o], kernel.shape[k], *rest) for o, k, *rest in dims)
   channels = math.prod(out.shape[dim] for dim in numbers.out_spec[:2])
   return 2 * channels * taps * kernel.shape[numbers.rhs_spec[1]]
 
@@ -136,4 +134,4 @@ def _taps(out: int, kernel: int, stride: int, pad: Any, holes: int, apart: int) 
   if holes == 1:
     return out * kernel
   at = (o * stride + k * apart - pad[0] for o in range(out) for k in range(kernel))
-  return sum(place % holes == 0 for place in at)
+  return sum(position % holes == 0 for position in at)

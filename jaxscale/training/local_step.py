@@ -12,8 +12,8 @@ so checkpoints and evaluation need nothing new. A device's own parameters are
 whole, and its optimizer runs inside `jax.shard_map` on them: norms, as of LARS, are
 right there. Every H steps, in a `lax.cond` on the step's number, workers synchronize:
 the exchange averages their pseudo-gradients, anchor - parameters, and the outer
-optimizer moves the anchor; `jaxscale.exchange.local` has the equations. In all other
-steps nothing crosses the network but the metrics, and those need not.
+optimizer moves the anchor; `jaxscale.exchange.local_updates` has the equations. In all
+other steps nothing crosses the network but the metrics, and those need not.
 
 The condition is inside the one compiled step, so the loop, resuming and the order
 of the data stay as they are. While it is not taken it costs nothing on CPU and TPU;
@@ -36,63 +36,75 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale.collectives import vary
 from jaxscale.collectives.cpu_workarounds import one_at_a_time
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, invalid
 from jaxscale.exchange import Exchange
-from jaxscale.exchange.local import LocalUpdate, reset_momentum
+from jaxscale.exchange.local_updates import LocalUpdate, reset_momentum
 from jaxscale.mesh import on_cpu, replicated
 from jaxscale.training import nan_guard
-from jaxscale.training import step as steps
-from jaxscale.training.contract import check_sums, checked, warn_unchecked
-from jaxscale.training.losses import IS_SUM
+from jaxscale.training.contract import check_loss, checked
 from jaxscale.training.model_state import agree, check_agrees
-from jaxscale.training.state import TrainState, WorkerState, state_shardings
+from jaxscale.training.state import state_shardings
+from jaxscale.training.step import means, row_keys, sum_grads
+from jaxscale.training.types import (
+  Batch,
+  LossFn,
+  Metrics,
+  StepOptions,
+  Totals,
+  TrainState,
+  TrainStep,
+  Tree,
+  WorkerState,
+)
+
+Axes = tuple[str, ...]
+# Parameters, model state and the outer optimizer's state, the same on all devices.
+Anchor = tuple[Tree, Tree, Tree]
 
 
 def make_local_train_step(
-  loss_fn: steps.LossFn,
+  loss_fn: LossFn,
   tx: optax.GradientTransformation,
   mesh: Mesh,
   exchange: Exchange,
   method: LocalUpdate,
   *,
-  workers: tuple[str, ...] | None = None,
+  schedule: optax.Schedule | None = None,
+  workers: Axes | None = None,
   last_step: int | None = None,
-  accumulate_steps: int = 1,
-  observe: Callable[[Any], steps.Metrics] | None = None,
   reduce_metrics: bool = True,
-  skip_bad_steps: bool = False,
-  seed: int = 0,
-) -> steps.TrainStep:
-  """Compile-ready `train_step(state, batch) -> (state, metrics)`.
+  options: StepOptions = StepOptions(),
+) -> TrainStep:
+  """Return a jitted `train_step(state, batch) -> (state, metrics)`.
 
   The state is that of `init_state(..., local=method)` and is donated. Metrics are
   means over the global batch, each worker's at its own parameters; `grad_norm` is the
-  mean of the workers' norms, `learning_rate` of the rates that they applied.
+  mean of the workers' norms.
 
   Args:
     loss_fn: as of `make_train_step`.
     tx: the workers' own optimizer, on their own mean gradients.
     mesh: every axis of it splits the batch.
-    exchange: of the pseudo-gradients W - w_k; `plain` is exact.
+    exchange: exchange of the pseudo-gradients W - w_k; `plain` is exact.
     method: when workers synchronize and how.
+    schedule: step -> learning rate, as `tx` follows it, for the metrics.
     workers: mesh axes that tell workers apart; the devices along the others are one
       worker, and average their gradients in every step. None: all axes, so that
       each device is a worker.
     last_step: workers synchronize after it too, so that a run whose number of steps H
       does not divide ends with all that was learned; None: they do not.
-    accumulate_steps: as of `make_train_step`.
-    observe: inner opt_state -> further metrics, averaged over the workers.
     reduce_metrics: False: metrics are [devices], each a device's own, and nothing
       crosses the network between synchronizations; whoever reads them averages.
-    skip_bad_steps: a worker whose loss, gradient or model state is NaN or Inf skips
+    options: as of `make_train_step`, without averages and noise scale. `observe` gets
+      the state of the inner optimizer; its metrics are averaged over the workers. With
+      `skip_bad_steps` a worker whose loss, gradient or model state is NaN or Inf skips
       the step: its state stays as it was, but for counts of steps, and is good when
       workers synchronize. Where the averaged pseudo-gradient is bad nobody moves: all
-      continue from their own parameters. Metrics as of `make_train_step`; the loss
-      of such steps is NaN.
-    seed: of `loss_fn`'s keys.
+      continue from their own parameters.
 
   Raises:
-    ConfigError: `workers` names an axis that the mesh does not have.
+    ConfigError: `workers` has an axis that the mesh does not have, or the options are
+      not those of local updates.
 
   Example:
     >>> step = make_local_train_step(                             # doctest: +SKIP
@@ -102,76 +114,85 @@ def make_local_train_step(
   axes = mesh.axis_names
   if unknown := [axis for axis in workers or () if axis not in axes]:
     raise ConfigError(f"workers={workers}: the mesh has {axes}, not {unknown[0]!r}")
+  if options.ema_decay is not None or options.measure_noise_scale:
+    fix = "unset ema_decay and measure_noise_scale"
+    raise invalid("options", ..., "need synchronous training", fix)
   within = () if workers is None else tuple(a for a in axes if a not in workers)
-  is_sum = getattr(loss_fn, IS_SUM, False)
   loss_fn = checked(loss_fn)
-  options = within, accumulate_steps, skip_bad_steps
-  update = _make_worker_update(loss_fn, tx, mesh, *options)
-  synchronize = _make_synchronize(exchange, method, axes, skip_bad_steps)
+  update = _make_worker_update(loss_fn, tx, mesh, within, options)
+  synchronize = _make_synchronize(exchange, method, axes, options.skip_bad_steps)
 
-  def train_apart(anchor, worker):
-    return anchor, worker, jnp.full((), -1, jnp.int32)
-
-  def device_step(anchor, worker, batch, key, step):
+  def device_step(
+    anchor: Anchor, stacked: WorkerState, batch: Batch, key: jax.Array, step: jax.Array
+  ):
     # One device: the anchor whole, its own state with a leading dim of 1.
-    worker = jax.tree.map(lambda x: x[0], worker)
-    worker, totals, grad_norm, codes = update(worker, batch, key)
-    observed = {"grad_norm": grad_norm} | steps.observed(worker.opt_state, observe)
+    worker = jax.tree.map(lambda x: x[0], stacked)
+    worker, totals, metrics, codes = update(worker, batch, key)
     is_due = ((step + 1) % method.every == 0) | (step + 1 == (last_step or 0))
-    anchor, worker, code = lax.cond(is_due, synchronize, train_apart, anchor, worker)
-    if skip_bad_steps:
+    anchor, worker, code = lax.cond(is_due, synchronize, _stay, anchor, worker)
+    if options.skip_bad_steps:
       totals["loss"] = jnp.where(code < 0, totals["loss"], jnp.nan)
       codes = jnp.append(codes, vary(code, axes))[None]
     if reduce_metrics:
-      totals, observed = lax.psum(totals, axes), lax.pmean(observed, axes)
-    metrics = steps.means(totals) | observed
+      totals, metrics = lax.psum(totals, axes), lax.pmean(metrics, axes)
+    metrics = means(totals) | metrics
+    if schedule is not None:
+      metrics["learning_rate"] = jnp.asarray(schedule(step), jnp.float32)
     if not reduce_metrics:
-      metrics = jax.tree.map(lambda x: x[None], metrics)
+      metrics = jax.tree.map(lambda x: vary(x, axes)[None], metrics)
     return anchor, jax.tree.map(lambda x: x[None], worker), metrics, codes
 
   in_specs = P(), P(axes), P(axes), P(), P()
   out_specs = P(), P(axes), P() if reduce_metrics else P(axes), P(axes)
   mapped = jax.shard_map(device_step, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
-  def train_step(state: TrainState, batch: steps.Batch):
-    key = jax.random.fold_in(jax.random.key(seed), state.step)
+  def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    key = jax.random.fold_in(jax.random.key(options.seed), state.step)
     anchor = state.params, state.model_state, state.opt_state
-    given = anchor, state.exchange_state, batch, key, state.step
-    (params, model_state, opt_state), workers, metrics, codes = mapped(*given)
-    if not is_sum:
-      tried = loss_fn, state.params, state.model_state, batch, mesh
-      warn_unchecked(check_sums(*tried))
-    if skip_bad_steps:
+    (params, model_state, opt_state), workers, metrics, codes = mapped(
+      anchor, state.exchange_state, batch, key, state.step
+    )
+    check_loss(loss_fn, state.params, state.model_state, batch, mesh)
+    if options.skip_bad_steps:
       metrics[nan_guard.CODES] = codes
     new = TrainState(state.step + 1, params, model_state, opt_state, workers, ())
     return new, metrics
 
   # Metrics are sharded as they come: replicated, or one per device.
-  alike = reduce_metrics and not skip_bad_steps
+  alike = reduce_metrics and not options.skip_bad_steps
   shardings = (state_shardings(mesh), replicated(mesh) if alike else None)
   jitted = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
   return one_at_a_time(jitted, mesh)
 
 
-def _make_worker_update(loss_fn, tx, mesh, within, micros, is_guarded):
-  """A worker's own step on one device.
+def _make_worker_update(
+  loss_fn: LossFn,
+  tx: optax.GradientTransformation,
+  mesh: Mesh,
+  within: Axes,
+  options: StepOptions,
+) -> Callable[
+  [WorkerState, Batch, jax.Array], tuple[WorkerState, Totals, Metrics, Any]
+]:
+  """Return a worker's own step on one device.
 
   Returns:
-    (worker, batch, key) -> (worker, totals, norm of its gradient, codes of what the
-    device found, () without `is_guarded`).
+    (worker, batch, key) -> (worker, totals, further metrics of the worker, codes of
+    what the device found, int32 [3] with `skip_bad_steps`, else ()).
   """
   axes, is_cpu = mesh.axis_names, on_cpu(mesh)
 
-  def update(worker: WorkerState, batch, key):
-    keys = steps.row_keys(key, batch, axes)
-    arguments = worker.params, worker.model_state, batch, keys
-    check_agrees(lambda *args: loss_fn(*args)[1][0], arguments, micros, axes)
-    sum_grads = jax.named_scope("gradients")(steps.sum_grads)
-    grads, model_state, totals = sum_grads(
-      loss_fn, worker.params, worker.model_state, batch, keys, micros, unroll=is_cpu
-    )
+  def mean_grads(
+    worker: WorkerState, batch: Batch, key: jax.Array
+  ) -> tuple[Tree, Tree, Totals, Any]:
+    arguments = worker.params, worker.model_state, batch, row_keys(key, batch, axes)
+    check_agrees(loss_fn, arguments, options.num_microbatches, axes)
+    with jax.named_scope("gradients"):
+      grads, model_state, totals = sum_grads(
+        loss_fn, *arguments, options.num_microbatches, unroll=is_cpu
+      )
     codes: Any = ()
-    if is_guarded:
+    if options.skip_bad_steps:
       codes, totals = nan_guard.find_bad(grads, model_state, totals, axes)
     examples = totals["examples"]
     if within:
@@ -180,37 +201,48 @@ def _make_worker_update(loss_fn, tx, mesh, within, micros, is_guarded):
       (grads, examples), model_state = vary(sums, within)
     scale = 1 / examples.astype(jnp.float32)
     grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+    return grads, model_state, totals, codes
+
+  def update(worker: WorkerState, batch: Batch, key: jax.Array):
+    grads, model_state, totals, codes = mean_grads(worker, batch, key)
     norm = optax.tree.norm(grads)
 
     @jax.named_scope("update")
-    def move():
+    def move() -> WorkerState:
       updates, opt_state = tx.update(grads, worker.opt_state, worker.params)
       params = optax.apply_updates(worker.params, updates)
       return WorkerState(params, model_state, opt_state, worker.exchange_state)
 
-    if not is_guarded:
-      return move(), totals, norm, codes
-    loss = totals["loss"]
-    if within:  # NaN on one device: the whole worker skips the step
-      loss = vary(lax.psum(loss, within), within)
-    is_good = jnp.isfinite(loss) & jnp.isfinite(norm)
-    totals["loss"] = jnp.where(is_good, totals["loss"], jnp.nan)
-    skipped = worker._replace(opt_state=nan_guard.count_steps(worker.opt_state))
-    worker = nan_guard.if_good(is_good, move, lambda: skipped, branch=is_cpu)
-    return worker, totals, norm, codes
+    after = worker
+    if not options.skip_bad_steps:
+      after = move()
+    else:
+      loss = totals["loss"]
+      if within:  # NaN on one device: the whole worker skips the step
+        loss = vary(lax.psum(loss, within), within)
+      is_good = jnp.isfinite(loss) & jnp.isfinite(norm)
+      totals["loss"] = jnp.where(is_good, totals["loss"], jnp.nan)
+      skipped = worker._replace(opt_state=nan_guard.count_steps(worker.opt_state))
+      after = nan_guard.if_good(is_good, move, lambda: skipped, branch=is_cpu)
+    metrics = {"grad_norm": norm}
+    if options.observe is not None:
+      metrics |= options.observe(after.opt_state)
+    return after, totals, metrics, codes
 
   return update
 
 
-def _make_synchronize(exchange: Exchange, method: LocalUpdate, axes, is_guarded: bool):
-  """The outer step on one device: (anchor, worker) -> (anchor, worker, code).
+def _make_synchronize(
+  exchange: Exchange, method: LocalUpdate, axes: Axes, is_guarded: bool
+) -> Callable[[Anchor, WorkerState], tuple[Anchor, WorkerState, jax.Array]]:
+  """Return the outer step on one device: (anchor, worker) -> (anchor, worker, code).
 
-  An anchor is params, model state and the outer optimizer's state. The code is
-  `nan_guard.first_bad` of the averaged pseudo-gradient, -1 without `is_guarded`.
+  The code is `nan_guard.first_bad` of the averaged pseudo-gradient, int32 [], -1
+  without `is_guarded`.
   """
 
   @jax.named_scope("exchange")
-  def synchronize(anchor: tuple[Any, Any, Any], worker: WorkerState):
+  def synchronize(anchor: Anchor, worker: WorkerState):
     params, _, outer_state = anchor
     pseudo_grads = jax.tree.map(jnp.subtract, vary(params, axes), worker.params)
     mean, exchange_state = exchange.exchange(pseudo_grads, worker.exchange_state)
@@ -220,8 +252,8 @@ def _make_synchronize(exchange: Exchange, method: LocalUpdate, axes, is_guarded:
     opt_state = worker.opt_state
     if method.reset_momentum:
       opt_state = reset_momentum(opt_state)
-    start, own_model_state = vary((params, model_state), axes)
-    worker_after = WorkerState(start, own_model_state, opt_state, exchange_state)
+    start, start_model_state = vary((params, model_state), axes)
+    worker_after = WorkerState(start, start_model_state, opt_state, exchange_state)
     after = (params, model_state, outer_state), worker_after
     if not is_guarded:
       return *after, jnp.full((), -1, jnp.int32)
@@ -231,3 +263,8 @@ def _make_synchronize(exchange: Exchange, method: LocalUpdate, axes, is_guarded:
     return *nan_guard.keep(code < 0, after, (anchor, worker)), code
 
   return synchronize
+
+
+def _stay(anchor: Anchor, worker: WorkerState) -> tuple[Anchor, WorkerState, jax.Array]:
+  """Stand in for `synchronize` between synchronizations: nothing changes."""
+  return anchor, worker, jnp.full((), -1, jnp.int32)

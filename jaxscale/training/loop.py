@@ -16,33 +16,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxscale.errors import EXIT_CRASH
+from jaxscale.errors import NonFiniteError
 from jaxscale.training.nan_guard import CODES
-from jaxscale.training.state import TrainState
-from jaxscale.training.step import Batch, EvalStep, TrainStep
+from jaxscale.training.types import Batch, EvalStep, Metrics, TrainState, TrainStep
 
 Values = dict[str, float]  # of metrics, by name
 IN_FLIGHT = 4  # steps started whose metrics are not read yet
-
-
-class NonFiniteError(FloatingPointError):
-  """A step whose loss or gradient is NaN or Inf.
-
-  Attributes:
-    step: which.
-    good_until: what was saved up to this step is good.
-    advice: what to do, for the end of the line.
-  """
-
-  exit_code = EXIT_CRASH
-  advice = (
-    "lower optimizer.lr or set clip_norm, in a new --workdir, or resume without such "
-    "steps by --config.checks.nan_policy=skip"
-  )
-
-  def __init__(self, step: int, what: str):
-    super().__init__(f"{what} at step {step}")
-    self.step = self.good_until = step
 
 
 class BadStep(NamedTuple):
@@ -152,7 +131,7 @@ def train(
   Raises:
     NonFiniteError: by `callbacks.skipped`.
   """
-  unread: deque[tuple[int, dict[str, jax.Array]]] = deque()
+  unread: deque[tuple[int, Metrics]] = deque()
 
   def read(keep: int) -> None:
     """Read the metrics of every step but the newest `keep`."""

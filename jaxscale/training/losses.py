@@ -1,4 +1,4 @@
-"""What is minimized and reported: loss and metrics per example, summed exactly.
+"""Losses and metrics: values per example, summed exactly.
 
 An `Objective` says what one example's loss is; `training_loss` and `eval_totals` make
 of it and of any `apply` what the steps take, so a model need not be Flax:
@@ -20,11 +20,12 @@ import jax.numpy as jnp
 import optax
 
 from jaxscale.errors import ConfigError, invalid
+from jaxscale.training.types import Batch, EvalFn, LossFn, Totals
 
 Apply = Callable[..., tuple[jax.Array, Any]]
 # Set on a loss whose sums over rows need no check (`contract.check_sums`).
 IS_SUM = "is_sum"
-PerExample = Callable[[jax.Array, dict[str, jax.Array]], Any]
+PerExample = Callable[[Any, Batch], Any]
 
 
 class Objective(NamedTuple):
@@ -72,7 +73,7 @@ def smoothed_cross_entropy(
   return loss
 
 
-def targets_of(batch: dict[str, jax.Array]) -> jax.Array:
+def targets_of(batch: Batch) -> jax.Array:
   """A batch's "label", or of text its "targets", in which padding (-1) is 0 here."""
   return batch["label"] if "label" in batch else jnp.maximum(batch["targets"], 0)
 
@@ -80,10 +81,10 @@ def targets_of(batch: dict[str, jax.Array]) -> jax.Array:
 def cross_entropy(label_smoothing: float = 0.0) -> Objective:
   """Classification: one class per example; smoothed in training alone."""
 
-  def loss(logits, batch, smoothing=label_smoothing):
+  def loss(logits: jax.Array, batch: Batch, smoothing: float = label_smoothing):
     return smoothed_cross_entropy(logits, targets_of(batch), smoothing)
 
-  def metrics(logits, batch):
+  def metrics(logits: jax.Array, batch: Batch):
     return {"accuracy": logits.argmax(-1) == targets_of(batch)}
 
   return Objective(loss, metrics, lambda logits, batch: loss(logits, batch, 0.0))
@@ -92,11 +93,11 @@ def cross_entropy(label_smoothing: float = 0.0) -> Objective:
 def binary_cross_entropy() -> Objective:
   """Multi-label classification: "label" is 0 or 1, [rows] or [rows, classes]."""
 
-  def loss(logits, batch):
+  def loss(logits: jax.Array, batch: Batch):
     pair = _aligned(logits, batch["label"])
     return optax.sigmoid_binary_cross_entropy(*pair).sum(-1)
 
-  def metrics(logits, batch):
+  def metrics(logits: jax.Array, batch: Batch):
     logits, targets = _aligned(logits, batch["label"])
     return {"accuracy": ((logits > 0) == (targets > 0)).all(-1)}
 
@@ -112,13 +113,13 @@ def regression(of_error: Callable[[jax.Array], jax.Array]) -> Objective:
     Array([4.], dtype=float32)
   """
 
-  def error(outputs, batch):
+  def error(outputs: Any, batch: Batch):
     return jnp.subtract(*_aligned(outputs, batch["label"]))
 
-  def loss(outputs, batch):
+  def loss(outputs: Any, batch: Batch):
     return of_error(error(outputs, batch)).sum(-1)
 
-  def metrics(outputs, batch):
+  def metrics(outputs: Any, batch: Batch):
     return {"mean_absolute_error": jnp.abs(error(outputs, batch)).mean(-1)}
 
   return Objective(loss, metrics)
@@ -154,18 +155,15 @@ def _mismatch(outputs: Any, wanted: str) -> ConfigError:
   return invalid("Config.loss", ..., f"takes {wanted}, and the model gives {what}", fix)
 
 
-def training_loss(apply: Apply, objective: Objective):
-  """The loss of a train step, with the training metrics.
+def training_loss(apply: Apply, objective: Objective) -> LossFn:
+  """Return the loss of a train step, with the training metrics.
 
   Args:
     apply: (params, model_state, inputs, train, keys) -> (outputs, model_state).
     objective: loss and metrics per example.
-
-  Returns:
-    A `LossFn`.
   """
 
-  def loss_fn(params, model_state, batch, keys):
+  def loss_fn(params: Any, model_state: Any, batch: Batch, keys: jax.Array):
     outputs, model_state = apply(params, model_state, inputs_of(batch), True, keys)
     totals = _sums(objective.loss, objective.metrics, outputs, batch, None)
     return totals["loss"], (model_state, totals)
@@ -175,15 +173,14 @@ def training_loss(apply: Apply, objective: Objective):
   return loss_fn
 
 
-def eval_totals(apply: Apply, objective: Objective):
-  """The totals of an eval step: every example once, padding never.
+def eval_totals(apply: Apply, objective: Objective) -> EvalFn:
+  """Return the totals of an eval step: every example once, padding never.
 
-  Returns:
-    An `EvalFn` for batches that also have "mask" (bool [rows]). Of bool metrics
-    the sums are int32, so accuracy is exact to the last example.
+  Batches also have "mask" (bool [rows]). Sums of bool metrics are int32, so accuracy
+  is exact to the last example.
   """
 
-  def eval_fn(params, model_state, batch):
+  def eval_fn(params: Any, model_state: Any, batch: Batch):
     outputs, _ = apply(params, model_state, inputs_of(batch), False, None)
     loss = objective.eval_loss or objective.loss
     return _sums(loss, objective.metrics, outputs, batch, batch["mask"])
@@ -191,13 +188,19 @@ def eval_totals(apply: Apply, objective: Objective):
   return eval_fn
 
 
-def inputs_of(batch: dict[str, jax.Array]) -> jax.Array:
+def inputs_of(batch: Batch) -> jax.Array:
   """A batch's "image", or of text its "tokens"."""
   return batch["image"] if "image" in batch else batch["tokens"]
 
 
-def _sums(loss, metrics, outputs, batch, mask) -> dict[str, jax.Array]:
-  """Sums over the examples that count, and their number."""
+def _sums(
+  loss: PerExample,
+  metrics: PerExample,
+  outputs: Any,
+  batch: Batch,
+  mask: jax.Array | None,
+) -> Totals:
+  """Return sums over the examples that count, and their number."""
   # Made from the batch, so that it varies over devices as its rows do.
   if "targets" in batch:
     counts = batch["targets"] >= 0
@@ -233,11 +236,11 @@ def _sums(loss, metrics, outputs, batch, mask) -> dict[str, jax.Array]:
   return totals
 
 
-def classification_loss(apply: Apply, *, label_smoothing: float = 0.0):
+def classification_loss(apply: Apply, *, label_smoothing: float = 0.0) -> LossFn:
   """`training_loss` of `cross_entropy`, for notebooks."""
   return training_loss(apply, cross_entropy(label_smoothing))
 
 
-def classification_totals(apply: Apply):
+def classification_totals(apply: Apply) -> EvalFn:
   """`eval_totals` of `cross_entropy`, for notebooks."""
   return eval_totals(apply, cross_entropy())

@@ -22,6 +22,7 @@ from jaxscale.collectives import same_everywhere
 from jaxscale.collectives.typed import names, varying
 from jaxscale.errors import invalid
 from jaxscale.optim.tree_paths import path_name
+from jaxscale.training.types import Batch, LossFn, Tree
 
 _AVERAGED = "batch_stats"
 _ROWS = "rows of the batch"  # next to mesh axes; no collective takes it away
@@ -45,10 +46,10 @@ def averaged(model_state: Any) -> Any:
     {'batch_stats': {'mean': True}, 'count': False}
   """
 
-  def is_statistic(node):
+  def is_statistic(node: Any):
     return type(node).__name__ == "BatchStat"  # without an import of nnx
 
-  def flags(path, node):
+  def flags(path: Any, node: Any):
     is_declared = is_statistic(node) or _AVERAGED in path_name(path).split("/")
     return jax.tree.map(
       lambda x: is_declared and jnp.issubdtype(x.dtype, jnp.inexact), node
@@ -72,7 +73,7 @@ def agree(model_state: Any, axes: tuple[str, ...], *, apart: bool = False) -> An
     apart: devices had parameters of their own, so that all floats are averaged.
   """
 
-  def one(is_mean, x):
+  def one(is_mean: bool, x: jax.Array):
     is_mean |= apart and jnp.issubdtype(x.dtype, jnp.inexact)
     over = tuple(axis for axis in varying(x) if axis in axes)
     return lax.pmean(x, over) if is_mean else same_everywhere(x, over)
@@ -81,19 +82,19 @@ def agree(model_state: Any, axes: tuple[str, ...], *, apart: bool = False) -> An
 
 
 def check_agrees(
-  new_state: Callable[..., Any],
-  arguments: Sequence[Any],
-  micros: int,
+  loss_fn: LossFn,
+  arguments: tuple[Tree, Tree, Batch, jax.Array],
+  num_microbatches: int,
   over: tuple[str, ...],
 ) -> None:
-  """Refuse state that devices or micro-batches have values of their own of.
+  """Refuse model state that differs between devices or between micro-batches.
 
   Called inside `shard_map`, while a step is traced; adds nothing to the program.
 
   Args:
-    new_state: (params, model_state, batch, keys) -> the new model state.
-    arguments: those of one device, of all its micro-batches.
-    micros: micro-batches.
+    loss_fn: the loss, which returns the new model state.
+    arguments: its arguments on one device, with the rows of all micro-batches.
+    num_microbatches: number of micro-batches of a device.
     over: mesh axes along which devices have other rows.
 
   Raises:
@@ -103,11 +104,11 @@ def check_agrees(
   if jax.tree.all(averaged(model_state)):
     return
 
-  def of_first(params, model_state, batch, keys):
-    batch, keys = jax.tree.map(lambda x: x[: len(x) // micros], (batch, keys))
-    return new_state(params, model_state, batch, keys)
+  def first_state(params: Tree, model_state: Tree, batch: Batch, keys: jax.Array):
+    first = jax.tree.map(lambda x: x[: len(x) // num_microbatches], (batch, keys))
+    return loss_fn(params, model_state, *first)[1][0]
 
-  jaxpr = jax.make_jaxpr(of_first)(*arguments).jaxpr
+  jaxpr = jax.make_jaxpr(first_state)(*arguments).jaxpr
   axes = Axes(over)
   own = [axes | {_ROWS}] * len(jax.tree.leaves(rows))
   inputs = [Axes()] * (len(jaxpr.invars) - len(own)) + own
@@ -123,8 +124,10 @@ def check_agrees(
     if depends & axes:
       fix = f"make it of all rows by jax.lax.all_gather or psum over {over}, {remedy}"
       raise invalid(name, ..., "differs between devices", fix)
-    if micros > 1 and _ROWS in depends:
-      why = f"depends on the rows, which are computed in {micros} micro-batches"
+    if num_microbatches > 1 and _ROWS in depends:
+      why = (
+        f"depends on the rows, which are computed in {num_microbatches} micro-batches"
+      )
       raise invalid(name, ..., why, f"set accumulate_steps=1, {remedy}")
 
 
@@ -137,7 +140,7 @@ def differences(jaxpr: Any, inputs: Sequence[Axes]) -> list[Axes]:
   """
   known = dict(zip(jaxpr.invars, inputs, strict=True))
 
-  def read(variable):
+  def read(variable: Any):
     return Axes() if isinstance(variable, Literal) else known.get(variable, Axes())
 
   for equation in jaxpr.eqns:

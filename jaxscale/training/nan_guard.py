@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,10 +34,7 @@ from jaxscale import cluster
 from jaxscale.collectives import vary
 from jaxscale.metrics.text import few
 from jaxscale.optim.tree_paths import path_name
-
-if TYPE_CHECKING:
-  from jaxscale.training.state import TrainState
-  from jaxscale.training.step import Gradients, Metrics, Update
+from jaxscale.training.types import Metrics, StepOutputs, TrainState, Update
 
 # The metric with what each device found, int32 [devices, 4], sharded over them. Codes
 # of its gradients, loss and model state, and of the mean gradient: -1 if all is
@@ -79,7 +76,7 @@ def first_bad(tree: Any) -> jax.Array:
 def find_bad(
   grads: Any, model_state: Any, totals: Metrics, axes: tuple[str, ...]
 ) -> tuple[jax.Array, Metrics]:
-  """What a device finds in its own step, inside `shard_map`.
+  """Check a device's own step for NaN and Inf, inside `shard_map`.
 
   Args:
     grads: its gradients, of all its micro-batches: what is bad in one stays so in
@@ -104,10 +101,10 @@ def all_codes(codes: jax.Array, grads: Any, mesh: Mesh) -> jax.Array:
   return lax.with_sharding_constraint(codes, NamedSharding(mesh, P(mesh.axis_names)))
 
 
-def mark_bad(metrics: Metrics, rate: jax.Array | None = None) -> Metrics:
-  """The metrics, with a loss of NaN if "grad_norm" or the learning rate is bad."""
-  checked = [metrics["loss"], metrics["grad_norm"], *([] if rate is None else [rate])]
-  is_good = jnp.isfinite(jnp.stack(checked)).all()
+def mark_bad(metrics: Metrics) -> Metrics:
+  """Set the loss to NaN where "grad_norm" or the learning rate is NaN or Inf."""
+  names = [n for n in ("loss", "grad_norm", "learning_rate") if n in metrics]
+  is_good = jnp.isfinite(jnp.stack([metrics[name] for name in names])).all()
   return metrics | {"loss": jnp.where(is_good, metrics["loss"], jnp.nan)}
 
 
@@ -119,15 +116,17 @@ def skip_bad_steps(update: Update, *, branch: bool) -> Update:
     branch: see `if_good`.
   """
 
-  def guarded(state: TrainState, new: Gradients) -> TrainState:
+  def guarded(state: TrainState, outputs: StepOutputs) -> TrainState:
     opt_state = count_steps(state.opt_state)
     skipped = state._replace(step=state.step + 1, opt_state=opt_state)
-    is_good = jnp.isfinite(new.metrics["loss"])
-    after = if_good(is_good, lambda: update(state, new), lambda: skipped, branch=branch)
+    is_good = jnp.isfinite(outputs.metrics["loss"])
+    after = if_good(
+      is_good, lambda: update(state, outputs), lambda: skipped, branch=branch
+    )
     # Selected in any case: in a branch XLA would keep both residuals of an exchange.
     return after._replace(
-      model_state=keep(is_good, new.model_state, state.model_state),
-      exchange_state=keep(is_good, new.exchange_state, state.exchange_state),
+      model_state=keep(is_good, outputs.model_state, state.model_state),
+      exchange_state=keep(is_good, outputs.exchange_state, state.exchange_state),
     )
 
   return guarded
@@ -168,7 +167,7 @@ def count_steps(opt_state: Any, steps: int = 1) -> Any:
 
 
 class Diagnosis(NamedTuple):
-  """Which devices found what.
+  """Report of a bad step.
 
   Attributes:
     text: in one line.
@@ -180,9 +179,13 @@ class Diagnosis(NamedTuple):
 
 
 def describe(
-  codes: jax.Array, params, model_state, state, summed: Sums | None = None
+  codes: jax.Array,
+  params: Any,
+  model_state: Any,
+  state: Any,
+  summed: Sums | None = None,
 ) -> Diagnosis:
-  """Which devices found what in a bad step; every process must call it.
+  """Report the devices of a bad step and their findings; every process calls it.
 
   All get the same. A gradient that is summed in the backward pass is bad on all
   devices that have a part of the sum: where the loss of one of them is bad, that is
@@ -194,7 +197,7 @@ def describe(
     model_state: likewise.
     state: before the step; where it is bad itself, its leaf is named.
     summed: axes that a gradient is summed over before a device checks it, by the
-      path of its parameter (`parallel.layout.backward_sum_axes`).
+      path of its parameter (`parallel.specs.backward_sum_axes`).
 
   Example:
     >>> describe(metrics[CODES], state.params, state.model_state, state).text
@@ -253,7 +256,7 @@ def bad_leaves(tree: Any) -> dict[int, str]:
 
 
 def ordinal(device: Any) -> int:
-  """As its host counts its devices, where it does."""
+  """Return the device's number on its host, where the host counts its devices."""
   number = device.local_hardware_id
   return device.id if number is None else number
 
@@ -263,7 +266,7 @@ def _names(tree: Any) -> list[str]:
 
 
 def _at(places: Sequence[tuple[int, str, int]], what: str, number: int) -> str:
-  """Which of `number` devices found it, and what."""
+  """Return a finding with the devices, of `number`, that have it."""
   if what.startswith(_MEAN):
     return what
   if len(places) == number > 1:

@@ -41,15 +41,13 @@ n, with n the tokens of a row and e their summed gradient less n G.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-if TYPE_CHECKING:
-  from jaxscale.training.state import TrainState
-  from jaxscale.training.step import Gradients, Update
+from jaxscale.training.types import StepOutputs, TrainState, Update
 
 # Of the micro-batches: squared norms of summed gradients, squared numbers of examples.
 _SQ, _COUNT_SQ = "_squared_norms", "_squared_counts"
@@ -75,7 +73,7 @@ class NoiseScale(NamedTuple):
 
 
 def observe(grads: Any, totals: dict[str, jax.Array]) -> dict[str, jax.Array]:
-  """Of a micro-batch, what is to be summed over all of them.
+  """Return totals of a micro-batch, to be summed over all micro-batches.
 
   Args:
     grads: summed over its examples, as `totals["examples"]` counts them.
@@ -91,7 +89,7 @@ def init() -> NoiseScale:
   return NoiseScale(signal, noise, weight, jnp.zeros((2, 2), jnp.float32))
 
 
-def estimate(small_sq, big_sq, small, big: float):
+def estimate(small_sq: jax.Array, big_sq: jax.Array, small: jax.Array, big: float):
   """Unbiased (|G|^2, S) of one step.
 
   Args:
@@ -105,7 +103,13 @@ def estimate(small_sq, big_sq, small, big: float):
   return signal, noise
 
 
-def update(state: NoiseScale, small_sq, big_sq, small, big: float) -> NoiseScale:
+def update(
+  state: NoiseScale,
+  small_sq: jax.Array,
+  big_sq: jax.Array,
+  small: jax.Array,
+  big: float,
+) -> NoiseScale:
   """Add a step, unless its estimate is NaN or Inf; arguments as of `estimate`."""
   values = jnp.stack(estimate(small_sq, big_sq, small, big)).astype(jnp.float32)
   # Welford's product, with weights that decay: no difference of large squares.
@@ -121,13 +125,13 @@ def update(state: NoiseScale, small_sq, big_sq, small, big: float) -> NoiseScale
 def with_noise_scale(update_state: Update) -> Update:
   """An update of the train state that updates its noise scale as well."""
 
-  def updated(state: TrainState, new: Gradients) -> TrainState:
-    sq, count_sq = new.totals[_SQ], new.totals[_COUNT_SQ]
-    count = new.totals["examples"].astype(jnp.float32)
-    small = new.rows * (count_sq / (count * count))
-    big_sq = new.metrics["grad_norm"] ** 2
-    noise = update(state.noise, sq / count_sq, big_sq, small, new.rows)
-    return update_state(state, new)._replace(noise=noise)
+  def updated(state: TrainState, outputs: StepOutputs) -> TrainState:
+    sq, count_sq = outputs.totals[_SQ], outputs.totals[_COUNT_SQ]
+    count = outputs.totals["examples"].astype(jnp.float32)
+    small = outputs.num_rows * (count_sq / (count * count))
+    big_sq = outputs.metrics["grad_norm"] ** 2
+    noise = update(state.noise, sq / count_sq, big_sq, small, outputs.num_rows)
+    return update_state(state, outputs)._replace(noise=noise)
 
   return updated
 

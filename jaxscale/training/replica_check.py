@@ -1,4 +1,4 @@
-"""Whether all copies of what is replicated are equal, bit for bit.
+"""Check that all copies of replicated arrays are equal, bit for bit.
 
 Parameters and optimizer state exist once per device. Every device computes the same
 update of them, so nothing but a fault makes them differ: a flipped bit in memory, a
@@ -6,7 +6,7 @@ collective that gives devices different sums, a mistake in an exchange. Such
 a run continues, looks healthy, and trains another network on each device. Here every
 device hashes its own copy, and the hashes are compared.
 
-With b_i the bits of element i as a uint32 and i its place in the array,
+With b_i the bits of element i as a uint32 and i its position in the array,
 
     h = sum_i mix(b_i + c i)  mod 2^32,    c = 0x9E3779B9, odd,
 
@@ -46,7 +46,7 @@ from jaxscale.errors import EXIT_CRASH
 from jaxscale.metrics.text import few
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.training.nan_guard import by_process, ordinal
-from jaxscale.training.state import TrainState
+from jaxscale.training.types import TrainState
 
 Fingerprint = Callable[[Any], jax.Array]  # tree -> uint32 [devices, leaves]
 Splits = Sequence[tuple[str, ...]] | None  # axes that split each leaf
@@ -113,7 +113,7 @@ def check(tree: Any, fingerprint: Fingerprint, *, step: int, before: int = 0) ->
 
 
 def shared(state: TrainState) -> TrainState:
-  """What is replicated of a state: all but what each device keeps for itself."""
+  """Return the replicated part of a state: all but each device's own."""
   return state._replace(exchange_state=())
 
 
@@ -144,13 +144,13 @@ def make_fingerprint(mesh: Mesh, tree: Any = None) -> Any:
 def _fingerprint_of(mesh: Mesh, specs: Any) -> Any:
   axes = mesh.axis_names
 
-  def own_hash(x):
+  def own_hash(x: jax.Array):
     # The layout may keep the optimizer's state on the host.
     if jax.typeof(x).memory_space == jax.memory.Space.Host:
       x = jax.device_put(x, jax.memory.Space.Device)
     return _hash_bits(x)
 
-  def own(tree):
+  def own(tree: Any):
     # Varying: from here on each device reads the copy that it has itself.
     return jnp.stack([own_hash(x) for x in jax.tree.leaves(vary(tree, axes))])[None]
 
@@ -172,11 +172,11 @@ def hash_bits(x: jax.Array) -> jax.Array:
     False
   """
   bits = _words(x)
-  place = jnp.uint32(0)
+  position = jnp.uint32(0)
   for dim, size in enumerate(bits.shape):
-    place *= jnp.uint32(size % 2**32)
-    place += lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
-  return jnp.sum(_mix(bits + place * jnp.uint32(_GOLDEN)), dtype=jnp.uint32)
+    position *= jnp.uint32(size % 2**32)
+    position += lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
+  return jnp.sum(_mix(bits + position * jnp.uint32(_GOLDEN)), dtype=jnp.uint32)
 
 
 _hash_bits = jax.jit(hash_bits)  # many leaves have one shape: traced once
@@ -208,7 +208,7 @@ def find_divergence(
   mesh: Mesh | None = None,
   splits: Splits = None,
 ) -> str | None:
-  """Which devices differ from which, in one line; None if none does.
+  """Return a line with the devices whose copies differ; None if none does.
 
   All processes must call it, and all get the same answer.
 
@@ -237,7 +237,7 @@ def find_divergence(
 
 
 def describe(replicas: Sequence[Replica], names: Sequence[str]) -> str | None:
-  """Which devices differ from most others, voted leaf by leaf; None: they are equal.
+  """Return the devices that differ from most others, leaf by leaf; None: none does.
 
   Args:
     replicas: of all devices.
@@ -287,13 +287,13 @@ def _places(replicas: Sequence[Replica]) -> str:
 
 
 def _parts(row: int, mesh: Mesh | None, splits: Splits) -> tuple[int, ...]:
-  """Which part of each leaf a device has, by its place in the mesh."""
+  """Return the part of each leaf that a device has, by its position in the mesh."""
   if mesh is None or not any(splits or ()):
     return ()
-  place = np.unravel_index(row, mesh.devices.shape)
-  at = dict(zip(mesh.axis_names, place, strict=True))
+  position = np.unravel_index(row, mesh.devices.shape)
+  at = dict(zip(mesh.axis_names, position, strict=True))
 
-  def part(split):
+  def part(split: tuple[str, ...]):
     sizes = [mesh.shape[axis] for axis in split]
     return int(np.ravel_multi_index([at[a] for a in split], sizes)) if split else 0
 

@@ -1,11 +1,11 @@
-"""What a train step carries from one step to the next."""
+"""Initial state of a run, made in place on the devices, and how a state is sharded."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,57 +17,14 @@ from jax.sharding import PartitionSpec as P
 from jaxscale.collectives.cpu_workarounds import one_at_a_time
 from jaxscale.errors import invalid
 from jaxscale.exchange import Exchange
-from jaxscale.exchange.local import LocalUpdate, reset_momentum
+from jaxscale.exchange.local_updates import LocalUpdate, reset_momentum
 from jaxscale.mesh import on_cpu, replicated
 from jaxscale.optim.tree_paths import path_name
-from jaxscale.parallel import layout as layouts
-from jaxscale.parallel.layout import Layout
+from jaxscale.parallel import placement, specs
 from jaxscale.parallel.layout_exchange import make_layout_exchange
+from jaxscale.parallel.specs import Layout
 from jaxscale.training import noise_scale as noise_scales
-
-
-class TrainState(NamedTuple):
-  """A tree of global arrays: all that a checkpoint keeps.
-
-  Attributes:
-    step: int32 [], optimizer steps done; also the position in the data.
-    params: float32 parameters.
-    model_state: what the model updates itself, e.g. BatchNorm statistics.
-    opt_state: optax's state (momenta, average of parameters).
-    exchange_state: a leading dim of one entry per device, sharded over them.
-    average: exponential averages of (params, model_state), or () without.
-    noise: running averages of the gradient-noise scale, or () without.
-  """
-
-  step: Any
-  params: Any
-  model_state: Any
-  opt_state: Any
-  exchange_state: Any
-  average: Any
-  noise: Any = ()
-
-  def evaluated(self) -> tuple[Any, Any]:
-    """(params, model_state) to evaluate: the averages where there are some."""
-    return self.average or (self.params, self.model_state)
-
-
-class WorkerState(NamedTuple):
-  """What a device keeps for itself under local updates, as `exchange_state`.
-
-  In the state with a leading dim of one entry per device.
-
-  Attributes:
-    params: w_k, float32; the same on all devices of a worker.
-    model_state: likewise.
-    opt_state: of the inner optimizer.
-    exchange_state: of the exchange of pseudo-gradients.
-  """
-
-  params: Any
-  model_state: Any
-  opt_state: Any
-  exchange_state: Any
+from jaxscale.training.types import TrainState, WorkerState
 
 
 def state_shardings(
@@ -77,7 +34,7 @@ def state_shardings(
   *,
   average: bool = False,
 ) -> TrainState:
-  """How a state is sharded: replicated, but for each device's own and by a layout.
+  """Return how a state is sharded: replicated, except each device's own and a layout's.
 
   Args:
     mesh: where.
@@ -90,8 +47,8 @@ def state_shardings(
   parts["exchange_state"] = NamedSharding(mesh, P(mesh.axis_names))
   if layout is not None and layout.shapes is not None:
     assert tx is not None
-    parts["params"] = layouts.shardings(layout, layout.param_specs)
-    parts["opt_state"] = layouts.opt_state_shardings(layout, tx)
+    parts["params"] = placement.shardings(layout, layout.param_specs)
+    parts["opt_state"] = placement.opt_state_shardings(layout, tx)
     if average:
       parts["average"] = (parts["params"], everywhere)
   return TrainState(**parts)
@@ -130,7 +87,7 @@ def run_init(
   given: Mapping[str, jax.Array] | None = None,
   turn: contextlib.AbstractContextManager[Any] | None = None,
 ) -> TrainState:
-  """The same by what `make_init` made.
+  """Make the state before the first step by the result of `make_init`.
 
   Args:
     init: (seed, leaves that are given) -> the state.
@@ -157,7 +114,7 @@ def abstract_state(*parts: Any, **options: Any) -> TrainState:
 
 
 def shapes_of(init: Any) -> TrainState:
-  """The same of what `make_init` made."""
+  """Return shapes, dtypes and shardings of the state that `make_init` would make."""
   return init.eval_shape(np.int64(0), {})
 
 
@@ -201,33 +158,34 @@ def make_init(
       `tx` has a typed key.
   """
 
-  def exchange_state(params):
+  def exchange_state(params: Any):
     if exchange is None:
       return ()
     if layout is None or layout.shapes is None:
       return exchange.init(params)
-    shapes = layouts.local_grad_shapes(layout)
+    shapes = specs.local_grad_shapes(layout)
     grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     return make_layout_exchange(exchange, layout).init(grads)
 
-  def init(seed, given):
-    made = init_fn(jax.random.key(seed))  # in here: no programs of their own for a key
+  def init(seed: Any, given: Mapping[str, jax.Array]):
+    # The key is made in here, so that it has no program of its own.
+    initial = init_fn(jax.random.key(seed))
     params, model_state = jax.tree.map_with_path(
-      lambda path, x: given.get(path_name(path), x), made
+      lambda path, x: given.get(path_name(path), x), initial
     )
-    opt_state, own = tx.init(params), exchange_state(params)
+    opt_state, device_state = tx.init(params), exchange_state(params)
     _check_keys(opt_state)
     if local is not None:
       if local.reset_momentum:
         reset_momentum(opt_state)  # raises now what the step would raise
-      own = WorkerState(params, model_state, opt_state, own)
+      device_state = WorkerState(params, model_state, opt_state, device_state)
       opt_state = local.outer.init(params)
     return TrainState(
       step=jnp.zeros((), jnp.int32),
       params=params,
       model_state=model_state,
       opt_state=opt_state,
-      exchange_state=jax.tree.map(lambda x: jnp.stack([x] * mesh.size), own),
+      exchange_state=jax.tree.map(lambda x: jnp.stack([x] * mesh.size), device_state),
       average=jax.tree.map(jnp.copy, (params, model_state)) if average else (),
       noise=noise_scales.init() if noise_scale else (),
     )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from jaxscale.errors import ConfigError
 from jaxscale.files import json_objects
-from jaxscale.weights.config_json import Comparison, different, read_config_json
+from jaxscale.weights.config_json import Comparison, compare, read_config_json
 from jaxscale.weights.hf_config import check_llama, check_vit
 from jaxscale.weights.safetensors import read_metadata
 from jaxscale.weights.timm_config import check_timm, is_timm_config
@@ -18,6 +18,11 @@ from jaxscale.weights.timm_config import check_timm, is_timm_config
 _UNSEEN = ("num_heads", "norm_eps", "bn_epsilon")
 # And those that are changed on purpose, for longer texts.
 _POSITIONS = ("rope_theta", "rope_factor", "rope_low", "rope_high", "rope_length")
+_UNKNOWN = (
+  "no config.json next to it describes its network; names and shapes do not show "
+  "numbers of heads, rotary positions, pooling, anti-aliasing and epsilons, compare "
+  "them yourself"
+)
 
 
 def check_source(
@@ -59,9 +64,9 @@ def check_source(
   if found is None:
     where, own = Path(path), _own_settings(Path(path))
     if own is None:
-      return [] if naming == "jaxscale" else [_unsaid(path, model)]
-    changed = _own_differences(own, model, _POSITIONS)
-    outcome = Comparison([*_own_differences(own, model, _UNSEEN)], [*changed])
+      return [] if naming == "jaxscale" else [f"{path}: {_UNKNOWN}"]
+    problems = _own_differences(own, model, _UNSEEN)
+    outcome = Comparison(problems, _own_differences(own, model, _POSITIONS))
   else:
     try:
       outcome = _compared(found, naming, names, model, info, init_head)
@@ -78,20 +83,7 @@ def _compared(found, naming, names, model, info, new_head: bool) -> Comparison:
     return check_llama(found, model, info, names, new_head)
   if naming == "huggingface" and hasattr(model, "patch"):
     return check_vit(found, model)
-  return check_timm(found, model, info, new_head)
-
-
-def _unsaid(path: str | os.PathLike, model: Any) -> str:
-  """The note where nothing says what the parameters are of."""
-  unseen = "pooling, anti-aliasing and epsilons"
-  if hasattr(model, "num_heads"):
-    unseen = "numbers of heads, pooling and epsilons"
-  if hasattr(model, "rope_theta"):
-    unseen = "numbers of heads, rotary positions and epsilons"
-  return (
-    f"{path}: no config.json next to it says what it is of; names and shapes do not "
-    f"show {unseen}, compare them yourself"
-  )
+  return check_timm(found, model, info)
 
 
 def _own_settings(path: Path) -> dict[str, Any] | None:
@@ -101,10 +93,8 @@ def _own_settings(path: Path) -> dict[str, Any] | None:
 
 def _own_differences(
   there: dict[str, Any], model: Any, fields: Collection[str]
-) -> Iterator[str]:
-  kind = type(model).__name__
-  for field in fields if there.get("class") == kind else ():
-    if field in there and hasattr(model, field):
-      value, here = there[field], getattr(model, field)
-      if value != here:
-        yield different(field, value, here, f"{kind}.{field}")
+) -> list[str]:
+  if there.get("class") != type(model).__name__:
+    return []
+  settings = {x: (x, getattr(model, x)) for x in fields if hasattr(model, x)}
+  return [*compare(there, model, settings)]

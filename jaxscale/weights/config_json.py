@@ -9,6 +9,7 @@ and `timm_config`.
 from __future__ import annotations
 
 import os
+import types
 from collections.abc import Collection, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -44,27 +45,29 @@ def read_config_json(path: Path) -> dict[str, Any] | None:
   return require_json(path, {}, "copy it again, or remove it")
 
 
-def different(field: str, there: Any, here: Any, setting: str) -> str:
-  """A difference that a setting resolves, e.g. "Transformer.num_heads"."""
-  return f"{field} is {there!r} there and {here!r} here, set {setting}={there!r}"
-
-
-def unsupported(
-  found: Mapping[str, Any], allowed: Mapping[str, tuple], prefix: str = ""
+def compare(
+  there: Mapping[str, Any],
+  model: Any,
+  settings: Mapping[str, tuple[str, Any]],
+  fixed: Mapping[str, tuple] = types.MappingProxyType({}),
 ) -> Iterator[str]:
-  """Differences that no setting resolves.
+  """Yield a clause for each field that makes another network.
 
   Args:
-    found: fields; one that is missing or None has the first of its allowed values.
-    allowed: values of a field with which the network is ours.
-    prefix: of the fields, for the message.
+    there: fields of a file; what is missing is not compared.
+    model: settings, for the name of their class.
+    settings: name and value of the setting of ours that a field is.
+    fixed: for fields that no setting changes, the values with which a network is ours.
   """
-  for field, values in allowed.items():
-    if (there := found.get(field)) is not None and there not in values:
-      here = f"and {values[0]!r} here"
-      if field == "model_type" and len(values) > 1:
-        here = f"and none of {', '.join(values)}"
-      yield f"{prefix}{field} is {there!r} there {here}, which no setting changes"
+  for field, (name, value) in settings.items():
+    if field in there and there[field] != value:
+      setting = f"{type(model).__name__}.{name}={there[field]!r}"
+      yield f"{field} is {there[field]!r} there and {value!r} here, set {setting}"
+  for field, values in fixed.items():
+    if field in there and there[field] not in values:
+      ours = " or ".join(map(repr, values))
+      both = f"{field} is {there[field]!r} there and {ours} here"
+      yield f"{both}, which no setting changes"
 
 
 def unknown(found: Mapping[str, Any], known: Collection[str]) -> list[str]:

@@ -7,17 +7,11 @@ that older versions wrote.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxscale.errors import ConfigError
-from jaxscale.weights.config_json import (
-  OURS,
-  Comparison,
-  different,
-  unknown,
-  unsupported,
-)
+from jaxscale.weights.config_json import OURS, Comparison, compare, unknown
 
 # `model_type`s whose layers are ours, with the defaults of fields that are missing.
 _DEFAULTS = {"num_attention_heads": 32, "rope_theta": 10_000.0, "rms_norm_eps": 1e-6}
@@ -27,6 +21,13 @@ _KINDS: dict[str, dict[str, Any]] = {
   "mistral": _QWEN | {"num_key_value_heads": 8},
   "qwen2": _QWEN,
   "qwen3": _QWEN | {"head_dim": 128},
+}
+# Of the scaled rotary positions of Llama 3.1: field -> our setting.
+_ROPE = {
+  "factor": "rope_factor",
+  "low_freq_factor": "rope_low",
+  "high_freq_factor": "rope_high",
+  "original_max_position_embeddings": "rope_length",
 }
 # Fields that no setting changes: the values with which a network is ours.
 _FIXED = {
@@ -38,14 +39,7 @@ _FIXED = {
   "partial_rotary_factor": (1.0,),
   "rotary_pct": (1.0,),
   "quantization_config": (None,),
-}
-_ROPE_TYPES = ("default", "llama3")
-# Of the rotary positions: field -> our setting.
-_ROPE = {
-  "factor": "rope_factor",
-  "low_freq_factor": "rope_low",
-  "high_freq_factor": "rope_high",
-  "original_max_position_embeddings": "rope_length",
+  "rope_type": ("default", "llama3"),
 }
 # Sizes that shapes show, what only training or generation uses, and words about it.
 _HARMLESS = OURS | {
@@ -53,62 +47,40 @@ _HARMLESS = OURS | {
   "eos_token_id", "hidden_size", "id2label", "initializer_range", "intermediate_size",
   "label2id", "layer_types", "max_position_embeddings", "max_window_layers",
   "num_hidden_layers", "num_labels", "pad_token_id", "pretraining_tp", "problem_type",
-  "rope_parameters", "rope_scaling", "sliding_window", "tie_word_embeddings",
-  "tokenizer_class", "torch_dtype", "transformers_version", "use_cache",
-  "use_sliding_window", "vocab_size", "_name_or_path", "_attn_implementation",
+  "sliding_window", "tie_word_embeddings", "tokenizer_class", "torch_dtype",
+  "transformers_version", "use_cache", "use_sliding_window", "vocab_size",
+  "_name_or_path", "_attn_implementation",
 }  # fmt: skip
-_VIT_FIXED = {
-  "model_type": ("vit",),
-  "hidden_act": ("gelu",),
-  "qkv_bias": (True,),
-}
+_VIT_FIXED = {"model_type": ("vit",), "hidden_act": ("gelu",), "qkv_bias": (True,)}
 _VIT_HARMLESS = _HARMLESS | {
   "attention_probs_dropout_prob", "encoder_stride", "hidden_dropout_prob", "image_size",
   "num_channels", "patch_size", "pooler_act", "pooler_output_size",
 }  # fmt: skip
 
 
-def transformer_settings(found: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-  """What a config.json says of our settings: setting -> (its field, value).
+def completed(found: Mapping[str, Any]) -> dict[str, Any]:
+  """All fields of a language model in one dict, with transformers' defaults.
+
+  Those of rotary positions, which transformers 5 keeps in `rope_parameters` and 4 in
+  `rope_scaling`, are among them; without those of Llama 3.1 `rope_scaling` is None.
 
   Example:
-    >>> stated = transformer_settings({"model_type": "llama", "rms_norm_eps": 1e-5})
-    >>> stated["norm_eps"]
-    ('rms_norm_eps', 1e-05)
+    >>> completed({"model_type": "llama", "rms_norm_eps": 1e-5})["rope_theta"]
+    10000.0
   """
-  kind, there, rope = str(found.get("model_type")), _complete(found), _rope(found)
-  there |= {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
-  stated = {
-    setting: (field, there[field])
-    for setting, field in (
-      ("num_heads", "num_attention_heads"),
-      ("num_kv_heads", "num_key_value_heads"),
-      ("head_width", "head_dim"),
-      ("rope_theta", "rope_theta"),
-      ("norm_eps", "rms_norm_eps"),
-    )
-    if there.get(field) is not None
-  }
-  if _rope_type(rope) == "llama3":
-    stated |= {setting: (f, rope[f]) for f, setting in _ROPE.items() if f in rope}
-  elif there:
-    stated["rope_factor"] = "rope_scaling", None
-  if kind in _KINDS:
-    stated["qkv_bias"] = "model_type", kind == "qwen2"
-    stated["qk_norm"] = "model_type", kind == "qwen3"
-  return stated
-
-
-def _complete(found: Mapping[str, Any]) -> dict[str, Any]:
-  """The fields, and what transformers takes for those that a known model lacks."""
-  kind = str(found.get("model_type"))
-  there = _KINDS.get(kind, {}) | dict(found)
+  there = {**_KINDS.get(str(found.get("model_type")), {}), **found}
+  for place in ("rope_scaling", "rope_parameters"):
+    if isinstance(rope := there.pop(place, None), dict):
+      there |= {k: v for k, v in rope.items() if v is not None}
+  there.setdefault("rope_type", there.pop("type", "default"))
+  if there["rope_type"] != "llama3":
+    there = {k: v for k, v in there.items() if k not in _ROPE} | {"rope_scaling": None}
   heads, size = there.get("num_attention_heads"), there.get("hidden_size")
-  if kind in _KINDS and isinstance(heads, int) and heads > 0:
+  if str(found.get("model_type")) in _KINDS and isinstance(heads, int) and heads > 0:
     derived = {"num_key_value_heads": heads}
     derived |= {"head_dim": size // heads} if isinstance(size, int) else {}
     there |= {k: v for k, v in derived.items() if there.get(k) is None}
-  return there
+  return {k: v for k, v in there.items() if v is not None or k == "rope_scaling"}
 
 
 def check_llama(
@@ -127,18 +99,13 @@ def check_llama(
     names: of all arrays in the file.
     new_head: the file's head is not used.
   """
-  here, problems = _here(model), []
-  for setting, (field, there) in transformer_settings(found).items():
-    if there != here[setting] and field == "model_type":
-      why = f"{field} is {found[field]!r} there"
-      problems.append(f"{why}, set Transformer.{setting}={there!r}")
-    elif there != here[setting]:
-      place = f"Transformer.{setting}"
-      problems.append(different(field, there, here[setting], place))
-  problems += [*unsupported(found, _FIXED), *_unsupported_rope(found)]
-  window = _complete(found).get("sliding_window")
+  there, settings = completed(found), _settings(model)
+  problems = [*compare(there, model, settings, _FIXED)]
+  if there["rope_type"] == "llama3":
+    problems += [f"no {x} there, copy it again" for x in _ROPE if x not in there]
+  window = there.get("sliding_window")
   length = getattr(info, "sequence_length", 0)
-  if isinstance(window, int | float) and 0 < window < length and _slides(found):
+  if isinstance(window, int | float) and 0 < window < length and _slides(there):
     problems.append(
       f"sliding_window is {window!r} there and attention is to all tokens here, "
       f"give {window} tokens or fewer as sequence_length"
@@ -151,8 +118,7 @@ def check_llama(
       "tie_word_embeddings is False there and the file has no lm_head.weight, "
       "copy it again or set init_head=True"
     )
-  compared = {field for field, _ in transformer_settings(found).values()}
-  notes = unknown(found, _HARMLESS | compared | set(_FIXED))
+  notes = unknown(there, {*_HARMLESS, *settings, *_FIXED})
   if is_tied and not new_head and "lm_head.weight" in names:
     notes.append(
       "tie_word_embeddings is True there, but the file has an lm_head.weight of its "
@@ -163,58 +129,36 @@ def check_llama(
 
 def check_vit(found: Mapping[str, Any], model: Any) -> Comparison:
   """Compare a config.json with settings that have the fields of `config.ViT`."""
-  found = {"layer_norm_eps": 1e-12} | dict(found)
-  compared = {"num_attention_heads": "num_heads", "layer_norm_eps": "norm_eps"}
-  problems = [
-    different(field, found[field], getattr(model, setting), f"ViT.{setting}")
-    for field, setting in compared.items()
-    if field in found and found[field] != getattr(model, setting)
-  ]
-  problems += unsupported(found, _VIT_FIXED)
-  known = _VIT_HARMLESS | set(compared) | set(_VIT_FIXED)
-  return Comparison(problems, unknown(found, known))
+  there = {"layer_norm_eps": 1e-12} | {k: v for k, v in found.items() if v is not None}
+  settings = {
+    "num_attention_heads": ("num_heads", model.num_heads),
+    "layer_norm_eps": ("norm_eps", model.norm_eps),
+  }
+  notes = unknown(there, {*_VIT_HARMLESS, *settings, *_VIT_FIXED})
+  return Comparison([*compare(there, model, settings, _VIT_FIXED)], notes)
 
 
-def _rope(found: Mapping[str, Any]) -> dict[str, Any]:
-  """The fields of rotary positions: transformers 5 has one place for them, 4 two."""
-  places = (found.get("rope_scaling"), found.get("rope_parameters"))
-  first, second = (x if isinstance(x, dict) else {} for x in places)
-  both = {"rope_theta": found.get("rope_theta")} | first | second
-  return {k: v for k, v in both.items() if v is not None}
-
-
-def _rope_type(rope: Mapping[str, Any]) -> Any:
-  return rope.get("rope_type", rope.get("type", "default"))
-
-
-def _unsupported_rope(found: Mapping[str, Any]) -> Iterator[str]:
-  """Rotary positions that no setting gives."""
-  rope = _rope(found)
-  field = "rope_scaling" if found.get("rope_scaling") else "rope_parameters"
-  if _rope_type(rope) not in _ROPE_TYPES:
-    both = f"{found[field]!r} there and one of {', '.join(_ROPE_TYPES)} here"
-    yield f"{field} is {both}, which no setting changes"
-  elif _rope_type(rope) == "llama3" and (left := [f for f in _ROPE if f not in rope]):
-    yield f"{field} has no {left[0]} there, copy it again"
-  whole = {"partial_rotary_factor": (1.0,)}
-  yield from unsupported(rope, whole, f"{field}.")
-
-
-def _slides(found: Mapping[str, Any]) -> bool:
+def _slides(there: Mapping[str, Any]) -> bool:
   """Whether attention is to a window in any layer."""
-  if isinstance(layers := found.get("layer_types"), list):
+  if isinstance(layers := there.get("layer_types"), list):
     return "sliding_attention" in layers
   # Qwen's files have a window even where it is not used.
-  is_qwen = str(found.get("model_type")).startswith("qwen")
-  return bool(found.get("use_sliding_window", not is_qwen))
+  is_qwen = str(there.get("model_type")).startswith("qwen")
+  return bool(there.get("use_sliding_window", not is_qwen))
 
 
-def _here(model: Any) -> dict[str, Any]:
-  """Our settings by name, as `transformer_settings` has them."""
-  own = ("num_heads", "rope_theta", "norm_eps", "qkv_bias", "qk_norm", *_ROPE.values())
-  return {name: getattr(model, name) for name in own} | {
-    "num_kv_heads": model.num_kv_heads or model.num_heads,
-    "head_width": model.head_width or model.width // model.num_heads,
+def _settings(model: Any) -> dict[str, tuple[str, Any]]:
+  """For each field of transformers the name of our setting, and its value."""
+  kv_heads = model.num_kv_heads or model.num_heads
+  width = model.head_width or model.width // model.num_heads
+  return {
+    "num_attention_heads": ("num_heads", model.num_heads),
+    "num_key_value_heads": ("num_kv_heads", kv_heads),
+    "head_dim": ("head_width", width),
+    "rope_theta": ("rope_theta", model.rope_theta),
+    "rms_norm_eps": ("norm_eps", model.norm_eps),
+    "rope_scaling": ("rope_factor", model.rope_factor),
+    **{field: (name, getattr(model, name)) for field, name in _ROPE.items()},
   }
 
 
@@ -254,8 +198,10 @@ def llama_config(
       "--naming jaxscale"
     )
   is_qwen = "Qwen3" if model.qk_norm else "Qwen2" if model.qkv_bias else None
-  name, here = is_qwen or "Llama", _here(model)
-  scaled = {"rope_type": "llama3"} | {f: here[setting] for f, setting in _ROPE.items()}
+  name = is_qwen or "Llama"
+  fields = {field: value for field, (_, value) in _settings(model).items()}
+  scaled = {"rope_type": "llama3"} | {field: fields.pop(field) for field in _ROPE}
+  fields["rope_scaling"] = None if model.rope_factor is None else scaled
   return {
     "architectures": [f"{name}ForCausalLM"],
     "model_type": name.lower(),
@@ -263,14 +209,9 @@ def llama_config(
     "hidden_size": model.width,
     "intermediate_size": hidden,
     "num_hidden_layers": model.num_layers,
-    "num_attention_heads": here["num_heads"],
-    "num_key_value_heads": here["num_kv_heads"],
-    "head_dim": here["head_width"],
-    "rope_theta": here["rope_theta"],
-    "rms_norm_eps": here["norm_eps"],
+    **fields,
     "hidden_act": "silu",
     "max_position_embeddings": sequence_length,
-    "rope_scaling": None if model.rope_factor is None else scaled,
     "attention_dropout": 0.0,
     **({} if is_qwen == "Qwen2" else {"attention_bias": False, "mlp_bias": False}),
     "tie_word_embeddings": False,

@@ -15,13 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxscale.files import mismatch
-from jaxscale.weights.config_json import (
-  OURS,
-  Comparison,
-  different,
-  unknown,
-  unsupported,
-)
+from jaxscale.weights.config_json import OURS, Comparison, compare, unknown
 
 _RESNET = re.compile(r"(?:tv_)?resnet(18|34|50|101|152)")
 _SIZES = "tiny|small|base|large|huge|giant|gigantic"
@@ -34,6 +28,7 @@ _HARMLESS = {
   "drop_rate", "dynamic_img_size", "embed_dim", "fix_init", "img_size", "in_chans",
   "mlp_ratio", "num_classes", "patch_drop_rate", "patch_size", "pos_drop_rate",
   "proj_drop_rate", "strict_img_size", "weight_init", "zero_init_last",
+  "class_token", "fc_norm",  # parts of what `_vit_fields` has as global_pool
 }  # fmt: skip
 # Those that no setting changes: the values with which a network is ours.
 _FIXED = {
@@ -42,13 +37,18 @@ _FIXED = {
   "down_kernel_size": (1,), "output_stride": (32,), "replace_stem_pool": (False,),
   "stem_type": ("",), "stem_width": (64,), "global_pool": ("avg", "fast"),
 }  # fmt: skip
+# Poolings of a ViT: as `_vit_fields` has them, and ours.
+_POOLS = {
+  "token, class_token=True, fc_norm=False": "token",
+  "avg, class_token=False, fc_norm=False": "mean",
+}
 _VIT_FIXED = {
+  "global_pool": tuple(_POOLS),
   "act_layer": ("gelu",), "dynamic_img_pad": (False,), "final_norm": (True,),
   "no_embed_class": (False,), "pool_include_prefix": (False,), "pos_embed": ("learn",),
   "pre_norm": (False,), "proj_bias": (True,), "qk_norm": (False,), "qkv_bias": (True,),
   "reg_tokens": (0,), "scale_attn_norm": (False,), "scale_mlp_norm": (False,),
 }  # fmt: skip
-_POOLING = {"num_heads", "global_pool", "class_token", "fc_norm"}  # compared below
 _FIELDS = OURS | {
   "architecture", "global_pool", "label_descriptions", "label_names", "model_args",
   "num_classes", "num_features", "pretrained_cfg", "tags", "license",
@@ -64,84 +64,70 @@ def is_timm_config(found: Mapping[str, Any]) -> bool:
   return not {"architecture", "pretrained_cfg", "num_classes"}.isdisjoint(found)
 
 
-def check_timm(
-  found: Mapping[str, Any], model: Any, info: Any, new_head: bool
-) -> Comparison:
+def check_timm(found: Mapping[str, Any], model: Any, info: Any) -> Comparison:
   """Compare a config.json with a model of images.
 
   Args:
     found: its fields.
     model: settings, with the fields of `config.ResNet` or `config.ViT`.
-    info: of the data: `num_classes`, `mean`, `std`.
-    new_head: the file's classifier is not used.
+    info: of the data: `mean`, `std`.
   """
   args = found.get("model_args")
   args = args if isinstance(args, dict) else {}
+  there = {k: v for k, v in args.items() if v is not None}
   name = str(found.get("architecture", "")).partition(".")[0]
   if hasattr(model, "patch"):
-    problems, fixed = [*_vit_problems(name, args, found, model)], _VIT_FIXED
+    match, ours, fixed = _VIT.fullmatch(name), "plain ViT and DeiT", _VIT_FIXED
+    there |= _vit_fields(match, args, found)
+    names = {x: x for x in ("num_heads", "pool")} | {"LayerNorm's epsilon": "norm_eps"}
   else:
-    problems, fixed = [*_resnet_problems(name, found, model)], _FIXED
-  problems += unsupported(args, fixed, "model_args.")
-  for field in sorted(set(args) - _HARMLESS - _POOLING - set(fixed)):
-    if args[field] is not None:
-      given = f"model_args.{field} is {args[field]!r} there"
-      problems.append(f"{given}, which is not known here")
-  there, here = found.get("num_classes"), getattr(info, "num_classes", None)
-  if not new_head and None not in (there, here) and there != here:
-    problems.append(
-      f"num_classes is {there!r} there and {here} here, init_head=True starts "
-      "the classifier anew"
-    )
+    match, ours, fixed = _RESNET.fullmatch(name), "resnet18 to resnet152", _FIXED
+    there |= _resnet_fields(match, args, found)
+    names = {"depth": "depth", "BatchNorm's epsilon": "bn_epsilon"}
+  problems = []
+  if name and not match:
+    problems.append(f"architecture is {name!r} there, and only {ours} are like ours")
+  settings = {
+    field: (name, getattr(model, name, None)) for field, name in names.items()
+  }
+  problems += compare(there, model, settings, fixed)
+  for field in sorted(there.keys() - _HARMLESS - settings.keys() - fixed.keys()):
+    problems.append(f"{field} is {there[field]!r} there, which is not known here")
   return Comparison(problems, [*_image_notes(found, info), *unknown(found, _FIELDS)])
 
 
-def _resnet_problems(name: str, found: Mapping[str, Any], model: Any) -> Iterator[str]:
-  match = _RESNET.fullmatch(name)
-  if name and not match:
-    ours = "resnet18, resnet34, resnet50, resnet101 and resnet152"
-    yield f"architecture is {name!r} there, and only {ours} are like our ResNet"
-  elif match and int(match[1]) != (depth := getattr(model, "depth", None)):
-    yield different("depth", int(match[1]), depth, "ResNet.depth")
-  if match and (eps := getattr(model, "bn_epsilon", None)) != _BN_EPSILON:
-    yield different("BatchNorm's epsilon", _BN_EPSILON, eps, "ResNet.bn_epsilon")
-  yield from unsupported(found, {"global_pool": _FIXED["global_pool"]})
+def _resnet_fields(
+  match: re.Match | None, args: Mapping[str, Any], found: Mapping[str, Any]
+) -> dict[str, Any]:
+  """What an architecture stands for, and its pooling."""
+  pool = args.get("global_pool", found.get("global_pool"))
+  there = {} if pool is None else {"global_pool": pool}
+  if match:
+    there |= {"depth": int(match[1]), "BatchNorm's epsilon": _BN_EPSILON}
+  return there
 
 
-def _vit_problems(
-  name: str, args: Mapping[str, Any], found: Mapping[str, Any], model: Any
-) -> Iterator[str]:
-  match = _VIT.fullmatch(name)
-  if name and not match:
-    ours = "plain ViT and DeiT"
-    yield f"architecture is {name!r} there, and only {ours} are like our ViT"
-  if match and model.norm_eps != _NORM_EPS:
-    here = model.norm_eps
-    yield different("LayerNorm's epsilon", _NORM_EPS, here, "ViT.norm_eps")
-  is_gap = bool(match and match[2])
-  heads = args.get("num_heads")
-  if match and heads is None:
-    heads = 16 if is_gap else _HEADS.get(match[1], 16)
-  if heads is not None and heads != model.num_heads:
-    yield different("num_heads", heads, model.num_heads, "ViT.num_heads")
-  # As timm's VisionTransformer decides; by itself the field says what it decided.
+def _vit_fields(
+  match: re.Match | None, args: Mapping[str, Any], found: Mapping[str, Any]
+) -> dict[str, Any]:
+  """What an architecture stands for, and its pooling, as timm's VisionTransformer."""
+  is_gap, there = bool(match and match[2]), {}
+  if match:
+    there["LayerNorm's epsilon"] = _NORM_EPS
+    there["num_heads"] = 16 if is_gap else _HEADS.get(match[1], 16)
+  if args.get("num_heads") is not None:
+    there["num_heads"] = args["num_heads"]
+  # By itself, without arguments, the field says what was decided.
   pool = args.get("global_pool", found.get("global_pool", "avg" if is_gap else None))
-  has_token = args.get("class_token", not is_gap)
-  norm = args.get("fc_norm", False if is_gap else None)
-  is_after = (pool == "avg") if norm is None else norm
-  if pool is None and not match:
-    return
-  form = pool or "token", has_token, is_after
-  kinds = (("token", True, False), "token"), (("avg", False, False), "mean")
-  kind = next((kind for wanted, kind in kinds if form == wanted), None)
-  if kind is None:
-    yield (
-      f"global_pool is {pool!r} there, with class_token={has_token} and "
-      f"fc_norm={is_after}, which no setting gives (ours: 'token', or 'avg' with "
-      "class_token=False and fc_norm=False)"
-    )
-  elif kind != model.pool:
-    yield different("pool", kind, model.pool, "ViT.pool")
+  if match or pool is not None:
+    norm = args.get("fc_norm", False if is_gap else None)
+    has_norm = pool == "avg" if norm is None else norm
+    has_token = args.get("class_token", not is_gap)
+    form = f"{pool or 'token'}, class_token={has_token}, fc_norm={has_norm}"
+    there["global_pool"] = form
+    if form in _POOLS:
+      there["pool"] = _POOLS[form]
+  return there
 
 
 def _image_notes(found: Mapping[str, Any], info: Any) -> Iterator[str]:

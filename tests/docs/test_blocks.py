@@ -111,8 +111,6 @@ def test_options_and_config_exist_and_fit_the_devices(command):
   config = config_of(args)
   if name != "train" or config is None or type(config.data).__name__ not in OFFLINE:
     return
-  if "exchange.links" in args.overrides:  # the file of a command before
-    return
   count = int(command.env.get("JAX_NUM_CPU_DEVICES", "1"))
   build.experiment(config, devices=jax.devices()[:count])
 

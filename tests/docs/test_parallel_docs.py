@@ -35,7 +35,8 @@ def test_the_models_fit_below_the_memory_of_their_chips(config, chips, least, mo
   """As the compilers reported; the sizes are TinyLlama's and Llama 2's."""
   import jax
 
-  from jaxscale.planning.topologies import CHIPS, Memory
+  from jaxscale.hlo import Memory
+  from jaxscale.planning.topologies import CHIPS
 
   settings = load_config(config)
   stack = make_model(settings, settings.data.abstract(settings.batch_size)[0].info)

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from jaxscale import optim
-from jaxscale.training.state import TrainState
 from jaxscale.training.step import with_average
+from jaxscale.training.types import TrainState
 
 torch = pytest.importorskip("torch")
 timm = pytest.importorskip("timm")

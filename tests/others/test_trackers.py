@@ -19,6 +19,7 @@ import pytest
 from jaxscale import config, metrics
 from jaxscale.config.bases import TrackerContext
 from support.commands import child_env
+from support.extending import blocks
 from support.processes import free_port, wait_until
 from support.tiny_runs import command, newest_step, start
 
@@ -28,13 +29,17 @@ pytest.importorskip("trackio")
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 ALL = (
-  "--config.log.trackers=Wandb,MLflow,Trackio",
+  "--config.log.trackers=Wandb,MLflow,Trackio",  # the last of docs/extending.md
   *(f"--config.log.trackers.{x}.flush_s=40" for x in ("Wandb", "MLflow", "Trackio")),
 )
 # Slow until it is killed, and then fast enough that trackers are open before its end.
-PACED = """
-import os, time
-from jaxscale import config
+(TRACKIO,) = (block for block in blocks() if "class Trackio" in block)
+PACED = f"""
+import contextlib, os, time
+from jaxscale import config, metrics
+
+{TRACKIO}"""
+PACED += """
 
 class Paced(config.Digits):
   def build(self):

@@ -22,7 +22,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.models.resnet import DEPTHS
 from jaxscale.weights.check import check_source
 from jaxscale.weights.families import settings_of
-from jaxscale.weights.hf_config import transformer_settings
+from jaxscale.weights.hf_config import completed
 from others import agreement, training
 
 
@@ -181,7 +181,7 @@ NO_HEAD = "init_head=True starts the classifier anew"
   ("architecture", "settings", "options", "says", "or_else"),
   [
     ("resnet18", cfg.ResNet(depth=18), {"num_classes": 0},
-     f"num_classes is 0 there and 7 here, {NO_HEAD}",
+     f"2 missing, first fc.weight; {NO_HEAD}",
      f"2 missing, first fc.weight; {NO_HEAD}"),
     ("resnet18", cfg.ResNet(depth=34), {}, "depth is 18 there and 34 here, set ResNet",
      "it is of ResNet(depth=18, width=64, stem='imagenet'), set these"),
@@ -190,13 +190,13 @@ NO_HEAD = "init_head=True starts the classifier anew"
     ("resnetblur18", cfg.ResNet(depth=18), {}, "architecture is 'resnetblur18' there",
      None),
     ("vit_base_patch16_224", V48, VIT | {"global_pool": "avg"},
-     "class_token=True and fc_norm=True", "only those of fc_norm=False are"),
+     "class_token=True, fc_norm=True", "only those of fc_norm=False are"),
     ("vit_base_patch16_224", V48, VIT | {"global_pool": "avg", "fc_norm": False},
-     "class_token=True and fc_norm=False", None),
+     "class_token=True, fc_norm=False", None),
     ("vit_base_patch16_224", dataclasses.replace(V48, num_heads=4), VIT,
      "num_heads is 3 there and 4 here, set ViT.num_heads=3", None),
     ("vit_base_patch16_224", V48, VIT | {"qk_norm": True},
-     "model_args.qk_norm is True there", "not among ours"),
+     "qk_norm is True there", "not among ours"),
   ],
 )  # fmt: skip
 def test_what_timm_saved_is_refused_by_name(
@@ -224,16 +224,15 @@ def test_what_timm_saved_is_refused_by_name(
 )
 def test_a_field_that_is_missing_is_what_transformers_takes(kind, fields):
   made = getattr(transformers, f"{kind}Config")(**fields)
-  stated = transformer_settings(
-    {"hidden_size": 4096, "model_type": kind.lower()} | fields
-  )
+  there = completed({"hidden_size": 4096, "model_type": kind.lower()} | fields)
   heads = made.num_attention_heads
   wanted = {
-    "num_heads": heads, "num_kv_heads": made.num_key_value_heads,
-    "head_width": getattr(made, "head_dim", None) or made.hidden_size // heads,
-    "norm_eps": made.rms_norm_eps, "rope_theta": made.rope_parameters["rope_theta"],
+    "num_attention_heads": heads, "num_key_value_heads": made.num_key_value_heads,
+    "head_dim": getattr(made, "head_dim", None) or made.hidden_size // heads,
+    "rms_norm_eps": made.rms_norm_eps,
+    "rope_theta": made.rope_parameters["rope_theta"],
   }  # fmt: skip
-  assert {name: stated[name][1] for name in wanted} == wanted
+  assert {name: there[name] for name in wanted} == wanted
 
 
 @pytest.mark.parametrize("kind", ["StableLm", "Phi", "GPTNeoX"])

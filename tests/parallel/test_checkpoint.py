@@ -14,8 +14,7 @@ import pytest
 from jaxscale import optim
 from jaxscale.checkpoint import checksum, files
 from jaxscale.checkpoint.manager import Checkpoints, UnsavedError
-from jaxscale.errors import ConfigError
-from jaxscale.training.loop import NonFiniteError
+from jaxscale.errors import ConfigError, NonFiniteError
 from support.states import at_step, make_states
 from support.trees import assert_same_bits
 

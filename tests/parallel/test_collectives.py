@@ -12,11 +12,10 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxscale import collectives
+from jaxscale import collectives, hlo
 from jaxscale.collectives import Dim, Plan, plan
 from jaxscale.collectives.planner import axis_dims
 from jaxscale.errors import ConfigError
-from jaxscale.planning import hlo
 from support.cases import all_slow_except
 
 SIZES = (0, 1, 2, 3, 5, 7, 8, 9, 13, 16, 17, 31, 63, 64, 65, 97, 127, 257, 1000, 1021)

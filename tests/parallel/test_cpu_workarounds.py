@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxscale.collectives.cpu_workarounds import numbered, one_at_a_time
 from jaxscale.mesh import batch_axes, make_mesh
 from jaxscale.models.attention import rotate
-from jaxscale.parallel import layout as layouts
-from jaxscale.parallel import make_layout, stack_loss
+from jaxscale.parallel import make_layout, placement, stack_loss
 from jaxscale.run.session import set_cpu_threads
 from support.tiny_stack import RULES, batch, tiny_stack
 
@@ -153,7 +152,7 @@ def test_few_layers_that_are_whole_are_written_out(is_loop, layers, remat, axes,
   loss_fn = stack_loss(stack, layout, remat=remat)
 
   def loss(params, batch):
-    params = layouts.pair_shards(*layouts.shards_and_full(params, layout))
+    params = placement.pair_shards(*placement.shards_and_full(params, layout))
     return jax.lax.psum(loss_fn(params, {}, batch, None)[0], layout.token_axes)
 
   specs = layout.param_specs, P(batch_axes(mesh))

@@ -6,7 +6,7 @@ import json
 import jax
 import pytest
 
-from jaxscale import train
+from jaxscale import hlo, train
 from jaxscale.config import (
   LAMB,
   MLP,
@@ -27,9 +27,8 @@ from jaxscale.config import Config as Whole
 from jaxscale.config import Mesh as Grid
 from jaxscale.config.record import to_plain
 from jaxscale.errors import ConfigError
-from jaxscale.exchange.local import BlockMomentumState
+from jaxscale.exchange.local_updates import BlockMomentumState
 from jaxscale.experiment import build
-from jaxscale.planning import hlo
 from jaxscale.run.workdir import claim_workdir
 from support.configs import recorded
 
@@ -150,27 +149,10 @@ def test_workers_that_train_alone():
 
 
 def test_the_plan_is_reported():
-  (note,) = build.experiment(config(exchange=AllReduce(algorithm="auto"))).notes
-  assert note.startswith("exchange by ") and "planned by assumed links" in note
-
-
-def test_links_of_the_benchmark_decide(tmp_path):
-  link = {"alpha": 1e-6, "beta": 1e-9, "switched": True}
-  row = {"num_bytes": 4 * PARAMS, "algorithm": "psum", "dims": [], "seconds": 1e-3}
-  path = tmp_path / "links.json"
-  path.write_text(json.dumps({
-    "mesh": {"replica": 2, "data": 4}, "links": {"replica": link, "data": link},
-    "measured": [row],
-  }))  # fmt: skip
-  chosen = AllReduce(algorithm="auto", links=str(path))
-  (note,) = build.experiment(config(exchange=chosen)).notes
-  assert note.startswith("exchange by psum, 1 ms") and str(path) in note
-  alone = {"mesh": {"data": 8}, "links": {"data": link}, "measured": [row]}
-  path.write_text(json.dumps(alone))
-  (note,) = build.experiment(config(exchange=chosen, mesh=Grid())).notes
-  assert note.startswith("exchange by psum, 1 ms")  # an axis of one does not count
-  with pytest.raises(ConfigError, match=r"AllReduce.links=.*--mesh 2x4"):
-    build.experiment(config(exchange=chosen, mesh=Grid(replica=2, data=4)))
+  torus = AllReduce(algorithm="torus")
+  (note,) = build.experiment(config(exchange=torus)).notes
+  assert note.startswith("exchange by torus data:2 x data:2 x replica:2, ")
+  assert note.endswith(f"for {4 * PARAMS / 1e6:.3g} MB at once on assumed links")
 
 
 MISTAKES = {
@@ -180,9 +162,6 @@ MISTAKES = {
     ["exchange.algorithm=torus", "exchange.dims=rack:2,data:4"], "no axis 'rack'"),
   "dims": (["exchange.algorithm=torus", "exchange.dims=data:3"], "multiply to the 8"),
   "dims of a ring": (["exchange.algorithm=ring", "exchange.dims=data:8"], "'torus'"),
-  "links": (
-    ["exchange.algorithm=auto", "exchange.links=no.json"],
-    "AllReduce.links=no.json: No such"),
   "share": (["exchange=TopK", "exchange.share=0.2"], "give a share below 0.125"),
   "block": (
     ["exchange=Int8", "exchange.bucket_bytes=64"], "Int8.bucket_bytes=64: holds no"),

@@ -10,7 +10,7 @@ import pytest
 
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.errors import ConfigError
-from jaxscale.exchange import local, plain
+from jaxscale.exchange import local_updates, plain
 from jaxscale.exchange.power_sgd import power_sgd
 from jaxscale.mesh import batch_sharding, make_mesh
 from jaxscale.training.state import abstract_state, init_state
@@ -214,7 +214,7 @@ def test_an_exchange_that_cannot_be_carried_over_says_what_to_do(tmp_path):
 
 
 def test_workers_of_their_own_are_refused_on_another_number_of_devices(tmp_path):
-  tx, method = optax.sgd(0.1, momentum=0.9), local.block_momentum(4, 8)
+  tx, method = optax.sgd(0.1, momentum=0.9), local_updates.block_momentum(4, 8)
   made = init_fn, tx, make_mesh(), plain(AXES)
   state = init_state(*made, local=method)
   with Checkpoints(tmp_path) as checkpoints:

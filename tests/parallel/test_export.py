@@ -21,7 +21,7 @@ from jaxscale.mesh import make_mesh
 from jaxscale.models.stack import stack_logits
 from jaxscale.run.fit import fit
 from jaxscale.run.workdir import describe
-from jaxscale.training.state import TrainState
+from jaxscale.training.types import TrainState
 from jaxscale.weights import export_safetensors, import_safetensors
 from jaxscale.weights.safetensors import read_header
 from support.commands import child_env

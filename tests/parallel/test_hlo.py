@@ -11,12 +11,14 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxscale import hlo
 from jaxscale.exchange import plain
+from jaxscale.hlo import parse
+from jaxscale.hlo.cost import FLOPS_PER_BYTE, costs
 from jaxscale.mesh import make_mesh
-from jaxscale.planning import hlo, parse
-from jaxscale.planning.cost import FLOPS_PER_BYTE, costs
 from jaxscale.training.state import abstract_state
 from jaxscale.training.step import make_train_step
+from jaxscale.training.types import StepOptions
 from support.paths import DATA
 
 AXES = ("replica", "data")
@@ -224,9 +226,8 @@ def test_our_step_sends_its_gradients_once(accumulate):
     return {"w": jax.random.normal(key, (32, 48))}, {}
 
   state = abstract_state(init, tx, mesh, plain(AXES))
-  step = make_train_step(
-    loss, tx, mesh, plain(AXES), accumulate_steps=accumulate, unroll=False
-  )
+  options = StepOptions(num_microbatches=accumulate, unroll=False)
+  step = make_train_step(loss, tx, mesh, plain(AXES), options=options)
   batch = {"x": jax.ShapeDtypeStruct((64, 32), jnp.float32)}
   table = hlo.collectives(step.lower(state, batch).compile(), mesh)
   sums = hlo.total(table, "all-reduce")

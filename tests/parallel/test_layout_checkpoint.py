@@ -17,6 +17,7 @@ from jaxscale.parallel import gpipe_grads, make_layout, stack_loss
 from jaxscale.parallel.layout_exchange import exchange_axes
 from jaxscale.training.state import abstract_state, init_state
 from jaxscale.training.step import make_train_step
+from jaxscale.training.types import StepOptions
 from support.cases import all_slow_except
 from support.tiny_stack import RULES, batch, tiny_stack
 from support.trees import worst_leaf
@@ -61,8 +62,8 @@ def parts(name) -> Parts:
   made = lambda key: (stack.init(key), {}), tx, mesh, exchange
   options: Any = {"layout": layout, "average": True}
   step = make_train_step(
-    loss, tx, mesh, exchange, layout=layout, ema_decay=0.9,
-    accumulate_steps=2 if piped else 1,
+    loss, tx, mesh, exchange, layout=layout,
+    options=StepOptions(ema_decay=0.9, num_microbatches=2 if piped else 1),
   )  # fmt: skip
   return Parts(
     mesh, abstract_state(*made, **options), init_state(*made, **options, seed=1), step

@@ -16,7 +16,7 @@ from jaxscale.experiment import build
 from jaxscale.mesh import MeshShape, host_shard, make_mesh, mesh_shape
 from jaxscale.models import decoder, vision_transformer
 from jaxscale.parallel import Rule, largest, make_layout, partition, rules
-from jaxscale.parallel.layout import opt_state_specs, replicated_layout
+from jaxscale.parallel.specs import opt_state_specs, replicated_layout
 from jaxscale.planning.describe import describe
 from support.commands import child_env, error_line
 from support.configs import tiny_language

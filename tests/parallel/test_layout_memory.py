@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from jaxscale import config as cfg
-from jaxscale import optim
+from jaxscale import hlo, optim
 from jaxscale.errors import ConfigError
 from jaxscale.exchange import plain
 from jaxscale.experiment import build
 from jaxscale.experiment import layout as layout_parts
+from jaxscale.hlo import memory_of
 from jaxscale.mesh import batch_sharding, make_mesh
 from jaxscale.models import make_transformer
 from jaxscale.models.decoder import SHARDING
@@ -30,8 +31,6 @@ from jaxscale.parallel import (
 )
 from jaxscale.parallel.layout_exchange import exchange_axes
 from jaxscale.parallel.rules import Rule
-from jaxscale.planning import hlo
-from jaxscale.planning.topologies import memory_of
 from jaxscale.training import replica_check
 from jaxscale.training.state import abstract_state, make_init
 from jaxscale.training.step import make_eval_step, make_train_step

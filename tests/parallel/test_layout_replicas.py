@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale import optim
+from jaxscale import hlo, optim
 from jaxscale.exchange import plain
 from jaxscale.mesh import make_mesh
 from jaxscale.parallel import make_layout, stack_loss
-from jaxscale.parallel.layout import backward_sum_axes, shard_like_params
 from jaxscale.parallel.layout_exchange import exchange_axes
-from jaxscale.planning import hlo
+from jaxscale.parallel.placement import shard_like_params
+from jaxscale.parallel.specs import backward_sum_axes
 from jaxscale.training import nan_guard, replica_check
 from jaxscale.training.replica_check import (
   Replica,
@@ -22,6 +22,7 @@ from jaxscale.training.replica_check import (
 )
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_train_step
+from jaxscale.training.types import StepOptions
 from support.bad_values import flipped, spoilt
 from support.cases import all_slow_except
 from support.tiny_stack import RULES, batch, tiny_stack
@@ -183,7 +184,10 @@ def spoilt_step(name, what):
   made = tx, mesh, exchange
   state = init_state(lambda key: (stack.init(key), {}), *made, layout=layout)
   step = make_train_step(
-    stack_loss(stack, layout), *made, layout=layout, skip_bad_steps=True
+    stack_loss(stack, layout),
+    *made,
+    layout=layout,
+    options=StepOptions(skip_bad_steps=True),
   )
   return mesh, layout, state, step
 

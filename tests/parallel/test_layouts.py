@@ -28,6 +28,7 @@ from jaxscale.parallel import (
 from jaxscale.parallel.layout_exchange import exchange_axes
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_train_step
+from jaxscale.training.types import StepOptions
 from support.cases import all_slow_except
 from support.compiling import fast_compile_options
 from support.tiny_stack import LENGTH, RULES, VOCAB, tiny_stack
@@ -200,7 +201,12 @@ def runs(case: Case, dtype: str, devices: int, *starts: Any) -> list[Run]:
   tx, exchange = side_by_side(names), plain(exchange_axes(every))
   state = init_state(init, tx, mesh, exchange, layout=every, seed=SEED)
   step: Any = make_train_step(
-    loss_fn, tx, mesh, exchange, layout=every, accumulate_steps=case.micros, seed=SEED
+    loss_fn,
+    tx,
+    mesh,
+    exchange,
+    layout=every,
+    options=StepOptions(num_microbatches=case.micros, seed=SEED),
   )
   given = [jax.device_put(b, batch_sharding(mesh)) for b in batches()]
   # XLA may keep more than bfloat16 where it fuses, and fuses layouts differently.

@@ -9,15 +9,15 @@ import numpy as np
 import optax
 import pytest
 
-from jaxscale import exchange, models, optim
+from jaxscale import exchange, hlo, models, optim
 from jaxscale.errors import ConfigError
-from jaxscale.exchange import local
+from jaxscale.exchange import local_updates as local
 from jaxscale.mesh import batch_sharding, make_mesh
-from jaxscale.planning import hlo
 from jaxscale.training import losses
 from jaxscale.training.local_step import make_local_train_step
 from jaxscale.training.state import abstract_state, init_state
 from jaxscale.training.step import make_train_step
+from jaxscale.training.types import StepOptions
 from support.digits import digits_batch
 
 AXES = ("replica", "data")
@@ -97,7 +97,11 @@ def nesterov(anchor, mean, v, rate=0.7, m=0.9):
 
 
 CASES = {
-  "block momentum": (local.block_momentum(3, WORKERS), bmuf(1 - 1 / WORKERS), True),
+  "block momentum": (
+    local.block_momentum(3, WORKERS),
+    bmuf(1 - 1 / WORKERS),
+    True,
+  ),
   "its options": (
     local.block_momentum(
       3, WORKERS, momentum=0.6, rate=0.5, nesterov=False, reset_momentum=False
@@ -209,18 +213,18 @@ def test_nothing_crosses_the_network_between_synchronizations():
   assert all(row.conditional for row in silent)
   assert hlo.total(silent).payload_bytes == DIM * 4
   always = [row for row in table() if not row.conditional]
-  assert (
-    hlo.total(always).payload_bytes == 16
-  )  # loss, examples, norm of gradients, rate
+  assert hlo.total(always).payload_bytes == 12  # loss, examples, norm of gradients
   assert all(row.conditional == (row.axes == AXES) for row in
              table(reduce_metrics=False, workers=("replica",)))  # fmt: skip
 
 
 def test_metrics_of_each_device_average_to_the_reduced_ones():
-  tx = optim.sgd(lambda step: 0.05 / jnp.asarray(1 + step, jnp.float32))
-  method = local.local_sgd(2)
-  whole = run(method, tx, 3)
-  each = run(method, tx, 3, reduce_metrics=False)
+  def schedule(step):
+    return 0.05 / jnp.asarray(1 + step, jnp.float32)
+
+  tx, method = optim.sgd(schedule), local.local_sgd(2)
+  whole = run(method, tx, 3, schedule=schedule)
+  each = run(method, tx, 3, schedule=schedule, reduce_metrics=False)
   for (_, a), (_, b) in zip(whole, each, strict=True):
     assert b["loss"].shape == b["grad_norm"].shape == (WORKERS,)
     for name in ("loss", "grad_norm", "learning_rate"):
@@ -243,9 +247,11 @@ def test_micro_batches_change_nothing():
 
   def last(**options):
     tx = optax.sgd(0.05, momentum=0.9)
-    return run(local.diloco(2), tx, 3, observe=observe, **options)[-1]
+    return run(local.diloco(2), tx, 3, options=StepOptions(observe=observe, **options))[
+      -1
+    ]
 
-  (whole, metrics), (parts, same) = last(), last(accumulate_steps=2)
+  (whole, metrics), (parts, same) = last(), last(num_microbatches=2)
   np.testing.assert_allclose(
     parts.exchange_state.params["w"], whole.exchange_state.params["w"], atol=1e-6
   )
@@ -255,7 +261,11 @@ def test_micro_batches_change_nothing():
 
 
 def test_shapes_are_known_without_computing():
-  mesh, tx, method = make_mesh(replica=2), optim.sgd(0.1), local.block_momentum(2, 8)
+  mesh, tx, method = (
+    make_mesh(replica=2),
+    optim.sgd(0.1),
+    local.block_momentum(2, 8),
+  )
   state = init_state(init, tx, mesh, PLAIN, local=method)
   abstract = abstract_state(init, tx, mesh, PLAIN, local=method)
   assert jax.tree.structure(state) == jax.tree.structure(abstract)
@@ -295,3 +305,12 @@ def test_mistakes_are_one_line(make, match):
   with pytest.raises(ConfigError, match=match) as error:
     make()
   assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("options", [{"ema_decay": 0.9}, {"measure_noise_scale": True}])
+def test_options_of_synchronous_training_are_refused(options):
+  method, mesh = local.local_sgd(2), make_mesh()
+  with pytest.raises(ConfigError, match=r"^options need synchronous training; unset"):
+    make_local_train_step(
+      quadratic, optax.sgd(0.1), mesh, PLAIN, method, options=StepOptions(**options)
+    )

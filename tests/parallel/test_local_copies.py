@@ -17,8 +17,7 @@ from jaxscale.checkpoint.checksum import DamagedError
 from jaxscale.checkpoint.lock import LockLostError, acquire
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config import Checkpoint
-from jaxscale.errors import ConfigError
-from jaxscale.training.loop import NonFiniteError
+from jaxscale.errors import ConfigError, NonFiniteError
 from support.states import at_step, make_states
 from support.trees import assert_same_bits
 

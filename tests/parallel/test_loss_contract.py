@@ -10,7 +10,7 @@ from jax import lax
 from jaxscale import config
 from jaxscale.errors import ConfigError
 from jaxscale.exchange import Exchange, plain
-from jaxscale.exchange.local import local_sgd
+from jaxscale.exchange.local_updates import local_sgd
 from jaxscale.experiment.build import experiment
 from jaxscale.mesh import batch_sharding, make_mesh
 from jaxscale.training import contract
@@ -18,6 +18,7 @@ from jaxscale.training.local_step import make_local_train_step
 from jaxscale.training.losses import Objective
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_eval_step, make_train_step
+from jaxscale.training.types import StepOptions
 
 RNG = np.random.default_rng(0)
 BATCH = {
@@ -47,12 +48,12 @@ def summed(params, model_state, batch, keys, new_state=None):
   return loss, (model_state, {"loss": loss, "examples": len(keys)})
 
 
-def train(loss_fn, num_devices=4, steps=2, make=None, **options):
+def train(loss_fn, num_devices=4, steps=2, make=None, exchange=None, **options):
   """The state and the last metrics of some steps."""
   mesh, tx = make_mesh(devices=jax.devices()[:num_devices]), optax.sgd(0.1)
   average = "ema_decay" in options
   state = init_state(make or init(), tx, mesh, average=average)
-  step = make_train_step(loss_fn, tx, mesh, **options)
+  step = make_train_step(loss_fn, tx, mesh, exchange, options=StepOptions(**options))
   batch = jax.device_put(BATCH, batch_sharding(mesh))
   for _ in range(steps):
     state, metrics = step(state, batch)
@@ -97,7 +98,7 @@ def test_a_loss_that_is_no_sum_is_refused(name):
   """Its gradients would grow with the devices: 0.217, 0.433 and 1.73 on 1, 2 and 8."""
   for num_devices, micros in ((1, 1), (4, 2)):
     with pytest.raises(ConfigError, match=r"^loss_fn returns .*; sum over the rows"):
-      train(LOSSES[name], num_devices, accumulate_steps=micros)
+      train(LOSSES[name], num_devices, num_microbatches=micros)
 
 
 def test_a_loss_that_cannot_be_checked_is_named(monkeypatch):
@@ -302,7 +303,7 @@ def test_micro_batches_count_as_one_step(micros):
   def loss_fn(*args):
     return summed(*args, new_state=new_state)
 
-  state, _ = train(loss_fn, make=init(queue), accumulate_steps=micros, steps=3)
+  state, _ = train(loss_fn, make=init(queue), num_microbatches=micros, steps=3)
   assert state.model_state["steps"] == 3 and state.model_state["warm"]
   assert state.model_state["steps"].dtype == jnp.uint8
   np.testing.assert_array_equal(state.model_state["teacher"].astype(float), 1.75)
@@ -369,7 +370,7 @@ def test_a_queue_of_several_micro_batches_is_refused():
   ):
     train(
       lambda *args: summed(*args, new_state=gathered), make=init(queue),
-      accumulate_steps=2,
+      num_microbatches=2,
     )  # fmt: skip
 
 

@@ -12,8 +12,8 @@ from jaxscale.config import Mesh
 from jaxscale.config.loading import load_config
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build, microbatches
-from jaxscale.experiment.derive import derive
-from jaxscale.experiment.microbatches import device_summary, micro_batches
+from jaxscale.experiment.derive import derive, device_summary
+from jaxscale.experiment.microbatches import micro_batches
 from jaxscale.preflight.devices import fits
 from jaxscale.run import adaptive_batch
 from jaxscale.run.workdir import claim_workdir, describe, describe_text, start_devices
@@ -205,7 +205,7 @@ def test_batch_norm_of_a_device_sees_the_same_examples():
   steps = 10
   wanted = run(fns, "lars", num_devices=4, steps=steps)
   micros = micro_batches(BATCH, 1, 2, 4) or 0
-  got = run(fns, "lars", num_devices=2, accumulate_steps=micros, steps=steps)
+  got = run(fns, "lars", num_devices=2, num_microbatches=micros, steps=steps)
   assert_same(got, wanted)
   larger = run(fns, "lars", num_devices=2, steps=steps)
   with pytest.raises(AssertionError):  # that of larger micro-batches is another

@@ -13,6 +13,7 @@ from jaxscale.models.stack import run_stack
 from jaxscale.training import noise_scale
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_train_step
+from jaxscale.training.types import StepOptions
 
 DIM, SIGMA, ROWS = 20, 0.5, 64
 # loss_i = |w - x_i|^2 / 2 with x_i ~ N(0, SIGMA^2): the gradient of an example
@@ -35,9 +36,8 @@ def measure(num_devices, accumulate_steps, steps=400, lr=0.0):
   state = init_state(
     lambda key: ({"w": jnp.array(W)}, {}), tx, mesh, exchange, noise_scale=True
   )
-  step = make_train_step(
-    quadratic, tx, mesh, exchange, accumulate_steps=accumulate_steps, noise_scale=True
-  )
+  options = StepOptions(num_microbatches=accumulate_steps, measure_noise_scale=True)
+  step = make_train_step(quadratic, tx, mesh, exchange, options=options)
   rng, metrics = np.random.default_rng(0), {}
   for _ in range(steps):
     x = SIGMA * rng.standard_normal((ROWS, DIM)).astype(np.float32)
@@ -94,9 +94,8 @@ def run(loss_fn, init, batches, num_devices, micros):
   mesh = make_mesh(devices=jax.devices()[:num_devices])
   tx, exchange = optax.sgd(0.0), plain(mesh.axis_names)
   state, metrics = init_state(init, tx, mesh, exchange, noise_scale=True), {}
-  step = make_train_step(
-    loss_fn, tx, mesh, exchange, accumulate_steps=micros, noise_scale=True
-  )
+  options = StepOptions(num_microbatches=micros, measure_noise_scale=True)
+  step = make_train_step(loss_fn, tx, mesh, exchange, options=options)
   for batch in batches:
     state, metrics = step(state, jax.device_put(batch, batch_sharding(mesh)))
   return {k: v.item() for k, v in metrics.items()}

@@ -18,13 +18,12 @@ from jaxscale.errors import ConfigError
 from jaxscale.experiment.build import experiment
 from jaxscale.training import contract
 from jaxscale.training.losses import Objective, cross_entropy
-from support.paths import ROOT
+from support.extending import blocks
 from support.tiny_stack import VOCAB, tiny_stack
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(64, 6)).astype("float32")
 Y = RNG.integers(0, 3, 64)
-PAGE = (ROOT / "docs" / "extending.md").read_text()
 
 
 class Block(nn.Module):
@@ -166,7 +165,7 @@ def test_what_depends_on_the_number_of_devices_is_named():
 
 
 def test_the_page_s_batch_norm_is_the_same_on_any_number_of_devices():
-  (code,) = re.findall(r"```python norm\n(.*?)```", PAGE, re.S)
+  (code,) = blocks("norm")
   home = {"nn": nn, "config": cfg, "__name__": __name__}
   exec(code, home)  # as a user's file; its class is in this module's name
   model = home["MyNormNet"](bn_span=8)

@@ -10,12 +10,17 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxscale import hlo
 from jaxscale.collectives import vary
 from jaxscale.errors import ConfigError
 from jaxscale.models.attention import attention
-from jaxscale.parallel.pipeline import bubble, one_f_one_b, split_micros, stage_micros
+from jaxscale.parallel.pipeline import (
+  bubble,
+  one_f_one_b,
+  split_microbatches,
+  stage_microbatches,
+)
 from jaxscale.parallel.sequence import split
-from jaxscale.planning import hlo
 from support import tiny_pipeline as tiny
 from support.cases import all_slow_except
 from support.trees import largest_distance
@@ -258,9 +263,9 @@ def test_what_would_hang_is_refused():
   ):
     step(*put(tiny.init(), tiny.make_batch(4)))
   with pytest.raises(
-    ConfigError, match=r"^micro_batches=3: does not divide the 4 rows"
+    ConfigError, match=r"^num_microbatches=3: does not divide the 4 rows"
   ):
-    split_micros(tiny.make_batch(4), 3)
+    split_microbatches(tiny.make_batch(4), 3)
 
 
 def test_gradients_stay_apart_where_parameters_vary():
@@ -272,7 +277,7 @@ def test_gradients_stay_apart_where_parameters_vary():
     ends = {k: vary(params[k], ("stage",)) for k in ("embed", "head")}
     grads, _ = one_f_one_b(
       tiny.embed, tiny.run(tiny.make_layer()), tiny.finish, params | ends,
-      split_micros(batch, 2),
+      split_microbatches(batch, 2),
     )  # fmt: skip
     return {k: jax.tree.map(lambda g: g[None], grads[k]) for k in ends}
 
@@ -290,5 +295,5 @@ def test_gradients_stay_apart_where_parameters_vary():
 def test_own_micros_are_the_outputs():
   mesh = tiny.mesh_of(stage=4)
   micros = np.arange(8)[:, None]
-  own = jax.shard_map(stage_micros, mesh=mesh, in_specs=P(), out_specs=P("stage"))
+  own = jax.shard_map(stage_microbatches, mesh=mesh, in_specs=P(), out_specs=P("stage"))
   np.testing.assert_array_equal(jax.jit(own)(micros), micros)

@@ -5,7 +5,7 @@ import re
 import pytest
 from PIL import Image
 
-from jaxscale.preflight import devices
+from jaxscale.preflight import child, devices
 from support.preflight_process import HOSTS, only, preflight, wrong
 
 FOLDER = """
@@ -101,7 +101,7 @@ def test_a_config_that_does_not_fit_is_refused():
   ],
 )  # fmt: skip
 def test_what_ended_jax_is_read_from_its_words(text, says):
-  assert devices.why(text, -6) == says
+  assert child.cause_of(text, -6) == says
 
 
 def test_a_gpu_that_jax_does_not_see_is_reported(monkeypatch):

@@ -6,12 +6,12 @@ import numpy as np
 import optax
 import pytest
 
+from jaxscale import hlo
 from jaxscale.config.loading import load_config
 from jaxscale.exchange import plain
 from jaxscale.exchange.wrappers import silent
 from jaxscale.experiment import build
 from jaxscale.mesh import batch_sharding, make_mesh, replicated
-from jaxscale.planning import hlo
 from jaxscale.training import losses, replica_check
 from jaxscale.training.replica_check import (
   ReplicaDivergenceError,

@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxscale import hlo
 from jaxscale.collectives import vary
 from jaxscale.collectives.typed import varying
 from jaxscale.errors import ConfigError
@@ -24,7 +25,6 @@ from jaxscale.parallel.sequence import (
   split,
   zigzag_order,
 )
-from jaxscale.planning import hlo
 from support.tiny_pipeline import mesh_of
 from support.trees import largest_distance
 

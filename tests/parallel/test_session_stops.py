@@ -18,8 +18,6 @@ from jaxscale.errors import ConfigError, GiveUpError, user_message
 from jaxscale.metrics import read_json_lines
 from jaxscale.run import callbacks, phases, session
 from jaxscale.run.fit import fit
-from jaxscale.run.workdir import experiment_in
-from jaxscale.studies import trials
 from support.configs import tiny_digits
 
 SIGTERM = StopRequest("SIGTERM at process 0 on n1")
@@ -124,21 +122,6 @@ def test_a_run_that_was_asked_to_stop_before_its_first_step_makes_none(
   monkeypatch.setattr("jaxscale.cluster.session._watch", alone)
   summary = fit(tiny_digits(), tmp_path).summary
   assert summary["outcome"] == "interrupted" and summary["step"] == 0
-
-
-def test_the_accuracy_of_a_trial_stops_when_asked(tmp_path, monkeypatch):
-  """All training examples may take longer than a save, and than the grace."""
-  alone, places = watches.start({}, 0, ["localhost"]), []
-  monkeypatch.setattr("jaxscale.cluster.session._watch", alone)
-  state, _ = fit(tiny_digits(), tmp_path)
-  experiment = experiment_in(tmp_path, tiny_digits())
-  note = alone.at
-  monkeypatch.setattr(alone, "at", lambda *at: (places.append(at), note(*at)))
-  trials.accuracy_on(experiment, state, experiment.train_data)
-  assert {phase for _, phase in places} == {"preparing", "evaluating", "outside"}
-  alone.stop.request(SIGTERM)
-  with pytest.raises(trials.Interrupted):
-    trials.accuracy_on(experiment, state, experiment.train_data)
 
 
 def test_what_jax_alone_has_joined_cannot_agree_on_ctrl_c(monkeypatch):

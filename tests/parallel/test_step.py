@@ -13,8 +13,9 @@ from jaxscale import optim
 from jaxscale.exchange import Exchange, plain
 from jaxscale.mesh import batch_sharding, make_mesh
 from jaxscale.training import losses
-from jaxscale.training.state import TrainState, abstract_state, init_state
+from jaxscale.training.state import abstract_state, init_state
 from jaxscale.training.step import make_eval_step, make_train_step, with_average
+from jaxscale.training.types import StepOptions, TrainState
 from support.cases import all_slow_except
 from support.digits import BATCH, OPTIMIZERS, assert_same, cnn, digits_batch, run
 
@@ -50,7 +51,7 @@ def test_replicas_equal_one_axis():
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_accumulation_equals_none(optimizer):
   fns = cnn(dropout=0.5)
-  got = run(fns, optimizer, num_devices=1, accumulate_steps=4)
+  got = run(fns, optimizer, num_devices=1, num_microbatches=4)
   assert_same(got, reference(optimizer))
 
 
@@ -58,13 +59,13 @@ def test_accumulation_equals_none(optimizer):
 def test_accumulation_leaves_running_averages_exact():
   """Statistics over 16 examples: four micro-batches of them or one of groups."""
   groups = run(cnn(batch_norm=True, bn_group_size=16), "sgd", num_devices=1)
-  micros = run(cnn(batch_norm=True), "sgd", num_devices=1, accumulate_steps=4)
+  micros = run(cnn(batch_norm=True), "sgd", num_devices=1, num_microbatches=4)
   assert_same(micros, groups)
 
 
 @pytest.mark.parametrize("unroll", all_slow_except([True, False], False))
 def test_accumulation_on_several_devices_equals_none(unroll):
-  options = dict(num_devices=4, accumulate_steps=4, unroll=unroll)
+  options = dict(num_devices=4, num_microbatches=4, unroll=unroll)
   assert_same(run(cnn(dropout=0.5), "sgd", **options), reference("sgd"))
 
 
@@ -106,9 +107,8 @@ def lowered_step(exchange=None, **options):
   tx = optim.sgd(0.1)
   exchange = exchange or plain(mesh.axis_names)
   abstract = abstract_state(fns.init, tx, mesh, exchange)
-  step = make_train_step(
-    losses.classification_loss(fns.apply), tx, mesh, exchange, **options
-  )
+  loss = losses.classification_loss(fns.apply)
+  step = make_train_step(loss, tx, mesh, exchange, options=StepOptions(**options))
   sharding = batch_sharding(mesh)
   batch = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
@@ -120,14 +120,14 @@ def lowered_step(exchange=None, **options):
 def test_accumulation_exchanges_once():
   """No collective sits in the loop over micro-batches, and none is added."""
   single = lowered_step().compile().as_text()
-  accumulated = lowered_step(accumulate_steps=4, unroll=False).compile().as_text()
+  accumulated = lowered_step(num_microbatches=4, unroll=False).compile().as_text()
   assert count_collectives(single) == count_collectives(accumulated)
   bodies = re.findall(r"body=%?([\w.\-]+)", accumulated)
   assert bodies
   for body in bodies:
     text = accumulated.split(f"%{body} (", 1)[1].split("\n}", 1)[0]
     assert not any(count_collectives(text).values())
-  unrolled = lowered_step(accumulate_steps=4).compile().as_text()
+  unrolled = lowered_step(num_microbatches=4).compile().as_text()
   assert count_collectives(single) == count_collectives(unrolled)
 
 
@@ -227,3 +227,24 @@ def test_eval_step_ignores_padding():
   assert {k: v.item() for k, v in totals.items()} == {
     k: v.item() for k, v in same.items()
   }
+
+
+@pytest.mark.parametrize("make", [optim.sgd, optax.inject_hyperparams(optax.sgd)])
+def test_the_learning_rate_is_the_one_that_the_optimizer_applied(make):
+  mesh, schedule = make_mesh(), optim.warmup_cosine(0.1, 3, 30)
+  tx = make(schedule)
+
+  def loss_fn(params, model_state, batch, keys):
+    loss = jnp.square(batch["x"] - params["w"]).sum()
+    return loss, (model_state, {"loss": loss, "examples": len(keys)})
+
+  state = init_state(lambda key: ({"w": jnp.ones(4)}, {}), tx, mesh)
+  step = make_train_step(loss_fn, tx, mesh, schedule=schedule)
+  batch = jax.device_put({"x": np.zeros((8, 4), np.float32)}, batch_sharding(mesh))
+  rates = []
+  for _ in range(5):
+    state, metrics = step(state, batch)
+    rates.append(metrics["learning_rate"].item())
+    applied = optim.learning_rate(state.opt_state).item()
+    assert rates[-1] == pytest.approx(applied, rel=1e-6)
+  assert rates[0] < rates[1] < rates[2]

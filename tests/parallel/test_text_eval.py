@@ -23,7 +23,6 @@ from jaxscale.experiment import build
 from jaxscale.launch import status
 from jaxscale.launch.scaling_report import report
 from jaxscale.mesh import make_mesh
-from jaxscale.metrics.mllog import log_from_record
 from jaxscale.run.fit import fit
 from jaxscale.training import loop
 from jaxscale.training.step import make_eval_step
@@ -175,7 +174,7 @@ def bigram():
     target_loss=3.6,
     evaluation=cfg.Evaluation(every_epochs=0.5, batch_size=24),
     checkpoint=cfg.Checkpoint(every_epochs=0.5, keep_last=1, keep_best=1),
-    log=cfg.Log(every_steps=8, tensorboard=False, mllog=True),
+    log=cfg.Log(every_steps=8, tensorboard=False),
   )
 
 
@@ -211,11 +210,6 @@ def test_a_run_of_a_language_model(bigram, tmp_path, capsys):
   )
   done = _done(summary, tmp_path)
   assert "(target loss 3.6: reached)" in done and "bits/byte" in done
-
-  log = (tmp_path / "mllog.txt").read_text()
-  assert f'"value": {summary["loss"]}' in log and '"status": "success"' in log
-  path = log_from_record(tmp_path)
-  assert path is not None and '"status": "success"' in path.read_text()
 
   row = status.status(RUN._replace(folder=str(tmp_path.parent)), 0, "7", None)
   shown = f"ppl {summary['perplexity']:.3f}"

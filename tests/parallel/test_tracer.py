@@ -12,7 +12,7 @@ import pytest
 
 from jaxscale import cli
 from jaxscale.config import Log
-from jaxscale.planning import hlo, trace
+from jaxscale.planning import trace
 from jaxscale.run import trace_request
 from jaxscale.run.fit import fit
 from jaxscale.run.trace_request import session_folder
@@ -30,7 +30,7 @@ SPAN |= {"checkpoint__every_epochs": "9.1", "log__tensorboard": "False"}
 def traced(tmp_path_factory):
   """A run of 112 steps on eight devices, and its workdir."""
   workdir = tmp_path_factory.mktemp("traced")
-  more = {"log__profile": "100:110", "log__dump_hlo": "True", **SPAN}
+  more = {"log__profile": "100:110", **SPAN}
   return fit(tiny_digits(**more), workdir), workdir
 
 
@@ -87,18 +87,9 @@ def test_the_summary_names_the_most_expensive(traced, capsys):
 
 
 @pytest.mark.slow
-def test_the_program_is_there_as_text(traced):
-  found = {p.name: p.read_text() for p in (traced[1] / "hlo").iterdir()}
-  assert found.keys() == {"phase_0.stablehlo.txt", "phase_0.optimized.txt"}
-  assert "stablehlo.dot_general" in found["phase_0.stablehlo.txt"]
-  kinds = {row.kind for row in hlo.collectives(found["phase_0.optimized.txt"])}
-  assert kinds == {"all-reduce"}
-
-
-@pytest.mark.slow
 def test_a_trace_changes_no_bit_of_the_run(traced, tmp_path):
   assert_same_bits(fit(tiny_digits(**SPAN), tmp_path).state, traced[0].state)
-  assert not (tmp_path / "profile").exists() and not (tmp_path / "hlo").exists()
+  assert not (tmp_path / "profile").exists()
 
 
 class FakeProfiler:

@@ -12,7 +12,7 @@ import pytest
 
 from jaxscale import cli
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, NonFiniteError
 from jaxscale.experiment import build
 from jaxscale.metrics import read_json_lines
 from jaxscale.run import provenance
@@ -20,7 +20,6 @@ from jaxscale.run import workdir as workdirs
 from jaxscale.run.fit import fit
 from jaxscale.run.phases import phase_at, train_batches
 from jaxscale.run.workdir import describe_text
-from jaxscale.training.loop import NonFiniteError
 from support.configs import tiny_digits
 from support.processes import wait_until
 from support.states import at_step, make_states

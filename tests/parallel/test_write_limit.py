@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from jaxscale.checkpoint import write_limit
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.mesh import make_mesh
-from jaxscale.training.state import TrainState
+from jaxscale.training.types import TrainState
 from support.paths import ROOT
 
 MIB = 2**20

@@ -48,7 +48,7 @@ from jaxscale import cluster
 cluster.initialize()
 import jax; jax.config.update("jax_num_cpu_devices", 1)
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.training.loop import NonFiniteError
+from jaxscale.errors import NonFiniteError
 from support.states import at_step, make_states
 from support.trees import assert_same_bits
 

@@ -13,14 +13,13 @@ import pytest
 
 from jaxscale import metrics
 from jaxscale.config.loading import load_config
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, NonFiniteError
 from jaxscale.experiment import build
 from jaxscale.run import phases
 from jaxscale.run.fit import fit
 from jaxscale.run.goodput import read_activities
 from jaxscale.run.nan_policy import NanPolicy
 from jaxscale.training import loop
-from jaxscale.training.loop import NonFiniteError
 from support.commands import child_env, error_line, train_command
 from support.fault_table import measured
 from support.paths import ROOT

@@ -1,5 +1,6 @@
 """`jaxscale doctor` as a user starts it, on processes with a real rendezvous."""
 
+import re
 import socket
 import subprocess
 import sys
@@ -14,7 +15,7 @@ pytest.importorskip("jaxscale.cluster.rendezvous.client", reason="needs the rend
 DOCTOR = [sys.executable, "-m", "jaxscale", "doctor"]
 
 
-def doctor(number, *args, **env):
+def doctor(number, *args, rank_env=None):
   """The exit codes and outputs of as many processes."""
   with socket.create_server(("127.0.0.1", 0)) as free:
     port = free.getsockname()[1]
@@ -25,8 +26,9 @@ def doctor(number, *args, **env):
       "JAXSCALE_NUM_PROCESSES": str(number),
       "JAXSCALE_PROCESS_ID": str(rank),
     }
+    env = child_env(**given, **(rank_env or {}).get(rank, {}))
     process = subprocess.Popen(
-      [*DOCTOR, *map(str, args)], env=child_env(**given, **env), cwd=ROOT, text=True,
+      [*DOCTOR, *map(str, args)], env=env, cwd=ROOT, text=True,
       stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     processes.append(process)
@@ -40,7 +42,9 @@ def doctor(number, *args, **env):
 
 
 def test_process_0_prints_and_all_are_ready(tmp_path):
-  codes, reported = doctor(3, "--workdir", tmp_path / "runs", "--skip=devices,disk")
+  codes, reported = doctor(
+    3, "--workdir", tmp_path / "runs", "--skip=devices,network,disk"
+  )
   assert codes == [0, 0, 0]
   lines = reported[0][0].splitlines()
   assert lines[0].startswith("ok    launch: ") and "3 processes on 1 host" in lines[0]
@@ -48,9 +52,28 @@ def test_process_0_prints_and_all_are_ready(tmp_path):
   assert [out for out, _ in reported[1:]] == ["", ""]
 
 
+@pytest.mark.slow
+def test_an_all_reduce_between_the_processes_is_timed():
+  """In processes that join as a run does; one that cannot is reported."""
+  codes, reported = doctor(2, "--skip=software,clocks,files,devices,disk")
+  assert codes == [0, 0], reported
+  (line,) = [x for x in reported[0][0].splitlines() if "network" in x]
+  text = "ok    network: an all-reduce of 16.8 MB over 2 devices in 2 processes takes "
+  assert line.startswith(text) and line.endswith("B/s")
+  unknown = {1: {"XLA_FLAGS": "--xla_nonsense=1"}}
+  codes, reported = doctor(
+    2, "--skip=software,clocks,files,devices,disk", rank_env=unknown
+  )
+  assert codes == [2, 2]
+  says = (
+    r"not   network: process 1 \(.*\): XLA_FLAGS: this jax does not know --xla_nons"
+  )
+  assert re.search(says, reported[0][0]), reported
+
+
 def test_all_leave_with_2_where_one_is_not_ready(tmp_path):
   (tmp_path / "file").write_text("")
-  args = "--workdir", tmp_path / "file" / "runs", "--skip=devices"
+  args = "--workdir", tmp_path / "file" / "runs", "--skip=devices,network"
   codes, reported = doctor(2, *args)
   assert codes == [2, 2]
   assert f"not   workdir {tmp_path}/file/runs: Not a directory" in reported[0][0]

@@ -10,6 +10,7 @@ from jaxscale.mesh import batch_sharding, make_mesh
 from jaxscale.training import losses
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_train_step
+from jaxscale.training.types import StepOptions
 
 
 def digits_batch(n: int, seed: int = 0) -> dict[str, np.ndarray]:
@@ -49,7 +50,8 @@ def run(fns, optimizer, *, num_devices, steps=20, replica=1, exchange=None, **op
     tx,
     mesh,
     exchange,
-    **options,
+    schedule=schedule,
+    options=StepOptions(**options),
   )
   history = []
   for i in range(steps):

@@ -20,6 +20,7 @@ from jaxscale.exchange.wrappers import delayed, warm_start
 from jaxscale.mesh import AXES, batch_sharding, make_mesh
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_train_step
+from jaxscale.training.types import StepOptions
 from support.compiling import fast_compile_options
 
 N, STEPS, ROWS, SEED = 8, 10, 64, 7
@@ -213,7 +214,9 @@ def run(name: str, devices: int = N) -> Run:
   tx, exchange = side_by_side(), recorded(EXCHANGES[name]())
   state = init_state(init, tx, mesh, exchange, seed=SEED)
   given = [jax.device_put(b, batch_sharding(mesh)) for b in batches()]
-  step: Any = make_train_step(loss_fn, tx, mesh, exchange, seed=SEED)
+  step: Any = make_train_step(
+    loss_fn, tx, mesh, exchange, options=StepOptions(seed=SEED)
+  )
   step = step.lower(state, given[0]).compile(compiler_options=fast_compile_options())
   losses, own, means = [], [], []
   for batch in given:

@@ -13,22 +13,18 @@ from pathlib import Path
 from jaxscale import preflight as checks
 from jaxscale.cluster.wire import Link
 from jaxscale.errors import ConfigError
-from jaxscale.preflight import network
 from jaxscale.preflight.finding import Finding
 from jaxscale.preflight.group import Group
 
 HOSTS = ["n1", "n2", "n3", "n4"]
-# A machine with more processes than cores is not a network: only what is throttled on
-# purpose is slow here.
-LIMITS = {"least_trip_s": 0.1, "times_slower": 20.0, "least": 0.0, "seconds": 0.05}
 
 
 def start(hosts, options, patch="", rank_env=None):
   """The processes of a preflight, process 0 first; `patch` is run in each."""
   with socket.create_server(("127.0.0.1", 0)) as free:
     port = free.getsockname()[1]
-  common = {"hosts": hosts, "port": port, "limits": LIMITS}
-  common |= {"options": list(map(str, options)), "patch": textwrap.dedent(patch)}
+  common = {"hosts": hosts, "port": port, "patch": textwrap.dedent(patch)}
+  common |= {"options": list(map(str, options))}
   from support.commands import child_env
   from support.paths import ROOT
 
@@ -100,7 +96,7 @@ def connect(rank, size, port):
   return found
 
 
-def make_options(words, limits):
+def make_options(words):
   """`preflight.Options` from words of the command line, each `--name=value`."""
   values = dict(word.removeprefix("--").split("=", 1) for word in words)
   overrides = {
@@ -110,10 +106,10 @@ def make_options(words, limits):
   }
   skip = tuple(values.get("skip", "").split(","))
   workdir = Path(values.get("workdir", "."))
-  return checks.Options(workdir, values.get("config"), overrides, skip, limits)
+  return checks.Options(workdir, values.get("config"), overrides, skip)
 
 
-def main(rank, hosts, port, options, patch, limits):
+def main(rank, hosts, port, options, patch):
   signal.alarm(300)  # whoever reads its lines waits no longer
   links = connect(rank, len(hosts), port)
   if rank:
@@ -124,7 +120,7 @@ def main(rank, hosts, port, options, patch, limits):
   began = time.monotonic()
   links = {r: Link(sock) for r, sock in links.items()}
   group = Group(rank, tuple(hosts), links, b"key")
-  options = make_options(options, network.NetworkLimits(**limits))
+  options = make_options(options)
   try:
     findings = checks.run_checks(group, options)
   except ConfigError as e:

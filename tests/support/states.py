@@ -37,7 +37,7 @@ cluster.initialize()
 import jax; jax.config.update("jax_num_cpu_devices", 1)
 from jaxscale.checkpoint import files
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.training.loop import NonFiniteError
+from jaxscale.errors import NonFiniteError
 from support.states import at_step, make_states
 
 directory, faults, me = sys.argv[1], sys.argv[2], jax.process_index()

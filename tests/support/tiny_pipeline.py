@@ -9,7 +9,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale.collectives import vary
 from jaxscale.collectives.typed import varying
-from jaxscale.parallel.pipeline import gpipe, one_f_one_b, split_micros, stage_micros
+from jaxscale.parallel.pipeline import (
+  gpipe,
+  one_f_one_b,
+  split_microbatches,
+  stage_microbatches,
+)
 
 LAYERS, WIDTH, HIDDEN, SYMBOLS, TOKENS = 4, 12, 16, 11, 4
 
@@ -115,7 +120,7 @@ def piped(schedule, mesh, micros, run_layers, *, embed=embed, tokens=None, **set
   }
 
   def local(params, batch):
-    params, batch = vary(params, data), split_micros(batch, micros)
+    params, batch = vary(params, data), split_microbatches(batch, micros)
     if schedule == "1f1b":
       grads, totals = one_f_one_b(embed, run_layers, finish, params, batch, **settings)
     else:
@@ -124,7 +129,7 @@ def piped(schedule, mesh, micros, run_layers, *, embed=embed, tokens=None, **set
         h = jax.vmap(lambda micro: embed(params, micro))(batch)
         h = gpipe(run_layers, params["layers"], h, **settings)
         flat = jax.tree.map(
-          lambda x: x.reshape(-1, *x.shape[2:]), (h, stage_micros(batch))
+          lambda x: x.reshape(-1, *x.shape[2:]), (h, stage_microbatches(batch))
         )
         totals = finish(params, *flat)
         return totals["loss"], totals

@@ -1,12 +1,12 @@
 """The one command: its parser, its help, names of configs, tab completion."""
 
+import shlex
 import subprocess
 import sys
 
 import pytest
 
 from jaxscale import cli
-from jaxscale.cli.completion import complete
 from jaxscale.cli.parser import Parser, whole
 from jaxscale.config import packaged
 from jaxscale.config.loading import load_config
@@ -140,46 +140,34 @@ def test_packaged_configs_have_names(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-  "line, found",
+  "words, expected",
   [
-    ("jaxscale tra", ["train"]),
-    ("jaxscale train --work", ["--workdir="]),
-    ("jaxscale train --config.opt", ["--config.optimizer"]),
-    (
-      "jaxscale train --config digits --config.optimizer.lr",
-      ["--config.optimizer.lr="],
-    ),
-    ("jaxscale train --config digi", ["digits"]),
-    ("jaxscale train --config=digi", ["--config=digits"]),
-    ("jaxscale export --naming ti", ["timm"]),
-    ("jaxscale export --naming=ti", ["--naming=timm"]),
-    ("jaxscale logs -f fir", ["first"]),
-    ("jaxscale export --workdir runs/f", ["runs/first"]),
-    ("jaxscale export --to x", []),
+    ("tra", "train"),
+    ("train --work", "--workdir"),
+    ("train --config.optimizer.lr", "--config.optimizer.lr"),
+    ("train --config digi", "digits"),
+    ("train --config digits --config.epochs 3 --accept", "--accept-changes"),
+    ("export --naming ti", "timm"),
+    ("export --to fir", "first.safetensors"),
+    ("completion ", "bash zsh"),
   ],
 )
-def test_tab_completes(line, found, tmp_path, monkeypatch):
-  (tmp_path / "runs" / "first").mkdir(parents=True)
-  monkeypatch.chdir(tmp_path)
-  if found == ["--config.optimizer"]:
-    assert complete(line)[0] == "--config.optimizer="
-  else:
-    assert complete(line) == found
-
-
-def test_bash_completes_behind_an_equals_sign(tmp_path):
-  """Bash splits words at = and :, and the script takes that into account."""
-  command = tmp_path / "jaxscale"
-  command.write_text(f'#!/bin/sh\nexec {sys.executable} -m jaxscale "$@"\n')
-  command.chmod(0o755)
+def test_bash_completes(words, expected, tmp_path, capsys):
+  (tmp_path / "first.safetensors").touch()
+  assert cli.main(["completion", "bash"]) == 0
+  line = f"jaxscale {words}".split(" ")
   script = (
-    "source <(jaxscale completion bash); compopt() { :; }\n"
-    "COMP_WORDBREAKS=' =:'; COMP_LINE='jaxscale export --naming=ti'\n"
-    "COMP_POINT=${#COMP_LINE}; _jaxscale; echo ${COMPREPLY[@]}"
+    f"{capsys.readouterr().out}\ncompopt() {{ :; }}\nCOMP_WORDS=({shlex.join(line)})\n"
+    f'COMP_CWORD={len(line) - 1}; _shtab_jaxscale; echo "${{COMPREPLY[@]}}"'
   )
-  env = child_env(PYTHONPATH=str(ROOT))
   done = subprocess.run(
-    ["bash", "-c", script], env=env | {"PATH": f"{tmp_path}:{env['PATH']}"},
-    capture_output=True, text=True, timeout=300,
-  )  # fmt: skip
-  assert done.stdout == "timm\n", done.stderr
+    ["bash"], input=script, cwd=tmp_path, capture_output=True, text=True, timeout=60
+  )
+  assert done.stdout == f"{expected}\n" and not done.stderr
+
+
+def test_zsh_completes_the_same_words(capsys):
+  assert cli.main(["completion", "zsh"]) == 0
+  script = capsys.readouterr().out
+  for text in ("train)", '"--config.optimizer.lr[', ":(jaxscale timm ", " digits "):
+    assert text in script, text

@@ -529,3 +529,17 @@ def test_a_config_file_imports_from_its_folder_and_needs_no_docstring(tmp_path):
   config = load_config(str(tmp_path / "mine.py"))
   assert config.model.width == 24  # pyright: ignore[reportAttributeAccessIssue]
   assert "\n    Undocumented: \n" in settings_help(config)
+
+
+def test_an_own_sync_is_treated_as_its_class_says():
+  class Apart(cfg.Sync):
+    pass
+
+  class Together(cfg.Sync):
+    is_local_sgd = False
+
+  config = load_config("configs/digits.py")
+  assert config.ema_decay is not None
+  assert not dataclasses.replace(config, sync=Together()).is_local_sgd
+  with pytest.raises(ConfigError, match="ema_decay"):
+    dataclasses.replace(config, sync=Apart())

@@ -79,7 +79,6 @@ def test_what_is_written_replaces_a_link_and_does_not_follow_it(tmp_path, victim
   for write_file in (
     lambda path: write_json(path, {"a": 1}),
     lambda path: write(path, {"w": (np.dtype("f4"), (2,))}, [np.ones(2, "f4")]),
-    lambda path: metrics.MLLog(path).close(),
     draw,
   ):
     path = tmp_path / "file"

@@ -9,7 +9,6 @@ test_fuzz_texts.py.
 """
 
 import contextlib
-import copy
 import functools
 import json
 import zlib
@@ -23,14 +22,20 @@ from jaxscale.checkpoint import lock
 from jaxscale.checkpoint.checksum import DamagedError
 from jaxscale.checkpoint.files import MANIFEST, read_manifest
 from jaxscale.cluster.requeue import count_start
-from jaxscale.collectives.measurements import read_measurements
 from jaxscale.config.loading import load_config
 from jaxscale.config.record import FORMAT, describe_run, to_plain
 from jaxscale.data import stream
 from jaxscale.files import parse_json
+from jaxscale.launch import (
+  batch_study,
+  measured,
+  prediction,
+  scaling_report,
+  spec,
+  status,
+)
 from jaxscale.launch import folder as folders
-from jaxscale.launch import measured, prediction, scaling_report, spec, status
-from jaxscale.metrics import MetricWriter, mllog, plot, read_metrics
+from jaxscale.metrics import MetricWriter, plot, read_metrics
 from jaxscale.planning import stored
 from jaxscale.run.adaptive_batch import read_chosen
 from jaxscale.run.damaged_examples import DamageRecord
@@ -38,7 +43,6 @@ from jaxscale.run.goodput import goodput, read_activities
 from jaxscale.run.nan_policy import NanPolicy
 from jaxscale.run.provenance import last_start
 from jaxscale.run.workdir import claim_workdir, epochs_before, start_devices
-from jaxscale.studies.trials import Trial, finished
 from jaxscale.weights.safetensors import read_index, write
 from support import fuzzing
 from support.bad_files import HUGE
@@ -63,6 +67,7 @@ def test_json(content):
 
 CONFIG = load_config("configs/digits.py")
 DERIVED = {"total_steps": 9, "num_devices": 8, "start_devices": 8, "num_train": 9}
+DERIVED |= {"peak_lr": 0.1, "eval_every": 1}
 DERIVED |= {"phases": [{"batch_size": 8, "image_size": None, "start": 0, "stop": 9}]}
 RUN_JSON = {
   "format": FORMAT,
@@ -110,7 +115,8 @@ def test_metrics(place, lines):
   assert all(isinstance(x, (int, float)) for line in found for x in line.values())
 
 
-SPEC = spec.to_json(RUN._replace(executor="local", trials=({"seed": "1"},)))
+TRIAL = {"batch_size": "8", "seed": "1", "stop_at_target": "True"}
+SPEC = spec.to_json(RUN._replace(executor="local", trials=(TRIAL,)))
 EVENT = {"event": "end", "job": "7_0", "restarts": 0, "nodes": 1, "code": 0}
 EVENT |= {"next": "stop", "hosts": "n1", "time": 1}
 FILES = {
@@ -120,6 +126,7 @@ FILES = {
   "supervisor.jsonl": {"pid": 99999, "born": 5, "host": "n1"},
   "trials/0/metrics.jsonl": LINE,
   "trials/0/config.json": RUN_JSON,
+  "trials/0/summary.json": {"outcome": "done", "step": 9, "target_step": 5},
 }
 ONE_FILE = st.one_of(*(st.tuples(st.just(f), damaged(d)) for f, d in FILES.items()))
 
@@ -136,29 +143,12 @@ def test_status_of_a_folder(place, files):
     text = str(status.statuses(folders.all_folders(str(place))))
   assert text and not set(text) & {"\x1b", "\r"} and len(text.splitlines()) < 9
   text.encode()
+  with one_line():
+    study = batch_study.read(place / "run")
+    assert batch_study.table(study) and json.dumps(study, allow_nan=False)
 
 
-FOR_MLPERF = copy.deepcopy(RUN_JSON)
-FOR_MLPERF["derived"] |= {"num_eval": 9, "peak_lr": 0.1, "micro_batch_size": 1}
-FOR_MLPERF["derived"]["phases"][0]["accumulate_steps"] = 1
 EVALUATED = LINE | {"eval/accuracy": 0.9, "eval/loss": 0.3}
-
-
-@fuzz
-@given(damaged(FOR_MLPERF), damaged({"seconds": 5.0}), damaged([8, 16]))
-def test_a_run_for_mlperf(place, config, summary, sizes):
-  folder = place / "mlperf"
-  folder.mkdir(exist_ok=True)
-  (folder / "metrics.jsonl").write_text(json.dumps(EVALUATED))
-  (folder / "config.json").write_bytes(config)
-  (folder / "summary.json").write_bytes(summary)
-  (folder / "mllog.txt").unlink(missing_ok=True)
-  with one_line():
-    assert mllog.log_from_record(folder)
-  (folder / "batch_sizes.json").write_bytes(sizes)
-  with one_line():
-    mllog.log_from_record(folder)
-  (folder / "batch_sizes.json").unlink()
 
 
 @pytest.fixture(scope="module")
@@ -212,11 +202,10 @@ def test_a_run_with_a_plan(place, content, lines):
   with one_line():
     stored.read_plan(path / "plan.json")
   found = prediction.comparison(path)
-  assert found is not None and (found.parts or len(str(found).splitlines()) == 1)
-  prediction.html(found)
-  assert len(prediction.status_line(found, 5.0, 5.0).splitlines()) == 1
+  assert found is not None and (found.rows or len(str(found).splitlines()) == 1)
+  assert len(found.note().splitlines()) == 1
   assert not set(str(found)) & {"\x1b", "\r"}
-  scaling_report.as_plot("x", scaling_report.compare([measured.read(path)]))
+  scaling_report.as_plot(scaling_report.compare([measured.read(path)]))
 
 
 LEAF = {"shape": [2, 3], "dtype": "float32", "checksum": "00ff"}
@@ -259,15 +248,6 @@ RECORDS = {
     lambda folder: (str(owner := lock._read(folder / "owner")), lock.is_alive(owner),
                     lock.is_restart("slurm-7-r2", owner.job)),
   ),
-  "links.json": (
-    {"mesh": {"data": 2}, "links": {"data": {
-      "alpha": 1.0, "beta": 1.0, "switched": True}}, "measured": []},
-    lambda folder: read_measurements(folder / "links.json"),
-  ),
-  "log": (
-    {"key": "a", "value": 1, "metadata": {"step_num": 5}},
-    lambda folder: mllog._until(mllog.read_mllog(folder / "log"), 4),
-  ),
   "cached.json": (
     {"tokens": 5, "documents": 1, "bytes": 5},
     lambda folder: stream._counts(folder / "cached.bin", "<u1"),
@@ -279,12 +259,6 @@ RECORDS = {
     {"start": 5.0, "time": 9.0, "step": 3, "resumed": [1], "seconds": {"step": 4.0},
      "queued": [1.0, 2.0], "done": False},
     lambda folder: (found := goodput(read_activities(folder))) and str(found),
-  ),
-  "outcome.json": (
-    {"config": repr(CONFIG), "status": "reached", "batch_size": 8, "seed": 0,
-     "accumulate_steps": 1, "peak_lr": 0.1, "target": 0.9, "num_train": 9,
-     "eval_every": 1, "steps": 9, "target_step": 5, "note": ""},
-    lambda folder: (found := finished(Trial(CONFIG, folder))) and found.as_dict(),
   ),
   "scaling.json": ({"runs": ["a", "b"]}, lambda folder: folders.find_study(
     folder.name, str(folder.parent))),
@@ -305,8 +279,7 @@ def test_records(place, name):
   @fuzz
   @given(damaged(document))
   def check(content):
-    prefix = mllog.TOKEN.encode() if name == "log" else b""
-    (folder / name).write_bytes(prefix + content)
+    (folder / name).write_bytes(content)
     with one_line():
       read(folder)
 

@@ -1,7 +1,6 @@
 """Every reader of data and parameters, given anything; see test_fuzz.py."""
 
 import contextlib
-import dataclasses
 import functools
 import io
 import json
@@ -19,18 +18,12 @@ from PIL import Image
 from jaxscale import models, weights
 from jaxscale.config import ResNet, Transformer, ViT
 from jaxscale.data import TextInfo, array_info, jpeg, tfds, tfrecord, token_files
-from jaxscale.data.tokenizer import (
-  PromptTokenizer,
-  read_prompt_tokenizer,
-  read_tokenizer,
-)
+from jaxscale.data.tokenizer import read_tokenizer
 from jaxscale.errors import ConfigError
-from jaxscale.files import read_json
 from jaxscale.optim.tree_paths import path_name
-from jaxscale.run import generate
 from jaxscale.weights import load
 from jaxscale.weights.check import check_source
-from jaxscale.weights.hf_config import llama_config, transformer_settings
+from jaxscale.weights.hf_config import llama_config
 from jaxscale.weights.names import naming_of
 from jaxscale.weights.safetensors import Stored, read_index, view
 from support import fuzzing, images
@@ -70,7 +63,6 @@ def test_config_of_hugging_face(place, content, kind):
   info = TEXT_INFO if model is MODEL else IMAGE_INFO
   with one_line():
     check_source(place, naming, ["lm_head.weight"], model, info)
-    transformer_settings(read_json(place / "config.json"))
 
 
 ARRAYS = {"w": (np.dtype("f4"), (2, 3)), "b": (np.dtype("i1"), (5,))}
@@ -154,9 +146,6 @@ TOKENIZER = {
 }  # fmt: skip
 
 
-SETTINGS = {"bos_token": {"content": "a"}, "eos_token": "</s>", "add_bos_token": True}
-
-
 @fuzz
 @given(damaged(TOKENIZER))
 @example(json.dumps(TOKENIZER).replace('"b": 2', f'"b": {2**32 - 1}').encode())
@@ -167,19 +156,6 @@ def test_tokenizer(place, content):
   with one_line():
     tokens = read_tokenizer(str(path))
     tokens.decode(tokens.encode([b"a b c"]).tolist(), [])
-
-
-@fuzz
-@given(damaged(SETTINGS))
-@example(b'{"bos_token": "\\ud800"}')
-def test_settings_of_a_tokenizer(place, content):
-  pytest.importorskip("tokenizers")
-  (place / "tokenizer.json").write_text(json.dumps(TOKENIZER))
-  (place / "tokenizer_config.json").write_bytes(content)
-  with one_line():
-    tokens = read_prompt_tokenizer(place)
-    assert all(isinstance(i, int) for i in tokens.encode("a b \udcff"))
-    tokens.special("eos")
 
 
 def names_and_shapes(naming, params):
@@ -204,37 +180,6 @@ SHAPES = {naming: names_and_shapes(naming, tree) for naming, tree in PARAMS.item
 def stored(shapes):
   """What the header of a file says."""
   return {n: Stored(Path("a"), np.dtype("f4"), shape, 0) for n, shape in shapes.items()}
-
-
-GENERATION = {"bos_token_id": 0, "eos_token_id": [2, 3]}
-BYTES = PromptTokenizer(lambda text: [3] * len(text), lambda *_: "", lambda role: 1)
-SMALL = dataclasses.replace(MODEL, num_layers=1, width=8, num_heads=2, hidden=8)
-FOLDER = llama_config(
-  SMALL, hidden=8, vocab_size=16, sequence_length=64, dtype="float32", separator=0
-)
-
-
-@functools.partial(fuzz, share=5)  # JAX traces a model
-@given(damaged(FOLDER), damaged(GENERATION), st.sampled_from(["a", ""]))
-@example(json.dumps(FOLDER | {"vocab_size": float("inf")}).encode(), b"{}", "a")
-@example(json.dumps(FOLDER | {"num_hidden_layers": 10**9}).encode(), b"{}", "a")
-@example(json.dumps(FOLDER | {"hidden_size": 2**62}).encode(), b"{}", "a")
-@example(json.dumps(FOLDER | {"max_position_embeddings": "x"}).encode(), b"{}", "a")
-@example(json.dumps(FOLDER | {"vocab_size": 10**17}).encode(), b"{}", "a")
-@example(json.dumps(FOLDER).encode(), b'{"eos_token_id": [[1]]}', "")
-@example(json.dumps(FOLDER).encode(), b'{"bos_token_id": "a"}', "")
-@example(json.dumps(FOLDER).encode(), b'{"bos_token_id": -1}', "")
-@example(json.dumps(FOLDER).encode(), b'{"bos_token_id": []}', "")
-def test_a_folder_to_generate_from(place, content, generation, prompt):
-  (place / "config.json").write_bytes(content)
-  (place / "generation_config.json").write_bytes(generation)
-  with pytest.MonkeyPatch.context() as patch, one_line():
-    patch.setattr(generate, "read_prompt_tokenizer", lambda _: BYTES)
-    patch.setattr(load, "read_index", lambda _: stored(SHAPES["huggingface"]))
-    patch.setattr(load, "_load", lambda *_: None)
-    found = generate._of_folder(place, generate._config_json(place), prompt, 9)
-    assert found.seen < 9 or found.seen >= 9
-    assert all(isinstance(i, int) for i in {*found.ends, *found.prompt})
 
 
 def reshaped(chance):

@@ -32,7 +32,6 @@ from jaxscale.launch.slurm import parse_line
 from jaxscale.parallel import rules
 from jaxscale.planning import topologies
 from jaxscale.preflight import software
-from jaxscale.preflight.network import Speed, _Place
 from support import fuzzing
 from support.bad_files import HUGE
 from support.fuzzing import SPECIAL, changed, edited, one_line
@@ -251,8 +250,6 @@ KINDS = {
   Report: Report("x", 1, False, False, "in step 3"),
   FaultNotice: FaultNotice("error: x", 1, True),
   _Go: _Go("7000", ["n1", "n2"]),
-  _Place: _Place("10.0.0.1", 7000),
-  Speed: Speed(0, 1, 0.1, 1e9, 1e9, ""),
 }
 
 

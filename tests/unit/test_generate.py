@@ -1,6 +1,5 @@
 """Sampling: a cache against the whole model, choices against numpy, the command."""
 
-import dataclasses
 import functools
 import json
 import shutil
@@ -17,18 +16,15 @@ from jaxscale.checkpoint import load_params
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config.record import FORMAT, from_plain, to_plain
 from jaxscale.data import TextInfo
-from jaxscale.data.tokenizer import PromptTokenizer, Tokenizer
+from jaxscale.data.tokenizer import Tokenizer
 from jaxscale.errors import ConfigError
 from jaxscale.experiment.model import make_model
-from jaxscale.models import RopeScaling, make_transformer
+from jaxscale.models import make_transformer
 from jaxscale.models.cached import advance, empty_cache
 from jaxscale.models.stack import stack_logits
 from jaxscale.run import generate
 from jaxscale.run.generate import choose, sample
-from jaxscale.training.state import TrainState
-from jaxscale.weights import export_safetensors
-from jaxscale.weights.config_json import write_config_json
-from jaxscale.weights.hf_config import llama_config
+from jaxscale.training.types import TrainState
 from support.cases import all_slow_except
 
 MODEL = cfg.Transformer(
@@ -291,65 +287,6 @@ def test_a_run_of_a_tokenizer_writes_its_text(which, tmp_path, capsys, monkeypat
     f"tokenizer cannot be taken (TextFiles.tokenizer={str(path)!r}: No such file or "
     "directory); give jaxscale.run.generate.sample tokens of your own\n"
   )
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-  """A folder as Hugging Face's, whose tokenizer is bytes behind a first token, 1."""
-  path = tmp_path / "model.safetensors"
-  export_safetensors(path, params(0), naming="huggingface")
-  sizes = {"hidden": 24, "vocab_size": 256, "sequence_length": 64, "dtype": "float32"}
-  settings = dataclasses.replace(MODEL, rope_factor=4.0, rope_length=16)
-  write_config_json(path, llama_config(settings, **sizes) | {"eos_token_id": [7, 9]})
-  tokenizer = PromptTokenizer(
-    lambda text: [1, *text.encode()], lambda tokens, _: bytes(tokens).decode("latin1"),
-    lambda role: None,
-  )  # fmt: skip
-  monkeypatch.setattr(generate, "read_prompt_tokenizer", lambda _: tokenizer)
-  return tmp_path
-
-
-def test_a_folder_of_hugging_face_writes_text(folder, capsys):
-  stack = make_transformer(
-    vocab_size=256, num_layers=2, width=16, num_heads=4, num_kv_heads=2, hidden=24,
-    pad_vocab_to=1, rope_scaling=RopeScaling(4.0, 1.0, 4.0, 16),
-  )  # fmt: skip
-  function = functools.partial(sample, stack, num_tokens=40)
-  tokens, ended = jnp.array([[1, *b"ab"]]), 0
-  for seed in range(4):
-    made = jax.jit(function)(params(0), tokens, jax.random.key(seed))[0].tolist()
-    end = next((i for i, token in enumerate(made) if token in (7, 9)), len(made))
-    argv = [f"--workdir={folder}", "--prompt=ab", "--tokens=40", f"--seed={seed}"]
-    assert cli.main(["generate", *argv]) == 0
-    assert capsys.readouterr().out == "ab" + bytes(made[:end]).decode("latin1") + "\n"
-    ended += end < len(made)
-  assert ended > 0  # one document ends before
-  assert cli.main(["generate", argv[0], "--tokens=64"]) == 0
-  assert "up to 65 tokens, and the model has seen 64" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-  ("fields", "says"),
-  [
-    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5 there and 1.0 here"),
-    ({"sliding_window": 8, "model_type": "mistral"}, "sliding_window is 8 there"),
-    ({"vocab_size": None}, "config.json: of no language model, no vocab_size"),
-    (
-      {"num_hidden_layers": 3},
-      "9 missing, first model.layers.2.input_layernorm.weight",
-    ),
-    ({"vocab_size": 50}, "its tokenizer has the token 98, and its model 50 words"),
-  ],
-)
-def test_a_folder_that_is_not_whole_or_not_ours_is_one_line(
-  folder, fields, says, capsys
-):
-  where = folder / "config.json"
-  found = json.loads(where.read_text()) | fields
-  where.write_text(json.dumps({k: v for k, v in found.items() if v is not None}))
-  assert cli.main(["generate", f"--workdir={folder}", "--prompt=ab"]) == 2
-  out, err = capsys.readouterr()
-  assert out == "" and says in err and err.count("\n") == 1
 
 
 def test_another_tokenizer_in_its_place_is_refused(tmp_path, capsys, monkeypatch):

@@ -11,7 +11,7 @@ from jaxscale.data import DatasetInfo, TextInfo
 from jaxscale.errors import ConfigError
 from jaxscale.weights import hf_config
 from jaxscale.weights.check import check_source
-from jaxscale.weights.hf_config import llama_config, transformer_settings
+from jaxscale.weights.hf_config import llama_config
 from jaxscale.weights.safetensors import write
 
 # Settings that are not the defaults, where transformers and we have the same.
@@ -66,9 +66,6 @@ def test_what_is_written_for_a_model_is_of_that_model(groups, options, kind, tmp
   assert reported["model_type"] == kind
   assert check(tmp_path, reported, model=model) == ""
   assert "there" in check(tmp_path, reported)
-  stated = {k: value for k, (_, value) in transformer_settings(reported).items()}
-  same = cfg.Transformer(width=32, **stated)
-  assert check(tmp_path, reported, model=same) == ""
 
 
 def test_what_transformers_has_no_model_for_is_not_written():
@@ -109,9 +106,6 @@ QWEN = dataclasses.replace(LLAMA, qkv_bias=True)
 def test_a_window_of_qwen_that_is_not_used(fields, tmp_path):
   fields |= {"model_type": "qwen2", "sliding_window": 8}
   assert check(tmp_path, changed(**fields), model=QWEN) == ""
-  assert check(tmp_path, changed(**fields)) == (
-    "model_type is 'qwen2' there, set Transformer.qkv_bias=True"
-  )
   slides = changed(**fields | {"layer_types": ["full_attention", "sliding_attention"]})
   assert check(tmp_path, slides, model=QWEN).startswith("sliding_window is 8 there")
 
@@ -194,8 +188,7 @@ def test_scaled_positions_are_settings(tmp_path):
     ),
     (
       {"head_dim": None, "model_type": "qwen3"},
-      "head_dim is 128 there and 8 here, set Transformer.head_width=128; model_type is "
-      "'qwen3' there, set Transformer.qk_norm=True",
+      "head_dim is 128 there and 8 here, set Transformer.head_width=128",
     ),
     (
       {"rope_theta": None, "rope_parameters": TRANSFORMERS_5 | {"rope_theta": 1e6}},
@@ -214,12 +207,13 @@ def test_scaled_positions_are_settings(tmp_path):
     (
       {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
       "factor is 8.0 there and None here, set Transformer.rope_factor=8.0; "
-      "rope_scaling has no low_freq_factor there, copy it again",
+      "no low_freq_factor there, copy it again; no high_freq_factor there, copy it "
+      "again; no original_max_position_embeddings there, copy it again",
     ),
     (
       {"rope_parameters": TRANSFORMERS_5 | {"rope_type": "yarn"}},
-      "rope_parameters is {'rope_type': 'yarn', 'rope_theta': 500000.0} there and "
-      "one of default, llama3 here, which no setting changes",
+      "rope_type is 'yarn' there and 'default' or 'llama3' here, which no setting "
+      "changes",
     ),
     (
       {"partial_rotary_factor": 0.25},
@@ -227,14 +221,13 @@ def test_scaled_positions_are_settings(tmp_path):
     ),
     (
       {"rope_parameters": TRANSFORMERS_5 | {"partial_rotary_factor": 0.5}},
-      "rope_parameters.partial_rotary_factor is 0.5 there and 1.0 here, which no "
-      "setting changes",
+      "partial_rotary_factor is 0.5 there and 1.0 here, which no setting changes",
     ),
     (
       {"rotary_pct": 0.25, "model_type": "gpt_neox"},
-      "model_type is 'gpt_neox' there and none of llama, mistral, qwen2, qwen3, which "
-      "no setting changes; rotary_pct is 0.25 there and 1.0 here, which no setting "
-      "changes",
+      "model_type is 'gpt_neox' there and 'llama' or 'mistral' or 'qwen2' or 'qwen3' "
+      "here, which no setting changes; rotary_pct is 0.25 there and 1.0 here, which no "
+      "setting changes",
     ),
     (
       {"quantization_config": {"bits": 4}},
@@ -243,7 +236,7 @@ def test_scaled_positions_are_settings(tmp_path):
     ),
     (
       {"hidden_act": "gelu"},
-      "hidden_act is 'gelu' there and 'silu' here, which no setting changes",
+      "hidden_act is 'gelu' there and 'silu' or 'swish' here, which no setting changes",
     ),
     (
       {"attention_bias": True},
@@ -255,8 +248,8 @@ def test_scaled_positions_are_settings(tmp_path):
     ),
     (
       {"model_type": "gemma"},
-      "model_type is 'gemma' there and none of llama, mistral, qwen2, qwen3, which no "
-      "setting changes",
+      "model_type is 'gemma' there and 'llama' or 'mistral' or 'qwen2' or 'qwen3' "
+      "here, which no setting changes",
     ),
     (
       {"model_type": "mistral", "sliding_window": 63},
@@ -311,18 +304,13 @@ def test_a_vit_of_hugging_face(fields, says, tmp_path):
 
 
 @pytest.mark.parametrize(
-  ("naming", "model", "says"),
-  [
-    ("huggingface", LLAMA, "numbers of heads, rotary positions and epsilons"),
-    ("timm", cfg.ViT(), "numbers of heads, pooling and epsilons"),
-    ("torchvision", cfg.ViT(), "numbers of heads, pooling and epsilons"),
-    ("timm", cfg.ResNet(), "pooling, anti-aliasing and epsilons"),
-  ],
+  ("naming", "model"),
+  [("huggingface", LLAMA), ("timm", cfg.ViT()), ("torchvision", cfg.ViT())],
 )
-def test_without_a_config_one_line_warns(naming, model, says, tmp_path):
+def test_without_a_config_one_line_warns(naming, model, tmp_path):
   (note,) = check_source(tmp_path / "x", naming, HEAD, model, TEXT)
   assert note.startswith(f"{tmp_path / 'x'}: no config.json next to it")
-  assert says in note and "\n" not in note
+  assert "numbers of heads, rotary positions" in note and "\n" not in note
   assert check_source(tmp_path / "x", "jaxscale", HEAD, model, TEXT) == []
 
 

@@ -1,6 +1,6 @@
 """Forms of a TPU's collectives that are written for no single instruction."""
 
-from jaxscale.planning import hlo
+from jaxscale import hlo
 
 GRID = {"replica": 2, "data": 4}
 GATHER = """all-gather(%p), channel_id=1, replica_groups=[1,8]<=[8], dimensions={0}"""

@@ -43,10 +43,8 @@ def test_cycles_are_found():
 
 
 def test_no_module_imports_its_own_importer():
-  """Over any number of modules, and also within a package or a function."""
-  graph = grimp.build_graph(
-    "jaxscale", exclude_type_checking_imports=True, cache_dir=None
-  )
+  """Over any number of modules, within a package, a function or for types alone."""
+  graph = grimp.build_graph("jaxscale", cache_dir=None)
   imports = {m: graph.find_modules_directly_imported_by(m) for m in graph.modules}
   assert cycles(imports) == []
 

@@ -466,7 +466,7 @@ def test_a_narrow_terminal_cuts_the_end_and_not_the_step():
 
 def test_a_pseudo_terminal_of_a_launcher_gets_plain_lines():
   text = on_terminal(80, "plain")
-  assert re.fullmatch(r"step +1234/123456  loss 1.0000  rate 0.1 .*left\r\n", text)
+  assert re.fullmatch(r"step +1234/123456  loss 1.0000  lr 0.1 .*left\r\n", text)
 
 
 def test_a_run_of_a_job_is_shown_in_plain_lines(monkeypatch, tmp_path):

@@ -17,7 +17,6 @@ from jaxscale import data
 from jaxscale.cli import main
 from jaxscale.data import jpeg, partial_jpeg
 from jaxscale.data.augment import crop_box, uniform
-from jaxscale.preflight import imagenet
 from support import fuzzing
 from support.odd_images import jpeg_441, of_size
 from support.paths import ROOT
@@ -313,19 +312,17 @@ def test_the_search_finds_a_write_beyond_the_pixels(sanitized, photo):
 # Building, and what is reported when it cannot be.
 
 
-def test_the_command_builds_and_the_doctor_says_so(bare, capsys, monkeypatch):
+def test_the_command_builds_and_what_is_used_is_reported(bare, capsys, monkeypatch):
   if reason := why_not():
     pytest.skip(reason)
   monkeypatch.delenv("CC", raising=False)
-  reported = imagenet._decoder()
-  assert (
-    reported.ok and partial_jpeg.BUILD in reported.text and "not built" in reported.text
-  )
+  reported = partial_jpeg.library().text
+  assert partial_jpeg.BUILD in reported and "not built" in reported
   assert main(["prepare", "jpeg"]) == 0
   (library,) = bare.iterdir()  # and nothing else is left there
   assert str(library) in capsys.readouterr().out
   partial_jpeg.library.cache_clear()
-  assert "only the box" in imagenet._decoder().text
+  assert "only the box" in partial_jpeg.library().text
 
 
 def test_what_is_missing_is_reported_in_one_line(bare, tmp_path, capsys, monkeypatch):

@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 
 from jaxscale import cli
-from jaxscale.cli.plot_schedule import NUM_IMAGENET, curve
+from jaxscale.cli.plot_schedule import curve
 from jaxscale.config.loading import load_config
+from jaxscale.data.dataset import IMAGENET_EXAMPLES
 
 
 def rates_of(path):
-  sampled = curve(load_config(path), NUM_IMAGENET)
+  sampled = curve(load_config(path), IMAGENET_EXAMPLES["train"])
   assert sampled.epochs[0] == 0 and (np.diff(sampled.epochs) > 0).all()
   return sampled.rates
 
@@ -44,7 +45,7 @@ MLPERF = [
 def test_mlperfs_table(batch, peak, warmup, decay, from_0, reached):
   """Linear from 0, then power 2 to 1e-4, in float64; the first, peak and last too."""
   rates = rates_of(f"configs/resnet50_lars.py:{batch}")
-  top = round(warmup * NUM_IMAGENET / batch)
+  top = round(warmup * IMAGENET_EXAMPLES["train"] / batch)
   end = decay if from_0 else decay + top
   step = np.arange(end, dtype=np.float64)
   poly = 1e-4 + (peak - 1e-4) * ((end - step) / (end - top)) ** 2
@@ -57,7 +58,7 @@ def test_mlperfs_table(batch, peak, warmup, decay, from_0, reached):
   span = end - top
   assert rates[-1] == pytest.approx(1e-4 + (peak - 1e-4) / span**2, rel=1e-5)
   # The run ends 1.5 to 5.5 epochs after the published mean reached its target.
-  assert 1.5 < len(rates) * batch / NUM_IMAGENET - reached < 5.5
+  assert 1.5 < len(rates) * batch / IMAGENET_EXAMPLES["train"] - reached < 5.5
 
 
 # batch, peak, epochs of warm-up and in all, steps in a loop of 4 epochs, all steps

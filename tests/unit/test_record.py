@@ -23,8 +23,9 @@ from jaxscale.config.files import load_file
 from jaxscale.config.loading import load_config
 from jaxscale.config.own_code import is_own, own_code
 from jaxscale.config.plain import code_of, to_plain
-from jaxscale.config.record import from_plain
+from jaxscale.config.record import describe_run, from_plain
 from jaxscale.errors import ConfigError
+from support.configs import recorded
 
 
 class Holds(cfg.Data):
@@ -133,6 +134,14 @@ def test_a_value_without_a_form_is_refused_when_the_config_is_made(value):
   # The settings that hold it may say what it is.
   first, second = (to_plain(config_of(value=value, identity=name)) for name in "ab")
   assert first["data"]["value"] != second["data"]["value"]
+
+
+def test_a_run_that_logged_what_no_version_logs_any_more_is_read(tmp_path):
+  config = load_config("configs/digits.py", {"epochs": "3"})
+  described = recorded(config)
+  described["config"]["log"] = {"class": "Log", "mllog": True}
+  (tmp_path / "config.json").write_text(json.dumps(described))
+  assert describe_run(tmp_path).settings() == dataclasses.replace(config, log=cfg.Log())
 
 
 def test_own_settings_are_made_again():

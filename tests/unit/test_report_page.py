@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 import pytest
 
 from jaxscale.cli import main
-from jaxscale.launch.page import record, write_page
+from jaxscale.launch.page import write_page
 
 ATTACK = "<script>alert(1)</script>"
 CONFIG = {"class": "Config", "seed": 7, "model": {"class": "CNN", "dense": ATTACK}}
@@ -91,12 +91,13 @@ def test_a_run_is_shown_with_all_that_is_on_record(tmp_path, monkeypatch, capsys
   assert not page.open and "svg" in page.seen and "script" not in page.seen
   texts = page.texts
   assert "a&b" in texts and "0123abc" in texts and f"jaxscale {ATTACK}" in texts
-  assert "Done after 8 of 8 steps on 2 x cpu, held-out accuracy 87.50%." in texts
+  assert "Done after 8 of 8 steps on 2 x cpu, validation accuracy 87.50%." in texts
   at = texts.index("MFU")
   assert texts[at : at + 5] == ["MFU", "25.0%", "25.0%", "25.0%", "4"]
   assert texts[texts.index("seed") + 1] == "7"
   # 20 s between the starts, and what came after step 2 was done twice.
-  assert "down 0:20 (50%)" in texts and any(t.startswith("lost 0:0") for t in texts)
+  (spent,) = [t for t in texts if t.startswith("goodput ")]
+  assert "down 0:20" in spent and "lost 0:0" in spent
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,7 @@ def test_damaged_records_are_left_out(tmp_path, content):
   names = "metrics.jsonl", "summary.json", "activity.jsonl", "starts.jsonl"
   path = workdir(tmp_path / "run", **dict.fromkeys(names, content))
   (path / "config.json").write_text(content)
-  write_page(tmp_path / "page.html", [record(path)], None)
+  write_page(tmp_path / "page.html", [path], None)
   page = Page(tmp_path / "page.html")
   assert "At step 0; no summary.json yet." in page.texts and not page.open
 

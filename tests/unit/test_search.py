@@ -1,4 +1,4 @@
-"""The search for a layout: what it refuses, how it ranks, and what is submitted."""
+"""The search for a layout: what it leaves out, its order, and what is submitted."""
 
 import dataclasses
 import json
@@ -15,12 +15,11 @@ from jaxscale import config as cfg
 from jaxscale.config.loading import override
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
-from jaxscale.planning import candidates, fits, search_report, topologies
-from jaxscale.planning.candidates import Candidate, as_given
-from jaxscale.planning.estimate import estimate, facts_of
-from jaxscale.planning.goal import Goal, goal_of
+from jaxscale.planning import fits, search, submission, topologies
+from jaxscale.planning.estimate import Candidate, Estimate, estimate, shapes_of
+from jaxscale.planning.fits import RefusedError
+from jaxscale.planning.job import target_steps
 from jaxscale.planning.machine import rates_of
-from jaxscale.planning.search import Considered, _keeps_as_much, _Search, search
 from support.cases import all_slow_except
 
 SOURCE = """from jaxscale import config as cfg
@@ -62,39 +61,6 @@ def simulated(name):
   return here(count=int(count) if kind == "knl" else 4)
 
 
-def test_a_target_is_nearer_by_a_smaller_batch_where_the_noise_is_small():
-  # Twice the batch takes 1.8 times as long: more examples a second.
-  steps = {1024: 1.0, 2048: 1.8}
-
-  def best(goal):
-    def hours(size):
-      return goal.measure(goal.steps(size, 1024, 1000), steps[size], 64)
-
-    return min(steps, key=hours)
-
-  assert best(Goal("time")) == 2048
-  # At B >> B_noise twice the batch saves hardly a step; at B << B_noise half of them.
-  assert best(Goal("target", noise_scale=200.0)) == 1024
-  assert best(Goal("target", noise_scale=1e6)) == 2048
-  studied = Goal("target", noise_scale=200.0, least_steps=100.0)
-  assert studied.steps(200, 1, 1) == 200.0 and best(studied) == 1024
-  chips = Goal("chip-hours").measure(3600, 1.0, 64)
-  assert chips == 64 * Goal("time").measure(3600, 1.0, 64)
-
-
-def test_a_goal_from_a_study(tmp_path):
-  path = tmp_path / "study.json"
-  path.write_text(json.dumps({"sizes": [], "fit": {"s_min": 90.0, "b_crit": 500.0}}))
-  assert goal_of("target", study=path) == Goal("target", 500.0, 90.0)
-  path.write_text(json.dumps({"sizes": [], "fit": None}))
-  with pytest.raises(ConfigError, match="found no critical batch size"):
-    goal_of("target", study=path)
-  with pytest.raises(ConfigError, match="give --study FILE or --noise-scale N"):
-    goal_of("target")
-  with pytest.raises(ConfigError, match="give --rank target"):
-    search(config(), here(), batch_sizes=[16, 32])
-
-
 GIVEN = [
   {"mesh.data": "4", "mesh.fsdp": "1", "layout.shard": "none"},
   {"mesh.data": "2", "mesh.fsdp": "2", "layout.shard": "zero1"},
@@ -107,88 +73,43 @@ GIVEN = [
 
 @pytest.mark.parametrize("which", all_slow_except(range(len(GIVEN)), 2, 3))
 def test_no_program_takes_less_than_the_least(which):
-  """What is refused for its memory would not fit: the bound is below the compiler's."""
+  """What is left out would not fit: the bound is below the bytes of the compiler."""
   made, chips = override(config(), GIVEN[which]), here()
-  one = as_given(made, 4)
+  one = search.as_given(made, 4)
   shapes = build.experiment(
     made, devices=chips.devices, datasets=made.data.abstract(made.batch_size)
   )
-  facts = facts_of(shapes)
-  guess = estimate(facts, one, rates_of("knl"))
+  guess = estimate(shapes_of(shapes), one, made.batch_size, rates_of("knl"))
   fit = fits.compile_for(made, chips)
   assert fit.memory is not None
-  assert facts.state <= fit.memory.arguments
-  # All of what is an argument but the batch is state.
+  # All of what is an argument but the batch is state; vectors and scalars are whole.
   batch = sum(
     math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
     for x in jax.tree.leaves(shapes.abstract_batch())
   )
-  assert facts.state == pytest.approx(fit.memory.arguments - batch, rel=0.02)
-  assert facts.state < guess.least <= fit.memory.total
+  assert guess.least <= fit.memory.total
+  assert guess.least >= 0.9 * (fit.memory.arguments - batch)
   assert guess.least <= guess.memory and 0 < guess.seconds < 1
 
 
-def considered(made, chips):
-  """Every layout, and nothing compiled."""
-  run = _Search(made, rates_of("knl"), Goal(), 1.0, lambda line: None)
-  run.add_chips(chips, ())
-  run.consider([made.batch_size], [made.exchange])
-  return run.layouts.values()
+def every(made, devices=4):
+  return list(search.candidates(made, devices))
 
 
-def test_what_is_refused_is_refused_by_the_run():
-  made, chips = config(batch_size=2), here()
-  refused = [x for x in considered(made, chips) if x.state == "refused"]
-  assert len(refused) >= 10 and all(x.reason for x in refused)
-  divides = 0
-  for layout in refused[:60]:
-    one = layout.family.config(made) if "divide over its" in layout.reason else None
-    with pytest.raises(ConfigError) as e:
-      one = one or layout.family.config(made)
-      data = made.data.abstract(made.batch_size)
-      build.experiment(one, devices=chips.devices, datasets=data)
-    divides += "divide over its" in layout.reason or str(e.value) == layout.reason
-  assert divides == len(refused[:60])
-
-
-@pytest.mark.slow
-def test_memory_that_there_is_not():
-  made = config()
-  every = considered(made, here())
-  few = {x.family: x for x in considered(made, here(limit=60_000))}
-  lost = [x for x in every if x.state == "estimated" and not few[x.family].waiting]
-  assert lost
-  for layout in lost:
-    assert few[layout.family].reason.startswith("cannot fit: at least ")
-    assert min(guess.least for _, guess, _ in layout.waiting) > 60_000
-
-
-def test_a_candidate_that_keeps_more_of_as_many_rows():
-  def one(remat, micros):
-    layout = cfg.Layout(shard="none", remat=remat)
-    return Candidate(4, 16, cfg.Mesh(data=4), layout, cfg.AllReduce(), micros)
-
-  assert _keeps_as_much(one("none", 1), one("dots", 2))
-  assert _keeps_as_much(one("dots", 2), one("dots", 2))
-  assert not _keeps_as_much(one("full", 1), one("dots", 2))
-  assert not _keeps_as_much(one("none", 4), one("dots", 2))
-
-
-@pytest.mark.parametrize(
-  "changes, says",
-  [
-    ({"accumulate_steps": "2"}, {"accumulate_steps": "2"}),
-    ({"mesh.fsdp": "2", "mesh.data": "2"}, {"mesh.data": "2", "mesh.fsdp": "2"}),
-    ({"exchange": "HalfPrecision", "mesh.fsdp": "1", "mesh.data": "4",
-      "layout.shard": "none"}, None),
-  ],
-)  # fmt: skip
-def test_overrides_make_the_same_config(changes, says):
-  base = config()
-  made = override(base, changes)
-  found = candidates.overrides(base, made)
-  assert override(base, found) == made
-  assert found == (says or changes)
+def test_what_is_listed_divides_and_computes_the_same():
+  made = config(batch_size=8)
+  listed = every(made)
+  assert len(listed) == len(set(listed)) > 100
+  assert search.as_given(made, 4)._replace(num_microbatches=1) in listed
+  for one in listed:
+    assert math.prod(vars(one.mesh).values()) == 4
+    assert made.batch_size % one.rows_over == 0
+    assert one.layout.sum_in == made.layout.sum_in
+  assert {x.layout.model for x in listed} == {
+    "layers", "layers_and_tokens", "ring", "all_to_all"
+  }  # fmt: skip
+  assert {x.layout.shard for x in listed} == {"none", "zero1", "zero2", "fsdp"}
+  assert {x.layout.schedule for x in listed if x.mesh.stage > 1} == {"gpipe", "1f1b"}
 
 
 def test_images_have_no_layers_to_split():
@@ -196,30 +117,152 @@ def test_images_have_no_layers_to_split():
     model=cfg.CNN(), data=cfg.Synthetic(num_examples=64, image_size=8),
     optimizer=cfg.SGD(lr=0.1), batch_size=16, epochs=1,
   )  # fmt: skip
-  found = list(candidates.families(made, 4, 16, [made.exchange]))
-  assert {x.mesh.model * x.mesh.stage for x in found} == {1}
-  assert {x.layout.shard for x in found} == {"none", "zero1", "zero2", "fsdp"}
-  assert all(isinstance(x, Considered) for x in considered(made, here()))
+  listed = every(made)
+  assert {x.mesh.model * x.mesh.stage for x in listed} == {1}
+  assert {x.layout.shard for x in listed} == {"none", "zero1", "zero2", "fsdp"}
+  assert {x.num_microbatches for x in listed} == {1, 2, 4}
   normed = dataclasses.replace(made, model=cfg.CNN(batch_norm=True))
-  assert {x.micros for x in candidates.variants(normed, found[0])} == {1}
+  assert {x.num_microbatches for x in every(normed)} == {1}
+
+
+def one_of(remat, num_microbatches, **mesh):
+  layout = cfg.Layout(shard="none", remat=remat)
+  return Candidate(cfg.Mesh(**({"data": 4} | mesh)), layout, num_microbatches)
+
+
+def test_a_candidate_that_keeps_more_of_as_many_rows():
+  keeps = search.keeps_as_much
+  assert keeps(one_of("none", 1), one_of("dots", 2))
+  assert keeps(one_of("dots", 2), one_of("dots", 2))
+  assert not keeps(one_of("full", 1), one_of("dots", 2))
+  assert not keeps(one_of("none", 4), one_of("dots", 2))
+
+
+def test_candidates_come_by_estimate_and_by_what_fitted():
+  small = {"data": 2, "fsdp": 2}
+  order = {
+    one_of("dots", 1): (False, 1.0), one_of("full", 1): (False, 1.05),
+    one_of("full", 2): (False, 1.2), one_of("none", 1): (True, 0.5),
+    one_of("full", 1, **small): (False, 1.1), one_of("dots", 1, **small): (True, 0.7),
+  }  # fmt: skip
+
+  def taken(does_fit):
+    queues, rows, found = {}, [], []
+    for one, key in order.items():
+      queues.setdefault(search._family(one), []).append((key, one))
+    for one in search._in_order(queues, rows):
+      found.append((one.mesh.fsdp, one.layout.remat, one.num_microbatches))
+      rows.append(SimpleNamespace(step=does_fit(one)))
+    return found
+
+  # A second variant of a layout that fitted comes after another layout as good.
+  assert taken(lambda one: True) == [
+    (1, "dots", 1), (2, "full", 1), (1, "full", 1), (1, "full", 2), (1, "none", 1),
+    (2, "dots", 1),
+  ]  # fmt: skip
+  # One that did not fit does not count, and what needs as much is not tried.
+  assert taken(lambda one: one.layout.remat == "full") == [
+    (1, "dots", 1), (1, "full", 1), (2, "full", 1), (1, "full", 2), (2, "dots", 1),
+  ]  # fmt: skip
+
+
+def test_more_microbatches_are_left_out_where_half_of_the_memory_is_free(monkeypatch):
+  made, listed = config(), [one_of("dots", n) for n in (1, 2, 4, 8)]
+  guesses = iter([100.0, 60.0, 40.0])
+  monkeypatch.setattr(search, "estimate", lambda *_: Estimate(0.0, next(guesses), 1.0))
+  found = search._estimated(None, listed, made.batch_size, None, here(limit=100))
+  assert [one.num_microbatches for one, _ in found] == [1, 2, 4]
+
+
+@pytest.mark.parametrize(
+  "changes, says",
+  [
+    ({"accumulate_steps": "2"}, {"accumulate_steps": "2"}),
+    ({"mesh.fsdp": "2", "mesh.data": "2"}, {"mesh.data": "2", "mesh.fsdp": "2"}),
+    ({"layout.remat": "dots"}, {"layout.remat": "dots"}),
+  ],
+)
+def test_changes_make_the_same_config(changes, says):
+  base = config()
+  made = override(base, changes)
+  found = submission.changes(base, made)
+  assert override(base, found) == made
+  assert found == says
+
+
+def planned(seconds):
+  """In place of compilation: seconds of a candidate; None: it does not fit."""
+
+  def plan(config, one, chips, rates):
+    took = seconds(one)
+    step = SimpleNamespace(seconds={"expected": took}, memory=2.0**30)
+    return search.Row(one, step if took else None, "" if took else "does not fit: 9")
+
+  return plan
+
+
+def test_the_best_is_planned_and_the_given_layout_comes_first(monkeypatch):
+  made, told = config(), []
+  given = search.as_given(made, 4)
+  best = search.Candidate(
+    cfg.Mesh(data=2, fsdp=2), dataclasses.replace(made.layout, remat="dots"), 1
+  )
+  seconds = {given: 2.0, best: 1.0}
+  monkeypatch.setattr(search, "_planned", planned(lambda one: seconds.get(one, 3.0)))
+  monkeypatch.setattr(search, "_PATIENCE", 10**6)
+  found = search.search(made, here(), log=told.append)
+  assert told[0].startswith("fsdp 4, remat none") and len(told) == len(found.rows) > 50
+  assert found.rows[0].candidate == best and found.ended == "all were compiled"
+  assert found.config.mesh == cfg.Mesh(data=2, fsdp=-1)
+  assert found.config.layout.remat == "dots" and found.config.accumulate_steps == 1
+  lines = search.text(found).splitlines()
+  assert lines[0].startswith(f"searched {found.considered:,} layouts in ")
+  assert lines[2].split()[:5] == ["data", "2", "x", "fsdp", "2"]
+  rows = search.as_json(found)["rows"]
+  assert rows[0]["seconds"] == 1.0 and rows[0]["remat"] == "dots"
+  assert len(rows) == len(found.rows) and found.too_large == 0
+
+
+def test_a_search_ends(monkeypatch):
+  made, chips = config(), here()
+  given = search.as_given(made, 4)
+  monkeypatch.setattr(search, "_planned", planned(lambda one: 1.0 + (one != given)))
+  found = search.search(made, chips)
+  assert len(found.rows) == 1 + search._PATIENCE
+  assert found.ended == f"{search._PATIENCE} in a row were no better"
+  assert found.rows[0].candidate == given
+  found = search.search(made, chips, minutes=0)
+  assert len(found.rows) == 1 and found.ended == "its 0 minutes were over"
+  # What fits is looked for as long as nothing does.
+  monkeypatch.setattr(search, "_planned", planned(lambda one: None))
+  with pytest.raises(RefusedError, match=r"none of \d+ layouts fits; does not fit: 9"):
+    search.search(made, chips)
+
+
+def test_what_cannot_fit_is_not_compiled(monkeypatch):
+  tried = []
+  monkeypatch.setattr(search, "_planned", planned(lambda one: tried.append(one) or 1.0))
+  monkeypatch.setattr(search, "_PATIENCE", 10**6)
+  found = search.search(config(), here(limit=300_000))
+  assert 0 < found.too_large < found.considered and len(found.rows) == len(tried)
+  shapes = build.experiment(
+    config(), devices=here().devices, datasets=config().data.abstract(16)
+  )
+  for one in tried[1:]:
+    assert estimate(shapes_of(shapes), one, 16, rates_of("knl")).least <= 300_000
 
 
 @pytest.mark.slow
-def test_the_best_is_no_worse_than_what_was_given_or_asked_for():
-  told: list[str] = []
-  also = [GIVEN[0], GIVEN[3]]
-  found = search(config(), here(), minutes=0.02, also=also, say=told.append)
-  compiled = [c for x in found.layouts for c in x.compiled]
-  assert len(told) == len(compiled) >= 3
-  assert "(as given)" in told[0] and sum("(asked for)" in line for line in told) == 2
-  assert found.best.hours == min(c.hours for c in compiled)
-  assert found.best.hours > 0 and found.layouts[0].best == found.best
-  assert found.ended == "its 0.02 minutes were over"
-  assert all(x.reason for x in found.layouts)
-  page = search_report.text(found)
-  assert "compiled, the best first" in page and "refused before compilation" in page
-  assert " times their estimate" in page
-  assert len(search_report.as_json(found)["layouts"]) == len(found.layouts) >= 30
+def test_what_is_compiled_is_planned_or_says_why_not():
+  made, rates = config(), rates_of("knl")
+  given = search.as_given(made, 4)
+  row = search._planned(made, given, here(), rates)
+  assert row.step is not None and row.note == ""
+  row = search._planned(made, given, here(limit=1000), rates)
+  assert row.step is None and row.note.startswith("does not fit: ")
+  odd = Candidate(cfg.Mesh(data=1, model=4), made.layout, 1)
+  row = search._planned(made, odd, here(), rates)
+  assert row.step is None and row.note.startswith("refused: ")
 
 
 def test_a_search_is_submitted(tmp_path, monkeypatch, capsys):
@@ -241,7 +284,7 @@ def test_a_search_is_submitted(tmp_path, monkeypatch, capsys):
   plan = json.loads((tmp_path / "plan.json").read_text())
   submit = plan["submit"]
   assert submit["nodes"] == 2 and submit["overrides"]["clip_norm"] == "1.0"
-  assert {x["state"] for x in plan["search"]["layouts"]} >= {"refused", "compiled"}
+  assert plan["search"]["rows"][0]["seconds"] > 0
   dry = ["submit", "--plan", "plan.json", "--dry-run", "--executor=slurm"]
   assert cli.main(dry) == 0
   script = capsys.readouterr().out
@@ -257,10 +300,10 @@ def test_a_search_is_submitted(tmp_path, monkeypatch, capsys):
     (["submit", "--dry-run"], "--config: missing"),
     (["submit", "--plan=none.json"], "none.json: No such file"),
     (["submit", "--plan=a.json", "--config=digits"], "--plan has its own"),
-    (["plan", "--config=tiny.py", "--chips=v5e-16", "--search", "--exchanges=Hlf"],
-     "--exchanges=Hlf: "),
-    (["plan", "--config=tiny.py", "--chips=v5e-16", "--search", "--rank=target"],
-     "--rank=target: "),
+    (["plan", "--config=tiny.py", "--chips=v5e-16", "--search", "--minutes=0"],
+     "--minutes=0"),
+    (["plan", "--config=tiny.py", "--chips=v5e-16", "--study=study.json"],
+     "study.json: "),
   ],
 )  # fmt: skip
 def test_mistakes(argv, says, tmp_path, monkeypatch, capsys):
@@ -280,15 +323,24 @@ def test_the_time_limit_of_a_plan():
     config=base, step=SimpleNamespace(nodes=3, devices=24), job=job, chips=chips,
     rates=SimpleNamespace(per_node=8),
   )  # fmt: skip
-  found = search_report.submission(plan, base, "a.py", {}, "alps", gpus_per_node=4)
+  found = submission.submission(plan, base, "a.py", {}, "alps", gpus_per_node=4)
   assert found == {
     "config": "a.py", "overrides": {}, "nodes": 3, "site": "alps", "time": "2:31:00",
   }  # fmt: skip
   line = "jaxscale submit --config a.py --nodes 3 --site alps --time 2:31:00"
-  assert search_report.command(found) == line
+  assert submission.command(found) == line
   # Where no profile says how many GPUs a node has, the plan does.
-  found = search_report.submission(plan, base, "a.py", {}, None)
+  found = submission.submission(plan, base, "a.py", {}, None)
   assert found["gpus_per_node"] == 8
-  assert "--nodes 3 --time 2:31:00 --gpus-per-node 8" in search_report.command(found)
+  assert "--nodes 3 --time 2:31:00 --gpus-per-node 8" in submission.command(found)
   chips.chip, chips.name = SimpleNamespace(platform="tpu"), "v5e-16"
-  assert search_report.submission(plan, base, "a.py", {}, None)["tpus"] == "v5e-16"
+  assert submission.submission(plan, base, "a.py", {}, None)["tpus"] == "v5e-16"
+
+
+def test_steps_to_the_target_of_a_study(tmp_path):
+  path = tmp_path / "study.json"
+  path.write_text(json.dumps({"sizes": [], "fit": {"s_min": 90.0, "b_crit": 500.0}}))
+  assert target_steps(path, 500) == 180.0 and target_steps(path, 50) == 990.0
+  path.write_text(json.dumps({"sizes": [], "fit": None}))
+  with pytest.raises(ConfigError, match="has no critical batch size"):
+    target_steps(path, 500)

@@ -13,21 +13,14 @@ from jaxscale import config as cfg
 from jaxscale import models
 from jaxscale.collectives.planner import Dim, Link, torus_seconds
 from jaxscale.errors import ConfigError
+from jaxscale.hlo import Memory, parse
 from jaxscale.launch.site import load_site
-from jaxscale.planning import (
-  fits,
-  kernels,
-  machine,
-  parse,
-  step_plan,
-  timeline,
-  transfer,
-)  # fmt: skip
+from jaxscale.planning import fits, kernels, machine, step_plan, timeline, transfer
 from jaxscale.planning.fits import Fit, RefusedError
-from jaxscale.planning.job import Run, job_of
+from jaxscale.planning.job import RunLength, job_of
 from jaxscale.planning.machine import CORNERS, Machine, hosts, rates_of
 from jaxscale.planning.step_plan import Compiled, Step, compile_step, step_on
-from jaxscale.planning.topologies import Chips, Memory
+from jaxscale.planning.topologies import Chips
 from jaxscale.training.flops import count_flops
 
 # A chip of 1 TFLOP/s and 1 GB/s, of which kernels reach all, and no other seconds.
@@ -169,7 +162,7 @@ def test_where_a_group_is(sizes, per_node):
 
 
 def test_seconds_of_collectives():
-  from jaxscale.planning.hlo import Collective
+  from jaxscale.hlo import Collective
 
   near, far = Link(1e-6, 1e-9), Link(1e-5, 1e-8)
   row = Collective("all-reduce", "r", ("f32",), 1_000_000, 0.0, (), 8, ("data",), 1,
@@ -295,7 +288,7 @@ def a_step(devices=64, **seconds):
 
 def test_a_job_with_failures_and_a_price():
   at = Machine(save_rate=1e9, mtbf_hours=800, watts=700, price_chip_hour=2.0, start=100)
-  run = Run(steps=36_000, evaluations=10, eval_examples=1024, saves=20,
+  run = RunLength(steps=36_000, evaluations=10, eval_examples=1024, saves=20,
             state_bytes=10**10)  # fmt: skip
   job = job_of(run, a_step(), rates_of("h100", at))
   assert job.train["expected"] == 7200 and job.save == 200
@@ -328,7 +321,9 @@ def test_a_job_with_failures_and_a_price():
 def test_hosts_load_and_fail_not_slices(chip, devices, number):
   at = Machine(save_rate=1e9, mtbf_hours=800, input_rate=100.0)
   rates = rates_of(chip, at)
-  run = Run(steps=36_000, evaluations=1, eval_examples=1, saves=20, state_bytes=10**10)
+  run = RunLength(
+    steps=36_000, evaluations=1, eval_examples=1, saves=20, state_bytes=10**10
+  )
   job = job_of(run, a_step(devices), rates)
   seconds = job.hours["expected"] * 3600 - job.lost
   assert job.restarts == pytest.approx(seconds * number / (3600 * 800))

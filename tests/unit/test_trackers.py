@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import os
 import re
 import sys
 import threading
@@ -15,7 +14,6 @@ from jaxscale.config.loading import load_config
 from jaxscale.config.record import from_plain, to_plain
 from jaxscale.errors import ConfigError
 from jaxscale.metrics import tracking as background
-from jaxscale.metrics.prometheus import exposition
 from jaxscale.run import tracking
 from jaxscale.run.fit import fit
 from support.configs import tiny_digits
@@ -227,16 +225,14 @@ def test_the_id_is_kept_and_made_anew_where_it_is_damaged(tmp_path, content):
 
 def test_they_are_chosen_by_name_and_recorded():
   chosen = {
-    "log.trackers.Wandb.project": "x", "log.trackers": "Prometheus,Wandb",
-    "log.trackers.Prometheus.directory": "/var/lib/node_exporter",
+    "log.trackers.Wandb.project": "x", "log.trackers": "MLflow,Wandb",
+    "log.trackers.MLflow.uri": "https://host",
   }  # fmt: skip
   loaded = load_config("configs/digits.py", chosen)
-  wanted = (
-    config.Prometheus(directory="/var/lib/node_exporter"), config.Wandb(project="x")
-  )  # fmt: skip
+  wanted = config.MLflow(uri="https://host"), config.Wandb(project="x")
   assert loaded.log.trackers == wanted
   plain = json.loads(json.dumps(to_plain(loaded)))
-  assert plain["log"]["trackers"][0]["class"] == "Prometheus"
+  assert plain["log"]["trackers"][0]["class"] == "MLflow"
   assert from_plain(config.Config, plain) == loaded
   assert load_config("configs/digits.py", {"log.trackers": "()"}).log.trackers == ()
 
@@ -245,7 +241,6 @@ def test_they_are_chosen_by_name_and_recorded():
   "chosen, message",
   [
     ({"log.trackers": "Wandv"}, "did you mean 'Wandb'"),
-    ({"log.trackers": "Prometheus"}, "Prometheus.directory is not set"),
     ({"log.trackers": "Wandb,Wandb"}, "Wandb is there twice"),
     ({"log.trackers.Wandb.project": "x"}, "write --config.log.trackers=Wandb as well"),
     (
@@ -254,7 +249,7 @@ def test_they_are_chosen_by_name_and_recorded():
     ),
     (
       {"log.trackers": "MLflow", "log.trackers.MLflow.uri": "https://me:x@host"},
-      "config.json would hold its password",
+      "holds a password, which config.json would keep",
     ),
   ],
 )
@@ -265,69 +260,5 @@ def test_mistakes_are_one_line(chosen, message):
 
 
 def test_something_else_than_a_tuple_is_refused():
-  with pytest.raises(ConfigError, match=r"give tuple of MLflow \| Prometheus"):
+  with pytest.raises(ConfigError, match=r"give tuple of MLflow \| Wandb"):
     config.Log(trackers=config.Wandb())
-
-
-# Prometheus' text format 0.0.4, as "Exposition formats" of its documentation has it.
-
-
-def parsed(text):
-  """{(name, labels): value} of a file that keeps every rule of the format."""
-  assert text.endswith("\n")
-  name = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
-  label = r'[a-zA-Z_][a-zA-Z0-9_]*="(?:[^"\\\n]|\\\\|\\"|\\n)*"'
-  samples, types, closed, current = {}, {}, set(), None
-  for line in text.splitlines():
-    if found := re.fullmatch(rf"# (HELP|TYPE) ({name}) (.*)", line):
-      kind, family, rest = found.groups()
-      if family != current:  # all lines of a metric are one group
-        assert family not in closed
-        closed.add(current)
-        current = family
-      if kind == "TYPE":  # once, and before the first sample
-        assert family not in types and rest == "gauge"
-        types[family] = rest
-      continue
-    # No timestamp may follow: the textfile collector refuses the file.
-    found = re.fullmatch(rf"({name})\{{({label}(?:,{label})*)\}} (\S+)", line)
-    assert found, line
-    family, labels, value = found.groups()
-    assert family == current and family in types and (family, labels) not in samples
-    samples[family, labels] = float(value.replace("Inf", "inf"))
-  return samples
-
-
-def test_the_text_file_is_one_that_prometheus_reads(tmp_path):
-  file = metrics.prometheus_file(tmp_path, "a-1")
-  file.log(50, 1e9, {"train/loss": math.nan, "perf/step_s": 0.25, "perf/mfu": 0.5})
-  values = {
-    "train/loss": math.inf, "perf/peak_memory_gb": 1.5, "perf/examples_per_s": 3.0,
-    "eval/my metric\n": -math.inf, 'trust_ratio/a\\"b"\n/kernel': 2.0,
-    "trust_ratio/x": 3.0,
-  }  # fmt: skip
-  file.log(100, 2e9, values)
-  assert os.listdir(tmp_path) == ["jaxscale_a-1.prom"]
-  found = parsed((tmp_path / "jaxscale_a-1.prom").read_text())
-  run, escaped = 'run="a-1"', 'parameter="a\\\\\\"b\\"\\n/kernel"'
-  assert found == {
-    ("jaxscale_step", run): 100,
-    ("jaxscale_last_log_timestamp_seconds", run): 2e9,
-    ("jaxscale_train_loss", run): math.inf,
-    ("jaxscale_perf_step_seconds", run): 0.25,
-    ("jaxscale_perf_mfu", run): 0.5,
-    ("jaxscale_perf_peak_memory_bytes", run): 1.5e9,
-    ("jaxscale_perf_examples_per_second", run): 3,
-    ("jaxscale_eval_my_metric_", run): -math.inf,
-    ("jaxscale_trust_ratio", f"{run},{escaped}"): 2,
-    ("jaxscale_trust_ratio", f'{run},parameter="x"'): 3,
-  }
-  file.finish("done")
-  file.finish("done")  # somebody may have removed it
-  assert os.listdir(tmp_path) == []
-
-
-def test_names_that_become_one_are_one_sample():
-  found = parsed(exposition({"eval/a b": 1, "eval/a_b": 2, "x": math.nan}, 1, 2, "r"))
-  assert found["jaxscale_eval_a_b", 'run="r"'] == 2
-  assert math.isnan(found["jaxscale_x", 'run="r"'])

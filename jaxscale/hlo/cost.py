@@ -23,8 +23,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxscale.planning import parse
-from jaxscale.planning.parse import Computation, Instruction, Module
+from jaxscale.hlo import parse
+from jaxscale.hlo.parse import Computation, Instruction, Module
 
 # TPU v5e: 197 TFLOP/s in bfloat16 over 819 GB/s. An H100 SXM is at 989 / 3.35 = 295.
 FLOPS_PER_BYTE = 240

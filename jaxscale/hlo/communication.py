@@ -41,10 +41,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxscale.hlo import parse
+from jaxscale.hlo.cost import COLLECTIVES, Cost, costs, trip_count
+from jaxscale.hlo.parse import Computation, Groups, Instruction, Module
 from jaxscale.metrics.text import table as text_table
-from jaxscale.planning import parse
-from jaxscale.planning.cost import COLLECTIVES, Cost, costs, trip_count
-from jaxscale.planning.parse import Computation, Groups, Instruction, Module
 
 
 class Collective(NamedTuple):
@@ -69,8 +69,6 @@ class Collective(NamedTuple):
     is_async: whether it has a start and an end with, perhaps, compute between.
     overlap: share of the step's compute between start and end, over all
       executions; None where the program is not scheduled.
-    parts: bytes of each array, where one collective has several: a CPU sends one
-      after another.
   """
 
   kind: str
@@ -86,7 +84,6 @@ class Collective(NamedTuple):
   conditional: bool
   is_async: bool
   overlap: float | None
-  parts: tuple[int, ...] = ()
 
 
 class Totals(NamedTuple):
@@ -355,7 +352,6 @@ def _collective(program, found, home, is_wrapped, **place: Any) -> Collective:
     groups=groups,
     group_size=size,
     axes=axes,
-    parts=tuple(parse.num_bytes((a,)) * copies for a in sent) if sent[1:] else (),
     **place,
   )
 

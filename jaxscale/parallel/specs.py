@@ -18,19 +18,16 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxscale.collectives import vary
 from jaxscale.errors import ConfigError
 from jaxscale.mesh import batch_axes
 from jaxscale.optim.tree_paths import path_name
-from jaxscale.parallel.fsdp_gather import FSDP, Gather, ShardedAndFull, local_shard
+from jaxscale.parallel.fsdp_gather import FSDP, Gather
 from jaxscale.parallel.rules import Rule, partition
 
 Shard = Literal["none", "zero1", "zero2", "fsdp"]
-HOST = "pinned_host"  # JAX's name of the host's memory that devices copy from
 SlowAxes = Literal["in_backward", "after"]
 # What the axis `model` splits: layers (heads, hidden units, classes); between their
 # branches tokens as well; or tokens alone, whose attention goes by a ring or by
@@ -39,7 +36,7 @@ Splits = Literal["layers", "layers_and_tokens", "ring", "all_to_all"]
 
 
 class Layout(NamedTuple):
-  """How a model is sharded. Trees are like the parameters, or a prefix of them.
+  """Sharding of a model. Trees are like the parameters, or a prefix of them.
 
   Attributes:
     mesh: where.
@@ -168,87 +165,21 @@ def _check_used(sizes: dict[str, int], specs: Any, shard: Shard) -> None:
     )
 
 
-def shards_and_full(params: Any, layout: Layout) -> tuple[Any, Any]:
-  """What a step differentiates by, inside `shard_map`, and what it computes with.
-
-  Parameters are cast to varying over the axes that the exchange will sum over: else
-  the derivative would sum over them by itself.
-
-  Returns:
-    Parameters or shards of them; under ZeRO-2 the full ones of those that are split,
-    else None.
-  """
-  gathers = jax.tree.broadcast(layout.gathers, params)
-  params = jax.tree.map(lambda w, g: vary(w, g.sum_in_exchange), params, gathers)
-  if layout.shard != "zero2":
-    return params, jax.tree.map(lambda _: None, params)
-
-  def shard(w, g):
-    return w if g.scatter is None else local_shard(w, g.scatter)
-
-  full = jax.tree.map(lambda w, g: None if g.scatter is None else w, params, gathers)
-  return jax.tree.map(shard, params, gathers), full
-
-
-def pair_shards(shards: Any, full: Any) -> Any:
-  """The tree that a loss takes, of what `shards_and_full` gave."""
-
-  def pair(shard, w):
-    return shard if w is None else ShardedAndFull(shard, w)
-
-  return jax.tree.map(pair, shards, full, is_leaf=lambda x: x is None)
-
-
-def scale_for_exchange(grads: Any, layout: Layout, examples: jax.Array) -> Any:
-  """Gradients as they leave a device: scaled, with a leading dim for the devices.
-
-  The exchange averages over the axes that are left; after it the gradient is that
-  of the mean loss over all examples, however they are spread.
-
-  Args:
-    grads: sums over what the device has.
-    layout: of the parameters.
-    examples: over all devices.
-  """
-
-  def leave(g, gather):
-    axes = gather.sum_in_exchange
-    scale = (lax.axis_size(axes) if axes else 1) / examples.astype(jnp.float32)
-    return (g * scale.astype(g.dtype))[None]
-
-  return jax.tree.map(leave, grads, jax.tree.broadcast(layout.gathers, grads))
-
-
-def shard_like_optimizer(trees: Any, layout: Layout) -> Any:
-  """Trees like the parameters, in a jit, sharded like the optimizer's state."""
-  if layout.shapes is None:
-    return trees
-  where = shardings(layout, layout.opt_specs)
-  return tuple(lax.with_sharding_constraint(tree, where) for tree in trees)
-
-
-def shard_like_params(params: Any, layout: Layout) -> Any:
-  """Parameters, in a jit, sharded as between steps."""
-  if layout.shapes is None:
-    return params
-  return lax.with_sharding_constraint(params, shardings(layout, layout.param_specs))
-
-
 def grad_specs(layout: Layout) -> Any:
   """A `PartitionSpec` for each gradient, when all is summed."""
   if layout.shapes is None:
     return layout.param_specs
 
-  def spec(gather, opt, param):
+  def spec(gather: Gather, opt: P, param: P):
     return param if gather.scatter is None else opt
 
   return jax.tree.map(spec, layout.gathers, layout.opt_specs, layout.param_specs)
 
 
 def exchange_specs(layout: Layout) -> Any:
-  """Likewise after `scale_for_exchange`: a leading dim over axes still to be summed."""
+  """Return the specs of gradients with a leading dim, over axes still to be summed."""
 
-  def spec(gather, of_grad):
+  def spec(gather: Gather, of_grad: P):
     return P(gather.sum_in_exchange or None, *of_grad)
 
   return jax.tree.map(spec, layout.gathers, grad_specs(layout))
@@ -257,27 +188,11 @@ def exchange_specs(layout: Layout) -> Any:
 def local_grad_shapes(layout: Layout) -> Any:
   """Shapes of the part of each gradient that one device has."""
 
-  def local(x, spec):
+  def local(x: Any, spec: P):
     dims = NamedSharding(layout.mesh, spec).shard_shape(x.shape)
     return jax.ShapeDtypeStruct(dims, x.dtype)
 
   return jax.tree.map(local, layout.shapes, grad_specs(layout))
-
-
-def shardings(layout: Layout, specs: Any) -> Any:
-  """A `NamedSharding` for each spec."""
-  return jax.tree.map(lambda spec: NamedSharding(layout.mesh, spec), specs)
-
-
-def backward_sum_axes(layout: Layout | None) -> dict[str, tuple[str, ...]]:
-  """Axes that gradients are summed over in the backward pass, by parameter path."""
-  if layout is None or layout.shapes is None:
-    return {}
-  found = {
-    path_name(path): ((FSDP,) if g.scatter is not None else ()) + g.sum_in_backward
-    for path, g in jax.tree_util.tree_leaves_with_path(layout.gathers)
-  }
-  return {name: axes for name, axes in found.items() if axes}
 
 
 def opt_state_specs(layout: Layout, tx: optax.GradientTransformation) -> Any:
@@ -303,41 +218,12 @@ def opt_state_specs(layout: Layout, tx: optax.GradientTransformation) -> Any:
   return jax.tree.map_with_path(spec_of, jax.eval_shape(tx.init, layout.shapes))
 
 
-def opt_state_shardings(layout: Layout, tx: optax.GradientTransformation) -> Any:
-  """A `NamedSharding` for each leaf of an optimizer's state, between steps.
-
-  On the host, where the layout has it there, are matrices and stacks of vectors: all
-  but a few thousandths of the state. What is small stays.
-  """
-  where = shardings(layout, opt_state_specs(layout, tx))
-  if not layout.opt_on_host:
-    return where
-
-  def place(leaf: Any, sharding: NamedSharding) -> NamedSharding:
-    return sharding.with_memory_kind(HOST) if leaf.ndim >= 2 else sharding
-
-  return jax.tree.map(place, jax.eval_shape(tx.init, layout.shapes), where)
-
-
-def opt_to_device(opt_state: Any, layout: Layout) -> Any:
-  """An optimizer's state, in a jit, where it is computed with.
-
-  To be called in a branch: XLA brings what it can as soon as there is room, before the
-  backward pass has freed any, but not before it knows that a branch is taken.
-  """
-  return _moved(opt_state, layout, jax.memory.Space.Device)
-
-
-def opt_to_host(opt_state: Any, layout: Layout) -> Any:
-  """An optimizer's state, in a jit, where it is between steps."""
-  return _moved(opt_state, layout, jax.memory.Space.Host)
-
-
-def _moved(opt_state: Any, layout: Layout, space: Any) -> Any:
-  if not layout.opt_on_host:
-    return opt_state
-
-  def move(x):
-    return jax.device_put(x, space) if x.ndim >= 2 else x
-
-  return jax.tree.map(move, opt_state)
+def backward_sum_axes(layout: Layout | None) -> dict[str, tuple[str, ...]]:
+  """Axes that gradients are summed over in the backward pass, by parameter path."""
+  if layout is None or layout.shapes is None:
+    return {}
+  found = {
+    path_name(path): ((FSDP,) if g.scatter is not None else ()) + g.sum_in_backward
+    for path, g in jax.tree_util.tree_leaves_with_path(layout.gathers)
+  }
+  return {name: axes for name, axes in found.items() if axes}

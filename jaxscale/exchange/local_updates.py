@@ -34,7 +34,7 @@ BLOCK_SAMPLES = 120_000
 
 
 class LocalUpdate(NamedTuple):
-  """How workers that train alone synchronize.
+  """A method for workers that train alone to synchronize.
 
   Attributes:
     every: H, steps from one synchronization to the next.
@@ -132,12 +132,13 @@ def block_momentum(
     )
   ahead = 1 + decay if nesterov else 1.0
 
-  def init(params):
+  def init(params: Any):
     return BlockMomentumState(zero_residuals(params))
 
-  def update(updates, state, params=None):  # optax's names; updates are D
+  def update(updates: Any, state: Any, params: Any = None):
+    # optax's names: `updates` are D, `state` is a BlockMomentumState.
 
-    def smooth(s, d):
+    def smooth(s: jax.Array, d: jax.Array):
       return decay * s + rate * d.astype(s.dtype)
 
     smoothed = jax.tree.map(smooth, state.smoothed, updates)
@@ -171,7 +172,7 @@ def block_steps(worker_batch: int, block_samples: int = BLOCK_SAMPLES) -> int:
 def check_samples(
   num_samples: int, every: int, worker_batch: int, num_workers: int
 ) -> str | None:
-  """What to say where a data set is too small for block momentum, if it is.
+  """Return a note where a data set is too small for block momentum.
 
   With n = 1 - 1/N the filter remembers N blocks of N workers with tau samples
   each, so CNTK asks for tau N^2 different samples at least.
@@ -224,11 +225,11 @@ def reset_momentum(opt_state: Any) -> Any:
   """
   found = []
 
-  def field(node) -> str | None:
+  def field(node: Any) -> str | None:
     names = getattr(node, "_fields", ())
     return next((name for name in ("trace", "velocity") if name in names), None)
 
-  def reset(node):
+  def reset(node: Any):
     name = field(node)
     if name is None:
       return node

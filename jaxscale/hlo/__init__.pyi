@@ -1,0 +1,11 @@
+from .communication import Collective as Collective
+from .communication import Placed as Placed
+from .communication import Totals as Totals
+from .communication import collectives as collectives
+from .communication import placed as placed
+from .communication import summary as summary
+from .communication import total as total
+from .cost import program_flops as program_flops
+from .memory import Memory as Memory
+from .memory import memory_of as memory_of
+from .memory import out_of_memory as out_of_memory

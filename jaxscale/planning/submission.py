@@ -1,0 +1,79 @@
+"""From a plan to its job: what `jaxscale submit --plan` takes, and its command line."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from jaxscale import config as cfg
+from jaxscale.planning.plan import Plan
+
+
+def submission(
+  plan: Plan,
+  base: cfg.Config,
+  config: str,
+  overrides: Mapping[str, str],
+  site: str | None,
+  gpus_per_node: int = 0,
+) -> dict[str, Any]:
+  """Return what `jaxscale submit --plan` takes: the run of a plan.
+
+  Args:
+    plan: of the run.
+    base: the config of the command line, with its overrides.
+    config: `FILE[:ARG]` that it is from.
+    overrides: of the command line.
+    site: its profile, if there is one.
+    gpus_per_node: of the profile; 0: those of the plan's nodes are asked for.
+  """
+  changed = changes(base, plan.config)
+  found: dict[str, Any] = {"config": config, "overrides": {**overrides, **changed}}
+  found["nodes"] = plan.step.nodes
+  if site:
+    found["site"] = site
+  if not gpus_per_node and plan.chips.chip.platform == "cuda":
+    found["gpus_per_node"] = min(plan.rates.per_node, plan.step.devices)
+  if plan.chips.chip.platform == "tpu":
+    found["tpus"] = plan.chips.name
+  if plan.job:
+    minutes = -(-int(3600 * plan.job.limit) // 60)
+    found["time"] = f"{minutes // 60}:{minutes % 60:02}:00"
+  return found
+
+
+def changes(base: cfg.Config, planned: cfg.Config) -> dict[str, str]:
+  """The settings in which a searched config differs, as the command line has them.
+
+  Example:
+    >>> import dataclasses
+    >>> from jaxscale.config.loading import load_config
+    >>> base = load_config("configs/text.py")
+    >>> changes(base, dataclasses.replace(base, accumulate_steps=2))
+    {'accumulate_steps': '2'}
+  """
+  changed: dict[str, str] = {}
+  if base.accumulate_steps != planned.accumulate_steps:
+    changed["accumulate_steps"] = str(planned.accumulate_steps)
+  for part in ("mesh", "layout"):
+    old = vars(getattr(base, part))
+    new = vars(getattr(planned, part))
+    changed |= {f"{part}.{n}": str(v) for n, v in new.items() if old[n] != v}
+  return changed
+
+
+def command(submit: Mapping[str, Any]) -> str:
+  """Return the command line that submits a plan.
+
+  Example:
+    >>> command({"config": "a.py", "nodes": 2, "overrides": {"epochs": "3"}})
+    'jaxscale submit --config a.py --nodes 2 --config.epochs=3'
+  """
+  words = ["jaxscale", "submit", "--config", submit["config"]]
+  words += ["--nodes", str(submit["nodes"])]
+  for name in ("site", "time", "gpus_per_node"):
+    option = f"--{name.replace('_', '-')}"
+    words += [option, str(submit[name])] if name in submit else []
+  words += [f"--config.{name}={value}" for name, value in submit["overrides"].items()]
+  return shlex.join(words)

@@ -1,1 +1,0 @@
-"""Studies of many runs: batch sizes, time to accuracy."""
