@@ -186,9 +186,11 @@ class Schedule(Choice):
 
   Attributes:
     warmup_epochs: epochs until the peak.
+    warmup_steps: steps until the peak, instead of `warmup_epochs`.
   """
 
   warmup_epochs: NonNegative = 0.0
+  warmup_steps: Annotated[int | None, ">= 0"] = None
 
 
 class Exchange(Choice):

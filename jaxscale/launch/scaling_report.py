@@ -39,12 +39,14 @@ _LAWS = {"strong": "Amdahl", "weak": "Gustafson"}
 
 # What may differ within a study: its subject, and what does not change a step.
 _MAY_DIFFER = (
-  "batch_size", "mesh", "accumulate_steps", "seed", "epochs", "target_accuracy",
-  "stop_at_target", "input_threads", "evaluation", "checkpoint", "checks", "log",
-  "exchange.algorithm", "exchange.dims", "exchange.links",
+  "batch_size", "mesh", "accumulate_steps", "seed", "epochs", "steps",
+  "target_accuracy", "stop_at_target", "input_threads", "evaluation", "checkpoint",
+  "checks", "log", "exchange.algorithm", "exchange.dims", "exchange.links",
 )  # fmt: skip
 # Of those, what a reader of the table has to know.
-_NOTED = ("accumulate_steps", "seed", "epochs", "exchange.algorithm", "exchange.dims")
+_NOTED = (
+  "accumulate_steps", "seed", "epochs", "steps", "exchange.algorithm", "exchange.dims",
+)  # fmt: skip
 # Columns of the table: a column of the CSV file, or one made of two, and its format.
 _COLUMNS = {
   "run": ("run", ""), "nodes": ("nodes", ","), "processes": ("processes", ","),
@@ -208,7 +210,7 @@ def _notes(kind: Kind, rows: Sequence[ScalingRow], serial: float | None) -> list
     text += "cores: this shows what more processes cost, not what more nodes give"
     notes += [text] * (runs[0].kind == "cpu")
   losses = [r.loss for r in runs if r.loss is not None]
-  alike = {(r.config.get("seed"), r.config.get("epochs")) for r in runs}
+  alike = {tuple(map(r.config.get, ("seed", "epochs", "steps"))) for r in runs}
   if kind == "strong" and len(alike) == 1 and len(losses) == len(runs):
     apart = f"{max(losses) - min(losses):.1g}"
     notes.append(f"validation losses differ by at most {apart}")

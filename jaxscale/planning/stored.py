@@ -45,8 +45,8 @@ SHAPE = {
 # Settings that do not set the seconds of a step, the first word of their names; the
 # batch is compared with the numbers of devices.
 _FREE = {
-  "batch_size", "epochs", "seed", "schedule", "evaluation", "checkpoint", "checks",
-  "faults", "log", "compilation", "input_threads", "init_from", "init_head",
+  "batch_size", "epochs", "steps", "seed", "schedule", "evaluation", "checkpoint",
+  "checks", "faults", "log", "compilation", "input_threads", "init_from", "init_head",
   "gpu_settings", "lr_scaling", "lr_reference_batch_size", "layer_decay",
   "layer_order", "target_accuracy", "target_loss", "stop_at_target",
 }  # fmt: skip
@@ -252,12 +252,13 @@ def match(
   return Match(plan, step, "", is_whole)
 
 
-_LENGTH = ("epochs", "evaluation", "checkpoint")
+_LENGTH = ("epochs", "steps", "evaluation", "checkpoint")
 
 
 def _rest(config: Mapping[str, Any], name: str) -> Any:
   found = config.get(name)
-  names = ("every_epochs", "batch_size") if name == "evaluation" else ("every_epochs",)
+  names = "every_epochs", "every_steps"
+  names += ("batch_size",) * (name == "evaluation")
   return [found.get(n) for n in names] if isinstance(found, Mapping) else found
 
 
