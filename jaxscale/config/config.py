@@ -13,7 +13,7 @@ import dataclasses
 from typing import Annotated, Any, Literal
 
 from jaxscale.config.bases import Data, Exchange, Loss, Model, Optimizer, Schedule, Sync
-from jaxscale.config.bounds import Count, Positive, check_pattern
+from jaxscale.config.bounds import Count, check_pattern
 from jaxscale.config.layout import Layout, check_layout
 from jaxscale.config.phases import AdaptiveBatch, Phases
 from jaxscale.config.plain import check_forms, shared_texts
@@ -97,7 +97,7 @@ class Config:
   schedule: Schedule = built_in(Schedule, "Cosine")
   loss: Loss = built_in(Loss, "CrossEntropy")
   batch_size: Count
-  epochs: Positive | None = None
+  epochs: Annotated[float | None, "> 0"] = None
   steps: Annotated[int | None, ">= 1"] = None
   phases: Phases | AdaptiveBatch = Phases()
   accumulate_steps: Count = 1

@@ -62,11 +62,14 @@ class Compilation:
 
 
 def _check_interval(chosen: Evaluation | Checkpoint) -> None:
-  """Refuse an interval in steps beside one in epochs."""
-  if chosen.every_steps is not None and chosen.every_epochs != 1.0:
-    why = f"and every_epochs={chosen.every_epochs} are both set"
-    field = f"{type(chosen).__name__}.every_steps"
-    raise invalid(field, chosen.every_steps, why, "leave out one of them")
+  """Refuse an interval in steps beside one in epochs, and one in neither."""
+  epochs, steps = chosen.every_epochs, chosen.every_steps
+  field = f"{type(chosen).__name__}.every_steps"
+  if steps is not None and epochs not in (None, 1.0):  # 1.0: nobody has set it
+    why = f"and every_epochs={epochs} are both set"
+    raise invalid(field, steps, why, "set one of them to None")
+  if steps is None and epochs is None:
+    raise invalid(field, steps, "and every_epochs=None leave no interval", "set one")
 
 
 @settings
@@ -79,7 +82,7 @@ class Evaluation:
     batch_size: examples per step, rounded up to a multiple of the devices.
   """
 
-  every_epochs: Positive = 1.0
+  every_epochs: Annotated[float | None, "> 0"] = 1.0
   every_steps: Annotated[int | None, ">= 1"] = None
   batch_size: Count = 1000
 
@@ -112,7 +115,7 @@ class Checkpoint:
       always are.
   """
 
-  every_epochs: Positive = 1.0
+  every_epochs: Annotated[float | None, "> 0"] = 1.0
   every_steps: Annotated[int | None, ">= 1"] = None
   keep_last: Count = 2
   keep_best: Annotated[int, ">= 0"] = 1

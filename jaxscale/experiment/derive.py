@@ -138,6 +138,7 @@ def interval(
   """Steps of a phase between evaluations or checkpoints, one at least."""
   if settings.every_steps is not None:
     return settings.every_steps
+  assert settings.every_epochs is not None  # checked by Config
   return max(round(settings.every_epochs * num_train / phase.batch_size), 1)
 
 

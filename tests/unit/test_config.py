@@ -169,9 +169,10 @@ BAD = [
   ({"phases.steps": "0,9", "phases.epochs": "0,1"}, "Phases.steps=(0, 9)", "leave out"),
   ({"phases.steps": "1,9"}, "Phases.steps=(1, 9)", "begin at 0"),
   ({"evaluation.every_steps": "9", "evaluation.every_epochs": "2"},
-   "Evaluation.every_steps=9", "leave out one"),
+   "Evaluation.every_steps=9", "set one of them to None"),
   ({"checkpoint.every_steps": "9", "checkpoint.every_epochs": "2"},
-   "Checkpoint.every_steps=9", "leave out one"),
+   "Checkpoint.every_steps=9", "set one of them to None"),
+  ({"checkpoint.every_epochs": "None"}, "Checkpoint.every_steps=None", "set one"),
   ({"schedule": "Polynomial", "schedule.decay_steps": "9",
     "schedule.decay_epochs": "1"}, "Polynomial.decay_steps=9", "leave out one"),
   ({"schedule": "Polynomial", "schedule.decay_steps": "9", "schedule.restart": "False"},
@@ -335,7 +336,9 @@ def test_arrays_are_tuples():
   ("batch_size", np.bool_(True)), ("epochs", np.complex64(3)), ("epochs", np.ones(2)),
 ])  # fmt: skip
 def test_numbers_of_another_kind_are_refused(field, value):
-  with pytest.raises(ConfigError, match=f"^Config.{field}=.*: give (int|float)$"):
+  with pytest.raises(
+    ConfigError, match=rf"^Config.{field}=.*: give (int|float)( \| None)?$"
+  ):
     dataclasses.replace(load_config("configs/digits.py"), **{field: value})
 
 
@@ -482,6 +485,7 @@ def test_a_run_can_be_counted_in_steps():
   """As in epochs, 12 steps of 128 each among 1,437 examples, without fractions."""
   in_steps = {"epochs": "None", "steps": "36", "schedule.warmup_epochs": "0"}
   in_steps |= {"schedule.warmup_steps": "12", "evaluation.every_steps": "7"}
+  in_steps |= {"evaluation.every_epochs": "None"}
   config = load_config("configs/digits.py", in_steps | {"checkpoint.every_steps": "5"})
   got = derive(config, 1437, 360, 8)
   assert (got.total_steps, got.warmup_steps, got.eval_every, got.save_every) == (
