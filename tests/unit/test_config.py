@@ -591,3 +591,38 @@ def test_a_config_file_imports_from_its_folder_and_needs_no_docstring(tmp_path):
   config = load_config(str(tmp_path / "mine.py"))
   assert config.model.width == 24  # pyright: ignore[reportAttributeAccessIssue]
   assert "\n    Undocumented: \n" in settings_help(config)
+
+
+def test_a_class_of_ones_own_is_treated_as_what_it_extends():
+  class Buckets(cfg.AllReduce):
+    bucket_bytes: int | None = 4096
+
+  class Plain(cfg.AllReduce):
+    pass
+
+  class Other(cfg.AllReduce):
+    def build(self, context):
+      return super().build(context)
+
+  class Smooth(cfg.CrossEntropy):
+    label_smoothing: float = 0.1
+
+  class Weighted(cfg.CrossEntropy):
+    def build(self, info):
+      return super().build(info)
+
+  class Declared(Weighted):
+    is_cross_entropy = True
+
+  assert Plain().is_plain and Buckets().sends_whole and not Buckets().is_plain
+  for exchange in (Other(), cfg.HalfPrecision(), cfg.Int8()):  # not the sum as it is
+    assert not exchange.sends_whole and not exchange.is_plain
+  assert Smooth().is_cross_entropy and Declared().is_cross_entropy
+  assert not Weighted().is_cross_entropy and not cfg.Huber().is_cross_entropy
+  fsdp = {"mesh.data": "2", "mesh.fsdp": "4", "layout.shard": "fsdp"}
+  config = load_config("configs/digits.py", fsdp)
+  layout = dataclasses.replace(config.layout, slow_axes="in_backward")
+  dataclasses.replace(config, layout=layout, exchange=Plain())
+  for exchange in (Other(), Buckets()):
+    with pytest.raises(ConfigError, match="would not be asked; use 'after'"):
+      dataclasses.replace(config, layout=layout, exchange=exchange)
