@@ -17,11 +17,8 @@ image; here it is the Inception-style crop, mirrored, with a mean for each chann
 
 from jaxscale.config import LARS, TFDS, AlexNet, Config, Evaluation, Polynomial
 
-NUM_TRAIN, BATCH = 1_281_167, 32_768
-
 
 def get_config() -> Config:
-  epochs_per_step = BATCH / NUM_TRAIN
   return Config(
     model=AlexNet(batch_norm=True, bn_span=512, dropout=0.5),
     data=TFDS(
@@ -36,14 +33,14 @@ def get_config() -> Config:
       include="all",
     ),
     schedule=Polynomial(
-      warmup_epochs=400 * epochs_per_step,
+      warmup_steps=400,
       warmup_lr=1.0,
       power=2.0,
       end_lr=0.0,
       restart=False,
     ),
-    batch_size=BATCH,
-    epochs=3999.5 * epochs_per_step,
+    batch_size=32_768,
+    steps=4000,
     dtype="bfloat16",
     evaluation=Evaluation(every_epochs=5, batch_size=2000),
     target_accuracy=0.585,

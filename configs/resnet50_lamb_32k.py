@@ -21,12 +21,10 @@ from jaxscale.config import (
   ResNet,
 )
 
-NUM_TRAIN, BATCH = 1_281_167, 32_768
 WARMUP_STEPS, STEPS = 782, 3519
 
 
 def get_config() -> Config:
-  epochs_per_step = BATCH / NUM_TRAIN
   return Config(
     model=ResNet(depth=50, bn_span=128),
     data=TFDS(
@@ -42,14 +40,14 @@ def get_config() -> Config:
       include=r"kernel$|^Dense_0/bias$",
     ),
     schedule=Polynomial(
-      warmup_epochs=WARMUP_STEPS * epochs_per_step,
+      warmup_steps=WARMUP_STEPS,
       power=1.0,
       end_lr=0.0,
-      decay_epochs=(STEPS - WARMUP_STEPS) * epochs_per_step,
+      decay_steps=STEPS - WARMUP_STEPS,
     ),
     clip_norm=1.0,
-    batch_size=BATCH,
-    epochs=(STEPS - 0.5) * epochs_per_step,  # rounded up
+    batch_size=32_768,
+    steps=STEPS,
     loss=CrossEntropy(label_smoothing=0.1),
     dtype="bfloat16",
     evaluation=Evaluation(every_epochs=5, batch_size=2000),

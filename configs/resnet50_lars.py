@@ -92,8 +92,7 @@ def get_config(batch_size: str = "4096") -> Config:
     known = [*map(str, RCP), *(f"google-{n}" for n in GOOGLE)]
     raise ConfigError(f"resnet50_lars.py:{batch_size}: give one of {', '.join(known)}")
   batch, row = int(size), table[int(size)]
-  steps_per_epoch = NUM_TRAIN / batch
-  warmup_steps = round(row.warmup_epochs * steps_per_epoch)
+  warmup_steps = round(row.warmup_epochs * NUM_TRAIN / batch)
   end_step = row.decay_steps + (0 if row.from_step_0 else warmup_steps)
   total_steps = end_step if row.total_steps is None else row.total_steps
   return Config(
@@ -103,13 +102,13 @@ def get_config(batch_size: str = "4096") -> Config:
     ),
     optimizer=LARS(lr=row.lr, momentum=row.momentum, weight_decay=row.weight_decay),
     schedule=Polynomial(
-      warmup_epochs=row.warmup_epochs,
+      warmup_steps=warmup_steps,
       power=2.0,
       end_lr=1e-4,
-      decay_epochs=(end_step - warmup_steps) / steps_per_epoch,
+      decay_steps=end_step - warmup_steps,
     ),
     batch_size=batch,
-    epochs=(total_steps - 0.5) / steps_per_epoch,  # rounded up
+    steps=total_steps,
     loss=CrossEntropy(label_smoothing=0.1),
     dtype="bfloat16",
     evaluation=Evaluation(every_epochs=4, batch_size=2000),

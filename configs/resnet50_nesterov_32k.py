@@ -26,23 +26,17 @@ from jaxscale.config import (
   ResNet,
 )
 
-NUM_TRAIN, BATCH = 1_281_167, 32_768
-WARMUP_STEPS, STEPS = 638, 2512
-
 
 def get_config() -> Config:
-  epochs_per_step = BATCH / NUM_TRAIN
   return Config(
     model=ResNet(depth=50, bn_span=64),
     data=TFDS(
       name="imagenet2012", eval_split="validation", image_size=224, augment="crop"
     ),
     optimizer=SGD(lr=7.05, momentum=1 - 0.024, nesterov=True, weight_decay=5.8e-5),
-    schedule=Polynomial(
-      warmup_epochs=WARMUP_STEPS * epochs_per_step, power=2.0, end_lr=1e-4
-    ),
-    batch_size=BATCH,
-    epochs=(STEPS - 0.5) * epochs_per_step,  # rounded up
+    schedule=Polynomial(warmup_steps=638, power=2.0, end_lr=1e-4),
+    batch_size=32_768,
+    steps=2512,
     loss=CrossEntropy(label_smoothing=0.15),
     dtype="bfloat16",
     evaluation=Evaluation(every_epochs=4, batch_size=2000),

@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from traceback import walk_tb
 from typing import Any, NamedTuple, NoReturn, ParamSpec
 
 EXIT_DONE, EXIT_CRASH, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -247,9 +248,10 @@ def _of_environment(error: BaseException) -> str | None:
     remedy = "install jaxscale's packages there (`make env`), or use the Python of its "
     return f"{module} is not installed for {sys.executable}; {remedy}environment"
   # A variable JAX_… that it cannot read, and a platform that it cannot start.
-  frames = traceback.extract_tb(error.__traceback__)
-  place = frames[-1].filename.replace(os.sep, "/") if frames else ""
-  if isinstance(error, ValueError) and place.endswith("jax/_src/config.py"):
+  names = [f.f_globals.get("__name__", "") for f, _ in walk_tb(error.__traceback__)]
+  package, _, module = (names[-1] if names else "").partition(".")
+  is_config = package == "jax" and module.endswith("config")
+  if isinstance(error, ValueError) and is_config:
     return f"{text}; correct the variable in the environment, or unset it"
   is_platform = text.startswith("Unable to initialize backend")
   return text if isinstance(error, RuntimeError) and is_platform else None

@@ -7,6 +7,8 @@ import json
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from jaxscale.cluster import jax_internals
+
 # JAX takes seconds to import; whoever calls these has it.
 if TYPE_CHECKING:
   import numpy as np
@@ -125,17 +127,13 @@ def leader_first(name: str, timeout_s: float) -> Iterator[None]:
 def _coordination_client() -> Any:
   """JAX's connection to process 0; None where this process is alone.
 
-  JAX has no public name for it (0.10 to 0.12); without it nobody waits.
+  Nor where JAX has no name for it: then nobody waits.
   """
   import jax
 
   if jax.process_count() == 1:
     return None
-  with contextlib.suppress(ImportError, AttributeError):
-    from jax._src import distributed
-
-    return distributed.global_state.client
-  return None
+  return jax_internals.coordination_client()
 
 
 def _multihost_utils() -> Any:

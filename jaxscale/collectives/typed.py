@@ -19,6 +19,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
+from jaxscale.cluster.jax_internals import varying_axes, with_varying_axes
 from jaxscale.errors import ConfigError
 
 _same_everywhere = Primitive("same_everywhere")
@@ -27,8 +28,7 @@ _same_everywhere.def_impl(lambda x, *, axes: x)
 
 @_same_everywhere.def_abstract_eval
 def _drop_axes(x: Any, *, axes: tuple[str, ...]):
-  varying = frozenset(x.mat.varying) - set(axes)
-  return x.update(manual_axis_type=x.mat.update(varying=varying))
+  return with_varying_axes(x, varying_axes(x) - set(axes))
 
 
 mlir.register_lowering(_same_everywhere, lambda ctx, x, *, axes: [x])
@@ -64,7 +64,7 @@ def in_mesh_order(axes: Iterable[str]) -> tuple[str, ...]:
 
 def varying(x: jax.Array) -> tuple[str, ...]:
   """The axes over which an array is typed varying, in the mesh's order."""
-  return in_mesh_order(jax.typeof(x).mat.varying)
+  return in_mesh_order(varying_axes(jax.typeof(x)))
 
 
 def vary(tree: Any, axes: tuple[str, ...]) -> Any:

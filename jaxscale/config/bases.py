@@ -186,9 +186,11 @@ class Schedule(Choice):
 
   Attributes:
     warmup_epochs: epochs until the peak.
+    warmup_steps: steps until the peak, instead of `warmup_epochs`.
   """
 
   warmup_epochs: NonNegative = 0.0
+  warmup_steps: Annotated[int | None, ">= 0"] = None
 
 
 class Exchange(Choice):
@@ -203,6 +205,17 @@ class Exchange(Choice):
   delayed: bool = False
 
   averages_exactly = False  # gives the mean of the step's own gradients
+
+  @property
+  def sends_whole(self) -> bool:
+    """Whether it is the sum of whole gradients, in any order, and nothing else."""
+    return False
+
+  @property
+  def is_plain(self) -> bool:
+    """Whether it is XLA's own sum of each tensor, which a backward pass can do."""
+    return False
+
   plain_epochs = 0.0  # where it is a field: epochs of uncompressed gradients before
 
 
@@ -225,6 +238,11 @@ class Loss(Choice):
 
   label_smoothing = 0.0
   takes_numbers = False  # integer targets [n] are numbers, one output each
+
+  @property
+  def is_cross_entropy(self) -> bool:
+    """Whether it is cross entropy of one class per row, as `models.Stack` computes."""
+    return False
 
   def target_range(self, info: Any) -> tuple[int, int] | None:
     """The lowest and the highest target that the loss takes; None: any."""

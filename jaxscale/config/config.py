@@ -13,7 +13,7 @@ import dataclasses
 from typing import Annotated, Any, Literal
 
 from jaxscale.config.bases import Data, Exchange, Loss, Model, Optimizer, Schedule, Sync
-from jaxscale.config.bounds import Count, Positive, check_pattern
+from jaxscale.config.bounds import Count, check_pattern
 from jaxscale.config.layout import Layout, check_layout
 from jaxscale.config.phases import AdaptiveBatch, Phases
 from jaxscale.config.plain import check_forms, shared_texts
@@ -26,8 +26,8 @@ from jaxscale.config.running import (
   Log,
   Mesh,
 )
-from jaxscale.config.validation import settings
-from jaxscale.errors import ConfigError
+from jaxscale.config.validation import UnsetError, settings
+from jaxscale.errors import ConfigError, invalid
 
 
 def built_in(base: Any, name: str) -> Any:
@@ -46,7 +46,8 @@ class Config:
     schedule: the learning rate over the run.
     loss: what is minimized and reported.
     batch_size: examples per optimizer step, over all devices.
-    epochs: passes over the training examples.
+    epochs: passes over the training examples; or `steps`, exactly one of them.
+    steps: optimizer steps of the run.
     phases: batch and image sizes that change during the run: Phases or
       AdaptiveBatch; by default a single phase.
     accumulate_steps: micro-batches per step; gradients are exchanged once. A run
@@ -96,7 +97,8 @@ class Config:
   schedule: Schedule = built_in(Schedule, "Cosine")
   loss: Loss = built_in(Loss, "CrossEntropy")
   batch_size: Count
-  epochs: Positive
+  epochs: Annotated[float | None, "> 0"] = None
+  steps: Annotated[int | None, ">= 1"] = None
   phases: Phases | AdaptiveBatch = Phases()
   accumulate_steps: Count = 1
   lr_scaling: Literal["none", "linear", "sqrt"] = "none"
@@ -140,10 +142,7 @@ class Config:
     if self.batch_size % (steps := self.accumulate_steps):
       why = f"not divisible by accumulate_steps={steps}, change one of them"
       raise ConfigError(f"Config.batch_size={self.batch_size}: {why}")
-    epochs = f"the run has only {self.epochs} epochs"
-    if (warmup := self.schedule.warmup_epochs) >= self.epochs:
-      field = f"{type(self.schedule).__name__}.warmup_epochs={warmup}"
-      raise ConfigError(f"{field}: {epochs}, make the warm-up shorter than it")
+    _check_length(self)
     accuracy, loss = self.target_accuracy, self.target_loss
     if accuracy is not None and loss is not None:
       why = f"there is a target_accuracy ({accuracy}) already"
@@ -161,15 +160,41 @@ class Config:
       raise ConfigError(f"{both}: set both or neither")
     for pattern in self.layer_order:
       check_pattern("Config.layer_order", pattern, "give e.g. '^Conv_0/'")
-    if isinstance(self.phases, Phases) and self.phases.epochs[-1] >= self.epochs:
-      remedy = "leave out the phases that begin later, or set Config.epochs higher"
-      raise ConfigError(f"Phases.epochs={self.phases.epochs}: {epochs}, {remedy}")
     _check_neutral(self)
     _check_exchange(self)
     if self.is_local_sgd:
       _check_local(self)
     check_layout(self)
     check_forms(self)
+
+
+def _check_length(config: Config) -> None:
+  """Refuse a run without a length, with two, or too short for its parts.
+
+  What is counted in the other unit is compared where the data are known
+  (`experiment.derive`).
+  """
+  if config.epochs is None and config.steps is None:
+    raise UnsetError("Config.epochs and Config.steps are not set; set one of them")
+  if config.epochs is not None and config.steps is not None:
+    why = f"and epochs={config.epochs} are both set"
+    raise invalid("Config.steps", config.steps, why, "set one of them to None")
+  if config.steps is not None and isinstance(config.phases, AdaptiveBatch):
+    why = "does not say how many phases AdaptiveBatch tunes"
+    raise invalid("Config.steps", config.steps, why, "set epochs instead")
+  for unit in ("epochs", "steps"):
+    length, name = getattr(config, unit), f"warmup_{unit}"
+    if length is None:
+      continue
+    why = f"is too long, the run has only {length} {unit}"
+    if (warmup := getattr(config.schedule, name) or 0) >= length:
+      field = f"{type(config.schedule).__name__}.{name}"
+      raise invalid(field, warmup, why, "make the warm-up shorter")
+    starts = getattr(config.phases, unit, ())
+    if starts and starts[-1] >= length:
+      why = f"is too late, the run has only {length} {unit}"
+      fix = f"leave out the phases that begin later, or set Config.{unit} higher"
+      raise invalid(f"Phases.{unit}", starts, why, fix)
 
 
 def _check_neutral(config: Config) -> None:

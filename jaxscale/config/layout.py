@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from jaxscale.config.bounds import check_pattern
+from jaxscale.config.phases import AdaptiveBatch
 from jaxscale.config.validation import settings
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, invalid
 
 
 @settings
@@ -102,19 +103,18 @@ def check_layout(config: Any) -> None:
   if layout.model != "layers" and not splits_text:
     why = f"splits the tokens of text, and {model} has images; use 'layers'"
     raise ConfigError(f"Layout.model={layout.model!r}: {why}")
-  exchange = type(config.exchange).__name__
-  is_plain = exchange == "AllReduce" and config.exchange == type(config.exchange)()
-  if layout.slow_axes == "in_backward" and not is_plain:
+  if layout.slow_axes == "in_backward" and not config.exchange.is_plain:
+    exchange = type(config.exchange).__name__
     why = f"sums gradients by itself, Config.exchange={exchange} would not be asked"
-    remedy = "use 'after', or the exchange AllReduce as it is"
-    raise ConfigError(f"Layout.slow_axes='in_backward': {why}; {remedy}")
+    fix = "use 'after', or the exchange AllReduce as it is"
+    raise invalid("Layout.slow_axes", "in_backward", why, fix)
   if split := [shard] * (layout.shard != "none") + parts:
     _check_whole(config, split[0])
 
 
 def _check_whole(config: Any, split: str) -> None:
   """Refuse what compares or copies whole models, where devices have parts."""
-  is_adaptive = type(config.phases).__name__ == "AdaptiveBatch"
+  is_adaptive = isinstance(config.phases, AdaptiveBatch)
   for what, is_asked, remedy in (
     ("Config.noise_scale=True", config.noise_scale, "set it to False"),
     (f"Config.sync={type(config.sync).__name__}", config.is_local_sgd, "use EveryStep"),

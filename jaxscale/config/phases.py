@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from jaxscale.config.bounds import Count, NonNegative, Positive
 from jaxscale.config.validation import settings
-from jaxscale.errors import ConfigError
+from jaxscale.errors import invalid
 
 # How rate and momentum follow the batch size when it changes in mid-run.
 Follow = Literal["none", "linear", "sqrt", "neutral"]
@@ -18,6 +18,7 @@ class Phases:
 
   Attributes:
     epochs: where each phase begins; the first at 0.
+    steps: optimizer steps before each phase, instead of `epochs`; the first has 0.
     batch_sizes: of each phase; (): Config.batch_size in all of them.
     accumulate_steps: of each phase; (): Config.accumulate_steps in all.
     image_sizes: of the training images of each phase; (): the data's own.
@@ -27,21 +28,33 @@ class Phases:
   """
 
   epochs: Annotated[tuple[float, ...], ">= 0"] = (0.0,)
+  steps: Annotated[tuple[int, ...], ">= 0"] = ()
   batch_sizes: Annotated[tuple[int, ...], ">= 1"] = ()
   accumulate_steps: Annotated[tuple[int, ...], ">= 1"] = ()
   image_sizes: Annotated[tuple[int, ...], ">= 1"] = ()
   follow: Follow = "linear"
 
   def __post_init__(self):
-    if not self.epochs or self.epochs[0] != 0:
-      raise ConfigError(f"Phases.epochs={self.epochs}: the first phase begins at 0")
-    if list(self.epochs) != sorted(set(self.epochs)):
-      raise ConfigError(f"Phases.epochs={self.epochs}: give them in rising order")
+    if self.steps and self.epochs != (0.0,):
+      why = f"and epochs={self.epochs} both say where phases begin"
+      raise invalid("Phases.steps", self.steps, why, "leave out one of them")
+    unit = "steps" if self.steps else "epochs"
+    if not self.starts or self.starts[0] != 0:
+      why = "has no phase at the start of the run"
+      raise invalid(f"Phases.{unit}", self.starts, why, "begin at 0")
+    if list(self.starts) != sorted(set(self.starts)):
+      why = "is not in rising order"
+      raise invalid(f"Phases.{unit}", self.starts, why, "sort it, each value once")
     for name in ("batch_sizes", "accumulate_steps", "image_sizes"):
-      values = getattr(self, name)
-      if values and len(values) != len(self.epochs):
-        wanted = f"give one for each of the {len(self.epochs)} phases, or ()"
-        raise ConfigError(f"Phases.{name}={values}: {wanted}")
+      values, count = getattr(self, name), len(self.starts)
+      if values and len(values) != count:
+        fix = f"give one for each of the {count} phases, or ()"
+        raise invalid(f"Phases.{name}", values, f"has {len(values)} values", fix)
+
+  @property
+  def starts(self) -> tuple[float, ...]:
+    """Where each phase begins, in `steps` if they are given, else in `epochs`."""
+    return self.steps or self.epochs
 
 
 @settings

@@ -61,17 +61,33 @@ class Compilation:
   cache_gb: Positive = 2.0
 
 
+def _check_interval(chosen: Evaluation | Checkpoint) -> None:
+  """Refuse an interval in steps beside one in epochs, and one in neither."""
+  epochs, steps = chosen.every_epochs, chosen.every_steps
+  field = f"{type(chosen).__name__}.every_steps"
+  if steps is not None and epochs not in (None, 1.0):  # 1.0: nobody has set it
+    why = f"and every_epochs={epochs} are both set"
+    raise invalid(field, steps, why, "set one of them to None")
+  if steps is None and epochs is None:
+    raise invalid(field, steps, "and every_epochs=None leave no interval", "set one")
+
+
 @settings
 class Evaluation:
   """When and how the held-out examples are evaluated, always every one.
 
   Attributes:
     every_epochs: epochs between evaluations; the last step always has one.
+    every_steps: steps between evaluations, instead of `every_epochs`.
     batch_size: examples per step, rounded up to a multiple of the devices.
   """
 
-  every_epochs: Positive = 1.0
+  every_epochs: Annotated[float | None, "> 0"] = 1.0
+  every_steps: Annotated[int | None, ">= 1"] = None
   batch_size: Count = 1000
+
+  def __post_init__(self):
+    _check_interval(self)
 
 
 @settings
@@ -80,6 +96,7 @@ class Checkpoint:
 
   Attributes:
     every_epochs: epochs between checkpoints; the last step always has one.
+    every_steps: steps between checkpoints, instead of `every_epochs`.
     keep_last: how many of the newest to keep.
     keep_best: how many with the highest accuracy (language models: with the lowest
       loss) to keep as well.
@@ -98,7 +115,8 @@ class Checkpoint:
       always are.
   """
 
-  every_epochs: Positive = 1.0
+  every_epochs: Annotated[float | None, "> 0"] = 1.0
+  every_steps: Annotated[int | None, ">= 1"] = None
   keep_last: Count = 2
   keep_best: Annotated[int, ">= 0"] = 1
   on_failure: Literal["continue", "stop"] = "continue"
@@ -107,6 +125,7 @@ class Checkpoint:
   shared_every: Count = 1
 
   def __post_init__(self):
+    _check_interval(self)
     if self.local is not None and not self.local.startswith("/"):
       hint = "give an absolute path, the same on every node, e.g. /dev/shm"
       raise ConfigError(f"Checkpoint.local={shown(self.local)}: {hint}")

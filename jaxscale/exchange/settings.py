@@ -43,6 +43,15 @@ class AllReduce(Exchange):
 
   averages_exactly = True
 
+  @property
+  def sends_whole(self) -> bool:  # a subclass with a `build` of its own may not
+    return type(self).build is AllReduce.build
+
+  @property
+  def is_plain(self) -> bool:
+    is_psum = self.algorithm == "psum" and self.bucket_bytes is None
+    return self.sends_whole and is_psum and not self.delayed
+
   def __post_init__(self):
     name = type(self).__name__
     if self.dims and self.algorithm != "torus":

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -321,9 +321,9 @@ def with_sizes(experiment: Experiment, chosen: Sequence[int]) -> Experiment:
   return experiment.replace(derived=derived)
 
 
-def with_epochs(experiment: Experiment, epochs: float) -> Experiment:
-  """The experiment as it was when its run had this length."""
-  config = dataclasses.replace(experiment.config, epochs=epochs)
+def with_length(experiment: Experiment, length: Mapping[str, Any]) -> Experiment:
+  """The experiment as it was when its run had these `epochs` or `steps`."""
+  config = dataclasses.replace(experiment.config, **length)
   return with_sizes(experiment.replace(config=config), ())
 
 

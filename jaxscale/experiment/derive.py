@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from jaxscale import config as cfg
 from jaxscale import optim
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, invalid
 from jaxscale.experiment.microbatches import bn_span_of, over_devices
 from jaxscale.experiment.phases import Phase, plan
 from jaxscale.mesh import mesh_shape
@@ -89,10 +89,12 @@ def derive(
   blocks, each = shape.row_blocks, shape.stage * shape.model
   start_blocks = max(start // each, 1)
   sizes = config.batch_size, *getattr(config.phases, "batch_sizes", ())
-  if config.epochs * num_train / min(sizes) >= 2**31 - 1:
-    raise ConfigError(
-      f"Config.epochs={config.epochs}: more steps than an int32 counts, give fewer"
-    )
+  for unit in ("epochs", "steps"):
+    length = getattr(config, unit) or 0
+    steps = length * num_train / min(sizes) if unit == "epochs" else length
+    if steps >= 2**31 - 1:
+      why = "has more steps than an int32 counts"
+      raise invalid(f"Config.{unit}", length, why, "give fewer")
   length = getattr(config.data, "sequence_length", None)
   if length is not None and num_train == 1 < config.batch_size:
     raise ConfigError(  # no batch would be small enough
@@ -104,12 +106,14 @@ def derive(
   phases = _phases(config, num_train, chosen)
   _check_phases(config, phases, num_train, start_blocks)
   phases = over_devices(config, phases, blocks, start_blocks)
-  warmup_steps = round(config.schedule.warmup_epochs * num_train / size)
-  if warmup_steps >= config.epochs * num_train / size > 1:
-    raise ConfigError(
-      f"schedule.warmup_epochs={config.schedule.warmup_epochs}: {warmup_steps} "
-      f"steps of a run of {phases[-1].stop}, make it shorter"
-    )
+  warmup_steps, unit = config.schedule.warmup_steps, "steps"
+  if warmup_steps is None:
+    warmup_steps = round(config.schedule.warmup_epochs * num_train / size)
+    unit = "epochs"
+  if warmup_steps >= schedule_steps(config, phases, num_train) > 1:
+    value = getattr(config.schedule, f"warmup_{unit}")
+    why = f"has {warmup_steps} steps of a run of {phases[-1].stop}"
+    raise invalid(f"schedule.warmup_{unit}", value, why, "make it shorter")
   first, reference = phases[0], config.lr_reference_batch_size
   return Derived(
     num_train=num_train,
@@ -117,8 +121,8 @@ def derive(
     total_steps=phases[-1].stop,
     warmup_steps=warmup_steps,
     peak_lr=optim.scale_learning_rate(lr, size, reference, config.lr_scaling),
-    eval_every=steps_of(config.evaluation.every_epochs, num_train, first),
-    save_every=steps_of(config.checkpoint.every_epochs, num_train, first),
+    eval_every=interval(config.evaluation, num_train, first),
+    save_every=interval(config.checkpoint, num_train, first),
     num_devices=num_devices,
     row_blocks=blocks,
     start_devices=start,
@@ -129,9 +133,25 @@ def derive(
   )
 
 
-def steps_of(epochs: float, num_train: int, phase: Phase) -> int:
-  """Steps of a phase that make so many epochs, one at least."""
-  return max(round(epochs * num_train / phase.batch_size), 1)
+def interval(
+  settings: cfg.Evaluation | cfg.Checkpoint, num_train: int, phase: Phase
+) -> int:
+  """Steps of a phase between evaluations or checkpoints, one at least."""
+  if settings.every_steps is not None:
+    return settings.every_steps
+  assert settings.every_epochs is not None  # checked by Config
+  return max(round(settings.every_epochs * num_train / phase.batch_size), 1)
+
+
+def schedule_steps(
+  config: cfg.Config, phases: Sequence[Phase], num_train: int
+) -> float:
+  """Length of the run in steps of Config.batch_size, which schedules count."""
+  if config.epochs is not None:
+    return config.epochs * num_train / config.batch_size
+  last = phases[-1]
+  examples = last.examples + (last.stop - last.start) * last.batch_size
+  return examples / config.batch_size
 
 
 def _check_phases(
@@ -173,19 +193,23 @@ def _check_batch(
 
 
 def _phases(config: cfg.Config, num_train: int, chosen: Sequence[int]):
-  settings = config.phases
+  settings, in_steps = config.phases, False
   if isinstance(settings, cfg.AdaptiveBatch):
+    assert config.epochs is not None  # checked by Config
     count = max(math.ceil(config.epochs / settings.every_epochs), 1)
-    epochs = [i * settings.every_epochs for i in range(count)]
+    starts = [i * settings.every_epochs for i in range(count)]
     known = list(chosen) or [config.batch_size]
     sizes, micros, images = known + [known[-1]] * (count - len(known)), (), ()
   else:
-    epochs, sizes = settings.epochs, settings.batch_sizes
+    starts, sizes, in_steps = settings.starts, settings.batch_sizes, settings.steps
     micros, images = settings.accumulate_steps, settings.image_sizes
-  n, total = len(epochs), config.epochs
+  n = len(starts)
   sizes = sizes or [config.batch_size] * n
   micros, images = micros or [config.accumulate_steps] * n, images or [None] * n
-  return plan(epochs, sizes, micros, images, total_epochs=total, num_train=num_train)
+  return plan(
+    starts, sizes, micros, images, num_train=num_train, total_epochs=config.epochs,
+    total_steps=config.steps, in_steps=bool(in_steps),
+  )  # fmt: skip
 
 
 def device_summary(config: cfg.Config, derived: Derived) -> str | None:

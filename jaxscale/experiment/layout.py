@@ -96,9 +96,10 @@ def check_exchange(
     ConfigError: gradients are summed along fsdp, and there is no other device.
   """
   exchange, name = config.exchange, type(config.exchange).__name__
+  is_exact = exchange.sends_whole and not exchange.delayed
   if layout is None or layout.shard not in ("zero2", "fsdp"):
     return
-  if math.prod(sizes.values()) == 1 and (name != "AllReduce" or exchange.delayed):
+  if math.prod(sizes.values()) == 1 and not is_exact:
     raise ConfigError(
       f"Config.exchange={name}{'(delayed)' * exchange.delayed}: has nothing to send, "
       "as fsdp sums all gradients; use AllReduce as it is, or set mesh.data or "

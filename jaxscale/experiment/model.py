@@ -92,18 +92,16 @@ def make_model(
     ConfigError: the model does not fit the data, is not for such data, or its build
       failed or returned something else.
   """
-  kind, dtype = type(config.model).__name__, jnp.dtype(config.dtype)
-  info = _seen_by_loss(config, info)
+  dtype, info = jnp.dtype(config.dtype), _seen_by_loss(config, info)
   smoothing = config.loss.label_smoothing if train else 0.0
   bn = {} if span is None or mesh is None else _bn_options(span, mesh)
   context = cfg.ModelContext(info=info, dtype=dtype, label_smoothing=smoothing, **bn)
   made = build(config.model, context)
   if isinstance(made, models.Stack):
-    if type(config.loss).__name__ != "CrossEntropy":
-      raise ConfigError(
-        f"Config.loss={type(config.loss).__name__}: {kind} computes its own cross "
-        "entropy; use CrossEntropy, or another model"
-      )
+    if not config.loss.is_cross_entropy:
+      why = f"is not the cross entropy that {type(config.model).__name__} computes"
+      fix = "use CrossEntropy, or another model"
+      raise invalid("Config.loss", type(config.loss).__name__, why, fix)
     return made
   if isinstance(made, nn.Module):
     if isinstance(info, data.TextInfo):
@@ -180,12 +178,33 @@ def check_model(
     return [f"{kind.__name__}: {line}" for line in notes]
   if not is_own or not isinstance(model, models.ModelFns):
     return []
+  batch, outputs, found = _called_as_steps(model, objective, info, mesh, rows)
+  notes: list[str] = []
+  if compute and not is_built_in(type(config.loss)):
+    notes = _loss_notes(objective, {"outputs": outputs, **batch}, mesh, mixing)
+    notes = [f"{type(config.loss).__name__}: {line}" for line in notes]
+  is_tested = is_built_in(kind) or found or config.model.batch_norm or not compute
+  if not is_tested:
+    found += _model_notes(mixing, model, info, rows)
+  found += _class_notes(config, outputs, info)
+  return notes + [f"{kind.__name__}: {line}" for line in found]
+
+
+def _called_as_steps(
+  model: models.ModelFns, objective: Objective, info: Any, mesh: Mesh, rows: int
+) -> tuple[dict[str, Any], Any, list[str]]:
+  """Trace a training and an evaluation step of a model.
+
+  Returns:
+    (shapes of the batch, shapes of the outputs, what depends on the number of devices).
+
+  Raises:
+    ConfigError: the model state has a typed key, or the model cannot be called.
+  """
   axes = batch_axes(mesh)
   whole = rows * math.prod(mesh.shape[axis] for axis in axes)
-  batch: dict[str, Any] = {
-    name: jax.ShapeDtypeStruct(*array)
-    for name, array in data.batch_shapes(info, whole).items()
-  }
+  shapes = data.batch_shapes(info, whole).items()
+  batch = {name: jax.ShapeDtypeStruct(*array) for name, array in shapes}
   keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), whole))
 
   def call(state, batch, keys):
@@ -201,31 +220,28 @@ def check_model(
   state = models.init_shapes(model.init)
   for path, leaf in jax.tree.leaves_with_path(state[1]):
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-      why, fix = (
-        "is a typed key, which no checkpoint holds",
-        "keep its jax.random.key_data",
-      )
-      raise invalid(f"model state {path_name(path)}", ..., why, fix)
-  outputs, found = models.by_device(
-    lambda: jax.eval_shape(called, state, batch, keys), rows
-  )
-  notes: list[str] = []
-  if compute and not is_built_in(type(config.loss)):
-    notes = _loss_notes(objective, {"outputs": outputs, **batch}, mesh, mixing)
-    notes = [f"{type(config.loss).__name__}: {line}" for line in notes]
-  is_tested = is_built_in(kind) or found or config.model.batch_norm or not compute
-  if not is_tested:
-    found += _model_notes(mixing, model, info, rows)
-  given, wanted = getattr(outputs, "shape", (0,))[-1], num_classes(info)
-  if type(config.loss).__name__ == "CrossEntropy" and given < wanted:
-    raise ConfigError(
-      f"{kind.__name__}.build: its model gives {given} outputs, "
-      f"{type(config.data).__name__} has {wanted} classes; let the last layer have "
-      "context.info.num_classes"
-    )
-  if type(config.loss).__name__ == "CrossEntropy" and given > wanted:
-    found.append(f"{given} outputs for {wanted} classes")
-  return notes + [f"{kind.__name__}: {line}" for line in found]
+      field = f"model state {path_name(path)}"
+      why, fix = "is a typed key, which no checkpoint holds", "keep its "
+      raise invalid(field, ..., why, fix + "jax.random.key_data")
+  trace = functools.partial(jax.eval_shape, called, state, batch, keys)
+  return batch, *models.by_device(trace, rows)
+
+
+def _class_notes(config: cfg.Config, outputs: Any, info: Any) -> list[str]:
+  """Compare the outputs of a model with the classes of its cross entropy.
+
+  Raises:
+    ConfigError: there are fewer outputs than classes.
+  """
+  if not config.loss.is_cross_entropy:
+    return []
+  count, classes = getattr(outputs, "shape", (0,))[-1], num_classes(info)
+  if count < classes:
+    field, why = f"{type(config.model).__name__}.build", f"gives {count} outputs, "
+    why += f"and {type(config.data).__name__} has {classes} classes"
+    fix = "let the last layer have context.info.num_classes"
+    raise invalid(field, ..., why, fix)
+  return [f"{count} outputs for {classes} classes"] * (count > classes)
 
 
 def _loss_notes(

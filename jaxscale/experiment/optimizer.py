@@ -11,14 +11,15 @@ from optax import Schedule
 from jaxscale import config as cfg
 from jaxscale import optim
 from jaxscale.config.choice import build, guarded, wrong_product
-from jaxscale.experiment.derive import Derived
+from jaxscale.experiment.derive import Derived, schedule_steps
 from jaxscale.experiment.phases import Phase, follow_batch_size, within_phase
 
 
 def make_schedule(config: cfg.Config, derived: Derived) -> Schedule:
   """Step, of Config.batch_size examples -> learning rate."""
   per_epoch = derived.num_train / config.batch_size
-  total = max(math.ceil(config.epochs * per_epoch), 1)
+  total = schedule_steps(config, derived.phases, derived.num_train)
+  total = max(math.ceil(total), 1)
   context = cfg.ScheduleContext(total, derived.warmup_steps, per_epoch)
   schedule: Any = build(config.schedule, derived.peak_lr, context)
   if not callable(schedule):

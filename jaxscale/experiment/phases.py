@@ -41,23 +41,27 @@ class Phase(NamedTuple):
 
 
 def plan(
-  epochs: Sequence[float],
+  starts: Sequence[float],
   batch_sizes: Sequence[int],
   accumulate_steps: Sequence[int],
   image_sizes: Sequence[int | None],
   *,
-  total_epochs: float,
   num_train: int,
+  total_epochs: float | None = None,
+  total_steps: int | None = None,
+  in_steps: bool = False,
 ) -> tuple[Phase, ...]:
   """The phases of a run; one that has no room for a step is left out.
 
   Args:
-    epochs: where each begins, rising from 0.
+    starts: epochs before each, rising from 0.
     batch_sizes: of each.
     accumulate_steps: of each.
     image_sizes: of each.
-    total_epochs: of the run.
     num_train: training examples.
+    total_epochs: of the run.
+    total_steps: of the run, if it is not counted in epochs.
+    in_steps: `starts` has steps.
 
   Example:
     >>> [(s.start, s.stop) for s in plan(
@@ -66,12 +70,16 @@ def plan(
   """
   phases: list[Phase] = []
   start, examples = 0, 0
-  ends = [*epochs[1:], total_epochs]
-  parts = zip(batch_sizes, accumulate_steps, image_sizes, ends, strict=True)
-  for ordinal, (batch_size, micros, image_size, end) in enumerate(parts):
-    left = min(end, total_epochs) * num_train - examples
-    steps = max(math.ceil(left / batch_size), 0)
-    if steps:
+  parts = zip(batch_sizes, accumulate_steps, image_sizes, strict=True)
+  for ordinal, (batch_size, micros, image_size) in enumerate(parts):
+    ends = [(total_steps, True) if total_epochs is None else (total_epochs, False)]
+    ends += [(end, in_steps) for end in starts[ordinal + 1 : ordinal + 2]]
+    room = [
+      end - start if is_steps else math.ceil((end * num_train - examples) / batch_size)
+      for end, is_steps in ends
+      if end is not None
+    ]
+    if (steps := int(max(min(room), 0))) > 0:
       shape = batch_size, micros, image_size, ordinal
       phases.append(Phase(start, start + steps, examples, *shape))
     start, examples = start + steps, examples + steps * batch_size

@@ -37,14 +37,14 @@ _LAWS = {"strong": "Amdahl", "weak": "Gustafson"}
 
 # What may differ within a study: its subject, and what does not change a step.
 _MAY_DIFFER = (
-  "batch_size", "mesh", "accumulate_steps", "seed", "epochs", "target_accuracy",
-  "stop_at_target", "input_threads", "evaluation", "checkpoint", "checks", "log",
-  "exchange.algorithm", "exchange.dims", "versions",
+  "batch_size", "mesh", "accumulate_steps", "seed", "epochs", "steps",
+  "target_accuracy", "stop_at_target", "input_threads", "evaluation", "checkpoint",
+  "checks", "log", "exchange.algorithm", "exchange.dims", "versions",
 )  # fmt: skip
 # Those of them that a reader of the table has to know.
 _NOTED = (
-  "accumulate_steps", "seed", "epochs", "exchange.algorithm", "exchange.dims",
-  "versions",
+  "accumulate_steps", "seed", "epochs", "steps", "exchange.algorithm",
+  "exchange.dims", "versions",
 )  # fmt: skip
 # Columns of the table: a column of the CSV file, or one made of two, and its format.
 _COLUMNS = {
@@ -244,7 +244,7 @@ def _limits(kind: Kind, runs: Sequence[MeasuredRun]) -> Iterator[str]:
     text = f"all sizes ran on one machine ({runs[0].hosts}) and shared its processor "
     yield f"{text}cores: this shows what more processes cost, not what more nodes give"
   losses = [r.summary["loss"] for r in runs if "loss" in r.summary]
-  alike = {(r.config.get("seed"), r.config.get("epochs")) for r in runs}
+  alike = {tuple(map(r.config.get, ("seed", "epochs", "steps"))) for r in runs}
   if kind == "strong" and len(alike) == 1 and len(losses) == len(runs):
     yield f"validation losses differ by at most {max(losses) - min(losses):.1g}"
   for run in runs:

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxscale.errors import ConfigError
+from jaxscale.errors import invalid
 from jaxscale.models.attention import RopeScaling, join_heads, rotate, split_heads
 from jaxscale.models.linear import dense, linear
 from jaxscale.models.stack import Ops, Stack, at_least_float32, rejoin, sum_totals
@@ -102,14 +102,7 @@ def make_transformer(
     >>> params["layers"]["q"]["kernel"].shape
     (2, 64, 64)
   """
-  groups = num_heads if num_kv_heads is None else num_kv_heads
-  each = width // num_heads if head_width is None else head_width
-  if (head_width is None and width % num_heads) or num_heads % groups or each % 2:
-    raise ConfigError(
-      f"transformer: width={width}, num_heads={num_heads}, num_kv_heads={groups}, "
-      f"head_width={head_width}: num_heads must divide width, num_kv_heads must "
-      "divide num_heads, and a head's width must be even"
-    )
+  groups, each = _heads(width, num_heads, num_kv_heads, head_width)
   norm, dtype = functools.partial(rms_norm, eps=norm_eps), jnp.dtype(dtype)
 
   def embed(p, batch, ops):
@@ -172,6 +165,27 @@ def _layer(
   x = ops.enter(norm(h, p["mlp_norm"]["scale"]))
   gate, up = (dense(x, p[name], to) for name in ("gate", "up"))
   return h + rejoin(jax.nn.silu(gate) * up, p["down"]["kernel"], ops)
+
+
+def _heads(
+  width: int, num_heads: int, num_kv_heads: int | None, head_width: int | None
+) -> tuple[int, int]:
+  """(heads of keys and values, width of a head); refuse what is not even."""
+  groups = num_heads if num_kv_heads is None else num_kv_heads
+  each = width // num_heads if head_width is None else head_width
+  if head_width is None and width % num_heads:
+    fix = "give a divisor, or head_width"
+    raise invalid(
+      "transformer.num_heads", num_heads, f"does not divide width={width}", fix
+    )
+  if num_heads % groups:
+    why = f"does not divide num_heads={num_heads}"
+    raise invalid("transformer.num_kv_heads", groups, why, "give a divisor")
+  if each % 2:
+    why = "is odd, and positions rotate pairs of units"
+    fix = "make it even, by width, num_heads or head_width"
+    raise invalid("transformer.head_width", each, why, fix)
+  return groups, each
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float) -> jax.Array:

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxscale.cluster.jax_internals import varying_axes
+
 PRODUCT = "product"  # the name, for remat policies, of what `linear` gives
 
 
@@ -94,7 +96,7 @@ def alike(*arrays: jax.Array) -> list[jax.Array]:
   JAX does so by itself in its own products; the derivative of the cast is the sum
   over devices that a kernel's columns on several of them need.
   """
-  axes = [frozenset(jax.typeof(x).mat.varying) for x in arrays]
+  axes = [varying_axes(jax.typeof(x)) for x in arrays]
   every = frozenset().union(*axes)
   return [
     lax.pcast(x, tuple(sorted(every - own)), to="varying") if every - own else x

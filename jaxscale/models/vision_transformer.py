@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxscale.errors import ConfigError
+from jaxscale.errors import invalid
 from jaxscale.models.attention import join_heads, split_heads
 from jaxscale.models.linear import dense, linear, shift
 from jaxscale.models.stack import Ops, Stack, at_least_float32, rejoin, sum_totals
@@ -92,15 +92,7 @@ def make_vit(
     >>> sum(leaf.size for leaf in jax.tree.leaves(params))
     22050664
   """
-  if image_shape[0] % patch or image_shape[1] % patch:
-    raise ConfigError(
-      f"vit.patch={patch}: does not divide images of {image_shape[0]}x"
-      f"{image_shape[1]} pixels, give a divisor or another image size"
-    )
-  if width % num_heads:
-    raise ConfigError(
-      f"vit.num_heads={num_heads}: does not divide width={width}, give a divisor"
-    )
+  _check_sizes(image_shape, patch, width, num_heads)
   norm, dtype = functools.partial(layer_norm, eps=norm_eps), jnp.dtype(dtype)
   layer = functools.partial(_layer, norm=norm, head_width=width // num_heads)
 
@@ -156,6 +148,19 @@ def _layer(
   x = ops.enter(norm(h, p["mlp_norm"]))
   y = gelu(dense(x, p["up"], h.dtype))
   return h + shift(rejoin(y, p["down"]["kernel"], ops), p["down"]["bias"])
+
+
+def _check_sizes(
+  image_shape: tuple[int, int, int], patch: int, width: int, num_heads: int
+) -> None:
+  """Refuse images that patches do not fill, and heads that do not fill the width."""
+  height, columns, _ = image_shape
+  if height % patch or columns % patch:
+    why = f"does not divide images of {height}x{columns} pixels"
+    raise invalid("vit.patch", patch, why, "give a divisor or another image size")
+  if width % num_heads:
+    why = f"does not divide width={width}"
+    raise invalid("vit.num_heads", num_heads, why, "give a divisor")
 
 
 def layer_norm(x: jax.Array, p: Any, *, eps: float) -> jax.Array:

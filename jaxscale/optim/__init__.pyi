@@ -1,8 +1,13 @@
 from .adam import adamw as adamw
 from .adam import lamb as lamb
+from .adam import scale_by_adam as scale_by_adam
+from .adam import scale_by_trust_ratio as scale_by_trust_ratio
 from .depth import layerwise_rate_decay as layerwise_rate_decay
 from .lars_variants import lars as lars
+from .lars_variants import scale_by_lars_ratio as scale_by_lars_ratio
 from .layers import TrustRatios as TrustRatios
+from .layers import add_decayed_weights as add_decayed_weights
+from .layers import in_float32 as in_float32
 from .layers import trust_ratios as trust_ratios
 from .masks import NAMED as NAMED
 from .masks import Mask as Mask
@@ -11,8 +16,10 @@ from .masks import kernels as kernels
 from .masks import matching as matching
 from .masks import timm_kernels as timm_kernels
 from .momentum import MomentumState as MomentumState
+from .momentum import scale_by_rate_and_momentum as scale_by_rate_and_momentum
 from .momentum import sgd as sgd
 from .orthogonalized import muon as muon
+from .orthogonalized import scale_by_muon as scale_by_muon
 from .rate import learning_rate as learning_rate
 from .rate import scale_by_rate as scale_by_rate
 from .schedules import Warmup as Warmup

@@ -19,14 +19,17 @@ not change in it.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxscale.errors import invalid
 from jaxscale.optim import layers
 from jaxscale.optim.layers import (
+  Layer,
+  add_decayed_weights,
   default_float,
   in_float32,
   is_injected,
@@ -74,7 +77,7 @@ def lamb(
       with its own ratio. None: none is.
 
   Raises:
-    ValueError: phi_min is negative or above phi_max.
+    ConfigError: phi_min is negative or above phi_max.
 
   Example:
     >>> schedule = warmup_polynomial(
@@ -82,36 +85,76 @@ def lamb(
     >>> tx = lamb(schedule, weight_decay=1.5, bias_correction=False,
     ...           mask=matching("kernel$|^Dense_0/bias$"))
   """
+  adam = scale_by_adam(b1, b2, eps, bias_correction)
+  decay = add_decayed_weights(weight_decay, mask, stacked)
+  adapts = variant == "paper" or weight_decay > 0
+  ratio = scale_by_trust_ratio(
+    phi_min=phi_min, phi_max=phi_max, clip=trust_clip, adapts=adapts, mask=mask,
+    stacked=stacked,
+  )  # fmt: skip
+  rate = scale_by_rate(learning_rate)
+  if variant == "paper":
+    return in_float32(optax.chain(adam, decay, ratio, rate))
+  parts = (adam, decay, ratio, rate) if adapts is not False else (adam, rate)
+  return in_float32(optax.chain(optax.clip_by_global_norm(1.0), *parts))
+
+
+def scale_by_trust_ratio(
+  *,
+  phi_min: float = 0.0,
+  phi_max: float | None = None,
+  clip: bool = False,
+  adapts: bool | jax.Array = True,
+  mask: Mask | None = "kernels",
+  stacked: Mask | None = None,
+) -> optax.GradientTransformation:
+  """Multiply each layer's update r by its trust ratio phi(|w|) / |r|, LAMB's.
+
+  Unlike `optax.scale_by_trust_ratio` it bounds |w| on both sides, leaves out what the
+  mask does, knows stacked layers, and keeps the ratios for `trust_ratios`.
+
+  Args:
+    phi_min: lower bound of phi.
+    phi_max: upper bound of phi; None: no bound.
+    clip: no ratio above 1.
+    adapts: False: every ratio is 1.
+    mask: params -> bool per leaf, or its name: which have a ratio. None: all do.
+    stacked: params -> bool per leaf: its first dim counts layers, each with a ratio
+      of its own. None: none is.
+
+  Raises:
+    ConfigError: phi_min is negative or above phi_max.
+
+  Example:
+    >>> tx = optax.chain(
+    ...   optax.scale_by_adam(), scale_by_trust_ratio(), scale_by_rate(1e-3))
+  """
   bounds = [x for x in (phi_min, phi_max) if isinstance(x, int | float)]
   if bounds != sorted(bounds) or min(bounds, default=0) < 0:
-    raise ValueError(f"phi_min={phi_min}, phi_max={phi_max}: need 0 <= min <= max")
+    why = f"with phi_max={phi_max} is out of order"
+    raise invalid("phi_min", phi_min, why, "give 0 <= phi_min <= phi_max")
 
-  def init(params):
+  def init(params: optax.Params) -> layers.TrustRatios:
     return layers.initial_ratios(params, mask, stacked)
 
-  def scaled(layer, w, r):
+  def scaled(layer: Layer, w: jax.Array, r: jax.Array) -> tuple[jax.Array, Any]:
     if not layer.chosen:
       return r, optax.MaskedNode()
     top, bottom = jnp.clip(layer_norm(w, layer), phi_min, phi_max), layer_norm(r, layer)
-    defined = (top > 0) & (bottom > 0)
-    if variant == "timm":
-      defined &= weight_decay > 0
+    defined = (top > 0) & (bottom > 0) & adapts
     ratio = jnp.where(defined, top / jnp.where(defined, bottom, 1.0), 1.0)
-    ratio = jnp.minimum(ratio, 1.0) if trust_clip else ratio
+    ratio = jnp.minimum(ratio, 1.0) if clip else ratio
     return ratio * r, layers.kept(ratio)
 
-  def scale_by_trust_ratio(updates, state, params=None):
+  def update(
+    updates: optax.Updates,
+    state: layers.TrustRatios,
+    params: optax.Params | None = None,
+  ) -> tuple[optax.Updates, layers.TrustRatios]:
     updates, ratios = map_layers(2, scaled, params, mask, stacked, updates)
     return updates, layers.TrustRatios(ratios)
 
-  adam = scale_by_adam(b1, b2, eps, bias_correction)
-  decay, rate = _decay(weight_decay, mask, stacked), scale_by_rate(learning_rate)
-  ratio = optax.GradientTransformation(init, scale_by_trust_ratio)
-  if variant == "paper":
-    return in_float32(optax.chain(adam, decay, ratio, rate))
-  decays = is_injected(weight_decay) or weight_decay
-  parts = (adam, decay, ratio, rate) if decays else (adam, rate)
-  return in_float32(optax.chain(optax.clip_by_global_norm(1.0), *parts))
+  return optax.GradientTransformation(init, update)
 
 
 def adamw(
@@ -144,7 +187,10 @@ def adamw(
   Example:
     >>> tx = adamw(warmup_cosine(1e-3, 100, 1000), weight_decay=0.05)
   """
-  adam, decay = scale_by_adam(b1, b2, eps), _decay(weight_decay, mask, stacked)
+  adam, decay = (
+    scale_by_adam(b1, b2, eps),
+    add_decayed_weights(weight_decay, mask, stacked),
+  )
   return in_float32(optax.chain(adam, decay, scale_by_rate(learning_rate)))
 
 
@@ -195,10 +241,3 @@ def one_minus_power(base: float, count: jax.Array) -> jax.Array:
   if is_injected(base):
     return -jnp.expm1(steps * jnp.log(base))
   return -jnp.expm1(steps * math.log(base)) if base else jnp.ones_like(steps)
-
-
-def _decay(weight_decay: float, mask: Mask | None, stacked: Mask | None):
-  def chosen(params):
-    return map_layers(1, lambda layer, _: (layer.chosen,), params, mask, stacked)[0]
-
-  return optax.add_decayed_weights(weight_decay, mask=chosen)

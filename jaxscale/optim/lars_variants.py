@@ -38,54 +38,61 @@ bias of the classifier, which has decay and no ratio, and the two masks of
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxscale.errors import ConfigError
-from jaxscale.optim.layers import Layer, is_injected, layer_norm
+from jaxscale.errors import invalid
+from jaxscale.optim import layers
+from jaxscale.optim.layers import Layer, in_float32, layer_norm
 from jaxscale.optim.masks import Mask
-from jaxscale.optim.momentum import Form, momentum_rule
+from jaxscale.optim.momentum import scale_by_rate_and_momentum
+from jaxscale.optim.rate import rate_at, scale_by_rate
 from jaxscale.optim.settings import LarsVariant
+
+Denominator = Literal["sum", "decayed", "gradient"]
 
 
 class _Variant(NamedTuple):
   """A row of the module's table.
 
   Attributes:
-    form: where rate and ratio enter.
+    rate_in_velocity: the rate multiplies what enters the velocity, not the velocity.
+    ratio_in_velocity: so does the trust ratio.
+    decays: wd w is added to the gradient.
     denominator: "sum": |g| + wd |w|; "decayed": |g + wd w|; "gradient": |g|.
     clip: the rate of a layer is min(lr, ratio), and not lr ratio.
     clips_undefined: so it is where a norm is 0, with ratio 1: min(lr, 1).
     adapts_undecayed: there are ratios also if wd is 0.
   """
 
-  form: Form = Form()
-  denominator: Literal["sum", "decayed", "gradient"] = "sum"
+  rate_in_velocity: bool = True
+  ratio_in_velocity: bool = True
+  decays: bool = True
+  denominator: Denominator = "sum"
   clip: bool = False
   clips_undefined: bool = False
   adapts_undecayed: bool = True
 
 
-_OUTSIDE = Form(rate_in_velocity=False)
-_AFTER = Form(rate_in_velocity=False, ratio_in_velocity=False)
+_OUTSIDE = _Variant(rate_in_velocity=False)
+_AFTER = _OUTSIDE._replace(ratio_in_velocity=False)
+_TIMM = _OUTSIDE._replace(adapts_undecayed=False)
 _VARIANTS: dict[str, _Variant] = {
   "paper": _Variant(),
   "nvidia": _Variant(),
-  "tf_contrib": _Variant(_AFTER),
-  "tf_contrib_l2_in_loss": _Variant(_AFTER._replace(decays=False)),
-  "torch": _Variant(_OUTSIDE),
+  "tf_contrib": _AFTER,
+  "tf_contrib_l2_in_loss": _AFTER._replace(decays=False),
+  "torch": _OUTSIDE,
   "optax": _Variant(denominator="decayed"),
-  "larc_clip": _Variant(_OUTSIDE, clip=True),
-  "larc_scale": _Variant(_OUTSIDE),
+  "larc_clip": _OUTSIDE._replace(clip=True),
+  "larc_scale": _OUTSIDE,
   "nvcaffe_clip": _Variant(denominator="gradient", clip=True, clips_undefined=True),
   "nvcaffe_scale": _Variant(denominator="gradient"),
-  "timm": _Variant(_OUTSIDE, adapts_undecayed=False),
-  "timm_clip": _Variant(
-    _OUTSIDE, clip=True, clips_undefined=True, adapts_undecayed=False
-  ),
+  "timm": _TIMM,
+  "timm_clip": _TIMM._replace(clip=True, clips_undefined=True),
 }
 
 
@@ -138,38 +145,130 @@ def lars(
     ...   weight_decay=5e-4, momentum_correction=400, mask=None)
   """
   if variant not in _VARIANTS:
-    known = ", ".join(_VARIANTS)
-    raise ConfigError(f"LARS.variant={variant!r}: not known, give one of {known}")
-  form, denominator, clip, clips_undefined, adapts_undecayed = _VARIANTS[variant]
-  if momentum_correction is not False and not form.rate_in_velocity:
-    raise ConfigError(
-      f"LARS.momentum_correction={momentum_correction}: the velocity of "
-      f"variant={variant!r} does not hold the rate, there is nothing to correct; "
-      "leave it out"
-    )
-  eta = trust_coefficient * ((1 - momentum) if denominator == "gradient" else 1)
+    fix = f"use one of {', '.join(_VARIANTS)}"
+    raise invalid("LARS.variant", repr(variant), "is unknown", fix)
+  row = _VARIANTS[variant]
+  if momentum_correction is not False and not row.rate_in_velocity:
+    why = f"has nothing to correct: the velocity of {variant!r} does not hold the rate"
+    raise invalid("LARS.momentum_correction", momentum_correction, why, "leave it out")
+  eta = trust_coefficient * ((1 - momentum) if row.denominator == "gradient" else 1)
+  trace, rate = optax.trace(momentum, nesterov), scale_by_rate(learning_rate)
+  if row.rate_in_velocity:
+    options = {"nesterov": nesterov, "momentum_correction": momentum_correction}
+    if variant == "nvidia":
+      options["momentum_correction"] = True
+    moved = scale_by_rate_and_momentum(learning_rate, momentum, **options)
+  else:
+    moved = optax.chain(trace, rate) if row.ratio_in_velocity else rate
+  adapts = row.adapts_undecayed or weight_decay > 0
+  if adapts is False:  # and no decay either
+    return in_float32(moved)
+  ratio = scale_by_lars_ratio(
+    trust_coefficient=eta, weight_decay=weight_decay, eps=eps,
+    denominator=row.denominator, decays=row.decays, adapts=adapts,
+    limit=learning_rate if row.clip else None, limits_undefined=row.clips_undefined,
+    inner=None if row.ratio_in_velocity else trace, mask=mask, stacked=stacked,
+  )  # fmt: skip
+  return in_float32(optax.chain(ratio, moved))
 
-  def ratio(g: jax.Array, w: jax.Array, rate: jax.Array, layer: Layer) -> jax.Array:
-    g_norm = layer_norm(g + weight_decay * w if denominator == "decayed" else g, layer)
+
+class LarsRatioState(NamedTuple):
+  """State of `scale_by_lars_ratio`.
+
+  Attributes:
+    count: int32 [], steps done.
+    inner: of the transformation between decay and ratio.
+    trust_ratios: of the last step; see `trust_ratios`.
+  """
+
+  count: jax.Array
+  inner: Any
+  trust_ratios: layers.TrustRatios
+
+
+def scale_by_lars_ratio(
+  *,
+  trust_coefficient: float = 1e-3,
+  weight_decay: float = 1e-4,
+  eps: float = 0.0,
+  denominator: Denominator = "sum",
+  decays: bool = True,
+  adapts: bool | jax.Array = True,
+  limit: optax.ScalarOrSchedule | None = None,
+  limits_undefined: bool = False,
+  inner: optax.GradientTransformation | None = None,
+  mask: Mask | None = "kernels",
+  stacked: Mask | None = None,
+) -> optax.GradientTransformation:
+  """Add decay to each layer's gradient and multiply the sum by LARS' trust ratio.
+
+  The first of a chain, since its norms are those of the gradient itself.
+
+  Args:
+    trust_coefficient: eta.
+    weight_decay: wd.
+    eps: added to the denominator of the ratio.
+    denominator: "sum": |g| + wd |w|; "decayed": |g + wd w|; "gradient": |g|.
+    decays: False: wd is in the denominator only.
+    adapts: False: every ratio is 1.
+    limit: the learning rate that follows in the chain, of which the ratio is to be a
+      bound: lr ratio becomes min(lr, ratio). None: it becomes no bound.
+    limits_undefined: with a limit, a layer without a ratio has min(lr, 1).
+    inner: applied between decay and ratio, as the velocity in TensorFlow's contrib;
+      None: nothing is.
+    mask: params -> bool per leaf, or its name: which have decay and ratio. None: all.
+    stacked: params -> bool per leaf: its first dim counts layers, each with a ratio
+      of its own. None: none is.
+
+  Example:
+    >>> tx = optax.chain(
+    ...   scale_by_lars_ratio(weight_decay=5e-5), optax.trace(0.9), scale_by_rate(10.0))
+  """
+  between = optax.identity() if inner is None else inner
+
+  def init(params: optax.Params) -> LarsRatioState:
+    ratios = layers.initial_ratios(params, mask, stacked)
+    return LarsRatioState(jnp.zeros([], jnp.int32), between.init(params), ratios)
+
+  def ratio_of(
+    layer: Layer, w: jax.Array, g: jax.Array, u: jax.Array, rate: jax.Array | None
+  ) -> jax.Array:
+    g_norm = layer_norm(u if denominator == "decayed" else g, layer)
     w_norm = layer_norm(w, layer)
     bottom = g_norm + eps
     if denominator == "sum":
       bottom = bottom + weight_decay * w_norm
-    defined = (w_norm > 0) & (g_norm > 0)
-    if not adapts_undecayed:
-      defined &= weight_decay > 0
+    defined = (w_norm > 0) & (g_norm > 0) & adapts
     # The inner `where` keeps 0 / 0 out, also under jax_debug_nans.
-    local = eta * w_norm / jnp.where(defined, bottom, 1.0)
-    local = jnp.where(defined, local, 1.0)
-    if not clip:
-      return local
-    clipped = local < rate  # so the rate is not 0
-    if not clips_undefined:
-      clipped &= defined
-    return jnp.where(clipped, local / jnp.where(clipped, rate, 1.0), 1.0)
+    ratio = trust_coefficient * w_norm / jnp.where(defined, bottom, 1.0)
+    ratio = jnp.where(defined, ratio, 1.0)
+    if rate is None:
+      return ratio
+    limited = ratio < rate  # so the rate is not 0
+    if not limits_undefined:
+      limited &= defined
+    return jnp.where(limited, ratio / jnp.where(limited, rate, 1.0), 1.0)
 
-  correction = variant == "nvidia" or momentum_correction
-  rule = momentum, weight_decay, nesterov, correction
-  adapts = adapts_undecayed or is_injected(weight_decay) or weight_decay > 0
-  chosen = ratio if adapts else None
-  return momentum_rule(learning_rate, form, chosen, *rule, mask, stacked)
+  def update(
+    updates: optax.Updates, state: Any, params: optax.Params | None = None
+  ) -> tuple[optax.Updates, LarsRatioState]:
+    rate = None if limit is None else rate_at(limit, state.count)
+
+    def adapt(layer: Layer, w: jax.Array, g: jax.Array) -> tuple[Any, Any, Any]:
+      """(gradient with decay, factor, ratio to keep) of a leaf."""
+      if not layer.chosen:
+        return g, 1.0, optax.MaskedNode()
+      u = g + weight_decay * w
+      local = None if rate is None else rate.astype(g.dtype)
+      ratio = ratio_of(layer, w, g, u, local)
+      return u if decays else g, ratio, layers.kept(ratio)
+
+    decayed, factors, ratios = layers.map_layers(
+      3, adapt, params, mask, stacked, updates
+    )
+    moved, inside = between.update(decayed, state.inner, params)
+    moved = jax.tree.map(lambda u, factor: factor * u, moved, factors)
+    state = LarsRatioState(state.count + 1, inside, layers.TrustRatios(ratios))
+    return moved, state
+
+  return optax.GradientTransformation(init, update)

@@ -123,6 +123,23 @@ def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation
   return optax.GradientTransformation(init, update)
 
 
+def add_decayed_weights(
+  weight_decay: float, mask: Mask | None = "kernels", stacked: Mask | None = None
+) -> optax.GradientTransformation:
+  """`optax.add_decayed_weights` on the leaves of a mask that knows stacked layers.
+
+  Args:
+    weight_decay: wd; wd w is added.
+    mask: params -> bool per leaf, or its name; None: everywhere.
+    stacked: params -> bool per leaf: its first dim counts layers. None: none is.
+  """
+
+  def chosen(params: Any) -> Any:
+    return map_layers(1, lambda layer, _: (layer.chosen,), params, mask, stacked)[0]
+
+  return optax.add_decayed_weights(weight_decay, mask=chosen)
+
+
 def layer_norm(x: jax.Array, layer: Layer) -> jax.Array:
   """Euclidean norm of each layer, of the dims [] or [layers, 1, 1, ...].
 

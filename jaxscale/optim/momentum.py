@@ -1,68 +1,48 @@
-"""SGD with momentum, and the rule of momentum that it shares with LARS.
+"""SGD with momentum, and the two places where a learning rate can stand in it.
 
-With gradient g, weights w, velocity v, rate lr, trust ratio r (1 for SGD), decay wd
-and momentum m:
+With u what comes in (gradient and decay, in LARS times a trust ratio), velocity v,
+momentum m, rate lr and weights w:
 
-    u = g + wd w
-    v = m c v + [lr] [r] u
-    w = w - [lr] [r] (v, or with Nesterov's look-ahead m v + what entered it)
+    v = m v + u            w = w - lr v      `optax.trace`, then `scale_by_rate`
+    v = m c v + lr u       w = w - v         `scale_by_rate_and_momentum`
 
-`Form` says in which of the two places lr and r stand. c = lr_t / lr_{t-1} is the
-momentum correction of Goyal et al. (arXiv:1706.02677, §3, eq. 9 and 10): with lr
-inside the velocity, it compensates for a rate that changes, and equals lr outside,
-as long as rates are > 0. At rate 0 they differ: neither moves the weights in that
-step, but the velocity that has lr inside becomes 0 (c = 0, and lr u = 0), while the
-one that has lr outside takes in u as ever. So with MLPerf's schedules, whose first
-rate is 0, lr inside is lr outside without the gradient of step 0. c is 1 after a rate
-of 0, and at the first step.
+or with Nesterov's look-ahead m v + what entered v in the place of the last v.
+
+c = lr_t / lr_{t-1} is the momentum correction of Goyal et al. (arXiv:1706.02677, §3,
+eq. 9 and 10): with lr inside the velocity, it compensates for a rate that changes, and
+equals lr outside, as long as rates are > 0. At rate 0 they differ: neither moves the
+weights in that step, but the velocity that has lr inside becomes 0 (c = 0, and lr u =
+0), while the one that has lr outside takes in u as ever. So with MLPerf's schedules,
+whose first rate is 0, lr inside is lr outside without the gradient of step 0. c is 1
+after a rate of 0, and at the first step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxscale.optim import layers
-from jaxscale.optim.layers import Layer, TrustRatios, default_float
+from jaxscale.errors import invalid
+from jaxscale.optim.layers import add_decayed_weights, default_float, in_float32
 from jaxscale.optim.masks import Mask
-from jaxscale.optim.rate import rate_at
-
-# (gradient, weights, rate, layer) -> trust ratio, [] or [layers, 1, ...]
-RatioFn = Callable[[jax.Array, jax.Array, jax.Array, Layer], jax.Array]
-
-
-class Form(NamedTuple):
-  """Where the rate and the trust ratio enter.
-
-  Attributes:
-    rate_in_velocity: lr multiplies what enters the velocity, not the velocity.
-    ratio_in_velocity: the same of the trust ratio.
-    decays: wd w is added to the gradient.
-  """
-
-  rate_in_velocity: bool = True
-  ratio_in_velocity: bool = True
-  decays: bool = True
+from jaxscale.optim.rate import rate_at, scale_by_rate
 
 
 class MomentumState(NamedTuple):
-  """State of SGD and LARS.
+  """State of `scale_by_rate_and_momentum`.
 
   Attributes:
     count: int32 [], steps done.
     learning_rate: [], of the last step; 0 before the first.
-    velocity: like the parameters, float32 at least.
-    trust_ratios: of the last step; see `trust_ratios`.
+    velocity: like the parameters.
   """
 
-  count: Any
-  learning_rate: Any
-  velocity: Any
-  trust_ratios: TrustRatios
+  count: jax.Array
+  learning_rate: jax.Array
+  velocity: optax.Updates
 
 
 def sgd(
@@ -104,83 +84,72 @@ def sgd(
       is.
 
   Raises:
-    ValueError: a correction, and a velocity without the rate.
+    ConfigError: a correction, and a velocity without the rate.
 
   Example:
     >>> tx = sgd(warmup_steps(3.2, 780, (4680, 9360, 12480)), weight_decay=1e-4)
   """
-  corrected = momentum_correction is not False
-  if corrected and rate_in_velocity is False:
-    raise ValueError(
-      f"momentum_correction={momentum_correction}: a velocity without the rate "
-      "needs none; leave out rate_in_velocity=False"
+  is_inside = momentum_correction is not False or bool(rate_in_velocity)
+  if is_inside and rate_in_velocity is False:
+    why = "corrects a velocity that holds the rate, and rate_in_velocity=False"
+    raise invalid(
+      "momentum_correction", momentum_correction, why, "leave out one of them"
     )
-  form = Form(rate_in_velocity=corrected or bool(rate_in_velocity))
-  rule = momentum, weight_decay, nesterov, momentum_correction
-  return momentum_rule(learning_rate, form, None, *rule, mask, stacked)
+  decay = add_decayed_weights(weight_decay, mask, stacked)
+  if not is_inside:
+    trace = optax.trace(momentum, nesterov)
+    return in_float32(optax.chain(decay, trace, scale_by_rate(learning_rate)))
+  options = {"nesterov": nesterov, "momentum_correction": momentum_correction}
+  moved = scale_by_rate_and_momentum(learning_rate, momentum, **options)
+  return in_float32(optax.chain(decay, moved))
 
 
-def momentum_rule(
+def scale_by_rate_and_momentum(
   learning_rate: optax.ScalarOrSchedule,
-  form: Form,
-  ratio: RatioFn | None,
-  momentum: float,
-  weight_decay: float,
-  nesterov: bool,
-  momentum_correction: bool | int,
-  mask: Mask | None,
-  stacked: Mask | None,
+  momentum: float = 0.9,
+  *,
+  nesterov: bool = False,
+  momentum_correction: bool | int = False,
 ) -> optax.GradientTransformation:
-  """The update of the module's docstring.
+  """Momentum whose velocity holds the rate, as Caffe's: v = m c v + lr u; w = w - v.
+
+  The last of a chain: no other rate follows it. Its state keeps the rate for
+  `learning_rate`.
 
   Args:
     learning_rate: a number or a function of the step.
-    form: where rate and trust ratio enter.
-    ratio: the trust ratio of a layer; None: there is none.
     momentum: m.
-    weight_decay: wd.
     nesterov: look ahead.
     momentum_correction: False: c is 1; True: always lr_t / lr_{t-1}; a number:
       in that many first steps.
-    mask: which leaves have decay and trust ratio; None: all.
-    stacked: which leaves hold layers along their first dim; None: none.
   """
 
-  def init(params):
-    has_ratio = mask if ratio else (lambda _: False)
+  def init(params: optax.Params) -> MomentumState:
     count, rate = jnp.zeros([], jnp.int32), jnp.zeros([], default_float())
-    ratios = layers.initial_ratios(params, has_ratio, stacked)
-    return MomentumState(count, rate, optax.tree.zeros_like(params), ratios)
+    return MomentumState(count, rate, optax.tree.zeros_like(params))
 
-  def update(updates, state, params=None):
+  def correction(rate: jax.Array, state: MomentumState) -> jax.Array | float:
+    if momentum_correction is False:
+      return 1.0
+    before = state.learning_rate
+    usable = before > 0  # 0 also stands for "no step yet"
+    if momentum_correction is not True:
+      usable &= state.count < momentum_correction
+    return jnp.where(usable, rate / jnp.where(usable, before, 1.0), 1.0)
+
+  def update(
+    updates: optax.Updates, state: Any, params: optax.Params | None = None
+  ) -> tuple[optax.Updates, MomentumState]:
     rate = rate_at(learning_rate, state.count)
-    correction = 1.0  # or lr_t / lr_{t-1}
-    if momentum_correction is not False:
-      before = state.learning_rate
-      usable = before > 0  # 0 also stands for "no step yet"
-      if momentum_correction is not True:
-        usable &= state.count < momentum_correction
-      correction = jnp.where(usable, rate / jnp.where(usable, before, 1.0), 1.0)
+    kept = momentum * correction(rate, state)
+    entered = jax.tree.map(lambda u: rate.astype(u.dtype) * u, updates)
+    velocity = jax.tree.map(
+      lambda v, e: jnp.asarray(kept, v.dtype) * v + e, state.velocity, entered
+    )
+    moved = velocity
+    if nesterov:  # not corrected: the next step's rate is not known yet
+      moved = jax.tree.map(lambda v, e: e + momentum * v, velocity, entered)
+    state = MomentumState(state.count + 1, rate, velocity)
+    return jax.tree.map(jnp.negative, moved), state
 
-    def step(layer, w, g, v):
-      """(update, velocity, trust ratio) of one leaf."""
-      lr = rate.astype(v.dtype)
-      r = ratio(g, w, lr, layer) if ratio and layer.chosen else None
-      inside, outside = (1.0 if r is None else r), 1.0
-      if not form.ratio_in_velocity:
-        inside, outside = outside, inside
-      if form.rate_in_velocity:
-        inside = lr * inside
-      else:
-        outside = lr * outside
-      entered = inside * (g + weight_decay * w if form.decays and layer.chosen else g)
-      v = jnp.asarray(momentum * correction, v.dtype) * v + entered
-      # The look-ahead is not corrected: the next step's rate is not known yet.
-      moved = outside * (entered + momentum * v if nesterov else v)
-      return -moved, v, optax.MaskedNode() if r is None else layers.kept(r)
-
-    trees = updates, state.velocity
-    moved, velocity, ratios = layers.map_layers(3, step, params, mask, stacked, *trees)
-    return moved, MomentumState(state.count + 1, rate, velocity, TrustRatios(ratios))
-
-  return layers.in_float32(optax.GradientTransformation(init, update))
+  return optax.GradientTransformation(init, update)

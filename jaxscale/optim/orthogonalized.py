@@ -131,9 +131,10 @@ def muon(
     return map_layers(1, label, params, mask, stacked, outer)[0]
 
   of_torch = variant == "torch"
-  inside = _scale_by_muon(
-    momentum, nesterov, ns_steps, ns_coeffs, adjust, None if of_torch else eps, stacked
-  )
+  inside = scale_by_muon(
+    momentum, nesterov=nesterov, ns_steps=ns_steps, ns_coeffs=ns_coeffs, adjust=adjust,
+    eps=None if of_torch else eps, stacked=stacked,
+  )  # fmt: skip
   adam = scale_by_adam(b1, b2, eps, nesterov=nesterov and not of_torch)
   parts: dict[Any, Any] = {"muon": inside, "adam": adam}
   factors: dict[Any, Any] = {
@@ -149,16 +150,34 @@ def _is_matrix(layer: Layer, leaf: Any) -> bool:
   return layer.chosen and leaf.ndim > 1 + layer.stacked
 
 
-def _scale_by_muon(
-  momentum: float,
-  nesterov: bool,
-  ns_steps: int,
-  ns_coeffs: Sequence[float],
-  adjust: str,
-  eps: float | None,
-  stacked: Mask | None,
+def scale_by_muon(
+  momentum: float = 0.95,
+  *,
+  nesterov: bool = True,
+  ns_steps: int = 5,
+  ns_coeffs: Sequence[float] = NS_COEFFS,
+  adjust: Literal["original", "match_rms_adamw"] = "match_rms_adamw",
+  eps: float | None = 1e-8,
+  stacked: Mask | None = None,
 ) -> optax.GradientTransformation:
-  """Matrices by size x of the module's equations; eps None: PyTorch's form."""
+  """Replace matrices by size x of the module's equations, without rate and decay.
+
+  Every leaf must be one matrix or more: choose them by `optax.masked` or
+  `optax.partition`.
+
+  Args:
+    momentum: m.
+    nesterov: look ahead.
+    ns_steps: Newton-Schulz iterations.
+    ns_coeffs: (a, b, c) of the iteration.
+    adjust: the size of an update; see `muon`.
+    eps: added to the norm before the iteration; None: PyTorch's form.
+    stacked: params -> bool per leaf: its first dim counts layers, each a matrix of its
+      own. None: none is.
+
+  Example:
+    >>> tx = optax.chain(scale_by_muon(), scale_by_rate(2e-3))
+  """
 
   def init(params):
     return MuonState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params))

@@ -300,26 +300,32 @@ class Polynomial(Cosine):
   Attributes:
     power: exponent of the decay.
     decay_epochs: epochs of the decay; None: up to the end of the run.
+    decay_steps: steps of the decay, instead of `decay_epochs`.
   """
 
   end_lr: NonNegative = 1e-4
   power: Positive = 2.0
   decay_epochs: Annotated[float | None, "> 0"] = None
+  decay_steps: Annotated[int | None, "> 0"] = None
 
   def __post_init__(self):
     super().__post_init__()
-    if self.decay_epochs is not None and not self.restart:
-      raise ConfigError(
-        f"Polynomial.decay_epochs={self.decay_epochs}: is counted from the end of "
-        "the warm-up, set restart=True or leave it out"
-      )
+    epochs, steps = self.decay_epochs, self.decay_steps
+    if epochs is not None and steps is not None:
+      why = f"and decay_epochs={epochs} are both set"
+      raise invalid("Polynomial.decay_steps", steps, why, "leave out one of them")
+    if (epochs, steps) != (None, None) and not self.restart:
+      unit = "epochs" if steps is None else "steps"
+      why = "is counted from the end of the warm-up, which restart=False does not use"
+      fix = "set restart=True or leave it out"
+      raise invalid(f"Polynomial.decay_{unit}", steps or epochs, why, fix)
 
   def build(self, peak: float, context: ScheduleContext) -> optax.Schedule:
-    epochs = self.decay_epochs
+    epochs, steps = self.decay_epochs, self.decay_steps
     return optim.warmup_polynomial(
       peak, context.warmup_steps, context.total_steps, end=self.end_lr,
       power=self.power, restart=self.restart,
-      decay_steps=None if epochs is None else epochs * context.per_epoch,
+      decay_steps=steps if epochs is None else epochs * context.per_epoch,
       **self.rise(peak, context),
     )  # fmt: skip
 

@@ -38,6 +38,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from jaxscale.cluster.jax_internals import varying_axes
 from jaxscale.collectives import vary
 from jaxscale.collectives.typed import axis_sizes, in_mesh_order, varying
 from jaxscale.errors import ConfigError
@@ -417,8 +418,7 @@ def _type_axes(x: Any) -> tuple[str, ...]:
   """The axes over which an array varies, or one that `jax.eval_shape` describes."""
   if not isinstance(x, jax.ShapeDtypeStruct):
     return varying(x)
-  kind = x.manual_axis_type
-  return () if kind is None else in_mesh_order(kind.varying)
+  return in_mesh_order(varying_axes(x))
 
 
 def _zeros(tree: Any) -> Any:

@@ -36,15 +36,15 @@ _SHAPE = {
 # Settings that do not set the seconds of a step, by the first word of their names. The
 # batch size is compared together with the number of devices.
 _FREE = {
-  "batch_size", "epochs", "seed", "schedule", "evaluation", "checkpoint", "checks",
-  "faults", "log", "compilation", "input_threads", "init_from", "init_head",
+  "batch_size", "epochs", "steps", "seed", "schedule", "evaluation", "checkpoint",
+  "checks", "faults", "log", "compilation", "input_threads", "init_from", "init_head",
   "gpu_settings", "lr_scaling", "lr_reference_batch_size", "layer_decay",
   "layer_order", "target_accuracy", "target_loss", "stop_at_target",
 }  # fmt: skip
 # Settings whose class alone sets them: an optimizer's learning rate does not.
 _CLASS_ALONE = ("optimizer", "loss", "data")
 # Settings that, with the steps, set how long a run takes.
-_LENGTH = ("epochs", "evaluation", "checkpoint")
+_LENGTH = ("epochs", "steps", "evaluation", "checkpoint")
 
 
 class PlannedStep(NamedTuple):

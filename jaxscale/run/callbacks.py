@@ -18,7 +18,7 @@ from jaxscale.cluster.watch.stop_consensus import StopRequested
 from jaxscale.cluster.watch.watch import Watch
 from jaxscale.data.dataset import Batch
 from jaxscale.experiment import phases
-from jaxscale.experiment.derive import steps_of
+from jaxscale.experiment.derive import interval
 from jaxscale.mesh import host_shard
 from jaxscale.parallel.specs import backward_sum_axes
 from jaxscale.run.activity import ActivityRecord
@@ -75,13 +75,13 @@ class RunCallbacks(loop.Callbacks):
     self._check_every = config.checks.replicas_every_steps
     every = functools.partial(phases.every, derived.phases, experiment.phase)
 
-    def every_epochs(epochs):
-      return every(lambda phase: steps_of(epochs, derived.num_train, phase))
+    def every_interval(settings):
+      return every(lambda phase: interval(settings, derived.num_train, phase))
 
     super().__init__(
       is_logged=every(lambda phase: config.log.every_steps),
-      is_evaluated=every_epochs(config.evaluation.every_epochs),
-      is_saved=every_epochs(config.checkpoint.every_epochs),
+      is_evaluated=every_interval(config.evaluation),
+      is_saved=every_interval(config.checkpoint),
     )
 
   def at(self, step, activity):

@@ -145,7 +145,7 @@ def _fit(
   cluster.on_leader(forget, "workdir")
   limits = checks.max_skipped_steps, checks.max_consecutive_skipped_steps
   nan_policy = NanPolicy(workdir, checks.nan_policy, *limits)
-  kept = {k: v for k, v in vars(saving).items() if k != "every_epochs"}
+  kept = {k: v for k, v in vars(saving).items() if not k.startswith("every_")}
   split = exchange_split(experiment.layout)
   with (
     Checkpoints(workdir / "checkpoints", lock=held, split=split, **kept) as checkpoints,
@@ -299,12 +299,12 @@ def _planned(workdir: Path, described: dict[str, Any]) -> str | None:
 
 
 def _growth(workdir: Path, experiment: build.Experiment, start: int) -> str:
-  """Describe what more epochs than before mean for the schedule; else ""."""
+  """Describe what a longer run than before means for the schedule; else ""."""
   config, derived = experiment.config, experiment.derived
-  epochs = cluster.from_leader(workdirs.epochs_before(workdir, config))
-  if not start or epochs == config.epochs:
+  length = cluster.from_leader(workdirs.length_before(workdir, config))
+  if not start or length == {unit: getattr(config, unit) for unit in length}:
     return ""
-  before = _with_chosen_sizes(workdir, build.with_epochs(experiment, epochs))
+  before = _with_chosen_sizes(workdir, build.with_length(experiment, length))
   total = f"{before.derived.total_steps:,} to {derived.total_steps:,} steps"
   rates = build.rate_at(before, start - 1), build.rate_at(experiment, start)
   schedule = "the schedule is of the new length, the learning rate jumps from "

@@ -29,6 +29,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxscale import cluster
+from jaxscale.cluster import jax_internals
 from jaxscale.config import Compilation
 from jaxscale.data.dataset import user_cache
 from jaxscale.files import read_bytes, readable_text, replace_text, who_else_writes
@@ -133,26 +134,15 @@ def _folder_for_all(settings, workdir: Path, say: Callable[[str], None]) -> Path
 def _same_keys_on_cpus() -> Iterator[None]:
   """Inside, processes on CPUs of one kind look for a program under the same key.
 
-  JAX's key has a fingerprint of the devices, that of CPUs differs between processes,
-  and only process 0 writes: the others never found anything (jax 0.10.2). What a
-  program is compiled for is their instruction set; devices and their numbers are among
-  the compiler's options, which the key has too.
+  Only process 0 writes: under JAX's own keys the others never found anything (jax
+  0.10.2). What a program is compiled for is their instruction set; devices and their
+  numbers are among the compiler's options, which the key has too.
   """
-  try:
-    from jax._src import cache_key as keys
-
-    original = keys._hash_accelerator_config
-  except (ImportError, AttributeError):
-    original = None
-  if original is None or jax.process_count() == 1 or jax.default_backend() != "cpu":
+  if jax.process_count() == 1 or jax.default_backend() != "cpu":
     yield
     return
-  kind = _cpu_kind()
-  keys._hash_accelerator_config = lambda hashed, devices: hashed.update(kind)
-  try:
+  with jax_internals.devices_hashed_as(_cpu_kind()):
     yield
-  finally:
-    keys._hash_accelerator_config = original
 
 
 def _cpu_kind() -> bytes:

@@ -45,6 +45,7 @@ _NOT_IDENTITY = (
   "gpu_settings", "exchange.algorithm", "exchange.dims",
   "data.cache_dir", "data.max_pixels",
 )  # fmt: skip
+_LENGTH = "epochs", "steps"
 # Likewise, of a run that knows what its data contain: where they are, and how.
 _PLACES = "data.path", "data.data_dir", "data.tokenizer", "data.dtype"
 ACCEPTED = "accepted: "  # what the line of an accepted change begins with
@@ -318,11 +319,13 @@ def forget_unsaved(workdir: Path, config: Any) -> None:
       (workdir / name).unlink(missing_ok=True)
 
 
-def epochs_before(workdir: Path, config: Any) -> float:
-  """The epochs that a run had before it got those of its config."""
-  described = read_json(workdir / "config.json", {"config": {"epochs": float}})
-  has_begun = described and _has_saved(workdir)
-  return described["config"]["epochs"] if has_begun else config.epochs
+def length_before(workdir: Path, config: Any) -> dict[str, Any]:
+  """The `epochs` and `steps` that a run had before it got those of its config."""
+  described = read_json(workdir / "config.json", {"config": {}})
+  length = {unit: getattr(config, unit) for unit in _LENGTH}
+  if not described or not _has_saved(workdir):
+    return length
+  return {unit: described["config"].get(unit) for unit in _LENGTH}
 
 
 def _has_saved(workdir: Path) -> bool:
@@ -371,9 +374,10 @@ def _setting_changes(
     # Nothing is random in these, and no statistics are a micro-batch's: a pipeline
     # may resume what was begun without micro-batches.
     free.add("accumulate_steps")
-  epochs = before.get("epochs", 0)
-  if not mismatch(epochs, float) and 0 < epochs < now["epochs"]:
-    free.add("epochs")
+  for unit in _LENGTH:  # a run may become longer
+    length = before.get(unit)
+    if not mismatch(length, float) and 0 < length < (now[unit] or 0):
+      free.add(unit)
   if is_known and is_built_in(type(config.data)):
     free |= set(_PLACES)
   for name, (old, new) in _differences(before, now).items():

@@ -10,6 +10,7 @@ every device the same and is typed varying.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,8 +47,10 @@ def averaged(model_state: Any) -> Any:
     {'batch_stats': {'mean': True}, 'count': False}
   """
 
-  def is_statistic(node: Any):
-    return type(node).__name__ == "BatchStat"  # without an import of nnx
+  nnx = sys.modules.get("flax.nnx")  # not imported: no model has its variables
+
+  def is_statistic(node):
+    return nnx is not None and isinstance(node, nnx.BatchStat)
 
   def flags(path: Any, node: Any):
     is_declared = is_statistic(node) or _AVERAGED in path_name(path).split("/")

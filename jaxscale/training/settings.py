@@ -41,6 +41,10 @@ class CrossEntropy(Loss):
       )
     return losses.cross_entropy(self.label_smoothing)
 
+  @property
+  def is_cross_entropy(self) -> bool:  # a subclass with a `build` of its own may not be
+    return type(self).build is CrossEntropy.build
+
   def target_range(self, info: Any) -> tuple[int, int]:
     return 0, (getattr(info, "num_classes", None) or info.vocab_size) - 1
 

@@ -198,7 +198,7 @@ class NormOfUnknown(nn.Module):
     (Asks(), r"^Asks.__call__: nothing gives it 'training'; it is called with"),
     (Breaks(), rf"^{__file__}:\d+: Own, called by \w+: TypeError: .*reshape"),
     (NormOfUnknown(), rf"^{__file__}:\d+: Own, called by \w+: .*running_av"),
-    (nn.Dense(2), "Own.build: its model gives 2 outputs, Arrays has 3 classes; let"),
+    (nn.Dense(2), "Own.build gives 2 outputs, and Arrays has 3 classes; let"),
   ],
   ids=["training", "shape", "norm", "outputs"],
 )

@@ -271,7 +271,7 @@ def test_a_batch_that_a_bn_span_does_not_fit_is_no_candidate(tmp_path, capsys):
 
 
 MISTAKES = {
-  "no start": ({"phases.epochs": "(1, 2)"}, "begins at 0"),
+  "no start": ({"phases.epochs": "(1, 2)"}, "begin at 0"),
   "order": ({"phases.epochs": "(0, 3, 2)"}, "rising order"),
   "count": ({"phases.epochs": "(0, 1)", "phases.batch_sizes": "(64,)"}, "2 phases"),
   "neutral adam": (

@@ -405,10 +405,16 @@ def test_cudnn_is_taken_where_it_can_be(
 
 
 @pytest.mark.parametrize(
-  "sizes", [{"width": 25}, {"num_kv_heads": 4}, {"width": 18}], ids=str
+  "sizes, message",
+  [
+    ({"width": 25}, "num_heads=6 does not divide width=25; give"),
+    ({"num_kv_heads": 4}, "num_kv_heads=4 does not divide num_heads=6; give"),
+    ({"width": 18}, "head_width=3 is odd, .*; make it even"),
+  ],
+  ids=str,
 )
-def test_sizes_that_do_not_go_together_are_refused(sizes):
-  with pytest.raises(ConfigError, match="must divide"):
+def test_sizes_that_do_not_go_together_are_refused(sizes, message):
+  with pytest.raises(ConfigError, match=f"transformer.{message}"):
     make_transformer(**SIZES | sizes)
 
 

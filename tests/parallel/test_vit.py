@@ -192,8 +192,8 @@ def test_initial_parameters_are_as_in_the_papers_code():
 @pytest.mark.parametrize(
   ("sizes", "message"),
   [
-    ({"patch": 3}, "vit.patch=3: does not divide images of 8x8"),
-    ({"num_heads": 3}, "vit.num_heads=3: does not divide width=16"),
+    ({"patch": 3}, "vit.patch=3 does not divide images of 8x8"),
+    ({"num_heads": 3}, "vit.num_heads=3 does not divide width=16"),
   ],
 )
 def test_sizes_that_do_not_go_together_are_refused(sizes, message):

@@ -124,6 +124,22 @@ def test_a_run_takes_more_epochs_and_says_so(done, capsys):
   assert line in capsys.readouterr().out
 
 
+def test_a_run_in_steps_takes_more_steps_and_says_so(tmp_path, capsys):
+  def in_steps(steps, **changes):
+    in_steps = {"epochs": "None", "steps": steps, "schedule__warmup_epochs": "0"}
+    return tiny_digits(**in_steps, schedule__warmup_steps="4", **changes)
+
+  fit(in_steps("10"), tmp_path)
+  with pytest.raises(ConfigError, match=r"steps is 10 there and 9 now"):
+    fit(in_steps("9"), tmp_path)
+  with pytest.raises(ConfigError, match=r"epochs is None there and 3.0 now"):
+    fit(tiny_digits(epochs="3"), tmp_path)
+  capsys.readouterr()
+  assert fit(in_steps("15"), tmp_path).summary["step"] == 15
+  line = "resuming from the checkpoint of step 10: from 10 to 15 steps; the schedule is"
+  assert line in capsys.readouterr().out
+
+
 def test_each_start_is_on_record_with_its_code_and_command(done):
   wait_until((done / "starts.jsonl").exists, seconds=30)
   fit(tiny_digits(**SHORT), done)

@@ -192,15 +192,15 @@ def test_all_inside_one_step_is_nobodys_fault(family):
 
 # What JAX's runtime calls, and what that calls, by their names.
 CALLS = """
-from jaxscale.cluster.watch import stacks
+from jaxscale.cluster import jax_internals
 def slow_norm(x):
   {wait}
 def run(name, function):
-  path = stacks._JAX + "callback.py"
+  path = jax_internals.SOURCE + "callback.py"
   exec(compile(f"def {{name}}(f): f(0)", path, "exec"), globals())
   globals()[name](function)
 train(13)
-run(stacks._CALLBACK, slow_norm)
+run(jax_internals.CALLBACK, slow_norm)
 """
 
 

@@ -22,6 +22,7 @@ from jaxscale.config.validation import bounds, closest, nearest, settings
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
 from jaxscale.experiment.derive import derive
+from jaxscale.experiment.optimizer import make_schedule
 from jaxscale.launch.jobs import _path_and_source
 from jaxscale.mesh import batch_norm_span
 from jaxscale.run.workdir import describe_text
@@ -155,6 +156,27 @@ BAD = [
   ({"epochs": "-3"}, "Config.epochs=-3.0", "> 0"),
   ({"epochs": "nan"}, "epochs=nan", "give float"),
   ({"epochs": "2"}, "warmup_epochs=2.0", "shorter"),
+  ({"epochs": "None"}, "Config.epochs and Config.steps are not set", "set one"),
+  ({"steps": "9"}, "Config.steps=9 and epochs=40.0", "set one of them to None"),
+  ({"epochs": "None", "steps": "0"}, "Config.steps=0", ">= 1"),
+  ({"epochs": "None", "steps": "9.5"}, "steps=9.5", "give int"),
+  ({"epochs": "None", "steps": "9", "schedule.warmup_steps": "9"},
+   "Cosine.warmup_steps=9", "only 9 steps"),
+  ({"epochs": "None", "steps": "9", "phases": "AdaptiveBatch"}, "Config.steps=9",
+   "set epochs instead"),
+  ({"epochs": "None", "steps": "9", "phases.steps": "0,9"}, "Phases.steps=(0, 9)",
+   "only 9 steps"),
+  ({"phases.steps": "0,9", "phases.epochs": "0,1"}, "Phases.steps=(0, 9)", "leave out"),
+  ({"phases.steps": "1,9"}, "Phases.steps=(1, 9)", "begin at 0"),
+  ({"evaluation.every_steps": "9", "evaluation.every_epochs": "2"},
+   "Evaluation.every_steps=9", "set one of them to None"),
+  ({"checkpoint.every_steps": "9", "checkpoint.every_epochs": "2"},
+   "Checkpoint.every_steps=9", "set one of them to None"),
+  ({"checkpoint.every_epochs": "None"}, "Checkpoint.every_steps=None", "set one"),
+  ({"schedule": "Polynomial", "schedule.decay_steps": "9",
+    "schedule.decay_epochs": "1"}, "Polynomial.decay_steps=9", "leave out one"),
+  ({"schedule": "Polynomial", "schedule.decay_steps": "9", "schedule.restart": "False"},
+   "Polynomial.decay_steps=9", "set restart=True"),
   ({"dtype": "fp8"}, "dtype=fp8", "'bfloat16'"),
   ({"seed.x": "3"}, "seed", "no fields"),
   ({"mesh.data": "0"}, "Mesh.data=0", "-1"),
@@ -314,7 +336,9 @@ def test_arrays_are_tuples():
   ("batch_size", np.bool_(True)), ("epochs", np.complex64(3)), ("epochs", np.ones(2)),
 ])  # fmt: skip
 def test_numbers_of_another_kind_are_refused(field, value):
-  with pytest.raises(ConfigError, match=f"^Config.{field}=.*: give (int|float)$"):
+  with pytest.raises(
+    ConfigError, match=rf"^Config.{field}=.*: give (int|float)( \| None)?$"
+  ):
     dataclasses.replace(load_config("configs/digits.py"), **{field: value})
 
 
@@ -441,6 +465,9 @@ DERIVED = [
   ({"phases.epochs": "0,5", "phases.batch_sizes": "128,2048"}, 8,
    "Phases.batch_sizes=2048", "give 1432 or less"),
   ({"epochs": "1e300"}, 8, r"Config.epochs=1e\+300", "give fewer"),
+  ({"epochs": "None", "steps": str(2**31)}, 8, "Config.steps=2147483648", "give fewer"),
+  ({"schedule.warmup_epochs": "0", "schedule.warmup_steps": "999"}, 8,
+   "schedule.warmup_steps=999", "shorter"),
   ({"noise_scale": "True", "phases.epochs": "0,5", "phases.accumulate_steps": "2,1"}, 1,
    "Config.noise_scale=True", "2 or more"),
 ]  # fmt: skip
@@ -449,9 +476,44 @@ DERIVED = [
 @pytest.mark.parametrize("overrides, devices, where, remedy", DERIVED)
 def test_what_data_and_devices_refuse(overrides, devices, where, remedy):
   config = load_config("configs/digits.py", overrides)
-  with pytest.raises(ConfigError, match=f"^{where}.*: .*{remedy}") as error:
+  with pytest.raises(ConfigError, match=f"^{where}.*[:;] .*{remedy}") as error:
     derive(config, 1437, 360, devices)
   assert "\n" not in str(error.value)
+
+
+def test_a_run_can_be_counted_in_steps():
+  """As in epochs, 12 steps of 128 each among 1,437 examples, without fractions."""
+  in_steps = {"epochs": "None", "steps": "36", "schedule.warmup_epochs": "0"}
+  in_steps |= {"schedule.warmup_steps": "12", "evaluation.every_steps": "7"}
+  in_steps |= {"evaluation.every_epochs": "None"}
+  config = load_config("configs/digits.py", in_steps | {"checkpoint.every_steps": "5"})
+  got = derive(config, 1437, 360, 8)
+  assert (got.total_steps, got.warmup_steps, got.eval_every, got.save_every) == (
+    36, 12, 7, 5,
+  )  # fmt: skip
+  epochs = {"epochs": str(35.5 * 128 / 1437), "schedule.warmup_epochs": "1.07"}
+  as_epochs = load_config("configs/digits.py", epochs)
+  wanted = derive(as_epochs, 1437, 360, 8)
+  assert got._replace(eval_every=0, save_every=0) == wanted._replace(
+    eval_every=0, save_every=0
+  )
+  for step in (0, 5, 12, 20, 35):
+    rate = make_schedule(config, got)(step)
+    assert rate == make_schedule(as_epochs, wanted)(step)
+
+
+def test_phases_can_be_counted_in_steps():
+  """Two phases of 3 and 7 steps, of 128 and 256 examples: 17 steps of 128."""
+  config = load_config("configs/digits.py", {
+    "epochs": "None", "steps": "10", "phases.steps": "0,3",
+    "schedule.warmup_epochs": "0", "phases.batch_sizes": "128,256",
+  })  # fmt: skip
+  derived = derive(config, 1437, 360, 8)
+  assert [(p.start, p.stop, p.examples) for p in derived.phases] == [
+    (0, 3, 0), (3, 10, 3 * 128),
+  ]  # fmt: skip
+  schedule = make_schedule(config, derived)
+  assert schedule(16) > 0 and schedule(17) == schedule(30)  # the end of the decay
 
 
 def test_a_batch_may_have_every_example():
@@ -543,3 +605,38 @@ def test_an_own_sync_is_treated_as_its_class_says():
   assert not dataclasses.replace(config, sync=Together()).is_local_sgd
   with pytest.raises(ConfigError, match="ema_decay"):
     dataclasses.replace(config, sync=Apart())
+
+
+def test_a_class_of_ones_own_is_treated_as_what_it_extends():
+  class Buckets(cfg.AllReduce):
+    bucket_bytes: int | None = 4096
+
+  class Plain(cfg.AllReduce):
+    pass
+
+  class Other(cfg.AllReduce):
+    def build(self, context):
+      return super().build(context)
+
+  class Smooth(cfg.CrossEntropy):
+    label_smoothing: float = 0.1
+
+  class Weighted(cfg.CrossEntropy):
+    def build(self, info):
+      return super().build(info)
+
+  class Declared(Weighted):
+    is_cross_entropy = True
+
+  assert Plain().is_plain and Buckets().sends_whole and not Buckets().is_plain
+  for exchange in (Other(), cfg.HalfPrecision(), cfg.Int8()):  # not the sum as it is
+    assert not exchange.sends_whole and not exchange.is_plain
+  assert Smooth().is_cross_entropy and Declared().is_cross_entropy
+  assert not Weighted().is_cross_entropy and not cfg.Huber().is_cross_entropy
+  fsdp = {"mesh.data": "2", "mesh.fsdp": "4", "layout.shard": "fsdp"}
+  config = load_config("configs/digits.py", fsdp)
+  layout = dataclasses.replace(config.layout, slow_axes="in_backward")
+  dataclasses.replace(config, layout=layout, exchange=Plain())
+  for exchange in (Other(), Buckets()):
+    with pytest.raises(ConfigError, match="would not be asked; use 'after'"):
+      dataclasses.replace(config, layout=layout, exchange=exchange)

@@ -245,6 +245,7 @@ INJECTED = {
   "muon torch": (optim.muon, {"variant": "torch"}),
   "masked": (optim.lars, {"mask": "^(matrix|bias)$"}),
   "rate": (optim.scale_by_rate, {}),
+  "momentum": (optim.scale_by_rate_and_momentum, {"momentum_correction": 3}),
   "by layers": (lambda learning_rate: optax.chain(
     optim.adamw(learning_rate),
     optim.layerwise_rate_decay(0.5, ["matrix", "bias", "conv", "zero"]),
@@ -266,6 +267,68 @@ def test_inject_hyperparams_changes_no_update(name, jitted):
   got = last(optax.inject_hyperparams(make)(learning_rate=rate, **options))
   for layer, w in wanted.items():
     np.testing.assert_allclose(got[layer], w, rtol=1e-5, atol=1e-6, err_msg=layer)
+
+
+COMPOSED = {  # an optimizer, and the chain that it stands for
+  "sgd": (optim.sgd(rate, weight_decay=0.1), (
+    optim.add_decayed_weights(0.1), optax.trace(0.9, nesterov=True),
+    optim.scale_by_rate(rate),
+  )),
+  "lars": (optim.lars(rate), (
+    optim.scale_by_lars_ratio(), optim.scale_by_rate_and_momentum(rate),
+  )),
+  "lars torch": (optim.lars(rate, variant="torch"), (
+    optim.scale_by_lars_ratio(), optax.trace(0.9), optim.scale_by_rate(rate),
+  )),
+  "lars tf_contrib": (optim.lars(rate, variant="tf_contrib"), (
+    optim.scale_by_lars_ratio(inner=optax.trace(0.9)), optim.scale_by_rate(rate),
+  )),
+  "larc_clip": (optim.lars(rate, variant="larc_clip"), (
+    optim.scale_by_lars_ratio(limit=rate), optax.trace(0.9), optim.scale_by_rate(rate),
+  )),
+  "lamb": (optim.lamb(rate), (
+    optim.scale_by_adam(0.9, 0.999, 1e-6), optim.add_decayed_weights(1e-2),
+    optim.scale_by_trust_ratio(), optim.scale_by_rate(rate),
+  )),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_an_optimizer_is_a_chain_of_parts(name):
+  tx, parts = COMPOSED[name]
+  params, grads = jax.tree.map(jnp.float32, random_layers())
+  composed = optax.chain(optax.identity(), *parts)
+  wanted, got = optimize(tx, params, grads)[0], optimize(composed, params, grads)[0]
+  jax.tree.map(np.testing.assert_array_equal, got, wanted)
+
+
+PARTS = {
+  "lars ratio": (optim.scale_by_lars_ratio, {"weight_decay": 0.1}),
+  "lars ratio with a limit": (optim.scale_by_lars_ratio, {"limit": rate}),
+  "trust ratio": (optim.scale_by_trust_ratio, {"phi_max": 0.5}),
+  "adam": (optim.scale_by_adam, {"b1": 0.8, "b2": 0.9, "eps": 1e-6}),
+  "momentum": (optim.scale_by_rate_and_momentum, {"learning_rate": rate}),
+  "muon": (optim.scale_by_muon, {"momentum": 0.8}),
+  "decay": (optim.add_decayed_weights, {"weight_decay": 0.1}),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_can_be_injected_and_masked(name):
+  make, options = PARTS[name]
+  params, grads = jax.tree.map(jnp.float32, random_layers())
+  masked = {"matrix": True, "bias": False, "conv": True, "zero": False}
+  of_mask = {n: params[n] for n, flag in masked.items() if flag}
+  alone, _ = optimize(
+    make(**options), of_mask, [{n: g[n] for n in of_mask} for g in grads]
+  )
+  for tx in (make(**options), optax.inject_hyperparams(make)(**options)):
+    got, _ = optimize(optax.masked(tx, masked), params, grads)
+    for layer, w in alone[-1].items():
+      np.testing.assert_allclose(got[-1][layer], w, rtol=1e-5, atol=1e-5)
+    for layer in ("bias", "zero"):  # what is masked passes as it is
+      wanted = params[layer] + sum(g[layer] for g in grads)
+      np.testing.assert_allclose(got[-1][layer], wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -290,9 +353,9 @@ def test_lamb_of_stacked_layers_is_lamb_of_each():
 
 
 def test_mistakes_are_reported():
-  with pytest.raises(ValueError, match="phi_min=2, phi_max=1"):
+  with pytest.raises(ValueError, match="phi_min=2 with phi_max=1"):
     optim.lamb(0.1, phi_min=2, phi_max=1)
-  with pytest.raises(ValueError, match="needs none"):
+  with pytest.raises(ValueError, match="momentum_correction=5 corrects"):
     optim.sgd(0.1, momentum_correction=5, rate_in_velocity=False)
   for tx in (optim.sgd(0.1), optim.lamb(0.1), optim.muon(0.1)):
     with pytest.raises(ValueError, match="parameters"):

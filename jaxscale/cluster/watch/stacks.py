@@ -17,13 +17,13 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
+from jaxscale.cluster import jax_internals
+
 _STDERR = 2  # the descriptor: a notebook's sys.stderr has none
 # Writing stacks to a dead file system must not keep a process that has to go. At a load
 # of twenty a core, 0.8 s were too few, and the exit code was lost.
 _DUMP_S = 5.0
 _FLUSH_S = 0.1
-# JAX runs every host callback in this function (jax/_src/callback.py, 0.10 to 0.12).
-_JAX, _CALLBACK = os.path.join("jax", "_src", ""), "_wrapped_callback"
 
 
 def print_line(line: str) -> None:
@@ -73,9 +73,9 @@ def find_callback() -> str:
     outermost = ""  # inside of what is looked at, and not JAX's own
     for inner, line in traceback.walk_stack(frame):
       code = inner.f_code
-      if code.co_name == _CALLBACK and _JAX in code.co_filename and outermost:
+      if jax_internals.runs_callback(code) and outermost:
         return f"a callback of the model ({outermost})"
-      if _JAX not in code.co_filename:
+      if not jax_internals.is_jax(code):
         outermost = f"{code.co_name} in {code.co_filename}:{line}"
   return ""
 
