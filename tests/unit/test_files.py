@@ -31,6 +31,7 @@ from jaxscale.metrics import plot
 from jaxscale.run import provenance
 from jaxscale.run.workdir import claim_workdir
 from jaxscale.weights.safetensors import read_index, view, write
+from support.errors import config_error
 from support.images import write_tfrecord
 
 
@@ -70,9 +71,10 @@ def test_a_link_of_another_user_in_a_workdir_is_refused(tmp_path, monkeypatch):
     os.chown(tmp_path / "checkpoints", 12345, -1, follow_symlinks=False)
   else:
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-  with pytest.raises(ConfigError, match="checkpoints: a link that another user") as e:
+  with config_error(
+    "use another --workdir", match="checkpoints: a link that another user"
+  ):
     claim_workdir(tmp_path, None)
-  assert "\n" not in str(e.value) and "use another --workdir" in str(e.value)
 
 
 def test_what_is_written_replaces_a_link_and_does_not_follow_it(tmp_path, victim):
@@ -348,9 +350,8 @@ HEADERS = {
 def test_a_header_of_impossible_arrays_is_one_line(tmp_path, name):
   path = tmp_path / "a.safetensors"
   path.write_bytes(HEADERS[name])
-  with pytest.raises(ConfigError, match=r"damaged header|not a safetensors") as error:
+  with config_error(match=r"damaged header|not a safetensors"):
     view(read_index(path)["a"])
-  assert "\n" not in str(error.value)
 
 
 INDEX = [
@@ -365,9 +366,8 @@ INDEX = [
 @pytest.mark.parametrize("content", INDEX)
 def test_a_damaged_index_of_weights_is_one_line(tmp_path, content):
   (tmp_path / "model.safetensors.index.json").write_bytes(content)
-  with pytest.raises(ConfigError, match=r"index\.json: ") as error:
+  with config_error(match=r"index\.json: "):
     read_index(tmp_path)
-  assert "\n" not in str(error.value)
 
 
 def test_a_lock_of_a_stranger_is_no_traceback(tmp_path):

@@ -279,16 +279,6 @@ def test_a_mask_that_was_called_as_a_schedule_is_refused(make, name):
   optimize(static(**options), params, [params])
 
 
-def test_lamb_of_stacked_layers_is_lamb_of_each():
-  rng = np.random.default_rng(5)
-  sizes = np.array([1.0, 100.0, 1e-3])[:, None, None]
-  params, *grads = rng.standard_normal((4, 3, 4, 5)) * sizes
-  got = optimize64(optim.lamb(0.1, stacked=lambda params: True), params, grads)
-  for i in range(3):
-    alone = optimize64(optim.lamb(0.1), params[i], [g[i] for g in grads])
-    np.testing.assert_allclose(got[i], alone, rtol=1e-12)
-
-
 def test_mistakes_are_reported():
   with pytest.raises(ValueError, match="phi_min=2, phi_max=1"):
     optim.lamb(0.1, phi_min=2, phi_max=1)
@@ -414,14 +404,6 @@ def test_the_optax_form_of_muon_is_that_of_optax(nesterov, rms):
   ours = optim.muon(rate, adjust=adjust, adam_rate_factor=3.0, **both)
   for name, got in optimize64(ours, flat, grads).items():
     np.testing.assert_allclose(got, wanted[name], rtol=1e-9, err_msg=name)
-
-
-def test_muon_of_stacked_layers_is_muon_of_each():
-  params, g = np.random.default_rng(1).normal(size=(2, 2, 4, 5)).astype(np.float32)
-  (together,), _ = optimize(optim.muon(0.1, stacked=lambda p: True), params, [g])
-  for i in range(2):
-    (alone,), _ = optimize(optim.muon(0.1), params[i], [g[i]])
-    np.testing.assert_allclose(together[i], alone, rtol=1e-5)
 
 
 def test_layerwise_rate_decay():
