@@ -18,7 +18,7 @@ from jaxscale.models import decoder, vision_transformer
 from jaxscale.parallel import Rule, largest, make_layout, partition, rules
 from jaxscale.parallel.layout import opt_state_specs, replicated_layout
 from jaxscale.planning.describe import describe
-from support.commands import child_env, error_line
+from support.commands import child_env
 from support.configs import tiny_language
 from support.paths import ROOT
 from support.tiny_stack import RULES, tiny_stack
@@ -145,25 +145,15 @@ def test_describe_says_what_every_device_holds_and_sends():
   assert "?" not in page.split("collectives")[1].replace("overlap", "")
 
 
-def command(*args):
-  return subprocess.run(
-    [sys.executable, "-m", "jaxscale", "describe", "--config", "digits", *args],
-    cwd=ROOT, env=child_env(8), capture_output=True, text=True, timeout=120,
-  )  # fmt: skip
-
-
 @pytest.mark.slow
 def test_describe_from_the_command_line_trains_nothing(tmp_path):
   workdir = tmp_path / "run"
-  done = command(
-    f"--workdir={workdir}", "--config.mesh.data=1",
-    "--config.mesh.fsdp=-1", "--config.layout.shard=fsdp",
-  )  # fmt: skip
+  command = [sys.executable, "-m", "jaxscale", "describe", "--config", "digits"]
+  command += [f"--workdir={workdir}", "--config.mesh.data=1"]
+  command += ["--config.mesh.fsdp=-1", "--config.layout.shard=fsdp"]
+  done = subprocess.run(
+    command, cwd=ROOT, env=child_env(8), capture_output=True, text=True, timeout=120
+  )
   assert done.returncode == 0, done.stderr
   assert "Dense_0/kernel" in done.stdout and "reduce-scatter" in done.stdout
   assert not workdir.exists()
-
-
-def test_a_layout_that_cannot_be_is_one_line():
-  done = command("--config.mesh.model=2")
-  assert "CNN is not a stack of equal layers" in error_line(done, 2)

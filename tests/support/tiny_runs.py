@@ -1,6 +1,7 @@
 """Short runs of the command line on the digits, and what they leave behind."""
 
 import subprocess
+import time
 
 import jax
 
@@ -13,7 +14,7 @@ from jaxscale.experiment import build
 from jaxscale.mesh import make_mesh
 from support.commands import child_env, train_command
 from support.paths import ROOT
-from support.processes import run_group
+from support.processes import run_group, wait_until
 from support.trees import assert_same_bits
 
 # Small and often saved: 225 steps, a checkpoint every second one.
@@ -81,6 +82,30 @@ def checkpoint_names(workdir):
 
 def newest_step(workdir):
   return max((int(n) for n in checkpoint_names(workdir) if n.isdigit()), default=0)
+
+
+def kill(workdir, *args, in_mid_save=False, after=None, later=0.0, **options):
+  """Start a run, and kill it once it has a checkpoint more.
+
+  Args:
+    workdir: of the run.
+    args: of `start`, as `options`.
+    in_mid_save: whether it is killed while it saves the one after.
+    after: a step that the checkpoint is behind; by default that of the newest.
+    later: seconds until it is killed.
+  """
+  process = start(workdir, *args, **options)
+  step = newest_step(workdir) if after is None else after
+  wait_until(lambda: newest_step(workdir) > step, process)
+  if in_mid_save:
+    wait_until(lambda: is_saving(workdir), process)
+  time.sleep(later)
+  process.kill()
+  process.communicate()
+
+
+def is_saving(workdir):
+  return any("tmp" in name for name in checkpoint_names(workdir))
 
 
 def run_processes(workdir, count, num_devices, *args, config=None, **env):
