@@ -160,7 +160,7 @@ QUICK = {str(c): c for c in OURS if str(c).startswith(RUN) and "…" not in str(
 
 
 def named_on(page):
-  """What a page of the reference has as code, `checkpoints/STEP/` as `checkpoints`."""
+  """Return the code words of a page of the reference, `a/STEP/` also as `a`."""
   text = (ROOT / "docs" / "reference" / page).read_text()
   names = re.findall(r"`([\w./]+)`", text)
   return {*names, *(name.partition("/")[0] for name in names)}

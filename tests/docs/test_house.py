@@ -118,7 +118,7 @@ NOTEBOOKS = sorted(p.stem for p in (ROOT / "colabs").glob("*.py"))
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_runs_on_one_device(name, tmp_path):
-  """As on Colab, or a workstation with one GPU, where nothing is simulated."""
+  """Run it as on Colab or a workstation with one GPU."""
   env = {"JAX_NUM_CPU_DEVICES": "1", "MPLBACKEND": "agg"}
   command = [sys.executable, ROOT / "colabs" / f"{name}.py"]
   done = subprocess.run(

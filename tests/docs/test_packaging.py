@@ -1,4 +1,4 @@
-"""What installs jaxscale elsewhere: containers, recipes, profiles, workflows."""
+"""Files that install jaxscale elsewhere: containers, recipes, profiles, workflows."""
 
 import re
 import subprocess

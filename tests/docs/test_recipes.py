@@ -23,7 +23,7 @@ NUM_TRAIN = 1_281_167  # ImageNet-1k
 
 
 class Recipe(NamedTuple):
-  """What a source says."""
+  """Numbers of a recipe in its source."""
 
   optimizer: str
   lr: float

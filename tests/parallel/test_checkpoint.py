@@ -230,7 +230,7 @@ def test_no_character_of_a_path_is_a_pattern(tmp_path, name):
 
 
 def test_a_checkpoint_whose_parts_were_never_merged_is_completed(tmp_path):
-  """As runs below folders with brackets in their name have left them."""
+  """Restore what runs below folders with brackets in their name have left."""
   abstract, state = make_states(2)
   with Checkpoints(tmp_path) as checkpoints:
     checkpoints.save(at_step(state, 1))
@@ -416,7 +416,7 @@ def test_every_single_bit_counts():
 
 
 def test_checksums_do_not_depend_on_how_places_are_made(monkeypatch):
-  """The same of an array in one piece, in blocks, row by row; its formula by hand."""
+  """Compare one piece, blocks, and single rows with the formula by hand."""
   rng = np.random.default_rng(0)
   for shape in [(), (5,), (0, 3), (3, 4, 5), (2, 3, 1, 7)]:
     data = rng.standard_normal(shape, np.float32)

@@ -235,7 +235,7 @@ def test_every_axis_carries_its_own_bytes(shape, payload, algorithm):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", all_slow_except(["bfloat16", "float16"], "bfloat16"))
 def test_a_low_precision_payload_summed_in_float32(form, dtype):
-  """What is added is rounded once, and sums once a dimension: not once a device."""
+  """Addends are rounded once, and sums once a dimension: not once a device."""
   mesh = mesh_of((8,) if form in ("ring", "halves") else (2, 4))
   # A large value and small ones that vanish next to it, unless summed in float32.
   rows = np.full((8, 67), 2.0**-9 * 1.25, np.float32)

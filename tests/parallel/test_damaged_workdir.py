@@ -80,7 +80,7 @@ def damage_config(workdir, name):
 
 @pytest.mark.parametrize("name", [*EVERY, *NUMBERS, *NO_FILES])
 def test_a_damaged_config_is_one_line_with_its_remedy(workdir, name):
-  """And the same for a command that reads the run, before anything is trained."""
+  """A command that reads the run gives the same line, before anything is trained."""
   damage_config(workdir, name)
   assert start_devices(workdir, tiny_digits()) in (None, 8)
   with pytest.raises(ConfigError, match=r"config\.json") as error:
@@ -289,7 +289,7 @@ def test_what_cannot_be_repaired_is_one_line(workdir, name):
 
 @pytest.mark.parametrize("name", all_slow_except(["summary.json", "metrics.png"]))
 def test_a_directory_in_the_place_of_a_file_is_one_line(workdir, name):
-  """What was trained is saved before."""
+  """The trained state is saved before."""
   put(workdir / name, None)
   with pytest.raises(OSError) as error:
     fit(tiny_digits(), workdir)

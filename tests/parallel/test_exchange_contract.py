@@ -1,4 +1,4 @@
-"""What every exchange holds: nothing lost, nothing random, nothing apart."""
+"""Guarantees of every exchange: nothing lost, nothing random, nothing apart."""
 
 import jax
 import numpy as np

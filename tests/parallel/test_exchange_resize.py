@@ -1,4 +1,4 @@
-"""What an exchange has not sent yet arrives, however many devices resume."""
+"""Gradients that an exchange has not sent yet arrive, however many devices resume."""
 
 import functools
 

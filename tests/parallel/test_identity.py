@@ -1,4 +1,4 @@
-"""What may change between stop and resume: refused, reported or harmless."""
+"""Changes between stop and resume: refused, reported or harmless."""
 
 import hashlib
 import json
@@ -210,7 +210,7 @@ def settings(**overrides):
 
 
 def recorded(*path, to):
-  """What config.json says of the run as it began."""
+  """Change what config.json says of the run as it began."""
 
   def change(folder):
     where = folder.parent / "run" / "config.json"

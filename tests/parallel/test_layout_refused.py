@@ -1,4 +1,4 @@
-"""What a layout would do wrongly or in silence is refused, or logged."""
+"""Layouts that would be wrong, or change nothing in silence, are refused or logged."""
 
 import dataclasses
 import json
@@ -178,7 +178,7 @@ def test_describe_says_what_waits_on_the_host():
 
 
 def test_a_run_resumes_as_a_pipeline(tmp_path):
-  """What it needs are micro-batches, which these models compute the same with."""
+  """A pipeline needs micro-batches, with which these models compute the same."""
   (tmp_path / "checkpoints" / "1").mkdir(parents=True)
   before = tiny_language()
   (tmp_path / "config.json").write_text(json.dumps(recorded(before)))

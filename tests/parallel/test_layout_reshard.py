@@ -1,4 +1,4 @@
-"""What an exchange keeps under a layout: resumed where it can be, else refused."""
+"""State of an exchange under a layout: resumed where it can be, else refused."""
 
 import functools
 from typing import Any, NamedTuple

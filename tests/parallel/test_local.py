@@ -62,7 +62,7 @@ def run(method, tx, steps, *, mesh=None, workers=None, **options):
 
 
 def reference(outer, every, steps, *, lr, momentum, reset, groups=WORKERS):
-  """The same in float64.
+  """Compute the run in float64.
 
   `outer` is (anchor, averaged pseudo-gradient, its state) -> new anchor and state.
   """

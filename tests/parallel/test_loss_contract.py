@@ -1,4 +1,4 @@
-"""What a step asks of a loss and its state: refused in one line, or right."""
+"""Requirements of a step on a loss and its state: refused in one line, or right."""
 
 import jax
 import jax.numpy as jnp

@@ -116,7 +116,7 @@ def test_flax_dropout_is_the_same_on_any_number_of_devices(again):
 
 
 def masks(module, rows=4096, width=16):
-  """What a module with dropout makes of ones, each row with a key of its own."""
+  """Return a module's dropout of ones, each row with a key of its own."""
   fns = models.functions(module, (width,), dtype="float32")
   state = fns.init(jax.random.key(0))
   keys = jax.random.split(jax.random.key(1), rows)

@@ -161,7 +161,7 @@ def batches():
 
 
 class Run(NamedTuple):
-  """Of every step, by optimizer: numpy arrays.
+  """Results of every step, by optimizer: numpy arrays.
 
   Attributes:
     losses: before the step.

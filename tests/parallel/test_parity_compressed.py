@@ -79,7 +79,7 @@ def rounding_variance(name: str, own: np.ndarray, mean: np.ndarray) -> float:
 
 
 def sgd_bound(name: str) -> float:
-  """Of `way_off`: twice the expected error, which leaves room for chance.
+  """Return twice the expected error as a bound of `way_off`: it leaves room for chance.
 
   A gradient of step t moves the last parameters by rate (1 - m^(T - t)) / (1 - m),
   and so does its error; errors are independent. What an error does to later

@@ -106,7 +106,7 @@ def test_what_bubbles_compute_reaches_nothing(schedule, skip):
 
 
 def executed(schedule, micros, num_stages, **settings):
-  """How often each stage ran its layers in a step, and the compiled program."""
+  """Count how often each stage ran its layers in a step; return the program too."""
   times = collections.Counter()
   layer = tiny.make_layer()
 

@@ -225,7 +225,7 @@ def test_what_does_not_fit_the_devices_is_refused(changes, message):
 
 
 def test_evaluation_is_exact_at_any_batch_size_and_device_count(finished):
-  """The same hits, to the last example, as one example after the other."""
+  """Hits are those of one example after the other, to the last one."""
   result, _ = finished
   state = jax.device_get(result.state)
   dataset = data.digits("test")

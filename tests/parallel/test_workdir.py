@@ -54,7 +54,7 @@ def test_a_config_that_failed_before_it_saved_does_not_keep_its_workdir(tmp_path
 
 
 def test_what_was_passed_over_before_a_save_stays_passed_over(tmp_path):
-  """The same experiment, killed before its first checkpoint."""
+  """An experiment that was killed before its first checkpoint keeps its record."""
   record = {"skipped": [], "passed_over": [{"after": 0, "to": 9, "what": "NaN"}]}
   config = tiny_digits(**SHORT, checks__nan_policy="roll_back")
   fit(config, tmp_path)

@@ -172,7 +172,7 @@ def test_processes_train_as_one_with_as_many_devices(
 def test_processes_resume_from_what_one_has_saved(
   tmp_path, in_one_process, name, count, num_devices
 ):
-  """Of another layout, too: saved with 8 devices in one process."""
+  """The state was saved under another layout, by 8 devices in one process."""
   workdir = tmp_path / "run"
   stop(workdir, HYBRID, in_mid_save=False)
   out = run_group(workdir, count, num_devices, *FOUR[name])

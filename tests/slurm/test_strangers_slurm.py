@@ -37,7 +37,7 @@ def besiege(slurm, attack):
 
 
 def train(slurm, workdir):
-  """What a run on two nodes printed."""
+  """Train on two nodes; return what was printed."""
   args = train_command(workdir, *ARGS)
   done = slurm.run("srun", *ON, "bash", "-c", LATE, "late", *args, timeout=180,
                    **child_env(1))  # fmt: skip

@@ -47,7 +47,7 @@ def trained(workdir, *args: str, **options) -> str:
 
 
 def own_lines(out: str) -> list[str]:
-  """What a process wrote to stdout itself: Gloo's threads write there in pieces."""
+  """Return what a process itself wrote to stdout, where Gloo's threads write, too."""
   pieces = r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\."
   pieces += r"|Expected number of connected peer ranks is : \d+"
   lines = (re.sub(pieces, "", line).strip() for line in out.splitlines())

@@ -89,7 +89,7 @@ EXCHANGES = UNROUNDED | ROUNDED | FEEDBACK | BROKEN
 
 
 def recorded(inner: Exchange) -> Exchange:
-  """The same exchange, whose state shows what each device gave in."""
+  """Wrap an exchange: its state shows what each device gave in."""
 
   def init(params):
     return {"own": jax.tree.map(jnp.zeros_like, params), "inner": inner.init(params)}
@@ -166,7 +166,7 @@ def loss_of(p, batch, noise):
 
 
 def noise_of(keys):
-  """What the keys of rows decide: the same rows get the same on any mesh."""
+  """Return the noise that the keys of rows decide, the same on any mesh."""
   return jax.vmap(lambda key: jax.random.normal(key, (4, 4, 2), jnp.float32))(keys)
 
 
@@ -179,7 +179,7 @@ def loss_fn(params, model_state, batch, keys):
 
 
 class Run(NamedTuple):
-  """Of every step, by optimizer: numpy arrays.
+  """Results of every step, by optimizer: numpy arrays.
 
   Attributes:
     losses: before the step.

@@ -114,7 +114,7 @@ def run_processes(workdir, count, num_devices, *args, config=None, **env):
 
 
 def checksums(workdir):
-  """Of every array in the newest checkpoint, as it says itself."""
+  """Return the recorded checksum of every array in the newest checkpoint."""
   step = newest_step(workdir)
   leaves = read_manifest(workdir / "checkpoints" / str(step))["leaves"]
   return step, {name: leaf["checksum"] for name, leaf in leaves.items()}

@@ -21,9 +21,7 @@ from jaxscale.config.loading import load_config, override
 from jaxscale.config.validation import bounds, closest, nearest, settings
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
-from jaxscale.experiment.derive import derive
 from jaxscale.launch.jobs import _path_and_source
-from jaxscale.mesh import batch_norm_span
 from jaxscale.run.workdir import describe_text
 from support.errors import config_error
 
@@ -426,79 +424,6 @@ def test_only_what_is_close_is_suggested():
     load_config("configs/nothing_of_the_kind.py")
   with pytest.raises(ConfigError, match="no such file, check the path"):
     load_config("no_folder/digits.py")
-
-
-# What only data and devices decide.
-
-DERIVED = [
-  ({"batch_size": "1440"}, 8, "Config.batch_size=1440", "1,437 .* give 1432 or less"),
-  ({"batch_size": str(10**23)}, 8, "Config.batch_size=1000", "give 1432 or less"),
-  ({"phases.epochs": "0,5", "phases.batch_sizes": "128,2048"}, 8,
-   "Phases.batch_sizes=2048", "give 1432 or less"),
-  ({"epochs": "1e300"}, 8, r"Config.epochs=1e\+300", "give fewer"),
-  ({"noise_scale": "True", "phases.epochs": "0,5", "phases.accumulate_steps": "2,1"}, 1,
-   "Config.noise_scale=True", "2 or more"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("overrides, devices, where, remedy", DERIVED)
-def test_what_data_and_devices_refuse(overrides, devices, where, remedy):
-  config = load_config("configs/digits.py", overrides)
-  with config_error(match=f"^{where}.*: .*{remedy}"):
-    derive(config, 1437, 360, devices)
-
-
-def test_a_batch_may_have_every_example():
-  config = load_config("configs/digits.py", {"batch_size": "64"})
-  assert derive(config, 64, 8, 8).total_steps == 40
-  with pytest.raises(ConfigError, match="use more data or fewer devices"):
-    derive(config, 7, 8, 8)
-  both = {"phases.epochs": "0,5", "phases.accumulate_steps": "2,4"}
-  config = load_config("configs/digits.py", both | {"noise_scale": "True"})
-  assert len(derive(config, 1437, 360, 1).phases) == 2
-
-
-PATTERNS = [
-  ({"optimizer": "LARS", "optimizer.include": "nosuch"},
-   "LARS.include='nosuch': no .* Conv_0/bias, Conv_0/kernel, .*Dense_1/kernel"),
-  ({"layer_decay": "0.5", "layer_order": "('nosuch',)"},
-   "Config.layer_order='nosuch': no .*Conv_0/bias"),
-  ({"layer_decay": "0.5", "layer_order": "('Conv_0', 'Conv_1')"},
-   "Dense_0/bias fits none of them"),
-  ({"layer_decay": "0.5", "layer_order": "('Conv', 'Conv_1', 'Dense')"},
-   "Conv_1/bias fits 'Conv' and 'Conv_1' of them"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("overrides, says", PATTERNS)
-def test_patterns_that_fit_no_parameter_are_refused_in_time(overrides, says):
-  config = load_config("configs/digits.py", overrides)
-  with config_error(match=says):
-    build.experiment(config)
-
-
-def test_patterns_that_fit_are_taken():
-  fitting = {
-    "optimizer": "LARS", "optimizer.include": "kernel$", "layer_decay": "0.5",
-    "layer_order": "('Conv', 'Dense_0', 'Dense_1')",
-  }  # fmt: skip
-  config = load_config("configs/digits.py", fitting)
-  build.experiment(config).abstract_state()
-  everything = dataclasses.replace(config.optimizer, include="all")
-  build.experiment(dataclasses.replace(config, optimizer=everything))
-
-
-@pytest.mark.parametrize(
-  "span, rows, data, remedy",
-  [(2, 5, 8, '"device"'), (2, 9, 1, "3"), (2, 1, 7, "7"), (5, 16, 8, "4")],
-)
-def test_the_span_that_is_advised_is_one_that_is_taken(span, rows, data, remedy):
-  with pytest.raises(ConfigError) as error:
-    batch_norm_span(span, rows, replica=1, data=data)
-  assert str(error.value).endswith(f"give {remedy}")
-  advised = "device" if remedy == '"device"' else int(remedy)
-  batch_norm_span(advised, rows, replica=1, data=data)
-  cfg.ResNet(bn_span=advised)
 
 
 OWN = """

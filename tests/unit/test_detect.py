@@ -1,4 +1,4 @@
-"""Who am I: environments recorded on a real Slurm, under real MPIs, or documented.
+"""Detection in environments recorded on a real Slurm, under real MPIs, or documented.
 
 tests/data/cluster/*.json has one start each: how it was obtained, the variables of its
 tasks, and what must come out. Where it was recorded, ranks, hosts and who shares a

@@ -115,7 +115,7 @@ def test_what_is_appended_is_not_appended_to_another_file(tmp_path, victim):
 
 
 def test_nothing_is_appended_to_a_pipe(tmp_path):
-  """Where nobody reads, opening it waits for ever."""
+  """Opening a pipe that nobody reads waits for ever."""
   os.mkfifo(tmp_path / "pipe")
   reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
   with pytest.raises(OSError, match="not a file"):
@@ -418,7 +418,7 @@ def test_whole_numbers():
 
 @pytest.mark.parametrize("size", [0, 3])
 def test_text_of_a_few_bytes_is_not_evaluated(tmp_path, size, own_cache):
-  """Of an empty file, the perplexity was 257."""
+  """The perplexity of an empty file was 257."""
   (tmp_path / "val.txt").write_text("x" * size)
   with pytest.raises(ConfigError, match="give more text or a smaller length"):
     data.text_files(tmp_path, "val", sequence_length=16)

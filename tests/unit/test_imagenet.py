@@ -33,7 +33,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-  """The same 23 + 6 examples in both formats, in shards of unequal length."""
+  """Write 23 + 6 examples in both formats, in shards of unequal length."""
   from skimage import data as photos
 
   coffee = photos.coffee()

@@ -1,4 +1,4 @@
-"""What `jaxscale.launch` would submit: sites, sweeps, folders, mistakes."""
+"""Submissions of `jaxscale.launch`: sites, sweeps, folders, mistakes."""
 
 import dataclasses
 import json

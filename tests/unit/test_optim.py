@@ -8,8 +8,10 @@ import numpy as np
 import optax
 import pytest
 
+from jaxscale import config as cfg
 from jaxscale import optim
 from jaxscale.errors import ConfigError
+from support.errors import config_error
 from support.optimizers import optimize, optimize64
 
 
@@ -427,3 +429,37 @@ def test_scaling_rules():
   assert optim.scale_learning_rate(0.1, 1024, 256, "none") == 0.1
   with pytest.raises(ValueError, match="rule='cubic': give one of none, linear, sqrt"):
     optim.scale_learning_rate(0.1, 1024, 256, "cubic")  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+  ("make", "line"),
+  [
+    (optax.adam(1e-3), "Optax.make=.* is not a function; give a function of the learn"),
+    ("adam", "Optax.make=str is not a function; give a function of the learning rate"),
+    (lambda: optax.adam(1e-3), "Optax.make failed, TypeError: .*; give a function of"),
+    (lambda rate: rate, "Optax.make: gave function, not an optax transformation; give"),
+  ],
+)
+def test_an_optimizer_that_is_none_is_one_line(make, line):
+  with pytest.raises(ConfigError, match=line):
+    optim.Optax(make=make, lr=0.1).build(lambda step: 0.1, cfg.OptimizerContext())
+
+
+@pytest.mark.parametrize(
+  ("make", "line"),
+  [
+    (
+      lambda rate: optax.multi_transform({"a": optax.sgd(rate)}, lambda _: {"w": "b"}),
+      "Optax.make, its init failed, ValueError: .*'b'.*; give a transformation of the",
+    ),
+    (
+      lambda rate: optax.stateless(lambda updates, params: updates["no such"]),
+      "Optax.make, its update failed, KeyError: 'no such'; give a transformation",
+    ),
+  ],
+)
+def test_a_transformation_that_fails_is_one_line(make, line):
+  made = optim.Optax(make=make, lr=0.1).build(lambda step: 0.1, cfg.OptimizerContext())
+  params = {"w": np.ones(3, np.float32)}
+  with config_error(match=line):
+    made.update(params, made.init(params), params)

@@ -132,7 +132,7 @@ EACH = {
 
 @pytest.mark.parametrize("name", EACH)
 def test_stacked_layers_move_as_each_would(name):
-  """As if every layer of a scan were a leaf; stacked biases are still biases."""
+  """Each layer moves as a leaf of its own; stacked biases are still biases."""
   sizes = np.array([1.0, 100.0, 1e-3])[:, None, None]  # far from one ratio for all
   params, *grads = (
     {"scan": {"kernel": rng.normal(size=(3, 4, 5)) * sizes,
@@ -156,7 +156,7 @@ def jnp_tree(tree):
 
 
 def muon_part(params):
-  """What Muon's velocities are of, after a step by the config's Muon."""
+  """Return the parameters that have velocities of the config's Muon."""
   tx = make_optimizer(config("transformer", "muon"), lambda step: 0.1, 0, None)
   is_muon = lambda node: isinstance(node, MuonState)  # noqa: E731
   found = jax.tree.leaves(tx.init(params), is_leaf=is_muon)

@@ -1,4 +1,4 @@
-"""What config.json records of settings, and of the code behind them."""
+"""Records in config.json of settings, and of the code behind them."""
 
 import dataclasses
 import decimal
@@ -293,7 +293,7 @@ def test_only_what_a_program_does_counts(tmp_path, monkeypatch):
 
 
 def test_hashes_are_those_of_every_version_of_python(tmp_path):
-  """As written by 3.11: 3.12 and 3.13 have other fields in their syntax trees."""
+  """The hash was written by 3.11: 3.12 and 3.13 have other syntax trees."""
   text = OWN.replace('importlib.import_module("by_name_helper")', "None")
   (tmp_path / "own.py").write_text(text)
   found = code_of(load_config(str(tmp_path / "own.py"))).hashes

@@ -120,7 +120,7 @@ def test_googles_jax_submission(batch, peak, warm, epochs, block):
 
 
 def test_the_length_of_the_decay_may_be_given_and_a_fraction():
-  """As MLPerf's logs have it; by default it ends one step after the last one."""
+  """MLPerf's logs have fractions; by default it ends one step after the last one."""
   warmup, total, steps = 651.75, 1817, (900, 1500, 1817)
   given = optim.warmup_polynomial(23.08, warmup, total, decay_steps=1166.25)
   alone = optim.warmup_polynomial(23.08, warmup, total)

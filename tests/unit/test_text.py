@@ -183,7 +183,7 @@ def test_settings_that_are_refused(overrides, where, remedy):
 
 
 def test_an_example_longer_than_the_text_is_named(tmp_path):
-  """And not the batch, which is as it always was."""
+  """The error names the length and not the batch, which is as it always was."""
   for split in ("train", "val"):
     (tmp_path / f"{split}.txt").write_text("x" * 500)
   config = load_config("configs/digits.py", {"batch_size": "8"})

@@ -276,7 +276,7 @@ class SlurmCluster:
     return done.stdout.strip()
 
   def job(self, job: str) -> dict[str, str]:
-    """What `scontrol show job` says of a job, or of an array's task "12_3".
+    """Return what `scontrol show job` says of a job, or of an array's task "12_3".
 
     Slurm knows a job for 300 s after its end (MinJobAge).
     """
@@ -284,7 +284,7 @@ class SlurmCluster:
     return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
   def output(self, job: str) -> str:
-    """What a job's script has written so far; nothing before its first moment."""
+    """Return what a job's script has written; nothing before its first moment."""
     path = Path(self.job(job)["StdOut"])
     return path.read_text() if path.exists() else ""  # RUNNING comes before the file
 

@@ -78,7 +78,7 @@ def on_host(pid: int, *command: str) -> list[str]:
 
 
 def _is_on(mounts: str, folder: str, host: str) -> bool:
-  """Whether a mountinfo is of a process of this host; "*" is any of the folder."""
+  """Return True for a mountinfo of a process of this host; "*" is any of the folder."""
   for line in mounts.splitlines():
     root, point = line.split(" ", 5)[3:5]  # proc_pid_mountinfo(5)
     root = root.removesuffix("//deleted")  # the folder may be gone before them

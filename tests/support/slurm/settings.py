@@ -16,7 +16,7 @@ from support.slurm import hosts as slurm_hosts
 
 
 class Settings(NamedTuple):
-  """What a cluster is made of, see `SlurmCluster`."""
+  """Settings of a cluster, see `SlurmCluster`."""
 
   cpus: int
   gpus: int
