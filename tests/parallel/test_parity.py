@@ -9,7 +9,7 @@ so that a row is compiled once for all its cells.
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jaxscale.exchange.low_precision import half_precision
 from jaxscale.exchange.one_bit import one_bit
 from jaxscale.exchange.wrappers import delayed, warm_start
 from jaxscale.mesh import batch_sharding, make_mesh
+from jaxscale.optim.settings import LarsVariant
 from jaxscale.parallel import (
   PipelineGrads,
   gpipe_grads,
@@ -168,12 +169,14 @@ class Run(NamedTuple):
     grads: mean gradients.
     params: after the step.
     states: before the step, whole.
+    ratios: trust ratios of the last step, by optimizer and parameter.
   """
 
   losses: list[dict[str, float]]
   grads: list[Any]
   params: list[Any]
   states: list[Any]
+  ratios: dict[str, Any]
 
 
 def losses_of(stack, layout, case, names, dtype):
@@ -213,12 +216,12 @@ def is_whole(case):
 
 def together(found):
   totals = {n: t["loss"] for n, t in found.items()}
-  return totals | {"examples": found["sgd"]["examples"]}
+  return totals | {"examples": next(iter(found.values()))["examples"]}
 
 
-def runs(case: Case, dtype: str, *starts: Any) -> list[Run]:
+def runs(case: Case, dtype: str, *starts: Any, optimizers=OPTIMIZERS) -> list[Run]:
   """Ten steps for each start: None, one after another, or each from a state given."""
-  names, devices = tuple(OPTIMIZERS), int(np.prod([*case.mesh.values()]))
+  names, devices = tuple(optimizers), int(np.prod([*case.mesh.values()]))
   mesh = make_mesh(devices=jax.devices()[:devices], **case.mesh)
   stack = tiny_stack(dtype=jnp.dtype(dtype))
   rules = [r._replace(pattern=f"({'|'.join(names)})/{r.pattern}") for r in RULES]
@@ -233,7 +236,7 @@ def runs(case: Case, dtype: str, *starts: Any) -> list[Run]:
   def init(key):
     return dict.fromkeys(names, stack.init(key)), {}
 
-  tx, exchange = side_by_side(OPTIMIZERS), case.exchange(exchange_axes(every))
+  tx, exchange = side_by_side(optimizers), case.exchange(exchange_axes(every))
   state = init_state(init, tx, mesh, exchange, layout=every, seed=SEED)
   step: Any = make_train_step(
     loss_fn, tx, mesh, exchange, layout=every, accumulate_steps=case.micros, seed=SEED
@@ -246,7 +249,7 @@ def runs(case: Case, dtype: str, *starts: Any) -> list[Run]:
   first = jax.device_get(state)
   found = []
   for states in starts:
-    found.append(Run([], [], [], []))
+    found.append(Run([], [], [], [], {}))
     state = jax.device_put(first, where)
     for i, batch in enumerate(given):
       if states is not None:
@@ -258,6 +261,8 @@ def runs(case: Case, dtype: str, *starts: Any) -> list[Run]:
       found[-1].losses.append({n: float(metrics[n]) for n in names})
       found[-1].grads.append(jax.device_get(state.opt_state[1]))
       found[-1].params.append(jax.device_get(state.params))
+    ratios = {n: optim.trust_ratios(state.opt_state[0][n]) for n in names}
+    found[-1].ratios.update(jax.device_get(ratios))
   return found
 
 
@@ -323,6 +328,39 @@ def test_in_half_precision_steps_and_runs_are_those_of_one_device(name, optimize
     assert whole.losses[i][optimizer] == pytest.approx(loss, rel=2e-3)
     apart = worst_leaf(whole.params[i][optimizer], wanted.params[i][optimizer])
     assert apart <= 2e-3
+
+
+LARS = get_args(LarsVariant)
+VARIANTS = {
+  v: optim.lars(0.05, variant=v, trust_coefficient=0.05, stacked=IS_STACKED)
+  for v in LARS
+} | {
+  "lamb as released": optim.lamb(
+    3e-3, bias_correction=False, weight_decay=1.5, phi_max=3.0
+  ),
+  "lamb of timm": optim.lamb(3e-3, variant="timm", stacked=IS_STACKED),
+  "muon of torch": optim.muon(
+    1e-3, variant="torch", adjust="original", adam_rate_factor=0.5, stacked=IS_STACKED
+  ),
+}
+
+
+@functools.cache
+def variants(name):
+  return runs(CASES.get(name, Case({})), "float32", None, optimizers=VARIANTS)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_of_layer_wise_optimizers_split_as_one(variant):
+  found, wanted = variants("data x fsdp"), variants("one device")
+  assert_same(found, wanted, variant, 1e-6, 2e-6)
+  ratios = found.ratios[variant]
+  assert ratios.keys() == wanted.ratios[variant].keys()
+  for path, ratio in wanted.ratios[variant].items():
+    np.testing.assert_allclose(ratios[path], ratio, rtol=1e-5)
+  if variant in LARS:
+    assert ratios["layers/q"].shape == (4,) and np.all(ratios["layers/q"] != 1)
 
 
 @functools.cache
