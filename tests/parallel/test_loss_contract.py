@@ -18,6 +18,7 @@ from jaxscale.training.local_step import make_local_train_step
 from jaxscale.training.losses import Objective
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_eval_step, make_train_step
+from support.configs import small_config
 from support.errors import config_error
 
 RNG = np.random.default_rng(0)
@@ -132,10 +133,7 @@ class PerRow(config.Loss):
 
 def of_config(loss):
   arrays = config.Arrays(x=BATCH["image"], y=BATCH["label"], eval_share=0.5)
-  settings = config.Config(
-    model=config.MLP(), data=arrays, loss=PerRow(loss=loss), batch_size=16, epochs=9,
-    optimizer=config.SGD(lr=0.1), schedule=config.Steps(),
-  )  # fmt: skip
+  settings = small_config(data=arrays, loss=PerRow(loss=loss), schedule=config.Steps())
   return experiment(settings, devices=jax.devices()[:2])
 
 

@@ -18,6 +18,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.experiment.build import experiment
 from jaxscale.training import contract
 from jaxscale.training.losses import Objective, cross_entropy
+from support.configs import small_config
 from support.paths import ROOT
 from support.tiny_stack import VOCAB, tiny_stack
 
@@ -80,10 +81,8 @@ class Own(cfg.Model):
 
 
 def config_of(model, **other):
-  return cfg.Config(
-    model=model, data=cfg.Arrays(x=X, y=Y, eval_share=0.5), batch_size=16, epochs=9,
-    optimizer=cfg.SGD(lr=0.1), schedule=cfg.Steps(), **other,
-  )  # fmt: skip
+  data = cfg.Arrays(x=X, y=Y, eval_share=0.5)
+  return small_config(model=model, data=data, schedule=cfg.Steps(), **other)
 
 
 def trained(model, num_devices, **other):

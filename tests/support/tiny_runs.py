@@ -96,12 +96,14 @@ def kill(workdir, *args, in_mid_save=False, after=None, later=0.0, **options):
   """
   process = start(workdir, *args, **options)
   step = newest_step(workdir) if after is None else after
-  wait_until(lambda: newest_step(workdir) > step, process)
-  if in_mid_save:
-    wait_until(lambda: is_saving(workdir), process)
-  time.sleep(later)
-  process.kill()
-  process.communicate()
+  try:
+    wait_until(lambda: newest_step(workdir) > step, process, seconds=600)
+    if in_mid_save:
+      wait_until(lambda: is_saving(workdir), process, seconds=600)
+    time.sleep(later)
+  finally:
+    process.kill()
+    process.communicate()
 
 
 def is_saving(workdir):

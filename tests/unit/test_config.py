@@ -23,6 +23,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
 from jaxscale.launch.jobs import _path_and_source
 from jaxscale.run.workdir import describe_text
+from support.configs import small_config
 from support.errors import config_error
 
 GOOD = [
@@ -285,10 +286,7 @@ def test_numbers_of_numpy_are_taken(field, value, plain):
 def test_arrays_are_shown_by_dtype_and_shape(tmp_path):
   """The log had up to 1,000 numbers of each."""
   x, y = np.zeros((400, 2), np.float32), [[float(i)] for i in range(400)]
-  config = cfg.Config(
-    model=cfg.MLP(), data=cfg.Arrays(x=x, y=y), loss=cfg.SquaredError(),
-    optimizer=cfg.SGD(lr=0.1), batch_size=8, epochs=1,
-  )  # fmt: skip
+  config = small_config(data=cfg.Arrays(x=x, y=y), loss=cfg.SquaredError())
   page = describe_text(build.experiment(config), tmp_path)
   assert "x=float32[400, 2]" in page and "y=[[0.0], [1.0]" in page
   assert max(map(len, page.splitlines())) < 300

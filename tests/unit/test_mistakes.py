@@ -19,6 +19,7 @@ from jaxscale.experiment import build
 from jaxscale.preflight import devices
 from jaxscale.run.fit import fit
 from support.commands import child_env
+from support.configs import small_config
 from support.errors import config_error
 from support.paths import ROOT
 
@@ -241,11 +242,8 @@ def images(tmp_path):
 
 
 def test_classes_without_images_are_notes_before_the_first_step(images):
-  config = cfg.Config(
-    model=cfg.MLP(hidden=(4,)), data=cfg.ImageFolder(path=str(images), image_size=8),
-    optimizer=cfg.SGD(lr=0.1), schedule=cfg.Cosine(), batch_size=8, epochs=1,
-  )  # fmt: skip
-  notes = build.experiment(config).notes
+  folder = cfg.ImageFolder(path=str(images), image_size=8)
+  notes = build.experiment(small_config(data=folder, batch_size=8)).notes
   assert notes[:2] == (
     f"{images}/train: no image of class c; left out",
     f"{images}/val: no image of class b; never evaluated",
@@ -319,11 +317,7 @@ class Doubled(cfg.MLP):
 
 
 def test_a_build_of_ones_own_is_what_is_trained():
-  config = cfg.Config(
-    model=Doubled(), data=cfg.Digits(), optimizer=cfg.SGD(lr=0.1),
-    schedule=cfg.Cosine(), batch_size=8, epochs=1,
-  )  # fmt: skip
-  state = build.experiment(config).abstract_state()
+  state = build.experiment(small_config(model=Doubled())).abstract_state()
   assert list(state.params) == ["own"]
 
 

@@ -24,6 +24,7 @@ from jaxscale.config.loading import load_config
 from jaxscale.config.own_code import is_own, own_code
 from jaxscale.config.plain import code_of, to_plain
 from jaxscale.config.record import from_plain
+from support.configs import small_config
 from support.errors import config_error
 
 
@@ -56,10 +57,7 @@ class FromHub:
 
 
 def config_of(**fields):
-  return cfg.Config(
-    model=cfg.MLP(), data=Holds(**fields), optimizer=cfg.SGD(lr=0.1), batch_size=8,
-    epochs=1,
-  )  # fmt: skip
+  return small_config(data=Holds(**fields))
 
 
 def scaled(factor):
