@@ -132,7 +132,10 @@ def reference(x, g, params, stats, group):
   }
 
 
-@pytest.mark.parametrize("num_devices, replica", [(1, 1), *SPREADS])
+@pytest.mark.parametrize(
+  "num_devices, replica",
+  [(1, 1), (8, 2), *(pytest.param(*s, marks=pytest.mark.slow) for s in SPREADS[:3])],
+)
 @pytest.mark.parametrize(
   "span, far", [(4, 0.0), (16, 0.0), (32, 0.0), (64, 0.0), (64, 200.0)]
 )

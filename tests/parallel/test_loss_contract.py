@@ -18,6 +18,7 @@ from jaxscale.training.local_step import make_local_train_step
 from jaxscale.training.losses import Objective
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_eval_step, make_train_step
+from support.cases import all_slow_except
 from support.configs import small_config
 from support.errors import config_error
 
@@ -176,7 +177,7 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", all_slow_except(RIGHT, "random", "contrastive"))
 def test_a_sum_is_the_same_on_any_number_of_devices(name):
   _, one = train(RIGHT[name], 1)
   _, four = train(RIGHT[name], 4)
