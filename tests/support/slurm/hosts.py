@@ -146,7 +146,7 @@ def stop_keeper(keeper: subprocess.Popen[str], folder: Path) -> None:
   keeper.stdout.close()
   kill(folder)
   keeper.wait(300)
-  _remove(folder)
+  shutil.rmtree(folder, ignore_errors=True)
 
 
 def _keep(folder: Path) -> None:
@@ -155,12 +155,7 @@ def _keep(folder: Path) -> None:
   print("ready", flush=True)
   sys.stdin.read()
   kill(folder)
-  _remove(folder)
-
-
-def _remove(folder: Path) -> None:
-  if not (folder / "keep").exists():
-    shutil.rmtree(folder, ignore_errors=True)
+  shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
