@@ -166,7 +166,7 @@ def test_a_process_that_fails_does_not_hang_the_others(tmp_path):
   assert [code for *_, code in results] == [2, 2]
   (_, told, _), (_, other, _) = results
   assert "128 or 132" in told and told.count("\n") == 1 and not other  # once, for all
-  assert time.monotonic() - began < 60  # JAX's own exit barrier takes 300 s
+  assert time.monotonic() - began < 250  # JAX's own exit barrier takes 300 s
 
 
 CLI_MISTAKES = {
@@ -186,7 +186,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, mistake):
     args = ["--config", "configs/digits.py", *args]
   done = subprocess.run(
     [sys.executable, "-m", "jaxscale.train", *args, "--workdir", str(tmp_path / "w")],
-    env=child_env(), cwd=ROOT, capture_output=True, text=True, timeout=60,
+    env=child_env(), cwd=ROOT, capture_output=True, text=True, timeout=300,
   )  # fmt: skip
   assert remedy in error_line(done, 2)
   assert not done.stdout and not (tmp_path / "w").exists()
