@@ -7,11 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from jaxscale.metrics import read_json_lines
-from support.commands import child_env, run_train, train_command
+from support.commands import child_env, train_command
 from support.paths import ROOT
 from support.slurm import environments as slurm_environments
 from support.slurm import hosts as slurm_hosts
@@ -66,26 +64,6 @@ def test_recorded_environments_are_what_slurm_gives(slurm):
       for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_JOB_ID"):
         assert task["env"][name] == known["env"][name]
       assert "SLURM_STEP_ID" in known["env"] or case == "sbatch_body"
-
-
-@pytest.mark.slow
-def test_digits_on_two_nodes_are_digits_on_one(slurm, tmp_path):
-  args = (*QUICK, "--config.log.every_steps=1")
-  alone = run_train(tmp_path / "one", *args, num_devices=2)
-  assert alone.returncode == 0, alone.stderr
-  command = train_command(tmp_path / "two", *args)
-  slurm.run("srun", "-N2", "-n2", *command, timeout=600, **child_env(1))
-  one, two = (
-    {
-      (line["step"], name): value
-      for line in read_json_lines(tmp_path / run / "metrics.jsonl")
-      for name, value in line.items()
-      if "loss" in name
-    }
-    for run in ("one", "two")
-  )
-  assert one.keys() == two.keys() and len(one) > 5
-  np.testing.assert_allclose(list(one.values()), list(two.values()), rtol=1e-5)
 
 
 def test_a_batch_script_without_srun_is_reported(slurm, tmp_path):
