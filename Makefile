@@ -21,10 +21,14 @@ PINS := $(wildcard requirements/py$(MINOR).txt)
 VENV := .venv$(if $(filter 311,$(MINOR)),,$(MINOR))
 BIN := $(VENV)/bin
 
-.PHONY: benchmarks train test test-slow test-others test-gpu agreement others lint format notebooks docs docs-env env jpeg tfds fashion_mnist try-wheel lock licences audit clean
+.PHONY: benchmarks train quick test test-slow test-others test-gpu agreement others lint format notebooks docs docs-env env jpeg tfds fashion_mnist try-wheel lock licences audit clean
 
 train: env
 	$(BIN)/python -m jaxscale.train --config $(CONFIG) $(ARGS)
+
+# One module at a time: what to run after each change.
+quick: env
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) $(XDIST) tests/unit
 
 test: env
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) $(XDIST)
@@ -74,6 +78,7 @@ lint: env
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/pyright --project pyright-strict.json --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python .ci/code_lines.py
 	$(BIN)/jupytext --test --to py:percent colabs/*.ipynb >/dev/null
 
 format: env

@@ -70,7 +70,7 @@ def pytest_collection_modifyitems(items):
     for i, f in enumerate(kind)
   }
   # The longest begins early: at the end it ran alone for three minutes.
-  place |= {f: 0.1 for f in files if f.name == "test_layouts.py"}
+  place |= {f: 0.1 for f in files if f.name == "test_parity.py"}
   items.sort(key=lambda item: place[item.path])
 
 

@@ -3,7 +3,7 @@
 A weight's gradient is a sum over all rows and tokens of a device. Rounded to the
 activations' bfloat16, each device's part loses what the parts do not have in common:
 with few rows per device the mean gradient of 8 devices was 5e-3 off that of one
-(tests/parallel/test_layouts.py), before any network was used. The matrix units sum in
+(tests/parallel/test_parity.py), before any network was used. The matrix units sum in
 float32 anyway; here the sums are kept so.
 """
 

@@ -7,7 +7,7 @@ layer, and as many backwards where the branch reads the residual stream.
 
 Sums over devices are float32 unless asked otherwise. In bfloat16, as is common, half
 the bytes are sent, and gradients of a small model were 3e-3 to 6e-3 off those of one
-device (tests/parallel/test_layouts.py).
+device (tests/parallel/test_parity.py).
 
 Tables and classifiers are split by rows and classes (section 3 there): of a table a
 device gives the rows it has and zeros for others; of the logits [..., classes] it

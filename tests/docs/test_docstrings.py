@@ -33,7 +33,7 @@ def modules_with_examples():
 
 
 def public(module):
-  """What its package exports."""
+  """Return the names that a module's package exports."""
   package = importlib.import_module(module.__package__)
   return {name: getattr(package, name) for name in getattr(package, "__all__", ())}
 

@@ -44,7 +44,7 @@ def run(mine, workdir, *args, num_devices=1):
 
 
 def checksums(workdir):
-  """Of all arrays of the last checkpoint."""
+  """Return the manifest's leaves of the last checkpoint."""
   newest = max((workdir / "checkpoints").iterdir(), key=lambda path: int(path.name))
   manifest = json.loads((newest / "manifest.json").read_text())
   return newest.name, manifest["leaves"]

@@ -115,46 +115,16 @@ def test_the_recipe_of_goyal_et_al_is_theirs(monkeypatch):
 NOTEBOOKS = sorted(p.stem for p in (ROOT / "colabs").glob("*.py"))
 
 
-@pytest.mark.parametrize("name", NOTEBOOKS)
-def test_the_notebook_is_its_script(name):
-  """It is executed where the site is built, and kept without outputs."""
-  script = (ROOT / "colabs" / f"{name}.py").read_text()
-  cells = json.loads((ROOT / "colabs" / f"{name}.ipynb").read_text())["cells"]
-  for cell in cells:
-    assert not cell.get("outputs")
-    for line in "".join(cell["source"]).splitlines():
-      assert line in script
-  kinds = [cell["cell_type"] for cell in cells]
-  assert kinds[:2] == ["markdown", "code"] and kinds[-1] == "code"
-  assert '"pip", "install"' in "".join(cells[1]["source"])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_runs_on_one_device(name, tmp_path):
-  """As on Colab, or a workstation with one GPU, where nothing is simulated."""
+  """Run it as on Colab or a workstation with one GPU."""
   env = {"JAX_NUM_CPU_DEVICES": "1", "MPLBACKEND": "agg"}
   command = [sys.executable, ROOT / "colabs" / f"{name}.py"]
   done = subprocess.run(
     command, env=child_env(**env), cwd=tmp_path, capture_output=True, text=True
   )
   assert done.returncode == 0, done.stderr[-3000:]
-
-
-def test_every_notebook_is_executed_and_on_the_site():
-  page = (ROOT / "docs" / "start" / "notebook.md").read_text()
-  listed = re.findall(r"^\.\./\.\./colabs/(\w+)$", page, re.M)
-  assert sorted(listed) == NOTEBOOKS and len(NOTEBOOKS) == 8
-  conf = (ROOT / "docs" / "conf.py").read_text()
-  assert re.search(r'^nb_execution_mode = "force"$', conf, re.M)
-  assert re.search(r"^nb_execution_raise_on_error = True$", conf, re.M)
-
-
-def test_the_quickstart_is_short():
-  cells = json.loads((ROOT / "colabs" / "quickstart.ipynb").read_text())["cells"]
-  code = ["".join(c["source"]) for c in cells if c["cell_type"] == "code"]
-  lines = "\n".join(code[1:-1]).splitlines()  # without what installs, and the picture
-  assert len([x for x in lines if x and not x.startswith("#")]) <= 30
 
 
 def test_the_launch_script_starts_the_same_command(tmp_path):
@@ -194,9 +164,17 @@ def test_the_example_of_public_functions_runs(tmp_path, monkeypatch, capsys):
   assert run_python_of(page, tmp_path, monkeypatch, capsys) >= 0.95
 
 
-def test_the_readme_is_short_and_names_what_is_there():
+def test_every_notebook_is_on_the_site_and_kept_without_outputs():
+  page = (ROOT / "docs" / "start" / "notebook.md").read_text()
+  listed = re.findall(r"^\.\./\.\./colabs/(\w+)$", page, re.M)
+  assert sorted(listed) == NOTEBOOKS
+  for name in NOTEBOOKS:
+    cells = json.loads((ROOT / "colabs" / f"{name}.ipynb").read_text())["cells"]
+    assert not any(cell.get("outputs") for cell in cells)
+
+
+def test_links_and_targets_of_the_readme_exist():
   text = (ROOT / "README.md").read_text()
-  assert len(text.split()) <= 700
   for link in re.findall(r"\]\((?!http)([^)#]+)", text):
     assert (ROOT / link).exists(), link
   targets = set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.M))

@@ -1,4 +1,4 @@
-"""What installs jaxscale elsewhere: containers, recipes, profiles, workflows."""
+"""Files that install jaxscale elsewhere: containers, recipes, profiles, workflows."""
 
 import re
 import subprocess
@@ -29,38 +29,14 @@ def specifiers(text):
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_a_machines_profile_has_a_source_and_makes_a_script(name, tmp_path):
+def test_a_machines_profile_makes_a_script(name, tmp_path):
   path = f"launch/profiles/{name}.toml"
-  assert re.search(r"^# Source: .*\n(# .*\n)*# Tried: ", read(path), re.M)
   script = slurm_script.render(RUN._replace(nodes=2, site=load_site(str(ROOT / path))))
   (tmp_path / "job").write_text(script)
   assert subprocess.run(["bash", "-n", tmp_path / "job"]).returncode == 0
   # TACC's Slurm rejects options for GPUs and memory.
   refused = "--gpus" in script or "--mem" in script
   assert refused == (name not in ("frontera", "vista"))
-
-
-def test_the_containers_have_the_same_image_and_files():
-  docker, apptainer = (
-    read(f"packaging/containers/{name}") for name in ("Dockerfile", "jaxscale.def")
-  )
-  (image,) = set(re.findall(r"^(?:ARG|  ) ?BASE=(.+)$", docker + apptainer, re.M))
-  assert re.fullmatch(r"nvcr\.io/nvidia/jax:\d\d\.\d\d-py3", image)
-  copied = re.findall(r"^COPY (.+) /opt/jaxscale/", docker, re.M)
-  files = re.search(r"^%files\n((?:  .+\n)+)", apptainer, re.M).group(1)
-  listed = [line.split()[0] for line in files.splitlines()]
-  assert sorted(" ".join(copied).split()) == sorted(listed)
-  assert all((ROOT / name).exists() for name in listed)
-  kept = {line[1:] for line in read(".dockerignore").splitlines() if line[0] == "!"}
-  assert kept == set(listed)
-
-
-def test_the_environment_of_alps_is_the_one_that_its_profile_names():
-  text = read("packaging/containers/cscs.toml")
-  edf = tomllib.loads(text)
-  assert set(edf) == {"image", "mounts", "annotations"}
-  (option,) = load_site(str(ROOT / "launch/profiles/alps.toml")).srun
-  assert f"~/.edf/{option.removeprefix('--environment=')}.toml" in text
 
 
 @pytest.mark.parametrize(
@@ -116,28 +92,19 @@ def test_an_easyconfig_has_what_is_pinned():
     assert agreed > 50  # others were released between the two
 
 
-def test_workflows_run_what_is_there():
+def test_workflows_run_files_and_versions_that_exist():
   flows = {p.stem: p.read_text() for p in ROOT.glob(".github/workflows/*.yml")}
-  assert set(flows) == {"tests", "docs", "publish"}
   for text in flows.values():
-    for job in yaml.safe_load(text)["jobs"].values():
-      assert job["timeout-minutes"] and job["steps"]
     for name in re.findall(r"(?:run: |bash )((?:packaging|\.ci)/\S+)", text):
       assert (ROOT / name).exists(), name
-  pinned = {p.stem[2:] for p in ROOT.glob("requirements/py3??.txt")}
-  jobs = yaml.safe_load(flows["tests"])["jobs"]
-  tested = {
-    version.replace(".", "")
-    for version in jobs["wheel"]["strategy"]["matrix"]["python"]
-  }
-  assert tested == pinned
+  wheel = yaml.safe_load(flows["tests"])["jobs"]["wheel"]
+  tested = {v.replace(".", "") for v in wheel["strategy"]["matrix"]["python"]}
+  assert tested == {p.stem[2:] for p in ROOT.glob("requirements/py3??.txt")}
   oldest = re.search(r"sed -n '(s/\^  \"jax.*?/p)'", flows["tests"]).group(1)
   found = subprocess.run(
     ["sed", "-n", oldest, ROOT / "pyproject.toml"], capture_output=True, text=True
   )
   assert re.fullmatch(r"\d+\.\d+\.\d+\n", found.stdout), found
-  for form in ("bug", "idea"):
-    assert yaml.safe_load(read(f".github/ISSUE_TEMPLATE/{form}.yml"))["body"]
 
 
 def test_versions_agree_and_scripts_are_read_by_bash():

@@ -32,7 +32,7 @@ def test_the_tables_are_those_of_the_results(monkeypatch):
   ],
 )
 def test_the_models_fit_below_the_memory_of_their_chips(config, chips, least, most):
-  """As the compilers reported; the sizes are TinyLlama's and Llama 2's."""
+  """Compare compilers' reports; the sizes are TinyLlama's and Llama 2's."""
   import jax
 
   from jaxscale.hlo import Memory

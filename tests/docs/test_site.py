@@ -27,7 +27,7 @@ def page(generate, name):
 
 
 def test_every_setting_of_every_class_is_there(generate):
-  """As often as `jaxscale train --help` has it: `lr` once for each optimizer."""
+  """Expect each as often as `jaxscale train --help` has it: `lr` once per optimizer."""
   names = re.findall(r"^  --config\.([\w.]+)", settings_help(None), re.M)
   on_page = re.findall(
     r"^`+\{option\} --config\.(.+)$", page(generate, "settings"), re.M

@@ -46,5 +46,5 @@ def _in_root(monkeypatch):
 
 @pytest.fixture(scope="session")
 def dry_run():
-  """Whether the devices are those of a CPU."""
+  """Return True where the devices are those of a CPU."""
   return DRY_RUN

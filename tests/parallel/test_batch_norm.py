@@ -132,7 +132,10 @@ def reference(x, g, params, stats, group):
   }
 
 
-@pytest.mark.parametrize("num_devices, replica", [(1, 1), *SPREADS])
+@pytest.mark.parametrize(
+  "num_devices, replica",
+  [(1, 1), (8, 2), *(pytest.param(*s, marks=pytest.mark.slow) for s in SPREADS[:3])],
+)
 @pytest.mark.parametrize(
   "span, far", [(4, 0.0), (16, 0.0), (32, 0.0), (64, 0.0), (64, 200.0)]
 )
@@ -311,7 +314,7 @@ def test_training_at_one_span_is_the_same_on_any_number_of_devices(
 
 
 def test_spans_are_distinguished():
-  """What the test above would not see: a span that changes nothing."""
+  """Find a span that changes nothing, which the test above would not see."""
   curves = [[m["loss"] for m in run(span, 1)[3]] for span in (4, 16, 32)]
   for a, b in itertools.pairwise(curves):
     assert np.abs(np.subtract(a, b)).max() > 1e-3

@@ -9,14 +9,12 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxscale.errors import ConfigError
-from jaxscale.exchange import Exchange, plain
+from jaxscale.exchange import Exchange
 from jaxscale.exchange.buckets import best_bucket_bytes, bucketed, layout, pack, unpack
 from jaxscale.exchange.low_precision import half_precision, int8
 from jaxscale.exchange.one_bit import one_bit
 from jaxscale.exchange.power_sgd import power_sgd
 from jaxscale.exchange.top_k import top_k
-from jaxscale.exchange.wrappers import delayed, warm_start
 from jaxscale.mesh import make_mesh
 from support.cases import all_slow_except
 from support.exchanges import (
@@ -86,18 +84,6 @@ def test_any_reduction_goes_into_the_buckets():
 
 
 @pytest.mark.parametrize(
-  ("options", "line"),
-  [
-    ({"bucket_bytes": 0}, "bucket_bytes=0: give"),
-    ({"bucket_bytes": 3}, "holds no float32, give 4 or more"),
-  ],
-)
-def test_what_cannot_be_is_one_line(options, line):
-  with pytest.raises(ConfigError, match=line):
-    run(bucketed(AXES, **options), gradients(1))
-
-
-@pytest.mark.parametrize(
   "name", all_slow_except(["delayed", "delayed one bit"], "delayed")
 )
 def test_delayed_is_the_inner_exchange_a_step_late(name):
@@ -112,14 +98,6 @@ def test_delayed_is_the_inner_exchange_a_step_late(name):
     # The inner one quantised zeros first, which changes nothing.
     np.testing.assert_allclose(means[leaf][1:], on_time[leaf][:-1], **close)
     np.testing.assert_array_equal(state["grads"][leaf], g[-1])
-
-
-def test_the_wrappers_refuse_what_cannot_be():
-  with pytest.raises(ConfigError, match=r"warm_start.steps=-1"):
-    warm_start(plain(AXES), AXES, steps=-1)
-  keeps = warm_start(plain(AXES), AXES, steps=1, first=delayed(plain(AXES)))
-  with pytest.raises(ConfigError, match=r"warm_start.first: keeps a state"):
-    keeps.init({"w": jnp.zeros(3)})
 
 
 def collectives(exchange: Exchange, shapes):
@@ -151,48 +129,42 @@ def test_bytes_of_bucketed():
   assert sum(size for _, _, size in got) == 31_240
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_bytes_of_sixteen_bits(dtype):
-  got = collectives(half_precision(AXES, dtype), W)
-  scale = [("all-reduce", "f32", 4)] if dtype == "float16" else []
-  assert got == sorted(
-    [("all-gather", "u16", 2 * M), ("all-to-all", "u16", 2 * M), *scale]
-  )
+def there_and_back(dtype, size, *more):
+  return sorted([("all-gather", dtype, size), ("all-to-all", dtype, size), *more])
 
 
-def test_bytes_of_int8():
-  payload = M + 4 * M // 256
-  got = collectives(int8(AXES), W)
-  assert got == [("all-gather", "s8", payload), ("all-to-all", "s8", payload)]
+# Exchange, shapes, and what is sent: kind, dtype, bytes.
+SENT = {
+  "bfloat16": (half_precision(AXES), W, there_and_back("u16", 2 * M)),
+  "float16": (
+    half_precision(AXES, "float16"), W,
+    there_and_back("u16", 2 * M, ("all-reduce", "f32", 4)),
+  ),
+  "int8": (int8(AXES), W, there_and_back("s8", M + 4 * M // 256)),
+  # The bits, and two floats per column.
+  "1-bit": (
+    one_bit(AXES, num_devices=N), W, there_and_back("u8", M // 8 + 8 * COLUMNS)
+  ),
+  # 37 bits are 5 bytes; 130 columns are 8 stripes of 17; a tiny bias stays float32.
+  "1-bit where nothing divides": (
+    one_bit(AXES, num_devices=N), {"b": (3,), "w": (37, 130)},
+    there_and_back("u8", 8 * 17 * (5 + 8), ("all-reduce", "f32", 12)),
+  ),
+  "top-k": (  # of 8,192
+    top_k(AXES, num_devices=N, share=0.01), W, [("all-gather", "s32", N * 2 * 4 * 82)]
+  ),
+  "PowerSGD": (  # the bias goes with P
+    power_sgd(AXES, rank=4), W | {"bias": (128,)},
+    [("all-reduce", "f32", 4 * (4 * ROWS + 128)),
+     ("all-reduce", "f32", 4 * 4 * COLUMNS)],
+  ),
+}  # fmt: skip
 
 
-def test_bytes_of_one_bit_are_the_bits_and_two_floats_a_column():
-  payload = M // 8 + 8 * COLUMNS
-  got = collectives(one_bit(AXES, num_devices=N), W)
-  assert got == [("all-gather", "u8", payload), ("all-to-all", "u8", payload)]
-
-
-def test_bytes_of_one_bit_where_nothing_divides():
-  """37 bits are 5 bytes; 130 columns are 8 stripes of 17; a tiny bias stays float32."""
-  got = collectives(one_bit(AXES, num_devices=N), {"b": (3,), "w": (37, 130)})
-  payload = 8 * 17 * (5 + 8)
-  assert got == [
-    ("all-gather", "u8", payload),
-    ("all-reduce", "f32", 12),
-    ("all-to-all", "u8", payload),
-  ]
-
-
-def test_bytes_of_top_k():
-  got = collectives(top_k(AXES, num_devices=N, share=0.01), W)
-  assert got == [("all-gather", "s32", N * 2 * 4 * 82)]  # of 8,192
-
-
-def test_bytes_of_power_sgd():
-  shapes = W | {"bias": (128,)}
-  got = collectives(power_sgd(AXES, rank=4), shapes)
-  p, q = 4 * (4 * ROWS + 128), 4 * 4 * COLUMNS  # the bias goes with P
-  assert got == [("all-reduce", "f32", p), ("all-reduce", "f32", q)]
+@pytest.mark.parametrize("name", SENT)
+def test_bytes_that_are_sent(name):
+  exchange, shapes, sent = SENT[name]
+  assert collectives(exchange, shapes) == sent
 
 
 def test_tensors_of_a_group_share_their_collectives():

@@ -47,7 +47,7 @@ def config(**fields):
 
 
 def sent(**fields):
-  """What a step sends, but for metrics: kind -> (times, payload bytes, dtypes)."""
+  """Return what a step sends but for metrics: kind -> (times, bytes, dtypes)."""
   experiment = build.experiment(config(**fields))
   compiled = experiment.lower_train_step().compile()
   found = {}

@@ -1,12 +1,24 @@
-"""What every exchange holds: nothing lost, nothing random, nothing apart."""
+"""Guarantees of every exchange: nothing lost, nothing random, nothing apart."""
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxscale.exchange import plain
+from jaxscale.exchange.buckets import bucketed
+from jaxscale.exchange.low_precision import half_precision, int8
+from jaxscale.exchange.power_sgd import power_sgd
+from jaxscale.exchange.top_k import top_k
+from jaxscale.exchange.wrappers import delayed, warm_start
 from jaxscale.mesh import make_mesh
 from support.cases import all_slow_except
+from support.errors import config_error
 from support.exchanges import (
+  AXES,
   EXCHANGES,
   FEEDBACK,
   SHAPES,
@@ -97,3 +109,28 @@ def test_a_gradient_that_is_no_number_is_seen(name, bad):
   means, _ = steps(grads, state)
   first = 1 if "delayed" in name else 0
   assert not np.isfinite(means["wide"][first : first + 2]).all()
+
+
+KEEPS = warm_start(plain(AXES), AXES, steps=1, first=delayed(plain(AXES)))
+MISTAKES: list[tuple[Callable[[], Any], str]] = [
+  (lambda: run(bucketed(AXES, bucket_bytes=0), gradients(1)), "bucket_bytes=0: give"),
+  (lambda: run(bucketed(AXES, bucket_bytes=3), gradients(1)),
+   "holds no float32, give 4 or more"),
+  (lambda: half_precision(AXES, "float8"), "dtype='float8': is not a payload"),
+  (lambda: half_precision(AXES, sum_in="x"), "sum_in='x'"),
+  (lambda: int8(AXES, block=0), "block=0"),
+  (lambda: int8(AXES, block=256, bucket_bytes=1000), "give 1024 or more"),
+  (lambda: top_k(AXES, num_devices=N, share=0.0), "share=0.0: give a share"),
+  (lambda: top_k(AXES, num_devices=N, share=0.125), "share=0.125: 8 devices .* below "),
+  (lambda: top_k(AXES, num_devices=N, per="layer"),
+   'per=\'layer\': give "tensor" or "bucket"'),
+  (lambda: power_sgd(AXES, rank=0), "rank=0: give the columns"),
+  (lambda: warm_start(plain(AXES), AXES, steps=-1), r"warm_start.steps=-1"),
+  (lambda: KEEPS.init({"w": jnp.zeros(3)}), r"warm_start.first: keeps a state"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make, line", MISTAKES)
+def test_mistakes_are_one_line(make, line):
+  with config_error(match=line):
+    make()

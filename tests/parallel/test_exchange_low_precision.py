@@ -6,7 +6,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxscale.errors import ConfigError
 from jaxscale.exchange.low_precision import (
   decode_int8,
   encode_int8,
@@ -134,17 +133,3 @@ def test_int8_codes_whole_numbers_of_steps_exactly():
   assert payload.dtype == jnp.int8 and payload.shape == (1, 8 + 2 * 4)
   assert payload[0, :8].tolist() == steps[0].tolist()
   np.testing.assert_array_equal(decode_int8(payload, 4), steps * 0.25)
-
-
-@pytest.mark.parametrize(
-  ("make", "line"),
-  [
-    (lambda: half_precision(AXES, "float8"), "dtype='float8': is not a payload"),  # pyright: ignore
-    (lambda: half_precision(AXES, sum_in="x"), "sum_in='x'"),  # pyright: ignore
-    (lambda: int8(AXES, block=0), "block=0"),
-    (lambda: int8(AXES, block=256, bucket_bytes=1000), "give 1024 or more"),
-  ],
-)
-def test_what_cannot_be_is_one_line(make, line):
-  with pytest.raises(ConfigError, match=line):
-    make()

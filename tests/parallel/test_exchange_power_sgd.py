@@ -3,9 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from jaxscale.errors import ConfigError
 from jaxscale.exchange.power_sgd import matrix_shape, orthonormalise, power_sgd
 from support.exchanges import AXES, N, gradients, run
 
@@ -81,8 +79,3 @@ def test_columns_are_orthonormal_or_zero():
   basis = np.asarray(jax.jit(orthonormalise)(jnp.asarray(p, jnp.float32)))
   wanted = np.diag([1.0, 1.0, 0.0, 0.0, 1.0])
   np.testing.assert_allclose(basis.T @ basis, wanted, atol=1e-6)
-
-
-def test_a_rank_below_one_is_refused():
-  with pytest.raises(ConfigError, match="rank=0: give the columns"):
-    power_sgd(AXES, rank=0)

@@ -15,6 +15,7 @@ from jaxscale.exchange.power_sgd import power_sgd
 from jaxscale.mesh import batch_sharding, make_mesh
 from jaxscale.training.state import abstract_state, init_state
 from jaxscale.training.step import make_train_step
+from support.cases import all_slow_except
 from support.exchanges import EXCHANGES
 
 WIDTH, OUT = 31, 9
@@ -43,7 +44,7 @@ def batch(step, mesh):
   return jax.device_put({"x": x, "y": y}, batch_sharding(mesh))
 
 
-@pytest.mark.parametrize("name", KEEP_STATE)
+@pytest.mark.parametrize("name", all_slow_except(KEEP_STATE, "one bit", "delayed"))
 def test_the_state_goes_through_a_checkpoint_bit_for_bit(name, tmp_path):
   mesh, tx, exchange = make_mesh(replica=2), optax.sgd(0.005), EXCHANGES[name]()
   step = make_train_step(loss_fn, tx, mesh, exchange)

@@ -1,4 +1,4 @@
-"""What a device holds under a layout, read from compiled programs on 8 devices.
+"""Memory of a device under a layout, read from compiled programs on 8 devices.
 
 Formulas are of ZeRO, arXiv:1910.02054, sections 3 and 5, for float32 throughout: with
 P parameters on N devices 4 P bytes of parameters, 4 P of gradients and 8 P of Adam's

@@ -65,7 +65,7 @@ def with_flipped(x, *devices):
 
 
 def found(name, leaf, *devices):
-  """What a check says of bits that are the other way in `leaf`."""
+  """Return the message of a check after bits of `leaf` were flipped."""
   _, params, fingerprint = placed(name)
   part, key = leaf.split("/")
   bad = with_flipped(params[part][key], *devices)
@@ -135,7 +135,7 @@ def test_what_one_device_alone_has_is_not_compared():
 
 
 def test_what_is_whole_everywhere_has_one_hash():
-  """Of ZeRO-2 the parameters are whole, and the moments are not."""
+  """Under ZeRO-2 the parameters are whole, and the moments are not."""
   line = found("zero-2", "layers/q", 6)
   assert line and line.endswith("cpu:6) differs from 7 of 8 devices in layers/q")
 

@@ -1,4 +1,4 @@
-"""What an exchange keeps under a layout: resumed where it can be, else refused."""
+"""State of an exchange under a layout: resumed where it can be, else refused."""
 
 import functools
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from jaxscale.parallel import Rule, make_layout, stack_loss
 from jaxscale.parallel.layout_exchange import exchange_axes, exchange_split
 from jaxscale.training.state import abstract_state, init_state
 from jaxscale.training.step import make_train_step
+from support.cases import all_slow_except
 from support.exchanges import joined
 from support.tiny_stack import RULES, batch, tiny_stack
 from support.trees import assert_same_bits, worst_leaf
@@ -51,6 +52,9 @@ EXCHANGES = {
   "power sgd": lambda axes, n: power_sgd(axes, rank=1),
   "delayed": lambda axes, n: delayed(plain(axes)),
 }
+
+
+KEEPING = ["delayed", "top k", "one bit", "power sgd"]
 
 
 class Made(NamedTuple):
@@ -108,7 +112,7 @@ def restore(directory, made, say=print):
   return state
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("exchange", all_slow_except(EXCHANGES, "one bit", "delayed"))
 def test_the_same_layout_resumes_with_every_bit(exchange, tmp_path):
   one = made("data 2 x fsdp 2 x model 2", exchange)
   state, message = filled(one), []
@@ -127,7 +131,7 @@ def test_what_splits_gradients_alike_is_the_same_layout_here(there, here, tmp_pa
   assert_same_bits(restore(tmp_path, made(here, "top k")), state)
 
 
-@pytest.mark.parametrize("exchange", ["int8", "warm int8"])
+@pytest.mark.parametrize("exchange", all_slow_except(["int8", "warm int8"], "int8"))
 @pytest.mark.parametrize(
   ("there", "here"),
   [
@@ -167,7 +171,7 @@ OTHER_DEVICES = [
 ]
 
 
-@pytest.mark.parametrize("exchange", ["delayed", "top k", "one bit", "power sgd"])
+@pytest.mark.parametrize("exchange", all_slow_except(KEEPING, "delayed", "one bit"))
 @pytest.mark.parametrize(("there", "here"), OTHER_DEVICES)
 def test_other_devices_with_the_same_parts_carry_each_over(
   exchange, there, here, tmp_path
@@ -237,7 +241,7 @@ def refused(directory, made):
   return line
 
 
-@pytest.mark.parametrize("exchange", ["delayed", "top k", "one bit", "power sgd"])
+@pytest.mark.parametrize("exchange", all_slow_except(KEEPING, "delayed", "one bit"))
 def test_parts_that_no_device_has_are_refused_in_a_line(exchange, tmp_path):
   save(tmp_path, made("fsdp", exchange), filled(made("fsdp", exchange)))
   line = refused(tmp_path, made("data 8", exchange))

@@ -54,7 +54,7 @@ def test_within_ten_percent_of_the_analytic_value(num_devices, micros):
 
 
 def test_devices_and_micro_batches_are_alike():
-  """The same small batches, on devices or one after another."""
+  """Small batches give the same on devices and one after another."""
   a, b = measure(8, 1, steps=5), measure(1, 8, steps=5)
   assert a["noise_scale"] == pytest.approx(b["noise_scale"], rel=1e-5)
 

@@ -18,6 +18,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.experiment.build import experiment
 from jaxscale.training import contract
 from jaxscale.training.losses import Objective, cross_entropy
+from support.configs import small_config
 from support.extending import blocks
 from support.tiny_stack import VOCAB, tiny_stack
 
@@ -79,10 +80,8 @@ class Own(cfg.Model):
 
 
 def config_of(model, **other):
-  return cfg.Config(
-    model=model, data=cfg.Arrays(x=X, y=Y, eval_share=0.5), batch_size=16, epochs=9,
-    optimizer=cfg.SGD(lr=0.1), schedule=cfg.Steps(), **other,
-  )  # fmt: skip
+  data = cfg.Arrays(x=X, y=Y, eval_share=0.5)
+  return small_config(model=model, data=data, schedule=cfg.Steps(), **other)
 
 
 def trained(model, num_devices, **other):
@@ -115,7 +114,7 @@ def test_flax_dropout_is_the_same_on_any_number_of_devices(again):
 
 
 def masks(module, rows=4096, width=16):
-  """What a module with dropout makes of ones, each row with a key of its own."""
+  """Return a module's dropout of ones, each row with a key of its own."""
   fns = models.functions(module, (width,), dtype="float32")
   state = fns.init(jax.random.key(0))
   keys = jax.random.split(jax.random.key(1), rows)

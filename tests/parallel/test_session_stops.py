@@ -1,4 +1,4 @@
-"""How a command joins, stops when asked to, and what its job reports."""
+"""Commands join, stop when asked to, and report to their job."""
 
 import dataclasses
 import itertools

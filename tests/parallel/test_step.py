@@ -1,6 +1,8 @@
-"""The contract: N devices, or micro-batches, compute what one device does."""
+"""The train step: its gradient, collectives, dtypes and average; dropout and BatchNorm.
 
-import functools
+Parity of exchanges, layouts and micro-batches is one table, test_parity.py.
+"""
+
 import re
 
 import jax
@@ -17,42 +19,12 @@ from jaxscale.training.state import abstract_state, init_state
 from jaxscale.training.step import make_eval_step, make_train_step, with_average
 from jaxscale.training.types import StepOptions, TrainState
 from support.cases import all_slow_except
-from support.digits import BATCH, OPTIMIZERS, assert_same, cnn, digits_batch, run
+from support.digits import BATCH, assert_same, cnn, digits_batch, run
 
 
-@functools.cache
-def reference(optimizer, batch_norm=False):
-  """The run on one device, which the others are compared with."""
-  names = ("replica", "data") if batch_norm else None
-  fns = cnn(batch_norm=batch_norm, bn_axis_name=names, dropout=0.5)
-  return run(fns, optimizer, num_devices=1)
-
-
-@pytest.mark.parametrize("optimizer", all_slow_except(OPTIMIZERS, "lars"))
-def test_eight_devices_equal_one(optimizer):
-  fns = cnn(dropout=0.5)
-  assert_same(run(fns, optimizer, num_devices=8), reference(optimizer))
-
-
-@pytest.mark.parametrize("optimizer", all_slow_except(OPTIMIZERS, "lars"))
-def test_global_batch_norm_equals_one_device(optimizer):
+def test_global_batch_norm_equals_one_device():
   fns = cnn(batch_norm=True, bn_axis_name=("replica", "data"), dropout=0.5)
-  got = run(fns, optimizer, num_devices=8)
-  assert_same(got, reference(optimizer, batch_norm=True))
-
-
-@pytest.mark.slow
-def test_replicas_equal_one_axis():
-  got = run(cnn(dropout=0.5), "sgd", num_devices=8, replica=2)
-  assert_same(got, reference("sgd"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_accumulation_equals_none(optimizer):
-  fns = cnn(dropout=0.5)
-  got = run(fns, optimizer, num_devices=1, num_microbatches=4)
-  assert_same(got, reference(optimizer))
+  assert_same(run(fns, "lars", num_devices=8), run(fns, "lars", num_devices=1))
 
 
 @pytest.mark.slow
@@ -65,8 +37,9 @@ def test_accumulation_leaves_running_averages_exact():
 
 @pytest.mark.parametrize("unroll", all_slow_except([True, False], False))
 def test_accumulation_on_several_devices_equals_none(unroll):
-  options = dict(num_devices=4, num_microbatches=4, unroll=unroll)
-  assert_same(run(cnn(dropout=0.5), "sgd", **options), reference("sgd"))
+  fns, options = cnn(dropout=0.5), dict(num_microbatches=4, unroll=unroll)
+  got = run(fns, "sgd", num_devices=4, **options)
+  assert_same(got, run(fns, "sgd", num_devices=1))
 
 
 def test_gradient_is_that_of_the_mean_loss():

@@ -193,7 +193,7 @@ def test_some_devices_under_the_same_axes():
 
 
 def test_statistics_over_more_devices_than_a_process_has():
-  """Of a span over 4 devices a process with 2 of them computes its part."""
+  """A process with 2 of the 4 devices of a span computes its part."""
   model = {"model": "CNN", "model.features": "(4,)", "model.dense": "0"}
   bn = {"model.batch_norm": "True", "model.bn_span": "64"}
   made = experiment(**model, **bn)

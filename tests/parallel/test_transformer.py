@@ -354,7 +354,7 @@ def test_half_precision_is_near():
 
 
 def written_attention(q, k, v, *, causal):
-  """As JAX differentiates it."""
+  """Write attention out, for JAX to differentiate."""
   k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
   scores = jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(q.shape[-1])
   sees = np.tri(*scores.shape[-2:], dtype=bool) | (not causal)

@@ -18,6 +18,7 @@ from jaxscale.models import make_vit
 from jaxscale.models.stack import Ops, hidden_states, run_stack, stack_logits
 from jaxscale.models.vision_transformer import gelu, patches
 from support import golden_models
+from support.configs import small_config
 
 # As the recorded models have it (golden/record_models.py).
 SIZES = {
@@ -202,10 +203,8 @@ def test_sizes_that_do_not_go_together_are_refused(sizes, message):
 
 
 def config(model, **more):
-  return cfg.Config(
-    model=model, data=cfg.Digits(), optimizer=cfg.SGD(lr=0.1), batch_size=8, epochs=1.0,
-    loss=cfg.CrossEntropy(label_smoothing=0.1), **more,
-  )  # fmt: skip
+  loss = cfg.CrossEntropy(label_smoothing=0.1)
+  return small_config(model=model, loss=loss, batch_size=8, epochs=1, **more)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""How much of a checkpoint may be on its way at once: by hand."""
+"""Limit of how much of a checkpoint is written at once, computed by hand."""
 
 import jax
 import numpy as np

@@ -35,7 +35,7 @@ def damages(flips, first):
 
 
 def kind_of(path):
-  """What a file is for, without its random name."""
+  """Return the purpose of a file, without its random name."""
   return re.sub(r"/[0-9a-f]{32}$", "/*", str(path))
 
 

@@ -286,7 +286,7 @@ def test_metrics_wait_for_the_disk(tmp_path):
 
 
 def test_event_files_are_what_tensorboard_reads(tmp_path):
-  """Of a run that resumes after step 4: the steps after it are to be forgotten."""
+  """Expect a run that resumes after step 4 to forget the steps after it."""
   (tmp_path / "metrics.jsonl").write_text("")
   writer = metrics.MetricWriter(tmp_path, start=4)
   writer.write(5, {"train/loss": 0.5})

@@ -1,4 +1,4 @@
-"""How a command ends when its reader, its terminal or its user goes away."""
+"""Ends of a command whose reader, terminal or user goes away."""
 
 import json
 import os
@@ -92,7 +92,7 @@ STREAMS = ["2>&-", ">&-", "<&-", ">&- 2>&-", "<&- >&- 2>&-", "2>/dev/full"]
 
 @pytest.mark.parametrize("streams", all_slow_except(STREAMS, "2>&-"))
 def test_closed_and_full_streams_cost_no_exit_code(streams, tmp_path):
-  """As daemons start programs: done is 0, and a mistake 2."""
+  """Start programs as daemons do: done is 0, and a mistake 2."""
   for more, code in ((TINY, 0), ("--config.epochs=x", 2)):
     command = f"{sys.executable} -m jaxscale.train --config configs/digits.py {more}"
     script = f"{command} --workdir {tmp_path}/run {streams}"
@@ -103,7 +103,9 @@ def test_closed_and_full_streams_cost_no_exit_code(streams, tmp_path):
   assert ("error: " in done.stderr) == ("2>" not in streams)
 
 
-@pytest.mark.parametrize("streams", [">&- 2>&-", "2>/dev/full"])
+@pytest.mark.parametrize(
+  "streams", all_slow_except([">&- 2>&-", "2>/dev/full"], ">&- 2>&-")
+)
 def test_asked_to_stop_without_streams_it_saves(streams, tmp_path):
   command = f"{sys.executable} -m jaxscale.train --config configs/digits.py {TINY}"
   command += f" --config.epochs=2000 --workdir {tmp_path}/run"

@@ -4,9 +4,8 @@ import shutil
 
 import pytest
 
-from support.commands import error_line, run_train
-from support.processes import wait_until
-from support.tiny_runs import checksums, newest_step, run_processes, start
+from support.commands import error_line, run_train, trained
+from support.tiny_runs import checksums, kill, run_processes
 
 QUICK = [
   "--config.model=MLP", "--config.model.hidden=(32,)", "--config.epochs=8",
@@ -17,66 +16,50 @@ COMPRESSED = [
   "--config.exchange=OneBit", "--config.exchange.plain_epochs=2",
   "--config.exchange.delayed=True",
 ]  # fmt: skip
+DIGITS = {"config": "configs/digits.py", "num_devices": 4}
 LOCAL = ["--config.sync=BlockMomentum", "--config.sync.sync_every_steps=3"]
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-  workdir = tmp_path_factory.mktemp("whole") / "run"
-  done = run_train(workdir, *QUICK, *COMPRESSED, num_devices=4)
-  assert done.returncode == 0, done.stderr
-  return workdir
-
-
-def kill_after(workdir, *args, step):
-  process = start(workdir, *QUICK, *args, config="configs/digits.py", num_devices=4)
-  wait_until(lambda: newest_step(workdir) > step, process)
-  process.kill()
-  process.communicate()
 
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
   workdir = tmp_path_factory.mktemp("killed") / "run"
-  kill_after(workdir, *COMPRESSED, step=40)
+  kill(workdir, *QUICK, *COMPRESSED, after=40, **DIGITS)
   return workdir
-
-
-@pytest.mark.slow
-def test_what_was_not_sent_survives_a_kill_bit_for_bit(tmp_path, uninterrupted, killed):
-  workdir = shutil.copytree(killed, tmp_path / "run")
-  done = run_train(workdir, *QUICK, *COMPRESSED, num_devices=4)
-  assert done.returncode == 0, done.stderr
-  assert "resuming from the checkpoint of step" in done.stdout
-  assert checksums(workdir) == checksums(uninterrupted)
-  names = checksums(workdir)[1]
-  assert any(name.startswith("exchange_state/inner/inner/stripe") for name in names)
 
 
 @pytest.mark.slow
 def test_what_was_not_sent_resumes_with_other_devices(tmp_path, killed):
   workdir = shutil.copytree(killed, tmp_path / "run")
-  done = run_train(workdir, *QUICK, *COMPRESSED, num_devices=2)
-  assert done.returncode == 0, done.stderr
-  assert "carried over from 4 devices to 2" in done.stdout
-  assert "done: held-out accuracy" in done.stdout
+  out = trained(workdir, *QUICK, *COMPRESSED, num_devices=2)
+  assert "carried over from 4 devices to 2" in out
+  assert "done: held-out accuracy" in out
 
 
 @pytest.mark.slow
 def test_workers_of_their_own_do_not(tmp_path):
-  workdir = tmp_path / "run"
-  kill_after(workdir, *LOCAL, step=8)
-  done = run_train(workdir, *QUICK, *LOCAL, num_devices=2)
+  kill(tmp_path, *QUICK, *LOCAL, after=8, **DIGITS)
+  done = run_train(tmp_path, *QUICK, *LOCAL, num_devices=2)
   assert "resume with 4 devices" in error_line(done, 2)
 
 
 @pytest.mark.slow
-def test_workers_survive_a_kill_bit_for_bit(tmp_path):
-  workdir, whole = tmp_path / "run", tmp_path / "whole"
-  kill_after(workdir, *LOCAL, step=8)
-  assert run_train(workdir, *QUICK, *LOCAL, num_devices=4).returncode == 0
-  assert run_train(whole, *QUICK, *LOCAL, num_devices=4).returncode == 0
-  assert checksums(workdir) == checksums(whole)
+@pytest.mark.parametrize("name", ["compressed", "local"])
+def test_what_devices_keep_survives_a_kill_bit_for_bit(tmp_path, killed, name):
+  workdir, args = tmp_path / "run", [*QUICK, *{"local": LOCAL}.get(name, COMPRESSED)]
+  if name == "compressed":
+    shutil.copytree(killed, workdir)
+  else:
+    kill(workdir, *args, after=8, **DIGITS)
+  out = trained(workdir, *args, num_devices=4)
+  assert "resuming from the checkpoint of step" in out
+  trained(tmp_path / "whole", *args, num_devices=4)
+  assert checksums(workdir) == checksums(tmp_path / "whole")
+  kept = [
+    n
+    for n in checksums(workdir)[1]
+    if n.startswith("exchange_state/inner/inner/stripe")
+  ]
+  assert kept or name == "local"
 
 
 @pytest.mark.slow
@@ -88,5 +71,5 @@ def test_two_processes_hold_the_same(tmp_path):
   assert [code for *_, code in results] == [0, 0], results[0][1] + results[1][1]
   assert "done: held-out accuracy" in results[0][0]
   # And one process resumes what two have saved: here it evaluates.
-  done = run_train(tmp_path / "two", *args, num_devices=4)
-  assert "all 90 steps are done" in done.stdout
+  out = trained(tmp_path / "two", *args, num_devices=4)
+  assert "all 90 steps are done" in out

@@ -153,7 +153,7 @@ def test_plain_jax_hangs_behind_that_proxy():
 
 
 def ends_within(seconds, code, env):
-  """Whether a process joins, and ends, in time."""
+  """Expect a process to join, and to end, in time."""
   child = subprocess.Popen(
     [sys.executable, "-c", *code], stdout=subprocess.PIPE, text=True,
     stderr=subprocess.DEVNULL, env=os.environ | env,

@@ -2,7 +2,6 @@
 
 import random
 import shutil
-import time
 
 import jax
 import numpy as np
@@ -11,16 +10,15 @@ import pytest
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config.loading import load_config
 from jaxscale.experiment import build
-from support.commands import error_line, run_train
+from support.commands import error_line, run_train, trained
 from support.compiling import fast_compile_env
-from support.processes import wait_until
 from support.tiny_runs import (
-  checkpoint_names,
   checksums,
+  is_saving,
+  kill,
   newest_step,
   record,
   run_processes,
-  start,
 )
 
 pytestmark = pytest.mark.slow
@@ -47,9 +45,7 @@ FOUR = {
 
 
 def run(workdir, *args, num_devices=8):
-  done = run_train(workdir, *args, **QUICK, num_devices=num_devices)
-  assert done.returncode == 0, done.stderr
-  return done.stdout
+  return trained(workdir, *args, **QUICK, num_devices=num_devices)
 
 
 def final_state(workdir):
@@ -84,27 +80,20 @@ def uninterrupted(tmp_path_factory):
   return workdir
 
 
-def kill(workdir, args, *, in_mid_save, rng=random):
-  """Go on and be killed after a checkpoint more; whether that was in mid-save."""
-  process = start(workdir, *args, **QUICK, num_devices=8)
-  before = newest_step(workdir)
-  wait_until(lambda: newest_step(workdir) > before, process)
-  if in_mid_save:
-    wait_until(lambda: any("tmp" in n for n in checkpoint_names(workdir)), process)
-  else:
-    time.sleep(rng.uniform(0, 0.2))
-  process.kill()
-  process.communicate()
-  return any("tmp" in name for name in checkpoint_names(workdir))
+def stop(workdir, args, *, in_mid_save):
+  later = 0 if in_mid_save else random.uniform(0, 0.2)
+  options = {"in_mid_save": in_mid_save, "later": later, "num_devices": 8}
+  kill(workdir, *args, **options, **QUICK)
 
 
 def test_kills_in_mid_run_and_in_mid_save_change_no_bit(tmp_path, uninterrupted):
   workdir = tmp_path / "run"
-  assert kill(workdir, HYBRID, in_mid_save=True)
-  kill(workdir, HYBRID, in_mid_save=False)
+  stop(workdir, HYBRID, in_mid_save=True)
+  assert is_saving(workdir)
+  stop(workdir, HYBRID, in_mid_save=False)
   assert 0 < newest_step(workdir) < STEPS
   assert "resuming from the checkpoint of step" in run(workdir, *HYBRID)
-  assert not any("tmp" in name for name in checkpoint_names(workdir))
+  assert not is_saving(workdir)
   assert checksums(workdir) == checksums(uninterrupted)
   # XLA on CPU does not always add up the losses of four devices in the same order.
   assert_same_numbers(workdir, uninterrupted)
@@ -116,10 +105,10 @@ def test_a_killed_run_resumes_under_another_layout(tmp_path, uninterrupted):
   tests/parallel/test_layout_checkpoint.py has every pair of layouts, in one process.
   """
   workdir = tmp_path / "run"
-  kill(workdir, HYBRID, in_mid_save=True)
+  stop(workdir, HYBRID, in_mid_save=True)
   step = newest_step(workdir)
   alone = shutil.copytree(workdir, tmp_path / "alone")
-  kill(workdir, FSDP, in_mid_save=True)
+  stop(workdir, FSDP, in_mid_save=True)
   assert step < (later := newest_step(workdir)) < STEPS
   out = run(workdir, *HYBRID)
   assert f"resuming from the checkpoint of step {later}" in out
@@ -132,7 +121,7 @@ def test_a_killed_run_resumes_under_another_layout(tmp_path, uninterrupted):
 def test_what_an_exchange_keeps_of_parts_is_refused_elsewhere(tmp_path):
   delayed = "--config.exchange.delayed=True"
   hybrid = layout("fsdp", data=2, fsdp=4)
-  kill(tmp_path, [*hybrid, delayed], in_mid_save=False)
+  stop(tmp_path, [*hybrid, delayed], in_mid_save=False)
   done = run_train(tmp_path, delayed, config=CONFIG, num_devices=8)
   line = error_line(done, 2)
   assert "saved on Mesh replica=1, data=2, fsdp=4, here are devices that" in line
@@ -183,9 +172,9 @@ def test_processes_train_as_one_with_as_many_devices(
 def test_processes_resume_from_what_one_has_saved(
   tmp_path, in_one_process, name, count, num_devices
 ):
-  """Of another layout, too: saved with 8 devices in one process."""
+  """The state was saved under another layout, by 8 devices in one process."""
   workdir = tmp_path / "run"
-  kill(workdir, HYBRID, in_mid_save=False)
+  stop(workdir, HYBRID, in_mid_save=False)
   out = run_group(workdir, count, num_devices, *FOUR[name])
   assert "resuming from the checkpoint of step" in out
   assert_same_numbers(workdir, in_one_process(name))

@@ -45,7 +45,7 @@ def train_until(workdir, changes, step):
 
 
 def resume(workdir, changes, num_devices, stop=None):
-  """As a process; what it printed. It ends like Ctrl-C after step `stop`."""
+  """Resume as a process; it ends as by Ctrl-C after step `stop`."""
   args = [f"--config.{name}={value}" for name, value in changes.items()]
   env = {}
   if stop is not None:

@@ -1,4 +1,4 @@
-"""What keeps processes from connecting is one line, in each of them, in seconds."""
+"""Reasons that keep processes from connecting are one line in each, in seconds."""
 
 import contextlib
 import os
@@ -124,7 +124,7 @@ ODD = [
 
 
 def test_a_process_0_that_is_not_understood_is_a_line(start):
-  """Of another version, or damaged: it has the secret."""
+  """A process of another version, or damaged, has the secret."""
   for answer in ODD:
     name = job("odd")
     _, listeners = network.bind_port(ports_of(name), [], listen=True)
@@ -262,7 +262,7 @@ def test_no_free_port_for_jax_is_reported_by_all(start):
 
 
 def test_a_line_that_was_printed_stays_even_if_all_come_after_it():
-  """Who has heard it has gone, so the run must not begin without them."""
+  """Processes that heard it have gone, so the run must not begin without them."""
   name = job("told")
   port, listeners = network.bind_port(ports_of(name), [], listen=True)
   errors = []

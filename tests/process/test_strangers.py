@@ -23,7 +23,7 @@ attack = pytest.fixture(strangers.starter)
 
 
 def finish(processes):
-  """What each printed; they all ended well. The log of process 0."""
+  """Wait until all end well; return what each printed, and the log of process 0."""
   ended = [process.communicate(timeout=200) for process in processes]
   assert [p.returncode for p in processes] == [0] * len(processes), ended
   results = [json.loads(out) for out, _ in ended]

@@ -67,7 +67,7 @@ def test_the_preflight_stops_a_bad_allocation_and_names_the_node(cli, slurm):
 
 @pytest.mark.slow
 def test_digits_on_1_2_and_4_nodes_have_the_same_parameters(cli):
-  """Of two devices each; from the same command but for --nodes."""
+  """Nodes have two devices each; commands differ only in --nodes."""
   for nodes in (1, 2, 4):
     words = [f"--nodes={nodes}", f"--name={nodes}", *ONCE, "--config.log.every_steps=1"]
     cli("submit", "--real", *words, JAX_NUM_CPU_DEVICES="2")

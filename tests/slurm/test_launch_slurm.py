@@ -30,7 +30,7 @@ def cli(slurm, tmp_path):
 
 
 def is_up(cli, name, starts=1, rank=0):
-  """Whether a rank of the stand-in has begun so often, and minds signals."""
+  """Return True once a rank of the stand-in has begun so often, and minds signals."""
   log = cli.runs / name / "logs" / f"{number(cli, name)}.{rank}.out"
   return log.exists() and log.read_text().count(f"rank {rank} of") == starts
 

@@ -1,4 +1,4 @@
-"""What a run under Slurm does when a process or a node of it fails.
+"""Runs under Slurm of which a process or a node fails.
 
 Most rows of docs/reliability.md's table are measured here (`fault_table`).
 """

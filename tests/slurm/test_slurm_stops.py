@@ -1,4 +1,4 @@
-"""What a run under Slurm does when it is asked to stop, and how it resumes."""
+"""Runs under Slurm that are asked to stop, and resume."""
 
 import os
 import re

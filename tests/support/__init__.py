@@ -1,1 +1,1 @@
-"""What tests share: small models and runs, processes, a Slurm cluster, comparisons."""
+"""Helpers of tests: small models and runs, processes, a Slurm cluster, comparisons."""

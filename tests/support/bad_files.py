@@ -1,4 +1,4 @@
-"""What kills, full disks, editors and other users make of files."""
+"""Files as kills, full disks, editors and other users leave them."""
 
 DEEP = b"[" * 100_000
 HUGE = b"9" * 5_000

@@ -39,8 +39,15 @@ def run_train(workdir, *args: str, config="configs/digits.py", num_devices=1, **
   )
 
 
+def trained(workdir, *args: str, **options) -> str:
+  """Run the command line to its end, which must be good; return what it printed."""
+  done = run_train(workdir, *args, **options)
+  assert done.returncode == 0, done.stderr
+  return done.stdout
+
+
 def own_lines(out: str) -> list[str]:
-  """What a process wrote to stdout itself: Gloo's threads write there in pieces."""
+  """Return what a process itself wrote to stdout, where Gloo's threads write, too."""
   pieces = r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\."
   pieces += r"|Expected number of connected peer ranks is : \d+"
   lines = (re.sub(pieces, "", line).strip() for line in out.splitlines())

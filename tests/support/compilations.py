@@ -38,7 +38,7 @@ def watched(note):
 
 
 def counts(path) -> dict[str, Counter]:
-  """How often each program was compiled, and loaded, by a file."""
+  """Count how often each program was compiled, and loaded, by a file."""
   found = {"compiled": Counter(), "loaded": Counter()}
   for line in Path(path).read_text().splitlines():
     what, _, name = line.partition(" ")

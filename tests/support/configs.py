@@ -5,6 +5,18 @@ from jaxscale.config.loading import load_config
 from jaxscale.config.record import FORMAT, to_plain
 
 
+def small_config(**fields):
+  """A config of a small MLP on the digits, but for these fields."""
+  usual = {
+    "model": cfg.MLP(hidden=(8,)),
+    "data": cfg.Digits(),
+    "optimizer": cfg.SGD(lr=0.1),
+    "batch_size": 16,
+    "epochs": 9,
+  }
+  return cfg.Config(**usual | fields)
+
+
 def tiny_language(**fields):
   usual = {
     "model": cfg.Transformer(num_layers=2, width=32, num_heads=4, hidden=64),

@@ -2,7 +2,6 @@
 
 import jax
 import numpy as np
-import optax
 
 from jaxscale import models, optim
 from jaxscale.exchange import plain
@@ -25,9 +24,6 @@ def digits_batch(n: int, seed: int = 0) -> dict[str, np.ndarray]:
 OPTIMIZERS = {
   "sgd": lambda s: optim.sgd(s, weight_decay=1e-4),
   "lars": lambda s: optim.lars(lambda t: 100 * s(t), weight_decay=1e-4),
-  "lamb": lambda s: optim.lamb(lambda t: 0.1 * s(t)),
-  "adamw": lambda s: optim.adamw(lambda t: 0.01 * s(t)),
-  "sgd clipped": lambda s: optax.chain(optax.clip_by_global_norm(0.5), optim.sgd(s)),
 }
 BATCH = 64
 
@@ -37,9 +33,9 @@ def cnn(**options):
   return models.functions(model, (8, 8, 1), mean=(8.0,), std=(5.0,))
 
 
-def run(fns, optimizer, *, num_devices, steps=20, replica=1, exchange=None, **options):
+def run(fns, optimizer, *, num_devices, steps=20, exchange=None, **options):
   """State after some steps on different batches, and every step's metrics."""
-  mesh = make_mesh(replica=replica, devices=jax.devices()[:num_devices])
+  mesh = make_mesh(devices=jax.devices()[:num_devices])
   schedule = optim.warmup_cosine(0.1, 3, 30)
   tx = OPTIMIZERS[optimizer](schedule)
   exchange = exchange or plain(mesh.axis_names)

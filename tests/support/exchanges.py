@@ -120,7 +120,7 @@ def fifty(name):
 
 
 def unsent(state, name):
-  """What all devices still keep of a tensor's gradients, added in float64."""
+  """Add up in float64 what all devices still keep of a tensor's gradients."""
   total = np.zeros(SHAPES[name])
   if "inner" in state:
     total = total + unsent(state["inner"], name)

@@ -1,4 +1,4 @@
-"""What tests of faults measure, for the table in docs/reliability.md.
+"""Measurements of the tests of faults, for the table in docs/reliability.md.
 
 JAXSCALE_FAULT_TABLE=/tmp/faults.jsonl python -m pytest tests
 python tests/support/fault_table.py /tmp/faults.jsonl

@@ -28,7 +28,7 @@ LATE_S = 4.0
 
 
 def rank() -> int:
-  """Of this process, as whoever started it says."""
+  """Return the rank of this process, as whoever started it says."""
   return int(os.environ.get("JAXSCALE_PROCESS_ID") or os.environ["SLURM_PROCID"])
 
 

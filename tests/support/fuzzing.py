@@ -165,7 +165,7 @@ def _hang(*_):
 
 @contextlib.contextmanager
 def one_line(error: type[Exception] = ConfigError):
-  """What is inside succeeds, or raises this error, which is shown as one line."""
+  """Expect success, or this error, which is shown as one line."""
   before = signal.signal(signal.SIGALRM, _hang)
   signal.setitimer(signal.ITIMER_REAL, HANG_S)
   clock = time.process_time()

@@ -94,7 +94,7 @@ VIT = {
 
 
 def from_vit(weights, num_layers=2):
-  """The same of timm's ViT; its patches are a convolution [out, in, h, w]."""
+  """Convert timm's ViT; its patches are a convolution [out, in, h, w]."""
 
   def layers(name):
     return np.stack([weights[f"blocks.{i}.{name}"].T for i in range(num_layers)])

@@ -1,4 +1,4 @@
-"""What launchers tell the tasks that they start, as recorded."""
+"""Recordings of what launchers tell the tasks that they start."""
 
 import json
 

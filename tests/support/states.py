@@ -95,7 +95,7 @@ cluster.barrier("end")
 
 
 def run_pair(directory, faults=""):
-  """What two processes print that do this."""
+  """Return what two processes print that run PAIR."""
   ended = run_group([sys.executable, "-c", PAIR, str(directory), faults])
   assert [code for *_, code in ended] == [0, 0], ended
   assert not any("Traceback" in err for _, err, _ in ended)

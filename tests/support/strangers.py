@@ -30,7 +30,7 @@ def connected(place):
 
 
 def heard_from(sock, seconds=0.2):
-  """What a connection says, as text."""
+  """Return what a connection says, as text."""
   sock.settimeout(seconds)
   with contextlib.suppress(OSError):
     return sock.recv(4096).decode("latin-1")

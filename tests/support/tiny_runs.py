@@ -1,6 +1,7 @@
 """Short runs of the command line on the digits, and what they leave behind."""
 
 import subprocess
+import time
 
 import jax
 
@@ -13,7 +14,7 @@ from jaxscale.experiment import build
 from jaxscale.mesh import make_mesh
 from support.commands import child_env, train_command
 from support.paths import ROOT
-from support.processes import run_group
+from support.processes import run_group, wait_until
 from support.trees import assert_same_bits
 
 # Small and often saved: 225 steps, a checkpoint every second one.
@@ -83,13 +84,39 @@ def newest_step(workdir):
   return max((int(n) for n in checkpoint_names(workdir) if n.isdigit()), default=0)
 
 
+def kill(workdir, *args, in_mid_save=False, after=None, later=0.0, **options):
+  """Start a run, and kill it once it has a checkpoint more.
+
+  Args:
+    workdir: of the run.
+    args: of `start`, as `options`.
+    in_mid_save: whether it is killed while it saves the one after.
+    after: a step that the checkpoint is behind; by default that of the newest.
+    later: seconds until it is killed.
+  """
+  process = start(workdir, *args, **options)
+  step = newest_step(workdir) if after is None else after
+  try:
+    wait_until(lambda: newest_step(workdir) > step, process, seconds=600)
+    if in_mid_save:
+      wait_until(lambda: is_saving(workdir), process, seconds=600)
+    time.sleep(later)
+  finally:
+    process.kill()
+    process.communicate()
+
+
+def is_saving(workdir):
+  return any("tmp" in name for name in checkpoint_names(workdir))
+
+
 def run_processes(workdir, count, num_devices, *args, config=None, **env):
   """(stdout, stderr, exit code) of each process of a run like `start`'s."""
   return run_group(command(workdir, *args, config=config), count, num_devices, **env)
 
 
 def checksums(workdir):
-  """Of every array in the newest checkpoint, as it says itself."""
+  """Return the recorded checksum of every array in the newest checkpoint."""
   step = newest_step(workdir)
   leaves = read_manifest(workdir / "checkpoints" / str(step))["leaves"]
   return step, {name: leaf["checksum"] for name, leaf in leaves.items()}

@@ -21,11 +21,10 @@ from jaxscale.config.loading import load_config, override
 from jaxscale.config.validation import bounds, closest, nearest, settings
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
-from jaxscale.experiment.derive import derive
-from jaxscale.experiment.optimizer import make_schedule
 from jaxscale.launch.jobs import _path_and_source
-from jaxscale.mesh import batch_norm_span
 from jaxscale.run.workdir import describe_text
+from support.configs import small_config
+from support.errors import config_error
 
 GOOD = [
   ({}, "batch_size", 128),
@@ -207,10 +206,8 @@ BAD = [
 
 @pytest.mark.parametrize("overrides, where, remedy", BAD)
 def test_overrides_that_are_refused(overrides, where, remedy):
-  with pytest.raises(ConfigError) as error:
+  with config_error(where, remedy):
     load_config("configs/digits.py", overrides)
-  message = str(error.value)
-  assert where in message and remedy in message and "\n" not in message
 
 
 MODEL = "from jaxscale.config import *\nclass My(Model):\n"
@@ -257,11 +254,8 @@ FILES = [
 def test_files_that_are_refused(tmp_path, text, where, remedy):
   path = tmp_path / "c.py"
   path.write_text(text)
-  with pytest.raises(ConfigError) as error:
+  with config_error("c.py", where, remedy):
     load_config(str(path))
-  message = str(error.value)
-  assert "c.py" in message and where in message and remedy in message
-  assert "\n" not in message
 
 
 CHOSEN = [
@@ -277,9 +271,8 @@ def test_a_class_in_place_of_its_settings_is_refused(tmp_path, model, remedy):
     "from jaxscale import config, models\nclass Mine(config.Model):\n  n: int = 3\n"
     f"def get_config():\n  return config.Config(model={model})"
   )
-  with pytest.raises(ConfigError, match=r"c.py:5: Config\.model=") as error:
+  with config_error(remedy, match=r"c.py:5: Config\.model="):
     load_config(str(tmp_path / "c.py"))
-  assert remedy in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_file_is_run_as_if_it_were_alone(tmp_path, monkeypatch):
@@ -314,10 +307,7 @@ def test_numbers_of_numpy_are_taken(field, value, plain):
 def test_arrays_are_shown_by_dtype_and_shape(tmp_path):
   """The log had up to 1,000 numbers of each."""
   x, y = np.zeros((400, 2), np.float32), [[float(i)] for i in range(400)]
-  config = cfg.Config(
-    model=cfg.MLP(), data=cfg.Arrays(x=x, y=y), loss=cfg.SquaredError(),
-    optimizer=cfg.SGD(lr=0.1), batch_size=8, epochs=1,
-  )  # fmt: skip
+  config = small_config(data=cfg.Arrays(x=x, y=y), loss=cfg.SquaredError())
   page = describe_text(build.experiment(config), tmp_path)
   assert "x=float32[400, 2]" in page and "y=[[0.0], [1.0]" in page
   assert max(map(len, page.splitlines())) < 300
@@ -455,119 +445,6 @@ def test_only_what_is_close_is_suggested():
     load_config("configs/nothing_of_the_kind.py")
   with pytest.raises(ConfigError, match="no such file, check the path"):
     load_config("no_folder/digits.py")
-
-
-# What only data and devices decide.
-
-DERIVED = [
-  ({"batch_size": "1440"}, 8, "Config.batch_size=1440", "1,437 .* give 1432 or less"),
-  ({"batch_size": str(10**23)}, 8, "Config.batch_size=1000", "give 1432 or less"),
-  ({"phases.epochs": "0,5", "phases.batch_sizes": "128,2048"}, 8,
-   "Phases.batch_sizes=2048", "give 1432 or less"),
-  ({"epochs": "1e300"}, 8, r"Config.epochs=1e\+300", "give fewer"),
-  ({"epochs": "None", "steps": str(2**31)}, 8, "Config.steps=2147483648", "give fewer"),
-  ({"schedule.warmup_epochs": "0", "schedule.warmup_steps": "999"}, 8,
-   "schedule.warmup_steps=999", "shorter"),
-  ({"noise_scale": "True", "phases.epochs": "0,5", "phases.accumulate_steps": "2,1"}, 1,
-   "Config.noise_scale=True", "2 or more"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("overrides, devices, where, remedy", DERIVED)
-def test_what_data_and_devices_refuse(overrides, devices, where, remedy):
-  config = load_config("configs/digits.py", overrides)
-  with pytest.raises(ConfigError, match=f"^{where}.*[:;] .*{remedy}") as error:
-    derive(config, 1437, 360, devices)
-  assert "\n" not in str(error.value)
-
-
-def test_a_run_can_be_counted_in_steps():
-  """As in epochs, 12 steps of 128 each among 1,437 examples, without fractions."""
-  in_steps = {"epochs": "None", "steps": "36", "schedule.warmup_epochs": "0"}
-  in_steps |= {"schedule.warmup_steps": "12", "evaluation.every_steps": "7"}
-  in_steps |= {"evaluation.every_epochs": "None"}
-  config = load_config("configs/digits.py", in_steps | {"checkpoint.every_steps": "5"})
-  got = derive(config, 1437, 360, 8)
-  assert (got.total_steps, got.warmup_steps, got.eval_every, got.save_every) == (
-    36, 12, 7, 5,
-  )  # fmt: skip
-  epochs = {"epochs": str(35.5 * 128 / 1437), "schedule.warmup_epochs": "1.07"}
-  as_epochs = load_config("configs/digits.py", epochs)
-  wanted = derive(as_epochs, 1437, 360, 8)
-  assert got._replace(eval_every=0, save_every=0) == wanted._replace(
-    eval_every=0, save_every=0
-  )
-  for step in (0, 5, 12, 20, 35):
-    rate = make_schedule(config, got)(step)
-    assert rate == make_schedule(as_epochs, wanted)(step)
-
-
-def test_phases_can_be_counted_in_steps():
-  """Two phases of 3 and 7 steps, of 128 and 256 examples: 17 steps of 128."""
-  config = load_config("configs/digits.py", {
-    "epochs": "None", "steps": "10", "phases.steps": "0,3",
-    "schedule.warmup_epochs": "0", "phases.batch_sizes": "128,256",
-  })  # fmt: skip
-  derived = derive(config, 1437, 360, 8)
-  assert [(p.start, p.stop, p.examples) for p in derived.phases] == [
-    (0, 3, 0), (3, 10, 3 * 128),
-  ]  # fmt: skip
-  schedule = make_schedule(config, derived)
-  assert schedule(16) > 0 and schedule(17) == schedule(30)  # the end of the decay
-
-
-def test_a_batch_may_have_every_example():
-  config = load_config("configs/digits.py", {"batch_size": "64"})
-  assert derive(config, 64, 8, 8).total_steps == 40
-  with pytest.raises(ConfigError, match="use more data or fewer devices"):
-    derive(config, 7, 8, 8)
-  both = {"phases.epochs": "0,5", "phases.accumulate_steps": "2,4"}
-  config = load_config("configs/digits.py", both | {"noise_scale": "True"})
-  assert len(derive(config, 1437, 360, 1).phases) == 2
-
-
-PATTERNS = [
-  ({"optimizer": "LARS", "optimizer.include": "nosuch"},
-   "LARS.include='nosuch': no .* Conv_0/bias, Conv_0/kernel, .*Dense_1/kernel"),
-  ({"layer_decay": "0.5", "layer_order": "('nosuch',)"},
-   "Config.layer_order='nosuch': no .*Conv_0/bias"),
-  ({"layer_decay": "0.5", "layer_order": "('Conv_0', 'Conv_1')"},
-   "Dense_0/bias fits none of them"),
-  ({"layer_decay": "0.5", "layer_order": "('Conv', 'Conv_1', 'Dense')"},
-   "Conv_1/bias fits 'Conv' and 'Conv_1' of them"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("overrides, says", PATTERNS)
-def test_patterns_that_fit_no_parameter_are_refused_in_time(overrides, says):
-  config = load_config("configs/digits.py", overrides)
-  with pytest.raises(ConfigError, match=says) as error:
-    build.experiment(config)
-  assert "\n" not in str(error.value)
-
-
-def test_patterns_that_fit_are_taken():
-  fitting = {
-    "optimizer": "LARS", "optimizer.include": "kernel$", "layer_decay": "0.5",
-    "layer_order": "('Conv', 'Dense_0', 'Dense_1')",
-  }  # fmt: skip
-  config = load_config("configs/digits.py", fitting)
-  build.experiment(config).abstract_state()
-  everything = dataclasses.replace(config.optimizer, include="all")
-  build.experiment(dataclasses.replace(config, optimizer=everything))
-
-
-@pytest.mark.parametrize(
-  "span, rows, data, remedy",
-  [(2, 5, 8, '"device"'), (2, 9, 1, "3"), (2, 1, 7, "7"), (5, 16, 8, "4")],
-)
-def test_the_span_that_is_advised_is_one_that_is_taken(span, rows, data, remedy):
-  with pytest.raises(ConfigError) as error:
-    batch_norm_span(span, rows, replica=1, data=data)
-  assert str(error.value).endswith(f"give {remedy}")
-  advised = "device" if remedy == '"device"' else int(remedy)
-  batch_norm_span(advised, rows, replica=1, data=data)
-  cfg.ResNet(bn_span=advised)
 
 
 OWN = """

@@ -1,4 +1,4 @@
-"""Where JAX's own detection is wrong and ours right, on the same variables.
+"""Variables on which JAX's own detection is wrong and ours right.
 
 Each is a trap that a recorded or reported start walks into: `jax` is what
 `jax.distributed.initialize()` would use. When a newer JAX gets one right, its test

@@ -84,7 +84,7 @@ RUN_JSON = {
 @fuzz
 @given(damaged(RUN_JSON))
 def test_config_json(place, content):
-  """Of a run that is done, and has saved: such a one is asked for the most."""
+  """A run that is done and has saved is asked for the most."""
   (place / "config.json").write_bytes(content)
   (place / "checkpoints" / "9").mkdir(parents=True, exist_ok=True)
   summary = {"outcome": "done", "step": 9, "total_steps": 9}

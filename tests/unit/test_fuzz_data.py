@@ -159,7 +159,7 @@ def test_tokenizer(place, content):
 
 
 def names_and_shapes(naming, params):
-  """Of a file with these parameters."""
+  """Return names and shapes of a file with these parameters."""
   flat = jax.tree_util.tree_leaves_with_path({"params": params})
   ours = {path_name(path): leaf.shape for path, leaf in flat}
   links = naming_of(naming, ours).links
@@ -178,7 +178,7 @@ SHAPES = {naming: names_and_shapes(naming, tree) for naming, tree in PARAMS.item
 
 
 def stored(shapes):
-  """What the header of a file says."""
+  """Return the header of a file."""
   return {n: Stored(Path("a"), np.dtype("f4"), shape, 0) for n, shape in shapes.items()}
 
 
@@ -204,7 +204,7 @@ def reshaped(chance):
 @example(("timm", SHAPES["timm"] | {"pos_embed": (1, 0, 8)}), "timm")
 @example(("timm", SHAPES["timm"] | {"pos_embed": (2, 10, 8)}), "timm")
 def test_names_and_shapes_of_parameters(network, naming):
-  """Of a file that is whole, and of another network."""
+  """Read names and shapes of a file that is whole, and of another network."""
   kind, shapes = network
   with pytest.MonkeyPatch.context() as patch, one_line():
     patch.setattr(load, "read_index", lambda _: stored(shapes))

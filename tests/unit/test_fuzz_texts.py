@@ -256,7 +256,7 @@ KINDS = {
 @fuzz
 @given(st.sampled_from([*KINDS]), st.data())
 def test_messages(kind, data):
-  """What a process of the run may send that is damaged, or runs other code."""
+  """Parse what a process of the run sends that is damaged, or runs other code."""
   values = data.draw(changed([*KINDS[kind]]))
   with one_line(ValueError):
     found = wire.parse(kind, values)
@@ -341,7 +341,7 @@ def test_what_comes_on_a_link(content, is_sealed):
 @given(edited([b'"' + b"0" * 32 + b'"\n']), edited([SEALED]), st.booleans())
 @example(b'"' + b"0" * 32 + b'"\n', b'"welcome"\n', False)
 def test_strangers(first, second, is_server):
-  """Who has not the key is never one of ours, whatever it says."""
+  """A program without the key is never one of ours, whatever it says."""
   with socket.create_server(("127.0.0.1", 0)) as server:
     theirs = socket.create_connection(server.getsockname())
     ours = server.accept()[0]

@@ -137,7 +137,7 @@ def test_temperature_0_takes_the_first_of_equals():
 
 
 def state(step, params, average=()):
-  """What a checkpoint has: an optimizer's state too."""
+  """Return a state as in a checkpoint: with an optimizer's state."""
   return TrainState(
     step=jnp.int32(step), params=params, model_state={},
     opt_state=({"mu": jax.tree.map(jnp.ones_like, params)}, jnp.int32(step)),

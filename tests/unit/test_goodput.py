@@ -185,7 +185,7 @@ def test_a_line_says_it():
 
 
 class Clock:
-  """Of a watch; the main thread's and the record's are the same."""
+  """Clock of a watch; the main thread's and the record's are the same."""
 
   def __init__(self, monkeypatch):
     self.now = 100.0
@@ -233,7 +233,7 @@ def record(workdir, watch, **options):
 
 
 def test_a_record_survives_a_disk_that_is_full_for_a_while(tmp_path, monkeypatch):
-  """What one line did not say the next one does; a cut one hides no other."""
+  """The next line says what one did not; a cut one hides no other."""
   clock, writes = Clock(monkeypatch), []
   monkeypatch.setattr(activities, "_SHORTEST_S", 1e6)  # the thread writes one line
   alone = watches.start({}, 0, ["localhost"], age_s=3.0)

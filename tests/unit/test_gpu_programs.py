@@ -1,4 +1,4 @@
-"""What our steps are for a GPU: products of bfloat16, channels last, by cuDNN.
+"""Our steps for a GPU: products of bfloat16, channels last, by cuDNN.
 
 The types are read from what JAX hands to the compiler; what that makes of it for an
 H100 is read where a compiler for GPUs is installed, which needs no GPU.

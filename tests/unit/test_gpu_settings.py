@@ -1,4 +1,4 @@
-"""What is set for GPUs, on nodes that are folders of files."""
+"""Settings for GPUs, on nodes that are folders of files."""
 
 import os
 import subprocess
@@ -249,7 +249,7 @@ with open_session(config, Path(sys.argv[2])):
 
 @pytest.mark.slow
 def test_a_run_sets_them_before_jax_starts(tmp_path):
-  """And this JAX knows all of them, on a machine that pretends to have two GPUs."""
+  """This JAX knows all of them, on a machine that pretends to have two GPUs."""
   env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_PLAT", "XLA_"))}
   flags = "--xla_force_host_platform_device_count=1"
   env |= {"CUDA_VISIBLE_DEVICES": "0,1", "XLA_FLAGS": flags}

@@ -1,15 +1,8 @@
-"""The structure of the package, as far as import-linter's contracts do not say it."""
-
-import ast
-import io
-import tokenize
+"""Circles of imports, and the size of the root: what no contract of imports checks."""
 
 import grimp
-import pytest
 
 from support.paths import ROOT
-
-FILES = sorted((ROOT / "jaxscale").rglob("*.py"))
 
 
 def cycles(imports: dict[str, set[str]]) -> list[list[str]]:
@@ -51,34 +44,3 @@ def test_no_module_imports_its_own_importer():
 
 def test_the_root_has_few_modules():
   assert len(list((ROOT / "jaxscale").glob("*.py"))) <= 6
-
-
-def code_lines(source: str) -> set[int]:
-  """Numbers of lines with code: neither blank, nor a comment, nor a docstring."""
-  nothing = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT}
-  nothing |= {tokenize.DEDENT, tokenize.ENDMARKER}
-  found = set()
-  for token in tokenize.generate_tokens(io.StringIO(source).readline):
-    if token.type not in nothing:
-      found |= set(range(token.start[0], token.end[0] + 1))
-  for node in ast.walk(ast.parse(source)):
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-      assert node.end_lineno
-      found -= set(range(node.lineno, node.end_lineno + 1))
-  return found
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_functions_fit_a_screen(path):
-  source = path.read_text()
-  lines = code_lines(source)
-  for node in ast.walk(ast.parse(source)):
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-      assert node.end_lineno
-      own = lines & set(range(node.lineno, node.end_lineno + 1))
-      assert len(own) <= 80, f"{node.name} has {len(own)} lines of code"
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_nothing_is_left_to_do(path):
-  assert not {"TODO", "FIXME"} & set(path.read_text().split())

@@ -2,7 +2,6 @@
 
 from typing import get_args
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -330,33 +329,6 @@ def test_tiny_and_huge_layers_have_their_ratio(make, size):
   np.testing.assert_allclose(moved / size, plain, rtol=1e-5)
   (ratio,) = optim.trust_ratios(state).values()
   assert ratio != 1
-
-
-@pytest.mark.parametrize("variant", ["paper", "optax", "larc_clip", "tf_contrib"])
-def test_stacked_layers_have_a_ratio_each(variant):
-  """As if every layer of a scan were a leaf; stacked biases are still biases."""
-  rng = np.random.default_rng(4)
-  sizes = np.array([1.0, 100.0, 1e-3])  # one ratio for all would be far off
-  made = [
-    {
-      "kernel": rng.standard_normal((3, 4, 5)) * sizes[:, None, None],
-      "bias": rng.standard_normal((3, 4)),
-    }
-    for _ in range(4)
-  ]
-  params, grads = {"scan": made[0]}, [{"scan": g} for g in made[1:]]
-  options = dict(variant=variant, weight_decay=0.1, trust_coefficient=0.05)
-  tx = optim.lars(0.3, stacked=optim.matching("^scan/"), **options)
-  got = optimize64(tx, params, grads)["scan"]
-  for i in range(3):
-    one, *few = jax.tree.map(lambda x, i=i: x[i], [params, *grads])
-    alone = optimize64(optim.lars(0.3, **options), one, few)["scan"]
-    for name in ("kernel", "bias"):
-      np.testing.assert_allclose(got[name][i], alone[name], rtol=1e-12)
-  stacked = tx.init(jax.tree.map(lambda x: jnp.array(x, jnp.float32), params))
-  assert {k: v.shape for k, v in optim.trust_ratios(stacked).items()} == {
-    "scan/kernel": (3,)
-  }
 
 
 def test_a_mask_is_a_function_or_a_tree():

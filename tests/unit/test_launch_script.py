@@ -130,7 +130,7 @@ QUICK_PLACES = (
 
 @pytest.mark.parametrize("place", all_slow_except(PLACES, *QUICK_PLACES))
 def test_no_text_of_a_run_is_executed(tmp_path, place):
-  """What bash would run in it leaves a file; a refusal before is as good."""
+  """Text that bash would run leaves a file; a refusal before is as good."""
   rendered = 0
   for number, payload in enumerate(PAYLOADS):
     proof, here = tmp_path / f"proof{number}", tmp_path / str(number)

@@ -1,4 +1,4 @@
-"""Where runs are, out of what Slurm says and what is in their folders."""
+"""States of runs, from Slurm's answers and the files in their folders."""
 
 import json
 
@@ -117,7 +117,7 @@ def test_a_line_of_squeue_may_be_long():
 
 
 def test_a_run_without_a_job_is_named(tmp_path, capsys):
-  """Of `make train`: there is nothing to cancel, and it is no run of `submit`."""
+  """A run of `make train` has nothing to cancel, and is no run of `submit`."""
   runs = f"--runs={tmp_path}"
   for name in ("digits", "other"):
     (tmp_path / name).mkdir()

@@ -1,7 +1,5 @@
 """Built-in losses and their metrics are those of plain float64 numpy."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +19,8 @@ from jaxscale.experiment.build import experiment
 from jaxscale.mesh import batch_sharding
 from jaxscale.models import ModelFns
 from jaxscale.training.losses import Objective, eval_totals, training_loss
+from support.configs import small_config
+from support.errors import config_error
 
 ROWS, OUTPUTS = 6, 4
 RNG = np.random.default_rng(5)
@@ -90,12 +90,8 @@ def test_a_class_is_not_several():
 
 
 def digit_run(loss, x, y, **other):
-  return experiment(
-    config.Config(
-      model=config.MLP(hidden=(8,)), data=config.Arrays(x=x, y=y), loss=loss,
-      optimizer=config.SGD(lr=0.1), batch_size=16, epochs=9, **other,
-    ), devices=jax.devices()[:2],
-  )  # fmt: skip
+  settings = small_config(data=config.Arrays(x=x, y=y), loss=loss, **other)
+  return experiment(settings, devices=jax.devices()[:2])
 
 
 def losses_of(loss, y):
@@ -242,23 +238,16 @@ SQUARES = (INPUTS > 0).astype(int)
   ],
 )  # fmt: skip
 def test_what_a_loss_is_not_made_for_is_refused_in_one_line(make, loss, y, line):
-  settings = config.Config(
-    model=Outputs(make=make), data=config.Arrays(x=INPUTS, y=y), loss=loss,
-    optimizer=config.SGD(lr=0.1), batch_size=16, epochs=9,
-  )  # fmt: skip
-  with pytest.raises(ConfigError) as error:
-    experiment(settings, devices=jax.devices()[:2])
-  assert re.search(line, str(error.value)) and "\n" not in str(error.value)
+  with config_error(match=line):
+    digit_run(loss, INPUTS, y, model=Outputs(make=make))
 
 
 def test_a_loss_of_ones_own_takes_a_dict():
-  settings = config.Config(
-    model=Outputs(make=lambda h: {"a": h, "b": h[:, :1]}),
-    data=config.Arrays(x=INPUTS, y=PAIR[:, 0]),
-    loss=per_row(lambda o, b: one(o["b"], b)),
-    optimizer=config.SGD(lr=0.1), batch_size=16, epochs=9,
-  )  # fmt: skip
-  experiment(settings, devices=jax.devices()[:2]).lower_train_step()
+  model, loss = (
+    Outputs(make=lambda h: {"a": h, "b": h[:, :1]}),
+    per_row(lambda o, b: one(o["b"], b)),
+  )
+  digit_run(loss, INPUTS, PAIR[:, 0], model=model).lower_train_step()
 
 
 def test_flat_outputs_are_those_of_a_field():
@@ -315,11 +304,9 @@ def with_one(value, y=None):
 )
 def test_targets_out_of_range_are_refused_in_the_batch_that_has_them(y, loss, line):
   """A class of -1 would be the last one, any other NaN."""
-  settings = config.Config(
-    model=config.MLP(), data=Labels(y=y), loss=loss,
-    optimizer=config.SGD(lr=0.1), batch_size=16, epochs=9,
-  )  # fmt: skip
-  made = experiment(settings, devices=jax.devices()[:2])
+  made = experiment(
+    small_config(data=Labels(y=y), loss=loss), devices=jax.devices()[:2]
+  )
   for dataset in (made.train_data, made.eval_data):
     assert len(dataset.load(np.arange(5), None)["label"]) == 5
     with pytest.raises(ConfigError, match=line):
@@ -331,11 +318,7 @@ def test_unreadable_examples_and_numbers_have_any_target():
     (Labels(y=with_one(-1), damaged=True), CrossEntropy()),
     (Labels(y=with_one(70)), SquaredError()),
   ):
-    settings = config.Config(
-      model=config.MLP(), data=data, loss=loss, optimizer=config.SGD(lr=0.1),
-      batch_size=16, epochs=9,
-    )  # fmt: skip
-    made = experiment(settings, devices=jax.devices()[:2])
+    made = experiment(small_config(data=data, loss=loss), devices=jax.devices()[:2])
     made.eval_data.load(np.arange(8), None)
 
 
@@ -344,9 +327,5 @@ def test_arrays_with_targets_out_of_range_are_refused_at_the_start():
     (with_one(-0.5), BinaryCrossEntropy(), r"Arrays.y=-0.5 is out of range \[0, 1\]"),
     (with_one(1.5, SQUARES), BinaryCrossEntropy(), r"Arrays.y=1.5 is out of range"),
   ):
-    settings = config.Config(
-      model=config.MLP(), data=config.Arrays(x=INPUTS, y=y), loss=loss,
-      optimizer=config.SGD(lr=0.1), batch_size=16, epochs=9,
-    )  # fmt: skip
     with pytest.raises(ConfigError, match=line):
-      experiment(settings, devices=jax.devices()[:2])
+      digit_run(loss, INPUTS, y)

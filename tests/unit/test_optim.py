@@ -8,8 +8,10 @@ import numpy as np
 import optax
 import pytest
 
+from jaxscale import config as cfg
 from jaxscale import optim
 from jaxscale.errors import ConfigError
+from support.errors import config_error
 from support.optimizers import optimize, optimize64
 
 
@@ -342,16 +344,6 @@ def test_a_mask_that_was_called_as_a_schedule_is_refused(make, name):
   optimize(static(**options), params, [params])
 
 
-def test_lamb_of_stacked_layers_is_lamb_of_each():
-  rng = np.random.default_rng(5)
-  sizes = np.array([1.0, 100.0, 1e-3])[:, None, None]
-  params, *grads = rng.standard_normal((4, 3, 4, 5)) * sizes
-  got = optimize64(optim.lamb(0.1, stacked=lambda params: True), params, grads)
-  for i in range(3):
-    alone = optimize64(optim.lamb(0.1), params[i], [g[i] for g in grads])
-    np.testing.assert_allclose(got[i], alone, rtol=1e-12)
-
-
 def test_mistakes_are_reported():
   with pytest.raises(ValueError, match="phi_min=2 with phi_max=1"):
     optim.lamb(0.1, phi_min=2, phi_max=1)
@@ -479,14 +471,6 @@ def test_the_optax_form_of_muon_is_that_of_optax(nesterov, rms):
     np.testing.assert_allclose(got, wanted[name], rtol=1e-9, err_msg=name)
 
 
-def test_muon_of_stacked_layers_is_muon_of_each():
-  params, g = np.random.default_rng(1).normal(size=(2, 2, 4, 5)).astype(np.float32)
-  (together,), _ = optimize(optim.muon(0.1, stacked=lambda p: True), params, [g])
-  for i in range(2):
-    (alone,), _ = optimize(optim.muon(0.1), params[i], [g[i]])
-    np.testing.assert_allclose(together[i], alone, rtol=1e-5)
-
-
 def test_layerwise_rate_decay():
   params = {name: {"w": jnp.ones(2)} for name in ("stem", "block_0", "block_1", "head")}
   order = ["^stem", "^block_0", "^block_1", "^head"]
@@ -508,3 +492,37 @@ def test_scaling_rules():
   assert optim.scale_learning_rate(0.1, 1024, 256, "none") == 0.1
   with pytest.raises(ValueError, match="rule='cubic': give one of none, linear, sqrt"):
     optim.scale_learning_rate(0.1, 1024, 256, "cubic")  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+  ("make", "line"),
+  [
+    (optax.adam(1e-3), "Optax.make=.* is not a function; give a function of the learn"),
+    ("adam", "Optax.make=str is not a function; give a function of the learning rate"),
+    (lambda: optax.adam(1e-3), "Optax.make failed, TypeError: .*; give a function of"),
+    (lambda rate: rate, "Optax.make: gave function, not an optax transformation; give"),
+  ],
+)
+def test_an_optimizer_that_is_none_is_one_line(make, line):
+  with pytest.raises(ConfigError, match=line):
+    optim.Optax(make=make, lr=0.1).build(lambda step: 0.1, cfg.OptimizerContext())
+
+
+@pytest.mark.parametrize(
+  ("make", "line"),
+  [
+    (
+      lambda rate: optax.multi_transform({"a": optax.sgd(rate)}, lambda _: {"w": "b"}),
+      "Optax.make, its init failed, ValueError: .*'b'.*; give a transformation of the",
+    ),
+    (
+      lambda rate: optax.stateless(lambda updates, params: updates["no such"]),
+      "Optax.make, its update failed, KeyError: 'no such'; give a transformation",
+    ),
+  ],
+)
+def test_a_transformation_that_fails_is_one_line(make, line):
+  made = optim.Optax(make=make, lr=0.1).build(lambda step: 0.1, cfg.OptimizerContext())
+  params = {"w": np.ones(3, np.float32)}
+  with config_error(match=line):
+    made.update(params, made.init(params), params)

@@ -118,24 +118,45 @@ def test_the_rate_of_what_adamw_moves():
   np.testing.assert_array_equal(own, same)
 
 
-@pytest.mark.parametrize("make", [optim.sgd, optim.adamw])
-def test_stacked_layers_decay_as_each_would(make):
+STACKED = optim.matching("^scan/")
+EACH = {
+  **{f"lars {v}": functools.partial(
+    optim.lars, variant=v, weight_decay=0.1, trust_coefficient=0.05
+  ) for v in ("paper", "optax", "larc_clip", "tf_contrib")},
+  "lamb": optim.lamb,
+  "muon": optim.muon,
+  "sgd": functools.partial(optim.sgd, weight_decay=0.3),
+  "adamw": functools.partial(optim.adamw, weight_decay=0.3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_stacked_layers_move_as_each_would(name):
+  """Each layer moves as a leaf of its own; stacked biases are still biases."""
+  sizes = np.array([1.0, 100.0, 1e-3])[:, None, None]  # far from one ratio for all
   params, *grads = (
-    {"kernel": rng.normal(size=(3, 4, 5)), "scale": rng.normal(size=(3, 4))}
+    {"scan": {"kernel": rng.normal(size=(3, 4, 5)) * sizes,
+              "bias": rng.normal(size=(3, 4))}}
     for rng in map(np.random.default_rng, range(4))
-  )
-  together = optimize64(
-    make(0.1, weight_decay=0.3, stacked=lambda p: True), params, grads
-  )
+  )  # fmt: skip
+  make = EACH[name]
+  together = optimize64(make(0.1, stacked=STACKED), params, grads)["scan"]
   for i in range(3):
-    one, *each = ({n: x[i] for n, x in tree.items()} for tree in (params, *grads))
-    alone = optimize64(make(0.1, weight_decay=0.3), one, each)
-    for name, w in alone.items():
-      np.testing.assert_allclose(together[name][i], w, rtol=1e-12)
+    one, *each = jax.tree.map(lambda x, i=i: x[i], [params, *grads])
+    for leaf, w in optimize64(make(0.1), one, each)["scan"].items():
+      np.testing.assert_allclose(together[leaf][i], w, rtol=1e-9)
+  ratios = optim.trust_ratios(make(0.1, stacked=STACKED).init(jnp_tree(params)))
+  has_ratios = name.startswith(("lars", "lamb"))
+  shapes = {path: ratio.shape for path, ratio in ratios.items()}
+  assert shapes == ({"scan/kernel": (3,)} if has_ratios else {})
+
+
+def jnp_tree(tree):
+  return jax.tree.map(lambda x: jnp.array(x, jnp.float32), tree)
 
 
 def muon_part(params):
-  """What Muon's velocities are of, after a step by the config's Muon."""
+  """Return the parameters that have velocities of the config's Muon."""
   tx = make_optimizer(config("transformer", "muon"), lambda step: 0.1, 0, None)
   is_muon = lambda node: isinstance(node, MuonState)  # noqa: E731
   found = jax.tree.leaves(tx.init(params), is_leaf=is_muon)

@@ -23,7 +23,7 @@ from support.paths import ROOT
 
 
 def why_not() -> str:
-  """What this machine lacks to build the library; found without our own code."""
+  """Return what this machine lacks to build the library, without our own code."""
   if shutil.which("cc") is None:
     return "no C compiler"
   asked = "#include <stdio.h>\n#include <jpeglib.h>\n"
@@ -131,7 +131,7 @@ def test_views_are_the_same_and_no_whole_image_is_decoded(built, photo, monkeypa
 
 
 def outcome(encoded, draws):
-  """What becomes of a stream: its view and what it is, or nothing."""
+  """Return a stream's view and its kind, or nothing."""
   try:
     pixels, kind = jpeg.decode_view(encoded, 32, 3, draws)
   except ValueError:

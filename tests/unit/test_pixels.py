@@ -206,7 +206,9 @@ def test_a_picture_has_the_same_pixels_in_every_file(name, reader, tmp_path):
     plain = by_pillow("PNG")(picture, 1)
     for channels in (1, 3, 4):
       expected = reader(plain, channels, tmp_path / "plain").astype(int)
-      for orientation in (1, 3, 6) if reader is in_tfds else range(1, 9):
+      # Files of a folder and of TFDS are decoded by what the others test.
+      few = reader in (in_a_folder, in_tfds)
+      for orientation in (1, 6) if few else range(1, 9):
         encoded = encode(picture, orientation)
         seen = reader(encoded, channels, tmp_path / "other")
         assert seen.shape == expected.shape

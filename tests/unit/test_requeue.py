@@ -76,7 +76,7 @@ def test_a_stop_is_asked_for_before_the_end():
 
 
 def test_a_job_that_was_made_longer_has_the_whole_time_to_save():
-  """What was a short job's quarter is not what an extended one gets."""
+  """An extended job gets more than a short job's quarter."""
   began, asked = time.time(), []
   walltime.before_end(
     lambda reason: asked.append(time.time() - began),

@@ -1,4 +1,4 @@
-"""What the code never does: execute what others wrote."""
+"""The code never executes what others wrote."""
 
 import ast
 

@@ -7,10 +7,11 @@ import signal
 import pytest
 
 from jaxscale import cli
-from jaxscale.errors import ConfigError, printable
+from jaxscale.errors import printable
 from jaxscale.launch import folder as folders
 from jaxscale.launch import local, spec, status
 from support.bad_files import DEEP, EVERY, HUGE, put
+from support.errors import config_error
 from support.job_script import RUN
 
 WHOLE = spec.to_json(RUN._replace(executor="local"))
@@ -143,6 +144,5 @@ STUDIES = b'{"runs": [5]}', b'{"runs": ["../x"]}', b'{"runs": ["a\\u0000"]}'
 @pytest.mark.parametrize("content", [*EVERY.values(), *STUDIES])
 def test_a_damaged_study_is_one_line(runs, content):
   put(runs / "study" / "scaling.json", content)
-  with pytest.raises(ConfigError, match=r"scaling\.json: .*; give the names") as error:
+  with config_error(match=r"scaling\.json: .*; give the names"):
     folders.find_study("study", str(runs))
-  assert "\n" not in str(error.value)

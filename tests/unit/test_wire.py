@@ -48,7 +48,7 @@ def test_a_line_in_pieces_is_one_message(pair):
 
 
 def test_nothing_is_read_that_follows_the_message(pair):
-  """What waits for the socket to be ready then misses nothing."""
+  """A wait for the socket to be ready then misses nothing."""
   here, there = pair
   here.sock.sendall(b"1\n2\n3\nrest")
   assert there.receive(1) == 1 and there.next() == 2

@@ -83,7 +83,7 @@ def until(cli: Cli, name: str, state: str, seconds: float = 60) -> list[str]:
 
 
 def number(cli: Cli, name: str) -> str:
-  """What Slurm calls the run."""
+  """Return Slurm's id of the run."""
   return read_json_lines(cli.runs / name / "submissions.jsonl")[-1]["job"]
 
 

@@ -33,8 +33,6 @@ from support.slurm import settings as slurm_settings
 _COMMANDS = ("slurmctld", "slurmd", "srun", "sbatch")
 # Job state codes of squeue(1) after which nothing follows, but for a requeue.
 _ENDS = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"}
-# Of the socket of a step, FOLDER/n1/spool/n1_JOB.STEP: unix(7) has 108 bytes.
-_LONGEST_FOLDER = 107 - len("/n99/spool/n99_9999999.4294967291")
 _ENDS |= {"OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"}
 
 
@@ -72,16 +70,10 @@ class SlurmCluster:
     cpus: CPUs Slurm gives out on each, whatever this machine has; tasks are
       bound to none.
     gpus: GPUs Slurm gives out on each: devices that read like /dev/null.
-    kill_wait: seconds from SIGTERM to SIGKILL, Slurm's KillWait.
-    slurmd_timeout: seconds until a silent node is down, Slurm's SlurmdTimeout;
-      it takes about 10 more, for the pings that come to nothing.
     extra: more lines for slurm.conf; of two that disagree, the later counts.
-    parent: the directory that gets a folder with configuration and logs, which
-      stays; by default a temporary one, which does not.
 
   Raises:
     TimeoutError: it did not come up; with the ends of its logs.
-    ValueError: the path of its folder is too long.
   """
 
   def __init__(
@@ -90,23 +82,11 @@ class SlurmCluster:
     cpus: int = 2,
     gpus: int = 0,
     *,
-    kill_wait: int = 5,
-    slurmd_timeout: int = 5,
     extra: str = "",
-    parent: Path | None = None,
   ):
     self.nodes = [f"n{i}" for i in range(1, nodes + 1)]
-    self.folder = Path(tempfile.mkdtemp(prefix="slurm-", dir=parent))
-    if len(str(self.folder)) > _LONGEST_FOLDER:
-      self.folder.rmdir()
-      raise ValueError(
-        f"{self.folder}: too long a path for the sockets of Slurm's steps"
-      )
-    if parent is not None:
-      (self.folder / "keep").touch()
-    self._settings = slurm_settings.Settings(
-      cpus, gpus, kill_wait, slurmd_timeout, extra
-    )
+    self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))
+    self._settings = slurm_settings.Settings(cpus, gpus, extra)
     self.net = hosts.new_net()
     self._port = 0
     self._daemons: dict[str, subprocess.Popen[bytes]] = {}
@@ -276,7 +256,7 @@ class SlurmCluster:
     return done.stdout.strip()
 
   def job(self, job: str) -> dict[str, str]:
-    """What `scontrol show job` says of a job, or of an array's task "12_3".
+    """Return what `scontrol show job` says of a job, or of an array's task "12_3".
 
     Slurm knows a job for 300 s after its end (MinJobAge).
     """
@@ -284,7 +264,7 @@ class SlurmCluster:
     return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
   def output(self, job: str) -> str:
-    """What a job's script has written so far; nothing before its first moment."""
+    """Return what a job's script has written; nothing before its first moment."""
     path = Path(self.job(job)["StdOut"])
     return path.read_text() if path.exists() else ""  # RUNNING comes before the file
 
@@ -292,17 +272,6 @@ class SlurmCluster:
     """The state of each job that waits or runs, by id ("12_3" in an array)."""
     lines = self.run("squeue", "-h", "-r", "-o", "%i %T").stdout.splitlines()
     return {job: state for job, state in map(str.split, lines)}
-
-  def finished(self) -> list[dict[str, str]]:
-    """What `sacct --completion` knows: a line per job and end, oldest first.
-
-    A requeue is an end too, in state PENDING. Without Slurm's database sacct
-    knows no more than this, and says of the exit code always 0:0.
-    """
-    fields = "JobID", "JobName", "State", "Start", "End", "NodeList"
-    command = ("sacct", "--completion", "-n", "-P", "-o", ",".join(fields))
-    lines = self.run(*command).stdout.splitlines()
-    return [dict(zip(fields, line.split("|"), strict=True)) for line in lines]
 
   def wait_for(self, job: str, *states: str, seconds: float = 60) -> dict[str, str]:
     """Wait until a job is in one of the states, by default in one it ends in.

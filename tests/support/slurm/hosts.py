@@ -78,7 +78,7 @@ def on_host(pid: int, *command: str) -> list[str]:
 
 
 def _is_on(mounts: str, folder: str, host: str) -> bool:
-  """Whether a mountinfo is of a process of this host; "*" is any of the folder."""
+  """Return True for a mountinfo of a process of this host; "*" is any of the folder."""
   for line in mounts.splitlines():
     root, point = line.split(" ", 5)[3:5]  # proc_pid_mountinfo(5)
     root = root.removesuffix("//deleted")  # the folder may be gone before them
@@ -146,7 +146,7 @@ def stop_keeper(keeper: subprocess.Popen[str], folder: Path) -> None:
   keeper.stdout.close()
   kill(folder)
   keeper.wait(300)
-  _remove(folder)
+  shutil.rmtree(folder, ignore_errors=True)
 
 
 def _keep(folder: Path) -> None:
@@ -155,12 +155,7 @@ def _keep(folder: Path) -> None:
   print("ready", flush=True)
   sys.stdin.read()
   kill(folder)
-  _remove(folder)
-
-
-def _remove(folder: Path) -> None:
-  if not (folder / "keep").exists():
-    shutil.rmtree(folder, ignore_errors=True)
+  shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

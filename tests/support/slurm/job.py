@@ -42,7 +42,7 @@ class Job:
     )  # fmt: skip
 
   def reported(self):
-    """What all processes have written, process 0's first."""
+    """Return what all processes have written, process 0's first."""
     return "\n".join(p.read_text() for p in sorted(self.folder.glob("[0-9].out")))
 
   def has_trained(self, step=30):

@@ -16,12 +16,10 @@ from support.slurm import hosts as slurm_hosts
 
 
 class Settings(NamedTuple):
-  """What a cluster is made of, see `SlurmCluster`."""
+  """Settings of a cluster, see `SlurmCluster`."""
 
   cpus: int
   gpus: int
-  kill_wait: int
-  slurmd_timeout: int
   extra: str
 
 
@@ -46,8 +44,8 @@ SelectTypeParameters=CR_Core
 MpiDefault=none
 SwitchType=switch/none
 ReturnToService=2
-KillWait={kill_wait}
-SlurmdTimeout={slurmd_timeout}
+KillWait=5
+SlurmdTimeout=5
 MessageTimeout=5
 SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0
 SlurmctldPidFile={folder}/login/slurmctld.pid
@@ -58,8 +56,7 @@ SlurmctldLogFile={folder}/login/slurmctld.log
 SlurmdLogFile={folder}/%n/slurmd.log
 SlurmdParameters=config_overrides
 AccountingStorageType=accounting_storage/none
-JobCompType=jobcomp/filetxt
-JobCompLoc={folder}/login/jobs.txt
+JobCompType=jobcomp/none
 MailProg=/bin/true
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE
 """
@@ -81,8 +78,6 @@ def write(
     folder=folder,
     address=slurm_hosts.address(net, 0),
     port=port,
-    kill_wait=settings.kill_wait,
-    slurmd_timeout=settings.slurmd_timeout,
   )
   gpus = f"Gres=gpu:{settings.gpus}" if settings.gpus else ""
   nodes = "".join(
