@@ -274,34 +274,3 @@ class BlockMomentum(LocalSGD):
       every, context.num_workers, momentum=self.outer_momentum, rate=self.outer_lr,
       nesterov=self.nesterov, reset_momentum=self.reset_momentum,
     )  # fmt: skip
-
-
-def _links(
-  file: str | None, sizes: dict[str, int]
-) -> tuple[dict[str, Link], list[Measured], str]:
-  """Return links of the mesh's axes, measurements on such a mesh, and their source."""
-  from jaxscale import collectives
-  from jaxscale.mesh import AXES, BN_AXIS
-
-  if file is None:
-    found, measured = collectives.default_links(AXES), []
-    source = "planned by assumed links"
-  else:
-    try:
-      found, measured = collectives.read_measurements(file)
-    except ConfigError as e:
-      raise ConfigError(f"links={e}") from None
-    measured = collectives.measured_on(sizes, measured)
-    source = f"as measured in {file}" if measured else (
-      f"planned by the links of {file}: no mesh of this shape was measured"
-    )  # fmt: skip
-  # Neighbours of that axis, where they were not measured apart.
-  for axis in (BN_AXIS, "fsdp", "model"):
-    if axis in sizes and axis not in found and "data" in found:
-      found = found | {axis: found["data"]}
-  if missing := [axis for axis, n in sizes.items() if n > 1 and axis not in found]:
-    raise ConfigError(
-      f"links={file}: has no {missing[0]!r}, measure it on the mesh of the "
-      f"run: --mesh {'x'.join(str(sizes[a]) for a in AXES)}"
-    )
-  return {axis: found[axis] for axis in found if axis in sizes}, measured, source

@@ -49,7 +49,7 @@ def averaged(model_state: Any) -> Any:
 
   nnx = sys.modules.get("flax.nnx")  # not imported: no model has its variables
 
-  def is_statistic(node):
+  def is_statistic(node: Any):
     return nnx is not None and isinstance(node, nnx.BatchStat)
 
   def flags(path: Any, node: Any):
